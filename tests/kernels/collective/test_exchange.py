@@ -88,37 +88,45 @@ CHECK = """
 import triton
 from triton.compiler import ASTSource
 from triton.backends.compiler import GPUTarget
-from accel_kernels.collective.exchange_triton import exchange_kernel as kernel
+from accel_kernels.collective.exchange_triton import exchange_kernel
+from accel_kernels.collective.symmetric_sum_triton import symmetric_sum_kernel
 
-names = kernel.arg_names
+EVEN = [["tt.divisibility", 16]]
+
+def ptx(kernel, kinds, given, even, arch, warps):
+    names = kernel.arg_names
+    kinds = {name: "i32" for name in names} | kinds | dict.fromkeys(given, "constexpr")
+    kinds |= dict.fromkeys(("buffers_ptr", "signals_ptr"), "*i64")
+    constants = {(names.index(name),): value for name, value in given.items()}
+    even = {(names.index(name), *more): EVEN for name, *more in even}
+    source = ASTSource(kernel, kinds, constants, even)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
+    assert compiled.asm["cubin"]
+    return compiled.asm["ptx"]
+
 for arch, several in ((80, (3,)), (90, (1, 3)), (100, (1,))):
     for tensors in several:
         given = {"RANKS": 2, "TENSORS": tensors, "ROWS": 8, "COLUMNS": 512, "WAITS": True, "PDL": arch >= 90}
-        kinds = {name: "i32" for name in names} | dict.fromkeys(given, "constexpr")
-        kinds |= {"sources": ("*bf16",) * tensors, "strides": (("i32",) * 3,) * tensors}
-        kinds |= dict.fromkeys(("buffers_ptr", "signals_ptr"), "*i64")
-        even = {}
-        for at, name in enumerate(names):
-            if name in ("rank", *given):
-                continue
-            if name == "sources":
-                even |= {(at, i): [["tt.divisibility", 16]] for i in range(tensors)}
-            elif name == "strides":
-                even |= {(at, i, j): [["tt.divisibility", 16]] for i in range(tensors) for j in range(3)}
-            elif name != "middle":
-                even[(at,)] = [["tt.divisibility", 16]]
-        constants = {(names.index(name),): value for name, value in given.items()}
-        source = ASTSource(kernel, kinds, constants, even)
-        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 8})
-        ptx = compiled.asm["ptx"]
-        assert compiled.asm["cubin"]
-        assert "ld.global.v4" in ptx and "st.global.v4" in ptx, "numbers are moved 16 bytes at a time"
-        assert ptx.count("release.sys") == ptx.count("acquire.sys") == 2 * 2
+        kinds = {"sources": ("*bf16",) * tensors, "strides": (("i32",) * 3,) * tensors}
+        even = [(name,) for name in exchange_kernel.arg_names if name not in ("rank", "middle", *given, *kinds)]
+        even += [("sources", i) for i in range(tensors)]
+        even += [("strides", i, j) for i in range(tensors) for j in range(3)]
+        text = ptx(exchange_kernel, kinds, given, even, arch, 8)
+        assert "ld.global.v4" in text and "st.global.v4" in text, "numbers are moved 16 bytes at a time"
+        assert text.count("release.sys") == text.count("acquire.sys") == 2 * 2
+for arch, several in ((80, (4,)), (90, (2, 4)), (100, (2,))):
+    for ranks in several:
+        given = {"RANKS": ranks, "BLOCK": 1024, "PDL": arch >= 90}
+        kinds = dict.fromkeys(("part_ptr", "bias_ptr", "residual_ptr", "y_ptr"), "*bf16") | {"scale": "fp32"}
+        even = [(name,) for name in symmetric_sum_kernel.arg_names if name not in ("rank", "scale", *given)]
+        text = ptx(symmetric_sum_kernel, kinds, given, even, arch, 4)
+        assert text.count("ld.global.cg.v4") == ranks, "parts are read 16 bytes at a time"
+        assert text.count("release.sys") == text.count("acquire.sys") == ranks
 print("compiled")
 """
 
 
-def test_it_compiles_for_gpus_with_wide_moves(tmp_path: Path):
+def test_both_compile_for_gpus_with_wide_moves(tmp_path: Path):
     assert "compiled" in in_a_process(CHECK, tmp_path)
 
 
@@ -196,33 +204,3 @@ def test_no_two_sums_after_another_take_one_place():
         for after in forwards:
             assert before[-1] != after[0], (before, after)
     assert set(outside) == set(OUTSIDE) and not set(OUTSIDE) & set(INSIDE)
-
-
-SUM_CHECK = """
-import triton
-from triton.compiler import ASTSource
-from triton.backends.compiler import GPUTarget
-from accel_kernels.collective.symmetric_sum_triton import symmetric_sum_kernel as kernel
-
-names = kernel.arg_names
-tensors = ("part_ptr", "bias_ptr", "residual_ptr", "y_ptr")
-kinds = dict.fromkeys(tensors, "*bf16") | dict.fromkeys(("buffers_ptr", "signals_ptr"), "*i64")
-kinds |= dict.fromkeys(("place", "count", "columns", "rank"), "i32") | {"scale": "fp32"}
-even = {(names.index(name),): [["tt.divisibility", 16]] for name in kinds if name not in ("scale", "rank")}
-for arch, several in ((80, (4,)), (90, (2, 4)), (100, (2,))):
-    for ranks in several:
-        given = {"RANKS": ranks, "BLOCK": 1024, "PDL": arch >= 90}
-        signature = kinds | dict.fromkeys(given, "constexpr")
-        constants = {(names.index(name),): value for name, value in given.items()}
-        source = ASTSource(kernel, signature, constants, even)
-        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 4})
-        ptx = compiled.asm["ptx"]
-        assert compiled.asm["cubin"]
-        assert ptx.count("ld.global.cg.v4") == ranks, "parts are read 16 bytes at a time"
-        assert ptx.count("release.sys") == ptx.count("acquire.sys") == ranks
-print("compiled")
-"""
-
-
-def test_it_compiles_for_gpus_with_wide_reads(tmp_path: Path):
-    assert "compiled" in in_a_process(SUM_CHECK, tmp_path)

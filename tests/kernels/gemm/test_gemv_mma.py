@@ -20,7 +20,7 @@ from accel_kernels.gemm.quantized_weight import quantize_weight
 from support.everything import EVERYTHING
 from support.kernels.compiler import in_a_process
 from support.kernels.numbers import numbers_of, spread
-from support.kernels.warpgroups import Array, Gluon, Pointer, rebuilt
+from support.kernels.warpgroups import Array, Gluon, launching, rebuilt
 
 
 def device():
@@ -34,28 +34,6 @@ def device():
         **dict.fromkeys(("words_layout", "x_layout", "squares_layout"), lambda *_: None),
     )  # fmt: skip
     return machine, names["gemv_mma_kernel"]
-
-
-def launch(jitted, grid, *args, **flags):
-    """What `warmup.launch` does, in float64; what no program writes stays NaN."""
-    machine, kernel = device()
-    (machine.programs,) = grid
-
-    def value(given):
-        if isinstance(given, tuple):
-            return type(given)(*map(value, given))
-        if not isinstance(given, torch.Tensor):
-            return given
-        data = given.reshape(-1).numpy() if given.dtype == torch.int32 else given.double().numpy().reshape(-1)
-        return Pointer(data.astype(np.int64) & 0xFFFFFFFF if given.dtype == torch.int32 else data)
-
-    values = [value(given) for given in args]
-    y = jitted.arg_names.index("y_ptr")
-    values[y].memory[:] = np.nan
-    for program in range(machine.programs):
-        machine.program = program
-        kernel(*values, **{name: flag for name, flag in flags.items() if name != "maxnreg"})
-    args[y].copy_(torch.from_numpy(values[y].memory).view_as(args[y]))
 
 
 # columns, outputs, group, zeros, gate, norm, and warps, spans ahead, programs
@@ -86,7 +64,7 @@ def test_emulated(case, monkeypatch):
     more |= {"up": up, "up_bias": rand(n)} if gate else {}
     x, bias = rand(1, k), rand(n)
     assert gemv_mma.refusal(x, weight, more.get("up")) is None
-    monkeypatch.setattr(gemv_mma, "launch", launch)
+    monkeypatch.setattr(gemv_mma, "launch", launching(device))
     found = quantized_linear.triton(x, weight, bias, **more, shape=GemvTile(*tile))
     wide = {name: one.double() if isinstance(one, torch.Tensor) else one for name, one in more.items()}
     if more["norm"] is not None:
