@@ -23,6 +23,7 @@ from support.compatibility.diffusers_calls import inputs
 from support.compatibility.tiny_diffusers_models import build
 from support.compatibility.transformer_pair import FLUX
 from support.diffusion.programs import Formula, Planned, as_complex, assigned, halves, rand
+from support.noted import noted
 from support.patched import fast_forwards, sites
 
 CLASSES = sorted(name for name in diffusion_classes() if "Transformer" in name)
@@ -161,17 +162,11 @@ class Norms:
     """A model that counts its fused norms, beside a copy that is stock. inside: how many norms its blocks have."""
 
     def __init__(self, name, monkeypatch):
-        self.model, self.ran = build(name), 0
+        self.model = build(name)
         self.stock, self.inputs = copy.deepcopy(self.model), inputs(self.model)
         accel.optimize(self.model, cpu="fuse")
         self.blocks = sites(self.model, "diffusion transformer block")
-        run = LayerNormForward.fast
-
-        def counted(forward, input):
-            self.ran += forward.beneath
-            return run(forward, input)
-
-        monkeypatch.setattr(LayerNormForward, "fast", counted)
+        self.ran = noted(monkeypatch, LayerNormForward, "fast", lambda forward, input: forward.beneath)
 
     @property
     def inside(self):
@@ -179,9 +174,9 @@ class Norms:
 
     def agree(self):
         """How many norms inside of blocks ran fused."""
-        self.ran = 0
+        self.ran.clear()
         assert apart(self.model(**self.inputs), self.stock(**self.inputs)) < 1e-6
-        return self.ran
+        return sum(self.ran)
 
 
 @pytest.fixture

@@ -10,20 +10,9 @@ from accel.cuda_graphs.rule import GraphForward
 from accel.diffusion.dit.executable import Executable
 from support.compatibility.stack_oracle import STACKS, StackOracle, deep, loop
 from support.diffusion.rounded_rows import agree, reasons, run
+from support.noted import noted
 
 FLUX, SD3, WAN = "FluxTransformer2DModel", "SD3Transformer2DModel", "WanTransformer3DModel"
-
-
-def blocks_run(model, monkeypatch):
-    """A list that gets an entry whenever a block runs from its plan."""
-    seen, run_plan = [], Executable.__call__
-
-    def counted(executable, *args):
-        seen.append(executable)
-        return run_plan(executable, *args)
-
-    monkeypatch.setattr(Executable, "__call__", counted)
-    return seen
 
 
 @pytest.mark.parametrize("pair", [FLUX, SD3], indirect=True)
@@ -32,7 +21,7 @@ def test_deep_blocks_run_in_whole_calls_alone_from_their_plans(pair, monkeypatch
     blocks = sum(len(getattr(model, name)) for name in STACKS[type(model).__name__])
     for call in calls:  # recorded
         run(model, call)
-    seen, counts = blocks_run(model, monkeypatch), []
+    seen, counts = noted(monkeypatch, Executable, "__call__", lambda *args: True), []
     for call in calls:
         seen.clear()
         run(model, call)

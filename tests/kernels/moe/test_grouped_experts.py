@@ -14,6 +14,7 @@ from accel_kernels.moe.grouped_triton import group_kernel
 from accel_kernels.moe.tiles import GEMV, Tile, likely_tile
 
 from support.kernels.waiting import NothingWaits
+from support.noted import noted
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
 
@@ -72,13 +73,7 @@ def test_every_tile_gives_the_same(name, tile, poisoned):
 def test_a_short_tail_has_a_product_of_its_own(name, monkeypatch, poisoned):
     x, index, shares, weights = given(name)
     index[:, 0] = 1  # as many pairs as fill a tile and leave some, or no tail; the others' are few
-    rows, found = [], experts_triton.launch
-
-    def seen(kernel, grid, *args, **meta):
-        rows.append((meta.get("ROWS"), meta.get("TAIL")))
-        found(kernel, grid, *args, **meta)
-
-    monkeypatch.setattr(experts_triton, "launch", seen)
+    rows = noted(monkeypatch, experts_triton, "launch", lambda *args, **meta: (meta.get("ROWS"), meta.get("TAIL")))
     for long in (32, 16):
         y = experts_triton.experts(x, index, shares, weights, tile=Tile(long, 32, 32, 64, 4, 2, long // 2))
         torch.testing.assert_close(y, experts.reference(x, index, shares, weights), rtol=1e-5, atol=1e-5)
@@ -169,17 +164,9 @@ def test_weights_that_no_kernel_reads_are_named():
 
 @pytest.mark.parametrize(("name", "steps"), [("all", 2), ("all", 1), ("interleaved", 3)])
 def test_any_number_of_steps_gives_the_same(name, steps, monkeypatch, poisoned):
-    (x, index, shares, weights), _ = next(case for case in CASES if case.name == name).make(
-        torch.device("cpu"), torch.float32
-    )
+    x, index, shares, weights = given(name)
     index[0, 0] = weights.experts  # there is none of that number
-    launched, launch = [], experts_triton.launch
-
-    def seen(kernel, grid, *args, **meta):
-        launched.append((kernel, meta))
-        launch(kernel, grid, *args, **meta)
-
-    monkeypatch.setattr(experts_triton, "launch", seen)
+    launched = noted(monkeypatch, experts_triton, "launch", lambda kernel, grid, *args, **meta: (kernel, meta))
     monkeypatch.setattr(experts_triton, "ALONG", 16)
     monkeypatch.setattr(experts_triton, "STEPS", steps)
     found = experts_triton.experts(x, index, shares, weights)

@@ -15,6 +15,7 @@ from accel.llm.kv_cache.blocks import BLOCK, Blocks, Shape
 from accel.llm.kv_cache.store import AHEAD, Store
 from support.everything import EVERYTHING
 from support.llm.kv_cache.row_lists import CPU, SHAPES, STORED, Lists, append, append_as_stock, check, filled, fresh
+from support.noted import noted
 
 number = st.integers(0, 2**16)
 step = st.one_of(
@@ -270,13 +271,7 @@ def test_eight_bits_are_a_byte_an_element_and_four_a_scale():
 
 def test_room_grows_by_shares_so_that_a_long_text_is_copied_a_few_times_only(monkeypatch):
     """Nobody says how long the text will be: each time it is full, the store takes half as much again."""
-    sizes, lay_out = [], Store._lay_out
-
-    def counted(self, rows, tokens, chosen=None):
-        sizes.append(tokens)
-        lay_out(self, rows, tokens, chosen)
-
-    monkeypatch.setattr(Store, "_lay_out", counted)
+    sizes = noted(monkeypatch, Store, "_lay_out", lambda self, rows, tokens, chosen=None: tokens)
     store = Store(SHAPES)
     for tokens in range(1, 40 * BLOCK):
         store.reserve(1, tokens)

@@ -13,6 +13,7 @@ from accel.llm.recording.recorder import decoder_layers
 from accel.llm.runtime.layer import LayerForward
 from support.llm.multimodal import MODELS, make
 from support.llm.outputs import generate, same
+from support.noted import noted
 
 NEW = 4
 OWN_PROMPT = ("paligemma",)  # reads a text with nothing hidden as one whose words all see each other
@@ -21,14 +22,7 @@ OWN_PROMPT = ("paligemma",)  # reads a text with nothing hidden as one whose wor
 @pytest.fixture
 def steps(monkeypatch):
     """How often a fused layer ran, as a list to read the length of."""
-    ran, fast = [], LayerForward.fast
-
-    def counted(self, *args, **kwargs):
-        ran.append(self.path)
-        return fast(self, *args, **kwargs)
-
-    monkeypatch.setattr(LayerForward, "fast", counted)
-    return ran
+    return noted(monkeypatch, LayerForward, "fast", lambda self, *args, **kwargs: self.path)
 
 
 def pair(name: str):

@@ -22,6 +22,7 @@ from accel.llm.kv_cache.pages import page_bytes
 from accel.llm.pipeline.stretch import ChainedStep, Stretch, StretchStep
 from support.llm.batching.engines import alone, engine_of, finished, forward_of, prompts_of, request
 from support.llm.families import layers, make
+from support.noted import noted
 from support.spread import DEVICES, pair, spread
 from support.state import assert_same_state, snapshot
 
@@ -53,18 +54,11 @@ class Happened(list):
 
     def __init__(self, monkeypatch):
         super().__init__()
-        self.note(monkeypatch, SpreadStepRunner, "launch", lambda _, plan, *rest: (plan.lane, set(plan.rows.tolist())))
-        self.note(monkeypatch, Stretch, "run", lambda stretch, *rest: stretch.device)
-        self.note(monkeypatch, Flight, "read", lambda flight: flight.plan.lane)
-
-    def note(self, monkeypatch, kind, name, what):
-        before = getattr(kind, name)
-
-        def noted(*args):
-            self.append(what(*args))
-            return before(*args)
-
-        monkeypatch.setattr(kind, name, noted)
+        noted(
+            monkeypatch, SpreadStepRunner, "launch", lambda _, plan, *rest: (plan.lane, set(plan.rows.tolist())), self
+        )
+        noted(monkeypatch, Stretch, "run", lambda stretch, *rest: stretch.device, self)
+        noted(monkeypatch, Flight, "read", lambda flight: flight.plan.lane, self)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

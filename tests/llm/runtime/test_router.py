@@ -16,6 +16,7 @@ from accel.llm.analysis.router_trial import GIVEN
 from accel.llm.runtime.router import RouterForward
 from support.llm.families import make, prompt
 from support.llm.runtime.near_ties import assert_routed_alike, now, routers
+from support.noted import noted
 
 AFTER, BEFORE = Routing(2, "none", "softmax"), Routing(2)
 GROUPED = Routing(2, "sigmoid", "sum", eps=1e-20, groups=2, kept=1)
@@ -38,14 +39,7 @@ ROUTINGS = {
 
 def taken(monkeypatch) -> list[int]:
     """The numbers of tokens of the fused calls to come."""
-    tokens, fast = [], RouterForward.fast
-
-    def noted(self, x, *more, **named):
-        tokens.append(x.numel() // x.shape[-1])
-        return fast(self, x, *more, **named)
-
-    monkeypatch.setattr(RouterForward, "fast", noted)
-    return tokens
+    return noted(monkeypatch, RouterForward, "fast", lambda self, x, *more, **named: x.numel() // x.shape[-1])
 
 
 def built(name: str, dtype: torch.dtype = torch.float32, **changes) -> nn.Module:

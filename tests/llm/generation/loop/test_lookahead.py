@@ -16,21 +16,20 @@ from accel.llm.generation.loop.methods import PREPARE, predictable
 from accel.llm.kv_cache.cache import store_of
 from accel.llm.kv_cache.pending_step import PendingStep
 from support.llm.families import padded, prompt
+from support.noted import noted
 
 CRITERIA = "_get_stopping_criteria"
 
 
 def criteria_of(model, monkeypatch, **call) -> list:
     """The stopping criteria that the loop of one generate() call was given."""
-    seen = []
+
+    def given(*args, **kwargs):
+        return kwargs["stopping_criteria"] if "stopping_criteria" in kwargs else args[3]
+
+    seen: list = []
     for loop in ("_sample", "_beam_search", "_assisted_decoding"):
-        run = getattr(GenerationMixin, loop)
-
-        def spied(self, *args, run=run, **kwargs):
-            seen.append(kwargs["stopping_criteria"] if "stopping_criteria" in kwargs else args[2])
-            return run(self, *args, **kwargs)
-
-        monkeypatch.setattr(GenerationMixin, loop, spied)
+        noted(monkeypatch, GenerationMixin, loop, given, seen)
     ids, mask = padded((7, 4))
     model.generate(ids, attention_mask=mask, max_new_tokens=3, **call)
     return seen

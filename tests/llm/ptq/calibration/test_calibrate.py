@@ -16,6 +16,7 @@ from accel.llm.recording.recorder import decoder_layers
 from accel.quantization.rounding import round_to_nearest
 from accel.quantization.scheme import Scheme
 from support.llm.families import FAMILIES, layers, make, padded, prompt
+from support.noted import noted
 
 INT4, INT8 = Scheme.parse("int4-g32"), Scheme.parse("int8")
 ALL = [(method, INT8 if method == "smoothquant" else INT4) for method in METHODS]
@@ -198,13 +199,7 @@ class Bypassed(torch.nn.Module):
 @pytest.mark.parametrize("method", ["awq", "smoothquant"])
 def test_ways_are_compared_by_the_first_calls_alone(method, monkeypatch):
     """And all calls decide what the next layer is given."""
-    counts, real = [], layer_work.outputs
-
-    def counted(layer, calls, *more):
-        counts.append(len(calls))
-        return real(layer, calls, *more)
-
-    monkeypatch.setattr(layer_work, "outputs", counted)
+    counts = noted(monkeypatch, layer_work, "outputs", lambda layer, calls, *more: len(calls))
     monkeypatch.setattr(layer_work, "JUDGED", 100)
     model = make("llama")
     results = run(model, method, dict(ALL)[method], texts(3, rows=2))  # 48 tokens a call
