@@ -16,10 +16,10 @@ from accel.cuda_graphs import pays
 from accel.libraries import versions
 from support.diffusion import calls as live_calls
 from support.diffusion import changes as live_changes
-from support.diffusion.step_oracle import Oracle
+from support.diffusion.rounded_rows import Oracle
 from support.diffusion.tiny_models import UNETS, make_sdxl_pipeline, make_unet, make_vae, unet_inputs
 from support.everything import EVERYTHING
-from support.kernels.accuracy import assert_as_good_as_torch
+from support.kernels.numbers import assert_as_good_as_torch
 from support.state import assert_same_state, differences, snapshot
 
 
@@ -31,7 +31,7 @@ def fusing(*given):
 accel.api.choose = fusing
 pays.GAIN, pays.LiveTurns.faster = float("inf"), "fused"  # and on a GPU; tests of what pays put their own there
 
-# Under newer versions nothing else is told than under these; tests/core/test_versions.py asks what is.
+# Under newer versions nothing else is told than under these; tests/core/test_distribution.py asks what is.
 versions.TESTED = {package: (oldest, "99.0") for package, (oldest, _) in versions.TESTED.items()}
 
 gc.disable()  # while modules are imported, of which nothing is garbage; pytest_collection_finish enables it

@@ -1,4 +1,4 @@
-"""The command line: what it lists, and what report, verify and demo say and refuse."""
+"""The command line: its commands, and shards."""
 
 import json
 import os
@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 from diffusers import UNet2DConditionModel
+from typer.testing import CliRunner
 
 from accel.bench.configs import TINY_UNET
+from accel.commands.app import app
+from accel.llm.shards.manifest import MANIFEST, read_manifest
 from support.command_line import CALL, DIGITS, TRANSFORMER_DIGITS, run_command
 
 ROOT = Path(__file__).parents[2]
@@ -36,34 +39,10 @@ def test_python_m_accel():
     assert "Usage: accel" in done.stdout
 
 
-def test_report_refuses_what_is_no_folder(tmp_path):
-    result = run_command("report", tmp_path / "nothing-here", "--device", "cpu")
-    assert result.exit_code == 2
-    assert "nothing-here" in result.output and "not a folder" in result.output
-
-
-def test_report_refuses_a_folder_without_a_model(tmp_path):
-    result = run_command("report", tmp_path, "--device", "cpu")
-    assert result.exit_code == 2
-    assert "config.json" in result.output
-
-
 @pytest.fixture
 def unet_folder(tmp_path):
     UNet2DConditionModel(**TINY_UNET).save_pretrained(tmp_path)
     return tmp_path
-
-
-def test_report_of_a_saved_model_as_json(unet_folder):
-    result = run_command("report", unet_folder, "--device", "cpu", "--json")
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["sites"]
-
-
-def test_report_of_a_saved_model_as_text(unet_folder):
-    result = run_command("report", unet_folder, "--device", "cpu")
-    assert result.exit_code == 0, result.output
-    assert "down_blocks" in result.output
 
 
 def test_report_of_a_text_encoder():
@@ -119,7 +98,53 @@ def test_verify_says_what_it_cannot_call(tmp_path):
     assert "StableDiffusionImg2ImgPipeline" in result.output and "it takes image" in result.output
 
 
-def test_demo_refuses_a_folder_without_a_pipeline(tmp_path):
-    result = run_command("demo", "--model", tmp_path, "--device", "cpu")
-    assert result.exit_code == 2
-    assert "model_index.json" in result.output
+@pytest.mark.parametrize(
+    ("command", "folder", "words"),
+    [
+        (("report",), "nothing-here", ("nothing-here", "not a folder")),
+        (("report",), "", ("config.json",)),
+        (("demo", "--model"), "", ("model_index.json",)),
+    ],
+)
+@pytest.mark.share(1)
+def test_a_folder_that_holds_nothing_is_named(command, folder, words, tmp_path):
+    result = run_command(*command, tmp_path / folder, "--device", "cpu")
+    assert result.exit_code == 2 and all(word in result.output for word in words)
+
+
+def test_report_of_a_saved_model(unet_folder):
+    as_json, as_text = (run_command("report", unet_folder, "--device", "cpu", *more) for more in (["--json"], []))
+    assert as_json.exit_code == as_text.exit_code == 0, as_json.output
+    assert json.loads(as_json.stdout)["sites"] and "down_blocks" in as_text.output
+
+
+LM = Path(__file__).parents[2] / "examples" / "models" / "tiny-lm"
+
+
+def accel(*arguments: object):
+    return CliRunner(env={"TERM": "dumb", "COLUMNS": "160"}).invoke(app, [*map(str, arguments)])
+
+
+def test_it_divides_a_model_and_says_how(tmp_path):
+    out = tmp_path / "parts"
+    result = accel("shard", LM, "--tp", 2, "--out", out)
+    assert result.exit_code == 0, result.output
+    manifest = read_manifest(out)
+    assert "rank 1: " in result.output and f"of {len(manifest.tensors)} tensors" in result.output
+    assert {"config.json", "tokenizer.json", MANIFEST} <= {path.name for path in out.iterdir()}
+    told = accel("verify", out, "--device", "cpu")
+    assert told.exit_code == 2 and "torchrun" in told.output
+    told = json.loads(accel("shard", LM, "--tp", 4, "--out", tmp_path / "four", "--json").stdout)
+    assert told["ranks"] == len(told["bytes"]) == 4 and 0 < told["divided"] < told["tensors"]
+
+
+def test_what_cannot_be_done_ends_with_2(tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("")
+    for arguments, words in (
+        (("--tp", 2, "--out", tmp_path / "full"), "is not an empty folder"),
+        (("--tp", 1, "--out", tmp_path / "new"), "Invalid value for '--tp'"),
+    ):
+        result = accel("shard", LM, *arguments)
+        assert result.exit_code == 2 and words in " ".join(result.output.replace("│", " ").split())
+    assert not (tmp_path / "new").exists()

@@ -16,6 +16,7 @@ from accel.commands.app import app
 from accel.llm.ptq import run as running
 from accel.llm.ptq.calibration.batches import windows
 from support.everything import EVERYTHING
+from support.noted import noted
 
 LM = Path(__file__).parents[2] / "examples" / "models" / "tiny-lm"
 TEXT = LM / "held_out.txt"
@@ -215,14 +216,9 @@ def test_a_folder_without_a_tokenizer_is_quantized_too(tmp_path, without_tokeniz
 
 
 def test_layers_go_to_the_device_and_the_model_stays_on_the_cpu(tmp_path, text, monkeypatch):
-    given = []
-
-    def watched(model, *arguments):
-        given.append((next(model.parameters()).device.type, arguments[-1]))
-        return real(model, *arguments)
-
-    real = running.quantize
-    monkeypatch.setattr(running, "quantize", watched)
+    given = noted(
+        monkeypatch, running, "quantize", lambda model, *args: (next(model.parameters()).device.type, args[-1])
+    )
     assert accel(LM, "--scheme", "int4-g64", "--calibration", text, "--out", tmp_path / "ours").exit_code == 0
     assert given == [("cpu", torch.device("cpu"))]  # which is the device that was asked for
     tokenizer = AutoTokenizer.from_pretrained(LM)

@@ -63,13 +63,7 @@ def test_both_pipelines_draw_the_same(comparison):
     assert len(comparison.stock) == len(comparison.optimized) == 2
     assert comparison.max_error < 1e-3 and comparison.psnr_db > 60
     assert comparison.restored_equal
-
-
-def test_different_prompts_draw_different_pictures(comparison):
     assert np.abs(comparison.stock[0] - comparison.stock[1]).max() > 0.1
-
-
-def test_figures_are_of_this_run(comparison):
     assert len(comparison.stock_s) == len(comparison.optimized_s) == 2
     assert comparison.ready_s >= 0 and comparison.peak_mb is None and comparison.report.summary()
 
@@ -82,13 +76,9 @@ PARTS = {
 
 
 @pytest.mark.parametrize("find", PARTS, ids=lambda find: PARTS[find].name)
-def test_the_model_is_found_in_a_checkout_from_anywhere(find, tmp_path, monkeypatch):
+def test_the_model_is_found_in_a_checkout_from_anywhere_and_named_where_it_is_missing(find, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert find(None).resolve() == (ROOT / PARTS[find]).resolve()
-
-
-@pytest.mark.parametrize("find", PARTS, ids=lambda find: PARTS[find].name)
-def test_a_missing_model_is_named(find, tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere"):
         find(tmp_path / "nowhere")
 
@@ -104,9 +94,6 @@ def test_both_models_write_the_same(written):
     assert len(written.stock) == written.same == 12 and written.stock == written.optimized
     assert written.texts[0] == written.texts[1] and written.texts[0].strip()
     assert written.restored_equal
-
-
-def test_figures_of_the_text_are_of_this_run(written):
     assert len(written.stock_s) == len(written.optimized_s) == continuation.RUNS
     assert written.ready_s >= 0 and written.report.summary()
 

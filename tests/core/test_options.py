@@ -1,14 +1,39 @@
-"""Options of optimize: keywords or an object, each with a message that says what is valid."""
+"""Options that are wrong, and errors that are told."""
 
+import ast
 import contextlib
 import dataclasses
 import inspect
+import logging
 import re
+from pathlib import Path
 from typing import get_type_hints
 
 import pytest
+import torch
+from accel_kernels import Quantized
+from accel_kernels.autotune import Choices
+from accel_kernels.errors import set_aside
+from diffusers import UniPCMultistepScheduler
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import accel
+from accel.cuda_graphs.fingerprint import _equal_lists
+from accel.cuda_graphs.runner import GraphRunner
+from accel.diffusion.schedulers import LinearUpdate
+from accel.errors import fatal, out_of_memory, reason_of, told
+from accel.fusion.norm_kind import norm_kind
+from accel.llm.analysis.mlp import activation_name
+from accel.llm.ptq.formats.prequantized import disagrees
+from accel.llm.ptq.model import _failure
+from accel.llm.recording.errors import NotUnderstood
+from accel.llm.recording.recorder import _last_to_run, record
+from accel.llm.runtime.linear import _multiplies
+from accel.patching.code import ClassCode
+from accel.patching.relied import Parts, Snapshot, same
+from accel.patching.rule import Rule
+from accel.patching.site import Site
 
 
 @pytest.mark.parametrize(
@@ -103,3 +128,206 @@ def test_options_that_are_no_choice_touch_nothing(pair, tiny, arguments, keyword
         with pytest.raises(TypeError, match=re.escape(message)):
             function(model, *arguments, **keywords)
         tiny.assert_same_state(before, tiny.snapshot(model))
+
+
+ROOT = Path(__file__).parents[2]
+MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+FAULT = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+BUG = ZeroDivisionError("planted")
+NAMED = "ZeroDivisionError: planted"
+
+
+class Raising(nn.Module):
+    """Made like a norm; calling it, and comparing what it holds, raises."""
+
+    eps = 1e-6
+
+    def __init__(self, error: Exception):
+        super().__init__()
+        self.error, self.eps = error, 1e-6
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, *args, **kwargs):
+        raise self.error
+
+
+class Incomparable:
+    def __init__(self, error: Exception):
+        self.error = error
+
+    def __eq__(self, other):
+        raise self.error
+
+
+def model_raising(error: Exception) -> nn.Module:
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    model = LlamaForCausalLM(config).eval()
+    model.model.layers[0].mlp = Raising(error)
+    return model
+
+
+def raising(error: Exception):
+    def work(*args, **kwargs):
+        raise error
+
+    return work
+
+
+def looked_at(error: Exception) -> bool:
+    module = nn.Module()
+    module.held = Incomparable(error)
+    snapshot = Snapshot(None, Parts((module,)), ClassCode([]))
+    module.held = Incomparable(error)
+    return snapshot.holds()
+
+
+class Updating(UniPCMultistepScheduler):
+    error: Exception
+
+    def multistep_uni_p_bh_update(self, model_output, sample, order):
+        raise self.error
+
+
+def linear_update(error: Exception) -> bool:
+    scheduler = Updating()
+    scheduler.error = error
+    return LinearUpdate(scheduler, "multistep_uni_p_bh_update").agrees()
+
+
+class RaisingLinear(nn.Linear):
+    def __init__(self, error: Exception):
+        super().__init__(4, 4)
+        self.error = error
+
+    def forward(self, x):
+        raise self.error
+
+
+def warmed_up(error: Exception) -> bool:
+    runner = GraphRunner.__new__(GraphRunner)
+    runner.warm = set()
+    leaves, spec = torch.utils._pytree.tree_flatten(((), {}))
+    return runner._warm_up(raising(error), leaves, spec)
+
+
+def disagreement(error: Exception) -> str | None:
+    quantized = Quantized(torch.ones(4, 8, dtype=torch.int8), torch.ones(4, 1))
+    return disagrees(Raising(error), quantized, None, torch.float32)
+
+
+def recorded(error: Exception) -> str:
+    try:
+        record(model_raising(error), lambda *_: ())
+    except NotUnderstood as reason:
+        return str(reason)
+
+
+def stacks(error: Exception) -> str:
+    model = model_raising(error)
+    return _last_to_run(model, {"first": model.model.layers, "second": model.model.layers})
+
+
+# Every place where an error decides something, and what it makes of a bug.
+SITES = {
+    "rule": (
+        lambda e: Rule("faulty", raising(e)).answer(Site("", nn.Identity()), None).reason,
+        "ZeroDivisionError: planted",
+    ),
+    "norm": (lambda e: norm_kind(Raising(e), 8), None),
+    "activation": (lambda e: activation_name(Raising(e)), None),
+    "linear": (lambda e: _multiplies(RaisingLinear(e)), False),
+    "attributes": (lambda e: _equal_lists([Incomparable(e)], [1]), False),
+    "settings": (lambda e: same(Incomparable(e), Incomparable(e)), False),
+    "parts": (looked_at, False),
+    "scheduler": (linear_update, False),
+    "warm-up": (warmed_up, True),
+    "prequantized": (disagreement, NAMED),
+    "calibration": (lambda e: _failure(model_raising(e)), NAMED),
+    "record": (recorded, NAMED),
+    "stacks": (stacks, "first"),
+}
+
+
+@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize("error", [MEMORY, FAULT], ids=["memory", "fault"])
+def test_memory_and_faults_come_out(site, error):
+    with pytest.raises(type(error)) as found:
+        SITES[site][0](error)
+    assert found.value is error
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_a_bug_is_logged_with_its_traceback_and_named(site, caplog):
+    run, wanted = SITES[site]
+    with caplog.at_level(logging.DEBUG, "accel"):
+        found = run(BUG)
+    assert wanted in found if isinstance(wanted, str) else found == wanted
+    (logged, *_) = [entry for entry in caplog.records if entry.name == "accel" and entry.exc_info]
+    assert logged.exc_info[1] is BUG and logged.exc_info[2] is not None
+
+
+class Trying(Choices):
+    def place(self, key):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("error", [BUG, MEMORY, RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")])
+def test_a_trial_that_fails_is_logged_and_leaves_the_default(error, caplog, monkeypatch):
+    """Measuring takes memory that the call itself does not need, and a library may lack an algorithm."""
+    chooser = Trying()
+    monkeypatch.setattr(chooser, "adopt", lambda key, choice: chooser.choices.update({key: choice}))
+    with caplog.at_level(logging.DEBUG, "accel_kernels"):
+        assert chooser.decide("key", raising(error), "plain") == "plain"
+    assert [entry.exc_info[1] for entry in caplog.records if entry.name == "accel_kernels"] == [error]
+
+
+def test_a_gpu_that_fails_in_a_trial_ends_the_call():
+    with pytest.raises(torch.AcceleratorError):
+        Trying().decide("key", raising(FAULT), "plain")
+    with pytest.raises(KeyboardInterrupt):
+        set_aside(KeyboardInterrupt())
+
+
+def test_one_helper_tells_what_to_do_after_an_error():
+    assert reason_of(BUG) == told(BUG) == "ZeroDivisionError: planted"
+    assert fatal(KeyboardInterrupt()) and fatal(MEMORY) and fatal(FAULT) and not fatal(BUG)
+    assert reason_of(MEMORY, memory=True).startswith("OutOfMemoryError: CUDA out of memory")
+    assert out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
+    for error in (FAULT, KeyboardInterrupt()):
+        with pytest.raises(type(error)):
+            reason_of(error, memory=True)
+
+
+HELPERS = {"reason_of", "told", "set_aside", "fail"}  # fail: of benchmarks, where an error is a row
+
+
+def silent(path: Path) -> list[int]:
+    """Lines of handlers of every error that neither raise it nor hand it to a helper."""
+    lines = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "suppress":
+            lines += [node.lineno for kind in node.args if ast.unparse(kind) in ("Exception", "BaseException")]
+        if isinstance(node, ast.ExceptHandler) and (
+            node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
+        ):
+            inside = list(ast.walk(ast.Module(node.body, [])))
+            called = {ast.unparse(call.func).split(".")[-1] for call in inside if isinstance(call, ast.Call)}
+            kept = any(isinstance(n, ast.Assign) and ast.unparse(n) == "self.error = error" for n in inside)
+            if not called & HELPERS and not kept and not any(isinstance(n, ast.Raise) for n in inside):
+                lines.append(node.lineno)
+    return lines
+
+
+def test_no_error_is_silent(tmp_path):
+    planted = tmp_path / "planted.py"
+    planted.write_text("try:\n    work()\nexcept Exception:\n    pass\nwith suppress(Exception):\n    work()\n")
+    assert silent(planted) == [3, 5] or silent(planted) == [5, 3]
+    paths = [path for top in ("accel", "kernels") for path in (ROOT / top).rglob("*.py")]
+    assert not {str(path.relative_to(ROOT)): lines for path in paths if (lines := silent(path))}

@@ -18,6 +18,7 @@ from accel.patching.fast_forward import FastForward
 from accel.planning.targets import holders_in, models_in, parts_in
 from support.llm.calls import tokenizer
 from support.llm.families import make, prompt
+from support.noted import noted
 from support.objects.pipeline_tasks import TASKS
 from support.objects.targets import TARGETS
 from support.patched import fast_forwards, sites
@@ -35,14 +36,7 @@ def alone():
 @pytest.fixture
 def calls(monkeypatch):
     """How often forwards of ours were called."""
-    found, call = [], FastForward.__call__
-
-    def counted(self, *args, **kwargs):
-        found.append(self.path)
-        return call(self, *args, **kwargs)
-
-    monkeypatch.setattr(FastForward, "__call__", counted)
-    return found
+    return noted(monkeypatch, FastForward, "__call__", lambda self, *args, **kwargs: self.path)
 
 
 @pytest.fixture
@@ -318,7 +312,7 @@ def test_no_task_is_forgotten():
 @pytest.mark.filterwarnings("ignore")
 def test_sentence_transformers(tmp_path):
     sentences = pytest.importorskip("sentence_transformers")
-    from support.pipeline_tasks import model, words
+    from support.objects.pipeline_tasks import model, words
 
     for kind, name, method in (
         (sentences.SentenceTransformer, "BertModel", "encode"),

@@ -25,6 +25,13 @@ def family(request):
     return request.param
 
 
+@pytest.fixture
+def twins(tiny):
+    """(optimized, stock, inputs) of a UNet."""
+    stock = tiny.unet()
+    return accel.optimize(copy.deepcopy(stock)), stock, tiny.inputs(stock)
+
+
 @pytest.fixture(scope="session")
 def model_folder():
     return Path(__file__).parents[2] / "examples" / "models" / "tiny-sd-digits"

@@ -1,20 +1,16 @@
-"""Every kernel compiles for the GPUs we name, on a machine without one.
+"""Kernels compiled for GPUs that are not here, with any compiler."""
 
-What the launchers launch for the cases of all operations, see `absent_gpu`. For compute capability 9.0 each kernel
-once, of its first large case. Of those that hold what is compiled by generation, products of matrices and
-instructions written out, every eighth once more for one of the others, in turn. ACCEL_TEST_EVERYTHING=1 compiles for
-all of them, each kernel in every way that its large cases ask for, and has the oldest Triton read them.
-
-To PTX they all go. The assembler, ptxas, reads those with instructions written out, the only PTX that is ours; with
-ACCEL_TEST_EVERYTHING=1 all of it.
-"""
-
+import os
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 pytest.importorskip("triton")
+
+from accel_kernels.compiling.compilers_triton import Compilers, compilers_of
+from accel_kernels.compiling.kernel_hash import hash_callees_first
 
 from support.everything import EVERYTHING
 from support.kernels.compiler import in_a_process
@@ -152,3 +148,164 @@ def test_the_oldest_triton_reads_the_kernels(tmp_path: Path):
         pytest.skip("no Triton of another version beside the environment's own, see the Makefile")
     version, ways, kernels = in_a_process(READ, tmp_path, first=oldest).split()
     assert version == "3.6.0" and int(ways) >= 200 and int(kernels) >= 30
+
+
+COMPILED = """
+import pathlib
+import sys
+import torch
+import triton
+from concurrent.futures import ThreadPoolExecutor
+from accel_kernels import rowwise, upsample
+from accel_kernels.compiling.compilers_triton import CompileBeside, Compilers
+from accel_kernels.warmup import _ready
+from support.kernels.absent_gpu import GPU, absent_gpu
+from triton import knobs
+
+hits = {}
+knobs.compilation.listener = lambda src, cache_hit, **more: hits.setdefault(src.name, []).append(cache_hit)
+with absent_gpu(90) as found:
+    for op in (rowwise, upsample):
+        args, more = op.cases[0].make(GPU, torch.bfloat16)
+        assert op.supports(*args, **more) is None
+        op.triton(*args, **more)
+kernels = list({launch.name: launch for launch in found}.values())
+scope = {"triton": triton, "tl": triton.language}
+text = pathlib.Path(sys.argv[1]).read_text()
+exec(compile(text, sys.argv[1], "exec"), scope)  # in no module that could be imported there
+unknown = found[0]._replace(kernel=scope["lonely"], args=(triton.MockTensor(torch.float32),), meta={})
+
+
+def compiled(kernels, compilers):
+    with ThreadPoolExecutor(3) as threads, CompileBeside(threads, compilers):
+        made = [launch.compiled() for launch in kernels]
+    assert all(len(_ready(one).asm["cubin"]) > 100 for one in made)
+    return compilers.compiled
+
+
+compilers = Compilers(2)
+assert compiled([*kernels, unknown], compilers) == len(kernels)
+assert hits.pop("lonely") == [False]
+assert hits and all(all(each) for each in hits.values()), hits  # what they compiled is what is looked for here
+assert [compilers.compile(b"no pickle") for _ in range(2)] == [False, False]
+assert compilers._process.poll() is None  # what does not compile ends nothing else
+compilers.close()
+for launch in kernels:
+    launch.kernel.device_caches.clear()
+others = Compilers(2)
+assert compiled(kernels, others) == 0 and others._process is None  # all are there: nothing is started
+print(sorted(launch.name for launch in kernels))
+"""
+HASHED = """
+import importlib, inspect, pkgutil, random
+import accel_kernels
+from accel_kernels.compiling.kernel_hash import hash_callees_first
+from triton.runtime.jit import JITFunction
+
+names = [one.name for one in pkgutil.walk_packages(accel_kernels.__path__, "accel_kernels.")]
+modules = [importlib.import_module(name) for name in names if name.endswith("_triton")]
+kernels = {id(one): one for module in modules for one in vars(module).values() if isinstance(one, JITFunction)}
+kernels = list(kernels.values())
+
+
+def hashes(order):
+    everything = list(kernels)
+    for one in everything:
+        one.hash, one.used_global_vals = None, {}
+    for one in order:
+        hash_callees_first(one)
+    return {one.__name__ + one.fn.__module__: one.cache_key for one in kernels}
+
+
+wanted = hashes(kernels)
+assert len(wanted) > 50
+for seed in range(3):
+    order = random.Random(seed).sample(kernels, len(kernels))
+    found = hashes(order)
+    assert found == wanted, [name for name in found if found[name] != wanted[name]]
+print("alike")
+"""
+LONELY = "@triton.jit\ndef lonely(x_ptr):\n    tl.store(x_ptr, 0.0)\n"
+
+
+def test_what_they_compile_is_found(tmp_path: Path):
+    file = tmp_path / "lonely.py"
+    file.write_text(LONELY)
+    assert in_a_process(COMPILED, tmp_path, str(file)).strip() == str(["rowwise_kernel", "upsample_kernel"])
+
+
+class Hashed:
+    """As Triton keeps a compiled function, up to 3.8: its hash has the constants of what has been hashed before it."""
+
+    order: ClassVar[list] = []
+
+    def __init__(self, fn):
+        self.fn, self.hash = fn, None
+
+    @property
+    def cache_key(self):
+        self.hash = self.hash or self.fn.__name__
+        self.order.append(self.hash)
+        return self.hash
+
+
+@Hashed
+def inner():
+    return None
+
+
+@Hashed
+def middle():
+    return inner, middle  # calls itself, too
+
+
+def test_what_a_kernel_calls_is_hashed_before_it(monkeypatch):
+    monkeypatch.setattr(Hashed, "order", [])
+    last = Hashed(inner.fn)
+
+    def outer():
+        return middle, inner, last
+
+    kernel = Hashed(outer)
+    for _ in range(2):
+        hash_callees_first(kernel)
+    assert Hashed.order[:2] == ["inner", "middle"] and Hashed.order[2:] == ["inner", "outer"]
+    hash_callees_first(print)  # an interpreted kernel has no hash
+
+
+@pytest.mark.skipif(not EVERYTHING, reason="make test-all installs that Triton, and runs it")
+def test_hashes_do_not_hang_on_the_order_of_launches(tmp_path: Path):
+    """Up to Triton 3.8 they do, of kernels that call what has constants."""
+    oldest = Path(sys.prefix, "oldest-triton")
+    if not oldest.is_dir():
+        pytest.skip("no Triton of another version beside the environment's own, see the Makefile")
+    assert in_a_process(HASHED, tmp_path, first=oldest).strip() == "alike"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import time; time.sleep(600)",
+        "import os; os.kill(os.getpid(), 9)",
+        "print('nonsense', flush=True); import time; time.sleep(600)",
+        "import sys; sys.stdin.buffer.read(100); sys.exit(3)",
+        "pass",
+    ],
+    ids=["hangs", "dies", "talks nonsense", "fails", "ends"],
+)
+def test_a_process_that_fails_is_done_without(program: str):
+    compilers = Compilers(2, [sys.executable, "-I", "-S", "-c", program], patience=0.5)
+    for _ in range(2):
+        assert not compilers.compile(b"a job")
+    compilers.close()
+    assert compilers.compiled == 0
+
+
+def test_none_is_started_where_that_cannot_be():
+    assert not Compilers(2, ["/no/such/program"]).compile(b"a job")
+    assert not Compilers(1).compile(b"a job")
+
+
+def test_a_forked_process_has_its_own():
+    assert compilers_of(os.getpid()) is compilers_of(os.getpid())
+    assert compilers_of(os.getpid()) is not compilers_of(os.getppid())

@@ -96,15 +96,22 @@ class Product:
     algorithms = [None] * 3
 
 
-def test_a_residual_is_part_of_the_product(monkeypatch, tmp_path):
-    chooser, ran = LinearChooser(tmp_path / "linear.json"), []
+@pytest.fixture
+def linears(monkeypatch, tmp_path):
+    """A chooser that believes in a GPU; [whether it is captured]."""
+    chooser, capturing = LinearChooser(tmp_path / "linear.json"), [False]
     monkeypatch.setattr(chooser, "broken", False)
     monkeypatch.setattr(chooser, "_refuses", lambda *args: False)
     monkeypatch.setattr(chooser, "_product", lambda key, *args: chooser.products.setdefault(key, Product()))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    return chooser, capturing
+
+
+def test_a_residual_is_part_of_the_product(monkeypatch, linears):
+    (chooser, _), ran = linears, []
     monkeypatch.setattr(chooser, "_agrees", lambda product, rank, *args: ran.append(args) or True)
     monkeypatch.setattr(autotune, "race", lambda runs: [9.0, 9.0, 8.0, 9.0])
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     x, weight, bias, residual = torch.randn(2, 5, 8), torch.randn(16, 8), torch.randn(16), torch.randn(2, 5, 16)
     for shift in (None, bias):
         wanted = residual + torch.nn.functional.linear(x, weight, shift)
@@ -115,17 +122,11 @@ def test_a_residual_is_part_of_the_product(monkeypatch, tmp_path):
     ]  # fmt: skip
 
 
-def test_products_are_measured_later_and_the_fastest_algorithm_runs_in_graphs(monkeypatch, tmp_path):
+def test_products_are_measured_later_and_the_fastest_algorithm_runs_in_graphs(monkeypatch, linears):
     """The race is told: the last algorithm wins, and the second disagrees with torch."""
-    chooser, ran = LinearChooser(tmp_path / "linear.json"), []
-    monkeypatch.setattr(chooser, "broken", False)
-    monkeypatch.setattr(chooser, "_refuses", lambda *args: False)
-    monkeypatch.setattr(chooser, "_product", lambda key, *args: chooser.products.setdefault(key, Product()))
+    (chooser, capturing), ran = linears, []
     monkeypatch.setattr(chooser, "_agrees", lambda product, rank, *args: ran.append(rank) or rank != 1)
     monkeypatch.setattr(autotune, "race", lambda runs: [9.0, 9.0, 8.0][: len(runs)])
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    capturing = [False]
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     monkeypatch.setattr(chooser, "_run", lambda product, rank, *args: rank)
     x, weight, trials = torch.randn(2, 5, 8), torch.randn(16, 8), Trials()
     wanted = torch.nn.functional.linear(x, weight)

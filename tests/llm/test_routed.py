@@ -111,37 +111,21 @@ def test_as_much_in_float32():
     assert quality.passed and all(part.allowed < 1e-4 for part in quality.parts.values()), str(quality)
 
 
-def one_expert(self, fast, x, index, weights):
-    return fast(self, x, index, weights * torch.where(index == 1, 1.02, 1.0).to(weights.dtype))
-
-
-def swapped(self, fast, x, index, weights):
-    return fast(self, x, index ^ 1, weights)
-
-
-def unnormalized(self, fast, x, index, weights):
-    return fast(self, x, index, weights if index.shape[1] == 1 else weights * 0.8)
-
-
-def shares_changed(self, fast, x, index, weights):
-    return fast(self, x, index, weights.flip(-1))
+# By what is wrong: the part that fails, and (index, shares) of what an expert is given instead.
+WRONG = {
+    "one expert": ("each expert", lambda index, shares: (index, shares * (1 + 0.02 * (index == 1)).to(shares.dtype))),
+    "swapped": ("each expert", lambda index, shares: (index ^ 1, shares)),
+    "not normed": ("routed layers", lambda index, shares: (index, shares if index.shape[1] == 1 else shares * 0.8)),
+    "shares changed": ("routed layers", lambda index, shares: (index, shares.flip(-1))),
+}
 
 
 @pytest.mark.parametrize(("dtype", "weights"), [(torch.bfloat16, "int8"), (torch.float32, None)], ids=str)
-@pytest.mark.parametrize(
-    ("wrong", "part"),
-    [
-        (one_expert, "each expert"),
-        (swapped, "each expert"),
-        (unnormalized, "routed layers"),
-        (shares_changed, "routed layers"),
-    ],
-    ids=lambda value: getattr(value, "__name__", value),
-)
+@pytest.mark.parametrize("name", WRONG)
 @pytest.mark.share(4)
-def test_wrong_experts_fail(wrong, part, dtype, weights, monkeypatch):
-    ours, fast = optimized(dtype=dtype, weights=weights), ExpertsForward.fast
-    monkeypatch.setattr(ExpertsForward, "fast", lambda self, *given: wrong(self, fast, *given))
+def test_wrong_experts_fail(name, dtype, weights, monkeypatch):
+    (part, wrong), ours, fast = WRONG[name], optimized(dtype=dtype, weights=weights), ExpertsForward.fast
+    monkeypatch.setattr(ExpertsForward, "fast", lambda self, x, *given: fast(self, x, *wrong(*given)))
     quality = accel.verify(ours, input_ids=prompt(1, 96, 1))
     assert not quality.passed and not quality.parts[part].passed, str(quality)
 

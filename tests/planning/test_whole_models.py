@@ -18,6 +18,7 @@ from accel.patching.ledger import Ledger
 from accel.planning.plan import PLAN
 from accel.planning.whole_models import ON_CPU
 from support.llm.families import make
+from support.noted import noted
 
 IDS = torch.arange(1, 9).view(1, 8)
 
@@ -35,19 +36,9 @@ def asked(monkeypatch):
 
 @pytest.fixture
 def fused(monkeypatch):
-    """Counts what ran fused, of an image model and of a language model."""
-    ran = []
-
-    def counted(run):
-        def counting(self, *args, **kwargs):
-            ran.append(type(self))
-            return run(self, *args, **kwargs)
-
-        return counting
-
-    monkeypatch.setattr(ResnetForward, "fast", counted(ResnetForward.fast))
-    monkeypatch.setattr(DecoderForward, "run", counted(DecoderForward.run))
-    return ran
+    """What ran fused, of an image model and of a language model."""
+    ran = noted(monkeypatch, ResnetForward, "fast", lambda self, *args, **kwargs: type(self))
+    return noted(monkeypatch, DecoderForward, "run", lambda self, *args, **kwargs: type(self), ran)
 
 
 @pytest.fixture

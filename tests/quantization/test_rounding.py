@@ -1,4 +1,4 @@
-"""Rounding to nearest: what every element's error may be, for any weight; sums of squares by hand."""
+"""Rounding of weights, and memory in which originals wait."""
 
 import math
 
@@ -7,10 +7,12 @@ import torch
 from accel_kernels.gemm.quantized_weight import pack, unpack
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from accel.options import SCHEMES as NAMES
 from accel.options import WEIGHTS
-from accel.quantization import rounding
+from accel.quantization import parking, rounding
+from accel.quantization.parking import Parking
 from accel.quantization.rounding import round_to_nearest, sqnr_db
 from accel.quantization.scheme import Scheme
 from support.everything import always
@@ -146,3 +148,54 @@ def test_asymmetric_by_hand():
     assert torch.equal(unpack(quantized.data), torch.tensor([[-8, -7, -6, 7] * 8], dtype=torch.int8))
     assert torch.equal(pack(unpack(quantized.data)), quantized.data)
     assert torch.equal(quantized.dequantized(torch.float32), w)
+
+
+def parked_weights():
+    return {
+        "many pieces": nn.Parameter(torch.randn(37, 53)),
+        "another order": nn.Parameter(torch.randn(64, 32).bfloat16().t()),
+        "rows of another's memory": nn.Parameter(torch.randn(99, 16)[7:20]),
+        "gaps in its memory": nn.Parameter(torch.randn(9, 9)[:, :4]),
+        "bytes": torch.randint(0, 255, (5, 1001), dtype=torch.uint8),
+        "one piece": nn.Parameter(torch.randn(250)),
+        "nothing": nn.Parameter(torch.empty(0, 4)),
+    }
+
+
+def test_values_and_strides_in_memory_of_its_own():
+    given = parked_weights()
+    before = {name: (tensor.detach().clone(), tensor.stride(), tensor.data_ptr()) for name, tensor in given.items()}
+    with Parking(piece=1000) as parked:
+        for tensor in given.values():
+            parked.park(tensor)
+    for name, tensor in given.items():
+        value, stride, place = before[name]
+        assert torch.equal(tensor, value) and tensor.stride() == stride, name
+        assert tensor.data_ptr() != place or name in ("gaps in its memory", "nothing"), name
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes or name == "gaps in its memory", name
+
+
+def test_an_error_of_the_copy_is_raised_and_leaves_the_rest(monkeypatch):
+    first, second, third = (nn.Parameter(torch.randn(8, 8)) for _ in range(3))
+    places, own = [tensor.data_ptr() for tensor in (first, second, third)], parking.set_data
+
+    def full(tensor, change):
+        if tensor is second:
+            raise MemoryError("no room")
+        own(tensor, change)
+
+    monkeypatch.setattr(parking, "set_data", full)
+    with pytest.raises(MemoryError, match="no room"), Parking() as parked:
+        for tensor in (first, second, third):
+            parked.park(tensor)
+    moved = [tensor.data_ptr() != place for tensor, place in zip((first, second, third), places, strict=True)]
+    assert moved == [True, False, False]
+
+
+def test_an_error_of_the_caller_waits_for_what_was_begun():
+    weight = nn.Parameter(torch.randn(64, 64))
+    before, place = weight.detach().clone(), weight.data_ptr()
+    with pytest.raises(KeyError), Parking(piece=512) as parked:
+        parked.park(weight)
+        raise KeyError
+    assert weight.data_ptr() != place and torch.equal(weight, before) and parked.thread is None

@@ -6,14 +6,13 @@ whatever is kept there is kept apart.
 
 import copy
 
-import pytest
 import torch
 from accelerate import dispatch_model
 from torch import nn
 
 import accel
 from accel.libraries.hooks import HOOK
-from support.llm.families import BY_NAME, available, layers, make, prompt
+from support.llm.families import layers, make, prompt
 from support.state import assert_same_state, snapshot
 
 DEVICES = (torch.device("cpu"), torch.device("cpu:0"))
@@ -31,8 +30,6 @@ def spread(model: nn.Module, first: int = 2) -> nn.Module:
 
 def pair(name: str) -> tuple[nn.Module, nn.Module]:
     """(optimized, stock) of a family, the first spread after its first layer; skips what this transformers has not."""
-    if not available(BY_NAME[name].kind):
-        pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
     stock = make(name)
     return accel.optimize(spread(copy.deepcopy(stock), first=1)), stock
 

@@ -1,6 +1,7 @@
-"""Figures of two results side by side, against slow and obvious ways to compute them; and the verdict on them."""
+"""Figures of images and texts that agree, and the noise that rounding makes."""
 
 import dataclasses
+import json
 import math
 from types import SimpleNamespace
 
@@ -10,9 +11,96 @@ import torch
 from diffusers.pipelines.pipeline_utils import ImagePipelineOutput
 from diffusers.pipelines.wan.pipeline_output import WanPipelineOutput
 from PIL import Image
+from torch import nn
 
+from accel.verification.agreement import CHUNK, Agreement, distributions, first_differences
 from accel.verification.image_metrics import gmsd, ssim
 from accel.verification.metrics import Quality, compare
+from accel.verification.noise import with_rounding
+
+
+def slow_kl(stock: list[float], ours: list[float]) -> float:
+    p, q = ([math.exp(x) / sum(map(math.exp, logits)) for x in logits] for logits in (stock, ours))
+    return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a)
+
+
+def test_divergence_is_the_formula_over_more_positions_than_a_chunk():
+    stock = torch.randn(CHUNK + 7, 11)
+    ours = stock + 0.3 * torch.randn(CHUNK + 7, 11)
+    wanted = [slow_kl(a, b) for a, b in zip(stock.double().tolist(), ours.double().tolist(), strict=True)]
+    mean, worst, top1 = distributions(stock, ours)
+    assert mean == pytest.approx(sum(wanted) / len(wanted), rel=1e-9)
+    assert worst == pytest.approx(max(wanted), rel=1e-9)
+    assert top1 == pytest.approx((stock.argmax(-1) == ours.argmax(-1)).double().mean().item())
+
+
+def test_equal_logits_do_not_diverge_and_forbidden_tokens_have_no_weight():
+    logits = torch.randn(3, 5)
+    logits[:, 2] = -torch.inf
+    assert distributions(logits, logits.clone()) == (0.0, 0.0, 1.0)
+
+
+def test_tokens_count_up_to_a_rows_first_difference():
+    stock = torch.tensor([[1, 2, 3], [1, 2, 0], [3, 0, 0]])
+    ours = torch.tensor([[1, 2, 3], [1, 3, 0], [2, 0, 0]])
+    logits = torch.zeros(3, 3, 4)
+    logits[1, 1] = torch.tensor([0.0, 0.0, 2.0, 1.75])
+    logits[2, 0] = torch.tensor([0.0, 0.0, 1.0, 1.5])
+    assert first_differences(stock, ours, logits) == (3 + 1 + 0, 0.5)
+    assert first_differences(stock, stock, logits) == (9, None)
+
+
+SAME = Agreement(kl=1e-9, worst_kl=1e-8, top1=1.0, positions=40, equal=32, tokens=32)
+
+
+def test_text_may_part_where_stock_hardly_preferred_its_own_token():
+    assert SAME.failure is None
+    near = dataclasses.replace(SAME, equal=20, margin=0.01, margin_allowed=0.02)
+    assert near.failure is None
+    far = dataclasses.replace(near, margin=0.03)
+    assert "stock preferred its own token by 3.0e-02" in far.failure
+    assert dataclasses.replace(near, margin=math.nan).failure is not None
+
+
+def test_quality_fails_with_its_tokens_and_tells_them():
+    good = Quality(1e-3, 1e-3, 60.0, True, error=1e-3, allowed=2e-3, measure="relative RMS")
+    whole = dataclasses.replace(compare(torch.ones(2), torch.ones(2)), parts={"prompt": good}, agreement=SAME)
+    assert whole.passed
+    assert all(words in str(whole) for words in ("KL 1.0e-09 nats", "32 of 32 tokens equal", "prompt"))
+    assert "SSIM" not in str(whole)
+    assert json.loads(json.dumps(whole.to_dict()))["agreement"]["top1"] == 1.0
+    far = dataclasses.replace(whole, agreement=dataclasses.replace(SAME, margin=1.0, margin_allowed=0.1))
+    assert not far.passed and far.verdict.startswith("FAILED: greedy text differs")
+
+
+class Tuple(nn.Module):
+    def forward(self, x):
+        return x, None, 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_every_number_is_moved_by_so_many_eps_of_itself(dtype):
+    x = torch.randn(5, 999, dtype=dtype).exp()
+    x[:, 7] *= 1e4
+    with with_rounding([module := nn.Identity()], 8):
+        got = module(x)
+    moved = (got.double() - x.double()) / x.double() / torch.finfo(dtype).eps
+    assert got.dtype == dtype and 7.5 < moved.std() < 8.5 and moved[:, 7].abs().max() > 2
+    assert torch.equal(module(x), x)
+
+
+def test_modules_are_moved_apart_and_each_alike_in_every_run():
+    x, modules = torch.ones(2, 64), [nn.Identity(), Tuple(), nn.Identity()]
+
+    def run():
+        with with_rounding(modules, 4):
+            first, (second, *rest), third = (module(x) for module in modules)
+        assert rest == [None, 3]
+        return first, second, third
+
+    first, second, third = run()
+    assert all(map(torch.equal, run(), (first, second, third)))
+    assert abs(torch.corrcoef(torch.stack([first - 1, second - 1, third - 1]).flatten(1)).triu(1)).max() < 0.4
 
 
 def slow_ssim(a: np.ndarray, b: np.ndarray, size: int = 11) -> float:
@@ -50,18 +138,6 @@ def test_ssim_is_the_published_formula(size, window):
     )
     assert ssim(first, second) == pytest.approx(wanted, abs=1e-12)
     assert ssim(first, first) == pytest.approx(1.0, abs=1e-12)
-
-
-def test_ssim_agrees_with_scikit_image():
-    metrics = pytest.importorskip("skimage.metrics")
-    first, second = noisy((1, 3, 40, 33))
-    settings = {"gaussian_weights": True, "sigma": 1.5, "use_sample_covariance": False, "data_range": 1.0}
-    maps = [
-        metrics.structural_similarity(first[0, c].numpy(), second[0, c].numpy(), full=True, **settings)[1]
-        for c in range(3)
-    ]
-    # It pads the borders and then leaves five pixels out; what is left is where the window fits.
-    assert ssim(first, second) == pytest.approx(np.mean([m[5:-5, 5:-5] for m in maps]), abs=1e-6)
 
 
 def slow_gmsd(a: np.ndarray, b: np.ndarray) -> float:

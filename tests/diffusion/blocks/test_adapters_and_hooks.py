@@ -10,11 +10,9 @@ from support.diffusion.outputs import close, run
 from support.everything import EVERYTHING
 
 
-def test_unmerged_lora_is_not_lost(tiny):
+def test_unmerged_lora_is_not_lost(twins):
     peft = pytest.importorskip("peft")
-    model = tiny.unet()
-    twin, inputs = copy.deepcopy(model), tiny.inputs(model)
-    accel.optimize(model)
+    model, twin, inputs = twins
     plain = run(model, inputs)
     config = peft.LoraConfig(
         r=2, target_modules=["to_q", "to_out.0", "ff.net.0.proj", "conv1"], init_lora_weights=False
@@ -59,38 +57,32 @@ def test_a_processor_with_weights_stays_in_place(tiny):
     close(run(model, inputs), run(twin, inputs))
 
 
-def test_a_processor_set_afterwards_is_used(tiny):
-    model = tiny.unet()
-    twin, inputs = copy.deepcopy(model), tiny.inputs(model)
-    accel.optimize(model)
+# What a user sets after optimize, and what the report then says, where it does.
+SWITCHES = {
+    "a processor": (lambda unet: attention_of(unet).set_processor(Doubling(attention_of(unet).processor)), "Doubling"),
+    "sliced": (lambda unet: unet.set_attention_slice(1), ""),
+    "fused": (lambda unet: unet.fuse_qkv_projections(), ""),
+    "freeu": (lambda unet: unet.enable_freeu(0.9, 0.2, 1.2, 1.4), ""),
+    "chunked": (lambda unet: unet.mid_block.attentions[0].transformer_blocks[0].set_chunk_feed_forward(2, 1), ""),
+}
+
+
+def attention_of(unet):
+    return unet.mid_block.attentions[0].transformer_blocks[0].attn1
+
+
+@pytest.mark.share(1)
+@pytest.mark.parametrize("change", SWITCHES)
+def test_what_is_set_afterwards_is_used(change, twins):
+    (model, twin, inputs), (switch, told) = twins, SWITCHES[change]
     for unet in (model, twin):
-        attention = unet.mid_block.attentions[0].transformer_blocks[0].attn1
-        attention.set_processor(Doubling(attention.processor))
+        switch(unet)
     close(run(model, inputs), run(twin, inputs))
-    assert any("Doubling where AttnProcessor2_0" in reason for _, reason, _ in accel.report(model).fallbacks)
+    assert not told or any(f"{told} where AttnProcessor2_0" in one for _, one, _ in accel.report(model).fallbacks)
 
 
-@pytest.mark.parametrize("change", ["sliced", "fused", "freeu", "chunked"])
-def test_diffusers_own_switches(tiny, change):
-    model = tiny.unet()
-    twin, inputs = copy.deepcopy(model), tiny.inputs(model)
-    accel.optimize(model)
-    for unet in (model, twin):
-        if change == "sliced":
-            unet.set_attention_slice(1)
-        elif change == "fused":
-            unet.fuse_qkv_projections()
-        elif change == "freeu":
-            unet.enable_freeu(0.9, 0.2, 1.2, 1.4)
-        else:
-            unet.mid_block.attentions[0].transformer_blocks[0].set_chunk_feed_forward(2, 1)
-    close(run(model, inputs), run(twin, inputs))
-
-
-def test_forward_hooks_on_inner_modules_still_run(tiny):
-    model = tiny.unet()
-    inputs, seen = tiny.inputs(model), []
-    accel.optimize(model)
+def test_forward_hooks_on_inner_modules_still_run(twins):
+    (model, _, inputs), seen = twins, []
     model.down_blocks[0].resnets[0].conv1.register_forward_hook(lambda *args: seen.append(1))
     run(model, inputs)
     assert seen == [1]
@@ -152,8 +144,7 @@ def test_circular_padding_set_by_the_user(tiny, after):
 def test_a_processor_from_elsewhere_is_called_as_ever(tiny):
     """It may store what it sees, as prompt-to-prompt editors do; equal outputs do not show that."""
     model = tiny.unet()
-    attention = model.mid_block.attentions[0].transformer_blocks[0].attn1
-    seen = []
+    attention, seen = attention_of(model), []
 
     def storing(attn, hidden_states, *args, inner=attention.processor, **kwargs):
         seen.append(hidden_states.shape)

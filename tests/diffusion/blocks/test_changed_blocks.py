@@ -1,4 +1,4 @@
-"""What a fused block took from its stock block and somebody changed since: the block runs stock, which is counted."""
+"""Blocks and modules that are changed: seen, run stock, and told."""
 
 import copy
 import pickle
@@ -16,7 +16,14 @@ from torch import nn
 
 import accel
 from accel.cuda_graphs.rule import own_code
+from support.diffusion.denoisers import DITS, given, transformer
 from support.diffusion.outputs import run
+from support.diffusion.tiny_models import UNETS, make_unet, make_vae, unet_inputs
+from support.everything import EVERYTHING
+from support.llm.outputs import flat, same
+from support.module_changes import CHANGES, answers, dropping
+from support.patched import fast_forwards
+from support.video.tiny_videos import VIDEOS, latents, make_video
 
 
 def find(model, kind):
@@ -56,7 +63,7 @@ def sharper(attention):
 
 
 # By name: (what is changed in the model, the attribute, its new value as a function of the owner).
-CHANGES = {
+BLOCK_CHANGES = {
     "the class of a block": (lambda m: find(m, BasicTransformerBlock), "__class__", lambda b: Merging),
     "the class of a norm": (lambda m: find(m, ResnetBlock2D).norm2, "__class__", lambda n: Negating),
     "an activation": (lambda m: find(m, ResnetBlock2D), "nonlinearity", lambda b: nn.GELU()),
@@ -115,10 +122,10 @@ def pair(tiny):
     assert torch.equal(run(model, inputs), run(twin, inputs))
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", BLOCK_CHANGES)
 def test_a_change_runs_stock_and_its_taking_back_is_fast_again(pair, name):
     ours, stock, inputs = pair
-    owner, attribute, value = CHANGES[name]
+    owner, attribute, value = BLOCK_CHANGES[name]
     plain, before = run(stock, inputs), fallbacks(ours)
     torch.testing.assert_close(run(ours, inputs), plain, rtol=1e-4, atol=1e-4)
     assert fallbacks(ours) == before
@@ -154,14 +161,10 @@ def test_a_copy_knows_what_was_matched(pair, how):
     for model in (copied, later):
         torch.testing.assert_close(run(model, inputs), wanted, rtol=1e-4, atol=1e-4)
         assert fallbacks(model) > 0
-    with changed(GEGLU, "gelu", tanh_gate):
+    with changed(GEGLU, "gelu", lambda self, gate: torch.tanh(gate)):
         later = COPIES[how](ours)
     torch.testing.assert_close(run(later, inputs), plain, rtol=1e-4, atol=1e-4)
     assert fallbacks(later) > 0  # it cannot tell what had been there before
-
-
-def tanh_gate(self, gate):
-    return torch.tanh(gate)
 
 
 class Counting(Merging):
@@ -206,3 +209,66 @@ def test_what_was_replaced_before_is_used(tiny, owner, name):
         accel.optimize(model)
         torch.testing.assert_close(run(model, inputs), wanted, rtol=1e-4, atol=1e-4)
     accel.restore(model)
+
+
+def unet(name):
+    return make_unet(name), lambda model: model(**unet_inputs(model))
+
+
+def vae(name):
+    image = torch.randn(1, 3, 16, 16)
+    return make_vae(), lambda model: model(image)
+
+
+def dit(name):
+    return transformer(name), lambda model: model(**given(name))
+
+
+def video(name):
+    return make_video(name), lambda model: model.decode(latents(model))
+
+
+MAKERS = {unet: UNETS, vae: ("vae",), dit: DITS, video: VIDEOS}
+MODELS = {name: maker for maker, names in MAKERS.items() for name in names}
+
+
+def one_of_each(model):
+    """Paths of modules inside fused blocks, but those of a block like another."""
+    found, paths = {}, {module: path for path, module in model.named_modules()}
+    for module in fast_forwards(model):
+        if module is not model:
+            for path, part in module.named_modules():
+                make = tuple((name, type(child)) for name, child in part._modules.items())
+                found.setdefault((type(module), path, type(part), make), paths[part])
+    return sorted(set(found.values()))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.share(60)
+@torch.no_grad()
+def test_a_changed_module_inside_a_block_is_noticed(name, change):
+    stock, call = MODELS[name](name)
+    ours = accel.optimize(copy.deepcopy(dropping(stock)))
+
+    def called(model):
+        torch.manual_seed(7)
+        return flat(call(model))
+
+    def fallbacks():
+        return sum(calls for *_, calls in accel.report(ours).fallbacks)
+
+    plain = called(stock)
+    for _ in range(2):  # a block is recorded at its first call
+        same(called(ours), plain)
+    before, paths = fallbacks(), one_of_each(ours)
+    assert paths
+    paths = paths if EVERYTHING else paths[::3]
+    modules = ((ours.get_submodule(path), stock.get_submodule(path)) for path in paths)
+    for found, wanted in answers(modules, change, lambda: called(ours), lambda: called(stock)):
+        if all(bool(one.isfinite().all()) for one in wanted.values()):
+            same(found, wanted, share=1e-4)
+    told = fallbacks()
+    assert told > before or change == "contents"
+    same(called(ours), plain)
+    assert fallbacks() == told, "it is fast again"

@@ -33,14 +33,6 @@ def test_unet_equals_stock(family, size, tiny):
     assert torch.equal(run(model, inputs), run(twin, inputs))
 
 
-def test_odd_sizes_use_the_size_the_unet_asks_for(tiny):
-    model = tiny.unet()
-    twin = copy.deepcopy(model)
-    accel.optimize(model)
-    inputs = tiny.inputs(model, height=7, width=5)
-    close(run(model, inputs), run(twin, inputs))
-
-
 @pytest.mark.parametrize("family", ["sd15", "sd21", "sdxl", "scaled", "only-cross"])
 def test_every_block_of_the_sd_families_is_replaced(family, tiny):
     model = tiny.unet(family)
@@ -141,40 +133,35 @@ def test_vae_tiling_and_slicing(tiny):
         close(model.decode(latent).sample, twin.decode(latent).sample)
 
 
-def test_masks(tiny):
-    model = tiny.unet()
-    twin = copy.deepcopy(model)
-    accel.optimize(model)
-    inputs = tiny.inputs(model)
-    inputs["encoder_attention_mask"] = torch.tensor([[1, 1, 1, 0, 0, 0, 0], [1] * 7])
+@pytest.mark.parametrize("given", ["odd sizes", "a mask"])
+def test_other_calls(given, twins, tiny):
+    model, twin, inputs = twins
+    if given == "odd sizes":
+        inputs = tiny.inputs(model, height=7, width=5)
+    else:
+        inputs["encoder_attention_mask"] = torch.tensor([[1, 1, 1, 0, 0, 0, 0], [1] * 7])
     close(run(model, inputs), run(twin, inputs))
 
 
-def test_masks_given_to_a_stack_of_blocks_directly(tiny):
+def test_masks_given_to_a_stack_of_blocks_directly(twins):
     """The UNet hands over biases; other callers give keep-masks, which the stack turns into biases itself."""
-    model = tiny.unet()
-    twin = copy.deepcopy(model)
-    accel.optimize(model)
     image, prompt = torch.randn(2, 32, 4, 3), torch.randn(2, 7, 12)
     mask = torch.tensor([[1, 1, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 0]])
     call = {"encoder_hidden_states": prompt, "encoder_attention_mask": mask}
     with torch.no_grad():
-        ours, wanted = (unet.mid_block.attentions[0](image, **call).sample for unet in (model, twin))
-    close(ours, wanted)
-    assert accel.report(model).fallbacks == []
+        close(*(unet.mid_block.attentions[0](image, **call).sample for unet in twins[:2]))
+    assert accel.report(twins[0]).fallbacks == []
 
 
-def test_a_controlnet_steers_as_ever(tiny):
+def test_a_controlnet_steers_as_ever(twins):
     from diffusers import ControlNetModel
 
-    model = tiny.unet()
-    twin, inputs = copy.deepcopy(model), tiny.inputs(model)
+    model, twin, inputs = twins
     torch.manual_seed(4)
-    control = ControlNetModel.from_unet(model, conditioning_embedding_out_channels=(8, 8)).eval()
+    control = ControlNetModel.from_unet(twin, conditioning_embedding_out_channels=(8, 8)).eval()
     for parameter in control.parameters():  # its zero convolutions would steer nothing
         parameter.data += 0.05 * torch.randn(parameter.shape)
     control_twin = copy.deepcopy(control)
-    accel.optimize(model)
     accel.optimize(control)
     assert len(patched(control, "resnet block")) > 2
     hint = torch.rand(2, 3, 16, 16)
@@ -188,11 +175,8 @@ def test_a_controlnet_steers_as_ever(tiny):
     assert float((outputs[1] - run(twin, inputs)).abs().max()) > 1e-3
 
 
-def test_norms_take_their_input_by_name(tiny):
-    model = tiny.unet()
-    twin = copy.deepcopy(model)
-    accel.optimize(model)
+def test_norms_take_their_input_by_name(twins):
     image = torch.randn(1, 16, 4, 4)
     with torch.no_grad():
-        close(model.conv_norm_out(input=image), twin.conv_norm_out(input=image))
-    assert accel.report(model).fallbacks == []
+        close(*(unet.conv_norm_out(input=image) for unet in twins[:2]))
+    assert accel.report(twins[0]).fallbacks == []

@@ -17,6 +17,7 @@ from accel.diffusion.blocks.video_resnet import VideoResnetForward
 from accel.patching.fast_forward import Kernels
 from accel.patching.ledger import Ledger
 from support.kernels import interpreter
+from support.noted import noted
 from support.patched import sites
 from support.state import assert_same_state, snapshot
 from support.video.tiny_videos import VIDEOS, latents, make_video
@@ -105,16 +106,12 @@ def test_with_the_kernels_as_on_a_gpu(pair, family, monkeypatch):
     interpreter.prepare()
     model, stock = pair
     z = latents(model, 2, 2, 2)
-    wanted, launched = decode(stock, z), []
+    wanted = decode(stock, z)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True), raising=False)
     monkeypatch.setattr(kernels_op, "capability", lambda device: (9, 0))
-    supports = kernels_op.Op.__call__
-
-    def noted(self, x, *args, **kwargs):
-        launched.append((self.name, self.supports(x, *args, **kwargs)))
-        return supports(self, x, *args, **kwargs)
-
-    monkeypatch.setattr(kernels_op.Op, "__call__", noted)
+    launched = noted(
+        monkeypatch, kernels_op.Op, "__call__", lambda op, *args, **more: (op.name, op.supports(*args, **more))
+    )
     accel.optimize(model, layout="channels_last")  # it is a CPU after all
     assert blocks(model)
     launched.clear()  # of trials, with weights as they were

@@ -1,20 +1,29 @@
-"""Blocks of every transformer class of diffusers: recorded once, then fast, with stock's results.
-
-`make test` runs every eighth class, `make test-all` all of them.
-"""
+"""Blocks of diffusion transformers, the norms inside, and heads."""
 
 import copy
+import pickle
 from collections import Counter
 
 import pytest
 import torch
+import torch.nn.functional as F
+from accel_kernels import rowwise
+from torch import nn
 
 import accel
 from accel.diffusion.dit.block import BlockForward
 from accel.diffusion.dit.executable import Executable
+from accel.fusion.norms import LayerNormForward
+from accel.options import Options
+from accel.planning.plan import create_context
 from support.compatibility import diffusers_calls, tiny_diffusers_models
-from support.compatibility.comparison import same, seeded, tensors
+from support.compatibility.comparison import apart, same, seeded, tensors
 from support.compatibility.compatibility_table import diffusion_classes
+from support.compatibility.diffusers_calls import inputs
+from support.compatibility.tiny_diffusers_models import build
+from support.compatibility.transformer_pair import FLUX
+from support.diffusion.programs import Formula, Planned, as_complex, assigned, halves, rand
+from support.noted import noted
 from support.patched import fast_forwards, sites
 
 CLASSES = sorted(name for name in diffusion_classes() if "Transformer" in name)
@@ -144,3 +153,164 @@ def test_rounding_is_stocks_in_16_bits(name, runs):
     for ours, theirs, true in zip(got, wanted, precise, strict=True):
         if not torch.equal(ours, theirs):
             assert (ours.float() - true).norm() <= 2 * (theirs.float() - true).norm()
+
+
+HIDREAM = "HiDreamImageTransformer2DModel"  # its blocks go by numbers
+
+
+class Norms:
+    """A model that counts its fused norms, beside a copy that is stock. inside: how many norms its blocks have."""
+
+    def __init__(self, name, monkeypatch):
+        self.model = build(name)
+        self.stock, self.inputs = copy.deepcopy(self.model), inputs(self.model)
+        accel.optimize(self.model, cpu="fuse")
+        self.blocks = sites(self.model, "diffusion transformer block")
+        self.ran = noted(monkeypatch, LayerNormForward, "fast", lambda forward, input: forward.beneath)
+
+    @property
+    def inside(self):
+        return [one for one in map(lambda m: vars(m)["forward"], fast_forwards(self.model)) if one.beneath]
+
+    def agree(self):
+        """How many norms inside of blocks ran fused."""
+        self.ran.clear()
+        assert apart(self.model(**self.inputs), self.stock(**self.inputs)) < 1e-6
+        return sum(self.ran)
+
+
+@pytest.fixture
+def norms(request, monkeypatch):
+    return Norms(request.param, monkeypatch)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("norms", [HIDREAM], indirect=True)
+def test_norms_of_blocks_that_cannot_be_recorded(norms):
+    report = accel.report(norms.model)
+    told = {path for path, rule, status, _ in report.sites if (rule, status) == ("layer norm", "patched")}
+    assert norms.inside and {one.path for one in norms.inside} < told and norms.blocks
+    assert norms.agree() == 0  # each block is recorded as it is written
+    for _ in range(2):
+        assert norms.agree() == len(norms.inside)
+    assert {path for path, *_ in accel.report(norms.model).fallbacks} == set(norms.blocks)
+    for copied in (copy.deepcopy(norms.model), pickle.loads(pickle.dumps(norms.model))):
+        assert apart(copied(**norms.inputs), norms.stock(**norms.inputs)) < 1e-6
+    accel.restore(norms.model)
+    assert norms.agree() == 0 and not fast_forwards(norms.model)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("norms", [FLUX], indirect=True)
+def test_norms_of_blocks_that_are_recorded(norms):
+    norms.agree()
+    assert norms.inside and norms.agree() == 0
+    norms.model.train()
+    norms.stock.train()
+    assert norms.agree() == 0
+    norms.model.eval()
+    norms.stock.eval()
+    fallbacks = accel.report(norms.model).fallbacks
+    assert {path for path, *_ in fallbacks} == {*norms.blocks, "norm_out.norm"}  # a block tells for its norms
+    assert norms.agree() == 0
+    hooks = [norms.inside[0].module.register_forward_hook(lambda module, args, output: 2 * output)]
+    hooks.append(norms.stock.get_submodule(norms.inside[0].path).register_forward_hook(lambda m, a, output: 2 * output))
+    assert norms.agree() > 0
+    for one in hooks:
+        one.remove()
+    assert norms.agree() == 0
+
+
+def test_a_norm_without_weights_refuses_other_widths_as_stock_does():
+    norm = nn.LayerNorm(16, elementwise_affine=False).eval()
+    context = create_context(Options())
+    forward = LayerNormForward(norm, "norm", context.kernels, context.ledger)
+    with torch.no_grad():
+        assert forward(torch.ones(2, 16)).shape == (2, 16)
+        with pytest.raises(RuntimeError, match="normalized_shape"):
+            forward(torch.ones(2, 32))
+
+
+B, S, H, D = 2, 5, 3, 8
+C = H * D
+
+
+def norm(x, w):
+    return F.rms_norm(x, (C,), w, 1e-6)
+
+
+def norm_by_hand(x, w):
+    wide = x.to(torch.float32)
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype) * w
+
+
+def rotated(norm, rotation):
+    def forward(x, cos, sin, w, wide):
+        q = norm(F.linear(x, wide), w).unflatten(-1, (H, D))
+        q = rotation(q, cos, sin).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q)
+
+    return forward
+
+
+def planned(forward, dtype=torch.float32, heads=1, **more):
+    tables = [rand(1, S, heads, D, seed=seed) for seed in (2, 3)]
+    module = Formula(forward, w=rand(C, seed=4, dtype=dtype), wide=rand(C, C, seed=5, dtype=dtype) / 4)
+    return Planned(module, rand(B, S, C, dtype=dtype), *tables, **more)
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [1, H])
+@pytest.mark.parametrize("rotation", [assigned, as_complex], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("norm", [norm, norm_by_hand], ids=lambda one: one.__name__)
+def test_they_are_one_pass(norm, rotation, heads, dtype):
+    found = planned(rotated(norm, rotation), dtype, heads)
+    (one,) = found.passes
+    assert one.shape == (B, S) and one.program.width == C and "rms_norm" not in found.calls
+    if rotation is as_complex and dtype is torch.float32:  # torch rounds once where a product and a sum are one
+        torch.testing.assert_close(found.got, found.wanted, rtol=2e-6, atol=2e-6)
+    else:
+        assert found.equal()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_they_are_one_pass_in_the_kernel(dtype):
+    found = planned(rotated(norm, assigned), dtype, kernel=rowwise.triton)
+    assert len(found.passes) == 1
+    torch.testing.assert_close(found.got, found.wanted, rtol=2e-3 if dtype is torch.float16 else 3e-6, atol=1e-3)
+
+
+def normed_again(x, cos, sin, w, wide):
+    """Each head is normed by itself, too."""
+    q = norm(F.linear(x, wide), w).unflatten(-1, (H, D))
+    q = assigned(F.layer_norm(q, (D,)), cos, sin).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, q, q)
+
+
+def taken_twice(x, cos, sin, w, wide):
+    """What is normed goes into a product of its own, so it lies in memory anyway."""
+    q = norm(F.linear(x, wide), w)
+    turned = assigned(q.unflatten(-1, (H, D)), cos, sin).transpose(1, 2)
+    return F.scaled_dot_product_attention(turned, turned, turned), F.linear(q, wide)
+
+
+def put_together(x, cos, sin, w, wide):
+    """By a concatenation of tokens, into which passes over heads write."""
+    q = norm(F.linear(x, wide), w).unflatten(-1, (H, D))
+    q = torch.cat([q[:, :2] * 1, assigned(q, cos, sin)], dim=1).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, q, q)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("forward", "passes"),
+    [(rotated(norm, halves), 2), (normed_again, 2), (taken_twice, 2), (put_together, 2)],
+    ids=["halves", "normed again", "taken twice", "put together"],
+)
+def test_others_are_two(forward, passes, dtype):
+    found = planned(forward, dtype)
+    assert len(found.passes) >= passes and found.equal()
+    assert any(one.program.width == D for one in found.passes)

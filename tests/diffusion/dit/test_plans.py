@@ -185,14 +185,6 @@ def test_threads_that_record_at_once(block):
     assert block.pair.report().fallbacks == []
 
 
-def no_bias(linear):
-    linear.bias = None
-
-
-def with_bias(linear):
-    linear.bias = nn.Parameter(torch.randn(linear.out_features))
-
-
 @either
 def test_weights_are_read_where_they_are(block):
     """Other numbers, another tensor, none, and one that was not there; of another dtype where stock takes it."""
@@ -207,10 +199,10 @@ def test_weights_are_read_where_they_are(block):
     block.agree()
     change(lambda q: setattr(q, "weight", nn.Parameter(torch.randn(32, 32))))
     block.agree()
-    change(no_bias)
+    change(lambda linear: setattr(linear, "bias", None))
     block.agree()
     block.agree()
-    change(with_bias)
+    change(lambda linear: setattr(linear, "bias", nn.Parameter(torch.randn(linear.out_features))))
     block.agree()
     block.agree()
     for module in (block.ours, block.stock):

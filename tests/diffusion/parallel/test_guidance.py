@@ -1,10 +1,11 @@
-"""Rows of a batch on two ranks: the image of one process, or errors on both that say what is not the same."""
+"""Images over several ranks: guidance, sequences, and tiles of a VAE."""
 
 import numpy as np
 import pytest
 import torch
 
 import accel
+from accel.diffusion.parallel.tiles import shared_out
 from accel.errors import Refused
 from accel.parallel.world import STARTED
 from support.diffusion.tiny_models import make_unet
@@ -141,3 +142,46 @@ def test_a_copy_in_a_process_alone_runs_whole(monkeypatch):
         assert torch.equal(forward(**given).sample, type(model).forward(model, **given).sample)
     ((_, reason, calls),) = forward.ledger.rows()
     assert "this process is alone" in reason and calls == 1
+
+
+NAMES = ("FluxTransformer2DModel", "QwenImageTransformer2DModel", "WanTransformer3DModel")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_blocks_are_planned_on_the_local_sequence(ranks, name):
+    for found in ranks.run(told_to.sequence, name, False):
+        assert found.pop("stock") <= 1e-5
+        for off, ran, told, restored in found.values():
+            assert off <= 1e-5 and ran and all(ran) and not told and restored, name
+
+
+def test_attention_that_writes_into_tensors_of_others_runs_stock(ranks):
+    """Sequences of any length: ranks tell each other their sizes."""
+    for found in ranks.run(told_to.sequence, NAMES[0], True):
+        assert found.pop("stock") <= 1e-5
+        for off, ran, told, restored in found.values():
+            assert off == 0 and ran and not any(ran) and restored
+            assert told and all("cannot be recorded: ranks write into tensors of each other" in one for one, _ in told)
+
+
+def test_tiles_are_decoded_once_and_blended_as_stock_does(ranks):
+    first, second = ranks.run(told_to.tiles)
+    for found in (first, second):
+        assert "are not the same on ranks 0 and 1" in found["refused"] and found["restored"]
+    for name in ("odd", "batch", "row", "overlap"):
+        counts = [found[name][2] for found in (first, second)]
+        for off, same, _, every, told in (first[name], second[name]):
+            assert off <= 2e-5 and same and not told, name
+            assert every > 2 and sum(counts) == every and max(counts) - min(counts) <= every // 2, (name, counts)
+    for off, same, own, every, told in (first["small"], second["small"]):  # no larger than a tile: stock cuts nothing
+        assert off <= 2e-5 and same and own == every == 1 and not told
+
+
+def test_tiles_are_shared_out_by_their_size():
+    for ranks in (1, 2, 3, 4):
+        work = [9, 9, 3, 9, 9, 3, 3, 3, 1]
+        shares = shared_out(work, ranks)
+        assert sorted(place for share in shares for place in share) == list(range(9))
+        loads = [sum(work[place] for place in share) for share in shares]
+        assert max(loads) - min(loads) <= max(work)
+        assert all(share == sorted(share) for share in shares)

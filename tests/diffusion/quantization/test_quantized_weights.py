@@ -14,12 +14,12 @@ from accel.bench.dit.published import PUBLISHED
 from accel.diffusion.linears import denoiser_linears, denoises
 from accel.diffusion.sensitive_linears import sensitive_linears
 from accel.fusion import stacked_linears as joint
-from accel.quantization import product
 from accel.quantization.scheme import Scheme
 from support.diffusion.denoisers import DITS, given, transformer
 from support.diffusion.outputs import close, error, run
 from support.diffusion.tiny_models import UNETS
 from support.llm.quantized import held_by, rounded
+from support.noted import noted
 from support.patched import sites
 
 WEIGHTS = ("int8", "int8-asym", "fp8")
@@ -92,13 +92,7 @@ def test_everything_that_is_fused_takes_quantized_linears(family, unet):
 def test_one_product_for_projections_of_one_input(tiny, unet, monkeypatch):
     model = accel.optimize(unet("sd15"), weights="int8")
     inputs = tiny.inputs(model, height=16, width=16)
-    products = []
-
-    def counted(x, weight, *rest):
-        products.append((x.shape, weight.shape))
-        return product.multiplied(x, weight, *rest)
-
-    monkeypatch.setattr(joint, "multiplied", counted)
+    products = noted(monkeypatch, joint, "multiplied", lambda x, weight, *rest: (x.shape, weight.shape))
     run(model, inputs)
     assert ((2, 256, 16), (48, 16)) in products  # queries, keys and values
     assert sum(shape == (2, 64) for shape, _ in products) == 1  # all time embeddings

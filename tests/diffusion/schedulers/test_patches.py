@@ -1,16 +1,19 @@
-"""A scheduler stays what it was: its updates, files, copies and signatures; what is not known stays stock."""
+"""Schedulers that are patched: undone, copied, and asked for timesteps of any kind."""
 
 import copy
 import inspect
 
 import pytest
+import torch
 
 import accel
-from accel.diffusion.schedulers import LINEAR, RULES, LinearUpdate, SchedulerStep
+from accel.diffusion.schedulers import HOST_NOISE, LINEAR, RULES, UNKNOWN, LinearUpdate, SchedulerStep
 from accel.options import Options
-from accel.planning.plan import PLAN, Plan, create_context
+from accel.planning.plan import PLAN, Plan, create_context, plan_of
+from support.diffusion.emulated_device import EmulatedDevice, Far
 from support.diffusion.scheduler_cases import NAMES
 from support.diffusion.scheduler_loops import denoise, equal, foreign_schedulers, make, optimized, pickled
+from support.diffusion.tiny_models import make_sdxl_pipeline
 
 
 def test_a_scheduler_inside_another():
@@ -73,3 +76,198 @@ def test_what_is_not_known_stays_stock(pipe):
         assert vars(scheduler) == before
         with pytest.raises(ValueError, match="strict=True: "):
             accel.optimize(pipe, strict=True)
+
+
+def with_its_dict(scheduler):
+    twin = type(scheduler).__new__(type(scheduler))
+    vars(twin).update(vars(scheduler))
+    return twin
+
+
+def in_turns(scheduler, copied):
+    """Two samples, each stepped by a copy of its own, then one by the original."""
+    scheduler.set_timesteps(4)
+    schedulers = [copied(scheduler), copied(scheduler)]
+    generator = torch.Generator().manual_seed(1)
+    samples = list(torch.randn(2, 1, 4, 4, 4, generator=generator))
+    outputs = []
+    torch.manual_seed(2)
+    for t in scheduler.timesteps:
+        for i in range(len(samples)):
+            x = samples[i]
+            if hasattr(scheduler, "scale_model_input"):
+                x = schedulers[i].scale_model_input(x, t)
+            samples[i] = schedulers[i].step(0.8 * x, t, samples[i], return_dict=False)[0]
+            outputs.append(samples[i])
+    sample = outputs[0]
+    for t in scheduler.timesteps:
+        sample = scheduler.step(0.5 * sample, t, sample, return_dict=False)[0]
+        outputs.append(sample)
+    return outputs
+
+
+@pytest.mark.parametrize("copied", [copy.copy, with_its_dict])
+@pytest.mark.parametrize("name", NAMES)
+def test_copies_stepped_in_turns(name, copied):
+    scheduler = make(name)
+    ours, plan = optimized(scheduler)
+    assert equal(in_turns(ours, copied), in_turns(copy.deepcopy(scheduler), copied))
+    assert plan.ledger.rows() == [] and "step" in vars(ours)
+
+
+def as_panoramas_do(scheduler):
+    """Their one scheduler is given the state of each view before its step, and that is kept after it."""
+    scheduler.set_timesteps(4)
+    states = [copy.deepcopy(vars(scheduler))] * 2
+    samples = list(torch.randn(2, 1, 4, 4, 4, generator=torch.Generator().manual_seed(1)))
+    outputs = []
+    torch.manual_seed(2)
+    for t in scheduler.timesteps:
+        for i, state in enumerate(states):
+            vars(scheduler).update(state)
+            samples[i] = scheduler.step(0.8 * samples[i], t, samples[i], return_dict=False)[0]
+            outputs.append(samples[i])
+            states[i] = copy.deepcopy(vars(scheduler))
+    return outputs
+
+
+@pytest.mark.parametrize("name", ["DDIM", "UniPCMultistep", "EulerDiscrete"])
+def test_a_state_that_is_kept_and_put_back(name):
+    scheduler = make(name)
+    ours, _ = optimized(scheduler)
+    assert equal(as_panoramas_do(ours), as_panoramas_do(scheduler))
+    assert plan_of(ours) is None and "step" not in vars(ours)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, with_its_dict])
+def test_a_pipeline_that_holds_a_copy(copied):
+    """It is optimized at the next call as any other scheduler is, and restored with the pipeline, as is the first."""
+    pipe = make_sdxl_pipeline()
+
+    def draw(pipe):
+        generator = torch.Generator().manual_seed(0)
+        return pipe("a", num_inference_steps=3, height=16, width=16, output_type="np", generator=generator).images
+
+    stock = copy.deepcopy(pipe)
+    wanted = draw(stock)
+    accel.optimize(pipe)
+    first = pipe.scheduler
+    draw(pipe)
+    pipe.scheduler = copied(first)
+    assert abs(draw(pipe) - wanted).max() < 1e-2
+    assert plan_of(pipe.scheduler) is not None and vars(pipe.scheduler)["step"].owner is pipe.scheduler
+    other = copy.copy(pipe)
+    other.scheduler = copied(first)
+    accel.restore(pipe)
+    for scheduler in (first, pipe.scheduler):
+        assert plan_of(scheduler) is None and "step" not in vars(scheduler)
+    assert (draw(pipe) == wanted).all() and (draw(other) == wanted).all()
+
+
+class OnDevice:
+    """A scheduler with its timesteps on the emulated device, and a loop over whatever tensors one likes."""
+
+    def __init__(self, name: str, steps: int = 6, **config):
+        self.stock = make(name, **config)
+        self.ours, self.plan = optimized(self.stock)
+        self.sample = torch.randn(1, 4, 8, 8)
+        self.steps = steps
+        self.stock.set_timesteps(steps)
+
+    def loop(self, timesteps=None, **step):
+        """All samples, and accesses; timesteps: a function of scheduler.timesteps."""
+        with EmulatedDevice() as device:
+            self.ours.set_timesteps(self.steps, device="meta")
+            sample, outputs = EmulatedDevice.put(self.sample), []
+            times = self.ours.timesteps if timesteps is None else timesteps(self.ours)
+            device.accesses.clear()
+            for t in times:
+                given = self.ours.scale_model_input(sample, t)
+                sample = self.ours.step(0.5 * given, t, sample, **step).prev_sample
+                outputs.append(sample.value)
+        return outputs, device.accesses
+
+    def wanted(self, timesteps=None):
+        sample, outputs = self.sample, []
+        for t in self.stock.timesteps if timesteps is None else timesteps:
+            sample = self.stock.step(0.5 * self.stock.scale_model_input(sample, t), t, sample).prev_sample
+            outputs.append(sample)
+        return outputs
+
+
+@pytest.mark.parametrize("name", ["DDIM", "DPMSolverMultistep"])
+def test_a_timestep_that_is_no_element_is_read_and_counted(name):
+    pair = OnDevice(name)
+    got, accesses = pair.loop(lambda scheduler: [t.clone() for t in scheduler.timesteps])
+    assert accesses and equal(got, pair.wanted())
+    assert pair.plan.ledger.rows() == [("", UNKNOWN, 6)]
+
+
+def test_elements_are_found_however_they_are_taken():
+    pair = OnDevice("DDIM")
+    got, accesses = pair.loop(
+        lambda scheduler: [t for pair in scheduler.timesteps.view(3, 2) for t in pair[1:].squeeze(0)[None]]
+    )
+    assert accesses == []
+    assert equal(got, pair.wanted(pair.stock.timesteps[1::2]))
+    assert pair.plan.ledger.rows() == []
+
+
+def test_a_tensor_of_one_timestep_is_left_to_stock():
+    """On the host it would not mix with tensors on the device, as a scalar does."""
+    pair = OnDevice("EulerDiscrete")
+    got, _ = pair.loop(lambda scheduler: [t[None] for t in scheduler.timesteps])
+    assert equal(got, pair.wanted([t[None] for t in pair.stock.timesteps]))
+    assert pair.plan.ledger.rows() == [("", UNKNOWN, 6)]
+
+
+def test_timesteps_set_by_hand_are_copied_once():
+    pair = OnDevice("DDIM")
+
+    def by_hand(scheduler):
+        scheduler.timesteps = (scheduler.timesteps + 3)[1:]
+        return scheduler.timesteps
+
+    got, accesses = pair.loop(by_hand)
+    assert accesses == ["_to_copy"]
+    assert equal(got, pair.wanted(pair.stock.timesteps[1:] + 3))
+
+
+def test_timesteps_changed_in_place_are_noticed():
+    pair = OnDevice("DDIM")
+
+    def changed(scheduler):
+        for number, t in enumerate(scheduler.timesteps):
+            if number == 3:
+                scheduler.timesteps.sub_(5)
+            yield t
+
+    got, accesses = pair.loop(changed)
+    assert accesses == ["_to_copy"]
+    assert equal(got, pair.wanted([t - 5 * (n >= 3) for n, t in enumerate(pair.stock.timesteps)]))
+    assert pair.plan.ledger.rows() == []
+
+
+def test_under_inference_mode():
+    """Tensors made there do not count their changes: set_timesteps leaves one that does."""
+    pair = OnDevice("DDIM")
+    with torch.inference_mode():
+        got, accesses = pair.loop()
+    assert accesses == [] and not pair.ours.timesteps.is_inference()
+    assert equal(got, pair.wanted())
+
+
+def test_noise_from_a_generator_on_the_host_is_counted():
+    pair = OnDevice("DDIM")
+    for eta, copies in ((0.0, 0), (1.0, 6)):
+        _, accesses = pair.loop(generator=torch.Generator().manual_seed(0), eta=eta)
+        assert accesses == ["copy to the device"] * copies
+    assert pair.plan.ledger.rows() == [("", HOST_NOISE, 6)]
+
+
+def test_an_error_in_a_step_leaves_the_timesteps_on_the_device():
+    pair = OnDevice("DDIM")
+    with pytest.raises(RuntimeError), EmulatedDevice():
+        pair.ours.set_timesteps(6, device="meta")
+        pair.ours.step(torch.zeros(3, 3), pair.ours.timesteps[0], EmulatedDevice.put(pair.sample))
+    assert isinstance(pair.ours.timesteps, Far)

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from support.diffusion.step_oracle import STEPS, agree, loop, reasons
+from support.diffusion.rounded_rows import STEPS, agree, loop, reasons
 
 
 @pytest.mark.parametrize(

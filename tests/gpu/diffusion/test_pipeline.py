@@ -10,7 +10,6 @@ import torch
 import accel
 
 ROOT = Path(__file__).parents[3]
-DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 
 
 @pytest.fixture

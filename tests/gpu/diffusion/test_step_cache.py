@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 import accel
 from support.diffusion.gpu import graphs
 from support.diffusion.outputs import run
-from support.diffusion.step_oracle import Oracle, reasons
+from support.diffusion.rounded_rows import Oracle, reasons
 
 STEPS = (950, 800, 650, 500, 350, 200, 80, 20)
 

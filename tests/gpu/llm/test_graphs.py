@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import threading
 
 import pytest
 import torch
@@ -10,9 +9,8 @@ import torch
 import accel
 from support.llm.changes import CHANGES
 from support.llm.families import FAMILIES, make, padded, prompt
-from support.llm.gpu import decode_graphs, new_pair, on_gpu, talk
+from support.llm.gpu import decode_graphs, new_pair, on_gpu, side_by_side, talk
 from support.llm.outputs import flat, generate, same
-from support.together import together
 
 CORE = [family.name for family in FAMILIES if family.core]
 
@@ -165,16 +163,9 @@ def test_threads_that_generate_at_once(name):
     wanted = [call(stock, *job) for job in jobs]
     for job in jobs[:3]:
         call(ours, *job)
-    torch.cuda.synchronize()
-    start = threading.Barrier(len(jobs))
-
-    def work(job, result):
-        start.wait()
-        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
-            for _ in range(6):
-                same(call(ours, *job), result)
-
-    together(work, zip(jobs, wanted, strict=True))
+    for found, one in zip(side_by_side(lambda job: call(ours, *job), jobs, 6), wanted, strict=True):
+        for each in found:
+            same(each, one)
 
 
 @pytest.mark.parametrize("name", CORE)

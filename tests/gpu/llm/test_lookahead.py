@@ -1,19 +1,16 @@
 """Steps that are begun before generate() has read its stop flag: used, exact, and harmless where they were in vain."""
 
-import copy
-
 import pytest
 import torch
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
-import accel
 from accel.llm.generation.loop import handover
 from accel.llm.kv_cache.cache import store_of
 from accel.llm.kv_cache.pending_step import PendingStep
 from support.llm.calls import counting
-from support.llm.families import make, padded, prompt
+from support.llm.families import padded, prompt
+from support.llm.gpu import EDITS, memory_stays_flat, new_pair, on_a_stream, on_gpu, side_by_side
 from support.llm.outputs import flat, generate, same
-from support.together import together
 
 EXACT = 4e-5
 
@@ -33,13 +30,8 @@ def steps(monkeypatch):
     return counting(monkeypatch, (PendingStep, "__init__", False), (PendingStep, "take", True))
 
 
-def new_pair(name: str = "llama", **changes):
-    stock = make(name, **changes).to("cuda")
-    return accel.optimize(copy.deepcopy(stock), graphs=True), stock
-
-
 def inputs(lengths=(9, 5)):
-    return tuple(None if tensor is None else tensor.cuda() for tensor in padded(lengths))
+    return on_gpu(*padded(lengths))
 
 
 def warm(ours, lengths=(9, 5)):
@@ -61,7 +53,7 @@ def test_almost_every_step(steps, name, call):
 
 
 def test_random_numbers_are_left_where_stock_leaves_them():
-    ours, stock = new_pair()
+    ours, stock = new_pair("llama")
     warm(ours)
     for model in (ours, stock):
         torch.manual_seed(5)
@@ -75,7 +67,7 @@ def test_random_numbers_are_left_where_stock_leaves_them():
 @pytest.mark.parametrize("after", [1, 2, 7])
 def test_a_last_step_in_vain(steps, after):
     """The end token comes, a step more is on its way; then the cache is used again, in every way."""
-    ours, stock = new_pair()
+    ours, stock = new_pair("llama")
     warm(ours, (6,))
     ids = prompt(1, 6).cuda()
     words = stock.generate(ids, max_new_tokens=12, do_sample=False)
@@ -128,7 +120,7 @@ class Edits(StoppingCriteria):
 
 
 def test_criteria_that_rewrite_tokens(steps):
-    ours, stock = new_pair()
+    ours, stock = new_pair("llama")
     warm(ours)
     call = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     ids, mask = inputs()
@@ -139,32 +131,21 @@ def test_criteria_that_rewrite_tokens(steps):
     assert torch.equal(*found) and steps[1]
 
 
-EDITS = {
-    "weights": lambda model: model.model.layers[1].mlp.down_proj.weight.mul_(-1.5),
-    "a new weight": lambda model: setattr(
-        model.model.norm, "weight", torch.nn.Parameter(model.model.norm.weight.flip(0), requires_grad=False)
-    ),
-    "a hook": lambda model: model.register_forward_pre_hook(
-        lambda module, args, kwargs: (args, kwargs | {"input_ids": (kwargs["input_ids"] + 3) % 50}), with_kwargs=True
-    ),
+IN_PLACE = {
     "a hook in place": lambda model: model.register_forward_pre_hook(
         lambda module, args, kwargs: (kwargs["input_ids"].fill_(7), None)[1], with_kwargs=True
     ),
-    "a hook inside": lambda model: model.model.layers[0].register_forward_hook(
-        lambda module, args, output: output * 1.5 if torch.is_tensor(output) else output
-    ),
-    "training": lambda model: model.train(),
 }
 
 
-@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("edit", EDITS | IN_PLACE)
 def test_criteria_that_change_the_model(edit):
-    ours, stock = new_pair()
+    ours, stock = new_pair("llama")
     warm(ours)
     ids, mask = inputs()
     found = []
     for model in (ours, stock):
-        criteria = StoppingCriteriaList([Edits(model, EDITS[edit])])
+        criteria = StoppingCriteriaList([Edits(model, (EDITS | IN_PLACE)[edit])])
         call = {"max_new_tokens": 14, "do_sample": False, "pad_token_id": 0, "output_logits": True}
         out = model.generate(ids, attention_mask=mask, stopping_criteria=criteria, return_dict_in_generate=True, **call)
         found.append(flat(out))
@@ -186,7 +167,7 @@ def test_a_change_right_after_a_step_was_begun():
         def end(self):
             pass
 
-    ours, stock = new_pair()
+    ours, stock = new_pair("llama")
     warm(ours, (6,))
     call = {"max_new_tokens": 14, "do_sample": False, "pad_token_id": 0}
     found = [model.generate(prompt(1, 6).cuda(), streamer=Streamer(model), **call) for model in (ours, stock)]
@@ -194,22 +175,17 @@ def test_a_change_right_after_a_step_was_begun():
 
 
 def test_on_a_stream_of_the_users_own(steps):
-    ours, stock = new_pair()
+    ours, stock = new_pair("llama")
     warm(ours)
     call = {"max_new_tokens": 20}
     wanted = generate(stock, *inputs(), **call)
     steps[:] = 0, 0
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        got = generate(ours, *inputs(), **call)
-    torch.cuda.current_stream().wait_stream(stream)
-    same(got, wanted, EXACT)
+    same(on_a_stream(lambda: generate(ours, *inputs(), **call)), wanted, EXACT)
     assert steps[1] >= 18
 
 
 def test_embeddings_for_a_prompt(steps):
-    ours, stock = new_pair()
+    ours, stock = new_pair("llama")
     warm(ours, (6,))
     steps[:] = 0, 0
     embeds = stock.get_input_embeddings()(prompt(1, 6).cuda())
@@ -221,45 +197,27 @@ def test_embeddings_for_a_prompt(steps):
 
 
 def test_threads_side_by_side(steps):
-    ours, stock = new_pair()
+    ours, stock = new_pair("llama")
     lengths = ((9,), (4,), (9, 5), (7, 7, 2))
     for each in lengths:
         warm(ours, each)
     wanted = [generate(stock, *inputs(each), max_new_tokens=30) for each in lengths]
-    torch.cuda.synchronize()
-    got: dict[int, list] = {}
-
-    def work(number):
-        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
-            got[number] = [generate(ours, *inputs(lengths[number]), max_new_tokens=30) for _ in range(5)]
-            torch.cuda.current_stream().synchronize()
-
-    together(work, ((number,) for number in range(len(lengths))))
-    for number, one in enumerate(wanted):
-        for each in got[number]:
+    for got, one in zip(
+        side_by_side(lambda each: generate(ours, *inputs(each), max_new_tokens=30), lengths), wanted, strict=True
+    ):
+        for each in got:
             same(each, one, EXACT)
     assert steps[1] > 300
 
 
 def test_memory_stays_flat():
-    """Steps in vain, and stores that die while one is on its way."""
-    ours, _ = new_pair()
+    ours, _ = new_pair("llama")
     warm(ours, (6,))
-    ids = prompt(1, 6).cuda()
-    end = int(ours.generate(ids, max_new_tokens=5, do_sample=False)[0, -1])
-    used = []
-    for _ in range(60):
-        ours.generate(ids, max_new_tokens=64, do_sample=False, eos_token_id=end, pad_token_id=0)
-        torch.cuda.synchronize()
-        # Blocks that another stream has used come back when it is done: how many wait at a time, and so whether they
-        # take a segment more, depends on how busy the GPU is. What is kept for good is left when the cache is emptied.
-        torch.cuda.empty_cache()
-        used.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
-    assert used[10][0] >= used[-1][0] and used[10][1] >= used[-1][1], (used[10], used[-1])
+    memory_stays_flat(ours, 60)
 
 
 def test_a_step_nobody_takes_keeps_nothing_alive():
-    ours, _ = new_pair()
+    ours, _ = new_pair("llama")
     warm(ours, (6,))
     out = ours.generate(prompt(1, 6).cuda(), max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
     assert store_of(out.past_key_values).pending is None

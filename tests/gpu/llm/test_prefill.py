@@ -1,17 +1,17 @@
-"""Short prompts on a GPU: filled up to one of a few lengths, as exact as stock."""
+"""Prompts, mixed layers, and operations of a user's own."""
 
 import copy
 
 import pytest
 import torch
-from accel_kernels import OPS
+from accel_kernels import OPS, rms_norm
 from transformers import DynamicCache
 
 import accel
 from accel.llm.generation import prefill as short
-from support.llm.families import FAMILIES, padded, prompt
+from support.llm.families import BY_NAME, FAMILIES, make, padded, prompt
 from support.llm.gpu import new_pair, on_gpu, prefill_graphs, talk
-from support.llm.outputs import same
+from support.llm.outputs import generate, same
 
 FAST = [family.name for family in FAMILIES if family.expected == "fast"]
 SOME = ("llama", "gpt2", "mistral", "gemma2", "falcon-alibi", "phi", "gptj", "qwen3")
@@ -116,3 +116,57 @@ def test_the_kernel_reads_the_blocks_by_their_addresses(case, dtype):
     errors = [float((got.double() - truth).pow(2).mean().sqrt()) for got in (ours, stock)]
     assert errors[0] <= 2 * errors[1] + 1e-7, errors
     assert all((t.isnan() if t.is_floating_point() else t == nothing).all() for t in shown.values())
+
+
+MIXED = [family.name for family in BY_NAME.values() if family.expected == "some"]
+
+
+@pytest.mark.parametrize("more", [{}, {"num_beams": 3}], ids=str)
+@pytest.mark.parametrize("name", MIXED)
+def test_texts_are_those_of_stock(name, more):
+    stock = make(name).cuda()
+    ours = accel.optimize(copy.deepcopy(stock))
+    assert any(rule == "decoder layer" and status == "patched" for _, rule, status, _ in accel.report(ours).sites)
+    inputs = [tensor.cuda() for tensor in padded()]
+    torch.cuda.synchronize()
+    same(generate(ours, *inputs, **more), generate(stock, *inputs, **more))
+    assert not accel.report(ours).fallbacks
+
+
+def test_a_graph_runs_the_op_that_its_model_was_optimized_with():
+    counter = torch.zeros((), device="cuda", dtype=torch.int64)
+
+    def counts(x, *args, **more):
+        if not x.is_cuda:
+            return NotImplemented
+        counter.add_(1)  # by a replay too
+        return rms_norm.reference(x, *args, **more)
+
+    model = make("llama").cuda()
+    ids = prompt().cuda()
+
+    def calls(tokens: int) -> int:
+        counter.zero_()
+        model.generate(ids, max_new_tokens=tokens, do_sample=False)
+        return int(counter)
+
+    wanted = model.generate(ids, max_new_tokens=20, do_sample=False)
+    with accel.register_op("rms_norm", counts):
+        accel.optimize(model, graphs=True)
+    calls(20)
+    assert torch.equal(model.generate(ids, max_new_tokens=20, do_sample=False), wanted)
+    assert any(row["status"] == "graph" for row in accel.report(model).graphs)
+    norms = 2 * model.config.num_hidden_layers + 1
+    assert calls(30) - calls(20) >= 10 * norms
+    accel.optimize(model, graphs=True)
+    calls(20)
+    assert calls(20) == 0
+
+
+def test_a_function_that_is_wrong_on_the_gpu_alone_is_refused():
+    def wrong(x, *args, **more):
+        y = rms_norm.reference(x, *args, **more)
+        return y if not x.is_cuda else tuple(t * 1.1 for t in y) if isinstance(y, tuple) else y * 1.1
+
+    with pytest.raises(ValueError, match="on cuda: error"):
+        accel.register_op("rms_norm", wrong)

@@ -12,8 +12,8 @@ from accel.llm.generation.loop import choice
 from accel.llm.generation.loop.token_loop import TokenLoop
 from support.llm.calls import Kept, counting, followed_by_numbers
 from support.llm.families import make, prompt
+from support.llm.gpu import EDITS, memory_stays_flat, on_a_stream, side_by_side
 from support.llm.outputs import same
-from support.together import together
 
 EXACT = 4e-5
 NEW = 20  # tokens of a call
@@ -110,17 +110,7 @@ class Asks(StoppingCriteria):
 
 ACTS = {
     "nothing": None,
-    "weights": lambda model: model.model.layers[1].mlp.down_proj.weight.mul_(-1.5),
-    "a new weight": lambda model: setattr(
-        model.model.norm, "weight", torch.nn.Parameter(model.model.norm.weight.flip(0), requires_grad=False)
-    ),
-    "a hook": lambda model: model.register_forward_pre_hook(
-        lambda module, args, kwargs: (args, kwargs | {"input_ids": (kwargs["input_ids"] + 3) % 50}), with_kwargs=True
-    ),
-    "a hook inside": lambda model: model.model.layers[0].register_forward_hook(
-        lambda module, args, output: output * 1.5 if torch.is_tensor(output) else output
-    ),
-    "training": lambda model: model.train(),
+    **EDITS,
     "a seed": lambda model: torch.manual_seed(99),
     "random numbers": lambda model: torch.rand(5, device="cuda"),
     "another text": lambda model: model.generate(prompt(1, 5).cuda(), max_new_tokens=6, do_sample=False),
@@ -187,12 +177,7 @@ def test_on_a_stream_of_the_users_own(ran):
     for _ in range(2):
         followed_by_numbers(ours)
     wanted = followed_by_numbers(stock, do_sample=True)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        got = followed_by_numbers(ours, do_sample=True)
-    torch.cuda.current_stream().wait_stream(stream)
-    same(got, wanted, EXACT)
+    same(on_a_stream(lambda: followed_by_numbers(ours, do_sample=True)), wanted, EXACT)
     assert ran[0] == 3
 
 
@@ -203,33 +188,16 @@ def test_threads_side_by_side(ran):
         for _ in range(2):
             followed_by_numbers(ours, each)
     wanted = [followed_by_numbers(stock, each)["sequences"] for each in lengths]
-    torch.cuda.synchronize()
-    got: dict[int, list] = {}
-
-    def work(number):
-        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
-            got[number] = [followed_by_numbers(ours, lengths[number])["sequences"] for _ in range(5)]
-            torch.cuda.current_stream().synchronize()
-
-    together(work, ((number,) for number in range(len(lengths))))
-    for number, one in enumerate(wanted):
-        assert all(torch.equal(each, one) for each in got[number])
+    found = side_by_side(lambda each: followed_by_numbers(ours, each)["sequences"], lengths)
+    assert all(torch.equal(each, one) for got, one in zip(found, wanted, strict=True) for each in got)
     assert ran[0] == 8 + 20
 
 
 def test_memory_stays_flat():
-    """Steps in vain, with pinned memory for every token."""
     ours, _ = new_pair()
     for _ in range(2):
         followed_by_numbers(ours, (6,))
-    end = int(ours.generate(prompt(1, 6).cuda(), max_new_tokens=5, do_sample=False)[0, -1])
-    used = []
-    for _ in range(40):
-        ours.generate(prompt(1, 6).cuda(), max_new_tokens=64, do_sample=False, eos_token_id=end, pad_token_id=0)
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        used.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
-    assert used[10][0] >= used[-1][0] and used[10][1] >= used[-1][1], (used[10], used[-1])
+    memory_stays_flat(ours, 40)
 
 
 def test_nothing_waits_for_the_gpu(monkeypatch):

@@ -45,26 +45,6 @@ def test_what_is_restored_is_the_nearest_code(code, dtype):
 
 
 @pytest.mark.parametrize("code", KINDS)
-def test_how_much_of_the_signal_is_left(code):
-    """Heads of 128 normal numbers, in decibels; then with one channel 20 times the others, and of those without it."""
-    t = torch.randn(500, 128)
-    planted = t.clone()
-    planted[:, 5] *= 20
-
-    def decibels(exact: torch.Tensor, channels: slice = slice(None)) -> float:
-        off = (restored(*rounded(exact, code), torch.float32) - exact)[:, channels].double()
-        return float(10 * torch.log10(exact[:, channels].double().square().sum() / off.square().sum()))
-
-    if code == torch.int8:
-        _, scales = rounded(t, code)
-        noise = scales.double().square().mean() / 12  # of errors that are even within a step
-        assert decibels(t) == pytest.approx(float(10 * torch.log10(t.double().square().mean() / noise)), abs=0.2)
-        assert 43 < decibels(t) < 44.5 and decibels(planted, slice(10, None)) < 29
-    else:  # an exponent each
-        assert 31 < decibels(t) < 32.5 and 31 < decibels(planted, slice(10, None)) < 32.5
-
-
-@pytest.mark.parametrize("code", KINDS)
 def test_rounding_what_was_rounded_changes_no_code(code):
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         codes, scales = rounded(torch.randn(50, 64).to(dtype), code)

@@ -1,7 +1,6 @@
-"""Pieces that ranks write into each other's rooms, as one of two ranks in Triton's interpreter, to which the other has
-given its signals already; and compiled for GPUs that no machine here has.
-"""
+"""Ranks that exchange rows and sum them in memory they share."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from accel_kernels.collective.exchange import Layout, aligned, alike, unwritable
+from accel_kernels.collective.symmetric_memory import INSIDE, OUTSIDE, PIECE, SymmetricMemory
 
 from support.kernels.compiler import in_a_process
 
@@ -88,35 +88,119 @@ CHECK = """
 import triton
 from triton.compiler import ASTSource
 from triton.backends.compiler import GPUTarget
-from accel_kernels.collective.exchange_triton import exchange_kernel as kernel
+from accel_kernels.collective.exchange_triton import exchange_kernel
+from accel_kernels.collective.symmetric_sum_triton import symmetric_sum_kernel
 
-names = kernel.arg_names
+EVEN = [["tt.divisibility", 16]]
+
+def ptx(kernel, kinds, given, even, arch, warps):
+    names = kernel.arg_names
+    kinds = {name: "i32" for name in names} | kinds | dict.fromkeys(given, "constexpr")
+    kinds |= dict.fromkeys(("buffers_ptr", "signals_ptr"), "*i64")
+    constants = {(names.index(name),): value for name, value in given.items()}
+    even = {(names.index(name), *more): EVEN for name, *more in even}
+    source = ASTSource(kernel, kinds, constants, even)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
+    assert compiled.asm["cubin"]
+    return compiled.asm["ptx"]
+
 for arch, several in ((80, (3,)), (90, (1, 3)), (100, (1,))):
     for tensors in several:
         given = {"RANKS": 2, "TENSORS": tensors, "ROWS": 8, "COLUMNS": 512, "WAITS": True, "PDL": arch >= 90}
-        kinds = {name: "i32" for name in names} | dict.fromkeys(given, "constexpr")
-        kinds |= {"sources": ("*bf16",) * tensors, "strides": (("i32",) * 3,) * tensors}
-        kinds |= dict.fromkeys(("buffers_ptr", "signals_ptr"), "*i64")
-        even = {}
-        for at, name in enumerate(names):
-            if name in ("rank", *given):
-                continue
-            if name == "sources":
-                even |= {(at, i): [["tt.divisibility", 16]] for i in range(tensors)}
-            elif name == "strides":
-                even |= {(at, i, j): [["tt.divisibility", 16]] for i in range(tensors) for j in range(3)}
-            elif name != "middle":
-                even[(at,)] = [["tt.divisibility", 16]]
-        constants = {(names.index(name),): value for name, value in given.items()}
-        source = ASTSource(kernel, kinds, constants, even)
-        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 8})
-        ptx = compiled.asm["ptx"]
-        assert compiled.asm["cubin"]
-        assert "ld.global.v4" in ptx and "st.global.v4" in ptx, "numbers are moved 16 bytes at a time"
-        assert ptx.count("release.sys") == ptx.count("acquire.sys") == 2 * 2
+        kinds = {"sources": ("*bf16",) * tensors, "strides": (("i32",) * 3,) * tensors}
+        even = [(name,) for name in exchange_kernel.arg_names if name not in ("rank", "middle", *given, *kinds)]
+        even += [("sources", i) for i in range(tensors)]
+        even += [("strides", i, j) for i in range(tensors) for j in range(3)]
+        text = ptx(exchange_kernel, kinds, given, even, arch, 8)
+        assert "ld.global.v4" in text and "st.global.v4" in text, "numbers are moved 16 bytes at a time"
+        assert text.count("release.sys") == text.count("acquire.sys") == 2 * 2
+for arch, several in ((80, (4,)), (90, (2, 4)), (100, (2,))):
+    for ranks in several:
+        given = {"RANKS": ranks, "BLOCK": 1024, "PDL": arch >= 90}
+        kinds = dict.fromkeys(("part_ptr", "bias_ptr", "residual_ptr", "y_ptr"), "*bf16") | {"scale": "fp32"}
+        even = [(name,) for name in symmetric_sum_kernel.arg_names if name not in ("rank", "scale", *given)]
+        text = ptx(symmetric_sum_kernel, kinds, given, even, arch, 4)
+        assert text.count("ld.global.cg.v4") == ranks, "parts are read 16 bytes at a time"
+        assert text.count("release.sys") == text.count("acquire.sys") == ranks
 print("compiled")
 """
 
 
-def test_it_compiles_for_gpus_with_wide_moves(tmp_path: Path):
+def test_both_compile_for_gpus_with_wide_moves(tmp_path: Path):
     assert "compiled" in in_a_process(CHECK, tmp_path)
+
+
+COUNT = (3, 700)  # in three pieces, the last of them short
+ROOM = 4096
+
+
+class TwoRanks:
+    """Memory of both, on a CPU; this is `rank`."""
+
+    def __init__(self, rank: int, other: torch.Tensor, place: int):
+        self.rank, pieces = rank, -(-other.numel() // PIECE)
+        self.parts = [torch.full((ROOM,), float("nan"), dtype=other.dtype) for _ in range(2)]
+        self.parts[1 - rank][place : place + other.numel()] = other.flatten()
+        self.cells = [torch.zeros(pieces, 2, dtype=torch.int32) for _ in range(2)]
+        self.cells[rank][:, 1 - rank] = 1  # the other has told so
+        self.buffers, self.signals = (
+            torch.tensor([one.data_ptr() for one in held]) for held in (self.parts, self.cells)
+        )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_sum_bias_and_residual(rank, dtype):
+    from accel_kernels.collective.symmetric_sum_triton import symmetric_sum
+
+    generator = torch.Generator().manual_seed(rank)
+    part, other, residual = (torch.randn(COUNT, generator=generator).to(dtype) for _ in range(3))
+    bias = torch.randn(COUNT[1], generator=generator).to(dtype)
+    two = TwoRanks(rank, other, place=64)
+    got = symmetric_sum(part, bias, residual, 0.5, two.buffers, two.signals, 64, rank)
+    wanted = residual.double() + 0.5 * (part.double() + other.double() + bias.double())
+    assert (got.double() - wanted).abs().max() <= torch.finfo(dtype).eps * wanted.abs().max()
+    assert torch.equal(two.parts[rank][64 : 64 + part.numel()], part.flatten())  # where the other reads it
+    assert two.cells[rank].sum() == 0, "signals are taken"
+    assert two.cells[1 - rank][:, rank].tolist() == [1] * len(two.cells[0]), "and given"
+
+
+def test_sum_alone():
+    from accel_kernels.collective.symmetric_sum_triton import symmetric_sum
+
+    part, other = torch.randn(COUNT), torch.randn(COUNT)
+    two = TwoRanks(0, other, place=0)
+    assert torch.equal(symmetric_sum(part, None, None, 1.0, two.buffers, two.signals, 0, 0), part + other)
+
+
+class Places(SymmetricMemory):
+    """Notes the places that sums take."""
+
+    def __init__(self):
+        self.inside, self.turn, self.nothing, self.taken = False, 0, torch.zeros(8), []
+
+    def sum(self, part):
+        self.taken.append(self._place())
+
+    def since(self) -> list[int]:
+        found, self.taken = self.taken, []
+        return found
+
+
+def test_no_two_sums_after_another_take_one_place():
+    """In a forward of any number of sums, behind any other, replayed in any order, or outside of one."""
+    memory, forwards = Places(), []
+    for sums in (1, 2, 3, 4, 7):
+        with memory.forward():
+            for _ in range(sums):
+                memory.sum(None)
+        forwards.append(memory.since())
+    for _ in range(3):
+        memory.sum(None)
+    outside = memory.since()
+    for one in (*forwards, outside):
+        assert all(a != b for a, b in pairwise(one)), one
+    for before in (*forwards, outside):
+        for after in forwards:
+            assert before[-1] != after[0], (before, after)
+    assert set(outside) == set(OUTSIDE) and not set(OUTSIDE) & set(INSIDE)

@@ -8,20 +8,15 @@ from accel_kernels import Norm, Quantized, quantized_linear
 from accel_kernels.gemm.quantized.quantized_linear import CPU_ROWS
 from accel_kernels.gemm.quantized_weight import pack, quantize_weight, unpack
 
+from support.noted import noted
+
 BF16 = torch.bfloat16
 
 
 @pytest.fixture
-def counted(monkeypatch):
-    """`calls`: how often torch's product was taken."""
-    seen, product = SimpleNamespace(calls=0), torch._weight_int8pack_mm
-
-    def counting(*args):
-        seen.calls += 1
-        return product(*args)
-
-    monkeypatch.setattr(torch, "_weight_int8pack_mm", counting)
-    return seen
+def taken(monkeypatch):
+    """Calls of torch's product."""
+    return noted(monkeypatch, torch, "_weight_int8pack_mm", lambda *args: True)
 
 
 def drawn(*size, dtype=BF16, spread=1.0):
@@ -39,25 +34,25 @@ def turned(weight: Quantized) -> Quantized:
 @pytest.mark.parametrize("rows", [1, 3, CPU_ROWS])
 @pytest.mark.parametrize("n", [4, 36])
 @pytest.mark.parametrize("gate", [False, True], ids=["plain", "gate"])
-def test_as_good_as_torch(gate, n, rows, counted, as_good_as_torch):
+def test_as_good_as_torch(gate, n, rows, taken, as_good_as_torch):
     torch.manual_seed(0)
     given = (drawn(rows, 96), made(n, 96), drawn(n))
     more = {"norm": Norm(drawn(96), None, 1e-5)}
     more |= {"up": made(n, 96), "activation": "silu"} if gate else {"residual": drawn(rows, n), "scale": 0.5}
     as_good_as_torch(SimpleNamespace(triton=quantized_linear, reference=quantized_linear.reference), given, more, BF16)
-    assert counted.calls == 1 + gate
+    assert len(taken) == 1 + gate
 
 
-def test_rows_of_several_dimensions_that_do_not_lie_in_a_line(counted):
+def test_rows_of_several_dimensions_that_do_not_lie_in_a_line(taken):
     torch.manual_seed(0)
     x, weight = drawn(64, 2, 3).permute(1, 2, 0), made(8, 64)
     found = quantized_linear(x, weight)
-    assert found.shape == (2, 3, 8) and counted.calls == 1
+    assert found.shape == (2, 3, 8) and len(taken) == 1
     torch.testing.assert_close(found, quantized_linear(x.contiguous(), weight), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("place", [1, 8, 16])
-def test_at_any_address(place, counted):
+def test_at_any_address(place, taken):
     """Torch's product loads 32 bytes of x and 16 of the weight, and ends the process where they begin between."""
     torch.manual_seed(0)
     weight, x = made(8, 64), drawn(1, 64)
@@ -66,7 +61,7 @@ def test_at_any_address(place, counted):
     assert torch.equal(quantized_linear(held.copy_(x), weight), wanted)
     data = torch.empty(weight.data.numel() + place, dtype=torch.int8)[place:].view(weight.data.shape)
     assert torch.equal(quantized_linear(x, weight._replace(data=data.copy_(weight.data))), wanted)
-    assert counted.calls == 3
+    assert len(taken) == 3
 
 
 OTHERS = {
@@ -87,19 +82,19 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_all_else_is_the_reference(name, counted):
+def test_all_else_is_the_reference(name, taken):
     torch.manual_seed(0)
     x, weight = (make() for make in OTHERS[name])
     found = quantized_linear(x, weight)
-    assert counted.calls == 0 and torch.equal(found, quantized_linear.reference(x, weight))
+    assert not taken and torch.equal(found, quantized_linear.reference(x, weight))
 
 
-def test_a_gate_of_another_format_is_the_reference(counted):
+def test_a_gate_of_another_format_is_the_reference(taken):
     torch.manual_seed(0)
     x, more = drawn(2, 64), {"up": made(8, 64, group=32), "activation": "silu"}
     weight = made(8, 64)
     assert torch.equal(quantized_linear(x, weight, **more), quantized_linear.reference(x, weight, **more))
-    assert counted.calls == 0
+    assert not taken
 
 
 def test_words_that_do_not_lie_in_a_line_are_unpacked():

@@ -1,4 +1,4 @@
-"""One row times 4-bit weights on the tensor cores: no interpreter runs it, so it is emulated, compiled and read."""
+"""Products of few rows on tensor cores."""
 
 from types import SimpleNamespace
 
@@ -17,9 +17,10 @@ from accel_kernels.gemm.quantized.operands import mma_operands_triton as fragmen
 from accel_kernels.gemm.quantized.quantized_linear import INT4, INT8, quantized_linear
 from accel_kernels.gemm.quantized_weight import quantize_weight
 
+from support.everything import EVERYTHING
 from support.kernels.compiler import in_a_process
-from support.kernels.quantized_words import numbers_of, spread
-from support.kernels.warpgroups import Array, Gluon, Pointer, rebuilt
+from support.kernels.numbers import numbers_of, spread
+from support.kernels.warpgroups import Array, Gluon, launching, rebuilt
 
 
 def device():
@@ -33,28 +34,6 @@ def device():
         **dict.fromkeys(("words_layout", "x_layout", "squares_layout"), lambda *_: None),
     )  # fmt: skip
     return machine, names["gemv_mma_kernel"]
-
-
-def launch(jitted, grid, *args, **flags):
-    """What `warmup.launch` does, in float64; what no program writes stays NaN."""
-    machine, kernel = device()
-    (machine.programs,) = grid
-
-    def value(given):
-        if isinstance(given, tuple):
-            return type(given)(*map(value, given))
-        if not isinstance(given, torch.Tensor):
-            return given
-        data = given.reshape(-1).numpy() if given.dtype == torch.int32 else given.double().numpy().reshape(-1)
-        return Pointer(data.astype(np.int64) & 0xFFFFFFFF if given.dtype == torch.int32 else data)
-
-    values = [value(given) for given in args]
-    y = jitted.arg_names.index("y_ptr")
-    values[y].memory[:] = np.nan
-    for program in range(machine.programs):
-        machine.program = program
-        kernel(*values, **{name: flag for name, flag in flags.items() if name != "maxnreg"})
-    args[y].copy_(torch.from_numpy(values[y].memory).view_as(args[y]))
 
 
 # columns, outputs, group, zeros, gate, norm, and warps, spans ahead, programs
@@ -85,7 +64,7 @@ def test_emulated(case, monkeypatch):
     more |= {"up": up, "up_bias": rand(n)} if gate else {}
     x, bias = rand(1, k), rand(n)
     assert gemv_mma.refusal(x, weight, more.get("up")) is None
-    monkeypatch.setattr(gemv_mma, "launch", launch)
+    monkeypatch.setattr(gemv_mma, "launch", launching(device))
     found = quantized_linear.triton(x, weight, bias, **more, shape=GemvTile(*tile))
     wide = {name: one.double() if isinstance(one, torch.Tensor) else one for name, one in more.items()}
     if more["norm"] is not None:
@@ -146,3 +125,42 @@ print("registers")
 
 def test_between_the_products_nothing_passes_through_shared_memory(tmp_path):
     assert in_a_process(CHECK, tmp_path).strip() == "registers"
+
+
+SKINNY_CHECK = """
+import re
+import torch
+from accel_kernels import Norm, quantized_linear
+from accel_kernels.gemm.quantized.quantized_linear import FP8, INT4, INT8
+from accel_kernels.gemm.quantized.skinny_mma_triton import Tile
+from accel_kernels.gemm.quantized_weight import quantize_weight
+from support.kernels.absent_gpu import absent_gpu
+
+for arch, format, rows, gate, tile in (
+    (80, INT8, 8, False, Tile(16, 8, 2)), (80, INT4, 8, True, Tile(32, 4, 1)),
+    (80, INT4, 64, False, Tile(32, 8, 1)), (90, INT8, 8, False, Tile(16, 8, 2)),
+    (90, FP8, 16, False, Tile(32, 8, 1)),
+):
+    with absent_gpu(arch) as launches:
+        weight, up = (
+            quantize_weight(torch.randn(4096, 4096).bfloat16(), format, 128 if format == INT4 else 0, gate)
+            for _ in range(2)
+        )
+        gated = {"up": up, "activation": "silu", "norm": Norm(torch.randn(4096).bfloat16(), None, 1e-5)}
+        x = torch.randn(rows, 4096).bfloat16()
+        quantized_linear.triton(x, weight, shape=tile, **gated if gate else {"residual": x})
+    (launch,) = launches
+    assert launch.name == "skinny_mma_kernel"
+    compiled = launch.compiled()
+    ptx = compiled.asm["ptx"]
+    walk = ptx[ptx.index("mma.sync"):ptx.rindex("mma.sync")]
+    assert "m16n8k16" in walk and "shared" not in walk and "bar.sync" not in walk, format
+    words = "v4" if rows <= 16 or format != INT4 else "v2"
+    assert re.search(rf"ld.global[.a-z0-9:]*.{words}.b32", ptx), format
+print("registers")
+"""
+
+
+@pytest.mark.skipif(not EVERYTHING, reason="gemv_mma unpacks alike; its test runs always")
+def test_nor_between_skinny_products(tmp_path):
+    assert in_a_process(SKINNY_CHECK, tmp_path).strip() == "registers"

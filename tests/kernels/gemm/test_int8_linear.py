@@ -6,7 +6,7 @@ from accel_kernels import Quantized, fp8_linear, int8_linear, quantize_rows
 from accel_kernels.gemm.int8_linear import in_passes, integer_product
 from accel_kernels.gemm.quantize_rows import QuantizedRows
 
-from support.kernels.int8_rows import weight_of
+from support.kernels.numbers import weight_of
 
 pytest.importorskip("triton")
 from support.everything import EVERYTHING

@@ -1,11 +1,12 @@
-"""Rows in 8 bits: rounded to the nearest, saturated by a given scale, never silent about what is not finite."""
+"""Rows rounded to int8, and columns that are too large for it."""
 
 import pytest
 import torch
-from accel_kernels import quantize_rows
+from accel_kernels import Norm, int8_linear, quantize_rows
+from accel_kernels.gemm.quantize_rows import KnownColumns
 from accel_kernels.norm import norm as norms
 
-from support.kernels.int8_rows import NORMS, cast
+from support.kernels.numbers import NORMS, cast, sqnr, weight_of
 
 pytest.importorskip("triton")
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
@@ -116,3 +117,94 @@ def test_float8_numbers_that_need_no_rounding_are_kept(poisoned):
     x[:, 3] = 448.0
     ours = quantize_rows.triton(x, dtype=torch.float8_e4m3fn)
     assert torch.equal(ours.data.float(), x) and (ours.scales == 1).all()
+
+
+pytest.importorskip("triton")
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "outliers",
+    [
+        6.0,
+        torch.tensor([90, 3, 50]),
+        torch.tensor([3, 3, 90, 50, 17]),
+        KnownColumns.of(torch.tensor([90, 3, 50]), 97),
+        KnownColumns.of(torch.tensor([90, 3, 50, 3]), 97),
+    ],
+    ids=lambda outliers: str(outliers if isinstance(outliers, float) else len(outliers)),
+)
+@pytest.mark.parametrize("norm", [None, Norm(torch.ones(97), None, 1e-5)], ids=["none", "rms"])
+def test_outliers_are_taken_out(norm, outliers, poisoned):
+    x = torch.randn(21, 97).clamp(-2, 2)
+    x[2, 3], x[20, 50], x[0, 90] = 40.0, -40.0, 40.0  # of a single row each, beyond 6 after the norm as well
+    ours = quantize_rows.triton(x, norm=norm, outliers=outliers)
+    theirs = quantize_rows.reference(x, norm=norm, outliers=outliers)
+    wanted, room = [3, 50, 90], 97
+    if isinstance(outliers, KnownColumns):
+        room = outliers.columns.numel()
+    elif isinstance(outliers, torch.Tensor):
+        wanted, room = sorted(set(outliers.tolist())), outliers.numel()
+    for rows in (ours, theirs):
+        assert rows.count.item() == len(wanted) and rows.columns[: len(wanted)].tolist() == wanted
+        assert not rows.data[:, wanted].any() and rows.data.int().abs().amax(1).ge(127).all()
+        assert rows.outliers.shape == (21, room)
+    count = len(wanted)
+    torch.testing.assert_close(ours.outliers[:, :count], theirs.outliers[:, :count], rtol=5e-7, atol=0)
+    h = x if norm is None else torch.nn.functional.rms_norm(x, (97,), eps=1e-5)
+    assert float((ours.dequantized(torch.float32) - h).abs().max()) <= 0.51 * float(ours.scales.max())
+
+
+@interpreted
+@pytest.mark.parametrize("norm", [name for name in NORMS if name != "none"])
+@pytest.mark.parametrize("outliers", [None, torch.tensor([66, 3, 40])], ids=["threshold", "columns"])
+@pytest.mark.share(1)
+def test_outliers_behind_a_norm_are_what_the_norm_makes_of_them(norm, outliers, poisoned):
+    """Its mean taken off, its weight and its bias in: against the formula in float64."""
+    norm, x = NORMS[norm], torch.randn(6, 80) * 0.3 + 2.0
+    x[:, [3, 40, 66]] += torch.tensor([[60.0, -45.0, 50.0]])
+    norm = norm._replace(weight=None if norm.weight is None else norm.weight.sign() + norm.weight / 2)
+    if norm.bias is not None:  # of one column an outlier by itself
+        norm = norm._replace(bias=norm.bias.index_fill(0, torch.tensor([20]), 40.0))
+    h = norms.reference(x.double(), cast(norm, torch.float64))
+    sizes, columns = h.abs().amax(0).sort(descending=True)
+    if outliers is None:  # a threshold between the third column and the fourth
+        outliers, wanted = float(sizes[2:4].mean()), columns[:3].sort().values
+    else:
+        wanted = outliers.sort().values
+    ours = quantize_rows.triton(x, norm=norm, outliers=outliers)
+    count = ours.count.item()
+    assert torch.equal(ours.columns[:count], wanted)
+    torch.testing.assert_close(ours.outliers[:, :count].double(), h[:, wanted], rtol=1e-5, atol=1e-5)
+    rest = h.index_fill(1, wanted, 0)
+    assert float(((ours.data.double() * ours.scales.double() - rest).abs() / ours.scales.double()).max()) < 0.501
+
+
+@interpreted
+@pytest.mark.parametrize("norm", [None, Norm(torch.ones(96), None, 1e-5)], ids=["none", "rms"])
+@pytest.mark.parametrize(("planted", "count"), [(6, 6), (7, 96)])
+def test_where_more_than_one_column_in_sixteen_has_outliers_all_stay_in_16_bits(planted, count, norm, poisoned):
+    x = torch.randn(21, 96).clamp(-2, 2)
+    columns = torch.randperm(96)[:planted]
+    x[torch.arange(planted), columns] = 60.0
+    ours = quantize_rows.triton(x, norm=norm, outliers=5.0)
+    theirs = quantize_rows.reference(x, norm=norm, outliers=5.0)
+    wanted = sorted(columns.tolist()) if count < 96 else list(range(96))
+    for rows in (ours, theirs):
+        assert rows.count.item() == count and rows.columns[:count].tolist() == wanted
+        assert not rows.data[:, wanted].any() and rows.scales.isfinite().all()
+        assert rows.data.int().abs().amax(1).ge(127).all() == (count < 96)
+    torch.testing.assert_close(ours.outliers[:, :count], theirs.outliers[:, :count], rtol=5e-7, atol=0)
+
+
+@interpreted
+def test_no_outliers_and_all_outliers(poisoned):
+    """Room for every column: nothing is lost however many there are, and nothing is read where there are none."""
+    x, weight = torch.randn(5, 64).half(), weight_of(24, 64, torch.float16)
+    for threshold, count in ((100.0, 0), (1e-9, 64)):
+        rows = quantize_rows.triton(x, outliers=threshold)
+        assert rows.count.item() == count
+        y = int8_linear.triton(rows, weight)
+        torch.testing.assert_close(y, int8_linear.reference(rows, weight), rtol=1e-3, atol=1e-3)
+        exact = x.double() @ weight.dequantized(torch.float64).t()
+        assert sqnr(y, exact) > (60 if count else 38)

@@ -8,6 +8,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from functools import partial
+
 from accel_kernels import Norm, Quantized
 from accel_kernels.gemm import epilogue_triton as epilogue
 from accel_kernels.gemm import gluon_triton
@@ -22,12 +24,11 @@ from accel_kernels.gemm.quantized.operands import wgmma_operands_triton as warpg
 from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
 from accel_kernels.gemm.quantized.quantized_linear import FP8, INT4, INT8, quantized_linear
 from accel_kernels.gemm.quantized_weight import quantize_weight
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from support.everything import EVERYTHING
 from support.kernels.compiler import in_a_process
-from support.kernels.quantized_words import FORMATS, numbers_of, spread
-from support.kernels.warpgroups import Array, Descriptor, Gluon, Pointer, plain, rebuilt
+from support.kernels.numbers import FORMATS, numbers_of, spread
+from support.kernels.warpgroups import Array, Descriptor, Gluon, Pointer, launching, plain, rebuilt
 
 
 def words(weight):
@@ -106,10 +107,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("at_once", [True, False], ids=["loads at once", "loads late"])
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-@pytest.mark.share(2)
-def test_emulated(case, at_once):
+def backwards(many: int):
+    return reversed(range(many))
+
+
+def same_as_exact(case, biased, tiles, ways, at_once):
     format, rows, k, n, group, zeros, gate = case
     random = torch.Generator().manual_seed(0)
 
@@ -120,16 +122,26 @@ def test_emulated(case, at_once):
         return quantize_weight(rand(n, k) + (0.5 if zeros else 0.0), FORMATS[format], group, zeros)
 
     x, w, up = rand(rows, k).double().numpy(), weight(), weight() if gate else None
-    bias, residual = rand(n).double().numpy(), rand(rows, n).double().numpy()
-    wanted = np.maximum(x @ exact(w).T + bias, 0)
-    wanted = 0.5 * (wanted * (x @ exact(up).T + bias) if gate else wanted) + residual
-    for tile in (wgmma_tile.WgmmaTile(128, 8, 4, 2, 1), wgmma_tile.WgmmaTile(64, 4, 3, 3, 2)):
-        for processors, order in ((1, None), (5, None), (5, lambda many: reversed(range(many))), (64, None)):
+    bias, residual = rand(n).double().numpy() if biased else None, rand(rows, n).double().numpy()
+    shift = bias if biased else 0
+    wanted = np.maximum(x @ exact(w).T + shift, 0)
+    wanted = 0.5 * (wanted * (x @ exact(up).T + shift) if gate else wanted) + residual
+    for tile in tiles:
+        for processors, order in ways:
             found, split_counters = emulate(
                 x, w, up, bias, residual, tile, processors, at_once, neighbors=format == "fp8", order=order
             )
             assert np.abs(found - wanted).max() < 1e-9 * np.abs(wanted).max()
-            assert processors == 1 or n > 250 or split_counters.max() > 1  # shared tiles
+            # Shared tiles.
+            assert processors == 1 or (n > 250 and not tile.x_rows) or split_counters.max() > 1
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["loads at once", "loads late"])
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+@pytest.mark.share(2)
+def test_emulated(case, at_once):
+    tiles = (wgmma_tile.WgmmaTile(128, 8, 4, 2, 1), wgmma_tile.WgmmaTile(64, 4, 3, 3, 2))
+    same_as_exact(case, True, tiles, ((1, None), (5, None), (5, backwards), (64, None)), at_once)
 
 
 MANY = {
@@ -145,24 +157,9 @@ MANY = {
 @pytest.mark.parametrize("case", MANY.values(), ids=list(MANY))
 def test_emulated_with_rows_in_blocks(case):
     """Programs of one block of rows share tiles among themselves alone; what no row is there for is not written."""
-    format, rows, k, n, group, zeros, gate, x_rows = case
-    random = torch.Generator().manual_seed(0)
-
-    def weight():
-        full = torch.randn(n, k, generator=random) + (0.5 if zeros else 0.0)
-        return quantize_weight(full, FORMATS[format], group, zeros)
-
-    x, w, up = torch.randn(rows, k, generator=random).double().numpy(), weight(), weight() if gate else None
-    residual = torch.randn(rows, n, generator=random).double().numpy()
-    wanted = np.maximum(x @ exact(w).T, 0)
-    wanted = 0.5 * (wanted * (x @ exact(up).T) if gate else wanted) + residual
+    *case, x_rows = case
     tile = wgmma_tile.WgmmaTile(128, 8, 3, 2, 1, x_rows)
-    for processors, order in ((1, None), (13, lambda many: reversed(range(many)))):
-        found, split_counters = emulate(
-            x, w, up, None, residual, tile, processors, False, neighbors=format == "fp8", order=order
-        )
-        assert np.abs(found - wanted).max() < 1e-9 * np.abs(wanted).max()
-        assert processors == 1 or split_counters.max() > 1  # shared tiles
+    same_as_exact(case, False, [tile], ((1, None), (13, backwards)), False)
 
 
 def exact(weight: Quantized) -> np.ndarray:
@@ -175,40 +172,17 @@ def exact(weight: Quantized) -> np.ndarray:
 @pytest.mark.parametrize(
     "format, group, gate, x_rows", [("int8", 0, False, 0), ("int4", 64, True, 16), ("fp8", 0, True, 0)]
 )
-def test_the_call(format, group, gate, x_rows, monkeypatch):
+def test_the_call(format, group, gate, x_rows, monkeypatch, as_good_as_torch):
     """From the op's arguments: x permute_activations by its kernel, in the interpreter, and the product emulated."""
     rows, k, n = 37, 704, 150
     x, bias = torch.randn(1, rows, k).half(), torch.randn(n).half()
     weight, up = (quantize_weight(torch.randn(n, k).half() * k**-0.5, FORMATS[format], group) for _ in range(2))
     more = {"norm": Norm(torch.rand(k).half(), None, 1e-5), "residual": torch.randn(1, rows, n).half(), "scale": 0.5}
     more |= {"activation": "relu"} | ({"up": up, "up_bias": torch.randn(n).half()} if gate else {})
-    machine, kernel = device(format, True, False)
-
-    def value(given):
-        if isinstance(given, tuple):
-            return type(given)(*map(value, given))
-        if isinstance(given, TensorDescriptor):
-            data = given.base.numpy()
-            data = data.astype(np.int64) & 0xFFFFFFFF if data.dtype == np.int32 else data.astype(float)
-            return Descriptor(data, given.block_shape, given.base.itemsize)
-        return Pointer(given.double().numpy().reshape(-1)) if isinstance(given, torch.Tensor) else given
-
-    def launch(jitted, grid, *args, **flags):
-        values = [value(given) for given in args]
-        for program in range(*grid):
-            machine.program = program
-            kernel(*values, **{name: flag for name, flag in flags.items() if name != "maxnreg"})
-        y = jitted.arg_names.index("y_ptr")
-        args[y].copy_(torch.from_numpy(values[y].memory).view_as(args[y]))
-
-    monkeypatch.setattr(skinny_wgmma, "launch", launch)
+    monkeypatch.setattr(skinny_wgmma, "launch", launching(lambda: device(format, True, False)))
     tile = wgmma_tile.WgmmaTile(64, 4, 3, 2, 3, x_rows)
-    found = quantized_linear.triton(x, weight, bias, **more, shape=tile)
-    wide = {name: one.double() if isinstance(one, torch.Tensor) and name != "up" else one for name, one in more.items()}
-    wide["norm"] = Norm(more["norm"].weight.double(), None, 1e-5)
-    wanted = quantized_linear.reference(x.double(), weight, bias.double(), **wide)
-    theirs = (quantized_linear.reference(x, weight, bias, **more).double() - wanted).abs().max()
-    assert found.shape == (1, rows, n) and (found.double() - wanted).abs().max() <= 2 * theirs
+    op = SimpleNamespace(triton=partial(quantized_linear.triton, shape=tile), reference=quantized_linear.reference)
+    as_good_as_torch(op, (x, weight, bias), more, torch.float16)
 
 
 def test_a_slot_loaded_too_early_is_seen(monkeypatch):

@@ -1,4 +1,4 @@
-"""Experts for many tokens, in Triton's interpreter: how pairs are grouped, odd choices, and nothing that waits."""
+"""Experts and their products."""
 
 import itertools
 
@@ -9,10 +9,12 @@ pytest.importorskip("triton")
 
 from accel_kernels.moe import experts_triton
 from accel_kernels.moe.experts import CASES, experts
+from accel_kernels.moe.gemv_triton import expert_rows_down_kernel
 from accel_kernels.moe.grouped_triton import group_kernel
 from accel_kernels.moe.tiles import GEMV, Tile, likely_tile
 
 from support.kernels.waiting import NothingWaits
+from support.noted import noted
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
 
@@ -71,13 +73,7 @@ def test_every_tile_gives_the_same(name, tile, poisoned):
 def test_a_short_tail_has_a_product_of_its_own(name, monkeypatch, poisoned):
     x, index, shares, weights = given(name)
     index[:, 0] = 1  # as many pairs as fill a tile and leave some, or no tail; the others' are few
-    rows, found = [], experts_triton.launch
-
-    def seen(kernel, grid, *args, **meta):
-        rows.append((meta.get("ROWS"), meta.get("TAIL")))
-        found(kernel, grid, *args, **meta)
-
-    monkeypatch.setattr(experts_triton, "launch", seen)
+    rows = noted(monkeypatch, experts_triton, "launch", lambda *args, **meta: (meta.get("ROWS"), meta.get("TAIL")))
     for long in (32, 16):
         y = experts_triton.experts(x, index, shares, weights, tile=Tile(long, 32, 32, 64, 4, 2, long // 2))
         torch.testing.assert_close(y, experts.reference(x, index, shares, weights), rtol=1e-5, atol=1e-5)
@@ -164,3 +160,16 @@ def test_weights_that_no_kernel_reads_are_named():
     assert "8 bits by groups" in experts.supports(*args[:3], args[3]._replace(gate_up=by_groups))
     zeros = torch.zeros_like(args[3].down.scales, dtype=torch.int8)
     assert "different numbers" in experts.supports(*args[:3], args[3]._replace(down=args[3].down._replace(zeros=zeros)))
+
+
+@pytest.mark.parametrize(("name", "steps"), [("all", 2), ("all", 1), ("interleaved", 3)])
+def test_any_number_of_steps_gives_the_same(name, steps, monkeypatch, poisoned):
+    x, index, shares, weights = given(name)
+    index[0, 0] = weights.experts  # there is none of that number
+    launched = noted(monkeypatch, experts_triton, "launch", lambda kernel, grid, *args, **meta: (kernel, meta))
+    monkeypatch.setattr(experts_triton, "ALONG", 16)
+    monkeypatch.setattr(experts_triton, "STEPS", steps)
+    found = experts_triton.experts(x, index, shares, weights)
+    kernel, meta = launched[-1]
+    assert kernel is expert_rows_down_kernel and (meta["BLOCK_K"], meta["STEPS"]) == (16, steps)
+    torch.testing.assert_close(found, experts.reference(x, index, shares, weights), rtol=1e-5, atol=1e-5)

@@ -7,7 +7,7 @@ from accel_kernels.rowwise.cases import quantized_norm
 from accel_kernels.rowwise.formulas import NEAR
 from accel_kernels.rowwise.program import FULL, NUMBERS, ONE, register_widths, rounded_alone
 
-from support.kernels.near_numbers import assert_near
+from support.kernels.numbers import assert_near
 
 pytest.importorskip("triton")
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")

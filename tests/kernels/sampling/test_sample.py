@@ -73,6 +73,11 @@ def kernel(monkeypatch):
     return run
 
 
+@pytest.fixture(params=["reference", "kernel"])
+def run(request):
+    return sample.reference if request.param == "reference" else request.getfixturevalue("kernel")
+
+
 SETTINGS = [
     {"top_k": 1},
     {"top_k": 7},
@@ -230,9 +235,7 @@ def test_the_kernel_draws_the_same_whatever_the_number(settings, kernel):
     assert (found >= 4096).any() and len(found.unique()) > n // 2
 
 
-@pytest.mark.parametrize("run", ["reference", "kernel"])
-def test_rows_without_top_k_are_not_filtered_unless_told(run, request):
-    run = sample.reference if run == "reference" else request.getfixturevalue("kernel")
+def test_rows_without_top_k_are_not_filtered_unless_told(run):
     logits, rows = logits_of("random", 300)[:1].repeat(6, 1), torch.arange(6)  # nearly even
     settings = {"top_p": [1.0, 0.1, 0.1, 1.0, 0.5, 0.9], "min_p": [0.0, 0.0, 0.3, 0.3, 0.0, 0.0]}
     mixed = settings | {"top_k": [0, 2, 0, 0, 3, 0]}
@@ -243,18 +246,14 @@ def test_rows_without_top_k_are_not_filtered_unless_told(run, request):
     assert not torch.equal(found, filtered)
 
 
-@pytest.mark.parametrize("run", ["reference", "kernel"])
-def test_filters_that_keep_everything_change_nothing(run, request):
-    run = sample.reference if run == "reference" else request.getfixturevalue("kernel")
+def test_filters_that_keep_everything_change_nothing(run):
     logits, rows = logits_of("random", 300), torch.arange(6)
     plain = run(logits, table_of(6), rows, filters=False)
     assert torch.equal(run(logits, table_of(6), rows, filters=True), plain)
     assert torch.equal(run(logits, table_of(6, top_k=300), rows, filters=True), plain)
 
 
-@pytest.mark.parametrize("run", ["reference", "kernel"])
-def test_company_and_order_change_nothing(run, request):
-    run = sample.reference if run == "reference" else request.getfixturevalue("kernel")
+def test_company_and_order_change_nothing(run):
     (logits, table, rows), more = next(case for case in SMALL if case.name == "filters").make(CPU, torch.bfloat16)
     more["logprobs"] = True
     fresh = [t if t is None else t.clone() for t in table]
@@ -274,13 +273,11 @@ def test_company_and_order_change_nothing(run, request):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
-@pytest.mark.parametrize("run", ["reference", "kernel"])
 @pytest.mark.parametrize(
     "settings", [{"temperature": 0.0}, {}, {"top_k": 5, "top_p": 0.9, "min_p": 0.1}, {"top_p": 0.9}], ids=str
 )
-def test_rows_that_give_no_token_are_marked(run, settings, request):
+def test_rows_that_give_no_token_are_marked(run, settings):
     """And harm no other row."""
-    run = sample.reference if run == "reference" else request.getfixturevalue("kernel")
     logits = torch.randn(7, 77, generator=torch.Generator().manual_seed(2))
     logits[0, 76] = float("nan")
     logits[1] = -INF

@@ -1,4 +1,4 @@
-"""Models that analyzing refuses, with the reason that the report gives."""
+"""Models that compute something else in one part: what is refused, with the reason, and texts that stay stock's."""
 
 import copy
 
@@ -8,7 +8,8 @@ from torch import nn
 
 import accel
 from support.llm.edits.modules import llama_with
-from support.llm.families import make, padded
+from support.llm.families import SIZES, TOKENS, available, layers, make, padded, prompt, randomize
+from support.llm.outputs import generate, same
 
 
 class Louder(nn.Linear):
@@ -111,3 +112,199 @@ def test_an_attention_that_is_told_something_unknown_is_refused(value):
     reasons = {reason for *_, reason in accel.report(accel.optimize(llama_with(tell))).sites}
     silent = not isinstance(value, torch.Tensor) and not value
     assert any("its attention is told temper" in (reason or "") for reason in reasons) != silent, reasons
+
+
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+DECODER = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96}
+CASES = {
+    # A gate between attention and projection; and as many heads of keys as of queries, so that it could be keys itself.
+    "afmoe": ({"head_dim": 16, "num_experts": 4, "num_dense_layers": 1, "num_key_value_heads": 4} | EXPERTS,
+              "what its attention gives is changed before it is projected"),
+    # Queries of experts, keys and values from one projection.
+    "jetmoe": ({"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16},
+               "no projection gives the values it stores, beside queries and keys in an order that is known"),
+    "qwen3_next": ({"layer_types": ["linear_attention", "full_attention"], "head_dim": 16, "num_experts": 4,
+                    "shared_expert_intermediate_size": 48, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+                    "linear_key_head_dim": 16, "linear_value_head_dim": 16} | EXPERTS,
+                   "its cache keeps more than keys and values"),
+    # Linear attention beside softmax attention, in a cache class that no other is accepted for.
+    "minimax": ({"layer_types": ["linear_attention", "full_attention"], "head_dim": 16, "num_local_experts": 4,
+                 "num_experts_per_tok": 2}, "its forward refuses the examined call: ValueError: MiniMax uses cache"),
+    "bert": ({"is_decoder": True}, "what its attention gives is projected outside of it"),
+    "bart": (DECODER | {"is_decoder": True, "is_encoder_decoder": False},
+             "steps after a prompt hang on how much the cache holds"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_the_reason_is_true(kind):
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    if not available(kind):
+        pytest.skip(f"this transformers has no {kind}")
+    config, words = CASES[kind]
+    known = SIZES if kind != "bart" else {name: SIZES[name] for name in ("vocab_size", "max_position_embeddings")}
+    torch.manual_seed(0)
+    stock = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**(known | TOKENS | config))).eval()
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in stock.named_parameters():
+        randomize(stock.get_submodule(name.rpartition(".")[0]), parameter.data, generator, 0.5)
+    stock.generation_config.eos_token_id, stock.generation_config.pad_token_id = None, 0
+    ours = accel.optimize(copy.deepcopy(stock))
+    (reason,) = (reason for _, rule, _, reason in accel.report(ours).sites if rule == "language model")
+    assert words in reason, reason
+    ids, mask = padded()
+    same(generate(ours, ids, mask), generate(stock, ids, mask))
+
+
+def test_a_mask_made_of_the_text_is_told():
+    from transformers import GitConfig, GitForCausalLM
+
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
+    model = GitForCausalLM(GitConfig(vision_config=vision | {"image_size": 16, "patch_size": 8}, **config, **TOKENS))
+    accel.optimize(model.eval())
+    (reason,) = (reason for _, rule, _, reason in accel.report(model).sites if rule == "language model")
+    assert "its attention mask is made of more than positions" in reason
+
+
+def replaced(**classes):
+    """A llama in which modules of these names are given another class: of the same children and weights."""
+
+    def build():
+        model = make("llama")
+        for layer in layers(model).values():
+            for name, kind in classes.items():
+                module = layer if name == "layer" else layer.get_submodule(name)
+                module.__class__ = type(kind.__name__, (kind, type(module)), {})
+        return model
+
+    return build
+
+
+class Gated:
+    """Attention whose output a gate of its input scales."""
+
+    def forward(self, hidden_states, **kwargs):
+        output, weights = super().forward(hidden_states, **kwargs)
+        return output * torch.sigmoid(hidden_states.mean(-1, keepdim=True)), weights
+
+
+class Clamped:
+    """An MLP that cuts what is large."""
+
+    def forward(self, x):
+        return super().forward(x).clamp(-0.5, 0.5)
+
+
+class RarelyClamped:
+    """An MLP that cuts what is very large: nothing it is given before its weights change."""
+
+    def forward(self, x):
+        return super().forward(x).clamp(-40, 40)
+
+
+class Shifted:
+    """A norm that adds what it was given."""
+
+    def forward(self, x):
+        return super().forward(x) + 0.1 * x
+
+
+class Scaled:
+    """A layer whose residual is scaled."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        return 0.9 * super().forward(hidden_states, *args, **kwargs)
+
+
+class ByPosition:
+    """A layer that depends on where a word is."""
+
+    def forward(self, hidden_states, *args, position_ids=None, **kwargs):
+        output = super().forward(hidden_states, *args, position_ids=position_ids, **kwargs)
+        return output * (1 + 0.1 * (position_ids[..., None] % 3))
+
+
+class ByLength:
+    """A layer that does something else for a single word than for many."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        output = super().forward(hidden_states, *args, **kwargs)
+        return output if hidden_states.shape[1] > 1 else 1.1 * output
+
+
+class Counting:
+    """A layer that remembers how often it was called."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(hidden_states, *args, **kwargs) * (1 + 0.01 * self.calls)
+
+
+class Mixing:
+    """An MLP in which positions see each other's mean: of the words of this call."""
+
+    def forward(self, x):
+        return super().forward(x) + 0.3 * x.mean(1, keepdim=True)
+
+
+class NoisyKeys:
+    """Keys that depend on the values: attention no candidate has."""
+
+    def forward(self, hidden_states, **kwargs):
+        return super().forward(hidden_states + 0.1 * hidden_states.roll(1, -1), **kwargs)
+
+
+PARTS = {
+    "gated-attention": replaced(self_attn=Gated),
+    "clamped-mlp": replaced(mlp=Clamped),
+    "shifted-norm": replaced(input_layernorm=Shifted),
+    "scaled-layer": replaced(layer=Scaled),
+    "by-position": replaced(layer=ByPosition),
+    "by-length": replaced(layer=ByLength),
+    "counting": replaced(layer=Counting),
+    "mixing-mlp": replaced(mlp=Mixing),
+    "other-keys": replaced(self_attn=NoisyKeys),
+    "both": replaced(self_attn=Gated, mlp=Clamped),
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_a_part_that_computes_something_else(kind):
+    stock, ours = PARTS[kind](), PARTS[kind]()
+    plain = make("llama")
+    ids, mask = padded()
+    accel.optimize(ours)
+    for layer in (*layers(stock).values(), *layers(ours).values()):
+        layer.calls = 0  # what optimize tries out counts too
+    theirs = generate(stock, ids, mask)
+    assert not torch.equal(theirs["sequences"], generate(plain, ids, mask)["sequences"])
+    same(generate(ours, ids, mask), theirs)
+    same({"x": ours(prompt(2, 12)).logits}, {"x": stock(prompt(2, 12)).logits})
+    same(generate(ours, ids, mask, num_beams=2), generate(stock, ids, mask, num_beams=2))
+
+
+def test_a_bend_far_from_zero():
+    """Without effect on what the model was optimized with, and not forgotten when it matters."""
+    stock, ours, plain = replaced(mlp=RarelyClamped)(), replaced(mlp=RarelyClamped)(), make("llama")
+    ids, mask = padded()
+    accel.optimize(ours)
+    same(generate(ours, ids, mask), generate(plain, ids, mask))
+    for model in (stock, ours, plain):
+        for layer in layers(model).values():
+            layer.mlp.down_proj.weight.mul_(40)
+    theirs = generate(stock, ids, mask)
+    assert not torch.equal(theirs["sequences"], generate(plain, ids, mask)["sequences"])
+    same(generate(ours, ids, mask), theirs)
+
+
+def test_one_layer_of_another_kind():
+    """The others may be fast; the whole has to be right."""
+    ours, stock = make("llama"), make("llama")
+    for model in (ours, stock):
+        last = list(layers(model).values())[-1]
+        last.mlp.__class__ = type("Own", (Clamped, type(last.mlp)), {})
+    accel.optimize(ours)
+    ids, mask = padded()
+    same(generate(ours, ids, mask), generate(stock, ids, mask))

@@ -1,13 +1,17 @@
-"""Requests of different lengths together: each gets what stock gives it alone."""
+"""Requests of different lengths, drawn and greedy, together: each gets what stock gives it alone."""
 
 import dataclasses
 
 import pytest
 import torch
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation.continuous_batching.requests import RequestStatus
 
+from accel.llm.batching.sampler import Sampler
+from accel.llm.batching.sampling import Sampling, SamplingDefaults
+from accel.llm.batching.submission import StopStrings
 from support.llm.batching.engines import alone, engine_of, finished, prompts_of, request
-from support.llm.families import BY_NAME, available
+from support.llm.calls import tokenizer
 
 LENGTHS = (1, 5, 64, 17, 100, 40, 63, 65)
 NEWS = (9, 28, 1, 5, 12, 7, 3, 20)
@@ -43,8 +47,6 @@ def test_each_request_gets_what_it_gets_alone(llama, tokens):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_kind_of_layer(name, pair_of):
-    if name not in BY_NAME or not available(BY_NAME[name].kind):
-        pytest.skip(f"no {name} here")
     model, stock = pair_of(name)
     asked = [request(str(i), p, 4) for i, p in enumerate(prompts_of((3, 40, 9, 21), stock.config.vocab_size))]
     finished(engine_of(model, tokens=30, rows=3), asked)
@@ -72,15 +74,6 @@ def test_an_end_of_sequence_ends_it_and_is_part_of_the_answer(llama):
     finished(engine_of(model), asked)
     as_alone(stock, asked, eos=sorted(eos))
     assert any(len(one.tokens) < one.max_new_tokens for one in asked)
-
-
-def test_what_ends_it_may_be_the_users(llama):
-    model, stock = llama
-    [one] = asked_of(stock, 1)
-    wanted = alone(stock, one.prompt, 9)
-    one = dataclasses.replace(one, ends=lambda tokens: tokens[-2:] == wanted[2:4])
-    finished(engine_of(model), [one])
-    assert one.tokens == wanted[:4]
 
 
 def test_no_bound_but_the_room_there_is(llama):
@@ -141,12 +134,133 @@ def test_steps_of_the_sizes_of_graphs(llama):
     assert replays.sizes and all(size == (40, 40, 0) for size in replays.sizes)
 
 
-def test_log_probabilities(llama):
+DRAWN_LENGTHS, NEW = (40, 30, 64, 1, 5, 17, 70), 7
+SETTINGS = (
+    {"do_sample": True},
+    {"do_sample": True, "temperature": 0.7, "top_k": 20},
+    {"do_sample": True, "top_p": 0.8, "repetition_penalty": 1.4},
+    {"do_sample": True, "temperature": 1.6, "min_p": 0.05, "no_repeat_ngram_size": 1},
+    {"repetition_penalty": 1.7},
+    {"no_repeat_ngram_size": 1, "min_new_tokens": 5},
+    {},
+)
+
+
+def drawn_of(stock, new=NEW):
+    prompts = prompts_of(DRAWN_LENGTHS, stock.config.vocab_size, 3)
+    samplings = [
+        SamplingDefaults(stock, GenerationConfig(**given)).request(prompt, new, [2], seed=5)
+        for prompt, given in zip(prompts, SETTINGS, strict=True)
+    ]
+    assert [sampling.host is not None for sampling in samplings] == [False] * 3 + [True, False, True, False]
+    return [request(str(i), p, new, s) for i, (p, s) in enumerate(zip(prompts, samplings, strict=True))]
+
+
+def drawn_alone(stock, one):
+    """From the logits of stock's forward over all tokens, a token at a time."""
+    sampler, tokens = Sampler(1, stock.config.vocab_size, "cpu"), list(one.prompt)
+    given = SETTINGS[int(one.id)]
+    sampling = SamplingDefaults(stock, GenerationConfig(**given)).request(one.prompt, one.max_new_tokens, [2], seed=5)
+    sampler.set(0, sampling, tokens)
+    for _ in range(one.max_new_tokens):
+        with torch.no_grad():
+            logits = stock(torch.tensor([tokens])).logits[:, -1]
+        tokens.append(int(sampler.draw(logits, torch.tensor([0]), torch.tensor([0]).numpy(), lambda row: tokens)))
+    return tokens[len(one.prompt) :]
+
+
+@pytest.mark.parametrize(
+    "limits", [{"rows": 7, "tokens": 2048}, {"rows": 3, "tokens": 20}, {"pages": 3, "rows": 4}], ids=str
+)
+def test_each_request_draws_what_it_draws_alone(llama, limits):
+    """Also where prompts are cut, where it waits for a row, and where it is put aside and computed again."""
     model, stock = llama
-    asked = asked_of(stock, 3)
-    finished(engine_of(model, logprobs=True), asked)
+    short = "pages" in limits
+    new = 40 if short else NEW
+    asked = drawn_of(stock, new)[: 4 if short else None]
+    engine = engine_of(model, logprobs=True, **limits)
+    finished(engine, asked)
     for one in asked:
-        ids = torch.tensor([one.prompt + one.tokens])
-        wanted = stock(ids).logits[0, len(one.prompt) - 1 : -1].log_softmax(-1)
-        wanted = wanted.gather(1, torch.tensor(one.tokens)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(one.logprobs), wanted, rtol=1e-4, atol=1e-4)
+        assert one.error is None and one.tokens == drawn_alone(stock, one), SETTINGS[int(one.id)]
+        assert len(one.logprobs) == new
+    for one in asked[4:]:  # greedy: also what generate() gives, which stops at the end of sequence
+        wanted = alone(stock, one.prompt, new, eos=2, **SETTINGS[int(one.id)])
+        assert one.tokens[: len(wanted)] == wanted
+    assert (engine.scheduler.preempted > 0) == short
+
+
+def test_children_draw_for_themselves(llama):
+    model, stock = llama
+    [one] = drawn_of(stock)[1:2]
+    ended = finished(engine_of(model, rows=3), [dataclasses.replace(one, children=4)])
+    assert len({str(each.tokens) for each in ended}) == 5
+    again = finished(engine_of(model, rows=8), [dataclasses.replace(drawn_of(stock)[1], children=4)])
+    assert {each.id: each.tokens for each in ended} == {each.id: each.tokens for each in again}
+
+
+class Failing(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        if input_ids.shape[1] == 32:
+            raise KeyError("too many tokens")
+        return scores
+
+
+def test_what_a_processor_raises_ends_that_request_alone(llama):
+    model, stock = llama
+    asked = drawn_of(stock)
+    asked.append(request("bad", asked[1].prompt, NEW, Sampling(host=LogitsProcessorList([Failing()]))))
+    finished(engine_of(model), asked)
+    assert "too many tokens" in asked[-1].error and len(asked[-1].tokens) == 2
+    for one in asked[:-1]:
+        assert one.error is None and one.tokens == drawn_alone(stock, one)
+
+
+class Letters:
+    """One token a letter; two tokens make an umlaut."""
+
+    def decode(self, ids):
+        return "".join(map(chr, ids)).replace("~a", "ä")
+
+
+def ids(text):
+    return list(map(ord, text))
+
+
+@pytest.mark.parametrize(
+    ("strings", "answer", "ends"),
+    [
+        ("stop", "do not stop", True),
+        ("stop", "do not sto", False),
+        (("x", "no st"), "do no st", True),
+        ("ä", "b~a", True),
+        ("ä", "b~", False),
+        ("prompt", "", False),  # what stands before the answer is none of it
+    ],
+)
+def test_strings_end_an_answer(strings, answer, ends):
+    prompt = "prompt"
+    assert StopStrings(strings, Letters(), len(prompt))(ids(prompt + answer)) is ends
+
+
+@pytest.mark.parametrize(
+    ("strings", "given", "message"),
+    [
+        ("", Letters(), "stop_strings=''"),
+        ([3], Letters(), r"stop_strings=\[3\]"),
+        ("a", None, "need the model's tokenizer"),
+    ],
+)
+def test_what_is_no_string_or_no_tokenizer(strings, given, message):
+    with pytest.raises(ValueError, match=message):
+        StopStrings(strings, given, 0)
+
+
+def test_as_generate_has_it(pair_of):
+    model, stock = pair_of("llama")
+    words = tokenizer()
+    free = alone(stock, [5, 6, 7], 20)
+    strings = [words.decode(free[8:10])]
+    wanted = alone(stock, [5, 6, 7], 20, stop_strings=strings, tokenizer=words)
+    one = request("a", [5, 6, 7], 20, ends=StopStrings(strings, words, 3))
+    finished(engine_of(model), [one])
+    assert one.tokens == wanted and len(wanted) < 20

@@ -15,8 +15,7 @@ from accel.llm.runtime.router import RouterForward
 from support.everything import EVERYTHING
 from support.llm.batching.engines import engine_of, forward_of
 from support.llm.families import FAMILIES, available, every
-from support.llm.runtime.deep import model_of
-from support.llm.runtime.near_ties import deep_gpt_oss
+from support.llm.runtime.near_ties import deep_gpt_oss, model_of
 
 FAST = [family.name for family in FAMILIES if family.expected == "fast"]
 

@@ -18,7 +18,8 @@ from accel.llm.runtime.layer import BoundLayer
 from accel.quantization.module import QuantizedLinear
 from accel.tolerances import DRIFT, LOGITS, MOST_MOVED, TIMES_STOCK
 from support.llm.families import make, padded
-from support.llm.runtime.deep import model_of
+from support.llm.runtime.near_ties import model_of
+from support.noted import noted
 from support.precision import off
 
 LAYERS = 10
@@ -95,25 +96,15 @@ def test_it_is_as_exact_as_stock(pair):
 
 
 def test_stock_runs_once_more_for_deep_models_alone(deep, shallow, monkeypatch):
-    counts = {}
-
-    def count(owner, name):
-        function = getattr(owner, name)
-
-        def counted(*given, **more):
-            counts[name] += 1
-            return function(*given, **more)
-
-        monkeypatch.setattr(owner, name, counted)
+    owners = {"reference": DecoderForward, "with_rounding": trial, "differing_part": self_test}
+    calls = {name: noted(monkeypatch, owner, name, lambda *_, **__: True) for name, owner in owners.items()}
 
     def of(forward):
-        counts.update(reference=0, with_rounding=0, differing_part=0)
+        for each in calls.values():
+            each.clear()
         tried(forward)
-        return counts.copy()
+        return {name: len(each) for name, each in calls.items()}
 
-    count(DecoderForward, "reference")
-    count(trial, "with_rounding")
-    count(self_test, "differing_part")
     once, more = of(shallow), of(deep)
     assert once["with_rounding"] == once["differing_part"] == 0 < once["reference"] < more["reference"]
     assert more["with_rounding"] >= 1 == more["differing_part"]

@@ -1,10 +1,16 @@
-"""Calls that cannot be had fast: they compute what stock does, are counted, and the report says why."""
+"""What is changed, hooked or asked for that only stock can do: it is seen, run stock, and told."""
+
+import copy
+import pickle
 
 import pytest
 import torch
 
 import accel
-from support.llm.families import padded
+from accel.patching.code import OWN
+from accel.quantization.module import QuantizedLinear
+from support.llm.edits.code import CHANGES, attention, halved, put
+from support.llm.families import in_turn, layers, make, padded
 from support.llm.outputs import flat, generate, same
 
 
@@ -92,3 +98,221 @@ def test_a_call_that_runs_stock(name, call, pair):
     counted = accel.report(ours).fallbacks
     same(generate(ours, ids, mask), before)
     assert without and accel.report(ours).fallbacks == counted
+
+
+def reasons_told(model) -> dict[str, int]:
+    """Why calls of the whole model ran stock; norms and the head tell for themselves."""
+    return {reason: calls for path, reason, calls in accel.report(model).fallbacks if not path}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_seen_and_undone(name, pair):
+    family, change, shows, words = CHANGES[name]
+    ours, stock = pair(family)
+    ids, mask = padded()
+
+    def written(model):
+        call = {"max_new_tokens": 4, "output_logits": True, "return_dict_in_generate": True}
+        return generate(model, ids, mask, **call)
+
+    plain = written(stock)
+    same(written(ours), plain)
+    assert not reasons_told(ours)
+    with change(ours, stock):
+        theirs = written(stock)
+        same(written(ours), theirs)
+        told = reasons_told(ours)
+    assert len(told) == 1 and words in next(iter(told)), told
+    if shows:
+        assert float((theirs["logits.0"] - plain["logits.0"]).abs().max()) > 1e-3
+    same(written(ours), plain)
+    assert reasons_told(ours) == told, "it is fast again"
+
+
+def test_what_is_replaced_before_the_first_call_is_seen(pair):
+    ours, stock = pair("llama")
+    kind, ids = type(attention(stock)), padded()[0]
+    with put(kind, "forward", halved(kind.forward)):
+        same(generate(ours, ids, None), generate(stock, ids, None))
+    assert {reason for _, reason, _ in accel.report(ours).fallbacks} == {
+        f"{kind.__name__}.forward was changed after accel.optimize"
+    }
+
+
+def test_a_copy_made_while_something_was_changed_knows_it(pair):
+    ours, stock = pair("mistral")
+    ids, mask = padded()
+    ours.config.sliding_window = stock.config.sliding_window = 3
+    copied = copy.deepcopy(ours)
+    same(generate(copied, ids, mask), generate(stock, ids, mask))
+    assert "sliding_window" in next(iter(reasons_told(copied)))
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda model: pickle.loads(pickle.dumps(model))}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_what_is_replaced_between_copying_and_the_first_call_is_seen(how, pair):
+    """A copy looks the code up when it is made. Its first call would take what it finds for what was matched."""
+    ours, stock = pair("llama")
+    kind, ids, copied = type(attention(stock)), padded()[0], COPIES[how](ours)
+    with put(kind, "forward", halved(kind.forward)):
+        same(generate(copied, ids, None), generate(stock, ids, None))
+    assert list(reasons_told(copied)) == [f"{kind.__name__}.forward was changed after accel.optimize"]
+    told = reasons_told(copied)
+    same(generate(copied, ids, None), generate(stock, ids, None))
+    assert reasons_told(copied) == told, "it is fast again"
+
+
+def test_accels_own_classes_are_not_among_the_code_that_is_looked_at():
+    """They stand in for stock's, so what they run is not stock's code, and nothing there takes anything for granted."""
+    ours = accel.optimize(make("llama"), weights="int8")
+    assert any(type(module) is QuantizedLinear for module in ours.modules())
+    code = vars(ours)["forward"].relied_model.code
+    places = {str(t.mapping.get("__module__") or t.mapping.get("__name__")).partition(".")[0] for t in code.tables}
+    assert {"torch", "transformers"} <= places
+    assert OWN == "accel" and OWN not in places
+    assert not any(kind.__module__.startswith(OWN) for kind in code.kinds)
+
+
+def test_fields_that_no_layer_reads_cost_nothing(pair):
+    ours, stock = pair("gpt2")
+    ids, mask = padded()
+    for model in (ours, stock):
+        model.config.pad_token_id, model.config.problem_type, model.config.name_or_path = 5, "regression", "y"
+    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    assert not reasons_told(ours)
+
+
+def test_optimized_again_it_is_fast_with_what_was_changed():
+    ours = accel.optimize(make("mistral"))
+    stock = make("mistral")
+    ids, mask = padded()
+    ours.config.sliding_window = stock.config.sliding_window = 3
+    generate(ours, ids, mask)
+    assert reasons_told(ours)
+    accel.optimize(ours)
+    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    assert not reasons_told(ours)
+
+
+def test_what_generate_changes_by_itself_leaves_graphs_and_layers_as_they_are(pair):
+    """On a GPU it takes other experts for steps than for prompts, of equal results. The user's are another matter."""
+    from transformers.integrations.moe import ExpertsInterface
+
+    ours, stock = pair("mixtral")
+    ids, mask = padded()
+    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    seen = vars(ours)["forward"].seen
+    for name in ("batched_mm", "grouped_mm", "eager"):
+        ours.set_experts_implementation(name)
+        ours.generation_config.temperature = 0.5 + len(name)
+        assert seen.holds()
+    with put(ExpertsInterface._global_mapping, "mine", halved(ExpertsInterface._global_mapping["batched_mm"])):
+        for model in (ours, stock):
+            model.set_experts_implementation("mine")
+        assert not seen.holds()
+        same(generate(ours, ids, mask), generate(stock, ids, mask))
+        assert "implementation of experts" in next(iter(reasons_told(ours)))
+        for model in (ours, stock):
+            model.set_experts_implementation("grouped_mm")
+    counted = reasons_told(ours)
+    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    assert reasons_told(ours) == counted
+
+
+def first(model):
+    return next(iter(layers(model).values()))
+
+
+def child(word: str):
+    return lambda model: next(m for name, m in first(model).named_children() if word in name.lower())
+
+
+FOUND = {
+    "model": lambda model: model.get_submodule(model.base_model_prefix),
+    "layer": first,
+    "attention": child("att"),
+    "dropout": lambda model: child("att")(model).resid_dropout,
+    "positions": lambda model: model.model.decoder.embed_positions,
+    "rotation": lambda model: model.model.rotary_emb,
+    "mlp": child("mlp"),
+    "norm": child("norm"),
+    "query": lambda model: child("att")(model).q_proj,
+    "head": lambda model: model.get_output_embeddings(),
+    "words": lambda model: model.get_input_embeddings(),
+}
+# Whether what a hook is shown there is known where layers are fused.
+PLACES = [
+    ("llama", "model", False),
+    ("llama", "layer", False),
+    ("gpt2", "layer", False),
+    ("llama", "attention", False),
+    ("gpt2", "dropout", False),
+    ("opt", "positions", False),
+    ("llama", "rotation", False),
+    ("llama", "mlp", True),
+    ("llama", "norm", True),
+    ("llama", "query", True),
+    ("llama", "head", True),
+    ("llama", "words", True),
+]
+
+
+def seen(model, find, before: bool) -> dict[str, torch.Tensor]:
+    """All that a hook is shown in a generate() and a call, and what these give."""
+    shown = []
+
+    def note(module, args, kwargs, output=None):
+        shown.append({"args": args, "kwargs": kwargs, "output": output})
+
+    module = find(model)
+    register = module.register_forward_pre_hook if before else module.register_forward_hook
+    handle = register(note, with_kwargs=True)
+    try:
+        ids, mask = padded()
+        call = {"max_new_tokens": 3, "output_logits": True, "return_dict_in_generate": True}
+        given = {"given": generate(model, ids, mask, **call), "logits": model(ids, attention_mask=mask).logits}
+    finally:
+        handle.remove()
+    found = flat({"shown": [flat(one) for one in shown]} | given)
+    # What a hidden word is turned into is anybody's guess; the mask of a hook says which those are.
+    return {name: value for name, value in found.items() if value.shape[:2] != ids.shape}
+
+
+@pytest.mark.parametrize(("case", "before"), in_turn(PLACES, [True, False]), ids=str)
+@pytest.mark.share(2)
+def test_a_hook_is_shown_what_stock_shows(case, before, pair):
+    name, place, fast = case
+    ours, stock = pair(name)
+    ids, mask = padded()
+    generate(ours, ids, mask)  # bound, and fast
+    assert not accel.report(ours).fallbacks
+    theirs = seen(stock, FOUND[place], before)
+    same(seen(ours, FOUND[place], before), theirs)
+    told = {reason: calls for _, reason, calls in accel.report(ours).fallbacks}
+    assert (not told) if fast else (len(told) == 1 and sum(told.values()) == 4), told
+    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    assert sum(calls for _, _, calls in accel.report(ours).fallbacks) == sum(told.values()), "fast again"
+
+
+def test_hooks_of_transformers_itself_stay(pair):
+    """Those by which it collects hidden states are there for good once they were asked for."""
+    ours, stock = pair("llama")
+    ids, mask = padded()
+    for _ in range(2):
+        states = {"output_hidden_states": True, "return_dict_in_generate": True, "max_new_tokens": 3}
+        same(generate(ours, ids, mask, **states), generate(stock, ids, mask, **states))
+        counted = accel.report(ours).fallbacks
+        assert counted and all("hidden" in reason for _, reason, _ in counted)
+        same(generate(ours, ids, mask), generate(stock, ids, mask))
+        assert accel.report(ours).fallbacks == counted
+
+
+def test_generate_of_a_compiled_forward_keeps_the_librarys_cache(pair):
+    ours, stock = pair("mistral")
+    ids, mask = padded((7, 7))
+    ours.forward = torch.compile(ours.forward, fullgraph=True, backend="eager")
+    found = generate(ours, ids, mask, max_new_tokens=2, return_dict_in_generate=True)
+    same(found, generate(stock, ids, mask, max_new_tokens=2, return_dict_in_generate=True))
+    torch.compiler.reset()

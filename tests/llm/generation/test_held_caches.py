@@ -1,16 +1,24 @@
-"""A cache that the user holds, between ours and stock, between two texts, and after restore."""
+"""Caches that a caller holds, and prompts of every length behind them."""
 
 import copy
+import pickle
 
 import pytest
 import torch
+from torch import nn
 
 import accel
+from accel.cuda_graphs.fingerprint import Fingerprint
+from accel.cuda_graphs.runner import GraphPool, GraphRunner
 from accel.libraries.cache import cache_of as cache_of_output
+from accel.llm.generation.graph_sizes import by_graph, rows_of_kernels
+from accel.llm.generation.prefill import FINE, MOST, STEP, bucket_for, pad_to_bucket
 from accel.llm.kv_cache.cache import StoreLayer
+from accel.patching.ledger import Ledger
 from support.llm.calls import new_cache
-from support.llm.families import FAMILIES, padded, prompt
-from support.llm.outputs import both, flat, same
+from support.llm.families import FAMILIES, make, padded, prompt
+from support.llm.filled_prefill import Anywhere, new_pair, shapes, talk
+from support.llm.outputs import both, flat, generate, same
 
 CORE = [family.name for family in FAMILIES if family.core]
 
@@ -130,3 +138,175 @@ def test_outputs_are_not_written_to_later(pair_of):
         )
         kept.append((output.logits, output.logits.clone()))
     assert all(torch.equal(*pair) for pair in kept)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 32, 33, 64, 100, 1024])
+def test_few_lengths_and_little_filling(rows):
+    rooms = [bucket_for(rows, new) for new in range(1, MOST // rows + 1)]
+    assert all(room >= new for new, room in enumerate(rooms, 1))
+    steps = (STEP if new * rows <= FINE else 2 * STEP for new in range(1, len(rooms) + 1))
+    assert all((room - new) * rows < step for (new, room), step in zip(enumerate(rooms, 1), steps, strict=True))
+    assert rooms == sorted(rooms) and len(set(rooms)) <= 2 * MOST // STEP + 2
+    assert len(set(rooms)) <= 50 or rows & (rows - 1)
+    assert bucket_for(rows, MOST // rows + 1) is None
+
+
+def test_which_steps_behind_stored_tokens_are_graphs():
+    assert all(by_graph(rows, 1) for rows in (1, 64, 65, 512)) and not by_graph(513, 1)
+    assert by_graph(1, 64) and by_graph(16, 4)  # a draft to verify
+    assert not by_graph(1, 65) and not by_graph(65, 2)  # each length would be captured anew
+
+
+def test_kernels_of_other_numbers_of_rows_are_compiled_side_by_side():
+    """Once for each power of two, for 65 to 512 rows, and for more."""
+    runner, warmed = runner_of(None), []
+    runner.kind = rows_of_kernels
+    copied = copy.deepcopy(runner)
+    for one in (runner, copied):
+        for shape in ((1, 1), (3, 1), (4, 1), (1, 4), (64, 1), (65, 1), (512, 1), (2, 100), (1, 513), (1, 3000)):
+            leaves, spec = torch.utils._pytree.tree_flatten(((torch.zeros(shape), None), {}))
+            warmed.append(one._warm_up(lambda tokens, _: warmed.append(tuple(tokens.shape)), leaves, spec))
+        assert [was for was in warmed if isinstance(was, tuple)] == [(1, 1), (3, 1), (64, 1), (65, 1), (1, 513)]
+        assert warmed.count(True) == 1  # after which all that there is to measure is measured
+        warmed.clear()
+
+
+def test_filled_with_what_is_there():
+    ids, positions = prompt(2, 5), torch.tensor([[0, 0, 1, 2, 3], [0, 1, 2, 3, 4]])
+    tokens, at, last = pad_to_bucket(ids, positions, 8)
+    assert tokens.tolist() == [[*row, row[-1], row[-1], row[-1]] for row in ids.tolist()]
+    assert at.tolist() == [[0, 0, 1, 2, 3, 3, 3, 3], [0, 1, 2, 3, 4, 4, 4, 4]]
+    assert last.tolist() == [4] and last.dtype == torch.int64
+    wide = torch.randn(2, 5, 3)
+    tokens, at, _ = pad_to_bucket(wide, positions[:1], 6)
+    assert torch.equal(tokens, torch.cat([wide, wide[:, -1:]], 1)) and at.tolist() == [[0, 0, 1, 2, 3, 3]]
+    assert torch.equal(pad_to_bucket(ids, positions, 5)[0], ids)
+
+
+class Bound:
+    """Stands for a GraphRunner whose graphs gain nothing from 128 tokens on, which it finds by timing both ways."""
+
+    def __init__(self):
+        self.fingerprint, self.reason = Fingerprint(nn.Linear(2, 2)), None
+
+    def __getstate__(self):
+        return {"reason": None}
+
+    def __call__(self, eager, args, kwargs, variant, instead):
+        instead()
+        return instead() if self.reason is not None or args[0].shape[1] >= 128 else eager(*args)
+
+
+def test_where_a_graph_gains_nothing_longer_ones_are_not_tried():
+    prompts, model = Anywhere(Bound()), make("llama", max_position_embeddings=MOST)
+
+    def rooms(prompts):
+        given = [(torch.zeros(1, new, dtype=torch.long), torch.zeros(1, new)) for new in (9, 64, 120, 128, 700)]
+        return [prompts.bucket(model, *each, 1) for each in given]
+
+    def called(new):
+        tokens = torch.zeros(1, new, dtype=torch.long)
+        return prompts(lambda *args: ["graph"], lambda: ["plain"], tokens, tokens, None, bucket_for(1, new), False)[0]
+
+    everything = [16, 64, 128, 128, 704]
+    assert called(60) == "graph" and rooms(prompts) == everything
+    assert called(700) == "plain" and rooms(prompts) == [16, 64, 128, 128, None]
+    assert called(120) == "plain" and rooms(prompts) == [16, 64, None, None, None]
+    assert rooms(copy.deepcopy(prompts)) == everything
+    prompts.runner.fingerprint = Fingerprint(nn.Linear(2, 2))  # the model has changed
+    assert rooms(prompts) == everything
+
+
+def test_what_will_pass_is_no_reason_to_try_no_longer():
+    """A hook, while it is there; and a model that has changed is one for the runner to look at, at any length."""
+    prompts, model = Anywhere(Bound()), nn.Linear(2, 2)
+    model.config = make("llama").config
+    prompts.runner.fingerprint = Fingerprint(model)
+    tokens = torch.zeros(1, 128, dtype=torch.long)
+
+    def called():
+        return prompts(lambda *args: ["graph"], lambda: ["plain"], tokens, tokens, None, 128, False)[0]
+
+    prompts.runner.reason = "forward hooks on it would not run"
+    assert called() == "plain" and prompts.bucket(model, tokens, tokens, 1) == 128
+    prompts.runner.reason = None
+    assert called() == "plain" and prompts.bucket(model, tokens, tokens, 1) is None
+    handle = model.register_forward_hook(lambda *args: None)
+    assert prompts.bucket(model, tokens, tokens, 1) == 128
+    handle.remove()
+    assert prompts.bucket(model, tokens, tokens, 1) is None
+
+
+def test_tables_of_positions_are_not_left():
+    ours, stock = new_pair("gpt2", n_positions=90)
+    for length, room in ((60, 64), (65, 90), (90, 90)):
+        ids = prompt(1, length)
+        same(talk(ours, ids, steps=0), talk(stock, ids, steps=0))
+        assert shapes(ours).pop() == ((1, room), ("prompt",))
+
+
+@pytest.mark.parametrize("name", ["llama-rope-dynamic", "phi3-longrope"])
+def test_frequencies_that_change_with_the_length_do_not_follow_the_filling(name):
+    ours, stock = new_pair(name)
+    for length in (4, 9, 12, 13, 30, 11, 5):
+        same(talk(ours, prompt(1, length)), talk(stock, prompt(1, length)))
+    assert ((1, 12 if name == "llama-rope-dynamic" else 16), ("prompt",)) in shapes(ours)
+
+
+def test_not_under_the_options_and_in_models_that_forbid_it():
+    assert vars(accel.optimize(make("llama"), graphs=False))["forward"].prompts is None
+    assert vars(accel.optimize(make("llama"), graphs=True))["forward"].prompts is not None
+    assert vars(accel.optimize(make("mixtral")))["forward"].prompts is not None
+    model = accel.optimize(make("bloom"))  # no position_ids
+    assert not vars(model)["forward"].convention.fills and vars(model)["forward"].prompts is None
+
+
+def test_a_class_that_slices_its_logits_otherwise_stays_out():
+    """It takes a number to keep, and nothing else."""
+    from transformers import LlamaForCausalLM
+
+    class Other(LlamaForCausalLM):
+        def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None,
+                    inputs_embeds=None, use_cache=None, logits_to_keep=0, **kwargs):  # fmt: skip
+            given = {"position_ids": position_ids, "past_key_values": past_key_values, "use_cache": use_cache}
+            output = super().forward(input_ids, attention_mask, inputs_embeds=inputs_embeds, **given, **kwargs)
+            output.logits = output.logits[:, slice(-int(logits_to_keep), None)]
+            return output
+
+    stock = make("llama")
+    stock.__class__ = Other
+    ours = accel.optimize(copy.deepcopy(stock))
+    assert vars(ours)["forward"].convention is not None, accel.report(ours)
+    assert vars(ours)["forward"].prompts is None
+    same(generate(ours, prompt(), None), generate(stock, prompt(), None))
+
+
+def test_copies_fill_up_too():
+    ours, stock = new_pair("llama")
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(ours)))
+    same(flat(generate(twin, prompt(1, 20), None)), flat(generate(stock, prompt(1, 20), None)))
+    assert shapes(twin) and not shapes(ours)
+
+
+def runner_of(reason: str | None) -> GraphRunner:
+    return GraphRunner(nn.Linear(2, 2), "", GraphPool(None), Ledger(), lambda module: reason, True)
+
+
+def test_where_no_graph_will_be_the_prompt_is_read_as_it_is():
+    runner = runner_of(None)
+
+    def run():
+        return runner(lambda x: "filled", (torch.zeros(2),), {}, ("prompt",), instead=lambda: "plain")
+
+    assert run() == "filled"  # the first of its shape: what its graph is going to give
+    (entry,) = runner.entries.values()
+    assert entry.graph is None and entry.reason is None
+    entry.reason = "a graph gains nothing here"
+    assert run() == "plain"
+
+
+def test_hooks_never_see_the_filling():
+    """They would be no part of a graph."""
+    runner = runner_of("forward hooks on it would not run")
+    assert runner(lambda x: "filled", (torch.zeros(2),), {}, instead=lambda: "plain") == "plain"
+    assert runner.ledger.rows() == [("", "no graph: forward hooks on it would not run", 1)]

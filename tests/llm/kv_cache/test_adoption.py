@@ -98,27 +98,8 @@ class OtherLayer(DynamicLayer):
     pass
 
 
-def ragged() -> DynamicCache:
-    cache = filled()
-    cache.layers[1].crop(-2)
-    return cache
-
-
-def offloaded() -> DynamicCache:
-    cache = DynamicCache()
-    cache.offloading = True
-    return cache
-
-
-def with_gradients() -> DynamicCache:
-    cache = filled()
-    cache.layers[1].values.requires_grad_()
-    return cache
-
-
-def another_batch() -> DynamicCache:
-    cache = filled()
-    cache.layers[2].batch_select_indices(torch.tensor([0]))
+def edited(cache, edit) -> DynamicCache:
+    edit(cache)
     return cache
 
 
@@ -130,15 +111,18 @@ def another_batch() -> DynamicCache:
         (lambda: StaticCache(LlamaConfig(num_hidden_layers=3), max_cache_len=20), "another kind: StaticCache"),
         (lambda: EncoderDecoderCache(DynamicCache(), DynamicCache()), "another kind: EncoderDecoderCache"),
         (Subclass, "another kind: Subclass"),
-        (offloaded, "offloaded"),
+        (lambda: edited(DynamicCache(), lambda cache: setattr(cache, "offloading", True)), "offloaded"),
         (lambda: filled(layers=[OtherLayer() for _ in SHAPES]), "a cache layer of another kind: OtherLayer"),
         (lambda: DynamicCache(config=LlamaConfig(num_hidden_layers=4)), "another number of layers"),
         (lambda: DynamicCache(config=LlamaConfig(num_hidden_layers=2)), "another number of layers"),
-        (ragged, "different lengths"),
-        (another_batch, "different batch sizes"),
+        (lambda: edited(filled(), lambda cache: cache.layers[1].crop(-2)), "different lengths"),
+        (
+            lambda: edited(filled(), lambda cache: cache.layers[2].batch_select_indices(torch.tensor([0]))),
+            "different batch sizes",
+        ),
         (lambda: filled(layers=[DynamicSlidingWindowLayer(10) for _ in SHAPES]), "sliding window has dropped tokens"),
         (lambda: DynamicCache([(k.float(), v.float()) for k, v in fresh(1, 2)]), "another dtype"),
-        (with_gradients, "gradients"),
+        (lambda: edited(filled(), lambda cache: cache.layers[1].values.requires_grad_()), "gradients"),
     ],
 )
 def test_what_is_not_taken_over_says_why_and_stays_as_it_is(make, reason):

@@ -9,7 +9,7 @@ from accel.llm.kv_cache.block_pool import BlockPool
 from accel.llm.kv_cache.blocks import BLOCK
 from accel.llm.kv_cache.layer_sets import LayerSet
 from accel.llm.kv_cache.prefix_index import block_digest
-from support.llm.batching.texts import FULL, NARROW, ROWS, text
+from support.llm.batching.engines import FULL, NARROW, ROWS, text
 
 
 def pool_of(*sets, pages=100, rows=ROWS, columns=20, share=True) -> BlockPool:
@@ -55,24 +55,6 @@ def test_an_equal_block_behind_another_past_is_another_block():
     assert digest != block_digest(digest, [1] * BLOCK) and len(digest) == 16
 
 
-def test_two_at_once_keep_pages_of_their_own_and_one_after_them_takes_the_first():
-    pool, tokens = pool_of(), text([1, 2, 3], 4)
-    for row in (0, 1):
-        assert pool.open(row, tokens) == 0 and pool.extend(row, len(tokens))
-    for row in (1, 0, 1):
-        pool.commit(row, tokens)
-    pool.check()
-    assert pool.free == 99 - 8
-    assert run(pool, 2, tokens) == 3 * BLOCK
-    assert np.array_equal(pool.table[0, 2, :3], pool.table[0, 1, :3])
-    pool.close(0)  # its pages have no hash
-    assert not pool.cached
-    pool.close(1)
-    assert not pool.cached and pool.free == 99 - 4  # row 2 holds them
-    pool.close(2)
-    assert len(pool.cached) == 3 and pool.free == 99
-
-
 def test_what_was_used_least_recently_goes_first_and_ends_before_beginnings():
     pool = pool_of(pages=1 + 8, columns=8)
     for letter in (1, 2, 3):
@@ -87,30 +69,6 @@ def test_what_was_used_least_recently_goes_first_and_ends_before_beginnings():
     assert pool.open(2, text([1, 1], 1)) == BLOCK
     assert pool.free == 0 and not pool.extend(2, BLOCK + 1)
     pool.check()
-
-
-def test_held_blocks_are_never_evicted():
-    pool, tokens = pool_of(pages=1 + 6, columns=6), text([1, 2, 3], 1)
-    done(pool, 0, tokens)
-    assert pool.open(1, tokens) == 3 * BLOCK
-    held = pool.table[0, 1, :3].copy()
-    assert pool.open(2, text([8])) == 0
-    assert not pool.extend(2, 4 * BLOCK) and pool.extend(2, 3 * BLOCK)
-    assert not np.isin(pool.table[0, 2], held).any(where=pool.table[0, 2] > 0)
-    assert pool.free == 0 and not pool.extend(1, len(tokens))
-    pool.close(2)
-    assert pool.extend(1, len(tokens))
-    pool.check()
-
-
-def test_blocks_that_were_not_committed_cannot_be_found():
-    pool, tokens = pool_of(), text([1, 2, 3], 1)
-    pool.open(0, tokens)
-    pool.extend(0, len(tokens))
-    pool.commit(0, tokens[: 2 * BLOCK + 63])
-    pool.close(0)
-    assert len(pool.cached) == 2 and pool.open(1, tokens) == 2 * BLOCK
-    assert pool_of(share=False).open(0, tokens) == 0
 
 
 @pytest.mark.parametrize("window", [1, 2, BLOCK, BLOCK + 1, BLOCK + 2, 2 * BLOCK])
@@ -144,73 +102,6 @@ def test_a_hit_needs_of_a_window_only_what_is_seen_from_there():
     pool.check()
     assert pool.open(2, tokens) == 6 * BLOCK
     assert np.flatnonzero(pool.table[1, 2]).tolist() == [4, 5]
-
-
-def test_what_slid_away_before_it_was_committed_cannot_be_found():
-    pool, tokens = pool_of(LayerSet((0,), BLOCK)), text(range(5), 1)
-    pool.open(0, tokens)
-    pool.extend(0, len(tokens))
-    pool.slide(0, len(tokens))
-    pool.commit(0, tokens)
-    pool.check()
-    assert pool.open(1, tokens) == 5 * BLOCK
-    assert pool.open(2, tokens[: 3 * BLOCK]) == 0
-
-
-def test_a_fork_copies_the_block_begun_and_shares_the_rest():
-    pool = pool_of(FULL, NARROW)
-    run(pool, 0, text([1, 2, 3], 5))
-    length = 3 * BLOCK + 5
-    copies = pool.fork(0, 1, length)
-    assert copies == list(zip(pool.table[:, 0, 3], pool.table[:, 1, 3], strict=True))
-    assert np.array_equal(pool.table[:, 0, :3], pool.table[:, 1, :3])
-    assert np.flatnonzero(pool.table[1, 1]).tolist() == [2, 3]
-    pool.commit(1, text([1, 2, 3, 7]))
-    pool.commit(0, text([1, 2, 3], 5) + [1] * 59)
-    pool.close(0)
-    pool.check()
-    assert pool.extend(1, 4 * BLOCK) and pool.fork(1, 0, 4 * BLOCK) == []
-    pool.check()
-    with pytest.raises(ValueError, match="first 192 tokens of row 1 are not all there"):
-        pool.fork(1, 2, 3 * BLOCK)  # the window has passed block 1
-    with pytest.raises(ValueError, match="first 257 tokens of row 1"):
-        pool.fork(1, 2, 4 * BLOCK + 1)
-    pool.check()
-    full = pool_of(FULL, NARROW, pages=1 + 3, columns=2)
-    run(full, 0, text([], 5))
-    assert full.fork(0, 1, 5) is None
-    full.check()
-
-
-def test_a_fork_of_fewer_tokens_goes_its_own_way():
-    pool = pool_of()
-    run(pool, 0, text([1, 2, 3], 5))
-    pool.fork(0, 1, 2 * BLOCK + 5)
-    tokens = [*text([1, 2]), *[3] * 5, *[4] * (BLOCK - 5)]
-    pool.commit(1, tokens[: 2 * BLOCK + 5])
-    pool.commit(1, tokens)
-    pool.check()
-    assert run(pool, 2, [*tokens, 1]) == 3 * BLOCK
-    assert np.array_equal(pool.table[0, 2, :3], pool.table[0, 1, :3])
-    assert run(pool, 3, text([1, 2, 3], 1)) == 3 * BLOCK
-    assert np.array_equal(pool.table[0, 3, :3], pool.table[0, 0, :3])
-
-
-@pytest.mark.parametrize("share", [True, False])
-def test_forks_that_slide_at_once_give_a_page_back_once(share):
-    pool = pool_of(NARROW, share=share)
-    run(pool, 0, text([1, 2, 3]), slide=False)
-    pool.fork(0, 1, 3 * BLOCK)
-    pool.fork(1, 2, 3 * BLOCK)
-    pool.slide_all(np.arange(2), np.full(2, 3 * BLOCK))
-    pool.check()
-    assert pool.free == 99 - 3
-    pool.slide(2, 3 * BLOCK)
-    pool.check()
-    assert pool.free == 99 - 2
-    for row in range(3):
-        pool.close(row)
-    pool.check()
 
 
 def test_blocks_are_forgotten_when_the_weights_change():

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from accel.llm.kv_cache.block_pool import BlockPool
 from accel.llm.kv_cache.blocks import BLOCK
 from accel.llm.kv_cache.layer_sets import LayerSet
-from support.llm.batching.texts import FULL, NARROW, ROWS, WIDE, text
+from support.llm.batching.engines import FULL, NARROW, ROWS, WIDE, text
 
 SETS = [(FULL,), (NARROW,), (FULL, NARROW), (NARROW, FULL, WIDE), (LayerSet((0,), 1), FULL)]
 COLUMNS = 9

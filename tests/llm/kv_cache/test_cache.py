@@ -135,27 +135,6 @@ def test_a_layer_read_before_the_others_were_asked_shows_what_it_was_asked_for()
     assert is_ours(ours)
 
 
-def test_one_reorder_of_the_cache_is_one_of_the_store_and_the_same_again_is_another():
-    ours, stock = pair()
-    feed_fast(ours, stock, 3, 70)
-    index = torch.tensor([1, 2, 0])
-    for _ in range(2):
-        for cache in (ours, stock):
-            cache.reorder_cache(index)
-        same(ours, stock)
-    assert is_ours(ours)
-
-
-def test_what_a_copy_is_asked_the_original_is_not():
-    ours, stock = pair()
-    feed_fast(ours, stock, 3, 70)
-    for cache in (ours, stock):
-        cache.layers[1].reorder_cache(torch.tensor([2, 0, 1]))
-    copied = copy.deepcopy(ours)
-    copied.reorder_cache(torch.tensor([0, 0, 0]))
-    same(ours, stock)
-
-
 def test_one_layer_going_its_own_way_is_a_stock_layer_and_is_taken_in_again():
     ours, stock = pair()
     feed_fast(ours, stock, 3, 70)

@@ -243,28 +243,29 @@ def whole(shapes, windows, sets):
     assert [pages_for(shapes, sets, number) for number in (-1, size - 1, size, 10 * size + 1)] == [0, 0, 1, 10]
 
 
-def test_exact_and_rounded_layers_of_one_window_are_one_set():
-    shapes = [LLAMA, *[INT8] * 30, LLAMA]
-    sets = layer_sets(shapes, [None] * 32)
-    assert sets == (LayerSet(tuple(range(32)), None),)
-    whole(shapes, [None] * 32, sets)
+OTHER = Shape(4, 512, torch.bfloat16, CPU)
 
 
-def test_each_window_may_have_exact_layers_among_the_rounded():
-    windows, shapes = every(2, 128, 24), [LLAMA, LLAMA, *[INT8] * 22]
+@pytest.mark.parametrize(
+    ("shapes", "windows", "expected"),
+    [
+        ([LLAMA, *[INT8] * 30, LLAMA], [None] * 32, [(32, None, {LLAMA: 2, INT8: 30})]),
+        (  # each window may have exact layers among the rounded
+            [LLAMA, LLAMA, *[INT8] * 22],
+            every(2, 128, 24),
+            [(12, 128, {LLAMA: 1, INT8: 11}), (12, None, {LLAMA: 1, INT8: 11})],
+        ),
+        # Sets that cannot be alike are one, which gives nothing back but what none sees.
+        ([LLAMA, OTHER] * 12, every(2, 64, 24), [(24, None, {LLAMA: 12, OTHER: 12})]),
+        ([LLAMA, OTHER] * 12, [100, 7] * 12, [(24, 100, {LLAMA: 12, OTHER: 12})]),
+    ],
+    ids=["one window", "two windows", "unlike", "unlike windows"],
+)
+@pytest.mark.share(1)
+def test_layers_of_several_shapes(shapes, windows, expected):
     sets = layer_sets(shapes, windows)
-    assert [(len(one.layers), one.window) for one in sets] == [(12, 128), (12, None)]
-    assert all(Counter(shapes[layer] for layer in one.layers) == {LLAMA: 1, INT8: 11} for one in sets)
+    assert [(len(one.layers), one.window, Counter(shapes[i] for i in one.layers)) for one in sets] == expected
     whole(shapes, windows, sets)
-
-
-def test_sets_that_cannot_be_alike_are_one_set_that_gives_nothing_back_but_what_none_sees():
-    other = Shape(4, 512, torch.bfloat16, CPU)
-    for windows, widest in ((every(2, 64, 24), None), ([100, 7] * 12, 100)):
-        shapes = [LLAMA, other] * 12
-        sets = layer_sets(shapes, windows)
-        assert sets == (LayerSet(tuple(range(24)), widest),)
-        whole(shapes, windows, sets)
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, BLOCK, BLOCK + 1, BLOCK + 2, 3 * BLOCK])

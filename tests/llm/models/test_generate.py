@@ -1,8 +1,4 @@
-"""Every family in every mode of generate, against an unpatched deep copy: token for token.
-
-One family runs in all modes, those unlike it in every fourth, all padded, and in every mode a share of them;
-ACCEL_TEST_EVERYTHING=1 runs all.
-"""
+"""Models of every family and the one that is shipped: the same text as stock."""
 
 import copy
 import inspect
@@ -11,13 +7,16 @@ import types
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import accel
 from support.everything import EVERYTHING, always
-from support.llm.edits.adapters import lora
-from support.llm.families import BY_NAME, FAMILIES, available, every, layers, make, padded
+from support.llm.edits.places import lora
+from support.llm.families import BY_NAME, FAMILIES, every, layers, make, padded
+from support.llm.held_out import CALIBRATION, FOLDER, HELD_OUT
 from support.llm.modes import MODES
 from support.llm.outputs import generate, same
+from support.llm.walks import walk
 
 PRODUCT = [  # or every family and, as there are more families, every mode
     (family.name, mode)
@@ -125,8 +124,6 @@ def test_nothing_falls_back_where_nothing_has_to(name, pair_of):
 @pytest.mark.parametrize("name", [name for name in NAMES if BY_NAME[name].core or (name,) in every(5, NAMES)])
 @pytest.mark.share(5)
 def test_restore_is_exact(name, tiny):
-    if not available(BY_NAME[name].kind):
-        pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
     model = make(name)
     twin = copy.deepcopy(model)
     ids, mask = padded()
@@ -155,3 +152,53 @@ def test_padding_changes_no_token(name, pair_of):
         alone = ids[row : row + 1, ids.shape[1] - length :]
         for model in (ours, stock):
             assert torch.equal(generate(model, alone, None)["sequences"][:, length:], together[row : row + 1])
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2", "bloom", "mixtral"])
+@pytest.mark.share(3)
+def test_a_random_walk(name, seed, pair_of):
+    ours, stock = pair_of(name)
+    assert ("", "language model", "patched") in {site[:3] for site in accel.report(ours).sites}
+    walk(ours, stock, seed)
+
+
+PROMPTS = ["Emma was", "It is a truth universally acknowledged, that a man who can dance", '"Oh! my dear Jane,']
+
+SHIPPED_MODES = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "top_k": 20, "top_p": 0.9, "temperature": 0.8, "repetition_penalty": 1.1},
+    "beams": {"num_beams": 4, "num_return_sequences": 2, "no_repeat_ngram_size": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(FOLDER)
+
+
+@pytest.fixture(scope="module")
+def stock():
+    return AutoModelForCausalLM.from_pretrained(FOLDER)
+
+
+@pytest.fixture(scope="module")
+def fast(stock):
+    return accel.optimize(copy.deepcopy(stock))
+
+
+def write(model, inputs, **mode) -> list[list[int]]:
+    torch.manual_seed(0)
+    return model.generate(**inputs, **{"max_new_tokens": 32, "do_sample": False} | mode).tolist()
+
+
+def test_text_to_calibrate_on_is_none_of_the_held_out():
+    paragraphs = {line for line in CALIBRATION.read_text().splitlines() if line}
+    assert len(paragraphs) > 50 and not paragraphs & set(HELD_OUT.read_text().splitlines())
+
+
+@pytest.mark.parametrize("mode", SHIPPED_MODES)
+def test_optimized_it_writes_the_tokens_of_stock_in_a_padded_batch(stock, fast, tokenizer, mode):
+    inputs = tokenizer(PROMPTS, return_tensors="pt", padding=True)
+    assert inputs.attention_mask[0, 0] == 0
+    assert write(fast, inputs, **SHIPPED_MODES[mode]) == write(stock, inputs, **SHIPPED_MODES[mode])

@@ -14,6 +14,7 @@ from support.llm.calls import longer
 from support.llm.families import FAMILIES, padded, prompt
 from support.llm.modes import MODES
 from support.llm.outputs import flat, generate, same
+from support.together import together
 
 CORE = [family.name for family in FAMILIES if family.core]
 MODE = {mode.name: mode for mode in MODES}
@@ -118,24 +119,16 @@ def test_threads_that_generate_at_once(name, pair_of):
         )
     ]
     wanted = [[generate(stock, *inputs, **call) for inputs, call in job] for job in jobs]
-    start, errors = threading.Barrier(len(jobs)), []
+    start = threading.Barrier(len(jobs))
 
     def work(job, results):
-        try:
-            start.wait()
-            with torch.no_grad():
-                for _ in range(3):
-                    for (inputs, call), result in zip(job, results, strict=True):
-                        same(unseeded(ours, *inputs, **call), result)
-        except BaseException as error:
-            errors.append(error)
+        start.wait()
+        with torch.no_grad():
+            for _ in range(3):
+                for (inputs, call), result in zip(job, results, strict=True):
+                    same(unseeded(ours, *inputs, **call), result)
 
-    threads = [threading.Thread(target=work, args=pair) for pair in zip(jobs, wanted, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    together(work, zip(jobs, wanted, strict=True))
 
 
 def test_a_thread_that_fails_leaves_the_others_alone(pair_of):
@@ -190,17 +183,6 @@ def test_restored_and_optimized_over_and_over(pair):
     there_and_back()
     objects, size = growth(there_and_back)
     assert objects < 10 and size <= 0
-
-
-def test_a_dropped_model_is_freed():
-    from support.llm.families import make
-
-    model = accel.optimize(make("llama"))
-    generate(model, *padded())
-    gone = weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None
 
 
 def test_no_memory_for_a_longer_text_says_so_and_leaves_model_and_cache_usable(pair, monkeypatch):

@@ -15,6 +15,7 @@ from accel.llm.recording.recorder import decoder_layers
 from accel.llm.runtime.layer import LayerForward
 from support.llm.multimodal import MODELS, make
 from support.llm.outputs import flat, generate, same
+from support.noted import noted
 
 NEW = 4
 PATCHED = {"lfm2-vl": 2, "mllama": 3}  # of layers, where some are not understood
@@ -25,14 +26,7 @@ BOTH_WAYS = ("gemma3", "paligemma")  # what an image's tokens see is behind them
 @pytest.fixture
 def steps(monkeypatch):
     """How often a fused layer ran, as a list to read the length of."""
-    ran, fast = [], LayerForward.fast
-
-    def counted(self, *args, **kwargs):
-        ran.append(self.path)
-        return fast(self, *args, **kwargs)
-
-    monkeypatch.setattr(LayerForward, "fast", counted)
-    return ran
+    return noted(monkeypatch, LayerForward, "fast", lambda self, *args, **kwargs: self.path)
 
 
 def pair(name: str):
@@ -213,37 +207,22 @@ def test_the_tower_that_writes_is_found_wherever_it_is():
         assert not fallbacks(model)
 
 
-def test_memory_that_runs_out_while_arguments_are_tried_is_told(monkeypatch):
-    """It says nothing of what the model takes."""
-
-    def full(**piece):
-        raise torch.OutOfMemoryError("no memory")
-
-    forward = without_layers(full, full)
-    monkeypatch.setattr(arguments, "DynamicCache", lambda config: None)
-    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
-        arguments._agrees(forward, [{}])
+COMPILING = type("CompilationError", (Exception,), {"__module__": "triton.compiler.errors"})
 
 
-def without_layers(reference, fast) -> SimpleNamespace:
-    """What is asked of a DecoderForward where two runs of it are compared."""
-    module = nn.ModuleDict({"layers": nn.ModuleList()})
-    module.config = None
-    given = {"reference": reference, "fast": fast, "experts": [], "routers": []}
-    given["given_cache"] = lambda cache: {}
-    return SimpleNamespace(module=module, stack="layers", layers=[], **given)
-
-
-def test_a_kernel_that_does_not_compile_is_told(monkeypatch):
-    """It says nothing of what the model takes: prompts without a mask would run stock for a reason that is not true."""
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no such thing"), COMPILING("no such thing")], ids=repr)
+def test_an_error_that_says_nothing_of_what_a_model_takes_is_told(error, monkeypatch):
+    """Prompts without a mask would run stock for a reason that is not true."""
 
     def stock(**piece):
         return SimpleNamespace(logits=torch.zeros(1, 3, 4))
 
     def fast(**piece):
-        raise type("CompilationError", (Exception,), {"__module__": "triton.compiler.errors"})("no such thing")
+        raise error
 
-    forward = without_layers(stock, fast)
+    module = nn.ModuleDict({"layers": nn.ModuleList()})
+    module.config = None
+    given = {"reference": stock, "fast": fast, "experts": [], "routers": [], "given_cache": lambda cache: {}}
     monkeypatch.setattr(arguments, "DynamicCache", lambda config: None)
-    with pytest.raises(Exception, match="no such thing"):
-        arguments._agrees(forward, [{}])
+    with pytest.raises(type(error), match="no such thing"):
+        arguments._agrees(SimpleNamespace(module=module, stack="layers", layers=[], **given), [{}])

@@ -22,6 +22,7 @@ from accel.llm.kv_cache.pages import page_bytes
 from accel.llm.pipeline.stretch import ChainedStep, Stretch, StretchStep
 from support.llm.batching.engines import alone, engine_of, finished, forward_of, prompts_of, request
 from support.llm.families import layers, make
+from support.noted import noted
 from support.spread import DEVICES, pair, spread
 from support.state import assert_same_state, snapshot
 
@@ -53,18 +54,11 @@ class Happened(list):
 
     def __init__(self, monkeypatch):
         super().__init__()
-        self.note(monkeypatch, SpreadStepRunner, "launch", lambda _, plan, *rest: (plan.lane, set(plan.rows.tolist())))
-        self.note(monkeypatch, Stretch, "run", lambda stretch, *rest: stretch.device)
-        self.note(monkeypatch, Flight, "read", lambda flight: flight.plan.lane)
-
-    def note(self, monkeypatch, kind, name, what):
-        before = getattr(kind, name)
-
-        def noted(*args):
-            self.append(what(*args))
-            return before(*args)
-
-        monkeypatch.setattr(kind, name, noted)
+        noted(
+            monkeypatch, SpreadStepRunner, "launch", lambda _, plan, *rest: (plan.lane, set(plan.rows.tolist())), self
+        )
+        noted(monkeypatch, Stretch, "run", lambda stretch, *rest: stretch.device, self)
+        noted(monkeypatch, Flight, "read", lambda flight: flight.plan.lane, self)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -211,35 +205,20 @@ def test_generate_batch(both):
     assert report.fallbacks == [] and report.batching[0]["pages"] == 8 * 4 + 1 and report.batching[0]["groups"] == 2
 
 
-def test_draws_are_those_of_one_device(both):
-    ours, stock = both
-    one, prompts = accel.optimize(copy.deepcopy(stock)), prompts_of((20, 9, 70), 99)
+@pytest.mark.parametrize("options", [{}, {"kv_cache": "int8"}])
+def test_draws_are_those_of_one_device(both, options):
+    _, stock = both
+    ours, one = accel.optimize(spread(copy.deepcopy(stock)), **options), accel.optimize(copy.deepcopy(stock), **options)
+    prompts, found = prompts_of((20, 9, 70), 99), []
     given = {"do_sample": True, "top_k": 20, "temperature": 0.9, "repetition_penalty": 1.2}
-    found = []
     for model in (ours, one):
         torch.manual_seed(5)
-        found.append(batch(model, prompts, **given))
-    assert found[0] == found[1]
-    assert found[0] != [alone(stock, prompt, 6) for prompt in prompts]
-
-
-def test_further_answers_begin_with_the_pages_of_the_first(both):
-    ours, stock = both
-    one, found = accel.optimize(copy.deepcopy(stock)), []
-    for model in (ours, one):
         asked = asked_of(stock, sampling=Sampling(temperature=0.9, seed=3), children=2)
-        ended = finished(engine_of(model, rows=5, pages=40), asked)
-        found.append({request.id: request.tokens for request in ended})
-    assert found[0] == found[1] and len(found[0]) == 3 * len(LENGTHS)
-
-
-def test_keys_and_values_in_eight_bits_are_those_of_one_device(both):
-    _, stock = both
-    ours = accel.optimize(spread(copy.deepcopy(stock)), kv_cache="int8")
-    one = accel.optimize(copy.deepcopy(stock), kv_cache="int8")
-    prompts = prompts_of(LENGTHS, 99)
-    assert batch(ours, prompts) == batch(one, prompts)
-    assert not accel.report(ours).fallbacks
+        ended = finished(engine_of(model, rows=5, pages=40), asked)  # further answers begin with the first's pages
+        answers = {request.id: request.tokens for request in ended}
+        found.append((batch(model, prompts, **given), batch(model, prompts), answers))
+    assert found[0] == found[1] and len(found[0][2]) == 3 * len(LENGTHS)
+    assert found[0][0] != found[0][1] and not accel.report(ours).fallbacks
 
 
 def test_streams_and_cancellations(both):

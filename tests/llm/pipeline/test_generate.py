@@ -1,4 +1,4 @@
-"""generate() of models that accelerate has spread over devices: fused, in stretches, with stock's tokens."""
+"""Texts of a model whose layers are on several devices or processes."""
 
 import copy
 
@@ -16,7 +16,7 @@ from support.llm.calls import counting, followed_by_numbers
 from support.llm.families import layers, make, padded, prompt
 from support.llm.modes import MODES
 from support.llm.outputs import generate, ran_fast, same
-from support.spread import DEVICES, pair, spread
+from support.spread import DEVICES, between_processes, pair, spread
 
 FAMILIES = ("gpt2", "gemma3", "gpt-neox", "phi3", "qwen3", "mixtral", "bloom", "falcon-one-key", "cohere2", "smollm3")
 STOCK = ("hidden-states", "attentions", "static", "no-cache", "early-exit")  # modes that a fused model leaves to stock
@@ -133,3 +133,15 @@ def test_keys_and_values_in_eight_bits_are_those_of_one_device():
     cache = DynamicCache(config=ours.config)
     ours(prompt(2, 5), past_key_values=cache)
     assert [shape.codes for shape in cache.layers[0].store.shapes] == [torch.int8] * 4
+
+
+REASON = "pp_size=2: each process holds some of the layers, and its calls wait for the others"
+
+
+def test_two_processes_compute_what_one_does(rank_pool, tmp_path):
+    stock = make("llama", num_hidden_layers=4)
+    stock.save_pretrained(tmp_path)
+    wanted = stock.generate(prompt(2, 6), max_new_tokens=5, do_sample=False, pad_token_id=0).tolist()
+    for found in rank_pool(2).run(between_processes, str(tmp_path)):
+        assert found["wanted"] == found["got"] == wanted
+        assert [tuple(row) for row in found["told"]] == [("", "language model", "skipped", REASON)]

@@ -1,4 +1,4 @@
-"""accel.quantize killed while it writes a file: the same command goes on, and what it saves is the same to the byte."""
+"""Checkpoints of a calibration, and runs that go on from them."""
 
 import copy
 import errno
@@ -11,8 +11,11 @@ import torch
 
 import accel
 from accel.llm.ptq import checkpoint
+from accel.llm.ptq import run as running
 from accel.llm.ptq.formats.saving import SaveOverride
+from support.everything import EVERYTHING
 from support.llm.families import make
+from support.llm.quantized import held_by, logits
 
 IDS = [torch.randint(3, 99, (2, 12), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 WRITES = ("run.json", "model.layers.0.safetensors", "model.layers.1.safetensors", "model.layers.2.safetensors")
@@ -74,14 +77,11 @@ def test_killed_in_the_middle_of_a_file_it_goes_on_to_the_same_bytes(how, name, 
     assert quantized(*how, out) == whole(*how)
 
 
-def test_killed_twice_in_the_same_file(killed, whole, tmp_path):
-    for _ in range(2):
-        killed("model.layers.1.safetensors", lambda: quantized("rtn", "int8", tmp_path / "out"))
-    assert quantized("rtn", "int8", tmp_path / "out") == whole("rtn", "int8")
-
-
-def test_killed_before_the_first_byte(whole, tmp_path):
+@pytest.mark.parametrize("times", [0, 2])
+def test_killed_before_the_first_byte_or_twice_in_the_same_file(times, killed, whole, tmp_path):
     (tmp_path / "out" / "unfinished").mkdir(parents=True)
+    for _ in range(times):
+        killed("model.layers.1.safetensors", lambda: quantized("rtn", "int8", tmp_path / "out"))
     assert quantized("rtn", "int8", tmp_path / "out") == whole("rtn", "int8")
 
 
@@ -136,3 +136,134 @@ def test_what_only_looks_alike_is_left_alone(mine, tmp_path):
     with pytest.raises(ValueError, match="is not empty and holds no interrupted run"):
         quantized("rtn", "int8", tmp_path / "out")
     assert contents(tmp_path / "out") == {mine: b"mine"}
+
+
+@pytest.fixture
+def interrupted(monkeypatch):
+    """interrupted(n): the n-th layer is never done."""
+
+    def after(count: int):
+        real = running.quantize_layers
+
+        def quantize_layers(*given):
+            for number, result in enumerate(real(*given)):
+                if number == count:
+                    raise KeyboardInterrupt
+                yield result
+
+        monkeypatch.setattr(running, "quantize_layers", quantize_layers)
+
+    yield after
+
+
+METHODS = [("rtn", "int8"), ("rtn", "fp8"), ("gptq", "int4-g32-asym"), ("awq", "int4-g32"), ("smoothquant", "int8")]
+
+
+@pytest.mark.parametrize(
+    ("method", "scheme", "done"),
+    [(*how, done) for how in METHODS for done in (1, 2) if EVERYTHING or done == 1 or how[0] == "smoothquant"],
+)
+@pytest.mark.share(3)
+def test_a_second_run_goes_on(done, method, scheme, tmp_path, interrupted, monkeypatch, tiny):
+    out, model = tmp_path / "out", make("llama", num_hidden_layers=3)
+    data = None if method == "rtn" else IDS
+    before = tiny.snapshot(model)
+    values = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    interrupted(done)
+    with pytest.raises(KeyboardInterrupt):
+        accel.quantize(model, scheme, data, method=method, out=out)
+    monkeypatch.undo()
+    assert before.keys() == tiny.snapshot(model).keys() and not held_by(model)
+    assert all(torch.equal(tensor, values[name]) for name, tensor in model.state_dict().items())
+    written = sorted(path.name for path in (out / "unfinished").iterdir())
+    assert written == [f"model.layers.{number}.safetensors" for number in range(done)] + ["run.json"]
+    known = []
+    real = running.quantize_layers
+
+    def quantize_layers(*given):
+        known.extend(given[4])
+        return real(*given)
+
+    monkeypatch.setattr(running, "quantize_layers", quantize_layers)
+    accel.quantize(model, scheme, data, method=method, out=out)
+    assert known == [f"model.layers.{number}" for number in range(done)]
+    assert not (out / "unfinished").exists()
+    whole = accel.quantize(make("llama", num_hidden_layers=3), scheme, data, method=method)
+    assert torch.equal(logits(model)["logits"], logits(whole)["logits"])
+    assert torch.equal(logits(accel.load(out))["logits"], logits(whole)["logits"])
+
+
+@pytest.fixture
+def stopped(tmp_path, interrupted, method_with_data):
+    """A folder with an interrupted run of a llama with method gptq."""
+    interrupted(1)
+    with pytest.raises(KeyboardInterrupt):
+        accel.quantize(make("llama"), "int8", IDS, method="gptq", out=tmp_path / "out")
+    return tmp_path / "out"
+
+
+def test_another_run_is_refused_and_the_difference_named(stopped, tiny):
+    other = make("llama")
+    other.model.layers[1].mlp.up_proj.weight.data += 1e-3
+    one_token_changed = IDS[2].clone()
+    one_token_changed[1, 11] += 1
+    others = [
+        (make("llama"), "int4-g32", IDS, "gptq", "another scheme: int8, now int4-g32"),
+        (make("llama"), "int8", IDS[:2], "gptq", "another calibration: "),
+        (make("llama"), "int8", [IDS[0], IDS[1], one_token_changed], "gptq", "another calibration: "),
+        (make("llama"), "int8", [IDS[1], IDS[0], IDS[2]], "gptq", "another calibration: "),
+        (make("llama"), "int8", IDS, "awq", "another method: gptq, now awq"),
+        (other, "int8", IDS, "gptq", "another model: "),
+        (make("llama", rms_norm_eps=1e-3), "int8", IDS, "gptq", "another model: "),
+    ]
+    written = {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()}
+    for model, scheme, data, method, message in others:
+        before = tiny.snapshot(model)
+        with pytest.raises(ValueError, match=message):
+            accel.quantize(model, scheme, data, method=method, out=stopped)
+        tiny.assert_same_state(before, tiny.snapshot(model))
+    assert written == {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("damage", ["truncated", "foreign", "another shape", "garbled run"])
+def test_damaged_layers_are_named_before_anything_changes(damage, stopped, tiny):
+    from safetensors.torch import load_file, save_file
+
+    file = stopped / "unfinished" / "model.layers.0.safetensors"
+    if damage == "truncated":
+        file.write_bytes(file.read_bytes()[:-100])
+    elif damage == "foreign":
+        save_file({"weights/model.layers.0.mlp.up_proj/data": torch.ones(2, 2)}, file)
+    elif damage == "another shape":
+        tensors = load_file(file)
+        name = "weights/model.layers.0.mlp.up_proj/"
+        tensors |= {name + "data": tensors[name + "data"][:8].clone(), name + "scales": tensors[name + "scales"][:8]}
+        save_file(tensors, file)
+    else:
+        (stopped / "unfinished" / "run.json").write_text("[")
+    model = make("llama")
+    before = tiny.snapshot(model)
+    message = {
+        "truncated": r"model.layers.0.safetensors is damaged .*delete it",
+        "foreign": r"model.layers.0.safetensors is no layer of a run",
+        "another shape": r"mlp.up_proj is \(96, 64\) in the model and \(8, 64\) in the result",
+        "garbled run": r"run.json is damaged; delete the folder",
+    }[damage]
+    with pytest.raises(ValueError, match=message):
+        accel.quantize(model, "int8", IDS, method="gptq", out=stopped)
+    tiny.assert_same_state(before, tiny.snapshot(model))
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    model = make("llama")
+    with pytest.raises(ValueError, match="full is not empty and holds no interrupted run"):
+        accel.quantize(model, "int8", out=tmp_path / "full")
+    with pytest.raises(ValueError, match="file is a file, not a folder"):
+        accel.quantize(model, "int8", out=tmp_path / "file")
+    assert not held_by(model) and [path.name for path in (tmp_path / "full").iterdir()] == ["mine.txt"]
+    accel.quantize(model, "int8", out=tmp_path / "out")
+    with pytest.raises(ValueError, match="out is not empty"):  # a finished run is no interrupted one
+        accel.quantize(make("llama"), "int8", out=tmp_path / "out")

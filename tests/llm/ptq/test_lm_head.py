@@ -13,11 +13,12 @@ import accel
 from accel.quantization import call as holding
 from accel.quantization.module import QuantizedLinear
 from accel.quantization.scheme import Scheme
-from support.llm.edits.adapters import put
+from support.llm.edits.places import put
 from support.llm.families import BY_NAME, every, in_turn, make, padded, prompt
 from support.llm.modes import MODES
 from support.llm.outputs import generate, ran_fast, same
 from support.llm.quantized import HEADS, held_by, optimized, rounded, sites
+from support.noted import noted
 
 # Tied and not, softcapped, scaled by a number, Conv1D layers, experts, one that is not understood.
 FAMILIES = ("llama", "llama-tied", "gemma2", "granite", "cohere", "gpt2", "mixtral", "deepseek-v3")
@@ -75,14 +76,7 @@ def test_its_numbers_and_scales_are_those_of_eight_bits_by_hand(name, weights):
 @torch.no_grad()
 def test_a_step_multiplies_the_last_tokens_by_it_as_it_lies(monkeypatch):
     _, ours = optimized("llama", "int8-head")
-    seen = []
-
-    def spied(x, weight, bias):
-        seen.append((x.shape, weight))
-        return quantized_linear(x, weight, bias)
-
-    quantized_linear = holding.quantized_linear
-    monkeypatch.setattr(holding, "quantized_linear", spied)
+    seen = noted(monkeypatch, holding, "quantized_linear", lambda x, weight, bias: (x.shape, weight))
     ours.generate(prompt(3, 40), max_new_tokens=4, do_sample=False)
     assert [shape for shape, _ in seen] == [(3, 1, 64)] * 4
     head = ours.get_output_embeddings()

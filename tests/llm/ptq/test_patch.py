@@ -61,14 +61,10 @@ def test_linears_that_share_a_weight_share_it_again():
     other.gate_proj = one.gate_proj
     ids, mask = padded()
     accel.optimize(model, weights="int8")
-    same(generate(model, ids, mask), generate(rounded(model_of(model), model), ids, mask))
+    same(generate(model, ids, mask), generate(rounded(accel.restore(copy.deepcopy(model)), model), ids, mask))
     assert other.gate_proj is one.gate_proj and type(one.gate_proj) is QuantizedLinear
     accel.restore(model)
     assert other.up_proj.weight is one.up_proj.weight and other.gate_proj is one.gate_proj
-
-
-def model_of(model):
-    return accel.restore(copy.deepcopy(model))
 
 
 @pytest.mark.parametrize("first", ["int8", None])
@@ -84,11 +80,7 @@ def test_a_second_optimize_plans_anew(first, then):
     assert torch.equal(logits(model)["logits"], logits(stock)["logits"])
 
 
-def pickled(model):
-    return pickle.loads(pickle.dumps(model))
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 @pytest.mark.parametrize("weights", ["int8", "int4-g32-asym", "fp8"])
 @pytest.mark.share(3)
 def test_a_copy_is_quantized_by_itself(copied, weights):
@@ -166,7 +158,8 @@ def test_without_the_originals_restore_says_so_and_leaves_it_quantized(tmp_path)
     accel.optimize(model, weights="int8", keep_original=False)
     assert not any(row["reversible"] for row in accel.report(model).weights)
     assert "not reversible" in str(accel.report(model))
-    assert not reachable(vars(model)[PLAN], originals[0])
+    pairs = [pair for patch in vars(model)[PLAN].patches if hasattr(patch, "pairs") for pair in patch.pairs]
+    assert not any(original is originals[0] for original, _ in pairs)
     reference = rounded(stock, model)
     ids, mask = padded()
     same(generate(model, ids, mask), generate(reference, ids, mask))
@@ -207,10 +200,6 @@ def test_heads_and_experts_stay_without_their_originals(name, weights, place, co
     with pytest.warns(UserWarning, match="nothing to quantize as 'fp8"):
         accel.optimize(ours, weights=weights.replace("int8", "fp8"))
     assert sites(ours)[place] == ("skipped", "is int8 by row already")
-
-
-def reachable(plan, module) -> bool:
-    return any(original is module for patch in plan.patches if hasattr(patch, "pairs") for original, _ in patch.pairs)
 
 
 # -- errors meanwhile --------------------------------------------------------------------------------------------------

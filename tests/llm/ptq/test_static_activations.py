@@ -17,7 +17,7 @@ from accel.quantization.scheme import Scheme
 from support.llm.families import make, padded, prompt
 from support.llm.outputs import generate, ran_fast
 from support.llm.quantized import held_by
-from support.llm.rounded_activations import Counting, off, oracle, planted
+from support.llm.rounded_cache import Counting, off, oracle, planted
 
 KINDS = ("int8-static", "fp8-static")
 MOST = {"int8-static": 127.0, "fp8-static": 448.0}

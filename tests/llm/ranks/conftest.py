@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from support.llm.families import BY_NAME, EVEN_VOCAB, available, make
+from support.llm.families import EVEN_VOCAB, make
 
 
 @pytest.fixture
@@ -18,8 +18,6 @@ def saved_model(tmp_path_factory):
 
     @functools.cache
     def save(name, **changes):
-        if not available(BY_NAME[name].kind):
-            pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
         changes = {"vocab_size": EVEN_VOCAB} | changes
         model, folder = make(name, **changes), str(tmp_path_factory.mktemp(name))
         model.save_pretrained(folder)

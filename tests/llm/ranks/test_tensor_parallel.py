@@ -1,4 +1,4 @@
-"""Models that transformers has divided among ranks: the tokens of one process, by this rank's part of every layer."""
+"""A model over several ranks: the same text in every mode, and faults of one rank that all are told."""
 
 import copy
 
@@ -10,8 +10,11 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 import accel
 from accel.tolerances import DRIFT, LOGITS
 from support.llm import families
-from support.llm.parallel import ranks
-from support.llm.runtime.deep import model_of
+from support.llm.batching.engines import alone
+from support.llm.parallel import faults, ranks
+from support.llm.parallel.modes import STOCK, ahead, all_modes
+from support.llm.runtime.near_ties import model_of
+from support.ranks import LIMIT, FaultyRanks
 
 STEPS = 6
 # All sums are ours: one for attention and MLP of each layer in a forward, and one for the words where they are divided.
@@ -57,65 +60,44 @@ def sums(model) -> int:
     return 2 * model.config.get_text_config().num_hidden_layers + 1
 
 
-@pytest.mark.parametrize("name", TWO)
-def test_two_ranks_write_the_tokens_of_one_process(name, rank_pool, saved):
-    model, folder, given = saved(name)
-    found = rank_pool(2).run(ranks.write, folder, [call()], {}, {"tp_size": 2}, given)
-    expect(found, model.generate(**call()).tolist())
-    rules = {(path, rule, status) for path, rule, status, _ in found[0]["sites"]}
-    for layer in families.layers(model):
-        assert (layer, "decoder layer", "patched") in rules
-    assert not [row for row in found[0]["sites"] if row[2] == "skipped"]
-    collectives = found[0]["collectives"][1]
-    assert collectives["all_gather_into_tensor"] == STEPS  # logits of words that are divided
-    words = sum(rule == "word embeddings" for _, rule, _, _ in found[0]["sites"])
-    assert collectives["all_reduce"] == STEPS * (sums(model) - 1 + words)
+def rows(share: int, names: tuple, size: int = 2, divided: dict | None = None, options: dict | None = None) -> list:
+    given = ((name, size, divided or {}, options or {}) for name in names)
+    return [pytest.param(*row, marks=pytest.mark.share(share)) for row in given]
 
 
-@pytest.mark.parametrize("name", GATHERED)
-def test_linears_that_are_gathered_are_called_as_transformers_has_them(name, rank_pool, saved):
-    model, folder, given = saved(name)
-    found = rank_pool(2).run(ranks.write, folder, [call()], {}, {"tp_size": 2}, given)
-    expect(found, model.generate(**call()).tolist())
-    assert ("", "language model", "patched") in {row[:3] for row in found[0]["sites"]}
-
-
-@pytest.mark.share(2)
-@pytest.mark.parametrize("name", FOUR)
-def test_four_ranks(name, rank_pool, saved):
-    model, folder, given = saved(name)
-    expect(
-        rank_pool(4).run(ranks.write, folder, [call()], {}, {"tp_size": 4}, given), model.generate(**call()).tolist()
-    )
-
-
-@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
-def test_whole_experts_on_each_rank(name, rank_pool, saved):
-    model, folder, given = saved(name)
-    found = rank_pool(2).run(ranks.write, folder, [call()], {}, {"tp_size": 2} | EXPERTS, given)
-    expect(found, model.generate(**call()).tolist())
-    assert [row[2] for row in found[0]["sites"] if row[1] == "experts"] == ["patched"] * 2
-
-
-@pytest.mark.parametrize(("name", "scheme"), SCHEMES)
-def test_rounded_weights_are_those_of_one_process(name, scheme, rank_pool, saved):
-    model, folder, given = saved(name, **WIDE)
+@pytest.mark.parametrize(
+    ("name", "size", "divided", "options"),
+    [
+        *rows(10, TWO),
+        *rows(2, GATHERED),
+        *rows(2, FOUR, 4),
+        *rows(1, ("qwen3-moe", "mixtral"), divided=EXPERTS),
+        *(row for name, scheme in SCHEMES for row in rows(5, (name,), options={"weights": scheme})),
+        *rows(1, ("llama",), options={"kv_cache": "int8"}),
+    ],
+)
+def test_ranks_write_the_tokens_of_one_process(name, size, divided, options, rank_pool, saved):
+    model, folder, given = saved(name, **(WIDE if "weights" in options else {}))
+    found = rank_pool(size).run(ranks.write, folder, [call()], options, {"tp_size": size} | divided, given)
     stock = model.generate(**call()).tolist()
-    one = accel.optimize(copy.deepcopy(model), weights=scheme)
-    found = rank_pool(2).run(ranks.write, folder, [call()], {"weights": scheme}, {"tp_size": 2}, given)
-    tokens = one.generate(**call()).tolist()
-    expect(found, tokens, stock)
-    rounded = [row[0] for row in found[0]["sites"] if row[1] == "weights" and row[2] == "patched"]
-    matrices = sum(type(module) in (torch.nn.Linear, MixtralExperts) for module in model.modules())
-    assert len(rounded) == matrices - 1  # all but the head
-
-
-def test_rounded_keys_and_values(rank_pool, saved):
-    model, folder, given = saved("llama")
-    one = accel.optimize(copy.deepcopy(model), kv_cache="int8")
-    found = rank_pool(2).run(ranks.write, folder, [call()], {"kv_cache": "int8"}, {"tp_size": 2}, given)
-    expect(found, one.generate(**call()).tolist(), model.generate(**call()).tolist())
-    assert "keys and values in int8" in found[0]["sites"][0][3]
+    one = accel.optimize(copy.deepcopy(model), **options) if options else model
+    expect(found, one.generate(**call()).tolist(), stock)
+    sites, collectives = found[0]["sites"], found[0]["collectives"][1]
+    patched = {(path, rule) for path, rule, status, _ in sites if status == "patched"}
+    assert ("", "language model") in patched
+    if "kv_cache" in options:
+        assert "keys and values in int8" in sites[0][3]
+    elif options:  # all matrices but the head
+        matrices = sum(type(module) in (torch.nn.Linear, MixtralExperts) for module in model.modules())
+        assert sum(rule == "weights" for _, rule in patched) == matrices - 1
+    elif divided:
+        assert [row[2] for row in sites if row[1] == "experts"] == ["patched"] * 2
+    elif name in TWO and size == 2:
+        assert {(layer, "decoder layer") for layer in families.layers(model)} <= patched
+        assert not [row for row in sites if row[2] == "skipped"]
+        assert collectives["all_gather_into_tensor"] == STEPS  # logits of words that are divided
+        words = sum(row[1] == "word embeddings" for row in sites)
+        assert collectives["all_reduce"] == STEPS * (sums(model) - 1 + words)
 
 
 def test_a_deep_model_whose_rounding_is_beyond_the_bound(rank_pool, tmp_path):
@@ -124,3 +106,141 @@ def test_a_deep_model_whose_rounding_is_beyond_the_bound(rank_pool, tmp_path):
     found = rank_pool(2).run(ranks.trial, str(tmp_path), {"tp_size": 2}, (9, 1, 1, 3))
     assert found[0] == found[1] and ("", "language model", "patched") in {row[:3] for row in found[0]["sites"]}
     assert found[0]["off"] > LOGITS[torch.bfloat16] and 0 < found[0]["row"] <= DRIFT * found[0]["moves"]
+
+
+@pytest.fixture(scope="module")
+def found(rank_pool, saved_model):
+    """(What the two ranks gave, what one process did), by mode."""
+    folders = saved_model("llama")[0], saved_model("llama", seed=5, num_hidden_layers=1)[0]
+    return rank_pool(2).run(all_modes, *folders, timeout=150), all_modes(*folders)
+
+
+def test_every_mode_writes_what_one_process_writes(found):
+    (first, second), one = found
+    modes = {name: told for name, told in one.items() if isinstance(told, dict) and "tokens" in told}
+    assert len(modes) > 18
+    for name, told in modes.items():
+        assert first[name] == second[name], name
+        assert first[name]["tokens"] == told["tokens"], name
+        assert first[name]["fallbacks"] == told["fallbacks"] and bool(told["fallbacks"]) == (name in STOCK), name
+        assert first[name]["sums"] >= 2 * 2 * 2 and not told["sums"], name  # two a layer, of two steps at least
+    # Draws are not all alike: that they are equal on all ranks says something.
+    assert len(set(map(tuple, one["several"]["tokens"]))) == 3
+    assert one["sampling"]["tokens"] != one["greedy"]["tokens"]
+    assert first["streamed"] == one["streamed"] and second["streamed"] == [] and len(one["streamed"]) == 10
+    assert first["verify"] is second["verify"] is one["verify"] is True
+    assert all(first[name] == second[name] == one[name] for name in ("equal", "restored"))
+
+
+def test_a_clock_is_refused(found):
+    for rank in found[0]:
+        for name in ("max_time", "max_time criterion"):
+            assert rank[name].startswith("Refused") and "max_time=5.0" in rank[name] and "max_new_tokens" in rank[name]
+
+
+def test_the_first_rank_reports_for_all(found):
+    (first, second), one = found
+    table, line = first["report"], second["report"].strip()
+    assert table.startswith("accel, rank 0 of 2: ") and "decoder layer" in table
+    assert line.startswith("accel, rank 1 of 2: ") and "sites patched" in line and "decoder layer" not in line
+    assert len(line.splitlines()) == 1
+    assert (first["told"]["rank"], second["told"]["rank"], first["told"]["ranks"]) == (0, 1, 2)
+    assert first["told"]["sites"] == second["told"]["sites"]
+    assert "rank" not in one["told"] and one["report"].startswith("accel: ")
+    assert first["nothing"] == second["nothing"] == one["nothing"]
+
+
+def test_the_loop_that_runs_ahead_takes_as_many_steps_on_all_ranks(rank_pool, saved_model):
+    """Steps that turn out to come after the end too, with a streamer on one rank alone."""
+    folder, _ = saved_model("llama")
+    first, second = rank_pool(2).run(ahead, folder)
+    one = ahead(folder)
+    assert first["loops"] == second["loops"] == one["loops"] == 4
+    assert first["given"] == one["given"] and second["given"] == []
+    for name in ("greedy", "ends", "drawn", "streamed"):
+        assert first[name] == second[name] and first[name][0] == one[name][0], name
+        assert first[name][1] >= 2 * 2 * 2
+    assert len(one["ends"][0][0]) < 34  # rows ended before the limit
+
+
+SOON = 3 * LIMIT.total_seconds() + 5  # seconds: a wait in the call, one in its end, and a busy machine
+
+WITHIN = f"within {LIMIT.total_seconds():.0f} s"
+
+
+@pytest.fixture
+def faulty():
+    pool = FaultyRanks()
+    yield pool
+    for process in pool.processes:
+        process.kill()
+
+
+def test_a_rank_that_dies_ends_the_others(faulty, saved_model):
+    (first, second), code = faulty.outcomes(faults.in_generate, saved_model("llama")[0], "dies", (1,))
+    assert code == faults.DEAD
+    assert first[0].startswith("RanksApart: rank 0 of 2 has lost the others") and first[1] < SOON
+    assert (
+        second[0].startswith("Refused: generate(): rank 0 of 2 has lost the others")
+        and second[1] < LIMIT.total_seconds()
+    )
+    assert faulty.exit_codes() == [0, faults.DEAD]
+
+
+def test_an_interrupt_of_one_rank_is_no_wrong_text_for_the_others(faulty, saved_model):
+    zero, one = faulty.outcomes(faults.in_generate, saved_model("llama")[0], "interrupted", (0,))
+    assert zero[0][0] == "KeyboardInterrupt" and one[0][0].startswith("RanksApart")
+    for _, (told, seconds) in (zero, one):
+        assert told.startswith("Refused: generate()") and seconds < SOON
+    assert faulty.exit_codes() == [0, 0]
+
+
+@pytest.mark.parametrize("fault", ["interrupted", "fails"])
+def test_what_goes_wrong_on_all_ranks_alike_leaves_them_in_step(fault, ranks, saved_model):
+    folder, stock = saved_model("llama")
+    for first, (then, _) in ranks.run(faults.in_generate, folder, fault, (0, 1)):
+        assert first[0].startswith(("KeyboardInterrupt", "ValueError"))
+        assert then == str([[5, 6, 7, *alone(stock, [5, 6, 7], 6)]])
+
+
+def test_a_text_that_is_another_one_on_one_rank_is_not_let_out(ranks, saved_model):
+    folder, stock = saved_model("llama")
+    for (first, _), (then, _) in ranks.run(faults.another_text, folder, 1):
+        assert first.startswith("Refused: the end of generate(): what was written is not the same on all ranks")
+        assert then == str([[5, 6, 7, *alone(stock, [5, 6, 7], 6)]])
+
+
+@pytest.mark.share(2)
+@pytest.mark.parametrize(("fault", "rank"), [("dies", 1), ("fails", 1), ("interrupted", 0), ("interrupted", 1)])
+def test_batches_end_with_a_rank(fault, rank, faulty, saved_model):
+    folder, stock = saved_model("llama")
+    found = faulty.outcomes(faults.in_batches, folder, fault, rank)
+    if fault == "dies":
+        assert found.pop(rank) == faults.DEAD
+    right = alone(stock, [5, 6, 7], 60)
+    for number, calls in enumerate(found):
+        batch, again, then = (told for told, _ in calls)
+        assert max(seconds for _, seconds in calls) < SOON
+        if fault == "interrupted":  # between two steps of the thread, which all end alike
+            assert batch == "KeyboardInterrupt" if number == rank else "another rank" in batch
+            assert again == str([(right[:6], None)]) and then == str([[5, 6, 7, *right[:6]]])
+        else:
+            words = ("RanksApart", "lost the others", "of somebody's own")
+            assert any(one in batch for one in words), batch
+            assert again.startswith("Refused") and then.startswith("Refused")
+    assert faulty.exit_codes() == [faults.DEAD if (fault, one) == ("dies", rank) else 0 for one in (0, 1)]
+
+
+def test_ranks_that_do_other_things_are_refused_by_name(faulty, saved_model):
+    folder, stock = saved_model("llama")
+    zero, one = faulty.outcomes(faults.apart, folder, saved_model("llama", seed=5, num_hidden_layers=1)[0])
+    alone_told, options, model, optimized, inputs, draws, absent, text = (told for told, _ in zero)
+    assert alone_told.startswith(f"Refused: accel.optimize: rank 1 did not call it {WITHIN}")
+    assert "option graphs" in options and "True on rank 0; False on rank 1" in options
+    assert "the model is not the same" in model and "LlamaForCausalLM" in model
+    assert optimized == "optimized"
+    assert "the inputs" in inputs and "torch.manual_seed" in draws
+    assert absent.startswith(f"Refused: generate(): rank 1 did not call it {WITHIN}")
+    assert text == str([[5, 6, 7, *alone(stock, [5, 6, 7], 6)]])
+    assert [told for told, _ in one] == ["", options, model, optimized, inputs, draws, "", text]
+    assert max(seconds for _, seconds in zero) < SOON

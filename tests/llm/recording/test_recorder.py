@@ -15,7 +15,7 @@ from accel.llm.analysis.analyze import formulas
 from accel.llm.recording.recorder import record
 from accel.llm.runtime.attention_kinds import KINDS
 from support.llm.edits.modules import llama_with
-from support.llm.families import BY_NAME, available, make, prompt
+from support.llm.families import make, prompt
 from support.llm.outputs import flat, generate, same
 
 
@@ -202,8 +202,6 @@ TABLES = {"gpt2": "n_positions", "opt": "max_position_embeddings", "biogpt": "ma
 
 @pytest.mark.parametrize(("name", "positions"), [("gpt2", 7), ("gpt2", 13), ("opt", 9), ("biogpt", 10)])
 def test_models_of_few_positions_are_fused(name, positions):
-    if not available(BY_NAME[name].kind):
-        pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
     model = make(name, **{TABLES[name]: positions})
     stock = copy.deepcopy(model)
     accel.optimize(model)
@@ -249,8 +247,6 @@ def test_verify_writes_no_more_than_there_are_positions(positions):
 
 @pytest.mark.parametrize("name", TABLES)
 def test_models_of_too_few_positions_are_left_alone(name):
-    if not available(BY_NAME[name].kind):
-        pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
     model = make(name, **{TABLES[name]: 4})
     stock = copy.deepcopy(model)
     accel.optimize(model)

@@ -14,6 +14,7 @@ from support.kernels.waiting import NothingWaits
 from support.llm.families import make, prompt
 from support.llm.optimized_models import optimized, pair
 from support.llm.runtime.near_ties import deep_gpt_oss
+from support.noted import noted
 
 BY_ROWS = ExpertFormula(("gate_up_proj", "down_proj"), (), False, False, Gating())
 GPT_OSS = ExpertFormula(
@@ -46,9 +47,7 @@ def fused(model: nn.Module) -> dict[str, ExpertsForward]:
 
 def taken(monkeypatch) -> list[int]:
     """The numbers of tokens of the fused calls to come."""
-    tokens, fast = [], ExpertsForward.fast
-    monkeypatch.setattr(ExpertsForward, "fast", lambda self, x, *rest: tokens.append(len(x)) or fast(self, x, *rest))
-    return tokens
+    return noted(monkeypatch, ExpertsForward, "fast", lambda self, x, *more: len(x))
 
 
 @torch.no_grad()
@@ -147,7 +146,7 @@ def test_named_arguments_are_taken(monkeypatch):
     ours, stock = pair("gpt-oss")
     for model in (ours, stock):
         model.set_experts_implementation("eager")  # others take them by place alone
-    tokens = taken_by_name(monkeypatch)
+    tokens = noted(monkeypatch, ExpertsForward, "fast", lambda self, *args, **given: tuple(sorted(given)))
     index, shares = torch.tensor([[0, 3], [2, 1]]), torch.rand(2, 2)
     found = [
         model.model.layers[0].mlp.experts(torch.ones(2, 64), routing_weights=shares, router_indices=index)
@@ -155,14 +154,3 @@ def test_named_arguments_are_taken(monkeypatch):
     ]
     torch.testing.assert_close(*found)
     assert tokens == [("router_indices", "routing_weights")]
-
-
-def taken_by_name(monkeypatch) -> list[tuple]:
-    names, fast = [], ExpertsForward.fast
-
-    def noted(self, *args, **kwargs):
-        names.append(tuple(sorted(kwargs)))
-        return fast(self, *args, **kwargs)
-
-    monkeypatch.setattr(ExpertsForward, "fast", noted)
-    return names

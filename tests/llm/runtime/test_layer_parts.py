@@ -1,12 +1,17 @@
-"""Every module inside a fused layer of every family, changed in every way: what stock then computes is what comes."""
+"""The parts of a layer, and the kernels measured for its products."""
 
 import copy
 
 import pytest
 import torch
+from accel_kernels import fused_linear, quantized_linear
+from accel_kernels.gemm.linear import torch_linear
+from accel_kernels.trials import Trials
 
 import accel
-from support.llm.families import BY_NAME, FAMILIES, available, layers, make, padded
+from accel.llm.runtime.linear import MOST_MEASURED_ROWS, Weights
+from accel.patching.fast_forward import Kernels
+from support.llm.families import BY_NAME, FAMILIES, layers, make, padded, prompt
 from support.llm.outputs import same
 from support.module_changes import CHANGES, answers, dropping
 
@@ -23,8 +28,6 @@ TABLE = [(family, change) for family in FAMILIES if family.expected != "stock" f
 @pytest.mark.parametrize(("family", "change"), TABLE, ids=str)
 @pytest.mark.share(40)
 def test_a_changed_module_inside_a_layer_is_noticed(family, change):
-    if not available(family.kind):
-        pytest.skip(f"this transformers has no {family.kind}")
     go_through(family, change)
 
 
@@ -59,3 +62,91 @@ def go_through(family, change):
 
 def names_in(model, path):
     return [f"{path}.{name}".rstrip(".") for name, _ in model.get_submodule(path).named_modules()]
+
+
+class Counted:
+    """Multiplies as torch does, and keeps what it was given besides x."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, x, weight, bias=None, residual=None):
+        self.seen.append((tuple(weight.shape), bias is not None, residual is not None))
+        return torch_linear(x, weight, bias, residual)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """The product that optimized models are given."""
+    product = Counted()
+    monkeypatch.setattr("accel.planning.plan.LinearChooser", lambda cache: product)
+    return product
+
+
+def layers_of(family: str, counted, rows: int, noting: bool = True):
+    """(logits of a step of so many rows, stock's, and what was multiplied by the chosen product in it)."""
+    stock = make(family)
+    model, found = accel.optimize(copy.deepcopy(stock), graphs=True, cpu="fuse"), []
+    for one in (model, stock):
+        with torch.no_grad():
+            cache = one(prompt(rows, 5)).past_key_values
+            counted.seen.clear()
+            with Trials().noting() if noting else torch.no_grad():
+                found.append(one(prompt(rows, 1, 3), past_key_values=cache).logits)
+            if one is model:
+                seen = list(counted.seen)
+    return *found, seen
+
+
+def test_a_layer_of_many_rows(counted):
+    """Four products in passes: queries, keys and values as one; out and down with the residual in them."""
+    ours, stock, seen = layers_of("llama", counted, 70)
+    torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-5)
+    config = make("llama").config
+    layers = config.num_hidden_layers
+    kinds = [residual for _, _, residual in seen]
+    assert len(seen) == 5 * layers and sum(kinds) == 2 * layers and kinds[:5] == [False, True, False, False, True]
+
+
+def test_biases_and_residuals_are_one_product(counted):
+    ours, stock, seen = layers_of("gpt2", counted, 70)
+    torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-5)
+    assert (True, True) in {(bias, residual) for _, bias, residual in seen}
+
+
+@pytest.mark.parametrize("rows, noting", [(64, True), (70, False)])
+def test_few_rows_and_calls_that_would_wait_are_not_measured(counted, rows, noting):
+    ours, stock, seen = layers_of("llama", counted, rows, noting)
+    torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-5)
+    assert seen == []
+
+
+@pytest.mark.parametrize("rows, inside", [(70, True), (520, False)])
+def test_the_norm_before_a_quantized_weight_is_its_own_up_to_512_rows(rows, inside):
+    """Beyond, it is done once for all products of an input."""
+    seen = []
+
+    def counted(x, weight, bias=None, *, norm=None, **after):
+        seen.append((x.numel() // x.shape[-1], norm is not None))
+        return quantized_linear.reference(x, weight, bias, norm=norm, **after)
+
+    stock = make("llama")
+    with accel.register_op("quantized_linear", counted):
+        model = accel.optimize(copy.deepcopy(stock), weights="int8", cpu="fuse")
+    seen.clear()
+    with torch.no_grad():
+        ours, wanted = (one(prompt(rows, 1)).logits for one in (model, stock))
+    assert (ours - wanted).abs().max() < 0.05 * wanted.abs().max()
+    norms = [norm for many, norm in seen if many == rows]
+    layers = stock.config.num_hidden_layers
+    assert norms == [inside, False, inside, False] * layers  # queries, keys and values; out; gate and up; down
+
+
+def test_not_where_a_user_has_put_another_operation(counted):
+    weights = Weights(torch.nn.Parameter(torch.randn(8, 8)), None)
+    x = torch.randn(70, 8)
+    with Trials().noting():
+        assert weights.product(Kernels(None, counted), x).keywords == {"linear": counted}
+        mine = Kernels(None, counted, fused_linear=lambda *args, **more: None)
+        assert weights.product(mine, x) is mine.fused_linear
+        assert weights.product(Kernels(None, counted), x.expand(MOST_MEASURED_ROWS + 1, 70, 8)) is fused_linear

@@ -14,8 +14,9 @@ import accel
 from accel.llm.analysis.router import RouterFormula, holds_router, router_formulas
 from accel.llm.analysis.router_trial import GIVEN
 from accel.llm.runtime.router import RouterForward
-from support.llm.families import BY_NAME, available, make, prompt
-from support.llm.runtime.routers import assert_routed_alike, now, routers
+from support.llm.families import make, prompt
+from support.llm.runtime.near_ties import assert_routed_alike, now, routers
+from support.noted import noted
 
 AFTER, BEFORE = Routing(2, "none", "softmax"), Routing(2)
 GROUPED = Routing(2, "sigmoid", "sum", eps=1e-20, groups=2, kept=1)
@@ -38,20 +39,11 @@ ROUTINGS = {
 
 def taken(monkeypatch) -> list[int]:
     """The numbers of tokens of the fused calls to come."""
-    tokens, fast = [], RouterForward.fast
-
-    def noted(self, x, *more, **named):
-        tokens.append(x.numel() // x.shape[-1])
-        return fast(self, x, *more, **named)
-
-    monkeypatch.setattr(RouterForward, "fast", noted)
-    return tokens
+    return noted(monkeypatch, RouterForward, "fast", lambda self, x, *more, **named: x.numel() // x.shape[-1])
 
 
 def built(name: str, dtype: torch.dtype = torch.float32, **changes) -> nn.Module:
     """A model whose biases for the choice count."""
-    if not available(BY_NAME[name].kind):
-        pytest.skip(f"this transformers has no {name}")
     model = make(name, dtype, **changes)
     for path, tensor in (*model.named_buffers(), *model.named_parameters()):
         if CORRECTION in path:

@@ -79,10 +79,6 @@ def interrupt(pipe, tensors):
     pipe._interrupt = True
 
 
-def edit_prompt(pipe, tensors):
-    tensors["prompt_embeds"].mul_(0.3)
-
-
 def edit_weights(pipe, tensors):
     """Those that prompt and timestep go through, whose products are the same at every step until now."""
     for name, weight in pipe.unet.named_parameters():
@@ -97,7 +93,9 @@ BETWEEN_STEPS = {
     "another-prompt": lambda pipe, adapter: at(
         1, lambda p, tensors: {"prompt_embeds": -tensors["prompt_embeds"]}, ("prompt_embeds",)
     ),
-    "prompt-edited-in-place": lambda pipe, adapter: at(1, edit_prompt, ("prompt_embeds",)),
+    "prompt-edited-in-place": lambda pipe, adapter: at(
+        1, lambda pipe, tensors: tensors["prompt_embeds"].mul_(0.3), ("prompt_embeds",)
+    ),
     "latents-edited": lambda pipe, adapter: at(2, lambda p, tensors: {"latents": 0.9 * tensors["latents"]}),
     "weights-edited-in-place": lambda pipe, adapter: at(1, edit_weights),
     "lora-loaded": lambda pipe, adapter: at(1, lambda p, tensors: adapter(p)),

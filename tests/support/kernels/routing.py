@@ -4,7 +4,7 @@ import torch
 from accel_kernels import route
 from accel_kernels.moe.route import CASES
 
-from support.kernels.accuracy import FLOOR, TRUNCATION
+from support.kernels.numbers import FLOOR, TRUNCATION
 
 
 def route_case(name: str, device: torch.device, dtype: torch.dtype) -> tuple:

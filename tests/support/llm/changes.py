@@ -6,9 +6,23 @@ from dataclasses import dataclass
 from torch import nn
 
 from support.llm.edits import modules, weights
-from support.llm.edits.adapters import choose, delete, lora, merge, prefix, switch, unmerge, wrapped
 from support.llm.edits.modules import around, config, hook, own_forward, setting, unhook
-from support.llm.edits.places import attention, do, first, matrix, mlp, norm
+from support.llm.edits.places import (
+    attention,
+    choose,
+    delete,
+    do,
+    first,
+    lora,
+    matrix,
+    merge,
+    mlp,
+    norm,
+    prefix,
+    switch,
+    unmerge,
+    wrapped,
+)
 from support.llm.edits.weights import in_place, through_data
 
 

@@ -4,12 +4,11 @@ import copy
 import functools
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from torch import nn
 
 import accel
-from support.llm.families import BY_NAME, available, make
+from support.llm.families import make
 
 
 class Optimized(NamedTuple):
@@ -26,8 +25,6 @@ def shared(name: str, dtype: torch.dtype = torch.float32, changes: tuple = (), *
 
     Nothing of accel may be replaced when it is first asked for: what is made here is what later tests get.
     """
-    if not available(BY_NAME[name].kind):
-        pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
     stock = make(name, dtype, **dict(changes))
     ours = accel.optimize(copy.deepcopy(stock), **options)
     return Optimized(ours, stock, copy.deepcopy(ours))

@@ -2,7 +2,6 @@
 
 import copy
 
-import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -11,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import accel
 from accel.quantization.experts import QuantizedExperts
 from support.llm import optimized_models
-from support.llm.families import BY_NAME, available, make, padded
+from support.llm.families import make, padded
 
 # Layers with experts, and what differs from the table of families.
 MIXTURES = {
@@ -79,8 +78,6 @@ def rounded(stock, ours, dtype: torch.dtype | None = None):
 
 def mixture(name: str, dtype: torch.dtype = torch.float32, **changes):
     """A stock model."""
-    if not available(BY_NAME[name].kind):
-        pytest.skip(f"this transformers has no {name}")
     return make(name, dtype, **MIXTURES[name][1] | changes)
 
 

@@ -1,14 +1,16 @@
-"""What one call of generate_batch does to the next, and what the report tells of it."""
+"""One call of generate_batch after another, and answers that go on where they were begun elsewhere."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 import accel
 from accel.llm.batching.request import was_cut
+from support.everything import always
 from support.llm.families import make, prompt
 
 CONFIG = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
@@ -68,3 +70,91 @@ def test_an_answer_that_is_cut_says_so():
 def new(tokens):
     config = GenerationConfig(max_new_tokens=tokens, eos_token_id=-1, pad_token_id=0)
     return {"generation_config": config, "continuous_batching_config": CONFIG}
+
+
+FOLDER = Path(__file__).parents[4] / "examples" / "models" / "tiny-lm"
+TEXT, MOST = "It was a beautiful evening, and", 24
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(FOLDER)
+
+
+@pytest.fixture(scope="module")
+def manager():
+    model = accel.optimize(AutoModelForCausalLM.from_pretrained(FOLDER))
+    made = model.init_continuous_batching(GenerationConfig(eos_token_id=-1), ContinuousBatchingConfig(num_blocks=4))
+    made.start()
+    yield made
+    made.stop(hard_stop=True)
+    made.destroy()
+
+
+def settled(manager, *args, **given):
+    """The last output of a request."""
+    return manager.get_result(manager.add_request(*args, **given), timeout=60)
+
+
+SETTINGS = {
+    "greedy": {},
+    "sampled": {"do_sample": True, "temperature": 1.5, "top_k": 0, "seed": 5},
+    "nucleus": {"do_sample": True, "temperature": 2.0, "top_k": 0, "top_p": 0.9, "seed": 2**63 + 1},
+    "penalty": {"repetition_penalty": 1.3},
+    "on the host": {
+        "generation_config": GenerationConfig(no_repeat_ngram_size=2, min_new_tokens=20),
+        "eos_token_id": 0,
+    },
+}
+
+
+@pytest.mark.parametrize("name", always(SETTINGS, "penalty"))
+def test_an_answer_goes_on_as_it_would_have(manager, tokenizer, name):
+    prompt, given = tokenizer(TEXT).input_ids, SETTINGS[name]
+    whole = settled(manager, prompt, max_new_tokens=MOST, **given).generated_tokens
+    assert len(whole) == MOST
+    for cut in (1, 7, MOST - 1):
+        steps = manager.current_batch
+        got = settled(manager, prompt, max_new_tokens=MOST, generated=whole[:cut], **given)
+        assert got.generated_tokens == whole and got.prompt_ids == prompt
+        assert manager.current_batch - steps <= MOST - cut + 1  # none of those before was drawn again
+
+
+def test_what_was_begun_is_what_it_goes_on_behind(manager, tokenizer):
+    """Tokens that this model would not have drawn, which stock reads as a part of the prompt."""
+    prompt, begun = tokenizer(TEXT).input_ids, tokenizer(" then the rain").input_ids
+    behind = settled(manager, prompt + begun, max_new_tokens=8).generated_tokens
+    got = settled(manager, prompt, max_new_tokens=8 + len(begun), generated=begun).generated_tokens
+    assert got == begun + behind
+
+
+def test_streamed_outputs_have_all_tokens(manager, tokenizer):
+    prompt = tokenizer(TEXT).input_ids
+    whole = settled(manager, prompt, max_new_tokens=6).generated_tokens
+    name = manager.add_request(prompt, max_new_tokens=6, streaming=True, generated=whole[:3])
+    assert [one.generated_tokens for one in manager.request_id_iter(name)] == [whole[:4], whole[:5], whole[:6]]
+
+
+@pytest.mark.parametrize("ends", [{"max_new_tokens": 3}, {"max_new_tokens": 9, "eos_token_id": [0, 44]}])
+def test_an_answer_that_is_whole_is_not_gone_on_with(manager, ends):
+    got = settled(manager, [5, 6], generated=[7, 8, 44], **ends)
+    assert got.generated_tokens == [7, 8, 44] and got.status is RequestStatus.FINISHED and got.error is None
+
+
+def test_an_answer_as_long_as_the_model(manager):
+    longest = manager.engine.limits.context
+    got = settled(manager, [5] * (longest - 2), generated=[7, 8, 9])
+    assert got.generated_tokens == [7, 8, 9] and got.error is None
+
+
+def test_what_no_answer_begins_with_fails_alone(manager, tokenizer):
+    wrong = settled(manager, [5], max_new_tokens=3, generated=[7, len(tokenizer)])
+    assert f"token {len(tokenizer)} is not one of the model's" in wrong.error
+    manager.num_return_sequences = 2
+    try:
+        name = manager.add_request([5], max_new_tokens=3, generated=[7])
+        both = [manager.get_result(timeout=60) for _ in range(2)]
+    finally:
+        manager.num_return_sequences = 1
+    assert {one.request_id.partition("__")[0] for one in both} == {name}
+    assert all("num_return_sequences=2 answers cannot begin alike" in one.error for one in both)

@@ -323,13 +323,6 @@ def test_an_error_of_the_caller_lets_the_rest_finish(pair_of):
     assert len(list(manager)) == len(LENGTHS) and not manager.is_running()
 
 
-def test_a_prompt_that_is_wrong_fails_alone(pair_of):
-    model, stock = pair_of("llama")
-    got = batch(model, [[], *prompts(), [VOCAB + 5]])
-    assert [one.error is None for one in got.values()] == [False, *(True,) * len(LENGTHS), False]
-    assert list(tokens(got).values())[1:-1] == list(tokens(batch(stock)).values())
-
-
 def test_sizes_come_from_stocks_configuration(pair_of):
     forward = vars(pair_of("llama")[0])["forward"]
     config = ContinuousBatchingConfig(

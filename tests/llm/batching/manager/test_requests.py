@@ -1,18 +1,20 @@
-"""Requests that are wrong, that are many, and that are cancelled in every state."""
+"""Requests that are wrong, many, or cancelled, steps that raise, and a surface that is stock's."""
 
+import ast
 import asyncio
+import inspect
 import queue
+import textwrap
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from transformers import ContinuousBatchingConfig
+import torch
+from transformers import ContinuousBatchingConfig, ContinuousBatchingManager
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 from accel.llm.batching import loop
-from support.llm.managers.fake_engine import VOCABULARY, answer
-from support.llm.managers.managers import PROMPTS, collect, make_manager
-
-# -- requests that are wrong -------------------------------------------------------------------------------------------
+from accel.llm.batching.manager import BatchManager
+from support.llm.managers.managers import PROMPTS, VOCABULARY, answer, collect, make_manager
 
 
 @pytest.mark.parametrize(
@@ -146,3 +148,104 @@ def test_whoever_waits_for_a_cancelled_request_is_lines_told(manager):
     next(results)
     manager.cancel_request(name)
     assert list(results)[-1].error == "the request was cancelled"
+
+
+def public(names):
+    return {name for name in names if not name.startswith("_") or name == "__iter__"}
+
+
+# Keywords that stock or 5.17 has not, all with defaults.
+MORE = {"stop_strings", "tokenizer", "generated", "auto_switch_to_flash"}
+
+
+def test_no_public_code_of_stocks_is_left(manager):
+    """Whatever a version of transformers has there would look at fields that are not ours."""
+    assert isinstance(manager, ContinuousBatchingManager)
+    assert not public(vars(ContinuousBatchingManager)) - vars(BatchManager).keys()
+    for name in public(vars(ContinuousBatchingManager)):
+        stock, ours = (getattr(kind, name) for kind in (ContinuousBatchingManager, BatchManager))
+        if callable(ours) and name not in ("warmed_up",):
+            theirs, mine = (inspect.signature(function).parameters for function in (stock, ours))
+            assert (
+                [one for one in mine if one in theirs] == list(theirs)
+                and mine.keys() - theirs <= MORE
+                and all(
+                    theirs[one].default == mine[one].default and theirs[one].kind == mine[one].kind for one in theirs
+                )
+            ), name
+
+
+INNER = {"input_queue", "cancel_queue", "output_router", "distributed_helper", "logit_processor"}
+
+
+def test_fields_of_stocks_that_are_not_of_its_inner_works(manager):
+    tree = ast.parse(textwrap.dedent(inspect.getsource(ContinuousBatchingManager)))
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    fields = public(node.attr for node in nodes if getattr(node.value, "id", None) == "self")
+    assert {name for name in fields if not hasattr(manager, name)} == INNER & fields
+
+
+@pytest.mark.parametrize("error", [ValueError("a bad day"), torch.OutOfMemoryError("CUDA out of memory")])
+def test_a_step_that_raises_fails_what_ran_in_it(manager, error, lines_told):
+    manager.toy.rows, manager.toy.faults = 2, {2: error}
+    ids = manager.add_requests(PROMPTS)
+    manager.start()
+    found = collect(manager, len(PROMPTS))
+    failed = [name for name in ids if found[name].error is not None]
+    assert len(failed) == 2 and {found[name].error for name in failed} == {str(error)}
+    for name, prompt in zip(ids, PROMPTS, strict=True):
+        assert found[name].generated_tokens == answer(prompt, 6)[: 1 if name in failed else 6]
+    assert manager.background_thread_status.fatal_error is None and manager.is_running()
+    assert any(str(error) in line for line in lines_told)
+
+
+@pytest.mark.parametrize(
+    "faults", [dict.fromkeys(range(1, 9), ValueError("no luck")), {2: torch.AcceleratorError("CUDA error: lost")}]
+)
+def test_a_loop_that_cannot_go_on_fails_all_and_says_why(manager, faults, lines_told):
+    manager.toy.rows, manager.toy.faults = 1, faults
+    ids = manager.add_requests(PROMPTS)
+    manager.start()
+    found = collect(manager, len(PROMPTS))
+    assert all(found[name].error for name in ids)
+    manager._loop.thread.join(10)
+    error = next(iter(faults.values()))
+    assert manager.background_thread_status.fatal_error is error and not manager.is_running()
+    assert manager.add_request([1]) is None and manager.get_result() is None
+    assert any("died with a fatal error" in line for line in lines_told)
+    assert manager.toy.closed == 1
+    manager.stop()
+    manager.toy.faults, manager.toy.steps = {}, 0
+    manager.start()  # once whatever it was is gone
+    assert manager.background_thread_status.fatal_error is None
+    name = manager.add_request([1])
+    assert collect(manager, 1)[name].error is None
+
+
+def test_an_engine_that_cannot_be_made(lines_told):
+    def build():
+        raise torch.OutOfMemoryError("no memory for keys and values")
+
+    manager = make_manager()
+    manager._loop.build = build
+    with pytest.raises(torch.OutOfMemoryError, match="keys and values"):
+        manager.warmup()
+    assert not manager.warmed_up
+    names = manager.add_requests(PROMPTS[:2])
+    manager.start()
+    found = collect(manager, 2)
+    assert all("keys and values" in found[name].error for name in names)
+    manager.stop()
+
+
+def test_an_engine_that_fails_at_failing_loses_nothing(manager):
+    def fail(error):
+        raise KeyError("worse")
+
+    manager.toy.faults, manager.toy.fail = {1: ValueError("bad")}, fail
+    ids = manager.add_requests(PROMPTS)
+    manager.start()
+    found = collect(manager, len(PROMPTS))
+    assert all("worse" in found[name].error for name in ids)
+    manager.toy.running.clear()
+    manager.toy.waiting.clear()

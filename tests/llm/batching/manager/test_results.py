@@ -9,8 +9,7 @@ import torch
 from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.requests import RequestStatus
 
-from support.llm.managers.fake_engine import answer, child_answer
-from support.llm.managers.managers import PROMPTS, Model, collect, make_manager
+from support.llm.managers.managers import PROMPTS, Model, answer, child_answer, collect, make_manager
 
 # -- what comes out ----------------------------------------------------------------------------------------------------
 
@@ -44,13 +43,6 @@ def test_prompts_that_begin_alike_stand_behind_one_another():
         ids = manager.add_requests(PROMPTS)
         assert [one.prompt for one in manager._loop._added] == wanted
         assert {one.id: one.prompt for one in manager._loop._added} == dict(zip(ids, PROMPTS, strict=True))
-
-
-def test_requests_may_come_before_the_start(manager):
-    name = manager.add_request([1, 2])
-    assert manager.get_result() is None and not manager.is_running()
-    manager.start()
-    assert collect(manager, 1)[name].generated_tokens == answer([1, 2], 6)
 
 
 def test_a_stream_shows_every_token_and_its_end(manager):

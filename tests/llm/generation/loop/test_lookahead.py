@@ -16,21 +16,20 @@ from accel.llm.generation.loop.methods import PREPARE, predictable
 from accel.llm.kv_cache.cache import store_of
 from accel.llm.kv_cache.pending_step import PendingStep
 from support.llm.families import padded, prompt
+from support.noted import noted
 
 CRITERIA = "_get_stopping_criteria"
 
 
 def criteria_of(model, monkeypatch, **call) -> list:
     """The stopping criteria that the loop of one generate() call was given."""
-    seen = []
+
+    def given(*args, **kwargs):
+        return kwargs["stopping_criteria"] if "stopping_criteria" in kwargs else args[3]
+
+    seen: list = []
     for loop in ("_sample", "_beam_search", "_assisted_decoding"):
-        run = getattr(GenerationMixin, loop)
-
-        def spied(self, *args, run=run, **kwargs):
-            seen.append(kwargs["stopping_criteria"] if "stopping_criteria" in kwargs else args[2])
-            return run(self, *args, **kwargs)
-
-        monkeypatch.setattr(GenerationMixin, loop, spied)
+        noted(monkeypatch, GenerationMixin, loop, given, seen)
     ids, mask = padded((7, 4))
     model.generate(ids, attention_mask=mask, max_new_tokens=3, **call)
     return seen
@@ -55,15 +54,10 @@ def test_only_where_tokens_come_one_by_one(pair_of, monkeypatch, call, begins):
 
 def test_what_one_call_has_found_out_is_not_used_by_the_next(pair_of, monkeypatch):
     ours, _ = pair_of("llama")
-    assert type(criteria_of(ours, monkeypatch)[-1]) is Lookahead
-    assert type(criteria_of(ours, monkeypatch, use_cache=False)[-1]) is StoppingCriteriaList
-
-
-def test_criteria_copy_as_plain_ones(pair_of, monkeypatch):
-    found = criteria_of(pair_of("llama")[0], monkeypatch)[0]
-    assert type(found) is Lookahead
+    found = criteria_of(ours, monkeypatch)[-1]
     again = copy.deepcopy(found)
-    assert type(again) is StoppingCriteriaList and len(again) == len(found)
+    assert type(found) is Lookahead and type(again) is StoppingCriteriaList and len(again) == len(found)
+    assert type(criteria_of(ours, monkeypatch, use_cache=False)[-1]) is StoppingCriteriaList
 
 
 def test_signatures_are_the_classes(pair_of):

@@ -136,11 +136,14 @@ ELSEWHERE = {
     "a processor": {"logits_processor": LogitsProcessorList([Own()])},
     "words": {"no_repeat_ngram_size": 3},
     "an argument": {"token_type_ids": "ones"},
+    "another device": {},
 }
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
-def test_stocks_own_loop(name, pair_of, twins, ran):
+@pytest.mark.parametrize("name", always(ELSEWHERE, "another device"))
+def test_stocks_own_loop(name, pair_of, twins, ran, monkeypatch):
+    if name == "another device":
+        monkeypatch.setattr(handover, "DEVICES", ())
     ours, stock = pair_of("gpt2") if name == "an argument" else twins()  # calls that fall back are counted
     call = {key: torch.ones(2, 7).long() if value == "ones" else value for key, value in ELSEWHERE[name].items()}
     same(followed_by_numbers(ours, **call), followed_by_numbers(stock, **call))
@@ -160,13 +163,6 @@ def test_a_decoding_method_of_the_users_own(pair_of, ran):
     ours, stock = pair_of("llama")
     found = [model.generate(prompt(2, 4), max_new_tokens=5, custom_generate=own) for model in (ours, stock)]
     assert torch.equal(*found) and ran == [0, 0]
-
-
-def test_without_the_loop(pair_of, ran, monkeypatch):
-    ours, stock = pair_of("llama")
-    monkeypatch.setattr(handover, "DEVICES", ())
-    same(followed_by_numbers(ours), followed_by_numbers(stock))
-    assert ran == [0, 0]
 
 
 def test_a_stock_loop_of_another_kind(twins, ran, monkeypatch):

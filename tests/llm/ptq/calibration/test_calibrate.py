@@ -15,16 +15,11 @@ from accel.llm.ptq.calibration.linears import linears
 from accel.llm.recording.recorder import decoder_layers
 from accel.quantization.rounding import round_to_nearest
 from accel.quantization.scheme import Scheme
-from support.llm.families import BY_NAME, FAMILIES, available, layers, make, padded, prompt
+from support.llm.families import FAMILIES, layers, make, padded, prompt
+from support.noted import noted
 
 INT4, INT8 = Scheme.parse("int4-g32"), Scheme.parse("int8")
 ALL = [(method, INT8 if method == "smoothquant" else INT4) for method in METHODS]
-
-
-def model_of(name: str, **changes):
-    if not available(BY_NAME[name].kind):
-        pytest.skip(f"this transformers has no {BY_NAME[name].kind}")
-    return make(name, **changes)
 
 
 def texts(count: int = 2, rows: int = 4, length: int = 24) -> list[dict[str, torch.Tensor]]:
@@ -46,7 +41,7 @@ def same(first, second) -> bool:
 @pytest.mark.parametrize("name", [str(family) for family in FAMILIES])
 @pytest.mark.share(5)
 def test_every_layer_is_given_what_the_model_gives_it(name):
-    model = model_of(name)
+    model = make(name)
     try:
         path, stack = decoder_layers(model)
     except Exception as reason:
@@ -70,7 +65,7 @@ def test_every_layer_is_given_what_the_model_gives_it(name):
 
 
 def test_where_the_model_does_something_between_its_layers_they_are_given_that():
-    model = model_of("llama")
+    model = make("llama")
     path, stack = decoder_layers(model)
     stock = type(stack[0]).forward
     between = type(
@@ -91,7 +86,7 @@ def test_where_the_model_does_something_between_its_layers_they_are_given_that()
 @pytest.mark.parametrize("name", ["llama-biases", "gpt2", "phi", "mixtral", "qwen2-moe", "codegen", "mamba"])
 @pytest.mark.share(6)
 def test_the_model_is_left_as_the_results_say_and_nothing_else_is_changed(name, method, scheme):
-    stock = model_of(name)
+    stock = make(name)
     model = copy.deepcopy(stock)
     results = run(model, method, scheme)
     assert [result.path for result in results] == list(layers(model))
@@ -114,7 +109,7 @@ def test_the_model_is_left_as_the_results_say_and_nothing_else_is_changed(name, 
 
 @pytest.mark.parametrize(("method", "scheme"), ALL, ids=METHODS)
 def test_results_that_are_known_are_applied_and_the_others_come_out_as_before(method, scheme):
-    stock = model_of("llama-biases", num_hidden_layers=3)
+    stock = make("llama-biases", num_hidden_layers=3)
     whole, half = copy.deepcopy(stock), copy.deepcopy(stock)
     results = run(whole, method, scheme)
     assert all(isinstance(result.sqnr_db, float) for result in results)
@@ -128,7 +123,7 @@ def test_results_that_are_known_are_applied_and_the_others_come_out_as_before(me
 
 
 def test_to_nearest_needs_no_text_and_is_what_optimize_stores():
-    model = model_of("gpt2")
+    model = make("gpt2")
     stock = copy.deepcopy(model)
     results = run(model, "rtn", INT4, [])
     for result in results:
@@ -142,14 +137,14 @@ def test_to_nearest_needs_no_text_and_is_what_optimize_stores():
 def test_better_than_to_nearest(method):
     """The first layer, which gets the same inputs whatever was done."""
     for name in ("llama", "gpt2", "gemma2", "phi", "mixtral"):
-        ours, nearest = (next(quantize_layers(model_of(name), INT4, m, texts(8))).sqnr_db for m in (method, "rtn"))
+        ours, nearest = (next(quantize_layers(make(name), INT4, m, texts(8))).sqnr_db for m in (method, "rtn"))
         print(f"{name}: {method} {ours:.1f} dB, to nearest {nearest:.1f} dB")
         assert ours > nearest + (1.0 if method == "gptq" else 0.05)
 
 
 @pytest.mark.parametrize(("method", "scheme"), ALL, ids=METHODS)
 def test_one_token_is_enough_to_run(method, scheme):
-    model = model_of("llama")
+    model = make("llama")
     run(model, method, scheme, [{"input_ids": torch.tensor([[5]])}])
     assert bool(model(input_ids=prompt()).logits.isfinite().all())
 
@@ -158,9 +153,7 @@ def test_one_token_is_enough_to_run(method, scheme):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.share(3)
 def test_in_half_precision(method, scheme, dtype):
-    (exact, *_), (result, *_) = (
-        run(model_of("llama-biases", dtype=one), method, scheme) for one in (torch.float32, dtype)
-    )
+    (exact, *_), (result, *_) = (run(make("llama-biases", dtype=one), method, scheme) for one in (torch.float32, dtype))
     assert abs(result.sqnr_db - exact.sqnr_db) < (1.0 if scheme == INT4 else 3.0)
     assert all(quantized.scales.dtype == dtype for quantized in result.weights.values())
     assert all(tensor.dtype == dtype for tensor in result.changed.values())
@@ -171,9 +164,7 @@ def test_padding_is_left_out(method, scheme):
     """What stands in padded places, as far as the others do not see it, changes nothing."""
     ids, mask = padded((24, 15))
     other = torch.where(mask.bool(), ids, 77)
-    one, two = (
-        run(model_of("llama"), method, scheme, [{"input_ids": i, "attention_mask": mask}]) for i in (ids, other)
-    )
+    one, two = (run(make("llama"), method, scheme, [{"input_ids": i, "attention_mask": mask}]) for i in (ids, other))
     assert not torch.equal(ids, other)
     for a, b in zip(one, two, strict=True):
         assert all(
@@ -184,7 +175,7 @@ def test_padding_is_left_out(method, scheme):
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_linears_that_get_no_token_are_rounded_to_nearest_with_a_note(method):
-    model = model_of("llama")
+    model = make("llama")
     model.model.layers[1].mlp.forward = None
     model.model.layers[1].mlp = Bypassed(model.model.layers[1].mlp)
     stock = copy.deepcopy(model)
@@ -208,55 +199,46 @@ class Bypassed(torch.nn.Module):
 @pytest.mark.parametrize("method", ["awq", "smoothquant"])
 def test_ways_are_compared_by_the_first_calls_alone(method, monkeypatch):
     """And all calls decide what the next layer is given."""
-    counts, real = [], layer_work.outputs
-
-    def counted(layer, calls, *more):
-        counts.append(len(calls))
-        return real(layer, calls, *more)
-
-    monkeypatch.setattr(layer_work, "outputs", counted)
+    counts = noted(monkeypatch, layer_work, "outputs", lambda layer, calls, *more: len(calls))
     monkeypatch.setattr(layer_work, "JUDGED", 100)
-    model = model_of("llama")
+    model = make("llama")
     results = run(model, method, dict(ALL)[method], texts(3, rows=2))  # 48 tokens a call
     assert counts.count(3) == len(results) and counts.count(2) > 5 * len(results) and set(counts) == {2, 3}
     assert all(result.sqnr_db > 10 for result in results)
     monkeypatch.setattr(layer_work, "JUDGED", 1)
     counts.clear()
-    run(model_of("llama"), method, dict(ALL)[method], texts(3, rows=2))
+    run(make("llama"), method, dict(ALL)[method], texts(3, rows=2))
     assert set(counts) == {1, 3}
 
 
 def test_groups_that_cannot_be_scaled_are_noted():
-    (result, *_), (gpt2, *_), (mixtral, *_) = (run(model_of(n), "awq", INT4) for n in ("olmo2", "gpt2", "mixtral"))
+    (result, *_), (gpt2, *_), (mixtral, *_) = (run(make(n), "awq", INT4) for n in ("olmo2", "gpt2", "mixtral"))
     assert any("attention: no scale is folded: no norm stands before it" in note for note in result.notes)
     assert any("MLP's output: no scale is folded: gelu" in note for note in gpt2.notes)
     assert any("MLP: no scale is folded: mlp is called as a whole" in note for note in mixtral.notes)
-    (smooth, *_), (codegen, *_) = (run(model_of(name), "smoothquant", INT8) for name in ("gpt2", "codegen"))
+    (smooth, *_), (codegen, *_) = (run(make(name), "smoothquant", INT8) for name in ("gpt2", "codegen"))
     assert smooth.notes == () and "no scale is folded" in codegen.notes[0]
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_what_is_no_number_is_told_with_the_layer(method):
     scheme = dict(ALL)[method]
-    model = model_of("llama")
+    model = make("llama")
     model.model.embed_tokens.weight.data[int(prompt(4, 24)[2, 3])] = math.nan
     with pytest.raises(ValueError, match=r"model\.layers\.0: NaN or Inf among its inputs, for batch 0"):
         run(model, method, scheme)
-    model = model_of("llama")
+    model = make("llama")
     model.model.layers[1].mlp.up_proj.weight.data[3, 5] = math.inf
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj: NaN or Inf among the weights"):
         run(model, method, scheme)
-
-
-def test_inputs_of_a_linear_that_are_no_numbers_are_told_with_it():
-    model = model_of("llama")
+    model = make("llama")
     model.model.layers[1].input_layernorm.weight.data[7] = math.inf
     with pytest.raises(ValueError, match=r"model\.layers\.1\.self_attn\.q_proj: NaN or Inf among its inputs"):
         run(model, "gptq", INT4)
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_changed():
-    model = model_of("llama")
+    model = make("llama")
     before = copy.deepcopy(model.state_dict())
 
     def refused(message, method="gptq", scheme=INT4, batches=None, **known):
@@ -271,7 +253,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed():
     refused(r"forward hooks on model\.layers\.0")
     model.model.layers[0]._forward_hooks.clear()
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    other = run(model_of("llama-mqa"), "rtn", INT4, [])[0]
+    other = run(make("llama-mqa"), "rtn", INT4, [])[0]
     with pytest.raises(ValueError, match=r"self_attn\.k_proj is \(16, 64\) in the result, \(32, 64\) in the model"):
         run(model, "rtn", INT4, [], known={other.path: other})
     accel.optimize(model)
@@ -279,7 +261,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed():
 
 
 def test_a_weight_of_two_modules_is_left_alone():
-    model = model_of("llama")
+    model = make("llama")
     stack = model.model.layers
     stack[0].mlp.up_proj.weight = stack[1].mlp.up_proj.weight
     results = run(model, "gptq", INT4)
@@ -288,7 +270,7 @@ def test_a_weight_of_two_modules_is_left_alone():
 
 
 def test_modes_of_the_model_and_of_torch_come_back():
-    model = model_of("llama").train()
+    model = make("llama").train()
     with torch.enable_grad():
         generator = quantize_layers(model, INT4, "awq", texts(1))
         next(generator)

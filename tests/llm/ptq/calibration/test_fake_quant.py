@@ -12,7 +12,7 @@ from accel.llm.ptq.calibration.linears import linears
 from accel.quantization.scheme import Scheme
 from support.llm.families import make, prompt
 from support.llm.quantized import held_by
-from support.llm.rounded_activations import off
+from support.llm.rounded_cache import off
 
 BENCHMARKS = Path(__file__).parents[4] / "benchmarks"
 INPUTS = {"int8": "int8", "int8-outliers": "int8 but outliers"}  # what the benchmark calls them

@@ -1,20 +1,23 @@
-"""Experts in fewer bits: every family's are, they compute what stock does over the same values, and come back as
-they were.
-"""
+"""Experts with quantized weights: computed, carried over, or left alone."""
 
 import copy
 import functools
+import json
+import pickle
 
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import accel
 from accel.errors import PatchConflict
+from accel.llm.ptq import experts as choice
 from accel.llm.runtime.experts import ExpertsForward
 from accel.quantization.experts import QuantizedExperts
-from support.llm.families import BY_NAME, padded, prompt
+from accel.quantization.scheme import Scheme
+from support.llm.families import BY_NAME, make, padded, prompt
 from support.llm.outputs import generate, ran_fast, same
 from support.llm.quantized import (
     MIXTURES,
@@ -23,6 +26,7 @@ from support.llm.quantized import (
     mixture,
     of_experts,
     quantized_pair,
+    rounded,
     sites,
     weight_of,
 )
@@ -189,3 +193,118 @@ def test_restore_refuses_where_a_forward_was_put_on_top():
     vars(experts)["forward"] = fast
     accel.restore(model)
     assert torch.equal(logits(model)["logits"], logits(mixture("mixtral"))["logits"])
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("weights", ["int4-g32-asym", "fp8"])
+@pytest.mark.share(2)
+def test_copies(copied, weights):
+    ours, twin = quantized_pair("gpt-oss", weights)
+    other = copied(ours)
+    same({"x": other(prompt()).logits}, {"x": twin(prompt()).logits})
+    assert not accel.report(other).fallbacks
+    accel.restore(other)
+    assert torch.equal(other(prompt()).logits, mixture("gpt-oss")(prompt()).logits)
+    assert type(next(iter(of_experts(ours).values()))) is QuantizedExperts
+
+
+def test_numbers_are_never_cast():
+    model = accel.optimize(mixture("gpt-oss"), weights="int8")
+    experts = next(iter(of_experts(model).values()))
+    before = {name: tensor.clone() for name, tensor in experts.named_buffers()}
+    del before["like"]
+    model.to(torch.bfloat16)
+    assert experts.dtype == torch.bfloat16 == experts.down_proj_bias.dtype
+    assert all(torch.equal(experts.get_buffer(name), tensor) for name, tensor in before.items())
+    with torch.no_grad():
+        assert model(prompt()).logits.dtype == torch.bfloat16
+    assert not accel.report(model).fallbacks  # and they are fast
+    accel.restore(model)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    wanted = mixture("gpt-oss").to(torch.bfloat16)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(model.parameters(), wanted.parameters(), strict=True))
+
+
+def test_small_scales_are_kept_in_float32():
+    model = mixture("mixtral", torch.float16)
+    experts = model.model.layers[0].mlp.experts
+    with torch.no_grad():
+        experts.down_proj[1].mul_(1e-4)
+    ours = accel.optimize(copy.deepcopy(model), weights="int8")
+    found = next(iter(of_experts(ours).values()))
+    assert found.stack("down_proj").scales.dtype == torch.float32
+    assert found.stack("gate_up_proj").scales.dtype == torch.float16
+    assert isinstance(vars(found)["forward"], ExpertsForward) and found.dtype == torch.float16
+
+
+@pytest.mark.parametrize(("name", "weights"), [("mixtral", "int8"), ("gpt-oss", "int4-g32")])
+def test_saved_as_what_the_numbers_stand_for(name, weights, tmp_path):
+    before = mixture(name, torch.bfloat16)
+    ours = accel.optimize(copy.deepcopy(before), weights=weights)
+    with pytest.warns(UserWarning, match=r"4 stacks of experts, model.layers.0.mlp.experts.gate_up_proj the first"):
+        ours.save_pretrained(tmp_path)
+    wanted = dict(rounded(before, ours).named_parameters())
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert r"re:.*\.experts(\.|$)" in config["ignore"]
+    for load in (AutoModelForCausalLM.from_pretrained, accel.load):
+        if load is not accel.load:
+            pytest.importorskip("compressed_tensors")
+        loaded = load(tmp_path, dtype=torch.bfloat16)
+        assert len(of_experts(loaded)) == 2
+        for path, module in of_experts(loaded).items():
+            assert all(torch.equal(getattr(module, stack), wanted[f"{path}.{stack}"]) for stack in STACKS)
+    accel.optimize(loaded, weights=weights)  # the linears are so already
+    assert {type(one) for one in of_experts(loaded).values()} == {QuantizedExperts}
+    assert {row["path"].rpartition(".")[2] for row in accel.report(loaded).weights} == {*STACKS}
+    assert sites(loaded)["model.layers.0.self_attn.q_proj"][0] == "skipped"
+
+
+def test_experts_of_another_formula_are_left(monkeypatch):
+    model = mixture("gpt-oss")
+    kind = type(model.model.layers[0].mlp.experts)
+    monkeypatch.setattr(kind, "_apply_gate", lambda self, y: y[..., ::2].clamp(max=self.limit) * 3)
+    accel.optimize(model, weights="int8")
+    assert {type(one) for one in of_experts(model).values()} == {kind}
+    status, reason = sites(model)["model.layers.0.mlp.experts"]
+    assert status == "skipped" and ("library's own" in reason or "computes something else" in reason)
+    assert sites(model)["model.layers.0.self_attn.q_proj"][0] == "patched"
+
+
+LEFT = {  # by the reason: the model, its weights, and what is done to the experts of a layer
+    "down_proj: 48 inputs, not a multiple of 32": ("qwen3-moe", "int4-g32", lambda experts: None),  # in both layers
+    "it has an attribute scheme of its own": ("mixtral", "int8", lambda experts: setattr(experts, "scheme", "theirs")),
+    "forward hooks": ("mixtral", "int8", lambda experts: experts.register_forward_hook(lambda *given: None)),
+}
+
+
+@pytest.mark.parametrize("reason", LEFT)
+@pytest.mark.share(1)
+def test_experts_that_are_left_are_named(reason):
+    name, weights, change = LEFT[reason]
+    model = make(name)
+    change(model.model.layers[1].mlp.experts)
+    with pytest.raises(accel.errors.SkippedSite, match=reason):
+        accel.optimize(model, weights=weights, strict=True)
+    accel.optimize(model, weights=weights)
+    assert sites(model)["model.layers.1.mlp.experts"] == ("skipped", reason)
+    assert (sites(model)["model.layers.0.mlp.experts"][0] == "patched") == (name == "mixtral")
+
+
+def test_float8_is_for_gpus_that_read_it(monkeypatch):
+    gpu, fp8 = torch.device("cuda"), Scheme("fp8")
+    for capability, wanted in (((8, 0), "float8 below compute capability 8.9"), ((8, 9), None), ((9, 0), None)):
+        monkeypatch.setattr(choice, "capability", lambda device, found=capability: found)
+        reason = choice._unread(gpu, fp8)
+        assert reason is wanted is None or wanted in reason
+        assert choice._unread(gpu, Scheme("int8")) is None is choice._unread(torch.device("cpu"), fp8)
+
+
+def test_calibrated_models_keep_them_in_their_dtype_until_they_are_optimized():
+    model = accel.quantize(mixture("mixtral"), "int8")
+    kind = type(model.model.layers[0].mlp.experts)
+    assert kind is not QuantizedExperts
+    accel.optimize(model, weights="int8")
+    assert {type(one) for one in of_experts(model).values()} == {QuantizedExperts}
+    assert {row["path"].rpartition(".")[2] for row in accel.report(model).weights} == {*STACKS}
+    accel.restore(model)
+    assert {type(one) for one in of_experts(model).values()} == {kind}

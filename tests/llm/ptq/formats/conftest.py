@@ -2,7 +2,7 @@
 
 import pytest
 
-from support.llm.prequantized.folders import saved_folders
+from support.llm.prequantized.models import saved_folders
 
 
 @pytest.fixture(scope="session")

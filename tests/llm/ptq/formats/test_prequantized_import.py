@@ -1,4 +1,4 @@
-"""Models that arrive quantized: repacked without a copy where the layout is ours, run fast, given back as they came."""
+"""Models that came quantized: taken over as they are, or refused with the reason."""
 
 import copy
 import pickle
@@ -11,8 +11,7 @@ import accel
 from accel.llm.ptq.formats.prequantized import CompressedTensors
 from support.llm.families import in_turn, make, padded
 from support.llm.outputs import generate, ran_fast, same
-from support.llm.prequantized.folders import compressed
-from support.llm.prequantized.models import MAKERS, prequantized
+from support.llm.prequantized.models import MAKERS, GptqLinear, compressed, prequantized
 from support.llm.quantized import Bytes, Counting, held_by, logits, sites
 
 KINDS = ("gptq", "gptq-v2", "awq", "bitsandbytes")
@@ -221,3 +220,91 @@ def test_it_is_recognized_by_what_it_holds():
     module.weight_scale = nn.Parameter(torch.ones(32, 1))
     assert isinstance(CompressedTensors.recognize(module, torch.float32), CompressedTensors)
     assert CompressedTensors.recognize(nn.Linear(4, 4), torch.float32) is None
+
+
+def spoiled(model, change):
+    module = model.model.layers[1].mlp.up_proj
+    change(module)
+    return module
+
+
+LEFT = {
+    "act-order: its columns are in an order of their own": lambda module: setattr(
+        module, "g_idx", module.g_idx.flip(0).contiguous()
+    ),
+    "3 bits: only 4 are read": lambda module: setattr(
+        module, "qweight", torch.zeros(6, module.qweight.shape[1], dtype=torch.int32)
+    ),
+    "it computes something else than its tensors say (": lambda module: setattr(
+        module, "forward", lambda x: GptqLinear.forward(module, x) * 1.1
+    ),
+    "calling it to compare raised IndexError": lambda module: setattr(module, "forward", lambda x: [][1]),
+    "64 inputs in 2 groups, zero points (2, 11)": lambda module: setattr(
+        module, "qzeros", module.qzeros[:, :-1].contiguous()
+    ),
+    "384 bits: only 4 are read": lambda module: setattr(module, "qweight", module.qweight.flatten()),
+    "its tensors cannot be read: ZeroDivisionError": lambda module: setattr(module, "scales", module.scales[:0]),
+    "forward hooks": lambda module: module.register_forward_hook(lambda *given: None),
+}
+
+
+@pytest.mark.parametrize("reason", LEFT)
+def test_what_is_not_understood_is_left_alone_and_said(reason):
+    model, _ = prequantized("gptq")
+    module = spoiled(model, LEFT[reason])
+    with pytest.raises(ValueError, match=r"strict=True: model.layers.1.mlp.up_proj \(weights\): "):
+        accel.optimize(model, strict=True)
+    assert not held_by(model)
+    accel.optimize(model)
+    assert len(held_by(model)) == 13 and model.model.layers[1].mlp.up_proj is module
+    status, said = sites(model)["model.layers.1.mlp.up_proj"]
+    assert status == "skipped" and reason in said
+    accel.restore(model)
+    assert not held_by(model)
+
+
+def test_four_bits_of_bitsandbytes_are_left_alone():
+    model = make("llama")
+    weight = model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    weight.data = torch.zeros(96 * 32, 1, dtype=torch.uint8)
+    weight.quant_state = object()
+    accel.optimize(model)
+    assert sites(model)["model.layers.0.mlp.up_proj"][0] == "skipped"
+
+
+@pytest.mark.parametrize("damage", ["scales", "shape", "bits", "order"])
+def test_compressed_tensors_that_do_not_fit_are_left_alone(damage, folders):
+    model = compressed(folders("llama-biases", "int4-g32"))
+    module = model.model.layers[0].mlp.down_proj
+    if damage == "scales":
+        module.weight_scale = nn.Parameter(torch.ones(64, 5), requires_grad=False)
+    elif damage == "shape":
+        module.weight_shape.data = torch.tensor([64, 104])
+    elif damage == "bits":
+        module.weight_packed.data = module.weight_packed.data[:, :9].contiguous()
+    else:
+        module.register_buffer("weight_g_idx", torch.arange(96))
+    accel.optimize(model)
+    assert model.model.layers[0].mlp.down_proj is module and len(held_by(model)) == 13
+    assert sites(model)["model.layers.0.mlp.down_proj"][0] == "skipped"
+    assert len(model._forward_pre_hooks) == 1  # there is something left to dequantize
+
+
+def test_dequantized_by_a_call_before(folders):
+    model = compressed(folders("llama-biases", "int8"))
+    before = logits(model)["logits"]
+    accel.optimize(model)
+    assert not held_by(model)
+    assert {reason for _, reason in sites(model).values()} == {
+        "its weight was dequantized by a call before accel.optimize"
+    }
+    assert torch.equal(logits(model)["logits"], before) or accel.verify(model).passed
+
+
+def test_quantized_activations_are_said(folders):
+    model = compressed(folders("llama-biases", "fp8"))
+    for module in model.modules():
+        if hasattr(module, "quantization_scheme"):
+            module.quantization_scheme.input_activations = object()
+    accel.optimize(model)
+    assert all("activations keep their dtype" in reason for _, reason in sites(model).values())

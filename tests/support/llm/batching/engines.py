@@ -1,4 +1,4 @@
-"""Requests through an engine, and what stock gives for each of them alone."""
+"""Engines, requests, and texts of tokens."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,6 +10,8 @@ from accel.llm.batching.limits import Limits
 from accel.llm.batching.request import Request
 from accel.llm.batching.sampling import Sampling
 from accel.llm.generation.decoder import DecoderForward
+from accel.llm.kv_cache.blocks import BLOCK
+from accel.llm.kv_cache.layer_sets import LayerSet
 
 GREEDY = Sampling()
 
@@ -54,3 +56,12 @@ def alone(stock: nn.Module, prompt: Sequence[int], new: int, eos: int | None = N
     ids = torch.tensor([list(prompt)])
     config = {"do_sample": False, "eos_token_id": eos, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
     return stock.generate(ids, max_new_tokens=new, **(config | given))[0, len(prompt) :].tolist()
+
+
+FULL, NARROW, WIDE = LayerSet((0,), None), LayerSet((1,), 70), LayerSet((2,), 3 * BLOCK)
+ROWS = 4
+
+
+def text(letters, tail: int = 0) -> list[int]:
+    """A block of each letter, and the beginning of one more: texts with equal blocks behind different ones."""
+    return [letter for letter in letters for _ in range(BLOCK)] + [7] * tail

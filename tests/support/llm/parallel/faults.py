@@ -19,7 +19,7 @@ from accel.llm.batching.engine import Engine
 from accel.llm.generation.decoder import DecoderForward
 from support.llm.parallel.batches import PLAIN, batching, config, optimized
 from support.llm.parallel.ranks import load
-from support.rank_faults import HANGS
+from support.ranks import HANGS
 
 IDS = torch.tensor([[5, 6, 7]])
 DEAD = 7  # the exit code of a rank that dies

@@ -1,14 +1,111 @@
-"""Models whose linears are those of another library, and the same models with plain weights."""
+"""Linears, models and folders of other tools' quantized weights."""
 
 import copy
+import json
+from types import SimpleNamespace
 
+import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoModelForCausalLM
 
+import accel
 from accel.quantization.rounding import round_to_nearest
 from accel.quantization.scheme import Scheme
 from support.llm.families import layers, make
-from support.llm.prequantized.linears import AwqLinear, BitsandbytesLinear, GptqLinear
+
+
+def words(rows: torch.Tensor) -> torch.Tensor:
+    """(n, m) of 0..15 as int32 (n / 8, m), the first row of eight in the lowest bits."""
+    packed = torch.zeros(rows.shape[0] // 8, rows.shape[1], dtype=torch.int64)
+    for place in range(8):
+        packed |= rows[place::8].long() << 4 * place
+    return torch.where(packed >= 2**31, packed - 2**32, packed).int()
+
+
+def nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """`words` taken back."""
+    found = torch.stack([(packed.long() >> 4 * place) & 15 for place in range(8)], dim=1)
+    return found.flatten(0, 1)
+
+
+class GptqLinear(nn.Module):
+    """offset: what is taken off a zero point before it is stored, 1 in the first version of the format."""
+
+    def __init__(self, q, z, scales, bias, offset=1, order=None):
+        super().__init__()
+        self.offset, columns = offset, q.shape[1]
+        group = columns // scales.shape[1]
+        g_idx = torch.arange(columns) // group
+        g_idx = g_idx if order is None else g_idx[order]
+        self.register_buffer("g_idx", g_idx.int())
+        self.register_buffer("qweight", words(q.t()))
+        self.register_buffer("qzeros", words((z - offset) & 15).t().contiguous())
+        self.register_buffer("scales", scales.t().contiguous())
+        self.register_buffer("bias", None if bias is None else bias.detach().clone())
+
+    def forward(self, x):
+        numbers, zeros = nibbles(self.qweight), nibbles(self.qzeros.t()).t() + self.offset
+        index = self.g_idx.long()
+        weight = (numbers - zeros[index]).float() * self.scales[index].float()
+        out = x @ weight.to(x.dtype)
+        return out if self.bias is None else out + self.bias
+
+
+class AwqLinear(nn.Module):
+    ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+    def __init__(self, q, z, scales, bias):
+        super().__init__()
+        self.register_buffer("qweight", words(self._shuffled(q)).t().contiguous())
+        self.register_buffer("qzeros", words(self._shuffled(z)).t().contiguous())
+        self.register_buffer("scales", scales.t().contiguous())
+        self.register_buffer("bias", None if bias is None else bias.detach().clone())
+
+    def _shuffled(self, rows):
+        return rows.reshape(-1, 8, rows.shape[1])[:, list(self.ORDER)].flatten(0, 1)
+
+    def _ordered(self, packed):
+        found = nibbles(packed.t()).reshape(-1, 8, packed.shape[0])
+        ordered = torch.empty_like(found)
+        ordered[:, list(self.ORDER)] = found
+        return ordered.flatten(0, 1)
+
+    def forward(self, x):
+        numbers, zeros = self._ordered(self.qweight), self._ordered(self.qzeros)
+        group = numbers.shape[1] // zeros.shape[1]
+        weight = (numbers - zeros.repeat_interleave(group, 1)).float()
+        weight = weight * self.scales.t().repeat_interleave(group, 1).float()
+        out = x @ weight.t().to(x.dtype)
+        return out if self.bias is None else out + self.bias
+
+
+class Int8Parameter(nn.Parameter):
+    """A Parameter that carries CB and SCB, as bitsandbytes' Int8Params."""
+
+    CB = SCB = None
+
+
+class BitsandbytesLinear(nn.Linear):
+    """LLM.int8() of one layer: rows of activations are rounded to 8 bits too."""
+
+    def __init__(self, numbers, tops, bias):
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = numbers.shape
+        weight = torch.Tensor._make_subclass(Int8Parameter, numbers, False)
+        weight.CB, weight.SCB = weight.data, tops
+        self.weight, self.bias = weight, bias
+        self.state = SimpleNamespace(CB=None, SCB=None, threshold=6.0)
+
+    def forward(self, x):
+        if self.weight.CB is not None:
+            self.state.CB, self.state.SCB = self.weight.CB, self.weight.SCB
+            self.weight.CB = self.weight.SCB = None
+        top = x.abs().amax(-1, keepdim=True).float().clamp_min(1e-6)
+        rounded = (x.float() * 127 / top).round()
+        out = (rounded @ self.state.CB.float().t() * top * self.state.SCB / 127**2).to(x.dtype)
+        return out if self.bias is None else out + self.bias
 
 
 def prequantized(kind: str, name: str = "llama-biases", dtype=torch.float32, **changes):
@@ -46,3 +143,43 @@ MAKERS = {
     "awq": lambda linear: four_bits(AwqLinear, linear),
     "bitsandbytes": eight_bits,
 }
+
+
+def saved_folders(tmp_path_factory):
+    """A function of (name, scheme, dtype): where such a model, quantized, is saved; with " bytes" as others save it."""
+    made = {}
+
+    def folder(name="llama-biases", scheme="int8", dtype=torch.float32):
+        key = (name, scheme, dtype)
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("saved")
+            scheme, *rest = scheme.split()
+            accel.quantize(make(name, dtype), scheme).save_pretrained(made[key])
+            if rest:
+                unpack(made[key])
+        return made[key]
+
+    return folder
+
+
+def unpack(folder):
+    """A file of packed 8-bit numbers in the format "int-quantized", a byte each."""
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+    file, config = folder / "model.safetensors", folder / "config.json"
+    found = load_file(file)
+    for path in [name.removesuffix("_packed") for name in found if name.endswith("_packed")]:
+        shape = found.pop(f"{path}_shape")
+        found[path] = unpack_from_int32(found.pop(f"{path}_packed"), 8, shape)
+        if f"{path}_zero_point" in found:
+            zeros = unpack_from_int32(found[f"{path}_zero_point"], 8, torch.Size((shape[0], 1)), packed_dim=0)
+            found[f"{path}_zero_point"] = zeros.contiguous()
+    save_file(found, file, {"format": "pt"})
+    said = json.loads(config.read_text())
+    said["quantization_config"].pop("dequantize", None)
+    config.write_text(json.dumps(said).replace("pack-quantized", "int-quantized"))
+
+
+def compressed(folder):
+    pytest.importorskip("compressed_tensors")
+    return AutoModelForCausalLM.from_pretrained(folder).eval()

@@ -1,4 +1,4 @@
-"""Near-ties of routers, between their last choice and the next expert: a model with many, and prompts without."""
+"""Models of many layers, with routers that are nearly undecided."""
 
 import itertools
 
@@ -6,7 +6,9 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from support.llm.families import ROTARY, prompt
+from accel.llm.analysis.router import RouterFormula
+from accel.llm.runtime.router import RouterForward
+from support.llm.families import ROTARY, make, prompt
 from support.llm.gpu import talk
 
 LEAST = 1e-4  # of the largest logit: a hundred times what the order of sums moves logits in float32
@@ -67,3 +69,42 @@ def _gap(logits: torch.Tensor, chosen: int) -> float:
     best = logits.flatten(0, -2).sort(descending=True).values
     gaps = (best[:, chosen - 1] - best[:, chosen]) / best.abs().amax(-1)
     return gaps.min().item()
+
+
+def model_of(family: str, dtype: torch.dtype = torch.bfloat16, spread: float = 2.0, **config) -> nn.Module:
+    """spread: what matrices of layers are multiplied by. The larger they are, the more do layers amplify rounding."""
+    model = make(family, **config)
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1 and not name.startswith(("model.embed", "transformer.w", "lm_head")):
+            weight.data *= spread
+    return model.to(dtype)
+
+
+def routers(model: nn.Module) -> dict[str, RouterForward]:
+    found = {path: vars(module).get("forward") for path, module in model.named_modules()}
+    return {path: forward for path, forward in found.items() if type(forward) is RouterForward}
+
+
+def now(forward: RouterForward) -> RouterFormula:
+    """For tokens of its weight's dtype."""
+    found = forward.formula(next(forward.module.parameters())[:0])
+    assert found is not None
+    return found
+
+
+def assert_routed_alike(found: tuple, wanted: tuple, least: float) -> None:
+    """The same form; the same choices, in any order, of all tokens in float32 and of so many in 16 bits, where several
+    have equal scores; of these tokens shares and logits that differ by the order of sums in float32, else in the last
+    digit but one.
+    """
+    assert type(found) is type(wanted) and len(found) == len(wanted)
+    for ours, stock in zip(found, wanted, strict=True):
+        assert ours.dtype == stock.dtype and ours.shape == stock.shape and ours.device == stock.device
+    mine, theirs = (next(one for one in many if one.dtype == torch.int64) for many in (found, wanted))
+    same = mine.sort().values.eq(theirs.sort().values).all(1)
+    assert same.float().mean() >= least
+    for ours, stock in zip(found, wanted, strict=True):
+        if ours.is_floating_point():
+            rtol = max(1e-5, 4 * torch.finfo(stock.dtype).eps)
+            left, right = (one[same].sort().values.float() for one in (ours, stock))
+            torch.testing.assert_close(left, right, rtol=rtol, atol=rtol)
