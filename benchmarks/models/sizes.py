@@ -21,8 +21,8 @@ import accel
 from accel.bench.cases import CASES
 from accel.bench.llm.models import build, prompt
 from accel.bench.machine import slug
+from accel.bench.processes import spawn
 from accel.bench.ready.parts import PartTimes
-from accel.bench.ready.states import spawn
 from accel.bench.timing import seconds
 from accel.diffusion.inputs import unet_inputs
 from benchmarks.study import DEVICE, HALF, RESULTS, TOY, Study, relative_rms, words

@@ -1,10 +1,6 @@
 """A model in each of three states, in fresh processes: with empty caches, with those that it left, and stock."""
 
-import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,11 +10,10 @@ import torch
 
 from accel.bench.cases import CASES
 from accel.bench.llm.configs import CONFIGS
+from accel.bench.processes import spawn
 from accel.bench.scripts import images, placement
 from accel.bench.scripts.registry import SCRIPTS
 
-# Every cache that outlives a process and holds compiled kernels or choices made by measuring.
-CACHES = ("ACCEL_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
 STATES = ("cold", "warm", "stock")
 PROCESS = "accel.bench.ready.process"
 SCRIPT = "script"
@@ -93,21 +88,3 @@ def lost_s(row: dict[str, Any]) -> float:
     """
     early = [row["ready_s"], *row["later_calls_s"]]
     return round(max(0.0, sum(early) - len(early) * steady_s(row)), 3)
-
-
-def spawn(module: str, arguments: list[str], caches: Path, timeout: float | None = None) -> dict:
-    """What the module prints as JSON when it is run in a fresh process with its kernel caches there.
-
-    Raises RuntimeError where it fails or takes more than `timeout` seconds.
-    """
-    environment = os.environ | {name: str(caches / name.lower()) for name in CACHES}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # the same code, however this process found it
-    command = [sys.executable, "-m", module, *arguments]
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{module} {' '.join(arguments)} took more than {timeout:.0f} s") from None
-    if done.returncode:
-        raise RuntimeError(f"{module} {' '.join(arguments)} failed:\n{done.stderr[-2000:]}")
-    found: dict = json.loads(done.stdout.strip().splitlines()[-1])
-    return found

@@ -1,9 +1,9 @@
 """The scripts by name."""
 
-from accel.bench.scripts import encoders, generation, images, placement, quantized
+from accel.bench.scripts import cards, encoders, generation, images, placement, quantized
 from accel.bench.scripts.script import Script
 
-MODULES = (images, placement, encoders, generation, quantized)
+MODULES = (images, placement, encoders, generation, quantized, cards)
 SCRIPTS = {found.name: found for module in MODULES for found in vars(module).values() if isinstance(found, Script)}
 
 

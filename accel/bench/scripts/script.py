@@ -51,7 +51,8 @@ class Script:
     """`build(size)` gives the object that a user would hand to `accel.optimize`, and a call of it without arguments.
 
     Each build gives the same weights and the same results. A call returns what it computes: tensors, or token ids.
-    packages: what has to be installed. cards: how many GPUs; gpu: it says nothing on a CPU.
+    packages: what has to be installed. cards: how many GPUs. ranks: how many processes run it together, as torchrun
+    starts them.
     greedy(obj): the token ids that the call chooses, one at a time by plain greedy decoding of the stock object; where
     the call itself does that, None. It tells near-ties from errors.
     """
@@ -61,6 +62,7 @@ class Script:
     build: Callable[[Size], Built]
     packages: tuple[str, ...] = ()
     cards: int = 0
+    ranks: int = 0
     greedy: Callable[[Any, Size], torch.Tensor] | None = None
 
     def missing(self, size: Size) -> str | None:
