@@ -1,13 +1,10 @@
 """Scripts of several GPUs: layers spread over them in one process, and ranks that share each layer."""
 
-import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from accel.bench.llm.models import endless, spread
@@ -37,23 +34,3 @@ def shared_layers(size: Size) -> Built:
             file.unlink()
         os.rmdir(folder[0])
     return generating(endless(model.eval().requires_grad_(False)), size)
-
-
-def main(name: str, tiny: str) -> None:
-    """One of the ranks that torchrun starts for a script; the first prints the row as JSON."""
-    from accel.bench.scripts.registry import SCRIPTS
-    from accel.bench.scripts.runner import run_row
-
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
-    row = run_row(SCRIPTS[name], Size(device, bool(int(tiny))), 0.0)  # without a budget all ranks take as many turns
-    if dist.get_rank() == 0:
-        print(json.dumps(row), flush=True)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

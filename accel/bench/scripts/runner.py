@@ -28,7 +28,7 @@ LEAST_ROUNDS, MOST_ROUNDS = 4, 30  # two were not enough for calls of seconds: 0
 WARM_UP = 2  # calls before the turns: one that is eager, one in which graphs are captured
 PATIENCE, LEAST_BUDGET = 6, 20.0  # a row that takes so many times its seconds is ended
 FAMILIES = ("accel.diffusion.family", "accel.llm.stages", "diffusers.pipelines.pipeline_utils")
-RANK = "accel.bench.scripts.cards"  # the module that each rank runs
+RANK = "accel.bench.scripts.rank"  # the module that each rank runs
 REASONS = 4  # told, of those that calls or places run stock for
 
 

@@ -12,15 +12,11 @@ from accel.llm.recording.record import says_nothing
 IN_ORDER, BY_MASK = "0, 1, 2 ..", "counted by the mask"  # positions a model gives itself where it is given none
 
 
-NONE_TAKEN = object()  # in place of positions, of a model that takes none
-OTHER_MASK = "an attention mask of another form than (rows, tokens)"
-
-
 class Unfit(Exception):
     """Why this call runs stock."""
 
 
-def extras(kwargs: dict) -> frozenset[str]:
+def own_arguments(kwargs: dict) -> frozenset[str]:
     """The names of arguments of a model's own that say something."""
     return frozenset(name for name, value in kwargs.items() if name not in ARGUMENTS and not says_nothing(value))
 
@@ -36,6 +32,13 @@ def tokens_of(kwargs: dict, width: int, dtype: torch.dtype) -> torch.Tensor:
     if embeds is not None and embeds.dtype is not dtype:
         raise Unfit("embeddings of another dtype than the model's")
     return tokens
+
+
+def padding_of(mask: Any, rows: int, tokens: int) -> torch.Tensor | None:
+    """The mask of a call, (rows, tokens), if it has one. Raises Unfit for one of another form."""
+    if mask is not None and (type(mask) is not torch.Tensor or mask.shape != (rows, tokens)):
+        raise Unfit("an attention mask of another form than (rows, tokens)")
+    return mask
 
 
 class Kept(NamedTuple):
@@ -86,7 +89,7 @@ class CallingConvention:
 
     def unknown(self, kwargs: dict, rows: int, start: int, new: int) -> str | None:
         """That a call of `new` tokens behind `start` has an argument which says something and is not understood."""
-        for name in filter(extras(kwargs).__contains__, kwargs):
+        for name in filter(own_arguments(kwargs).__contains__, kwargs):
             value = kwargs[name]
             if type(value) is not torch.Tensor or not self.says_nothing(name, value, rows, start, new):
                 return f"called with {name}"
@@ -101,12 +104,11 @@ class CallingConvention:
 
     def read_mask(self, mask: Any, rows: int, start: int, new: int, biased: bool) -> torch.Tensor | None:
         """The mask of a call, (rows, start + new), if it has one. biased: scores are, by distance. Raises Unfit."""
+        mask = padding_of(mask, rows, start + new)
         if mask is None:
             if new > 1 and not self.bare:
                 raise Unfit("without a mask it reads a prompt in a way of its own")
             return None
-        if type(mask) is not torch.Tensor or mask.shape != (rows, start + new):
-            raise Unfit(OTHER_MASK)
         # A bias by distance is counted by the mask in stock; with padding on the left alone the two differ by a
         # constant, which the softmax does not see. Waits for the device.
         if biased and not bool((mask.bool().int().diff() >= 0).all()):
@@ -117,10 +119,8 @@ class CallingConvention:
 
     def read_positions(
         self, positions: Any, mask: torch.Tensor | None, rows: int, start: int, new: int, device: torch.device
-    ) -> torch.Tensor | None:
-        """(1 or rows, new), or that of several parts, (parts, 1 or rows, new); None for a model that takes none."""
-        if positions is NONE_TAKEN:
-            return None
+    ) -> torch.Tensor:
+        """(1 or rows, new), or that of several parts, (parts, 1 or rows, new). Raises Unfit."""
         if positions is not None:
             shape = positions.shape if type(positions) is torch.Tensor else ()
             several = [(), *((parts,) for parts in self.parts)]

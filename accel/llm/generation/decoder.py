@@ -19,7 +19,13 @@ from accel.cuda_graphs.runner import GraphRunner
 from accel.libraries.cache import NAMES, DynamicCache, cache_argument, cache_field, with_present_names
 from accel.libraries.generation import LABELS, OUTPUTS
 from accel.libraries.hooks import hook_of
-from accel.llm.generation.calling_convention import NONE_TAKEN, OTHER_MASK, CallingConvention, Unfit, extras, tokens_of
+from accel.llm.generation.calling_convention import (
+    CallingConvention,
+    Unfit,
+    own_arguments,
+    padding_of,
+    tokens_of,
+)
 from accel.llm.generation.graph_sizes import by_graph
 from accel.llm.generation.layer_inputs import NOT_CAUSAL, CheckedStep
 from accel.llm.generation.prefill import Prompts
@@ -133,8 +139,8 @@ class DecoderForward(FastForward):
             return self.by_own_code(store, cache, tokens, kwargs)
         try:
             mask = self.convention.read_mask(given("attention_mask"), rows, start, new, self.biased)
-            places = given("position_ids") if "position_ids" in self.names else NONE_TAKEN
-            positions = self.convention.read_positions(places, mask, rows, start, new, tokens.device)
+            places = given("position_ids"), mask, rows, start, new, tokens.device
+            positions = self.convention.read_positions(*places) if "position_ids" in self.names else None
         except Unfit as unfit:
             if self.stays_stock(kwargs, str(unfit)) is not None:
                 raise
@@ -174,16 +180,15 @@ class DecoderForward(FastForward):
         """Why a call that is not understood runs stock as a whole; None where it may run `by_own_code`."""
         if self.relied_model is None or self.biased:
             return unknown
-        return self.declined.get(extras(kwargs))
+        return self.declined.get(own_arguments(kwargs))
 
     def by_own_code(self, store: Store, cache: Any, tokens: torch.Tensor, kwargs: dict, checked: bool = True) -> Any:
         """What the model's own forward returns of these arguments, which is shown the cache as it is; its layers are
         fused. checked: where they are given what a text gives them, else all run stock. Raises Unfit.
         """
         self.ready()
-        (rows, new), start, mask = tokens.shape[:2], store.length, kwargs.get("attention_mask")
-        if mask is not None and (type(mask) is not torch.Tensor or mask.shape != (rows, start + new)):
-            raise Unfit(OTHER_MASK)
+        (rows, new), start = tokens.shape[:2], store.length
+        mask = padding_of(kwargs.get("attention_mask"), rows, start + new)
         if checked and mask is not None and bool(mask.all()):
             mask = None
         store.take()
@@ -198,13 +203,13 @@ class DecoderForward(FastForward):
             if checked and step.reason is None and step.ran != self.layers:
                 raise Unfit("its layers do not run one after another")
         except Unfit as unfit:
-            self.declined[extras(kwargs)] = str(unfit)
+            self.declined[own_arguments(kwargs)] = str(unfit)
             raise
         if step.reason is None:
             store.advance(new)
             return output
         if step.reason != NOT_CAUSAL:  # which another call of the kind may not be
-            self.declined[extras(kwargs)] = step.reason
+            self.declined[own_arguments(kwargs)] = step.reason
         self.ledger.fell_back(self.path, step.reason)
         return output
 

@@ -1,17 +1,21 @@
 """What layers are given in a call that is not understood: whether they compute of it what they compute in a text."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, LlamaForCausalLM
 
+import accel
 from accel.llm.generation.calling_convention import Unfit
-from accel.llm.generation.layer_inputs import CheckedStep
+from accel.llm.generation.decoder import DecoderForward
+from accel.llm.generation.layer_inputs import NOT_CAUSAL, CheckedStep
+from support.llm.families import make, prompt
+from support.llm.outputs import flat, same
 
 START, NEW = 3, 4
 END = START + NEW
-NOT_CAUSAL = "its attention mask is not causal"
 PADDED = torch.ones(2, END, dtype=torch.long)
 PADDED[1, :2] = 0
 
@@ -139,3 +143,32 @@ def test_a_later_layer_that_is_given_something_else_ends_the_forward():
     assert not checked.leaves(layer(), (X,), given)
     with pytest.raises(Unfit, match=NOT_CAUSAL):
         checked.leaves(layer(window=2), (X,), given)
+
+
+class Shallow(LlamaForCausalLM):
+    """Where it is told so, leaves its last layer out."""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None,
+                logits_to_keep=0, shallow=False, **kwargs):  # fmt: skip
+        given = {"position_ids": position_ids, "past_key_values": past_key_values, "use_cache": use_cache}
+        self.config.num_hidden_layers -= shallow
+        try:
+            return super().forward(input_ids, attention_mask, **given, logits_to_keep=logits_to_keep, **kwargs)
+        finally:
+            self.config.num_hidden_layers += shallow
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_layers_that_are_left_out_are_noticed_and_not_tried_again(monkeypatch):
+    stock = make("llama")
+    stock.__class__ = Shallow
+    ours = accel.optimize(copy.deepcopy(stock))
+    tried, own = [], DecoderForward.by_own_code
+    monkeypatch.setattr(DecoderForward, "by_own_code", lambda *given: tried.append(1) or own(*given))
+    for call in (1, 2):
+        mine, theirs = (model(prompt(2), use_cache=True, shallow=True) for model in (ours, stock))
+        same(flat(mine), flat(theirs))
+        reason = "its layers do not run one after another"
+        assert accel.report(ours).fallbacks == [("", reason, call)] and tried == [1]
+    same(flat(ours(prompt(2))), flat(stock(prompt(2))))
+    assert len(accel.report(ours).fallbacks) == 1

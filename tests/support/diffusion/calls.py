@@ -60,7 +60,8 @@ def at(number: int, action: Callable, inputs: tuple[str, ...] = ("latents",)) ->
     """A callback that runs action(pipe, tensors) after this step alone; it may return other tensors."""
 
     def callback(pipe, step, timestep, tensors):
-        return (action(pipe, tensors) if step == number else None) or tensors
+        made = action(pipe, tensors) if step == number else None
+        return made if isinstance(made, dict) else tensors
 
     return {"steps": 4, "callback_on_step_end": callback, "callback_on_step_end_tensor_inputs": list(inputs)}
 

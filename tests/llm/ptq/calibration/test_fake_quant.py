@@ -14,15 +14,15 @@ from support.llm.families import make, prompt
 from support.llm.quantized import held_by
 from support.llm.rounded_cache import off
 
-BENCHMARKS = Path(__file__).parents[4] / "benchmarks"
+ROOT = Path(__file__).parents[4]
 INPUTS = {"int8": "int8", "int8-outliers": "int8 but outliers"}  # what the benchmark calls them
 
 
 @pytest.fixture
 def ways(monkeypatch):
     """The module of the benchmark that emulates."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("quality_ways")
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("benchmarks.quality.ways")
 
 
 def planted(name: str, dtype: torch.dtype):
