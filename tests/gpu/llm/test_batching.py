@@ -15,6 +15,7 @@ from support.llm.batching.engines import prompts_of
 from support.llm.batching.gpu_calls import alone, batch, batched, config_of
 from support.llm.families import FAMILIES, make, prompt
 from support.llm.gpu import new_pair
+from support.llm.managers.managers import collect
 from support.llm.outputs import generate
 
 CORE = [family.name for family in FAMILIES if family.core and family.expected == "fast"]
@@ -118,12 +119,8 @@ def test_training_goes_on_beside_it():
         ids = manager.add_requests(prompts, max_new_tokens=20)
         for _ in range(5):
             assert alone(ours, prompts[3], 20) == wanted[3]
-        found = {}
-        while len(found) < len(ids):
-            one = manager.get_result(timeout=30)
-            assert one is not None and one.error is None
-            found[one.request_id] = one.generated_tokens
-    assert [found[one] for one in ids] == wanted
+        found = collect(manager, len(ids), timeout=30)
+    assert [(found[one].error, found[one].generated_tokens) for one in ids] == [(None, tokens) for tokens in wanted]
 
 
 SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 2}

@@ -15,6 +15,7 @@ from support.llm.batching.engines import finished, prompts_of, request
 from support.llm.batching.gpu_calls import alone, batch, batched, config_of
 from support.llm.families import layers
 from support.llm.gpu import CARDS, DEEP, forward_over, new_pair, pair_over
+from support.llm.managers.managers import collect
 
 LENGTHS = (1, 5, 64, 17, 100, 40, 63, 65, 3, 90)
 FAMILIES = (*DEEP, "gpt2", "gemma3", "gpt-oss")
@@ -191,14 +192,10 @@ def test_weights_changed_in_a_pause_are_read():
             for model in (ours, stock):
                 for layer in layers(model).values():
                     layer.mlp.down_proj.weight.mul_(1.5)
-        for _ in prompts:
-            assert manager.get_result(timeout=60).error is None
+        assert {one.error for one in collect(manager, len(prompts), timeout=60).values()} == {None}
         again = manager.add_requests(prompts, max_new_tokens=8)
-        found = {}
-        while len(found) < len(again):
-            one = manager.get_result(timeout=60)
-            found[one.request_id] = one.generated_tokens
-    assert [found[name] for name in again] == [alone(stock, prompt, 8) for prompt in prompts]
+        found = collect(manager, len(again), timeout=60)
+    assert [found[name].generated_tokens for name in again] == [alone(stock, prompt, 8) for prompt in prompts]
 
 
 def test_generate_beside_a_manager():
@@ -214,8 +211,5 @@ def test_generate_beside_a_manager():
         ids = manager.add_requests(prompts, max_new_tokens=20)
         for _ in range(5):
             assert call() == wanted[3]
-        found = {}
-        while len(found) < len(ids):
-            one = manager.get_result(timeout=60)
-            found[one.request_id] = one.generated_tokens
-    assert [found[one] for one in ids] == wanted
+        found = collect(manager, len(ids), timeout=60)
+    assert [found[one].generated_tokens for one in ids] == wanted
