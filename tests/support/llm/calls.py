@@ -282,6 +282,16 @@ def gone_on(model, new: int) -> tuple:
     return kept, cache
 
 
+def unaliased(model) -> bool:
+    """Whether the logits of each step stay as they were."""
+    kept, output = [], None
+    for step in range(6):
+        cache = output.past_key_values if output else None
+        output = model(prompt(1, 5 if step == 0 else 1, step).to(model.device), past_key_values=cache)
+        kept.append((output.logits, output.logits.clone()))
+    return all(torch.equal(*pair) for pair in kept)
+
+
 def counting(monkeypatch, *methods: tuple[object, str, bool]) -> list[int]:
     """From now on, how often each method of (owner, name, given) is called; where `given`, and gives something."""
     counts = [0] * len(methods)
