@@ -125,6 +125,20 @@ def as_good_as_torch(monkeypatch):
     return assert_as_good_as_torch
 
 
+@pytest.fixture
+def in_double(monkeypatch):
+    """in_double(): from now on everything is float64; what is float32 otherwise puts numbers next to a half to the
+    other side.
+    """
+
+    def enter():
+        for name in ("float32", "float"):
+            monkeypatch.setattr(torch, name, torch.float64)
+        monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+
+    return enter
+
+
 @pytest.fixture(scope="session")
 def tiny():
     """Makers of tiny models and their inputs, and what tests ask about them."""

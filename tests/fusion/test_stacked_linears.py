@@ -40,30 +40,23 @@ def test_each_takes_its_own_from_one_product(joint):
     assert TensorNotes.on(x).outputs is None
 
 
-@pytest.mark.parametrize("change", ["x in place", "weights, in a new forward", "taken before"])
+@pytest.mark.parametrize("change", ["x in place", "weights, in a new forward", "weights, uncounted", "taken before"])
 @pytest.mark.share(1)
 def test_nothing_of_before_a_change_is_given(joint, change):
+    """Where nobody counts forwards, each is computed alone."""
     group, (first, second, _) = joint
     x = torch.randn(2, 6)
+    group.passes.tracked = change != "weights, uncounted"
     group.of(first, x)
+    assert group.passes.tracked or not vars(x)
+    if change == "taken before":
+        group.of(second, x)
     if change == "x in place":
         x.mul_(-1)
-    elif change == "taken before":
-        group.of(second, x)
-        second.weight.data.mul_(-1)
     else:
         second.weight.data.mul_(-1)
+    if change == "weights, in a new forward":
         group.passes.begin()
-    close(group.of(second, x), second, x)
-
-
-def test_without_anybody_counting_forwards_each_is_computed_alone(joint):
-    group, (first, second, _) = joint
-    group.passes.tracked = False
-    x = torch.randn(2, 6)
-    group.of(first, x)
-    assert not vars(x)
-    second.weight.data.mul_(-1)
     close(group.of(second, x), second, x)
 
 

@@ -19,6 +19,7 @@ from accel.patching import probe
 from support.llm.families import make, padded
 from support.patched import fast_forwards
 from support.state import assert_same_state, snapshot
+from support.together import meeting
 
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
 RELEASE = 0.3  # seconds after which a call goes on that nobody waits for
@@ -101,18 +102,6 @@ def image(tiny):
 def subject(request, tiny):
     """A model and a call of it."""
     return image(tiny) if request.param == "image" else language(request.param == "mask")
-
-
-def meeting(model, meet) -> None:
-    """The first layer's MLP calls `meet` on the thread that optimizes."""
-
-    def forward(self, *args):
-        if threading.current_thread() is threading.main_thread():
-            meet()
-        return type(self).__base__.forward(self, *args)
-
-    mlp = model.model.layers[0].mlp
-    mlp.__class__ = type("Meeting", (type(mlp),), {"forward": forward})
 
 
 def test_what_a_trial_hooks_into_a_model_is_for_its_own_calls(monkeypatch):

@@ -23,16 +23,3 @@ def unet_and_inputs(tiny):
         return model, double(inputs) if dtype == torch.float64 else inputs
 
     return make
-
-
-@pytest.fixture
-def in_double(monkeypatch):
-    """in_double(): from now on everything is float64; what is float32 otherwise puts numbers next to a half to the
-    other side.
-    """
-
-    def enter():
-        monkeypatch.setattr(torch, "float32", torch.float64)
-        monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-
-    return enter

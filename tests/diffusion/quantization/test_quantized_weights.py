@@ -114,30 +114,24 @@ def test_the_report_tells_what_became_of_the_bytes(unet):
     assert "SQNR dB" in str(report) and json.dumps(report.to_dict())
 
 
-# docs/measurements/quantization.md says so.
-@pytest.mark.parametrize(("config", "share"), [(configs.SD15_UNET, 0.84), (configs.SDXL_UNET, 0.57)])
-def test_what_published_unets_become(config, share):
-    from diffusers import UNet2DConditionModel
-
-    with torch.device("meta"):
-        model = UNet2DConditionModel(**config)
-    assert denoises(model)
-    total = sum(p.numel() for p in model.parameters())
-    linear = [m for path, m in model.named_modules() if type(m) is nn.Linear]
-    after = total - sum(m.weight.numel() / 2 - m.out_features for m in linear)
-    assert round(after / total, 2) == share
+UNET_CONFIGS = {"sd15": configs.SD15_UNET, "sdxl": configs.SDXL_UNET}
+SHARES = {"sd15": 0.84, "sdxl": 0.57, "pixart": 0.51, "zimage": 0.51, "flux": 0.64, "qwen-image": 0.67}
 
 
 # docs/measurements/quantization.md says so.
-@pytest.mark.parametrize(("name", "share"), [("pixart", 0.51), ("zimage", 0.51), ("flux", 0.64), ("qwen-image", 0.67)])
-def test_what_published_transformers_become(name, share):
-    one = next(one for one in PUBLISHED if one.name == name)
+@pytest.mark.share(1)
+@pytest.mark.parametrize("name", SHARES)
+def test_what_published_models_become(name):
     with torch.device("meta"):
-        model = getattr(diffusers, one.class_name)(**one.config)
+        if name in UNET_CONFIGS:
+            model = diffusers.UNet2DConditionModel(**UNET_CONFIGS[name])
+        else:
+            one = next(one for one in PUBLISHED if one.name == name)
+            model = getattr(diffusers, one.class_name)(**one.config)
     assert denoises(model)
     total, kept = sum(p.numel() for p in model.parameters()), sensitive_linears(model)
     linear = [m for m in model.modules() if type(m) is nn.Linear and m not in kept]
-    assert round(1 - sum(m.weight.numel() / 2 - m.out_features for m in linear) / total, 2) == share
+    assert round(1 - sum(m.weight.numel() / 2 - m.out_features for m in linear) / total, 2) == SHARES[name]
 
 
 def test_what_takes_no_weights_says_so_and_stays(tiny):

@@ -10,6 +10,8 @@ from accel_kernels.moe.route import Routing, route
 from accel_kernels.moe.tiles import GEMV, TILES, WRITTEN
 from accel_kernels.trials import Trials
 
+from support.kernels.numbers import assert_scaled_product
+
 
 def given(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple:
     args, _ = next(case for case in CASES if case.name == name).make(torch.device("cuda"), dtype)
@@ -212,9 +214,4 @@ def test_nothing_waits_for_the_device():
 
 @pytest.mark.parametrize("case", fp8_linear.cases, ids=lambda case: case.name)
 def test_float8_through_torchs_scaled_product(case):
-    args, given = case.make(torch.device("cuda"), torch.bfloat16)
-    assert fp8_linear.supports(*args, **given) is None
-    exact = fp8_linear.reference(args[0]._replace(scales=args[0].scales.double()), *args[1:], **given)
-    found = fp8_linear.triton(*args, **given)
-    own = (fp8_linear.reference(*args, **given).double() - exact).abs().max()
-    assert (found.double() - exact).abs().max() <= 4 * own  # rounded after the product, after the gate and at the end
+    assert_scaled_product(case, "cuda")

@@ -12,9 +12,10 @@ from accel.llm.generation.trial_warmup import WIDE
 from accel.llm.kv_cache.blocks import BLOCK
 from support.device_memory import allocated
 from support.llm.batching.engines import prompts_of
-from support.llm.batching.gpu_calls import alone, batch, batched, config_of
+from support.llm.batching.gpu_calls import alone, as_alone, batch, batched, config_of
 from support.llm.families import FAMILIES, make, prompt
 from support.llm.gpu import new_pair
+from support.llm.managers.managers import collect
 from support.llm.outputs import generate
 
 CORE = [family.name for family in FAMILIES if family.core and family.expected == "fast"]
@@ -28,9 +29,7 @@ pytestmark = pytest.mark.usefixtures("exact")
 def test_each_request_gets_what_it_gets_alone(name):
     ours, stock = new_pair(name)
     prompts = prompts_of([min(length, 40) for length in LENGTHS], stock.config.get_text_config().vocab_size)
-    wanted = [alone(stock, prompt, 12) for prompt in prompts]
-    for _ in range(3):  # eager, captured, replayed
-        assert batch(ours, prompts, 12) == wanted
+    as_alone(ours, stock, prompts, 12)
     assert accel.report(ours).fallbacks == [] and (batched(ours) or name in WAITS), accel.report(ours)
 
 
@@ -78,9 +77,7 @@ def test_rounded_keys_and_values(kind):
     accel.restore(ours)
     accel.optimize(ours, kv_cache=kind, graphs=True)
     prompts = prompts_of(LENGTHS, 99)
-    wanted = [alone(ours, prompt, 9) for prompt in prompts]
-    for _ in range(2):
-        assert batch(ours, prompts, 9) == wanted
+    as_alone(ours, ours, prompts, 9, times=2)
 
 
 def test_a_draw_does_not_depend_on_its_company():
@@ -118,12 +115,8 @@ def test_training_goes_on_beside_it():
         ids = manager.add_requests(prompts, max_new_tokens=20)
         for _ in range(5):
             assert alone(ours, prompts[3], 20) == wanted[3]
-        found = {}
-        while len(found) < len(ids):
-            one = manager.get_result(timeout=30)
-            assert one is not None and one.error is None
-            found[one.request_id] = one.generated_tokens
-    assert [found[one] for one in ids] == wanted
+        found = collect(manager, len(ids), timeout=30)
+    assert [(found[one].error, found[one].generated_tokens) for one in ids] == [(None, tokens) for tokens in wanted]
 
 
 SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 2}

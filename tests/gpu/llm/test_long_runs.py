@@ -17,7 +17,7 @@ from accel.llm.analysis.small_store import SmallStore
 from accel.llm.kv_cache.cache import store_of
 from support.device_memory import allocated
 from support.kernels.code_kernel import run, ties
-from support.llm.families import make, padded, prompt
+from support.llm.families import make, padded, prompt, random_calls
 from support.llm.gpu import decode_graphs, new_pair, on_gpu
 from support.llm.modes import MODES
 from support.llm.outputs import generate, same
@@ -203,27 +203,16 @@ def test_a_word_waits_for_the_stopping_check_alone(name, call):
     assert per_word <= 1 or ("num_beams" in call and per_word <= stocks), (per_word, stocks)
 
 
-def random_calls(count: int, seed: int = 0):
-    g = torch.Generator().manual_seed(seed)
-
-    def number(low, high):
-        return int(torch.randint(low, high + 1, (), generator=g))
-
-    ways = ({}, {}, {"do_sample": True}, {"num_beams": 2})
-    for _ in range(count):
-        ids, mask = padded([number(1, 90) for _ in range(number(1, 3))], seed=number(0, 99))
-        yield *on_gpu(ids, mask), {"max_new_tokens": number(1, 6)} | ways[number(0, 3)]
-
-
 def test_a_thousand_calls_of_random_lengths_hold_nothing():
     ours, _stock = new_pair("llama", torch.bfloat16)
-    for ids, mask, call in random_calls(400):  # each length of prompts twice, for its graph
-        generate(ours, ids, mask, **call)
+    ways = ({}, {}, {"do_sample": True}, {"num_beams": 2})
+    for ids, mask, call in random_calls(400, 0, ways, 90, 3, 6):  # each length of prompts twice, for its graph
+        generate(ours, *on_gpu(ids, mask), **call)
     gc.collect()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    for ids, mask, call in random_calls(1000, 1):
-        generate(ours, ids, mask, **call)
+    for ids, mask, call in random_calls(1000, 1, ways, 90, 3, 6):
+        generate(ours, *on_gpu(ids, mask), **call)
     gc.collect()
     torch.cuda.synchronize()
     after = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()

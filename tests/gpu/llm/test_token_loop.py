@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 import accel
 from accel.cuda_graphs.runner import GraphRunner
 from accel.llm.generation.loop import choice
 from accel.llm.generation.loop.token_loop import TokenLoop
-from support.llm.calls import Kept, counting, followed_by_numbers
+from support.llm.calls import Kept, counting, followed_by_numbers, gone_on
 from support.llm.families import make, prompt
 from support.llm.gpu import EDITS, memory_stays_flat, on_a_stream, side_by_side
 from support.llm.outputs import same
@@ -158,16 +158,8 @@ def test_going_on_with_the_cache(ran):
         followed_by_numbers(ours, (6,))
     found = []
     for model in (ours, stock):
-        cache, kept = DynamicCache(config=model.config), {}
-        for turn, eos in enumerate(([5, 9, 11, 20, 33, 41], [2], [60, 61, 62, 63])):
-            before = kept[f"ids {turn - 1}"] if turn else prompt(1, 5).cuda()
-            ids = torch.cat([before, prompt(1, 3, turn).cuda()], 1)
-            kept[f"ids {turn}"] = model.generate(
-                ids, past_key_values=cache, max_new_tokens=16, do_sample=False, eos_token_id=eos, pad_token_id=0
-            )
-            kept[f"length {turn}"] = torch.tensor(cache.get_seq_length())
-        kept["keys"] = torch.stack([layer.keys for layer in cache.layers])
-        found.append(kept)
+        kept, cache = gone_on(model, 16)
+        found.append(kept | {"keys": torch.stack([layer.keys for layer in cache.layers])})
     same(*found, EXACT)
     assert ran[1] > 10
 

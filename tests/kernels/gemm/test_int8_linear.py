@@ -11,6 +11,7 @@ from support.kernels.numbers import weight_of
 pytest.importorskip("triton")
 from support.everything import EVERYTHING
 from support.kernels.compiler import in_a_process
+from support.kernels.numbers import assert_scaled_product
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
 
@@ -157,12 +158,7 @@ def takes_scales_of_rows() -> bool:
 @pytest.mark.skipif(not takes_scales_of_rows(), reason="torch 2.10's product on a CPU takes one scale of all rows")
 @pytest.mark.parametrize("case", [case for case in fp8_linear.cases if case.small], ids=lambda case: case.name)
 def test_float8_through_torchs_scaled_product(case):
-    args, given = case.make(torch.device("cpu"), torch.bfloat16)
-    assert fp8_linear.supports(*args, **given) is None
-    exact = fp8_linear.reference(args[0]._replace(scales=args[0].scales.double()), *args[1:], **given)
-    found, wanted = fp8_linear.triton(*args, **given), fp8_linear.reference(*args, **given)
-    own = (wanted.double() - exact).abs().max()
-    assert (found.double() - exact).abs().max() <= 4 * own  # rounded after the product, after the gate and at the end
+    assert_scaled_product(case, "cpu")
 
 
 COMPILE = """

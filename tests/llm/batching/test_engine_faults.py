@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import random
 from functools import cache
 
@@ -63,6 +64,18 @@ def test_logits_that_are_no_numbers(llama, monkeypatch):
         assert one is hurt[0] or one.tokens == alone(stock, one.prompt, 9)
 
 
+def failing(monkeypatch, engine, when, error: Exception) -> None:
+    """Steps raise where `when` says so of their plan and of how many there have been."""
+    launch, calls = engine.steps.launch, itertools.count(1)
+
+    def launched(plan, *rest):
+        if when(plan, next(calls)):
+            raise error
+        return launch(plan, *rest)
+
+    monkeypatch.setattr(engine.steps, "launch", launched)
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("out of memory"), ValueError("bad luck")])
 @pytest.mark.parametrize(("late", "name"), [(False, "llama"), (True, "llama"), (True, "mistral")])
 def test_an_error_in_a_step(pair_of, monkeypatch, error, late, name):
@@ -70,15 +83,7 @@ def test_an_error_in_a_step(pair_of, monkeypatch, error, late, name):
     model, stock = pair_of(name)
     asked = [request(str(i), p, 9) for i, p in enumerate(prompts_of([20, 30, 9], 99, 3))]
     engine = engine_of(model, tokens=512)
-    launch, calls = engine.steps.launch, []
-
-    def failing(plan, *rest):
-        calls.append(plan)
-        if len(calls) == (4 if late else 2):
-            raise error
-        return launch(plan, *rest)
-
-    monkeypatch.setattr(engine.steps, "launch", failing)
+    failing(monkeypatch, engine, lambda plan, call: call == (4 if late else 2), error)
     engine.add(asked[0])
     engine.step()
     finished(engine, asked[1:])
@@ -193,15 +198,8 @@ def test_windows_after_an_error_in_a_step(pair, monkeypatch):
     model, stock = pair("mistral", sliding_window=20)
     asked = [request("a", prompts_of([60], 99)[0], 60)]
     engine = engine_of(model, tokens=512, context=512)
-    launch, calls = engine.steps.launch, []
-
-    def failing(plan, *rest):
-        calls.append(plan)
-        if len(plan.rows) > plan.decodes and len(calls) > 1:
-            raise ValueError("bad luck")
-        return launch(plan, *rest)
-
-    monkeypatch.setattr(engine.steps, "launch", failing)
+    launch = engine.steps.launch
+    failing(monkeypatch, engine, lambda plan, call: len(plan.rows) > plan.decodes and call > 1, ValueError("bad luck"))
     engine.add(asked[0])
     for _ in range(23):  # its window has passed a page by then
         engine.step()

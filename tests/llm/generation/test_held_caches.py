@@ -15,7 +15,7 @@ from accel.llm.generation.graph_sizes import by_graph, rows_of_kernels
 from accel.llm.generation.prefill import FINE, MOST, STEP, bucket_for, pad_to_bucket
 from accel.llm.kv_cache.cache import StoreLayer
 from accel.patching.ledger import Ledger
-from support.llm.calls import new_cache
+from support.llm.calls import new_cache, unaliased
 from support.llm.families import FAMILIES, make, padded, prompt
 from support.llm.filled_prefill import Anywhere, new_pair, shapes, talk
 from support.llm.outputs import both, flat, generate, same
@@ -130,14 +130,7 @@ def test_two_caches_of_one_model_in_turn(pair_of):
 
 
 def test_outputs_are_not_written_to_later(pair_of):
-    ours, _ = pair_of("llama")
-    kept, output = [], None
-    for step in range(6):
-        output = ours(
-            prompt(1, 5 if step == 0 else 1, step), past_key_values=output.past_key_values if output else None
-        )
-        kept.append((output.logits, output.logits.clone()))
-    assert all(torch.equal(*pair) for pair in kept)
+    assert unaliased(pair_of("llama")[0])
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 32, 33, 64, 100, 1024])

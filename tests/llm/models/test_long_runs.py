@@ -11,7 +11,7 @@ import torch
 
 import accel
 from support.llm.calls import longer
-from support.llm.families import FAMILIES, padded, prompt
+from support.llm.families import FAMILIES, padded, prompt, random_calls
 from support.llm.modes import MODES
 from support.llm.outputs import flat, generate, same
 from support.together import together
@@ -27,22 +27,12 @@ def held() -> tuple[int, int]:
     return len(objects), sum(t.untyped_storage().nbytes() for t in objects if issubclass(type(t), torch.Tensor))
 
 
+WAYS = ({}, {"do_sample": True}, {"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True})
+
+
 def unseeded(model, ids, mask, **call):
     """Threads share the seed; and torch remembers every seed for a GPU that may come."""
     return flat(model.generate(ids, attention_mask=mask, **({"max_new_tokens": 8, "do_sample": False} | call)))
-
-
-def random_calls(count: int, seed: int = 0):
-    """(ids, mask, keywords) of generate: other rows, lengths, numbers of new words and ways in each call."""
-    g = torch.Generator().manual_seed(seed)
-
-    def number(low, high):
-        return int(torch.randint(low, high + 1, (), generator=g))
-
-    ways = ({}, {"do_sample": True}, {"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True})
-    for _ in range(count):
-        ids, mask = padded([number(1, 20) for _ in range(number(1, 4))], seed=number(0, 99))
-        yield ids, mask, {"max_new_tokens": number(1, 12)} | ways[number(0, 3)]
 
 
 def growth(call, times: int = 3) -> tuple[int, int]:
@@ -56,12 +46,12 @@ def growth(call, times: int = 3) -> tuple[int, int]:
 
 def test_many_calls_of_random_lengths_are_right_and_hold_nothing(pair, few_objects):
     ours, stock = pair("llama")
-    for ids, mask, call in random_calls(20):
+    for ids, mask, call in random_calls(20, 0, WAYS, 20, 4, 12):
         same(generate(ours, ids, mask, **call), generate(stock, ids, mask, **call))
     seeds = itertools.count(1)
 
     def some():
-        for ids, mask, call in random_calls(13, next(seeds)):
+        for ids, mask, call in random_calls(13, next(seeds), WAYS, 20, 4, 12):
             unseeded(ours, ids, mask, **call)
 
     objects, size = growth(some)

@@ -37,8 +37,8 @@ def pair(name: str, kind: str, planted: bool = False):
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()
 @pytest.mark.share(4)
-def test_prompts_are_rounded_as_the_formula_says_and_few_rows_are_not(name, kind, double):
-    double()
+def test_prompts_are_rounded_as_the_formula_says_and_few_rows_are_not(name, kind, in_double):
+    in_double()
     ours, wanted, _ = pair(name, kind, planted=kind == "int8-outliers")
     for ids in (prompt(1, 100), prompt(1, 65), prompt(5, 13)):
         assert off(ours(ids).logits, wanted(ids).logits) < 1e-9
@@ -55,9 +55,9 @@ def test_prompts_are_rounded_as_the_formula_says_and_few_rows_are_not(name, kind
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 @pytest.mark.parametrize("name", ["llama-biases", "gpt2"])
-def test_a_long_padded_prompt_is_continued_as_by_the_formula(name, kind, double):
+def test_a_long_padded_prompt_is_continued_as_by_the_formula(name, kind, in_double):
     ours, wanted, _ = pair(name, kind)
-    double()
+    in_double()
     ids, mask = padded((70, 41))
     found, theirs = (generate(model, ids, mask) for model in (ours, wanted))
     assert found.keys() == theirs.keys() and torch.equal(found["sequences"], theirs["sequences"])
@@ -65,8 +65,8 @@ def test_a_long_padded_prompt_is_continued_as_by_the_formula(name, kind, double)
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_an_adapter_on_top_is_added_to_rounded_products(kind, double):
-    double()
+def test_an_adapter_on_top_is_added_to_rounded_products(kind, in_double):
+    in_double()
     ours, wanted, _ = pair("llama", kind)
     for model in (ours, wanted):
         model.family = "llama"
@@ -221,7 +221,7 @@ def without(x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def test_columns_beyond_the_threshold_in_calibration_are_kept_and_no_others(double):
+def test_columns_beyond_the_threshold_in_calibration_are_kept_and_no_others(in_double):
     stock = planted(make("llama-biases", torch.float64))
     model = accel.quantize(copy.deepcopy(stock), "int8", DATA, **COLUMNS)
     twin = oracle(stock, model, lambda x, module: without(x, module.input_columns))
@@ -234,7 +234,7 @@ def test_columns_beyond_the_threshold_in_calibration_are_kept_and_no_others(doub
     counting = Counting()
     for module in held_by(model):
         module.products = counting
-    double()
+    in_double()
     for ids in (prompt(1, 100), prompt(5, 13), prompt(1, 64)):
         assert off(model(ids).logits, twin(ids).logits) < 1e-9
     assert len(counting.calls) == 2 * 8 and all(fixed for *_, fixed in counting.calls)

@@ -41,11 +41,11 @@ def by_scale(x: torch.Tensor, kind: str, scale: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["llama-biases", "gpt2", "gemma2", "phi3", "gpt-neox"])
 @torch.no_grad()
 @pytest.mark.share(4)
-def test_prompts_are_rounded_as_the_formula_says_and_few_rows_are_not(name, kind, double):
+def test_prompts_are_rounded_as_the_formula_says_and_few_rows_are_not(name, kind, in_double):
     ours = quantized(name, kind, torch.float64)
     by_its_scale = lambda x, module: by_scale(x, kind, module.input_scale.double())  # noqa: E731
     wanted = oracle(make(name, torch.float64), ours, by_its_scale)
-    double()
+    in_double()
     accel.optimize(ours)
     for ids in (prompt(1, 100), prompt(5, 13), prompt(1, 64)):
         assert off(ours(ids).logits, wanted(ids).logits) < 1e-9

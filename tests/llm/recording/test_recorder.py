@@ -1,7 +1,6 @@
 """Looking at a model beside other threads, and where its stock forward cannot be run on what is tried."""
 
 import copy
-import threading
 
 import pytest
 import torch
@@ -17,26 +16,13 @@ from accel.llm.runtime.attention_kinds import KINDS
 from support.llm.edits.modules import llama_with
 from support.llm.families import make, prompt
 from support.llm.outputs import flat, generate, same
+from support.together import meeting
 
 
 def whole(model) -> tuple[str, str]:
     """Status and reason of the language model in the report."""
     (found,) = [(status, reason) for _, rule, status, reason in accel.report(model).sites if rule == "language model"]
     return found
-
-
-def meeting(model, meet) -> None:
-    """The first layer's MLP calls `meet` on a thread of its own whenever it runs, and waits for it."""
-
-    def forward(self, *args):
-        if threading.current_thread() is threading.main_thread():
-            thread = threading.Thread(target=torch.no_grad()(meet))
-            thread.start()
-            thread.join()
-        return type(self).__base__.forward(self, *args)
-
-    mlp = next(module for module in model.modules() if type(module).__name__.endswith("MLP"))
-    mlp.__class__ = type("Meeting", (type(mlp),), {"forward": forward})
 
 
 @pytest.fixture
@@ -64,7 +50,7 @@ def test_another_model_of_the_same_configuration_computes_what_it_does(name, reg
         own = all(AttentionMaskInterface._global_mapping[name] is maker for name, maker in makers.items())
         seen.append(own and torch.equal(other(ids).logits, wanted))
 
-    meeting(model, meet)
+    meeting(model, meet, apart=True)
     accel.optimize(model)
     assert whole(model)[0] == ("skipped" if name == "mpt" else "patched")
     assert seen and all(seen)
@@ -73,7 +59,7 @@ def test_another_model_of_the_same_configuration_computes_what_it_does(name, reg
 
 def test_models_optimized_at_the_same_time_are_all_fused(registries):
     first, second = make("llama"), make("bloom")
-    meeting(first, lambda: accel.report(second).sites or accel.optimize(second))
+    meeting(first, lambda: accel.report(second).sites or accel.optimize(second), apart=True)
     accel.optimize(first)
     assert whole(first)[0] == whole(second)[0] == "patched"
 

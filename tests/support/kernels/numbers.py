@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from accel_kernels import Norm, Quantized, RowOp, RowProgram, quantize_rows, rowwise
+from accel_kernels import Norm, Quantized, RowOp, RowProgram, fp8_linear, quantize_rows, rowwise
 from accel_kernels.gemm.quantized.quantized_linear import FP8, INT4, INT8
 from accel_kernels.row_numbers import row_numbers, row_peak, row_scale
 from accel_kernels.rowwise.program import FULL
@@ -93,6 +93,15 @@ def assert_as_good_as_torch(op, args, kwargs, dtype):
         peak = truth.abs().max().clamp_min(1e-3)
         error, allowed = (float((t.double() - truth).abs().max() / peak) for t in (mine, theirs))
         assert error <= 2 * allowed + slack, f"error {error:.2e}, torch's own {allowed:.2e}"
+
+
+def assert_scaled_product(case, device: str) -> None:
+    """Torch's product of float8 is as exact as the reference, but for roundings: after it, after a gate, at the end."""
+    args, given = case.make(torch.device(device), torch.bfloat16)
+    assert fp8_linear.supports(*args, **given) is None
+    exact = fp8_linear.reference(args[0]._replace(scales=args[0].scales.double()), *args[1:], **given)
+    found, wanted = fp8_linear.triton(*args, **given), fp8_linear.reference(*args, **given)
+    assert (found.double() - exact).abs().max() <= 4 * (wanted.double() - exact).abs().max()
 
 
 FORMATS = {"int8": INT8, "int4": INT4, "fp8": FP8}

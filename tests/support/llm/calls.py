@@ -269,6 +269,29 @@ def followed_by_numbers(model, lengths=(7, 4), seed=3, **call) -> dict[str, torc
     return flat(model.generate(ids, **call)) | {"random": torch.rand(3, device=model.device)}
 
 
+def gone_on(model, new: int) -> tuple:
+    """Texts of three calls with one cache, some ended early, and how long the cache is after each; the cache."""
+    cache, kept = new_cache(model), {}
+    for turn, eos in enumerate(([5, 9, 11, 20, 33, 41], [2], [60, 61, 62, 63])):
+        before = kept[f"ids {turn - 1}"] if turn else prompt(1, 5).to(model.device)
+        ids = torch.cat([before, prompt(1, 3, turn).to(model.device)], 1)
+        kept[f"ids {turn}"] = model.generate(
+            ids, past_key_values=cache, max_new_tokens=new, do_sample=False, eos_token_id=eos, pad_token_id=0
+        )
+        kept[f"length {turn}"] = torch.tensor(cache.get_seq_length())
+    return kept, cache
+
+
+def unaliased(model) -> bool:
+    """Whether the logits of each step stay as they were."""
+    kept, output = [], None
+    for step in range(6):
+        cache = output.past_key_values if output else None
+        output = model(prompt(1, 5 if step == 0 else 1, step).to(model.device), past_key_values=cache)
+        kept.append((output.logits, output.logits.clone()))
+    return all(torch.equal(*pair) for pair in kept)
+
+
 def counting(monkeypatch, *methods: tuple[object, str, bool]) -> list[int]:
     """From now on, how often each method of (owner, name, given) is called; where `given`, and gives something."""
     counts = [0] * len(methods)

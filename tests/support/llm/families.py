@@ -289,6 +289,18 @@ def padded(lengths=(9, 5), seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, mask
 
 
+def random_calls(count: int, seed: int, ways: tuple[dict, ...], longest: int, rows: int, most_new: int):
+    """(ids, mask, keywords) of generate: other rows, lengths, numbers of new words and ways in each call."""
+    g = torch.Generator().manual_seed(seed)
+
+    def number(low, high):
+        return int(torch.randint(low, high + 1, (), generator=g))
+
+    for _ in range(count):
+        ids, mask = padded([number(1, longest) for _ in range(number(1, rows))], seed=number(0, 99))
+        yield ids, mask, {"max_new_tokens": number(1, most_new)} | ways[number(0, len(ways) - 1)]
+
+
 def in_turn(*lists) -> list[tuple]:
     """Their product, where ACCEL_TEST_EVERYTHING=1; else that of all but the last, with its items in turn."""
     return every(len(lists[-1]), *lists)

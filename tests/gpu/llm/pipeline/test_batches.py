@@ -12,9 +12,10 @@ from accel.llm.batching.engine import Engine
 from accel.llm.batching.limits import Limits
 from accel.llm.pipeline.stretch import StretchGraphs
 from support.llm.batching.engines import finished, prompts_of, request
-from support.llm.batching.gpu_calls import alone, batch, batched, config_of
+from support.llm.batching.gpu_calls import alone, as_alone, batch, batched, config_of
 from support.llm.families import layers
 from support.llm.gpu import CARDS, DEEP, forward_over, new_pair, pair_over
+from support.llm.managers.managers import collect
 
 LENGTHS = (1, 5, 64, 17, 100, 40, 63, 65, 3, 90)
 FAMILIES = (*DEEP, "gpt2", "gemma3", "gpt-oss")
@@ -50,9 +51,7 @@ def going(model, engine: Engine, count: int = 8) -> None:
 def test_token_for_token(name, cards):
     ours, stock = pair_over(cards, name)
     prompts = prompts_of([min(length, 40) for length in LENGTHS], stock.config.get_text_config().vocab_size)
-    wanted = [alone(stock, prompt, 12) for prompt in prompts]
-    for _ in range(3):  # eager, captured, replayed
-        assert batch(ours, prompts, 12) == wanted
+    as_alone(ours, stock, prompts, 12)
     report = accel.report(ours)
     assert report.fallbacks == [], report
     assert {row["path"] for row in batched(ours)} == {one.path for one in forward_over(ours).stretches}
@@ -63,9 +62,7 @@ def test_token_for_token(name, cards):
 def test_where_the_head_is(tied):
     ours, stock = pair_over(2, tied=tied)
     prompts = prompts_of(LENGTHS, 99)
-    wanted = [alone(stock, prompt, 20) for prompt in prompts]
-    for _ in range(3):
-        assert batch(ours, prompts, 20) == wanted
+    as_alone(ours, stock, prompts, 20)
     assert accel.report(ours).fallbacks == []
 
 
@@ -103,9 +100,7 @@ def test_draws_and_processors_of_the_host():
 def test_rounded_keys_and_values(kind):
     ours, _ = pair_over(2, kv_cache=kind)
     prompts = prompts_of(LENGTHS, 99)
-    wanted = [alone(ours, prompt, 9) for prompt in prompts]
-    for _ in range(3):
-        assert batch(ours, prompts, 9) == wanted
+    as_alone(ours, ours, prompts, 9)
 
 
 @torch.no_grad()
@@ -191,14 +186,10 @@ def test_weights_changed_in_a_pause_are_read():
             for model in (ours, stock):
                 for layer in layers(model).values():
                     layer.mlp.down_proj.weight.mul_(1.5)
-        for _ in prompts:
-            assert manager.get_result(timeout=60).error is None
+        assert {one.error for one in collect(manager, len(prompts), timeout=60).values()} == {None}
         again = manager.add_requests(prompts, max_new_tokens=8)
-        found = {}
-        while len(found) < len(again):
-            one = manager.get_result(timeout=60)
-            found[one.request_id] = one.generated_tokens
-    assert [found[name] for name in again] == [alone(stock, prompt, 8) for prompt in prompts]
+        found = collect(manager, len(again), timeout=60)
+    assert [found[name].generated_tokens for name in again] == [alone(stock, prompt, 8) for prompt in prompts]
 
 
 def test_generate_beside_a_manager():
@@ -214,8 +205,5 @@ def test_generate_beside_a_manager():
         ids = manager.add_requests(prompts, max_new_tokens=20)
         for _ in range(5):
             assert call() == wanted[3]
-        found = {}
-        while len(found) < len(ids):
-            one = manager.get_result(timeout=60)
-            found[one.request_id] = one.generated_tokens
-    assert [found[one] for one in ids] == wanted
+        found = collect(manager, len(ids), timeout=60)
+    assert [found[one].generated_tokens for one in ids] == wanted

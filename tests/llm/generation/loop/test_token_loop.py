@@ -8,14 +8,14 @@ import pickle
 
 import pytest
 import torch
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList
 
 import accel
 from accel.llm.generation.loop import choice, handover
 from accel.llm.generation.loop.hooks import LOOPING
 from accel.llm.generation.loop.methods import predictable
 from support.everything import always
-from support.llm.calls import followed_by_numbers, tokenizer
+from support.llm.calls import followed_by_numbers, gone_on, tokenizer
 from support.llm.families import make, prompt
 from support.llm.outputs import same
 
@@ -105,14 +105,7 @@ def test_one_step_in_vain_at_most(pair_of, ran):
 def test_going_on_with_the_cache(pair_of, ran):
     found = []
     for model in pair_of("llama"):
-        cache, kept = DynamicCache(config=model.config), {}
-        for turn, eos in enumerate(([5, 9, 11, 20, 33, 41], [2], [60, 61, 62, 63])):
-            before = kept[f"ids {turn - 1}"] if turn else prompt(1, 5)
-            ids = torch.cat([before, prompt(1, 3, turn)], 1)
-            kept[f"ids {turn}"] = model.generate(
-                ids, past_key_values=cache, max_new_tokens=NEW, do_sample=False, eos_token_id=eos, pad_token_id=0
-            )
-            kept[f"length {turn}"] = torch.tensor(cache.get_seq_length())
+        kept, cache = gone_on(model, NEW)
         cache.crop(-4)
         kept["logits"] = model(prompt(1, 2, 8), past_key_values=cache).logits
         found.append(kept)

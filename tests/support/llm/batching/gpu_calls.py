@@ -24,6 +24,13 @@ def alone(stock, prompt, new: int, **given) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
+def as_alone(ours, stock, prompts, new: int, times: int = 3) -> None:
+    """Each request gets what stock says to it alone: eager, captured, replayed."""
+    wanted = [alone(stock, prompt, new) for prompt in prompts]
+    for _ in range(times):
+        assert batch(ours, prompts, new) == wanted
+
+
 def batched(model) -> list[dict]:
     """Rows of the report for steps of batches that are replayed."""
     return [row for row in replayed(model) if "batch" in row["inputs"].split(", ")]
