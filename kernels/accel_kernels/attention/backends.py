@@ -116,7 +116,7 @@ class AttentionChooser(Choices):
     """Callable softmax attention, (B, H, Sq, D) x (B, H, Sk, D) -> (B, H, Sq, D); picks its backend per shape.
 
     preference: "auto" measures the candidates on tensors like the caller's, or takes what was measured for a shape near
-    by; a backend's name always takes that one and raises ValueError where it cannot run. cache: see `Choices`.
+    by. A backend's name always takes that one, and raises ValueError where it cannot run. cache: see `Choices`.
     A candidate that errs, or disagrees with the others, is dropped.
     """
 

@@ -1,7 +1,7 @@
 """What a convolution over video reads: norm, SiLU, upsampling, earlier frames and padding, in one pass over the frames.
 
 y = pad(cat(previous, repeat(silu(norm(x + shift))))). Causal convolutions pad frames at the front alone, with zeros or
-the first frame again, or continue after the last frames of the chunk before; Wan et al., 2025, and Kong et al.,
+the first frame again. Or they continue after the last frames of the chunk before; Wan et al., 2025, and Kong et al.,
 "HunyuanVideo", 2024. Computed in fp32, rounded once.
 """
 

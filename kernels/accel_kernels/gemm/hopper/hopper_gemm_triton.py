@@ -4,8 +4,8 @@ A program is a warp that loads and two warpgroups that multiply. The warp brings
 accelerator into a ring, of one tile after the other, as soon as a slot is free. The warpgroups take tiles in turn:
 while one writes, the other has the tensor cores, so that what follows the sums takes none of their time.
 
-A tile is written in pieces of 64 columns, through shared memory. With a gate a tile holds as many rows of its weight as
-of the other, side by side, so that one instruction multiplies both and a thread has what belongs together.
+A tile is written in pieces of 64 columns, through shared memory. With a gate a tile holds the same rows of both weights
+side by side. So one instruction multiplies both, and a thread holds both sums of an output.
 
 Serves GEGLU of rows in 16 bits, and rows in 8 bits with scales by row, on compute capability 9.0.
 """

@@ -1,7 +1,7 @@
 """One row times a 4-bit weight, on the tensor cores: fewer instructions than there are numbers.
 
 See `mma_operands`: numbers go from memory straight into the left factor. The right factor has eight columns, and x is
-one row. So x is cut into spans, as many columns as four threads read of a row of the weight at a time, and the right
+one row. So x is cut into spans: as many columns as four threads read of a row of the weight at a time. The right
 factor's columns are eight spans of x. A span of the weight times all of them gives one useful column, its own. The
 useful columns of eight products are put together and scaled at once, since one scale covers a span. Where several
 scales cover a span, it has a column for each, with zeros elsewhere. The zero point is taken off with the scales, by
@@ -10,8 +10,8 @@ sums of x. So a warp keeps its part of x in a few registers for all blocks of th
 A block is 16 rows: two times eight neighbors of the weight, or eight of it and the same of its gate's, of which a
 thread has what belongs together.
 
-Serves one row in 16 bits, bfloat16 where a norm comes first, times 4 bits in groups of 64 or more, compute capability
-9.0 and later, weights of more than five million numbers. All else of one row takes `gemv_triton`.
+Serves one row in 16 bits, bfloat16 where a norm comes first, times 4 bits in groups of 64 or more. It needs compute
+capability 9.0 and weights of more than five million numbers. All else of one row takes `gemv_triton`.
 """
 
 from typing import NamedTuple

@@ -1,6 +1,6 @@
 """One row times a weight of fewer bits, on the CUDA cores.
 
-A thread reads 16 bytes of a row of the weight at a time, a quad of words, which one scale covers; it has the same quad
+A thread reads 16 bytes of a row of the weight at a time: a quad of words, which one scale covers. It has the same quad
 of all rows of its program, so that x is read, normed and kept in registers once.
 
 Serves one row in 16 bits times every format, on every card that has the dtype.

@@ -8,9 +8,9 @@ boxes of 128 bytes of a row through a ring, x through a shorter one, in the orde
 While a piece is multiplied, the next is unpacked. Where one scale covers a piece of a row, it multiplies the products
 rather than the numbers, and the zero point is taken off the products, by sums of x.
 
-A step is a box of every row of a tile. Programs share the steps of all tiles evenly: what a program has of a tile that
-it does not finish alone goes to memory as float32, and whoever is last adds all of it up, in the order of columns. A
-tile is two blocks of rows: neighbors, or the same of a weight and of its gate's; their rows alternate by eight in the
+A step is a box of every row of a tile. Programs share the steps of all tiles evenly. Where several programs share a
+tile, each writes its partial sums as float32, and the last one adds all of them up, in the order of columns. A tile is
+two blocks of rows: neighbors, or the same of a weight and of its gate's; their rows alternate by eight in the
 instruction, so that a thread has what belongs together.
 
 Serves 2 to 512 rows in 16 bits on compute capability 9.0; docs/measurements/quantization.md has its times.

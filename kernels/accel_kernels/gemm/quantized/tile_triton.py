@@ -48,9 +48,9 @@ def wgmma_tile(rows: int, format: str, gate: bool) -> WgmmaTile:
     return WgmmaTile(128, 4, 8, 4, 1) if gate else WgmmaTile(64, 4, 6, 3, 2)
 
 
-# For more rows: two warpgroups, of which one unpacks while the other's products run. Of x 128 rows at a time: with more
-# a weight would be unpacked less often, but of few rows more would be multiplied in vain, and one kernel serves all; of
-# 256 rows, 256 at a time gain 4 % for one product in fp8 and cost 9 to 23 % elsewhere (benchmarks/many_rows.py, H200).
+# For more rows: two warpgroups, of which one unpacks while the other's products run. Of x 128 rows at a time, for any
+# number of rows: with more a weight would be unpacked less often, but padding would be multiplied. 256 rows at a time
+# gain 4 % for one product in fp8 and cost 9 to 23 % elsewhere (benchmarks/many_rows.py, H200).
 BROAD_TILES = {
     "int4": WgmmaTile(128, 8, 4, 2, 1, 128),
     "int8": WgmmaTile(128, 8, 4, 3, 1, 128),
