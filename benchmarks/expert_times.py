@@ -21,7 +21,7 @@ import triton
 from accel_kernels.gemm.quantized_weight import quantize_weight
 from accel_kernels.moe.chooser import likely_way
 from accel_kernels.moe.experts import experts
-from accel_kernels.moe.tiles import GEMV, TILES, WRITTEN, Tile
+from accel_kernels.moe.tiles import DEQUANTIZED, GEMV, TILES, Tile
 from accel_kernels.moe.weights import ExpertWeights, Gating
 from transformers.integrations.moe import grouped_mm_experts_forward
 
@@ -118,7 +118,7 @@ def rows_of(name: str, tokens: tuple[int, ...], wide: bool, number: str | None =
             "ways": {},
         }
         row["stock_us"] = microseconds(lambda x=x, i=index, s=shares: grouped_mm_experts_forward(stock, x, i, s))
-        names = (*([GEMV] if count <= 64 else []), *TILES, *(() if number is None else WRITTEN))
+        names = (*([GEMV] if count <= 64 else []), *TILES, *(() if number is None else DEQUANTIZED))
         ways = {way: way for way in names} | (WIDE if wide else {})
         for way, tile in ways.items():
             run = lambda x=x, i=index, s=shares, tile=tile: experts.triton(x, i, s, weights, tile=tile)  # noqa: E731

@@ -199,7 +199,7 @@ def contest(
     yield from found[:1]
 
 
-class Form(NamedTuple):
+class TensorForm(NamedTuple):
     """What matters of a tensor for the speed of a kernel. memory, offset: where it lies, to be told from others."""
 
     shape: torch.Size
@@ -210,7 +210,7 @@ class Form(NamedTuple):
     offset: int = 0
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> "Form":
+    def of(cls, tensor: torch.Tensor) -> "TensorForm":
         place = tensor.untyped_storage().data_ptr(), int(tensor.storage_offset())
         return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, *place)
 
@@ -232,15 +232,15 @@ class Form(NamedTuple):
         return flat.as_strided(self.shape, self.stride, offset)
 
 
-class Lent(NamedTuple):
+class BorrowedTensor(NamedTuple):
     """A weight: itself for as long as its memory is there, as nothing writes to it; else another of its form."""
 
-    form: Form
+    form: TensorForm
     storage: Callable[[], torch.UntypedStorage | None]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> "Lent":
-        return cls(Form.of(tensor), weakref.ref(tensor.untyped_storage()))
+    def of(cls, tensor: torch.Tensor) -> "BorrowedTensor":
+        return cls(TensorForm.of(tensor), weakref.ref(tensor.untyped_storage()))
 
     def filled(self) -> torch.Tensor:
         storage, form = self.storage(), self.form
@@ -251,7 +251,7 @@ class Lent(NamedTuple):
         return empty.set_(storage, form.offset, form.shape, form.stride)
 
 
-def filled(forms: Sequence[Form]) -> list[torch.Tensor]:
+def filled(forms: Sequence[TensorForm]) -> list[torch.Tensor]:
     """Tensors of random numbers, in as little memory as those of these forms took.
 
     Those that lay between each other in one memory, as columns of one product do, lie so again.

@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 GEMV = "gemv"  # in place of a tile's name: every choice by itself
 # In place of it too: experts in fewer bits are written out in the dtype of the tokens first, for a tile of plain ones.
-WRITTEN = {f"written {name}": name for name in ("64", "128")}
+DEQUANTIZED = {f"written {name}": name for name in ("64", "128")}
 # Mean pairs of an expert from which on that may be faster, and from which on it is expected to be. On an H200 some 1000
 # pairs gain what writing costs (docs/measurements/batches.md).
-MAY_WRITE, WRITES = 512, 1024
+MAY_DEQUANTIZE, DEQUANTIZES = 512, 1024
 
 
 class Tile(NamedTuple):
