@@ -188,7 +188,7 @@ def _dependent(x) -> dict:
 def _gating(weights) -> dict:
     gating = weights.gating
     return {
-        "KIND": gating.activation, "ALPHA": gating.alpha, "LIMIT": gating.limit, "SHIFT": gating.shift,
+        "ACTIVATION": gating.activation, "ALPHA": gating.alpha, "LIMIT": gating.limit, "SHIFT": gating.shift,
         "INTERLEAVED": weights.interleaved,
     }  # fmt: skip
 

@@ -127,7 +127,7 @@ def _scaled(products, s, z, sums, ZERO_POINT: gl.constexpr, ZEROS: gl.constexpr)
 @gluon.jit
 def gemv_mma_kernel(
     x_ptr, weight, up, norm, after, y_ptr, n, K: gl.constexpr, GROUPS: gl.constexpr, NORM: gl.constexpr,
-    GATE: gl.constexpr, KIND: gl.constexpr, DEPTH: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    GATE: gl.constexpr, ACTIVATION: gl.constexpr, DEPTH: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """NORM: "none", or "rms", which divides the sums. All of a warp's spans fit one right factor."""
     STEPS: gl.constexpr = steps_of(K, num_warps)
@@ -193,7 +193,7 @@ def gemv_mma_kernel(
         else:
             y = gl.expand_dims(gl.convert_layout(y, gl.SliceLayout(1, OUT)), 1)
             other = y
-        write(y, other, block * TILE, 0, weight, up, after, y_ptr, 1, n, True, GATE, KIND, OUT)
+        write(y, other, block * TILE, 0, weight, up, after, y_ptr, 1, n, True, GATE, ACTIVATION, OUT)
 
 
 def takes(norm, dtype: torch.dtype) -> bool:

@@ -85,7 +85,7 @@ def _scaled(acc, part, scaling, sums, ZERO_POINT: gl.constexpr, BY_SUMS: gl.cons
 def skinny_wgmma_kernel(
     x_desc, w_desc, u_desc, weight, up, after, y_ptr, partial_sums_ptr, split_counters_ptr, x_sums_ptr, m, n, total,
     share, blocks_m, K: gl.constexpr, GROUPS: gl.constexpr, FORMAT: gl.constexpr, DTYPE: gl.constexpr,
-    GATE: gl.constexpr, KIND: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    GATE: gl.constexpr, ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     X_STAGES: gl.constexpr, AT_ONCE: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """share: steps of a program; total: of all that multiply the same rows of x. blocks_m: of BLOCK_M rows. AT_ONCE:
@@ -230,9 +230,9 @@ def skinny_wgmma_kernel(
             for piece in gl.static_range(PARTS):
                 row = x_first + piece * (BLOCK_M // PARTS)
                 y, other = gl.convert_layout(lower[piece], OUT), gl.convert_layout(upper[piece], OUT)
-                write(y, other, to, row, weight, up, after, y_ptr, m, n, SCALED, GATE, KIND, OUT)
+                write(y, other, to, row, weight, up, after, y_ptr, m, n, SCALED, GATE, ACTIVATION, OUT)
                 if not GATE:
-                    write(other, y, to + H, row, weight, up, after, y_ptr, m, n, SCALED, GATE, KIND, OUT)
+                    write(other, y, to + H, row, weight, up, after, y_ptr, m, n, SCALED, GATE, ACTIVATION, OUT)
 
 
 def refusal(x, weight, up) -> str | None:
