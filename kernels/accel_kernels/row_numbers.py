@@ -1,4 +1,4 @@
-"""The numbers of 8 bits that stand for a row: its largest absolute value, the scale that it gives, the nearest numbers.
+"""Rounding a row to 8 bits: its largest absolute value, the scale that this gives, and the nearest numbers.
 
 One definition for `quantize_rows` and for row programs, which round what they have just computed. The kernels' own is
 `row_numbers_triton`, function by function.
@@ -8,8 +8,8 @@ import torch
 
 MOST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 LEAST = {torch.int8: -128.0, torch.float8_e4m3fn: -448.0}
-# The largest absolute value of a row over this is its scale: half of what lies between least and largest number, as in
-# the package compressed-tensors 0.20 (calculate_qparams), whose files say "dynamic" and leave the formula to who reads.
+# A row's scale is its largest absolute value over half the range of the numbers, as in the package compressed-tensors
+# 0.20 (calculate_qparams). Its files say "dynamic" and name no formula.
 REACH = {kind: (MOST[kind] - LEAST[kind]) / 2 for kind in MOST}
 LEAST_PEAK = 1e-30  # a row of less is rounded as if this were in it; its scale stays a normal number
 

@@ -16,7 +16,7 @@ def tile_place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 @triton.jit
 def epilogue(y, other, n_idx, n_mask, scales_ptr, up_scales_ptr, after, GATE: tl.constexpr, ACTIVATION: tl.constexpr):
-    """Scales, bias, activation, gate and scale of a block of sums; the residual is added by whoever writes.
+    """Scales, bias, activation, gate and scale of a block of sums; `store_sum` adds the residual.
 
     y, other: the sums of the weight and of its gate's. n_idx: rows of the weight, as they lie in y. scales_ptr,
     up_scales_ptr: scales of those rows, which the sums still lack, or None. after: `EpilogueArguments`.

@@ -48,8 +48,8 @@ def itemsize_of(dtype: torch.dtype, weights: ExpertWeights) -> int:
 class ExpertsChooser(Choices):
     """Callable like the op `experts`, and in its place. cache: see `Choices`.
 
-    Timed are the caller's own weights, with tokens that choose at random. Only where somebody collects trials, as who
-    captures CUDA graphs does; elsewhere, and until then, the likely tile runs.
+    It times the caller's own weights, with tokens that choose at random. It does so only where trials are collected, as
+    for CUDA graphs. Elsewhere, and until then, the likely tile runs.
     """
 
     name, reference, supports = experts.name, staticmethod(experts.reference), staticmethod(experts.supports)

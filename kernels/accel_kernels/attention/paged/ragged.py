@@ -24,7 +24,7 @@ class Ragged(NamedTuple):
 
     starts: (sequences + 1,), the token that each sequence begins with. From the number of sequences in use on: the
         number of tokens in use. lengths: (sequences,), the tokens that each has stored before the call.
-    rows: (sequences,), the row of the block table that each has. A row that nobody has may be named for sequences that
+    rows: (sequences,), the row of the block table that each has. A row of no sequence may be named for sequences that
         are not in use.
     token_sequences: (tokens,), the sequence of each token; -1 for tokens behind those in use, which fill the call up:
         nothing is stored for them, and zeros come out.

@@ -42,7 +42,7 @@ from accel_kernels.warmup import launch
 
 
 class GemvTile(NamedTuple):
-    """Warps of a program, which share the columns; spans of the weight on their way; programs to a multiprocessor."""
+    """Warps of a program, which share the columns; spans of the weight loaded ahead; programs to a multiprocessor."""
 
     warps: int
     depth: int

@@ -118,7 +118,7 @@ def _words(weight, n_row, q_idx, inside, WORDS: tl.constexpr, EVEN: tl.constexpr
     w_idx = q_idx[:, None, None] * 4 + tl.arange(0, 4)[None, None, :]
     # Compilers order threads by contiguity, and equals as they like: this says quads before rows, words before both.
     place = tl.max_contiguous(weight.words + n_row[None, :, None] * WORDS + w_idx, [2, 1, 4])
-    if EVEN:  # where not inside, whatever was in the registers: nobody takes it
+    if EVEN:  # where not inside, anything: it is not used
         return tl.load(place, mask=inside, eviction_policy="evict_first")
     else:
         return tl.load(place, mask=inside & (w_idx < WORDS), other=0, eviction_policy="evict_first")

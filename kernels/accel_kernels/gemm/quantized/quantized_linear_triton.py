@@ -38,7 +38,7 @@ def quantized_linear(x, weight, bias=None, *, norm=None, shape=None, **after):
     """Same arguments and result as the reference; up to MOST_QUANTIZED_ROWS rows. shape: a Shape, a Tile, a WgmmaTile,
     a GemvTile or a ManyRowsTile, else chosen.
 
-    One row: `stages` of the shape says how many programs a multiprocessor is thought to run at once.
+    One row: `stages` of the shape is the number of programs that a multiprocessor is expected to run at once.
     """
     n, k = weight.shape
     rows = x.numel() // k

@@ -40,7 +40,7 @@ def quantized_skinny_kernel(
     GATE: tl.constexpr, ACTIVATION: tl.constexpr, SHARES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, UNPACK_MODE: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Each warp sums a share of the columns: by themselves, warps wait for nobody, and a step spans SHARES blocks."""
+    """Each warp sums a share of the columns, so that no warp waits for another. A step spans SHARES blocks."""
     PER: tl.constexpr = 8 if FORMAT == "int4" else 4
     BLOCK_W: tl.constexpr = BLOCK_K // PER
     WORDS: tl.constexpr = K // PER

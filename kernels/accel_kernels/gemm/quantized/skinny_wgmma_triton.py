@@ -89,7 +89,7 @@ def skinny_wgmma_kernel(
     X_STAGES: gl.constexpr, AT_ONCE: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """share: steps of a program; total: of all that multiply the same rows of x. blocks_m: of BLOCK_M rows. AT_ONCE:
-    sums of a tile that are on their way at a time.
+    partial sums of a tile that are loaded at a time.
 
     A piece is half a box: 16 bytes of a thread in each of its rows.
     """
@@ -205,7 +205,7 @@ def skinny_wgmma_kernel(
         done = end - begin == BOXES
         if end - begin < BOXES:
             first, last = tile * BOXES // share, ((tile + 1) * BOXES - 1) // share
-            # A program has at most two such sums: of a tile begun by others, and of one that it begins.
+            # A program writes at most two such sums: of a tile that another program begins, and of one that it begins.
             own = gl.program_id(0) * 2 + (rank == first).to(gl.int32)
             mine = flat(acc, num_warps, FLAT)
             place = gl.arange(0, BLOCK_N * BLOCK_M, layout=FLAT)

@@ -62,7 +62,7 @@ BROAD_TILES = {
 def steps_of_a_program(tile: WgmmaTile, block_m: int, format: str, tiles: int, boxes: int, processors: int) -> int:
     """How many of all tiles' steps a program has, `boxes` to a tile; all programs run at once.
 
-    Fewer steps are over sooner, but more programs share a tile, and whoever is last adds up what the others have left.
+    Fewer steps take less time, but more programs then share a tile, and the last of them adds up their partial sums.
     """
     least = -(-tiles * boxes // (tile.programs * processors))
     if least >= boxes:
