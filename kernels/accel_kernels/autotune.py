@@ -75,7 +75,7 @@ class Choices(ABC):
         return self.choices[key]
 
     def _settle(self, key: str, trial: Callable, otherwise: str) -> Iterator[None]:
-        """The trial, and what it finds; `otherwise` where it fails."""
+        """Runs the trial and learns its choice; adopts `otherwise` where it fails."""
         choice = self.choices.get(key)
         if choice is not None:  # by another that asked for the same
             return
@@ -200,7 +200,7 @@ def contest(
 
 
 class TensorForm(NamedTuple):
-    """What matters of a tensor for the speed of a kernel. memory, offset: where it lies, to be told from others."""
+    """The properties of a tensor on which a kernel's speed depends. memory, offset: its storage and its place in it."""
 
     shape: torch.Size
     stride: tuple[int, ...]

@@ -20,7 +20,7 @@ def row_peak(x: torch.Tensor) -> torch.Tensor:
 
 
 def row_scale(peak: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What one of the numbers stands for; NaN for a row that holds something not finite. dtype: of the numbers."""
+    """The value of one step; NaN for a row with anything not finite. dtype: of the numbers."""
     reach = torch.full_like(peak, REACH[dtype])  # of a plain number torch takes the reciprocal, which rounds once more
     return (peak / reach).masked_fill(peak.isinf(), torch.nan)
 
@@ -29,7 +29,7 @@ def row_numbers(x: torch.Tensor, peak: torch.Tensor, dtype: torch.dtype) -> torc
     """The nearest numbers, in x.dtype, which is float32 or float64; see `bounded`. Those of a row without a scale mean
     nothing.
     """
-    # A peak is exactly half a step beyond 127: no rounding before may decide where it falls.
+    # A peak is exactly half a step beyond 127: it is set, so that no earlier rounding decides its number.
     reach = torch.full_like(peak, REACH[dtype])
     return bounded(torch.where(x.abs() == peak, reach.copysign(x), x * (reach / peak)), dtype)
 

@@ -49,7 +49,7 @@ class CacheFile:
         return True
 
     def _entries(self) -> dict[str, Any]:
-        """Raises OSError where they are there and cannot be read: they are not to be written over."""
+        """Raises OSError for a file that exists and cannot be read: it must not be overwritten."""
         try:
             found = json.loads(self.path.read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError, RecursionError):  # none yet, or damaged: it is written again

@@ -86,7 +86,7 @@ def room_for(tensors: int, numbers: int, size: int) -> int:
 
 
 def alike(layouts: Sequence[Layout]) -> bool:
-    """Whether one launch may write them: they differ in where they are read alone."""
+    """Whether one launch can write them: only their sources may differ."""
     return len({(one.sizes, one.target, one.target_rank) for one in layouts}) == 1
 
 

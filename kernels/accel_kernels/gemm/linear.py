@@ -63,7 +63,7 @@ def _by_images(out: torch.Tensor) -> bool:
 
 
 def _in_rows(out: torch.Tensor, width: int) -> bool:
-    """Whether it is rows of this width at equal distances, of which 16 bytes each can be written at once."""
+    """Whether these are rows of this width, evenly spaced and aligned to 16 bytes."""
     apart, fit = out.stride(-2), out.shape[-1] == width and out.stride(-1) == 1
     return fit and _evenly(out) and apart >= width and not (out.data_ptr() % 16 or apart % 8)
 

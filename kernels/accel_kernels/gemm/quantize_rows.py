@@ -45,7 +45,7 @@ class QuantizedRows(NamedTuple):
         outliers: Any
         columns: Any
         count: Any
-        outliers, columns, count = self.outliers, self.columns, self.count  # there are, where they are asked for
+        outliers, columns, count = self.outliers, self.columns, self.count  # none is None here
         meant = torch.arange(columns.numel(), device=columns.device) < count
         return outliers.to(kind).masked_fill(~meant, 0), columns.masked_fill(~meant, 0)
 

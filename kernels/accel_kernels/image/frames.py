@@ -15,7 +15,7 @@ from accel_kernels.norm import norm as norms
 from accel_kernels.norm.norm import Norm, norm_weights
 from accel_kernels.op import dtype_reason, make_op, random_case
 
-MOST_CHANNELS = 8192  # of which a program holds all, where they are normed together
+MOST_CHANNELS = 8192  # of a pixel that is normed over its channels: a program holds all of them
 
 
 class FramePadding(NamedTuple):

@@ -262,7 +262,7 @@ def along_inputs(place, step, n, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def loaded_tile(place, mask, k_mask, K: tl.constexpr, DEPTH: tl.constexpr):
-    """What is there; zeros beyond the K inputs."""
+    """The tile; zeros beyond the K inputs."""
     if K % DEPTH == 0:
         return tl.load(place, mask=mask, other=0.0)
     else:

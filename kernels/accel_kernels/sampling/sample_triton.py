@@ -1,4 +1,4 @@
-"""One token a row: programs share a row's vocabulary, read it once, and the row's token is drawn from what they sum.
+"""One token a row: programs share a row's vocabulary, read it once, and the token is drawn by their sums.
 
 A row is cut into pieces of one size whatever the number of rows, and sums are taken by piece. So a row gives the same
 token and the same log probability whatever other rows are in the call. How many pieces a program takes depends on the

@@ -191,7 +191,7 @@ def ragged_attention(q, k, v, kv, scale, rotation, scores):
     cos, sin, interleaved, q_norm, k_norm = rotation
     window, softcap, sinks, slopes = scores
     kv_heads = k.shape[2]
-    # Tiles write what they have; the kernel of the decodes all that it is launched for.
+    # Tiles write only rows of sequences; the kernel of the decodes writes every row that it is launched for.
     make = torch.zeros if ragged.most_prefills or ragged.most_decodes < tokens else torch.empty
     out = make((1, tokens, heads * dim), device=q.device, dtype=q.dtype)
     most = min(ragged.most_decodes, tokens)

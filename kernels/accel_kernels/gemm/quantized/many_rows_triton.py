@@ -24,7 +24,7 @@ from accel_kernels.warmup import launch
 @triton.jit
 def _left(weight, row, word, inside, words, FORMAT: tl.constexpr, DTYPE: tl.constexpr, GROUPS: tl.constexpr,
           WORDS: tl.constexpr, PER: tl.constexpr, UNPACK_MODE: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
-    """Words (N, W), each of PER numbers, as what they stand for, (N, W * PER), without the scale of a whole row."""
+    """Words (N, W) of PER numbers each as their values (N, W * PER), without the scale of a whole row."""
     numbers = factor(words[None, :, :], FORMAT, DTYPE, UNPACK_MODE).reshape(words.shape[0], words.shape[1], PER)
     if weight.zeros is not None or GROUPS > 1:
         # One for each word, though words share them: a column of them takes the compiler a third more registers.

@@ -71,8 +71,8 @@ def _product_of_bytes(h: torch.Tensor, weight: Quantized, bias: torch.Tensor | N
 
 
 def _placed(tensor: torch.Tensor, step: int) -> torch.Tensor:
-    """At a multiple of `step` bytes: a copy where it is not, as of a file mapped into memory, so that results are the
-    same wherever a weight lies.
+    """The tensor aligned to `step` bytes: a copy where it is not, as of a file mapped into memory. So results do not
+    depend on where a weight lies.
     """
     return tensor.clone() if tensor.data_ptr() % step else tensor
 

@@ -109,7 +109,7 @@ def by_warpgroups(x, weight, up, format: str) -> bool:
 
 
 def by_gemv_mma(x, weight, norm, up) -> GemvTile | None:
-    """The tile in which `gemv_mma` takes these, where it does and is faster; as measured, H200."""
+    """The tile for `gemv_mma`, or None where it cannot take these or is slower; as measured, H200."""
     n, k = weight.shape
     if not reaches(x.device, HOPPER) or n * k <= SMALL or weight.group < 64:
         return None
