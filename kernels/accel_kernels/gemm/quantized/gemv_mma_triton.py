@@ -28,6 +28,7 @@ from accel_kernels.device import multiprocessors, programmatic
 from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.gemm.quantized.operands.mma_operands_triton import (
     column_sums,
+    of_either,
     places,
     weight_factor,
     words_layout,
@@ -96,21 +97,11 @@ def _scales(weight, up, row, column, block, blocks, n, K: gl.constexpr, GROUPS: 
     TILE: gl.constexpr = 8 if GATE else 16
     group = column // (K // GROUPS)
     inside = (column < K) & (block < blocks)
-    if GATE:
-        place = gl.minimum(block * TILE + row % 8, n - 1) * GROUPS + group
-        upper = row >= 8
-        s = gl.load(weight.scales + place, mask=inside & ~upper, other=0.0)
-        s = gl.where(upper, gl.load(up.scales + place, mask=inside & upper, other=0.0), s)
-    else:
-        place = gl.minimum(block * TILE + row, n - 1) * GROUPS + group
-        s = gl.load(weight.scales + place, mask=inside, other=0.0)
+    place = gl.minimum(block * TILE + (row % 8 if GATE else row), n - 1) * GROUPS + group
+    s = of_either(weight.scales, up.scales, place, inside, row >= 8, GATE)
     z = s
     if weight.zeros is not None:
-        if GATE:
-            z = gl.load(weight.zeros + place, mask=inside & ~upper, other=0)
-            z = gl.where(upper, gl.load(up.zeros + place, mask=inside & upper, other=0), z)
-        else:
-            z = gl.load(weight.zeros + place, mask=inside, other=0)
+        z = of_either(weight.zeros, up.zeros, place, inside, row >= 8, GATE)
     return s, z
 
 

@@ -82,6 +82,16 @@ def places(SHARES: gl.constexpr, ROWS: gl.constexpr, LAST: gl.constexpr, layout:
 
 
 @gluon.jit
+def of_either(ptr, up_ptr, place, inside, upper, GATE: gl.constexpr):
+    """What is at these places: with a gate, in the upper rows of a block, of the gate's weight."""
+    if GATE:
+        lower = gl.load(ptr + place, mask=inside & ~upper, other=0)
+        return gl.where(upper, gl.load(up_ptr + place, mask=inside & upper, other=0), lower)
+    else:
+        return gl.load(ptr + place, mask=inside, other=0)
+
+
+@gluon.jit
 def unpacked(words, scales, zeros, FORMAT: gl.constexpr, DTYPE: gl.constexpr, SCALED: gl.constexpr,
              ZEROS: gl.constexpr, RAW: gl.constexpr):  # fmt: skip
     """(S, N, 4 J) words as (S, N, columns) in the factor's order. scales, zeros: (S, N, 4), of each thread's words."""
