@@ -75,7 +75,7 @@ class Choices(ABC):
         return self.choices[key]
 
     def _settle(self, key: str, trial: Callable, otherwise: str) -> Iterator[None]:
-        """The trial, and what it finds; `otherwise` where it fails."""
+        """Runs the trial and learns its choice; adopts `otherwise` where it fails."""
         choice = self.choices.get(key)
         if choice is not None:  # by another that asked for the same
             return
@@ -199,8 +199,8 @@ def contest(
     yield from found[:1]
 
 
-class Form(NamedTuple):
-    """What matters of a tensor for the speed of a kernel. memory, offset: where it lies, to be told from others."""
+class TensorForm(NamedTuple):
+    """The properties of a tensor on which a kernel's speed depends. memory, offset: its storage and its place in it."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -210,7 +210,7 @@ class Form(NamedTuple):
     offset: int = 0
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> "Form":
+    def of(cls, tensor: torch.Tensor) -> "TensorForm":
         place = tensor.untyped_storage().data_ptr(), int(tensor.storage_offset())
         return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, *place)
 
@@ -232,15 +232,15 @@ class Form(NamedTuple):
         return flat.as_strided(self.shape, self.stride, offset)
 
 
-class Lent(NamedTuple):
+class BorrowedTensor(NamedTuple):
     """A weight: itself for as long as its memory is there, as nothing writes to it; else another of its form."""
 
-    form: Form
+    form: TensorForm
     storage: Callable[[], torch.UntypedStorage | None]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> "Lent":
-        return cls(Form.of(tensor), weakref.ref(tensor.untyped_storage()))
+    def of(cls, tensor: torch.Tensor) -> "BorrowedTensor":
+        return cls(TensorForm.of(tensor), weakref.ref(tensor.untyped_storage()))
 
     def filled(self) -> torch.Tensor:
         storage, form = self.storage(), self.form
@@ -251,7 +251,7 @@ class Lent(NamedTuple):
         return empty.set_(storage, form.offset, form.shape, form.stride)
 
 
-def filled(forms: Sequence[Form]) -> list[torch.Tensor]:
+def filled(forms: Sequence[TensorForm]) -> list[torch.Tensor]:
     """Tensors of random numbers, in as little memory as those of these forms took.
 
     Those that lay between each other in one memory, as columns of one product do, lie so again.

@@ -17,7 +17,7 @@ NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: what others launch on the default st
 def capture(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
     """What this thread launches inside goes into `graph` and does not run; memory comes from `pool`.
 
-    On a stream of the current device that nobody else is given; one capture of a device at a time, another thread's
+    On a stream of the current device of its own; one capture of a device at a time, another thread's
     waits. Garbage is not collected meanwhile: destroying some other graph, which only the collector does where objects
     refer to each other, is not allowed during a capture and would break it. Other threads may go on using the GPU.
     """

@@ -60,10 +60,9 @@ def tma_reason(device: torch.device) -> str | None:
 def programmatic(device: torch.device) -> dict[str, bool]:
     """The option of a programmatic dependent launch, where the GPU has it (compute capability 9.0 and later); else {}.
 
-    Such a kernel starts while the one before it still runs. At its start it says that the next may come
-    (gdc_launch_dependents), loads what no kernel before it writes, its weights, and waits for the one before it
-    (gdc_wait) ahead of everything else. Every program must wait before it ends, also one without work, or a later
-    kernel could overtake an earlier one.
+    Such a kernel starts while the one before it still runs. It first lets the next one start (gdc_launch_dependents)
+    and loads weights, which no kernel writes. Then it waits for the one before it (gdc_wait). Every program must wait
+    before it ends, also one without work, or a later kernel could overtake an earlier one.
     """
     return {"launch_pdl": True} if reaches(device, HOPPER) else {}
 

@@ -1,4 +1,4 @@
-"""Layers without state over these operations, for whoever binds the forward of one class to modules of another.
+"""Layers without state over these operations, whose forwards can be bound to modules of other classes.
 
 Hugging Face's package `kernels` does: `register_kernel_mapping(kernel_mapping())`, then `use_kernels=True` or
 `kernelize(model, mode=Mode.INFERENCE)`. Each class has a forward and nothing else; it reads the weight and eps of the

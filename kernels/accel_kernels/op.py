@@ -35,7 +35,9 @@ class Random:
         self.device, self.dtype = device, dtype
         self.generator = torch.Generator("cpu").manual_seed(0)
 
-    def __call__(self, *size: int, spread: float = 1.0, mean: float = 0.0, dtype: torch.dtype | None = None):
+    def __call__(
+        self, *size: int, spread: float = 1.0, mean: float = 0.0, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         """Normally distributed."""
         x = torch.randn(*size, generator=self.generator)
         return (x * spread + mean).to(self.device, dtype or self.dtype)

@@ -1,4 +1,4 @@
-"""The numbers of 8 bits that stand for a row: its largest absolute value, the scale that it gives, the nearest numbers.
+"""Rounding a row to 8 bits: its largest absolute value, the scale that this gives, and the nearest numbers.
 
 One definition for `quantize_rows` and for row programs, which round what they have just computed. The kernels' own is
 `row_numbers_triton`, function by function.
@@ -8,8 +8,8 @@ import torch
 
 MOST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 LEAST = {torch.int8: -128.0, torch.float8_e4m3fn: -448.0}
-# The largest absolute value of a row over this is its scale: half of what lies between least and largest number, as in
-# the package compressed-tensors 0.20 (calculate_qparams), whose files say "dynamic" and leave the formula to who reads.
+# A row's scale is its largest absolute value over half the range of the numbers, as in the package compressed-tensors
+# 0.20 (calculate_qparams). Its files say "dynamic" and name no formula.
 REACH = {kind: (MOST[kind] - LEAST[kind]) / 2 for kind in MOST}
 LEAST_PEAK = 1e-30  # a row of less is rounded as if this were in it; its scale stays a normal number
 
@@ -20,7 +20,7 @@ def row_peak(x: torch.Tensor) -> torch.Tensor:
 
 
 def row_scale(peak: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What one of the numbers stands for; NaN for a row that holds something not finite. dtype: of the numbers."""
+    """The value of one step; NaN for a row with anything not finite. dtype: of the numbers."""
     reach = torch.full_like(peak, REACH[dtype])  # of a plain number torch takes the reciprocal, which rounds once more
     return (peak / reach).masked_fill(peak.isinf(), torch.nan)
 
@@ -29,7 +29,7 @@ def row_numbers(x: torch.Tensor, peak: torch.Tensor, dtype: torch.dtype) -> torc
     """The nearest numbers, in x.dtype, which is float32 or float64; see `bounded`. Those of a row without a scale mean
     nothing.
     """
-    # A peak is exactly half a step beyond 127: no rounding before may decide where it falls.
+    # A peak is exactly half a step beyond 127: it is set, so that no earlier rounding decides its number.
     reach = torch.full_like(peak, REACH[dtype])
     return bounded(torch.where(x.abs() == peak, reach.copysign(x), x * (reach / peak)), dtype)
 

@@ -21,7 +21,7 @@ def scale_tile(peak, REACH: tl.constexpr):
 
 @triton.jit
 def numbers_tile(x, peak, REACH: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, ROUND: tl.constexpr):
-    # A peak is exactly half a step beyond 127: no rounding before may decide where it falls.
+    # A peak is exactly half a step beyond 127: it is set, so that no earlier rounding decides its number.
     factor = tl.div_rn(tl.full(peak.shape, REACH, tl.float32), peak)
     y = tl.where(tl.abs(x) == peak, tl.where(x < 0, -REACH, REACH), x * factor)
     return bounded_tile(y, LEAST, MOST, ROUND)

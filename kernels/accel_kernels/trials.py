@@ -1,4 +1,4 @@
-"""Measuring that is put off: choosers ask for it in a call, and whoever makes the calls does it in parts after them."""
+"""Measuring that is put off: choosers ask for it in a call, and the caller does it in parts after the call."""
 
 import threading
 import time
@@ -32,7 +32,7 @@ class Trials:
     def work(self, keys: Iterable[Hashable], seconds: float = float("inf")) -> list[Hashable]:
         """Measures for these keys, in order, until so many seconds have passed; returns those that still wait.
 
-        A part once begun is finished. Nothing is measured while another thread measures.
+        A part that has begun is finished. Nothing is measured while another thread measures.
         """
         keys = self.open(keys)
         if keys and _TURN.acquire(blocking=False):
@@ -63,17 +63,17 @@ class _Noting(NamedTuple):
     asked: dict[Hashable, None]
 
 
-# Who collects what this context asks for; None where nobody does.
+# What collects the trials of this context, or None.
 _NOTING: ContextVar[_Noting | None] = ContextVar("accel_kernels_noting", default=None)
 
 
 def collecting() -> bool:
-    """Whether somebody collects trials in this context, so that no call waits for measuring."""
+    """Whether trials are collected in this context, so that no call waits for measuring."""
     return _NOTING.get() is not None
 
 
 def put_off(key: Hashable, trial: Callable[[], Iterator[None]]) -> bool:
-    """Whether somebody collects trials in this context; this one is then among them, unless one of its key waits."""
+    """Whether trials are collected in this context. If so, adds this one, unless one of its key waits already."""
     now = _NOTING.get()
     if now is None:
         return False

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accel_kernels import group_norm, image_sum, upsample_convolve
-from accel_kernels.autotune import Form, Lent, filled
+from accel_kernels.autotune import BorrowedTensor, TensorForm, filled
 from accel_kernels.image.half_operands import GAIN, SCALE, halved
 from torch import nn
 
@@ -34,7 +34,7 @@ def heads(rows):
     ids=["columns", "some rows", "one alone", "the same", "side by side", "apart"],
 )
 def test_a_trial_takes_no_more_memory_than_the_call_that_asked_for_it(given):
-    made = filled([Form.of(one) for one in given])
+    made = filled([TensorForm.of(one) for one in given])
     assert span(made) <= span(given)
     for one, other in zip(made, given, strict=True):
         assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
@@ -45,13 +45,13 @@ def test_a_trial_takes_no_more_memory_than_the_call_that_asked_for_it(given):
 
 def test_tensors_far_apart_in_one_memory_are_filled_each_by_itself():
     whole = torch.empty(1000, 8)
-    forms = [Form.of(whole[:4]), Form.of(whole[-4:])]
+    forms = [TensorForm.of(whole[:4]), TensorForm.of(whole[-4:])]
     assert span(filled(forms)) == 2 * 4 * 8 * 4
 
 
 def test_a_weight_is_lent_for_as_long_as_it_is_there():
     weight = nn.Parameter(torch.randn(6, 8))
-    whole, rows = Lent.of(weight), Lent.of(weight[2:4])
+    whole, rows = BorrowedTensor.of(weight), BorrowedTensor.of(weight[2:4])
     for _ in range(2):
         assert whole.filled().data_ptr() == weight.data_ptr() and torch.equal(whole.filled(), weight)
         assert rows.filled().data_ptr() == weight[2:4].data_ptr() and torch.equal(rows.filled(), weight[2:4])
@@ -59,7 +59,7 @@ def test_a_weight_is_lent_for_as_long_as_it_is_there():
     for lent, shape in ((whole, (6, 8)), (rows, (2, 8))):
         made = lent.filled()
         assert made.shape == shape and made.untyped_storage().nbytes() == made.nbytes and made.std() > 0.1
-    whole = Lent.of(weight)
+    whole = BorrowedTensor.of(weight)
     weight.untyped_storage().resize_(0)  # as some offloading does
     assert whole.filled().isfinite().all() and whole.filled().shape == (6, 8)
 

@@ -17,7 +17,7 @@ from accel_kernels.image import image_sum_triton as image_sum
 from accel_kernels.image import upsample_convolve_triton as convolve
 from accel_kernels.image import upsample_triton as upsample
 from accel_kernels.moe import experts_triton
-from accel_kernels.moe.tiles import GEMV, TILES, WRITTEN
+from accel_kernels.moe.tiles import DEQUANTIZED, GEMV, TILES
 from accel_kernels.moe.weights import ExpertWeights, Gating
 from accel_kernels.norm import group_norm_triton as group_norm
 from accel_kernels.norm import layer_norm_triton as layer_norm
@@ -164,6 +164,6 @@ def test_tokens_of_experts(launched, first, stored):
     known = set(launched)
     for tokens in (1, 5, 17, 4099):
         multiplied(tokens)
-        for tile in (*TILES, *(WRITTEN if stored.startswith("int") else ()), GEMV):
+        for tile in (*TILES, *(DEQUANTIZED if stored.startswith("int") else ()), GEMV):
             multiplied(tokens, tile=tile)
     assert launched == known

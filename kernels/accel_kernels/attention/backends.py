@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from accel_kernels.attention.flash_attention import attention
 from accel_kernels.attention.matmul_attention import matmul_attention
 from accel_kernels.attention.matmul_attention import refuses as refuses_matmul
-from accel_kernels.autotune import Choices, Form, Place, contest, filled
+from accel_kernels.autotune import Choices, Place, TensorForm, contest, filled
 from accel_kernels.errors import out_of_memory, set_aside
 from accel_kernels.tolerances import BACKEND, SMALLEST_OUTPUT
 from accel_kernels.warmup import alongside, warming_up
@@ -116,7 +116,7 @@ class AttentionChooser(Choices):
     """Callable softmax attention, (B, H, Sq, D) x (B, H, Sk, D) -> (B, H, Sq, D); picks its backend per shape.
 
     preference: "auto" measures the candidates on tensors like the caller's, or takes what was measured for a shape near
-    by; a backend's name always takes that one and raises ValueError where it cannot run. cache: see `Choices`.
+    by. A backend's name always takes that one, and raises ValueError where it cannot run. cache: see `Choices`.
     A candidate that errs, or disagrees with the others, is dropped.
     """
 
@@ -154,7 +154,7 @@ class AttentionChooser(Choices):
         otherwise = self._otherwise(key, possible)
         if torch.cuda.is_current_stream_capturing():
             return otherwise  # nothing can be measured inside a capture
-        forms = [Form.of(t) for t in (q, k, v)]
+        forms = [TensorForm.of(t) for t in (q, k, v)]
         return self.decide(key, partial(self._trial, key, possible, otherwise, forms), otherwise)
 
     def place(self, key: str) -> Place:
@@ -168,7 +168,7 @@ class AttentionChooser(Choices):
         names = (None if near == NEEDS_PLAN else near, "triton", "matmul", "flash", "efficient")
         return next((name for name in names if name in possible), "sdpa")
 
-    def _trial(self, key: str, possible: list[str], otherwise: str, forms: list[Form]) -> Iterator[str | None]:
+    def _trial(self, key: str, possible: list[str], otherwise: str, forms: list[TensorForm]) -> Iterator[str | None]:
         """Takes over what an earlier process, or a shape near by, found; else races the candidates."""
         stored, near = self.stored(key), self.neighbor(key, REACH)
         if stored in possible and _agrees(stored, otherwise, forms):
@@ -205,7 +205,7 @@ class AttentionChooser(Choices):
         return torch.empty((batch, q.shape[2], heads, dim), dtype=q.dtype, device=q.device).transpose(1, 2)
 
 
-def _agrees(name: str, other: str, forms: list[Form]) -> bool:
+def _agrees(name: str, other: str, forms: list[TensorForm]) -> bool:
     """Whether one backend computes what another does, on tensors of these forms.
 
     Compared head by head: in float32 all at once would take more memory than a call of the model itself does.

@@ -1,9 +1,9 @@
 """Causal attention of a whole prompt by torch's own kernels: which of them, where a plan costs more than it saves.
 
-cuDNN's is the fastest on Hopper, and makes a plan for every new length, which takes 30 to 70 ms: on an H200 some 30 are
-won back within one prompt of 8192 tokens, and all of them by a length that comes again. Its first plan for a length
-that is a multiple of 128, and its first for one that is none, also make the driver compile, up to a second, unless its
-cache has it; so a warmup makes them, beside what else it compiles. Flash attention needs no plan.
+cuDNN's is the fastest on Hopper, and makes a plan for every new length, which takes 30 to 70 ms. On an H200 one prompt
+of 8192 tokens wins some 30 ms back, and a length that comes again all of them. The driver compiles, up to a second, for
+the first plan of a length that is a multiple of 128, and for the first of one that is none. So a warmup makes both,
+beside what else it compiles. Flash attention needs no plan.
 """
 
 from functools import partial

@@ -1,6 +1,6 @@
 """Entries in files that processes share.
 
-A cache never raises and never loses what others wrote: whoever adds to a file holds its lock, reads it again, and puts
+A cache never raises and never loses what others wrote. Adding to a file takes its lock, reads it again, and puts
 a whole new file in its place.
 """
 
@@ -49,7 +49,7 @@ class CacheFile:
         return True
 
     def _entries(self) -> dict[str, Any]:
-        """Raises OSError where they are there and cannot be read: they are not to be written over."""
+        """Raises OSError for a file that exists and cannot be read: it must not be overwritten."""
         try:
             found = json.loads(self.path.read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError, RecursionError):  # none yet, or damaged: it is written again
@@ -78,7 +78,7 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
 
 @contextmanager
 def _locked(lock: Path) -> Iterator[None]:
-    """Inside, nobody else is. The system lets go of the lock of a process that dies. Raises OSError where others hold
+    """Holds the lock. The system lets go of the lock of a process that dies. Raises OSError where others hold
     it for too long. Where a system or its files have no locks, two that write at once may lose an entry.
     """
     end = time.monotonic() + PATIENCE

@@ -52,7 +52,7 @@ class ExchangeRoom:
         self.programs = PROGRAMS * multiprocessors(device)
         self.memory = Shared.zeros(group, device, size, torch.uint8)
         self.cells = Shared.zeros(group, device, 2 * self.programs * self.ranks, torch.int32)
-        torch.cuda.synchronize(device)  # cells are zero before anybody gives a signal
+        torch.cuda.synchronize(device)  # cells are zero before the first signal
         dist.barrier(group, device_ids=[device.index])
 
     def exchange(
@@ -62,7 +62,7 @@ class ExchangeRoom:
 
         tensors: of one dtype and size. layouts: of each; `alike`, and none `unwritable`. place: bytes before the first
         result in the room, a multiple of 16; all take `room_for`. Results are good until something else is sent to
-        their place. waits: until all ranks have come. Without, nobody may read what is in that place now after the
+        their place. waits: until all ranks have come. Without it, what is in that place now must not be read after the
         exchange before this one.
         """
         layout, size = layouts[0], tensors[0].element_size()
@@ -86,7 +86,7 @@ def room_for(tensors: int, numbers: int, size: int) -> int:
 
 
 def alike(layouts: Sequence[Layout]) -> bool:
-    """Whether one launch may write them: they differ in where they are read alone."""
+    """Whether one launch can write them: only their sources may differ."""
     return len({(one.sizes, one.target, one.target_rank) for one in layouts}) == 1
 
 

@@ -61,7 +61,7 @@ class SymmetricMemory:
         self.parts, self.cells, self.shares = (Shared.zeros(group, device, *one) for one in sizes)
         self.inside, self.turn = False, 0
         self.nothing = torch.zeros(8, device=device)
-        torch.cuda.synchronize(device)  # cells are zero before anybody gives a signal
+        torch.cuda.synchronize(device)  # cells are zero before the first signal
         dist.barrier(group, device_ids=[device.index])
 
     @contextmanager

@@ -1,7 +1,8 @@
 """residual + scale * (sum over ranks + bias) in one launch: every rank reads all parts ("one shot").
 
-Each program copies its piece of this rank's part to where the others can read it, tells the same program of each other
-rank, waits until all have told it, and adds their pieces up in the order of the ranks, so that all get the same bits.
+Each program copies its piece of this rank's part to where the others can read it. It signals the same program of each
+other rank, and waits for their signals. Then it adds all pieces up in the order of the ranks, so that all ranks get the
+same bits.
 Pieces are found through a table of addresses. As `one_shot_all_reduce` of torch
 (`torch/csrc/distributed/c10d/symm_mem`), with what follows it.
 """

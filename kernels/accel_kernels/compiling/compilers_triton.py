@@ -138,7 +138,7 @@ class Compilers:
                     return False
 
     def close(self) -> None:
-        """Ends it, with all that it runs, for good. Without the lock, which one may hold who writes to it in vain."""
+        """Ends it, with all that it runs, for good. Takes no lock: a thread that hangs in writing to it may hold it."""
         self._broken = True
         if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)

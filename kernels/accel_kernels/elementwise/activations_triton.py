@@ -5,17 +5,17 @@ import triton.language as tl
 
 
 @triton.jit
-def activate(x, KIND: tl.constexpr):
-    """KIND(x); x itself for None."""
-    if KIND == "silu":
+def activate(x, ACTIVATION: tl.constexpr):
+    """ACTIVATION(x); x itself for None."""
+    if ACTIVATION == "silu":
         x = x / (1.0 + tl.exp(-x))
-    elif KIND == "gelu":
+    elif ACTIVATION == "gelu":
         x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif KIND == "gelu_tanh":  # 0.5 (1 + tanh(z)) is sigmoid(2 z)
+    elif ACTIVATION == "gelu_tanh":  # 0.5 (1 + tanh(z)) is sigmoid(2 z)
         x = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
-    elif KIND == "relu":
+    elif ACTIVATION == "relu":
         x = tl.maximum(x, 0.0)
-    elif KIND == "relu2":
+    elif ACTIVATION == "relu2":
         x = tl.maximum(x, 0.0)
         x = x * x
     return x

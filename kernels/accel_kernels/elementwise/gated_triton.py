@@ -12,13 +12,13 @@ WARPS = 4
 
 
 @triton.jit
-def gated_kernel(gate_ptr, up_ptr, y_ptr, stride_g, stride_u, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def gated_kernel(gate_ptr, up_ptr, y_ptr, stride_g, stride_u, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i_idx = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = i_idx < width
     gate = tl.load(gate_ptr + row * stride_g + i_idx, mask=mask, other=0.0)
     up = tl.load(up_ptr + row * stride_u + i_idx, mask=mask, other=0.0)
-    y = activate(gate.to(tl.float32), KIND) * up.to(tl.float32)
+    y = activate(gate.to(tl.float32), ACTIVATION) * up.to(tl.float32)
     tl.store(y_ptr + row * width + i_idx, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 

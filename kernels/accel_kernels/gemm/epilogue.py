@@ -122,4 +122,4 @@ class Epilogue(NamedTuple):
     @property
     def flags(self) -> dict[str, object]:
         """What kernels are compiled for, besides which of their arguments are None."""
-        return {"GATE": self.up is not None, "KIND": self.activation}
+        return {"GATE": self.up is not None, "ACTIVATION": self.activation}

@@ -15,20 +15,20 @@ def tile_place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 
 @triton.jit
-def epilogue(y, other, n_idx, n_mask, s_ptr, us_ptr, after, GATE: tl.constexpr, KIND: tl.constexpr):
-    """Scales, bias, activation, gate and scale of a block of sums; the residual is added by whoever writes.
+def epilogue(y, other, n_idx, n_mask, scales_ptr, up_scales_ptr, after, GATE: tl.constexpr, ACTIVATION: tl.constexpr):
+    """Scales, bias, activation, gate and scale of a block of sums; `store_sum` adds the residual.
 
-    y, other: the sums of the weight and of its gate's. n_idx: rows of the weight, as they lie in y. s_ptr, us_ptr:
-    scales of those rows, still to be multiplied, or None. after: `EpilogueArguments`.
+    y, other: the sums of the weight and of its gate's. n_idx: rows of the weight, as they lie in y. scales_ptr,
+    up_scales_ptr: scales of those rows, which the sums still lack, or None. after: `EpilogueArguments`.
     """
-    if s_ptr is not None:
-        y *= tl.load(s_ptr + n_idx, mask=n_mask, other=0.0).to(tl.float32)
+    if scales_ptr is not None:
+        y *= tl.load(scales_ptr + n_idx, mask=n_mask, other=0.0).to(tl.float32)
     if after.bias is not None:
         y += tl.load(after.bias + n_idx, mask=n_mask, other=0.0).to(tl.float32)
-    y = activate(y, KIND)
+    y = activate(y, ACTIVATION)
     if GATE:
-        if s_ptr is not None:
-            other *= tl.load(us_ptr + n_idx, mask=n_mask, other=0.0).to(tl.float32)
+        if scales_ptr is not None:
+            other *= tl.load(up_scales_ptr + n_idx, mask=n_mask, other=0.0).to(tl.float32)
         if after.bias is not None:
             other += tl.load(after.up_bias + n_idx, mask=n_mask, other=0.0).to(tl.float32)
         y *= other

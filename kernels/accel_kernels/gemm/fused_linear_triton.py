@@ -33,7 +33,7 @@ class Shape(NamedTuple):
 @triton.jit
 def gemv_kernel(
     x_ptr, w_ptr, u_ptr, norm, after, y_ptr, n, K: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
-    KIND: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_mask = n_idx < n
@@ -99,13 +99,13 @@ def gemv_kernel(
         other = tl.sum(acc_u, axis=1)
         if NORM == "rms":
             other *= rstd
-    y = epilogue(y, other, n_idx, n_mask, None, None, after, GATE, KIND)
+    y = epilogue(y, other, n_idx, n_mask, None, None, after, GATE, ACTIVATION)
     store_sum(y, n_idx, n_mask, after, y_ptr)
 
 
 @triton.jit(do_not_specialize=("m",))
 def skinny_kernel(
-    x_ptr, w_ptr, u_ptr, after, y_ptr, m, n, K: tl.constexpr, GATE: tl.constexpr, KIND: tl.constexpr,
+    x_ptr, w_ptr, u_ptr, after, y_ptr, m, n, K: tl.constexpr, GATE: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -143,7 +143,7 @@ def skinny_kernel(
     if PDL and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     n_col, n_col_mask = n_idx[:, None], n_mask[:, None]
-    y = epilogue(acc, acc_u, n_col, n_col_mask, None, None, after, GATE, KIND)
+    y = epilogue(acc, acc_u, n_col, n_col_mask, None, None, after, GATE, ACTIVATION)
     store_sum(y, m_idx[None, :].to(tl.int64) * n + n_col, m_mask[None, :] & n_col_mask, after, y_ptr)
 
 

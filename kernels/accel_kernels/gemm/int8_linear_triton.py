@@ -2,9 +2,9 @@
 
 Tiles come through the tensor memory accelerator (Hopper and later); both factors lie along K, the one way in which
 tensor cores multiply bytes. Each program computes tiles until none is left; rows of tiles are grouped so that
-neighbors share their weights in the L2 cache. The sums become floats in place; outlier columns are added by a product
-of 16-bit numbers, the weight's bytes gathered by column, for as many as there turn out to be; or, where that is all of
-them, read as they lie, and nothing is multiplied as integers.
+neighbors share their weights in the L2 cache. The sums become floats in place. Outlier columns, as many as there turn
+out to be, are added by a product in 16 bits, the weight's bytes gathered by column. Where all columns are outliers, the
+bytes are read as they lie, and nothing is multiplied as integers.
 
 Serves many rows in int8, K a multiple of 16, compute capability 9.0 and later.
 """
@@ -82,22 +82,22 @@ def _add_outliers(y, outliers, count, w_ptr, m_idx, n_idx, rows, n, depth, capac
 
 @triton.jit
 def _finish(y, other, weight, up, outliers, count, after, y_ptr, m_idx, n_idx, rows, n, depth, capacity,
-            GATE: tl.constexpr, KIND: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+            GATE: tl.constexpr, ACTIVATION: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
     """Outliers and all that follows the sums of a block, and its store."""
     if outliers.taken is not None:
         y = _add_outliers(y, outliers, count, weight.data, m_idx, n_idx, rows, n, depth, capacity, UPCAST)
         if GATE:
             other = _add_outliers(other, outliers, count, up.data, m_idx, n_idx, rows, n, depth, capacity, UPCAST)
     n_row, n_mask = n_idx[None, :], (n_idx < n)[None, :]
-    y = epilogue(y, other, n_row, n_mask, weight.scales, up.scales, after, GATE, KIND)
+    y = epilogue(y, other, n_row, n_mask, weight.scales, up.scales, after, GATE, ACTIVATION)
     place, mask = m_idx.to(tl.int64)[:, None] * n + n_row, (m_idx < rows)[:, None] & n_mask
     store_sum(y, place, mask, after, y_ptr)
 
 
 @triton.jit(do_not_specialize=("rows", "capacity"))
 def int8_linear_kernel(
-    x_desc, w_desc, u_desc, sx_ptr, weight, up, outliers, after, y_ptr, rows, n, depth, capacity,
-    GATE: tl.constexpr, KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_desc, w_desc, u_desc, row_scales_ptr, weight, up, outliers, after, y_ptr, rows, n, depth, capacity,
+    GATE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(n, BLOCK_N)
@@ -121,25 +121,25 @@ def int8_linear_kernel(
             if GATE:
                 acc_u = tl.dot(x, u_desc.load([n_first, k]).T, acc_u, out_dtype=tl.int32)
         m_idx, n_idx = m + tl.arange(0, BLOCK_M), n_first + tl.arange(0, BLOCK_N)
-        row_scale = tl.load(sx_ptr + m_idx, mask=m_idx < rows, other=0.0)[:, None]
+        row_scale = tl.load(row_scales_ptr + m_idx, mask=m_idx < rows, other=0.0)[:, None]
         y = acc.to(tl.float32) * row_scale
         other = y
         if GATE:
             other = acc_u.to(tl.float32) * row_scale
-        _finish(y, other, weight, up, outliers, count, after, y_ptr, m_idx, n_idx, rows, n, depth, capacity, GATE, KIND,
-                UPCAST)  # fmt: skip
+        _finish(y, other, weight, up, outliers, count, after, y_ptr, m_idx, n_idx, rows, n, depth, capacity, GATE,
+                ACTIVATION, UPCAST)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=("rows", "capacity"))
 def after_product_kernel(
-    acc_ptr, acc_u_ptr, sx_ptr, weight, up, outliers, after, y_ptr, rows, n, depth, capacity, stride,
-    GATE: tl.constexpr, KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UPCAST: tl.constexpr,
+    acc_ptr, acc_u_ptr, row_scales_ptr, weight, up, outliers, after, y_ptr, rows, n, depth, capacity, stride,
+    GATE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     m_idx = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n_idx = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (m_idx < rows)[:, None] & (n_idx < n)[None, :]
     place = m_idx.to(tl.int64)[:, None] * stride + n_idx[None, :]
-    row_scale = tl.load(sx_ptr + m_idx, mask=m_idx < rows, other=0.0)[:, None]
+    row_scale = tl.load(row_scales_ptr + m_idx, mask=m_idx < rows, other=0.0)[:, None]
     y = tl.load(acc_ptr + place, mask=mask, other=0).to(tl.float32) * row_scale
     other = y
     if GATE:
@@ -147,8 +147,8 @@ def after_product_kernel(
     count = 0
     if outliers.taken is not None:
         count = tl.load(outliers.found)
-    _finish(y, other, weight, up, outliers, count, after, y_ptr, m_idx, n_idx, rows, n, depth, capacity, GATE, KIND,
-            UPCAST)  # fmt: skip
+    _finish(y, other, weight, up, outliers, count, after, y_ptr, m_idx, n_idx, rows, n, depth, capacity, GATE,
+            ACTIVATION, UPCAST)  # fmt: skip
 
 
 def int8_linear(x, weight, bias=None, *, shape=None, **after):

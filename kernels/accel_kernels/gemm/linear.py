@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from accel_kernels.autotune import Choices, Form, Lent, Place, contest
+from accel_kernels.autotune import BorrowedTensor, Choices, Place, TensorForm, contest
 from accel_kernels.gemm.cublaslt import TYPES, CublasLt, Product
 from accel_kernels.tolerances import ALGORITHM, SMALLEST_OUTPUT
 from accel_kernels.warmup import warming_up
@@ -63,7 +63,7 @@ def _by_images(out: torch.Tensor) -> bool:
 
 
 def _in_rows(out: torch.Tensor, width: int) -> bool:
-    """Whether it is rows of this width at equal distances, of which 16 bytes each can be written at once."""
+    """Whether these are rows of this width, evenly spaced and aligned to 16 bytes."""
     apart, fit = out.stride(-2), out.shape[-1] == width and out.stride(-1) == 1
     return fit and _evenly(out) and apart >= width and not (out.data_ptr() % 16 or apart % 8)
 
@@ -143,8 +143,8 @@ class LinearChooser(Choices):
         else:
             flat = x.view(-1, x.shape[-1])
             added = None if residual is None else residual.view(-1, residual.shape[-1])
-            bias_form, added_form = (None if t is None else Form.of(t) for t in (bias, added))
-            forms = (Form.of(flat), Lent.of(weight), bias_form, added_form)
+            bias_form, added_form = (None if t is None else TensorForm.of(t) for t in (bias, added))
+            forms = (TensorForm.of(flat), BorrowedTensor.of(weight), bias_form, added_form)
             trial = partial(self._trial, key, *forms, gelu, apart)
             self.decide(key, trial, TORCH)
 
@@ -171,7 +171,14 @@ class LinearChooser(Choices):
         return product is not None and stored.isdigit() and int(stored) < len(product.algorithms)
 
     def _trial(
-        self, key: str, x: Form, weight: Lent, bias: Form | None, residual: Form | None, gelu: bool, apart: int
+        self,
+        key: str,
+        x: TensorForm,
+        weight: BorrowedTensor,
+        bias: TensorForm | None,
+        residual: TensorForm | None,
+        gelu: bool,
+        apart: int,
     ) -> Iterator[str | None]:
         """Races the algorithms of this product."""
         outs = weight.form.shape[0]

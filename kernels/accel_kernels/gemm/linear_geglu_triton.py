@@ -1,7 +1,7 @@
 """Matrix product with two accumulators, value and gate, and GEGLU on them before anything is written.
 
 Tiles come through the tensor memory accelerator (Hopper and later). Each program computes tiles until none is left, so
-that the next one's first loads overlap the end of the one before; rows of tiles are grouped so that neighbors share
+that the first loads of a tile overlap the end of the one before. Rows of tiles are grouped so that neighbors share
 their weights in the L2 cache.
 
 Serves rows in 16 bits, features in multiples of 8, compute capability 9.0 and later; on 9.0 `hopper_gemm` is faster and

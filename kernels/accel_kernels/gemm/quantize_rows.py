@@ -26,7 +26,7 @@ class QuantizedRows(NamedTuple):
 
     data: (..., K) int8 or float8_e4m3fn. scales: (..., 1) float32; NaN where a row held something not finite. dtype:
     of x. outliers: (..., capacity) in that dtype, of which the first `count` are meant. columns: (capacity,) int64,
-    ascending: where they were. count: (1,) int32, on the device, so that nobody waits for it.
+    ascending: where they were. count: (1,) int32, on the device, so that the host does not wait.
     """
 
     data: torch.Tensor
@@ -34,7 +34,7 @@ class QuantizedRows(NamedTuple):
     dtype: torch.dtype
     outliers: torch.Tensor | None = None
     columns: torch.Tensor | None = None
-    count: torch.Tensor | None = None  # type: ignore[assignment]  # of a tuple too, which nobody asks
+    count: torch.Tensor | None = None  # type: ignore[assignment]  # hides the method of tuples
 
     @property
     def is_cuda(self) -> bool:
@@ -45,7 +45,7 @@ class QuantizedRows(NamedTuple):
         outliers: Any
         columns: Any
         count: Any
-        outliers, columns, count = self.outliers, self.columns, self.count  # there are, where they are asked for
+        outliers, columns, count = self.outliers, self.columns, self.count  # none is None here
         meant = torch.arange(columns.numel(), device=columns.device) < count
         return outliers.to(kind).masked_fill(~meant, 0), columns.masked_fill(~meant, 0)
 

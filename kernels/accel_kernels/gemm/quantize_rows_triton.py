@@ -79,7 +79,7 @@ def outlier_columns_kernel(
 
 @triton.jit(do_not_specialize=("capacity",))
 def quantize_rows_kernel(
-    x_ptr, norm, mask_ptr, columns_ptr, count_ptr, given_ptr, q_ptr, s_ptr, o_ptr, k, capacity,
+    x_ptr, norm, mask_ptr, columns_ptr, count_ptr, given_scale_ptr, data_ptr, scales_ptr, outliers_ptr, k, capacity,
     NORM: tl.constexpr, ROUND: tl.constexpr, REACH: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
     BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -98,7 +98,7 @@ def quantize_rows_kernel(
     if mask_ptr is not None:
         count = tl.load(count_ptr)
         if count == k:
-            tl.store(o_ptr + row * capacity + k_idx, h.to(o_ptr.dtype.element_ty), mask=mask)
+            tl.store(outliers_ptr + row * capacity + k_idx, h.to(outliers_ptr.dtype.element_ty), mask=mask)
             h = tl.zeros((BLOCK_K,), tl.float32)
         else:
             h = tl.where(tl.load(mask_ptr + k_idx, mask=mask, other=0) != 0, 0.0, h)
@@ -110,20 +110,20 @@ def quantize_rows_kernel(
             if NORM != "none":
                 its_weight, its_bias = _affine(norm, column, o_mask)
                 taken = (taken - mean) * factor * its_weight + its_bias
-            tl.store(o_ptr + row * capacity + o_idx, taken.to(o_ptr.dtype.element_ty), mask=o_mask)
+            tl.store(outliers_ptr + row * capacity + o_idx, taken.to(outliers_ptr.dtype.element_ty), mask=o_mask)
     peak = tl.maximum(tl.max(magnitude(h), axis=0), SMALLEST)
-    if given_ptr is not None:
-        scale = tl.where(peak < float("inf"), tl.load(given_ptr), float("nan"))
+    if given_scale_ptr is not None:
+        scale = tl.where(peak < float("inf"), tl.load(given_scale_ptr), float("nan"))
     else:
         scale = scale_tile(peak, REACH)
     if x_ptr.dtype.element_ty == tl.float32:
         y = bounded_tile(tl.div_rn(h, tl.broadcast_to(scale, (BLOCK_K,))), LEAST, MOST, ROUND)  # as the reference says
-    elif given_ptr is not None:
-        y = bounded_tile(h * tl.div_rn(1.0, tl.load(given_ptr)), LEAST, MOST, ROUND)
+    elif given_scale_ptr is not None:
+        y = bounded_tile(h * tl.div_rn(1.0, tl.load(given_scale_ptr)), LEAST, MOST, ROUND)
     else:
         y = numbers_tile(h, peak, REACH, LEAST, MOST, ROUND)
-    tl.store(q_ptr + row * k + k_idx, y.to(q_ptr.dtype.element_ty), mask=mask)
-    tl.store(s_ptr + row, scale)
+    tl.store(data_ptr + row * k + k_idx, y.to(data_ptr.dtype.element_ty), mask=mask)
+    tl.store(scales_ptr + row, scale)
 
 
 def _numbers(dtype: torch.dtype) -> dict:

@@ -87,7 +87,7 @@ def pack(numbers: torch.Tensor) -> torch.Tensor:
 def unpack(words: torch.Tensor) -> torch.Tensor:
     """(N, K) int8 of -8..7 from int32 (N, K / 8)."""
     pairs = words.contiguous().view(torch.uint8)  # the lowest first, as every machine that torch runs on has them
-    numbers = torch.empty((*pairs.shape, 2), dtype=torch.uint8, device=words.device)  # each written where it stays
+    numbers = torch.empty((*pairs.shape, 2), dtype=torch.uint8, device=words.device)  # both halves are written in place
     torch.bitwise_and(pairs, 15, out=numbers[..., 0])
     torch.bitwise_right_shift(pairs, 4, out=numbers[..., 1])
     return numbers.view(torch.int8).sub_(ZERO_POINT).flatten(1)

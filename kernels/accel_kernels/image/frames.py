@@ -1,7 +1,7 @@
 """What a convolution over video reads: norm, SiLU, upsampling, earlier frames and padding, in one pass over the frames.
 
 y = pad(cat(previous, repeat(silu(norm(x + shift))))). Causal convolutions pad frames at the front alone, with zeros or
-the first frame again, or continue after the last frames of the chunk before; Wan et al., 2025, and Kong et al.,
+the first frame again. Or they continue after the last frames of the chunk before; Wan et al., 2025, and Kong et al.,
 "HunyuanVideo", 2024. Computed in fp32, rounded once.
 """
 
@@ -15,7 +15,7 @@ from accel_kernels.norm import norm as norms
 from accel_kernels.norm.norm import Norm, norm_weights
 from accel_kernels.op import dtype_reason, make_op, random_case
 
-MOST_CHANNELS = 8192  # of which a program holds all, where they are normed together
+MOST_CHANNELS = 8192  # of a pixel that is normed over its channels: a program holds all of them
 
 
 class FramePadding(NamedTuple):

@@ -10,7 +10,7 @@ from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch, warming_up
 
 WARPS = 4
-GROUPS = 32  # that almost every norm has; where one has fewer it takes channel stats of its own
+GROUPS = 32  # of almost every norm; a norm with fewer computes channel stats itself
 UNSPECIALISED = ("has_bias", "rows", "chunks", "chunk_rows")
 
 

@@ -8,7 +8,7 @@ import torch
 from accel_kernels.autotune import Choices, Place, contest
 from accel_kernels.gemm.quantized_weight import Quantized
 from accel_kernels.moe.experts import MOST_TOKENS, experts
-from accel_kernels.moe.tiles import GEMV, MAY_WRITE, TILES, WRITES, WRITTEN, likely_tile, mean_pairs
+from accel_kernels.moe.tiles import DEQUANTIZED, DEQUANTIZES, GEMV, MAY_DEQUANTIZE, TILES, likely_tile, mean_pairs
 from accel_kernels.moe.weights import ExpertWeights
 from accel_kernels.sizes import power_of_two
 from accel_kernels.tolerances import BACKEND, SMALLEST_OUTPUT
@@ -19,9 +19,9 @@ MOST_TIMED = 16  # tokens that are also timed one by one; no expert has more pai
 
 
 def likely_way(tokens: int, chosen: int, many: int, itemsize: int = 2) -> str:
-    """What runs where nothing was measured: the name of a tile or of WRITTEN, or GEMV. itemsize: see `likely_tile`."""
-    if itemsize == 1 and mean_pairs(tokens * chosen, many) > WRITES:
-        return list(WRITTEN)[-1]
+    """What runs where nothing was measured: a name of TILES or DEQUANTIZED, or GEMV. itemsize: see `likely_tile`."""
+    if itemsize == 1 and mean_pairs(tokens * chosen, many) > DEQUANTIZES:
+        return list(DEQUANTIZED)[-1]
     return GEMV if tokens <= MOST_TOKENS else likely_tile(tokens * chosen, many, itemsize)
 
 
@@ -33,10 +33,10 @@ def possible_ways(tokens: int, chosen: int, many: int, itemsize: int = 2) -> lis
     if tokens <= MOST_TIMED:
         found = [likely, GEMV, likely_tile(tokens * chosen, many, itemsize)]
     else:
-        place, large = names.index(WRITTEN.get(likely, likely)), names.index("64")
+        place, large = names.index(DEQUANTIZED.get(likely, likely)), names.index("64")
         found = [likely, *names[max(0, min(place - 1, large)) : place + 2 if place < large else len(names)]]
-    if itemsize == 1 and mean_pairs(tokens * chosen, many) > MAY_WRITE:
-        found += WRITTEN
+    if itemsize == 1 and mean_pairs(tokens * chosen, many) > MAY_DEQUANTIZE:
+        found += DEQUANTIZED
     return list(dict.fromkeys(found))
 
 
@@ -48,8 +48,8 @@ def itemsize_of(dtype: torch.dtype, weights: ExpertWeights) -> int:
 class ExpertsChooser(Choices):
     """Callable like the op `experts`, and in its place. cache: see `Choices`.
 
-    Timed are the caller's own weights, with tokens that choose at random. Only where somebody collects trials, as who
-    captures CUDA graphs does; elsewhere, and until then, the likely tile runs.
+    It times the caller's own weights, with tokens that choose at random. It does so only where trials are collected, as
+    for CUDA graphs. Elsewhere, and until then, the likely tile runs.
     """
 
     name, reference, supports = experts.name, staticmethod(experts.reference), staticmethod(experts.supports)
@@ -60,7 +60,7 @@ class ExpertsChooser(Choices):
         return experts.triton(x, index, shares, weights, tile=self.choose(x, index, weights))
 
     def choose(self, x: torch.Tensor, index: torch.Tensor, weights: ExpertWeights) -> str:
-        """The name of a tile or of WRITTEN, or GEMV, for these tokens."""
+        """The name of a tile or of DEQUANTIZED, or GEMV, for these tokens."""
         (tokens, chosen), many = index.shape, weights.experts
         stack = weights.gate_up
         stored = "rows" if weights.by_rows[0] else "columns"

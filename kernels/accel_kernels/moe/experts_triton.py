@@ -26,7 +26,7 @@ from accel_kernels.moe.gemv_triton import (
     quantized_rows_down_kernel,
 )
 from accel_kernels.moe.grouped_triton import group_kernel, grouped_down_kernel, grouped_up_kernel, shared_sum_kernel
-from accel_kernels.moe.tiles import GEMV, TILES, WRITTEN, Tile
+from accel_kernels.moe.tiles import DEQUANTIZED, GEMV, TILES, Tile
 from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch, warming_up
 
@@ -40,25 +40,25 @@ LEAST = 16  # inputs of one product of tensor cores
 
 
 def experts(x, index, shares, weights, *, tile=None):
-    """Same arguments and result as the reference. tile: a name of TILES or WRITTEN, GEMV, or a Tile; else by size."""
+    """Same arguments and result as the reference. tile: a name of TILES or DEQUANTIZED, GEMV, a Tile, or None."""
     if warming_up():  # what other numbers of tokens will take
         for name in TILES:
             _grouped(x, index, shares, weights, TILES[name])
         if isinstance(weights.down, Quantized):
-            written = _written(_first_expert(weights), x.dtype)
-            for name in WRITTEN.values():
+            written = _dequantized(_first_expert(weights), x.dtype)
+            for name in DEQUANTIZED.values():
                 _grouped(x, index, shares, written, TILES[name])
         return [_one_by_one(x, index, shares, weights, across) for across in ACROSS][-1]
     if tile is None:
         tile = likely_way(*index.shape, weights.experts, itemsize_of(x.dtype, weights))
     if tile == GEMV:
         return _one_by_one(x, index, shares, weights)
-    if tile in WRITTEN:
-        return _grouped(x, index, shares, _written(weights, x.dtype), TILES[WRITTEN[tile]])
+    if tile in DEQUANTIZED:
+        return _grouped(x, index, shares, _dequantized(weights, x.dtype), TILES[DEQUANTIZED[tile]])
     return _grouped(x, index, shares, weights, TILES[tile] if isinstance(tile, str) else tile)
 
 
-def _written(weights, dtype):
+def _dequantized(weights, dtype):
     """Experts in fewer bits as stacks in dtype."""
     shapes = (2 * weights.inner, weights.hidden), (weights.hidden, weights.inner)
     stacks = [dequantize.triton(one, dtype).view(-1, *shape) for one, shape in zip(weights[:2], shapes, strict=True)]
@@ -188,7 +188,7 @@ def _dependent(x) -> dict:
 def _gating(weights) -> dict:
     gating = weights.gating
     return {
-        "KIND": gating.activation, "ALPHA": gating.alpha, "LIMIT": gating.limit, "SHIFT": gating.shift,
+        "ACTIVATION": gating.activation, "ALPHA": gating.alpha, "LIMIT": gating.limit, "SHIFT": gating.shift,
         "INTERLEAVED": weights.interleaved,
     }  # fmt: skip
 

@@ -17,13 +17,13 @@ def gate_and_up_rows(expert, n_idx, inner, INTERLEAVED: tl.constexpr):
 
 
 @triton.jit
-def apply_gating(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr):
+def apply_gating(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr):
     """As `Gating`. What is no number stays none, as torch's clamp leaves it."""
     if LIMIT is not None:
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
     if ALPHA == 1.0:
-        gate = activate(gate, KIND)
+        gate = activate(gate, ACTIVATION)
     else:
         gate = gate / (1.0 + tl.exp(-ALPHA * gate))
     return gate * (up + SHIFT)

@@ -1,7 +1,8 @@
 """Few tokens: gates and ups of every choice, then downs, summed over a token's choices; on the CUDA cores.
 
-Every choice reads its expert's weights for itself. Those stored by rows are multiplied a few rows at a time, and added
-up along them; those stored transposed a few columns at a time, and added up across, the next ones loaded meanwhile.
+Every choice reads its expert's weights for itself. Weights stored by rows are multiplied a few rows at a time, and
+summed along them. Weights stored transposed are multiplied a few columns at a time, and summed across them, while the
+next ones are loaded.
 
 On who may start early, see `grouped_triton.py`.
 """
@@ -24,7 +25,7 @@ def expert_of(index_ptr, choice, experts):
 @triton.jit(do_not_specialize=("chosen", "experts"))
 def expert_rows_up_kernel(
     x_ptr, index_ptr, weight, bias_ptr, h_ptr, chosen, experts, inner,
-    K: tl.constexpr, UNIT: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr,
+    K: tl.constexpr, UNIT: tl.constexpr, GROUPS: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr,
     LIMIT: tl.constexpr, SHIFT: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -57,14 +58,14 @@ def expert_rows_up_kernel(
     gate, up = tl.sum(gate_sum, axis=1), tl.sum(up_sum, axis=1)
     gate, up = scaled(gate, weight, gate_row, GROUPS), scaled(up, weight, up_row, GROUPS)
     gate, up = shifted(gate, bias_ptr, gate_row), shifted(up, bias_ptr, up_row)
-    y = tl.where(there, apply_gating(gate, up, KIND, ALPHA, LIMIT, SHIFT), 0.0)
+    y = tl.where(there, apply_gating(gate, up, ACTIVATION, ALPHA, LIMIT, SHIFT), 0.0)
     tl.store(h_ptr + choice * inner + n_idx, y.to(h_ptr.dtype.element_ty), mask=n_mask)
 
 
 @triton.jit(do_not_specialize=("chosen", "experts"))
 def expert_columns_up_kernel(
     x_ptr, index_ptr, w_ptr, bias_ptr, h_ptr, chosen, experts, inner,
-    K: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr,
+    K: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr,
     INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     choice = tl.program_id(1).to(tl.int64)
@@ -117,7 +118,7 @@ def expert_columns_up_kernel(
             bias_ptr += expert * 2 * inner
             gate += tl.load(bias_ptr + n_idx, mask=n_mask, other=0.0).to(tl.float32)
             up += tl.load(bias_ptr + inner + n_idx, mask=n_mask, other=0.0).to(tl.float32)
-    y = tl.where(there, apply_gating(gate, up, KIND, ALPHA, LIMIT, SHIFT), 0.0)
+    y = tl.where(there, apply_gating(gate, up, ACTIVATION, ALPHA, LIMIT, SHIFT), 0.0)
     tl.store(h_ptr + choice * inner + n_idx, y.to(h_ptr.dtype.element_ty), mask=n_mask)
 
 

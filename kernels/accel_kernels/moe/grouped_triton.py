@@ -66,7 +66,7 @@ def group_kernel(
 @triton.jit(do_not_specialize=("chosen",))
 def grouped_up_kernel(
     x_ptr, weight, bias_ptr, order_ptr, starts_ptr, tiles_ptr, h_ptr, chosen, inner,
-    K: tl.constexpr, UNIT: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr,
+    K: tl.constexpr, UNIT: tl.constexpr, GROUPS: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr,
     LIMIT: tl.constexpr, SHIFT: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr,
     TAIL: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -83,19 +83,19 @@ def grouped_up_kernel(
     if TAIL > 0 and end - first <= TAIL:
         up_rows(
             x_ptr, weight, bias_ptr, order_ptr, h_ptr, chosen, inner, expert, first, end, K, UNIT, GROUPS,
-            KIND, ALPHA, LIMIT, SHIFT, INTERLEAVED, TRANSPOSED, TAIL, COLUMNS, DEPTH, UPCAST,
+            ACTIVATION, ALPHA, LIMIT, SHIFT, INTERLEAVED, TRANSPOSED, TAIL, COLUMNS, DEPTH, UPCAST,
         )  # fmt: skip
     else:
         up_rows(
             x_ptr, weight, bias_ptr, order_ptr, h_ptr, chosen, inner, expert, first, end, K, UNIT, GROUPS,
-            KIND, ALPHA, LIMIT, SHIFT, INTERLEAVED, TRANSPOSED, ROWS, COLUMNS, DEPTH, UPCAST,
+            ACTIVATION, ALPHA, LIMIT, SHIFT, INTERLEAVED, TRANSPOSED, ROWS, COLUMNS, DEPTH, UPCAST,
         )  # fmt: skip
 
 
 @triton.jit
 def up_rows(
     x_ptr, weight, bias_ptr, order_ptr, h_ptr, chosen, inner, expert, first, end,
-    K: tl.constexpr, UNIT: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr,
+    K: tl.constexpr, UNIT: tl.constexpr, GROUPS: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr,
     LIMIT: tl.constexpr, SHIFT: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -160,7 +160,7 @@ def up_rows(
             bias_ptr += expert * 2 * inner
             gate += tl.load(bias_ptr + n_idx, mask=n_mask, other=0.0).to(tl.float32)[None, :]
             up += tl.load(bias_ptr + inner + n_idx, mask=n_mask, other=0.0).to(tl.float32)[None, :]
-    y = apply_gating(gate, up, KIND, ALPHA, LIMIT, SHIFT)
+    y = apply_gating(gate, up, ACTIVATION, ALPHA, LIMIT, SHIFT)
     place = h_ptr + row_idx.to(tl.int64)[:, None] * inner + n_idx[None, :]
     tl.store(place, y.to(h_ptr.dtype.element_ty), mask=row_mask[:, None] & n_mask[None, :])
     return first
@@ -262,7 +262,7 @@ def along_inputs(place, step, n, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def loaded_tile(place, mask, k_mask, K: tl.constexpr, DEPTH: tl.constexpr):
-    """What is there; zeros beyond the K inputs."""
+    """The tile; zeros beyond the K inputs."""
     if K % DEPTH == 0:
         return tl.load(place, mask=mask, other=0.0)
     else:

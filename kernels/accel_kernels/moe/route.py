@@ -1,7 +1,7 @@
 """The router of a mixture of experts, from its logits to the experts that each token takes and their shares.
 
-s = score(logits); the k experts with the largest s + bias are chosen, all or those of the best groups; their shares are
-s, over the sum of the chosen or not, or a softmax over the chosen logits, times a factor. Softmax before the choice:
+s = score(logits). The k experts with the largest s + bias are chosen, of all or of the best groups. Their shares are s,
+divided by their sum or not, or a softmax over the chosen logits, times a factor. Softmax before the choice:
 Shazeer et al. 2017, and most since. Sigmoid, a bias for the choice alone, and groups: DeepSeek-AI, "DeepSeek-V3
 technical report", 2024. Softmax after the choice: OpenAI, "gpt-oss-120b & gpt-oss-20b model card", 2025.
 """
@@ -20,10 +20,10 @@ SCORES, SHARES = ("softmax", "sigmoid", "none"), ("score", "sum", "softmax")
 class Routing(NamedTuple):
     """How experts are chosen and what each counts.
 
-    chosen: k, of each token. score: a name of SCORES; "none" leaves the logits. share: a name of SHARES, "score" as
-    it is, "sum" divided by max(sum of the chosen + eps, floor), "softmax" over the logits of the chosen. scale: all
-    shares times this. groups: experts stand in so many groups of equal size, of which the `kept` with the largest sum
-    of their `best` largest s + bias are chosen from; of all others s + bias counts as `outside`. rounded: scores are
+    chosen: k, of each token. score: a name of SCORES; "none" leaves the logits. share: a name of SHARES, "score" as it
+    is, "sum" divided by max(sum of the chosen + eps, floor), "softmax" over the logits of the chosen. scale: all shares
+    times this. groups: experts stand in so many groups of equal size. Only the `kept` groups with the largest sum of
+    their `best` largest s + bias are chosen from; of all others s + bias counts as `outside`. rounded: scores are
     rounded to the dtype of the logits.
     """
 

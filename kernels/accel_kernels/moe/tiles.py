@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 GEMV = "gemv"  # in place of a tile's name: every choice by itself
 # In place of it too: experts in fewer bits are written out in the dtype of the tokens first, for a tile of plain ones.
-WRITTEN = {f"written {name}": name for name in ("64", "128")}
-# Mean pairs of an expert, from where that may be faster, and from where it is expected to be: some 1000 pairs of an
-# H200 gain what writing costs (docs/measurements/batches.md).
-MAY_WRITE, WRITES = 512, 1024
+DEQUANTIZED = {f"written {name}": name for name in ("64", "128")}
+# Mean pairs of an expert from which on that may be faster, and from which on it is expected to be. On an H200 some 1000
+# pairs gain what writing costs (docs/measurements/batches.md).
+MAY_DEQUANTIZE, DEQUANTIZES = 512, 1024
 
 
 class Tile(NamedTuple):
@@ -28,9 +28,8 @@ class Tile(NamedTuple):
 
 
 # By name, the number of rows. Few rows: small tiles, so that many programs read weights at once. From 64 rows on Hopper
-# multiplies by whole warpgroups, four warps to 64 rows. "128/64": products of 256 columns read least from the L2 cache,
-# 48 KB for 4.2 MFLOP where 128 columns take 64; and where chance gives an expert a few pairs more than 128, or fewer
-# than 65, no 128 rows are multiplied for them.
+# multiplies by whole warpgroups, four warps to 64 rows. "128/64": products of 256 columns read least from the L2 cache.
+# The last pairs of an expert, where they are fewer than 65, are multiplied as 64 rows.
 TILES = {
     "16": Tile(16, 32, 64, 128, 4, 4),
     "32": Tile(32, 32, 64, 128, 4, 4),

@@ -69,7 +69,7 @@ class ExpertWeights(NamedTuple):
         return up.is_contiguous(), down.is_contiguous()
 
     def matrices(self, expert: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of one expert, in this dtype where they are quantized: (2 I, H) and (H, I)."""
+        """Both matrices of one expert, (2 I, H) and (H, I); quantized ones in this dtype."""
         pairs = ((self.gate_up, 2 * self.inner), (self.down, self.hidden))
         up, down = (
             one.rows(expert * rows, (expert + 1) * rows).dequantized(dtype)

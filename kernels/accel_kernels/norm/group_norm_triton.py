@@ -1,9 +1,9 @@
 """GroupNorm over NHWC: stats of every channel in chunks of rows, merged by group, then one pass that normalizes.
 
-One program a (batch, group), the usual mapping, gives 64 programs for a batch of 2 and leaves half of a large GPU idle;
-programs that hold whole groups waste the lanes by which ten channels miss a power of two. Here the two passes over the
-image know nothing of groups: the first writes mean and sum of squared deviations of each channel and chunk, and a small
-kernel between them merges these (Chan, Golub and LeVeque, 1983), which loses no digits where the mean is far from zero.
+One program a (batch, group), the usual mapping, gives 64 programs for a batch of 2 and leaves half of a large GPU idle.
+Groups are no powers of two either, so programs that hold whole groups waste lanes. Here the two passes over the image
+know nothing of groups. The first writes mean and sum of squared deviations of each channel and chunk. A small kernel
+between them merges these (Chan, Golub and LeVeque, 1983), which loses no digits where the mean is far from zero.
 Small images take one program a group, which holds the group in registers.
 """
 

@@ -1,7 +1,7 @@
 """LayerNorm of x, or of x + shift + residual: a warp holds whole rows; stats in fp32, two passes in registers.
 
-A row is cut into the largest power of two and the rest, so that widths such as 320, 640 and 1280 leave no lane idle,
-and one warp to a program needs no barrier between warps.
+A row is cut into the largest power of two and the rest, so that widths such as 320, 640 and 1280 leave no lane idle.
+One warp to a program needs no barrier between warps.
 """
 
 import torch
@@ -18,7 +18,7 @@ WIDE = 1024
 
 @triton.jit
 def _part(x_ptr, residual_ptr, shift_ptr, sum_ptr, has_residual, has_shift, place, mask, c_idx, c_mask):
-    """A block of columns of the sum, stored where it is one: what the next layer will read is what is normalized."""
+    """A block of columns of the sum, rounded as it is stored, if there is an addend: that is what is normalized."""
     # Masks, not branches, leave out what is missing: a branch would let one load wait for the other.
     x = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
     x += tl.load(shift_ptr + c_idx, mask=c_mask & has_shift, other=0.0).to(tl.float32)[None, :]

@@ -31,7 +31,7 @@ class NormArguments(NamedTuple):
 
 
 def kernel_arguments(norm: Norm | None) -> tuple[NormArguments, str]:
-    """What kernels take of a norm, and its kind, which they are compiled for: "none", "rms" or "layer"."""
+    """A norm as kernels take it, and its kind, a constant of theirs: "none", "rms" or "layer"."""
     if norm is None:
         return NormArguments(), "none"
     return NormArguments(norm.weight, norm.bias, norm.eps, norm.offset), "layer" if norm.centred else "rms"

@@ -17,7 +17,7 @@ GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "sig
 
 
 class Gate(NamedTuple):
-    """What is multiplied with what a norm is given, where `first`, else with what it gives: a name of GATES of `by`.
+    """A factor: the activation, a name of GATES, of `by`. It multiplies the norm's input if `first`, else its output.
 
     by: the shape of what is normed.
     """

@@ -11,7 +11,7 @@ INTERPRETED = tl.constexpr(interpreted())
 
 @triton.jit
 def larger(a, b):
-    """The larger one, and no number where one is none."""
+    """The larger one; NaN where one is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 

@@ -37,7 +37,7 @@ ROW_NUMBERS = ("magnitude", "scale_tile", "int8_tile", "float8_tile")
 
 
 class Plan(NamedTuple):
-    """A kernel and what it is launched with besides pointers.
+    """A kernel and its launch arguments besides pointers.
 
     strides: those behind each pointer. sizes: of the rows. results: shape and dtype of each result.
     """

@@ -30,7 +30,7 @@ EARLY = 6  # inputs that are read before anything is computed, so that no reduct
 
 
 class Register(NamedTuple):
-    """The names of its tiles, of which one lane has but one, and the dtype of which it holds values."""
+    """The names of its tiles (one for a register of one lane), and the dtype to which its values are rounded."""
 
     width: str
     tiles: tuple[str, ...]
@@ -134,7 +134,7 @@ class Source:
         return f"{found} + every" if self.tiling.rows > 1 else found
 
     def _mask(self, name: str, access: Access, lane: str) -> str:
-        """What is there of a tile; `lane` is empty where it has one lane."""
+        """The mask of a tile; `lane` is empty for a tile of one lane."""
         masks = ["there"] * (not self.filled and any(access.moves)) + [f"{lane}_in"] * (self.ragged and lane != "")
         return " & ".join(masks)
 

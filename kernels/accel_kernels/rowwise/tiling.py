@@ -77,7 +77,7 @@ def form_of(program: RowProgram) -> str:
 
 
 def expanded(size: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, dims: int, width: int) -> Memory:
-    """A tensor where it is expanded to so many dimensions and lanes."""
+    """The strides of a tensor expanded to so many dimensions and lanes."""
     moving = tuple(0 if one == 1 else stride for one, stride in zip(size, strides, strict=True))
     last = size[-1] if size else 1
     return Memory((0,) * (dims - len(size)) + moving, 0 if last in (1, width) else last, dtype)
@@ -144,7 +144,7 @@ def tiled(program: RowProgram, sizes: tuple[int, ...], wide: bool) -> tuple[Tili
 
 
 def _short_rows(units: int, lanes_read: int, sizes: tuple[int, ...], wide: bool) -> tuple[Tiling, int]:
-    """Several rows to a tile, where they are side by side of the innermost dimension."""
+    """Several rows to a tile: neighbors in the innermost dimension, if it has enough of them."""
     block, total = power_of_two(units), prod(sizes)
     most = ROWS * WARP // (block * lanes_read)
     choices = [1 << n for n in range(most.bit_length())]

@@ -7,20 +7,20 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-2139095040)  # order_of a float above -inf, of which only those with a weight are kept
+LOWEST = tl.constexpr(-2139095040)  # order_of the least float above -inf: only tokens with a weight are kept
 NOWHERE = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
 def scale_of(temperature):
-    """What a difference of logits is multiplied by to be a power of two; that of temperature 1 where it is 0."""
+    """The factor from a difference of logits to an exponent of two; temperature 0 counts as 1."""
     one = tl.full([], LOG2E, tl.float32)  # a constant over a tensor is no tensor in Triton 3.8's interpreter
     return tl.minimum(one / tl.where(temperature > 0, temperature, 1.0), 3e38)  # finite: times zero is zero
 
 
 @triton.jit
 def base_of(top):
-    """What weights are beside: the top, where it is finite. So -inf has no weight, and only NaN has NaN."""
+    """The logit whose weight is 1: the top, or 0 if it is infinite. So -inf has no weight, and only NaN has NaN."""
     return tl.where((top == float("inf")) | (top == -float("inf")), 0.0, top)
 
 

@@ -73,7 +73,7 @@ def narrow_kernel(
         top_p, min_p = tl.load(table.top_p + row), tl.load(table.min_p + row)
         _tops, top, masses = row_sums(stats_ptr + i * pieces * 2, pieces, scale, PIECES)
         total, base = tl.sum(masses.to(tl.float64), axis=0), base_of(top)
-        if given_ptr is None:  # nothing so light is the edge that the whole vocabulary of it has less than what may go
+        if given_ptr is None:  # a whole vocabulary of lighter logits would weigh less than what top-p removes
             light = (1.0 - top_p) * total.to(tl.float32) / (vocabulary * MARGIN)
             least = tl.maximum(order_of(base + tl.log2(light) / scale), LOWEST)
             high = (order_of(top) >> SHIFT).to(tl.int64)

@@ -58,7 +58,7 @@ def reference(logits, table, rows, *, filters, nucleus=True, logprobs=False):
 
 
 def weights_of(scores: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
-    """exp(scores - top). NaN where the top is infinite, of which no draw is made."""
+    """exp(scores - top). NaN where the top is infinite; such a row is not drawn from."""
     return torch.exp(scores - top)
 
 

@@ -1,11 +1,11 @@
-"""One token a row: programs share a row's vocabulary, read it once, and the row's token is drawn from what they sum.
+"""One token a row: programs share a row's vocabulary, read it once, and the token is drawn by their sums.
 
-A row is cut into pieces of one size whatever the number of rows, and sums are taken by piece, so that a row gives the
-same token and the same log probability in any company. How many pieces a program takes depends on the rows: few rows
-are spread over the GPU, many take fewer and longer programs.
+A row is cut into pieces of one size whatever the number of rows, and sums are taken by piece. So a row gives the same
+token and the same log probability whatever other rows are in the call. How many pieces a program takes depends on the
+rows: few rows are spread over the GPU, many take fewer and longer programs.
 
-A piece leaves its largest logit and the sum of its weights. One uniform number then chooses a piece by these, and the
-place among the weights of that piece, which is read again; where no chance is wanted, the first that is the largest.
+A piece leaves its largest logit and the sum of its weights. One uniform number then chooses a piece by these, and a
+place among the weights of that piece, which is read again. A greedy row takes the first of the largest logits.
 Without filters it is one launch: the last program of a row, by a count, draws. With filters a small launch at the end
 has a program a row, as that needs many registers, which would leave room for few of the first programs at once.
 

@@ -1,6 +1,6 @@
 """Rows with top-k: the exact edges of top-k and top-p among the groups that can hold what top-k keeps, and the draw.
 
-The k-th largest of the groups' largest logits is no larger than the k-th largest logit, so only the groups that reach
+The k-th largest of the groups' largest logits is no larger than the k-th largest logit. So only the groups that reach
 it, about k of them, can hold what is kept. Logits are compared as integers in the same order, so that a bisection ends
 after at most 32 steps at a logit itself.
 """

@@ -10,7 +10,7 @@ import torch
 from accel_kernels import autotune
 from accel_kernels.attention import backends as module
 from accel_kernels.attention.backends import BACKENDS, AttentionChooser
-from accel_kernels.autotune import Form
+from accel_kernels.autotune import TensorForm
 from accel_kernels.trials import Trials
 
 
@@ -176,7 +176,7 @@ def test_what_agrees(dtype, monkeypatch):
 
         return BACKENDS["sdpa"]._replace(run=run)
 
-    forms = [Form.of(one.to(dtype)) for one in qkv()]
+    forms = [TensorForm.of(one.to(dtype)) for one in qkv()]
     for by, agrees in ((0.0, True), (1e-4, True), (1.0, False), (float("nan"), False), (float("inf"), False)):
         monkeypatch.setitem(BACKENDS, "another", off_in_one_head(by))
         assert module._agrees("another", "sdpa", forms) == agrees

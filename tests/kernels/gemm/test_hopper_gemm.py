@@ -56,7 +56,7 @@ def emulate(x, weights, bias, modulation, residual, box, stages, group, programs
         machine.program = program
         names["hopper_gemm_kernel"](
             *described, after, m, n // 8, k, n // 8, n // 8, 1 if modulation is None else m // len(modulation),
-            GATE=gate, KIND="relu" if gate else None, ROUNDED=False, num_warps=4,
+            GATE=gate, ACTIVATION="relu" if gate else None, ROUNDED=False, num_warps=4,
         )  # fmt: skip
     return y
 

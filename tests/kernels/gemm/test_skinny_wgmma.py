@@ -82,8 +82,8 @@ def emulate(x, weight, up, bias, residual, tile, processors, at_once, neighbors=
         kernel(
             Descriptor(placed, (block_m, box // 2), 2), Descriptor(words(weight), (half, 32), 4),
             Descriptor(words(other), (half, 32), 4), scaling(weight), scaling(other), after, pointer(y), pointer(parts),
-            pointer(split_counters), pointer(sums), rows, n, tiles * boxes, share, blocks_m,
-            K=k, GROUPS=weight.scales.shape[1], FORMAT=format, DTYPE="dtype", GATE=gate, KIND="relu", BLOCK_M=block_m,
+            pointer(split_counters), pointer(sums), rows, n, tiles * boxes, share, blocks_m, K=k,
+            GROUPS=weight.scales.shape[1], FORMAT=format, DTYPE="dtype", GATE=gate, ACTIVATION="relu", BLOCK_M=block_m,
             BLOCK_N=tile.rows, STAGES=tile.stages, X_STAGES=tile.x_stages, AT_ONCE=wgmma_tile.at_once(tile, block_m),
             PDL=True, num_warps=tile.warps,
         )  # fmt: skip

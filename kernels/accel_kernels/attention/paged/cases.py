@@ -94,7 +94,7 @@ def ragged_case(name, sequences, heads, kv_heads, dim, *, decodes=None, idle=0, 
         ragged = Ragged(
             filled(starts, size + 1, sum(news)),
             filled([stored for stored, _ in sequences], size, 7),
-            filled([len(news) - i for i in range(len(news))], size, 0),  # row 0 is nobody's
+            filled([len(news) - i for i in range(len(news))], size, 0),  # row 0 is of no sequence
             filled([i for i, new in enumerate(news) for _ in range(new)], tokens, -1),
             filled([first, len(news)], 2, 0),
             first + idle, prefills,

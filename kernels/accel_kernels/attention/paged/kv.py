@@ -34,20 +34,19 @@ class KV(NamedTuple):
         model, or codes in 8 bits with the scales below, see `accel_kernels.attention.paged.kv_quantization`.
     table: (rows, columns) int32; token t of row r lies in block table[r, t // block] at place t % block.
     padding_mask: (rows, columns * block) bool, which tokens may be attended to, or None for all.
-    metadata: int64 [tokens stored in every row, address of the padding mask or 0, columns, then for every layer the
-        addresses of its keys, its values, the scales of both or 0, and its table]. The one truth about the number of
-        tokens, but for `ragged`.
+    metadata: int64 [tokens stored in every row, address of the padding mask or 0, columns], then EACH addresses of
+        every layer: keys, values, the scales of both or 0, and the table. Only this says how many tokens are stored,
+        but for `ragged`.
     layer: which layer.
     is_prefill: the host knows that nothing was stored before this call, and that row r's blocks lie in order.
     split_counters: int32 zeros, (rows * kv heads * 64,) or more, that the kernels of one step may count by and leave as
         zeros; without it every call makes its own.
     ordered: the host knows that row r's blocks lie in order from r * columns on.
     by_address: the blocks are found through `metadata` alone, as the work may go on in a graph over another store.
-    last: int64 (1,), the place among the new tokens of the last that counts: of those behind it, which only fill a
-        prompt up, queries, keys and values are taken for zeros. A softmax weighs with 0 what it hides, and 0 * inf is
-        no 0. None where all count.
-    key_scales, value_scales: (blocks, block, kv heads) float32, the tokens of a block and head next to each other in
-        memory, so that a program reads them in one go; None where keys and values are stored as they are.
+    last: int64 (1,), the index of the last new token that counts. Those behind it pad the prompt: their queries, keys
+        and values are taken for zeros, since a hidden infinity would become NaN. None where all count.
+    key_scales, value_scales: (blocks, block, kv heads) float32, with the tokens of a block and head next to each other
+        in memory, so that one load reads them. None where keys and values are stored in the dtype of the model.
     ragged: the sequences of a call in which they have different lengths, see `Ragged`; None where all rows have one.
     """
 

@@ -1,7 +1,7 @@
 """Keys and values in 8 bits: codes of one token and head with one scale, x = code * scale.
 
-The scale is that of the largest element, so nothing is cut off and no calibration is needed; one a token and head, as a
-single one for a tensor fails where a head is an outlier (KIVI, Liu et al. 2024, compares granularities).
+The scale is that of the largest element, so nothing is cut off and no calibration is needed. Each token and head has
+its own: one for a whole tensor fails where a head is an outlier (KIVI, Liu et al. 2024, compares granularities).
 """
 
 import torch

@@ -1,7 +1,7 @@
 """What the attention kernels over a store share: a block of keys, the running softmax, putting shares together.
 
 Scores are kept in base 2. Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; shares as in
-flash decoding (Dao et al. 2023): who finishes last puts them together.
+flash decoding (Dao et al. 2023): the last program to finish combines them.
 """
 
 import triton

@@ -20,7 +20,7 @@ def reference(
 
     Tokens T .. T + new - 1 are added to every row of the store, T = kv.metadata[LENGTH], which the caller moves on.
     With kv.ragged the one row of q holds the new tokens of several sequences, see `Ragged`.
-    cos, sin: (1 or rows, new, R / 2), one angle a pair of the first R channels; pairs are (i, i + R/2), or with
+    cos, sin: (1 or rows, new, R / 2), one angle for each pair of the first R channels. Pairs are (i, i + R/2), or with
     `interleaved` (2 i, 2 i + 1). q_norm, k_norm: a Norm over D before the rotation. scale: of the scores. window: a
     query at t sees keys above t - window. softcap: scores become softcap * tanh(scores / softcap) (Gemma 2). sinks:
     (heads,), a score that takes part in the softmax with no value (gpt-oss). slopes: (heads,), adds slope * key

@@ -1,7 +1,7 @@
 """Attention over a store, prefill and decode: a program a block of (token, head of the group) and a share of the keys.
 
 The heads that share a key head are rows of one product, so keys are read once a group. For few queries the keys are cut
-in several shares (split-KV, "flash decoding", Dao et al. 2023); who finishes last puts the shares together.
+in several shares (split-KV, "flash decoding", Dao et al. 2023). The last program to finish combines the shares.
 """
 
 import torch
@@ -191,7 +191,7 @@ def ragged_attention(q, k, v, kv, scale, rotation, scores):
     cos, sin, interleaved, q_norm, k_norm = rotation
     window, softcap, sinks, slopes = scores
     kv_heads = k.shape[2]
-    # Tiles write what they have; the kernel of the decodes all that it is launched for.
+    # Tiles write only rows of sequences; the kernel of the decodes writes every row that it is launched for.
     make = torch.zeros if ragged.most_prefills or ragged.most_decodes < tokens else torch.empty
     out = make((1, tokens, heads * dim), device=q.device, dtype=q.dtype)
     most = min(ragged.most_decodes, tokens)

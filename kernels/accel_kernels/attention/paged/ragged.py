@@ -18,13 +18,13 @@ class Pointers(NamedTuple):
 class Ragged(NamedTuple):
     """The sequences of one call with queries (1, tokens, heads, D). All tensors are int32, on the device of the store.
 
-    The sequences with one new token that are called decodes come first, so that token i is that of sequence i; those
-    behind them, prefills, have one new token or more. What changes from call to call is in tensors: a CUDA graph of one
-    call serves all of as many tokens.
+    Decodes come first: sequences with one new token each, so that token i is that of sequence i. Prefills follow, with
+    one new token or more. What changes from call to call is in tensors: a CUDA graph of one call serves all of as many
+    tokens.
 
     starts: (sequences + 1,), the token that each sequence begins with. From the number of sequences in use on: the
         number of tokens in use. lengths: (sequences,), the tokens that each has stored before the call.
-    rows: (sequences,), the row of the block table that each has. A row that nobody has may be named for sequences that
+    rows: (sequences,), the row of the block table that each has. A row of no sequence may be named for sequences that
         are not in use.
     token_sequences: (tokens,), the sequence of each token; -1 for tokens behind those in use, which fill the call up:
         nothing is stored for them, and zeros come out.

@@ -129,7 +129,7 @@ def put(
 
 @triton.jit
 def mates(d_idx, PAIRS: tl.constexpr):
-    """The mate and sign of each channel, of which all, or none, turn in pairs (i, i + half)."""
+    """The mate and sign of each channel. Either all channels rotate in pairs (i, i + half), or none."""
     HALF: tl.constexpr = PAIRS if PAIRS > 0 else 1
     mate = tl.where(d_idx < HALF, d_idx + HALF, d_idx - HALF) if PAIRS > 0 else d_idx
     return mate, tl.where(d_idx < HALF, -1.0, 1.0)

@@ -8,8 +8,8 @@ from accel_kernels.device import multiprocessors
 from accel_kernels.sizes import power_of_two
 
 MOST_SPLITS = 32
-# Codes of 8 bits are turned into numbers while the next are on their way: more programs to a multiprocessor, if their
-# shares are long enough.
+# Codes of 8 bits are converted while the next ones are loaded: more programs to a multiprocessor, where their shares
+# are long enough.
 FILL, KV8_FILL = 2, 4
 KV8_REGISTERS = 128  # to a thread: what lets so many programs of 4 warps share one
 KV8_BLOCKS = 8  # of keys to a share, from which on there are more shares than fill the GPU FILL times

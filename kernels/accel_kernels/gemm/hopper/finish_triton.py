@@ -43,7 +43,7 @@ def _rounded(y, DTYPE: gl.constexpr, ROUNDED: gl.constexpr):
 
 
 @gluon.jit
-def finished(y, other, row, column, after, places, DTYPE: gl.constexpr, GATE: gl.constexpr, KIND: gl.constexpr,
+def finished(y, other, row, column, after, places, DTYPE: gl.constexpr, GATE: gl.constexpr, ACTIVATION: gl.constexpr,
              ROUNDED: gl.constexpr):  # fmt: skip
     """A piece of the result, of `placed` sums y and, with a gate, of the other weight's.
 
@@ -68,10 +68,10 @@ def finished(y, other, row, column, after, places, DTYPE: gl.constexpr, GATE: gl
         if GATE:
             other += _by_column(after.up_bias, n_idx, n)
     y = _rounded(y, DTYPE, ROUNDED)
-    if KIND == "gelu":
+    if ACTIVATION == "gelu":
         y = _rounded(gelu(y), DTYPE, ROUNDED)
-    elif KIND is not None:
-        y = _rounded(activate(y, KIND), DTYPE, ROUNDED)
+    elif ACTIVATION is not None:
+        y = _rounded(activate(y, ACTIVATION), DTYPE, ROUNDED)
     if GATE:
         y = _rounded(y * _rounded(other, DTYPE, ROUNDED), DTYPE, ROUNDED)
     y = _rounded(y * after.scale, DTYPE, ROUNDED)

@@ -1,8 +1,8 @@
 """A linear layer for Hopper with everything that follows it in the same pass, of 16-bit or 8-bit operands.
 
-y = residual + modulation * scale * act(x W^T + b), or with a gate act(x W^T + b) * (x U^T + c) in place of the
-activation, such as GEGLU and SwiGLU (Shazeer, "GLU variants improve transformer", 2020). 8-bit operands are numbers
-times scales by row, as `int8_linear` and `fp8_linear` take them. What follows the sums is fp32 and rounded once.
+y = residual + modulation * scale * act(x W^T + b). With a gate, act(x W^T + b) * (x U^T + c) takes the activation's
+place, as in GEGLU and SwiGLU (Shazeer, "GLU variants improve transformer", 2020). 8-bit operands are numbers times
+scales by row, as `int8_linear` and `fp8_linear` take them. What follows the sums is fp32 and rounded once.
 """
 
 from functools import partial
@@ -29,10 +29,10 @@ ALIGNED = 16  # bytes, of a tensor map's base and rows
 def reference(x, weight, bias=None, *, rounded=False, fast=False, **after):
     """x: (..., K), weight: (N, K), of one dtype of 16 bits; or QuantizedRows (..., K), Quantized (N, K), scales (N, 1).
 
-    Returns (..., N) of x.dtype. bias, after: the fields of `Epilogue`, `up` of the kind of the weight. What only the
-    kernel asks: rounded, whether to round to x.dtype after the product, activation, gate, scale and modulation too, as
-    separate passes do; fast, whether float8 may be summed in the tensor cores' own, shorter accumulators, the only way
-    it has.
+    Returns (..., N) of x.dtype. bias, after: the fields of `Epilogue`, `up` of the kind of the weight. Two arguments
+    change only what the kernel does. rounded: it rounds to x.dtype after the product, activation, gate, scale and
+    modulation too, as separate passes do. fast: float8 may be summed in the tensor cores' own, shorter accumulators;
+    the kernel has no other way.
     """
     if isinstance(x, QuantizedRows):
         return EIGHT_BITS[x.data.dtype].reference(x, weight, bias, **after)

@@ -4,8 +4,8 @@ A program is a warp that loads and two warpgroups that multiply. The warp brings
 accelerator into a ring, of one tile after the other, as soon as a slot is free. The warpgroups take tiles in turn:
 while one writes, the other has the tensor cores, so that what follows the sums takes none of their time.
 
-A tile is written in pieces of 64 columns, through shared memory. With a gate a tile holds as many rows of its weight as
-of the other, side by side, so that one instruction multiplies both and a thread has what belongs together.
+A tile is written in pieces of 64 columns, through shared memory. With a gate a tile holds the same rows of both weights
+side by side. So one instruction multiplies both, and a thread holds both sums of an output.
 
 Serves GEGLU of rows in 16 bits, and rows in 8 bits with scales by row, on compute capability 9.0.
 """
@@ -87,7 +87,7 @@ def _whole(ring):
 
 
 @gluon.jit
-def _multiply(y_desc, rings, ready, free, out, after, sizes, places, GATE: gl.constexpr, KIND: gl.constexpr,
+def _multiply(y_desc, rings, ready, free, out, after, sizes, places, GATE: gl.constexpr, ACTIVATION: gl.constexpr,
               ROUNDED: gl.constexpr, MINE: gl.constexpr):  # fmt: skip
     """A warpgroup, of every other tile of this program. MINE: 0, the one with the first tile, or 1.
 
@@ -130,7 +130,7 @@ def _multiply(y_desc, rings, ready, free, out, after, sizes, places, GATE: gl.co
         for piece in gl.static_range(WRITTEN):
             buffer, column = out[MINE].index(piece % BUFFERS), (n * WRITTEN + piece) * WIDTH
             y, other = placed(pieces[piece]), placed(pieces[(piece + WRITTEN) % PIECES])
-            y = finished(y, other, m * BLOCK_M, column, after, places, y_desc.dtype, GATE, KIND, ROUNDED)
+            y = finished(y, other, m * BLOCK_M, column, after, places, y_desc.dtype, GATE, ACTIVATION, ROUNDED)
             tma.store_wait(PENDING)  # what was in this buffer has been read
             all_threads()
             buffer.store(y)
@@ -143,7 +143,7 @@ def _multiply(y_desc, rings, ready, free, out, after, sizes, places, GATE: gl.co
 @gluon.jit(do_not_specialize="rows eighths depth modulation_rise residual_rise share".split())
 def hopper_gemm_kernel(
     x_desc, w_desc, u_desc, y_desc, after, rows, eighths, depth, modulation_rise, residual_rise, share,
-    GATE: gl.constexpr, KIND: gl.constexpr, ROUNDED: gl.constexpr, num_warps: gl.constexpr,
+    GATE: gl.constexpr, ACTIVATION: gl.constexpr, ROUNDED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """eighths: of the outputs. modulation_rise, residual_rise: eighths of the numbers from row to row. So the compiler
     sees how they are aligned. share: rows of x to a row of modulation.
@@ -173,8 +173,8 @@ def hopper_gemm_kernel(
     # Written out: a variable would hold tensors of the constants.
     gl.warp_specialize(
         [
-            (_multiply, (y_desc, rings, ready, free, out, after, sizes, places, GATE, KIND, ROUNDED, FIRST)),
-            (_multiply, (y_desc, rings, ready, free, out, after, sizes, places, GATE, KIND, ROUNDED, SECOND)),
+            (_multiply, (y_desc, rings, ready, free, out, after, sizes, places, GATE, ACTIVATION, ROUNDED, FIRST)),
+            (_multiply, (y_desc, rings, ready, free, out, after, sizes, places, GATE, ACTIVATION, ROUNDED, SECOND)),
             (_load, (descs, rings, ready, free, sizes, GATE)),
         ],
         WORKER_WARPS, WORKER_REGISTERS,

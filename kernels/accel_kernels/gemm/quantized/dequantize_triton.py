@@ -13,7 +13,7 @@ BLOCK_N, BYTES, WARPS = 8, 512, 4  # rows, and bytes of a row, of a program
 
 @triton.jit(do_not_specialize=("n",))
 def dequantize_kernel(
-    w_ptr, s_ptr, z_ptr, y_ptr, n, words,
+    words_ptr, scales_ptr, zeros_ptr, y_ptr, n, words,
     GROUPS: tl.constexpr, WORDS: tl.constexpr, PER_WORD: tl.constexpr, FORMAT: tl.constexpr, ZEROS: tl.constexpr,
     UNPACK_MODE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
@@ -21,20 +21,20 @@ def dequantize_kernel(
     word = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
     inside = (row < n)[:, None] & (word < words)[None, :]
     at = row.to(tl.int64)[:, None] * words + word[None, :]
-    packed = tl.load(w_ptr + at, mask=inside, other=0)
+    packed = tl.load(words_ptr + at, mask=inside, other=0)
     # Every number of these formats is one of float16.
     numbers = (
         factor(packed[None, :, :], FORMAT, tl.float16, UNPACK_MODE).reshape(BLOCK_N, BLOCK_W, PER_WORD).to(tl.float32)
     )
     if GROUPS == 1:
-        scale = tl.load(s_ptr + row, mask=row < n, other=0.0).to(tl.float32)[:, None, None]
+        scale = tl.load(scales_ptr + row, mask=row < n, other=0.0).to(tl.float32)[:, None, None]
         if ZEROS:
-            numbers -= tl.load(z_ptr + row, mask=row < n, other=0).to(tl.float32)[:, None, None]
+            numbers -= tl.load(zeros_ptr + row, mask=row < n, other=0).to(tl.float32)[:, None, None]
     else:
         group = row[:, None] * GROUPS + (word // WORDS)[None, :]
-        scale = tl.load(s_ptr + group, mask=inside, other=0.0).to(tl.float32)[:, :, None]
+        scale = tl.load(scales_ptr + group, mask=inside, other=0.0).to(tl.float32)[:, :, None]
         if ZEROS:
-            numbers -= tl.load(z_ptr + group, mask=inside, other=0).to(tl.float32)[:, :, None]
+            numbers -= tl.load(zeros_ptr + group, mask=inside, other=0).to(tl.float32)[:, :, None]
     values = (numbers * scale).to(y_ptr.dtype.element_ty).reshape(BLOCK_N, BLOCK_W * PER_WORD)
     column = tl.program_id(1) * BLOCK_W * PER_WORD + tl.arange(0, BLOCK_W * PER_WORD)
     columns = words * PER_WORD

@@ -1,7 +1,7 @@
 """One row times a 4-bit weight, on the tensor cores: fewer instructions than there are numbers.
 
 See `mma_operands`: numbers go from memory straight into the left factor. The right factor has eight columns, and x is
-one row. So x is cut into spans, as many columns as four threads read of a row of the weight at a time, and the right
+one row. So x is cut into spans: as many columns as four threads read of a row of the weight at a time. The right
 factor's columns are eight spans of x. A span of the weight times all of them gives one useful column, its own. The
 useful columns of eight products are put together and scaled at once, since one scale covers a span. Where several
 scales cover a span, it has a column for each, with zeros elsewhere. The zero point is taken off with the scales, by
@@ -10,8 +10,8 @@ sums of x. So a warp keeps its part of x in a few registers for all blocks of th
 A block is 16 rows: two times eight neighbors of the weight, or eight of it and the same of its gate's, of which a
 thread has what belongs together.
 
-Serves one row in 16 bits, bfloat16 where a norm comes first, times 4 bits in groups of 64 or more, compute capability
-9.0 and later, weights of more than five million numbers. All else of one row takes `gemv_triton`.
+Serves one row in 16 bits, bfloat16 where a norm comes first, times 4 bits in groups of 64 or more. It needs compute
+capability 9.0 and weights of more than five million numbers. All else of one row takes `gemv_triton`.
 """
 
 from typing import NamedTuple
@@ -28,6 +28,7 @@ from accel_kernels.device import multiprocessors, programmatic
 from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.gemm.quantized.operands.mma_operands_triton import (
     column_sums,
+    of_either,
     places,
     weight_factor,
     words_layout,
@@ -42,7 +43,7 @@ from accel_kernels.warmup import launch
 
 
 class GemvTile(NamedTuple):
-    """Warps of a program, which share the columns; spans of the weight on their way; programs to a multiprocessor."""
+    """Warps of a program, which share the columns; spans of the weight loaded ahead; programs to a multiprocessor."""
 
     warps: int
     depth: int
@@ -96,21 +97,11 @@ def _scales(weight, up, row, column, block, blocks, n, K: gl.constexpr, GROUPS: 
     TILE: gl.constexpr = 8 if GATE else 16
     group = column // (K // GROUPS)
     inside = (column < K) & (block < blocks)
-    if GATE:
-        place = gl.minimum(block * TILE + row % 8, n - 1) * GROUPS + group
-        upper = row >= 8
-        s = gl.load(weight.scales + place, mask=inside & ~upper, other=0.0)
-        s = gl.where(upper, gl.load(up.scales + place, mask=inside & upper, other=0.0), s)
-    else:
-        place = gl.minimum(block * TILE + row, n - 1) * GROUPS + group
-        s = gl.load(weight.scales + place, mask=inside, other=0.0)
+    place = gl.minimum(block * TILE + (row % 8 if GATE else row), n - 1) * GROUPS + group
+    s = of_either(weight.scales, up.scales, place, inside, row >= 8, GATE)
     z = s
     if weight.zeros is not None:
-        if GATE:
-            z = gl.load(weight.zeros + place, mask=inside & ~upper, other=0)
-            z = gl.where(upper, gl.load(up.zeros + place, mask=inside & upper, other=0), z)
-        else:
-            z = gl.load(weight.zeros + place, mask=inside, other=0)
+        z = of_either(weight.zeros, up.zeros, place, inside, row >= 8, GATE)
     return s, z
 
 
@@ -127,7 +118,7 @@ def _scaled(products, s, z, sums, ZERO_POINT: gl.constexpr, ZEROS: gl.constexpr)
 @gluon.jit
 def gemv_mma_kernel(
     x_ptr, weight, up, norm, after, y_ptr, n, K: gl.constexpr, GROUPS: gl.constexpr, NORM: gl.constexpr,
-    GATE: gl.constexpr, KIND: gl.constexpr, DEPTH: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    GATE: gl.constexpr, ACTIVATION: gl.constexpr, DEPTH: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """NORM: "none", or "rms", which divides the sums. All of a warp's spans fit one right factor."""
     STEPS: gl.constexpr = steps_of(K, num_warps)
@@ -193,7 +184,7 @@ def gemv_mma_kernel(
         else:
             y = gl.expand_dims(gl.convert_layout(y, gl.SliceLayout(1, OUT)), 1)
             other = y
-        write(y, other, block * TILE, 0, weight, up, after, y_ptr, 1, n, True, GATE, KIND, OUT)
+        write(y, other, block * TILE, 0, weight, up, after, y_ptr, 1, n, True, GATE, ACTIVATION, OUT)
 
 
 def takes(norm, dtype: torch.dtype) -> bool:

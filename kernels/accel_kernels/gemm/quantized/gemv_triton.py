@@ -1,6 +1,6 @@
 """One row times a weight of fewer bits, on the CUDA cores.
 
-A thread reads 16 bytes of a row of the weight at a time, a quad of words, which one scale covers; it has the same quad
+A thread reads 16 bytes of a row of the weight at a time: a quad of words, which one scale covers. It has the same quad
 of all rows of its program, so that x is read, normed and kept in registers once.
 
 Serves one row in 16 bits times every format, on every card that has the dtype.
@@ -118,7 +118,7 @@ def _words(weight, n_row, q_idx, inside, WORDS: tl.constexpr, EVEN: tl.constexpr
     w_idx = q_idx[:, None, None] * 4 + tl.arange(0, 4)[None, None, :]
     # Compilers order threads by contiguity, and equals as they like: this says quads before rows, words before both.
     place = tl.max_contiguous(weight.words + n_row[None, :, None] * WORDS + w_idx, [2, 1, 4])
-    if EVEN:  # where not inside, whatever was in the registers: nobody takes it
+    if EVEN:  # where not inside, anything: it is not used
         return tl.load(place, mask=inside, eviction_policy="evict_first")
     else:
         return tl.load(place, mask=inside & (w_idx < WORDS), other=0, eviction_policy="evict_first")
@@ -159,7 +159,7 @@ def _products(words, s, z, hs, over, sums, two16, FORMAT: tl.constexpr, GROUPED:
 def quantized_gemv_kernel(
     x_ptr, weight, up, norm, after, y_ptr, n, two16,
     K: tl.constexpr, GROUPS: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr, NORM_DTYPE: tl.constexpr,
-    NORM: tl.constexpr, GATE: tl.constexpr, KIND: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr,
+    NORM: tl.constexpr, GATE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr,
     UNPACK_MODE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     PER: tl.constexpr = 8 if FORMAT == "int4" else 4
@@ -224,7 +224,7 @@ def quantized_gemv_kernel(
             acc_u = acc
             if GATE:
                 acc_u = _products(u, t, v, hs, over, sums, two16, FORMAT, GROUPED, ZEROS, UNPACK_MODE, PER)
-            _write(acc, acc_u, factor, n_idx, n, weight, up, after, y_ptr, GROUPED, GATE, KIND)
+            _write(acc, acc_u, factor, n_idx, n, weight, up, after, y_ptr, GROUPED, GATE, ACTIVATION)
             w, s, z, u, t, v = next_w, next_s, next_z, next_u, next_t, next_v
     else:
         acc = tl.zeros((BLOCK_Q, BLOCK_N), tl.float32)
@@ -253,7 +253,7 @@ def quantized_gemv_kernel(
         if NORM == "rms":
             factor = tl.rsqrt(tl.sum(squares, axis=0) / K + norm.eps)
         n_idx = first + tl.arange(0, BLOCK_N)
-        _write(acc, acc_u, factor, n_idx, n, weight, up, after, y_ptr, GROUPED, GATE, KIND)
+        _write(acc, acc_u, factor, n_idx, n, weight, up, after, y_ptr, GROUPED, GATE, ACTIVATION)
 
 
 @triton.jit
@@ -263,7 +263,7 @@ def _both(a, b, c, d):
 
 @triton.jit
 def _write(acc, acc_u, factor, n_idx, n, weight, up, after, y_ptr, GROUPED: tl.constexpr, GATE: tl.constexpr,
-           KIND: tl.constexpr):  # fmt: skip
+           ACTIVATION: tl.constexpr):  # fmt: skip
     n_mask = n_idx < n
     if GATE:
         y, other = tl.reduce((acc, acc_u), 0, _both)
@@ -276,5 +276,5 @@ def _write(acc, acc_u, factor, n_idx, n, weight, up, after, y_ptr, GROUPED: tl.c
         y *= tl.load(weight.scales + n_idx, mask=n_mask, other=0.0).to(tl.float32)
         if GATE:
             other *= tl.load(up.scales + n_idx, mask=n_mask, other=0.0).to(tl.float32)
-    y = epilogue(y, other, n_idx, n_mask, None, None, after, GATE, KIND)
+    y = epilogue(y, other, n_idx, n_mask, None, None, after, GATE, ACTIVATION)
     store_sum(y, n_idx, n_mask, after, y_ptr)

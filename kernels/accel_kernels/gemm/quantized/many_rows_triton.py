@@ -24,7 +24,7 @@ from accel_kernels.warmup import launch
 @triton.jit
 def _left(weight, row, word, inside, words, FORMAT: tl.constexpr, DTYPE: tl.constexpr, GROUPS: tl.constexpr,
           WORDS: tl.constexpr, PER: tl.constexpr, UNPACK_MODE: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
-    """Words (N, W), each of PER numbers, as what they stand for, (N, W * PER), without the scale of a whole row."""
+    """Words (N, W) of PER numbers each as their values (N, W * PER), without the scale of a whole row."""
     numbers = factor(words[None, :, :], FORMAT, DTYPE, UNPACK_MODE).reshape(words.shape[0], words.shape[1], PER)
     if weight.zeros is not None or GROUPS > 1:
         # One for each word, though words share them: a column of them takes the compiler a third more registers.
@@ -43,7 +43,7 @@ def _left(weight, row, word, inside, words, FORMAT: tl.constexpr, DTYPE: tl.cons
 @triton.jit(do_not_specialize=("m", "blocks_m"))
 def quantized_many_rows_kernel(
     x_ptr, weight, up, after, y_ptr, m, n, blocks_m, K: tl.constexpr, GROUPS: tl.constexpr, FORMAT: tl.constexpr,
-    GATE: tl.constexpr, KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GATE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     UNPACK_MODE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     PER: tl.constexpr = 8 if FORMAT == "int4" else 4
@@ -86,7 +86,7 @@ def quantized_many_rows_kernel(
         if GATE:
             other *= tl.load(up.scales + row).to(tl.float32)[:, None]
     n_col, n_col_mask = n_idx[:, None], n_mask[:, None]
-    y = epilogue(y, other, n_col, n_col_mask, None, None, after, GATE, KIND)
+    y = epilogue(y, other, n_col, n_col_mask, None, None, after, GATE, ACTIVATION)
     store_sum(y, m_idx[None, :].to(tl.int64) * n + n_col, m_mask[None, :] & n_col_mask, after, y_ptr)
 
 

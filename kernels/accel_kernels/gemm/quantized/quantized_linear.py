@@ -17,8 +17,8 @@ from accel_kernels.op import dtype_reason, make_op
 from accel_kernels.product_cases import product_case
 
 CPU_ROWS = 32  # beyond, a CPU is faster with the weight written out
-# Torch's product on a CPU loads so many bytes of x and of the weight at multiples of them, and so many scales, without
-# asking whether they are there.
+# Torch's product on a CPU takes so many bytes of x and of the weight, and so many scales, at a time. It does not check
+# that they are there, or aligned to that.
 CPU_X_BYTES, CPU_WEIGHT_BYTES, CPU_SCALES = 32, 16, 4
 
 
@@ -71,8 +71,8 @@ def _product_of_bytes(h: torch.Tensor, weight: Quantized, bias: torch.Tensor | N
 
 
 def _placed(tensor: torch.Tensor, step: int) -> torch.Tensor:
-    """At a multiple of `step` bytes: a copy where it is not, as of a file mapped into memory, so that results are the
-    same wherever a weight lies.
+    """The tensor aligned to `step` bytes: a copy where it is not, as of a file mapped into memory. So results do not
+    depend on where a weight lies.
     """
     return tensor.clone() if tensor.data_ptr() % step else tensor
 

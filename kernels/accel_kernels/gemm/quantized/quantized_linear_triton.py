@@ -38,7 +38,7 @@ def quantized_linear(x, weight, bias=None, *, norm=None, shape=None, **after):
     """Same arguments and result as the reference; up to MOST_QUANTIZED_ROWS rows. shape: a Shape, a Tile, a WgmmaTile,
     a GemvTile or a ManyRowsTile, else chosen.
 
-    One row: `stages` of the shape says how many programs a multiprocessor is thought to run at once.
+    One row: `stages` of the shape is the number of programs that a multiprocessor is expected to run at once.
     """
     n, k = weight.shape
     rows = x.numel() // k
@@ -109,7 +109,7 @@ def by_warpgroups(x, weight, up, format: str) -> bool:
 
 
 def by_gemv_mma(x, weight, norm, up) -> GemvTile | None:
-    """The tile in which `gemv_mma` takes these, where it does and is faster; as measured, H200."""
+    """The tile for `gemv_mma`, or None where it cannot take these or is slower; as measured, H200."""
     n, k = weight.shape
     if not reaches(x.device, HOPPER) or n * k <= SMALL or weight.group < 64:
         return None

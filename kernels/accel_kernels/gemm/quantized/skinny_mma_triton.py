@@ -94,7 +94,7 @@ def _product(acc, words, s, z, right, sums, FORMAT: gl.constexpr, DTYPE: gl.cons
 def skinny_mma_kernel(
     x_ptr, weight, up, norm, after, y_ptr, m, n,
     K: gl.constexpr, GROUPS: gl.constexpr, FORMAT: gl.constexpr, NORM: gl.constexpr, GATE: gl.constexpr,
-    KIND: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, J: gl.constexpr, DEPTH: gl.constexpr,
+    ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, J: gl.constexpr, DEPTH: gl.constexpr,
     X_DEPTH: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """NORM: "none", or "rms", which divides the sums: it is known when they are. J: words of a thread."""
@@ -177,7 +177,7 @@ def skinny_mma_kernel(
         mean = gl.convert_layout(gl.sum(gl.sum(squares, axis=2), axis=0), gl.SliceLayout(0, OUT)) / K
         rate = gl.expand_dims(gl.rsqrt(mean + norm.eps), 0)
         y, other = y * rate, other * rate
-    write(y, other, first, 0, weight, up, after, y_ptr, m, n, SCALED, GATE, KIND, OUT)
+    write(y, other, first, 0, weight, up, after, y_ptr, m, n, SCALED, GATE, ACTIVATION, OUT)
 
 
 class Tile(NamedTuple):

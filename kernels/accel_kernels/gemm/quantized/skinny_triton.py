@@ -37,10 +37,10 @@ def _dotted(acc, words, x, weight, group, sums, FORMAT: tl.constexpr, DTYPE: tl.
 @triton.jit(do_not_specialize=("m",))
 def quantized_skinny_kernel(
     x_ptr, weight, up, after, y_ptr, m, n, K: tl.constexpr, GROUPS: tl.constexpr, FORMAT: tl.constexpr,
-    GATE: tl.constexpr, KIND: tl.constexpr, SHARES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GATE: tl.constexpr, ACTIVATION: tl.constexpr, SHARES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, UNPACK_MODE: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Each warp sums a share of the columns: by themselves, warps wait for nobody, and a step spans SHARES blocks."""
+    """Each warp sums a share of the columns, so that no warp waits for another. A step spans SHARES blocks."""
     PER: tl.constexpr = 8 if FORMAT == "int4" else 4
     BLOCK_W: tl.constexpr = BLOCK_K // PER
     WORDS: tl.constexpr = K // PER
@@ -89,5 +89,5 @@ def quantized_skinny_kernel(
         if GATE:
             other *= tl.load(up.scales + n_row).to(tl.float32)[:, None]
     n_col, n_col_mask = n_idx[:, None], n_mask[:, None]
-    y = epilogue(y, other, n_col, n_col_mask, None, None, after, GATE, KIND)
+    y = epilogue(y, other, n_col, n_col_mask, None, None, after, GATE, ACTIVATION)
     store_sum(y, m_idx[None, :].to(tl.int64) * n + n_col, m_mask[None, :] & n_col_mask, after, y_ptr)

@@ -8,9 +8,9 @@ boxes of 128 bytes of a row through a ring, x through a shorter one, in the orde
 While a piece is multiplied, the next is unpacked. Where one scale covers a piece of a row, it multiplies the products
 rather than the numbers, and the zero point is taken off the products, by sums of x.
 
-A step is a box of every row of a tile. Programs share the steps of all tiles evenly: what a program has of a tile that
-it does not finish alone goes to memory as float32, and whoever is last adds all of it up, in the order of columns. A
-tile is two blocks of rows: neighbors, or the same of a weight and of its gate's; their rows alternate by eight in the
+A step is a box of every row of a tile. Programs share the steps of all tiles evenly. Where several programs share a
+tile, each writes its partial sums as float32, and the last one adds all of them up, in the order of columns. A tile is
+two blocks of rows: neighbors, or the same of a weight and of its gate's; their rows alternate by eight in the
 instruction, so that a thread has what belongs together.
 
 Serves 2 to 512 rows in 16 bits on compute capability 9.0; docs/measurements/quantization.md has its times.
@@ -85,11 +85,11 @@ def _scaled(acc, part, scaling, sums, ZERO_POINT: gl.constexpr, BY_SUMS: gl.cons
 def skinny_wgmma_kernel(
     x_desc, w_desc, u_desc, weight, up, after, y_ptr, partial_sums_ptr, split_counters_ptr, x_sums_ptr, m, n, total,
     share, blocks_m, K: gl.constexpr, GROUPS: gl.constexpr, FORMAT: gl.constexpr, DTYPE: gl.constexpr,
-    GATE: gl.constexpr, KIND: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    GATE: gl.constexpr, ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     X_STAGES: gl.constexpr, AT_ONCE: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """share: steps of a program; total: of all that multiply the same rows of x. blocks_m: of BLOCK_M rows. AT_ONCE:
-    sums of a tile that are on their way at a time.
+    partial sums of a tile that are loaded at a time.
 
     A piece is half a box: 16 bytes of a thread in each of its rows.
     """
@@ -205,7 +205,7 @@ def skinny_wgmma_kernel(
         done = end - begin == BOXES
         if end - begin < BOXES:
             first, last = tile * BOXES // share, ((tile + 1) * BOXES - 1) // share
-            # A program has at most two such sums: of a tile begun by others, and of one that it begins.
+            # A program writes at most two such sums: of a tile that another program begins, and of one that it begins.
             own = gl.program_id(0) * 2 + (rank == first).to(gl.int32)
             mine = flat(acc, num_warps, FLAT)
             place = gl.arange(0, BLOCK_N * BLOCK_M, layout=FLAT)
@@ -230,9 +230,9 @@ def skinny_wgmma_kernel(
             for piece in gl.static_range(PARTS):
                 row = x_first + piece * (BLOCK_M // PARTS)
                 y, other = gl.convert_layout(lower[piece], OUT), gl.convert_layout(upper[piece], OUT)
-                write(y, other, to, row, weight, up, after, y_ptr, m, n, SCALED, GATE, KIND, OUT)
+                write(y, other, to, row, weight, up, after, y_ptr, m, n, SCALED, GATE, ACTIVATION, OUT)
                 if not GATE:
-                    write(other, y, to + H, row, weight, up, after, y_ptr, m, n, SCALED, GATE, KIND, OUT)
+                    write(other, y, to + H, row, weight, up, after, y_ptr, m, n, SCALED, GATE, ACTIVATION, OUT)
 
 
 def refusal(x, weight, up) -> str | None:

@@ -23,7 +23,7 @@ def flat_layout(warps, numbers):
 
 @gluon.jit
 def flat(acc, num_warps: gl.constexpr, layout: gl.constexpr):
-    """Sums of a tile in a row, each where it is: in the registers of the same thread."""
+    """Sums of a tile as one row; each stays in a register of the same thread."""
     REPEATS: gl.constexpr = acc.shape[0] // (16 * num_warps)
     parts = acc.reshape([REPEATS, num_warps, 2, 8, acc.shape[1] // 8, 4, 2])
     parts = parts.permute((0, 4, 1, 3, 5, 2, 6)).reshape([acc.shape[0] * acc.shape[1]])

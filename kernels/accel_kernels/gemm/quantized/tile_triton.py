@@ -48,9 +48,9 @@ def wgmma_tile(rows: int, format: str, gate: bool) -> WgmmaTile:
     return WgmmaTile(128, 4, 8, 4, 1) if gate else WgmmaTile(64, 4, 6, 3, 2)
 
 
-# For more rows: two warpgroups, of which one unpacks while the other's products run. Of x 128 rows at a time: with more
-# a weight would be unpacked less often, but of few rows more would be multiplied in vain, and one kernel serves all; of
-# 256 rows, 256 at a time gain 4 % for one product in fp8 and cost 9 to 23 % elsewhere (products --study many-rows).
+# For more rows: two warpgroups, of which one unpacks while the other's products run. Of x 128 rows at a time, for any
+# number of rows: with more a weight would be unpacked less often, but padding would be multiplied. 256 rows at a time
+# gain 4 % for one product in fp8 and cost 9 to 23 % elsewhere (products --study many-rows).
 BROAD_TILES = {
     "int4": WgmmaTile(128, 8, 4, 2, 1, 128),
     "int8": WgmmaTile(128, 8, 4, 3, 1, 128),
@@ -62,7 +62,7 @@ BROAD_TILES = {
 def steps_of_a_program(tile: WgmmaTile, block_m: int, format: str, tiles: int, boxes: int, processors: int) -> int:
     """How many of all tiles' steps a program has, `boxes` to a tile; all programs run at once.
 
-    Fewer steps are over sooner, but more programs share a tile, and whoever is last adds up what the others have left.
+    Fewer steps take less time, but more programs then share a tile, and the last of them adds up their partial sums.
     """
     least = -(-tiles * boxes // (tile.programs * processors))
     if least >= boxes:

@@ -1,8 +1,8 @@
 """Stored codes of 8 bits as operands of tensor core products (mma.m16n8k16), register by register.
 
-A tensor here is one register of every thread, (warps, 32). Lane 4 g + t of a warp holds rows or columns g and, of the
-contraction, 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. Which of the 16 a number stands for is free, as long as both operands
-agree; so a thread takes the 16 bytes that one load gives it, and no code ever changes its thread:
+A tensor here is one register of every thread, (warps, 32). Lane 4 g + t of a warp holds rows or columns g. Along the
+contraction it holds 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. Their order is free, as long as both operands have the same. So
+a thread keeps the 16 bytes that one load gives it, and no code moves to another thread:
 
 * scores = Q K^T: thread (g, t) loads channels 16 t to 16 t + 15 of each 64 of token g. Its word s, four channels, is
   its part of step s. Q is loaded alike.
@@ -10,8 +10,8 @@ agree; so a thread takes the 16 bytes that one load gives it, and no code ever c
   word, four channels, gives rows g and g + 8 of two products. P stays where the scores leave it: the accumulators of
   one product (row g, columns 2 t and 2 t + 1) lie as the second operand of the next.
 
-Scores of a warp's 16 tokens come from two products of 8: column n of the first is token 4 (n // 2) + n % 2, of the
-second two more; so thread (g, t) has head g of tokens 4 t to 4 t + 3, whose scales are one load.
+Scores of a warp's 16 tokens come from two products of 8. Column n of the first is token 4 (n // 2) + n % 2, of the
+second the token two later. So thread (g, t) has head g of tokens 4 t to 4 t + 3, whose scales are one load.
 
 NVIDIA, "Parallel Thread Execution ISA", warp-level matrix fragments; the conversion as in `rounding.halves`.
 """

@@ -1,10 +1,10 @@
 """Factors of mma.m16n8k16 as registers hold them, for kernels that read them there without a detour.
 
-Of the left factor, 16 x 16, a thread (g = lane / 4, t = lane % 4) holds rows g and g + 8, columns 2t, 2t + 1, 2t + 8
-and 2t + 9; of the right one, 16 x 8, column g and those rows. In a sum over columns their order does not matter as long
-as both factors have the same: so a thread reads up to 16 bytes in a row of packed numbers, and what they stand for are
-its columns of several instructions; of the right factor it reads as many neighbors. Dimensions: warps, each with
-columns of its own; rows; columns. J: 32-bit words that a thread holds of a row.
+Of the left factor, 16 x 16, a thread (g = lane / 4, t = lane % 4) holds rows g and g + 8. Of each it holds columns 2t,
+2t + 1, 2t + 8 and 2t + 9. Of the right factor, 16 x 8, it holds column g and rows of these numbers. The order of what
+is summed does not matter, as long as both factors have the same. So a thread reads up to 16 bytes in a row of packed
+numbers, which are its columns of several instructions, and as many neighbors of the right factor. Dimensions: warps,
+each with columns of its own; rows; columns. J: 32-bit words that a thread holds of a row.
 """
 
 from triton import constexpr_function
@@ -79,6 +79,16 @@ def places(SHARES: gl.constexpr, ROWS: gl.constexpr, LAST: gl.constexpr, layout:
         gl.expand_dims(gl.expand_dims(row, 0), 2),
         gl.expand_dims(gl.expand_dims(last, 0), 0),
     )
+
+
+@gluon.jit
+def of_either(ptr, up_ptr, place, inside, upper, GATE: gl.constexpr):
+    """What is at these places: with a gate, in the upper rows of a block, of the gate's weight."""
+    if GATE:
+        lower = gl.load(ptr + place, mask=inside & ~upper, other=0)
+        return gl.where(upper, gl.load(up_ptr + place, mask=inside & upper, other=0), lower)
+    else:
+        return gl.load(ptr + place, mask=inside, other=0)
 
 
 @gluon.jit

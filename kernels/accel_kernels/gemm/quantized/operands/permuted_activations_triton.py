@@ -85,9 +85,11 @@ def permute_activations_kernel(
 
 
 def permute_activations(x, norm, format: str, padded: int, split_counters: int, block_m: int | None = None):
-    """x (..., K), contiguous, normed where norm is a Norm, as (rows, padded): its columns in the order of the weight's
-    factor, zeros beyond K; int32 (split_counters,) of zeros, which need no launch of their own; and with block_m,
-    from `rows` on, the sums of every piece of every row, float32 (pieces, block_m), else None."""
+    """x (..., K), contiguous, normed where norm is a Norm, as (rows, padded), in the order of the weight's factor.
+
+    Zeros stand beyond K. Returns besides: int32 zeros (split_counters,), which so need no launch of their own; with
+    block_m the sums of every piece of every row, float32 (pieces, block_m), else None.
+    """
     columns = x.shape[-1]
     rows = x.numel() // columns
     if norm is not None and padded > WIDEST:

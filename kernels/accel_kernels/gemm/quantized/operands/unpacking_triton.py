@@ -137,7 +137,7 @@ prmt.b32 $2, u, 0x47000000, 0x7424;
 prmt.b32 $3, u, 0x47000000, 0x7434;
 }""")
 
-# 128 + n in the upper half of a word is that in fp32 too; what stays in the lower half adds 0x4300 / 2^16 and at most
+# 128 + n in the upper half of a word is that in fp32 too. What stays in the lower half adds 0x4300 / 2^16 and at most
 # n / 2^16 more. $9 is 2^16, unknown to the compiler: shifts and masks wait for one another, multiplications run beside.
 INT4_PLANES = tl.constexpr(
     "{\n.reg .b32 p0, p1, p2, p3;\n"

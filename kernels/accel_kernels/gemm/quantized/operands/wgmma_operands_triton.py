@@ -11,7 +11,7 @@ from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from accel_kernels.gemm.quantized.operands.mma_operands_triton import unpacked
+from accel_kernels.gemm.quantized.operands.mma_operands_triton import of_either, unpacked
 
 
 @constexpr_function
@@ -88,17 +88,10 @@ def row_scales(weight, up, step, high, n, K: gl.constexpr, GROUPS: gl.constexpr,
     for piece in gl.static_range(2):
         column = step % BOXES * (2 * PIECE) + piece * PIECE
         at, inside = row + column // (K // GROUPS), (column < K) & (step < high)
-        if GATE:
-            s = gl.load(weight.scales + at, mask=inside & ~upper, other=0.0)
-            t = gl.load(up.scales + at, mask=inside & upper, other=0.0)
-            s = gl.where(upper, t, s)
-        else:
-            s = gl.load(weight.scales + at, mask=inside, other=0.0)
+        s = of_either(weight.scales, up.scales, at, inside, upper, GATE)
         z = s
         if weight.zeros is not None:
-            z = gl.load(weight.zeros + at, mask=inside & ((not GATE) | ~upper), other=0)
-            if GATE:
-                z = gl.where(upper, gl.load(up.zeros + at, mask=inside & upper, other=0), z)
+            z = of_either(weight.zeros, up.zeros, at, inside, upper, GATE)
         found = found + ((s, z),)
     return found
 
