@@ -29,9 +29,12 @@ class BenchRecord:
         self.skipped: list[dict] = []
 
     @property
+    def trouble(self) -> dict:
+        return {"failed": self.failed, "skipped": self.skipped, "took_s": round(self.clock.taken(), 1)}
+
+    @property
     def result(self) -> dict:
-        told_apart = {"failed": self.failed, "skipped": self.skipped, "took_s": round(self.clock.taken(), 1)}
-        return self.about | self.body | told_apart
+        return self.about | self.body | self.trouble
 
     def save(self) -> None:
         self.keep(self.result)

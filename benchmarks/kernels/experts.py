@@ -15,7 +15,7 @@ import torch
 from accel_kernels.gemm.quantized_weight import quantize_weight
 from accel_kernels.moe.chooser import likely_way
 from accel_kernels.moe.experts import experts
-from accel_kernels.moe.tiles import GEMV, TILES, WRITTEN, Tile
+from accel_kernels.moe.tiles import DEQUANTIZED, GEMV, TILES, Tile
 from accel_kernels.moe.weights import ExpertWeights, Gating
 from transformers.integrations.moe import grouped_mm_experts_forward
 
@@ -94,7 +94,7 @@ class Layer:
         stock = partial(grouped_mm_experts_forward, self.stock, *given)
         wanted, hit, each = stock(), int(index.unique().numel()), self.hidden * self.inner
         read, products = hit * 3 * each * self.bytes_each / BYTES, count * self.chosen * 6 * each / FLOPS
-        names = (*([GEMV] if count <= 64 else []), *TILES, *(WRITTEN if self.number else ()))
+        names = (*([GEMV] if count <= 64 else []), *TILES, *(DEQUANTIZED if self.number else ()))
         failed: dict[str, str] = {}
         runs = {"stock": stock}
         for way, tile in ({way: way for way in names} | (WIDE if wide else {})).items():

@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +17,9 @@ from accel.bench.llm.runner import BenchRequest
 from accel.bench.llm.workloads import WORKLOADS, Workload
 from accel.bench.machine import provenance
 from accel.bench.memory import release
+from accel.bench.results import BenchRecord
 from accel.bench.runner import WrongResult
-from accel.bench.timing import Clock, seconds
-from accel.errors import told
+from accel.bench.timing import Clock, seconds, take_turns
 from accel.tolerances import LOGITS, bound
 
 if TYPE_CHECKING:
@@ -56,32 +56,6 @@ class BatchRequest:
         return named if self.most_tokens is None else [one.scaled(self.most_tokens) for one in named]
 
 
-@dataclass
-class BatchResult:
-    """A result as it grows. keep: is given all that there is of it whenever there is more."""
-
-    about: dict
-    clock: Clock
-    keep: Callable[[dict], object]
-    rows: list[dict] = field(default_factory=list)
-    failed: list[dict] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-
-    @property
-    def result(self) -> dict:
-        took = round(self.clock.total - self.clock.left(), 1)
-        return self.about | {"rows": self.rows, "failed": self.failed, "skipped": self.skipped, "took_s": took}
-
-    def add(self, row: dict) -> None:
-        """Of a workload, once there is something in it, and whenever there is more."""
-        if all(row is not one for one in self.rows):
-            self.rows.append(row)
-        self.keep(self.result)
-
-    def fail(self, case: str, error: Exception) -> None:
-        self.failed.append({"case": case, "reason": told(error)[:300]})
-
-
 def bench_batches(
     request: BatchRequest,
     stage: Callable[[str], None] = lambda name: None,
@@ -101,7 +75,7 @@ def bench_batches(
         **provenance(device, request.dtype),
         "attention": model.config._attn_implementation,
     }
-    going = BatchResult(about, Clock(request.seconds), keep)
+    going = BenchRecord(about, {"rows": []}, request.seconds, keep)
     with torch.no_grad():
         stock = beside(model)
         accel.optimize(model)
@@ -116,7 +90,7 @@ def bench_batches(
                 one, lost = quantized.variant(stock, f"{weights}, kv {kv_cache}", options, device)
                 variants[one.name], going.about["quantized"] = one.model, lost
             except Exception as error:  # one that cannot be made must not cost the others' figures
-                going.fail("quantizing", error)
+                going.fail(error, case="quantizing")
         rows: dict[str, dict[str, Any]] = {workload.name: dict(workload.about) for workload in request.chosen}
         lossy = [name for name in variants if name not in ("stock", "accel")]
         for names in (["stock", "accel"], *([name] for name in lossy)):
@@ -129,7 +103,7 @@ def bench_batches(
                 going.about.setdefault("calls", {})[label] = _calls(one, device)
     report = accel.report(model).to_dict()
     going.about |= {"graphs": report["graphs"], "fallbacks": report["fallbacks"]}
-    keep(going.result)
+    going.save()
     return going.result
 
 
@@ -156,12 +130,8 @@ def checked_tokens(model: "PreTrainedModel", stock: "PreTrainedModel") -> dict:
     Raises WrongResult where one is not.
     """
     requests, new = CHECKED
-    prompts = (
-        WORKLOADS[0]
-        .first(requests)
-        .scaled(stock.config.get_text_config().max_position_embeddings or 512)
-        .prompts(stock)
-    )
+    most = stock.config.get_text_config().max_position_embeddings or 512
+    prompts = WORKLOADS[0].first(requests).scaled(most).prompts(stock)
     worst = 0.0
     for prompt, answer in zip(prompts, answers(model, prompts, new), strict=True):
         ids = torch.tensor([[*prompt, *answer]], device=stock.device)
@@ -176,18 +146,17 @@ def checked_tokens(model: "PreTrainedModel", stock: "PreTrainedModel") -> dict:
 
 
 def _measure(
-    request: BatchRequest, going: BatchResult, workload: Workload, variants: dict[str, Any], row: dict[str, Any]
+    request: BatchRequest, going: BenchRecord, workload: Workload, variants: dict[str, Any], row: dict[str, Any]
 ) -> None:
     """Into a row: stock once, as much as it does in its time; accel's first call, and the median of more."""
     for name, model in variants.items():
-        if going.clock.left() <= 0:
-            going.skipped.append(f"{workload.name}: {name}")
+        if not going.in_time(case=f"{workload.name}: {name}"):
             continue
         try:
             row[name] = _stock(request, workload, model) if name == "stock" else _timed(request, workload, model)
-            going.add(row)
+            going.add("rows", row)
         except Exception as error:  # what one way of running it raises, the others have figures of their own
-            going.fail(f"{workload.name}: {name}", error)
+            going.fail(error, case=f"{workload.name}: {name}")
         release(request.device)
 
 
@@ -211,13 +180,12 @@ def _stock(request: BatchRequest, workload: Workload, model: Any) -> dict:
 
 
 def _timed(request: BatchRequest, workload: Workload, model: Any) -> dict:
-    if request.device.type == "cuda":
+    on_gpu, turn = request.device.type == "cuda", partial(_seconds, workload, model, request.device)
+    if on_gpu:
         torch.cuda.reset_peak_memory_stats(request.device)
-    times = [_seconds(workload, model, request.device)]
-    while len(times) < 2 or (len(times) <= ROUNDS and sum(times[1:]) < LONGEST):
-        times.append(_seconds(workload, model, request.device))
-    peak = round(torch.cuda.max_memory_allocated(request.device) / 2**20) if request.device.type == "cuda" else None
-    return _figures(workload, times[1:]) | {"first_s": round(times[0], 3), "peak_mb": peak}
+    first, rounds = turn(), take_turns({"": turn}, least=1, most=ROUNDS, clock=Clock(LONGEST))
+    peak = round(torch.cuda.max_memory_allocated(request.device) / 2**20) if on_gpu else None
+    return _figures(workload, rounds[""]) | {"first_s": round(first, 3), "peak_mb": peak}
 
 
 def _seconds(workload: Workload, model: Any, device: torch.device) -> float:

@@ -1,18 +1,19 @@
 """Stock and accel taking turns at the same piece of work; one that fails is told, and the others go on."""
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel.bench.timing import Clock, seconds
+from accel.bench.timing import Clock, seconds, take_turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LEAST_ROUNDS, MOST_ROUNDS = 2, 7
+MOST_ROUNDS = 7
 
 
 @dataclass(frozen=True)
@@ -79,42 +80,23 @@ def interleaved(
     Each is run twice to warm up; first_s is the first of these. Then they take turns, forwards and backwards, for about
     budget_s seconds, every one at least twice.
     """
-    samples: dict[str, Callable] = {}
-    first: dict[str, float] = {}
-    for variant in variants:
-        try:
-            sample = case.prepare(variant)
-            first[variant.name] = seconds(sample, device)
-            sample()
-            samples[variant.name] = sample
-        except Exception as error:  # whatever one way of running it raises, the others have figures of their own
-            fail(variant.name, error)
-    found: dict[str, list[dict]] = {name: [] for name in samples}
-    clock = Clock(budget_s)
-    for names in _rounds(list(samples), clock):
-        for name in names:
-            if name in samples:
-                try:
-                    found[name].append(samples[name]())
-                except Exception as error:
-                    del samples[name], found[name]
-                    fail(name, error)
     named = {variant.name: variant for variant in variants}
-    results = {}
-    for name, rows in found.items():
-        if rows:
-            median = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
-            try:
-                results[name] = case.figures(median, named[name])
-            except Exception as error:
-                fail(name, error)
-            else:
-                results[name] |= {"first_s": round(first[name], 3), "rounds": len(rows)}
-    return results
 
+    def warm_up(variant: Variant) -> tuple[Callable, float]:
+        sample = case.prepare(variant)
+        first = seconds(sample, device)
+        sample()
+        return sample, first
 
-def _rounds(names: list[str], clock: Clock) -> Iterator[list[str]]:
-    for number in range(MOST_ROUNDS):
-        if number >= LEAST_ROUNDS and clock.left() <= 0:
-            return
-        yield names if number % 2 == 0 else names[::-1]
+    made = {name: partial(warm_up, variant) for name, variant in named.items()}
+    warm = {name: one for name, [one] in take_turns(made, least=1, most=1, fail=fail).items()}
+    samples = {name: sample for name, (sample, _) in warm.items()}
+    found = take_turns(samples, most=MOST_ROUNDS, clock=Clock(budget_s), fail=fail)
+
+    def figures(name: str) -> dict:
+        rows = found[name]
+        median = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+        return case.figures(median, named[name]) | {"first_s": round(warm[name][1], 3), "rounds": len(rows)}
+
+    told = {name: partial(figures, name) for name in found}
+    return {name: row for name, [row] in take_turns(told, least=1, most=1, fail=fail).items()}

@@ -18,17 +18,14 @@ HEADINGS = {
 
 def tables(result: dict) -> Iterator[Table]:
     """One table a part that was measured."""
+    parts = result["parts"]
     for part in ("decode", "prefill", "modes", "long"):
-        if result["parts"].get(part):
-            yield _in_turns(part, result["parts"][part])
-    if result["parts"].get("memory"):
-        yield _memory(result["parts"]["memory"])
-    if result["parts"].get("stalls"):
-        yield _stalls(result["parts"]["stalls"])
-    if result["parts"].get("ready"):
-        yield _ready(result["parts"]["ready"])
-    if result.get("quantized"):
-        yield _quantized(result["quantized"])
+        if parts.get(part):
+            yield _in_turns(part, parts[part])
+    others = ((_memory, parts.get("memory")), (_stalls, parts.get("stalls")), (_ready, parts.get("ready")))
+    for table, rows in (*others, (_quantized, result.get("quantized"))):
+        if rows:
+            yield table(rows)
 
 
 def _table(title: str, *headings: str, left: int = 1) -> Table:

@@ -4,7 +4,7 @@ import contextlib
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +13,7 @@ import torch
 
 import accel
 from accel.bench.compiled import fresh_inductor_cache
-from accel.bench.llm import cases, memory
-from accel.bench.llm import latency_spikes as stalls
-from accel.bench.llm import quantized as quantized
+from accel.bench.llm import cases, latency_spikes, memory, quantized
 from accel.bench.llm.configs import CONFIGS
 from accel.bench.llm.interleaved import TimedCase, Variant, interleaved
 from accel.bench.llm.models import assistant, beside, build
@@ -23,9 +21,9 @@ from accel.bench.llm.traffic import Traffic, copy_bandwidth
 from accel.bench.machine import provenance
 from accel.bench.memory import release
 from accel.bench.ready.states import measure_states, steady_s
+from accel.bench.results import BenchRecord
 from accel.bench.runner import WrongResult
-from accel.bench.timing import Clock, seconds
-from accel.errors import told
+from accel.bench.timing import seconds
 from accel.llm.recording.inputs import example_inputs
 
 if TYPE_CHECKING:
@@ -74,41 +72,20 @@ class BenchRequest:
         return re.sub(r"[^A-Za-z0-9.]+", "-", Path(self.model).resolve().name).strip("-")
 
 
-@dataclass
-class BenchRun:
-    """A result as it grows. keep: is given all that there is of it whenever there is more."""
+class BenchRun(BenchRecord):
+    """A result as it grows, part by part."""
 
-    request: BenchRequest
-    clock: Clock
-    keep: Callable[[dict], object] = lambda result: None
-    about: dict = field(default_factory=dict)
-    rows: dict[str, Any] = field(default_factory=dict)
-    failed: list[dict] = field(default_factory=list)
-    skipped: list[dict] = field(default_factory=list)
-    interrupted: bool = False
+    def __init__(self, request: BenchRequest, keep: Callable[[dict], object] = lambda result: None) -> None:
+        super().__init__({}, {}, request.seconds, keep)
+        self.request, self.interrupted = request, False
 
     @property
     def result(self) -> dict:
-        return self.about | {
-            "parts": {part: self.rows[part] for part in PARTS if part in self.rows},
-            "failed": self.failed,
-            "skipped": self.skipped,
-            "took_s": round(self.clock.total - self.clock.left(), 1),
-        }
-
-    def add(self, part: str, row: dict) -> None:
-        self.rows.setdefault(part, []).append(row)
-        self.keep(self.result)
-
-    def fail(self, part: str, case: str, variant: str, error: Exception) -> None:
-        told(error)
-        lines = str(error).strip().splitlines() or [""]
-        line = lines[-1] if "Error" in lines[-1] else lines[0]  # of another process's traceback, its last line
-        reason = f"{type(error).__name__}: {line}"
-        self.failed.append({"part": part, "case": case, "variant": variant, "reason": reason[:300]})
+        parts = {part: self.body[part] for part in PARTS if part in self.body}
+        return self.about | {"parts": parts} | self.trouble
 
     def out_of_time(self, part: str, case: str = "") -> bool:
-        """Whether nothing new may be begun, which is noted."""
+        """Whether nothing new may be begun, which is noted: parts keep their share of the time for those after them."""
         after = list(PARTS)[list(PARTS).index(part) + 1 :]
         later = sum(PARTS[name] for name in after if name in self.request.parts)
         if self.clock.left() > later * self.clock.total and not self.interrupted:
@@ -116,6 +93,10 @@ class BenchRun:
         reason = "interrupted" if self.interrupted else f"its share of {self.clock.total:g} seconds was over"
         self.skipped.append({"part": part, "case": case, "reason": reason})
         return True
+
+    def failing(self, part: str, case: str) -> Callable[[str, Exception], None]:
+        """What is told of a variant that fails."""
+        return lambda variant, error: self.fail(error, part=part, case=case, variant=variant)
 
 
 def bench_language_model(
@@ -128,7 +109,7 @@ def bench_language_model(
     Raises WrongResult before any figure, KeyError, ValueError or TypeError for a model that cannot be made.
     """
     device = request.device
-    going = BenchRun(request, Clock(request.seconds), keep)
+    going = BenchRun(request, keep)
     stage("building")
     model = build(request.model, device, request.dtype)
     going.about = {
@@ -148,9 +129,9 @@ def bench_language_model(
             found = measure_states(
                 request.model, device, request.dtype, more=tokens, left=lambda: max(10.0, going.clock.left())
             )
-            going.rows["ready"] = {state: _ready(row) for state, row in found.items()}
+            going.body["ready"] = {state: _ready(row) for state, row in found.items()}
         except RuntimeError as error:
-            going.fail("ready", f"context {request.contexts[0]}", "", error)
+            going.failing("ready", f"context {request.contexts[0]}")("", error)
     return going.result
 
 
@@ -193,7 +174,7 @@ def _in_process(request: BenchRequest, going: BenchRun, model: "PreTrainedModel"
         try:
             one, told = quantized.variant(stock, name, options, device)
         except Exception as error:  # one that cannot be made must not cost the others' figures
-            going.fail("quantizing", "", name, error)
+            going.failing("quantizing", "")(name, error)
             _release(device)
             continue
         variants.append(one)
@@ -222,7 +203,9 @@ def _parts(
         )
     if "stalls" in request.parts and not going.out_of_time("stalls"):
         stage("stalls")
-        _each(going, "stalls", {variant.name: partial(stalls.latency_row, work, variant) for variant in variants})
+        _each(
+            going, "stalls", {variant.name: partial(latency_spikes.latency_row, work, variant) for variant in variants}
+        )
 
 
 def _correct(model: "PreTrainedModel", stock: "PreTrainedModel", device: torch.device) -> dict:
@@ -243,23 +226,18 @@ def _correct(model: "PreTrainedModel", stock: "PreTrainedModel", device: torch.d
 
 def _turns(going: BenchRun, chosen: list[TimedCase], variants: list[Variant]) -> None:
     """Times the cases of a part in turns; with the compiler, where asked for, those that name it."""
-    compiler = variants[0].model if going.request.compiled else None
+    device, budget_s = going.request.device, going.request.seconds / SHARE
     for case in chosen:
         if going.out_of_time(case.part, case.name):
             continue
-        taking_part = list(variants)
-        if compiler is not None and case.variants is not None and "compile" in case.variants:
-            taking_part.append(Variant("compile", beside(compiler), {"cache_implementation": "static"}))
-        with fresh_inductor_cache() if len(taking_part) > len(variants) else contextlib.nullcontext():
-            found = interleaved(
-                case,
-                taking_part,
-                going.request.device,
-                going.request.seconds / SHARE,
-                partial(going.fail, case.part, case.name),
-            )
-        if len(taking_part) > len(variants):
-            del taking_part[-1]
+        compiler, more = going.request.compiled and "compile" in (case.variants or ()), []
+        if compiler:
+            more = [Variant("compile", beside(variants[0].model), {"cache_implementation": "static"})]
+        with fresh_inductor_cache() if compiler else contextlib.nullcontext():
+            fail = going.failing(case.part, case.name)
+            found = interleaved(case, [*variants, *more], device, budget_s, fail)
+        if compiler:
+            del more
             torch.compiler.reset()
         going.add(case.part, case.about | found)
         _release(going.request.device)
@@ -273,7 +251,7 @@ def _each(going: BenchRun, part: str, rows: dict[str, Callable[[], dict]]) -> No
         try:
             going.add(part, row())
         except Exception as error:  # as in turns
-            going.fail(part, name, "", error)
+            going.failing(part, name)("", error)
         _release(going.request.device)
 
 

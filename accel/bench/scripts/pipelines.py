@@ -111,7 +111,7 @@ def flux(size: Size, transformer: nn.Module | None = None) -> Any:
 
 def flux_vae(size: Size) -> nn.Module:
     """Of Flux.1 and Z-Image."""
-    changes: dict[str, Any] = dict(latent_channels=16, use_quant_conv=False, use_post_quant_conv=False)
+    changes: dict = dict(latent_channels=16, use_quant_conv=False, use_post_quant_conv=False)
     changes |= dict(scaling_factor=0.3611, shift_factor=0.1159)
     return random_model("AutoencoderKL", size(configs.SD_VAE, TINY_VAE) | changes, size.device, size.bf16)
 
@@ -120,7 +120,7 @@ def z_image(size: Size) -> tuple[Any, dict]:
     """Z-Image-Turbo without a text encoder, and what a call of it is given."""
     import diffusers
 
-    config: dict[str, Any] = size(dit_configs.Z_IMAGE_TURBO, TINY_Z_IMAGE)
+    config: dict = size(dit_configs.Z_IMAGE_TURBO, TINY_Z_IMAGE)
     transformer = random_model("ZImageTransformer2DModel", config, size.device, size.bf16)
     shifts = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
     embeds = [size.randn(size(100, 8), config["cap_feat_dim"], dtype=size.bf16)]

@@ -1,6 +1,7 @@
 """Whole runs of `accel bench llm`: the file they write, quantized variants, and what happens when something fails."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,6 @@ from accel import api
 from accel.bench.llm import cases, runner
 from accel.bench.llm import interleaved as turns
 from accel.bench.llm import latency_spikes as stalls
-from accel.bench.timing import Clock
 from support.command_line import run_command
 
 ROOT = Path(__file__).parents[3]
@@ -154,7 +154,7 @@ def test_a_run_that_is_killed_leaves_what_it_had(tmp_path, monkeypatch):
 
 def test_parts_keep_time_for_those_after_them():
     request = runner.BenchRequest("tiny", CPU, torch.float32, parts=("decode", "stalls", "ready"))
-    going = runner.BenchRun(request, Clock(100.0))
+    going = runner.BenchRun(replace(request, seconds=100.0))
     going.clock.start -= 79
     assert not going.out_of_time("decode")
     going.clock.start -= 2

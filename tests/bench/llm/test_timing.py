@@ -83,7 +83,7 @@ def test_one_that_fails_leaves_the_others(failing):
     variants = [turns.Variant("bad", None), turns.Variant("good", None)]
     found = turns.interleaved(case, variants, CPU, 0.01, lambda name, error: failures.append((name, str(error))))
     assert list(found) == ["good"] and failures == [("bad", "too bad")]
-    assert found["good"]["rounds"] >= turns.LEAST_ROUNDS
+    assert found["good"]["rounds"] >= timing.LEAST_ROUNDS
 
 
 def test_ready_in_this_process_and_in_a_fresh_one():
