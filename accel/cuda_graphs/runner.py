@@ -45,14 +45,16 @@ class GraphRunner:
     obstacle(module) gives None, or why no forward of it may be captured; asked again whenever the module changes.
     keep: keep graphs that gain nothing. passed: attributes that may change, see `Fingerprint`;
     beside: an object whose `views()` are what else must not. kind: of the leaves of a call, what decides which kernels
-    there are to compile; all calls are of one kind without it. ranks: that compute each call together. Every call is
-    then run once on each, captured or not, and graphs are captured and dropped by all in the same call.
+    there are to compile; all calls are of one kind without it. eager_calls: of a shape, before it is captured. ranks:
+    that compute each call together. Every call is then run once on each, and graphs are captured and dropped by all in
+    the same call.
     """
 
     passed: tuple[tuple[str, str], ...] = ()
     beside: Watched | None = None
     kind: Callable[[list], Hashable] | None = None
     ranks: Ranks | None = None
+    eager_calls = 1
 
     def __init__(self, module: nn.Module, path: str, pool: GraphPool, ledger: Ledger, obstacle: Callable, keep: bool):
         self.module, self.path, self.pool, self.ledger = module, path, pool, ledger
@@ -60,8 +62,8 @@ class GraphRunner:
         self.__setstate__({})
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("module", "path", "pool", "ledger", "obstacle", "keep", "passed", "beside", "kind", "ranks")
-        return {name: getattr(self, name) for name in names}
+        names = "module path pool ledger obstacle keep passed beside kind ranks eager_calls"
+        return {name: getattr(self, name) for name in names.split()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -91,7 +93,7 @@ class GraphRunner:
     ) -> Any:
         """eager(*args, **kwargs), or the replay of its graph. variant: plain values it depends on too.
 
-        begun: what `begin` has launched with equal arguments; the current stream waits for it already.
+        pending: what `begin` has launched with equal arguments; the current stream waits for it already.
         instead: called for the result where it is known that no graph will be, as the cheaper way there; so a graph
         has to gain over that.
         """
@@ -165,7 +167,7 @@ class GraphRunner:
         return flag if self.ranks is None else self.ranks.any(flag, device)
 
     def _unsettled(self, entry: Entry) -> bool:
-        return entry.waited < PATIENCE and bool(self.trials.open(entry.open))
+        return entry.waited < self.eager_calls or (entry.waited < PATIENCE and bool(self.trials.open(entry.open)))
 
     def _stands(self, pending: Replayed, variant: tuple) -> bool:
         """Whether a call now would replay the same graph, over the weights that it has read."""
@@ -341,9 +343,7 @@ class GraphRunner:
         return pytree.tree_unflatten(outputs, held.spec)
 
     def _awaited(self, entry: Entry) -> str:
-        if self._unsettled(entry):
-            return "its kernels are being chosen, a little in each call; then it is captured"
-        return "seen once; captured at the next call"
+        return f"{'its kernels are being chosen' if entry.open else 'seen too seldom so far'}; captured in a later call"
 
     def rows(self) -> list[dict]:
         """One row a shape, for the report."""

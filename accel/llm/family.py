@@ -42,6 +42,7 @@ from accel.patching.site import Site
 from accel.quantization.activation_quantization import rounding
 
 PARTIAL = "understood, but not the whole model"
+BATCH_EAGER_CALLS = 4  # of a step size, before its graph is captured: many sizes of batches come a few times only
 
 
 class DecoderLayers:
@@ -145,6 +146,7 @@ def _bind(
         graphs = ("", context.of(GraphPool), context.ledger, obstacle, keep)
         forward.runner = GraphRunner(model, *graphs)
         batches = GraphRunner(model, *graphs)
+        batches.eager_calls = BATCH_EAGER_CALLS
         runners = [forward.runner, batches]
         if forward.convention.fills:
             runners.append(GraphRunner(model, *graphs))

@@ -289,6 +289,13 @@ def test_a_size_is_captured_once_its_kernels_are_chosen_a_little_in_each_call(ru
     assert [kernels.call(3) for _ in range(3)] == [("eager", 0.12), ("eager", 0.06), ("graph", 0.0)]
 
 
+def test_a_size_is_captured_after_as_many_eager_calls_as_it_is_worth(runner_of, monkeypatch):
+    runner, _ = runner_of(eager=(50.0, 40.0), graph=(5.0, 0.1))
+    runner.eager_calls, kernels = 3, Kernels(runner, monkeypatch)
+    assert [kernels.call(2)[0] for _ in range(3)] == 3 * ["eager"] and "seldom" in runner.rows()[0]["reason"]
+    assert kernels.call(3) == ("eager", 0.0) and kernels.call(2) == ("graph", 0.0)
+
+
 def test_the_first_call_of_all_measures_everything(runner_of, monkeypatch):
     runner, _ = runner_of(eager=(50.0, 40.0), graph=(5.0, 0.1))
     kernels = Kernels(runner, monkeypatch, warms_up=True)

@@ -99,7 +99,8 @@ def _one_of_a_kind(forward: DecoderForward) -> Iterator[None]:
     for layer in forward.layers:
         index = layer.spec.attention.index
         kind = _kind(layer, shapes[index])
-        if kind in kinds:
+        layer.repeats = kind in kinds
+        if layer.repeats:
             layer.bound, shapes[index] = _passed_on, shapes[index]._replace(heads=0)
         kinds.add(kind)
     stored, forward.stored = forward.stored, (*forward.stored[:2], tuple(shapes))

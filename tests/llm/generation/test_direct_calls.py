@@ -9,6 +9,7 @@ from accel.llm.generation import trial_warmup as check
 from accel.llm.generation.prefill import bucket_for
 from accel.llm.generation.routing import Choices
 from accel.llm.generation.trial import Expected, fused_logits
+from accel.llm.runtime import layer as layer_file
 from support.llm.calls import new_cache
 from support.llm.families import FAMILIES, VOCAB, every, make, padded, prompt
 from support.llm.outputs import both, flat, same, second, shown
@@ -246,8 +247,10 @@ def test_what_stock_makes_of_odd_arguments(call, pair_of):
 @pytest.mark.parametrize(
     ("name", "kinds"), [("llama", 1), ("gemma2", 2), ("smollm3", 2), ("qwen2-moe-some-dense", 2), ("bloom", 1)]
 )
-def test_one_layer_of_a_kind_runs(pair_of, name, kinds):
-    """Sliding and full attention, rotated or not, dense and sparse are kinds; the place in the stack is none."""
+def test_one_layer_of_a_kind_runs(pair_of, name, kinds, monkeypatch):
+    """Sliding and full attention, rotated or not, dense and sparse are kinds; the place in the stack is none. So it is
+    in later dry runs, as of an engine.
+    """
     ours, stock = pair_of(name)
     forward = vars(ours)["forward"]
     call = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
@@ -256,6 +259,12 @@ def test_one_layer_of_a_kind_runs(pair_of, name, kinds):
         warmed_up = fused_logits(forward, (9, 1))
     assert len(passing) - sum(passing) == kinds and passing[0] is False
     assert sum(passing) == 0 or not torch.equal(warmed_up, fused_logits(forward, (9, 1)))
+    run, ran = layer_file.BoundLayer.__call__, set()
+    monkeypatch.setattr(layer_file.BoundLayer, "__call__", lambda self, *given: ran.add(id(self)) or run(self, *given))
+    monkeypatch.setattr(layer_file, "warming_up", lambda: True)
+    fused_logits(forward, (9, 1))
+    assert len(ran) == kinds
+    monkeypatch.undo()
     assert torch.equal(ours.generate(prompt(1, 5), **call), stock.generate(prompt(1, 5), **call))
 
 
