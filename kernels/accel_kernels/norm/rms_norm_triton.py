@@ -58,12 +58,11 @@ def rms_norm(x, weight, eps, *, offset=0.0, residual=None, groups=1, gate=None):
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     when = None if gate is None else "first" if gate.first else "last"
     block = power_of_two(channels)
-    pdl = programmatic(x.device)
     launch(
         rms_norm_kernel, (x.numel() // channels,),
         x, x if residual is None else residual, y, total, weight, rows, residual is not None, channels, groups,
         rows.stride(-2) if gate is not None else 0, eps, offset,
-        when, gate is not None and gate.activation == "silu", block, bool(pdl),
-        num_warps=min(16, max(1, block // 512)), **pdl,
+        when, gate is not None and gate.activation == "silu", block, 
+        num_warps=min(16, max(1, block // 512)), **programmatic(x.device),
     )  # fmt: skip
     return y if residual is None else (y, total)

@@ -184,7 +184,6 @@ def rotary_store(
     angles = (0, 0, 0) if cos is None else (cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), cos.stride(2))
     block_h = min(MOST_HEADS, power_of_two(max(heads, kv_heads)))
     grid = (rows * new, triton.cdiv(heads, block_h) + 2 * triton.cdiv(kv_heads, block_h))
-    pdl = programmatic(q.device)
     launch(
         rotary_store_kernel, grid,
         q, k, v, out, cos, sin, kernel_arguments(q_norm)[0], kernel_arguments(k_norm)[0], kv.metadata,
@@ -192,6 +191,6 @@ def rotary_store(
         *v.stride()[:3], *angles, kv.layer, new, heads, kv_heads,
         DIM=dim, PAIRS=pairs, INTERLEAVED=interleaved, Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
         STORE_BLOCK=kv.block, BLOCK_H=block_h, BLOCK_D=power_of_two(dim), KV_DTYPE=kv_dtype_of(kv.key_scales, kv.keys),
-        PREFILLS=prefills, PDL=bool(pdl), num_warps=4, **pdl,
+        PREFILLS=prefills, num_warps=4, **programmatic(q.device),
     )  # fmt: skip
     return (out, keys, values) if shown else out
