@@ -57,14 +57,16 @@ def tma_reason(device: torch.device) -> str | None:
     return None
 
 
-def programmatic(device: torch.device) -> dict[str, bool]:
-    """The option of a programmatic dependent launch, where the GPU has it (compute capability 9.0 and later); else {}.
+def programmatic(device: torch.device, wanted: bool = True) -> dict[str, bool]:
+    """A kernel's constant PDL, and the option of a programmatic dependent launch where it is wanted and the GPU has it.
+
+    The GPU has it from compute capability 9.0 on.
 
     Such a kernel starts while the one before it still runs. It first lets the next one start (gdc_launch_dependents)
     and loads weights, which no kernel writes. Then it waits for the one before it (gdc_wait). Every program must wait
     before it ends, also one without work, or a later kernel could overtake an earlier one.
     """
-    return {"launch_pdl": True} if reaches(device, HOPPER) else {}
+    return {"PDL": True, "launch_pdl": True} if wanted and reaches(device, HOPPER) else {"PDL": False}
 
 
 def interpreted() -> bool:

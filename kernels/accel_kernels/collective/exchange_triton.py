@@ -61,9 +61,8 @@ def exchange(tensors, buffers, signals, place, each, layouts, rank, programs, wa
     (_, middle, inner), target = (*few, *layouts[0].sizes), (*few, *layouts[0].target)
     strides = tuple((one.source_rank, *(*few, *one.source)[:2]) for one in layouts)
     columns = min(COLUMNS, inner & -inner) if inner % LEAST == 0 else min(COLUMNS, power_of_two(inner))
-    pdl = programmatic(buffers.device)
     launch(
         exchange_kernel, (programs,), tuple(tensors), strides, buffers, signals, place, each, rank,
         layouts[0].target_rank, *target[:2], layouts[0].numel // inner, middle, inner, len(buffers), len(tensors),
-        BLOCK // columns, columns, waits, PDL=bool(pdl), num_warps=WARPS, **pdl,
+        BLOCK // columns, columns, waits, num_warps=WARPS, **programmatic(buffers.device),
     )  # fmt: skip

@@ -64,10 +64,10 @@ def symmetric_sum(part, bias, residual, scale, buffers, signals, place, rank):
     buffers, signals: (ranks,) int64, the addresses of each rank's memory for parts and for cells. place: where in the
     former, counted in numbers of this dtype, a multiple of 16 bytes.
     """
-    y, pdl = torch.empty_like(part), programmatic(part.device)
+    y = torch.empty_like(part)
     grid = (triton.cdiv(part.numel(), BLOCK),)
     launch(
         symmetric_sum_kernel, grid, part, bias, residual, y, buffers, signals, place, part.numel(), part.shape[-1],
-        scale, rank, len(buffers), BLOCK, PDL=bool(pdl), num_warps=WARPS, **pdl,
+        scale, rank, len(buffers), BLOCK, num_warps=WARPS, **programmatic(part.device),
     )  # fmt: skip
     return y

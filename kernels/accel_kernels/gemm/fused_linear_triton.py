@@ -152,25 +152,25 @@ def fused_linear(x, weight, bias=None, *, norm=None, shape=None, **after):
     n, k = weight.shape
     rows = x.numel() // k
     y = torch.empty((*x.shape[:-1], n), device=x.device, dtype=x.dtype)
-    epilogue, pdl = Epilogue(bias, **after), programmatic(x.device)
+    epilogue = Epilogue(bias, **after)
     up, gate = epilogue.up, epilogue.up is not None
     if rows == 1:
         shape = shape or gemv_shape(n, k, gate, norm is not None)
         before, kind = kernel_arguments(norm)
         launch(
             gemv_kernel, (triton.cdiv(n, shape.rows),), x, weight, up, before, epilogue.arguments, y, n,
-            K=k, NORM=kind, **epilogue.flags, BLOCK_N=shape.rows, BLOCK_K=shape.columns, PDL=bool(pdl),
-            num_warps=shape.warps, **pdl,
+            K=k, NORM=kind, **epilogue.flags, BLOCK_N=shape.rows, BLOCK_K=shape.columns, 
+            num_warps=shape.warps, **programmatic(x.device),
         )  # fmt: skip
         return y
     shape = shape or skinny_shape(rows, n, k, gate, norm is not None, x.device)
     if norm is not None:  # a pass of its own: inside, it would stand between the weights and the tensor cores
         x = apply_norm(x, norm)
-    pdl = pdl if rows > 16 or shape.early else {}  # as measured
+    pdl = programmatic(x.device, rows > 16 or shape.early)  # as measured
     launch(
         skinny_kernel, (triton.cdiv(n, shape.rows),), x, weight, up, epilogue.arguments, y, rows, n,
         K=k, **epilogue.flags, BLOCK_M=max(16, power_of_two(rows)), BLOCK_N=shape.rows, BLOCK_K=shape.columns,
-        EARLY=shape.early, UPCAST=upcast(x.dtype), PDL=bool(pdl), num_warps=shape.warps, num_stages=shape.stages, **pdl,
+        EARLY=shape.early, UPCAST=upcast(x.dtype), num_warps=shape.warps, num_stages=shape.stages, **pdl,
     )  # fmt: skip
     return y
 

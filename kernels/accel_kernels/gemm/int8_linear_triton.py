@@ -182,12 +182,12 @@ def by_tiles(x, weight, epilogue, shape):
             ((up or weight).data, shape.columns),
         )
     ]
-    (outliers, capacity), pdl = _outliers(x), programmatic(y.device)
+    outliers, capacity = _outliers(x)
     launch(
         int8_linear_kernel, (min(tiles, programs),),
         *described, x.scales, weight, up or weight, outliers, epilogue.arguments, y, rows, n, depth, capacity,
         **epilogue.flags, BLOCK_M=shape.rows, BLOCK_N=shape.columns, BLOCK_K=shape.depth, GROUP=shape.group,
-        UPCAST=interpreted(), PDL=bool(pdl), num_warps=shape.warps, num_stages=shape.stages, **pdl,
+        UPCAST=interpreted(), num_warps=shape.warps, num_stages=shape.stages, **programmatic(y.device),
     )  # fmt: skip
     return y
 

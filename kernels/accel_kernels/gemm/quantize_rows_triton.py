@@ -132,7 +132,7 @@ def _numbers(dtype: torch.dtype) -> dict:
     return {"ROUND": dtype == torch.int8} | ends
 
 
-def _found(x, norm: NormArguments, threshold: float, flags: dict, meta: dict, pdl: bool) -> KnownColumns:
+def _found(x, norm: NormArguments, threshold: float, flags: dict, meta: dict) -> KnownColumns:
     """Those with a value above the threshold; room for all."""
     k = x.shape[-1]
     rows, at_once = x.numel() // k, 4 if flags["BLOCK_K"] <= 8192 else 2
@@ -145,7 +145,7 @@ def _found(x, norm: NormArguments, threshold: float, flags: dict, meta: dict, pd
     launch(
         outlier_columns_kernel, (triton.cdiv(rows, at_once),),
         x, norm, found.mask, zeros[-4:].view(torch.int32), found.columns, found.count, rows, k, threshold,
-        **flags, ROWS=at_once, SHARE=SHARE, PDL=pdl, **meta,
+        **flags, ROWS=at_once, SHARE=SHARE, PDL=programmatic(x.device)["PDL"], **meta,
     )  # fmt: skip
     return found
 
@@ -160,17 +160,17 @@ def quantize_rows(x, *, norm=None, dtype=torch.int8, outliers=None, scale=None):
     data = torch.empty_like(x, dtype=dtype)
     scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     mask = taken = columns = count = None
-    capacity, pdl = 0, programmatic(x.device)
+    capacity = 0
     if outliers is not None:
         known = known_columns(outliers, k)
         if known is None:
-            known = _found(x, before, float(outliers), flags, meta, bool(pdl))
+            known = _found(x, before, float(outliers), flags, meta)
         mask, columns, count = known
         capacity = columns.numel()
         taken = torch.empty((*x.shape[:-1], capacity), dtype=x.dtype, device=x.device)
     launch(
         quantize_rows_kernel, (rows,),
         x, before, mask, columns, count, scale, data, scales, taken, k, capacity, **flags, **_numbers(dtype),
-        PDL=bool(pdl), **meta, **pdl,
+        **meta, **programmatic(x.device),
     )  # fmt: skip
     return QuantizedRows(data, scales, x.dtype, taken, columns, count)

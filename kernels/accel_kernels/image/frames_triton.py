@@ -31,7 +31,7 @@ def _clamped(index, size, REPEAT: tl.constexpr):
 def frames_kernel(
     x_ptr, earlier_ptr, y_ptr, weight_ptr, bias_ptr, shift_ptr, table_ptr, has_shift, silu, x_stride, earlier_stride,
     rows, frames, height, width, earlier, front, back, top, left, channels, eps, offset,
-    NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, PER_FRAME: tl.constexpr, FLAT: tl.constexpr,
+    NORM: tl.constexpr, PER_FRAME: tl.constexpr, FLAT: tl.constexpr,
     REPEAT_FRAMES: tl.constexpr, REPEAT_EDGES: tl.constexpr, FIRST_ONCE: tl.constexpr,
     SCALE_T: tl.constexpr, SCALE_H: tl.constexpr, SCALE_W: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
@@ -80,9 +80,9 @@ def frames_kernel(
                 mean = tl.sum(y, axis=1) / channels
                 y = tl.where(c_mask[None, :], y - mean[:, None], 0.0)
             y = y * tl.rsqrt(tl.sum(y * y, axis=1) / channels + eps)[:, None]
-            if HAS_WEIGHT:
+            if weight_ptr is not None:
                 y *= (tl.load(weight_ptr + c_idx, mask=c_mask, other=0.0).to(tl.float32) + offset)[None, :]
-    if HAS_BIAS:
+    if bias_ptr is not None:
         y += tl.load(bias_ptr + c_idx, mask=c_mask, other=0.0).to(tl.float32)[None, :]
     if silu:
         y = y * tl.sigmoid(y)
@@ -113,7 +113,7 @@ def convolution_frames(x, padding=NO_PADDING, norm=None, *, shift=None, silu=Fal
         shift is not None, silu, x.stride(0), 0 if previous is None else previous.stride(0),
         rows, frames, height, width, earlier, padding.front, padding.back, padding.height, padding.width,
         channels, eps, offset,
-        kind, weight is not None, bias is not None, per_frame, flat,
+        kind, per_frame, flat,
         padding.repeat_frames, padding.repeat_edges, scale.first_once, scale.frames, scale.height, scale.width,
         BLOCK_C=block_c, BLOCK_R=block_r, num_warps=WARPS,
     )  # fmt: skip

@@ -74,7 +74,7 @@ def _first_expert(weights):
 
 def _one_by_one(x, index, shares, weights, columns=None):
     (tokens, chosen), inner, hidden, many = index.shape, weights.inner, weights.hidden, weights.experts
-    pairs, pdl = tokens * chosen, _dependent(x)
+    pairs, pdl = tokens * chosen, programmatic(x.device)
     h = torch.empty((pairs, inner), device=x.device, dtype=x.dtype)
     up = (weights.gate_up_bias, h, chosen, many, inner)
     gating, by_rows = _gating(weights), weights.by_rows
@@ -119,7 +119,7 @@ def _summed(given, x, index, shares, many: int):
     y, block = torch.empty_like(x), min(CHANNELS, power_of_two(hidden))
     launch(
         shared_sum_kernel, (tokens, triton.cdiv(hidden, block)), given, index, shares, y, chosen, many, hidden,
-        CHOICES=power_of_two(chosen), BLOCK=block, num_warps=2, **_dependent(x),
+        CHOICES=power_of_two(chosen), BLOCK=block, num_warps=2, **programmatic(x.device),
     )  # fmt: skip
     return y
 
@@ -144,7 +144,7 @@ def _across(outputs: int, many: int, device: torch.device) -> int:
 def _grouped(x, index, shares, weights, tile: Tile):
     chosen, inner, hidden = index.shape[1], weights.inner, weights.hidden
     pairs, many = index.numel(), weights.experts
-    numbers, pdl = pairs // tile.rows + many, _dependent(x)
+    numbers, pdl = pairs // tile.rows + many, programmatic(x.device)
     order, starts, tiles = (torch.empty(n, device=x.device, dtype=torch.int32) for n in (pairs, many + 1, numbers))
     for block, warps, once in _sorted_by(pairs):
         launch(
@@ -177,12 +177,6 @@ def _sorted_by(pairs: int) -> list[tuple[int, int, bool]]:
     """Pairs at a time and warps of `group_kernel`, and whether that is all; in a warmup for any number of pairs."""
     every, last = [(*way, True) for way in SORTED], (*SORTED[-1], False)
     return [*every, last] if warming_up() else [next((way for way in every if pairs <= way[0]), last)]
-
-
-def _dependent(x) -> dict:
-    """For kernels that may start before the one in front has ended."""
-    pdl = programmatic(x.device)
-    return {"PDL": bool(pdl), **pdl}
 
 
 def _gating(weights) -> dict:

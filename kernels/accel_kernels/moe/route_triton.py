@@ -109,10 +109,9 @@ def route(logits, routing, bias=None, dtype=None):
     size = power_of_two(experts // routing.groups)
     # The kernel is not specialized on numbers: settings of one kind of router share one.
     numbers = map(float, (routing.outside, routing.eps, routing.floor, routing.scale))
-    pdl = programmatic(logits.device)
     launch(
         route_kernel, (tokens,), logits, bias, index, shares, logits.stride(0), experts, routing.chosen, routing.groups,
         routing.kept, routing.best, *numbers, routing.score, routing.share, routing.rounded, groups, size,
-        bool(pdl), num_warps=max(1, groups * size // HELD), **pdl,
+        num_warps=max(1, groups * size // HELD), **programmatic(logits.device),
     )  # fmt: skip
     return index, shares

@@ -37,10 +37,10 @@ def _extra(add_ptr, shift_ptr, has_add, has_shift, n, c_idx, c_mask, add_stride)
 
 
 @triton.jit
-def _affine(w_ptr, b_ptr, c_idx, c_mask, AFFINE: tl.constexpr):
+def _affine(w_ptr, b_ptr, c_idx, c_mask):
     scale = tl.full(c_idx.shape, 1.0, tl.float32)
     offset = tl.zeros(c_idx.shape, tl.float32)
-    if AFFINE:
+    if w_ptr is not None:
         scale = tl.load(w_ptr + c_idx, mask=c_mask, other=0.0).to(tl.float32)
         offset = tl.load(b_ptr + c_idx, mask=c_mask, other=0.0).to(tl.float32)
     return scale, offset
@@ -49,8 +49,7 @@ def _affine(w_ptr, b_ptr, c_idx, c_mask, AFFINE: tl.constexpr):
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def group_norm_single(
     x_ptr, y_ptr, w_ptr, b_ptr, add_ptr, shift_ptr, has_add, has_shift, add_stride, silu, rows, channels, eps,
-    CPG: tl.constexpr, AFFINE: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+    CPG: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(1)
     c = tl.arange(0, BLOCK_C)
@@ -60,7 +59,7 @@ def group_norm_single(
     mask = (r_idx < rows)[:, None] & c_mask[None, :]
     place = n.to(tl.int64) * rows * channels + r_idx[:, None] * channels + c_idx[None, :]
     extra = _extra(add_ptr, shift_ptr, has_add, has_shift, n, c_idx, c_mask, add_stride)
-    scale, offset = _affine(w_ptr, b_ptr, c_idx, c_mask, AFFINE)
+    scale, offset = _affine(w_ptr, b_ptr, c_idx, c_mask)
     x = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32) + extra[None, :]
     count = rows.to(tl.float32) * CPG
     mean = tl.sum(tl.sum(tl.where(mask, x, 0.0), axis=1), axis=0) / count
@@ -106,7 +105,7 @@ def group_norm_channel_stats(
 @triton.jit(do_not_specialize=(*UNSPECIALISED, "CPG"))
 def group_norm_merge(
     stats_ptr, table_ptr, w_ptr, add_ptr, shift_ptr, has_add, has_shift, add_stride,
-    rows, channels, chunks, chunk_rows, eps, CPG, AFFINE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
+    rows, channels, chunks, chunk_rows, eps, CPG, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(1)
     c = tl.arange(0, BLOCK_C)
@@ -135,7 +134,7 @@ def group_norm_merge(
     squares += tl.where(c_mask[None, :], counts * (means - mean) * (means - mean), 0.0)
     rstd = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / total + eps)
     scale = extra * 0.0 + rstd
-    if AFFINE:
+    if w_ptr is not None:
         scale *= tl.load(w_ptr + c_idx, mask=c_mask, other=0.0).to(tl.float32)
     slot = n * 2 * channels + c_idx
     tl.store(table_ptr + slot, mean - extra, mask=c_mask)
@@ -145,7 +144,7 @@ def group_norm_merge(
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def group_norm_apply(
     x_ptr, y_ptr, table_ptr, b_ptr, silu, rows, channels,
-    AFFINE: tl.constexpr, EVEN: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(2)
     c_idx = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -157,7 +156,7 @@ def group_norm_apply(
     place = n.to(tl.int64) * rows * channels + r_idx.to(tl.int64)[:, None] * channels + c_idx[None, :]
     x = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
     y = (x - center[None, :]) * scale[None, :]
-    if AFFINE:
+    if b_ptr is not None:
         y += tl.load(b_ptr + c_idx, mask=c_mask, other=0.0).to(tl.float32)[None, :]
     y = y * tl.where(silu, tl.sigmoid(y), 1.0)
     tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -174,7 +173,6 @@ def group_norm(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=F
     # A missing addend is a flag and a pointer never read, and SiLU a flag, not kernels of their own to compile.
     addends = (x if add is None else add, x if shift is None else shift)
     flags = (add is not None, shift is not None, 0 if add is None else add.stride(0))
-    affine = weight is not None
 
     every = warming_up()
     block_c = power_of_two(cpg)
@@ -182,7 +180,7 @@ def group_norm(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=F
     if single or every:
         launch(
             group_norm_single, (num_groups, batch),
-            x, y, weight, bias, *addends, *flags, silu, rows, channels, eps, cpg, affine,
+            x, y, weight, bias, *addends, *flags, silu, rows, channels, eps, cpg,
             BLOCK_C=block_c, BLOCK_R=SINGLE_LIMIT // block_c, num_warps=16,
         )  # fmt: skip
     if single and not every:
@@ -195,7 +193,7 @@ def group_norm(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=F
         launch(
             group_norm_apply, (triton.cdiv(rows, block_r), triton.cdiv(channels, block_c), batch),
             x, y, table, bias, silu, rows, channels,
-            AFFINE=affine, EVEN=channels % block_c == 0, BLOCK_C=block_c, BLOCK_R=block_r, num_warps=8,
+            EVEN=channels % block_c == 0, BLOCK_C=block_c, BLOCK_R=block_r, num_warps=8,
         )  # fmt: skip
     return y
 
@@ -226,6 +224,6 @@ def group_table(x, num_groups, weight, eps, addends, flags, channel_stats=None):
     launch(
         group_norm_merge, (num_groups, batch),
         channel_stats, table, weight, *addends, *flags, rows, channels, chunks, chunk_rows, eps, cpg,
-        weight is not None, BLOCK_C=block_c, BLOCK_K=max(1, min(64, TILE // block_c)), num_warps=4,
+        BLOCK_C=block_c, BLOCK_K=max(1, min(64, TILE // block_c)), num_warps=4,
     )  # fmt: skip
     return table

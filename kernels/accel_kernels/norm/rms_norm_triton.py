@@ -19,7 +19,7 @@ def gate_factor(gate_ptr, c_idx, mask, SILU: tl.constexpr):
 @triton.jit(do_not_specialize=("has_residual",))
 def rms_norm_kernel(
     x_ptr, residual_ptr, y_ptr, sum_ptr, w_ptr, gate_ptr, has_residual, channels, groups, gate_stride, eps, offset,
-    HAS_WEIGHT: tl.constexpr, GATE: tl.constexpr, SILU: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+    GATE: tl.constexpr, SILU: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """channels: of a group. GATE: None, or "first" or "last"."""
     program = tl.program_id(0).to(tl.int64)
@@ -28,7 +28,7 @@ def rms_norm_kernel(
     mask = c_idx < channels
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    if HAS_WEIGHT:
+    if w_ptr is not None:
         weight = tl.load(w_ptr + group + c_idx, mask=mask, other=0.0).to(tl.float32) + offset
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -42,7 +42,7 @@ def rms_norm_kernel(
     if GATE == "first":
         x *= factor
     y = x * tl.rsqrt(tl.sum(x * x, axis=0) / channels + eps)
-    if HAS_WEIGHT:
+    if w_ptr is not None:
         y *= weight
     if GATE == "last":
         y *= factor
@@ -58,12 +58,11 @@ def rms_norm(x, weight, eps, *, offset=0.0, residual=None, groups=1, gate=None):
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     when = None if gate is None else "first" if gate.first else "last"
     block = power_of_two(channels)
-    pdl = programmatic(x.device)
     launch(
         rms_norm_kernel, (x.numel() // channels,),
         x, x if residual is None else residual, y, total, weight, rows, residual is not None, channels, groups,
         rows.stride(-2) if gate is not None else 0, eps, offset,
-        weight is not None, when, gate is not None and gate.activation == "silu", block, bool(pdl),
-        num_warps=min(16, max(1, block // 512)), **pdl,
+        when, gate is not None and gate.activation == "silu", block, 
+        num_warps=min(16, max(1, block // 512)), **programmatic(x.device),
     )  # fmt: skip
     return y if residual is None else (y, total)

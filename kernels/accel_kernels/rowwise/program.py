@@ -9,24 +9,20 @@ from typing import NamedTuple
 
 import torch
 
+from accel_kernels.rowwise.operations import OPERATIONS
+
 FULL, HALF, ONE = "full", "half", "one"  # the width of a register: C lanes, C // 2, or one
 
-BINARY = ("add", "sub", "mul", "div", "maximum", "minimum")
-WITH_NUMBER = ("add_number", "mul_number", "div_number", "rsub_number", "rdiv_number", "clamp_min", "clamp_max")
-UNARY = (
-    "neg", "square", "sqrt", "rsqrt", "reciprocal", "exp", "log", "sin", "cos", "abs", "tanh", "sigmoid", "silu",
-    "gelu", "gelu_tanh", "relu", "round", "scale_int8", "scale_fp8",
-)  # fmt: skip
-TO_ONE = ("sum", "mean", "amax", "peak")
+BINARY, WITH_NUMBER, UNARY, TO_ONE, NORMS = (
+    tuple(name for name, one in OPERATIONS.items() if one.kind == kind)
+    for kind in ("binary", "number", "unary", "to_one", "norm")
+)
 # What gives numbers of 8 bits, from values and the peak of their row; a result and nothing else.
 NUMBERS = {"numbers_int8": torch.int8, "numbers_fp8": torch.float8_e4m3fn}
-NORMS = ("layer_norm", "rms_norm")
 REDUCTIONS = TO_ONE + NORMS
 # Moves of lanes: between C and C // 2 of them.
 TAKE_PAIRS, TAKE_HALVES = ("even", "odd"), ("first", "second")
 MOVES_PAIRS, MOVES_HALVES = (*TAKE_PAIRS, "interleave"), (*TAKE_HALVES, "concatenate")
-MOVES = MOVES_PAIRS + MOVES_HALVES
-OPERATIONS = BINARY + WITH_NUMBER + UNARY + REDUCTIONS + MOVES + (*NUMBERS,)
 TWO = (*BINARY, *NUMBERS, "interleave", "concatenate")  # those that take two registers
 
 

@@ -6,16 +6,14 @@ activations (Shazeer, "GLU variants improve transformer", 2020). The kernel roun
 the program says, so that it gives what a chain of torch's own operations gives.
 """
 
-from collections.abc import Callable
 from functools import lru_cache
 
 import torch
-import torch.nn.functional as F
 
 from accel_kernels.device import float8_reason
 from accel_kernels.op import FLOATS, dtype_reason, make_op
-from accel_kernels.row_numbers import row_numbers, row_peak, row_scale
 from accel_kernels.rowwise.cases import CASES
+from accel_kernels.rowwise.operations import OPERATIONS
 from accel_kernels.rowwise.program import (
     MOVES_HALVES,
     MOVES_PAIRS,
@@ -31,56 +29,9 @@ from accel_kernels.rowwise.program import (
 
 MOST_REDUCED = 16384  # lanes of a row that one program holds
 
-TORCH: dict[str, Callable[..., torch.Tensor]] = {
-    "add": torch.add,
-    "sub": torch.sub,
-    "mul": torch.mul,
-    "div": torch.div,
-    "maximum": torch.maximum,
-    "minimum": torch.minimum,
-    "add_number": torch.add,
-    "mul_number": torch.mul,
-    "div_number": torch.div,
-    "rsub_number": lambda x, number: number - x,
-    "rdiv_number": lambda x, number: torch.div(torch.full_like(x, number), x),
-    "clamp_min": torch.clamp_min,
-    "clamp_max": torch.clamp_max,
-    "neg": torch.neg,
-    "square": torch.square,
-    "sqrt": torch.sqrt,
-    "rsqrt": torch.rsqrt,
-    "reciprocal": torch.reciprocal,
-    "exp": torch.exp,
-    "log": torch.log,
-    "sin": torch.sin,
-    "cos": torch.cos,
-    "abs": torch.abs,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-    "round": lambda x: x,
-    "sum": lambda x: x.sum(-1, keepdim=True),
-    "mean": lambda x: x.mean(-1, keepdim=True),
-    "amax": lambda x: x.amax(-1, keepdim=True),
-    "peak": row_peak,
-    "scale_int8": lambda peak: row_scale(peak, torch.int8),
-    "scale_fp8": lambda peak: row_scale(peak, torch.float8_e4m3fn),
-    "numbers_int8": lambda x, peak: row_numbers(x, peak, torch.int8),
-    "numbers_fp8": lambda x, peak: row_numbers(x, peak, torch.float8_e4m3fn),
-    "layer_norm": lambda x, eps: F.layer_norm(x, x.shape[-1:], eps=eps),
-    "rms_norm": lambda x, eps: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps),
-    "even": lambda x: x[..., 0::2],
-    "odd": lambda x: x[..., 1::2],
-    "first": lambda x: x[..., : x.shape[-1] // 2],
-    "second": lambda x: x[..., x.shape[-1] // 2 :],
-    "interleave": lambda a, b: torch.stack(torch.broadcast_tensors(a, b), -1).flatten(-2),
-    "concatenate": lambda a, b: torch.cat(torch.broadcast_tensors(a, b), -1),
-}
+TORCH = {name: one.reference for name, one in OPERATIONS.items()}
 NUMBERED = (*WITH_NUMBER, *NORMS)
-ROUND_INSIDE = ("rdiv_number", "rms_norm")  # as they are written above, in 16 bits
+ROUND_INSIDE = ("rdiv_number", "rms_norm")  # as their references are written, in 16 bits
 
 
 def reference(first, *others, program, shape, outputs=None):

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from accel_kernels import row_numbers_triton
-from accel_kernels.device import programmatic
+from accel_kernels.device import HOPPER, reaches
 from accel_kernels.rowwise import functions_triton
 from accel_kernels.rowwise.program import RowProgram, lanes, register_widths
 from accel_kernels.rowwise.source import Source
@@ -54,13 +54,13 @@ def rowwise(first, *others, program, shape, outputs=None):
     """Same arguments and result as the reference."""
     inputs = (first, *others)
     given = outputs or (None,) * len(program.results)
-    pdl = programmatic(first.device)
+    early = reaches(first.device, HOPPER)
     plan = plan_of(
         program,
         tuple(shape),
         tuple((one.shape, one.stride(), one.dtype) for one in inputs),
         tuple(None if one is None else one.stride() for one in given),
-        bool(pdl),
+        early,
     )
     results = tuple(
         torch.empty(size, dtype=dtype, device=first.device) if one is None else one
@@ -69,6 +69,7 @@ def rowwise(first, *others, program, shape, outputs=None):
     arguments: list[Any] = []
     for tensor, strides in zip((*inputs, *results), plan.strides, strict=True):
         arguments += [tensor, *strides]
+    pdl = {"launch_pdl": True} if early else {}
     launch(plan.kernel, plan.grid, *arguments, *plan.sizes, num_warps=plan.warps, enable_fp_fusion=False, **pdl)
     return results
 

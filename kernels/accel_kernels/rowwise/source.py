@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from accel_kernels.rowwise.formulas import FORMULAS, KEEPS, NEAR, larger_of, literal, peak_of, rounding
+from accel_kernels.rowwise.formulas import larger_of, literal, peak_of, rounding
+from accel_kernels.rowwise.operations import KEEPS, NEAR, OPERATIONS
 from accel_kernels.rowwise.program import (
     FULL,
     NORMS,
@@ -232,7 +233,8 @@ class Source:
             return self._normed(op, x, size)
         spread = [arg.tiles * count if arg.width == ONE else arg.tiles for arg in args]
         numbers = {"number": literal(op.number), "reciprocal": literal(1 / op.number) if op.number else 'float("inf")'}
-        formula = NEAR.get(op.name, FORMULAS[op.name]) if near else FORMULAS[op.name]
+        exact = OPERATIONS[op.name].formula or ""
+        formula = NEAR.get(op.name, exact) if near else exact
         return [formula.format(*(tiles[n] for tiles in spread), **numbers) for n in range(count)]
 
     def _reduced(self, register: Register, tiles: tuple[str, ...], name: str = "sum") -> str:

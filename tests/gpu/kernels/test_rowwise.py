@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accel_kernels import Routing, RowOp, RowProgram, route, rowwise, sample
-from accel_kernels.rowwise.formulas import NEAR
+from accel_kernels.rowwise.operations import NEAR
 from accel_kernels.rowwise.program import BINARY, FULL, ONE, TO_ONE, UNARY, WITH_NUMBER
 from accel_kernels.rowwise.rowwise import TORCH
 

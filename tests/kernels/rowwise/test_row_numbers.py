@@ -4,7 +4,7 @@ import pytest
 import torch
 from accel_kernels import RowOp, RowProgram, quantize_rows, rowwise
 from accel_kernels.rowwise.cases import quantized_norm
-from accel_kernels.rowwise.formulas import NEAR
+from accel_kernels.rowwise.operations import NEAR
 from accel_kernels.rowwise.program import FULL, NUMBERS, ONE, register_widths, rounded_alone
 
 from support.kernels.numbers import assert_near

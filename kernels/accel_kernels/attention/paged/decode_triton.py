@@ -163,7 +163,6 @@ def decode(q, k, v, kv, scale, out=None, **more):
     small = tile.queries == 16 and tile.channels <= 128
     registers = {"maxnreg": KV8_REGISTERS} if packed is not None and small else {}
     out = torch.empty((rows, 1, heads * dim), device=q.device, dtype=q.dtype) if out is None else out
-    pdl = programmatic(q.device)
     kept = rows * kv_heads * tile.queries * MOST_SPLITS
     scratch = scratch_of(rows * kv_heads, splits, kept, tile.channels, q.device, kv.split_counters)
     arguments, constants = decode_arguments(q, k, v, out, kv, scale, scratch, splits, few, **more)
@@ -171,7 +170,7 @@ def decode(q, k, v, kv, scale, out=None, **more):
         decode_kernel, (rows * kv_heads, splits), *arguments,
         **constants, STORE_BLOCK=kv.block, BLOCK_M=tile.queries, BLOCK_N=tile.keys, BLOCK_D=tile.channels,
         LEAST=None if packed is None else KV8_BLOCKS, MOST_SPLITS=MOST_SPLITS, COMBINE=combined_rows(group),
-        KV_DTYPE=kv_dtype_of(kv.key_scales, kv.keys), PACKED=packed, UPCAST=upcast(q.dtype), PDL=bool(pdl),
-        num_warps=tile.warps, num_stages=tile.stages, **pdl, **registers,
+        KV_DTYPE=kv_dtype_of(kv.key_scales, kv.keys), PACKED=packed, UPCAST=upcast(q.dtype), 
+        num_warps=tile.warps, num_stages=tile.stages, **programmatic(q.device), **registers,
     )  # fmt: skip
     return out

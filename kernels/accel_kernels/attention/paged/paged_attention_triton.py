@@ -172,7 +172,7 @@ def attend_tiles(q, out, kv, scale, grid, tile, window, softcap, sinks, slopes, 
     _, new, heads, dim = q.shape
     tiles, units, splits = grid
     kv_heads = kv.keys.shape[2]
-    pdl, kept = programmatic(q.device), units * tiles * tile.queries * MOST_SPLITS
+    kept = units * tiles * tile.queries * MOST_SPLITS
     scratch = scratch_of(units * tiles, splits, kept, tile.channels, q.device, kv.split_counters)
     launch(
         paged_attention_kernel, grid, q, out, scratch, sinks, slopes, kv.metadata,
@@ -181,7 +181,8 @@ def attend_tiles(q, out, kv, scale, grid, tile, window, softcap, sinks, slopes, 
         GROUP=heads // kv_heads, DIM=dim, HAS_PADDING_MASK=kv.padding_mask is not None, STORE_BLOCK=kv.block,
         BLOCK_M=tile.queries, BLOCK_N=tile.keys, BLOCK_D=tile.channels, MOST_SPLITS=MOST_SPLITS,
         COMBINE=combined_rows(heads // kv_heads * new), SPLIT=splits > 1, KV_DTYPE=kv_dtype_of(kv.key_scales, kv.keys),
-        PREFILLS=prefills, UPCAST=upcast(q.dtype), PDL=bool(pdl), num_warps=tile.warps, num_stages=tile.stages, **pdl,
+        PREFILLS=prefills, UPCAST=upcast(q.dtype), num_warps=tile.warps, num_stages=tile.stages,
+        **programmatic(q.device),
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ def rotary_store_kernel(
     stride_cb, stride_cs, stride_cp, layer, new, heads, kv_heads,
     DIM: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
     STORE_BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, KV_DTYPE: tl.constexpr,
-    SHOWN: tl.constexpr, HAS_LAST: tl.constexpr, PREFILLS: tl.constexpr, PDL: tl.constexpr,
+    PREFILLS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     b = (tl.program_id(0) // new).to(tl.int64)
     s = (tl.program_id(0) % new).to(tl.int64)
@@ -45,7 +45,7 @@ def rotary_store_kernel(
         token = tl.load(ragged.lengths + sequence) + s - tl.load(ragged.starts + sequence)
         stored_row = tl.load(ragged.rows + sequence).to(tl.int64)
     read, kv_read = heads, kv_heads  # as many heads are there, none of a token that does not count
-    if HAS_LAST:
+    if last_ptr is not None:
         counts = (s <= tl.load(last_ptr)).to(tl.int32)
         read, kv_read = heads * counts, kv_heads * counts
     block = tl.load(table_row(metadata_ptr, layer, stored_row) + token // STORE_BLOCK).to(tl.int64)
@@ -90,7 +90,7 @@ def rotary_store_kernel(
         k = apply_rope(heads_ptr, k_norm, there, d_idx, mate, d_mask, cos, sin, sign, DIM, PAIRS, K_NORM)
         put(
             k.to(element), metadata_ptr, layer, 0, block, slot, token, h, d_idx, mask, kv_heads, b * new + s,
-            shown_k_ptr, DIM, STORE_BLOCK, KV_DTYPE, SHOWN,
+            shown_k_ptr, DIM, STORE_BLOCK, KV_DTYPE,
         )  # fmt: skip
     else:
         h = (part - q_blocks - k_blocks) * BLOCK_H + h_idx
@@ -99,17 +99,17 @@ def rotary_store_kernel(
         v = tl.load(heads_ptr + d_idx[None, :], mask=there, other=0.0)
         put(
             v, metadata_ptr, layer, 1, block, slot, token, h, d_idx, mask, kv_heads, b * new + s,
-            shown_v_ptr, DIM, STORE_BLOCK, KV_DTYPE, SHOWN,
+            shown_v_ptr, DIM, STORE_BLOCK, KV_DTYPE,
         )  # fmt: skip
 
 
 @triton.jit
 def put(
     x, metadata_ptr, layer, which, block, slot, token, h, d_idx, mask, kv_heads, row, shown_ptr,
-    DIM: tl.constexpr, STORE_BLOCK: tl.constexpr, KV_DTYPE: tl.constexpr, SHOWN: tl.constexpr,
+    DIM: tl.constexpr, STORE_BLOCK: tl.constexpr, KV_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Stores a token's heads h of keys (which = 0) or values (1), rounded where the store has 8 bits. SHOWN: what the
-    store then holds goes to shown_ptr too, in the dtype of x.
+    """Stores a token's heads h of keys (which = 0) or values (1), rounded where the store has 8 bits. What the store
+    then holds goes to shown_ptr too, if it is not None, in the dtype of x.
     """
     place = AT_LAYERS + OF_EACH * layer + which
     if KV_DTYPE is None:
@@ -123,7 +123,7 @@ def put(
         scales = stored_at(metadata_ptr, place + 2, tl.float32)
         tl.store(scales + (block * kv_heads + h) * STORE_BLOCK + token % STORE_BLOCK, scale, mask=h < kv_heads)
         shown = (codes.to(tl.float32) * scale[:, None]).to(x.dtype)
-    if SHOWN:
+    if shown_ptr is not None:
         tl.store(shown_ptr + (row * kv_heads + h[:, None]) * DIM + d_idx[None, :], shown, mask=mask)
 
 
@@ -184,7 +184,6 @@ def rotary_store(
     angles = (0, 0, 0) if cos is None else (cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), cos.stride(2))
     block_h = min(MOST_HEADS, power_of_two(max(heads, kv_heads)))
     grid = (rows * new, triton.cdiv(heads, block_h) + 2 * triton.cdiv(kv_heads, block_h))
-    pdl = programmatic(q.device)
     launch(
         rotary_store_kernel, grid,
         q, k, v, out, cos, sin, kernel_arguments(q_norm)[0], kernel_arguments(k_norm)[0], kv.metadata,
@@ -192,6 +191,6 @@ def rotary_store(
         *v.stride()[:3], *angles, kv.layer, new, heads, kv_heads,
         DIM=dim, PAIRS=pairs, INTERLEAVED=interleaved, Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
         STORE_BLOCK=kv.block, BLOCK_H=block_h, BLOCK_D=power_of_two(dim), KV_DTYPE=kv_dtype_of(kv.key_scales, kv.keys),
-        SHOWN=shown, HAS_LAST=kv.last is not None, PREFILLS=prefills, PDL=bool(pdl), num_warps=4, **pdl,
+        PREFILLS=prefills, num_warps=4, **programmatic(q.device),
     )  # fmt: skip
     return (out, keys, values) if shown else out

@@ -14,7 +14,7 @@ BLOCK_N, BYTES, WARPS = 8, 512, 4  # rows, and bytes of a row, of a program
 @triton.jit(do_not_specialize=("n",))
 def dequantize_kernel(
     words_ptr, scales_ptr, zeros_ptr, y_ptr, n, words,
-    GROUPS: tl.constexpr, WORDS: tl.constexpr, PER_WORD: tl.constexpr, FORMAT: tl.constexpr, ZEROS: tl.constexpr,
+    GROUPS: tl.constexpr, WORDS: tl.constexpr, PER_WORD: tl.constexpr, FORMAT: tl.constexpr,
     UNPACK_MODE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -28,12 +28,12 @@ def dequantize_kernel(
     )
     if GROUPS == 1:
         scale = tl.load(scales_ptr + row, mask=row < n, other=0.0).to(tl.float32)[:, None, None]
-        if ZEROS:
+        if zeros_ptr is not None:
             numbers -= tl.load(zeros_ptr + row, mask=row < n, other=0).to(tl.float32)[:, None, None]
     else:
         group = row[:, None] * GROUPS + (word // WORDS)[None, :]
         scale = tl.load(scales_ptr + group, mask=inside, other=0.0).to(tl.float32)[:, :, None]
-        if ZEROS:
+        if zeros_ptr is not None:
             numbers -= tl.load(zeros_ptr + group, mask=inside, other=0).to(tl.float32)[:, :, None]
     values = (numbers * scale).to(y_ptr.dtype.element_ty).reshape(BLOCK_N, BLOCK_W * PER_WORD)
     column = tl.program_id(1) * BLOCK_W * PER_WORD + tl.arange(0, BLOCK_W * PER_WORD)
@@ -53,7 +53,7 @@ def dequantize(weight, dtype):
         dequantize_kernel, (triton.cdiv(n, BLOCK_N), triton.cdiv(words, block)),
         packed, weight.scales, weight.zeros, y, n, words,
         GROUPS=groups, WORDS=words // groups, PER_WORD=k // words, FORMAT=FORMATS[weight.data.dtype],
-        ZEROS=weight.zeros is not None, UNPACK_MODE=unpack_mode(torch.float16), BLOCK_N=BLOCK_N, BLOCK_W=block,
+        UNPACK_MODE=unpack_mode(torch.float16), BLOCK_N=BLOCK_N, BLOCK_W=block,
         num_warps=WARPS,
     )  # fmt: skip
     return y

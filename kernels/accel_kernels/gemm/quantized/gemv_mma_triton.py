@@ -234,7 +234,7 @@ def gemv_mma(x, weight, norm, epilogue, tile, y):
         reason = f"{tile.warps} warps to {k} columns: {spans} spans of {parts} scales each, more than 8"
     if reason is not None:
         raise ValueError(reason)
-    gate, pdl = up is not None, programmatic(x.device)
+    gate = up is not None
     if norm is not None and not takes(norm, x.dtype):
         x, norm = apply_norm(x, norm), None
     before, kind = kernel_arguments(norm)
@@ -245,5 +245,5 @@ def gemv_mma(x, weight, norm, epilogue, tile, y):
         gemv_mma_kernel, (min(blocks, tile.programs * multiprocessors(x.device)),),
         x, PackedWeight.of(weight), PackedWeight.of(up if gate else weight), before, epilogue.arguments, y, n,
         K=k, GROUPS=weight.scales.shape[1], NORM=kind, **epilogue.flags, DEPTH=tile.depth,
-        PDL=bool(pdl), num_warps=tile.warps, **pdl, **registers,
+        num_warps=tile.warps, **programmatic(x.device), **registers,
     )  # fmt: skip

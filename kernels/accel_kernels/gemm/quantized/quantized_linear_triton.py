@@ -43,7 +43,7 @@ def quantized_linear(x, weight, bias=None, *, norm=None, shape=None, **after):
     n, k = weight.shape
     rows = x.numel() // k
     y = torch.empty((*x.shape[:-1], n), device=x.device, dtype=x.dtype)
-    epilogue, pdl = Epilogue(bias, **after), programmatic(x.device)
+    epilogue = Epilogue(bias, **after)
     up, gate = epilogue.up, epilogue.up is not None
     format = FORMATS[weight.data.dtype]
     diagonal = shape if isinstance(shape, GemvTile) else by_gemv_mma(x, weight, norm, up) if shape is None else None
@@ -81,19 +81,19 @@ def quantized_linear(x, weight, bias=None, *, norm=None, shape=None, **after):
             quantized_gemv_kernel, (programs(n, k, shape, x.device),),
             x.view(-1).view(torch.int64), *weights, before, epilogue.arguments, y, n, 1 << 16,
             **flags, DTYPE=dtype, NORM_DTYPE=dtype if packed else None, NORM=kind, BLOCK_N=shape.rows, BLOCK_Q=block_q,
-            PDL=bool(pdl), num_warps=shape.warps, **pdl,
+            num_warps=shape.warps, **programmatic(x.device),
         )  # fmt: skip
         return y
     if norm is not None:  # a pass of its own: inside, it would stand between the weights and the tensor cores
         x = apply_norm(x, norm)
     shape = shape or quantized_skinny_shape(rows, n, format, gate)
     columns = min(shape.columns, weight.group & -weight.group) if weight.scales.shape[1] > 1 else shape.columns
-    pdl = pdl if rows > 16 else {}  # as measured
+    pdl = programmatic(x.device, rows > 16)  # as measured
     launch(
         quantized_skinny_kernel, (triton.cdiv(n, shape.rows),),
         x, *weights, epilogue.arguments, y, rows, n,
         **flags, SHARES=shape.warps, BLOCK_M=max(16, power_of_two(rows)), BLOCK_N=shape.rows, BLOCK_K=columns,
-        UPCAST=upcast(x.dtype), PDL=bool(pdl), num_warps=shape.warps,
+        UPCAST=upcast(x.dtype), num_warps=shape.warps,
         num_stages=shape.stages, **pdl,
     )  # fmt: skip
     return y

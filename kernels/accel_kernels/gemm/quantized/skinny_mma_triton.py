@@ -207,7 +207,6 @@ def skinny_mma(x, weight, norm, epilogue, format, tile, y):
     """Writes what `quantized_linear` returns into y. format: "int8", "int4" or "fp8"."""
     n, k = weight.shape
     rows = x.numel() // k
-    pdl = programmatic(x.device)
     inside = norm is not None and not norm.centred and norm.bias is None and x.dtype == torch.bfloat16 and rows <= 8
     if norm is not None and not inside:
         x, norm = apply_norm(x, norm), None
@@ -217,5 +216,5 @@ def skinny_mma(x, weight, norm, epilogue, format, tile, y):
         x, PackedWeight.of(weight), PackedWeight.of(epilogue.up), before, epilogue.arguments, y, rows, n,
         K=k, GROUPS=weight.scales.shape[1], FORMAT=format, NORM=kind, **epilogue.flags,
         BLOCK_M=max(8, power_of_two(rows)), BLOCK_N=tile.rows, DEPTH=tile.depth, X_DEPTH=x_depth(rows),
-        J=words(format, rows), PDL=bool(pdl), num_warps=tile.warps, **pdl,
+        J=words(format, rows), num_warps=tile.warps, **programmatic(x.device),
     )  # fmt: skip

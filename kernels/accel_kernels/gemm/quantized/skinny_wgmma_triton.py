@@ -268,7 +268,7 @@ def skinny_wgmma(x, weight, norm, epilogue, format, tile, y):
     if tile.warps % 4 or tile.rows % (16 * tile.warps):
         raise ValueError(f"{tile.rows} rows to {tile.warps} warps: warps come by 4, rows by 16 to a warp")
     n, k = weight.shape
-    rows, gate, pdl = x.numel() // k, up is not None, programmatic(x.device)
+    rows, gate = x.numel() // k, up is not None
     box, half = box_columns(format), tile.rows // 2
     boxes = triton.cdiv(k, box)
     tiles = triton.cdiv(n, half if gate else tile.rows)
@@ -294,5 +294,5 @@ def skinny_wgmma(x, weight, norm, epilogue, format, tile, y):
         epilogue.arguments, y, parts, split_counters, sums, rows, n, tiles * boxes, share, blocks_m,
         K=k, GROUPS=groups, FORMAT=format, DTYPE=gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16,
         **epilogue.flags, BLOCK_M=block_m, BLOCK_N=tile.rows, STAGES=tile.stages, X_STAGES=tile.x_stages,
-        AT_ONCE=at_once(tile, block_m), PDL=bool(pdl), num_warps=tile.warps, **pdl, **registers,
+        AT_ONCE=at_once(tile, block_m), num_warps=tile.warps, **programmatic(x.device), **registers,
     )  # fmt: skip

@@ -7,18 +7,14 @@ from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from accel_kernels.gemm.quantized.operands.mma_operands_triton import steps
+
 
 @constexpr_function
 def flat_layout(warps, numbers):
     """Of sums in a row: every thread has four neighbors of each 128 of its warp."""
-    lanes, shares, registers, at = [[4 << i] for i in range(5)], [], [[1], [2]], 128
-    while at < 128 * warps:
-        shares.append([at])
-        at *= 2
-    while at < numbers:
-        registers.append([at])
-        at *= 2
-    return gl.DistributedLinearLayout(registers, lanes, shares, [], [numbers])
+    registers = [[1], [2], *steps(1, 0, 128 * warps, numbers)]
+    return gl.DistributedLinearLayout(registers, steps(1, 0, 4, 128), steps(1, 0, 128, 128 * warps), [], [numbers])
 
 
 @gluon.jit

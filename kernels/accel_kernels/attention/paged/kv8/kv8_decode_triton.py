@@ -30,12 +30,11 @@ def kv8_decode(q, k, v, kv, scale, out=None, **more):
     units = rows * kv_heads
     few, splits = (split_count(units, q.device, fill, MOST_SPLITS) for fill in (FILL, KV8_FILL))
     out = torch.empty((rows, 1, heads * dim), device=q.device, dtype=q.dtype) if out is None else out
-    pdl = programmatic(q.device)
     scratch = scratch_of(units, splits, units * HEADS * splits, dim, q.device, kv.split_counters)
     arguments, constants = decode_arguments(q, k, v, out, kv, scale, scratch, splits, few, **more)
     launch(
         kv8_decode_kernel, (units, splits), *arguments,
         **constants, BLOCK=BLOCK, LEAST=KV8_BLOCKS, MOST=MOST_SPLITS, COMBINED=COMBINED,
-        KV_DTYPE=kv_dtype_of(kv.key_scales, kv.keys), PDL=bool(pdl), num_warps=WARPS, maxnreg=KV8_REGISTERS, **pdl,
+        KV_DTYPE=kv_dtype_of(kv.key_scales, kv.keys), num_warps=WARPS, maxnreg=KV8_REGISTERS, **programmatic(q.device),
     )  # fmt: skip
     return out

@@ -16,56 +16,47 @@ from accel_kernels.gemm.quantized.operands.unpacking_triton import pairs
 
 
 @constexpr_function
-def _bits(*places):
-    """Bases of a linear layout, one for each of (dimension, step) among three dimensions."""
-    return [[step if axis == dimension else 0 for axis in range(3)] for dimension, step in places]
-
-
-@constexpr_function
-def _powers(dimension, first, end):
+def steps(axes, axis, first, end):
+    """Bases of a linear layout: steps of `first`, twice as much and so on below `end`, along one of so many axes."""
     found = []
     while first < end:
-        found.append((dimension, first))
+        found.append([first if one == axis else 0 for one in range(axes)])
         first *= 2
     return found
 
 
 @constexpr_function
-def _layout(registers, lanes, warps, shape):
-    return gl.DistributedLinearLayout(_bits(*registers), _bits(*lanes), _bits(*_powers(0, 1, warps)), [], shape)
+def _layout(registers, width, warps, shape):
+    """Over (warps, rows, columns): four lanes lie `width` columns apart, all lanes hold eight rows."""
+    lanes = [[0, 0, width], [0, 0, 2 * width], *steps(3, 1, 1, 8)]
+    return gl.DistributedLinearLayout(registers, lanes, steps(3, 0, 1, warps), [], shape)
 
 
 @constexpr_function
 def words_layout(warps, rows, words):
     """(warps, rows, 4 words): a thread's are neighbors; lanes 0-3 read up to 64 bytes of a row, all of them 8 rows."""
-    registers = [*_powers(2, 1, words), *_powers(1, 8, rows)]
-    lanes = [(2, words), (2, 2 * words), (1, 1), (1, 2), (1, 4)]
-    return _layout(registers, lanes, warps, [warps, rows, 4 * words])
+    return _layout(steps(3, 2, 1, words) + steps(3, 1, 8, rows), words, warps, [warps, rows, 4 * words])
 
 
 @constexpr_function
 def scales_layout(warps, rows):
     """(warps, rows, 4): those of a thread's words."""
-    return _layout(_powers(1, 8, rows), [(2, 1), (2, 2), (1, 1), (1, 2), (1, 4)], warps, [warps, rows, 4])
+    return _layout(steps(3, 1, 8, rows), 1, warps, [warps, rows, 4])
 
 
 @constexpr_function
 def x_layout(warps, rows, columns):
     """(warps, rows of x, columns): as many columns in a row as the thread has of the weight."""
     own = columns // 4
-    registers = [*_powers(2, 1, own), *_powers(1, 8, rows)]
-    return _layout(
-        registers, [(2, own), (2, 2 * own), (1, 1), (1, 2), (1, 4)], warps, [warps, rows, columns]
-    )  # fmt: skip
+    return _layout(steps(3, 2, 1, own) + steps(3, 1, 8, rows), own, warps, [warps, rows, columns])
 
 
 @constexpr_function
 def squares_layout(warps, rows, own):
     """(warps, rows of x, 4, a thread's columns): `x_layout` with its last dimension in two."""
-    four = [[w, r, c // own, c % own] for w, r, c in x_layout(warps, rows, 4 * own).reg_bases]
-    lanes = [[w, r, c // own, c % own] for w, r, c in x_layout(warps, rows, 4 * own).lane_bases]
-    shares = [[*base, 0] for base in _bits(*_powers(0, 1, warps))]
-    return gl.DistributedLinearLayout(four, lanes, shares, [], [warps, rows, 4, own])
+    whole = x_layout(warps, rows, 4 * own)
+    four, lanes = ([[w, r, c // own, c % own] for w, r, c in bases] for bases in (whole.reg_bases, whole.lane_bases))
+    return gl.DistributedLinearLayout(list(four), list(lanes), steps(4, 0, 1, warps), [], [warps, rows, 4, own])
 
 
 @gluon.jit

@@ -100,11 +100,10 @@ def permute_activations(x, norm, format: str, padded: int, split_counters: int, 
     sums = None if block_m is None else torch.empty((pieces, block_m), device=x.device, dtype=torch.float32)
     before, kind = kernel_arguments(norm)
     block = BLOCK if norm is None else power_of_two(padded)
-    pdl = programmatic(x.device)
     launch(
         permute_activations_kernel, (rows, triton.cdiv(padded, block)),
         x, before, y, sums, counts, split_counters, columns, padded, block_m or 0, NORM=kind, INT4=format == "int4",
-        NEIGHBORS=format == "fp8" or x.dtype == torch.float16, BLOCK_C=block, PDL=bool(pdl),
-        num_warps=min(16, max(4, block // 512)), **pdl,
+        NEIGHBORS=format == "fp8" or x.dtype == torch.float16, BLOCK_C=block, 
+        num_warps=min(16, max(4, block // 512)), **programmatic(x.device),
     )  # fmt: skip
     return y, counts, sums

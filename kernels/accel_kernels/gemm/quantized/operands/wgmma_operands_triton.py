@@ -11,40 +11,24 @@ from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from accel_kernels.gemm.quantized.operands.mma_operands_triton import of_either, unpacked
+from accel_kernels.gemm.quantized.operands.mma_operands_triton import of_either, steps, unpacked
 
 
 @constexpr_function
 def half_layout(warps, rows, words):
     """(rows, 32 words) of a box, 4 neighbors of either half of them a thread's; or, with `words` 1, (rows, 4)."""
     width = min(words, 4)
-    registers, lanes, shares = [], [[0, width], [0, 2 * width], [4, 0], [1, 0], [2, 0]], []
-    while 2 ** len(registers) < width:
-        registers.append([0, 2 ** len(registers)])
-    if words > 4:
-        registers.append([0, 16])
-    height = 8
-    while height < 8 * warps:
-        shares.append([height, 0])
-        height *= 2
-    while height < rows:
-        registers.append([height, 0])
-        height *= 2
-    return gl.DistributedLinearLayout(registers, lanes, shares, [], [rows, 4 * words])
+    registers = steps(2, 1, 1, width) + ([[0, 16]] if words > 4 else []) + steps(2, 0, 8 * warps, rows)
+    lanes = [[0, width], [0, 2 * width], [4, 0], [1, 0], [2, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, steps(2, 0, 8, 8 * warps), [], [rows, 4 * words])
 
 
 @constexpr_function
 def piece_layout(warps, rows):
     """(1, rows, 16 words), registers in the order in which scales come to be."""
-    registers, lanes = [[0, 0, 1], [0, 0, 2], [0, 8, 0]], [[0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
-    shares, height = [], 16
-    while height < 16 * warps:
-        shares.append([0, height, 0])
-        height *= 2
-    while height < rows:
-        registers.append([0, height, 0])
-        height *= 2
-    return gl.DistributedLinearLayout(registers, lanes, shares, [], [1, rows, 16])
+    registers = [[0, 0, 1], [0, 0, 2], [0, 8, 0], *steps(3, 1, 16 * warps, rows)]
+    lanes = [[0, 0, 4], [0, 0, 8], *steps(3, 1, 1, 8)]
+    return gl.DistributedLinearLayout(registers, lanes, steps(3, 1, 16, 16 * warps), [], [1, rows, 16])
 
 
 @gluon.jit
