@@ -20,6 +20,7 @@ from support.diffusion.rounded_rows import Oracle
 from support.diffusion.tiny_models import UNETS, make_sdxl_pipeline, make_unet, make_vae, unet_inputs
 from support.everything import EVERYTHING
 from support.kernels.numbers import assert_as_good_as_torch
+from support.kernels.routing import poisoned
 from support.state import assert_same_state, differences, snapshot
 
 
@@ -114,14 +115,8 @@ def pytest_unconfigure(config):
 
 @pytest.fixture
 def as_good_as_torch(monkeypatch):
-    """The check of a kernel; fresh memory holds NaN meanwhile, so that an element no program wrote shows."""
-    for name in ("empty", "empty_like"):
-
-        def poisoned(*args, make=getattr(torch, name), **kwargs):  # noqa: B008 (torch's own, before it is replaced)
-            tensor = make(*args, **kwargs)
-            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
-
-        monkeypatch.setattr(torch, name, poisoned)
+    """The check of a kernel; fresh memory is poisoned meanwhile, so that an element no program wrote shows."""
+    poisoned(monkeypatch)
     return assert_as_good_as_torch
 
 

@@ -95,7 +95,7 @@ BETWEEN_STEPS = {
         1, lambda p, tensors: {"prompt_embeds": -tensors["prompt_embeds"]}, ("prompt_embeds",)
     ),
     "prompt-edited-in-place": lambda pipe, adapter: at(
-        1, lambda pipe, tensors: tensors["prompt_embeds"].mul_(0.3), ("prompt_embeds",)
+        1, lambda pipe, tensors: tensors.update(prompt_embeds=tensors["prompt_embeds"].mul_(0.3)), ("prompt_embeds",)
     ),
     "latents-edited": lambda pipe, adapter: at(2, lambda p, tensors: {"latents": 0.9 * tensors["latents"]}),
     "weights-edited-in-place": lambda pipe, adapter: at(1, edit_weights),
