@@ -3,8 +3,8 @@
 `--study` names what is multiplied: few-rows, one-row, four-bits, many-rows, crossover, eight-bits, outliers, hopper.
 Norm, gate, residual and bias are included, weights are distinct and larger together than the cache. A way is timed only
 where its error against float32 is at most twice that of torch in the same dtype, of rows in 8 bits somewhat more, as
-sums in other orders are. `sums`: of all products of a model's layers, in milliseconds. `from`, of the crossover: from
-how many rows on rounding them is faster all the way. `--tiles`: others than those chosen, too.
+sums in other orders are. `whole`: false for a part of a product. `sums`: of a model's layers, in milliseconds. `from`,
+of the crossover: from how many rows on rounding them is faster all the way. `--tiles`: others than those chosen, too.
 """
 
 from collections.abc import Callable, Iterator
@@ -224,6 +224,10 @@ def _of_rounded_rows(
             multiply = lambda weights: [integer_product(rows.data, one.data) for one in weights]  # noqa: E731
             yield "_int_mm", Way(multiply, rows, rest, checked=False)
             yield "_int_mm and a pass", plain(int8_in_passes)
+        else:
+            bare = quantize_rows(x)
+            call = lambda weights: product.call(int8_linear.triton, bare, weights, rest)  # noqa: E731
+            yield "int8_linear, none taken out", Way(call, bare, rest, ALLOWED["int8"], checked=False)
         yield "int8_linear", plain(int8_linear.triton)
         for tile in tiles_of("int8 x int8", len(x), product.sizes.gate, product.n, product.k) if more else ():
             yield named(tile), plain(int8_linear.triton, shape=tile)
@@ -275,6 +279,8 @@ def measured(study: str, product: Product, rows: int, more: bool) -> Iterator[di
                     found[name] |= {"error": off, "torch_error": theirs}
                     if not off <= way.allowed * (1 + TOY) * theirs + 1e-6:  # the interpreter cuts bf16 off
                         raise ValueError(f"wrong by {off:.2e}, torch by {theirs:.2e}")
+                else:
+                    found[name]["whole"] = False
                 runs[name] = [partial(way.call, weights) for weights in product.sets]
             except Exception as error:  # a tile that needs more than the card has, or one that is wrong
                 found[name]["failed"] = f"{type(error).__name__}: {str(error)[:100]}"
@@ -346,8 +352,9 @@ def sums(rows: list[dict]) -> dict[str, float]:
     for row in (row for row in rows if "us" in row and "model" in row and not row.get("outliers")):
         key = (row["model"], row["rows"], row["format"])
         times.setdefault((*key, row["way"]), {})[row["product"]] = row["us"]
-        best = times.setdefault((*key, "best"), {})
-        best[row["product"]] = min(row["us"], best.get(row["product"], float("inf")))
+        if row.get("whole", True):
+            best = times.setdefault((*key, "best"), {})
+            best[row["product"]] = min(row["us"], best.get(row["product"], float("inf")))
     whole = {key: of for key, of in times.items() if of.keys() >= SHAPES[key[0]].products.keys()}
     return {
         f"{model}, {count} rows, {format}, {way}": round(
