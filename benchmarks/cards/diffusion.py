@@ -51,10 +51,7 @@ def of_sdxl(device: torch.device, record: Study) -> None:
         return pipe(**UNETS, num_inference_steps=STEPS, generator=generator, output_type=output_type).images
 
     def timed(calls: int = CALLS) -> dict[str, float]:
-        return {
-            "call_s": together_s(draw, device, calls),
-            "loop_s": together_s(lambda: draw("latent"), device, calls),
-        }
+        return {"call_s": together_s(draw, device, calls), "loop_s": together_s(lambda: draw("latent"), device, calls)}
 
     def first_calls() -> tuple[Any, dict]:
         """The image of the last, and seconds of calls in which kernels are compiled and chosen, graphs captured."""
