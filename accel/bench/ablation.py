@@ -90,10 +90,7 @@ MECHANISMS = (
     Mechanism(
         "moments taken while writing, skip connections too",
         needs=("resnet block",),
-        before=_kernels(
-            image_sum=_no_channel_stats,
-            image_concat=lambda kernels: kernels.image_concat.reference,
-        ),
+        before=_kernels(image_sum=_no_channel_stats, image_concat=lambda kernels: kernels.image_concat.reference),
     ),
     Mechanism("products by the fastest of cuBLASLt's algorithms", before=_kernels(linear=lambda kernels: torch_linear)),
     Mechanism(

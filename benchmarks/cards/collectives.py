@@ -159,7 +159,7 @@ def _summed_in_turn(ranks: Ranks, memory: Any, device: torch.device) -> int:
 
 def main(out: Path, sweep: bool = False) -> None:
     """Needs GPUs. sweep: other numbers of programs, warps and steps of an exchange."""
-    with ranks() as device:
+    with ranks("nccl") as device:
         room = ExchangeRoom(dist.group.WORLD, device, ROOM)
         record = Study("collectives", out, "sums and exchanges", dtype=torch.bfloat16, ranks=room.ranks, rows=[])
         for name in SIZES:

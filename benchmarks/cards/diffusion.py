@@ -9,6 +9,7 @@ done. Rank 0 writes what is known as soon as it is.
 """
 
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from benchmarks.models.calls import UNETS
 from benchmarks.models.launches import profiled, summary
 from benchmarks.study import RESULTS, TOY, Study, relative_rms, words
 
+TIMEOUT = timedelta(seconds=90)  # for a rank that does not come
 CALLS, FORWARDS, WARM = 4, 8, 4
 STEPS = 4 if TOY else 30
 LEAST_DB = 30.0  # of images by other kernels: what float16 leaves after 30 steps is about 60
@@ -49,10 +51,7 @@ def of_sdxl(device: torch.device, record: Study) -> None:
         return pipe(**UNETS, num_inference_steps=STEPS, generator=generator, output_type=output_type).images
 
     def timed(calls: int = CALLS) -> dict[str, float]:
-        return {
-            "call_s": together_s(draw, device, calls),
-            "loop_s": together_s(lambda: draw("latent"), device, calls),
-        }
+        return {"call_s": together_s(draw, device, calls), "loop_s": together_s(lambda: draw("latent"), device, calls)}
 
     def first_calls() -> tuple[Any, dict]:
         """The image of the last, and seconds of calls in which kernels are compiled and chosen, graphs captured."""
@@ -152,7 +151,7 @@ def main(cases: str = "sdxl,flux", out: Path = RESULTS, compiled: bool = False, 
     runs: dict[str, Callable[[torch.device, Study], None]] = {"sdxl": of_sdxl}
     runs["flux"] = lambda device, record: of_flux(device, record, compiled, ring)
     failed: list[dict] = []
-    with ranks() as device:
+    with ranks(timeout=TIMEOUT) as device:
         for name in words(cases):
             cards = dist.get_world_size()
             path = out / f"{slug(device)}-{cards}x-{name}{'-ring' * ring}{'-tiny' * TOY}.json"

@@ -13,17 +13,15 @@ import torch.distributed as dist
 
 from accel.bench.timing import seconds
 
-TIMEOUT = timedelta(seconds=90)  # for a rank that does not come
-
 
 @contextmanager
-def ranks() -> Iterator[torch.device]:
-    """Inside, this process is one of torchrun's ranks; gives its device."""
+def ranks(backend: str = "cpu:gloo,cuda:nccl", timeout: timedelta | None = None) -> Iterator[torch.device]:
+    """Inside, this process is one of torchrun's ranks; gives its device. backend, timeout: of the group, on GPUs."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=TIMEOUT)
+    dist.init_process_group(backend if on_gpu else "gloo", timeout=timeout)
     yield device  # one that fails does not wait for the others
     dist.destroy_process_group()
 

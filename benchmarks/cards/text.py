@@ -186,7 +186,7 @@ def main(
     many: int = 72,
 ):  # fmt: skip
     """tokens: of the prompt. many: new tokens of the longer calls."""
-    with ranks() as device:
+    with ranks("nccl") as device:
         if TOY:
             for name, (kind, given) in list(CONFIGS.items()):
                 CONFIGS[name] = kind, given | {k: v for k, v in TINY.items() if k in given or k == "head_dim"}

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from accel_kernels import Norm, fused_linear, paged_attention, quantized_linear
 
-from benchmarks.kernels.products import FORMATS, SHAPES, Product, Sizes
+from benchmarks.kernels.shapes import FORMATS, SHAPES, Product, Sizes
 from benchmarks.kernels.stored_attention import store
 from benchmarks.kernels.timer import compile_ahead, graph_ms, rand
 from benchmarks.study import TOY, Study, numbers, words

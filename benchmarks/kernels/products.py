@@ -3,8 +3,8 @@
 `--study` names what is multiplied: few-rows, one-row, four-bits, many-rows, crossover, eight-bits, outliers, hopper.
 Norm, gate, residual and bias are included, weights are distinct and larger together than the cache. A way is timed only
 where its error against float32 is at most twice that of torch in the same dtype, of rows in 8 bits somewhat more, as
-sums in other orders are. `sums`: of all products of a model's layers, in milliseconds. `from`, of the crossover: from
-how many rows on rounding them is faster all the way. `--tiles`: others than those chosen, too.
+sums in other orders are. `whole`: false for a part of a product. `sums`: of a model's layers, in milliseconds. `from`,
+of the crossover: from how many rows on rounding them is faster all the way. `--tiles`: others than those chosen, too.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,132 +22,15 @@ from accel_kernels.gemm.int8_linear import integer_product
 from accel_kernels.gemm.linear import LinearChooser
 from accel_kernels.gemm.quantize_rows import SHARE, QuantizedRows
 from accel_kernels.gemm.quantized.quantized_linear import in_passes as quantized_in_passes
-from accel_kernels.gemm.quantized_weight import quantize_weight
 
+from benchmarks.kernels.shapes import FP8, HOPPER, SHAPES, UNIT, Product, Sizes
 from benchmarks.kernels.tiles import named, tiles_of
 from benchmarks.kernels.timer import compile_ahead, rand, times_us
 from benchmarks.study import DEVICE, TOY, Study, numbers
 
-FP8 = torch.float8_e4m3fn
-UNIT = 64 if TOY else 1  # what toy sizes are smaller by
-LEAST_BYTES = 0 if TOY else 3e8  # of weights to a measurement
 ALGORITHMS = 8  # of cuBLASLt, of which the best counts
-FORMATS = {"bf16": None, "int8": (torch.int8, 0), "fp8": (FP8, 0)}
-FORMATS |= {"int4": (torch.int32, 32 if TOY else 128), "int4-g64": (torch.int32, 64)}
 # The error that a way may have, by torch's: sums of float8 in shorter accumulators, passes that round in between.
 ALLOWED = {"fp8": 20.0, "int8": 4.0, "bf16": 2.0}
-
-
-class Sizes(NamedTuple):
-    """Outputs and inputs of a product, and what stands before and after it."""
-
-    n: int
-    k: int
-    gate: bool = False
-    norm: bool = False
-    residual: bool = False
-    bias: bool = False
-    modulation: bool = False
-    activation: str | None = None
-
-
-class Shape(NamedTuple):
-    """Of a language model: hidden and inner channels, outputs for queries, keys and values, words, layers."""
-
-    hidden: int
-    inner: int
-    qkv: int
-    words: int
-    layers: int
-
-    @property
-    def products(self) -> dict[str, Sizes]:
-        hidden, inner = self.hidden, self.inner
-        return {
-            "qkv": Sizes(self.qkv, hidden, norm=True),
-            "out": Sizes(hidden, hidden, residual=True),
-            "gate-up": Sizes(inner, hidden, gate=True, norm=True, activation="silu"),
-            "down": Sizes(hidden, inner, residual=True),
-        }
-
-
-SHAPES = {
-    "llama-8b": Shape(4096, 14336, 6144, 128256, 32),
-    "qwen3-8b": Shape(4096, 12288, 6144, 151936, 36),
-    "narrow": Shape(1024, 4096, 1536, 8192, 32),
-}
-_BACK = {"bias": True, "residual": True}
-_SDXL = {"bias": True, "gate": True, "activation": "gelu"}
-HOPPER: dict[str, tuple[int, Sizes]] = {  # rows and sizes
-    "flux qkv": (4096, Sizes(9216, 3072, bias=True)),
-    "flux out": (4096, Sizes(3072, 3072, modulation=True, **_BACK)),
-    "flux up": (4096, Sizes(12288, 3072, bias=True, activation="gelu_tanh")),
-    "flux down": (4096, Sizes(3072, 12288, modulation=True, **_BACK)),
-    "flux single in": (4608, Sizes(21504, 3072, bias=True)),
-    "flux single up": (4608, Sizes(12288, 3072, bias=True, activation="gelu_tanh")),
-    "flux single out": (4608, Sizes(3072, 15360, modulation=True, **_BACK)),
-    "flux text qkv": (512, Sizes(9216, 3072, bias=True)),
-    "flux text up": (512, Sizes(12288, 3072, bias=True, activation="gelu_tanh")),
-    "sdxl geglu 64": (8192, Sizes(2560, 640, **_SDXL)),
-    "sdxl down 64": (8192, Sizes(640, 2560, **_BACK)),
-    "sdxl out 64": (8192, Sizes(640, 640, **_BACK)),
-    "sdxl geglu 32": (2048, Sizes(5120, 1280, **_SDXL)),
-    "sdxl down 32": (2048, Sizes(1280, 5120, **_BACK)),
-    "sdxl out 32": (2048, Sizes(1280, 1280, **_BACK)),
-    "sdxl qkv 32": (2048, Sizes(3840, 1280)),
-    **{f"llama {name}": (2048, sizes._replace(norm=False)) for name, sizes in SHAPES["llama-8b"].products.items()},
-}
-
-
-class Product:
-    """Weights of one product in one format: sets of one, or of one and its gate's. sets: how many."""
-
-    def __init__(self, sizes: Sizes, format: str = "bf16", sets: int = 0):
-        self.sizes, self.format, self.n, self.k = sizes, format, sizes.n // UNIT, sizes.k // UNIT
-        first = [self._weight() for _ in range(1 + sizes.gate)]
-        self.nbytes = sum(one.nbytes for one in first)
-        sets = sets or max(2, -(-int(LEAST_BYTES) // self.nbytes))
-        # Few random matrices, copied: quantizing so many would take minutes.
-        self.sets = [first, *([self._copy(one) for one in first] for _ in range(sets - 1))]
-
-    def _weight(self):
-        full = rand(self.n, self.k, spread=self.k**-0.5)
-        return full if FORMATS[self.format] is None else quantize_weight(full, *FORMATS[self.format])
-
-    def _copy(self, one):
-        return one.clone() if isinstance(one, torch.Tensor) else one.each(torch.clone)
-
-    def given(self, rows: int) -> dict:
-        """What stands before and after the product, as arguments; the same for the same number of rows."""
-        torch.manual_seed(rows)
-        sizes, found = self.sizes, {"activation": self.sizes.activation}
-        if sizes.norm:
-            found["norm"] = Norm(rand(self.k), None, 1e-5)
-        if sizes.residual:
-            found["residual"] = rand(rows, self.n)
-        if sizes.modulation:
-            found["modulation"] = rand(1, self.n)
-        if sizes.bias:
-            found |= {"bias": rand(self.n)} | ({"up_bias": rand(self.n)} if sizes.gate else {})
-        return found
-
-    def call(self, op: Callable, x, weights: list, given: dict, **more) -> torch.Tensor:
-        gate = {"up": weights[1]} if self.sizes.gate else {}
-        return op(x, weights[0], **gate, **given, **more)
-
-    def exact(self, x, given: dict) -> torch.Tensor:
-        """In float32, of the first set."""
-        wide = [
-            one.float() if isinstance(one, torch.Tensor) else one.dequantized(torch.float32) for one in self.sets[0]
-        ]
-        given = {name: one.float() if isinstance(one, torch.Tensor) else one for name, one in given.items()}
-        if "norm" in given:
-            given["norm"] = given["norm"]._replace(weight=given["norm"].weight.float())
-        x = x.dequantized(torch.float32) if isinstance(x, QuantizedRows) else x.float()
-        return self.call(fused_linear.reference, x, wide, given)
-
-    def operations(self, rows: int) -> int:
-        return 2 * rows * self.n * self.k * (1 + self.sizes.gate)
 
 
 class Way(NamedTuple):
@@ -224,6 +107,10 @@ def _of_rounded_rows(
             multiply = lambda weights: [integer_product(rows.data, one.data) for one in weights]  # noqa: E731
             yield "_int_mm", Way(multiply, rows, rest, checked=False)
             yield "_int_mm and a pass", plain(int8_in_passes)
+        else:
+            bare = quantize_rows(x)
+            call = lambda weights: product.call(int8_linear.triton, bare, weights, rest)  # noqa: E731
+            yield "int8_linear, none taken out", Way(call, bare, rest, ALLOWED["int8"], checked=False)
         yield "int8_linear", plain(int8_linear.triton)
         for tile in tiles_of("int8 x int8", len(x), product.sizes.gate, product.n, product.k) if more else ():
             yield named(tile), plain(int8_linear.triton, shape=tile)
@@ -275,6 +162,8 @@ def measured(study: str, product: Product, rows: int, more: bool) -> Iterator[di
                     found[name] |= {"error": off, "torch_error": theirs}
                     if not off <= way.allowed * (1 + TOY) * theirs + 1e-6:  # the interpreter cuts bf16 off
                         raise ValueError(f"wrong by {off:.2e}, torch by {theirs:.2e}")
+                else:
+                    found[name]["whole"] = False
                 runs[name] = [partial(way.call, weights) for weights in product.sets]
             except Exception as error:  # a tile that needs more than the card has, or one that is wrong
                 found[name]["failed"] = f"{type(error).__name__}: {str(error)[:100]}"
@@ -346,8 +235,9 @@ def sums(rows: list[dict]) -> dict[str, float]:
     for row in (row for row in rows if "us" in row and "model" in row and not row.get("outliers")):
         key = (row["model"], row["rows"], row["format"])
         times.setdefault((*key, row["way"]), {})[row["product"]] = row["us"]
-        best = times.setdefault((*key, "best"), {})
-        best[row["product"]] = min(row["us"], best.get(row["product"], float("inf")))
+        if row.get("whole", True):
+            best = times.setdefault((*key, "best"), {})
+            best[row["product"]] = min(row["us"], best.get(row["product"], float("inf")))
     whole = {key: of for key, of in times.items() if of.keys() >= SHAPES[key[0]].products.keys()}
     return {
         f"{model}, {count} rows, {format}, {way}": round(

@@ -3,9 +3,7 @@
 Decode steps and a prompt of 2048 tokens, random weights; in every variant the linear layers inside the decoder layers
 are quantized, the head in those of that name alone. All take turns. ready_s: quantizing and the first call beyond a
 later one, in the order of the list and in one process, so that a variant may find kernels that one before it compiled.
-Memory is a variant's own. torchao documents a static cache under torch.compile for speed: --compiled-s allows so many
-seconds for each of these and for stock, batch 1 only, with the compiler's settings as torchao makes them. A package
-that is not installed is told under `missing`, and what fails under `failed`.
+Memory is a variant's own. A package that is not installed is told under `missing`, and what fails under `failed`.
 """
 
 import copy
@@ -21,14 +19,12 @@ import torch
 from torch import nn
 
 import accel
-from accel.bench.compiled import fresh_inductor_cache
 from accel.bench.llm import cases
-from accel.bench.llm.interleaved import TimedCase, Variant, interleaved
+from accel.bench.llm.interleaved import Variant, interleaved
 from accel.bench.llm.models import build, prompt
 from accel.bench.llm.traffic import Traffic, copy_bandwidth
 from accel.bench.memory import release
 from accel.bench.timing import seconds as taken
-from accel.bench.timing import within
 from accel.verification.agreement import distributions
 from benchmarks.study import DEVICE, HALF, Study, numbers, words
 
@@ -80,25 +76,23 @@ def bitsandbytes(bits: int) -> Callable[[nn.Module], None]:
     return make
 
 
-# Name: how a copy of the stock model becomes it, the package it needs, and whether it is timed compiled too.
-PEERS: dict[str, tuple[Callable[[nn.Module], None], str | None, bool]] = {
-    "stock": (lambda model: None, None, True),
-    "accel": (optimized(), None, False),
-    "accel int8": (optimized(weights="int8", keep_original=False), None, False),
-    "accel int4": (optimized(weights="int4", keep_original=False), None, False),
-    "accel int8-head": (optimized(weights="int8-head", keep_original=False), None, False),
-    "accel int4-head": (optimized(weights="int4-head", keep_original=False), None, False),
-    "accel int8 x int8": (optimized(weights="int8", activations="int8", keep_original=False), None, False),
-    "accel int8 x int8-outliers": (
-        optimized(weights="int8", activations="int8-outliers", keep_original=False),
-        None,
-        False,
-    ),
-    "accel fp8 x fp8": (optimized(weights="fp8", activations="fp8", keep_original=False), None, False),
-    "torchao int8": (torchao(8), "torchao", True),
-    "torchao int4": (torchao(4), "torchao", True),
-    "bitsandbytes int8": (bitsandbytes(8), "bitsandbytes", False),
-    "bitsandbytes nf4": (bitsandbytes(4), "bitsandbytes", False),
+# Name: how a copy of the stock model becomes it, and the package it needs.
+OURS = {
+    "int8": {"weights": "int8"},
+    "int4": {"weights": "int4"},
+    "int8-head": {"weights": "int8-head"},
+    "int4-head": {"weights": "int4-head"},
+    "int8 x int8": {"weights": "int8", "activations": "int8"},
+    "int8 x int8-outliers": {"weights": "int8", "activations": "int8-outliers"},
+    "fp8 x fp8": {"weights": "fp8", "activations": "fp8"},
+}
+PEERS: dict[str, tuple[Callable[[nn.Module], None], str | None]] = {
+    "stock": (lambda model: None, None),
+    "accel": (optimized(), None),
+    **{f"accel {name}": (optimized(keep_original=False, **options), None) for name, options in OURS.items()},
+    **{f"torchao int{bits}": (torchao(bits), "torchao") for bits in (8, 4)},
+    "bitsandbytes int8": (bitsandbytes(8), "bitsandbytes"),
+    "bitsandbytes nf4": (bitsandbytes(4), "bitsandbytes"),
 }
 
 
@@ -162,28 +156,6 @@ def made(name: str, stock: nn.Module, batches: list[int]) -> tuple[Variant, dict
     }
 
 
-def compiled(work: cases.Work, variant: Variant, limit: float, fail: Callable[[str, Exception], None]) -> dict:
-    """Figures of one row with the static cache, which generate() compiles; {} where that failed."""
-    inputs, began = prompt(work.stock, 1, PROMPT), {}
-
-    def prepare(variant: Variant):
-        # Most tokens first: the cache made for them serves the calls that write fewer.
-        began["compile_s"] = round(taken(lambda: variant.generate(inputs, work.many), work.device), 2)
-        return lambda: work.steps(variant, inputs)
-
-    def figures(median: dict, variant: Variant) -> dict:
-        return work.rate(1, PROMPT, median, variant) | began
-
-    try:
-        with within(limit), fresh_inductor_cache():
-            found = interleaved(TimedCase("compiled", {}, prepare, figures), [variant], work.device, 0.0, fail)
-    except TimeoutError as error:  # raised where no variant was at work
-        fail(variant.name, error)
-        found = {}
-    torch.compiler.reset()
-    return found
-
-
 def variants_of(record: Study, stock: nn.Module, names: list[str], batches: list[int]) -> list[Variant]:
     """Those that can be made; one package must not cost the others' figures."""
     variants: list[Variant] = []
@@ -201,14 +173,12 @@ def variants_of(record: Study, stock: nn.Module, names: list[str], batches: list
 
 def main(
     out: Path, model: str = "llama-8b", peers: str = ",".join(PEERS), batches: str = "1,8,32", prefill: int = PREFILL,
-    new_tokens: int = 32, compiled_s: float = 0.0, seconds: float = 400.0,
+    new_tokens: int = 32, seconds: float = 400.0,
 ) -> dict:  # fmt: skip
-    """model: of `accel bench llm`. prefill: tokens of the prompt. compiled_s: seconds for each variant that is timed
-    compiled. seconds: after so many nothing new is begun.
-    """
+    """model: of `accel bench llm`. prefill: tokens of the prompt. seconds: after so many nothing new is begun."""
     packages = {package: version(package) for package in ("torchao", "bitsandbytes")}
     about = f"generate() of {model}, random weights; the linear layers inside the decoder layers quantized"
-    record = Study(f"peers-{model}", out, about, seconds, variants={}, decode=[], prefill=[], compiled={})
+    record = Study(f"peers-{model}", out, about, seconds, variants={}, decode=[], prefill=[])
     record.about["machine"] |= packages
     record.about["missing"] = sorted(name for name, version in packages.items() if version is None)
     stock, rows = build(model, DEVICE, HALF), numbers(batches)
@@ -220,11 +190,6 @@ def main(
         if record.in_time(part=case.part, case=case.name):
             found = interleaved(case, variants, DEVICE, seconds / 40, partial(_failed, record, case.part, case.name))
             record.add(case.part, case.about | found)
-    for variant in variants if compiled_s else ():
-        if PEERS[variant.name][2] and record.clock.left() > 0:
-            static = replace(variant, options={"cache_implementation": "static"})
-            fail = partial(_failed, record, "compiled", "")
-            record.body["compiled"] |= compiled(work, static, min(compiled_s, record.clock.left()), fail)
     record.save()
     return record.result
 

@@ -145,7 +145,7 @@ def draw_peers(result: dict, axes) -> None:
     """A bar a variant: milliseconds a token of one row, compiled ones below the others."""
     first = min(result["decode"], key=lambda row: row["batch"])
     bars = {name: first[name]["ms_step"] for name in variants(first)}
-    bars |= {f"{name}, compiled": row["ms_step"] for name, row in result["compiled"].items()}
+    bars |= {f"{name}, compiled": row["ms_step"] for name, row in result.get("compiled", {}).items()}
     for place, (name, ms) in enumerate(bars.items()):
         axes.barh(place, ms, 0.75, color=COLORS["accel" if name.startswith("accel") else "stock"])
         axes.text(ms, place, f" {ms:.1f}", va="center", fontsize=8)

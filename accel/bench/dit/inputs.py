@@ -120,10 +120,7 @@ def z_image_inputs(config: dict, sizes: Sizes, draw: Draw) -> list[dict]:
         return draw(config["in_channels"], 1, sizes.height, sizes.width)
 
     def new(time: int) -> dict:
-        return {
-            "x": [image() for _ in range(sizes.batch)],
-            "t": draw.full(sizes.batch, 1 - time / 1000, torch.float32),
-        }
+        return {"x": [image() for _ in range(sizes.batch)], "t": draw.full(sizes.batch, 1 - time / 1000, torch.float32)}
 
     return _calls(sizes, {"cap_feats": prompts}, new)
 

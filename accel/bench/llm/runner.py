@@ -131,7 +131,7 @@ def bench_language_model(
             )
             going.body["ready"] = {state: _ready(row) for state, row in found.items()}
         except RuntimeError as error:
-            going.failing("ready", f"context {request.contexts[0]}")("", error)
+            going.fail(error, part="ready", case=f"context {request.contexts[0]}", variant="")
     return going.result
 
 
@@ -174,7 +174,7 @@ def _in_process(request: BenchRequest, going: BenchRun, model: "PreTrainedModel"
         try:
             one, told = quantized.variant(stock, name, options, device)
         except Exception as error:  # one that cannot be made must not cost the others' figures
-            going.failing("quantizing", "")(name, error)
+            going.fail(error, part="quantizing", case="", variant=name)
             _release(device)
             continue
         variants.append(one)
@@ -251,7 +251,7 @@ def _each(going: BenchRun, part: str, rows: dict[str, Callable[[], dict]]) -> No
         try:
             going.add(part, row())
         except Exception as error:  # as in turns
-            going.failing(part, name)("", error)
+            going.fail(error, part=part, case=name, variant="")
         _release(going.request.device)
 
 
