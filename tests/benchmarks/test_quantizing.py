@@ -50,9 +50,9 @@ def test_rounding_pays_from_where_it_is_faster_all_the_way(rounded, least):
 def test_products_are_timed_where_they_are_right(tmp_path, monkeypatch):
     """Toy sizes; that of two ways which is wrong has no time, and no sum."""
     pytest.importorskip("triton")
-    from benchmarks.kernels import products
+    from benchmarks.kernels import products, shapes
 
-    monkeypatch.setitem(products.SHAPES, "narrow", products.Shape(1024, 1024, 1536, 8192, 2))
+    monkeypatch.setitem(shapes.SHAPES, "narrow", shapes.Shape(1024, 1024, 1536, 8192, 2))
     monkeypatch.setattr(products, "full_in_passes", lambda *args, **more: fused_linear.reference(*args, **more))
     wrong = lambda *args, **more: 1.5 * fused_linear.reference(*args, **more)  # noqa: E731
     monkeypatch.setattr(
