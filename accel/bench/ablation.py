@@ -109,7 +109,7 @@ def ablate(
     """Rows {"without", "ms", "gain_ms", "peak_mb"}: first stock, then with everything, then without each mechanism.
 
     model: not optimized; as it was afterwards. call: one forward of it. A mechanism of which no site is in the model
-    gives no row. peak_mb: what calls and capture need on top of the weights; None on a CPU.
+    gives no row. "peak_mb" is what calls and capture need on top of the weights; None on a CPU.
     """
     device = next(model.parameters()).device
     at("stock")

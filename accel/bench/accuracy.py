@@ -26,5 +26,6 @@ def relative_error(outputs: list[torch.Tensor], references: list[torch.Tensor]) 
 
 
 def max_abs_error(outputs: list[torch.Tensor], others: list[torch.Tensor]) -> float:
+    """The largest difference of any two elements."""
     errors = [(a.double() - b.double()).abs().max() for a, b in zip(outputs, others, strict=True)]
     return torch.stack(errors).max().item()

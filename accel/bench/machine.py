@@ -68,4 +68,5 @@ def provenance(device: torch.device, dtype: torch.dtype) -> dict:
 
 
 def now() -> str:
+    """The time in UTC, as ISO 8601 has it."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")

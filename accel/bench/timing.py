@@ -74,6 +74,7 @@ def within(limit_s: float) -> Iterator[None]:
 
 
 def synchronize(device: torch.device) -> None:
+    """Waits for a GPU; does nothing for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -13,7 +13,7 @@ UNEVEN = ("ulysses_anything", "ring_anything")  # settings under which ranks hol
 
 
 def context_parallel(holder: object) -> Any:
-    """The `ContextParallelConfig` by which sequences of this model, or of an attention's processor, are divided."""
+    """The configuration of context parallelism by which sequences of this model, or of an attention's processor, are divided."""
     return getattr(getattr(holder, DIVIDED, None), "context_parallel_config", None)
 
 

@@ -2,7 +2,7 @@
 
 transformers keeps the class of a divided layer. Its weights become DTensors, of which each rank holds a part, and a
 closure in `vars(module)["forward"]` does what is to be done before and after. In the closure's cells are the style (a
-`TensorParallelLayer`), the mesh of ranks, and the forward beneath. So it is from 5.17 on. Nothing is imported: no layer
+TensorParallelLayer), the mesh of ranks, and the forward beneath. So it is from 5.17 on. Nothing is imported: no layer
 is divided before its library is there.
 """
 

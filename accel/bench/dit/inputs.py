@@ -82,6 +82,7 @@ def _image(config: dict, sizes: Sizes, draw: Draw) -> torch.Tensor:
 
 
 def flux_inputs(config: dict, sizes: Sizes, draw: Draw) -> list[dict]:
+    """Arguments of forwards of Flux, by step."""
     positions = draw.grid(1, sizes.height // 2, sizes.width // 2)
     kept = {
         "encoder_hidden_states": draw(sizes.batch, sizes.tokens, config["joint_attention_dim"]),
@@ -94,6 +95,7 @@ def flux_inputs(config: dict, sizes: Sizes, draw: Draw) -> list[dict]:
 
 
 def flux2_inputs(config: dict, sizes: Sizes, draw: Draw) -> list[dict]:
+    """Arguments of forwards of Flux.2, by step."""
     kept = {
         "encoder_hidden_states": draw(sizes.batch, sizes.tokens, config["joint_attention_dim"]),
         "img_ids": draw.grid(1, sizes.height // 2, sizes.width // 2, 1).expand(sizes.batch, -1, -1),
@@ -104,6 +106,7 @@ def flux2_inputs(config: dict, sizes: Sizes, draw: Draw) -> list[dict]:
 
 
 def sd3_inputs(config: dict, sizes: Sizes, draw: Draw) -> list[dict]:
+    """Arguments of forwards of Stable Diffusion 3, by step."""
     kept = {
         "encoder_hidden_states": draw(sizes.batch, sizes.tokens, config["joint_attention_dim"]),
         "pooled_projections": draw(sizes.batch, config["pooled_projection_dim"]),
@@ -170,6 +173,7 @@ def ltx_inputs(config: dict, sizes: Sizes, draw: Draw) -> list[dict]:
 
 
 def pixart_inputs(config: dict, sizes: Sizes, draw: Draw) -> list[dict]:
+    """Arguments of forwards of PixArt, by step."""
     kept = {
         "encoder_hidden_states": draw(sizes.batch, sizes.tokens, config["caption_channels"]),
         "encoder_attention_mask": draw.mask(sizes, torch.int64),
@@ -180,6 +184,7 @@ def pixart_inputs(config: dict, sizes: Sizes, draw: Draw) -> list[dict]:
 
 
 def hunyuan_video_inputs(config: dict, sizes: Sizes, draw: Draw) -> list[dict]:
+    """Arguments of forwards of HunyuanVideo, by step."""
     kept = {
         "encoder_hidden_states": draw(sizes.batch, sizes.tokens, config["text_embed_dim"]),
         "encoder_attention_mask": draw.mask(sizes, torch.int64),

@@ -36,6 +36,7 @@ def build(model: str, device: torch.device, dtype: torch.dtype) -> "PreTrainedMo
 
 
 def config_of(name: str) -> Any:
+    """The published configuration of this name."""
     from transformers import AutoConfig
 
     kind, given = CONFIGS[name]
@@ -43,6 +44,7 @@ def config_of(name: str) -> Any:
 
 
 def from_config(config: Any, device: torch.device, dtype: torch.dtype) -> "PreTrainedModel":
+    """The model with random weights, made on the device."""
     from transformers import AutoModelForCausalLM
 
     devices = [device] if device.type == "cuda" else []
@@ -52,6 +54,7 @@ def from_config(config: Any, device: torch.device, dtype: torch.dtype) -> "PreTr
 
 
 def endless(model: "PreTrainedModel") -> "PreTrainedModel":
+    """The model itself, which now never writes the end of a text."""
     config = model.generation_config
     config.eos_token_id = model.config.get_text_config().vocab_size
     if config.pad_token_id is None:

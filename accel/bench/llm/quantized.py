@@ -45,9 +45,9 @@ def chosen(
 def variant(stock: "PreTrainedModel", name: str, options: dict[str, Any], device: torch.device) -> tuple[Variant, dict]:
     """A copy of the stock model under accel.optimize with these options, and its row of the result.
 
-    quantize_s: of that call, kernels compiled for it included; kl and top1: against stock, on random tokens. Of
-    weights, mb: MiB of the quantized ones alone, with embeddings that an output head shared its weight with; of a
-    cache, token_bytes: what a token takes. Raises ValueError where nothing was quantized.
+    quantize_s: of that call, kernels compiled for it included. kl, top1: against stock, on random tokens. mb: MiB of
+    the quantized weights alone, with embeddings that an output head shared its weight with. token_bytes: what a token
+    takes in a rounded cache. Raises ValueError where nothing was quantized.
     """
     model = copy.deepcopy(stock)
     keep: dict[str, Any] = {"keep_original": False} if "weights" in options else {}

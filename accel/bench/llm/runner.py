@@ -40,9 +40,9 @@ SHARE = 40  # of the whole time, for the rounds of one case
 class BenchRequest:
     """What to measure. batches, contexts: of decoding; seconds: after so many nothing new is begun.
 
-    compiled: beside them the stock model with its static cache, which generate() then compiles. weights, kv_cache,
-    activations: schemes of quantized weights, kinds of rounded caches and of rounded activations (with weights of the
-    same kind), each of them, and each pair with a cache, a variant of its own in what is timed in turns.
+    compiled: beside them the stock model with its static cache, which generate() then compiles. weights: schemes of
+    quantized weights. kv_cache: kinds of rounded caches. activations: kinds of rounded activations, with weights of the
+    same kind. Each of these, and each pair with a cache, is a variant of its own in what is timed in turns.
     """
 
     model: str

@@ -39,6 +39,7 @@ def _prompt(model: Any, size: Size, rows: int = 1, tokens: int = PROMPT) -> dict
 
 
 def generating(model: Any, size: Size, rows: int = 1, new: int = NEW, tokens: int = PROMPT) -> Built:
+    """The model, and a greedy call of generate() with prompts of so many tokens."""
     inputs = _prompt(model, size, rows, tokens)
     return model, lambda: model.generate(**inputs, max_new_tokens=size(new, 4), do_sample=False)
 

@@ -16,6 +16,7 @@ def drawn(pipe: Any, size: Size, steps: int = 10, **given: Any) -> torch.Tensor:
 
 
 def pixels(size: Size, real: int) -> dict:
+    """Height and width of an image, as arguments."""
     return {"height": size(real, 64), "width": size(real, 64)}
 
 

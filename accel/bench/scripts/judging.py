@@ -15,6 +15,7 @@ from accel.verification.noise import with_noise
 
 
 def is_tokens(output: Any) -> bool:
+    """Whether it is a tensor of whole numbers."""
     return isinstance(output, torch.Tensor) and not output.is_floating_point()
 
 

@@ -49,6 +49,7 @@ def random_encoder(kind: str, size: Size, config: Any, dtype: torch.dtype) -> nn
 
 
 def clip_text(size: Size, large: bool = False) -> nn.Module:
+    """A text encoder of SD1.5, or with `large` the second one of SDXL."""
     from transformers import CLIPTextConfig
 
     given: dict = dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12)
@@ -62,15 +63,18 @@ def clip_text(size: Size, large: bool = False) -> nn.Module:
 
 
 def vae(size: Size, **changes: Any) -> nn.Module:
+    """The autoencoder of Stable Diffusion."""
     return random_model("AutoencoderKL", size(configs.SD_VAE, TINY_VAE) | changes, size.device, size.fp16)
 
 
 def unet(size: Size, large: bool = False, **changes: Any) -> nn.Module:
+    """The UNet of SD1.5, or with `large` of SDXL."""
     config = size(configs.SDXL_UNET, TINY_XL) if large else size(configs.SD15_UNET, TINY)
     return random_model("UNet2DConditionModel", config | changes, size.device, size.fp16)
 
 
 def scheduler(kind: str = "DDIMScheduler", **changes: Any) -> Any:
+    """A scheduler with the noise schedule of Stable Diffusion."""
     import diffusers
 
     return getattr(diffusers, kind)(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", **changes)
@@ -129,11 +133,13 @@ def z_image(size: Size) -> tuple[Any, dict]:
 
 
 def flux_transformer(size: Size, **changes: Any) -> nn.Module:
+    """The transformer of Flux.1-dev."""
     config = size(dit_configs.FLUX_DEV, TINY_FLUX) | changes
     return random_model("FluxTransformer2DModel", config, size.device, size.bf16)
 
 
 def flux_prompt(size: Size) -> dict:
+    """A prompt's embeddings, as arguments of a call of Flux."""
     config: dict = size(dit_configs.FLUX_DEV, TINY_FLUX)
     tokens = size(512, 8)
     pixels = size(1024, 64)
@@ -155,7 +161,7 @@ def picture(size: Size, pixels: int, mode: str = "RGB", seed: int = SEED) -> Any
 
 
 def add_lora(model: nn.Module, name: str = "default", rank: int = 16, seed: int = SEED) -> None:
-    """A LoRA on the attention of a denoiser, as `load_lora_weights` leaves it: beside the weights, not fused."""
+    """A LoRA on the attention of a denoiser, as diffusers leaves it after loading: beside the weights, not fused."""
     from peft import LoraConfig
 
     torch.manual_seed(seed)

@@ -10,6 +10,7 @@ from accel.bench.scripts.script import Built, Size, script
 
 
 def painted(pipe: Any, size: Size, steps: int = 4) -> torch.Tensor:
+    """An image of Flux."""
     return drawn(pipe, size, steps, prompt=None, **flux_prompt(size))
 
 

@@ -31,6 +31,7 @@ def known_model(model: str, device: str | None, dtype: str | None) -> "tuple[tor
 
 
 def names_of(given: str | None, valid: tuple[str, ...], option: str) -> tuple[str, ...]:
+    """The names of a list with commas. Raises BadParameter with one that is not valid."""
     names = tuple(given.split(",")) if given else ()
     if unknown := [name for name in names if name not in valid]:
         raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(valid)}", param_hint=option)

@@ -41,8 +41,8 @@ def bench_llm(
 ) -> None:
     """Time generate() of a language model stock and with accel, correctness first; writes JSON as it goes.
 
-    Decode steps by batch and context with their share of the memory's bandwidth, prompts, beams, sampling, assisted
-    text, a long context, memory, the slowest call of a new shape, and time to ready.
+    Decode steps by batch and context with their share of the memory's bandwidth, prompts, beams, sampling and assisted
+    text. A long context, memory, the slowest call of a new shape, and time to ready.
     """
     from accel.bench.llm import results, runner
 

@@ -15,6 +15,7 @@ SCORES = 2**25  # at a time: 128 MiB in fp32
 
 
 def refuses(q, k, v) -> str | None:
+    """Why these tensors cannot be taken, or None."""
     if not q.is_cuda:
         return f"runs on CUDA, not on {q.device.type}"
     if q.dtype not in FLOATS:

@@ -4,8 +4,8 @@ Run as a file, by `Compilers`. It has Triton and no PyTorch, whose import takes 
 needs none of it, and the files of kernels use it only where they launch. Nothing in it runs on a GPU, and it has one
 thread, so that forking is safe. What it compiles lies in Triton's cache.
 
-In come pickles: `sys.path` and how many may compile at once, then a kernel each. Out go, by their numbers, which are
-done: a line each, with 1 or 0 for whether it compiled.
+In come pickles: `sys.path` and how many may compile at once, then a kernel each. Out goes a line for each that is done:
+its number, and 1 or 0 for whether it compiled.
 """
 
 import io

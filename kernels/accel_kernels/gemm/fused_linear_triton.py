@@ -187,8 +187,8 @@ def gemv_shape(n: int, k: int, gate: bool, norm: bool) -> Shape:
 def skinny_shape(rows: int, n: int, k: int, gate: bool, norm: bool, device: torch.device) -> Shape:
     """As measured on an H200; as many stages as shared memory holds.
 
-    After a norm, whose few programs leave the GPU empty, the next kernel may start early. After another product it must
-    not: its programs would crowd where that one leaves room, several to a multiprocessor.
+    After a norm, whose few programs leave the GPU empty, the next kernel may start early. After another product it
+    must wait: its programs would crowd where that one leaves room, several to a multiprocessor.
     """
     few = rows <= 16
     block = next((block for block in (64, 32) if n // block >= 60), 16)

@@ -213,6 +213,7 @@ def _outliers(x: QuantizedRows) -> tuple[OutlierArguments, int]:
 
 
 def stage_bytes(shape: Shape, gate: bool) -> int:
+    """Shared memory of one stage of the pipeline."""
     return shape.depth * (shape.rows + shape.columns * (2 if gate else 1))
 
 

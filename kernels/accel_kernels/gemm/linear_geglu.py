@@ -20,6 +20,7 @@ def reference(x, weight, bias=None):
 
 
 def instead(x, weight, bias=None):
+    """The same by torch's product, and one pass."""
     return geglu(F.linear(x, weight, bias))
 
 

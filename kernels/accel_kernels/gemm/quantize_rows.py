@@ -25,8 +25,8 @@ class QuantizedRows(NamedTuple):
     """x (..., K) = data * scales, and the columns taken out of it, where data holds zeros.
 
     data: (..., K) int8 or float8_e4m3fn. scales: (..., 1) float32; NaN where a row held something not finite. dtype:
-    of x. outliers: (..., capacity) in that dtype, of which the first `count` are meant. columns: (capacity,) int64,
-    ascending: where they were. count: (1,) int32, on the device, so that the host does not wait.
+    of x. outliers: (..., capacity) in that dtype, of which the first `count` are meant. columns: where they were,
+    (capacity,) int64 in ascending order. count: (1,) int32, on the device, so that the host does not wait.
     """
 
     data: torch.Tensor

@@ -39,6 +39,7 @@ def reference_concat(x, other):
 
 
 def supports_concat(x, other) -> str | None:
+    """As `supports`, of `image_concat`."""
     if other.dim() != 4 or (x.shape[0], *x.shape[2:]) != (other.shape[0], *other.shape[2:]) or x.dtype != other.dtype:
         return "images of several sizes or dtypes"
     return images_reason(x, other) or dtype_reason(x, other)

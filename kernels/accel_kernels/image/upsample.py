@@ -30,6 +30,7 @@ def images_reason(*images) -> str | None:
 
 
 def channels_last(x: torch.Tensor) -> torch.Tensor:
+    """x in this layout; itself where it has it."""
     return x.contiguous(memory_format=torch.channels_last)
 
 

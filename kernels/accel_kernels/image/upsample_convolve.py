@@ -24,6 +24,7 @@ def reference(x, weight, bias=None, half=False):
 
 
 def instead(x, weight, bias=None, half=False):
+    """The same by a copy of the larger image, and torch's convolution."""
     return F.conv2d(upsample(x), weight, bias, padding=1)
 
 
@@ -41,6 +42,7 @@ def supports(x, weight, bias=None, half=False) -> str | None:
 
 
 def pays(x, weight, bias=None, half=False) -> bool:
+    """Whether the image is large enough for the kernel to be the faster way."""
     return x.shape[0] * x.shape[2] * x.shape[3] >= LEAST_PIXELS
 
 

@@ -18,6 +18,7 @@ def peak_of(largest: str) -> str:
 
 
 def larger_of(a: str, b: str) -> str:
+    """The text of a maximum that keeps NaN."""
     return f"tl.maximum({a}, {b}, propagate_nan=tl.PropagateNan.ALL)"
 
 

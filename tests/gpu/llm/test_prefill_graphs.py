@@ -76,9 +76,7 @@ def test_where_graphs_are_kept_only_if_they_gain():
             same(talk(ours, ids), talk(stock, ids), 4e-5)
     assert prefill_graphs(ours), tried(ours)
     for row in tried(ours):
-        assert (
-            row["status"] == "graph" or "gains nothing" in row["reason"] or "later call" in row["reason"]
-        ), row
+        assert row["status"] == "graph" or "gains nothing" in row["reason"] or "later call" in row["reason"], row
 
 
 def test_nothing_is_stale():

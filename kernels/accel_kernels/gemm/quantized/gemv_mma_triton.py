@@ -1,7 +1,7 @@
 """One row times a 4-bit weight, on the tensor cores: fewer instructions than there are numbers.
 
-See `mma_operands`: numbers go from memory straight into the left factor. The right factor has eight columns, and x is
-one row. So x is cut into spans: as many columns as four threads read of a row of the weight at a time. The right
+See `mma_operands_triton`: numbers go from memory straight into the left factor. The right factor has eight columns, and
+x is one row. So x is cut into spans: as many columns as four threads read of a row of the weight at a time. The right
 factor's columns are eight spans of x. A span of the weight times all of them gives one useful column, its own. The
 useful columns of eight products are put together and scaled at once, since one scale covers a span. Where several
 scales cover a span, it has a column for each, with zeros elsewhere. The zero point is taken off with the scales, by

@@ -1,7 +1,7 @@
 """A weight of fewer bits times two rows to 64, its numbers from memory straight into the tensor cores' registers.
 
-See `mma_operands`. Each warp takes a share of the columns and waits for no other: nothing passes through shared memory
-but the warps' sums.
+See `mma_operands_triton`. Each warp takes a share of the columns and waits for no other: nothing passes through shared
+memory but the warps' sums.
 
 Serves 2 to 64 rows in 16 bits, scales of their dtype, compute capability 8.0 and later, and on 9.0 what is too small
 for `skinny_wgmma_triton`.

@@ -49,7 +49,7 @@ def finish_heads(
     GROUP: gl.constexpr, GROUP_UP: gl.constexpr, DIM: gl.constexpr, MOST: gl.constexpr, COMBINED: gl.constexpr,
     SPLIT: gl.constexpr, WIDE: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """`online_softmax.finish` of the heads of a group: the last program to finish combines all shares."""
+    """`online_softmax_triton.finish` of the heads of a group: the last program to finish combines all shares."""
     d_idx = gl.arange(0, DIM, gl.SliceLayout(0, WIDE))
     unit = gl.program_id(0).to(gl.int64)
     m_mask = m_idx < GROUP

@@ -21,6 +21,7 @@ COUNTERS = tl.constexpr(256)  # split counters that are set to zero at a time
 
 
 def box_columns(format: str) -> int:
+    """How many columns of the weight one box of shared memory holds."""
     return 256 if format == "int4" else 128
 
 

@@ -7,8 +7,8 @@ Can't Run"). What was added is taken off again, of the numbers or of their sum. 
 holding four numbers or eight, the first in the lowest bits. UNPACK_MODE: "plain", arithmetic in place of PTX, for the
 interpreter; "exact"; or "rough", which spends a thousandth of a sum's rounding in bfloat16 on fewer instructions.
 
-Pairs share a register (see `mma_operands`): numbers 16 bits apart in the word, or neighbors where that takes no more
-instructions.
+Pairs share a register (see `mma_operands_triton`): numbers 16 bits apart in the word, or neighbors where that takes no
+more instructions.
 """
 
 import re
