@@ -37,6 +37,7 @@ ACROSS = (16, 32)  # neighboring outputs of it: few to fill the GPU, or 64 bytes
 SORTED = ((128, 1), (1024, 4), (4096, 16))  # pairs at a time, by so many warps
 CHANNELS = 512  # that are added up by a program
 LEAST = 16  # inputs of one product of tensor cores
+UNSTAGED = 40960  # bytes of shared memory that quantized products in float32 take besides their stages
 
 
 def experts(x, index, shares, weights, *, tile=None):
@@ -162,6 +163,10 @@ def _grouped(x, index, shares, weights, tile: Tile):
     depth, by_rows, tail = tile.depth * 2 // x.itemsize, weights.by_rows, tile.tail
     if isinstance(weights.down, Quantized):
         depth, tail = max(depth, LEAST * _numbers(weights.down)["UNIT"]), 0
+        if x.dtype == torch.float32:  # words of several numbers need steps of more bytes than the tile's
+            steps = [depth * (tile.rows * 4 + columns) for columns in (2 * tile.inner, tile.outputs)]
+            room = shared_memory(x.device) - UNSTAGED
+            stages = [min(most, 1 + max(0, room) // step) for most, step in zip(stages, steps, strict=True)]
     launch(
         grouped_up_kernel, grids[0], x, packed(weights.gate_up), *up, **_numbers(weights.gate_up), **more,
         TRANSPOSED=not by_rows[0], TAIL=tail, COLUMNS=tile.inner, DEPTH=depth, num_stages=stages[0],
