@@ -17,7 +17,7 @@ from accel_kernels import FramePadding, convolution_frames
 from torch import nn
 
 from accel.errors import reason_of
-from accel.patching.settings import settings
+from accel.patching.guard import plain_settings
 from accel.patching.structure import foreign, meta_weights, tampered
 from accel.tolerances import NORM
 
@@ -84,7 +84,7 @@ class VideoConvolutions:
             return None
         tuples = (conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.bias is None)
         more = tuple((key, value) for key, value in vars(module).items() if isinstance(value, tuple))
-        key = (settings(module), settings(conv), tuples, more)
+        key = (plain_settings(module), plain_settings(conv), tuples, more)
         if key not in self.found:
             own = foreign(module) is None and foreign(conv) is None
             self.found[key] = _Trial(module, name).find() if own else None

@@ -82,7 +82,7 @@ class MixedForward(DecoderForward):
             seen = self.seen if len(mine) == len(self.layers) else None
             if seen is None or not (seen.reachable() and seen.holds()):
                 self.reason = self._bind(stack and not self.apart)
-                beside = None if self.relied_model is None else self.relied_model.views()
+                beside = None if self.model_guard is None else self.model_guard.views()
                 self.seen = Fingerprint(nn.ModuleList(mine), beside=beside)
         if self.reason is not None:
             raise Unfit(self.reason)

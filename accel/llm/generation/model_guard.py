@@ -1,6 +1,6 @@
 """What the fused forward of a language model stands in for without asking at every call: fields of configurations that
 stock code reads in a call, that code itself, registries of attention functions included, and the modules around the
-layers, which are shown an empty cache and a mask made up. See `accel/patching/relied.py`.
+layers, which are shown an empty cache and a mask made up. See `accel/patching/guard.py`.
 """
 
 import copy
@@ -21,10 +21,9 @@ from accel.cuda_graphs.fingerprint import Versions
 from accel.libraries.attention import ATTENTION, PAGED
 from accel.libraries.experts import CHOSEN, EXPERTS
 from accel.llm.recording.implementation import foreign_experts, lent_configs, undecorated
-from accel.llm.runtime.layer_parts import replaced_forward
 from accel.patching.code import CalledCode, NamedValues
-from accel.patching.relied import another_class, changed_since, same
-from accel.patching.structure import foreign_hooks
+from accel.patching.guard import another_class, changed_since, same
+from accel.patching.structure import foreign_hooks, replaced_forward
 from accel.quantization.experts import stock_class
 
 CHOICES = {EXPERTS, CHOSEN}  # among functions of equal results, or of the user's
@@ -32,7 +31,7 @@ ABSENT = "absent"
 TOKEN = re.compile(r"_token_(id|index)$")
 
 
-class ModelRelied:
+class ModelGuard:
     """The state of all that when it was made; `changed` tells what is another since.
 
     read: configurations, and the names of their fields that matter, see `relevant`. shown: paths of modules that are
@@ -114,11 +113,11 @@ class ModelRelied:
 class _Experts:
     """How many fields each configuration has, and the user's experts."""
 
-    def __init__(self, relied: ModelRelied):
-        self.relied = relied
+    def __init__(self, guard: ModelGuard):
+        self.guard = guard
 
     def __iter__(self) -> Iterator:
-        found = self.relied.configurations
+        found = self.guard.configurations
         return chain(map(len, map(vars, found)), foreign_experts(found))
 
 
