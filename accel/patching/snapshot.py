@@ -8,6 +8,8 @@ import torch
 
 from accel.errors import reason_of
 
+VALUES = chain.from_iterable
+
 
 class Snapshot:
     """The classes of objects, and the values that views give: by identity, then equality; tensors by identity alone.
@@ -29,8 +31,8 @@ class Snapshot:
                 self._watch(container.values() if isinstance(container, dict) else container)
             else:
                 self._empty.append(container)
-        self._values = list(chain.from_iterable(self._views))
-        self._exact_values = list(chain.from_iterable(self._exact))
+        self._values = list(VALUES(self._views))
+        self._exact_values = list(VALUES(self._exact))
 
     def _watch(self, view: Iterable) -> None:
         tensors = any(issubclass(kind, torch.Tensor) for kind in set(map(type, view)))
@@ -42,7 +44,7 @@ class Snapshot:
             return (
                 not any(self._empty)
                 and list(map(type, self.objects)) == self._kinds
-                and list(chain.from_iterable(self._views)) == self._values
+                and list(VALUES(self._views)) == self._values
                 and (not self._exact or self._exactly())
             )
         except Exception as error:  # changing while it is read, or a value that cannot say whether it equals another
@@ -50,7 +52,7 @@ class Snapshot:
             return False
 
     def _exactly(self) -> bool:
-        found, before = list(chain.from_iterable(self._exact)), self._exact_values
+        found, before = list(VALUES(self._exact)), self._exact_values
         return len(found) == len(before) and (all(map(is_, found, before)) or all(map(_equal, found, before)))
 
 
