@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from accel.comparison import factor, is_sum, named_factor
 from accel.llm.analysis.attention_kind import AttentionKind, AttentionSpec, understand_attention
-from accel.llm.analysis.compare import factor, is_sum, named_factor
 from accel.llm.analysis.mlp import MlpCalls, MlpSpec, understand_mlp
 from accel.llm.analysis.norm import NormSpec, norm_spec
 from accel.llm.recording.errors import NotUnderstood

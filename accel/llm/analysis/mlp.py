@@ -7,8 +7,8 @@ import torch
 from accel_kernels.norm.norm import ACTIVATIONS
 from torch import nn
 
+from accel.comparison import agree
 from accel.errors import reason_of
-from accel.llm.analysis.compare import agree
 from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.record import Call, LayerRecord
 from accel.patching.guard import plain_settings

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from accel.comparison import agree, factor, named_factor
 from accel.libraries.attention import TOLD
 from accel.llm.analysis.alibi import slopes_given
 from accel.llm.analysis.attention_kind import AttentionSpec, Understood
-from accel.llm.analysis.compare import agree, factor, named_factor
 from accel.llm.analysis.norm import NormSpec
 from accel.llm.analysis.qk_norm import HeadNorm, head_norm
 from accel.llm.analysis.rotary import Rotary, rotaries
