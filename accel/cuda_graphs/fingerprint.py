@@ -1,16 +1,21 @@
-"""Whether a model is still the one a CUDA graph was captured from."""
+"""Whether a model is still the one a CUDA graph was captured from, or one that it was lately, with graphs of its own:
+adapters and scales are switched back and forth.
+"""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from operator import attrgetter
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from accel.libraries.code import comes_from
-from accel.offload.hooks import BeneathOffload
+from accel.offload.hooks import beneath_offload
 from accel.parallel.sharded_layers import local
-from accel.patching.snapshot import Snapshot
+from accel.patching.snapshot import Snapshot, View
 from accel.patching.structure import own_classes
 
 # Containers every module has that no forward reads; leaving them out makes the check cheaper.
@@ -26,6 +31,13 @@ IRRELEVANT = {
 
 CONTAINERS = (dict, list, set, tuple)
 ADDRESS, VERSION = torch.Tensor.data_ptr, attrgetter("_version")
+MOST = 4  # states; of more, those that were left the longest ago are forgotten
+
+
+class Watched(Protocol):
+    """What a forward reads beside its module; a view gives its present values whenever it is iterated over."""
+
+    def views(self) -> Iterable[Iterable]: ...
 
 
 class Fingerprint(Snapshot):
@@ -35,10 +47,10 @@ class Fingerprint(Snapshot):
     of them; an in-place update of a weight does not, and need not: a graph reads weights where they lie (`reachable`).
 
     kept: attributes that are no matter, as (path of the module, name). beside: what it is to see instead of every field
-    of objects that modules hold, each something that gives its present values whenever it is iterated over.
+    of objects that modules hold.
     """
 
-    def __init__(self, root: nn.Module, kept: Iterable[tuple[str, str]] = (), beside: Iterable[Iterable] | None = None):
+    def __init__(self, root: nn.Module, kept: Iterable[tuple[str, str]] = (), beside: Watched | None = None):
         passed: dict[nn.Module, set[str]] = {}
         for path, name in kept:
             passed.setdefault(root.get_submodule(path), set()).add(name)
@@ -50,9 +62,9 @@ class Fingerprint(Snapshot):
             attributes = vars(module)
             objects[id(module)] = module
             if module in passed:
-                views.append(_Others(attributes, passed[module]))
+                views.append(_others(attributes, passed[module]))
             else:
-                views.append(BeneathOffload(module) if module is root else attributes.values())
+                views.append(View(partial(beneath_offload, module)) if module is root else attributes.values())
             for name, value in attributes.items():
                 if name not in IRRELEVANT and isinstance(value, CONTAINERS):
                     containers.append(value)
@@ -65,7 +77,7 @@ class Fingerprint(Snapshot):
             self._tensors += map(local, held)
         classes = dict.fromkeys(chain.from_iterable(own_classes(type(one)) for one in objects.values()))
         views += [vars(base).values() for base in classes]
-        super().__init__(objects.values(), [*views, *(beside or ())], containers)
+        super().__init__(objects.values(), [*views, *(() if beside is None else beside.views())], containers)
         self._addresses = list(map(ADDRESS, self._tensors))
 
     def reachable(self) -> bool:
@@ -91,24 +103,60 @@ def _read_by_field(value: object) -> bool:
     return plain and not isinstance(value, torch.Tensor | nn.Module | type)
 
 
-class Versions:
-    """How often tensors were changed in place, as autograd counts; those of inference mode, that nobody counts, never.
+def _others(attributes: dict, names: set[str]) -> View:
+    """The values of a dictionary but for some names."""
+    return View(lambda: (value for name, value in attributes.items() if name not in names))
 
-    Gives their present counts whenever it is iterated over.
+
+@dataclass
+class State:
+    """What a module was, and the number by which graphs that were captured from it are found."""
+
+    number: int
+    fingerprint: Fingerprint
+
+
+class States:
+    """States of one module: `now` is the last one that it was found in, None before it was looked at.
+
+    Only states of the same modules over the same weights are kept beside `now`: others would keep alive what the user
+    has taken out.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor]):
-        self.tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+    def __init__(self) -> None:
+        self._known: list[State] = []  # the present one last
+        self._count = 0
 
-    def __iter__(self) -> Iterator:
-        return map(VERSION, self.tensors)
+    @property
+    def now(self) -> Fingerprint | None:
+        return self._known[-1].fingerprint if self._known else None
 
+    @property
+    def number(self) -> int:
+        """Of the present state."""
+        return self._known[-1].number if self._known else 0
 
-class _Others:
-    """The values of a dictionary but for some names, as they are whenever it is asked."""
+    def renew(self, take: Callable[[], Fingerprint]) -> tuple[Fingerprint, bool]:
+        """What the module is now, and whether it was not that before. take: makes its fingerprint."""
+        for state in reversed(self._known[:-1]):
+            if state.fingerprint.reachable() and state.fingerprint.holds():
+                self._known.remove(state)
+                self._known.append(state)
+                return state.fingerprint, False
+        new = take()
+        kept = [state for state in self._known if state.fingerprint.alike(new)][1 - MOST :]
+        self._count += 1
+        self._known = [*kept, State(self._count, new)]
+        return new, True
 
-    def __init__(self, attributes: dict, names: set[str]):
-        self.attributes, self.names = attributes, names
+    def follow(self, take: Callable[[], Fingerprint]) -> None:
+        """Sees the present state anew where its weights alone have moved. For one without graphs."""
+        if self.now is not None and not self.now.reachable() and self.now.holds():
+            self._known = [State(self.number, take())]
 
-    def __iter__(self) -> Iterator:
-        return (value for name, value in self.attributes.items() if name not in self.names)
+    def clear(self) -> None:
+        self._known = []
+
+    def numbers(self) -> set[int]:
+        """Of all states whose graphs are of use."""
+        return {state.number for state in self._known}

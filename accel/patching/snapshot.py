@@ -1,6 +1,6 @@
 """What objects hold at one moment, as lists that are compared with the present ones in microseconds."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
 from operator import is_
 
@@ -9,6 +9,16 @@ import torch
 from accel.errors import reason_of
 
 VALUES = chain.from_iterable
+
+
+class View:
+    """What a function gives, asked anew whenever it is iterated over."""
+
+    def __init__(self, read: Callable[[], Iterable]):
+        self.read = read
+
+    def __iter__(self) -> Iterator:
+        return iter(self.read())
 
 
 class Snapshot:

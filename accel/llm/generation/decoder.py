@@ -316,10 +316,12 @@ class DecoderForward(FastForward):
         with self.lock:
             if self.seen is None or not (self.seen.reachable() and self.seen.holds()):
                 self.reason = self._bind(stack and not self.apart)
-                beside = None if self.model_guard is None else self.model_guard.views()
-                self.seen = Fingerprint(self.module, self.convention.passed, beside)
+                self.seen = self._fingerprint()
         if self.reason is not None:
             raise Unfit(self.reason)
+
+    def _fingerprint(self) -> Fingerprint:
+        return Fingerprint(self.module, self.convention.passed, self.model_guard)
 
     def _bind(self, stack: bool) -> str | None:
         reason = None if self.model_guard is None else self.model_guard.changed()

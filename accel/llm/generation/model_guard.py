@@ -8,7 +8,7 @@ import inspect
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from types import FunctionType
@@ -17,12 +17,13 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from accel.cuda_graphs.fingerprint import Versions
+from accel.cuda_graphs.fingerprint import VERSION
 from accel.libraries.attention import ATTENTION, PAGED
 from accel.libraries.experts import CHOSEN, EXPERTS
 from accel.llm.recording.implementation import foreign_experts, lent_configs, undecorated
 from accel.patching.code import CalledCode, NamedValues
 from accel.patching.guard import another_class, changed_since, same
+from accel.patching.snapshot import View
 from accel.patching.structure import foreign_hooks, replaced_forward
 from accel.quantization.experts import stock_class
 
@@ -104,31 +105,14 @@ class ModelGuard:
             yield from map(_live, filter(_several, fields.values()))
             yield from (_live(v) for value in fields.values() if _several(value) for v in _live(value) if _several(v))
         yield NamedValues(mappings)
-        yield _Experts(self)
-        modules = dict(self.model.named_modules())
-        yield _Held([vars(modules[path]) for path in self.held if path in modules])
-        yield Versions(buffer for buffer in self.model.buffers() if not buffer.is_floating_point())  # masks, read once
-
-
-class _Experts:
-    """How many fields each configuration has, and the user's experts."""
-
-    def __init__(self, guard: ModelGuard):
-        self.guard = guard
-
-    def __iter__(self) -> Iterator:
-        found = self.guard.configurations
-        return chain(map(len, map(vars, found)), foreign_experts(found))
-
-
-class _Held:
-    """Which configurations modules hold: by number, for some that are not the same say that they are equal."""
-
-    def __init__(self, modules: list[Mapping]):
-        self.modules = modules
-
-    def __iter__(self) -> Iterator:
-        return (id(attributes.get("config")) for attributes in self.modules)
+        found, modules = self.configurations, dict(self.model.named_modules())
+        yield View(lambda: chain(map(len, map(vars, found)), foreign_experts(found)))
+        held = [vars(modules[path]) for path in self.held if path in modules]
+        # By number: some configurations that are not the same say that they are equal.
+        yield View(lambda: (id(attributes.get("config")) for attributes in held))
+        # Masks, which are read once; in inference mode nobody counts how often they were changed.
+        masks = [one for one in self.model.buffers() if not one.is_floating_point() and not one.is_inference()]
+        yield View(lambda: map(VERSION, masks))
 
 
 def _several(value: object) -> bool:
