@@ -64,7 +64,7 @@ class ModelGuard:
             return self.stale
         modules = dict(self.model.named_modules())
         what = self._another(modules)
-        return self._hung(modules) if what is None else changed_since(what)
+        return self._has_hooks(modules) if what is None else changed_since(what)
 
     def _another(self, modules: dict[str, nn.Module]) -> str | None:
         gone = next((path for path in chain(self.held, self.shown) if path not in modules), None)
@@ -86,7 +86,7 @@ class ModelGuard:
                 return f"{path}: {another_class(kind, type(modules[path]))}"
         return None
 
-    def _hung(self, modules: dict[str, nn.Module]) -> str | None:
+    def _has_hooks(self, modules: dict[str, nn.Module]) -> str | None:
         """Why code of the user's would be shown what only we have. Hooks of transformers look at neither."""
         for path, (_, plain) in self.shown.items():
             reason = "forward hooks" if foreign_hooks(modules[path]) else None
