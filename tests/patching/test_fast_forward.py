@@ -187,12 +187,12 @@ class Scaled(nn.Module):
     def __init__(self):
         super().__init__()
         self.scales, self.named, self.limit, self.note = [1.0, 2.0], {"low": 0.5}, torch.tensor([1.0, 2.0]), "mine"
-        self.inner = nn.Tanh()
+        self.least, self.inner = torch.ones(()), nn.Tanh()
         self.eval()
 
     def forward(self, x):
         low = self.named["low"]
-        return self.inner(x * self.scales[0] * low).clamp(max=self.limit)
+        return self.inner(x * self.scales[0] * low).clamp(self.least, self.limit)
 
 
 def guarded(module):
@@ -214,6 +214,7 @@ CHANGES = {
     "in a dictionary": (lambda m: m.named.update(low=0.25), lambda m: m.named.update(low=0.5), "named"),
     "another list": (lambda m: put(m, "scales", [1.0]), lambda m: put(m, "scales", [1.0, 2.0]), "scales"),
     "another tensor": (lambda m: put(m, "limit", m.limit.clone()), None, "limit"),
+    "an equal tensor of one number": (lambda m: put(m, "least", m.least.clone()), None, "least"),
     "a value in a list's place": (lambda m: put(m, "scales", 1.0), lambda m: put(m, "scales", [1.0, 2.0]), "scales"),
     "no list": (lambda m: delattr(m, "scales"), lambda m: put(m, "scales", [1.0, 2.0]), "scales"),
 }
