@@ -19,12 +19,6 @@ def in_full(case: Case, twin: nn.Module, inputs: list[dict], dtype: torch.dtype)
         return [case.call(twin, cast(kwargs, finer(dtype))) for kwargs in inputs]
 
 
-def relative_error(outputs: list[torch.Tensor], references: list[torch.Tensor]) -> float:
-    """Root mean square of the error over that of the reference, the worst of all calls; nan where anything is nan."""
-    errors = [(a.double() - b.double()).norm() / b.double().norm() for a, b in zip(outputs, references, strict=True)]
-    return torch.stack(errors).max().item()  # torch's max keeps a nan, Python's may drop it
-
-
 def max_abs_error(outputs: list[torch.Tensor], others: list[torch.Tensor]) -> float:
     """The largest difference of any two elements."""
     errors = [(a.double() - b.double()).abs().max() for a, b in zip(outputs, others, strict=True)]

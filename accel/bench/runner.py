@@ -19,6 +19,7 @@ from accel.bench.machine import provenance
 from accel.bench.memory import peak_mb, release
 from accel.bench.ready.states import lost_s, measure_states
 from accel.bench.timing import Clock, compare_times, seconds
+from accel.comparison import worst_rms
 from accel.errors import told
 from accel.quantization.module import unrounded
 from accel.tolerances import FLOOR, TIMES_STOCK, UNITS
@@ -64,7 +65,7 @@ def _check(outputs: list, stock: list, exact: list) -> dict:
     Raises WrongResult where accel's is more than TIMES_STOCK times stock's, in float32 more than FLOOR too; where there
     is nothing in full precision, where accel is more than UNITS from stock. Every number must be finite.
     """
-    error = accuracy.relative_error(outputs, stock)
+    error = worst_rms(outputs, stock)
     if not math.isfinite(error):
         raise WrongResult("an output is not finite, so nothing was timed")
     told_apart = {"accel_vs_stock": error, "accel_vs_stock_max_abs": accuracy.max_abs_error(outputs, stock)}
@@ -73,7 +74,7 @@ def _check(outputs: list, stock: list, exact: list) -> dict:
         if error > allowed:
             raise WrongResult(f"{error:.3g} from stock, more than {allowed:.3g}, so nothing was timed")
         return {"measure": f"relative RMS against stock, worst of {len(stock)} calls"} | told_apart
-    stock_error, error = (accuracy.relative_error(found[-len(exact) :], exact) for found in (stock, outputs))
+    stock_error, error = (worst_rms(found[-len(exact) :], exact) for found in (stock, outputs))
     floor = FLOOR if outputs[0].dtype == torch.float32 else 0.0
     if not error <= max(TIMES_STOCK * stock_error, floor):
         raise WrongResult(
@@ -227,8 +228,8 @@ class _Run:
         self.result["peak_memory_mb"]["compile"] = memory
         errors = self.result.setdefault("error", {})
         if self.exact:
-            errors["compile_vs_fp32"] = accuracy.relative_error(own[-len(self.exact) :], self.exact)
-        errors["compile_vs_stock"] = accuracy.relative_error(own, self.stock)
+            errors["compile_vs_fp32"] = worst_rms(own[-len(self.exact) :], self.exact)
+        errors["compile_vs_stock"] = worst_rms(own, self.stock)
         return step
 
 

@@ -1,16 +1,21 @@
-"""Whether a model is still the one a CUDA graph was captured from."""
+"""Whether a model is still the one a CUDA graph was captured from, or one that it was lately, with graphs of its own:
+adapters and scales are switched back and forth.
+"""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter
+from typing import Protocol
 
 import torch
 from torch import nn
 
-from accel.errors import reason_of
 from accel.libraries.code import comes_from
-from accel.offload.hooks import BeneathOffload
+from accel.offload.hooks import beneath_offload
 from accel.parallel.sharded_layers import local
+from accel.patching.snapshot import Snapshot, View
 from accel.patching.structure import own_classes
 
 # Containers every module has that no forward reads; leaving them out makes the check cheaper.
@@ -26,71 +31,54 @@ IRRELEVANT = {
 
 CONTAINERS = (dict, list, set, tuple)
 ADDRESS, VERSION = torch.Tensor.data_ptr, attrgetter("_version")
+MOST = 4  # states; of more, those that were left the longest ago are forgotten
 
 
-class Fingerprint:
+class Watched(Protocol):
+    """What a forward reads beside its module; a view gives its present values whenever it is iterated over."""
+
+    def views(self) -> Iterable[Iterable]: ...
+
+
+class Fingerprint(Snapshot):
     """Attributes of all modules by identity, contents of their containers, classes, and addresses of all weights.
 
     A swapped adapter, processor, scale, hook, weight, class, method of a class, or field of a configuration changes one
-    of them; an in-place update of a weight does not,
-    and need not: a graph reads weights where they lie. Made for being asked at every step: what is compared are lists,
-    by identity and then equality, tensors by identity alone.
+    of them; an in-place update of a weight does not, and need not: a graph reads weights where they lie (`reachable`).
 
     kept: attributes that are no matter, as (path of the module, name). beside: what it is to see instead of every field
-    of objects that modules hold, each something that gives its present values whenever it is iterated over.
+    of objects that modules hold.
     """
 
-    def __init__(self, root: nn.Module, kept: Iterable[tuple[str, str]] = (), beside: Iterable[Iterable] | None = None):
+    def __init__(self, root: nn.Module, kept: Iterable[tuple[str, str]] = (), beside: Watched | None = None):
         passed: dict[nn.Module, set[str]] = {}
         for path, name in kept:
             passed.setdefault(root.get_submodule(path), set()).add(name)
-        # Views stay live: reading them again shows the present state without walking the tree.
-        self._views: list = []
-        self._exact: list = []
-        self._empty: list = []
+        objects: dict[int, object] = {}
+        views: list[Iterable] = []
+        containers: list = []
         self._tensors: list[torch.Tensor] = []
-        self._objects: dict[int, object] = {}
         for module in root.modules():
             attributes = vars(module)
-            self._objects[id(module)] = module
+            objects[id(module)] = module
             if module in passed:
-                self._watch(_Others(attributes, passed[module]))
+                views.append(_others(attributes, passed[module]))
             else:
-                self._watch(BeneathOffload(module) if module is root else attributes.values())
+                views.append(View(partial(beneath_offload, module)) if module is root else attributes.values())
             for name, value in attributes.items():
-                if name in IRRELEVANT or not isinstance(value, CONTAINERS):
-                    if beside is None:
-                        self._look_into(value)
-                    continue
-                if len(value):
-                    self._watch(value.values() if isinstance(value, dict) else value)
-                else:
-                    self._empty.append(value)
+                if name not in IRRELEVANT and isinstance(value, CONTAINERS):
+                    containers.append(value)
+                elif beside is None and id(value) not in objects and _read_by_field(value):
+                    objects[id(value)] = value
+                    fields = vars(value).values()
+                    views.append(fields)
+                    containers += (one for one in fields if isinstance(one, CONTAINERS) and len(one))
             held = (t for t in chain(module._parameters.values(), module._buffers.values()) if t is not None)
             self._tensors += map(local, held)
-        for base in dict.fromkeys(chain.from_iterable(own_classes(type(one)) for one in self._objects.values())):
-            self._watch(vars(base).values())
-        self._kinds = list(map(type, self._objects.values()))
-        for view in beside or ():
-            self._watch(view)
-        self._values = list(chain.from_iterable(self._views))
-        self._exact_values = list(chain.from_iterable(self._exact))
+        classes = dict.fromkeys(chain.from_iterable(own_classes(type(one)) for one in objects.values()))
+        views += [vars(base).values() for base in classes]
+        super().__init__(objects.values(), [*views, *(() if beside is None else beside.views())], containers)
         self._addresses = list(map(ADDRESS, self._tensors))
-
-    def _look_into(self, value: object) -> None:
-        """Configurations, attention processors: plain objects of the libraries that a forward reads."""
-        if id(value) not in self._objects and comes_from(type(value), "diffusers", "transformers"):
-            attributes = getattr(value, "__dict__", None)
-            if attributes is not None and not isinstance(value, torch.Tensor | nn.Module | type):
-                self._objects[id(value)] = value
-                self._watch(attributes.values())
-                for inside in attributes.values():  # as the hooks in a registry of diffusers
-                    if isinstance(inside, CONTAINERS) and len(inside):
-                        self._watch(inside.values() if isinstance(inside, dict) else inside)
-
-    def _watch(self, view: Iterable) -> None:
-        tensors = any(issubclass(kind, torch.Tensor) for kind in set(map(type, view)))
-        (self._exact if tensors else self._views).append(view)
 
     def reachable(self) -> bool:
         """True while the weights lie where they lay: replaying a graph then reads no memory given back since."""
@@ -98,7 +86,7 @@ class Fingerprint:
 
     def alike(self, other: "Fingerprint") -> bool:
         """Whether both are of the same modules and tensors, whatever else is set in them."""
-        mine, theirs = (list(map(id, chain(one._objects.values(), one._tensors))) for one in (self, other))
+        mine, theirs = (list(map(id, chain(one.objects, one._tensors))) for one in (self, other))
         return mine == theirs
 
     def versions(self) -> int | None:
@@ -108,54 +96,67 @@ class Fingerprint:
         except RuntimeError:
             return None
 
-    def holds(self) -> bool:
-        """True while nothing that a forward could read has changed, weights aside (see `reachable`)."""
-        try:
-            if any(self._empty) or list(map(type, self._objects.values())) != self._kinds:
-                return False
-            exact, found = list(chain.from_iterable(self._exact)), list(chain.from_iterable(self._views))
-            return _same(exact, self._exact_values, all(map(is_, exact, self._exact_values))) and _same(
-                found, self._values, _equal_lists(found, self._values)
-            )
-        except RuntimeError:  # a container changed size while another thread was reading it
-            return False
+
+def _read_by_field(value: object) -> bool:
+    """Configurations, attention processors, hooks in a registry: objects of the libraries that a forward reads."""
+    plain = comes_from(type(value), "diffusers", "transformers") and hasattr(value, "__dict__")
+    return plain and not isinstance(value, torch.Tensor | nn.Module | type)
 
 
-class Versions:
-    """How often tensors were changed in place, as autograd counts; those of inference mode, that nobody counts, never.
+def _others(attributes: dict, names: set[str]) -> View:
+    """The values of a dictionary but for some names."""
+    return View(lambda: (value for name, value in attributes.items() if name not in names))
 
-    Gives their present counts whenever it is iterated over.
+
+@dataclass
+class State:
+    """What a module was, and the number by which graphs that were captured from it are found."""
+
+    number: int
+    fingerprint: Fingerprint
+
+
+class States:
+    """States of one module: `now` is the last one that it was found in, None before it was looked at.
+
+    Only states of the same modules over the same weights are kept beside `now`: others would keep alive what the user
+    has taken out.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor]):
-        self.tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+    def __init__(self) -> None:
+        self._known: list[State] = []  # the present one last
+        self._count = 0
 
-    def __iter__(self) -> Iterator:
-        return map(VERSION, self.tensors)
+    @property
+    def now(self) -> Fingerprint | None:
+        return self._known[-1].fingerprint if self._known else None
 
+    @property
+    def number(self) -> int:
+        """Of the present state."""
+        return self._known[-1].number if self._known else 0
 
-class _Others:
-    """The values of a dictionary but for some names, as they are whenever it is asked."""
+    def renew(self, take: Callable[[], Fingerprint]) -> tuple[Fingerprint, bool]:
+        """What the module is now, and whether it was not that before. take: makes its fingerprint."""
+        for state in reversed(self._known[:-1]):
+            if state.fingerprint.reachable() and state.fingerprint.holds():
+                self._known.remove(state)
+                self._known.append(state)
+                return state.fingerprint, False
+        new = take()
+        kept = [state for state in self._known if state.fingerprint.alike(new)][1 - MOST :]
+        self._count += 1
+        self._known = [*kept, State(self._count, new)]
+        return new, True
 
-    def __init__(self, attributes: dict, names: set[str]):
-        self.attributes, self.names = attributes, names
+    def follow(self, take: Callable[[], Fingerprint]) -> None:
+        """Sees the present state anew where its weights alone have moved. For one without graphs."""
+        if self.now is not None and not self.now.reachable() and self.now.holds():
+            self._known = [State(self.number, take())]
 
-    def __iter__(self) -> Iterator:
-        return (value for name, value in self.attributes.items() if name not in self.names)
+    def clear(self) -> None:
+        self._known = []
 
-
-def _same(found: list, before: list, at_a_glance: bool) -> bool:
-    return len(found) == len(before) and (at_a_glance or all(map(_equal, found, before)))
-
-
-def _equal_lists(found: list, before: list) -> bool:
-    try:
-        return found == before
-    except Exception as error:  # arrays, and whatever else cannot say whether it equals something
-        reason_of(error)
-        return False
-
-
-def _equal(value: object, before: object) -> bool:
-    """Plain values may be new objects: PEFT multiplies an adapter's scale at every call, and divides it again."""
-    return value is before or (type(value) is type(before) and type(value) in (float, int, str) and value == before)
+    def numbers(self) -> set[int]:
+        """Of all states whose graphs are of use."""
+        return {state.number for state in self._known}

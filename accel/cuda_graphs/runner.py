@@ -18,11 +18,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from accel.cuda_graphs.entry import Captured, Constant, Entry, Inputs, Replayed, filled, key_of, switches
-from accel.cuda_graphs.fingerprint import Fingerprint
+from accel.cuda_graphs.fingerprint import Fingerprint, States, Watched
 from accel.cuda_graphs.host_copies import captured
 from accel.cuda_graphs.memory import CaptureMemory
 from accel.cuda_graphs.pool import GraphPool
-from accel.cuda_graphs.states import States, Watched
 from accel.cuda_graphs.wall_time import milliseconds
 from accel.errors import reason_of, told
 from accel.parallel.ranks import Ranks
@@ -229,8 +228,7 @@ class GraphRunner:
         return now
 
     def _taken(self) -> Fingerprint:
-        beside = None if self.beside is None else self.beside.views()
-        return Fingerprint(self.module, self.passed, beside)
+        return Fingerprint(self.module, self.passed, self.beside)
 
     def _follow(self) -> None:
         """Looks for weights where an eager call has put them, side by side for one product, if no graph reads them."""

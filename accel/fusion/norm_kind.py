@@ -11,6 +11,7 @@ from accel_kernels.norm.norm import reference
 from accel_kernels.norm.rms_norm import GATES, Gate
 from torch import nn
 
+from accel.comparison import relative_max
 from accel.errors import reason_of
 from accel.tolerances import NORM, NORM_NARROW
 
@@ -117,7 +118,7 @@ class _Probe:
             return None
         for kind in kinds:
             pairs = zip(calls, wanted, strict=True)
-            if all(_close(self._expected(kind, *call), out, NORM) for call, out in pairs):
+            if all(relative_max(self._expected(kind, *call), out) <= NORM for call, out in pairs):
                 return replace(kind, keeps=tuple(self._kept(kind)))
         return None
 
@@ -151,7 +152,7 @@ class _Probe:
             call = (x,) if kind.gate is None else (x, self.gate.to(next(types)))
             out, expected = self._run(*call), self._expected(kind, *call)
             vars(self.module)["_parameters"] = wide
-            if out is not None and out.dtype == x.dtype and _close(expected, out, NORM_NARROW):
+            if out is not None and out.dtype == x.dtype and relative_max(expected, out) <= NORM_NARROW:
                 yield pattern
 
 
@@ -165,9 +166,3 @@ def _kinds(probe: _Probe) -> list[NormKind]:
         for centred in (False, True)
         for offset in ((0.0, 1.0) if weight is not None else (0.0,))
     ]
-
-
-def _close(got: torch.Tensor, wanted: torch.Tensor, limit: float) -> bool:
-    if got.shape != wanted.shape or not torch.isfinite(wanted).all():
-        return False
-    return float((got - wanted).abs().max()) <= limit * float(wanted.abs().max().clamp_min(1e-6))

@@ -11,10 +11,9 @@ from accel.fusion.channels_last import normalize
 from accel.fusion.norm_kind import NormKind, rms_norm_kinds
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, Kernels
+from accel.patching.guard import Parts, plain_settings
 from accel.patching.ledger import Ledger
-from accel.patching.relied import Parts
 from accel.patching.rule import Match
-from accel.patching.settings import settings
 from accel.patching.site import Site
 from accel.patching.structure import plain, tampered
 
@@ -159,7 +158,7 @@ class NormKinds:
 
     def of(self, module: nn.Module) -> tuple[NormKind | None, NormKind | None]:
         """Without a gate and with one, see `rms_norm_kinds`."""
-        key = settings(module), tuple(parameter.shape for parameter in module.parameters())
+        key = plain_settings(module), tuple(parameter.shape for parameter in module.parameters())
         if key not in self.found:
             self.found[key] = rms_norm_kinds(module)
         return self.found[key]

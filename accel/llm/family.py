@@ -21,7 +21,7 @@ from accel.llm.generation.loop.hooks import generate_hooks
 from accel.llm.generation.mixed import MixedForward, try_mixed
 from accel.llm.generation.prefill import Prompts
 from accel.llm.generation.self_test import find_convention
-from accel.llm.generation.surroundings import relied_on
+from accel.llm.generation.surroundings import guard_of
 from accel.llm.generation.trial_warmup import warm_up
 from accel.llm.pipeline.forward import SpreadForward
 from accel.llm.pipeline.placement import Placement
@@ -99,7 +99,7 @@ def _match_some(model: PreTrainedModel, context: Context, layers: dict, specs: l
     forward.most_positions = specs[0][0].most_positions
     try:
         try_mixed(forward)
-        forward.relied_model = relied_on(forward, forward.write)
+        forward.model_guard = guard_of(forward, forward.write)
     except NotUnderstood as reason:
         return _stock(str(reason), context)
     note = f"{len(forwards)} of {len(layers)} layers fused, the others run stock between them, without CUDA graphs"
@@ -130,7 +130,7 @@ def _bind(
             raise NotUnderstood("ranks that share the model do not understand their experts and routers alike")
         forward.ranks.open(next(model.parameters()).device)
     forward.convention = find_convention(forward)
-    forward.relied_model = relied_on(forward)
+    forward.model_guard = guard_of(forward)
     note = "" if placement is None else placement.told()
     batches: GraphRunner | StretchGraphs | None = None
     if context.options.kv_cache is not None:
@@ -153,7 +153,7 @@ def _bind(
             forward.prompts = Prompts(runners[-1])
         for runner in runners:
             runner.ranks = forward.ranks
-            runner.passed, runner.beside, runner.kind = forward.convention.passed, forward.relied_model, rows_of_kernels
+            runner.passed, runner.beside, runner.kind = forward.convention.passed, forward.model_guard, rows_of_kernels
     stacks = (layer.stacks() for layer in forwards)
     patches = tuple(Stacked(linears) for linears in stacks if linears)
     hooks = (*generate_hooks(model, forward), *batching_hook(model, forward, batches))
@@ -164,7 +164,7 @@ def _graphs(forward: SpreadForward, context: Context, keep: bool) -> StretchGrap
     """Of its stretches. keep: those too that make a stretch by itself no faster."""
     graphs = StretchGraphs(forward.stretches, context.of(GraphPool), context.ledger, keep)
     for runner in graphs.runners:
-        runner.beside, runner.kind = forward.relied_model, rows_of_kernels
+        runner.beside, runner.kind = forward.model_guard, rows_of_kernels
     return graphs
 
 

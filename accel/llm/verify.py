@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from accel.comparison import first_differences, worst
 from accel.llm.logits import GREEDY, Decode, Logits, Prompt
 from accel.llm.ptq.formats.prequantized_import import PrequantizedImport
 from accel.llm.recording.inputs import KNOWN, TOKENS, causal, example_inputs, most_configured
@@ -21,7 +22,7 @@ from accel.planning.plan import Plan
 from accel.quantization.activation_quantization import rounding
 from accel.quantization.module import unrounded
 from accel.tolerances import TIMES_STOCK
-from accel.verification.agreement import Agreement, distributions, first_differences, perplexity
+from accel.verification.agreement import Agreement, distributions, perplexity
 from accel.verification.call import seeded
 from accel.verification.metrics import Quality, compare
 from accel.verification.rounded_products import judge
@@ -121,7 +122,8 @@ def agreement_with_stock(
     optimized = _joined(prompt.ours, decode.ours)
     whole = compare(stock, optimized)
     kl, worst_kl, top1 = distributions(stock, optimized)
-    equal, margin = first_differences(tokens, ours, logits)
+    equal, differences = first_differences(tokens, ours, logits)
+    margin = worst(margin for margin, _ in differences) if differences else None
     agreement = Agreement(kl, worst_kl, top1, len(stock), equal, tokens.numel(), margin)
     if margin is not None:
         # Each of two logits may be off by the largest error, and here by more than where that was looked for.

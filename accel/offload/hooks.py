@@ -52,18 +52,13 @@ def _placed(module: nn.Module) -> PlacedModel | None:
     return method.placed if type(method) is HookMethod and method.placed.model is module else None
 
 
-class BeneathOffload:
-    """The attributes of a module as they are whenever it is asked, such a hook and its wrapper left out.
+def beneath_offload(module: nn.Module) -> Iterator[Any]:
+    """The attributes of a module, such a hook and its wrapper left out.
 
     Every call of a pipeline takes the hooks off and puts new ones on.
     """
-
-    def __init__(self, module: nn.Module):
-        self.module = module
-
-    def __iter__(self) -> Iterator[Any]:
-        left_out = (FORWARD, HOOK) if comes_to_one_place(self.module) else ()
-        return (value for name, value in vars(self.module).items() if name not in left_out)
+    left_out = (FORWARD, HOOK) if comes_to_one_place(module) else ()
+    return (value for name, value in vars(module).items() if name not in left_out)
 
 
 class OffloadSwitch:

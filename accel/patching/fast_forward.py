@@ -38,9 +38,9 @@ from accel.casting import cast_up
 from accel.errors import reason_of
 from accel.patching.arguments import Arguments
 from accel.patching.code import ClassCode, Code
+from accel.patching.guard import Guard, Parts, another_class, changed_since
 from accel.patching.ledger import Ledger
 from accel.patching.owner import InstanceMethod
-from accel.patching.relied import Parts, Relied, another_class, changed_since
 from accel.patching.structure import foreign, hooked
 from accel.patching.transformation import transformation
 
@@ -105,7 +105,7 @@ class FastForward(InstanceMethod):
     kernels: Kernels
     ledger: Ledger
     kind: type[nn.Module]
-    relied: Relied | None
+    guard: Guard | None
     stale: str | None
     # What another library put in the place of the module's forward, by which stock is called: accelerate's wrapper, or
     # the closure by which transformers divides a layer.
@@ -117,7 +117,7 @@ class FastForward(InstanceMethod):
 
     def __init__(self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger):
         given = {"module": module, "path": path, "kernels": kernels, "ledger": ledger}
-        self.__setstate__(given | {"kind": type(module), "relied": None, "stale": None})
+        self.__setstate__(given | {"kind": type(module), "guard": None, "stale": None})
 
     def __getstate__(self) -> dict[str, Any]:
         # A function that was replaced since cannot be pickled; that it was is what a copy has to know.
@@ -181,7 +181,7 @@ class FastForward(InstanceMethod):
 
     def weights(self) -> AbstractContextManager:
         """Inside, its parts have weights to multiply by: those that are stored in fewer bits are written out."""
-        return NOTHING if self.relied is None or not self.relied.casts else cast_up(self.relied.casts)
+        return NOTHING if self.guard is None or not self.guard.casts else cast_up(self.guard.casts)
 
     def _unfit(self, args: tuple, kwargs: dict) -> str | None:
         if not self.arguments.take(args, kwargs):
@@ -193,8 +193,8 @@ class FastForward(InstanceMethod):
 
     def forget(self) -> None:
         """Lets go of what it knows of the module as it is now, which is found out again: itself is in it."""
-        if self.relied is not None:
-            self.relied.snapshot = None
+        if self.guard is not None:
+            self.guard.snapshot = None
         vars(self).update(dict.fromkeys(self.forgotten))
         for part in map(vars(self).get, ("inner", "prompts")):
             if part is not None and hasattr(part, "forget"):
@@ -207,15 +207,15 @@ class FastForward(InstanceMethod):
     def remember(self) -> str | None:
         """Takes the module and its parts as they are now for what was matched. Returns why they may not be."""
         parts = self.parts()
-        self.relied = Relied(self.module, parts, self.code) if any(parts) else None
+        self.guard = Guard(self.module, parts, self.code) if any(parts) else None
         return next(filter(None, (foreign(part) for part in chain(*parts) if part is not None)), None)
 
     def changed(self) -> str | None:
-        """Why the module is not what was matched: its class, its forward, or a part is another. See `relied.py`."""
+        """Why the module is not what was matched: its class, its forward, or a part is another. See `guard.py`."""
         if self.stale is not None:
             return self.stale
-        if self.relied is not None:
-            return self.relied.changed(self.module, self.parts)
+        if self.guard is not None:
+            return self.guard.changed(self.module, self.parts)
         return self._another_class()
 
     def _another_class(self) -> str | None:
@@ -238,7 +238,7 @@ class FastForward(InstanceMethod):
         if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
             return "autocast is on"
         if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
-            if self.relied is not None and len(self.relied.records) > 1:
+            if self.guard is not None and len(self.guard.records) > 1:
                 return "global module hooks would not run inside"
         return transformation()
 

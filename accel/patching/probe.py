@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from accel.casting import cast_up, casts_of
+from accel.comparison import relative_max
 from accel.errors import reason_of
 from accel.in_flight import alone
 from accel.patching.structure import placement, side_effects
@@ -140,7 +141,7 @@ def _compare(module: nn.Module, candidate: Callable, args: tuple, kwargs: dict, 
     wanted, got = (_first(output) for output in (wanted, got))
     if wanted.shape != got.shape or wanted.dtype != got.dtype:
         return f"gives {tuple(wanted.shape)} {wanted.dtype}, not {tuple(got.shape)} {got.dtype}"
-    off = float((wanted.float() - got.float()).abs().max() / wanted.float().abs().max().clamp_min(1e-6))
+    off = relative_max(got, wanted)
     if not off <= bound(bounds, wanted.dtype):
         return f"computes something else: off by {off:.1e} of the largest output"
     return None

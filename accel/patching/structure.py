@@ -14,13 +14,14 @@ from accel.casting import cast_of
 from accel.libraries.code import KERNEL, comes_from, function_tables
 from accel.libraries.hooks import hook_of
 from accel.libraries.tensor_parallel import rests_without_gradients
-from accel.patching.owner import OWNER
+from accel.patching.owner import OWNER, InstanceMethod
 
 # Whose code computes the same of inputs of any size, keeps no state, and is known not to mind being tried.
 LIBRARIES = {"accel", "bitsandbytes", "diffusers", "huggingface_hub", "peft", "torch", "transformers"}
 LIBRARIES |= sys.stdlib_module_names  # whose decorators they use
 
 CALLED = ("forward", "__call__")
+TRAINING_INSIDE = "training mode inside"
 
 
 def hooked(module: nn.Module) -> str | None:
@@ -61,6 +62,25 @@ def tampered(module: nn.Module, stored: bool = False) -> str | None:
         return f"a replaced forward ({own_forward(module)})"
     name = overridden(module)
     return None if name is None else f"a replaced {name}"
+
+
+def has_hooks(module: nn.Module) -> str | None:
+    """What a module that is not called any more would do besides: in training mode, by another forward, by hooks.
+
+    Hooks of transformers itself do not count, nor does one of accelerate's in whose place its fast forward stands.
+    """
+    if trains(module):
+        return TRAINING_INSIDE
+    aligned = hook_of(module) is not None and getattr(vars(module).get("forward"), "around", None) is None
+    return replaced_forward(module) or (hooked(module) if aligned or foreign_hooks(module) else None)
+
+
+def replaced_forward(module: nn.Module) -> str | None:
+    """That this instance has a forward which is neither its class's nor a fast one."""
+    forward = vars(module).get("forward")
+    if isinstance(forward, InstanceMethod | None) or stock_method(module, forward):
+        return None
+    return f"a replaced forward ({own_forward(module)})"
 
 
 def kernelized(module: nn.Module) -> bool:

@@ -101,20 +101,3 @@ def perplexity(logits: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor) -
         for at, target in zip(chosen.split(CHUNK), wanted.split(CHUNK), strict=True)
     ]
     return float(torch.cat(losses).mean().exp())
-
-
-def first_differences(stock: torch.Tensor, ours: torch.Tensor, logits: torch.Tensor) -> tuple[int, float | None]:
-    """How many tokens are equal up to each row's first difference, and the largest margin of stock at one of those.
-
-    stock, ours: (rows, tokens); logits: stock's when it wrote, (rows, tokens, vocabulary).
-    """
-    stock, ours = stock.cpu(), ours.cpu()
-    equal, margins = 0, []
-    for row, (wanted, got) in enumerate(zip(stock, ours, strict=True)):
-        differs = (wanted != got).nonzero()
-        at = int(differs[0]) if len(differs) else len(wanted)
-        equal += at
-        if at < len(wanted):
-            scores = logits[row, at]
-            margins.append(float(scores[wanted[at]].double() - scores[got[at]].double()))
-    return equal, max(margins, key=lambda m: (m != m, m)) if margins else None

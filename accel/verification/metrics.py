@@ -1,13 +1,14 @@
 """How far two results of the same call are apart, and whether rounding explains it."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from accel.comparison import worst_rms
 from accel.verification.agreement import Agreement
 from accel.verification.image_metrics import gmsd, ssim
 
@@ -172,21 +173,13 @@ def compare(stock: Any, ours: Any) -> Quality:
         stock_finite=stock_finite,
         ssim=_mean(ssim, images),
         gmsd=_mean(gmsd, images),
-        relative_rms=relative_rms(*zip(*kept, strict=True)),
+        relative_rms=worst_rms((got for _, got in kept), (wanted for wanted, _ in kept)),
     )
 
 
 def _mean(measure: Callable[[torch.Tensor, torch.Tensor], float], images: list) -> float | None:
     found = [measure(wanted, got) for wanted, got in images]
     return sum(found) / len(found) if found else None
-
-
-def relative_rms(wanted: Iterable[torch.Tensor], got: Iterable[torch.Tensor]) -> float:
-    """Root mean square of the error by that of `wanted`, in the worst of several pairs of tensors; nan where one is."""
-    errors = [
-        (a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30) for a, b in zip(got, wanted, strict=True)
-    ]
-    return torch.stack(errors).max().item()  # torch's max keeps a nan, Python's may drop it
 
 
 def tensors(output: Any) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from accel.comparison import worst, worst_rms
 from accel.errors import reason_of
 from accel.fusion.float32_precision import convolutions_in_tf32, full_precision, products_in_tf32
 from accel.in_flight import Here
@@ -18,7 +19,7 @@ from accel.libraries.hooks import hook_of
 from accel.patching.structure import placement
 from accel.tolerances import FLOOR, TIMES_STOCK, UNITS
 from accel.verification.call import seeded
-from accel.verification.metrics import Quality, compare, relative_rms
+from accel.verification.metrics import Quality, compare
 from accel.verification.precision import finer, in_dtype, upcast
 
 # On a GPU: the first call runs eagerly, the second captures a graph, the third replays it.
@@ -93,7 +94,7 @@ class ModelRecord:
         return self.apart(_joined(self.exact or []), _joined(outputs))
 
     def apart(self, wanted: list[torch.Tensor], got: list[torch.Tensor]) -> float:
-        return relative_rms(wanted, got)
+        return worst_rms(got, wanted)
 
     def elsewhere(self) -> bool:
         """Whether its weights lie on another device than its inputs did, and nothing at its call would bring them."""
@@ -116,7 +117,7 @@ class ModelRecord:
         allowed = TIMES_STOCK * self.own_error + max(FLOOR, torch.finfo(placement(self.module)[1]).eps / 2)
         if not quality.stock_finite:  # stock overflows, and has no error of its own to go by
             allowed = self.allowance
-        error = max((self._distance(run) for run in runs), key=lambda e: (e != e, e))
+        error = worst(map(self._distance, runs))
         return replace(quality, error=error, allowed=allowed, measure="relative RMS from full precision")
 
 

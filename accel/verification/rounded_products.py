@@ -16,10 +16,11 @@ from accel_kernels.norm import norm as norms
 from accel_kernels.row_numbers import LEAST, LEAST_PEAK, MOST
 from torch import nn
 
+from accel.comparison import relative_rms, worst
 from accel.quantization.activations import FIXED, KERNELS, REFERENCES, THRESHOLD, RowProducts
 from accel.quantization.module import setting
 from accel.tolerances import FLOOR, PRODUCT, STEP
-from accel.verification.metrics import Quality, relative_rms
+from accel.verification.metrics import Quality
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Judged(RowProducts):
             meant = exact.isfinite()
             pair = [one.double().masked_fill(~meant, 0) for one in (found, own)]
             exact = exact.masked_fill(~meant, 0)
-            error, own_error = (relative_rms([exact], [one]) for one in pair)
+            error, own_error = (relative_rms(one, exact) for one in pair)
             self.products.append((error / (PRODUCT[x.data.dtype] * own_error + FLOOR), error))
             return found
 
@@ -99,8 +100,8 @@ def _rounding(
     full = (numbers.abs().amax(-1, keepdim=True) >= most) | (scales * most <= 2 * LEAST_PEAK)
     if scale is not None:
         full = torch.ones_like(full)
-    worst = ((values - h).abs() / allowed).masked_fill(~meant, 0).masked_fill(meant & ~full, torch.inf).max()
-    return float(worst), relative_rms([given], [values.masked_fill(~meant, 0)])
+    largest = ((values - h).abs() / allowed).masked_fill(~meant, 0).masked_fill(meant & ~full, torch.inf).max()
+    return float(largest), relative_rms(values.masked_fill(~meant, 0), given)
 
 
 def judge(model: nn.Module, run: Callable[[], object]) -> dict[str, Quality]:
@@ -113,15 +114,14 @@ def judge(model: nn.Module, run: Callable[[], object]) -> dict[str, Quality]:
 
 
 def _quality(found: list[tuple[float, float]]) -> Quality:
-    errors, relative = zip(*found, strict=True)
-    worst, rms = (max(values, key=lambda value: (value != value, value)) for values in (errors, relative))
+    error, rms = map(worst, zip(*found, strict=True))
     return Quality(
         max_error=rms,
         relative_error=rms,
         psnr_db=-20 * math.log10(rms) if 0 < rms < math.inf else math.inf,
-        finite=math.isfinite(worst),
+        finite=math.isfinite(error),
         relative_rms=rms,
-        error=worst,
+        error=error,
         allowed=1.0,
         measure=f"worst of {len(found)}, by what is allowed,",
     )

@@ -19,7 +19,6 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import accel
-from accel.cuda_graphs.fingerprint import _equal_lists
 from accel.cuda_graphs.runner import GraphRunner
 from accel.diffusion.schedulers import LinearUpdate
 from accel.errors import fatal, out_of_memory, reason_of, told
@@ -31,7 +30,7 @@ from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.recorder import _last_to_run, record
 from accel.llm.runtime.linear import _multiplies
 from accel.patching.code import ClassCode
-from accel.patching.relied import Parts, Snapshot, same
+from accel.patching.guard import Parts, PartsSnapshot, same
 from accel.patching.rule import Rule
 from accel.patching.site import Site
 
@@ -183,7 +182,7 @@ def raising(error: Exception):
 def looked_at(error: Exception) -> bool:
     module = nn.Module()
     module.held = Incomparable(error)
-    snapshot = Snapshot(None, Parts((module,)), ClassCode([]))
+    snapshot = PartsSnapshot(None, Parts((module,)), ClassCode([]))
     module.held = Incomparable(error)
     return snapshot.holds()
 
@@ -243,7 +242,6 @@ SITES = {
     "norm": (lambda e: norm_kind(Raising(e), 8), None),
     "activation": (lambda e: activation_name(Raising(e)), None),
     "linear": (lambda e: _multiplies(RaisingLinear(e)), False),
-    "attributes": (lambda e: _equal_lists([Incomparable(e)], [1]), False),
     "settings": (lambda e: same(Incomparable(e), Incomparable(e)), False),
     "parts": (looked_at, False),
     "scheduler": (linear_update, False),

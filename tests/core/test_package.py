@@ -18,7 +18,7 @@ TRITON = "_triton"  # what the names of files end in that import triton with the
 
 # Every room and every file beside them, the lowest first: each imports from those before it, and from itself.
 ROOMS = """
-    errors libraries tolerances options saved progress in_flight parallel casting
+    errors libraries tolerances comparison options saved progress in_flight parallel casting
     patching offload quantization fusion cuda_graphs planning verification
     diffusion.inputs diffusion.blocks diffusion.dit diffusion.step_cache
     diffusion.sensitive_linears diffusion.linears diffusion.parallel diffusion

@@ -12,8 +12,8 @@ import accel
 from accel.errors import fatal, told
 from accel.patching.arguments import Arguments
 from accel.patching.fast_forward import FastForward
+from accel.patching.guard import Guard, Parts
 from accel.patching.ledger import Ledger
-from accel.patching.relied import Parts, Relied
 
 
 class Doubling(nn.Module):
@@ -187,22 +187,22 @@ class Scaled(nn.Module):
     def __init__(self):
         super().__init__()
         self.scales, self.named, self.limit, self.note = [1.0, 2.0], {"low": 0.5}, torch.tensor([1.0, 2.0]), "mine"
-        self.inner = nn.Tanh()
+        self.least, self.inner = torch.ones(()), nn.Tanh()
         self.eval()
 
     def forward(self, x):
         low = self.named["low"]
-        return self.inner(x * self.scales[0] * low).clamp(max=self.limit)
+        return self.inner(x * self.scales[0] * low).clamp(self.least, self.limit)
 
 
-def relied_on(module):
+def guarded(module):
     """The function that asks what changed, and the list itself."""
 
     def parts():
         return Parts((module, module.inner))
 
-    relied = Relied(module, parts())
-    return lambda: relied.changed(module, parts), relied
+    guard = Guard(module, parts())
+    return lambda: guard.changed(module, parts), guard
 
 
 def put(module, name, value):
@@ -214,6 +214,7 @@ CHANGES = {
     "in a dictionary": (lambda m: m.named.update(low=0.25), lambda m: m.named.update(low=0.5), "named"),
     "another list": (lambda m: put(m, "scales", [1.0]), lambda m: put(m, "scales", [1.0, 2.0]), "scales"),
     "another tensor": (lambda m: put(m, "limit", m.limit.clone()), None, "limit"),
+    "an equal tensor of one number": (lambda m: put(m, "least", m.least.clone()), None, "least"),
     "a value in a list's place": (lambda m: put(m, "scales", 1.0), lambda m: put(m, "scales", [1.0, 2.0]), "scales"),
     "no list": (lambda m: delattr(m, "scales"), lambda m: put(m, "scales", [1.0, 2.0]), "scales"),
 }
@@ -223,7 +224,7 @@ CHANGES = {
 def test_a_setting_that_changes_is_named_and_its_taking_back_is_fast_again(name):
     change, back, setting = CHANGES[name]
     module = Scaled()
-    changed, _ = relied_on(module)
+    changed, _ = guarded(module)
     assert changed() is None and changed() is None
     change(module)
     assert changed() == f"Scaled.{setting} was changed after accel.optimize"
@@ -234,7 +235,7 @@ def test_a_setting_that_changes_is_named_and_its_taking_back_is_fast_again(name)
 
 def test_what_the_code_does_not_read_is_of_no_matter():
     module = Scaled()
-    changed, _ = relied_on(module)
+    changed, _ = guarded(module)
     module.note, module.other = "yours", 3
     assert changed() is None
 
@@ -242,7 +243,7 @@ def test_what_the_code_does_not_read_is_of_no_matter():
 def test_none_is_as_good_as_nothing():
     module = Scaled()
     del module.note
-    changed, _ = relied_on(module)
+    changed, _ = guarded(module)
     module.low = module.inner.low = None  # a name that the code mentions
     assert changed() is None
     module.low = 3
@@ -251,7 +252,7 @@ def test_none_is_as_good_as_nothing():
 
 def test_parts_of_another_class_with_hooks_or_in_training_are_told():
     module = Scaled()
-    changed, _ = relied_on(module)
+    changed, _ = guarded(module)
     inner, module.inner = module.inner, nn.ReLU().eval()
     assert changed() == "ReLU where Tanh is expected: the class was changed after accel.optimize"
     module.inner = inner
@@ -262,7 +263,7 @@ def test_parts_of_another_class_with_hooks_or_in_training_are_told():
     inner.train()
     assert changed() is None, "its code does not ask for it"
     module.inner = nn.Sequential(nn.Dropout()).eval()
-    changed, _ = relied_on(module)
+    changed, _ = guarded(module)
     assert changed() is None
     module.inner.train()
     assert changed() == "training mode inside"
@@ -271,12 +272,12 @@ def test_parts_of_another_class_with_hooks_or_in_training_are_told():
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
 def test_a_copy_notes_code_when_it_is_made(copied, monkeypatch):
     module = Scaled()
-    _, relied = relied_on(module)
-    other, module = copied((relied, module))
+    _, guard = guarded(module)
+    other, module = copied((guard, module))
     assert other.changed(module, lambda: Parts((module, module.inner))) is None
     with monkeypatch.context() as patch:
         patch.setattr(Scaled, "forward", lambda self, x: x)
         reason = "Scaled.forward was changed after accel.optimize"
         assert other.changed(module, lambda: Parts((module, module.inner))) == reason
-        later, its = copied((relied, module))
+        later, its = copied((guard, module))
     assert later.changed(its, lambda: Parts((its, its.inner))) == reason, "it cannot tell what had been there before"

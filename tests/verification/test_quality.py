@@ -13,7 +13,8 @@ from diffusers.pipelines.wan.pipeline_output import WanPipelineOutput
 from PIL import Image
 from torch import nn
 
-from accel.verification.agreement import CHUNK, Agreement, distributions, first_differences
+from accel.comparison import first_differences
+from accel.verification.agreement import CHUNK, Agreement, distributions
 from accel.verification.image_metrics import gmsd, ssim
 from accel.verification.metrics import Quality, compare
 from accel.verification.noise import with_rounding
@@ -46,8 +47,10 @@ def test_tokens_count_up_to_a_rows_first_difference():
     logits = torch.zeros(3, 3, 4)
     logits[1, 1] = torch.tensor([0.0, 0.0, 2.0, 1.75])
     logits[2, 0] = torch.tensor([0.0, 0.0, 1.0, 1.5])
-    assert first_differences(stock, ours, logits) == (3 + 1 + 0, 0.5)
-    assert first_differences(stock, stock, logits) == (9, None)
+    equal, found = first_differences(stock, ours, logits)
+    assert equal == 3 + 1 + 0 and [margin for margin, _ in found] == [0.25, 0.5]
+    assert [at.tolist() for _, at in found] == [logits[1, 1].tolist(), logits[2, 0].tolist()]
+    assert first_differences(stock, stock, logits) == (9, [])
 
 
 SAME = Agreement(kl=1e-9, worst_kl=1e-8, top1=1.0, positions=40, equal=32, tokens=32)

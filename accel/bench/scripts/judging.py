@@ -8,6 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from accel.bench.runner import WrongResult
+from accel.comparison import first_differences
 from accel.planning.targets import models_in
 from accel.tolerances import LOGITS, SEEN, UNITS, bound
 from accel.verification.metrics import compare
@@ -72,18 +73,14 @@ def _of_tokens(
     written, prefix = chosen.shape[1], greedy.shape[1] - chosen.shape[1]
     if not written or prefix < 0 or not torch.equal(chosen.argmax(-1).cpu(), greedy[:, prefix:].cpu()):
         return told | {"not_judged": "stock's logits could not be told apart by tokens"}
-    worst = allowed = 0.0
-    for row in range(rows):
-        differ = (greedy[row] != ours[row]).nonzero()
-        if len(differ) and (place := int(differ[0]) - prefix) >= 0:
-            logits = chosen[row, place]
-            margin = float(logits[greedy[row, place + prefix]] - logits[ours[row, place + prefix]])
-            # Either of two logits may be off by twice the bound on their root mean square.
-            most = 4 * bound(LOGITS, dtype) * float(logits.square().mean().sqrt())
-            worst, allowed = max((worst, allowed), (margin, most), key=lambda pair: pair[0] - pair[1])
-    if not worst <= allowed:
-        raise WrongResult(f"a token differs that stock preferred by {worst:.2g}, more than the {allowed:.2g} of a tie")
-    return told | {"margin": worst, "allowed": allowed}
+    _, differences = first_differences(greedy[:, prefix:], ours[:, prefix:], chosen)
+    # Either of two logits may be off by twice the bound on their root mean square.
+    share = 4 * bound(LOGITS, dtype)
+    pairs = [(0.0, 0.0), *((margin, share * float(at.square().mean().sqrt())) for margin, at in differences)]
+    margin, allowed = max(pairs, key=lambda pair: (pair[0] != pair[0], pair[0] - pair[1]))
+    if not margin <= allowed:
+        raise WrongResult(f"a token differs that stock preferred by {margin:.2g}, more than the {allowed:.2g} of a tie")
+    return told | {"margin": margin, "allowed": allowed}
 
 
 @contextmanager

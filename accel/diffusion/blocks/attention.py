@@ -16,9 +16,9 @@ from accel.fusion.stacked_linears import PromptProjections, StackedLinears, toge
 from accel.fusion.stacked_weights import Stacked
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, Kernels
+from accel.patching.guard import Parts
 from accel.patching.ledger import Ledger
 from accel.patching.probe import example
-from accel.patching.relied import Parts
 from accel.patching.rule import Match, Skip
 from accel.patching.site import Site
 from accel.patching.structure import all_plain, foreign_processor, holds, meta_weights, untouched

@@ -8,7 +8,7 @@ from torch import nn
 from accel.fusion.channels_last import convolve, keep_channel_stats, nhwc
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward
-from accel.patching.relied import Parts
+from accel.patching.guard import Parts
 from accel.patching.rule import Match
 from accel.patching.site import Site
 from accel.patching.structure import tampered

@@ -11,9 +11,9 @@ from accel.fusion.channels_last import convolve, keep_channel_stats, nhwc
 from accel.fusion.half_operands import HalfOperands
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, Kernels
+from accel.patching.guard import Parts
 from accel.patching.ledger import Ledger
 from accel.patching.probe import example
-from accel.patching.relied import Parts
 from accel.patching.rule import Match, Skip
 from accel.patching.site import Site
 from accel.patching.structure import holds, meta_weights, plain, untouched

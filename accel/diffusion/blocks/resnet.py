@@ -16,9 +16,9 @@ from accel.fusion.half_operands import HalfOperands, convolve_half, end_in_float
 from accel.fusion.stacked_linears import StackedLinears, TimeProjections
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, Kernels
+from accel.patching.guard import Parts
 from accel.patching.ledger import Ledger
 from accel.patching.probe import example
-from accel.patching.relied import Parts
 from accel.patching.rule import Match, Skip
 from accel.patching.site import Site
 from accel.patching.structure import all_plain, holds, meta_weights, pointwise, untouched

@@ -18,9 +18,9 @@ from accel.fusion.channels_last import as_image, as_image_like, as_rows, keep_ch
 from accel.libraries.diffusion import image_output
 from accel.patching.context import Context
 from accel.patching.fast_forward import NOTHING, FastForward, Kernels
+from accel.patching.guard import Guard, Parts
 from accel.patching.ledger import Ledger
 from accel.patching.probe import example
-from accel.patching.relied import Parts, Relied
 from accel.patching.rule import Match, Skip
 from accel.patching.site import Site
 from accel.patching.structure import all_plain, holds, meta_weights, plain, pointwise
@@ -65,7 +65,7 @@ class TransformerBlockForward(FastForward):
 
     def __init__(self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger) -> None:
         super().__init__(module, path, kernels, ledger)
-        self.feed_forward = Relied(None, self.feed_forward_parts())
+        self.feed_forward = Guard(None, self.feed_forward_parts())
 
     def unfit(self, hidden_states: Any, *args: Any, cross_attention_kwargs: Any = None, **kwargs: Any) -> str | None:
         if type(hidden_states) is not torch.Tensor or hidden_states.dim() != 3:

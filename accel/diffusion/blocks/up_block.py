@@ -12,8 +12,8 @@ from torch import nn
 from accel.fusion.channels_last import keep_channel_stats, nhwc
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward
+from accel.patching.guard import Parts
 from accel.patching.probe import example
-from accel.patching.relied import Parts
 from accel.patching.rule import Match, Skip
 from accel.patching.site import Site
 from accel.patching.structure import all_plain, holds, meta_weights

@@ -16,8 +16,8 @@ from accel.diffusion.blocks.video_convolution_kind import VideoConvolution, Vide
 from accel.fusion.channels_last import ndhwc, sum_frames
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, Kernels
+from accel.patching.guard import Parts
 from accel.patching.ledger import Ledger
-from accel.patching.relied import Parts
 from accel.patching.rule import Match
 from accel.patching.site import Site
 

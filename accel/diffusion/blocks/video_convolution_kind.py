@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from accel_kernels import FramePadding, convolution_frames
 from torch import nn
 
+from accel.comparison import relative_max
 from accel.errors import reason_of
-from accel.patching.settings import settings
+from accel.patching.guard import plain_settings
 from accel.patching.structure import foreign, meta_weights, tampered
 from accel.tolerances import NORM
 
@@ -84,7 +85,7 @@ class VideoConvolutions:
             return None
         tuples = (conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.bias is None)
         more = tuple((key, value) for key, value in vars(module).items() if isinstance(value, tuple))
-        key = (settings(module), settings(conv), tuples, more)
+        key = (plain_settings(module), plain_settings(conv), tuples, more)
         if key not in self.found:
             own = foreign(module) is None and foreign(conv) is None
             self.found[key] = _Trial(module, name).find() if own else None
@@ -229,7 +230,5 @@ def _same(before: dict, after: dict) -> bool:
     return before.keys() == after.keys() and all(before[name] is after[name] for name in before)
 
 
-def _close(got: torch.Tensor, wanted: torch.Tensor) -> bool:
-    if not isinstance(wanted, torch.Tensor) or got.shape != wanted.shape:
-        return False
-    return float((got - wanted).abs().max()) <= NORM * float(wanted.abs().max())
+def _close(got: torch.Tensor, wanted: object) -> bool:
+    return isinstance(wanted, torch.Tensor) and relative_max(got, wanted) <= NORM

@@ -14,14 +14,14 @@ import torch
 from accel_kernels import FrameGroups, Norm, convolution_frames
 from torch import nn
 
+from accel.comparison import relative_max
 from accel.errors import reason_of
 from accel.fusion.channels_last import channel_stats_of, ndhwc
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, Kernels
+from accel.patching.guard import Parts, plain_settings
 from accel.patching.ledger import Ledger
-from accel.patching.relied import Parts
 from accel.patching.rule import Match
-from accel.patching.settings import settings
 from accel.patching.site import Site
 from accel.patching.structure import foreign, meta_weights, tampered
 from accel.tolerances import NORM
@@ -74,7 +74,7 @@ class VideoNorms:
         if tampered(module) is not None or meta_weights(module) or not _like_a_norm(module):
             return None
         shapes = tuple((name, parameter.shape) for name, parameter in module.named_parameters())
-        key = (settings(module), *map(settings, module.children()), shapes)
+        key = (plain_settings(module), *map(plain_settings, module.children()), shapes)
         if key not in self.found:
             self.found[key] = _find(module) if foreign(module) is None else None
         return self.found[key]
@@ -165,7 +165,7 @@ def _agrees(kind: VideoNorm, trial: nn.Module, x: torch.Tensor, wanted: torch.Te
     if wanted is None:
         return False
     got = convolution_frames.reference(x, norm=kind.of(trial, x))
-    return got.shape == wanted.shape and float((got - wanted).abs().max()) <= NORM * float(wanted.abs().max())
+    return relative_max(got, wanted) <= NORM
 
 
 class VideoNormForward(FastForward):

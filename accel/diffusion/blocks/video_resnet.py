@@ -19,9 +19,9 @@ from accel.diffusion.blocks.video_norm import VideoNorm, VideoNorms
 from accel.fusion.channels_last import coarser_as_convolution, ndhwc, sum_frames
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, Kernels
+from accel.patching.guard import Parts
 from accel.patching.ledger import Ledger
 from accel.patching.probe import example
-from accel.patching.relied import Parts
 from accel.patching.rule import Match, Skip
 from accel.patching.site import Site
 from accel.patching.structure import holds, meta_weights, untouched

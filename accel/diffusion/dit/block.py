@@ -34,8 +34,8 @@ from accel.parallel.ranks import Ranks
 from accel.parallel.sequences import sequence_ranks
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, as_written
+from accel.patching.guard import Parts, Snapshot
 from accel.patching.patch import ForwardPatch, foreign_forward
-from accel.patching.relied import Parts, Snapshot
 from accel.patching.rule import Match, Rule, Skip
 from accel.patching.site import Site
 from accel.patching.structure import meta_weights, side_effects
@@ -94,15 +94,15 @@ class BlockForward(FastForward):
         reason = super().changed()
         if reason is None or self.stale is not None or self._another_class() is not None:
             return reason
-        if self.relied is None or self.relied.code.changed() is not None:
+        if self.guard is None or self.guard.code.changed() is not None:
             return reason
-        if self.examined is not None and self.examined is self.relied.snapshot:
+        if self.examined is not None and self.examined is self.guard.snapshot:
             return self.refused
         reason = side_effects(self.module)
         if reason is None:
             self.known = None
             reason = self.remember() or super().changed()
-        self.refused, self.examined = reason, self.relied.snapshot
+        self.refused, self.examined = reason, self.guard.snapshot
         return reason
 
     def unfit(self, *args: Any, **kwargs: Any) -> str | None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from accel.comparison import relative_rms
 from accel.cuda_graphs.rule import PROMPT, own_code
 from accel.diffusion.linears import denoises
 from accel.diffusion.parallel.rows import BatchCall, gathered, not_rows, part_of
@@ -189,15 +190,10 @@ class GuidanceForward(FastForward):
             return reason
         for a, b in zip(part, whole, strict=True):
             if a is not None:
-                off = _error(a, part_of(b, ranks))
+                off = relative_rms(a, part_of(b, ranks))
                 if not off <= bound(ROWS, a.dtype):
                     return f"its rows depend on each other: without the others they are off by {off:.1e}"
         return None
-
-
-def _error(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Root mean square of the difference, by that of b."""
-    return float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-12))
 
 
 def _kind(leaf: object) -> object:

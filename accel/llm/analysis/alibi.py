@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from accel.llm.analysis.compare import agree
+from accel.comparison import agree
 from accel.llm.recording.record import LayerRecord
 
 

@@ -15,7 +15,7 @@ from accel.llm.pipeline.placement import layer_placement
 from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.record import LayerRecord, Record
 from accel.llm.recording.recorder import keeps_more, model_side_effects, record
-from accel.patching.settings import settings
+from accel.patching.guard import plain_settings
 from accel.patching.structure import meta_weights
 
 
@@ -141,4 +141,4 @@ def _listen(model: PreTrainedModel, layers: dict, seen: Record, known: Sequence[
 
 def _kind(module: nn.Module) -> tuple:
     """What a module computes by, but for its number among the layers."""
-    return tuple(one for one in settings(module) if not isinstance(one, tuple) or type(one[1]) is not int)
+    return tuple(one for one in plain_settings(module) if not isinstance(one, tuple) or type(one[1]) is not int)

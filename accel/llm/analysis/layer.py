@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 import torch
 
+from accel.comparison import factor, is_sum, named_factor
 from accel.llm.analysis.attention_kind import AttentionKind, AttentionSpec, understand_attention
-from accel.llm.analysis.compare import factor, is_sum, named_factor
 from accel.llm.analysis.mlp import MlpCalls, MlpSpec, understand_mlp
 from accel.llm.analysis.norm import NormSpec, norm_spec
 from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.record import Call, LayerRecord, Record, Value, says_nothing
-from accel.patching.settings import settings
+from accel.patching.guard import plain_settings
 from accel.quantization.experts import holds_numbers
 
 
@@ -110,7 +110,7 @@ class _Skeleton:
         result = self.layer.call.result
         returns = len(result) if isinstance(result, tuple) else None
         return LayerSpec(
-            settings(self.layer.layer),
+            plain_settings(self.layer.layer),
             self.attention,
             self.mlp,
             before_attention=self._norm(before_attention),

@@ -7,11 +7,11 @@ import torch
 from accel_kernels.norm.norm import ACTIVATIONS
 from torch import nn
 
+from accel.comparison import agree
 from accel.errors import reason_of
-from accel.llm.analysis.compare import agree
 from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.record import Call, LayerRecord
-from accel.patching.settings import settings
+from accel.patching.guard import plain_settings
 from accel.quantization.experts import holds_numbers
 from accel.tolerances import ACTIVATION
 
@@ -89,7 +89,7 @@ def _formula(layer: LayerRecord, calls: list[Call], whole: Call | None) -> tuple
                 first=names,
                 down=layer.name(down.module),
                 activation=name,
-                settings=tuple((layer.name(call.module), settings(call.module)) for call in (act, whole) if call),
+                settings=tuple((layer.name(call.module), plain_settings(call.module)) for call in (act, whole) if call),
                 halves=halves,
             )
             parts = (*first, down, act) if whole is None else (*first, down, act, whole)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from accel.fusion.norm_kind import NormKind, norm_kind
 from accel.llm.recording.record import Call, LayerRecord
-from accel.patching.settings import settings
+from accel.patching.guard import plain_settings
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class NormSpec:
 
 def norm_spec(layer: LayerRecord, call: Call) -> NormSpec:
     """The norm that a recorded call was of."""
-    found, width = settings(call.module), call.input.held.shape[-1]
+    found, width = plain_settings(call.module), call.input.held.shape[-1]
     shapes = tuple(p.shape for p in call.module.parameters())
     key = (found, width, shapes)
     if key not in layer.kinds:

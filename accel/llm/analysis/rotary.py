@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel.llm.analysis.compare import agree
+from accel.comparison import agree
 from accel.llm.analysis.small_store import SmallStore
 from accel.llm.recording.record import LayerRecord
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from accel.errors import reason_of
 from accel.llm.analysis.router_trial import GIVEN, ROWS, Kind, RouterNumbers, RouterTrial, held, matrix_of
-from accel.patching.relied import BASE
+from accel.patching.guard import BASE
 from accel.patching.structure import mentioned, methods
 from accel.quantization.experts import stock_parameters
 from accel.tolerances import SHARES, bound

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from accel.comparison import agree, factor, named_factor
 from accel.libraries.attention import TOLD
 from accel.llm.analysis.alibi import slopes_given
 from accel.llm.analysis.attention_kind import AttentionSpec, Understood
-from accel.llm.analysis.compare import agree, factor, named_factor
 from accel.llm.analysis.norm import NormSpec
 from accel.llm.analysis.qk_norm import HeadNorm, head_norm
 from accel.llm.analysis.rotary import Rotary, rotaries
@@ -18,7 +18,7 @@ from accel.llm.kv_cache.blocks import Shape
 from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.plain_attention import plain_attention
 from accel.llm.recording.record import Call, LayerRecord, Record
-from accel.patching.settings import settings
+from accel.patching.guard import plain_settings
 
 # How the outputs of the projections hold heads: three projections; one, queries before keys before values; one, in
 # groups of some queries, their key, their value (one query a group in GPT-NeoX and Bloom).
@@ -111,7 +111,7 @@ def understand(layer: LayerRecord, record: Record) -> Understood:
                         rest, out = found
                         names = tuple(layer.name(call.module) for call in projections)
                         spec = SoftmaxSpec(
-                            layer.name(layer.attention), settings(layer.attention), names, layer.name(out.module),
+                            layer.name(layer.attention), plain_settings(layer.attention), names, layer.name(out.module),
                             **layout, index=stored.place, q_norm=q_norm, k_norm=k_norm, rotary=rotary, window=seen,
                             **rest,
                         )  # fmt: skip

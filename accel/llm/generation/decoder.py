@@ -28,8 +28,8 @@ from accel.llm.generation.calling_convention import (
 )
 from accel.llm.generation.graph_sizes import by_graph
 from accel.llm.generation.layer_inputs import NOT_CAUSAL, CheckedStep
+from accel.llm.generation.model_guard import ModelGuard
 from accel.llm.generation.prefill import Prompts
-from accel.llm.generation.relied import ModelRelied
 from accel.llm.kv_cache.cache import adopt
 from accel.llm.kv_cache.pending_step import LatestForward
 from accel.llm.kv_cache.store import Shape, Store
@@ -43,8 +43,8 @@ from accel.llm.runtime.step import ForwardContext, Step
 from accel.parallel.ranks import Ranks
 from accel.parallel.sharded_layers import ranks_of
 from accel.patching.fast_forward import AS_WRITTEN, FastForward, Kernels
+from accel.patching.guard import changed_since
 from accel.patching.ledger import Ledger
-from accel.patching.relied import changed_since
 
 
 class DecoderForward(FastForward):
@@ -68,7 +68,7 @@ class DecoderForward(FastForward):
         self.stack, self.layers, self.steps = stack, layers, steps
         self.experts: list[ExpertsForward] = []  # in the layers, where they are fused too
         self.routers: list[RouterForward] = []
-        self.relied_model: ModelRelied | None = None  # once the model has been tried
+        self.model_guard: ModelGuard | None = None  # once the model has been tried
         self.runner: GraphRunner | None = None
         self.prompts: Prompts | None = None
         self.codes: tuple[torch.dtype | None, ...] = (None,) * len(layers)  # what every layer's cache is rounded to
@@ -178,7 +178,7 @@ class DecoderForward(FastForward):
 
     def stays_stock(self, kwargs: dict, unknown: str) -> str | None:
         """Why a call that is not understood runs stock as a whole; None where it may run `by_own_code`."""
-        if self.relied_model is None or self.biased:
+        if self.model_guard is None or self.biased:
             return unknown
         return self.declined.get(own_arguments(kwargs))
 
@@ -321,13 +321,15 @@ class DecoderForward(FastForward):
         with self.lock:
             if self.seen is None or not (self.seen.reachable() and self.seen.holds()):
                 self.reason = self._bind(stack and not self.apart)
-                beside = None if self.relied_model is None else self.relied_model.views()
-                self.seen = Fingerprint(self.module, self.convention.passed, beside)
+                self.seen = self._fingerprint()
         if self.reason is not None:
             raise Unfit(self.reason)
 
+    def _fingerprint(self) -> Fingerprint:
+        return Fingerprint(self.module, self.convention.passed, self.model_guard)
+
     def _bind(self, stack: bool) -> str | None:
-        reason = None if self.relied_model is None else self.relied_model.changed()
+        reason = None if self.model_guard is None else self.model_guard.changed()
         if reason is not None:
             return reason
         if [id(module) for module in self._stack()] != [id(layer.module) for layer in self.layers]:

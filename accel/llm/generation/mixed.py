@@ -77,15 +77,12 @@ class MixedForward(DecoderForward):
 
     def ready(self, stack: bool = True) -> None:
         """As of all layers, but looks at those alone that are fused: of the others nothing is taken for granted."""
-        with self.lock:
-            mine = self._stack()
-            seen = self.seen if len(mine) == len(self.layers) else None
-            if seen is None or not (seen.reachable() and seen.holds()):
-                self.reason = self._bind(stack and not self.apart)
-                beside = None if self.relied_model is None else self.relied_model.views()
-                self.seen = Fingerprint(nn.ModuleList(mine), beside=beside)
-        if self.reason is not None:
-            raise Unfit(self.reason)
+        if len(self._stack()) != len(self.layers):
+            self.seen = None
+        super().ready(stack)
+
+    def _fingerprint(self) -> Fingerprint:
+        return Fingerprint(nn.ModuleList(self._stack()), beside=self.model_guard)
 
     def write(self, pieces: Iterable[dict]) -> None:
         """Runs pieces of a text, one after another."""

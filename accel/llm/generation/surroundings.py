@@ -8,13 +8,13 @@ from accel.in_flight import Here
 from accel.libraries.cache import DynamicCache
 from accel.libraries.generation import ARGUMENTS, OUTPUTS
 from accel.llm.generation.decoder import DecoderForward
-from accel.llm.generation.relied import ModelRelied, reading, relevant
+from accel.llm.generation.model_guard import ModelGuard, reading, relevant
 from accel.llm.generation.trial import PROMPT, fused_layers, pieces_of, plainly, written
 from accel.llm.recording.inputs import within_positions
 from accel.llm.recording.recorder import resting
 
 
-def relied_on(forward: DecoderForward, call: Callable | None = None) -> ModelRelied:
+def guard_of(forward: DecoderForward, call: Callable | None = None) -> ModelGuard:
     """What stock reads in a prompt and a step, of which the fused forward does not ask.
 
     call: runs pieces of a text fused, where stock layers are between; else all layers are. Then modules around them are
@@ -37,7 +37,7 @@ def relied_on(forward: DecoderForward, call: Callable | None = None) -> ModelRel
                 forward.apart = False
     forward.seen = None
     shown = around - {""} if call is None else ()
-    return ModelRelied(forward.module, relevant(stock, fused, (*ARGUMENTS, *OUTPUTS)), shown)
+    return ModelGuard(forward.module, relevant(stock, fused, (*ARGUMENTS, *OUTPUTS)), shown)
 
 
 @contextmanager

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.linalg import vector_norm
 
+from accel.comparison import relative_rms_by_token
 from accel.in_flight import Here
-from accel.llm.analysis.compare import off_by_token
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.trial import PADDING, stock_logits
 from accel.llm.runtime.layer import LayerForward
@@ -37,7 +37,7 @@ def differing_part(forward: DecoderForward, lengths: tuple[int, ...], fused: Cal
     if apart is not None:
         return f"{apart} gives something else than stock's of the same input"
     # NaN is no number to compare: what is not near is far.
-    if not bool((off_by_token(got, wanted.logits) <= bound(FORMULA, wanted.logits.dtype)).all()):
+    if not bool((relative_rms_by_token(got, wanted.logits) <= bound(FORMULA, wanted.logits.dtype)).all()):
         return "logits are others where the last layer gives what stock's gives"
     return None
 

@@ -6,9 +6,9 @@ from functools import cache
 
 import torch
 
+from accel.comparison import relative_rms_by_token
 from accel.errors import reason_of
 from accel.libraries.cache import DynamicCache, cache_of
-from accel.llm.analysis.compare import off_by_token
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.prefill import bucket_for, pad_to_bucket
 from accel.llm.generation.routing import Choices, noting, repeating, routed_modules, routing_modules
@@ -88,7 +88,7 @@ class Expected:
     def _by_token(self, got: torch.Tensor) -> torch.Tensor:
         if got.shape != self.logits.shape:
             return torch.full((1, 1), float("inf"))
-        found = off_by_token(got, self.logits)
+        found = relative_rms_by_token(got, self.logits)
         # NaN is no number to compare: max([0, NaN]) is 0.
         return found.masked_fill(found.isnan(), float("inf"))
 

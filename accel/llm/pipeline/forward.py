@@ -28,7 +28,7 @@ from accel.llm.pipeline.stretch import (
     Unchained,
 )
 from accel.llm.runtime.layer import LayerForward
-from accel.patching.relied import changed_since
+from accel.patching.guard import changed_since
 
 
 class SpreadForward(DecoderForward):

@@ -12,9 +12,9 @@ from accel.llm.recording.implementation import foreign_experts
 from accel.parallel.sharded_layers import ExpertSharding, expert_sharding, local_twin
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, Kernels
+from accel.patching.guard import Parts, changed_since
 from accel.patching.ledger import Ledger
 from accel.patching.probe import example
-from accel.patching.relied import Parts, changed_since
 from accel.patching.rule import Match, Skip
 from accel.patching.site import Site
 from accel.patching.structure import meta_weights, placement

@@ -11,14 +11,13 @@ from accel.fusion.stacked_linears import alike
 from accel.llm.analysis.layer import LayerSpec
 from accel.llm.analysis.norm import NormSpec
 from accel.llm.runtime.attention_kinds import attention_kind_of
-from accel.llm.runtime.layer_parts import LayerParts
 from accel.llm.runtime.linear import weights
 from accel.llm.runtime.mlp import BoundMlp, Changed
 from accel.llm.runtime.part import BoundLinear, BoundNorm, NormedInput
 from accel.llm.runtime.step import ForwardContext, Step
 from accel.patching.fast_forward import FastForward, Kernels
+from accel.patching.guard import LayerGuard, changed_since
 from accel.patching.ledger import Ledger
-from accel.patching.relied import changed_since
 
 
 class LayerForward(FastForward):
@@ -37,7 +36,7 @@ class LayerForward(FastForward):
         self.spec, self.steps = spec, steps
         called = spec.linears if spec.mlp.first else (*spec.linears, spec.mlp.whole)
         looked_at = (*(norm.name for norm in spec.norms), *(name for name, _ in spec.mlp.settings))
-        self.layer_parts = LayerParts(module, called, looked_at)
+        self.layer_guard = LayerGuard(module, called, looked_at)
 
     def stacks(self) -> list[nn.Linear]:
         """The projections of queries, keys and values whose weights one product can take: all plain, or none."""
@@ -71,7 +70,7 @@ class LayerForward(FastForward):
     def _changed(self) -> str | None:
         if vars(self.module).get("forward") is not self:
             return changed_since("its forward")
-        return self.layer_parts.changed(self.module)
+        return self.layer_guard.changed(self.module)
 
     def fast(self, step: Step, *args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else kwargs["hidden_states"]

@@ -8,7 +8,7 @@ from accel.llm.analysis.mlp import MlpSpec
 from accel.llm.runtime.linear import QuantizedWeights, Weights
 from accel.llm.runtime.part import BoundLinear, NormedInput, part_product
 from accel.patching.fast_forward import Kernels
-from accel.patching.settings import as_understood
+from accel.patching.guard import as_understood
 
 
 class Changed(Exception):

@@ -14,7 +14,7 @@ from accel.llm.analysis.norm import NormSpec
 from accel.llm.analysis.qk_norm import FLAT, HeadNorm, given, given_back
 from accel.llm.runtime.linear import QuantizedWeights, Weights, weights
 from accel.patching.fast_forward import Kernels
-from accel.patching.settings import as_understood
+from accel.patching.guard import as_understood
 from accel.patching.user_ops import UserOp
 from accel.quantization.activations import many
 from accel.quantization.rows import Rows

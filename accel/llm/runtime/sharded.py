@@ -7,8 +7,8 @@ from torch import nn
 
 from accel.parallel.sharded_layers import Sharding
 from accel.patching.fast_forward import FastForward, Kernels
+from accel.patching.guard import changed_since
 from accel.patching.ledger import Ledger
-from accel.patching.relied import changed_since
 
 
 class ShardedForward(FastForward):

@@ -168,7 +168,7 @@ def test_accels_own_classes_are_not_among_the_code_that_is_looked_at():
     """They stand in for stock's, so what they run is not stock's code, and nothing there takes anything for granted."""
     ours = accel.optimize(make("llama"), weights="int8")
     assert any(type(module) is QuantizedLinear for module in ours.modules())
-    code = vars(ours)["forward"].relied_model.code
+    code = vars(ours)["forward"].model_guard.code
     places = {str(t.mapping.get("__module__") or t.mapping.get("__name__")).partition(".")[0] for t in code.tables}
     assert {"torch", "transformers"} <= places
     assert OWN == "accel" and OWN not in places

@@ -12,7 +12,7 @@ from torch import nn
 from accel.diffusion.dit.recorder import PLAIN, tensors_in
 from accel.libraries.diffusion import attention_backends
 from accel.patching.code import CalledCode, ClassCode, CodeTable
-from accel.patching.relied import BASE, settings_of
+from accel.patching.guard import BASE, settings_of
 from accel.quantization.scheme import Scheme
 
 

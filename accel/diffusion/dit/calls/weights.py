@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from accel.patching.relied import BASE
+from accel.patching.guard import BASE
 
 
 def weights_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,6 +7,7 @@ import torch
 from accel_kernels import Quantized
 from torch import nn
 
+from accel.comparison import relative_rms
 from accel.errors import reason_of
 from accel.llm.ptq.formats import compressed_tensors as compressed
 from accel.patching.patch import set_data
@@ -125,5 +126,5 @@ def disagrees(module: nn.Module, quantized: Quantized, bias: torch.Tensor | None
             found = module.forward(x)[..., :PROBED].float()
     except Exception as error:  # whatever a forward may raise
         return f"calling it to compare raised {reason_of(error)}"
-    apart = float((found - wanted).norm() / wanted.norm())
+    apart = relative_rms(found, wanted)
     return None if apart < PREQUANTIZED else f"it computes something else than its tensors say ({apart:.0%} off)"

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from accel.llm.analysis.compare import off
+from accel.comparison import relative_rms
 from accel.llm.ptq.algorithms import gptq as module
 from accel.llm.ptq.algorithms import smoothquant as smooth
 from accel.llm.ptq.algorithms.clipping import LEAST, BlockHessian, clipped
@@ -237,7 +237,7 @@ def test_smooth_quant_evens_out_what_goes_into_the_linears():
     for name in ("q_proj", "k_proj", "v_proj"):
         layer.self_attn.get_submodule(name).weight.data[:, [5, 40]] /= 100
     ids = [{"input_ids": prompt(4, 24)}]
-    assert off(model(**ids[0]).logits, stock(**ids[0]).logits) < 1e-5 and groups[0].label == "attention"
+    assert relative_rms(model(**ids[0]).logits, stock(**ids[0]).logits) < 1e-5 and groups[0].label == "attention"
     found = next(quantize_layers(model, Scheme.parse("int8"), "smoothquant", ids))
     even = next(quantize_layers(stock, Scheme.parse("int8"), "smoothquant", ids))
     weight = layer.input_layernorm.weight.abs()

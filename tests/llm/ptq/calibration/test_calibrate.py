@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import accel
-from accel.llm.analysis.compare import off
+from accel.comparison import relative_rms
 from accel.llm.ptq.calibrate import METHODS, LayerResult, apply, quantize_layers
 from accel.llm.ptq.calibration import layer_work
 from accel.llm.ptq.calibration.layer_inputs import LayerInputs, first
@@ -168,7 +168,7 @@ def test_padding_is_left_out(method, scheme):
     assert not torch.equal(ids, other)
     for a, b in zip(one, two, strict=True):
         assert all(
-            off(b.weights[path].dequantized(torch.float32), q.dequantized(torch.float32)) < 1e-3
+            relative_rms(b.weights[path].dequantized(torch.float32), q.dequantized(torch.float32)) < 1e-3
             for path, q in a.weights.items()
         )
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import accel
-from accel.llm.analysis.compare import off
+from accel.comparison import relative_rms
 from accel.llm.ptq.calibration.batches import batches, windows
 from accel.llm.ptq.calibration.folding import BeforeNorm, BeforeRows, layer_groups
 from support.llm.calls import tokenizer
@@ -113,7 +113,7 @@ def test_the_folded_model_computes_the_same(name):
         if name in FOLDS:
             assert {group.label for group in layer if group.before is not None} == FOLDS[name]
         assert all(group.reason for group in layer if group.before is None)
-    assert differ and off(logits(model), logits(stock)) < 1e-5
+    assert differ and relative_rms(logits(model), logits(stock)) < 1e-5
 
 
 def test_heads_of_queries_that_share_values_share_their_scales():

@@ -1,4 +1,4 @@
-"""What a fused forward relies on in stock: noted when it is matched, compared before it runs, told in one wording.
+"""Guards: what fused code relies on in stock, noted when it is matched, compared before it runs, told in one wording.
 
 A fused forward does the work of modules that it does not call. It was compared with stock once. So it holds for as long
 as all that stock code would read, and the fused one does not, is as it was then. That is this list:
@@ -6,8 +6,8 @@ as all that stock code would read, and the fused one does not, is as it was then
 - the class of each part: of the module itself, of those whose work is done, of an attention's processor;
 - the code that these classes run: methods, functions of files and of torch, registries (`code.py`);
 - settings: attributes of a part, which submodules it has, and a method that one instance has in its class's place;
-- what hangs on a part that is not called any more: hooks, on it or on all modules, another forward, training mode;
-- of language models also the configurations and their fields (`llm/generation/relied.py`).
+- what a part that is not called any more would do besides: hooks, on it or on all modules, another forward, training;
+- of language models also the configurations and their fields (`llm/generation/model_guard.py`).
 
 Weights are not on it. Fused forwards read them where they lie. What is computed from them ahead of a call goes by their
 versions, as autograd counts them (`fusion/stacked_linears.py`), a CUDA graph by their addresses
@@ -15,23 +15,26 @@ versions, as autograd counts them (`fusion/stacked_linears.py`), a CUDA graph by
 
 | who | what is noted | compared |
 |---|---|---|
-| a block, a norm, experts, a router | `Relied`: its parts and their classes' code | at each call of it: a `Snapshot` |
-| a decoder layer | `LayerParts`: its modules by name | before each forward of the model: its `Fingerprint` |
-| a language model | `ModelRelied`: configurations, all code, what is around the layers | the same |
+| a block, a norm, experts, a router | `Guard`: its parts and their classes' code | at each call of it |
+| a decoder layer | `LayerGuard`: its modules by name | before each forward of the model |
+| a language model | `ModelGuard`: configurations, all code, modules around the layers | the same |
 | a module called as it is | its class and the forward found there | at each call: `FastForward.changed` |
 
-A snapshot and a fingerprint are lists of values, compared by identity in microseconds. Where they differ, the list is
-gone through with care. If something on it is another, the stock forward runs for that call, which the report counts
-under "... was changed after accel.optimize". What is put back is fast again. A copy of a model takes over what was
-noted; it stays stock where something had been changed when it was made.
+A guard is asked in two steps. A `Snapshot`, for a whole model a `Fingerprint`, holds the present values as lists, which
+are compared in microseconds. Where they differ, the guard is gone through with care. If something is another, the stock
+forward runs for that call, which the report counts under "... was changed after accel.optimize". What is put back is
+fast again. A copy of a model takes over what was noted; it stays stock where something had been changed when it was
+made.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import NamedTuple
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
 from accel.casting import Cast, casts_of
 from accel.errors import reason_of
@@ -39,13 +42,22 @@ from accel.in_flight import DOOR
 from accel.libraries.code import GRADIENTS
 from accel.patching.code import ClassCode, Code
 from accel.patching.owner import OWNER
-from accel.patching.structure import mentioned, overridden, stock_method, tampered, trains
+from accel.patching.snapshot import Snapshot
+from accel.patching.structure import (
+    TRAINING_INSIDE,
+    has_hooks,
+    mentioned,
+    overridden,
+    stock_method,
+    tampered,
+    trains,
+)
 
 BASE = frozenset(vars(nn.Module()))  # what every module has; of these hooks and submodules are looked at
 # Read with gradients alone, with which no fused forward runs; looked at by itself; relied on field by field.
 IRRELEVANT = {*GRADIENTS, "forward", "config", OWNER, DOOR}
 THERE = "there"
-TRAINING_INSIDE = "training mode inside"
+ABSENT = object()
 
 
 def changed_since(what: str) -> str:
@@ -62,7 +74,7 @@ def same(value: object, before: object) -> bool:
     """Whether a value is what it was: itself, or an equal one of its type. Tensors by identity alone."""
     if value is before:
         return True
-    if type(value) is not type(before) or isinstance(value, Tensor):
+    if type(value) is not type(before) or isinstance(value, torch.Tensor):
         return False
     try:
         return bool(value == before)
@@ -95,7 +107,7 @@ class PartRecord(NamedTuple):
         return [name for name in before | after if not same(after.get(name), before.get(name))]
 
 
-class Relied:
+class Guard:
     """The parts of one fused forward, and the code of their classes, as they were when it was matched.
 
     It survives pickle and deepcopy: what is kept are classes, names and values, no modules. own: the module that is
@@ -105,7 +117,7 @@ class Relied:
     def __init__(self, own: nn.Module | None, parts: Parts, code: type[Code] = ClassCode):
         self.records = tuple(_records(own, parts))
         self.code = code(type(part) for part in chain(*parts) if part is not None)
-        self.snapshot: Snapshot | None = None
+        self.snapshot: PartsSnapshot | None = None
 
     def __getstate__(self) -> dict[str, object]:
         return vars(self) | {"snapshot": None}
@@ -117,9 +129,9 @@ class Relied:
             if snapshot is not None and snapshot.holds():
                 return snapshot.reason
             now = parts()
-            snapshot = Snapshot(own, now, self.code)  # first: what changes meanwhile shows at the next call
+            snapshot = PartsSnapshot(own, now, self.code)  # first: what changes meanwhile shows at the next call
             what = self._another(own, now)
-            snapshot.reason = changed_since(what) if what is not None else _hung(own, now)
+            snapshot.reason = changed_since(what) if what is not None else _does_more(own, now)
             self.snapshot = snapshot
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
             # A part is gone, or a container changed size while another thread was reading it.
@@ -154,27 +166,58 @@ class Relied:
         return None
 
 
-class Snapshot:
+class PartsSnapshot(Snapshot):
     """The parts as they were at some call, and what was found then; asked at every call whether they still are."""
 
     def __init__(self, own: nn.Module | None, parts: Parts, code: Code):
         self.reason: str | None = None
-        self.parts = [part for part in chain(*parts) if part is not None]
-        self.casts = casts_of(part for part in self.parts if part is not own)
-        self.kinds = list(map(type, self.parts))
-        # Live: reading them again shows the present state.
-        self.views = [*chain.from_iterable(_views(part, part is own) for part in self.parts), *code.views()]
+        every = [part for part in chain(*parts) if part is not None]
+        self.casts = casts_of(part for part in every if part is not own)
+        containers = list(chain.from_iterable(_containers(part, part is own) for part in every))
         for part in parts.fixed:
             held = (value for name, value in getattr(part, "__dict__", {}).items() if name not in BASE)
-            self.views += (value.values() if isinstance(value, dict) else value for value in filter(_changeable, held))
-        self.values = list(chain.from_iterable(self.views))
+            containers += filter(_changeable, held)
+        attributes = (getattr(part, "__dict__", {}).values() for part in every)
+        super().__init__(every, [*attributes, *code.views()], containers)
 
-    def holds(self) -> bool:
-        try:
-            return list(map(type, self.parts)) == self.kinds and list(chain.from_iterable(self.views)) == self.values
-        except Exception as error:  # changing while it is read, or a value that cannot say whether it equals another
-            reason_of(error)
-            return False
+
+class LayerGuard:
+    """The modules of a layer as they were when it was understood, by their names in it.
+
+    live: names of modules that are called, or looked at by whoever reads their weights; what is inside them is theirs.
+    answered: of modules that are called where their type or settings are others, or have hooks.
+    """
+
+    def __init__(self, layer: nn.Module, live: Iterable[str], answered: Iterable[str]):
+        live = tuple(live)
+        self.answered = frozenset(answered)
+        self.records = {
+            name: _record_with_buffers(module)
+            for name, module in layer.named_modules()
+            if not any(name == one or name.startswith(f"{one}.") for one in live)
+        }
+
+    def changed(self, layer: nn.Module) -> str | None:
+        """What is another now."""
+        modules = dict(layer.named_modules())
+        for name, before in self.records.items():
+            module = modules.get(name)
+            if module is None:
+                return changed_since(f"{name}, which is gone,")
+            now = _record_with_buffers(module)
+            others = before.others(now)
+            if name in self.answered:
+                values = (record.settings.get(other, ABSENT) for other in others for record in (before, now))
+                if now.kind is not before.kind or any(map(plain_value, values)):
+                    continue
+            if now.kind is not before.kind:
+                return changed_since(f"{name or 'it'}: {another_class(before.kind, now.kind)}")
+            if others:
+                return changed_since(".".join(filter(None, (name, min(others)))))
+            reason = None if name in self.answered else has_hooks(module)
+            if reason is not None:
+                return f"{name or 'it'} has {reason}"
+        return None
 
 
 def _records(own: nn.Module | None, parts: Parts) -> Iterator[PartRecord]:
@@ -205,7 +248,7 @@ def _changeable(value: object) -> bool:
     return type(value) in (dict, list, set)
 
 
-def _hung(own: nn.Module | None, parts: Parts) -> str | None:
+def _does_more(own: nn.Module | None, parts: Parts) -> str | None:
     """Why calling the parts would do more than their classes say."""
     members = {id(part) for part in chain(*parts)}
     for part in chain(*parts):
@@ -224,13 +267,41 @@ def _trains(part: nn.Module, members: set[int]) -> bool:
     return trains(part) or any(id(child) not in members for child in part.children())
 
 
-def _views(part: object, called: bool) -> Iterator:
-    attributes = getattr(part, "__dict__", {})
-    yield attributes.values()
+def _containers(part: object, called: bool) -> Iterator:
+    """What a module holds in containers that calling it reads: submodules, those of a list of them, hooks."""
     if isinstance(part, nn.Module):
-        children = attributes["_modules"].values()
-        yield children
-        yield from (vars(child)["_modules"].values() for child in children if isinstance(child, nn.ModuleList))
+        attributes = vars(part)
+        yield attributes["_modules"]
+        yield from (vars(one)["_modules"] for one in attributes["_modules"].values() if isinstance(one, nn.ModuleList))
         if not called:
-            yield attributes["_forward_hooks"].values()
-            yield attributes["_forward_pre_hooks"].values()
+            yield attributes["_forward_hooks"]
+            yield attributes["_forward_pre_hooks"]
+
+
+def _record_with_buffers(module: nn.Module) -> PartRecord:
+    """Tensors are weights, and modules that lie beside the submodules are somebody else's. Buffers by their content."""
+    values = settings_of(module).items()
+    found = {k: v for k, v in values if not isinstance(v, torch.Tensor | nn.Module)}
+    return PartRecord(type(module), None, found | {k: _content(v) for k, v in module._buffers.items() if v is not None})
+
+
+def _content(buffer: torch.Tensor) -> tuple:
+    """Equal for equal content. Of tables of fractions nothing: they are read where they lie, in any precision."""
+    if buffer.is_meta or buffer.is_floating_point():
+        return ()
+    return tuple(buffer.shape), hashlib.sha1(buffer.detach().cpu().contiguous().numpy().tobytes()).digest()
+
+
+def plain_settings(module: nn.Module) -> tuple:
+    """The module's type and its numbers, strings and switches, by name; not whether it is in training mode."""
+    named = ((name, value) for name, value in vars(module).items() if name != "training" and plain_value(value))
+    return type(module), *sorted(named)
+
+
+def as_understood(module: nn.Module, known: tuple) -> bool:
+    """Whether a module may be computed from its weights still: of these settings, without hooks, not in training."""
+    return plain_settings(module) == known and tampered(module) is None and not trains(module)
+
+
+def plain_value(value: object) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)

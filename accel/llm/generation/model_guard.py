@@ -1,6 +1,6 @@
 """What the fused forward of a language model stands in for without asking at every call: fields of configurations that
 stock code reads in a call, that code itself, registries of attention functions included, and the modules around the
-layers, which are shown an empty cache and a mask made up. See `accel/patching/relied.py`.
+layers, which are shown an empty cache and a mask made up. See `accel/patching/guard.py`.
 """
 
 import copy
@@ -8,7 +8,7 @@ import inspect
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from types import FunctionType
@@ -17,14 +17,14 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from accel.cuda_graphs.fingerprint import Versions
+from accel.cuda_graphs.fingerprint import VERSION
 from accel.libraries.attention import ATTENTION, PAGED
 from accel.libraries.experts import CHOSEN, EXPERTS
 from accel.llm.recording.implementation import foreign_experts, lent_configs, undecorated
-from accel.llm.runtime.layer_parts import replaced_forward
 from accel.patching.code import CalledCode, NamedValues
-from accel.patching.relied import another_class, changed_since, same
-from accel.patching.structure import foreign_hooks
+from accel.patching.guard import another_class, changed_since, same
+from accel.patching.snapshot import View
+from accel.patching.structure import foreign_hooks, replaced_forward
 from accel.quantization.experts import stock_class
 
 CHOICES = {EXPERTS, CHOSEN}  # among functions of equal results, or of the user's
@@ -32,7 +32,7 @@ ABSENT = "absent"
 TOKEN = re.compile(r"_token_(id|index)$")
 
 
-class ModelRelied:
+class ModelGuard:
     """The state of all that when it was made; `changed` tells what is another since.
 
     read: configurations, and the names of their fields that matter, see `relevant`. shown: paths of modules that are
@@ -64,7 +64,7 @@ class ModelRelied:
             return self.stale
         modules = dict(self.model.named_modules())
         what = self._another(modules)
-        return self._hung(modules) if what is None else changed_since(what)
+        return self._has_hooks(modules) if what is None else changed_since(what)
 
     def _another(self, modules: dict[str, nn.Module]) -> str | None:
         gone = next((path for path in chain(self.held, self.shown) if path not in modules), None)
@@ -86,7 +86,7 @@ class ModelRelied:
                 return f"{path}: {another_class(kind, type(modules[path]))}"
         return None
 
-    def _hung(self, modules: dict[str, nn.Module]) -> str | None:
+    def _has_hooks(self, modules: dict[str, nn.Module]) -> str | None:
         """Why code of the user's would be shown what only we have. Hooks of transformers look at neither."""
         for path, (_, plain) in self.shown.items():
             reason = "forward hooks" if foreign_hooks(modules[path]) else None
@@ -105,31 +105,14 @@ class ModelRelied:
             yield from map(_live, filter(_several, fields.values()))
             yield from (_live(v) for value in fields.values() if _several(value) for v in _live(value) if _several(v))
         yield NamedValues(mappings)
-        yield _Experts(self)
-        modules = dict(self.model.named_modules())
-        yield _Held([vars(modules[path]) for path in self.held if path in modules])
-        yield Versions(buffer for buffer in self.model.buffers() if not buffer.is_floating_point())  # masks, read once
-
-
-class _Experts:
-    """How many fields each configuration has, and the user's experts."""
-
-    def __init__(self, relied: ModelRelied):
-        self.relied = relied
-
-    def __iter__(self) -> Iterator:
-        found = self.relied.configurations
-        return chain(map(len, map(vars, found)), foreign_experts(found))
-
-
-class _Held:
-    """Which configurations modules hold: by number, for some that are not the same say that they are equal."""
-
-    def __init__(self, modules: list[Mapping]):
-        self.modules = modules
-
-    def __iter__(self) -> Iterator:
-        return (id(attributes.get("config")) for attributes in self.modules)
+        found, modules = self.configurations, dict(self.model.named_modules())
+        yield View(lambda: chain(map(len, map(vars, found)), foreign_experts(found)))
+        held = [vars(modules[path]) for path in self.held if path in modules]
+        # By number: some configurations that are not the same say that they are equal.
+        yield View(lambda: (id(attributes.get("config")) for attributes in held))
+        # Masks, which are read once; in inference mode nobody counts how often they were changed.
+        masks = [one for one in self.model.buffers() if not one.is_floating_point() and not one.is_inference()]
+        yield View(lambda: map(VERSION, masks))
 
 
 def _several(value: object) -> bool:

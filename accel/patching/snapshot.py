@@ -1,0 +1,71 @@
+"""What objects hold at one moment, as lists that are compared with the present ones in microseconds."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import chain
+from operator import is_
+
+import torch
+
+from accel.errors import reason_of
+
+VALUES = chain.from_iterable
+
+
+class View:
+    """What a function gives, asked anew whenever it is iterated over."""
+
+    def __init__(self, read: Callable[[], Iterable]):
+        self.read = read
+
+    def __iter__(self) -> Iterator:
+        return iter(self.read())
+
+
+class Snapshot:
+    """The classes of objects, and the values that views give: by identity, then equality; tensors by identity alone.
+
+    views: each gives its present values whenever it is iterated over, so that no tree is walked again.
+    containers: dictionaries, whose values count, lists, sets and tuples.
+    """
+
+    def __init__(self, objects: Iterable[object], views: Iterable[Iterable], containers: Iterable[Collection] = ()):
+        self.objects = list(objects)
+        self._kinds = list(map(type, self.objects))
+        self._empty: list[Collection] = []  # as most containers of modules are; asked for less than a view is
+        self._views: list[Iterable] = []
+        self._exact: list[Iterable] = []  # those with tensors: one of one number may be equal to another
+        for view in views:
+            self._watch(view)
+        for container in containers:
+            if len(container):
+                self._watch(container.values() if isinstance(container, dict) else container)
+            else:
+                self._empty.append(container)
+        self._values = list(VALUES(self._views))
+        self._exact_values = list(VALUES(self._exact))
+
+    def _watch(self, view: Iterable) -> None:
+        tensors = any(issubclass(kind, torch.Tensor) for kind in set(map(type, view)))
+        (self._exact if tensors else self._views).append(view)
+
+    def holds(self) -> bool:
+        """Whether all of it is as it was."""
+        try:
+            return (
+                not any(self._empty)
+                and list(map(type, self.objects)) == self._kinds
+                and list(VALUES(self._views)) == self._values
+                and (not self._exact or self._exactly())
+            )
+        except Exception as error:  # changing while it is read, or a value that cannot say whether it equals another
+            reason_of(error)
+            return False
+
+    def _exactly(self) -> bool:
+        found, before = list(VALUES(self._exact)), self._exact_values
+        return len(found) == len(before) and (all(map(is_, found, before)) or all(map(_equal, found, before)))
+
+
+def _equal(value: object, before: object) -> bool:
+    """Plain values may be new objects: PEFT multiplies an adapter's scale at every call, and divides it again."""
+    return value is before or (type(value) is type(before) and type(value) in (float, int, str) and value == before)
