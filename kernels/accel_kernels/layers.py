@@ -70,5 +70,5 @@ class Layer:
 
 
 def kernel_mapping(*names: str, device: str = "cuda") -> dict[str, dict[str, Layer]]:
-    """What "register_kernel_mapping" of the package kernels takes: these layers, or all, for modules on such a device."""
+    """What the package kernels registers as a mapping: these layers, or all, for modules on such a device."""
     return {name: {device: Layer(name)} for name in names or LAYERS}
