@@ -26,8 +26,7 @@ from accel.llm.generation.trial_warmup import warm_up
 from accel.llm.pipeline.forward import SpreadForward
 from accel.llm.pipeline.placement import Placement
 from accel.llm.pipeline.stretch import StretchGraphs, StretchLayer
-from accel.llm.recording.errors import NotUnderstood
-from accel.llm.recording.record import LayerRecord
+from accel.llm.recording.record import LayerRecord, NotUnderstood
 from accel.llm.recording.recorder import decoder_layers
 from accel.llm.runtime.experts import ExpertsForward, match_experts
 from accel.llm.runtime.layer import LayerForward

@@ -13,8 +13,7 @@ from torch import nn
 
 from accel.llm.analysis.norm import NormSpec
 from accel.llm.kv_cache.blocks import Shape
-from accel.llm.recording.errors import NotUnderstood
-from accel.llm.recording.record import Call, LayerRecord, Record
+from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record
 from accel.patching.fast_forward import Kernels
 
 

@@ -15,9 +15,8 @@ from accel.libraries.batching import CACHED, GenerationOutput, logger
 from accel.llm.batching.ending import Stop, interrupted
 from accel.llm.batching.loop import BatchEngine, EngineLoop
 from accel.llm.batching.parallel.together import Alone, Settings, Together, failed, family
-from accel.llm.batching.request import Request
+from accel.llm.batching.request import Request, StopStrings, Submission, Tokens, begun_ids, prompt_ids, token_set
 from accel.llm.batching.results import Results
-from accel.llm.batching.submission import StopStrings, Submission, Tokens, begun_ids, prompt_ids, token_set
 
 UNREAD = 2**14  # outputs that a rank keeps which follows another, and may have no reader
 

@@ -25,8 +25,7 @@ from accel.llm.generation.layer_inputs import NOT_CAUSAL, CheckedStep
 from accel.llm.generation.prefill import Prompts
 from accel.llm.generation.relied import ModelRelied
 from accel.llm.kv_cache.cache import adopt
-from accel.llm.kv_cache.pending_step import LatestForward
-from accel.llm.kv_cache.store import Shape, Store
+from accel.llm.kv_cache.store import LatestForward, Shape, Store
 from accel.llm.recording.implementation import unpaged
 from accel.llm.recording.record import says_nothing
 from accel.llm.runtime.attention_kinds import attention_kind_of

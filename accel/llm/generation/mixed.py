@@ -28,7 +28,7 @@ from accel.llm.generation.trial import (
 )
 from accel.llm.kv_cache.cache import STOCK, adopt
 from accel.llm.kv_cache.store import Store
-from accel.llm.recording.errors import NotUnderstood
+from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import ROWS, resting
 from accel.quantization.module import unrounded
 

@@ -28,7 +28,7 @@ from accel.llm.generation.trial import (
     trial_lengths,
 )
 from accel.llm.generation.trial_warmup import warming_up_trial
-from accel.llm.recording.errors import NotUnderstood
+from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import ROWS, resting
 from accel.quantization.module import unrounded
 

@@ -14,8 +14,8 @@ from accel.llm.generation.prefill import bucket_for, pad_to_bucket
 from accel.llm.generation.routing import Choices, noting, repeating, routed_modules, routing_modules
 from accel.llm.kv_cache.cache import adopt
 from accel.llm.kv_cache.store import Store
-from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.inputs import within_positions
+from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import ROWS, example_ids
 from accel.patching.fast_forward import as_written
 from accel.patching.patch import ForwardPatch

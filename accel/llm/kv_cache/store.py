@@ -2,13 +2,50 @@
 
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from accel_kernels.attention.paged.kv import KV
 
+from accel.cuda_graphs.entry import Replayed
 from accel.llm.kv_cache.blocks import BLOCK, Blocks, Shape
-from accel.llm.kv_cache.pending_step import LatestForward, PendingStep
+
+
+class LatestForward(NamedTuple):
+    """How the forward before was called; positions: of its last tokens, (..., 1 or rows, 1), if it takes any."""
+
+    positions: torch.Tensor | None
+    keep: int
+
+
+@dataclass
+class PendingStep:
+    """A step on its way. ids: all tokens so far, of which it takes the last. inputs: what generate() made of them."""
+
+    ids: torch.Tensor
+    length: int  # tokens stored before it
+    keep: int
+    step: Replayed | None
+    done: torch.cuda.Event
+    inputs: dict | None = None
+    taken: bool = False
+
+    def take(
+        self, length: int, tokens: torch.Tensor, positions: torch.Tensor | None, mask: torch.Tensor | None, keep: int
+    ) -> Replayed | None:
+        """The step, for the forward that it was begun for: the one given the very tensors that were made for it."""
+        given, step, self.step = self.inputs, self.step, None
+        if given is None or (length, keep) != (self.length, self.keep):
+            return None
+        places = given.get("position_ids")
+        self.taken = (
+            given.get("input_ids") is tokens
+            and given.get("attention_mask") is mask
+            and (places is None or places is positions)
+        )
+        return step if self.taken else None
+
 
 AHEAD = 16384  # tokens a row that room is made for at once, of those that a request may still come to
 

@@ -27,12 +27,11 @@ from accel.libraries.cache import DynamicCache, cache_given
 from accel.libraries.tensor_parallel import pipeline_stage
 from accel.llm.kv_cache.cache import STOCK
 from accel.llm.pipeline.device_hooks import StockHere, brought, device_of, other_hook
-from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.implementation import foreign_attention, lent_configs, unpaged
 from accel.llm.recording.inputs import few
 from accel.llm.recording.plain_attention import plain_attention
 from accel.llm.recording.position_table import PositionTable
-from accel.llm.recording.record import Attended, Call, LayerRecord, Record, Stored, Value
+from accel.llm.recording.record import Attended, Call, LayerRecord, NotUnderstood, Record, Stored, Value
 from accel.patching.structure import foreign_hooks, placement
 from accel.quantization.experts import holds_numbers
 

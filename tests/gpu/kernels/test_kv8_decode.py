@@ -12,7 +12,7 @@ from accel_kernels.attention.paged.kv8.kv8_decode_triton import decodes_kv8, kv8
 from accel_kernels.attention.paged.kv_quantization import rounded
 
 from accel.llm.analysis.kv_quantization import CODES
-from accel.llm.analysis.small_store import SmallStore
+from accel.llm.analysis.rotary import SmallStore
 
 ROWS, COLUMNS, KV_HEADS = 3, 129, 8
 KINDS = ("int8", "fp8")

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 import accel
 from accel.llm.analysis.kv_quantization import CODES
-from accel.llm.analysis.small_store import SmallStore
+from accel.llm.analysis.rotary import SmallStore
 from accel.llm.kv_cache.cache import store_of
 from support.device_memory import allocated
 from support.kernels.code_kernel import run, ties

@@ -7,9 +7,9 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation.continuous_batching.requests import RequestStatus
 
+from accel.llm.batching.request import StopStrings
 from accel.llm.batching.sampler import Sampler
 from accel.llm.batching.sampling import Sampling, SamplingDefaults
-from accel.llm.batching.submission import StopStrings
 from support.llm.batching.engines import alone, engine_of, finished, prompts_of, request
 from support.llm.calls import tokenizer
 

@@ -11,7 +11,7 @@ from accel.llm.generation import arguments, mixed, self_test, trial
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.mixed import MixedForward
 from accel.llm.generation.trial import fused_layers, fused_logits, stock_logits
-from accel.llm.recording.errors import NotUnderstood
+from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import resting
 from accel.llm.runtime.experts import ExpertsForward
 from accel.llm.runtime.layer import BoundLayer

@@ -15,7 +15,7 @@ from accel.llm.generation.mixed import MixedForward
 from accel.llm.generation.routing import noting, repeating, routing_modules
 from accel.llm.generation.trial import fused_layers, fused_logits, stock_logits
 from accel.llm.kv_cache.cache import OURS
-from accel.llm.recording.errors import NotUnderstood
+from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import resting
 from accel.llm.runtime.experts import ExpertsForward
 from accel.llm.runtime.softmax_attention import BoundSoftmaxAttention

@@ -5,10 +5,9 @@ import sys
 import numpy as np
 import pytest
 
-from accel.llm.kv_cache.block_pool import BlockPool
+from accel.llm.kv_cache.block_pool import BlockPool, block_digest
 from accel.llm.kv_cache.blocks import BLOCK
 from accel.llm.kv_cache.layer_sets import LayerSet
-from accel.llm.kv_cache.prefix_index import block_digest
 from support.llm.batching.engines import FULL, NARROW, ROWS, text
 
 

@@ -17,8 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from accel.errors import RanksApart, reason_of, told
 from accel.llm.batching.answers import finish
 from accel.llm.batching.ending import Stop
-from accel.llm.batching.request import Request
-from accel.llm.batching.submission import stand_in
+from accel.llm.batching.request import Request, stand_in
 from accel.parallel.lockstep import Lockstep
 
 PLACE = "generate_batch"

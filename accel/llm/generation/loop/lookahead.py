@@ -21,8 +21,7 @@ from accel.libraries.code import comes_from
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.loop.handover import Handover
 from accel.llm.generation.loop.methods import predictable
-from accel.llm.kv_cache.pending_step import PendingStep
-from accel.llm.kv_cache.store import Store
+from accel.llm.kv_cache.store import PendingStep, Store
 from accel.llm.pipeline.stretch import StretchGraphs
 
 MOST_MISSED = 4  # a call of generate() in which so many steps in a row were begun in vain does without
