@@ -23,7 +23,8 @@ from accel.errors import reason_of
 from accel.libraries.batching import INIT, GenerationOutput, RequestStatus
 from accel.libraries.server import Batching, ModelManager, WorkerEnded, logger, served_by
 from accel.llm.batching.engine import Engine
-from accel.llm.batching.hook import InitContinuousBatching, limits_of
+from accel.llm.batching.hook import InitContinuousBatching
+from accel.llm.batching.limits import limits_of
 from accel.llm.batching.manager import BatchManager
 from accel.llm.batching.request import StopStrings, Submission, prompt_ids, was_cut
 

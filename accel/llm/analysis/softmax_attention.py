@@ -11,7 +11,7 @@ from accel.llm.analysis.attention_kind import AttentionSpec, Understood
 from accel.llm.analysis.compare import agree, factor, named_factor
 from accel.llm.analysis.norm import HeadNorm, NormSpec, head_norm
 from accel.llm.analysis.rotary import Rotary, SmallStore, rotaries
-from accel.llm.kv_cache.blocks import Shape
+from accel.llm.kv_cache.shape import Shape
 from accel.llm.recording.plain_attention import plain_attention
 from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record
 from accel.patching.settings import settings
@@ -94,9 +94,9 @@ class SoftmaxSpec(AttentionSpec):
         return repr((replace(self, index=0, settings=(), slopes=None), self.slopes is None))
 
 
-def cache_layout(spec: SoftmaxSpec, dtype: torch.dtype, device: torch.device, codes: torch.dtype | None) -> Shape:
+def cache_layout(spec: SoftmaxSpec, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None) -> Shape:
     """A key and a value for each head."""
-    return Shape(spec.kv_heads, spec.dim, dtype, device, codes)
+    return Shape(spec.kv_heads, spec.dim, dtype, device, kv_dtype)
 
 
 def split(

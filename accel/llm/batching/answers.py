@@ -6,7 +6,6 @@ from typing import NamedTuple
 import numpy as np
 
 from accel.errors import reason_of
-from accel.libraries.batching import RequestStatus
 from accel.llm.batching.request import Request
 
 NO_ID = -1  # drawn where there was nothing to draw from; also: not an id that ends anything
@@ -112,13 +111,3 @@ def _wider(array: np.ndarray, columns: int, filler: int) -> np.ndarray:
         return array
     more = np.full((array.shape[0], max(columns, 2 * array.shape[1]) - array.shape[1]), filler, array.dtype)
     return np.concatenate([array, more], axis=1)
-
-
-def finish(request: Request, error: str | None = None) -> Request:
-    """It ends now, for this reason if it failed."""
-    request.error = error
-    request.status = RequestStatus.FINISHED if error is None else RequestStatus.FAILED
-    request.ended = time.perf_counter()
-    if request.started < 0:
-        request.started = request.ended
-    return request

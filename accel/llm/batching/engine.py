@@ -5,20 +5,18 @@ from collections import deque
 
 from accel.cuda_graphs.runner import GraphRunner
 from accel.errors import reason_of
-from accel.llm.batching.answers import Answers, finish
-from accel.llm.batching.limits import Limits
-from accel.llm.batching.request import CUT, Request
+from accel.llm.batching.answers import Answers
+from accel.llm.batching.limits import Limits, sets_of
+from accel.llm.batching.request import CUT, Request, finish
 from accel.llm.batching.sampler import Sampler
 from accel.llm.batching.scheduler import IdsWanted, Scheduler, StepPlan
-from accel.llm.batching.spread.lanes import LaneStreams
-from accel.llm.batching.spread.steps import head_device, lane_count, step_runner
+from accel.llm.batching.spread import MicroBatchStreams, head_device, micro_batch_count, step_runner
 from accel.llm.batching.step import Flight, head_size
 from accel.llm.generation.calling_convention import Unfit
 from accel.llm.generation.decoder import DecoderForward
-from accel.llm.kv_cache.block_pool import BlockPool
-from accel.llm.kv_cache.blocks import BLOCK
-from accel.llm.kv_cache.layer_sets import layer_sets
-from accel.llm.kv_cache.pages import PagePool
+from accel.llm.kv_cache.block_allocator import BlockAllocator
+from accel.llm.kv_cache.paged_kv_cache import PagedKVCache
+from accel.llm.kv_cache.shape import BLOCK
 from accel.llm.pipeline.stretch import StretchGraphs
 
 # Steps from one look at the model to the next while requests run: a look takes the host about as long as all else that
@@ -36,22 +34,22 @@ class Engine:
 
     def __init__(self, forward: DecoderForward, limits: Limits, runner: GraphRunner | StretchGraphs | None = None):
         self.forward, self.limits = forward, limits
-        shapes = forward.shapes()
-        windows = [layer.spec.attention.sees for layer in forward.layers]
-        sets = layer_sets(shapes, windows)
-        pages = limits.page_count(shapes, sets)
+        shapes, sets = forward.shapes(), sets_of(forward)
+        blocks = limits.block_count(shapes, sets)
         rows, columns = limits.rows, limits.columns
-        self.pool = BlockPool(sets, pages, rows, columns, limits.share)
-        self.pages = PagePool(shapes, sets, pages, rows, columns)
+        self.allocator = BlockAllocator(sets, blocks, rows, columns, limits.share)
+        self.kv_cache = PagedKVCache(shapes, sets, blocks, rows, columns)
         self.answers = Answers(rows)
         self.sampler = Sampler(rows, head_size(forward), head_device(forward))
         self.sampler.prepare(forward.embeddings().dtype)
-        self.lanes = LaneStreams(
-            (*self.pages.places, forward.embeddings().device, self.sampler.device), lane_count(forward)
+        self.micro_batches = MicroBatchStreams(
+            (*self.kv_cache.tables, forward.embeddings().device, self.sampler.device), micro_batch_count(forward)
         )
-        self.scheduler = Scheduler(self.pool, self.answers, limits, self.lanes.count)
-        self.steps = step_runner(forward, self.pages, self.sampler, rows, runner, self.lanes)
-        self.flights: deque[Flight] = deque()  # as many as there are lanes, and one more while a step is launched
+        self.scheduler = Scheduler(self.allocator, self.answers, limits, self.micro_batches.count)
+        self.steps = step_runner(forward, self.kv_cache, self.sampler, rows, runner, self.micro_batches)
+        self.flights: deque[Flight] = (
+            deque()
+        )  # as many as there are micro_batches, and one more while a step is launched
         self.ids: set[str] = set()
         self.weights = self._weights()  # that what is stored was made with
         self._unseen = LOOK  # steps since the model was looked at
@@ -67,11 +65,16 @@ class Engine:
 
     def sizes(self) -> dict[str, float]:
         """How many requests at a time there is room for, in how many groups, of how many tokens each, and the memory of
-        their keys and values: pages of BLOCK tokens of one set of layers, and MiB.
+        their keys and values: blocks of BLOCK tokens of one set of layers, and MiB.
         """
         rows, context = self.limits.rows, self.limits.context
-        memory = round(self.pages.bytes / 2**20, 1)
-        numbers = {"requests": rows, "groups": self.lanes.count, "tokens": context, "pages": self.pool.pages}
+        memory = round(self.kv_cache.bytes / 2**20, 1)
+        numbers = {
+            "requests": rows,
+            "groups": self.micro_batches.count,
+            "tokens": context,
+            "pages": self.allocator.blocks,
+        }
         return numbers | {"memory_mb": memory}
 
     def add(self, request: Request) -> None:
@@ -110,8 +113,8 @@ class Engine:
         wrong = max(request.prompt) if min(request.prompt) >= 0 else min(request.prompt)
         if not 0 <= wrong < vocabulary:
             return f"token {wrong!r} in the prompt: the vocabulary has ids from 0 to {vocabulary - 1}"
-        blocks, most = -(-tokens // BLOCK), (self.pool.pages - 1) // len(self.pool.sets)
-        if blocks > most:
+        columns, most = -(-tokens // BLOCK), (self.allocator.blocks - 1) // len(self.allocator.sets)
+        if columns > most:
             return f"a prompt of {tokens} tokens, where all memory for keys and values has room for {most * BLOCK}"
         return None
 
@@ -153,14 +156,14 @@ class Engine:
         look = self._unseen >= LOOK
         if look:
             if self.forward.ranks is None and self.changed():
-                self.pool.forget()
+                self.allocator.forget()
             self._unseen = 0
         plan = self._plan()
         if plan is not None:
             self._launch(plan, look)
             self._unseen += 1
         # Where nothing could be planned, what the oldest step brings may change that.
-        most = self.lanes.count if plan is not None else len(self.flights) - 1
+        most = self.micro_batches.count if plan is not None else len(self.flights) - 1
         while len(self.flights) > max(0, most):
             self._read(self.flights.popleft())
         self._cancelled = {one: None for one in self._cancelled if self.scheduler.busy and not self._drop(one)}
@@ -178,7 +181,7 @@ class Engine:
             self._fail(request, reason)
         self.scheduler.failed.clear()
         if plan is not None and self.sampler.waits(plan.drawn):
-            while any(flight.plan.lane == plan.lane for flight in self.flights):
+            while any(flight.plan.micro_batch == plan.micro_batch for flight in self.flights):
                 self._read(self.flights.popleft())
         return plan
 
@@ -207,7 +210,7 @@ class Engine:
 
     def forget(self) -> None:
         """Nothing that is stored is for requests that begin from now on."""
-        self.pool.forget()
+        self.allocator.forget()
 
     def _weights(self) -> tuple[object, int | None] | None:
         """What tells weights from others: where they lie, and how often they were edited as far as autograd counts."""
@@ -223,7 +226,7 @@ class Engine:
                 request = self.answers.requests[row]
                 assert request is not None
                 self.sampler.set(row, request.sampling, self._tokens(row), drawn=int(self.answers.count[row]))
-            self.steps.upload(*self.pool.changes())
+            self.steps.upload(*self.allocator.changes())
             self.flights.append(self.steps.launch(plan, self._tokens, self.limits.logprobs, look))
         except Exception as error:  # of this step: those in it end, the others go on
             if (
@@ -301,12 +304,12 @@ class Engine:
         for request in failed:
             self._fail(request, str(error) or repr(error))
         self.ids.clear()
-        self.pool.forget()
+        self.allocator.forget()
         news, self._news = list(self._news), {}
         return news
 
     def close(self) -> None:
         """Gives the memory back; nothing can be asked of the engine any more."""
         self.flights.clear()
-        self.lanes.join()
-        del self.pages, self.steps, self.sampler
+        self.micro_batches.join()
+        del self.kv_cache, self.steps, self.sampler

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from transformers import GenerationConfig
+
 from accel.libraries.batching import GenerationOutput, RequestStatus
 
 CUT = "cut after"  # how the error of an answer begins that ended at a limit of the engine, short of what was asked for
@@ -99,6 +101,28 @@ class Submission(NamedTuple):
     settings: dict[str, Any]
     generated: Sequence[int] = ()
 
+    def request(
+        self, name: str, prompt: list[int] | Exception, vocabulary: int, config: GenerationConfig, answers: int
+    ) -> tuple[Request, Exception | None]:
+        """The request that is meant, but for its sampling, and what is wrong with it. config: the defaults.
+
+        prompt: or why it is none. answers: how many are drawn.
+        """
+        begun = begun_ids(self.generated, vocabulary, answers)
+        request = Request(
+            id=name,
+            prompt=prompt if isinstance(prompt, list) else [],
+            max_new_tokens=config.max_new_tokens if self.max_new_tokens is None else self.max_new_tokens,
+            eos=token_set(config.eos_token_id if self.eos_token_id is None else self.eos_token_id),
+            sampling=None,
+            streaming=self.streaming,
+            record_timestamps=self.record_timestamps,
+            children=answers - 1,
+            tokens=begun if isinstance(begun, list) else [],
+            settings=self.settings,
+        )
+        return request, next((one for one in (prompt, begun) if isinstance(one, Exception)), None)
+
 
 class StopStrings:
     """Whether the last token of an answer completes one of these strings.
@@ -156,3 +180,23 @@ def token_set(tokens: Tokens) -> frozenset[int]:
 def stand_in(request: Request, number: int) -> Request:
     """What stands for one of its children, until the engine has made that."""
     return replace(request, id=request.child_id(number), children=0, tokens=[], logprobs=[], timestamps=[])
+
+
+def finish(request: Request, error: str | None = None) -> Request:
+    """It ends now, for this reason if it failed."""
+    request.error = error
+    request.status = RequestStatus.FINISHED if error is None else RequestStatus.FAILED
+    request.ended = time.perf_counter()
+    if request.started < 0:
+        request.started = request.ended
+    return request
+
+
+def family(request: Request) -> list[Request]:
+    """A request, and what stands for its children until the engine has made them."""
+    return [request, *(stand_in(request, number) for number in range(request.children))]
+
+
+def failed(requests: Iterable[Request], reason: str) -> list[Request]:
+    """All of them, ended for this reason."""
+    return [finish(one, reason) for one in requests]

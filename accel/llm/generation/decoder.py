@@ -64,7 +64,7 @@ class DecoderForward(FastForward):
         self.relied_model: ModelRelied | None = None  # once the model has been tried
         self.runner: GraphRunner | None = None
         self.prompts: Prompts | None = None
-        self.codes: tuple[torch.dtype | None, ...] = (None,) * len(layers)  # what every layer's cache is rounded to
+        self.kv_dtypes: tuple[torch.dtype | None, ...] = (None,) * len(layers)  # what every layer's cache is rounded to
         self.ranks: Ranks | None = ranks_of(module)  # that share the model
         self.__setstate__(vars(self))
 
@@ -84,7 +84,7 @@ class DecoderForward(FastForward):
         self.lock = threading.Lock()
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or self.ledger.rests(args, kwargs) or AS_WRITTEN.get():
+        if torch.compiler.is_compiling() or self.ledger.runs_stock_on_cpu(args, kwargs) or AS_WRITTEN.get():
             return self.stock(*args, **kwargs)
         reason = self.mode()
         if reason is None:
@@ -222,8 +222,10 @@ class DecoderForward(FastForward):
         if dtype is not weight.dtype or device != weight.device:
             placed = ((layer.spec.attention, self.device(layer, weight)) for layer in self.layers)
             shapes = tuple(
-                attention_kind_of(spec).cache_layout(spec, weight.dtype, device, codes)
-                for (spec, device), codes in zip(sorted(placed, key=lambda one: one[0].index), self.codes, strict=True)
+                attention_kind_of(spec).cache_layout(spec, weight.dtype, device, kv_dtype)
+                for (spec, device), kv_dtype in zip(
+                    sorted(placed, key=lambda one: one[0].index), self.kv_dtypes, strict=True
+                )
             )
             self.stored = weight.dtype, weight.device, shapes
         return shapes
@@ -231,9 +233,9 @@ class DecoderForward(FastForward):
     def device(self, layer: LayerForward, embeddings: torch.Tensor) -> torch.device:
         return embeddings.device  # where a layer keeps keys and values
 
-    def round(self, codes: tuple[torch.dtype | None, ...]) -> None:
+    def round(self, kv_dtypes: tuple[torch.dtype | None, ...]) -> None:
         """Keeps keys and values in these dtypes from now on, by a layer's place in the cache."""
-        self.codes, self.stored = codes, (None, None, ())
+        self.kv_dtypes, self.stored = kv_dtypes, (None, None, ())
 
     def run(
         self, store: Store, tokens: torch.Tensor, positions: torch.Tensor | None, mask: torch.Tensor | None, keep: int

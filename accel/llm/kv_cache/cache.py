@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.exc import UnspecializeRestartAnalysis
 
 from accel.libraries.cache import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-from accel.llm.kv_cache.blocks import Shape
+from accel.llm.kv_cache.shape import Shape
 from accel.llm.kv_cache.store import CachedRows, Store
 
 STOCK = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -88,7 +88,7 @@ class StoreLayer(DynamicLayer):
         self.values = values
 
     def _read(self, which: int) -> torch.Tensor | None:
-        if self.index in self.store.asked or (self.shape.codes is not None and self.get_seq_length()):
+        if self.index in self.store.asked or (self.shape.kv_dtype is not None and self.get_seq_length()):
             # an edit of what is shown must not be lost
             self.leave()
             return (self.keys, self.values)[which]

@@ -9,7 +9,10 @@ import torch
 from accel_kernels.attention.paged.kv import KV
 
 from accel.cuda_graphs.entry import Replayed
-from accel.llm.kv_cache.blocks import BLOCK, Blocks, Shape
+from accel.llm.kv_cache.row_blocks import RowBlocks
+from accel.llm.kv_cache.shape import BLOCK, Shape
+
+AHEAD = 16384  # tokens a row that room is made for at once, of those that a request may still come to
 
 
 class LatestForward(NamedTuple):
@@ -45,9 +48,6 @@ class PendingStep:
             and (places is None or places is positions)
         )
         return step if self.taken else None
-
-
-AHEAD = 16384  # tokens a row that room is made for at once, of those that a request may still come to
 
 
 class CachedRows(NamedTuple):
@@ -93,14 +93,14 @@ class Store:
         """Forgets all tokens and gives the memory back."""
         self.lengths = dict.fromkeys(self.lengths, 0)
         self.asked: dict[int, list[CachedRows]] = {}
-        self._blocks: Any = None  # Blocks, from the first `reserve` on
+        self._blocks: Any = None  # RowBlocks, from the first `reserve` on
         self.pending: PendingStep | None = None  # a step that another stream is at
         self.latest: LatestForward | None = None  # the forward that left all as it is
-        self.marked = 0  # the length that the kernels are told
+        self.told_length = 0  # the length that the kernels are told
         self.number: tuple = (None, 0, 0)  # a tensor that was read, its version then, and what it holds
 
     @property
-    def blocks(self) -> Blocks:
+    def blocks(self) -> RowBlocks:
         """What is there, after `reserve`. Whoever comes for it waits for the step that was begun, and may change what
         comes after it.
         """
@@ -117,7 +117,7 @@ class Store:
 
     def tensors(self) -> list[torch.Tensor]:
         """All that kernels read and write."""
-        return self.blocks.tensors() if self._blocks else []
+        return self.blocks.all_tensors() if self._blocks else []
 
     @property
     def length(self) -> int:
@@ -144,22 +144,19 @@ class Store:
         return self.pending is None and not self.asked and (self._blocks is None or not self._blocks.shared)
 
     @property
-    def table(self) -> torch.Tensor:
-        """As in KV, on the device of the first layer; `metadata` and `padding_mask` too."""
-        return self.kv(0).table
-
-    @property
     def padding_mask(self) -> torch.Tensor | None:
-        return self.kv(0).padding_mask
+        """As in KV, on the device of the first layer; `metadata` too."""
+        return self.blocks.padding_masks.get(self.shapes[0].device)
 
     @property
     def metadata(self) -> torch.Tensor:
-        return self.kv(0).metadata
+        self._set_length()
+        return self.blocks.tables[self.shapes[0].device].metadata
 
     def kv(self, layer: int, is_prefill: bool | None = None) -> KV:
         """The store of one layer, for the attention operation. Good until `reserve` makes more room."""
-        self._mark()
-        return self.blocks.kv(layer, self.marked == 0 if is_prefill is None else is_prefill)
+        self._set_length()
+        return self.blocks.kv(layer, self.told_length == 0 if is_prefill is None else is_prefill)
 
     def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer, each (rows, heads, tokens, dim): views, all blocks made the rows' own first.
@@ -168,9 +165,9 @@ class Store:
         others to change rows with it: copies, with the rows it was asked for.
         """
         if not self.settled:
-            self.blocks.own(0, self.length)
+            self.blocks.unshare(0, self.length)
         self.latest = None
-        kept = self._blocks.read(layer, self.lengths[layer])
+        kept = self._blocks.kv(layer).read(self.lengths[layer], self.shapes[layer].dtype)
         for rows in self.asked.get(layer, ()):
             kept = [t.index_select(0, rows.indices(t.shape[0], t.device)) for t in kept]
         return kept[0].transpose(1, 2), kept[1].transpose(1, 2)
@@ -187,7 +184,7 @@ class Store:
             self.clear()
         if tokens > self.capacity or self._blocks is None:
             self._grow(rows, max(tokens, 1))
-        self.blocks.own(min(self.lengths.values()) // BLOCK, self.length)
+        self.blocks.unshare(min(self.lengths.values()) // BLOCK, self.length)
 
     def _grow(self, rows: int, tokens: int) -> None:
         wish = max(tokens, self.capacity * 3 // 2)
@@ -208,29 +205,29 @@ class Store:
 
     def _lay_out(self, rows: int, tokens: int, chosen: torch.Tensor | None = None) -> None:
         """Blocks for so much; row r goes on with what row chosen[r] holds, or row r. All or nothing."""
-        blocks = Blocks(self.shapes, rows, -(-tokens // BLOCK))
+        blocks = RowBlocks(self.shapes, rows, -(-tokens // BLOCK))
         if self.length:
             blocks.take(self.blocks, self.length, chosen)
-        self._blocks, self.marked = blocks, 0
+        self._blocks, self.told_length = blocks, 0
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Adds (rows, heads, new, dim) to one layer, whatever the others hold."""
         start = self.lengths[layer]
         end = start + keys.shape[2]
         self.reserve(keys.shape[0], end)
-        self.blocks.write(layer, start, keys.transpose(1, 2), values.transpose(1, 2))
+        self.blocks.kv(layer).write(start, keys.transpose(1, 2), values.transpose(1, 2))
         self.lengths[layer] = end
 
     def advance(self, new: int) -> None:
         """All layers have written `new` more tokens."""
         self.lengths = {layer: length + new for layer, length in self.lengths.items()}
-        self._mark()
+        self._set_length()
 
     def crop(self, length: int) -> None:
         """Only the first tokens stay. What rows share and will write again is made their own at the next `reserve`."""
         for layer, held in self.lengths.items():
             self.shorten(layer, held - length)
-        self._mark()
+        self._set_length()
 
     def shorten(self, layer: int, tokens: int) -> None:
         """Takes the last `tokens` of one layer away, at most all."""
@@ -261,17 +258,14 @@ class Store:
         del self.lengths[layer]
 
     def set_padding_mask(self, mask: torch.Tensor | None) -> None:
-        """mask: (rows, tokens), 0 or False for what no query may see; all tokens beyond may be seen. None: all may.
-
-        Copied, without waiting for the GPU. After `reserve`.
-        """
+        """As of `RowBlocks`, without waiting for the GPU. After `reserve`."""
         self.blocks.set_padding_mask(mask)
 
-    def _mark(self) -> None:
+    def _set_length(self) -> None:
         length = self.length
-        if self.marked != length:
-            self.blocks.mark(length)
-            self.marked = length
+        if self.told_length != length:
+            self.blocks.set_length(length)
+            self.told_length = length
 
     def ask(self, layer: int, rows: CachedRows) -> None:
         """One layer is to have other rows. An empty store has none yet."""
@@ -284,25 +278,11 @@ class Store:
             first = next(iter(self.asked.values()))[0]
             if not all(first.same(asked[0]) for asked in self.asked.values()):
                 return
-            self._choose(first)
+            self.choose(first)
             self.asked = {layer: asked[1:] for layer, asked in self.asked.items() if asked[1:]}
 
-    def reorder(self, rows: torch.Tensor) -> None:
-        """Row r goes on with what row rows[r] holds, rows being int64 of one dimension.
-
-        In place and without waiting for the GPU, if the number of rows stays.
-        """
-        self._choose(CachedRows("reorder", rows))
-
-    def repeat(self, number: int) -> None:
-        """Every row `number` times, one after another."""
-        self._choose(CachedRows("repeat", number))
-
-    def select(self, indices: Any) -> None:
-        """Only these rows; indices: whatever a tensor's first dimension takes."""
-        self._choose(CachedRows("select", indices))
-
-    def _choose(self, rows: CachedRows) -> None:
+    def choose(self, rows: CachedRows) -> None:
+        """Other rows in all layers; in place and without waiting for the GPU where their number stays."""
         if not self.length:
             return
         index = rows.indices(self.rows, self.shapes[0].device)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import accel
-from accel.llm.batching.refusal import _large, refusal
 from accel.llm.batching.step import StepSize
+from accel.llm.batching.trial import _large, refusal
 from accel.llm.generation import routing, trial
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.trial import Expected

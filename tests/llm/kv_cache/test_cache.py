@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from accel.llm.kv_cache.blocks import BLOCK
 from accel.llm.kv_cache.cache import StoreLayer, adopt, is_ours, store_of
+from accel.llm.kv_cache.shape import BLOCK
 from support.llm.kv_cache.cache_pairs import CPU, SHAPES, feed, feed_fast, fresh, pair, same
 
 

@@ -132,7 +132,7 @@ def test_keys_and_values_in_eight_bits_are_those_of_one_device():
     assert not torch.equal(wanted["logits.3"], exact["logits.3"])
     cache = DynamicCache(config=ours.config)
     ours(prompt(2, 5), past_key_values=cache)
-    assert [shape.codes for shape in cache.layers[0].store.shapes] == [torch.int8] * 4
+    assert [shape.kv_dtype for shape in cache.layers[0].store.shapes] == [torch.int8] * 4
 
 
 REASON = "pp_size=2: each process holds some of the layers, and its calls wait for the others"

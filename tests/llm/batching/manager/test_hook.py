@@ -13,7 +13,8 @@ from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, Ge
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 import accel
-from accel.llm.batching.hook import CACHED, INIT, InitContinuousBatching, limits_of
+from accel.llm.batching.hook import CACHED, INIT, InitContinuousBatching
+from accel.llm.batching.limits import limits_of
 from accel.llm.batching.manager import BatchManager
 from support.llm.families import BY_NAME, VOCAB, available
 
