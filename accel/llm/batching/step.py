@@ -20,6 +20,7 @@ from accel.llm.batching.sampler import Sampler
 from accel.llm.batching.scheduler import LATEST, StepPlan, sequence_starts
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.kv_cache.paged_kv_cache import PagedKVCache
+from accel.llm.runtime.step import Step
 
 # Sequences of one token that a graph is made for: as many as asked for are filled up to the next. Up to 64 rows a
 # product takes about as long as its weight is read; beyond that no more than a quarter of the rows is computed in vain.
@@ -174,7 +175,7 @@ class StepRunner:
         forward.ready()
         ragged = Ragged(starts, lengths, rows, token_sequences, counts, most_decodes, most_prefills)
         kvs = self.kv_cache.of_step(range(len(forward.layers)), tokens.shape[1], metadata, ragged)
-        return forward.over(list(kvs.values()), tokens, positions, keep)
+        return forward.logits_of(Step(list(kvs.values())), tokens, positions, keep)
 
     def _draw(
         self, plan: StepPlan, logits: torch.Tensor, numbers: "Numbers", tokens_of: Callable, logprobs: bool

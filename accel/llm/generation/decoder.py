@@ -2,7 +2,7 @@
 
 import inspect
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -284,23 +284,17 @@ class DecoderForward(FastForward):
         last = keep if isinstance(keep, torch.Tensor) else None
         kvs = self._kvs(store, tokens.shape[0] * tokens.shape[1], is_prefill)
         kvs = [kv._replace(metadata=metadata, by_address=last is not None, last=last) for kv in kvs]
-        return self.over(kvs, tokens, positions, keep)
+        return self.logits_of(Step(kvs), tokens, positions, keep)
 
     def _kvs(self, store: Store, tokens: int, is_prefill: bool) -> list[KV]:
         kvs = [store.kv(index, is_prefill=is_prefill) for index in range(len(store.shapes))]
         split_counters = split_counters_for(kvs, tokens)
         return [kv._replace(split_counters=split_counters) for kv in kvs]
 
-    def over(
-        self, kvs: Sequence[KV], tokens: torch.Tensor, positions: torch.Tensor | None, keep: int | torch.Tensor
-    ) -> torch.Tensor:
-        """The logits of `eager` over these stores, one a layer by its place in the cache. After `ready`."""
-        return self.within(Step(kvs), tokens, positions, keep)
-
-    def within(
+    def logits_of(
         self, step: Step, tokens: torch.Tensor, positions: torch.Tensor | None, keep: int | torch.Tensor
     ) -> torch.Tensor:
-        """The logits of one forward."""
+        """The logits of one forward by the model's own code, after `ready`."""
         name = "input_ids" if tokens.dim() == 2 else "inputs_embeds"
         given = {name: tokens} | self.given_cache(DynamicCache())
         if positions is not None:

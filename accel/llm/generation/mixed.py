@@ -21,6 +21,7 @@ from accel.llm.generation.trial import (
     PADDING,
     expected,
     fused_layers,
+    logits_over_pieces,
     pieces_of,
     plainly,
     stock_logits,
@@ -87,11 +88,9 @@ class MixedForward(DecoderForward):
         if self.reason is not None:
             raise Unfit(self.reason)
 
-    def write(self, pieces: Iterable[dict]) -> None:
-        """Runs pieces of a text, one after another."""
-        cache = DynamicCache(config=self.module.config)
-        for piece in pieces:
-            self.fast(**piece, **self.given_cache(cache))
+    def write(self, pieces: Iterable[dict]) -> torch.Tensor:
+        """The logits of pieces of a text, one after another."""
+        return logits_over_pieces(self, self.fast, pieces)
 
     def _stack(self) -> list[nn.Module]:
         mine = {id(layer.module) for layer in self.layers}
@@ -152,8 +151,6 @@ def _logits(
     call: Callable, forward: MixedForward, lengths: tuple, masked: bool = False, rows: int = ROWS
 ) -> torch.Tensor:
     """Of all pieces, one after another; with a mask and positions, or of so many rows without."""
-    cache, found = DynamicCache(config=forward.module.config), []
-    for piece in pieces_of(forward, lengths):
-        given = piece if masked else {"input_ids": piece["input_ids"][:rows]}
-        found.append(call(**given, **forward.given_cache(cache)).logits)
-    return torch.cat(found, dim=1)
+    pieces = pieces_of(forward, lengths)
+    bare = ({"input_ids": piece["input_ids"][:rows]} for piece in pieces)
+    return logits_over_pieces(forward, call, pieces if masked else bare)

@@ -152,6 +152,12 @@ def pieces_of(forward: DecoderForward, lengths: tuple) -> Iterator[dict]:
         yield given
 
 
+def logits_over_pieces(forward: DecoderForward, call: Callable, pieces: Iterable[dict]) -> torch.Tensor:
+    """The logits of call, stock's or the fused forward's, for pieces one after another over one new cache."""
+    given = forward.given_cache(DynamicCache(config=forward.module.config))
+    return torch.cat([call(**piece, **given).logits for piece in pieces], dim=1)
+
+
 def stock_logits(forward: DecoderForward, lengths: tuple) -> tuple[Expected, type]:
     """The logits of all pieces but the padding's, and the class they came in."""
     kinds: list[type] = []

@@ -278,10 +278,6 @@ def store_of(cache: Any) -> Store | None:
     return store if in_order and store.whole else None
 
 
-def is_ours(cache: Any) -> bool:
-    return store_of(cache) is not None
-
-
 def adopt(cache: Any, shapes: Sequence[Shape], wanted: int = 0) -> Store | str:
     """The store under `cache`, a plain DynamicCache, put there with all it holds if need be; or why it cannot be.
 

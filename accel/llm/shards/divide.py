@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
 from accel.llm.ptq.formats import compressed_tensors as compressed
-from accel.llm.ptq.formats.files import header_of, linears_among, located, opened, read_config
+from accel.llm.ptq.formats.files import header_of, linears_among, located, opened, own_memory, read_config
 from accel.llm.ptq.formats.loading import compared, in_layout
 from accel.llm.ptq.formats.quantization_config import SAID
 from accel.llm.shards import quantized_parts
@@ -138,17 +138,11 @@ def _part(
     apart = {f"{path}.{part}" for path, held in quantized.items() for part in held}
     for name in names:
         if name not in apart:
-            yield name, _alone(taken(weights[name].get_slice(name), divisions[name], rank))
+            yield name, own_memory(taken(weights[name].get_slice(name), divisions[name], rank))
     for path, held in quantized.items():
         whole = {part: weights[f"{path}.{part}"].get_tensor(f"{path}.{part}") for part in held}
         for part, tensor in quantized_parts.rank_part(whole, divisions[f"{path}.{next(iter(held))}"], rank).items():
-            yield f"{path}.{part}", _alone(tensor)
-
-
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """Files hold no part of another's memory."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+            yield f"{path}.{part}", own_memory(tensor)
 
 
 def _copy_others(folder: Path, out: Path) -> None:

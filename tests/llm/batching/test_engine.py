@@ -58,8 +58,8 @@ def test_fused_layers_ran(llama, monkeypatch):
     model, _ = llama
     engine = engine_of(model)
     calls = []
-    over = engine.forward.over
-    monkeypatch.setattr(engine.forward, "over", lambda kvs, *rest: (calls.append(kvs), over(kvs, *rest))[1])
+    own = engine.forward.logits_of
+    monkeypatch.setattr(engine.forward, "logits_of", lambda step, *rest: (calls.append(step.kvs), own(step, *rest))[1])
     monkeypatch.setattr(type(engine.forward), "fast", None)
     finished(engine, [request("a", [5, 6, 7], 4)])
     assert len(calls) >= 4 and all(kv.ragged is not None for kvs in calls for kv in kvs)

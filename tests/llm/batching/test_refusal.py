@@ -123,7 +123,7 @@ def test_experts_and_routers_that_look_at_their_neighbours(kind, wrong, reason, 
 
 def test_it_is_told_why_it_could_not_be_tried(pair, monkeypatch):
     model, _ = pair("llama")
-    monkeypatch.setattr(DecoderForward, "over", lambda *_: 1 / 0)
+    monkeypatch.setattr(DecoderForward, "logits_of", lambda *_: 1 / 0)
     assert "could not be tried: ZeroDivisionError" in refusal(forward_of(model))
 
 
@@ -133,7 +133,7 @@ def test_errors_of_the_gpu_are_raised(pair, monkeypatch):
     def fail(*_):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(DecoderForward, "over", fail)
+    monkeypatch.setattr(DecoderForward, "logits_of", fail)
     with pytest.raises(torch.OutOfMemoryError):
         refusal(forward_of(model))
 

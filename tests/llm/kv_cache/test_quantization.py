@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer
 
 import accel
 from accel.llm.analysis.kv_quantization import KV_DTYPES, LEAST, key_decibels, kv_dtype_for
-from accel.llm.kv_cache.cache import StoreLayer, is_ours, store_of
+from accel.llm.kv_cache.cache import StoreLayer, store_of
 from support.llm.families import every, make, padded, prompt
 from support.llm.modes import MODES
 from support.llm.outputs import generate, same
@@ -210,7 +210,7 @@ def test_who_looks_at_keys_gets_copies_in_a_stock_layer_and_edits_of_them_count(
         before = [t.clone() for layer in theirs.layers for t in (layer.keys, layer.values)]
         wanted = next_logits(stock, ids, theirs)
     torch.testing.assert_close(next_logits(ours, ids, cache), wanted, rtol=1e-4, atol=1e-4)
-    assert is_ours(cache)  # taken in again, rounded to what it was rounded to
+    assert store_of(cache)  # taken in again, rounded to what it was rounded to
     after = [t[:, :, :-1] for layer in cache.layers for t in (layer.keys, layer.values)]
     for mine, theirs in zip(after, before, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
@@ -232,7 +232,7 @@ def test_one_layer_read_or_reordered_by_itself_goes_on_from_what_it_held():
 def test_copies_and_pickles_hold_the_same_codes(kind, copied):
     ours, _, ids, cache = held(kind)
     again = copied(cache)
-    assert is_ours(again) and store_of(again).shapes == store_of(cache).shapes
+    assert store_of(again) and store_of(again).shapes == store_of(cache).shapes
     assert torch.equal(next_logits(ours, ids, again), next_logits(ours, ids, cache))
 
 
@@ -255,7 +255,7 @@ def test_calls_that_run_stock_go_on_over_the_same_cache():
         wanted = stock(ids[:, :2], past_key_values=theirs, output_hidden_states=True).logits
     got = ours(ids[:, :2], past_key_values=cache, output_hidden_states=True).logits
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
-    assert is_ours(cache) and cache.get_seq_length() == 11
+    assert store_of(cache) and cache.get_seq_length() == 11
 
 
 def test_restored_it_is_stock():

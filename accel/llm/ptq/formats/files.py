@@ -127,6 +127,12 @@ def header_of(file: Any, name: str) -> Described:
     return Described(tuple(header.get_shape()), DTYPES[header.get_dtype()])
 
 
+def own_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in memory of its own: files hold no tensor twice, nor a part of another's memory."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
 def _without_memory(file: Any, name: str) -> torch.Tensor:
     if name.endswith(".weight_shape"):
         return file.get_tensor(name)
