@@ -133,16 +133,19 @@ def short_prompt(lengths: tuple[int, ...]) -> int:
     return min(PROMPT, lengths[0])
 
 
-def trial_inputs(forward: DecoderForward, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def trial_inputs(
+    forward: DecoderForward, tokens: int, seed: int = 1
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens, a mask with the second row's first tokens hidden, and the positions counted by it."""
-    ids = example_ids(forward.module, tokens, seed=1)
+    ids = example_ids(forward.module, tokens, seed=seed)
     mask = torch.ones_like(ids)
     mask[1, :PADDING] = 0
     return ids, mask, (mask.cumsum(1) - 1).clamp_min(0)
 
 
-def pieces_of(forward: DecoderForward, lengths: tuple) -> Iterator[dict]:
-    ids, mask, positions = trial_inputs(forward, sum(lengths))
+def pieces_of(forward: DecoderForward, lengths: tuple, seed: int = 1) -> Iterator[dict]:
+    """What a prompt and the steps behind it, of these lengths, are called with; padding in front of the second row."""
+    ids, mask, positions = trial_inputs(forward, sum(lengths), seed)
     end = 0
     for length in lengths:
         start, end = end, end + length

@@ -106,11 +106,11 @@ class RowBlocks(PagedKVCache):
     def set_padding_mask(self, mask: torch.Tensor | None) -> None:
         """mask: (rows, tokens), 0 or False for what no query may see; all tokens beyond may be seen. None: all may."""
         tokens = 0 if mask is None else mask.shape[1]
-        if mask is None and self.padding_masks:
-            self.padding_masks = {}
-            for one in self.tables.values():
-                one.metadata[PADDING_MASK].fill_(0)
-        for device, one in self.tables.items() if mask is not None else ():
+        for device, one in self.tables.items():
+            if mask is None:
+                if self.padding_masks.pop(device, None) is not None:
+                    one.metadata[PADDING_MASK].fill_(0)
+                continue
             if device not in self.padding_masks:
                 with torch.inference_mode(False):
                     whole = torch.ones(self.rows, self.columns * BLOCK, dtype=torch.bool, device=device)

@@ -24,7 +24,10 @@ class LatestForward(NamedTuple):
 
 @dataclass
 class PendingStep:
-    """A step on its way. ids: all tokens so far, of which it takes the last. inputs: what generate() made of them."""
+    """A decode step launched ahead of its call. ids: all tokens so far, of which it takes the last.
+
+    inputs: what generate() made of them, once it has.
+    """
 
     ids: torch.Tensor
     length: int  # tokens stored before it
@@ -37,7 +40,7 @@ class PendingStep:
     def take(
         self, length: int, tokens: torch.Tensor, positions: torch.Tensor | None, mask: torch.Tensor | None, keep: int
     ) -> Replayed | None:
-        """The step, for the forward that it was begun for: the one given the very tensors that were made for it."""
+        """The step, if this forward is given the very tensors that were prepared for it; else None."""
         given, step, self.step = self.inputs, self.step, None
         if given is None or (length, keep) != (self.length, self.keep):
             return None
@@ -50,13 +53,13 @@ class PendingStep:
         return step if self.taken else None
 
 
-class CachedRows(NamedTuple):
-    """Other rows, as a cache is asked for them: "reorder" or "select" with indices, "repeat" with a number."""
+class RowSelection(NamedTuple):
+    """A change of rows that a cache is asked for: "reorder" or "select" with indices, "repeat" with a number."""
 
     kind: str
     what: Any
 
-    def same(self, other: "CachedRows") -> bool:
+    def same(self, other: "RowSelection") -> bool:
         plain = not isinstance(self.what, torch.Tensor) and not isinstance(other.what, torch.Tensor)
         return self.kind == other.kind and (self.what is other.what or (plain and self.what == other.what))
 
@@ -78,9 +81,9 @@ class Store:
     """The keys and values of all layers of a model, for one batch of rows. For one thread at a time.
 
     shapes: one a layer. wanted: how many tokens a row will come to hold, as far as anyone knows. Nothing is allocated
-    before `reserve`. lengths: tokens a row, by layer; equal but while stock layers write one after another. asked: what
-    a layer was asked to do to its rows; done when all were asked the same, as a cache asks one after another. holder:
-    gives the cache over it, if that is known and still there.
+    before `reserve`. lengths: tokens a row, by layer; equal but while stock layers write one after another. requested:
+    by layer, changes of its rows that are pending until all layers have been asked for them. holder: gives the cache
+    over it, if that is known and still there.
     """
 
     def __init__(self, shapes: Sequence[Shape], wanted: int = 0):
@@ -92,24 +95,22 @@ class Store:
     def clear(self) -> None:
         """Forgets all tokens and gives the memory back."""
         self.lengths = dict.fromkeys(self.lengths, 0)
-        self.asked: dict[int, list[CachedRows]] = {}
+        self.requested: dict[int, list[RowSelection]] = {}
         self._blocks: Any = None  # RowBlocks, from the first `reserve` on
         self.pending: PendingStep | None = None  # a step that another stream is at
         self.latest: LatestForward | None = None  # the forward that left all as it is
-        self.told_length = 0  # the length that the kernels are told
+        self.known_length = 0  # the length that the kernels are told
         self.number: tuple = (None, 0, 0)  # a tensor that was read, its version then, and what it holds
 
     @property
     def blocks(self) -> RowBlocks:
-        """What is there, after `reserve`. Whoever comes for it waits for the step that was begun, and may change what
-        comes after it.
-        """
+        """What is there, after `reserve`. Whoever asks waits for the step launched ahead, and no other is launched."""
         self.take()
         self.latest = None
         return self._blocks
 
     def take(self) -> PendingStep | None:
-        """The step that was begun, if any: this stream goes on behind it."""
+        """The step launched ahead, if there is one; this stream waits for it."""
         pending, self.pending = self.pending, None
         if pending is not None:
             torch.cuda.current_stream(self.shapes[0].device).wait_event(pending.done)
@@ -135,13 +136,13 @@ class Store:
 
     @property
     def whole(self) -> bool:
-        """All layers are here, hold equally many tokens, and none waits for the others to change rows with it."""
-        return len(self.lengths) == len(self.shapes) and len(set(self.lengths.values())) == 1 and not self.asked
+        """Whether all layers are here, hold equally many tokens, and no change of rows is pending."""
+        return len(self.lengths) == len(self.shapes) and len(set(self.lengths.values())) == 1 and not self.requested
 
     @property
     def settled(self) -> bool:
         """Keys and values lie as `read` shows them, with nothing to be done first."""
-        return self.pending is None and not self.asked and (self._blocks is None or not self._blocks.shared)
+        return self.pending is None and not self.requested and (self._blocks is None or not self._blocks.shared)
 
     @property
     def padding_mask(self) -> torch.Tensor | None:
@@ -156,19 +157,18 @@ class Store:
     def kv(self, layer: int, is_prefill: bool | None = None) -> KV:
         """The store of one layer, for the attention operation. Good until `reserve` makes more room."""
         self._set_length()
-        return self.blocks.kv(layer, self.told_length == 0 if is_prefill is None else is_prefill)
+        return self.blocks.kv(layer, self.known_length == 0 if is_prefill is None else is_prefill)
 
     def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer, each (rows, heads, tokens, dim): views, all blocks made the rows' own first.
 
-        Where the store rounds them: copies of what it holds, in the dtype of the model. Of a layer that waits for the
-        others to change rows with it: copies, with the rows it was asked for.
+        Copies in the model's dtype where the store rounds them; copies of the requested rows where a change is pending.
         """
         if not self.settled:
             self.blocks.unshare(0, self.length)
         self.latest = None
         kept = self._blocks.kv(layer).read(self.lengths[layer], self.shapes[layer].dtype)
-        for rows in self.asked.get(layer, ()):
+        for rows in self.requested.get(layer, ()):
             kept = [t.index_select(0, rows.indices(t.shape[0], t.device)) for t in kept]
         return kept[0].transpose(1, 2), kept[1].transpose(1, 2)
 
@@ -204,11 +204,11 @@ class Store:
             wish = tokens + (wish - tokens) // 4
 
     def _lay_out(self, rows: int, tokens: int, chosen: torch.Tensor | None = None) -> None:
-        """Blocks for so much; row r goes on with what row chosen[r] holds, or row r. All or nothing."""
+        """Allocates for so many rows and tokens; row r gets what row chosen[r] holds, or row r. All or nothing."""
         blocks = RowBlocks(self.shapes, rows, -(-tokens // BLOCK))
         if self.length:
             blocks.take(self.blocks, self.length, chosen)
-        self._blocks, self.told_length = blocks, 0
+        self._blocks, self.known_length = blocks, 0
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Adds (rows, heads, new, dim) to one layer, whatever the others hold."""
@@ -236,7 +236,7 @@ class Store:
             self.blocks.unmask(self.length)
 
     def read_number(self, value: int | torch.Tensor) -> int:
-        """As a number of Python's. A cache hands one tensor to layer after layer: the device is waited for once."""
+        """The value as an int. A cache hands one tensor to layer after layer; the device is waited for once."""
         if type(value) is not torch.Tensor or value.is_inference():
             return int(value)
         known, version, number = self.number
@@ -247,14 +247,14 @@ class Store:
 
     def empty(self, layer: int) -> None:
         """Takes all of one layer away; gives the memory back when nothing is left."""
-        self.asked.pop(layer, None)
+        self.requested.pop(layer, None)
         self.lengths[layer] = 0
         if not self.length:
             self.clear()
 
     def drop(self, layer: int) -> None:
-        """This layer is kept elsewhere from now on."""
-        self.asked.pop(layer, None)
+        """The store no longer holds this layer."""
+        self.requested.pop(layer, None)
         del self.lengths[layer]
 
     def set_padding_mask(self, mask: torch.Tensor | None) -> None:
@@ -263,25 +263,25 @@ class Store:
 
     def _set_length(self) -> None:
         length = self.length
-        if self.told_length != length:
+        if self.known_length != length:
             self.blocks.set_length(length)
-            self.told_length = length
+            self.known_length = length
 
-    def ask(self, layer: int, rows: CachedRows) -> None:
-        """One layer is to have other rows. An empty store has none yet."""
+    def request(self, layer: int, rows: RowSelection) -> None:
+        """One layer is asked to change its rows; done once all are asked the same. An empty store has no rows yet."""
         if self.length:
-            self.asked.setdefault(layer, []).append(rows)
-            self._answer()
+            self.requested.setdefault(layer, []).append(rows)
+            self._apply_requested()
 
-    def _answer(self) -> None:
-        while self.asked and len(self.asked) == len(self.lengths):
-            first = next(iter(self.asked.values()))[0]
-            if not all(first.same(asked[0]) for asked in self.asked.values()):
+    def _apply_requested(self) -> None:
+        while self.requested and len(self.requested) == len(self.lengths):
+            first = next(iter(self.requested.values()))[0]
+            if not all(first.same(rows[0]) for rows in self.requested.values()):
                 return
             self.choose(first)
-            self.asked = {layer: asked[1:] for layer, asked in self.asked.items() if asked[1:]}
+            self.requested = {layer: rows[1:] for layer, rows in self.requested.items() if rows[1:]}
 
-    def choose(self, rows: CachedRows) -> None:
+    def choose(self, rows: RowSelection) -> None:
         """Other rows in all layers; in place and without waiting for the GPU where their number stays."""
         if not self.length:
             return
@@ -292,7 +292,7 @@ class Store:
             self._lay_out(index.shape[0], self.capacity, index)
 
     def __getstate__(self) -> dict:
-        state = {name: vars(self)[name] for name in ("shapes", "wanted", "lengths", "asked")}
+        state = {name: vars(self)[name] for name in ("shapes", "wanted", "lengths", "requested")}
         return state | ({"blocks": self.blocks.packed(self.length)} if self.length else {})
 
     def __setstate__(self, state: dict) -> None:
@@ -300,7 +300,7 @@ class Store:
         self.lengths = dict(state["lengths"])
         if "blocks" in state:
             self._blocks, self.shapes = state["blocks"], state["blocks"].shapes
-            self.asked = {layer: list(asked) for layer, asked in state["asked"].items()}
+            self.requested = {layer: list(rows) for layer, rows in state["requested"].items()}
 
     def __deepcopy__(self, memo: dict) -> "Store":
         copy = memo[id(self)] = object.__new__(type(self))

@@ -150,7 +150,7 @@ class Stored(NamedTuple):
 class LayerRecord:
     """One layer's run. ran: the call of the layer itself; calls: those of modules inside.
 
-    kinds: which norms are what, as found so far in any layer; layers of one kind come in dozens. known: in a loud
+    kinds: which norms are what, as found so far in any layer; layers of one kind come in dozens. known: in an amplified
     record, the formula found in an ordinary one. most_positions: of the model, where it reads a table of them.
     """
 

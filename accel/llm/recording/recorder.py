@@ -155,7 +155,7 @@ def record(
     """One stock forward of the model on random tokens. Raises NotUnderstood where it cannot be run to be looked at.
 
     look: is shown every layer as soon as it has run; then its record forgets the tensors, but for queries and keys
-    where `scores` says so. loud: what every linear layer inside the layers gives is made many times larger, so that a
+    where `scores` says so. amplified: outputs of linear layers inside the layers are made many times larger, so that a
     clamp or another bend far from zero shows. known: an earlier run, whose mask functions, where they are the same, are
     not asked again. own: the model keeps its own attention, for those that do not ask transformers for one; its masks
     are made by the functions of the earlier run.

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from accel.llm.kv_cache.row_blocks import RowBlocks
 from accel.llm.kv_cache.shape import BLOCK, Shape
-from accel.llm.kv_cache.store import AHEAD, CachedRows, Store
+from accel.llm.kv_cache.store import AHEAD, RowSelection, Store
 from support.everything import EVERYTHING
 from support.llm.kv_cache.row_lists import CPU, SHAPES, STORED, Lists, append, append_as_stock, check, filled, fresh
 from support.noted import noted
@@ -51,15 +51,15 @@ def test_a_store_is_a_list_of_tensors_a_row(stored, rows, wanted, steps):
         elif name == "reorder" and lists.length:
             index = [i % rows for i in what[:rows]]
             addresses = store.metadata[1:].tolist()
-            store.choose(CachedRows("reorder", torch.tensor(index)))
+            store.choose(RowSelection("reorder", torch.tensor(index)))
             assert store.metadata[1:].tolist() == addresses
             lists.choose(index)
         elif name == "select" and lists.length:
             index = [i % rows for i in what]
-            store.choose(CachedRows("select", index))
+            store.choose(RowSelection("select", index))
             lists.choose(index)
         elif name == "repeat" and lists.length and rows * what <= 8:
-            store.choose(CachedRows("repeat", what))
+            store.choose(RowSelection("repeat", what))
             lists.choose([r for r in range(rows) for _ in range(what)])
         elif name == "grow":
             store.reserve(rows, lists.length + what)
@@ -88,7 +88,7 @@ def test_a_store_is_a_list_of_tensors_a_row(stored, rows, wanted, steps):
 def test_beams_share_full_blocks_and_copy_the_one_being_written():
     store, _ = filled()
     before = store.kv(0).keys.clone()
-    store.choose(CachedRows("reorder", torch.tensor([1, 1, 3, 0])))
+    store.choose(RowSelection("reorder", torch.tensor([1, 1, 3, 0])))
     assert store.kv(0).table[:, :2].tolist() == [[3, 4], [3, 4], [9, 10], [0, 1]]
     changed = (store.kv(0).keys != before).flatten(1).any(1)
     assert set(changed.nonzero().flatten().tolist()) <= {2, 5, 8, 11}
@@ -97,7 +97,7 @@ def test_beams_share_full_blocks_and_copy_the_one_being_written():
 def test_nothing_is_copied_where_a_block_ends():
     store, _ = filled(tokens=2 * BLOCK)
     before = [tensor.clone() for kept in store.blocks.by_shape.values() for tensor in kept]
-    store.choose(CachedRows("reorder", torch.tensor([1, 1, 3, 0])))
+    store.choose(RowSelection("reorder", torch.tensor([1, 1, 3, 0])))
     after = [tensor for kept in store.blocks.by_shape.values() for tensor in kept]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
@@ -105,12 +105,12 @@ def test_nothing_is_copied_where_a_block_ends():
 @pytest.mark.parametrize("reordered", [True, False])
 def test_a_layer_behind_the_others_writes_what_is_its_rows_own(reordered):
     store, lists = filled(tokens=3 * BLOCK)
-    store.choose(CachedRows("reorder", torch.tensor([1, 2, 0, 0])))
+    store.choose(RowSelection("reorder", torch.tensor([1, 2, 0, 0])))
     lists.choose([1, 2, 0, 0])
     store.shorten(1, BLOCK + 5)
     assert not store.whole
     if reordered:
-        store.choose(CachedRows("reorder", torch.tensor([1, 2, 0, 0])))
+        store.choose(RowSelection("reorder", torch.tensor([1, 2, 0, 0])))
         lists.choose([1, 2, 0, 0])
     again = fresh(4, BLOCK + 5)[1]
     store.write(1, *again.transpose(2, 3))
@@ -141,7 +141,7 @@ def test_inference_mode_may_be_left_or_entered_at_any_point(inside):
             for store, lists in copies:
                 append(store, new := fresh(4, 100))
                 lists.append(new)
-                store.choose(CachedRows("reorder", torch.tensor([1, 1, 3, 0])))
+                store.choose(RowSelection("reorder", torch.tensor([1, 1, 3, 0])))
                 lists.choose([1, 1, 3, 0])
                 store.crop(80)
                 lists.crop(80)
@@ -156,7 +156,7 @@ def test_attention_over_shared_blocks_is_attention_over_the_rows_own_tokens(more
     store.set_padding_mask(mask)
     lists.seen = list(mask)
     for index in ([1, 1, 3, 0], [0, 2, 2, 3]):
-        store.choose(CachedRows("reorder", torch.tensor(index)))
+        store.choose(RowSelection("reorder", torch.tensor(index)))
         lists.choose(index)
         new, q = fresh(4, 60), torch.randn(4, 60, 4, 4)
         plain = Store(SHAPES)  # the rows' own tokens, never reordered
@@ -213,7 +213,7 @@ def memory(monkeypatch):
 def test_no_memory_to_grow_says_so_and_leaves_the_store_as_it_was(memory):
     store, lists = filled(tokens=100)
     memory(store.blocks.by_shape[SHAPES[1]][0].nbytes * 2)  # the larger shape fails second
-    store.choose(CachedRows("reorder", torch.tensor([1, 1, 0, 2])))
+    store.choose(RowSelection("reorder", torch.tensor([1, 1, 0, 2])))
     lists.choose([1, 1, 0, 2])
     with pytest.raises(torch.OutOfMemoryError, match=r"10000 tokens in 4 rows: .* GiB wanted; the 100 stored are kept"):
         store.reserve(4, 10000)

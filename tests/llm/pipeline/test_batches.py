@@ -55,10 +55,14 @@ class Happened(list):
     def __init__(self, monkeypatch):
         super().__init__()
         noted(
-            monkeypatch, SpreadStepRunner, "launch", lambda _, plan, *rest: (plan.lane, set(plan.rows.tolist())), self
+            monkeypatch,
+            SpreadStepRunner,
+            "launch",
+            lambda _, plan, *rest: (plan.micro_batch, set(plan.rows.tolist())),
+            self,
         )
         noted(monkeypatch, Stretch, "run", lambda stretch, *rest: stretch.device, self)
-        noted(monkeypatch, Flight, "read", lambda flight: flight.plan.lane, self)
+        noted(monkeypatch, Flight, "read", lambda flight: flight.plan.micro_batch, self)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -137,7 +141,7 @@ def test_requests_go_to_the_group_that_has_less(both):
     counts = []
     while engine.busy:
         engine.step()
-        counts.append(tuple((engine.scheduler.lane == lane).sum() for lane in range(2)))
+        counts.append(tuple((engine.scheduler.micro_batch == lane).sum() for lane in range(2)))
         if len(counts) == 3:
             for one in asked[3:]:
                 engine.add(one)

@@ -66,7 +66,7 @@ def test_every_layer_keeps_its_keys_on_its_own_device(both):
     cache = DynamicCache(config=ours.config)
     ours(prompt(2, 5), past_key_values=cache)
     assert [layer.device for layer in cache.layers] == [DEVICES[0]] * 2 + [DEVICES[1]] * 2
-    assert set(cache.layers[0].store.blocks.places) == set(DEVICES)
+    assert set(cache.layers[0].store.blocks.tables) == set(DEVICES)
     assert [str(row[2:]) for row in accel.report(ours).sites if row[1] == "language model"] == [
         "('patched', 'layers 0-1 on cpu, 2-3 on cpu:0; CUDA graphs wait for CUDA; the model is on cpu')"
     ]

@@ -59,7 +59,7 @@ class LayerWork:
     """linears: those to be quantized, by full path. calls: see `LayerInputs`; wanted: the stock layer's outputs, of as
     many of the first calls as are judged by.
 
-    emulated: the linears get their inputs rounded to int8 whenever the layer runs, but for `wanted`. quantized,
+    fake_quant: the linears get their inputs rounded to int8 whenever the layer runs, but for `wanted`. quantized,
     changed and fixed, see `FIXED`, are what is found, by full path; notes: what there is to say of it. Raises
     ValueError for NaN or Inf among the weights.
     """
