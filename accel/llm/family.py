@@ -145,7 +145,7 @@ def _bind(
         forward.runner = GraphRunner(model, *graphs)
         batches = GraphRunner(model, *graphs)
         runners = [forward.runner, batches]
-        if forward.convention.fills:
+        if forward.convention.pads_prompts:
             runners.append(GraphRunner(model, *graphs))
             forward.prompts = Prompts(runners[-1])
         for runner in runners:

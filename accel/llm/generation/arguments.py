@@ -29,7 +29,9 @@ def find_arguments(forward: DecoderForward, convention: CallingConvention) -> Ca
     names = [(name, form) for name in MARKS for form in (NEW, ALL)] + [(name, GRID) for name in GRIDS]
     names = [(name, form) for name, form in names if name in forward.names]
     # All is allowed while it is tried.
-    forward.convention = replace(convention, parts=parts, idle=frozenset(names), blank=frozenset(MARKS))
+    forward.convention = replace(
+        convention, position_parts=parts, unused_in_steps=frozenset(names), unused_if_zero=frozenset(MARKS)
+    )
 
     pieces = list(pieces_of(forward, within_positions(forward.most_positions, PIECES), seed=2))
 
@@ -42,12 +44,15 @@ def find_arguments(forward: DecoderForward, convention: CallingConvention) -> Ca
     counts = agrees(lambda piece: {"input_ids": piece["input_ids"]})
     return replace(
         convention,
-        bare=counts or agrees(lambda piece: {n: value for n, value in piece.items() if n != "attention_mask"}),
-        counts=counts,
-        parts=tuple(n for n in parts if agrees(partial(_in_parts, parts=n))),
-        idle=frozenset((name, form) for name, form in names if changes_nothing(name, form)),
-        blank=frozenset(name for name in MARKS if name in forward.names and agrees(partial(_blank, name=name))),
-        kept=_kept(forward, pieces[0], changed) if changed else (),
+        unmasked_alike=counts
+        or agrees(lambda piece: {n: value for n, value in piece.items() if n != "attention_mask"}),
+        counts_positions=counts,
+        position_parts=tuple(n for n in parts if agrees(partial(_in_parts, parts=n))),
+        unused_in_steps=frozenset((name, form) for name, form in names if changes_nothing(name, form)),
+        unused_if_zero=frozenset(
+            name for name in MARKS if name in forward.names and agrees(partial(_blank, name=name))
+        ),
+        kept_tensors=_kept(forward, pieces[0], changed) if changed else (),
     )
 
 

@@ -190,7 +190,9 @@ class DecoderForward(FastForward):
         store.set_padding_mask(mask)
         places = sorted(layer.spec.attention.index for layer in self.layers)
         kvs = dict(zip(places, self._kvs(store, rows * new, start == 0), strict=True))
-        step = CheckedStep(kvs, cache, tokens, self.shapes()[0].dtype, start, mask, self.convention.bare, checked)
+        step = CheckedStep(
+            kvs, cache, tokens, self.shapes()[0].dtype, start, mask, self.convention.unmasked_alike, checked
+        )
         try:
             with self.steps.taken(step), nullcontext() if self.ranks is None else self.ranks.forward():
                 output = self.stock(**kwargs, **{self.cache_name: cache})

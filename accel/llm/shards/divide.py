@@ -15,8 +15,8 @@ from transformers import PretrainedConfig
 
 from accel.llm.ptq.formats import compressed_tensors as compressed
 from accel.llm.ptq.formats.files import header_of, linears_among, located, opened, own_memory, read_config
-from accel.llm.ptq.formats.loading import compared, in_layout
-from accel.llm.ptq.formats.quantization_config import SAID
+from accel.llm.ptq.formats.loading import is_compressed_tensors, read_quantization
+from accel.llm.ptq.formats.quantization_config import FIELD
 from accel.llm.shards.manifest import Manifest, ShardFile, checksum, is_divided
 from accel.parallel.division import Described, Division, Span, taken
 from accel.parallel.planned import Divided, divided_among
@@ -57,14 +57,14 @@ def divide(folder: Path, out: Path, ranks: int, at: Callable[[int, int], None] =
         raise ValueError(f"{out} is not an empty folder")
     refuse_pickles(folder)
     config, told = read_config(folder)
-    if told is not None and not in_layout(told):
+    if told is not None and not is_compressed_tensors(told):
         raise ValueError(f"{folder} is quantized by {told.get('quant_method')}; {compressed.METHOD} is divided")
     with ExitStack() as files:
         weights = opened(folder, files)
         tensors = {name: header_of(file, name) for name, file in weights.items()}
         linears = linears_among(weights) if told is not None else {}
         if told is not None:
-            compared(folder, told, linears)
+            read_quantization(folder, told, linears)
         with located(folder):
             found = _divided(config, tensors, linears, ranks)
         out.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ def _divided(
     config: PretrainedConfig, tensors: Mapping[str, Described], linears: Mapping[str, Mapping], ranks: int
 ) -> Divided:
     """How every tensor is divided: parts of a quantized weight as the weight would be."""
-    if SAID in vars(config):
+    if FIELD in vars(config):
         del config.quantization_config
     parts = {f"{path}.{part}": path for path, held in linears.items() for part in held}
     asked = {name: one for name, one in tensors.items() if name not in parts}

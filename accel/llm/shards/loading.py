@@ -16,8 +16,15 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from accel.libraries.loading import among, entered
 from accel.llm.ptq.formats import compressed_tensors as compressed
 from accel.llm.ptq.formats.files import DTYPES, PARTS, located, only_quantized, read_config, whole_file
-from accel.llm.ptq.formats.loading import Parts, as_said, checked, compared, paths_in, put_in_place
-from accel.llm.ptq.formats.quantization_config import Said
+from accel.llm.ptq.formats.loading import (
+    Parts,
+    checked_weight,
+    paths_in,
+    quantized_linear_of,
+    read_quantization,
+    replace_linears,
+)
+from accel.llm.ptq.formats.quantization_config import QuantizationConfig
 from accel.llm.ptq.formats.saving import SAVE, SaveOverride
 from accel.llm.shards.manifest import MANIFEST, Manifest, checksum, read_manifest
 from accel.parallel.agreement import require_agreement
@@ -186,9 +193,11 @@ def _loaded(folder: Path, manifest: Manifest, opened: RankFiles, dtype: str | to
     with ExitStack() as stack:
         stack.enter_context(readable(folder))
         if linears:
-            said = compared(folder, told or {}, linears)
-            finish = partial(_finish, said=said, linears=linears, opened=opened)
-            method = stack.enter_context(entered(partial(put_in_place, linears=linears, make=Awaited), finish))
+            quantization = read_quantization(folder, told or {}, linears)
+            finish = partial(_finish, quantization=quantization, linears=linears, opened=opened)
+            method = stack.enter_context(
+                entered(partial(replace_linears, linears=linears, make=PlaceholderShard), finish)
+            )
             config.quantization_config = {"quant_method": method}
         elif told is not None:
             del config.quantization_config
@@ -216,7 +225,7 @@ def _linears(opened: RankFiles) -> dict[str, dict[str, torch.Tensor]]:
     return only_quantized(linears)
 
 
-class Awaited(nn.Module):
+class PlaceholderShard(nn.Module):
     """Stands where a quantized linear will, while transformers divides and loads all else of a model."""
 
     def __init__(self, parts: Parts, bias: nn.Parameter | None):
@@ -225,7 +234,9 @@ class Awaited(nn.Module):
         self.register_parameter("bias", bias)
 
 
-def _finish(model: PreTrainedModel, said: Said, linears: Mapping[str, Parts], opened: RankFiles) -> None:
+def _finish(
+    model: PreTrainedModel, quantization: QuantizationConfig, linears: Mapping[str, Parts], opened: RankFiles
+) -> None:
     pairs: list[tuple[nn.Module, nn.Linear]] = []
     places = paths_in(model, linears)
     for path, parts in linears.items():
@@ -233,7 +244,9 @@ def _finish(model: PreTrainedModel, said: Said, linears: Mapping[str, Parts], op
         held = {part: opened.read(f"{path}.{part}").to(model.device) for part in parts}
         bias = module._parameters.pop("bias")
         with located(path):
-            made = as_said(model, places[path], module, said, checked(held), bias, held, compressed.read(parts))
+            made = quantized_linear_of(
+                model, places[path], module, quantization, checked_weight(held), bias, held, compressed.read(parts)
+            )
         # Of the whole, as a linear that is divided says; transformers divides and joins by them.
         made.out_features, made.in_features = module.out_features, module.in_features
         installed_anew(module, made)

@@ -83,7 +83,7 @@ def test_a_deep_model_is_fused_whose_rounding_is_beyond_the_bound(pair, deep, sh
     assert 0 < wanted.moves() < wanted.row_off(got) * DRIFT < MOST_MOVED and wanted.agrees(got)
     assert not wanted.agrees(got + DRIFT * (got - wanted.logits))
     # All that trying finds out of a model of two layers is found out of it.
-    assert deep.convention == shallow.convention and deep.convention.fills and deep.convention.counts
+    assert deep.convention == shallow.convention and deep.convention.pads_prompts and deep.convention.counts_positions
 
 
 def test_it_is_as_exact_as_stock(pair):
