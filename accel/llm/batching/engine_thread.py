@@ -1,4 +1,4 @@
-"""The thread that drives an engine: takes requests in, runs steps, hands results out, until it is told to stop."""
+"""The thread of an engine: takes requests in, runs steps, and hands results out until it is stopped."""
 
 import queue
 import threading
@@ -16,7 +16,7 @@ from accel.llm.batching.request import Request, failed, family, finish
 from accel.llm.batching.results import Results
 
 FAILURES = 3  # steps in a row that raise, after which the loop gives up
-LOOK = 1.0  # seconds after which an idle loop looks whether it was abandoned, of which nobody can wake it, and meets
+LOOK = 1.0  # seconds between two checks of an idle thread whether its manager is gone, and between meetings of ranks
 NAP = 0.05  # seconds from one meeting to the next while another rank pauses
 PATIENCE = 10.0  # seconds that adding a request waits for room in a bounded queue, as in stock
 CANCELLED = "the request was cancelled"
@@ -24,7 +24,7 @@ ELSEWHERE = "the manager of another rank that shares the model ended before this
 
 
 class EngineThread:
-    """An engine, what waits for it, and the thread that runs it. Knows no manager, so that an abandoned one is freed.
+    """An engine, the requests that wait for it, and its thread. Knows no manager, so that an abandoned one is freed.
 
     build: makes the engine. devices: where it computes, the first is the current one there. results: takes what comes
     out. most_waiting: how many requests may wait to be taken in, 0 for no bound. ranks: what this loop does in step
@@ -57,7 +57,7 @@ class EngineThread:
     # -- for callers, from any thread ----------------------------------------------------------------------------------
 
     def refusal(self) -> str | None:
-        """Why no more requests are taken, in stock's words."""
+        """Why no more requests are accepted, in stock's words."""
         if self.fatal_error is not None:
             return "The background thread died with a fatal error."
         return None if self.ending.how is Stop.NO else "The background thread is stopping."
@@ -77,7 +77,7 @@ class EngineThread:
             return True
 
     def refuse(self, requests: Sequence[Request]) -> None:
-        """These have failed before an engine saw them."""
+        """Delivers requests that failed before an engine saw them."""
         self.results.expect(requests)
         self.results.put(requests)
         if isinstance(self.ranks, AllRanks):
@@ -123,9 +123,7 @@ class EngineThread:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Inside, no step runs and the devices have nothing of ours left to do. Raises RuntimeError where the loop ends
-        instead.
-        """
+        """Inside, no step runs and the devices are idle. Raises RuntimeError where the loop ends instead."""
         thread = threading.get_ident()
         with self._changed:
             self._pauses[thread] += 1
@@ -250,9 +248,7 @@ class EngineThread:
                 self._changed.wait(LOOK if alone else NAP)
 
     def _step(self, engine: Engine) -> list[Request]:
-        """One step; where it raises, the requests that ran in it fail, and the others go on. Raises for an error after
-        which nothing can.
-        """
+        """One step; where it raises, the requests in it fail, and the others go on. Raises fatal errors."""
         try:
             news = engine.step()
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Where `generate_batch` is met: `init_continuous_batching` of one model, which gives a manager of ours."""
+"""The patch of `init_continuous_batching` of one model, which `generate_batch` calls: it returns our manager."""
 
 import copy
 import weakref

@@ -124,7 +124,7 @@ class AllRanks(OneRank):
         ranks.taken, ranks.paused, self.over = "a manager of continuous batching", False, False
 
     def end(self, error: BaseException | None) -> None:
-        """Lets the others know of an error that they have not heard of. Raises nothing."""
+        """Tells the other ranks of an error that they do not know of yet. Raises nothing."""
         try:
             if error is not None and not self.over and self.lockstep.ways.whole:
                 self.over = True

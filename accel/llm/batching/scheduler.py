@@ -21,7 +21,7 @@ from accel.llm.kv_cache.block_allocator import BlockAllocator
 from accel.llm.kv_cache.shape import BLOCK
 
 UNBOUNDED = 2**62
-NOWHERE = -1  # in place of a group
+NOWHERE = -1  # in place of a micro-batch
 LATEST = -1  # in place of a token: the last one that was drawn for its row, which the host may not know yet
 
 
@@ -35,7 +35,7 @@ class Chunk(NamedTuple):
 
 
 class IdsWanted(Exception):
-    """The ids of all steps that were launched have to be read before the next one can be planned."""
+    """The tokens of all launched steps have to be read before the next step can be planned."""
 
 
 @dataclass
@@ -132,14 +132,14 @@ class Scheduler:
         return request
 
     def put_back(self, row: int, keep: bool) -> None:
-        """The request of this row waits again, before all others; what it has got so far is read anew."""
+        """Preempts a row: its request waits again, before all others, and its tokens are read anew."""
         request = self.close(row, keep)
         request.status = RequestStatus.PENDING
         self.waiting.appendleft(request)
         self.preempted += 1
 
     def undo(self, plan: StepPlan) -> None:
-        """The step just planned was not launched: what it was to store is not there, and nobody may find it.
+        """The step just planned was not launched: its keys and values do not exist, and no request may find them.
 
         After its prompts are closed.
         """
@@ -148,9 +148,7 @@ class Scheduler:
         self.left[plan.rows[: plan.decodes]] += 1
 
     def _slide(self) -> None:
-        """Windows have passed what no token from the stored ones on sees. Not before the step is launched that sees it:
-        the tables of a step are those after its plan.
-        """
+        """Gives back blocks that windows have passed. Only before a plan: a step reads the tables after its plan."""
         if self.allocator.sliding.size:
             rows = _behind(self.decoding, list(self.prefilling))
             self.allocator.slide_all(rows, self.stored[rows])
@@ -168,7 +166,7 @@ class Scheduler:
         return self.decoding[(self.left[self.decoding] > 0) & (self.micro_batch[self.decoding] == micro_batch)]
 
     def _make_room(self, unread: bool) -> bool:
-        """Who came last waits again; who is alone has failed. Whether somebody is left."""
+        """Preempts the request that came last; the only one fails. Whether any request is left."""
         if unread:
             raise IdsWanted
         *others, last = self.running
@@ -226,7 +224,7 @@ class Scheduler:
         return self.micro_batches == 1 or int((self.micro_batch == micro_batch).sum()) < share
 
     def _open(self, micro_batch: int) -> int | None:
-        """Who has waited for longest takes a row, in this group, if there are blocks for what it begins with."""
+        """The request that has waited longest takes a row in this group, if there are blocks for its tokens."""
         request, running = self.waiting[0], self.limits.rows - len(self.idle)
         if running and self._blocked is not None:
             who, free = self._blocked
@@ -235,7 +233,7 @@ class Scheduler:
         tokens = request.prompt + request.tokens
         row = self.idle[-1]
         found = self.allocator.open(row, tokens)
-        # One block more for each that runs: else they would have to make room for each other at once.
+        # One more block for each that runs: else they would preempt each other at once.
         wanted = (len(tokens) // BLOCK + 1 - found // BLOCK) * len(self.allocator.sets) + running
         if running and self.allocator.free < wanted:
             self.allocator.close(row)
@@ -288,7 +286,7 @@ class Scheduler:
         )  # fmt: skip
 
     def _children(self, row: int, request: Request, length: int, copies: list[tuple[int, int]]) -> Iterator[int]:
-        """Rows of further answers to the same prompt, which go on with its keys and values; or they wait in front."""
+        """Rows of further answers to the same prompt, which share its keys and values; without room they wait first."""
         children, request.children = request.further(), 0
         for place, child in enumerate(children):
             pairs = self.allocator.fork(row, self.idle[-1], length) if self.idle else None

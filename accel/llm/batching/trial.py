@@ -1,4 +1,4 @@
-"""Whether requests of a model can be batched by the engine: tried once, before the first of them."""
+"""Whether the engine can batch requests of a model: tried once, before the first request."""
 
 from functools import partial
 from itertools import pairwise

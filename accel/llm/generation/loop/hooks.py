@@ -1,4 +1,4 @@
-"""Where generate() is met: attributes of one model that do what its class does, and a little more."""
+"""Patched methods of one model that generate() calls: each does what its class does, and notes what we need."""
 
 import weakref
 from collections.abc import Callable, Iterator
