@@ -23,10 +23,10 @@ from accel.errors import reason_of
 from accel.libraries.batching import INIT, GenerationOutput, RequestStatus
 from accel.libraries.server import Batching, ModelManager, WorkerEnded, logger, served_by
 from accel.llm.batching.engine import Engine
-from accel.llm.batching.hook import InitContinuousBatching, limits_of
+from accel.llm.batching.hook import InitContinuousBatching
+from accel.llm.batching.limits import limits_of
 from accel.llm.batching.manager import BatchManager
-from accel.llm.batching.request import was_cut
-from accel.llm.batching.submission import StopStrings, Submission, prompt_ids
+from accel.llm.batching.request import StopStrings, Submission, prompt_ids, was_cut
 
 SEED: ContextVar[int | None] = ContextVar("seed", default=None)  # of the request that this task serves
 SAMPLED = ("temperature", "top_k", "top_p")  # what stock's batching can have a request's own value of

@@ -22,7 +22,7 @@ from accel.patching.owner import InstanceMethod, disown
 from accel.patching.patch import Patch
 from accel.patching.probe import Probe
 from accel.planning.plan import PLAN, Plan, plan_of
-from accel.planning.stages import Staged
+from accel.planning.stages import StageResult
 from accel.planning.targets import schedulers_in
 
 
@@ -113,9 +113,9 @@ def pipeline_plan(pipe: object, context: Context) -> Plan:
     return Plan(pipe, (), context, (announce_loops, take_over_offload))
 
 
-def take_over_offload(pipe: object, context: Context) -> Staged:
+def take_over_offload(pipe: object, context: Context) -> StageResult:
     """Models that hooks move to the GPU and back come to the same addresses each time."""
-    return Staged((OffloadPatch(pipe, prepare),) if hasattr(pipe, SWITCH) else ())
+    return StageResult((OffloadPatch(pipe, prepare),) if hasattr(pipe, SWITCH) else ())
 
 
 def prepare(model: nn.Module, device: torch.device) -> None:
@@ -132,6 +132,6 @@ def prepare(model: nn.Module, device: torch.device) -> None:
             forward.holder = model
 
 
-def announce_loops(pipe: object, context: Context) -> Staged:
+def announce_loops(pipe: object, context: Context) -> StageResult:
     """The pipeline says where its loops begin."""
-    return Staged(tuple(LoopStartPatch(LoopStart(pipe, holder, context)) for holder in denoising_loops(pipe)))
+    return StageResult(tuple(LoopStartPatch(LoopStart(pipe, holder, context)) for holder in denoising_loops(pipe)))

@@ -16,7 +16,7 @@ from accel.diffusion.merge_guard import MergeGuard
 from accel.options import Options
 from accel.patching.context import Context
 from accel.planning.plan import Plan
-from accel.planning.stages import Row, Staged, Told
+from accel.planning.stages import Row, StageReport, StageResult
 from accel.quantization.activation_quantization import RULE as ROUNDING
 from accel.quantization.activation_quantization import Rounding
 from accel.quantization.activations import is_static, kind_of
@@ -30,37 +30,37 @@ def denoiser_plan(model: nn.Module, context: Context) -> Plan:
     return Plan(model, RULES, context, (quantize_denoiser, round_activations))
 
 
-def quantize_denoiser(model: nn.Module, context: Context) -> Staged:
+def quantize_denoiser(model: nn.Module, context: Context) -> StageResult:
     """The weights the options name: before anything is understood or bound. Raises ValueError as `quantized` does, and
     for NaN or Inf in a weight, as it is applied.
     """
     weights = context.options.weights
     if weights is None:
-        return Staged()
+        return StageResult()
     (found, kept), before = denoiser_quantization(model, weights, context.options), _bytes(model)
 
-    def tell() -> Told:
+    def report() -> StageReport:
         rows = [Row(path, RULE, status, reason) for path, status, reason in found.rows]
         rows += [Row(path, RULE, "skipped", reason) for path, reason in kept.items()]
         if found.records:
             rows.append(Row("", RULE, "patched", _share(model, found.records, kept, before)))
         records = [row | {"scheme": str(model.get_submodule(row["path"]).scheme)} for row in found.records]
-        return Told(rows, records, found.warnings)
+        return StageReport(rows, records, found.warnings)
 
-    return Staged((found.swap,), tell)
+    return StageResult((found.swap,), report)
 
 
-def round_activations(model: nn.Module, context: Context) -> Staged:
+def round_activations(model: nn.Module, context: Context) -> StageResult:
     """The quantized linears that it holds by now round their inputs. Raises ValueError as `rounded` does."""
     found = rounded(model, context.options)
     if found is None:
-        return Staged()
+        return StageResult()
 
-    def tell() -> Told:
+    def report() -> StageReport:
         rows = [Row(path, ROUNDING, status, reason) for path, status, reason in found.rows]
-        return Told([*rows, Row("", ROUNDING, "patched", _told(model, found))])
+        return StageReport([*rows, Row("", ROUNDING, "patched", _told(model, found))])
 
-    return Staged((found,), tell)
+    return StageResult((found,), report)
 
 
 def denoiser_quantization(root: nn.Module, weights: str, options: Options) -> tuple[Quantization, dict[str, str]]:

@@ -8,12 +8,12 @@ import torch
 STEP = "_step_index"  # of a scheduler: how many of its timesteps have passed
 CLASS = "_class_name"  # of a saved model, in its config.json
 DIVIDED, CACHED_STEPS = "_parallel_config", "_cache_config"  # on a model: how ranks divide it; its own step cache
-MESH = "_flattened_mesh"  # of a `ContextParallelConfig`: its ranks, in one dimension
+MESH = "_flattened_mesh"  # of a configuration of context parallelism: its ranks, in one dimension
 UNEVEN = ("ulysses_anything", "ring_anything")  # settings under which ranks hold sequences of different lengths
 
 
 def context_parallel(holder: object) -> Any:
-    """The configuration of context parallelism by which sequences of this model, or of an attention's processor, are divided."""
+    """The configuration by which sequences of this model, or of an attention's processor, are divided."""
     return getattr(getattr(holder, DIVIDED, None), "context_parallel_config", None)
 
 

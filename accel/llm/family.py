@@ -12,7 +12,7 @@ from accel.fusion.norms import match_layer_norm, match_rms_norm
 from accel.fusion.stacked_weights import Stacked
 from accel.libraries.versions import newer_than_tested
 from accel.llm.analysis.analyze import Analysis
-from accel.llm.analysis.kv_quantization import choose_codes, described
+from accel.llm.analysis.kv_quantization import choose_kv_dtypes, described
 from accel.llm.analysis.layer import LayerSpec
 from accel.llm.batching.hook import batching_hook
 from accel.llm.generation.decoder import DecoderForward
@@ -26,8 +26,7 @@ from accel.llm.generation.trial_warmup import warm_up
 from accel.llm.pipeline.forward import SpreadForward
 from accel.llm.pipeline.placement import Placement
 from accel.llm.pipeline.stretch import StretchGraphs, StretchLayer
-from accel.llm.recording.errors import NotUnderstood
-from accel.llm.recording.record import LayerRecord
+from accel.llm.recording.record import LayerRecord, NotUnderstood
 from accel.llm.recording.recorder import decoder_layers
 from accel.llm.runtime.experts import ExpertsForward, match_experts
 from accel.llm.runtime.layer import LayerForward
@@ -148,7 +147,7 @@ def _bind(
         batches = GraphRunner(model, *graphs)
         batches.eager_calls = BATCH_EAGER_CALLS
         runners = [forward.runner, batches]
-        if forward.convention.fills:
+        if forward.convention.pads_prompts:
             runners.append(GraphRunner(model, *graphs))
             forward.prompts = Prompts(runners[-1])
         for runner in runners:
@@ -193,10 +192,10 @@ def _round(forward: DecoderForward, specs: list, kind: str, strict: bool) -> str
     """Once the exact forward agrees with stock: keeps keys and values as kv_cache says. For the report."""
     device = forward.shapes()[0].device
     layers = ((layer, spec.attention) for layer, spec in specs)
-    codes, told = choose_codes(kind, device, layers, forward.ranks)
-    forward.round(codes)
-    note = described(kind, forward.shapes(), told)
-    if told and strict:
+    kv_dtypes, left = choose_kv_dtypes(kind, device, layers, forward.ranks)
+    forward.round(kv_dtypes)
+    note = described(kind, forward.shapes(), left)
+    if left and strict:
         raise SkippedSite(f"strict=True: kv_cache={kind!r}: {note}")
     warm_up(forward)
     return note

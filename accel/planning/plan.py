@@ -110,7 +110,7 @@ class Plan(Owned):
         for stage in pending.stages:
             found.append(stage(self.root, pending.context))
             yield found[-1].patches
-        told = [staged.tell() for staged in reversed(found)]  # what the rules answered comes first
+        told = [staged.report() for staged in reversed(found)]  # what the rules answered comes first
         self.rows = [row for one in told for row in one.rows]
         self.weights = [row for one in told for row in one.weights]
         self.warnings = [warning for one in told for warning in one.warnings]

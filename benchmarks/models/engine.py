@@ -39,7 +39,7 @@ def engine_with(requests: int) -> Engine:
     model = LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=CONTEXT)).eval()
     forward = vars(accel.optimize(model, cpu="fuse"))["forward"]
     pages = (requests + 8) * CONTEXT // 64
-    return Engine(forward, Limits(rows=requests, tokens=2 * PROMPT, context=CONTEXT, pages=pages))
+    return Engine(forward, Limits(rows=requests, tokens=2 * PROMPT, context=CONTEXT, blocks=pages))
 
 
 def milliseconds(engine: Engine, requests: int, mixed: bool) -> float:

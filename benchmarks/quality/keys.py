@@ -53,7 +53,7 @@ def main(out: Path) -> None:
     for size in SIZES:
         model = planted(size)
         row = {"bias": size, "perplexity": perplexity(model, rows)}
-        for kind in cache_rounding.CODES:
+        for kind in cache_rounding.KV_DTYPES:
             with rounding_cache(kind):
                 change = perplexity(model, rows) / row["perplexity"] - 1
             row[kind] = {"db": round(judged(size, kind), 1), "change": change}

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from accel.bench.timing import seconds as taken
 from accel.llm.ptq.calibrate import quantize_layers
-from accel.llm.ptq.calibration.fake_quant import rounded_by_token, rounding_inputs
+from accel.llm.ptq.calibration.layer_work import rounded_by_token, rounding_inputs
 from accel.llm.ptq.calibration.linears import linears
 from accel.quantization.rounding import sqnr_db
 from accel.quantization.scheme import Scheme

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import accel
 from support.command_line import run_command
+from support.llm.kv_cache.blocks import check_blocks
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
@@ -91,9 +92,9 @@ def settled(server):
         time.sleep(0.01)
     assert not manager._results.under_way() and not manager._results._handlers
     with manager.pause():
-        pool = manager.engine.pool
-        pool.check()
-        assert pool.free == pool.pages - 1
+        allocator = manager.engine.allocator
+        check_blocks(allocator)
+        assert allocator.free == allocator.blocks - 1
 
 
 def complete(server, text, most=8, **given):

@@ -18,7 +18,7 @@ import accel
 from accel.commands.app import app
 from accel.libraries import versions
 from accel.libraries.cache import SOUGHT
-from accel.llm.recording.errors import NotUnderstood
+from accel.llm.recording.record import NotUnderstood
 from support import version_sets
 from support.llm import families
 

@@ -26,7 +26,7 @@ from accel.fusion.norm_kind import norm_kind
 from accel.llm.analysis.mlp import activation_name
 from accel.llm.ptq.formats.prequantized import disagrees
 from accel.llm.ptq.model import _failure
-from accel.llm.recording.errors import NotUnderstood
+from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import _last_to_run, record
 from accel.llm.runtime.linear import _multiplies
 from accel.patching.code import ClassCode

@@ -73,7 +73,7 @@ def test_one_that_has_ended_says_so(stock, within, monkeypatch):
         raise MemoryError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(replica.manager.engine, "step", broken)
-    monkeypatch.setattr("accel.llm.batching.loop.FAILURES", 1)
+    monkeypatch.setattr("accel.llm.batching.engine_thread.FAILURES", 1)
     for _ in range(2):  # the request that was in it, and one that comes later
         with pytest.raises(ReplicaEnded):
             within(pieces(replica, question(stock)))

@@ -12,8 +12,7 @@ from accel.libraries.versions import newer_than_tested
 from accel.llm.analysis.attention_kind import AttentionKind
 from accel.llm.analysis.layer import LayerSpec, understand_layer
 from accel.llm.pipeline.placement import layer_placement
-from accel.llm.recording.errors import NotUnderstood
-from accel.llm.recording.record import LayerRecord, Record
+from accel.llm.recording.record import LayerRecord, NotUnderstood, Record
 from accel.llm.recording.recorder import keeps_more, model_side_effects, record
 from accel.patching.guard import plain_settings
 from accel.patching.structure import meta_weights

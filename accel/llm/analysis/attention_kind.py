@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from accel.llm.analysis.norm import NormSpec
-from accel.llm.kv_cache.blocks import Shape
-from accel.llm.recording.errors import NotUnderstood
-from accel.llm.recording.record import Call, LayerRecord, Record
+from accel.llm.kv_cache.shape import Shape
+from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record
 from accel.patching.fast_forward import Kernels
 
 
@@ -91,7 +90,7 @@ class AttentionKind(Generic[Spec]):
     understand: (layer's record, whole record) -> Understood; None for an attention of another kind; raises
         NotUnderstood for one of this kind with something in it that is not known.
     bind: (kernels, layer, spec, stack) -> BoundAttention. stack: weights may be moved into one storage.
-    cache_layout: (spec, dtype, device, codes) -> Shape, what a layer's store holds for each token.
+    cache_layout: (spec, dtype, device, kv_dtype) -> Shape, what a layer's store holds for each token.
     """
 
     name: str

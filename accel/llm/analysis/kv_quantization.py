@@ -17,7 +17,7 @@ from accel.llm.analysis.softmax_attention import SoftmaxSpec
 from accel.llm.recording.record import LayerRecord
 from accel.parallel.ranks import Ranks
 
-CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 # Decibels of the scores. Keys without outliers keep 42 in int8 and 31 in fp8. At 18 a score is off by an eighth of what
 # scores differ by. Of one layer of the shipped text model, with a bias planted, 21.5 dB cost 0.03 % of perplexity, 13.5
 # cost 0.2 % and 1 cost 1.7 %, see python -m benchmarks key-constants.
@@ -25,7 +25,7 @@ LEAST = 18.0
 HARMLESS = 0.01  # off by which (root mean square) a score changes its weight by one percent: whatever the decibels
 
 
-def codes_for(kind: str, device: torch.device) -> torch.dtype:
+def kv_dtype_for(kind: str, device: torch.device) -> torch.dtype:
     """The dtype of kv_cache=kind. Raises ValueError where the device cannot convert it."""
     if kind == "fp8" and device.type == "cuda" and capability(device) < FLOAT8:
         major, minor = capability(device)
@@ -33,17 +33,17 @@ def codes_for(kind: str, device: torch.device) -> torch.dtype:
             f"kv_cache='fp8' needs a GPU of compute capability {'.'.join(map(str, FLOAT8))} or later, this one has "
             f"{major}.{minor}; give 'int8' or None"
         )
-    return CODES[kind]
+    return KV_DTYPES[kind]
 
 
-def key_decibels(query: torch.Tensor, keys: torch.Tensor, scale: float, codes: torch.dtype) -> float:
+def key_decibels(query: torch.Tensor, keys: torch.Tensor, scale: float, kv_dtype: torch.dtype) -> float:
     """What rounding leaves of the scores of the worst head; inf where it changes none by more than HARMLESS.
 
     query: (rows, heads, tokens, D), keys: (rows, kv heads, tokens, D), of at least two different rows. Signal is the
     difference between the keys of two rows at the same position: what depends on the position alone cancels.
     """
     wide = torch.float64
-    rounded_keys = restored(*rounded(keys, codes), wide)
+    rounded_keys = restored(*rounded(keys, kv_dtype), wide)
     query, keys = query.to(wide) * scale, keys.to(wide)
     groups = query.shape[1] // keys.shape[1]
 
@@ -57,42 +57,42 @@ def key_decibels(query: torch.Tensor, keys: torch.Tensor, scale: float, codes: t
     return float(found.min())
 
 
-def choose_codes(
+def choose_kv_dtypes(
     kind: str, device: torch.device, layers: Iterable[tuple[LayerRecord, SoftmaxSpec]], ranks: Ranks | None = None
 ) -> tuple[tuple[torch.dtype | None, ...], list[str]]:
-    """The codes of every layer, by its place in the cache, None for one that is to stay as it is; and why those are.
+    """Every layer's 8-bit dtype, by its place in the cache; None, with a reason, for one that stays as it is.
 
     layers: as a stock run on random tokens was recorded. ranks: that hold other heads of them; the worst head of all
     counts.
     """
-    codes, chosen, told = codes_for(kind, device), {}, []
+    kv_dtype, chosen, left = kv_dtype_for(kind, device), {}, []
     for layer, spec in layers:
         query, scale = _queries(layer, spec)
-        found = key_decibels(query, layer.cached.keys, scale, codes)
+        found = key_decibels(query, layer.cached.keys, scale, kv_dtype)
         if ranks is not None:
             found = -float(ranks.largest(torch.tensor(-found, dtype=torch.float64, device=device)))
-        chosen[spec.index] = codes if found >= LEAST else None
+        chosen[spec.index] = kv_dtype if found >= LEAST else None
         if chosen[spec.index] is None:
-            told.append(f"{layer.path}: {found:.0f} dB")
-    return tuple(chosen[index] for index in sorted(chosen)), told
+            left.append(f"{layer.path}: {found:.0f} dB")
+    return tuple(chosen[index] for index in sorted(chosen)), left
 
 
 def _queries(layer: LayerRecord, spec: SoftmaxSpec) -> tuple[torch.Tensor, float]:
     """Queries as the layer has them, (rows, heads, tokens, D), and the scale of their scores."""
     rows, _, tokens, dim = layer.cached.keys.shape
     if layer.attended is not None:
-        told = layer.attended.options.get("scaling")
-        return layer.attended.query, dim**-0.5 if told is None else told
+        given = layer.attended.options.get("scaling")
+        return layer.attended.query, dim**-0.5 if given is None else given
     # An attention of the model's own shows none: any will do.
     query = torch.randn(rows, spec.heads, tokens, dim, generator=torch.Generator().manual_seed(0))
     return query.to(layer.cached.keys), spec.scale
 
 
-def described(kind: str, shapes: tuple, told: list[str]) -> str:
+def described(kind: str, shapes: tuple, left: list[str]) -> str:
     """For the report: what a token takes, and which layers are left as they are."""
     now, before = (sum(s.size for s in some) for some in (shapes, [shape.exact for shape in shapes]))
     text = f"keys and values in {kind}: {now} bytes a token instead of {before}"
-    if not told:
+    if not left:
         return text
     dtype = str(shapes[0].dtype).removeprefix("torch.")
-    return f"{text}; in {dtype} where rounded keys leave scores less than {LEAST:.0f} dB: {', '.join(told)}"
+    return f"{text}; in {dtype} where rounded keys leave scores less than {LEAST:.0f} dB: {', '.join(left)}"

@@ -9,8 +9,7 @@ from accel.comparison import factor, is_sum, named_factor
 from accel.llm.analysis.attention_kind import AttentionKind, AttentionSpec, understand_attention
 from accel.llm.analysis.mlp import MlpCalls, MlpSpec, understand_mlp
 from accel.llm.analysis.norm import NormSpec, norm_spec
-from accel.llm.recording.errors import NotUnderstood
-from accel.llm.recording.record import Call, LayerRecord, Record, Value, says_nothing
+from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record, Value, says_nothing
 from accel.patching.guard import plain_settings
 from accel.quantization.experts import holds_numbers
 

@@ -9,8 +9,7 @@ from torch import nn
 
 from accel.comparison import agree
 from accel.errors import reason_of
-from accel.llm.recording.errors import NotUnderstood
-from accel.llm.recording.record import Call, LayerRecord
+from accel.llm.recording.record import Call, LayerRecord, NotUnderstood
 from accel.patching.guard import plain_settings
 from accel.quantization.experts import holds_numbers
 from accel.tolerances import ACTIVATION

@@ -8,17 +8,41 @@ import torch
 
 from accel.comparison import agree, factor, named_factor
 from accel.libraries.attention import TOLD
-from accel.llm.analysis.alibi import slopes_given
 from accel.llm.analysis.attention_kind import AttentionSpec, Understood
-from accel.llm.analysis.norm import NormSpec
-from accel.llm.analysis.qk_norm import HeadNorm, head_norm
-from accel.llm.analysis.rotary import Rotary, rotaries
-from accel.llm.analysis.small_store import SmallStore
-from accel.llm.kv_cache.blocks import Shape
-from accel.llm.recording.errors import NotUnderstood
+from accel.llm.analysis.norm import HeadNorm, NormSpec, head_norm
+from accel.llm.analysis.rotary import Rotary, SmallStore, rotaries
+from accel.llm.kv_cache.shape import Shape
 from accel.llm.recording.plain_attention import plain_attention
-from accel.llm.recording.record import Call, LayerRecord, Record
+from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record
 from accel.patching.guard import plain_settings
+
+
+def slopes_given(layer: LayerRecord, heads: int, scale: float) -> Iterator[torch.Tensor | None]:
+    """(heads,) slopes of a bias among the layer's arguments, as they stand and times the scale; None where it has none.
+
+    The bias must be slope * key position, (rows * heads or heads, 1, tokens).
+    """
+    rows, tokens = layer.cached.keys.shape[0], layer.cached.keys.shape[2]
+    given = (*layer.call.args, *layer.call.kwargs.values())
+    biases = [t for t in given if isinstance(t, torch.Tensor) and t.numel() in (heads * tokens, rows * heads * tokens)]
+    biases = [t for t in biases if t.dim() >= 3 and t.is_floating_point() and t.shape[-2:] == (1, tokens)]
+    if not biases:
+        yield None
+        return
+    bias = biases[0].reshape(-1, heads, tokens)[0].float()
+    for slopes in (closed_form(heads).to(bias.device), bias[:, 1]):
+        if agree(slopes[:, None] * torch.arange(tokens, device=bias.device), bias.to(biases[0].dtype)):
+            yield slopes
+            yield slopes * scale
+
+
+def closed_form(heads: int) -> torch.Tensor:
+    """The slopes of the paper: a geometric sequence, with every other one of the next where heads are no power of 2."""
+    power = 1 << (heads.bit_length() - 1)
+    steps = torch.arange(1, power + 1) * (-8.0 / power)
+    more = torch.arange(1, 2 * (heads - power) + 1, 2) * (-4.0 / power)
+    return 2.0 ** torch.cat((steps, more))
+
 
 # How the outputs of the projections hold heads: three projections; one, queries before keys before values; one, in
 # groups of some queries, their key, their value (one query a group in GPT-NeoX and Bloom).
@@ -70,9 +94,9 @@ class SoftmaxSpec(AttentionSpec):
         return repr((replace(self, index=0, settings=(), slopes=None), self.slopes is None))
 
 
-def cache_layout(spec: SoftmaxSpec, dtype: torch.dtype, device: torch.device, codes: torch.dtype | None) -> Shape:
+def cache_layout(spec: SoftmaxSpec, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None) -> Shape:
     """A key and a value for each head."""
-    return Shape(spec.kv_heads, spec.dim, dtype, device, codes)
+    return Shape(spec.kv_heads, spec.dim, dtype, device, kv_dtype)
 
 
 def split(

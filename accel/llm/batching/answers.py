@@ -1,4 +1,4 @@
-"""What has come out so far for the requests that run, in arrays: a step of a thousand requests is a few operations."""
+"""The tokens of running requests, in arrays: a step of a thousand requests is a few operations."""
 
 import time
 from typing import NamedTuple
@@ -6,21 +6,19 @@ from typing import NamedTuple
 import numpy as np
 
 from accel.errors import reason_of
-from accel.libraries.batching import RequestStatus
 from accel.llm.batching.request import Request
 
 NO_ID = -1  # drawn where there was nothing to draw from; also: not an id that ends anything
 
 
-class News(NamedTuple):
-    """What a step has brought: rows that have ended, requests of which somebody wants every token, and rows that have
-    failed, with the reason where it is known here. full: of the ended ones, those with as many ids as they may come to,
-    which nothing else has ended.
+class StepOutcome(NamedTuple):
+    """What a step has brought. ended: rows; full: those of them that ended at their limit of tokens alone. streamed:
+    requests of which somebody wants every token. failed: by row the reason, where it is known here.
     """
 
     ended: list[int]
     full: set[int]
-    told: list[Request]
+    streamed: list[Request]
     failed: dict[int, str | None]
 
 
@@ -60,14 +58,14 @@ class Answers:
         """The ids of a row, a view."""
         return self._ids[row, : self.count[row]]
 
-    def add(self, rows: np.ndarray, ids: np.ndarray, logprobs: np.ndarray | None) -> News:
+    def add(self, rows: np.ndarray, ids: np.ndarray, logprobs: np.ndarray | None) -> StepOutcome:
         """One more id for each of these rows, (n,) each; NO_ID where none could be drawn."""
         good = ids != NO_ID
         failed: dict[int, str | None] = dict.fromkeys(rows[~good].tolist())
         if failed:
             rows, ids, logprobs = rows[good], ids[good], None if logprobs is None else logprobs[good]
         if not len(rows):
-            return News([], set(), [], failed)
+            return StepOutcome([], set(), [], failed)
         self._widen(int(self.count[rows].max()) + 1, 0)
         self._ids[rows, self.count[rows]] = ids
         self.count[rows] += 1
@@ -75,21 +73,21 @@ class Answers:
         if logprobs is not None:
             for row, logprob in zip(rows.tolist(), logprobs.tolist(), strict=True):
                 self._request(row).logprobs.append(logprob)
-        told = []
+        streamed = []
         for place in np.flatnonzero(self._watched[rows]).tolist():
             row = int(rows[place])
             try:
-                over[place] |= self._tell(row)
+                over[place] |= self._append(row)
                 if self._request(row).streaming:
-                    told.append(self._request(row))
+                    streamed.append(self._request(row))
             except Exception as error:  # of a stopping criterion of the user's
                 failed[row] = f"a stopping criterion raised {reason_of(error)}"
         full = ~over & (self.count[rows] >= self.most[rows])
         ended = [row for row in rows[over | full].tolist() if row not in failed]
-        return News(ended, set(rows[full].tolist()), told, failed)
+        return StepOutcome(ended, set(rows[full].tolist()), streamed, failed)
 
-    def _tell(self, row: int) -> bool:
-        """Lets the request know of its last token; whether its own criteria end it."""
+    def _append(self, row: int) -> bool:
+        """Appends the last token to a watched request; whether its own criteria end it."""
         request = self._request(row)
         request.tokens.append(int(self._ids[row, self.count[row] - 1]))
         if request.record_timestamps:
@@ -112,13 +110,3 @@ def _wider(array: np.ndarray, columns: int, filler: int) -> np.ndarray:
         return array
     more = np.full((array.shape[0], max(columns, 2 * array.shape[1]) - array.shape[1]), filler, array.dtype)
     return np.concatenate([array, more], axis=1)
-
-
-def finish(request: Request, error: str | None = None) -> Request:
-    """It ends now, for this reason if it failed."""
-    request.error = error
-    request.status = RequestStatus.FINISHED if error is None else RequestStatus.FAILED
-    request.ended = time.perf_counter()
-    if request.started < 0:
-        request.started = request.ended
-    return request

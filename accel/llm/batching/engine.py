@@ -1,29 +1,27 @@
-"""The loop of continuous batching: plans a step, launches it, and reads the ids of the step before meanwhile."""
+"""The engine of continuous batching: plans a step, launches it, and meanwhile reads the ids of the step before."""
 
 import contextlib
 from collections import deque
 
 from accel.cuda_graphs.runner import GraphRunner
 from accel.errors import reason_of
-from accel.llm.batching.answers import Answers, finish
-from accel.llm.batching.limits import Limits
-from accel.llm.batching.request import CUT, Request
+from accel.llm.batching.answers import Answers
+from accel.llm.batching.limits import Limits, sets_of
+from accel.llm.batching.request import CUT, Request, finish
 from accel.llm.batching.sampler import Sampler
 from accel.llm.batching.scheduler import IdsWanted, Scheduler, StepPlan
-from accel.llm.batching.spread.lanes import LaneStreams
-from accel.llm.batching.spread.steps import head_device, lane_count, step_runner
+from accel.llm.batching.spread import MicroBatchStreams, head_device, micro_batch_count, step_runner
 from accel.llm.batching.step import Flight, head_size
 from accel.llm.generation.calling_convention import Unfit
 from accel.llm.generation.decoder import DecoderForward
-from accel.llm.kv_cache.block_pool import BlockPool
-from accel.llm.kv_cache.blocks import BLOCK
-from accel.llm.kv_cache.layer_sets import layer_sets
-from accel.llm.kv_cache.pages import PagePool
+from accel.llm.kv_cache.block_allocator import BlockAllocator
+from accel.llm.kv_cache.paged_kv_cache import PagedKVCache
+from accel.llm.kv_cache.shape import BLOCK
 from accel.llm.pipeline.stretch import StretchGraphs
 
-# Steps from one look at the model to the next while requests run: a look takes the host about as long as all else that
-# it does for a step. Before the first step after a pause, or after all requests have ended, there is one too.
-LOOK = 16
+# Steps between two checks whether the model has changed, while requests run: a check takes the host as long as a step.
+# The first step after a pause, and after all requests have ended, is preceded by one too.
+CHECK_EVERY = 16
 
 
 class Engine:
@@ -36,28 +34,27 @@ class Engine:
 
     def __init__(self, forward: DecoderForward, limits: Limits, runner: GraphRunner | StretchGraphs | None = None):
         self.forward, self.limits = forward, limits
-        shapes = forward.shapes()
-        windows = [layer.spec.attention.sees for layer in forward.layers]
-        sets = layer_sets(shapes, windows)
-        pages = limits.page_count(shapes, sets)
+        shapes, sets = forward.shapes(), sets_of(forward)
+        blocks = limits.block_count(shapes, sets)
         rows, columns = limits.rows, limits.columns
-        self.pool = BlockPool(sets, pages, rows, columns, limits.share)
-        self.pages = PagePool(shapes, sets, pages, rows, columns)
+        self.allocator = BlockAllocator(sets, blocks, rows, columns, limits.share)
+        self.kv_cache = PagedKVCache(shapes, sets, blocks, rows, columns)
         self.answers = Answers(rows)
         self.sampler = Sampler(rows, head_size(forward), head_device(forward))
         self.sampler.prepare(forward.embeddings().dtype)
-        self.lanes = LaneStreams(
-            (*self.pages.places, forward.embeddings().device, self.sampler.device), lane_count(forward)
+        self.micro_batches = MicroBatchStreams(
+            (*self.kv_cache.tables, forward.embeddings().device, self.sampler.device), micro_batch_count(forward)
         )
-        self.scheduler = Scheduler(self.pool, self.answers, limits, self.lanes.count)
-        self.steps = step_runner(forward, self.pages, self.sampler, rows, runner, self.lanes)
-        self.flights: deque[Flight] = deque()  # as many as there are lanes, and one more while a step is launched
+        self.scheduler = Scheduler(self.allocator, self.answers, limits, self.micro_batches.count)
+        self.steps = step_runner(forward, self.kv_cache, self.sampler, rows, runner, self.micro_batches)
+        self.flights: deque[Flight] = (
+            deque()
+        )  # as many as there are micro_batches, and one more while a step is launched
         self.ids: set[str] = set()
-        self.weights = self._weights()  # that what is stored was made with
-        self._unseen = LOOK  # steps since the model was looked at
-        self._news: dict[Request, None] = {}  # in the order in which there was news of them
-        # Children that are not there yet. In the order in which they were cancelled, as all else that decides who gets
-        # which row: ranks that run the same requests must come to the same.
+        self.weights = self._weights()  # with which the stored keys and values were computed
+        self._unchecked = CHECK_EVERY  # steps since the model was checked
+        self._news: dict[Request, None] = {}  # requests with news, in the order of the news
+        # Children that do not exist yet. In order of cancellation: ranks that run the same requests must decide alike.
         self._cancelled: dict[str, None] = {}
 
     @property
@@ -66,25 +63,28 @@ class Engine:
         return self.scheduler.busy or bool(self.flights) or bool(self._news)
 
     def sizes(self) -> dict[str, float]:
-        """How many requests at a time there is room for, in how many groups, of how many tokens each, and the memory of
-        their keys and values: pages of BLOCK tokens of one set of layers, and MiB.
-        """
+        """For the report: requests at a time, micro-batches, tokens a request may come to, blocks, and their MiB."""
         rows, context = self.limits.rows, self.limits.context
-        memory = round(self.pages.bytes / 2**20, 1)
-        numbers = {"requests": rows, "groups": self.lanes.count, "tokens": context, "pages": self.pool.pages}
+        memory = round(self.kv_cache.bytes / 2**20, 1)
+        numbers = {
+            "requests": rows,
+            "groups": self.micro_batches.count,
+            "tokens": context,
+            "pages": self.allocator.blocks,
+        }
         return numbers | {"memory_mb": memory}
 
     def add(self, request: Request) -> None:
-        """Takes a request. One that cannot run fails, as the next `step` tells."""
+        """Takes a request. One that cannot run comes out of the next `step`, failed."""
         if not self.busy:  # it may have been changed since the last step
-            self._unseen = LOOK
+            self._unchecked = CHECK_EVERY
         reason = self._refusal(request)
         if reason is not None:
             self._fail(request, reason)
         elif self._complete(request):
             ended = bool(request.tokens) and request.tokens[-1] in request.eos
             for one in (request, *request.further()):
-                self._tell(finish(one) if ended else self._full(one))
+                self._note(finish(one) if ended else self._full(one))
         else:
             self.ids.add(request.id)
             self.ids.update(map(request.child_id, range(request.children)))
@@ -110,15 +110,15 @@ class Engine:
         wrong = max(request.prompt) if min(request.prompt) >= 0 else min(request.prompt)
         if not 0 <= wrong < vocabulary:
             return f"token {wrong!r} in the prompt: the vocabulary has ids from 0 to {vocabulary - 1}"
-        blocks, most = -(-tokens // BLOCK), (self.pool.pages - 1) // len(self.pool.sets)
-        if blocks > most:
+        columns, most = -(-tokens // BLOCK), (self.allocator.blocks - 1) // len(self.allocator.sets)
+        if columns > most:
             return f"a prompt of {tokens} tokens, where all memory for keys and values has room for {most * BLOCK}"
         return None
 
     def cancel(self, request_id: str) -> None:
-        """Drops a request in any state, and tells nothing more of it. Ids that are not there are ignored.
+        """Drops a request in any state, which `step` then does not return. Unknown ids are ignored.
 
-        Its children that are not there yet fail with it.
+        Its children that do not exist yet fail with it.
         """
         if request_id not in self.ids:
             return
@@ -146,21 +146,21 @@ class Engine:
         return True
 
     def step(self) -> list[Request]:
-        """Runs one step, or reads what is under way. Requests of which there is news: ended, or watched, one token on.
+        """Runs one step, or reads one under way. Returns requests that ended or failed, and those that stream a token.
 
         Raises what the GPU cannot recover from.
         """
-        look = self._unseen >= LOOK
+        look = self._unchecked >= CHECK_EVERY
         if look:
             if self.forward.ranks is None and self.changed():
-                self.pool.forget()
-            self._unseen = 0
+                self.allocator.forget()
+            self._unchecked = 0
         plan = self._plan()
         if plan is not None:
             self._launch(plan, look)
-            self._unseen += 1
-        # Where nothing could be planned, what the oldest step brings may change that.
-        most = self.lanes.count if plan is not None else len(self.flights) - 1
+            self._unchecked += 1
+        # Where nothing could be planned, the tokens of the oldest step may change that.
+        most = self.micro_batches.count if plan is not None else len(self.flights) - 1
         while len(self.flights) > max(0, most):
             self._read(self.flights.popleft())
         self._cancelled = {one: None for one in self._cancelled if self.scheduler.busy and not self._drop(one)}
@@ -178,26 +178,26 @@ class Engine:
             self._fail(request, reason)
         self.scheduler.failed.clear()
         if plan is not None and self.sampler.waits(plan.drawn):
-            while any(flight.plan.lane == plan.lane for flight in self.flights):
+            while any(flight.plan.micro_batch == plan.micro_batch for flight in self.flights):
                 self._read(self.flights.popleft())
         return plan
 
     def resumed(self) -> None:
-        """The model may be another than before."""
+        """A pause is over, in which the model may have been changed."""
         self.forget()
-        self._unseen = LOOK
+        self._unchecked = CHECK_EVERY
 
     def changed(self) -> bool:
-        """Whether the weights are others than at the last look: what was stored is not for requests that begin."""
+        """Whether the weights have changed since the last check: new requests must not find what was stored."""
         with contextlib.suppress(Unfit):  # which the step will raise
             self.forward.ready()
         before, self.weights = self.weights, self._weights()
         return before is not None and before != self.weights
 
     def survey(self) -> tuple[str, bool]:
-        """Before a step that ranks run together: why this one could not, and whether its weights have changed."""
+        """Before a step that ranks run together: why this one cannot, or "", and whether its weights have changed."""
         reason = self.forward.mode()
-        if self.busy and self._unseen < LOOK:
+        if self.busy and self._unchecked < CHECK_EVERY:
             return reason or "", False
         try:
             self.forward.ready()
@@ -206,11 +206,11 @@ class Engine:
         return reason or "", self.changed()
 
     def forget(self) -> None:
-        """Nothing that is stored is for requests that begin from now on."""
-        self.pool.forget()
+        """New requests find nothing that was stored before."""
+        self.allocator.forget()
 
     def _weights(self) -> tuple[object, int | None] | None:
-        """What tells weights from others: where they lie, and how often they were edited as far as autograd counts."""
+        """Identifies the weights: their addresses, and how often they were edited as far as autograd counts."""
         seen = self.forward.seen
         return None if seen is None else (seen, seen.versions())
 
@@ -223,7 +223,7 @@ class Engine:
                 request = self.answers.requests[row]
                 assert request is not None
                 self.sampler.set(row, request.sampling, self._tokens(row), drawn=int(self.answers.count[row]))
-            self.steps.upload(*self.pool.changes())
+            self.steps.upload(*self.allocator.changes())
             self.flights.append(self.steps.launch(plan, self._tokens, self.limits.logprobs, look))
         except Exception as error:  # of this step: those in it end, the others go on
             if (
@@ -233,7 +233,7 @@ class Engine:
             self._fail_step(plan, reason_of(error, memory=True))
 
     def _fail_step(self, plan: StepPlan, reason: str) -> None:
-        """Prompts of the step fail, which made it the step it is; where it had none, all that were in it."""
+        """The prompts of a step that raised fail; all its requests, where it had no prompts."""
         self._read_all()
         begun = [*plan.rows[plan.decodes :].tolist(), *plan.opened]
         for row in dict.fromkeys(begun or plan.rows.tolist()):
@@ -252,25 +252,25 @@ class Engine:
             self._read(self.flights.popleft())
 
     def _read(self, flight: Flight) -> None:
-        """Takes in the ids of a step; of rows that changed hands since, they were drawn in vain."""
+        """Takes in the ids of a step, but for rows that another request has taken since."""
         ids, logprobs = flight.read()
         plan = flight.plan
         current = self.scheduler.serial[plan.drawn] == plan.serials
         rows = plan.drawn[current]
         if not len(rows):
             return
-        news = self.answers.add(rows, ids[current], None if logprobs is None else logprobs[current])
-        for request in news.told:
-            self._tell(request)
-        for row, reason in news.failed.items():
-            told = str(self.sampler.error(row)) if reason is None else reason
-            self._fail(self._leave(row, keep=False), told)
-        for row in news.ended:
+        outcome = self.answers.add(rows, ids[current], None if logprobs is None else logprobs[current])
+        for request in outcome.streamed:
+            self._note(request)
+        for row, reason in outcome.failed.items():
+            known = str(self.sampler.error(row)) if reason is None else reason
+            self._fail(self._leave(row, keep=False), known)
+        for row in outcome.ended:
             request = self._leave(row, keep=True)
-            self._tell(self._full(request) if row in news.full else finish(request))
+            self._note(self._full(request) if row in outcome.full else finish(request))
 
     def _full(self, request: Request) -> Request:
-        """It ends with as many tokens as it may come to; it has failed where more were asked for."""
+        """Ends a request at its limit of tokens; it has failed where more were asked for."""
         tokens, asked = len(request.tokens), request.max_new_tokens
         if asked is None or tokens >= asked:
             return finish(request)
@@ -283,30 +283,30 @@ class Engine:
         self.ids.discard(request.id)
         return request
 
-    def _tell(self, request: Request) -> None:
+    def _note(self, request: Request) -> None:
         self._news[request] = None
 
     def _fail(self, request: Request, reason: str) -> None:
-        """It, and its children that are not there yet, which nobody else would tell of."""
+        """The request fails, and its children that do not exist yet."""
         children, request.children = request.further(), 0
         self.ids.difference_update(one.id for one in children)
         for one in (request, *children):
-            self._tell(finish(one, reason))
+            self._note(finish(one, reason))
 
     def fail(self, error: Exception) -> list[Request]:
-        """All requests that are left fail with this error; the engine is as new."""
+        """All requests fail with this error; the engine is empty afterwards."""
         self.flights.clear()
         failed = [self._leave(row, keep=False) for row in self.scheduler.running] + list(self.scheduler.waiting)
         self.scheduler.waiting.clear()
         for request in failed:
             self._fail(request, str(error) or repr(error))
         self.ids.clear()
-        self.pool.forget()
+        self.allocator.forget()
         news, self._news = list(self._news), {}
         return news
 
     def close(self) -> None:
-        """Gives the memory back; nothing can be asked of the engine any more."""
+        """Gives the memory back; the engine cannot be used any more."""
         self.flights.clear()
-        self.lanes.join()
-        del self.pages, self.steps, self.sampler
+        self.micro_batches.join()
+        del self.kv_cache, self.steps, self.sampler

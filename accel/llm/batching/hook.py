@@ -1,4 +1,4 @@
-"""Where `generate_batch` is met: `init_continuous_batching` of one model, which gives a manager of ours."""
+"""The patch of `init_continuous_batching` of one model, which `generate_batch` calls: it returns our manager."""
 
 import copy
 import weakref
@@ -11,21 +11,18 @@ from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, Ge
 
 from accel.cuda_graphs.runner import GraphRunner
 from accel.errors import Refused
-from accel.libraries.batching import CACHED, INIT, logger, page_size
+from accel.libraries.batching import CACHED, INIT, logger
 from accel.llm.batching.engine import Engine
-from accel.llm.batching.limits import Limits
+from accel.llm.batching.limits import Limits, limits_of, sets_of
 from accel.llm.batching.manager import BatchManager
-from accel.llm.batching.parallel.together import PLACE, Alone, Together
-from accel.llm.batching.refusal import refusal
+from accel.llm.batching.ranks import PLACE, AllRanks, OneRank
 from accel.llm.batching.sampling import SamplingDefaults
-from accel.llm.batching.spread.steps import head_device
+from accel.llm.batching.spread import head_device
+from accel.llm.batching.trial import refusal
 from accel.llm.generation.calling_convention import Unfit
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.loop.methods import MethodHook
-from accel.llm.kv_cache.blocks import BLOCK
-from accel.llm.kv_cache.layer_sets import layer_sets
 from accel.llm.pipeline.stretch import StretchGraphs
-from accel.llm.recording.inputs import most_configured
 from accel.parallel.agreement import require_agreement
 from accel.parallel.lockstep import Lockstep
 from accel.patching.patch import Patch
@@ -173,7 +170,7 @@ class InitContinuousBatching(MethodHook):
             batching,
             partial(self.build, batching, workload_hints),
             partial(_defaults, self.forward, batching),
-            Alone() if self.lockstep is None else Together(self.lockstep),
+            OneRank() if self.lockstep is None else AllRanks(self.lockstep),
         )
         self.managers.add(made)
         return made
@@ -194,12 +191,10 @@ class InitContinuousBatching(MethodHook):
         return Engine(self.forward, limits, self.runner if on_gpu else None)
 
     def _engines(self, lockstep: Lockstep, limits: Limits) -> Engine:
-        """One on each rank, with as many pages as the rank has room for that has the least."""
-        shapes = self.forward.shapes()
-        sets = layer_sets(shapes, _windows(self.forward))
-        room = partial(limits.page_count, shapes, sets)
-        pages = lockstep.least(lockstep.all_do("memory for keys and values", room))
-        return lockstep.all_do("an engine", partial(self._engine, replace(limits, pages=pages - 1)))
+        """One on each rank, with as many blocks as the rank has room for that has the least."""
+        room = partial(limits.block_count, self.forward.shapes(), sets_of(self.forward))
+        blocks = lockstep.least(lockstep.all_do("memory for keys and values", room))
+        return lockstep.all_do("an engine", partial(self._engine, replace(limits, blocks=blocks - 1)))
 
     def report_row(self) -> dict[str, Any] | None:
         """What the engine that was made last holds, for the report; None where there was none."""
@@ -245,36 +240,6 @@ def batching_hook(
     if INIT in vars(model) or not hasattr(type(model), INIT):
         return []
     return [BatchingPatch(model, INIT, InitContinuousBatching(model, forward, runner))]
-
-
-def limits_of(forward: DecoderForward, config: ContinuousBatchingConfig, hints: Any = None) -> Limits:
-    """What stock's configuration says of an engine's size. Raises ValueError for numbers that make no sense.
-
-    hints: of the requests to come, those of `generate_batch`. Without, a request may be as long as the model's texts.
-    """
-    known = hints is not None and hints.max_prompt_length and hints.max_generated_length
-    context = most_configured(forward.module) or Limits.context
-    if known:
-        context = hints.max_prompt_length + hints.max_generated_length
-    context = min(context, forward.most_positions or context)
-    rows = config.max_requests_per_batch
-    if rows is None:
-        rows = min(Limits.rows, (hints.num_requests if hints is not None else 0) or Limits.rows)
-    blocks = None if config.num_blocks is None else max(1, config.num_blocks * page_size(config) // BLOCK)
-    sets = layer_sets(forward.shapes(), _windows(forward))
-    return Limits(
-        rows=rows,
-        tokens=Limits.tokens if config.max_batch_tokens is None else config.max_batch_tokens,
-        context=context,
-        memory=Limits.memory if config.max_memory_percent is None else config.max_memory_percent,
-        pages=None if blocks is None else blocks * len(sets),
-        share=config.allow_block_sharing,
-        logprobs=config.return_logprobs,
-    )
-
-
-def _windows(forward: DecoderForward) -> list[int | None]:
-    return [layer.spec.attention.sees for layer in forward.layers]
 
 
 def _ended(config: GenerationConfig) -> GenerationConfig:

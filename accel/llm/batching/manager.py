@@ -12,12 +12,12 @@ from typing import Any
 from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, GenerationConfig, PreTrainedModel
 
 from accel.libraries.batching import CACHED, GenerationOutput, logger
-from accel.llm.batching.ending import Stop, interrupted
-from accel.llm.batching.loop import BatchEngine, EngineLoop
-from accel.llm.batching.parallel.together import Alone, Settings, Together, failed, family
-from accel.llm.batching.request import Request
+from accel.llm.batching.engine import Engine
+from accel.llm.batching.engine_thread import EngineThread
+from accel.llm.batching.ranks import OneRank, Stop, interrupted
+from accel.llm.batching.request import Request, StopStrings, Submission, Tokens, failed, family, prompt_ids
 from accel.llm.batching.results import Results
-from accel.llm.batching.submission import StopStrings, Submission, Tokens, begun_ids, prompt_ids, token_set
+from accel.llm.batching.sampling import SamplingDefaults
 
 UNREAD = 2**14  # outputs that a rank keeps which follows another, and may have no reader
 
@@ -44,13 +44,13 @@ class BatchManager(ContinuousBatchingManager):
         model: PreTrainedModel,
         generation_config: GenerationConfig,
         continuous_batching_config: ContinuousBatchingConfig,
-        build: Callable[[], BatchEngine],
-        settings: Callable[[GenerationConfig], Settings],
-        ranks: Alone | Together | None = None,
+        build: Callable[[], Engine],
+        settings: Callable[[GenerationConfig], SamplingDefaults],
+        ranks: OneRank | None = None,
     ) -> None:
         self.model = model.eval()
         self.continuous_batching_config = copy.deepcopy(continuous_batching_config)
-        self._ranks = ranks or Alone()
+        self._ranks = ranks or OneRank()
         self.is_tp_driver = self._ranks.leads
         self._settings = settings
         self.configure(generation_config)
@@ -59,7 +59,7 @@ class BatchManager(ContinuousBatchingManager):
         self._lock, self._count = threading.Lock(), 0
         most_waiting = self.continuous_batching_config.max_queue_size
         devices = list(dict.fromkeys([model.device, *(one.device for one in model.parameters())]))
-        self._loop = EngineLoop(build, devices, self._results, most_waiting, self._ranks)
+        self._loop = EngineThread(build, devices, self._results, most_waiting, self._ranks)
         weakref.finalize(self, self._loop.ending.abandon)
 
     def __reduce__(self) -> tuple:
@@ -81,16 +81,16 @@ class BatchManager(ContinuousBatchingManager):
         return self._loop.engine is not None
 
     @property
-    def engine(self) -> BatchEngine | None:
+    def engine(self) -> Engine | None:
         """The one that is there, if one is."""
         return self._loop.engine
 
-    def build_by(self, build: Callable[[], BatchEngine]) -> None:
+    def build_by(self, build: Callable[[], Engine]) -> None:
         """Engines are made so from now on."""
         self._loop.build = build
 
     @property
-    def background_thread_status(self) -> EngineLoop:
+    def background_thread_status(self) -> EngineThread:
         """What servers ask for `fatal_error`: what ended the thread."""
         return self._loop
 
@@ -228,22 +228,9 @@ class BatchManager(ContinuousBatchingManager):
 
     def request(self, prompt: list[int] | Exception, wanted: Submission) -> tuple[Request, Exception | None]:
         """What is asked for, and what is wrong with it. prompt: or why it is none."""
-        request_id = self._ids(1)[0] if wanted.request_id is None else wanted.request_id
-        config, eos = self.generation_config, wanted.eos_token_id
-        begun = begun_ids(wanted.generated, self._vocabulary, self.num_return_sequences)
-        request = Request(
-            id=request_id,
-            prompt=prompt if isinstance(prompt, list) else [],
-            max_new_tokens=config.max_new_tokens if wanted.max_new_tokens is None else wanted.max_new_tokens,
-            eos=token_set(config.eos_token_id if eos is None else eos),
-            sampling=None,
-            streaming=wanted.streaming,
-            record_timestamps=wanted.record_timestamps,
-            children=self.num_return_sequences - 1,
-            tokens=begun if isinstance(begun, list) else [],
-            settings=wanted.settings,
-        )
-        wrong = next((one for one in (prompt, begun) if isinstance(one, Exception)), None)
+        name = self._ids(1)[0] if wanted.request_id is None else wanted.request_id
+        answers = self.num_return_sequences
+        request, wrong = wanted.request(name, prompt, self._vocabulary, self.generation_config, answers)
         return request, wrong or self._choose(request, wanted)
 
     def _submit(self, request: Request, wrong: Exception | None) -> str | None:

@@ -1,7 +1,7 @@
 """Which requests take part in the next step: first come, first served, prompts in chunks beside those that go on.
 
 A step has a budget of new tokens. Requests that already have their first token come first, one token each; what is left
-goes to prompts, the longest waiting first (chunked prefill: Agrawal et al., 2023, "SARATHI"). Where pages run out, the
+goes to prompts, the longest waiting first (chunked prefill: Agrawal et al., 2023, "SARATHI"). Where blocks run out, the
 request that came last gives its own back and waits; what it had computed is computed again, or found by its hash.
 """
 
@@ -17,11 +17,11 @@ from accel.libraries.batching import RequestStatus
 from accel.llm.batching.answers import Answers
 from accel.llm.batching.limits import Limits
 from accel.llm.batching.request import Request
-from accel.llm.kv_cache.block_pool import BlockPool
-from accel.llm.kv_cache.blocks import BLOCK
+from accel.llm.kv_cache.block_allocator import BlockAllocator
+from accel.llm.kv_cache.shape import BLOCK
 
 UNBOUNDED = 2**62
-NOWHERE = -1  # in place of a group
+NOWHERE = -1  # in place of a micro-batch
 LATEST = -1  # in place of a token: the last one that was drawn for its row, which the host may not know yet
 
 
@@ -35,7 +35,7 @@ class Chunk(NamedTuple):
 
 
 class IdsWanted(Exception):
-    """The ids of all steps that were launched have to be read before the next one can be planned."""
+    """The tokens of all launched steps have to be read before the next step can be planned."""
 
 
 @dataclass
@@ -44,8 +44,8 @@ class StepPlan:
 
     rows, lengths, news: (sequences,) int64, the row of each, tokens stored before, new tokens. tokens: (tokens,) int64
     of all sequences in turn, LATEST for those of decodes. sources, drawn, serials: (n,) int64, the sequences whose last
-    token is followed by a draw, the row it is drawn for, and which occupant of the row that is. copies: pages to copy
-    once the step is launched. opened: rows whose requests are new. lane: the group of requests that it is of.
+    token is followed by a draw, the row it is drawn for, and which occupant of the row that is. copies: blocks to copy
+    once the step is launched. opened: rows whose requests are new. micro_batch: the group of requests that it is of.
     """
 
     rows: np.ndarray
@@ -58,24 +58,24 @@ class StepPlan:
     serials: np.ndarray
     copies: list[tuple[int, int]]
     opened: list[int]
-    lane: int = 0
+    micro_batch: int = 0
 
 
 class Scheduler:
     """The requests of one engine, those that wait and those that have a row. For one thread.
 
-    lanes: groups into which those with a row are divided. A step is of one group, and groups take turns. A request goes
-    to a group that has less than its share, and stays there.
+    micro_batches: into how many groups those with a row are divided. A step is of one group, and groups take turns. A
+    request goes to a group that has less than its share, and stays there.
 
     stored: (rows,) int64, tokens of each row that are stored once all steps planned have run. left: (rows,), tokens
     that are still to be drawn for it. serial: (rows,), counted up whenever a row changes hands.
     """
 
-    def __init__(self, pool: BlockPool, answers: Answers, limits: Limits, lanes: int = 1):
-        self.pool, self.answers, self.limits, self.lanes = pool, answers, limits, lanes
+    def __init__(self, allocator: BlockAllocator, answers: Answers, limits: Limits, micro_batches: int = 1):
+        self.allocator, self.answers, self.limits, self.micro_batches = allocator, answers, limits, micro_batches
         self.waiting: deque[Request] = deque()
         self.stored, self.left, self.serial, self.arrived = (np.zeros(limits.rows, np.int64) for _ in range(4))
-        self.lane = np.full(limits.rows, NOWHERE)  # the group of each row
+        self.micro_batch = np.full(limits.rows, NOWHERE)  # the group of each row
         self.decoding = np.empty(0, np.int64)  # rows in the order of their arrival
         self.prefilling: dict[int, list[int]] = {}  # row to all tokens that it begins with; in the order of arrival
         self.idle = list(range(limits.rows - 1, -1, -1))
@@ -83,7 +83,7 @@ class Scheduler:
         self.preempted = 0
         self._opened: list[int] = []  # rows that were taken since the last plan
         self._arrivals = self._turn = 0
-        self._blocked: tuple[Request, int] | None = None  # who waits for pages, and how many were free then
+        self._blocked: tuple[Request, int] | None = None  # who waits for blocks, and how many were free then
 
     @property
     def running(self) -> list[int]:
@@ -102,12 +102,12 @@ class Scheduler:
         """
         self._slide()
         while True:
-            for _ in range(self.lanes):
-                lane, self._turn = self._turn, (self._turn + 1) % self.lanes
-                decodes = self._decodes(lane, unread)
-                chunks = list(self._chunks(lane, self.limits.tokens - len(decodes)))
+            for _ in range(self.micro_batches):
+                micro_batch, self._turn = self._turn, (self._turn + 1) % self.micro_batches
+                decodes = self._decodes(micro_batch, unread)
+                chunks = list(self._chunks(micro_batch, self.limits.tokens - len(decodes)))
                 if len(decodes) or chunks:
-                    return self._step(lane, decodes, chunks)
+                    return self._step(micro_batch, decodes, chunks)
             if not self.prefilling or not self._make_room(unread):
                 return None
 
@@ -121,54 +121,52 @@ class Scheduler:
         assert request is not None
         if keep:
             tokens = request.prompt + self.answers.known(row).tolist()
-            self.pool.commit(row, tokens[: min(len(tokens) - 1, int(self.stored[row]))])
+            self.allocator.commit(row, tokens[: min(len(tokens) - 1, int(self.stored[row]))])
         self.answers.close(row)
-        self.pool.close(row)
+        self.allocator.close(row)
         self.prefilling.pop(row, None)
         self.decoding = self.decoding[self.decoding != row]
         self.serial[row] += 1
-        self.left[row], self.lane[row] = 0, NOWHERE
+        self.left[row], self.micro_batch[row] = 0, NOWHERE
         self.idle.append(row)
         return request
 
     def put_back(self, row: int, keep: bool) -> None:
-        """The request of this row waits again, before all others; what it has got so far is read anew."""
+        """Preempts a row: its request waits again, before all others, and its tokens are read anew."""
         request = self.close(row, keep)
         request.status = RequestStatus.PENDING
         self.waiting.appendleft(request)
         self.preempted += 1
 
     def undo(self, plan: StepPlan) -> None:
-        """The step just planned was not launched: what it was to store is not there, and nobody may find it.
+        """The step just planned was not launched: its keys and values do not exist, and no request may find them.
 
         After its prompts are closed.
         """
-        self.pool.forget()
+        self.allocator.forget()
         self.stored[plan.rows] = plan.lengths
         self.left[plan.rows[: plan.decodes]] += 1
 
     def _slide(self) -> None:
-        """Windows have passed what no token from the stored ones on sees. Not before the step is launched that sees it:
-        the tables of a step are those after its plan.
-        """
-        if self.pool.sliding.size:
+        """Gives back blocks that windows have passed. Only before a plan: a step reads the tables after its plan."""
+        if self.allocator.sliding.size:
             rows = _behind(self.decoding, list(self.prefilling))
-            self.pool.slide_all(rows, self.stored[rows])
+            self.allocator.slide_all(rows, self.stored[rows])
 
-    def _decodes(self, lane: int, unread: bool) -> np.ndarray:
-        """Rows that get one more token, and have the page for it."""
-        rows = self._open_ended(lane)
-        while (fit := self.pool.extend_all(rows, self.stored[rows] + 1)) < len(rows):
+    def _decodes(self, micro_batch: int, unread: bool) -> np.ndarray:
+        """Rows that get one more token, and have the block for it."""
+        rows = self._open_ended(micro_batch)
+        while (fit := self.allocator.extend_all(rows, self.stored[rows] + 1)) < len(rows):
             if not self._make_room(unread):
                 return rows[:fit]
-            rows = self._open_ended(lane)
+            rows = self._open_ended(micro_batch)
         return rows
 
-    def _open_ended(self, lane: int) -> np.ndarray:
-        return self.decoding[(self.left[self.decoding] > 0) & (self.lane[self.decoding] == lane)]
+    def _open_ended(self, micro_batch: int) -> np.ndarray:
+        return self.decoding[(self.left[self.decoding] > 0) & (self.micro_batch[self.decoding] == micro_batch)]
 
     def _make_room(self, unread: bool) -> bool:
-        """Who came last waits again; who is alone has failed. Whether somebody is left."""
+        """Preempts the request that came last; the only one fails. Whether any request is left."""
         if unread:
             raise IdsWanted
         *others, last = self.running
@@ -177,19 +175,21 @@ class Scheduler:
             return True
         stored = int(self.stored[last])
         request = self.close(last, keep=False)
-        self.failed.append((request, f"{stored} tokens fill all {self.pool.pages - 1} pages that there are"))
+        self.failed.append((request, f"{stored} tokens fill all {self.allocator.blocks - 1} blocks that there are"))
         return False
 
-    def _chunks(self, lane: int, budget: int) -> Iterator[Chunk]:
-        """Of prompts, until the budget or the pages are used up."""
-        for row, tokens in [(row, tokens) for row, tokens in self.prefilling.items() if self.lane[row] == lane]:
+    def _chunks(self, micro_batch: int, budget: int) -> Iterator[Chunk]:
+        """Of prompts, until the budget or the blocks are used up."""
+        for row, tokens in [
+            (row, tokens) for row, tokens in self.prefilling.items() if self.micro_batch[row] == micro_batch
+        ]:
             end = self._end(row, len(tokens), budget)
             if end <= self.stored[row]:
                 return
             budget -= end - int(self.stored[row])
             yield self._advance(row, tokens, end)
-        while budget > 0 and self.waiting and self.idle and self._has_room(lane):
-            new = self._open(lane)
+        while budget > 0 and self.waiting and self.idle and self._has_room(micro_batch):
+            new = self._open(micro_batch)
             if new is None:
                 return
             tokens = self.prefilling[new]
@@ -200,56 +200,56 @@ class Scheduler:
             yield self._advance(new, tokens, end)
 
     def _end(self, row: int, tokens: int, budget: int) -> int:
-        """How far the row's prompt can be read now; its pages are there."""
-        stored, sets = int(self.stored[row]), len(self.pool.sets)
-        reach = int(self.pool.held[row] + self.pool.free // sets) * BLOCK
+        """How far the row's prompt can be read now; its blocks are there."""
+        stored, sets = int(self.stored[row]), len(self.allocator.sets)
+        reach = int(self.allocator.held[row] + self.allocator.free // sets) * BLOCK
         end = min(tokens, stored + budget, reach)
-        return end if end > stored and self.pool.extend(row, end) else stored
+        return end if end > stored and self.allocator.extend(row, end) else stored
 
     def _advance(self, row: int, tokens: list[int], end: int) -> Chunk:
         """The row's prompt is read up to here."""
         start, self.stored[row] = int(self.stored[row]), end
-        if end // BLOCK > self.pool.committed[row]:
-            self.pool.commit(row, tokens[:end])
+        if end // BLOCK > self.allocator.committed[row]:
+            self.allocator.commit(row, tokens[:end])
         if end == len(tokens):
             del self.prefilling[row]
             self.decoding = np.append(self.decoding, row)
             self.left[row] -= 1
         return Chunk(row, start, tokens[start:end], end == len(tokens))
 
-    def _has_room(self, lane: int) -> bool:
+    def _has_room(self, micro_batch: int) -> bool:
         """Whether the group has less than its share of those that run and wait."""
         running = self.limits.rows - len(self.idle)
-        share = -(-min(running + len(self.waiting), self.limits.rows) // self.lanes)
-        return self.lanes == 1 or int((self.lane == lane).sum()) < share
+        share = -(-min(running + len(self.waiting), self.limits.rows) // self.micro_batches)
+        return self.micro_batches == 1 or int((self.micro_batch == micro_batch).sum()) < share
 
-    def _open(self, lane: int) -> int | None:
-        """Who has waited for longest takes a row, in this group, if there are pages for what it begins with."""
+    def _open(self, micro_batch: int) -> int | None:
+        """The request that has waited longest takes a row in this group, if there are blocks for its tokens."""
         request, running = self.waiting[0], self.limits.rows - len(self.idle)
         if running and self._blocked is not None:
             who, free = self._blocked
-            if who is request and self.pool.free <= free:
+            if who is request and self.allocator.free <= free:
                 return None
         tokens = request.prompt + request.tokens
         row = self.idle[-1]
-        found = self.pool.open(row, tokens)
-        # One page more for each that runs: else they would have to make room for each other at once.
-        wanted = (len(tokens) // BLOCK + 1 - found // BLOCK) * len(self.pool.sets) + running
-        if running and self.pool.free < wanted:
-            self.pool.close(row)
-            self._blocked = request, self.pool.free
+        found = self.allocator.open(row, tokens)
+        # One more block for each that runs: else they would preempt each other at once.
+        wanted = (len(tokens) // BLOCK + 1 - found // BLOCK) * len(self.allocator.sets) + running
+        if running and self.allocator.free < wanted:
+            self.allocator.close(row)
+            self._blocked = request, self.allocator.free
             return None
         self.waiting.popleft()
         self.idle.pop()
-        self._take(row, request, lane)
+        self._take(row, request, micro_batch)
         self.stored[row] = found
         self.prefilling[row] = tokens
         self._opened.append(row)
         return row
 
-    def _take(self, row: int, request: Request, lane: int) -> None:
+    def _take(self, row: int, request: Request, micro_batch: int) -> None:
         """The request has this row, in this group, from now on."""
-        self.lane[row] = lane
+        self.micro_batch[row] = micro_batch
         most = min(UNBOUNDED if request.max_new_tokens is None else request.max_new_tokens, self.room(request))
         self.answers.open(row, request, most)
         self.left[row] = most - len(request.tokens)
@@ -259,7 +259,7 @@ class Scheduler:
         if request.started < 0:
             request.started = time.perf_counter()
 
-    def _step(self, lane: int, decodes: np.ndarray, chunks: list[Chunk]) -> StepPlan:
+    def _step(self, micro_batch: int, decodes: np.ndarray, chunks: list[Chunk]) -> StepPlan:
         rows = _behind(decodes, [chunk.row for chunk in chunks])
         lengths = _behind(self.stored[decodes], [chunk.start for chunk in chunks])
         news = _behind(np.ones_like(decodes), [len(chunk.tokens) for chunk in chunks])
@@ -282,20 +282,20 @@ class Scheduler:
         self._opened.clear()
         return StepPlan(
             rows, lengths, news, len(decodes), tokens, np.array(sources, np.int64), takers, self.serial[takers],
-            copies, opened, lane,
+            copies, opened, micro_batch,
         )  # fmt: skip
 
     def _children(self, row: int, request: Request, length: int, copies: list[tuple[int, int]]) -> Iterator[int]:
-        """Rows of further answers to the same prompt, which go on with its keys and values; or they wait in front."""
+        """Rows of further answers to the same prompt, which share its keys and values; without room they wait first."""
         children, request.children = request.further(), 0
         for place, child in enumerate(children):
-            pairs = self.pool.fork(row, self.idle[-1], length) if self.idle else None
+            pairs = self.allocator.fork(row, self.idle[-1], length) if self.idle else None
             if pairs is None:
                 self.waiting.extendleft(reversed(children[place:]))
                 return
             copies += pairs
             new = self.idle.pop()
-            self._take(new, child, int(self.lane[row]))
+            self._take(new, child, int(self.micro_batch[row]))
             child.status = RequestStatus.DECODING
             self.stored[new] = length
             self.left[new] -= 1

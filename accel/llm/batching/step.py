@@ -19,7 +19,8 @@ from accel.errors import reason_of
 from accel.llm.batching.sampler import Sampler
 from accel.llm.batching.scheduler import LATEST, StepPlan, sequence_starts
 from accel.llm.generation.decoder import DecoderForward
-from accel.llm.kv_cache.pages import PagePool
+from accel.llm.kv_cache.paged_kv_cache import PagedKVCache
+from accel.llm.runtime.step import Step
 
 # Sequences of one token that a graph is made for: as many as asked for are filled up to the next. Up to 64 rows a
 # product takes about as long as its weight is read; beyond that no more than a quarter of the rows is computed in vain.
@@ -88,24 +89,24 @@ def bucket_of(sequences: int) -> int:
 
 
 class StepRunner:
-    """Runs planned steps of one model over one pool of pages.
+    """Runs planned steps of one model over one pool of blocks.
 
     runner: of CUDA graphs, None for none. device: where tokens go in. last: (rows + 1,) int64, the id drawn last for
     each row, where it is drawn; the last place is nobody's.
     """
 
     def __init__(
-        self, forward: DecoderForward, pages: PagePool, sampler: Sampler, rows: int, runner: GraphRunner | None
+        self, forward: DecoderForward, kv_cache: PagedKVCache, sampler: Sampler, rows: int, runner: GraphRunner | None
     ):
-        self.forward, self.pages, self.sampler = forward, pages, sampler
+        self.forward, self.kv_cache, self.sampler = forward, kv_cache, sampler
         self.device = forward.embeddings().device
         self.runner = runner if self.device.type == "cuda" else None
         self.last = torch.zeros(rows + 1, dtype=torch.int64, device=sampler.device)
         self.nobody = rows
 
     def upload(self, places: np.ndarray, values: np.ndarray) -> None:
-        """Before a step is launched: what has changed in the tables of pages, as `PagePool.upload` takes it."""
-        self.pages.upload(places, values)
+        """Before a step is launched: what has changed in the tables of blocks, as `PagedKVCache.upload` takes it."""
+        self.kv_cache.upload(places, values)
 
     def launch(
         self, plan: StepPlan, tokens_of: Callable[[int], list[int]], logprobs: bool, look: bool = True
@@ -145,7 +146,7 @@ class StepRunner:
         tokens = torch.where(wide["tokens"] == LATEST, latest, wide["tokens"]).unsqueeze(0)
         positions = wide["positions"].unsqueeze(0) if "position_ids" in self.forward.names else None
         keep = wide["keep"] if size.prefills else 0
-        metadata = self.pages.places[self.device].metadata
+        metadata = self.kv_cache.tables[self.device].metadata
         arguments = (tokens, positions, metadata, *numbers.narrow_on(self.device), keep)
         eager: Callable[..., torch.Tensor] = partial(self._forward, size.decodes, size.prefills)
         if not by_graph or self.runner is None:
@@ -173,8 +174,8 @@ class StepRunner:
         forward = self.forward
         forward.ready()
         ragged = Ragged(starts, lengths, rows, token_sequences, counts, most_decodes, most_prefills)
-        kvs = self.pages.of_step(range(len(forward.layers)), tokens.shape[1], metadata, ragged)
-        return forward.over(list(kvs.values()), tokens, positions, keep)
+        kvs = self.kv_cache.of_step(range(len(forward.layers)), tokens.shape[1], metadata, ragged)
+        return forward.logits_of(Step(list(kvs.values())), tokens, positions, keep)
 
     def _draw(
         self, plan: StepPlan, logits: torch.Tensor, numbers: "Numbers", tokens_of: Callable, logprobs: bool
@@ -197,8 +198,8 @@ class StepRunner:
         return Flight(plan, here, there, torch.cuda.current_stream(self.sampler.device).record_event())
 
     def _copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Pages, once the step has run."""
-        self.pages.copy(pairs)
+        """Blocks, once the step has run."""
+        self.kv_cache.copy(pairs)
 
 
 def head_size(forward: DecoderForward) -> int:

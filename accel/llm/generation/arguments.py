@@ -4,7 +4,7 @@ Multimodal models take positions of several parts (time, height, width), marks t
 text, and keep what they counted for the next call.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,12 +16,11 @@ from accel.libraries.cache import DynamicCache
 from accel.libraries.generation import GRIDS, MARKS, POSITIONS
 from accel.llm.generation.calling_convention import ALL, GRID, NEW, CallingConvention, Kept
 from accel.llm.generation.decoder import DecoderForward
-from accel.llm.generation.trial import expected, plainly
+from accel.llm.generation.trial import PADDING, expected, logits_over_pieces, pieces_of, plainly
 from accel.llm.recording.inputs import within_positions
 from accel.llm.recording.recorder import example_ids, resting
 
 PIECES = (9, 1, 3)  # tokens of a prompt, a step and a longer one
-HIDDEN = 2  # tokens of the second row that are padding
 
 
 def find_arguments(forward: DecoderForward, convention: CallingConvention) -> CallingConvention:
@@ -30,9 +29,11 @@ def find_arguments(forward: DecoderForward, convention: CallingConvention) -> Ca
     names = [(name, form) for name in MARKS for form in (NEW, ALL)] + [(name, GRID) for name in GRIDS]
     names = [(name, form) for name, form in names if name in forward.names]
     # All is allowed while it is tried.
-    forward.convention = replace(convention, parts=parts, idle=frozenset(names), blank=frozenset(MARKS))
+    forward.convention = replace(
+        convention, position_parts=parts, unused_in_steps=frozenset(names), unused_if_zero=frozenset(MARKS)
+    )
 
-    pieces = list(_pieces(forward))
+    pieces = list(pieces_of(forward, within_positions(forward.most_positions, PIECES), seed=2))
 
     def agrees(change: Callable[[dict], dict]) -> bool:
         return _agrees(forward, [change(piece) for piece in pieces])
@@ -43,12 +44,15 @@ def find_arguments(forward: DecoderForward, convention: CallingConvention) -> Ca
     counts = agrees(lambda piece: {"input_ids": piece["input_ids"]})
     return replace(
         convention,
-        bare=counts or agrees(lambda piece: {n: value for n, value in piece.items() if n != "attention_mask"}),
-        counts=counts,
-        parts=tuple(n for n in parts if agrees(partial(_in_parts, parts=n))),
-        idle=frozenset((name, form) for name, form in names if changes_nothing(name, form)),
-        blank=frozenset(name for name in MARKS if name in forward.names and agrees(partial(_blank, name=name))),
-        kept=_kept(forward, pieces[0], changed) if changed else (),
+        unmasked_alike=counts
+        or agrees(lambda piece: {n: value for n, value in piece.items() if n != "attention_mask"}),
+        counts_positions=counts,
+        position_parts=tuple(n for n in parts if agrees(partial(_in_parts, parts=n))),
+        unused_in_steps=frozenset((name, form) for name, form in names if changes_nothing(name, form)),
+        unused_if_zero=frozenset(
+            name for name in MARKS if name in forward.names and agrees(partial(_blank, name=name))
+        ),
+        kept_tensors=_kept(forward, pieces[0], changed) if changed else (),
     )
 
 
@@ -80,21 +84,6 @@ def _counted(forward: DecoderForward) -> tuple[tuple[int, ...], dict]:
     return tuple(sorted({3, positions.shape[0]})), changed
 
 
-def _pieces(forward: Any) -> Iterator[dict]:
-    """What a prompt, a step and a longer one are called with; padding on the left of the second row."""
-    lengths = within_positions(forward.most_positions, PIECES)
-    ids = example_ids(forward.module, sum(lengths), seed=2)
-    mask = torch.ones_like(ids)
-    mask[1, :HIDDEN] = 0
-    positions, end = (mask.cumsum(1) - 1).clamp_min(0), 0
-    for length in lengths:
-        start, end = end, end + length
-        piece = {"input_ids": ids[:, start:end], "attention_mask": mask[:, :end]}
-        yield piece | (
-            {"position_ids": positions[:, start:end].contiguous()} if "position_ids" in forward.names else {}
-        )
-
-
 def _in_parts(piece: dict, parts: int) -> dict:
     """No two parts are equal, and none is larger than the usual positions."""
     positions = piece["position_ids"]
@@ -118,19 +107,14 @@ def _agrees(forward: DecoderForward, pieces: list[dict]) -> bool:
     Raises the error of a kernel that does not compile.
     """
 
-    def run(call: Callable) -> torch.Tensor:
-        cache = DynamicCache(config=forward.module.config)
-        given = forward.given_cache(cache)
-        return torch.cat([call(**piece, **given).logits for piece in pieces], dim=1)[:, HIDDEN:]
-
     def stock() -> torch.Tensor:
         with plainly(forward):
-            return run(forward.reference)
+            return logits_over_pieces(forward, forward.reference, pieces)[:, PADDING:]
 
     try:
         wanted = expected(forward, stock)
         with wanted.routed():
-            got = run(forward.fast)
+            got = logits_over_pieces(forward, forward.fast, pieces)[:, PADDING:]
     except Exception as error:  # not a call that can be had, or not one that can be had fast
         if of_a_kernel(error):
             raise

@@ -60,32 +60,32 @@ NEW, ALL, GRID = "new", "all", "grid"
 class CallingConvention:
     """output: the class of what it returns.
 
-    mask: it takes a finished mask of four dimensions, and then makes none. positions: what it does without
-    position_ids where a mask is given, IN_ORDER or BY_MASK; None for something else. fills: a prompt may be filled up
+    mask: it takes a finished mask of four dimensions, and then makes none. positions: how it counts them where it is
+    given a mask without position_ids, IN_ORDER or BY_MASK; None for another way. pads_prompts: a prompt may be padded
     on the right, and the logits of its last real token asked for by a tensor.
 
-    bare: without a mask, or one that hides nothing, it reads a prompt as with one that hides something. counts: without
-    mask and position_ids it counts 0, 1, 2 .. itself. parts: positions may also be (parts, rows, new), with one of
-    these numbers of parts, as of time, height and width. idle: arguments, by name and form, that change nothing in a
-    step of one token; blank: marks of tokens that change nothing where all are zero. kept: what generate() leaves in
-    the model while it counts positions.
+    unmasked_alike: it reads a prompt without a mask, or with one that hides nothing, as with one that hides something.
+    counts_positions: without mask and position_ids it counts 0, 1, 2 .. itself. position_parts: positions may also be
+    (parts, rows, new), with one of these numbers of parts, as of time, height and width. unused_in_steps: arguments, by
+    name and form, that change nothing in a step of one token. unused_if_zero: marks of tokens that change nothing where
+    all are zero. kept_tensors: what generate() leaves in the model while it counts positions.
     """
 
     output: type
     mask: bool
     positions: str | None
-    fills: bool = False
-    bare: bool = True
-    counts: bool = True
-    parts: tuple[int, ...] = ()
-    idle: frozenset[tuple[str, str]] = frozenset()
-    blank: frozenset[str] = frozenset()
-    kept: tuple[Kept, ...] = ()
+    pads_prompts: bool = False
+    unmasked_alike: bool = True
+    counts_positions: bool = True
+    position_parts: tuple[int, ...] = ()
+    unused_in_steps: frozenset[tuple[str, str]] = frozenset()
+    unused_if_zero: frozenset[str] = frozenset()
+    kept_tensors: tuple[Kept, ...] = ()
 
     @property
     def passed(self) -> tuple[tuple[str, str], ...]:
         """What may change from call to call, as `Fingerprint` takes it."""
-        return tuple((one.path, one.name) for one in self.kept)
+        return tuple((one.path, one.name) for one in self.kept_tensors)
 
     def unknown(self, kwargs: dict, rows: int, start: int, new: int) -> str | None:
         """That a call of `new` tokens behind `start` has an argument which says something and is not understood."""
@@ -97,23 +97,27 @@ class CallingConvention:
 
     def says_nothing(self, name: str, value: torch.Tensor, rows: int, start: int, new: int) -> bool:
         """Whether an argument makes no difference to a call of `new` tokens behind `start`."""
-        if start and new == 1 and any((name, form) in self.idle for form in forms(value.shape, rows, start, new)):
+        if (
+            start
+            and new == 1
+            and any((name, form) in self.unused_in_steps for form in forms(value.shape, rows, start, new))
+        ):
             return True
         # Waits for the GPU, once a prompt.
-        return name in self.blank and value.shape == (rows, new) and not bool(value.any())
+        return name in self.unused_if_zero and value.shape == (rows, new) and not bool(value.any())
 
     def read_mask(self, mask: Any, rows: int, start: int, new: int, biased: bool) -> torch.Tensor | None:
         """The mask of a call, (rows, start + new), if it has one. biased: scores are, by distance. Raises Unfit."""
         mask = padding_of(mask, rows, start + new)
         if mask is None:
-            if new > 1 and not self.bare:
+            if new > 1 and not self.unmasked_alike:
                 raise Unfit("without a mask it reads a prompt in a way of its own")
             return None
         # A bias by distance is counted by the mask in stock; with padding on the left alone the two differ by a
         # constant, which the softmax does not see. Waits for the device.
         if biased and not bool((mask.bool().int().diff() >= 0).all()):
             raise Unfit("an attention mask with gaps, and biases by distance")
-        if new > 1 and not self.bare and bool(mask.all()):
+        if new > 1 and not self.unmasked_alike and bool(mask.all()):
             raise Unfit("where nothing is hidden it reads a prompt in a way of its own")
         return mask
 
@@ -123,15 +127,15 @@ class CallingConvention:
         """(1 or rows, new), or that of several parts, (parts, 1 or rows, new). Raises Unfit."""
         if positions is not None:
             shape = positions.shape if type(positions) is torch.Tensor else ()
-            several = [(), *((parts,) for parts in self.parts)]
+            several = [(), *((parts,) for parts in self.position_parts)]
             if shape[-2:] not in ((rows, new), (1, new)) or shape[:-2] not in several:
                 raise Unfit("position_ids of another form")
             if positions.device != device:
                 raise Unfit("position_ids on another device")
             return positions
-        if self.kept:
+        if self.kept_tensors:
             raise Unfit("no position_ids, and the model goes on with what it counted before")
-        if mask is None and not self.counts:
+        if mask is None and not self.counts_positions:
             raise Unfit("neither a mask nor position_ids")
         if mask is None or self.positions == IN_ORDER:
             return torch.arange(start, start + new, device=device).unsqueeze(0)
@@ -142,7 +146,7 @@ class CallingConvention:
 
     def handed_on(self, model: nn.Module) -> dict[str, object]:
         """The fields of the output that hold what the model keeps."""
-        held = {one.field: getattr(model.get_submodule(one.path), one.name) for one in self.kept if one.field}
+        held = {one.field: getattr(model.get_submodule(one.path), one.name) for one in self.kept_tensors if one.field}
         return {field: value for field, value in held.items() if value is not None}
 
 

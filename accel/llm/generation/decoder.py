@@ -2,7 +2,7 @@
 
 import inspect
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -31,8 +31,7 @@ from accel.llm.generation.layer_inputs import NOT_CAUSAL, CheckedStep
 from accel.llm.generation.model_guard import ModelGuard
 from accel.llm.generation.prefill import Prompts
 from accel.llm.kv_cache.cache import adopt
-from accel.llm.kv_cache.pending_step import LatestForward
-from accel.llm.kv_cache.store import Shape, Store
+from accel.llm.kv_cache.store import LatestForward, Shape, Store
 from accel.llm.recording.implementation import unpaged
 from accel.llm.recording.record import says_nothing
 from accel.llm.runtime.attention_kinds import attention_kind_of
@@ -71,7 +70,7 @@ class DecoderForward(FastForward):
         self.model_guard: ModelGuard | None = None  # once the model has been tried
         self.runner: GraphRunner | None = None
         self.prompts: Prompts | None = None
-        self.codes: tuple[torch.dtype | None, ...] = (None,) * len(layers)  # what every layer's cache is rounded to
+        self.kv_dtypes: tuple[torch.dtype | None, ...] = (None,) * len(layers)  # what every layer's cache is rounded to
         self.ranks: Ranks | None = ranks_of(module)  # that share the model
         self.__setstate__(vars(self))
 
@@ -91,7 +90,7 @@ class DecoderForward(FastForward):
         self.lock = threading.Lock()
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or self.ledger.rests(args, kwargs) or AS_WRITTEN.get():
+        if torch.compiler.is_compiling() or self.ledger.runs_stock_on_cpu(args, kwargs) or AS_WRITTEN.get():
             return self.stock(*args, **kwargs)
         reason = self.mode()
         if reason is None:
@@ -196,7 +195,9 @@ class DecoderForward(FastForward):
         store.set_padding_mask(mask)
         places = sorted(layer.spec.attention.index for layer in self.layers)
         kvs = dict(zip(places, self._kvs(store, rows * new, start == 0), strict=True))
-        step = CheckedStep(kvs, cache, tokens, self.shapes()[0].dtype, start, mask, self.convention.bare, checked)
+        step = CheckedStep(
+            kvs, cache, tokens, self.shapes()[0].dtype, start, mask, self.convention.unmasked_alike, checked
+        )
         try:
             with self.steps.taken(step), nullcontext() if self.ranks is None else self.ranks.forward():
                 output = self.stock(**kwargs, **{self.cache_name: cache})
@@ -228,8 +229,10 @@ class DecoderForward(FastForward):
         if dtype is not weight.dtype or device != weight.device:
             placed = ((layer.spec.attention, self.device(layer, weight)) for layer in self.layers)
             shapes = tuple(
-                attention_kind_of(spec).cache_layout(spec, weight.dtype, device, codes)
-                for (spec, device), codes in zip(sorted(placed, key=lambda one: one[0].index), self.codes, strict=True)
+                attention_kind_of(spec).cache_layout(spec, weight.dtype, device, kv_dtype)
+                for (spec, device), kv_dtype in zip(
+                    sorted(placed, key=lambda one: one[0].index), self.kv_dtypes, strict=True
+                )
             )
             self.stored = weight.dtype, weight.device, shapes
         return shapes
@@ -237,9 +240,9 @@ class DecoderForward(FastForward):
     def device(self, layer: LayerForward, embeddings: torch.Tensor) -> torch.device:
         return embeddings.device  # where a layer keeps keys and values
 
-    def round(self, codes: tuple[torch.dtype | None, ...]) -> None:
+    def round(self, kv_dtypes: tuple[torch.dtype | None, ...]) -> None:
         """Keeps keys and values in these dtypes from now on, by a layer's place in the cache."""
-        self.codes, self.stored = codes, (None, None, ())
+        self.kv_dtypes, self.stored = kv_dtypes, (None, None, ())
 
     def run(
         self, store: Store, tokens: torch.Tensor, positions: torch.Tensor | None, mask: torch.Tensor | None, keep: int
@@ -288,23 +291,17 @@ class DecoderForward(FastForward):
         last = keep if isinstance(keep, torch.Tensor) else None
         kvs = self._kvs(store, tokens.shape[0] * tokens.shape[1], is_prefill)
         kvs = [kv._replace(metadata=metadata, by_address=last is not None, last=last) for kv in kvs]
-        return self.over(kvs, tokens, positions, keep)
+        return self.logits_of(Step(kvs), tokens, positions, keep)
 
     def _kvs(self, store: Store, tokens: int, is_prefill: bool) -> list[KV]:
         kvs = [store.kv(index, is_prefill=is_prefill) for index in range(len(store.shapes))]
         split_counters = split_counters_for(kvs, tokens)
         return [kv._replace(split_counters=split_counters) for kv in kvs]
 
-    def over(
-        self, kvs: Sequence[KV], tokens: torch.Tensor, positions: torch.Tensor | None, keep: int | torch.Tensor
-    ) -> torch.Tensor:
-        """The logits of `eager` over these stores, one a layer by its place in the cache. After `ready`."""
-        return self.within(Step(kvs), tokens, positions, keep)
-
-    def within(
+    def logits_of(
         self, step: Step, tokens: torch.Tensor, positions: torch.Tensor | None, keep: int | torch.Tensor
     ) -> torch.Tensor:
-        """The logits of one forward."""
+        """The logits of one forward by the model's own code, after `ready`."""
         name = "input_ids" if tokens.dim() == 2 else "inputs_embeds"
         given = {name: tokens} | self.given_cache(DynamicCache())
         if positions is not None:

@@ -21,6 +21,7 @@ from accel.llm.generation.trial import (
     PADDING,
     expected,
     fused_layers,
+    logits_over_pieces,
     pieces_of,
     plainly,
     stock_logits,
@@ -28,7 +29,7 @@ from accel.llm.generation.trial import (
 )
 from accel.llm.kv_cache.cache import STOCK, adopt
 from accel.llm.kv_cache.store import Store
-from accel.llm.recording.errors import NotUnderstood
+from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import ROWS, resting
 from accel.quantization.module import unrounded
 
@@ -84,11 +85,9 @@ class MixedForward(DecoderForward):
     def _fingerprint(self) -> Fingerprint:
         return Fingerprint(nn.ModuleList(self._stack()), beside=self.model_guard)
 
-    def write(self, pieces: Iterable[dict]) -> None:
-        """Runs pieces of a text, one after another."""
-        cache = DynamicCache(config=self.module.config)
-        for piece in pieces:
-            self.fast(**piece, **self.given_cache(cache))
+    def write(self, pieces: Iterable[dict]) -> torch.Tensor:
+        """The logits of pieces of a text, one after another."""
+        return logits_over_pieces(self, self.fast, pieces)
 
     def _stack(self) -> list[nn.Module]:
         mine = {id(layer.module) for layer in self.layers}
@@ -149,8 +148,6 @@ def _logits(
     call: Callable, forward: MixedForward, lengths: tuple, masked: bool = False, rows: int = ROWS
 ) -> torch.Tensor:
     """Of all pieces, one after another; with a mask and positions, or of so many rows without."""
-    cache, found = DynamicCache(config=forward.module.config), []
-    for piece in pieces_of(forward, lengths):
-        given = piece if masked else {"input_ids": piece["input_ids"][:rows]}
-        found.append(call(**given, **forward.given_cache(cache)).logits)
-    return torch.cat(found, dim=1)
+    pieces = pieces_of(forward, lengths)
+    bare = ({"input_ids": piece["input_ids"][:rows]} for piece in pieces)
+    return logits_over_pieces(forward, call, pieces if masked else bare)

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from accel.libraries.cache import cache_given, cache_of
-from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.implementation import unpaged
 from accel.llm.recording.inputs import most_configured
+from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import example_ids, model_side_effects, resting
 from accel.patching.fast_forward import as_written
 from accel.patching.ledger import Ledger

@@ -16,7 +16,7 @@ from torch import nn
 
 from accel.in_flight import Here
 from accel.llm.generation.decoder import DecoderForward
-from accel.llm.recording.errors import NotUnderstood
+from accel.llm.recording.record import NotUnderstood
 
 
 class Choices:

@@ -28,7 +28,7 @@ from accel.llm.generation.trial import (
     trial_lengths,
 )
 from accel.llm.generation.trial_warmup import warming_up_trial
-from accel.llm.recording.errors import NotUnderstood
+from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import ROWS, resting
 from accel.quantization.module import unrounded
 
@@ -82,7 +82,9 @@ def _convention(
                     apart = None if wanted.near(got) else differing_part(forward, lengths, fused)
                     if apart is None:
                         own = _own_positions(forward, lengths, mask, output, alone)
-                        found = CallingConvention(output, mask, own, fills=_fills(forward, lengths, wanted))
+                        found = CallingConvention(
+                            output, mask, own, pads_prompts=_pads_prompts(forward, lengths, wanted)
+                        )
                         return find_arguments(forward, found)
                     errors.append(apart)
                     far.append(got)
@@ -116,7 +118,7 @@ def _own_positions(forward: DecoderForward, lengths: tuple, mask: bool, output: 
     return None
 
 
-def _fills(forward: DecoderForward, lengths: tuple, wanted: Expected) -> bool:
+def _pads_prompts(forward: DecoderForward, lengths: tuple, wanted: Expected) -> bool:
     """Whether a prompt filled up on the right, and the step after it, come out as without the filling.
 
     Not with experts that stock code computes: it groups tokens on the host. Not without position_ids: nobody could keep

@@ -14,8 +14,8 @@ from accel.llm.generation.prefill import bucket_for, pad_to_bucket
 from accel.llm.generation.routing import Choices, noting, repeating, routed_modules, routing_modules
 from accel.llm.kv_cache.cache import adopt
 from accel.llm.kv_cache.store import Store
-from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.inputs import within_positions
+from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import ROWS, example_ids
 from accel.patching.fast_forward import as_written
 from accel.patching.patch import ForwardPatch
@@ -133,16 +133,19 @@ def short_prompt(lengths: tuple[int, ...]) -> int:
     return min(PROMPT, lengths[0])
 
 
-def trial_inputs(forward: DecoderForward, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def trial_inputs(
+    forward: DecoderForward, tokens: int, seed: int = 1
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens, a mask with the second row's first tokens hidden, and the positions counted by it."""
-    ids = example_ids(forward.module, tokens, seed=1)
+    ids = example_ids(forward.module, tokens, seed=seed)
     mask = torch.ones_like(ids)
     mask[1, :PADDING] = 0
     return ids, mask, (mask.cumsum(1) - 1).clamp_min(0)
 
 
-def pieces_of(forward: DecoderForward, lengths: tuple) -> Iterator[dict]:
-    ids, mask, positions = trial_inputs(forward, sum(lengths))
+def pieces_of(forward: DecoderForward, lengths: tuple, seed: int = 1) -> Iterator[dict]:
+    """What a prompt and the steps behind it, of these lengths, are called with; padding in front of the second row."""
+    ids, mask, positions = trial_inputs(forward, sum(lengths), seed)
     end = 0
     for length in lengths:
         start, end = end, end + length
@@ -150,6 +153,12 @@ def pieces_of(forward: DecoderForward, lengths: tuple) -> Iterator[dict]:
         if "position_ids" in forward.names:
             given["position_ids"] = positions[:, start:end].contiguous()
         yield given
+
+
+def logits_over_pieces(forward: DecoderForward, call: Callable, pieces: Iterable[dict]) -> torch.Tensor:
+    """The logits of call, stock's or the fused forward's, for pieces one after another over one new cache."""
+    given = forward.given_cache(DynamicCache(config=forward.module.config))
+    return torch.cat([call(**piece, **given).logits for piece in pieces], dim=1)
 
 
 def stock_logits(forward: DecoderForward, lengths: tuple) -> tuple[Expected, type]:

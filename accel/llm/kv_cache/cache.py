@@ -9,14 +9,14 @@ import torch
 from torch._dynamo.exc import UnspecializeRestartAnalysis
 
 from accel.libraries.cache import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-from accel.llm.kv_cache.blocks import Shape
-from accel.llm.kv_cache.store import CachedRows, Store
+from accel.llm.kv_cache.shape import Shape
+from accel.llm.kv_cache.store import RowSelection, Store
 
 STOCK = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
 def steps_aside(method: Callable) -> Callable:
-    """The method or property of a layer; a compiler that traces it is shown that of the library's layer."""
+    """A method or property of a layer. While torch.compile traces it, that of the library's own layer runs instead."""
     name = method.__name__
 
     @wraps(method)
@@ -33,9 +33,9 @@ class StoreLayer(DynamicLayer):
     """One layer of a Store, used as a DynamicLayer.
 
     `keys` and `values` are views into the store: right until the next call, and edits of them are edits of the cache.
-    What a common store cannot hold (other rows than the other layers', another dtype, gradients, assigned keys) makes
-    of this layer a stock one with the same content; `adopt` takes it in again. So does whoever looks at the keys or
-    values of a store that rounds them: no view could show them, and an edit of a copy would be lost.
+    What a common store cannot hold (other rows than the other layers', another dtype, gradients, assigned keys) turns
+    this layer into a stock one with the same content; `adopt` takes it in again. Reading keys or values of a store that
+    rounds them does so too: no view could show them, and an edit of a copy would be lost.
     """
 
     def __init__(self, store: Store, index: int):
@@ -88,8 +88,8 @@ class StoreLayer(DynamicLayer):
         self.values = values
 
     def _read(self, which: int) -> torch.Tensor | None:
-        if self.index in self.store.asked or (self.shape.codes is not None and self.get_seq_length()):
-            # an edit of what is shown must not be lost
+        if self.index in self.store.requested or (self.shape.kv_dtype is not None and self.get_seq_length()):
+            # An edit of what is shown must not be lost.
             self.leave()
             return (self.keys, self.values)[which]
         return self.read()[which] if self.is_initialized else None
@@ -111,7 +111,7 @@ class StoreLayer(DynamicLayer):
 
     @torch.compiler.assume_constant_result
     def trace_anew(self) -> None:
-        """Leaves, at once, not in the trace, which then finds a stock layer."""
+        """Becomes a stock layer outside of the trace, which starts anew and finds that."""
         self.leave()
         raise UnspecializeRestartAnalysis  # which starts the trace anew, and from nothing
 
@@ -133,7 +133,7 @@ class StoreLayer(DynamicLayer):
             and keys.dtype == values.dtype
             and Shape(heads, dim, keys.dtype, keys.device) == self.shape.exact
             and (rows == self.store.rows or not self.store.length)
-            and self.index not in self.store.asked
+            and self.index not in self.store.requested
         )
 
     @steps_aside
@@ -182,15 +182,15 @@ class StoreLayer(DynamicLayer):
 
     @steps_aside
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self.store.ask(self.index, CachedRows("reorder", beam_idx))
+        self.store.request(self.index, RowSelection("reorder", beam_idx))
 
     @steps_aside
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.store.ask(self.index, CachedRows("repeat", repeats))
+        self.store.request(self.index, RowSelection("repeat", repeats))
 
     @steps_aside
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self.store.ask(self.index, CachedRows("select", indices))
+        self.store.request(self.index, RowSelection("select", indices))
 
     def offload(self) -> None:
         """Stays where the kernels read it."""
@@ -276,10 +276,6 @@ def store_of(cache: Any) -> Store | None:
     mine = all(type(layer) in OURS and layer.store is store for layer in layers)
     in_order = mine and [layer.index for layer in layers] == list(range(len(store.shapes)))
     return store if in_order and store.whole else None
-
-
-def is_ours(cache: Any) -> bool:
-    return store_of(cache) is not None
 
 
 def adopt(cache: Any, shapes: Sequence[Shape], wanted: int = 0) -> Store | str:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from accel.llm.kv_cache.blocks import BLOCK, Shape
+from accel.llm.kv_cache.shape import BLOCK, Shape
 
 WASTE = 0.1  # share of the memory that may be lost to sets that do not fill their pages
 LONG = 8  # windows; how long a text is taken to be where what windows give back counts

@@ -2,24 +2,64 @@
 
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from accel_kernels.attention.paged.kv import KV
 
-from accel.llm.kv_cache.blocks import BLOCK, Blocks, Shape
-from accel.llm.kv_cache.pending_step import LatestForward, PendingStep
+from accel.cuda_graphs.entry import Replayed
+from accel.llm.kv_cache.row_blocks import RowBlocks
+from accel.llm.kv_cache.shape import BLOCK, Shape
 
 AHEAD = 16384  # tokens a row that room is made for at once, of those that a request may still come to
 
 
-class CachedRows(NamedTuple):
-    """Other rows, as a cache is asked for them: "reorder" or "select" with indices, "repeat" with a number."""
+class LatestForward(NamedTuple):
+    """How the forward before was called; positions: of its last tokens, (..., 1 or rows, 1), if it takes any."""
+
+    positions: torch.Tensor | None
+    keep: int
+
+
+@dataclass
+class PendingStep:
+    """A decode step launched ahead of its call. ids: all tokens so far, of which it takes the last.
+
+    inputs: what generate() made of them, once it has.
+    """
+
+    ids: torch.Tensor
+    length: int  # tokens stored before it
+    keep: int
+    step: Replayed | None
+    done: torch.cuda.Event
+    inputs: dict | None = None
+    taken: bool = False
+
+    def take(
+        self, length: int, tokens: torch.Tensor, positions: torch.Tensor | None, mask: torch.Tensor | None, keep: int
+    ) -> Replayed | None:
+        """The step, if this forward is given the very tensors that were prepared for it; else None."""
+        given, step, self.step = self.inputs, self.step, None
+        if given is None or (length, keep) != (self.length, self.keep):
+            return None
+        places = given.get("position_ids")
+        self.taken = (
+            given.get("input_ids") is tokens
+            and given.get("attention_mask") is mask
+            and (places is None or places is positions)
+        )
+        return step if self.taken else None
+
+
+class RowSelection(NamedTuple):
+    """A change of rows that a cache is asked for: "reorder" or "select" with indices, "repeat" with a number."""
 
     kind: str
     what: Any
 
-    def same(self, other: "CachedRows") -> bool:
+    def same(self, other: "RowSelection") -> bool:
         plain = not isinstance(self.what, torch.Tensor) and not isinstance(other.what, torch.Tensor)
         return self.kind == other.kind and (self.what is other.what or (plain and self.what == other.what))
 
@@ -41,9 +81,9 @@ class Store:
     """The keys and values of all layers of a model, for one batch of rows. For one thread at a time.
 
     shapes: one a layer. wanted: how many tokens a row will come to hold, as far as anyone knows. Nothing is allocated
-    before `reserve`. lengths: tokens a row, by layer; equal but while stock layers write one after another. asked: what
-    a layer was asked to do to its rows; done when all were asked the same, as a cache asks one after another. holder:
-    gives the cache over it, if that is known and still there.
+    before `reserve`. lengths: tokens a row, by layer; equal but while stock layers write one after another. requested:
+    by layer, changes of its rows that are pending until all layers have been asked for them. holder: gives the cache
+    over it, if that is known and still there.
     """
 
     def __init__(self, shapes: Sequence[Shape], wanted: int = 0):
@@ -55,24 +95,22 @@ class Store:
     def clear(self) -> None:
         """Forgets all tokens and gives the memory back."""
         self.lengths = dict.fromkeys(self.lengths, 0)
-        self.asked: dict[int, list[CachedRows]] = {}
-        self._blocks: Any = None  # Blocks, from the first `reserve` on
+        self.requested: dict[int, list[RowSelection]] = {}
+        self._blocks: Any = None  # RowBlocks, from the first `reserve` on
         self.pending: PendingStep | None = None  # a step that another stream is at
         self.latest: LatestForward | None = None  # the forward that left all as it is
-        self.marked = 0  # the length that the kernels are told
+        self.known_length = 0  # the length that the kernels are told
         self.number: tuple = (None, 0, 0)  # a tensor that was read, its version then, and what it holds
 
     @property
-    def blocks(self) -> Blocks:
-        """What is there, after `reserve`. Whoever comes for it waits for the step that was begun, and may change what
-        comes after it.
-        """
+    def blocks(self) -> RowBlocks:
+        """What is there, after `reserve`. Whoever asks waits for the step launched ahead, and no other is launched."""
         self.take()
         self.latest = None
         return self._blocks
 
     def take(self) -> PendingStep | None:
-        """The step that was begun, if any: this stream goes on behind it."""
+        """The step launched ahead, if there is one; this stream waits for it."""
         pending, self.pending = self.pending, None
         if pending is not None:
             torch.cuda.current_stream(self.shapes[0].device).wait_event(pending.done)
@@ -80,7 +118,7 @@ class Store:
 
     def tensors(self) -> list[torch.Tensor]:
         """All that kernels read and write."""
-        return self.blocks.tensors() if self._blocks else []
+        return self.blocks.all_tensors() if self._blocks else []
 
     @property
     def length(self) -> int:
@@ -98,43 +136,39 @@ class Store:
 
     @property
     def whole(self) -> bool:
-        """All layers are here, hold equally many tokens, and none waits for the others to change rows with it."""
-        return len(self.lengths) == len(self.shapes) and len(set(self.lengths.values())) == 1 and not self.asked
+        """Whether all layers are here, hold equally many tokens, and no change of rows is pending."""
+        return len(self.lengths) == len(self.shapes) and len(set(self.lengths.values())) == 1 and not self.requested
 
     @property
     def settled(self) -> bool:
         """Keys and values lie as `read` shows them, with nothing to be done first."""
-        return self.pending is None and not self.asked and (self._blocks is None or not self._blocks.shared)
-
-    @property
-    def table(self) -> torch.Tensor:
-        """As in KV, on the device of the first layer; `metadata` and `padding_mask` too."""
-        return self.kv(0).table
+        return self.pending is None and not self.requested and (self._blocks is None or not self._blocks.shared)
 
     @property
     def padding_mask(self) -> torch.Tensor | None:
-        return self.kv(0).padding_mask
+        """As in KV, on the device of the first layer; `metadata` too."""
+        return self.blocks.padding_masks.get(self.shapes[0].device)
 
     @property
     def metadata(self) -> torch.Tensor:
-        return self.kv(0).metadata
+        self._set_length()
+        return self.blocks.tables[self.shapes[0].device].metadata
 
     def kv(self, layer: int, is_prefill: bool | None = None) -> KV:
         """The store of one layer, for the attention operation. Good until `reserve` makes more room."""
-        self._mark()
-        return self.blocks.kv(layer, self.marked == 0 if is_prefill is None else is_prefill)
+        self._set_length()
+        return self.blocks.kv(layer, self.known_length == 0 if is_prefill is None else is_prefill)
 
     def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer, each (rows, heads, tokens, dim): views, all blocks made the rows' own first.
 
-        Where the store rounds them: copies of what it holds, in the dtype of the model. Of a layer that waits for the
-        others to change rows with it: copies, with the rows it was asked for.
+        Copies in the model's dtype where the store rounds them; copies of the requested rows where a change is pending.
         """
         if not self.settled:
-            self.blocks.own(0, self.length)
+            self.blocks.unshare(0, self.length)
         self.latest = None
-        kept = self._blocks.read(layer, self.lengths[layer])
-        for rows in self.asked.get(layer, ()):
+        kept = self._blocks.kv(layer).read(self.lengths[layer], self.shapes[layer].dtype)
+        for rows in self.requested.get(layer, ()):
             kept = [t.index_select(0, rows.indices(t.shape[0], t.device)) for t in kept]
         return kept[0].transpose(1, 2), kept[1].transpose(1, 2)
 
@@ -150,7 +184,7 @@ class Store:
             self.clear()
         if tokens > self.capacity or self._blocks is None:
             self._grow(rows, max(tokens, 1))
-        self.blocks.own(min(self.lengths.values()) // BLOCK, self.length)
+        self.blocks.unshare(min(self.lengths.values()) // BLOCK, self.length)
 
     def _grow(self, rows: int, tokens: int) -> None:
         wish = max(tokens, self.capacity * 3 // 2)
@@ -170,30 +204,30 @@ class Store:
             wish = tokens + (wish - tokens) // 4
 
     def _lay_out(self, rows: int, tokens: int, chosen: torch.Tensor | None = None) -> None:
-        """Blocks for so much; row r goes on with what row chosen[r] holds, or row r. All or nothing."""
-        blocks = Blocks(self.shapes, rows, -(-tokens // BLOCK))
+        """Allocates for so many rows and tokens; row r gets what row chosen[r] holds, or row r. All or nothing."""
+        blocks = RowBlocks(self.shapes, rows, -(-tokens // BLOCK))
         if self.length:
             blocks.take(self.blocks, self.length, chosen)
-        self._blocks, self.marked = blocks, 0
+        self._blocks, self.known_length = blocks, 0
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Adds (rows, heads, new, dim) to one layer, whatever the others hold."""
         start = self.lengths[layer]
         end = start + keys.shape[2]
         self.reserve(keys.shape[0], end)
-        self.blocks.write(layer, start, keys.transpose(1, 2), values.transpose(1, 2))
+        self.blocks.kv(layer).write(start, keys.transpose(1, 2), values.transpose(1, 2))
         self.lengths[layer] = end
 
     def advance(self, new: int) -> None:
         """All layers have written `new` more tokens."""
         self.lengths = {layer: length + new for layer, length in self.lengths.items()}
-        self._mark()
+        self._set_length()
 
     def crop(self, length: int) -> None:
         """Only the first tokens stay. What rows share and will write again is made their own at the next `reserve`."""
         for layer, held in self.lengths.items():
             self.shorten(layer, held - length)
-        self._mark()
+        self._set_length()
 
     def shorten(self, layer: int, tokens: int) -> None:
         """Takes the last `tokens` of one layer away, at most all."""
@@ -202,7 +236,7 @@ class Store:
             self.blocks.unmask(self.length)
 
     def read_number(self, value: int | torch.Tensor) -> int:
-        """As a number of Python's. A cache hands one tensor to layer after layer: the device is waited for once."""
+        """The value as an int. A cache hands one tensor to layer after layer; the device is waited for once."""
         if type(value) is not torch.Tensor or value.is_inference():
             return int(value)
         known, version, number = self.number
@@ -213,59 +247,42 @@ class Store:
 
     def empty(self, layer: int) -> None:
         """Takes all of one layer away; gives the memory back when nothing is left."""
-        self.asked.pop(layer, None)
+        self.requested.pop(layer, None)
         self.lengths[layer] = 0
         if not self.length:
             self.clear()
 
     def drop(self, layer: int) -> None:
-        """This layer is kept elsewhere from now on."""
-        self.asked.pop(layer, None)
+        """The store no longer holds this layer."""
+        self.requested.pop(layer, None)
         del self.lengths[layer]
 
     def set_padding_mask(self, mask: torch.Tensor | None) -> None:
-        """mask: (rows, tokens), 0 or False for what no query may see; all tokens beyond may be seen. None: all may.
-
-        Copied, without waiting for the GPU. After `reserve`.
-        """
+        """As of `RowBlocks`, without waiting for the GPU. After `reserve`."""
         self.blocks.set_padding_mask(mask)
 
-    def _mark(self) -> None:
+    def _set_length(self) -> None:
         length = self.length
-        if self.marked != length:
-            self.blocks.mark(length)
-            self.marked = length
+        if self.known_length != length:
+            self.blocks.set_length(length)
+            self.known_length = length
 
-    def ask(self, layer: int, rows: CachedRows) -> None:
-        """One layer is to have other rows. An empty store has none yet."""
+    def request(self, layer: int, rows: RowSelection) -> None:
+        """One layer is asked to change its rows; done once all are asked the same. An empty store has no rows yet."""
         if self.length:
-            self.asked.setdefault(layer, []).append(rows)
-            self._answer()
+            self.requested.setdefault(layer, []).append(rows)
+            self._apply_requested()
 
-    def _answer(self) -> None:
-        while self.asked and len(self.asked) == len(self.lengths):
-            first = next(iter(self.asked.values()))[0]
-            if not all(first.same(asked[0]) for asked in self.asked.values()):
+    def _apply_requested(self) -> None:
+        while self.requested and len(self.requested) == len(self.lengths):
+            first = next(iter(self.requested.values()))[0]
+            if not all(first.same(rows[0]) for rows in self.requested.values()):
                 return
-            self._choose(first)
-            self.asked = {layer: asked[1:] for layer, asked in self.asked.items() if asked[1:]}
+            self.choose(first)
+            self.requested = {layer: rows[1:] for layer, rows in self.requested.items() if rows[1:]}
 
-    def reorder(self, rows: torch.Tensor) -> None:
-        """Row r goes on with what row rows[r] holds, rows being int64 of one dimension.
-
-        In place and without waiting for the GPU, if the number of rows stays.
-        """
-        self._choose(CachedRows("reorder", rows))
-
-    def repeat(self, number: int) -> None:
-        """Every row `number` times, one after another."""
-        self._choose(CachedRows("repeat", number))
-
-    def select(self, indices: Any) -> None:
-        """Only these rows; indices: whatever a tensor's first dimension takes."""
-        self._choose(CachedRows("select", indices))
-
-    def _choose(self, rows: CachedRows) -> None:
+    def choose(self, rows: RowSelection) -> None:
+        """Other rows in all layers; in place and without waiting for the GPU where their number stays."""
         if not self.length:
             return
         index = rows.indices(self.rows, self.shapes[0].device)
@@ -275,7 +292,7 @@ class Store:
             self._lay_out(index.shape[0], self.capacity, index)
 
     def __getstate__(self) -> dict:
-        state = {name: vars(self)[name] for name in ("shapes", "wanted", "lengths", "asked")}
+        state = {name: vars(self)[name] for name in ("shapes", "wanted", "lengths", "requested")}
         return state | ({"blocks": self.blocks.packed(self.length)} if self.length else {})
 
     def __setstate__(self, state: dict) -> None:
@@ -283,7 +300,7 @@ class Store:
         self.lengths = dict(state["lengths"])
         if "blocks" in state:
             self._blocks, self.shapes = state["blocks"], state["blocks"].shapes
-            self.asked = {layer: list(asked) for layer, asked in state["asked"].items()}
+            self.requested = {layer: list(rows) for layer, rows in state["requested"].items()}
 
     def __deepcopy__(self, memo: dict) -> "Store":
         copy = memo[id(self)] = object.__new__(type(self))

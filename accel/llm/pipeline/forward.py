@@ -86,7 +86,7 @@ class SpreadForward(DecoderForward):
         kvs: dict[int, KV] = {}
         for one in self.stretches:
             kvs |= stores.kvs(one, tokens, stores.metadata(one))
-        return self.within(StretchStep(kvs), tokens, positions, keep).to(tokens.device, non_blocking=True)
+        return self.logits_of(StretchStep(kvs), tokens, positions, keep).to(tokens.device, non_blocking=True)
 
     def over_stores(
         self,
@@ -122,7 +122,7 @@ class SpreadForward(DecoderForward):
         self, step: ChainedStep, tokens: torch.Tensor, positions: torch.Tensor | None, keep: int | torch.Tensor
     ) -> torch.Tensor:
         """Raises Unchained."""
-        logits = self.within(step, tokens, positions, keep)
+        logits = self.logits_of(step, tokens, positions, keep)
         if step.calls:
             raise Unchained
         return logits

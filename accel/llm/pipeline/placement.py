@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from accel.errors import PatchConflict
 from accel.libraries.hooks import BENEATH, FORWARD, HOOK, hook_of
 from accel.llm.pipeline.device_hooks import device_of, other_hook, same_place
-from accel.llm.recording.errors import NotUnderstood
+from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import decoder_layers
 from accel.patching.structure import stock_method
 

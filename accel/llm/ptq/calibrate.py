@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from accel.llm.ptq.algorithms import awq, gptq
 from accel.llm.ptq.algorithms import smoothquant as smooth
 from accel.llm.ptq.calibration.folding import FoldGroup, layer_groups
-from accel.llm.ptq.calibration.layer_inputs import LayerInputs
-from accel.llm.ptq.calibration.layer_offload import lent, moved
+from accel.llm.ptq.calibration.layer_inputs import LayerInputs, lent, moved
 from accel.llm.ptq.calibration.layer_work import LayerWork, outputs
-from accel.llm.ptq.calibration.linears import linears
-from accel.llm.ptq.calibration.matrices import put, weight_matrix
-from accel.llm.recording.errors import NotUnderstood
+from accel.llm.ptq.calibration.linears import linears, put, weight_matrix
+from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import decoder_layers, model_side_effects
 from accel.llm.runtime.linear import Weights, weights
 from accel.patching.patch import set_data

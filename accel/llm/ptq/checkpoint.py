@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from accel.libraries.loading import VOLATILE
 from accel.llm.ptq.calibrate import LayerResult
+from accel.llm.ptq.formats.files import own_memory
 
 FOLDER, RUN, PART = "unfinished", "run.json", ".part"
 SAMPLE = 4096  # values of each weight that tell one model from another
@@ -57,7 +58,7 @@ class Checkpoint:
         )
         tensors = dict(fields) | {f"changed/{path}": tensor for path, tensor in result.changed.items()}
         tensors |= {f"inputs/{path}": tensor for path, tensor in result.inputs.items()}
-        tensors = {name: _alone(tensor) for name, tensor in tensors.items() if tensor is not None}
+        tensors = {name: own_memory(tensor.detach().cpu()) for name, tensor in tensors.items() if tensor is not None}
         path = self.folder / f"{result.path or 'model'}.safetensors"
         _replace(path, lambda part: save_file(tensors, part, metadata={"path": result.path}))
 
@@ -65,12 +66,6 @@ class Checkpoint:
         """The model is saved."""
         if self.folder.is_dir():
             shutil.rmtree(self.folder)
-
-
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """Files hold no tensor twice, nor a part of another's memory."""
-    tensor = tensor.detach().cpu().contiguous()
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:

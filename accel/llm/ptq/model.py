@@ -1,18 +1,90 @@
 """The linears and experts of a language model quantized, where it still runs with them."""
 
+from collections.abc import Callable
+
+import torch
+from accel_kernels.device import FLOAT8, capability
+from torch import nn
 from transformers import PreTrainedModel
 
 from accel.errors import reason_of
+from accel.libraries.adapters import BASE
+from accel.llm.analysis.experts import ExpertFormula, expert_stacks, holds_experts
 from accel.llm.ptq.calibration.linears import heads, linears
-from accel.llm.ptq.experts import Find, experts
 from accel.llm.ptq.formats.saving import guard
-from accel.llm.recording.recorder import example_ids, model_side_effects, resting
+from accel.llm.recording.record import NotUnderstood
+from accel.llm.recording.recorder import decoder_layers, example_ids, model_side_effects, resting
 from accel.llm.runtime.linear import holds_transposed
 from accel.options import Options
+from accel.parallel.sharded_layers import expert_sharding, local_twin
+from accel.patching.structure import meta_weights, tampered
 from accel.quantization import model as quantization
-from accel.quantization.linears import Dense
+from accel.quantization.experts import OWN, ExpertStacks, QuantizedExperts
+from accel.quantization.linears import Dense, inside
 from accel.quantization.module import dequantizing
 from accel.quantization.scheme import Scheme
+
+ADAPTED = "an adapter is put around its stacks"
+Find = Callable[[nn.Module], ExpertFormula | str]
+
+
+def experts(model: PreTrainedModel, scheme: Scheme, find: Find) -> tuple[dict[str, ExpertStacks], dict[str, str]]:
+    """By path: the experts inside the decoder layers to be quantized, and the reason why others are not.
+
+    find: by what a module of experts computes, or why that is not known. Only experts that run fast are quantized:
+    stock code would write all of them out in every call.
+    """
+    try:
+        path, _ = decoder_layers(model)
+    except NotUnderstood:
+        path = ""
+    chosen: dict[str, ExpertStacks] = {}
+    skipped: dict[str, str] = {}
+    for where, module in inside(model.get_submodule(path), path, set()):
+        if not holds_experts(module):
+            continue
+        found = _refuses(where, module) or _unread(next(module.parameters()).device, scheme) or find(_whole(module))
+        if isinstance(found, ExpertFormula):
+            stacks = expert_stacks(module, found)
+            refused = [f"{name}: {why}" for name in stacks.names if (why := scheme.refuses(stacks.inputs(name)))]
+            if not refused:
+                chosen[where] = stacks
+                continue
+            found = refused[0]
+        skipped[where] = found
+    return chosen, skipped
+
+
+def _whole(module: nn.Module) -> nn.Module:
+    """The module, or one of what this rank has of it."""
+    return module if expert_sharding(module) is None else local_twin(module)
+
+
+def _unread(device: torch.device, scheme: Scheme) -> str | None:
+    """Why no kernel reads such numbers on this device."""
+    if scheme.number == "fp8" and device.type == "cuda" and capability(device) < FLOAT8:
+        return f"float8 below compute capability {FLOAT8[0]}.{FLOAT8[1]}: no kernel reads it"
+    return None
+
+
+def _refuses(path: str, module: nn.Module) -> str | None:
+    """Why a module of experts is left alone, whatever it computes."""
+    if isinstance(module, QuantizedExperts):
+        return f"is {module.scheme} already"
+    if path.rpartition(".")[2] == BASE:
+        return ADAPTED
+    parts = expert_sharding(module)
+    if parts is not None and parts.style is None:
+        return "whole experts are divided among ranks: their stacks keep their dtype"
+    if parts is None and (reason := tampered(module)):
+        return reason
+    own = module if parts is None else local_twin(module)
+    held = [parameter for parameter in own._parameters.values() if parameter is not None]
+    if meta_weights(module) or not all(type(one) is nn.Parameter and one.is_floating_point() for one in held):
+        return "its stacks are not loaded, or of a type of their own"
+    taken = [name for name in OWN if hasattr(module, name)]
+    return f"it has an attribute {taken[0]} of its own" if taken else None
+
 
 TOKENS = 3
 

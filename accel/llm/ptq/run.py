@@ -16,12 +16,11 @@ from accel.libraries.adapters import ADAPTED, BASE
 from accel.libraries.hooks import hook_of
 from accel.llm.ptq.calibrate import LayerResult, quantize_layers
 from accel.llm.ptq.calibration.batches import batches
-from accel.llm.ptq.calibration.layer_offload import moved
-from accel.llm.ptq.calibration.linears import heads, linears
-from accel.llm.ptq.calibration.matrices import weight_matrix
+from accel.llm.ptq.calibration.layer_inputs import moved
+from accel.llm.ptq.calibration.linears import heads, linears, weight_matrix
 from accel.llm.ptq.checkpoint import Checkpoint, data_digest, model_digest
 from accel.llm.ptq.formats.saving import SAVE, SaveOverride
-from accel.llm.recording.errors import NotUnderstood
+from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import decoder_layers
 from accel.llm.runtime.linear import holds_transposed, weights
 from accel.options import ACTIVATIONS, METHODS, STATIC, WEIGHTS, check_activations

@@ -27,12 +27,11 @@ from accel.libraries.cache import DynamicCache, cache_given
 from accel.libraries.tensor_parallel import pipeline_stage
 from accel.llm.kv_cache.cache import STOCK
 from accel.llm.pipeline.device_hooks import StockHere, brought, device_of, other_hook
-from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.implementation import foreign_attention, lent_configs, unpaged
 from accel.llm.recording.inputs import few
 from accel.llm.recording.plain_attention import plain_attention
 from accel.llm.recording.position_table import PositionTable
-from accel.llm.recording.record import Attended, Call, LayerRecord, Record, Stored, Value
+from accel.llm.recording.record import Attended, Call, LayerRecord, NotUnderstood, Record, Stored, Value
 from accel.patching.structure import foreign_hooks, placement
 from accel.quantization.experts import holds_numbers
 
@@ -156,7 +155,7 @@ def record(
     """One stock forward of the model on random tokens. Raises NotUnderstood where it cannot be run to be looked at.
 
     look: is shown every layer as soon as it has run; then its record forgets the tensors, but for queries and keys
-    where `scores` says so. loud: what every linear layer inside the layers gives is made many times larger, so that a
+    where `scores` says so. amplified: outputs of linear layers inside the layers are made many times larger, so that a
     clamp or another bend far from zero shows. known: an earlier run, whose mask functions, where they are the same, are
     not asked again. own: the model keeps its own attention, for those that do not ask transformers for one; its masks
     are made by the functions of the earlier run.

@@ -1,4 +1,4 @@
-"""A linear layer as it is now: weights for a fused product, or a module that must be called."""
+"""The weights of a linear layer for a fused product, or None where the module must be called."""
 
 from collections.abc import Callable
 from functools import partial
@@ -38,9 +38,9 @@ class Weights(NamedTuple):
     """Parameters, and how they are read: `now()` gives weight (out, in) and bias (out,) or None.
 
     The parameters themselves are kept, no views of them: whoever moves a model elsewhere wants the memory back.
-    turned: the weight is stored (in, out). rows: (first, count) of those that lie from the weight's own on, which may
-    be fewer, or more where others lie behind it; None for its own. ranks: among which the inputs are divided, so that
-    their products are to be summed, and the bias added once; then one of a weight that is divided is this rank's part.
+    transposed: the weight is stored (in, out). rows: (first, count) from the weight's own first row on, more than its
+    own where other weights lie behind it; None for its own. ranks: among which the inputs are divided, so that
+    products are summed and the bias is added once.
     """
 
     weight: nn.Parameter
@@ -63,7 +63,7 @@ class Weights(NamedTuple):
         return product_for(kernels, x)
 
     def norms_on_the_way(self, x: torch.Tensor) -> bool:
-        """Whether a norm of many rows costs its product nothing."""
+        """Whether a norm of many rows is free in its product."""
         return False
 
     def fits(self, other: "Weights | QuantizedWeights") -> bool:
@@ -129,8 +129,7 @@ def _rows(tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:
 
 
 def weights(module: nn.Module) -> Weights | QuantizedWeights | None:
-    """What the module multiplies with, or None where it does more than x W^T + b: adapter, another's packed weight,
-    hook.
+    """The weights of a module that computes x W^T + b; None where it does more: an adapter, a packed weight, a hook.
 
     Exact types: a LoRA layer's `.weight` is the base weight without the adapter. A subclass of nn.Linear with nothing
     else in it passes where its forward, tried on small numbers, computes the same. Of a layer that is divided among
@@ -176,10 +175,10 @@ def _multiplies(module: nn.Module) -> bool:
     vars(probe).update(vars(module))
     weight, bias = torch.randn(3, 5, generator=g), torch.randn(3, generator=g)
     bias = None if module.bias is None else bias
-    is_prefill = {
+    parameters = {
         n: None if t is None else nn.Parameter(t, requires_grad=False) for n, t in (("weight", weight), ("bias", bias))
     }
-    vars(probe).update(_parameters=is_prefill, in_features=5, out_features=3, training=False)
+    vars(probe).update(_parameters=parameters, in_features=5, out_features=3, training=False)
     x = torch.randn(2, 5, generator=g)
     try:
         with torch.no_grad():

@@ -10,8 +10,7 @@ from accel_kernels.norm.norm import ACTIVATIONS
 from torch import nn
 
 from accel.fusion.stacked_weights import stack_rows, stacked_rows
-from accel.llm.analysis.norm import NormSpec
-from accel.llm.analysis.qk_norm import FLAT, HeadNorm, given, given_back
+from accel.llm.analysis.norm import FLAT, HeadNorm, NormSpec, given, given_back
 from accel.llm.runtime.linear import QuantizedWeights, Weights, weights
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import as_understood

@@ -5,7 +5,7 @@ from itertools import chain
 import torch
 from torch import nn
 
-from accel.llm.analysis.qk_norm import HeadNorm
+from accel.llm.analysis.norm import HeadNorm
 from accel.llm.analysis.softmax_attention import SoftmaxSpec, split
 from accel.llm.runtime.part import BoundHeadNorm, BoundLinear, NormedInput, part_product, stacked
 from accel.llm.runtime.step import Step

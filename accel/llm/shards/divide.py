@@ -9,17 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accel_kernels.gemm.quantized_weight import PER_WORD, Quantized
 from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
 from accel.llm.ptq.formats import compressed_tensors as compressed
-from accel.llm.ptq.formats.files import header_of, linears_among, located, opened, read_config
-from accel.llm.ptq.formats.loading import compared, in_layout
-from accel.llm.ptq.formats.quantization_config import SAID
-from accel.llm.shards import quantized_parts
+from accel.llm.ptq.formats.files import header_of, linears_among, located, opened, own_memory, read_config
+from accel.llm.ptq.formats.loading import is_compressed_tensors, read_quantization
+from accel.llm.ptq.formats.quantization_config import FIELD
 from accel.llm.shards.manifest import Manifest, ShardFile, checksum, is_divided
-from accel.parallel.division import Described, Division, taken
+from accel.parallel.division import Described, Division, Span, taken
 from accel.parallel.planned import Divided, divided_among
+from accel.parallel.sharded_layers import OUTPUTS
+from accel.quantization.activations import SCALE
 from accel.saved import refuse_pickles
 
 LIBRARIES = ("torch", "transformers")
@@ -55,14 +57,14 @@ def divide(folder: Path, out: Path, ranks: int, at: Callable[[int, int], None] =
         raise ValueError(f"{out} is not an empty folder")
     refuse_pickles(folder)
     config, told = read_config(folder)
-    if told is not None and not in_layout(told):
+    if told is not None and not is_compressed_tensors(told):
         raise ValueError(f"{folder} is quantized by {told.get('quant_method')}; {compressed.METHOD} is divided")
     with ExitStack() as files:
         weights = opened(folder, files)
         tensors = {name: header_of(file, name) for name, file in weights.items()}
         linears = linears_among(weights) if told is not None else {}
         if told is not None:
-            compared(folder, told, linears)
+            read_quantization(folder, told, linears)
         with located(folder):
             found = _divided(config, tensors, linears, ranks)
         out.mkdir(parents=True, exist_ok=True)
@@ -78,7 +80,7 @@ def _divided(
     config: PretrainedConfig, tensors: Mapping[str, Described], linears: Mapping[str, Mapping], ranks: int
 ) -> Divided:
     """How every tensor is divided: parts of a quantized weight as the weight would be."""
-    if SAID in vars(config):
+    if FIELD in vars(config):
         del config.quantization_config
     parts = {f"{path}.{part}": path for path, held in linears.items() for part in held}
     asked = {name: one for name, one in tensors.items() if name not in parts}
@@ -88,7 +90,7 @@ def _divided(
     for path, held in linears.items():
         division = found.tensors.pop(f"{path}.weight")
         if division is not None:
-            quantized_parts.check(path, held, division)
+            check_divisible(path, held, division)
         found.tensors.update({f"{path}.{part}": division for part in held})
     return found
 
@@ -138,17 +140,11 @@ def _part(
     apart = {f"{path}.{part}" for path, held in quantized.items() for part in held}
     for name in names:
         if name not in apart:
-            yield name, _alone(taken(weights[name].get_slice(name), divisions[name], rank))
+            yield name, own_memory(taken(weights[name].get_slice(name), divisions[name], rank))
     for path, held in quantized.items():
         whole = {part: weights[f"{path}.{part}"].get_tensor(f"{path}.{part}") for part in held}
-        for part, tensor in quantized_parts.rank_part(whole, divisions[f"{path}.{next(iter(held))}"], rank).items():
-            yield f"{path}.{part}", _alone(tensor)
-
-
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """Files hold no part of another's memory."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+        for part, tensor in rank_part(whole, divisions[f"{path}.{next(iter(held))}"], rank).items():
+            yield f"{path}.{part}", own_memory(tensor)
 
 
 def _copy_others(folder: Path, out: Path) -> None:
@@ -156,3 +152,65 @@ def _copy_others(folder: Path, out: Path) -> None:
     for path in sorted(folder.iterdir()):
         if path.is_file() and not path.name.endswith(ENDS):
             shutil.copyfile(path, out / path.name)
+
+
+def check_divisible(path: str, parts: Mapping[str, torch.Tensor], division: Division) -> None:
+    """Raises ValueError for a weight that cannot be so divided, naming it. parts: as the files' headers tell."""
+    weight = compressed.read(parts)
+    if compressed.ORDER in parts:
+        raise ValueError(f"{path}: columns in an order of their own (actorder 'group') are not divided among ranks")
+    if division.dim == OUTPUTS:
+        return
+    columns, groups, ranks = weight.shape[1], weight.scales.shape[1], len(division.spans)
+    for rank, spans in enumerate(division.spans):
+        for edge in {edge for span in spans for edge in span if edge < columns}:
+            if groups > 1 and edge % weight.group:
+                raise ValueError(
+                    f"{path}: {ranks} ranks would cut a group of {weight.group} inputs: of {columns} inputs in "
+                    f"{groups} groups rank {rank} is to have {_ranges(spans)}; quantize with groups that divide "
+                    f"{columns // ranks}"
+                )
+            if edge % PER_WORD:
+                raise ValueError(
+                    f"{path}: of {columns} inputs rank {rank} is to have {_ranges(spans)}, not a multiple of {PER_WORD}"
+                )
+        if not sum(stop - start for start, stop in spans):
+            raise ValueError(f"{path}: {columns} inputs are too few for {ranks} ranks: none are left for rank {rank}")
+
+
+def rank_part(held: Mapping[str, torch.Tensor], division: Division | None, rank: int) -> dict[str, torch.Tensor]:
+    """What the rank's file is to hold of a linear. held: its parts in whole."""
+    if division is None:
+        return dict(held)
+    data, scales, zeros = compressed.read(held)
+    by_scale: Division | None
+    if division.dim == OUTPUTS:
+        by_number, by_scale = division, division
+    else:
+        by_number = _counted(division, _per(data))
+        by_scale = _counted(division, data.shape[1] * _per(data) // scales.shape[1]) if scales.shape[1] > 1 else None
+    mine = Quantized(
+        taken(data, by_number, rank),
+        taken(scales, by_scale, rank),
+        None if zeros is None else taken(zeros, by_scale, rank),
+    )
+    packed = "weight_packed" in held
+    found = compressed.parts(mine, compressed.PACKED if packed else compressed.BYTEWISE)
+    if not packed and mine.zeros is not None:
+        found["weight_zero_point"] = mine.zeros
+    return found | {name: held[name] for name in (SCALE,) if name in held}
+
+
+def _per(data: torch.Tensor) -> int:
+    """Numbers in an element."""
+    return PER_WORD if data.dtype == torch.int32 else 1
+
+
+def _counted(division: Division, size: int) -> Division:
+    """The same where so many columns are one."""
+    spans = tuple(tuple((start // size, -(-stop // size)) for start, stop in one) for one in division.spans)
+    return Division(division.dim, spans)
+
+
+def _ranges(spans: tuple[Span, ...]) -> str:
+    return " and ".join(f"{start} to {stop - 1}" for start, stop in spans)

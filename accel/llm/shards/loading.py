@@ -9,22 +9,114 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from accel.libraries.loading import among, entered
 from accel.llm.ptq.formats import compressed_tensors as compressed
-from accel.llm.ptq.formats.files import PARTS, located, only_quantized, read_config
-from accel.llm.ptq.formats.loading import Parts, as_said, checked, compared, paths_in, put_in_place
-from accel.llm.ptq.formats.quantization_config import Said
+from accel.llm.ptq.formats.files import DTYPES, PARTS, located, only_quantized, read_config, whole_file
+from accel.llm.ptq.formats.loading import (
+    Parts,
+    checked_weight,
+    paths_in,
+    quantized_linear_of,
+    read_quantization,
+    replace_linears,
+)
+from accel.llm.ptq.formats.quantization_config import QuantizationConfig
 from accel.llm.ptq.formats.saving import SAVE, SaveOverride
-from accel.llm.shards.manifest import MANIFEST, Manifest, read_manifest
-from accel.llm.shards.rank_files import RankFiles
+from accel.llm.shards.manifest import MANIFEST, Manifest, checksum, read_manifest
 from accel.parallel.agreement import require_agreement
+from accel.parallel.division import Division, Span, spans_of
 from accel.parallel.ranks import Ranks
 from accel.parallel.sharded_layers import installed_anew
 from accel.quantization.patch import exchange
 from accel.saved import check_keys, readable
+
+
+class RankFiles:
+    """Of a rank. Raises ValueError, naming it, for a file that is missing or damaged.
+
+    They are closed with the object: threads of a loading that failed may read on for a moment.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, rank: int):
+        self.manifest, self.rank = manifest, rank
+        self.places: dict[str, tuple[Path, Any, int]] = {}  # by name of a tensor: file, opened, checksum
+        for told in manifest.files[rank]:
+            path = folder / told.name
+            if not path.is_file():
+                raise ValueError(f"{path} is missing, of rank {rank} of {manifest.ranks}")
+            if (size := path.stat().st_size) != told.bytes:
+                raise ValueError(f"{path} is damaged: it has {size} bytes, and {told.bytes} in {MANIFEST}")
+            with whole_file(path):
+                opened = safe_open(path, framework="pt")
+                names = set(opened.keys())
+            if names != told.checksums.keys():
+                name = min(names ^ told.checksums.keys())
+                raise ValueError(f"{path} is damaged: {name} is in one of it and {MANIFEST}, and not in both")
+            self.places |= {name: (path, opened, told.checksums[name]) for name in names}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of this rank's part."""
+        path, opened, _ = self.places[name]
+        with whole_file(path):
+            return tuple(opened.get_slice(name).get_shape())
+
+    def read(self, name: str) -> torch.Tensor:
+        """This rank's part. Raises ValueError for bytes that are not those that were written."""
+        path, opened, told = self.places[name]
+        with whole_file(path):
+            tensor = opened.get_tensor(name)
+        if checksum(tensor) != told:
+            raise ValueError(f"{path} is damaged: {name} is not what was written")
+        return tensor
+
+    def tensor(self, name: str) -> "PartOfTensor":
+        return PartOfTensor(self, name)
+
+
+class PartOfTensor:
+    """Stands for a whole tensor, as safetensors does for one in a file, of which this rank's part can be read."""
+
+    def __init__(self, files: RankFiles, name: str):
+        self.files, self.name = files, name
+        self.whole, self.division = files.manifest.tensors[name]
+
+    def get_shape(self) -> list[int]:
+        return list(self.whole.shape)
+
+    def get_dtype(self) -> str:
+        return next(code for code, dtype in DTYPES.items() if dtype == self.whole.dtype)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """Raises ValueError where another rank holds some of what is asked for."""
+        asked = spans_of(index, self.whole.shape)
+        spans = list(asked)
+        if self.division is not None:
+            dim = self.division.dim
+            spans[dim] = self._found(spans[dim], self.division)
+        part = self.files.read(self.name)
+        return part[tuple(slice(*span) for span in spans)].contiguous()
+
+    def _found(self, asked: Span, division: Division) -> Span:
+        """Where what is asked for lies in what this rank holds."""
+        start, stop = asked
+        held = division.spans[self.files.rank]
+        before = 0
+        for first, last in held:
+            if first <= start and stop <= last:
+                return before + start - first, before + stop - first
+            before += last - first
+        if start == stop:
+            return 0, 0
+        versions = ", ".join(f"{name} {number}" for name, number in self.files.manifest.versions.items())
+        raise ValueError(
+            f"{self.name}: rank {self.files.rank} holds {list(map(list, held))} of dimension {division.dim}, and "
+            f"is asked for {[start, stop]}: it was divided by {versions}; divide the weights again by those of here"
+        )
+
 
 T = TypeVar("T")
 STEP = "accel.load"
@@ -101,9 +193,11 @@ def _loaded(folder: Path, manifest: Manifest, opened: RankFiles, dtype: str | to
     with ExitStack() as stack:
         stack.enter_context(readable(folder))
         if linears:
-            said = compared(folder, told or {}, linears)
-            finish = partial(_finish, said=said, linears=linears, opened=opened)
-            method = stack.enter_context(entered(partial(put_in_place, linears=linears, make=Awaited), finish))
+            quantization = read_quantization(folder, told or {}, linears)
+            finish = partial(_finish, quantization=quantization, linears=linears, opened=opened)
+            method = stack.enter_context(
+                entered(partial(replace_linears, linears=linears, make=PlaceholderShard), finish)
+            )
             config.quantization_config = {"quant_method": method}
         elif told is not None:
             del config.quantization_config
@@ -131,7 +225,7 @@ def _linears(opened: RankFiles) -> dict[str, dict[str, torch.Tensor]]:
     return only_quantized(linears)
 
 
-class Awaited(nn.Module):
+class PlaceholderShard(nn.Module):
     """Stands where a quantized linear will, while transformers divides and loads all else of a model."""
 
     def __init__(self, parts: Parts, bias: nn.Parameter | None):
@@ -140,7 +234,9 @@ class Awaited(nn.Module):
         self.register_parameter("bias", bias)
 
 
-def _finish(model: PreTrainedModel, said: Said, linears: Mapping[str, Parts], opened: RankFiles) -> None:
+def _finish(
+    model: PreTrainedModel, quantization: QuantizationConfig, linears: Mapping[str, Parts], opened: RankFiles
+) -> None:
     pairs: list[tuple[nn.Module, nn.Linear]] = []
     places = paths_in(model, linears)
     for path, parts in linears.items():
@@ -148,7 +244,9 @@ def _finish(model: PreTrainedModel, said: Said, linears: Mapping[str, Parts], op
         held = {part: opened.read(f"{path}.{part}").to(model.device) for part in parts}
         bias = module._parameters.pop("bias")
         with located(path):
-            made = as_said(model, places[path], module, said, checked(held), bias, held, compressed.read(parts))
+            made = quantized_linear_of(
+                model, places[path], module, quantization, checked_weight(held), bias, held, compressed.read(parts)
+            )
         # Of the whole, as a linear that is divided says; transformers divides and joins by them.
         made.out_features, made.in_features = module.out_features, module.in_features
         installed_anew(module, made)

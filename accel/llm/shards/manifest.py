@@ -22,7 +22,7 @@ from accel.saved import read_json
 
 MANIFEST = "accel-shards.json"
 VERSION = 1
-CODES = {dtype: code for code, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Manifest:
     def _told(self) -> dict[str, Any]:
         tensors = {
             name: {
-                "dtype": CODES[described.dtype],
+                "dtype": DTYPE_NAMES[described.dtype],
                 "shape": described.shape,
                 "divided": None if division is None else division._asdict(),
             }

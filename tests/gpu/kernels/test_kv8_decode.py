@@ -11,8 +11,8 @@ from accel_kernels.attention.paged.kv import LENGTH, PADDING_MASK, metadata_of
 from accel_kernels.attention.paged.kv8.kv8_decode_triton import decodes_kv8, kv8_decode
 from accel_kernels.attention.paged.kv_quantization import rounded
 
-from accel.llm.analysis.kv_quantization import CODES
-from accel.llm.analysis.small_store import SmallStore
+from accel.llm.analysis.kv_quantization import KV_DTYPES
+from accel.llm.analysis.rotary import SmallStore
 
 ROWS, COLUMNS, KV_HEADS = 3, 129, 8
 KINDS = ("int8", "fp8")
@@ -27,7 +27,9 @@ def made(kind, dtype, length, group=4, dim=128):
     table = torch.randperm(ROWS * COLUMNS, device="cuda").view(ROWS, COLUMNS).int()
     pairs = []
     for _ in range(2):
-        codes, scales = rounded(torch.randn(ROWS * COLUMNS, 64, KV_HEADS, dim, device="cuda", dtype=dtype), CODES[kind])
+        codes, scales = rounded(
+            torch.randn(ROWS * COLUMNS, 64, KV_HEADS, dim, device="cuda", dtype=dtype), KV_DTYPES[kind]
+        )
         pairs.append((codes, scales.mT.contiguous().mT))
     kept = (pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1])
     where = metadata_of(COLUMNS, [(table, *kept)], table.device)

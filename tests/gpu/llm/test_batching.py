@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import accel
 from accel.llm.generation.trial_warmup import WIDE
-from accel.llm.kv_cache.blocks import BLOCK
+from accel.llm.kv_cache.shape import BLOCK
 from support.device_memory import allocated
 from support.llm.batching.engines import prompts_of
 from support.llm.batching.gpu_calls import alone, as_alone, batch, batched, config_of

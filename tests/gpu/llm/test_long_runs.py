@@ -12,8 +12,8 @@ from accel_kernels.attention.paged.kv_quantization import restored, rounded
 from transformers import DynamicCache
 
 import accel
-from accel.llm.analysis.kv_quantization import CODES
-from accel.llm.analysis.small_store import SmallStore
+from accel.llm.analysis.kv_quantization import KV_DTYPES
+from accel.llm.analysis.rotary import SmallStore
 from accel.llm.kv_cache.cache import store_of
 from support.device_memory import allocated
 from support.kernels.code_kernel import run, ties
@@ -32,7 +32,7 @@ WAITS = ("bloom",)  # stock makes its slopes on the CPU in every forward, which 
 pytestmark = pytest.mark.usefixtures("exact")
 
 
-@pytest.fixture(params=CODES)
+@pytest.fixture(params=KV_DTYPES)
 def kind(request) -> str:
     if request.param == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("no 8-bit floats here")
@@ -54,7 +54,7 @@ def test_text_is_that_of_stock_over_a_rounded_cache(name, kind):
     """Three times each, so that prompts and steps are replayed."""
     ours, stock = pair(name, kind)
     for mode in (mode for mode in MODES if mode.name in SOME):
-        with rounding(CODES[kind]):
+        with rounding(KV_DTYPES[kind]):
             theirs = mode(stock, *inputs(mode.lengths))
         for _ in range(3):
             same(mode(ours, *inputs(mode.lengths)), theirs, share=5e-3)
@@ -76,7 +76,7 @@ def test_logits_in_half_precision_are_as_exact_as_those_of_stock(name, dtype, ki
             found.append(model(piece, past_key_values=cache).logits.double())
         return torch.cat(found, 1)
 
-    with rounding(CODES[kind]):
+    with rounding(KV_DTYPES[kind]):
         truth, theirs = logits(exact), logits(stock)
     for _ in range(2):
         assert (logits(ours) - truth).norm() <= 2 * (theirs - truth).norm()
@@ -84,11 +84,11 @@ def test_logits_in_half_precision_are_as_exact_as_those_of_stock(name, dtype, ki
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_numbers_between_two_codes_are_rounded_bit_for_bit_as_the_reference(kind, dtype):
-    t = ties(CODES[kind], dtype)
-    wanted = rounded(t, CODES[kind])  # on the CPU
-    codes, scales = torch.empty_like(t, dtype=CODES[kind], device="cuda"), torch.empty(len(t), device="cuda")
+    t = ties(KV_DTYPES[kind], dtype)
+    wanted = rounded(t, KV_DTYPES[kind])  # on the CPU
+    codes, scales = torch.empty_like(t, dtype=KV_DTYPES[kind], device="cuda"), torch.empty(len(t), device="cuda")
     run(t.cuda(), codes, scales, 4)
-    for mine, scale in ((codes, scales), rounded(t.cuda(), CODES[kind])):
+    for mine, scale in ((codes, scales), rounded(t.cuda(), KV_DTYPES[kind])):
         assert torch.equal(mine.cpu().float(), wanted[0].float()) and torch.equal(scale.cpu(), wanted[1])
 
 
@@ -150,7 +150,7 @@ def test_however_a_text_is_cut_its_logits_are_as_exact(kind):
         cache = DynamicCache()
         return [model(piece, past_key_values=cache).logits[:, -1].double() for piece in ids.split(cuts, dim=1)][-1]
 
-    with rounding(CODES[kind]):
+    with rounding(KV_DTYPES[kind]):
         truth, theirs = last(copy.deepcopy(stock).float(), [700]), last(stock, [700])
     for cuts in ([700], [300, 400], [690] + [1] * 10):
         assert (last(ours, cuts) - truth).norm() <= 2 * (theirs - truth).norm(), cuts

@@ -6,7 +6,7 @@ from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 from accel.llm.generation.loop import handover
 from accel.llm.kv_cache.cache import store_of
-from accel.llm.kv_cache.pending_step import PendingStep
+from accel.llm.kv_cache.store import PendingStep
 from support.llm.calls import counting
 from support.llm.families import padded, prompt
 from support.llm.gpu import EDITS, memory_stays_flat, new_pair, on_a_stream, on_gpu, side_by_side

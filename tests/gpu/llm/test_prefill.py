@@ -39,7 +39,7 @@ def test_logits_are_as_near_to_the_truth_as_stocks(name, dtype):
         error = float((logits(ours) - truth).pow(2).mean().sqrt())
         assert error <= 2 * allowed + 1e-6, f"{error:.2e}, stock's own {allowed:.2e}"
     assert "forward" in vars(ours), accel.report(ours)
-    fills = vars(ours)["forward"].convention.fills
+    fills = vars(ours)["forward"].convention.pads_prompts
     assert bool(prefill_graphs(ours)) == (fills and name not in WAITS), accel.report(ours)
 
 

@@ -6,9 +6,9 @@ import torch
 
 from accel.llm.batching.sampler import Sampler
 from accel.llm.batching.sampling import Sampling
-from accel.llm.kv_cache.blocks import Shape
 from accel.llm.kv_cache.layer_sets import layer_sets
-from accel.llm.kv_cache.pages import PagePool, pages_for
+from accel.llm.kv_cache.paged_kv_cache import PagedKVCache, block_bytes
+from accel.llm.kv_cache.shape import Shape
 
 VOCABULARY, ROWS = 32003, 15
 SETTINGS = [
@@ -88,7 +88,7 @@ def shapes(codes=None) -> list[Shape]:
 
 @pytest.mark.parametrize("codes", [None, torch.int8, torch.float8_e4m3fn])
 def test_tables_and_copies_arrive_in_order_and_without_waiting(codes):
-    pool = PagePool(shapes(codes), layer_sets(shapes(codes), WINDOWS), 40, 5, 7, "cuda")
+    pool = PagedKVCache(shapes(codes), layer_sets(shapes(codes), WINDOWS), 40, 5, 7)
     rng, table = np.random.default_rng(0), np.zeros((2, 5, 7), np.int32)
     for kept in pool.kept:
         kept.copy_(torch.randint(-9, 9, kept.shape, device="cuda"))
@@ -105,7 +105,7 @@ def test_tables_and_copies_arrive_in_order_and_without_waiting(codes):
         pool.copy([(3, 5), (5, 6)])
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert np.array_equal(pool.places[torch.device("cuda")].tables.cpu().numpy(), table)
+    assert np.array_equal(pool.tables[torch.device("cuda")].tables.cpu().numpy(), table)
     for kept, wanted in zip(pool.kept, expected, strict=True):
         assert torch.equal(kept.float(), wanted.float())
     for layer in range(len(WINDOWS)):
@@ -115,7 +115,7 @@ def test_tables_and_copies_arrive_in_order_and_without_waiting(codes):
 def test_no_memory_is_told_and_nothing_stays():
     sets = layer_sets(shapes(torch.int8), WINDOWS)
     held = torch.cuda.memory_allocated()
-    pages = pages_for(shapes(torch.int8), sets, 2 * torch.cuda.mem_get_info()[1])
-    with pytest.raises(torch.OutOfMemoryError, match=rf"{pages} pages of 64 tokens: .* GiB wanted"):
-        PagePool(shapes(torch.int8), sets, pages, 5, 7, "cuda")
+    blocks = 2 * torch.cuda.mem_get_info()[1] // block_bytes(shapes(torch.int8), sets)
+    with pytest.raises(torch.OutOfMemoryError, match=rf"{blocks} blocks of 64 tokens: .* GiB wanted"):
+        PagedKVCache(shapes(torch.int8), sets, blocks, 5, 7)
     assert torch.cuda.memory_allocated() == held

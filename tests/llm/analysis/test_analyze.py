@@ -11,8 +11,8 @@ from accel.llm import stages
 from accel.llm.analysis.analyze import formulas
 from accel.llm.analysis.attention_kind import AttentionKind, understand_attention
 from accel.llm.analysis.softmax_attention import SoftmaxSpec
-from accel.llm.recording.errors import NotUnderstood
 from accel.llm.recording.inputs import FEW
+from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import example_ids
 from accel.llm.runtime import attention_kinds
 from accel.llm.runtime.attention_kinds import KINDS

@@ -7,9 +7,9 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation.continuous_batching.requests import RequestStatus
 
+from accel.llm.batching.request import StopStrings
 from accel.llm.batching.sampler import Sampler
 from accel.llm.batching.sampling import Sampling, SamplingDefaults
-from accel.llm.batching.submission import StopStrings
 from support.llm.batching.engines import alone, engine_of, finished, prompts_of, request
 from support.llm.calls import tokenizer
 
@@ -58,8 +58,8 @@ def test_fused_layers_ran(llama, monkeypatch):
     model, _ = llama
     engine = engine_of(model)
     calls = []
-    over = engine.forward.over
-    monkeypatch.setattr(engine.forward, "over", lambda kvs, *rest: (calls.append(kvs), over(kvs, *rest))[1])
+    own = engine.forward.logits_of
+    monkeypatch.setattr(engine.forward, "logits_of", lambda step, *rest: (calls.append(step.kvs), own(step, *rest))[1])
     monkeypatch.setattr(type(engine.forward), "fast", None)
     finished(engine, [request("a", [5, 6, 7], 4)])
     assert len(calls) >= 4 and all(kv.ragged is not None for kvs in calls for kv in kvs)
@@ -127,7 +127,7 @@ def test_steps_of_the_sizes_of_graphs(llama):
     assert (512, 6, 32) in replays.sizes or (256, 6, 32) in replays.sizes
     assert {size for size in replays.sizes if not size[2]} <= {(n, n, 0) for n in (1, 2, 4, 8)}
     asked = [request(str(i), [5] * 3, 3) for i in range(40)]  # more prompts in one step than any graph takes
-    engine = engine_of(model, rows=40, tokens=2048, pages=200)
+    engine = engine_of(model, rows=40, tokens=2048, blocks=200)
     engine.steps.runner = replays = Replays()
     finished(engine, asked)
     as_alone(stock, asked[:1])
@@ -170,12 +170,12 @@ def drawn_alone(stock, one):
 
 
 @pytest.mark.parametrize(
-    "limits", [{"rows": 7, "tokens": 2048}, {"rows": 3, "tokens": 20}, {"pages": 3, "rows": 4}], ids=str
+    "limits", [{"rows": 7, "tokens": 2048}, {"rows": 3, "tokens": 20}, {"blocks": 3, "rows": 4}], ids=str
 )
 def test_each_request_draws_what_it_draws_alone(llama, limits):
     """Also where prompts are cut, where it waits for a row, and where it is put aside and computed again."""
     model, stock = llama
-    short = "pages" in limits
+    short = "blocks" in limits
     new = 40 if short else NEW
     asked = drawn_of(stock, new)[: 4 if short else None]
     engine = engine_of(model, logprobs=True, **limits)

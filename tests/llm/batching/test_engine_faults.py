@@ -14,6 +14,7 @@ from accel.llm.batching.sampling import Sampling
 from accel.llm.kv_cache.layer_sets import layer_sets
 from support.llm.batching.engines import alone, engine_of, finished, forward_of, prompts_of, request
 from support.llm.families import FAMILIES, available, every
+from support.llm.kv_cache.blocks import check_blocks
 from support.spread import spread
 
 
@@ -37,7 +38,7 @@ def llama(pair_of):
 def test_a_request_that_cannot_run_fails_alone(llama, bad, message):
     model, stock = llama
     good, bad = request("a", [7, 8, 9], 6), dataclasses.replace(bad, tokens=[])
-    ended = finished(engine_of(model, pages=3), [good, bad])
+    ended = finished(engine_of(model, blocks=3), [good, bad])
     assert ended[0] is bad and message in bad.error and not bad.tokens
     assert ended[1] is good and good.tokens == alone(stock, good.prompt, 6)
 
@@ -107,7 +108,7 @@ def test_an_error_of_the_gpu_is_raised(llama, monkeypatch):
     with pytest.raises(torch.AcceleratorError) as raised:
         engine.step()
     assert engine.fail(raised.value) == [one] and "device-side" in one.error and not engine.busy
-    engine.pool.check()
+    check_blocks(engine.allocator)
 
 
 def test_a_criterion_that_raises_fails_its_request(llama):
@@ -190,7 +191,7 @@ def test_nothing_is_left_when_it_is_closed(llama):
         engine.step()
     assert [one.id for one in engine.fail(RuntimeError("stopped"))] == ["a"] and not engine.busy
     engine.close()
-    assert not hasattr(engine, "pages")
+    assert not hasattr(engine, "kv_cache")
 
 
 def test_windows_after_an_error_in_a_step(pair, monkeypatch):
@@ -223,7 +224,7 @@ def random_engine(model, chosen: random.Random):
     sets = layer_sets(forward.shapes(), [layer.spec.attention.sees for layer in forward.layers])
     return engine_of(
         model, rows=chosen.randint(1, 7), tokens=chosen.choice([3, 8, 17, 64, 200]), context=128,
-        pages=len(sets) * chosen.randint(4, 10),
+        blocks=len(sets) * chosen.randint(4, 10),
     )  # fmt: skip
 
 
@@ -274,10 +275,10 @@ def as_if_alone(model, stock, seed):
         if step == when:
             engine.cancel(cancelled.id)
         engine.step()
-        engine.pool.check()
+        check_blocks(engine.allocator)
         if not coming and not engine.busy:
             break
-    assert engine.pool.free == engine.pool.pages - 1 and not engine.ids
+    assert engine.allocator.free == engine.allocator.blocks - 1 and not engine.ids
     for one in asked:
         if one is cancelled and one.error is not None:
             continue

@@ -11,11 +11,12 @@ from accel_kernels.attention.paged.kv_quantization import restored, rounded
 from accel_kernels.attention.paged.ragged import Ragged
 
 import accel
-from accel.llm.kv_cache.block_pool import BlockPool
-from accel.llm.kv_cache.blocks import BLOCK, Shape
+from accel.llm.kv_cache.block_allocator import BlockAllocator
 from accel.llm.kv_cache.layer_sets import layer_sets
-from accel.llm.kv_cache.pages import PagePool
+from accel.llm.kv_cache.paged_kv_cache import PagedKVCache
+from accel.llm.kv_cache.shape import BLOCK, Shape
 from support.llm.batching.engines import ROWS, alone, engine_of, finished, prompts_of, request, text
+from support.llm.kv_cache.blocks import check_blocks
 from support.llm.kv_cache.row_lists import CPU
 
 
@@ -62,7 +63,7 @@ def test_an_answer_is_found_by_who_goes_on_with_it(llama):
 def test_where_pages_run_out_who_came_last_waits(llama, pages):
     model, stock = llama
     asked = [request(str(i), p, 40) for i, p in enumerate(prompts_of([50, 30, 61, 10], 99, 2))]
-    engine = engine_of(model, pages=pages, tokens=512)
+    engine = engine_of(model, blocks=pages, tokens=512)
     finished(engine, asked)
     for one in asked:
         assert one.error is None and one.tokens == alone(stock, one.prompt, 40)
@@ -72,8 +73,8 @@ def test_where_pages_run_out_who_came_last_waits(llama, pages):
 def test_who_fills_all_pages_alone_fails_and_the_others_go_on(llama):
     model, stock = llama
     asked = [request("a", prompts_of([20], 99)[0], 100), request("b", prompts_of([30], 99)[0], 9)]
-    finished(engine_of(model, pages=1), asked)
-    assert asked[0].error == "64 tokens fill all 1 pages that there are" and len(asked[0].tokens) == 45
+    finished(engine_of(model, blocks=1), asked)
+    assert asked[0].error == "64 tokens fill all 1 blocks that there are" and len(asked[0].tokens) == 45
     assert asked[1].tokens == alone(stock, asked[1].prompt, 9)
 
 
@@ -99,9 +100,9 @@ def test_windows_give_pages_back(pair):
     held = []
     while engine.busy:
         engine.step()
-        held.append(engine.pool.pages - 1 - engine.pool.free)
+        held.append(engine.allocator.blocks - 1 - engine.allocator.free)
     assert one.tokens == alone(stock, one.prompt, 36)
-    assert max(held[2:]) <= 2 and engine.pool.sets[0].window == 20
+    assert max(held[2:]) <= 2 and engine.allocator.sets[0].window == 20
 
 
 @pytest.mark.parametrize("tokens", [7, 512])
@@ -174,8 +175,8 @@ class Steps:
         shapes = [Shape(KV_HEADS, DIM, torch.float32, CPU, codes)] * 2
         self.sets = layer_sets(shapes, WINDOWS)
         assert len(self.sets) == 2
-        self.pages = PagePool(shapes, self.sets, PAGES, ROWS, COLUMNS, CPU)
-        self.pool = BlockPool(self.sets, PAGES, ROWS, COLUMNS, share=True)
+        self.pages = PagedKVCache(shapes, self.sets, PAGES, ROWS, COLUMNS)
+        self.pool = BlockAllocator(self.sets, PAGES, ROWS, COLUMNS, share=True)
         self.of_token, self.of_place = torch.randn(3, 10, KV_HEADS, DIM), torch.randn(COLUMNS * BLOCK, KV_HEADS, DIM)
         self.stored: dict[int, list[int]] = {}
         self.poison()
@@ -227,7 +228,7 @@ class Steps:
         for row in rows:
             self.pool.commit(row, self.stored[row])
         self.pool.slide_all(np.array(rows), ends)
-        self.pool.check()
+        check_blocks(self.pool)
         self.poison()
 
     def plain(self, tokens, start, window):

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from accel.llm.batching.spread import lanes
-from accel.llm.batching.spread.lanes import LaneStreams, Shared
+from accel.llm.batching import spread
+from accel.llm.batching.spread import MicroBatchStreams, Shared
 
 CARDS = tuple(torch.device("cuda", number) for number in range(2))
 
@@ -71,10 +71,10 @@ class Cuda:
 @pytest.fixture
 def cuda(monkeypatch):
     found = Cuda()
-    monkeypatch.setattr(lanes, "torch", SimpleNamespace(cuda=found, device=torch.device))
-    lanes._stream.cache_clear()
+    monkeypatch.setattr(spread, "torch", SimpleNamespace(cuda=found, device=torch.device))
+    spread._stream.cache_clear()
     yield found
-    lanes._stream.cache_clear()
+    spread._stream.cache_clear()
 
 
 def moved(cuda, source, target):
@@ -92,14 +92,14 @@ def step(cuda, streams, number, lane):
         for card in CARDS:
             if card.index:
                 moved(cuda, CARDS[0], card)
-            with streams.turn(card, Shared.PAGES):
+            with streams.turn(card, Shared.KV_CACHE):
                 cuda.current[card].work((card.index, number))
         with streams.turn(CARDS[1], Shared.DRAWS):
             cuda.current[CARDS[1]].work(("draw", number))
 
 
 def test_what_a_step_waits_for(cuda):
-    streams = LaneStreams((*CARDS, CARDS[0]), 2)
+    streams = MicroBatchStreams((*CARDS, CARDS[0]), 2)
     for number in range(6):
         step(cuda, streams, number, number % 2)
     done = cuda.done
@@ -115,14 +115,14 @@ def test_what_a_step_waits_for(cuda):
 
 
 def test_one_group_has_the_streams_of_its_caller(cuda):
-    streams = LaneStreams(CARDS, 1)
-    with streams.taken(0), streams.turn(CARDS[0], Shared.PAGES):
+    streams = MicroBatchStreams(CARDS, 1)
+    with streams.taken(0), streams.turn(CARDS[0], Shared.KV_CACHE):
         cuda.current[CARDS[0]].work("a")
     assert cuda.current[CARDS[0]].before == {"a"} and cuda.done == {"a": frozenset()}
 
 
 def test_before_and_behind_what_the_caller_does(cuda):
-    streams = LaneStreams(CARDS, 2)
+    streams = MicroBatchStreams(CARDS, 2)
     outer = cuda.current[CARDS[1]]
     outer.work("weights")
     step(cuda, streams, 0, 1)
@@ -134,15 +134,15 @@ def test_before_and_behind_what_the_caller_does(cuda):
 
 
 def test_a_turn_in_which_something_is_raised_is_one(cuda):
-    streams = LaneStreams(CARDS, 2)
-    with pytest.raises(ValueError), streams.taken(0), streams.turn(CARDS[0], Shared.PAGES):
+    streams = MicroBatchStreams(CARDS, 2)
+    with pytest.raises(ValueError), streams.taken(0), streams.turn(CARDS[0], Shared.KV_CACHE):
         cuda.current[CARDS[0]].work("half")
         raise ValueError
-    with streams.taken(1), streams.turn(CARDS[0], Shared.PAGES):
+    with streams.taken(1), streams.turn(CARDS[0], Shared.KV_CACHE):
         cuda.current[CARDS[0]].work("next")
     assert "half" in cuda.done["next"]
 
 
 def test_engines_have_the_same_streams(cuda):
-    first, second = LaneStreams(CARDS, 2), LaneStreams(CARDS, 2)
+    first, second = MicroBatchStreams(CARDS, 2), MicroBatchStreams(CARDS, 2)
     assert first.streams == second.streams and len({id(one) for row in first.streams for one in row}) == 4

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import accel
-from accel.llm.batching.refusal import _large, refusal
 from accel.llm.batching.step import StepSize
+from accel.llm.batching.trial import _large, refusal
 from accel.llm.generation import routing, trial
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.trial import Expected
@@ -123,7 +123,7 @@ def test_experts_and_routers_that_look_at_their_neighbours(kind, wrong, reason, 
 
 def test_it_is_told_why_it_could_not_be_tried(pair, monkeypatch):
     model, _ = pair("llama")
-    monkeypatch.setattr(DecoderForward, "over", lambda *_: 1 / 0)
+    monkeypatch.setattr(DecoderForward, "logits_of", lambda *_: 1 / 0)
     assert "could not be tried: ZeroDivisionError" in refusal(forward_of(model))
 
 
@@ -133,7 +133,7 @@ def test_errors_of_the_gpu_are_raised(pair, monkeypatch):
     def fail(*_):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(DecoderForward, "over", fail)
+    monkeypatch.setattr(DecoderForward, "logits_of", fail)
     with pytest.raises(torch.OutOfMemoryError):
         refusal(forward_of(model))
 

@@ -10,8 +10,8 @@ import accel
 from accel.llm.generation import arguments, mixed, self_test, trial
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.mixed import MixedForward
-from accel.llm.generation.trial import fused_layers, fused_logits, stock_logits
-from accel.llm.recording.errors import NotUnderstood
+from accel.llm.generation.trial import fused_layers, fused_logits, pieces_of, stock_logits
+from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import resting
 from accel.llm.runtime.experts import ExpertsForward
 from accel.llm.runtime.layer import BoundLayer
@@ -83,7 +83,7 @@ def test_a_deep_model_is_fused_whose_rounding_is_beyond_the_bound(pair, deep, sh
     assert 0 < wanted.moves() < wanted.row_off(got) * DRIFT < MOST_MOVED and wanted.agrees(got)
     assert not wanted.agrees(got + DRIFT * (got - wanted.logits))
     # All that trying finds out of a model of two layers is found out of it.
-    assert deep.convention == shallow.convention and deep.convention.fills and deep.convention.counts
+    assert deep.convention == shallow.convention and deep.convention.pads_prompts and deep.convention.counts_positions
 
 
 def test_it_is_as_exact_as_stock(pair):
@@ -142,7 +142,7 @@ def test_stock_runs_again_as_it_ran_before(monkeypatch):
 
 # -- Errors, each in a part that was compared with stock's before and was right --
 
-RUN, WITHIN, LAYER = DecoderForward.run, DecoderForward.within, BoundLayer.__call__
+RUN, LOGITS_OF, LAYER = DecoderForward.run, DecoderForward.logits_of, BoundLayer.__call__
 
 
 def unmasked(self, store, tokens, positions, mask, keep):
@@ -158,7 +158,7 @@ def steps_one_late(self, store, tokens, positions, mask, keep):
 
 
 def times(factor):
-    return lambda self, *given: factor * WITHIN(self, *given)
+    return lambda self, *given: factor * LOGITS_OF(self, *given)
 
 
 def with_share(share, place):
@@ -178,7 +178,7 @@ ERRORS = {
     "mask": ((DecoderForward, "run", masked_one_late), OFF),
     "positions": ((DecoderForward, "run", steps_one_late), f"{OFF}|{STEPS}"),
     "first layer": ((BoundLayer, "__call__", with_share(0, 0)), OFF),
-    "head": ((DecoderForward, "within", times(1.2)), OFF),
+    "head": ((DecoderForward, "logits_of", times(1.2)), OFF),
 }
 # As large as rounding is where layers amplify it: no bound of logits tells one from the other.
 SMALL = {
@@ -186,7 +186,7 @@ SMALL = {
         (BoundLayer, "__call__", with_share(0.5, LAYERS - 1)),
         rf"{OFF}; model\.layers\.{LAYERS - 1} gives something else than stock's of the same input",
     ),
-    "factor": ((DecoderForward, "within", times(1.05)), f"{OFF}; logits are others where the last layer gives what"),
+    "factor": ((DecoderForward, "logits_of", times(1.05)), f"{OFF}; logits are others where the last layer gives what"),
 }
 
 
@@ -221,7 +221,7 @@ def test_the_report_tells_of_an_error(monkeypatch):
 
 
 def test_what_else_a_deep_model_takes_is_found_by_the_same_bound(deep, monkeypatch):
-    pieces = list(arguments._pieces(deep))
+    pieces = list(pieces_of(deep, arguments.PIECES))
     with resting(deep.module):
         assert arguments._agrees(deep, pieces)
         with monkeypatch.context() as patch:

@@ -251,7 +251,7 @@ def test_not_under_the_options_and_in_models_that_forbid_it():
     assert vars(accel.optimize(make("llama"), graphs=True))["forward"].prompts is not None
     assert vars(accel.optimize(make("mixtral")))["forward"].prompts is not None
     model = accel.optimize(make("bloom"))  # no position_ids
-    assert not vars(model)["forward"].convention.fills and vars(model)["forward"].prompts is None
+    assert not vars(model)["forward"].convention.pads_prompts and vars(model)["forward"].prompts is None
 
 
 def test_a_class_that_slices_its_logits_otherwise_stays_out():

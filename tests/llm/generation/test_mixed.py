@@ -15,7 +15,7 @@ from accel.llm.generation.mixed import MixedForward
 from accel.llm.generation.routing import noting, repeating, routing_modules
 from accel.llm.generation.trial import fused_layers, fused_logits, stock_logits
 from accel.llm.kv_cache.cache import OURS
-from accel.llm.recording.errors import NotUnderstood
+from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import resting
 from accel.llm.runtime.experts import ExpertsForward
 from accel.llm.runtime.softmax_attention import BoundSoftmaxAttention
@@ -181,7 +181,7 @@ def test_near_ties_of_routers_are_no_error():
     accel.optimize(model)
     forward = forward_of(model)
     assert type(forward) is DecoderForward, accel.report(model)
-    assert len(forward.experts) == 12 and forward.convention.fills
+    assert len(forward.experts) == 12 and forward.convention.pads_prompts
     lengths = (10, 1)
     with resting(model):
         wanted, _ = stock_logits(forward, lengths)
@@ -260,13 +260,13 @@ def test_wrong_sinks_are_refused(dtype, monkeypatch):
 def test_prompts_are_not_filled_up_where_stock_code_computes_experts(monkeypatch):
     monkeypatch.setattr("accel.llm.family._inside", lambda layers, context: ([], []))
     model = accel.optimize(make("mixtral"))
-    assert type(forward_of(model)) is DecoderForward and not forward_of(model).convention.fills
+    assert type(forward_of(model)) is DecoderForward and not forward_of(model).convention.pads_prompts
 
 
 def test_choices_that_cannot_be_noted_are_judged_by_the_median(monkeypatch):
     monkeypatch.setattr(routing, "_chosen", lambda args, kwargs: None)
     forward = forward_of(accel.optimize(make("mixtral")))
-    assert type(forward) is DecoderForward and not forward.convention.fills
+    assert type(forward) is DecoderForward and not forward.convention.pads_prompts
     assert stock_logits(forward, (5, 1))[0].median
     assert not stock_logits(forward_of(accel.optimize(make("llama"))), (5, 1))[0].median
 

@@ -67,7 +67,7 @@ def test_every_family(name, mode, pair_of):
     ours, stock = pair_of(name)
     inputs = padded(MODE[mode].lengths)
     same(MODE[mode](ours, *inputs), MODE[mode](stock, *inputs))
-    assert len(shapes(ours)) == vars(ours)["forward"].convention.fills
+    assert len(shapes(ours)) == vars(ours)["forward"].convention.pads_prompts
 
 
 CALLS = (

@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, LlamaConfig, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from accel.llm.kv_cache.cache import StoreLayer, adopt, is_ours, store_of
+from accel.llm.kv_cache.cache import StoreLayer, adopt, store_of
 from support.llm.kv_cache.cache_pairs import SHAPES, feed, filled, fresh, same
 
 
@@ -16,7 +16,7 @@ def test_an_empty_cache_is_taken_over_in_place_and_allocates_nothing():
     layers = cache.layers
     store = adopt(cache, SHAPES, wanted=500)
     assert type(cache) is DynamicCache and cache.layers is layers and len(cache) == 3
-    assert store.wanted == 500 and store.blocks is None and is_ours(cache) and store_of(cache) is store
+    assert store.wanted == 500 and store.blocks is None and store_of(cache) and store_of(cache) is store
     assert adopt(cache, SHAPES) is store and store.wanted == 500
     assert cache.get_seq_length() == 0 and not cache.is_initialized and not cache.is_compileable
     assert cache.layers[0].keys is None and cache.get_mask_sizes(7, 1) == (7, 0) and cache.get_max_length() == -1
@@ -31,7 +31,7 @@ def test_a_filled_cache_is_taken_over_with_what_it_holds(window):
     for layer, (keys, values) in enumerate(fresh(2, 15)):
         stock.update(keys, values, layer)
     ours = copy.deepcopy(stock)
-    assert not isinstance(adopt(ours, SHAPES), str) and is_ours(ours)
+    assert not isinstance(adopt(ours, SHAPES), str) and store_of(ours)
     same(ours, stock)
     feed(ours, stock, 2, 3)
 
@@ -74,7 +74,7 @@ def test_a_cache_with_a_sliding_window_is_edited_as_stocks_own(edit, tokens):
         cache.layers = [DynamicSlidingWindowLayer(5) for _ in SHAPES]
     adopt(ours, SHAPES)
     feed(ours, stock, 2, tokens)
-    assert is_ours(ours) and ours.is_sliding == stock.is_sliding
+    assert store_of(ours) and ours.is_sliding == stock.is_sliding
     for cache in (ours, stock):
         EDITS[edit](cache)
     same(ours, stock)
@@ -129,7 +129,7 @@ def test_what_is_not_taken_over_says_why_and_stays_as_it_is(make, reason):
     cache = make()
     layers = list(getattr(cache, "layers", ()))
     assert reason in adopt(cache, SHAPES)
-    assert not is_ours(cache) and list(getattr(cache, "layers", ())) == layers
+    assert not store_of(cache) and list(getattr(cache, "layers", ())) == layers
 
 
 def test_a_cache_stays_as_it_is_where_there_is_no_memory_to_take_it_over(monkeypatch):

@@ -5,15 +5,15 @@ import sys
 import numpy as np
 import pytest
 
-from accel.llm.kv_cache.block_pool import BlockPool
-from accel.llm.kv_cache.blocks import BLOCK
+from accel.llm.kv_cache.block_allocator import BlockAllocator, block_digest
 from accel.llm.kv_cache.layer_sets import LayerSet
-from accel.llm.kv_cache.prefix_index import block_digest
+from accel.llm.kv_cache.shape import BLOCK
 from support.llm.batching.engines import FULL, NARROW, ROWS, text
+from support.llm.kv_cache.blocks import check_blocks
 
 
-def pool_of(*sets, pages=100, rows=ROWS, columns=20, share=True) -> BlockPool:
-    return BlockPool(sets or (FULL,), pages, rows, columns, share)
+def pool_of(*sets, pages=100, rows=ROWS, columns=20, share=True) -> BlockAllocator:
+    return BlockAllocator(sets or (FULL,), pages, rows, columns, share)
 
 
 def run(pool, row, tokens, slide=True) -> int:
@@ -22,15 +22,15 @@ def run(pool, row, tokens, slide=True) -> int:
     assert pool.extend(row, len(tokens))
     pool.commit(row, tokens)
     if slide:
-        pool.slide(row, len(tokens))
-    pool.check()
+        pool.slide_all([row], [len(tokens)])
+    check_blocks(pool)
     return there
 
 
 def done(pool, row, tokens) -> int:
     there = run(pool, row, tokens)
     pool.close(row)
-    pool.check()
+    check_blocks(pool)
     return there
 
 
@@ -68,7 +68,7 @@ def test_what_was_used_least_recently_goes_first_and_ends_before_beginnings():
     # Its third block is where the second of 1, 1 was.
     assert pool.open(2, text([1, 1], 1)) == BLOCK
     assert pool.free == 0 and not pool.extend(2, BLOCK + 1)
-    pool.check()
+    check_blocks(pool)
 
 
 @pytest.mark.parametrize("window", [1, 2, BLOCK, BLOCK + 1, BLOCK + 2, 2 * BLOCK])
@@ -78,12 +78,12 @@ def test_a_window_gives_back_what_no_later_token_sees(window):
     pool.open(0, [1])
     pool.extend(0, 10 * BLOCK)
     for length in range(1, 10 * BLOCK):
-        pool.slide(0, length)
+        pool.slide_all([0], [length])
         seen = [t // BLOCK for t in range(10 * BLOCK) if t > length - window]
         assert np.flatnonzero(pool.table[0, 0])[0] == min(seen), length
-    pool.check()
+    check_blocks(pool)
     for before in (0, 5):  # nothing comes back
-        pool.slide(0, before)
+        pool.slide_all([0], [before])
         assert np.flatnonzero(pool.table[0, 0])[0] == min(seen)
 
 
@@ -94,12 +94,12 @@ def test_a_hit_needs_of_a_window_only_what_is_seen_from_there():
     assert np.flatnonzero(pool.table[1, 1]).tolist() == [6, 7, 8]
     pool.close(0)
     pool.close(1)
-    gone = pool.index.pages[1][pool.index.prefix(tokens)[6]]
+    gone = pool.index.blocks[1][pool.index.prefix(tokens)[6]]
     pool.cached.move_to_end(gone, last=False)
     pool.unused, unused = [], pool.unused
     pool._release(pool._take(1))  # evicted: with block 6 of the window, no longer 8 blocks; 7 need 5 and 6; 6 need 4, 5
     pool.unused += unused
-    pool.check()
+    check_blocks(pool)
     assert pool.open(2, tokens) == 6 * BLOCK
     assert np.flatnonzero(pool.table[1, 2]).tolist() == [4, 5]
 
@@ -109,7 +109,7 @@ def test_blocks_are_forgotten_when_the_weights_change():
     run(pool, 0, tokens[: 2 * BLOCK])
     done(pool, 1, tokens)
     pool.forget()
-    pool.check()
+    check_blocks(pool)
     assert pool.extend(0, len(tokens))
     pool.commit(0, tokens)  # begun with the old weights
     assert done(pool, 1, tokens) == 0
@@ -117,7 +117,7 @@ def test_blocks_are_forgotten_when_the_weights_change():
 
 
 def test_misuse_is_told_and_changes_nothing():
-    with pytest.raises(ValueError, match="2 pages"):
+    with pytest.raises(ValueError, match="2 blocks"):
         pool_of(FULL, NARROW, pages=2)
     pool = pool_of(pages=3, columns=3)
     for call in (pool.close, lambda row: pool.extend(row, 1), lambda row: pool.commit(row, text([1]))):
@@ -134,14 +134,14 @@ def test_misuse_is_told_and_changes_nothing():
         pool.extend(0, 193)
     with pytest.raises(ValueError, match="twice"):
         pool.extend_all([0, 0], [1, 1])
-    with pytest.raises(ValueError, match="pages for 0"):
+    with pytest.raises(ValueError, match="blocks for 0"):
         pool.commit(0, text([1]))
     pool.extend(0, 2 * BLOCK)
     for tokens in ([*text([1]), *[-1] * BLOCK], [-1] * BLOCK):
         with pytest.raises(ValueError, match="not -1"):
             pool.commit(0, tokens)
     pool.commit(0, text([1, 1]))
-    pool.check()
+    check_blocks(pool)
     pool.close(0)
     assert pool.free == 2 and pool.open(0, text([1, 1], 1)) == 2 * BLOCK
 
@@ -175,7 +175,7 @@ def test_the_work_of_a_step_grows_with_the_rows_that_need_pages_not_with_all():
             calls(pool.slide_all, every, np.where(every < 16, lengths + BLOCK, lengths)),
             calls(pool.changes),
         ]
-        pool.check()
+        check_blocks(pool)
     assert counts[16] == counts[1024]
     assert max(counts[16][:2]) < 30 and max(counts[16]) < 150
 

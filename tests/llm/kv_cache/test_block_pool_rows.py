@@ -6,10 +6,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from accel.llm.kv_cache.block_pool import BlockPool
-from accel.llm.kv_cache.blocks import BLOCK
+from accel.llm.kv_cache.block_allocator import BlockAllocator
 from accel.llm.kv_cache.layer_sets import LayerSet
+from accel.llm.kv_cache.shape import BLOCK
 from support.llm.batching.engines import FULL, NARROW, ROWS, WIDE, text
+from support.llm.kv_cache.blocks import check_blocks
 
 SETS = [(FULL,), (NARROW,), (FULL, NARROW), (NARROW, FULL, WIDE), (LayerSet((0,), 1), FULL)]
 COLUMNS = 9
@@ -31,7 +32,7 @@ class Batch(RuleBasedStateMachine):
     )
     def begin(self, sets, share, room):
         self.sets, self.pages = sets, (1 + room) * len(sets) + 1
-        self.pool = BlockPool(sets, self.pages, ROWS, COLUMNS, share)
+        self.pool = BlockAllocator(sets, self.pages, ROWS, COLUMNS, share)
         self.table = np.zeros((len(sets), ROWS, COLUMNS), np.int64)
         self.memory = np.full((self.pages, BLOCK), -1)
         self.numbers: dict[tuple, int] = {}
@@ -110,7 +111,7 @@ class Batch(RuleBasedStateMachine):
         if commit:
             self.pool.commit(row, self.texts[row][:length])
         if slide:
-            self.pool.slide(row, length)
+            self.pool.slide_all([row], [length])
         self.sync()
 
     @rule(number=st.sampled_from([1, 1, BLOCK]), token=st.sampled_from([0, 1]), back=st.booleans())
@@ -178,7 +179,7 @@ class Batch(RuleBasedStateMachine):
 
     @invariant()
     def every_page_is_somewhere(self):
-        self.pool.check()
+        check_blocks(self.pool)
         assert self.pool.free == self.free()
 
     @invariant()
@@ -194,7 +195,7 @@ class Batch(RuleBasedStateMachine):
         if hasattr(self, "texts"):
             for row in list(self.texts):
                 self.pool.close(row)
-            self.pool.check()
+            check_blocks(self.pool)
             assert self.pool.free == self.pages - 1
 
 

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from accel.llm.kv_cache.blocks import BLOCK
-from accel.llm.kv_cache.cache import StoreLayer, adopt, is_ours, store_of
+from accel.llm.kv_cache.cache import StoreLayer, adopt, store_of
+from accel.llm.kv_cache.shape import BLOCK
 from support.llm.kv_cache.cache_pairs import CPU, SHAPES, feed, feed_fast, fresh, pair, same
 
 
@@ -100,7 +100,7 @@ def test_a_schedule_of_calls_leaves_what_it_leaves_in_a_stock_cache(rows, steps)
                     layer.keys, layer.values = layer.keys[:, :, :-2] * 2, layer.values[:, :, :-2] - 1
         elif name == "reset":
             ours.reset()  # stock layers keep zeros in some versions
-            ours, stock, first = ours if is_ours(ours) else pair()[0], DynamicCache(), rows % 4 + 1
+            ours, stock, first = ours if store_of(ours) else pair()[0], DynamicCache(), rows % 4 + 1
         elif name == "adopt":
             assert not isinstance(adopt(ours, SHAPES), str)
         same(ours, stock)
@@ -117,9 +117,9 @@ def test_layers_asked_apart_meet_again(rows):
         for cache in (ours, stock):
             cache.layers[layer].batch_select_indices(index)
             cache.layers[layer].batch_repeat_interleave(2)
-        assert is_ours(ours) == (layer == 2)
+        assert (store_of(ours) is not None) == (layer == 2)
     feed(ours, stock, 2 * rows, 1)
-    assert is_ours(ours)
+    assert store_of(ours)
 
 
 def test_a_layer_read_before_the_others_were_asked_shows_what_it_was_asked_for():
@@ -132,7 +132,7 @@ def test_a_layer_read_before_the_others_were_asked_shows_what_it_was_asked_for()
         same(ours, stock)
     feed_fast(ours, stock, 6, 1)
     same(ours, stock)
-    assert is_ours(ours)
+    assert store_of(ours)
 
 
 def test_one_layer_going_its_own_way_is_a_stock_layer_and_is_taken_in_again():
@@ -147,7 +147,7 @@ def test_one_layer_going_its_own_way_is_a_stock_layer_and_is_taken_in_again():
         cache.crop(-1)
     same(ours, stock)
     feed_fast(ours, stock, 3, 2)
-    assert is_ours(ours)
+    assert store_of(ours)
     same(ours, stock)
 
 
@@ -161,7 +161,7 @@ def test_what_autocast_or_a_backward_pass_brings_is_kept_as_stock_keeps_it(gradi
             mine, theirs = ours.update(keys, values, layer), stock.update(keys, values, layer)
             assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(mine, theirs, strict=True))
             assert mine[0].requires_grad == gradients
-    assert not is_ours(ours)
+    assert not store_of(ours)
     same(ours, stock)
 
 
@@ -189,7 +189,7 @@ def test_an_update_without_memory_leaves_all_layers_as_they_were(monkeypatch):
         ours.update(*fresh(2, 10)[0], 0)
     same(ours, stock)
     feed(ours, stock, 2, 10)
-    assert is_ours(ours)
+    assert store_of(ours)
 
 
 def test_recording_of_the_past_changes_nothing():
@@ -202,7 +202,7 @@ def test_recording_of_the_past_changes_nothing():
         cache.crop(0)
         cache.crop(torch.tensor(-3))
     same(ours, stock)
-    assert is_ours(ours)
+    assert store_of(ours)
 
 
 def test_a_crop_by_a_tensor_reads_it_once():
@@ -220,7 +220,7 @@ def test_a_crop_by_a_tensor_reads_it_once():
         assert reads.count <= 1 or crop is unversioned
         if crop is number:
             number -= 1
-    assert is_ours(ours)
+    assert store_of(ours)
 
 
 def test_a_positive_crop_is_what_this_version_of_transformers_makes_of_it():

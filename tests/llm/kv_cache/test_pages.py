@@ -10,24 +10,24 @@ import torch
 from accel_kernels.attention.paged.kv import COLUMNS, EACH, KEYS, LAYERS, TABLE
 from accel_kernels.attention.paged.kv_quantization import restored, rounded
 
-from accel.llm.kv_cache.blocks import BLOCK, Shape
 from accel.llm.kv_cache.layer_sets import MOST_SETS, WASTE, LayerSet, layer_sets
-from accel.llm.kv_cache.pages import PagePool, page_bytes, pages_for
+from accel.llm.kv_cache.paged_kv_cache import PagedKVCache, block_bytes
+from accel.llm.kv_cache.shape import BLOCK, Shape
 from support.llm.kv_cache.row_lists import CPU, STORED
 
 SETS = (LayerSet((0, 2), None), LayerSet((1,), 100), LayerSet((3,), None), LayerSet((4, 5), 100))
 ROWS, PAGES, WIDTH = 3, 20, 5
 
 
-def pool_of(stored="exact", sets=SETS, device=CPU) -> PagePool:
+def pool_of(stored="exact", sets=SETS, device=CPU) -> PagedKVCache:
     """Six layers: of the second shape 1 and 4, of the first the others."""
-    shapes = STORED[stored] * 2
-    return PagePool(shapes, sets, PAGES, ROWS, WIDTH, device)
+    shapes = [one._replace(device=torch.device(device)) for one in STORED[stored] * 2]
+    return PagedKVCache(shapes, sets, PAGES, ROWS, WIDTH)
 
 
 def tabled(pool, seed=0) -> np.ndarray:
     """Every row gets pages of its own in every set, and the device is told; the table."""
-    table = np.zeros(pool.places[CPU].tables.shape, np.int32)
+    table = np.zeros(pool.tables[CPU].tables.shape, np.int32)
     free = np.random.default_rng(seed).permutation(np.arange(1, PAGES))
     table[:, :, 0] = free[: table[:, :, 0].size].reshape(len(table), -1)
     pool.upload(np.arange(table.size), table.reshape(-1))
@@ -45,11 +45,11 @@ def test_what_rows_write_through_their_tables_they_read_again(stored):
         assert torch.equal(kv.table, torch.from_numpy(table[place])) and kv.table.is_contiguous()
         assert kv.layer == layer and not kv.is_prefill and not kv.ordered and kv.padding_mask is None
         assert kv.keys.shape == kv.values.shape == (PAGES, BLOCK, shape.heads, shape.dim) and kv.block == BLOCK
-        assert (kv.key_scales is not None) == (shape.codes is not None)
-        assert kv.keys.dtype == (shape.codes or shape.dtype)
+        assert (kv.key_scales is not None) == (shape.kv_dtype is not None)
+        assert kv.keys.dtype == (shape.kv_dtype or shape.dtype)
         new = torch.randn(2, ROWS, BLOCK, shape.heads, shape.dim, dtype=shape.dtype)
         kv.write(0, *new)
-        written[layer] = new if shape.codes is None else restored(*rounded(new, shape.codes), shape.dtype)
+        written[layer] = new if shape.kv_dtype is None else restored(*rounded(new, shape.kv_dtype), shape.dtype)
     for layer, new in written.items():  # after all: none has written over another's
         kv = pool.kv(layer)
         assert torch.equal(torch.stack(kv.read(BLOCK, new.dtype)), new)
@@ -68,9 +68,9 @@ def test_layers_of_several_sets_share_memory_and_have_tables_of_their_own():
     assert keys[0] == keys[3] == keys[5] != keys[2] and keys[1] == keys[4]
     assert len({pool.kv(layer).table.data_ptr() for layer in range(6)}) == len(SETS)
     shapes = STORED["exact"]
-    assert pool.page_bytes == BLOCK * (2 * shapes[0].size + shapes[1].size)
-    assert pool.page_bytes * PAGES == sum(kept.nbytes for kept in pool.kept)
-    assert pool.bytes >= pool.page_bytes * PAGES + pool.places[CPU].tables.nbytes + pool.kv(0).metadata.nbytes
+    assert pool.block_bytes == BLOCK * (2 * shapes[0].size + shapes[1].size)
+    assert pool.block_bytes * PAGES == sum(kept.nbytes for kept in pool.kept)
+    assert pool.bytes >= pool.block_bytes * PAGES + pool.tables[CPU].tables.nbytes + pool.kv(0).metadata.nbytes
 
 
 @pytest.mark.parametrize("stored", STORED)
@@ -84,7 +84,7 @@ def test_page_0_begins_as_zeros(stored, monkeypatch):
 
     monkeypatch.setattr(torch, "empty", dirty)
     pool = pool_of(stored)
-    assert not pool.places[CPU].tables.any()
+    assert not pool.tables[CPU].tables.any()
     for kept in pool.kept:
         assert not kept[:, :, 0].float().any() and (kept[:, :, 1:].contiguous().view(torch.uint8) == 255).all()
 
@@ -108,22 +108,22 @@ def test_copies_are_of_all_layers_one_after_another(stored):
 
 def test_the_table_is_what_was_uploaded_last():
     pool, rng = pool_of(), np.random.default_rng(0)
-    table, address = np.zeros(pool.places[CPU].tables.shape, np.int32), pool.places[CPU].tables.data_ptr()
+    table, address = np.zeros(pool.tables[CPU].tables.shape, np.int32), pool.tables[CPU].tables.data_ptr()
     for number in (0, 1, 7, table.size):
         places, values = rng.permutation(table.size)[:number], rng.integers(0, PAGES, number).astype(np.int32)
         table.reshape(-1)[places] = values
         pool.upload(places, values)
-        assert np.array_equal(pool.places[CPU].tables.numpy(), table) and pool.places[CPU].tables.data_ptr() == address
+        assert np.array_equal(pool.tables[CPU].tables.numpy(), table) and pool.tables[CPU].tables.data_ptr() == address
         assert all(
-            torch.equal(pool.kv(layer).table, pool.places[CPU].tables[s])
+            torch.equal(pool.kv(layer).table, pool.tables[CPU].tables[s])
             for s, one in enumerate(SETS)
             for layer in one.layers
         )
-    assert not pool.places[CPU].flat[:, pool.table_size :].any()
+    assert not pool.tables[CPU].flat[:, pool.table_size :].any()
     for wrong in (-1, table.size):
         with pytest.raises(ValueError, match=r"tables of shape \(4, 3, 5\)"):
             pool.upload(np.array([0, wrong]), np.array([1, 1]))
-    assert np.array_equal(pool.places[CPU].tables.numpy(), table)
+    assert np.array_equal(pool.tables[CPU].tables.numpy(), table)
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -138,7 +138,7 @@ def test_inference_mode_may_be_entered_or_left(inside):
             kv = pool.kv(2)
             kv.write(0, *torch.ones(2, ROWS, 3, 2, 4))
             assert (kv.read(3, torch.float32)[0] == 1).all()
-    assert not any(tensor.is_inference() for tensor in (*pool.kept, *pool.places[CPU], pool.kv(0).keys))
+    assert not any(tensor.is_inference() for tensor in (*pool.kept, *pool.tables[CPU], pool.kv(0).keys))
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def memory(monkeypatch):
 def test_no_memory_is_told_with_the_size_and_nothing_stays(memory):
     gc.disable()
     try:
-        with pytest.raises(torch.OutOfMemoryError, match=r"20 pages of 64 tokens: 0\.00 GiB wanted"):
+        with pytest.raises(torch.OutOfMemoryError, match=r"20 blocks of 64 tokens: 0\.00 GiB wanted"):
             try:
                 pool_of("int8")
             except torch.OutOfMemoryError:
@@ -172,24 +172,24 @@ def test_no_memory_is_told_with_the_size_and_nothing_stays(memory):
 
 def test_no_memory_of_the_host_is_told_alike():
     shape = Shape(64, 1024, torch.float32, CPU)
-    with pytest.raises(torch.OutOfMemoryError, match=r"33554432 pages of 64 tokens: 1048576\.00 GiB wanted"):
-        PagePool([shape], [LayerSet((0,), None)], 2**25, 1, 1, CPU)
+    with pytest.raises(torch.OutOfMemoryError, match=r"33554432 blocks of 64 tokens: 1048576\.00 GiB wanted"):
+        PagedKVCache([shape], [LayerSet((0,), None)], 2**25, 1, 1)
 
 
 def test_another_error_stays_what_it_is():
     with pytest.raises(RuntimeError, match="negative dimension") as caught:
-        PagePool(STORED["exact"][:1], [LayerSet((0,), None)], -1, 1, 1, CPU)
+        PagedKVCache(STORED["exact"][:1], [LayerSet((0,), None)], -1, 1, 1)
     assert not isinstance(caught.value, torch.OutOfMemoryError)
     for sets in ([LayerSet((0, 1), None)], [LayerSet((0, 1), None), LayerSet((1, 2), 5)]):
         with pytest.raises(ValueError, match="3 layers, each to be in one set"):
-            PagePool(STORED["exact"], sets, 4, 1, 1, CPU)
+            PagedKVCache(STORED["exact"], sets, 4, 1, 1)
 
 
 def test_a_dropped_pool_is_gone_at_once():
     gc.disable()
     try:
         pool = pool_of("int8")
-        held = [weakref.ref(tensor) for tensor in (*pool.kept, *pool.places[CPU])]
+        held = [weakref.ref(tensor) for tensor in (*pool.kept, *pool.tables[CPU])]
         del pool
         assert not any(one() is not None for one in held)
     finally:
@@ -197,7 +197,7 @@ def test_a_dropped_pool_is_gone_at_once():
 
 
 LLAMA = Shape(8, 128, torch.bfloat16, CPU)
-INT8 = LLAMA._replace(codes=torch.int8)
+INT8 = LLAMA._replace(kv_dtype=torch.int8)
 
 
 def every(number: int, window: int, layers: int) -> list[int | None]:
@@ -237,10 +237,8 @@ def whole(shapes, windows, sets):
     for one in sets:
         assert list(one.layers) == sorted(one.layers)
         assert all(one.window is None or (windows[i] is not None and windows[i] <= one.window) for i in one.layers)
-    pool = PagePool(shapes, sets, 2, 1, 1, "meta")
-    assert pool.page_bytes == page_bytes(shapes, sets) == sum(kept.nbytes for kept in pool.kept) // 2
-    size = pool.page_bytes
-    assert [pages_for(shapes, sets, number) for number in (-1, size - 1, size, 10 * size + 1)] == [0, 0, 1, 10]
+    pool = PagedKVCache([one._replace(device=torch.device("meta")) for one in shapes], sets, 2, 1, 1)
+    assert pool.block_bytes == block_bytes(shapes, sets) == sum(kept.nbytes for kept in pool.kept) // 2
 
 
 OTHER = Shape(4, 512, torch.bfloat16, CPU)

@@ -11,14 +11,14 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 import accel
-from accel.llm.analysis.kv_quantization import CODES, LEAST, codes_for, key_decibels
-from accel.llm.kv_cache.cache import StoreLayer, is_ours, store_of
+from accel.llm.analysis.kv_quantization import KV_DTYPES, LEAST, key_decibels, kv_dtype_for
+from accel.llm.kv_cache.cache import StoreLayer, store_of
 from support.llm.families import every, make, padded, prompt
 from support.llm.modes import MODES
 from support.llm.outputs import generate, same
 from support.llm.rounded_cache import held, pair, rounding
 
-KINDS = list(CODES)
+KINDS = list(KV_DTYPES)
 # Modes in which no cache is dropped, copied from one kind to another, or used by stock beside ours.
 APART = {"no-cache", "no-cache-beam", "static", "static-object", "early-exit", "hidden-states", "attentions"}
 ALL_MODES = [mode for mode in MODES if mode.name not in APART]
@@ -41,7 +41,7 @@ pair_of = functools.cache(pair)
 def test_text_is_that_of_stock_over_a_rounded_cache(name, kind, mode):
     ours, stock = pair_of(name, kind)
     inputs = padded(mode.lengths)
-    with rounding(CODES[kind]):
+    with rounding(KV_DTYPES[kind]):
         theirs = mode(stock, *inputs)
     mine = mode(ours, *inputs)
     # Nearly all agree as exact ones do, to 1e-5. Where a number lies in the middle of two codes, sums in another order
@@ -55,7 +55,7 @@ def test_stock_without_rounding_is_further_away(kind):
     inputs = padded()
     call = {"output_logits": True, "return_dict_in_generate": True}
     mine = generate(ours, *inputs, **call)["logits.0"]
-    with rounding(CODES[kind]):
+    with rounding(KV_DTYPES[kind]):
         near = generate(stock, *inputs, **call)["logits.0"]
     far = generate(stock, *inputs, **call)["logits.0"]
     assert (mine - far).norm() > 100 * (mine - near).norm()
@@ -111,7 +111,7 @@ def test_a_layer_with_constants_in_its_keys_stays_as_it_is_and_is_named():
     ours = accel.optimize(copy.deepcopy(stock), kv_cache="int8")
     cache = DynamicCache()
     mine = off(lambda ids: ours(ids, past_key_values=cache), (ids,), wanted)
-    assert [shape.codes for shape in store_of(cache).shapes] == [torch.int8, None, torch.int8]
+    assert [shape.kv_dtype for shape in store_of(cache).shapes] == [torch.int8, None, torch.int8]
     told = next(site[3] for site in accel.report(ours).sites if site[1] == "language model")
     assert "in float32 where rounded keys leave scores less than 18 dB: model.layers.1: " in told
     assert naive > 0.2 and mine < naive / 5, (naive, mine)
@@ -167,8 +167,8 @@ def test_what_is_no_value_and_what_has_no_cache(tiny):
 def test_a_gpu_without_8_bit_floats_is_told_what_it_has(monkeypatch):
     monkeypatch.setattr("accel.llm.analysis.kv_quantization.capability", lambda device: (8, 0))
     with pytest.raises(ValueError, match="'fp8' needs .* 8.9 or later, this one has 8.0; give 'int8' or None"):
-        codes_for("fp8", torch.device("cuda"))
-    assert codes_for("int8", torch.device("cuda")) == torch.int8
+        kv_dtype_for("fp8", torch.device("cuda"))
+    assert kv_dtype_for("int8", torch.device("cuda")) == torch.int8
 
 
 def test_a_model_that_stays_stock_says_that_nothing_is_rounded():
@@ -189,8 +189,8 @@ def next_logits(model, ids, cache):
 def test_it_takes_the_memory_that_the_report_says():
     ours, *_, cache = held()
     store = store_of(cache)
-    assert [shape.codes for shape in store.shapes] == [torch.int8] * 2
-    kept = sum(t.nbytes for several in store.blocks.kept.values() for t in several)
+    assert [shape.kv_dtype for shape in store.shapes] == [torch.int8] * 2
+    kept = sum(t.nbytes for several in store.blocks.by_shape.values() for t in several)
     size = sum(shape.size for shape in store.shapes)
     assert kept == size * store.rows * store.capacity
     told = [site[3] for site in accel.report(ours).sites if site[1] == "language model"]
@@ -210,7 +210,7 @@ def test_who_looks_at_keys_gets_copies_in_a_stock_layer_and_edits_of_them_count(
         before = [t.clone() for layer in theirs.layers for t in (layer.keys, layer.values)]
         wanted = next_logits(stock, ids, theirs)
     torch.testing.assert_close(next_logits(ours, ids, cache), wanted, rtol=1e-4, atol=1e-4)
-    assert is_ours(cache)  # taken in again, rounded to what it was rounded to
+    assert store_of(cache)  # taken in again, rounded to what it was rounded to
     after = [t[:, :, :-1] for layer in cache.layers for t in (layer.keys, layer.values)]
     for mine, theirs in zip(after, before, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
@@ -232,7 +232,7 @@ def test_one_layer_read_or_reordered_by_itself_goes_on_from_what_it_held():
 def test_copies_and_pickles_hold_the_same_codes(kind, copied):
     ours, _, ids, cache = held(kind)
     again = copied(cache)
-    assert is_ours(again) and store_of(again).shapes == store_of(cache).shapes
+    assert store_of(again) and store_of(again).shapes == store_of(cache).shapes
     assert torch.equal(next_logits(ours, ids, again), next_logits(ours, ids, cache))
 
 
@@ -240,9 +240,9 @@ def test_a_cache_goes_from_one_kind_of_model_to_the_other_and_back():
     ours, stock, ids, cache = held()
     exact = accel.optimize(copy.deepcopy(stock))
     logits = next_logits(exact, ids, cache)
-    assert [shape.codes for shape in store_of(cache).shapes] == [None] * 2
+    assert [shape.kv_dtype for shape in store_of(cache).shapes] == [None] * 2
     back = next_logits(ours, ids, cache)
-    assert [shape.codes for shape in store_of(cache).shapes] == [torch.int8] * 2
+    assert [shape.kv_dtype for shape in store_of(cache).shapes] == [torch.int8] * 2
     assert logits.isfinite().all() and back.isfinite().all()
     assert torch.equal(stock(ids).logits, accel.restore(exact)(ids).logits)
 
@@ -255,7 +255,7 @@ def test_calls_that_run_stock_go_on_over_the_same_cache():
         wanted = stock(ids[:, :2], past_key_values=theirs, output_hidden_states=True).logits
     got = ours(ids[:, :2], past_key_values=cache, output_hidden_states=True).logits
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
-    assert is_ours(cache) and cache.get_seq_length() == 11
+    assert store_of(cache) and cache.get_seq_length() == 11
 
 
 def test_restored_it_is_stock():
@@ -270,4 +270,4 @@ def test_a_copy_of_the_model_rounds_too():
     for again in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
         cache = DynamicCache()
         assert torch.equal(again(ids, past_key_values=cache).logits, ours(ids).logits)
-        assert store_of(cache).shapes[0].codes == torch.int8
+        assert store_of(cache).shapes[0].kv_dtype == torch.int8

@@ -11,8 +11,9 @@ from accel_kernels import paged_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel.llm.kv_cache.blocks import BLOCK, Blocks, Shape
-from accel.llm.kv_cache.store import AHEAD, Store
+from accel.llm.kv_cache.row_blocks import RowBlocks
+from accel.llm.kv_cache.shape import BLOCK, Shape
+from accel.llm.kv_cache.store import AHEAD, RowSelection, Store
 from support.everything import EVERYTHING
 from support.llm.kv_cache.row_lists import CPU, SHAPES, STORED, Lists, append, append_as_stock, check, filled, fresh
 from support.noted import noted
@@ -50,15 +51,15 @@ def test_a_store_is_a_list_of_tensors_a_row(stored, rows, wanted, steps):
         elif name == "reorder" and lists.length:
             index = [i % rows for i in what[:rows]]
             addresses = store.metadata[1:].tolist()
-            store.reorder(torch.tensor(index))
+            store.choose(RowSelection("reorder", torch.tensor(index)))
             assert store.metadata[1:].tolist() == addresses
             lists.choose(index)
         elif name == "select" and lists.length:
             index = [i % rows for i in what]
-            store.select(index)
+            store.choose(RowSelection("select", index))
             lists.choose(index)
         elif name == "repeat" and lists.length and rows * what <= 8:
-            store.repeat(what)
+            store.choose(RowSelection("repeat", what))
             lists.choose([r for r in range(rows) for _ in range(what)])
         elif name == "grow":
             store.reserve(rows, lists.length + what)
@@ -87,29 +88,29 @@ def test_a_store_is_a_list_of_tensors_a_row(stored, rows, wanted, steps):
 def test_beams_share_full_blocks_and_copy_the_one_being_written():
     store, _ = filled()
     before = store.kv(0).keys.clone()
-    store.reorder(torch.tensor([1, 1, 3, 0]))
-    assert store.table[:, :2].tolist() == [[3, 4], [3, 4], [9, 10], [0, 1]]
+    store.choose(RowSelection("reorder", torch.tensor([1, 1, 3, 0])))
+    assert store.kv(0).table[:, :2].tolist() == [[3, 4], [3, 4], [9, 10], [0, 1]]
     changed = (store.kv(0).keys != before).flatten(1).any(1)
     assert set(changed.nonzero().flatten().tolist()) <= {2, 5, 8, 11}
 
 
 def test_nothing_is_copied_where_a_block_ends():
     store, _ = filled(tokens=2 * BLOCK)
-    before = [tensor.clone() for kept in store.blocks.kept.values() for tensor in kept]
-    store.reorder(torch.tensor([1, 1, 3, 0]))
-    after = [tensor for kept in store.blocks.kept.values() for tensor in kept]
+    before = [tensor.clone() for kept in store.blocks.by_shape.values() for tensor in kept]
+    store.choose(RowSelection("reorder", torch.tensor([1, 1, 3, 0])))
+    after = [tensor for kept in store.blocks.by_shape.values() for tensor in kept]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 @pytest.mark.parametrize("reordered", [True, False])
 def test_a_layer_behind_the_others_writes_what_is_its_rows_own(reordered):
     store, lists = filled(tokens=3 * BLOCK)
-    store.reorder(torch.tensor([1, 2, 0, 0]))
+    store.choose(RowSelection("reorder", torch.tensor([1, 2, 0, 0])))
     lists.choose([1, 2, 0, 0])
     store.shorten(1, BLOCK + 5)
     assert not store.whole
     if reordered:
-        store.reorder(torch.tensor([1, 2, 0, 0]))
+        store.choose(RowSelection("reorder", torch.tensor([1, 2, 0, 0])))
         lists.choose([1, 2, 0, 0])
     again = fresh(4, BLOCK + 5)[1]
     store.write(1, *again.transpose(2, 3))
@@ -140,7 +141,7 @@ def test_inference_mode_may_be_left_or_entered_at_any_point(inside):
             for store, lists in copies:
                 append(store, new := fresh(4, 100))
                 lists.append(new)
-                store.reorder(torch.tensor([1, 1, 3, 0]))
+                store.choose(RowSelection("reorder", torch.tensor([1, 1, 3, 0])))
                 lists.choose([1, 1, 3, 0])
                 store.crop(80)
                 lists.crop(80)
@@ -155,7 +156,7 @@ def test_attention_over_shared_blocks_is_attention_over_the_rows_own_tokens(more
     store.set_padding_mask(mask)
     lists.seen = list(mask)
     for index in ([1, 1, 3, 0], [0, 2, 2, 3]):
-        store.reorder(torch.tensor(index))
+        store.choose(RowSelection("reorder", torch.tensor(index)))
         lists.choose(index)
         new, q = fresh(4, 60), torch.randn(4, 60, 4, 4)
         plain = Store(SHAPES)  # the rows' own tokens, never reordered
@@ -211,8 +212,8 @@ def memory(monkeypatch):
 
 def test_no_memory_to_grow_says_so_and_leaves_the_store_as_it_was(memory):
     store, lists = filled(tokens=100)
-    memory(store.blocks.kept[SHAPES[1]][0].nbytes * 2)  # the larger shape fails second
-    store.reorder(torch.tensor([1, 1, 0, 2]))
+    memory(store.blocks.by_shape[SHAPES[1]][0].nbytes * 2)  # the larger shape fails second
+    store.choose(RowSelection("reorder", torch.tensor([1, 1, 0, 2])))
     lists.choose([1, 1, 0, 2])
     with pytest.raises(torch.OutOfMemoryError, match=r"10000 tokens in 4 rows: .* GiB wanted; the 100 stored are kept"):
         store.reserve(4, 10000)
@@ -234,14 +235,14 @@ def test_no_memory_for_what_a_request_may_come_to_is_no_error(memory):
 
 
 def test_what_could_not_be_allocated_is_freed_before_less_is_tried_and_before_the_error_is_handled(memory, monkeypatch):
-    alive, original = [], Blocks.__init__
+    alive, original = [], RowBlocks.__init__
 
     def watched(self, *args):
         assert not any(one() is not None for one in alive)
         alive.append(weakref.ref(self))
         original(self, *args)
 
-    monkeypatch.setattr(Blocks, "__init__", watched)
+    monkeypatch.setattr(RowBlocks, "__init__", watched)
     memory(SHAPES[1].size * 1024)
     gc.disable()
     try:
@@ -266,7 +267,7 @@ def test_eight_bits_are_a_byte_an_element_and_four_a_scale():
     assert shape.size == 2 * 8 * (128 + 4) and shape.exact.size == 2 * 8 * 128 * 2
     store = Store((shape,) * 3)
     store.reserve(2, 2 * BLOCK)
-    assert sum(kept.nbytes for kept in store.blocks.kept[shape]) == 3 * shape.size * 2 * 2 * BLOCK
+    assert sum(kept.nbytes for kept in store.blocks.by_shape[shape]) == 3 * shape.size * 2 * 2 * BLOCK
 
 
 def test_room_grows_by_shares_so_that_a_long_text_is_copied_a_few_times_only(monkeypatch):

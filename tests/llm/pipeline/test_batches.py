@@ -12,13 +12,13 @@ import accel
 from accel.libraries.hooks import HOOK
 from accel.llm.batching import limits
 from accel.llm.batching.limits import Limits
-from accel.llm.batching.refusal import refusal
 from accel.llm.batching.sampling import Sampling
-from accel.llm.batching.spread.steps import SpreadStepRunner
+from accel.llm.batching.spread import SpreadStepRunner
 from accel.llm.batching.step import Flight
+from accel.llm.batching.trial import refusal
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.kv_cache.layer_sets import layer_sets
-from accel.llm.kv_cache.pages import page_bytes
+from accel.llm.kv_cache.paged_kv_cache import block_bytes
 from accel.llm.pipeline.stretch import ChainedStep, Stretch, StretchStep
 from support.llm.batching.engines import alone, engine_of, finished, forward_of, prompts_of, request
 from support.llm.families import layers, make
@@ -55,10 +55,14 @@ class Happened(list):
     def __init__(self, monkeypatch):
         super().__init__()
         noted(
-            monkeypatch, SpreadStepRunner, "launch", lambda _, plan, *rest: (plan.lane, set(plan.rows.tolist())), self
+            monkeypatch,
+            SpreadStepRunner,
+            "launch",
+            lambda _, plan, *rest: (plan.micro_batch, set(plan.rows.tolist())),
+            self,
         )
         noted(monkeypatch, Stretch, "run", lambda stretch, *rest: stretch.device, self)
-        noted(monkeypatch, Flight, "read", lambda flight: flight.plan.lane, self)
+        noted(monkeypatch, Flight, "read", lambda flight: flight.plan.micro_batch, self)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -70,7 +74,7 @@ def test_families(name):
     engine = engine_of(ours, tokens=30)
     finished(engine, asked)
     as_alone(stock, asked)
-    assert engine.lanes.count == 2 and forward_of(ours).chained
+    assert engine.micro_batches.count == 2 and forward_of(ours).chained
 
 
 def test_stretches_work_on_different_groups(both, monkeypatch):
@@ -101,7 +105,7 @@ class Replays:
 def test_steps_of_the_sizes_of_graphs(both):
     """What fills them up is nobody's. Steps with more tokens than on one device are replayed too."""
     ours, stock = both
-    engine, rows_of_heads = engine_of(ours, rows=40, tokens=2048, pages=100), []
+    engine, rows_of_heads = engine_of(ours, rows=40, tokens=2048, blocks=100), []
     draw = engine.sampler.draw
     engine.sampler.draw = lambda logits, *rest: (rows_of_heads.append(len(logits)), draw(logits, *rest))[1]
     engine.steps.runner = replays = Replays()
@@ -137,7 +141,7 @@ def test_requests_go_to_the_group_that_has_less(both):
     counts = []
     while engine.busy:
         engine.step()
-        counts.append(tuple((engine.scheduler.lane == lane).sum() for lane in range(2)))
+        counts.append(tuple((engine.scheduler.micro_batch == lane).sum() for lane in range(2)))
         if len(counts) == 3:
             for one in asked[3:]:
                 engine.add(one)
@@ -165,36 +169,36 @@ def test_three_stretches_two_of_them_on_one_device(monkeypatch):
     asked, engine, happened = asked_of(stock), engine_of(ours, rows=6), Happened(monkeypatch)
     finished(engine, asked)
     as_alone(stock, asked)
-    assert engine.lanes.count == 3 and {one[0] for one in happened if isinstance(one, tuple)} == {0, 1, 2}
+    assert engine.micro_batches.count == 3 and {one[0] for one in happened if isinstance(one, tuple)} == {0, 1, 2}
     assert [one for one in happened if isinstance(one, torch.device)][:3] == [DEVICES[0], DEVICES[1], DEVICES[0]]
 
 
 def test_pages_lie_with_their_layers(both):
     ours, _ = both
     engine = engine_of(ours)
-    pages = engine.pages
-    assert list(pages.places) == list(DEVICES)
+    pages = engine.kv_cache
+    assert list(pages.tables) == list(DEVICES)
     assert [len(several[0]) for several in pages.by_device.values()] == [2, 2]
-    tables = [pages.places[device].tables.data_ptr() for device in DEVICES]
+    tables = [pages.tables[device].tables.data_ptr() for device in DEVICES]
     assert [pages.kv(layer).table.data_ptr() for layer in range(4)] == [tables[0]] * 2 + [tables[1]] * 2
     engine.add(request("a", range(1, 70), 3))
     for _ in range(2):
         engine.step()
-    assert torch.equal(*(place.tables for place in pages.places.values())) and tables[0] != tables[1]
+    assert torch.equal(*(place.tables for place in pages.tables.values())) and tables[0] != tables[1]
 
 
 def test_the_device_with_the_least_memory_bounds_the_pages(both, monkeypatch):
     ours, _ = both
     shapes = forward_of(ours).shapes()
     sets = layer_sets(shapes, [None] * 4)
-    part = page_bytes(shapes, sets, DEVICES[1])
-    assert 2 * part == page_bytes(shapes, sets)
+    part = block_bytes(shapes, sets, DEVICES[1])
+    assert 2 * part == block_bytes(shapes, sets)
     free = {DEVICES[0]: 100 * part, DEVICES[1]: 10 * part}
     monkeypatch.setattr(limits, "free_bytes", free.__getitem__)
-    assert Limits(memory=1.0).page_count(shapes, sets) == 10
+    assert Limits(memory=1.0).block_count(shapes, sets) == 10
     free[DEVICES[1]] = part
     with pytest.raises(torch.OutOfMemoryError, match="free on cpu:0 is less"):
-        Limits(memory=1.0).page_count(shapes, sets)
+        Limits(memory=1.0).block_count(shapes, sets)
 
 
 def test_generate_batch(both):
@@ -214,7 +218,7 @@ def test_draws_are_those_of_one_device(both, options):
     for model in (ours, one):
         torch.manual_seed(5)
         asked = asked_of(stock, sampling=Sampling(temperature=0.9, seed=3), children=2)
-        ended = finished(engine_of(model, rows=5, pages=40), asked)  # further answers begin with the first's pages
+        ended = finished(engine_of(model, rows=5, blocks=40), asked)  # further answers begin with the first's pages
         answers = {request.id: request.tokens for request in ended}
         found.append((batch(model, prompts, **given), batch(model, prompts), answers))
     assert found[0] == found[1] and len(found[0][2]) == 3 * len(LENGTHS)

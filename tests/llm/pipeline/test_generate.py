@@ -66,7 +66,7 @@ def test_every_layer_keeps_its_keys_on_its_own_device(both):
     cache = DynamicCache(config=ours.config)
     ours(prompt(2, 5), past_key_values=cache)
     assert [layer.device for layer in cache.layers] == [DEVICES[0]] * 2 + [DEVICES[1]] * 2
-    assert set(cache.layers[0].store.blocks.places) == set(DEVICES)
+    assert set(cache.layers[0].store.blocks.tables) == set(DEVICES)
     assert [str(row[2:]) for row in accel.report(ours).sites if row[1] == "language model"] == [
         "('patched', 'layers 0-1 on cpu, 2-3 on cpu:0; CUDA graphs wait for CUDA; the model is on cpu')"
     ]
@@ -132,7 +132,7 @@ def test_keys_and_values_in_eight_bits_are_those_of_one_device():
     assert not torch.equal(wanted["logits.3"], exact["logits.3"])
     cache = DynamicCache(config=ours.config)
     ours(prompt(2, 5), past_key_values=cache)
-    assert [shape.codes for shape in cache.layers[0].store.shapes] == [torch.int8] * 4
+    assert [shape.kv_dtype for shape in cache.layers[0].store.shapes] == [torch.int8] * 4
 
 
 REASON = "pp_size=2: each process holds some of the layers, and its calls wait for the others"

@@ -5,10 +5,8 @@ import torch
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 import accel
-from accel.llm.recording.errors import NotUnderstood
-from accel.llm.recording.record import Record
+from accel.llm.recording.record import BLOCK, NotUnderstood, Record, window
 from accel.llm.recording.recorder import NAME
-from accel.llm.recording.window import BLOCK, window
 from support.llm.edits.modules import llama_with
 from support.llm.families import make
 

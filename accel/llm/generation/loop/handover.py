@@ -1,11 +1,10 @@
-"""Where stock's loop hands over to ours: after the first token it has chosen, or not at all.
+"""Where stock's token loop hands over to `TokenLoop`: after the first token, or not at all.
 
-generate() looks its decoding method up in the class, so that `_sample` itself cannot be another for one model. But
-between two steps it asks three methods of the model, and its tokens are in a tensor that it has just made and shows to
-the stopping criteria. So stock's own `_sample` reads the prompt, chooses the first token, and comes to the head of its
-loop; `_has_unfinished_sequences` then runs the loop of ours, puts all tokens into that very tensor, and says that
-nothing is left to be done. Stock ends as ever: with `streamer.end()` and what it returns. `returns_what_criteria_saw`
-tries that this is so with the transformers at hand.
+generate() looks its decoding method up in the class, so `_sample` cannot be replaced for one model. But between two
+steps it calls methods of the model, and shows its tensor of tokens to the stopping criteria. So stock's `_sample` reads
+the prompt and chooses the first token. `_has_unfinished_sequences` then runs `TokenLoop`, puts all tokens into that
+tensor, and reports that no row is unfinished. Stock ends with `streamer.end()` and returns the tensor.
+`returns_what_criteria_saw` checks that with the installed transformers.
 """
 
 import weakref
@@ -25,7 +24,7 @@ DEVICES = ("cuda",)  # where the loop runs; nowhere, if this is empty
 
 
 def followed(config: GenerationConfig, kwargs: dict[str, Any]) -> bool:
-    """Whether all a call asks for is tokens, and each step follows from the one before. kwargs: of the model."""
+    """Whether a call asks for tokens alone, so that each step follows from the one before. kwargs: of the model."""
     returned = config.return_dict_in_generate and (config.output_scores or config.output_logits)
     others = (value for name, value in kwargs.items() if name not in STEP and name not in NAMES)
     said = any(value is not None and value is not False for value in others)
@@ -33,7 +32,7 @@ def followed(config: GenerationConfig, kwargs: dict[str, Any]) -> bool:
 
 
 class Handover:
-    """Of one generate() call: `note` is told every token that stock chooses, `run` does the rest where it can."""
+    """Of one generate() call: `note` follows the tokens that stock chooses, `run` generates the others where it can."""
 
     def __init__(self, forward: DecoderForward, store: Store, request: GenerateRequest, criteria: StoppingCriteriaList):
         self.forward, self.known_store, self.request, self.criteria = forward, weakref.ref(store), request, criteria
@@ -68,11 +67,13 @@ class Handover:
         self.ids = ids if ready else None
 
     def run(self) -> bool:
-        """Puts all tokens to come into the tensor that was noted; False where there is none, or no longer a way."""
+        """Generates all further tokens into the tensor that was noted. False where that cannot be done any more."""
         ids, store, self.ids = self.ids, self.known_store(), None
-        if ids is None or store is None or self.unfinished is None or not self.ready(ids):  # a streamer was there since
+        if (
+            ids is None or store is None or self.unfinished is None or not self.ready(ids)
+        ):  # a streamer may have changed something since
             return False
-        # A tensor of its own over the same tokens: the noted one is about to be another.
+        # A second tensor over the same memory: `set_` below changes the noted one.
         known = ids.view_as(ids)
         loop = TokenLoop(self.forward, store, self.request, self.criteria, known, self.unfinished, self.prompt)
         ids.set_(loop.run())  # type: ignore[call-overload]

@@ -1,7 +1,7 @@
-"""Where generate() is met: attributes of one model that do what its class does, and a little more."""
+"""Patched methods of one model that generate() calls: each does what its class does, and notes what we need."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -33,62 +33,51 @@ class Asked(NamedTuple):
     usual: bool
 
 
-class GenerateCall(PerThread):
-    """What this thread's generate() call goes on with, as far as the methods that it has come to have found out.
+class CallNotes:
+    """What one thread's generate() call goes on with, as far as the methods that it has come to have found out.
 
-    store: where its tokens come one by one. request: where each of its steps follows from the one before. handover: of
-    the call whose loop is to begin, then of that whose loop is running.
+    store: where its tokens come one by one. request: where each of its steps follows from the one before. digest: what
+    the ranks that share the model must begin with alike. expected: the handover of the loop that is to begin; handover:
+    of that which is running.
     """
+
+    digest = ""
+    handover: Handover | None = None
+
+    def __init__(self) -> None:
+        self.begin(None)
 
     def begin(self, asked: Asked | None) -> None:
         """Forgets what the call before has found out, but not the loop that this one may be inside of."""
-        local = self._local
-        local.asked, local.store, local.request, local.expected = asked, None, None, None
-
-    def given(self, digest: str) -> None:
-        """What the call begins with, in short."""
-        self._local.digest = digest
-
-    @property
-    def digest(self) -> str:
-        return getattr(self._local, "digest", "")
-
-    def put(self, store: Store, request: GenerateRequest | None) -> None:
-        self._local.store, self._local.request = weakref.ref(store), request
-
-    def processed(self, processors: LogitsProcessorList) -> None:
-        request = getattr(self._local, "request", None)
-        self._local.request = None if request is None else request._replace(processors=processors)
-
-    @property
-    def asked(self) -> Asked | None:
-        return getattr(self._local, "asked", None)
-
-    @property
-    def request(self) -> GenerateRequest | None:
-        return getattr(self._local, "request", None)
-
-    def store(self) -> Store | None:
-        found = getattr(self._local, "store", None)
-        return None if found is None else found()
-
-    def expect(self, handover: Handover | None) -> None:
-        self._local.expected = handover
-
-    @property
-    def handover(self) -> Handover | None:
-        return getattr(self._local, "handover", None)
+        self.asked = asked
+        self.request: GenerateRequest | None = None
+        self.expected: Handover | None = None
+        self.known_store: Callable[[], Store | None] = _nobody
 
     @contextmanager
     def decoding(self, around: AbstractContextManager) -> Iterator[Any]:
         """The loop of the call that was prepared last. Loops may be inside one another, as of a streamer's own call."""
-        before, now = self.handover, getattr(self._local, "expected", None)
-        self._local.handover, self._local.expected = now, None
+        before, self.handover, self.expected = self.handover, self.expected, None
         try:
             with around as given:
                 yield given
         finally:
-            self._local.handover = before
+            self.handover = before
+
+
+def _nobody() -> None:
+    return None
+
+
+class GenerateCall(PerThread):
+    """The notes of the call that each thread is in."""
+
+    @property
+    def notes(self) -> CallNotes:
+        found = getattr(self._local, "notes", None)
+        if found is None:
+            found = self._local.notes = CallNotes()
+        return found
 
 
 class GenerateHook(MethodHook):
@@ -96,7 +85,11 @@ class GenerateHook(MethodHook):
 
     def __init__(self, module: PreTrainedModel, forward: DecoderForward, call: GenerateCall):
         super().__init__(module, forward)
-        self.current = call
+        self._call = call
+
+    @property
+    def notes(self) -> CallNotes:
+        return self._call.notes
 
 
 class ModeArguments(GenerateHook):
@@ -108,7 +101,7 @@ class ModeArguments(GenerateHook):
         given = self.arguments(args, kwargs)
         found = self.stock(*args, **kwargs)
         usual = given.get("custom_generate") is None and not found.get("synced_gpus")
-        self.current.begin(Asked(found.get("streamer"), usual))
+        self.notes.begin(Asked(found.get("streamer"), usual))
         return found
 
 
@@ -119,7 +112,7 @@ class SharedInputs(GenerateHook):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         found = self.stock(*args, **kwargs)
-        self.current.given(digest(found[0]))
+        self.notes.digest = digest(found[0])
         return found
 
 
@@ -141,19 +134,19 @@ class PrepareCache(GenerateHook):
     name = generation.CACHE
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        asked = self.current.asked
-        self.current.begin(None)
+        asked = self.notes.asked
+        self.notes.begin(None)
         if self.forward.ranks is not None:
             given = self.arguments(args, kwargs)
             mode, config = given["generation_mode"], given["generation_config"]
-            agree_to_generate(self.forward.ranks, self.current.digest, mode, config, self.module.device)
+            agree_to_generate(self.forward.ranks, self.notes.digest, mode, config, self.module.device)
         result = self.stock(*args, **kwargs)
         try:
             weight = self.forward.embeddings()
         except Unfit:  # as the calls to come will tell
             return result
         # A compiled forward in its place would trace the store's own code, so it is left the library's cache.
-        if self.forward.ledger.rests((weight,), {}) or vars(self.module).get("forward") is not self.forward:
+        if self.forward.ledger.runs_stock_on_cpu((weight,), {}) or vars(self.module).get("forward") is not self.forward:
             return result
         given = self.arguments(args, kwargs)
         model_kwargs, config = given["model_kwargs"], given["generation_config"]
@@ -161,11 +154,10 @@ class PrepareCache(GenerateHook):
         if cache is not None and not (config.output_attentions or config.output_hidden_states):  # such calls run stock
             store = adopt(cache, self.forward.shapes(), wanted=given.get("max_cache_length", 0))
             if isinstance(store, Store) and given.get("generation_mode") in ONE_BY_ONE:
-                request = None
+                self.notes.known_store = weakref.ref(store)
                 if asked is not None and asked.usual and followed(config, model_kwargs):
                     kept = model_kwargs | {"use_cache": config.use_cache}
-                    request = GenerateRequest(config, kept, LogitsProcessorList(), asked.streamer)
-                self.current.put(store, request)
+                    self.notes.request = GenerateRequest(config, kept, LogitsProcessorList(), asked.streamer)
         return result
 
 
@@ -175,8 +167,8 @@ class Processors(GenerateHook):
     name = generation.PROCESSORS
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        processors = self.stock(*args, **kwargs)
-        self.current.processed(processors)
+        processors, request = self.stock(*args, **kwargs), self.notes.request
+        self.notes.request = None if request is None else request._replace(processors=processors)
         return processors
 
 
@@ -196,13 +188,12 @@ class Criteria(SharedCriteria):
     """Lets the stopping criteria begin the next step, or note what the loop is to go on with."""
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        criteria, store, request = super().call(*args, **kwargs), self.current.store(), self.current.request
-        self.current.begin(None)  # what it knows would otherwise stay until the next call
+        criteria, store, request = super().call(*args, **kwargs), self.notes.known_store(), self.notes.request
+        self.notes.begin(None)  # what it knows would otherwise stay until the next call
         if store is None:
             return criteria
-        handover = None if request is None else Handover(self.forward, store, request, criteria)
-        self.current.expect(handover)
-        return Lookahead(criteria, self.forward, store, handover)
+        self.notes.expected = None if request is None else Handover(self.forward, store, request, criteria)
+        return Lookahead(criteria, self.forward, store, self.notes.expected)
 
 
 class Decoding(GenerateHook):
@@ -211,7 +202,7 @@ class Decoding(GenerateHook):
     name = DECODING
 
     def call(self) -> AbstractContextManager:
-        return self.current.decoding(self.stock())
+        return self.notes.decoding(self.stock())
 
 
 class Unfinished(GenerateHook):
@@ -220,7 +211,7 @@ class Unfinished(GenerateHook):
     name = UNFINISHED
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        more, handover = self.stock(*args, **kwargs), self.current.handover
+        more, handover = self.stock(*args, **kwargs), self.notes.handover
         return more and not (handover is not None and handover.run())
 
 

@@ -1,12 +1,11 @@
-"""The next step of generate(), begun while the host still asks whether there is to be one.
+"""The next decode step of generate(), launched speculatively while the stopping criteria are evaluated.
 
-After every token generate() reads whether all rows have ended. That waits for the GPU, and then the GPU waits until
-Python has come to the next forward. But nothing of that forward is unknown: its token has been chosen, mask and
-positions go on by one. So its graph is launched beside the stopping criteria, on a stream of its own, which that
-reading does not wait for. The forward that then comes takes the result if it is given exactly what was begun, and
-computes as ever if not: what was begun in vain has only written behind the tokens that count.
+After every token generate() reads whether all rows have ended. That waits for the GPU, and then the GPU waits for
+Python. But the inputs of the next forward are known: its token is chosen, mask and positions advance by one. So its
+graph is launched beside the stopping criteria, on a stream of its own. The next forward takes the result if it is given
+exactly these inputs, and computes otherwise. A wrong speculation is harmless: it wrote only beyond the stored length.
 
-So it goes where `TokenLoop` cannot take over, as with processors of the user's own.
+This serves calls that `TokenLoop` cannot take over, as with processors of the user's own.
 """
 
 import weakref
@@ -21,16 +20,15 @@ from accel.libraries.code import comes_from
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.loop.handover import Handover
 from accel.llm.generation.loop.methods import predictable
-from accel.llm.kv_cache.pending_step import PendingStep
-from accel.llm.kv_cache.store import Store
+from accel.llm.kv_cache.store import PendingStep, Store
 from accel.llm.pipeline.stretch import StretchGraphs
 
-MOST_MISSED = 4  # a call of generate() in which so many steps in a row were begun in vain does without
-MOST_WAITED = PATIENCE + 4  # or in which so many could not be begun: their graph comes once its products are chosen
+MOST_MISSED = 4  # unused steps in a row, after which a generate() call stops launching ahead
+MOST_WAITED = PATIENCE + 4  # or steps without a graph, which comes once its products are chosen
 
 
 def begin(model: nn.Module, runner: GraphRunner, store: Store, ids: torch.Tensor) -> PendingStep | None:
-    """Launches the step that takes the last of ids, (rows, tokens), if there is a graph for it; `store` knows of it."""
+    """Launches the step for the last of ids, (rows, tokens), if there is a graph for it; `store.pending` holds it."""
     latest, rows = store.latest, store.rows
     if latest is None or not (store.whole and 0 < store.length < store.capacity):
         return None
@@ -63,9 +61,9 @@ def begin(model: nn.Module, runner: GraphRunner, store: Store, ids: torch.Tensor
 
 
 class Lookahead(StoppingCriteriaList):
-    """The stopping criteria of one generate() call, which begin the next step of `store` whenever they are asked.
+    """The stopping criteria of one generate() call, which launch the next step whenever they are asked.
 
-    handover: to the loop that runs ahead, where there may be one; then no step is begun here.
+    handover: to `TokenLoop`, where it may take over; then no step is launched here.
     """
 
     def __init__(
@@ -96,7 +94,7 @@ class Lookahead(StoppingCriteriaList):
         return ended
 
     def _asked(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> Any:
-        if not self.known:  # the user's own may change what there is to begin
+        if not self.known:  # the user's own may change the inputs of the step
             ended = super().__call__(input_ids, scores, **kwargs)
             self._begin(input_ids)
             return ended

@@ -3,8 +3,8 @@
 Stock's loop asks after every token whether all rows have ended, which waits for the GPU; then the GPU waits for Python.
 Here the next step is launched first. It needs nothing that the host does not know: the token is taken where the GPU
 has put it, positions go on by one, the mask by a 1. A step that turns out to come after the end, or after a change of
-the model, is dropped: the store is told the length before it, the random generator goes back, and what the step wrote
-lies behind the stored length, where the next token overwrites it before it is read.
+the model, is dropped: the store goes back to the length before it, and the random generator to its state. What the step
+wrote lies beyond the stored length, where the next token overwrites it before it is read.
 
 What others see is stock's: criteria, then the streamer, for every token in its turn. Criteria that may be somebody's
 own are asked before the next step is launched, for they may change it. While a streamer runs, the step ahead has not
@@ -14,6 +14,7 @@ every few steps.
 """
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,12 +28,49 @@ from accel.libraries.cache import generating_cache
 from accel.libraries.generation import FILLER, next_inputs
 from accel.llm.generation.calling_convention import Unfit
 from accel.llm.generation.decoder import DecoderForward
+from accel.llm.generation.graph_sizes import by_graph
 from accel.llm.generation.loop.choice import RandomState, draw, refuse_nan
 from accel.llm.generation.loop.methods import predictable, prepared_by_stock
-from accel.llm.generation.loop.next_step import fingerprint_of, next_logits
 from accel.llm.kv_cache.cache import store_of
-from accel.llm.kv_cache.pending_step import LatestForward
-from accel.llm.kv_cache.store import Store
+from accel.llm.kv_cache.store import LatestForward, Store
+from accel.llm.pipeline.stretch import StretchGraphs
+
+
+def next_logits(
+    forward: DecoderForward,
+    store: Store,
+    tokens: torch.Tensor,
+    positions: torch.Tensor | None,
+    keep: int,
+    trusted: bool,
+) -> torch.Tensor:
+    """The logits of one token a row more, (rows, 1, vocabulary), stored like any other.
+
+    tokens: (rows, 1). positions: one further than before. The mask goes on with a 1: what it says of the tokens before
+    is in the store. keep: the same as before. trusted: the model is the one of the step before, whose graph is replayed
+    without another look. Raises Unfit.
+    """
+    rows = tokens.shape[0]
+    store.reserve(rows, store.length + 1)
+    eager, arguments = partial(forward.eager, store, False), (tokens, positions, store.metadata, keep)
+    variant = ("mask",) if store.padding_mask is not None else ()
+    if isinstance(forward.runner, StretchGraphs) and tokens.is_cuda and by_graph(rows, 1):
+        logits: Any = forward.runner(eager, arguments, {}, variant, trusted=trusted)
+    elif forward.runner is not None and tokens.is_cuda and by_graph(rows, 1):
+        replayed = forward.runner.begin(arguments, {}, variant) if trusted else None
+        logits = forward.runner(eager, arguments, {}, variant) if replayed is None else replayed.outputs
+    else:
+        logits = eager(*arguments)
+    store.advance(1)
+    store.latest = LatestForward(positions, keep)
+    return logits
+
+
+def fingerprint_of(forward: DecoderForward) -> Fingerprint | None:
+    """The model as its graphs were made from it, or as its layers were bound to its weights where it has none."""
+    graphs = None if forward.runner is None else forward.runner.fingerprint
+    return forward.seen if graphs is None else graphs
+
 
 TOUCHED = (
     "a streamer has changed the model, its cache or the random numbers while generate() ran, of which the other ranks "
@@ -209,7 +247,7 @@ class TokenLoop:
         return self.model(**inputs, return_dict=True).logits
 
     def _begin(self, token: Token) -> None:
-        """Launches a step more, ahead of what is to be read."""
+        """Launches the next step before the last token is read."""
         random = None if self.random is None else self.random.mark()
         try:
             self.ahead = self._next(token)
@@ -220,7 +258,7 @@ class TokenLoop:
             self.late = False  # comes again, if the step is wanted still, after the token before it
 
     def _drop(self) -> None:
-        """The step ahead has never been."""
+        """Undoes the step launched ahead."""
         ahead, self.ahead = self.ahead, None
         self._go_back(None if ahead is None else ahead.random)
 
@@ -236,8 +274,8 @@ class TokenLoop:
         return any([bool(one(ids, None)) for one in self.at_once])
 
     def _stream(self, chosen: torch.Tensor) -> None:
-        """Hands a token on. Meanwhile the step ahead has not been: a streamer may look at the cache and the random
-        numbers, or change them or the model. The step stands if nobody did.
+        """Gives the streamer a token. Meanwhile the step ahead is undone: a streamer may read or change the cache, the
+        random numbers and the model. The step is put back if it changed nothing.
         """
         ahead, self.ahead = self.ahead, None
         after = None if self.random is None else self.random.mark()
@@ -262,7 +300,7 @@ class TokenLoop:
         self.late &= known[1] is not None  # else nobody counts how often weights change: no step ahead would last
 
     def _look(self) -> None:
-        """Somebody's code has run: the next step looks at the model, or calls it where it is not the forward alone."""
+        """After code of the user's: the next step checks the model, and calls it where its forward is not all."""
         self.trusted = 0
         ours = store_of(generating_cache(self.request.kwargs)) is self.store and self.store.length == self.stored
         if not (ours and undisturbed(self.forward)):

@@ -13,7 +13,7 @@ from accel_kernels.gemm.quantized_weight import Quantized, pack
 from torch import Tensor
 
 from accel.llm.ptq.calibration.layer_work import LayerWork
-from accel.llm.ptq.calibration.matrices import weight_matrix
+from accel.llm.ptq.calibration.linears import weight_matrix
 from accel.quantization.rounding import Grid, grid, nearest, round_to_nearest
 from accel.quantization.scheme import Scheme
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from accel.llm.ptq.calibration.folding import FoldGroup, middle
 from accel.llm.ptq.calibration.layer_work import LayerWork
-from accel.llm.ptq.calibration.matrices import put, trial, weight_matrix
+from accel.llm.ptq.calibration.linears import put, trial, weight_matrix
 
 EXPONENTS = (None, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # None: not smoothed
 

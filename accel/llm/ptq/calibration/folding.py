@@ -15,8 +15,8 @@ from accel.llm.analysis.analyze import formulas
 from accel.llm.analysis.layer import LayerSpec
 from accel.llm.analysis.norm import NormSpec
 from accel.llm.analysis.softmax_attention import SEPARATE, SoftmaxSpec, split
-from accel.llm.ptq.calibration.matrices import put, weight_matrix
-from accel.llm.recording.errors import NotUnderstood
+from accel.llm.ptq.calibration.linears import put, weight_matrix
+from accel.llm.recording.record import NotUnderstood
 from accel.llm.runtime.attention_kinds import KINDS
 from accel.llm.runtime.linear import Weights, weights
 from accel.patching.patch import set_data

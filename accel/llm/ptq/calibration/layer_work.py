@@ -1,23 +1,55 @@
 """One decoder layer while its weights are being quantized."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import accumulate
 from typing import TypeVar
 
 import torch
 from accel_kernels import Quantized
+from accel_kernels.row_numbers import LEAST_PEAK, MOST
 from torch import Tensor, nn
 
-from accel.llm.ptq.calibration.fake_quant import rounding_inputs
 from accel.llm.ptq.calibration.folding import FoldGroup
 from accel.llm.ptq.calibration.layer_inputs import LayerCall, first
-from accel.llm.ptq.calibration.matrices import put, weight_matrix
+from accel.llm.ptq.calibration.linears import put, weight_matrix
 from accel.llm.recording.recorder import resting
-from accel.quantization.activations import FIXED, SCALE
+from accel.quantization.activations import FIXED, KERNELS, SCALE
 from accel.quantization.linears import Dense
 from accel.quantization.rounding import round_to_nearest
 from accel.quantization.scheme import Scheme
+
+
+def rounded_by_token(x: Tensor) -> Tensor:
+    """x: (..., K), each row as its 8-bit numbers and scale stand for, in the dtype of x."""
+    return KERNELS.rounded(x, "int8").dequantized(x.dtype)
+
+
+def rounded_by_tensor(x: Tensor, scale: Tensor | None = None) -> Tensor:
+    """The same by one scale, (1,) float32; without one by that of the largest value in x."""
+    if scale is None:
+        scale = (x.float().abs().max() / MOST[torch.int8]).clamp_min(LEAST_PEAK).view(1)
+    return KERNELS.rounded(x, "int8-static", fixed=scale).dequantized(x.dtype)
+
+
+@contextmanager
+def rounding_inputs(modules: Iterable[nn.Module], scales: Mapping[nn.Module, Tensor] | None = None) -> Iterator[None]:
+    """Inside, these linears are called with their input rounded by token; where scales are given by tensor, by a
+    linear's own where it has one among them.
+    """
+
+    def rounded(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        by: Callable[[Tensor], Tensor] = rounded_by_token
+        if scales is not None:
+            by = partial(rounded_by_tensor, scale=scales.get(module))
+        return tuple(map(by, args)), {name: by(value) for name, value in kwargs.items()}
+
+    with ExitStack() as undo:
+        for module in modules:
+            undo.callback(module.register_forward_pre_hook(rounded, with_kwargs=True).remove)
+        yield
+
 
 Watcher = TypeVar("Watcher", bound=Callable[[Tensor], None])
 JUDGED = 65536  # tokens, or one call's, by which ways to round a layer are compared: as many as AWQ was published with
@@ -27,7 +59,7 @@ class LayerWork:
     """linears: those to be quantized, by full path. calls: see `LayerInputs`; wanted: the stock layer's outputs, of as
     many of the first calls as are judged by.
 
-    emulated: the linears get their inputs rounded to int8 whenever the layer runs, but for `wanted`. quantized,
+    fake_quant: the linears get their inputs rounded to int8 whenever the layer runs, but for `wanted`. quantized,
     changed and fixed, see `FIXED`, are what is found, by full path; notes: what there is to say of it. Raises
     ValueError for NaN or Inf among the weights.
     """

@@ -1,15 +1,17 @@
 """Which linear layers of a model are quantized, and why not the others."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from transformers import Conv1D, PreTrainedModel
 
-from accel.llm.recording.errors import NotUnderstood
+from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import decoder_layers
 from accel.llm.runtime.linear import holds_transposed, weights
 from accel.parallel.sharded_layers import local
+from accel.patching.patch import set_data
 from accel.patching.structure import plain
 from accel.quantization.linears import Dense, inside, unfit
 from accel.quantization.module import QuantizedLinear
@@ -71,3 +73,25 @@ def _refuses(module: Dense, scheme: Scheme) -> str | None:
     shape = local(module.weight).shape
     outputs, inputs = reversed(shape) if holds_transposed(module) else shape
     return unfit(outputs, inputs, scheme)
+
+
+def weight_matrix(module: Dense) -> Tensor:
+    """The weight of a linear as (out, in)."""
+    return module.weight.detach().t() if holds_transposed(module) else module.weight.detach()
+
+
+def put(module: Dense, matrix: Tensor) -> None:
+    """A linear's weight becomes a matrix (out, in), in its own dtype and layout."""
+    value = matrix.t() if holds_transposed(module) else matrix
+    set_data(module.weight, lambda data: value.to(data.dtype).contiguous())
+
+
+@contextmanager
+def trial(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """After it, the parameters are what they were before: what is given new data inside is given back its own."""
+    before = [(parameter, parameter.detach()) for parameter in parameters]
+    try:
+        yield
+    finally:
+        for parameter, data in before:
+            set_data(parameter, lambda _, data=data: data)

@@ -14,7 +14,7 @@ from transformers import AutoConfig, PretrainedConfig
 from accel.errors import reason_of
 from accel.libraries.loading import AutoQuantizationConfig
 from accel.llm.ptq.formats import compressed_tensors as compressed
-from accel.llm.ptq.formats.quantization_config import NAMES, SAID
+from accel.llm.ptq.formats.quantization_config import FIELD, NAMES
 from accel.parallel.division import Described
 from accel.quantization.activations import SCALE
 from accel.saved import first_line, read_json, readable
@@ -33,35 +33,35 @@ FIELDS |= dict.fromkeys(("desc_act", "sym", "zero_point"), bool)
 def read_config(folder: Path) -> tuple[PretrainedConfig, dict | None]:
     """The configuration and its `quantization_config`. Raises ValueError for what no library could read."""
     file = folder / "config.json"
-    _check_said(file, read_json(file).get(SAID))
+    _check_fields(file, read_json(file).get(FIELD))
     with readable(folder):
         config = AutoConfig.from_pretrained(folder)
-    said = getattr(config, SAID, None)
-    if said is None:
+    quantization = getattr(config, FIELD, None)
+    if quantization is None:
         return config, None
-    _check_said(file, said)
-    if said.get("quant_method") != compressed.METHOD:
+    _check_fields(file, quantization)
+    if quantization.get("quant_method") != compressed.METHOD:
         try:
-            AutoQuantizationConfig.from_dict(copy.deepcopy(said))
+            AutoQuantizationConfig.from_dict(copy.deepcopy(quantization))
         except Exception as error:  # whatever classes of configurations raise for values of other kinds
             reason_of(error)
-            raise ValueError(f"{file}: {SAID} of {said.get('quant_method')}: {first_line(error)}") from error
-    return config, said
+            raise ValueError(f"{file}: {FIELD} of {quantization.get('quant_method')}: {first_line(error)}") from error
+    return config, quantization
 
 
-def _check_said(file: Path, said: Any) -> None:
-    if said is None:
+def _check_fields(file: Path, quantization: Any) -> None:
+    if quantization is None:
         return
     # bitsandbytes once wrote no method.
-    named = isinstance(said, dict) and (
-        said.get("load_in_8bit") or said.get("load_in_4bit") or said.get("quant_method")
+    named = isinstance(quantization, dict) and (
+        quantization.get("load_in_8bit") or quantization.get("load_in_4bit") or quantization.get("quant_method")
     )
-    if not named or not isinstance(said.get("quant_method", ""), str):
-        raise ValueError(f"{file}: {SAID} is {said!r}, not an object with a text as quant_method")
+    if not named or not isinstance(quantization.get("quant_method", ""), str):
+        raise ValueError(f"{file}: {FIELD} is {quantization!r}, not an object with a text as quant_method")
     for name, kind in FIELDS.items():
-        value = said.get(name)
+        value = quantization.get(name)
         if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
-            raise ValueError(f"{file}: {SAID}.{name} is {value!r}, not {NAMES[kind]}")
+            raise ValueError(f"{file}: {FIELD}.{name} is {value!r}, not {NAMES[kind]}")
 
 
 @contextmanager
@@ -125,6 +125,12 @@ def header_of(file: Any, name: str) -> Described:
     if header.get_dtype() not in DTYPES:
         raise ValueError(f"{name} is of dtype {header.get_dtype()}, which is not read")
     return Described(tuple(header.get_shape()), DTYPES[header.get_dtype()])
+
+
+def own_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in memory of its own: files hold no tensor twice, nor a part of another's memory."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _without_memory(file: Any, name: str) -> torch.Tensor:

@@ -14,7 +14,7 @@ from accel.libraries.loading import entered, own_name, retied
 from accel.llm.ptq.calibration.linears import head_path
 from accel.llm.ptq.formats import compressed_tensors as compressed
 from accel.llm.ptq.formats.files import located, quantized_linears, read_config, weight_files
-from accel.llm.ptq.formats.quantization_config import SAID, Said
+from accel.llm.ptq.formats.quantization_config import FIELD, QuantizationConfig
 from accel.llm.ptq.formats.saving import SAVE, SaveOverride, untie
 from accel.quantization.activations import is_static
 from accel.quantization.module import QuantizedLinear
@@ -29,42 +29,42 @@ def load(folder: Path, dtype: str | torch.dtype, device: str | torch.device | No
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds no config.json")
     refuse_pickles(folder)
-    config, told = read_config(folder)
+    config, fields = read_config(folder)
     weight_files(folder)
     given = {"dtype": dtype} | ({} if device is None else {"device_map": device})
-    if told is None or not in_layout(told):
+    if fields is None or not is_compressed_tensors(fields):
         return whole(AutoModelForCausalLM, folder, config=config, **given).eval()
     linears = quantized_linears(folder)
-    said = compared(folder, told, linears)
-    replace, finish = partial(put_in_place, linears=linears, make=Held), partial(_finish, said=said)
-    with entered(replace, finish) as method:
+    quantization = read_quantization(folder, fields, linears)
+    replace = partial(replace_linears, linears=linears, make=PlaceholderLinear)
+    with entered(replace, partial(_finish, quantization=quantization)) as method:
         config.quantization_config = {"quant_method": method}
         return whole(AutoModelForCausalLM, folder, config=config, **given).eval()
 
 
-def in_layout(told: Mapping) -> bool:
+def is_compressed_tensors(fields: Mapping) -> bool:
     """Whether a `quantization_config` is of the layout that is read here."""
-    return told.get("quant_method") == compressed.METHOD
+    return fields.get("quant_method") == compressed.METHOD
 
 
-def compared(folder: Path, told: Mapping, linears: Mapping[str, Parts]) -> Said:
+def read_quantization(folder: Path, fields: Mapping, linears: Mapping[str, Parts]) -> QuantizationConfig:
     """What a `quantization_config` says. Raises ValueError where the parts do not fit it, or one another."""
     with located(folder / "config.json"):
-        said = Said(told)
+        quantization = QuantizationConfig(fields)
     for path, parts in linears.items():
         with located(folder, path):
-            _compare(said, path, parts)
-    return said
+            _check_parts(quantization, path, parts)
+    return quantization
 
 
-def _compare(said: Said, path: str, parts: Parts) -> None:
+def _check_parts(quantization: QuantizationConfig, path: str, parts: Parts) -> None:
     """Raises ValueError for parts that do not fit one another, or what the configuration says of them."""
     weight = compressed.read(parts)
-    if said.leaves(path):
-        raise ValueError(f"{SAID}.ignore names it, and the file holds it quantized")
-    group = said.group(path)
+    if quantization.leaves(path):
+        raise ValueError(f"{FIELD}.ignore names it, and the file holds it quantized")
+    group = quantization.group(path)
     if group is None:
-        raise ValueError(f"no group of {SAID}.config_groups names it, and the file holds it quantized")
+        raise ValueError(f"no group of {FIELD}.config_groups names it, and the file holds it quantized")
     ordered = compressed.ORDER in parts
     if reason := group.contradicts(weight, parts["weight_scale"], ordered):
         raise ValueError(reason)
@@ -72,8 +72,8 @@ def _compare(said: Said, path: str, parts: Parts) -> None:
         raise ValueError("its columns are in an order of their own, and its inputs rounded: not read together")
 
 
-class Held(nn.Module):
-    """Takes the parts of a linear as they are in the file."""
+class PlaceholderLinear(nn.Module):
+    """Stands for a quantized linear while transformers loads its parts as they are in the file."""
 
     bias: nn.Parameter | None
 
@@ -84,7 +84,7 @@ class Held(nn.Module):
         self.register_parameter("bias", bias)
 
 
-def put_in_place(
+def replace_linears(
     model: PreTrainedModel, linears: Mapping[str, Parts], make: Callable[[Parts, nn.Parameter | None], nn.Module]
 ) -> None:
     """Puts what make(parts, bias) gives in the place of the linears that a file holds quantized."""
@@ -116,21 +116,21 @@ def _replaceable(model: PreTrainedModel, path: str, parts: Parts) -> nn.Linear:
     return module
 
 
-def _finish(model: PreTrainedModel, said: Said) -> None:
+def _finish(model: PreTrainedModel, quantization: QuantizationConfig) -> None:
     pairs: list[tuple[nn.Module, nn.Linear]] = []
     ordered = []
     for path, module in model.named_modules():
-        if type(module) is Held:
+        if type(module) is PlaceholderLinear:
             held = {name: p.detach() for name, p in module._parameters.items() if p is not None}
             bias = module.bias
             module._parameters.clear()  # what became another tensor is gone before the next does
             with located(path):
-                quantized = checked(held)
+                quantized = checked_weight(held)
                 if compressed.ORDER in held:
                     ordered.append(path)
                     made = _plain(compressed.by_order(quantized, held[compressed.ORDER], model.dtype), bias)
                 else:
-                    made = as_said(model, path, module, said, quantized, bias, held)
+                    made = quantized_linear_of(model, path, module, quantization, quantized, bias, held)
             pairs.append((module, made))
     exchange(model, pairs)
     if len(pairs) > len(ordered):
@@ -143,7 +143,7 @@ def _finish(model: PreTrainedModel, said: Said) -> None:
         )
 
 
-def checked(held: Parts) -> Quantized:
+def checked_weight(held: Parts) -> Quantized:
     """The weight of the parts of a file, in their memory. Raises ValueError for one without a value."""
     quantized = compressed.read(held, taken=True)
     if not bool(quantized.scales.isfinite().all()):
@@ -158,11 +158,11 @@ def _plain(weight: torch.Tensor, bias: nn.Parameter | None) -> nn.Linear:
     return linear
 
 
-def as_said(
+def quantized_linear_of(
     model: PreTrainedModel,
     path: str,
     module: nn.Module,
-    said: Said,
+    quantization: QuantizationConfig,
     quantized: Quantized,
     bias: nn.Parameter | None,
     held: Parts,
@@ -170,9 +170,9 @@ def as_said(
 ) -> QuantizedLinear:
     """A quantized linear in the place of a module. held: the parts of the file. whole: of which quantized is a part.
 
-    Its inputs are rounded as is said, and stay as they are where the numbers are no match.
+    Its inputs are rounded as configured, and stay as they are where the weight does not allow that.
     """
-    group = None if module is model.get_output_embeddings() else said.group(path)
+    group = None if module is model.get_output_embeddings() else quantization.group(path)
     activations = compressed.rounding_of(group.activations or {}) if group is not None else None
     scheme = compressed.scheme_of(quantized if whole is None else whole)
     scale = compressed.input_scale(held) if is_static(activations) else None

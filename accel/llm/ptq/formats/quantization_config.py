@@ -1,7 +1,7 @@
-"""What `quantization_config` of config.json says of the linears of a folder in the layout of compressed-tensors.
+"""The `quantization_config` in config.json of a folder in the layout of compressed-tensors.
 
-A file may say one thing and the tensors beside it another. Who believes the one or the other gets wrong weights without
-a word, so both are read, and compared.
+The configuration and the tensors beside it may disagree, and trusting either alone could give wrong weights in silence.
+So both are read, and compared.
 """
 
 import re
@@ -15,7 +15,7 @@ from accel_kernels.gemm.quantized_weight import Quantized
 PATTERN = "re:"  # in front of a regular expression among paths
 LINEAR = "Linear"  # a class among paths
 ORDERED = "group"  # the value of `actorder` with which columns of one group lie apart
-SAID = "quantization_config"
+FIELD = "quantization_config"
 KINDS = {"int": (torch.int8, torch.int32), "float": (torch.float8_e4m3fn,)}
 STRATEGIES = ("tensor", "channel", "group")
 
@@ -51,17 +51,17 @@ class Group:
         if self.strategy == "tensor" and scales.numel() != 1:
             pairs.append(("strategy", "tensor", f"{scales.shape[0]} scales"))
         differing = ((name, said, own) for name, said, own in pairs if said != own)
-        told = (f"{name} is {said!r} in {SAID} and {own!r} in the tensors" for name, said, own in differing)
-        return next(told, None)
+        texts = (f"{name} is {said!r} in {FIELD} and {own!r} in the tensors" for name, said, own in differing)
+        return next(texts, None)
 
 
-class Said:
+class QuantizationConfig:
     """A `quantization_config`, read. Raises ValueError for a field of another kind than it must be, naming it."""
 
-    def __init__(self, said: Mapping):
-        groups = _field(said, "config_groups", Mapping, SAID)
-        self.groups = [_group(f"{SAID}.config_groups.{name}", name, found) for name, found in groups.items()]
-        self.ignored = tuple(_texts(said, "ignore", SAID, ()))
+    def __init__(self, fields: Mapping):
+        groups = _field(fields, "config_groups", Mapping, FIELD)
+        self.groups = [_group(f"{FIELD}.config_groups.{name}", name, found) for name, found in groups.items()]
+        self.ignored = tuple(_texts(fields, "ignore", FIELD, ()))
 
     def group(self, path: str) -> Group | None:
         """That of a linear: a group that names it goes before one that names all linears."""
@@ -69,7 +69,7 @@ class Said:
         return min(ranked, key=lambda one: one[0])[1] if ranked else None
 
     def leaves(self, path: str) -> bool:
-        """Whether it says that this linear is not quantized."""
+        """Whether it excludes this linear from quantization."""
         return _rank([one for one in self.ignored if one != LINEAR], path) is not None
 
 
@@ -106,9 +106,9 @@ MISSING = object()
 NAMES = {Mapping: "an object", int: "a whole number", str: "a text", bool: "true or false", Sequence: "a list"}
 
 
-def _field(said: Mapping, name: str, kind: type, where: str, usual: object = MISSING) -> Any:
+def _field(fields: Mapping, name: str, kind: type, where: str, usual: object = MISSING) -> Any:
     """The value of a field, `usual` where it is not there or null."""
-    value = said.get(name)
+    value = fields.get(name)
     if value is None and usual is not MISSING:
         return usual
     wrong = not isinstance(value, kind) or (kind is int and isinstance(value, bool))
@@ -117,8 +117,8 @@ def _field(said: Mapping, name: str, kind: type, where: str, usual: object = MIS
     return value
 
 
-def _texts(said: Mapping, name: str, where: str, usual: object = MISSING) -> Sequence[str]:
-    values = _field(said, name, Sequence, where, usual)
+def _texts(fields: Mapping, name: str, where: str, usual: object = MISSING) -> Sequence[str]:
+    values = _field(fields, name, Sequence, where, usual)
     for value in values:
         if not isinstance(value, str):
             raise ValueError(f"{where}.{name} holds {value!r}, not a text")

@@ -33,7 +33,7 @@ def everywhere() -> None:
 
 
 def engine_over(model, **limits) -> Engine:
-    given = {"rows": 8, "tokens": 64, "context": 512, "pages": 128} | limits
+    given = {"rows": 8, "tokens": 64, "context": 512, "blocks": 128} | limits
     return Engine(forward_over(model), Limits(**given), vars(model)["init_continuous_batching"].runner)
 
 
@@ -76,7 +76,7 @@ def test_pages_change_hands_between_groups(pages):
     wanted = [alone(stock, prompt, 25) for prompt in prompts]
     for _ in range(4):
         asked = [request(str(number), prompt, 25) for number, prompt in enumerate(prompts)]
-        finished(engine_over(ours, pages=pages, context=192), asked)
+        finished(engine_over(ours, blocks=pages, context=192), asked)
         assert [one.tokens for one in asked] == wanted
 
 
@@ -163,7 +163,7 @@ def test_keys_and_values_lie_with_their_layers_and_are_given_back():
     ours, _ = pair_over(2)
     batch(ours, prompts_of(LENGTHS, 99), 8)
     engine = engine_over(ours)
-    assert [engine.pages.kv(layer).keys.device.index for layer in range(4)] == [0, 0, 1, 1]
+    assert [engine.kv_cache.kv(layer).keys.device.index for layer in range(4)] == [0, 0, 1, 1]
     assert engine.sampler.device.index == 1 and engine.steps.device.index == 0
     engine.close()
     del engine

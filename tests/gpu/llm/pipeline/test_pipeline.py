@@ -159,7 +159,7 @@ def test_keys_and_values_in_eight_bits(kv_cache):
     cache = DynamicCache(config=ours.config)
     got = ours(ids, past_key_values=cache, use_cache=True).logits
     wanted = stock(ids).logits
-    assert {shape.codes is None for shape in cache.layers[0].store.shapes} == {False}
+    assert {shape.kv_dtype is None for shape in cache.layers[0].store.shapes} == {False}
     assert 0 < float((got - wanted).norm() / wanted.norm()) < 0.2
 
 

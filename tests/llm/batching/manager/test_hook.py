@@ -13,7 +13,8 @@ from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, Ge
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 import accel
-from accel.llm.batching.hook import CACHED, INIT, InitContinuousBatching, limits_of
+from accel.llm.batching.hook import CACHED, INIT, InitContinuousBatching
+from accel.llm.batching.limits import limits_of
 from accel.llm.batching.manager import BatchManager
 from support.llm.families import BY_NAME, VOCAB, available
 
@@ -329,7 +330,7 @@ def test_sizes_come_from_stocks_configuration(pair_of):
         max_requests_per_batch=7, max_batch_tokens=33, max_memory_percent=0.5, allow_block_sharing=False
     )
     found = limits_of(forward, config)
-    assert (found.rows, found.tokens, found.memory, found.share, found.pages) == (7, 33, 0.5, False, None)
-    assert limits_of(forward, CONFIG).pages == 8 * 256 // 64
+    assert (found.rows, found.tokens, found.memory, found.share, found.blocks) == (7, 33, 0.5, False, None)
+    assert limits_of(forward, CONFIG).blocks == 8 * 256 // 64
     with pytest.raises(ValueError, match="memory=1.5"):
         limits_of(forward, ContinuousBatchingConfig(max_memory_percent=1.5))

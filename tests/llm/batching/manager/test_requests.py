@@ -12,7 +12,7 @@ import torch
 from transformers import ContinuousBatchingConfig, ContinuousBatchingManager
 from transformers.generation.continuous_batching.requests import RequestStatus
 
-from accel.llm.batching import loop
+from accel.llm.batching import engine_thread
 from accel.llm.batching.manager import BatchManager
 from support.llm.managers.managers import PROMPTS, VOCABULARY, answer, collect, make_manager
 
@@ -97,7 +97,7 @@ def test_ten_thousand_from_many_threads(manager):
 
 
 def test_a_full_queue_waits_and_then_says_so(monkeypatch):
-    monkeypatch.setattr(loop, "PATIENCE", 0.05)
+    monkeypatch.setattr(engine_thread, "PATIENCE", 0.05)
     manager = make_manager(config=ContinuousBatchingConfig(max_queue_size=2))
     manager.add_request([1])
     manager.add_request([2])

@@ -14,7 +14,7 @@ from accel.llm.generation.loop import lookahead
 from accel.llm.generation.loop.lookahead import MOST_MISSED, MOST_WAITED, Lookahead
 from accel.llm.generation.loop.methods import PREPARE, predictable
 from accel.llm.kv_cache.cache import store_of
-from accel.llm.kv_cache.pending_step import PendingStep
+from accel.llm.kv_cache.store import PendingStep
 from support.llm.families import padded, prompt
 from support.noted import noted
 

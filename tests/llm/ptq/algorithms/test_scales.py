@@ -8,11 +8,11 @@ import torch
 from accel.comparison import relative_rms
 from accel.llm.ptq.algorithms import gptq as module
 from accel.llm.ptq.algorithms import smoothquant as smooth
-from accel.llm.ptq.algorithms.clipping import LEAST, BlockHessian, clipped
+from accel.llm.ptq.algorithms.awq import LEAST, BlockHessian, clipped
 from accel.llm.ptq.algorithms.gptq import Hessian
 from accel.llm.ptq.calibrate import LayerResult, quantize_layers
-from accel.llm.ptq.calibration.fake_quant import rounded_by_token, rounding_inputs
 from accel.llm.ptq.calibration.folding import layer_groups
+from accel.llm.ptq.calibration.layer_work import rounded_by_token, rounding_inputs
 from accel.options import SCHEMES as NAMES
 from accel.quantization.rounding import round_to_nearest
 from accel.quantization.scheme import Scheme

@@ -13,7 +13,7 @@ import accel
 from accel.llm.ptq import calibrate as calibration
 from accel.llm.ptq import run
 from accel.llm.ptq.calibration import layer_inputs
-from accel.llm.ptq.calibration.layer_offload import lent, moved
+from accel.llm.ptq.calibration.layer_inputs import lent, moved
 from accel.quantization.scheme import Scheme
 from support.llm.families import make, prompt
 from support.llm.quantized import logits

@@ -10,8 +10,9 @@ from accel.llm.batching.limits import Limits
 from accel.llm.batching.request import Request
 from accel.llm.batching.sampling import Sampling
 from accel.llm.generation.decoder import DecoderForward
-from accel.llm.kv_cache.blocks import BLOCK
 from accel.llm.kv_cache.layer_sets import LayerSet
+from accel.llm.kv_cache.shape import BLOCK
+from support.llm.kv_cache.blocks import check_blocks
 
 GREEDY = Sampling()
 
@@ -23,7 +24,7 @@ def forward_of(model: nn.Module) -> DecoderForward:
 
 
 def engine_of(model: nn.Module, **limits) -> Engine:
-    return Engine(forward_of(model), Limits(**{"rows": 4, "tokens": 16, "context": 256, "pages": 64} | limits))
+    return Engine(forward_of(model), Limits(**{"rows": 4, "tokens": 16, "context": 256, "blocks": 64} | limits))
 
 
 def request(name: str, prompt: Sequence[int], new: int | None = 8, sampling: Sampling = GREEDY, **more) -> Request:
@@ -39,9 +40,9 @@ def finished(engine: Engine, requests: Iterable[Request] = (), most: int = 2000)
         if not engine.busy:
             break
         ended += [one for one in engine.step() if one.finished]
-        engine.pool.check()
+        check_blocks(engine.allocator)
     assert not engine.busy
-    assert engine.pool.free == engine.pool.pages - 1 and not engine.ids
+    assert engine.allocator.free == engine.allocator.blocks - 1 and not engine.ids
     assert len(ended) == len(set(map(id, ended)))
     return ended
 

@@ -4,8 +4,8 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from accel.llm.kv_cache.blocks import Shape
 from accel.llm.kv_cache.cache import adopt
+from accel.llm.kv_cache.shape import Shape
 
 CPU = torch.device("cpu")
 SHAPES = (Shape(2, 4, torch.float32, CPU), Shape(1, 6, torch.float64, CPU), Shape(2, 4, torch.float32, CPU))

@@ -3,16 +3,16 @@
 import torch
 from accel_kernels.attention.paged.kv_quantization import restored, rounded
 
-from accel.llm.kv_cache.blocks import BLOCK, Shape
+from accel.llm.kv_cache.shape import BLOCK, Shape
 from accel.llm.kv_cache.store import Store
 
 CPU, OTHER = torch.device("cpu"), torch.device("cpu", 0)  # two devices, as far as torch is concerned
 SHAPES = (Shape(2, 4, torch.float32, CPU), Shape(1, 6, torch.float64, OTHER), Shape(2, 4, torch.float32, CPU))
 STORED = {
     "exact": SHAPES,
-    "int8": tuple(shape._replace(codes=torch.int8) for shape in SHAPES),
-    "fp8": tuple(shape._replace(codes=torch.float8_e4m3fn, dtype=torch.bfloat16) for shape in SHAPES),
-    "some": (SHAPES[0]._replace(codes=torch.int8), SHAPES[1], SHAPES[2]),
+    "int8": tuple(shape._replace(kv_dtype=torch.int8) for shape in SHAPES),
+    "fp8": tuple(shape._replace(kv_dtype=torch.float8_e4m3fn, dtype=torch.bfloat16) for shape in SHAPES),
+    "some": (SHAPES[0]._replace(kv_dtype=torch.int8), SHAPES[1], SHAPES[2]),
 }
 
 
@@ -31,7 +31,7 @@ class Lists:
     def append(self, new: list[torch.Tensor]) -> None:
         """new: one a layer, (2, rows, tokens, heads, dim), rounded as the layer says."""
         pairs = zip(new, self.shapes, strict=True)
-        new = [t if s.codes is None else restored(*rounded(t, s.codes), s.dtype) for t, s in pairs]
+        new = [t if s.kv_dtype is None else restored(*rounded(t, s.kv_dtype), s.dtype) for t, s in pairs]
         for r, row in enumerate(self.rows):
             self.rows[r] = [torch.cat([held, more[:, r]], 1) for held, more in zip(row, new, strict=True)]
 
@@ -80,11 +80,11 @@ def check(store: Store, lists: Lists) -> None:
         return
     store.reserve(store.rows, length + 1)
     own = torch.arange(store.rows * store.blocks.columns).view(store.rows, -1)
-    assert torch.equal(store.table[:, length // BLOCK :].long(), own[:, length // BLOCK :])
+    assert torch.equal(store.kv(0).table[:, length // BLOCK :].long(), own[:, length // BLOCK :])
     mask = 0 if store.padding_mask is None else store.padding_mask.data_ptr()
     head = [length, mask, store.blocks.columns]
     kvs = [store.kv(layer) for layer in range(len(store.shapes))]
-    kept = [t for kv in kvs for t in (kv.keys, kv.values, kv.key_scales, kv.value_scales, store.table)]
+    kept = [t for kv in kvs for t in (kv.keys, kv.values, kv.key_scales, kv.value_scales, store.kv(0).table)]
     assert store.metadata.tolist() == head + [0 if t is None else t.data_ptr() for t in kept]
     alike = store.shapes[0] == store.shapes[2]
     assert (kvs[0].keys._base is kvs[2].values._base) == alike and kvs[1].keys._base is not kvs[0].keys._base

@@ -109,7 +109,7 @@ def in_batches(folder: str, fault: str, rank: int) -> list[tuple[str, float]]:
 
 
 def _break(fault: str) -> None:
-    steps, step, over = iter(range(10**6)), Engine.step, DecoderForward.over
+    steps, step, logits_of = iter(range(10**6)), Engine.step, DecoderForward.logits_of
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores for what runs in its background
 
     def faulty(self: Engine) -> list:
@@ -118,13 +118,13 @@ def _break(fault: str) -> None:
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
                 time.sleep(1.0)  # in which the main thread sees it, however busy the machine is
             elif fault == "fails":
-                DecoderForward.over = failing  # type: ignore[method-assign]
+                DecoderForward.logits_of = failing  # type: ignore[method-assign]
             else:
                 FAULTS[fault]()
         return step(self)
 
     def failing(*args: Any, **kwargs: Any) -> Any:
-        DecoderForward.over = over  # type: ignore[method-assign]
+        DecoderForward.logits_of = logits_of  # type: ignore[method-assign]
         fails()
 
     Engine.step = faulty  # type: ignore[method-assign]

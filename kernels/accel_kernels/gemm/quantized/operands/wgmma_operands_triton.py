@@ -2,9 +2,9 @@
 
 Warp w of a warpgroup holds rows 16 w and on, a thread of it what `mma_operands_triton` says of mma.m16n8k16. A tile is
 two blocks of rows, which alternate by eight. Of each row of a block a thread reads 16 bytes of either half of a box of
-128. Lanes 0-7 then have two rows' halves, four rows apart: eight different sixteenths in the rings' 128-byte swizzle, so no
-bank conflict. Eight rows therefore stand in another order in the factor, and in the sums, until they are written: row
-(b2, b1, b0) at place (b1, b0, b2).
+128. Lanes 0-7 then have two rows' halves, four rows apart: eight different sixteenths in the rings' 128-byte swizzle,
+so no bank conflict. Eight rows therefore stand in another order in the factor, and in the sums, until they are written:
+row (b2, b1, b0) at place (b1, b0, b2).
 """
 
 from triton import constexpr_function

@@ -1,4 +1,4 @@
-"""Whether requests of a model can be batched by the engine: tried once, before the first of them."""
+"""Whether the engine can batch requests of a model: tried once, before the first request."""
 
 from functools import partial
 from itertools import pairwise
@@ -8,21 +8,20 @@ import torch
 
 from accel.errors import reason_of
 from accel.libraries.cache import DynamicCache
+from accel.llm.batching.limits import sets_of
 from accel.llm.batching.sampler import Sampler
 from accel.llm.batching.scheduler import StepPlan
-from accel.llm.batching.spread.lanes import LaneStreams
-from accel.llm.batching.spread.steps import head_device, step_runner
+from accel.llm.batching.spread import MicroBatchStreams, head_device, step_runner
 from accel.llm.batching.step import MOST_PREFILLS, StepRunner, head_size
 from accel.llm.generation.calling_convention import Unfit
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.mixed import MixedForward
 from accel.llm.generation.routing import Choices, noting, repeating, routed_modules, routing_modules
 from accel.llm.generation.trial import Expected, expected, plainly
-from accel.llm.kv_cache.block_pool import BlockPool
-from accel.llm.kv_cache.blocks import BLOCK
+from accel.llm.kv_cache.block_allocator import BlockAllocator
 from accel.llm.kv_cache.cache import adopt
-from accel.llm.kv_cache.layer_sets import layer_sets
-from accel.llm.kv_cache.pages import PagePool
+from accel.llm.kv_cache.paged_kv_cache import PagedKVCache
+from accel.llm.kv_cache.shape import BLOCK
 from accel.llm.pipeline.forward import SpreadForward
 from accel.llm.recording.inputs import within_positions
 from accel.llm.recording.recorder import example_ids, resting
@@ -42,9 +41,9 @@ def refusal(forward: DecoderForward) -> str | None:
         return "some of its layers run stock, and would know nothing of sequences of different lengths"
     if isinstance(forward, SpreadForward) and len({one.device.type for one in forward.stretches}) > 1:
         return "its layers are spread over devices of several kinds"
-    if forward.convention.kept:
+    if forward.convention.kept_tensors:
         return "it goes on with positions that it counted before, of one batch"
-    if forward.ledger.rests((forward.embeddings(),), {}):
+    if forward.ledger.runs_stock_on_cpu((forward.embeddings(),), {}):
         return "it runs stock on a CPU"
     reason = forward.mode()
     if reason is not None:
@@ -138,18 +137,17 @@ def _stock_alone(forward: DecoderForward, ids: torch.Tensor, lengths: np.ndarray
 
 def _steps(forward: DecoderForward, ids: torch.Tensor, lengths: np.ndarray) -> tuple[StepRunner, list[StepPlan]]:
     """What runs them together, and what it is to run."""
-    shapes = forward.shapes()
-    sets = layer_sets(shapes, [layer.spec.attention.sees for layer in forward.layers])
-    pages = 2 * len(sets) + 1
-    pool = BlockPool(sets, pages, 2, 1, share=False)
-    memory = PagePool(shapes, sets, pages, 2, 1)
+    shapes, sets = forward.shapes(), sets_of(forward)
+    blocks = 2 * len(sets) + 1
+    allocator = BlockAllocator(sets, blocks, 2, 1, share=False)
+    kv_cache = PagedKVCache(shapes, sets, blocks, 2, 1)
     assert lengths.max() <= BLOCK
     for row in (0, 1):
-        pool.open(row, [0])
-        pool.extend(row, BLOCK)
-    memory.upload(*pool.changes())
+        allocator.open(row, [0])
+        allocator.extend(row, BLOCK)
+    kv_cache.upload(*allocator.changes())
     sampler = Sampler(2, head_size(forward), head_device(forward))
-    steps = step_runner(forward, memory, sampler, 2, None, LaneStreams(memory.places, 1))
+    steps = step_runner(forward, kv_cache, sampler, 2, None, MicroBatchStreams(kv_cache.tables, 1))
     return steps, [_plan(ids, before, after) for before, after in pairwise(lengths)]
 
 

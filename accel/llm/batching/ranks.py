@@ -1,43 +1,73 @@
-"""What ranks that share a model tell each other between two steps of continuous batching.
+"""What the thread of an engine takes in between two steps, alone or in step with ranks that share the model.
 
-All ranks run the same engine over the same requests: who takes which row, page and place in a step follows from the
+All ranks run the same engine over the same requests: who takes which row, block and place in a step follows from the
 requests and from the ids that are drawn, and from nothing that one rank alone knows. So only what comes from outside is
 told, by the first rank, before the step in which all take it in. Where nothing came, that is a few numbers.
 """
 
+import enum
 import io
 import pickle
+import sys
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from accel.errors import RanksApart, reason_of, told
-from accel.llm.batching.answers import finish
-from accel.llm.batching.ending import Stop
-from accel.llm.batching.request import Request
-from accel.llm.batching.submission import stand_in
+from accel.llm.batching.engine import Engine
+from accel.llm.batching.request import Request, failed, family
+from accel.llm.batching.sampling import SamplingDefaults
 from accel.parallel.lockstep import Lockstep
+
+AT_EXIT = 10.0  # seconds that the process waits for a step that is under way
+
+
+class Stop(enum.IntEnum):
+    """How soon the loop ends. Within a session it only grows."""
+
+    NO = 0
+    WHEN_DONE = 1  # all requests are finished first
+    NOW = 2  # requests that are not finished fail
+    STOPPED = 3  # the loop has ended
+
+
+class Ending:
+    """How soon a loop is to end, and what requests are told that it leaves unfinished.
+
+    Knows neither engine nor model: what the garbage collector calls for a manager must not keep them alive.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+        self.thread: threading.Thread | None = None
+
+    def reset(self) -> None:
+        self.how, self.why = Stop.NO, "the generation loop ended before this request was finished"
+
+    def ask(self, how: Stop) -> None:
+        """It only ever becomes sooner. Waits for no lock."""
+        self.how = max(self.how, how)
+
+    def abandon(self) -> None:
+        """Nobody is left who could ask for results. The garbage collector may call it, on any thread."""
+        if self.how is not Stop.STOPPED:
+            self.why = "the manager of this request was deleted before the request was finished; keep a reference to it"
+            self.ask(Stop.NOW)
+        if self.thread is not None and not threading.main_thread().is_alive():  # the process is about to exit
+            self.thread.join(AT_EXIT)
+
+
+def interrupted() -> bool:
+    """Whether the user or the process wants an end while this is called, as in a `finally`."""
+    return isinstance(sys.exc_info()[1], KeyboardInterrupt | SystemExit)
+
 
 PLACE = "generate_batch"
 UNFIT, ENDED = 1, 2  # what may be wrong on a rank: it could run no step now; its loop has ended by an error
-
-
-class Settings(Protocol):
-    """How tokens are chosen where a request does not say; see `accel.llm.batching.sampling.SamplingDefaults`."""
-
-    def request(self, prompt: list[int], max_new_tokens: int | None, eos_token_id: Any, **given: Any) -> Any: ...
-
-
-class Surveyed(Protocol):
-    """What ranks ask their engines before a step; see `accel.llm.batching.engine.Engine`."""
-
-    @property
-    def busy(self) -> bool: ...
-    def survey(self) -> tuple[str, bool]: ...
-    def forget(self) -> None: ...
 
 
 class Turn(NamedTuple):
@@ -52,33 +82,30 @@ class Turn(NamedTuple):
     pausing: bool = False
 
 
-class Alone:
-    """A loop that no other follows."""
+class OneRank:
+    """The thread of an engine that no other rank follows. settings: how tokens are chosen where requests do not say."""
 
     leads = True
-    settings: Settings
+    settings: SamplingDefaults
 
     def free(self) -> None:
         """Nothing stands against an engine."""
 
     def begin(self) -> None:
-        """The loop has begun."""
+        """The thread has begun."""
 
-    def meet(self, turn: Turn, engine: Any) -> Turn:
+    def meet(self, turn: Turn, engine: Engine) -> Turn:
         """What is to be taken in."""
         return turn
 
     def end(self, error: BaseException | None) -> None:
-        """The loop has ended, by this error if by one."""
+        """The thread has ended, by this error if by one."""
 
 
-class Together:
-    """Loops of the ranks that share a model, which meet before every step.
-
-    settings: of this rank's requests, which may have processors that only the rank itself can make.
+class AllRanks(OneRank):
+    """The threads of ranks that share a model, which meet before every step. settings: of this rank's requests, which
+    may have processors that only the rank itself can make.
     """
-
-    settings: Settings
 
     def __init__(self, lockstep: Lockstep):
         self.lockstep, self.leads = lockstep, lockstep.leads
@@ -97,7 +124,7 @@ class Together:
         ranks.taken, ranks.paused, self.over = "a manager of continuous batching", False, False
 
     def end(self, error: BaseException | None) -> None:
-        """Lets the others know of an error that they have not heard of. Raises nothing."""
+        """Tells the other ranks of an error that they do not know of yet. Raises nothing."""
         try:
             if error is not None and not self.over and self.lockstep.ways.whole:
                 self.over = True
@@ -108,7 +135,7 @@ class Together:
         finally:
             self.lockstep.ranks.taken, self.lockstep.ranks.paused = "", False
 
-    def meet(self, turn: Turn, engine: Surveyed) -> Turn:
+    def meet(self, turn: Turn, engine: Engine) -> Turn:
         """What all ranks are to take in. Of the ranks that follow, only that they end at once or pause is heard.
 
         Raises RanksApart on all where one of them cannot go on.
@@ -169,16 +196,6 @@ class Together:
             request.sampling = request.sampling._replace(host=found.host)
         request.created = time.perf_counter()  # by this process's clock, as all other times of it
         return request
-
-
-def family(request: Request) -> list[Request]:
-    """A request, and what stands for its children until the engine has made them."""
-    return [request, *(stand_in(request, number) for number in range(request.children))]
-
-
-def failed(requests: Iterable[Request], reason: str) -> list[Request]:
-    """All of them, ended for this reason."""
-    return [finish(one, reason) for one in requests]
 
 
 class _Packer(pickle.Pickler):

@@ -1,56 +1,30 @@
-"""The thread that drives an engine: takes requests in, runs steps, hands results out, until it is told to stop."""
+"""The thread of an engine: takes requests in, runs steps, and hands results out until it is stopped."""
 
 import queue
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 
 from accel.errors import fatal, out_of_memory, told
 from accel.libraries.batching import logger
-from accel.llm.batching.answers import finish
-from accel.llm.batching.ending import Ending, Stop
-from accel.llm.batching.parallel.together import Alone, Together, Turn, failed, family
-from accel.llm.batching.request import Request
+from accel.llm.batching.engine import Engine
+from accel.llm.batching.ranks import AllRanks, Ending, OneRank, Stop, Turn
+from accel.llm.batching.request import Request, failed, family, finish
 from accel.llm.batching.results import Results
 
 FAILURES = 3  # steps in a row that raise, after which the loop gives up
-LOOK = 1.0  # seconds after which an idle loop looks whether it was abandoned, of which nobody can wake it, and meets
+LOOK = 1.0  # seconds between two checks of an idle thread whether its manager is gone, and between meetings of ranks
 NAP = 0.05  # seconds from one meeting to the next while another rank pauses
 PATIENCE = 10.0  # seconds that adding a request waits for room in a bounded queue, as in stock
-
-
 CANCELLED = "the request was cancelled"
 ELSEWHERE = "the manager of another rank that shares the model ended before this request was finished"
 
 
-class BatchEngine(Protocol):
-    """What the loop needs of an engine. Called from one thread at a time.
-
-    busy: whether `step` has something to do, or to tell. add: never raises for the request's fault; one that cannot run
-    comes out of the next step, failed. cancel: the request is not heard of again; ids it does not know are ignored.
-    step: requests with news: more tokens where they stream, or their end. fail: ends those that run, or all there are,
-    and returns them. resumed: a pause is over, in which the model may have been changed. close: gives the memory back.
-    survey, forget: asked for only where ranks run together, see `parallel.together.Together.meet`.
-    """
-
-    @property
-    def busy(self) -> bool: ...
-    def add(self, request: Request) -> None: ...
-    def cancel(self, request_id: str) -> None: ...
-    def step(self) -> list[Request]: ...
-    def fail(self, error: Exception) -> list[Request]: ...
-    def resumed(self) -> None: ...
-    def survey(self) -> tuple[str, bool]: ...
-    def forget(self) -> None: ...
-    def close(self) -> None: ...
-
-
-class EngineLoop:
-    """An engine, what waits for it, and the thread that runs it. Knows no manager, so that an abandoned one is freed.
+class EngineThread:
+    """An engine, the requests that wait for it, and its thread. Knows no manager, so that an abandoned one is freed.
 
     build: makes the engine. devices: where it computes, the first is the current one there. results: takes what comes
     out. most_waiting: how many requests may wait to be taken in, 0 for no bound. ranks: what this loop does in step
@@ -59,15 +33,15 @@ class EngineLoop:
 
     def __init__(
         self,
-        build: Callable[[], BatchEngine],
+        build: Callable[[], Engine],
         devices: Sequence[torch.device],
         results: Results,
         most_waiting: int = 0,
-        ranks: Alone | Together | None = None,
+        ranks: OneRank | None = None,
     ) -> None:
-        self.ranks = ranks or Alone()
+        self.ranks = ranks or OneRank()
         self.build, self.devices, self.results, self.most_waiting = build, devices, results, most_waiting
-        self.engine: BatchEngine | None = None
+        self.engine: Engine | None = None
         self.ending = Ending()
         self.fatal_error: Exception | None = None
         self.keeps = False  # the engine, once the loop has ended
@@ -83,7 +57,7 @@ class EngineLoop:
     # -- for callers, from any thread ----------------------------------------------------------------------------------
 
     def refusal(self) -> str | None:
-        """Why no more requests are taken, in stock's words."""
+        """Why no more requests are accepted, in stock's words."""
         if self.fatal_error is not None:
             return "The background thread died with a fatal error."
         return None if self.ending.how is Stop.NO else "The background thread is stopping."
@@ -103,10 +77,10 @@ class EngineLoop:
             return True
 
     def refuse(self, requests: Sequence[Request]) -> None:
-        """These have failed before an engine saw them."""
+        """Delivers requests that failed before an engine saw them."""
         self.results.expect(requests)
         self.results.put(requests)
-        if isinstance(self.ranks, Together):
+        if isinstance(self.ranks, AllRanks):
             with self._changed:
                 self._refused += requests
                 self._changed.notify_all()
@@ -149,9 +123,7 @@ class EngineLoop:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Inside, no step runs and the devices have nothing of ours left to do. Raises RuntimeError where the loop ends
-        instead.
-        """
+        """Inside, no step runs and the devices are idle. Raises RuntimeError where the loop ends instead."""
         thread = threading.get_ident()
         with self._changed:
             self._pauses[thread] += 1
@@ -176,7 +148,7 @@ class EngineLoop:
             self._parked = False
         self._changed.notify_all()
 
-    def ready(self) -> BatchEngine:
+    def ready(self) -> Engine:
         """The engine, made where there is none. Not while the loop runs. Raises what making it raises."""
         if self.engine is None:
             with _computing(self.devices[0]):
@@ -211,7 +183,7 @@ class EngineLoop:
             self.ranks.end(ended_by)
             self._end()
 
-    def _take_in(self, engine: BatchEngine) -> bool:
+    def _take_in(self, engine: Engine) -> bool:
         """Gives the engine what came in, and waits until it has something to do. False once the loop is to end."""
         paused = False
         while True:
@@ -243,12 +215,12 @@ class EngineLoop:
                 return False
             paused = turn.pausing
 
-    def _turn(self, engine: BatchEngine) -> Turn:
+    def _turn(self, engine: Engine) -> Turn:
         """What came in here, once there is something to tell or to do; a rank that follows waits where ranks meet."""
         with self._changed:
             while self.ranks.leads and not (self._news() or engine.busy):
                 self._changed.wait(LOOK)
-                if isinstance(self.ranks, Together):  # the others wait for no longer
+                if isinstance(self.ranks, AllRanks):  # the others wait for no longer
                     break
             turn = Turn(
                 list(self._added), list(dict.fromkeys(self._cancelled)), list(self._refused), self.ending.how,
@@ -271,19 +243,17 @@ class EngineLoop:
             if self._pauses:  # where one pause follows another, it parks for each
                 self._parked = True
                 self._changed.notify_all()
-            alone = not isinstance(self.ranks, Together)
+            alone = not isinstance(self.ranks, AllRanks)
             if self.ranks.leads and (self._pauses or not alone) and self.ending.how < Stop.NOW:
                 self._changed.wait(LOOK if alone else NAP)
 
-    def _step(self, engine: BatchEngine) -> list[Request]:
-        """One step; where it raises, the requests that ran in it fail, and the others go on. Raises for an error after
-        which nothing can.
-        """
+    def _step(self, engine: Engine) -> list[Request]:
+        """One step; where it raises, the requests in it fail, and the others go on. Raises fatal errors."""
         try:
             news = engine.step()
         except Exception as error:
             self._failures += 1
-            if isinstance(self.ranks, Together):  # of which others may know nothing: they wait for this one
+            if isinstance(self.ranks, AllRanks):  # of which others may know nothing: they wait for this one
                 raise
             if self._failures >= FAILURES or (fatal(error) and not out_of_memory(error)):
                 raise

@@ -1,0 +1,162 @@
+"""Memory for keys and values: blocks of BLOCK tokens, found through tables.
+
+A block holds tokens of all layers of one set. Block b is the b-th in each layer's keys and values. The j-th layers of
+all sets share memory, since only one set has the block. `block_allocator` decides on the host which row has which
+blocks; the tables tell the kernels. Where layers are on several devices, each has a part of every block, and equal
+tables.
+"""
+
+import traceback
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from accel_kernels.attention.paged.kv import KV, metadata_of, split_counters_for
+from accel_kernels.attention.paged.ragged import Ragged
+
+from accel.errors import out_of_memory
+from accel.llm.kv_cache.layer_sets import LayerSet
+from accel.llm.kv_cache.shape import BLOCK, Shape
+
+ALIGNED = 64  # places of a table; so the table of every set begins at a multiple of 256 bytes
+
+
+class DeviceTables(NamedTuple):
+    """What kernels on one device read besides the blocks. flat: all tables, (sets, places), each padded.
+
+    tables: (sets, rows, columns) int32; the last two are contiguous. metadata: as in KV.
+    """
+
+    flat: torch.Tensor
+    tables: torch.Tensor
+    metadata: torch.Tensor
+
+
+class PagedKVCache:
+    """`blocks` blocks, and the tables by which `rows` rows find theirs, in each set up to `columns`.
+
+    shapes: one a layer; each says on which device it lies. Raises torch.OutOfMemoryError, and then holds nothing;
+    ValueError where a layer is in no set or in several. Usable in and out of inference mode.
+
+    Block 0 is nobody's and begins as zeros: padding is written there, and rows that hold nothing point there. The other
+    blocks begin undefined.
+
+    tables: by device. by_shape: the allocations, each (layers of a set, 2, blocks, BLOCK, heads, dim), or without dim
+    for scales; kept: all of them. bytes: of all there is. block_bytes: of one block.
+    """
+
+    def __init__(self, shapes: Sequence[Shape], sets: Sequence[LayerSet], blocks: int, rows: int, columns: int):
+        if sorted(layer for one in sets for layer in one.layers) != list(range(len(shapes))):
+            raise ValueError(f"{len(shapes)} layers, each to be in one set, but the sets are {sets}")
+        self.shapes, self.block_bytes, self.table_size = tuple(shapes), block_bytes(shapes, sets), rows * columns
+        devices = dict.fromkeys(shape.device for shape in shapes)
+        try:
+            self.by_shape, flat = _allocated(
+                _layers_of_a_block(shapes, sets), blocks, len(sets), rows * columns, devices
+            )
+        except RuntimeError as error:  # on a CPU torch raises nothing more special
+            if not (out_of_memory(error) or "can't allocate memory" in str(error)):
+                raise
+            traceback.clear_frames(error.__traceback__)  # they hold what was allocated
+            wanted = self.block_bytes * blocks / 2**30
+            raise torch.OutOfMemoryError(
+                f"no memory for keys and values of {blocks} blocks of {BLOCK} tokens: {wanted:.2f} GiB wanted"
+            ) from error
+        self.by_device = {
+            device: [tensor for shape, several in self.by_shape.items() if shape.device == device for tensor in several]
+            for device in devices
+        }
+        self.kept = [tensor for several in self.by_device.values() for tensor in several]
+        views, self.tables, self._kv = views_by_layer(shapes, sets, self.by_shape), {}, []
+        set_of = {layer: place for place, one in enumerate(sets) for layer in one.layers}
+        with torch.inference_mode(False):
+            for device, one in flat.items():
+                tables = one[:, : rows * columns].unflatten(1, (rows, columns))
+                layers = [(tables[set_of[layer]], *several) for layer, several in enumerate(views)]
+                self.tables[device] = DeviceTables(one, tables, metadata_of(columns, layers, device))
+        for layer, (shape, (keys, values, *scales)) in enumerate(zip(shapes, views, strict=True)):
+            _, tables, metadata = self.tables[shape.device]
+            kv = KV(keys, values, tables[set_of[layer]], None, metadata, layer)
+            self._kv.append(kv._replace(key_scales=scales[0], value_scales=scales[1]) if scales else kv)
+        beside = (tensor for one in self.tables.values() for tensor in (one.flat, one.metadata))
+        self.bytes = sum(tensor.nbytes for tensor in (*self.kept, *beside))
+
+    def kv(self, layer: int) -> KV:
+        """The store of one layer, for the attention operation. Its metadata says 0 tokens: rows differ in length."""
+        return self._kv[layer]
+
+    def of_step(self, layers: Sequence[int], tokens: int, metadata: torch.Tensor, ragged: Ragged) -> dict[int, KV]:
+        """The stores of layers on one device, for a step of so many tokens. metadata: read in place of the device's."""
+        found = [self._kv[layer] for layer in layers]
+        counters = split_counters_for(found, tokens)
+        found = [
+            kv._replace(metadata=metadata, split_counters=counters, by_address=True, ragged=ragged) for kv in found
+        ]
+        return dict(zip(layers, found, strict=True))
+
+    def upload(self, places: np.ndarray, values: np.ndarray, device: torch.device | None = None) -> None:
+        """Writes values into the tables of a device, None for all, in stream order and without waiting for the GPU.
+
+        places: (n,) integers, each once, as if (sets, rows, columns) were flat. values: (n,) integers.
+        """
+        if not len(places):
+            return
+        wanted = self.tables if device is None else {device: self.tables[device]}
+        for at, (flat, tables, _) in wanted.items():
+            if places.min() < 0 or places.max() >= self.table_size * len(tables):
+                raise ValueError(f"places {places.min()} to {places.max()} of tables of shape {tuple(tables.shape)}")
+            behind = flat.shape[1] - self.table_size  # each table is followed by so much that is not used
+            packed = torch.from_numpy(np.stack([places + places // self.table_size * behind, values]).astype(np.int64))
+            if flat.is_cuda:
+                packed = packed.pin_memory().to(at, non_blocking=True)
+            flat.view(-1).scatter_(0, packed[0], packed[1].int())
+
+    def copy(self, pairs: Sequence[tuple[int, int]], device: torch.device | None = None) -> None:
+        """Copies blocks, (from, to) each, one pair after another, with all layers of the set. device: None for all."""
+        for source, target in pairs:
+            for kept in self.kept if device is None else self.by_device[device]:
+                kept[:, :, target].copy_(kept[:, :, source])
+
+
+def block_bytes(shapes: Sequence[Shape], sets: Sequence[LayerSet], device: torch.device | None = None) -> int:
+    """Bytes of one block, or of its part on a device."""
+    layers = _layers_of_a_block(shapes, sets).items()
+    return BLOCK * sum(shape.size * number for shape, number in layers if device in (None, shape.device))
+
+
+def _layers_of_a_block(shapes: Sequence[Shape], sets: Sequence[LayerSet]) -> Counter[Shape]:
+    """How many layers of each shape a block has room for: as many as any set has."""
+    most: Counter[Shape] = Counter()
+    for one in sets:
+        most |= Counter(shapes[layer] for layer in one.layers)
+    return most
+
+
+def _allocated(
+    layers: Counter[Shape], blocks: int, sets: int, table_size: int, devices: Iterable[torch.device]
+) -> tuple[dict[Shape, tuple[torch.Tensor, ...]], dict[torch.device, torch.Tensor]]:
+    """By shape the keys and values, perhaps their scales; by device all tables, each padded. By itself, so that nothing
+    holds on to a part of it where the rest does not fit.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        kept = {shape: shape.empty(number, blocks) for shape, number in layers.items()}
+        for tensor in (tensor for several in kept.values() for tensor in several):
+            tensor[:, :, 0].zero_()
+        padded = -(-table_size // ALIGNED) * ALIGNED
+        return kept, {device: torch.zeros(sets, padded, dtype=torch.int32, device=device) for device in devices}
+
+
+def views_by_layer(
+    shapes: Sequence[Shape], sets: Sequence[LayerSet], kept: dict[Shape, tuple[torch.Tensor, ...]]
+) -> list[tuple[torch.Tensor, ...]]:
+    """Keys and values of every layer, and the scales of both if it has any."""
+    views: dict[int, tuple[torch.Tensor, ...]] = {}
+    for one in sets:
+        taken: Counter[Shape] = Counter()
+        for layer in one.layers:
+            shape = shapes[layer]
+            views[layer] = tuple(half for tensor in kept[shape] for half in tensor[taken[shape]])
+            taken[shape] += 1
+    return [views[layer] for layer in range(len(shapes))]

@@ -1,0 +1,169 @@
+"""The blocks behind a cache of one batch: every row owns a block for each run of BLOCK tokens (a column).
+
+Row r's block of a column is r * columns + column. The table says which block a row reads there. Beams share full blocks
+by pointing at each other's; a block that is still written is always its row's own. So reordering beams moves a few
+numbers and one block a row, in place, without waiting for the GPU. A `BlockAllocator` could not do that: it is on the
+host, which does not know the order of the beams.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from accel_kernels.attention.paged.kv import KV, LENGTH, PADDING_MASK
+
+from accel.llm.kv_cache.layer_sets import LayerSet
+from accel.llm.kv_cache.paged_kv_cache import PagedKVCache, views_by_layer
+from accel.llm.kv_cache.shape import BLOCK, Shape
+
+
+class RowBlocks(PagedKVCache):
+    """A PagedKVCache of one set, in which every row has `columns` blocks; layers of equal shape share one allocation.
+
+    Raises torch.OutOfMemoryError. shared: columns before this one may point at another row's block. masked: tokens of
+    which a padding mask may forbid some.
+    """
+
+    def __init__(self, shapes: Sequence[Shape], rows: int, columns: int):
+        super().__init__(shapes, _one_set(shapes), rows * columns, rows, columns)
+        self.rows, self.columns = rows, columns
+        self.shared = self.masked = 0
+        self.padding_masks: dict[torch.device, torch.Tensor] = {}
+        self.table = {device: one.tables[0] for device, one in self.tables.items()}
+        with torch.inference_mode(False):
+            self.owned = {
+                device: torch.arange(rows * columns, dtype=torch.int32, device=device).view(rows, columns)
+                for device in self.tables
+            }
+        for device, table in self.table.items():
+            table.copy_(self.owned[device])
+
+    def kv(self, layer: int, is_prefill: bool = False) -> KV:
+        mask = self.padding_masks.get(self.shapes[layer].device)
+        return self._kv[layer]._replace(padding_mask=mask, is_prefill=is_prefill, ordered=not self.shared)
+
+    def all_tensors(self) -> list[torch.Tensor]:
+        """All that kernels read and write."""
+        beside = [tensor for one in self.tables.values() for tensor in (one.flat, one.metadata)]
+        return [*self.kept, *beside, *self.padding_masks.values()]
+
+    def by_row(self, shape: Shape) -> list[torch.Tensor]:
+        """Views of the allocations of a shape, (layers, 2, rows, columns, BLOCK, heads) and perhaps dim."""
+        return [kept.unflatten(2, (self.rows, self.columns)) for kept in self.by_shape[shape]]
+
+    def take(self, old: "RowBlocks", length: int, chosen: torch.Tensor | None = None) -> None:
+        """Copies `length` tokens of all rows of `old`, or of the chosen ones, each into its own blocks here."""
+        columns = -(-length // BLOCK)
+        for shape in self.by_shape:
+            old.copy_rows(shape, [kept[:, :, :, :columns] for kept in self.by_row(shape)], chosen)
+        mask = old.padding_masks.get(self.shapes[0].device)
+        if mask is not None:
+            mask = mask[:, : old.masked]
+            self.set_padding_mask(mask if chosen is None else mask[chosen.to(mask.device)])
+
+    def copy_rows(self, shape: Shape, into: list[torch.Tensor], chosen: torch.Tensor | None = None) -> None:
+        """The first columns of all rows, or of the chosen, into tensors as `by_row` gives."""
+        columns = into[0].shape[3]
+        if chosen is None and not self.shared:
+            for target, source in zip(into, self.by_row(shape), strict=True):
+                target.copy_(source[:, :, :, :columns])
+            return
+        ids = self.table[shape.device][:, :columns].long()
+        if chosen is not None:
+            ids = ids[chosen.to(shape.device)]
+        # One after another: less is held twice at a time.
+        for targets, sources in zip(into, self.by_shape[shape], strict=True):
+            for target, source in zip(targets.flatten(0, 1), sources.flatten(0, 1), strict=True):
+                target.copy_(source[ids])
+
+    def unshare(self, column: int, length: int) -> None:
+        """From this column on every row reads its own blocks, which hold what it read before."""
+        for at in reversed(range(column, self.shared)):  # from the end, so that all is in order after each
+            if at * BLOCK < length:
+                ids = {device: table[:, at] for device, table in self.table.items()}
+                # All gathered before any is written: rows read each other's.
+                read = {s: [t.index_select(2, ids[s.device]) for t in kept] for s, kept in self.by_shape.items()}
+                for shape, several in read.items():
+                    for kept, blocks in zip(self.by_row(shape), several, strict=True):
+                        kept[:, :, :, at].copy_(blocks)
+            for device, table in self.table.items():
+                table[:, at].copy_(self.owned[device][:, at])
+            self.shared = at
+
+    def reorder(self, index: torch.Tensor, length: int) -> None:
+        """Row r goes on with what row index[r] holds: its table says so, and of a block begun it gets a copy."""
+        full, begun = divmod(length, BLOCK)
+        self.unshare(full, length)
+        pieces = [(mask[:, : self.masked], 0) for mask in self.padding_masks.values()]
+        pieces += [(table[:, :full], 0) for table in self.table.values()]
+        if begun:
+            pieces += [(kept[:, :, :, full, :begun], 2) for shape in self.by_shape for kept in self.by_row(shape)]
+        # Gathered before any is written.
+        moves = [(piece, piece.index_select(dim, index.to(piece.device))) for piece, dim in pieces]
+        for piece, moved in moves:
+            piece.copy_(moved)
+        self.shared = full
+
+    def set_padding_mask(self, mask: torch.Tensor | None) -> None:
+        """mask: (rows, tokens), 0 or False for what no query may see; all tokens beyond may be seen. None: all may."""
+        tokens = 0 if mask is None else mask.shape[1]
+        for device, one in self.tables.items():
+            if mask is None:
+                if self.padding_masks.pop(device, None) is not None:
+                    one.metadata[PADDING_MASK].fill_(0)
+                continue
+            if device not in self.padding_masks:
+                with torch.inference_mode(False):
+                    whole = torch.ones(self.rows, self.columns * BLOCK, dtype=torch.bool, device=device)
+                self.padding_masks[device] = whole
+                one.metadata[PADDING_MASK].fill_(whole.data_ptr())
+            self.padding_masks[device][:, :tokens].copy_(mask, non_blocking=True)
+        self.unmask(tokens)
+        self.masked = tokens
+
+    def unmask(self, length: int) -> None:
+        """Tokens from here on may be seen."""
+        if self.masked > length:
+            for mask in self.padding_masks.values():
+                mask[:, length : self.masked].fill_(True)
+            self.masked = length
+
+    def set_length(self, length: int) -> None:
+        """Tells the kernels how many tokens are stored: a launch, no wait."""
+        for one in self.tables.values():
+            one.metadata[LENGTH].fill_(length)
+
+    def packed(self, length: int) -> "RowBlocks":
+        """A copy with room for `length` tokens and no more, every row reading its own blocks; what pickles."""
+        blocks = RowBlocks(self.shapes, self.rows, -(-length // BLOCK))
+        blocks.take(self, length)
+        return blocks
+
+    def __getstate__(self) -> dict:
+        if self.shared:
+            raise TypeError("blocks that rows share do not pickle; packed ones do")
+        mask = self.padding_masks.get(self.shapes[0].device)
+        # As bytes: torch pickles no 8-bit floats.
+        kept = {
+            shape: tuple(t.view(torch.uint8) if t.dtype == shape.kv_dtype else t for t in several)
+            for shape, several in self.by_shape.items()
+        }
+        state = {"shapes": self.shapes, "rows": self.rows, "columns": self.columns, "kept": kept}
+        return state | {"padding_mask": None if mask is None else mask[:, : self.masked].clone()}
+
+    def __setstate__(self, state: dict) -> None:
+        kept = {
+            shape: tuple(t.view(shape.kv_dtype) if t.dtype == torch.uint8 else t for t in several)
+            for shape, several in state["kept"].items()
+        }
+        # On the devices to which torch.load has moved the tensors.
+        shapes = tuple(shape._replace(device=kept[shape][0].device) for shape in state["shapes"])
+        RowBlocks.__init__(self, shapes, state["rows"], state["columns"])
+        before, now = (views_by_layer(s, _one_set(s), k) for s, k in ((state["shapes"], kept), (shapes, self.by_shape)))
+        for views, sources in zip(now, before, strict=True):
+            for view, source in zip(views, sources, strict=True):
+                view.copy_(source)
+        self.set_padding_mask(state["padding_mask"])
+
+
+def _one_set(shapes: Sequence[Shape]) -> tuple[LayerSet]:
+    return (LayerSet(tuple(range(len(shapes))), None),)
