@@ -16,13 +16,12 @@ from accel.families import divides, example_of, is_language_model, plan_for, tak
 from accel.in_flight import alone, others_run_stock
 from accel.libraries.versions import newer_than_tested
 from accel.options import Activations, Attention, Cpu, KvCache, Layout, Options, Parallel, choose
-from accel.parallel.world import world
+from accel.parallel.ranks import world
 from accel.patching.context import Context
 from accel.patching.owner import disown_inside
 from accel.planning import whole_models
-from accel.planning.choices_file import choices_file
 from accel.planning.parts import WeakList, forget, former, kept_by, remember
-from accel.planning.plan import PLAN, Plan, create_context, leave, plan_of
+from accel.planning.plan import PLAN, Plan, choices_file, create_context, leave, plan_of
 from accel.planning.ranks import agree_to_optimize
 from accel.planning.stages import Row
 from accel.planning.targets import is_pipeline, models_in, nothing_in, on_meta, parts_in

@@ -15,8 +15,7 @@ from torch import nn
 from accel.bench.memory import release
 from accel.bench.timing import burst, seconds
 from accel.diffusion.family import RULES, graph_paths
-from accel.fusion.forward_counter import ForwardCounter
-from accel.fusion.loop import Loop
+from accel.fusion.loop import ForwardCounter, Loop
 from accel.options import Options
 from accel.patching.context import Context
 from accel.patching.fast_forward import Kernels

@@ -96,3 +96,17 @@ class LiveTurns:
             if self.faster == "stock":
                 self.reason = f"would not pay: {1e3 * fused:.2f} ms fused, {1e3 * stock:.2f} stock"
         return result
+
+
+def milliseconds(run: Callable, device: torch.device) -> tuple[float, float]:
+    """Wall time of one run to its end, what the user waits for, and until the host has launched all of it.
+
+    Of this stream: waiting for the whole device fails while another thread captures.
+    """
+    stream = torch.cuda.current_stream(device)
+    stream.synchronize()
+    start = time.perf_counter()
+    run()
+    launched = time.perf_counter()
+    stream.synchronize()
+    return 1000 * (time.perf_counter() - start), 1000 * (launched - start)

@@ -10,8 +10,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from accel.cuda_graphs.entry import Entry
-from accel.cuda_graphs.states import States
+from accel.cuda_graphs.entry import Captured, Entry
+from accel.cuda_graphs.fingerprint import States
 from accel.parallel.group_end import clear_at_end
 from accel.parallel.ranks import Ranks
 
@@ -149,3 +149,24 @@ class GraphPool:
                 self.left_mb.pop(device, None)
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
+
+
+DRIVERS = 64  # MiB of one graph's nodes at most: what goes beyond is another process's, which took it meanwhile
+
+
+class CaptureMemory:
+    """Measures from when it is made, which is after cached memory was given back."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.reserved, self.free = self._now()
+
+    def _now(self) -> tuple[int, int]:
+        return torch.cuda.memory_reserved(self.device), torch.cuda.mem_get_info(self.device)[0]
+
+    def taken_mb(self, graph: Captured) -> float:
+        """The pool's growth, the driver's memory for nodes, and what the graph reads that is in neither."""
+        reserved, free = self._now()
+        grown = (reserved - self.reserved) / 2**20
+        nodes = (self.free - free) / 2**20 - grown
+        return grown + min(max(nodes, 0.0), DRIVERS) + graph.beside_mb

@@ -17,8 +17,7 @@ from accel.cuda_graphs.pays import LiveTurns
 from accel.cuda_graphs.pool import GraphPool
 from accel.cuda_graphs.runner import GraphRunner
 from accel.fusion.channels_last import ChannelsLast, over_video
-from accel.fusion.forward_counter import ForwardCounter
-from accel.fusion.loop import Loop
+from accel.fusion.loop import ForwardCounter, Loop
 from accel.fusion.stacked_linears import PromptProjections
 from accel.libraries.diffusion import context_parallel
 from accel.libraries.hooks import BENEATH, beneath, hook_of, hooks_of, only_divides

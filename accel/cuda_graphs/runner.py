@@ -18,12 +18,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from accel.cuda_graphs.entry import Captured, Constant, Entry, Inputs, Replayed, filled, key_of, switches
-from accel.cuda_graphs.fingerprint import Fingerprint
+from accel.cuda_graphs.fingerprint import Fingerprint, States, Watched
 from accel.cuda_graphs.host_copies import captured
-from accel.cuda_graphs.memory import CaptureMemory
-from accel.cuda_graphs.pool import GraphPool
-from accel.cuda_graphs.states import States, Watched
-from accel.cuda_graphs.wall_time import milliseconds
+from accel.cuda_graphs.pays import milliseconds
+from accel.cuda_graphs.pool import CaptureMemory, GraphPool
 from accel.errors import reason_of, told
 from accel.parallel.ranks import Ranks
 from accel.parallel.sequences import waited

@@ -7,8 +7,7 @@ from torch import nn
 
 from accel.cuda_graphs.rule import match_graph
 from accel.diffusion.blocks.attention import match_attention
-from accel.diffusion.blocks.convolution import match_convolution
-from accel.diffusion.blocks.resampling import match_resample, match_upsample_pair
+from accel.diffusion.blocks.convolution import match_convolution, match_resample, match_upsample_pair
 from accel.diffusion.blocks.resnet import match_resnet
 from accel.diffusion.blocks.transformer_2d import match_transformer_block, match_transformer_stack
 from accel.diffusion.blocks.up_block import match_up_block

@@ -14,7 +14,7 @@ from accel.diffusion.schedulers import RULES, ready
 from accel.errors import PatchConflict
 from accel.fusion.channels_last import ChannelsLast
 from accel.fusion.loop import Loop
-from accel.fusion.stacked_weights import Stacked
+from accel.fusion.stacked_linears import Stacked
 from accel.libraries.models import denoising_loops
 from accel.offload.hooks import SWITCH, OffloadPatch
 from accel.patching.context import Context

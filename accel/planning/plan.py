@@ -6,7 +6,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from accel_kernels.attention.backends import AttentionChooser
+from accel_kernels.caches.cache_file import cache_folder
 from accel_kernels.gemm.linear import LinearChooser, torch_linear
 from accel_kernels.moe.chooser import ExpertsChooser
 from torch import nn
@@ -27,6 +29,16 @@ from accel.planning.parts import WeakList
 from accel.planning.stages import Row, Stage
 from accel.quantization.module import dequantizing
 from accel.quantization.patch import QuantizedModulePatch
+
+
+def choices_file(kind: str) -> Path | None:
+    """One file a kind, a GPU and a set of versions, in `cache_folder()`; None without a GPU or a home."""
+    folder = cache_folder()
+    if folder is None or not torch.cuda.is_available():
+        return None
+    name = f"{torch.cuda.get_device_name()}-torch{torch.__version__}-cudnn{torch.backends.cudnn.version()}"
+    return folder / (f"{kind}-" + "".join(c if c.isalnum() or c in ".-" else "_" for c in name) + ".json")
+
 
 PLAN = "_accel_plan"  # where an object keeps its plan; copies and pickles of the object take it along
 

@@ -5,13 +5,38 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from accel_kernels import Quantized, dequantize, quantized_linear
+from accel_kernels import Norm, Quantized, QuantizedRows, dequantize, quantized_linear
+from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.gemm.quantized_weight import MOST_QUANTIZED_ROWS
 from torch import nn
 
 from accel.patching.structure import plain, tampered
 from accel.quantization.module import QuantizedLinear, in_rows
-from accel.quantization.rows import Rows
+
+
+class Rows:
+    """norm(x) for all that multiply it; x: (..., K). Rounded rows take the norm in before anything is rounded."""
+
+    __slots__ = ("_normed", "_rounded", "norm", "x")
+
+    def __init__(self, x: torch.Tensor, norm: Norm | None = None):
+        self.x, self.norm = x, norm
+        self._normed: torch.Tensor | None = None
+        self._rounded: dict[tuple, QuantizedRows] = {}
+
+    def normed(self) -> torch.Tensor:
+        if self.norm is None:
+            return self.x
+        if self._normed is None:
+            self._normed = apply_norm(self.x, self.norm)
+        return self._normed
+
+    def rounded(self, linear: QuantizedLinear, activations: str) -> QuantizedRows:
+        """As this linear, which rounds them so, has them; once for all that have them alike."""
+        key = linear.rounding
+        if key not in self._rounded:
+            self._rounded[key] = linear.products.rounded(self.x, activations, self.norm, linear.fixed)
+        return self._rounded[key]
 
 
 def plain_linear(module: nn.Module | None) -> str | None:

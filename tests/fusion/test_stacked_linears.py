@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from accel.cuda_graphs.entry import Constant
-from accel.fusion.forward_counter import ForwardCounter
-from accel.fusion.stacked_linears import StackedLinears, together
-from accel.fusion.stacked_weights import stacked_rows
+from accel.fusion.loop import ForwardCounter
+from accel.fusion.stacked_linears import StackedLinears, stacked_rows, together
 from accel.fusion.tensor_notes import TensorNotes
 
 

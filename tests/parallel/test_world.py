@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from accel.errors import Refused
-from accel.parallel.world import STARTED, everybody, world
+from accel.parallel.ranks import STARTED, everybody, world
 from support.ranks import RankPool
 
 

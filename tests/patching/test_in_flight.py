@@ -11,7 +11,7 @@ from accel import in_flight
 from accel.diffusion.blocks.resnet import ResnetForward
 from accel.errors import InUse
 from accel.fusion.channels_last import ChannelsLast
-from accel.fusion.stacked_weights import Stacked
+from accel.fusion.stacked_linears import Stacked
 from accel.llm.generation import routing
 from accel.llm.recording.recorder import resting
 from accel.llm.runtime.layer import LayerForward

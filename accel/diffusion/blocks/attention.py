@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from accel.fusion.channels_last import as_image, as_image_like, as_rows, keep_channel_stats, nhwc, normalize
-from accel.fusion.forward_counter import ForwardCounter
-from accel.fusion.stacked_linears import PromptProjections, StackedLinears, together
-from accel.fusion.stacked_weights import Stacked
+from accel.fusion.loop import ForwardCounter
+from accel.fusion.stacked_linears import PromptProjections, Stacked, StackedLinears, together
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.ledger import Ledger
@@ -22,8 +21,7 @@ from accel.patching.relied import Parts
 from accel.patching.rule import Match, Skip
 from accel.patching.site import Site
 from accel.patching.structure import all_plain, foreign_processor, holds, meta_weights, untouched
-from accel.quantization.product import deferred, plain_linear, product
-from accel.quantization.rows import Rows
+from accel.quantization.product import Rows, deferred, plain_linear, product
 
 PARTS = ("spatial_norm", "norm_q", "norm_k", "norm_cross", "add_k_proj", "add_v_proj")
 # What makes it the attention of UNets and VAEs; those of other models have some of it.

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from accel.fusion.channels_last import convolve, keep_channel_stats, nhwc, normalize, project_image
-from accel.fusion.forward_counter import ForwardCounter
 from accel.fusion.half_operands import HalfOperands, convolve_half, end_in_float32
+from accel.fusion.loop import ForwardCounter
 from accel.fusion.stacked_linears import StackedLinears, TimeProjections
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, Kernels

@@ -25,8 +25,16 @@ from accel.patching.rule import Match, Skip
 from accel.patching.site import Site
 from accel.patching.structure import all_plain, holds, meta_weights, plain, pointwise
 from accel.patching.user_ops import UserOp
-from accel.quantization.product import deferred, matrix, plain_linear, product, rounded_geglu, rounded_product, rounds
-from accel.quantization.rows import Rows
+from accel.quantization.product import (
+    Rows,
+    deferred,
+    matrix,
+    plain_linear,
+    product,
+    rounded_geglu,
+    rounded_product,
+    rounds,
+)
 
 NOT_POINTWISE = "a projection that is not 1x1"
 

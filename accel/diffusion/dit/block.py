@@ -14,9 +14,18 @@ from accel_kernels.warmup import warming_up
 from torch import nn
 
 from accel.cuda_graphs.rule import CAPTURED_SOON
-from accel.diffusion.dit.calls.kinds import BlockCode, call_of, sort_of
-from accel.diffusion.dit.calls.plans import BlockPlan, BlockPlans
-from accel.diffusion.dit.calls.weights import attributes_of, attributes_replaced, weight_forms, weight_of, weights_of
+from accel.diffusion.dit.calls import (
+    BlockCode,
+    BlockPlan,
+    BlockPlans,
+    attributes_of,
+    attributes_replaced,
+    call_of,
+    sort_of,
+    weight_forms,
+    weight_of,
+    weights_of,
+)
 from accel.diffusion.dit.executable import Executable
 from accel.diffusion.dit.lanes import without_assignments
 from accel.diffusion.dit.products.rounded_rows import with_rounded_rows

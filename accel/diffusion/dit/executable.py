@@ -6,13 +6,12 @@ from typing import Any
 import torch
 
 from accel.diffusion.dit.lowering import Input, Output, Pass, Window
-from accel.diffusion.dit.products.product import is_product, run_product
 from accel.diffusion.dit.products.weight_stacks import WeightStacks
 from accel.diffusion.dit.program import Ref, TensorValue, TorchStep, refs, replaced
 from accel.diffusion.dit.ranks.exchanges import Exchange
 from accel.diffusion.dit.ranks.rooms import Places, Rooms
 from accel.diffusion.dit.schedule import Schedule
-from accel.diffusion.dit.units import Copy, GeluProduct, StackedProduct, TorchCall, Unit
+from accel.diffusion.dit.units import Copy, GeluProduct, StackedProduct, TorchCall, Unit, is_product, run_product
 from accel.parallel.ranks import Ranks
 from accel.patching.fast_forward import Kernels
 

@@ -13,13 +13,12 @@ from accel_kernels.rowwise.program import FULL, RowOp, RowProgram
 from accel.diffusion.dit.heads import HeadLowering
 from accel.diffusion.dit.lowering import Input, Lowering, NotLowered, Output, Pass, Window
 from accel.diffusion.dit.operations import FLOATS, operation_of
-from accel.diffusion.dit.products.product import is_product
 from accel.diffusion.dit.products.stacks import Stacks
 from accel.diffusion.dit.program import Program, Ref, refs
 from accel.diffusion.dit.ranks.collectives import Collective
 from accel.diffusion.dit.ranks.exchanges import Exchange
 from accel.diffusion.dit.regions import CONCATENATIONS, LEAST, Region, Regions
-from accel.diffusion.dit.units import Copy, GeluProduct, TorchCall, Unit
+from accel.diffusion.dit.units import Copy, GeluProduct, TorchCall, Unit, is_product
 
 
 class Schedule:

@@ -21,8 +21,7 @@ from accel.errors import reason_of
 from accel.fusion.loop import Loop
 from accel.libraries.diffusion import DIVIDED
 from accel.libraries.hooks import hook_of, hooks_of
-from accel.parallel.ranks import Ranks
-from accel.parallel.world import everybody
+from accel.parallel.ranks import Ranks, everybody
 from accel.patching.context import Context
 from accel.patching.fast_forward import AS_WRITTEN, FastForward, as_written
 from accel.patching.rule import Match, Rule, Skip, first_of

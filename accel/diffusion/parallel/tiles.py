@@ -16,8 +16,7 @@ from torch import nn
 from accel.cuda_graphs.rule import own_code
 from accel.diffusion.parallel.same_numbers import check_same
 from accel.errors import reason_of
-from accel.parallel.ranks import Ranks
-from accel.parallel.world import everybody
+from accel.parallel.ranks import Ranks, everybody
 from accel.patching.context import Context
 from accel.patching.fast_forward import AS_WRITTEN
 from accel.patching.ledger import Ledger

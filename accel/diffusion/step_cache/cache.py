@@ -26,11 +26,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from accel.diffusion.dit.block import difference, telling
-from accel.diffusion.step_cache.arguments import StepArguments
 from accel.diffusion.step_cache.features import Features
-from accel.diffusion.step_cache.stack import Stack
-from accel.diffusion.step_cache.step_call import StepCall
-from accel.diffusion.step_cache.tracks import Tracks
+from accel.diffusion.step_cache.stack import Stack, StepCall
+from accel.diffusion.step_cache.tracks import StepArguments, Tracks
 from accel.errors import PatchConflict, reason_of
 from accel.fusion.loop import Loop
 from accel.libraries.diffusion import CACHED_STEPS

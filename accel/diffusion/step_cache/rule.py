@@ -1,17 +1,16 @@
 """Where the step cache fits: UNets whose up blocks take one skip connection a layer, transformers, and their blocks."""
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from accel.cuda_graphs.rule import GraphForward
-from accel.diffusion.step_cache.arguments import StepArguments
+from accel.diffusion.step_cache.blocks import DeepBlock, LastUpBlock, StackBlock
 from accel.diffusion.step_cache.cache import StepCacheForward, StepCacheState
-from accel.diffusion.step_cache.deep_blocks import DeepBlock, LastUpBlock
 from accel.diffusion.step_cache.stack import Stack
-from accel.diffusion.step_cache.stack_block import StackBlock
-from accel.diffusion.step_cache.transformer import gives_blocks, lists_blocks, stacks_of, transformer_arguments
+from accel.diffusion.step_cache.tracks import StepArguments
 from accel.fusion.loop import Loop
 from accel.patching.context import Context
 from accel.patching.patch import ForwardPatch
@@ -168,3 +167,56 @@ def _prompt_width(block: Any) -> int | None:
         if getattr(module, "is_cross_attention", False):
             return module.to_k.in_features
     return None
+
+
+TIMESTEPS = ("timestep", "timesteps", "t")  # names under which transformers take it
+LINEARS = 2  # that a block has at least
+FEW = 2  # so many blocks refine what goes into a longer list
+
+
+def transformer_arguments(model: nn.Module) -> StepArguments | None:
+    """Which arguments say what; None where it takes no timestep."""
+    parameters = inspect.signature(type(model).forward).parameters
+    names = [name for name, one in parameters.items() if one.kind is not one.VAR_KEYWORD][1:]
+    timestep = next((name for name in TIMESTEPS if name in names), None)
+    if timestep is None or names[0] == timestep:
+        return None
+    moving = {name for name in names[1:] if "timestep" in name or "sigma" in name or name == timestep}
+    others = tuple(name for name in names[1:] if _sample(name))
+    conditions = tuple(name for name in names[1:] if name not in moving and name not in others)
+    return StepArguments(names[0], timestep, conditions, others, reads=True)
+
+
+def _sample(name: str) -> bool:
+    """Whether an argument of this name is noisy too, as the sound of a video; prompts are `encoder_hidden_states`."""
+    return name.endswith("hidden_states") and "encoder" not in name and "control" not in name
+
+
+def stacks_of(model: nn.Module) -> tuple[Stack, ...]:
+    """Its lists of blocks, but for short ones beside longer ones, which are left to run. The first block of all that
+    remain runs in every call too. Empty where no list has two blocks.
+    """
+    sizes = {name: len(list(child.children())) for name, child in model.named_children() if _are_blocks(child)}
+    longest = max(sizes.values(), default=0)
+    names = [name for name, size in sizes.items() if size > FEW or size == longest > 1]
+    return tuple(Stack(name, sizes[name], int(name == names[0])) for name in names)
+
+
+def lists_blocks(model: nn.Module) -> bool:
+    return any(map(_are_blocks, model.children()))
+
+
+def gives_blocks(model: nn.Module) -> bool:
+    """Whether what each block gives is projected by a linear of its own, as a ControlNet does."""
+    lists = (child for child in model.children() if isinstance(child, nn.ModuleList) and len(child))
+    return any(all(type(one) is nn.Linear for one in each) for each in lists)
+
+
+def _are_blocks(child: nn.Module) -> bool:
+    """A list of modules, each with products and no norm over groups, as UNets' have."""
+    return isinstance(child, nn.ModuleList) and len(child) > 0 and all(map(_is_block, child))
+
+
+def _is_block(module: nn.Module) -> bool:
+    parts = list(module.modules())
+    return len(parts) > LINEARS and sum(hasattr(part, "in_features") for part in parts) >= LINEARS

@@ -1,14 +1,14 @@
 """A stack of a transformer's blocks, one after the other over the same rows: what it adds to them, and to which."""
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
-from accel.diffusion.step_cache.arguments import PLAIN
 from accel.diffusion.step_cache.features import Features
+from accel.diffusion.step_cache.tracks import PLAIN
 
 
 @dataclass(frozen=True)
@@ -155,3 +155,26 @@ class StackTrace:
 
 def _version(leaf: object) -> int | None:
     return leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else None
+
+
+@dataclass(frozen=True)
+class StepCall:
+    """traces: what a whole call has shown so far of stacks of blocks, by their names. entered, ended: in a call between
+    the stacks of which some block and of which the last block was called.
+    """
+
+    features: Features
+    whole: bool
+    traces: dict[str, StackTrace] = field(default_factory=dict)
+    entered: set[str] = field(default_factory=set)
+    ended: set[str] = field(default_factory=set)
+
+    def misfit(self, stacks: tuple[Stack, ...]) -> str | None:
+        """Why rows cannot go by the blocks, as a whole call has shown. None too where a graph ran and showed none."""
+        for stack in stacks if self.traces else ():
+            trace = self.traces.get(stack.name)
+            if trace is None:
+                return f"{stack.name} are not called"
+            if not trace.finished:
+                return trace.reason or f"{stack.path(stack.size - 1)} is not called"
+        return None

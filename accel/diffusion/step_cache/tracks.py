@@ -1,6 +1,6 @@
 """Which calls of a denoiser are steps of one denoising loop.
 
-A loop goes on while timesteps move forward, see `moment.py`. Within it, a track is the calls that see the same
+A loop goes on while timesteps move forward, see `Moment`. Within it, a track is the calls that see the same
 conditions in step after step: a pipeline that calls the denoiser apart with and without the prompt has two.
 """
 
@@ -8,11 +8,116 @@ from collections import Counter
 from dataclasses import dataclass
 
 import torch
+from torch.utils import _pytree as pytree
 
-from accel.diffusion.step_cache.arguments import StepArguments
 from accel.diffusion.step_cache.features import Features
-from accel.diffusion.step_cache.moment import Moment
 from accel.fusion.loop import Loop
+
+Clock = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Moment:
+    """One call's place. value: the timestep's, if it is a number or on the CPU; the largest where tokens have theirs.
+    storage, offset: where the timestep lies in memory. clock: how far the schedulers of an announced loop are.
+    unread: the timestep, where its value may be read from a GPU if nothing else tells.
+    """
+
+    value: float | None = None
+    storage: tuple[int, int | None] | None = None
+    offset: int | torch.SymInt = 0
+    clock: Clock | None = None
+    unread: torch.Tensor | None = None
+    held: torch.Tensor | None = None  # so that no other timestep takes its place in memory
+
+    @classmethod
+    def of(cls, timestep: object, clock: Clock | None = None, reads: bool = False) -> "Moment":
+        if isinstance(timestep, int | float) and not isinstance(timestep, bool):
+            return cls(float(timestep), clock=clock)
+        if type(timestep) is not torch.Tensor or not timestep.numel():
+            return cls(clock=clock)
+        value = _value(timestep) if timestep.device.type == "cpu" else None
+        storage = timestep.untyped_storage().data_ptr(), version(timestep)
+        unread = timestep if reads and timestep.is_cuda else None
+        return cls(value, storage, timestep.storage_offset(), clock, unread, timestep)
+
+    def follows(self, before: "Moment") -> bool | None:
+        """True: a later step of the same loop; False: the same step; None: another loop, or who knows."""
+        together = self.storage is not None and self.storage == before.storage
+        if together and self.offset != before.offset:
+            return True if self.offset > before.offset else None
+        if self.value is not None and before.value is not None and self.value <= before.value:
+            return self.value < before.value
+        if together and self.value is None:
+            return False
+        if self.clock is not None and before.clock is not None:
+            return self.clock > before.clock if self.clock >= before.clock else None
+        if self.unread is not None and before.unread is not None:
+            value, former = _value(self.unread), _value(before.unread)
+            return value < former if value <= former else None
+        return None
+
+
+def version(tensor: torch.Tensor) -> int | None:
+    """How often the tensor was written to; None under inference mode, which does not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _value(timestep: torch.Tensor) -> float:
+    return float(timestep.max())
+
+
+PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class StepArguments:
+    """By their names. sample: a tensor, or tensors in lists. conditions: the same tensors in every step of a loop;
+    they tell calls of one step apart. others: further samples, of which only the shapes matter.
+    reads: a timestep's value may be read from a GPU, where nothing else tells whether a loop goes on.
+    """
+
+    sample: str
+    timestep: str
+    conditions: tuple[str, ...]
+    others: tuple[str, ...] = ()
+    reads: bool = False
+
+    def samples(self, given: dict) -> list:
+        return pytree.tree_leaves(given.get(self.sample))
+
+    def unfit(self, given: dict) -> str | None:
+        """Why nobody knows what this call depends on."""
+        for leaf in self.samples(given) or [None]:
+            if type(leaf) is not torch.Tensor:
+                return f"a sample of type {type(leaf).__name__}"
+        for name in (*self.conditions, *self.others):
+            for leaf in pytree.tree_leaves(given.get(name)):
+                if not isinstance(leaf, (torch.Tensor, *PLAIN)):
+                    return f"{name} holds a {type(leaf).__name__}, which may change from step to step"
+        return None
+
+    def conditions_of(self, given: dict) -> tuple[tuple, tuple[torch.Tensor, ...]]:
+        """A key for calls that belong together, and the tensors that are to be held while it is used."""
+        leaves, structure = pytree.tree_flatten([given.get(name) for name in self.conditions])
+        tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        places = tuple((_place(leaf) if isinstance(leaf, torch.Tensor) else leaf) for leaf in leaves)
+        return (self.shapes(given), structure, places), tensors
+
+    def shapes(self, given: dict) -> tuple:
+        """Of everything that decides how large features are."""
+        names = (self.sample, *self.others, *self.conditions)
+        leaves = pytree.tree_leaves([given.get(name) for name in names])
+        return tuple((leaf.shape, leaf.dtype, leaf.device) for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def _place(tensor: torch.Tensor) -> tuple:
+    """The numbers that a tensor shows: views made anew in every step show the same."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return id(tensor), version(tensor)
+    storage = tensor.untyped_storage().data_ptr()
+    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), version(tensor)
+
 
 MOST_TRACKS = 8  # at once; each keeps features in memory
 

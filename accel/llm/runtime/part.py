@@ -9,7 +9,7 @@ from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.norm.norm import ACTIVATIONS
 from torch import nn
 
-from accel.fusion.stacked_weights import stack_rows, stacked_rows
+from accel.fusion.stacked_linears import stack_rows, stacked_rows
 from accel.llm.analysis.norm import NormSpec
 from accel.llm.analysis.qk_norm import FLAT, HeadNorm, given, given_back
 from accel.llm.runtime.linear import QuantizedWeights, Weights, weights
@@ -17,7 +17,7 @@ from accel.patching.fast_forward import Kernels
 from accel.patching.settings import as_understood
 from accel.patching.user_ops import UserOp
 from accel.quantization.activations import many
-from accel.quantization.rows import Rows
+from accel.quantization.product import Rows
 
 
 class BoundNorm:

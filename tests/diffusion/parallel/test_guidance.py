@@ -7,7 +7,7 @@ import torch
 import accel
 from accel.diffusion.parallel.tiles import shared_out
 from accel.errors import Refused
-from accel.parallel.world import STARTED
+from accel.parallel.ranks import STARTED
 from support.diffusion.tiny_models import make_unet
 from support.parallel import diffusion_ranks as told_to
 

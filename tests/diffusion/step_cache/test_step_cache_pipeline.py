@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 import accel
-from accel.diffusion.step_cache.moment import Moment
+from accel.diffusion.step_cache.tracks import Moment
 from accel.fusion.loop import Loop
 from accel.verification.metrics import compare
 from support.compatibility.stack_oracle import StackOracle, deep

@@ -14,9 +14,8 @@ from accel_kernels.rowwise.program import NUMBERS
 from accel_kernels.rowwise.rowwise import TORCH
 
 from accel.diffusion.dit.program import Program, Ref, TensorValue, TorchStep, refs
-from accel.quantization.activations import KERNELS, kind_of
+from accel.quantization.activations import KERNELS, QuantizedCall, RoundedCall, kind_of
 from accel.quantization.activations import NUMBERS as DTYPES
-from accel.quantization.call import QuantizedCall, RoundedCall
 
 ROUNDED = (torch.float16, torch.bfloat16)  # in float32 products of fewer bits run no kernel
 PLAIN = ("int8", "fp8")  # ways of rounding rows that are nothing but numbers and a scale

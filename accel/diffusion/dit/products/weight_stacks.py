@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel.fusion.stacked_weights import stack_rows, stacked_rows
+from accel.fusion.stacked_linears import stack_rows, stacked_rows
 from accel.patching.patch import set_data
 
 REST = 16  # calls between two moves of the same weights, so that moving costs little where they never stay

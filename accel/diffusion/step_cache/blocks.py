@@ -1,6 +1,7 @@
-"""The blocks of a UNet under the step cache: all of them deep, but for the last layer of the last one."""
+"""The blocks of a denoiser under the step cache."""
 
 import copy
+from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -8,9 +9,46 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel.diffusion.step_cache.cached_block import CachedBlock
-from accel.diffusion.step_cache.step_call import StepCall
-from accel.patching.fast_forward import FastForward
+from accel.diffusion.step_cache.cache import StepCacheState
+from accel.diffusion.step_cache.stack import Stack, StackTrace, StepCall
+from accel.patching.fast_forward import FastForward, Kernels
+from accel.patching.ledger import Ledger
+
+
+class CachedBlock(FastForward):
+    """Outside of a call of the cache it runs as it is: by its fast forward, `inner`, or stock where it has none."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        path: str,
+        kernels: Kernels,
+        ledger: Ledger,
+        state: StepCacheState,
+        inner: FastForward | None,
+    ) -> None:
+        super().__init__(module, path, kernels, ledger)
+        self.state, self.inner = state, inner
+        self.names = tuple(self.__signature__.parameters)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        call = None if torch.compiler.is_compiling() else self.state.current
+        if call is None:
+            return self.whole(*args, **kwargs)
+        return self.fast(call, *args, **kwargs)
+
+    def whole(self, *args: Any, **kwargs: Any) -> Any:
+        """The block itself."""
+        return (self.inner or self.stock)(*args, **kwargs)
+
+    def given(self, args: tuple, kwargs: dict) -> dict[str, Any]:
+        """The arguments by name."""
+        return dict(zip(self.names, args, strict=False)) | kwargs
+
+    @abstractmethod
+    def fast(self, call: StepCall, *args: Any, **kwargs: Any) -> Any:
+        """The block in a call of the cache."""
+
 
 SKIPS = "res_hidden_states_tuple"
 HIDDEN = "what enters the last layer"
@@ -86,3 +124,40 @@ class Part:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.block, name)
+
+
+class StackBlock(CachedBlock):
+    """A block of a stack. In the calls between whole ones rows pass it by; the last one adds what all would have added.
+
+    The first of a stack may run in every call.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        path: str,
+        kernels: Kernels,
+        ledger: Ledger,
+        state: StepCacheState,
+        inner: FastForward | None,
+        stack: Stack,
+    ) -> None:
+        super().__init__(module, path, kernels, ledger, state, inner)
+        self.stack, self.index = stack, int(path.rpartition(".")[2])
+
+    def fast(self, call: StepCall, *args: Any, **kwargs: Any) -> Any:
+        given = self.given(args, kwargs)
+        if call.whole:
+            trace = call.traces.setdefault(self.stack.name, StackTrace(self.stack))
+            trace.enter(self.index, given)
+            output = self.whole(*args, **kwargs)
+            trace.leave(self.index, output, call.features)
+            return output
+        call.entered.add(self.stack.name)
+        if self.index < self.stack.kept:
+            return self.whole(*args, **kwargs)
+        rows = call.features.rows[self.stack.name]
+        if self.index < self.stack.size - 1:
+            return rows.passed(given)
+        call.ended.add(self.stack.name)
+        return rows.ended(given, self.stack.name, call.features)
