@@ -20,7 +20,7 @@ from accel.parallel.ranks import world
 from accel.patching.context import Context
 from accel.patching.owner import disown_inside
 from accel.planning import whole_models
-from accel.planning.parts import WeakList, forget, former, kept_by, remember
+from accel.planning.parts import WeakList, forget, remember, replaced_models, why_still_optimized
 from accel.planning.plan import PLAN, Plan, choices_file, create_context, leave, plan_of
 from accel.planning.ranks import agree_to_optimize
 from accel.planning.stages import Row
@@ -205,10 +205,10 @@ def restore(obj: T) -> T:
     Changes nothing and raises `errors.PatchConflict` where someone replaced a forward on top of ours, `errors.InUse`
     where such a call does not end.
     """
-    before = former(obj)
+    before = replaced_models(obj)
     plans, left = list(_plans(obj, bool(before)).values()), []
     for plan in filter(None, map(plan_of, before)):
-        reason = kept_by(obj, plan.root, plan.users)
+        reason = why_still_optimized(obj, plan.root, plan.users)
         if reason is None:
             plans.append(plan)
         else:

@@ -11,7 +11,7 @@ from accel.errors import SkippedSite
 from accel.libraries.models import is_causal_lm as is_language_model
 from accel.patching.context import Context
 from accel.planning.plan import Plan
-from accel.planning.stages import Row, Staged, Told
+from accel.planning.stages import Row, StageReport, StageResult
 from accel.planning.targets import is_scheduler, stays_stock
 
 
@@ -39,12 +39,12 @@ def plan_for(part: object, context: Context) -> Plan:
     return Plan(part, schedulers.RULES, own) if is_scheduler(part) else pipeline.pipeline_plan(part, own)
 
 
-def leave_stock(model: Any, context: Context) -> Staged:
+def leave_stock(model: Any, context: Context) -> StageResult:
     """The one stage of a model in which nothing can be replaced: it says why."""
     reason = stays_stock(model)
     if context.options.strict:
         raise SkippedSite(f"strict=True: {type(model).__name__}: {reason}")
-    return Staged(tell=lambda: Told([Row("", "model", "skipped", str(reason))]))
+    return StageResult(report=lambda: StageReport([Row("", "model", "skipped", str(reason))]))
 
 
 def takes_weights(part: object) -> bool:

@@ -26,7 +26,7 @@ from torch import nn
 from accel.errors import InUse
 
 PATIENCE = 60.0  # seconds that a change waits for calls under way
-DOOR = "_call_impl"  # of a module: what calling it looks up on the instance
+GATE = "_call_impl"  # of a module: what calling it looks up on the instance
 CALL = nn.Module._call_impl.__code__
 CHANGED = threading.Condition()  # a door was opened, or who may pass it is known
 
@@ -34,7 +34,7 @@ CHANGED = threading.Condition()  # a door was opened, or who may pass it is know
 class Permit:
     """By what the callables that accel put on one object ask whether they may do more than its class: see `Mark`."""
 
-    door: "Door | None" = None
+    door: "CallGate | None" = None
     trial: "Trial | None" = None
 
     def refuses(self) -> bool:
@@ -43,7 +43,7 @@ class Permit:
         return (trial is not None and trial.thread != threading.get_ident()) or (door is not None and door.passed())
 
 
-class Door:
+class CallGate:
     """Stands in `vars(module)["_call_impl"]` of all modules of a model while it is changed, and then is gone.
 
     thread: which changes it; None once it has, as in copies that were made meanwhile.
@@ -54,12 +54,12 @@ class Door:
         self.inside: dict[int, FrameType] | None = None  # by thread, the outermost frame of a call under way
 
     def __reduce__(self) -> tuple:
-        return Door, ()
+        return CallGate, ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = sys._getframe(1).f_locals["self"]  # shallow copies of a module hold its door too
         self.passed()
-        return getattr(type(module), DOOR)(module, *args, **kwargs)
+        return getattr(type(module), GATE)(module, *args, **kwargs)
 
     def passed(self) -> bool:
         """Whether it had to be waited for. A call that is part of one under way goes on."""
@@ -126,7 +126,7 @@ def others_run_stock() -> Iterator[Callable]:
         trial.end()
 
 
-def try_alone(permit: Permit) -> None:
+def join_trial(permit: Permit) -> None:
     """An object gets callables of accel's, which ask this."""
     trial = TRIAL.get()
     if trial is not None:
@@ -158,7 +158,7 @@ def alone(*models: nn.Module, anyway: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def vacant(*models: nn.Module) -> Iterator[bool]:
+def alone_if_idle(*models: nn.Module) -> Iterator[bool]:
     """Whether no other thread is in a call of these models, and then none comes inside. Does not wait: for changes that
     can be made another time.
     """
@@ -169,19 +169,19 @@ def vacant(*models: nn.Module) -> Iterator[bool]:
 
 
 @contextmanager
-def _closed(models: tuple[nn.Module, ...]) -> Iterator[Door | None]:
+def _closed(models: tuple[nn.Module, ...]) -> Iterator[CallGate | None]:
     """Inside, other threads begin no call of these models; None where this process has no other thread."""
     if not _others():
         yield None
         return
     modules = {id(module): module for model in models for module in model.modules()}
-    door = Door(threading.get_ident())
+    door = CallGate(threading.get_ident())
     with CHANGED:
         CHANGED.wait_for(lambda: all(held is None or held._open() for held in map(_door, modules.values())))
         mine = [module for module in modules.values() if _free(module)]
         permits = [one for module in mine for one in vars(module).values() if isinstance(one, Permit)]
         for module in mine:
-            vars(module)[DOOR] = door
+            vars(module)[GATE] = door
         for permit in permits:
             permit.door = door
     try:
@@ -193,23 +193,23 @@ def _closed(models: tuple[nn.Module, ...]) -> Iterator[Door | None]:
     finally:
         with CHANGED:
             for module in mine:
-                if vars(module).get(DOOR) is door:
-                    del vars(module)[DOOR]
+                if vars(module).get(GATE) is door:
+                    del vars(module)[GATE]
             for permit in permits:
                 permit.door = None
             door.thread = door.inside = None
             CHANGED.notify_all()
 
 
-def _door(module: nn.Module) -> Door | None:
-    found = vars(module).get(DOOR)
-    return found if isinstance(found, Door) else None
+def _door(module: nn.Module) -> CallGate | None:
+    found = vars(module).get(GATE)
+    return found if isinstance(found, CallGate) else None
 
 
 def _free(module: nn.Module) -> bool:
     """Whether this thread has no door there yet; one of nobody's is a copy's."""
-    found = vars(module).get(DOOR)
-    return found is None or (isinstance(found, Door) and found.thread is None)
+    found = vars(module).get(GATE)
+    return found is None or (isinstance(found, CallGate) and found.thread is None)
 
 
 def _others() -> dict[int, FrameType]:

@@ -13,7 +13,7 @@ from accel.fusion.stacked_linears import StackedLinears
 
 
 @dataclass(frozen=True)
-class Constant:
+class LoopConstant:
     """An input that stays the same through a loop: `joint` computes once what the model makes of it.
 
     Used for as long as the caller gives the same tensor object in the same loop, and neither it nor the weights have
@@ -35,7 +35,7 @@ class Inputs:
     copied there, its version, and the loop it was for.
     """
 
-    def __init__(self, leaves: list, device: torch.device, constant: Constant | None):
+    def __init__(self, leaves: list, device: torch.device, constant: LoopConstant | None):
         given = _tensors(leaves)
         self.buffers = [_buffer(tensor, device) for tensor in given]
         self.place = None if constant is None else next(i for i, t in enumerate(given) if t is constant.tensor)
@@ -46,7 +46,7 @@ class Inputs:
         fixed = iter(self.buffers)
         return [next(fixed) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
-    def fill(self, leaves: list, constant: Constant | None) -> None:
+    def fill(self, leaves: list, constant: LoopConstant | None) -> None:
         given, buffers = _tensors(leaves), list(self.buffers)
         if constant is not None and self.place is not None:
             buffer, tensor = buffers.pop(self.place), given.pop(self.place)
@@ -58,7 +58,7 @@ class Inputs:
             torch._foreach_copy_(buffers, given, non_blocking=True)  # in one launch where they are alike
 
 
-class Captured(NamedTuple):
+class CapturedGraph(NamedTuple):
     """A graph, what it reads, and the leaves that it writes, of outputs of this structure. copies: read by it too."""
 
     graph: torch.cuda.CUDAGraph
@@ -86,7 +86,7 @@ class Entry:
     """One input shape: seen once, then a captured graph, or the reason why it stays eager."""
 
     reason: str | None = None
-    graph: "Captured | None" = None
+    graph: "CapturedGraph | None" = None
     eager_ms: float = 0.0
     graph_ms: float = 0.0
     memory_mb: float = 0.0
@@ -135,7 +135,7 @@ def key_of(leaves: list, spec: pytree.TreeSpec, variant: tuple) -> tuple | None:
     return ", ".join((*shapes, *map(str, variant))), tuple(parts), spec, switches(), variant
 
 
-def filled(given: list, before: list) -> bool:
+def wrote_into(given: list, before: list) -> bool:
     """Whether a list holds now what it did not hold before; one that was only emptied does not."""
     known = set(map(id, before))
     return any(id(value) not in known for value in given)

@@ -62,7 +62,7 @@ class HostCopies:
             raise RuntimeError(CHANGES)
 
 
-def captured(
+def capture_with_copies(
     run: Callable[[], Any], pool: Callable[[], Any], somewhere: Callable[[bool], bool] = bool
 ) -> tuple[torch.cuda.CUDAGraph, Any, HostCopies]:
     """A graph of run(), what run() gave in it, and the copies it reads, which are looked for where it fails without.

@@ -24,12 +24,12 @@ class Cost(NamedTuple):
     wall: float
 
 
-def less(fused: float, stock: float) -> bool:
+def clearly_faster(fused: float, stock: float) -> bool:
     """Whether the time of what is fused is clearly less."""
     return fused < GAIN * stock
 
 
-def no_more(fused: float, stock: float) -> bool:
+def not_slower(fused: float, stock: float) -> bool:
     """Whether what is fused takes no longer."""
     return fused <= max(1.0, GAIN) * stock
 
@@ -92,7 +92,7 @@ class LiveTurns:
         self.times[way].append(time.perf_counter() - start)
         if min(map(len, self.times.values())) > self.COUNTED:
             fused, stock = (min(times[1:]) for times in self.times.values())
-            self.faster = "fused" if less(fused, stock) else "stock"
+            self.faster = "fused" if clearly_faster(fused, stock) else "stock"
             if self.faster == "stock":
                 self.reason = f"would not pay: {1e3 * fused:.2f} ms fused, {1e3 * stock:.2f} stock"
         return result

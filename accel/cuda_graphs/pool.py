@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from accel.cuda_graphs.entry import Captured, Entry
+from accel.cuda_graphs.entry import CapturedGraph, Entry
 from accel.cuda_graphs.fingerprint import States
 from accel.parallel.group_end import clear_at_end
 from accel.parallel.ranks import Ranks
@@ -164,7 +164,7 @@ class CaptureMemory:
     def _now(self) -> tuple[int, int]:
         return torch.cuda.memory_reserved(self.device), torch.cuda.mem_get_info(self.device)[0]
 
-    def taken_mb(self, graph: Captured) -> float:
+    def taken_mb(self, graph: CapturedGraph) -> float:
         """The pool's growth, the driver's memory for nodes, and what the graph reads that is in neither."""
         reserved, free = self._now()
         grown = (reserved - self.reserved) / 2**20

@@ -11,13 +11,13 @@ from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
 from accel.casting import Cast, cast_of, casts_of, in_place
-from accel.cuda_graphs.entry import Constant
+from accel.cuda_graphs.entry import LoopConstant
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.pays import LiveTurns
 from accel.cuda_graphs.pool import GraphPool
 from accel.cuda_graphs.runner import GraphRunner
 from accel.fusion.channels_last import ChannelsLast, over_video
-from accel.fusion.loop import ForwardCounter, Loop
+from accel.fusion.loop import DenoisingLoop, ForwardCounter
 from accel.fusion.stacked_linears import PromptProjections
 from accel.libraries.diffusion import context_parallel
 from accel.libraries.hooks import BENEATH, beneath, hook_of, hooks_of, only_divides
@@ -51,7 +51,7 @@ class GraphForward(FastForward):
     def __init__(self, module: nn.Module, path: str, context: Context):
         super().__init__(module, path, context.kernels, context.ledger)
         self.turns: dict[tuple, LiveTurns] = {}
-        self.prompt, self.loop = PromptProjections.shared(context), context.of(Loop)
+        self.prompt, self.loop = PromptProjections.shared(context), context.of(DenoisingLoop)
         self.layout = context.find(ChannelsLast)  # of the model's convolutions
         self.passes = context.of(ForwardCounter)
         self.passes.tracked = True
@@ -141,14 +141,14 @@ class GraphForward(FastForward):
             self.ledger.fell_back(self.path, f"{turns.reason}, without a graph")
         return result
 
-    def _constant(self, args: tuple, kwargs: dict) -> Constant | None:
+    def _constant(self, args: tuple, kwargs: dict) -> LoopConstant | None:
         """The prompt, where a pipeline's loop gives it at every step: its keys and values are computed once a loop."""
         if not self.loop.number or not self.prompt.groups or PROMPT not in self.names:
             return None
         prompt = (dict(zip(self.names, args, strict=False)) | kwargs).get(PROMPT)
         if type(prompt) is not torch.Tensor or prompt.is_inference() or self.prompt.versions() is None:
             return None  # such tensors do not tell when they change
-        return Constant(prompt, self.prompt, self.loop.number)
+        return LoopConstant(prompt, self.prompt, self.loop.number)
 
     def _timestep_as_tensor(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """A number given as timestep becomes data, as the model itself makes it; else each step were a new graph."""

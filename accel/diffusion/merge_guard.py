@@ -44,11 +44,11 @@ class DenoiserSaveOverride(InstanceMethod):
         )
         twin = copy.copy(model)  # shares all but what it says is in it
         vars(twin).pop(SAVE, None)
-        vars(twin)[STATE] = Written(model)
+        vars(twin)[STATE] = DequantizedState(model)
         getattr(type(model), SAVE)(twin, *args, **kwargs)
 
 
-class Written:
+class DequantizedState:
     """The state_dict of a model, with weights in place of what quantized linears hold."""
 
     def __init__(self, model: nn.Module):
@@ -72,7 +72,7 @@ class MergeGuard:
 
     def __init__(self, model: nn.Module):
         methods = {SAVE: DenoiserSaveOverride(model)} | {
-            name: Refusal(f"{type(model).__name__}.{name}") for name in MERGING
+            name: MergeRefusal(f"{type(model).__name__}.{name}") for name in MERGING
         }
         here = {name: method for name, method in methods.items() if hasattr(model, name) and name not in vars(model)}
         self.patches = [Patch(model, name, method) for name, method in here.items()]
@@ -90,7 +90,7 @@ class MergeGuard:
             patch.undo()
 
 
-class Refusal:
+class MergeRefusal:
     """Stands in the place of a method that merges weights: refused as a whole, before some are merged."""
 
     def __init__(self, name: str):

@@ -16,9 +16,9 @@ from accel.diffusion.merge_guard import MergeGuard
 from accel.options import Options
 from accel.patching.context import Context
 from accel.planning.plan import Plan
-from accel.planning.stages import Row, Staged, Told
+from accel.planning.stages import Row, StageReport, StageResult
 from accel.quantization.activation_quantization import RULE as ROUNDING
-from accel.quantization.activation_quantization import Rounding
+from accel.quantization.activation_quantization import RoundingPatch
 from accel.quantization.activations import is_static, kind_of
 from accel.quantization.model import RULE, Quantization
 from accel.quantization.module import QuantizedLinear
@@ -30,37 +30,37 @@ def denoiser_plan(model: nn.Module, context: Context) -> Plan:
     return Plan(model, RULES, context, (quantize_denoiser, round_activations))
 
 
-def quantize_denoiser(model: nn.Module, context: Context) -> Staged:
+def quantize_denoiser(model: nn.Module, context: Context) -> StageResult:
     """The weights the options name: before anything is understood or bound. Raises ValueError as `quantized` does, and
     for NaN or Inf in a weight, as it is applied.
     """
     weights = context.options.weights
     if weights is None:
-        return Staged()
+        return StageResult()
     (found, kept), before = denoiser_quantization(model, weights, context.options), _bytes(model)
 
-    def tell() -> Told:
+    def report() -> StageReport:
         rows = [Row(path, RULE, status, reason) for path, status, reason in found.rows]
         rows += [Row(path, RULE, "skipped", reason) for path, reason in kept.items()]
         if found.records:
             rows.append(Row("", RULE, "patched", _share(model, found.records, kept, before)))
         records = [row | {"scheme": str(model.get_submodule(row["path"]).scheme)} for row in found.records]
-        return Told(rows, records, found.warnings)
+        return StageReport(rows, records, found.warnings)
 
-    return Staged((found.swap,), tell)
+    return StageResult((found.swap,), report)
 
 
-def round_activations(model: nn.Module, context: Context) -> Staged:
-    """The quantized linears that it holds by now round their inputs. Raises ValueError as `rounded` does."""
-    found = rounded(model, context.options)
+def round_activations(model: nn.Module, context: Context) -> StageResult:
+    """The quantized linears that it holds by now round their inputs. Raises ValueError as `find_rounding` does."""
+    found = find_rounding(model, context.options)
     if found is None:
-        return Staged()
+        return StageResult()
 
-    def tell() -> Told:
+    def report() -> StageReport:
         rows = [Row(path, ROUNDING, status, reason) for path, status, reason in found.rows]
-        return Told([*rows, Row("", ROUNDING, "patched", _told(model, found))])
+        return StageReport([*rows, Row("", ROUNDING, "patched", _told(model, found))])
 
-    return Staged((found,), tell)
+    return StageResult((found,), report)
 
 
 def denoiser_quantization(root: nn.Module, weights: str, options: Options) -> tuple[Quantization, dict[str, str]]:
@@ -100,7 +100,7 @@ class DenoiserQuantization(Quantization):
         return quantized, note
 
 
-def rounded(root: nn.Module, options: Options) -> Rounding | None:
+def find_rounding(root: nn.Module, options: Options) -> RoundingPatch | None:
     """The quantized linears that are to round rows. Raises ValueError where there is none that could."""
     activations = options.activations
     if activations is None:
@@ -117,7 +117,7 @@ def rounded(root: nn.Module, options: Options) -> Rounding | None:
             f"activations={activations!r} needs weights of the same kind, and the {type(root).__name__} holds "
             f"none: give weights={kind!r} too"
         )
-    rounding = Rounding(options)
+    rounding = RoundingPatch(options)
     rounding.find(root, prompt_projections(root), lambda module: refuses_rounding(module, activations))
     return rounding
 
@@ -140,7 +140,7 @@ def _share(root: nn.Module, records: list[dict], kept: Collection[str], before: 
     return f"{len(records)} linears, {linear / before:.0%} of the bytes; {told}: {became}"
 
 
-def _told(root: nn.Module, rounding: Rounding) -> str:
+def _told(root: nn.Module, rounding: RoundingPatch) -> str:
     """Which linears round, for the report."""
     left = sum(type(module) is QuantizedLinear for module in prompt_projections(root))
     prompt = f"; {left} that project the prompt, once a loop, do not" if left else ""

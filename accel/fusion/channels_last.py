@@ -10,7 +10,7 @@ from torch import nn
 
 from accel.fusion.float32_precision import convolutions_in_tf32, products_in_tf32
 from accel.fusion.tensor_notes import TensorNotes
-from accel.in_flight import vacant
+from accel.in_flight import alone_if_idle
 from accel.patching.fast_forward import Kernels
 from accel.patching.patch import set_data
 from accel.patching.structure import pointwise
@@ -156,7 +156,7 @@ class ChannelsLast:
     def follow(self, device: torch.device) -> None:
         """The model is called on this device, to which it may have been moved since."""
         if device.type in ("cuda", "cpu") and (device.type == "cuda") is not self.on_gpu and not self.everywhere:
-            with vacant(self.root) as free:  # else at another call
+            with alone_if_idle(self.root) as free:  # else at another call
                 if free and self.on_gpu:
                     self.undo()
                 elif free:

@@ -40,7 +40,7 @@ class ForwardCounter(PerThread):
         self._local.number = self.number + 1
 
 
-class Loop(PerThread):
+class DenoisingLoop(PerThread):
     """`number` is that of the loop this thread began last, 0 where it began none: only a model was given to `optimize`,
     or it is another pipeline's loop. No two loops have the same number.
 
@@ -58,7 +58,9 @@ class Loop(PerThread):
     @property
     def clock(self) -> tuple[int, ...] | None:
         """How many steps the schedulers of that loop have made, which grows through it; None where none counts them."""
-        counts = [getattr(scheduler(), "step_index", "uncounted") for scheduler in getattr(self._local, "schedulers", ())]
+        counts = [
+            getattr(scheduler(), "step_index", "uncounted") for scheduler in getattr(self._local, "schedulers", ())
+        ]
         known = tuple(-1 if count is None else count for count in counts if count is None or isinstance(count, int))
         return known or None
 

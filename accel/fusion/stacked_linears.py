@@ -17,8 +17,16 @@ from accel.fusion.loop import ForwardCounter
 from accel.fusion.tensor_notes import TensorNotes
 from accel.patching.context import Context
 from accel.patching.patch import set_data
-from accel.quantization.module import QuantizedLinear, in_rows
-from accel.quantization.product import Rows, multiplied, placed, plain_linear, product, rounded_product, rounds
+from accel.quantization.module import QuantizedLinear, row_tensors
+from accel.quantization.product import (
+    Rows,
+    device_and_dtype,
+    multiplied,
+    plain_linear,
+    product,
+    rounded_product,
+    rounds,
+)
 
 
 class Stacked:
@@ -33,7 +41,7 @@ class Stacked:
 
     def apply(self) -> None:
         if len({type(linear) for linear in self.linears}) == 1:
-            for parts in zip(*map(in_rows, self.linears), strict=True):
+            for parts in zip(*map(row_tensors, self.linears), strict=True):
                 stack_rows(parts)
 
     def check(self) -> None:
@@ -41,7 +49,7 @@ class Stacked:
 
     def undo(self) -> None:
         for linear in self.linears:
-            for tensor in in_rows(linear):
+            for tensor in row_tensors(linear):
                 if tensor is not None and tensor.untyped_storage().nbytes() != tensor.nbytes:
                     set_data(tensor, torch.clone)
 
@@ -101,7 +109,7 @@ class StackedLinears:
         """Takes layers in; returns the patch that stacks their group, for whoever opened it."""
         size = sum(map(_bytes, layers))
         for group in self.groups:
-            if alike(group[0], layers[0]) and size + sum(map(_bytes, group)) <= MOST_BYTES:
+            if can_stack(group[0], layers[0]) and size + sum(map(_bytes, group)) <= MOST_BYTES:
                 group += layers
                 return ()
         self.groups.append(list(layers))
@@ -127,7 +135,7 @@ class StackedLinears:
 
     def versions(self) -> int | None:
         """Grows with every change in place of a weight or bias that autograd counts; None where it counts not all."""
-        found = (tensor for group in self.groups for layer in group for tensor in in_rows(layer))
+        found = (tensor for group in self.groups for layer in group for tensor in row_tensors(layer))
         held = [tensor for tensor in found if tensor is not None]
         return None if any(map(torch.Tensor.is_inference, held)) else sum(tensor._version for tensor in held)
 
@@ -138,7 +146,7 @@ class StackedLinears:
             members = self._present(group, x)
             if not members:
                 continue
-            for member, output in zip(members, together(members, x), strict=True):
+            for member, output in zip(members, project_together(members, x), strict=True):
                 if id(member) in kept:
                     kept[id(member)].copy_(output)
                 else:
@@ -146,12 +154,12 @@ class StackedLinears:
 
     def _present(self, group: list[nn.Linear], x: torch.Tensor) -> list[nn.Linear]:
         here = (x.device, x.dtype)  # under offload the others may be elsewhere
-        return [m for m in group if plain_linear(m) is None and placed(m) == here]
+        return [m for m in group if plain_linear(m) is None and device_and_dtype(m) == here]
 
     def _outputs(self, layer: nn.Linear, x: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         group = next((group for group in self.groups if any(member is layer for member in group)), [layer])
         members = self._present(group, x)
-        return zip(map(id, members), together(members, x) if members else (), strict=True)
+        return zip(map(id, members), project_together(members, x) if members else (), strict=True)
 
 
 class TimeProjections(StackedLinears):
@@ -162,7 +170,7 @@ class PromptProjections(StackedLinears):
     """Keys' and values' of the prompt, in all cross-attentions of a model."""
 
 
-def together(
+def project_together(
     layers: Sequence[nn.Linear], x: torch.Tensor | Rows, stack: bool = True, linear: Callable = F.linear
 ) -> Sequence[torch.Tensor]:
     """The outputs of plain linears on x: views of one product where their weights lie in one storage.
@@ -185,24 +193,24 @@ def together(
     return outputs.split([layer.out_features for layer in layers], dim=-1)
 
 
-def alike(a: nn.Linear, b: nn.Linear) -> bool:
+def can_stack(a: nn.Linear, b: nn.Linear) -> bool:
     """Whether their weights can lie in one storage."""
 
     def kinds(linear: nn.Linear) -> list:
-        return [None if t is None else (t.dtype, t.device, t.shape[1:]) for t in in_rows(linear)]
+        return [None if t is None else (t.dtype, t.device, t.shape[1:]) for t in row_tensors(linear)]
 
-    return type(a) is type(b) and placed(a) == placed(b) and kinds(a) == kinds(b)
+    return type(a) is type(b) and device_and_dtype(a) == device_and_dtype(b) and kinds(a) == kinds(b)
 
 
 def _bytes(linear: nn.Linear) -> int:
     """Of its weight where it is multiplied, written out if it is quantized."""
-    return linear.in_features * linear.out_features * placed(linear)[1].itemsize
+    return linear.in_features * linear.out_features * device_and_dtype(linear)[1].itemsize
 
 
 def _stacked(layers: Sequence[nn.Linear], stack: bool) -> list[Any] | None:
-    """What `in_rows` gives, of all layers as one; None where that lies apart."""
+    """What `row_tensors` gives, of all layers as one; None where that lies apart."""
     wholes = []
-    for parts in zip(*map(in_rows, layers), strict=True):
+    for parts in zip(*map(row_tensors, layers), strict=True):
         whole = None if all(part is None for part in parts) else _whole(parts, stack)
         if whole is None and any(part is not None for part in parts):
             return None

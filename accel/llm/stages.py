@@ -19,9 +19,9 @@ from accel.parallel.agreement import all_agree
 from accel.parallel.sharded_layers import ranks_of
 from accel.patching.context import Context
 from accel.planning.plan import Plan
-from accel.planning.stages import Row, Staged, Told
+from accel.planning.stages import Row, StageReport, StageResult
 from accel.quantization.activation_quantization import RULE as ROUNDING
-from accel.quantization.activation_quantization import Rounding, fixed, rounding
+from accel.quantization.activation_quantization import RoundingPatch, fixed, rounding
 from accel.quantization.activations import kind_of
 from accel.quantization.model import RULE
 
@@ -31,33 +31,33 @@ def language_plan(model: nn.Module, context: Context) -> Plan:
     return Plan(model, RULES, context, (place, import_prequantized, round_activations, analyze_layers, quantize), pace)
 
 
-def place(model: PreTrainedModel, context: Context) -> Staged:
+def place(model: PreTrainedModel, context: Context) -> StageResult:
     """Where accelerate has spread its layers; hooks that have nothing to do are taken off."""
     found = layer_placement(model)
     if not isinstance(found, Placement):
-        return Staged()
+        return StageResult()
     context.put(found)
-    return Staged((LiftedHooks(found.layers),))
+    return StageResult((LiftedHooks(found.layers),))
 
 
-def import_prequantized(model: nn.Module, context: Context) -> Staged:
+def import_prequantized(model: nn.Module, context: Context) -> StageResult:
     """Quantized linears it arrived with are repacked. Raises SkippedSite for one left under strict=True."""
     found = PrequantizedImport(model, context.options.activations)
     if context.options.strict and (left := [row for row in found.rows if row[1] == "skipped"]):
         raise SkippedSite(f"strict=True: {left[0][0]} ({RULE}): {left[0][2]}")
 
-    def tell() -> Told:
+    def report() -> StageReport:
         rows = [Row(path, RULE, status, reason) for path, status, reason in found.rows]
-        return Told(rows, prequantized=bool(found.found))
+        return StageReport(rows, prequantized=bool(found.found))
 
-    return Staged((found,) if found.found else (), tell)
+    return StageResult((found,) if found.found else (), report)
 
 
-def round_activations(model: PreTrainedModel, context: Context) -> Staged:
+def round_activations(model: PreTrainedModel, context: Context) -> StageResult:
     """The quantized linears that it holds by now round their inputs, where that is asked for. Raises ValueError where
     none could, nor would any be quantized.
     """
-    options, found = context.options, Rounding(context.options)
+    options, found = context.options, RoundingPatch(context.options)
     found.find(model, set(model.get_output_embeddings().modules()))  # of few rows, but for all logits
     if options.activations is not None and options.weights is None and not (found.pairs or rounding(model)):
         if options.activations in STATIC:
@@ -70,14 +70,14 @@ def round_activations(model: PreTrainedModel, context: Context) -> Staged:
             f"give weights={kind_of(options.activations)!r} too"
         )
 
-    def tell() -> Told:
+    def report() -> StageReport:
         rows = [Row(path, ROUNDING, status, reason) for path, status, reason in found.rows]
-        return Told(rows + [Row("", ROUNDING, "patched", line) for line in fixed(model)])
+        return StageReport(rows + [Row("", ROUNDING, "patched", line) for line in fixed(model)])
 
-    return Staged((found,) if found.pairs else (), tell)
+    return StageResult((found,) if found.pairs else (), report)
 
 
-def analyze_layers(model: nn.Module, context: Context) -> Staged:
+def analyze_layers(model: nn.Module, context: Context) -> StageResult:
     """What every layer computes, in the model's own precision, for the stages after it."""
     try:
         options = context.options
@@ -88,24 +88,24 @@ def analyze_layers(model: nn.Module, context: Context) -> Staged:
     ranks = ranks_of(model)
     if ranks is not None and not all_agree(ranks, "what layers compute", context.of(Analysis).outline()):
         context.put(Analysis(reason="ranks that share the model do not understand their parts alike"))
-    return Staged()
+    return StageResult()
 
 
-def quantize(model: nn.Module, context: Context) -> Staged:
+def quantize(model: nn.Module, context: Context) -> StageResult:
     """The weights the options name: before anything is bound to them. Raises ValueError for NaN or Inf in one, as it is
     applied, and for one that strict=True forbids to leave out.
     """
     weights = context.options.weights
     if weights is None:
-        return Staged()
+        return StageResult()
     # A model that was not understood runs stock code over its quantized linears: that is tried.
     find = partial(find_formula, context=context, kernels=(context.kernels.plain(),))
     tried = context.of(Analysis).reason is not None
     found = LanguageModelQuantization(model, weights, context.options, find, tried)
 
-    def tell() -> Told:
+    def report() -> StageReport:
         rows = [Row(path, RULE, status, reason) for path, status, reason in found.rows]
-        return Told(rows, found.records, found.warnings)
+        return StageReport(rows, found.records, found.warnings)
 
-    rounds = () if context.options.activations is None else (Rounding(context.options, found.swap),)
-    return Staged((found.swap, *rounds), tell)
+    rounds = () if context.options.activations is None else (RoundingPatch(context.options, found.swap),)
+    return StageResult((found.swap, *rounds), report)

@@ -26,7 +26,7 @@ def require_agreement(ranks: Ranks, what: str, told: Mapping[str, object]) -> No
     Raises `errors.Refused` on every rank where they are not, where a rank has not come within the group's timeout, or
     where one was interrupted within a call before, so that it would take what others send now for what they sent then.
     """
-    said = said_by_all(ranks, what, told)
+    said = gather_from_all(ranks, what, told)
     for name in next(iter(said.values())):
         by_value: dict[str, list[int]] = {}
         for member, values in said.items():
@@ -40,10 +40,10 @@ def require_agreement(ranks: Ranks, what: str, told: Mapping[str, object]) -> No
 
 def all_agree(ranks: Ranks, what: str, told: object) -> bool:
     """Whether all ranks have found the same, which all of them are told. As `require_agreement` otherwise."""
-    return len({values["found"] for values in said_by_all(ranks, what, {"found": told}).values()}) == 1
+    return len({values["found"] for values in gather_from_all(ranks, what, {"found": told}).values()}) == 1
 
 
-def said_by_all(ranks: Ranks, what: str, told: Mapping[str, object]) -> dict[int, dict[str, str]]:
+def gather_from_all(ranks: Ranks, what: str, told: Mapping[str, object]) -> dict[int, dict[str, str]]:
     """What each rank tells at this place, by its number, and its exchanges so far; see `require_agreement`."""
     values = {name: repr(value) for name, value in told.items()} | {EXCHANGES: ranks.in_step}
     try:

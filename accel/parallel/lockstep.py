@@ -48,7 +48,7 @@ class Lockstep:
         """The smallest of all ranks."""
         return -self.most([-number])[0]
 
-    def hear(self, message: bytes, size: int) -> bytes:
+    def broadcast(self, message: bytes, size: int) -> bytes:
         """What the first rank tells. size: of its message in bytes, which all know."""
         heard = np.frombuffer(message, np.uint8).copy() if self.leads else np.empty(size, np.uint8)
         with self.ways.exchange():

@@ -193,13 +193,13 @@ def world(asked: str) -> Ranks:
             raise Refused(f"{asked}: this process is alone; {valid}")
         if int(os.environ["WORLD_SIZE"]) > 1:
             dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    found = everybody()
+    found = all_ranks()
     if found is None:
         raise Refused(f"{asked}: this process is the only one of its group; {valid}")
     return found
 
 
-def everybody() -> Ranks | None:
+def all_ranks() -> Ranks | None:
     """All ranks of this process's group; None where it is alone."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
         return None

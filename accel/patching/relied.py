@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from accel.casting import Cast, casts_of
 from accel.errors import reason_of
-from accel.in_flight import DOOR
+from accel.in_flight import GATE
 from accel.libraries.code import GRADIENTS
 from accel.patching.code import ClassCode, Code
 from accel.patching.owner import OWNER
@@ -43,7 +43,7 @@ from accel.patching.structure import mentioned, overridden, stock_method, tamper
 
 BASE = frozenset(vars(nn.Module()))  # what every module has; of these hooks and submodules are looked at
 # Read with gradients alone, with which no fused forward runs; looked at by itself; relied on field by field.
-IRRELEVANT = {*GRADIENTS, "forward", "config", OWNER, DOOR}
+IRRELEVANT = {*GRADIENTS, "forward", "config", OWNER, GATE}
 THERE = "there"
 TRAINING_INSIDE = "training mode inside"
 

@@ -14,19 +14,19 @@ from accel.patching.site import Site
 from accel.patching.structure import kernelized, own_forward
 from accel.patching.user_ops import UserOp
 from accel.planning.sites import LoneSites
-from accel.planning.stages import Row, Staged, Told
+from accel.planning.stages import Row, StageReport, StageResult
 
 KERNELIZED = Rule("kernels", lambda site, context: None)  # for rows about what no rule may touch
 
 
-def match(root: Any, rules: Sequence[Rule], context: Context) -> Staged:
+def match(root: Any, rules: Sequence[Rule], context: Context) -> StageResult:
     """Which rule takes which site, and its patches. Raises SkippedSite for one that strict=True may not leave out."""
     matching = Matching(root, rules, context)
     matching.visit(Site("", root))
     matching.leave_out_what_would_not_pay()
     matching.tell_of_user_ops()
     matching.tell_of_kernelized(root)
-    return Staged(tuple(matching.patches), lambda: Told(matching.rows))
+    return StageResult(tuple(matching.patches), lambda: StageReport(matching.rows))
 
 
 class Matching:

@@ -14,7 +14,7 @@ from accel_kernels.moe.chooser import ExpertsChooser
 from torch import nn
 
 from accel.cuda_graphs.pool import GraphPool
-from accel.fusion.loop import Loop
+from accel.fusion.loop import DenoisingLoop
 from accel.in_flight import alone
 from accel.options import Options
 from accel.patching.context import Context
@@ -56,7 +56,7 @@ def create_context(options: Options, cache: Callable[[str], Path | None] | None 
     chosen = torch_linear if options.graphs is False else LinearChooser(linear)  # which chooses for graphs alone
     replaced: dict[str, Any] = {"experts": ExpertsChooser(experts), **registered()}
     kernels = Kernels(AttentionChooser(options.attention, attention), chosen, **replaced)
-    shared = {GraphPool: GraphPool(options.graph_memory_gb), Loop: Loop()}
+    shared = {GraphPool: GraphPool(options.graph_memory_gb), DenoisingLoop: DenoisingLoop()}
     return Context(options, kernels, Ledger(), shared=ChainMap({}, shared))
 
 
@@ -122,7 +122,7 @@ class Plan(Owned):
         for stage in pending.stages:
             found.append(stage(self.root, pending.context))
             yield found[-1].patches
-        told = [staged.tell() for staged in reversed(found)]  # what the rules answered comes first
+        told = [staged.report() for staged in reversed(found)]  # what the rules answered comes first
         self.rows = [row for one in told for row in one.rows]
         self.weights = [row for one in told for row in one.weights]
         self.warnings = [warning for one in told for warning in one.warnings]

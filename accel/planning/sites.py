@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel.cuda_graphs.pays import Cost, in_turns, less, no_more
+from accel.cuda_graphs.pays import Cost, clearly_faster, in_turns, not_slower
 from accel.errors import reason_of
 from accel.libraries.experts import in_steps
 from accel.options import Options
-from accel.parallel.agreement import said_by_all
+from accel.parallel.agreement import gather_from_all
 from accel.parallel.sharded_layers import ranks_of
 from accel.patching.fast_forward import FastForward
 from accel.patching.ledger import Ledger
@@ -67,7 +67,7 @@ class LoneSites:
         if ranks is not None and self._asked():
             names = {kind: f"{number} {kind[0].__name__}" for number, kind in enumerate(found)}
             mine = {names[kind]: reason is None for kind, reason in found.items()}
-            said = said_by_all(ranks, "which sites pay", mine)
+            said = gather_from_all(ranks, "which sites pay", mine)
             for kind, name in names.items():
                 if found[kind] is None and any(values.get(name) != "True" for values in said.values()):
                     found[kind] = f"{WOULD_NOT} on another rank that shares the model"
@@ -89,9 +89,9 @@ def too_slow(measured: tuple[Cost, Cost], rows: int, host: bool) -> str | None:
     """Why a forward does not pay by these costs, fused and stock, of calls of so many rows. host: its time counts."""
     fused, stock = measured
     of = f"of {rows} row{'s' * (rows > 1)}"
-    if host and not less(fused.host, stock.host):
+    if host and not clearly_faster(fused.host, stock.host):
         return f"{WOULD_NOT}: {1e6 * fused.host:.1f} us of the host fused, {1e6 * stock.host:.1f} stock, {of}"
-    if not no_more(fused.wall, stock.wall):
+    if not not_slower(fused.wall, stock.wall):
         return f"{WOULD_NOT}: {1e6 * fused.wall:.1f} us fused, {1e6 * stock.wall:.1f} stock, {of}"
     return None
 

@@ -19,7 +19,7 @@ class Row:
 
 
 @dataclass
-class Told:
+class StageReport:
     """What a stage has for the report. weights: what was quantized, see `Report.weights`. warnings: what was asked for
     and cannot be. prequantized: some layers came quantized by another library.
     """
@@ -31,11 +31,11 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Staged:
+class StageResult:
     """What a stage found. patches: applied before the next stage looks. tell: asked once all stages' are."""
 
     patches: tuple[Change, ...] = ()
-    tell: Callable[[], Told] = Told
+    report: Callable[[], StageReport] = StageReport
 
 
-Stage = Callable[[Any, Context], Staged]  # (what is optimized, what rules may use); raises what `optimize` raises
+Stage = Callable[[Any, Context], StageResult]  # (what is optimized, what rules may use); raises what `optimize` raises

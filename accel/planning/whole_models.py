@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from accel.cuda_graphs.pays import less
+from accel.cuda_graphs.pays import clearly_faster
 from accel.errors import reason_of
 from accel.parallel.sharded_layers import ranks_of
 from accel.patching.fast_forward import FastForward
@@ -64,7 +64,7 @@ def _decide_on_gpu(plan: Plan) -> None:
     except Exception as error:  # a call of another form than any model here takes: its sites pay one by one
         reason_of(error)
         return
-    if less(fused, stock):
+    if clearly_faster(fused, stock):
         return
     _take_out(plan)
     reason = f"{WOULD_NOT}: {_told(fused, stock)}"
@@ -86,7 +86,7 @@ def _reason(plan: Plan) -> str:
         fused, stock = plan.pace(plan.root, plan.ledger)
     except Exception as error:  # a call of another form than any model here takes
         return f"runs stock there, not timed: {reason_of(error)}"
-    plan.ledger.stock_on_cpu = not less(fused, stock)
+    plan.ledger.stock_on_cpu = not clearly_faster(fused, stock)
     kind = "stock" if plan.ledger.stock_on_cpu else "fused"
     return f"runs {kind} there: {_told(fused, stock)}"
 

@@ -15,7 +15,7 @@ from accel.quantization.scheme import Scheme
 RULE = "activations"  # what the report calls it
 
 
-class Rounding:
+class RoundingPatch:
     """A patch: the schemes of quantized linears. `find` takes those in that a model has. made: the patch that puts in
     others, which round already, for as long as this patch is there; it is applied before this one.
 

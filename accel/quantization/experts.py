@@ -8,9 +8,9 @@ import torch
 from accel_kernels import Quantized
 from torch import nn
 
-from accel.in_flight import DOOR
+from accel.in_flight import GATE
 from accel.parallel.sharded_layers import local
-from accel.quantization.module import QuantizedLinear, stored, uncast
+from accel.quantization.module import QuantizedLinear, stored, without_casting
 from accel.quantization.scheme import Scheme
 
 LIKE = "like"  # a buffer without numbers, in the dtype that stacks are written out in
@@ -53,7 +53,7 @@ class QuantizedExperts(nn.Module):
 
     def __init__(self, original: ExpertStacks, stacks: Mapping[str, Quantized], scheme: Scheme):
         super().__init__()
-        module, own = original.module, {*vars(self), DOOR}
+        module, own = original.module, {*vars(self), GATE}
         vars(self).update({name: value for name, value in vars(module).items() if name not in own})
         self._modules = module._modules
         self.kind, self.transposed, self.scheme = type(module), original.transposed, scheme
@@ -102,7 +102,7 @@ class QuantizedExperts(nn.Module):
 
     def settings(self) -> dict[str, Any]:
         """What was set on it since, and before on the original: all but what every module has, and its own."""
-        own = {*vars(self.original_class()), *OWN, DOOR, "forward"}
+        own = {*vars(self.original_class()), *OWN, GATE, "forward"}
         return {name: value for name, value in vars(self).items() if name not in own}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -116,7 +116,7 @@ class QuantizedExperts(nn.Module):
         return self.kind.forward(stock, *args, **kwargs)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "QuantizedExperts":
-        return super()._apply(uncast(self, fn, LIKE), recurse)
+        return super()._apply(without_casting(self, fn, LIKE), recurse)
 
     def extra_repr(self) -> str:
         return f"{self.kind.__name__}, {self.scheme}"

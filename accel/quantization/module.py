@@ -21,7 +21,7 @@ WRITES = {"__setitem__", "__set__"}
 COPIES = {"__deepcopy__", "__reduce_ex__"}
 
 
-class Reading(torch.Tensor):
+class ReadOnlyWeight(torch.Tensor):
     """A dequantized weight. It is made anew whenever it is asked for, so what is written into it would be lost."""
 
     @classmethod
@@ -120,8 +120,8 @@ class QuantizedLinear(nn.Linear):
         return QuantizedCall(self.number, self.activations, self.products, self.exact)
 
     @property
-    def weight(self) -> Reading:  # type: ignore[override]
-        return self.quantized.dequantized(self.dtype).as_subclass(Reading)
+    def weight(self) -> ReadOnlyWeight:  # type: ignore[override]
+        return self.quantized.dequantized(self.dtype).as_subclass(ReadOnlyWeight)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if name == "weight":  # tied to another's, as after embeddings got another size
@@ -157,7 +157,7 @@ class QuantizedLinear(nn.Linear):
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.data.device)).dtype
         if self.columns is not None:
             self.columns = KnownColumns(*map(fn, self.columns))
-        return super()._apply(uncast(self, fn), recurse)
+        return super()._apply(without_casting(self, fn), recurse)
 
     def extra_repr(self) -> str:
         scale = "".join(f", {SCALE}={value:.3g}" for value in self.values.get(SCALE, ()))
@@ -165,7 +165,7 @@ class QuantizedLinear(nn.Linear):
         return f"{super().extra_repr()}, {self.scheme}{scale}{columns}"
 
 
-def in_rows(linear: nn.Linear) -> tuple[torch.Tensor | None, ...]:
+def row_tensors(linear: nn.Linear) -> tuple[torch.Tensor | None, ...]:
     """All of a linear that has a row for every output: weight and bias; of a quantized one its parts and the bias.
 
     Of one that is divided among ranks, this rank's part.
@@ -181,7 +181,7 @@ def stored(data: torch.Tensor) -> torch.Tensor:
     return data.view(torch.uint8) if data.is_floating_point() else data
 
 
-def uncast(
+def without_casting(
     module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], *but: str
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """fn for `_apply`, by which the module's own buffers, but for some, are moved and never cast to another dtype."""

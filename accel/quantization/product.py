@@ -11,7 +11,7 @@ from accel_kernels.gemm.quantized_weight import MOST_QUANTIZED_ROWS
 from torch import nn
 
 from accel.patching.structure import plain, tampered
-from accel.quantization.module import QuantizedLinear, in_rows
+from accel.quantization.module import QuantizedLinear, row_tensors
 
 
 class Rows:
@@ -44,7 +44,7 @@ def plain_linear(module: nn.Module | None) -> str | None:
     return tampered(module) if type(module) is QuantizedLinear else plain(module, nn.Linear, stored=True)
 
 
-def placed(linear: nn.Linear) -> tuple[torch.device, torch.dtype]:
+def device_and_dtype(linear: nn.Linear) -> tuple[torch.device, torch.dtype]:
     """Where its weight is, and in what dtype it is multiplied."""
     if type(linear) is QuantizedLinear:
         return linear.data.device, linear.dtype
@@ -93,7 +93,7 @@ def rounded_product(
 def rounded_geglu(linear: QuantizedLinear, activations: str, rows: Rows) -> torch.Tensor:
     """value * gelu(gate), exact GELU, of a linear that rounds rows and gives values, then gates; one product."""
     half = linear.out_features // 2
-    lists = [(None, None) if part is None else part.split(half) for part in in_rows(linear)]
+    lists = [(None, None) if part is None else part.split(half) for part in row_tensors(linear)]
     (*value, shift), (*gate, gate_shift) = zip(*lists, strict=True)
     more = {"up": linear.read(*value), "up_bias": shift, "activation": "gelu"}
     return rounded_product(linear, activations, rows, linear.read(*gate), gate_shift, **more)

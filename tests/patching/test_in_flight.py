@@ -185,7 +185,7 @@ def test_calls_that_come_while_a_model_is_changed_wait(subject, monkeypatch):
     accel.restore(model)
     with torch.no_grad():
         assert torch.equal(running.result(), call())
-    assert not any(in_flight.DOOR in vars(module) for module in model.modules())
+    assert not any(in_flight.GATE in vars(module) for module in model.modules())
 
 
 def test_a_call_that_does_not_end_is_told(monkeypatch):

@@ -12,7 +12,7 @@ from torch import nn
 
 from accel.fusion.channels_last import as_image, as_image_like, as_rows, keep_channel_stats, nhwc, normalize
 from accel.fusion.loop import ForwardCounter
-from accel.fusion.stacked_linears import PromptProjections, Stacked, StackedLinears, together
+from accel.fusion.stacked_linears import PromptProjections, Stacked, StackedLinears, project_together
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.ledger import Ledger
@@ -113,7 +113,7 @@ class AttentionForward(FastForward):
         """Queries, keys and values as (B, H, S, D), views of as few products as the weights allow."""
         m = self.module
         if context is None:
-            q, k, v = together((m.to_q, m.to_k, m.to_v), x, self.stack, self.kernels.linear)
+            q, k, v = project_together((m.to_q, m.to_k, m.to_v), x, self.stack, self.kernels.linear)
         else:
             q = product(m.to_q, x, multiply=self.kernels.linear)
             k, v = (self.prompt.of(layer, context) for layer in (m.to_k, m.to_v))

@@ -39,7 +39,7 @@ from accel.quantization.product import (
 NOT_POINTWISE = "a projection that is not 1x1"
 
 
-class Stream:
+class ResidualStream:
     """The rows that blocks add to: x + last + bias, the last two still to be added by whoever reads x next."""
 
     last: torch.Tensor | None
@@ -105,13 +105,13 @@ class TransformerBlockForward(FastForward):
         class_labels: Any = None,
         added_cond_kwargs: Any = None,
     ) -> Any:
-        stream = Stream(hidden_states.contiguous())
+        stream = ResidualStream(hidden_states.contiguous())
         self.advance(stream, attention_mask, encoder_hidden_states, encoder_attention_mask, cross_attention_kwargs)
         return stream.total(self.kernels)
 
     def advance(
         self,
-        stream: Stream,
+        stream: ResidualStream,
         attention_mask: torch.Tensor | None = None,
         encoder_hidden_states: torch.Tensor | None = None,
         encoder_attention_mask: torch.Tensor | None = None,
@@ -128,7 +128,7 @@ class TransformerBlockForward(FastForward):
             self._attend(m.attn2, stream, rows, encoder_hidden_states, encoder_attention_mask, extra)
         self._feed_forward(stream, self._norm(m.norm3, stream, getattr(m.ff.net[0], "proj", None)))
 
-    def _norm(self, norm: nn.LayerNorm, stream: "Stream", first: nn.Module | None) -> Rows:
+    def _norm(self, norm: nn.LayerNorm, stream: ResidualStream, first: nn.Module | None) -> Rows:
         """The stream, settled, and its norm, which is done now, or with the rounding where `first` rounds its rows."""
         mine = isinstance(self.kernels.layer_norm, UserOp)  # it cannot be done with the rounding
         if not mine and rounds(first, stream.x) is not None:
@@ -144,7 +144,7 @@ class TransformerBlockForward(FastForward):
     def _attend(
         self,
         attention: Any,
-        stream: Stream,
+        stream: ResidualStream,
         rows: Rows,
         context: torch.Tensor | None,
         mask: torch.Tensor | None,
@@ -159,7 +159,7 @@ class TransformerBlockForward(FastForward):
         else:
             stream.add(attention(rows.normed(), **call, **extra))
 
-    def _project(self, stream: Stream, linear: Any, x: torch.Tensor) -> None:
+    def _project(self, stream: ResidualStream, linear: Any, x: torch.Tensor) -> None:
         """Onto a settled stream: by a product of rounded rows itself, by any other in the pass that comes next."""
         if (activations := rounds(linear, x)) is not None:
             residual = stream.x.contiguous()
@@ -169,7 +169,7 @@ class TransformerBlockForward(FastForward):
             defer = deferred(linear, x)
             stream.add(product(linear, x, not defer, self.kernels.linear), linear.bias if defer else None)
 
-    def _feed_forward(self, stream: Stream, rows: Rows) -> None:
+    def _feed_forward(self, stream: ResidualStream, rows: Rows) -> None:
         reason = self.feed_forward.changed(None, self.feed_forward_parts)
         if reason is not None:  # an adapter on the feed-forward: only that part runs through its modules
             self.ledger.fell_back(f"{self.path}.ff", reason)
@@ -178,7 +178,7 @@ class TransformerBlockForward(FastForward):
         with cast_up(self.feed_forward.casts) if self.feed_forward.casts else NOTHING:
             self._multiply(stream, rows)
 
-    def _multiply(self, stream: Stream, rows: Rows) -> None:
+    def _multiply(self, stream: ResidualStream, rows: Rows) -> None:
         net = self.module.ff.net
         up, down = net[0].proj, net[2]
         if (activations := rounds(up, rows.x)) is not None:
@@ -220,7 +220,9 @@ class TransformerStackForward(FastForward):
         x = nhwc(hidden_states)
         h = normalize(self.kernels, x, m.norm)
         fold = deferred(m.proj_in, rows := as_rows(h))
-        stream = Stream(project(rows, m.proj_in, not fold, self.kernels.linear), m.proj_in.bias if fold else None)
+        stream = ResidualStream(
+            project(rows, m.proj_in, not fold, self.kernels.linear), m.proj_in.bias if fold else None
+        )
         call: dict[str, Any] = {
             "attention_mask": _as_bias(attention_mask, x.dtype),
             "encoder_hidden_states": encoder_hidden_states,

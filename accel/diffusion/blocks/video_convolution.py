@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from accel_kernels.image.frames import NO_PADDING
 from torch import nn
 
-from accel.diffusion.blocks.video_convolution_kind import VideoConvolution, VideoConvolutions, Way, kept
+from accel.diffusion.blocks.video_convolution_kind import VideoConvolution, VideoConvolutions, VideoPadding, kept
 from accel.fusion.channels_last import ndhwc, sum_frames
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, Kernels
@@ -25,7 +25,7 @@ LEAST_CHANNELS = 32  # of the output; a narrower one ends a model, and no norm c
 
 
 def written_frames(
-    kernels: Kernels, way: Way, x: torch.Tensor, previous: torch.Tensor | None = None, **first: Any
+    kernels: Kernels, way: VideoPadding, x: torch.Tensor, previous: torch.Tensor | None = None, **first: Any
 ) -> torch.Tensor:
     """What the convolution reads: (N, C, T, H, W) with all that is written beforehand, x itself where that is nothing.
 
@@ -41,7 +41,9 @@ def written_frames(
     return kernels.convolution_frames(x, padding, previous=previous, **first)
 
 
-def convolve_written(way: Way, conv: nn.Conv3d, frames: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def convolve_written(
+    way: VideoPadding, conv: nn.Conv3d, frames: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The convolution, and the bias that is still to be added. On a CPU it adds the bias itself."""
     bias = None if frames.is_cuda else conv.bias
     y = F.conv3d(frames, conv.weight, bias, conv.stride, way.zeros, conv.dilation)

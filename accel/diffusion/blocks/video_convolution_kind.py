@@ -22,7 +22,7 @@ from accel.patching.structure import foreign, meta_weights, tampered
 from accel.tolerances import NORM
 
 
-class Way(NamedTuple):
+class VideoPadding(NamedTuple):
     """written: the padding that is written beforehand. zeros: those that the convolution adds on either side."""
 
     written: FramePadding
@@ -39,7 +39,7 @@ class VideoConvolution:
     """
 
     inner: str
-    ways: tuple[tuple[object, Way], ...]
+    ways: tuple[tuple[object, VideoPadding], ...]
     continues: bool = False
     keeps: bool | None = None
 
@@ -49,7 +49,7 @@ class VideoConvolution:
     def parts(self, module: Any) -> tuple:
         return (module, self.of(module)) if self.inner else (module,)
 
-    def way(self, flag: object = None) -> Way | None:
+    def way(self, flag: object = None) -> VideoPadding | None:
         return next((way for value, way in self.ways if value is flag), None)
 
     def takes(self, previous: object, x: torch.Tensor, channels: int) -> bool:
@@ -142,7 +142,7 @@ class _Trial:
             return VideoConvolution(self.name, found.ways, True, usual[1])
         return None if found.keeps else found
 
-    def _way(self, *more: object) -> tuple[Way, bool | None] | None:
+    def _way(self, *more: object) -> tuple[VideoPadding, bool | None] | None:
         """How it pads, and `keeps`."""
         wanted = self._stock(self.x, *more)
         for way in _ways(self.conv) if wanted is not None else ():
@@ -164,7 +164,7 @@ class _Trial:
         same = all(_same(*pair) for pair in zip(before, after, strict=True))
         return out if same else None
 
-    def _agrees(self, wanted: Any, frames: torch.Tensor, way: Way) -> Any:
+    def _agrees(self, wanted: Any, frames: torch.Tensor, way: VideoPadding) -> Any:
         """Whether the convolution of these frames is what it gives; where it gives two, a tuple with `keeps`."""
         try:
             got = F.conv3d(frames, self.conv.weight, self.conv.bias, self.conv.stride, way.zeros, self.conv.dilation)
@@ -178,7 +178,7 @@ class _Trial:
             return (False,)
         return (True,) if _close(kept(frames, self.conv), wanted[1]) else False
 
-    def _continues(self, way: Way, keeps: bool | None) -> bool:
+    def _continues(self, way: VideoPadding, keeps: bool | None) -> bool:
         """Whether frames given second stand for as many of the padding in front of the others, one or all of them."""
         front = way.written.front
         for count in {1, front} if keeps is None else {front}:
@@ -197,7 +197,7 @@ def kept(frames: torch.Tensor, conv: nn.Conv3d) -> torch.Tensor:
     return frames[:, :, 1 - conv.kernel_size[0] :] if conv.kernel_size[0] > 1 else frames
 
 
-def _ways(conv: nn.Conv3d) -> Iterator[Way]:
+def _ways(conv: nn.Conv3d) -> Iterator[VideoPadding]:
     """The paddings that a convolution may have."""
     spans = [(size - 1) * step for size, step in zip(conv.kernel_size, conv.dilation, strict=True)]
     own = conv.padding if isinstance(conv.padding, tuple) else (0, 0, 0)
@@ -218,10 +218,10 @@ def _ways(conv: nn.Conv3d) -> Iterator[Way]:
                 written = written._replace(height=0, width=0)
             if front == back and not repeat_frames:
                 written, zeros[0] = written._replace(front=0, back=0), front
-            yield Way(written, (zeros[0], zeros[1], zeros[2]))
+            yield VideoPadding(written, (zeros[0], zeros[1], zeros[2]))
 
 
-def _written(x: torch.Tensor, way: Way) -> torch.Tensor:
+def _written(x: torch.Tensor, way: VideoPadding) -> torch.Tensor:
     return convolution_frames.reference(x, way.written)
 
 

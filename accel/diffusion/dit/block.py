@@ -20,20 +20,20 @@ from accel.diffusion.dit.calls import (
     BlockPlans,
     attributes_of,
     attributes_replaced,
-    call_of,
-    sort_of,
+    block_signature,
+    call_signature,
     weight_forms,
     weight_of,
     weights_of,
 )
 from accel.diffusion.dit.executable import Executable
-from accel.diffusion.dit.lanes import without_assignments
 from accel.diffusion.dit.products.rounded_rows import with_rounded_rows
-from accel.diffusion.dit.products.weight_stacks import Unstacked, WeightStacks
+from accel.diffusion.dit.products.weight_stacks import UnstackPatch, WeightStacks
 from accel.diffusion.dit.program import Program
 from accel.diffusion.dit.ranks.exchanges import with_exchanges
-from accel.diffusion.dit.ranks.rooms import Places
+from accel.diffusion.dit.ranks.receive_buffers import BufferSlots
 from accel.diffusion.dit.recorder import recorded, tensors_in
+from accel.diffusion.dit.rotary_halves import without_assignments
 from accel.diffusion.dit.schedule import Schedule
 from accel.errors import reason_of
 from accel.fusion.norms import match_layer_norm
@@ -115,7 +115,7 @@ class BlockForward(FastForward):
         return reason
 
     def unfit(self, *args: Any, **kwargs: Any) -> str | None:
-        call = call_of(args, kwargs)
+        call = call_signature(args, kwargs)
         if call is None:
             return "an argument that is neither a tensor nor a plain value"
         plan = self._known().get(call)
@@ -132,7 +132,7 @@ class BlockForward(FastForward):
             return self._fast(*args, **kwargs)
 
     def _fast(self, *args: Any, **kwargs: Any) -> Any:
-        call = call_of(args, kwargs)
+        call = call_signature(args, kwargs)
         assert call is not None
         known = self.known or self._known()  # unfit has seen to it that it holds
         if self.ranks is not None and self.on_gpu and not CAPTURED_SOON.get() and not _capturing():
@@ -157,24 +157,24 @@ class BlockForward(FastForward):
         self.forms, self.backend = weight_forms(self.held), active_backend()
         configs = filter(None, map(context_parallel, _parts(self.module)))
         self.ranks, self.on_gpu = next(map(sequence_ranks, configs), None), _on_gpu(self.held)
-        self.known = self.plans.of((self.backend, *sort_of(self.module)))
+        self.known = self.plans.of((self.backend, *block_signature(self.module)))
         return self.known
 
     def _record(self, call: tuple, args: tuple, kwargs: dict) -> Any:
         """What stock gives; its steps are noted."""
         if _capturing():
             return self.stock(*args, **kwargs)
-        known, sort, given = self._known(), sort_of(self.module), list(tensors_in((args, kwargs)))
+        known, sort, given = self._known(), block_signature(self.module), list(tensors_in((args, kwargs)))
         attributes = list(attributes_of(self.module))
         with as_written():
             output, program = recorded(self.stock, dict(weights_of(self.module)), args, kwargs)
-        if call_of(args, kwargs) != call:
+        if call_signature(args, kwargs) != call:
             program = "it changes its arguments"
-        elif sort_of(self.module) != sort or attributes_replaced(attributes, list(attributes_of(self.module))):
+        elif block_signature(self.module) != sort or attributes_replaced(attributes, list(attributes_of(self.module))):
             program = "it changes its own settings"
         plan = self._plan(program)
         if self.ranks is not None:
-            self._open_rooms(plan, self.ranks, given[0].device)
+            self._allocate_buffers(plan, self.ranks, given[0].device)
         if plan.executable is not None:
             self._try(plan, given, output)
         self.plans.keep(known, call, plan)
@@ -195,12 +195,12 @@ class BlockForward(FastForward):
             return BlockPlan(reason="nothing in it can be done in one pass")
         return BlockPlan(executable, strided=program.strided)
 
-    def _open_rooms(self, plan: BlockPlan, ranks: Ranks, device: torch.device) -> None:
-        """All ranks at once, also those without a plan."""
+    def _allocate_buffers(self, plan: BlockPlan, ranks: Ranks, device: torch.device) -> None:
+        """Called on all ranks at once, also on those without a plan."""
         executable = plan.executable
-        places, groups = (Places(), {}) if executable is None else (executable.places, executable.groups)
-        if self.plans.rooms.open(places, groups, ranks, device) and executable is not None:
-            executable.rooms = self.plans.rooms
+        slots, groups = (BufferSlots(), {}) if executable is None else (executable.slots, executable.groups)
+        if self.plans.buffers.open(slots, groups, ranks, device) and executable is not None:
+            executable.buffers = self.plans.buffers
 
     def _compare(self, plan: BlockPlan, args: tuple, kwargs: dict) -> Any:
         """What stock gives, once more, for a plan that was made while kernels only compiled, from no numbers, or for
@@ -211,8 +211,8 @@ class BlockForward(FastForward):
         given = list(tensors_in((args, kwargs)))
         output = self.stock(*args, **kwargs)
         self._try(plan, given, output)
-        if plan.reason and plan.lender is not None:
-            plan.lender.strided = True
+        if plan.reason and plan.borrowed_from is not None:
+            plan.borrowed_from.strided = True
             self.plans.forget(self._known(), plan)  # the next call is recorded for itself
         elif plan.reason:
             self.ledger.fell_back(self.path, plan.reason)
@@ -242,7 +242,7 @@ class BlockForward(FastForward):
             return f"its passes raised {reason_of(error)}", False
         if warming_up():  # nothing was computed
             return None, False
-        return difference(wanted, got), telling(wanted)
+        return difference(wanted, got), has_finite_numbers(wanted)
 
 
 def match_block(site: Site, context: Context) -> Match | Skip | None:
@@ -261,7 +261,7 @@ def match_block(site: Site, context: Context) -> Match | Skip | None:
         return Skip(reason)
     forward = BlockForward(module, site.path, context)
     norms = list(_norms(site, context))
-    patches = (Unstacked(module, forward.stacks), *(ForwardPatch(norm.module, norm) for norm in norms))
+    patches = (UnstackPatch(module, forward.stacks), *(ForwardPatch(norm.module, norm) for norm in norms))
     inside = tuple((norm.path, LAYER_NORM.name) for norm in norms)
     return Match(forward, patches, note="recorded at its first call", inside=inside)
 
@@ -328,7 +328,7 @@ def _extremes(theirs: torch.Tensor, ours: torch.Tensor) -> tuple[float | None, f
     return (float(largest), float(off / largest)) if bool(some) else (None, 0.0)
 
 
-def telling(output: Any) -> bool:
+def has_finite_numbers(output: Any) -> bool:
     """Whether each tensor of an output has numbers that another outcome would differ from."""
     return all(bool(one.isfinite().any()) for one in tensors_in(output) if one.numel())
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from accel.diffusion.dit.executable import Executable
-from accel.diffusion.dit.ranks.rooms import Rooms
+from accel.diffusion.dit.ranks.receive_buffers import ReceiveBuffers
 from accel.diffusion.dit.recorder import PLAIN, tensors_in
 from accel.libraries.diffusion import attention_backends
 from accel.patching.code import CalledCode, ClassCode, CodeTable
@@ -59,7 +59,7 @@ def weight_of(module: nn.Module, path: str) -> torch.Tensor:
     return attributes[name][key] if key else attributes[name]
 
 
-def sort_of(module: nn.Module) -> tuple:
+def block_signature(module: nn.Module) -> tuple:
     """All that decides what a block computes besides its weights: equal for blocks of one program."""
     found: list[tuple] = []
     for path, part in module.named_modules():
@@ -89,23 +89,23 @@ def frozen(value: object) -> Hashable:
         return type(value), *((frozen(name), frozen(one)) for name, one in value.items())
     if isinstance(value, set | frozenset):
         return type(value), frozenset(map(frozen, value))
-    return Identity(value)
+    return ByIdentity(value)
 
 
 @dataclass(frozen=True, eq=False)
-class Identity:
+class ByIdentity:
     """An object as itself, whatever it says it equals; kept, so that no other gets its place in memory."""
 
     held: object
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and other.held is self.held
+        return isinstance(other, ByIdentity) and other.held is self.held
 
     def __hash__(self) -> int:
         return id(self.held)
 
 
-def call_of(args: tuple, kwargs: dict) -> tuple | None:
+def call_signature(args: tuple, kwargs: dict) -> tuple | None:
     """All that decides which steps a call makes; None where it is not known. Tensors by shape, strides and dtype, and
     by which of them are one.
     """
@@ -172,7 +172,7 @@ class BlockPlan:
     reason: str = ""
     compared: bool = False
     strided: bool = False
-    lender: "BlockPlan | None" = None
+    borrowed_from: "BlockPlan | None" = None
     outcome: Any = None
 
     def dry_run(self, run: Callable[[], Any]) -> Any:
@@ -194,12 +194,13 @@ def _unfilled(one: Any) -> Any:
 
 @dataclass
 class BlockPlans:
-    """By kind of block and of call, for all blocks of a model, and the rooms of their exchanges. Copies and pickles
-    record anew.
+    """The plans of all blocks of a model, by kind of block and of call, and the receive buffers of their exchanges.
+
+    Copies and pickles record anew.
     """
 
     found: dict[tuple, dict[tuple, BlockPlan]] = field(default_factory=dict)
-    rooms: Rooms = field(default_factory=Rooms)
+    buffers: ReceiveBuffers = field(default_factory=ReceiveBuffers)
     lock: Any = field(default_factory=threading.RLock)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -221,7 +222,7 @@ class BlockPlans:
         with self.lock:
             for other, plan in plans.items():
                 if plan.executable is not None and not plan.strided and without_strides(other) == wanted:
-                    found = BlockPlan(plan.executable, lender=plan)
+                    found = BlockPlan(plan.executable, borrowed_from=plan)
                     self.keep(plans, call, found)
                     return found
         return None

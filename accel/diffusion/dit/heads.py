@@ -39,7 +39,7 @@ class HeadLowering(Lowering):
         row = self._row(number)
         if row is not None:
             return self._whole(row)
-        half, join = self.regions.lanes.halves.get(number), self.regions.lanes.joins.get(number)
+        half, join = self.regions.rotary.halves.get(number), self.regions.rotary.joins.get(number)
         if (half is not None and half.lanes in ("first", "second")) or (join is not None and join.name != "interleave"):
             raise NotLowered("halves of heads")
         place, operation = self.regions.places.get(number), self.regions.operations.get(number)
@@ -82,7 +82,7 @@ class HeadLowering(Lowering):
             place = self.regions.places.get(number)
             if number in found or place is None or place.space != self.space or place.width == HALF:
                 continue
-            if number in self.regions.operations and number not in self.regions.lanes.joins:
+            if number in self.regions.operations and number not in self.regions.rotary.joins:
                 found.add(number)
                 waiting += self.regions.sources(number)
         kept = set(refs(self.regions.program.result))
@@ -94,11 +94,11 @@ class HeadLowering(Lowering):
 
     def _taken_in(self, number: int, found: set[int]) -> bool:
         """Whether all that takes the value is among those, or in this region."""
-        base, lanes = self.values[number].base, self.regions.lanes
+        base, rotary = self.values[number].base, self.regions.rotary
         views = [value.number for value in self.values if value.base == base]
         made = {n for view in views for user in self.regions.users[view] for n in self._makes(user)}
-        inside = found | self.region.values | lanes.inside
-        return all(one in inside or one in views or one in lanes.halves for one in made)
+        inside = found | self.region.values | rotary.inside
+        return all(one in inside or one in views or one in rotary.halves for one in made)
 
     def _makes(self, place: int) -> list[int]:
         return self.regions.program.steps[place].made or [-1]

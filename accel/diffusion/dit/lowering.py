@@ -106,12 +106,16 @@ class Lowering:
         return self.registers[number]
 
     def _made(self, number: int) -> tuple[int, ...]:
-        half, joins = self.regions.lanes.halves.get(number), self.regions.lanes.joins
+        half, joins = self.regions.rotary.halves.get(number), self.regions.rotary.joins
         if half is not None and half.lanes is not None and half.whole is not None:
             whole = self._single(half.whole)
             lanes = ("even", "odd") if half.lanes == "pairs" else (half.lanes,)
             return tuple(self._op(name, (whole,), self.values[half.whole].dtype, width=HALF) for name in lanes)
-        if number in self.region.values or self.regions.again(number, self.region.space) or self._continues(number):
+        if (
+            number in self.region.values
+            or self.regions.recomputed(number, self.region.space)
+            or self._continues(number)
+        ):
             if number in joins:
                 halves = [one for source in joins[number].halves for one in self._registers(source)]
                 return (self._op(joins[number].name, tuple(halves), self.values[number].dtype, width=FULL),)

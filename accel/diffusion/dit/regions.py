@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from accel_kernels.rowwise.program import FULL, HALF, NUMBERS, ONE
 
-from accel.diffusion.dit.lanes import Lanes
 from accel.diffusion.dit.operations import REDUCTIONS, ROWWISE, Operation, operation_of
 from accel.diffusion.dit.program import Program, Ref, refs
+from accel.diffusion.dit.rotary_halves import RotaryHalves
 
 FEW = 6  # operations that are done anew for each row
 CONCATENATIONS = ("cat", "concat")
@@ -45,8 +45,8 @@ class Regions:
 
     def __init__(self, program: Program):
         self.program, self.values = program, program.values
-        self.lanes = Lanes(program)
-        self.makers, self.users = self.lanes.makers, self.lanes.users
+        self.rotary = RotaryHalves(program)
+        self.makers, self.users = self.rotary.makers, self.rotary.users
         self.operations: dict[int, Operation] = {}  # by value
         self.places: dict[int, RowPlace] = {}
         self.levels: dict[int, int] = {}
@@ -60,25 +60,25 @@ class Regions:
 
     def sources(self, number: int) -> list[int]:
         """The values that a placed one is computed from; halves of a row come from the whole row."""
-        if number in self.lanes.joins:
-            taken = self.lanes.joins[number].halves
+        if number in self.rotary.joins:
+            taken = self.rotary.joins[number].halves
         else:
             taken = tuple(ref.number for ref in self._operands(self.operations[number]))
         return [self.whole(one) for one in taken]
 
     def whole(self, number: int) -> int:
         """The row that a value is lanes of, or itself."""
-        half = self.lanes.halves.get(number)
+        half = self.rotary.halves.get(number)
         return number if half is None or half.whole is None else half.whole
 
-    def again(self, number: int, space: tuple[int, ...], budget: int = FEW) -> bool:
+    def recomputed(self, number: int, space: tuple[int, ...], budget: int = FEW) -> bool:
         """Whether the value is computed anew for each row of the space."""
         return 0 < self._cost(number, space) <= budget
 
     def _cost(self, number: int, space: tuple[int, ...]) -> int:
         """Operations it takes to compute from what lies in memory; 0 for what does, or has to."""
         place, value = self.places.get(number), self.values[number]
-        if place is None or number in self.lanes.joins or number in self.lanes.halves or place.width == ONE:
+        if place is None or number in self.rotary.joins or number in self.rotary.halves or place.width == ONE:
             return 0
         operation = self.operations[number]
         if operation.name in (*REDUCTIONS, *ROWWISE) or value.numel * SMALLER > torch.Size(space).numel():
@@ -92,12 +92,12 @@ class Regions:
 
     def _place(self, number: int) -> None:
         value = self.values[number]
-        if number in self.lanes.joins:
+        if number in self.rotary.joins:
             self.places[number] = RowPlace(value.shape, FULL)
             return
         step = self.program.steps[self.makers[number]]
         operation = operation_of(step, self.values)
-        half = self.lanes.halves.get(number)
+        half = self.rotary.halves.get(number)
         if operation is None or (half is not None and half.lanes is not None):
             return
         if value.dtype is torch.complex64 and half is None:
@@ -135,7 +135,7 @@ class Regions:
         levels = [0]
         for source in self.sources(number):
             other = self.places.get(source)
-            apart = other is not None and other.space != place.space and not self.again(source, place.space)
+            apart = other is not None and other.space != place.space and not self.recomputed(source, place.space)
             levels.append(self.levels.get(source, 0) + apart)
         return max(levels)
 
@@ -160,13 +160,13 @@ class Regions:
         other = self.places.get(made)
         if other is None:  # between a row and its halves, or something else
             return ready.get(made) if self._between(made) else None
-        same = place is None or other.space == place.space or self.again(number, other.space)
+        same = place is None or other.space == place.space or self.recomputed(number, other.space)
         return self.levels[made] if same else None
 
     def _between(self, number: int) -> bool:
         """Whether a value lies between a row and its halves, and only there."""
-        half = self.lanes.halves.get(number)
-        return number in self.lanes.inside or (half is not None and half.whole is not None)
+        half = self.rotary.halves.get(number)
+        return number in self.rotary.inside or (half is not None and half.whole is not None)
 
     def _components(self) -> list[frozenset[int]]:
         """Values that feed each other in one space, on one level."""
@@ -190,7 +190,7 @@ class Regions:
 
     def _region(self, numbers: frozenset[int]) -> Region | None:
         space = self.places[min(numbers)].space
-        work = sum(1 if n in self.lanes.joins else self._work(self.operations[n]) for n in numbers)
+        work = sum(1 if n in self.rotary.joins else self._work(self.operations[n]) for n in numbers)
         names = {self.operations[n].name for n in numbers if n in self.operations}
         alone = all(map(self._put_together, numbers)) or any(self._taken_apart(n, space) for n in numbers)
         alone = alone or not names.isdisjoint(("peak", *NUMBERS))  # of which torch makes many

@@ -140,7 +140,7 @@ class Schedule:
     def _concatenation(self, number: int) -> int | None:
         """The dimension, counted from the last, along which the value was put together; None for any other value."""
         place = self.regions.makers.get(number)
-        names = CONCATENATIONS if number not in self.regions.lanes.joins else ()
+        names = CONCATENATIONS if number not in self.regions.rotary.joins else ()
         if place is None or self.program.steps[place].name not in names or not self.program.steps[place].taken:
             return None
         step, value = self.program.steps[place], self.program.values[number]
@@ -166,7 +166,9 @@ class Schedule:
             if dim is None or not (any(direct) or sent or (attended and self._strided(pieces))):
                 continue
             if attended:
-                self.layouts[number] = like(self.program.values[number].shape, self.program.values[pieces[0]].stride)
+                self.layouts[number] = strides_like(
+                    self.program.values[number].shape, self.program.values[pieces[0]].stride
+                )
             start = 0
             units.remove(call)
             for piece, written in zip(pieces, direct, strict=True):
@@ -251,7 +253,7 @@ class Schedule:
         return order
 
 
-def like(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+def strides_like(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of this shape, densely, in the order of dimensions that these strides have."""
     found, step = [0] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda dim: (stride[dim], -dim)):

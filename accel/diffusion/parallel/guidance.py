@@ -15,13 +15,13 @@ from torch.utils import _pytree as pytree
 
 from accel.cuda_graphs.rule import PROMPT, own_code
 from accel.diffusion.linears import denoises
-from accel.diffusion.parallel.rows import BatchCall, gathered, not_rows, part_of
-from accel.diffusion.parallel.same_numbers import Checks, check_same
+from accel.diffusion.parallel.rows import BatchCall, gather_rows, not_rows, rank_rows
+from accel.diffusion.parallel.same_numbers import LoopChecks, check_same
 from accel.errors import reason_of
-from accel.fusion.loop import Loop
+from accel.fusion.loop import DenoisingLoop
 from accel.libraries.diffusion import DIVIDED
 from accel.libraries.hooks import hook_of, hooks_of
-from accel.parallel.ranks import Ranks, everybody
+from accel.parallel.ranks import Ranks, all_ranks
 from accel.patching.context import Context
 from accel.patching.fast_forward import AS_WRITTEN, FastForward, as_written
 from accel.patching.rule import Match, Rule, Skip, first_of
@@ -31,7 +31,7 @@ from accel.tolerances import ROWS, bound
 NAME = "guidance parallel"  # of the rule
 
 
-class Make(NamedTuple):
+class ModelDigest(NamedTuple):
     """What the modules of a denoiser are. digest: the same in all processes. reason: why rows may not be divided."""
 
     kinds: tuple
@@ -49,7 +49,7 @@ class GuidanceForward(FastForward):
 
     def __init__(self, module: nn.Module, path: str, context: Context, inner: FastForward | None):
         super().__init__(module, path, context.kernels, context.ledger)
-        self.inner, self.loop = inner, context.of(Loop)  # None: the stock forward
+        self.inner, self.loop = inner, context.of(DenoisingLoop)  # None: the stock forward
         self.names = tuple(self.__signature__.parameters)
         self._join()
 
@@ -63,10 +63,10 @@ class GuidanceForward(FastForward):
             self._join()
 
     def _join(self) -> None:
-        self.ranks = everybody()
-        self.checks = Checks(self.loop)
+        self.ranks = all_ranks()
+        self.checks = LoopChecks(self.loop)
         self.verdicts: dict[tuple, str | None] = {}  # by kind of call: why its rows cannot be divided
-        self.make: Make | None = None
+        self.make: ModelDigest | None = None
         self.prompt: tuple[torch.Tensor, torch.Tensor] | None = None  # as it was given, and this rank's rows
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -106,7 +106,7 @@ class GuidanceForward(FastForward):
         if reason is not None:
             return self._whole(reason, inner, args, kwargs)
         args, kwargs = self._part(call, divided, ranks)
-        return gathered(inner(*args, **kwargs), call.batch // ranks.size, ranks)
+        return gather_rows(inner(*args, **kwargs), call.batch // ranks.size, ranks)
 
     def _whole(self, reason: str, inner: Callable, args: tuple, kwargs: dict) -> Any:
         self.ledger.fell_back(self.path, f"{NAME}: computed whole: {reason}")
@@ -136,7 +136,7 @@ class GuidanceForward(FastForward):
         kinds = tuple(map(_sort, self.module.modules()))
         if self.make is None or kinds != self.make.kinds:
             digest = blake2b(repr(kinds).encode(), digest_size=8).hexdigest()
-            self.make = Make(kinds, digest, own_code(self.module))
+            self.make = ModelDigest(kinds, digest, own_code(self.module))
 
     def _place(self) -> str:
         return f"a call of the {type(self.module).__name__}" + (f" ({self.path})" if self.path else "")
@@ -148,7 +148,7 @@ class GuidanceForward(FastForward):
         """The arguments with this rank's rows. The prompt's are one tensor for as long as the caller gives one, so that
         what is computed from it once a loop is found again.
         """
-        leaves = [part_of(leaf, ranks) if each else leaf for leaf, each in zip(call.leaves, divided, strict=True)]
+        leaves = [rank_rows(leaf, ranks) if each else leaf for leaf, each in zip(call.leaves, divided, strict=True)]
         args, kwargs = pytree.tree_unflatten(leaves, call.spec)
         given_args, given = pytree.tree_unflatten(call.leaves, call.spec)
         place = self.names.index(PROMPT) if PROMPT in self.names else None
@@ -156,7 +156,7 @@ class GuidanceForward(FastForward):
         if not isinstance(prompt, torch.Tensor) or not any(prompt is leaf for leaf in call.leaves):
             return args, kwargs
         if self.prompt is None or self.prompt[0] is not prompt:
-            self.prompt = prompt, part_of(prompt, ranks) if len(prompt) == call.batch else prompt
+            self.prompt = prompt, rank_rows(prompt, ranks) if len(prompt) == call.batch else prompt
         if place is not None and place < len(args):
             return (*args[:place], self.prompt[1], *args[place + 1 :]), kwargs
         return args, kwargs | {PROMPT: self.prompt[1]}
@@ -188,7 +188,7 @@ class GuidanceForward(FastForward):
             return reason
         for a, b in zip(part, whole, strict=True):
             if a is not None:
-                off = _error(a, part_of(b, ranks))
+                off = _error(a, rank_rows(b, ranks))
                 if not off <= bound(ROWS, a.dtype):
                     return f"its rows depend on each other: without the others they are off by {off:.1e}"
         return None
@@ -214,7 +214,7 @@ def match_guidance(site: Site, context: Context, beneath: Sequence[Rule]) -> Mat
     """The root of a denoiser. It keeps the forward that the rules `beneath` give it inside of this one."""
     if context.options.parallel != "guidance" or site.path or not denoises(site.module):
         return None
-    ranks = everybody()
+    ranks = all_ranks()
     if ranks is None:
         return Skip("this process is alone")
     inner = first_of(beneath, site, context)

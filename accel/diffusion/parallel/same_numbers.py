@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from accel.errors import Refused
-from accel.fusion.loop import Loop
+from accel.fusion.loop import DenoisingLoop
 from accel.parallel.agreement import require_agreement
 from accel.parallel.ranks import Ranks
 from accel.tolerances import APART, RANKS_INPUT, bound
@@ -16,14 +16,14 @@ SAMPLES = 256  # numbers of each tensor that are compared
 SEEDS = "give the generators of all ranks one seed, or call torch.manual_seed with one number on all of them"
 
 
-class Checks:
+class LoopChecks:
     """Which calls of one forward are looked at: the first of a loop, and those of another form than the one before.
 
     begins: whether the call that was asked about last is the first of its loop. Outside of a loop that was announced,
     as where a model is called by itself, every call is.
     """
 
-    def __init__(self, loop: Loop):
+    def __init__(self, loop: DenoisingLoop):
         self.loop = loop
         self.number, self.left, self.begins = 0, 0, False
         self.form: object = None

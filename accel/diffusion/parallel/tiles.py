@@ -16,7 +16,7 @@ from torch import nn
 from accel.cuda_graphs.rule import own_code
 from accel.diffusion.parallel.same_numbers import check_same
 from accel.errors import reason_of
-from accel.parallel.ranks import Ranks, everybody
+from accel.parallel.ranks import Ranks, all_ranks
 from accel.patching.context import Context
 from accel.patching.fast_forward import AS_WRITTEN
 from accel.patching.ledger import Ledger
@@ -31,15 +31,15 @@ NAME, METHOD = "tiles on ranks", "tiled_decode"
 DIMS = 6  # of a tile, at most, whose sizes ranks tell each other
 
 
-class AllCut(Exception):
+class AllTilesCollected(Exception):
     """Every tile has been handed to the decoder: the first of them is about to be blended."""
 
 
-class Uncut:
+class PendingTile:
     """Stands for a decoded tile while tiles are collected."""
 
     def __getitem__(self, index: object) -> Any:
-        raise AllCut
+        raise AllTilesCollected
 
 
 class TiledDecode(InstanceMethod):
@@ -60,7 +60,7 @@ class TiledDecode(InstanceMethod):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self.ranks = everybody()
+        self.ranks = all_ranks()
 
     def call(self, z: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         stock = getattr(type(self.vae), METHOD)
@@ -71,7 +71,7 @@ class TiledDecode(InstanceMethod):
         if isinstance(tiles, str) or self.ranks is None:
             self.ledger.fell_back("", f"{NAME}: decoded whole: {tiles}")
             return stock(self.vae, z, *args, **kwargs)
-        with_tiles = _twin(self.vae, Decoded(self._decoded(tiles, self.ranks)))
+        with_tiles = _twin(self.vae, DecodedTiles(self._decoded(tiles, self.ranks)))
         return stock(with_tiles, z, *args, **kwargs)
 
     def _unfit(self, z: object) -> str | None:
@@ -86,11 +86,11 @@ class TiledDecode(InstanceMethod):
     def _tiles(self, z: torch.Tensor) -> "list[torch.Tensor] | str":
         """What stock hands to the decoder, in order; or why tiles cannot be told apart. All ranks say the same."""
         assert self.ranks is not None
-        collector = Collector()
+        collector = TileCollector()
         try:
             getattr(type(self.vae), METHOD)(_twin(self.vae, collector), z)
             reason: str | None = "it does not cut tiles before it blends them"
-        except AllCut:
+        except AllTilesCollected:
             reason = collector.reason
         except Exception as error:
             reason = f"it does not cut tiles before it blends them: {reason_of(error)}"
@@ -103,7 +103,7 @@ class TiledDecode(InstanceMethod):
 
     def _decoded(self, tiles: list[torch.Tensor], ranks: Ranks) -> list[torch.Tensor]:
         """All tiles decoded, each by one rank."""
-        shares = shared_out([tile.numel() for tile in tiles], ranks.size)
+        shares = assign_tiles([tile.numel() for tile in tiles], ranks.size)
         decoder = self.vae.get_submodule("decoder")
         own = [decoder(tiles[i]).contiguous() for i in shares[ranks.rank]]
         device, dtype = own[0].device, own[0].dtype
@@ -132,21 +132,21 @@ class TiledDecode(InstanceMethod):
         return [tile for tile in found if tile is not None]
 
 
-class Collector:
+class TileCollector:
     """Called in the place of the decoder: keeps what it is given."""
 
     def __init__(self) -> None:
         self.tiles: list[torch.Tensor] = []
         self.reason: str | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Uncut:
+    def __call__(self, *args: Any, **kwargs: Any) -> PendingTile:
         if len(args) != 1 or kwargs or type(args[0]) is not torch.Tensor:
             self.reason = "its decoder is given more than a tile"
         self.tiles += args[:1]
-        return Uncut()
+        return PendingTile()
 
 
-class Decoded:
+class DecodedTiles:
     """Called in the place of the decoder: gives what was decoded, in order."""
 
     def __init__(self, tiles: list[torch.Tensor]):
@@ -156,7 +156,7 @@ class Decoded:
         return next(self.tiles)
 
 
-def shared_out(work: list[int], ranks: int) -> list[list[int]]:
+def assign_tiles(work: list[int], ranks: int) -> list[list[int]]:
     """Places of the tiles of each rank: the largest first, each to the rank that has the least to do; in order."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     for place in sorted(range(len(work)), key=lambda place: -work[place]):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accel.diffusion.step_cache.cache import StepCacheState
-from accel.diffusion.step_cache.stack import Stack, StackTrace, StepCall
+from accel.diffusion.step_cache.stack import BlockStack, StackTrace, StepCall
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.ledger import Ledger
 
@@ -84,11 +84,11 @@ class LastUpBlock(DeepBlock):
         return self._last(self._stock, given, self._before_last(self._stock, given))
 
     def _before_last(self, run: Callable, given: dict) -> torch.Tensor:
-        return run(Part(self.module, slice(None, -1), resamplers=False), given | {SKIPS: given[SKIPS][1:]})
+        return run(PartialBlock(self.module, slice(None, -1), resamplers=False), given | {SKIPS: given[SKIPS][1:]})
 
     def _last(self, run: Callable, given: dict, hidden: torch.Tensor) -> torch.Tensor:
         given = given | {"hidden_states": hidden, SKIPS: given[SKIPS][:1]}  # the first skip connection is used last
-        return run(Part(self.module, slice(-1, None), resamplers=True), given)
+        return run(PartialBlock(self.module, slice(-1, None), resamplers=True), given)
 
     def _runner(self, given: dict) -> Callable:
         """How to run a part of the block: the fast forward beneath where it takes the call, else stock."""
@@ -101,17 +101,17 @@ class LastUpBlock(DeepBlock):
         self.ledger.fell_back(self.path, reason)
         return self._stock
 
-    def _stock(self, part: "Part", given: dict) -> torch.Tensor:
+    def _stock(self, part: "PartialBlock", given: dict) -> torch.Tensor:
         return type(self.module).forward(part, **given)
 
 
-def _fused(inner: FastForward, part: "Part", given: dict) -> torch.Tensor:
+def _fused(inner: FastForward, part: "PartialBlock", given: dict) -> torch.Tensor:
     forward = copy.copy(inner)
     forward.module = part
     return forward.fast(**given)
 
 
-class Part:
+class PartialBlock:
     """A block that has only some of its layers; everything else is the block's own."""
 
     def __init__(self, block: nn.Module, layers: slice, resamplers: bool):
@@ -140,7 +140,7 @@ class StackBlock(CachedBlock):
         ledger: Ledger,
         state: StepCacheState,
         inner: FastForward | None,
-        stack: Stack,
+        stack: BlockStack,
     ) -> None:
         super().__init__(module, path, kernels, ledger, state, inner)
         self.stack, self.index = stack, int(path.rpartition(".")[2])

@@ -25,12 +25,12 @@ from accel_kernels.warmup import warming_up
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from accel.diffusion.dit.block import difference, telling
+from accel.diffusion.dit.block import difference, has_finite_numbers
 from accel.diffusion.step_cache.features import Features
-from accel.diffusion.step_cache.stack import Stack, StepCall
+from accel.diffusion.step_cache.stack import BlockStack, StepCall
 from accel.diffusion.step_cache.tracks import StepArguments, Tracks
 from accel.errors import PatchConflict, reason_of
-from accel.fusion.loop import Loop
+from accel.fusion.loop import DenoisingLoop
 from accel.libraries.diffusion import CACHED_STEPS
 from accel.libraries.hooks import skips
 from accel.patching.fast_forward import FastForward, Kernels
@@ -50,7 +50,7 @@ class StepCacheState:
     does not depend on what the others do meanwhile.
     """
 
-    def __init__(self, loop: Loop, interval: int, arguments: StepArguments) -> None:
+    def __init__(self, loop: DenoisingLoop, interval: int, arguments: StepArguments) -> None:
         self.loop, self.interval, self.arguments = loop, interval, arguments
         self.__setstate__({})
 
@@ -79,9 +79,9 @@ class StepCacheState:
             return ()
         return "whole" if self.current.whole else "between whole ones", f"features {self.current.features.number}"
 
-    def kept(self, lane: int, shapes: tuple) -> Features:
+    def kept(self, slot: int, shapes: tuple) -> Features:
         """The features of a lane for calls of these shapes; new ones take the place of those unused the longest."""
-        key = threading.get_ident(), lane, shapes
+        key = threading.get_ident(), slot, shapes
         if key not in self.features:
             used = [track.features for track in self.tracks.tracks.values()]
             idle = [one for one, held in self.features.items() if not any(held is features for features in used)]
@@ -117,7 +117,7 @@ class StepCacheForward(FastForward):
         ledger: Ledger,
         state: StepCacheState,
         paths: tuple[str, ...],
-        stacks: tuple[Stack, ...] = (),
+        stacks: tuple[BlockStack, ...] = (),
     ) -> None:
         super().__init__(module, path, kernels, ledger)
         self.state, self.paths, self.stacks = state, paths, stacks
@@ -173,7 +173,7 @@ class StepCacheForward(FastForward):
         if track is None:
             self._computed_whole(reason or "")
             return inner(*args, **kwargs)
-        track.features = features = track.features or state.kept(track.lane, state.arguments.shapes(given))
+        track.features = features = track.features or state.kept(track.slot, state.arguments.shapes(given))
         reason = features.reason or reason
         if reason is not None:
             self._computed_whole(reason)
@@ -185,7 +185,7 @@ class StepCacheForward(FastForward):
             features.shift(first=track.whole is None)
         else:
             ahead = track.beyond(step) - 1
-            features.aim(1 + (DAMPED if self.stacks else 1) * ahead)
+            features.extrapolate_to(1 + (DAMPED if self.stacks else 1) * ahead)
         # With containers of their own, as some forwards empty them, and more than one call may be needed.
         leaves, structure = pytree.tree_flatten((args, kwargs)) if self.stacks else ([(args, kwargs)], None)
 
@@ -220,12 +220,12 @@ class StepCacheForward(FastForward):
 
     def _compare(self, run: Callable, features: Features, wanted: Any) -> str | None:
         """Why a call that leaves blocks out does not give what the whole call gave, right after it, of its inputs."""
-        features.aim(1)
+        features.extrapolate_to(1)
         try:
             reason = difference(wanted, run(StepCall(features, False)))
         except Exception as error:
             return f"without its blocks it raised {reason_of(error)}"
-        features.compared = telling(wanted)
+        features.compared = has_finite_numbers(wanted)
         return None if reason is None else f"without its blocks it {reason}"
 
     def note(self) -> str:

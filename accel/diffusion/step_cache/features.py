@@ -7,7 +7,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 
-class Line:
+class LinearHistory:
     """One tensor at the last two whole calls; weight: where on the straight line through both the next call is."""
 
     def __init__(self, like: torch.Tensor):
@@ -35,7 +35,7 @@ class Features:
 
     def __init__(self, numbers: Iterator[int]):
         self.numbers, self.number = numbers, next(numbers)
-        self.lines: dict[str, Line] = {}
+        self.lines: dict[str, LinearHistory] = {}
         self.blanks: dict[str, Any] = {}
         self.rows: dict[str, Any] = {}
         self.reason: str | None = None
@@ -50,7 +50,7 @@ class Features:
         for line in self.lines.values():
             line.previous.zero_() if first else line.previous.copy_(line.last)
 
-    def aim(self, weight: float) -> None:
+    def extrapolate_to(self, weight: float) -> None:
         """Where on the line the next call is: 1 is the last whole call, 2 as far beyond it as the previous is back."""
         for line in self.lines.values():
             line.weight.fill_(weight)
@@ -61,7 +61,7 @@ class Features:
         if line is None or not line.fits(after):
             if line is not None:  # no graph that was captured with the former may run any more
                 self.number = next(self.numbers)
-            line = self.lines[name] = Line(after)
+            line = self.lines[name] = LinearHistory(after)
         if before is None:
             line.last.copy_(after)
         else:

@@ -9,9 +9,9 @@ from torch import nn
 from accel.cuda_graphs.rule import GraphForward
 from accel.diffusion.step_cache.blocks import DeepBlock, LastUpBlock, StackBlock
 from accel.diffusion.step_cache.cache import StepCacheForward, StepCacheState
-from accel.diffusion.step_cache.stack import Stack
+from accel.diffusion.step_cache.stack import BlockStack
 from accel.diffusion.step_cache.tracks import StepArguments
-from accel.fusion.loop import Loop
+from accel.fusion.loop import DenoisingLoop
 from accel.patching.context import Context
 from accel.patching.patch import ForwardPatch
 from accel.patching.probe import Probe, example
@@ -50,7 +50,7 @@ def _match_unet(site: Site, context: Context, beneath: Sequence[Rule]) -> Match 
         return Skip(reason)
     blocks = _blocks(m)
     path, block = blocks[-1]
-    last = LastUpBlock(block, path, context.kernels, context.ledger, StepCacheState(Loop(), 1, UNET), None)
+    last = LastUpBlock(block, path, context.kernels, context.ledger, StepCacheState(DenoisingLoop(), 1, UNET), None)
     # A probe of its own: the shared one takes a verdict on a block for all that may be asked about it.
     reason = Probe().disagreement(block, last.in_two_parts, (), _example(block))
     if reason is not None:
@@ -80,11 +80,11 @@ def _root(
     beneath: Sequence[Rule],
     arguments: StepArguments,
     paths: tuple[str, ...],
-    stacks: tuple[Stack, ...] = (),
+    stacks: tuple[BlockStack, ...] = (),
 ) -> Match | Skip:
     wanted = context.options.step_cache
     # For a quality the interval is found once everything is patched.
-    state = StepCacheState(context.of(Loop), wanted if isinstance(wanted, int) else 1, arguments)
+    state = StepCacheState(context.of(DenoisingLoop), wanted if isinstance(wanted, int) else 1, arguments)
     root = StepCacheForward(site.module, site.path, context.kernels, context.ledger, state, paths, stacks)
     inner = first_of(beneath, site, context)
     if isinstance(inner, Skip):
@@ -192,14 +192,14 @@ def _sample(name: str) -> bool:
     return name.endswith("hidden_states") and "encoder" not in name and "control" not in name
 
 
-def stacks_of(model: nn.Module) -> tuple[Stack, ...]:
+def stacks_of(model: nn.Module) -> tuple[BlockStack, ...]:
     """Its lists of blocks, but for short ones beside longer ones, which are left to run. The first block of all that
     remain runs in every call too. Empty where no list has two blocks.
     """
     sizes = {name: len(list(child.children())) for name, child in model.named_children() if _are_blocks(child)}
     longest = max(sizes.values(), default=0)
     names = [name for name, size in sizes.items() if size > FEW or size == longest > 1]
-    return tuple(Stack(name, sizes[name], int(name == names[0])) for name in names)
+    return tuple(BlockStack(name, sizes[name], int(name == names[0])) for name in names)
 
 
 def lists_blocks(model: nn.Module) -> bool:

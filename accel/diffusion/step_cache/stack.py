@@ -12,7 +12,7 @@ from accel.diffusion.step_cache.tracks import PLAIN
 
 
 @dataclass(frozen=True)
-class Stack:
+class BlockStack:
     """A list of blocks. kept: so many of the first run in every call."""
 
     name: str
@@ -57,7 +57,7 @@ class StackTrace:
     A block's tensors have to be arguments of the next one, untouched, and nobody else's.
     """
 
-    def __init__(self, stack: Stack):
+    def __init__(self, stack: BlockStack):
         self.stack = stack
         self._begin()
 
@@ -169,7 +169,7 @@ class StepCall:
     entered: set[str] = field(default_factory=set)
     ended: set[str] = field(default_factory=set)
 
-    def misfit(self, stacks: tuple[Stack, ...]) -> str | None:
+    def misfit(self, stacks: tuple[BlockStack, ...]) -> str | None:
         """Why rows cannot go by the blocks, as a whole call has shown. None too where a graph ran and showed none."""
         for stack in stacks if self.traces else ():
             trace = self.traces.get(stack.name)

@@ -1,6 +1,6 @@
 """Which calls of a denoiser are steps of one denoising loop.
 
-A loop goes on while timesteps move forward, see `Moment`. Within it, a track is the calls that see the same
+A loop goes on while timesteps move forward, see `LoopPosition`. Within it, a track is the calls that see the same
 conditions in step after step: a pipeline that calls the denoiser apart with and without the prompt has two.
 """
 
@@ -11,13 +11,13 @@ import torch
 from torch.utils import _pytree as pytree
 
 from accel.diffusion.step_cache.features import Features
-from accel.fusion.loop import Loop
+from accel.fusion.loop import DenoisingLoop
 
 Clock = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Moment:
+class LoopPosition:
     """One call's place. value: the timestep's, if it is a number or on the CPU; the largest where tokens have theirs.
     storage, offset: where the timestep lies in memory. clock: how far the schedulers of an announced loop are.
     unread: the timestep, where its value may be read from a GPU if nothing else tells.
@@ -31,7 +31,7 @@ class Moment:
     held: torch.Tensor | None = None  # so that no other timestep takes its place in memory
 
     @classmethod
-    def of(cls, timestep: object, clock: Clock | None = None, reads: bool = False) -> "Moment":
+    def of(cls, timestep: object, clock: Clock | None = None, reads: bool = False) -> "LoopPosition":
         if isinstance(timestep, int | float) and not isinstance(timestep, bool):
             return cls(float(timestep), clock=clock)
         if type(timestep) is not torch.Tensor or not timestep.numel():
@@ -41,7 +41,7 @@ class Moment:
         unread = timestep if reads and timestep.is_cuda else None
         return cls(value, storage, timestep.storage_offset(), clock, unread, timestep)
 
-    def follows(self, before: "Moment") -> bool | None:
+    def follows(self, before: "LoopPosition") -> bool | None:
         """True: a later step of the same loop; False: the same step; None: another loop, or who knows."""
         together = self.storage is not None and self.storage == before.storage
         if together and self.offset != before.offset:
@@ -130,7 +130,7 @@ class Track:
     last whole one; gap: steps between the last two whole ones. features: what the caller keeps for it.
     """
 
-    lane: int
+    slot: int
     conditions: tuple[torch.Tensor, ...]
     seen: int
     whole: int | None = None
@@ -141,7 +141,7 @@ class Track:
         return self.whole is None or step - self.whole >= interval
 
     def beyond(self, step: int) -> float:
-        """Where this step is on the line through the last two whole ones, see `Features.aim`."""
+        """Where this step is on the line through the last two whole ones, see `Features.extrapolate_to`."""
         return 1.0 if self.whole is None or self.gap is None else 1 + (step - self.whole) / self.gap
 
     def computed_whole(self, step: int) -> None:
@@ -156,34 +156,34 @@ class Tracks:
     nothing. Tracks of a loop have lanes of their own, numbered from 0, which those of the next loop take over.
     """
 
-    def __init__(self, loop: Loop, arguments: StepArguments):
+    def __init__(self, loop: DenoisingLoop, arguments: StepArguments):
         self.loop, self.arguments = loop, arguments
         self.number = loop.number
         self.forget()
 
     def forget(self) -> None:
-        self.moment: Moment | None = None
+        self.moment: LoopPosition | None = None
         self.step = 0
         self.tracks: dict[tuple, Track] = {}
         self.calls: Counter[tuple] = Counter()  # in this step, by conditions
 
     def find(self, given: dict) -> tuple[Track | None, str | None]:
-        reason = self._tick(Moment.of(given.get(self.arguments.timestep), self.loop.clock, self.arguments.reads))
+        reason = self._tick(LoopPosition.of(given.get(self.arguments.timestep), self.loop.clock, self.arguments.reads))
         key, conditions = self.arguments.conditions_of(given)
         self.calls[key] += 1
         key = key, self.calls[key]  # equal arguments in one step are not steps: tiles of an image, for one
         track = self.tracks.get(key)
         if track is None:
-            lanes = set(range(MOST_TRACKS)) - {other.lane for other in self.tracks.values()}
-            if not lanes:
+            slots = set(range(MOST_TRACKS)) - {other.slot for other in self.tracks.values()}
+            if not slots:
                 return None, f"more than {MOST_TRACKS} calls a step with conditions of their own"
             if self.step and self.calls.total() == 1:
                 reason = "the conditions (prompt) are other tensors than in the step before"
-            track = self.tracks[key] = Track(min(lanes), conditions, self.step)
+            track = self.tracks[key] = Track(min(slots), conditions, self.step)
         track.seen = self.step
         return track, reason
 
-    def _tick(self, moment: Moment) -> str | None:
+    def _tick(self, moment: LoopPosition) -> str | None:
         """Moves on to the step or the loop of this call; the reason where each call looks like a loop of its own."""
         before, self.moment = self.moment, moment
         if self.number != self.loop.number:
@@ -202,6 +202,6 @@ class Tracks:
             self.calls.clear()
         return None
 
-    def _restart(self, moment: Moment) -> None:
+    def _restart(self, moment: LoopPosition) -> None:
         self.forget()
         self.moment = moment

@@ -80,7 +80,7 @@ def _alone(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
-class Unstacked:
+class UnstackPatch:
     """Gives every weight of a block that lies in one storage with others its own again, when the block is restored."""
 
     def __init__(self, module: nn.Module, stacks: WeightStacks):

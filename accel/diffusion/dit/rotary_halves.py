@@ -16,7 +16,7 @@ from accel.diffusion.dit.slices import without_slices
 EVEN, ODD, FIRST, SECOND = "even", "odd", "first", "second"
 
 
-class Half(NamedTuple):
+class RotaryHalf(NamedTuple):
     """A value as a half of rows: of the value `whole`, the lanes named; both None for what is computed from halves."""
 
     space: tuple[int, ...]
@@ -24,7 +24,7 @@ class Half(NamedTuple):
     whole: int | None = None
 
 
-class Join(NamedTuple):
+class RotaryJoin(NamedTuple):
     """Rows put together. name: "interleave" or "concatenate"; halves: two values, or one that is complex."""
 
     name: str
@@ -99,7 +99,7 @@ def _place(index: object, width: int) -> str | None:
     return next((name for name, places in wanted.items() if taken == list(places)), None)
 
 
-class Lanes:
+class RotaryHalves:
     """Which values of a program are halves of rows, and which put halves together.
 
     joins: by the number of the whole row. complexes: values whose halves are real and imaginary parts.
@@ -108,8 +108,8 @@ class Lanes:
     def __init__(self, program: Program):
         self.program, self.values = program, program.values
         self.makers, self.users = program.makers(), program.users()
-        self.halves: dict[int, Half] = {}
-        self.joins: dict[int, Join] = {}
+        self.halves: dict[int, RotaryHalf] = {}
+        self.joins: dict[int, RotaryJoin] = {}
         self.inside: set[int] = set()  # between two halves and a row: in no program by itself
         for step in program.steps:
             self._join(step)
@@ -120,21 +120,21 @@ class Lanes:
         number = step.result.number
         value = self.values[number]
         if step.name in ("interleave", "concatenate"):
-            self._try(number, Join(step.name, tuple(ref.number for ref in step.args[:2])))
+            self._try(number, RotaryJoin(step.name, tuple(ref.number for ref in step.args[:2])))
         elif step.name == "stack" and self._last(step, value) and len(list(step.args[0])) == 2:
-            self._flattened(number, Join("interleave", tuple(step.taken)))
+            self._flattened(number, RotaryJoin("interleave", tuple(step.taken)))
         elif step.name == "view_as_real":
-            self._flattened(number, Join("interleave", (step.taken[0],)))
+            self._flattened(number, RotaryJoin("interleave", (step.taken[0],)))
         elif step.name == "cat" and self._last(step, value) and len(step.taken) == 2:
             a, b = (self.values[one] for one in step.taken)
             if a.shape == b.shape:
-                self._try(number, Join("concatenate", tuple(step.taken)))
+                self._try(number, RotaryJoin("concatenate", tuple(step.taken)))
 
     def _last(self, step: TorchStep, value: TensorValue) -> bool:
         dim = step.kwargs.get("dim", step.args[1] if len(step.args) > 1 else 0)
         return dim in (-1, len(value.shape) - 1)
 
-    def _flattened(self, number: int, join: Join) -> None:
+    def _flattened(self, number: int, join: RotaryJoin) -> None:
         """Pairs of lanes, (..., C / 2, 2), that are only ever looked at as rows."""
         pairs = self.values[number]
         views = [v for v in self.values if v.number != number and v.number in self.makers and self._views(v, number)]
@@ -155,12 +155,12 @@ class Lanes:
 
         return set(refs(self.program.result))
 
-    def _try(self, number: int, join: Join, inside: int | None = None) -> None:
+    def _try(self, number: int, join: RotaryJoin, inside: int | None = None) -> None:
         """Takes the join if its halves come from rows taken apart, or from tables."""
         value = self.values[number]
         if value.pinned or value.shape[-1] % 2:
             return
-        found: dict[int, Half] = {}
+        found: dict[int, RotaryHalf] = {}
         if all(self._half(half, value.shape, found) for half in join.halves) and any(
             half.lanes is not None for half in found.values()
         ):
@@ -169,7 +169,7 @@ class Lanes:
             if inside is not None:
                 self.inside.add(inside)
 
-    def _half(self, number: int, space: tuple[int, ...], found: dict[int, Half]) -> bool:
+    def _half(self, number: int, space: tuple[int, ...], found: dict[int, RotaryHalf]) -> bool:
         """Whether the value is a half of rows of this space."""
         if number in found:
             return True
@@ -188,7 +188,7 @@ class Lanes:
         operation = None if place is None else operation_of(self.program.steps[place], self.values)
         if operation is None or operation.name in (*REDUCTIONS, *ROWWISE):
             return value.dtype is not torch.complex64  # read as it is
-        found[number] = Half(space)
+        found[number] = RotaryHalf(space)
         for ref in operation.operands:
             other = self.values[ref.number]
             if other.shape == value.shape:
@@ -196,7 +196,7 @@ class Lanes:
                     return False
         return True
 
-    def _lanes(self, value: TensorValue, space: tuple[int, ...]) -> Half | None:
+    def _lanes(self, value: TensorValue, space: tuple[int, ...]) -> RotaryHalf | None:
         """As lanes of a whole row: a view of it, or a complex view of pairs of its lanes."""
         step = None if value.number not in self.makers else self.program.steps[self.makers[value.number]]
         if value.dtype is torch.complex64:
@@ -207,7 +207,7 @@ class Lanes:
             if whole is None or pairs.shape != (*space[:-1], space[-1] // 2, 2):
                 return None
             same = pairs.stride == (*whole.stride[:-1], 2 * whole.stride[-1], whole.stride[-1])
-            return Half(space, "pairs", whole.number) if same and pairs.offset == whole.offset else None
+            return RotaryHalf(space, "pairs", whole.number) if same and pairs.offset == whole.offset else None
         whole = self._whole(value, space)
         if whole is None or value.shape != (*space[:-1], space[-1] // 2):
             return None
@@ -217,7 +217,7 @@ class Lanes:
         half = space[-1] // 2
         for name, (begin, step_) in {EVEN: (0, 2), ODD: (1, 2), FIRST: (0, 1), SECOND: (half, 1)}.items():
             if ahead == begin * lane and (value.stride[-1] == step_ * lane or half == 1):
-                return Half(space, name, whole.number)
+                return RotaryHalf(space, name, whole.number)
         return None
 
     def _whole(self, value: TensorValue, space: tuple[int, ...]) -> TensorValue | None:
