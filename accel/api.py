@@ -2,11 +2,12 @@
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar
 
 import torch
 from accel_kernels.warmup import prepare
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 def optimize(
@@ -242,31 +244,24 @@ def report(obj: object) -> Report:
     return Report.of(_plans(obj))
 
 
-@contextmanager
-def optimized(
-    obj: T,
-    options: Options | None = None,
-    *,
-    attention: Attention = "auto",
-    layout: Layout = "auto",
-    graphs: bool | Literal["auto"] = "auto",
-    graph_memory_gb: float | None = None,
-    step_cache: int | str | None = None,
-    weights: str | None = None,
-    activations: Activations | None = None,
-    keep_original: bool = True,
-    kv_cache: KvCache | None = None,
-    cpu: Cpu = "auto",
-    parallel: Parallel | None = None,
-    strict: bool = False,
-    **unknown: NoReturn,
-) -> Iterator[T]:
-    """`with accel.optimized(pipe): ...` optimizes for the block and restores after it; takes what `optimize` takes."""
-    optimize(obj, choose(options, locals(), unknown))  # all keywords by their names
-    try:
-        yield obj
-    finally:
-        restore(obj)
+def _within_a_block(make: Callable[Concatenate[T, P], T]) -> Callable[Concatenate[T, P], AbstractContextManager[T]]:
+    @wraps(make)
+    @contextmanager
+    def within(obj: T, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        make(obj, *args, **kwargs)
+        try:
+            yield obj
+        finally:
+            restore(obj)
+
+    return within
+
+
+optimized = _within_a_block(optimize)
+optimized.__name__ = optimized.__qualname__ = "optimized"
+optimized.__doc__ = (
+    "`with accel.optimized(pipe): ...` optimizes for the block and restores after it; takes what `optimize` takes."
+)
 
 
 def verify(obj: object, *args: Any, seed: int = 0, **kwargs: Any) -> Quality:

@@ -18,6 +18,7 @@ from accel.commands.options import (
     parse_device,
     parse_dtype,
     parse_folder,
+    user_errors,
 )
 from accel.options import ACTIVATIONS, HEAD, METHODS, SCHEMES, STATIC
 
@@ -66,14 +67,13 @@ def quantize(
     tokenizer = _tokenizer(folder)
     start = time.perf_counter()
     try:
-        rows = None if calibration is None else _rows(model, calibration, tokenizer, tokens)
-        with bar(f"quantizing to {scheme}") as at:
-            done = run.quantize(model, scheme, rows, tokenizer, method, out, at, activations, place)
+        with user_errors(None):
+            rows = None if calibration is None else _rows(model, calibration, tokenizer, tokens)
+            with bar(f"quantizing to {scheme}") as at:
+                done = run.quantize(model, scheme, rows, tokenizer, method, out, at, activations, place)
     except KeyboardInterrupt:
         Console(stderr=True).print(f"interrupted; the same command goes on with what {out} holds")
         raise typer.Exit(INTERRUPTED) from None
-    except (TypeError, ValueError, OSError) as error:
-        raise typer.BadParameter(str(error).split("\n")[0]) from None
     seconds = time.perf_counter() - start
     if as_json:
         found = {"weights": done.rows, "skipped": done.skipped, "layer_seconds": done.seconds, "seconds": seconds}

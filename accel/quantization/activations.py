@@ -98,6 +98,11 @@ def multiply(
     return quantized_linear(x.contiguous(), weight, bias)
 
 
+def as_quantized(dtype: torch.dtype, data: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> Quantized:
+    """The weight whose packed elements are of this dtype; buffers hold float8 as bytes."""
+    return Quantized(data if data.dtype == dtype else data.view(dtype), scales, zeros)
+
+
 @dataclass(frozen=True)
 class QuantizedCall:
     """Called with x, the linear's buffers `data`, `scales` and `zeros`, and its bias; equal for linears that compute
@@ -114,7 +119,7 @@ class QuantizedCall:
     __name__: ClassVar[str] = "quantized_linear"
 
     def weight(self, data: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> Quantized:
-        return Quantized(data if data.dtype == self.number else data.view(self.number), scales, zeros)
+        return as_quantized(self.number, data, scales, zeros)
 
     def rounds(self, rows: int) -> str | None:
         """How so many rows are rounded, None where they are not."""

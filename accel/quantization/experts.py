@@ -10,6 +10,7 @@ from torch import nn
 
 from accel.in_flight import GATE
 from accel.parallel.sharded_layers import local
+from accel.quantization.activations import as_quantized
 from accel.quantization.module import QuantizedLinear, stored, without_casting
 from accel.quantization.scheme import Scheme
 
@@ -82,8 +83,7 @@ class QuantizedExperts(nn.Module):
 
     def read(self, name: str, data: Any, scales: Any, zeros: Any) -> Quantized:
         """The stack that buffers like its own are."""
-        number = self.numbers[name]
-        return Quantized(data if data.dtype == number else data.view(number), scales, zeros)
+        return as_quantized(self.numbers[name], data, scales, zeros)
 
     def written(self, name: str, quantized: Quantized, dtype: torch.dtype) -> torch.Tensor:
         """A stack as the original holds it, (E, outputs, inputs) or transposed, its values rounded to dtype."""

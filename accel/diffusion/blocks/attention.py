@@ -14,8 +14,7 @@ from accel.fusion.channels_last import as_image, as_image_like, as_rows, keep_ch
 from accel.fusion.loop import ForwardCounter
 from accel.fusion.stacked_linears import PromptProjections, Stacked, StackedLinears, project_together
 from accel.patching.context import Context
-from accel.patching.fast_forward import FastForward, Kernels
-from accel.patching.ledger import Ledger
+from accel.patching.fast_forward import FastForward
 from accel.patching.probe import example
 from accel.patching.relied import Parts
 from accel.patching.rule import Match, Skip
@@ -31,10 +30,8 @@ ASKED = ("group_norm", "heads", "is_cross_attention", "residual_connection", "re
 class AttentionForward(FastForward):
     """(B, S, C) with optional context (B, T, C'), or an image (N, C, H, W) -> the same shape."""
 
-    def __init__(
-        self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger, prompt: StackedLinears, stack: bool = True
-    ) -> None:
-        super().__init__(module, path, kernels, ledger)
+    def __init__(self, *place: Any, prompt: StackedLinears, stack: bool = True) -> None:
+        super().__init__(*place)
         self.prompt = prompt  # the projections of the prompt in all of the model
         self.stack = stack  # whether weights may be moved into one storage; a probe touches none
 
@@ -147,14 +144,14 @@ def match_attention(site: Site, context: Context) -> Match | Skip | None:
     reason = reason or plain_linear(m.to_out[0]) or _leaves(m)
     if reason is None:
         plain_kernels, own = context.kernels.plain(), StackedLinears(ForwardCounter())
-        candidate = AttentionForward(m, site.path, plain_kernels, context.ledger, own, stack=False)
+        candidate = AttentionForward(m, site.path, plain_kernels, context.ledger, prompt=own, stack=False)
         reason = _probe(m, candidate, context)
     if reason is not None:
         return Skip(reason)
     prompt = PromptProjections.shared(context)
     # Self-attention projects one input three times; every cross-attention projects the one prompt twice.
     patches = prompt.add(m.to_k, m.to_v) if m.is_cross_attention else (Stacked((m.to_q, m.to_k, m.to_v)),)
-    forward = AttentionForward(m, site.path, context.kernels, context.ledger, prompt)
+    forward = AttentionForward(m, site.path, context.kernels, context.ledger, prompt=prompt)
     return Match(forward, patches)
 
 

@@ -10,8 +10,7 @@ from torch import nn
 from accel.fusion.channels_last import convolve, keep_channel_stats, nhwc
 from accel.fusion.half_operands import HalfOperands
 from accel.patching.context import Context
-from accel.patching.fast_forward import FastForward, Kernels
-from accel.patching.ledger import Ledger
+from accel.patching.fast_forward import FastForward
 from accel.patching.probe import example
 from accel.patching.relied import Parts
 from accel.patching.rule import Match, Skip
@@ -59,8 +58,8 @@ def same_padded(conv: nn.Conv2d) -> bool:
 class UpsampleForward(FastForward):
     """(N, C, H, W) -> (N, C', 2 H, 2 W) or the size asked for: nearest neighbor, then the convolution."""
 
-    def __init__(self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger, half: HalfOperands) -> None:
-        super().__init__(module, path, kernels, ledger)
+    def __init__(self, *place: Any, half: HalfOperands) -> None:
+        super().__init__(*place)
         self.half = half
 
     def unfit(self, hidden_states: Any, output_size: Any = None) -> str | None:
@@ -156,9 +155,11 @@ def match_resample(site: Site, context: Context) -> Match | Skip | None:
         return Skip("weights are not loaded (meta device)")
     down = m.conv.stride == (2, 2)
     kind: Callable[..., FastForward] = DownsampleForward if down else UpsampleForward
-    candidate = kind(m, site.path, context.kernels.plain(), context.ledger, *(() if down else (HalfOperands(),)))
+    candidate = kind(
+        m, site.path, context.kernels.plain(), context.ledger, **({} if down else {"half": HalfOperands()})
+    )
     reason = context.probe.disagreement(m, candidate.fast, (example(m, 1, m.conv.in_channels, 6, 5),))
     if reason is not None:
         return Skip(reason)
-    half = () if down else (HalfOperands.beneath(site, context),)
-    return Match(kind(m, site.path, context.kernels, context.ledger, *half))
+    half = {} if down else {"half": HalfOperands.beneath(site, context)}
+    return Match(kind(m, site.path, context.kernels, context.ledger, **half))

@@ -4,7 +4,6 @@ Stock copies all frames once or twice to pad them. Here the convolution adds zer
 add is written together with the norm before it: see `accel_kernels.image.frames`.
 """
 
-import inspect
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from accel.diffusion.blocks.video_convolution_kind import VideoConvolution, Vide
 from accel.fusion.channels_last import ndhwc, sum_frames
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, Kernels
-from accel.patching.ledger import Ledger
 from accel.patching.relied import Parts
 from accel.patching.rule import Match
 from accel.patching.site import Site
@@ -53,10 +51,9 @@ def convolve_written(
 class VideoConvolutionForward(FastForward):
     """(N, C, T, H, W) -> (N, C', T', H', W'), channels-last on a GPU; and the last frames, where stock gives them."""
 
-    def __init__(self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger, convolution: VideoConvolution):
-        super().__init__(module, path, kernels, ledger)
-        self.convolution = convolution
-        self.names = tuple(inspect.signature(type(module).forward).parameters)[1:]
+    def __init__(self, *place: Any, convolution: VideoConvolution):
+        super().__init__(*place)
+        self.convolution, self.names = convolution, tuple(self.__signature__.parameters)
 
     def parts(self) -> Parts:
         return Parts(self.convolution.parts(self.module))
@@ -110,4 +107,4 @@ def match_video_convolution(site: Site, context: Context) -> Match | None:
     found = context.of(VideoConvolutions).of(site.module)
     if found is None:
         return None
-    return Match(VideoConvolutionForward(site.module, site.path, context.kernels, context.ledger, found))
+    return Match(VideoConvolutionForward(site.module, site.path, context.kernels, context.ledger, convolution=found))

@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from accel_kernels import FramePadding, convolution_frames
 from torch import nn
 
-from accel.errors import reason_of
+from accel.fusion.norm_kind import close, random_twin, stock_output
 from accel.patching.settings import settings
 from accel.patching.structure import foreign, meta_weights, tampered
-from accel.tolerances import NORM
 
 
 class VideoPadding(NamedTuple):
@@ -106,14 +105,9 @@ class _Trial:
 
     def __init__(self, module: Any, name: str):
         self.generator = torch.Generator().manual_seed(0)
-        conv = copy.copy(getattr(module, name) if name else module)
-        held = vars(conv)["_parameters"]
-        sizes = {"weight": (3, 2, *conv.kernel_size), "bias": (3,)}
-        fresh = {
-            key: None if p is None else nn.Parameter(self._random(*sizes[key]), requires_grad=False)
-            for key, p in held.items()
-        }
-        vars(conv).update(_parameters=fresh, training=False, in_channels=2, out_channels=3)
+        conv = getattr(module, name) if name else module
+        conv = random_twin(conv, self.generator, {"weight": (3, 2, *conv.kernel_size), "bias": (3,)})
+        vars(conv).update(in_channels=2, out_channels=3)
         self.conv, self.name, self.module = conv, name, conv
         if name:
             self.module = copy.copy(module)
@@ -154,12 +148,7 @@ class _Trial:
     def _stock(self, *inputs: object) -> Any:
         """What it gives; None where it gives no tensor, or changes itself."""
         before = dict(vars(self.module)), dict(vars(self.conv))
-        try:
-            with torch.no_grad(), torch.autocast("cpu", enabled=False):
-                out = type(self.module).forward(self.module, *inputs)
-        except Exception as error:
-            reason_of(error)
-            return None
+        out = stock_output(self.module, *inputs)
         after = vars(self.module), vars(self.conv)
         same = all(_same(*pair) for pair in zip(before, after, strict=True))
         return out if same else None
@@ -171,12 +160,12 @@ class _Trial:
         except RuntimeError:  # fewer frames than its kernel has
             return False
         if isinstance(wanted, torch.Tensor):
-            return _close(got, wanted)
-        if not (isinstance(wanted, tuple) and len(wanted) == 2 and _close(got, wanted[0])):
+            return close(got, wanted)
+        if not (isinstance(wanted, tuple) and len(wanted) == 2 and _same_tensor(got, wanted[0])):
             return False
         if wanted[1] is None:
             return (False,)
-        return (True,) if _close(kept(frames, self.conv), wanted[1]) else False
+        return (True,) if _same_tensor(kept(frames, self.conv), wanted[1]) else False
 
     def _continues(self, way: VideoPadding, keeps: bool | None) -> bool:
         """Whether frames given second stand for as many of the padding in front of the others, one or all of them."""
@@ -229,7 +218,5 @@ def _same(before: dict, after: dict) -> bool:
     return before.keys() == after.keys() and all(before[name] is after[name] for name in before)
 
 
-def _close(got: torch.Tensor, wanted: torch.Tensor) -> bool:
-    if not isinstance(wanted, torch.Tensor) or got.shape != wanted.shape:
-        return False
-    return float((got - wanted).abs().max()) <= NORM * float(wanted.abs().max())
+def _same_tensor(got: torch.Tensor, wanted: object) -> bool:
+    return isinstance(wanted, torch.Tensor) and close(got, wanted)

@@ -4,8 +4,6 @@ Stock takes up to nine passes over all frames for one, some of them in float32. 
 convolution after it takes it along.
 """
 
-import copy
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,17 +12,15 @@ import torch
 from accel_kernels import FrameGroups, Norm, convolution_frames
 from torch import nn
 
-from accel.errors import reason_of
 from accel.fusion.channels_last import channel_stats_of, ndhwc
+from accel.fusion.norm_kind import close, random_twin, stock_output
 from accel.patching.context import Context
-from accel.patching.fast_forward import FastForward, Kernels
-from accel.patching.ledger import Ledger
+from accel.patching.fast_forward import FastForward
 from accel.patching.relied import Parts
 from accel.patching.rule import Match
 from accel.patching.settings import settings
 from accel.patching.site import Site
 from accel.patching.structure import foreign, meta_weights, tampered
-from accel.tolerances import NORM
 
 SMALLEST = 1e-12  # length by which F.normalize divides at least
 FORMS = {"frames": "(N, C, T, H, W)", "images": "(N, C, H, W)", "last": "(..., C)"}
@@ -113,17 +109,12 @@ def _find(module: nn.Module) -> VideoNorm | None:
 def _copy(module: nn.Module, name: str) -> tuple[nn.Module, int]:
     """The module with random weights in float32 on the CPU, and its channels."""
     generator = torch.Generator().manual_seed(0)
-    trial = copy.copy(module)
-    held: Any = copy.copy(getattr(module, name)) if name else trial
-    parameters = {
-        key: None if p is None else nn.Parameter(torch.randn(p.shape, generator=generator), requires_grad=False)
-        for key, p in vars(held)["_parameters"].items()
-    }
-    vars(held).update(_parameters=parameters, training=False)
+    trial = random_twin(module, generator)
     if name:
-        vars(trial).update(_modules={name: held}, training=False)
+        held = random_twin(getattr(module, name), generator)
+        vars(trial).update(_modules={name: held})
         return trial, int(held.num_channels)
-    return trial, next((p.shape[0] for p in parameters.values() if p is not None), WIDTH)
+    return trial, next((p.shape[0] for p in trial.parameters()), WIDTH)
 
 
 def _group_kinds(name: str) -> Iterator[VideoNorm]:
@@ -144,13 +135,8 @@ def _kinds(module: nn.Module) -> Iterator[VideoNorm]:
 
 def _run(trial: nn.Module, x: torch.Tensor, form: str) -> torch.Tensor | None:
     """What its class's forward gives, as (N, C, T, H, W); None where it takes no such input."""
-    try:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            given = _formed(x, form)
-            out = type(trial).forward(trial, given)
-    except Exception as error:  # called with something else
-        reason_of(error)
-        return None
+    given = _formed(x, form)
+    out = stock_output(trial, given)
     if not isinstance(out, torch.Tensor) or out.dtype != x.dtype or out.shape != given.shape:
         return None
     return out.view(x.shape) if form == "images" else out.movedim(-1, 1) if form == "last" else out
@@ -162,19 +148,15 @@ def _formed(x: torch.Tensor, form: str) -> torch.Tensor:
 
 
 def _agrees(kind: VideoNorm, trial: nn.Module, x: torch.Tensor, wanted: torch.Tensor | None) -> bool:
-    if wanted is None:
-        return False
-    got = convolution_frames.reference(x, norm=kind.of(trial, x))
-    return got.shape == wanted.shape and float((got - wanted).abs().max()) <= NORM * float(wanted.abs().max())
+    return wanted is not None and close(convolution_frames.reference(x, norm=kind.of(trial, x)), wanted)
 
 
 class VideoNormForward(FastForward):
     """A norm over (N, C, T, H, W), or (N, C, H, W) of single frames, or with channels last, through one pass."""
 
-    def __init__(self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger, norm: VideoNorm):
-        super().__init__(module, path, kernels, ledger)
-        self.norm = norm
-        self.names = tuple(inspect.signature(type(module).forward).parameters)[1:]
+    def __init__(self, *place: Any, norm: VideoNorm):
+        super().__init__(*place)
+        self.norm, self.names = norm, tuple(self.__signature__.parameters)
 
     def parts(self) -> Parts:
         return Parts(self.norm.parts(self.module))
@@ -211,4 +193,4 @@ def match_video_norm(site: Site, context: Context) -> Match | None:
     found = norms.of(site.module)
     if found is None:
         return None
-    return Match(VideoNormForward(site.module, site.path, context.kernels, context.ledger, found))
+    return Match(VideoNormForward(site.module, site.path, context.kernels, context.ledger, norm=found))

@@ -5,7 +5,6 @@ of a convolution goes into the norm after it, that of the second into the pass t
 convolutions and three passes, where stock takes some forty.
 """
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,8 +17,7 @@ from accel.diffusion.blocks.video_convolution_kind import VideoConvolution, Vide
 from accel.diffusion.blocks.video_norm import VideoNorm, VideoNorms
 from accel.fusion.channels_last import coarser_as_convolution, ndhwc, sum_frames
 from accel.patching.context import Context
-from accel.patching.fast_forward import FastForward, Kernels
-from accel.patching.ledger import Ledger
+from accel.patching.fast_forward import FastForward
 from accel.patching.probe import example
 from accel.patching.relied import Parts
 from accel.patching.rule import Match, Skip
@@ -46,10 +44,9 @@ class VideoResnetForward(FastForward):
     feat_cache, feat_idx: frames of the chunk before by convolution, replaced, and the place of the next one, moved on.
     """
 
-    def __init__(self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger, made: BlockParts):
-        super().__init__(module, path, kernels, ledger)
-        self.made = made
-        self.names = tuple(inspect.signature(type(module).forward).parameters)[1:]
+    def __init__(self, *place: Any, made: BlockParts):
+        super().__init__(*place)
+        self.made, self.names = made, tuple(self.__signature__.parameters)
 
     def parts(self) -> Parts:
         m, made = self.module, self.made
@@ -185,7 +182,7 @@ def match_video_resnet(site: Site, context: Context) -> Match | Skip | None:
     reason = untouched(*(getattr(m, name) for name in made.others))
     if reason is not None:
         return Skip(reason)
-    candidate = VideoResnetForward(m, site.path, context.kernels.plain(), context.ledger, made)
+    candidate = VideoResnetForward(m, site.path, context.kernels.plain(), context.ledger, made=made)
     channels = made.convolutions[0].of(m.conv1).in_channels
     x = example(m, 2, channels, 3, 4, 5)
     reason = context.probe.disagreement(m, candidate.fast, (x,), variant=made)
@@ -194,7 +191,7 @@ def match_video_resnet(site: Site, context: Context) -> Match | Skip | None:
         reason = context.probe.disagreement(trial, InChunks(m, candidate.fast).forward, (x,), variant=made)
     if reason is not None:
         return Skip(reason)
-    return Match(VideoResnetForward(m, site.path, context.kernels, context.ledger, made))
+    return Match(VideoResnetForward(m, site.path, context.kernels, context.ledger, made=made))
 
 
 class InChunks(nn.Module):

@@ -7,7 +7,7 @@ that is repeated over heads is one whose lanes repeat along the row. So the rota
 
 from accel_kernels.rowwise.program import FULL, HALF, ONE
 
-from accel.diffusion.dit.lowering import IMAGINARY, REAL, Input, Lowering, NotLowered, Pass
+from accel.diffusion.dit.lowering import Input, Lowering, NotLowered, Pass
 from accel.diffusion.dit.operations import REDUCTIONS, ROWWISE
 from accel.diffusion.dit.program import TensorValue, refs
 from accel.diffusion.dit.regions import CONCATENATIONS, Region, Regions
@@ -124,12 +124,4 @@ class HeadLowering(Lowering):
             raise NotLowered(f"a value of shape {value.shape} among rows of {self.region.space}")
         if heads > 1 and value.stride[-2] != lanes * value.stride[-1]:
             raise NotLowered("heads that do not lie side by side")
-        parts = (REAL, IMAGINARY) if value.dtype.is_complex else (None,)
-        found = []
-        for part in parts:
-            key = Input(number, part, None, len(value.shape) > 1)
-            if key not in self.inputs:
-                self.inputs[key] = len(self.widths)
-                self.widths.append(widths[lanes])
-            found.append(self.inputs[key])
-        return tuple(found)
+        return self._registers_of(Input(number, flat=len(value.shape) > 1), widths[lanes])

@@ -184,15 +184,17 @@ class Lowering:
             if self.window is None or -dim != self.window.dim or size != self.region.space[-dim]:
                 raise NotLowered(f"a value of shape {value.shape} among rows of {self.space}")
             window = self.window
-        parts = (REAL, IMAGINARY) if value.dtype is torch.complex64 else (None,)
-        found = []
-        for part in parts:
-            key = Input(number, part, window)
+        return self._registers_of(Input(number, None, window), widths[lanes])
+
+    def _registers_of(self, whole: Input, width: str) -> tuple[int, ...]:
+        """The register of an input, which is new if it has none; of a complex one those of both parts."""
+        parts = (REAL, IMAGINARY) if self.values[whole.number].dtype.is_complex else (None,)
+        keys = [whole._replace(part=part) for part in parts]
+        for key in keys:
             if key not in self.inputs:
                 self.inputs[key] = len(self.widths)
-                self.widths.append(widths[lanes])
-            found.append(self.inputs[key])
-        return tuple(found)
+                self.widths.append(width)
+        return tuple(self.inputs[key] for key in keys)
 
 
 def resized(space: tuple[int, ...], window: Window | None) -> tuple[int, ...]:

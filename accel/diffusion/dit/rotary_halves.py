@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from accel.diffusion.dit.operations import REDUCTIONS, ROWWISE, operation_of
-from accel.diffusion.dit.program import Program, Ref, TensorValue, TorchStep
+from accel.diffusion.dit.program import Program, Ref, TensorValue, TorchStep, refs
 from accel.diffusion.dit.slices import without_slices
 
 EVEN, ODD, FIRST, SECOND = "even", "odd", "first", "second"
@@ -142,18 +142,13 @@ class RotaryHalves:
         whole = (*pairs.shape[:-2], pairs.shape[-2] * 2)
         if not views or used != {self.makers[v.number] for v in views} or any(v.shape != whole for v in views):
             return
-        if number in self._results():
+        if number in refs(self.program.result):
             return
         for view in views:
             self._try(view.number, join, inside=number)
 
     def _views(self, value: TensorValue, number: int) -> bool:
         return self.program.steps[self.makers[value.number]].taken == [number]
-
-    def _results(self) -> set[int]:
-        from accel.diffusion.dit.program import refs
-
-        return set(refs(self.program.result))
 
     def _try(self, number: int, join: RotaryJoin, inside: int | None = None) -> None:
         """Takes the join if its halves come from rows taken apart, or from tables."""

@@ -80,7 +80,7 @@ class Schedule:
             if is_product(product.step):
                 units.remove(unit)
                 units.remove(product)
-                units.append(GeluProduct(product.step, found[1], unit.place))
+                units.append(GeluProduct(product.step, unit.place, found[1]))
         return units
 
     def _gelu(self, unit: Unit) -> tuple[int, Output] | None:

@@ -14,15 +14,17 @@ from accel.quantization.activations import QuantizedCall, RoundedCall
 
 
 @dataclass
-class TorchCall:
-    """A recorded step, run as it was."""
-
+class _StepUnit:
     step: TorchStep
     place: int
 
     @property
     def takes(self) -> set[int]:
         return set(self.step.taken)
+
+
+class TorchCall(_StepUnit):
+    """A recorded step, run as it was."""
 
     @property
     def makes(self) -> set[int]:
@@ -47,16 +49,10 @@ class Copy:
 
 
 @dataclass
-class GeluProduct:
+class GeluProduct(_StepUnit):
     """A linear and the GELU of it, by the tanh formula, which a product can do at its end."""
 
-    step: TorchStep
     output: Output
-    place: int
-
-    @property
-    def takes(self) -> set[int]:
-        return set(self.step.taken)
 
     @property
     def makes(self) -> set[int]:

@@ -28,7 +28,6 @@ from accel.patching.structure import holds, stock_method
 from accel.patching.transformation import transformation
 
 NAME, METHOD = "tiles on ranks", "tiled_decode"
-DIMS = 6  # of a tile, at most, whose sizes ranks tell each other
 
 
 class AllTilesCollected(Exception):
@@ -107,16 +106,9 @@ class TiledDecode(InstanceMethod):
         decoder = self.vae.get_submodule("decoder")
         own = [decoder(tiles[i]).contiguous() for i in shares[ranks.rank]]
         device, dtype = own[0].device, own[0].dtype
-        most = max(map(len, shares))
-        sizes = torch.zeros(most, DIMS, dtype=torch.int64, device=device)
-        for at, tile in enumerate(own):
-            sizes[at, : tile.dim()] = torch.tensor(tile.shape, device=device)
-        all_sizes = sizes.new_empty(ranks.size * most, DIMS)
-        dist.all_gather_into_tensor(all_sizes, sizes, group=ranks.group)
-        shapes = [
-            [[n for n in one if n] for one in of_rank] for of_rank in all_sizes.view(ranks.size, most, -1).tolist()
-        ]
-        lengths = [[torch.Size(shape).numel() if shape else 0 for shape in of_rank] for of_rank in shapes]
+        shapes: list[list[torch.Size]] = [[] for _ in shares]
+        dist.all_gather_object(shapes, [tile.shape for tile in own], group=ranks.group)
+        lengths = [[shape.numel() for shape in of_rank] for of_rank in shapes]
         longest = max(map(sum, lengths))
         flat = torch.empty(longest, dtype=dtype, device=device)
         torch.cat([tile.flatten() for tile in own], out=flat[: sum(lengths[ranks.rank])])
@@ -127,7 +119,7 @@ class TiledDecode(InstanceMethod):
             ends = [rank * longest]
             for length in lengths[rank]:
                 ends.append(ends[-1] + length)
-            for place, shape, (start, end) in zip(share, shapes[rank], pairwise(ends), strict=False):
+            for place, shape, (start, end) in zip(share, shapes[rank], pairwise(ends), strict=True):
                 found[place] = everything[start:end].view(shape).clone()  # blending writes into it
         return [tile for tile in found if tile is not None]
 

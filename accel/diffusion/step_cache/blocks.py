@@ -11,23 +11,14 @@ from torch import nn
 
 from accel.diffusion.step_cache.cache import StepCacheState
 from accel.diffusion.step_cache.stack import BlockStack, StackTrace, StepCall
-from accel.patching.fast_forward import FastForward, Kernels
-from accel.patching.ledger import Ledger
+from accel.patching.fast_forward import FastForward
 
 
 class CachedBlock(FastForward):
     """Outside of a call of the cache it runs as it is: by its fast forward, `inner`, or stock where it has none."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        path: str,
-        kernels: Kernels,
-        ledger: Ledger,
-        state: StepCacheState,
-        inner: FastForward | None,
-    ) -> None:
-        super().__init__(module, path, kernels, ledger)
+    def __init__(self, *place: Any, state: StepCacheState, inner: FastForward | None) -> None:
+        super().__init__(*place)
         self.state, self.inner = state, inner
         self.names = tuple(self.__signature__.parameters)
 
@@ -132,18 +123,9 @@ class StackBlock(CachedBlock):
     The first of a stack may run in every call.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        path: str,
-        kernels: Kernels,
-        ledger: Ledger,
-        state: StepCacheState,
-        inner: FastForward | None,
-        stack: BlockStack,
-    ) -> None:
-        super().__init__(module, path, kernels, ledger, state, inner)
-        self.stack, self.index = stack, int(path.rpartition(".")[2])
+    def __init__(self, *place: Any, stack: BlockStack, **shared: Any) -> None:
+        super().__init__(*place, **shared)
+        self.stack, self.index = stack, int(self.path.rpartition(".")[2])
 
     def fast(self, call: StepCall, *args: Any, **kwargs: Any) -> Any:
         given = self.given(args, kwargs)

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from accel_kernels.warmup import warming_up
-from torch import nn
 from torch.utils import _pytree as pytree
 
 from accel.diffusion.dit.block import difference, has_finite_numbers
@@ -33,8 +32,7 @@ from accel.errors import PatchConflict, reason_of
 from accel.fusion.loop import DenoisingLoop
 from accel.libraries.diffusion import CACHED_STEPS
 from accel.libraries.hooks import skips
-from accel.patching.fast_forward import FastForward, Kernels
-from accel.patching.ledger import Ledger
+from accel.patching.fast_forward import FastForward
 from accel.patching.patch import ForwardPatch
 
 NAME = "step cache"  # of the rule
@@ -110,16 +108,9 @@ class StepCacheForward(FastForward):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        path: str,
-        kernels: Kernels,
-        ledger: Ledger,
-        state: StepCacheState,
-        paths: tuple[str, ...],
-        stacks: tuple[BlockStack, ...] = (),
+        self, *place: Any, state: StepCacheState, paths: tuple[str, ...], stacks: tuple[BlockStack, ...] = ()
     ) -> None:
-        super().__init__(module, path, kernels, ledger)
+        super().__init__(*place)
         self.state, self.paths, self.stacks = state, paths, stacks
         self.blocks: dict[str, ForwardPatch] = {}  # what stands in for the blocks of these paths
         self.inner: FastForward | None = None

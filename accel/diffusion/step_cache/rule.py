@@ -50,7 +50,8 @@ def _match_unet(site: Site, context: Context, beneath: Sequence[Rule]) -> Match 
         return Skip(reason)
     blocks = _blocks(m)
     path, block = blocks[-1]
-    last = LastUpBlock(block, path, context.kernels, context.ledger, StepCacheState(DenoisingLoop(), 1, UNET), None)
+    state = StepCacheState(DenoisingLoop(), 1, UNET)
+    last = LastUpBlock(block, path, context.kernels, context.ledger, state=state, inner=None)
     # A probe of its own: the shared one takes a verdict on a block for all that may be asked about it.
     reason = Probe().disagreement(block, last.in_two_parts, (), _example(block))
     if reason is not None:
@@ -85,7 +86,8 @@ def _root(
     wanted = context.options.step_cache
     # For a quality the interval is found once everything is patched.
     state = StepCacheState(context.of(DenoisingLoop), wanted if isinstance(wanted, int) else 1, arguments)
-    root = StepCacheForward(site.module, site.path, context.kernels, context.ledger, state, paths, stacks)
+    shared: dict[str, Any] = {"state": state, "paths": paths, "stacks": stacks}
+    root = StepCacheForward(site.module, site.path, context.kernels, context.ledger, **shared)
     inner = first_of(beneath, site, context)
     if isinstance(inner, Skip):
         return inner
@@ -100,16 +102,17 @@ def _match_block(site: Site, context: Context, beneath: Sequence[Rule], root: St
     inner = first_of(beneath, site, context)
     if isinstance(inner, Skip):
         return inner
-    given = site.module, site.path, context.kernels, context.ledger, root.state, inner.forward
+    place: tuple = (site.module, site.path, context.kernels, context.ledger)
+    shared: dict[str, Any] = {"state": root.state, "inner": inner.forward}
     stack = next((one for one in root.stacks if site.path.rpartition(".")[0] == one.name), None)
     block: DeepBlock | StackBlock
     if stack is not None:
-        block = StackBlock(*given, stack)
+        block = StackBlock(*place, **shared, stack=stack)
         note = "runs in whole calls" if block.index >= stack.kept else "runs in every call"
     elif site.path == root.paths[-1]:
-        block, note = LastUpBlock(*given), "its last layer runs in every call"
+        block, note = LastUpBlock(*place, **shared), "its last layer runs in every call"
     else:
-        block, note = DeepBlock(*given), "runs in whole calls"
+        block, note = DeepBlock(*place, **shared), "runs in whole calls"
     root.blocks[site.path] = ForwardPatch(site.module, block)
     told = "; ".join(filter(None, (note, inner.note)))
     return Match(block, inner.patches, covers=inner.covers, note=told, inside=inner.inside)
