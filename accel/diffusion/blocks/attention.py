@@ -76,7 +76,7 @@ class AttentionForward(FastForward):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The output projection before residual and scale, and the bias that the caller still has to add to it.
 
-        With defer=False, or where the product adds it for nothing, that is None.
+        The bias is None with defer=False, or where the product adds it at no cost.
         """
         m = self.module
         image = hidden_states.dim() == 4
@@ -91,7 +91,7 @@ class AttentionForward(FastForward):
         return (as_image_like(out, x) if image else out), last.bias if defer else None
 
     def attended(self, rows: Rows, context: torch.Tensor | None, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        """All before the output projection, of rows (B, S, C): (B, S, heads * D)."""
+        """All steps before the output projection; rows: (B, S, C) -> (B, S, heads * D)."""
         q, k, v = self._projections(rows, context)
         if attention_mask is None:
             out = self.kernels.attention(q, k, v)
@@ -123,7 +123,7 @@ def _leaves(m: Any) -> str | None:
 
 
 def match_attention(site: Site, context: Context) -> Match | Skip | None:
-    """to_q, to_k, to_v, to_out and a processor whose formula is plain softmax attention, which the probe finds out."""
+    """to_q, to_k, to_v, to_out and a processor that computes plain softmax attention, which the probe confirms."""
     m: Any = site.module
     if not holds(m, "to_q", "to_k", "to_v", "to_out") or not hasattr(m, "processor"):
         return None

@@ -125,7 +125,7 @@ class UpsamplePairForward(FastForward):
 
 
 def match_upsample_pair(site: Site, context: Context) -> Match | Skip | None:
-    """Upsampling by two, each pixel as it is, and a 3x3 convolution; the probe tells what a subclass of it does."""
+    """Nearest-neighbor upsampling by two and a 3x3 convolution in an nn.Sequential; the probe confirms it."""
     m: Any = site.module
     if type(m) is not nn.Sequential or len(m) != 2 or not isinstance(m[0], nn.Upsample):
         return None
@@ -147,7 +147,9 @@ def match_upsample_pair(site: Site, context: Context) -> Match | Skip | None:
 
 
 def match_resample(site: Site, context: Context) -> Match | Skip | None:
-    """One convolution beside `channels` and `out_channels`; stride tells which way, the probe whether that is all."""
+    """One convolution beside `channels` and `out_channels`; its stride tells the direction, the probe confirms the
+    rest.
+    """
     m: Any = site.module
     if not holds(m, "conv") or not hasattr(m, "use_conv") or plain(m.conv, nn.Conv2d, stored=True) is not None:
         return None

@@ -1,7 +1,7 @@
 """Transformer blocks over images: the block itself, and the norm and projections around a stack of blocks.
 
-Each sublayer's output is added to the stream and normalized in one pass; the projections into and out of the stack are
-matrix products on the channels-last image, which is a row matrix already, so nothing is permuted on a GPU.
+Each sublayer's output is added to the residual stream and normalized in one pass. The projections around the stack are
+matrix products: on a GPU a channels-last image is a row matrix already.
 """
 
 from collections.abc import Iterable
@@ -40,7 +40,7 @@ NOT_POINTWISE = "a projection that is not 1x1"
 
 
 class ResidualStream:
-    """The rows that blocks add to: x + last + bias, the last two still to be added by whoever reads x next."""
+    """The rows that blocks add to: x + last + bias. The last two are still to be added, by whoever reads x next."""
 
     last: torch.Tensor | None
 
@@ -52,11 +52,11 @@ class ResidualStream:
         self.last, self.bias = last.contiguous(), None if bias is None else bias.detach()
 
     def settle(self, x: torch.Tensor) -> None:
-        """x is the sum of all three."""
+        """Sets the sum of all three, computed by the caller."""
         self.x, self.last, self.bias = x, None, None
 
     def total(self, kernels: Kernels) -> torch.Tensor:
-        """The sum, made now; biases in the dtype of the rows, as an image whose rows are the pixels."""
+        """The sum, computed now where something is still to be added."""
         if self.last is not None:
             rows, residual = (as_image(t, t.shape[1], 1) for t in (self.last, self.x))
             self.settle(as_rows(kernels.image_sum(rows, residual, self.bias, channel_stats=False)[0]))
@@ -68,7 +68,7 @@ class ResidualStream:
 class TransformerBlockForward(FastForward):
     """(B, S, C) -> (B, S, C): self-attention, cross-attention and GEGLU feed-forward, each after a LayerNorm.
 
-    What a sublayer adds, and its bias, is left to the norm after it; products of rounded rows add both themselves.
+    A sublayer's output and bias are added by the norm after it, or by the product itself where rows are rounded.
     """
 
     def __init__(self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger) -> None:
@@ -117,7 +117,7 @@ class TransformerBlockForward(FastForward):
         encoder_attention_mask: torch.Tensor | None = None,
         cross_attention_kwargs: dict | None = None,
     ) -> None:
-        """The block's work on a stream whose last addition is still to be made, as it is again afterwards."""
+        """Runs the block on a stream. What the last sublayer adds is left to whoever reads the stream next."""
         m = self.module
         extra = cross_attention_kwargs or {}
         rows = self._norm(m.norm1, stream, getattr(m.attn1, "to_q", None))
@@ -129,7 +129,7 @@ class TransformerBlockForward(FastForward):
         self._feed_forward(stream, self._norm(m.norm3, stream, getattr(m.ff.net[0], "proj", None)))
 
     def _norm(self, norm: nn.LayerNorm, stream: ResidualStream, first: nn.Module | None) -> Rows:
-        """The stream, settled, and its norm, which is done now, or with the rounding where `first` rounds its rows."""
+        """The norm of the settled stream; where `first` rounds its rows, the norm is done with the rounding."""
         mine = isinstance(self.kernels.layer_norm, UserOp)  # it cannot be done with the rounding
         if not mine and rounds(first, stream.x) is not None:
             return Rows(stream.total(self.kernels), Norm(norm.weight, norm.bias, norm.eps, centred=True))
@@ -150,7 +150,7 @@ class TransformerBlockForward(FastForward):
         mask: torch.Tensor | None,
         extra: dict,
     ) -> None:
-        """Anything but a fused attention is called as the module it is."""
+        """Adds an attention's output to the stream; one that is not fused is called as a module."""
         call = {"encoder_hidden_states": context, "attention_mask": mask}
         fused = AttentionForward.taken(attention, rows.x, **call, **extra)
         if fused is not None and fused.adds_nothing():
@@ -160,7 +160,7 @@ class TransformerBlockForward(FastForward):
             stream.add(attention(rows.normed(), **call, **extra))
 
     def _project(self, stream: ResidualStream, linear: Any, x: torch.Tensor) -> None:
-        """Onto a settled stream: by a product of rounded rows itself, by any other in the pass that comes next."""
+        """Adds x W^T + b to a settled stream: in the product where rows are rounded, else in the next pass."""
         if (activations := rounds(linear, x)) is not None:
             residual = stream.x.contiguous()
             weight, bias = linear.quantized, linear.bias
@@ -244,8 +244,8 @@ class TransformerStackForward(FastForward):
 
 
 def _kinds(blocks: Iterable[nn.Module]) -> list[nn.Module]:
-    """The first two blocks of each kind: what a dry run compiles, the others launch too. The very first block is met by
-    another stream than those behind it.
+    """The first two blocks of each kind, which launch all kernels that the others do. The first block of all is
+    special: nothing is left to be added to its stream.
     """
     found: dict[str, list[nn.Module]] = {}
     for block in blocks:

@@ -80,7 +80,7 @@ def match_up_block(site: Site, context: Context) -> Match | Skip | None:
 
 
 def _example(m: Any) -> dict:
-    """Small inputs; how the first resnet shares its channels between stream and skip connection does not matter."""
+    """Small inputs. How the first resnet divides its channels between stream and skip connection does not matter."""
     first = m.resnets[0]
     stream = first.conv1.in_channels - first.conv1.in_channels // 2
     skips: list[torch.Tensor] = []

@@ -1,7 +1,7 @@
-"""Convolutions over video, with all that has to be written around their frames in one pass, or none.
+"""Convolutions over video: padding is left to the convolution, or written by the pass that writes its input.
 
-Stock copies all frames once or twice to pad them. Here the convolution adds zeros where it can, and what is left to
-add is written together with the norm before it: see `accel_kernels.image.frames`.
+Stock copies all frames once or twice to pad them. Here the convolution adds zeros where it can. Other padding is
+written together with the norm before it: see `accel_kernels.image.frames`.
 """
 
 from typing import Any
@@ -25,9 +25,10 @@ LEAST_CHANNELS = 32  # of the output; a narrower one ends a model, and no norm c
 def written_frames(
     kernels: Kernels, way: VideoPadding, x: torch.Tensor, previous: torch.Tensor | None = None, **first: Any
 ) -> torch.Tensor:
-    """What the convolution reads: (N, C, T, H, W) with all that is written beforehand, x itself where that is nothing.
+    """The convolution's input: (N, C, T, H, W) with the padding that has to be written, or x itself where there is
+    none.
 
-    previous: frames before x, in the place of as many of the padding. first: what `convolution_frames` does besides.
+    previous: frames before x, in place of as many padding frames. first: what `convolution_frames` computes besides.
     """
     padding = way.written
     if previous is not None:
@@ -49,7 +50,7 @@ def convolve_written(
 
 
 class VideoConvolutionForward(FastForward):
-    """(N, C, T, H, W) -> (N, C', T', H', W'), channels-last on a GPU; and the last frames, where stock gives them."""
+    """(N, C, T, H, W) -> (N, C', T', H', W'), channels-last on a GPU; and the last frames, where stock returns them."""
 
     def __init__(self, *place: Any, convolution: VideoConvolution):
         super().__init__(*place)
@@ -90,20 +91,20 @@ class VideoConvolutionForward(FastForward):
 
 
 def no_video(x: object, conv: nn.Conv3d) -> str | None:
-    """Why this is no input for a convolution over video."""
+    """Why x is no input for a convolution over video."""
     if type(x) is not torch.Tensor or x.dim() != 5 or x.numel() == 0:
         return "input that is not a batch of videos"
     return None if x.dtype is conv.weight.dtype else "input of another dtype than the weight"
 
 
 def copied(frames: torch.Tensor) -> torch.Tensor:
-    """A copy that does not keep the memory of the frames around it, channels-last on a GPU."""
+    """A copy of frames, channels-last on a GPU. A view would keep the memory of all frames alive."""
     layout = torch.channels_last_3d if frames.is_cuda else torch.contiguous_format
     return frames.clone(memory_format=layout)
 
 
 def match_video_convolution(site: Site, context: Context) -> Match | None:
-    """A convolution over frames, rows and columns, or a module around one, of which it is known how it pads."""
+    """A convolution over frames, rows and columns, or a module around one, whose padding is known."""
     found = context.of(VideoConvolutions).of(site.module)
     if found is None:
         return None

@@ -1,7 +1,7 @@
 """How a convolution over video pads frames, rows and columns, found by running it on small inputs.
 
-Causal ones are of many makes: subclasses of Conv3d and modules around one, which pad with zeros or the first frame, and
-take the frames of the chunk before.
+There are many causal ones: subclasses of Conv3d, and modules around one. They pad with zeros or the first frame, and
+may take the frames of the chunk before.
 """
 
 import copy
@@ -22,7 +22,7 @@ from accel.patching.structure import foreign, meta_weights, tampered
 
 
 class VideoPadding(NamedTuple):
-    """written: the padding that is written beforehand. zeros: those that the convolution adds on either side."""
+    """written: the padding that is written before the convolution. zeros: what the convolution adds on either side."""
 
     written: FramePadding
     zeros: tuple[int, int, int]
@@ -32,9 +32,9 @@ class VideoPadding(NamedTuple):
 class VideoConvolution:
     """inner: the name of the convolution in the module; "" where it is the module itself.
 
-    ways: by the value of the second argument, where that is a flag; under None, its default.
-    continues: whether the second argument may be the frames before, in the place of as many of the padding.
-    keeps: whether it returns the last frames of its input too, for the call after; None where it returns no second.
+    ways: the padding by the value of the second argument, where that is a flag; under None, the default. continues:
+    whether the second argument may be frames before x, in place of as many padding frames. keeps: whether it returns
+    its last input frames too, for the next call; None where it returns a single tensor.
     """
 
     inner: str
@@ -52,7 +52,7 @@ class VideoConvolution:
         return next((way for value, way in self.ways if value is flag), None)
 
     def takes(self, previous: object, x: torch.Tensor, channels: int) -> bool:
-        """Whether these may be the frames before others of so many channels, of the size of x."""
+        """Whether `previous` may be frames before x, of so many channels and of the size of x."""
         if previous is None:
             return True
         way = self.way()
@@ -68,7 +68,7 @@ class VideoConvolution:
 
 
 class VideoConvolutions:
-    """What the convolutions of one model compute: those of the same settings are run once for all."""
+    """The convolutions of one model; those with the same settings are run once for all."""
 
     def __init__(self) -> None:
         self.found: dict[tuple, VideoConvolution | None] = {}
@@ -182,7 +182,7 @@ class _Trial:
 
 
 def kept(frames: torch.Tensor, conv: nn.Conv3d) -> torch.Tensor:
-    """The frames that a convolution hands on to the call after; of a single frame's kernel, all."""
+    """The last input frames that a convolution returns for the next call; all of them for a kernel of one frame."""
     return frames[:, :, 1 - conv.kernel_size[0] :] if conv.kernel_size[0] > 1 else frames
 
 

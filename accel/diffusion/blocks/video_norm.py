@@ -1,7 +1,7 @@
-"""Norms over the channels of a pixel of a video, or over groups of them: of any make, told by running them.
+"""Norms over the channels of a pixel of a video, or over groups of channels, recognized by running them.
 
-Stock takes up to nine passes over all frames for one, some of them in float32. Here it is one, or none where the
-convolution after it takes it along.
+Stock takes up to nine passes over all frames for one, some of them in float32. Here it is one pass, or none where the
+convolution after it includes the norm.
 """
 
 from collections.abc import Iterator
@@ -29,10 +29,11 @@ WIDTH = 24  # channels that a norm without weights is tried with
 
 @dataclass(frozen=True)
 class VideoNorm:
-    """groups: of a group norm, else None; then inner is the name of the GroupNorm in the module, "" the module itself.
+    """groups: whether it is a group norm; then `inner` is the name of the GroupNorm in the module, "" the module
+    itself.
 
-    weight, bias: names of parameters. eps: the name of a setting; None is F.normalize's. form: one of FORMS, in
-    which the module is given what it norms.
+    weight, bias: names of parameters. eps: the name of a setting; None is that of F.normalize. form: one of FORMS, the
+    layout of the module's input.
     """
 
     weight: str | None = None
@@ -60,7 +61,7 @@ class VideoNorm:
 
 
 class VideoNorms:
-    """What the norms of one model compute: those of the same settings and sizes are run once for all."""
+    """The norms of one model; those with the same settings and sizes are run once for all."""
 
     def __init__(self) -> None:
         self.found: dict[tuple, VideoNorm | None] = {}
@@ -184,9 +185,7 @@ class VideoNormForward(FastForward):
 
 
 def match_video_norm(site: Site, context: Context) -> Match | None:
-    """A norm in a model over video, which holds convolutions over video; nn.GroupNorm and nn.LayerNorm have rules of
-    their own.
-    """
+    """A norm in a model with convolutions over video; nn.GroupNorm and nn.LayerNorm have rules of their own."""
     norms = context.find(VideoNorms)
     if norms is None or type(site.module) in (nn.GroupNorm, nn.LayerNorm):
         return None

@@ -1,8 +1,8 @@
 """The resnet block of video VAEs: norm, SiLU, convolution, norm, SiLU, convolution, shortcut, over frames.
 
-Each norm and SiLU is written into the tensor that the convolution reads, padding and earlier frames included. The bias
-of a convolution goes into the norm after it, that of the second into the pass that adds the shortcut. So a block is two
-convolutions and three passes, where stock takes some forty.
+Each norm and SiLU is written into the convolution's input, with padding and earlier frames. The first convolution's
+bias goes into the norm after it, the second's into the pass that adds the shortcut. So a block is two convolutions and
+three passes, where stock takes some forty.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ WITHOUT_WEIGHTS = (nn.SiLU, nn.Dropout, nn.Identity)
 
 
 class BlockParts(NamedTuple):
-    """What a block is made of: the names of children, and what each computes. None where it has none."""
+    """What a block consists of: names of children, and what each computes; None where it has no such child."""
 
     norms: tuple[VideoNorm, VideoNorm]
     convolutions: tuple[VideoConvolution, VideoConvolution]
@@ -41,7 +41,8 @@ class BlockParts(NamedTuple):
 class VideoResnetForward(FastForward):
     """(N, C, T, H, W) -> (N, C', T, H, W), channels-last on a GPU.
 
-    feat_cache, feat_idx: frames of the chunk before by convolution, replaced, and the place of the next one, moved on.
+    feat_cache, feat_idx: the frames before by convolution, which are replaced, and the next one's place, which moves
+    on.
     """
 
     def __init__(self, *place: Any, made: BlockParts):
@@ -195,9 +196,9 @@ def match_video_resnet(site: Site, context: Context) -> Match | Skip | None:
 
 
 class InChunks(nn.Module):
-    """A block called with one frame, another, and the others of a video, each time with the frames before; for a probe.
+    """Calls a block with one frame, another, and the rest of a video, each time with the frames before; for a probe.
 
-    It gives all outputs, and all frames that are kept, in a row.
+    It returns all outputs, and all frames that are kept, as one vector.
     """
 
     def __init__(self, block: nn.Module, call: Callable | None = None):

@@ -1,8 +1,8 @@
 """A block of a diffusion transformer: recorded at its first call, run as passes and products from then on.
 
-Blocks of such models differ in many details, and are alike in what they are made of: products, attention, and between
-them norms, modulations, rotations, gates. So a block is not recognized by its make. What its forward calls is recorded,
-what lies between two products becomes one pass over memory, and the outcome is compared with stock's before it is used.
+Such blocks differ in many details, but all consist of products, attention, and norms, modulations, rotations and gates
+between them. So a block is not recognized by its class. The calls of torch in its forward are recorded. What lies
+between two products becomes one pass over memory. The result is compared with stock's before it is used.
 """
 
 from collections.abc import Iterator
@@ -72,7 +72,7 @@ DERIVED = (
 
 
 class BlockForward(FastForward):
-    """Takes and gives what stock does."""
+    """Arguments and result are those of the stock forward."""
 
     code = BlockCode
     known: dict[tuple, BlockPlan] | None  # plans for blocks of its sort, by kind of call
@@ -99,7 +99,9 @@ class BlockForward(FastForward):
         return Parts(tuple(_parts(self.module)))
 
     def changed(self) -> str | None:
-        """What was changed is recorded anew, as adapters that were loaded; unless code of the user's is in it now."""
+        """As of every forward, but a changed block is recorded anew, for example after an adapter was loaded; unless it
+        contains code of the user's now.
+        """
         reason = super().changed()
         if reason is None or self.stale is not None or self._another_class() is not None:
             return reason
@@ -150,7 +152,7 @@ class BlockForward(FastForward):
         return plan.dry_run(run) if warming_up() else run()
 
     def _known(self) -> dict[tuple, BlockPlan]:
-        """The plans for a block as this one is now. Weights may have become others, of other shapes or dtypes."""
+        """The plans for blocks like this one; looked up anew where shapes or dtypes of weights have changed."""
         if self.known is not None and self.forms == weight_forms(self.held) and self.backend == active_backend():
             return self.known
         self.held = [held for part in self.module.modules() for held in (part._parameters, part._buffers)]
@@ -161,7 +163,7 @@ class BlockForward(FastForward):
         return self.known
 
     def _record(self, call: tuple, args: tuple, kwargs: dict) -> Any:
-        """What stock gives; its steps are noted."""
+        """What stock gives; its calls of torch become a plan."""
         if _capturing():
             return self.stock(*args, **kwargs)
         known, sort, given = self._known(), block_signature(self.module), list(tensors_in((args, kwargs)))
@@ -203,8 +205,9 @@ class BlockForward(FastForward):
             executable.buffers = self.plans.buffers
 
     def _compare(self, plan: BlockPlan, args: tuple, kwargs: dict) -> Any:
-        """What stock gives, once more, for a plan that was made while kernels only compiled, from no numbers, or for
-        tensors that lay in another way.
+        """What stock gives, compared with a plan that was not compared yet.
+
+        Such a plan was made in a dry run, or for tensors that lay in memory in another way.
         """
         if _capturing():
             return self.stock(*args, **kwargs)
@@ -219,9 +222,9 @@ class BlockForward(FastForward):
         return output
 
     def _try(self, plan: BlockPlan, given: list[torch.Tensor], wanted: Any) -> None:
-        """Runs the plan beside what stock gave; one that errs or differs is given up.
+        """Compares a plan with what stock gave; one that raises or differs is given up.
 
-        So it is on another rank, as each must run the block as often as the others: they wait for each other inside.
+        If one rank gives it up, all do: ranks wait for each other inside, so each must run the block equally often.
         """
         assert plan.executable is not None
         reason, compared = self._tried(plan.executable, given, wanted)
@@ -235,7 +238,7 @@ class BlockForward(FastForward):
             plan.executable, plan.reason = None, reason
 
     def _tried(self, executable: Executable, given: list[torch.Tensor], wanted: Any) -> tuple[str | None, bool]:
-        """Why it is not what stock gave, and whether that was to be seen."""
+        """Why the plan does not give what stock gave, and whether the comparison was able to show it."""
         try:
             got = executable(given, partial(weight_of, self.module), self.stacks)
         except Exception as error:
@@ -246,8 +249,9 @@ class BlockForward(FastForward):
 
 
 def match_block(site: Site, context: Context) -> Match | Skip | None:
-    """One of a list of modules, with linears for an attention and no such block inside of it; with a group norm it is a
-    block of a UNet, whose parts have rules of their own.
+    """An entry of a list of modules, with linears for an attention and no such block inside of it.
+
+    One with a group norm is a block of a UNet, whose parts have rules of their own.
     """
     module = site.module
     if not _is_block(site.path, module) or comes_from(type(module), "transformers"):
@@ -267,7 +271,7 @@ def match_block(site: Site, context: Context) -> Match | Skip | None:
 
 
 def _norms(site: Site, context: Context) -> Iterator[FastForward]:
-    """For norms inside, which are called where the block runs stock."""
+    """Fast forwards for the norms inside, for calls in which the block runs stock."""
     for path, module in site.module.named_modules():
         place = Site(f"{site.path}.{path}", module)
         answer = LAYER_NORM.answer(place, context) if path and foreign_forward(module) is None else None
@@ -277,7 +281,7 @@ def _norms(site: Site, context: Context) -> Iterator[FastForward]:
 
 
 def innermost_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """By path, the modules that are blocks by their make, and hold no other."""
+    """By path, the modules built like a block that contain no other block."""
     found = {path: module for path, module in model.named_modules() if _is_block(path, module)}
     for path, module in found.items():
         if not any(other.startswith(f"{path}.") for other in found):
@@ -311,9 +315,9 @@ def difference(wanted: Any, got: Any) -> str | None:
 
 
 def _extremes(theirs: torch.Tensor, ours: torch.Tensor) -> tuple[float | None, float]:
-    """The largest of what is finite in theirs, None where nothing is; and the largest difference, as a share of it.
+    """The largest finite value of theirs, None where there is none; and the largest difference, relative to it.
 
-    In pieces: a comparison should not take more memory than the model itself does.
+    Computed in pieces, since a comparison should not take more memory than the model itself.
     """
     zero = torch.zeros((), device=theirs.device)
     largest = off = zero
@@ -329,7 +333,7 @@ def _extremes(theirs: torch.Tensor, ours: torch.Tensor) -> tuple[float | None, f
 
 
 def has_finite_numbers(output: Any) -> bool:
-    """Whether each tensor of an output has numbers that another outcome would differ from."""
+    """Whether each tensor of an output has finite elements, by which another result could be told from it."""
     return all(bool(one.isfinite().any()) for one in tensors_in(output) if one.numel())
 
 

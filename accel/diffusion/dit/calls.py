@@ -44,7 +44,7 @@ def attributes_replaced(before: list[tuple[str, torch.Tensor]], now: list[tuple[
 
 
 def weight_forms(held: list[dict[str, torch.Tensor | None]]) -> list:
-    """What sorts of tensors modules hold; quick, as it is asked at every call."""
+    """Type, dtype and shape of each tensor; fast, since it is called in every forward."""
     return [None if one is None else (type(one), one.dtype, one.shape) for part in held for one in part.values()]
 
 
@@ -78,7 +78,7 @@ def _settings(part: object) -> tuple:
 
 
 def frozen(value: object) -> Hashable:
-    """Plain settings, and containers of them, by what they are; tensors by their form; others by which they are."""
+    """A hashable value: plain settings and containers by value, tensors by their form, other objects by identity."""
     if isinstance(value, (*PLAIN, Scheme)):
         return type(value), value
     if isinstance(value, torch.Tensor):
@@ -94,7 +94,7 @@ def frozen(value: object) -> Hashable:
 
 @dataclass(frozen=True, eq=False)
 class ByIdentity:
-    """An object as itself, whatever it says it equals; kept, so that no other gets its place in memory."""
+    """An object compared by identity. It is kept alive, so that no other object gets its place in memory."""
 
     held: object
 
@@ -106,8 +106,9 @@ class ByIdentity:
 
 
 def call_signature(args: tuple, kwargs: dict) -> tuple | None:
-    """All that decides which steps a call makes; None where it is not known. Tensors by shape, strides and dtype, and
-    by which of them are one.
+    """All that decides which steps a call makes; None where that is not known.
+
+    Tensors count by shape, strides and dtype, and by which arguments are the same tensor.
     """
     form, places = _form((args, kwargs)), [id(tensor) for tensor in tensors_in((args, kwargs))]
     if form is None or len(set(places)) == len(places):
@@ -116,7 +117,7 @@ def call_signature(args: tuple, kwargs: dict) -> tuple | None:
 
 
 def without_strides(call: Any) -> Any:
-    """What decides it, but for how its tensors lie in memory."""
+    """A call's signature without how its tensors lie in memory."""
     if not isinstance(call, tuple) or isinstance(call, torch.Size):
         return call
     if len(call) == 5 and call[0] == "tensor":
@@ -139,7 +140,7 @@ def _form(tree: Any) -> tuple | None:
 
 
 class BlockCode(CalledCode):
-    """All that is written in the classes of a block, the functions that a call runs, and diffusers' attention backends.
+    """All code of a block's classes, the functions that a call runs, and diffusers' attention backends.
 
     A plan calls none of it: it holds what these functions were seen to compute.
     """
@@ -162,10 +163,11 @@ MOST_KINDS = 64  # of blocks, as many settings of an adapter make
 
 @dataclass
 class BlockPlan:
-    """What runs for one kind of call; or why stock does.
+    """What runs for one kind of call, or the reason why stock does.
 
-    compared: with what stock gives. strided: it holds for tensors that lie as those it was recorded with. lender: whose
-    executable it took over, for tensors that lie in another way. outcome: what a dry run gave, without its numbers.
+    compared: whether it was compared with stock. strided: it holds only for tensors with the strides it was recorded
+    with. borrowed_from: the plan whose executable it uses, for tensors with other strides. outcome: what a dry run
+    gave, without values.
     """
 
     executable: Executable | None = None
@@ -176,7 +178,7 @@ class BlockPlan:
     outcome: Any = None
 
     def dry_run(self, run: Callable[[], Any]) -> Any:
-        """run(), in which launches only compile: run for one block, since all that share the plan launch the same."""
+        """run(), in which launches only compile. Once for all blocks that share the plan, since they launch the same."""
         if self.outcome is None:
             made = run()
             self.outcome = pytree.tree_map_only(torch.Tensor, lambda one: (one.device, one.to("meta")), made)
@@ -210,14 +212,14 @@ class BlockPlans:
         BlockPlans.__init__(self)
 
     def of(self, kind: tuple) -> dict[tuple, BlockPlan]:
-        """By kind of call. A block holds on to it: a kind is too long to be looked up at every call."""
+        """The plans of one kind of block, by kind of call. A block keeps the result: hashing its kind takes long."""
         with self.lock:
             if kind not in self.found and len(self.found) >= MOST_KINDS:
                 del self.found[next(iter(self.found))]
             return self.found.setdefault(kind, {})
 
     def borrow(self, plans: dict[tuple, BlockPlan], call: tuple) -> BlockPlan | None:
-        """That of a call with tensors that lie in another way, to be compared before it runs."""
+        """A plan made of one for tensors with other strides; to be compared before it runs."""
         wanted = without_strides(call)
         with self.lock:
             for other, plan in plans.items():

@@ -19,7 +19,7 @@ Slots = list[torch.Tensor | None]
 
 
 class ArgumentTemplate:
-    """Arguments with tensors to be filled in. Most are a flat list, which is filled without looking at all of it."""
+    """Arguments of a step with places for tensors. Most are a flat list, which is filled without a walk."""
 
     def __init__(self, tree: tuple | dict):
         members = list(tree.items()) if isinstance(tree, dict) else list(enumerate(tree))
@@ -41,7 +41,7 @@ class ArgumentTemplate:
 
 
 class LinearGroup:
-    """Those of a product of several: numbers of what they take and make, and the paths of weights and biases."""
+    """The linears of one stacked product: numbers of inputs and outputs, and the paths of weights and biases."""
 
     def __init__(self, unit: StackedProduct, values: list[TensorValue]):
         self.taken, weights, *biases = zip(*(refs(step.args) for step in unit.steps), strict=True)
@@ -56,7 +56,7 @@ class LinearGroup:
         return self.taken[0]
 
     def wholes(self, slots: Slots, stacks: WeightStacks) -> list[torch.Tensor] | None:
-        """The weight and the bias, if any, of all as one; None where they do not lie in one storage."""
+        """The stacked weight, and the stacked bias if any; None where they do not lie in one storage."""
         found = [
             stacks.whole(paths, _filled([Ref(number) for number in numbers], slots))
             for paths, numbers in zip(self.paths, self.parts, strict=True)
@@ -98,13 +98,13 @@ class Executable:
 
     @property
     def groups(self) -> dict[str, Ranks]:
-        """That it exchanges with, by name."""
+        """The process groups of its exchanges, by name."""
         steps = [unit.step.function for unit in self.units if isinstance(unit, TorchCall)]
         return {one.group: one.ranks for one in steps if isinstance(one, Exchange)}
 
     @property
     def passes(self) -> int:
-        """How many do the work of several steps."""
+        """How many units fuse several steps."""
         return sum(isinstance(unit, Pass) for unit in self.units)
 
     def __call__(

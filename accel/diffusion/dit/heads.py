@@ -1,8 +1,8 @@
 """Norms over whole rows and rotations of their heads, in one pass.
 
-Wan and its kin norm queries and keys over all heads, then rotate each head by the same table. The norm works on rows
-(.., H * D), the rotation on heads (.., H, D), which are two spaces. Pairs of lanes are the same in both, and a table
-that is repeated over heads is one whose lanes repeat along the row. So the rotation can be done on whole rows.
+Wan and similar models norm queries and keys over all heads, then rotate each head by the same table. The norm works on
+rows (.., H * D), the rotation on heads (.., H, D), which are two spaces. Pairs of elements are the same in both. A
+table repeated over heads is one that repeats along the row. So the rotation can be computed on whole rows.
 """
 
 from accel_kernels.rowwise.program import FULL, HALF, ONE
@@ -14,7 +14,7 @@ from accel.diffusion.dit.regions import CONCATENATIONS, Region, Regions
 
 
 class HeadLowering(Lowering):
-    """Of a region of heads. Raises NotLowered where that does not come down to whole rows."""
+    """A lowering of a region of heads. Raises NotLowered where the region cannot be computed on whole rows."""
 
     def __init__(self, regions: Regions, region: Region):
         super().__init__(regions, region)
@@ -58,7 +58,7 @@ class HeadLowering(Lowering):
             self.over_rows = False
 
     def _row(self, number: int) -> int | None:
-        """The value over whole rows that this one shows by heads, if it is computed for nothing else."""
+        """The value over whole rows of which this is the view by heads, if nothing else takes it."""
         view = self.values[number]
         if view.shape != self.region.space:
             return None
@@ -75,7 +75,7 @@ class HeadLowering(Lowering):
         return None
 
     def _own(self, row: int) -> set[int]:
-        """What the row is computed from over whole rows, and itself, as far as nothing else takes it."""
+        """The row and the values over whole rows that it is computed from, as far as nothing else takes them."""
         found, waiting = set(), [row]
         while waiting:
             number = waiting.pop()
@@ -93,7 +93,7 @@ class HeadLowering(Lowering):
             found -= shared
 
     def _taken_in(self, number: int, found: set[int]) -> bool:
-        """Whether all that takes the value is among those, or in this region."""
+        """Whether everything that takes the value is in `found` or in this region."""
         base, rotary = self.values[number].base, self.regions.rotary
         views = [value.number for value in self.values if value.base == base]
         made = {n for view in views for user in self.regions.users[view] for n in self._makes(user)}

@@ -1,4 +1,4 @@
-"""A region as a row program: registers given out, operations written down, inputs and results named."""
+"""A region as a row program: registers, operations, inputs and results."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,11 +13,11 @@ REAL, IMAGINARY = "real", "imag"
 
 
 class NotLowered(Exception):
-    """Says why a region cannot be a row program."""
+    """Raised with the reason why a region cannot be a row program."""
 
 
 class Window(NamedTuple):
-    """A stretch of a dimension, counted from the last one: -1."""
+    """A range of a dimension, which is counted from the last: -1."""
 
     dim: int
     start: int
@@ -25,7 +25,7 @@ class Window(NamedTuple):
 
 
 class Input(NamedTuple):
-    """A value that a pass reads: all of it or a window, a complex one by parts; flat: its heads as one row."""
+    """A value that a pass reads, or a window of it. part: of a complex value. flat: its heads are read as one row."""
 
     number: int
     part: str | None = None
@@ -34,7 +34,7 @@ class Input(NamedTuple):
 
 
 class Output(NamedTuple):
-    """A value that a pass writes, all of it or a window; flat: its heads as one row."""
+    """A value that a pass writes, or a window of it. flat: its heads are written as one row."""
 
     number: int
     window: Window | None = None
@@ -43,7 +43,7 @@ class Output(NamedTuple):
 
 @dataclass
 class Pass:
-    """One pass over memory. place: of the last step that it does the work of, in the recorded order."""
+    """One pass over memory. place: the last recorded step whose work it does."""
 
     program: RowProgram
     shape: tuple[int, ...]
@@ -61,8 +61,10 @@ class Pass:
 
 
 class Lowering:
-    """window: the stretch of the space that this pass works on, if not on all; given: values that stand for others on
-    it, as the pieces of a concatenation do for the whole.
+    """Lowers a region.
+
+    window: the part of the space that this pass works on, None for all. given: values that stand for others there, as a
+    piece of a concatenation does for the whole.
     """
 
     def __init__(
@@ -123,7 +125,7 @@ class Lowering:
         return self._input(number)
 
     def _continues(self, number: int) -> bool:
-        """Whether a piece of a concatenation is a result of the same space, whose work is then done here."""
+        """Whether a piece of a concatenation is computed in the same space; its work is then done here."""
         place = self.regions.places.get(number)
         if number not in self.given.values() or place is None or place != (self.space, FULL):
             return False

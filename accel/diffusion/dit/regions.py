@@ -1,11 +1,11 @@
-"""Which steps of a program become one pass over memory: those that work on the rows of one space, with nothing between.
+"""Which steps of a program become one pass over memory: those on rows of one space with nothing between them.
 
-A space is a shape, rows and lanes. A step whose result has that shape, is a half of it, or one number a row, works on
-the rows of that space, where it computes each from the same row of what it takes. Steps that feed each other in one
-space are one region. What lies on a way that leaves the space and comes back, such as a product, must run between two
-regions: so each step has a level, which counts such ways, and a region is of one level.
+A space is a shape: rows of elements. A step belongs to it if its result has that shape, is a half of it, or has one
+number a row, and is computed row by row. Steps that feed each other in one space are one region. A value that leaves
+the space and comes back, such as through a product, must be computed between two regions. So each step has a level,
+which counts such ways, and a region has one level.
 
-What is much smaller than the rows that take it, as the modulation of a whole sequence, is computed anew for each row.
+What is much smaller than the rows that take it, such as the modulation of a sequence, is recomputed for each row.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ SMALLER = 4  # times, that a value must be smaller for it
 
 
 class RowPlace(NamedTuple):
-    """What a value is among the rows of a space: FULL, HALF or ONE."""
+    """What a value is among the rows of a space: whole rows (FULL), halves (HALF), or one number a row (ONE)."""
 
     space: tuple[int, ...]
     width: str
@@ -33,7 +33,7 @@ class RowPlace(NamedTuple):
 
 @dataclass
 class Region:
-    """steps: places in the program, in order; values: what they make."""
+    """steps: places in the program, in order. values: what they make."""
 
     space: tuple[int, ...]
     steps: list[int]
@@ -41,7 +41,7 @@ class Region:
 
 
 class Regions:
-    """places: by value, of all that a row program can compute. found: the regions that are worth a kernel."""
+    """places: of all values that a row program can compute. found: the regions that are worth a kernel."""
 
     def __init__(self, program: Program):
         self.program, self.values = program, program.values
@@ -72,11 +72,11 @@ class Regions:
         return number if half is None or half.whole is None else half.whole
 
     def recomputed(self, number: int, space: tuple[int, ...], budget: int = FEW) -> bool:
-        """Whether the value is computed anew for each row of the space."""
+        """Whether the value is recomputed for each row of the space."""
         return 0 < self._cost(number, space) <= budget
 
     def _cost(self, number: int, space: tuple[int, ...]) -> int:
-        """Operations it takes to compute from what lies in memory; 0 for what does, or has to."""
+        """Operations that recomputing the value takes; 0 where it lies in memory, or has to."""
         place, value = self.places.get(number), self.values[number]
         if place is None or number in self.rotary.joins or number in self.rotary.halves or place.width == ONE:
             return 0
@@ -140,7 +140,7 @@ class Regions:
         return max(levels)
 
     def _delay(self) -> None:
-        """What nothing but a later level takes is done there."""
+        """Moves values that only a later level takes to that level."""
         kept = set(refs(self.program.result))
         ready: dict[
             int, int | None
@@ -209,7 +209,7 @@ class Regions:
         return any(place is not None and self.program.steps[place].name in CONCATENATIONS for place in makers)
 
     def _put_together(self, number: int) -> bool:
-        """Whether a value is taken by one concatenation alone, which a pass can write into."""
+        """Whether a single concatenation takes the value, which a pass can write into."""
         users = [self.program.steps[place] for place in self.users[number]]
         return len(users) == 1 and users[0].name in CONCATENATIONS and number not in refs(self.program.result)
 

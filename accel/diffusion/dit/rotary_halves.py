@@ -1,8 +1,8 @@
-"""The lanes of a row: halves that rotary embeddings take apart and put together again, and one number a row.
+"""Halves of rows, which rotary embeddings take apart and put together again.
 
-A rotation multiplies pairs of lanes. Models write it in many ways: views with a step of two, chunks, complex numbers,
-two assignments into an empty tensor. All end by putting two halves together. From there the halves are found backwards,
-down to views of whole rows, told apart by where they begin in memory and how far their lanes lie apart.
+A rotation multiplies pairs of elements. Models write it in many ways: views with a step of two, chunks, complex
+numbers, two assignments into an empty tensor. All end by joining two halves. From the join the halves are traced back
+to views of whole rows, told apart by their offset and stride.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,9 @@ EVEN, ODD, FIRST, SECOND = "even", "odd", "first", "second"
 
 
 class RotaryHalf(NamedTuple):
-    """A value as a half of rows: of the value `whole`, the lanes named; both None for what is computed from halves."""
+    """A value that is a half of rows: the elements named `lanes` of the value `whole`; both None where it is computed
+    from other halves.
+    """
 
     space: tuple[int, ...]
     lanes: str | None = None
@@ -25,14 +27,14 @@ class RotaryHalf(NamedTuple):
 
 
 class RotaryJoin(NamedTuple):
-    """Rows put together. name: "interleave" or "concatenate"; halves: two values, or one that is complex."""
+    """Two halves joined to rows. name: "interleave" or "concatenate". halves: two values, or a complex one."""
 
     name: str
     halves: tuple[int, ...]
 
 
 def interleave_lanes(even: torch.Tensor, odd: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Lanes of both in turn."""
+    """Elements of both in turn."""
     return torch.stack((even, odd), -1).flatten(-2).to(dtype)
 
 
@@ -44,8 +46,8 @@ PLACES = {"interleave": ((0, None, 2), (1, None, 2))}
 
 
 def without_assignments(program: Program) -> Program:
-    """The program with one step in the place of an empty tensor and of the two assignments that fill it, and with
-    concatenations for assignments to some rows.
+    """The program without assignments: two that fill an empty tensor become one join, those to some rows
+    concatenations.
     """
     users, values = program.users(), program.values
     dropped: dict[int, TorchStep | None] = {}
@@ -100,9 +102,9 @@ def _place(index: object, width: int) -> str | None:
 
 
 class RotaryHalves:
-    """Which values of a program are halves of rows, and which put halves together.
+    """Which values of a program are halves of rows, and which join halves.
 
-    joins: by the number of the whole row. complexes: values whose halves are real and imaginary parts.
+    joins: by the number of the whole row. inside: values between two halves and a row.
     """
 
     def __init__(self, program: Program):
@@ -135,7 +137,7 @@ class RotaryHalves:
         return dim in (-1, len(value.shape) - 1)
 
     def _flattened(self, number: int, join: RotaryJoin) -> None:
-        """Pairs of lanes, (..., C / 2, 2), that are only ever looked at as rows."""
+        """Pairs of elements, (..., C / 2, 2), of which nothing but the flattened rows is used."""
         pairs = self.values[number]
         views = [v for v in self.values if v.number != number and v.number in self.makers and self._views(v, number)]
         used = {place for place in self.users[number]}
@@ -151,7 +153,7 @@ class RotaryHalves:
         return self.program.steps[self.makers[value.number]].taken == [number]
 
     def _try(self, number: int, join: RotaryJoin, inside: int | None = None) -> None:
-        """Takes the join if its halves come from rows taken apart, or from tables."""
+        """Accepts the join if its halves come from rows that were split, or from tables."""
         value = self.values[number]
         if value.pinned or value.shape[-1] % 2:
             return
@@ -192,7 +194,7 @@ class RotaryHalves:
         return True
 
     def _lanes(self, value: TensorValue, space: tuple[int, ...]) -> RotaryHalf | None:
-        """As lanes of a whole row: a view of it, or a complex view of pairs of its lanes."""
+        """The value as elements of a whole row: a view of it, or a complex view of its pairs."""
         step = None if value.number not in self.makers else self.program.steps[self.makers[value.number]]
         if value.dtype is torch.complex64:
             if step is None or step.name != "view_as_complex":
@@ -216,7 +218,7 @@ class RotaryHalves:
         return None
 
     def _whole(self, value: TensorValue, space: tuple[int, ...]) -> TensorValue | None:
-        """The rows of this space that the value is a view of: the nearest value it was made of that has this shape."""
+        """The nearest value of this shape that the value is a view of."""
         number = value.number
         while number in self.makers:
             step = self.program.steps[self.makers[number]]

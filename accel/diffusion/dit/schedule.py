@@ -1,7 +1,7 @@
-"""The order in which passes and what is left of the recorded steps run: each after all that it takes.
+"""The order in which passes and the remaining recorded steps run: each after all that it takes.
 
-A concatenation along rows is no work of its own where a region takes it: the region becomes a pass for each piece, and
-these write next to each other. Where something else takes it, the passes that make its pieces write into it.
+A region that takes a concatenation along rows becomes one pass for each piece, and these write next to each other.
+Where something else takes it, the passes that make its pieces write into it.
 """
 
 from contextlib import suppress
@@ -42,7 +42,7 @@ class Schedule:
                 self.regions.found = regions
 
     def _attempt(self, regions: list[Region]) -> list[Unit]:
-        """Only what is needed for what is returned runs."""
+        """The units that the returned values need."""
         owner = {number: place for place, region in enumerate(regions) for number in region.values}
         makers, steps = self.regions.makers, self.program.steps
         wanted: dict[int, set[int]] = {}  # of each region
@@ -115,8 +115,9 @@ class Schedule:
         raise _Dropped(region, reason)
 
     def _pieces(self, region: Region) -> list[tuple[Window | None, dict[int, int]]]:
-        """Windows of the region, one for each piece of a concatenation that it takes, and what stands for it there; one
-        that is all of it where it takes none.
+        """Windows of the region, one for each piece of a concatenation that it takes, and the pieces by the whole.
+
+        A single window, None, where it takes no concatenation.
         """
         values, taken = self.program.values, {n for p in region.steps for n in self.program.steps[p].taken}
         taken |= {self.regions.whole(number) for number in taken}
@@ -212,7 +213,7 @@ class Schedule:
         return next(out.window is None for out in unit.outputs if out.number == number)
 
     def _ordered(self, units: list[Unit], regions: list[Region]) -> list[Unit]:
-        """First what was recorded first, of all whose values are there."""
+        """In recorded order, each unit after those that make what it takes."""
         makers: dict[int, list[int]] = {}
         for index, unit in enumerate(units):
             for number in unit.makes:
@@ -254,7 +255,7 @@ class Schedule:
 
 
 def strides_like(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of this shape, densely, in the order of dimensions that these strides have."""
+    """Dense strides for this shape, with dimensions in the order of the given strides."""
     found, step = [0] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda dim: (stride[dim], -dim)):
         found[dim] = step

@@ -1,8 +1,8 @@
 """Guidance parallel: the rows of a denoiser's batch divided among ranks.
 
-Classifier-free guidance (Ho and Salimans, 2022) computes each step twice, with the prompt and without it, as two halves
-of one batch. With two ranks each computes one half, with more each its share of the rows, and what they give is put
-together on all of them. Pipeline and scheduler run unchanged on every rank, and come to the same image.
+Classifier-free guidance (Ho and Salimans, 2022) computes each step with the prompt and without it, as two halves of one
+batch. With two ranks each computes one half, with more each its share of the rows. The results are gathered on all of
+them, so pipeline and scheduler run unchanged on every rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,9 @@ NAME = "guidance parallel"  # of the rule
 
 
 class ModelDigest(NamedTuple):
-    """What the modules of a denoiser are. digest: the same in all processes. reason: why rows may not be divided."""
+    """What the modules of a denoiser are. digest: equal on ranks with equal models. reason: why rows may not be
+    divided.
+    """
 
     kinds: tuple
     digest: str
@@ -40,9 +42,9 @@ class ModelDigest(NamedTuple):
 
 
 class GuidanceForward(FastForward):
-    """Around a denoiser's forward, its step cache and its CUDA graph included: it computes this rank's rows.
+    """Around a denoiser's forward, with its step cache and CUDA graph: computes this rank's rows.
 
-    The first call of a kind is computed whole too, by stock, to see whether rows depend on each other.
+    The first call of a kind also runs whole in stock, to see whether rows depend on each other.
     """
 
     ranks: Ranks | None
@@ -79,7 +81,7 @@ class GuidanceForward(FastForward):
         return self.fast(*args, **kwargs)
 
     def _apart(self) -> str | None:
-        """Why this call is no matter of the ranks, each of which may be somewhere else."""
+        """Why this call does not involve the ranks."""
         if self.ranks is None:
             return "this process is alone"
         if getattr(self.module, DIVIDED, None) is not None:
@@ -113,7 +115,9 @@ class GuidanceForward(FastForward):
         return inner(*args, **kwargs)
 
     def _agree(self, call: BatchCall, divided: list[bool] | str, ranks: Ranks) -> None:
-        """Raises `errors.Refused` on all ranks where they are not about to compute the same; asked as a loop begins."""
+        """Raises `errors.Refused` on all ranks where they are about to compute different things; checked as a loop
+        begins.
+        """
         tensors = [(i, leaf) for i, leaf in enumerate(call.leaves) if type(leaf) in (torch.Tensor, nn.Parameter)]
         form = [(tuple(tensor.shape), str(tensor.dtype)) for _, tensor in tensors], divided
         if not self.checks.due(form):
@@ -132,7 +136,7 @@ class GuidanceForward(FastForward):
         check_same(ranks, self._place(), told, [(repr(names[i]), one) for i, one in tensors], self._device())
 
     def _look(self) -> None:
-        """Whether the model is still made of what it was, such as adapters and processors; quick where it is."""
+        """Sees whether modules were replaced, such as by adapters or processors; fast where none was."""
         kinds = tuple(map(_sort, self.module.modules()))
         if self.make is None or kinds != self.make.kinds:
             digest = blake2b(repr(kinds).encode(), digest_size=8).hexdigest()
@@ -145,8 +149,8 @@ class GuidanceForward(FastForward):
         return next(self.module.parameters()).device
 
     def _part(self, call: BatchCall, divided: Sequence[bool], ranks: Ranks) -> tuple[tuple, dict]:
-        """The arguments with this rank's rows. The prompt's are one tensor for as long as the caller gives one, so that
-        what is computed from it once a loop is found again.
+        """The arguments with this rank's rows. The prompt's part is kept, so that what is computed from it is found
+        again.
         """
         leaves = [rank_rows(leaf, ranks) if each else leaf for leaf, each in zip(call.leaves, divided, strict=True)]
         args, kwargs = pytree.tree_unflatten(leaves, call.spec)
@@ -162,8 +166,10 @@ class GuidanceForward(FastForward):
         return args, kwargs | {PROMPT: self.prompt[1]}
 
     def _try(self, call: BatchCall, divided: list[bool], ranks: Ranks) -> str | None:
-        """Why rows cannot be divided in such calls: in stock, what this rank gives for its own is not what the whole
-        batch gives for them; or so it is on another rank. Raises `errors.Refused` where ranks have other weights.
+        """Why rows cannot be divided in such calls: stock gives other results for a rank's rows alone than in the whole
+        batch.
+
+        The same on all ranks. Raises `errors.Refused` where ranks have other weights.
         """
         whole: list = []
         try:

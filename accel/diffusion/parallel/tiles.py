@@ -31,7 +31,7 @@ NAME, METHOD = "tiles on ranks", "tiled_decode"
 
 
 class AllTilesCollected(Exception):
-    """Every tile has been handed to the decoder: the first of them is about to be blended."""
+    """Every tile has been handed to the decoder; the first is about to be blended."""
 
 
 class PendingTile:
@@ -125,7 +125,7 @@ class TiledDecode(InstanceMethod):
 
 
 class TileCollector:
-    """Called in the place of the decoder: keeps what it is given."""
+    """Stands in for the decoder and keeps the tiles that it is given."""
 
     def __init__(self) -> None:
         self.tiles: list[torch.Tensor] = []
@@ -139,7 +139,7 @@ class TileCollector:
 
 
 class DecodedTiles:
-    """Called in the place of the decoder: gives what was decoded, in order."""
+    """Stands in for the decoder and returns the decoded tiles in order."""
 
     def __init__(self, tiles: list[torch.Tensor]):
         self.tiles: Iterator[torch.Tensor] = iter(tiles)
@@ -149,7 +149,7 @@ class DecodedTiles:
 
 
 def assign_tiles(work: list[int], ranks: int) -> list[list[int]]:
-    """Places of the tiles of each rank: the largest first, each to the rank that has the least to do; in order."""
+    """The tiles of each rank, in order: the largest tile first, each to the rank with the least work so far."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     for place in sorted(range(len(work)), key=lambda place: -work[place]):
         least = min(range(ranks), key=lambda rank: sum(work[other] for other in shares[rank]))

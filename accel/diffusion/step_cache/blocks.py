@@ -15,7 +15,7 @@ from accel.patching.fast_forward import FastForward
 
 
 class CachedBlock(FastForward):
-    """Outside of a call of the cache it runs as it is: by its fast forward, `inner`, or stock where it has none."""
+    """Outside of a call of the cache it runs its fast forward, `inner`, or stock where it has none."""
 
     def __init__(self, *place: Any, state: StepCacheState, inner: FastForward | None) -> None:
         super().__init__(*place)
@@ -47,7 +47,7 @@ RESAMPLERS = ("downsamplers", "upsamplers")
 
 
 class DeepBlock(CachedBlock):
-    """A block of the UNet that only whole calls run; in the calls between, nobody reads what it returns."""
+    """A block of the UNet that runs in whole calls alone; between them nobody reads what it returns."""
 
     def fast(self, call: StepCall, *args: Any, **kwargs: Any) -> Any:
         if not call.whole:
@@ -58,7 +58,7 @@ class DeepBlock(CachedBlock):
 
 
 class LastUpBlock(DeepBlock):
-    """The last up block: its last layer runs in every call, on what the layers before gave or would have given."""
+    """The last up block. Its last layer runs in every call; what the layers before it give is extrapolated."""
 
     def fast(self, call: StepCall, *args: Any, **kwargs: Any) -> Any:
         given = self.given(args, kwargs)
@@ -103,7 +103,7 @@ def _fused(inner: FastForward, part: "PartialBlock", given: dict) -> torch.Tenso
 
 
 class PartialBlock:
-    """A block that has only some of its layers; everything else is the block's own."""
+    """A block with some of its layers; everything else is the block's own."""
 
     def __init__(self, block: nn.Module, layers: slice, resamplers: bool):
         self.block = block
@@ -118,9 +118,9 @@ class PartialBlock:
 
 
 class StackBlock(CachedBlock):
-    """A block of a stack. In the calls between whole ones rows pass it by; the last one adds what all would have added.
+    """A block of a stack. Between whole calls rows bypass it; the last block adds what all of them would have added.
 
-    The first of a stack may run in every call.
+    The first block of a stack may run in every call.
     """
 
     def __init__(self, *place: Any, stack: BlockStack, **shared: Any) -> None:

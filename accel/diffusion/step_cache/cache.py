@@ -44,8 +44,8 @@ MOST_BYTES = 2**31  # beyond which only those are kept that the loop in progress
 class StepCacheState:
     """What the forwards of one denoiser share: interval, tracks, features, and the call in progress.
 
-    Calls of several threads run one after the other. Each thread has tracks and features of its own: what it computes
-    does not depend on what the others do meanwhile.
+    Calls of several threads run one after the other. Each thread has its own tracks and features, so threads do not
+    influence each other's results.
     """
 
     def __init__(self, loop: DenoisingLoop, interval: int, arguments: StepArguments) -> None:
@@ -72,13 +72,13 @@ class StepCacheState:
         return self._local.tracks
 
     def variant(self) -> tuple:
-        """What the CUDA graph of the call in progress depends on besides its inputs; the report shows it."""
+        """What the CUDA graph of the call in progress depends on besides its inputs; shown in the report."""
         if self.current is None:
             return ()
         return "whole" if self.current.whole else "between whole ones", f"features {self.current.features.number}"
 
     def kept(self, slot: int, shapes: tuple) -> Features:
-        """The features of a lane for calls of these shapes; new ones take the place of those unused the longest."""
+        """The features of a slot for calls of these shapes; new ones replace those unused the longest."""
         key = threading.get_ident(), slot, shapes
         if key not in self.features:
             used = [track.features for track in self.tracks.tracks.values()]
@@ -93,7 +93,7 @@ class StepCacheState:
         return len(self.features) >= MOST_FEATURES or sum(f.nbytes for f in self.features.values()) > MOST_BYTES
 
     def follow(self, device: torch.device) -> None:
-        """On another CUDA stream than before: what was kept there is written, and read, before this call begins."""
+        """Orders this call behind the last one, where it runs on another CUDA stream."""
         if device.type == "cuda":
             stream = torch.cuda.current_stream(device)
             if self.stream is not None and self.stream != stream:
@@ -102,9 +102,9 @@ class StepCacheState:
 
 
 class StepCacheForward(FastForward):
-    """The model's forward: decides what a call is to do, and hands it to the forward beneath, a CUDA graph or stock.
+    """The model's forward: decides whether a call is whole, and hands it to the CUDA graph or stock forward beneath.
 
-    stacks: of a transformer, whose blocks' calls are traced: whether rows can go by them shows only in a whole call.
+    stacks: of a transformer. Whether rows can bypass their blocks is known only after a whole call.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class StepCacheForward(FastForward):
             self.state.current = None
 
     def _compare(self, run: Callable, features: Features, wanted: Any) -> str | None:
-        """Why a call that leaves blocks out does not give what the whole call gave, right after it, of its inputs."""
+        """Why a call without the blocks, of the same inputs, does not give what the whole call just gave."""
         features.extrapolate_to(1)
         try:
             reason = difference(wanted, run(StepCall(features, False)))

@@ -18,9 +18,11 @@ Clock = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class LoopPosition:
-    """One call's place. value: the timestep's, if it is a number or on the CPU; the largest where tokens have theirs.
-    storage, offset: where the timestep lies in memory. clock: how far the schedulers of an announced loop are.
-    unread: the timestep, where its value may be read from a GPU if nothing else tells.
+    """Where in a denoising loop a call is, told without reading a GPU if possible.
+
+    value: of the timestep, if it is a number or on the CPU; the largest where each token has its own. storage, offset:
+    where the timestep lies in memory. clock: steps made by the schedulers of an announced loop. unread: a timestep on a
+    GPU, to be read only if nothing else tells.
     """
 
     value: float | None = None
@@ -42,7 +44,7 @@ class LoopPosition:
         return cls(value, storage, timestep.storage_offset(), clock, unread, timestep)
 
     def follows(self, before: "LoopPosition") -> bool | None:
-        """True: a later step of the same loop; False: the same step; None: another loop, or who knows."""
+        """True: a later step of the same loop. False: the same step. None: another loop, or not known."""
         together = self.storage is not None and self.storage == before.storage
         if together and self.offset != before.offset:
             return True if self.offset > before.offset else None
@@ -72,9 +74,11 @@ PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 @dataclass(frozen=True)
 class StepArguments:
-    """By their names. sample: a tensor, or tensors in lists. conditions: the same tensors in every step of a loop;
-    they tell calls of one step apart. others: further samples, of which only the shapes matter.
-    reads: a timestep's value may be read from a GPU, where nothing else tells whether a loop goes on.
+    """Names of a denoiser's arguments by what they mean.
+
+    sample: a tensor, or lists of tensors. conditions: the same tensors in every step; they tell calls of one step
+    apart. others: further samples, of which only the shapes matter. reads: whether a timestep may be read from a GPU,
+    where nothing else tells whether a loop goes on.
     """
 
     sample: str
@@ -87,7 +91,7 @@ class StepArguments:
         return pytree.tree_leaves(given.get(self.sample))
 
     def unfit(self, given: dict) -> str | None:
-        """Why nobody knows what this call depends on."""
+        """Why it is not known what this call depends on."""
         for leaf in self.samples(given) or [None]:
             if type(leaf) is not torch.Tensor:
                 return f"a sample of type {type(leaf).__name__}"
@@ -105,14 +109,14 @@ class StepArguments:
         return (self.shapes(given), structure, places), tensors
 
     def shapes(self, given: dict) -> tuple:
-        """Of everything that decides how large features are."""
+        """Shapes of all arguments that decide the size of features."""
         names = (self.sample, *self.others, *self.conditions)
         leaves = pytree.tree_leaves([given.get(name) for name in names])
         return tuple((leaf.shape, leaf.dtype, leaf.device) for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def _place(tensor: torch.Tensor) -> tuple:
-    """The numbers that a tensor shows: views made anew in every step show the same."""
+    """Which elements a tensor shows; equal for views that are made anew in every step."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return id(tensor), version(tensor)
     storage = tensor.untyped_storage().data_ptr()
@@ -127,7 +131,7 @@ class Track:
     """The calls of a loop that belong together, and when the next is to be computed whole.
 
     conditions: held, so that no other tensor takes their identity. seen, whole: the steps of the last call and of the
-    last whole one; gap: steps between the last two whole ones. features: what the caller keeps for it.
+    last whole one. gap: steps between the last two whole ones. features: what is kept for it.
     """
 
     slot: int
@@ -141,7 +145,7 @@ class Track:
         return self.whole is None or step - self.whole >= interval
 
     def beyond(self, step: int) -> float:
-        """Where this step is on the line through the last two whole ones, see `Features.extrapolate_to`."""
+        """Where this step lies on the line through the last two whole ones, see `Features.extrapolate_to`."""
         return 1.0 if self.whole is None or self.gap is None else 1 + (step - self.whole) / self.gap
 
     def computed_whole(self, step: int) -> None:
@@ -150,10 +154,10 @@ class Track:
 
 
 class Tracks:
-    """The tracks of the loop that a denoiser is in, as one thread calls it; every doubt starts a new one.
+    """The tracks of the loop that a denoiser is in, for one thread; every doubt starts a new loop.
 
     `find(given)` gives the track of a call, or None where there are too many; `reason` then says why the call gains
-    nothing. Tracks of a loop have lanes of their own, numbered from 0, which those of the next loop take over.
+    nothing. Each track of a loop has a slot, numbered from 0, which a track of the next loop takes over.
     """
 
     def __init__(self, loop: DenoisingLoop, arguments: StepArguments):
@@ -184,7 +188,7 @@ class Tracks:
         return track, reason
 
     def _tick(self, moment: LoopPosition) -> str | None:
-        """Moves on to the step or the loop of this call; the reason where each call looks like a loop of its own."""
+        """Moves on to the step or the loop of this call; returns why each call looks like a loop of its own, if so."""
         before, self.moment = self.moment, moment
         if self.number != self.loop.number:
             self.number = self.loop.number

@@ -1,9 +1,8 @@
-"""Rows that a quantized linear rounds to 8 bits, as steps of a program: rounded once for all that multiply them.
+"""Rows that a quantized linear rounds to 8 bits, rounded once for all linears that take them.
 
-A quantized linear is recorded as one step. Where it rounds its rows, that is cut into the rounding, as operations on
-rows, and the product of what is rounded. So rows are rounded in the pass that makes them, and in one of their own where
-none does, after an attention. Where parts of the columns are put together for the product, each is rounded by itself,
-by the peak of all, and the numbers are put together.
+A quantized linear is recorded as one step. Where it rounds its rows, the step is split into the rounding, as operations
+on rows, and the product. So rows are rounded in the pass that makes them, or in a pass of their own after an attention.
+Where the columns are a concatenation, each piece is rounded by itself with the peak of all.
 """
 
 from dataclasses import dataclass, replace
@@ -38,7 +37,7 @@ class RowFunction:
 
 
 class RoundedRows(NamedTuple):
-    """Numbers (..., K) and scales (..., 1) of a value."""
+    """Elements in 8 bits (..., K) and scales (..., 1) of a value."""
 
     numbers: Ref
     scales: Ref

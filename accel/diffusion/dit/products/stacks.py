@@ -1,11 +1,10 @@
 """Linears that take the same input, such as those of queries, keys and values, as one product.
 
-A product of 3072 columns fills the last of its waves over the multiprocessors worse than one of 9216, and each is a
-launch. The results are then columns of one tensor: what takes them must read rows that lie apart, as passes and
-attention do.
+A product of 9216 columns fills the GPU better than three of 3072, in one launch. The results are columns of one tensor,
+so what takes them must read rows that lie apart, as passes and attention do.
 
-Where columns of two such products, of an image and of a text, are put together, both write into the rows of one tensor
-from the beginning, and the concatenation is a view of it.
+Where columns of an image's and a text's product are concatenated, both write into one tensor from the beginning. The
+concatenation is then a view of it.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +27,7 @@ READ_APART = ("scaled_dot_product_attention", EXCHANGE, *CONCATENATIONS)
 
 
 class Columns(NamedTuple):
-    """Where a value lies in the rows of a stacked product. strides: those of its dimensions, None for that of rows."""
+    """Where a value lies in the rows of a stacked product. strides: of its dimensions; None for that of rows."""
 
     product: int
     rows: int
@@ -37,9 +36,10 @@ class Columns(NamedTuple):
 
 
 class Stacks:
-    """units: with one product in the place of those that take the same input. kept: the results of linears that are
-    to stay by themselves; results: values that are returned; concatenation: of a value, the dimension along which it is
-    put together, counted from the last, if it is.
+    """Replaces linears of one input by one product in `units`.
+
+    kept: results of linears that stay separate. results: values that are returned. concatenation: gives the dimension
+    along which a value was concatenated, counted from the last, else None.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Stacks:
         return value.root is not None and value.root[0] == "weight" and len(value.shape) == dims
 
     def _read_apart(self, number: int) -> bool:
-        """Whether all that takes the result, or views of it, reads rows that do not follow one another."""
+        """Whether all that takes the result, or views of it, can read rows that do not follow one another."""
         views = [value for value in self.values if value.base == number]
         return all(
             value.number not in self.results
@@ -210,7 +210,7 @@ class Stacks:
 
 
 def keeps_rows(view: TensorValue, whole: TensorValue) -> bool:
-    """Whether the view is one of rows of (.., C), or of lanes of them, however far each row lies from the next."""
+    """Whether the view is of rows (.., C), or of columns of them, however far apart the rows lie."""
     lanes = whole.shape[-1]
     if not lanes:
         return False

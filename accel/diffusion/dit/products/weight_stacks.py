@@ -1,4 +1,4 @@
-"""Weights that a block multiplies together, kept in one storage each, and noticed where they are no longer."""
+"""Weights that a block multiplies together, kept in one storage; noticed where they are not any more."""
 
 import threading
 from collections.abc import Sequence
@@ -15,10 +15,11 @@ ANYWHERE = 0  # the address of a copy's, each of which a pickle gives a storage 
 
 
 class WeightStacks:
-    """Of one block. Finds the whole of weights that lie one after the other, and puts them so, now and then.
+    """The stacked weights of one block. Finds the whole of weights that follow one another, and moves them if they do
+    not.
 
-    Something else may move them at any time: `.to`, offloading, an adapter fused into them. So their addresses are
-    compared at every call. They are moved only where no other thread is inside, as `with` tells.
+    Anything may move them apart: `.to`, offloading, fusing an adapter. So addresses are compared at every call. They
+    are moved only while no other thread is inside, which `with` counts.
     """
 
     def __init__(self) -> None:
@@ -64,7 +65,7 @@ class WeightStacks:
         return not left
 
     def _movable(self, paths: tuple[str, ...], parts: Sequence[torch.Tensor]) -> bool:
-        """Whether nobody but their modules holds them, as a buffer of all weights would, of which they are views."""
+        """Whether only their modules hold them. A view of a buffer of all weights must not be moved."""
         if any(part.is_cuda for part in parts) and torch.cuda.is_current_stream_capturing():
             return False
         own = self.storages.get(paths)

@@ -1,9 +1,9 @@
-"""Exchanges of heads for tokens, as a model's attention has them, with the copies around them as part of them.
+"""Exchanges of heads for tokens (all-to-all) in a model's attention, with the copies around them in the same step.
 
 Attention over a divided sequence (Ulysses; Jacobs et al., "DeepSpeed Ulysses", 2023) sends each rank its heads of all
-tokens, and afterwards its tokens of all heads. A model's code copies what it sends into the order of the pieces, and
-what has come into the order it goes on with. Here both are part of one step, and exchanges of equal form that do not
-wait for each other are one: by a kernel that writes into a receive buffer of each rank, or by NCCL.
+tokens, and afterwards its tokens of all heads. A model's code copies what it sends and what it receives into another
+order. Here the copies are part of the exchange. Exchanges of equal form that do not depend on each other are one: by a
+kernel that writes into receive buffers, or by NCCL.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,10 +25,10 @@ COPY = "contiguous"  # `clone` keeps the strides of what it takes
 
 
 class Exchange(Collective):
-    """Called with tensors of one form, (ranks, ...): piece r of each goes to rank r; gives what has come, for each.
+    """Called with tensors of one form, (ranks, ...): piece r of each goes to rank r; gives what was received, for each.
 
-    function, group: torch's collective and the name of the group, by which it runs without a receive buffer.
-    strides: of each tensor, as it was recorded.
+    function, group: torch's collective and the name of the group, for calls without a receive buffer. strides: of each
+    tensor, as it was recorded.
     """
 
     def __init__(self, function: Any, group: str, pieces: Pieces, strides: Sequence[tuple[int, ...]]):
@@ -88,7 +88,7 @@ def _lying(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
 
 
 def with_exchanges(program: Program) -> Program:
-    """The program with a step for each exchange of equal pieces, instead of copies and a collective."""
+    """The program with one step for each exchange of equal pieces, in place of copies and a collective."""
     search = _Search(program)
     found = [one for place in range(len(program.steps)) if (one := search.at(place)) is not None]
     if not found:
