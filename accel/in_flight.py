@@ -1,14 +1,13 @@
 """Calls that threads have under way in a model: it is changed between them, not within one.
 
-A change takes several steps: forwards are put in or taken out one by one, weights move to other memory. A call that
-meets half of them is wrong, such as a decoder that was handed no mask in the midst of stock layers. And torch may read
-a weight, with Python's lock released, while it moves. So whoever changes a model is `alone` in it: calls that come wait
-at the modules' door, calls under way end first. Stock calls pass through no code of accel's, so that they are under way
-is seen by the frames in which threads run. It takes milliseconds, unless a call takes longer.
+A change takes several steps: forwards are replaced one by one, weights move to other memory. A call that meets half of
+them would be wrong, and torch may read a weight while it moves. So whoever changes a model is `alone` in it: new calls
+wait at the modules' gate, calls under way end first. Stock calls run no code of accel's, so they are found by the
+frames in which threads run. That takes milliseconds, unless a call takes longer.
 
-While a model is looked at and tried, which takes seconds, calls of other threads do not wait: `others_run_stock`.
+While a model is examined and tried, which takes seconds, calls of other threads run stock: `others_run_stock`.
 
-Threads are Python's; calls cost nothing when no model is being changed.
+Only Python's threads are seen; calls cost nothing while no model is being changed.
 """
 
 import sys
@@ -32,7 +31,7 @@ CHANGED = threading.Condition()  # a door was opened, or who may pass it is know
 
 
 class Permit:
-    """By what the callables that accel put on one object ask whether they may do more than its class: see `Mark`."""
+    """Tells the callables that accel put on one object whether they may do more than its class: see `Mark`."""
 
     door: "CallGate | None" = None
     trial: "Trial | None" = None
@@ -44,9 +43,9 @@ class Permit:
 
 
 class CallGate:
-    """Stands in `vars(module)["_call_impl"]` of all modules of a model while it is changed, and then is gone.
+    """Stands in `vars(module)["_call_impl"]` of all modules of a model while it is changed.
 
-    thread: which changes it; None once it has, as in copies that were made meanwhile.
+    thread: the one that changes it; None afterwards, as in copies that were made meanwhile.
     """
 
     def __init__(self, thread: int | None = None) -> None:
@@ -62,7 +61,7 @@ class CallGate:
         return getattr(type(module), GATE)(module, *args, **kwargs)
 
     def passed(self) -> bool:
-        """Whether it had to be waited for. A call that is part of one under way goes on."""
+        """Whether the call had to wait. A call that is part of one under way goes on."""
         if self._open():
             return False
         with CHANGED:
@@ -90,7 +89,7 @@ class Here:
 
 
 class Trial:
-    """The time in which what is put on an object is for the thread that tries it."""
+    """The time in which patches on an object are used only by the thread that tries them."""
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
@@ -127,7 +126,7 @@ def others_run_stock() -> Iterator[Callable]:
 
 
 def join_trial(permit: Permit) -> None:
-    """An object gets callables of accel's, which ask this."""
+    """Called for an object that gets callables of accel's during a trial."""
     trial = TRIAL.get()
     if trial is not None:
         permit.trial = trial
@@ -136,9 +135,9 @@ def join_trial(permit: Permit) -> None:
 
 @contextmanager
 def alone(*models: nn.Module, anyway: bool = False) -> Iterator[None]:
-    """Inside, no other thread is in a call of these models, and theirs wait. Waits for those that are.
+    """Inside, no other thread is in a call of these models, and new calls wait.
 
-    Raises InUse where one does not end in time, unless the change is to be made anyway.
+    Raises InUse where a call does not end in time, unless the change is to be made anyway.
     """
     with _closed(models) as door:
         if door is not None and door.inside:
@@ -159,9 +158,7 @@ def alone(*models: nn.Module, anyway: bool = False) -> Iterator[None]:
 
 @contextmanager
 def alone_if_idle(*models: nn.Module) -> Iterator[bool]:
-    """Whether no other thread is in a call of these models, and then none comes inside. Does not wait: for changes that
-    can be made another time.
-    """
+    """Whether no other thread is in a call of these models; then none begins inside. For changes that can wait."""
     with _closed(models) as door:
         yield door is None or not door.inside
         if door is not None:

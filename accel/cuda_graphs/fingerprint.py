@@ -31,15 +31,14 @@ ADDRESS, VERSION = torch.Tensor.data_ptr, attrgetter("_version")
 
 
 class Fingerprint:
-    """Attributes of all modules by identity, contents of their containers, classes, and addresses of all weights.
+    """Identities of all attributes of all modules and of their containers' contents, classes, and addresses of weights.
 
-    A swapped adapter, processor, scale, hook, weight, class, method of a class, or field of a configuration changes one
-    of them; an in-place update of a weight does not,
-    and need not: a graph reads weights where they lie. Made for being asked at every step: what is compared are lists,
-    by identity and then equality, tensors by identity alone.
+    It changes with a swapped adapter, processor, scale, hook, weight, class, method, or field of a configuration. An
+    in-place update of a weight does not change it: a graph reads weights where they lie. It is compared at every step,
+    so it holds lists, compared by identity and then equality, tensors by identity alone.
 
-    kept: attributes that are no matter, as (path of the module, name). beside: what it is to see instead of every field
-    of objects that modules hold, each something that gives its present values whenever it is iterated over.
+    kept: attributes that do not matter, as (path of the module, name). beside: iterables that give present values, to
+    be watched in place of every field of objects that modules hold.
     """
 
     def __init__(self, root: nn.Module, kept: Iterable[tuple[str, str]] = (), beside: Iterable[Iterable] | None = None):
@@ -80,7 +79,7 @@ class Fingerprint:
         self._addresses = list(map(ADDRESS, self._tensors))
 
     def _look_into(self, value: object) -> None:
-        """Configurations, attention processors: plain objects of the libraries that a forward reads."""
+        """Watches plain objects of the libraries that a forward reads, such as configurations and attention processors."""
         if id(value) not in self._objects and comes_from(type(value), "diffusers", "transformers"):
             attributes = getattr(value, "__dict__", None)
             if attributes is not None and not isinstance(value, torch.Tensor | nn.Module | type):
@@ -124,10 +123,7 @@ class Fingerprint:
 
 
 class Versions:
-    """How often tensors were changed in place, as autograd counts; those of inference mode, that nobody counts, never.
-
-    Gives their present counts whenever it is iterated over.
-    """
+    """Iterating gives how often each tensor was changed in place, by autograd's count; inference tensors have none."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]):
         self.tensors = [tensor for tensor in tensors if not tensor.is_inference()]
@@ -137,7 +133,7 @@ class Versions:
 
 
 class _Others:
-    """The values of a dictionary but for some names, as they are whenever it is asked."""
+    """Iterating gives the present values of a dictionary, except those of some names."""
 
     def __init__(self, attributes: dict, names: set[str]):
         self.attributes, self.names = attributes, names
@@ -181,10 +177,9 @@ class State:
 
 
 class States:
-    """States of one module: `now` is the last one that it was found in, None before it was looked at.
+    """The last states of one module; `now` is the present one, None before the module was looked at.
 
-    Only states of the same modules over the same weights are kept beside `now`: others would keep alive what the user
-    has taken out.
+    Other states are kept only for the same modules and weights: else they would keep alive what the user has removed.
     """
 
     def __init__(self) -> None:
@@ -214,7 +209,7 @@ class States:
         return new, True
 
     def follow(self, take: Callable[[], Fingerprint]) -> None:
-        """Sees the present state anew where its weights alone have moved. For one without graphs."""
+        """Takes the present state anew where only weights have moved. For a state without graphs."""
         if self.now is not None and not self.now.reachable() and self.now.holds():
             self._known = [State(self.number, take())]
 

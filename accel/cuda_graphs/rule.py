@@ -40,12 +40,12 @@ CAPTURED_SOON: ContextVar[bool] = ContextVar("accel_captured_soon", default=Fals
 
 
 class GraphForward(FastForward):
-    """The module's own forward, blocks inside it patched or not, replayed from a CUDA graph per shape.
+    """The module's own forward, with fast forwards inside, replayed from a CUDA graph per shape.
 
-    Not of half an autoencoder over video: its kernels are long, and a graph would hold the memory of its frames again.
-    Of a model whose sequences are divided among ranks, what they send each other is in the graph of each.
-    Where something forbids all graphs, blocks inside may cost the host more than they save: calls then run fused and
-    stock in turns, until it is known of their shape which is faster.
+    Halves of video autoencoders are not captured: their kernels are long, and a graph would hold the memory of all
+    frames. Where sequences are divided among ranks, each rank's graph contains the exchanges. Where no graph is
+    possible, fast forwards inside may cost the host more than they save: calls run fused and stock in turns, until it
+    is known which is faster for their shape.
     """
 
     def __init__(self, module: nn.Module, path: str, context: Context):
@@ -142,7 +142,7 @@ class GraphForward(FastForward):
         return result
 
     def _constant(self, args: tuple, kwargs: dict) -> LoopConstant | None:
-        """The prompt, where a pipeline's loop gives it at every step: its keys and values are computed once a loop."""
+        """The prompt, where a pipeline's loop gives it at every step; its keys and values are computed once a loop."""
         if not self.loop.number or not self.prompt.groups or PROMPT not in self.names:
             return None
         prompt = (dict(zip(self.names, args, strict=False)) | kwargs).get(PROMPT)
@@ -151,7 +151,7 @@ class GraphForward(FastForward):
         return LoopConstant(prompt, self.prompt, self.loop.number)
 
     def _timestep_as_tensor(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """A number given as timestep becomes data, as the model itself makes it; else each step were a new graph."""
+        """Makes a timestep that is a number a tensor, as the model itself does; else each step would be a new graph."""
         if "timestep" not in self.names:
             return args, kwargs
         bound = dict(zip(self.names, args, strict=False)) | kwargs
@@ -208,7 +208,7 @@ def obstacle(root: nn.Module, stored: bool = False) -> str | None:
 
 
 def own_code(root: nn.Module) -> str | None:
-    """As `obstacle`, for models whose graph replays their own code, and with it that of classes from elsewhere."""
+    """As `obstacle`, and why classes from elsewhere inside forbid a graph: a replay skips their Python."""
     reason = obstacle(root, stored=True)
     if reason is None:
         kinds = {type(module): name for name, module in root.named_modules()}
@@ -218,7 +218,7 @@ def own_code(root: nn.Module) -> str | None:
 
 
 def match_graph(site: Site, context: Context) -> Match | Skip | None:
-    """The sites that the family of the root names as whole forwards worth a graph."""
+    """The modules whose whole forward is worth a graph, as named by the family of the root."""
     if site.path not in context.graph_paths:
         return None
     if context.options.graphs is False:

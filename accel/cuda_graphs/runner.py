@@ -40,11 +40,10 @@ RESTLESS = 8  # consecutive calls that each find the module changed, after which
 class GraphRunner:
     """Runs one module's forward through graphs of a shared pool.
 
-    obstacle(module) gives None, or why no forward of it may be captured; asked again whenever the module changes.
-    keep: keep graphs that gain nothing. passed: attributes that may change, see `Fingerprint`;
-    beside: an object whose `views()` are what else must not. kind: of the leaves of a call, what decides which kernels
-    there are to compile; all calls are of one kind without it. ranks: that compute each call together. Every call is
-    then run once on each, captured or not, and graphs are captured and dropped by all in the same call.
+    obstacle(module): None, or why no forward may be captured; asked again whenever the module changes. keep: keep
+    graphs that gain nothing. passed: attributes that may change, see `Fingerprint`. beside: its `views()` must not
+    change either. kind: of a call's leaves, which kernels there are to compile; without it all calls are of one kind.
+    ranks: compute each call together, so each runs it once, and all capture and drop graphs in the same call.
     """
 
     passed: tuple[tuple[str, str], ...] = ()

@@ -66,7 +66,7 @@ def channels_last(image: torch.Tensor) -> bool:
 
 
 def keep_channel_stats(result: tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor:
-    """The image of an op that also returns its channel stats, which hang on it from now on until it changes."""
+    """The image of an op that returns (image, channel stats); the stats are noted on the image until it changes."""
     image, channel_stats = result
     if channel_stats is not None and not image.is_inference():  # an inference tensor does not tell when it changes
         TensorNotes.begin(image).channel_stats = channel_stats
@@ -74,7 +74,7 @@ def keep_channel_stats(result: tuple[torch.Tensor, torch.Tensor | None]) -> torc
 
 
 def channel_stats_of(x: torch.Tensor) -> Any:
-    """Those that the pass which wrote x has taken; None where they are not known, or x has changed since."""
+    """The stats of the pass that wrote x; None where they are not known, or x has changed since."""
     notes = TensorNotes.valid(x)
     return None if notes is None else notes.channel_stats
 
@@ -116,7 +116,7 @@ def project(
 
 
 def coarser_as_convolution(x: torch.Tensor) -> bool:
-    """Whether torch rounds float32 to TF32 in convolutions alone: products are in full, and several times slower."""
+    """Whether torch rounds float32 to TF32 in convolutions alone; products are exact then, and several times slower."""
     return x.is_cuda and x.dtype is torch.float32 and convolutions_in_tf32() and not products_in_tf32()
 
 

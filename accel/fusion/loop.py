@@ -41,10 +41,11 @@ class ForwardCounter(PerThread):
 
 
 class DenoisingLoop(PerThread):
-    """`number` is that of the loop this thread began last, 0 where it began none: only a model was given to `optimize`,
-    or it is another pipeline's loop. No two loops have the same number.
+    """`number` is that of the loop that this thread began last; 0 where it began none. No two loops have the same
+    number.
 
-    What lives for one loop, such as features kept from step to step, compares it with the number it saw last.
+    It is 0 where only a model was optimized, or the loop is another pipeline's. What is kept for one loop, such as
+    features, is compared with this number.
     """
 
     def __init__(self) -> None:
@@ -57,7 +58,7 @@ class DenoisingLoop(PerThread):
 
     @property
     def clock(self) -> tuple[int, ...] | None:
-        """How many steps the schedulers of that loop have made, which grows through it; None where none counts them."""
+        """How many steps the loop's schedulers have made, which grows through it; None where none counts them."""
         counts = [
             getattr(scheduler(), "step_index", "uncounted") for scheduler in getattr(self._local, "schedulers", ())
         ]

@@ -1,4 +1,4 @@
-"""Which norm a module computes, told by running it on numbers that tell norms apart."""
+"""Which norm a module computes, recognized by running it on inputs that tell norms apart."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,10 +23,9 @@ NARROW = (torch.float16, torch.bfloat16)
 class NormKind:
     """A norm over the last dimension: the names of its weight, bias and eps on the module, and its formula.
 
-    groups, gate: as `accel_kernels.norm.rms_norm` takes them, the gate by its activation and whether it comes first.
-    keeps: for which of what it is called with, what is normed, weight and gate, being in fp32 (True) or in 16 bits, the
-    output has the dtype of what is normed; torch's promotion may give another one.
-    `of(module)` is the norm with the tensors that the module holds now.
+    groups, gate: as `accel_kernels.norm.rms_norm` takes them; the gate by its activation, and whether it comes first.
+    keeps: the patterns of fp32 (True) or 16 bits, of input, weight and gate, for which the output has the input's
+    dtype. Torch's promotion may give another one. `of(module)` is the norm with the module's present tensors.
     """
 
     weight: str | None

@@ -1,8 +1,8 @@
 """Linears that read the same tensor, computed together: queries, keys and values; time embeddings; a prompt's keys.
 
 A UNet projects its time embedding in every resnet and its prompt in every cross-attention: dozens of small products,
-each a launch that fills a corner of the GPU. The weights are stacked in one storage (no copy, see
-`accel.patching.patch.Stacked`), one product gives all outputs, and each module takes its own.
+each a launch that uses a part of the GPU. The weights are stacked in one storage without a copy, see `Stacked`. One
+product gives all outputs, and each module takes its own.
 """
 
 import threading
@@ -90,10 +90,11 @@ MOST_BYTES = 128 * 2**20  # of weights in one storage: what stacking them needs 
 
 
 class StackedLinears:
-    """Groups of linears with one input; `of(layer, x)` is that layer's output, alone or taken from its group's.
+    """Groups of linears with one input; `of(layer, x)` is that layer's output, from its group's product where it has
+    one.
 
-    The outputs hang on the tensor x itself and each can be taken once, by the thread that made them, within the same
-    forward of the whole model, and only while x is unchanged: weights may change between forwards.
+    Outputs are kept on the tensor x. Each can be taken once, by the thread that made it, within the same forward of the
+    model, while x is unchanged. Weights may change between forwards.
     """
 
     def __init__(self, passes: ForwardCounter):
@@ -134,13 +135,15 @@ class StackedLinears:
         return product(layer, before(x)) if output is None else output
 
     def versions(self) -> int | None:
-        """Grows with every change in place of a weight or bias that autograd counts; None where it counts not all."""
+        """A sum that grows with each in-place change of a weight or bias; None where autograd does not count all
+        changes.
+        """
         found = (tensor for group in self.groups for layer in group for tensor in row_tensors(layer))
         held = [tensor for tensor in found if tensor is not None]
         return None if any(map(torch.Tensor.is_inference, held)) else sum(tensor._version for tensor in held)
 
     def keep(self, x: torch.Tensor) -> None:
-        """Computes every output for x now; `of` gives these, in the same memory, until `keep` is called again."""
+        """Computes every output for x now. `of` returns these, in the same memory, until `keep` is called again."""
         kept = TensorNotes.keep(x)
         for group in self.groups:
             members = self._present(group, x)
@@ -208,7 +211,7 @@ def _bytes(linear: nn.Linear) -> int:
 
 
 def _stacked(layers: Sequence[nn.Linear], stack: bool) -> list[Any] | None:
-    """What `row_tensors` gives, of all layers as one; None where that lies apart."""
+    """The tensors of `row_tensors`, of all layers as one; None where they lie apart."""
     wholes = []
     for parts in zip(*map(row_tensors, layers), strict=True):
         whole = None if all(part is None for part in parts) else _whole(parts, stack)

@@ -19,9 +19,9 @@ GROUPS = 64  # that are remembered; whoever makes more has them made anew
 class Ranks:
     """A group of processes, and which of them this is. One object a group, see `of`; copies of a model share it.
 
-    group: a `torch.distributed.ProcessGroup`. rank, size: of this process in it, and how many there are. begun, ended:
-    how often this rank has come to the others, and how often they have come too; where a call was interrupted in
-    between, or on one rank and not on another, they would take one exchange for the next.
+    group: a `torch.distributed.ProcessGroup`. rank, size: of this process in it, and of the group. begun, ended:
+    exchanges that this rank has started and finished. Where they differ, or differ between ranks, a rank would take one
+    exchange for the next.
     """
 
     def __init__(self, group: "dist.ProcessGroup"):
@@ -85,12 +85,12 @@ class Ranks:
 
     @property
     def in_step(self) -> str:
-        """What is equal on all ranks as long as none has missed an exchange."""
+        """A value that is equal on all ranks as long as none has missed an exchange."""
         return self.lost or (f"{self.begun}" if self.whole else f"interrupted in number {self.begun}")
 
     @property
     def whole(self) -> bool:
-        """Whether every exchange has come to its end."""
+        """Whether every exchange has ended."""
         return not self.lost and self.begun == self.ended
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
@@ -154,7 +154,7 @@ class Ranks:
         return values
 
     def any(self, flag: bool, device: torch.device) -> bool:
-        """Whether it is so on any rank. Waits for all of them."""
+        """Whether the flag is set on any rank. Waits for all of them."""
         told = torch.tensor([flag], dtype=torch.int32, device=device)
         with self.exchange():
             dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)

@@ -183,7 +183,7 @@ def plan_of(obj: object) -> Plan | None:
 
 
 def leave(patches: Sequence[Change]) -> None:
-    """Before the first of them is undone: whoever computes by them on a thread of its own ends that."""
+    """Before the first of them is undone: stops what computes with them on a thread of its own."""
     for patch in patches:
         if hasattr(patch, "leave"):
             patch.leave()

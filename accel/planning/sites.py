@@ -1,8 +1,8 @@
-"""Forwards that stand alone between stock code, such as a norm in a model without a graph: which of them pay.
+"""Which forwards that stand alone between stock code, such as a norm in a model without a graph, are faster fused.
 
-Each kind of them is timed once, beside stock's own, with few rows and with many: whoever calls it may come with either.
-It pays where it takes the host no longer for a few rows, as in a step of decoding, which the host's time decides; and
-the GPU no longer for many. Of anything else, and of what cannot be timed, stock's own forward stays in place.
+Each kind is timed once beside stock, with few rows and with many, since callers may come with either. It stays if it
+takes the host less time for few rows, as in a decode step, and the GPU no longer for many. Where it does not, or cannot
+be timed, stock's forward stays in place.
 """
 
 import copy
@@ -27,7 +27,7 @@ MOVED = f"{WOULD_NOT} as far as is known: it is timed on a GPU alone, so optimiz
 
 
 class LoneSites:
-    """Those of one model, by kind: what decides how long a call takes."""
+    """The lone sites of one model, by kind: by all that decides how long a call takes."""
 
     def __init__(self, root: Any, options: Options):
         self.root, self.options = root, options
@@ -49,8 +49,8 @@ class LoneSites:
         return kind
 
     def _asked(self) -> bool:
-        """strict may leave nothing out. What runs on a CPU is decided of the whole, see `whole_models`, but for what
-        may come to a GPU from there.
+        """Whether sites are timed: not with strict, which may leave none out. On a CPU the model is decided as a whole,
+        see `whole_models`, except where it may come to a GPU.
         """
         if self.options.strict or self.like is None:
             return False

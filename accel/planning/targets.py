@@ -44,9 +44,7 @@ def models_in(obj: object) -> dict[str, nn.Module]:
 
 
 def holders_in(obj: object) -> list[Any]:
-    """Who can be told what is optimized through obj: obj itself; of a list or another container that cannot, those that
-    are in it.
-    """
+    """Objects that can keep a note of what was optimized through obj: obj itself, or what is in a list that cannot."""
     found: dict[int, object] = {}
     waiting, seen = [obj], set()
     while waiting:

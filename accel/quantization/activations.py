@@ -105,11 +105,11 @@ def as_quantized(dtype: torch.dtype, data: torch.Tensor, scales: torch.Tensor, z
 
 @dataclass(frozen=True)
 class QuantizedCall:
-    """Called with x, the linear's buffers `data`, `scales` and `zeros`, and its bias; equal for linears that compute
-    alike. Whoever watches the functions of torch that run (`TorchFunctionMode`) sees this one, and nothing inside.
+    """Called with x, a linear's buffers `data`, `scales` and `zeros`, and its bias; equal for linears that compute
+    alike.
 
-    number: the dtype of the weight's numbers. activations, products, exact: as of `multiply`; rows are rounded where
-    they are many.
+    A `TorchFunctionMode` sees this one call and nothing inside. number: the dtype of the weight's elements.
+    activations, products, exact: as of `multiply`; only many rows are rounded.
     """
 
     number: torch.dtype
@@ -139,7 +139,8 @@ class QuantizedCall:
 
 @dataclass(frozen=True)
 class RoundedCall:
-    """The same of rows that are rounded already: called with their numbers (..., K) and scales (..., 1), then as that.
+    """As `QuantizedCall`, for rows that are rounded: called with their elements (..., K) and scales (..., 1) in place
+    of x.
 
     dtype: of the result, and of the rows before.
     """

@@ -43,13 +43,14 @@ class ExpertStacks(NamedTuple):
 
 
 class QuantizedExperts(nn.Module):
-    """Experts whose two stacks are `Quantized`, in the place of a module of the class `kind`, whose settings it has.
+    """Experts whose two stacks are `Quantized`, in place of a module of class `kind`, whose settings it takes over.
 
-    The parts of a stack are buffers, "gate_up_proj_data" for one: moved with the module, never cast to another dtype,
-    in the state_dict; float8 as bytes. Biases and activation are the original's own. dtype: of the stacks that were
-    quantized, changed by `.to(dtype)`. Called, it runs the code of `kind` over stacks written out for this call, in the
-    dtype of the tokens; so gradients flow to tokens, shares and biases, and whatever is set on it counts. What is fast
-    reads the numbers instead, see `stack`.
+    The parts of a stack are buffers, such as "gate_up_proj_data": moved with the module, never cast, in the state_dict;
+    float8 as bytes. Biases and activation are the original's. dtype: of the stacks before quantization, changed by
+    `.to(dtype)`.
+
+    A call runs the code of `kind` over dequantized stacks, in the dtype of the tokens. So gradients flow to tokens,
+    shares and biases. Fused code reads the packed stacks, see `stack`.
     """
 
     def __init__(self, original: ExpertStacks, stacks: Mapping[str, Quantized], scheme: Scheme):

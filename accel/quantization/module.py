@@ -22,7 +22,7 @@ COPIES = {"__deepcopy__", "__reduce_ex__"}
 
 
 class ReadOnlyWeight(torch.Tensor):
-    """A dequantized weight. It is made anew whenever it is asked for, so what is written into it would be lost."""
+    """A dequantized weight. Each access computes it anew, so a write into it would be lost, and raises."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: dict | None = None) -> Any:
@@ -43,14 +43,16 @@ class ReadOnlyWeight(torch.Tensor):
 
 
 class QuantizedLinear(nn.Linear):
-    """y = x W^T + b over a `Quantized` W; of nn.Linear's kind, so that adapters can be put around it.
+    """y = x W^T + b over a `Quantized` W; a subclass of nn.Linear, so that adapters can wrap it.
 
-    The parts of W are buffers (`data`, `scales`, `zeros`): moved with the module, never cast to another dtype, in the
-    state_dict; float8 as bytes, since torch does not pickle float8. dtype: of the weight that was quantized, changed by
-    `.to(dtype)`. `weight` is W anew in that dtype, a tensor that refuses to be written to. turned: the layer that it
-    stands for holds its weight (in, out). Where the scheme says so, inputs of many rows are rounded to 8 bits, without
-    gradients alone; `products` are the operations that do it. What calibration fixed for them are buffers too, or None:
-    input_scale (1,) float32, and input_columns, int64, those that are never rounded.
+    The parts of W are buffers (`data`, `scales`, `zeros`): moved with the module, never cast, in the state_dict; float8
+    as bytes, since torch does not pickle float8. dtype: of the weight before quantization, changed by `.to(dtype)`.
+    `weight` is W dequantized to that dtype, a tensor that refuses writes. transposed: the original layer holds its
+    weight (in, out).
+
+    Where the scheme says so, many input rows are rounded to 8 bits by `products`, if no gradient is needed. What
+    calibration fixed are buffers too, or None: input_scale (1,) float32, and input_columns int64, which are never
+    rounded.
     """
 
     data: torch.Tensor
@@ -166,7 +168,7 @@ class QuantizedLinear(nn.Linear):
 
 
 def row_tensors(linear: nn.Linear) -> tuple[torch.Tensor | None, ...]:
-    """All of a linear that has a row for every output: weight and bias; of a quantized one its parts and the bias.
+    """All tensors of a linear with a row for every output: weight and bias; of a quantized one its parts and the bias.
 
     Of one that is divided among ranks, this rank's part.
     """

@@ -15,7 +15,7 @@ from accel.quantization.module import QuantizedLinear, row_tensors
 
 
 class Rows:
-    """norm(x) for all that multiply it; x: (..., K). Rounded rows take the norm in before anything is rounded."""
+    """norm(x) for all products that take it; x: (..., K). The norm is computed once, and so is each way of rounding."""
 
     __slots__ = ("_normed", "_rounded", "norm", "x")
 
@@ -32,7 +32,7 @@ class Rows:
         return self._normed
 
     def rounded(self, linear: QuantizedLinear, activations: str) -> QuantizedRows:
-        """As this linear, which rounds them so, has them; once for all that have them alike."""
+        """The rows as this linear rounds them, computed once for all linears that round alike."""
         key = linear.rounding
         if key not in self._rounded:
             self._rounded[key] = linear.products.rounded(self.x, activations, self.norm, linear.fixed)
@@ -62,7 +62,9 @@ def rounds(linear: nn.Module | None, x: torch.Tensor) -> str | None:
 
 
 def deferred(linear: nn.Module, x: torch.Tensor) -> bool:
-    """Whether its bias is better left to the pass after it: on a CPU, and where rows are rounded, it costs nothing."""
+    """Whether the bias is better added by the next pass: not on a CPU, nor where rows are rounded, where it costs
+    nothing.
+    """
     return x.is_cuda and rounds(linear, x) is None
 
 

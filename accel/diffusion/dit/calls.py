@@ -178,7 +178,7 @@ class BlockPlan:
     outcome: Any = None
 
     def dry_run(self, run: Callable[[], Any]) -> Any:
-        """run(), in which launches only compile. Once for all blocks that share the plan, since they launch the same."""
+        """run(), in which launches only compile; once for all blocks of the plan, since they launch the same."""
         if self.outcome is None:
             made = run()
             self.outcome = pytree.tree_map_only(torch.Tensor, lambda one: (one.device, one.to("meta")), made)
