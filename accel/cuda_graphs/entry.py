@@ -59,7 +59,7 @@ class Inputs:
 
 
 class CapturedGraph(NamedTuple):
-    """A graph, the buffers it reads, and the leaves it writes, of outputs with this structure. copies: read by it too."""
+    """A graph, the buffers it reads, and the leaves it writes, with their structure. copies: read by it too."""
 
     graph: torch.cuda.CUDAGraph
     device: torch.device

@@ -79,7 +79,7 @@ class Fingerprint:
         self._addresses = list(map(ADDRESS, self._tensors))
 
     def _look_into(self, value: object) -> None:
-        """Watches plain objects of the libraries that a forward reads, such as configurations and attention processors."""
+        """Watches the libraries' plain objects that a forward reads, such as configurations and processors."""
         if id(value) not in self._objects and comes_from(type(value), "diffusers", "transformers"):
             attributes = getattr(value, "__dict__", None)
             if attributes is not None and not isinstance(value, torch.Tensor | nn.Module | type):

@@ -135,7 +135,7 @@ def modulations(block: nn.Module) -> list[nn.Linear]:
     while parts:
         part = parts.pop(0)
         linears = list(_linears(part))
-        if _is_linear(part):
+        if isinstance(part, nn.Linear) or BASE in part._modules:  # an adapter's too
             found += [one for one in linears if width not in (None, one.in_features, one.out_features)]
         elif not any(map(_attends, part.modules())):
             found += linears if _makes_several(linears) else []
@@ -153,11 +153,6 @@ def _makes_several(linears: list[nn.Linear]) -> bool:
 
 def _attends(module: nn.Module) -> bool:
     return "processor" in vars(module)
-
-
-def _is_linear(module: nn.Module) -> bool:
-    """Also in an adapter."""
-    return isinstance(module, nn.Linear) or BASE in module._modules
 
 
 def _linears(module: nn.Module) -> Iterator[nn.Linear]:

@@ -41,8 +41,8 @@ def waited(tree: Any) -> Any:
     What is gathered for a batch of one is such a view at the end of a forward. A capture must not end before it is
     there.
     """
-    return pytree.tree_map_only(torch.Tensor, lambda one: one.wait() if _waits(one) else one, tree)
 
+    def received(tensor: Any) -> torch.Tensor:
+        return tensor.wait() if type(tensor).__name__ == "AsyncCollectiveTensor" else tensor
 
-def _waits(tensor: torch.Tensor) -> bool:
-    return type(tensor).__name__ == "AsyncCollectiveTensor"
+    return pytree.tree_map_only(torch.Tensor, received, tree)

@@ -33,7 +33,7 @@ class RoundingPatch:
         left: Collection[nn.Module] = (),
         refuses: Callable[[QuantizedLinear], str | None] = lambda module: None,
     ) -> None:
-        """Looks at all linears except those in `left`. refuses: why one must not round although its scheme allows it."""
+        """Looks at all linears except those in `left`. refuses: why one must not round though its scheme allows it."""
         if self.options.activations is None:
             return
         for path, module in model.named_modules():

@@ -135,8 +135,8 @@ class QuantizedLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input: (..., K). Gradients flow to it, and to the bias, not to W."""
-        plain = torch.is_grad_enabled() or torch.compiler.is_compiling() or _autocast(input)
-        if plain:
+        autocast = torch.is_autocast_enabled(input.device.type)
+        if autocast or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return F.linear(input, self.quantized.dequantized(input.dtype), self.bias)
         if has_torch_function_unary(input) and self.fixed is None:  # whoever watches sees one call
             given = input, self.data, self.scales, self.zeros, self.bias
@@ -196,10 +196,6 @@ def without_casting(
         return tensor.to(result.device)
 
     return moved
-
-
-def _autocast(x: torch.Tensor) -> bool:
-    return torch.is_autocast_enabled(x.device.type)
 
 
 @contextmanager

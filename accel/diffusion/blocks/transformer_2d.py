@@ -261,10 +261,6 @@ def _as_bias(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | No
     return ((1 - mask.to(dtype)) * -10000.0).unsqueeze(1)
 
 
-def _norms(m: Any) -> str | None:
-    return all_plain(*((norm, nn.LayerNorm) for norm in (m.norm1, m.norm2, m.norm3)))
-
-
 def _projections(m: Any) -> str | None:
     for layer in (m.proj_in, m.proj_out):
         reason = plain_linear(layer) if isinstance(layer, nn.Linear) else plain(layer, nn.Conv2d, stored=True)
@@ -289,7 +285,7 @@ def match_transformer_block(site: Site, context: Context) -> Match | Skip | None
         return Skip("attentions of another make")
     if meta_weights(m):
         return Skip("weights are not loaded (meta device)")
-    reason = _norms(m)
+    reason = all_plain(*((norm, nn.LayerNorm) for norm in (m.norm1, m.norm2, m.norm3)))
     if reason is None:
         candidate = TransformerBlockForward(m, site.path, context.kernels.plain(), context.ledger)
         width = m.attn1.to_q.in_features if m.attn2 is None else m.attn2.to_k.in_features

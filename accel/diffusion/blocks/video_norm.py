@@ -97,7 +97,8 @@ def _find(module: nn.Module) -> VideoNorm | None:
     trial, channels = _copy(module, name)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, channels, 3, 2, 3, generator=generator) * 2 + 1.5
-    kinds = list(_group_kinds(name) if name else _kinds(module))
+    grouped = [VideoNorm(groups=True, inner=name, per_frame=per_frame) for per_frame in (False, True)]
+    kinds = grouped if name else list(_kinds(module))
     for form in ("frames",) if name else FORMS:
         inputs = [x, x * 1e-4]  # numbers so small that eps shows
         wanted = [_run(trial, one, form) for one in inputs]
@@ -116,11 +117,6 @@ def _copy(module: nn.Module, name: str) -> tuple[nn.Module, int]:
         vars(trial).update(_modules={name: held})
         return trial, int(held.num_channels)
     return trial, next((p.shape[0] for p in trial.parameters()), WIDTH)
-
-
-def _group_kinds(name: str) -> Iterator[VideoNorm]:
-    for per_frame in (False, True):
-        yield VideoNorm(groups=True, inner=name, per_frame=per_frame)
 
 
 def _kinds(module: nn.Module) -> Iterator[VideoNorm]:

@@ -62,9 +62,6 @@ class VideoResnetForward(FastForward):
             fixed += made.shortcut_norm[1].parts(getattr(m, made.shortcut_norm[0]))
         return Parts(tuple(fixed))
 
-    def _convolutions(self) -> tuple[nn.Module, nn.Module]:
-        return self.module.conv1, self.module.conv2
-
     def _given(self, args: tuple, kwargs: dict) -> dict[str, Any]:
         given = dict(zip(self.names, args, strict=False)) | kwargs
         return {"x": given.pop(self.names[0])} | {name: value for name, value in given.items() if value is not None}
@@ -88,9 +85,9 @@ class VideoResnetForward(FastForward):
         if type(cache) is not list or type(place) is not list or len(place) != 1 or len(cache) < place[0] + 2:
             return "a cache of frames of another make"
         before = cache[place[0] : place[0] + 2]
-        channels = [
-            kind.of(conv).in_channels for kind, conv in zip(self.made.convolutions, self._convolutions(), strict=True)
-        ]
+        m = self.module
+        pairs = zip(self.made.convolutions, (m.conv1, m.conv2), strict=True)
+        channels = [kind.of(conv).in_channels for kind, conv in pairs]
         fit = map(VideoConvolution.takes, self.made.convolutions, before, (x, x), channels)
         return None if all(fit) else "frames before that do not fit these"
 

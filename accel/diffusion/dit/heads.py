@@ -96,12 +96,10 @@ class HeadLowering(Lowering):
         """Whether everything that takes the value is in `found` or in this region."""
         base, rotary = self.values[number].base, self.regions.rotary
         views = [value.number for value in self.values if value.base == base]
-        made = {n for view in views for user in self.regions.users[view] for n in self._makes(user)}
+        users = (self.regions.program.steps[user] for view in views for user in self.regions.users[view])
+        made = {n for step in users for n in step.made or [-1]}
         inside = found | self.region.values | rotary.inside
         return all(one in inside or one in views or one in rotary.halves for one in made)
-
-    def _makes(self, place: int) -> list[int]:
-        return self.regions.program.steps[place].made or [-1]
 
     def _flat(self, value: TensorValue) -> bool:
         """Whether heads lie side by side where the value is written: as torch had it, or else contiguous."""

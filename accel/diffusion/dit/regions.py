@@ -102,7 +102,8 @@ class Regions:
             return
         if value.dtype is torch.complex64 and half is None:
             return
-        if not all(self._readable(ref.number, half is not None) for ref in self._operands(operation)):
+        taken = (self.values[ref.number].dtype for ref in self._operands(operation))
+        if half is None and torch.complex64 in taken:
             return
         self.operations[number] = operation
         if half is not None:
@@ -121,9 +122,6 @@ class Regions:
         """The space of which this is one number a row."""
         place = self.places.get(number)
         return place.space if place is not None and place.width == ONE and self.values[number].shape == shape else None
-
-    def _readable(self, number: int, halves: bool) -> bool:
-        return self.values[number].dtype is not torch.complex64 or halves
 
     def _level(self, number: int) -> int:
         place = self.places.get(number)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from accel.cuda_graphs.rule import PROMPT, own_code
+from accel.cuda_graphs.rule import own_code
 from accel.diffusion.linears import denoises
 from accel.diffusion.parallel.rows import BatchCall, gather_rows, not_rows, rank_rows
 from accel.diffusion.parallel.same_numbers import LoopChecks, check_same
@@ -56,7 +56,7 @@ class GuidanceForward(FastForward):
         self._join()
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = ("ranks", "checks", "verdicts", "make", "prompt")
+        derived = ("ranks", "checks", "verdicts", "make", "parts_of")
         return {name: value for name, value in super().__getstate__().items() if name not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -69,7 +69,7 @@ class GuidanceForward(FastForward):
         self.checks = LoopChecks(self.loop)
         self.verdicts: dict[tuple, str | None] = {}  # by kind of call: why its rows cannot be divided
         self.make: ModelDigest | None = None
-        self.prompt: tuple[torch.Tensor, torch.Tensor] | None = None  # as it was given, and this rank's rows
+        self.parts_of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: what the last call gave, and its rows
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         inner = self.inner or self.stock
@@ -101,7 +101,8 @@ class GuidanceForward(FastForward):
         assert self.make is not None
         reason = self.make.reason
         if reason is None:
-            key = (self.make.digest, call.spec, tuple(divided), tuple(map(_kind, call.leaves)))
+            kinds = tuple(getattr(leaf, "dtype", type(leaf)) for leaf in call.leaves)
+            key = (self.make.digest, call.spec, tuple(divided), kinds)
             if key not in self.verdicts:
                 self.verdicts[key] = self._try(call, divided, ranks)
             reason = self.verdicts[key]
@@ -149,21 +150,17 @@ class GuidanceForward(FastForward):
         return next(self.module.parameters()).device
 
     def _part(self, call: BatchCall, divided: Sequence[bool], ranks: Ranks) -> tuple[tuple, dict]:
-        """The arguments with this rank's rows. The prompt's part is kept, so that what is computed from it is found
-        again.
+        """The arguments with this rank's rows. A tensor that is given again has the same part, so that what is computed
+        from a prompt once a loop is found again.
         """
-        leaves = [rank_rows(leaf, ranks) if each else leaf for leaf, each in zip(call.leaves, divided, strict=True)]
-        args, kwargs = pytree.tree_unflatten(leaves, call.spec)
-        given_args, given = pytree.tree_unflatten(call.leaves, call.spec)
-        place = self.names.index(PROMPT) if PROMPT in self.names else None
-        prompt = given.get(PROMPT) if place is None or place >= len(given_args) else given_args[place]
-        if not isinstance(prompt, torch.Tensor) or not any(prompt is leaf for leaf in call.leaves):
-            return args, kwargs
-        if self.prompt is None or self.prompt[0] is not prompt:
-            self.prompt = prompt, rank_rows(prompt, ranks) if len(prompt) == call.batch else prompt
-        if place is not None and place < len(args):
-            return (*args[:place], self.prompt[1], *args[place + 1 :]), kwargs
-        return args, kwargs | {PROMPT: self.prompt[1]}
+        before, self.parts_of = self.parts_of, {}
+        leaves = []
+        for leaf, each in zip(call.leaves, divided, strict=True):
+            if each:
+                self.parts_of[id(leaf)] = pair = before.get(id(leaf)) or (leaf, rank_rows(leaf, ranks))
+                leaf = pair[1]
+            leaves.append(leaf)
+        return pytree.tree_unflatten(leaves, call.spec)
 
     def _try(self, call: BatchCall, divided: list[bool], ranks: Ranks) -> str | None:
         """Why rows cannot be divided in such calls: stock gives other results for a rank's rows alone than in the whole
@@ -203,10 +200,6 @@ class GuidanceForward(FastForward):
 def _error(a: torch.Tensor, b: torch.Tensor) -> float:
     """Root mean square of the difference, by that of b."""
     return float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-12))
-
-
-def _kind(leaf: object) -> object:
-    return leaf.dtype if isinstance(leaf, torch.Tensor) else type(leaf)
 
 
 def _sort(module: nn.Module) -> tuple:

@@ -56,7 +56,7 @@ class Features:
             line.weight.fill_(weight)
 
     def record(self, name: str, after: torch.Tensor, before: torch.Tensor | None = None) -> None:
-        """Stores a tensor of a whole call, or what was added to `before`. Capturing a graph may do it more than once."""
+        """Stores a tensor of a whole call, or what was added to `before`. A capture may do it more than once."""
         line = self.lines.get(name)
         if line is None or not line.fits(after):
             if line is not None:  # no graph that was captured with the former may run any more

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from accel.cuda_graphs.rule import GraphForward
+from accel.diffusion.blocks.up_block import up_block_example
 from accel.diffusion.step_cache.blocks import DeepBlock, LastUpBlock, StackBlock
 from accel.diffusion.step_cache.cache import StepCacheForward, StepCacheState
 from accel.diffusion.step_cache.stack import BlockStack
@@ -14,7 +15,7 @@ from accel.diffusion.step_cache.tracks import StepArguments
 from accel.fusion.loop import DenoisingLoop
 from accel.patching.context import Context
 from accel.patching.patch import ForwardPatch
-from accel.patching.probe import Probe, example
+from accel.patching.probe import Probe
 from accel.patching.rule import Match, Rule, Skip, first_of
 from accel.patching.site import Site
 from accel.patching.structure import holds, meta_weights, untouched
@@ -53,7 +54,7 @@ def _match_unet(site: Site, context: Context, beneath: Sequence[Rule]) -> Match 
     state = StepCacheState(DenoisingLoop(), 1, UNET)
     last = LastUpBlock(block, path, context.kernels, context.ledger, state=state, inner=None)
     # A probe of its own: the shared one takes a verdict on a block for all that may be asked about it.
-    reason = Probe().disagreement(block, last.in_two_parts, (), _example(block))
+    reason = Probe().disagreement(block, last.in_two_parts, (), up_block_example(block))
     if reason is not None:
         return Skip(f"{path} in two parts: {reason}")
     return _root(site, context, beneath, UNET, tuple(path for path, _ in blocks))
@@ -144,32 +145,6 @@ def _unlike(m: Any) -> str | None:
     if meta_weights(m):
         return "weights are not loaded (meta device)"
     return untouched(*(block for _, block in _blocks(m)))
-
-
-def _example(block: Any) -> dict:
-    """Arguments of an up block: small images of the channels its layers expect."""
-    into = [resnet.in_channels for resnet in block.resnets]
-    skips = [n - resnet.out_channels for n, resnet in zip(into[1:], block.resnets, strict=False)]
-    skips.insert(0, skips[0])  # how the first layer's input is divided does not matter
-    given = {
-        "hidden_states": example(block, 2, into[0] - skips[0], 4, 4),
-        "res_hidden_states_tuple": tuple(example(block, 2, n, 4, 4, seed=1) for n in reversed(skips)),
-    }
-    time, prompt = block.resnets[0].time_emb_proj, _prompt_width(block)
-    if time is not None:
-        given["temb"] = example(block, 2, time.in_features, seed=2)
-    if prompt is not None:
-        given["encoder_hidden_states"] = example(block, 2, 5, prompt, seed=3)
-    return given
-
-
-def _prompt_width(block: Any) -> int | None:
-    for module in block.modules():
-        if getattr(module, "add_k_proj", None) is not None:
-            return module.add_k_proj.in_features
-        if getattr(module, "is_cross_attention", False):
-            return module.to_k.in_features
-    return None
 
 
 TIMESTEPS = ("timestep", "timesteps", "t")  # names under which transformers take it

@@ -57,17 +57,14 @@ class _Splitter:
         self.before, self.makers = program, program.makers()
         self.program = Program(list(program.values), [], program.result)
         self.found: dict[tuple[int, str], RoundedRows] = {}
-        self.places, users, kept = self._products(), program.users(), set(refs(program.result))
+        self.places = {place for place, step in enumerate(program.steps) if self._rounds(step)}
+        users, kept = program.users(), set(refs(program.result))
         self.alone = {number for number, by in users.items() if number not in kept and self.places.issuperset(by)}
         apart: set[int] = set()  # concatenations of which the pieces are rounded
         for place, step in enumerate(program.steps):
             call = step.function if place in self.places else None
             self.program.steps += [step] if call is None else self._product(step, call, apart)
         self.program.steps = [step for step in self.program.steps if not apart.issuperset(step.made or [-1])]
-
-    def _products(self) -> set[int]:
-        """The places of products whose rows are rounded."""
-        return {place for place, step in enumerate(self.before.steps) if self._rounds(step)}
 
     def _rounds(self, step: TorchStep) -> bool:
         call = step.function
