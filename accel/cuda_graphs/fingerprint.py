@@ -1,10 +1,8 @@
-"""Whether a model is still the one a CUDA graph was captured from, and the states that it was in lately."""
+"""Whether a model is still the one a CUDA graph was captured from."""
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -31,14 +29,15 @@ ADDRESS, VERSION = torch.Tensor.data_ptr, attrgetter("_version")
 
 
 class Fingerprint:
-    """Identities of all attributes of all modules and of their containers' contents, classes, and addresses of weights.
+    """Attributes of all modules by identity, contents of their containers, classes, and addresses of all weights.
 
-    It changes with a swapped adapter, processor, scale, hook, weight, class, method, or field of a configuration. An
-    in-place update of a weight does not change it: a graph reads weights where they lie. It is compared at every step,
-    so it holds lists, compared by identity and then equality, tensors by identity alone.
+    A swapped adapter, processor, scale, hook, weight, class, method of a class, or field of a configuration changes one
+    of them; an in-place update of a weight does not,
+    and need not: a graph reads weights where they lie. Made for being asked at every step: what is compared are lists,
+    by identity and then equality, tensors by identity alone.
 
-    kept: attributes that do not matter, as (path of the module, name). beside: iterables that give present values, to
-    be watched in place of every field of objects that modules hold.
+    kept: attributes that are no matter, as (path of the module, name). beside: what it is to see instead of every field
+    of objects that modules hold, each something that gives its present values whenever it is iterated over.
     """
 
     def __init__(self, root: nn.Module, kept: Iterable[tuple[str, str]] = (), beside: Iterable[Iterable] | None = None):
@@ -79,7 +78,7 @@ class Fingerprint:
         self._addresses = list(map(ADDRESS, self._tensors))
 
     def _look_into(self, value: object) -> None:
-        """Watches the libraries' plain objects that a forward reads, such as configurations and processors."""
+        """Configurations, attention processors: plain objects of the libraries that a forward reads."""
         if id(value) not in self._objects and comes_from(type(value), "diffusers", "transformers"):
             attributes = getattr(value, "__dict__", None)
             if attributes is not None and not isinstance(value, torch.Tensor | nn.Module | type):
@@ -123,7 +122,10 @@ class Fingerprint:
 
 
 class Versions:
-    """Iterating gives how often each tensor was changed in place, by autograd's count; inference tensors have none."""
+    """How often tensors were changed in place, as autograd counts; those of inference mode, that nobody counts, never.
+
+    Gives their present counts whenever it is iterated over.
+    """
 
     def __init__(self, tensors: Iterable[torch.Tensor]):
         self.tensors = [tensor for tensor in tensors if not tensor.is_inference()]
@@ -133,7 +135,7 @@ class Versions:
 
 
 class _Others:
-    """Iterating gives the present values of a dictionary, except those of some names."""
+    """The values of a dictionary but for some names, as they are whenever it is asked."""
 
     def __init__(self, attributes: dict, names: set[str]):
         self.attributes, self.names = attributes, names
@@ -157,65 +159,3 @@ def _equal_lists(found: list, before: list) -> bool:
 def _equal(value: object, before: object) -> bool:
     """Plain values may be new objects: PEFT multiplies an adapter's scale at every call, and divides it again."""
     return value is before or (type(value) is type(before) and type(value) in (float, int, str) and value == before)
-
-
-MOST = 4  # states; of more, those that were left the longest ago are forgotten
-
-
-class Watched(Protocol):
-    """What a forward reads beside its module."""
-
-    def views(self) -> Iterable[Iterable]: ...
-
-
-@dataclass
-class State:
-    """What a module was, and the number by which graphs that were captured from it are found."""
-
-    number: int
-    fingerprint: Fingerprint
-
-
-class States:
-    """The last states of one module; `now` is the present one, None before the module was looked at.
-
-    Other states are kept only for the same modules and weights: else they would keep alive what the user has removed.
-    """
-
-    def __init__(self) -> None:
-        self._known: list[State] = []  # the present one last
-        self._count = 0
-
-    @property
-    def now(self) -> Fingerprint | None:
-        return self._known[-1].fingerprint if self._known else None
-
-    @property
-    def number(self) -> int:
-        """Of the present state."""
-        return self._known[-1].number if self._known else 0
-
-    def renew(self, take: Callable[[], Fingerprint]) -> tuple[Fingerprint, bool]:
-        """What the module is now, and whether it was not that before. take: makes its fingerprint."""
-        for state in reversed(self._known[:-1]):
-            if state.fingerprint.reachable() and state.fingerprint.holds():
-                self._known.remove(state)
-                self._known.append(state)
-                return state.fingerprint, False
-        new = take()
-        kept = [state for state in self._known if state.fingerprint.alike(new)][1 - MOST :]
-        self._count += 1
-        self._known = [*kept, State(self._count, new)]
-        return new, True
-
-    def follow(self, take: Callable[[], Fingerprint]) -> None:
-        """Takes the present state anew where only weights have moved. For a state without graphs."""
-        if self.now is not None and not self.now.reachable() and self.now.holds():
-            self._known = [State(self.number, take())]
-
-    def clear(self) -> None:
-        self._known = []
-
-    def numbers(self) -> set[int]:
-        """Of all states whose graphs are of use."""
-        return {state.number for state in self._known}

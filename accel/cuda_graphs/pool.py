@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accel.cuda_graphs.entry import CapturedGraph, Entry
-from accel.cuda_graphs.fingerprint import States
+from accel.cuda_graphs.states import States
 from accel.parallel.group_end import clear_at_end
 from accel.parallel.ranks import Ranks
 

@@ -18,10 +18,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from accel.cuda_graphs.entry import CapturedGraph, Entry, Inputs, LoopConstant, Replayed, key_of, switches, wrote_into
-from accel.cuda_graphs.fingerprint import Fingerprint, States, Watched
+from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.host_copies import capture_with_copies
 from accel.cuda_graphs.pays import milliseconds
 from accel.cuda_graphs.pool import CaptureMemory, GraphPool
+from accel.cuda_graphs.states import States, Watched
 from accel.errors import reason_of, told
 from accel.parallel.ranks import Ranks
 from accel.parallel.sequences import waited

@@ -36,7 +36,7 @@ class HookMethod:
 
 
 def comes_to_one_place(module: nn.Module) -> bool:
-    """Whether accelerate's hook on a module only moves it between two fixed places."""
+    """Whether the hook that accelerate has on a module moves it between two places that stay, and does nothing else."""
     placed = _placed(module)
     return placed is not None and placed.reason is None
 
@@ -53,7 +53,7 @@ def _placed(module: nn.Module) -> PlacedModel | None:
 
 
 class BeneathOffload:
-    """Iterating gives a module's present attributes without an offload hook and its wrapper.
+    """The attributes of a module as they are whenever it is asked, such a hook and its wrapper left out.
 
     Every call of a pipeline takes the hooks off and puts new ones on.
     """

@@ -153,7 +153,7 @@ class FastForward(InstanceMethod):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         # The user compiles on top: leave the graph to the compiler. Or fused passes do not pay where this call runs.
-        if torch.compiler.is_compiling() or self.ledger.rests(args, kwargs) or AS_WRITTEN.get():
+        if torch.compiler.is_compiling() or self.ledger.runs_stock_on_cpu(args, kwargs) or AS_WRITTEN.get():
             return self.stock(*args, **kwargs)
         reason = self.mode()
         if reason is None:

@@ -24,7 +24,7 @@ class Ledger:
     def __setstate__(self, state: dict[str, Any]) -> None:
         Ledger.__init__(self, **state)
 
-    def rests(self, args: tuple, kwargs: dict) -> bool:
+    def runs_stock_on_cpu(self, args: tuple, kwargs: dict) -> bool:
         """Whether a call with these arguments is one on a CPU that runs stock by choice. Asked by every forward."""
         if self.stock_on_cpu:
             for values in (args, kwargs.values()):

@@ -56,6 +56,10 @@ class LoneSites:
             return False
         return not self.like.is_cpu or (self.options.cpu == "auto" and torch.cuda.is_available())
 
+    def _elsewhere(self) -> bool:
+        """Whether the model is still to come to where it is timed."""
+        return self.like is not None and self.like.is_cpu
+
     def reasons(self) -> dict[tuple, str]:
         """Why sites of a kind stay stock; what pays is not among them. All ranks that share the model give the same."""
         found = {kind: self._reason(forward) for kind, forward in self.kinds.items()}
@@ -71,7 +75,7 @@ class LoneSites:
 
     def _reason(self, forward: FastForward) -> str | None:
         assert self.like is not None
-        if self.like.is_cpu:  # the model is still to come to where it is timed
+        if self._elsewhere():
             return MOVED
         try:
             few, many = forward.example_rows

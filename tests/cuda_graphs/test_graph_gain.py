@@ -11,8 +11,8 @@ from torch import nn
 
 from accel.cuda_graphs import host_copies
 from accel.cuda_graphs import runner as graphs
-from accel.cuda_graphs.fingerprint import MOST
 from accel.cuda_graphs.runner import GraphPool, GraphRunner
+from accel.cuda_graphs.states import MOST
 from accel.patching.ledger import Ledger
 
 

@@ -172,9 +172,9 @@ def test_both_kinds_are_timed_alike_and_leave_nothing(fused, monkeypatch):
 def test_tensors_elsewhere_do_not_rest():
     here, elsewhere = torch.ones(1), torch.ones(1, device="meta")
     ledger = Ledger(stock_on_cpu=True)
-    assert ledger.rests((None, here), {}) and ledger.rests((), {"scale": 1.0, "x": here})
-    assert not ledger.rests((elsewhere, here), {}) and not ledger.rests((), {})
-    assert not Ledger().rests((here,), {})
+    assert ledger.runs_stock_on_cpu((None, here), {}) and ledger.runs_stock_on_cpu((), {"scale": 1.0, "x": here})
+    assert not ledger.runs_stock_on_cpu((elsewhere, here), {}) and not ledger.runs_stock_on_cpu((), {})
+    assert not Ledger().runs_stock_on_cpu((here,), {})
 
 
 def test_a_model_with_hooks_is_not_run_to_be_timed():

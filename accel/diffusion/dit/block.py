@@ -59,16 +59,7 @@ WAITS = (
     "divided among ranks, in no CUDA graph: launched one by one, its passes would wait longer for the host than stock"
 )
 
-DERIVED = (
-    "known",
-    "held",
-    "forms",
-    "backend",
-    "ranks",
-    "on_gpu",
-    "refused",
-    "examined",
-)  # by a block from what it is now; copies derive them anew
+DERIVED = ("known", "held", "forms", "backend", "ranks", "on_gpu", "refused", "examined")  # copies derive them anew
 
 
 class BlockForward(FastForward):
@@ -158,7 +149,8 @@ class BlockForward(FastForward):
         self.held = [held for part in self.module.modules() for held in (part._parameters, part._buffers)]
         self.forms, self.backend = weight_forms(self.held), active_backend()
         configs = filter(None, map(context_parallel, _parts(self.module)))
-        self.ranks, self.on_gpu = next(map(sequence_ranks, configs), None), _on_gpu(self.held)
+        self.ranks = next(map(sequence_ranks, configs), None)
+        self.on_gpu = any(one.is_cuda for part in self.held for one in part.values() if one is not None)
         self.known = self.plans.of((self.backend, *block_signature(self.module)))
         return self.known
 
@@ -343,10 +335,6 @@ def _parts(module: nn.Module) -> Iterator[object]:
         processor = vars(part).get("processor")
         if processor is not None:
             yield processor
-
-
-def _on_gpu(held: list[dict[str, torch.Tensor | None]]) -> bool:
-    return any(tensor.is_cuda for one in held for tensor in one.values() if tensor is not None)
 
 
 def _capturing() -> bool:

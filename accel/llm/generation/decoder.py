@@ -85,7 +85,7 @@ class DecoderForward(FastForward):
         self.lock = threading.Lock()
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or self.ledger.rests(args, kwargs) or AS_WRITTEN.get():
+        if torch.compiler.is_compiling() or self.ledger.runs_stock_on_cpu(args, kwargs) or AS_WRITTEN.get():
             return self.stock(*args, **kwargs)
         reason = self.mode()
         if reason is None:
