@@ -18,7 +18,7 @@ from accel.patching.context import Context
 from accel.planning.plan import Plan
 from accel.planning.stages import Row, StageReport, StageResult
 from accel.quantization.activation_quantization import RULE as ROUNDING
-from accel.quantization.activation_quantization import RoundingPatch
+from accel.quantization.activation_quantization import Rounding
 from accel.quantization.activations import is_static, kind_of
 from accel.quantization.model import RULE, Quantization
 from accel.quantization.module import QuantizedLinear
@@ -100,7 +100,7 @@ class DenoiserQuantization(Quantization):
         return quantized, note
 
 
-def find_rounding(root: nn.Module, options: Options) -> RoundingPatch | None:
+def find_rounding(root: nn.Module, options: Options) -> Rounding | None:
     """The quantized linears that are to round rows. Raises ValueError where there is none that could."""
     activations = options.activations
     if activations is None:
@@ -117,7 +117,7 @@ def find_rounding(root: nn.Module, options: Options) -> RoundingPatch | None:
             f"activations={activations!r} needs weights of the same kind, and the {type(root).__name__} holds "
             f"none: give weights={kind!r} too"
         )
-    rounding = RoundingPatch(options)
+    rounding = Rounding(options)
     rounding.find(root, prompt_projections(root), lambda module: refuses_rounding(module, activations))
     return rounding
 
@@ -140,7 +140,7 @@ def _share(root: nn.Module, records: list[dict], kept: Collection[str], before: 
     return f"{len(records)} linears, {linear / before:.0%} of the bytes; {told}: {became}"
 
 
-def _told(root: nn.Module, rounding: RoundingPatch) -> str:
+def _told(root: nn.Module, rounding: Rounding) -> str:
     """Which linears round, for the report."""
     left = sum(type(module) is QuantizedLinear for module in prompt_projections(root))
     prompt = f"; {left} that project the prompt, once a loop, do not" if left else ""

@@ -21,7 +21,7 @@ from accel.patching.context import Context
 from accel.planning.plan import Plan
 from accel.planning.stages import Row, StageReport, StageResult
 from accel.quantization.activation_quantization import RULE as ROUNDING
-from accel.quantization.activation_quantization import RoundingPatch, fixed, rounding
+from accel.quantization.activation_quantization import Rounding, fixed, rounding
 from accel.quantization.activations import kind_of
 from accel.quantization.model import RULE
 
@@ -57,7 +57,7 @@ def round_activations(model: PreTrainedModel, context: Context) -> StageResult:
     """The quantized linears that it holds by now round their inputs, where that is asked for. Raises ValueError where
     none could, nor would any be quantized.
     """
-    options, found = context.options, RoundingPatch(context.options)
+    options, found = context.options, Rounding(context.options)
     found.find(model, set(model.get_output_embeddings().modules()))  # of few rows, but for all logits
     if options.activations is not None and options.weights is None and not (found.pairs or rounding(model)):
         if options.activations in STATIC:
@@ -107,5 +107,5 @@ def quantize(model: nn.Module, context: Context) -> StageResult:
         rows = [Row(path, RULE, status, reason) for path, status, reason in found.rows]
         return StageReport(rows, found.records, found.warnings)
 
-    rounds = () if context.options.activations is None else (RoundingPatch(context.options, found.swap),)
+    rounds = () if context.options.activations is None else (Rounding(context.options, found.swap),)
     return StageResult((found.swap, *rounds), report)

@@ -1,4 +1,4 @@
-"""The stages between a model as it came and a fast one. Each looks when it is called, and changes nothing."""
+"""The stages between a model as it came and a fast one. Each looks when it is asked, and changes nothing."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,8 +20,8 @@ class Row:
 
 @dataclass
 class StageReport:
-    """A stage's part of the report. weights: what was quantized, see `Report.weights`. warnings: what was asked for and
-    cannot be done. prequantized: some layers came quantized by another library.
+    """What a stage has for the report. weights: what was quantized, see `Report.weights`. warnings: what was asked for
+    and cannot be. prequantized: some layers came quantized by another library.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -32,9 +32,7 @@ class StageReport:
 
 @dataclass(frozen=True)
 class StageResult:
-    """What a stage found. patches: applied before the next stage looks. report: called once all stages' patches are
-    applied.
-    """
+    """What a stage found. patches: applied before the next stage looks. report: asked once all stages' are."""
 
     patches: tuple[Change, ...] = ()
     report: Callable[[], StageReport] = StageReport

@@ -15,7 +15,7 @@ from accel.quantization.scheme import Scheme
 RULE = "activations"  # what the report calls it
 
 
-class RoundingPatch:
+class Rounding:
     """A patch that changes the schemes of quantized linears. `find` collects those that a model has.
 
     made: the patch that puts in linears which round already, while this patch is applied; it is applied before this
