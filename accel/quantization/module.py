@@ -13,7 +13,7 @@ from torch import nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from accel.parallel.sharded_layers import local
-from accel.quantization.activations import COLUMNS, FIXED, KERNELS, SCALE, QuantizedCall, as_quantized, many, multiply
+from accel.quantization.activations import COLUMNS, FIXED, KERNELS, SCALE, QuantizedCall, many, multiply
 from accel.quantization.scheme import Scheme
 
 SAME = {"detach", "requires_grad_"}  # and the attribute `data`: the same memory, to be guarded in turn
@@ -114,7 +114,7 @@ class QuantizedLinear(nn.Linear):
 
     def read(self, data: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> Quantized:
         """The weight that buffers like this module's are, its own or some rows of them."""
-        return as_quantized(self.number, data, scales, zeros)
+        return Quantized(data if data.dtype == self.number else data.view(self.number), scales, zeros)
 
     @property
     def call(self) -> QuantizedCall:

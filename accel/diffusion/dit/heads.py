@@ -39,8 +39,10 @@ class HeadLowering(Lowering):
         row = self._row(number)
         if row is not None:
             return self._whole(row)
-        half, join = self.regions.rotary.halves.get(number), self.regions.rotary.joins.get(number)
-        if (half is not None and half.lanes in ("first", "second")) or (join is not None and join.name != "interleave"):
+        rotary = self.regions.rotary
+        half, join = rotary.halves.get(number), rotary.joins.get(number)
+        apart = half is not None and half.columns in ("first", "second")
+        if apart or (join is not None and join.name != "interleave"):
             raise NotLowered("halves of heads")
         place, operation = self.regions.places.get(number), self.regions.operations.get(number)
         if place is not None and place.width == ONE:
@@ -69,8 +71,8 @@ class HeadLowering(Lowering):
             number = taken[0]
             row = self.values[number]
             if row.shape == self.space:
-                lane = row.stride[-1]
-                same = view.stride == (*row.stride[:-1], view.shape[-1] * lane, lane) and view.offset == row.offset
+                column = row.stride[-1]
+                same = view.stride == (*row.stride[:-1], view.shape[-1] * column, column) and view.offset == row.offset
                 return number if same and number in self._own(number) else None
         return None
 
@@ -113,13 +115,13 @@ class HeadLowering(Lowering):
         value = self.values[number]
         if value.pinned:
             raise NotLowered("memory that is written in place")
-        *rows, heads, lanes = (1,) * (2 - len(value.shape)) + value.shape
+        *rows, heads, columns = (1,) * (2 - len(value.shape)) + value.shape
         wide = self.region.space[-1]
         widths = {wide: FULL, wide // 2: HALF, 1: ONE}
-        if lanes not in widths or len(value.shape) > len(self.region.space) or (heads > 1 and lanes == 1):
-            raise NotLowered(f"a value of shape {value.shape} among heads of {wide} lanes")
+        if columns not in widths or len(value.shape) > len(self.region.space) or (heads > 1 and columns == 1):
+            raise NotLowered(f"a value of shape {value.shape} among heads of {wide} columns")
         if any(size not in (1, whole) for size, whole in zip(rows[::-1], self.region.space[-3::-1], strict=False)):
             raise NotLowered(f"a value of shape {value.shape} among rows of {self.region.space}")
-        if heads > 1 and value.stride[-2] != lanes * value.stride[-1]:
+        if heads > 1 and value.stride[-2] != columns * value.stride[-1]:
             raise NotLowered("heads that do not lie side by side")
-        return self._registers_of(Input(number, flat=len(value.shape) > 1), widths[lanes])
+        return self._registers_of(Input(number, flat=len(value.shape) > 1), widths[columns])

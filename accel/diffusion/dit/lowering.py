@@ -109,10 +109,10 @@ class Lowering:
 
     def _made(self, number: int) -> tuple[int, ...]:
         half, joins = self.regions.rotary.halves.get(number), self.regions.rotary.joins
-        if half is not None and half.lanes is not None and half.whole is not None:
+        if half is not None and half.columns is not None and half.whole is not None:
             whole = self._single(half.whole)
-            lanes = ("even", "odd") if half.lanes == "pairs" else (half.lanes,)
-            return tuple(self._op(name, (whole,), self.values[half.whole].dtype, width=HALF) for name in lanes)
+            columns = ("even", "odd") if half.columns == "pairs" else (half.columns,)
+            return tuple(self._op(name, (whole,), self.values[half.whole].dtype, width=HALF) for name in columns)
         if (
             number in self.region.values
             or self.regions.recomputed(number, self.region.space)
@@ -174,19 +174,19 @@ class Lowering:
         value = self.values[number]
         if value.pinned:
             raise NotLowered("memory that is written in place")
-        lanes = value.shape[-1] if value.shape else 1
+        columns = value.shape[-1] if value.shape else 1
         widths = {self.space[-1]: FULL, self.space[-1] // 2: HALF, 1: ONE}
-        if lanes not in widths or len(value.shape) > len(self.space):
-            raise NotLowered(f"a value of {lanes} lanes among rows of {self.space[-1]}")
+        if columns not in widths or len(value.shape) > len(self.space):
+            raise NotLowered(f"a value of {columns} columns among rows of {self.space[-1]}")
         window = None
         for dim, size in enumerate(reversed(value.shape), 1):
-            wide = self.space[-dim] if dim > 1 else lanes
+            wide = self.space[-dim] if dim > 1 else columns
             if size in (1, wide):
                 continue
             if self.window is None or -dim != self.window.dim or size != self.region.space[-dim]:
                 raise NotLowered(f"a value of shape {value.shape} among rows of {self.space}")
             window = self.window
-        return self._registers_of(Input(number, None, window), widths[lanes])
+        return self._registers_of(Input(number, None, window), widths[columns])
 
     def _registers_of(self, whole: Input, width: str) -> tuple[int, ...]:
         """The register of an input, which is new if it has none; of a complex one those of both parts."""

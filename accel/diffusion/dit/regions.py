@@ -20,7 +20,7 @@ from accel.diffusion.dit.rotary_halves import RotaryHalves
 
 FEW = 6  # operations that are done anew for each row
 CONCATENATIONS = ("cat", "concat")
-LEAST = 8  # lanes of a row
+LEAST = 8  # columns of a row
 SMALLER = 4  # times, that a value must be smaller for it
 
 
@@ -67,7 +67,7 @@ class Regions:
         return [self.whole(one) for one in taken]
 
     def whole(self, number: int) -> int:
-        """The row that a value is lanes of, or itself."""
+        """The row that a value is columns of, or itself."""
         half = self.rotary.halves.get(number)
         return number if half is None or half.whole is None else half.whole
 
@@ -98,7 +98,7 @@ class Regions:
         step = self.program.steps[self.makers[number]]
         operation = operation_of(step, self.values)
         half = self.rotary.halves.get(number)
-        if operation is None or (half is not None and half.lanes is not None):
+        if operation is None or (half is not None and half.columns is not None):
             return
         if value.dtype is torch.complex64 and half is None:
             return

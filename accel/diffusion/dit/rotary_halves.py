@@ -17,12 +17,12 @@ EVEN, ODD, FIRST, SECOND = "even", "odd", "first", "second"
 
 
 class RotaryHalf(NamedTuple):
-    """A value that is a half of rows: the elements named `lanes` of the value `whole`; both None where it is computed
+    """A value that is a half of rows: the elements named `columns` of the value `whole`; both None where it is computed
     from other halves.
     """
 
     space: tuple[int, ...]
-    lanes: str | None = None
+    columns: str | None = None
     whole: int | None = None
 
 
@@ -159,7 +159,7 @@ class RotaryHalves:
             return
         found: dict[int, RotaryHalf] = {}
         if all(self._half(half, value.shape, found) for half in join.halves) and any(
-            half.lanes is not None for half in found.values()
+            half.columns is not None for half in found.values()
         ):
             self.halves |= found
             self.joins[number] = join
@@ -175,9 +175,9 @@ class RotaryHalves:
             return False
         if number in self.halves and self.halves[number].space != space:
             return False
-        lanes = self._lanes(value, space)
-        if lanes is not None:
-            found[number] = lanes
+        columns = self._lanes(value, space)
+        if columns is not None:
+            found[number] = columns
             return True
         place = self.makers.get(number)
         if value.shape != (*space[:-1], space[-1] // 2):
@@ -210,10 +210,10 @@ class RotaryHalves:
             return None
         if not _same_rows(value, whole):
             return None
-        lane, ahead = whole.stride[-1], value.offset - whole.offset
+        column, ahead = whole.stride[-1], value.offset - whole.offset
         half = space[-1] // 2
         for name, (begin, step_) in {EVEN: (0, 2), ODD: (1, 2), FIRST: (0, 1), SECOND: (half, 1)}.items():
-            if ahead == begin * lane and (value.stride[-1] == step_ * lane or half == 1):
+            if ahead == begin * column and (value.stride[-1] == step_ * column or half == 1):
                 return RotaryHalf(space, name, whole.number)
         return None
 

@@ -76,7 +76,7 @@ def _joined(program: Program, place: int) -> Program:
 
 
 def _window(index: Any, shape: tuple[int, ...]) -> tuple[int, int, int] | None:
-    """The dimension, start and size of the first or the last rows; None for any other index, and for lanes."""
+    """The dimension, start and size of the first or the last rows; None for any other index, and for columns."""
     parts = list(index) if isinstance(index, tuple) else [index]
     if parts.count(Ellipsis) == 1:
         at = parts.index(Ellipsis)

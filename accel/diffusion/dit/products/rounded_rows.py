@@ -120,10 +120,10 @@ class _Splitter:
         made.append(TorchStep(RowFunction(name), name, args, {}, result))
         return result
 
-    def _like(self, number: int, dtype: torch.dtype, lanes: int | None = None) -> Ref:
+    def _like(self, number: int, dtype: torch.dtype, columns: int | None = None) -> Ref:
         """A new value with the rows of another."""
         value = self.before.values[number]
-        shape = value.shape if lanes is None else (*value.shape[:-1], lanes)
+        shape = value.shape if columns is None else (*value.shape[:-1], columns)
         new = len(self.program.values)
         strides = torch.empty(shape, device="meta").stride()
         self.program.values.append(TensorValue(new, shape, strides, 0, dtype, value.device, new))

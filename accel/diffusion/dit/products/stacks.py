@@ -164,20 +164,20 @@ class Stacks:
         if view.base not in self.first or not view.numel:
             return None
         (product, column), whole = self.first[view.base], self.values[view.base]
-        rows, lanes = whole.shape[-2], whole.shape[-1]
+        rows, columns = whole.shape[-2], whole.shape[-1]
         strides: list[int | None] = []
         for place, (size, stride) in enumerate(zip(view.shape, view.stride, strict=True)):
             if place - len(view.shape) == dim:
-                if (size, stride) != (rows, lanes) or rows < 2:
+                if (size, stride) != (rows, columns) or rows < 2:
                     return None
                 strides.append(None)
-            elif size == 1 or stride < lanes:
+            elif size == 1 or stride < columns:
                 strides.append(stride if size > 1 else 1)
-            elif stride % (rows * lanes):
+            elif stride % (rows * columns):
                 return None
             else:
-                strides.append(-stride // (rows * lanes))
-        return Columns(product, rows, tuple(strides), column + view.offset) if view.offset < lanes else None
+                strides.append(-stride // (rows * columns))
+        return Columns(product, rows, tuple(strides), column + view.offset) if view.offset < columns else None
 
     def _join(self, products: Sequence[int], calls: list[tuple[TorchCall, Columns]]) -> None:
         """One tensor for the rows of all these products. Of several images each has rows of its own in it, so there all
@@ -211,13 +211,13 @@ class Stacks:
 
 def keeps_rows(view: TensorValue, whole: TensorValue) -> bool:
     """Whether the view is of rows (.., C), or of columns of them, however far apart the rows lie."""
-    lanes = whole.shape[-1]
-    if not lanes:
+    columns = whole.shape[-1]
+    if not columns:
         return False
-    last = view.offset % lanes
+    last = view.offset % columns
     for size, stride in zip(view.shape, view.stride, strict=True):
-        if size > 1 and stride < lanes:
+        if size > 1 and stride < columns:
             last += (size - 1) * stride
-        elif size > 1 and stride % lanes:
+        elif size > 1 and stride % columns:
             return False
-    return last < lanes
+    return last < columns
