@@ -37,7 +37,7 @@ class Inputs:
 
     def __init__(self, leaves: list, device: torch.device, constant: LoopConstant | None):
         given = _tensors(leaves)
-        self.buffers = [_buffer(tensor, device) for tensor in given]
+        self.buffers = [torch.empty_like(tensor, device=device) for tensor in given]  # laid out as they are
         self.place = None if constant is None else next(i for i, t in enumerate(given) if t is constant.tensor)
         self.source: tuple = ()
 
@@ -155,8 +155,3 @@ def switches() -> tuple:
 
 def _tensors(leaves: list) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
-def _buffer(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A fixed place on the module's device for an input, laid out like it where that is without overlap."""
-    return torch.empty_like(tensor, device=device, memory_format=torch.preserve_format)

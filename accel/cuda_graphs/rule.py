@@ -67,9 +67,6 @@ class GraphForward(FastForward):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._forget_casts()
-
-    def _forget_casts(self) -> None:
         self.asked: Fingerprint | None = None  # as the model was when its casts were looked for
         self.casts: tuple[Cast, ...] = ()
 

@@ -74,7 +74,8 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            if _capturing():  # nothing was sent: who captures runs the call again without
+            # Nothing was sent in a capture: whoever captures runs the call again without a graph.
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 self.begun -= 1
                 raise
             if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
@@ -159,10 +160,6 @@ class Ranks:
         with self.exchange():
             dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
         return bool(told.item())
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 @lru_cache(maxsize=GROUPS)

@@ -146,15 +146,12 @@ class BlockCode(CalledCode):
     """
 
     def find(self) -> list[CodeTable]:
-        return [*ClassCode(self.kinds).tables, *super().find(), *_backend_tables()]
+        backends = attention_backends()
+        tables = [CodeTable("attention backends", backends, tuple(backends), dict(backends))] if backends else []
+        return [*ClassCode(self.kinds).tables, *super().find(), *tables]
 
     def entries(self) -> list[object]:
         return list(attention_backends().values())
-
-
-def _backend_tables() -> list[CodeTable]:
-    found = attention_backends()
-    return [CodeTable("attention backends", found, tuple(found), dict(found))] if found else []
 
 
 MOST_CALLS = 64  # kinds of calls that are remembered of one kind of block

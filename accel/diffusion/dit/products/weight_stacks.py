@@ -48,16 +48,13 @@ class WeightStacks:
             return found
         with self.lock:
             if self.inside <= 1 and self._movable(paths, parts) and self._due(paths):
-                self._move(parts)
+                stack_rows(parts)
+                if parts[0].is_cuda:  # the next to read them may do so on another stream
+                    torch.cuda.current_stream(parts[0].device).synchronize()
                 found = stacked_rows(parts)
                 if found is not None:
                     self.storages[paths] = found.untyped_storage().data_ptr()
         return found
-
-    def _move(self, parts: Sequence[torch.Tensor]) -> None:
-        stack_rows(parts)
-        if parts[0].is_cuda:  # the next to read them may do so on another stream
-            torch.cuda.current_stream(parts[0].device).synchronize()
 
     def _due(self, paths: tuple[str, ...]) -> bool:
         left = self.waiting.get(paths, 0)
