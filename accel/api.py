@@ -2,11 +2,12 @@
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar
 
 import torch
 from accel_kernels.warmup import prepare
@@ -16,13 +17,12 @@ from accel.families import divides, example_of, is_language_model, plan_for, tak
 from accel.in_flight import alone, others_run_stock
 from accel.libraries.versions import newer_than_tested
 from accel.options import Activations, Attention, Cpu, KvCache, Layout, Options, Parallel, choose
-from accel.parallel.world import world
+from accel.parallel.ranks import world
 from accel.patching.context import Context
 from accel.patching.owner import disown_inside
 from accel.planning import whole_models
-from accel.planning.choices_file import choices_file
-from accel.planning.parts import WeakList, forget, former, kept_by, remember
-from accel.planning.plan import PLAN, Plan, create_context, leave, plan_of
+from accel.planning.parts import WeakList, forget, remember, replaced_models, why_still_optimized
+from accel.planning.plan import PLAN, Plan, choices_file, create_context, leave, plan_of
 from accel.planning.ranks import agree_to_optimize
 from accel.planning.stages import Row
 from accel.planning.targets import is_pipeline, models_in, nothing_in, on_meta, parts_in
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 def optimize(
@@ -206,10 +207,10 @@ def restore(obj: T) -> T:
     Changes nothing and raises `errors.PatchConflict` where someone replaced a forward on top of ours, `errors.InUse`
     where such a call does not end.
     """
-    before = former(obj)
+    before = replaced_models(obj)
     plans, left = list(_plans(obj, bool(before)).values()), []
     for plan in filter(None, map(plan_of, before)):
-        reason = kept_by(obj, plan.root, plan.users)
+        reason = why_still_optimized(obj, plan.root, plan.users)
         if reason is None:
             plans.append(plan)
         else:
@@ -243,31 +244,24 @@ def report(obj: object) -> Report:
     return Report.of(_plans(obj))
 
 
-@contextmanager
-def optimized(
-    obj: T,
-    options: Options | None = None,
-    *,
-    attention: Attention = "auto",
-    layout: Layout = "auto",
-    graphs: bool | Literal["auto"] = "auto",
-    graph_memory_gb: float | None = None,
-    step_cache: int | str | None = None,
-    weights: str | None = None,
-    activations: Activations | None = None,
-    keep_original: bool = True,
-    kv_cache: KvCache | None = None,
-    cpu: Cpu = "auto",
-    parallel: Parallel | None = None,
-    strict: bool = False,
-    **unknown: NoReturn,
-) -> Iterator[T]:
-    """`with accel.optimized(pipe): ...` optimizes for the block and restores after it; takes what `optimize` takes."""
-    optimize(obj, choose(options, locals(), unknown))  # all keywords by their names
-    try:
-        yield obj
-    finally:
-        restore(obj)
+def _within_a_block(make: Callable[Concatenate[T, P], T]) -> Callable[Concatenate[T, P], AbstractContextManager[T]]:
+    @wraps(make)
+    @contextmanager
+    def within(obj: T, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        make(obj, *args, **kwargs)
+        try:
+            yield obj
+        finally:
+            restore(obj)
+
+    return within
+
+
+optimized = _within_a_block(optimize)
+optimized.__name__ = optimized.__qualname__ = "optimized"
+optimized.__doc__ = (
+    "`with accel.optimized(pipe): ...` optimizes for the block and restores after it; takes what `optimize` takes."
+)
 
 
 def verify(obj: object, *args: Any, seed: int = 0, **kwargs: Any) -> Quality:

@@ -1,8 +1,8 @@
-"""Layers whose weights diffusers keeps in few bits, and casts around each call of theirs.
+"""Layers whose weights diffusers stores in few bits and casts around each call.
 
-By `enable_layerwise_casting`: a hook gives the layer weights of the dtype it computes in, and takes them back after it.
-Whoever does the work of such layers without calling them, or may not have their addresses change, opens a scope: inside
-it the weights are there in the dtype of the products, and at its end the stored bytes stand where they stood.
+With `enable_layerwise_casting` a hook gives a layer weights of the compute dtype, and takes them back after the call.
+Code that computes for such layers without calling them opens a scope. Inside it the weights have the compute dtype; at
+its end the stored bytes are back in place. Graphs use a scope too, since addresses must not change.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,7 +18,7 @@ UNIT = 64  # numbers: weights begin at a multiple of it, where those of one prod
 
 
 class Cast(NamedTuple):
-    """A layer without children and what its hook does. reference: what diffusers' wrapper calls, in this order."""
+    """A layer without children and what its hook casts. reference: what diffusers' wrapper calls."""
 
     module: nn.Module
     storage: torch.dtype
@@ -54,7 +54,7 @@ def casts_of(modules: Iterable[object]) -> tuple[Cast, ...]:
 
 @contextmanager
 def cast_up(casts: Iterable[Cast]) -> Iterator[None]:
-    """Inside, these layers have weights of the dtype they compute in, and their hooks rest."""
+    """Inside, these layers have weights of the compute dtype, and their hooks do nothing."""
     casts = tuple(casts)
     before = _set_hooks((cast, _pass_arguments, _pass_output) for cast in casts)
     taken = _give(casts)
@@ -67,7 +67,7 @@ def cast_up(casts: Iterable[Cast]) -> Iterator[None]:
 
 @contextmanager
 def in_place(casts: Iterable[Cast]) -> Iterator[None]:
-    """Inside, hooks give and take weights without moving what is stored, so that a CUDA graph can be captured."""
+    """Inside, hooks cast weights without moving the stored ones, so that a CUDA graph can be captured."""
     around = [(cast, Around(cast)) for cast in casts]
     before = _set_hooks((cast, one.give, one.take_back) for cast, one in around)
     try:

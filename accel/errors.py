@@ -42,9 +42,7 @@ class InUse(RuntimeError):
 
 
 def fatal(error: BaseException) -> bool:
-    """Whether nothing else should be tried: memory is short, or the GPU has failed, and stock would fail too; or it is
-    for the user to decide.
-    """
+    """Whether nothing else should be tried: memory is short, the GPU has failed, or the user has to decide."""
     if not isinstance(error, Exception):  # KeyboardInterrupt, SystemExit
         return True
     if isinstance(error, Refused | RanksApart | InUse | MemoryError | torch.OutOfMemoryError | torch.AcceleratorError):
@@ -58,9 +56,9 @@ def of_a_kernel(error: BaseException) -> bool:
 
 
 def reason_of(error: BaseException, *, memory: bool = False) -> str:
-    """The one way to go on after an error: in one line for the report, its traceback logged. Raises it where `fatal`.
+    """One line for the report about an error after which work goes on; logs the traceback. Raises it where `fatal`.
 
-    memory: running out of it is an outcome like others, as what was tried takes memory that stock does not take.
+    memory: running out of memory is not fatal, as what was tried takes memory that stock does not take.
     """
     if fatal(error) and not (memory and out_of_memory(error)):
         raise error

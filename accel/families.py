@@ -1,6 +1,6 @@
-"""Which family something is of, language models or diffusion, and what follows: its plan, its options, an example call.
+"""Which family a model is of, language models or diffusion, and what follows: its plan, options, and an example call.
 
-Families are imported when something of theirs is at hand, so that importing accel stays light.
+Families are imported when needed, so that importing accel stays light.
 """
 
 from typing import Any

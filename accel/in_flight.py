@@ -1,14 +1,13 @@
 """Calls that threads have under way in a model: it is changed between them, not within one.
 
-A change takes several steps: forwards are put in or taken out one by one, weights move to other memory. A call that
-meets half of them is wrong, such as a decoder that was handed no mask in the midst of stock layers. And torch may read
-a weight, with Python's lock released, while it moves. So whoever changes a model is `alone` in it: calls that come wait
-at the modules' door, calls under way end first. Stock calls pass through no code of accel's, so that they are under way
-is seen by the frames in which threads run. It takes milliseconds, unless a call takes longer.
+A change takes several steps: forwards are replaced one by one, weights move to other memory. A call that meets half of
+them would be wrong, and torch may read a weight while it moves. So whoever changes a model is `alone` in it: new calls
+wait at the modules' gate, calls under way end first. Stock calls run no code of accel's, so they are found by the
+frames in which threads run. That takes milliseconds, unless a call takes longer.
 
-While a model is looked at and tried, which takes seconds, calls of other threads do not wait: `others_run_stock`.
+While a model is examined and tried, which takes seconds, calls of other threads run stock: `others_run_stock`.
 
-Threads are Python's; calls cost nothing when no model is being changed.
+Only Python's threads are seen; calls cost nothing while no model is being changed.
 """
 
 import sys
@@ -26,15 +25,15 @@ from torch import nn
 from accel.errors import InUse
 
 PATIENCE = 60.0  # seconds that a change waits for calls under way
-DOOR = "_call_impl"  # of a module: what calling it looks up on the instance
+GATE = "_call_impl"  # of a module: what calling it looks up on the instance
 CALL = nn.Module._call_impl.__code__
 CHANGED = threading.Condition()  # a door was opened, or who may pass it is known
 
 
 class Permit:
-    """By what the callables that accel put on one object ask whether they may do more than its class: see `Mark`."""
+    """Tells the callables that accel put on one object whether they may do more than its class: see `Mark`."""
 
-    door: "Door | None" = None
+    door: "CallGate | None" = None
     trial: "Trial | None" = None
 
     def refuses(self) -> bool:
@@ -43,10 +42,10 @@ class Permit:
         return (trial is not None and trial.thread != threading.get_ident()) or (door is not None and door.passed())
 
 
-class Door:
-    """Stands in `vars(module)["_call_impl"]` of all modules of a model while it is changed, and then is gone.
+class CallGate:
+    """Stands in `vars(module)["_call_impl"]` of all modules of a model while it is changed.
 
-    thread: which changes it; None once it has, as in copies that were made meanwhile.
+    thread: the one that changes it; None afterwards, as in copies that were made meanwhile.
     """
 
     def __init__(self, thread: int | None = None) -> None:
@@ -54,15 +53,15 @@ class Door:
         self.inside: dict[int, FrameType] | None = None  # by thread, the outermost frame of a call under way
 
     def __reduce__(self) -> tuple:
-        return Door, ()
+        return CallGate, ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = sys._getframe(1).f_locals["self"]  # shallow copies of a module hold its door too
         self.passed()
-        return getattr(type(module), DOOR)(module, *args, **kwargs)
+        return getattr(type(module), GATE)(module, *args, **kwargs)
 
     def passed(self) -> bool:
-        """Whether it had to be waited for. A call that is part of one under way goes on."""
+        """Whether the call had to wait. A call that is part of one under way goes on."""
         if self._open():
             return False
         with CHANGED:
@@ -90,7 +89,7 @@ class Here:
 
 
 class Trial:
-    """The time in which what is put on an object is for the thread that tries it."""
+    """The time in which patches on an object are used only by the thread that tries them."""
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
@@ -126,8 +125,8 @@ def others_run_stock() -> Iterator[Callable]:
         trial.end()
 
 
-def try_alone(permit: Permit) -> None:
-    """An object gets callables of accel's, which ask this."""
+def join_trial(permit: Permit) -> None:
+    """Called for an object that gets callables of accel's during a trial."""
     trial = TRIAL.get()
     if trial is not None:
         permit.trial = trial
@@ -136,9 +135,9 @@ def try_alone(permit: Permit) -> None:
 
 @contextmanager
 def alone(*models: nn.Module, anyway: bool = False) -> Iterator[None]:
-    """Inside, no other thread is in a call of these models, and theirs wait. Waits for those that are.
+    """Inside, no other thread is in a call of these models, and new calls wait.
 
-    Raises InUse where one does not end in time, unless the change is to be made anyway.
+    Raises InUse where a call does not end in time, unless the change is to be made anyway.
     """
     with _closed(models) as door:
         if door is not None and door.inside:
@@ -158,10 +157,8 @@ def alone(*models: nn.Module, anyway: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def vacant(*models: nn.Module) -> Iterator[bool]:
-    """Whether no other thread is in a call of these models, and then none comes inside. Does not wait: for changes that
-    can be made another time.
-    """
+def alone_if_idle(*models: nn.Module) -> Iterator[bool]:
+    """Whether no other thread is in a call of these models; then none begins inside. For changes that can wait."""
     with _closed(models) as door:
         yield door is None or not door.inside
         if door is not None:
@@ -169,19 +166,19 @@ def vacant(*models: nn.Module) -> Iterator[bool]:
 
 
 @contextmanager
-def _closed(models: tuple[nn.Module, ...]) -> Iterator[Door | None]:
+def _closed(models: tuple[nn.Module, ...]) -> Iterator[CallGate | None]:
     """Inside, other threads begin no call of these models; None where this process has no other thread."""
     if not _others():
         yield None
         return
     modules = {id(module): module for model in models for module in model.modules()}
-    door = Door(threading.get_ident())
+    door = CallGate(threading.get_ident())
     with CHANGED:
         CHANGED.wait_for(lambda: all(held is None or held._open() for held in map(_door, modules.values())))
         mine = [module for module in modules.values() if _free(module)]
         permits = [one for module in mine for one in vars(module).values() if isinstance(one, Permit)]
         for module in mine:
-            vars(module)[DOOR] = door
+            vars(module)[GATE] = door
         for permit in permits:
             permit.door = door
     try:
@@ -193,23 +190,23 @@ def _closed(models: tuple[nn.Module, ...]) -> Iterator[Door | None]:
     finally:
         with CHANGED:
             for module in mine:
-                if vars(module).get(DOOR) is door:
-                    del vars(module)[DOOR]
+                if vars(module).get(GATE) is door:
+                    del vars(module)[GATE]
             for permit in permits:
                 permit.door = None
             door.thread = door.inside = None
             CHANGED.notify_all()
 
 
-def _door(module: nn.Module) -> Door | None:
-    found = vars(module).get(DOOR)
-    return found if isinstance(found, Door) else None
+def _door(module: nn.Module) -> CallGate | None:
+    found = vars(module).get(GATE)
+    return found if isinstance(found, CallGate) else None
 
 
 def _free(module: nn.Module) -> bool:
     """Whether this thread has no door there yet; one of nobody's is a copy's."""
-    found = vars(module).get(DOOR)
-    return found is None or (isinstance(found, Door) and found.thread is None)
+    found = vars(module).get(GATE)
+    return found is None or (isinstance(found, CallGate) and found.thread is None)
 
 
 def _others() -> dict[int, FrameType]:

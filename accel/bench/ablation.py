@@ -15,8 +15,7 @@ from torch import nn
 from accel.bench.memory import release
 from accel.bench.timing import burst, seconds
 from accel.diffusion.family import RULES, graph_paths
-from accel.fusion.forward_counter import ForwardCounter
-from accel.fusion.loop import Loop
+from accel.fusion.loop import DenoisingLoop, ForwardCounter
 from accel.options import Options
 from accel.patching.context import Context
 from accel.patching.fast_forward import Kernels
@@ -52,7 +51,7 @@ def _no_channel_stats(kernels: Kernels) -> Callable:
 
 
 def _no_loop(context: Context) -> None:
-    context.of(Loop).forget()
+    context.of(DenoisingLoop).forget()
 
 
 def _each_alone(context: Context) -> None:
@@ -139,7 +138,7 @@ def ablate(
 
 def _plan(model: nn.Module, mechanism: Mechanism) -> tuple[Plan, Context]:
     context = create_context(mechanism.options)
-    context.of(Loop).begin()  # as in a pipeline's loop, where the prompt stays the same
+    context.of(DenoisingLoop).begin()  # as in a pipeline's loop, where the prompt stays the same
     mechanism.before(context)
     context.graph_paths = graph_paths(model)
     return Plan(model, [rule for rule in RULES if rule.name not in mechanism.rules], context), context

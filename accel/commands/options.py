@@ -1,6 +1,8 @@
 """What several commands take: a device, a dtype, a folder with a saved model."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,11 +28,9 @@ def parse_folder(folder: Path) -> Path:
 def parse_device(name: str | None) -> "torch.device":
     import torch
 
-    try:
+    with user_errors("--device", RuntimeError, AssertionError):
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise typer.BadParameter(str(error).split("\n")[0], param_hint="--device") from None
     return device
 
 
@@ -76,14 +76,22 @@ def load_folder(folder: Path, dtype: "str | torch.dtype", device: "torch.device"
     parse_folder(folder)
     quiet()
     ours = quantized(folder) or is_divided(folder)
-    try:
+    with user_errors():
         loaded = accel.load(folder, dtype, device) if ours else saved.load_saved(folder, dtype, device)
-    except (TypeError, ValueError, OSError) as error:
-        raise wrong_folder(error) from None
     if hasattr(loaded, "set_progress_bar_config"):
         loaded.set_progress_bar_config(disable=True)
     return loaded
 
 
-def wrong_folder(error: Exception) -> typer.BadParameter:
-    return typer.BadParameter(str(error).split("\n")[0], param_hint="FOLDER")
+@contextmanager
+def user_errors(option: str | None = "FOLDER", *kinds: type[Exception]) -> Iterator[None]:
+    """Inside, errors of these kinds are told as the user's: of what was given for the option."""
+    expected = kinds or (TypeError, ValueError, OSError)
+    try:
+        yield
+    except expected as error:
+        raise wrong_folder(error, option) from None
+
+
+def wrong_folder(error: Exception, option: str | None = "FOLDER") -> typer.BadParameter:
+    return typer.BadParameter(str(error).split("\n")[0], param_hint=option)

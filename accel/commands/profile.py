@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from accel.commands.options import (
-    DEVICE_HELP,
-    JSON_HELP,
-    parse_device,
-    parse_dtype,
-    quiet,
-    wrong_folder,
-)
+from accel.commands.options import DEVICE_HELP, JSON_HELP, parse_device, parse_dtype, quiet, user_errors
 from accel.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -44,10 +37,8 @@ def profile(
     console = Console()
     with progress_bar(console) as progress:
         progress.add_task(model, total=None)
-        try:
+        with user_errors():
             result = measure(build(model, place, kind), place, batch, context, stock=stock)
-        except (TypeError, ValueError, OSError) as error:
-            raise wrong_folder(error) from None
     if as_json:
         print(json.dumps(result, indent=2))
         return

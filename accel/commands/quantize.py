@@ -18,6 +18,7 @@ from accel.commands.options import (
     parse_device,
     parse_dtype,
     parse_folder,
+    user_errors,
 )
 from accel.options import ACTIVATIONS, HEAD, METHODS, SCHEMES, STATIC
 
@@ -53,6 +54,7 @@ def quantize(
     """
     parse_folder(folder)
     import torch
+    from transformers import AutoTokenizer
 
     from accel.libraries.models import is_causal_lm
     from accel.llm.ptq import run
@@ -63,17 +65,16 @@ def quantize(
     model = load_folder(folder, kind, torch.device("cpu"))
     if not is_causal_lm(model):
         raise typer.BadParameter(f"{folder} is a {type(model).__name__}, no language model", param_hint="FOLDER")
-    tokenizer = _tokenizer(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder) if has_tokenizer(folder) else None
     start = time.perf_counter()
     try:
-        rows = None if calibration is None else _rows(model, calibration, tokenizer, tokens)
-        with bar(f"quantizing to {scheme}") as at:
-            done = run.quantize(model, scheme, rows, tokenizer, method, out, at, activations, place)
+        with user_errors(None):
+            rows = None if calibration is None else _rows(model, calibration, tokenizer, tokens)
+            with bar(f"quantizing to {scheme}") as at:
+                done = run.quantize(model, scheme, rows, tokenizer, method, out, at, activations, place)
     except KeyboardInterrupt:
         Console(stderr=True).print(f"interrupted; the same command goes on with what {out} holds")
         raise typer.Exit(INTERRUPTED) from None
-    except (TypeError, ValueError, OSError) as error:
-        raise typer.BadParameter(str(error).split("\n")[0]) from None
     seconds = time.perf_counter() - start
     if as_json:
         found = {"weights": done.rows, "skipped": done.skipped, "layer_seconds": done.seconds, "seconds": seconds}
@@ -81,13 +82,6 @@ def quantize(
         print(json.dumps(found | {"out": str(out)}, indent=2))
         return
     _show(Console(), done, seconds, out)
-
-
-def _tokenizer(folder: Path) -> Any:
-    """The folder's; without its files transformers would make an empty one."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder) if has_tokenizer(folder) else None
 
 
 def _rows(model: Any, file: Path, tokenizer: Any, tokens: int) -> list:
@@ -114,7 +108,8 @@ def _show(console: Console, done: "Run", seconds: float, out: Path) -> None:
     if done.sqnr_db:
         worst, least = min(done.sqnr_db.items(), key=lambda item: item[1])
         console.print(
-            f"layers on the calibration text: SQNR {least:.1f} dB at least ({worst or 'the model'}, {_off(least)} of "
+            f"layers on the calibration text: SQNR {least:.1f} dB at least ({worst or 'the model'}, "
+            f"{10 ** (-least / 20):.2%} of "
             f"what it adds is lost), {median(done.sqnr_db.values()):.1f} dB in the median",
             highlight=False,
         )
@@ -126,8 +121,3 @@ def _show(console: Console, done: "Run", seconds: float, out: Path) -> None:
     if done.taken:
         layers += f", {done.taken} more taken from the interrupted run"
     console.print(f"{before:.1f} MB in {after:.1f} MB, {layers}, {seconds:.1f} s; saved in {out}", highlight=False)
-
-
-def _off(ratio: float) -> str:
-    """The RMS of the error, of the RMS of what it is an error of."""
-    return f"{10 ** (-ratio / 20):.2%}"

@@ -17,7 +17,7 @@ from accel.commands.options import (
     parse_device,
     parse_dtype,
     parse_folder,
-    wrong_folder,
+    user_errors,
 )
 from accel.progress import progress_bar
 
@@ -46,10 +46,8 @@ def report(
         loaded = load_folder(folder, kind, place)
         measured = _measured(loaded, lambda name: progress.update(task, description=name)) if measure else {}
         progress.update(task, description="optimizing")
-        try:
+        with user_errors("FOLDER", TypeError, ValueError):
             found = accel.report(accel.optimize(loaded))
-        except (TypeError, ValueError) as error:
-            raise wrong_folder(error) from None
     if as_json:
         print(json.dumps(found.to_dict() | ({"mechanisms": measured} if measure else {}), indent=2))
         return

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from accel.commands.options import JSON_HELP, parse_folder, quiet
+from accel.commands.options import JSON_HELP, parse_folder, quiet, user_errors
 
 
 def shard(
@@ -28,11 +28,8 @@ def shard(
     from accel.progress import bar
 
     start = time.perf_counter()
-    try:
-        with bar(f"dividing among {tp} ranks") as at:
-            manifest = divide(folder, out, tp, at)
-    except (ValueError, OSError) as error:
-        raise typer.BadParameter(str(error).split("\n")[0]) from None
+    with user_errors(None, ValueError, OSError), bar(f"dividing among {tp} ranks") as at:
+        manifest = divide(folder, out, tp, at)
     seconds = time.perf_counter() - start
     by_rank = [sum(file.bytes for file in files) for files in manifest.files]
     divided = sum(division is not None for _, division in manifest.tensors.values())

@@ -16,7 +16,7 @@ from accel.commands.options import (
     parse_device,
     parse_dtype,
     parse_folder,
-    wrong_folder,
+    user_errors,
 )
 from accel.progress import progress_bar
 
@@ -48,10 +48,8 @@ def verify(
     import accel
 
     given: dict[str, Any] = {"weights": weights, "activations": activations}
-    try:
+    with user_errors(None, ValueError):
         options = accel.Options(**given)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
     place = parse_device(device)
     kind = parse_dtype(dtype, place)
     console = Console()
@@ -60,10 +58,8 @@ def verify(
         loaded = load_folder(folder, kind, place)
         call = _call(loaded, folder, prompt, steps)
         progress.update(task, description="stock and optimized")
-        try:
+        with user_errors("FOLDER", TypeError, ValueError):
             quality = accel.verify(accel.optimize(loaded, options), seed=seed, **call)
-        except (TypeError, ValueError) as error:
-            raise wrong_folder(error) from None
     if as_json:
         print(json.dumps(quality.to_dict(), indent=2))
     else:
@@ -89,10 +85,8 @@ def _call(loaded: Any, folder: Path, prompt: str | None, steps: int | None) -> d
         if wanted:
             raise typer.BadParameter("--prompt and --steps are for pipelines; this is a single model")
         return {}
-    try:
+    with user_errors("FOLDER", ValueError):
         return example_call(loaded) | wanted
-    except ValueError as error:
-        raise wrong_folder(error) from None
 
 
 def _tokens(model: Any, folder: Path, prompt: str) -> dict:

@@ -1,4 +1,4 @@
-"""What is kept of one input shape of a module that runs through CUDA graphs, and what tells it from others."""
+"""What is kept for one input shape of a module that runs through CUDA graphs, and what tells shapes apart."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,11 +13,11 @@ from accel.fusion.stacked_linears import StackedLinears
 
 
 @dataclass(frozen=True)
-class Constant:
-    """An input that stays the same through a loop: `joint` computes once what the model makes of it.
+class LoopConstant:
+    """An input that stays the same through a loop; `joint` computes once what the model makes of it.
 
-    Used for as long as the caller gives the same tensor object in the same loop, and neither it nor the weights have
-    changed by autograd's count: an edit through `.data` in the middle of a loop is seen by the next one.
+    Used while the caller gives the same tensor in the same loop, and autograd counts no change of it or of the weights.
+    An edit through `.data` in the middle of a loop is seen by the next loop.
     """
 
     tensor: torch.Tensor
@@ -29,24 +29,24 @@ class Constant:
 
 
 class Inputs:
-    """Fixed places on the module's device for the tensors among the leaves of a call.
+    """Fixed buffers on the module's device for the tensors among the leaves of a call.
 
-    place: which of them is kept from call to call with what is made of it; None for none. source: the tensor that was
-    copied there, its version, and the loop it was for.
+    place: of the loop constant among them, None for none. source: the tensor that was copied there, its version, and
+    the loop it was for.
     """
 
-    def __init__(self, leaves: list, device: torch.device, constant: Constant | None):
+    def __init__(self, leaves: list, device: torch.device, constant: LoopConstant | None):
         given = _tensors(leaves)
-        self.buffers = [_buffer(tensor, device) for tensor in given]
+        self.buffers = [torch.empty_like(tensor, device=device) for tensor in given]  # laid out as they are
         self.place = None if constant is None else next(i for i, t in enumerate(given) if t is constant.tensor)
         self.source: tuple = ()
 
     def instead(self, leaves: list) -> list:
-        """The leaves with these places for their tensors."""
+        """The leaves with these buffers in place of their tensors."""
         fixed = iter(self.buffers)
         return [next(fixed) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
-    def fill(self, leaves: list, constant: Constant | None) -> None:
+    def fill(self, leaves: list, constant: LoopConstant | None) -> None:
         given, buffers = _tensors(leaves), list(self.buffers)
         if constant is not None and self.place is not None:
             buffer, tensor = buffers.pop(self.place), given.pop(self.place)
@@ -58,8 +58,8 @@ class Inputs:
             torch._foreach_copy_(buffers, given, non_blocking=True)  # in one launch where they are alike
 
 
-class Captured(NamedTuple):
-    """A graph, what it reads, and the leaves that it writes, of outputs of this structure. copies: read by it too."""
+class CapturedGraph(NamedTuple):
+    """A graph, the buffers it reads, and the leaves it writes, with their structure. copies: read by it too."""
 
     graph: torch.cuda.CUDAGraph
     device: torch.device
@@ -70,13 +70,13 @@ class Captured(NamedTuple):
 
     @property
     def beside_mb(self) -> float:
-        """Memory that it reads and that is not in the pool: places of its inputs, copies of numbers of the CPU."""
+        """Memory outside of the pool that it reads: input buffers and copies of host tensors."""
         held = (*self.inputs.buffers, *(copy.device for copy in self.copies.found))
         return sum(tensor.nbytes for tensor in held) / 2**20
 
     @property
     def outputs_mb(self) -> float:
-        """Memory of the pool that no other graph may use: its outputs are copied out only after a replay."""
+        """Memory of the pool that no other graph may use, since outputs are copied out only after a replay."""
         storages = {o.data_ptr(): o.untyped_storage() for o in self.outputs if isinstance(o, torch.Tensor)}
         return sum(storage.nbytes() for storage in storages.values()) / 2**20
 
@@ -86,7 +86,7 @@ class Entry:
     """One input shape: seen once, then a captured graph, or the reason why it stays eager."""
 
     reason: str | None = None
-    graph: "Captured | None" = None
+    graph: "CapturedGraph | None" = None
     eager_ms: float = 0.0
     graph_ms: float = 0.0
     memory_mb: float = 0.0
@@ -109,7 +109,7 @@ class Entry:
 
 
 class Replayed(NamedTuple):
-    """A replay launched before the call it is for. versions: of the weights that it reads."""
+    """A replay launched before the call it is for. versions: of the weights that it read."""
 
     key: tuple
     fingerprint: Fingerprint
@@ -135,14 +135,14 @@ def key_of(leaves: list, spec: pytree.TreeSpec, variant: tuple) -> tuple | None:
     return ", ".join((*shapes, *map(str, variant))), tuple(parts), spec, switches(), variant
 
 
-def filled(given: list, before: list) -> bool:
-    """Whether a list holds now what it did not hold before; one that was only emptied does not."""
+def wrote_into(given: list, before: list) -> bool:
+    """Whether a list holds something that it did not hold before; one that was only emptied does not."""
     known = set(map(id, before))
     return any(id(value) not in known for value in given)
 
 
 def switches() -> tuple:
-    """What of torch's global settings changes which kernels run."""
+    """Global settings of torch that change which kernels run."""
     return (
         products_in_tf32(),
         convolutions_in_tf32(),
@@ -155,8 +155,3 @@ def switches() -> tuple:
 
 def _tensors(leaves: list) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
-def _buffer(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A fixed place on the module's device for an input, laid out like it where that is without overlap."""
-    return torch.empty_like(tensor, device=device, memory_format=torch.preserve_format)

@@ -1,8 +1,8 @@
-"""What a forward computes on the CPU and copies to its device: tables of positions, masks, sizes made into tensors.
+"""What a forward computes on the CPU and copies to its device: position tables, masks, sizes made into tensors.
 
-No capture takes such a copy. Inputs of the call are on the device already, so what is left depends on the shapes and
-plain values that a graph is for, and on the module. It is noted in a call that runs eagerly, compared in the one that
-is captured, and read from the device's memory there.
+A capture refuses such copies. Inputs are on the device already, so these depend only on the shapes and plain values
+that a graph is for, and on the module. An eager call notes them. The captured call compares them, and reads them from
+the device.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ class HostCopy(NamedTuple):
 
 
 class HostCopies:
-    """The copies of one forward, in order. They must live for as long as a graph that was captured with them."""
+    """The copies of one forward, in order. They must live as long as a graph that was captured with them."""
 
     def __init__(self) -> None:
         self.found: list[HostCopy] = []
@@ -62,14 +62,15 @@ class HostCopies:
             raise RuntimeError(CHANGES)
 
 
-def captured(
+def capture_with_copies(
     run: Callable[[], Any], pool: Callable[[], Any], somewhere: Callable[[bool], bool] = bool
 ) -> tuple[torch.cuda.CUDAGraph, Any, HostCopies]:
-    """A graph of run(), what run() gave in it, and the copies it reads, which are looked for where it fails without.
+    """A graph of run(), what run() returned in it, and the host copies it reads, which are noted only where capturing
+    fails.
 
-    pool(): whose memory it takes, asked for each time: a pool whose only graph has failed must not be used again.
-    somewhere(flag): whether it is so on any rank that computes with this one. A capture waits for no other rank; an
-    eager run, in which copies are looked for, does. So all make it, or none.
+    pool(): the memory pool, asked for each time, since a pool whose only graph failed must not be used again.
+    somewhere(flag): whether flag holds on any rank. A capture waits for no other rank, but the eager run that notes
+    copies does; so all ranks make it, or none.
     """
     graph, copies, made = torch.cuda.CUDAGraph(), HostCopies(), None
     failure: Exception | None = None

@@ -1,7 +1,7 @@
-"""Whether what is fused pays on this machine: runs timed in turns, and the one rule by which their times are judged.
+"""Whether fused code is faster on this machine: runs timed in turns, and the one rule by which times are judged.
 
-A fast forward launches less work for the GPU. But its own Python and its launches take time of the host, and in code
-that runs eagerly, a row at a time, the host is what everything waits for. So it has to win on both.
+A fast forward launches less work for the GPU. But its Python and launches take time on the host, which decides in eager
+code with few rows. So it has to win on both.
 """
 
 import time
@@ -18,18 +18,18 @@ WARM = 2  # calls before: kernels are compiled, libraries get ready
 
 
 class Cost(NamedTuple):
-    """Seconds of one call: until the host has launched it, and until the device has done it, one behind another."""
+    """Seconds of one call, in a row of calls: until the host has launched it, and until the device has finished it."""
 
     host: float
     wall: float
 
 
-def less(fused: float, stock: float) -> bool:
+def clearly_faster(fused: float, stock: float) -> bool:
     """Whether the time of what is fused is clearly less."""
     return fused < GAIN * stock
 
 
-def no_more(fused: float, stock: float) -> bool:
+def not_slower(fused: float, stock: float) -> bool:
     """Whether what is fused takes no longer."""
     return fused <= max(1.0, GAIN) * stock
 
@@ -67,10 +67,10 @@ def _wait(device: torch.device) -> None:
 
 
 class LiveTurns:
-    """Two ways of computing a user's own calls, in turns until it is known which is faster. No call is made for it.
+    """Two ways of computing the user's own calls, in turns until it is known which is faster. No extra call is made.
 
-    Of each way the first call counts for nothing, and the least of two is compared. Until then `faster` is None.
-    reason: why it is stock.
+    The first call of each way does not count, and the least of two more is compared. Until then `faster` is None.
+    reason: why stock runs.
     """
 
     COUNTED = 2
@@ -92,7 +92,21 @@ class LiveTurns:
         self.times[way].append(time.perf_counter() - start)
         if min(map(len, self.times.values())) > self.COUNTED:
             fused, stock = (min(times[1:]) for times in self.times.values())
-            self.faster = "fused" if less(fused, stock) else "stock"
+            self.faster = "fused" if clearly_faster(fused, stock) else "stock"
             if self.faster == "stock":
                 self.reason = f"would not pay: {1e3 * fused:.2f} ms fused, {1e3 * stock:.2f} stock"
         return result
+
+
+def milliseconds(run: Callable, device: torch.device) -> tuple[float, float]:
+    """Wall time of one run to its end, and the time until the host has launched all of it.
+
+    Waits for this stream alone: waiting for the device fails while another thread captures.
+    """
+    stream = torch.cuda.current_stream(device)
+    stream.synchronize()
+    start = time.perf_counter()
+    run()
+    launched = time.perf_counter()
+    stream.synchronize()
+    return 1000 * (time.perf_counter() - start), 1000 * (launched - start)

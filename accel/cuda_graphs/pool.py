@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from accel.cuda_graphs.entry import Entry
+from accel.cuda_graphs.entry import CapturedGraph, Entry
 from accel.cuda_graphs.fingerprint import States
 from accel.parallel.group_end import clear_at_end
 from accel.parallel.ranks import Ranks
@@ -33,8 +33,8 @@ class GraphPool:
     """Memory shared by all graphs of one optimized object, and the order in which they may run.
 
     Graphs of one pool reuse each other's memory, so replays must not overlap: a lock orders the host, an event the
-    streams. Over the memory limit, all graphs are dropped and their memory returned; what is used again is captured
-    again. A graph that is dropped alone leaves its memory to the next ones: it counts until all are.
+    streams. Over the memory limit all graphs are dropped and their memory returned; what is used again is captured
+    again. A graph that is dropped alone leaves its memory to later ones, so it counts until all are dropped.
     """
 
     def __init__(self, limit_gb: float | None):
@@ -115,9 +115,10 @@ class GraphPool:
             entry.graph = None
 
     def bound_outputs(self, entries: Collection[Entry], newest: Entry, device: torch.device) -> None:
-        """Drops graphs of a runner, those first that were used the longest ago, whose outputs take more than theirs.
+        """Drops the graphs of a runner that were unused the longest, while outputs of all take more than their share.
 
-        As logits do of hundreds of rows, in a graph for each number of rows. newest: captured just now, it stays.
+        For example logits of hundreds of rows, in a graph for each number of rows. newest: was just captured, and
+        stays.
         """
         kept = {id(entry): entry.graph.outputs_mb for entry in entries if entry.graph and entry.graph.device == device}
         for entry in sorted((entry for entry in entries if id(entry) in kept), key=lambda entry: entry.used):
@@ -149,3 +150,24 @@ class GraphPool:
                 self.left_mb.pop(device, None)
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
+
+
+DRIVERS = 64  # MiB of one graph's nodes at most: what goes beyond is another process's, which took it meanwhile
+
+
+class CaptureMemory:
+    """Measures from when it is created, after cached memory was given back."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.reserved, self.free = self._now()
+
+    def _now(self) -> tuple[int, int]:
+        return torch.cuda.memory_reserved(self.device), torch.cuda.mem_get_info(self.device)[0]
+
+    def taken_mb(self, graph: CapturedGraph) -> float:
+        """The pool's growth, the driver's memory for nodes, and what the graph reads outside of both."""
+        reserved, free = self._now()
+        grown = (reserved - self.reserved) / 2**20
+        nodes = (self.free - free) / 2**20 - grown
+        return grown + min(max(nodes, 0.0), DRIVERS) + graph.beside_mb

@@ -11,14 +11,13 @@ from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
 from accel.casting import Cast, cast_of, casts_of, in_place
-from accel.cuda_graphs.entry import Constant
+from accel.cuda_graphs.entry import LoopConstant
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.pays import LiveTurns
 from accel.cuda_graphs.pool import GraphPool
 from accel.cuda_graphs.runner import GraphRunner
 from accel.fusion.channels_last import ChannelsLast, over_video
-from accel.fusion.forward_counter import ForwardCounter
-from accel.fusion.loop import Loop
+from accel.fusion.loop import DenoisingLoop, ForwardCounter
 from accel.fusion.stacked_linears import PromptProjections
 from accel.libraries.diffusion import context_parallel
 from accel.libraries.hooks import BENEATH, beneath, hook_of, hooks_of, only_divides
@@ -41,18 +40,18 @@ CAPTURED_SOON: ContextVar[bool] = ContextVar("accel_captured_soon", default=Fals
 
 
 class GraphForward(FastForward):
-    """The module's own forward, blocks inside it patched or not, replayed from a CUDA graph per shape.
+    """The module's own forward, with fast forwards inside, replayed from a CUDA graph per shape.
 
-    Not of half an autoencoder over video: its kernels are long, and a graph would hold the memory of its frames again.
-    Of a model whose sequences are divided among ranks, what they send each other is in the graph of each.
-    Where something forbids all graphs, blocks inside may cost the host more than they save: calls then run fused and
-    stock in turns, until it is known of their shape which is faster.
+    Halves of video autoencoders are not captured: their kernels are long, and a graph would hold the memory of all
+    frames. Where sequences are divided among ranks, each rank's graph contains the exchanges. Where no graph is
+    possible, fast forwards inside may cost the host more than they save: calls run fused and stock in turns, until it
+    is known which is faster for their shape.
     """
 
     def __init__(self, module: nn.Module, path: str, context: Context):
         super().__init__(module, path, context.kernels, context.ledger)
         self.turns: dict[tuple, LiveTurns] = {}
-        self.prompt, self.loop = PromptProjections.shared(context), context.of(Loop)
+        self.prompt, self.loop = PromptProjections.shared(context), context.of(DenoisingLoop)
         self.layout = context.find(ChannelsLast)  # of the model's convolutions
         self.passes = context.of(ForwardCounter)
         self.passes.tracked = True
@@ -68,9 +67,6 @@ class GraphForward(FastForward):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._forget_casts()
-
-    def _forget_casts(self) -> None:
         self.asked: Fingerprint | None = None  # as the model was when its casts were looked for
         self.casts: tuple[Cast, ...] = ()
 
@@ -142,17 +138,17 @@ class GraphForward(FastForward):
             self.ledger.fell_back(self.path, f"{turns.reason}, without a graph")
         return result
 
-    def _constant(self, args: tuple, kwargs: dict) -> Constant | None:
-        """The prompt, where a pipeline's loop gives it at every step: its keys and values are computed once a loop."""
+    def _constant(self, args: tuple, kwargs: dict) -> LoopConstant | None:
+        """The prompt, where a pipeline's loop gives it at every step; its keys and values are computed once a loop."""
         if not self.loop.number or not self.prompt.groups or PROMPT not in self.names:
             return None
         prompt = (dict(zip(self.names, args, strict=False)) | kwargs).get(PROMPT)
         if type(prompt) is not torch.Tensor or prompt.is_inference() or self.prompt.versions() is None:
             return None  # such tensors do not tell when they change
-        return Constant(prompt, self.prompt, self.loop.number)
+        return LoopConstant(prompt, self.prompt, self.loop.number)
 
     def _timestep_as_tensor(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """A number given as timestep becomes data, as the model itself makes it; else each step were a new graph."""
+        """Makes a timestep that is a number a tensor, as the model itself does; else each step would be a new graph."""
         if "timestep" not in self.names:
             return args, kwargs
         bound = dict(zip(self.names, args, strict=False)) | kwargs
@@ -209,7 +205,7 @@ def obstacle(root: nn.Module, stored: bool = False) -> str | None:
 
 
 def own_code(root: nn.Module) -> str | None:
-    """As `obstacle`, for models whose graph replays their own code, and with it that of classes from elsewhere."""
+    """As `obstacle`, and why classes from elsewhere inside forbid a graph: a replay skips their Python."""
     reason = obstacle(root, stored=True)
     if reason is None:
         kinds = {type(module): name for name, module in root.named_modules()}
@@ -219,7 +215,7 @@ def own_code(root: nn.Module) -> str | None:
 
 
 def match_graph(site: Site, context: Context) -> Match | Skip | None:
-    """The sites that the family of the root names as whole forwards worth a graph."""
+    """The modules whose whole forward is worth a graph, as named by the family of the root."""
     if site.path not in context.graph_paths:
         return None
     if context.options.graphs is False:

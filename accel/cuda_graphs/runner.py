@@ -17,12 +17,11 @@ from accel_kernels.warmup import warmup
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from accel.cuda_graphs.entry import Captured, Constant, Entry, Inputs, Replayed, filled, key_of, switches
+from accel.cuda_graphs.entry import CapturedGraph, Entry, Inputs, LoopConstant, Replayed, key_of, switches, wrote_into
 from accel.cuda_graphs.fingerprint import Fingerprint, States, Watched
-from accel.cuda_graphs.host_copies import captured
-from accel.cuda_graphs.memory import CaptureMemory
-from accel.cuda_graphs.pool import GraphPool
-from accel.cuda_graphs.wall_time import milliseconds
+from accel.cuda_graphs.host_copies import capture_with_copies
+from accel.cuda_graphs.pays import milliseconds
+from accel.cuda_graphs.pool import CaptureMemory, GraphPool
 from accel.errors import reason_of, told
 from accel.parallel.ranks import Ranks
 from accel.parallel.sequences import waited
@@ -41,12 +40,11 @@ RESTLESS = 8  # consecutive calls that each find the module changed, after which
 class GraphRunner:
     """Runs one module's forward through graphs of a shared pool.
 
-    obstacle(module) gives None, or why no forward of it may be captured; asked again whenever the module changes.
-    keep: keep graphs that gain nothing. passed: attributes that may change, see `Fingerprint`;
-    beside: an object whose `views()` are what else must not. kind: of the leaves of a call, what decides which kernels
-    there are to compile; all calls are of one kind without it. eager_calls: of a shape, before it is captured. ranks:
-    that compute each call together. Every call is then run once on each, and graphs are captured and dropped by all in
-    the same call.
+    obstacle(module): None, or why no forward may be captured; asked again whenever the module changes. keep: keep
+    graphs that gain nothing. passed: attributes that may change, see `Fingerprint`. beside: what must not change
+    either. kind: of a call's leaves, which kernels there are to compile; without it all calls are of one kind.
+    eager_calls: of a shape, before it is captured. ranks: compute each call together, so each runs it once, and all
+    capture and drop graphs in the same call.
     """
 
     passed: tuple[tuple[str, str], ...] = ()
@@ -86,15 +84,14 @@ class GraphRunner:
         args: tuple,
         kwargs: dict,
         variant: tuple = (),
-        constant: Constant | None = None,
+        constant: LoopConstant | None = None,
         pending: Replayed | None = None,
         instead: Callable | None = None,
     ) -> Any:
-        """eager(*args, **kwargs), or the replay of its graph. variant: plain values it depends on too.
+        """eager(*args, **kwargs), or the replay of its graph.
 
-        pending: what `begin` has launched with equal arguments; the current stream waits for it already.
-        instead: called for the result where it is known that no graph will be, as the cheaper way there; so a graph
-        has to gain over that.
+        variant: plain values that it depends on too. pending: what `begin` has launched with equal arguments; the
+        current stream waits for it already. instead: the cheaper way where no graph will be; a graph has to beat it.
         """
         if pending is not None and self._stands(pending, variant):
             return pending.outputs
@@ -144,15 +141,15 @@ class GraphRunner:
             outputs = eager(*args, **kwargs)  # outside the lock: eager calls of several threads may overlap
         if reason is None:
             self._follow()
-        if entry is not None and any(filled(*pair) for pair in lists):
+        if entry is not None and any(wrote_into(*pair) for pair in lists):
             entry.reason = "writes into a list that it is given, which a graph would not"
         self._settle(entry, asked, device, cold)
         return outputs
 
     def _settle(self, entry: Entry | None, asked: dict, device: torch.device, cold: bool) -> None:
-        """Measures what the call has asked for: all where it was the first of all, else for a short time.
+        """Runs the trials that the call has asked for: all after the very first call, else some for a short time.
 
-        Nothing after the first call of a shape, in which libraries get ready for that.
+        None after the first call of a shape, in which libraries get ready.
         """
         open_: Iterable[Hashable] = asked
         if asked and (cold or entry is None or entry.waited):
@@ -181,10 +178,7 @@ class GraphRunner:
             )
 
     def begin(self, args: tuple, kwargs: dict, variant: tuple = ()) -> Replayed | None:
-        """Launches the replay for a call that is still to come, on the current stream, where there is a graph for it.
-
-        Whether the module has changed in between is asked by that call.
-        """
+        """Launches the replay for a call to come, on the current stream, where there is a graph for it; else None."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         key = key_of(leaves, spec, variant)
         if key is None:
@@ -199,10 +193,9 @@ class GraphRunner:
             return Replayed(key, fingerprint, versions, self._replay(entry, leaves, entry.graph.device, None))
 
     def _warm_up(self, eager: Callable, leaves: list, spec: pytree.TreeSpec) -> bool:
-        """Before the first call of a kind: compiles its kernels side by side. An error shows again in the call.
+        """Compiles the kernels of a kind of call side by side, before its first; whether it was the very first.
 
-        Only where nothing forbids a graph: hooks and processors of the user's must not see a call that is none.
-        Whether it was the very first.
+        Only where nothing forbids a graph: the user's hooks must not see a dry run. An error shows again in the call.
         """
         kind, first = None if self.kind is None else self.kind(leaves), not self.warm
         if kind in self.warm:
@@ -283,7 +276,7 @@ class GraphRunner:
         leaves: list,
         spec: pytree.TreeSpec,
         device: torch.device,
-        constant: Constant | None,
+        constant: LoopConstant | None,
         instead: Callable | None,
         crowded: bool,
     ) -> None:
@@ -309,9 +302,11 @@ class GraphRunner:
             self.pool.clear(alone=self.ranks is None)
         torch.cuda.empty_cache()
         memory = CaptureMemory(device)
-        graph, made, copies = captured(run, partial(self.pool.handle, device), partial(self._somewhere, device=device))
+        graph, made, copies = capture_with_copies(
+            run, partial(self.pool.handle, device), partial(self._somewhere, device=device)
+        )
         outputs, structure = pytree.tree_flatten(made)
-        entry.graph = Captured(graph, device, inputs, outputs, structure, copies)
+        entry.graph = CapturedGraph(graph, device, inputs, outputs, structure, copies)
         entry.memory_mb = memory.taken_mb(entry.graph)
         # What else the GPU does at a moment must not decide for all calls to come: eager runs have been timed thrice.
         if timed:
@@ -325,7 +320,7 @@ class GraphRunner:
         else:
             self.pool.bound_outputs(self.entries.values(), entry, device)
 
-    def _replay(self, entry: Entry, leaves: list, device: torch.device, constant: Constant | None) -> Any:
+    def _replay(self, entry: Entry, leaves: list, device: torch.device, constant: LoopConstant | None) -> Any:
         held = entry.graph
         assert held is not None
         self.replays += 1

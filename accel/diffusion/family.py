@@ -7,8 +7,7 @@ from torch import nn
 
 from accel.cuda_graphs.rule import match_graph
 from accel.diffusion.blocks.attention import match_attention
-from accel.diffusion.blocks.convolution import match_convolution
-from accel.diffusion.blocks.resampling import match_resample, match_upsample_pair
+from accel.diffusion.blocks.convolution import match_convolution, match_resample, match_upsample_pair
 from accel.diffusion.blocks.resnet import match_resnet
 from accel.diffusion.blocks.transformer_2d import match_transformer_block, match_transformer_stack
 from accel.diffusion.blocks.up_block import match_up_block
@@ -52,7 +51,9 @@ def match_layout(site: Site, context: Context) -> Match | Skip | None:
     return Match(patches=(layout,), note=f"{len(convolutions)} convolutions channels-last{where}")
 
 
-def images(match: Callable[[Site, Context], Match | Skip | None]) -> Callable[[Site, Context], Match | Skip | None]:
+def unless_layout_kept(
+    match: Callable[[Site, Context], Match | Skip | None],
+) -> Callable[[Site, Context], Match | Skip | None]:
     """The rule `match`, for blocks that work channels-last: not where the user keeps the layout."""
 
     def matched(site: Site, context: Context) -> Match | Skip | None:
@@ -66,18 +67,18 @@ def images(match: Callable[[Site, Context], Match | Skip | None]) -> Callable[[S
 
 FORWARDS = (
     Rule("CUDA graph", match_graph),
-    Rule("video resnet block", images(match_video_resnet)),
-    Rule("resnet block", images(match_resnet)),
-    Rule("upward block", images(match_up_block)),
-    Rule("transformer stack", images(match_transformer_stack)),
+    Rule("video resnet block", unless_layout_kept(match_video_resnet)),
+    Rule("resnet block", unless_layout_kept(match_resnet)),
+    Rule("upward block", unless_layout_kept(match_up_block)),
+    Rule("transformer stack", unless_layout_kept(match_transformer_stack)),
     Rule("transformer block", match_transformer_block),
     Rule("attention", match_attention),
     Rule("diffusion transformer block", match_block),
-    Rule("resampling", images(match_resample)),
-    Rule("resampling", images(match_upsample_pair)),
-    Rule("convolution", images(match_convolution)),
-    Rule("video convolution", images(match_video_convolution)),
-    Rule("video norm", images(match_video_norm)),
+    Rule("resampling", unless_layout_kept(match_resample)),
+    Rule("resampling", unless_layout_kept(match_upsample_pair)),
+    Rule("convolution", unless_layout_kept(match_convolution)),
+    Rule("video convolution", unless_layout_kept(match_video_convolution)),
+    Rule("video norm", unless_layout_kept(match_video_norm)),
     Rule("group norm", match_group_norm),
     Rule("layer norm", match_layer_norm),
 )

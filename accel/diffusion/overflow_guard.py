@@ -8,13 +8,11 @@ then gives is a black image. Convolutions of a decoder in float32 may be in floa
 from typing import Any
 
 import torch
-from torch import nn
 
 from accel.cuda_graphs.rule import GraphForward, match_graph
 from accel.fusion.half_operands import HalfOperands
 from accel.patching.context import Context
-from accel.patching.fast_forward import FastForward, Kernels, as_written
-from accel.patching.ledger import Ledger
+from accel.patching.fast_forward import FastForward, as_written
 from accel.patching.rule import Match
 from accel.patching.site import Site
 from accel.verification.precision import in_dtype, upcast
@@ -29,18 +27,9 @@ class OverflowGuard(FastForward):
     redoes runs the stock forwards, of float16 those of an upcast twin, so neither weights nor graphs notice.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        path: str,
-        kernels: Kernels,
-        ledger: Ledger,
-        inner: FastForward | None,
-        half: HalfOperands,
-    ) -> None:
-        super().__init__(module, path, kernels, ledger)
-        self.inner = inner  # None: the stock forward
-        self.half = half
+    def __init__(self, *place: Any, inner: FastForward | None, half: HalfOperands) -> None:
+        super().__init__(*place)
+        self.inner, self.half = inner, half  # None: the stock forward
 
     def fast(self, *args: Any, **kwargs: Any) -> Any:
         output = (self.inner or self.stock)(*args, **kwargs)
@@ -111,5 +100,5 @@ def match_overflow_guard(site: Site, context: Context) -> Match | None:
     half = HalfOperands.watch(site, context)
     if isinstance(inner, GraphForward):
         inner.variant = half.state
-    guard = OverflowGuard(site.module, site.path, context.kernels, context.ledger, inner, half)
+    guard = OverflowGuard(site.module, site.path, context.kernels, context.ledger, inner=inner, half=half)
     return Match(guard, covers=(), note=f"looks for overflow in float16, {within}")

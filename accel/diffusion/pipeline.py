@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from accel.cuda_graphs.rule import GraphForward
-from accel.diffusion.schedulers import RULES, ready
+from accel.diffusion.schedulers import RULES, fetch_timesteps
 from accel.errors import PatchConflict
 from accel.fusion.channels_last import ChannelsLast
-from accel.fusion.loop import Loop
-from accel.fusion.stacked_weights import Stacked
+from accel.fusion.loop import DenoisingLoop
+from accel.fusion.stacked_linears import Stacked
 from accel.libraries.models import denoising_loops
 from accel.offload.hooks import SWITCH, OffloadPatch
 from accel.patching.context import Context
@@ -62,7 +62,7 @@ class LoopStart(InstanceMethod):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         self._follow()
-        self.context.of(Loop).begin(self.current.values())
+        self.context.of(DenoisingLoop).begin(self.current.values())
         if self.wrapped is not None:
             return self.wrapped(*args, **kwargs)
         return type(self.holder).progress_bar(self.holder, *args, **kwargs)
@@ -75,7 +75,7 @@ class LoopStart(InstanceMethod):
                 plan = Plan(scheduler, RULES, self.context.for_model())
                 plan.apply()
                 vars(scheduler)[PLAN] = plan
-            ready(scheduler)
+            fetch_timesteps(scheduler)
         # One that was taken out may come back, or be another pipeline's: it stays as it is until `restore`.
         self.former.update(self.current.values())
         self.former.difference_update(schedulers.values())
@@ -115,10 +115,10 @@ def pipeline_plan(pipe: object, context: Context) -> Plan:
 
 def take_over_offload(pipe: object, context: Context) -> StageResult:
     """Models that hooks move to the GPU and back come to the same addresses each time."""
-    return StageResult((OffloadPatch(pipe, prepare),) if hasattr(pipe, SWITCH) else ())
+    return StageResult((OffloadPatch(pipe, lay_out_for_gpu),) if hasattr(pipe, SWITCH) else ())
 
 
-def prepare(model: nn.Module, device: torch.device) -> None:
+def lay_out_for_gpu(model: nn.Module, device: torch.device) -> None:
     """The model is about to go to a GPU: its weights get the layout that they are to have there."""
     plan = vars(model).get(PLAN)
     for patch in () if plan is None else plan.patches:

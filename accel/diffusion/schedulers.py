@@ -281,7 +281,7 @@ def _unknown(scheduler: object) -> str | None:
     return None
 
 
-def ready(scheduler: object) -> None:
+def fetch_timesteps(scheduler: object) -> None:
     """Before a loop: what the steps need of the device is fetched now, also where set_timesteps was not ours."""
     step = vars(scheduler).get("step")
     if isinstance(step, SchedulerStep):

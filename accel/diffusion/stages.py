@@ -51,8 +51,8 @@ def quantize_denoiser(model: nn.Module, context: Context) -> StageResult:
 
 
 def round_activations(model: nn.Module, context: Context) -> StageResult:
-    """The quantized linears that it holds by now round their inputs. Raises ValueError as `rounded` does."""
-    found = rounded(model, context.options)
+    """The quantized linears that it holds by now round their inputs. Raises ValueError as `find_rounding` does."""
+    found = find_rounding(model, context.options)
     if found is None:
         return StageResult()
 
@@ -100,7 +100,7 @@ class DenoiserQuantization(Quantization):
         return quantized, note
 
 
-def rounded(root: nn.Module, options: Options) -> Rounding | None:
+def find_rounding(root: nn.Module, options: Options) -> Rounding | None:
     """The quantized linears that are to round rows. Raises ValueError where there is none that could."""
     activations = options.activations
     if activations is None:

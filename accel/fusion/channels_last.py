@@ -10,7 +10,7 @@ from torch import nn
 
 from accel.fusion.float32_precision import convolutions_in_tf32, products_in_tf32
 from accel.fusion.tensor_notes import TensorNotes
-from accel.in_flight import vacant
+from accel.in_flight import alone_if_idle
 from accel.patching.fast_forward import Kernels
 from accel.patching.patch import set_data
 from accel.patching.structure import pointwise
@@ -66,7 +66,7 @@ def channels_last(image: torch.Tensor) -> bool:
 
 
 def keep_channel_stats(result: tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor:
-    """The image of an op that also returns its channel stats, which hang on it from now on until it changes."""
+    """The image of an op that returns (image, channel stats); the stats are noted on the image until it changes."""
     image, channel_stats = result
     if channel_stats is not None and not image.is_inference():  # an inference tensor does not tell when it changes
         TensorNotes.begin(image).channel_stats = channel_stats
@@ -74,7 +74,7 @@ def keep_channel_stats(result: tuple[torch.Tensor, torch.Tensor | None]) -> torc
 
 
 def channel_stats_of(x: torch.Tensor) -> Any:
-    """Those that the pass which wrote x has taken; None where they are not known, or x has changed since."""
+    """The stats of the pass that wrote x; None where they are not known, or x has changed since."""
     notes = TensorNotes.valid(x)
     return None if notes is None else notes.channel_stats
 
@@ -116,7 +116,7 @@ def project(
 
 
 def coarser_as_convolution(x: torch.Tensor) -> bool:
-    """Whether torch rounds float32 to TF32 in convolutions alone: products are in full, and several times slower."""
+    """Whether torch rounds float32 to TF32 in convolutions alone; products are exact then, and several times slower."""
     return x.is_cuda and x.dtype is torch.float32 and convolutions_in_tf32() and not products_in_tf32()
 
 
@@ -156,7 +156,7 @@ class ChannelsLast:
     def follow(self, device: torch.device) -> None:
         """The model is called on this device, to which it may have been moved since."""
         if device.type in ("cuda", "cpu") and (device.type == "cuda") is not self.on_gpu and not self.everywhere:
-            with vacant(self.root) as free:  # else at another call
+            with alone_if_idle(self.root) as free:  # else at another call
                 if free and self.on_gpu:
                     self.undo()
                 elif free:

@@ -1,8 +1,8 @@
-"""Decoders in float32 whose convolutions stock rounds to TF32: here they run in float16, which rounds the same.
+"""Decoders in float32 whose convolutions stock rounds to TF32; here they run in float16, which rounds the same.
 
-See `accel_kernels.image.half_operands`. SDXL's decoder is such a one: its activations do not fit into float16, so
-diffusers runs it in float32. What goes from block to block stays in float32 here; between a norm and the end of its
-block all is of moderate size, and in float16.
+See `accel_kernels.image.half_operands`. An example is SDXL's decoder: its activations exceed float16, so diffusers runs
+it in float32. What blocks hand on stays in float32. Between a norm and the end of its block values are of moderate
+size, and in float16.
 """
 
 import torch
@@ -17,9 +17,9 @@ from accel.patching.site import Site
 
 
 class HalfOperands:
-    """Whether the convolutions of one model run so: those beneath a module whose output somebody watches.
+    """Whether the convolutions of one model run so: those below a module whose output is checked for overflow.
 
-    Whoever watches switches it off for good at the first overflow.
+    The check switches it off for good at the first overflow.
     """
 
     def __init__(self) -> None:

@@ -1,19 +1,51 @@
-"""Which run of a pipeline's denoising loop this is."""
+"""Where a thread is: in which forward of a model, and in which run of a pipeline's denoising loop."""
 
 import itertools
+import threading
 from collections.abc import Iterable
+from typing import Any
 from weakref import ref
 
-from accel.fusion.per_thread import PerThread
 
-_UNKNOWN = "a scheduler that counts no steps"
+class PerThread:
+    """Keeps in `_local` what copies and pickles do not take along: a copy begins with nothing."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(vars(type(self)()))
 
 
-class Loop(PerThread):
-    """`number` is that of the loop this thread began last, 0 where it began none: only a model was given to `optimize`,
-    or it is another pipeline's loop. No two loops have the same number.
+class ForwardCounter(PerThread):
+    """`number` counts the forwards that this thread has begun; `tracked` says whether anybody counts them."""
 
-    What lives for one loop, such as features kept from step to step, compares it with the number it saw last.
+    tracked = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"tracked": self.tracked}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({})
+        self.tracked = state["tracked"]
+
+    @property
+    def number(self) -> int:
+        return getattr(self._local, "number", 0)
+
+    def begin(self) -> None:
+        self._local.number = self.number + 1
+
+
+class DenoisingLoop(PerThread):
+    """`number` is that of the loop that this thread began last; 0 where it began none. No two loops have the same
+    number.
+
+    It is 0 where only a model was optimized, or the loop is another pipeline's. What is kept for one loop, such as
+    features, is compared with this number.
     """
 
     def __init__(self) -> None:
@@ -26,8 +58,10 @@ class Loop(PerThread):
 
     @property
     def clock(self) -> tuple[int, ...] | None:
-        """How many steps the schedulers of that loop have made, which grows through it; None where none counts them."""
-        counts = [getattr(scheduler(), "step_index", _UNKNOWN) for scheduler in getattr(self._local, "schedulers", ())]
+        """How many steps the loop's schedulers have made, which grows through it; None where none counts them."""
+        counts = [
+            getattr(scheduler(), "step_index", "uncounted") for scheduler in getattr(self._local, "schedulers", ())
+        ]
         known = tuple(-1 if count is None else count for count in counts if count is None or isinstance(count, int))
         return known or None
 

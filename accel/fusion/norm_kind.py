@@ -1,9 +1,11 @@
-"""Which norm a module computes, told by running it on numbers that tell norms apart."""
+"""Which norm a module computes, recognized by running it on inputs that tell norms apart."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from accel_kernels import Norm, rms_norm
@@ -22,10 +24,9 @@ NARROW = (torch.float16, torch.bfloat16)
 class NormKind:
     """A norm over the last dimension: the names of its weight, bias and eps on the module, and its formula.
 
-    groups, gate: as `accel_kernels.norm.rms_norm` takes them, the gate by its activation and whether it comes first.
-    keeps: for which of what it is called with, what is normed, weight and gate, being in fp32 (True) or in 16 bits, the
-    output has the dtype of what is normed; torch's promotion may give another one.
-    `of(module)` is the norm with the tensors that the module holds now.
+    groups, gate: as `accel_kernels.norm.rms_norm` takes them; the gate by its activation, and whether it comes first.
+    keeps: the patterns of fp32 (True) or 16 bits, of input, weight and gate, for which the output has the input's
+    dtype. Torch's promotion may give another one. `of(module)` is the norm with the module's present tensors.
     """
 
     weight: str | None
@@ -78,11 +79,8 @@ class _Probe:
 
     def __init__(self, module: nn.Module, width: int, names: list[str], epsilons: list[str]):
         self.names, self.epsilons, self.width = names, epsilons, width
-        self.module = copy.copy(module)
         self.generator = torch.Generator().manual_seed(0)
-        fresh = {name: nn.Parameter(self._random(width), requires_grad=False) for name in names}
-        vars(self.module)["_parameters"] = {name: fresh.get(name) for name in vars(module)["_parameters"]}
-        vars(self.module)["training"] = False
+        self.module = random_twin(module, self.generator)
         # A mean that LayerNorm takes away; and numbers so small that eps shows.
         x = self._random(2, 3, width) * 2 + 1.5
         self.inputs = (x, x * float(getattr(module, epsilons[0])) ** 0.5)
@@ -118,17 +116,12 @@ class _Probe:
             return None
         for kind in kinds:
             pairs = zip(calls, wanted, strict=True)
-            if all(relative_max(self._expected(kind, *call), out) <= NORM for call, out in pairs):
+            if all(close(self._expected(kind, *call), out, NORM) for call, out in pairs):
                 return replace(kind, keeps=tuple(self._kept(kind)))
         return None
 
     def _run(self, *call: torch.Tensor) -> torch.Tensor | None:
-        try:
-            with torch.no_grad(), torch.autocast("cpu", enabled=False):
-                out = type(self.module).forward(self.module, *call)
-        except Exception as error:  # not called with these tensors, or not on a CPU: no norm we know
-            reason_of(error)
-            return None
+        out = stock_output(self.module, *call)
         return out if isinstance(out, torch.Tensor) else None
 
     def _expected(self, kind: NormKind, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
@@ -152,7 +145,7 @@ class _Probe:
             call = (x,) if kind.gate is None else (x, self.gate.to(next(types)))
             out, expected = self._run(*call), self._expected(kind, *call)
             vars(self.module)["_parameters"] = wide
-            if out is not None and out.dtype == x.dtype and relative_max(expected, out) <= NORM_NARROW:
+            if out is not None and out.dtype == x.dtype and close(expected, out, NORM_NARROW):
                 yield pattern
 
 
@@ -166,3 +159,32 @@ def _kinds(probe: _Probe) -> list[NormKind]:
         for centred in (False, True)
         for offset in ((0.0, 1.0) if weight is not None else (0.0,))
     ]
+
+
+def random_twin(
+    module: nn.Module, generator: torch.Generator, shapes: Mapping[str, Sequence[int]] = MappingProxyType({})
+) -> Any:
+    """A copy of a module, not of what is in it, with random parameters in float32 on the CPU. shapes: if others."""
+    twin, held = copy.copy(module), vars(module)["_parameters"]
+    random = {
+        name: p if p is None else torch.randn(*shapes.get(name, p.shape), generator=generator)
+        for name, p in held.items()
+    }
+    parameters = {name: p if p is None else nn.Parameter(p, requires_grad=False) for name, p in random.items()}
+    vars(twin).update(_parameters=parameters, training=False)
+    return twin
+
+
+def stock_output(module: nn.Module, *inputs: object) -> Any:
+    """What the forward of the module's class gives; None where it takes no such inputs, or not on a CPU."""
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            return type(module).forward(module, *inputs)
+    except Exception as error:
+        reason_of(error)
+        return None
+
+
+def close(got: torch.Tensor, wanted: torch.Tensor, limit: float = NORM) -> bool:
+    """Whether they differ by at most this share of the largest number wanted."""
+    return relative_max(got, wanted) <= limit

@@ -1,6 +1,5 @@
 """Single norms, where the block around them is not understood: GroupNorm over images, Layer- and RMSNorm over rows."""
 
-import inspect
 from typing import Any
 
 import torch
@@ -10,9 +9,8 @@ from torch import nn
 from accel.fusion.channels_last import normalize
 from accel.fusion.norm_kind import NormKind, rms_norm_kinds
 from accel.patching.context import Context
-from accel.patching.fast_forward import FastForward, Kernels
+from accel.patching.fast_forward import FastForward
 from accel.patching.guard import Parts, plain_settings
-from accel.patching.ledger import Ledger
 from accel.patching.rule import Match
 from accel.patching.site import Site
 from accel.patching.structure import plain, tampered
@@ -89,17 +87,10 @@ class RmsNormForward(FastForward):
     kinds: the formula without a gate and the one with, either None where it is not known.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        path: str,
-        kernels: Kernels,
-        ledger: Ledger,
-        kinds: tuple[NormKind | None, NormKind | None],
-    ):
-        super().__init__(module, path, kernels, ledger)
+    def __init__(self, *place: Any, kinds: tuple[NormKind | None, NormKind | None]):
+        super().__init__(*place)
         self.kinds = {gated: kind for gated, kind in zip((False, True), kinds, strict=True) if kind is not None}
-        self.names = tuple(inspect.signature(type(module).forward).parameters)[1:3]
+        self.names = tuple(self.__signature__.parameters)[:2]
 
     def parts(self) -> Parts:
         return Parts(fixed=(self.module,))
@@ -173,4 +164,4 @@ def match_rms_norm(site: Site, context: Context) -> Match | None:
     kinds = context.of(NormKinds).of(site.module)
     if kinds == (None, None):
         return None
-    return Match(RmsNormForward(site.module, site.path, context.kernels, context.ledger, kinds))
+    return Match(RmsNormForward(site.module, site.path, context.kernels, context.ledger, kinds=kinds))

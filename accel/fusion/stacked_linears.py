@@ -1,8 +1,8 @@
 """Linears that read the same tensor, computed together: queries, keys and values; time embeddings; a prompt's keys.
 
 A UNet projects its time embedding in every resnet and its prompt in every cross-attention: dozens of small products,
-each a launch that fills a corner of the GPU. The weights are stacked in one storage (no copy, see
-`accel.patching.patch.Stacked`), one product gives all outputs, and each module takes its own.
+each a launch that uses a part of the GPU. The weights are stacked in one storage without a copy, see `Stacked`. One
+product gives all outputs, and each module takes its own.
 """
 
 import threading
@@ -13,23 +13,88 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from accel.fusion.forward_counter import ForwardCounter
-from accel.fusion.stacked_weights import Stacked, stack_rows, stacked_rows
+from accel.fusion.loop import ForwardCounter
 from accel.fusion.tensor_notes import TensorNotes
 from accel.patching.context import Context
-from accel.quantization.module import QuantizedLinear, in_rows
-from accel.quantization.product import multiplied, placed, plain_linear, product, rounded_product, rounds
-from accel.quantization.rows import Rows
+from accel.patching.patch import set_data
+from accel.quantization.module import QuantizedLinear, row_tensors
+from accel.quantization.product import (
+    Rows,
+    device_and_dtype,
+    multiplied,
+    plain_linear,
+    product,
+    rounded_product,
+    rounds,
+)
+
+
+class Stacked:
+    """Puts the weights of several linears into one storage, each a view of its rows, so that one GEMM serves all.
+
+    No new parameters, no second copy: `stacked_rows` finds the whole again from the parts. Undo gives each its own
+    storage.
+    """
+
+    def __init__(self, linears: Sequence[nn.Linear]):
+        self.linears = linears  # as given: whoever made the list may still add to it before the patch is applied
+
+    def apply(self) -> None:
+        if len({type(linear) for linear in self.linears}) == 1:
+            for parts in zip(*map(row_tensors, self.linears), strict=True):
+                stack_rows(parts)
+
+    def check(self) -> None:
+        """Nothing to conflict with: values and shapes are the user's own."""
+
+    def undo(self) -> None:
+        for linear in self.linears:
+            for tensor in row_tensors(linear):
+                if tensor is not None and tensor.untyped_storage().nbytes() != tensor.nbytes:
+                    set_data(tensor, torch.clone)
+
+
+def stacked_rows(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The tensor whose consecutive rows the parts are, or None where they do not lie one after the other."""
+    first = parts[0]
+    place = first.data_ptr()
+    for part in parts:
+        if part.data_ptr() != place or part.dtype != first.dtype or not part.is_contiguous():
+            return None
+        if part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return None
+        place += part.nbytes
+    rows = sum(part.shape[0] for part in parts)
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def stack_rows(parts: Sequence[torch.Tensor | None]) -> None:
+    """Moves the parts into one storage, in place; does nothing where one is missing, or they do not match."""
+    held = [part for part in parts if part is not None and not part.is_meta]
+    if len(held) < len(parts) or stacked_rows(held) is not None:
+        return
+    if any(part.is_inference() for part in held):  # their place in memory cannot be changed
+        return
+    if len({id(part) for part in held}) != len(held):  # tied weights cannot be two rows of one storage
+        return
+    if len({(part.dtype, part.device, part.shape[1:]) for part in held}) != 1:
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        whole = torch.cat([part.detach() for part in held])
+        for part, rows in zip(held, whole.split([part.shape[0] for part in held]), strict=True):
+            part.data = rows
+
 
 Self = TypeVar("Self", bound="StackedLinears")
 MOST_BYTES = 128 * 2**20  # of weights in one storage: what stacking them needs for a moment on top
 
 
 class StackedLinears:
-    """Groups of linears with one input; `of(layer, x)` is that layer's output, alone or taken from its group's.
+    """Groups of linears with one input; `of(layer, x)` is that layer's output, from its group's product where it has
+    one.
 
-    The outputs hang on the tensor x itself and each can be taken once, by the thread that made them, within the same
-    forward of the whole model, and only while x is unchanged: weights may change between forwards.
+    Outputs are kept on the tensor x. Each can be taken once, by the thread that made it, within the same forward of the
+    model, while x is unchanged. Weights may change between forwards.
     """
 
     def __init__(self, passes: ForwardCounter):
@@ -45,7 +110,7 @@ class StackedLinears:
         """Takes layers in; returns the patch that stacks their group, for whoever opened it."""
         size = sum(map(_bytes, layers))
         for group in self.groups:
-            if alike(group[0], layers[0]) and size + sum(map(_bytes, group)) <= MOST_BYTES:
+            if can_stack(group[0], layers[0]) and size + sum(map(_bytes, group)) <= MOST_BYTES:
                 group += layers
                 return ()
         self.groups.append(list(layers))
@@ -70,19 +135,21 @@ class StackedLinears:
         return product(layer, before(x)) if output is None else output
 
     def versions(self) -> int | None:
-        """Grows with every change in place of a weight or bias that autograd counts; None where it counts not all."""
-        found = (tensor for group in self.groups for layer in group for tensor in in_rows(layer))
+        """A sum that grows with each in-place change of a weight or bias; None where autograd does not count all
+        changes.
+        """
+        found = (tensor for group in self.groups for layer in group for tensor in row_tensors(layer))
         held = [tensor for tensor in found if tensor is not None]
         return None if any(map(torch.Tensor.is_inference, held)) else sum(tensor._version for tensor in held)
 
     def keep(self, x: torch.Tensor) -> None:
-        """Computes every output for x now; `of` gives these, in the same memory, until `keep` is called again."""
+        """Computes every output for x now. `of` returns these, in the same memory, until `keep` is called again."""
         kept = TensorNotes.keep(x)
         for group in self.groups:
             members = self._present(group, x)
             if not members:
                 continue
-            for member, output in zip(members, together(members, x), strict=True):
+            for member, output in zip(members, project_together(members, x), strict=True):
                 if id(member) in kept:
                     kept[id(member)].copy_(output)
                 else:
@@ -90,12 +157,12 @@ class StackedLinears:
 
     def _present(self, group: list[nn.Linear], x: torch.Tensor) -> list[nn.Linear]:
         here = (x.device, x.dtype)  # under offload the others may be elsewhere
-        return [m for m in group if plain_linear(m) is None and placed(m) == here]
+        return [m for m in group if plain_linear(m) is None and device_and_dtype(m) == here]
 
     def _outputs(self, layer: nn.Linear, x: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         group = next((group for group in self.groups if any(member is layer for member in group)), [layer])
         members = self._present(group, x)
-        return zip(map(id, members), together(members, x) if members else (), strict=True)
+        return zip(map(id, members), project_together(members, x) if members else (), strict=True)
 
 
 class TimeProjections(StackedLinears):
@@ -106,7 +173,7 @@ class PromptProjections(StackedLinears):
     """Keys' and values' of the prompt, in all cross-attentions of a model."""
 
 
-def together(
+def project_together(
     layers: Sequence[nn.Linear], x: torch.Tensor | Rows, stack: bool = True, linear: Callable = F.linear
 ) -> Sequence[torch.Tensor]:
     """The outputs of plain linears on x: views of one product where their weights lie in one storage.
@@ -129,24 +196,24 @@ def together(
     return outputs.split([layer.out_features for layer in layers], dim=-1)
 
 
-def alike(a: nn.Linear, b: nn.Linear) -> bool:
+def can_stack(a: nn.Linear, b: nn.Linear) -> bool:
     """Whether their weights can lie in one storage."""
 
     def kinds(linear: nn.Linear) -> list:
-        return [None if t is None else (t.dtype, t.device, t.shape[1:]) for t in in_rows(linear)]
+        return [None if t is None else (t.dtype, t.device, t.shape[1:]) for t in row_tensors(linear)]
 
-    return type(a) is type(b) and placed(a) == placed(b) and kinds(a) == kinds(b)
+    return type(a) is type(b) and device_and_dtype(a) == device_and_dtype(b) and kinds(a) == kinds(b)
 
 
 def _bytes(linear: nn.Linear) -> int:
     """Of its weight where it is multiplied, written out if it is quantized."""
-    return linear.in_features * linear.out_features * placed(linear)[1].itemsize
+    return linear.in_features * linear.out_features * device_and_dtype(linear)[1].itemsize
 
 
 def _stacked(layers: Sequence[nn.Linear], stack: bool) -> list[Any] | None:
-    """What `in_rows` gives, of all layers as one; None where that lies apart."""
+    """The tensors of `row_tensors`, of all layers as one; None where they lie apart."""
     wholes = []
-    for parts in zip(*map(in_rows, layers), strict=True):
+    for parts in zip(*map(row_tensors, layers), strict=True):
         whole = None if all(part is None for part in parts) else _whole(parts, stack)
         if whole is None and any(part is not None for part in parts):
             return None

@@ -1,4 +1,4 @@
-"""What is known of one tensor, kept on the tensor itself: it dies with it, and nothing is looked up or cleared."""
+"""What is known of one tensor, kept on the tensor itself, so that it is freed with it and needs no lookup."""
 
 from collections import OrderedDict
 
@@ -11,10 +11,10 @@ Outputs = dict[int, torch.Tensor]  # of linear layers, by their ids
 class TensorNotes:
     """Notes on one tensor. Those that describe its values are void once it is changed in place.
 
-    version: of the tensor whose values they describe; None where no note does. channel_stats: of an image, as the pass
-    that wrote it returned them. outputs: of linears with this input that are still to be taken, each once. taker: the
-    thread and the forward that may take them. kept: outputs that stay, also when the tensor changes, until whoever
-    changes it writes them anew.
+    version: of the tensor whose values they describe; None where no note does. channel_stats: of an image, as returned
+    by the pass that wrote it. outputs: of linears with this input, each still to be taken once. taker: the thread and
+    forward that may take them. kept: outputs that stay when the tensor changes, until whoever changes it writes them
+    anew.
     """
 
     # Of the class until they are set: one is made for every image, and most hold a single note.
@@ -38,7 +38,7 @@ class TensorNotes:
 
     @staticmethod
     def valid(x: torch.Tensor) -> "TensorNotes | None":
-        """Those whose notes on the values of x hold; None where x has none, or was changed since."""
+        """Notes on the present values of x; None where x has none, or was changed since."""
         notes = vars(x).get(NOTES)
         if type(notes) is TensorNotes and notes.version is not None and notes.version == x._version:
             return notes

@@ -9,7 +9,7 @@ from accel.cuda_graphs.rule import obstacle
 from accel.cuda_graphs.runner import GraphRunner
 from accel.errors import SkippedSite
 from accel.fusion.norms import match_layer_norm, match_rms_norm
-from accel.fusion.stacked_weights import Stacked
+from accel.fusion.stacked_linears import Stacked
 from accel.libraries.versions import newer_than_tested
 from accel.llm.analysis.analyze import Analysis
 from accel.llm.analysis.kv_quantization import choose_kv_dtypes, described

@@ -29,9 +29,9 @@ class Slot(NamedTuple):
 
 
 class Layout:
-    """What lies side by side stays so, as weights do that one product serves; what shares memory goes on to share it.
+    """The place of each tensor. What lies side by side stays so; what shares memory goes on sharing it.
 
-    Raises ValueError where one memory holds numbers of several dtypes.
+    Raises ValueError where one memory holds elements of several dtypes.
     """
 
     def __init__(self, tensors: list[torch.Tensor]):

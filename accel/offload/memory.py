@@ -1,7 +1,7 @@
 """Addresses of a GPU that have memory behind them only while something lies there.
 
-A CUDA graph reads weights at fixed addresses, and torch's allocator gives memory that was freed to whoever asks next.
-So addresses are reserved from the driver, by its virtual memory management, and memory is mapped there and taken away.
+A CUDA graph reads weights at fixed addresses, and torch's allocator gives freed memory to the next request. So
+addresses are reserved by the driver's virtual memory management, and memory is mapped to them and unmapped.
 """
 
 import ctypes

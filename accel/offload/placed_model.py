@@ -18,10 +18,9 @@ RESTLESS = 3  # times in a row that weights were laid side by side for one visit
 class PlacedModel:
     """A model and its two places.
 
-    On its way to the GPU the bytes of the model are copied at once; on its way back they are copied only if they have
-    changed. Whether they have is asked of the bytes themselves: an update through `.data`, as adapters are merged,
-    leaves no other trace. `reason`: why its weights are moved by torch, one by one, as they are without us.
-    prepare(model, device): told that the model will be called on the device, while it is still on the CPU.
+    On its way to the GPU all bytes are copied at once; on its way back only if they have changed. Checksums tell that,
+    since an update through `.data`, as merging adapters makes, leaves no other trace. reason: why torch moves its
+    weights one by one. prepare(model, device): called before the model goes to the device.
     """
 
     model: nn.Module

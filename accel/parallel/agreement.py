@@ -1,7 +1,7 @@
-"""What ranks must have in common before they compute together, told through the store that brought them together.
+"""What ranks must have in common before they compute together, compared through the store that brought them together.
 
-A collective of tensors would wait for a rank that does not come for as long as the group waits, and mix up what others
-say. The store is asked by name, so that the error can say who said what, and who said nothing.
+A collective would wait for an absent rank as long as the group's timeout, and mix up what others send. The store is
+asked by name, so the error can say which rank said what, or nothing.
 """
 
 import json
@@ -20,13 +20,13 @@ EXCHANGES = "the number of exchanges so far"
 
 
 def require_agreement(ranks: Ranks, what: str, told: Mapping[str, object]) -> None:
-    """Waits until every rank has come to the same place and told the same.
+    """Waits until every rank has come to the same place with the same values.
 
-    what: the place, such as "accel.optimize". told: by name what must be equal; values are compared by their `repr`.
-    Raises `errors.Refused` on every rank where they are not, where a rank has not come within the group's timeout, or
-    where one was interrupted within a call before, so that it would take what others send now for what they sent then.
+    what: the place, such as "accel.optimize". told: values by name that must be equal; compared by their `repr`. Raises
+    `errors.Refused` on every rank where values differ or a rank does not come within the group's timeout. It also
+    raises where a rank was interrupted within an earlier call: it would mistake new messages for old ones.
     """
-    said = said_by_all(ranks, what, told)
+    said = gather_from_all(ranks, what, told)
     for name in next(iter(said.values())):
         by_value: dict[str, list[int]] = {}
         for member, values in said.items():
@@ -39,12 +39,12 @@ def require_agreement(ranks: Ranks, what: str, told: Mapping[str, object]) -> No
 
 
 def all_agree(ranks: Ranks, what: str, told: object) -> bool:
-    """Whether all ranks have found the same, which all of them are told. As `require_agreement` otherwise."""
-    return len({values["found"] for values in said_by_all(ranks, what, {"found": told}).values()}) == 1
+    """Whether all ranks have the same value; every rank gets the answer. Raises as `require_agreement` otherwise."""
+    return len({values["found"] for values in gather_from_all(ranks, what, {"found": told}).values()}) == 1
 
 
-def said_by_all(ranks: Ranks, what: str, told: Mapping[str, object]) -> dict[int, dict[str, str]]:
-    """What each rank tells at this place, by its number, and its exchanges so far; see `require_agreement`."""
+def gather_from_all(ranks: Ranks, what: str, told: Mapping[str, object]) -> dict[int, dict[str, str]]:
+    """The values of each rank at this place, by its number, and its exchanges so far; see `require_agreement`."""
     values = {name: repr(value) for name, value in told.items()} | {EXCHANGES: ranks.in_step}
     try:
         return _said_by_all(ranks, what, values)

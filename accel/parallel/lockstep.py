@@ -1,7 +1,7 @@
-"""Ranks that take the same decisions one after the other: what the first of them tells the others between two steps.
+"""Ranks that take the same decisions one after the other: messages from the first rank to the others between two steps.
 
-All numbers go through a group of its own over the CPU, gloo's: a step's launch does not wait for the device, and what
-is told of the next step travels while the device computes this one. NCCL would put each message behind the kernels.
+All numbers go through a gloo group over the CPU. So a step's launch does not wait for the device, and messages for the
+next step travel while the device computes this one. NCCL would put each message behind the kernels.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,9 +19,9 @@ Found = TypeVar("Found")
 
 
 class Lockstep:
-    """A way by which ranks meet. Every rank makes one at the same place, and they meet equally often; by one thread.
+    """A channel by which ranks meet. Every rank makes one at the same place, and all meet equally often, by one thread.
 
-    Where a rank does not come within the group's timeout, or has ended, each method raises `errors.RanksApart`.
+    Each method raises `errors.RanksApart` where a rank does not come within the group's timeout, or has ended.
     """
 
     def __init__(self, ranks: Ranks):
@@ -48,15 +48,15 @@ class Lockstep:
         """The smallest of all ranks."""
         return -self.most([-number])[0]
 
-    def hear(self, message: bytes, size: int) -> bytes:
-        """What the first rank tells. size: of its message in bytes, which all know."""
+    def broadcast(self, message: bytes, size: int) -> bytes:
+        """The first rank's message. size: of it in bytes, which all ranks know."""
         heard = np.frombuffer(message, np.uint8).copy() if self.leads else np.empty(size, np.uint8)
         with self.ways.exchange():
             dist.broadcast(torch.from_numpy(heard), self.ranks.members[0], group=self.group)
         return heard.tobytes()
 
     def reasons(self, own: str) -> str:
-        """What the ranks have to say that have something to say: who, and what. own: of this one, or empty."""
+        """The reasons of all ranks that have one, with their numbers. own: of this one, or empty."""
         said: list[str | None] = [None] * self.ranks.size
         with self.ways.exchange():
             dist.all_gather_object(said, own, group=self.group)
@@ -66,7 +66,7 @@ class Lockstep:
         return "; ".join(f"rank {', '.join(map(str, who))}: {why}" for why, who in by_reason.items() if why)
 
     def all_do(self, what: str, call: Callable[[], Found]) -> Found:
-        """What this gives on this rank. Raises on all ranks where it does on one of them; the error itself there."""
+        """call() on this rank. Raises on all ranks where it does on one of them; the error itself there."""
         found, failure = None, None
         try:
             found = call()

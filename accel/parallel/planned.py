@@ -1,8 +1,8 @@
-"""What transformers gives each rank of a model's weights, asked of its own loading: tensors are what it takes of them.
+"""How transformers divides a model's weights among ranks, found by running its own loading.
 
-Which dimension is divided and into which rows is for the plan of the model, the styles behind it, the conversions
-between a file and a model, and DTensor to say, and all of them change. So the loading is run on a model without memory,
-once for each rank, and what it asks of each tensor in the files is written down.
+The model's plan, the styles behind it, the conversions between file and model, and DTensor decide which dimension is
+divided, and all of them change. So the loading is run on a model without memory, once for each rank, and what it asks
+of each tensor in the files is noted.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,8 +20,8 @@ from accel.parallel.division import Described, Division, Span, spans_of
 
 
 class Divided(NamedTuple):
-    """Of a model: by the names in its files how each tensor is divided, None where every rank holds all of it; and the
-    plan by which it is, styles by the names of layers.
+    """tensors: the division by the names in the files, None for what every rank holds whole. plan: styles by names of
+    layers.
     """
 
     tensors: dict[str, Division | None]
@@ -32,7 +32,7 @@ def divided_among(config: PretrainedConfig, tensors: Mapping[str, Described], ra
     """How transformers divides a causal language model among so many ranks when it loads files with these tensors.
 
     Makes process groups without other processes, one after another. Raises ValueError where the process is in a group,
-    where the class has no plan, or the plan does not fit, and for tensors that are not those of the model.
+    or the class has no plan. It also raises where the plan does not fit, or tensors are not those of the model.
     """
     if dist.is_initialized():
         raise ValueError("this process is one of a group of torch.distributed: divide weights in a process by itself")

@@ -1,5 +1,6 @@
-"""The ranks that share one model: a group of processes, and the sums of what each has computed."""
+"""The ranks that share one model: a group of processes, and the sums of what each of them has computed."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
@@ -10,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from accel_kernels.collective.symmetric_memory import SymmetricMemory
 
-from accel.errors import RanksApart, reason_of
+from accel.errors import RanksApart, Refused, reason_of
 
 GROUPS = 64  # that are remembered; whoever makes more has them made anew
 
@@ -18,9 +19,9 @@ GROUPS = 64  # that are remembered; whoever makes more has them made anew
 class Ranks:
     """A group of processes, and which of them this is. One object a group, see `of`; copies of a model share it.
 
-    group: a `torch.distributed.ProcessGroup`. rank, size: of this process in it, and how many there are. begun, ended:
-    how often this rank has come to the others, and how often they have come too; where a call was interrupted in
-    between, or on one rank and not on another, they would take one exchange for the next.
+    group: a `torch.distributed.ProcessGroup`. rank, size: of this process in it, and of the group. begun, ended:
+    exchanges that this rank has started and finished. Where they differ, or differ between ranks, a rank would take one
+    exchange for the next.
     """
 
     def __init__(self, group: "dist.ProcessGroup"):
@@ -73,7 +74,8 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            if _capturing():  # nothing was sent: who captures runs the call again without
+            # Nothing was sent in a capture: whoever captures runs the call again without a graph.
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 self.begun -= 1
                 raise
             if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
@@ -84,12 +86,12 @@ class Ranks:
 
     @property
     def in_step(self) -> str:
-        """What is equal on all ranks as long as none has missed an exchange."""
+        """A value that is equal on all ranks as long as none has missed an exchange."""
         return self.lost or (f"{self.begun}" if self.whole else f"interrupted in number {self.begun}")
 
     @property
     def whole(self) -> bool:
-        """Whether every exchange has come to its end."""
+        """Whether every exchange has ended."""
         return not self.lost and self.begun == self.ended
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
@@ -153,15 +155,11 @@ class Ranks:
         return values
 
     def any(self, flag: bool, device: torch.device) -> bool:
-        """Whether it is so on any rank. Waits for all of them."""
+        """Whether the flag is set on any rank. Waits for all of them."""
         told = torch.tensor([flag], dtype=torch.int32, device=device)
         with self.exchange():
             dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
         return bool(told.item())
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 @lru_cache(maxsize=GROUPS)
@@ -173,3 +171,34 @@ def chunk_sizes(total: int, ranks: int) -> list[int]:
     """How many of so many rows each rank holds, as `torch.chunk` and DTensor divide them: the last may have fewer."""
     most = -(-total // ranks)
     return [max(0, min(most, total - rank * most)) for rank in range(ranks)]
+
+
+STARTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun tells each process
+
+
+def world(asked: str) -> Ranks:
+    """All ranks; makes the group of them where torchrun has started this process and nobody has made it yet.
+
+    asked: the option that needs them, for errors. Raises `errors.Refused` where there is no other process.
+    """
+    valid = "it needs two or more processes, one a card: start the script by `torchrun --nproc-per-node 2 SCRIPT`, or "
+    valid += "call torch.distributed.init_process_group first"
+    if not dist.is_available():
+        raise Refused(f"{asked}: this torch has no torch.distributed")
+    if not dist.is_initialized():
+        if not all(name in os.environ for name in STARTED):
+            raise Refused(f"{asked}: this process is alone; {valid}")
+        if int(os.environ["WORLD_SIZE"]) > 1:
+            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    found = all_ranks()
+    if found is None:
+        raise Refused(f"{asked}: this process is the only one of its group; {valid}")
+    return found
+
+
+def all_ranks() -> Ranks | None:
+    """All ranks of this process's group; None where it is alone."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
+        return None
+    group = dist.group.WORLD
+    return None if group is None else Ranks.of(group)

@@ -1,7 +1,7 @@
 """Models whose sequences diffusers divides among ranks, by `enable_parallelism(config=ContextParallelConfig(...))`.
 
-That leaves a configuration on the model and on the processors of its attention, with the mesh of ranks in it, and hooks
-that split what a module is given and gather what it gives (`libraries/hooks.py`).
+That leaves a configuration with the mesh of ranks on the model and on its attention processors. Hooks split what a
+module is given and gather what it gives (`libraries/hooks.py`).
 """
 
 from typing import Any
@@ -36,12 +36,13 @@ def uncapturable(config: Any) -> str | None:
 
 
 def waited(tree: Any) -> Any:
-    """The tensors that ranks have sent, in the place of those that wait for them when they are read.
+    """The received tensors, in place of those that wait when they are read.
 
-    What is gathered of a batch of one is such a view at the end of a forward. A capture may not end before it is there.
+    What is gathered for a batch of one is such a view at the end of a forward. A capture must not end before it is
+    there.
     """
-    return pytree.tree_map_only(torch.Tensor, lambda one: one.wait() if _waits(one) else one, tree)
 
+    def received(tensor: Any) -> torch.Tensor:
+        return tensor.wait() if type(tensor).__name__ == "AsyncCollectiveTensor" else tensor
 
-def _waits(tensor: torch.Tensor) -> bool:
-    return type(tensor).__name__ == "AsyncCollectiveTensor"
+    return pytree.tree_map_only(torch.Tensor, received, tree)

@@ -38,7 +38,7 @@ from torch import nn
 
 from accel.casting import Cast, casts_of
 from accel.errors import reason_of
-from accel.in_flight import DOOR
+from accel.in_flight import GATE
 from accel.libraries.code import GRADIENTS
 from accel.patching.code import ClassCode, Code
 from accel.patching.owner import OWNER
@@ -55,7 +55,7 @@ from accel.patching.structure import (
 
 BASE = frozenset(vars(nn.Module()))  # what every module has; of these hooks and submodules are looked at
 # Read with gradients alone, with which no fused forward runs; looked at by itself; relied on field by field.
-IRRELEVANT = {*GRADIENTS, "forward", "config", OWNER, DOOR}
+IRRELEVANT = {*GRADIENTS, "forward", "config", OWNER, GATE}
 THERE = "there"
 ABSENT = object()
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accel.errors import PatchConflict
-from accel.in_flight import try_alone
+from accel.in_flight import join_trial
 from accel.libraries.hooks import forward_slots, hook_of
 from accel.parallel.sharded_layers import known
 from accel.patching.owner import OWNER, Mark
@@ -75,7 +75,7 @@ class Patch:
         if self.marks:
             mark = vars(self.owner)[OWNER] = self.mark or Mark(self.owner)
             self.mark = None
-            try_alone(mark)
+            join_trial(mark)
 
     def _unmark(self) -> None:
         if self.marks:

@@ -65,7 +65,7 @@ def forget(obj: object) -> None:
         vars(holder).pop(PARTS, None)
 
 
-def former(obj: object) -> list[nn.Module]:
+def replaced_models(obj: object) -> list[nn.Module]:
     """Models that were optimized through obj, which has others in their places now."""
     return [model for holder in holders_in(obj) for model in _former(holder)]
 
@@ -75,7 +75,7 @@ def _former(holder: object) -> list[nn.Module]:
     return [model for model in known if not _holds(holder, model)]
 
 
-def kept_by(obj: object, model: nn.Module, users: Iterable) -> str | None:
+def why_still_optimized(obj: object, model: nn.Module, users: Iterable) -> str | None:
     """Why a former model of obj must stay optimized; users: all that it was optimized through, the last one last."""
     users, through = list(users), holders_in(obj)
     others = [user for user in users if all(user is not one for one in through) and PARTS in vars(user)]

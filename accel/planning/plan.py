@@ -6,13 +6,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from accel_kernels.attention.backends import AttentionChooser
+from accel_kernels.caches.cache_file import cache_folder
 from accel_kernels.gemm.linear import LinearChooser, torch_linear
 from accel_kernels.moe.chooser import ExpertsChooser
 from torch import nn
 
 from accel.cuda_graphs.pool import GraphPool
-from accel.fusion.loop import Loop
+from accel.fusion.loop import DenoisingLoop
 from accel.in_flight import alone
 from accel.options import Options
 from accel.patching.context import Context
@@ -27,6 +29,16 @@ from accel.planning.parts import WeakList
 from accel.planning.stages import Row, Stage
 from accel.quantization.module import dequantizing
 from accel.quantization.patch import QuantizedModulePatch
+
+
+def choices_file(kind: str) -> Path | None:
+    """One file a kind, a GPU and a set of versions, in `cache_folder()`; None without a GPU or a home."""
+    folder = cache_folder()
+    if folder is None or not torch.cuda.is_available():
+        return None
+    name = f"{torch.cuda.get_device_name()}-torch{torch.__version__}-cudnn{torch.backends.cudnn.version()}"
+    return folder / (f"{kind}-" + "".join(c if c.isalnum() or c in ".-" else "_" for c in name) + ".json")
+
 
 PLAN = "_accel_plan"  # where an object keeps its plan; copies and pickles of the object take it along
 
@@ -44,7 +56,7 @@ def create_context(options: Options, cache: Callable[[str], Path | None] | None 
     chosen = torch_linear if options.graphs is False else LinearChooser(linear)  # which chooses for graphs alone
     replaced: dict[str, Any] = {"experts": ExpertsChooser(experts), **registered()}
     kernels = Kernels(AttentionChooser(options.attention, attention), chosen, **replaced)
-    shared = {GraphPool: GraphPool(options.graph_memory_gb), Loop: Loop()}
+    shared = {GraphPool: GraphPool(options.graph_memory_gb), DenoisingLoop: DenoisingLoop()}
     return Context(options, kernels, Ledger(), shared=ChainMap({}, shared))
 
 
@@ -171,7 +183,7 @@ def plan_of(obj: object) -> Plan | None:
 
 
 def leave(patches: Sequence[Change]) -> None:
-    """Before the first of them is undone: whoever computes by them on a thread of its own ends that."""
+    """Before the first of them is undone: stops what computes with them on a thread of its own."""
     for patch in patches:
         if hasattr(patch, "leave"):
             patch.leave()

@@ -1,8 +1,8 @@
-"""Forwards that stand alone between stock code, such as a norm in a model without a graph: which of them pay.
+"""Which forwards that stand alone between stock code, such as a norm in a model without a graph, are faster fused.
 
-Each kind of them is timed once, beside stock's own, with few rows and with many: whoever calls it may come with either.
-It pays where it takes the host no longer for a few rows, as in a step of decoding, which the host's time decides; and
-the GPU no longer for many. Of anything else, and of what cannot be timed, stock's own forward stays in place.
+Each kind is timed once beside stock, with few rows and with many, since callers may come with either. It stays if it
+takes the host less time for few rows, as in a decode step, and the GPU no longer for many. Where it does not, or cannot
+be timed, stock's forward stays in place.
 """
 
 import copy
@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel.cuda_graphs.pays import Cost, in_turns, less, no_more
+from accel.cuda_graphs.pays import Cost, clearly_faster, in_turns, not_slower
 from accel.errors import reason_of
 from accel.libraries.experts import in_steps
 from accel.options import Options
-from accel.parallel.agreement import said_by_all
+from accel.parallel.agreement import gather_from_all
 from accel.parallel.sharded_layers import ranks_of
 from accel.patching.fast_forward import FastForward
 from accel.patching.ledger import Ledger
@@ -27,7 +27,7 @@ MOVED = f"{WOULD_NOT} as far as is known: it is timed on a GPU alone, so optimiz
 
 
 class LoneSites:
-    """Those of one model, by kind: what decides how long a call takes."""
+    """The lone sites of one model, by kind: by all that decides how long a call takes."""
 
     def __init__(self, root: Any, options: Options):
         self.root, self.options = root, options
@@ -49,8 +49,8 @@ class LoneSites:
         return kind
 
     def _asked(self) -> bool:
-        """strict may leave nothing out. What runs on a CPU is decided of the whole, see `whole_models`, but for what
-        may come to a GPU from there.
+        """Whether sites are timed: not with strict, which may leave none out. On a CPU the model is decided as a whole,
+        see `whole_models`, except where it may come to a GPU.
         """
         if self.options.strict or self.like is None:
             return False
@@ -67,7 +67,7 @@ class LoneSites:
         if ranks is not None and self._asked():
             names = {kind: f"{number} {kind[0].__name__}" for number, kind in enumerate(found)}
             mine = {names[kind]: reason is None for kind, reason in found.items()}
-            said = said_by_all(ranks, "which sites pay", mine)
+            said = gather_from_all(ranks, "which sites pay", mine)
             for kind, name in names.items():
                 if found[kind] is None and any(values.get(name) != "True" for values in said.values()):
                     found[kind] = f"{WOULD_NOT} on another rank that shares the model"
@@ -89,9 +89,9 @@ def too_slow(measured: tuple[Cost, Cost], rows: int, host: bool) -> str | None:
     """Why a forward does not pay by these costs, fused and stock, of calls of so many rows. host: its time counts."""
     fused, stock = measured
     of = f"of {rows} row{'s' * (rows > 1)}"
-    if host and not less(fused.host, stock.host):
+    if host and not clearly_faster(fused.host, stock.host):
         return f"{WOULD_NOT}: {1e6 * fused.host:.1f} us of the host fused, {1e6 * stock.host:.1f} stock, {of}"
-    if not no_more(fused.wall, stock.wall):
+    if not not_slower(fused.wall, stock.wall):
         return f"{WOULD_NOT}: {1e6 * fused.wall:.1f} us fused, {1e6 * stock.wall:.1f} stock, {of}"
     return None
 

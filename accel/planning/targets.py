@@ -44,9 +44,7 @@ def models_in(obj: object) -> dict[str, nn.Module]:
 
 
 def holders_in(obj: object) -> list[Any]:
-    """Who can be told what is optimized through obj: obj itself; of a list or another container that cannot, those that
-    are in it.
-    """
+    """Objects that can keep a note of what was optimized through obj: obj itself, or what is in a list that cannot."""
     found: dict[int, object] = {}
     waiting, seen = [obj], set()
     while waiting:
@@ -134,7 +132,7 @@ def _walk(obj: object) -> Iterator[tuple[str, object]]:
             continue
         if is_pipeline(one):
             yield path, one
-        children = [(_joined(path, name), child, one) for name, child in _children(one)]
+        children = [(f"{path}.{name}" if path else name, child, one) for name, child in _children(one)]
         if is_pipeline(holder) and isinstance(one, nn.Module) and not any(True for _ in _walk(one)):
             yield path, one  # a model of no library's, in the place of one
         waiting += reversed(children)
@@ -175,7 +173,3 @@ def _slots(kind: type) -> tuple[str, ...]:
     slots = vars(kind).get("__slots__", ())
     named = (slots,) if isinstance(slots, str) else tuple(slots)
     return tuple(name for name in named if name not in ("__dict__", "__weakref__"))
-
-
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name

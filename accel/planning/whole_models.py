@@ -1,11 +1,12 @@
-"""Whether a model pays as a whole: on a CPU, and on a GPU where it is understood in part and has no CUDA graph.
+"""Whether a model is faster fused as a whole: on a CPU, and on a GPU where it is understood in part and has no CUDA
+graph.
 
-What is fused saves launches and passes over a GPU's memory. A CPU has neither to save, and for a small model the Python
-around each pass takes longer than the pass. So calls on a CPU run stock unless a measurement speaks against it: by a
-word to the forwards where there is a GPU that the model may be moved to, else by taking them out again.
+Fusing saves launches and passes over a GPU's memory, which a CPU does not have. For a small model the Python around
+each pass takes longer than the pass. So calls on a CPU run stock unless a measurement says otherwise. Where there is a
+GPU that the model may be moved to, the forwards stay and hand calls on; else they are taken out.
 
-On a GPU, steps of a model without a graph take what the host takes. Sites that stand alone have been timed by then, see
-`sites`. Layers between stock ones show what they are worth in a whole step only.
+On a GPU, steps without a graph take as long as the host. Lone sites have been timed by then, see `sites`; layers
+between stock ones show their worth in a whole step only.
 """
 
 from dataclasses import replace
@@ -13,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from accel.cuda_graphs.pays import less
+from accel.cuda_graphs.pays import clearly_faster
 from accel.errors import reason_of
 from accel.parallel.sharded_layers import ranks_of
 from accel.patching.fast_forward import FastForward
@@ -64,7 +65,7 @@ def _decide_on_gpu(plan: Plan) -> None:
     except Exception as error:  # a call of another form than any model here takes: its sites pay one by one
         reason_of(error)
         return
-    if less(fused, stock):
+    if clearly_faster(fused, stock):
         return
     _take_out(plan)
     reason = f"{WOULD_NOT}: {_told(fused, stock)}"
@@ -86,7 +87,7 @@ def _reason(plan: Plan) -> str:
         fused, stock = plan.pace(plan.root, plan.ledger)
     except Exception as error:  # a call of another form than any model here takes
         return f"runs stock there, not timed: {reason_of(error)}"
-    plan.ledger.stock_on_cpu = not less(fused, stock)
+    plan.ledger.stock_on_cpu = not clearly_faster(fused, stock)
     kind = "stock" if plan.ledger.stock_on_cpu else "fused"
     return f"runs {kind} there: {_told(fused, stock)}"
 

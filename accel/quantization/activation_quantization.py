@@ -1,4 +1,4 @@
-"""Activations rounded to 8 bits, in linears of one model that are quantized already, and no longer."""
+"""Activations rounded to 8 bits in the quantized linears of one model, for as long as a patch is applied."""
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -16,11 +16,10 @@ RULE = "activations"  # what the report calls it
 
 
 class Rounding:
-    """A patch: the schemes of quantized linears. `find` takes those in that a model has. made: the patch that puts in
-    others, which round already, for as long as this patch is there; it is applied before this one.
+    """A patch that changes the schemes of quantized linears. `find` collects those that a model has.
 
-    rows: (path, status, reason) of each that was found. Raises ValueError for one that cannot be, where `strict`
-    forbids it.
+    made: the patch that puts in linears which round already, while this patch is applied; it is applied before this
+    one. rows: (path, status, reason) of each linear. Raises ValueError for one that cannot round, with `strict`.
     """
 
     def __init__(self, options: Options, made: QuantizedModulePatch | None = None):
@@ -34,7 +33,7 @@ class Rounding:
         left: Collection[nn.Module] = (),
         refuses: Callable[[QuantizedLinear], str | None] = lambda module: None,
     ) -> None:
-        """Looks at the linears, but for those `left`. refuses: why one must not, where its scheme lets it."""
+        """Looks at all linears except those in `left`. refuses: why one must not round though its scheme allows it."""
         if self.options.activations is None:
             return
         for path, module in model.named_modules():
@@ -75,7 +74,7 @@ def rounding(model: nn.Module) -> list[QuantizedLinear]:
 
 
 def fixed(model: nn.Module) -> list[str]:
-    """What there is to tell of the linears that round rows by what calibration fixed."""
+    """Sentences for the report about linears that round rows by what calibration fixed."""
     found = [(FIXED.get(module.activations), module.values) for module in rounding(model)]
     scales = sorted(values[SCALE][0] for name, values in found if name == SCALE)
     counts = sorted(len(values[COLUMNS]) for name, values in found if name == COLUMNS)

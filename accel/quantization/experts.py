@@ -8,9 +8,10 @@ import torch
 from accel_kernels import Quantized
 from torch import nn
 
-from accel.in_flight import DOOR
+from accel.in_flight import GATE
 from accel.parallel.sharded_layers import local
-from accel.quantization.module import QuantizedLinear, stored, uncast
+from accel.quantization.activations import as_quantized
+from accel.quantization.module import QuantizedLinear, stored, without_casting
 from accel.quantization.scheme import Scheme
 
 LIKE = "like"  # a buffer without numbers, in the dtype that stacks are written out in
@@ -42,18 +43,19 @@ class ExpertStacks(NamedTuple):
 
 
 class QuantizedExperts(nn.Module):
-    """Experts whose two stacks are `Quantized`, in the place of a module of the class `kind`, whose settings it has.
+    """Experts whose two stacks are `Quantized`, in place of a module of class `kind`, whose settings it takes over.
 
-    The parts of a stack are buffers, "gate_up_proj_data" for one: moved with the module, never cast to another dtype,
-    in the state_dict; float8 as bytes. Biases and activation are the original's own. dtype: of the stacks that were
-    quantized, changed by `.to(dtype)`. Called, it runs the code of `kind` over stacks written out for this call, in the
-    dtype of the tokens; so gradients flow to tokens, shares and biases, and whatever is set on it counts. What is fast
-    reads the numbers instead, see `stack`.
+    The parts of a stack are buffers, such as "gate_up_proj_data": moved with the module, never cast, in the state_dict;
+    float8 as bytes. Biases and activation are the original's. dtype: of the stacks before quantization, changed by
+    `.to(dtype)`.
+
+    A call runs the code of `kind` over dequantized stacks, in the dtype of the tokens. So gradients flow to tokens,
+    shares and biases. Fused code reads the packed stacks, see `stack`.
     """
 
     def __init__(self, original: ExpertStacks, stacks: Mapping[str, Quantized], scheme: Scheme):
         super().__init__()
-        module, own = original.module, {*vars(self), DOOR}
+        module, own = original.module, {*vars(self), GATE}
         vars(self).update({name: value for name, value in vars(module).items() if name not in own})
         self._modules = module._modules
         self.kind, self.transposed, self.scheme = type(module), original.transposed, scheme
@@ -82,8 +84,7 @@ class QuantizedExperts(nn.Module):
 
     def read(self, name: str, data: Any, scales: Any, zeros: Any) -> Quantized:
         """The stack that buffers like its own are."""
-        number = self.numbers[name]
-        return Quantized(data if data.dtype == number else data.view(number), scales, zeros)
+        return as_quantized(self.numbers[name], data, scales, zeros)
 
     def written(self, name: str, quantized: Quantized, dtype: torch.dtype) -> torch.Tensor:
         """A stack as the original holds it, (E, outputs, inputs) or transposed, its values rounded to dtype."""
@@ -102,7 +103,7 @@ class QuantizedExperts(nn.Module):
 
     def settings(self) -> dict[str, Any]:
         """What was set on it since, and before on the original: all but what every module has, and its own."""
-        own = {*vars(self.original_class()), *OWN, DOOR, "forward"}
+        own = {*vars(self.original_class()), *OWN, GATE, "forward"}
         return {name: value for name, value in vars(self).items() if name not in own}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -116,7 +117,7 @@ class QuantizedExperts(nn.Module):
         return self.kind.forward(stock, *args, **kwargs)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "QuantizedExperts":
-        return super()._apply(uncast(self, fn, LIKE), recurse)
+        return super()._apply(without_casting(self, fn, LIKE), recurse)
 
     def extra_repr(self) -> str:
         return f"{self.kind.__name__}, {self.scheme}"

@@ -23,13 +23,13 @@ RULE = "weights"  # what the report calls it
 
 
 class Quantization:
-    """swap: the patch that does it, when it is applied. rows: (path, status, reason) of every site. records: of those
-    quantized, see `Report.weights`. warnings: that nothing is quantized, where the model holds no weight of that scheme
-    either.
+    """The weights of one model that are to be quantized; `swap` is the patch that does it when applied.
 
-    weights: a value of `Options.weights`. chosen: the linears by path; experts: those of mixtures by path; skipped: why
-    others are not. guard: see `QuantizedModulePatch`. Raises ValueError for a site that is left alone where `strict`
-    forbids it.
+    rows: (path, status, reason) of every site. records: of the quantized ones, see `Report.weights`. warnings: that
+    nothing is quantized, where the model holds no weight of that scheme either.
+
+    weights: a value of `Options.weights`. chosen: the linears by path. experts: those of mixtures by path. skipped: why
+    others are not quantized. guard: see `QuantizedModulePatch`. Raises ValueError for a skipped site with `strict`.
     """
 
     def __init__(

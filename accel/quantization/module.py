@@ -13,21 +13,46 @@ from torch import nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from accel.parallel.sharded_layers import local
-from accel.quantization.activations import COLUMNS, FIXED, KERNELS, SCALE, many
-from accel.quantization.call import QuantizedCall, multiply
+from accel.quantization.activations import COLUMNS, FIXED, KERNELS, SCALE, QuantizedCall, many, multiply
 from accel.quantization.scheme import Scheme
-from accel.quantization.weight import Reading
+
+SAME = {"detach", "requires_grad_"}  # and the attribute `data`: the same memory, to be guarded in turn
+WRITES = {"__setitem__", "__set__"}
+COPIES = {"__deepcopy__", "__reduce_ex__"}
+
+
+class ReadOnlyWeight(torch.Tensor):
+    """A dequantized weight. Each access computes it anew, so a write into it would be lost, and raises."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: dict | None = None) -> Any:
+        name, kwargs = function.__name__, kwargs or {}
+        written = next(iter((*args, *kwargs.values())), None)
+        inplace = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name in WRITES
+        if isinstance(written, cls) and inplace and name not in SAME:
+            raise RuntimeError(
+                "the weight of a quantized linear cannot be changed, nor can adapters be merged into it; "
+                "accel.restore(model) gives back the original weights"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in COPIES:
+                args = (args[0].as_subclass(torch.Tensor), *args[1:])
+            result = function(*args, **kwargs)
+            data = name == "__get__" and function.__self__ is torch.Tensor.data
+            return result.as_subclass(cls) if data or name in SAME else result
 
 
 class QuantizedLinear(nn.Linear):
-    """y = x W^T + b over a `Quantized` W; of nn.Linear's kind, so that adapters can be put around it.
+    """y = x W^T + b over a `Quantized` W; a subclass of nn.Linear, so that adapters can wrap it.
 
-    The parts of W are buffers (`data`, `scales`, `zeros`): moved with the module, never cast to another dtype, in the
-    state_dict; float8 as bytes, since torch does not pickle float8. dtype: of the weight that was quantized, changed by
-    `.to(dtype)`. `weight` is W anew in that dtype, a tensor that refuses to be written to. turned: the layer that it
-    stands for holds its weight (in, out). Where the scheme says so, inputs of many rows are rounded to 8 bits, without
-    gradients alone; `products` are the operations that do it. What calibration fixed for them are buffers too, or None:
-    input_scale (1,) float32, and input_columns, int64, those that are never rounded.
+    The parts of W are buffers (`data`, `scales`, `zeros`): moved with the module, never cast, in the state_dict; float8
+    as bytes, since torch does not pickle float8. dtype: of the weight before quantization, changed by `.to(dtype)`.
+    `weight` is W dequantized to that dtype, a tensor that refuses writes. transposed: the original layer holds its
+    weight (in, out).
+
+    Where the scheme says so, many input rows are rounded to 8 bits by `products`, if no gradient is needed. What
+    calibration fixed are buffers too, or None: input_scale (1,) float32, and input_columns int64, which are never
+    rounded.
     """
 
     data: torch.Tensor
@@ -97,8 +122,8 @@ class QuantizedLinear(nn.Linear):
         return QuantizedCall(self.number, self.activations, self.products, self.exact)
 
     @property
-    def weight(self) -> Reading:  # type: ignore[override]
-        return self.quantized.dequantized(self.dtype).as_subclass(Reading)
+    def weight(self) -> ReadOnlyWeight:  # type: ignore[override]
+        return self.quantized.dequantized(self.dtype).as_subclass(ReadOnlyWeight)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if name == "weight":  # tied to another's, as after embeddings got another size
@@ -110,8 +135,8 @@ class QuantizedLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input: (..., K). Gradients flow to it, and to the bias, not to W."""
-        plain = torch.is_grad_enabled() or torch.compiler.is_compiling() or _autocast(input)
-        if plain:
+        autocast = torch.is_autocast_enabled(input.device.type)
+        if autocast or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return F.linear(input, self.quantized.dequantized(input.dtype), self.bias)
         if has_torch_function_unary(input) and self.fixed is None:  # whoever watches sees one call
             given = input, self.data, self.scales, self.zeros, self.bias
@@ -134,7 +159,7 @@ class QuantizedLinear(nn.Linear):
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.data.device)).dtype
         if self.columns is not None:
             self.columns = KnownColumns(*map(fn, self.columns))
-        return super()._apply(uncast(self, fn), recurse)
+        return super()._apply(without_casting(self, fn), recurse)
 
     def extra_repr(self) -> str:
         scale = "".join(f", {SCALE}={value:.3g}" for value in self.values.get(SCALE, ()))
@@ -142,8 +167,8 @@ class QuantizedLinear(nn.Linear):
         return f"{super().extra_repr()}, {self.scheme}{scale}{columns}"
 
 
-def in_rows(linear: nn.Linear) -> tuple[torch.Tensor | None, ...]:
-    """All of a linear that has a row for every output: weight and bias; of a quantized one its parts and the bias.
+def row_tensors(linear: nn.Linear) -> tuple[torch.Tensor | None, ...]:
+    """All tensors of a linear with a row for every output: weight and bias; of a quantized one its parts and the bias.
 
     Of one that is divided among ranks, this rank's part.
     """
@@ -158,7 +183,7 @@ def stored(data: torch.Tensor) -> torch.Tensor:
     return data.view(torch.uint8) if data.is_floating_point() else data
 
 
-def uncast(
+def without_casting(
     module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], *but: str
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """fn for `_apply`, by which the module's own buffers, but for some, are moved and never cast to another dtype."""
@@ -171,10 +196,6 @@ def uncast(
         return tensor.to(result.device)
 
     return moved
-
-
-def _autocast(x: torch.Tensor) -> bool:
-    return torch.is_autocast_enabled(x.device.type)
 
 
 @contextmanager

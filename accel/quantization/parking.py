@@ -1,8 +1,8 @@
-"""Weights that go from a GPU into the CPU's memory while the GPU works on.
+"""Copies weights from a GPU into the CPU's memory while the GPU goes on working.
 
-A plain copy into ordinary memory is slow: one thread of the driver carries it, and meets every page for the first time.
-Here pieces go through a few page-locked buffers, from which all of torch's threads copy them on. Where the weights end
-is ordinary memory: page-locked memory takes long to make, and no other program could have it.
+A plain copy into ordinary memory is slow: one driver thread carries it, and touches every page for the first time. Here
+pieces go through a few page-locked buffers, from which all of torch's threads copy them on. The weights end in ordinary
+memory: page-locking takes long, and keeps memory from other programs.
 """
 
 import queue
@@ -22,9 +22,10 @@ WAITING = 2  # weights in the queue; these and the one that is being copied are 
 
 
 class Parking:
-    """`park(weight)` gives a tensor memory on the CPU with the same values and strides; all are there at the end of the
-    `with` block. What a copy raises is raised by the next call, or at the end; weights not copied yet stay where they
-    are.
+    """`park(weight)` moves a tensor to the CPU, with the same values and strides; all are there at the end of the
+    `with` block.
+
+    An error of a copy is raised by the next call, or at the end; weights not copied by then stay where they are.
     """
 
     def __init__(self, piece: int = PIECE):

@@ -20,12 +20,12 @@ QuantizedModule: TypeAlias = QuantizedLinear | QuantizedExperts
 
 
 class QuantizedModulePatch:
-    """A patch: (original, quantized) linears and experts of one model, exchanged.
+    """A patch that exchanges (original, quantized) linears and experts of one model.
 
-    The weights of the originals wait on the CPU, so that the device holds either those or the quantized ones. They come
-    back bit for bit, the same Parameters, to the device where the model then is. keep: without it `settle` drops them,
-    and `undo` leaves the quantized ones in place. guard: a patch that is there as long as quantized modules are.
-    first: makes the quantized modules and calls `put`, when the patch is applied for the first time.
+    The originals' weights wait on the CPU, so that the device holds one of both. They come back bit for bit, as the
+    same Parameters, to the device that the model is on then. keep: without it `settle` drops them, and `undo` leaves
+    the quantized ones in place. guard: a patch that is applied as long as quantized modules are in place. first: makes
+    the quantized modules and calls `put`, at the first apply.
     """
 
     def __init__(

@@ -5,13 +5,38 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from accel_kernels import Quantized, dequantize, quantized_linear
+from accel_kernels import Norm, Quantized, QuantizedRows, dequantize, quantized_linear
+from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.gemm.quantized_weight import MOST_QUANTIZED_ROWS
 from torch import nn
 
 from accel.patching.structure import plain, tampered
-from accel.quantization.module import QuantizedLinear, in_rows
-from accel.quantization.rows import Rows
+from accel.quantization.module import QuantizedLinear, row_tensors
+
+
+class Rows:
+    """norm(x) for all products that take it; x: (..., K). The norm is computed once, and so is each way of rounding."""
+
+    __slots__ = ("_normed", "_rounded", "norm", "x")
+
+    def __init__(self, x: torch.Tensor, norm: Norm | None = None):
+        self.x, self.norm = x, norm
+        self._normed: torch.Tensor | None = None
+        self._rounded: dict[tuple, QuantizedRows] = {}
+
+    def normed(self) -> torch.Tensor:
+        if self.norm is None:
+            return self.x
+        if self._normed is None:
+            self._normed = apply_norm(self.x, self.norm)
+        return self._normed
+
+    def rounded(self, linear: QuantizedLinear, activations: str) -> QuantizedRows:
+        """The rows as this linear rounds them, computed once for all linears that round alike."""
+        key = linear.rounding
+        if key not in self._rounded:
+            self._rounded[key] = linear.products.rounded(self.x, activations, self.norm, linear.fixed)
+        return self._rounded[key]
 
 
 def plain_linear(module: nn.Module | None) -> str | None:
@@ -19,7 +44,7 @@ def plain_linear(module: nn.Module | None) -> str | None:
     return tampered(module) if type(module) is QuantizedLinear else plain(module, nn.Linear, stored=True)
 
 
-def placed(linear: nn.Linear) -> tuple[torch.device, torch.dtype]:
+def device_and_dtype(linear: nn.Linear) -> tuple[torch.device, torch.dtype]:
     """Where its weight is, and in what dtype it is multiplied."""
     if type(linear) is QuantizedLinear:
         return linear.data.device, linear.dtype
@@ -37,7 +62,9 @@ def rounds(linear: nn.Module | None, x: torch.Tensor) -> str | None:
 
 
 def deferred(linear: nn.Module, x: torch.Tensor) -> bool:
-    """Whether its bias is better left to the pass after it: on a CPU, and where rows are rounded, it costs nothing."""
+    """Whether the bias is better added by the next pass: not on a CPU, nor where rows are rounded, where it costs
+    nothing.
+    """
     return x.is_cuda and rounds(linear, x) is None
 
 
@@ -68,7 +95,7 @@ def rounded_product(
 def rounded_geglu(linear: QuantizedLinear, activations: str, rows: Rows) -> torch.Tensor:
     """value * gelu(gate), exact GELU, of a linear that rounds rows and gives values, then gates; one product."""
     half = linear.out_features // 2
-    lists = [(None, None) if part is None else part.split(half) for part in in_rows(linear)]
+    lists = [(None, None) if part is None else part.split(half) for part in row_tensors(linear)]
     (*value, shift), (*gate, gate_shift) = zip(*lists, strict=True)
     more = {"up": linear.read(*value), "up_bias": shift, "activation": "gelu"}
     return rounded_product(linear, activations, rows, linear.read(*gate), gate_shift, **more)

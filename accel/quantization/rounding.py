@@ -1,7 +1,7 @@
 """Round to nearest: a weight to whole numbers with scales, a few rows at a time.
 
-Symmetric: the largest absolute value of a row or group becomes the largest number. Asymmetric: least and largest value
-become the least and largest number, and the number of 0 is a whole one, so that zeros stay zeros (Jacob et al.,
+Symmetric: the largest absolute value of a row or group maps to the largest number. Asymmetric: the least and largest
+value map to the least and largest number. The zero point is a whole number, so zeros stay zeros (Jacob et al.,
 "Quantization and training of neural networks for efficient integer-arithmetic-only inference", 2018).
 """
 

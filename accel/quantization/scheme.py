@@ -13,9 +13,11 @@ GROUP = 128  # columns to a scale of 4-bit numbers, where the name says nothing 
 
 @dataclass(frozen=True)
 class Scheme:
-    """number: what one is stored as, "int8", "int4" or "fp8" (float8_e4m3fn). group: columns to a scale, None for one
-    scale a row. symmetric: 0 stands for 0; otherwise the numbers cover least to largest, and a number is 0's.
-    activations: a value of `Options.activations`, how many rows that it is multiplied with are rounded; None for not.
+    """number: the storage type, "int8", "int4" or "fp8" (float8_e4m3fn). group: columns to a scale, None for one scale
+    a row.
+
+    symmetric: without a zero point; otherwise the numbers cover least to largest. activations: a value of
+    `Options.activations`, how rows that it is multiplied with are rounded; None for not.
     """
 
     number: str

@@ -25,8 +25,7 @@ from accel.bench.cases import CASES
 from accel.bench.memory import release
 from accel.diffusion.dit.block import innermost_blocks
 from accel.diffusion.inputs import example_call
-from accel.diffusion.linears import denoiser_linears, denoises
-from accel.diffusion.sensitive_linears import modulations
+from accel.diffusion.linears import denoiser_linears, denoises, modulations
 from accel.options import Options
 from accel.planning.targets import models_in
 from accel.quantization.linears import inside, unfit

@@ -21,7 +21,7 @@ ROOMS = """
     errors libraries tolerances comparison options saved progress in_flight parallel casting
     patching offload quantization fusion cuda_graphs planning verification
     diffusion.inputs diffusion.blocks diffusion.dit diffusion.step_cache
-    diffusion.sensitive_linears diffusion.linears diffusion.parallel diffusion
+    diffusion.linears diffusion.parallel diffusion
     llm.kv_cache llm.pipeline.device_hooks llm.recording llm.pipeline.placement
     llm.runtime.linear llm.analysis llm.runtime
     llm.generation llm.pipeline llm.generation.loop llm.batching

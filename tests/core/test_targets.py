@@ -12,7 +12,7 @@ from torch import nn
 from transformers.pipelines import SUPPORTED_TASKS
 
 import accel
-from accel.fusion.loop import Loop
+from accel.fusion.loop import DenoisingLoop
 from accel.libraries.models import is_causal_lm, is_pipeline
 from accel.patching.fast_forward import FastForward
 from accel.planning.targets import holders_in, models_in, parts_in
@@ -42,8 +42,8 @@ def calls(monkeypatch):
 @pytest.fixture
 def loops(monkeypatch):
     """Those that pipelines began."""
-    found, begin = [], Loop.begin
-    monkeypatch.setattr(Loop, "begin", lambda self, schedulers=(): found.append(begin(self, schedulers)))
+    found, begin = [], DenoisingLoop.begin
+    monkeypatch.setattr(DenoisingLoop, "begin", lambda self, schedulers=(): found.append(begin(self, schedulers)))
     return found
 
 

@@ -162,11 +162,11 @@ def test_ranks_look_for_copies_together_or_not_at_all(monkeypatch, here, memory)
         return "made"
 
     if not here and not memory:
-        assert host_copies.captured(run, lambda: None, somewhere)[1] == "made" and len(ran) == 3
+        assert host_copies.capture_with_copies(run, lambda: None, somewhere)[1] == "made" and len(ran) == 3
     else:
         wanted = "another rank could not capture it" if not here else str(error)
         with pytest.raises(RuntimeError, match=wanted):
-            host_copies.captured(run, lambda: None, somewhere)
+            host_copies.capture_with_copies(run, lambda: None, somewhere)
         assert len(ran) == (1 if memory else 2)  # no copies were found in the second
     assert asked == [here, here and memory]
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from accel.cuda_graphs.entry import Captured, Entry, switches
+from accel.cuda_graphs.entry import CapturedGraph, Entry, switches
 from accel.cuda_graphs.host_copies import HostCopies
 from accel.cuda_graphs.pool import OUTPUTS, GraphPool
 from accel.cuda_graphs.runner import GraphRunner
@@ -29,7 +29,7 @@ def entry(mb: float, used: int, device: torch.device = DEVICE) -> Entry:
     whole = torch.empty(int(mb * MB))
     outputs = [whole, whole.view(-1, 1), None]  # one memory counts once
     return Entry(
-        graph=Captured(None, device, None, outputs, pytree.tree_structure(outputs), None), used=used, memory_mb=mb
+        graph=CapturedGraph(None, device, None, outputs, pytree.tree_structure(outputs), None), used=used, memory_mb=mb
     )
 
 

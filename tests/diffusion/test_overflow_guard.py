@@ -201,7 +201,7 @@ class Caching(torch.nn.Module):
 
 def test_a_call_that_changes_its_arguments_is_not_made_twice():
     decoder, ledger = Caching().half().eval(), Ledger()
-    decoder.forward = OverflowGuard(decoder, "decoder", None, ledger, None, HalfOperands())
+    decoder.forward = OverflowGuard(decoder, "decoder", None, ledger, inner=None, half=HalfOperands())
     cache, x = [], torch.ones(1).half()
     with torch.no_grad():
         assert torch.isinf(decoder(x, cache)) and len(cache) == 1

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from accel.cuda_graphs.entry import Constant
-from accel.fusion.forward_counter import ForwardCounter
-from accel.fusion.stacked_linears import StackedLinears, together
-from accel.fusion.stacked_weights import stacked_rows
+from accel.cuda_graphs.entry import LoopConstant
+from accel.fusion.loop import ForwardCounter
+from accel.fusion.stacked_linears import StackedLinears, project_together, stacked_rows
 from accel.fusion.tensor_notes import TensorNotes
 
 
@@ -84,7 +83,7 @@ def test_a_dtype_that_does_not_fit_is_torchs_to_refuse(joint):
 def test_a_bias_on_some_alone(joint):
     bare = nn.Linear(6, 2, bias=False)
     x = torch.randn(2, 6)
-    for layer, output in zip((bare, joint[1][0]), together((bare, joint[1][0]), x), strict=True):
+    for layer, output in zip((bare, joint[1][0]), project_together((bare, joint[1][0]), x), strict=True):
         close(output, layer, x)
 
 
@@ -109,7 +108,7 @@ def test_a_prompt_that_is_kept_is_another_after_each_change(joint):
     prompt = torch.randn(2, 6)
 
     def source(loop=1):
-        held, *rest = Constant(prompt, group, loop).source()
+        held, *rest = LoopConstant(prompt, group, loop).source()
         assert held is prompt
         return rest
 

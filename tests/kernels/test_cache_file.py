@@ -16,7 +16,7 @@ from accel_kernels.caches.cache_file import CacheFile, cache_folder, replace_fil
 from accel_kernels.gemm.linear import LinearChooser
 from accel_kernels.moe.chooser import ExpertsChooser
 
-from accel.planning.choices_file import choices_file
+from accel.planning.plan import choices_file
 
 KEYS = {
     AttentionChooser: "{}x3x500x500x8 float16 dense",

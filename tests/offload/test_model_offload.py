@@ -13,7 +13,7 @@ from accelerate.hooks import remove_hook_from_module
 import accel
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.rule import GraphForward, obstacle
-from accel.diffusion.pipeline import prepare
+from accel.diffusion.pipeline import lay_out_for_gpu
 from accel.offload import hooks, placed_model
 from accel.offload.layout import separate
 from accel.offload.placed_model import PlacedModel
@@ -232,7 +232,7 @@ def test_hooks_of_accelerate_move_by_us_and_leave_graphs_possible(tiny, removed)
 def test_half_of_an_autoencoder_keeps_no_graph_while_it_is_offloaded(tiny):
     model = tiny.vae()
     accel.optimize(model, cpu="fuse")
-    prepare(model, THERE)
+    lay_out_for_gpu(model, THERE)
     forwards = vars(model.encoder)["forward"], vars(model.decoder)["forward"].inner
     assert all(isinstance(forward, GraphForward) and forward.holder is model for forward in forwards)
 

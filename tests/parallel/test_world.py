@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from accel.errors import Refused
-from accel.parallel.world import STARTED, everybody, world
+from accel.parallel.ranks import STARTED, all_ranks, world
 from support.ranks import RankPool
 
 
@@ -15,11 +15,11 @@ def launched(port: int) -> tuple[int, int, bool]:
     """In a process with the environment of torchrun, where nobody has made a group."""
     found = world("parallel='guidance'")  # the one that is there
     dist.destroy_process_group()
-    assert everybody() is None
+    assert all_ranks() is None
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     made = world("parallel='guidance'")
     assert (made.rank, made.size, made.members) == (found.rank, found.size, found.members)
-    assert made.group is not found.group and everybody() is made
+    assert made.group is not found.group and all_ranks() is made
     return made.rank, made.size, made.any(made.rank == 1, "cpu")
 
 
@@ -44,4 +44,4 @@ def test_a_process_alone_is_refused(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(Refused, match="the only one of its group"):
         world("parallel='tiles'")
-    assert everybody() is None and not dist.is_initialized()
+    assert all_ranks() is None and not dist.is_initialized()

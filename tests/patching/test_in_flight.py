@@ -11,7 +11,7 @@ from accel import in_flight
 from accel.diffusion.blocks.resnet import ResnetForward
 from accel.errors import InUse
 from accel.fusion.channels_last import ChannelsLast
-from accel.fusion.stacked_weights import Stacked
+from accel.fusion.stacked_linears import Stacked
 from accel.llm.generation import routing
 from accel.llm.recording.recorder import resting
 from accel.llm.runtime.layer import LayerForward
@@ -174,7 +174,7 @@ def test_calls_that_come_while_a_model_is_changed_wait(subject, monkeypatch):
     accel.restore(model)
     with torch.no_grad():
         assert torch.equal(running.result(), call())
-    assert not any(in_flight.DOOR in vars(module) for module in model.modules())
+    assert not any(in_flight.GATE in vars(module) for module in model.modules())
 
 
 def test_a_call_that_does_not_end_is_told(monkeypatch):

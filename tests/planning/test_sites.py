@@ -141,7 +141,7 @@ def test_all_ranks_leave_what_does_not_pay_on_one(timed, monkeypatch):
         assert list(mine.values()) == [True]
         return {0: {name: "True" for name in mine}, 1: {name: "False" for name in mine}}
 
-    monkeypatch.setattr(sites, "said_by_all", said)
+    monkeypatch.setattr(sites, "gather_from_all", said)
     lone = LoneSites(whisper(), accel.Options())
     kind = lone.kind_of(fast_forward_of(nn.LayerNorm(8).eval()))
     assert lone.reasons() == {kind: "would not pay on another rank that shares the model"}

@@ -25,7 +25,7 @@ PARTS = {
     "load": ["accel_kernels.warmup:_load_all"],
     "autotune": ["accel_kernels.trials:Trials.work", "accel_kernels.autotune:race"],
     "capture": ["accel.cuda_graphs.runner:GraphRunner._capture"],
-    "stacking": ["accel.fusion.stacked_weights:Stacked.apply"],
+    "stacking": ["accel.fusion.stacked_linears:Stacked.apply"],
     "fingerprint": ["accel.cuda_graphs.runner:GraphRunner._taken"],
 }
 

@@ -11,19 +11,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from accel.fusion.channels_last import as_image, as_image_like, as_rows, keep_channel_stats, nhwc, normalize
-from accel.fusion.forward_counter import ForwardCounter
-from accel.fusion.stacked_linears import PromptProjections, StackedLinears, together
-from accel.fusion.stacked_weights import Stacked
+from accel.fusion.loop import ForwardCounter
+from accel.fusion.stacked_linears import PromptProjections, Stacked, StackedLinears, project_together
 from accel.patching.context import Context
-from accel.patching.fast_forward import FastForward, Kernels
+from accel.patching.fast_forward import FastForward
 from accel.patching.guard import Parts
-from accel.patching.ledger import Ledger
 from accel.patching.probe import example
 from accel.patching.rule import Match, Skip
 from accel.patching.site import Site
 from accel.patching.structure import all_plain, foreign_processor, holds, meta_weights, untouched
-from accel.quantization.product import deferred, plain_linear, product
-from accel.quantization.rows import Rows
+from accel.quantization.product import Rows, deferred, plain_linear, product
 
 PARTS = ("spatial_norm", "norm_q", "norm_k", "norm_cross", "add_k_proj", "add_v_proj")
 # What makes it the attention of UNets and VAEs; those of other models have some of it.
@@ -33,10 +30,8 @@ ASKED = ("group_norm", "heads", "is_cross_attention", "residual_connection", "re
 class AttentionForward(FastForward):
     """(B, S, C) with optional context (B, T, C'), or an image (N, C, H, W) -> the same shape."""
 
-    def __init__(
-        self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger, prompt: StackedLinears, stack: bool = True
-    ) -> None:
-        super().__init__(module, path, kernels, ledger)
+    def __init__(self, *place: Any, prompt: StackedLinears, stack: bool = True) -> None:
+        super().__init__(*place)
         self.prompt = prompt  # the projections of the prompt in all of the model
         self.stack = stack  # whether weights may be moved into one storage; a probe touches none
 
@@ -81,7 +76,7 @@ class AttentionForward(FastForward):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The output projection before residual and scale, and the bias that the caller still has to add to it.
 
-        With defer=False, or where the product adds it for nothing, that is None.
+        The bias is None with defer=False, or where the product adds it at no cost.
         """
         m = self.module
         image = hidden_states.dim() == 4
@@ -96,7 +91,7 @@ class AttentionForward(FastForward):
         return (as_image_like(out, x) if image else out), last.bias if defer else None
 
     def attended(self, rows: Rows, context: torch.Tensor | None, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        """All before the output projection, of rows (B, S, C): (B, S, heads * D)."""
+        """All steps before the output projection; rows: (B, S, C) -> (B, S, heads * D)."""
         q, k, v = self._projections(rows, context)
         if attention_mask is None:
             out = self.kernels.attention(q, k, v)
@@ -115,7 +110,7 @@ class AttentionForward(FastForward):
         """Queries, keys and values as (B, H, S, D), views of as few products as the weights allow."""
         m = self.module
         if context is None:
-            q, k, v = together((m.to_q, m.to_k, m.to_v), x, self.stack, self.kernels.linear)
+            q, k, v = project_together((m.to_q, m.to_k, m.to_v), x, self.stack, self.kernels.linear)
         else:
             q = product(m.to_q, x, multiply=self.kernels.linear)
             k, v = (self.prompt.of(layer, context) for layer in (m.to_k, m.to_v))
@@ -128,7 +123,7 @@ def _leaves(m: Any) -> str | None:
 
 
 def match_attention(site: Site, context: Context) -> Match | Skip | None:
-    """to_q, to_k, to_v, to_out and a processor whose formula is plain softmax attention, which the probe finds out."""
+    """to_q, to_k, to_v, to_out and a processor that computes plain softmax attention, which the probe confirms."""
     m: Any = site.module
     if not holds(m, "to_q", "to_k", "to_v", "to_out") or not hasattr(m, "processor"):
         return None
@@ -149,14 +144,14 @@ def match_attention(site: Site, context: Context) -> Match | Skip | None:
     reason = reason or plain_linear(m.to_out[0]) or _leaves(m)
     if reason is None:
         plain_kernels, own = context.kernels.plain(), StackedLinears(ForwardCounter())
-        candidate = AttentionForward(m, site.path, plain_kernels, context.ledger, own, stack=False)
+        candidate = AttentionForward(m, site.path, plain_kernels, context.ledger, prompt=own, stack=False)
         reason = _probe(m, candidate, context)
     if reason is not None:
         return Skip(reason)
     prompt = PromptProjections.shared(context)
     # Self-attention projects one input three times; every cross-attention projects the one prompt twice.
     patches = prompt.add(m.to_k, m.to_v) if m.is_cross_attention else (Stacked((m.to_q, m.to_k, m.to_v)),)
-    forward = AttentionForward(m, site.path, context.kernels, context.ledger, prompt)
+    forward = AttentionForward(m, site.path, context.kernels, context.ledger, prompt=prompt)
     return Match(forward, patches)
 
 

@@ -11,13 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from accel.fusion.channels_last import convolve, keep_channel_stats, nhwc, normalize, project_image
-from accel.fusion.forward_counter import ForwardCounter
 from accel.fusion.half_operands import HalfOperands, convolve_half, end_in_float32
+from accel.fusion.loop import ForwardCounter
 from accel.fusion.stacked_linears import StackedLinears, TimeProjections
 from accel.patching.context import Context
-from accel.patching.fast_forward import FastForward, Kernels
+from accel.patching.fast_forward import FastForward
 from accel.patching.guard import Parts
-from accel.patching.ledger import Ledger
 from accel.patching.probe import example
 from accel.patching.rule import Match, Skip
 from accel.patching.site import Site
@@ -28,10 +27,8 @@ from accel.quantization.product import plain_linear
 class ResnetForward(FastForward):
     """(N, C, H, W), time embedding (N, T) or None -> (N, C', H, W), channels-last in and out."""
 
-    def __init__(
-        self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger, times: StackedLinears, half: HalfOperands
-    ) -> None:
-        super().__init__(module, path, kernels, ledger)
+    def __init__(self, *place: Any, times: StackedLinears, half: HalfOperands) -> None:
+        super().__init__(*place)
         self.times = times  # the time projections of all resnets of the model
         self.half = half
 
@@ -97,7 +94,7 @@ def match_resnet(site: Site, context: Context) -> Match | Skip | None:
         reason = "the time embedding scales as well as shifts"
     if reason is None:
         own = StackedLinears(ForwardCounter())
-        candidate = ResnetForward(m, site.path, context.kernels.plain(), context.ledger, own, HalfOperands())
+        candidate = ResnetForward(m, site.path, context.kernels.plain(), context.ledger, times=own, half=HalfOperands())
         x = example(m, 2, m.conv1.in_channels, 6, 5)
         temb = None if m.time_emb_proj is None else example(m, 2, m.time_emb_proj.in_features, seed=1)
         reason = context.probe.disagreement(m, candidate.fast, (x, temb))
@@ -108,4 +105,4 @@ def match_resnet(site: Site, context: Context) -> Match | Skip | None:
     times = TimeProjections.shared(context)
     patches = () if m.time_emb_proj is None else times.add(m.time_emb_proj)
     half = HalfOperands.beneath(site, context) if m.time_emb_proj is None else HalfOperands()
-    return Match(ResnetForward(m, site.path, context.kernels, context.ledger, times, half), patches)
+    return Match(ResnetForward(m, site.path, context.kernels, context.ledger, times=times, half=half), patches)

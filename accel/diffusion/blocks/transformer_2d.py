@@ -1,7 +1,7 @@
 """Transformer blocks over images: the block itself, and the norm and projections around a stack of blocks.
 
-Each sublayer's output is added to the stream and normalized in one pass; the projections into and out of the stack are
-matrix products on the channels-last image, which is a row matrix already, so nothing is permuted on a GPU.
+Each sublayer's output is added to the residual stream and normalized in one pass. The projections around the stack are
+matrix products: on a GPU a channels-last image is a row matrix already.
 """
 
 from collections.abc import Iterable
@@ -25,14 +25,22 @@ from accel.patching.rule import Match, Skip
 from accel.patching.site import Site
 from accel.patching.structure import all_plain, holds, meta_weights, plain, pointwise
 from accel.patching.user_ops import UserOp
-from accel.quantization.product import deferred, matrix, plain_linear, product, rounded_geglu, rounded_product, rounds
-from accel.quantization.rows import Rows
+from accel.quantization.product import (
+    Rows,
+    deferred,
+    matrix,
+    plain_linear,
+    product,
+    rounded_geglu,
+    rounded_product,
+    rounds,
+)
 
 NOT_POINTWISE = "a projection that is not 1x1"
 
 
-class Stream:
-    """The rows that blocks add to: x + last + bias, the last two still to be added by whoever reads x next."""
+class ResidualStream:
+    """The rows that blocks add to: x + last + bias. The last two are still to be added, by whoever reads x next."""
 
     last: torch.Tensor | None
 
@@ -44,11 +52,11 @@ class Stream:
         self.last, self.bias = last.contiguous(), None if bias is None else bias.detach()
 
     def settle(self, x: torch.Tensor) -> None:
-        """x is the sum of all three."""
+        """Sets the sum of all three, computed by the caller."""
         self.x, self.last, self.bias = x, None, None
 
     def total(self, kernels: Kernels) -> torch.Tensor:
-        """The sum, made now; biases in the dtype of the rows, as an image whose rows are the pixels."""
+        """The sum, computed now where something is still to be added."""
         if self.last is not None:
             rows, residual = (as_image(t, t.shape[1], 1) for t in (self.last, self.x))
             self.settle(as_rows(kernels.image_sum(rows, residual, self.bias, channel_stats=False)[0]))
@@ -60,7 +68,7 @@ class Stream:
 class TransformerBlockForward(FastForward):
     """(B, S, C) -> (B, S, C): self-attention, cross-attention and GEGLU feed-forward, each after a LayerNorm.
 
-    What a sublayer adds, and its bias, is left to the norm after it; products of rounded rows add both themselves.
+    A sublayer's output and bias are added by the norm after it, or by the product itself where rows are rounded.
     """
 
     def __init__(self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger) -> None:
@@ -97,19 +105,19 @@ class TransformerBlockForward(FastForward):
         class_labels: Any = None,
         added_cond_kwargs: Any = None,
     ) -> Any:
-        stream = Stream(hidden_states.contiguous())
+        stream = ResidualStream(hidden_states.contiguous())
         self.advance(stream, attention_mask, encoder_hidden_states, encoder_attention_mask, cross_attention_kwargs)
         return stream.total(self.kernels)
 
     def advance(
         self,
-        stream: Stream,
+        stream: ResidualStream,
         attention_mask: torch.Tensor | None = None,
         encoder_hidden_states: torch.Tensor | None = None,
         encoder_attention_mask: torch.Tensor | None = None,
         cross_attention_kwargs: dict | None = None,
     ) -> None:
-        """The block's work on a stream whose last addition is still to be made, as it is again afterwards."""
+        """Runs the block on a stream. What the last sublayer adds is left to whoever reads the stream next."""
         m = self.module
         extra = cross_attention_kwargs or {}
         rows = self._norm(m.norm1, stream, getattr(m.attn1, "to_q", None))
@@ -120,8 +128,8 @@ class TransformerBlockForward(FastForward):
             self._attend(m.attn2, stream, rows, encoder_hidden_states, encoder_attention_mask, extra)
         self._feed_forward(stream, self._norm(m.norm3, stream, getattr(m.ff.net[0], "proj", None)))
 
-    def _norm(self, norm: nn.LayerNorm, stream: "Stream", first: nn.Module | None) -> Rows:
-        """The stream, settled, and its norm, which is done now, or with the rounding where `first` rounds its rows."""
+    def _norm(self, norm: nn.LayerNorm, stream: ResidualStream, first: nn.Module | None) -> Rows:
+        """The norm of the settled stream; where `first` rounds its rows, the norm is done with the rounding."""
         mine = isinstance(self.kernels.layer_norm, UserOp)  # it cannot be done with the rounding
         if not mine and rounds(first, stream.x) is not None:
             return Rows(stream.total(self.kernels), Norm(norm.weight, norm.bias, norm.eps, centred=True))
@@ -136,13 +144,13 @@ class TransformerBlockForward(FastForward):
     def _attend(
         self,
         attention: Any,
-        stream: Stream,
+        stream: ResidualStream,
         rows: Rows,
         context: torch.Tensor | None,
         mask: torch.Tensor | None,
         extra: dict,
     ) -> None:
-        """Anything but a fused attention is called as the module it is."""
+        """Adds an attention's output to the stream; one that is not fused is called as a module."""
         call = {"encoder_hidden_states": context, "attention_mask": mask}
         fused = AttentionForward.taken(attention, rows.x, **call, **extra)
         if fused is not None and fused.adds_nothing():
@@ -151,8 +159,8 @@ class TransformerBlockForward(FastForward):
         else:
             stream.add(attention(rows.normed(), **call, **extra))
 
-    def _project(self, stream: Stream, linear: Any, x: torch.Tensor) -> None:
-        """Onto a settled stream: by a product of rounded rows itself, by any other in the pass that comes next."""
+    def _project(self, stream: ResidualStream, linear: Any, x: torch.Tensor) -> None:
+        """Adds x W^T + b to a settled stream: in the product where rows are rounded, else in the next pass."""
         if (activations := rounds(linear, x)) is not None:
             residual = stream.x.contiguous()
             weight, bias = linear.quantized, linear.bias
@@ -161,7 +169,7 @@ class TransformerBlockForward(FastForward):
             defer = deferred(linear, x)
             stream.add(product(linear, x, not defer, self.kernels.linear), linear.bias if defer else None)
 
-    def _feed_forward(self, stream: Stream, rows: Rows) -> None:
+    def _feed_forward(self, stream: ResidualStream, rows: Rows) -> None:
         reason = self.feed_forward.changed(None, self.feed_forward_parts)
         if reason is not None:  # an adapter on the feed-forward: only that part runs through its modules
             self.ledger.fell_back(f"{self.path}.ff", reason)
@@ -170,7 +178,7 @@ class TransformerBlockForward(FastForward):
         with cast_up(self.feed_forward.casts) if self.feed_forward.casts else NOTHING:
             self._multiply(stream, rows)
 
-    def _multiply(self, stream: Stream, rows: Rows) -> None:
+    def _multiply(self, stream: ResidualStream, rows: Rows) -> None:
         net = self.module.ff.net
         up, down = net[0].proj, net[2]
         if (activations := rounds(up, rows.x)) is not None:
@@ -212,7 +220,9 @@ class TransformerStackForward(FastForward):
         x = nhwc(hidden_states)
         h = normalize(self.kernels, x, m.norm)
         fold = deferred(m.proj_in, rows := as_rows(h))
-        stream = Stream(project(rows, m.proj_in, not fold, self.kernels.linear), m.proj_in.bias if fold else None)
+        stream = ResidualStream(
+            project(rows, m.proj_in, not fold, self.kernels.linear), m.proj_in.bias if fold else None
+        )
         call: dict[str, Any] = {
             "attention_mask": _as_bias(attention_mask, x.dtype),
             "encoder_hidden_states": encoder_hidden_states,
@@ -234,8 +244,8 @@ class TransformerStackForward(FastForward):
 
 
 def _kinds(blocks: Iterable[nn.Module]) -> list[nn.Module]:
-    """The first two blocks of each kind: what a dry run compiles, the others launch too. The very first block is met by
-    another stream than those behind it.
+    """The first two blocks of each kind, which launch all kernels that the others do. The first block of all is
+    special: nothing is left to be added to its stream.
     """
     found: dict[str, list[nn.Module]] = {}
     for block in blocks:
@@ -249,10 +259,6 @@ def _as_bias(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | No
     if mask is None or mask.dim() != 2:
         return mask
     return ((1 - mask.to(dtype)) * -10000.0).unsqueeze(1)
-
-
-def _norms(m: Any) -> str | None:
-    return all_plain(*((norm, nn.LayerNorm) for norm in (m.norm1, m.norm2, m.norm3)))
 
 
 def _projections(m: Any) -> str | None:
@@ -279,7 +285,7 @@ def match_transformer_block(site: Site, context: Context) -> Match | Skip | None
         return Skip("attentions of another make")
     if meta_weights(m):
         return Skip("weights are not loaded (meta device)")
-    reason = _norms(m)
+    reason = all_plain(*((norm, nn.LayerNorm) for norm in (m.norm1, m.norm2, m.norm3)))
     if reason is None:
         candidate = TransformerBlockForward(m, site.path, context.kernels.plain(), context.ledger)
         width = m.attn1.to_q.in_features if m.attn2 is None else m.attn2.to_k.in_features

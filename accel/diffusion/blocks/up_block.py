@@ -73,14 +73,14 @@ def match_up_block(site: Site, context: Context) -> Match | Skip | None:
     if meta_weights(m):
         return Skip("weights are not loaded (meta device)")
     candidate = UpBlockForward(m, site.path, context.kernels.plain(), context.ledger)
-    reason = context.probe.disagreement(m, candidate.fast, (), _example(m))
+    reason = context.probe.disagreement(m, candidate.fast, (), up_block_example(m))
     if reason is not None:
         return Skip(reason)
     return Match(UpBlockForward(m, site.path, context.kernels, context.ledger), covers=())
 
 
-def _example(m: Any) -> dict:
-    """Small inputs; how the first resnet shares its channels between stream and skip connection does not matter."""
+def up_block_example(m: Any) -> dict:
+    """Small inputs. How the first resnet divides its channels between stream and skip connection does not matter."""
     first = m.resnets[0]
     stream = first.conv1.in_channels - first.conv1.in_channels // 2
     skips: list[torch.Tensor] = []
@@ -92,7 +92,8 @@ def _example(m: Any) -> dict:
     if getattr(first, "time_emb_proj", None) is not None:
         given["temb"] = example(m, 2, first.time_emb_proj.in_features, seed=10)
     for part in m.modules():
-        if getattr(part, "is_cross_attention", False) and holds(part, "to_k"):
-            given["encoder_hidden_states"] = example(m, 2, 5, part.to_k.in_features, seed=11)
+        added = getattr(part, "add_k_proj", None)
+        if added is not None or (getattr(part, "is_cross_attention", False) and holds(part, "to_k")):
+            given["encoder_hidden_states"] = example(m, 2, 5, (added or part.to_k).in_features, seed=11)
             break
     return given

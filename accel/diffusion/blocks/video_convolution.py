@@ -1,10 +1,9 @@
-"""Convolutions over video, with all that has to be written around their frames in one pass, or none.
+"""Convolutions over video: padding is left to the convolution, or written by the pass that writes its input.
 
-Stock copies all frames once or twice to pad them. Here the convolution adds zeros where it can, and what is left to
-add is written together with the norm before it: see `accel_kernels.image.frames`.
+Stock copies all frames once or twice to pad them. Here the convolution adds zeros where it can. Other padding is
+written together with the norm before it: see `accel_kernels.image.frames`.
 """
 
-import inspect
 from typing import Any
 
 import torch
@@ -12,12 +11,11 @@ import torch.nn.functional as F
 from accel_kernels.image.frames import NO_PADDING
 from torch import nn
 
-from accel.diffusion.blocks.video_convolution_kind import VideoConvolution, VideoConvolutions, Way, kept
+from accel.diffusion.blocks.video_convolution_kind import VideoConvolution, VideoConvolutions, VideoPadding, kept
 from accel.fusion.channels_last import ndhwc, sum_frames
 from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.guard import Parts
-from accel.patching.ledger import Ledger
 from accel.patching.rule import Match
 from accel.patching.site import Site
 
@@ -25,11 +23,12 @@ LEAST_CHANNELS = 32  # of the output; a narrower one ends a model, and no norm c
 
 
 def written_frames(
-    kernels: Kernels, way: Way, x: torch.Tensor, previous: torch.Tensor | None = None, **first: Any
+    kernels: Kernels, way: VideoPadding, x: torch.Tensor, previous: torch.Tensor | None = None, **first: Any
 ) -> torch.Tensor:
-    """What the convolution reads: (N, C, T, H, W) with all that is written beforehand, x itself where that is nothing.
+    """The convolution's input: (N, C, T, H, W) with the padding that has to be written, or x itself where there is
+    none.
 
-    previous: frames before x, in the place of as many of the padding. first: what `convolution_frames` does besides.
+    previous: frames before x, in place of as many padding frames. first: what `convolution_frames` computes besides.
     """
     padding = way.written
     if previous is not None:
@@ -41,7 +40,9 @@ def written_frames(
     return kernels.convolution_frames(x, padding, previous=previous, **first)
 
 
-def convolve_written(way: Way, conv: nn.Conv3d, frames: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def convolve_written(
+    way: VideoPadding, conv: nn.Conv3d, frames: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The convolution, and the bias that is still to be added. On a CPU it adds the bias itself."""
     bias = None if frames.is_cuda else conv.bias
     y = F.conv3d(frames, conv.weight, bias, conv.stride, way.zeros, conv.dilation)
@@ -49,12 +50,11 @@ def convolve_written(way: Way, conv: nn.Conv3d, frames: torch.Tensor) -> tuple[t
 
 
 class VideoConvolutionForward(FastForward):
-    """(N, C, T, H, W) -> (N, C', T', H', W'), channels-last on a GPU; and the last frames, where stock gives them."""
+    """(N, C, T, H, W) -> (N, C', T', H', W'), channels-last on a GPU; and the last frames, where stock returns them."""
 
-    def __init__(self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger, convolution: VideoConvolution):
-        super().__init__(module, path, kernels, ledger)
-        self.convolution = convolution
-        self.names = tuple(inspect.signature(type(module).forward).parameters)[1:]
+    def __init__(self, *place: Any, convolution: VideoConvolution):
+        super().__init__(*place)
+        self.convolution, self.names = convolution, tuple(self.__signature__.parameters)
 
     def parts(self) -> Parts:
         return Parts(self.convolution.parts(self.module))
@@ -91,21 +91,21 @@ class VideoConvolutionForward(FastForward):
 
 
 def no_video(x: object, conv: nn.Conv3d) -> str | None:
-    """Why this is no input for a convolution over video."""
+    """Why x is no input for a convolution over video."""
     if type(x) is not torch.Tensor or x.dim() != 5 or x.numel() == 0:
         return "input that is not a batch of videos"
     return None if x.dtype is conv.weight.dtype else "input of another dtype than the weight"
 
 
 def copied(frames: torch.Tensor) -> torch.Tensor:
-    """A copy that does not keep the memory of the frames around it, channels-last on a GPU."""
+    """A copy of frames, channels-last on a GPU. A view would keep the memory of all frames alive."""
     layout = torch.channels_last_3d if frames.is_cuda else torch.contiguous_format
     return frames.clone(memory_format=layout)
 
 
 def match_video_convolution(site: Site, context: Context) -> Match | None:
-    """A convolution over frames, rows and columns, or a module around one, of which it is known how it pads."""
+    """A convolution over frames, rows and columns, or a module around one, whose padding is known."""
     found = context.of(VideoConvolutions).of(site.module)
     if found is None:
         return None
-    return Match(VideoConvolutionForward(site.module, site.path, context.kernels, context.ledger, found))
+    return Match(VideoConvolutionForward(site.module, site.path, context.kernels, context.ledger, convolution=found))

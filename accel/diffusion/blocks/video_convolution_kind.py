@@ -1,7 +1,7 @@
 """How a convolution over video pads frames, rows and columns, found by running it on small inputs.
 
-Causal ones are of many makes: subclasses of Conv3d and modules around one, which pad with zeros or the first frame, and
-take the frames of the chunk before.
+There are many causal ones: subclasses of Conv3d, and modules around one. They pad with zeros or the first frame, and
+may take the frames of the chunk before.
 """
 
 import copy
@@ -16,15 +16,13 @@ import torch.nn.functional as F
 from accel_kernels import FramePadding, convolution_frames
 from torch import nn
 
-from accel.comparison import relative_max
-from accel.errors import reason_of
+from accel.fusion.norm_kind import close, random_twin, stock_output
 from accel.patching.guard import plain_settings
 from accel.patching.structure import foreign, meta_weights, tampered
-from accel.tolerances import NORM
 
 
-class Way(NamedTuple):
-    """written: the padding that is written beforehand. zeros: those that the convolution adds on either side."""
+class VideoPadding(NamedTuple):
+    """written: the padding that is written before the convolution. zeros: what the convolution adds on either side."""
 
     written: FramePadding
     zeros: tuple[int, int, int]
@@ -34,13 +32,13 @@ class Way(NamedTuple):
 class VideoConvolution:
     """inner: the name of the convolution in the module; "" where it is the module itself.
 
-    ways: by the value of the second argument, where that is a flag; under None, its default.
-    continues: whether the second argument may be the frames before, in the place of as many of the padding.
-    keeps: whether it returns the last frames of its input too, for the call after; None where it returns no second.
+    ways: the padding by the value of the second argument, where that is a flag; under None, the default. continues:
+    whether the second argument may be frames before x, in place of as many padding frames. keeps: whether it returns
+    its last input frames too, for the next call; None where it returns a single tensor.
     """
 
     inner: str
-    ways: tuple[tuple[object, Way], ...]
+    ways: tuple[tuple[object, VideoPadding], ...]
     continues: bool = False
     keeps: bool | None = None
 
@@ -50,11 +48,11 @@ class VideoConvolution:
     def parts(self, module: Any) -> tuple:
         return (module, self.of(module)) if self.inner else (module,)
 
-    def way(self, flag: object = None) -> Way | None:
+    def way(self, flag: object = None) -> VideoPadding | None:
         return next((way for value, way in self.ways if value is flag), None)
 
     def takes(self, previous: object, x: torch.Tensor, channels: int) -> bool:
-        """Whether these may be the frames before others of so many channels, of the size of x."""
+        """Whether `previous` may be frames before x, of so many channels and of the size of x."""
         if previous is None:
             return True
         way = self.way()
@@ -70,7 +68,7 @@ class VideoConvolution:
 
 
 class VideoConvolutions:
-    """What the convolutions of one model compute: those of the same settings are run once for all."""
+    """The convolutions of one model; those with the same settings are run once for all."""
 
     def __init__(self) -> None:
         self.found: dict[tuple, VideoConvolution | None] = {}
@@ -107,14 +105,9 @@ class _Trial:
 
     def __init__(self, module: Any, name: str):
         self.generator = torch.Generator().manual_seed(0)
-        conv = copy.copy(getattr(module, name) if name else module)
-        held = vars(conv)["_parameters"]
-        sizes = {"weight": (3, 2, *conv.kernel_size), "bias": (3,)}
-        fresh = {
-            key: None if p is None else nn.Parameter(self._random(*sizes[key]), requires_grad=False)
-            for key, p in held.items()
-        }
-        vars(conv).update(_parameters=fresh, training=False, in_channels=2, out_channels=3)
+        conv = getattr(module, name) if name else module
+        conv = random_twin(conv, self.generator, {"weight": (3, 2, *conv.kernel_size), "bias": (3,)})
+        vars(conv).update(in_channels=2, out_channels=3)
         self.conv, self.name, self.module = conv, name, conv
         if name:
             self.module = copy.copy(module)
@@ -143,7 +136,7 @@ class _Trial:
             return VideoConvolution(self.name, found.ways, True, usual[1])
         return None if found.keeps else found
 
-    def _way(self, *more: object) -> tuple[Way, bool | None] | None:
+    def _way(self, *more: object) -> tuple[VideoPadding, bool | None] | None:
         """How it pads, and `keeps`."""
         wanted = self._stock(self.x, *more)
         for way in _ways(self.conv) if wanted is not None else ():
@@ -155,31 +148,26 @@ class _Trial:
     def _stock(self, *inputs: object) -> Any:
         """What it gives; None where it gives no tensor, or changes itself."""
         before = dict(vars(self.module)), dict(vars(self.conv))
-        try:
-            with torch.no_grad(), torch.autocast("cpu", enabled=False):
-                out = type(self.module).forward(self.module, *inputs)
-        except Exception as error:
-            reason_of(error)
-            return None
+        out = stock_output(self.module, *inputs)
         after = vars(self.module), vars(self.conv)
         same = all(_same(*pair) for pair in zip(before, after, strict=True))
         return out if same else None
 
-    def _agrees(self, wanted: Any, frames: torch.Tensor, way: Way) -> Any:
+    def _agrees(self, wanted: Any, frames: torch.Tensor, way: VideoPadding) -> Any:
         """Whether the convolution of these frames is what it gives; where it gives two, a tuple with `keeps`."""
         try:
             got = F.conv3d(frames, self.conv.weight, self.conv.bias, self.conv.stride, way.zeros, self.conv.dilation)
         except RuntimeError:  # fewer frames than its kernel has
             return False
         if isinstance(wanted, torch.Tensor):
-            return _close(got, wanted)
-        if not (isinstance(wanted, tuple) and len(wanted) == 2 and _close(got, wanted[0])):
+            return close(got, wanted)
+        if not (isinstance(wanted, tuple) and len(wanted) == 2 and _same_tensor(got, wanted[0])):
             return False
         if wanted[1] is None:
             return (False,)
-        return (True,) if _close(kept(frames, self.conv), wanted[1]) else False
+        return (True,) if _same_tensor(kept(frames, self.conv), wanted[1]) else False
 
-    def _continues(self, way: Way, keeps: bool | None) -> bool:
+    def _continues(self, way: VideoPadding, keeps: bool | None) -> bool:
         """Whether frames given second stand for as many of the padding in front of the others, one or all of them."""
         front = way.written.front
         for count in {1, front} if keeps is None else {front}:
@@ -194,11 +182,11 @@ class _Trial:
 
 
 def kept(frames: torch.Tensor, conv: nn.Conv3d) -> torch.Tensor:
-    """The frames that a convolution hands on to the call after; of a single frame's kernel, all."""
+    """The last input frames that a convolution returns for the next call; all of them for a kernel of one frame."""
     return frames[:, :, 1 - conv.kernel_size[0] :] if conv.kernel_size[0] > 1 else frames
 
 
-def _ways(conv: nn.Conv3d) -> Iterator[Way]:
+def _ways(conv: nn.Conv3d) -> Iterator[VideoPadding]:
     """The paddings that a convolution may have."""
     spans = [(size - 1) * step for size, step in zip(conv.kernel_size, conv.dilation, strict=True)]
     own = conv.padding if isinstance(conv.padding, tuple) else (0, 0, 0)
@@ -219,10 +207,10 @@ def _ways(conv: nn.Conv3d) -> Iterator[Way]:
                 written = written._replace(height=0, width=0)
             if front == back and not repeat_frames:
                 written, zeros[0] = written._replace(front=0, back=0), front
-            yield Way(written, (zeros[0], zeros[1], zeros[2]))
+            yield VideoPadding(written, (zeros[0], zeros[1], zeros[2]))
 
 
-def _written(x: torch.Tensor, way: Way) -> torch.Tensor:
+def _written(x: torch.Tensor, way: VideoPadding) -> torch.Tensor:
     return convolution_frames.reference(x, way.written)
 
 
@@ -230,5 +218,5 @@ def _same(before: dict, after: dict) -> bool:
     return before.keys() == after.keys() and all(before[name] is after[name] for name in before)
 
 
-def _close(got: torch.Tensor, wanted: object) -> bool:
-    return isinstance(wanted, torch.Tensor) and relative_max(got, wanted) <= NORM
+def _same_tensor(got: torch.Tensor, wanted: object) -> bool:
+    return isinstance(wanted, torch.Tensor) and close(got, wanted)

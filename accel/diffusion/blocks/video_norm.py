@@ -1,11 +1,9 @@
-"""Norms over the channels of a pixel of a video, or over groups of them: of any make, told by running them.
+"""Norms over the channels of a pixel of a video, or over groups of channels, recognized by running them.
 
-Stock takes up to nine passes over all frames for one, some of them in float32. Here it is one, or none where the
-convolution after it takes it along.
+Stock takes up to nine passes over all frames for one, some of them in float32. Here it is one pass, or none where the
+convolution after it includes the norm.
 """
 
-import copy
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,17 +12,14 @@ import torch
 from accel_kernels import FrameGroups, Norm, convolution_frames
 from torch import nn
 
-from accel.comparison import relative_max
-from accel.errors import reason_of
 from accel.fusion.channels_last import channel_stats_of, ndhwc
+from accel.fusion.norm_kind import close, random_twin, stock_output
 from accel.patching.context import Context
-from accel.patching.fast_forward import FastForward, Kernels
+from accel.patching.fast_forward import FastForward
 from accel.patching.guard import Parts, plain_settings
-from accel.patching.ledger import Ledger
 from accel.patching.rule import Match
 from accel.patching.site import Site
 from accel.patching.structure import foreign, meta_weights, tampered
-from accel.tolerances import NORM
 
 SMALLEST = 1e-12  # length by which F.normalize divides at least
 FORMS = {"frames": "(N, C, T, H, W)", "images": "(N, C, H, W)", "last": "(..., C)"}
@@ -33,10 +28,11 @@ WIDTH = 24  # channels that a norm without weights is tried with
 
 @dataclass(frozen=True)
 class VideoNorm:
-    """groups: of a group norm, else None; then inner is the name of the GroupNorm in the module, "" the module itself.
+    """groups: whether it is a group norm; then `inner` is the name of the GroupNorm in the module, "" the module
+    itself.
 
-    weight, bias: names of parameters. eps: the name of a setting; None is F.normalize's. form: one of FORMS, in
-    which the module is given what it norms.
+    weight, bias: names of parameters. eps: the name of a setting; None is that of F.normalize. form: one of FORMS, the
+    layout of the module's input.
     """
 
     weight: str | None = None
@@ -64,7 +60,7 @@ class VideoNorm:
 
 
 class VideoNorms:
-    """What the norms of one model compute: those of the same settings and sizes are run once for all."""
+    """The norms of one model; those with the same settings and sizes are run once for all."""
 
     def __init__(self) -> None:
         self.found: dict[tuple, VideoNorm | None] = {}
@@ -100,7 +96,8 @@ def _find(module: nn.Module) -> VideoNorm | None:
     trial, channels = _copy(module, name)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, channels, 3, 2, 3, generator=generator) * 2 + 1.5
-    kinds = list(_group_kinds(name) if name else _kinds(module))
+    grouped = [VideoNorm(groups=True, inner=name, per_frame=per_frame) for per_frame in (False, True)]
+    kinds = grouped if name else list(_kinds(module))
     for form in ("frames",) if name else FORMS:
         inputs = [x, x * 1e-4]  # numbers so small that eps shows
         wanted = [_run(trial, one, form) for one in inputs]
@@ -113,22 +110,12 @@ def _find(module: nn.Module) -> VideoNorm | None:
 def _copy(module: nn.Module, name: str) -> tuple[nn.Module, int]:
     """The module with random weights in float32 on the CPU, and its channels."""
     generator = torch.Generator().manual_seed(0)
-    trial = copy.copy(module)
-    held: Any = copy.copy(getattr(module, name)) if name else trial
-    parameters = {
-        key: None if p is None else nn.Parameter(torch.randn(p.shape, generator=generator), requires_grad=False)
-        for key, p in vars(held)["_parameters"].items()
-    }
-    vars(held).update(_parameters=parameters, training=False)
+    trial = random_twin(module, generator)
     if name:
-        vars(trial).update(_modules={name: held}, training=False)
+        held = random_twin(getattr(module, name), generator)
+        vars(trial).update(_modules={name: held})
         return trial, int(held.num_channels)
-    return trial, next((p.shape[0] for p in parameters.values() if p is not None), WIDTH)
-
-
-def _group_kinds(name: str) -> Iterator[VideoNorm]:
-    for per_frame in (False, True):
-        yield VideoNorm(groups=True, inner=name, per_frame=per_frame)
+    return trial, next((p.shape[0] for p in trial.parameters()), WIDTH)
 
 
 def _kinds(module: nn.Module) -> Iterator[VideoNorm]:
@@ -144,13 +131,8 @@ def _kinds(module: nn.Module) -> Iterator[VideoNorm]:
 
 def _run(trial: nn.Module, x: torch.Tensor, form: str) -> torch.Tensor | None:
     """What its class's forward gives, as (N, C, T, H, W); None where it takes no such input."""
-    try:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            given = _formed(x, form)
-            out = type(trial).forward(trial, given)
-    except Exception as error:  # called with something else
-        reason_of(error)
-        return None
+    given = _formed(x, form)
+    out = stock_output(trial, given)
     if not isinstance(out, torch.Tensor) or out.dtype != x.dtype or out.shape != given.shape:
         return None
     return out.view(x.shape) if form == "images" else out.movedim(-1, 1) if form == "last" else out
@@ -162,19 +144,15 @@ def _formed(x: torch.Tensor, form: str) -> torch.Tensor:
 
 
 def _agrees(kind: VideoNorm, trial: nn.Module, x: torch.Tensor, wanted: torch.Tensor | None) -> bool:
-    if wanted is None:
-        return False
-    got = convolution_frames.reference(x, norm=kind.of(trial, x))
-    return relative_max(got, wanted) <= NORM
+    return wanted is not None and close(convolution_frames.reference(x, norm=kind.of(trial, x)), wanted)
 
 
 class VideoNormForward(FastForward):
     """A norm over (N, C, T, H, W), or (N, C, H, W) of single frames, or with channels last, through one pass."""
 
-    def __init__(self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger, norm: VideoNorm):
-        super().__init__(module, path, kernels, ledger)
-        self.norm = norm
-        self.names = tuple(inspect.signature(type(module).forward).parameters)[1:]
+    def __init__(self, *place: Any, norm: VideoNorm):
+        super().__init__(*place)
+        self.norm, self.names = norm, tuple(self.__signature__.parameters)
 
     def parts(self) -> Parts:
         return Parts(self.norm.parts(self.module))
@@ -202,13 +180,11 @@ class VideoNormForward(FastForward):
 
 
 def match_video_norm(site: Site, context: Context) -> Match | None:
-    """A norm in a model over video, which holds convolutions over video; nn.GroupNorm and nn.LayerNorm have rules of
-    their own.
-    """
+    """A norm in a model with convolutions over video; nn.GroupNorm and nn.LayerNorm have rules of their own."""
     norms = context.find(VideoNorms)
     if norms is None or type(site.module) in (nn.GroupNorm, nn.LayerNorm):
         return None
     found = norms.of(site.module)
     if found is None:
         return None
-    return Match(VideoNormForward(site.module, site.path, context.kernels, context.ledger, found))
+    return Match(VideoNormForward(site.module, site.path, context.kernels, context.ledger, norm=found))

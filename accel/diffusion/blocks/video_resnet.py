@@ -1,11 +1,10 @@
 """The resnet block of video VAEs: norm, SiLU, convolution, norm, SiLU, convolution, shortcut, over frames.
 
-Each norm and SiLU is written into the tensor that the convolution reads, padding and earlier frames included. The bias
-of a convolution goes into the norm after it, that of the second into the pass that adds the shortcut. So a block is two
-convolutions and three passes, where stock takes some forty.
+Each norm and SiLU is written into the convolution's input, with padding and earlier frames. The first convolution's
+bias goes into the norm after it, the second's into the pass that adds the shortcut. So a block is two convolutions and
+three passes, where stock takes some forty.
 """
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,9 +17,8 @@ from accel.diffusion.blocks.video_convolution_kind import VideoConvolution, Vide
 from accel.diffusion.blocks.video_norm import VideoNorm, VideoNorms
 from accel.fusion.channels_last import coarser_as_convolution, ndhwc, sum_frames
 from accel.patching.context import Context
-from accel.patching.fast_forward import FastForward, Kernels
+from accel.patching.fast_forward import FastForward
 from accel.patching.guard import Parts
-from accel.patching.ledger import Ledger
 from accel.patching.probe import example
 from accel.patching.rule import Match, Skip
 from accel.patching.site import Site
@@ -31,7 +29,7 @@ WITHOUT_WEIGHTS = (nn.SiLU, nn.Dropout, nn.Identity)
 
 
 class BlockParts(NamedTuple):
-    """What a block is made of: the names of children, and what each computes. None where it has none."""
+    """What a block consists of: names of children, and what each computes; None where it has no such child."""
 
     norms: tuple[VideoNorm, VideoNorm]
     convolutions: tuple[VideoConvolution, VideoConvolution]
@@ -43,13 +41,13 @@ class BlockParts(NamedTuple):
 class VideoResnetForward(FastForward):
     """(N, C, T, H, W) -> (N, C', T, H, W), channels-last on a GPU.
 
-    feat_cache, feat_idx: frames of the chunk before by convolution, replaced, and the place of the next one, moved on.
+    feat_cache, feat_idx: the frames before by convolution, which are replaced, and the next one's place, which moves
+    on.
     """
 
-    def __init__(self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger, made: BlockParts):
-        super().__init__(module, path, kernels, ledger)
-        self.made = made
-        self.names = tuple(inspect.signature(type(module).forward).parameters)[1:]
+    def __init__(self, *place: Any, made: BlockParts):
+        super().__init__(*place)
+        self.made, self.names = made, tuple(self.__signature__.parameters)
 
     def parts(self) -> Parts:
         m, made = self.module, self.made
@@ -63,9 +61,6 @@ class VideoResnetForward(FastForward):
         if made.shortcut_norm is not None:
             fixed += made.shortcut_norm[1].parts(getattr(m, made.shortcut_norm[0]))
         return Parts(tuple(fixed))
-
-    def _convolutions(self) -> tuple[nn.Module, nn.Module]:
-        return self.module.conv1, self.module.conv2
 
     def _given(self, args: tuple, kwargs: dict) -> dict[str, Any]:
         given = dict(zip(self.names, args, strict=False)) | kwargs
@@ -90,9 +85,9 @@ class VideoResnetForward(FastForward):
         if type(cache) is not list or type(place) is not list or len(place) != 1 or len(cache) < place[0] + 2:
             return "a cache of frames of another make"
         before = cache[place[0] : place[0] + 2]
-        channels = [
-            kind.of(conv).in_channels for kind, conv in zip(self.made.convolutions, self._convolutions(), strict=True)
-        ]
+        m = self.module
+        pairs = zip(self.made.convolutions, (m.conv1, m.conv2), strict=True)
+        channels = [kind.of(conv).in_channels for kind, conv in pairs]
         fit = map(VideoConvolution.takes, self.made.convolutions, before, (x, x), channels)
         return None if all(fit) else "frames before that do not fit these"
 
@@ -185,7 +180,7 @@ def match_video_resnet(site: Site, context: Context) -> Match | Skip | None:
     reason = untouched(*(getattr(m, name) for name in made.others))
     if reason is not None:
         return Skip(reason)
-    candidate = VideoResnetForward(m, site.path, context.kernels.plain(), context.ledger, made)
+    candidate = VideoResnetForward(m, site.path, context.kernels.plain(), context.ledger, made=made)
     channels = made.convolutions[0].of(m.conv1).in_channels
     x = example(m, 2, channels, 3, 4, 5)
     reason = context.probe.disagreement(m, candidate.fast, (x,), variant=made)
@@ -194,13 +189,13 @@ def match_video_resnet(site: Site, context: Context) -> Match | Skip | None:
         reason = context.probe.disagreement(trial, InChunks(m, candidate.fast).forward, (x,), variant=made)
     if reason is not None:
         return Skip(reason)
-    return Match(VideoResnetForward(m, site.path, context.kernels, context.ledger, made))
+    return Match(VideoResnetForward(m, site.path, context.kernels, context.ledger, made=made))
 
 
 class InChunks(nn.Module):
-    """A block called with one frame, another, and the others of a video, each time with the frames before; for a probe.
+    """Calls a block with one frame, another, and the rest of a video, each time with the frames before; for a probe.
 
-    It gives all outputs, and all frames that are kept, in a row.
+    It returns all outputs, and all frames that are kept, as one vector.
     """
 
     def __init__(self, block: nn.Module, call: Callable | None = None):

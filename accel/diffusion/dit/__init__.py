@@ -1,1 +1,1 @@
-"""Blocks of diffusion transformers: recorded, and what lies between their products done in one pass each."""
+"""Blocks of diffusion transformers: recorded, then run as fused passes between their products."""

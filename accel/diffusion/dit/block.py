@@ -1,8 +1,8 @@
 """A block of a diffusion transformer: recorded at its first call, run as passes and products from then on.
 
-Blocks of such models differ in many details, and are alike in what they are made of: products, attention, and between
-them norms, modulations, rotations, gates. So a block is not recognized by its make. What its forward calls is recorded,
-what lies between two products becomes one pass over memory, and the outcome is compared with stock's before it is used.
+Such blocks differ in many details, but all consist of products, attention, and norms, modulations, rotations and gates
+between them. So a block is not recognized by its class. The calls of torch in its forward are recorded. What lies
+between two products becomes one pass over memory. The result is compared with stock's before it is used.
 """
 
 from collections.abc import Iterator
@@ -14,17 +14,26 @@ from accel_kernels.warmup import warming_up
 from torch import nn
 
 from accel.cuda_graphs.rule import CAPTURED_SOON
-from accel.diffusion.dit.calls.kinds import BlockCode, call_of, sort_of
-from accel.diffusion.dit.calls.plans import BlockPlan, BlockPlans
-from accel.diffusion.dit.calls.weights import attributes_of, attributes_replaced, weight_forms, weight_of, weights_of
+from accel.diffusion.dit.calls import (
+    BlockCode,
+    BlockPlan,
+    BlockPlans,
+    attributes_of,
+    attributes_replaced,
+    block_signature,
+    call_signature,
+    weight_forms,
+    weight_of,
+    weights_of,
+)
 from accel.diffusion.dit.executable import Executable
-from accel.diffusion.dit.lanes import without_assignments
 from accel.diffusion.dit.products.rounded_rows import with_rounded_rows
-from accel.diffusion.dit.products.weight_stacks import Unstacked, WeightStacks
+from accel.diffusion.dit.products.weight_stacks import UnstackPatch, WeightStacks
 from accel.diffusion.dit.program import Program
 from accel.diffusion.dit.ranks.exchanges import with_exchanges
-from accel.diffusion.dit.ranks.rooms import Places
+from accel.diffusion.dit.ranks.receive_buffers import BufferSlots
 from accel.diffusion.dit.recorder import recorded, tensors_in
+from accel.diffusion.dit.rotary_halves import without_assignments
 from accel.diffusion.dit.schedule import Schedule
 from accel.errors import reason_of
 from accel.fusion.norms import match_layer_norm
@@ -50,20 +59,11 @@ WAITS = (
     "divided among ranks, in no CUDA graph: launched one by one, its passes would wait longer for the host than stock"
 )
 
-DERIVED = (
-    "known",
-    "held",
-    "forms",
-    "backend",
-    "ranks",
-    "on_gpu",
-    "refused",
-    "examined",
-)  # by a block from what it is now; copies derive them anew
+DERIVED = ("known", "held", "forms", "backend", "ranks", "on_gpu", "refused", "examined")  # copies derive them anew
 
 
 class BlockForward(FastForward):
-    """Takes and gives what stock does."""
+    """Arguments and result are those of the stock forward."""
 
     code = BlockCode
     known: dict[tuple, BlockPlan] | None  # plans for blocks of its sort, by kind of call
@@ -90,7 +90,9 @@ class BlockForward(FastForward):
         return Parts(tuple(_parts(self.module)))
 
     def changed(self) -> str | None:
-        """What was changed is recorded anew, as adapters that were loaded; unless code of the user's is in it now."""
+        """As of every forward, but a changed block is recorded anew, for example after an adapter was loaded; unless it
+        contains code of the user's now.
+        """
         reason = super().changed()
         if reason is None or self.stale is not None or self._another_class() is not None:
             return reason
@@ -106,7 +108,7 @@ class BlockForward(FastForward):
         return reason
 
     def unfit(self, *args: Any, **kwargs: Any) -> str | None:
-        call = call_of(args, kwargs)
+        call = call_signature(args, kwargs)
         if call is None:
             return "an argument that is neither a tensor nor a plain value"
         plan = self._known().get(call)
@@ -123,7 +125,7 @@ class BlockForward(FastForward):
             return self._fast(*args, **kwargs)
 
     def _fast(self, *args: Any, **kwargs: Any) -> Any:
-        call = call_of(args, kwargs)
+        call = call_signature(args, kwargs)
         assert call is not None
         known = self.known or self._known()  # unfit has seen to it that it holds
         if self.ranks is not None and self.on_gpu and not CAPTURED_SOON.get() and not _capturing():
@@ -141,31 +143,32 @@ class BlockForward(FastForward):
         return plan.dry_run(run) if warming_up() else run()
 
     def _known(self) -> dict[tuple, BlockPlan]:
-        """The plans for a block as this one is now. Weights may have become others, of other shapes or dtypes."""
+        """The plans for blocks like this one; looked up anew where shapes or dtypes of weights have changed."""
         if self.known is not None and self.forms == weight_forms(self.held) and self.backend == active_backend():
             return self.known
         self.held = [held for part in self.module.modules() for held in (part._parameters, part._buffers)]
         self.forms, self.backend = weight_forms(self.held), active_backend()
         configs = filter(None, map(context_parallel, _parts(self.module)))
-        self.ranks, self.on_gpu = next(map(sequence_ranks, configs), None), _on_gpu(self.held)
-        self.known = self.plans.of((self.backend, *sort_of(self.module)))
+        self.ranks = next(map(sequence_ranks, configs), None)
+        self.on_gpu = any(one.is_cuda for part in self.held for one in part.values() if one is not None)
+        self.known = self.plans.of((self.backend, *block_signature(self.module)))
         return self.known
 
     def _record(self, call: tuple, args: tuple, kwargs: dict) -> Any:
-        """What stock gives; its steps are noted."""
+        """What stock gives; its calls of torch become a plan."""
         if _capturing():
             return self.stock(*args, **kwargs)
-        known, sort, given = self._known(), sort_of(self.module), list(tensors_in((args, kwargs)))
+        known, sort, given = self._known(), block_signature(self.module), list(tensors_in((args, kwargs)))
         attributes = list(attributes_of(self.module))
         with as_written():
             output, program = recorded(self.stock, dict(weights_of(self.module)), args, kwargs)
-        if call_of(args, kwargs) != call:
+        if call_signature(args, kwargs) != call:
             program = "it changes its arguments"
-        elif sort_of(self.module) != sort or attributes_replaced(attributes, list(attributes_of(self.module))):
+        elif block_signature(self.module) != sort or attributes_replaced(attributes, list(attributes_of(self.module))):
             program = "it changes its own settings"
         plan = self._plan(program)
         if self.ranks is not None:
-            self._open_rooms(plan, self.ranks, given[0].device)
+            self._allocate_buffers(plan, self.ranks, given[0].device)
         if plan.executable is not None:
             self._try(plan, given, output)
         self.plans.keep(known, call, plan)
@@ -186,33 +189,34 @@ class BlockForward(FastForward):
             return BlockPlan(reason="nothing in it can be done in one pass")
         return BlockPlan(executable, strided=program.strided)
 
-    def _open_rooms(self, plan: BlockPlan, ranks: Ranks, device: torch.device) -> None:
-        """All ranks at once, also those without a plan."""
+    def _allocate_buffers(self, plan: BlockPlan, ranks: Ranks, device: torch.device) -> None:
+        """Called on all ranks at once, also on those without a plan."""
         executable = plan.executable
-        places, groups = (Places(), {}) if executable is None else (executable.places, executable.groups)
-        if self.plans.rooms.open(places, groups, ranks, device) and executable is not None:
-            executable.rooms = self.plans.rooms
+        slots, groups = (BufferSlots(), {}) if executable is None else (executable.slots, executable.groups)
+        if self.plans.buffers.open(slots, groups, ranks, device) and executable is not None:
+            executable.buffers = self.plans.buffers
 
     def _compare(self, plan: BlockPlan, args: tuple, kwargs: dict) -> Any:
-        """What stock gives, once more, for a plan that was made while kernels only compiled, from no numbers, or for
-        tensors that lay in another way.
+        """What stock gives, compared with a plan that was not compared yet.
+
+        Such a plan was made in a dry run, or for tensors that lay in memory in another way.
         """
         if _capturing():
             return self.stock(*args, **kwargs)
         given = list(tensors_in((args, kwargs)))
         output = self.stock(*args, **kwargs)
         self._try(plan, given, output)
-        if plan.reason and plan.lender is not None:
-            plan.lender.strided = True
+        if plan.reason and plan.borrowed_from is not None:
+            plan.borrowed_from.strided = True
             self.plans.forget(self._known(), plan)  # the next call is recorded for itself
         elif plan.reason:
             self.ledger.fell_back(self.path, plan.reason)
         return output
 
     def _try(self, plan: BlockPlan, given: list[torch.Tensor], wanted: Any) -> None:
-        """Runs the plan beside what stock gave; one that errs or differs is given up.
+        """Compares a plan with what stock gave; one that raises or differs is given up.
 
-        So it is on another rank, as each must run the block as often as the others: they wait for each other inside.
+        If one rank gives it up, all do: ranks wait for each other inside, so each must run the block equally often.
         """
         assert plan.executable is not None
         reason, compared = self._tried(plan.executable, given, wanted)
@@ -226,19 +230,20 @@ class BlockForward(FastForward):
             plan.executable, plan.reason = None, reason
 
     def _tried(self, executable: Executable, given: list[torch.Tensor], wanted: Any) -> tuple[str | None, bool]:
-        """Why it is not what stock gave, and whether that was to be seen."""
+        """Why the plan does not give what stock gave, and whether the comparison was able to show it."""
         try:
             got = executable(given, partial(weight_of, self.module), self.stacks)
         except Exception as error:
             return f"its passes raised {reason_of(error)}", False
         if warming_up():  # nothing was computed
             return None, False
-        return difference(wanted, got), telling(wanted)
+        return difference(wanted, got), has_finite_numbers(wanted)
 
 
 def match_block(site: Site, context: Context) -> Match | Skip | None:
-    """One of a list of modules, with linears for an attention and no such block inside of it; with a group norm it is a
-    block of a UNet, whose parts have rules of their own.
+    """An entry of a list of modules, with linears for an attention and no such block inside of it.
+
+    One with a group norm is a block of a UNet, whose parts have rules of their own.
     """
     module = site.module
     if not _is_block(site.path, module) or comes_from(type(module), "transformers"):
@@ -252,13 +257,13 @@ def match_block(site: Site, context: Context) -> Match | Skip | None:
         return Skip(reason)
     forward = BlockForward(module, site.path, context)
     norms = list(_norms(site, context))
-    patches = (Unstacked(module, forward.stacks), *(ForwardPatch(norm.module, norm) for norm in norms))
+    patches = (UnstackPatch(module, forward.stacks), *(ForwardPatch(norm.module, norm) for norm in norms))
     inside = tuple((norm.path, LAYER_NORM.name) for norm in norms)
     return Match(forward, patches, note="recorded at its first call", inside=inside)
 
 
 def _norms(site: Site, context: Context) -> Iterator[FastForward]:
-    """For norms inside, which are called where the block runs stock."""
+    """Fast forwards for the norms inside, for calls in which the block runs stock."""
     for path, module in site.module.named_modules():
         place = Site(f"{site.path}.{path}", module)
         answer = LAYER_NORM.answer(place, context) if path and foreign_forward(module) is None else None
@@ -268,7 +273,7 @@ def _norms(site: Site, context: Context) -> Iterator[FastForward]:
 
 
 def innermost_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """By path, the modules that are blocks by their make, and hold no other."""
+    """By path, the modules built like a block that contain no other block."""
     found = {path: module for path, module in model.named_modules() if _is_block(path, module)}
     for path, module in found.items():
         if not any(other.startswith(f"{path}.") for other in found):
@@ -302,9 +307,9 @@ def difference(wanted: Any, got: Any) -> str | None:
 
 
 def _extremes(theirs: torch.Tensor, ours: torch.Tensor) -> tuple[float | None, float]:
-    """The largest of what is finite in theirs, None where nothing is; and the largest difference, as a share of it.
+    """The largest finite value of theirs, None where there is none; and the largest difference, relative to it.
 
-    In pieces: a comparison should not take more memory than the model itself does.
+    Computed in pieces, since a comparison should not take more memory than the model itself.
     """
     zero = torch.zeros((), device=theirs.device)
     largest = off = zero
@@ -319,8 +324,8 @@ def _extremes(theirs: torch.Tensor, ours: torch.Tensor) -> tuple[float | None, f
     return (float(largest), float(off / largest)) if bool(some) else (None, 0.0)
 
 
-def telling(output: Any) -> bool:
-    """Whether each tensor of an output has numbers that another outcome would differ from."""
+def has_finite_numbers(output: Any) -> bool:
+    """Whether each tensor of an output has finite elements, by which another result could be told from it."""
     return all(bool(one.isfinite().any()) for one in tensors_in(output) if one.numel())
 
 
@@ -330,10 +335,6 @@ def _parts(module: nn.Module) -> Iterator[object]:
         processor = vars(part).get("processor")
         if processor is not None:
             yield processor
-
-
-def _on_gpu(held: list[dict[str, torch.Tensor | None]]) -> bool:
-    return any(tensor.is_cuda for one in held for tensor in one.values() if tensor is not None)
 
 
 def _capturing() -> bool:

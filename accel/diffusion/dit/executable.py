@@ -6,21 +6,20 @@ from typing import Any
 import torch
 
 from accel.diffusion.dit.lowering import Input, Output, Pass, Window
-from accel.diffusion.dit.products.product import is_product, run_product
 from accel.diffusion.dit.products.weight_stacks import WeightStacks
 from accel.diffusion.dit.program import Ref, TensorValue, TorchStep, refs, replaced
 from accel.diffusion.dit.ranks.exchanges import Exchange
-from accel.diffusion.dit.ranks.rooms import Places, Rooms
+from accel.diffusion.dit.ranks.receive_buffers import BufferSlots, ReceiveBuffers
 from accel.diffusion.dit.schedule import Schedule
-from accel.diffusion.dit.units import Copy, GeluProduct, StackedProduct, TorchCall, Unit
+from accel.diffusion.dit.units import Copy, GeluProduct, StackedProduct, TorchCall, Unit, is_product, run_product
 from accel.parallel.ranks import Ranks
 from accel.patching.fast_forward import Kernels
 
 Slots = list[torch.Tensor | None]
 
 
-class Tree:
-    """Arguments with tensors to be filled in. Most are a flat list, which is filled without looking at all of it."""
+class ArgumentTemplate:
+    """Arguments of a step with places for tensors. Most are a flat list, which is filled without a walk."""
 
     def __init__(self, tree: tuple | dict):
         members = list(tree.items()) if isinstance(tree, dict) else list(enumerate(tree))
@@ -41,8 +40,8 @@ class Tree:
         return members
 
 
-class Linears:
-    """Those of a product of several: numbers of what they take and make, and the paths of weights and biases."""
+class LinearGroup:
+    """The linears of one stacked product: numbers of inputs and outputs, and the paths of weights and biases."""
 
     def __init__(self, unit: StackedProduct, values: list[TensorValue]):
         self.taken, weights, *biases = zip(*(refs(step.args) for step in unit.steps), strict=True)
@@ -57,7 +56,7 @@ class Linears:
         return self.taken[0]
 
     def wholes(self, slots: Slots, stacks: WeightStacks) -> list[torch.Tensor] | None:
-        """The weight and the bias, if any, of all as one; None where they do not lie in one storage."""
+        """The stacked weight, and the stacked bias if any; None where they do not lie in one storage."""
         found = [
             stacks.whole(paths, _filled([Ref(number) for number in numbers], slots))
             for paths, numbers in zip(self.paths, self.parts, strict=True)
@@ -72,10 +71,12 @@ def _path(value: TensorValue) -> str:
 
 class Executable:
     """Called with the tensors of the arguments, in order, a function that gives the weight of a path, and what stacks
-    weights, if anything may. rooms: through which it exchanges with other ranks; None before they have agreed on that.
+    weights, if anything may.
+
+    buffers: receive buffers of its exchanges with other ranks; None before all have agreed on them.
     """
 
-    rooms: Rooms | None = None
+    buffers: ReceiveBuffers | None = None
 
     def __init__(self, schedule: Schedule, kernels: Kernels):
         self.values, self.kernels = schedule.program.values, kernels
@@ -85,22 +86,25 @@ class Executable:
         self.inputs = [(number, place) for number, (kind, place) in roots if kind == "input" and number in taken]
         self.weights = [(number, path) for number, (kind, path) in roots if kind == "weight" and number in taken]
         calls = (TorchCall, GeluProduct)
-        self.given = [(Tree(u.step.args), Tree(u.step.kwargs)) if isinstance(u, calls) else () for u in self.units]
-        self.linears = [Linears(u, self.values) if isinstance(u, StackedProduct) else None for u in self.units]
-        self.places = Places.of(self.units, self.values)
+        self.given = [
+            (ArgumentTemplate(u.step.args), ArgumentTemplate(u.step.kwargs)) if isinstance(u, calls) else ()
+            for u in self.units
+        ]
+        self.linears = [LinearGroup(u, self.values) if isinstance(u, StackedProduct) else None for u in self.units]
+        self.slots = BufferSlots.of(self.units, self.values)
         kept = set(refs(self.result))
         last: dict[int, int] = {number: at for at, unit in enumerate(self.units) for number in unit.takes | unit.makes}
         self.ends = [[n for n, at in last.items() if at == place and n not in kept] for place in range(len(self.units))]
 
     @property
     def groups(self) -> dict[str, Ranks]:
-        """That it exchanges with, by name."""
+        """The process groups of its exchanges, by name."""
         steps = [unit.step.function for unit in self.units if isinstance(unit, TorchCall)]
         return {one.group: one.ranks for one in steps if isinstance(one, Exchange)}
 
     @property
     def passes(self) -> int:
-        """How many do the work of several steps."""
+        """How many units fuse several steps."""
         return sum(isinstance(unit, Pass) for unit in self.units)
 
     def __call__(
@@ -121,7 +125,7 @@ class Executable:
                 slots[number] = None
         return _filled(self.result, slots)
 
-    def _run(self, unit: Unit, given: tuple[Tree, ...], slots: Slots) -> None:
+    def _run(self, unit: Unit, given: tuple[ArgumentTemplate, ...], slots: Slots) -> None:
         if isinstance(unit, Pass):
             tensors = [_read(one, slots) for one in unit.inputs]
             outputs = tuple(self._place(one, slots, tensors[0].device) for one in unit.outputs)
@@ -135,13 +139,13 @@ class Executable:
             args, kwargs = (tree.filled(slots) for tree in given)
             function = unit.step.function
             if isinstance(function, Exchange):
-                room = None if self.rooms is None else self.rooms.get(self.places, function.group)
-                made: Any = function(args[0], room, *self.places.found[unit.place])
+                buffer = None if self.buffers is None else self.buffers.get(self.slots, function.group)
+                made: Any = function(args[0], buffer, *self.slots.found[unit.place])
             else:
                 made = self._function(unit.step, args, kwargs)
             _store(unit.step.result, made, slots)
 
-    def _multiply(self, linears: Linears, slots: Slots, stacks: WeightStacks) -> None:
+    def _multiply(self, linears: LinearGroup, slots: Slots, stacks: WeightStacks) -> None:
         x, wholes = slots[linears.input], linears.wholes(slots, stacks)
         assert x is not None
         into = None if linears.output is None else self._place(linears.output, slots, x.device)

@@ -1,20 +1,20 @@
 """Norms over whole rows and rotations of their heads, in one pass.
 
-Wan and its kin norm queries and keys over all heads, then rotate each head by the same table. The norm works on rows
-(.., H * D), the rotation on heads (.., H, D), which are two spaces. Pairs of lanes are the same in both, and a table
-that is repeated over heads is one whose lanes repeat along the row. So the rotation can be done on whole rows.
+Wan and similar models norm queries and keys over all heads, then rotate each head by the same table. The norm works on
+rows (.., H * D), the rotation on heads (.., H, D), which are two spaces. Pairs of elements are the same in both. A
+table repeated over heads is one that repeats along the row. So the rotation can be computed on whole rows.
 """
 
 from accel_kernels.rowwise.program import FULL, HALF, ONE
 
-from accel.diffusion.dit.lowering import IMAGINARY, REAL, Input, Lowering, NotLowered, Pass
+from accel.diffusion.dit.lowering import Input, Lowering, NotLowered, Pass
 from accel.diffusion.dit.operations import REDUCTIONS, ROWWISE
 from accel.diffusion.dit.program import TensorValue, refs
 from accel.diffusion.dit.regions import CONCATENATIONS, Region, Regions
 
 
 class HeadLowering(Lowering):
-    """Of a region of heads. Raises NotLowered where that does not come down to whole rows."""
+    """A lowering of a region of heads. Raises NotLowered where the region cannot be computed on whole rows."""
 
     def __init__(self, regions: Regions, region: Region):
         super().__init__(regions, region)
@@ -39,8 +39,10 @@ class HeadLowering(Lowering):
         row = self._row(number)
         if row is not None:
             return self._whole(row)
-        half, join = self.regions.lanes.halves.get(number), self.regions.lanes.joins.get(number)
-        if (half is not None and half.lanes in ("first", "second")) or (join is not None and join.name != "interleave"):
+        rotary = self.regions.rotary
+        half, join = rotary.halves.get(number), rotary.joins.get(number)
+        apart = half is not None and half.columns in ("first", "second")
+        if apart or (join is not None and join.name != "interleave"):
             raise NotLowered("halves of heads")
         place, operation = self.regions.places.get(number), self.regions.operations.get(number)
         if place is not None and place.width == ONE:
@@ -58,7 +60,7 @@ class HeadLowering(Lowering):
             self.over_rows = False
 
     def _row(self, number: int) -> int | None:
-        """The value over whole rows that this one shows by heads, if it is computed for nothing else."""
+        """The value over whole rows of which this is the view by heads, if nothing else takes it."""
         view = self.values[number]
         if view.shape != self.region.space:
             return None
@@ -69,20 +71,20 @@ class HeadLowering(Lowering):
             number = taken[0]
             row = self.values[number]
             if row.shape == self.space:
-                lane = row.stride[-1]
-                same = view.stride == (*row.stride[:-1], view.shape[-1] * lane, lane) and view.offset == row.offset
+                column = row.stride[-1]
+                same = view.stride == (*row.stride[:-1], view.shape[-1] * column, column) and view.offset == row.offset
                 return number if same and number in self._own(number) else None
         return None
 
     def _own(self, row: int) -> set[int]:
-        """What the row is computed from over whole rows, and itself, as far as nothing else takes it."""
+        """The row and the values over whole rows that it is computed from, as far as nothing else takes them."""
         found, waiting = set(), [row]
         while waiting:
             number = waiting.pop()
             place = self.regions.places.get(number)
             if number in found or place is None or place.space != self.space or place.width == HALF:
                 continue
-            if number in self.regions.operations and number not in self.regions.lanes.joins:
+            if number in self.regions.operations and number not in self.regions.rotary.joins:
                 found.add(number)
                 waiting += self.regions.sources(number)
         kept = set(refs(self.regions.program.result))
@@ -93,15 +95,13 @@ class HeadLowering(Lowering):
             found -= shared
 
     def _taken_in(self, number: int, found: set[int]) -> bool:
-        """Whether all that takes the value is among those, or in this region."""
-        base, lanes = self.values[number].base, self.regions.lanes
+        """Whether everything that takes the value is in `found` or in this region."""
+        base, rotary = self.values[number].base, self.regions.rotary
         views = [value.number for value in self.values if value.base == base]
-        made = {n for view in views for user in self.regions.users[view] for n in self._makes(user)}
-        inside = found | self.region.values | lanes.inside
-        return all(one in inside or one in views or one in lanes.halves for one in made)
-
-    def _makes(self, place: int) -> list[int]:
-        return self.regions.program.steps[place].made or [-1]
+        users = (self.regions.program.steps[user] for view in views for user in self.regions.users[view])
+        made = {n for step in users for n in step.made or [-1]}
+        inside = found | self.region.values | rotary.inside
+        return all(one in inside or one in views or one in rotary.halves for one in made)
 
     def _flat(self, value: TensorValue) -> bool:
         """Whether heads lie side by side where the value is written: as torch had it, or else contiguous."""
@@ -115,21 +115,13 @@ class HeadLowering(Lowering):
         value = self.values[number]
         if value.pinned:
             raise NotLowered("memory that is written in place")
-        *rows, heads, lanes = (1,) * (2 - len(value.shape)) + value.shape
+        *rows, heads, columns = (1,) * (2 - len(value.shape)) + value.shape
         wide = self.region.space[-1]
         widths = {wide: FULL, wide // 2: HALF, 1: ONE}
-        if lanes not in widths or len(value.shape) > len(self.region.space) or (heads > 1 and lanes == 1):
-            raise NotLowered(f"a value of shape {value.shape} among heads of {wide} lanes")
+        if columns not in widths or len(value.shape) > len(self.region.space) or (heads > 1 and columns == 1):
+            raise NotLowered(f"a value of shape {value.shape} among heads of {wide} columns")
         if any(size not in (1, whole) for size, whole in zip(rows[::-1], self.region.space[-3::-1], strict=False)):
             raise NotLowered(f"a value of shape {value.shape} among rows of {self.region.space}")
-        if heads > 1 and value.stride[-2] != lanes * value.stride[-1]:
+        if heads > 1 and value.stride[-2] != columns * value.stride[-1]:
             raise NotLowered("heads that do not lie side by side")
-        parts = (REAL, IMAGINARY) if value.dtype.is_complex else (None,)
-        found = []
-        for part in parts:
-            key = Input(number, part, None, len(value.shape) > 1)
-            if key not in self.inputs:
-                self.inputs[key] = len(self.widths)
-                self.widths.append(widths[lanes])
-            found.append(self.inputs[key])
-        return tuple(found)
+        return self._registers_of(Input(number, flat=len(value.shape) > 1), widths[columns])

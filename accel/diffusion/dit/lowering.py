@@ -1,4 +1,4 @@
-"""A region as a row program: registers given out, operations written down, inputs and results named."""
+"""A region as a row program: registers, operations, inputs and results."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,11 +13,11 @@ REAL, IMAGINARY = "real", "imag"
 
 
 class NotLowered(Exception):
-    """Says why a region cannot be a row program."""
+    """Raised with the reason why a region cannot be a row program."""
 
 
 class Window(NamedTuple):
-    """A stretch of a dimension, counted from the last one: -1."""
+    """A range of a dimension, which is counted from the last: -1."""
 
     dim: int
     start: int
@@ -25,7 +25,7 @@ class Window(NamedTuple):
 
 
 class Input(NamedTuple):
-    """A value that a pass reads: all of it or a window, a complex one by parts; flat: its heads as one row."""
+    """A value that a pass reads, or a window of it. part: of a complex value. flat: its heads are read as one row."""
 
     number: int
     part: str | None = None
@@ -34,7 +34,7 @@ class Input(NamedTuple):
 
 
 class Output(NamedTuple):
-    """A value that a pass writes, all of it or a window; flat: its heads as one row."""
+    """A value that a pass writes, or a window of it. flat: its heads are written as one row."""
 
     number: int
     window: Window | None = None
@@ -43,7 +43,7 @@ class Output(NamedTuple):
 
 @dataclass
 class Pass:
-    """One pass over memory. place: of the last step that it does the work of, in the recorded order."""
+    """One pass over memory. place: the last recorded step whose work it does."""
 
     program: RowProgram
     shape: tuple[int, ...]
@@ -61,8 +61,10 @@ class Pass:
 
 
 class Lowering:
-    """window: the stretch of the space that this pass works on, if not on all; given: values that stand for others on
-    it, as the pieces of a concatenation do for the whole.
+    """Lowers a region.
+
+    window: the part of the space that this pass works on, None for all. given: values that stand for others there, as a
+    piece of a concatenation does for the whole.
     """
 
     def __init__(
@@ -106,12 +108,16 @@ class Lowering:
         return self.registers[number]
 
     def _made(self, number: int) -> tuple[int, ...]:
-        half, joins = self.regions.lanes.halves.get(number), self.regions.lanes.joins
-        if half is not None and half.lanes is not None and half.whole is not None:
+        half, joins = self.regions.rotary.halves.get(number), self.regions.rotary.joins
+        if half is not None and half.columns is not None and half.whole is not None:
             whole = self._single(half.whole)
-            lanes = ("even", "odd") if half.lanes == "pairs" else (half.lanes,)
-            return tuple(self._op(name, (whole,), self.values[half.whole].dtype, width=HALF) for name in lanes)
-        if number in self.region.values or self.regions.again(number, self.region.space) or self._continues(number):
+            columns = ("even", "odd") if half.columns == "pairs" else (half.columns,)
+            return tuple(self._op(name, (whole,), self.values[half.whole].dtype, width=HALF) for name in columns)
+        if (
+            number in self.region.values
+            or self.regions.recomputed(number, self.region.space)
+            or self._continues(number)
+        ):
             if number in joins:
                 halves = [one for source in joins[number].halves for one in self._registers(source)]
                 return (self._op(joins[number].name, tuple(halves), self.values[number].dtype, width=FULL),)
@@ -119,7 +125,7 @@ class Lowering:
         return self._input(number)
 
     def _continues(self, number: int) -> bool:
-        """Whether a piece of a concatenation is a result of the same space, whose work is then done here."""
+        """Whether a piece of a concatenation is computed in the same space; its work is then done here."""
         place = self.regions.places.get(number)
         if number not in self.given.values() or place is None or place != (self.space, FULL):
             return False
@@ -168,27 +174,29 @@ class Lowering:
         value = self.values[number]
         if value.pinned:
             raise NotLowered("memory that is written in place")
-        lanes = value.shape[-1] if value.shape else 1
+        columns = value.shape[-1] if value.shape else 1
         widths = {self.space[-1]: FULL, self.space[-1] // 2: HALF, 1: ONE}
-        if lanes not in widths or len(value.shape) > len(self.space):
-            raise NotLowered(f"a value of {lanes} lanes among rows of {self.space[-1]}")
+        if columns not in widths or len(value.shape) > len(self.space):
+            raise NotLowered(f"a value of {columns} columns among rows of {self.space[-1]}")
         window = None
         for dim, size in enumerate(reversed(value.shape), 1):
-            wide = self.space[-dim] if dim > 1 else lanes
+            wide = self.space[-dim] if dim > 1 else columns
             if size in (1, wide):
                 continue
             if self.window is None or -dim != self.window.dim or size != self.region.space[-dim]:
                 raise NotLowered(f"a value of shape {value.shape} among rows of {self.space}")
             window = self.window
-        parts = (REAL, IMAGINARY) if value.dtype is torch.complex64 else (None,)
-        found = []
-        for part in parts:
-            key = Input(number, part, window)
+        return self._registers_of(Input(number, None, window), widths[columns])
+
+    def _registers_of(self, whole: Input, width: str) -> tuple[int, ...]:
+        """The register of an input, which is new if it has none; of a complex one those of both parts."""
+        parts = (REAL, IMAGINARY) if self.values[whole.number].dtype.is_complex else (None,)
+        keys = [whole._replace(part=part) for part in parts]
+        for key in keys:
             if key not in self.inputs:
                 self.inputs[key] = len(self.widths)
-                self.widths.append(widths[lanes])
-            found.append(self.inputs[key])
-        return tuple(found)
+                self.widths.append(width)
+        return tuple(self.inputs[key] for key in keys)
 
 
 def resized(space: tuple[int, ...], window: Window | None) -> tuple[int, ...]:

@@ -27,8 +27,10 @@ ROWWISE = {"layer_norm", "rms_norm"}
 
 
 class Operation(NamedTuple):
-    """One of a row program, before registers are given out. name: of it; operands: Refs, or numbers where torch was
-    given these; number: of operations that take one. steps: what comes after it, such as a norm's weight.
+    """One operation of a row program, before registers are assigned.
+
+    operands: Refs, or numbers where torch was given these. number: the constant of operations that take one. then: what
+    follows, such as a norm's weight and bias.
     """
 
     name: str
@@ -38,7 +40,7 @@ class Operation(NamedTuple):
 
 
 def operation_of(step: TorchStep, values: list[TensorValue]) -> Operation | None:
-    """None for a function, or arguments of it, that are none."""
+    """The operation of a step; None for a function or arguments that row programs do not have."""
     if step.writes or not isinstance(step.result, Ref):
         return None
     if isinstance(step.function, RowFunction):

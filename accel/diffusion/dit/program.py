@@ -15,10 +15,10 @@ class Ref(NamedTuple):
 
 @dataclass
 class TensorValue:
-    """What is known of a tensor. base: the value whose memory it is a view of, its own number where it is none.
+    """What is known of a tensor. base: the value whose memory it is a view of, else its own number.
 
-    root: where it comes from, ("input", place) or ("weight", path); None for one that a step makes.
-    pinned: something writes to its memory in place, so that only the steps as they were recorded give it.
+    root: where it comes from, ("input", place) or ("weight", path); None for one that a step makes. pinned: its memory
+    is written in place, so it is computed only by the steps as recorded.
     """
 
     number: int
@@ -65,17 +65,17 @@ class TorchStep:
 
     @property
     def made(self) -> list[int]:
-        """The values that there were not before: what writes in place returns what it was given."""
+        """The values that are new: what writes in place returns what it was given."""
         taken = set(self.taken)
         return [number for number in refs(self.result) if number not in taken]
 
 
 @dataclass
 class Program:
-    """steps: in the order they were called in; result: what the forward returned, with Refs.
+    """steps: in the order of the calls. result: what the forward returned, with Refs.
 
-    strided: steps may be others where arguments lie in memory in another way: the forward asked how tensors lie, or
-    wrote into one in place, and whether that is a view of another may hang on it.
+    strided: the steps may differ for arguments with other strides, since the forward asked for strides or wrote into a
+    tensor in place.
     """
 
     values: list[TensorValue] = field(default_factory=list)

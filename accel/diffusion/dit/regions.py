@@ -1,11 +1,11 @@
-"""Which steps of a program become one pass over memory: those that work on the rows of one space, with nothing between.
+"""Which steps of a program become one pass over memory: those on rows of one space with nothing between them.
 
-A space is a shape, rows and lanes. A step whose result has that shape, is a half of it, or one number a row, works on
-the rows of that space, where it computes each from the same row of what it takes. Steps that feed each other in one
-space are one region. What lies on a way that leaves the space and comes back, such as a product, must run between two
-regions: so each step has a level, which counts such ways, and a region is of one level.
+A space is a shape: rows of elements. A step belongs to it if its result has that shape, is a half of it, or has one
+number a row, and is computed row by row. Steps that feed each other in one space are one region. A value that leaves
+the space and comes back, such as through a product, must be computed between two regions. So each step has a level,
+which counts such ways, and a region has one level.
 
-What is much smaller than the rows that take it, as the modulation of a whole sequence, is computed anew for each row.
+What is much smaller than the rows that take it, such as the modulation of a sequence, is recomputed for each row.
 """
 
 from dataclasses import dataclass
@@ -14,18 +14,18 @@ from typing import NamedTuple
 import torch
 from accel_kernels.rowwise.program import FULL, HALF, NUMBERS, ONE
 
-from accel.diffusion.dit.lanes import Lanes
 from accel.diffusion.dit.operations import REDUCTIONS, ROWWISE, Operation, operation_of
 from accel.diffusion.dit.program import Program, Ref, refs
+from accel.diffusion.dit.rotary_halves import RotaryHalves
 
 FEW = 6  # operations that are done anew for each row
 CONCATENATIONS = ("cat", "concat")
-LEAST = 8  # lanes of a row
+LEAST = 8  # columns of a row
 SMALLER = 4  # times, that a value must be smaller for it
 
 
 class RowPlace(NamedTuple):
-    """What a value is among the rows of a space: FULL, HALF or ONE."""
+    """What a value is among the rows of a space: whole rows (FULL), halves (HALF), or one number a row (ONE)."""
 
     space: tuple[int, ...]
     width: str
@@ -33,7 +33,7 @@ class RowPlace(NamedTuple):
 
 @dataclass
 class Region:
-    """steps: places in the program, in order; values: what they make."""
+    """steps: places in the program, in order. values: what they make."""
 
     space: tuple[int, ...]
     steps: list[int]
@@ -41,12 +41,12 @@ class Region:
 
 
 class Regions:
-    """places: by value, of all that a row program can compute. found: the regions that are worth a kernel."""
+    """places: of all values that a row program can compute. found: the regions that are worth a kernel."""
 
     def __init__(self, program: Program):
         self.program, self.values = program, program.values
-        self.lanes = Lanes(program)
-        self.makers, self.users = self.lanes.makers, self.lanes.users
+        self.rotary = RotaryHalves(program)
+        self.makers, self.users = self.rotary.makers, self.rotary.users
         self.operations: dict[int, Operation] = {}  # by value
         self.places: dict[int, RowPlace] = {}
         self.levels: dict[int, int] = {}
@@ -60,25 +60,25 @@ class Regions:
 
     def sources(self, number: int) -> list[int]:
         """The values that a placed one is computed from; halves of a row come from the whole row."""
-        if number in self.lanes.joins:
-            taken = self.lanes.joins[number].halves
+        if number in self.rotary.joins:
+            taken = self.rotary.joins[number].halves
         else:
             taken = tuple(ref.number for ref in self._operands(self.operations[number]))
         return [self.whole(one) for one in taken]
 
     def whole(self, number: int) -> int:
-        """The row that a value is lanes of, or itself."""
-        half = self.lanes.halves.get(number)
+        """The row that a value is columns of, or itself."""
+        half = self.rotary.halves.get(number)
         return number if half is None or half.whole is None else half.whole
 
-    def again(self, number: int, space: tuple[int, ...], budget: int = FEW) -> bool:
-        """Whether the value is computed anew for each row of the space."""
+    def recomputed(self, number: int, space: tuple[int, ...], budget: int = FEW) -> bool:
+        """Whether the value is recomputed for each row of the space."""
         return 0 < self._cost(number, space) <= budget
 
     def _cost(self, number: int, space: tuple[int, ...]) -> int:
-        """Operations it takes to compute from what lies in memory; 0 for what does, or has to."""
+        """Operations that recomputing the value takes; 0 where it lies in memory, or has to."""
         place, value = self.places.get(number), self.values[number]
-        if place is None or number in self.lanes.joins or number in self.lanes.halves or place.width == ONE:
+        if place is None or number in self.rotary.joins or number in self.rotary.halves or place.width == ONE:
             return 0
         operation = self.operations[number]
         if operation.name in (*REDUCTIONS, *ROWWISE) or value.numel * SMALLER > torch.Size(space).numel():
@@ -92,17 +92,18 @@ class Regions:
 
     def _place(self, number: int) -> None:
         value = self.values[number]
-        if number in self.lanes.joins:
+        if number in self.rotary.joins:
             self.places[number] = RowPlace(value.shape, FULL)
             return
         step = self.program.steps[self.makers[number]]
         operation = operation_of(step, self.values)
-        half = self.lanes.halves.get(number)
-        if operation is None or (half is not None and half.lanes is not None):
+        half = self.rotary.halves.get(number)
+        if operation is None or (half is not None and half.columns is not None):
             return
         if value.dtype is torch.complex64 and half is None:
             return
-        if not all(self._readable(ref.number, half is not None) for ref in self._operands(operation)):
+        taken = (self.values[ref.number].dtype for ref in self._operands(operation))
+        if half is None and torch.complex64 in taken:
             return
         self.operations[number] = operation
         if half is not None:
@@ -122,9 +123,6 @@ class Regions:
         place = self.places.get(number)
         return place.space if place is not None and place.width == ONE and self.values[number].shape == shape else None
 
-    def _readable(self, number: int, halves: bool) -> bool:
-        return self.values[number].dtype is not torch.complex64 or halves
-
     def _level(self, number: int) -> int:
         place = self.places.get(number)
         if place is None:
@@ -135,12 +133,12 @@ class Regions:
         levels = [0]
         for source in self.sources(number):
             other = self.places.get(source)
-            apart = other is not None and other.space != place.space and not self.again(source, place.space)
+            apart = other is not None and other.space != place.space and not self.recomputed(source, place.space)
             levels.append(self.levels.get(source, 0) + apart)
         return max(levels)
 
     def _delay(self) -> None:
-        """What nothing but a later level takes is done there."""
+        """Moves values that only a later level takes to that level."""
         kept = set(refs(self.program.result))
         ready: dict[
             int, int | None
@@ -160,13 +158,13 @@ class Regions:
         other = self.places.get(made)
         if other is None:  # between a row and its halves, or something else
             return ready.get(made) if self._between(made) else None
-        same = place is None or other.space == place.space or self.again(number, other.space)
+        same = place is None or other.space == place.space or self.recomputed(number, other.space)
         return self.levels[made] if same else None
 
     def _between(self, number: int) -> bool:
         """Whether a value lies between a row and its halves, and only there."""
-        half = self.lanes.halves.get(number)
-        return number in self.lanes.inside or (half is not None and half.whole is not None)
+        half = self.rotary.halves.get(number)
+        return number in self.rotary.inside or (half is not None and half.whole is not None)
 
     def _components(self) -> list[frozenset[int]]:
         """Values that feed each other in one space, on one level."""
@@ -190,7 +188,7 @@ class Regions:
 
     def _region(self, numbers: frozenset[int]) -> Region | None:
         space = self.places[min(numbers)].space
-        work = sum(1 if n in self.lanes.joins else self._work(self.operations[n]) for n in numbers)
+        work = sum(1 if n in self.rotary.joins else self._work(self.operations[n]) for n in numbers)
         names = {self.operations[n].name for n in numbers if n in self.operations}
         alone = all(map(self._put_together, numbers)) or any(self._taken_apart(n, space) for n in numbers)
         alone = alone or not names.isdisjoint(("peak", *NUMBERS))  # of which torch makes many
@@ -209,7 +207,7 @@ class Regions:
         return any(place is not None and self.program.steps[place].name in CONCATENATIONS for place in makers)
 
     def _put_together(self, number: int) -> bool:
-        """Whether a value is taken by one concatenation alone, which a pass can write into."""
+        """Whether a single concatenation takes the value, which a pass can write into."""
         users = [self.program.steps[place] for place in self.users[number]]
         return len(users) == 1 and users[0].name in CONCATENATIONS and number not in refs(self.program.result)
 

@@ -1,7 +1,7 @@
-"""The order in which passes and what is left of the recorded steps run: each after all that it takes.
+"""The order in which passes and the remaining recorded steps run: each after all that it takes.
 
-A concatenation along rows is no work of its own where a region takes it: the region becomes a pass for each piece, and
-these write next to each other. Where something else takes it, the passes that make its pieces write into it.
+A region that takes a concatenation along rows becomes one pass for each piece, and these write next to each other.
+Where something else takes it, the passes that make its pieces write into it.
 """
 
 from contextlib import suppress
@@ -13,13 +13,12 @@ from accel_kernels.rowwise.program import FULL, RowOp, RowProgram
 from accel.diffusion.dit.heads import HeadLowering
 from accel.diffusion.dit.lowering import Input, Lowering, NotLowered, Output, Pass, Window
 from accel.diffusion.dit.operations import FLOATS, operation_of
-from accel.diffusion.dit.products.product import is_product
 from accel.diffusion.dit.products.stacks import Stacks
 from accel.diffusion.dit.program import Program, Ref, refs
 from accel.diffusion.dit.ranks.collectives import Collective
 from accel.diffusion.dit.ranks.exchanges import Exchange
 from accel.diffusion.dit.regions import CONCATENATIONS, LEAST, Region, Regions
-from accel.diffusion.dit.units import Copy, GeluProduct, TorchCall, Unit
+from accel.diffusion.dit.units import Copy, GeluProduct, TorchCall, Unit, is_product
 
 
 class Schedule:
@@ -43,7 +42,7 @@ class Schedule:
                 self.regions.found = regions
 
     def _attempt(self, regions: list[Region]) -> list[Unit]:
-        """Only what is needed for what is returned runs."""
+        """The units that the returned values need."""
         owner = {number: place for place, region in enumerate(regions) for number in region.values}
         makers, steps = self.regions.makers, self.program.steps
         wanted: dict[int, set[int]] = {}  # of each region
@@ -81,7 +80,7 @@ class Schedule:
             if is_product(product.step):
                 units.remove(unit)
                 units.remove(product)
-                units.append(GeluProduct(product.step, found[1], unit.place))
+                units.append(GeluProduct(product.step, unit.place, found[1]))
         return units
 
     def _gelu(self, unit: Unit) -> tuple[int, Output] | None:
@@ -116,8 +115,9 @@ class Schedule:
         raise _Dropped(region, reason)
 
     def _pieces(self, region: Region) -> list[tuple[Window | None, dict[int, int]]]:
-        """Windows of the region, one for each piece of a concatenation that it takes, and what stands for it there; one
-        that is all of it where it takes none.
+        """Windows of the region, one for each piece of a concatenation that it takes, and the pieces by the whole.
+
+        A single window, None, where it takes no concatenation.
         """
         values, taken = self.program.values, {n for p in region.steps for n in self.program.steps[p].taken}
         taken |= {self.regions.whole(number) for number in taken}
@@ -141,7 +141,7 @@ class Schedule:
     def _concatenation(self, number: int) -> int | None:
         """The dimension, counted from the last, along which the value was put together; None for any other value."""
         place = self.regions.makers.get(number)
-        names = CONCATENATIONS if number not in self.regions.lanes.joins else ()
+        names = CONCATENATIONS if number not in self.regions.rotary.joins else ()
         if place is None or self.program.steps[place].name not in names or not self.program.steps[place].taken:
             return None
         step, value = self.program.steps[place], self.program.values[number]
@@ -167,7 +167,9 @@ class Schedule:
             if dim is None or not (any(direct) or sent or (attended and self._strided(pieces))):
                 continue
             if attended:
-                self.layouts[number] = like(self.program.values[number].shape, self.program.values[pieces[0]].stride)
+                self.layouts[number] = strides_like(
+                    self.program.values[number].shape, self.program.values[pieces[0]].stride
+                )
             start = 0
             units.remove(call)
             for piece, written in zip(pieces, direct, strict=True):
@@ -211,7 +213,7 @@ class Schedule:
         return next(out.window is None for out in unit.outputs if out.number == number)
 
     def _ordered(self, units: list[Unit], regions: list[Region]) -> list[Unit]:
-        """First what was recorded first, of all whose values are there."""
+        """In recorded order, each unit after those that make what it takes."""
         makers: dict[int, list[int]] = {}
         for index, unit in enumerate(units):
             for number in unit.makes:
@@ -252,8 +254,8 @@ class Schedule:
         return order
 
 
-def like(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of this shape, densely, in the order of dimensions that these strides have."""
+def strides_like(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    """Dense strides for this shape, with dimensions in the order of the given strides."""
     found, step = [0] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda dim: (stride[dim], -dim)):
         found[dim] = step

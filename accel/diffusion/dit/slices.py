@@ -1,7 +1,7 @@
 """Assignments to a part of the rows, as steps that write nothing in place.
 
-Some models rotate only the image's tokens: `query[:, :, text:] = rotate(query[:, :, text:])`. What was written to in
-place can be in no pass. A concatenation of what is kept and what is assigned is the same, and passes write into that.
+Some models rotate only the image's tokens: `query[:, :, text:] = rotate(query[:, :, text:])`. A pass cannot use memory
+that is written in place. A concatenation of the kept and the assigned rows is the same, and passes can write into it.
 """
 
 from dataclasses import replace
@@ -76,7 +76,7 @@ def _joined(program: Program, place: int) -> Program:
 
 
 def _window(index: Any, shape: tuple[int, ...]) -> tuple[int, int, int] | None:
-    """The dimension, start and size of the first or the last rows; None for any other index, and for lanes."""
+    """The dimension, start and size of the first or the last rows; None for any other index, and for columns."""
     parts = list(index) if isinstance(index, tuple) else [index]
     if parts.count(Ellipsis) == 1:
         at = parts.index(Ellipsis)

@@ -1,21 +1,30 @@
 """What a schedule is made of: passes, products, and recorded steps that run as they were."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from accel_kernels import dequantize
+from accel_kernels.gemm.quantized_weight import MOST_QUANTIZED_ROWS
 
 from accel.diffusion.dit.lowering import Input, Output, Pass
 from accel.diffusion.dit.program import TorchStep
+from accel.quantization.activations import QuantizedCall, RoundedCall
 
 
 @dataclass
-class TorchCall:
-    """A recorded step, run as it was."""
-
+class _StepUnit:
     step: TorchStep
     place: int
 
     @property
     def takes(self) -> set[int]:
         return set(self.step.taken)
+
+
+class TorchCall(_StepUnit):
+    """A recorded step, run as it was."""
 
     @property
     def makes(self) -> set[int]:
@@ -40,16 +49,10 @@ class Copy:
 
 
 @dataclass
-class GeluProduct:
+class GeluProduct(_StepUnit):
     """A linear and the GELU of it, by the tanh formula, which a product can do at its end."""
 
-    step: TorchStep
     output: Output
-    place: int
-
-    @property
-    def takes(self) -> set[int]:
-        return set(self.step.taken)
 
     @property
     def makes(self) -> set[int]:
@@ -75,3 +78,32 @@ class StackedProduct:
 
 
 Unit = Pass | TorchCall | Copy | GeluProduct | StackedProduct
+
+
+def is_product(step: TorchStep) -> bool:
+    if isinstance(step.function, QuantizedCall | RoundedCall):
+        return True
+    return step.name == "linear" and len(step.args) in (2, 3) and not step.kwargs
+
+
+def run_product(
+    function: Callable, args: list, linear: Callable, gelu: bool = False, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """What the step of a product gives. function, args: of it. linear: what multiplies by a plain weight.
+
+    gelu: the GELU of it. out: where it is written and what is returned, if given. A quantized weight is read as it lies
+    where rows are few, and written out before them where not; rows in 8 bits are multiplied as they are.
+    """
+    rows = args[0].numel() // max(1, args[0].shape[-1])
+    if isinstance(function, RoundedCall):
+        y = function(*args, activation="gelu_tanh") if gelu else function(*args)
+    elif not isinstance(function, QuantizedCall):
+        given = {"gelu": True} if gelu else {}
+        return linear(*args, **given) if out is None else linear(*args, **given, out=out)
+    elif function.exact or function.rounds(rows) is not None or rows <= MOST_QUANTIZED_ROWS:
+        y = F.gelu(function(*args), approximate="tanh") if gelu else function(*args)
+    else:
+        x, data, scales, zeros, bias = args
+        weight = dequantize(function.weight(data, scales, zeros), x.dtype)
+        return run_product(F.linear, [x, weight, bias], linear, gelu, out)
+    return y if out is None else out.copy_(y)

@@ -1,8 +1,8 @@
 """Guidance parallel: the rows of a denoiser's batch divided among ranks.
 
-Classifier-free guidance (Ho and Salimans, 2022) computes each step twice, with the prompt and without it, as two halves
-of one batch. With two ranks each computes one half, with more each its share of the rows, and what they give is put
-together on all of them. Pipeline and scheduler run unchanged on every rank, and come to the same image.
+Classifier-free guidance (Ho and Salimans, 2022) computes each step with the prompt and without it, as two halves of one
+batch. With two ranks each computes one half, with more each its share of the rows. The results are gathered on all of
+them, so pipeline and scheduler run unchanged on every rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,16 +14,15 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from accel.comparison import relative_rms
-from accel.cuda_graphs.rule import PROMPT, own_code
+from accel.cuda_graphs.rule import own_code
 from accel.diffusion.linears import denoises
-from accel.diffusion.parallel.rows import BatchCall, gathered, not_rows, part_of
-from accel.diffusion.parallel.same_numbers import Checks, check_same
+from accel.diffusion.parallel.rows import BatchCall, gather_rows, not_rows, rank_rows
+from accel.diffusion.parallel.same_numbers import LoopChecks, check_same
 from accel.errors import reason_of
-from accel.fusion.loop import Loop
+from accel.fusion.loop import DenoisingLoop
 from accel.libraries.diffusion import DIVIDED
 from accel.libraries.hooks import hook_of, hooks_of
-from accel.parallel.ranks import Ranks
-from accel.parallel.world import everybody
+from accel.parallel.ranks import Ranks, all_ranks
 from accel.patching.context import Context
 from accel.patching.fast_forward import AS_WRITTEN, FastForward, as_written
 from accel.patching.rule import Match, Rule, Skip, first_of
@@ -33,8 +32,10 @@ from accel.tolerances import ROWS, bound
 NAME = "guidance parallel"  # of the rule
 
 
-class Make(NamedTuple):
-    """What the modules of a denoiser are. digest: the same in all processes. reason: why rows may not be divided."""
+class ModelDigest(NamedTuple):
+    """What the modules of a denoiser are. digest: equal on ranks with equal models. reason: why rows may not be
+    divided.
+    """
 
     kinds: tuple
     digest: str
@@ -42,21 +43,21 @@ class Make(NamedTuple):
 
 
 class GuidanceForward(FastForward):
-    """Around a denoiser's forward, its step cache and its CUDA graph included: it computes this rank's rows.
+    """Around a denoiser's forward, with its step cache and CUDA graph: computes this rank's rows.
 
-    The first call of a kind is computed whole too, by stock, to see whether rows depend on each other.
+    The first call of a kind also runs whole in stock, to see whether rows depend on each other.
     """
 
     ranks: Ranks | None
 
     def __init__(self, module: nn.Module, path: str, context: Context, inner: FastForward | None):
         super().__init__(module, path, context.kernels, context.ledger)
-        self.inner, self.loop = inner, context.of(Loop)  # None: the stock forward
+        self.inner, self.loop = inner, context.of(DenoisingLoop)  # None: the stock forward
         self.names = tuple(self.__signature__.parameters)
         self._join()
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = ("ranks", "checks", "verdicts", "make", "prompt")
+        derived = ("ranks", "checks", "verdicts", "make", "parts_of")
         return {name: value for name, value in super().__getstate__().items() if name not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -65,11 +66,11 @@ class GuidanceForward(FastForward):
             self._join()
 
     def _join(self) -> None:
-        self.ranks = everybody()
-        self.checks = Checks(self.loop)
+        self.ranks = all_ranks()
+        self.checks = LoopChecks(self.loop)
         self.verdicts: dict[tuple, str | None] = {}  # by kind of call: why its rows cannot be divided
-        self.make: Make | None = None
-        self.prompt: tuple[torch.Tensor, torch.Tensor] | None = None  # as it was given, and this rank's rows
+        self.make: ModelDigest | None = None
+        self.parts_of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: what the last call gave, and its rows
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         inner = self.inner or self.stock
@@ -81,7 +82,7 @@ class GuidanceForward(FastForward):
         return self.fast(*args, **kwargs)
 
     def _apart(self) -> str | None:
-        """Why this call is no matter of the ranks, each of which may be somewhere else."""
+        """Why this call does not involve the ranks."""
         if self.ranks is None:
             return "this process is alone"
         if getattr(self.module, DIVIDED, None) is not None:
@@ -101,21 +102,24 @@ class GuidanceForward(FastForward):
         assert self.make is not None
         reason = self.make.reason
         if reason is None:
-            key = (self.make.digest, call.spec, tuple(divided), tuple(map(_kind, call.leaves)))
+            kinds = tuple(getattr(leaf, "dtype", type(leaf)) for leaf in call.leaves)
+            key = (self.make.digest, call.spec, tuple(divided), kinds)
             if key not in self.verdicts:
                 self.verdicts[key] = self._try(call, divided, ranks)
             reason = self.verdicts[key]
         if reason is not None:
             return self._whole(reason, inner, args, kwargs)
         args, kwargs = self._part(call, divided, ranks)
-        return gathered(inner(*args, **kwargs), call.batch // ranks.size, ranks)
+        return gather_rows(inner(*args, **kwargs), call.batch // ranks.size, ranks)
 
     def _whole(self, reason: str, inner: Callable, args: tuple, kwargs: dict) -> Any:
         self.ledger.fell_back(self.path, f"{NAME}: computed whole: {reason}")
         return inner(*args, **kwargs)
 
     def _agree(self, call: BatchCall, divided: list[bool] | str, ranks: Ranks) -> None:
-        """Raises `errors.Refused` on all ranks where they are not about to compute the same; asked as a loop begins."""
+        """Raises `errors.Refused` on all ranks where they are about to compute different things; checked as a loop
+        begins.
+        """
         tensors = [(i, leaf) for i, leaf in enumerate(call.leaves) if type(leaf) in (torch.Tensor, nn.Parameter)]
         form = [(tuple(tensor.shape), str(tensor.dtype)) for _, tensor in tensors], divided
         if not self.checks.due(form):
@@ -134,11 +138,11 @@ class GuidanceForward(FastForward):
         check_same(ranks, self._place(), told, [(repr(names[i]), one) for i, one in tensors], self._device())
 
     def _look(self) -> None:
-        """Whether the model is still made of what it was, such as adapters and processors; quick where it is."""
+        """Sees whether modules were replaced, such as by adapters or processors; fast where none was."""
         kinds = tuple(map(_sort, self.module.modules()))
         if self.make is None or kinds != self.make.kinds:
             digest = blake2b(repr(kinds).encode(), digest_size=8).hexdigest()
-            self.make = Make(kinds, digest, own_code(self.module))
+            self.make = ModelDigest(kinds, digest, own_code(self.module))
 
     def _place(self) -> str:
         return f"a call of the {type(self.module).__name__}" + (f" ({self.path})" if self.path else "")
@@ -147,25 +151,23 @@ class GuidanceForward(FastForward):
         return next(self.module.parameters()).device
 
     def _part(self, call: BatchCall, divided: Sequence[bool], ranks: Ranks) -> tuple[tuple, dict]:
-        """The arguments with this rank's rows. The prompt's are one tensor for as long as the caller gives one, so that
-        what is computed from it once a loop is found again.
+        """The arguments with this rank's rows. A tensor that is given again has the same part, so that what is computed
+        from a prompt once a loop is found again.
         """
-        leaves = [part_of(leaf, ranks) if each else leaf for leaf, each in zip(call.leaves, divided, strict=True)]
-        args, kwargs = pytree.tree_unflatten(leaves, call.spec)
-        given_args, given = pytree.tree_unflatten(call.leaves, call.spec)
-        place = self.names.index(PROMPT) if PROMPT in self.names else None
-        prompt = given.get(PROMPT) if place is None or place >= len(given_args) else given_args[place]
-        if not isinstance(prompt, torch.Tensor) or not any(prompt is leaf for leaf in call.leaves):
-            return args, kwargs
-        if self.prompt is None or self.prompt[0] is not prompt:
-            self.prompt = prompt, part_of(prompt, ranks) if len(prompt) == call.batch else prompt
-        if place is not None and place < len(args):
-            return (*args[:place], self.prompt[1], *args[place + 1 :]), kwargs
-        return args, kwargs | {PROMPT: self.prompt[1]}
+        before, self.parts_of = self.parts_of, {}
+        leaves = []
+        for leaf, each in zip(call.leaves, divided, strict=True):
+            if each:
+                self.parts_of[id(leaf)] = pair = before.get(id(leaf)) or (leaf, rank_rows(leaf, ranks))
+                leaf = pair[1]
+            leaves.append(leaf)
+        return pytree.tree_unflatten(leaves, call.spec)
 
     def _try(self, call: BatchCall, divided: list[bool], ranks: Ranks) -> str | None:
-        """Why rows cannot be divided in such calls: in stock, what this rank gives for its own is not what the whole
-        batch gives for them; or so it is on another rank. Raises `errors.Refused` where ranks have other weights.
+        """Why rows cannot be divided in such calls: stock gives other results for a rank's rows alone than in the whole
+        batch.
+
+        The same on all ranks. Raises `errors.Refused` where ranks have other weights.
         """
         whole: list = []
         try:
@@ -190,14 +192,10 @@ class GuidanceForward(FastForward):
             return reason
         for a, b in zip(part, whole, strict=True):
             if a is not None:
-                off = relative_rms(a, part_of(b, ranks))
+                off = relative_rms(a, rank_rows(b, ranks))
                 if not off <= bound(ROWS, a.dtype):
                     return f"its rows depend on each other: without the others they are off by {off:.1e}"
         return None
-
-
-def _kind(leaf: object) -> object:
-    return leaf.dtype if isinstance(leaf, torch.Tensor) else type(leaf)
 
 
 def _sort(module: nn.Module) -> tuple:
@@ -211,7 +209,7 @@ def match_guidance(site: Site, context: Context, beneath: Sequence[Rule]) -> Mat
     """The root of a denoiser. It keeps the forward that the rules `beneath` give it inside of this one."""
     if context.options.parallel != "guidance" or site.path or not denoises(site.module):
         return None
-    ranks = everybody()
+    ranks = all_ranks()
     if ranks is None:
         return Skip("this process is alone")
     inner = first_of(beneath, site, context)

@@ -61,13 +61,13 @@ class BatchCall(NamedTuple):
         return found
 
 
-def part_of(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+def rank_rows(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """The rows of this rank, a view."""
     rows = len(tensor) // ranks.size
     return tensor.narrow(0, ranks.rank * rows, rows)
 
 
-def gathered(output: Any, rows: int, ranks: Ranks) -> Any:
+def gather_rows(output: Any, rows: int, ranks: Ranks) -> Any:
     """What a forward gave for the rows of each rank, put together on all of them; of the same structure.
 
     Raises TypeError for an output that is not made of tensors with that many rows.

@@ -1,4 +1,4 @@
-"""Whether all ranks compute the same image: asked where a loop begins, before their rows are put together."""
+"""Whether all ranks compute the same image, checked at the beginning of a loop, before their rows are gathered."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from accel.errors import Refused
-from accel.fusion.loop import Loop
+from accel.fusion.loop import DenoisingLoop
 from accel.parallel.agreement import require_agreement
 from accel.parallel.ranks import Ranks
 from accel.tolerances import APART, RANKS_INPUT, bound
@@ -16,14 +16,13 @@ SAMPLES = 256  # numbers of each tensor that are compared
 SEEDS = "give the generators of all ranks one seed, or call torch.manual_seed with one number on all of them"
 
 
-class Checks:
-    """Which calls of one forward are looked at: the first of a loop, and those of another form than the one before.
+class LoopChecks:
+    """Which calls of a forward are checked: the first two of a loop, and one of another form than the call before.
 
-    begins: whether the call that was asked about last is the first of its loop. Outside of a loop that was announced,
-    as where a model is called by itself, every call is.
+    begins: whether the last call is the first of its loop. Without an announced loop every call is.
     """
 
-    def __init__(self, loop: Loop):
+    def __init__(self, loop: DenoisingLoop):
         self.loop = loop
         self.number, self.left, self.begins = 0, 0, False
         self.form: object = None
@@ -49,8 +48,9 @@ def check_same(
     device: torch.device,
     advice: str = SEEDS,
 ) -> None:
-    """Raises `errors.Refused` on all ranks where they are not at the same place and have told the same, or where their
-    tensors differ by more than rounding. tensors: by name. device: for which the group has a backend. Waits for it.
+    """Raises `errors.Refused` on all ranks where their values of `told` differ, or tensors by more than rounding.
+
+    tensors: by name. device: one for which the group has a backend. Waits for all ranks.
     """
     require_agreement(ranks, place, told)
     if not tensors:

@@ -16,8 +16,7 @@ from torch import nn
 from accel.cuda_graphs.rule import own_code
 from accel.diffusion.parallel.same_numbers import check_same
 from accel.errors import reason_of
-from accel.parallel.ranks import Ranks
-from accel.parallel.world import everybody
+from accel.parallel.ranks import Ranks, all_ranks
 from accel.patching.context import Context
 from accel.patching.fast_forward import AS_WRITTEN
 from accel.patching.ledger import Ledger
@@ -29,18 +28,17 @@ from accel.patching.structure import holds, stock_method
 from accel.patching.transformation import transformation
 
 NAME, METHOD = "tiles on ranks", "tiled_decode"
-DIMS = 6  # of a tile, at most, whose sizes ranks tell each other
 
 
-class AllCut(Exception):
-    """Every tile has been handed to the decoder: the first of them is about to be blended."""
+class AllTilesCollected(Exception):
+    """Every tile has been handed to the decoder; the first is about to be blended."""
 
 
-class Uncut:
+class PendingTile:
     """Stands for a decoded tile while tiles are collected."""
 
     def __getitem__(self, index: object) -> Any:
-        raise AllCut
+        raise AllTilesCollected
 
 
 class TiledDecode(InstanceMethod):
@@ -61,7 +59,7 @@ class TiledDecode(InstanceMethod):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self.ranks = everybody()
+        self.ranks = all_ranks()
 
     def call(self, z: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         stock = getattr(type(self.vae), METHOD)
@@ -72,7 +70,7 @@ class TiledDecode(InstanceMethod):
         if isinstance(tiles, str) or self.ranks is None:
             self.ledger.fell_back("", f"{NAME}: decoded whole: {tiles}")
             return stock(self.vae, z, *args, **kwargs)
-        with_tiles = _twin(self.vae, Decoded(self._decoded(tiles, self.ranks)))
+        with_tiles = _twin(self.vae, DecodedTiles(self._decoded(tiles, self.ranks)))
         return stock(with_tiles, z, *args, **kwargs)
 
     def _unfit(self, z: object) -> str | None:
@@ -87,11 +85,11 @@ class TiledDecode(InstanceMethod):
     def _tiles(self, z: torch.Tensor) -> "list[torch.Tensor] | str":
         """What stock hands to the decoder, in order; or why tiles cannot be told apart. All ranks say the same."""
         assert self.ranks is not None
-        collector = Collector()
+        collector = TileCollector()
         try:
             getattr(type(self.vae), METHOD)(_twin(self.vae, collector), z)
             reason: str | None = "it does not cut tiles before it blends them"
-        except AllCut:
+        except AllTilesCollected:
             reason = collector.reason
         except Exception as error:
             reason = f"it does not cut tiles before it blends them: {reason_of(error)}"
@@ -104,20 +102,13 @@ class TiledDecode(InstanceMethod):
 
     def _decoded(self, tiles: list[torch.Tensor], ranks: Ranks) -> list[torch.Tensor]:
         """All tiles decoded, each by one rank."""
-        shares = shared_out([tile.numel() for tile in tiles], ranks.size)
+        shares = assign_tiles([tile.numel() for tile in tiles], ranks.size)
         decoder = self.vae.get_submodule("decoder")
         own = [decoder(tiles[i]).contiguous() for i in shares[ranks.rank]]
         device, dtype = own[0].device, own[0].dtype
-        most = max(map(len, shares))
-        sizes = torch.zeros(most, DIMS, dtype=torch.int64, device=device)
-        for at, tile in enumerate(own):
-            sizes[at, : tile.dim()] = torch.tensor(tile.shape, device=device)
-        all_sizes = sizes.new_empty(ranks.size * most, DIMS)
-        dist.all_gather_into_tensor(all_sizes, sizes, group=ranks.group)
-        shapes = [
-            [[n for n in one if n] for one in of_rank] for of_rank in all_sizes.view(ranks.size, most, -1).tolist()
-        ]
-        lengths = [[torch.Size(shape).numel() if shape else 0 for shape in of_rank] for of_rank in shapes]
+        shapes: list[list[torch.Size]] = [[] for _ in shares]
+        dist.all_gather_object(shapes, [tile.shape for tile in own], group=ranks.group)
+        lengths = [[shape.numel() for shape in of_rank] for of_rank in shapes]
         longest = max(map(sum, lengths))
         flat = torch.empty(longest, dtype=dtype, device=device)
         torch.cat([tile.flatten() for tile in own], out=flat[: sum(lengths[ranks.rank])])
@@ -128,27 +119,27 @@ class TiledDecode(InstanceMethod):
             ends = [rank * longest]
             for length in lengths[rank]:
                 ends.append(ends[-1] + length)
-            for place, shape, (start, end) in zip(share, shapes[rank], pairwise(ends), strict=False):
+            for place, shape, (start, end) in zip(share, shapes[rank], pairwise(ends), strict=True):
                 found[place] = everything[start:end].view(shape).clone()  # blending writes into it
         return [tile for tile in found if tile is not None]
 
 
-class Collector:
-    """Called in the place of the decoder: keeps what it is given."""
+class TileCollector:
+    """Stands in for the decoder and keeps the tiles that it is given."""
 
     def __init__(self) -> None:
         self.tiles: list[torch.Tensor] = []
         self.reason: str | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Uncut:
+    def __call__(self, *args: Any, **kwargs: Any) -> PendingTile:
         if len(args) != 1 or kwargs or type(args[0]) is not torch.Tensor:
             self.reason = "its decoder is given more than a tile"
         self.tiles += args[:1]
-        return Uncut()
+        return PendingTile()
 
 
-class Decoded:
-    """Called in the place of the decoder: gives what was decoded, in order."""
+class DecodedTiles:
+    """Stands in for the decoder and returns the decoded tiles in order."""
 
     def __init__(self, tiles: list[torch.Tensor]):
         self.tiles: Iterator[torch.Tensor] = iter(tiles)
@@ -157,8 +148,8 @@ class Decoded:
         return next(self.tiles)
 
 
-def shared_out(work: list[int], ranks: int) -> list[list[int]]:
-    """Places of the tiles of each rank: the largest first, each to the rank that has the least to do; in order."""
+def assign_tiles(work: list[int], ranks: int) -> list[list[int]]:
+    """The tiles of each rank, in order: the largest tile first, each to the rank with the least work so far."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     for place in sorted(range(len(work)), key=lambda place: -work[place]):
         least = min(range(ranks), key=lambda rank: sum(work[other] for other in shares[rank]))

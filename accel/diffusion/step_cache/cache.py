@@ -22,21 +22,17 @@ from typing import Any
 
 import torch
 from accel_kernels.warmup import warming_up
-from torch import nn
 from torch.utils import _pytree as pytree
 
-from accel.diffusion.dit.block import difference, telling
-from accel.diffusion.step_cache.arguments import StepArguments
+from accel.diffusion.dit.block import difference, has_finite_numbers
 from accel.diffusion.step_cache.features import Features
-from accel.diffusion.step_cache.stack import Stack
-from accel.diffusion.step_cache.step_call import StepCall
-from accel.diffusion.step_cache.tracks import Tracks
+from accel.diffusion.step_cache.stack import BlockStack, StepCall
+from accel.diffusion.step_cache.tracks import StepArguments, Tracks
 from accel.errors import PatchConflict, reason_of
-from accel.fusion.loop import Loop
+from accel.fusion.loop import DenoisingLoop
 from accel.libraries.diffusion import CACHED_STEPS
 from accel.libraries.hooks import skips
-from accel.patching.fast_forward import FastForward, Kernels
-from accel.patching.ledger import Ledger
+from accel.patching.fast_forward import FastForward
 from accel.patching.patch import ForwardPatch
 
 NAME = "step cache"  # of the rule
@@ -48,11 +44,11 @@ MOST_BYTES = 2**31  # beyond which only those are kept that the loop in progress
 class StepCacheState:
     """What the forwards of one denoiser share: interval, tracks, features, and the call in progress.
 
-    Calls of several threads run one after the other. Each thread has tracks and features of its own: what it computes
-    does not depend on what the others do meanwhile.
+    Calls of several threads run one after the other. Each thread has its own tracks and features, so threads do not
+    influence each other's results.
     """
 
-    def __init__(self, loop: Loop, interval: int, arguments: StepArguments) -> None:
+    def __init__(self, loop: DenoisingLoop, interval: int, arguments: StepArguments) -> None:
         self.loop, self.interval, self.arguments = loop, interval, arguments
         self.__setstate__({})
 
@@ -76,14 +72,14 @@ class StepCacheState:
         return self._local.tracks
 
     def variant(self) -> tuple:
-        """What the CUDA graph of the call in progress depends on besides its inputs; the report shows it."""
+        """What the CUDA graph of the call in progress depends on besides its inputs; shown in the report."""
         if self.current is None:
             return ()
         return "whole" if self.current.whole else "between whole ones", f"features {self.current.features.number}"
 
-    def kept(self, lane: int, shapes: tuple) -> Features:
-        """The features of a lane for calls of these shapes; new ones take the place of those unused the longest."""
-        key = threading.get_ident(), lane, shapes
+    def kept(self, slot: int, shapes: tuple) -> Features:
+        """The features of a slot for calls of these shapes; new ones replace those unused the longest."""
+        key = threading.get_ident(), slot, shapes
         if key not in self.features:
             used = [track.features for track in self.tracks.tracks.values()]
             idle = [one for one, held in self.features.items() if not any(held is features for features in used)]
@@ -97,7 +93,7 @@ class StepCacheState:
         return len(self.features) >= MOST_FEATURES or sum(f.nbytes for f in self.features.values()) > MOST_BYTES
 
     def follow(self, device: torch.device) -> None:
-        """On another CUDA stream than before: what was kept there is written, and read, before this call begins."""
+        """Orders this call behind the last one, where it runs on another CUDA stream."""
         if device.type == "cuda":
             stream = torch.cuda.current_stream(device)
             if self.stream is not None and self.stream != stream:
@@ -106,22 +102,15 @@ class StepCacheState:
 
 
 class StepCacheForward(FastForward):
-    """The model's forward: decides what a call is to do, and hands it to the forward beneath, a CUDA graph or stock.
+    """The model's forward: decides whether a call is whole, and hands it to the CUDA graph or stock forward beneath.
 
-    stacks: of a transformer, whose blocks' calls are traced: whether rows can go by them shows only in a whole call.
+    stacks: of a transformer. Whether rows can bypass their blocks is known only after a whole call.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        path: str,
-        kernels: Kernels,
-        ledger: Ledger,
-        state: StepCacheState,
-        paths: tuple[str, ...],
-        stacks: tuple[Stack, ...] = (),
+        self, *place: Any, state: StepCacheState, paths: tuple[str, ...], stacks: tuple[BlockStack, ...] = ()
     ) -> None:
-        super().__init__(module, path, kernels, ledger)
+        super().__init__(*place)
         self.state, self.paths, self.stacks = state, paths, stacks
         self.blocks: dict[str, ForwardPatch] = {}  # what stands in for the blocks of these paths
         self.inner: FastForward | None = None
@@ -175,7 +164,7 @@ class StepCacheForward(FastForward):
         if track is None:
             self._computed_whole(reason or "")
             return inner(*args, **kwargs)
-        track.features = features = track.features or state.kept(track.lane, state.arguments.shapes(given))
+        track.features = features = track.features or state.kept(track.slot, state.arguments.shapes(given))
         reason = features.reason or reason
         if reason is not None:
             self._computed_whole(reason)
@@ -187,7 +176,7 @@ class StepCacheForward(FastForward):
             features.shift(first=track.whole is None)
         else:
             ahead = track.beyond(step) - 1
-            features.aim(1 + (DAMPED if self.stacks else 1) * ahead)
+            features.extrapolate_to(1 + (DAMPED if self.stacks else 1) * ahead)
         # With containers of their own, as some forwards empty them, and more than one call may be needed.
         leaves, structure = pytree.tree_flatten((args, kwargs)) if self.stacks else ([(args, kwargs)], None)
 
@@ -221,13 +210,13 @@ class StepCacheForward(FastForward):
             self.state.current = None
 
     def _compare(self, run: Callable, features: Features, wanted: Any) -> str | None:
-        """Why a call that leaves blocks out does not give what the whole call gave, right after it, of its inputs."""
-        features.aim(1)
+        """Why a call without the blocks, of the same inputs, does not give what the whole call just gave."""
+        features.extrapolate_to(1)
         try:
             reason = difference(wanted, run(StepCall(features, False)))
         except Exception as error:
             return f"without its blocks it raised {reason_of(error)}"
-        features.compared = telling(wanted)
+        features.compared = has_finite_numbers(wanted)
         return None if reason is None else f"without its blocks it {reason}"
 
     def note(self) -> str:

@@ -7,8 +7,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 
-class Line:
-    """One tensor at the last two whole calls; weight: where on the straight line through both the next call is."""
+class LinearHistory:
+    """One tensor at the last two whole calls; weight: where on the line through both the next call lies."""
 
     def __init__(self, like: torch.Tensor):
         with torch.inference_mode(False), torch.no_grad():
@@ -26,16 +26,16 @@ class Line:
 
 
 class Features:
-    """What one track keeps: lines by name, the shapes of what blocks return, and what a whole call has shown of stacks.
+    """What one track keeps: histories by name, the shapes of what blocks return, and how rows pass a stack.
 
-    Allocated once, in ordinary memory, so that the CUDA graphs of whole calls may write and those of calls between
-    read it. `number` is in the key of those graphs and never given twice. reason: why calls of this kind have to be
-    computed whole. compared: a call between gave what the whole one gave, of the same inputs.
+    Allocated once, in ordinary memory, so that the CUDA graphs of whole calls may write it and others read it. number:
+    in the key of those graphs, and never reused. reason: why calls of this kind have to be computed whole. compared: a
+    call between whole ones gave what the whole one gave, of the same inputs.
     """
 
     def __init__(self, numbers: Iterator[int]):
         self.numbers, self.number = numbers, next(numbers)
-        self.lines: dict[str, Line] = {}
+        self.lines: dict[str, LinearHistory] = {}
         self.blanks: dict[str, Any] = {}
         self.rows: dict[str, Any] = {}
         self.reason: str | None = None
@@ -46,22 +46,22 @@ class Features:
         return sum(line.nbytes for line in self.lines.values())
 
     def shift(self, first: bool) -> None:
-        """Before a whole call: what was last is previous now. Before a loop's first nothing is, not even NaN."""
+        """Before a whole call: the last values become the previous ones. Before a loop's first call there are none."""
         for line in self.lines.values():
             line.previous.zero_() if first else line.previous.copy_(line.last)
 
-    def aim(self, weight: float) -> None:
-        """Where on the line the next call is: 1 is the last whole call, 2 as far beyond it as the previous is back."""
+    def extrapolate_to(self, weight: float) -> None:
+        """Where the next call lies: 1 is the last whole call, 2 as far beyond it as the previous one lies before it."""
         for line in self.lines.values():
             line.weight.fill_(weight)
 
     def record(self, name: str, after: torch.Tensor, before: torch.Tensor | None = None) -> None:
-        """In a whole call; may be done again, as capturing a graph does. before: what the layers added to."""
+        """Stores a tensor of a whole call, or what was added to `before`. A capture may do it more than once."""
         line = self.lines.get(name)
         if line is None or not line.fits(after):
             if line is not None:  # no graph that was captured with the former may run any more
                 self.number = next(self.numbers)
-            line = self.lines[name] = Line(after)
+            line = self.lines[name] = LinearHistory(after)
         if before is None:
             line.last.copy_(after)
         else:
@@ -78,7 +78,7 @@ class Features:
                 self.blanks[path] = pytree.tree_map(_blank, output)
 
     def blank(self, path: str) -> Any:
-        """What a block that does not run returns; the UNet may add to the first tensor in place."""
+        """What a block that does not run returns. The first tensor is a copy, since the UNet may add to it in place."""
         blank = self.blanks[path]
         return blank.clone() if isinstance(blank, torch.Tensor) else (blank[0].clone(), *blank[1:])
 

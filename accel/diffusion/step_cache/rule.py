@@ -1,21 +1,21 @@
 """Where the step cache fits: UNets whose up blocks take one skip connection a layer, transformers, and their blocks."""
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from accel.cuda_graphs.rule import GraphForward
-from accel.diffusion.step_cache.arguments import StepArguments
+from accel.diffusion.blocks.up_block import up_block_example
+from accel.diffusion.step_cache.blocks import DeepBlock, LastUpBlock, StackBlock
 from accel.diffusion.step_cache.cache import StepCacheForward, StepCacheState
-from accel.diffusion.step_cache.deep_blocks import DeepBlock, LastUpBlock
-from accel.diffusion.step_cache.stack import Stack
-from accel.diffusion.step_cache.stack_block import StackBlock
-from accel.diffusion.step_cache.transformer import gives_blocks, lists_blocks, stacks_of, transformer_arguments
-from accel.fusion.loop import Loop
+from accel.diffusion.step_cache.stack import BlockStack
+from accel.diffusion.step_cache.tracks import StepArguments
+from accel.fusion.loop import DenoisingLoop
 from accel.patching.context import Context
 from accel.patching.patch import ForwardPatch
-from accel.patching.probe import Probe, example
+from accel.patching.probe import Probe
 from accel.patching.rule import Match, Rule, Skip, first_of
 from accel.patching.site import Site
 from accel.patching.structure import holds, meta_weights, untouched
@@ -51,9 +51,10 @@ def _match_unet(site: Site, context: Context, beneath: Sequence[Rule]) -> Match 
         return Skip(reason)
     blocks = _blocks(m)
     path, block = blocks[-1]
-    last = LastUpBlock(block, path, context.kernels, context.ledger, StepCacheState(Loop(), 1, UNET), None)
+    state = StepCacheState(DenoisingLoop(), 1, UNET)
+    last = LastUpBlock(block, path, context.kernels, context.ledger, state=state, inner=None)
     # A probe of its own: the shared one takes a verdict on a block for all that may be asked about it.
-    reason = Probe().disagreement(block, last.in_two_parts, (), _example(block))
+    reason = Probe().disagreement(block, last.in_two_parts, (), up_block_example(block))
     if reason is not None:
         return Skip(f"{path} in two parts: {reason}")
     return _root(site, context, beneath, UNET, tuple(path for path, _ in blocks))
@@ -81,12 +82,13 @@ def _root(
     beneath: Sequence[Rule],
     arguments: StepArguments,
     paths: tuple[str, ...],
-    stacks: tuple[Stack, ...] = (),
+    stacks: tuple[BlockStack, ...] = (),
 ) -> Match | Skip:
     wanted = context.options.step_cache
     # For a quality the interval is found once everything is patched.
-    state = StepCacheState(context.of(Loop), wanted if isinstance(wanted, int) else 1, arguments)
-    root = StepCacheForward(site.module, site.path, context.kernels, context.ledger, state, paths, stacks)
+    state = StepCacheState(context.of(DenoisingLoop), wanted if isinstance(wanted, int) else 1, arguments)
+    shared: dict[str, Any] = {"state": state, "paths": paths, "stacks": stacks}
+    root = StepCacheForward(site.module, site.path, context.kernels, context.ledger, **shared)
     inner = first_of(beneath, site, context)
     if isinstance(inner, Skip):
         return inner
@@ -101,16 +103,17 @@ def _match_block(site: Site, context: Context, beneath: Sequence[Rule], root: St
     inner = first_of(beneath, site, context)
     if isinstance(inner, Skip):
         return inner
-    given = site.module, site.path, context.kernels, context.ledger, root.state, inner.forward
+    place: tuple = (site.module, site.path, context.kernels, context.ledger)
+    shared: dict[str, Any] = {"state": root.state, "inner": inner.forward}
     stack = next((one for one in root.stacks if site.path.rpartition(".")[0] == one.name), None)
     block: DeepBlock | StackBlock
     if stack is not None:
-        block = StackBlock(*given, stack)
+        block = StackBlock(*place, **shared, stack=stack)
         note = "runs in whole calls" if block.index >= stack.kept else "runs in every call"
     elif site.path == root.paths[-1]:
-        block, note = LastUpBlock(*given), "its last layer runs in every call"
+        block, note = LastUpBlock(*place, **shared), "its last layer runs in every call"
     else:
-        block, note = DeepBlock(*given), "runs in whole calls"
+        block, note = DeepBlock(*place, **shared), "runs in whole calls"
     root.blocks[site.path] = ForwardPatch(site.module, block)
     told = "; ".join(filter(None, (note, inner.note)))
     return Match(block, inner.patches, covers=inner.covers, note=told, inside=inner.inside)
@@ -144,27 +147,54 @@ def _unlike(m: Any) -> str | None:
     return untouched(*(block for _, block in _blocks(m)))
 
 
-def _example(block: Any) -> dict:
-    """Arguments of an up block: small images of the channels its layers expect."""
-    into = [resnet.in_channels for resnet in block.resnets]
-    skips = [n - resnet.out_channels for n, resnet in zip(into[1:], block.resnets, strict=False)]
-    skips.insert(0, skips[0])  # how the first layer's input is divided does not matter
-    given = {
-        "hidden_states": example(block, 2, into[0] - skips[0], 4, 4),
-        "res_hidden_states_tuple": tuple(example(block, 2, n, 4, 4, seed=1) for n in reversed(skips)),
-    }
-    time, prompt = block.resnets[0].time_emb_proj, _prompt_width(block)
-    if time is not None:
-        given["temb"] = example(block, 2, time.in_features, seed=2)
-    if prompt is not None:
-        given["encoder_hidden_states"] = example(block, 2, 5, prompt, seed=3)
-    return given
+TIMESTEPS = ("timestep", "timesteps", "t")  # names under which transformers take it
+LINEARS = 2  # that a block has at least
+FEW = 2  # so many blocks refine what goes into a longer list
 
 
-def _prompt_width(block: Any) -> int | None:
-    for module in block.modules():
-        if getattr(module, "add_k_proj", None) is not None:
-            return module.add_k_proj.in_features
-        if getattr(module, "is_cross_attention", False):
-            return module.to_k.in_features
-    return None
+def transformer_arguments(model: nn.Module) -> StepArguments | None:
+    """Which arguments say what; None where it takes no timestep."""
+    parameters = inspect.signature(type(model).forward).parameters
+    names = [name for name, one in parameters.items() if one.kind is not one.VAR_KEYWORD][1:]
+    timestep = next((name for name in TIMESTEPS if name in names), None)
+    if timestep is None or names[0] == timestep:
+        return None
+    moving = {name for name in names[1:] if "timestep" in name or "sigma" in name or name == timestep}
+    others = tuple(name for name in names[1:] if _sample(name))
+    conditions = tuple(name for name in names[1:] if name not in moving and name not in others)
+    return StepArguments(names[0], timestep, conditions, others, reads=True)
+
+
+def _sample(name: str) -> bool:
+    """Whether an argument of this name is noisy too, as the sound of a video; prompts are `encoder_hidden_states`."""
+    return name.endswith("hidden_states") and "encoder" not in name and "control" not in name
+
+
+def stacks_of(model: nn.Module) -> tuple[BlockStack, ...]:
+    """Its lists of blocks, but for short ones beside longer ones, which are left to run. The first block of all that
+    remain runs in every call too. Empty where no list has two blocks.
+    """
+    sizes = {name: len(list(child.children())) for name, child in model.named_children() if _are_blocks(child)}
+    longest = max(sizes.values(), default=0)
+    names = [name for name, size in sizes.items() if size > FEW or size == longest > 1]
+    return tuple(BlockStack(name, sizes[name], int(name == names[0])) for name in names)
+
+
+def lists_blocks(model: nn.Module) -> bool:
+    return any(map(_are_blocks, model.children()))
+
+
+def gives_blocks(model: nn.Module) -> bool:
+    """Whether what each block gives is projected by a linear of its own, as a ControlNet does."""
+    lists = (child for child in model.children() if isinstance(child, nn.ModuleList) and len(child))
+    return any(all(type(one) is nn.Linear for one in each) for each in lists)
+
+
+def _are_blocks(child: nn.Module) -> bool:
+    """A list of modules, each with products and no norm over groups, as UNets' have."""
+    return isinstance(child, nn.ModuleList) and len(child) > 0 and all(map(_is_block, child))
+
+
+def _is_block(module: nn.Module) -> bool:
+    parts = list(module.modules())
+    return len(parts) > LINEARS and sum(hasattr(part, "in_features") for part in parts) >= LINEARS

@@ -1,19 +1,19 @@
-"""A stack of a transformer's blocks, one after the other over the same rows: what it adds to them, and to which."""
+"""A stack of a transformer's blocks, one after the other over the same rows: what they add, and to what."""
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
-from accel.diffusion.step_cache.arguments import PLAIN
 from accel.diffusion.step_cache.features import Features
+from accel.diffusion.step_cache.tracks import PLAIN
 
 
 @dataclass(frozen=True)
-class Stack:
-    """A list of blocks. kept: so many of the first run in every call."""
+class BlockStack:
+    """A list of blocks. kept: how many of the first run in every call."""
 
     name: str
     size: int
@@ -24,8 +24,10 @@ class Stack:
 
 
 class PassedRows(NamedTuple):
-    """What flows through a stack. into: of each value that a block returns, the argument by which the next takes it,
-    None for what is no tensor. middle, last: what blocks return, and the last one; the tensors are left out.
+    """How rows flow through a stack.
+
+    into: for each value that a block returns, the next block's argument; None for what is no tensor. middle, last: what
+    inner blocks and the last one return, without the tensors.
     """
 
     into: tuple[str | None, ...]
@@ -33,13 +35,13 @@ class PassedRows(NamedTuple):
     last: tuple[list, pytree.TreeSpec]
 
     def passed(self, given: dict) -> Any:
-        """What a block returns that adds nothing."""
+        """What a block that adds nothing would return."""
         values, structure = self.middle
         rows = [value if name is None else given[name] for value, name in zip(values, self.into, strict=True)]
         return pytree.tree_unflatten(rows, structure)
 
     def ended(self, given: dict, name: str, features: Features) -> Any:
-        """What the last block returns, where all those that do not run add what is expected of them."""
+        """What the last block returns, with the extrapolated sum of what all skipped blocks add."""
         values, structure = self.last
         rows = [
             given[self.into[at]] + features.extrapolated(f"{name}.{at}") if value is TENSOR else value
@@ -52,12 +54,12 @@ TENSOR = "a tensor"
 
 
 class StackTrace:
-    """One whole call, as its blocks see it. reason: why the stack is not one whose rows could go by its blocks.
+    """One whole call, as seen by the blocks of a stack. reason: why rows cannot bypass these blocks.
 
-    A block's tensors have to be arguments of the next one, untouched, and nobody else's.
+    The tensors that a block returns have to be arguments of the next one, unchanged, and nobody else's.
     """
 
-    def __init__(self, stack: Stack):
+    def __init__(self, stack: BlockStack):
         self.stack = stack
         self._begin()
 
@@ -106,7 +108,7 @@ class StackTrace:
             self.passing += [(index, weakref.ref(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def _follow(self, index: int, given: dict) -> None:
-        """By which arguments it takes what the block before it gave."""
+        """Finds the arguments by which a block takes what the block before returned."""
         before = self.stack.path(index - 1)
         if self.versions != [_version(leaf) for leaf in self.outputs]:
             return self._refuse(f"what {before} gives is changed before the next block takes it")
@@ -121,7 +123,7 @@ class StackTrace:
         self.into, self.outputs = tuple(into), []
 
     def _alone(self, given: dict) -> None:
-        """Nobody else has kept what a block gave."""
+        """Refuses where somebody else has kept what a block returned."""
         taken = {id(value) for value in given.values()}
         for index, reference in self.passing:
             tensor = reference()
@@ -155,3 +157,28 @@ class StackTrace:
 
 def _version(leaf: object) -> int | None:
     return leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else None
+
+
+@dataclass(frozen=True)
+class StepCall:
+    """What one call of a denoiser is to do, and what it has shown.
+
+    traces: of the stacks, by name, in a whole call. entered, ended: the stacks whose blocks, and whose last block, were
+    called in a call between whole ones.
+    """
+
+    features: Features
+    whole: bool
+    traces: dict[str, StackTrace] = field(default_factory=dict)
+    entered: set[str] = field(default_factory=set)
+    ended: set[str] = field(default_factory=set)
+
+    def misfit(self, stacks: tuple[BlockStack, ...]) -> str | None:
+        """Why rows cannot bypass the blocks, after a whole call; None too where a graph ran, which shows nothing."""
+        for stack in stacks if self.traces else ():
+            trace = self.traces.get(stack.name)
+            if trace is None:
+                return f"{stack.name} are not called"
+            if not trace.finished:
+                return trace.reason or f"{stack.path(stack.size - 1)} is not called"
+        return None

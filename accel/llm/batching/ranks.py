@@ -155,7 +155,7 @@ class AllRanks(OneRank):
         turn = turn._replace(how=Stop(how_soon), pausing=bool(pausing))
         if not size:
             return turn
-        heard = self.lockstep.hear(message, size)
+        heard = self.lockstep.broadcast(message, size)
         return turn if self.leads else self._heard(heard, turn)
 
     def _told(self, turn: Turn) -> tuple[Turn, bytes]:

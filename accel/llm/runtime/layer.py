@@ -7,7 +7,7 @@ import torch
 from accel_kernels.warmup import warming_up
 from torch import nn
 
-from accel.fusion.stacked_linears import alike
+from accel.fusion.stacked_linears import can_stack
 from accel.llm.analysis.layer import LayerSpec
 from accel.llm.analysis.norm import NormSpec
 from accel.llm.runtime.attention_kinds import attention_kind_of
@@ -42,7 +42,7 @@ class LayerForward(FastForward):
         """The projections of queries, keys and values whose weights one product can take: all plain, or none."""
         modules = [self.module.get_submodule(name) for name in self.spec.attention.projections]
         linears = [module for module in modules if type(module) is nn.Linear and weights(module) is not None]
-        together = len(linears) == len(modules) > 1 and all(alike(linears[0], linear) for linear in linears)
+        together = len(linears) == len(modules) > 1 and all(can_stack(linears[0], linear) for linear in linears)
         return linears if together else []
 
     def __getstate__(self) -> dict[str, Any]:

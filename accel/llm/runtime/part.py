@@ -9,14 +9,14 @@ from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.norm.norm import ACTIVATIONS
 from torch import nn
 
-from accel.fusion.stacked_weights import stack_rows, stacked_rows
+from accel.fusion.stacked_linears import stack_rows, stacked_rows
 from accel.llm.analysis.norm import FLAT, HeadNorm, NormSpec, given, given_back
 from accel.llm.runtime.linear import QuantizedWeights, Weights, weights
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import as_understood
 from accel.patching.user_ops import UserOp
 from accel.quantization.activations import many
-from accel.quantization.rows import Rows
+from accel.quantization.product import Rows
 
 
 class BoundNorm:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from accel_kernels import KV
 
-from accel.fusion.per_thread import PerThread
+from accel.fusion.loop import PerThread
 
 
 class Step:

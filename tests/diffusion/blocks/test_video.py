@@ -229,7 +229,7 @@ def test_convolutions_that_return_their_last_frames(cached):
     kind = video_convolution.VideoConvolutions().of(module)
     assert isinstance(kind, VideoConvolution) and kind.continues and kind.keeps
     kernels, ledger = Kernels(attention=None, linear=torch_linear).plain(), Ledger()
-    fast = video_convolution.VideoConvolutionForward(module, "", kernels, ledger, kind)
+    fast = video_convolution.VideoConvolutionForward(module, "", kernels, ledger, convolution=kind)
     x, before = torch.randn(2, 4, 3, 4, 5), torch.randn(2, 4, 2, 4, 5) if cached else None
     with torch.no_grad():
         for got, wanted in zip(fast(x, before), stock(x, conv_cache=before), strict=True):

@@ -14,7 +14,7 @@ from accel.diffusion.dit.program import Program, Ref, TensorValue, TorchStep
 from accel.diffusion.dit.ranks.collectives import Collective
 from accel.diffusion.dit.ranks.exchanges import Exchange, with_exchanges
 from accel.diffusion.dit.ranks.pieces import sent_pieces
-from accel.diffusion.dit.ranks.rooms import Places
+from accel.diffusion.dit.ranks.receive_buffers import BufferSlots
 from accel.diffusion.dit.schedule import Schedule
 from accel.diffusion.dit.units import StackedProduct, TorchCall
 
@@ -245,7 +245,7 @@ def test_a_place_is_taken_again_once_nothing_reads_it_after_the_exchange_before(
     sketch.steps.append(TorchStep(torch.add, "add", (Ref(third), Ref(fourth)), {}, Ref(both)))
     program = with_exchanges(sketch.program(both))
     units = [TorchCall(step, place) for place, step in enumerate(program.steps)]
-    places = Places.of(units, program.values)
+    places = BufferSlots.of(units, program.values)
     one = room_for(1, math.prod(SHAPE), 4)
     assert list(places.found.values()) == [(0, True), (2 * one, False), (0, False), (one, False)]
     assert places.sizes == {"0": 3 * one} and len(places.forms) == 4

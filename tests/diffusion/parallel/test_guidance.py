@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import accel
-from accel.diffusion.parallel.tiles import shared_out
+from accel.diffusion.parallel.tiles import assign_tiles
 from accel.errors import Refused
-from accel.parallel.world import STARTED
+from accel.parallel.ranks import STARTED
 from support.diffusion.tiny_models import make_unet
 from support.parallel import diffusion_ranks as told_to
 
@@ -180,7 +180,7 @@ def test_tiles_are_decoded_once_and_blended_as_stock_does(ranks):
 def test_tiles_are_shared_out_by_their_size():
     for ranks in (1, 2, 3, 4):
         work = [9, 9, 3, 9, 9, 3, 3, 3, 1]
-        shares = shared_out(work, ranks)
+        shares = assign_tiles(work, ranks)
         assert sorted(place for share in shares for place in share) == list(range(9))
         loads = [sum(work[place] for place in share) for share in shares]
         assert max(loads) - min(loads) <= max(work)

@@ -11,8 +11,7 @@ from torch import nn
 import accel
 from accel.bench import configs
 from accel.bench.dit.published import PUBLISHED
-from accel.diffusion.linears import denoiser_linears, denoises
-from accel.diffusion.sensitive_linears import sensitive_linears
+from accel.diffusion.linears import denoiser_linears, denoises, sensitive_linears
 from accel.fusion import stacked_linears as joint
 from accel.quantization.scheme import Scheme
 from support.diffusion.denoisers import DITS, given, transformer

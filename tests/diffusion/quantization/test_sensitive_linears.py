@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import accel
-from accel.diffusion.linears import denoiser_linears
-from accel.diffusion.sensitive_linears import MODULATES, OUTSIDE, sensitive_linears
+from accel.diffusion.linears import MODULATES, OUTSIDE, denoiser_linears, sensitive_linears
 from accel.quantization.module import QuantizedLinear
 from accel.quantization.scheme import Scheme
 from support.compatibility.tiny_diffusers_models import build

@@ -9,7 +9,7 @@ import torch
 import accel
 from accel.diffusion.pipeline import LoopStart
 from accel.diffusion.schedulers import LINEAR, SchedulerStep
-from accel.fusion.loop import Loop
+from accel.fusion.loop import DenoisingLoop
 from accel.planning.plan import PLAN, Plan
 from support.diffusion.scheduler_cases import NAMES, V, all_cases, label, split
 from support.diffusion.scheduler_loops import denoise, equal, foreign_schedulers, make, optimized, pickled
@@ -26,7 +26,7 @@ def rows(pipe):
 
 
 def loops(pipe) -> int:
-    return vars(pipe)["progress_bar"].context.of(Loop).number
+    return vars(pipe)["progress_bar"].context.of(DenoisingLoop).number
 
 
 def test_a_pipeline_is_optimized_and_restored_with_its_scheduler(pipe):

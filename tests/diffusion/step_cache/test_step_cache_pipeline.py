@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 
 import accel
-from accel.diffusion.step_cache.moment import Moment
-from accel.fusion.loop import Loop
+from accel.diffusion.step_cache.tracks import LoopPosition
+from accel.fusion.loop import DenoisingLoop
 from accel.verification.metrics import compare
 from support.compatibility.stack_oracle import StackOracle, deep
 from support.diffusion.drawing import SEVEN, draw
@@ -230,9 +230,9 @@ def test_equals_the_oracle(name, read, monkeypatch):
     import diffusers
 
     if not read:
-        of = Moment.of
+        of = LoopPosition.of
         unknown = staticmethod(lambda *args: replace(of(*args), value=None, unread=None))
-        monkeypatch.setattr(Moment, "of", unknown)
+        monkeypatch.setattr(LoopPosition, "of", unknown)
     make, calls = PIPELINES[name]
     model, _ = deep(name, **CONFIG.get(name, {}))
     twin = copy.deepcopy(model)
@@ -254,7 +254,7 @@ def test_equals_the_oracle(name, read, monkeypatch):
 
 def test_nobody_announces_a_loop_of_timesteps_that_nobody_reads():
     """Not a step is taken for another: such calls are whole."""
-    first, second = (Moment(storage=(place, 0)) for place in (1, 2))
+    first, second = (LoopPosition(storage=(place, 0)) for place in (1, 2))
     assert second.follows(first) is None and first.follows(first) is False
     for now, before, later in (((2,), (1,), True), ((1,), (1,), False), ((0,), (1,), None), (None, (1,), None)):
         assert replace(second, clock=now).follows(replace(first, clock=before)) is later
@@ -264,7 +264,7 @@ def test_the_clock_of_a_loop():
     class Scheduler:
         step_index = None
 
-    loop, counting, silent = Loop(), Scheduler(), object.__new__(type("Silent", (), {}))
+    loop, counting, silent = DenoisingLoop(), Scheduler(), object.__new__(type("Silent", (), {}))
     assert loop.clock is None
     loop.begin([counting, silent])
     assert loop.clock == (-1,)
@@ -279,7 +279,7 @@ def test_the_clock_of_a_loop():
 
 def test_timesteps_of_tokens():
     """A frame that is given has 0 in every step; the others tell."""
-    early, late = (Moment.of(torch.tensor([[0.0, step, step]])) for step in (900.0, 800.0))
+    early, late = (LoopPosition.of(torch.tensor([[0.0, step, step]])) for step in (900.0, 800.0))
     assert late.follows(early) is True and early.follows(late) is None
 
 

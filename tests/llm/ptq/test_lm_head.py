@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import accel
-from accel.quantization import call as holding
+from accel.quantization import activations as holding
 from accel.quantization.module import QuantizedLinear
 from accel.quantization.scheme import Scheme
 from support.llm.edits.places import put

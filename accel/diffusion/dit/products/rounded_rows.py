@@ -1,9 +1,8 @@
-"""Rows that a quantized linear rounds to 8 bits, as steps of a program: rounded once for all that multiply them.
+"""Rows that a quantized linear rounds to 8 bits, rounded once for all linears that take them.
 
-A quantized linear is recorded as one step. Where it rounds its rows, that is cut into the rounding, as operations on
-rows, and the product of what is rounded. So rows are rounded in the pass that makes them, and in one of their own where
-none does, after an attention. Where parts of the columns are put together for the product, each is rounded by itself,
-by the peak of all, and the numbers are put together.
+A quantized linear is recorded as one step. Where it rounds its rows, the step is split into the rounding, as operations
+on rows, and the product. So rows are rounded in the pass that makes them, or in a pass of their own after an attention.
+Where the columns are a concatenation, each piece is rounded by itself with the peak of all.
 """
 
 from dataclasses import dataclass, replace
@@ -14,9 +13,8 @@ from accel_kernels.rowwise.program import NUMBERS
 from accel_kernels.rowwise.rowwise import TORCH
 
 from accel.diffusion.dit.program import Program, Ref, TensorValue, TorchStep, refs
-from accel.quantization.activations import KERNELS, kind_of
+from accel.quantization.activations import KERNELS, QuantizedCall, RoundedCall, kind_of
 from accel.quantization.activations import NUMBERS as DTYPES
-from accel.quantization.call import QuantizedCall, RoundedCall
 
 ROUNDED = (torch.float16, torch.bfloat16)  # in float32 products of fewer bits run no kernel
 PLAIN = ("int8", "fp8")  # ways of rounding rows that are nothing but numbers and a scale
@@ -39,7 +37,7 @@ class RowFunction:
 
 
 class RoundedRows(NamedTuple):
-    """Numbers (..., K) and scales (..., 1) of a value."""
+    """Elements in 8 bits (..., K) and scales (..., 1) of a value."""
 
     numbers: Ref
     scales: Ref
@@ -59,17 +57,14 @@ class _Splitter:
         self.before, self.makers = program, program.makers()
         self.program = Program(list(program.values), [], program.result)
         self.found: dict[tuple[int, str], RoundedRows] = {}
-        self.places, users, kept = self._products(), program.users(), set(refs(program.result))
+        self.places = {place for place, step in enumerate(program.steps) if self._rounds(step)}
+        users, kept = program.users(), set(refs(program.result))
         self.alone = {number for number, by in users.items() if number not in kept and self.places.issuperset(by)}
         apart: set[int] = set()  # concatenations of which the pieces are rounded
         for place, step in enumerate(program.steps):
             call = step.function if place in self.places else None
             self.program.steps += [step] if call is None else self._product(step, call, apart)
         self.program.steps = [step for step in self.program.steps if not apart.issuperset(step.made or [-1])]
-
-    def _products(self) -> set[int]:
-        """The places of products whose rows are rounded."""
-        return {place for place, step in enumerate(self.before.steps) if self._rounds(step)}
 
     def _rounds(self, step: TorchStep) -> bool:
         call = step.function
@@ -125,10 +120,10 @@ class _Splitter:
         made.append(TorchStep(RowFunction(name), name, args, {}, result))
         return result
 
-    def _like(self, number: int, dtype: torch.dtype, lanes: int | None = None) -> Ref:
+    def _like(self, number: int, dtype: torch.dtype, columns: int | None = None) -> Ref:
         """A new value with the rows of another."""
         value = self.before.values[number]
-        shape = value.shape if lanes is None else (*value.shape[:-1], lanes)
+        shape = value.shape if columns is None else (*value.shape[:-1], columns)
         new = len(self.program.values)
         strides = torch.empty(shape, device="meta").stride()
         self.program.values.append(TensorValue(new, shape, strides, 0, dtype, value.device, new))

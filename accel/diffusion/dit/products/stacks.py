@@ -1,11 +1,10 @@
 """Linears that take the same input, such as those of queries, keys and values, as one product.
 
-A product of 3072 columns fills the last of its waves over the multiprocessors worse than one of 9216, and each is a
-launch. The results are then columns of one tensor: what takes them must read rows that lie apart, as passes and
-attention do.
+A product of 9216 columns fills the GPU better than three of 3072, in one launch. The results are columns of one tensor,
+so what takes them must read rows that lie apart, as passes and attention do.
 
-Where columns of two such products, of an image and of a text, are put together, both write into the rows of one tensor
-from the beginning, and the concatenation is a view of it.
+Where columns of an image's and a text's product are concatenated, both write into one tensor from the beginning. The
+concatenation is then a view of it.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +27,7 @@ READ_APART = ("scaled_dot_product_attention", EXCHANGE, *CONCATENATIONS)
 
 
 class Columns(NamedTuple):
-    """Where a value lies in the rows of a stacked product. strides: those of its dimensions, None for that of rows."""
+    """Where a value lies in the rows of a stacked product. strides: of its dimensions; None for that of rows."""
 
     product: int
     rows: int
@@ -37,9 +36,10 @@ class Columns(NamedTuple):
 
 
 class Stacks:
-    """units: with one product in the place of those that take the same input. kept: the results of linears that are
-    to stay by themselves; results: values that are returned; concatenation: of a value, the dimension along which it is
-    put together, counted from the last, if it is.
+    """Replaces linears of one input by one product in `units`.
+
+    kept: results of linears that stay separate. results: values that are returned. concatenation: gives the dimension
+    along which a value was concatenated, counted from the last, else None.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Stacks:
         return value.root is not None and value.root[0] == "weight" and len(value.shape) == dims
 
     def _read_apart(self, number: int) -> bool:
-        """Whether all that takes the result, or views of it, reads rows that do not follow one another."""
+        """Whether all that takes the result, or views of it, can read rows that do not follow one another."""
         views = [value for value in self.values if value.base == number]
         return all(
             value.number not in self.results
@@ -164,20 +164,20 @@ class Stacks:
         if view.base not in self.first or not view.numel:
             return None
         (product, column), whole = self.first[view.base], self.values[view.base]
-        rows, lanes = whole.shape[-2], whole.shape[-1]
+        rows, columns = whole.shape[-2], whole.shape[-1]
         strides: list[int | None] = []
         for place, (size, stride) in enumerate(zip(view.shape, view.stride, strict=True)):
             if place - len(view.shape) == dim:
-                if (size, stride) != (rows, lanes) or rows < 2:
+                if (size, stride) != (rows, columns) or rows < 2:
                     return None
                 strides.append(None)
-            elif size == 1 or stride < lanes:
+            elif size == 1 or stride < columns:
                 strides.append(stride if size > 1 else 1)
-            elif stride % (rows * lanes):
+            elif stride % (rows * columns):
                 return None
             else:
-                strides.append(-stride // (rows * lanes))
-        return Columns(product, rows, tuple(strides), column + view.offset) if view.offset < lanes else None
+                strides.append(-stride // (rows * columns))
+        return Columns(product, rows, tuple(strides), column + view.offset) if view.offset < columns else None
 
     def _join(self, products: Sequence[int], calls: list[tuple[TorchCall, Columns]]) -> None:
         """One tensor for the rows of all these products. Of several images each has rows of its own in it, so there all
@@ -210,14 +210,14 @@ class Stacks:
 
 
 def keeps_rows(view: TensorValue, whole: TensorValue) -> bool:
-    """Whether the view is one of rows of (.., C), or of lanes of them, however far each row lies from the next."""
-    lanes = whole.shape[-1]
-    if not lanes:
+    """Whether the view is of rows (.., C), or of columns of them, however far apart the rows lie."""
+    columns = whole.shape[-1]
+    if not columns:
         return False
-    last = view.offset % lanes
+    last = view.offset % columns
     for size, stride in zip(view.shape, view.stride, strict=True):
-        if size > 1 and stride < lanes:
+        if size > 1 and stride < columns:
             last += (size - 1) * stride
-        elif size > 1 and stride % lanes:
+        elif size > 1 and stride % columns:
             return False
-    return last < lanes
+    return last < columns

@@ -1,4 +1,4 @@
-"""Weights that a block multiplies together, kept in one storage each, and noticed where they are no longer."""
+"""Weights that a block multiplies together, kept in one storage; noticed where they are not any more."""
 
 import threading
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel.fusion.stacked_weights import stack_rows, stacked_rows
+from accel.fusion.stacked_linears import stack_rows, stacked_rows
 from accel.patching.patch import set_data
 
 REST = 16  # calls between two moves of the same weights, so that moving costs little where they never stay
@@ -15,10 +15,11 @@ ANYWHERE = 0  # the address of a copy's, each of which a pickle gives a storage 
 
 
 class WeightStacks:
-    """Of one block. Finds the whole of weights that lie one after the other, and puts them so, now and then.
+    """The stacked weights of one block. Finds the whole of weights that follow one another, and moves them if they do
+    not.
 
-    Something else may move them at any time: `.to`, offloading, an adapter fused into them. So their addresses are
-    compared at every call. They are moved only where no other thread is inside, as `with` tells.
+    Anything may move them apart: `.to`, offloading, fusing an adapter. So addresses are compared at every call. They
+    are moved only while no other thread is inside, which `with` counts.
     """
 
     def __init__(self) -> None:
@@ -47,16 +48,13 @@ class WeightStacks:
             return found
         with self.lock:
             if self.inside <= 1 and self._movable(paths, parts) and self._due(paths):
-                self._move(parts)
+                stack_rows(parts)
+                if parts[0].is_cuda:  # the next to read them may do so on another stream
+                    torch.cuda.current_stream(parts[0].device).synchronize()
                 found = stacked_rows(parts)
                 if found is not None:
                     self.storages[paths] = found.untyped_storage().data_ptr()
         return found
-
-    def _move(self, parts: Sequence[torch.Tensor]) -> None:
-        stack_rows(parts)
-        if parts[0].is_cuda:  # the next to read them may do so on another stream
-            torch.cuda.current_stream(parts[0].device).synchronize()
 
     def _due(self, paths: tuple[str, ...]) -> bool:
         left = self.waiting.get(paths, 0)
@@ -64,7 +62,7 @@ class WeightStacks:
         return not left
 
     def _movable(self, paths: tuple[str, ...], parts: Sequence[torch.Tensor]) -> bool:
-        """Whether nobody but their modules holds them, as a buffer of all weights would, of which they are views."""
+        """Whether only their modules hold them. A view of a buffer of all weights must not be moved."""
         if any(part.is_cuda for part in parts) and torch.cuda.is_current_stream_capturing():
             return False
         own = self.storages.get(paths)
@@ -80,7 +78,7 @@ def _alone(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
-class Unstacked:
+class UnstackPatch:
     """Gives every weight of a block that lies in one storage with others its own again, when the block is restored."""
 
     def __init__(self, module: nn.Module, stacks: WeightStacks):

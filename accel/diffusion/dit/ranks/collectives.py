@@ -28,7 +28,8 @@ class Collective:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = self.function(*args, **kwargs)
-        return replaced(result, lambda one: _waited(one) if isinstance(one, torch.Tensor) else one)
+        wait = torch.ops._c10d_functional.wait_tensor
+        return replaced(result, lambda one: wait(one) if isinstance(one, torch.Tensor) else one)
 
 
 class HiddenCollectives(TorchDispatchMode):
@@ -63,7 +64,3 @@ def unwrapped(tree: Any) -> Any:
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-def _waited(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.ops._c10d_functional.wait_tensor(tensor)

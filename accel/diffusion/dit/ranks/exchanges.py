@@ -1,9 +1,9 @@
-"""Exchanges of heads for tokens, as a model's attention has them, with the copies around them as part of them.
+"""Exchanges of heads for tokens (all-to-all) in a model's attention, with the copies around them in the same step.
 
 Attention over a divided sequence (Ulysses; Jacobs et al., "DeepSpeed Ulysses", 2023) sends each rank its heads of all
-tokens, and afterwards its tokens of all heads. A model's code copies what it sends into the order of the pieces, and
-what has come into the order it goes on with. Here both are part of one step, and exchanges of equal form that do not
-wait for each other are one: by a kernel that writes into a room of each rank, or by the library.
+tokens, and afterwards its tokens of all heads. A model's code copies what it sends and what it receives into another
+order. Here the copies are part of the exchange. Exchanges of equal form that do not depend on each other are one: by a
+kernel that writes into receive buffers, or by NCCL.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,9 +25,9 @@ COPY = "contiguous"  # `clone` keeps the strides of what it takes
 
 
 class Exchange(Collective):
-    """Called with tensors of one form, (ranks, ...): piece r of each goes to rank r; gives what has come, for each.
+    """Called with tensors of one form, (ranks, ...): piece r of each goes to rank r; gives what was received, for each.
 
-    function, group: torch's collective and the name of the group, by which it runs without a room. strides: of each
+    function, group: torch's collective and the name of the group, for calls without a receive buffer. strides: of each
     tensor, as it was recorded.
     """
 
@@ -45,27 +45,27 @@ class Exchange(Collective):
         """Equal on ranks that exchange alike."""
         return self.pieces, self.strides
 
-    def room(self, size: int) -> int:
-        """Bytes of a room that its results take, of numbers of so many bytes."""
+    def buffer_bytes(self, size: int) -> int:
+        """Bytes of a receive buffer that its results take, of elements of so many bytes."""
         return room_for(len(self.strides), torch.Size(self.pieces.shape).numel(), size)
 
     def __call__(
-        self, tensors: Sequence[torch.Tensor], room: ExchangeRoom | None = None, place: int = 0, waits: bool = True
+        self, tensors: Sequence[torch.Tensor], buffer: ExchangeRoom | None = None, place: int = 0, waits: bool = True
     ) -> list[torch.Tensor]:
-        """room, place, waits: see `ExchangeRoom.exchange`; without a room by the library.
+        """buffer, place, waits: see `ExchangeRoom.exchange`; without a buffer NCCL or gloo exchanges.
 
         Ranks must launch alike, and tensors may lie otherwise on one of them, where weights of one product lie apart.
         So what decides is how they were recorded, and what no launch can write is copied to lie so.
         """
         pieces, dtype = self.pieces, tensors[0].dtype
         tensors = [one.view(pieces.shape) for one in tensors]
-        if room is None or not _together(dtype, self.layouts):
+        if buffer is None or not _together(dtype, self.layouts):
             return [self._by_library(one) for one in tensors]
         layouts = [pieces.layout(one.stride()) for one in tensors]
         if not _together(dtype, layouts):
             tensors = [_lying(*one) for one in zip(tensors, self.strides, strict=True)]
             layouts = self.layouts
-        return [one.view(pieces.target) for one in room.exchange(tensors, layouts, place, waits)]
+        return [one.view(pieces.target) for one in buffer.exchange(tensors, layouts, place, waits)]
 
     def _by_library(self, tensor: torch.Tensor) -> torch.Tensor:
         pieces, ranks, count = self.pieces, self.pieces.shape[0], self.pieces.numel
@@ -88,7 +88,7 @@ def _lying(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
 
 
 def with_exchanges(program: Program) -> Program:
-    """The program with a step for each exchange of equal pieces, instead of copies and a collective."""
+    """The program with one step for each exchange of equal pieces, in place of copies and a collective."""
     search = _Search(program)
     found = [one for place in range(len(program.steps)) if (one := search.at(place)) is not None]
     if not found:

@@ -1,4 +1,4 @@
-"""Where each number of what ranks send each other is read, and where it is written."""
+"""Where each element that ranks exchange is read, and where it is written."""
 
 from functools import lru_cache
 from itertools import pairwise
@@ -9,9 +9,10 @@ from accel_kernels.collective.exchange import Layout
 
 
 class Axis(NamedTuple):
-    """Numbers that follow each other in the order of sending, equally far apart both where they are read and written.
+    """Elements that follow each other in sending order, at one distance where they are read and one where they are
+    written.
 
-    Every `unit`-th along dimension `dim` of what is sent; target: stride among what has come.
+    Every `unit`-th along dimension `dim` of the source; target: stride in the result.
     """
 
     size: int
@@ -21,8 +22,10 @@ class Axis(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """An exchange of a tensor of `shape`, (ranks, ...): piece r goes to rank r. What has come is put into `target`, a
-    dense shape. ranks: the dimension of ranks; inside: those of a piece, from the outermost in the order of sending.
+    """An exchange of a tensor of `shape`, (ranks, ...): piece r goes to rank r.
+
+    target: the dense shape of the result. ranks: the axis of ranks. inside: the axes of a piece, from the outermost in
+    sending order.
     """
 
     shape: tuple[int, ...]
@@ -41,9 +44,10 @@ class Pieces(NamedTuple):
 
 
 def sent_pieces(shape: tuple[int, ...], view: tuple[int, ...], strides: tuple[int, ...]) -> Pieces | None:
-    """Of an exchange of a tensor of this shape, (ranks, ...), after which what has come, in the order of sending, is
-    looked at in the shape `view` with these strides, and copied densely. None for a view that leaves numbers out or
-    takes some twice, or cuts the pieces otherwise than their dimensions do.
+    """The pieces of an exchange of this shape, (ranks, ...), whose result is viewed in another way and copied densely.
+
+    view, strides: of the result, in sending order. None for a view that omits or repeats elements, or cuts pieces
+    otherwise than their dimensions do.
     """
     total, dense = torch.Size(shape).numel(), _dense(view)
     sent = [

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel
 
-from accel.fusion.per_thread import PerThread
+from accel.fusion.loop import PerThread
 from accel.libraries import generation
 from accel.libraries.cache import generating_cache
 from accel.libraries.generation import DECODING, PREPARE, UNFINISHED, GenerationMode

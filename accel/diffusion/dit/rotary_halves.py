@@ -1,8 +1,8 @@
-"""The lanes of a row: halves that rotary embeddings take apart and put together again, and one number a row.
+"""Halves of rows, which rotary embeddings take apart and put together again.
 
-A rotation multiplies pairs of lanes. Models write it in many ways: views with a step of two, chunks, complex numbers,
-two assignments into an empty tensor. All end by putting two halves together. From there the halves are found backwards,
-down to views of whole rows, told apart by where they begin in memory and how far their lanes lie apart.
+A rotation multiplies pairs of elements. Models write it in many ways: views with a step of two, chunks, complex
+numbers, two assignments into an empty tensor. All end by joining two halves. From the join the halves are traced back
+to views of whole rows, told apart by their offset and stride.
 """
 
 from typing import NamedTuple
@@ -10,29 +10,31 @@ from typing import NamedTuple
 import torch
 
 from accel.diffusion.dit.operations import REDUCTIONS, ROWWISE, operation_of
-from accel.diffusion.dit.program import Program, Ref, TensorValue, TorchStep
+from accel.diffusion.dit.program import Program, Ref, TensorValue, TorchStep, refs
 from accel.diffusion.dit.slices import without_slices
 
 EVEN, ODD, FIRST, SECOND = "even", "odd", "first", "second"
 
 
-class Half(NamedTuple):
-    """A value as a half of rows: of the value `whole`, the lanes named; both None for what is computed from halves."""
+class RotaryHalf(NamedTuple):
+    """A value that is a half of rows: the elements named `columns` of the value `whole`; both None where it is computed
+    from other halves.
+    """
 
     space: tuple[int, ...]
-    lanes: str | None = None
+    columns: str | None = None
     whole: int | None = None
 
 
-class Join(NamedTuple):
-    """Rows put together. name: "interleave" or "concatenate"; halves: two values, or one that is complex."""
+class RotaryJoin(NamedTuple):
+    """Two halves joined to rows. name: "interleave" or "concatenate". halves: two values, or a complex one."""
 
     name: str
     halves: tuple[int, ...]
 
 
 def interleave_lanes(even: torch.Tensor, odd: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Lanes of both in turn."""
+    """Elements of both in turn."""
     return torch.stack((even, odd), -1).flatten(-2).to(dtype)
 
 
@@ -44,8 +46,8 @@ PLACES = {"interleave": ((0, None, 2), (1, None, 2))}
 
 
 def without_assignments(program: Program) -> Program:
-    """The program with one step in the place of an empty tensor and of the two assignments that fill it, and with
-    concatenations for assignments to some rows.
+    """The program without assignments: two that fill an empty tensor become one join, those to some rows
+    concatenations.
     """
     users, values = program.users(), program.values
     dropped: dict[int, TorchStep | None] = {}
@@ -99,17 +101,17 @@ def _place(index: object, width: int) -> str | None:
     return next((name for name, places in wanted.items() if taken == list(places)), None)
 
 
-class Lanes:
-    """Which values of a program are halves of rows, and which put halves together.
+class RotaryHalves:
+    """Which values of a program are halves of rows, and which join halves.
 
-    joins: by the number of the whole row. complexes: values whose halves are real and imaginary parts.
+    joins: by the number of the whole row. inside: values between two halves and a row.
     """
 
     def __init__(self, program: Program):
         self.program, self.values = program, program.values
         self.makers, self.users = program.makers(), program.users()
-        self.halves: dict[int, Half] = {}
-        self.joins: dict[int, Join] = {}
+        self.halves: dict[int, RotaryHalf] = {}
+        self.joins: dict[int, RotaryJoin] = {}
         self.inside: set[int] = set()  # between two halves and a row: in no program by itself
         for step in program.steps:
             self._join(step)
@@ -120,29 +122,29 @@ class Lanes:
         number = step.result.number
         value = self.values[number]
         if step.name in ("interleave", "concatenate"):
-            self._try(number, Join(step.name, tuple(ref.number for ref in step.args[:2])))
+            self._try(number, RotaryJoin(step.name, tuple(ref.number for ref in step.args[:2])))
         elif step.name == "stack" and self._last(step, value) and len(list(step.args[0])) == 2:
-            self._flattened(number, Join("interleave", tuple(step.taken)))
+            self._flattened(number, RotaryJoin("interleave", tuple(step.taken)))
         elif step.name == "view_as_real":
-            self._flattened(number, Join("interleave", (step.taken[0],)))
+            self._flattened(number, RotaryJoin("interleave", (step.taken[0],)))
         elif step.name == "cat" and self._last(step, value) and len(step.taken) == 2:
             a, b = (self.values[one] for one in step.taken)
             if a.shape == b.shape:
-                self._try(number, Join("concatenate", tuple(step.taken)))
+                self._try(number, RotaryJoin("concatenate", tuple(step.taken)))
 
     def _last(self, step: TorchStep, value: TensorValue) -> bool:
         dim = step.kwargs.get("dim", step.args[1] if len(step.args) > 1 else 0)
         return dim in (-1, len(value.shape) - 1)
 
-    def _flattened(self, number: int, join: Join) -> None:
-        """Pairs of lanes, (..., C / 2, 2), that are only ever looked at as rows."""
+    def _flattened(self, number: int, join: RotaryJoin) -> None:
+        """Pairs of elements, (..., C / 2, 2), of which nothing but the flattened rows is used."""
         pairs = self.values[number]
         views = [v for v in self.values if v.number != number and v.number in self.makers and self._views(v, number)]
         used = {place for place in self.users[number]}
         whole = (*pairs.shape[:-2], pairs.shape[-2] * 2)
         if not views or used != {self.makers[v.number] for v in views} or any(v.shape != whole for v in views):
             return
-        if number in self._results():
+        if number in refs(self.program.result):
             return
         for view in views:
             self._try(view.number, join, inside=number)
@@ -150,26 +152,21 @@ class Lanes:
     def _views(self, value: TensorValue, number: int) -> bool:
         return self.program.steps[self.makers[value.number]].taken == [number]
 
-    def _results(self) -> set[int]:
-        from accel.diffusion.dit.program import refs
-
-        return set(refs(self.program.result))
-
-    def _try(self, number: int, join: Join, inside: int | None = None) -> None:
-        """Takes the join if its halves come from rows taken apart, or from tables."""
+    def _try(self, number: int, join: RotaryJoin, inside: int | None = None) -> None:
+        """Accepts the join if its halves come from rows that were split, or from tables."""
         value = self.values[number]
         if value.pinned or value.shape[-1] % 2:
             return
-        found: dict[int, Half] = {}
+        found: dict[int, RotaryHalf] = {}
         if all(self._half(half, value.shape, found) for half in join.halves) and any(
-            half.lanes is not None for half in found.values()
+            half.columns is not None for half in found.values()
         ):
             self.halves |= found
             self.joins[number] = join
             if inside is not None:
                 self.inside.add(inside)
 
-    def _half(self, number: int, space: tuple[int, ...], found: dict[int, Half]) -> bool:
+    def _half(self, number: int, space: tuple[int, ...], found: dict[int, RotaryHalf]) -> bool:
         """Whether the value is a half of rows of this space."""
         if number in found:
             return True
@@ -178,9 +175,9 @@ class Lanes:
             return False
         if number in self.halves and self.halves[number].space != space:
             return False
-        lanes = self._lanes(value, space)
-        if lanes is not None:
-            found[number] = lanes
+        columns = self._lanes(value, space)
+        if columns is not None:
+            found[number] = columns
             return True
         place = self.makers.get(number)
         if value.shape != (*space[:-1], space[-1] // 2):
@@ -188,7 +185,7 @@ class Lanes:
         operation = None if place is None else operation_of(self.program.steps[place], self.values)
         if operation is None or operation.name in (*REDUCTIONS, *ROWWISE):
             return value.dtype is not torch.complex64  # read as it is
-        found[number] = Half(space)
+        found[number] = RotaryHalf(space)
         for ref in operation.operands:
             other = self.values[ref.number]
             if other.shape == value.shape:
@@ -196,8 +193,8 @@ class Lanes:
                     return False
         return True
 
-    def _lanes(self, value: TensorValue, space: tuple[int, ...]) -> Half | None:
-        """As lanes of a whole row: a view of it, or a complex view of pairs of its lanes."""
+    def _lanes(self, value: TensorValue, space: tuple[int, ...]) -> RotaryHalf | None:
+        """The value as elements of a whole row: a view of it, or a complex view of its pairs."""
         step = None if value.number not in self.makers else self.program.steps[self.makers[value.number]]
         if value.dtype is torch.complex64:
             if step is None or step.name != "view_as_complex":
@@ -207,21 +204,21 @@ class Lanes:
             if whole is None or pairs.shape != (*space[:-1], space[-1] // 2, 2):
                 return None
             same = pairs.stride == (*whole.stride[:-1], 2 * whole.stride[-1], whole.stride[-1])
-            return Half(space, "pairs", whole.number) if same and pairs.offset == whole.offset else None
+            return RotaryHalf(space, "pairs", whole.number) if same and pairs.offset == whole.offset else None
         whole = self._whole(value, space)
         if whole is None or value.shape != (*space[:-1], space[-1] // 2):
             return None
         if not _same_rows(value, whole):
             return None
-        lane, ahead = whole.stride[-1], value.offset - whole.offset
+        column, ahead = whole.stride[-1], value.offset - whole.offset
         half = space[-1] // 2
         for name, (begin, step_) in {EVEN: (0, 2), ODD: (1, 2), FIRST: (0, 1), SECOND: (half, 1)}.items():
-            if ahead == begin * lane and (value.stride[-1] == step_ * lane or half == 1):
-                return Half(space, name, whole.number)
+            if ahead == begin * column and (value.stride[-1] == step_ * column or half == 1):
+                return RotaryHalf(space, name, whole.number)
         return None
 
     def _whole(self, value: TensorValue, space: tuple[int, ...]) -> TensorValue | None:
-        """The rows of this space that the value is a view of: the nearest value it was made of that has this shape."""
+        """The nearest value of this shape that the value is a view of."""
         number = value.number
         while number in self.makers:
             step = self.program.steps[self.makers[number]]
