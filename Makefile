@@ -91,10 +91,11 @@ test-gpu:  ## the tests that need a GPU, in the Python that has one (PYTHON=...)
 docs: $(READY)  ## the documentation as a site, in build/site; warnings are errors (Python 3.11 and later)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 
-lint: $(READY)  ## ruff, rules and format, and the types
+lint: $(READY)  ## ruff, rules and format, the types, and docstrings
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tests/support/docstrings.py
 
 format: $(READY)  ## let ruff repair what it can
 	$(BIN)/ruff check --fix .

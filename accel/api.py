@@ -61,9 +61,9 @@ def optimize(
     module or an object of your own, a list, tuple or dictionary. Models are found inside; the rest runs as it is.
     options: an `accel.Options`; or its fields as keywords, which it explains. Both together raise TypeError, but for
     keywords that ask for the default. Calling it again plans anew, with the new options.
-    Raises TypeError for another object or an unknown option, ValueError for a wrong value or an object without a model
-    or weights, `errors.Refused` for a value that does not fit this model, and with strict=True `errors.SkippedSite` for
-    a site that would be skipped (both are ValueErrors); obj is then as it was. Warns where weights= fits no linear
+    Raises TypeError for another object or an unknown option. Raises ValueError for a wrong value, or an object without
+    a model or weights: `errors.Refused` for a value that does not fit this model, and with strict=True
+    `errors.SkippedSite` for a site that would be skipped. obj is then as it was. Warns where weights= fits no linear
     layer of a model. Other threads may call obj meanwhile: their calls run stock, or wait while weights move;
     `errors.InUse` where one does not end.
     """
@@ -155,8 +155,8 @@ def quantize(
     Experts of a mixture keep their dtype, since no file holds them in fewer bits; `accel.optimize(weights=...)` rounds
     them. It cannot be undone: the original weights wait on the CPU until all is done, and are freed; load the model
     again to have them. `accel.optimize(model)` then runs it fast.
-    Raises TypeError for another object or another kind of data, ValueError for a wrong value, a method without the data
-    it needs, NaN or Inf in a weight, an `out` that holds something else or another run; the model is then as it was.
+    Raises TypeError for another object or another kind of data. Raises ValueError for a wrong value, a method without
+    the data it needs, NaN or Inf in a weight, an `out` that holds something else. The model is then as it was.
     Raises OSError where `out` cannot be written, such as on a full disk: the same call then goes on. Calls on other
     threads wait until it has ended.
     """
@@ -185,8 +185,8 @@ def load(
     "auto" for that of the file. device: None for the CPU. `accel.optimize(model)` then runs it fast.
     A folder that `accel shard --tp N` wrote is loaded by N processes that torchrun starts: each reads its own files
     alone, has what transformers' own tensor parallelism would give it, and takes the device of its number.
-    Raises ValueError for files that are missing, damaged or do not fit the configuration or one another, for another
-    number of processes than N, and for a device where each has its own.
+    Raises ValueError for files that are missing, damaged or do not fit the configuration or one another. So it does for
+    another number of processes than N, and for a device where each has its own.
     """
     from accel.llm.ptq.formats.loading import load as loaded
     from accel.llm.shards.manifest import is_divided

@@ -48,6 +48,7 @@ def cast_of(module: nn.Module) -> Cast | None:
 
 
 def casts_of(modules: Iterable[object]) -> tuple[Cast, ...]:
+    """Of those modules whose weights are stored in another dtype than they compute in."""
     found = (cast_of(module) for module in modules if isinstance(module, nn.Module))
     return tuple(cast for cast in found if cast is not None)
 

@@ -48,8 +48,8 @@ def relative_rms_by_token(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tens
 def first_differences(
     stock: torch.Tensor, ours: torch.Tensor, logits: torch.Tensor
 ) -> tuple[int, list[tuple[float, torch.Tensor]]]:
-    """How many tokens are equal up to each row's first difference, and of rows that differ the margin there, by which
-    stock preferred its own token, and stock's logits of that place.
+    """How many tokens are equal up to each row's first difference; and of rows that differ, what stock thought there:
+    the margin by which it preferred its own token, and its logits.
 
     stock, ours: (rows, tokens); logits: stock's when it wrote, (rows, tokens, vocabulary).
     """

@@ -24,9 +24,9 @@ WHOLE = "(whole model)"
 class Report:
     """Prints as a table. `sites`: (path, rule, status "patched" | "skipped", reason) tuples; `graphs`: one dict a
     captured shape; `fallbacks`: (path, reason, calls); `weights`: one dict a quantized weight, with its path, scheme,
-    signal to noise ratio sqnr_db, bytes_before, bytes_after, and whether `restore` gives back the original; `batching`:
-    one dict a model whose requests were batched, with how many run at a time, in how many groups, one for each stretch
-    of layers on a device, tokens of each, pages and memory_mb of the pool of keys and values that was made last.
+    signal to noise ratio sqnr_db, bytes_before, bytes_after, and whether `restore` gives back the original.
+    `batching`: one dict a model whose requests were batched, with how many run at a time, in how many groups, one for
+    each stretch of layers on a device. It has the tokens of each, and pages and memory_mb of the cache made last.
     graph_memory: one dict a GPU with graphs, with what all of them take there, used_mb, and may take, limit_mb.
     optimized: False for an object that is not. rank, ranks: which of the processes this is that share a model, and how
     many there are; the first prints the table for all, the others a line. None where the process has it for itself."""

@@ -26,6 +26,7 @@ def parse_folder(folder: Path) -> Path:
 
 
 def parse_device(name: str | None) -> "torch.device":
+    """The device of this name, a GPU without one if there is any. Raises BadParameter."""
     import torch
 
     with user_errors("--device", RuntimeError, AssertionError):
@@ -35,6 +36,7 @@ def parse_device(name: str | None) -> "torch.device":
 
 
 def parse_dtype(name: str | None, device: "torch.device") -> "torch.dtype":
+    """The dtype of this name, or the usual one of the device. Raises BadParameter."""
     import torch
 
     dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -94,4 +96,5 @@ def user_errors(option: str | None = "FOLDER", *kinds: type[Exception]) -> Itera
 
 
 def wrong_folder(error: Exception, option: str | None = "FOLDER") -> typer.BadParameter:
+    """To be raised for a folder that cannot be read."""
     return typer.BadParameter(str(error).split("\n")[0], param_hint=option)

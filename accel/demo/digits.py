@@ -1,7 +1,7 @@
 """The first two parts: ten digits drawn by a small pipeline with a UNet, and by one with a diffusion transformer.
 
-Two copies of a pipeline are loaded as any user would, one is given to `accel.optimize`, and the two take turns, so
-that nothing but the one line differs between them.
+Two copies of a pipeline are loaded as any user would, and one is given to `accel.optimize`. The two take turns, so that
+nothing but the one line differs between them.
 """
 
 import gc

@@ -22,6 +22,7 @@ def find_folder(given: Path | None, shipped: Path, kind: str, index: str) -> Pat
 
 
 def device_line(device: torch.device) -> str:
+    """What the demo runs on, in a line."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()

@@ -62,6 +62,7 @@ def as_image_like(rows: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
 
 
 def channels_last(image: torch.Tensor) -> bool:
+    """Whether it has this layout."""
     return image.is_contiguous(memory_format=torch.channels_last)
 
 

@@ -116,6 +116,7 @@ class OffloadSwitch:
 
 
 def let_go(hook: Any) -> None:
+    """Takes off what was put on a hook."""
     for name in METHODS:
         if type(vars(hook).get(name)) is HookMethod:
             del vars(hook)[name]

@@ -18,6 +18,8 @@ OUT_OF_MEMORY = 2
 
 
 class Location(ctypes.Structure):
+    """CUmemLocation."""
+
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
 
@@ -34,11 +36,14 @@ class Allocation(ctypes.Structure):
 
 
 class Access(ctypes.Structure):
+    """CUmemAccessDesc."""
+
     _fields_ = (("location", Location), ("flags", ctypes.c_int))
 
 
 @cache
 def driver() -> Any:
+    """The CUDA driver. Raises OSError where there is none."""
     return ctypes.CDLL("libcuda.so.1")
 
 
@@ -52,10 +57,12 @@ def call(name: str, *args: Any) -> None:
 
 
 def size(number: int) -> ctypes.c_size_t:
+    """An argument of the driver: bytes."""
     return ctypes.c_size_t(number)
 
 
 def address(number: int) -> ctypes.c_uint64:
+    """An argument of the driver: an address."""
     return ctypes.c_uint64(number)
 
 

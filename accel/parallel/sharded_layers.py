@@ -37,7 +37,7 @@ class Sharding(NamedTuple):
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor that is divided among ranks, always the same object; any other tensor itself.
 
-    `to_local` would make a view: what is moved into one storage with others would stay where it was.
+    DTensor's own method would make a view: what is moved into one storage with others would stay where it was.
     """
     if type(tensor) is torch.Tensor or type(tensor) is nn.Parameter or not divided(tensor):
         return tensor

@@ -304,4 +304,5 @@ def as_understood(module: nn.Module, known: tuple) -> bool:
 
 
 def plain_value(value: object) -> bool:
+    """Whether it is a number, a text, a truth value or None."""
     return value is None or isinstance(value, bool | int | float | str)

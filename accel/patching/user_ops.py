@@ -79,9 +79,9 @@ def register_op(name: str, function: Callable) -> Registration:
     A norm that is replaced is called by itself, where accel would have fused it with the product after it.
     A function for "quantized_linear" is called by the fused layers of language models; a quantized linear that stands
     alone, or in an image model, calls accel's own.
-    Raises ValueError for another name, and where the function was called on the op's own cases, on the CPU and, where
-    there is one, on the GPU, in float32, float16 and bfloat16, and took none of these calls, or raised, or was further
-    from the result in float64 than twice torch's own error in the same dtype; nothing is registered then.
+    The function is called on the op's own cases, on the CPU and the GPU if there is one, in float32, float16 and
+    bfloat16. Raises ValueError for another name, and where it took none of these calls, or raised. So it does where the
+    result is further from float64 than twice torch's own error in that dtype. Nothing is registered then.
     """
     ops = replaceable()
     if name not in ops:

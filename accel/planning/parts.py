@@ -61,6 +61,7 @@ def remember(obj: object, plans: Iterable[Any]) -> None:
 
 
 def forget(obj: object) -> None:
+    """Takes the note of its plans off it."""
     for holder in holders_in(obj):
         vars(holder).pop(PARTS, None)
 

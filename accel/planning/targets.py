@@ -94,6 +94,7 @@ def on_meta(model: nn.Module) -> bool:
 
 
 def is_compiled(part: object) -> bool:
+    """Whether it is what torch.compile gives."""
     return isinstance(part, nn.Module) and "_orig_mod" in vars(part).get("_modules", ())
 
 

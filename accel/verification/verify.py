@@ -97,8 +97,8 @@ def _rounded(products: Mapping[str, Mapping[str, Quality]]) -> str:
 def _judged_by_drift(whole: Quality, stock: Any, call: SeededCall, records: dict[str, ModelRecord]) -> Quality:
     """A whole output may be as far from stock as rounding can move stock itself.
 
-    Measured where the difference can be seen at all: stock once more, each model's output moved by noise as large as
-    the model's own rounding error, the same noise in every step, since rounding errors of a loop are alike too.
+    Measured where the difference can be seen at all: stock runs once more, each model's output moved by noise as large
+    as the model's own rounding error. It is the same noise in every step, as rounding errors of a loop are alike too.
     """
     if not (whole.finite and whole.stock_finite):
         return whole

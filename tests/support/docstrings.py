@@ -13,7 +13,7 @@ from pathlib import Path
 
 MOST_WORDS = 30
 LONG = 200  # characters of a string, which is text then
-ITEM = re.compile(r"(?:^|[.;] |\n)([a-z_]\w*(?:, [a-z_]\w*)*): (?=\S)")
+ITEM = re.compile(r"(?:[.;]\s+|\n\s*\n)([a-z_]\w*(?:, [a-z_]\w*)*): (?=\S)")
 QUOTED = re.compile(r"`([A-Za-z_][\w.]*)(?:\(\))?`")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -88,5 +88,6 @@ if __name__ == "__main__":
         *(names_in(ast.parse(file.read_text(encoding="utf-8"))) for file in files)
     )
     found = [fault for file in files for fault in faults(file, known)]
-    print("\n".join(found))
+    if found:
+        print("\n".join(found))
     sys.exit(bool(found))

@@ -200,6 +200,7 @@ class Lowering:
 
 
 def resized(space: tuple[int, ...], window: Window | None) -> tuple[int, ...]:
+    """The shape with the size that the window has along its dimension."""
     if window is None:
         return space
     sizes = list(space)

@@ -259,6 +259,7 @@ def _slice_ends(index: Any) -> Iterator[torch.Tensor]:
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """All tensors of nested arguments or outputs, in order."""
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, tuple | list):

@@ -38,7 +38,8 @@ def interleave_lanes(even: torch.Tensor, odd: torch.Tensor, dtype: torch.dtype) 
     return torch.stack((even, odd), -1).flatten(-2).to(dtype)
 
 
-def concatenate_lanes(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def concatenate_halves(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Both along the last dimension."""
     return torch.cat((first, second), -1).to(dtype)
 
 
@@ -77,7 +78,7 @@ def without_assignments(program: Program) -> Program:
         else:
             continue
         function, name = (
-            (interleave_lanes, "interleave") if found[0] in (EVEN, ODD) else (concatenate_lanes, "concatenate")
+            (interleave_lanes, "interleave") if found[0] in (EVEN, ODD) else (concatenate_halves, "concatenate")
         )
         joined = TorchStep(function, name, (*halves, values[number].dtype), {}, Ref(number))
         dropped |= {place: None, filled[0]: None, filled[1]: joined}

@@ -81,6 +81,7 @@ Unit = Pass | TorchCall | Copy | GeluProduct | StackedProduct
 
 
 def is_product(step: TorchStep) -> bool:
+    """Whether it is a linear, plain or quantized."""
     if isinstance(step.function, QuantizedCall | RoundedCall):
         return True
     return step.name == "linear" and len(step.args) in (2, 3) and not step.kwargs

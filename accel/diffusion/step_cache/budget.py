@@ -21,9 +21,9 @@ BLANK = 1e-3  # standard deviation, over its pixels in 0..1, of an image that sh
 def settle(obj: Any, plans: Iterable[Plan], wanted: int | str) -> list[tuple[Plan, str]]:
     """Once obj is patched with step_cache=wanted: finds the interval that keeps a quality, and puts it into the report.
 
-    The pipeline draws two images with its default number of steps, first with every call whole, then with intervals of
-    2, 3 and so on until one is worse than wanted. Returns the plans to be made anew without a step cache, and why: no
-    interval keeps the quality.
+    The pipeline draws two images with its default number of steps, first with every call whole. Then it draws them with
+    intervals of 2, 3 and so on, until one is worse than wanted. Returns the plans to be made anew without a step
+    cache, and why: no interval keeps the quality.
 
     Raises ValueError where obj has no denoiser, and for a quality where obj draws blank images or needs more than a
     text. With strict=True it also raises where no interval keeps the quality.

@@ -181,6 +181,7 @@ def stacks_of(model: nn.Module) -> tuple[BlockStack, ...]:
 
 
 def lists_blocks(model: nn.Module) -> bool:
+    """Whether it holds a list of blocks."""
     return any(map(_are_blocks, model.children()))
 
 

@@ -1,7 +1,7 @@
 """Which layers' keys and values may be kept in 8 bits: those whose scores stay what they were.
 
 One scale a token and head serves all channels. Where a projection has a bias, a few channels of the keys can be
-constants a hundred times larger than what tells tokens apart (Qwen2.5), and the step that fits those leaves nothing of
+constants a hundred times larger than what tells tokens apart (Qwen2.5). The step that fits those leaves nothing of
 the others. A constant is no use to attention, but the size of the keys hides that: measured is what the rounding does
 to scores, against how much the scores of different tokens at one position differ.
 """

@@ -41,12 +41,14 @@ class HeadNorm:
 
 
 def given(t: torch.Tensor, layout: str) -> torch.Tensor:
+    """(rows, tokens, heads, D) in the layout that the norm of heads takes."""
     if layout == FLAT:
         return t.flatten(-2)
     return t if layout == HEADS else t.transpose(1, 2)
 
 
 def given_back(t: torch.Tensor, layout: str, dim: int) -> torch.Tensor:
+    """The reverse of `given`."""
     if layout == FLAT:
         return t.unflatten(-1, (-1, dim))
     return t if layout == HEADS else t.transpose(1, 2)

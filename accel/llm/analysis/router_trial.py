@@ -99,6 +99,7 @@ def held(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def dtypes_of(x: torch.Tensor, tensors: dict[str, torch.Tensor]) -> Kind:
+    """Of the input and of the parameters."""
     return (x.dtype, *(tensor.dtype for tensor in tensors.values()))
 
 

@@ -25,8 +25,8 @@ UNREAD = 2**14  # outputs that a rank keeps which follows another, and may have 
 class BatchManager(ContinuousBatchingManager):
     """Takes requests, runs them on a thread of its own, and hands out their results, as stock's manager does.
 
-    A subclass of stock's, because stock asks for it by isinstance: `destroy_cached_continuous_batching_manager` frees
-    nothing else. No code of stock's runs: its constructor is not called, and every public method is overridden.
+    A subclass of stock's, because stock asks for it by isinstance: what frees cached managers looks
+    for nothing else. No code of stock's runs: its constructor is not called, and every public method is overridden.
 
     Other than stock: a request that is wrong fails alone; cancelled requests come out, failed; what a step raises fails
     the requests in that step, not all; a stop during KeyboardInterrupt waits for nobody; settings are each request's

@@ -62,7 +62,7 @@ class Ending:
 
 
 def interrupted() -> bool:
-    """Whether the user or the process wants an end while this is called, as in a `finally`."""
+    """Whether the user or the process wants an end while this is called, as in a finally block."""
     return isinstance(sys.exc_info()[1], KeyboardInterrupt | SystemExit)
 
 

@@ -162,8 +162,8 @@ class SamplingDefaults:
         manager's. given: temperature, top_k, top_p, min_p, repetition_penalty, do_sample, seed; they go before the
         configuration's.
 
-        Raises ValueError or TypeError for values that are not valid, names that are not known, settings of sampling
-        where nothing is sampled, beams, and guidance, which needs a second run of the model.
+        Raises ValueError or TypeError for values that are not valid, and names that are not known. So it does for
+        settings of sampling where nothing is sampled, beams, and guidance, which needs a second run of the model.
         """
         base = self.generation_config if generation_config is None else generation_config
         settings = checked_settings(given, bool(base.do_sample))

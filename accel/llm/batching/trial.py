@@ -152,8 +152,9 @@ def _steps(forward: DecoderForward, ids: torch.Tensor, lengths: np.ndarray) -> t
 
 
 def _large() -> tuple[StepPlan, ...]:
-    """To compile what they launch: steps of so many tokens that no graph is made for them, of prompts with a decode and
-    without, and one of decodes alone, of so many that none shares its keys.
+    """To compile what they launch: steps of so many tokens that no graph is made for them.
+
+    They are of prompts with a decode and without, and one of decodes alone, of so many that none shares its keys.
     """
     prompts, decodes = MOST_PREFILLS, 2 * MOST_PREFILLS
     return tuple(

@@ -1,6 +1,8 @@
-"""What the fused forward of a language model stands in for without asking at every call: fields of configurations that
-stock code reads in a call, that code itself, registries of attention functions included, and the modules around the
-layers, which are shown an empty cache and a mask made up. See `accel/patching/guard.py`.
+"""What the fused forward of a language model stands in for without asking at every call.
+
+That is: fields of configurations that stock code reads in a call; that code itself, with the registries of attention
+functions; and the modules around the layers, which are shown an empty cache and a mask made up. See
+`accel/patching/guard.py`.
 """
 
 import copy

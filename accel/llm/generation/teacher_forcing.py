@@ -1,6 +1,6 @@
 """A deep model layer by layer: each fused layer is given what stock's gave before it (teacher forcing).
 
-So no layer amplifies the rounding of others, and what is wrong in masks, positions or the order of layers shows in each
+So no layer amplifies the rounding of others. What is wrong in masks, positions or the order of layers shows in each
 layer by itself, as large as in a model of one layer.
 """
 

@@ -201,6 +201,7 @@ def stock_alone(forward: DecoderForward, lengths: tuple) -> Expected:
 
 
 def fused_logits(forward: DecoderForward, lengths: tuple) -> torch.Tensor:
+    """Those of the trial's pieces, one behind the other, by fused layers."""
     forward.ready(stack=False)
     return written(forward, pieces_of(forward, lengths))[:, PADDING:]
 
@@ -215,6 +216,7 @@ def written(forward: DecoderForward, pieces: Iterable[dict]) -> torch.Tensor:
 
 
 def new_store(forward: DecoderForward, cache: DynamicCache) -> Store:
+    """The store that is put behind this empty cache."""
     store = adopt(cache, forward.shapes())
     if isinstance(store, str):
         raise NotUnderstood(store)
@@ -224,6 +226,7 @@ def new_store(forward: DecoderForward, cache: DynamicCache) -> Store:
 def fill_prompt(
     forward: DecoderForward, store: Store, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
+    """The logits of a prompt that is filled up to the size of a graph."""
     rows, new = tokens.shape
     bucket = bucket_for(rows, new) or new
     store.reserve(rows, bucket)

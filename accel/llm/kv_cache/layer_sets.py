@@ -32,8 +32,8 @@ def layer_sets(shapes: Sequence[Shape], windows: Sequence[int | None]) -> tuple[
     """Every layer in one set.
 
     shapes, windows: one a layer, by its place in the cache; where several layers read one place, the widest window of
-    these. A page is as large as the largest set needs: the number of sets of each window is chosen so that they are few
-    and at most WASTE of the memory is lost, for short texts and for texts of LONG windows. Where that cannot be, as
+    these. A page is as large as the largest set needs: there are as few sets of each window as
+    waste at most WASTE of the memory, for short texts and for texts of LONG windows. Where that cannot be, as
     little as can be: then all layers may be one set, with the widest window.
     """
     kinds: dict[int | None, list[int]] = {}

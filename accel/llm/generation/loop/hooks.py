@@ -36,9 +36,9 @@ class Asked(NamedTuple):
 class CallNotes:
     """What one thread's generate() call goes on with, as far as the methods that it has come to have found out.
 
-    store: where its tokens come one by one. request: where each of its steps follows from the one before. digest: what
-    the ranks that share the model must begin with alike. expected: the handover of the loop that is to begin; handover:
-    of that which is running.
+    known_store: gives the store of its cache. request: where each of its steps follows from the one before. digest:
+    what the ranks that share the model must begin with alike. expected: the handover of the loop that is to begin.
+    handover: that of the loop that is running.
     """
 
     digest = ""

@@ -30,8 +30,9 @@ class LargestSize:
 
 
 def quantize_layer(work: LayerWork, model: nn.Module, groups: Sequence[FoldGroup]) -> None:
-    """max|x|^a / max|w|^(1 - a) folded into the norms, with the a, one for the layer, that makes the error of its
-    output least when inputs and weights of all its linears are int8; then rounds to nearest.
+    """Folds max|x|^a / max|w|^(1 - a) into the norms, then rounds to nearest.
+
+    The layer has one a, with which the error of its output is least where inputs and weights of its linears are int8.
     """
     work.notes += [group.note for group in groups if group.normed and group.before is None]
     sizes = work.inputs([group for group in groups if group.normed and group.before is not None], LargestSize)

@@ -25,6 +25,7 @@ BYTES = (torch.int8, torch.float8_e4m3fn)
 
 
 def format_of(scheme: Scheme) -> str:
+    """The name that compressed-tensors has for it."""
     if scheme.number == "fp8":
         return FLOAT
     return PACKED if _rounded(scheme) is None else BYTEWISE
@@ -129,6 +130,7 @@ def packed_zeros(zeros: torch.Tensor) -> torch.Tensor:
 
 
 def unpacked_zeros(words: torch.Tensor, rows: int) -> torch.Tensor:
+    """(rows, groups) int8 of zeros that are packed along the rows."""
     return unpack(words.t())[:, :rows].t().contiguous()
 
 

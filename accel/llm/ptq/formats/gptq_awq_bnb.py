@@ -20,6 +20,8 @@ TOP = 127
 
 
 class Gptq(PrequantizedLinear):
+    """A linear as GPTQ stores it: words along the inputs, zeros along the outputs."""
+
     kind = "GPTQ"
 
     @classmethod
@@ -62,6 +64,8 @@ class Gptq(PrequantizedLinear):
 
 
 class Awq(PrequantizedLinear):
+    """A linear as AWQ stores it: words along the outputs, in an order of their own."""
+
     kind = "AWQ"
 
     @classmethod
