@@ -56,7 +56,7 @@ class Report:
 
             sites += [(full(row.path), row.rule, row.status, row.reason) for row in plan.rows]
             weights += [row | {"path": full(row["path"])} for row in plan.weights]
-            fallbacks += [(full(path), reason, calls) for path, reason, calls in plan.ledger.rows()]
+            fallbacks += [(full(path), reason, calls) for path, reason, calls in plan.log.rows()]
             told = (getattr(getattr(patch, "value", None), "report_row", None) for patch in plan.patches)
             made = (tell() for tell in told if tell is not None)
             batching += [row | {"path": full(row["path"])} for row in made if row is not None]

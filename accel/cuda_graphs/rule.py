@@ -49,7 +49,7 @@ class GraphForward(FastForward):
     """
 
     def __init__(self, module: nn.Module, path: str, context: Context):
-        super().__init__(module, path, context.kernels, context.ledger)
+        super().__init__(module, path, context.kernels, context.log)
         self.turns: dict[tuple, LiveTurns] = {}
         self.prompt, self.loop = PromptProjections.shared(context), context.of(DenoisingLoop)
         self.layout = context.find(ChannelsLast)  # of the model's convolutions
@@ -59,7 +59,7 @@ class GraphForward(FastForward):
         self.video = bool(path) and any(map(over_video, module.modules()))
         self.holder: nn.Module | None = None  # what it is half of, where hooks may move that to the GPU and back
         keep = context.options.graphs is True
-        self.runner = GraphRunner(module, path, context.of(GraphPool), context.ledger, own_code, keep)
+        self.runner = GraphRunner(module, path, context.of(GraphPool), context.log, own_code, keep)
         self.names = tuple(self.__signature__.parameters)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class GraphForward(FastForward):
             return super().call(*args, **kwargs)
         if not _elsewhere(device, (*args, *kwargs.values())):
             return self.stock(*args, **kwargs)
-        self.ledger.fell_back(self.path, IN_PARTS)
+        self.log.fell_back(self.path, IN_PARTS)
         with as_written():  # the copies take the time, and blocks would only ask in vain
             return self.stock(*args, **kwargs)
 
@@ -135,7 +135,7 @@ class GraphForward(FastForward):
         ways: dict[str, Callable[[], Any]] = {"fused": partial(self.stock, *args, **kwargs), "stock": stock}
         result = turns(ways, next(self.module.parameters()).device)
         if turns.reason is not None:
-            self.ledger.fell_back(self.path, f"{turns.reason}, without a graph")
+            self.log.fell_back(self.path, f"{turns.reason}, without a graph")
         return result
 
     def _constant(self, args: tuple, kwargs: dict) -> LoopConstant | None:

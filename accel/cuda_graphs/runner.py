@@ -25,7 +25,7 @@ from accel.cuda_graphs.pool import CaptureMemory, GraphPool
 from accel.errors import reason_of, told
 from accel.parallel.ranks import Ranks
 from accel.parallel.sequences import waited
-from accel.patching.ledger import Ledger
+from accel.patching.fallback_log import FallbackLog
 
 LEAST_GAIN = 0.02  # a graph that saves less than this share of the eager time is not worth its memory
 LEAST_LAUNCHING = 0.1  # the share of the eager time below which a graph is not tried: launching is not what takes it
@@ -53,13 +53,13 @@ class GraphRunner:
     ranks: Ranks | None = None
     eager_calls = 1
 
-    def __init__(self, module: nn.Module, path: str, pool: GraphPool, ledger: Ledger, obstacle: Callable, keep: bool):
-        self.module, self.path, self.pool, self.ledger = module, path, pool, ledger
+    def __init__(self, module: nn.Module, path: str, pool: GraphPool, log: FallbackLog, obstacle: Callable, keep: bool):
+        self.module, self.path, self.pool, self.log = module, path, pool, log
         self.obstacle, self.keep = obstacle, keep
         self.__setstate__({})
 
     def __getstate__(self) -> dict[str, Any]:
-        names = "module path pool ledger obstacle keep passed beside kind ranks eager_calls"
+        names = "module path pool log obstacle keep passed beside kind ranks eager_calls"
         return {name: getattr(self, name) for name in names.split()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -133,7 +133,7 @@ class GraphRunner:
                         return self._replay(entry, leaves, device, constant)
         cold = reason is None and self._warm_up(eager, leaves, spec)
         if reason is not None:
-            self.ledger.fell_back(self.path, f"no graph: {reason}")
+            self.log.fell_back(self.path, f"no graph: {reason}")
         if instead is not None and (reason is not None or (entry is not None and entry.reason is not None)):
             return instead()
         lists = [(given, list(given)) for given in (*args, *kwargs.values()) if type(given) is list]

@@ -63,7 +63,7 @@ class OverflowGuard(FastForward):
             return self._left(output, "overflowed in float16; not enough memory to decode in float32")
         if not finite(wide):
             return self._left(output, "not finite in float16, nor when decoded in float32")
-        self.ledger.fell_back(self.path, "overflowed in float16; decoded in float32")
+        self.log.fell_back(self.path, "overflowed in float16; decoded in float32")
         return wide
 
     def _as_stock(self, output: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:
@@ -72,11 +72,11 @@ class OverflowGuard(FastForward):
         if not finite(wide):
             return wide
         self.half.on = False
-        self.ledger.fell_back(self.path, "overflowed with convolutions in float16; they are in TF32 from now on")
+        self.log.fell_back(self.path, "overflowed with convolutions in float16; they are in TF32 from now on")
         return wide
 
     def _left(self, output: torch.Tensor, reason: str) -> torch.Tensor:
-        self.ledger.fell_back(self.path, reason)
+        self.log.fell_back(self.path, reason)
         return output
 
 
@@ -100,5 +100,5 @@ def match_overflow_guard(site: Site, context: Context) -> Match | None:
     half = HalfOperands.watch(site, context)
     if isinstance(inner, GraphForward):
         inner.variant = half.state
-    guard = OverflowGuard(site.module, site.path, context.kernels, context.ledger, inner=inner, half=half)
+    guard = OverflowGuard(site.module, site.path, context.kernels, context.log, inner=inner, half=half)
     return Match(guard, covers=(), note=f"looks for overflow in float16, {within}")

@@ -17,7 +17,7 @@ from accel.errors import reason_of
 from accel.libraries.code import comes_from
 from accel.libraries.diffusion import STEP
 from accel.patching.context import Context
-from accel.patching.ledger import Ledger
+from accel.patching.fallback_log import FallbackLog
 from accel.patching.owner import InstanceMethod
 from accel.patching.patch import Patch
 from accel.patching.rule import Match, Rule, Skip
@@ -131,9 +131,9 @@ class SchedulerStep(SchedulerCall):
     A timestep on the device that is no part of scheduler.timesteps is left to stock, which reads it.
     """
 
-    def __init__(self, scheduler: Any, name: str, schedule: HostSchedule, ledger: Ledger | None):
+    def __init__(self, scheduler: Any, name: str, schedule: HostSchedule, log: FallbackLog | None):
         super().__init__(scheduler, name)
-        self.schedule, self.ledger = schedule, ledger
+        self.schedule, self.log = schedule, log
         self.place = list(self.__signature__.parameters).index("timestep")
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -161,8 +161,8 @@ class SchedulerStep(SchedulerCall):
         return self.stock(*args, **kwargs)
 
     def _fell_back(self, reason: str) -> None:
-        if self.ledger is not None:
-            self.ledger.fell_back("", reason)
+        if self.log is not None:
+            self.log.fell_back("", reason)
 
     @contextlib.contextmanager
     def _watched(self, args: tuple, kwargs: dict) -> Iterator[None]:
@@ -248,17 +248,17 @@ def match_scheduler(site: Site, context: Context) -> Match | Skip:
     if reason is not None:
         return Skip(reason)
     inner = [part for part in vars(site.module).values() if is_scheduler(part) and _unknown(part) is None]
-    calls = [call for part in (site.module, *inner) for call in _calls(part, context.ledger)]
+    calls = [call for part in (site.module, *inner) for call in _calls(part, context.log)]
     odd = [call.name for call in calls if isinstance(call, LinearUpdate) and not call.agrees()]
     note = f"{' and '.join(odd)} left stock: not the sum of tensors it is known as" if odd else ""
     patches = tuple(Patch(call.scheduler, call.name, call) for call in calls if call.name not in odd)
     return Match(patches=patches, note=note)
 
 
-def _calls(scheduler: object, ledger: Ledger) -> list[SchedulerCall]:
+def _calls(scheduler: object, log: FallbackLog) -> list[SchedulerCall]:
     schedule = HostSchedule(scheduler)
     calls: list[SchedulerCall] = [SetTimesteps(scheduler, "set_timesteps", schedule)]
-    calls.append(SchedulerStep(scheduler, "step", schedule, ledger))
+    calls.append(SchedulerStep(scheduler, "step", schedule, log))
     scale = getattr(type(scheduler), "scale_model_input", None)
     if scale is not None and "timestep" in inspect.signature(scale).parameters:
         calls.append(SchedulerStep(scheduler, "scale_model_input", schedule, None))

@@ -70,7 +70,7 @@ def match_group_norm(site: Site, context: Context) -> Match | None:
     """Exactly nn.GroupNorm; a subclass may compute something else."""
     if plain(site.module, nn.GroupNorm) is not None:
         return None
-    return Match(GroupNormForward(site.module, site.path, context.kernels, context.ledger))
+    return Match(GroupNormForward(site.module, site.path, context.kernels, context.log))
 
 
 def match_layer_norm(site: Site, context: Context) -> Match | None:
@@ -78,7 +78,7 @@ def match_layer_norm(site: Site, context: Context) -> Match | None:
     norm = site.module
     if type(norm) is not nn.LayerNorm or tampered(norm) is not None or len(norm.normalized_shape) != 1:
         return None
-    return Match(LayerNormForward(norm, site.path, context.kernels, context.ledger))
+    return Match(LayerNormForward(norm, site.path, context.kernels, context.log))
 
 
 class RmsNormForward(FastForward):
@@ -164,4 +164,4 @@ def match_rms_norm(site: Site, context: Context) -> Match | None:
     kinds = context.of(NormKinds).of(site.module)
     if kinds == (None, None):
         return None
-    return Match(RmsNormForward(site.module, site.path, context.kernels, context.ledger, kinds=kinds))
+    return Match(RmsNormForward(site.module, site.path, context.kernels, context.log, kinds=kinds))

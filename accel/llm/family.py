@@ -91,7 +91,7 @@ def _stock(reason: str, context: Context) -> Skip:
 def _match_some(model: PreTrainedModel, context: Context, layers: dict, specs: list) -> Match | Skip:
     """Some layers of the model fused, between others that run stock."""
     stack, _ = decoder_layers(model)
-    steps, parts = ForwardContext(), (context.kernels, context.ledger)
+    steps, parts = ForwardContext(), (context.kernels, context.log)
     forwards = [LayerForward(layer.layer, layer.path, *parts, spec, steps) for layer, spec in specs]
     forward = MixedForward(model, "", *parts, stack, forwards, steps)
     forward.experts, forward.routers = _inside(forwards, context)
@@ -116,7 +116,7 @@ def _bind(
     """
     stack, _ = decoder_layers(model)
     steps = ForwardContext()
-    parts, placement = (context.kernels, context.ledger), context.find(Placement)
+    parts, placement = (context.kernels, context.log), context.find(Placement)
     kind = LayerForward if placement is None else StretchLayer
     forwards = [kind(layer.layer, layer.path, *parts, spec, steps) for layer, spec in specs]
     whole = (model, "", *parts, stack, forwards, steps)
@@ -142,7 +142,7 @@ def _bind(
         batches = _graphs(forward, context, keep=True)
     elif context.options.graphs is not False:
         keep = context.options.graphs is True
-        graphs = ("", context.of(GraphPool), context.ledger, obstacle, keep)
+        graphs = ("", context.of(GraphPool), context.log, obstacle, keep)
         forward.runner = GraphRunner(model, *graphs)
         batches = GraphRunner(model, *graphs)
         batches.eager_calls = BATCH_EAGER_CALLS
@@ -161,7 +161,7 @@ def _bind(
 
 def _graphs(forward: SpreadForward, context: Context, keep: bool) -> StretchGraphs:
     """Of its stretches. keep: those too that make a stretch by itself no faster."""
-    graphs = StretchGraphs(forward.stretches, context.of(GraphPool), context.ledger, keep)
+    graphs = StretchGraphs(forward.stretches, context.of(GraphPool), context.log, keep)
     for runner in graphs.runners:
         runner.beside, runner.kind = forward.model_guard, rows_of_kernels
     return graphs

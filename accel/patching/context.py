@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from accel.options import Options
+from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import Kernels
-from accel.patching.ledger import Ledger
 from accel.patching.probe import Probe
 
 T = TypeVar("T")
@@ -21,14 +21,14 @@ class Context:
 
     options: Options
     kernels: Kernels
-    ledger: Ledger
+    log: FallbackLog
     probe: Probe = field(default_factory=Probe)
     graph_paths: tuple[str, ...] = ()
     shared: ChainMap[type, object] = field(default_factory=lambda: ChainMap({}, {}))
 
     def for_model(self) -> "Context":
         """The context of one more model: calls are counted apart, and its sites share nothing yet."""
-        return replace(self, ledger=Ledger(), shared=ChainMap({}, self.shared.maps[-1]))
+        return replace(self, log=FallbackLog(), shared=ChainMap({}, self.shared.maps[-1]))
 
     def of(self, kind: type[T], make: Callable[[], T] | None = None) -> T:
         """The one object of this class that the sites share; made when first asked for, as `kind()` unless told how."""

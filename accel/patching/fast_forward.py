@@ -38,8 +38,8 @@ from accel.casting import cast_up
 from accel.errors import reason_of
 from accel.patching.arguments import Arguments
 from accel.patching.code import ClassCode, Code
+from accel.patching.fallback_log import FallbackLog
 from accel.patching.guard import Guard, Parts, another_class, changed_since
-from accel.patching.ledger import Ledger
 from accel.patching.owner import InstanceMethod
 from accel.patching.structure import foreign, hooked
 from accel.patching.transformation import transformation
@@ -103,7 +103,7 @@ class FastForward(InstanceMethod):
     module: Any  # of the kind that was matched, whose attributes subclasses read
     path: str
     kernels: Kernels
-    ledger: Ledger
+    log: FallbackLog
     kind: type[nn.Module]
     guard: Guard | None
     stale: str | None
@@ -115,8 +115,8 @@ class FastForward(InstanceMethod):
     code: type[Code] = ClassCode  # of its parts, that it relies on
     example_rows: tuple[int, int] = (1, 2048)  # few and many of a call, see `example`
 
-    def __init__(self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger):
-        given = {"module": module, "path": path, "kernels": kernels, "ledger": ledger}
+    def __init__(self, module: nn.Module, path: str, kernels: Kernels, log: FallbackLog):
+        given = {"module": module, "path": path, "kernels": kernels, "log": log}
         self.__setstate__(given | {"kind": type(module), "guard": None, "stale": None})
 
     def __getstate__(self) -> dict[str, Any]:
@@ -153,7 +153,7 @@ class FastForward(InstanceMethod):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         # The user compiles on top: leave the graph to the compiler. Or fused passes do not pay where this call runs.
-        if torch.compiler.is_compiling() or self.ledger.runs_stock_on_cpu(args, kwargs) or AS_WRITTEN.get():
+        if torch.compiler.is_compiling() or self.log.runs_stock_on_cpu(args, kwargs) or AS_WRITTEN.get():
             return self.stock(*args, **kwargs)
         reason = self.mode()
         if reason is None:
@@ -168,7 +168,7 @@ class FastForward(InstanceMethod):
                             raise  # who captures runs the call again without; what fails here would in stock too
                         reason = f"the fast forward raised {reason_of(error)}"
         if not self.beneath:
-            self.ledger.fell_back(self.path, reason)
+            self.log.fell_back(self.path, reason)
         try:
             return self.stock(*args, **kwargs)
         except Exception as error:

@@ -18,8 +18,8 @@ from accel.fusion.loop import DenoisingLoop
 from accel.in_flight import alone
 from accel.options import Options
 from accel.patching.context import Context
+from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import Kernels
-from accel.patching.ledger import Ledger
 from accel.patching.owner import Owned
 from accel.patching.patch import Change
 from accel.patching.rule import Rule
@@ -57,7 +57,7 @@ def create_context(options: Options, cache: Callable[[str], Path | None] | None 
     replaced: dict[str, Any] = {"experts": ExpertsChooser(experts), **registered()}
     kernels = Kernels(AttentionChooser(options.attention, attention), chosen, **replaced)
     shared = {GraphPool: GraphPool(options.graph_memory_gb), DenoisingLoop: DenoisingLoop()}
-    return Context(options, kernels, Ledger(), shared=ChainMap({}, shared))
+    return Context(options, kernels, FallbackLog(), shared=ChainMap({}, shared))
 
 
 class Plan(Owned):
@@ -74,11 +74,11 @@ class Plan(Owned):
         rules: Sequence[Rule],
         context: Context,
         stages: Sequence[Stage] = (),
-        pace: Callable[[nn.Module, Ledger], tuple[float, float]] | None = None,
+        pace: Callable[[nn.Module, FallbackLog], tuple[float, float]] | None = None,
     ):
         self.root = root  # a model, a scheduler or a pipeline
         self.options, self.pace = context.options, pace
-        self.ledger, self.pool = context.ledger, context.of(GraphPool)
+        self.log, self.pool = context.log, context.of(GraphPool)
         self.pending: PendingStages | None = PendingStages(
             (*stages, lambda root, context: match(root, rules, context)), context
         )

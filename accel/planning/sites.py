@@ -18,8 +18,8 @@ from accel.libraries.experts import in_steps
 from accel.options import Options
 from accel.parallel.agreement import gather_from_all
 from accel.parallel.sharded_layers import ranks_of
+from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import FastForward
-from accel.patching.ledger import Ledger
 from accel.patching.structure import placement
 
 WOULD_NOT = "would not pay"
@@ -104,15 +104,15 @@ def costs(forward: FastForward, rows: int, like: torch.Tensor) -> tuple[Cost, Co
     twin, fast = copy.copy(forward.module), copy.copy(forward)
     vars(twin).pop("forward", None)
     vars(twin)["training"] = False
-    fast.module, fast.ledger = twin, Ledger()
+    fast.module, fast.log = twin, FallbackLog()
     fast.remember()
     with torch.no_grad(), torch.autocast(like.device.type, enabled=False):
         args = fast.example(rows, like)
         if args is None:
             raise ValueError("no call of it is known")
         fast(*args)
-        if fast.ledger.rows():
-            raise ValueError(fast.ledger.rows()[0][1])
+        if fast.log.rows():
+            raise ValueError(fast.log.rows()[0][1])
         stocks = [twin.forward, *(one.forward for one in (in_steps(twin),) if one is not None)]
         fused, *costs = in_turns([partial(run, *args) for run in (fast, *stocks)], args[0].device)
     return fused, Cost(*map(min, zip(*costs, strict=True)))

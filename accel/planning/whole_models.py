@@ -43,14 +43,14 @@ def decide(plan: Plan) -> None:
         _decide_on_gpu(plan)
     if options.cpu == "fuse":
         return
-    plan.ledger.stock_on_cpu = True
+    plan.log.stock_on_cpu = True
     if device != "cpu":
         return
     reason = _reason(plan)
-    stays = plan.ledger.stock_on_cpu and not gpu_here() and not plan.prequantized and options.parallel is None
-    if plan.ledger.stock_on_cpu:
+    stays = plan.log.stock_on_cpu and not gpu_here() and not plan.prequantized and options.parallel is None
+    if plan.log.stock_on_cpu:
         reason += "; fused where there is a GPU" if stays else "; fused once it is on a GPU"
-    plan.rows.append(Row("", ON_CPU, "skipped" if plan.ledger.stock_on_cpu else "patched", reason))
+    plan.rows.append(Row("", ON_CPU, "skipped" if plan.log.stock_on_cpu else "patched", reason))
     if stays:
         # There is nowhere to move it to. Even forwards that only hand a call on cost a small model a few percent.
         _take_out(plan)
@@ -61,7 +61,7 @@ def _decide_on_gpu(plan: Plan) -> None:
     if plan.pace is None or plan.prequantized or ranks_of(plan.root) is not None:
         return
     try:
-        fused, stock = plan.pace(plan.root, plan.ledger)
+        fused, stock = plan.pace(plan.root, plan.log)
     except Exception as error:  # a call of another form than any model here takes: its sites pay one by one
         reason_of(error)
         return
@@ -78,17 +78,17 @@ def _take_out(plan: Plan) -> None:
 
 
 def _reason(plan: Plan) -> str:
-    """What calls on a CPU run, and why, once that is decided in the plan's ledger."""
+    """What calls on a CPU run, and why, once that is decided in the plan's log."""
     if ranks_of(plan.root) is not None:
         return "runs stock there: ranks that share a model would time it apart"
     if plan.pace is None:
         return "runs stock there, where fused passes save nothing"
     try:
-        fused, stock = plan.pace(plan.root, plan.ledger)
+        fused, stock = plan.pace(plan.root, plan.log)
     except Exception as error:  # a call of another form than any model here takes
         return f"runs stock there, not timed: {reason_of(error)}"
-    plan.ledger.stock_on_cpu = not clearly_faster(fused, stock)
-    kind = "stock" if plan.ledger.stock_on_cpu else "fused"
+    plan.log.stock_on_cpu = not clearly_faster(fused, stock)
+    kind = "stock" if plan.log.stock_on_cpu else "fused"
     return f"runs {kind} there: {_told(fused, stock)}"
 
 

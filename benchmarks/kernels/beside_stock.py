@@ -24,8 +24,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from accel.bench.timing import burst
 from accel.llm.analysis.router import INDEX, router_formulas
 from accel.llm.runtime.router import RouterForward
+from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import Kernels
-from accel.patching.ledger import Ledger
 from benchmarks.kernels.timer import time_us, times_us
 from benchmarks.study import DEVICE, TOY, Study, numbers
 
@@ -63,7 +63,7 @@ def router_row(name: str, tokens: int) -> dict:
     formulas = router_formulas(router)
     if isinstance(formulas, str):
         raise ValueError(formulas)
-    fused = RouterForward(router, "", Kernels(AttentionChooser("sdpa"), torch_linear), Ledger(), formulas)
+    fused = RouterForward(router, "", Kernels(AttentionChooser("sdpa"), torch_linear), FallbackLog(), formulas)
     x = torch.randn(tokens, sizes["hidden_size"], device=DEVICE, dtype=torch.bfloat16)
     formula = fused.formula(x)
     if formula is None or (reason := fused.unfit(x)) is not None:

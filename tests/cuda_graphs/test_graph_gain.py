@@ -13,7 +13,7 @@ from accel.cuda_graphs import host_copies
 from accel.cuda_graphs import runner as graphs
 from accel.cuda_graphs.fingerprint import MOST
 from accel.cuda_graphs.runner import GraphPool, GraphRunner
-from accel.patching.ledger import Ledger
+from accel.patching.fallback_log import FallbackLog
 
 
 class Graph:
@@ -49,7 +49,7 @@ def runner_of(monkeypatch):
     def make(keep=False, **ways):
         times = Times(**ways)
         monkeypatch.setattr(graphs, "milliseconds", times)
-        runner = GraphRunner(nn.Linear(2, 2), "", GraphPool(None), Ledger(), lambda module: None, keep)
+        runner = GraphRunner(nn.Linear(2, 2), "", GraphPool(None), FallbackLog(), lambda module: None, keep)
 
         def way(name):
             def run(*args):

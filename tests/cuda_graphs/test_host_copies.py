@@ -11,7 +11,7 @@ from accel.cuda_graphs.entry import CapturedGraph, Entry, switches
 from accel.cuda_graphs.host_copies import HostCopies
 from accel.cuda_graphs.pool import OUTPUTS, GraphPool
 from accel.cuda_graphs.runner import GraphRunner
-from accel.patching.ledger import Ledger
+from accel.patching.fallback_log import FallbackLog
 
 DEVICE, MB = torch.device("cpu"), 2**18  # float32 numbers
 
@@ -57,7 +57,7 @@ def test_one_that_is_too_large_alone_stays_alone(pool):
 
 def test_memory_of_graphs_that_went_alone_counts_until_all_go(pool, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    runner = GraphRunner(nn.Linear(2, 2), "", pool, Ledger(), lambda module: None, True)
+    runner = GraphRunner(nn.Linear(2, 2), "", pool, FallbackLog(), lambda module: None, True)
     runner.entries = {("a",): entry(3, used=1), ("b",): entry(2, used=2)}
     pool.drop(runner.entries[("a",)])
     assert pool.rows() == [{"device": "cpu", "used_mb": 5.0, "limit_mb": 8 / OUTPUTS}]
@@ -67,7 +67,7 @@ def test_memory_of_graphs_that_went_alone_counts_until_all_go(pool, monkeypatch)
 
 def test_replays_are_counted(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: SimpleNamespace(__enter__=None))
-    runner = GraphRunner(nn.Linear(2, 2), "", GraphPool(None), Ledger(), lambda module: None, True)
+    runner = GraphRunner(nn.Linear(2, 2), "", GraphPool(None), FallbackLog(), lambda module: None, True)
     first, second = entry(1, used=0), entry(1, used=0)
     for one in (first, second, first):
         with pytest.raises((TypeError, AttributeError)):  # no GPU to replay on
@@ -79,7 +79,7 @@ def test_graphs_that_ranks_share_are_dropped_only_together(pool, monkeypatch):
     """A process that drops them on its own would call eagerly what the others replay."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     pool.handles[DEVICE] = "pool"
-    runners = [GraphRunner(nn.Linear(2, 2), "", pool, Ledger(), lambda module: None, True) for _ in range(2)]
+    runners = [GraphRunner(nn.Linear(2, 2), "", pool, FallbackLog(), lambda module: None, True) for _ in range(2)]
     runners[1].ranks = object()
     for runner in runners:
         runner.entries = {("a",): entry(1, used=1), ("b",): Entry(reason="why")}

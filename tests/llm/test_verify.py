@@ -55,7 +55,7 @@ def wrong(monkeypatch):
 
     def match(site, context):
         if not site.path:
-            return Match(Changed(site.module, "", context.kernels, context.ledger), covers=None)
+            return Match(Changed(site.module, "", context.kernels, context.log), covers=None)
         return None
 
     def set_change(change):

@@ -11,9 +11,9 @@ from torch import nn
 import accel
 from accel.errors import fatal, told
 from accel.patching.arguments import Arguments
+from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import FastForward
 from accel.patching.guard import Guard, Parts
-from accel.patching.ledger import Ledger
 
 
 class Doubling(nn.Module):
@@ -51,12 +51,12 @@ class FastDoubling(FastForward):
 
 def patched(kind=Doubling):
     module = kind().eval()
-    module.forward = FastDoubling(module, "it", None, Ledger())
+    module.forward = FastDoubling(module, "it", None, FallbackLog())
     return module
 
 
 def rows(module):
-    return [(reason, calls) for _, reason, calls in vars(module)["forward"].ledger.rows()]
+    return [(reason, calls) for _, reason, calls in vars(module)["forward"].log.rows()]
 
 
 UNKNOWN = "arguments the fast forward does not know"

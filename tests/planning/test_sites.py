@@ -9,8 +9,8 @@ import accel
 from accel.cuda_graphs import pays
 from accel.cuda_graphs.pays import Cost, LiveTurns
 from accel.fusion.norms import LayerNormForward
+from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import FastForward
-from accel.patching.ledger import Ledger
 from accel.planning import sites
 from accel.planning.plan import create_context
 from accel.planning.sites import MOVED, LoneSites
@@ -148,7 +148,7 @@ def test_all_ranks_leave_what_does_not_pay_on_one(timed, monkeypatch):
 
 
 def fast_forward_of(norm):
-    forward = LayerNormForward(norm, "norm", create_context(accel.Options()).kernels, Ledger())
+    forward = LayerNormForward(norm, "norm", create_context(accel.Options()).kernels, FallbackLog())
     forward.remember()
     return forward
 

@@ -13,8 +13,8 @@ from accel.diffusion.blocks.resnet import ResnetForward
 from accel.llm.generation import pace as pacing
 from accel.llm.generation.decoder import DecoderForward
 from accel.options import choose
+from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import FastForward
-from accel.patching.ledger import Ledger
 from accel.planning.plan import PLAN
 from accel.planning.whole_models import ON_CPU
 from support.llm.families import make
@@ -44,7 +44,7 @@ def fused(monkeypatch):
 @pytest.fixture
 def timed(monkeypatch):
     """Says what a token takes, fused and stock."""
-    return lambda *seconds: monkeypatch.setattr("accel.llm.stages.pace", lambda model, ledger: seconds)
+    return lambda *seconds: monkeypatch.setattr("accel.llm.stages.pace", lambda model, log: seconds)
 
 
 @pytest.fixture(params=[False, True], ids=["no GPU here", "a GPU here"])
@@ -125,7 +125,7 @@ def test_what_is_asked_for_by_name_is_not_timed(fused, timed, option):
 
 
 def test_a_model_that_cannot_be_timed_runs_stock(fused, monkeypatch):
-    def broken(model, ledger):
+    def broken(model, log):
         raise IndexError("index out of range in self")
 
     monkeypatch.setattr("accel.llm.stages.pace", broken)
@@ -160,21 +160,21 @@ def test_both_kinds_are_timed_alike_and_leave_nothing(fused, monkeypatch):
     model = accel.optimize(make("llama"), cpu="fuse").train()
     monkeypatch.setattr(DecoderForward, "run", slow)
     fused.clear()
-    ledger = vars(model)[PLAN].ledger
-    assert pacing.pace(model, ledger) == (3.0, 1.0)
+    log = vars(model)[PLAN].log
+    assert pacing.pace(model, log) == (3.0, 1.0)
     assert len(fused) == 1 + pacing.WARM + pacing.MOST  # a prompt, and as many tokens as are timed at most
-    assert model.training and not ledger.stock_on_cpu and ledger.rows() == []
+    assert model.training and not log.stock_on_cpu and log.rows() == []
     monkeypatch.setattr(pacing, "SECONDS", 0.5)
     fused.clear()
-    assert pacing.pace(model, ledger) == (3.0, 1.0) and len(fused) == 1 + pacing.WARM + 3
+    assert pacing.pace(model, log) == (3.0, 1.0) and len(fused) == 1 + pacing.WARM + 3
 
 
 def test_tensors_elsewhere_do_not_rest():
     here, elsewhere = torch.ones(1), torch.ones(1, device="meta")
-    ledger = Ledger(stock_on_cpu=True)
-    assert ledger.runs_stock_on_cpu((None, here), {}) and ledger.runs_stock_on_cpu((), {"scale": 1.0, "x": here})
-    assert not ledger.runs_stock_on_cpu((elsewhere, here), {}) and not ledger.runs_stock_on_cpu((), {})
-    assert not Ledger().runs_stock_on_cpu((here,), {})
+    log = FallbackLog(stock_on_cpu=True)
+    assert log.runs_stock_on_cpu((None, here), {}) and log.runs_stock_on_cpu((), {"scale": 1.0, "x": here})
+    assert not log.runs_stock_on_cpu((elsewhere, here), {}) and not log.runs_stock_on_cpu((), {})
+    assert not FallbackLog().runs_stock_on_cpu((here,), {})
 
 
 def test_a_model_with_hooks_is_not_run_to_be_timed():

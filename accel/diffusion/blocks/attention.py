@@ -144,14 +144,14 @@ def match_attention(site: Site, context: Context) -> Match | Skip | None:
     reason = reason or plain_linear(m.to_out[0]) or _leaves(m)
     if reason is None:
         plain_kernels, own = context.kernels.plain(), StackedLinears(ForwardCounter())
-        candidate = AttentionForward(m, site.path, plain_kernels, context.ledger, prompt=own, stack=False)
+        candidate = AttentionForward(m, site.path, plain_kernels, context.log, prompt=own, stack=False)
         reason = _probe(m, candidate, context)
     if reason is not None:
         return Skip(reason)
     prompt = PromptProjections.shared(context)
     # Self-attention projects one input three times; every cross-attention projects the one prompt twice.
     patches = prompt.add(m.to_k, m.to_v) if m.is_cross_attention else (Stacked((m.to_q, m.to_k, m.to_v)),)
-    forward = AttentionForward(m, site.path, context.kernels, context.ledger, prompt=prompt)
+    forward = AttentionForward(m, site.path, context.kernels, context.log, prompt=prompt)
     return Match(forward, patches)
 
 

@@ -39,7 +39,7 @@ def match_convolution(site: Site, context: Context) -> Match | None:
     m = site.module
     if type(m) is not nn.Conv2d or tampered(m) is not None or m.bias is None or m.out_channels < LEAST_CHANNELS:
         return None
-    return Match(ConvolutionForward(m, site.path, context.kernels, context.ledger))
+    return Match(ConvolutionForward(m, site.path, context.kernels, context.log))
 
 
 # Torch's channels-last nearest kernel fails on larger outputs (pytorch issue 141831) and batches (diffusers issue 984).
@@ -139,11 +139,11 @@ def match_upsample_pair(site: Site, context: Context) -> Match | Skip | None:
     reason = untouched(upsample)
     if reason is not None:
         return Skip(reason)
-    candidate = UpsamplePairForward(m, site.path, context.kernels.plain(), context.ledger)
+    candidate = UpsamplePairForward(m, site.path, context.kernels.plain(), context.log)
     reason = context.probe.disagreement(m, candidate.fast, (example(m, 2, conv.in_channels, 6, 5),))
     if reason is not None:
         return Skip(reason)
-    return Match(UpsamplePairForward(m, site.path, context.kernels, context.ledger))
+    return Match(UpsamplePairForward(m, site.path, context.kernels, context.log))
 
 
 def match_resample(site: Site, context: Context) -> Match | Skip | None:
@@ -157,11 +157,9 @@ def match_resample(site: Site, context: Context) -> Match | Skip | None:
         return Skip("weights are not loaded (meta device)")
     down = m.conv.stride == (2, 2)
     kind: Callable[..., FastForward] = DownsampleForward if down else UpsampleForward
-    candidate = kind(
-        m, site.path, context.kernels.plain(), context.ledger, **({} if down else {"half": HalfOperands()})
-    )
+    candidate = kind(m, site.path, context.kernels.plain(), context.log, **({} if down else {"half": HalfOperands()}))
     reason = context.probe.disagreement(m, candidate.fast, (example(m, 1, m.conv.in_channels, 6, 5),))
     if reason is not None:
         return Skip(reason)
     half = {} if down else {"half": HalfOperands.beneath(site, context)}
-    return Match(kind(m, site.path, context.kernels, context.ledger, **half))
+    return Match(kind(m, site.path, context.kernels, context.log, **half))

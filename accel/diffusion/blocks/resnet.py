@@ -94,7 +94,7 @@ def match_resnet(site: Site, context: Context) -> Match | Skip | None:
         reason = "the time embedding scales as well as shifts"
     if reason is None:
         own = StackedLinears(ForwardCounter())
-        candidate = ResnetForward(m, site.path, context.kernels.plain(), context.ledger, times=own, half=HalfOperands())
+        candidate = ResnetForward(m, site.path, context.kernels.plain(), context.log, times=own, half=HalfOperands())
         x = example(m, 2, m.conv1.in_channels, 6, 5)
         temb = None if m.time_emb_proj is None else example(m, 2, m.time_emb_proj.in_features, seed=1)
         reason = context.probe.disagreement(m, candidate.fast, (x, temb))
@@ -105,4 +105,4 @@ def match_resnet(site: Site, context: Context) -> Match | Skip | None:
     times = TimeProjections.shared(context)
     patches = () if m.time_emb_proj is None else times.add(m.time_emb_proj)
     half = HalfOperands.beneath(site, context) if m.time_emb_proj is None else HalfOperands()
-    return Match(ResnetForward(m, site.path, context.kernels, context.ledger, times=times, half=half), patches)
+    return Match(ResnetForward(m, site.path, context.kernels, context.log, times=times, half=half), patches)

@@ -17,9 +17,9 @@ from accel.diffusion.blocks.attention import AttentionForward
 from accel.fusion.channels_last import as_image, as_image_like, as_rows, keep_channel_stats, nhwc, normalize, project
 from accel.libraries.diffusion import image_output
 from accel.patching.context import Context
+from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import NOTHING, FastForward, Kernels
 from accel.patching.guard import Guard, Parts
-from accel.patching.ledger import Ledger
 from accel.patching.probe import example
 from accel.patching.rule import Match, Skip
 from accel.patching.site import Site
@@ -71,8 +71,8 @@ class TransformerBlockForward(FastForward):
     A sublayer's output and bias are added by the norm after it, or by the product itself where rows are rounded.
     """
 
-    def __init__(self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger) -> None:
-        super().__init__(module, path, kernels, ledger)
+    def __init__(self, module: nn.Module, path: str, kernels: Kernels, log: FallbackLog) -> None:
+        super().__init__(module, path, kernels, log)
         self.feed_forward = Guard(None, self.feed_forward_parts())
 
     def unfit(self, hidden_states: Any, *args: Any, cross_attention_kwargs: Any = None, **kwargs: Any) -> str | None:
@@ -172,7 +172,7 @@ class TransformerBlockForward(FastForward):
     def _feed_forward(self, stream: ResidualStream, rows: Rows) -> None:
         reason = self.feed_forward.changed(None, self.feed_forward_parts)
         if reason is not None:  # an adapter on the feed-forward: only that part runs through its modules
-            self.ledger.fell_back(f"{self.path}.ff", reason)
+            self.log.fell_back(f"{self.path}.ff", reason)
             stream.add(self.module.ff(rows.normed()))
             return
         with cast_up(self.feed_forward.casts) if self.feed_forward.casts else NOTHING:
@@ -287,14 +287,14 @@ def match_transformer_block(site: Site, context: Context) -> Match | Skip | None
         return Skip("weights are not loaded (meta device)")
     reason = all_plain(*((norm, nn.LayerNorm) for norm in (m.norm1, m.norm2, m.norm3)))
     if reason is None:
-        candidate = TransformerBlockForward(m, site.path, context.kernels.plain(), context.ledger)
+        candidate = TransformerBlockForward(m, site.path, context.kernels.plain(), context.log)
         width = m.attn1.to_q.in_features if m.attn2 is None else m.attn2.to_k.in_features
         x, prompt = example(m, 2, 6, m.attn1.to_q.in_features), example(m, 2, 5, width, seed=1)
         given = {"encoder_hidden_states": prompt} if m.attn2 is not None and m.attn2.is_cross_attention else {}
         reason = context.probe.disagreement(m, candidate.fast, (x,), given)
     if reason is not None:
         return Skip(reason)
-    forward = TransformerBlockForward(m, site.path, context.kernels, context.ledger)
+    forward = TransformerBlockForward(m, site.path, context.kernels, context.log)
     return Match(forward, covers=("norm1", "norm2", "norm3", "ff"))
 
 
@@ -309,7 +309,7 @@ def match_transformer_stack(site: Site, context: Context) -> Match | Skip | None
         return Skip("weights are not loaded (meta device)")
     reason = _projections(m)
     if reason is None:
-        candidate = TransformerStackForward(m, site.path, context.kernels.plain(), context.ledger)
+        candidate = TransformerStackForward(m, site.path, context.kernels.plain(), context.log)
         cross = getattr(m.transformer_blocks[0], "attn2", None)
         given: dict[str, Any] = {"return_dict": False}
         if cross is not None and cross.is_cross_attention:
@@ -318,5 +318,5 @@ def match_transformer_stack(site: Site, context: Context) -> Match | Skip | None
         reason = context.probe.disagreement(m, candidate.fast, (x,), given)
     if reason is not None:
         return Skip(reason)
-    forward = TransformerStackForward(m, site.path, context.kernels, context.ledger)
+    forward = TransformerStackForward(m, site.path, context.kernels, context.log)
     return Match(forward, covers=("norm", "proj_in", "proj_out"))

@@ -72,11 +72,11 @@ def match_up_block(site: Site, context: Context) -> Match | Skip | None:
         return Skip(reason)
     if meta_weights(m):
         return Skip("weights are not loaded (meta device)")
-    candidate = UpBlockForward(m, site.path, context.kernels.plain(), context.ledger)
+    candidate = UpBlockForward(m, site.path, context.kernels.plain(), context.log)
     reason = context.probe.disagreement(m, candidate.fast, (), up_block_example(m))
     if reason is not None:
         return Skip(reason)
-    return Match(UpBlockForward(m, site.path, context.kernels, context.ledger), covers=())
+    return Match(UpBlockForward(m, site.path, context.kernels, context.log), covers=())
 
 
 def up_block_example(m: Any) -> dict:

@@ -108,4 +108,4 @@ def match_video_convolution(site: Site, context: Context) -> Match | None:
     found = context.of(VideoConvolutions).of(site.module)
     if found is None:
         return None
-    return Match(VideoConvolutionForward(site.module, site.path, context.kernels, context.ledger, convolution=found))
+    return Match(VideoConvolutionForward(site.module, site.path, context.kernels, context.log, convolution=found))

@@ -187,4 +187,4 @@ def match_video_norm(site: Site, context: Context) -> Match | None:
     found = norms.of(site.module)
     if found is None:
         return None
-    return Match(VideoNormForward(site.module, site.path, context.kernels, context.ledger, norm=found))
+    return Match(VideoNormForward(site.module, site.path, context.kernels, context.log, norm=found))

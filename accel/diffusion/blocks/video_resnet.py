@@ -180,7 +180,7 @@ def match_video_resnet(site: Site, context: Context) -> Match | Skip | None:
     reason = untouched(*(getattr(m, name) for name in made.others))
     if reason is not None:
         return Skip(reason)
-    candidate = VideoResnetForward(m, site.path, context.kernels.plain(), context.ledger, made=made)
+    candidate = VideoResnetForward(m, site.path, context.kernels.plain(), context.log, made=made)
     channels = made.convolutions[0].of(m.conv1).in_channels
     x = example(m, 2, channels, 3, 4, 5)
     reason = context.probe.disagreement(m, candidate.fast, (x,), variant=made)
@@ -189,7 +189,7 @@ def match_video_resnet(site: Site, context: Context) -> Match | Skip | None:
         reason = context.probe.disagreement(trial, InChunks(m, candidate.fast).forward, (x,), variant=made)
     if reason is not None:
         return Skip(reason)
-    return Match(VideoResnetForward(m, site.path, context.kernels, context.ledger, made=made))
+    return Match(VideoResnetForward(m, site.path, context.kernels, context.log, made=made))
 
 
 class InChunks(nn.Module):

@@ -76,7 +76,7 @@ class BlockForward(FastForward):
     examined: Snapshot | None  # which is gone through once, not at every call that runs stock
 
     def __init__(self, module: nn.Module, path: str, context: Context):
-        super().__init__(module, path, context.kernels, context.ledger)
+        super().__init__(module, path, context.kernels, context.log)
         self.plans, self.stacks = context.of(BlockPlans), WeightStacks()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class BlockForward(FastForward):
         assert call is not None
         known = self.known or self._known()  # unfit has seen to it that it holds
         if self.ranks is not None and self.on_gpu and not CAPTURED_SOON.get() and not _capturing():
-            self.ledger.fell_back(self.path, WAITS)
+            self.log.fell_back(self.path, WAITS)
             with as_written():
                 return self.stock(*args, **kwargs)
         plan = known.get(call) or self.plans.borrow(known, call)
@@ -173,7 +173,7 @@ class BlockForward(FastForward):
             self._try(plan, given, output)
         self.plans.keep(known, call, plan)
         if plan.reason:
-            self.ledger.fell_back(self.path, plan.reason)
+            self.log.fell_back(self.path, plan.reason)
         return output
 
     def _plan(self, program: Program | str) -> BlockPlan:
@@ -210,7 +210,7 @@ class BlockForward(FastForward):
             plan.borrowed_from.strided = True
             self.plans.forget(self._known(), plan)  # the next call is recorded for itself
         elif plan.reason:
-            self.ledger.fell_back(self.path, plan.reason)
+            self.log.fell_back(self.path, plan.reason)
         return output
 
     def _try(self, plan: BlockPlan, given: list[torch.Tensor], wanted: Any) -> None:

@@ -51,7 +51,7 @@ class GuidanceForward(FastForward):
     ranks: Ranks | None
 
     def __init__(self, module: nn.Module, path: str, context: Context, inner: FastForward | None):
-        super().__init__(module, path, context.kernels, context.ledger)
+        super().__init__(module, path, context.kernels, context.log)
         self.inner, self.loop = inner, context.of(DenoisingLoop)  # None: the stock forward
         self.names = tuple(self.__signature__.parameters)
         self._join()
@@ -113,7 +113,7 @@ class GuidanceForward(FastForward):
         return gather_rows(inner(*args, **kwargs), call.batch // ranks.size, ranks)
 
     def _whole(self, reason: str, inner: Callable, args: tuple, kwargs: dict) -> Any:
-        self.ledger.fell_back(self.path, f"{NAME}: computed whole: {reason}")
+        self.log.fell_back(self.path, f"{NAME}: computed whole: {reason}")
         return inner(*args, **kwargs)
 
     def _agree(self, call: BatchCall, divided: list[bool] | str, ranks: Ranks) -> None:

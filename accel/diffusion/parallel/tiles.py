@@ -18,8 +18,8 @@ from accel.diffusion.parallel.same_numbers import check_same
 from accel.errors import reason_of
 from accel.parallel.ranks import Ranks, all_ranks
 from accel.patching.context import Context
+from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import AS_WRITTEN
-from accel.patching.ledger import Ledger
 from accel.patching.owner import InstanceMethod
 from accel.patching.patch import Patch
 from accel.patching.rule import Match, Skip
@@ -46,8 +46,8 @@ class TiledDecode(InstanceMethod):
 
     name = METHOD
 
-    def __init__(self, vae: nn.Module, ledger: Ledger):
-        self.vae, self.ledger = vae, ledger
+    def __init__(self, vae: nn.Module, log: FallbackLog):
+        self.vae, self.log = vae, log
         self.__setstate__({})
 
     @property
@@ -55,7 +55,7 @@ class TiledDecode(InstanceMethod):
         return self.vae
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"vae": self.vae, "ledger": self.ledger}
+        return {"vae": self.vae, "log": self.log}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -68,7 +68,7 @@ class TiledDecode(InstanceMethod):
         reason = self._unfit(z)
         tiles = reason if reason is not None else self._tiles(z)
         if isinstance(tiles, str) or self.ranks is None:
-            self.ledger.fell_back("", f"{NAME}: decoded whole: {tiles}")
+            self.log.fell_back("", f"{NAME}: decoded whole: {tiles}")
             return stock(self.vae, z, *args, **kwargs)
         with_tiles = _twin(self.vae, DecodedTiles(self._decoded(tiles, self.ranks)))
         return stock(with_tiles, z, *args, **kwargs)
@@ -172,5 +172,5 @@ def match_tiles(site: Site, context: Context) -> Match | Skip | None:
     own = vars(module).get(METHOD)
     if own is not None and not stock_method(module, own, METHOD):
         return Skip(f"its {METHOD} was replaced")
-    patch = Patch(module, METHOD, TiledDecode(module, context.ledger))
+    patch = Patch(module, METHOD, TiledDecode(module, context.log))
     return Match(patches=(patch,), note="where tiling is on, each rank decodes its share of the tiles")

@@ -89,7 +89,7 @@ class LastUpBlock(DeepBlock):
         reason = inner.mode() or inner.unfit(**given)
         if reason is None:
             return partial(_fused, inner)
-        self.ledger.fell_back(self.path, reason)
+        self.log.fell_back(self.path, reason)
         return self._stock
 
     def _stock(self, part: "PartialBlock", given: dict) -> torch.Tensor:

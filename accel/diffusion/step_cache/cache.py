@@ -225,4 +225,4 @@ class StepCacheForward(FastForward):
         return "; ".join(filter(None, (f"lossy: deep layers run {often}, extrapolated between", self.told)))
 
     def _computed_whole(self, reason: str) -> None:
-        self.ledger.fell_back(self.path, f"{NAME}: computed whole: {reason}")
+        self.log.fell_back(self.path, f"{NAME}: computed whole: {reason}")

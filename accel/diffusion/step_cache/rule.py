@@ -52,7 +52,7 @@ def _match_unet(site: Site, context: Context, beneath: Sequence[Rule]) -> Match 
     blocks = _blocks(m)
     path, block = blocks[-1]
     state = StepCacheState(DenoisingLoop(), 1, UNET)
-    last = LastUpBlock(block, path, context.kernels, context.ledger, state=state, inner=None)
+    last = LastUpBlock(block, path, context.kernels, context.log, state=state, inner=None)
     # A probe of its own: the shared one takes a verdict on a block for all that may be asked about it.
     reason = Probe().disagreement(block, last.in_two_parts, (), up_block_example(block))
     if reason is not None:
@@ -88,7 +88,7 @@ def _root(
     # For a quality the interval is found once everything is patched.
     state = StepCacheState(context.of(DenoisingLoop), wanted if isinstance(wanted, int) else 1, arguments)
     shared: dict[str, Any] = {"state": state, "paths": paths, "stacks": stacks}
-    root = StepCacheForward(site.module, site.path, context.kernels, context.ledger, **shared)
+    root = StepCacheForward(site.module, site.path, context.kernels, context.log, **shared)
     inner = first_of(beneath, site, context)
     if isinstance(inner, Skip):
         return inner
@@ -103,7 +103,7 @@ def _match_block(site: Site, context: Context, beneath: Sequence[Rule], root: St
     inner = first_of(beneath, site, context)
     if isinstance(inner, Skip):
         return inner
-    place: tuple = (site.module, site.path, context.kernels, context.ledger)
+    place: tuple = (site.module, site.path, context.kernels, context.log)
     shared: dict[str, Any] = {"state": root.state, "inner": inner.forward}
     stack = next((one for one in root.stacks if site.path.rpartition(".")[0] == one.name), None)
     block: DeepBlock | StackBlock

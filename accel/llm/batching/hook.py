@@ -78,7 +78,7 @@ class InitContinuousBatching(MethodHook):
         if cached is not None:
             cached.destroy()
             delattr(self.module, CACHED)
-        self.forward.ledger.fell_back(self.forward.path, f"generate_batch: {reason}")
+        self.forward.log.fell_back(self.forward.path, f"generate_batch: {reason}")
         return self.stock(*args, **kwargs)
 
     def refused(self) -> str | None:

@@ -43,7 +43,7 @@ def refusal(forward: DecoderForward) -> str | None:
         return "its layers are spread over devices of several kinds"
     if forward.convention.kept_tensors:
         return "it goes on with positions that it counted before, of one batch"
-    if forward.ledger.runs_stock_on_cpu((forward.embeddings(),), {}):
+    if forward.log.runs_stock_on_cpu((forward.embeddings(),), {}):
         return "it runs stock on a CPU"
     reason = forward.mode()
     if reason is not None:

@@ -41,9 +41,9 @@ from accel.llm.runtime.router import RouterForward
 from accel.llm.runtime.step import ForwardContext, Step
 from accel.parallel.ranks import Ranks
 from accel.parallel.sharded_layers import ranks_of
+from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import AS_WRITTEN, FastForward, Kernels
 from accel.patching.guard import changed_since
-from accel.patching.ledger import Ledger
 
 
 class DecoderForward(FastForward):
@@ -58,12 +58,12 @@ class DecoderForward(FastForward):
         module: nn.Module,
         path: str,
         kernels: Kernels,
-        ledger: Ledger,
+        log: FallbackLog,
         stack: str,
         layers: list[LayerForward],
         steps: ForwardContext,
     ) -> None:
-        super().__init__(module, path, kernels, ledger)
+        super().__init__(module, path, kernels, log)
         self.stack, self.layers, self.steps = stack, layers, steps
         self.experts: list[ExpertsForward] = []  # in the layers, where they are fused too
         self.routers: list[RouterForward] = []
@@ -90,7 +90,7 @@ class DecoderForward(FastForward):
         self.lock = threading.Lock()
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or self.ledger.runs_stock_on_cpu(args, kwargs) or AS_WRITTEN.get():
+        if torch.compiler.is_compiling() or self.log.runs_stock_on_cpu(args, kwargs) or AS_WRITTEN.get():
             return self.stock(*args, **kwargs)
         reason = self.mode()
         if reason is None:
@@ -98,7 +98,7 @@ class DecoderForward(FastForward):
                 return self.fast(*args, **kwargs)
             except Unfit as unfit:
                 reason = str(unfit)
-        self.ledger.fell_back(self.path, reason)
+        self.log.fell_back(self.path, reason)
         return self.stock(*args, **kwargs)
 
     def reference(self, **kwargs: Any) -> Any:
@@ -211,7 +211,7 @@ class DecoderForward(FastForward):
             return output
         if step.reason != NOT_CAUSAL:  # which another call of the kind may not be
             self.declined[own_arguments(kwargs)] = step.reason
-        self.ledger.fell_back(self.path, step.reason)
+        self.log.fell_back(self.path, step.reason)
         return output
 
     def embeddings(self) -> torch.Tensor:

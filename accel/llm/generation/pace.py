@@ -12,8 +12,8 @@ from accel.llm.recording.implementation import unpaged
 from accel.llm.recording.inputs import most_configured
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import example_ids, model_side_effects, resting
+from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import as_written
-from accel.patching.ledger import Ledger
 
 PROMPT = 4  # tokens before those that are timed
 WARM = 1  # token of each kind, for which a GPU's kernels are compiled
@@ -21,10 +21,10 @@ MOST = 12  # tokens timed of each kind, of which the quickest counts
 SECONDS = 0.1  # after which no more are begun; three of each kind are timed anyway
 
 
-def pace(model: nn.Module, ledger: Ledger) -> tuple[float, float]:
+def pace(model: nn.Module, log: FallbackLog) -> tuple[float, float]:
     """Seconds a token, fused and stock: the least of some decode steps, each kind with a cache of its own.
 
-    model: patched, its forwards sharing this ledger, which counts none of these calls. Raises what the model raises,
+    model: patched, its forwards sharing this log, which counts none of these calls. Raises what the model raises,
     and NotUnderstood for a model whose calls somebody would notice.
     """
     reason = model_side_effects(model)
@@ -46,7 +46,7 @@ def pace(model: nn.Module, ledger: Ledger) -> tuple[float, float]:
             times[stock].append(_now(ids.device) - start_time)
         caches[stock] = cache_of(output)
 
-    before, ledger.stock_on_cpu = ledger.stock_on_cpu, False
+    before, log.stock_on_cpu = log.stock_on_cpu, False
     try:
         with resting(model):
             for stock in times:
@@ -58,8 +58,8 @@ def pace(model: nn.Module, ledger: Ledger) -> tuple[float, float]:
                 if at >= PROMPT + WARM + 2 and time.perf_counter() > until:
                     break
     finally:
-        ledger.stock_on_cpu = before
-        ledger.clear()
+        log.stock_on_cpu = before
+        log.clear()
     return min(times[False][1 + WARM :]), min(times[True][1 + WARM :])
 
 

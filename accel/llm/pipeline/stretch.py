@@ -188,10 +188,10 @@ class StretchGraphs:
 
     fingerprint = None  # of the whole model, which the forward itself looks at
 
-    def __init__(self, stretches: list[Stretch], pool: Any, ledger: Any, keep: bool):
+    def __init__(self, stretches: list[Stretch], pool: Any, log: Any, keep: bool):
         self.pool = pool
         self.runners = [
-            GraphRunner(nn.ModuleList([layer.module for layer in one.layers]), one.path, pool, ledger, _obstacle, keep)
+            GraphRunner(nn.ModuleList([layer.module for layer in one.layers]), one.path, pool, log, _obstacle, keep)
             for one in stretches
         ]
         self.stretches = stretches

@@ -11,9 +11,9 @@ from accel.llm.analysis.experts import ORDINARY, ExpertFormula, beyond_limits, e
 from accel.llm.recording.implementation import foreign_experts
 from accel.parallel.sharded_layers import ExpertSharding, expert_sharding, local_twin
 from accel.patching.context import Context
+from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.guard import Parts, changed_since
-from accel.patching.ledger import Ledger
 from accel.patching.probe import example
 from accel.patching.rule import Match, Skip
 from accel.patching.site import Site
@@ -26,8 +26,10 @@ PROBED = 3  # tokens
 class ExpertsForward(FastForward):
     """Experts stacked in two parameters, called with tokens (T, H), choices (T, k) and shares (T, k)."""
 
-    def __init__(self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger, formula: ExpertFormula) -> None:
-        super().__init__(module, path, kernels, ledger)
+    def __init__(
+        self, module: nn.Module, path: str, kernels: Kernels, log: FallbackLog, formula: ExpertFormula
+    ) -> None:
+        super().__init__(module, path, kernels, log)
         self.formula, self.names = formula, stock_parameters(module)
         self.parameters = tuple(module._parameters)
 
@@ -77,11 +79,11 @@ class ShardedExpertsForward(ExpertsForward):
         module: nn.Module,
         path: str,
         kernels: Kernels,
-        ledger: Ledger,
+        log: FallbackLog,
         formula: ExpertFormula,
         found: ExpertSharding,
     ) -> None:
-        super().__init__(module, path, kernels, ledger, formula)
+        super().__init__(module, path, kernels, log, formula)
         self.sharding, self.around = found, vars(module)["forward"]
 
     def example(self, rows: int, like: torch.Tensor) -> None:
@@ -104,9 +106,9 @@ def match_experts(site: Site, context: Context) -> Match | Skip | None:
     if isinstance(found, str):
         return Skip(found)
     if divided is not None:
-        forward = ShardedExpertsForward(module, site.path, context.kernels, context.ledger, found, divided)
+        forward = ShardedExpertsForward(module, site.path, context.kernels, context.log, found, divided)
         return Match(forward)
-    return Match(ExpertsForward(module, site.path, context.kernels, context.ledger, found))
+    return Match(ExpertsForward(module, site.path, context.kernels, context.log, found))
 
 
 def find_formula(module: nn.Module, context: Context, kernels: Iterable[Kernels]) -> ExpertFormula | str:
@@ -143,7 +145,7 @@ def _disagreement(
         return sized(x, formula, module, size), index, shares
 
     for place, kernels in enumerate(tried):
-        candidate = ExpertsForward(module, "", kernels, context.ledger, formula).fast
+        candidate = ExpertsForward(module, "", kernels, context.log, formula).fast
         for size in (ORDINARY, large):
             given, variant = partial(inputs, size), (formula, size, place, *how)
             reason = context.probe.disagreement(module, candidate, given, variant=variant, ahead=True)

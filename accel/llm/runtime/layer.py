@@ -15,9 +15,9 @@ from accel.llm.runtime.linear import weights
 from accel.llm.runtime.mlp import BoundMlp, Changed
 from accel.llm.runtime.part import BoundLinear, BoundNorm, NormedInput
 from accel.llm.runtime.step import ForwardContext, Step
+from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.guard import LayerGuard, changed_since
-from accel.patching.ledger import Ledger
 
 
 class LayerForward(FastForward):
@@ -30,9 +30,15 @@ class LayerForward(FastForward):
     repeats = False  # another layer launches the same kernels: a dry run leaves this one out
 
     def __init__(
-        self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger, spec: LayerSpec, steps: ForwardContext
+        self,
+        module: nn.Module,
+        path: str,
+        kernels: Kernels,
+        log: FallbackLog,
+        spec: LayerSpec,
+        steps: ForwardContext,
     ) -> None:
-        super().__init__(module, path, kernels, ledger)
+        super().__init__(module, path, kernels, log)
         self.spec, self.steps = spec, steps
         called = spec.linears if spec.mlp.first else (*spec.linears, spec.mlp.whole)
         looked_at = (*(norm.name for norm in spec.norms), *(name for name, _ in spec.mlp.settings))

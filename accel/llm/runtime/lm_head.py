@@ -11,9 +11,9 @@ from accel.llm.runtime.linear import weights
 from accel.parallel.ranks import chunk_sizes
 from accel.parallel.sharded_layers import OUTPUTS, Sharding, local, sharding
 from accel.patching.context import Context
+from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.guard import changed_since
-from accel.patching.ledger import Ledger
 from accel.patching.rule import Match
 from accel.patching.site import Site
 
@@ -23,8 +23,8 @@ class ShardedForward(FastForward):
     which was the module's forward before.
     """
 
-    def __init__(self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger, found: Sharding) -> None:
-        super().__init__(module, path, kernels, ledger)
+    def __init__(self, module: nn.Module, path: str, kernels: Kernels, log: FallbackLog, found: Sharding) -> None:
+        super().__init__(module, path, kernels, log)
         self.sharding, self.around = found, vars(module)["forward"]
 
     def unfit(self, input: Any) -> str | None:
@@ -101,10 +101,10 @@ def match_head(site: Site, context: Context) -> Match | None:
         return None
     found = sharding(head)
     if found is not None and found.dim == OUTPUTS and found.gathers:
-        return Match(ShardedHeadForward(head, site.path, context.kernels, context.ledger, found))
+        return Match(ShardedHeadForward(head, site.path, context.kernels, context.log, found))
     if found is not None or weights(head) is None:
         return None
-    return Match(HeadForward(site.module, site.path, context.kernels, context.ledger))
+    return Match(HeadForward(site.module, site.path, context.kernels, context.log))
 
 
 def match_table(site: Site, context: Context) -> Match | None:
@@ -114,4 +114,4 @@ def match_table(site: Site, context: Context) -> Match | None:
     found = sharding(site.module)
     if found is None or found.dim != OUTPUTS or found.gathers:
         return None
-    return Match(TableForward(site.module, site.path, context.kernels, context.ledger, found))
+    return Match(TableForward(site.module, site.path, context.kernels, context.log, found))

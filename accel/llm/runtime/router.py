@@ -21,9 +21,9 @@ from accel.llm.analysis.router import (
 from accel.llm.analysis.router_trial import GIVEN, dtypes_of, held
 from accel.llm.runtime.linear import product_for
 from accel.patching.context import Context
+from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.guard import Parts, changed_since
-from accel.patching.ledger import Ledger
 from accel.patching.patch import foreign_forward
 from accel.patching.probe import compile_ahead, example
 from accel.patching.rule import Match, Skip
@@ -41,8 +41,8 @@ class RouterForward(FastForward):
     Returns what stock does: choices and shares, (T, k), and logits, (T, E).
     """
 
-    def __init__(self, module: nn.Module, path: str, kernels: Kernels, ledger: Ledger, formulas: Formulas) -> None:
-        super().__init__(module, path, kernels, ledger)
+    def __init__(self, module: nn.Module, path: str, kernels: Kernels, log: FallbackLog, formulas: Formulas) -> None:
+        super().__init__(module, path, kernels, log)
         self.formulas, self.names = formulas, stock_parameters(module)
         self.shapes = {name: tensor.shape for name, tensor in held(module).items()}
 
@@ -140,7 +140,7 @@ def match_router(site: Site, context: Context) -> Match | Skip | None:
     found = context.of(KnownRouters).formulas(module, context)
     if isinstance(found, str):
         return Skip(found)
-    return Match(RouterForward(module, site.path, context.kernels, context.ledger, found))
+    return Match(RouterForward(module, site.path, context.kernels, context.log, found))
 
 
 def _disagreement(module: nn.Module, formulas: Formulas, context: Context) -> str | None:
@@ -155,7 +155,7 @@ def _disagreement(module: nn.Module, formulas: Formulas, context: Context) -> st
     outputs = []
     with torch.no_grad():
         for one in (context.kernels.plain(), context.kernels):
-            candidate = partial(RouterForward(module, "", one, context.ledger, formulas).fast, x, correction)
+            candidate = partial(RouterForward(module, "", one, context.log, formulas).fast, x, correction)
             compile_ahead(candidate, x.device)
             found = candidate()
             outputs.append(dict(zip(formula.outputs, found, strict=True)))

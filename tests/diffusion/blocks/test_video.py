@@ -14,8 +14,8 @@ import accel
 from accel.diffusion.blocks import video_convolution
 from accel.diffusion.blocks.video_convolution_kind import VideoConvolution
 from accel.diffusion.blocks.video_resnet import VideoResnetForward
+from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import Kernels
-from accel.patching.ledger import Ledger
 from support.kernels import interpreter
 from support.noted import noted
 from support.patched import sites
@@ -228,13 +228,13 @@ def test_convolutions_that_return_their_last_frames(cached):
     stock = copy.deepcopy(module)
     kind = video_convolution.VideoConvolutions().of(module)
     assert isinstance(kind, VideoConvolution) and kind.continues and kind.keeps
-    kernels, ledger = Kernels(attention=None, linear=torch_linear).plain(), Ledger()
-    fast = video_convolution.VideoConvolutionForward(module, "", kernels, ledger, convolution=kind)
+    kernels, log = Kernels(attention=None, linear=torch_linear).plain(), FallbackLog()
+    fast = video_convolution.VideoConvolutionForward(module, "", kernels, log, convolution=kind)
     x, before = torch.randn(2, 4, 3, 4, 5), torch.randn(2, 4, 2, 4, 5) if cached else None
     with torch.no_grad():
         for got, wanted in zip(fast(x, before), stock(x, conv_cache=before), strict=True):
             assert off(got, wanted) < CLOSE
-    assert not ledger.rows()
+    assert not log.rows()
 
 
 def upsampled(kind, dtype=torch.float32, **settings):

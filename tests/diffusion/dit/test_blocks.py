@@ -224,7 +224,7 @@ def test_norms_of_blocks_that_are_recorded(norms):
 def test_a_norm_without_weights_refuses_other_widths_as_stock_does():
     norm = nn.LayerNorm(16, elementwise_affine=False).eval()
     context = create_context(Options())
-    forward = LayerNormForward(norm, "norm", context.kernels, context.ledger)
+    forward = LayerNormForward(norm, "norm", context.kernels, context.log)
     with torch.no_grad():
         assert forward(torch.ones(2, 16)).shape == (2, 16)
         with pytest.raises(RuntimeError, match="normalized_shape"):

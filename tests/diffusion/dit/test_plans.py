@@ -327,4 +327,4 @@ def test_tensors_among_the_attributes(keeps, monkeypatch):
         one.table = torch.arange(16.0)
     both()
     assert any(plan.executable for plan in forward.known.values()) != keeps
-    assert any("its own settings" in reason for _, reason, _ in forward.ledger.rows()) == keeps
+    assert any("its own settings" in reason for _, reason, _ in forward.log.rows()) == keeps

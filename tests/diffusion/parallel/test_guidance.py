@@ -140,7 +140,7 @@ def test_a_copy_in_a_process_alone_runs_whole(monkeypatch):
     given = told_to.tiny_models.unet_inputs(model)
     with torch.no_grad():
         assert torch.equal(forward(**given).sample, type(model).forward(model, **given).sample)
-    ((_, reason, calls),) = forward.ledger.rows()
+    ((_, reason, calls),) = forward.log.rows()
     assert "this process is alone" in reason and calls == 1
 
 

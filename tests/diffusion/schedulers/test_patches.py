@@ -112,7 +112,7 @@ def test_copies_stepped_in_turns(name, copied):
     scheduler = make(name)
     ours, plan = optimized(scheduler)
     assert equal(in_turns(ours, copied), in_turns(copy.deepcopy(scheduler), copied))
-    assert plan.ledger.rows() == [] and "step" in vars(ours)
+    assert plan.log.rows() == [] and "step" in vars(ours)
 
 
 def as_panoramas_do(scheduler):
@@ -200,7 +200,7 @@ def test_a_timestep_that_is_no_element_is_read_and_counted(name):
     pair = OnDevice(name)
     got, accesses = pair.loop(lambda scheduler: [t.clone() for t in scheduler.timesteps])
     assert accesses and equal(got, pair.wanted())
-    assert pair.plan.ledger.rows() == [("", UNKNOWN, 6)]
+    assert pair.plan.log.rows() == [("", UNKNOWN, 6)]
 
 
 def test_elements_are_found_however_they_are_taken():
@@ -210,7 +210,7 @@ def test_elements_are_found_however_they_are_taken():
     )
     assert accesses == []
     assert equal(got, pair.wanted(pair.stock.timesteps[1::2]))
-    assert pair.plan.ledger.rows() == []
+    assert pair.plan.log.rows() == []
 
 
 def test_a_tensor_of_one_timestep_is_left_to_stock():
@@ -218,7 +218,7 @@ def test_a_tensor_of_one_timestep_is_left_to_stock():
     pair = OnDevice("EulerDiscrete")
     got, _ = pair.loop(lambda scheduler: [t[None] for t in scheduler.timesteps])
     assert equal(got, pair.wanted([t[None] for t in pair.stock.timesteps]))
-    assert pair.plan.ledger.rows() == [("", UNKNOWN, 6)]
+    assert pair.plan.log.rows() == [("", UNKNOWN, 6)]
 
 
 def test_timesteps_set_by_hand_are_copied_once():
@@ -245,7 +245,7 @@ def test_timesteps_changed_in_place_are_noticed():
     got, accesses = pair.loop(changed)
     assert accesses == ["_to_copy"]
     assert equal(got, pair.wanted([t - 5 * (n >= 3) for n, t in enumerate(pair.stock.timesteps)]))
-    assert pair.plan.ledger.rows() == []
+    assert pair.plan.log.rows() == []
 
 
 def test_under_inference_mode():
@@ -262,7 +262,7 @@ def test_noise_from_a_generator_on_the_host_is_counted():
     for eta, copies in ((0.0, 0), (1.0, 6)):
         _, accesses = pair.loop(generator=torch.Generator().manual_seed(0), eta=eta)
         assert accesses == ["copy to the device"] * copies
-    assert pair.plan.ledger.rows() == [("", HOST_NOISE, 6)]
+    assert pair.plan.log.rows() == [("", HOST_NOISE, 6)]
 
 
 def test_an_error_in_a_step_leaves_the_timesteps_on_the_device():

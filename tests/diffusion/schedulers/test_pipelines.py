@@ -176,7 +176,7 @@ def test_every_option(name, case):
     got, accesses = denoise(ours, "meta", **call)
     assert accesses == []
     check(got, wanted, scheduler, **call)
-    assert plan.ledger.rows() == []
+    assert plan.log.rows() == []
 
 
 @pytest.mark.parametrize("name", NAMES)

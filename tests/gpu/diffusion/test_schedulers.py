@@ -116,7 +116,7 @@ def test_nothing_waits_in_the_loop(name, options, dtype):
     for _ in range(2):
         got = denoise(ours, dtype, True, options)
         check(got, wanted, scheduler, dtype, options)
-    assert plan.ledger.rows() == []
+    assert plan.log.rows() == []
 
 
 @pytest.mark.parametrize("name", ["DDIM", "DPMSolverMultistep"])
@@ -143,7 +143,7 @@ def test_noise_from_the_host_is_told():
     sample = torch.randn(1, 4, 8, 8, device="cuda")
     for t in ours.timesteps:
         sample = ours.step(sample, t, sample, eta=1.0, generator=torch.Generator().manual_seed(0)).prev_sample
-    ((_, reason, calls),) = plan.ledger.rows()
+    ((_, reason, calls),) = plan.log.rows()
     assert "CPU generator" in reason and calls == 4
 
 

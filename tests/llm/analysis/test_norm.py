@@ -139,7 +139,7 @@ def fused(norm):
     stock = copy.deepcopy(norm.eval())
     context = create_context(Options())
     ForwardPatch(norm, Rule("norm", match_rms_norm).answer(Site("norm", norm), context).forward).apply()
-    return norm, stock, lambda: [reason for _, reason, _ in context.ledger.rows()]
+    return norm, stock, lambda: [reason for _, reason, _ in context.log.rows()]
 
 
 @pytest.mark.parametrize("kind", [Gated, After, Added])

@@ -140,7 +140,7 @@ def test_errors_of_the_gpu_are_raised(pair, monkeypatch):
 
 def test_stock_on_a_cpu(pair):
     model, _ = pair("llama")
-    forward_of(model).ledger.stock_on_cpu = True
+    forward_of(model).log.stock_on_cpu = True
     assert refusal(forward_of(model)) == "it runs stock on a CPU"
 
 

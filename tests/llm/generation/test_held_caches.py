@@ -14,7 +14,7 @@ from accel.libraries.cache import cache_of as cache_of_output
 from accel.llm.generation.graph_sizes import by_graph, rows_of_kernels
 from accel.llm.generation.prefill import FINE, MOST, STEP, bucket_for, pad_to_bucket
 from accel.llm.kv_cache.cache import StoreLayer
-from accel.patching.ledger import Ledger
+from accel.patching.fallback_log import FallbackLog
 from support.llm.calls import new_cache, unaliased
 from support.llm.families import FAMILIES, make, padded, prompt
 from support.llm.filled_prefill import Anywhere, new_pair, shapes, talk
@@ -282,7 +282,7 @@ def test_copies_fill_up_too():
 
 
 def runner_of(reason: str | None) -> GraphRunner:
-    return GraphRunner(nn.Linear(2, 2), "", GraphPool(None), Ledger(), lambda module: reason, True)
+    return GraphRunner(nn.Linear(2, 2), "", GraphPool(None), FallbackLog(), lambda module: reason, True)
 
 
 def test_where_no_graph_will_be_the_prompt_is_read_as_it_is():
@@ -302,4 +302,4 @@ def test_hooks_never_see_the_filling():
     """They would be no part of a graph."""
     runner = runner_of("forward hooks on it would not run")
     assert runner(lambda x: "filled", (torch.zeros(2),), {}, instead=lambda: "plain") == "plain"
-    assert runner.ledger.rows() == [("", "no graph: forward hooks on it would not run", 1)]
+    assert runner.log.rows() == [("", "no graph: forward hooks on it would not run", 1)]

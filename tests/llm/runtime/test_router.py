@@ -196,11 +196,11 @@ def test_a_bias_given_by_the_caller():
     from accel_kernels.attention.backends import AttentionChooser
     from accel_kernels.gemm.linear import torch_linear
 
+    from accel.patching.fallback_log import FallbackLog
     from accel.patching.fast_forward import Kernels
-    from accel.patching.ledger import Ledger
 
     module, kernels = Given().eval(), Kernels(AttentionChooser("sdpa"), torch_linear)
-    forward = RouterForward(module, "", kernels, Ledger(), router_formulas(module))
+    forward = RouterForward(module, "", kernels, FallbackLog(), router_formulas(module))
     x, bias = torch.randn(5, 48), torch.rand(12)
     for args, named in (((x, bias), {}), ((x,), {"bias": bias}), ((), {"hidden_states": x, "bias": bias})):
         assert forward.unfit(*args, **named) is None

@@ -146,7 +146,7 @@ class PrepareCache(GenerateHook):
         except Unfit:  # as the calls to come will tell
             return result
         # A compiled forward in its place would trace the store's own code, so it is left the library's cache.
-        if self.forward.ledger.runs_stock_on_cpu((weight,), {}) or vars(self.module).get("forward") is not self.forward:
+        if self.forward.log.runs_stock_on_cpu((weight,), {}) or vars(self.module).get("forward") is not self.forward:
             return result
         given = self.arguments(args, kwargs)
         model_kwargs, config = given["model_kwargs"], given["generation_config"]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 
-class Ledger:
+class FallbackLog:
     """Counts fallbacks by (path, reason); safe under threads, empty in copies and pickles.
 
     stock_on_cpu: calls on a CPU run stock by choice, see `accel.planning.whole_models`, and are not counted.
@@ -22,7 +22,7 @@ class Ledger:
         return {"stock_on_cpu": self.stock_on_cpu}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        Ledger.__init__(self, **state)
+        FallbackLog.__init__(self, **state)
 
     def runs_stock_on_cpu(self, args: tuple, kwargs: dict) -> bool:
         """Whether a call with these arguments is one on a CPU that runs stock by choice. Asked by every forward."""
