@@ -150,7 +150,7 @@ class BlockForward(FastForward):
         self.forms, self.backend = weight_forms(self.held), active_backend()
         configs = filter(None, map(context_parallel, _parts(self.module)))
         self.ranks = next(map(sequence_ranks, configs), None)
-        self.on_gpu = any(one.is_cuda for part in self.held for one in part.values() if one is not None)
+        self.on_gpu = _on_gpu(self.held)
         self.known = self.plans.of((self.backend, *block_signature(self.module)))
         return self.known
 
@@ -335,6 +335,10 @@ def _parts(module: nn.Module) -> Iterator[object]:
         processor = vars(part).get("processor")
         if processor is not None:
             yield processor
+
+
+def _on_gpu(held: list[dict[str, torch.Tensor | None]]) -> bool:
+    return any(tensor.is_cuda for one in held for tensor in one.values() if tensor is not None)
 
 
 def _capturing() -> bool:
