@@ -102,13 +102,15 @@ class KV(NamedTuple):
             place = self.slots(0, end)
             keys, values = (restored(codes[place], scales[place], dtype) for codes, scales in self._pairs())
             return keys, values
-        whole = self._in_order()
-        if whole is None:
-            rows, blocks = self.table.shape[0], self.table.flatten().long()
-            keys, values = (t[blocks].view(rows, -1, *t.shape[2:]) for t in (self.keys, self.values))
+        rows, columns = self.table.shape
+        kept = [self.keys, self.values]  # without a method of its own: a compiler that traces it follows none
+        if self.ordered:
+            kept = [t[: rows * columns] for t in kept]
         else:
-            keys, values = whole
-        return keys[:, :end], values[:, :end]
+            blocks = self.table.flatten().long()
+            kept = [t[blocks] for t in kept]
+        keys, values = (t.view(rows, -1, *t.shape[2:])[:, :end] for t in kept)
+        return keys, values
 
     def _pairs(self) -> tuple:
         return (self.keys, self.key_scales), (self.values, self.value_scales)
