@@ -8,6 +8,7 @@ from pathlib import Path
 
 # Every cache that outlives a process and holds compiled kernels or choices made by measuring.
 CACHES = ("ACCEL_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
+GRACE_S = 60  # for a process that is told to end, and ends others first
 
 
 def spawn(module: str, arguments: list[str], caches: Path | None, timeout: float | None = None) -> dict:
@@ -18,11 +19,17 @@ def spawn(module: str, arguments: list[str], caches: Path | None, timeout: float
     environment = os.environ | ({} if caches is None else {name: str(caches / name.lower()) for name in CACHES})
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # the same code, however this process found it
     command = [sys.executable, "-m", module, *arguments]
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{module} {' '.join(arguments)} took more than {timeout:.0f} s") from None
-    if done.returncode:
-        raise RuntimeError(f"{module} {' '.join(arguments)} failed:\n{done.stderr[-2000:]}")
-    found: dict = json.loads(done.stdout.strip().splitlines()[-1])
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as begun:
+        try:
+            printed, errors = begun.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            begun.terminate()  # torchrun then ends its ranks, which outlive it where it is killed
+            try:
+                begun.communicate(timeout=GRACE_S)
+            except subprocess.TimeoutExpired:
+                begun.kill()
+            raise RuntimeError(f"{module} {' '.join(arguments)} took more than {timeout:.0f} s") from None
+    if begun.returncode:
+        raise RuntimeError(f"{module} {' '.join(arguments)} failed:\n{errors[-2000:]}")
+    found: dict = json.loads(printed.strip().splitlines()[-1])
     return found

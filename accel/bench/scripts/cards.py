@@ -1,8 +1,7 @@
 """Scripts of several GPUs: layers spread over them in one process, and ranks that share each layer."""
 
-import os
+import shutil
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -30,7 +29,5 @@ def shared_layers(size: Size) -> Built:
     model = AutoModelForCausalLM.from_pretrained(folder[0], dtype=size.bf16, tp_plan="auto")
     dist.barrier()
     if dist.get_rank() == 0:
-        for file in Path(folder[0]).iterdir():
-            file.unlink()
-        os.rmdir(folder[0])
+        shutil.rmtree(folder[0])
     return generating(endless(model.eval().requires_grad_(False)), size)

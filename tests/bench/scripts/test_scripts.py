@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from accel.bench.processes import spawn
 from accel.bench.runner import WrongResult
 from accel.bench.scripts import plot, results, runner
 from accel.bench.scripts.judging import judge_outputs
@@ -154,3 +155,22 @@ def test_names_may_be_how_names_begin():
     assert len(find_scripts([])) == len(SCRIPTS)
     with pytest.raises(KeyError, match="nothing"):
         find_scripts(["nothing"])
+
+
+SLOW = """
+import pathlib, signal, sys, time
+def end(*_):
+    pathlib.Path(sys.argv[1]).write_text("told")
+    sys.exit()
+signal.signal(signal.SIGTERM, end)
+time.sleep(60)
+"""
+
+
+def test_a_process_that_takes_too_long_is_told_to_end(tmp_path, monkeypatch):
+    """And not killed: torchrun ends its ranks then."""
+    (tmp_path / "slow_to_end.py").write_text(SLOW)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(RuntimeError, match="slow_to_end .* took more than 2 s"):
+        spawn("slow_to_end", [str(tmp_path / "told")], None, 2.0)
+    assert (tmp_path / "told").read_text() == "told"
