@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, TypeVar
 
 import torch
 from accel_kernels.warmup import prepare
@@ -244,11 +244,11 @@ def report(obj: object) -> Report:
     return Report.of(_plans(obj))
 
 
-def _within_a_block(make: Callable[Concatenate[T, P], T]) -> Callable[Concatenate[T, P], AbstractContextManager[T]]:
+def _within_a_block(make: Callable[P, T]) -> Callable[P, AbstractContextManager[T]]:
     @wraps(make)
     @contextmanager
-    def within(obj: T, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
-        make(obj, *args, **kwargs)
+    def within(*args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        obj = make(*args, **kwargs)
         try:
             yield obj
         finally:

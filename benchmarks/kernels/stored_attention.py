@@ -32,7 +32,7 @@ BLOCK = 64
 SHAPES = ((1, 8192), (1, 32768), (8, 8192), (8, 32768), (32, 8192), (32, 32768))  # rows and tokens that are stored
 KINDS = {"bf16": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 MOST, LEAST = 24 * 2**30, 2**30  # bytes of all layers together; enough of them that nothing stays in a cache
-CHOSEN = ("CODES_FILL", "MOST_SPLITS", "KV8_BLOCKS", "CODES_REGISTERS")
+CHOSEN = ("KV8_FILL", "MOST_SPLITS", "KV8_BLOCKS", "KV8_REGISTERS")
 SWEEP = ((4, 64, 8, 128), (4, 32, 8, 128), (2, 32, 8, 128), (4, 64, 4, 128), (3, 64, 8, 168))
 UNUSED = 10  # tokens that fill up a prompt
 PROMPT_HEADS = {"toy": (4, 2, 16)} if TOY else {"llama-8b": (32, 8, 128), "qwen-0.5b": (14, 2, 64)}
@@ -104,7 +104,7 @@ def decode(out: Path, sweep: bool = False, quick: bool = False) -> None:
             us = step_us(rows, kvs)
             row |= {f"{name}_us": us, f"{name}_tb_s": round(layer_bytes(rows, stored, codes) / us / 1e6, 2)}
             if codes is not None:
-                with changed(kernels, decodes_codes=lambda q, kv: False):
+                with changed(kernels, decodes_kv8=lambda q, kv: False):
                     row[f"{name}_plain_us"] = step_us(rows, kvs)
             if sweep and name == "int8":
                 row["sweep"] = []

@@ -49,7 +49,7 @@ def test_a_second_optimize_plans_anew(pair, tiny):
 def test_optimized_restores_after_the_block_and_after_an_error(pair, tiny):
     model, _, _ = pair
     before = tiny.snapshot(model)
-    with accel.optimized(model, graphs=False) as same:
+    with accel.optimized(obj=model, graphs=False) as same:
         assert same is model and fast_forwards(model)
     tiny.assert_same_state(before, tiny.snapshot(model))
     with pytest.raises(KeyError), accel.optimized(model):

@@ -8,6 +8,8 @@ import torch
 import accel
 from support.llm.families import make, padded
 
+pytestmark = pytest.mark.usefixtures("exact")  # TF32 in convolutions would be off by as much as the bound
+
 ROUNDS, CALLERS = 4, 3
 WRONG = 1e-3  # of the largest output, in float32: mixed states are off by a hundred times as much
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from accel.comparison import relative_rms
-from accel.cuda_graphs.rule import own_code
+from accel.cuda_graphs.rule import PROMPT, own_code
 from accel.diffusion.linears import denoises
 from accel.diffusion.parallel.rows import BatchCall, gather_rows, not_rows, rank_rows
 from accel.diffusion.parallel.same_numbers import LoopChecks, check_same
@@ -57,7 +57,7 @@ class GuidanceForward(FastForward):
         self._join()
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = ("ranks", "checks", "verdicts", "make", "parts_of")
+        derived = ("ranks", "checks", "verdicts", "make", "prompt")
         return {name: value for name, value in super().__getstate__().items() if name not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -70,7 +70,7 @@ class GuidanceForward(FastForward):
         self.checks = LoopChecks(self.loop)
         self.verdicts: dict[tuple, str | None] = {}  # by kind of call: why its rows cannot be divided
         self.make: ModelDigest | None = None
-        self.parts_of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: what the last call gave, and its rows
+        self.prompt: tuple[torch.Tensor, torch.Tensor] | None = None  # as it was given, and this rank's rows
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         inner = self.inner or self.stock
@@ -151,16 +151,19 @@ class GuidanceForward(FastForward):
         return next(self.module.parameters()).device
 
     def _part(self, call: BatchCall, divided: Sequence[bool], ranks: Ranks) -> tuple[tuple, dict]:
-        """The arguments with this rank's rows. A tensor that is given again has the same part, so that what is computed
-        from a prompt once a loop is found again.
+        """The arguments with this rank's rows. A prompt that is given again has the same part, so that what is computed
+        from it once a loop is found again. No other part is kept: it would keep the memory of a step before.
         """
-        before, self.parts_of = self.parts_of, {}
+        args, kwargs = pytree.tree_unflatten(call.leaves, call.spec)
+        prompt = (dict(zip(self.names, args, strict=False)) | kwargs).get(PROMPT)
         leaves = []
         for leaf, each in zip(call.leaves, divided, strict=True):
-            if each:
-                self.parts_of[id(leaf)] = pair = before.get(id(leaf)) or (leaf, rank_rows(leaf, ranks))
-                leaf = pair[1]
-            leaves.append(leaf)
+            part = rank_rows(leaf, ranks) if each else leaf
+            if each and leaf is prompt:
+                if self.prompt is None or self.prompt[0] is not leaf:
+                    self.prompt = leaf, part
+                part = self.prompt[1]
+            leaves.append(part)
         return pytree.tree_unflatten(leaves, call.spec)
 
     def _try(self, call: BatchCall, divided: list[bool], ranks: Ranks) -> str | None:

@@ -6,6 +6,7 @@ decoder, then with the tiles that the ranks have decoded. So cutting and blendin
 
 import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -107,7 +108,9 @@ class TiledDecode(InstanceMethod):
         own = [decoder(tiles[i]).contiguous() for i in shares[ranks.rank]]
         device, dtype = own[0].device, own[0].dtype
         shapes: list[list[torch.Size]] = [[] for _ in shares]
-        dist.all_gather_object(shapes, [tile.shape for tile in own], group=ranks.group)
+        # A group of NCCL alone sends objects through the current device.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            dist.all_gather_object(shapes, [tile.shape for tile in own], group=ranks.group)
         lengths = [[shape.numel() for shape in of_rank] for of_rank in shapes]
         longest = max(map(sum, lengths))
         flat = torch.empty(longest, dtype=dtype, device=device)

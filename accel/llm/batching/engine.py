@@ -47,9 +47,7 @@ class Engine:
         )
         self.scheduler = Scheduler(self.allocator, self.answers, limits, self.micro_batches.count)
         self.steps = step_runner(forward, self.kv_cache, self.sampler, rows, runner, self.micro_batches)
-        self.flights: deque[Flight] = (
-            deque()
-        )  # as many as there are micro_batches, and one more while a step is launched
+        self.flights: deque[Flight] = deque()  # one a micro-batch, and one more while a step is launched
         self.ids: set[str] = set()
         self.weights = self._weights()  # with which the stored keys and values were computed
         self._unchecked = CHECK_EVERY  # steps since the model was checked

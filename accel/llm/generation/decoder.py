@@ -135,6 +135,7 @@ class DecoderForward(FastForward):
         if tokens.device != self.embeddings().device or (start and rows != store.rows):
             raise Unfit("inputs on another device, or of another number of rows, than the cache")
         if unknown is not None:
+            self.ready()
             return self.by_own_code(store, cache, tokens, kwargs)
         try:
             mask = self.convention.read_mask(given("attention_mask"), rows, start, new, self.biased)
@@ -143,6 +144,7 @@ class DecoderForward(FastForward):
         except Unfit as unfit:
             if self.stays_stock(kwargs, str(unfit)) is not None:
                 raise
+            self.ready()
             return self.by_own_code(store, cache, tokens, kwargs)
         logits = self.run(store, tokens, positions, mask, keep)
         kind, kept = self.convention.output, self.convention.handed_on(self.module)
@@ -181,11 +183,14 @@ class DecoderForward(FastForward):
             return unknown
         return self.declined.get(own_arguments(kwargs))
 
+    def places(self) -> list[int]:
+        """Of the fused layers in the cache, in its order."""
+        return sorted(layer.spec.attention.index for layer in self.layers)
+
     def by_own_code(self, store: Store, cache: Any, tokens: torch.Tensor, kwargs: dict, checked: bool = True) -> Any:
         """What the model's own forward returns of these arguments, which is shown the cache as it is; its layers are
-        fused. checked: where they are given what a text gives them, else all run stock. Raises Unfit.
+        fused. checked: where they are given what a text gives them, else all run stock. After `ready`. Raises Unfit.
         """
-        self.ready()
         (rows, new), start = tokens.shape[:2], store.length
         mask = padding_of(kwargs.get("attention_mask"), rows, start + new)
         if checked and mask is not None and bool(mask.all()):
@@ -193,8 +198,7 @@ class DecoderForward(FastForward):
         store.take()
         store.reserve(rows, start + new)
         store.set_padding_mask(mask)
-        places = sorted(layer.spec.attention.index for layer in self.layers)
-        kvs = dict(zip(places, self._kvs(store, rows * new, start == 0), strict=True))
+        kvs = dict(zip(self.places(), self._kvs(store, rows * new, start == 0), strict=True))
         step = CheckedStep(
             kvs, cache, tokens, self.shapes()[0].dtype, start, mask, self.convention.unmasked_alike, checked
         )
@@ -227,12 +231,11 @@ class DecoderForward(FastForward):
         weight = self.embeddings()
         dtype, device, shapes = self.stored
         if dtype is not weight.dtype or device != weight.device:
-            placed = ((layer.spec.attention, self.device(layer, weight)) for layer in self.layers)
+            placed = [(layer.spec.attention, self.device(layer, weight)) for layer in self.layers]
+            placed.sort(key=lambda one: one[0].index)
             shapes = tuple(
                 attention_kind_of(spec).cache_layout(spec, weight.dtype, device, kv_dtype)
-                for (spec, device), kv_dtype in zip(
-                    sorted(placed, key=lambda one: one[0].index), self.kv_dtypes, strict=True
-                )
+                for (spec, device), kv_dtype in zip(placed, self.kv_dtypes, strict=True)
             )
             self.stored = weight.dtype, weight.device, shapes
         return shapes
@@ -304,8 +307,7 @@ class DecoderForward(FastForward):
         """The logits of one forward by the model's own code, after `ready`."""
         name = "input_ids" if tokens.dim() == 2 else "inputs_embeds"
         given = {name: tokens} | self.given_cache(DynamicCache())
-        if positions is not None:
-            given["position_ids"] = positions
+        given |= {} if positions is None else {"position_ids": positions}
         if isinstance(keep, torch.Tensor) or keep != 0 or "logits_to_keep" in self.names:
             given["logits_to_keep"] = keep
         if self.convention.mask:

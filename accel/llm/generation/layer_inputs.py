@@ -96,6 +96,8 @@ class CheckedStep(Step):
             return self.bare and self.mask is not None and torch.equal(mask.bool(), self.mask.bool())
         if mask.dim() != 4 or mask.shape[2] != new or mask.shape[3] > end:
             return False
+        if mask.dtype is not torch.bool and not mask.is_floating_point():
+            return False
         shown = mask if mask.dtype is torch.bool else mask == 0
         if shown is not mask and not bool((shown | (mask <= torch.finfo(mask.dtype).min)).all()):
             return False

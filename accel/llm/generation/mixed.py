@@ -51,14 +51,11 @@ class MixedForward(DecoderForward):
         unknown = self.convention.unknown(kwargs, rows, 0, new)
         if unknown is not None and (reason := self.stays_stock(kwargs, unknown)) is not None:
             raise Unfit(reason)
+        self.ready()  # before the cache is taken over: stock wants it as it is
         store = self.adopt(cache)
         if tokens.device != store.shapes[0].device or (store.length and rows != store.rows):
             raise Unfit("inputs on another device, or of another number of rows, than the cache")
         return self.by_own_code(store, cache, tokens, kwargs, checked=unknown is not None)
-
-    def places(self) -> list[int]:
-        """Of the fused layers in the cache, in its order."""
-        return sorted(layer.spec.attention.index for layer in self.layers)
 
     def adopt(self, cache: Any) -> Store:
         """The store under the cache's layers of the fused ones, put there if need be; the others stay. Raises Unfit."""

@@ -99,8 +99,9 @@ def _one_of_a_kind(forward: DecoderForward) -> Iterator[None]:
     for layer in forward.layers:
         index = layer.spec.attention.index
         kind = _kind(layer, shapes[index])
-        layer.repeats = kind in kinds
-        if layer.repeats:
+        again = kind in kinds
+        layer.repeats = again and forward.ranks is None  # exchanges run in a dry run too, as many on every rank
+        if again:
             layer.bound, shapes[index] = _passed_on, shapes[index]._replace(heads=0)
         kinds.add(kind)
     stored, forward.stored = forward.stored, (*forward.stored[:2], tuple(shapes))

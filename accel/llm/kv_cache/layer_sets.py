@@ -1,6 +1,6 @@
-"""Which layers share pages: those whose queries see equally far back, in sets that need equally large pages.
+"""Which layers share blocks: those whose queries see equally far back, in sets that need equally large blocks.
 
-A page of memory then serves any set. So layers with a sliding window give back what they have passed, and what they
+A block of memory then serves any set. So layers with a sliding window give back what they have passed, and what they
 give back is of use to all. vLLM and others call this a hybrid allocator.
 """
 
@@ -12,13 +12,13 @@ import numpy as np
 
 from accel.llm.kv_cache.shape import BLOCK, Shape
 
-WASTE = 0.1  # share of the memory that may be lost to sets that do not fill their pages
+WASTE = 0.1  # share of the memory that may be lost to sets that do not fill their blocks
 LONG = 8  # windows; how long a text is taken to be where what windows give back counts
 MOST_SETS = 16  # each has a table of its own, which is kept and uploaded
 
 
 class LayerSet(NamedTuple):
-    """Layers that share a page. window: a query at t sees keys above t - window; None: all."""
+    """Layers that share a block. window: a query at t sees keys above t - window; None: all."""
 
     layers: tuple[int, ...]
     window: int | None
@@ -32,7 +32,7 @@ def layer_sets(shapes: Sequence[Shape], windows: Sequence[int | None]) -> tuple[
     """Every layer in one set.
 
     shapes, windows: one a layer, by its place in the cache; where several layers read one place, the widest window of
-    these. A page is as large as the largest set needs: there are as few sets of each window as
+    these. A block is as large as the largest set needs: there are as few sets of each window as
     waste at most WASTE of the memory, for short texts and for texts of LONG windows. Where that cannot be, as
     little as can be: then all layers may be one set, with the widest window.
     """

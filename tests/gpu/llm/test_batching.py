@@ -1,22 +1,18 @@
-"""Requests together, and the memory of loading and optimizing."""
+"""Continuous batching on a GPU: each request as it is alone, steps from graphs, nothing that grows."""
 
 import copy
 import gc
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import accel
-from accel.llm.generation.trial_warmup import WIDE
-from accel.llm.kv_cache.shape import BLOCK
-from support.device_memory import allocated
+from accel.llm.family import BATCH_EAGER_CALLS
 from support.llm.batching.engines import prompts_of
 from support.llm.batching.gpu_calls import alone, as_alone, batch, batched, config_of
-from support.llm.families import FAMILIES, make, prompt
+from support.llm.families import FAMILIES
 from support.llm.gpu import new_pair
 from support.llm.managers.managers import collect
-from support.llm.outputs import generate
 
 CORE = [family.name for family in FAMILIES if family.core and family.expected == "fast"]
 WAITS = ("bloom",)  # stock makes its slopes on the CPU in every forward, which no graph can
@@ -37,7 +33,7 @@ def test_steps_come_from_graphs_and_pools_from_anywhere():
     """A pool is freed with its manager; the graphs of one call serve the next."""
     ours, stock = new_pair("llama", max_position_embeddings=2048)
     prompts = prompts_of(LENGTHS, 99)
-    for new in (30, 20, 40, 30, 30, 30):  # until no size of the next call is seen too seldom for a graph
+    for new in (30, 20, 40, *BATCH_EAGER_CALLS * [30]):  # until no size of the next call is seen too seldom for a graph
         assert batch(ours, prompts, new) == [alone(stock, prompt, new) for prompt in prompts]
     captured = len(batched(ours))
     keep = [torch.empty(2**20, device="cuda") for _ in range(5)]  # where the pool was
@@ -96,7 +92,7 @@ def test_a_draw_does_not_depend_on_its_company():
 def test_nothing_grows():
     ours, _ = new_pair("llama")
     prompts = prompts_of(LENGTHS, 99)
-    for _ in range(3):
+    for _ in range(BATCH_EAGER_CALLS + 2):  # until sizes that come once a batch have their graphs
         batch(ours, prompts, 8)
     held = []
     for _ in range(20):
@@ -117,97 +113,3 @@ def test_training_goes_on_beside_it():
             assert alone(ours, prompts[3], 20) == wanted[3]
         found = collect(manager, len(ids), timeout=30)
     assert [(found[one].error, found[one].generated_tokens) for one in ids] == [(None, tokens) for tokens in wanted]
-
-
-SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 2}
-LAYERS = 12
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """Gives the folder of a model stored by a scheme, and the bytes of one of its layers in 16 bits."""
-
-    def saved(scheme: str):
-        model = make("llama", torch.bfloat16, num_hidden_layers=LAYERS, **SIZES)
-        layer = sum(p.nbytes for p in model.model.layers[0].parameters())
-        accel.quantize(model, scheme, out=tmp_path / scheme)
-        return tmp_path / scheme, layer
-
-    return saved
-
-
-@pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
-def test_loading_takes_what_stays_and_two_layers_at_most(folder, scheme):
-    path, layer = folder(scheme)
-    start = allocated()
-    torch.cuda.reset_peak_memory_stats()
-    model = accel.load(path, device="cuda")
-    peak = torch.cuda.max_memory_allocated() - start
-    final = allocated() - start
-    print(f"{scheme}: peak {peak / 2**20:.1f} MiB, final {final / 2**20:.1f}, a layer in 16 bits {layer / 2**20:.1f}")
-    assert all(tensor.is_cuda for tensor in (*model.parameters(), *model.buffers()))
-    assert final < 0.62 * LAYERS * layer  # it is stored as in the file
-    assert peak <= final + 2 * layer
-    ids = torch.arange(1, 9, device="cuda")[None]
-    accel.optimize(model, graphs=False)
-    assert accel.verify(model, input_ids=ids).passed
-    assert generate(model, ids, torch.ones_like(ids))["sequences"].shape[1] > 8
-    del model
-    assert abs(allocated() - start) < 2**20 + layer // 8  # and all of it is given back
-
-
-# How many layers in 16 bits there may be at most on the device, with what a method computes; 12 are all. Measured on an
-# H200: 3.0, 5.4, 5.0, 5.0. GPTQ's squares of the inner size outgrow the layer where that is wide, unlike here: of 8B
-# they make 12.7 layers, see python -m benchmarks calibrating.
-WAYS = {("int8", "rtn"): 3.5, ("int4", "gptq"): 6, ("int4", "awq"): 5.5, ("int8", "smoothquant"): 5.5}
-
-
-@pytest.mark.parametrize(("scheme", "method"), WAYS)
-def test_layers_go_to_the_gpu_one_by_one_to_be_quantized(scheme, method):
-    """The model stays on the CPU; what comes of it is as near to the original as what a CPU makes of it."""
-    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 8}
-    stock = make("llama", torch.bfloat16, num_hidden_layers=LAYERS, **sizes)
-    layer = sum(p.nbytes for p in stock.model.layers[0].parameters())
-    data = None if method == "rtn" else [prompt(4, 64, seed) for seed in range(4)]
-    rows = prompt(2, 64, 9)
-    wanted, errors = stock(rows).logits.float(), []
-    for device in (None, "cuda"):
-        start = allocated()
-        torch.cuda.reset_peak_memory_stats()
-        model = accel.quantize(copy.deepcopy(stock), scheme, data, method=method, device=device)
-        peak = (torch.cuda.max_memory_allocated() - start) / layer
-        print(f"{scheme} by {method}, {device or 'cpu'}: {peak:.1f} layers of {layer / 2**20:.1f} MiB at most")
-        assert all(tensor.device.type == "cpu" for tensor in (*model.parameters(), *model.buffers()))
-        errors.append(float((model(rows).logits.float() - wanted).norm()))
-        assert device is None or 0 < peak < WAYS[scheme, method]
-    assert abs(errors[1] - errors[0]) <= 0.1 * errors[0], errors
-
-
-HEADS, KV_HEADS, DIM = 8, 2, 128
-FIRST, SHALLOW, DEEP = 2, 8, 24  # layers; the first model only has libraries take what they keep
-
-
-def llama(layers: int) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=4096, hidden_size=HEADS * DIM, intermediate_size=3584, num_hidden_layers=layers,
-        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, max_position_embeddings=4096,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval()
-
-
-@pytest.mark.parametrize("options", [{}, {"kv_cache": "int8"}], ids=["as it is", "rounded cache"])
-def test_a_deep_model_is_optimized_in_the_memory_of_a_shallow_one(options):
-    """The bound is what the warmup stores for one layer; all 16 more would take 33 MiB, their records 14."""
-    peaks = {}
-    for layers in (FIRST, SHALLOW, DEEP):
-        model = llama(layers)
-        before = allocated()
-        torch.cuda.reset_peak_memory_stats()
-        accel.optimize(model, **options)
-        torch.cuda.synchronize()
-        peaks[layers] = torch.cuda.max_memory_allocated() - before
-        assert "forward" in vars(model)
-        del model
-    one_layer = max(WIDE) * BLOCK * 2 * KV_HEADS * DIM * torch.bfloat16.itemsize
-    assert peaks[DEEP] - peaks[SHALLOW] < one_layer, peaks

@@ -18,6 +18,8 @@ def poisoned(monkeypatch) -> None:
 
         def filled(*args, make=getattr(torch, name), **kwargs):  # noqa: B008 (torch's own, before it is replaced)
             tensor = make(*args, **kwargs)
+            if tensor.dtype is torch.bool:
+                return tensor.fill_(True)
             return tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
 
         monkeypatch.setattr(torch, name, filled)

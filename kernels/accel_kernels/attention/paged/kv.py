@@ -82,7 +82,8 @@ class KV(NamedTuple):
         """Stores (rows, new, kv heads, D) each as the tokens from `start` on."""
         end, whole = start + keys.shape[1], self._in_order()
         if self.key_scales is not None:
-            place, pairs = self.slots(start, end), self._pairs()
+            place = self.slots(start, end)
+            pairs = (self.keys, self.key_scales), (self.values, self.value_scales)
             for (kept, kept_scales), new in zip(pairs, (keys, values), strict=True):
                 codes, scales = rounded(new, kept.dtype)
                 kept[place], kept_scales[place] = codes, scales.to(kept_scales.dtype)
@@ -98,22 +99,16 @@ class KV(NamedTuple):
 
         dtype: in which rounded ones are restored; others are given as they are stored.
         """
-        if self.key_scales is not None:
-            place = self.slots(0, end)
-            keys, values = (restored(codes[place], scales[place], dtype) for codes, scales in self._pairs())
-            return keys, values
-        rows, columns = self.table.shape
-        kept = [self.keys, self.values]  # without a method of its own: a compiler that traces it follows none
+        # Without another method of its own: a compiler that traces it follows none.
+        (rows, columns), exact = self.table.shape, self.key_scales is None
+        kept = [self.keys, self.values] if exact else [self.keys, self.values, self.key_scales, self.value_scales]
         if self.ordered:
             kept = [t[: rows * columns] for t in kept]
         else:
             blocks = self.table.flatten().long()
             kept = [t[blocks] for t in kept]
-        keys, values = (t.view(rows, -1, *t.shape[2:])[:, :end] for t in kept)
-        return keys, values
-
-    def _pairs(self) -> tuple:
-        return (self.keys, self.key_scales), (self.values, self.value_scales)
+        keys, values, *scales = (t.unflatten(0, (rows, columns)).flatten(1, 2)[:, :end] for t in kept)
+        return (keys, values) if exact else (restored(keys, scales[0], dtype), restored(values, scales[1], dtype))
 
     def _in_order(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Both as (rows, tokens, kv heads, D), where no table is needed."""
