@@ -47,6 +47,7 @@ MASKS = {
     "added": (added(shown()), {}, True),
     "added infinities": (added(shown(), -torch.inf), {}, True),
     "a bias": (added(shown(), seen=0.5), {}, False),
+    "of whole numbers": (shown().int(), {}, False),
     "hidden but for a little": (added(shown(), -1e4), {}, False),
     "sees the next token": (changed(1, START + 2), {}, False),
     "hides a token": (changed(1, 2), {}, False),
