@@ -15,8 +15,10 @@ from support.llm.outputs import generate, same
 
 FAST = [family.name for family in FAMILIES if family.expected == "fast"]
 SOME = ("llama", "gpt2", "mistral", "gemma2", "falcon-alibi", "phi", "gptj", "qwen3")
-# Stock reads the greatest position in every forward, or makes frequencies (Phi-MoE) on the CPU.
-WAITS = ("llama-rope-dynamic", "phi3-longrope", "phi-moe")
+# Stock reads the greatest position in every forward.
+WAITS = ("llama-rope-dynamic", "phi3-longrope")
+# Before transformers 5.24 stock made its frequencies on the CPU, which no graph holds.
+SOMETIMES = ("phi-moe",)
 
 
 pytestmark = pytest.mark.usefixtures("exact")
@@ -40,7 +42,7 @@ def test_logits_are_as_near_to_the_truth_as_stocks(name, dtype):
         assert error <= 2 * allowed + 1e-6, f"{error:.2e}, stock's own {allowed:.2e}"
     assert "forward" in vars(ours), accel.report(ours)
     fills = vars(ours)["forward"].convention.pads_prompts
-    assert bool(prefill_graphs(ours)) == (fills and name not in WAITS), accel.report(ours)
+    assert name in SOMETIMES or bool(prefill_graphs(ours)) == (fills and name not in WAITS), accel.report(ours)
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 33, 64, 65, 100, 124])
@@ -69,7 +71,7 @@ def test_padded_on_the_left(name, lengths):
 @pytest.mark.parametrize("name", SOME)
 def test_bit_for_bit_whatever_it_is_filled_up_with(name, dtype, value, monkeypatch):
     """All in one graph: the prompt, the step after it, and what the cache holds."""
-    ours, _ = new_pair(name, dtype)
+    ours, stock = new_pair(name, dtype)
     whole, found = short.pad_to_bucket, []
 
     def other(tokens, positions, room):
@@ -79,13 +81,17 @@ def test_bit_for_bit_whatever_it_is_filled_up_with(name, dtype, value, monkeypat
         return tokens, positions, last
 
     embeds = ours.get_input_embeddings()(prompt(2, 21).cuda())
+    wanted = DynamicCache(config=stock.config)  # a layer with a window may keep fewer tokens
+    for call in ({"inputs_embeds": embeds}, {"input_ids": prompt(2, 1, 3).cuda()}):
+        stock(**call, past_key_values=wanted)
+    shapes = [t.shape for layer in wanted.layers for t in (layer.keys, layer.values)]
     for fill in (whole, whole, whole, other, whole):
         monkeypatch.setattr(short, "pad_to_bucket", fill)
         cache = DynamicCache(config=ours.config)
         first = ours(inputs_embeds=embeds, past_key_values=cache, logits_to_keep=1).logits
         then = ours(prompt(2, 1, 3).cuda(), past_key_values=cache).logits
         held = [t.clone() for layer in cache.layers for t in (layer.keys, layer.values)]
-        assert all(t.shape[2] == 22 and t.isfinite().all() for t in held)
+        assert [t.shape for t in held] == shapes and all(t.isfinite().all() for t in held)
         found.append([first, then, *held])
     assert len(prefill_graphs(ours)) == 1
     for one in found[3:]:
