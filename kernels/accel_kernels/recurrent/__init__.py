@@ -1,0 +1,1 @@
+"""Linear attention: recurrences over states of a fixed size, and the convolutions before them."""

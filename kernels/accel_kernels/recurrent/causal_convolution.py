@@ -1,0 +1,92 @@
+"""Causal convolution of each channel with its own few taps, behind a window of the inputs that came before.
+
+Before linear attention (Mamba: Gu and Dao 2023), or between two gates as a layer of its own (LFM2).
+"""
+
+import torch
+
+from accel_kernels.norm.norm import ACTIVATIONS
+from accel_kernels.op import dtype_reason, make_op, random_case
+from accel_kernels.recurrent.recurrence import Sequences, wide
+
+
+def reference(x, weight, window, sequences, *, bias=None, activation=None, before=None, after=None):
+    """x: (B, T, C); weight: (C, taps), its last tap for the newest input; bias: (C,). Gives (B, T, C).
+
+    window: (slots, taps, C), the last inputs: that of position p lies at p % taps. It is written.
+    before, after: (B, T, C), by which the input and the result are multiplied. Rounded to the weight's dtype after the
+    convolution and after the activation, a name of ACTIVATIONS or None.
+    """
+    tokens, channels = x.shape[1:]
+    kind, taps = wide(x.dtype), weight.shape[1]
+    x = x if before is None else x * before
+    flat = x.reshape(-1, channels)
+    out = torch.zeros_like(flat)
+    for begin, end, slot, position in sequences.each(tokens):
+        places = torch.arange(position - taps + 1, position, device=x.device)
+        past = torch.where(places[:, None] < 0, 0, window[slot, places % taps])
+        row = torch.cat((past, flat[begin:end])).to(kind)
+        y = sum(row[tap : tap + end - begin] * weight[:, tap].to(kind) for tap in range(taps))
+        y = (y if bias is None else y + bias.to(kind)).to(weight.dtype)
+        out[begin:end] = y if activation is None else ACTIVATIONS[activation](y.to(kind)).to(weight.dtype)
+        newest = torch.arange(max(end - begin - taps, 0), end - begin, device=x.device)
+        window[slot, (position + newest) % taps] = flat[begin:end][newest]
+    out = out.view(x.shape)
+    return out if after is None else out * after
+
+
+def supports(x, weight, window, sequences, *, bias=None, activation=None, before=None, after=None) -> str | None:
+    if x.numel() == 0:
+        return "empty"
+    if activation is not None and activation not in ACTIVATIONS:
+        return f"activation {activation!r}"
+    if weight.shape[1] > 8:
+        return f"{weight.shape[1]} taps, more than 8"
+    if not window.is_contiguous() or window.dtype != x.dtype:
+        return "a window that is not contiguous or of another dtype"
+    for name, tensor in (("x", x), ("before", before), ("after", after)):
+        if tensor is not None and (tensor.stride(-1) != 1 or tensor.shape != x.shape):
+            return f"{name}: channels not next to each other, or of another shape"
+    return dtype_reason(x, weight, window, bias, before, after)
+
+
+def some_sequences(rand, rows, positions, spans=None, longest=None, idle=()):
+    """Sequences in slots of a pool of rows + 2, the last one first."""
+
+    def numbers(values):
+        return torch.tensor(values, device=rand.device)
+
+    slots = [-1 if n in idle else rows - n for n in range(rows)]
+    spans = None if spans is None else numbers(spans)
+    return Sequences(numbers(slots), numbers(positions), spans, longest)
+
+
+def _case(name, batch, tokens, channels, taps, positions, *, spans=None, longest=None, bias=False, gates=False,
+          activation=None, idle=(), small=False):  # fmt: skip
+    def make(rand):
+        count = len(positions)
+        x, *factors = rand(batch, tokens, 3 * channels).chunk(3, dim=-1)
+        weight, window = rand(channels, taps, spread=0.5), rand(count + 2, taps, channels)
+        more = {"bias": rand(channels) if bias else None, "activation": activation}
+        if gates:
+            more |= {"before": factors[0], "after": factors[1]}
+        return (x, weight, window, some_sequences(rand, count, positions, spans, longest, idle)), more
+
+    return random_case(name, make, small)
+
+
+CASES = (
+    _case("odd", 2, 21, 37, 4, [0, 9], activation="silu", bias=True, small=True),
+    _case("short", 3, 2, 20, 4, [0, 1, 3], small=True),
+    _case("step", 3, 1, 40, 3, [7, 0, 5], gates=True, idle=(2,), small=True),
+    _case("gates", 2, 33, 24, 3, [5, 0], gates=True, bias=True, small=True),
+    _case("packed", 1, 60, 16, 2, [0, 8, 3], spans=[(2, 19), (19, 19), (30, 57)], activation="silu", small=True),
+    _case("padded", 2, 40, 16, 4, [0, 0], spans=[(7, 40), (40, 70)], activation="silu", idle=(), small=True),
+    _case("qwen3-next-2048", 1, 2048, 8192, 4, [0], activation="silu"),
+    _case("mamba2-2048", 2, 2048, 5376, 4, [0, 9], activation="silu", bias=True),
+    _case("lfm2-2048", 1, 2048, 2048, 3, [0], gates=True),
+    _case("lfm2-step", 1, 1, 2048, 3, [700], gates=True),
+    _case("lfm2-steps", 32, 1, 2048, 3, list(range(32)), gates=True),
+)
+
+causal_convolution = make_op("causal_convolution", reference, supports, CASES)
