@@ -66,7 +66,10 @@ def _case(name, batch, tokens, channels, taps, positions, *, spans=None, longest
     def make(rand):
         count = len(positions)
         x, *factors = rand(batch, tokens, 3 * channels).chunk(3, dim=-1)
-        weight, window = rand(channels, taps, spread=0.5), rand(count + 2, taps, channels)
+        weight, window = (
+            rand(taps, channels, spread=0.5).t() if taps == 4 else rand(channels, taps, spread=0.5),
+            rand(count + 2, taps, channels),
+        )
         more = {"bias": rand(channels) if bias else None, "activation": activation}
         if gates:
             more |= {"before": factors[0], "after": factors[1]}

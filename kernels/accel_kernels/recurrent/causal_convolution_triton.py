@@ -37,7 +37,7 @@ def _inputs(x_ptr, before_ptr, row, x_row, before_row, c_idx, mask):
 
 @triton.jit(do_not_specialize=("tokens",))
 def causal_convolution_kernel(
-    x_ptr, before_ptr, after_ptr, x_row, before_row, after_row, weight_ptr, bias_ptr, window_ptr, y_ptr,
+    x_ptr, before_ptr, after_ptr, x_row, before_row, after_row, weight_ptr, weight_strides, bias_ptr, window_ptr, y_ptr,
     spans_ptr, slots_ptr, positions_ptr, tokens, channels, TAPS: tl.constexpr, BLOCK_TAPS: tl.constexpr,
     ACTIVATION: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -60,8 +60,8 @@ def causal_convolution_kernel(
             before = position + at
             stored = mask & (at < 0) & (before >= 0)
             x += tl.load(window_ptr + before % TAPS * channels + c_idx, mask=stored, other=0.0).to(tl.float32)
-        x *= tl.load(weight_ptr + c_idx * TAPS + tap, mask=inside, other=0.0).to(tl.float32)
-        total += x
+        weight = tl.load(weight_ptr + c_idx * weight_strides[0] + tap * weight_strides[1], mask=inside, other=0.0)
+        total += x * weight.to(tl.float32)
     if bias_ptr is not None:
         total += tl.load(bias_ptr + c_idx, mask=inside, other=0.0).to(tl.float32)
     y = after_taps(total, weight_ptr.dtype.element_ty, ACTIVATION).to(y_ptr.dtype.element_ty)
@@ -72,10 +72,10 @@ def causal_convolution_kernel(
     tl.store(y_ptr + (begin + t_idx) * channels + c_idx, y, mask=(t_idx < room) & inside)
     if tl.program_id(0) == 0:
         tl.debug_barrier()  # all of its threads have read the window
-        at = length - 1 - tl.arange(0, BLOCK_TAPS)[:, None]
-        kept = inside & (at >= 0) & (at >= length - TAPS)
-        x = _inputs(x_ptr, before_ptr, begin + at, x_row, before_row, c_idx, kept)
-        tl.store(window_ptr + (position + at) % TAPS * channels + c_idx, x, mask=kept)
+        last = length - 1 - tl.arange(0, BLOCK_TAPS)[:, None]
+        kept = inside & (last >= 0) & (last >= length - TAPS)
+        newest = _inputs(x_ptr, before_ptr, begin + last, x_row, before_row, c_idx, kept)
+        tl.store(window_ptr + (position + last) % TAPS * channels + c_idx, newest, mask=kept)
 
 
 def rows_of(t: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
@@ -101,7 +101,7 @@ def causal_convolution(x, weight, window, sequences, *, bias=None, activation=No
     block_c = min(power_of_two(channels), 2048 // block_t if block_t > 1 else 256)
     launch(
         causal_convolution_kernel, (cdiv(longest, block_t), cdiv(channels, block_c), len(sequences.slots)),
-        x, before, after, x_row, before_row, after_row, weight, bias, window, y,
+        x, before, after, x_row, before_row, after_row, weight, weight.stride(), bias, window, y,
         sequences.spans, sequences.slots, sequences.positions, tokens, channels, weight.shape[1],
         power_of_two(weight.shape[1]), activation, block_t, block_c, num_warps=4 if block_t > 1 else 2, **programmatic(x.device, longest == 1),
     )  # fmt: skip

@@ -53,24 +53,39 @@ def after_taps(total, kind: tl.constexpr, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def convolved(
-    new, window_ptr, weight_ptr, bias_ptr, c_idx, mask, position, channels, kept, TAPS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+def taps_of(
+    x_ptr, idx, mask, window_ptr, weight_ptr, weight_strides, bias_ptr, first, position, channels, TAPS: tl.constexpr,
+    BLOCK_TAPS: tl.constexpr,
 ):  # fmt: skip
-    """The convolution of one token, in fp32. new: its input; kept: of which channels it is put into the window.
+    """All that a convolution of one token reads: inputs and weights (BLOCK_TAPS, channels), bias, and its own input.
 
-    Its place in the window is that of an input which nobody needs any more: programs that share channels never race.
+    The last two of what it returns are that input and its places, which keep it where BLOCK_TAPS is the newest one.
+    x_ptr: of channels `first` and up. Without a window the input stands alone. Taps are rows of one tile: as vectors
+    that are loaded one by one they would be loaded by all threads. The token's place in the window is that of an input
+    which nobody needs any more, so programs that share channels never race.
     """
-    total = tl.zeros(c_idx.shape, tl.float32)
-    for tap in tl.static_range(TAPS):
-        if tap == TAPS - 1:
-            x = new
-        else:
-            at = position + tap - (TAPS - 1) + 0 * c_idx
-            x = tl.load(window_ptr + at % TAPS * channels + c_idx, mask=mask & (at >= 0), other=0.0)
-        weight = tl.load(weight_ptr + c_idx * TAPS + tap, mask=mask, other=0.0)
-        total += x.to(tl.float32) * weight.to(tl.float32)
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + c_idx, mask=mask, other=0.0).to(tl.float32)
-    tl.store(window_ptr + position % TAPS * channels + c_idx, new, mask=kept)
-    return after_taps(total, weight_ptr.dtype.element_ty, ACTIVATION).to(new.dtype).to(tl.float32)
+    tap = tl.arange(0, BLOCK_TAPS)[:, None]
+    row, rows = idx[None, :] + 0 * tap, mask[None, :] & (tap < TAPS)
+    new = tl.load(x_ptr + row, mask=rows & (tap == TAPS - 1), other=0.0)
+    inputs = new.to(tl.float32)
+    weights, bias, places = inputs, tl.zeros(idx.shape, tl.float32), x_ptr + row
+    if window_ptr is not None:
+        at = position + tap - (TAPS - 1)
+        places = window_ptr + at % TAPS * channels + first + row
+        inputs += tl.load(places, mask=rows & (tap < TAPS - 1) & (at >= 0), other=0.0).to(tl.float32)
+        weight_ptr += (first + row) * weight_strides[0] + tap * weight_strides[1]
+        weights = tl.load(weight_ptr, mask=rows, other=0.0).to(tl.float32)
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + first + idx, mask=mask, other=0.0).to(tl.float32)
+    return inputs, weights, bias, new, places
+
+
+@triton.jit
+def convolved(inputs, weights, bias, weight_ptr, kind: tl.constexpr, ACTIVATION: tl.constexpr):
+    """The convolution of what `taps_of` has read, in fp32 and rounded as transformers does."""
+    if weight_ptr is None:
+        y = tl.sum(inputs, axis=0)
+    else:
+        y = tl.sum(inputs * weights, axis=0) + bias
+        y = after_taps(y, weight_ptr.dtype.element_ty, ACTIVATION).to(kind).to(tl.float32)
+    return y

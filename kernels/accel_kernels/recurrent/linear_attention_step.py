@@ -18,7 +18,8 @@ from accel_kernels.recurrent.recurrence import Decay, chunk, gates, prepared, wi
 class Convolution(NamedTuple):
     """The causal convolution through which q, k and v go, see `causal_convolution`.
 
-    order: of their channels in weight (C, taps), bias (C,) and window (slots, taps, C): "qkv" or "vkq".
+    order: of their channels in weight (C, taps), bias (C,) and window (slots, taps, C): "qkv" or "vkq". It is fastest
+    where the channels of weight, too, lie next to each other.
     """
 
     weight: torch.Tensor
@@ -159,7 +160,7 @@ def _case(name, rows, heads, repeat, key_dim, value_dim, *, taps=4, fused=True, 
             width = sum(channels[:3])
             window = rand(rows + 2, taps, width)
             bias = rand(width) if order == "vkq" else None
-            more["convolution"] = Convolution(rand(width, taps, spread=0.5), window, bias, order=order)
+            more["convolution"] = Convolution(rand(taps, width, spread=0.5).t(), window, bias, order=order)
         if order == "vkq":
             state = state.transpose(2, 3).contiguous().transpose(2, 3)
         if norm is not None:

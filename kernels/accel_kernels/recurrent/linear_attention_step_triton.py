@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from accel_kernels.device import programmatic
-from accel_kernels.recurrent.gates_triton import beta_gate, convolved, decay_gate
+from accel_kernels.recurrent.gates_triton import beta_gate, convolved, decay_gate, taps_of
 from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch
 
@@ -13,33 +13,21 @@ CONVOLUTION_OFF = (None, None, None, None, "qkv")
 
 
 @triton.jit
-def _row(ptr, strides, row, head, repeated, repeat):
+def _row(ptr, strides, row, head, repeated):
     """Where a row's value head is in v, a, b or a gate: (B, key heads, repeat, ...)."""
     return ptr + row * strides[0] + head * strides[1] + repeated * strides[2]
 
 
 @triton.jit
-def _input(ptr, idx, mask, window_ptr, weight_ptr, bias_ptr, first, position, channels, kept, TAPS, ACTIVATION):
-    """Channels of q, k or v in fp32, after the convolution if there is one. first: their place in its channels."""
-    x = tl.load(ptr + idx, mask=mask, other=0.0)
-    if window_ptr is None:
-        y = x.to(tl.float32)
-    else:
-        y = convolved(
-            x, window_ptr, weight_ptr, bias_ptr, first + idx, mask, position, channels, kept, TAPS, ACTIVATION
-        )
-    return y
-
-
-@triton.jit
 def linear_attention_step_kernel(
     q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, gate_ptr, o_ptr, q_strides, k_strides, v_strides, a_strides, b_strides,
-    gate_strides, state_ptr, state_strides, slots_ptr, positions_ptr, weight_ptr, bias_ptr, window_ptr, q_first,
-    k_first, v_first, channels, a_log_ptr, decay_bias_ptr, lower_bound, low, high, beta_scale, skip_ptr, norm_ptr,
-    eps, scale, key_eps, key_heads,
+    gate_strides, state_ptr, slot_stride, head_stride, slots_ptr, positions_ptr, weight_ptr, weight_strides, bias_ptr,
+    window_ptr, q_first, k_first, v_first, channels, a_log_ptr, decay_bias_ptr, lower_bound, low, high, beta_scale,
+    skip_ptr, norm_ptr, eps, scale, key_eps, key_heads, KEY_STRIDE: tl.constexpr, VALUE_STRIDE: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, REPEAT: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, TAPS: tl.constexpr, ACTIVATION: tl.constexpr, CHANNEL_DECAY: tl.constexpr,
-    ROUND_DECAY: tl.constexpr, SILU: tl.constexpr, ROUND_NORM: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_V: tl.constexpr, TAPS: tl.constexpr, BLOCK_TAPS: tl.constexpr, ACTIVATION: tl.constexpr,
+    CHANNEL_DECAY: tl.constexpr, ROUND_DECAY: tl.constexpr, SILU: tl.constexpr, ROUND_NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Of the value heads of a key head, and of the blocks of a head, the first ones keep what is theirs in common."""
     row = (tl.program_id(0) // (key_heads * REPEAT)).to(tl.int64)
@@ -47,57 +35,80 @@ def linear_attention_step_kernel(
     key_head, repeated = head // REPEAT, head % REPEAT
     k_idx = tl.arange(0, BLOCK_K)
     v_idx = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    k_mask, v_mask = k_idx < KEY_DIM, v_idx < VALUE_DIM
     DELTA: tl.constexpr = b_ptr is not None
+    kind: tl.constexpr = o_ptr.dtype.element_ty
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     a_log = tl.load(a_log_ptr + head).to(tl.float32)
+    if norm_ptr is not None:
+        weight = tl.load(norm_ptr + v_idx, mask=v_mask, other=0.0).to(tl.float32)
+    if skip_ptr is not None:
+        skip = tl.load(skip_ptr + head).to(tl.float32)
     if CHANNEL_DECAY:
-        bias = tl.load(decay_bias_ptr + head * KEY_DIM + k_idx, mask=k_idx < KEY_DIM, other=0.0).to(tl.float32)
+        bias = tl.load(decay_bias_ptr + head * KEY_DIM + k_idx, mask=k_mask, other=0.0).to(tl.float32)
     else:
         bias = tl.load(decay_bias_ptr + head).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
     slot = tl.load(slots_ptr + row).to(tl.int64)
     position = tl.load(positions_ptr + row).to(tl.int64)
-    k_mask = k_idx < tl.where(slot < 0, 0, KEY_DIM)
-    v_mask = v_idx < tl.where(slot < 0, 0, VALUE_DIM)
-    places = state_ptr + slot * state_strides[0] + head * state_strides[1]
-    places += k_idx[:, None] * state_strides[2] + v_idx[None, :] * state_strides[3]
-    whole = k_mask[:, None] & v_mask[None, :]
-    stored = whole & (k_idx < tl.where(position > 0, KEY_DIM, 0))[:, None]
-    state = tl.load(places, mask=stored, other=0.0)
-
+    o_ptr += (row * key_heads * REPEAT + head) * VALUE_DIM
+    if slot < 0:
+        tl.store(o_ptr + v_idx, tl.zeros((BLOCK_V,), tl.float32).to(kind), mask=v_mask)
+        return
     if window_ptr is not None:
         window_ptr += slot * TAPS * channels
-    kept = k_mask & (k_idx < tl.where(repeated + tl.program_id(1) == 0, KEY_DIM, 0))
-    q = _input(
-        q_ptr + row * q_strides[0] + key_head * q_strides[1], k_idx, k_mask, window_ptr, weight_ptr, bias_ptr,
-        q_first + key_head * KEY_DIM, position, channels, kept, TAPS, ACTIVATION,
+    q_taps, q_weights, q_bias, q_input, q_places = taps_of(
+        q_ptr + row * q_strides[0] + key_head * q_strides[1], k_idx, k_mask, window_ptr, weight_ptr, weight_strides,
+        bias_ptr, q_first + key_head * KEY_DIM, position, channels, TAPS, BLOCK_TAPS,
     )  # fmt: skip
-    k = _input(
-        k_ptr + row * k_strides[0] + key_head * k_strides[1], k_idx, k_mask, window_ptr, weight_ptr, bias_ptr,
-        k_first + key_head * KEY_DIM, position, channels, kept, TAPS, ACTIVATION,
+    k_taps, k_weights, k_bias, k_input, k_places = taps_of(
+        k_ptr + row * k_strides[0] + key_head * k_strides[1], k_idx, k_mask, window_ptr, weight_ptr, weight_strides,
+        bias_ptr, k_first + key_head * KEY_DIM, position, channels, TAPS, BLOCK_TAPS,
     )  # fmt: skip
-    v = _input(
-        _row(v_ptr, v_strides, row, key_head, repeated, REPEAT), v_idx, v_mask, window_ptr, weight_ptr, bias_ptr,
-        v_first + head * VALUE_DIM, position, channels, v_mask, TAPS, ACTIVATION,
+    v_taps, v_weights, v_bias, v_input, v_places = taps_of(
+        _row(v_ptr, v_strides, row, key_head, repeated), v_idx, v_mask, window_ptr, weight_ptr, weight_strides,
+        bias_ptr, v_first + head * VALUE_DIM, position, channels, TAPS, BLOCK_TAPS,
     )  # fmt: skip
-    if key_eps is not None:
-        q *= tl.rsqrt(tl.sum(q * q, axis=0) + key_eps)
-        k *= tl.rsqrt(tl.sum(k * k, axis=0) + key_eps)
-    q *= scale
-    a_ptr = _row(a_ptr, a_strides, row, key_head, repeated, REPEAT)
+    a_ptr = _row(a_ptr, a_strides, row, key_head, repeated)
     if CHANNEL_DECAY:
         a = tl.load(a_ptr + k_idx, mask=k_mask, other=0.0)
     else:
         a = tl.load(a_ptr)
+    if DELTA:
+        b = tl.load(_row(b_ptr, b_strides, row, key_head, repeated))
+    if norm_ptr is not None:
+        gate_ptr = _row(gate_ptr, gate_strides, row, key_head, repeated)
+        gate = tl.load(gate_ptr + v_idx, mask=v_mask, other=0.0).to(tl.float32)
+    # The last of all large loads, whose layout Triton therefore gives to what is computed with it.
+    places = state_ptr + slot * slot_stride + head * head_stride
+    places += k_idx[:, None] * KEY_STRIDE + v_idx[None, :] * VALUE_STRIDE
+    whole = k_mask[:, None] & v_mask[None, :]
+    stored = whole & (k_idx < tl.where(position > 0, KEY_DIM, 0))[:, None]
+    state = tl.load(places, mask=stored, other=0.0)
+
+    inputs: tl.constexpr = q_ptr.dtype.element_ty
+    q = convolved(q_taps, q_weights, q_bias, weight_ptr, inputs, ACTIVATION)
+    k = convolved(k_taps, k_weights, k_bias, weight_ptr, inputs, ACTIVATION)
+    v = convolved(v_taps, v_weights, v_bias, weight_ptr, inputs, ACTIVATION)
+    if window_ptr is not None:
+        newest = tl.arange(0, BLOCK_TAPS)[:, None] == TAPS - 1
+        shared = newest & (k_idx < tl.where(repeated + tl.program_id(1) == 0, KEY_DIM, 0))[None, :]
+        tl.store(q_places, q_input, mask=shared)
+        tl.store(k_places, k_input, mask=shared)
+        tl.store(v_places, v_input, mask=newest & v_mask[None, :])
+    if key_eps is not None:
+        q *= tl.rsqrt(tl.sum(q * q, axis=0) + key_eps)
+        k *= tl.rsqrt(tl.sum(k * k, axis=0) + key_eps)
+    q *= scale
     g, strength = decay_gate(a, a_log, bias, lower_bound, low, high, ROUND_DECAY, DELTA)
     if CHANNEL_DECAY:
         state *= tl.exp(g)[:, None]
     else:
         state *= tl.exp(g)
     if DELTA:
-        strength = beta_gate(tl.load(_row(b_ptr, b_strides, row, key_head, repeated, REPEAT)), beta_scale)
+        strength = beta_gate(b, beta_scale)
         new = (v - tl.sum(state * k[:, None], axis=0)) * strength
     else:
         new = v * strength
@@ -105,24 +116,19 @@ def linear_attention_step_kernel(
     tl.store(places, state, mask=whole)
     o = tl.sum(state * q[:, None], axis=0)
     if skip_ptr is not None:
-        o += tl.load(skip_ptr + head).to(tl.float32) * v
-    kind: tl.constexpr = o_ptr.dtype.element_ty
+        o += skip * v
     if norm_ptr is not None:
         o = o.to(kind).to(tl.float32)
         o *= tl.rsqrt(tl.sum(o * o, axis=0) / VALUE_DIM + eps)
-        weight = tl.load(norm_ptr + v_idx, mask=v_mask, other=0.0)
         if ROUND_NORM:
-            o = o.to(kind).to(tl.float32) * weight.to(tl.float32)
+            o = o.to(kind).to(tl.float32) * weight
             if kind == norm_ptr.dtype.element_ty:
                 o = o.to(kind).to(tl.float32)
         else:
-            o *= weight.to(tl.float32)
-        gate_ptr = _row(gate_ptr, gate_strides, row, key_head, repeated, REPEAT)
-        gate = tl.load(gate_ptr + v_idx, mask=v_mask, other=0.0).to(tl.float32)
+            o *= weight
         factor = 1.0 / (1.0 + tl.exp(-gate))
         o *= gate * factor if SILU else factor
-    o = tl.where(v_mask, o, 0.0)
-    tl.store(o_ptr + (row * key_heads * REPEAT + head) * VALUE_DIM + v_idx, o.to(kind), mask=v_idx < VALUE_DIM)
+    tl.store(o_ptr + v_idx, o.to(kind), mask=v_mask)
 
 
 def linear_attention_step(
@@ -136,6 +142,7 @@ def linear_attention_step(
     weight, window, bias, activation, order = convolution or CONVOLUTION_OFF
     gate, norm_weight, eps, gate_activation, round_norm = norm or NORM_OFF
     keys, values = key_heads * key_dim, key_heads * repeat * value_dim
+    taps = 1 if weight is None else weight.shape[1]
     firsts = (0, keys, 2 * keys) if order == "qkv" else (values + keys, values, 0)
     block_k, block_v = (max(16, power_of_two(size)) for size in (key_dim, value_dim))
     if norm is None:
@@ -143,11 +150,13 @@ def linear_attention_step(
     launch(
         linear_attention_step_kernel, (rows * key_heads * repeat, cdiv(value_dim, block_v)),
         q, k, v, a, b, gate, out, *(() if t is None else t.stride() for t in (q, k, v, a, b, gate)),
-        state, state.stride(), sequences.slots, sequences.positions, weight, bias, window, *firsts,
+        state, *state.stride()[:2], sequences.slots, sequences.positions, weight,
+        () if weight is None else weight.stride(), bias, window, *firsts,
         2 * keys + values, decay.a_log, decay.bias, decay.lower_bound, *decay.limits, beta_scale, skip,
-        norm_weight, eps, scale, key_eps, key_heads,
-        key_dim, value_dim, repeat, block_k, block_v, 1 if weight is None else weight.shape[1], activation,
+        norm_weight, eps, scale, key_eps, key_heads, *state.stride()[2:],
+        key_dim, value_dim, repeat, block_k, block_v, taps, power_of_two(taps), activation,
         decay.bias.dim() == 2, decay.rounded, gate_activation == "silu", round_norm,
-        num_warps=max(1, min(16, block_k * block_v // 2048)), **programmatic(q.device),
+        num_warps=max(1, min(16, block_k * block_v // 2048)), maxnreg=128,
+        **programmatic(q.device),
     )  # fmt: skip
     return out

@@ -1,0 +1,89 @@
+"""Many tokens of linear attention, in chunks on tensor cores.
+
+Gated delta rule: Yang et al. 2024, with a decay of each channel Kimi Linear 2025; state space: Dao and Gu 2024.
+"""
+
+import torch
+
+from accel_kernels.op import make_op, random_case
+from accel_kernels.recurrent.causal_convolution import some_sequences
+from accel_kernels.recurrent.linear_attention_step import SPACE, gate_arguments, state_reason
+from accel_kernels.recurrent.recurrence import CHUNK, chunk, gates, prepared
+
+
+def reference(
+    q, k, v, a, decay, state, sequences, *, scale, b=None, beta_scale=1.0, key_eps=None, skip=None,
+):  # fmt: skip
+    """q, k: (B, T, key heads, Dk); v: (B, T, key heads, repeat, Dv); a: like v without Dv, or with Dk.
+
+    q, k and v are what comes out of the convolution. Any strides, the last one 1. Gives (B, T, heads, Dv).
+    The other arguments are those of `linear_attention_step`; state is read where a sequence goes on, and written.
+    """
+    batch, tokens, key_heads, repeat, value_dim = v.shape
+    out = v.new_zeros(batch * tokens, key_heads * repeat, value_dim)
+    q, k, v, a = (t.flatten(0, 1) for t in (q, k, v, a))
+    b = None if b is None else b.flatten(0, 1).flatten(1)
+    g, strength = gates(a.flatten(1, 2), decay, b, beta_scale)
+    q, k, v = prepared(q, k, v, scale, key_eps)
+    for begin, end, slot, position in sequences.each(tokens):
+        kept = state[slot].to(q.dtype) if position > 0 else torch.zeros_like(state[slot], dtype=q.dtype)
+        for start in range(begin, end, CHUNK):
+            part = slice(start, min(end, start + CHUNK))
+            given = (t[part].transpose(0, 1) for t in (q, k, v, g, strength))
+            y, kept = chunk(*given, kept, b is not None)
+            y = y.transpose(0, 1)
+            out[part] = (y if skip is None else y + skip[:, None] * v[part]).to(out.dtype)
+        state[slot] = kept.to(state.dtype)
+    return out.view(batch, tokens, key_heads * repeat, value_dim)
+
+
+def supports(
+    q, k, v, a, decay, state, sequences, *, scale, b=None, beta_scale=1.0, key_eps=None, skip=None,
+) -> str | None:  # fmt: skip
+    return state_reason(q, k, v, a, decay, state, b)
+
+
+def _case(name, batch, tokens, heads, repeat, key_dim, value_dim, positions, *, spans=None, longest=None, skip=False,
+          order="qkv", key_eps=1e-6, idle=(), small=False, alike=False, **gating):  # fmt: skip
+    """alike: all keys are nearly the same, as of a text that repeats itself."""
+
+    def make(rand):
+        channels = (heads * key_dim, heads * key_dim, heads * repeat * value_dim)
+        q, k, v = rand(batch, tokens, sum(channels)).split(channels, dim=2)
+        if alike:
+            k = k[:, :1] + 0.05 * k
+        q, k = (t.unflatten(2, (heads, key_dim)) for t in (q, k))
+        v = v.unflatten(2, (heads, repeat, value_dim))
+        a, decay, more = gate_arguments(rand, (batch, tokens), heads, repeat, key_dim, **gating)
+        count = len(positions)
+        sequences = some_sequences(rand, count, positions, spans, longest, idle)
+        state = rand(count + 2, heads * repeat, key_dim, value_dim, dtype=torch.float32)
+        if order == "vkq":
+            state = state.transpose(2, 3).contiguous().transpose(2, 3)
+        if skip:
+            more["skip"] = rand(heads * repeat)
+        more |= {"scale": key_dim**-0.5, "key_eps": key_eps}
+        return (q, k, v, a, decay, state, sequences), more
+
+    return random_case(name, make, small)
+
+
+CASES = (
+    _case("qwen", 2, 70, 1, 2, 32, 32, [0, 5], small=True),
+    _case("odd", 1, 131, 1, 1, 20, 28, [9], small=True),
+    _case("short", 3, 3, 1, 2, 16, 16, [0, 1, 0], idle=(2,), small=True),
+    _case("alike", 1, 64, 1, 1, 32, 16, [0], alike=True, small=True),
+    _case("kimi", 1, 90, 2, 1, 32, 16, [3], channels=True, small=True),
+    _case("bounded", 1, 40, 1, 1, 20, 24, [0], channels=True, lower_bound=-5.0, rounded=True, small=True),
+    _case("packed", 1, 150, 1, 1, 16, 16, [0, 8, 3], spans=[(2, 70), (70, 70), (75, 148)], small=True),
+    _case("padded", 2, 40, 1, 1, 16, 16, [0, 0], spans=[(7, 40), (40, 70)], small=True),
+    _case("space", 2, 70, 1, 2, 32, 24, [0, 5], small=True, **SPACE),
+    _case("qwen3.5-9b-2048", 1, 2048, 16, 2, 128, 128, [0]),
+    _case("qwen3.6-27b-rows", 4, 500, 16, 3, 128, 128, [0, 9, 0, 64]),
+    _case("olmo-hybrid-1024", 1, 1024, 30, 1, 96, 192, [0]),
+    _case("kimi-linear-2048", 1, 2048, 32, 1, 128, 128, [0], channels=True),
+    _case("nemotron-h-2048", 1, 2048, 8, 16, 128, 80, [0], **SPACE),
+    _case("mamba2-2048", 1, 2048, 1, 80, 128, 64, [0], **SPACE),
+)  # fmt: skip
+
+linear_attention_prompt = make_op("linear_attention_prompt", reference, supports, CASES)
