@@ -103,6 +103,7 @@ def causal_convolution(x, weight, window, sequences, *, bias=None, activation=No
         causal_convolution_kernel, (cdiv(longest, block_t), cdiv(channels, block_c), len(sequences.slots)),
         x, before, after, x_row, before_row, after_row, weight, weight.stride(), bias, window, y,
         sequences.spans, sequences.slots, sequences.positions, tokens, channels, weight.shape[1],
-        power_of_two(weight.shape[1]), activation, block_t, block_c, num_warps=4 if block_t > 1 else 2, **programmatic(x.device, longest == 1),
+        power_of_two(weight.shape[1]), activation, block_t, block_c,
+        num_warps=4 if block_t > 1 else 2, **programmatic(x.device, longest == 1),
     )  # fmt: skip
     return y

@@ -8,13 +8,14 @@ import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.device import interpreted, multiprocessors, upcast
+from accel_kernels.device import interpreted, shared_memory, upcast
 from accel_kernels.recurrent.causal_convolution_triton import empty_output, sequence_of
 from accel_kernels.recurrent.gates_triton import beta_gate, decay_gate
 from accel_kernels.recurrent.recurrence import CHUNK
 from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch
 
+TWO_STAGES = 140 * 1024  # bytes of shared memory for two chunks at once, of 128 key channels in 16 bits
 LEVELS = tl.constexpr(CHUNK.bit_length() - 1)  # of halves of a chunk
 SUB = tl.constexpr(16)  # tokens of a chunk whose decays by channel are taken pair by pair
 
@@ -28,6 +29,71 @@ def _lengthened(x, key_eps):
         x = x.to(tl.float32)
         factor = tl.rsqrt(tl.sum(x * x, axis=1) + key_eps)
     return factor
+
+
+@triton.jit
+def _parts(x, PAIR: tl.constexpr):
+    """x as a sum of two bfloat16, which hold 16 bits of it; with PAIR false x itself, twice."""
+    if PAIR:
+        high = x.to(tl.bfloat16)
+        low = (x - high.to(tl.float32)).to(tl.bfloat16)
+    else:
+        high, low = x, x
+    return high, low
+
+
+@triton.jit
+def _store_parts(ptr, x, SIZE: tl.constexpr, PAIR: tl.constexpr):
+    """Writes a square where `_load_parts` finds it."""
+    place = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    high, low = _parts(x, PAIR)
+    tl.store(ptr + place, high)
+    if PAIR:
+        tl.store(ptr + SIZE * SIZE + place, low)
+
+
+@triton.jit
+def _load_parts(ptr, SIZE: tl.constexpr, PAIR: tl.constexpr):
+    """The transpose of a square, in two parts if PAIR."""
+    place = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    high = tl.load(ptr + place)
+    low = tl.load(ptr + SIZE * SIZE + place) if PAIR else high
+    return tl.trans(high), tl.trans(low)
+
+
+@triton.jit
+def _product(x, y, acc, PRECISION: tl.constexpr):
+    """acc + x y in fp32. x: fp32; y: fp32, or bfloat16, where two parts of x are enough."""
+    if y.dtype == tl.bfloat16:
+        high, low = _parts(x, True)
+        acc = tl.dot(low, y, tl.dot(high, y, acc))
+    else:
+        acc = tl.dot(x, y.to(tl.float32), acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _two_products(x, y, z, PRECISION: tl.constexpr):
+    """x y and x z, as `_product`. Both at once, so that the parts of x need not be kept."""
+    zeros = tl.zeros((x.shape[0], y.shape[1]), tl.float32)
+    if y.dtype == tl.bfloat16:
+        high, low = _parts(x, True)
+        first, second = tl.dot(high, y, zeros), tl.dot(high, z, zeros)
+        first, second = tl.dot(low, y, first), tl.dot(low, z, second)
+    else:
+        first, second = _product(x, y, zeros, PRECISION), _product(x, z, zeros, PRECISION)
+    return first, second
+
+
+@triton.jit
+def _square_product(x, high, low, acc, PRECISION: tl.constexpr, PAIR: tl.constexpr):
+    """acc + x y in fp32. x: fp32; y: what `_load_parts` gives."""
+    if PAIR:
+        x_high, x_low = _parts(x, True)
+        acc = tl.dot(x_high, high, tl.dot(x_low, high, tl.dot(x_high, low, acc)))
+    else:
+        acc = tl.dot(x, high, acc, input_precision=PRECISION)
+    return acc
 
 
 @triton.jit
@@ -77,13 +143,16 @@ def _channel_products(
 @triton.jit(do_not_specialize=("tokens",))
 def chunk_products_kernel(
     q_ptr, k_ptr, a_ptr, b_ptr, q_strides, k_strides, a_strides, b_strides, a_log_ptr, bias_ptr, lower_bound, low,
-    high, beta_scale, scale, key_eps, spans_ptr, slots_ptr, positions_ptr, tokens, mixing_ptr, scores_ptr, total_ptr,
-    heads, KEY_DIM: tl.constexpr, REPEAT: tl.constexpr, BLOCK_K: tl.constexpr, SIZE: tl.constexpr,
-    CHANNEL_DECAY: tl.constexpr, ROUND_DECAY: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    high, beta_scale, scale, key_eps, spans_ptr, slots_ptr, positions_ptr, tokens, mixing_ptr, scores_ptr, factors_ptr,
+    total_ptr, heads, KEY_DIM: tl.constexpr, REPEAT: tl.constexpr, BLOCK_K: tl.constexpr, SIZE: tl.constexpr,
+    CHANNEL_DECAY: tl.constexpr, ROUND_DECAY: tl.constexpr, PRECISION: tl.constexpr, PAIR: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """mixing: how a chunk's new values come of its values, (SIZE, SIZE) with the delta rule, else a factor of each.
+    """For each chunk and head, in fp32 or parts of it:
 
-    scores: (SIZE, SIZE). total: the sum of log decays up to each token. All in fp32, for each chunk and head.
+    mixing: (SIZE, SIZE), how its new values come of its values by the delta rule; scores: (SIZE, SIZE). factors: of
+    keys that meet the state, of queries, of keys that become state, of values without the delta rule. A decay that a
+    head has as a whole is in them; `total` is then its sum over the chunk, else the sums up to each token.
     """
     head, number = tl.program_id(0), tl.program_id(1)
     key_head, repeated = head // REPEAT, head % REPEAT
@@ -92,6 +161,8 @@ def chunk_products_kernel(
         return
     DELTA: tl.constexpr = b_ptr is not None
     unit = (begin // SIZE + tl.program_id(2) + number) * heads + head
+    factors_ptr += unit * 4 * SIZE
+    PLACES: tl.constexpr = SIZE * SIZE * (2 if PAIR else 1)
     begin += number * SIZE
     count = length - number * SIZE
     t_idx = tl.arange(0, SIZE)
@@ -124,86 +195,104 @@ def chunk_products_kernel(
         bias = tl.load(bias_ptr + head).to(tl.float32)
         a = tl.load(a_ptr + t_idx * a_strides[0], mask=counted, other=0.0)
         g, dt = decay_gate(a, a_log, bias, lower_bound, low, high, ROUND_DECAY, DELTA)
-        total = tl.cumsum(tl.where(counted, g, 0.0), axis=0)
-        tl.store(total_ptr + unit * SIZE + t_idx, total)
+        g = tl.where(counted, g, 0.0)
+        total = tl.cumsum(g, axis=0)
+        last = tl.sum(g, axis=0)
+        tl.store(total_ptr + unit, last)
         between = tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0)) * k_factor[None, :]
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * between * q_factor[:, None]
         if DELTA:
             keys = tl.dot(k, tl.trans(k), input_precision=PRECISION) * between * k_factor[:, None]
-    place = unit * SIZE * SIZE + i_idx * SIZE + j_idx
-    tl.store(scores_ptr + place, tl.where(i_idx >= j_idx, scores, 0.0))
+        tl.store(factors_ptr + 2 * SIZE + t_idx, k_factor * tl.exp(last - total))
+        k_factor *= tl.exp(total)
+        q_factor *= tl.exp(total)
+    tl.store(factors_ptr + t_idx, k_factor)
+    tl.store(factors_ptr + SIZE + t_idx, q_factor)
+    _store_parts(scores_ptr + unit * PLACES, tl.where(i_idx >= j_idx, scores, 0.0), SIZE, PAIR)
     if DELTA:
         b_ptr += begin * b_strides[0] + key_head * b_strides[1] + repeated * b_strides[2]
         beta = beta_gate(tl.load(b_ptr + t_idx * b_strides[0], mask=counted, other=0.0), beta_scale)
         keys = tl.where(i_idx > j_idx, keys * beta[:, None], 0.0)
-        tl.store(mixing_ptr + place, _inverse(keys, i_idx, j_idx, PRECISION) * beta[None, :])
+        _store_parts(mixing_ptr + unit * PLACES, _inverse(keys, i_idx, j_idx, PRECISION) * beta[None, :], SIZE, PAIR)
     else:
-        tl.store(mixing_ptr + unit * SIZE + t_idx, dt)
+        tl.store(factors_ptr + 3 * SIZE + t_idx, dt)
 
 
 @triton.jit(do_not_specialize=("tokens",))
 def chunk_states_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, q_strides, k_strides, v_strides, state_ptr, state_strides, scale, key_eps, skip_ptr,
-    spans_ptr, slots_ptr, positions_ptr, tokens, mixing_ptr, scores_ptr, total_ptr, heads,
+    q_ptr, k_ptr, v_ptr, o_ptr, q_strides, k_strides, v_strides, state_ptr, state_strides, skip_ptr,
+    spans_ptr, slots_ptr, positions_ptr, tokens, mixing_ptr, scores_ptr, factors_ptr, total_ptr, heads,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, REPEAT: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, SIZE: tl.constexpr, CHANNEL_DECAY: tl.constexpr, DELTA: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, PAIR: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """A program takes some of the value channels of a head through all chunks of a sequence, its state in registers."""
+    """A program takes some of the value channels of a head through all chunks of a sequence.
+
+    All is transposed: the state (values, keys), and what comes of it, stay in registers as left operands of products.
+    """
     head = tl.program_id(1)
     key_head, repeated = head // REPEAT, head % REPEAT
-    begin, room, length, slot, position = sequence_of(
-        spans_ptr, slots_ptr, positions_ptr, tokens, tl.program_id(2)
-    )  # fmt: skip
+    begin, room, length, slot, position = sequence_of(spans_ptr, slots_ptr, positions_ptr, tokens, tl.program_id(2))
     unit = (begin // SIZE + tl.program_id(2)) * heads + head
-    t_idx = tl.arange(0, SIZE)[:, None]
-    k_idx = tl.arange(0, BLOCK_K)
-    d_idx = k_idx[None, :]
-    v_idx = (tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V))[None, :]
+    PLACES: tl.constexpr = SIZE * SIZE * (2 if PAIR else 1)
+    t_idx, k_idx = tl.arange(0, SIZE), tl.arange(0, BLOCK_K)[None, :]
+    k_mask = k_idx < KEY_DIM
+    v_idx = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     v_mask = v_idx < VALUE_DIM
-    square = t_idx * SIZE + tl.arange(0, SIZE)[None, :]
     places = state_ptr + slot * state_strides[0] + head * state_strides[1]
-    places += k_idx[:, None] * state_strides[2] + v_idx * state_strides[3]
-    stored = (k_idx < tl.where((slot >= 0) & (position > 0), KEY_DIM, 0))[:, None] & v_mask
+    places += k_idx * state_strides[2] + v_idx[:, None] * state_strides[3]
+    stored = (k_idx < tl.where((slot >= 0) & (position > 0), KEY_DIM, 0)) & v_mask[:, None]
     state = tl.load(places, mask=stored, other=0.0)
     q_ptr += begin * q_strides[0] + key_head * q_strides[1]
     k_ptr += begin * k_strides[0] + key_head * k_strides[1]
     v_ptr += begin * v_strides[0] + key_head * v_strides[1] + repeated * v_strides[2]
     o_ptr += (begin * heads + head) * VALUE_DIM
-    for first in range(0, room, SIZE):
-        at = first + t_idx
-        mask = (at < length) & (d_idx < KEY_DIM)
-        k = tl.load(k_ptr + at * k_strides[0] + d_idx, mask=mask, other=0.0).to(tl.float32)
-        q = tl.load(q_ptr + at * q_strides[0] + d_idx, mask=mask, other=0.0).to(tl.float32)
-        v = tl.load(v_ptr + at * v_strides[0] + v_idx, mask=(at < length) & v_mask, other=0.0).to(tl.float32)
+    zeros = tl.zeros((BLOCK_V, SIZE), tl.float32)
+    for first in range(0, room.to(tl.int32), SIZE):
+        counted = (t_idx < length.to(tl.int32) - first)[:, None]
+        k = tl.load(k_ptr + t_idx[:, None] * k_strides[0] + k_idx, mask=counted & k_mask, other=0.0)
+        q = tl.load(q_ptr + t_idx[:, None] * q_strides[0] + k_idx, mask=counted & k_mask, other=0.0)
+        if UPCAST:
+            k, q = k.to(tl.float32), q.to(tl.float32)
+        factors = factors_ptr + unit * 4 * SIZE + t_idx
+        k_in, q_in = k, q
         if CHANNEL_DECAY:
             sums = total_ptr + unit * SIZE * KEY_DIM
-            total = tl.load(sums + t_idx * KEY_DIM + d_idx, mask=d_idx < KEY_DIM, other=0.0)
-            last = tl.load(sums + (SIZE - 1) * KEY_DIM + k_idx, mask=k_idx < KEY_DIM, other=0.0)
+            total = tl.load(sums + t_idx[:, None] * KEY_DIM + k_idx, mask=k_mask, other=0.0)
+            last = tl.load(sums + (SIZE - 1) * KEY_DIM + k_idx, mask=k_mask, other=0.0)
+            k_in, q_in = k.to(tl.float32) * tl.exp(total), q.to(tl.float32) * tl.exp(total)
+            k = k.to(tl.float32) * tl.exp(last - total)
         else:
-            total = tl.load(total_ptr + unit * SIZE + t_idx)
-            last = tl.load(total_ptr + unit * SIZE + SIZE - 1 + 0 * k_idx)
-        k *= _lengthened(k, key_eps)[:, None]
-        grown = tl.exp(total)
+            last = tl.load(total_ptr + unit)
+        o = zeros
         if DELTA:
-            mixing = tl.load(mixing_ptr + unit * SIZE * SIZE + square)
-            new = v - tl.dot(k * grown, state, input_precision=PRECISION)
-            new = tl.dot(mixing, new, input_precision=PRECISION)
+            old, o = _two_products(state, tl.trans(k_in), tl.trans(q_in), PRECISION)
+            old *= tl.load(factors)[None, :]
         else:
-            new = v * tl.load(mixing_ptr + unit * SIZE + t_idx)
-        q *= (_lengthened(q, key_eps) * scale)[:, None] * grown
-        o = tl.dot(q, state, input_precision=PRECISION)
-        o = tl.dot(tl.load(scores_ptr + unit * SIZE * SIZE + square), new, o, input_precision=PRECISION)
+            o = _product(state, tl.trans(q_in), zeros, PRECISION)
+        o *= tl.load(factors + SIZE)[None, :]
+        v = tl.load(v_ptr + t_idx[:, None] * v_strides[0] + v_idx[None, :], mask=counted & v_mask[None, :], other=0.0)
+        v = tl.trans(v).to(tl.float32)
+        if DELTA:
+            high, low = _load_parts(mixing_ptr + unit * PLACES, SIZE, PAIR)
+            new = _square_product(v - old, high, low, zeros, PRECISION, PAIR)
+        else:
+            new = v * tl.load(factors + 3 * SIZE)[None, :]
+        high, low = _load_parts(scores_ptr + unit * PLACES, SIZE, PAIR)
+        o = _square_product(new, high, low, o, PRECISION, PAIR)
         if skip_ptr is not None:
             o += tl.load(skip_ptr + head).to(tl.float32) * v
-        tl.store(
-            o_ptr + at.to(tl.int64) * heads * VALUE_DIM + v_idx, o.to(o_ptr.dtype.element_ty),
-            mask=(at < room) & v_mask,
-        )  # fmt: skip
-        k *= tl.exp(last[None, :] - total)
-        state = tl.dot(tl.trans(k), new, state * tl.exp(last)[:, None], input_precision=PRECISION)
+        o_mask = v_mask[:, None] & (t_idx < room.to(tl.int32) - first)[None, :]
+        o_places = o_ptr + t_idx[None, :] * heads * VALUE_DIM + v_idx[:, None]
+        tl.store(o_places, o.to(o_ptr.dtype.element_ty), mask=o_mask)
+        new *= tl.load(factors + (0 if CHANNEL_DECAY else 2 * SIZE))[None, :]
+        state = _product(new, k, state * tl.exp(last), PRECISION)
         unit += heads
-    kept = (k_idx < tl.where((slot >= 0) & (length > 0), KEY_DIM, 0))[:, None] & v_mask
+        q_ptr += SIZE * q_strides[0].to(tl.int64)
+        k_ptr += SIZE * k_strides[0].to(tl.int64)
+        v_ptr += SIZE * v_strides[0].to(tl.int64)
+        o_ptr += SIZE * heads * VALUE_DIM
+    kept = (k_idx < tl.where((slot >= 0) & (length > 0), KEY_DIM, 0)) & v_mask[:, None]
     tl.store(places, state, mask=kept)
 
 
@@ -216,34 +305,31 @@ def linear_attention_prompt(
     out = empty_output(v, (batch, tokens, heads, value_dim), sequences)
     q, k, v, a = (t.flatten(0, 1) for t in (q, k, v, a))  # views wherever they can be
     b = None if b is None else b.flatten(0, 1)
-    longest = cdiv(sequences.longest or tokens, CHUNK)
-    channel_decay = decay.bias.dim() == 2
+    chunks = cdiv(sequences.longest or tokens, CHUNK)
+    channel_decay, delta = decay.bias.dim() == 2, b is not None
     units = (batch * tokens // CHUNK + count) * heads
-    scores, mixing, total = (
-        torch.empty(shape, device=q.device, dtype=torch.float32)
-        for shape in (
-            (units, CHUNK, CHUNK),
-            (units, CHUNK, 1 if b is None else CHUNK),
-            (units, CHUNK, key_dim if channel_decay else 1),
-        )
-    )
-    where = (sequences.spans, sequences.slots, sequences.positions, tokens, mixing, scores, total, heads)
-    block_k, block_v = max(16, power_of_two(key_dim)), min(64, max(16, power_of_two(value_dim)))
-    if cdiv(value_dim, block_v) * heads * count < multiprocessors(q.device):
-        block_v = min(block_v, 32)
-    # Operands of 16 bits are exact in three products of their parts; of float32 three products of 11 bits are.
-    precision = "ieee" if interpreted() else "bf16x3" if q.dtype == torch.bfloat16 else "tf32x3"
+    # Products of parts in bfloat16 have 16 bits, more than operands of that dtype are worth; others have 22.
+    pair = q.dtype == torch.bfloat16 and not interpreted()
+    precision = "bf16x3" if pair else "ieee" if interpreted() else "tf32x3"
+    part = q.new_empty if pair else state.new_empty
+    squares = (units, 2 if pair else 1, CHUNK, CHUNK)
+    scores, mixing = part(squares), part(squares) if delta else None
+    factors = state.new_empty(units, 4, CHUNK)
+    total = state.new_empty(units, CHUNK * key_dim if channel_decay else 1)
+    where = (sequences.spans, sequences.slots, sequences.positions, tokens, mixing, scores, factors, total, heads)
+    block_k, block_v = max(16, power_of_two(key_dim)), 128 if channel_decay and value_dim > 64 else 64
     launch(
-        chunk_products_kernel, (heads, longest, count),
+        chunk_products_kernel, (heads, chunks, count),
         q, k, a, b, *(() if t is None else t.stride() for t in (q, k, a, b)), decay.a_log, decay.bias,
         decay.lower_bound, *decay.limits, beta_scale, scale, key_eps, *where,
-        key_dim, repeat, block_k, CHUNK, channel_decay, decay.rounded, precision, upcast(q.dtype),
+        key_dim, repeat, block_k, CHUNK, channel_decay, decay.rounded, precision, pair, upcast(q.dtype),
         num_warps=4,
     )  # fmt: skip
     launch(
         chunk_states_kernel, (cdiv(value_dim, block_v), heads, count),
-        q, k, v, out, q.stride(), k.stride(), v.stride(), state, state.stride(), scale, key_eps, skip, *where,
-        key_dim, value_dim, repeat, block_k, block_v, CHUNK, channel_decay, b is not None, precision,
-        num_warps=8, num_stages=1,
+        q, k, v, out, q.stride(), k.stride(), v.stride(), state, state.stride(), skip, *where,
+        key_dim, value_dim, repeat, block_k, block_v, CHUNK, channel_decay, delta, precision, pair,
+        upcast(q.dtype), num_warps=block_v // 16,
+        num_stages=2 if pair and not channel_decay and shared_memory(q.device) >= TWO_STAGES else 1,
     )  # fmt: skip
     return out
