@@ -30,6 +30,10 @@ from accel_kernels.norm.layer_norm import layer_norm
 from accel_kernels.norm.norm import Norm
 from accel_kernels.norm.rms_norm import rms_norm
 from accel_kernels.op import Case, Op
+from accel_kernels.recurrent.causal_convolution import causal_convolution
+from accel_kernels.recurrent.linear_attention_prompt import linear_attention_prompt
+from accel_kernels.recurrent.linear_attention_step import Convolution, GatedNorm, linear_attention_step
+from accel_kernels.recurrent.recurrence import Decay, Sequences
 from accel_kernels.rowwise.program import RowOp, RowProgram
 from accel_kernels.rowwise.rowwise import rowwise
 from accel_kernels.sampling.sample import sample
@@ -38,6 +42,7 @@ from accel_kernels.sampling.table import SamplingTable
 OPS = (
     paged_attention,
     attention,
+    causal_convolution,
     convolution_frames,
     dequantize,
     experts,
@@ -50,6 +55,8 @@ OPS = (
     image_sum,
     int8_linear,
     layer_norm,
+    linear_attention_prompt,
+    linear_attention_step,
     linear_geglu,
     fused_linear,
     quantize_rows,
@@ -67,9 +74,12 @@ __all__ = [
     "KV",
     "OPS",
     "Case",
+    "Convolution",
+    "Decay",
     "FrameGroups",
     "FramePadding",
     "FrameScale",
+    "GatedNorm",
     "Norm",
     "Op",
     "Quantized",
@@ -78,7 +88,9 @@ __all__ = [
     "RowOp",
     "RowProgram",
     "SamplingTable",
+    "Sequences",
     "attention",
+    "causal_convolution",
     "convolution_frames",
     "dequantize",
     "experts",
@@ -92,6 +104,8 @@ __all__ = [
     "image_sum",
     "int8_linear",
     "layer_norm",
+    "linear_attention_prompt",
+    "linear_attention_step",
     "linear_geglu",
     "paged_attention",
     "quantize_rows",
