@@ -26,7 +26,10 @@ CACHE = 200e6  # bytes of copies that one graph goes through, at least
 BF16 = ("rowwise", "hopper_gemm")  # all others in float16
 IN_ORDER = ("rowwise",)  # the ops whose operands come from memory
 # In attention below, in experts, in products, and in beside-stock.
-ELSEWHERE = ("attention", "experts", "fp8_linear", "int8_linear", "quantize_rows", "route", "sample")
+ELSEWHERE = (
+    "attention", "experts", "fp8_linear", "int8_linear", "linear_attention_prompt", "linear_attention_step",
+    "quantize_rows", "route", "sample",
+)  # fmt: skip
 
 ATTENTION_SHAPES = {  # batch, heads, queries, keys, head dimension
     "sd15-64-self": (2, 8, 4096, 4096, 40),

@@ -17,7 +17,8 @@ from support.everything import EVERYTHING
 pytest.importorskip("triton")
 
 # What they give is no rounding of what they are given: tests of their own.
-NUMBERS = ("quantize_rows", "route", "sample")
+STATES = ("causal_convolution", "linear_attention_prompt", "linear_attention_step")  # these write into what they read
+NUMBERS = ("quantize_rows", "route", "sample", *STATES)
 COMPILED = ("hopper_gemm",)  # no interpreter runs these
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -84,7 +85,7 @@ def test_what_no_other_row_shows(name, case, as_good_as_torch):
     as_good_as_torch(op, args, kwargs, dtype)
 
 
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+@pytest.mark.parametrize("op", [op for op in OPS if op.name not in STATES], ids=lambda op: op.name)
 def test_on_cpu_an_op_is_its_reference(op):
     args, kwargs = next(case for case in op.cases if case.small).make(torch.device("cpu"), torch.float32)
     found, wanted = op(*args, **kwargs), op.reference(*args, **kwargs)

@@ -1,0 +1,16 @@
+"""Compiled kernels of linear attention over every case: results, states and windows against float64."""
+
+import pytest
+import torch
+from accel_kernels import causal_convolution, linear_attention_prompt, linear_attention_step
+
+from support.kernels.recurrent import assert_states_as_good_as_torch
+
+OPS = (causal_convolution, linear_attention_step, linear_attention_prompt)
+ROWS = [pytest.param(op, case, id=f"{op.name}-{case.name}") for op in OPS for case in op.cases]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("op, case", ROWS)
+def test_results_and_states(op, case, dtype, poisoned):
+    assert_states_as_good_as_torch(op, case, torch.device("cuda"), dtype)
