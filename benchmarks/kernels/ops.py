@@ -27,8 +27,8 @@ BF16 = ("rowwise", "hopper_gemm")  # all others in float16
 IN_ORDER = ("rowwise",)  # the ops whose operands come from memory
 # In attention below, in experts, in products, and in beside-stock.
 ELSEWHERE = (
-    "attention", "experts", "fp8_linear", "int8_linear", "linear_attention_prompt", "linear_attention_step",
-    "quantize_rows", "route", "sample",
+    "attention", "causal_convolution", "experts", "fp8_linear", "int8_linear", "linear_attention_prompt",
+    "linear_attention_step", "quantize_rows", "route", "sample",
 )  # fmt: skip
 
 ATTENTION_SHAPES = {  # batch, heads, queries, keys, head dimension
