@@ -28,7 +28,7 @@ IN_ORDER = ("rowwise",)  # the ops whose operands come from memory
 # In attention below, in experts, in products, and in beside-stock.
 ELSEWHERE = (
     "attention", "causal_convolution", "experts", "fp8_linear", "int8_linear", "linear_attention_prompt",
-    "linear_attention_step", "quantize_rows", "route", "sample",
+    "linear_attention_step", "quantize_rows", "route", "sample", "selective_scan",
 )  # fmt: skip
 
 ATTENTION_SHAPES = {  # batch, heads, queries, keys, head dimension

@@ -34,6 +34,7 @@ from accel_kernels.recurrent.causal_convolution import causal_convolution
 from accel_kernels.recurrent.linear_attention_prompt import linear_attention_prompt
 from accel_kernels.recurrent.linear_attention_step import Convolution, GatedNorm, linear_attention_step
 from accel_kernels.recurrent.recurrence import Decay, Sequences
+from accel_kernels.recurrent.selective_scan import selective_scan
 from accel_kernels.rowwise.program import RowOp, RowProgram
 from accel_kernels.rowwise.rowwise import rowwise
 from accel_kernels.sampling.sample import sample
@@ -65,6 +66,7 @@ OPS = (
     route,
     rowwise,
     sample,
+    selective_scan,
     softmax,
     upsample,
     upsample_convolve,
@@ -114,6 +116,7 @@ __all__ = [
     "route",
     "rowwise",
     "sample",
+    "selective_scan",
     "softmax",
     "upsample",
     "upsample_convolve",

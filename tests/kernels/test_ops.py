@@ -17,7 +17,7 @@ from support.everything import EVERYTHING
 pytest.importorskip("triton")
 
 # What they give is no rounding of what they are given: tests of their own.
-STATES = ("causal_convolution", "linear_attention_prompt", "linear_attention_step")  # these write into what they read
+STATES = ("causal_convolution", "linear_attention_prompt", "linear_attention_step", "selective_scan")  # in place
 NUMBERS = ("quantize_rows", "route", "sample", *STATES)
 COMPILED = ("hopper_gemm",)  # no interpreter runs these
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

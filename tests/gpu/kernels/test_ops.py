@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 # test_route.py, test_sample.py; or it writes into what it reads: test_recurrent.py
 NUMBERS = (
     "causal_convolution", "fp8_linear", "hopper_gemm", "linear_attention_prompt", "linear_attention_step",
-    "quantize_rows", "route", "sample",
+    "quantize_rows", "route", "sample", "selective_scan",
 )  # fmt: skip
 CASES = [
     pytest.param(op, case, id=f"{op.name}-{case.name}") for op in OPS if op.name not in NUMBERS for case in op.cases

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from accel_kernels import causal_convolution, linear_attention_prompt, linear_attention_step
+from accel_kernels import causal_convolution, linear_attention_prompt, linear_attention_step, selective_scan
 
 from support.kernels.recurrent import assert_states_as_good_as_torch
 
-OPS = (causal_convolution, linear_attention_step, linear_attention_prompt)
+OPS = (causal_convolution, linear_attention_step, linear_attention_prompt, selective_scan)
 ROWS = [pytest.param(op, case, id=f"{op.name}-{case.name}") for op in OPS for case in op.cases]
 
 

@@ -5,13 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from accel_kernels import Convolution, Decay, GatedNorm, Sequences, causal_convolution, rms_norm
+from accel_kernels import Convolution, Decay, GatedNorm, Sequences, causal_convolution, rms_norm, selective_scan
 from accel_kernels import linear_attention_prompt as prompt
 from accel_kernels import linear_attention_step as step
 from accel_kernels.norm.rms_norm import Gate
 from transformers import AutoConfig, DynamicCache
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
+from transformers.models.mamba.modeling_mamba import MambaMixer
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridGatedDeltaNet
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
@@ -197,3 +198,29 @@ def test_a_short_convolution_is_lfm2():
         found.append(module.out_proj(y))
         positions = positions + part.shape[1]
     torch.testing.assert_close(torch.cat(found, 1), torch.cat(wanted, 1), rtol=1e-4, atol=1e-6)
+
+
+@torch.no_grad()
+def test_a_scan_is_mamba():
+    config = AutoConfig.for_model("mamba", hidden_size=HIDDEN, state_size=5, conv_kernel=TAPS, num_hidden_layers=1)
+    torch.manual_seed(2)
+    module = MambaMixer(config, 0).eval()
+    hidden = torch.randn(2, 12, HIDDEN)
+    parts = (hidden[:, :9], *(hidden[:, t : t + 1] for t in range(9, 12)))
+    cache = DynamicCache(config=config)
+    wanted = [module(part, cache) for part in parts]
+    inner, size = module.intermediate_size, module.ssm_state_size
+    window, positions, found = torch.full((2, TAPS, inner), float("nan")), torch.zeros(2, dtype=torch.int64), []
+    state = torch.full((2, inner, size), float("nan"))
+    for part in parts:
+        at = Sequences(torch.arange(2), positions)
+        x, gate = module.in_proj(part).chunk(2, dim=-1)
+        weight = module.conv1d.weight.squeeze(1)
+        x = causal_convolution(x, weight, window, at, bias=module.conv1d.bias, activation="silu")
+        dt, k, q = module.x_proj(x).split([module.time_step_rank, size, size], dim=-1)
+        more = {"bias": module.dt_proj.bias, "skip": module.D, "gate": gate}
+        y = selective_scan(x, dt @ module.dt_proj.weight.t(), module.A_log, k, q, state, at, **more)
+        found.append(module.out_proj(y))
+        positions = positions + part.shape[1]
+    torch.testing.assert_close(torch.cat(found, 1), torch.cat(wanted, 1), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(state, cache.get_recurrent_state(0, state_idx=0), rtol=1e-4, atol=1e-6)

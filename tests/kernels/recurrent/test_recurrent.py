@@ -7,13 +7,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from accel_kernels import causal_convolution, linear_attention_prompt, linear_attention_step
+from accel_kernels import causal_convolution, linear_attention_prompt, linear_attention_step, selective_scan
 
 from support.everything import EVERYTHING
 from support.kernels.recurrent import assert_states_as_good_as_torch
 
 CPU = torch.device("cpu")
-OPS = (causal_convolution, linear_attention_step, linear_attention_prompt)
+OPS = (causal_convolution, linear_attention_step, linear_attention_prompt, selective_scan)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SMALL = [(op, case) for op in OPS for case in op.cases if case.small]
 ROWS = [

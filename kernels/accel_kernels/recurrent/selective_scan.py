@@ -1,0 +1,72 @@
+"""The scan of a state space model in which each channel has a state of its own, Mamba-1: Gu and Dao 2023."""
+
+import torch
+import torch.nn.functional as F
+
+from accel_kernels.op import dtype_reason, make_op, random_case
+from accel_kernels.recurrent.causal_convolution import some_sequences
+from accel_kernels.recurrent.recurrence import wide
+
+
+def reference(x, dt, a_log, k, q, state, sequences, *, bias=None, skip=None, gate=None):
+    """x, dt, gate: (B, T, C); k, q ("B" and "C" of the paper): (B, T, N); a_log: (C, N); bias, skip: (C,).
+
+    With dt = softplus(dt + bias), rounded to its dtype: state <- exp(-exp(a_log) dt) state + dt x k, y = state q + skip
+    x, times silu of the gate. state: (slots, C, N), any strides, float32; it is read where a sequence goes on, and
+    written. Gives (B, T, C). Any strides, the last one 1.
+    """
+    kind, tokens = wide(x.dtype), x.shape[1]
+    dt = F.softplus(dt if bias is None else dt + bias.to(dt.dtype)).to(kind)
+    rate = -a_log.to(kind).exp()
+    x_of, k_of, q_of = (t.to(kind).flatten(0, 1) for t in (x, k, q))
+    dt = dt.flatten(0, 1)
+    out = torch.zeros_like(x_of)
+    for begin, end, slot, position in sequences.each(tokens):
+        kept = state[slot].to(kind) if position > 0 else torch.zeros_like(state[slot], dtype=kind)
+        for token in range(begin, end):
+            step = dt[token, :, None]
+            kept = kept * (rate * step).exp() + (step * x_of[token, :, None]) * k_of[token]
+            out[token] = kept @ q_of[token]
+            if skip is not None:
+                out[token] += skip.to(kind) * x_of[token]
+        state[slot] = kept.to(state.dtype)
+    out = out.view(x.shape)
+    return (out if gate is None else out * F.silu(gate.to(kind))).to(x.dtype)
+
+
+def supports(x, dt, a_log, k, q, state, sequences, *, bias=None, skip=None, gate=None) -> str | None:
+    if x.numel() == 0:
+        return "empty"
+    if any(t is not None and t.stride(-1) != 1 for t in (x, dt, k, q, gate)):
+        return "channels not next to each other"
+    if k.shape[-1] > 256:
+        return f"states of {k.shape[-1]} numbers a channel, more than 256"
+    if state.dtype != torch.float32:
+        return f"states in {state.dtype}"
+    if not a_log.is_contiguous():
+        return "a_log not contiguous"
+    return dtype_reason(x, dt, a_log, k, q, state, bias, skip, gate)
+
+
+def _case(name, batch, tokens, channels, size, positions, *, spans=None, idle=(), gate=True, small=False):
+    def make(rand):
+        count = len(positions)
+        x, dt, by = rand(batch, tokens, 3 * channels).chunk(3, dim=-1)
+        k, q = rand(batch, tokens, 2 * size).chunk(2, dim=-1)
+        state = rand(count + 2, channels, size, dtype=torch.float32)
+        more = {"bias": rand(channels, mean=-2.0), "skip": rand(channels), "gate": by if gate else None}
+        sequences = some_sequences(rand, count, positions, spans, None, idle)
+        return (x, dt, rand(channels, size, spread=0.5), k, q, state, sequences), more
+
+    return random_case(name, make, small)
+
+
+CASES = (
+    _case("odd", 2, 9, 37, 16, [0, 4], small=True),
+    _case("step", 3, 1, 40, 12, [3, 0, 7], idle=(2,), small=True),
+    _case("packed", 1, 20, 16, 4, [0, 3], spans=[(2, 9), (10, 19)], gate=False, small=True),
+    _case("falcon-mamba-step", 1, 1, 8192, 16, [500]),
+    _case("falcon-mamba-512", 1, 512, 8192, 16, [0]),
+)
+
+selective_scan = make_op("selective_scan", reference, supports, CASES)

@@ -1,0 +1,91 @@
+"""Mamba-1's scan: a program a sequence and some channels, whose states it holds in registers, token after token."""
+
+import triton
+import triton.language as tl
+
+from accel_kernels.device import programmatic
+from accel_kernels.recurrent.causal_convolution_triton import empty_output, rows_of, sequence_of
+from accel_kernels.recurrent.gates_triton import softplus
+from accel_kernels.sizes import cdiv, power_of_two
+from accel_kernels.warmup import launch
+
+
+@triton.jit(do_not_specialize=("tokens",))
+def selective_scan_kernel(
+    x_ptr, dt_ptr, k_ptr, q_ptr, gate_ptr, y_ptr, x_row, dt_row, k_row, q_row, gate_row, a_log_ptr, bias_ptr, skip_ptr,
+    state_ptr, slot_stride, spans_ptr, slots_ptr, positions_ptr, tokens, channels, CHANNEL_STRIDE: tl.constexpr,
+    STATE_STRIDE: tl.constexpr, SIZE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The next token is loaded while this one is computed."""
+    c_idx = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    n_idx = tl.arange(0, BLOCK_N)
+    c_mask, n_mask = c_idx < channels, n_idx < SIZE
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    whole = c_mask[:, None] & n_mask[None, :]
+    rate = -tl.exp(tl.load(a_log_ptr + c_idx[:, None] * SIZE + n_idx[None, :], mask=whole, other=0.0).to(tl.float32))
+    bias = tl.zeros((BLOCK_C,), tl.float32)
+    skip = tl.zeros((BLOCK_C,), tl.float32)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + c_idx, mask=c_mask, other=0.0).to(dt_ptr.dtype.element_ty).to(tl.float32)
+    if skip_ptr is not None:
+        skip = tl.load(skip_ptr + c_idx, mask=c_mask, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    begin, room, length, slot, position = sequence_of(spans_ptr, slots_ptr, positions_ptr, tokens, tl.program_id(1))
+    places = state_ptr + slot * slot_stride + c_idx[:, None] * CHANNEL_STRIDE + n_idx[None, :] * STATE_STRIDE
+    stored = (c_idx < tl.where((slot >= 0) & (position > 0), channels, 0))[:, None] & n_mask[None, :]
+    state = tl.load(places, mask=stored, other=0.0)
+    x_ptr += begin * x_row + c_idx
+    dt_ptr += begin * dt_row + c_idx
+    k_ptr += begin * k_row + n_idx
+    q_ptr += begin * q_row + n_idx
+    y_ptr += begin * channels + c_idx
+    if gate_ptr is not None:
+        gate_ptr += begin * gate_row + c_idx
+    kind: tl.constexpr = dt_ptr.dtype.element_ty
+    now = c_idx < tl.where(length > 0, channels, 0)
+    x = tl.load(x_ptr, mask=now, other=0.0)
+    dt = tl.load(dt_ptr, mask=now, other=0.0)
+    for token in range(0, length.to(tl.int32)):
+        k = tl.load(k_ptr, mask=n_mask, other=0.0).to(tl.float32)
+        q = tl.load(q_ptr, mask=n_mask, other=0.0).to(tl.float32)
+        this_x, this_dt = x.to(tl.float32), dt.to(tl.float32)
+        x_ptr += x_row
+        dt_ptr += dt_row
+        then = c_idx < tl.where(token + 1 < length, channels, 0)
+        x = tl.load(x_ptr, mask=then, other=0.0)
+        dt = tl.load(dt_ptr, mask=then, other=0.0)
+        step = softplus((this_dt + bias).to(kind).to(tl.float32)).to(kind).to(tl.float32)
+        state = state * tl.exp(rate * step[:, None]) + (step * this_x)[:, None] * k[None, :]
+        y = tl.sum(state * q[None, :], axis=1) + skip * this_x
+        if gate_ptr is not None:
+            gate = tl.load(gate_ptr, mask=c_mask, other=0.0).to(tl.float32)
+            y *= gate / (1.0 + tl.exp(-gate))
+            gate_ptr += gate_row
+        tl.store(y_ptr, y.to(y_ptr.dtype.element_ty), mask=c_mask)
+        k_ptr += k_row
+        q_ptr += q_row
+        y_ptr += channels
+    for _ in range(length.to(tl.int32), room.to(tl.int32)):  # of an idle sequence
+        tl.store(y_ptr, tl.zeros((BLOCK_C,), tl.float32).to(y_ptr.dtype.element_ty), mask=c_mask)
+        y_ptr += channels
+    kept = (c_idx < tl.where((slot >= 0) & (length > 0), channels, 0))[:, None] & n_mask[None, :]
+    tl.store(places, state, mask=kept)
+
+
+def selective_scan(x, dt, a_log, k, q, state, sequences, *, bias=None, skip=None, gate=None):
+    """Same arguments and result as the reference."""
+    tokens, channels = x.shape[1:]
+    y = empty_output(x, x.shape, sequences)
+    rows = [rows_of(t) for t in (x, dt, k, q, gate)]
+    size = k.shape[-1]
+    block_n = power_of_two(size)
+    block_c = max(1, min(power_of_two(channels), 512 // block_n))
+    launch(
+        selective_scan_kernel, (cdiv(channels, block_c), len(sequences.slots)),
+        *(row[0] for row in rows), y, *(row[1] for row in rows), a_log, bias, skip, state, state.stride(0),
+        sequences.spans, sequences.slots, sequences.positions, tokens, channels, *state.stride()[1:], size, block_c,
+        block_n, num_warps=1, **programmatic(x.device, tokens == 1),
+    )  # fmt: skip
+    return y
