@@ -255,21 +255,18 @@ def chunk_states_kernel(
         if UPCAST:
             k, q = k.to(tl.float32), q.to(tl.float32)
         factors = factors_ptr + unit * 4 * SIZE + t_idx
-        k_in, q_in = k, q
         if CHANNEL_DECAY:
             sums = total_ptr + unit * SIZE * KEY_DIM
             total = tl.load(sums + t_idx[:, None] * KEY_DIM + k_idx, mask=k_mask, other=0.0)
-            last = tl.load(sums + (SIZE - 1) * KEY_DIM + k_idx, mask=k_mask, other=0.0)
-            k_in, q_in = k.to(tl.float32) * tl.exp(total), q.to(tl.float32) * tl.exp(total)
-            k = k.to(tl.float32) * tl.exp(last - total)
+            if DELTA:
+                old = _product(state, tl.trans(k.to(tl.float32) * tl.exp(total)), zeros, PRECISION)
+            o = _product(state, tl.trans(q.to(tl.float32) * tl.exp(total)), zeros, PRECISION)
+        elif DELTA:
+            old, o = _two_products(state, tl.trans(k), tl.trans(q), PRECISION)
         else:
-            last = tl.load(total_ptr + unit)
-        o = zeros
+            o = _product(state, tl.trans(q), zeros, PRECISION)
         if DELTA:
-            old, o = _two_products(state, tl.trans(k_in), tl.trans(q_in), PRECISION)
             old *= tl.load(factors)[None, :]
-        else:
-            o = _product(state, tl.trans(q_in), zeros, PRECISION)
         o *= tl.load(factors + SIZE)[None, :]
         v = tl.load(v_ptr + t_idx[:, None] * v_strides[0] + v_idx[None, :], mask=counted & v_mask[None, :], other=0.0)
         v = tl.trans(v).to(tl.float32)
@@ -286,6 +283,13 @@ def chunk_states_kernel(
         o_places = o_ptr + t_idx[None, :] * heads * VALUE_DIM + v_idx[:, None]
         tl.store(o_places, o.to(o_ptr.dtype.element_ty), mask=o_mask)
         new *= tl.load(factors + (0 if CHANNEL_DECAY else 2 * SIZE))[None, :]
+        if CHANNEL_DECAY:  # keys and sums once more: in registers there is no room for them meanwhile
+            last = tl.load(sums + (SIZE - 1) * KEY_DIM + k_idx, mask=k_mask, other=0.0)
+            total = tl.load(sums + t_idx[:, None] * KEY_DIM + k_idx, mask=k_mask, other=0.0)
+            k = tl.load(k_ptr + t_idx[:, None] * k_strides[0] + k_idx, mask=counted & k_mask, other=0.0)
+            k = k.to(tl.float32) * tl.exp(last - total)
+        else:
+            last = tl.load(total_ptr + unit)
         state = _product(new, k, state * tl.exp(last), PRECISION)
         unit += heads
         q_ptr += SIZE * q_strides[0].to(tl.int64)
