@@ -5,6 +5,7 @@ Gated delta rule: Yang et al. 2024, with a decay of each channel Kimi Linear 202
 
 import torch
 
+from accel_kernels.device import HOPPER, reaches
 from accel_kernels.op import make_op, random_case
 from accel_kernels.recurrent.causal_convolution import some_sequences
 from accel_kernels.recurrent.linear_attention_step import SPACE, gate_arguments, state_reason
@@ -40,6 +41,8 @@ def reference(
 def supports(
     q, k, v, a, decay, state, sequences, *, scale, b=None, beta_scale=1.0, key_eps=None, skip=None,
 ) -> str | None:  # fmt: skip
+    if q.dtype == torch.float32 and q.is_cuda and not reaches(q.device, HOPPER):
+        return "float32 below compute capability 9.0"  # its products of parts fill more registers than there are
     return state_reason(q, k, v, a, decay, state, b)
 
 

@@ -312,12 +312,14 @@ def linear_attention_prompt(
     chunks = cdiv(sequences.longest or tokens, CHUNK)
     channel_decay, delta = decay.bias.dim() == 2, b is not None
     units = (batch * tokens // CHUNK + count) * heads
-    # Products of parts in bfloat16 have 16 bits, more than operands of that dtype are worth; others have 22.
-    pair = q.dtype == torch.bfloat16 and not interpreted()
+    # Products of parts in bfloat16 have 16 bits, more than results of 16 bits show; those of float32 have 22.
+    pair = q.dtype != torch.float32 and not interpreted()
     precision = "bf16x3" if pair else "ieee" if interpreted() else "tf32x3"
-    part = q.new_empty if pair else state.new_empty
     squares = (units, 2 if pair else 1, CHUNK, CHUNK)
-    scores, mixing = part(squares), part(squares) if delta else None
+    scores, mixing = (
+        state.new_empty(squares, dtype=torch.bfloat16 if pair else torch.float32) if there else None
+        for there in (True, delta)
+    )
     factors = state.new_empty(units, 4, CHUNK)
     total = state.new_empty(units, CHUNK * key_dim if channel_decay else 1)
     where = (sequences.spans, sequences.slots, sequences.positions, tokens, mixing, scores, factors, total, heads)
