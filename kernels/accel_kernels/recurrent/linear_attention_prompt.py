@@ -41,8 +41,8 @@ def reference(
 def supports(
     q, k, v, a, decay, state, sequences, *, scale, b=None, beta_scale=1.0, key_eps=None, skip=None,
 ) -> str | None:  # fmt: skip
-    if q.dtype == torch.float32 and q.is_cuda and not reaches(q.device, HOPPER):
-        return "float32 below compute capability 9.0"  # its products of parts fill more registers than there are
+    if q.is_cuda and not reaches(q.device, HOPPER) and (q.dtype == torch.float32 or decay.bias.dim() == 2):
+        return "float32, or decays of channels, below compute capability 9.0"  # more than its registers hold
     return state_reason(q, k, v, a, decay, state, b)
 
 

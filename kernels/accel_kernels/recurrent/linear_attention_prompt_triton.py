@@ -100,9 +100,8 @@ def _square_product(x, high, low, acc, PRECISION: tl.constexpr, PAIR: tl.constex
 def _inverse(a, i_idx, j_idx, PRECISION: tl.constexpr):
     """Of I + a, where a is strictly lower triangular: of blocks along the diagonal, each from two of half its size."""
     inverse = tl.where(i_idx == j_idx, 1.0, 0.0) - tl.where(i_idx // 2 == j_idx // 2, a, 0.0)
-    for level in tl.static_range(1, LEVELS):
-        width = 1 << level
-        below = tl.where((i_idx // (2 * width) == j_idx // (2 * width)) & (i_idx // width != j_idx // width), a, 0.0)
+    for level in range(1, LEVELS):  # no static one: compiling takes a fifth
+        below = tl.where((i_idx >> level + 1 == j_idx >> level + 1) & (i_idx >> level != j_idx >> level), a, 0.0)
         product = tl.dot(inverse, below, input_precision=PRECISION)
         inverse -= tl.dot(product, inverse, input_precision=PRECISION)
     return inverse
@@ -329,7 +328,7 @@ def linear_attention_prompt(
         q, k, a, b, *(() if t is None else t.stride() for t in (q, k, a, b)), decay.a_log, decay.bias,
         decay.lower_bound, *decay.limits, beta_scale, scale, key_eps, *where,
         key_dim, repeat, block_k, CHUNK, channel_decay, decay.rounded, precision, pair, upcast(q.dtype),
-        num_warps=4,
+        num_warps=8 if channel_decay else 4,
     )  # fmt: skip
     launch(
         chunk_states_kernel, (cdiv(value_dim, block_v), heads, count),
