@@ -5,11 +5,12 @@ Gated delta rule: Yang et al. 2024, with a decay of each channel Kimi Linear 202
 
 import torch
 
-from accel_kernels.device import HOPPER, reaches
+from accel_kernels.device import HOPPER, reaches, shared_memory
 from accel_kernels.op import make_op, random_case
 from accel_kernels.recurrent.causal_convolution import some_sequences
 from accel_kernels.recurrent.linear_attention_step import SPACE, gate_arguments, state_reason
 from accel_kernels.recurrent.recurrence import CHUNK, chunk, gates, prepared
+from accel_kernels.sizes import cdiv
 
 
 def reference(
@@ -43,7 +44,15 @@ def supports(
 ) -> str | None:  # fmt: skip
     if q.is_cuda and not reaches(q.device, HOPPER) and (q.dtype == torch.float32 or decay.bias.dim() == 2):
         return "float32, or decays of channels, below compute capability 9.0"  # more than its registers hold
+    if (needed := _shared_bytes(q.dtype, k.shape[-1], decay)) > shared_memory(q.device):
+        return f"less than {needed} bytes of shared memory"
     return state_reason(q, k, v, a, decay, state, b)
+
+
+def _shared_bytes(dtype, key_dim, decay) -> int:
+    """What the larger kernel takes, as compiled, and something above it."""
+    parts = 1 if decay.bias.dim() == 1 and key_dim <= 128 else 2
+    return 36 * 1024 * cdiv(key_dim, 128) * parts * (2 if dtype == torch.float32 else 1)
 
 
 def _case(name, batch, tokens, heads, repeat, key_dim, value_dim, positions, *, spans=None, longest=None, skip=False,
@@ -87,6 +96,7 @@ CASES = (
     _case("olmo-hybrid-1024", 1, 1024, 30, 1, 96, 192, [0]),
     _case("kimi-linear-2048", 1, 2048, 32, 1, 128, 128, [0], channels=True),
     _case("nemotron-h-2048", 1, 2048, 8, 16, 128, 80, [0], **SPACE),
+    _case("falcon-h1-2048", 1, 2048, 1, 24, 256, 128, [0], **SPACE),
     _case("mamba2-2048", 1, 2048, 1, 80, 128, 64, [0], **SPACE),
 )  # fmt: skip
 

@@ -334,7 +334,7 @@ def linear_attention_prompt(
         chunk_states_kernel, (cdiv(value_dim, block_v), heads, count),
         q, k, v, out, q.stride(), k.stride(), v.stride(), state, state.stride(), skip, *where,
         key_dim, value_dim, repeat, block_k, block_v, CHUNK, channel_decay, delta, precision, pair,
-        upcast(q.dtype), num_warps=block_v // 16,
-        num_stages=2 if pair and not channel_decay and shared_memory(q.device) >= TWO_STAGES else 1,
+        upcast(q.dtype), num_warps=8 if block_k > 128 else block_v // 16,
+        num_stages=2 if pair and block_k <= 128 and not channel_decay and shared_memory(q.device) >= TWO_STAGES else 1,
     )  # fmt: skip
     return out

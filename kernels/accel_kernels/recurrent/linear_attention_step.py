@@ -188,6 +188,7 @@ CASES = (
     _case("olmo-hybrid", 2, 30, 1, 96, 192, norm=("silu", True)),
     _case("kimi-linear", 1, 32, 1, 128, 128, channels=True, norm=("sigmoid", False)),
     _case("nemotron-h-9b", 1, 8, 16, 128, 80, **SPACE),
+    _case("falcon-h1-7b", 1, 1, 24, 256, 128, **SPACE),
     _case("mamba2-2.7b", 16, 1, 80, 128, 64, **SPACE),
 )  # fmt: skip
 
