@@ -31,8 +31,8 @@ def reference(
         kept = state[slot].to(q.dtype) if position > 0 else torch.zeros_like(state[slot], dtype=q.dtype)
         for start in range(begin, end, CHUNK):
             part = slice(start, min(end, start + CHUNK))
-            given = (t[part].transpose(0, 1) for t in (q, k, v, g, strength))
-            y, kept = chunk(*given, kept, b is not None)
+            tokens_of = [t[part].transpose(0, 1) for t in (q, k, v, g, strength)]
+            y, kept = chunk(tokens_of, kept, b is not None)
             y = y.transpose(0, 1)
             out[part] = (y if skip is None else y + skip[:, None] * v[part]).to(out.dtype)
         state[slot] = kept.to(state.dtype)

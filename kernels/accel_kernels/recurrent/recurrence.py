@@ -90,12 +90,13 @@ def prepared(q, k, v, scale, key_eps):
     return q, k, v.to(kind).flatten(-3, -2)
 
 
-def chunk(q, k, v, g, strength, state, delta):
+def chunk(tokens, state, delta):
     """Up to CHUNK tokens at once: o and the new state.
 
-    q, k: (H, T, Dk); v: (H, T, Dv); g: (H, T, 1 or Dk); strength: (H, T); state: (H, Dk, Dv). delta: by the delta rule.
-    The inverse that the delta rule needs is that of a unit lower triangle ("UT transform"); all in one dtype.
+    tokens: q and k (H, T, Dk), v (H, T, Dv), g (H, T, 1 or Dk) and strength (H, T). state: (H, Dk, Dv). delta: by the
+    delta rule, whose new values need the inverse of a unit lower triangle ("UT transform"). All in one dtype.
     """
+    q, k, v, g, strength = tokens
     total = g.cumsum(1)
     later = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).triu(1)
     between = (total[:, :, None] - total[:, None]).masked_fill(later[..., None], float("-inf")).exp()
@@ -108,9 +109,8 @@ def chunk(q, k, v, g, strength, state, delta):
     new = v * strength[..., None]
     if delta:
         new = new - strength[..., None] * ((k * total.exp()) @ state)
-        new = torch.linalg.solve_triangular(
-            products(k) * strength[..., None], new, upper=False, unitriangular=True
-        )  # fmt: skip
+        system = products(k) * strength[..., None]
+        new = torch.linalg.solve_triangular(system, new, upper=False, unitriangular=True)
     out = (q * total.exp()) @ state + products(q) @ new
     last = total[:, -1:]
     return out, state * last.exp().transpose(1, 2) + (k * (last - total).exp()).transpose(1, 2) @ new
