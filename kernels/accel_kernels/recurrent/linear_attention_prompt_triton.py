@@ -87,7 +87,7 @@ def _two_products(x, y, z, PRECISION: tl.constexpr):
 
 @triton.jit
 def _square_product(x, high, low, acc, PRECISION: tl.constexpr, PAIR: tl.constexpr):
-    """acc + x y in fp32. x: fp32; y: what `_load_parts` gives."""
+    """acc + x (high + low) in fp32. x: fp32; high, low: what `_load_parts` gives."""
     if PAIR:
         x_high, x_low = _parts(x, True)
         acc = tl.dot(x_high, high, tl.dot(x_low, high, tl.dot(x_high, low, acc)))
