@@ -11,9 +11,6 @@ from accel.errors import SkippedSite
 from accel.fusion.norms import match_layer_norm, match_rms_norm
 from accel.fusion.stacked_linears import Stacked
 from accel.libraries.versions import newer_than_tested
-from accel.llm.analysis.analyze import Analysis
-from accel.llm.analysis.kv_quantization import choose_kv_dtypes, described
-from accel.llm.analysis.layer import LayerSpec
 from accel.llm.batching.hook import batching_hook
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.graph_sizes import rows_of_kernels
@@ -28,8 +25,10 @@ from accel.llm.pipeline.placement import Placement
 from accel.llm.pipeline.stretch import StretchGraphs, StretchLayer
 from accel.llm.recording.record import LayerRecord, NotUnderstood
 from accel.llm.recording.recorder import decoder_layers
+from accel.llm.runtime.analyze import Analysis
 from accel.llm.runtime.experts import ExpertsForward, match_experts
-from accel.llm.runtime.layer import LayerForward
+from accel.llm.runtime.kv_quantization import choose_kv_dtypes, described
+from accel.llm.runtime.layer import LayerForward, LayerSpec
 from accel.llm.runtime.lm_head import OutputHead, match_head, match_table
 from accel.llm.runtime.router import RouterForward, match_router
 from accel.llm.runtime.step import ForwardContext

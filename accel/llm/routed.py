@@ -16,12 +16,11 @@ from accel_kernels.moe.experts import MOST_TOKENS
 from torch import nn
 
 from accel.in_flight import Here
-from accel.llm.analysis.router import INDEX, LOGITS, SHARE
-from accel.llm.analysis.router_trial import GIVEN, held
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.routing import routed_modules
 from accel.llm.runtime.experts import ExpertsForward
 from accel.llm.runtime.router import RouterForward
+from accel.llm.runtime.router_formula import GIVEN, INDEX, LOGITS, SHARE, held
 from accel.patching.patch import ForwardPatch
 from accel.planning.plan import Plan
 from accel.quantization.experts import QuantizedExperts

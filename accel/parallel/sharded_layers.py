@@ -121,17 +121,6 @@ def expert_sharding(module: nn.Module) -> ExpertSharding | None:
     return ExpertSharding(ranks.rank * here, ranks)
 
 
-def local_twin(module: nn.Module) -> nn.Module:
-    """A module of the same class and settings that holds this rank's part of the weights, and is not divided."""
-    twin = type(module).__new__(type(module))
-    vars(twin).update(vars(module))
-    vars(twin).pop("forward", None)
-    own = {name: local(one) for name, one in module._parameters.items() if one is not None}
-    plain = {name: nn.Parameter(one.detach(), requires_grad=False) for name, one in own.items()}
-    vars(twin)["_parameters"] = dict.fromkeys(module._parameters) | plain
-    return twin
-
-
 def installed_anew(module: nn.Module, quantized: nn.Module) -> None:
     """Lets a quantized linear in the place of a module do before and after what transformers' closure has that one do,
     whatever it is. Nothing where the module is not divided.

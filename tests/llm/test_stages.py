@@ -10,11 +10,10 @@ from torch import nn
 
 import accel
 from accel.libraries.models import is_causal_lm
-from accel.llm.analysis.analyze import formulas
 from accel.llm.generation import self_test
 from accel.llm.generation import trial_warmup as check
 from accel.llm.recording import record
-from accel.llm.runtime.attention_kinds import KINDS
+from accel.llm.runtime.analyze import formulas
 from accel.llm.stages import language_plan
 from accel.options import Options
 from accel.planning.plan import create_context
@@ -210,7 +209,7 @@ def test_layers_are_forgotten_one_by_one(family, name):
     for depth in DEPTHS:
         one, known = model(family, **{name: depth}), {}
         with LiveBytes(one) as live:
-            found = formulas(one, known, KINDS)
+            found = formulas(one, known)
         peaks.append(live.peak)
         assert len(found) == len(known) == depth
         assert all(layer.calls == [] and layer.stored is layer.attended is None for layer, _ in found)

@@ -34,7 +34,6 @@ from accel.llm.kv_cache.cache import adopt
 from accel.llm.kv_cache.store import LatestForward, Shape, Store
 from accel.llm.recording.implementation import unpaged
 from accel.llm.recording.record import says_nothing
-from accel.llm.runtime.attention_kinds import attention_kind_of
 from accel.llm.runtime.experts import ExpertsForward
 from accel.llm.runtime.layer import LayerForward
 from accel.llm.runtime.router import RouterForward
@@ -234,7 +233,7 @@ class DecoderForward(FastForward):
             placed = [(layer.spec.attention, self.device(layer, weight)) for layer in self.layers]
             placed.sort(key=lambda one: one[0].index)
             shapes = tuple(
-                attention_kind_of(spec).cache_layout(spec, weight.dtype, device, kv_dtype)
+                spec.cache_layout(weight.dtype, device, kv_dtype)
                 for (spec, device), kv_dtype in zip(placed, self.kv_dtypes, strict=True)
             )
             self.stored = weight.dtype, weight.device, shapes

@@ -12,10 +12,9 @@ import torch
 from accel_kernels import KV
 
 from accel.libraries.cache import Cache
-from accel.llm.analysis.layer import LayerSpec, form
 from accel.llm.generation.calling_convention import Unfit
 from accel.llm.recording.record import says_nothing
-from accel.llm.runtime.layer import LayerForward
+from accel.llm.runtime.layer import LayerForward, LayerSpec, form
 from accel.llm.runtime.step import Step
 
 HIDDEN_STATES, MASK = "hidden_states", "attention_mask"  # as decoder layers of transformers name them

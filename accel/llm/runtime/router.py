@@ -7,19 +7,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from accel.llm.analysis.router import (
+from accel.llm.runtime.linear import product_for
+from accel.llm.runtime.router_formula import (
+    GIVEN,
     INDEX,
     LOGITS,
     SHARE,
     Formulas,
     RouterFormula,
+    dtypes_of,
+    held,
     holds_router,
     near,
     router_formulas,
     router_settings,
 )
-from accel.llm.analysis.router_trial import GIVEN, dtypes_of, held
-from accel.llm.runtime.linear import product_for
 from accel.patching.context import Context
 from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import FastForward, Kernels

@@ -8,14 +8,13 @@ import torch
 
 import accel
 from accel.llm import stages
-from accel.llm.analysis.analyze import formulas
-from accel.llm.analysis.attention_kind import AttentionKind, understand_attention
-from accel.llm.analysis.softmax_attention import SoftmaxSpec
 from accel.llm.recording.inputs import FEW
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import example_ids
 from accel.llm.runtime import attention_kinds
-from accel.llm.runtime.attention_kinds import KINDS
+from accel.llm.runtime.analyze import formulas
+from accel.llm.runtime.attention import AttentionKind, understand_attention
+from accel.llm.runtime.softmax_attention import SoftmaxSpec
 from support.everything import EVERYTHING
 from support.llm.families import FAMILIES, layers, make, prompt
 
@@ -67,7 +66,7 @@ EACH = 1 if EVERYTHING else 3  # of so many families one
 
 @functools.cache
 def specs(name: str, dtype: torch.dtype = torch.float32) -> list:
-    return [spec for _, spec in formulas(make(name, dtype=dtype), {}, KINDS)]
+    return [spec for _, spec in formulas(make(name, dtype=dtype), {})]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -104,7 +103,7 @@ def test_multipliers_of_the_residual_are_recognized(name, dtype, times):
     """Also where one token is so large that rounding hides what the layers add to it, as first tokens often are."""
     model = make(name, dtype=dtype)
     model.get_input_embeddings().weight.data[example_ids(model, FEW)[0, 0]] *= times
-    assert {spec.scales for _, spec in formulas(model, {}, KINDS)} == {(0.4, 0.4)}
+    assert {spec.scales for _, spec in formulas(model, {})} == {(0.4, 0.4)}
 
 
 @pytest.mark.parametrize("family", FAST[::EACH], ids=str)

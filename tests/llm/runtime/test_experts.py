@@ -7,8 +7,7 @@ from accel_kernels.moe.weights import Gating
 from torch import nn
 
 import accel
-from accel.llm.analysis.experts import ExpertFormula
-from accel.llm.runtime.experts import ExpertsForward
+from accel.llm.runtime.experts import ExpertFormula, ExpertsForward
 from accel.patching.patch import MISSING
 from support.kernels.waiting import NothingWaits
 from support.llm.families import make, prompt
