@@ -20,7 +20,7 @@ from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.routing import routed_modules
 from accel.llm.runtime.experts import ExpertsForward
 from accel.llm.runtime.router import RouterForward
-from accel.llm.runtime.router_formula import GIVEN, INDEX, LOGITS, SHARE, held
+from accel.llm.runtime.router_formula import INDEX, LOGITS, SHARE
 from accel.patching.patch import ForwardPatch
 from accel.planning.plan import Plan
 from accel.quantization.experts import QuantizedExperts
@@ -192,12 +192,9 @@ def _each(module: nn.Module, experts: int, x: torch.Tensor) -> Experts:
 
 
 def _router(forward: RouterForward, x: torch.Tensor) -> Router | None:
-    formula = forward.formula(x)
-    if formula is None:
+    given, formula = forward.call_of(x), forward.formula(x)
+    if given is None or formula is None:
         return None
-    weight = held(forward.module)[formula.weight]
-    correction = (torch.zeros_like(weight[:, 0]),) if formula.correction == GIVEN else ()
-    given = (x if 2 in formula.dims else x.unsqueeze(0), *correction)
     record = Router(forward.module, [(given, {})], names=formula.outputs)
     record.repeat(0)
     record.measure()

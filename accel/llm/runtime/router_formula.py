@@ -63,9 +63,8 @@ def holds_router(module: nn.Module) -> bool:
     if matrix is None or len(tensors) > 3 or not all(tensor.is_floating_point() for tensor in tensors.values()):
         return False
     experts = tensors[matrix].shape[0]
-    if any(tensor.numel() != experts for path, tensor in tensors.items() if path != matrix):
-        return False
-    return 1 <= len(stock_parameters(module)) <= 2 and "topk" in mentioned(_kinds(module))
+    numbers_of_rows = all(tensor.numel() == experts for path, tensor in tensors.items() if path != matrix)
+    return numbers_of_rows and 1 <= len(stock_parameters(module)) <= 2 and "topk" in mentioned(_kinds(module))
 
 
 def router_settings(module: nn.Module) -> tuple:
@@ -198,7 +197,8 @@ class RouterTrial:
 def _in_fp32(trial: RouterTrial) -> RouterFormula | str:
     output, deep = trial.attempt(2), trial.attempt(3)
     if output is None:
-        dims, output = (3,), trial.run(3)
+        dims: tuple[int, ...] = (3,)
+        output = trial.run(3)
     else:
         alike = deep is not None and all(
             one.shape == deep[place].shape and bool((one == deep[place]).all()) for place, one in output.items()

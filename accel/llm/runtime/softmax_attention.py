@@ -80,12 +80,13 @@ class SoftmaxSpec(AttentionSpec):
             raise NotUnderstood("keys and values of different sizes")
         options, window = _told(layer, record)
         reason = "no projection gives the values it stores, beside queries and keys in an order that is known"
+        rotated = False
         for projections, layout in _projections(calls, layer):
             reason = "its keys are not what projection, norm and rotation give"
             q, k, v = split([call.output.held for call in projections], **layout)
             for k_norm, normed_k in head_norm(layer, calls, k):
                 for rotary in rotaries(layer, normed_k, stored.keys):
-                    reason = _unlike(layer, calls)
+                    rotated = True
                     for q_norm, normed_q in head_norm(layer, calls, q):
                         for scores, got in _results(layer, options, window, rotary, normed_q, normed_k, v):
                             ending = cls.ending(layer, calls, got)
@@ -96,7 +97,7 @@ class SoftmaxSpec(AttentionSpec):
                                 more = norms | layout | scores | ending[1] | {"rotary": rotary, "window": window}
                                 spec = cls(*own, layer.name(ending[0].module), stored.place, **more)
                                 return UnderstoodAttention(spec, projections[0], ending[0])
-        raise NotUnderstood(reason)
+        raise NotUnderstood(_unlike(layer, calls) if rotated else reason)
 
     @classmethod
     def ending(

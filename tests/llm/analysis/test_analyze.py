@@ -1,19 +1,19 @@
 """What is recognized of a language model, and kinds of attention that are tried in turn."""
 
 import functools
-from dataclasses import dataclass, fields
+from contextlib import nullcontext
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 import accel
-from accel.llm import stages
 from accel.llm.recording.inputs import FEW
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import example_ids
-from accel.llm.runtime import attention_kinds
+from accel.llm.runtime import layer
 from accel.llm.runtime.analyze import formulas
-from accel.llm.runtime.attention import AttentionKind, understand_attention
+from accel.llm.runtime.attention import AttentionSpec
 from accel.llm.runtime.softmax_attention import SoftmaxSpec
 from support.everything import EVERYTHING
 from support.llm.families import FAMILIES, layers, make, prompt
@@ -125,68 +125,64 @@ def test_every_layer_is_reported_with_its_whole_model(family, pair_of):
     assert bool(fused) == (family.name not in CALLED)
 
 
-def kind(name: str, answer) -> AttentionKind:
-    def understand(layer, record):
+def kind(answer) -> type:
+    def understand(*_):
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    return AttentionKind(name, SoftmaxSpec, understand, None, None)
+    return type("Kind", (AttentionSpec,), {"understand": staticmethod(understand)})
 
 
-NO, UNKNOWN, WRONG = kind("no", None), kind("unknown", NotUnderstood("a gate")), kind("wrong", NotUnderstood("later"))
-YES, ALSO = kind("yes", "found"), kind("also", "not asked")
-
-
-@pytest.mark.parametrize("kinds", [(YES,), (NO, YES), (UNKNOWN, NO, YES, ALSO)])
-def test_the_first_that_knows_it_answers(kinds):
-    assert understand_attention(None, None, kinds) == "found"
+NO, UNKNOWN, WRONG = kind(None), kind(NotUnderstood("a gate")), kind(NotUnderstood("later"))
+YES, ALSO = kind("yes"), kind("not asked")
 
 
 @pytest.mark.parametrize(
-    ("kinds", "reason"), [((NO, UNKNOWN, WRONG), "a gate"), ((NO,), "of no kind that is known"), ((), "of no kind")]
+    ("kinds", "found"),
+    [
+        ((YES,), "yes"),
+        ((NO, YES), "yes"),
+        ((UNKNOWN, NO, YES, ALSO), "yes"),
+        ((NO, UNKNOWN, WRONG), "a gate"),
+        ((NO,), "of no kind that is known"),
+        ((), "of no kind that is known"),
+    ],
 )
-def test_the_first_reason_is_told(kinds, reason):
-    with pytest.raises(NotUnderstood, match=reason):
-        understand_attention(None, None, kinds)
+def test_the_first_kind_that_knows_it_answers_else_the_first_reason_is_told(kinds, found, monkeypatch):
+    monkeypatch.setattr(layer, "ATTENTION_KINDS", kinds)
+    with nullcontext() if YES in kinds else pytest.raises(NotUnderstood, match=found):
+        assert layer.understand_attention(None, None) == found
+
+
+MADE: list[tuple[str, int]] = []
 
 
 @dataclass(frozen=True)
 class FirstLayerSpec(SoftmaxSpec):
-    """The attention of the first layer, as a kind of its own."""
+    """The attention of the first layer, as a kind of its own, which notes what is bound and laid out."""
+
+    @classmethod
+    def understand(cls, seen, record):
+        return super().understand(seen, record) if seen.cached.place == 0 else None
+
+    def bind(self, *given):
+        MADE.append(("bound", self.index))
+        return super().bind(*given)
+
+    def cache_layout(self, *given):
+        MADE.append(("laid out", self.index))
+        return super().cache_layout(*given)
 
 
-@pytest.fixture
-def bound(monkeypatch):
-    """A kind that is asked before ours, and what it bound and laid out."""
-    (ours,) = attention_kinds.KINDS
-    made = []
-
-    def understand(layer, record):
-        found = ours.understand(layer, record)
-        given = {field.name: getattr(found.spec, field.name) for field in fields(SoftmaxSpec)}
-        return found._replace(spec=FirstLayerSpec(**given)) if found.spec.index == 0 else None
-
-    def bind(kernels, layer, spec, stack):
-        made.append(("bound", spec.index))
-        return ours.bind(kernels, layer, spec, stack)
-
-    def cache_layout(spec, *rest):
-        made.append(("laid out", spec.index))
-        return ours.cache_layout(spec, *rest)
-
-    kinds = (AttentionKind("first", FirstLayerSpec, understand, bind, cache_layout), ours)
-    monkeypatch.setattr(stages, "KINDS", kinds)
-    monkeypatch.setattr(attention_kinds, "KINDS", kinds)
-    return made
-
-
-def test_kinds_stand_side_by_side_in_one_model(bound):
+def test_kinds_stand_side_by_side_in_one_model(monkeypatch):
+    monkeypatch.setattr(layer, "ATTENTION_KINDS", (FirstLayerSpec, SoftmaxSpec))
+    MADE.clear()
     stock = make("llama")
     model = accel.optimize(make("llama"))
     with torch.no_grad():
         tokens, wanted = (one.generate(prompt(2), max_new_tokens=5, do_sample=False) for one in (model, stock))
-    kinds = [type(vars(layer)["forward"].spec.attention) for layer in model.model.layers]
+    kinds = [type(vars(one)["forward"].spec.attention) for one in model.model.layers]
     assert kinds == [FirstLayerSpec, SoftmaxSpec]
-    assert set(bound) == {("bound", 0), ("laid out", 0)}
+    assert set(MADE) == {("bound", 0), ("laid out", 0)}
     assert torch.equal(tokens, wanted) and not accel.report(model).fallbacks
