@@ -19,47 +19,6 @@ from support.everything import EVERYTHING
 from support.llm.families import FAMILIES, layers, make, prompt
 
 CALLED = {"mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "olmoe", "granite-moe", "phi-moe"}  # experts are called
-BEFORE = {"before_attention", "before_mlp"}
-# What tells some families apart: fields of the attention spec; (form, interleaved) of its rotation; (activation, number
-# of first products, halves) of the MLP; which norms there are; whether it is (parallel, shared).
-FACTS = {
-    "llama": {
-        "layout": "separate", "heads": 4, "groups": 2, "kv_heads": 2, "dim": 16, "scale": 0.25,
-        "rotation": ("first half", False), "mlp": ("silu", 2, None), "norms": BEFORE, "skeleton": (False, False),
-    },
-    "phi3": {"layout": "joined", "heads": 4, "groups": 2, "mlp": ("silu", 1, True)},
-    "gpt2": {"layout": "joined", "groups": 4, "rotary": None, "mlp": ("gelu_tanh", 1, None)},
-    "gpt-neox": {
-        "layout": "grouped", "groups": 4, "mlp": ("gelu", 1, None), "norms": BEFORE, "skeleton": (True, False),
-    },
-    "falcon-one-key": {"layout": "joined", "groups": 1, "kv_heads": 1},
-    "falcon-grouped": {"layout": "grouped", "groups": 2, "kv_heads": 4},
-    "mistral": {"window": 5},
-    "gemma2": {
-        "softcap": 2.0, "scale": 10**-0.5, "mlp": ("gelu_tanh", 2, None),
-        "norms": BEFORE | {"post_attention", "post_mlp"}, "skeleton": (False, False),
-    },
-    "granite": {"scale": 0.2},
-    "opt": {"scale": 0.25, "mlp": ("relu", 1, None)},
-    "opt-post-norm": {"norms": {"after_attention", "after_mlp"}, "skeleton": (False, False)},
-    "olmo2": {"norms": {"post_attention", "post_mlp"}, "skeleton": (False, False)},
-    "glm": {"rotation": ("first half", True)},
-    "cohere": {"rotation": ("even channels", True), "norms": {"before_attention"}, "skeleton": (True, True)},
-    "gptj": {"rotation": ("all", True), "norms": {"before_attention"}, "skeleton": (True, True)},
-    "gpt-oss": {"sinks": "sinks", "rotation": ("all", False)},
-    "nemotron": {"mlp": ("relu2", 1, None)},
-    "bloom": {"mlp": ("gelu_tanh", 1, None)},
-}  # fmt: skip
-# Of each layer its window, or whether it has no rotation.
-LAYERS = {
-    "gemma3": ("window", [5, None]),
-    "cohere2": ("window", [5, None]),
-    "olmo3": ("window", [5, None]),
-    "qwen2-sliding": ("window", [None, 5]),
-    "smollm3": ("rotary", [True, False, True]),
-}
-NORMS = ("before_attention", "post_attention", "after_attention", "before_mlp", "post_mlp", "after_mlp")
-
 FAST = [family for family in FAMILIES if family.expected == "fast"]
 EACH = 1 if EVERYTHING else 3  # of so many families one
 
@@ -67,32 +26,6 @@ EACH = 1 if EVERYTHING else 3  # of so many families one
 @functools.cache
 def specs(name: str, dtype: torch.dtype = torch.float32) -> list:
     return [spec for _, spec in formulas(make(name, dtype=dtype), {})]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", FACTS)
-@pytest.mark.share(2)
-def test_what_a_layer_is_made_of_is_recognized(name, dtype):
-    spec = specs(name, dtype)[0]
-    rotary, mlp = spec.attention.rotary, spec.mlp
-    norms = {norm for norm in NORMS if getattr(spec, norm) is not None}
-    assert all(getattr(spec, norm).kind is not None for norm in norms)
-    found = {
-        "rotation": rotary and (rotary.form, rotary.interleaved),
-        "mlp": (mlp.activation, len(mlp.first), mlp.halves),
-        "norms": norms,
-        "skeleton": (spec.parallel, spec.shared),
-    }
-    for fact, value in FACTS[name].items():
-        assert (found[fact] if fact in found else getattr(spec.attention, fact)) == value, fact
-
-
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.share(2)
-def test_layers_are_recognized_one_by_one(name):
-    fact, wanted = LAYERS[name]
-    found = [getattr(spec.attention, fact) for spec in specs(name)]
-    assert [one is not None for one in found] == wanted if fact == "rotary" else found == wanted
 
 
 @pytest.mark.parametrize("name", ["granite", "granite-moe"])

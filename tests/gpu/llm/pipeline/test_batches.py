@@ -47,7 +47,7 @@ def going(model, engine: Engine, count: int = 8) -> None:
 
 
 @pytest.mark.parametrize("cards", CARDS)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", (*FAMILIES, "llama-tied"))  # whose head is on the first card
 def test_token_for_token(name, cards):
     ours, stock = pair_over(cards, name)
     prompts = prompts_of([min(length, 40) for length in LENGTHS], stock.config.get_text_config().vocab_size)
@@ -56,14 +56,6 @@ def test_token_for_token(name, cards):
     assert report.fallbacks == [], report
     assert {row["path"] for row in batched(ours)} == {one.path for one in forward_over(ours).stretches}
     assert report.batching
-
-
-@pytest.mark.parametrize("tied", [False, True], ids=["head-behind", "head-before"])
-def test_where_the_head_is(tied):
-    ours, stock = pair_over(2, tied=tied)
-    prompts = prompts_of(LENGTHS, 99)
-    as_alone(ours, stock, prompts, 20)
-    assert accel.report(ours).fallbacks == []
 
 
 @pytest.mark.parametrize("pages", [6, 40])
