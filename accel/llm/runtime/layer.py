@@ -155,7 +155,7 @@ def understand_layer(layer: LayerRecord, record: Record) -> LayerSpec:
 def understand_attention(layer: LayerRecord, record: Record) -> UnderstoodAttention:
     """By the first kind that knows it. Raises NotUnderstood, with the reason of the first kind that has one."""
     reasons = []
-    for kind in ATTENTION_KINDS:
+    for kind in ATTENTION_KINDS if layer.known is None else (type(layer.known.attention),):
         try:
             found = kind.understand(layer, record)
         except NotUnderstood as reason:

@@ -91,26 +91,24 @@ class SoftmaxSpec(AttentionSpec):
                         for scores, got in _results(layer, options, window, rotary, normed_q, normed_k, v):
                             ending = cls.ending(layer, calls, got)
                             if ending is not None:
-                                names = tuple(layer.name(call.module) for call in projections)
+                                out, *further = ending
+                                names = tuple(layer.name(call.module) for call in (*projections, *further))
                                 own = layer.name(layer.attention), plain_settings(layer.attention), names
                                 norms = {"q_norm": q_norm, "k_norm": k_norm}
-                                more = norms | layout | scores | ending[1] | {"rotary": rotary, "window": window}
-                                spec = cls(*own, layer.name(ending[0].module), stored.place, **more)
-                                return UnderstoodAttention(spec, projections[0], ending[0])
+                                more = norms | layout | scores | {"rotary": rotary, "window": window}
+                                spec = cls(*own, layer.name(out.module), stored.place, **more)
+                                return UnderstoodAttention(spec, projections[0], out)
         raise NotUnderstood(_unlike(layer, calls) if rotated else reason)
 
     @classmethod
-    def ending(
-        cls, layer: LayerRecord, calls: list[Call], got: torch.Tensor | None
-    ) -> tuple[Call, dict[str, Any]] | None:
-        """The call of the last projection, and what a spec of this class has besides; None where there is none.
+    def ending(cls, layer: LayerRecord, calls: list[Call], got: torch.Tensor | None) -> tuple[Call, ...] | None:
+        """The calls of the last projection, and of projections of the input besides those of queries, keys and values.
 
-        got: what attention gives, (rows, tokens, heads, D); None where that is known from an ordinary record.
+        got: what attention gives, (rows, tokens, heads, D); None where a spec is known from an ordinary record.
         """
         if got is None:
-            return next(((call, {}) for call in calls if layer.name(call.module) == layer.known.attention.out), None)
-        found = (call for call in calls if call.alone and agree(got, call.input.held, slack=2.0))
-        return next(((call, {}) for call in found), None)
+            return next(((call,) for call in calls if layer.name(call.module) == layer.known.attention.out), None)
+        return next(((call,) for call in calls if call.alone and agree(got, call.input.held, slack=2.0)), None)
 
     def bind(self, kernels: Kernels, layer: nn.Module, stack: bool) -> "BoundSoftmaxAttention":
         return BoundSoftmaxAttention(kernels, layer, self, stack)
@@ -141,11 +139,17 @@ class BoundSoftmaxAttention:
 
     def __call__(self, kernels: Kernels, step: Step, h: NormedInput, kwargs: dict) -> torch.Tensor:
         """See `BoundAttention`."""
-        spec = self.spec
+        return self.attended(kernels, step, self.projected(kernels, h), kwargs)
+
+    def projected(self, kernels: Kernels, h: NormedInput) -> Sequence[torch.Tensor]:
+        """What the projections give, (rows, new, N) each."""
         if self.joint is None:
-            outputs = [linear(kernels, h) for linear in self.projections]
-        else:
-            outputs = part_product(kernels, self.joint, h).split(self.sizes, dim=-1)
+            return [linear(kernels, h) for linear in self.projections]
+        return part_product(kernels, self.joint, h).split(self.sizes, dim=-1)
+
+    def attended(self, kernels: Kernels, step: Step, outputs: Sequence[torch.Tensor], kwargs: dict) -> torch.Tensor:
+        """Of queries, keys and values, as their projections give them."""
+        spec = self.spec
         q, k, v = split(outputs, *self.layout)
         q, q_norm = _normed(q, self.q_norm)
         k, k_norm = _normed(k, self.k_norm)

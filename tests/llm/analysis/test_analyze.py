@@ -9,7 +9,7 @@ import torch
 
 import accel
 from accel.llm.recording.inputs import FEW
-from accel.llm.recording.record import NotUnderstood
+from accel.llm.recording.record import LayerRecord, NotUnderstood
 from accel.llm.recording.recorder import example_ids
 from accel.llm.runtime import layer
 from accel.llm.runtime.analyze import formulas
@@ -85,7 +85,7 @@ YES, ALSO = kind("yes"), kind("not asked")
 def test_the_first_kind_that_knows_it_answers_else_the_first_reason_is_told(kinds, found, monkeypatch):
     monkeypatch.setattr(layer, "ATTENTION_KINDS", kinds)
     with nullcontext() if YES in kinds else pytest.raises(NotUnderstood, match=found):
-        assert layer.understand_attention(None, None) == found
+        assert layer.understand_attention(LayerRecord(None, "", {}), None) == found
 
 
 MADE: list[tuple[str, int]] = []
