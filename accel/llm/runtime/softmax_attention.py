@@ -104,7 +104,7 @@ class SoftmaxSpec(AttentionSpec):
     def ending(cls, layer: LayerRecord, calls: list[Call], got: torch.Tensor | None) -> tuple[Call, ...] | None:
         """The calls of the last projection, and of projections of the input besides those of queries, keys and values.
 
-        got: what attention gives, (rows, tokens, heads, D); None where a spec is known from an ordinary record.
+        got: what attention gives, (rows, tokens, heads * D); None where a spec is known from an ordinary record.
         """
         if got is None:
             return next(((call,) for call in calls if layer.name(call.module) == layer.known.attention.out), None)
