@@ -20,17 +20,17 @@ from accel.llm.generation.prefill import Prompts
 from accel.llm.generation.self_test import find_convention
 from accel.llm.generation.surroundings import guard_of
 from accel.llm.generation.trial_warmup import warm_up
+from accel.llm.moe.experts import ExpertsForward, match_experts
+from accel.llm.moe.router import RouterForward, match_router
 from accel.llm.pipeline.forward import SpreadForward
 from accel.llm.pipeline.placement import Placement
 from accel.llm.pipeline.stretch import StretchGraphs, StretchLayer
 from accel.llm.recording.record import LayerRecord, NotUnderstood
 from accel.llm.recording.recorder import decoder_layers
 from accel.llm.runtime.analyze import Analysis
-from accel.llm.runtime.experts import ExpertsForward, match_experts
 from accel.llm.runtime.kv_quantization import choose_kv_dtypes, described
 from accel.llm.runtime.layer import LayerForward, LayerSpec
 from accel.llm.runtime.lm_head import OutputHead, match_head, match_table
-from accel.llm.runtime.router import RouterForward, match_router
 from accel.llm.runtime.step import ForwardContext
 from accel.parallel.agreement import all_agree
 from accel.patching.context import Context

@@ -18,9 +18,9 @@ from torch import nn
 from accel.in_flight import Here
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.routing import routed_modules
-from accel.llm.runtime.experts import ExpertsForward
-from accel.llm.runtime.router import RouterForward
-from accel.llm.runtime.router_formula import INDEX, LOGITS, SHARE
+from accel.llm.moe.experts import ExpertsForward
+from accel.llm.moe.router import RouterForward
+from accel.llm.moe.router_formula import INDEX, LOGITS, SHARE
 from accel.patching.patch import ForwardPatch
 from accel.planning.plan import Plan
 from accel.quantization.experts import QuantizedExperts

@@ -8,11 +8,11 @@ from transformers import PreTrainedModel
 from accel.errors import SkippedSite, reason_of
 from accel.llm.family import RULES
 from accel.llm.generation.pace import pace
+from accel.llm.moe.experts import find_formula
 from accel.llm.pipeline.placement import LiftedHooks, Placement, layer_placement
 from accel.llm.ptq.formats.prequantized_import import PrequantizedImport
 from accel.llm.ptq.model import LanguageModelQuantization
 from accel.llm.runtime.analyze import Analysis, analyze
-from accel.llm.runtime.experts import find_formula
 from accel.options import STATIC, calibrate
 from accel.parallel.agreement import all_agree
 from accel.parallel.sharded_layers import ranks_of

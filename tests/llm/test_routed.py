@@ -9,17 +9,17 @@ import torch
 import accel
 from accel.llm.generation import routing
 from accel.llm.generation.decoder import DecoderForward
+from accel.llm.moe.experts import ExpertsForward
+from accel.llm.moe.router import RouterForward
 from accel.llm.routed import decoder_forward, far, rms_of_token, routed
-from accel.llm.runtime.experts import ExpertsForward
 from accel.llm.runtime.mlp import BoundMlp
-from accel.llm.runtime.router import RouterForward
 from accel.planning.plan import PLAN
 from accel.tolerances import MEDIAN, MOVED
 from support.everything import EVERYTHING
 from support.llm import optimized_models
 from support.llm.families import make, prompt
+from support.llm.near_ties import LEAST, clear_seeds, deep_gpt_oss, smallest_gap
 from support.llm.outputs import ran_fast
-from support.llm.runtime.near_ties import LEAST, clear_seeds, deep_gpt_oss, smallest_gap
 
 
 def optimized(name: str = "mixtral", dtype: torch.dtype = torch.bfloat16, **options):

@@ -32,11 +32,11 @@ from accel.llm.generation.model_guard import ModelGuard
 from accel.llm.generation.prefill import Prompts
 from accel.llm.kv_cache.cache import adopt
 from accel.llm.kv_cache.store import LatestForward, Shape, Store
+from accel.llm.moe.experts import ExpertsForward
+from accel.llm.moe.router import RouterForward
 from accel.llm.recording.implementation import unpaged
 from accel.llm.recording.record import says_nothing
-from accel.llm.runtime.experts import ExpertsForward
 from accel.llm.runtime.layer import LayerForward
-from accel.llm.runtime.router import RouterForward
 from accel.llm.runtime.step import ForwardContext, Step
 from accel.parallel.ranks import Ranks
 from accel.parallel.sharded_layers import ranks_of

@@ -11,9 +11,9 @@ import accel
 from accel.tolerances import DRIFT, LOGITS
 from support.llm import families
 from support.llm.batching.engines import alone
+from support.llm.near_ties import model_of
 from support.llm.parallel import faults, ranks
 from support.llm.parallel.modes import STOCK, ahead, all_modes
-from support.llm.runtime.near_ties import model_of
 from support.ranks import LIMIT, FaultyRanks
 
 STEPS = 6

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from accel_kernels.moe.route import Routing, preferences_of, scores_of, shares_of
 from torch import nn
 
+from accel.comparison import rows_agree
 from accel.errors import reason_of
 from accel.patching.guard import BASE
 from accel.patching.structure import mentioned, methods, twin
@@ -64,21 +65,21 @@ def holds_router(module: nn.Module) -> bool:
         return False
     experts = tensors[matrix].shape[0]
     numbers_of_rows = all(tensor.numel() == experts for path, tensor in tensors.items() if path != matrix)
-    return numbers_of_rows and 1 <= len(stock_parameters(module)) <= 2 and "topk" in mentioned(_kinds(module))
+    return numbers_of_rows and 1 <= len(stock_parameters(module)) <= 2 and "topk" in mentioned(_classes(module))
 
 
 def router_settings(module: nn.Module) -> tuple:
     """All that can make the formulas of two routers differ; to be hashed."""
-    names = mentioned(_kinds(module))
+    names = mentioned(_classes(module))
     own = ((name, value) for name, value in vars(module).items() if name not in BASE and name in names)
     values = tuple((name, type(value), _hashed(value)) for name, value in own)
     tensors = tuple((path, tuple(tensor.shape), tensor.dtype) for path, tensor in held(module).items())
-    return (*_kinds(module), values, tensors)
+    return (*_classes(module), values, tensors)
 
 
 def router_formulas(module: nn.Module) -> Formulas | str:
     """By the dtypes they hold for: those of now, and those after a `.to(dtype)`. Else why there is none."""
-    if "config" in mentioned(_kinds(module)):
+    if "config" in mentioned(_classes(module)):
         return "reads its configuration at each call"
     numbers = cache(partial(RouterNumbers, module))
     found: Formulas = {}
@@ -111,14 +112,6 @@ def held(module: nn.Module) -> dict[str, torch.Tensor]:
 def dtypes_of(x: torch.Tensor, tensors: dict[str, torch.Tensor]) -> Kind:
     """Of the input and of the parameters."""
     return (x.dtype, *(tensor.dtype for tensor in tensors.values()))
-
-
-def near(found: torch.Tensor, wanted: torch.Tensor, allowed: float = SHARES[torch.float32]) -> bool:
-    """Whether no number of a row is further off than so much of its largest."""
-    if found.shape != wanted.shape:
-        return False
-    found, wanted = found.float(), wanted.float()
-    return bool(((found - wanted).abs() <= allowed * wanted.abs().amax(-1, keepdim=True)).all())
 
 
 class RouterNumbers:
@@ -237,7 +230,7 @@ def _routing(
         if not _as_good(logits, scores, routing, correction, index):
             continue
         for way in _ways_to_share(module, routing):
-            if near(shares_of(logits, scores, index, way), shares):
+            if rows_agree(shares_of(logits, scores, index, way), shares):
                 return way
     return None
 
@@ -255,14 +248,14 @@ def _rounded(trial: RouterTrial, formula: RouterFormula) -> RouterFormula | None
         if not wide and any(trial.x.dtype != trial.tensors[path].dtype for path in operands):
             continue
         logits = trial.logits(formula.weight, formula.bias, wide)
-        if wanted is not None and not near(logits, wanted, SHARES[torch.float32]):
+        if wanted is not None and not rows_agree(logits, wanted, SHARES[torch.float32]):
             continue
         routing = formula.routing._replace(rounded=rounded)
         full = logits[: len(ROWS)].float()
         scores = scores_of(full, routing, logits.dtype)
         if _as_good(full, scores, routing, correction, index):
             found = shares_of(full, scores, index, routing).to(shares.dtype)
-            if near(found, shares, bound(SHARES, shares.dtype)):
+            if rows_agree(found, shares, bound(SHARES, shares.dtype)):
                 kept = None if wanted is None else wanted.dtype
                 return replace(formula, routing=routing, wide=wide, logits=kept, shares=shares.dtype)
     return None
@@ -305,16 +298,16 @@ def _as_good(
     preferences = scores if plain else preferences_of(logits, scores, routing, correction)
     best = preferences.topk(index.shape[1]).values
     found = preferences.gather(1, index).sort(descending=True).values
-    return near(found, best)
+    return rows_agree(found, best)
 
 
 def _role(one: torch.Tensor, logits: torch.Tensor, index: torch.Tensor) -> str:
-    if near(one, logits):
+    if rows_agree(one, logits):
         return LOGITS
     return SHARE if one.shape == index.shape and one.is_floating_point() else ""
 
 
-def _kinds(module: nn.Module) -> tuple[type, ...]:
+def _classes(module: nn.Module) -> tuple[type, ...]:
     return type(module), *map(type, module.children())
 
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from accel.llm.runtime.linear import product_for
-from accel.llm.runtime.router_formula import (
+from accel.comparison import rows_agree
+from accel.llm.moe.router_formula import (
     GIVEN,
     INDEX,
     LOGITS,
@@ -18,10 +18,10 @@ from accel.llm.runtime.router_formula import (
     dtypes_of,
     held,
     holds_router,
-    near,
     router_formulas,
     router_settings,
 )
+from accel.llm.runtime.linear import product_for
 from accel.patching.context import Context
 from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import FastForward, Kernels
@@ -162,7 +162,7 @@ def _disagreement(module: nn.Module, formulas: Formulas, context: Context) -> st
         if name in formula.outputs:
             # Neighbors that are nearly equal may have changed places.
             wanted, got = (output[name].sort(descending=True).values for output in outputs)
-            if not near(got, wanted, bound(BLOCK, dtype)):
+            if not rows_agree(got, wanted, bound(BLOCK, dtype)):
                 return f"its {name} come out otherwise in one kernel"
     return None
 
