@@ -158,6 +158,7 @@ FAMILIES = (
     Family("arcee", "arcee"),
     Family("seed-oss", "seed_oss", {"head_dim": 16, "attention_bias": True}),
     Family("exaone4", "exaone4", {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}),
+    Family("cwm", "cwm", {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}),
     Family("helium", "helium", {"head_dim": 16}),
     Family("apertus", "apertus", expected="either"),
     Family("ernie", "ernie4_5", {"head_dim": 16}),
