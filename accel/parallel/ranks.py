@@ -143,9 +143,7 @@ class Ranks:
             dist.all_gather_into_tensor(found, rows.contiguous(), group=self.group)
         side_by_side = found.unflatten(0, (self.size, -1)).movedim(0, 1)  # (rows, ranks, most)
         if min(sizes) < most:
-            return torch.cat([side_by_side[:, rank, :size] for rank, size in enumerate(sizes)], dim=-1).reshape(
-                *part.shape[:-1], -1
-            )
+            side_by_side = torch.cat([side_by_side[:, rank, :size] for rank, size in enumerate(sizes)], dim=-1)
         return side_by_side.reshape(*part.shape[:-1], -1)
 
     def largest(self, values: torch.Tensor) -> torch.Tensor:
@@ -156,10 +154,7 @@ class Ranks:
 
     def any(self, flag: bool, device: torch.device) -> bool:
         """Whether the flag is set on any rank. Waits for all of them."""
-        told = torch.tensor([flag], dtype=torch.int32, device=device)
-        with self.exchange():
-            dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
-        return bool(told.item())
+        return bool(self.largest(torch.tensor([flag], dtype=torch.int32, device=device)).item())
 
 
 @lru_cache(maxsize=GROUPS)
