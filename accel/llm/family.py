@@ -129,7 +129,7 @@ def _bind(
         forward.ranks.open(next(model.parameters()).device)
     forward.convention = find_convention(forward)
     forward.model_guard = guard_of(forward)
-    note = "" if placement is None else placement.told()
+    note = "" if placement is None else placement.description()
     batches: GraphRunner | StretchGraphs | None = None
     if context.options.kv_cache is not None:
         note = "; ".join(filter(None, (note, _round(forward, specs, context.options.kv_cache, context.options.strict))))

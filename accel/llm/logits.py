@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.routing import Choices, noting, repeating, routing_modules
-from accel.llm.routed import decoder_forward, far, rms_of_token, routed
+from accel.llm.routed import decoder_forward, far, routed, row_rms
 from accel.planning.plan import Plan
 from accel.tolerances import DRIFT, MEDIAN, MOVED
 from accel.verification.metrics import Quality
@@ -98,14 +98,14 @@ class Logits(ModelRecord):
     @property
     def drift(self) -> float:
         """How far noise of the size of rounding puts stock."""
-        return 0.0 if self.moved is None else rms_of_token(self.outputs[-1], self.moved, MOVED)
+        return 0.0 if self.moved is None else row_rms(self.outputs[-1], self.moved, MOVED)
 
     @property
     def allowance(self) -> float:
         return max(DEEP * super().allowance, DRIFT * self.drift if self.free else 0.0)
 
     def apart(self, wanted: list[torch.Tensor], got: list[torch.Tensor]) -> float:
-        return rms_of_token(wanted, got, MEDIAN) if self.free else super().apart(wanted, got)
+        return row_rms(wanted, got, MEDIAN) if self.free else super().apart(wanted, got)
 
     def judge(self, seed: int) -> Quality:
         quality = super().judge(seed)

@@ -29,7 +29,7 @@ from accel.verification.metrics import Quality
 from accel.verification.model_record import ModelRecord, ModelRecorder
 
 
-def rms_of_token(wanted: list[torch.Tensor], got: list[torch.Tensor], share: float) -> float:
+def row_rms(wanted: list[torch.Tensor], got: list[torch.Tensor], share: float) -> float:
     """Error of one row by the size of the median row, of the worst of pairs (rows, columns).
 
     share: of rows that are nearer, which is which row that is.
@@ -134,7 +134,7 @@ class Router(ModelRecord):
         return compared
 
     def apart(self, wanted: list[torch.Tensor], got: list[torch.Tensor]) -> float:
-        return rms_of_token(wanted, got, MEDIAN)
+        return row_rms(wanted, got, MEDIAN)
 
 
 @dataclass

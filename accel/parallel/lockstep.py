@@ -30,7 +30,7 @@ class Lockstep:
             list(ranks.members), timeout=patience(ranks), backend="gloo", use_local_synchronization=True
         )
         self.group: dist.ProcessGroup | None = group
-        self.ways = Ranks(group)
+        self.channel = Ranks(group)
 
     @property
     def leads(self) -> bool:
@@ -39,7 +39,7 @@ class Lockstep:
 
     def most(self, numbers: Sequence[int]) -> list[int]:
         """The largest of all ranks, of each of these whole numbers."""
-        return self.ways.largest(torch.tensor(numbers, dtype=torch.int64)).tolist()
+        return self.channel.largest(torch.tensor(numbers, dtype=torch.int64)).tolist()
 
     def least(self, number: int) -> int:
         """The smallest of all ranks."""
@@ -48,13 +48,13 @@ class Lockstep:
     def broadcast(self, message: bytes, size: int) -> bytes:
         """The first rank's message. size: of it in bytes, which all ranks know."""
         heard = np.frombuffer(message, np.uint8).copy() if self.leads else np.empty(size, np.uint8)
-        self.ways.first(torch.from_numpy(heard))
+        self.channel.first(torch.from_numpy(heard))
         return heard.tobytes()
 
     def reasons(self, own: str) -> str:
         """The reasons of all ranks that have one, with their numbers. own: of this one, or empty."""
         said: list[str | None] = [None] * self.ranks.size
-        with self.ways.exchange():
+        with self.channel.exchange():
             dist.all_gather_object(said, own, group=self.group)
         return "; ".join(f"rank {who}: {why}" for why, who in by_value(dict(enumerate(said))).items() if why)
 

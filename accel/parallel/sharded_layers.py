@@ -50,7 +50,7 @@ def divided(tensor: torch.Tensor | None) -> bool:
     return kind is not None and isinstance(tensor, kind)
 
 
-def division(tensor: torch.Tensor | None) -> int | None:
+def sharded_dim(tensor: torch.Tensor | None) -> int | None:
     """The dimension along which ranks have divided a tensor; None for one that each has whole."""
     if tensor is None or not divided(tensor):
         return None
@@ -121,7 +121,7 @@ def expert_sharding(module: nn.Module) -> ExpertSharding | None:
     return ExpertSharding(ranks.rank * here, ranks)
 
 
-def installed_anew(module: nn.Module, quantized: nn.Module) -> None:
+def install_sharding(module: nn.Module, quantized: nn.Module) -> None:
     """Lets a quantized linear in the place of a module do before and after what transformers' closure has that one do,
     whatever it is. Nothing where the module is not divided.
     """

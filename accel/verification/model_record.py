@@ -96,7 +96,7 @@ class ModelRecord:
     def apart(self, wanted: list[torch.Tensor], got: list[torch.Tensor]) -> float:
         return worst_rms(got, wanted)
 
-    def elsewhere(self) -> bool:
+    def weights_moved_away(self) -> bool:
         """Whether its weights lie on another device than its inputs did, and nothing at its call would bring them."""
         given = [leaf for leaf in pytree.tree_leaves(self.inputs) if isinstance(leaf, torch.Tensor) and leaf.dim()]
         here = placement(self.module)[0]
@@ -174,7 +174,7 @@ class ModelRecorder:
     def records(self) -> dict[str, ModelRecord]:
         """What was called, by name, and can be called again by itself."""
         for name, record in self.found.items():
-            if record.inputs and record.elsewhere():
+            if record.inputs and record.weights_moved_away():
                 self.refused[name] = "offload has moved its weights away"
                 record.inputs = []
         return {name: record for name, record in self.found.items() if record.inputs}

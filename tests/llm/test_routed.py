@@ -11,7 +11,7 @@ from accel.llm.generation import routing
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.moe.experts import ExpertsForward
 from accel.llm.moe.router import RouterForward
-from accel.llm.routed import decoder_forward, far, rms_of_token, routed
+from accel.llm.routed import decoder_forward, far, routed, row_rms
 from accel.llm.runtime.mlp import BoundMlp
 from accel.planning.plan import PLAN
 from accel.tolerances import MEDIAN, MOVED
@@ -50,7 +50,7 @@ def test_many_layers_of_near_ties():
     model = deep_gpt_oss(layers=12, spread=0.2)
     ids = prompt(2, 24)
     stock, exact = model(ids).logits[0], copy.deepcopy(model).float()(ids).logits[0]
-    noise = rms_of_token([exact], [stock], MEDIAN)
+    noise = row_rms([exact], [stock], MEDIAN)
     quality = accel.verify(accel.optimize(model), input_ids=ids)
     ran_fast(model)
     fixed, free = quality.parts["prompt"], quality.parts["prompt, free routing"]
@@ -198,12 +198,12 @@ def test_models_without_routers_are_judged_by_every_token():
 def test_the_error_of_one_row():
     wanted = torch.tensor([[3.0, 4.0]] * 5)
     got = wanted + torch.tensor([0.0, 0.05, 0.1, 5.0, 50.0])[:, None] * torch.tensor([1.0, 0.0])
-    assert rms_of_token([wanted], [got], MEDIAN) == pytest.approx(0.02, rel=1e-4)
-    assert rms_of_token([wanted], [got], MOVED) == pytest.approx(1.0, rel=1e-4)
+    assert row_rms([wanted], [got], MEDIAN) == pytest.approx(0.02, rel=1e-4)
+    assert row_rms([wanted], [got], MOVED) == pytest.approx(1.0, rel=1e-4)
     assert far([wanted], [got]) == 2
     got[0, 0] = torch.nan
     for share in (MEDIAN, MOVED):
-        assert rms_of_token([wanted], [got], share) != rms_of_token([wanted], [got], share)
+        assert row_rms([wanted], [got], share) != row_rms([wanted], [got], share)
 
 
 def test_prompts_without_near_ties():

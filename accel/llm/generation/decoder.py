@@ -174,7 +174,7 @@ class DecoderForward(FastForward):
     @property
     def biased(self) -> bool:
         """Whether scores are biased by distance."""
-        return self.layers[0].spec.attention.counts_distance
+        return self.layers[0].spec.attention.has_position_bias
 
     def stays_stock(self, kwargs: dict, unknown: str) -> str | None:
         """Why a call that is not understood runs stock as a whole; None where it may run `by_own_code`."""

@@ -51,7 +51,7 @@ class CheckedStep(Step):
         self.ran: list[LayerForward] = []
         self.seen: dict[tuple, tuple] = {}  # masks, kept so that no other has their id, and whether they are causal
 
-    def leaves(self, layer: LayerForward, args: tuple, kwargs: dict) -> bool:
+    def runs_stock(self, layer: LayerForward, args: tuple, kwargs: dict) -> bool:
         """Raises Unfit where layers before it have computed already."""
         if self.checked and self.reason is None:
             self.reason = self._unlike(layer.spec, args, kwargs)
@@ -68,14 +68,14 @@ class CheckedStep(Step):
         if not any(value is self.cache for value in kwargs.values()):
             return "its layers are given another cache than the model"
         known = dict(spec.given)
-        read = spec.attention.reads
+        read = spec.attention.keywords
         for name in {*read, *kwargs}:
             value = kwargs.get(name)
             unread = name not in read and (name in PLACES or says_nothing(value))
             if name in (HIDDEN_STATES, MASK) or value is self.cache or unread or form(value) == known.get(name):
                 continue
             return f"its layers are given {name} as no text gives it"
-        mask, window = kwargs.get(MASK), spec.attention.sees
+        mask, window = kwargs.get(MASK), spec.attention.window
         key = id(mask), window
         if key not in self.seen:
             self.seen[key] = mask, self._causal(mask, window)

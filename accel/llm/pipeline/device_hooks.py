@@ -72,16 +72,16 @@ def same_place(found: torch.device, wanted: torch.device) -> bool:
     return found == wanted or found.type == wanted.type == "cpu"
 
 
-def brought(value: Any, device: torch.device) -> Any:
+def moved_to(value: Any, device: torch.device) -> Any:
     """The value with its tensors on this device, of tuples, lists and dicts too; itself where they are there. Does not
     wait for a GPU.
     """
     if isinstance(value, torch.Tensor):
         return value if value.device == device else value.to(device, non_blocking=True)
     if type(value) is dict:
-        found = {name: brought(one, device) for name, one in value.items()}
+        found = {name: moved_to(one, device) for name, one in value.items()}
         return value if all(map(is_, found.values(), value.values())) else found
     if type(value) in (tuple, list):
-        several = [brought(one, device) for one in value]
+        several = [moved_to(one, device) for one in value]
         return value if all(map(is_, several, value)) else type(value)(several)
     return value

@@ -33,7 +33,7 @@ class Placement(NamedTuple):
         starts = [n for n, device in enumerate(self.devices) if not n or device != self.devices[n - 1]]
         return [range(*ends) for ends in zip(starts, [*starts[1:], len(self.devices)], strict=True)]
 
-    def told(self) -> str:
+    def description(self) -> str:
         """For the report."""
         found = (f"{s.start}-{s.stop - 1} on {self.devices[s.start]}" for s in self.stretches())
         return f"layers {', '.join(found)}"

@@ -16,7 +16,7 @@ from torch import nn
 
 from accel.cuda_graphs.rule import obstacle
 from accel.cuda_graphs.runner import GraphRunner
-from accel.llm.pipeline.device_hooks import brought
+from accel.llm.pipeline.device_hooks import moved_to
 from accel.llm.runtime.layer import LayerForward
 from accel.llm.runtime.step import Step
 from accel.patching.structure import foreign_hooks
@@ -86,19 +86,19 @@ class StretchStep(Step):
         """The value on a device: once a forward, for however many layers."""
         found = self._brought.get((id(value), device))
         if found is None:
-            found = self._brought[id(value), device] = (value, brought(value, device))
+            found = self._brought[id(value), device] = (value, moved_to(value, device))
         return found[1]
 
     def passes(self, layer: StretchLayer, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
         stretch = layer.stretch
         with stretch.context():
-            given = Called(kwargs, lambda value: self.bring(value, stretch.device))
-            y = layer.bound(layer.kernels, self, brought(x, stretch.device).contiguous(), given)
+            given = ReadKeywords(kwargs, lambda value: self.bring(value, stretch.device))
+            y = layer.bound(layer.kernels, self, moved_to(x, stretch.device).contiguous(), given)
         stretch.read = given.read | (stretch.read or frozenset())
         return y
 
 
-class Called(dict):
+class ReadKeywords(dict):
     """Keywords of a call; brought to the device of whoever reads them, when they are. read: which were."""
 
     def __init__(self, kwargs: dict, bring: Callable):
@@ -172,7 +172,7 @@ class ChainedStep(StretchStep):
                         values.append(self.bring(value, stretch.device))
                     named[name] = known[id(value)]
             places.append(named)
-        x, metadata = brought(x, stretch.device).contiguous(), self.stores.metadata(stretch)
+        x, metadata = moved_to(x, stretch.device).contiguous(), self.stores.metadata(stretch)
 
         def run(x: torch.Tensor, values: Sequence[Any], metadata: tuple[torch.Tensor, ...]) -> torch.Tensor:
             return stretch.run(self.stores.kvs(stretch, x, metadata), x, values, places)

@@ -26,7 +26,7 @@ from accel.libraries.attention import eager_mask, lent_attention
 from accel.libraries.cache import DynamicCache, cache_given
 from accel.libraries.tensor_parallel import pipeline_stage
 from accel.llm.kv_cache.cache import STOCK
-from accel.llm.pipeline.device_hooks import StockHere, brought, device_of, other_hook
+from accel.llm.pipeline.device_hooks import StockHere, device_of, moved_to, other_hook
 from accel.llm.recording.implementation import foreign_attention, lent_configs, unpaged
 from accel.llm.recording.inputs import few
 from accel.llm.recording.plain_attention import plain_attention
@@ -242,7 +242,7 @@ class Recorder:
         """
         if self.looking:
             return None
-        there = brought((args, kwargs), device)
+        there = moved_to((args, kwargs), device)
         for given, now in zip((*args, *kwargs.values()), (*there[0], *there[1].values()), strict=True):
             if now is not given:
                 self.record.masks += [(now, function) for mask, function in self.record.masks if mask is given]

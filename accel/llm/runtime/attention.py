@@ -37,7 +37,7 @@ class AttentionSpec:
 
     name: from the layer, as all names here; settings: of that module, see `plain_settings`. projections: linears that
     the normed input of the layer goes through; out: the linear of the result, behind which the layer adds its input.
-    index: the layer's place in the cache.
+    index: the layer's place in the cache. window: how many tokens back it sees; None for all.
     """
 
     name: str
@@ -45,6 +45,7 @@ class AttentionSpec:
     projections: tuple[str, ...]
     out: str
     index: int
+    window: int | None
 
     @property
     def norms(self) -> tuple[NormSpec, ...]:
@@ -52,17 +53,12 @@ class AttentionSpec:
         return ()
 
     @property
-    def sees(self) -> int | None:
-        """How many tokens back, of a sliding window; None for all."""
-        return None
-
-    @property
-    def counts_distance(self) -> bool:
+    def has_position_bias(self) -> bool:
         """Whether what it computes depends on the distance between tokens as a mask counts it."""
         return False
 
     @property
-    def reads(self) -> tuple[str, ...]:
+    def keywords(self) -> tuple[str, ...]:
         """The keywords of its layer's call that it computes by, as of positions."""
         return ()
 

@@ -219,7 +219,7 @@ class LayerForward(FastForward):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         step = None if torch.compiler.is_compiling() else self.steps.current
-        if step is None or step.leaves(self, args, kwargs):
+        if step is None or step.runs_stock(self, args, kwargs):
             return self.stock(*args, **kwargs)
         return self.fast(step, *args, **kwargs)
 

@@ -47,7 +47,6 @@ class SoftmaxSpec(AttentionSpec):
     k_norm: HeadNorm | None
     rotary: Rotary | None
     scale: float
-    window: int | None
     softcap: float | None
     sinks: str | None
     slopes: torch.Tensor | None
@@ -57,15 +56,11 @@ class SoftmaxSpec(AttentionSpec):
         return tuple(one.norm for one in (self.q_norm, self.k_norm) if one is not None)
 
     @property
-    def sees(self) -> int | None:
-        return self.window
-
-    @property
-    def counts_distance(self) -> bool:
+    def has_position_bias(self) -> bool:
         return self.slopes is not None
 
     @property
-    def reads(self) -> tuple[str, ...]:
+    def keywords(self) -> tuple[str, ...]:
         if self.rotary is None:
             return ()
         return (self.rotary.name if self.rotary.given else "position_ids",)
@@ -95,8 +90,8 @@ class SoftmaxSpec(AttentionSpec):
                                 names = tuple(layer.name(call.module) for call in (*projections, *further))
                                 own = layer.name(layer.attention), plain_settings(layer.attention), names
                                 norms = {"q_norm": q_norm, "k_norm": k_norm}
-                                more = norms | layout | scores | {"rotary": rotary, "window": window}
-                                spec = cls(*own, layer.name(out.module), stored.place, **more)
+                                more = norms | layout | scores | {"rotary": rotary}
+                                spec = cls(*own, layer.name(out.module), stored.place, window, **more)
                                 return UnderstoodAttention(spec, projections[0], out)
         raise NotUnderstood(_unlike(layer, calls) if rotated else reason)
 
