@@ -13,7 +13,6 @@ from accel.llm.batching.limits import Limits
 from accel.llm.pipeline.stretch import StretchGraphs
 from support.llm.batching.engines import finished, prompts_of, request
 from support.llm.batching.gpu_calls import alone, as_alone, batch, batched, config_of
-from support.llm.families import layers
 from support.llm.gpu import CARDS, DEEP, forward_over, new_pair, pair_over
 from support.llm.managers.managers import collect
 
@@ -88,13 +87,6 @@ def test_draws_and_processors_of_the_host():
     assert accel.report(ours).fallbacks == []
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_rounded_keys_and_values(kind):
-    ours, _ = pair_over(2, kv_cache=kind)
-    prompts = prompts_of(LENGTHS, 99)
-    as_alone(ours, ours, prompts, 9)
-
-
 @torch.no_grad()
 def test_a_step_waits_for_nothing_but_ids():
     ours, _ = pair_over(2)
@@ -166,22 +158,6 @@ def test_keys_and_values_lie_with_their_layers_and_are_given_back():
         everywhere()
         held.append([torch.cuda.memory_allocated(card) for card in range(2)])
     assert all(last <= before for last, before in zip(held[-1], held[3], strict=True)), held
-
-
-def test_weights_changed_in_a_pause_are_read():
-    ours, stock = pair_over(2)
-    prompts = prompts_of(LENGTHS[:6], 99)
-    batch(ours, prompts, 8)
-    with ours.continuous_batching_context_manager(generation_config=config_of(30)) as manager:
-        manager.add_requests(prompts, max_new_tokens=30)
-        with manager.pause():
-            for model in (ours, stock):
-                for layer in layers(model).values():
-                    layer.mlp.down_proj.weight.mul_(1.5)
-        assert {one.error for one in collect(manager, len(prompts), timeout=60).values()} == {None}
-        again = manager.add_requests(prompts, max_new_tokens=8)
-        found = collect(manager, len(again), timeout=60)
-    assert [found[name].generated_tokens for name in again] == [alone(stock, prompt, 8) for prompt in prompts]
 
 
 def test_generate_beside_a_manager():
