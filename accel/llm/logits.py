@@ -81,24 +81,24 @@ class Logits(ModelRecord):
             self.choices, self.fused = choices, forward
         self.free = bool(wholes) and self.choices is None
 
-    def shake(self, plan: Plan) -> None:
+    def perturb(self, plan: Plan) -> None:
         """Stock's run once more, what each layer gives moved by noise; for models with routers."""
         wholes, forward = routed(plan), decoder_forward(plan)
         if wholes:
             stack = wholes.values() if forward is None else forward.module.get_submodule(forward.stack).children()
             with with_noise((layer, self.unit) for layer in stack):
-                self.moved = self.freely().run(self.module, *self.inputs[-1])
+                self.perturbed = self.with_free_routing().run(self.module, *self.inputs[-1])
 
-    def freely(self) -> "Logits":
+    def with_free_routing(self) -> "Logits":
         """The same call, in which each run chooses for itself."""
         other = type(self)(self.module, self.inputs, self.outputs)
-        other.free, other.moved = True, self.moved
+        other.free, other.perturbed = True, self.perturbed
         return other
 
     @property
     def drift(self) -> float:
         """How far noise of the size of rounding puts stock."""
-        return 0.0 if self.moved is None else row_rms(self.outputs[-1], self.moved, MOVED)
+        return 0.0 if self.perturbed is None else row_rms(self.outputs[-1], self.perturbed, MOVED)
 
     @property
     def allowance(self) -> float:

@@ -76,7 +76,7 @@ def _stacked(module: nn.Module) -> bool:
 
 
 @dataclass
-class Layer(ModelRecord):
+class RoutedLayer(ModelRecord):
     """A routed layer on what it was given, a prompt and a step: against stock, with one routing for both.
 
     choices: what stock's routers chose, for each input in turn; none where ours are stock's, and choose by the same
@@ -110,7 +110,7 @@ class Layer(ModelRecord):
         """In full precision the router may choose otherwise."""
 
 
-class Experts(ModelRecord):
+class ExpertsRecord(ModelRecord):
     """Each expert on a token, by itself; every token is compared by itself."""
 
     def run(self, module: nn.Module, args: tuple, kwargs: dict) -> list[torch.Tensor]:
@@ -118,7 +118,7 @@ class Experts(ModelRecord):
 
 
 @dataclass
-class Router(ModelRecord):
+class RouterRecord(ModelRecord):
     """A router on tokens: its logits, the shares, and the logits of what it chose. names: of what it returns.
 
     By the median token, and in order of size: of neighbors rounding may take one or the other.
@@ -138,13 +138,13 @@ class Router(ModelRecord):
 
 
 @dataclass
-class Layers:
+class RoutedLayers:
     """Records of the routed layers of a plan, and of the experts and routers in them that are fused."""
 
     plan: Plan
-    layers: dict[str, Layer] = field(default_factory=dict)
-    experts: dict[str, Experts] = field(default_factory=dict)
-    routers: dict[str, Router] = field(default_factory=dict)
+    layers: dict[str, RoutedLayer] = field(default_factory=dict)
+    experts: dict[str, ExpertsRecord] = field(default_factory=dict)
+    routers: dict[str, RouterRecord] = field(default_factory=dict)
     note: str = ""
 
     def recorder(self) -> ModelRecorder:
@@ -156,7 +156,7 @@ class Layers:
         fused = {paths[p.owner]: p.value for p in self.plan.patches if isinstance(p, ForwardPatch) and p.owner in paths}
         records, self.note = recorder.records(), recorder.note()
         for path, record in records.items():
-            self.layers[path] = Layer(record.module, record.inputs, record.outputs)
+            self.layers[path] = RoutedLayer(record.module, record.inputs, record.outputs)
             x = next(leaf for leaf in _tensors(record.inputs[0]) if leaf.is_floating_point()).flatten(0, -2)
             inside = {place: one for place, one in fused.items() if f"{place}.".startswith(f"{path}.")}
             for place, one in inside.items():
@@ -179,23 +179,23 @@ class Layers:
         return {name: _worst(found) for name, found in judged.items() if found}
 
 
-def _each(module: nn.Module, experts: int, x: torch.Tensor) -> Experts:
+def _each(module: nn.Module, experts: int, x: torch.Tensor) -> ExpertsRecord:
     index = torch.arange(experts, device=x.device)[:, None]
     x = x[torch.arange(experts, device=x.device) % len(x)].contiguous()
     ones = torch.ones(experts, 1, device=x.device, dtype=x.dtype)
     # Few tokens are multiplied one by one, more are grouped: both ways are looked at.
     pieces = [*zip(*(tensor.split(MOST_TOKENS) for tensor in (x, index, ones)), strict=True), _often(x, index, ones)]
-    record = Experts(module, [(piece, {}) for piece in pieces])
+    record = ExpertsRecord(module, [(piece, {}) for piece in pieces])
     record.repeat(0)
     record.measure()
     return record
 
 
-def _router(forward: RouterForward, x: torch.Tensor) -> Router | None:
+def _router(forward: RouterForward, x: torch.Tensor) -> RouterRecord | None:
     given, formula = forward.call_of(x), forward.formula(x)
     if given is None or formula is None:
         return None
-    record = Router(forward.module, [(given, {})], names=formula.outputs)
+    record = RouterRecord(forward.module, [(given, {})], names=formula.outputs)
     record.repeat(0)
     record.measure()
     return record

@@ -35,7 +35,7 @@ from accel.llm.kv_cache.store import LatestForward, Shape, Store
 from accel.llm.moe.experts import ExpertsForward
 from accel.llm.moe.router import RouterForward
 from accel.llm.recording.implementation import unpaged
-from accel.llm.recording.record import says_nothing
+from accel.llm.recording.record import is_absent
 from accel.llm.runtime.layer import LayerForward
 from accel.llm.runtime.step import ForwardContext, Step
 from accel.parallel.ranks import Ranks
@@ -162,7 +162,7 @@ class DecoderForward(FastForward):
     def _wanted(self, kwargs: dict) -> tuple[bool, bool]:
         """(Whether a cache is wanted, whether a dict is). Raises Unfit where more is."""
         config = self.module.config
-        more = next((name for name in (*OUTPUTS, LABELS) if not says_nothing(kwargs.get(name))), None)
+        more = next((name for name in (*OUTPUTS, LABELS) if not is_absent(kwargs.get(name))), None)
         if more is not None:
             raise Unfit(f"called with {more}")
         if any(getattr(config, name, False) for name in OUTPUTS):

@@ -13,7 +13,7 @@ from accel_kernels import KV
 
 from accel.libraries.cache import Cache
 from accel.llm.generation.calling_convention import Unfit
-from accel.llm.recording.record import says_nothing
+from accel.llm.recording.record import is_absent
 from accel.llm.runtime.layer import LayerForward, LayerSpec, form
 from accel.llm.runtime.step import Step
 
@@ -63,7 +63,7 @@ class CheckedStep(Step):
     def _unlike(self, spec: LayerSpec, args: tuple, kwargs: dict) -> str | None:
         """What a layer is given that no text gives it."""
         x = args[0] if args else kwargs[HIDDEN_STATES]
-        if (*x.shape[:2], x.dtype) != self.given or not all(map(says_nothing, args[1:])):
+        if (*x.shape[:2], x.dtype) != self.given or not all(map(is_absent, args[1:])):
             return "its layers are given other tokens than the model, or more than these by place"
         if not any(value is self.cache for value in kwargs.values()):
             return "its layers are given another cache than the model"
@@ -71,7 +71,7 @@ class CheckedStep(Step):
         read = spec.attention.keywords
         for name in {*read, *kwargs}:
             value = kwargs.get(name)
-            unread = name not in read and (name in PLACES or says_nothing(value))
+            unread = name not in read and (name in PLACES or is_absent(value))
             if name in (HIDDEN_STATES, MASK) or value is self.cache or unread or form(value) == known.get(name):
                 continue
             return f"its layers are given {name} as no text gives it"

@@ -68,7 +68,7 @@ def _count(visible: Callable[..., Any], query: int) -> int:
     return count
 
 
-def says_nothing(value: object) -> bool:
+def is_absent(value: object) -> bool:
     """Whether an argument of a call is as good as none."""
     return value is None or value is False or (isinstance(value, dict | list | tuple) and not value)
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from accel.comparison import factor, is_sum, named_factor
 from accel.fusion.stacked_linears import can_stack
-from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record, Value, says_nothing
+from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record, Value, is_absent
 from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
 from accel.llm.runtime.linear import weights
 from accel.llm.runtime.mlp import BoundMlp, MlpSpec, understand_mlp
@@ -148,7 +148,7 @@ def understand_layer(layer: LayerRecord, record: Record) -> LayerSpec:
         shared=shared,
         scales=(first_scale, second_scale),
         returns=len(result) if isinstance(result, tuple) else None,
-        given=frozenset((name, form(v)) for name, v in layer.call.kwargs.items() if not says_nothing(v)),
+        given=frozenset((name, form(v)) for name, v in layer.call.kwargs.items() if not is_absent(v)),
     )
 
 

@@ -108,7 +108,7 @@ def test_two_heads_that_share_a_decoder():
     same(generate(ours, ids, mask), generate(stock, ids, mask))
 
 
-DECODER_SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+DECODER_SIZES = {name: size for name, size in SIZES.items() if name != "vocab_size"}
 WHISPER = {
     "d_model": 64, "encoder_layers": 1, "decoder_layers": 2, "decoder_ffn_dim": 96, "encoder_attention_heads": 4,
     "decoder_attention_heads": 4, "encoder_ffn_dim": 96, "num_mel_bins": 8, "max_source_positions": 10,
