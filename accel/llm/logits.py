@@ -49,10 +49,10 @@ def forced_logits(model: PreTrainedModel, inputs: dict, tokens: torch.Tensor) ->
 
 
 class Logits(ModelRecord):
-    """Of a deep model, at the far end of all its layers' roundings: an 8B model in bf16 is at 16 units of rounding.
+    """Logits have gone through the rounding of all layers, so more is allowed: an 8B model in bf16 is 16 units off.
 
     choices: of stock's routers, which every run repeats. free: routers choose in each run, and may choose otherwise, so
-    that the median token is judged. moved: stock's outputs where noise of the size of rounding is added.
+    that the median token is judged. perturbed: stock's outputs where noise of the size of rounding is added.
     """
 
     choices: Choices | None = None

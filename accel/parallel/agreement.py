@@ -24,7 +24,7 @@ def require_agreement(ranks: Ranks, what: str, told: Mapping[str, object]) -> No
 
     what: the place, such as "accel.optimize". told: values by name that must be equal; compared by their `repr`. Raises
     `errors.Refused` on every rank where values differ or a rank does not come within the group's timeout. It also
-    raises where a rank was interrupted within an earlier call: it would mistake new messages for old ones.
+    raises where a rank was interrupted within an earlier call, as its messages are no longer in step.
     """
     said = gather_from_all(ranks, what, told)
     for name in next(iter(said.values())):

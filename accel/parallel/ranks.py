@@ -29,8 +29,8 @@ class Ranks:
         self.members = tuple(dist.get_process_group_ranks(group))
         self.begun = self.ended = 0
         self.lost = ""  # why the others cannot be reached any more
-        self.taken = ""  # what computes with them on a thread of its own, so that nothing else may
-        self.paused = False  # what they are taken by does not go on before all let it
+        self.taken = ""  # what computes with them on a thread of its own; nothing else may meanwhile
+        self.paused = False  # whether that thread waits until all ranks let it go on
         self.memory: SymmetricMemory | None = None  # of GPUs that can read each other's, once `open` has been called
 
     @staticmethod

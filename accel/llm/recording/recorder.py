@@ -1,10 +1,9 @@
 """What the layers of a language model do, seen once: the tensors that pass through them in a small stock run.
 
-Nothing is taken on trust from names or classes. Temporary hooks note what goes into every module of every layer and
-what comes out; a temporary attention function and mask function note queries, scale and mask. They stand in the
-registries of transformers under a name of this recording alone, which only copies of the configuration hold, lent to
-the model's modules: whatever other models do meanwhile, on this thread or another, with the same configuration or not,
-is theirs. All of it is gone afterwards, also after an error.
+Temporary hooks note what goes into every module of every layer and what comes out; a temporary attention function and
+mask function note queries, scale and mask. These are registered in transformers under a name of this recording, which
+only copies of the model's configurations have, so other models are not affected. All of it is removed afterwards, also
+after an error.
 """
 
 import threading
@@ -200,8 +199,8 @@ def _refused(error: Exception) -> str:
 class Recorder:
     """Gathers a record while attached, and shows its layers to `look`. Calls on other threads are not its own.
 
-    open: the calls under way, of a layer and of modules inside; current: the record of that layer. until_shown: what
-    ends with the first layer.
+    open: the calls under way, of a layer and of modules inside; current: the record of that layer. until_shown:
+    contexts that end when the first layer has run.
     """
 
     current: LayerRecord

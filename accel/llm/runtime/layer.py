@@ -36,8 +36,8 @@ class LayerSpec:
         y = s + scales[1] * m, through after_mlp
 
     shared: attention and MLP get the output of the one norm `before_attention`. returns: how many things the layer's
-    forward gives back as a tuple, y first; None for y alone. settings: of the layer itself. given: by
-    which keywords it is told something in a text, and in what form.
+    forward gives back as a tuple, y first; None for y alone. settings: of the layer itself. given: the
+    keywords that carry a value when the model reads plain text, each with the `form` of that value.
     """
 
     settings: tuple
@@ -167,7 +167,7 @@ def understand_attention(layer: LayerRecord, record: Record) -> UnderstoodAttent
 
 
 def form(value: object) -> object:
-    """Of what an argument is: of tensors, how many dimensions and whether of numbers that count something."""
+    """What an argument is like: a tensor's number of dimensions and whether it is floating-point; else its type."""
     if isinstance(value, tuple | list):
         return tuple(map(form, value))
     return (value.dim(), value.is_floating_point()) if isinstance(value, torch.Tensor) else type(value)
@@ -190,7 +190,7 @@ class LayerForward(FastForward):
     """
 
     bound: Callable[..., torch.Tensor]  # a BoundLayer
-    repeats = False  # another layer launches the same kernels: a dry run leaves this one out
+    repeats = False  # another layer launches the same kernels, so that a dry run skips this one
 
     def __init__(
         self,
