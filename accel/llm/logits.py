@@ -58,7 +58,7 @@ class Logits(ModelRecord):
     choices: Choices | None = None
     fused: DecoderForward | None = None  # which repeats them
     free = False
-    moved: list[torch.Tensor] | None = None
+    perturbed: list[torch.Tensor] | None = None
 
     def logits(self, module: nn.Module, kwargs: dict) -> torch.Tensor:
         """(tokens, vocabulary)."""

@@ -157,7 +157,9 @@ class RoutedLayers:
         records, self.note = recorder.records(), recorder.note()
         for path, record in records.items():
             self.layers[path] = RoutedLayer(record.module, record.inputs, record.outputs)
-            x = next(leaf for leaf in _tensors(record.inputs[0]) if leaf.is_floating_point()).flatten(0, -2)
+            args, kwargs = record.inputs[0]
+            tensors = (one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor))
+            x = next(one for one in tensors if one.is_floating_point()).flatten(0, -2)
             inside = {place: one for place, one in fused.items() if f"{place}.".startswith(f"{path}.")}
             for place, one in inside.items():
                 if isinstance(one, ExpertsForward):
@@ -184,7 +186,8 @@ def _each(module: nn.Module, experts: int, x: torch.Tensor) -> ExpertsRecord:
     x = x[torch.arange(experts, device=x.device) % len(x)].contiguous()
     ones = torch.ones(experts, 1, device=x.device, dtype=x.dtype)
     # Few tokens are multiplied one by one, more are grouped: both ways are looked at.
-    pieces = [*zip(*(tensor.split(MOST_TOKENS) for tensor in (x, index, ones)), strict=True), _often(x, index, ones)]
+    pieces = list(zip(*(tensor.split(MOST_TOKENS) for tensor in (x, index, ones)), strict=True))
+    pieces.append(tuple(tensor.repeat(MOST_TOKENS // experts + 1, 1) for tensor in (x, index, ones)))
     record = ExpertsRecord(module, [(piece, {}) for piece in pieces])
     record.repeat(0)
     record.measure()
@@ -209,11 +212,6 @@ def _after(modules: Iterable[nn.Module], hook: Callable) -> Iterator[None]:
         yield
 
 
-def _often(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The same tokens so many times that they are grouped."""
-    return tuple(tensor.repeat(MOST_TOKENS // len(tensor) + 1, 1) for tensor in tensors)
-
-
 def _worst(found: dict[str, Quality]) -> Quality:
     def measure(item: tuple[str, Quality]) -> tuple[bool, float]:
         quality = item[1]
@@ -224,8 +222,3 @@ def _worst(found: dict[str, Quality]) -> Quality:
     path, quality = max(found.items(), key=measure)
     note = f"the worst of {len(found)}, {path}"
     return replace(quality, note="; ".join(filter(None, (note, quality.note))))
-
-
-def _tensors(given: tuple[tuple, dict]) -> list[torch.Tensor]:
-    args, kwargs = given
-    return [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]

@@ -24,6 +24,7 @@ from accel.verification.precision import finer, in_dtype, upcast
 
 # On a GPU: the first call runs eagerly, the second captures a graph, the third replays it.
 CALLS_ON_GPU = 3
+PLAIN = (torch.Tensor, type(None), bool, int, float, str, torch.dtype)  # arguments that a call can be repeated with
 
 
 @dataclass
@@ -157,7 +158,7 @@ class ModelRecorder:
         if self.inside is not None:
             return
         self.inside, self.inputs = name, None
-        odd = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if not _plain(leaf)]
+        odd = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if not isinstance(leaf, PLAIN)]
         if odd:
             self.refused[name] = f"an argument of type {type(odd[0]).__name__}"
         else:
@@ -182,10 +183,6 @@ class ModelRecorder:
     def note(self) -> str:
         left_out = [f"{name} ({reason})" for name, reason in self.refused.items() if not self.found[name].inputs]
         return f"not compared by themselves: {', '.join(left_out)}" if left_out else ""
-
-
-def _plain(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor) or leaf is None or isinstance(leaf, bool | int | float | str | torch.dtype)
 
 
 def _cloned(values: Any) -> Any:

@@ -51,7 +51,8 @@ def other_hook(module: nn.Module) -> str | None:
         return "an accelerate hook that loads offloaded weights"
     around, beneath = attributes.get(FORWARD), attributes.get(BENEATH)
     stock = stock_method(module, beneath) or getattr(beneath, "module", None) is module  # or a fast one of accel's
-    if not stock or not _wraps(around, module):
+    around = getattr(around, "around", around)  # accelerate's wrapper, where a fast forward stands on it
+    if not stock or not isinstance(around, partial) or around.args != (module,):
         return "an accelerate hook around a replaced forward"
     device = execution_device(hook)
     if device is None:
@@ -59,12 +60,6 @@ def other_hook(module: nn.Module) -> str | None:
     if not all(same_place(tensor.device, device) for tensor in own):
         return "an accelerate hook for another device than its weights are on"
     return None
-
-
-def _wraps(around: object, module: nn.Module) -> bool:
-    """Whether this is accelerate's wrapper of the module, or a fast forward that stands on it."""
-    around = getattr(around, "around", around)
-    return isinstance(around, partial) and around.args == (module,)
 
 
 def same_place(found: torch.device, wanted: torch.device) -> bool:

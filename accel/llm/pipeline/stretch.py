@@ -6,7 +6,7 @@ one CUDA graph. That holds where the code hands every layer what the one before 
 else `Unchained` is raised, and each layer computes by itself.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -241,13 +241,10 @@ class StretchGraphs:
         if seen is None:
             raise Stale
         outputs = runner(run, args, {}, variant)
-        self.held[number] = seen if _begins(runner) else None
+        # Over weights whose changes nobody counts, as of inference mode, `begin` launches nothing.
+        counted = runner.fingerprint is not None and runner.fingerprint.versions() is not None
+        self.held[number] = seen if counted else None
         return outputs
-
-
-def _begins(runner: GraphRunner) -> bool:
-    """Whether its `begin` can launch anything: not over weights whose changes nobody counts, as of inference mode."""
-    return runner.fingerprint is not None and runner.fingerprint.versions() is not None
 
 
 def _obstacle(layers: nn.Module) -> str | None:
@@ -255,11 +252,7 @@ def _obstacle(layers: nn.Module) -> str | None:
     for number, layer in enumerate(layers.children()):
         if foreign_hooks(layer):
             return f"forward hooks on layer {number} would not run"
-        reason = next(_inside(layer), None)
-        if reason is not None:
-            return reason
+        for child in layer.children():
+            if (reason := obstacle(child)) is not None:
+                return reason
     return None
-
-
-def _inside(layer: nn.Module) -> Iterator[str]:
-    return (reason for child in layer.children() if (reason := obstacle(child)) is not None)

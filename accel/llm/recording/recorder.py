@@ -232,7 +232,7 @@ class Recorder:
                 yield
                 return
             undo.enter_context(lent_attention(self.name, self._attend, self._mask))
-            undo.enter_context(lent_configs(model, self.name))
+            undo.enter_context(lent_configs(model, lambda _: self.name))
             yield
 
     def _bring(self, device: torch.device, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:

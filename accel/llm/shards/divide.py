@@ -68,7 +68,9 @@ def divide(folder: Path, out: Path, ranks: int, at: Callable[[int, int], None] =
             found = _divided(config, tensors, linears, ranks)
         out.mkdir(parents=True, exist_ok=True)
         shards = _written(weights, linears, found, out, ranks, at)
-    _copy_others(folder, out)
+    for path in sorted(folder.iterdir()):  # configurations and the tokenizer: all that hold no weights
+        if path.is_file() and not path.name.endswith(ENDS):
+            shutil.copyfile(path, out / path.name)
     entries = {name: (one, found.tensors[name]) for name, one in tensors.items()}
     manifest = Manifest(ranks, found.plan, {name: version(name) for name in LIBRARIES}, entries, shards)
     manifest.write(out)
@@ -144,13 +146,6 @@ def _part(
         whole = {part: weights[f"{path}.{part}"].get_tensor(f"{path}.{part}") for part in held}
         for part, tensor in rank_part(whole, divisions[f"{path}.{next(iter(held))}"], rank).items():
             yield f"{path}.{part}", own_memory(tensor)
-
-
-def _copy_others(folder: Path, out: Path) -> None:
-    """Configurations and the tokenizer: all files that hold no weights."""
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and not path.name.endswith(ENDS):
-            shutil.copyfile(path, out / path.name)
 
 
 def check_divisible(path: str, parts: Mapping[str, torch.Tensor], division: Division) -> None:
