@@ -15,7 +15,7 @@ from torch import nn
 
 from accel.llm.recording.implementation import foreign_experts
 from accel.llm.runtime.mlp import activation_name
-from accel.parallel.sharded_layers import ExpertSharding, expert_sharding, local
+from accel.parallel.sharded_layers import Sharding, expert_sharding, local
 from accel.patching.context import Context
 from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import FastForward, Kernels
@@ -119,7 +119,7 @@ class ExpertsForward(FastForward):
         kernels: Kernels,
         log: FallbackLog,
         formula: ExpertFormula,
-        sharding: ExpertSharding | None = None,
+        sharding: Sharding | None = None,
     ) -> None:
         super().__init__(module, path, kernels, log)
         self.formula, self.names, self.sharding = formula, stock_parameters(module), sharding

@@ -74,26 +74,14 @@ class SoftmaxSpec(AttentionSpec):
         if stored.values.shape != stored.keys.shape:
             raise NotUnderstood("keys and values of different sizes")
         options, window = _told(layer, record)
-        reason = "no projection gives the values it stores, beside queries and keys in an order that is known"
-        rotated = False
-        for projections, layout in _projections(calls, layer):
-            reason = "its keys are not what projection, norm and rotation give"
-            q, k, v = split([call.output.held for call in projections], **layout)
-            for k_norm, normed_k in head_norm(layer, calls, k):
-                for rotary in rotaries(layer, normed_k, stored.keys):
-                    rotated = True
-                    for q_norm, normed_q in head_norm(layer, calls, q):
-                        for scores, got in _results(layer, options, window, rotary, normed_q, normed_k, v):
-                            ending = cls.ending(layer, calls, got)
-                            if ending is not None:
-                                out, *further = ending
-                                names = tuple(layer.name(call.module) for call in (*projections, *further))
-                                own = layer.name(layer.attention), plain_settings(layer.attention), names
-                                norms = {"q_norm": q_norm, "k_norm": k_norm}
-                                more = norms | layout | scores | {"rotary": rotary}
-                                spec = cls(*own, layer.name(out.module), stored.place, window, **more)
-                                return UnderstoodAttention(spec, projections[0], out)
-        raise NotUnderstood(_unlike(layer, calls) if rotated else reason)
+        for projections, formula, got in _formulas(layer, calls, options, window):
+            ending = cls.ending(layer, calls, got)
+            if ending is not None:
+                out, *further = ending
+                names = tuple(layer.name(call.module) for call in (*projections, *further))
+                own = layer.name(layer.attention), plain_settings(layer.attention), names, layer.name(out.module)
+                return UnderstoodAttention(cls(*own, stored.place, window, **formula), projections[0], out)
+        raise NotUnderstood(_reason(layer, calls))
 
     @classmethod
     def ending(cls, layer: LayerRecord, calls: list[Call], got: torch.Tensor | None) -> tuple[Call, ...] | None:
@@ -184,8 +172,31 @@ def split(
     return q, k, v
 
 
-def _unlike(layer: LayerRecord, calls: list[Call]) -> str:
-    """In which of its steps an attention may be of another formula, whose keys and values are understood."""
+def _formulas(
+    layer: LayerRecord, calls: list[Call], options: dict, window: int | None
+) -> Iterator[tuple[tuple[Call, ...], dict[str, Any], torch.Tensor | None]]:
+    """Calls of projections, the fields of a spec that fit queries and keys, and what attention with these gives."""
+    for projections, layout in _projections(calls, layer):
+        q, k, v = split([call.output.held for call in projections], **layout)
+        for k_norm, normed_k in head_norm(layer, calls, k):
+            for rotary in rotaries(layer, normed_k, layer.cached.keys):
+                for q_norm, normed_q in head_norm(layer, calls, q):
+                    found = layout | {"q_norm": q_norm, "k_norm": k_norm, "rotary": rotary}
+                    for scores, got in _results(layer, options, window, rotary, normed_q, normed_k, v):
+                        yield projections, found | scores, got
+
+
+def _reason(layer: LayerRecord, calls: list[Call]) -> str:
+    """In which of its steps an attention of no known formula is another."""
+    projected = rotated = False
+    for projections, layout in _projections(calls, layer):
+        projected, (_, k, _) = True, split([call.output.held for call in projections], **layout)
+        normed = (one for _, one in head_norm(layer, calls, k))
+        rotated = rotated or any(True for one in normed for _ in rotaries(layer, one, layer.cached.keys))
+    if not rotated:
+        if projected:
+            return "its keys are not what projection, norm and rotation give"
+        return "no projection gives the values it stores, beside queries and keys in an order that is known"
     attended = layer.attended
     if attended is None:
         return "its queries, scores or result are of another formula"
