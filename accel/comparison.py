@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch.linalg import vector_norm
 
-from accel.tolerances import FORMULA, SUM_EPS, bound
+from accel.tolerances import FORMULA, SHARES, SUM_EPS, bound
 
 TOKENS = 16  # at once: in float64, logits of a long text are large
 
@@ -68,6 +68,14 @@ def first_differences(
 def agree(got: torch.Tensor, wanted: torch.Tensor, slack: float = 1.0) -> bool:
     """Whether rounding explains the difference."""
     return relative_rms(got, wanted) <= slack * bound(FORMULA, wanted.dtype)
+
+
+def rows_agree(got: torch.Tensor, wanted: torch.Tensor, allowed: float = SHARES[torch.float32]) -> bool:
+    """Whether no number of a row is further off than this share of the row's largest."""
+    if got.shape != wanted.shape:
+        return False
+    got, wanted = got.float(), wanted.float()
+    return bool(((got - wanted).abs() <= allowed * wanted.abs().amax(-1, keepdim=True)).all())
 
 
 def factor(part: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -11,9 +11,6 @@ from accel.errors import SkippedSite
 from accel.fusion.norms import match_layer_norm, match_rms_norm
 from accel.fusion.stacked_linears import Stacked
 from accel.libraries.versions import newer_than_tested
-from accel.llm.analysis.analyze import Analysis
-from accel.llm.analysis.kv_quantization import choose_kv_dtypes, described
-from accel.llm.analysis.layer import LayerSpec
 from accel.llm.batching.hook import batching_hook
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.graph_sizes import rows_of_kernels
@@ -23,15 +20,17 @@ from accel.llm.generation.prefill import Prompts
 from accel.llm.generation.self_test import find_convention
 from accel.llm.generation.surroundings import guard_of
 from accel.llm.generation.trial_warmup import warm_up
+from accel.llm.moe.experts import ExpertsForward, match_experts
+from accel.llm.moe.router import RouterForward, match_router
 from accel.llm.pipeline.forward import SpreadForward
 from accel.llm.pipeline.placement import Placement
 from accel.llm.pipeline.stretch import StretchGraphs, StretchLayer
 from accel.llm.recording.record import LayerRecord, NotUnderstood
 from accel.llm.recording.recorder import decoder_layers
-from accel.llm.runtime.experts import ExpertsForward, match_experts
-from accel.llm.runtime.layer import LayerForward
+from accel.llm.runtime.analyze import Analysis
+from accel.llm.runtime.kv_quantization import choose_kv_dtypes, described
+from accel.llm.runtime.layer import LayerForward, LayerSpec
 from accel.llm.runtime.lm_head import OutputHead, match_head, match_table
-from accel.llm.runtime.router import RouterForward, match_router
 from accel.llm.runtime.step import ForwardContext
 from accel.parallel.agreement import all_agree
 from accel.patching.context import Context
@@ -130,7 +129,7 @@ def _bind(
         forward.ranks.open(next(model.parameters()).device)
     forward.convention = find_convention(forward)
     forward.model_guard = guard_of(forward)
-    note = "" if placement is None else placement.told()
+    note = "" if placement is None else placement.description()
     batches: GraphRunner | StretchGraphs | None = None
     if context.options.kv_cache is not None:
         note = "; ".join(filter(None, (note, _round(forward, specs, context.options.kv_cache, context.options.strict))))

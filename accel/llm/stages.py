@@ -6,14 +6,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from accel.errors import SkippedSite, reason_of
-from accel.llm.analysis.analyze import Analysis, analyze
 from accel.llm.family import RULES
 from accel.llm.generation.pace import pace
+from accel.llm.moe.experts import find_formula
 from accel.llm.pipeline.placement import LiftedHooks, Placement, layer_placement
 from accel.llm.ptq.formats.prequantized_import import PrequantizedImport
 from accel.llm.ptq.model import LanguageModelQuantization
-from accel.llm.runtime.attention_kinds import KINDS
-from accel.llm.runtime.experts import find_formula
+from accel.llm.runtime.analyze import Analysis, analyze
 from accel.options import STATIC, calibrate
 from accel.parallel.agreement import all_agree
 from accel.parallel.sharded_layers import ranks_of
@@ -82,7 +81,7 @@ def analyze_layers(model: nn.Module, context: Context) -> StageResult:
     try:
         options = context.options
         whole = (options.kv_cache or options.weights) is not None
-        context.put(analyze(model, KINDS, options.kv_cache is not None, whole))
+        context.put(analyze(model, options.kv_cache is not None, whole))
     except Exception as error:  # a model of an unknown make
         context.put(Analysis(reason=f"could not be examined: {reason_of(error)}"))
     ranks = ranks_of(model)

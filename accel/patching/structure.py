@@ -2,10 +2,11 @@
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import chain
 from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
 
 import torch
 from torch import nn
@@ -296,3 +297,30 @@ def placement(module: nn.Module) -> tuple[torch.device, torch.dtype]:
             cast = cast_of(part) if tensor.itemsize == 1 else None
             return tensor.device, tensor.dtype if cast is None else cast.compute
     return torch.device("cpu"), torch.float32
+
+
+def twin(module: nn.Module, tensor_of: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A module of the same classes and settings, which holds other tensors and runs the code of its classes. The module
+    is only read. tensor_of: a parameter or buffer -> what the twin holds in its place; asked once for a tied one.
+    """
+    made: dict[int, Any] = {}
+
+    def tensor_twin(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is not None and id(tensor) not in made:
+            other = tensor_of(tensor)
+            parameter = isinstance(tensor, nn.Parameter) and other is not tensor
+            made[id(tensor)] = nn.Parameter(other, requires_grad=False) if parameter else other
+        return None if tensor is None else made[id(tensor)]
+
+    def module_twin(one: nn.Module | None) -> Any:
+        if one is not None and id(one) not in made:
+            made[id(one)] = other = type(one).__new__(type(one))
+            own = vars(other)
+            own.update(vars(one))
+            own.pop("forward", None)
+            for kind in ("_parameters", "_buffers"):
+                own[kind] = {name: tensor_twin(tensor) for name, tensor in own[kind].items()}
+            own["_modules"] = {name: module_twin(child) for name, child in own["_modules"].items()}
+        return None if one is None else made[id(one)]
+
+    return module_twin(module)

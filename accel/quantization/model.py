@@ -10,8 +10,9 @@ from torch import nn
 from accel.errors import Refused, SkippedSite
 from accel.options import Options
 from accel.parallel.ranks import Ranks
-from accel.parallel.sharded_layers import INPUTS, division, expert_sharding, local, local_twin, sharding
+from accel.parallel.sharded_layers import INPUTS, expert_sharding, local, sharded_dim, sharding
 from accel.patching.patch import Change
+from accel.patching.structure import twin
 from accel.quantization.experts import ExpertStacks, QuantizedExperts
 from accel.quantization.linears import Dense, nothing
 from accel.quantization.module import QuantizedLinear
@@ -108,10 +109,10 @@ class Quantization:
     def _quantized_experts(self, path: str, stacks: ExpertStacks) -> QuantizedExperts:
         scheme, found, notes = replace(self.scheme, activations=None), {}, []
         parts, module = expert_sharding(stacks.module), stacks.module
-        own = stacks if parts is None else stacks._replace(module=local_twin(module))
+        own = stacks if parts is None else stacks._replace(module=twin(module, local))
         for name in stacks.names:
             stack = module.get_parameter(name)
-            across = parts.ranks if parts is not None and division(stack) == stacks.inputs_dim else None
+            across = parts.ranks if parts is not None and sharded_dim(stack) == stacks.inputs_dim else None
             found[name], note = self._rounded(f"{path}.{name}", own.matrices(name), local(stack), scheme, across)
             notes.append(note)
         self._tell(path, scheme, *notes)

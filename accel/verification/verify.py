@@ -40,7 +40,9 @@ def against_stock(obj: Any, plans: Mapping[str, Plan], args: tuple, kwargs: dict
         with recorder:
             stock = call()
         records = recorder.records()
-        held = {name: plan for name in records if (plan := _plan_of(name, plans)).weights}
+        # A record is of a plan's own model, or of a child of it.
+        own = {name: plans[next(n for n in (name, name.rpartition(".")[0], "") if n in plans)] for name in records}
+        held = {name: plan for name, plan in own.items() if plan.weights}
         for name in records.keys() - held.keys():
             records[name].measure()
         whole = replace(compare(stock, ours), lossy=lossy, note=recorder.note())
@@ -75,11 +77,6 @@ def against_stock(obj: Any, plans: Mapping[str, Plan], args: tuple, kwargs: dict
     return replace(whole, parts=parts)
 
 
-def _plan_of(name: str, plans: Mapping[str, Plan]) -> Plan:
-    """Whose model is recorded by this name: its own, or a child of it."""
-    return next(plans[own] for own in (name, name.rpartition(".")[0], "") if own in plans)
-
-
 def _told(held: Mapping[str, Plan]) -> str:
     names = ", ".join(filter(None, held))
     note = f"{names or 'the model'} by itself is judged against stock code over the same quantized weights"
@@ -105,14 +102,12 @@ def _judged_by_drift(whole: Quality, stock: Any, call: SeededCall, records: dict
     judged = replace(whole, error=whole.relative_rms, allowed=SEEN, measure="relative RMS from stock")
     if whole.relative_rms <= SEEN:
         return judged
-    with with_noise((record.module, _own(record)) for record in records.values()):
+    own = (
+        (record.module, record.own_error if 0 < record.own_error < 1 else record.unit) for record in records.values()
+    )
+    with with_noise(own):
         drift = compare(stock, call())
     return replace(judged, allowed=max(SEEN, DRIFT * drift.relative_rms))
-
-
-def _own(record: ModelRecord) -> float:
-    """A module's own rounding error."""
-    return record.own_error if 0 < record.own_error < 1 else record.unit
 
 
 @contextlib.contextmanager

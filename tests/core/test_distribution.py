@@ -168,7 +168,7 @@ def refusing(*_, **__):
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        (("accel.llm.analysis.analyze.cache_argument", lambda _: None), f"its forward takes no cache: {SOUGHT}"),
+        (("accel.llm.runtime.analyze.cache_argument", lambda _: None), f"its forward takes no cache: {SOUGHT}"),
         (("accel.llm.recording.recorder.decoder_layers", refusing), "no list of 2 layers"),
         (("accel.llm.family.find_convention", refusing), "no list of 2 layers"),
     ],

@@ -23,12 +23,12 @@ from accel.cuda_graphs.runner import GraphRunner
 from accel.diffusion.schedulers import LinearUpdate
 from accel.errors import fatal, out_of_memory, reason_of, told
 from accel.fusion.norm_kind import norm_kind
-from accel.llm.analysis.mlp import activation_name
 from accel.llm.ptq.formats.prequantized import disagrees
 from accel.llm.ptq.model import _failure
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import _last_to_run, record
 from accel.llm.runtime.linear import _multiplies
+from accel.llm.runtime.mlp import activation_name
 from accel.patching.code import ClassCode
 from accel.patching.guard import Parts, PartsSnapshot, same
 from accel.patching.rule import Rule

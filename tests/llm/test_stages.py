@@ -10,11 +10,9 @@ from torch import nn
 
 import accel
 from accel.libraries.models import is_causal_lm
-from accel.llm.analysis.analyze import formulas
 from accel.llm.generation import self_test
 from accel.llm.generation import trial_warmup as check
 from accel.llm.recording import record
-from accel.llm.runtime.attention_kinds import KINDS
 from accel.llm.stages import language_plan
 from accel.options import Options
 from accel.planning.plan import create_context
@@ -199,19 +197,3 @@ def test_a_deep_model_needs_no_more_than_a_shallow_one(family, name, options, wa
     assert len(warmups) >= 2 * (1 + bool(options))
     scores = 2 * 7 * TOKEN_BYTES if options else 0  # by which it is judged what may be rounded
     assert peaks[1] - peaks[0] <= (DEPTHS[1] - DEPTHS[0]) * (SMALL + scores), peaks
-
-
-@pytest.mark.usefixtures("few_positions")
-@pytest.mark.parametrize(("family", "name"), MEASURED)
-@pytest.mark.share(2)
-def test_layers_are_forgotten_one_by_one(family, name):
-    """What stays of a layer until the run ends are the keys and values in stock's own cache."""
-    peaks = []
-    for depth in DEPTHS:
-        one, known = model(family, **{name: depth}), {}
-        with LiveBytes(one) as live:
-            found = formulas(one, known, KINDS)
-        peaks.append(live.peak)
-        assert len(found) == len(known) == depth
-        assert all(layer.calls == [] and layer.stored is layer.attended is None for layer, _ in found)
-    assert peaks[1] - peaks[0] <= (DEPTHS[1] - DEPTHS[0]) * (SMALL + 2 * 7 * TOKEN_BYTES), peaks

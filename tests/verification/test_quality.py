@@ -176,15 +176,6 @@ def test_gmsd_of_images_without_colors_and_of_a_pixel():
     assert gmsd(torch.zeros(1, 3, 1, 1), torch.ones(1, 3, 1, 1)) == 0
 
 
-def test_gmsd_sees_what_psnr_does_not():
-    """Of equal PSNR, lost edges are worse than another brightness."""
-    page = torch.full((1, 3, 32, 32), 0.3)
-    page[..., 8:24, 8:24] = 0.8
-    blurred = torch.nn.functional.avg_pool2d(page, 9, 1, padding=4, count_include_pad=False)
-    brighter = page + (blurred - page).square().mean().sqrt()
-    assert gmsd(page, brighter) < 0.5 * gmsd(page, blurred)
-
-
 def test_frames_of_videos_count_as_images():
     video = np.random.default_rng(0).random((1, 4, 8, 8, 3))
     frames = torch.from_numpy(video).permute(0, 1, 4, 2, 3)
@@ -247,11 +238,6 @@ def test_nan_and_infinity_are_told_and_left_out_of_the_figures(bad, where):
     assert quality.passed == (where != "ours")
     words = {"ours": "FAILED: the output: NaN or Inf where stock has none", "stock": "accel's output is finite"}
     assert words.get(where, "stock itself gives NaN or Inf, so does accel") in quality.verdict
-
-
-def test_everything_nan():
-    quality = compare(torch.ones(3), torch.full((3,), math.nan))
-    assert not quality.passed and "NaN" in quality.verdict
 
 
 GOOD = Quality(1e-3, 1e-3, 60.0, True, error=1e-3, allowed=2e-3, measure="relative RMS")

@@ -11,7 +11,7 @@ from typing import Any
 
 # Functions by what they do, "module:function" each.
 PARTS = {
-    "analysis": ["accel.llm.analysis.analyze:analyze"],
+    "analysis": ["accel.llm.runtime.analyze:analyze"],
     "self_test": ["accel.llm.generation.self_test:find_convention"],
     "guard": ["accel.llm.generation.surroundings:guard_of"],
     "quantize": ["accel.quantization.patch:QuantizedModulePatch.apply"],

@@ -113,7 +113,7 @@ class InitContinuousBatching(MethodHook):
         assert ranks is not None
         unfit, taken = self._unfit(), ranks.taken
         lockstep = self.lockstep
-        meets = lockstep is not None and lockstep.ways.whole
+        meets = lockstep is not None and lockstep.channel.whole
         told: dict[str, object] = {
             "the model": unfit or "fit",
             "a trial of it": "past" if self.tried[0] is self.forward.seen else "due",

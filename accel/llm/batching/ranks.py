@@ -126,7 +126,7 @@ class AllRanks(OneRank):
     def end(self, error: BaseException | None) -> None:
         """Tells the other ranks of an error that they do not know of yet. Raises nothing."""
         try:
-            if error is not None and not self.over and self.lockstep.ways.whole:
+            if error is not None and not self.over and self.lockstep.channel.whole:
                 self.over = True
                 self.lockstep.most((0, 0, 0, ENDED, 0))
                 self.lockstep.reasons(told(error))

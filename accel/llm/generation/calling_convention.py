@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from accel.libraries.generation import ARGUMENTS
-from accel.llm.recording.record import says_nothing
+from accel.llm.recording.record import is_absent
 
 IN_ORDER, BY_MASK = "0, 1, 2 ..", "counted by the mask"  # positions a model gives itself where it is given none
 
@@ -18,7 +18,7 @@ class Unfit(Exception):
 
 def own_arguments(kwargs: dict) -> frozenset[str]:
     """The names of arguments of a model's own that say something."""
-    return frozenset(name for name, value in kwargs.items() if name not in ARGUMENTS and not says_nothing(value))
+    return frozenset(name for name, value in kwargs.items() if name not in ARGUMENTS and not is_absent(value))
 
 
 def tokens_of(kwargs: dict, width: int, dtype: torch.dtype) -> torch.Tensor:

@@ -32,12 +32,11 @@ from accel.llm.generation.model_guard import ModelGuard
 from accel.llm.generation.prefill import Prompts
 from accel.llm.kv_cache.cache import adopt
 from accel.llm.kv_cache.store import LatestForward, Shape, Store
+from accel.llm.moe.experts import ExpertsForward
+from accel.llm.moe.router import RouterForward
 from accel.llm.recording.implementation import unpaged
-from accel.llm.recording.record import says_nothing
-from accel.llm.runtime.attention_kinds import attention_kind_of
-from accel.llm.runtime.experts import ExpertsForward
+from accel.llm.recording.record import is_absent
 from accel.llm.runtime.layer import LayerForward
-from accel.llm.runtime.router import RouterForward
 from accel.llm.runtime.step import ForwardContext, Step
 from accel.parallel.ranks import Ranks
 from accel.parallel.sharded_layers import ranks_of
@@ -163,7 +162,7 @@ class DecoderForward(FastForward):
     def _wanted(self, kwargs: dict) -> tuple[bool, bool]:
         """(Whether a cache is wanted, whether a dict is). Raises Unfit where more is."""
         config = self.module.config
-        more = next((name for name in (*OUTPUTS, LABELS) if not says_nothing(kwargs.get(name))), None)
+        more = next((name for name in (*OUTPUTS, LABELS) if not is_absent(kwargs.get(name))), None)
         if more is not None:
             raise Unfit(f"called with {more}")
         if any(getattr(config, name, False) for name in OUTPUTS):
@@ -175,7 +174,7 @@ class DecoderForward(FastForward):
     @property
     def biased(self) -> bool:
         """Whether scores are biased by distance."""
-        return self.layers[0].spec.attention.counts_distance
+        return self.layers[0].spec.attention.has_position_bias
 
     def stays_stock(self, kwargs: dict, unknown: str) -> str | None:
         """Why a call that is not understood runs stock as a whole; None where it may run `by_own_code`."""
@@ -234,7 +233,7 @@ class DecoderForward(FastForward):
             placed = [(layer.spec.attention, self.device(layer, weight)) for layer in self.layers]
             placed.sort(key=lambda one: one[0].index)
             shapes = tuple(
-                attention_kind_of(spec).cache_layout(spec, weight.dtype, device, kv_dtype)
+                spec.cache_layout(weight.dtype, device, kv_dtype)
                 for (spec, device), kv_dtype in zip(placed, self.kv_dtypes, strict=True)
             )
             self.stored = weight.dtype, weight.device, shapes

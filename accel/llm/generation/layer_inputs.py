@@ -12,10 +12,9 @@ import torch
 from accel_kernels import KV
 
 from accel.libraries.cache import Cache
-from accel.llm.analysis.layer import LayerSpec, form
 from accel.llm.generation.calling_convention import Unfit
-from accel.llm.recording.record import says_nothing
-from accel.llm.runtime.layer import LayerForward
+from accel.llm.recording.record import is_absent
+from accel.llm.runtime.layer import LayerForward, LayerSpec, form
 from accel.llm.runtime.step import Step
 
 HIDDEN_STATES, MASK = "hidden_states", "attention_mask"  # as decoder layers of transformers name them
@@ -52,7 +51,7 @@ class CheckedStep(Step):
         self.ran: list[LayerForward] = []
         self.seen: dict[tuple, tuple] = {}  # masks, kept so that no other has their id, and whether they are causal
 
-    def leaves(self, layer: LayerForward, args: tuple, kwargs: dict) -> bool:
+    def runs_stock(self, layer: LayerForward, args: tuple, kwargs: dict) -> bool:
         """Raises Unfit where layers before it have computed already."""
         if self.checked and self.reason is None:
             self.reason = self._unlike(layer.spec, args, kwargs)
@@ -64,19 +63,19 @@ class CheckedStep(Step):
     def _unlike(self, spec: LayerSpec, args: tuple, kwargs: dict) -> str | None:
         """What a layer is given that no text gives it."""
         x = args[0] if args else kwargs[HIDDEN_STATES]
-        if (*x.shape[:2], x.dtype) != self.given or not all(map(says_nothing, args[1:])):
+        if (*x.shape[:2], x.dtype) != self.given or not all(map(is_absent, args[1:])):
             return "its layers are given other tokens than the model, or more than these by place"
         if not any(value is self.cache for value in kwargs.values()):
             return "its layers are given another cache than the model"
         known = dict(spec.given)
-        read = spec.attention.reads
+        read = spec.attention.keywords
         for name in {*read, *kwargs}:
             value = kwargs.get(name)
-            unread = name not in read and (name in PLACES or says_nothing(value))
+            unread = name not in read and (name in PLACES or is_absent(value))
             if name in (HIDDEN_STATES, MASK) or value is self.cache or unread or form(value) == known.get(name):
                 continue
             return f"its layers are given {name} as no text gives it"
-        mask, window = kwargs.get(MASK), spec.attention.sees
+        mask, window = kwargs.get(MASK), spec.attention.window
         key = id(mask), window
         if key not in self.seen:
             self.seen[key] = mask, self._causal(mask, window)

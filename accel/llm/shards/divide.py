@@ -18,8 +18,7 @@ from accel.llm.ptq.formats.files import header_of, linears_among, located, opene
 from accel.llm.ptq.formats.loading import is_compressed_tensors, read_quantization
 from accel.llm.ptq.formats.quantization_config import FIELD
 from accel.llm.shards.manifest import Manifest, ShardFile, checksum, is_divided
-from accel.parallel.division import Described, Division, Span, taken
-from accel.parallel.planned import Divided, divided_among
+from accel.parallel.division import Divided, Division, Span, TensorInfo, divided_among, taken
 from accel.parallel.sharded_layers import OUTPUTS
 from accel.quantization.activations import SCALE
 from accel.saved import refuse_pickles
@@ -69,7 +68,9 @@ def divide(folder: Path, out: Path, ranks: int, at: Callable[[int, int], None] =
             found = _divided(config, tensors, linears, ranks)
         out.mkdir(parents=True, exist_ok=True)
         shards = _written(weights, linears, found, out, ranks, at)
-    _copy_others(folder, out)
+    for path in sorted(folder.iterdir()):  # configurations and the tokenizer: all that hold no weights
+        if path.is_file() and not path.name.endswith(ENDS):
+            shutil.copyfile(path, out / path.name)
     entries = {name: (one, found.tensors[name]) for name, one in tensors.items()}
     manifest = Manifest(ranks, found.plan, {name: version(name) for name in LIBRARIES}, entries, shards)
     manifest.write(out)
@@ -77,7 +78,7 @@ def divide(folder: Path, out: Path, ranks: int, at: Callable[[int, int], None] =
 
 
 def _divided(
-    config: PretrainedConfig, tensors: Mapping[str, Described], linears: Mapping[str, Mapping], ranks: int
+    config: PretrainedConfig, tensors: Mapping[str, TensorInfo], linears: Mapping[str, Mapping], ranks: int
 ) -> Divided:
     """How every tensor is divided: parts of a quantized weight as the weight would be."""
     if FIELD in vars(config):
@@ -85,7 +86,7 @@ def _divided(
     parts = {f"{path}.{part}": path for path, held in linears.items() for part in held}
     asked = {name: one for name, one in tensors.items() if name not in parts}
     for path, held in linears.items():
-        asked[f"{path}.weight"] = Described(compressed.read(held).shape, torch.float32)
+        asked[f"{path}.weight"] = TensorInfo(compressed.read(held).shape, torch.float32)
     found = divided_among(config, asked, ranks)
     for path, held in linears.items():
         division = found.tensors.pop(f"{path}.weight")
@@ -145,13 +146,6 @@ def _part(
         whole = {part: weights[f"{path}.{part}"].get_tensor(f"{path}.{part}") for part in held}
         for part, tensor in rank_part(whole, divisions[f"{path}.{next(iter(held))}"], rank).items():
             yield f"{path}.{part}", own_memory(tensor)
-
-
-def _copy_others(folder: Path, out: Path) -> None:
-    """Configurations and the tokenizer: all files that hold no weights."""
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and not path.name.endswith(ENDS):
-            shutil.copyfile(path, out / path.name)
 
 
 def check_divisible(path: str, parts: Mapping[str, torch.Tensor], division: Division) -> None:

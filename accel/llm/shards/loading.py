@@ -30,7 +30,7 @@ from accel.llm.shards.manifest import MANIFEST, Manifest, checksum, read_manifes
 from accel.parallel.agreement import require_agreement
 from accel.parallel.division import Division, Span, spans_of
 from accel.parallel.ranks import Ranks
-from accel.parallel.sharded_layers import installed_anew
+from accel.parallel.sharded_layers import install_sharding
 from accel.quantization.patch import exchange
 from accel.saved import check_keys, readable
 
@@ -249,7 +249,7 @@ def _finish(
             )
         # Of the whole, as a linear that is divided says; transformers divides and joins by them.
         made.out_features, made.in_features = module.out_features, module.in_features
-        installed_anew(module, made)
+        install_sharding(module, made)
         pairs.append((module, made))
     exchange(model, pairs)
     vars(model)[SAVE] = SaveOverride(model)

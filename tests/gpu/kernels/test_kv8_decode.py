@@ -11,8 +11,8 @@ from accel_kernels.attention.paged.kv import LENGTH, PADDING_MASK, metadata_of
 from accel_kernels.attention.paged.kv8.kv8_decode_triton import decodes_kv8, kv8_decode
 from accel_kernels.attention.paged.kv_quantization import rounded
 
-from accel.llm.analysis.kv_quantization import KV_DTYPES
-from accel.llm.analysis.rotary import SmallStore
+from accel.llm.runtime.kv_quantization import KV_DTYPES
+from accel.llm.runtime.rotary import SmallStore
 
 ROWS, COLUMNS, KV_HEADS = 3, 129, 8
 KINDS = ("int8", "fp8")

@@ -13,8 +13,8 @@ from accel.cuda_graphs.runner import PATIENCE
 from accel.llm.generation.prefill import MOST, STEP, bucket_for
 from support.llm.families import make, padded, prompt
 from support.llm.gpu import decode_graphs, new_pair, on_gpu, prefill_graphs, talk
+from support.llm.near_ties import clear_seeds
 from support.llm.outputs import generate, same
-from support.llm.runtime.near_ties import clear_seeds
 
 pytestmark = pytest.mark.usefixtures("exact")
 

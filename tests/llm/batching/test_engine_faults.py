@@ -221,7 +221,7 @@ ROOM = 30  # tokens of an answer and more
 
 def random_engine(model, chosen: random.Random):
     forward = forward_of(model)
-    sets = layer_sets(forward.shapes(), [layer.spec.attention.sees for layer in forward.layers])
+    sets = layer_sets(forward.shapes(), [layer.spec.attention.window for layer in forward.layers])
     return engine_of(
         model, rows=chosen.randint(1, 7), tokens=chosen.choice([3, 8, 17, 64, 200]), context=128,
         blocks=len(sets) * chosen.randint(4, 10),

@@ -9,13 +9,13 @@ from accel.llm.batching.trial import _large, refusal
 from accel.llm.generation import routing, trial
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.trial import Expected
-from accel.llm.runtime.experts import ExpertsForward
+from accel.llm.moe.experts import ExpertsForward
+from accel.llm.moe.router import RouterForward
 from accel.llm.runtime.layer import BoundLayer
-from accel.llm.runtime.router import RouterForward
 from support.everything import EVERYTHING
 from support.llm.batching.engines import engine_of, forward_of
 from support.llm.families import FAMILIES, available, every
-from support.llm.runtime.near_ties import deep_gpt_oss, model_of
+from support.llm.near_ties import deep_gpt_oss, model_of
 
 FAST = [family.name for family in FAMILIES if family.expected == "fast"]
 

@@ -11,14 +11,14 @@ from accel.llm.generation import arguments, mixed, self_test, trial
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.mixed import MixedForward
 from accel.llm.generation.trial import fused_layers, fused_logits, pieces_of, stock_logits
+from accel.llm.moe.experts import ExpertsForward
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import resting
-from accel.llm.runtime.experts import ExpertsForward
 from accel.llm.runtime.layer import BoundLayer
 from accel.quantization.module import QuantizedLinear
 from accel.tolerances import DRIFT, LOGITS, MOST_MOVED, TIMES_STOCK
 from support.llm.families import make, padded
-from support.llm.runtime.near_ties import model_of
+from support.llm.near_ties import model_of
 from support.noted import noted
 from support.precision import off
 

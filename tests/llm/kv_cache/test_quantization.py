@@ -11,8 +11,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 import accel
-from accel.llm.analysis.kv_quantization import KV_DTYPES, LEAST, key_decibels, kv_dtype_for
 from accel.llm.kv_cache.cache import StoreLayer, store_of
+from accel.llm.runtime.kv_quantization import KV_DTYPES, LEAST, key_decibels, kv_dtype_for
 from support.llm.families import every, make, padded, prompt
 from support.llm.modes import MODES
 from support.llm.outputs import generate, same
@@ -165,7 +165,7 @@ def test_what_is_no_value_and_what_has_no_cache(tiny):
 
 
 def test_a_gpu_without_8_bit_floats_is_told_what_it_has(monkeypatch):
-    monkeypatch.setattr("accel.llm.analysis.kv_quantization.capability", lambda device: (8, 0))
+    monkeypatch.setattr("accel.llm.runtime.kv_quantization.capability", lambda device: (8, 0))
     with pytest.raises(ValueError, match="'fp8' needs .* 8.9 or later, this one has 8.0; give 'int8' or None"):
         kv_dtype_for("fp8", torch.device("cuda"))
     assert kv_dtype_for("int8", torch.device("cuda")) == torch.int8

@@ -10,9 +10,8 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 import accel
-from accel.llm.analysis.analyze import formulas
 from accel.llm.recording.recorder import record
-from accel.llm.runtime.attention_kinds import KINDS
+from accel.llm.runtime.analyze import formulas
 from support.llm.edits.modules import llama_with
 from support.llm.families import make, prompt
 from support.llm.outputs import flat, generate, same
@@ -178,7 +177,7 @@ def test_a_module_that_is_run_to_be_understood_is_not_recorded():
     def contained(layer):
         layer.mlp.act_fn = nn.Sequential(layer.mlp.act_fn)
 
-    assert all(spec.mlp.activation == "silu" for _, spec in formulas(llama_with(contained), {}, KINDS))
+    assert all(spec.mlp.activation == "silu" for _, spec in formulas(llama_with(contained), {}))
 
 
 # -- few positions -----------------------------------------------------------------------------------------------------

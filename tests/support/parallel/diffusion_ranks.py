@@ -293,40 +293,62 @@ def tiles() -> dict[str, Any]:
     return found
 
 
-@torch.no_grad()
-def sequence(name: str, anything: bool) -> dict[str, Any]:
-    """A transformer that diffusers divides along the sequence, before and after it is optimized."""
-    from diffusers import ContextParallelConfig
-
-    from accel.diffusion.dit.block import BlockForward
+def model_and_inputs(name: str) -> tuple[Any, dict]:
+    """A tiny transformer of this class, and what two ranks can divide."""
     from support.compatibility import diffusers_calls, tiny_diffusers_models
 
-    torch.accelerator.device_count = lambda: 1  # which diffusers divides by; a CPU counts none
-    torch.accelerator.current_accelerator = lambda: None  # a CUDA build names a card that is not there
     torch.manual_seed(0)
     model = tiny_diffusers_models.build(name)
     torch.manual_seed(1)
-    given = {key: even(value) for key, value in diffusers_calls.inputs(model).items()} | {"return_dict": False}
+    given = diffusers_calls.inputs(model).items()
+    return model, {key: even(value) for key, value in given} | {"return_dict": False}
 
-    def divided(model: Any) -> Any:
-        model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=2, ulysses_anything=anything))
-        return model
 
+def divided(model: Any, **options: Any) -> Any:
+    """The model, which diffusers divides along the sequence."""
+    from diffusers import ContextParallelConfig
+
+    torch.accelerator.device_count = lambda: 1  # which diffusers divides by; a CPU counts none
+    torch.accelerator.current_accelerator = lambda: None  # a CUDA build names a card that is not there
+    model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=2, **options))
+    return model
+
+
+def both(model: Any, order: str, options: dict, **division: Any) -> Any:
+    """A copy optimized and divided, in this order. options: of accel.optimize."""
+    ours = copy.deepcopy(model)
+    if order == "optimized first":
+        return divided(accel.optimize(ours, cpu="fuse", **options), **division)
+    return accel.optimize(divided(ours, **division), cpu="fuse", **options)
+
+
+def plans_of(model: Any) -> tuple[int, list[bool]]:
+    """How many blocks have forwards of ours, and of each of their plans whether it is run."""
+    from accel.diffusion.dit.block import BlockForward
+
+    forwards = [forward for forward in map(beneath, model.modules()) if isinstance(forward, BlockForward)]
+    plans = [plan for forward in forwards for plan in (forward.known or {}).values()]
+    return len(forwards), [plan.executable is not None and plan.compared for plan in plans]
+
+
+def off(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((got - wanted).abs().max() / wanted.abs().max())
+
+
+@torch.no_grad()
+def sequence(name: str, anything: bool) -> dict[str, Any]:
+    """A transformer that diffusers divides along the sequence, before and after it is optimized."""
+    model, given = model_and_inputs(name)
     whole = model(**given)[0]
-    stock = divided(copy.deepcopy(model))
-    wanted = stock(**given)[0]
-    found: dict[str, Any] = {"stock": float((wanted - whole).abs().max() / whole.abs().max())}
+    wanted = divided(copy.deepcopy(model), ulysses_anything=anything)(**given)[0]
+    found: dict[str, Any] = {"stock": off(wanted, whole)}
     for order in ("optimized first", "divided first"):
-        ours = copy.deepcopy(model)
-        ours = divided(accel.optimize(ours, cpu="fuse")) if order == "optimized first" else ours
-        ours = ours if order == "optimized first" else accel.optimize(divided(ours), cpu="fuse")
-        off = max(float((ours(**given)[0] - wanted).abs().max() / wanted.abs().max()) for _ in range(3))
-        forwards = [forward for forward in map(beneath, ours.modules()) if isinstance(forward, BlockForward)]
-        plans = [plan for forward in forwards for plan in (forward.known or {}).values()]
-        ran = [plan.executable is not None and plan.compared for plan in plans]
+        ours = both(model, order, {}, ulysses_anything=anything)
+        furthest = max(off(ours(**given)[0], wanted) for _ in range(3))
+        _, ran = plans_of(ours)
         told = fallbacks(ours)
         accel.restore(ours)
-        found[order] = off, ran, told, torch.equal(ours(**given)[0], wanted)
+        found[order] = furthest, ran, told, torch.equal(ours(**given)[0], wanted)
     return found
 
 

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from accel.fusion.norm_kind import NormKind
-from accel.llm.analysis.analyze import formulas
-from accel.llm.analysis.layer import LayerSpec
-from accel.llm.analysis.norm import NormSpec
-from accel.llm.analysis.softmax_attention import SEPARATE, SoftmaxSpec, split
 from accel.llm.ptq.calibration.linears import put, weight_matrix
 from accel.llm.recording.record import NotUnderstood
-from accel.llm.runtime.attention_kinds import KINDS
+from accel.llm.runtime.analyze import formulas
+from accel.llm.runtime.layer import LayerSpec
 from accel.llm.runtime.linear import Weights, weights
+from accel.llm.runtime.norm import NormSpec
+from accel.llm.runtime.softmax_attention import SEPARATE, SoftmaxSpec, split
 from accel.patching.patch import set_data
 from accel.quantization.linears import Dense
 
@@ -114,7 +113,7 @@ class FoldGroup:
 def layer_groups(model: nn.Module) -> dict[str, list[FoldGroup]]:
     """The groups of every decoder layer, by its path. Raises NotUnderstood."""
     owners = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
-    found = formulas(model, {}, KINDS)
+    found = formulas(model, {})
     return {layer.path: _Layer(layer.layer, layer.path, spec, owners).groups() for layer, spec in found}
 
 

@@ -15,7 +15,7 @@ from accel.errors import reason_of
 from accel.libraries.loading import AutoQuantizationConfig
 from accel.llm.ptq.formats import compressed_tensors as compressed
 from accel.llm.ptq.formats.quantization_config import FIELD, NAMES
-from accel.parallel.division import Described
+from accel.parallel.division import TensorInfo
 from accel.quantization.activations import SCALE
 from accel.saved import first_line, read_json, readable
 
@@ -119,12 +119,12 @@ def only_quantized(linears: Mapping[str, dict[str, torch.Tensor]]) -> dict[str, 
     return {path: parts for path, parts in linears.items() if parts.keys() - {"weight", SCALE}}
 
 
-def header_of(file: Any, name: str) -> Described:
+def header_of(file: Any, name: str) -> TensorInfo:
     """Shape and dtype of a tensor in an open file. Raises ValueError for a dtype that is not read."""
     header = file.get_slice(name)
     if header.get_dtype() not in DTYPES:
         raise ValueError(f"{name} is of dtype {header.get_dtype()}, which is not read")
-    return Described(tuple(header.get_shape()), DTYPES[header.get_dtype()])
+    return TensorInfo(tuple(header.get_shape()), DTYPES[header.get_dtype()])
 
 
 def own_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import accel
 from accel.errors import PatchConflict
+from accel.llm.moe.experts import ExpertsForward
 from accel.llm.ptq import model as choice
-from accel.llm.runtime.experts import ExpertsForward
 from accel.quantization.experts import QuantizedExperts
 from accel.quantization.scheme import Scheme
 from support.llm.families import BY_NAME, make, padded, prompt

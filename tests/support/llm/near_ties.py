@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from accel.llm.analysis.router import RouterFormula
-from accel.llm.runtime.router import RouterForward
+from accel.llm.moe.router import RouterForward
+from accel.llm.moe.router_formula import RouterFormula
 from support.llm.families import ROTARY, make, prompt
 from support.llm.gpu import talk
 

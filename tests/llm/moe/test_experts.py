@@ -7,13 +7,12 @@ from accel_kernels.moe.weights import Gating
 from torch import nn
 
 import accel
-from accel.llm.analysis.experts import ExpertFormula
-from accel.llm.runtime.experts import ExpertsForward
+from accel.llm.moe.experts import ExpertFormula, ExpertsForward
 from accel.patching.patch import MISSING
 from support.kernels.waiting import NothingWaits
 from support.llm.families import make, prompt
+from support.llm.near_ties import deep_gpt_oss
 from support.llm.optimized_models import optimized, pair
-from support.llm.runtime.near_ties import deep_gpt_oss
 from support.noted import noted
 
 BY_ROWS = ExpertFormula(("gate_up_proj", "down_proj"), (), False, False, Gating())

@@ -11,11 +11,10 @@ from accel_kernels import Routing, route
 from torch import nn
 
 import accel
-from accel.llm.analysis.router import RouterFormula, holds_router, router_formulas
-from accel.llm.analysis.router_trial import GIVEN
-from accel.llm.runtime.router import RouterForward
+from accel.llm.moe.router import RouterForward
+from accel.llm.moe.router_formula import GIVEN, RouterFormula, holds_router, router_formulas
 from support.llm.families import make, prompt
-from support.llm.runtime.near_ties import assert_routed_alike, now, routers
+from support.llm.near_ties import assert_routed_alike, now, routers
 from support.noted import noted
 
 AFTER, BEFORE = Routing(2, "none", "softmax"), Routing(2)

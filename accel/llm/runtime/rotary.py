@@ -37,7 +37,7 @@ class Rotary:
     """One rotation. form: where in its tables one angle a pair is found. interleaved: pairs are neighbors, not halves.
 
     name: of the keyword under which the layer is handed (cos, sin), or (sin, cos) with sine_first; or, where they are
-    not `given`, of the attention's buffer, a table (positions, sin | cos), as older versions of GPT-J have.
+    not `given`, of the attention's buffer, a table (positions, sin | cos), as in GPT-J.
     """
 
     name: str

@@ -1,6 +1,5 @@
 """The formulas of all layers of a model: found in a run, and found again in one where all numbers are large."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -9,11 +8,10 @@ from transformers import PreTrainedModel
 
 from accel.libraries.cache import SOUGHT, cache_argument
 from accel.libraries.versions import newer_than_tested
-from accel.llm.analysis.attention_kind import AttentionKind
-from accel.llm.analysis.layer import LayerSpec, understand_layer
 from accel.llm.pipeline.placement import layer_placement
 from accel.llm.recording.record import LayerRecord, NotUnderstood, Record
 from accel.llm.recording.recorder import keeps_more, model_side_effects, record
+from accel.llm.runtime.layer import LayerSpec, understand_layer
 from accel.patching.guard import plain_settings
 from accel.patching.structure import meta_weights
 
@@ -38,17 +36,15 @@ class Analysis:
         return next((f"{path}: {found}" for path, found in self.layers.items() if isinstance(found, str)), None)
 
 
-def analyze(
-    model: PreTrainedModel, kinds: Sequence[AttentionKind], scores: bool = False, whole: bool = False
-) -> Analysis:
-    """Runs the model on a few tokens and leaves it as it was. kinds, scores: see `formulas`. whole: every layer must be
+def analyze(model: PreTrainedModel, scores: bool = False, whole: bool = False) -> Analysis:
+    """Runs the model on a few tokens and leaves it as it was. scores: see `formulas`. whole: every layer must be
     understood; else some will do.
     """
     found = Analysis()
     try:
         if (reason := _obstacle(model)) is not None:
             raise NotUnderstood(reason)
-        found.specs = formulas(model, found.layers, kinds, scores, some=True)
+        found.specs = formulas(model, found.layers, scores, some=True)
         found.reason = found.unknown() if whole else None
     except NotUnderstood as error:
         found.reason = str(error)
@@ -71,66 +67,72 @@ def _obstacle(model: PreTrainedModel) -> str | None:
 
 
 def formulas(
-    model: PreTrainedModel, layers: dict, kinds: Sequence[AttentionKind], scores: bool = False, some: bool = False
+    model: PreTrainedModel, layers: dict[str, LayerSpec | str], scores: bool = False, some: bool = False
 ) -> list[tuple[LayerRecord, LayerSpec]]:
     """Every layer's record and formula, all of them known; with `some`, of those that are, which is one at least.
-    kinds: of attention, tried in turn. Raises NotUnderstood.
+    Raises NotUnderstood.
 
     layers: filled with the formula of every layer by its path, or why it is not known. scores: the records still hold
     queries and keys; nothing else of the run does.
     """
-
     kept = keeps_more(model)
     if kept is not None and not some:
         raise NotUnderstood(kept)
 
     def run(known: Record | None = None) -> Record:
-        found: dict = {}
+        found: dict[str, LayerSpec | str] = {}
 
         def look(layer: LayerRecord, seen: Record) -> None:
-            found[layer.path] = _formula(layer, seen, kinds)
+            found[layer.path] = _formula(layer, seen)
 
         seen = record(model, look, scores, own=known is not None, known=known)
         layers.update({layer.path: found.get(layer.path, "it did not run") for layer in seen.layers})
         return seen
 
     seen = run()
-    if any(isinstance(found, str) for found in layers.values()) and not seen.asked:
+    if not seen.asked and any(isinstance(one, str) for one in layers.values()):
         seen = run(known=seen)
-    found = [(layer, layers[layer.path]) for layer in seen.layers if not isinstance(layers[layer.path], str)]
-    unknown = [(path, reason) for path, reason in layers.items() if isinstance(reason, str)]
+    found: list[tuple[LayerRecord, LayerSpec]] = []
+    unknown: list[str] = []
+    for layer in seen.layers:
+        spec = layers[layer.path]
+        if isinstance(spec, str):
+            unknown.append(f"{layer.path}: {spec}")
+        else:
+            found.append((layer, spec))
     if unknown and not (some and found):
-        raise NotUnderstood(kept or f"{unknown[0][0]}: {unknown[0][1]}")
-    _listen(model, layers, seen, kinds)
+        raise NotUnderstood(kept or unknown[0])
+    _confirm_where_large(model, layers, seen)
     places = sorted(spec.attention.index for _, spec in found)
     if len(set(places)) < len(places) or (not unknown and places != list(range(len(found)))):
         raise NotUnderstood("layers that share a place in the cache")
     return found
 
 
-def _formula(layer: LayerRecord, seen: Record, kinds: Sequence[AttentionKind]) -> LayerSpec | str:
+def _formula(layer: LayerRecord, seen: Record) -> LayerSpec | str:
     """The formula of a layer, or why it is not known."""
     try:
-        return understand_layer(layer, seen, kinds)
+        return understand_layer(layer, seen)
     except NotUnderstood as reason:
         return str(reason)
 
 
-def _listen(model: PreTrainedModel, layers: dict, seen: Record, known: Sequence[AttentionKind]) -> None:
-    """Finds the same formulas once more where all numbers are large; one layer of each kind tells for the others."""
-    kinds: set[tuple] = set()
+def _confirm_where_large(model: PreTrainedModel, layers: dict[str, LayerSpec | str], seen: Record) -> None:
+    """Finds the same formulas once more where all numbers are large; one layer of each make tells for the others.
+    Raises NotUnderstood where it finds another.
+    """
+    makes: set[tuple] = set()
     others: list[str] = []
 
     def look(layer: LayerRecord, amplified: Record) -> None:
-        kind = tuple(map(_kind, layer.layer.modules()))
-        if isinstance(layers[layer.path], str):
+        make, spec = tuple(map(_make, layer.layer.modules())), layers[layer.path]
+        if isinstance(spec, str) or make in makes or others or layer.call.made is None:
             return
-        if kind in kinds or others or layer.call.made is None or not bool(layer.call.output.held.isfinite().all()):
-            return
-        kinds.add(kind)
-        layer.known = layers[layer.path]
-        if _formula(layer, amplified, known) != layer.known:
-            others.append(layer.path)
+        if bool(layer.call.output.held.isfinite().all()):
+            makes.add(make)
+            layer.known = spec
+            if _formula(layer, amplified) != spec:
+                others.append(layer.path)
 
     record(model, look, amplified=True, own=seen.own, known=seen)
     for path in others:
@@ -138,6 +140,6 @@ def _listen(model: PreTrainedModel, layers: dict, seen: Record, known: Sequence[
         raise NotUnderstood(f"{path}: {layers[path]}")
 
 
-def _kind(module: nn.Module) -> tuple:
+def _make(module: nn.Module) -> tuple:
     """What a module computes by, but for its number among the layers."""
     return tuple(one for one in plain_settings(module) if not isinstance(one, tuple) or type(one[1]) is not int)

@@ -7,18 +7,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from accel.llm.analysis.router import (
+from accel.comparison import rows_agree
+from accel.llm.moe.router_formula import (
+    GIVEN,
     INDEX,
     LOGITS,
     SHARE,
     Formulas,
     RouterFormula,
+    dtypes_of,
+    held,
     holds_router,
-    near,
     router_formulas,
     router_settings,
 )
-from accel.llm.analysis.router_trial import GIVEN, dtypes_of, held
 from accel.llm.runtime.linear import product_for
 from accel.patching.context import Context
 from accel.patching.fallback_log import FallbackLog
@@ -71,16 +73,19 @@ class RouterForward(FastForward):
         plain = all(type(one) in (torch.Tensor, nn.Parameter) and one.device == x.device for one in tensors.values())
         return None if plain else "weights of another kind, or on another device"
 
-    def example(self, rows: int, like: torch.Tensor) -> tuple:
-        dtypes = (like.dtype, *(tensor.dtype for tensor in held(self.module).values()))
-        x = example(self.module, rows, _hidden(self.module, self.formulas))
-        x = next((x.to(one) for one in dtypes if self.formula(x.to(one)) is not None), x)
+    def call_of(self, x: torch.Tensor) -> tuple | None:
+        """What it is called with for tokens (T, H), the bias for the choice being zero; None for a dtype not known."""
         formula = self.formula(x)
         if formula is None:
-            return (x,)
-        x = x if 2 in formula.dims else x.unsqueeze(0)
+            return None
         experts = held(self.module)[formula.weight].shape[0]
-        return (x, torch.zeros(experts, device=x.device)) if formula.correction == GIVEN else (x,)
+        correction = (torch.zeros(experts, device=x.device),) if formula.correction == GIVEN else ()
+        return (x if 2 in formula.dims else x.unsqueeze(0), *correction)
+
+    def example(self, rows: int, like: torch.Tensor) -> tuple:
+        x = example(self.module, rows, _hidden(self.module, self.formulas))
+        dtypes = (like.dtype, *(tensor.dtype for tensor in held(self.module).values()))
+        return next(filter(None, (self.call_of(x.to(one)) for one in dtypes)), (x,))
 
     def fast(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
         x, correction = self._given(args, kwargs)
@@ -112,19 +117,8 @@ class RouterForward(FastForward):
         return self.formulas.get(dtypes_of(x, held(self.module)))
 
 
-class KnownRouters:
+class KnownRouters(dict[tuple, Formulas | str]):
     """What was found of routers of one make and the same settings; layers have dozens of them."""
-
-    def __init__(self) -> None:
-        self.found: dict[tuple, Formulas | str] = {}
-
-    def formulas(self, module: nn.Module, context: Context) -> Formulas | str:
-        key = router_settings(module)
-        if key not in self.found:
-            found = router_formulas(module)
-            reason = found if isinstance(found, str) else _disagreement(module, found, context)
-            self.found[key] = found if reason is None else reason
-        return self.found[key]
 
 
 def match_router(site: Site, context: Context) -> Match | Skip | None:
@@ -137,7 +131,12 @@ def match_router(site: Site, context: Context) -> Match | Skip | None:
     reason = foreign_forward(module) or side_effects(module) or untouched(*module.children())
     if reason is not None:
         return Skip(reason)
-    found = context.of(KnownRouters).formulas(module, context)
+    known, key = context.of(KnownRouters), router_settings(module)
+    if key not in known:
+        found = router_formulas(module)
+        wrong = None if isinstance(found, str) else _disagreement(module, found, context)
+        known[key] = wrong or found
+    found = known[key]
     if isinstance(found, str):
         return Skip(found)
     return Match(RouterForward(module, site.path, context.kernels, context.log, found))
@@ -145,12 +144,12 @@ def match_router(site: Site, context: Context) -> Match | Skip | None:
 
 def _disagreement(module: nn.Module, formulas: Formulas, context: Context) -> str | None:
     """Why the operations that are to run compute something else than plain ones, with the router's own weights."""
-    x, tensors = example(module, PROBED, _hidden(module, formulas)), held(module)
-    formula = formulas.get(dtypes_of(x, tensors))
+    x = example(module, PROBED, _hidden(module, formulas))
+    formula = formulas.get(dtypes_of(x, held(module)))
     if formula is None:
         return f"its formula does not hold for {x.dtype}"
     x = x if 2 in formula.dims else x.unsqueeze(0)
-    experts = tensors[formula.weight].shape[0]
+    experts = held(module)[formula.weight].shape[0]
     correction = torch.rand(experts, generator=torch.Generator().manual_seed(0)).to(x.device)
     outputs = []
     with torch.no_grad():
@@ -161,15 +160,11 @@ def _disagreement(module: nn.Module, formulas: Formulas, context: Context) -> st
             outputs.append(dict(zip(formula.outputs, found, strict=True)))
     for name, dtype in ((LOGITS, x.dtype), (SHARE, formula.shares)):
         if name in formula.outputs:
-            wanted, got = (_sorted(output[name]) for output in outputs)
-            if not near(got, wanted, bound(BLOCK, dtype)):
+            # Neighbors that are nearly equal may have changed places.
+            wanted, got = (output[name].sort(descending=True).values for output in outputs)
+            if not rows_agree(got, wanted, bound(BLOCK, dtype)):
                 return f"its {name} come out otherwise in one kernel"
     return None
-
-
-def _sorted(x: torch.Tensor) -> torch.Tensor:
-    """Neighbors that are nearly equal may have changed places."""
-    return x.sort(descending=True).values
 
 
 def _hidden(module: nn.Module, formulas: Formulas) -> int:

@@ -7,7 +7,7 @@ from torch.profiler import ProfilerActivity, profile
 import accel
 from support.llm.families import prompt
 from support.llm.gpu import decode_graphs, new_pair, talk
-from support.llm.runtime.near_ties import assert_routed_alike, now, routers
+from support.llm.near_ties import assert_routed_alike, now, routers
 
 NAMES = ("mixtral", "qwen2-moe", "qwen3-moe", "granite-moe", "gpt-oss", "glm4-moe", "ernie-moe", "deepseek-v3")
 MOST_KERNELS = 3  # cuBLAS may split a product and add the parts in a second
