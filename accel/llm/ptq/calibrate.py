@@ -18,7 +18,7 @@ from accel.llm.ptq.calibration.layer_work import LayerWork, outputs
 from accel.llm.ptq.calibration.linears import linears, put, weight_matrix
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import decoder_layers, model_side_effects
-from accel.llm.runtime.linear import Weights, weights
+from accel.llm.runtime.linear import weights
 from accel.patching.patch import set_data
 from accel.patching.structure import meta_weights, placement, stock_method
 from accel.quantization.activations import COLUMNS, FIXED, SCALE, THRESHOLD, is_static
@@ -202,7 +202,7 @@ def _check(model: nn.Module, scheme: Scheme, method: str, batches: Sequence[dict
         raise ValueError(f"method={method!r} is not one of {', '.join(map(repr, METHODS))}")
     if not batches and method != "rtn":
         raise ValueError(f"method={method!r} needs batches of text to look at; only 'rtn' does without")
-    if method == "smoothquant" and (scheme.number, scheme.symmetric) != ("int8", True):
+    if method == "smoothquant" and (scheme.weight_dtype, scheme.symmetric) != ("int8", True):
         raise ValueError(f"method='smoothquant' is for weights='int8', not for {scheme}")
     if meta_weights(model):
         raise ValueError("some weights are not loaded; load the whole model on a CPU or one GPU")
@@ -226,7 +226,8 @@ def _chosen(model: nn.Module, scheme: Scheme) -> dict[str, Dense]:
 
 def _holds(module: nn.Module, quantized: Quantized) -> bool:
     """Whether a linear's own weight has this size."""
-    return type(weights(module)) is Weights and weight_matrix(module).shape == quantized.shape
+    found = weights(module)
+    return found is not None and not found.quantized and weight_matrix(module).shape == quantized.shape
 
 
 def _parameter(model: nn.Module, path: str) -> nn.Parameter | None:

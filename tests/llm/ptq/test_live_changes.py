@@ -123,12 +123,13 @@ def test_gradients_reach_an_adapter_over_quantized_weights():
 def test_another_dtype_afterwards(dtype):
     model, stock = pair("llama-biases", weights="fp8")
     numbers = [module.quantized for module in held_by(model)]
-    copies = [[None if t is None else t.clone() for t in quantized] for quantized in numbers]
+    copies = [quantized.each(torch.clone).parts() for quantized in numbers]
     model.to(dtype)
     for module, copied in zip(held_by(model), copies, strict=True):
-        for tensor, was in zip(module.quantized, copied, strict=True):
-            assert (tensor is None) is (was is None)
-            assert was is None or (tensor.dtype == was.dtype and torch.equal(tensor.float(), was.float()))
+        now = module.quantized.parts()
+        assert now.keys() == copied.keys()
+        for name, was in copied.items():
+            assert now[name].dtype == was.dtype and torch.equal(now[name].float(), was.float())
         assert module.weight.dtype == module.bias.dtype == dtype
     ids, mask = padded()
     reference = rounded(stock, model).to(dtype)

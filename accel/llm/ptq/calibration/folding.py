@@ -18,7 +18,7 @@ from accel.llm.analysis.softmax_attention import SEPARATE, SoftmaxSpec, split
 from accel.llm.ptq.calibration.linears import put, weight_matrix
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.runtime.attention_kinds import KINDS
-from accel.llm.runtime.linear import Weights, weights
+from accel.llm.runtime.linear import weights
 from accel.patching.patch import set_data
 from accel.quantization.linears import Dense
 
@@ -154,7 +154,8 @@ class _Layer:
         """Raises NotUnderstood for a linear whose weight may not be changed alone."""
         for name in names:
             module = self.layer.get_submodule(name)
-            if type(weights(module)) is not Weights:
+            found = weights(module)
+            if found is None or found.quantized:
                 raise NotUnderstood(f"{name} is more than a weight and a bias, or quantized")
             self._unshared(name, module)
 

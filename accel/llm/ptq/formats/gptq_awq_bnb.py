@@ -9,7 +9,8 @@ eight columns to a word in the order 0, 2, 4, 6, 1, 3, 5, 7, `qzeros` alike. bit
 from typing import Any
 
 import torch
-from accel_kernels.gemm.quantized_weight import PER_WORD, Quantized, pack, unpack
+from accel_kernels.gemm.quantized_weight import Quantized
+from accel_kernels.gemm.weight_format import PER_WORD, pack, unpack
 from torch import nn
 
 from accel.llm.ptq.formats.prequantized import UNROUNDED, PrequantizedLinear, disagrees, held_tensors
@@ -53,7 +54,7 @@ class Gptq(PrequantizedLinear):
     def read(self) -> Quantized:
         held = held_tensors(self.module)
         zeros = (unpack(held["qzeros"]) + self.offset).t().contiguous()
-        return Quantized(
+        return Quantized.of(
             held["qweight"].detach().t().contiguous(),
             held["scales"].detach().t().contiguous(),
             zeros if bool(zeros.any()) else None,
@@ -88,7 +89,7 @@ class Awq(PrequantizedLinear):
     def read(self) -> Quantized:
         held = held_tensors(self.module)
         zeros = _ordered(held["qzeros"]).t().contiguous()
-        return Quantized(
+        return Quantized.of(
             pack(_ordered(self.big.detach()).t()),
             held["scales"].detach().t().contiguous(),
             zeros if bool(zeros.any()) else None,
@@ -138,7 +139,7 @@ class Bitsandbytes8(PrequantizedLinear):
         scales = _scales(self.module.weight, self.module.state)
         if scales is None:
             raise ValueError("no scales beside its weight, nor in its state")
-        return Quantized(self.big.detach(), scales.detach().float().reshape(-1, 1) / TOP)
+        return Quantized.of(self.big.detach(), scales.detach().float().reshape(-1, 1) / TOP)
 
     def back(self, quantized: Quantized) -> torch.Tensor:
         return quantized.data

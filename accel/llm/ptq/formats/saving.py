@@ -5,7 +5,7 @@ import warnings
 from typing import Any
 
 import torch
-from accel_kernels import Quantized
+from accel_kernels.gemm.quantized_weight import PARTS as WEIGHT_PARTS
 from torch import nn
 from transformers import Conv1D, PretrainedConfig, PreTrainedModel
 
@@ -23,7 +23,7 @@ from accel.quantization.scheme import Scheme
 SAVE = "save_pretrained"
 TIED = "tie_word_embeddings"
 TURNED = "their class holds weights (in, out), which compressed-tensors cannot express"
-PARTS = ("data", "scales", "zeros", SCALE, COLUMNS)
+PARTS = (*WEIGHT_PARTS, SCALE, COLUMNS)
 STACKED = "compressed-tensors has no stacks of matrices; accel.optimize(weights=...) rounds them again"
 APART = "where others have zero points, transformers reads all by the scheme of those"
 
@@ -104,15 +104,15 @@ def _held(model: PreTrainedModel, names: dict) -> dict[str, QuantizedLinear]:
 def _mixtures(model: PreTrainedModel, names: dict) -> dict[str, QuantizedExperts]:
     """Quantized experts, likewise."""
     modules = model.named_modules(remove_duplicate=False)
-    return {p: m for p, m in modules if type(m) is QuantizedExperts and f"{p}.{next(iter(m.numbers))}_scales" in names}
+    return {p: m for p, m in modules if type(m) is QuantizedExperts and f"{p}.{next(iter(m.formats))}_scales" in names}
 
 
 def _stacks(written: dict[str, torch.Tensor], mixtures: dict[str, QuantizedExperts]) -> dict[str, torch.Tensor]:
     """The stacks of experts, on the CPU: on a GPU there may be no room for them. Their numbers are taken out."""
     found: dict[str, torch.Tensor] = {}
     for path, module in mixtures.items():
-        for name in module.numbers:
-            parts = (written.pop(f"{path}.{name}_{field}", None) for field in Quantized._fields)
+        for name in module.formats:
+            parts = (written.pop(f"{path}.{name}_{part}", None) for part in WEIGHT_PARTS)
             stack = module.written(name, module.read(name, *parts), module.dtype).contiguous()
             found[f"{path}.{name}"] = stack.cpu()
     if found:

@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 
 from accel_kernels.gemm.quantized.operands.unpacking_triton import factor, unpack_mode
-from accel_kernels.gemm.quantized.quantized_linear_triton import FORMATS
 from accel_kernels.warmup import launch
 
 BLOCK_N, BYTES, WARPS = 8, 512, 4  # rows, and bytes of a row, of a program
@@ -52,7 +51,7 @@ def dequantize(weight, dtype):
     launch(
         dequantize_kernel, (triton.cdiv(n, BLOCK_N), triton.cdiv(words, block)),
         packed, weight.scales, weight.zeros, y, n, words,
-        GROUPS=groups, WORDS=words // groups, PER_WORD=k // words, FORMAT=FORMATS[weight.data.dtype],
+        GROUPS=groups, WORDS=words // groups, PER_WORD=k // words, FORMAT=weight.format.name,
         UNPACK_MODE=unpack_mode(torch.float16), BLOCK_N=BLOCK_N, BLOCK_W=block,
         num_warps=WARPS,
     )  # fmt: skip

@@ -110,8 +110,8 @@ def many_rows_tile(rows: int, n: int, gate: bool, processors: int) -> ManyRowsTi
     return ManyRowsTile(x_rows, wide, 64, 8 if sums > 8192 else 4, 4)
 
 
-def many_rows(x, weight, norm, epilogue, format, tile, y):
-    """Writes what `quantized_linear` returns into y. format: "int8", "int4" or "fp8"."""
+def many_rows(x, weight, norm, epilogue, tile, y):
+    """Writes what `quantized_linear` returns into y."""
     n, k = weight.shape
     if norm is not None:
         x = apply_norm(x, norm)
@@ -120,7 +120,7 @@ def many_rows(x, weight, norm, epilogue, format, tile, y):
     launch(
         quantized_many_rows_kernel, (blocks_m * triton.cdiv(n, tile.rows),),
         x, PackedWeight.of(weight), PackedWeight.of(epilogue.up), epilogue.arguments, y, rows, n, blocks_m,
-        K=k, GROUPS=weight.scales.shape[1], FORMAT=format, **epilogue.flags, BLOCK_M=tile.x_rows, BLOCK_N=tile.rows,
-        BLOCK_K=tile.columns, UNPACK_MODE=unpack_mode(x.dtype), UPCAST=upcast(x.dtype), num_warps=tile.warps,
-        num_stages=tile.stages,
+        K=k, GROUPS=weight.scales.shape[1], FORMAT=weight.format.name, **epilogue.flags, BLOCK_M=tile.x_rows,
+        BLOCK_N=tile.rows, BLOCK_K=tile.columns, UNPACK_MODE=unpack_mode(x.dtype), UPCAST=upcast(x.dtype),
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
