@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from accel_kernels import Norm, Quantized, QuantizedRows, fp8_linear, int8_linear, quantize_rows, quantized_linear
 from accel_kernels.gemm.fused_linear import MOST_ROWS
 from accel_kernels.gemm.quantize_rows import KnownColumns
-from accel_kernels.gemm.weight_format import WeightFormat
+from accel_kernels.gemm.quantized_weight import WeightFormat
 
 NUMBERS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 SCALE, COLUMNS = "input_scale", "input_columns"

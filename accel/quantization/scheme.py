@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from accel_kernels.gemm.fused_linear import MOST_ROWS
-from accel_kernels.gemm.weight_format import FORMATS, PER_WORD, WeightFormat
+from accel_kernels.gemm.quantized_weight import FORMATS, PER_WORD, WeightFormat
 
 from accel.quantization.activations import FIXED, is_static, kind_of
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from accel_kernels.gemm.weight_format import pack, unpack
+from accel_kernels.gemm.quantized_weight import pack, unpack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn

@@ -1,7 +1,7 @@
 """For which sizes of a call there are CUDA graphs, and which of them launch the same kernels."""
 
 from accel_kernels.gemm.fused_linear import MOST_ROWS
-from accel_kernels.gemm.weight_format import MOST_QUANTIZED_ROWS
+from accel_kernels.gemm.quantized_weight import MOST_QUANTIZED_ROWS
 
 # Rows of one new token each, up to which a step is a CUDA graph. Launching a step takes Python 15 to 45 ms, longer than
 # a GPU takes for so many rows of a model of 8 billion weights. A graph keeps its logits: 131 MB, of 512 rows of 128,256

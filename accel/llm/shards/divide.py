@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accel_kernels.gemm.quantized_weight import Quantized
-from accel_kernels.gemm.weight_format import PER_WORD
+from accel_kernels.gemm.quantized_weight import PER_WORD, Quantized
 from safetensors.torch import save_file
 from transformers import PretrainedConfig
 

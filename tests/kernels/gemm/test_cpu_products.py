@@ -6,8 +6,7 @@ import pytest
 import torch
 from accel_kernels import Norm, Quantized, quantized_linear
 from accel_kernels.gemm.quantized.quantized_linear import CPU_ROWS
-from accel_kernels.gemm.quantized_weight import quantize_weight
-from accel_kernels.gemm.weight_format import pack, unpack
+from accel_kernels.gemm.quantized_weight import pack, quantize_weight, unpack
 
 from support.noted import noted
 

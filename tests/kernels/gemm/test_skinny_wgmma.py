@@ -237,8 +237,7 @@ from accel_kernels import quantized_linear
 from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
 from accel_kernels.gemm.quantized.quantized_linear import FP8, INT4, INT8
 from accel_kernels.gemm.quantized.tile_triton import BROAD_TILES, post_scale, wgmma_tile
-from accel_kernels.gemm.quantized_weight import quantize_weight
-from accel_kernels.gemm.weight_format import BY_DTYPE
+from accel_kernels.gemm.quantized_weight import BY_DTYPE, quantize_weight
 from support.kernels.absent_gpu import absent_gpu
 
 WAYS = (

@@ -15,7 +15,7 @@ import triton.language as tl
 from accel_kernels import quantized_linear
 from accel_kernels.gemm.quantized import gemv_triton, skinny_triton
 from accel_kernels.gemm.quantized.operands import unpacking_triton as unpacking
-from accel_kernels.gemm.weight_format import unpack
+from accel_kernels.gemm.quantized_weight import unpack
 from triton.runtime.interpreter import TensorHandle
 
 from support.everything import EVERYTHING

@@ -11,8 +11,7 @@ compressed-tensors 0.20, compressors/pack_quantized and compressors/naive_quanti
 from collections.abc import Collection, Mapping
 
 import torch
-from accel_kernels.gemm.quantized_weight import Quantized
-from accel_kernels.gemm.weight_format import PER_WORD, pack, unpack
+from accel_kernels.gemm.quantized_weight import PER_WORD, Quantized, pack, unpack
 
 from accel.quantization.activations import FIXED, SCALE
 from accel.quantization.scheme import Scheme

@@ -9,8 +9,7 @@ eight columns to a word in the order 0, 2, 4, 6, 1, 3, 5, 7, `qzeros` alike. bit
 from typing import Any
 
 import torch
-from accel_kernels.gemm.quantized_weight import Quantized
-from accel_kernels.gemm.weight_format import PER_WORD, pack, unpack
+from accel_kernels.gemm.quantized_weight import PER_WORD, Quantized, pack, unpack
 from torch import nn
 
 from accel.llm.ptq.formats.prequantized import UNROUNDED, PrequantizedLinear, disagrees, held_tensors

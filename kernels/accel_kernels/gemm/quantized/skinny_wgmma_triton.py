@@ -45,7 +45,7 @@ from accel_kernels.gemm.quantized.operands.wgmma_operands_triton import (
 from accel_kernels.gemm.quantized.tile_store_triton import flat, flat_layout, unflat
 from accel_kernels.gemm.quantized.tile_triton import at_once, post_scale, steps_of_a_program
 from accel_kernels.gemm.quantized.write_triton import write
-from accel_kernels.gemm.weight_format import MOST_QUANTIZED_ROWS
+from accel_kernels.gemm.quantized_weight import MOST_QUANTIZED_ROWS
 from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from accel_kernels.gemm.weight_format import pack
+from accel_kernels.gemm.quantized_weight import pack
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
