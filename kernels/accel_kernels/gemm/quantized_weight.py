@@ -52,7 +52,7 @@ class WeightFormat:
 
     name: what schemes call it, and what kernels are compiled for. dtype: of the stored elements. bits: of a number.
     largest: the largest number. pack, unpack: numbers (N, K) to stored elements (N, ..) and back. most_rows: rows of x
-    up to which kernels read it as it lies; 0: none does.
+    up to which kernels read it as it lies; 0: none does. exact: a dtype that holds every number exactly.
     """
 
     name: str
@@ -62,6 +62,7 @@ class WeightFormat:
     pack: Callable[[torch.Tensor], torch.Tensor] = unchanged
     unpack: Callable[[torch.Tensor], torch.Tensor] = unchanged
     most_rows: int = MOST_QUANTIZED_ROWS
+    exact: torch.dtype = torch.float16
 
     @property
     def per_element(self) -> int:

@@ -22,6 +22,7 @@ from accel.quantization.scheme import Scheme
 
 SAVE = "save_pretrained"
 TIED = "tie_word_embeddings"
+OTHER = "compressed-tensors has no layout for their format"
 TURNED = "their class holds weights (in, out), which compressed-tensors cannot express"
 PARTS = (*WEIGHT_PARTS, SCALE, COLUMNS)
 STACKED = "compressed-tensors has no stacks of matrices; accel.optimize(weights=...) rounds them again"
@@ -137,13 +138,17 @@ def _written(names: dict, held: dict[str, QuantizedLinear], heads: set[str]) -> 
     shifted = {module.scheme for module in held.values() if not (module.transposed or module.scheme.symmetric)}
     for path, module in held.items():
         data, scales, zeros, inputs, columns = (written.pop(f"{path}.{name}", None) for name in PARTS)
-        quantized = module.read(data, scales, zeros)
-        if module.transposed:
-            whole.setdefault(TURNED, []).append(path)
-            found = {"weight": quantized.dequantized(module.dtype).t().contiguous()}
+        quantized, reason = module.read(data, scales, zeros), None
+        if module.scheme.weight_dtype not in compressed.TYPES:
+            reason = OTHER
+        elif module.transposed:
+            reason = TURNED
         elif path in heads and shifted - {module.scheme}:
-            whole.setdefault(APART, []).append(path)
-            found = {"weight": quantized.dequantized(module.dtype)}
+            reason = APART
+        if reason is not None:
+            whole.setdefault(reason, []).append(path)
+            weight = quantized.dequantized(module.dtype)
+            found = {"weight": weight.t().contiguous() if module.transposed else weight}
         else:
             schemes[path] = module.scheme
             found = compressed.parts(quantized, compressed.format_of(module.scheme))

@@ -14,7 +14,7 @@ from accel_kernels.device import multiprocessors, programmatic
 from accel_kernels.gemm.epilogue_triton import epilogue, store_sum
 from accel_kernels.gemm.fused_linear_triton import Shape
 from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
-from accel_kernels.gemm.quantized.operands.unpacking_triton import excess, planes, unpack_mode
+from accel_kernels.gemm.quantized.operands.unpacking_triton import excess, per_word, planes, unpack_mode
 from accel_kernels.norm.norm import kernel_arguments
 from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
@@ -171,7 +171,7 @@ def quantized_gemv_kernel(
     NORM: tl.constexpr, GATE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr,
     UNPACK_MODE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    PER: tl.constexpr = 8 if FORMAT == "int4" else 4
+    PER: tl.constexpr = per_word(FORMAT)
     WORDS: tl.constexpr = K // PER
     QUADS: tl.constexpr = (WORDS + 3) // 4
     EVEN: tl.constexpr = WORDS % (4 * BLOCK_Q) == 0

@@ -17,7 +17,7 @@ from accel_kernels.device import interpreted, upcast
 from accel_kernels.gemm.epilogue_triton import epilogue, store_sum
 from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
-from accel_kernels.gemm.quantized.operands.unpacking_triton import factor, unpack_mode
+from accel_kernels.gemm.quantized.operands.unpacking_triton import factor, per_word, unpack_mode
 from accel_kernels.warmup import launch
 
 
@@ -46,7 +46,7 @@ def quantized_many_rows_kernel(
     GATE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     UNPACK_MODE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    PER: tl.constexpr = 8 if FORMAT == "int4" else 4
+    PER: tl.constexpr = per_word(FORMAT)
     BLOCK_W: tl.constexpr = BLOCK_K // PER
     WORDS: tl.constexpr = K // PER
     EVEN: tl.constexpr = K % BLOCK_K == 0

@@ -11,7 +11,7 @@ from accel_kernels.device import programmatic, upcast
 from accel_kernels.gemm.epilogue_triton import epilogue, store_sum
 from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
-from accel_kernels.gemm.quantized.operands.unpacking_triton import factor, unpack_mode
+from accel_kernels.gemm.quantized.operands.unpacking_triton import factor, per_word, unpack_mode
 from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
 
@@ -46,7 +46,7 @@ def quantized_skinny_kernel(
     BLOCK_K: tl.constexpr, UNPACK_MODE: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Each warp sums a share of the columns, so that no warp waits for another. A step spans SHARES blocks."""
-    PER: tl.constexpr = 8 if FORMAT == "int4" else 4
+    PER: tl.constexpr = per_word(FORMAT)
     BLOCK_W: tl.constexpr = BLOCK_K // PER
     WORDS: tl.constexpr = K // PER
     GROUPED: tl.constexpr = GROUPS > 1
