@@ -211,8 +211,9 @@ def test_stock_transformers_and_load_compute_the_same(name, weights, dtype, tmp_
     same(logits(prequantized), logits(accel.restore(theirs)))
 
 
-def test_a_head_that_is_saved_under_another_name(tmp_path):
-    ours = accel.quantize(make("gpt-neox"), "int8-head", out=tmp_path)
+@pytest.mark.parametrize("weights", ["int8-head", "int4-g32-head"])  # one group of linears, or two by name
+def test_a_head_that_is_saved_under_another_name(weights, tmp_path):
+    ours = accel.quantize(make("gpt-neox"), weights, out=tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert "embed_out.weight_scale" in file.keys()
     loaded = accel.load(tmp_path)
