@@ -50,7 +50,7 @@ class SaveOverride(InstanceMethod):
         model = self.model
         own = getattr(type(model), SAVE)
         names = state_dict if state_dict is not None else model.state_dict()
-        held, mixtures = _held(model, names), _mixtures(model, names)
+        held, mixtures = _quantized(model, names)
         given = state_dict is not None and not (held or mixtures)
         if getattr(model, ADAPTED, False) or given:
             own(model, save_directory, *args, state_dict=state_dict, **kwargs)  # an adapter alone, or given weights
@@ -96,16 +96,15 @@ def guard(model: PreTrainedModel) -> Patch | None:
     return Patch(model, SAVE, SaveOverride(model)) if SAVE not in vars(model) else None
 
 
-def _held(model: PreTrainedModel, names: dict) -> dict[str, QuantizedLinear]:
-    """Quantized linears by every path they have among the names."""
-    modules = model.named_modules(remove_duplicate=False)
-    return {p: m for p, m in modules if type(m) is QuantizedLinear and f"{p}.scales" in names}
-
-
-def _mixtures(model: PreTrainedModel, names: dict) -> dict[str, QuantizedExperts]:
-    """Quantized experts, likewise."""
-    modules = model.named_modules(remove_duplicate=False)
-    return {p: m for p, m in modules if type(m) is QuantizedExperts and f"{p}.{next(iter(m.formats))}_scales" in names}
+def _quantized(model: PreTrainedModel, names: dict) -> tuple[dict[str, QuantizedLinear], dict[str, QuantizedExperts]]:
+    """Quantized linears, and experts, by every path they have among the names."""
+    linears, mixtures = {}, {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if type(module) is QuantizedLinear and f"{path}.scales" in names:
+            linears[path] = module
+        elif type(module) is QuantizedExperts and f"{path}.{next(iter(module.formats))}_scales" in names:
+            mixtures[path] = module
+    return linears, mixtures
 
 
 def _stacks(written: dict[str, torch.Tensor], mixtures: dict[str, QuantizedExperts]) -> dict[str, torch.Tensor]:
