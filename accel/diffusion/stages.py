@@ -74,7 +74,7 @@ def denoiser_quantization(root: nn.Module, weights: str, options: Options) -> tu
             f"weights={weights!r}: only causal language models have an output head; a {type(root).__name__} "
             "takes 'int8', 'int8-asym' or 'fp8'"
         )
-    if scheme.number == "int4":
+    if scheme.weight_dtype == "int4":
         raise ValueError(
             f"weights={weights!r}: for causal language models; a {type(root).__name__} takes "
             "'int8', 'int8-asym' or 'fp8'"
@@ -95,7 +95,7 @@ class DenoiserQuantization(Quantization):
 
     def _rounded(self, *args: Any) -> tuple[Quantized, str]:
         quantized, note = super()._rounded(*args)
-        if quantized.data.dtype == torch.float8_e4m3fn:
+        if quantized.format.name == "fp8":
             quantized = quantized._replace(scales=quantized.scales.float())
         return quantized, note
 

@@ -17,14 +17,13 @@ from accel.fusion.loop import ForwardCounter
 from accel.fusion.tensor_notes import TensorNotes
 from accel.patching.context import Context
 from accel.patching.patch import set_data
-from accel.quantization.module import QuantizedLinear, row_tensors
+from accel.quantization.module import row_tensors
 from accel.quantization.product import (
     Rows,
     device_and_dtype,
     multiplied,
     plain_linear,
     product,
-    rounded_product,
     rounds,
 )
 
@@ -186,13 +185,7 @@ def project_together(
     whole = _stacked(layers, stack) if len(kinds) == 1 else None
     if whole is None:
         return [product(layer, rows, multiply=linear) for layer in layers]
-    first, (*parts, bias) = layers[0], whole
-    if type(first) is not QuantizedLinear:
-        outputs = multiplied(rows.normed(), parts[0], bias, linear)
-    elif (activations := first.rounds(rows.x)) is not None:
-        outputs = rounded_product(first, activations, rows, first.read(*parts), bias)
-    else:
-        outputs = multiplied(rows.normed(), first.read(*parts), bias, linear)
+    outputs = multiplied(layers[0], whole, rows, linear)
     return outputs.split([layer.out_features for layer in layers], dim=-1)
 
 

@@ -217,7 +217,7 @@ def warmed_up(error: Exception) -> bool:
 
 
 def disagreement(error: Exception) -> str | None:
-    quantized = Quantized(torch.ones(4, 8, dtype=torch.int8), torch.ones(4, 1))
+    quantized = Quantized.of(torch.ones(4, 8, dtype=torch.int8), torch.ones(4, 1))
     return disagrees(Raising(error), quantized, None, torch.float32)
 
 

@@ -143,7 +143,7 @@ def test_tokens_of_experts(launched, first, stored):
 
     def quantized(rows, columns, number, per=1, group=None):
         data = torch.empty(rows, columns // per, device="meta", dtype=number)
-        return Quantized(data, torch.empty(rows, columns // (group or columns), device="meta", dtype=torch.bfloat16))
+        return Quantized.of(data, torch.empty(rows, columns // (group or columns), device="meta", dtype=torch.bfloat16))
 
     if stored.startswith("int"):
         how = (torch.int8,) if stored == "int8" else (torch.int32, 8, 32)

@@ -149,7 +149,7 @@ def test_quantized_weights_the_kernel_cannot_read_are_named():
 
 def at_odd_bytes(x, numbers):
     data = torch.empty(numbers.numel() + 1, dtype=torch.int8)[1:].view(numbers.shape).copy_(numbers)
-    return x, Quantized(data, torch.ones(len(data), 1, dtype=x.dtype))
+    return x, Quantized.of(data, torch.ones(len(data), 1, dtype=x.dtype))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")

@@ -62,7 +62,7 @@ def _whole(module: nn.Module) -> nn.Module:
 
 def _unread(device: torch.device, scheme: Scheme) -> str | None:
     """Why no kernel reads such numbers on this device."""
-    if scheme.number == "fp8" and device.type == "cuda" and capability(device) < FLOAT8:
+    if scheme.weight_dtype == "fp8" and device.type == "cuda" and capability(device) < FLOAT8:
         return f"float8 below compute capability {FLOAT8[0]}.{FLOAT8[1]}: no kernel reads it"
     return None
 

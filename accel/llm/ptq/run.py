@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accel_kernels import Quantized
 from transformers import PreTrainedModel
 
 from accel.errors import Refused
@@ -261,7 +260,7 @@ def _nearest(path: str, module: Dense, scheme: Scheme, device: torch.device | No
     """The output head: no method looks at what it is given."""
     try:
         found = round_to_nearest(moved(weight_matrix(module), device), scheme)
-        return LayerResult(path, {path: _on(found, module.weight.device)}, {})
+        return LayerResult(path, {path: moved(found, module.weight.device)}, {})
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -292,7 +291,7 @@ def _put(
             exact = exact.t() if transposed else exact
             # Against a weight that others changed with, the ratio would mean nothing.
             place = weight.device if device is None else device
-            ratio = None if result.changed else sqnr_db(exact.to(place), _on(quantized, place))
+            ratio = None if result.changed else sqnr_db(exact.to(place), moved(quantized, place))
             fixed = {}
             if is_static(scheme.activations):
                 if where in result.inputs:
@@ -301,14 +300,10 @@ def _put(
                     scheme = replace(scheme, activations=None)
             row = quantization_record(where, scheme, weight, quantized, tied.get(id(module.weight)), ratio, False)
             yield row | {name: tensor.tolist() for name, tensor in fixed.items()}
-            held = _on(quantized, weight.device)
+            held = moved(quantized, weight.device)
             pairs.append((module, QuantizedLinear(held, module.bias, weight.dtype, scheme, transposed, **fixed)))
         for where, tensor in result.changed.items():
             set_data(model.get_parameter(where), lambda data, tensor=tensor: tensor.to(data.device, data.dtype))
         exchange(model, pairs)
 
     return [row for path in list(results) for row in put(results.pop(path))]
-
-
-def _on(quantized: Quantized, device: torch.device) -> Quantized:
-    return quantized.each(lambda part: part.to(device))

@@ -10,7 +10,7 @@ from torch import nn
 from accel.comparison import agree
 from accel.errors import reason_of
 from accel.llm.recording.record import Call, LayerRecord, NotUnderstood
-from accel.llm.runtime.linear import QuantizedWeights, Weights
+from accel.llm.runtime.linear import Weights
 from accel.llm.runtime.part import BoundLinear, NormedInput, part_product
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import as_understood, plain_settings
@@ -133,8 +133,8 @@ class BoundMlp:
             return
         self.first = [BoundLinear(layer.get_submodule(name)) for name in spec.first]
         self.down = BoundLinear(layer.get_submodule(spec.down))
-        self.gate: Weights | QuantizedWeights | None = None
-        self.up: Weights | QuantizedWeights | None = None
+        self.gate: Weights | None = None
+        self.up: Weights | None = None
         parts = [linear.weights for linear in self.first if linear.weights is not None]
         plain = len(parts) == len(self.first)
         if plain and len(parts) == 2 and parts[0].fits(parts[1]):

@@ -4,19 +4,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from accel_kernels import Norm
+from accel_kernels import Norm, Quantized
 from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.norm.norm import ACTIVATIONS
 from torch import nn
 
 from accel.fusion.stacked_linears import stack_rows, stacked_rows
-from accel.llm.runtime.linear import QuantizedWeights, Weights, weights
+from accel.llm.runtime.linear import Weights, product_for, weights
 from accel.llm.runtime.norm import FLAT, HeadNorm, NormSpec, given, given_back
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import as_understood
 from accel.patching.user_ops import UserOp
 from accel.quantization.activations import many
-from accel.quantization.product import Rows
+from accel.quantization.product import Rows, rounded_product
 
 
 class BoundNorm:
@@ -84,10 +84,10 @@ class NormedInput(Rows):
 
 def part_product(
     kernels: Kernels,
-    weights: Weights | QuantizedWeights,
+    weights: Weights,
     before: NormedInput,
     *,
-    up: Weights | QuantizedWeights | None = None,
+    up: Weights | None = None,
     activation: str | None = None,
     residual: torch.Tensor | None = None,
     scale: float = 1.0,
@@ -109,17 +109,21 @@ def part_product(
 
 def _product(
     kernels: Kernels,
-    weights: Weights | QuantizedWeights,
+    weights: Weights,
     before: NormedInput,
     weight: Any,
     bias: torch.Tensor | None,
     **given: Any,
 ) -> torch.Tensor:
-    if type(weights) is QuantizedWeights and (activations := weights.module.rounds(before.x)) is not None:
-        module = weights.module
-        return module.products.product(activations)(before.rounded(module, activations), weight, bias, **given)
-    x, norm = before.given(weights.norms_on_the_way(before.x))
-    return weights.product(kernels, x)(x, weight, bias, norm=norm, **given)
+    """The one place that says which rows go where: in 8 bits, to a weight as it lies, or to a plain one."""
+    if not isinstance(weight, Quantized):
+        x, norm = before.given()
+        return product_for(kernels, x)(x, weight, bias, norm=norm, **given)
+    if (activations := weights.module.rounds(before.x)) is not None:
+        return rounded_product(weights.module, activations, before, weight, bias, **given)
+    # A weight that is read as it lies has the columns of x in an order of their own, and the norm in the same pass.
+    x, norm = before.given(free=weight.reads(before.x.numel() // before.x.shape[-1]))
+    return kernels.quantized_linear(x, weight, bias, norm=norm, **given)
 
 
 class BoundLinear:
@@ -145,7 +149,7 @@ class BoundLinear:
         return y if residual is None else torch.add(residual, y, alpha=scale)
 
 
-def stacked(linears: list[BoundLinear], stack: bool) -> Weights | QuantizedWeights | None:
+def stacked(linears: list[BoundLinear], stack: bool) -> Weights | None:
     """The weights of all as one; None where they do not lie in one storage, and cannot or may not be put there."""
     parts = [linear.weights for linear in linears if linear.weights is not None]
     if len(parts) < 2 or len(parts) < len(linears) or any(part.transposed for part in parts):

@@ -176,28 +176,24 @@ def rank_part(held: Mapping[str, torch.Tensor], division: Division | None, rank:
     """What the rank's file is to hold of a linear. held: its parts in whole."""
     if division is None:
         return dict(held)
-    data, scales, zeros = compressed.read(held)
+    data, scales, zeros, stored = compressed.read(held)
     by_scale: Division | None
     if division.dim == OUTPUTS:
         by_number, by_scale = division, division
     else:
-        by_number = _counted(division, _per(data))
-        by_scale = _counted(division, data.shape[1] * _per(data) // scales.shape[1]) if scales.shape[1] > 1 else None
+        by_number, columns = _counted(division, stored.per_element), data.shape[1] * stored.per_element
+        by_scale = _counted(division, columns // scales.shape[1]) if scales.shape[1] > 1 else None
     mine = Quantized(
         taken(data, by_number, rank),
         taken(scales, by_scale, rank),
         None if zeros is None else taken(zeros, by_scale, rank),
+        stored,
     )
     packed = "weight_packed" in held
     found = compressed.parts(mine, compressed.PACKED if packed else compressed.BYTEWISE)
     if not packed and mine.zeros is not None:
         found["weight_zero_point"] = mine.zeros
     return found | {name: held[name] for name in (SCALE,) if name in held}
-
-
-def _per(data: torch.Tensor) -> int:
-    """Numbers in an element."""
-    return PER_WORD if data.dtype == torch.int32 else 1
 
 
 def _counted(division: Division, size: int) -> Division:

@@ -196,7 +196,9 @@ def _loaded(folder: Path, manifest: Manifest, opened: RankFiles, dtype: str | to
             quantization = read_quantization(folder, told or {}, linears)
             finish = partial(_finish, quantization=quantization, linears=linears, opened=opened)
             method = stack.enter_context(
-                entered(partial(replace_linears, linears=linears, make=PlaceholderShard), finish)
+                entered(
+                    partial(replace_linears, linears=linears, make=PlaceholderShard, quantization=quantization), finish
+                )
             )
             config.quantization_config = {"quant_method": method}
         elif told is not None:

@@ -88,7 +88,7 @@ def supports(x, weight, bias=None, **after) -> str | None:
 def _case(name, *shape, n, **more):
     def weight(full):
         rows = quantize(full, dtype=FP8)
-        return Quantized(rows.data, rows.scales)
+        return Quantized.of(rows.data, rows.scales)
 
     return product_case(name, shape, n, weight=weight, rows=partial(quantize, dtype=FP8), **more)
 

@@ -122,7 +122,7 @@ def _case(name, *shape, n, planted=(), outliers=None, **more):
 
     def weight(full):
         numbers = quantize(full)
-        return Quantized(numbers.data, numbers.scales.to(full.dtype))
+        return Quantized.of(numbers.data, numbers.scales.to(full.dtype))
 
     return product_case(name, shape, n, weight=weight, rows=rows, **more)
 

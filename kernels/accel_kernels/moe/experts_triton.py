@@ -194,7 +194,7 @@ def _gating(weights) -> dict:
 
 def packed(stack: torch.Tensor | Quantized) -> PackedWeight:
     """A stack as kernels take it; numbers of 8 bits stay such."""
-    return PackedWeight(*stack) if isinstance(stack, Quantized) else PackedWeight(stack)
+    return PackedWeight(*stack[:3]) if isinstance(stack, Quantized) else PackedWeight(stack)
 
 
 def _numbers(stack: torch.Tensor | Quantized) -> dict:

@@ -91,7 +91,7 @@ def test_everything_that_is_fused_takes_quantized_linears(family, unet):
 def test_one_product_for_projections_of_one_input(tiny, unet, monkeypatch):
     model = accel.optimize(unet("sd15"), weights="int8")
     inputs = tiny.inputs(model, height=16, width=16)
-    products = noted(monkeypatch, joint, "multiplied", lambda x, weight, *rest: (x.shape, weight.shape))
+    products = noted(monkeypatch, joint, "multiplied", lambda _, tensors, rows, *rest: (rows.x.shape, tensors[0].shape))
     run(model, inputs)
     assert ((2, 256, 16), (48, 16)) in products  # queries, keys and values
     assert sum(shape == (2, 64) for shape, _ in products) == 1  # all time embeddings

@@ -113,7 +113,7 @@ def test_eight_bits_on_a_cpu_are_the_reference():
     x, weight, modulation = torch.randn(2, 3, 32).bfloat16(), torch.randn(16, 32), torch.randn(2, 16).bfloat16()
     for kind in (torch.int8, torch.float8_e4m3fn):
         rows, numbers = quantize_rows(x, dtype=kind), quantize_rows(weight, dtype=kind)
-        args = QuantizedRows(*rows), Quantized(numbers.data, numbers.scales)
+        args = QuantizedRows(*rows), Quantized.of(numbers.data, numbers.scales)
         exact = args[0].dequantized(torch.float64) @ args[1].dequantized(torch.float64).t() * modulation[:, None]
         for run in (hopper_gemm, hopper_gemm.instead):
             found = run(*args, modulation=modulation)

@@ -95,7 +95,7 @@ def test_the_kernel_sums_integers_exactly(sizes, poisoned):
     x[0], weight[0] = 127, -127  # the largest sum there is
     exact = x.double() @ weight.double().t()
     upper = (exact / 2048).round() * 2048  # 11 bits, which float16 holds, and as many below them
-    rows, weight = QuantizedRows(x, torch.ones(m, 1), torch.float16), Quantized(weight, torch.full((n, 1), 2.0**-11))
+    rows, weight = QuantizedRows(x, torch.ones(m, 1), torch.float16), Quantized.of(weight, torch.full((n, 1), 2.0**-11))
     y = int8_linear.triton(rows, weight, residual=(-upper / 2048).half())
     assert torch.equal(y.double(), (exact - upper) / 2048)
 
@@ -172,7 +172,7 @@ GATED = SHAPE._replace(columns=128)
 with absent_gpu(90) as launches:
     x = torch.randn(2048, 4096).bfloat16()
     rows, residual = quantize_rows.reference(x), torch.randn(2048, 4096).bfloat16()
-    weight = Quantized(torch.empty(4096, 4096, dtype=torch.int8, device=GPU), torch.randn(4096, 1).bfloat16())
+    weight = Quantized.of(torch.empty(4096, 4096, dtype=torch.int8, device=GPU), torch.randn(4096, 1).bfloat16())
     gate = {"up": weight, "activation": "silu"}
     int8_linear.triton(rows, weight, residual=residual, shape=SHAPE)
     int8_linear.triton(quantize_rows.reference(x, outliers=6.0), weight, residual=residual, shape=SHAPE)

@@ -47,7 +47,7 @@ NORMS = {
 
 def weight_of(n, k, dtype=torch.bfloat16, to=torch.int8):
     rows = quantize_rows.reference(torch.randn(n, k) * k**-0.5, dtype=to)
-    return Quantized(rows.data, rows.scales.to(dtype))
+    return Quantized.of(rows.data, rows.scales.to(dtype))
 
 
 def cast(norm, dtype):

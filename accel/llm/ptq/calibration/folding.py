@@ -15,7 +15,7 @@ from accel.llm.ptq.calibration.linears import put, weight_matrix
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.runtime.analyze import formulas
 from accel.llm.runtime.layer import LayerSpec
-from accel.llm.runtime.linear import Weights, weights
+from accel.llm.runtime.linear import weights
 from accel.llm.runtime.norm import NormSpec
 from accel.llm.runtime.softmax_attention import SEPARATE, SoftmaxSpec, split
 from accel.patching.patch import set_data
@@ -153,7 +153,8 @@ class _Layer:
         """Raises NotUnderstood for a linear whose weight may not be changed alone."""
         for name in names:
             module = self.layer.get_submodule(name)
-            if type(weights(module)) is not Weights:
+            found = weights(module)
+            if found is None or found.quantized:
                 raise NotUnderstood(f"{name} is more than a weight and a bias, or quantized")
             self._unshared(name, module)
 

@@ -9,10 +9,7 @@ from torch import nn
 
 from accel.comparison import relative_rms
 from accel.errors import reason_of
-from accel.llm.ptq.formats import compressed_tensors as compressed
 from accel.patching.patch import set_data
-from accel.patching.structure import stock_method
-from accel.quantization.activations import NUMBERS, is_static, kind_of
 from accel.tolerances import PREQUANTIZED
 
 PACKAGE = "compressed_tensors."
@@ -37,6 +34,11 @@ class PrequantizedLinear(ABC):
     def __init__(self, module: Any):
         self.module = module  # of a class of another package
 
+    @classmethod
+    @abstractmethod
+    def recognize(cls, module: nn.Module, dtype: torch.dtype) -> "PrequantizedLinear | str | None":
+        """The module in this layout, why it is left alone, or None where it is in another. dtype: of the model."""
+
     @abstractmethod
     def read(self) -> Quantized:
         """Raises ValueError where its tensors do not fit one another."""
@@ -60,45 +62,6 @@ class PrequantizedLinear(ABC):
     def bias(self) -> nn.Parameter | None:
         held = held_tensors(self.module).get("bias")
         return held if held is None or isinstance(held, nn.Parameter) else nn.Parameter(held, requires_grad=False)
-
-
-class CompressedTensors(PrequantizedLinear):
-    """As transformers makes of a folder in the layout of compressed-tensors, before its first call."""
-
-    @classmethod
-    def recognize(cls, module: nn.Module, dtype: torch.dtype) -> "CompressedTensors | str | None":
-        held = held_tensors(module)
-        if not isinstance(module, nn.Linear) or "weight_scale" not in held:
-            return None
-        weight = held.get("weight")
-        if weight is not None and weight.is_floating_point() and weight.dtype not in compressed.BYTES:
-            return "its weight was dequantized by a call before accel.optimize"
-        if "weight_g_idx" in held:
-            return "act-order: its columns are in an order of their own"
-        forward = vars(module).get("forward")
-        if forward is not None and not stock_method(module, forward) and not of_package(forward):
-            return f"its forward was replaced ({type(forward).__name__})"
-        return cls(module)
-
-    def __init__(self, module: nn.Module):
-        super().__init__(module)
-        held = held_tensors(module)
-        self.big = held["weight_packed"] if "weight_packed" in held else held["weight"]
-        self.bytes = "weight_packed" in held and compressed.bits(held["weight_packed"], held["weight_shape"]) == 8
-        self.kind = compressed.METHOD
-        found = getattr(vars(module).get("quantization_scheme"), "input_activations", None)
-        self.note = UNROUNDED if found is not None else ""
-        said = {name: getattr(found, name, None) for name in ("num_bits", "type", "symmetric", "strategy", "dynamic")}
-        activations = compressed.rounding_of(said)
-        if activations is not None and is_static(activations) and NUMBERS[kind_of(activations)] == self.big.dtype:
-            self.input_scale = compressed.input_scale(held)
-
-    def read(self) -> Quantized:
-        held = {name: tensor.detach() for name, tensor in held_tensors(self.module).items()}
-        return compressed.read(held)
-
-    def back(self, quantized: Quantized) -> torch.Tensor:
-        return compressed.to_bytes(quantized.data) if self.bytes else quantized.data
 
 
 def held_tensors(module: nn.Module) -> dict[str, torch.Tensor]:

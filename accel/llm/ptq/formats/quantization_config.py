@@ -16,7 +16,7 @@ PATTERN = "re:"  # in front of a regular expression among paths
 LINEAR = "Linear"  # a class among paths
 ORDERED = "group"  # the value of `actorder` with which columns of one group lie apart
 FIELD = "quantization_config"
-KINDS = {"int": (torch.int8, torch.int32), "float": (torch.float8_e4m3fn,)}
+KINDS = ("int", "float")
 STRATEGIES = ("tensor", "channel", "group")
 
 
@@ -40,9 +40,9 @@ class Group:
         """
         columns, found = weight.shape[1], 1 if scales.numel() == 1 else scales.shape[-1]
         size = {"tensor": columns, "channel": columns}.get(self.strategy, self.size)
-        held = next(kind for kind, dtypes in KINDS.items() if weight.data.dtype in dtypes)
+        held = "float" if weight.data.is_floating_point() else "int"
         pairs = [
-            ("num_bits", self.bits, weight.bits),
+            ("num_bits", self.bits, weight.format.bits),
             ("type", self.kind, held),
             ("symmetric", self.symmetric, weight.zeros is None),
             ("group_size", size, columns // found),

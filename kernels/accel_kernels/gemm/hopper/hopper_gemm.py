@@ -125,7 +125,7 @@ def _case(name, *shape, n, kind=None, **more) -> Case:
 
     def weight(full):
         rows = quantize(full, dtype=kind)
-        return Quantized(rows.data, rows.scales)
+        return Quantized.of(rows.data, rows.scales)
 
     return product_case(name, shape, n, weight=weight, rows=partial(quantize, dtype=kind), **more)
 

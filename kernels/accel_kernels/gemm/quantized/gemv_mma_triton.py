@@ -209,7 +209,7 @@ def gemv_tile(n: int, k: int, group: int, gate: bool, processors: int) -> GemvTi
 def refusal(x, weight, up) -> str | None:
     """Why `gemv_mma` cannot take what `quantized_linear` supports."""
     n, k = weight.shape
-    if weight.data.dtype != torch.int32:
+    if weight.format.name != "int4":
         return "not of 4 bits"
     if x.numel() != k:
         return f"{x.numel() // k} rows"

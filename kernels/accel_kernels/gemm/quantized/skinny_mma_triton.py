@@ -203,10 +203,10 @@ def columns(format: str, rows: int) -> int:
     return 4 * words(format, rows) * (8 if format == "int4" else 4)
 
 
-def skinny_mma(x, weight, norm, epilogue, format, tile, y):
-    """Writes what `quantized_linear` returns into y. format: "int8", "int4" or "fp8"."""
+def skinny_mma(x, weight, norm, epilogue, tile, y):
+    """Writes what `quantized_linear` returns into y."""
     n, k = weight.shape
-    rows = x.numel() // k
+    rows, format = x.numel() // k, weight.format.name
     inside = norm is not None and not norm.centred and norm.bias is None and x.dtype == torch.bfloat16 and rows <= 8
     if norm is not None and not inside:
         x, norm = apply_norm(x, norm), None

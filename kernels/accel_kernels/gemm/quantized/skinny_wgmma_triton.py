@@ -238,7 +238,7 @@ def skinny_wgmma_kernel(
 def refusal(x, weight, up) -> str | None:
     """Why `skinny_wgmma` cannot take what `quantized_linear` supports; the device is the caller's to check."""
     n, k = weight.shape
-    scaled = weight.scales.shape[1] > 1 or weight.data.dtype == torch.int32 or weight.zeros is not None
+    scaled = weight.scales.shape[1] > 1 or weight.format.name == "int4" or weight.zeros is not None
     if x.numel() // k > MOST_QUANTIZED_ROWS:
         return f"{x.numel() // k} rows, more than {MOST_QUANTIZED_ROWS}"
     if weight.data.shape[1] * weight.data.element_size() % 16:
@@ -254,7 +254,7 @@ def _layout(words: bool):
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32 if words else 16, rank=2)
 
 
-def skinny_wgmma(x, weight, norm, epilogue, format, tile, y):
+def skinny_wgmma(x, weight, norm, epilogue, tile, y):
     """Same arguments and result as `skinny_mma`, on compute capability 9.0 alone, up to MOST_QUANTIZED_ROWS rows.
 
     tile: a WgmmaTile. Raises ValueError for a tile that is not of whole warpgroups, or with `refusal`.
@@ -268,7 +268,7 @@ def skinny_wgmma(x, weight, norm, epilogue, format, tile, y):
     if tile.warps % 4 or tile.rows % (16 * tile.warps):
         raise ValueError(f"{tile.rows} rows to {tile.warps} warps: warps come by 4, rows by 16 to a warp")
     n, k = weight.shape
-    rows, gate = x.numel() // k, up is not None
+    rows, gate, format = x.numel() // k, up is not None, weight.format.name
     box, half = box_columns(format), tile.rows // 2
     boxes = triton.cdiv(k, box)
     tiles = triton.cdiv(n, half if gate else tile.rows)

@@ -3,7 +3,6 @@
 import copy
 import functools
 import json
-import pickle
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import accel
-from accel.errors import PatchConflict
 from accel.llm.moe.experts import ExpertsForward
 from accel.llm.ptq import model as choice
 from accel.quantization.experts import QuantizedExperts
@@ -22,7 +20,6 @@ from support.llm.outputs import generate, ran_fast, same
 from support.llm.quantized import (
     MIXTURES,
     STACKS,
-    logits,
     mixture,
     of_experts,
     quantized_pair,
@@ -181,31 +178,6 @@ def test_the_compiler_takes_it_whole():
 def test_verify_judges_them():
     quality = accel.verify(quantized_pair("gpt-oss", "int4-g32", torch.bfloat16)[0])
     assert quality.passed and quality.parts["each expert"].passed, str(quality)
-
-
-def test_restore_refuses_where_a_forward_was_put_on_top():
-    model, _ = quantized_pair("mixtral")
-    experts = next(iter(of_experts(model).values()))
-    fast = vars(experts)["forward"]
-    experts.forward = lambda *given: 2 * fast(*given)
-    with pytest.raises(PatchConflict, match=r"QuantizedExperts.forward was replaced after accel.optimize"):
-        accel.restore(model)
-    vars(experts)["forward"] = fast
-    accel.restore(model)
-    assert torch.equal(logits(model)["logits"], logits(mixture("mixtral"))["logits"])
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-@pytest.mark.parametrize("weights", ["int4-g32-asym", "fp8"])
-@pytest.mark.share(2)
-def test_copies(copied, weights):
-    ours, twin = quantized_pair("gpt-oss", weights)
-    other = copied(ours)
-    same({"x": other(prompt()).logits}, {"x": twin(prompt()).logits})
-    assert not accel.report(other).fallbacks
-    accel.restore(other)
-    assert torch.equal(other(prompt()).logits, mixture("gpt-oss")(prompt()).logits)
-    assert type(next(iter(of_experts(ours).values()))) is QuantizedExperts
 
 
 def test_numbers_are_never_cast():

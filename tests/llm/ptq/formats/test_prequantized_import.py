@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import accel
-from accel.llm.ptq.formats.prequantized import CompressedTensors
+from accel.llm.ptq.formats.layouts import CompressedTensors
 from support.llm.families import in_turn, make, padded
 from support.llm.outputs import generate, ran_fast, same
 from support.llm.prequantized.models import MAKERS, GptqLinear, compressed, prequantized

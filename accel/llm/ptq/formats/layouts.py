@@ -1,4 +1,5 @@
-"""Linears in the layouts of GPTQ, AWQ and bitsandbytes. What a layout leaves open, calling the module settles.
+"""Linears as other libraries hold them: compressed-tensors, GPTQ, AWQ and bitsandbytes. What a layout leaves open,
+calling the module settles.
 
 GPTQ: `qweight` int32 (K / 8, N), the first row in the lowest bits; `qzeros` int32 (groups, N / 8), in the first version
 of the format stored minus 1; `scales` (groups, N); `g_idx` (K): the group of each row. AWQ: `qweight` int32 (K, N / 8),
@@ -12,11 +13,53 @@ import torch
 from accel_kernels.gemm.quantized_weight import PER_WORD, Quantized, pack, unpack
 from torch import nn
 
-from accel.llm.ptq.formats.prequantized import UNROUNDED, PrequantizedLinear, disagrees, held_tensors
+from accel.llm.ptq.formats import compressed_tensors as compressed
+from accel.llm.ptq.formats.prequantized import UNROUNDED, PrequantizedLinear, disagrees, held_tensors, of_package
+from accel.patching.structure import stock_method
+from accel.quantization.activations import NUMBERS, is_static, kind_of
 
 WORD = 32
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column in each place of a word
 TOP = 127
+
+
+class CompressedTensors(PrequantizedLinear):
+    """As transformers makes of a folder in the layout of compressed-tensors, before its first call."""
+
+    @classmethod
+    def recognize(cls, module: nn.Module, dtype: torch.dtype) -> "CompressedTensors | str | None":
+        held = held_tensors(module)
+        if not isinstance(module, nn.Linear) or "weight_scale" not in held:
+            return None
+        weight = held.get("weight")
+        if weight is not None and weight.is_floating_point() and weight.dtype not in compressed.BYTES:
+            return "its weight was dequantized by a call before accel.optimize"
+        if "weight_g_idx" in held:
+            return "act-order: its columns are in an order of their own"
+        forward = vars(module).get("forward")
+        if forward is not None and not stock_method(module, forward) and not of_package(forward):
+            return f"its forward was replaced ({type(forward).__name__})"
+        return cls(module)
+
+    def __init__(self, module: nn.Module):
+        super().__init__(module)
+        held = held_tensors(module)
+        self.big = held["weight_packed"] if "weight_packed" in held else held["weight"]
+        self.bytes = "weight_packed" in held and compressed.bits(held["weight_packed"], held["weight_shape"]) == 8
+        self.kind = compressed.METHOD
+        found = getattr(vars(module).get("quantization_scheme"), "input_activations", None)
+        self.note = UNROUNDED if found is not None else ""
+        said = {name: getattr(found, name, None) for name in ("num_bits", "type", "symmetric", "strategy", "dynamic")}
+        activations = compressed.rounding_of(said)
+        if activations is not None and is_static(activations) and NUMBERS[kind_of(activations)] == self.big.dtype:
+            self.input_scale = compressed.input_scale(held)
+
+    def read(self) -> Quantized:
+        held = {name: tensor.detach() for name, tensor in held_tensors(self.module).items()}
+        return compressed.read(held)
+
+    def back(self, quantized: Quantized) -> torch.Tensor:
+        return compressed.to_bytes(quantized.data) if self.bytes else quantized.data
 
 
 class Gptq(PrequantizedLinear):
@@ -53,7 +96,7 @@ class Gptq(PrequantizedLinear):
     def read(self) -> Quantized:
         held = held_tensors(self.module)
         zeros = (unpack(held["qzeros"]) + self.offset).t().contiguous()
-        return Quantized(
+        return Quantized.of(
             held["qweight"].detach().t().contiguous(),
             held["scales"].detach().t().contiguous(),
             zeros if bool(zeros.any()) else None,
@@ -88,7 +131,7 @@ class Awq(PrequantizedLinear):
     def read(self) -> Quantized:
         held = held_tensors(self.module)
         zeros = _ordered(held["qzeros"]).t().contiguous()
-        return Quantized(
+        return Quantized.of(
             pack(_ordered(self.big.detach()).t()),
             held["scales"].detach().t().contiguous(),
             zeros if bool(zeros.any()) else None,
@@ -138,7 +181,7 @@ class Bitsandbytes8(PrequantizedLinear):
         scales = _scales(self.module.weight, self.module.state)
         if scales is None:
             raise ValueError("no scales beside its weight, nor in its state")
-        return Quantized(self.big.detach(), scales.detach().float().reshape(-1, 1) / TOP)
+        return Quantized.of(self.big.detach(), scales.detach().float().reshape(-1, 1) / TOP)
 
     def back(self, quantized: Quantized) -> torch.Tensor:
         return quantized.data
@@ -158,3 +201,7 @@ class Bitsandbytes8(PrequantizedLinear):
 def _scales(weight: torch.Tensor, state: object) -> torch.Tensor | None:
     found = getattr(weight, "SCB", None)
     return getattr(state, "SCB", None) if found is None else found
+
+
+# In the order in which a module is asked for: the first that knows it reads it.
+LAYOUTS: tuple[type[PrequantizedLinear], ...] = (CompressedTensors, Gptq, Awq, Bitsandbytes8)
