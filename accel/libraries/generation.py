@@ -2,7 +2,7 @@
 
 from contextlib import nullcontext
 from functools import cache
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,6 +22,13 @@ LOOP, DECODING, UNFINISHED = "_sample", "_optimize_model_for_decode", "_has_unfi
 PREPARE, UPDATE = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
 FILLER = "_pad_token_tensor"  # of a configuration: what generate() puts behind the end of a row
 
+# What says how a step follows from another, beside PREPARE. And methods as they were imported: another function that is
+# put there later, for all models, is somebody's own.
+STEPS = (LOOP, UPDATE)
+AS_IMPORTED = MappingProxyType(
+    {name: getattr(GenerationMixin, name) for name in (PREPARE, *STEPS, UNFINISHED, DECODING)}
+)
+
 # Arguments of a model that generate() and its callers know, besides the cache; of a step, which follow from the step
 # before. The tokenizer is for stop strings: generate() hands it to the model as well, which has no use for it.
 STEP = {"attention_mask", "position_ids", "use_cache", "logits_to_keep"}
@@ -30,6 +37,16 @@ OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 LABELS = "labels"  # of a loss, in which padding counts like any token
 MARKS = ("token_type_ids", "mm_token_type_ids")  # one number a token: 0 for text, 1 for what is not, or for an answer
 GRIDS = ("image_grid_thw", "video_grid_thw")  # (images, 3): frames, rows and columns of each
+
+
+def predictable(model: PreTrainedModel) -> bool:
+    """Whether the loop around this model is GenerationMixin's: one token more, one position, one 1 of the mask."""
+    return stock_methods(model, PREPARE, *STEPS) and not any(name in vars(model) for name in STEPS)
+
+
+def stock_methods(model: PreTrainedModel, *names: str) -> bool:
+    """Whether the model's class leaves these as GenerationMixin has them."""
+    return all(getattr(type(model), name, None) is AS_IMPORTED[name] for name in names)
 
 
 def processors(model: PreTrainedModel, config: Any, ends: torch.Tensor | None, **given: Any) -> LogitsProcessorList:

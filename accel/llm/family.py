@@ -16,12 +16,10 @@ from accel.llm.analysis.kv_quantization import choose_kv_dtypes, described
 from accel.llm.analysis.layer import LayerSpec
 from accel.llm.batching.hook import batching_hook
 from accel.llm.generation.decoder import DecoderForward
-from accel.llm.generation.graph_sizes import rows_of_kernels
 from accel.llm.generation.loop.hooks import generate_hooks
-from accel.llm.generation.mixed import MixedForward, try_mixed
-from accel.llm.generation.prefill import Prompts
-from accel.llm.generation.self_test import find_convention
-from accel.llm.generation.surroundings import guard_of
+from accel.llm.generation.mixed import MixedForward
+from accel.llm.generation.prefill import Prompts, rows_of_kernels
+from accel.llm.generation.self_test import find_convention, guard_of, try_partial
 from accel.llm.generation.trial_warmup import warm_up
 from accel.llm.pipeline.forward import SpreadForward
 from accel.llm.pipeline.placement import Placement
@@ -97,8 +95,8 @@ def _match_some(model: PreTrainedModel, context: Context, layers: dict, specs: l
     forward.experts, forward.routers = _inside(forwards, context)
     forward.most_positions = specs[0][0].most_positions
     try:
-        try_mixed(forward)
-        forward.model_guard = guard_of(forward, forward.write)
+        try_partial(forward)
+        forward.model_guard = guard_of(forward)
     except NotUnderstood as reason:
         return _stock(str(reason), context)
     note = f"{len(forwards)} of {len(layers)} layers fused, the others run stock between them, without CUDA graphs"

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from accel.libraries.generation import ARGUMENTS
+from accel.libraries.generation import ARGUMENTS, LABELS, OUTPUTS
 from accel.llm.recording.record import says_nothing
 
 IN_ORDER, BY_MASK = "0, 1, 2 ..", "counted by the mask"  # positions a model gives itself where it is given none
@@ -19,6 +19,18 @@ class Unfit(Exception):
 def own_arguments(kwargs: dict) -> frozenset[str]:
     """The names of arguments of a model's own that say something."""
     return frozenset(name for name, value in kwargs.items() if name not in ARGUMENTS and not says_nothing(value))
+
+
+def wanted_of(kwargs: dict, config: Any) -> tuple[bool, bool]:
+    """(Whether a call wants a cache, whether it wants a dict). Raises Unfit where it wants more."""
+    more = next((name for name in (*OUTPUTS, LABELS) if not says_nothing(kwargs.get(name))), None)
+    if more is not None:
+        raise Unfit(f"called with {more}")
+    if any(getattr(config, name, False) for name in OUTPUTS):
+        raise Unfit("the configuration asks for attentions, hidden states or router logits")
+    given = ((name, kwargs.get(name)) for name in ("use_cache", "return_dict"))
+    use_cache, as_dict = (getattr(config, name, True) if value is None else value for name, value in given)
+    return use_cache, as_dict
 
 
 def tokens_of(kwargs: dict, width: int, dtype: torch.dtype) -> torch.Tensor:

@@ -12,7 +12,6 @@ from accel.libraries.cache import DynamicCache, cache_of
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.prefill import bucket_for, pad_to_bucket
 from accel.llm.generation.routing import Choices, noting, repeating, routed_modules, routing_modules
-from accel.llm.kv_cache.cache import adopt
 from accel.llm.kv_cache.store import Store
 from accel.llm.recording.inputs import within_positions
 from accel.llm.recording.record import NotUnderstood
@@ -207,20 +206,12 @@ def fused_logits(forward: DecoderForward, lengths: tuple) -> torch.Tensor:
 
 
 def written(forward: DecoderForward, pieces: Iterable[dict]) -> torch.Tensor:
-    """The logits of all pieces, one after another."""
-    cache, found = DynamicCache(), []
-    for piece in pieces:
-        store = new_store(forward, cache)
-        found.append(forward.run(store, piece["input_ids"], piece.get("position_ids"), piece["attention_mask"], 0))
-    return torch.cat(found, dim=1)
-
-
-def new_store(forward: DecoderForward, cache: DynamicCache) -> Store:
-    """The store that is put behind this empty cache."""
-    store = adopt(cache, forward.shapes())
-    if isinstance(store, str):
-        raise NotUnderstood(store)
-    return store
+    """The logits of all pieces, one after another, by fused layers."""
+    if forward.partial:
+        return logits_over_pieces(forward, forward.fast, pieces)
+    store = forward.adopt(DynamicCache())
+    named = ((piece["input_ids"], piece.get("position_ids"), piece["attention_mask"]) for piece in pieces)
+    return torch.cat([forward.run(store, *given, 0) for given in named], dim=1)
 
 
 def fill_prompt(

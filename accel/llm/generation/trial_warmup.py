@@ -16,7 +16,6 @@ from accel.llm.generation.trial import (
     fill_prompt,
     fused_layers,
     fused_logits,
-    new_store,
     short_prompt,
     trial_inputs,
     trial_lengths,
@@ -77,7 +76,7 @@ def _run_through(forward: DecoderForward, lengths: tuple, longer: tuple) -> None
         fit = [length for length in (LONGER, *longer) if "position_ids" in forward.names or not most or length < most]
         prompts = [(1, short, (1, SEVERAL)), *((1, length, (1,)) for length in fit), *((n, short, (1,)) for n in WIDE)]
         for rows, prompt, steps in prompts:
-            store = new_store(forward, DynamicCache())
+            store = forward.adopt(DynamicCache())
             ends = list(accumulate((0, prompt, *steps)))
             for piece in map(slice, ends, ends[1:]):
                 given = positions[:1, piece] if "position_ids" in forward.names else None
@@ -87,7 +86,7 @@ def _run_through(forward: DecoderForward, lengths: tuple, longer: tuple) -> None
         if {"position_ids", "logits_to_keep"} <= set(forward.names):
             for length in PADDED:
                 for mask in (None, ids.new_ones(1, length)):
-                    store = new_store(forward, DynamicCache())
+                    store = forward.adopt(DynamicCache())
                     fill_prompt(forward, store, ids[:1, :length], positions[:1, :length], mask)
 
 

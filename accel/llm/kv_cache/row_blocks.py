@@ -7,6 +7,7 @@ host, which does not know the order of the beams.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from accel_kernels.attention.paged.kv import KV, LENGTH, PADDING_MASK
@@ -37,14 +38,12 @@ class RowBlocks(PagedKVCache):
         for device, table in self.table.items():
             table.copy_(self.owned[device])
 
-    def kv(self, layer: int, is_prefill: bool = False) -> KV:
-        mask = self.padding_masks.get(self.shapes[layer].device)
-        return self._kv[layer]._replace(padding_mask=mask, is_prefill=is_prefill, ordered=not self.shared)
+    def kv(self, layer: int) -> KV:
+        return self._kv[layer]._replace(ordered=not self.shared)
 
-    def all_tensors(self) -> list[torch.Tensor]:
-        """All that kernels read and write."""
-        beside = [tensor for one in self.tables.values() for tensor in (one.flat, one.metadata)]
-        return [*self.kept, *beside, *self.padding_masks.values()]
+    def of_step(self, layers: Sequence[int], tokens: int, **given: Any) -> dict[int, KV]:
+        mask = self.padding_masks.get(self.shapes[layers[0]].device)
+        return super().of_step(layers, tokens, padding_mask=mask, ordered=not self.shared, **given)
 
     def by_row(self, shape: Shape) -> list[torch.Tensor]:
         """Views of the allocations of a shape, (layers, 2, rows, columns, BLOCK, heads) and perhaps dim."""

@@ -117,8 +117,10 @@ class Store:
         return pending
 
     def tensors(self) -> list[torch.Tensor]:
-        """All that kernels read and write."""
-        return self.blocks.all_tensors() if self._blocks else []
+        """All that kernels read and write, after `reserve`."""
+        blocks = self.blocks
+        beside = (tensor for one in blocks.tables.values() for tensor in (one.flat, one.metadata))
+        return [*blocks.kept, *beside, *blocks.padding_masks.values()]
 
     @property
     def length(self) -> int:
@@ -151,13 +153,20 @@ class Store:
 
     @property
     def metadata(self) -> torch.Tensor:
-        self._set_length()
-        return self.blocks.tables[self.shapes[0].device].metadata
+        return self.metadata_on(self.shapes[0].device)
 
-    def kv(self, layer: int, is_prefill: bool | None = None) -> KV:
-        """The store of one layer, for the attention operation. Good until `reserve` makes more room."""
+    def metadata_on(self, device: torch.device) -> torch.Tensor:
+        """`KV.metadata` of the layers on a device."""
         self._set_length()
-        return self.blocks.kv(layer, self.known_length == 0 if is_prefill is None else is_prefill)
+        return self.blocks.tables[device].metadata
+
+    def kvs(self, layers: Sequence[int], tokens: int, **given: Any) -> dict[int, KV]:
+        """The stores of layers on one device, for a step of so many tokens. Good until `reserve` makes more room.
+
+        given: other fields of each `KV`, such as is_prefill.
+        """
+        self._set_length()
+        return self.blocks.of_step(layers, tokens, **given)
 
     def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer, each (rows, heads, tokens, dim): views, all blocks made the rows' own first.

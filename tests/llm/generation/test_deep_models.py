@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import accel
-from accel.llm.generation import arguments, mixed, self_test, trial
+from accel.llm.generation import arguments, self_test, trial
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.mixed import MixedForward
 from accel.llm.generation.trial import fused_layers, fused_logits, pieces_of, stock_logits
@@ -240,8 +240,8 @@ def test_some_layers_of_a_deep_model(monkeypatch):
         made = model_of("gpt-neo", spread=1.5, num_layers=LAYERS, attention_types=kinds)
         return accel.optimize(made, cpu="fuse")
 
-    looked, look = [], mixed.differing_part
-    monkeypatch.setattr(mixed, "differing_part", lambda *given: looked.append(look(*given)) or looked[-1])
+    looked, look = [], self_test.differing_part
+    monkeypatch.setattr(self_test, "differing_part", lambda *given: looked.append(look(*given)) or looked[-1])
     assert type(vars(model())["forward"]) is MixedForward and looked == [None]
     monkeypatch.setattr(BoundLayer, "__call__", with_share(0.5, LAYERS - 2))
     assert f"transformer.h.{LAYERS - 2} gives something else than stock's" in told(model()) and looked[1] is not None

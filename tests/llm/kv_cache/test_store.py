@@ -87,10 +87,10 @@ def test_a_store_is_a_list_of_tensors_a_row(stored, rows, wanted, steps):
 
 def test_beams_share_full_blocks_and_copy_the_one_being_written():
     store, _ = filled()
-    before = store.kv(0).keys.clone()
+    before = store.blocks.kv(0).keys.clone()
     store.choose(RowSelection("reorder", torch.tensor([1, 1, 3, 0])))
-    assert store.kv(0).table[:, :2].tolist() == [[3, 4], [3, 4], [9, 10], [0, 1]]
-    changed = (store.kv(0).keys != before).flatten(1).any(1)
+    assert store.blocks.kv(0).table[:, :2].tolist() == [[3, 4], [3, 4], [9, 10], [0, 1]]
+    changed = (store.blocks.kv(0).keys != before).flatten(1).any(1)
     assert set(changed.nonzero().flatten().tolist()) <= {2, 5, 8, 11}
 
 
@@ -165,10 +165,10 @@ def test_attention_over_shared_blocks_is_attention_over_the_rows_own_tokens(more
         for one in (store, plain):
             one.reserve(4, lists.length + 60)
             one.set_padding_mask(lists.padding_mask(lists.length))
-            outputs.append(paged_attention.reference(q, *new[0], one.kv(0), 0.5, **more))
+            outputs.append(paged_attention.reference(q, *new[0], one.kvs([0], 60)[0], 0.5, **more))
         assert torch.equal(*outputs)
         for layer in (1, 2):
-            kv = store.kv(layer)
+            kv = store.kvs([layer], 60)[layer]
             kv.keys[kv.slots(kv.stored(), kv.stored() + 60)] = new[layer][0]
             kv.values[kv.slots(kv.stored(), kv.stored() + 60)] = new[layer][1]
         store.advance(60)

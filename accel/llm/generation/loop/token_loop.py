@@ -25,15 +25,15 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.errors import RanksApart
 from accel.libraries.cache import generating_cache
-from accel.libraries.generation import FILLER, next_inputs
+from accel.libraries.generation import FILLER, PREPARE, next_inputs, predictable
 from accel.llm.generation.calling_convention import Unfit
 from accel.llm.generation.decoder import DecoderForward
-from accel.llm.generation.graph_sizes import by_graph
 from accel.llm.generation.loop.choice import RandomState, draw, refuse_nan
-from accel.llm.generation.loop.methods import predictable, prepared_by_stock
+from accel.llm.generation.prefill import by_graph
 from accel.llm.kv_cache.cache import store_of
 from accel.llm.kv_cache.store import LatestForward, Store
 from accel.llm.pipeline.stretch import StretchGraphs
+from accel.patching.owner import InstanceMethod
 
 
 def next_logits(
@@ -89,7 +89,7 @@ def undisturbed(forward: DecoderForward) -> bool:
     return (
         attributes.get("forward") is forward
         and predictable(model)
-        and prepared_by_stock(model)
+        and isinstance(attributes.get(PREPARE), InstanceMethod)  # nobody has put a way of his own over the hook
         and type(model).__call__ is nn.Module.__call__
         and not (attributes["_forward_pre_hooks"] or attributes["_forward_hooks"])
         and forward.mode() is None

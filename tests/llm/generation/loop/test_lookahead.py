@@ -10,9 +10,9 @@ from transformers import DynamicCache, GenerationMixin, StoppingCriteriaList
 
 import accel
 from accel.cuda_graphs.entry import Replayed
-from accel.llm.generation.loop import lookahead
-from accel.llm.generation.loop.lookahead import MOST_MISSED, MOST_WAITED, Lookahead
-from accel.llm.generation.loop.methods import PREPARE, predictable
+from accel.libraries.generation import PREPARE, predictable
+from accel.llm.generation.loop import handover
+from accel.llm.generation.loop.handover import MOST_MISSED, MOST_WAITED, Lookahead
 from accel.llm.kv_cache.cache import store_of
 from accel.llm.kv_cache.store import PendingStep
 from support.llm.families import padded, prompt
@@ -111,7 +111,7 @@ def test_a_call_in_which_steps_are_not_taken_does_without(monkeypatch, outcomes,
         tries.append(next(left))
         return None if tries[-1] == "w" else SimpleNamespace(taken=tries[-1] == "t")
 
-    monkeypatch.setattr(lookahead, "begin", begin)
+    monkeypatch.setattr(handover, "begin", begin)
     criteria = Lookahead(StoppingCriteriaList(), forward, store)
     for _ in outcomes:
         criteria._begin(torch.ones(1, 4))
