@@ -3,7 +3,6 @@ adapters and scales are switched back and forth.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -108,55 +107,40 @@ def _others(attributes: dict, names: set[str]) -> View:
     return View(lambda: (value for name, value in attributes.items() if name not in names))
 
 
-@dataclass
-class State:
-    """What a module was, and the number by which graphs that were captured from it are found."""
-
-    number: int
-    fingerprint: Fingerprint
-
-
 class States:
     """States of one module: `now` is the last one that it was found in, None before it was looked at.
 
-    Only states of the same modules over the same weights are kept beside `now`: others would keep alive what the user
-    has taken out.
+    number: of the present state, by which graphs that were captured from it are found. known: by number, the present
+    one last. Only states of the same modules over the same weights are kept beside `now`: others would keep alive what
+    the user has taken out.
     """
 
     def __init__(self) -> None:
-        self._known: list[State] = []  # the present one last
-        self._count = 0
-
-    @property
-    def now(self) -> Fingerprint | None:
-        return self._known[-1].fingerprint if self._known else None
-
-    @property
-    def number(self) -> int:
-        """Of the present state."""
-        return self._known[-1].number if self._known else 0
+        self.known: dict[int, Fingerprint] = {}
+        self.now: Fingerprint | None = None
+        self.number = self._count = 0
 
     def renew(self, take: Callable[[], Fingerprint]) -> tuple[Fingerprint, bool]:
         """What the module is now, and whether it was not that before. take: makes its fingerprint."""
-        for state in reversed(self._known[:-1]):
-            if state.fingerprint.reachable() and state.fingerprint.holds():
-                self._known.remove(state)
-                self._known.append(state)
-                return state.fingerprint, False
+        for number, before in reversed(self.known.items()):
+            if number != self.number and before.reachable() and before.holds():
+                return self._enter(number, before), False
         new = take()
-        kept = [state for state in self._known if state.fingerprint.alike(new)][1 - MOST :]
         self._count += 1
-        self._known = [*kept, State(self._count, new)]
-        return new, True
+        self.known = dict([(number, one) for number, one in self.known.items() if one.alike(new)][1 - MOST :])
+        return self._enter(self._count, new), True
+
+    def _enter(self, number: int, state: Fingerprint) -> Fingerprint:
+        self.known.pop(number, None)
+        self.known[number] = self.now = state
+        self.number = number
+        return state
 
     def follow(self, take: Callable[[], Fingerprint]) -> None:
         """Sees the present state anew where its weights alone have moved. For one without graphs."""
         if self.now is not None and not self.now.reachable() and self.now.holds():
-            self._known = [State(self.number, take())]
+            self.known = {}
+            self._enter(self.number, take())
 
     def clear(self) -> None:
-        self._known = []
-
-    def numbers(self) -> set[int]:
-        """Of all states whose graphs are of use."""
-        return {state.number for state in self._known}
+        self.known, self.now, self.number = {}, None, 0

@@ -214,7 +214,7 @@ class GraphRunner:
         now, new = self.states.renew(self._taken)
         if new:
             self.changes += bool(self.entries)
-            for key in [key for key in self.entries if key[0] not in self.states.numbers()]:
+            for key in [key for key in self.entries if key[0] not in self.states.known]:
                 self.pool.drop(self.entries.pop(key))
         restless = "the module changes between any two calls" if self.changes >= RESTLESS else None
         self.reason = restless or self.obstacle(self.module)

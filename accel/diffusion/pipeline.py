@@ -21,8 +21,7 @@ from accel.patching.context import Context
 from accel.patching.owner import InstanceMethod, disown
 from accel.patching.patch import Patch
 from accel.patching.probe import Probe
-from accel.planning.plan import PLAN, Plan, plan_of
-from accel.planning.stages import StageResult
+from accel.planning.plan import PLAN, Plan, StageResult, plan_of
 from accel.planning.targets import schedulers_in
 
 

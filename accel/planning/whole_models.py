@@ -19,9 +19,8 @@ from accel.errors import reason_of
 from accel.parallel.sharded_layers import ranks_of
 from accel.patching.fast_forward import FastForward
 from accel.patching.structure import placement
-from accel.planning.plan import Plan
+from accel.planning.plan import Plan, Row
 from accel.planning.sites import WOULD_NOT
-from accel.planning.stages import Row
 
 ON_CPU = "on a CPU"  # what the report calls it
 

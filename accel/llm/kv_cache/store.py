@@ -73,10 +73,6 @@ class RowSelection(NamedTuple):
         return torch.arange(rows, device=device)[what]
 
 
-def _nobody() -> None:
-    return None
-
-
 class Store:
     """The keys and values of all layers of a model, for one batch of rows. For one thread at a time.
 
@@ -89,7 +85,7 @@ class Store:
     def __init__(self, shapes: Sequence[Shape], wanted: int = 0):
         self.shapes, self.wanted = tuple(shapes), wanted
         self.lengths = dict.fromkeys(range(len(self.shapes)), 0)
-        self.holder: Callable[[], Any] = _nobody
+        self.holder: Callable[[], Any] = lambda: None
         self.clear()
 
     def clear(self) -> None:

@@ -53,7 +53,7 @@ class CallNotes:
         self.asked = asked
         self.request: GenerateRequest | None = None
         self.expected: Handover | None = None
-        self.known_store: Callable[[], Store | None] = _nobody
+        self.known_store: Callable[[], Store | None] = lambda: None
 
     @contextmanager
     def decoding(self, around: AbstractContextManager) -> Iterator[Any]:
@@ -64,10 +64,6 @@ class CallNotes:
                 yield given
         finally:
             self.handover = before
-
-
-def _nobody() -> None:
-    return None
 
 
 class GenerateCall(PerThread):
