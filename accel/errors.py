@@ -62,7 +62,7 @@ def reason_of(error: BaseException, *, memory: bool = False) -> str:
     """
     if fatal(error) and not (memory and out_of_memory(error)):
         raise error
-    return told(error)
+    return logged(error)
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -72,7 +72,7 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and fatal(error) and any(words in str(error) for words in MEMORY)
 
 
-def told(error: BaseException) -> str:
+def logged(error: BaseException) -> str:
     """The error in one line, for a report; with its traceback it goes to the log, at the level of debugging.
 
     Alone only where every error is an outcome: a measurement's row, a capture that CUDA refuses.

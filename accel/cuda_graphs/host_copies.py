@@ -14,7 +14,7 @@ from accel_kernels.capture import capture
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel.errors import fatal, told
+from accel.errors import fatal, logged
 
 MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)  # by a copy that a dispatch mode does not see
 CHANGES = "it copies numbers of the CPU to the GPU that another call with equal inputs does not"
@@ -78,7 +78,7 @@ def capture_with_copies(
         with capture(graph, pool()):
             made = run()
     except Exception as error:
-        told(error)
+        logged(error)
         failure = error
     if not somewhere(failure is not None):
         return graph, made, copies

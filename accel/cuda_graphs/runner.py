@@ -22,7 +22,7 @@ from accel.cuda_graphs.fingerprint import Fingerprint, States, Watched
 from accel.cuda_graphs.host_copies import capture_with_copies
 from accel.cuda_graphs.pays import milliseconds
 from accel.cuda_graphs.pool import CaptureMemory, GraphPool
-from accel.errors import reason_of, told
+from accel.errors import logged, reason_of
 from accel.parallel.ranks import Ranks
 from accel.parallel.sequences import waited
 from accel.patching.fallback_log import FallbackLog
@@ -264,7 +264,7 @@ class GraphRunner:
             # Whatever a forward may raise under capture, also of CUDA and of the memory a graph keeps: this shape stays
             # eager. A GPU that has failed says so at the next line that waits for it.
             entry.graph = None
-            entry.reason = f"capture failed: {told(error)}"
+            entry.reason = f"capture failed: {logged(error)}"
             torch.cuda.current_stream(device).synchronize()
             gc.collect()
             torch.cuda.empty_cache()

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import accel
 from accel.cuda_graphs.runner import GraphRunner
 from accel.diffusion.schedulers import LinearUpdate
-from accel.errors import fatal, out_of_memory, reason_of, told
+from accel.errors import fatal, logged, out_of_memory, reason_of
 from accel.fusion.norm_kind import norm_kind
 from accel.llm.analysis.mlp import activation_name
 from accel.llm.ptq.formats.prequantized import disagrees
@@ -294,7 +294,7 @@ def test_a_gpu_that_fails_in_a_trial_ends_the_call():
 
 
 def test_one_helper_tells_what_to_do_after_an_error():
-    assert reason_of(BUG) == told(BUG) == "ZeroDivisionError: planted"
+    assert reason_of(BUG) == logged(BUG) == "ZeroDivisionError: planted"
     assert fatal(KeyboardInterrupt()) and fatal(MEMORY) and fatal(FAULT) and not fatal(BUG)
     assert reason_of(MEMORY, memory=True).startswith("OutOfMemoryError: CUDA out of memory")
     assert out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
@@ -303,7 +303,7 @@ def test_one_helper_tells_what_to_do_after_an_error():
             reason_of(error, memory=True)
 
 
-HELPERS = {"reason_of", "told", "set_aside", "fail"}  # fail: of benchmarks, where an error is a row
+HELPERS = {"reason_of", "logged", "set_aside", "fail"}  # fail: of benchmarks, where an error is a row
 
 
 def silent(path: Path) -> list[int]:

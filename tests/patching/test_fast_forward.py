@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import accel
-from accel.errors import fatal, told
+from accel.errors import fatal, logged
 from accel.patching.arguments import Arguments
 from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import FastForward
@@ -139,7 +139,7 @@ def test_errors_of_a_gpu_or_of_memory_are_not_tried_again():
 
 def test_an_error_is_told_in_one_line_and_logged_in_whole(caplog):
     with caplog.at_level(logging.DEBUG, "accel"):
-        assert told(ValueError("first\nsecond")) == "ValueError: first" and told(ValueError()) == "ValueError"
+        assert logged(ValueError("first\nsecond")) == "ValueError: first" and logged(ValueError()) == "ValueError"
     assert "second" in caplog.text
 
 

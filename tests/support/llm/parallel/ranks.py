@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import accel
-from accel.errors import told
+from accel.errors import logged
 from accel.llm.generation.trial import fused_layers, fused_logits, stock_logits
 from accel.llm.recording.recorder import resting
 from accel.parallel.sharded_layers import ranks_of
@@ -70,7 +70,7 @@ def write(folder: str, calls: list[dict], options: dict, plan: Any, given: dict)
                     with counted() as collectives:
                         found[kind].append(model.generate(**keywords).tolist())
                 except Exception as error:
-                    found[kind].append(told(error))
+                    found[kind].append(logged(error))
                 found.setdefault("collectives", []).append(dict(collectives))
         report = accel.report(model)
         found["sites"], found["graphs"] = report.sites, report.graphs
