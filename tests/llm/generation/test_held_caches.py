@@ -151,7 +151,7 @@ def test_which_steps_behind_stored_tokens_are_graphs():
 
 def test_kernels_of_other_numbers_of_rows_are_compiled_side_by_side():
     """Once for each power of two, for 65 to 512 rows, and for more."""
-    runner, warmed = runner_of(None), []
+    runner, warmed = GraphRunner(nn.Linear(2, 2), "", GraphPool(None), FallbackLog(), lambda module: None, True), []
     runner.kind = rows_of_kernels
     copied = copy.deepcopy(runner)
     for one in (runner, copied):
@@ -278,27 +278,3 @@ def test_copies_fill_up_too():
     twin = pickle.loads(pickle.dumps(copy.deepcopy(ours)))
     same(flat(generate(twin, prompt(1, 20), None)), flat(generate(stock, prompt(1, 20), None)))
     assert shapes(twin) and not shapes(ours)
-
-
-def runner_of(reason: str | None) -> GraphRunner:
-    return GraphRunner(nn.Linear(2, 2), "", GraphPool(None), FallbackLog(), lambda module: reason, True)
-
-
-def test_where_no_graph_will_be_the_prompt_is_read_as_it_is():
-    runner = runner_of(None)
-
-    def run():
-        return runner(lambda x: "filled", (torch.zeros(2),), {}, ("prompt",), instead=lambda: "plain")
-
-    assert run() == "filled"  # the first of its shape: what its graph is going to give
-    (entry,) = runner.entries.values()
-    assert entry.graph is None and entry.reason is None
-    entry.reason = "a graph gains nothing here"
-    assert run() == "plain"
-
-
-def test_hooks_never_see_the_filling():
-    """They would be no part of a graph."""
-    runner = runner_of("forward hooks on it would not run")
-    assert runner(lambda x: "filled", (torch.zeros(2),), {}, instead=lambda: "plain") == "plain"
-    assert runner.log.rows() == [("", "no graph: forward hooks on it would not run", 1)]
