@@ -1,5 +1,5 @@
-"""Whether a model is still the one a CUDA graph was captured from, or one that it was lately, with graphs of its own:
-adapters and scales are switched back and forth.
+"""Whether a model is in the state in which a CUDA graph was captured. States that come back find their graphs again,
+since adapters and scales are switched back and forth.
 """
 
 from collections.abc import Callable, Iterable
@@ -30,11 +30,11 @@ IRRELEVANT = {
 
 CONTAINERS = (dict, list, set, tuple)
 ADDRESS, VERSION = torch.Tensor.data_ptr, attrgetter("_version")
-MOST = 4  # states; of more, those that were left the longest ago are forgotten
+MOST = 4  # states that are kept; the least recent go first
 
 
 class Watched(Protocol):
-    """What a forward reads beside its module; a view gives its present values whenever it is iterated over."""
+    """What a forward reads besides its module, as views that give the present values when iterated over."""
 
     def views(self) -> Iterable[Iterable]: ...
 
@@ -42,11 +42,11 @@ class Watched(Protocol):
 class Fingerprint(Snapshot):
     """Attributes of all modules by identity, contents of their containers, classes, and addresses of all weights.
 
-    A swapped adapter, processor, scale, hook, weight, class, method of a class, or field of a configuration changes one
-    of them; an in-place update of a weight does not, and need not: a graph reads weights where they lie (`reachable`).
+    A swapped adapter, processor, scale, hook, weight, class, method or field of a configuration changes one of them. An
+    update of a weight in place does not, and need not: a graph reads weights by address (`reachable`).
 
-    kept: attributes that are no matter, as (path of the module, name). beside: what it is to see instead of every field
-    of objects that modules hold.
+    kept: attributes that are ignored, as (path of the module, name). beside: is watched in place of every field of the
+    objects that modules hold.
     """
 
     def __init__(self, root: nn.Module, kept: Iterable[tuple[str, str]] = (), beside: Watched | None = None):
@@ -89,7 +89,7 @@ class Fingerprint(Snapshot):
         return mine == theirs
 
     def versions(self) -> int | None:
-        """How often weights were changed in place, by autograd's count; None where nobody counts (inference mode)."""
+        """How often weights were changed in place, as autograd counts; None in inference mode, which does not."""
         try:
             return sum(map(VERSION, self._tensors))
         except RuntimeError:
@@ -110,9 +110,8 @@ def _others(attributes: dict, names: set[str]) -> View:
 class States:
     """States of one module: `now` is the last one that it was found in, None before it was looked at.
 
-    number: of the present state, by which graphs that were captured from it are found. known: by number, the present
-    one last. Only states of the same modules over the same weights are kept beside `now`: others would keep alive what
-    the user has taken out.
+    number: of the present state, part of the key of its graphs. known: by number, the present one last. Older states
+    are kept only if they have the same modules and weights: others would keep alive what the user has removed.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,7 @@
-"""What a forward computes on the CPU and copies to its device: position tables, masks, sizes made into tensors.
+"""Tensors that a forward computes on the CPU and copies to its device: position tables, masks, sizes.
 
-A capture refuses such copies. Inputs are on the device already, so these depend only on the shapes and plain values
-that a graph is for, and on the module. An eager call notes them. The captured call compares them, and reads them from
-the device.
+A capture refuses such copies. Inputs are on the device already, so these depend only on the module and on the shapes
+and plain values of a graph. An eager call notes them; the captured call compares them, and reads them from the device.
 """
 
 from collections.abc import Callable, Iterator
@@ -65,12 +64,10 @@ class HostCopies:
 def capture_with_copies(
     run: Callable[[], Any], pool: Callable[[], Any], somewhere: Callable[[bool], bool] = bool
 ) -> tuple[torch.cuda.CUDAGraph, Any, HostCopies]:
-    """A graph of run(), what run() returned in it, and the host copies it reads, which are noted only where capturing
-    fails.
+    """A graph of run(), its result, and the host copies it reads, which are noted only if a first capture fails.
 
-    pool(): the memory pool, asked for each time, since a pool whose only graph failed must not be used again.
-    somewhere(flag): whether flag holds on any rank. A capture waits for no other rank, but the eager run that notes
-    copies does; so all ranks make it, or none.
+    pool(): the memory pool, asked for each time: one whose only graph failed must not be used again. somewhere(flag):
+    whether flag holds on any rank. The eager run that notes copies waits for other ranks, so all make it, or none.
     """
     graph, copies, made = torch.cuda.CUDAGraph(), HostCopies(), None
     failure: Exception | None = None

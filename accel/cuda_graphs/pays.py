@@ -1,7 +1,7 @@
-"""Whether fused code is faster on this machine: runs timed in turns, and the one rule by which times are judged.
+"""Whether fused code is faster on this machine: runs timed in turns, and the rule by which times are judged.
 
-A fast forward launches less work for the GPU. But its Python and launches take time on the host, which decides in eager
-code with few rows. So it has to win on both.
+A fast forward gives the GPU less work. But its Python and launches take time on the host, which decides in eager code
+with few rows. So it has to win on both.
 """
 
 import time
@@ -74,9 +74,9 @@ def _wait(device: torch.device) -> None:
 
 
 class LiveTurns:
-    """Two ways of computing the user's own calls, in turns until it is known which is faster. No extra call is made.
+    """Runs the user's own calls fused and stock in turns, until it is known which is faster.
 
-    The first call of each way does not count, and the least of two more is compared. Until then `faster` is None.
+    The first call of each does not count; the least of two more is compared. Until then `faster` is None.
     reason: why stock runs.
     """
 

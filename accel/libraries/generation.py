@@ -1,4 +1,4 @@
-"""generate() of transformers: the methods by which it goes on, what they leave in a configuration, and its loop."""
+"""generate() of transformers: the methods that it calls, the arguments it passes, and its loop."""
 
 from contextlib import nullcontext
 from functools import cache
@@ -56,13 +56,13 @@ def processors(model: PreTrainedModel, config: Any, ends: torch.Tensor | None, *
 
 
 def next_inputs(model: PreTrainedModel, kwargs: dict[str, Any], ids: torch.Tensor, new: int) -> dict[str, Any]:
-    """What a model is called with for the token behind ids, `new` tokens after it was with kwargs."""
+    """The arguments of the step after ids, `new` tokens after the step with kwargs."""
     kwargs = model._update_model_kwargs_for_generation({}, dict(kwargs), num_new_tokens=new)
     return model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
 
 
 def late_loop(device: torch.device, kwargs: dict[str, Any]) -> bool:
-    """Whether stock's loop itself is a token behind on this device."""
+    """Whether stock's own loop defers its stop check by a token on this device."""
     check = getattr(utils, "DeferredStopCheck", None)
     try:
         return check is not None and check.is_supported(device, generating_cache(kwargs), False, False)
@@ -71,7 +71,7 @@ def late_loop(device: torch.device, kwargs: dict[str, Any]) -> bool:
 
 
 class _Loopless:
-    """Stands for a model: what `_sample` asks of one, where the prompt is all that is read."""
+    """Stands for a model in `_sample`, which reads a prompt and makes no step."""
 
     config = SimpleNamespace(is_encoder_decoder=False)
 
@@ -108,7 +108,7 @@ class _Loopless:
 
 @cache
 def returns_what_criteria_saw() -> bool:
-    """Whether stock's loop, ended at its head, returns the tensor that it has shown to the criteria; tried."""
+    """Whether stock's loop, if ended after the prompt, returns the tensor that it gave the criteria; found by trial."""
     model, config = _Loopless(), GenerationConfig(do_sample=False, pad_token_id=0)
     setattr(config, FILLER, torch.tensor(0))
     criteria = StoppingCriteriaList([model.criterion])

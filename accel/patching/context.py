@@ -1,4 +1,4 @@
-"""What a rule may use beside its site: the options, the kernels, the probe, and what the sites of a model share."""
+"""What a rule may use besides its site: options, kernels, the probe, and what the sites of a model share."""
 
 from collections import ChainMap
 from collections.abc import Callable
@@ -15,8 +15,8 @@ T = TypeVar("T")
 
 @dataclass
 class Context:
-    """shared: by its class, each object that several sites use. The first map is the model's own, the second holds what
-    all models share that are optimized together. A class is the key, so a copy or a pickle finds its objects again.
+    """Of one model. shared: objects that several sites use, by class, so that copies and pickles find them again. Its
+    first map is the model's own, the second is common to all models that are optimized together.
     """
 
     options: Options

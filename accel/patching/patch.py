@@ -32,10 +32,10 @@ class Change(Protocol):
     """Something that is done to an object and undone exactly; `Patch` is the usual one."""
 
     def apply(self) -> None:
-        """Raises where it cannot be; the object is then as it was."""
+        """Raises if it is impossible; the object is then as it was."""
 
     def check(self) -> None:
-        """Raises PatchConflict where undoing would throw away what somebody did since."""
+        """Raises PatchConflict where undoing would lose a later change of somebody else's."""
 
     def undo(self) -> None: ...
 
@@ -46,11 +46,11 @@ class Patch:
     def __init__(self, owner: Any, name: str, value: Any):
         self.owner, self.name, self.value = owner, name, value
         self.before: object = MISSING
-        self.marks = False  # the first of its owner's, which is the last to be undone
-        self.mark: Mark | None = None  # while it is not in place, where another reference to it would say too much
+        self.marks = False  # whether it is the first patch of its owner, which sets and removes the mark
+        self.mark: Mark | None = None  # kept while undone; in place there must be one reference to it alone
 
     def apply(self) -> None:
-        self._mark()  # first: it says who may run the value
+        self._mark()  # first: it tells who may run the value
         self.before = vars(self.owner).get(self.name, MISSING)
         vars(self.owner)[self.name] = self.value
 
@@ -85,9 +85,8 @@ class Patch:
 class ForwardPatch(Patch):
     """Replaces the forward of one module, underneath the hooks of accelerate and diffusers where there are any.
 
-    Both keep the forward they wrap, see `forward_slots`;
-    and a hook that comes after us keeps ours there. All these places are looked at, so hooks and patches may come and
-    go in any order. A fast forward that is to stand in place of accelerate's wrapper has it as `around`.
+    Both keep the forward they wrap, see `forward_slots`; a later hook keeps ours. All these places are searched, so
+    hooks and patches may come and go in any order. A fast forward in place of accelerate's wrapper has it as `around`.
     """
 
     def __init__(self, module: nn.Module, value: Any):
@@ -131,7 +130,7 @@ class ForwardPatch(Patch):
 def foreign_forward(module: nn.Module) -> str | None:
     """Why the module's forward may not be replaced: someone else did so, and no hook keeps the stock one.
 
-    Of a layer that is divided among ranks, what transformers put there is the stock one.
+    In a layer that is divided among ranks, transformers' forward counts as stock.
     """
     patch = ForwardPatch(module, None)
     if "forward" not in vars(module) or patch._places(lambda value: stock_method(module, value)):
@@ -142,8 +141,8 @@ def foreign_forward(module: nn.Module) -> str | None:
 
 
 def set_data(parameter: torch.Tensor, change: Callable[..., torch.Tensor]) -> None:
-    """parameter.data = change(parameter.data): an ordinary tensor stays one under inference mode, as an inference
-    tensor does outside of it. One with the data of the other kind would have no version, and not say so.
+    """parameter.data = change(parameter.data), which stays an ordinary tensor under inference mode, or an inference
+    tensor outside of it. With data of the other kind it would lose its version silently.
     """
     with torch.inference_mode(parameter.is_inference()), torch.no_grad():
         parameter.data = change(parameter.detach())

@@ -11,11 +11,10 @@ from accel.patching.site import Site
 
 @dataclass(frozen=True)
 class Match:
-    """Replace this site's forward, apply `patches` first.
+    """Apply `patches`, then replace this site's forward.
 
-    covers: names of the children whose work the new forward does itself, so that no other rule looks at them; None
-    means all of them. inside: of those that get a forward of their own by `patches`, the path and the rule, for the
-    report.
+    covers: names of the children whose work the new forward does, so that no other rule sees them; None for all.
+    inside: path and rule of those that `patches` give a forward, for the report.
     """
 
     forward: Any | None = None
@@ -27,7 +26,7 @@ class Match:
 
 @dataclass(frozen=True)
 class Skip:
-    """My kind of site, but not to be touched; the reason goes into the report. Children are looked at in turn."""
+    """Leave the site stock; the reason goes into the report. Rules are asked about its children in turn."""
 
     reason: str
 
@@ -40,7 +39,7 @@ class Rule:
     match: Callable[[Site, Context], Match | Skip | None] = field(repr=False)
 
     def answer(self, site: Site, context: Context) -> Match | Skip | None:
-        """What `match` gives. An error of it is a reason to skip: one block of an unknown make spoils no pipeline."""
+        """What `match` gives. Its errors are reasons to skip: one unknown block must not break a pipeline."""
         reason = None
         try:
             answer = self.match(site, context)
@@ -52,8 +51,8 @@ class Rule:
 
 
 def first_of(rules: Sequence[Rule], site: Site, context: Context) -> Match | Skip:
-    """What the first of these rules that replaces the site's forward would do, for a forward that goes around it; its
-    note says which rule that is.
+    """The match of the first rule that replaces the site's forward, for a forward that goes around it; its note names
+    the rule.
     """
     told, patches = [], ()
     for rule in rules:

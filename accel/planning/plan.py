@@ -37,7 +37,7 @@ from accel.quantization.module import dequantizing
 from accel.quantization.patch import QuantizedModulePatch
 
 PLAN = "_accel_plan"  # where an object keeps its plan; copies and pickles of the object take it along
-KERNELIZED = Rule("kernels", lambda site, context: None)  # for rows about what no rule may touch
+KERNELIZED = Rule("kernels", lambda site, context: None)  # names the rows about modules that no rule may touch
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Row:
 
 @dataclass
 class StageReport:
-    """What a stage has for the report. weights: what was quantized, see `Report.weights`. warnings: what was asked for
-    and cannot be. prequantized: some layers came quantized by another library.
+    """What a stage has for the report. weights: what was quantized, see `Report.weights`. warnings: requests that
+    cannot be met. prequantized: some layers came quantized by another library.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -64,7 +64,7 @@ class StageReport:
 
 @dataclass(frozen=True)
 class StageResult:
-    """What a stage found. patches: applied before the next stage looks. report: asked once all stages' are."""
+    """What a stage found. patches: applied before the next stage looks. report: called once all are applied."""
 
     patches: tuple[Change, ...] = ()
     report: Callable[[], StageReport] = StageReport
@@ -74,7 +74,7 @@ Stage = Callable[[Any, Context], StageResult]  # (what is optimized, what rules 
 
 
 def match(root: Any, rules: Sequence[Rule], context: Context) -> StageResult:
-    """Which rule takes which site, and its patches. Raises SkippedSite for one that strict=True may not leave out."""
+    """The last stage: which rule takes which site, and its patches. Raises SkippedSite with strict=True."""
     matching = Matching(root, rules, context)
     matching.visit(Site("", root))
     matching.leave_out_what_would_not_pay()
@@ -94,8 +94,8 @@ class Matching:
         self.found: list[tuple[tuple, Row, ForwardPatch]] = []  # of lone sites, each with its kind
 
     def visit(self, site: Site, captured: bool = False) -> None:
-        """Asks about the site, then about those of its children that no rule covers. captured: what calls the site is
-        replayed from CUDA graphs.
+        """Asks about the site, then about its children that no rule covers. captured: the site runs inside of CUDA
+        graphs.
         """
         covered: set[str] | None = set()
         for rule in self.rules:
@@ -125,7 +125,7 @@ class Matching:
                 self.visit(child, captured)
 
     def leave_out_what_would_not_pay(self) -> None:
-        """Stock's own forwards stay there, with nothing in front of them."""
+        """Takes out the patches of lone sites that are not faster."""
         reasons = self.lone.reasons()
         stays = {id(row): (patch, reasons[kind]) for kind, row, patch in self.found if kind in reasons}
         left = {id(patch) for patch, _ in stays.values()}
@@ -146,7 +146,7 @@ class Matching:
             self.rows += [Row("", op.name, "patched", f"{op}, by accel.register_op") for op in ops]
 
     def tell_of_kernelized(self, root: object) -> None:
-        """Modules that run a forward of the package kernels, and go on doing so, inside of fused blocks too."""
+        """Modules that keep running a forward of the package kernels, also inside of fused blocks."""
         told = {row.path for row in self.rows}
         modules = root.named_modules() if isinstance(root, nn.Module) else ()
         for path, module in modules:
@@ -174,11 +174,10 @@ def create_context(options: Options, cache: Callable[[str], Path | None] | None 
 
 
 class Plan(Owned):
-    """How one model, scheduler or pipeline becomes fast, in stages; once applied its patches, and what they tell.
+    """How one model, scheduler or pipeline becomes fast, in stages; once applied also its patches and report.
 
-    Making a plan changes nothing. `stages` come before the rules are asked, in this order.
-    users: what the object was optimized through, a pipeline or itself.
-    pace: times a call of the object, in seconds fused and stock; None where there is no typical call.
+    Making a plan changes nothing. `stages` run in this order, then the rules are asked. users: what the object was
+    optimized through, a pipeline or itself. pace: times a typical call, in seconds fused and stock; None without one.
     """
 
     def __init__(
@@ -196,7 +195,7 @@ class Plan(Owned):
         self.patches: list[Change] = []
         self.rows: list[Row] = []
         self.weights: list[dict] = []  # what was quantized, as `Report.weights` tells it
-        self.warnings: list[str] = []  # what was asked for and cannot be, once all is optimized
+        self.warnings: list[str] = []  # requests that cannot be met
         self.prequantized = False  # some of its layers came quantized by another library
         self.users = WeakList()
 
@@ -205,9 +204,7 @@ class Plan(Owned):
         return self.root
 
     def apply(self) -> None:
-        """The first time one stage after the other, then the same patches again. All or nothing: an error undoes every
-        patch before it and is raised again.
-        """
+        """Runs the stages, or applies the same patches again later. An error undoes all patches and is raised again."""
         done = []
         try:
             for patches in [self.patches] if self.pending is None else self._staged(*self.pending):
@@ -224,11 +221,11 @@ class Plan(Owned):
 
     @property
     def models(self) -> tuple[nn.Module, ...]:
-        """What no other thread may be in a call of while patches come and go."""
+        """The models that no other thread may be calling while patches are applied or undone."""
         return (self.root,) if isinstance(self.root, nn.Module) else ()
 
     def _staged(self, stages: Sequence[Stage], rules: Sequence[Rule], context: Context) -> Iterator[Sequence[Change]]:
-        """The patches of every stage, which looks once those of the stages before are applied."""
+        """The patches of each stage in turn, which must be applied before the next is asked for."""
         found = []
         for stage in stages:
             found.append(stage(self.root, context))
@@ -242,14 +239,14 @@ class Plan(Owned):
         self.prequantized = any(one.prequantized for one in told)
 
     def settle(self) -> None:
-        """All of the object is optimized: patches let go of what the options say need not be kept."""
+        """After all models are optimized: patches free what the options say need not be kept."""
         for patch in self.patches:
             if hasattr(patch, "settle"):
                 patch.settle()
 
     def undo(self) -> None:
-        """Exactly the stock object again. Raises PatchConflict where someone patched on top, InUse where a call on
-        another thread does not end; nothing is changed then.
+        """Makes it exactly the stock object again. Raises PatchConflict where someone patched on top, InUse where a
+        call on another thread does not end; then nothing has changed.
         """
         for patch in self.patches:
             patch.check()
@@ -290,13 +287,13 @@ class Plan(Owned):
 
 
 def plan_of(obj: object) -> Plan | None:
-    """The plan that an object keeps, its own: a shallow copy keeps that of another one, by which nothing is undone."""
+    """The plan of an object; None for a shallow copy, which holds that of the original."""
     plan = vars(obj).get(PLAN)
     return plan if plan is not None and plan.root is obj else None
 
 
 def leave(patches: Sequence[Change]) -> None:
-    """Before the first of them is undone: stops what computes with them on a thread of its own."""
+    """Before they are undone: stops threads of ours that compute with these patches."""
     for patch in patches:
         if hasattr(patch, "leave"):
             patch.leave()

@@ -1,8 +1,7 @@
-"""What is inside of what a user hands to accel: models, wherever they are held, and the pipelines and schedulers.
+"""Finds the models, schedulers and pipelines in what a user passes to accel.
 
-An object is walked by its attributes, items and child modules. Models of diffusers and transformers end a path: what
-they consist of is for the rules. What stands around them, such as an adapter's wrapper, torch's data parallelism or a
-class of the user's own, runs as it is.
+An object is walked by its attributes, items and child modules, down to models of diffusers and transformers. What
+stands around them, such as an adapter's wrapper, torch's data parallelism or a class of the user's, runs as it is.
 
 A pipeline keeps a note of the models that were optimized through it, since it may be given others afterwards. Notes
 hold models weakly.
@@ -28,8 +27,8 @@ PARTS = "_accel_parts"  # where a pipeline, or whatever else holds models, keeps
 
 
 def parts_in(obj: object) -> dict[str, object]:
-    """All of obj that may be patched, each object once, by its path from obj: models, then schedulers of pipelines and
-    pipelines themselves. Of models one inside the other the outer one alone.
+    """All of obj that may be patched, each once, by its path from obj: models, then schedulers, then pipelines. A model
+    inside another one is left out.
     """
     found: dict[str, object] = {}
     for path, part in _walk(obj):
@@ -49,7 +48,7 @@ def models_in(obj: object) -> dict[str, nn.Module]:
 
 
 def holders_in(obj: object) -> list[Any]:
-    """Objects that can keep a note of what was optimized through obj: obj itself, or what is in a list that cannot."""
+    """Objects that can keep a note of what was optimized through obj: obj, or the items of a list."""
     found: dict[int, object] = {}
     waiting, seen = [obj], set()
     while waiting:
@@ -104,7 +103,7 @@ def is_compiled(part: object) -> bool:
 
 
 def uncompiled(part: Any) -> Any:
-    """The module inside what torch.compile returned, which users put in its place; any other part as it is."""
+    """The module inside what torch.compile returned; any other part as it is."""
     return part._modules["_orig_mod"] if is_compiled(part) else part
 
 
@@ -145,8 +144,8 @@ def _walk(obj: object) -> Iterator[tuple[str, object]]:
 
 
 def _is_whole(one: object) -> bool:
-    """Whether it is a model, with all that is in it. One that only goes around a language model is walked, as it calls
-    that by generate(); a decoder that an encoder belongs to is not such a model.
+    """Whether it is a model that is taken as a whole. One that only wraps a language model is walked, since it calls
+    that by generate(), except models with an encoder.
     """
     if not isinstance(one, nn.Module):
         return False
@@ -182,7 +181,7 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 class WeakList:
-    """Objects in the order they came, each once, as long as somebody else holds them. Copies and pickles are empty."""
+    """Weak references to objects in the order they were added, each once. Copies and pickles are empty."""
 
     def __init__(self, objects: Iterable = ()):
         self._references: list[weakref.ref] = []
@@ -200,12 +199,12 @@ class WeakList:
         return (one for one in found if one is not None)
 
     def add(self, one: object) -> None:
-        """Puts it last."""
+        """Adds it as the last, or moves it there."""
         self._references = [weakref.ref(other) for other in self if other is not one] + [weakref.ref(one)]
 
 
 class ModelParts:
-    """The models optimized through one pipeline. A copy of the pipeline knows those that it holds itself."""
+    """The models optimized through one pipeline. A copy keeps those that it holds itself."""
 
     def __init__(self, owner: object | None, models: Iterable[nn.Module]):
         self.owner, self.models = WeakList([] if owner is None else [owner]), WeakList(models)
@@ -247,7 +246,7 @@ def _former(holder: object) -> list[nn.Module]:
 
 
 def why_still_optimized(obj: object, model: nn.Module, users: Iterable) -> str | None:
-    """Why a former model of obj must stay optimized; users: all that it was optimized through, the last one last."""
+    """Why a former model of obj stays optimized. users: what it was optimized through, the last one last."""
     users, through = list(users), holders_in(obj)
     others = [user for user in users if all(user is not one for one in through) and PARTS in vars(user)]
     using = next((user for user in others if _holds(user, model)), None)

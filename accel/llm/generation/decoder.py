@@ -63,12 +63,12 @@ class DecoderForward(FastForward):
         super().__init__(module, path, kernels, log)
         self.stack, self.layers, self.steps = stack, layers, steps
         self.places = sorted(layer.spec.attention.index for layer in layers)  # in the cache, in its order
-        self.experts: list[ExpertsForward] = []  # in the layers, where they are fused too
+        self.experts: list[ExpertsForward] = []  # those in the layers that are fused
         self.routers: list[RouterForward] = []
         self.model_guard: ModelGuard | None = None  # once the model has been tried
         self.runner: GraphRunner | None = None
         self.prompts: Prompts | None = None
-        self.kv_dtypes: tuple[torch.dtype | None, ...] = (None,) * len(layers)  # what every layer's cache is rounded to
+        self.kv_dtypes: tuple[torch.dtype | None, ...] = (None,) * len(layers)  # of 8 bits, by place in the cache
         self.ranks: Ranks | None = ranks_of(module)  # that share the model
         self.__setstate__(vars(self))
 
@@ -83,7 +83,7 @@ class DecoderForward(FastForward):
         self.stored: tuple = (None, None, ())  # dtype and device, and the shapes for them
         self.seen: Fingerprint | None = None  # the model as it was when the layers were bound to its weights
         self.declined: dict[frozenset[str], str] = {}  # why calls with these arguments stay stock
-        self.apart = False  # while it is tried: no weights are moved beside others
+        self.apart = False  # while it is tried: weights stay where they are
         self.reason: str | None = None
         self.lock = threading.Lock()
 
@@ -177,8 +177,9 @@ class DecoderForward(FastForward):
         return self.declined.get(own_arguments(kwargs))
 
     def by_own_code(self, store: Store, cache: Any, tokens: torch.Tensor, kwargs: dict, checked: bool = True) -> Any:
-        """What the model's own forward returns of these arguments, which is shown the cache as it is; its layers are
-        fused. checked: where they are given what a text gives them, else all run stock. After `ready`. Raises Unfit.
+        """The output of the model's own forward, which sees the cache as it is, around fused layers. After `ready`.
+
+        checked: layers run stock unless they are given what a text gives them. Raises Unfit.
         """
         (rows, new), start = tokens.shape[:2], store.length
         mask = padding_of(kwargs.get("attention_mask"), rows, start + new)
@@ -217,7 +218,7 @@ class DecoderForward(FastForward):
         return weight
 
     def shapes(self) -> tuple[Shape, ...]:
-        """What each layer's keys are stored as, by its place in the cache."""
+        """What each layer keeps, by its place in the cache."""
         weight = self.embeddings()
         dtype, device, shapes = self.stored
         if dtype is not weight.dtype or device != weight.device:
@@ -231,7 +232,8 @@ class DecoderForward(FastForward):
         return shapes
 
     def device(self, layer: LayerForward, embeddings: torch.Tensor) -> torch.device:
-        return embeddings.device  # where a layer keeps keys and values
+        """Where a layer keeps keys and values."""
+        return embeddings.device
 
     def round(self, kv_dtypes: tuple[torch.dtype | None, ...]) -> None:
         """Keeps keys and values in these dtypes from now on, by a layer's place in the cache."""

@@ -24,9 +24,8 @@ MOST_STEP_ROWS = 512
 # weights, 2000 where both factors have 8 bits, or several thousand of one of half a billion. A graph that gains nothing
 # over that is not kept, and longer ones are not tried.
 MOST_PROMPT = 4096
-# Tokens of all rows from one length to the next: what is computed in vain stays below 64 rows of each product, which
-# costs little more than the walk over its weights; of more than FINE tokens, below 128. All lengths together are 50
-# graphs a number of rows.
+# Tokens of all rows from one length to the next: padding stays below 64 rows of each product, which costs little more
+# than reading its weights; of more than FINE tokens, below 128. All lengths are 50 graphs for each number of rows.
 STEP, FINE = 64, 2048
 
 
@@ -83,7 +82,7 @@ def _longer(t: torch.Tensor, dim: int, bucket: int) -> torch.Tensor:
 
 
 class Prompts:
-    """Reads short prompts of one model. runner: of graphs of its own, so that lengths never drive decode steps out."""
+    """Reads short prompts of one model. runner: has graphs of its own, which never evict those of decode steps."""
 
     def __init__(self, runner: GraphRunner):
         self.runner = runner
@@ -99,9 +98,9 @@ class Prompts:
     def bucket(
         self, module: PreTrainedModel, tokens: torch.Tensor, positions: torch.Tensor | None, keep: int
     ) -> int | None:
-        """The length to fill up to, or None for a prompt that is read as it is.
+        """The length to pad to, or None for a prompt that is read as it is.
 
-        Only where the last token's logits alone are wanted: all of them would be kept for every graph, and copied.
+        Only where the last token's logits alone are wanted: every graph would keep all logits, and copy them.
         """
         if positions is None or keep != 1 or not self.captures(tokens):
             return None
@@ -132,7 +131,7 @@ class Prompts:
     ) -> torch.Tensor:
         """Logits of the last real token, (rows, 1, vocabulary).
 
-        eager(tokens, positions, where, last): the prompt filled up; plain(): as it is, for where no graph is to be.
+        eager(tokens, positions, metadata, last): the padded prompt; plain(): as it is, where there will be no graph.
         """
         without = []
 
@@ -143,7 +142,7 @@ class Prompts:
         tokens, positions, last = pad_to_bucket(tokens, positions, bucket)
         variant = ("prompt", "mask") if masked else ("prompt",)
         logits = self.runner(eager, (tokens, positions, metadata, last), {}, variant, instead=instead)
-        # Not only timed, to be compared with a graph; and not because of a hook, or whatever else will pass.
+        # It ran in place of a graph that gains nothing; not to be timed, nor because of a hook that may be removed.
         if without and logits is without[-1] and self.runner.reason is None:
             if (model := self.runner.fingerprint) is not None:
                 self.missed = model, tokens.shape[0] * bucket

@@ -1,4 +1,4 @@
-"""The whole model, once more, before it is trusted: fused against stock, over a prompt with padding and some steps."""
+"""Trials of a whole model before it is used: fused against stock, over a padded prompt and some steps."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -46,7 +46,7 @@ DIFFERS = "the whole model computes something else than its parts"
 
 
 def find_convention(forward: DecoderForward) -> CallingConvention:
-    """How the model wants to be called, such that the fused forward gives its logits. Raises NotUnderstood."""
+    """How the model is to be called so that the fused forward gives its logits. Raises NotUnderstood."""
     model = forward.module
     try:
         lengths = trial_lengths(forward)
@@ -67,7 +67,7 @@ def find_convention(forward: DecoderForward) -> CallingConvention:
 
 @contextmanager
 def _warming_up(forward: DecoderForward, lengths: tuple, mask: bool) -> Iterator[None]:
-    """What the model launches, with a mask or without one, compiles while what is inside runs."""
+    """What the model launches, with a mask or without, compiles while the body runs."""
     forward.convention = CallingConvention(dict, mask, None)
     with warming_up_trial(forward, lengths):
         del forward.convention
@@ -131,10 +131,10 @@ def _own_positions(forward: DecoderForward, lengths: tuple, mask: bool, output: 
 
 
 def _pads_prompts(forward: DecoderForward, lengths: tuple, wanted: Expected) -> bool:
-    """Whether a prompt filled up on the right, and the step after it, come out as without the filling.
+    """Whether a prompt padded on the right, and the step after it, give what they give without padding.
 
-    Not with experts that stock code computes: it groups tokens on the host. Not without position_ids: nobody could keep
-    the filling's within the tables that a model may have.
+    Not with experts that stock code computes: it groups tokens on the host. Not without position_ids: those of the
+    padding could be beyond the model's tables.
     """
     fused = [one.module for one in forward.experts]
     if wanted.median or not all(any(one in fused for one in whole.modules()) for whole in routed_modules(forward)):
@@ -146,15 +146,8 @@ def _pads_prompts(forward: DecoderForward, lengths: tuple, wanted: Expected) -> 
             plain = _begun(forward, lengths, fill=False)
         with repeating(choices):
             full = _begun(forward, lengths, fill=True)
-    except (
-        NotUnderstood,
-        TypeError,
-        ValueError,
-        IndexError,
-        RuntimeError,
-    ):
-        # It slices its hidden states in a way of its own.
-        return False
+    except (NotUnderstood, TypeError, ValueError, IndexError, RuntimeError):
+        return False  # it slices its hidden states in a way of its own
     return all(Expected(one, choices, moved=wanted.moved).agrees(got) for one, got in zip(plain, full, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""The runs in which a whole model is tried: stock and fused over one text, with one routing for both."""
+"""Runs in which a whole model is tried: stock and fused over one text, with one routing for both."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -27,11 +27,10 @@ LONGEST = 150  # a window up to here is filled, to see it at work
 
 
 class Expected:
-    """What a stock run gave. logits: (rows, tokens, vocabulary); choices: of its routers, which a fused run takes too.
+    """The result of a stock run. logits: (rows, tokens, vocabulary); choices: of its routers, which a fused run takes.
 
-    median: some choices could not be noted. Rounding may then send tokens to other experts, whose results have little
-    in common, so that the median token of a row is what is judged.
-    moved: how far rounding moves these logits, asked only where it matters, as it takes a stock run; None: not at all.
+    median: judge the median token of a row, since some choices could not be noted, and rounding may send tokens to
+    other experts. moved: how far rounding moves these logits, which takes another stock run; None where unknown.
     """
 
     def __init__(
@@ -93,10 +92,10 @@ class Expected:
 
 
 def expected(forward: DecoderForward, run: Callable[[], torch.Tensor]) -> Expected:
-    """What run(), of stock, gives, (ROWS, tokens, vocabulary).
+    """The logits that run() gives of stock, (ROWS, tokens, vocabulary).
 
-    It may run once more, later: what it gives must not depend on what is patched then. Where routers cannot be made to
-    choose the same again, noise would say how far other experts put a token, and nothing of rounding.
+    It may run again later, so its result must not depend on what is patched then. Where choices of routers cannot be
+    repeated, noise would measure other experts, and not rounding.
     """
     with noting(ROWS, routing_modules(forward)) as choices:
         logits = run()

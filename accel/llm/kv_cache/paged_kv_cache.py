@@ -34,16 +34,16 @@ class DeviceTables(NamedTuple):
 
 
 class PagedKVCache:
-    """`blocks` blocks, and the tables by which `rows` rows find theirs, in each set up to `columns`.
+    """`blocks` blocks, and tables by which `rows` rows find theirs, up to `columns` in each set.
 
-    shapes: one a layer; each says on which device it lies. Raises torch.OutOfMemoryError, and then holds nothing;
-    ValueError where a layer is in no set or in several. Usable in and out of inference mode.
+    shapes: one a layer, with its device. Raises torch.OutOfMemoryError, and then holds nothing; ValueError where a
+    layer is in no set or in several. Usable in and out of inference mode.
 
-    Block 0 is nobody's and begins as zeros: padding is written there, and rows that hold nothing point there. The other
+    Block 0 belongs to no row and begins as zeros: padding is written there, and empty table entries point there. Other
     blocks begin undefined.
 
     tables: by device. by_shape: the allocations, each (layers of a set, 2, blocks, BLOCK, heads, dim), or without dim
-    for scales; kept: all of them. bytes: of all there is. block_bytes: of one block.
+    for scales; kept: all of them. bytes: of everything. block_bytes: of one block.
     """
 
     def __init__(self, shapes: Sequence[Shape], sets: Sequence[LayerSet], blocks: int, rows: int, columns: int):
@@ -133,8 +133,8 @@ def _layers_of_a_block(shapes: Sequence[Shape], sets: Sequence[LayerSet]) -> Cou
 def _allocated(
     layers: Counter[Shape], blocks: int, sets: int, table_size: int, devices: Iterable[torch.device]
 ) -> tuple[dict[Shape, tuple[torch.Tensor, ...]], dict[torch.device, torch.Tensor]]:
-    """By shape the keys and values, perhaps their scales; by device all tables, each padded. By itself, so that nothing
-    holds on to a part of it where the rest does not fit.
+    """By shape keys, values and any scales; by device all tables, padded. A function of its own, so that an allocation
+    that fails leaves no part behind.
     """
     with torch.inference_mode(False), torch.no_grad():
         kept = {shape: shape.empty(number, blocks) for shape, number in layers.items()}

@@ -36,7 +36,7 @@ MOST_WAITED = PATIENCE + 4  # or steps without a graph, which comes once its pro
 
 
 def followed(config: GenerationConfig, kwargs: dict[str, Any]) -> bool:
-    """Whether a call asks for tokens alone, so that each step follows from the one before. kwargs: of the model."""
+    """Whether a call asks for tokens alone, and so each step follows from the one before. kwargs: of the model."""
     returned = config.return_dict_in_generate and (config.output_scores or config.output_logits)
     others = (value for name, value in kwargs.items() if name not in STEP and name not in NAMES)
     said = any(value is not None and value is not False for value in others)
@@ -44,7 +44,7 @@ def followed(config: GenerationConfig, kwargs: dict[str, Any]) -> bool:
 
 
 class Handover:
-    """Of one generate() call: `note` follows the tokens that stock chooses, `run` generates the others where it can."""
+    """Of one generate() call: `note` follows the tokens that stock chooses, `run` generates the rest if it can."""
 
     def __init__(self, forward: DecoderForward, store: Store, request: GenerateRequest, criteria: StoppingCriteriaList):
         self.forward, self.known_store, self.request, self.criteria = forward, weakref.ref(store), request, criteria
@@ -53,7 +53,7 @@ class Handover:
         self.prompt = 0
 
     def ready(self, ids: torch.Tensor) -> bool:
-        """Whether the loop can go on behind these tokens, (rows, so far), of which all but the last are stored."""
+        """Whether the loop can continue these tokens, (rows, so far), of which all but the last are stored."""
         store = self.known_store()
         if store is None or store.latest is None or not store.whole or not store.length:
             return False
@@ -77,7 +77,7 @@ class Handover:
         self.ids = ids if ready else None
 
     def run(self) -> bool:
-        """Generates all further tokens into the tensor that was noted. False where that cannot be done any more."""
+        """Generates all further tokens into the noted tensor. False if that is no longer possible."""
         ids, store, self.ids = self.ids, self.known_store(), None
         # A streamer may have changed something since.
         if ids is None or store is None or self.unfinished is None or not self.ready(ids):

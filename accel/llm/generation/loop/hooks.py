@@ -35,11 +35,11 @@ class Asked(NamedTuple):
 
 
 class CallNotes:
-    """What one thread's generate() call goes on with, as far as the methods that it has come to have found out.
+    """What the hooks of one thread's generate() call have found out so far.
 
-    known_store: gives the store of its cache. request: where each of its steps follows from the one before. digest:
-    what the ranks that share the model must begin with alike. expected: the handover of the loop that is to begin.
-    handover: that of the loop that is running.
+    known_store: gives the store of its cache. request: set if each step follows from the one before. digest: of what
+    ranks that share the model must begin with alike. expected: the handover of the loop that is to begin. handover:
+    that of the loop that is running.
     """
 
     digest = ""
@@ -49,7 +49,7 @@ class CallNotes:
         self.begin(None)
 
     def begin(self, asked: Asked | None) -> None:
-        """Forgets what the call before has found out, but not the loop that this one may be inside of."""
+        """Forgets the call before, but not the loop that this one may run inside of."""
         self.asked = asked
         self.request: GenerateRequest | None = None
         self.expected: Handover | None = None
@@ -57,7 +57,7 @@ class CallNotes:
 
     @contextmanager
     def decoding(self, around: AbstractContextManager) -> Iterator[Any]:
-        """The loop of the call that was prepared last. Loops may be inside one another, as of a streamer's own call."""
+        """The loop of the call that was prepared last. Loops may be nested, by a streamer that calls generate()."""
         before, self.handover, self.expected = self.handover, self.expected, None
         try:
             with around as given:
