@@ -18,8 +18,8 @@ from accel.in_flight import alone, others_run_stock
 from accel.libraries.versions import newer_than_tested
 from accel.options import Activations, Attention, Cpu, KvCache, Layout, Options, Parallel, choose
 from accel.parallel.ranks import world
-from accel.patching.context import Context
 from accel.patching.owner import disown_inside
+from accel.patching.rule import Context
 from accel.planning import whole_models
 from accel.planning.plan import PLAN, Plan, Row, choices_file, create_context, leave, plan_of
 from accel.planning.ranks import agree_to_optimize

@@ -24,10 +24,8 @@ from accel.libraries.hooks import BENEATH, beneath, hook_of, hooks_of, only_divi
 from accel.libraries.tensor_parallel import by_transformers
 from accel.offload.hooks import comes_to_one_place, moved_by_torch
 from accel.parallel.sequences import sequence_ranks, uncapturable
-from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, as_written
-from accel.patching.rule import Match, Skip
-from accel.patching.site import Site
+from accel.patching.rule import Context, Match, Site, Skip
 from accel.patching.structure import foreign, foreign_hooks, foreign_processor, stock_method
 
 PROMPT = "encoder_hidden_states"

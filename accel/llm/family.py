@@ -32,10 +32,7 @@ from accel.llm.runtime.lm_head import OutputHead, match_head, match_table
 from accel.llm.runtime.router import RouterForward, match_router
 from accel.llm.runtime.step import ForwardContext
 from accel.parallel.agreement import all_agree
-from accel.patching.context import Context
-from accel.patching.patch import ForwardPatch
-from accel.patching.rule import Match, Rule, Skip
-from accel.patching.site import Site
+from accel.patching.rule import Context, ForwardPatch, Match, Rule, Site, Skip
 from accel.quantization.activation_quantization import rounding
 
 PARTIAL = "understood, but not the whole model"

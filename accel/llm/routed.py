@@ -22,7 +22,7 @@ from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.routing import routed_modules
 from accel.llm.runtime.experts import ExpertsForward
 from accel.llm.runtime.router import RouterForward
-from accel.patching.patch import ForwardPatch
+from accel.patching.rule import ForwardPatch
 from accel.planning.plan import Plan
 from accel.quantization.experts import QuantizedExperts
 from accel.tolerances import FAR, FLOOR, MEDIAN, SUM_UNITS

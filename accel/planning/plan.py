@@ -22,13 +22,10 @@ from accel.errors import SkippedSite
 from accel.fusion.loop import DenoisingLoop
 from accel.in_flight import alone
 from accel.options import Options
-from accel.patching.context import Context
 from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import Kernels
 from accel.patching.owner import Owned
-from accel.patching.patch import Change, ForwardPatch, foreign_forward
-from accel.patching.rule import Match, Rule, Skip
-from accel.patching.site import Site
+from accel.patching.rule import Change, Context, ForwardPatch, Match, Rule, Site, Skip, foreign_forward
 from accel.patching.structure import kernelized, own_forward
 from accel.patching.user_ops import UserOp, registered
 from accel.planning.sites import LoneSites

@@ -11,7 +11,7 @@ from accel.errors import Refused, SkippedSite
 from accel.options import Options
 from accel.parallel.ranks import Ranks
 from accel.parallel.sharded_layers import INPUTS, division, expert_sharding, local, local_twin, sharding
-from accel.patching.patch import Change
+from accel.patching.rule import Change
 from accel.quantization.experts import ExpertStacks, QuantizedExperts
 from accel.quantization.linears import Dense, nothing
 from accel.quantization.module import QuantizedLinear

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import accel
-from accel.patching.patch import ForwardPatch
+from accel.patching.rule import ForwardPatch
 from support.diffusion.outputs import close, run
 from support.patched import fast_forwards
 

@@ -31,8 +31,7 @@ from accel.llm.recording.recorder import _last_to_run, record
 from accel.llm.runtime.linear import _multiplies
 from accel.patching.code import ClassCode
 from accel.patching.guard import Parts, PartsSnapshot, same
-from accel.patching.rule import Rule
-from accel.patching.site import Site
+from accel.patching.rule import Rule, Site
 
 
 @pytest.mark.parametrize(

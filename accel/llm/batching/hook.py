@@ -25,7 +25,7 @@ from accel.llm.generation.loop.hooks import MethodHook
 from accel.llm.pipeline.stretch import StretchGraphs
 from accel.parallel.agreement import require_agreement
 from accel.parallel.lockstep import Lockstep
-from accel.patching.patch import Patch
+from accel.patching.rule import Patch
 
 OWN = ("managers", "tried", "sizes", "lockstep")  # of one hook, which a copy begins without
 PLAIN = (bool, int, float, str, list, tuple, type(None))

@@ -17,7 +17,7 @@ from accel.llm.recording.inputs import within_positions
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import ROWS, example_ids
 from accel.patching.fast_forward import as_written
-from accel.patching.patch import ForwardPatch
+from accel.patching.rule import ForwardPatch
 from accel.quantization.module import dequantizing
 from accel.tolerances import DRIFT, LAYER_NOISE, LOGITS, MOST_MOVED, bound
 from accel.verification.noise import with_rounding

@@ -19,7 +19,7 @@ from accel.llm.ptq.calibration.linears import linears, put, weight_matrix
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import decoder_layers, model_side_effects
 from accel.llm.runtime.linear import Weights, weights
-from accel.patching.patch import set_data
+from accel.patching.rule import set_data
 from accel.patching.structure import meta_weights, placement, stock_method
 from accel.quantization.activations import COLUMNS, FIXED, SCALE, THRESHOLD, is_static
 from accel.quantization.linears import Dense

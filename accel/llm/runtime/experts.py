@@ -10,13 +10,11 @@ from torch import nn
 from accel.llm.analysis.experts import ORDINARY, ExpertFormula, beyond_limits, expert_formulas, holds_experts, sized
 from accel.llm.recording.implementation import foreign_experts
 from accel.parallel.sharded_layers import ExpertSharding, expert_sharding, local_twin
-from accel.patching.context import Context
 from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.guard import Parts, changed_since
 from accel.patching.probe import example
-from accel.patching.rule import Match, Skip
-from accel.patching.site import Site
+from accel.patching.rule import Context, Match, Site, Skip
 from accel.patching.structure import meta_weights, placement
 from accel.quantization.experts import QuantizedExperts, stock_parameters
 

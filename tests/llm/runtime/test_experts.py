@@ -9,7 +9,7 @@ from torch import nn
 import accel
 from accel.llm.analysis.experts import ExpertFormula
 from accel.llm.runtime.experts import ExpertsForward
-from accel.patching.patch import MISSING
+from accel.patching.rule import MISSING
 from support.kernels.waiting import NothingWaits
 from support.llm.families import make, prompt
 from support.llm.optimized_models import optimized, pair

@@ -21,7 +21,7 @@ from accel.llm.generation.loop.token_loop import GenerateRequest
 from accel.llm.kv_cache.cache import store_of
 from accel.llm.kv_cache.store import Store
 from accel.patching.owner import InstanceMethod
-from accel.patching.patch import Patch
+from accel.patching.rule import Patch
 
 HookFunction = Callable[..., Any]
 ONE_BY_ONE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)

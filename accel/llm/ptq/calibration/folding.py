@@ -19,7 +19,7 @@ from accel.llm.ptq.calibration.linears import put, weight_matrix
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.runtime.attention_kinds import KINDS
 from accel.llm.runtime.linear import Weights, weights
-from accel.patching.patch import set_data
+from accel.patching.rule import set_data
 from accel.quantization.linears import Dense
 
 # Positively homogeneous: act(s x) = s act(x) for s > 0.

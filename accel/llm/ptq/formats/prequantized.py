@@ -10,7 +10,7 @@ from torch import nn
 from accel.comparison import relative_rms
 from accel.errors import reason_of
 from accel.llm.ptq.formats import compressed_tensors as compressed
-from accel.patching.patch import set_data
+from accel.patching.rule import set_data
 from accel.patching.structure import stock_method
 from accel.quantization.activations import NUMBERS, is_static, kind_of
 from accel.tolerances import PREQUANTIZED
