@@ -80,11 +80,13 @@ def test_where_graphs_are_kept_only_if_they_gain():
 
 
 def test_nothing_is_stale():
-    """Caches in turn, weights changed in place, weights exchanged, a model moved away and back."""
-    ours, stock = new_pair("llama")
+    """Caches in turn, weights changed in place or exchanged, a model moved away and back; logits stay as given."""
+    (ours, stock), kept = new_pair("llama"), []
     for seed in range(10):
         ids = prompt(1, 17 + seed, seed).cuda()
         same(talk(ours, ids), talk(stock, ids), 4e-5)
+        logits = ours(ids, logits_to_keep=1).logits
+        kept.append((logits, logits.clone()))
         for model in (ours, stock):
             layer = model.model.layers[0]
             if seed == 3:
@@ -93,7 +95,7 @@ def test_nothing_is_stale():
                 layer.self_attn.o_proj.weight = torch.nn.Parameter(layer.self_attn.o_proj.weight * 0.5)
             elif seed == 6:
                 model.cpu().cuda()
-    assert prefill_graphs(ours)
+    assert prefill_graphs(ours) and all(torch.equal(*pair) for pair in kept)
 
 
 def test_hooks_see_the_prompt_as_it_is():
@@ -110,15 +112,6 @@ def test_hooks_see_the_prompt_as_it_is():
     for _ in range(3):
         same(talk(ours, prompt(1, 20).cuda()), talk(stock, prompt(1, 20).cuda()), 4e-5)
     assert prefill_graphs(ours) and len(seen) == 3
-
-
-def test_outputs_are_never_aliased():
-    ours, _ = new_pair("llama")
-    kept = []
-    for seed in range(6):
-        logits = ours(prompt(1, 20 + seed, seed).cuda(), logits_to_keep=1).logits
-        kept.append((logits, logits.clone()))
-    assert prefill_graphs(ours) and all(torch.equal(*pair) for pair in kept)
 
 
 def test_two_models_and_their_copies_keep_apart():
@@ -215,20 +208,3 @@ def test_memory_is_flat_and_holds_no_logits_of_the_filling():
     after = held()
     assert after[0] <= before[0] + 2**16 and after[1] <= before[1] + 2**25, (before, after)
     assert len(prefill_graphs(ours)) == len(rooms()) <= MOST_PROMPT // STEP + 2
-
-
-def test_restored_the_memory_is_given_back():
-    ours, stock = new_pair("llama")
-    for _ in range(3):
-        talk(ours, prompt(1, 40).cuda())
-    assert prefill_graphs(ours)
-    accel.restore(ours)
-    assert accel.report(ours).graphs == []
-    gc.collect()
-    held = torch.cuda.memory_allocated()
-    accel.optimize(ours, graphs=True)
-    for _ in range(3):
-        same(talk(ours, prompt(1, 40).cuda()), talk(stock, prompt(1, 40).cuda()), 4e-5)
-    accel.restore(ours)
-    gc.collect()
-    assert torch.cuda.memory_allocated() <= held + 2**16
