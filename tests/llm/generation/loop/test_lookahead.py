@@ -71,6 +71,10 @@ def test_a_model_that_prepares_its_inputs_itself(pair_of):
     """Phi-3 drops its cache where its frequencies change: the step after is not known before."""
     ours, _ = pair_of("phi3")
     assert not predictable(ours) and PREPARE not in vars(ours) and CRITERIA not in vars(ours)
+    replaced = accel.optimize(copy.deepcopy(pair_of("llama")[1]))
+    assert predictable(replaced)
+    replaced._update_model_kwargs_for_generation = lambda *args, **kwargs: None
+    assert not predictable(replaced)
 
 
 def test_an_instance_that_prepares_its_inputs_itself():
@@ -82,13 +86,6 @@ def test_an_instance_that_prepares_its_inputs_itself():
     assert vars(model)[PREPARE] is own and CRITERIA not in vars(model)
     accel.restore(model)
     assert vars(model)[PREPARE] is own
-
-
-def test_a_loop_replaced_afterwards_is_not_foreseen(pair_of):
-    ours = accel.optimize(copy.deepcopy(pair_of("llama")[1]))
-    assert predictable(ours)
-    ours._update_model_kwargs_for_generation = lambda *args, **kwargs: None
-    assert not predictable(ours)
 
 
 @pytest.mark.parametrize(
