@@ -205,7 +205,10 @@ def test_a_gpu_that_fails_in_a_trial_ends_the_call():
 
 def test_one_helper_tells_what_to_do_after_an_error():
     assert reason_of(BUG) == logged(BUG) == "ZeroDivisionError: planted"
-    assert fatal(KeyboardInterrupt()) and fatal(MEMORY) and fatal(FAULT) and not fatal(BUG)
+    assert logged(ValueError("first\nsecond")) == "ValueError: first" and logged(ValueError()) == "ValueError"
+    assert all(map(fatal, (KeyboardInterrupt(), MEMORY, FAULT, MemoryError())))
+    devices = "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
+    assert not any(map(fatal, (BUG, RuntimeError(devices), ValueError("CUDA error"))))
     assert reason_of(MEMORY, memory=True).startswith("OutOfMemoryError: CUDA out of memory")
     assert out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
     for error in (FAULT, KeyboardInterrupt()):

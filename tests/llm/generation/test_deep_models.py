@@ -191,27 +191,18 @@ SMALL = {
 
 
 @pytest.mark.share(1)
-@pytest.mark.parametrize("error", ERRORS)
-def test_errors_in_a_shallow_model(error, shallow, monkeypatch):
-    wrong, reason = ERRORS[error]
+@pytest.mark.parametrize(
+    ("error", "model"),
+    [
+        *((error, "shallow") for error in ERRORS),
+        *((error, model) for error in ERRORS | SMALL for model in ("deep", "wide")),
+    ],
+)
+def test_errors(error, model, request, monkeypatch):
+    """Rounding in float32 is far below the bound: there nothing more is let pass than in a model of one layer."""
+    (wrong, reason), forward = (ERRORS | SMALL)[error], request.getfixturevalue(model)
     monkeypatch.setattr(*wrong)
-    assert re.search(reason, refused(shallow))
-
-
-@pytest.mark.share(1)
-@pytest.mark.parametrize("error", ERRORS | SMALL)
-def test_errors_in_a_deep_model(error, deep, monkeypatch):
-    wrong, reason = (ERRORS | SMALL)[error]
-    monkeypatch.setattr(*wrong)
-    assert re.search(reason, refused(deep))
-
-
-@pytest.mark.parametrize("error", ERRORS | SMALL)
-def test_errors_in_a_deep_model_in_float32(error, wide, monkeypatch):
-    """Whose rounding is far below the bound: nothing is let pass that is not let pass in a model of one layer."""
-    wrong, reason = (ERRORS | SMALL)[error]
-    monkeypatch.setattr(*wrong)
-    assert re.search(reason.partition(";")[0], refused(wide))
+    assert re.search(reason.partition(";")[0] if model == "wide" else reason, refused(forward))
 
 
 def test_the_report_tells_of_an_error(monkeypatch):
