@@ -123,6 +123,14 @@ def test_which_calls_two_functions_take_alike():
     assert not Arguments(stock, through).take((1, 2, 3, 4), {}) and not Arguments(stock, through).take((), {})
 
 
+def test_an_error_of_memory_is_raised_and_not_tried_again():
+    module, tried = patched(), []
+    vars(module)["forward"].fast = lambda x, shift=0.0: tried.append(x) or (_ for _ in ()).throw(MemoryError("no more"))
+    with torch.no_grad(), pytest.raises(MemoryError, match="no more"):
+        module(torch.ones(2))
+    assert len(tried) == 1 and rows(module) == []
+
+
 @pytest.mark.parametrize("copied", ["itself", "deepcopy", "pickle"])
 def test_another_class_or_another_forward_on_it_is_noticed(copied, monkeypatch):
     """A copy of what was changed is changed too; it does not take what it finds for what was matched."""

@@ -193,10 +193,7 @@ SMALL = {
 @pytest.mark.share(1)
 @pytest.mark.parametrize(
     ("error", "model"),
-    [
-        *((error, "shallow") for error in ERRORS),
-        *((error, model) for error in ERRORS | SMALL for model in ("deep", "wide")),
-    ],
+    [(error, "shallow") for error in ERRORS] + [(error, one) for error in ERRORS | SMALL for one in ("deep", "wide")],
 )
 def test_errors(error, model, request, monkeypatch):
     """Rounding in float32 is far below the bound: there nothing more is let pass than in a model of one layer."""
