@@ -18,14 +18,23 @@ from accel.in_flight import alone, others_run_stock
 from accel.libraries.versions import newer_than_tested
 from accel.options import Activations, Attention, Cpu, KvCache, Layout, Options, Parallel, choose
 from accel.parallel.ranks import world
-from accel.patching.context import Context
 from accel.patching.owner import disown_inside
+from accel.patching.rule import Context
 from accel.planning import whole_models
-from accel.planning.parts import WeakList, forget, remember, replaced_models, why_still_optimized
-from accel.planning.plan import PLAN, Plan, choices_file, create_context, leave, plan_of
+from accel.planning.plan import PLAN, Plan, Row, choices_file, create_context, leave, plan_of
 from accel.planning.ranks import agree_to_optimize
-from accel.planning.stages import Row
-from accel.planning.targets import is_pipeline, models_in, nothing_in, on_meta, parts_in
+from accel.planning.targets import (
+    WeakList,
+    forget,
+    is_pipeline,
+    models_in,
+    nothing_in,
+    on_meta,
+    parts_in,
+    remember,
+    replaced_models,
+    why_still_optimized,
+)
 from accel.report import Report
 from accel.verification.metrics import Quality
 from accel.verification.verify import against_stock

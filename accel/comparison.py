@@ -1,4 +1,4 @@
-"""When two tensors are the same result, computed in different ways: by the bounds of `tolerances.py`."""
+"""Whether two tensors are the same result, computed in different ways, by the bounds of `tolerances.py`."""
 
 from collections.abc import Iterable
 
@@ -48,10 +48,10 @@ def relative_rms_by_token(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tens
 def first_differences(
     stock: torch.Tensor, ours: torch.Tensor, logits: torch.Tensor
 ) -> tuple[int, list[tuple[float, torch.Tensor]]]:
-    """How many tokens are equal up to each row's first difference; and of rows that differ, what stock thought there:
-    the margin by which it preferred its own token, and its logits.
+    """How many tokens are equal before each row's first difference, and for rows that differ the margin by which stock
+    preferred its own token there, and its logits.
 
-    stock, ours: (rows, tokens); logits: stock's when it wrote, (rows, tokens, vocabulary).
+    stock, ours: (rows, tokens); logits: of stock's run, (rows, tokens, vocabulary).
     """
     stock, ours = stock.cpu(), ours.cpu()
     equal, found = 0, []
@@ -92,10 +92,10 @@ def named_factor(found: float, dtype: torch.dtype, holders: tuple) -> float | No
 
 
 def is_sum(base: torch.Tensor, branch: torch.Tensor, scale: float, total: torch.Tensor) -> bool:
-    """Whether total = base + scale * branch, but for what rounding does to a sum of this size; all (..., channels).
+    """Whether total = base + scale * branch up to rounding; all (..., channels).
 
-    Measured against the branch, which may be small: a factor on it must show. Token by token, for some are a thousand
-    times larger than others and would hide them.
+    Measured against the branch, which may be small, so that a factor on it shows. Token by token, since some are a
+    thousand times larger than others.
     """
     base, branch, exact = base.double(), scale * branch.double(), total.double()
     error, large, small = (tensor.norm(dim=-1) for tensor in (exact - base - branch, exact, branch))

@@ -17,8 +17,8 @@ from accel.bench.timing import burst, seconds
 from accel.diffusion.family import RULES, graph_paths
 from accel.fusion.loop import DenoisingLoop, ForwardCounter
 from accel.options import Options
-from accel.patching.context import Context
 from accel.patching.fast_forward import Kernels
+from accel.patching.rule import Context
 from accel.planning.plan import Plan, create_context
 
 WARM_UP = 4  # calls: eager, captured, replayed, and once more

@@ -22,7 +22,7 @@ from accel.bench.memory import peak_mb, release
 from accel.bench.runner import WrongResult
 from accel.bench.timing import Timing, burst, seconds
 from accel.diffusion.inputs import denoiser_inputs, example_call
-from accel.patching.patch import set_data
+from accel.patching.rule import set_data
 from accel.planning.targets import models_in
 from accel.verification.metrics import Quality, tensors
 

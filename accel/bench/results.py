@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.table import Table
 
 from accel.bench.timing import Clock
-from accel.errors import told
+from accel.errors import logged
 
 VARIANTS = ("stock", "compile", "accel")
 REASON = 300  # letters of an error that are kept
@@ -56,7 +56,7 @@ class BenchRecord:
     def fail(self, error: Exception, **where: object) -> None:
         """Of another process's traceback the last line is told."""
         lines = str(error).strip().splitlines()
-        reason = f"{type(error).__name__}: {lines[-1]}" if lines and "Error" in lines[-1] else told(error)
+        reason = f"{type(error).__name__}: {lines[-1]}" if lines and "Error" in lines[-1] else logged(error)
         self.failed.append({**where, "reason": reason[:REASON]})
 
 

@@ -20,7 +20,7 @@ from accel.bench.memory import peak_mb, release
 from accel.bench.ready.states import lost_s, measure_states
 from accel.bench.timing import Clock, compare_times, seconds
 from accel.comparison import worst_rms
-from accel.errors import told
+from accel.errors import logged
 from accel.quantization.module import unrounded
 from accel.tolerances import FLOOR, TIMES_STOCK, UNITS
 from accel.verification.metrics import Quality
@@ -133,7 +133,7 @@ class _Run:
         return peak_mb(self.device, first, lambda: self.calls(module, 1))
 
     def fail(self, what: str, error: Exception) -> None:
-        self.result.setdefault("failed", {})[what] = told(error)
+        self.result.setdefault("failed", {})[what] = logged(error)
 
     def in_time(self, what: str) -> bool:
         """Whether something may still be begun; what may not is noted."""
@@ -167,7 +167,7 @@ class _Run:
         try:
             return accuracy.reference(self.case, module, self.inputs[-self.case.exact :], self.dtype)
         except torch.OutOfMemoryError as error:  # the bound from stock is left
-            self.result["reference_failed"] = told(error)
+            self.result["reference_failed"] = logged(error)
             return []
         finally:
             release(self.device)
@@ -322,7 +322,7 @@ def _side_by_side(going: _Run, compiled: bool, budget_s: float) -> None:
         try:
             steps["compile"] = going.of_compile(stock_twin(module))
         except Exception as error:  # whatever a compiler may raise is its own result
-            result["compile_failed"] = told(error)
+            result["compile_failed"] = logged(error)
             release(device)
 
     going.stage(STAGES[4])

@@ -1,8 +1,8 @@
 """CUDA graphs of whole forwards: one per input shape, captured lazily, bounded in memory, never aliased.
 
-A call copies its inputs into fixed buffers, replays the graph and returns copies of the outputs. The first call of a
-shape runs eagerly, and so do those after it while its kernels are being chosen, a little at a time; then one captures.
-What cannot be captured, or gains nothing, runs eagerly and says why.
+A call copies its inputs into fixed buffers, replays the graph and returns copies of the outputs. The first calls of a
+shape run eagerly, while its kernels are being chosen a little at a time; then one captures. What cannot be captured, or
+gains nothing, runs eagerly and says why.
 """
 
 import gc
@@ -22,29 +22,28 @@ from accel.cuda_graphs.fingerprint import Fingerprint, States, Watched
 from accel.cuda_graphs.host_copies import capture_with_copies
 from accel.cuda_graphs.pays import milliseconds
 from accel.cuda_graphs.pool import CaptureMemory, GraphPool
-from accel.errors import reason_of, told
+from accel.errors import logged, reason_of
 from accel.parallel.ranks import Ranks
 from accel.parallel.sequences import waited
 from accel.patching.fallback_log import FallbackLog
 
 LEAST_GAIN = 0.02  # a graph that saves less than this share of the eager time is not worth its memory
-LEAST_LAUNCHING = 0.1  # the share of the eager time below which a graph is not tried: launching is not what takes it
-CROWDED = 2  # times that all graphs make room for one, after which it stays eager: the next one would drop it again
-FORGIVEN = 1 / 8  # of such a time, by each replay
+LEAST_LAUNCHING = 0.1  # a graph is not tried if launching takes less than this share of the eager time
+CROWDED = 2  # times that all graphs are dropped for one, after which it stays eager: the next would drop it again
+FORGIVEN = 1 / 8  # of such a time is taken back by each replay
 MOST_SHAPES = 256  # shapes remembered per module; the oldest is forgotten
-SETTLING = 0.1  # seconds of a call that may go into measuring which kernels are the fastest for its shape, about
-PATIENCE = 12  # calls of a shape that may wait for that before it is captured as it is
-RESTLESS = 8  # consecutive calls that each find the module changed, after which it is left alone
+SETTLING = 0.1  # seconds of a call, about, that may be spent measuring kernels for its shape
+PATIENCE = 12  # eager calls of a shape that may wait for that before it is captured
+RESTLESS = 8  # consecutive calls that find the module changed, after which no more graphs are captured
 
 
 class GraphRunner:
     """Runs one module's forward through graphs of a shared pool.
 
-    obstacle(module): None, or why no forward may be captured; asked again whenever the module changes. keep: keep
-    graphs that gain nothing. passed: attributes that may change, see `Fingerprint`. beside: what must not change
-    either. kind: of a call's leaves, which kernels there are to compile; without it all calls are of one kind.
-    eager_calls: of a shape, before it is captured. ranks: compute each call together, so each runs it once, and all
-    capture and drop graphs in the same call.
+    obstacle(module): None, or why no forward may be captured; asked again whenever the module changes. keep: also
+    graphs that gain nothing. passed, beside: the `kept` and `beside` of `Fingerprint`. kind: of a call's leaves, calls
+    of equal kind launch the same kernels; all do without it. eager_calls: of a shape, before it is captured. ranks:
+    compute each call together, so each runs it once, and all capture and drop graphs in the same call.
     """
 
     passed: tuple[tuple[str, str], ...] = ()
@@ -90,8 +89,8 @@ class GraphRunner:
     ) -> Any:
         """eager(*args, **kwargs), or the replay of its graph.
 
-        variant: plain values that it depends on too. pending: what `begin` has launched with equal arguments; the
-        current stream waits for it already. instead: the cheaper way where no graph will be; a graph has to beat it.
+        variant: plain values that it depends on too. pending: what `begin` has launched with equal arguments, for which
+        the current stream waits. instead: a cheaper way than eager without a graph, which a graph has to beat.
         """
         if pending is not None and self._stands(pending, variant):
             return pending.outputs
@@ -147,9 +146,9 @@ class GraphRunner:
         return outputs
 
     def _settle(self, entry: Entry | None, asked: dict, device: torch.device, cold: bool) -> None:
-        """Runs the trials that the call has asked for: all after the very first call, else some for a short time.
+        """Runs trials that the call has asked for: all after the very first call, else some, for a short time.
 
-        None after the first call of a shape, in which libraries get ready.
+        None after the first call of a shape, which includes set-up of libraries.
         """
         open_: Iterable[Hashable] = asked
         if asked and (cold or entry is None or entry.waited):
@@ -193,9 +192,9 @@ class GraphRunner:
             return Replayed(key, fingerprint, versions, self._replay(entry, leaves, entry.graph.device, None))
 
     def _warm_up(self, eager: Callable, leaves: list, spec: pytree.TreeSpec) -> bool:
-        """Compiles the kernels of a kind of call side by side, before its first; whether it was the very first.
+        """Compiles kernels in parallel before the first call of a kind; returns whether it is the very first call.
 
-        Only where nothing forbids a graph: the user's hooks must not see a dry run. An error shows again in the call.
+        Not where something forbids a graph: the user's hooks must not see a dry run. An error comes again in the call.
         """
         kind, first = None if self.kind is None else self.kind(leaves), not self.warm
         if kind in self.warm:
@@ -210,11 +209,11 @@ class GraphRunner:
         return first
 
     def _renew(self) -> Fingerprint:
-        """Looks what the module is now, and forgets graphs of which there is no use any more. Returns what it is."""
+        """Takes a new fingerprint of the module, and drops graphs of states that are no longer kept."""
         now, new = self.states.renew(self._taken)
         if new:
             self.changes += bool(self.entries)
-            for key in [key for key in self.entries if key[0] not in self.states.numbers()]:
+            for key in [key for key in self.entries if key[0] not in self.states.known]:
                 self.pool.drop(self.entries.pop(key))
         restless = "the module changes between any two calls" if self.changes >= RESTLESS else None
         self.reason = restless or self.obstacle(self.module)
@@ -224,7 +223,7 @@ class GraphRunner:
         return Fingerprint(self.module, self.passed, self.beside)
 
     def _follow(self) -> None:
-        """Looks for weights where an eager call has put them, side by side for one product, if no graph reads them."""
+        """Follows weights that an eager call has stacked for one product, unless a graph reads them."""
         with self.pool.lock:
             if not any(entry.graph is not None for entry in self.entries.values()):
                 self.states.follow(self._taken)
@@ -264,7 +263,7 @@ class GraphRunner:
             # Whatever a forward may raise under capture, also of CUDA and of the memory a graph keeps: this shape stays
             # eager. A GPU that has failed says so at the next line that waits for it.
             entry.graph = None
-            entry.reason = f"capture failed: {told(error)}"
+            entry.reason = f"capture failed: {logged(error)}"
             torch.cuda.current_stream(device).synchronize()
             gc.collect()
             torch.cuda.empty_cache()

@@ -25,9 +25,7 @@ from accel.diffusion.step_cache.cache import NAME as STEP_CACHE
 from accel.diffusion.step_cache.rule import match_step_cache
 from accel.fusion.channels_last import ChannelsLast, over_video
 from accel.fusion.norms import match_group_norm, match_layer_norm
-from accel.patching.context import Context
-from accel.patching.rule import Match, Rule, Skip
-from accel.patching.site import Site
+from accel.patching.rule import Context, Match, Rule, Site, Skip
 from accel.patching.structure import holds
 
 

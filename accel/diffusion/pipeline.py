@@ -17,12 +17,10 @@ from accel.fusion.loop import DenoisingLoop
 from accel.fusion.stacked_linears import Stacked
 from accel.libraries.models import denoising_loops
 from accel.offload.hooks import SWITCH, OffloadPatch
-from accel.patching.context import Context
 from accel.patching.owner import InstanceMethod, disown
-from accel.patching.patch import Patch
 from accel.patching.probe import Probe
-from accel.planning.plan import PLAN, Plan, plan_of
-from accel.planning.stages import StageResult
+from accel.patching.rule import Context, Patch
+from accel.planning.plan import PLAN, Plan, StageResult, plan_of
 from accel.planning.targets import schedulers_in
 
 

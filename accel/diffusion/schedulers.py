@@ -16,12 +16,9 @@ import torch
 from accel.errors import reason_of
 from accel.libraries.code import comes_from
 from accel.libraries.diffusion import STEP
-from accel.patching.context import Context
 from accel.patching.fallback_log import FallbackLog
 from accel.patching.owner import InstanceMethod
-from accel.patching.patch import Patch
-from accel.patching.rule import Match, Rule, Skip
-from accel.patching.site import Site
+from accel.patching.rule import Context, Match, Patch, Rule, Site, Skip
 from accel.planning.targets import is_scheduler
 
 ARGUMENTS = {"model_output", "timestep", "sample"}

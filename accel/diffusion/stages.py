@@ -14,9 +14,8 @@ from accel.diffusion.family import RULES
 from accel.diffusion.linears import denoiser_linears, prompt_projections, refuses_rounding
 from accel.diffusion.merge_guard import MergeGuard
 from accel.options import Options
-from accel.patching.context import Context
-from accel.planning.plan import Plan
-from accel.planning.stages import Row, StageReport, StageResult
+from accel.patching.rule import Context
+from accel.planning.plan import Plan, Row, StageReport, StageResult
 from accel.quantization.activation_quantization import RULE as ROUNDING
 from accel.quantization.activation_quantization import Rounding
 from accel.quantization.activations import is_static, kind_of

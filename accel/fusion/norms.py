@@ -8,11 +8,9 @@ from torch import nn
 
 from accel.fusion.channels_last import normalize
 from accel.fusion.norm_kind import NormKind, rms_norm_kinds
-from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward
 from accel.patching.guard import Parts, plain_settings
-from accel.patching.rule import Match
-from accel.patching.site import Site
+from accel.patching.rule import Context, Match, Site
 from accel.patching.structure import plain, tampered
 
 UNKNOWN = "arguments the fast forward does not know"

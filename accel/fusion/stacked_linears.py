@@ -15,8 +15,7 @@ from torch import nn
 
 from accel.fusion.loop import ForwardCounter
 from accel.fusion.tensor_notes import TensorNotes
-from accel.patching.context import Context
-from accel.patching.patch import set_data
+from accel.patching.rule import Context, set_data
 from accel.quantization.module import row_tensors
 from accel.quantization.product import (
     Rows,

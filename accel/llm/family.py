@@ -13,12 +13,10 @@ from accel.fusion.stacked_linears import Stacked
 from accel.libraries.versions import newer_than_tested
 from accel.llm.batching.hook import batching_hook
 from accel.llm.generation.decoder import DecoderForward
-from accel.llm.generation.graph_sizes import rows_of_kernels
 from accel.llm.generation.loop.hooks import generate_hooks
-from accel.llm.generation.mixed import MixedForward, try_mixed
-from accel.llm.generation.prefill import Prompts
-from accel.llm.generation.self_test import find_convention
-from accel.llm.generation.surroundings import guard_of
+from accel.llm.generation.mixed import MixedForward
+from accel.llm.generation.prefill import Prompts, rows_of_kernels
+from accel.llm.generation.self_test import find_convention, guard_of, try_partial
 from accel.llm.generation.trial_warmup import warm_up
 from accel.llm.moe.experts import ExpertsForward, match_experts
 from accel.llm.moe.router import RouterForward, match_router
@@ -33,10 +31,7 @@ from accel.llm.runtime.layer import LayerForward, LayerSpec
 from accel.llm.runtime.lm_head import OutputHead, match_head, match_table
 from accel.llm.runtime.step import ForwardContext
 from accel.parallel.agreement import all_agree
-from accel.patching.context import Context
-from accel.patching.patch import ForwardPatch
-from accel.patching.rule import Match, Rule, Skip
-from accel.patching.site import Site
+from accel.patching.rule import Context, ForwardPatch, Match, Rule, Site, Skip
 from accel.quantization.activation_quantization import rounding
 
 PARTIAL = "understood, but not the whole model"
@@ -96,8 +91,8 @@ def _match_some(model: PreTrainedModel, context: Context, layers: dict, specs: l
     forward.experts, forward.routers = _inside(forwards, context)
     forward.most_positions = specs[0][0].most_positions
     try:
-        try_mixed(forward)
-        forward.model_guard = guard_of(forward, forward.write)
+        try_partial(forward)
+        forward.model_guard = guard_of(forward)
     except NotUnderstood as reason:
         return _stock(str(reason), context)
     note = f"{len(forwards)} of {len(layers)} layers fused, the others run stock between them, without CUDA graphs"

@@ -21,7 +21,7 @@ from accel.llm.generation.routing import routed_modules
 from accel.llm.moe.experts import ExpertsForward
 from accel.llm.moe.router import RouterForward
 from accel.llm.moe.router_formula import INDEX, LOGITS, SHARE
-from accel.patching.patch import ForwardPatch
+from accel.patching.rule import ForwardPatch
 from accel.planning.plan import Plan
 from accel.quantization.experts import QuantizedExperts
 from accel.tolerances import FAR, FLOOR, MEDIAN, SUM_UNITS

@@ -16,9 +16,8 @@ from accel.llm.runtime.analyze import Analysis, analyze
 from accel.options import STATIC, calibrate
 from accel.parallel.agreement import all_agree
 from accel.parallel.sharded_layers import ranks_of
-from accel.patching.context import Context
-from accel.planning.plan import Plan
-from accel.planning.stages import Row, StageReport, StageResult
+from accel.patching.rule import Context
+from accel.planning.plan import Plan, Row, StageReport, StageResult
 from accel.quantization.activation_quantization import RULE as ROUNDING
 from accel.quantization.activation_quantization import Rounding, fixed, rounding
 from accel.quantization.activations import kind_of

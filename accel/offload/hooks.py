@@ -10,7 +10,7 @@ from torch import nn
 from accel.libraries.hooks import DETACH, ENTER, FORWARD, HOOK, METHODS, hook_of, offload_hooks
 from accel.offload.layout import separate
 from accel.offload.placed_model import PlacedModel
-from accel.patching.patch import Patch
+from accel.patching.rule import Patch
 
 GPUS = ("cuda",)
 SWITCH = "enable_model_cpu_offload"  # which a pipeline calls itself, at the end of each call

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from accel.patching.patch import set_data
+from accel.patching.rule import set_data
 
 CPU = torch.device("cpu")
 UNIT = 256  # bytes: a weight begins at a multiple of it, as torch's own allocator has it

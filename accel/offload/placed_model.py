@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel.errors import told
+from accel.errors import logged
 from accel.offload.layout import Layout, lay_out, unmovable, weights_in
 from accel.offload.memory import Addresses, HostBuffer, Mapping
 
@@ -72,7 +72,7 @@ class PlacedModel:
             if arena.is_cuda:
                 torch.cuda.current_stream(arena.device).synchronize()
         except (OSError, RuntimeError, ValueError, MemoryError) as error:
-            self.reason = told(error)  # torch moves it one by one, or says that memory is short
+            self.reason = logged(error)  # torch moves it one by one, or says that memory is short
             return False
         self.visits += 1
         lay_out(layout.slots, arena)

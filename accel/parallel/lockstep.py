@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from accel.errors import RanksApart, told
+from accel.errors import RanksApart, logged
 from accel.parallel.agreement import by_value, patience
 from accel.parallel.ranks import Ranks
 
@@ -64,7 +64,7 @@ class Lockstep:
         try:
             found = call()
         except Exception as error:
-            failure, reason = error, told(error)
+            failure, reason = error, logged(error)
         if self.most([failure is not None])[0]:
             reasons = self.reasons("" if failure is None else reason)
             raise failure or RanksApart(f"{what}: {reasons}")

@@ -1,6 +1,6 @@
-"""What a module computes: its stock forward run against a candidate, on small random inputs.
+"""Runs a module's stock forward against a fused candidate, on small random inputs.
 
-Structure says which formula a block should be; the probe makes sure. It runs none of the user's own code, touches no
+Structure says which formula a block should compute; the probe confirms it. It runs none of the user's code, changes no
 weights, and draws from a generator of its own.
 """
 
@@ -44,9 +44,8 @@ class Probe:
     ) -> str | None:
         """None where candidate(*args) equals the module's stock forward, else how far they are apart.
 
-        args: or what makes them, which is asked where the verdict is not known yet.
-        variant: tells candidates of one class and their inputs apart, where a kind of module is tried with several.
-        ahead: the candidate launches several kernels, which are compiled side by side first.
+        args: or a function that makes them, called if the verdict is not known yet. variant: tells apart candidates of
+        one class for one kind of module. ahead: the candidate's kernels are compiled in parallel first.
         """
         reason = side_effects(module)
         if reason is not None:
@@ -79,7 +78,7 @@ def compile_ahead(candidate: Callable[[], object], device: torch.device) -> None
 
 
 def _kind(module: nn.Module) -> tuple:
-    """All that can change the formula, and nothing that only changes sizes."""
+    """Everything that can change the formula, but not sizes."""
     settings = tuple(
         (name, value)
         for name, value in vars(module).items()
@@ -92,7 +91,7 @@ def _kind(module: nn.Module) -> tuple:
 
 
 def _compare_widened(module: nn.Module, candidate: Callable, args: tuple, kwargs: dict) -> str | None:
-    """Of a module in 16 bits, whose rounding would hide that one activation is taken for another: once in float32."""
+    """Compares a module in 16 bits once more in float32: rounding may hide that one activation is taken for another."""
     held = [*module.parameters(), *module.buffers()]
     numbers = sum(tensor.numel() for tensor in held if tensor.dtype in NARROW)
     plain = all(type(tensor) in (torch.Tensor, nn.Parameter) and tensor.is_floating_point() for tensor in held)

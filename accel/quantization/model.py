@@ -11,7 +11,7 @@ from accel.errors import Refused, SkippedSite
 from accel.options import Options
 from accel.parallel.ranks import Ranks
 from accel.parallel.sharded_layers import INPUTS, expert_sharding, local, sharded_dim, sharding
-from accel.patching.patch import Change
+from accel.patching.rule import Change
 from accel.patching.structure import twin
 from accel.quantization.experts import ExpertStacks, QuantizedExperts
 from accel.quantization.linears import Dense, nothing

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from accel.patching.patch import set_data
+from accel.patching.rule import set_data
 
 PIECE = 2**25  # bytes of a buffer
 BUFFERS = 4

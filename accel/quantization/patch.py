@@ -10,7 +10,7 @@ from accel.errors import PatchConflict
 from accel.libraries.hooks import hook_of
 from accel.parallel.sharded_layers import known, local
 from accel.patching.fast_forward import FastForward
-from accel.patching.patch import Change, set_data
+from accel.patching.rule import Change, set_data
 from accel.patching.structure import stock_method
 from accel.quantization.experts import QuantizedExperts
 from accel.quantization.module import QuantizedLinear

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from accel.commands.serving import WithSettings, optimized_serving, own_settings
-from accel.errors import LOG, told
+from accel.errors import LOG, logged
 from accel.libraries.batching import GenerationOutput, RequestStatus
 from accel.libraries.server import OwnModels, Serve
 from accel.replicas.replica import AnswerPart, Question, ReplicaEnded
@@ -106,10 +106,10 @@ class Replicas(WithSettings):
                 await self._answer(name, question)
                 return
             except self._lost as error:
-                reason = told(error)
+                reason = logged(error)
                 LOG.warning("request %s lost its replica, attempt %d: %s", name, attempt + 1, reason)
             except Exception as error:
-                self._tell(name, question, RequestStatus.FAILED, told(error))
+                self._tell(name, question, RequestStatus.FAILED, logged(error))
                 return
         many = f"each of {self._attempts} replicas that were to answer was lost, the last by: {reason}"
         self._tell(name, question, RequestStatus.FAILED, many)

@@ -314,6 +314,8 @@ def test_what_cannot_be_captured_is_settled_too(runner_of, monkeypatch):
     runner.obstacle = lambda module: "hooks"
     kernels = Kernels(runner, monkeypatch)
     assert [kernels.call(2, parts=3) for _ in range(3)] == [("eager", 0.12), ("eager", 0.06), ("eager", 0.0)]
+    found = runner(lambda x: "padded", (torch.zeros(2),), {}, instead=lambda: "plain")
+    assert found == "plain" and runner.log.rows() == [("", "no graph: hooks", 4)]
 
 
 def test_a_state_that_comes_back_finds_its_graph(runner_of):

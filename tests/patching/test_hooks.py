@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import accel
 from accel.cuda_graphs.rule import IN_PARTS
-from accel.patching.patch import ForwardPatch
+from accel.patching.rule import ForwardPatch
 
 
 def run(model, inputs):

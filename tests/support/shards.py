@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import nn
 
 import accel
-from accel.errors import told
+from accel.errors import logged
 from accel.parallel.sharded_layers import divided, local
 from accel.quantization.module import QuantizedLinear
 from support.llm.parallel.ranks import load, written
@@ -65,5 +65,5 @@ def refused(parts: str, call: str = "", device: str | None = None) -> str:
         if call:
             getattr(model, call)(f"{parts}-again")
     except ValueError as error:
-        return told(error)
+        return logged(error)
     return "nothing"

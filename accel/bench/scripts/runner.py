@@ -20,7 +20,7 @@ from accel.bench.scripts.judging import dtype_of, judge_outputs
 from accel.bench.scripts.results import least
 from accel.bench.scripts.script import Script, Size
 from accel.bench.timing import Clock, seconds, take_turns, within
-from accel.errors import out_of_memory, told
+from accel.errors import logged, out_of_memory
 from accel.report import Report
 from accel.verification.call import seeded
 
@@ -129,12 +129,12 @@ def run_row(script: Script, size: Size, budget_s: float) -> dict:
     except Exception as error:  # whatever it raises, the next script has figures of its own
         name = "wrong result" if isinstance(error, WrongResult) else row.get("at", "building")
         short = "out of memory: " if out_of_memory(error) else ""
-        row["failed"] = f"{name}: {short}{told(error)}"[:300]
+        row["failed"] = f"{name}: {short}{logged(error)}"[:300]
     row.pop("at", None)
     try:
         release(size.device)
     except RuntimeError as error:  # what a failed script left behind
-        row.setdefault("failed", told(error))
+        row.setdefault("failed", logged(error))
     return row
 
 

@@ -55,7 +55,7 @@ def bench(
     import torch
 
     from accel.bench import folder, machine, results, runner
-    from accel.errors import told
+    from accel.errors import logged
 
     place = parse_device(device)
     kind = parse_dtype(dtype, place)
@@ -110,7 +110,7 @@ def bench(
                 raise
             except Exception as error:  # the next one may run all the same
                 traceback.print_exc()
-                failed.append((name, "stock", told(error)))
+                failed.append((name, "stock", logged(error)))
             else:
                 done.append(result)
             progress.update(task, completed=start + len(stages))

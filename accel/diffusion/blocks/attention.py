@@ -13,12 +13,10 @@ from torch import nn
 from accel.fusion.channels_last import as_image, as_image_like, as_rows, keep_channel_stats, nhwc, normalize
 from accel.fusion.loop import ForwardCounter
 from accel.fusion.stacked_linears import PromptProjections, Stacked, StackedLinears, project_together
-from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward
 from accel.patching.guard import Parts
 from accel.patching.probe import example
-from accel.patching.rule import Match, Skip
-from accel.patching.site import Site
+from accel.patching.rule import Context, Match, Site, Skip
 from accel.patching.structure import all_plain, foreign_processor, holds, meta_weights, untouched
 from accel.quantization.product import Rows, deferred, plain_linear, product
 

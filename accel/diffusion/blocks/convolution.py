@@ -9,12 +9,10 @@ from torch import nn
 
 from accel.fusion.channels_last import convolve, keep_channel_stats, nhwc
 from accel.fusion.half_operands import HalfOperands
-from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward
 from accel.patching.guard import Parts
 from accel.patching.probe import example
-from accel.patching.rule import Match, Skip
-from accel.patching.site import Site
+from accel.patching.rule import Context, Match, Site, Skip
 from accel.patching.structure import holds, meta_weights, plain, tampered, untouched
 
 LEAST_CHANNELS = 32  # of the output; a narrower one ends a model, and no norm comes after

@@ -14,12 +14,10 @@ from accel.fusion.channels_last import convolve, keep_channel_stats, nhwc, norma
 from accel.fusion.half_operands import HalfOperands, convolve_half, end_in_float32
 from accel.fusion.loop import ForwardCounter
 from accel.fusion.stacked_linears import StackedLinears, TimeProjections
-from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward
 from accel.patching.guard import Parts
 from accel.patching.probe import example
-from accel.patching.rule import Match, Skip
-from accel.patching.site import Site
+from accel.patching.rule import Context, Match, Site, Skip
 from accel.patching.structure import all_plain, holds, meta_weights, pointwise, untouched
 from accel.quantization.product import plain_linear
 

@@ -16,13 +16,11 @@ from accel.casting import cast_up
 from accel.diffusion.blocks.attention import AttentionForward
 from accel.fusion.channels_last import as_image, as_image_like, as_rows, keep_channel_stats, nhwc, normalize, project
 from accel.libraries.diffusion import image_output
-from accel.patching.context import Context
 from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import NOTHING, FastForward, Kernels
 from accel.patching.guard import Guard, Parts
 from accel.patching.probe import example
-from accel.patching.rule import Match, Skip
-from accel.patching.site import Site
+from accel.patching.rule import Context, Match, Site, Skip
 from accel.patching.structure import all_plain, holds, meta_weights, plain, pointwise
 from accel.patching.user_ops import UserOp
 from accel.quantization.product import (

@@ -10,12 +10,10 @@ import torch
 from torch import nn
 
 from accel.fusion.channels_last import keep_channel_stats, nhwc
-from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward
 from accel.patching.guard import Parts
 from accel.patching.probe import example
-from accel.patching.rule import Match, Skip
-from accel.patching.site import Site
+from accel.patching.rule import Context, Match, Site, Skip
 from accel.patching.structure import all_plain, holds, meta_weights
 
 SKIPS = "res_hidden_states_tuple"

@@ -13,11 +13,9 @@ from torch import nn
 
 from accel.diffusion.blocks.video_convolution_kind import VideoConvolution, VideoConvolutions, VideoPadding, kept
 from accel.fusion.channels_last import ndhwc, sum_frames
-from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.guard import Parts
-from accel.patching.rule import Match
-from accel.patching.site import Site
+from accel.patching.rule import Context, Match, Site
 
 LEAST_CHANNELS = 32  # of the output; a narrower one ends a model, and no norm comes after
 

@@ -14,11 +14,9 @@ from torch import nn
 
 from accel.fusion.channels_last import channel_stats_of, ndhwc
 from accel.fusion.norm_kind import close, random_twin, stock_output
-from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward
 from accel.patching.guard import Parts, plain_settings
-from accel.patching.rule import Match
-from accel.patching.site import Site
+from accel.patching.rule import Context, Match, Site
 from accel.patching.structure import foreign, meta_weights, tampered
 
 SMALLEST = 1e-12  # length by which F.normalize divides at least

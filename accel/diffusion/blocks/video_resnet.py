@@ -16,12 +16,10 @@ from accel.diffusion.blocks.video_convolution import convolve_written, copied, n
 from accel.diffusion.blocks.video_convolution_kind import VideoConvolution, VideoConvolutions
 from accel.diffusion.blocks.video_norm import VideoNorm, VideoNorms
 from accel.fusion.channels_last import coarser_as_convolution, ndhwc, sum_frames
-from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward
 from accel.patching.guard import Parts
 from accel.patching.probe import example
-from accel.patching.rule import Match, Skip
-from accel.patching.site import Site
+from accel.patching.rule import Context, Match, Site, Skip
 from accel.patching.structure import holds, meta_weights, untouched
 
 CACHE, PLACE, CAUSAL = "feat_cache", "feat_idx", "causal"  # arguments, by the names that all such blocks give them

@@ -41,12 +41,9 @@ from accel.libraries.code import comes_from
 from accel.libraries.diffusion import active_backend, context_parallel
 from accel.parallel.ranks import Ranks
 from accel.parallel.sequences import sequence_ranks
-from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, as_written
 from accel.patching.guard import Parts, Snapshot
-from accel.patching.patch import ForwardPatch, foreign_forward
-from accel.patching.rule import Match, Rule, Skip
-from accel.patching.site import Site
+from accel.patching.rule import Context, ForwardPatch, Match, Rule, Site, Skip, foreign_forward
 from accel.patching.structure import meta_weights, side_effects
 from accel.quantization.module import QuantizedLinear
 from accel.tolerances import BLOCK, bound

@@ -23,10 +23,8 @@ from accel.fusion.loop import DenoisingLoop
 from accel.libraries.diffusion import DIVIDED
 from accel.libraries.hooks import hook_of, hooks_of
 from accel.parallel.ranks import Ranks, all_ranks
-from accel.patching.context import Context
 from accel.patching.fast_forward import AS_WRITTEN, FastForward, as_written
-from accel.patching.rule import Match, Rule, Skip, first_of
-from accel.patching.site import Site
+from accel.patching.rule import Context, Match, Rule, Site, Skip, first_of
 from accel.tolerances import ROWS, bound
 
 NAME = "guidance parallel"  # of the rule

@@ -18,15 +18,11 @@ from accel.cuda_graphs.rule import own_code
 from accel.diffusion.parallel.same_numbers import check_same
 from accel.errors import reason_of
 from accel.parallel.ranks import Ranks, all_ranks
-from accel.patching.context import Context
 from accel.patching.fallback_log import FallbackLog
-from accel.patching.fast_forward import AS_WRITTEN
+from accel.patching.fast_forward import AS_WRITTEN, transformation
 from accel.patching.owner import InstanceMethod
-from accel.patching.patch import Patch
-from accel.patching.rule import Match, Skip
-from accel.patching.site import Site
+from accel.patching.rule import Context, Match, Patch, Site, Skip
 from accel.patching.structure import holds, stock_method
-from accel.patching.transformation import transformation
 
 NAME, METHOD = "tiles on ranks", "tiled_decode"
 

@@ -33,7 +33,7 @@ from accel.fusion.loop import DenoisingLoop
 from accel.libraries.diffusion import CACHED_STEPS
 from accel.libraries.hooks import skips
 from accel.patching.fast_forward import FastForward
-from accel.patching.patch import ForwardPatch
+from accel.patching.rule import ForwardPatch
 
 NAME = "step cache"  # of the rule
 DAMPED = 0.5  # of the way along the line, for what blocks add: it bends more than the output of a UNet's layers

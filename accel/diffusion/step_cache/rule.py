@@ -13,11 +13,8 @@ from accel.diffusion.step_cache.cache import StepCacheForward, StepCacheState
 from accel.diffusion.step_cache.stack import BlockStack
 from accel.diffusion.step_cache.tracks import StepArguments
 from accel.fusion.loop import DenoisingLoop
-from accel.patching.context import Context
-from accel.patching.patch import ForwardPatch
 from accel.patching.probe import Probe
-from accel.patching.rule import Match, Rule, Skip, first_of
-from accel.patching.site import Site
+from accel.patching.rule import Context, ForwardPatch, Match, Rule, Site, Skip, first_of
 from accel.patching.structure import holds, meta_weights, untouched
 
 # Prompts of a UNet are the same tensors in every step of a loop.

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from accel.errors import fatal, out_of_memory, told
+from accel.errors import fatal, logged, out_of_memory
 from accel.libraries.batching import logger
 from accel.llm.batching.engine import Engine
 from accel.llm.batching.ranks import AllRanks, Ending, OneRank, Stop, Turn
@@ -176,7 +176,7 @@ class EngineThread:
                 while self._take_in(engine):
                     self._deliver(self._step(engine))
         except BaseException as error:
-            logger.error(f"Error in generation loop: {told(error)}", exc_info=True)
+            logger.error(f"Error in generation loop: {logged(error)}", exc_info=True)
             self.fatal_error = error if isinstance(error, Exception) else RuntimeError(repr(error))
             ended_by = error
         finally:
@@ -276,13 +276,13 @@ class EngineThread:
                 with _computing(self.devices[0]):
                     self._deliver(self.engine.fail(error))
             except Exception as worse:
-                logger.error(f"The engine could not be emptied: {told(worse)}", exc_info=True)
+                logger.error(f"The engine could not be emptied: {logged(worse)}", exc_info=True)
                 self.keeps = False
         if not self.keeps or self.fatal_error is not None:
             try:
                 self.close()
             except Exception as worse:
-                logger.error(f"The engine could not be closed: {told(worse)}", exc_info=True)
+                logger.error(f"The engine could not be closed: {logged(worse)}", exc_info=True)
         with self._changed:
             self._added.clear()
             self._cancelled.clear()

@@ -21,11 +21,11 @@ from accel.llm.batching.spread import head_device
 from accel.llm.batching.trial import refusal
 from accel.llm.generation.calling_convention import Unfit
 from accel.llm.generation.decoder import DecoderForward
-from accel.llm.generation.loop.methods import MethodHook
+from accel.llm.generation.loop.hooks import MethodHook
 from accel.llm.pipeline.stretch import StretchGraphs
 from accel.parallel.agreement import require_agreement
 from accel.parallel.lockstep import Lockstep
-from accel.patching.patch import Patch
+from accel.patching.rule import Patch
 
 OWN = ("managers", "tried", "sizes", "lockstep")  # of one hook, which a copy begins without
 PLAIN = (bool, int, float, str, list, tuple, type(None))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from accel.errors import RanksApart, reason_of, told
+from accel.errors import RanksApart, logged, reason_of
 from accel.llm.batching.engine import Engine
 from accel.llm.batching.request import Request, failed, family
 from accel.llm.batching.sampling import SamplingDefaults
@@ -129,9 +129,9 @@ class AllRanks(OneRank):
             if error is not None and not self.over and self.lockstep.channel.whole:
                 self.over = True
                 self.lockstep.most((0, 0, 0, ENDED, 0))
-                self.lockstep.reasons(told(error))
+                self.lockstep.reasons(logged(error))
         except RanksApart as worse:
-            told(worse)
+            logged(worse)
         finally:
             self.lockstep.ranks.taken, self.lockstep.ranks.paused = "", False
 

@@ -6,7 +6,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from accel.errors import told
+from accel.errors import logged
 from accel.libraries.batching import GenerationOutput, logger
 from accel.llm.batching.request import Request
 
@@ -159,4 +159,4 @@ def _call(deliveries: Deliveries) -> None:
         try:
             handler(output)
         except Exception as error:
-            logger.error(f"The result handler of request {output.request_id} raised {told(error)}", exc_info=True)
+            logger.error(f"The result handler of request {output.request_id} raised {logged(error)}", exc_info=True)

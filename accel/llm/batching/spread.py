@@ -142,7 +142,8 @@ class KVCacheOfOneStep:
     def kvs(self, stretch: Stretch, x: torch.Tensor, metadata: tuple[torch.Tensor, ...]) -> dict[int, KV]:
         ragged = Ragged(*Pointers(*metadata[1:]), self.size.decodes, self.size.prefills)
         layers = [layer.spec.attention.index for layer in stretch.layers]
-        return self.shared.kv_cache.of_step(layers, x.shape[1], metadata[0], ragged)
+        given = {"metadata": metadata[0], "by_address": True, "ragged": ragged}
+        return self.shared.kv_cache.of_step(layers, x.shape[1], **given)
 
     def turn(self, stretch: Stretch) -> AbstractContextManager:
         return self.shared.turn(stretch.device)

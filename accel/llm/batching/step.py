@@ -174,8 +174,9 @@ class StepRunner:
         forward = self.forward
         forward.ready()
         ragged = Ragged(starts, lengths, rows, token_sequences, counts, most_decodes, most_prefills)
-        kvs = self.kv_cache.of_step(range(len(forward.layers)), tokens.shape[1], metadata, ragged)
-        return forward.logits_of(Step(list(kvs.values())), tokens, positions, keep)
+        given = {"metadata": metadata, "by_address": True, "ragged": ragged}
+        kvs = self.kv_cache.of_step(range(len(forward.layers)), tokens.shape[1], **given)
+        return forward.logits_of(Step(kvs), tokens, positions, keep)
 
     def _draw(
         self, plan: StepPlan, logits: torch.Tensor, numbers: "Numbers", tokens_of: Callable, logprobs: bool

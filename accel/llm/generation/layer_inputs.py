@@ -1,8 +1,8 @@
-"""What stock code around fused layers hands them, looked at before they compute by it.
+"""Checks what stock code gives the fused layers, so that calls with unknown arguments, such as images, run fused.
 
-So a call may run fused whose arguments are not understood, such as images: the model's own code makes hidden states,
-masks and angles of them, and a layer is the function of these that it is in a text. Only its mask is not read by a
-fused one, and so must hide the future, the padding, and what a window has passed, and nothing else.
+The model's own code makes hidden states, masks and angles of its arguments, and a layer computes of these what it does
+in a text. A fused layer does not read its mask: that must hide the future, the padding and what a window has passed,
+and nothing else.
 """
 
 from collections.abc import Mapping
@@ -25,10 +25,9 @@ PLACES = ("position_ids", "cache_position")  # of tokens: handed on also where n
 class CheckedStep(Step):
     """One forward of `tokens`, (rows, new) numbers or (rows, new, C) embeddings, behind `start`, by the model's code.
 
-    cache: the caller's, over the store that `kvs` are of. dtype: of hidden states. mask: (rows, start + new), of the
-    padding; None where it hides nothing. bare: layers are causal without a mask. checked: what layers are given is
-    looked at. reason: why the first of them was given what no text gives it; then all run stock, within the same
-    forward. ran: those that do not.
+    cache: the caller's, over the store of `kvs`. dtype: of hidden states. mask: (rows, start + new), of the padding;
+    None where it hides nothing. bare: layers are causal without a mask. checked: layers' inputs are compared.
+    reason: what the first layer was given that no text gives it; then all layers run stock. ran: those that ran fused.
     """
 
     __slots__ = ("bare", "cache", "checked", "given", "mask", "ran", "reason", "seen", "start")
@@ -82,8 +81,9 @@ class CheckedStep(Step):
         return None if self.seen[key][1] else NOT_CAUSAL
 
     def _causal(self, mask: Any, window: int | None) -> bool:
-        """Whether a mask shows every query the keys up to its own, but for padding and what a window has passed. What a
-        query sees that is padding itself is nobody's concern. Waits for the device.
+        """Whether a mask shows every query the keys up to its own, but for padding and what a window has passed.
+
+        Queries that are padding may see anything. Waits for the device.
         """
         new = self.given[1]
         end = self.start + new

@@ -1,4 +1,4 @@
-"""The runs in which a whole model is tried: stock and fused over one text, with one routing for both."""
+"""Runs in which a whole model is tried: stock and fused over one text, with one routing for both."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -12,13 +12,12 @@ from accel.libraries.cache import DynamicCache, cache_of
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.prefill import bucket_for, pad_to_bucket
 from accel.llm.generation.routing import Choices, noting, repeating, routed_modules, routing_modules
-from accel.llm.kv_cache.cache import adopt
 from accel.llm.kv_cache.store import Store
 from accel.llm.recording.inputs import within_positions
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import ROWS, example_ids
 from accel.patching.fast_forward import as_written
-from accel.patching.patch import ForwardPatch
+from accel.patching.rule import ForwardPatch
 from accel.quantization.module import dequantizing
 from accel.tolerances import DRIFT, LAYER_NOISE, LOGITS, MOST_MOVED, bound
 from accel.verification.noise import with_rounding
@@ -28,11 +27,10 @@ LONGEST = 150  # a window up to here is filled, to see it at work
 
 
 class Expected:
-    """What a stock run gave. logits: (rows, tokens, vocabulary); choices: of its routers, which a fused run takes too.
+    """The result of a stock run. logits: (rows, tokens, vocabulary); choices: of its routers, which a fused run takes.
 
-    median: some choices could not be noted. Rounding may then send tokens to other experts, whose results have little
-    in common, so that the median token of a row is what is judged.
-    moved: how far rounding moves these logits, asked only where it matters, as it takes a stock run; None: not at all.
+    median: judge the median token of a row, since some choices could not be noted, and rounding may send tokens to
+    other experts. moved: how far rounding moves these logits, which takes another stock run; None where unknown.
     """
 
     def __init__(
@@ -94,10 +92,10 @@ class Expected:
 
 
 def expected(forward: DecoderForward, run: Callable[[], torch.Tensor]) -> Expected:
-    """What run(), of stock, gives, (ROWS, tokens, vocabulary).
+    """The logits that run() gives of stock, (ROWS, tokens, vocabulary).
 
-    It may run once more, later: what it gives must not depend on what is patched then. Where routers cannot be made to
-    choose the same again, noise would say how far other experts put a token, and nothing of rounding.
+    It may run again later, so its result must not depend on what is patched then. Where choices of routers cannot be
+    repeated, noise would measure other experts, and not rounding.
     """
     with noting(ROWS, routing_modules(forward)) as choices:
         logits = run()
@@ -207,20 +205,12 @@ def fused_logits(forward: DecoderForward, lengths: tuple) -> torch.Tensor:
 
 
 def written(forward: DecoderForward, pieces: Iterable[dict]) -> torch.Tensor:
-    """The logits of all pieces, one after another."""
-    cache, found = DynamicCache(), []
-    for piece in pieces:
-        store = new_store(forward, cache)
-        found.append(forward.run(store, piece["input_ids"], piece.get("position_ids"), piece["attention_mask"], 0))
-    return torch.cat(found, dim=1)
-
-
-def new_store(forward: DecoderForward, cache: DynamicCache) -> Store:
-    """The store that is put behind this empty cache."""
-    store = adopt(cache, forward.shapes())
-    if isinstance(store, str):
-        raise NotUnderstood(store)
-    return store
+    """The logits of all pieces, one after another, by fused layers."""
+    if forward.partial:
+        return logits_over_pieces(forward, forward.fast, pieces)
+    store = forward.adopt(DynamicCache())
+    named = ((piece["input_ids"], piece.get("position_ids"), piece["attention_mask"]) for piece in pieces)
+    return torch.cat([forward.run(store, *given, 0) for given in named], dim=1)
 
 
 def fill_prompt(

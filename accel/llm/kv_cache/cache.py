@@ -32,10 +32,10 @@ def steps_aside(method: Callable) -> Callable:
 class StoreLayer(DynamicLayer):
     """One layer of a Store, used as a DynamicLayer.
 
-    `keys` and `values` are views into the store: right until the next call, and edits of them are edits of the cache.
-    What a common store cannot hold (other rows than the other layers', another dtype, gradients, assigned keys) turns
-    this layer into a stock one with the same content; `adopt` takes it in again. Reading keys or values of a store that
-    rounds them does so too: no view could show them, and an edit of a copy would be lost.
+    `keys` and `values` are views into the store, valid until the next call; edits of them are edits of the cache. What
+    the store cannot hold (other rows than the other layers', another dtype, gradients, assigned keys) turns this layer
+    into a stock one with the same content; `adopt` takes it back. So does reading keys or values that are stored in 8
+    bits: they have no view, and an edit of a copy would be lost.
     """
 
     def __init__(self, store: Store, index: int):
@@ -111,12 +111,12 @@ class StoreLayer(DynamicLayer):
 
     @torch.compiler.assume_constant_result
     def trace_anew(self) -> None:
-        """Becomes a stock layer outside of the trace, which starts anew and finds that."""
+        """Becomes a stock layer outside of the trace, which then starts anew."""
         self.leave()
         raise UnspecializeRestartAnalysis  # which starts the trace anew, and from nothing
 
     def _filled(self) -> DynamicLayer:
-        """The layer that it stands for, with tensors of its own; the store holds it no more."""
+        """The stock layer, with tensors of its own; the store drops this one."""
         stock = self.stock()
         if self.store.lengths[self.index]:
             keys, values = (t.clone(memory_format=torch.contiguous_format) for t in self.read())

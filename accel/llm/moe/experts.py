@@ -16,13 +16,11 @@ from torch import nn
 from accel.llm.recording.implementation import foreign_experts
 from accel.llm.runtime.mlp import activation_name
 from accel.parallel.sharded_layers import Sharding, expert_sharding, local
-from accel.patching.context import Context
 from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.guard import Parts, changed_since
 from accel.patching.probe import example
-from accel.patching.rule import Match, Skip
-from accel.patching.site import Site
+from accel.patching.rule import Context, Match, Site, Skip
 from accel.patching.structure import meta_weights, placement, twin
 from accel.quantization.experts import QuantizedExperts, stock_parameters
 

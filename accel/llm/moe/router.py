@@ -22,14 +22,11 @@ from accel.llm.moe.router_formula import (
     router_settings,
 )
 from accel.llm.runtime.linear import product_for
-from accel.patching.context import Context
 from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.guard import Parts, changed_since
-from accel.patching.patch import foreign_forward
 from accel.patching.probe import compile_ahead, example
-from accel.patching.rule import Match, Skip
-from accel.patching.site import Site
+from accel.patching.rule import Context, Match, Site, Skip, foreign_forward
 from accel.patching.structure import meta_weights, side_effects, untouched
 from accel.quantization.experts import stock_parameters
 from accel.tolerances import BLOCK, bound

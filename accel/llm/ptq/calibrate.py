@@ -17,7 +17,7 @@ from accel.llm.ptq.calibration.layer_work import LayerWork, outputs
 from accel.llm.ptq.calibration.linears import linears, put
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import decoder_layers, model_side_effects
-from accel.patching.patch import set_data
+from accel.patching.rule import set_data
 from accel.patching.structure import placement, stock_method
 from accel.quantization.activations import COLUMNS, FIXED, SCALE, THRESHOLD, is_static
 from accel.quantization.linears import Dense

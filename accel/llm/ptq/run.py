@@ -24,7 +24,7 @@ from accel.llm.recording.recorder import decoder_layers
 from accel.llm.runtime.linear import holds_transposed, weights
 from accel.options import ACTIVATIONS, METHODS, STATIC, WEIGHTS, check_activations
 from accel.parallel.sharded_layers import ranks_of
-from accel.patching.patch import set_data
+from accel.patching.rule import set_data
 from accel.patching.structure import meta_weights
 from accel.planning.plan import PLAN
 from accel.quantization.activations import FIXED, is_static

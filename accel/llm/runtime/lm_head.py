@@ -10,12 +10,10 @@ from torch import nn
 from accel.llm.runtime.linear import weights
 from accel.parallel.ranks import chunk_sizes
 from accel.parallel.sharded_layers import OUTPUTS, Sharding, local, sharding
-from accel.patching.context import Context
 from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.guard import changed_since
-from accel.patching.rule import Match
-from accel.patching.site import Site
+from accel.patching.rule import Context, Match, Site
 
 
 @dataclass(frozen=True)

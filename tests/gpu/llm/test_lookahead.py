@@ -9,7 +9,7 @@ from accel.llm.kv_cache.cache import store_of
 from accel.llm.kv_cache.store import PendingStep
 from support.llm.calls import counting
 from support.llm.families import padded, prompt
-from support.llm.gpu import EDITS, memory_stays_flat, new_pair, on_a_stream, on_gpu, side_by_side
+from support.llm.gpu import EDITS, new_pair, on_gpu
 from support.llm.outputs import flat, generate, same
 
 EXACT = 4e-5
@@ -174,16 +174,6 @@ def test_a_change_right_after_a_step_was_begun():
     assert torch.equal(*found)
 
 
-def test_on_a_stream_of_the_users_own(steps):
-    ours, stock = new_pair("llama")
-    warm(ours)
-    call = {"max_new_tokens": 20}
-    wanted = generate(stock, *inputs(), **call)
-    steps[:] = 0, 0
-    same(on_a_stream(lambda: generate(ours, *inputs(), **call)), wanted, EXACT)
-    assert steps[1] >= 18
-
-
 def test_embeddings_for_a_prompt(steps):
     ours, stock = new_pair("llama")
     warm(ours, (6,))
@@ -194,26 +184,6 @@ def test_embeddings_for_a_prompt(steps):
         for model in (ours, stock)
     ]
     assert torch.equal(*found) and steps[1] >= 9
-
-
-def test_threads_side_by_side(steps):
-    ours, stock = new_pair("llama")
-    lengths = ((9,), (4,), (9, 5), (7, 7, 2))
-    for each in lengths:
-        warm(ours, each)
-    wanted = [generate(stock, *inputs(each), max_new_tokens=30) for each in lengths]
-    for got, one in zip(
-        side_by_side(lambda each: generate(ours, *inputs(each), max_new_tokens=30), lengths), wanted, strict=True
-    ):
-        for each in got:
-            same(each, one, EXACT)
-    assert steps[1] > 300
-
-
-def test_memory_stays_flat():
-    ours, _ = new_pair("llama")
-    warm(ours, (6,))
-    memory_stays_flat(ours, 60)
 
 
 def test_a_step_nobody_takes_keeps_nothing_alive():

@@ -9,7 +9,7 @@ import torch
 from accel_kernels.attention.paged.kv import LENGTH
 
 from accel.llm.generation import prefill as short
-from accel.llm.generation.prefill import MOST, bucket_for
+from accel.llm.generation.prefill import MOST_PROMPT, bucket_for
 from support.llm.calls import new_cache
 from support.llm.families import FAMILIES, every, padded, prompt
 from support.llm.filled_prefill import new_pair, shapes, talk
@@ -217,5 +217,5 @@ def test_other_calls_are_as_they_were(pair_of):
     ours(prompt(1, 10), logits_to_keep=3)
     ours(prompt(1, 10), past_key_values=cache)
     ours(prompt(1, 70), past_key_values=cache, logits_to_keep=1)  # not the beginning
-    ours(prompt(1, MOST + 1), logits_to_keep=1)
+    ours(prompt(1, MOST_PROMPT + 1), logits_to_keep=1)
     assert shapes(ours) == []

@@ -117,6 +117,10 @@ def test_a_layer_with_constants_in_its_keys_stays_as_it_is_and_is_named():
     assert naive > 0.2 and mine < naive / 5, (naive, mine)
     with rounding(torch.float8_e4m3fn):
         assert off(stock, (ids,), wanted) < naive  # floats have digits for the small channels too
+    assert torch.equal(accel.restore(ours)(ids).logits, wanted)
+    with pytest.raises(ValueError, match=r"strict=True: kv_cache='int8': .*model\.layers\.1: \d+ dB"):
+        accel.optimize(ours, kv_cache="int8", strict=True)
+    assert not accel.report(ours).sites
 
 
 @pytest.mark.parametrize(
@@ -141,13 +145,6 @@ def test_decibels_see_what_the_size_of_keys_hides():
     assert key_decibels(q, k, 1e-6, torch.int8) == math.inf  # no score notices
     k[0, 0, 0, 0] = math.nan
     assert not key_decibels(q, k, 1.0, torch.int8) >= LEAST
-
-
-def test_strict_refuses_a_layer_that_stays_as_it_is():
-    model = planted()
-    with pytest.raises(ValueError, match=r"strict=True: kv_cache='int8': .*model\.layers\.1: \d+ dB"):
-        accel.optimize(model, kv_cache="int8", strict=True)
-    assert not accel.report(model).sites
 
 
 # -- the option --------------------------------------------------------------------------------------------------------
@@ -256,13 +253,6 @@ def test_calls_that_run_stock_go_on_over_the_same_cache():
     got = ours(ids[:, :2], past_key_values=cache, output_hidden_states=True).logits
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
     assert store_of(cache) and cache.get_seq_length() == 11
-
-
-def test_restored_it_is_stock():
-    ours, stock, ids, _ = held()
-    assert torch.equal(accel.restore(ours)(ids).logits, stock(ids).logits)
-    accel.optimize(ours)
-    torch.testing.assert_close(ours(ids).logits, stock(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_a_copy_of_the_model_rounds_too():

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel.llm.kv_cache.row_blocks import RowBlocks
-from accel.llm.kv_cache.shape import BLOCK, Shape
+from accel.llm.kv_cache.shape import BLOCK
 from accel.llm.kv_cache.store import AHEAD, RowSelection, Store
 from support.everything import EVERYTHING
-from support.llm.kv_cache.row_lists import CPU, SHAPES, STORED, Lists, append, append_as_stock, check, filled, fresh
+from support.llm.kv_cache.row_lists import SHAPES, STORED, Lists, append, append_as_stock, check, filled, fresh
 from support.noted import noted
 
 number = st.integers(0, 2**16)
@@ -87,10 +87,10 @@ def test_a_store_is_a_list_of_tensors_a_row(stored, rows, wanted, steps):
 
 def test_beams_share_full_blocks_and_copy_the_one_being_written():
     store, _ = filled()
-    before = store.kv(0).keys.clone()
+    before = store.blocks.kv(0).keys.clone()
     store.choose(RowSelection("reorder", torch.tensor([1, 1, 3, 0])))
-    assert store.kv(0).table[:, :2].tolist() == [[3, 4], [3, 4], [9, 10], [0, 1]]
-    changed = (store.kv(0).keys != before).flatten(1).any(1)
+    assert store.blocks.kv(0).table[:, :2].tolist() == [[3, 4], [3, 4], [9, 10], [0, 1]]
+    changed = (store.blocks.kv(0).keys != before).flatten(1).any(1)
     assert set(changed.nonzero().flatten().tolist()) <= {2, 5, 8, 11}
 
 
@@ -165,25 +165,15 @@ def test_attention_over_shared_blocks_is_attention_over_the_rows_own_tokens(more
         for one in (store, plain):
             one.reserve(4, lists.length + 60)
             one.set_padding_mask(lists.padding_mask(lists.length))
-            outputs.append(paged_attention.reference(q, *new[0], one.kv(0), 0.5, **more))
+            outputs.append(paged_attention.reference(q, *new[0], one.kvs([0], 60)[0], 0.5, **more))
         assert torch.equal(*outputs)
         for layer in (1, 2):
-            kv = store.kv(layer)
+            kv = store.kvs([layer], 60)[layer]
             kv.keys[kv.slots(kv.stored(), kv.stored() + 60)] = new[layer][0]
             kv.values[kv.slots(kv.stored(), kv.stored() + 60)] = new[layer][1]
         store.advance(60)
         lists.append(new)
         check(store, lists)
-
-
-def test_room_is_what_was_asked_for_then_half_as_much_again():
-    store = Store(SHAPES)
-    store.reserve(1, 100)
-    assert store.capacity == 2 * BLOCK
-    store.reserve(1, 129)
-    assert store.capacity == 3 * BLOCK
-    store.reserve(1, 900)
-    assert store.capacity == 15 * BLOCK
 
 
 def test_a_request_has_room_at_once_but_not_for_all_it_might_come_to():
@@ -260,14 +250,6 @@ def test_a_copy_is_no_larger_than_what_it_holds():
     store, _ = filled(rows=1, tokens=100, wanted=10000)
     assert len(pickle.dumps(store)) < 4 * sum(shape.size for shape in SHAPES) * 2 * BLOCK
     assert copy.deepcopy(store).capacity == 2 * BLOCK
-
-
-def test_eight_bits_are_a_byte_an_element_and_four_a_scale():
-    shape = Shape(8, 128, torch.bfloat16, CPU, torch.int8)
-    assert shape.size == 2 * 8 * (128 + 4) and shape.exact.size == 2 * 8 * 128 * 2
-    store = Store((shape,) * 3)
-    store.reserve(2, 2 * BLOCK)
-    assert sum(kept.nbytes for kept in store.blocks.by_shape[shape]) == 3 * shape.size * 2 * 2 * BLOCK
 
 
 def test_room_grows_by_shares_so_that_a_long_text_is_copied_a_few_times_only(monkeypatch):

@@ -8,7 +8,7 @@ from torch import nn
 
 import accel
 from accel.llm.moe.experts import ExpertFormula, ExpertsForward
-from accel.patching.patch import MISSING
+from accel.patching.rule import MISSING
 from support.kernels.waiting import NothingWaits
 from support.llm.families import make, prompt
 from support.llm.near_ties import deep_gpt_oss

@@ -13,9 +13,7 @@ import accel
 from accel.fusion.norm_kind import norm_kind, rms_norm_kinds
 from accel.fusion.norms import match_rms_norm
 from accel.options import Options
-from accel.patching.patch import ForwardPatch
-from accel.patching.rule import Rule
-from accel.patching.site import Site
+from accel.patching.rule import ForwardPatch, Rule, Site
 from accel.planning.plan import create_context
 from support.llm.families import SIZES, TOKENS, available, padded, randomize
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from accel.fusion.stacked_linears import stack_rows, stacked_rows
-from accel.patching.patch import set_data
+from accel.patching.rule import set_data
 
 REST = 16  # calls between two moves of the same weights, so that moving costs little where they never stay
 ANYWHERE = 0  # the address of a copy's, each of which a pickle gives a storage as large as that of all

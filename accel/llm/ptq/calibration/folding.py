@@ -18,7 +18,7 @@ from accel.llm.runtime.layer import LayerSpec
 from accel.llm.runtime.linear import weights
 from accel.llm.runtime.norm import NormSpec
 from accel.llm.runtime.softmax_attention import SEPARATE, SoftmaxSpec, split
-from accel.patching.patch import set_data
+from accel.patching.rule import set_data
 from accel.quantization.linears import Dense
 
 # Positively homogeneous: act(s x) = s act(x) for s > 0.

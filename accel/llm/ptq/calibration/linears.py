@@ -11,7 +11,7 @@ from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import decoder_layers
 from accel.llm.runtime.linear import holds_transposed, weights
 from accel.parallel.sharded_layers import local
-from accel.patching.patch import set_data
+from accel.patching.rule import set_data
 from accel.patching.structure import plain
 from accel.quantization.linears import Dense, inside, unfit
 from accel.quantization.module import QuantizedLinear

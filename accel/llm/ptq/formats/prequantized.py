@@ -9,7 +9,7 @@ from torch import nn
 
 from accel.comparison import relative_rms
 from accel.errors import reason_of
-from accel.patching.patch import set_data
+from accel.patching.rule import set_data
 from accel.tolerances import PREQUANTIZED
 
 PACKAGE = "compressed_tensors."

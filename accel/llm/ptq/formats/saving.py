@@ -14,7 +14,7 @@ from accel.llm.ptq.formats import compressed_tensors as compressed
 from accel.llm.ptq.formats.quantization_config import PATTERN
 from accel.parallel.sharded_layers import ranks_of
 from accel.patching.owner import InstanceMethod
-from accel.patching.patch import Patch
+from accel.patching.rule import Patch
 from accel.quantization.activations import COLUMNS, FIXED, SCALE
 from accel.quantization.experts import QuantizedExperts
 from accel.quantization.module import QuantizedLinear
