@@ -26,7 +26,7 @@ from accel.llm.batching.engine import Engine
 from accel.llm.batching.hook import InitContinuousBatching
 from accel.llm.batching.limits import limits_of
 from accel.llm.batching.manager import BatchManager
-from accel.llm.batching.request import StopStrings, Submission, prompt_ids, was_cut
+from accel.llm.batching.request import StopStrings, was_cut
 
 SEED: ContextVar[int | None] = ContextVar("seed", default=None)  # of the request that this task serves
 SAMPLED = ("temperature", "top_k", "top_p")  # what stock's batching can have a request's own value of
@@ -158,15 +158,13 @@ class WithSettings:
         return longest_request(self.manager)
 
     def refuse(self, input_ids: list[int], config: GenerationConfig) -> None:
-        """Raises ValueError or TypeError for a request that would come out failed."""
+        """Raises ValueError for a request that would come out failed."""
         call = self._call.get()
         if isinstance(self.manager, BatchManager) and call is not None:
-            manager, given = self.manager, dict(call.settings)
-            ends = given.pop("stop_strings", None), given.pop("tokenizer", None)
-            wanted = Submission("", config.max_new_tokens, False, False, config.eos_token_id, *ends, given)
-            _, wrong = manager.request(prompt_ids(input_ids, vocabulary(manager.model)), wanted)
+            given = {"max_new_tokens": config.max_new_tokens, "eos_token_id": config.eos_token_id} | call.settings
+            wrong = self.manager.request(input_ids, "", **given).error
             if wrong is not None:
-                raise wrong
+                raise ValueError(wrong)
         elif not len(input_ids):
             raise ValueError("the prompt is empty; give at least one token")
 

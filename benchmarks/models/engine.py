@@ -56,7 +56,7 @@ def milliseconds(engine: Engine, requests: int, mixed: bool) -> float:
     times = []
     for _ in range(STEPS):
         if mixed:
-            engine.cancel(next(iter(engine.ids)))
+            engine.cancel(next(iter(engine.rows.requests.values())).id)
             engine.add(one(CONTEXT - PROMPT))
         start = time.thread_time()
         engine.step()

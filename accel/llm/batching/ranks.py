@@ -8,8 +8,6 @@ told, by the first rank, before the step in which all take it in. Where nothing 
 import enum
 import io
 import pickle
-import sys
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,11 +17,12 @@ from transformers import PreTrainedTokenizerBase
 
 from accel.errors import RanksApart, reason_of, told
 from accel.llm.batching.engine import Engine
-from accel.llm.batching.request import Request, failed, family
+from accel.llm.batching.request import Request, failed
 from accel.llm.batching.sampling import SamplingDefaults
 from accel.parallel.lockstep import Lockstep
 
-AT_EXIT = 10.0  # seconds that the process waits for a step that is under way
+PLACE = "generate_batch"
+UNFIT, ENDED = 1, 2  # what may be wrong on a rank: it could run no step now; its loop has ended by an error
 
 
 class Stop(enum.IntEnum):
@@ -35,57 +34,21 @@ class Stop(enum.IntEnum):
     STOPPED = 3  # the loop has ended
 
 
-class Ending:
-    """How soon a loop is to end, and what requests are told that it leaves unfinished.
-
-    Knows neither engine nor model: what the garbage collector calls for a manager must not keep them alive.
-    """
-
-    def __init__(self) -> None:
-        self.reset()
-        self.thread: threading.Thread | None = None
-
-    def reset(self) -> None:
-        self.how, self.why = Stop.NO, "the generation loop ended before this request was finished"
-
-    def ask(self, how: Stop) -> None:
-        """It only ever becomes sooner. Waits for no lock."""
-        self.how = max(self.how, how)
-
-    def abandon(self) -> None:
-        """Nobody is left who could ask for results. The garbage collector may call it, on any thread."""
-        if self.how is not Stop.STOPPED:
-            self.why = "the manager of this request was deleted before the request was finished; keep a reference to it"
-            self.ask(Stop.NOW)
-        if self.thread is not None and not threading.main_thread().is_alive():  # the process is about to exit
-            self.thread.join(AT_EXIT)
-
-
-def interrupted() -> bool:
-    """Whether the user or the process wants an end while this is called, as in a finally block."""
-    return isinstance(sys.exc_info()[1], KeyboardInterrupt | SystemExit)
-
-
-PLACE = "generate_batch"
-UNFIT, ENDED = 1, 2  # what may be wrong on a rank: it could run no step now; its loop has ended by an error
-
-
 class Turn(NamedTuple):
-    """What a loop takes in between two steps. added: requests; cancelled: ids; refused: requests that have failed
-    before an engine saw them; how: how soon the loop is to end; pausing: whether no step may run.
+    """What a loop takes in between two steps. added: requests, of which some may have failed already; cancelled: ids;
+    stop: how soon the loop is to end; pausing: whether no step may run.
     """
 
     added: Sequence[Request] = ()
     cancelled: Sequence[str] = ()
-    refused: Sequence[Request] = ()
-    how: Stop = Stop.NO
+    stop: Stop = Stop.NO
     pausing: bool = False
 
 
 class OneRank:
     """The thread of an engine that no other rank follows. settings: how tokens are chosen where requests do not say."""
 
-    leads = True
+    leads, alone = True, True
     settings: SamplingDefaults
 
     def free(self) -> None:
@@ -107,10 +70,12 @@ class AllRanks(OneRank):
     may have processors that only the rank itself can make.
     """
 
+    alone = False
+
     def __init__(self, lockstep: Lockstep):
         self.lockstep, self.leads = lockstep, lockstep.leads
         self.over = False  # all know that the loops end
-        self.tokenizers: list[PreTrainedTokenizerBase] = []  # that requests came with, which are told of once
+        self.tokenizers: list[PreTrainedTokenizerBase] = []  # that requests came with, each sent once
 
     def free(self) -> None:
         """Raises RuntimeError where another loop computes with these ranks: their exchanges would mix."""
@@ -141,61 +106,59 @@ class AllRanks(OneRank):
         Raises RanksApart on all where one of them cannot go on.
         """
         reason, changed = engine.survey()
-        turn, message = self._told(turn) if self.leads else (turn, b"")
-        how = turn.how if self.leads or turn.how >= Stop.NOW else Stop.NO
-        numbers = len(message), how, turn.pausing, UNFIT if reason else 0, changed
-        size, how_soon, pausing, wrong, others = self.lockstep.most(numbers)
-        if wrong == ENDED or (wrong == UNFIT and (size or engine.busy) and how_soon < Stop.NOW):
+        message = self._packed(turn) if self.leads else b""
+        stop = turn.stop if self.leads or turn.stop >= Stop.NOW else Stop.NO
+        numbers = len(message), stop, turn.pausing, UNFIT if reason else 0, changed
+        size, soonest, pausing, wrong, others = self.lockstep.most(numbers)
+        if wrong == ENDED or (wrong == UNFIT and (size or engine.busy) and soonest < Stop.NOW):
             self.over = True
             raise RanksApart(f"{PLACE}: {self.lockstep.reasons(reason)}")
         if others:
-            engine.forget()
-        self.over = how_soon >= Stop.NOW
+            engine.allocator.forget()
+        self.over = soonest >= Stop.NOW
         self.lockstep.ranks.paused = bool(pausing)
-        turn = turn._replace(how=Stop(how_soon), pausing=bool(pausing))
-        if not size:
-            return turn
-        heard = self.lockstep.broadcast(message, size)
-        return turn if self.leads else self._heard(heard, turn)
+        turn = turn._replace(stop=Stop(soonest), pausing=bool(pausing))
+        heard = self.lockstep.broadcast(message, size) if size else b""
+        return turn if self.leads or not heard else self._unpacked(heard, turn)
 
-    def _told(self, turn: Turn) -> tuple[Turn, bytes]:
-        """The turn without requests that cannot be told of, and what is said of the others; nothing without any."""
-        known, packed = len(self.tokenizers), []
-        added, refused = list(turn.added), list(turn.refused)
+    def _packed(self, turn: Turn) -> bytes:
+        """What the other ranks are told; nothing where nothing came. Requests that cannot be sent fail."""
+        if not (turn.added or turn.cancelled):
+            return b""
+        known, requests = len(self.tokenizers), []
         for request in turn.added:
             try:
-                packed.append(self._packed(request))
+                requests.append(self._packed_request(request))
             except Exception as error:  # of somebody's own tokenizer
-                added.remove(request)
-                refused += failed(family(request), f"the other ranks cannot be told of it: {reason_of(error)}")
-        if not (packed or refused or turn.cancelled):
-            return turn, b""
-        new = self.tokenizers[known:]
-        message = pickle.dumps((new, packed, list(turn.cancelled), refused))
-        return turn._replace(added=added, refused=refused), message
+                failed(request.family, f"the other ranks cannot be told of it: {reason_of(error)}")
+                requests.append(self._packed_request(request))
+        return pickle.dumps((self.tokenizers[known:], requests, list(turn.cancelled)))
 
-    def _packed(self, request: Request) -> bytes:
-        """A request without what each rank makes for itself."""
-        chosen = request.sampling
-        hosted = chosen.host is not None
+    def _packed_request(self, request: Request) -> bytes:
+        """A request without what each rank makes for itself; of one that has failed, what its output says."""
+        hosted = not request.finished and request.sampling.host is not None
+        sent = replace(request, children=[])
+        if request.finished:
+            sent.sampling, sent.ends, sent.settings = None, None, {}
+        elif hosted:
+            sent.sampling = request.sampling._replace(host=None)
         file = io.BytesIO()
-        _Packer(file, self.tokenizers).dump((replace(request, sampling=chosen._replace(host=None)), hosted))
+        _Packer(file, self.tokenizers).dump((sent, len(request.children), hosted))
         return file.getvalue()
 
-    def _heard(self, message: bytes, turn: Turn) -> Turn:
-        tokenizers, requests, cancelled, refused = pickle.loads(message)
+    def _unpacked(self, message: bytes, turn: Turn) -> Turn:
+        tokenizers, requests, cancelled = pickle.loads(message)
         self.tokenizers += tokenizers
-        added = [self._unpacked(packed) for packed in requests]
-        return turn._replace(added=added, cancelled=cancelled, refused=refused)
+        return turn._replace(added=[self._unpacked_request(one) for one in requests], cancelled=cancelled)
 
-    def _unpacked(self, packed: bytes) -> Request:
-        request, hosted = _Unpacker(io.BytesIO(packed), self.tokenizers).load()
+    def _unpacked_request(self, packed: bytes) -> Request:
+        request, children, hosted = _Unpacker(io.BytesIO(packed), self.tokenizers).load()
         if hosted:
             given = request.settings | {"seed": request.sampling.seed}
             found = self.settings.request(request.prompt, request.max_new_tokens, sorted(request.eos), **given)
             request.sampling = request.sampling._replace(host=found.host)
         request.created = time.perf_counter()  # by this process's clock, as all other times of it
-        return request
+        return request.with_children(children)
 
 
 class _Packer(pickle.Pickler):

@@ -17,7 +17,7 @@ from accel_kernels.warmup import warmup
 from accel.cuda_graphs.runner import GraphRunner
 from accel.errors import reason_of
 from accel.llm.batching.sampler import Sampler
-from accel.llm.batching.scheduler import LATEST, StepPlan, sequence_starts
+from accel.llm.batching.scheduler import LATEST, StepPlan
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.kv_cache.paged_kv_cache import PagedKVCache
 from accel.llm.runtime.step import Step
@@ -215,7 +215,7 @@ class Numbers:
     """
 
     def __init__(self, plan: StepPlan, size: StepSize, nobody: int):
-        starts, count = sequence_starts(plan.news), len(plan.tokens)
+        starts, count = np.cumsum(np.insert(plan.news, 0, 0)), len(plan.tokens)
         of_token = np.repeat(np.arange(len(plan.rows)), plan.news)
         self.drawn = _fill(plan.drawn, size.draws, NOBODY)
         self._wide = {

@@ -192,9 +192,9 @@ def test_each_request_draws_what_it_draws_alone(llama, limits):
 def test_children_draw_for_themselves(llama):
     model, stock = llama
     [one] = drawn_of(stock)[1:2]
-    ended = finished(engine_of(model, rows=3), [dataclasses.replace(one, children=4)])
+    ended = finished(engine_of(model, rows=3), [one.with_children(4)])
     assert len({str(each.tokens) for each in ended}) == 5
-    again = finished(engine_of(model, rows=8), [dataclasses.replace(drawn_of(stock)[1], children=4)])
+    again = finished(engine_of(model, rows=8), [drawn_of(stock)[1].with_children(4)])
     assert {each.id: each.tokens for each in ended} == {each.id: each.tokens for each in again}
 
 

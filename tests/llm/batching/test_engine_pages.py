@@ -84,7 +84,7 @@ def test_who_fills_all_pages_alone_fails_and_the_others_go_on(llama):
 def test_several_answers_to_one_prompt_share_it(llama, length, new, children, limits):
     """Also where there are more of them than rows."""
     model, stock = llama
-    parent = request("p", prompts_of([length], 99, 8)[0], new, children=children)
+    parent = request("p", prompts_of([length], 99, 8)[0], new).with_children(children)
     found = finished(engine_of(model, **limits), [parent])
     assert {one.id for one in found} == {"p", *(f"p__child#{i}" for i in range(children))}
     wanted = alone(stock, parent.prompt, new)

@@ -141,7 +141,7 @@ def test_requests_go_to_the_group_that_has_less(both):
     counts = []
     while engine.busy:
         engine.step()
-        counts.append(tuple((engine.scheduler.micro_batch == lane).sum() for lane in range(2)))
+        counts.append(tuple(engine.rows.size_of(lane) for lane in range(2)))
         if len(counts) == 3:
             for one in asked[3:]:
                 engine.add(one)
@@ -217,7 +217,7 @@ def test_draws_are_those_of_one_device(both, options):
     given = {"do_sample": True, "top_k": 20, "temperature": 0.9, "repetition_penalty": 1.2}
     for model in (ours, one):
         torch.manual_seed(5)
-        asked = asked_of(stock, sampling=Sampling(temperature=0.9, seed=3), children=2)
+        asked = [one.with_children(2) for one in asked_of(stock, sampling=Sampling(temperature=0.9, seed=3))]
         ended = finished(engine_of(model, rows=5, blocks=40), asked)  # further answers begin with the first's pages
         answers = {request.id: request.tokens for request in ended}
         found.append((batch(model, prompts, **given), batch(model, prompts), answers))

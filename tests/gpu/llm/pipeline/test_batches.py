@@ -15,7 +15,7 @@ from support.llm.batching.engines import finished, prompts_of, request
 from support.llm.batching.gpu_calls import alone, as_alone, batch, batched, config_of
 from support.llm.families import layers
 from support.llm.gpu import CARDS, DEEP, forward_over, new_pair, pair_over
-from support.llm.managers.managers import collect
+from support.llm.batching.managers import collect
 
 LENGTHS = (1, 5, 64, 17, 100, 40, 63, 65, 3, 90)
 FAMILIES = (*DEEP, "gpt2", "gemma3", "gpt-oss")

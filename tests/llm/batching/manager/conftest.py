@@ -5,7 +5,7 @@ import logging
 import pytest
 from transformers.generation.continuous_batching.requests import logger
 
-from support.llm.managers.managers import make_manager
+from support.llm.batching.managers import make_manager
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 
 from accel.llm.batching import engine_thread
 from accel.llm.batching.manager import BatchManager
-from support.llm.managers.managers import PROMPTS, VOCABULARY, answer, collect, make_manager
+from support.llm.batching.managers import PROMPTS, VOCABULARY, answer, collect, make_manager
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,7 @@ from support.llm.managers.managers import PROMPTS, VOCABULARY, answer, collect, 
         ("text", {}, "not a list of token ids"),
         (None, {}, "not a list of token ids"),
         ([2**70], {}, "not a list of token ids"),
+        ([1], {"max_new_tokens": -1}, "max_new_tokens=-1: give a number from 0 on, or None"),
         ([1], {"tempo": 2}, "tempo: not a setting"),
         ([1], {"temperature": -1.0}, "temperature=-1.0: give"),
     ],
@@ -208,7 +209,7 @@ def test_a_loop_that_cannot_go_on_fails_all_and_says_why(manager, faults, lines_
     manager.start()
     found = collect(manager, len(PROMPTS))
     assert all(found[name].error for name in ids)
-    manager._loop.thread.join(10)
+    manager._loop.ending.thread.join(10)
     error = next(iter(faults.values()))
     assert manager.background_thread_status.fatal_error is error and not manager.is_running()
     assert manager.add_request([1]) is None and manager.get_result() is None

@@ -9,7 +9,7 @@ import torch
 from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.requests import RequestStatus
 
-from support.llm.managers.managers import PROMPTS, Model, answer, child_answer, collect, make_manager
+from support.llm.batching.managers import PROMPTS, Model, answer, collect, make_manager
 
 # -- what comes out ----------------------------------------------------------------------------------------------------
 
@@ -98,7 +98,7 @@ def test_children_have_names_and_answers_of_their_own():
     for name, prompt in zip(ids, PROMPTS, strict=False):
         assert found[name].generated_tokens == answer(prompt, 4)
         for number in range(2):
-            assert found[f"{name}__child#{number}"].generated_tokens == child_answer(prompt, number, 4)
+            assert found[f"{name}__child#{number}"].generated_tokens == answer(prompt, 4)
     manager.stop()
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from support.everything import EVERYTHING
-from support.llm.managers.managers import FakeEngine, Model, answer, collect, make_manager
+from support.llm.batching.managers import FakeEngine, Model, answer, collect, make_manager
 
 # -- start, stop, pause ------------------------------------------------------------------------------------------------
 
@@ -27,10 +27,10 @@ def test_start_and_stop_twice(manager, lines_told):
         "Manager not started. Hence the unstarted manager will not be kept for next session.",
     ]
     manager.start()
-    thread = manager._loop.thread
+    thread = manager._loop.ending.thread
     assert thread.daemon  # which holds up no end of a process
     manager.start()
-    assert manager._loop.thread is thread and lines_told[2:] == ["Manager thread is already running."]
+    assert manager._loop.ending.thread is thread and lines_told[2:] == ["Manager thread is already running."]
     name = manager.add_request([1])
     manager.stop()
     assert not manager.is_running() and collect(manager, 1)[name].error is None  # it was finished first
@@ -190,7 +190,7 @@ def test_a_manager_that_nobody_holds_is_freed(state, few_objects):
         assert engine.reached.wait(10)
     if state == "kept":
         manager.stop(keep_for_next_session=True)
-    thread, gone = manager._loop.thread, weakref.ref(manager)
+    thread, gone = manager._loop.ending.thread, weakref.ref(manager)
     freed = weakref.ref(model)
     del manager, model
     gc.collect()
@@ -208,7 +208,7 @@ def test_the_process_ends_without_a_stop():
     code = """
         import sys
         sys.path[:0] = ["tests"]
-        from support.llm.managers.managers import make_manager
+        from support.llm.batching.managers import make_manager
         manager = make_manager()
         manager.toy.pause = 0.01
         manager.start()
