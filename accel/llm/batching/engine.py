@@ -7,11 +7,11 @@ from accel.cuda_graphs.runner import GraphRunner
 from accel.errors import reason_of
 from accel.llm.batching.limits import Limits, sets_of
 from accel.llm.batching.request import CUT, Request, failed, finish
-from accel.llm.batching.rows import Rows
+from accel.llm.batching.rows import RunningRows
 from accel.llm.batching.sampler import Sampler
 from accel.llm.batching.scheduler import Scheduler, StepPlan, TokensUnknown
 from accel.llm.batching.spread import MicroBatchStreams, head_device, micro_batch_count, step_runner
-from accel.llm.batching.step import Flight, head_size
+from accel.llm.batching.step import LaunchedStep, head_size
 from accel.llm.generation.calling_convention import Unfit
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.kv_cache.block_allocator import BlockAllocator
@@ -39,15 +39,14 @@ class Engine:
         blocks = limits.block_count(shapes, sets)
         self.allocator = BlockAllocator(sets, blocks, limits.rows, limits.columns, limits.share)
         self.kv_cache = PagedKVCache(shapes, sets, blocks, limits.rows, limits.columns)
-        self.rows = Rows(limits.rows)
+        self.rows = RunningRows(limits.rows)
         self.sampler = Sampler(limits.rows, head_size(forward), head_device(forward))
-        self.sampler.prepare(forward.embeddings().dtype)
         self.micro_batches = MicroBatchStreams(
             (*self.kv_cache.tables, forward.embeddings().device, self.sampler.device), micro_batch_count(forward)
         )
         self.scheduler = Scheduler(self.allocator, self.rows, limits, self.micro_batches.count)
         self.steps = step_runner(forward, self.kv_cache, self.sampler, limits.rows, runner, self.micro_batches)
-        self.flights: deque[Flight] = deque()  # one a micro-batch, and one more while a step is launched
+        self.launched: deque[LaunchedStep] = deque()  # the oldest first; one a micro-batch, and one more at times
         self.weights = self._weights()  # with which the stored keys and values were computed
         self._unchecked = CHECK_EVERY  # steps since the model was checked
         self._news: dict[Request, None] = {}  # requests that a step tells of, in the order of the news
@@ -55,7 +54,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether `step` has something to do."""
-        return self.scheduler.busy or bool(self.flights)
+        return self.scheduler.busy or bool(self.launched)
 
     def sizes(self) -> dict[str, float]:
         """For the report: requests at a time, micro-batches, tokens a request may come to, blocks, and their MiB."""
@@ -116,7 +115,7 @@ class Engine:
             self._launch(plan, check)
             self._unchecked += 1
         # Where nothing could be planned, the tokens of the oldest step may change that.
-        self._read_until(self.micro_batches.count if plan is not None else len(self.flights) - 1)
+        self._read_until(self.micro_batches.count if plan is not None else len(self.launched) - 1)
         return self._told()
 
     def _told(self) -> list[Request]:
@@ -125,15 +124,15 @@ class Engine:
 
     def _plan(self) -> StepPlan | None:
         try:
-            plan = self.scheduler.plan(unread=bool(self.flights))
+            plan = self.scheduler.plan(unread=bool(self.launched))
         except TokensUnknown:
             self._read_until(0)
             plan = self.scheduler.plan(unread=False)
         self._note(*self.scheduler.failed)
         self.scheduler.failed.clear()
         if plan is not None and self.sampler.waits(plan.drawn):
-            while any(flight.plan.micro_batch == plan.micro_batch for flight in self.flights):
-                self._read(self.flights.popleft())
+            while any(step.plan.micro_batch == plan.micro_batch for step in self.launched):
+                self._read(self.launched.popleft())
         return plan
 
     def resumed(self) -> None:
@@ -152,7 +151,7 @@ class Engine:
         """Before a step that ranks run together: why this one cannot, or "", and whether its weights have changed."""
         if self.busy and self._unchecked < CHECK_EVERY:
             return self.forward.mode() or "", False
-        return unfit(self.forward) or "", self.changed()
+        return unfit_reason(self.forward) or "", self.changed()
 
     def _weights(self) -> tuple[object, int | None] | None:
         """Identifies the weights: their addresses, and how often they were edited as far as autograd counts."""
@@ -168,7 +167,7 @@ class Engine:
                 tokens, drawn = self.rows.tokens(row), int(self.rows.drawn[row])
                 self.sampler.set(row, self.rows.requests[row].sampling, tokens, drawn)
             self.steps.upload(*self.allocator.changes())
-            self.flights.append(self.steps.launch(plan, self.rows.tokens, self.limits.logprobs, check))
+            self.launched.append(self.steps.launch(plan, self.rows.tokens, self.limits.logprobs, check))
         except Exception as error:  # of this step: those in it end, the others go on
             if self.forward.ranks is not None:  # another rank may not have failed, and waits there for this one
                 raise
@@ -183,15 +182,15 @@ class Engine:
                 self._fail(row, reason)
         self.scheduler.undo(plan)
 
-    def _read_until(self, flights: int) -> None:
+    def _read_until(self, count: int) -> None:
         """Reads steps, the oldest first, until only so many are under way."""
-        while len(self.flights) > max(0, flights):
-            self._read(self.flights.popleft())
+        while len(self.launched) > max(0, count):
+            self._read(self.launched.popleft())
 
-    def _read(self, flight: Flight) -> None:
+    def _read(self, step: LaunchedStep) -> None:
         """Takes in the ids of a step, but for rows that another request has taken since."""
-        ids, logprobs = flight.read()
-        plan = flight.plan
+        ids, logprobs = step.read()
+        plan = step.plan
         current = self.rows.serial[plan.drawn] == plan.serials
         rows = plan.drawn[current]
         if not len(rows):
@@ -224,7 +223,7 @@ class Engine:
 
     def fail(self, error: Exception) -> list[Request]:
         """All requests fail with this error; the engine is empty afterwards."""
-        self.flights.clear()
+        self.launched.clear()
         left = [self._leave(row, keep=False) for row in list(self.rows.requests)] + list(self.scheduler.waiting)
         self.scheduler.waiting.clear()
         self._note(*failed((one for request in left for one in request.family), str(error) or repr(error)))
@@ -233,12 +232,12 @@ class Engine:
 
     def close(self) -> None:
         """Gives the memory back; the engine cannot be used any more."""
-        self.flights.clear()
+        self.launched.clear()
         self.micro_batches.join()
         del self.kv_cache, self.steps, self.sampler
 
 
-def unfit(forward: DecoderForward) -> str | None:
+def unfit_reason(forward: DecoderForward) -> str | None:
     """Why the model cannot run fused as it is now."""
     reason = forward.mode()
     if reason is not None:

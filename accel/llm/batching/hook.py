@@ -12,7 +12,7 @@ from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, Ge
 from accel.cuda_graphs.runner import GraphRunner
 from accel.errors import Refused
 from accel.libraries.batching import CACHED, INIT, logger
-from accel.llm.batching.engine import Engine, unfit
+from accel.llm.batching.engine import Engine, unfit_reason
 from accel.llm.batching.limits import limits_of, sets_of
 from accel.llm.batching.manager import BatchManager
 from accel.llm.batching.ranks import PLACE, AllRanks, OneRank
@@ -79,7 +79,7 @@ class InitContinuousBatching(MethodHook):
     def refused(self) -> str | None:
         """Why stock is to batch the model as it is now. Tried anew where the model has changed."""
         with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):  # as on the thread of steps
-            reason = unfit(self.forward)
+            reason = unfit_reason(self.forward)
             if reason is None and self.tried[0] is not self.forward.seen:
                 reason = refusal(self.forward)
                 self.tried = self.forward.seen, reason
@@ -91,7 +91,7 @@ class InitContinuousBatching(MethodHook):
         """
         ranks = self.forward.ranks
         assert ranks is not None
-        reason, taken, lockstep = unfit(self.forward), ranks.taken, self.lockstep
+        reason, taken, lockstep = unfit_reason(self.forward), ranks.taken, self.lockstep
         meets = lockstep is not None and lockstep.ways.whole
         told: dict[str, object] = {
             "the model": reason or "fit",
@@ -167,6 +167,7 @@ class InitContinuousBatching(MethodHook):
             blocks = self.lockstep.least(self.lockstep.all_do("memory for keys and values", room))
             limits = replace(limits, blocks=blocks - 1)
             engine = self.lockstep.all_do("an engine", partial(engine_of, limits=limits))
+        engine.sampler.prepare(self.forward.embeddings().dtype)
         self.sizes = engine.sizes()
         return engine
 

@@ -22,13 +22,12 @@ class StepOutcome(NamedTuple):
     failed: dict[int, str | None]
 
 
-class Rows:
+class RunningRows:
     """One place of the batch for each running request. For one thread.
 
-    requests: by row, in the order of their arrival. idle: rows without a request. drawn, most: (rows,) int64, tokens of
-    the answer that are known, and how many it may come to. stored: (rows,) int64, tokens whose keys and values are there
-    once all planned steps have run. micro_batch: (rows,), the group of the request. serial: (rows,), counted up whenever
-    a row is left.
+    requests: by row, in the order of their arrival. idle: rows without a request. All others are (rows,) int64. drawn,
+    most: tokens of the answer that are known, and how many it may come to. stored: tokens whose keys and values are
+    there once all planned steps have run. micro_batch: the group of the request. serial: counts requests of the row.
     """
 
     def __init__(self, rows: int):
@@ -67,7 +66,7 @@ class Rows:
         return self.requests[row].prompt + self._ids[row, : self.drawn[row]].tolist()
 
     def unfinished(self, rows: np.ndarray, micro_batch: int) -> np.ndarray:
-        """Those of these rows, (n,), that are of this group and have tokens left to draw that no step is planned for."""
+        """Those of these rows, (n,), of this group that have tokens left to draw which no step is planned for."""
         return rows[(self.stored[rows] < self._last[rows]) & (self.micro_batch[rows] == micro_batch)]
 
     def size_of(self, micro_batch: int) -> int:

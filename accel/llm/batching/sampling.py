@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -198,7 +199,7 @@ class SamplingDefaults:
         ends = [one for one in ([] if eos is None else [eos] if isinstance(eos, int) else eos) if one >= 0]
         known = self._ends
         if ends != known[0]:  # a copy waits for the GPU, and most requests have the same
-            self._ends = known = (ends, torch.tensor(ends, device=device) if ends else None)
+            self._ends = known = ends, torch.tensor(ends, device=device) if ends else None
         encoder = config.encoder_repetition_penalty not in (None, 1.0) or config.encoder_no_repeat_ngram_size
         chain = processors(
             self.model,
@@ -244,32 +245,32 @@ def split_chain(chain: Iterable[LogitsProcessor], sample: bool) -> Sampling:
     if host and type(host[-1]) is LogitNormalization:
         host.pop()  # changes neither what is drawn nor log probabilities
     found: dict[str, Any] = {"temperature": 1.0 if sample else 0.0}
-    last = len(ORDER)
+    order, last = list(ON_GPU.values()), len(ON_GPU)
     while host:
-        name, value = on_gpu(host[-1])
-        if name is None or ORDER.index(name) >= last or not (sample or name == "penalty"):
+        name = ON_GPU.get(type(host[-1]))
+        if name is None or order.index(name) >= last or not (sample or name == "penalty") or not _is_plain(host[-1]):
             break
-        last, found[name] = ORDER.index(name), value
-        host.pop()
+        last, found[name] = order.index(name), min(getattr(host.pop(), name), MOST_TOP_K)
     return Sampling(**found, host=LogitsProcessorList(host) if host else None)
 
 
-ORDER = ("penalty", "temperature", "top_k", "top_p", "min_p")  # in which the GPU does them, which is transformers'
+# By exact type the field of Sampling that does the same, named as the processor's attribute; in transformers' order,
+# which is that of the GPU.
+ON_GPU: MappingProxyType[type, str] = MappingProxyType(
+    {
+        RepetitionPenaltyLogitsProcessor: "penalty",
+        TemperatureLogitsWarper: "temperature",
+        TopKLogitsWarper: "top_k",
+        TopPLogitsWarper: "top_p",
+        MinPLogitsWarper: "min_p",
+    }
+)
 
 
-def on_gpu(processor: LogitsProcessor) -> tuple[str | None, Any]:
-    """The field of Sampling that does the same, and its value; (None, None) where there is none. By exact type."""
-    kind: Any = type(processor)
-    one: Any = processor
-    if kind is RepetitionPenaltyLogitsProcessor:
-        ignored = one.prompt_ignore_length
-        if ignored is None or (type(ignored) is int and ignored == 0):
-            return "penalty", one.penalty
-    if kind is TemperatureLogitsWarper:
-        return "temperature", one.temperature
-    if kind in (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper) and one.filter_value == -math.inf:
-        if kind is TopKLogitsWarper:
-            return "top_k", min(one.top_k, MOST_TOP_K)
-        if one.min_tokens_to_keep == 1:
-            return ("top_p", one.top_p) if kind is TopPLogitsWarper else ("min_p", float(one.min_p))
-    return None, None
+def _is_plain(one: Any) -> bool:
+    """Whether a processor has no settings that the GPU does not know."""
+    return (
+        not getattr(one, "prompt_ignore_length", None)
+        and getattr(one, "filter_value", -math.inf) == -math.inf
+        and getattr(one, "min_tokens_to_keep", 1) == 1
+    )

@@ -16,7 +16,7 @@ import numpy as np
 from accel.libraries.batching import RequestStatus
 from accel.llm.batching.limits import Limits
 from accel.llm.batching.request import Request, failed
-from accel.llm.batching.rows import Rows
+from accel.llm.batching.rows import RunningRows
 from accel.llm.kv_cache.block_allocator import BlockAllocator
 from accel.llm.kv_cache.shape import BLOCK
 
@@ -69,7 +69,7 @@ class Scheduler:
     prefilling: by row all tokens that it begins with, in the order of arrival. failed: requests that can never run.
     """
 
-    def __init__(self, allocator: BlockAllocator, rows: Rows, limits: Limits, micro_batches: int = 1):
+    def __init__(self, allocator: BlockAllocator, rows: RunningRows, limits: Limits, micro_batches: int = 1):
         self.allocator, self.rows, self.limits, self.micro_batches = allocator, rows, limits, micro_batches
         self.waiting: deque[Request] = deque()
         self.decoding = np.empty(0, np.int64)

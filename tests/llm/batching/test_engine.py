@@ -165,7 +165,7 @@ def drawn_alone(stock, one):
     for _ in range(one.max_new_tokens):
         with torch.no_grad():
             logits = stock(torch.tensor([tokens])).logits[:, -1]
-        tokens.append(int(sampler.draw(logits, torch.tensor([0]), torch.tensor([0]).numpy(), lambda row: tokens)))
+        tokens.append(int(sampler.draw(logits, torch.tensor([0]), torch.tensor([0]).numpy(), lambda row: tokens)[0]))
     return tokens[len(one.prompt) :]
 
 

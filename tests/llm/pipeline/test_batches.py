@@ -14,7 +14,7 @@ from accel.llm.batching import limits
 from accel.llm.batching.limits import Limits
 from accel.llm.batching.sampling import Sampling
 from accel.llm.batching.spread import SpreadStepRunner
-from accel.llm.batching.step import Flight
+from accel.llm.batching.step import LaunchedStep
 from accel.llm.batching.trial import refusal
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.kv_cache.layer_sets import layer_sets
@@ -62,7 +62,7 @@ class Happened(list):
             self,
         )
         noted(monkeypatch, Stretch, "run", lambda stretch, *rest: stretch.device, self)
-        noted(monkeypatch, Flight, "read", lambda flight: flight.plan.micro_batch, self)
+        noted(monkeypatch, LaunchedStep, "read", lambda step: step.plan.micro_batch, self)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -239,7 +239,7 @@ def test_streams_and_cancellations(both):
             output = manager.get_result(timeout=20)
             seen[output.request_id].append(output)
         with manager.pause():
-            assert manager.engine.flights is not None
+            assert manager.engine.launched is not None
     finally:
         manager.stop(block=True)
     for place in (0, 2):
