@@ -126,6 +126,7 @@ class WithSettings:
 
     def __init__(self, manager: ContinuousBatchingManager) -> None:
         self.manager = manager
+        self.takes_settings = getattr(manager, "takes_settings", False)  # of each request, such as strings that end it
         self._call: ContextVar[ServedCall | None] = ContextVar("call", default=None)
 
     def __getattr__(self, name: str) -> Any:
@@ -140,18 +141,13 @@ class WithSettings:
         if config.stop_strings:
             tokenizer = getattr(processor, "tokenizer", processor)
             stops = StopStrings(config.stop_strings, tokenizer, 0)
-            if self.ends:
+            if self.takes_settings:
                 settings |= {"stop_strings": stops.strings, "tokenizer": tokenizer}
-        token = self._call.set(ServedCall(config, settings, None if self.ends else stops, streaming))
+        token = self._call.set(ServedCall(config, settings, None if self.takes_settings else stops, streaming))
         try:
             yield
         finally:
             self._call.reset(token)
-
-    @property
-    def ends(self) -> bool:
-        """Whether the manager ends requests at stop strings."""
-        return isinstance(self.manager, BatchManager)
 
     def longest(self) -> int | None:
         """Tokens that a request may come to, where that is known."""
@@ -185,7 +181,7 @@ class WithSettings:
         return callback if call is None else Answer(call, callback, lambda: self.cancel_request(request_id))
 
     def _of(self, config: GenerationConfig) -> dict[str, Any]:
-        if isinstance(self.manager, BatchManager):
+        if self.takes_settings:
             return own_settings(config)
         kinds = self.manager.logit_processor.supported_keys
         wanted = {name: getattr(config, name) for name in SAMPLED} if config.do_sample else {"top_k": 1}
@@ -234,8 +230,10 @@ def own_settings(config: GenerationConfig) -> dict[str, Any]:
     return {"generation_config": config} | ({} if seed is None else {"seed": seed})
 
 
-def longest_request(manager: ContinuousBatchingManager) -> int | None:
+def longest_request(manager: Any) -> int | None:
     """Tokens that a request may come to, where that is known: of managers of ours."""
+    if hasattr(manager, "longest"):
+        return manager.longest
     engine = getattr(manager, "engine", None)
     if isinstance(engine, Engine):
         return engine.limits.context

@@ -41,6 +41,8 @@ class BatchManager(ContinuousBatchingManager):
     first rank's requests run on all of them, and all give their results; what the others add is not taken, as in stock.
     """
 
+    takes_settings = True  # a server asks: `add_request` takes settings of each request
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -318,11 +320,7 @@ class BatchManager(ContinuousBatchingManager):
         """The next result, or the next one of this request. Waits up to `timeout` seconds for it, for ever if None; not
         where none can come. None where there is none.
         """
-
-        def more() -> bool:
-            return self._loop.goes_on and (request_id is None or self._results.is_under_way(request_id))
-
-        return self._results.take(request_id, timeout, more)
+        return self._results.take(request_id, timeout, lambda: self._loop.goes_on)
 
     def __iter__(self) -> Iterator[GenerationOutput]:
         """Results as they come, until the thread has ended and none is left."""

@@ -105,16 +105,22 @@ class Results:
         if earlier:
             loop.call_soon_threadsafe(_call, [(callback, output) for output in earlier])
 
-    def take(self, request_id: str | None, timeout: float | None, more: Callable[[], bool]) -> GenerationOutput | None:
+    def take(
+        self, request_id: str | None, timeout: float | None, goes_on: Callable[[], bool]
+    ) -> GenerationOutput | None:
         """The first output in the queue, or the first of this request. Waits for it up to `timeout` seconds, for ever
-        if None, as long as `more()` says that one may come.
+        if None, as long as one may come. goes_on: whether any may.
         """
 
         def first() -> int | None:
             return next(iter(self._queue if request_id is None else self._numbers.get(request_id, ())), None)
 
+        def ready() -> bool:
+            expected = goes_on() and (request_id is None or self.is_under_way(request_id))
+            return first() is not None or not expected
+
         with self._changed:
-            self._changed.wait_for(lambda: first() is not None or not more(), timeout)
+            self._changed.wait_for(ready, timeout)
             number = first()
             return None if number is None else self._dequeue(number)
 
