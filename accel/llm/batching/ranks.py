@@ -5,19 +5,17 @@ requests and from the ids that are drawn, and from nothing that one rank alone k
 told, by the first rank, before the step in which all take it in. Where nothing came, that is a few numbers.
 """
 
+import copy
 import enum
-import io
 import pickle
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from transformers import PreTrainedTokenizerBase
-
 from accel.errors import RanksApart, reason_of, told
 from accel.llm.batching.engine import Engine
-from accel.llm.batching.request import Request, failed
+from accel.llm.batching.request import Request, StopStrings, failed
 from accel.llm.batching.sampling import SamplingDefaults
 from accel.parallel.lockstep import Lockstep
 
@@ -75,7 +73,7 @@ class AllRanks(OneRank):
     def __init__(self, lockstep: Lockstep):
         self.lockstep, self.leads = lockstep, lockstep.leads
         self.over = False  # all know that the loops end
-        self.tokenizers: list[PreTrainedTokenizerBase] = []  # that requests came with, each sent once
+        self.tokenizers: list[Any] = []  # that requests came with, each sent once
 
     def free(self) -> None:
         """Raises RuntimeError where another loop computes with these ranks: their exchanges would mix."""
@@ -142,9 +140,19 @@ class AllRanks(OneRank):
             sent.sampling, sent.ends, sent.settings = None, None, {}
         elif hosted:
             sent.sampling = request.sampling._replace(host=None)
-        file = io.BytesIO()
-        _Packer(file, self.tokenizers).dump((sent, len(request.children), hosted))
-        return file.getvalue()
+        if isinstance(sent.ends, StopStrings):
+            sent.ends = copy.copy(sent.ends)
+            sent.ends.tokenizer = self._number(sent.ends.tokenizer)
+        return pickle.dumps((sent, len(request.children), hosted))
+
+    def _number(self, tokenizer: Any) -> int:
+        """Of a tokenizer among those that are sent, once each. Raises what pickling it raises."""
+        number = next((number for number, one in enumerate(self.tokenizers) if one is tokenizer), None)
+        if number is None:
+            number = len(self.tokenizers)
+            pickle.dumps(tokenizer)
+            self.tokenizers.append(tokenizer)
+        return number
 
     def _unpacked(self, message: bytes, turn: Turn) -> Turn:
         tokenizers, requests, cancelled = pickle.loads(message)
@@ -152,35 +160,12 @@ class AllRanks(OneRank):
         return turn._replace(added=[self._unpacked_request(one) for one in requests], cancelled=cancelled)
 
     def _unpacked_request(self, packed: bytes) -> Request:
-        request, children, hosted = _Unpacker(io.BytesIO(packed), self.tokenizers).load()
+        request, children, hosted = pickle.loads(packed)
+        if isinstance(request.ends, StopStrings):
+            request.ends.tokenizer = self.tokenizers[request.ends.tokenizer]
         if hosted:
             given = request.settings | {"seed": request.sampling.seed}
             found = self.settings.request(request.prompt, request.max_new_tokens, sorted(request.eos), **given)
             request.sampling = request.sampling._replace(host=found.host)
         request.created = time.perf_counter()  # by this process's clock, as all other times of it
         return request.with_children(children)
-
-
-class _Packer(pickle.Pickler):
-    """Gives a number for a tokenizer, by its place in a list that it grows."""
-
-    def __init__(self, file: io.BytesIO, tokenizers: list[PreTrainedTokenizerBase]):
-        super().__init__(file)
-        self.tokenizers = tokenizers
-
-    def persistent_id(self, obj: Any) -> int | None:
-        if not isinstance(obj, PreTrainedTokenizerBase):
-            return None
-        place = next((place for place, one in enumerate(self.tokenizers) if one is obj), len(self.tokenizers))
-        if place == len(self.tokenizers):
-            self.tokenizers.append(obj)
-        return place
-
-
-class _Unpacker(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tokenizers: list[PreTrainedTokenizerBase]):
-        super().__init__(file)
-        self.tokenizers = tokenizers
-
-    def persistent_load(self, number: int) -> PreTrainedTokenizerBase:
-        return self.tokenizers[number]

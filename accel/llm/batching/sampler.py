@@ -1,7 +1,7 @@
 """What all requests in a batch draw next: their settings on the device, by the row of each."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -151,7 +151,8 @@ class Sampler:
         filters, nucleus, penalties = self.variant(host_rows)
         if filters and self._filters is not None:
             kernels, self._filters = self._filters, None
-            _set_aside(kernels.wait)
+            with told_later():
+                kernels.wait()
         table = self._table if penalties else self._table._replace(seen=None)
         found = sample(logits, table, rows, filters=filters, nucleus=nucleus, logprobs=logprobs)
         return found if logprobs else (found, None)
@@ -178,12 +179,9 @@ class Sampler:
         """
         if self.device.type == "cuda":
             self._filters = Warmup()
-            _set_aside(partial(self._launch_filters, self._filters, dtype))
-
-    def _launch_filters(self, kernels: Warmup, dtype: torch.dtype) -> None:
-        logits = torch.empty(1, self.vocabulary, dtype=dtype, device=self.device)
-        with kernels.launches():
-            self.warm_up(logits, ((True, False), (True, True)))
+            with told_later(), self._filters.launches():
+                logits = torch.empty(1, self.vocabulary, dtype=dtype, device=self.device)
+                self.warm_up(logits, ((True, False), (True, True)))
 
     def warm_up(self, logits: torch.Tensor, variants: Sequence[tuple[bool, bool]] = ((False, False),)) -> None:
         """Launches what `draw` may need for logits like these, for nobody. To be called inside
@@ -201,10 +199,11 @@ class Sampler:
         return self._errors.get(row, no_token)
 
 
-def _set_aside(work: Callable[[], None]) -> None:
-    """Runs work that only compiles: an error of it shows again in the draw that needs the kernel."""
+@contextmanager
+def told_later() -> Iterator[None]:
+    """Inside, work only compiles: an error of it shows again in the call that needs the kernel."""
     try:
-        work()
+        yield
     except Exception as error:
         reason_of(error)
 

@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -21,15 +20,6 @@ from accel.llm.kv_cache.block_allocator import BlockAllocator
 from accel.llm.kv_cache.shape import BLOCK
 
 LATEST = -1  # in place of a token: the last one that was drawn for its row, which the host may not know yet
-
-
-class Chunk(NamedTuple):
-    """Tokens of a row's prompt from `start` on. last: there are no more."""
-
-    row: int
-    start: int
-    tokens: list[int]
-    last: bool
 
 
 class TokensUnknown(Exception):
@@ -151,8 +141,8 @@ class Scheduler:
             self.failed += failed(request.family, reason)
         return others
 
-    def _chunks(self, micro_batch: int, budget: int) -> Iterator[Chunk]:
-        """Of prompts, until the budget or the blocks are used up."""
+    def _chunks(self, micro_batch: int, budget: int) -> Iterator[tuple[int, int, list[int]]]:
+        """Parts of prompts, until the budget or the blocks are used up: row, tokens before, tokens."""
         prompts = self._prompts(micro_batch)
         while budget > 0 and (row := next(prompts, None)) is not None:
             tokens, start = self.prefilling[row], int(self.rows.stored[row])
@@ -167,7 +157,7 @@ class Scheduler:
             if end == len(tokens):
                 del self.prefilling[row]
                 self.decoding = np.append(self.decoding, row)
-            yield Chunk(row, start, tokens[start:end], end == len(tokens))
+            yield row, start, tokens[start:end]
 
     def _prompts(self, micro_batch: int) -> Iterator[int]:
         """Rows of the group whose prompts are to be read: those that have begun, then new ones, as long as they fit."""
@@ -210,18 +200,18 @@ class Scheduler:
             request.started = time.perf_counter()
         return row
 
-    def _step(self, micro_batch: int, decodes: np.ndarray, chunks: list[Chunk]) -> StepPlan:
-        rows = _behind(decodes, [chunk.row for chunk in chunks])
-        lengths = _behind(self.rows.stored[decodes], [chunk.start for chunk in chunks])
-        news = _behind(np.ones_like(decodes), [len(chunk.tokens) for chunk in chunks])
-        tokens = _behind(np.full_like(decodes, LATEST), [token for chunk in chunks for token in chunk.tokens])
+    def _step(self, micro_batch: int, decodes: np.ndarray, chunks: list[tuple[int, int, list[int]]]) -> StepPlan:
+        rows = _behind(decodes, [row for row, _, _ in chunks])
+        lengths = _behind(self.rows.stored[decodes], [start for _, start, _ in chunks])
+        news = _behind(np.ones_like(decodes), [len(tokens) for _, _, tokens in chunks])
+        tokens = _behind(np.full_like(decodes, LATEST), [token for _, _, tokens in chunks for token in tokens])
         self.rows.stored[decodes] += 1
         sources, drawn = list(range(len(decodes))), decodes.tolist()
         copies: list[tuple[int, int]] = []
-        for place, chunk in enumerate(chunks, len(decodes)):
-            if chunk.last:
-                self.rows.requests[chunk.row].status = RequestStatus.DECODING
-                answers = [chunk.row, *self._children(chunk.row, copies)]
+        for place, (row, _, _) in enumerate(chunks, len(decodes)):
+            if row not in self.prefilling:
+                self.rows.requests[row].status = RequestStatus.DECODING
+                answers = [row, *self._children(row, copies)]
                 drawn += answers
                 sources += [place] * len(answers)
         takers = np.array(drawn, np.int64)

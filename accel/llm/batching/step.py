@@ -15,8 +15,7 @@ from accel_kernels.attention.paged.ragged import Pointers, Ragged
 from accel_kernels.warmup import warmup
 
 from accel.cuda_graphs.runner import GraphRunner
-from accel.errors import reason_of
-from accel.llm.batching.sampler import Sampler
+from accel.llm.batching.sampler import Sampler, told_later
 from accel.llm.batching.scheduler import LATEST, StepPlan
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.kv_cache.paged_kv_cache import PagedKVCache
@@ -133,13 +132,10 @@ class StepRunner:
     def warm_up(self, plans: Iterable[StepPlan], beside: Callable[[], object]) -> None:
         """Compiles side by side what these steps, and beside(), launch on a GPU; nothing of them comes out."""
         if self.device.type == "cuda":
-            try:
-                with warmup():
-                    beside()
-                    for plan in plans:
-                        self.sampler.warm_up(self.logits(plan))
-            except Exception as error:  # shows again when such a step runs
-                reason_of(error)
+            with told_later(), warmup():
+                beside()
+                for plan in plans:
+                    self.sampler.warm_up(self.logits(plan))
 
     def _arguments(
         self, inputs: "StepInputs", size: StepSize
