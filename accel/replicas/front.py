@@ -137,7 +137,7 @@ def name_and_revision(model: str) -> tuple[str, str]:
     return name, revision or "main"
 
 
-class Outlines(OwnModels):
+class ModelsWithoutWeights(OwnModels):
     """Models without weights, which are the replicas'. The server asks them for their class, settings and tokenizer."""
 
     def __init__(self, replicas: Replicas, **options: Any) -> None:
@@ -167,7 +167,7 @@ class Front(Serve):
     ) -> None:
         self.replicas = Replicas(ask, lost, attempts)
         self._meant = contextlib.ExitStack()
-        self._meant.enter_context(optimized_serving(partial(Outlines, self.replicas)))
+        self._meant.enter_context(optimized_serving(partial(ModelsWithoutWeights, self.replicas)))
         try:
             super().__init__(model, continuous_batching=True, non_blocking=True, **options)
         except BaseException:

@@ -32,7 +32,7 @@ def launch(runner: steps.StepRunner, plan, tokens_of, logprobs: bool, check: boo
     size = steps.StepSize.filled(plan, runner.rows) or steps.StepSize.exact(plan)
     numbers = steps.StepInputs(plan, size, runner.rows)
     numbers.int64_on(runner.device), numbers.int32_on(runner.device)
-    return steps.LaunchedStep(plan, torch.from_numpy(np.full(len(plan.drawn), 7)), None, None)
+    return steps.LaunchedStep(plan, torch.from_numpy(np.full(len(plan.draw_rows), 7)), None, None)
 
 
 def engine_with(requests: int) -> Engine:

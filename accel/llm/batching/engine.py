@@ -49,7 +49,7 @@ class Engine:
         self.launched: deque[LaunchedStep] = deque()  # the oldest first; one a micro-batch, and one more at times
         self.weights = self._weights()  # with which the stored keys and values were computed
         self._unchecked = CHECK_EVERY  # steps since the model was checked
-        self._news: dict[Request, None] = {}  # requests that a step tells of, in the order of the news
+        self._updates: dict[Request, None] = {}  # requests that a step tells of, in the order of the updates
 
     @property
     def busy(self) -> bool:
@@ -116,11 +116,11 @@ class Engine:
             self._unchecked += 1
         # Where nothing could be planned, the tokens of the oldest step may change that.
         self._read_until(self.micro_batches.count if plan is not None else len(self.launched) - 1)
-        return self._told()
+        return self._take_updates()
 
-    def _told(self) -> list[Request]:
-        news, self._news = list(self._news), {}
-        return news
+    def _take_updates(self) -> list[Request]:
+        updates, self._updates = list(self._updates), {}
+        return updates
 
     def _plan(self) -> StepPlan | None:
         try:
@@ -130,7 +130,7 @@ class Engine:
             plan = self.scheduler.plan(unread=False)
         self._note(*self.scheduler.failed)
         self.scheduler.failed.clear()
-        if plan is not None and self.sampler.waits(plan.drawn):
+        if plan is not None and self.sampler.waits(plan.draw_rows):
             while any(step.plan.micro_batch == plan.micro_batch for step in self.launched):
                 self._read(self.launched.popleft())
         return plan
@@ -191,8 +191,8 @@ class Engine:
         """Takes in the ids of a step, but for rows that another request has taken since."""
         ids, logprobs = step.read()
         plan = step.plan
-        current = self.rows.serial[plan.drawn] == plan.serials
-        rows = plan.drawn[current]
+        current = self.rows.serial[plan.draw_rows] == plan.serials
+        rows = plan.draw_rows[current]
         if not len(rows):
             return
         outcome = self.rows.add(rows, ids[current], None if logprobs is None else logprobs[current])
@@ -215,7 +215,7 @@ class Engine:
         return self.scheduler.close(row, keep)
 
     def _note(self, *requests: Request) -> None:
-        self._news |= dict.fromkeys(requests)
+        self._updates |= dict.fromkeys(requests)
 
     def _fail(self, row: int, reason: str) -> None:
         """The row's request fails, and its children that do not run yet."""
@@ -228,7 +228,7 @@ class Engine:
         self.scheduler.waiting.clear()
         self._note(*failed((one for request in left for one in request.family), str(error) or repr(error)))
         self.allocator.forget()
-        return self._told()
+        return self._take_updates()
 
     def close(self) -> None:
         """Gives the memory back; the engine cannot be used any more."""

@@ -11,7 +11,7 @@ import torch
 from accel.errors import fatal, out_of_memory, told
 from accel.libraries.batching import logger
 from accel.llm.batching.engine import Engine
-from accel.llm.batching.ranks import OneRank, Stop, Turn
+from accel.llm.batching.ranks import Inbox, OneRank, Stop
 from accel.llm.batching.request import Request, failed
 from accel.llm.batching.results import Results
 
@@ -197,28 +197,28 @@ class EngineThread:
         """Gives the engine what came in, and waits until it has something to do. False once the loop is to end."""
         paused = False
         while True:
-            turn = self.ranks.meet(self._turn(engine), engine)
-            if turn.stop > self.ending.stop:
-                self.stop(turn.stop, ELSEWHERE if turn.stop >= Stop.NOW else None)
-            if turn.stop >= Stop.NOW:
+            inbox = self.ranks.meet(self._received(engine), engine)
+            if inbox.stop > self.ending.stop:
+                self.stop(inbox.stop, ELSEWHERE if inbox.stop >= Stop.NOW else None)
+            if inbox.stop >= Stop.NOW:
                 return False
-            if paused and not turn.pausing:
+            if paused and not inbox.pausing:
                 engine.resumed()
-            for request in turn.added:
+            for request in inbox.added:
                 if not self.ranks.leads:
                     self.results.expect(request.family)
                 self._deliver(request.family if request.finished else engine.add(request))
-            for request_id in turn.cancelled:
+            for request_id in inbox.cancelled:
                 self._deliver(engine.cancel(request_id))
-            if turn.pausing:
+            if inbox.pausing:
                 self._park(first=not paused)
             elif engine.busy:
                 return True
-            elif turn.stop:
+            elif inbox.stop:
                 return False
-            paused = turn.pausing
+            paused = inbox.pausing
 
-    def _turn(self, engine: Engine) -> Turn:
+    def _received(self, engine: Engine) -> Inbox:
         """What came in here, once there is something to tell or to do; a rank that follows waits where ranks meet."""
         with self._changed:
             while self.ranks.leads and not (
@@ -227,11 +227,11 @@ class EngineThread:
                 self._changed.wait(CHECK)
                 if not self.ranks.alone:  # the others wait for no longer
                     break
-            turn = Turn(list(self._added), list(self._cancelled), self.ending.stop, bool(self._pauses))
+            inbox = Inbox(list(self._added), list(self._cancelled), self.ending.stop, bool(self._pauses))
             self._added.clear()
             self._cancelled.clear()
             self._changed.notify_all()
-            return turn
+            return inbox
 
     def _park(self, first: bool) -> None:
         """Waits until nobody here pauses, or for the others that are to be met. first: devices may still compute."""
@@ -248,7 +248,7 @@ class EngineThread:
     def _step(self, engine: Engine) -> list[Request]:
         """One step; where it raises, the requests in it fail, and the others go on. Raises fatal errors."""
         try:
-            news = engine.step()
+            updates = engine.step()
         except Exception as error:
             self._failures += 1
             if not self.ranks.alone:  # of which others may know nothing: they wait for this one
@@ -259,7 +259,7 @@ class EngineThread:
             return engine.fail(error)
         self.steps += 1
         self._failures = 0
-        return news
+        return updates
 
     def _deliver(self, requests: Sequence[Request]) -> None:
         if requests:

@@ -15,7 +15,7 @@ from accel.libraries.batching import CACHED, INIT, logger
 from accel.llm.batching.engine import Engine, unfit_reason
 from accel.llm.batching.limits import limits_of, sets_of
 from accel.llm.batching.manager import BatchManager
-from accel.llm.batching.ranks import PLACE, AllRanks, OneRank
+from accel.llm.batching.ranks import CALL, AllRanks, OneRank
 from accel.llm.batching.sampling import SamplingDefaults
 from accel.llm.batching.spread import head_device
 from accel.llm.batching.trial import refusal
@@ -104,9 +104,9 @@ class InitContinuousBatching(MethodHook):
         for name, one in (given | {"generation_config": config}).items():
             plain = {} if one is None else {key: value for key, value in vars(one).items() if isinstance(value, PLAIN)}
             told |= {f"{name}.{key}": value for key, value in plain.items()}
-        require_agreement(ranks, PLACE, told)
+        require_agreement(ranks, CALL, told)
         if taken:
-            raise Refused(f"{PLACE}: {taken} computes with all ranks; stop it before another one")
+            raise Refused(f"{CALL}: {taken} computes with all ranks; stop it before another one")
         if reason is not None:
             return reason
         if lockstep is None or not meets:

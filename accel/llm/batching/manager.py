@@ -63,8 +63,8 @@ class BatchManager(ContinuousBatchingManager):
         self._lock, self._numbers = threading.Lock(), count()
         most_waiting = self.continuous_batching_config.max_queue_size
         devices = list(dict.fromkeys([model.device, *(one.device for one in model.parameters())]))
-        self._loop = EngineThread(build, devices, self._results, most_waiting, self._ranks)
-        weakref.finalize(self, self._loop.ending.abandon)
+        self._thread = EngineThread(build, devices, self._results, most_waiting, self._ranks)
+        weakref.finalize(self, self._thread.ending.abandon)
 
     def __reduce__(self) -> tuple:
         return type(None), ()  # a copy of the model has none; it makes its own
@@ -82,7 +82,7 @@ class BatchManager(ContinuousBatchingManager):
     @property
     def engine(self) -> Engine | None:
         """The one that is there, if one is."""
-        return self._loop.engine
+        return self._thread.engine
 
     @property
     def warmed_up(self) -> bool:
@@ -92,7 +92,7 @@ class BatchManager(ContinuousBatchingManager):
     @property
     def background_thread_status(self) -> EngineThread:
         """What servers ask for `fatal_error`: what ended the thread."""
-        return self._loop
+        return self._thread
 
     @property
     def batch_processor(self) -> None:
@@ -101,7 +101,7 @@ class BatchManager(ContinuousBatchingManager):
     @property
     def current_batch(self) -> int:
         """Steps that have run."""
-        return self._loop.steps
+        return self._thread.steps
 
     def switch_to_cb_friendly_attn(self, model: PreTrainedModel, auto_switch_to_flash: bool = True) -> None:
         """Does nothing: any attention that the model was optimized with will do."""
@@ -110,18 +110,18 @@ class BatchManager(ContinuousBatchingManager):
         """Makes the engine. Raises what that raises, such as torch.OutOfMemoryError."""
         if not self.is_running():
             self._ranks.free()
-            self._loop.ready()
+            self._thread.ready()
 
     def is_running(self) -> bool:
         """Whether the thread was started and has not ended."""
-        return self._loop.running
+        return self._thread.running
 
     def start(self) -> None:
         """Starts the thread. Does nothing but warn where it runs."""
         if self.is_running():
             logger.warning("Manager thread is already running.")
         else:
-            self._loop.start()
+            self._thread.start()
 
     def stop(
         self,
@@ -136,7 +136,7 @@ class BatchManager(ContinuousBatchingManager):
         block: waits for that, up to `timeout` seconds. keep_for_next_session: the memory is kept, and the manager in
         the model, for the next `init_continuous_batching`. Raises RuntimeError inside a `pause` of the same thread.
         """
-        loop = self._loop
+        loop = self._thread
         if loop.ending.thread is None:
             kept = " Hence the unstarted manager will not be kept for next session." if keep_for_next_session else ""
             logger.warning(f"Manager not started.{kept}")
@@ -159,7 +159,7 @@ class BatchManager(ContinuousBatchingManager):
 
     def join(self, stop_trigger_time: float, timeout: float | None = None) -> None:
         """Waits for the thread to end, up to `timeout` seconds, and warns where it does not."""
-        thread = self._loop.ending.thread
+        thread = self._thread.ending.thread
         if thread is None:
             return
         thread.join(timeout)
@@ -167,26 +167,26 @@ class BatchManager(ContinuousBatchingManager):
             logger.warning(f"Generation thread did not exit after join timeout ({timeout}).")
         else:
             logger.info(f"Background generation thread stopped after {perf_counter() - stop_trigger_time:.2f}s.")
-            self._loop.ending.thread = None
+            self._thread.ending.thread = None
 
     def destroy(self) -> None:
         """Stops, and gives all memory back. Any number of times."""
         if self.is_running():
             self.stop()
-        self._loop.close()
+        self._thread.close()
 
     def end(self, reason: str) -> None:
         """Ends the thread now; requests that are not finished fail for this reason. Any number of times."""
-        self._loop.keeps = False
-        self._loop.stop(Stop.NOW, reason)
-        if self._loop.ending.thread is not None:
-            self._loop.ending.thread.join()
-        self._loop.close()
+        self._thread.keeps = False
+        self._thread.stop(Stop.NOW, reason)
+        if self._thread.ending.thread is not None:
+            self._thread.ending.thread.join()
+        self._thread.close()
 
     def rebuild(self, build: Callable[[], Engine]) -> None:
         """Engines are made so from now on; the one that is there is given back."""
         self.destroy()
-        self._loop.build = build
+        self._thread.build = build
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -195,7 +195,7 @@ class BatchManager(ContinuousBatchingManager):
         """
         if not self.is_running():
             raise RuntimeError("Cannot pause generation while no generation loop is running.")
-        with self._loop.pause():
+        with self._thread.pause():
             yield
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -270,17 +270,17 @@ class BatchManager(ContinuousBatchingManager):
                 made.tokens = checked_ids(generated, self._vocabulary)
             made.sampling = self._defaults.request(made.prompt, made.max_new_tokens, sorted(made.eos), **settings)
             if stop_strings:
-                made.ends = StopStrings(stop_strings, tokenizer, len(made.prompt))
+                made.stopping_criterion = StopStrings(stop_strings, tokenizer, len(made.prompt))
         except (ValueError, TypeError) as error:
             finish(made, str(error))
         return made.with_children(answers - 1)
 
     def _submit(self, request: Request) -> bool:
-        refusal = self._loop.add(request)
+        refusal = self._thread.add(request)
         if refusal is not None:
             begin, end = f"{request.prompt[:3]}"[:-1], f"{request.prompt[-3:]}"[1:]
             logger.warning(f"{refusal}. Request with ids {begin}, ..., {end} will be dropped.")
-            self._results.refuse(failed(request.family, refusal))
+            self._results.put(failed(request.family, refusal))
         return refusal is None
 
     def add_requests(
@@ -314,13 +314,13 @@ class BatchManager(ContinuousBatchingManager):
 
     def cancel_request(self, request_id: str) -> None:
         """The request ends where it is, and comes out as failed. Ids that are not under way are ignored."""
-        self._loop.cancel(request_id)
+        self._thread.cancel(request_id)
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
         """The next result, or the next one of this request. Waits up to `timeout` seconds for it, for ever if None; not
         where none can come. None where there is none.
         """
-        return self._results.take(request_id, timeout, lambda: self._loop.goes_on)
+        return self._results.take(request_id, timeout, lambda: self._thread.goes_on)
 
     def __iter__(self) -> Iterator[GenerationOutput]:
         """Results as they come, until the thread has ended and none is left."""

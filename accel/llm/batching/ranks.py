@@ -19,7 +19,7 @@ from accel.llm.batching.request import Request, StopStrings, failed
 from accel.llm.batching.sampling import SamplingDefaults
 from accel.parallel.lockstep import Lockstep
 
-PLACE = "generate_batch"
+CALL = "generate_batch"
 UNFIT, ENDED = 1, 2  # what may be wrong on a rank: it could run no step now; its loop has ended by an error
 
 
@@ -32,7 +32,7 @@ class Stop(enum.IntEnum):
     STOPPED = 3  # the loop has ended
 
 
-class Turn(NamedTuple):
+class Inbox(NamedTuple):
     """What a loop takes in between two steps. added: requests, of which some may have failed already; cancelled: ids;
     stop: how soon the loop is to end; pausing: whether no step may run.
     """
@@ -55,9 +55,9 @@ class OneRank:
     def begin(self) -> None:
         """The thread has begun."""
 
-    def meet(self, turn: Turn, engine: Engine) -> Turn:
+    def meet(self, inbox: Inbox, engine: Engine) -> Inbox:
         """What is to be taken in."""
-        return turn
+        return inbox
 
     def end(self, error: BaseException | None) -> None:
         """The thread has ended, by this error if by one."""
@@ -98,51 +98,51 @@ class AllRanks(OneRank):
         finally:
             self.lockstep.ranks.taken, self.lockstep.ranks.paused = "", False
 
-    def meet(self, turn: Turn, engine: Engine) -> Turn:
+    def meet(self, inbox: Inbox, engine: Engine) -> Inbox:
         """What all ranks are to take in. Of the ranks that follow, only that they end at once or pause is heard.
 
         Raises RanksApart on all where one of them cannot go on.
         """
         reason, changed = engine.survey()
-        message = self._packed(turn) if self.leads else b""
-        stop = turn.stop if self.leads or turn.stop >= Stop.NOW else Stop.NO
-        numbers = len(message), stop, turn.pausing, UNFIT if reason else 0, changed
+        message = self._packed(inbox) if self.leads else b""
+        stop = inbox.stop if self.leads or inbox.stop >= Stop.NOW else Stop.NO
+        numbers = len(message), stop, inbox.pausing, UNFIT if reason else 0, changed
         size, soonest, pausing, wrong, others = self.lockstep.most(numbers)
         if wrong == ENDED or (wrong == UNFIT and (size or engine.busy) and soonest < Stop.NOW):
             self.over = True
-            raise RanksApart(f"{PLACE}: {self.lockstep.reasons(reason)}")
+            raise RanksApart(f"{CALL}: {self.lockstep.reasons(reason)}")
         if others:
             engine.allocator.forget()
         self.over = soonest >= Stop.NOW
         self.lockstep.ranks.paused = bool(pausing)
-        turn = turn._replace(stop=Stop(soonest), pausing=bool(pausing))
+        inbox = inbox._replace(stop=Stop(soonest), pausing=bool(pausing))
         heard = self.lockstep.broadcast(message, size) if size else b""
-        return turn if self.leads or not heard else self._unpacked(heard, turn)
+        return inbox if self.leads or not heard else self._unpacked(heard, inbox)
 
-    def _packed(self, turn: Turn) -> bytes:
+    def _packed(self, inbox: Inbox) -> bytes:
         """What the other ranks are told; nothing where nothing came. Requests that cannot be sent fail."""
-        if not (turn.added or turn.cancelled):
+        if not (inbox.added or inbox.cancelled):
             return b""
         known, requests = len(self.tokenizers), []
-        for request in turn.added:
+        for request in inbox.added:
             try:
                 requests.append(self._packed_request(request))
             except Exception as error:  # of somebody's own tokenizer
                 failed(request.family, f"the other ranks cannot be told of it: {reason_of(error)}")
                 requests.append(self._packed_request(request))
-        return pickle.dumps((self.tokenizers[known:], requests, list(turn.cancelled)))
+        return pickle.dumps((self.tokenizers[known:], requests, list(inbox.cancelled)))
 
     def _packed_request(self, request: Request) -> bytes:
         """A request without what each rank makes for itself; of one that has failed, what its output says."""
         hosted = not request.finished and request.sampling.host is not None
         sent = replace(request, children=[])
         if request.finished:
-            sent.sampling, sent.ends, sent.settings = None, None, {}
+            sent.sampling, sent.stopping_criterion, sent.settings = None, None, {}
         elif hosted:
             sent.sampling = request.sampling._replace(host=None)
-        if isinstance(sent.ends, StopStrings):
-            sent.ends = copy.copy(sent.ends)
-            sent.ends.tokenizer = self._number(sent.ends.tokenizer)
+        if isinstance(sent.stopping_criterion, StopStrings):
+            sent.stopping_criterion = copy.copy(sent.stopping_criterion)
+            sent.stopping_criterion.tokenizer = self._number(sent.stopping_criterion.tokenizer)
         return pickle.dumps((sent, len(request.children), hosted))
 
     def _number(self, tokenizer: Any) -> int:
@@ -154,15 +154,15 @@ class AllRanks(OneRank):
             self.tokenizers.append(tokenizer)
         return number
 
-    def _unpacked(self, message: bytes, turn: Turn) -> Turn:
+    def _unpacked(self, message: bytes, inbox: Inbox) -> Inbox:
         tokenizers, requests, cancelled = pickle.loads(message)
         self.tokenizers += tokenizers
-        return turn._replace(added=[self._unpacked_request(one) for one in requests], cancelled=cancelled)
+        return inbox._replace(added=[self._unpacked_request(one) for one in requests], cancelled=cancelled)
 
     def _unpacked_request(self, packed: bytes) -> Request:
         request, children, hosted = pickle.loads(packed)
-        if isinstance(request.ends, StopStrings):
-            request.ends.tokenizer = self.tokenizers[request.ends.tokenizer]
+        if isinstance(request.stopping_criterion, StopStrings):
+            request.stopping_criterion.tokenizer = self.tokenizers[request.stopping_criterion.tokenizer]
         if hosted:
             given = request.settings | {"seed": request.sampling.seed}
             found = self.settings.request(request.prompt, request.max_new_tokens, sorted(request.eos), **given)

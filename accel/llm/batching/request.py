@@ -16,9 +16,9 @@ class Request:
     """A prompt and what is to be done with it. The engine alone writes its state.
 
     prompt: token ids. max_new_tokens: None for no bound but the room there is. eos: ids that end it, which are part of
-    what it gives. sampling: how tokens are chosen, see `accel.llm.batching.sampling`. ends: asked with all tokens of
-    prompt and answer after each new one, whether that was the last. children: further answers to the same prompt, until
-    the engine has begun them. settings: from which `sampling` was made.
+    what it gives. sampling: how tokens are chosen, see `accel.llm.batching.sampling`. stopping_criterion: asked with
+    all tokens of prompt and answer after each new one, whether that was the last. children: further answers to the same
+    prompt, until the engine has begun them. settings: from which `sampling` was made.
 
     tokens, logprobs, timestamps: of the answer so far; the last in seconds of `time.perf_counter`. started, ended:
     seconds as well, -1 before.
@@ -29,7 +29,7 @@ class Request:
     max_new_tokens: int | None
     eos: frozenset[int]
     sampling: Any
-    ends: Callable[[Sequence[int]], bool] | None = None
+    stopping_criterion: Callable[[Sequence[int]], bool] | None = None
     streaming: bool = False
     record_timestamps: bool = False
     children: list["Request"] = field(default_factory=list)

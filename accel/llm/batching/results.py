@@ -54,14 +54,15 @@ class Results:
             return request_id in self._under_way or request_id in self._asked
 
     def put(self, requests: Iterable[Request]) -> list[str]:
-        """Delivers what they have come to; of those that are not under way nothing. Returns the ids of requests that
-        nobody can be told of any more: their event loop is closed.
+        """Delivers what they have come to. Of those that are not under way only a handler is told, where there is one.
+        Returns the ids of requests that nobody can be told of any more: their event loop is closed.
         """
         waiting: dict[asyncio.AbstractEventLoop, Deliveries] = {}
         lost: list[str] = []
         with self._changed:
             for request in requests:
-                if request.id not in self._under_way:
+                expected = self._under_way.get(request.id)
+                if expected is not request and (expected is not None or request.id not in self._handlers):
                     continue
                 if request.id in self._handlers:
                     handler, loop = self._handlers[request.id]
@@ -69,7 +70,7 @@ class Results:
                 else:
                     self._enqueue(request.output())
                 if request.finished:
-                    del self._under_way[request.id]
+                    self._under_way.pop(request.id, None)
                     self._handlers.pop(request.id, None)
             self._changed.notify_all()
         for loop, deliveries in waiting.items():  # one call a loop: waking it from another thread costs most
@@ -82,13 +83,6 @@ class Results:
                 self._handlers.pop(request_id, None)
                 self._under_way.pop(request_id, None)
         return lost
-
-    def refuse(self, requests: Sequence[Request]) -> None:
-        """Requests that were never under way: their handlers, where there are any, are told."""
-        with self._changed:
-            refused = [one for one in requests if one.id in self._handlers and one.id not in self._under_way]
-            self._under_way |= {one.id: one for one in refused}
-            self.put(refused)
 
     def handle(self, request_id: str, callback: Handler, loop: asyncio.AbstractEventLoop) -> None:
         """The callback gets the outputs of this request, those in the queue first. Raises ValueError where the request

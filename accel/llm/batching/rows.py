@@ -50,7 +50,7 @@ class RunningRows:
         self._ids[row, :begun] = request.tokens
         self._eos[row] = NO_ID
         self._eos[row, : len(request.eos)] = list(request.eos)
-        self._watched[row] = request.streaming or request.record_timestamps or request.ends is not None
+        self._watched[row] = request.streaming or request.record_timestamps or request.stopping_criterion is not None
         return row
 
     def close(self, row: int) -> Request:
@@ -104,7 +104,8 @@ class RunningRows:
         request.tokens.append(token)
         if request.record_timestamps:
             request.timestamps.append(time.perf_counter())
-        return request.ends is not None and bool(request.ends(request.prompt + request.tokens))
+        ends = request.stopping_criterion
+        return ends is not None and bool(ends(request.prompt + request.tokens))
 
 
 def _wider(array: np.ndarray, columns: int, filler: int) -> np.ndarray:

@@ -151,7 +151,7 @@ class Sampler:
         filters, nucleus, penalties = self.variant(host_rows)
         if filters and self._filters is not None:
             kernels, self._filters = self._filters, None
-            with told_later():
+            with errors_deferred():
                 kernels.wait()
         table = self._table if penalties else self._table._replace(seen=None)
         found = sample(logits, table, rows, filters=filters, nucleus=nucleus, logprobs=logprobs)
@@ -179,7 +179,7 @@ class Sampler:
         """
         if self.device.type == "cuda":
             self._filters = Warmup()
-            with told_later(), self._filters.launches():
+            with errors_deferred(), self._filters.launches():
                 logits = torch.empty(1, self.vocabulary, dtype=dtype, device=self.device)
                 self.warm_up(logits, ((True, False), (True, True)))
 
@@ -200,7 +200,7 @@ class Sampler:
 
 
 @contextmanager
-def told_later() -> Iterator[None]:
+def errors_deferred() -> Iterator[None]:
     """Inside, work only compiles: an error of it shows again in the call that needs the kernel."""
     try:
         yield

@@ -27,9 +27,9 @@ from transformers import (
 from accel.errors import LOG
 from accel.libraries.generation import processors
 
-WORD = 2**64 - 1
-CHILD = 0x5851F42D4C957F2D  # keeps the seeds of children apart from those of requests
-MOST_TOP_K = 2**31 - 1
+UINT64 = 2**64 - 1
+CHILD_SALT = 0x5851F42D4C957F2D  # keeps the seeds of children apart from those of requests
+INT32 = 2**31 - 1
 
 
 class Sampling(NamedTuple):
@@ -68,20 +68,20 @@ class Sampling(NamedTuple):
         """The same for another answer to the same prompt: a seed and processors of its own. Before the first token,
         since processors may keep what they have seen.
         """
-        return self._replace(seed=mixed(self.seed ^ CHILD, number), host=copy.deepcopy(self.host))
+        return self._replace(seed=mix_seed(self.seed ^ CHILD_SALT, number), host=copy.deepcopy(self.host))
 
 
-def mixed(seed: int, number: int) -> int:
+def mix_seed(seed: int, number: int) -> int:
     """Signed 64 bits in which every bit of both counts: SplitMix64 by Steele, Lea and Flood 2014."""
-    z = (seed + (number + 1) * 0x9E3779B97F4A7C15) & WORD
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & WORD
-    z = (z ^ z >> 27) * 0x94D049BB133111EB & WORD
-    return signed(z ^ z >> 31)
+    z = (seed + (number + 1) * 0x9E3779B97F4A7C15) & UINT64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & UINT64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & UINT64
+    return to_int64(z ^ z >> 31)
 
 
-def signed(bits: int) -> int:
+def to_int64(bits: int) -> int:
     """The int64 of the same 64 bits."""
-    return (bits + 2**63 & WORD) - 2**63
+    return (bits + 2**63 & UINT64) - 2**63
 
 
 class Setting(NamedTuple):
@@ -180,7 +180,7 @@ class SamplingDefaults:
                 self._usual = found
         if found.greedy:
             return found
-        return found._replace(seed=self._next_seed() if seed is None else signed(seed))
+        return found._replace(seed=self._next_seed() if seed is None else to_int64(seed))
 
     def _chosen(
         self,
@@ -215,7 +215,7 @@ class SamplingDefaults:
         with self._lock:
             if self._seed is None:
                 self._seed = int(torch.randint(2**63 - 1, ()))
-            return mixed(self._seed, next(self._numbers))
+            return mix_seed(self._seed, next(self._numbers))
 
 
 def checked_settings(given: dict[str, Any], sample: bool) -> dict[str, Any]:
@@ -250,7 +250,7 @@ def split_chain(chain: Iterable[LogitsProcessor], sample: bool) -> Sampling:
         name = ON_GPU.get(type(host[-1]))
         if name is None or order.index(name) >= last or not (sample or name == "penalty") or not _is_plain(host[-1]):
             break
-        last, found[name] = order.index(name), min(getattr(host.pop(), name), MOST_TOP_K)
+        last, found[name] = order.index(name), min(getattr(host.pop(), name), INT32)
     return Sampling(**found, host=LogitsProcessorList(host) if host else None)
 
 

@@ -30,19 +30,19 @@ class TokensUnknown(Exception):
 class StepPlan:
     """One step: decodes, which get one new token each, then chunks of prompts.
 
-    rows, lengths, news: (sequences,) int64, the row of each, tokens stored before, new tokens. tokens: (tokens,) int64
-    of all sequences in turn, LATEST for those of decodes. sources, drawn, serials: (n,) int64, the sequences whose last
-    token is followed by a draw, the row it is drawn for, and which occupant of the row that is. copies: blocks to copy
-    once the step is launched. opened: rows whose requests are new. micro_batch: the group of requests that it is of.
+    rows, lengths, query_lengths: (sequences,) int64, the row of each, tokens stored before, new tokens. tokens:
+    (tokens,) int64 of all sequences in turn, LATEST for those of decodes. sources, draw_rows, serials: (n,) int64, the
+    sequences whose last token is followed by a draw, the row it is drawn for, and which occupant of the row that is.
+    copies: blocks to copy once the step is launched. opened: rows whose requests are new. micro_batch: its number.
     """
 
     rows: np.ndarray
     lengths: np.ndarray
-    news: np.ndarray
+    query_lengths: np.ndarray
     decodes: int
     tokens: np.ndarray
     sources: np.ndarray
-    drawn: np.ndarray
+    draw_rows: np.ndarray
     serials: np.ndarray
     copies: list[tuple[int, int]]
     opened: list[int]
@@ -203,7 +203,7 @@ class Scheduler:
     def _step(self, micro_batch: int, decodes: np.ndarray, chunks: list[tuple[int, int, list[int]]]) -> StepPlan:
         rows = _behind(decodes, [row for row, _, _ in chunks])
         lengths = _behind(self.rows.stored[decodes], [start for _, start, _ in chunks])
-        news = _behind(np.ones_like(decodes), [len(tokens) for _, _, tokens in chunks])
+        query_lengths = _behind(np.ones_like(decodes), [len(tokens) for _, _, tokens in chunks])
         tokens = _behind(np.full_like(decodes, LATEST), [token for _, _, tokens in chunks for token in tokens])
         self.rows.stored[decodes] += 1
         sources, drawn = list(range(len(decodes))), decodes.tolist()
@@ -218,8 +218,8 @@ class Scheduler:
         opened = [row for row in dict.fromkeys(self._opened) if row in self.rows.requests]
         self._opened.clear()
         return StepPlan(
-            rows, lengths, news, len(decodes), tokens, np.array(sources, np.int64), takers, self.rows.serial[takers],
-            copies, opened, micro_batch,
+            rows, lengths, query_lengths, len(decodes), tokens, np.array(sources, np.int64), takers,
+            self.rows.serial[takers], copies, opened, micro_batch,
         )  # fmt: skip
 
     def _children(self, row: int, copies: list[tuple[int, int]]) -> Iterator[int]:

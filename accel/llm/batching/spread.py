@@ -52,7 +52,7 @@ class MicroBatchStreams:
         self.done = {one: torch.cuda.Event() for one in whose}  # the last turn
 
     @contextmanager
-    def taken(self, micro_batch: int) -> Iterator[None]:
+    def use(self, micro_batch: int) -> Iterator[None]:
         """Inside, what is launched belongs to a step of this group, behind all that the caller's streams have to do."""
         with ExitStack() as stack:
             for stream in self.streams[micro_batch]:
@@ -148,13 +148,13 @@ class SpreadStepRunner(StepRunner):
             yield
 
     def launch(self, plan: StepPlan, *args: Any) -> LaunchedStep:
-        with self.micro_batches.taken(plan.micro_batch):
+        with self.micro_batches.use(plan.micro_batch):
             return super().launch(plan, *args)
 
     def _filled(self, plan: StepPlan) -> StepSize | None:
         """With no more draws than there are, about: the head is in no graph."""
         size = StepSize.filled(plan, self.rows, SPREAD_SIZES)
-        return size if size is None or not size.prefills else size._replace(draws=bucket_of(len(plan.drawn)))
+        return size if size is None or not size.prefills else size._replace(draws=bucket_of(len(plan.draw_rows)))
 
     def _logits(self, inputs: StepInputs, size: StepSize, by_graph: bool, check: bool) -> torch.Tensor:
         arguments, stores = self._arguments(inputs, size), StoresOfStep(self, size, inputs)

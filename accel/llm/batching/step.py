@@ -15,7 +15,7 @@ from accel_kernels.attention.paged.ragged import Pointers, Ragged
 from accel_kernels.warmup import warmup
 
 from accel.cuda_graphs.runner import GraphRunner
-from accel.llm.batching.sampler import Sampler, told_later
+from accel.llm.batching.sampler import Sampler, errors_deferred
 from accel.llm.batching.scheduler import LATEST, StepPlan
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.kv_cache.paged_kv_cache import PagedKVCache
@@ -34,7 +34,7 @@ ALIGNED = 4  # numbers; kernels are compiled anew for addresses that are not mul
 
 @dataclass
 class LaunchedStep:
-    """A step under way. ids, logprobs: of plan.drawn, being copied to the host; done: when they are there."""
+    """A step under way. ids, logprobs: of plan.draw_rows, being copied to the host; done: when they are there."""
 
     plan: StepPlan
     ids: torch.Tensor
@@ -64,7 +64,7 @@ class StepSize(NamedTuple):
     @classmethod
     def exact(cls, plan: StepPlan) -> "StepSize":
         """As in the plan; a step without a draw computes the logits of one token, since none may be too few."""
-        return cls(len(plan.tokens), plan.decodes, len(plan.rows) - plan.decodes, max(1, len(plan.drawn)))
+        return cls(len(plan.tokens), plan.decodes, len(plan.rows) - plan.decodes, max(1, len(plan.draw_rows)))
 
     @classmethod
     def filled(cls, plan: StepPlan, rows: int, mixed: Sequence[int] = MIXED_SIZES) -> "StepSize | None":
@@ -80,7 +80,7 @@ class StepSize(NamedTuple):
             return None
         most = min(fit, rows)
         draws = most + MOST_PREFILLS
-        return cls(fit, most, MOST_PREFILLS, draws) if len(plan.drawn) <= draws else None
+        return cls(fit, most, MOST_PREFILLS, draws) if len(plan.draw_rows) <= draws else None
 
 
 def bucket_of(sequences: int) -> int:
@@ -132,7 +132,7 @@ class StepRunner:
     def warm_up(self, plans: Iterable[StepPlan], beside: Callable[[], object]) -> None:
         """Compiles side by side what these steps, and beside(), launch on a GPU; nothing of them comes out."""
         if self.device.type == "cuda":
-            with told_later(), warmup():
+            with errors_deferred(), warmup():
                 beside()
                 for plan in plans:
                     self.sampler.warm_up(self.logits(plan))
@@ -177,11 +177,11 @@ class StepRunner:
     def _draw(
         self, plan: StepPlan, logits: torch.Tensor, inputs: "StepInputs", tokens_of: Callable, logprobs: bool
     ) -> LaunchedStep:
-        count = len(plan.drawn)
+        count = len(plan.draw_rows)
         ids, chances = torch.empty(0, dtype=torch.int64), torch.empty(0) if logprobs else None
         if count:
             wide = inputs.int64_on(self.sampler.device)
-            ids, chances = self.sampler.draw(logits, wide["drawn"], inputs.drawn, tokens_of, logprobs)
+            ids, chances = self.sampler.draw(logits, wide["draw_rows"], inputs.draw_rows, tokens_of, logprobs)
             # Logits may differ by rounding from rank to rank, and so what is drawn; the answer may not.
             if self.forward.ranks is not None:
                 ids = self.forward.ranks.first(ids)
@@ -207,21 +207,21 @@ def head_size(forward: DecoderForward) -> int:
 class StepInputs:
     """All numbers of a step, on the host in two arrays, on a device views of two tensors.
 
-    drawn: as in StepPlan, filled up. nobody: the place in `StepRunner.last` that is no row's.
+    draw_rows: as in StepPlan, filled up. nobody: the place in `StepRunner.last` that is no row's.
     """
 
     def __init__(self, plan: StepPlan, size: StepSize, nobody: int):
-        starts, count = np.concatenate([np.zeros(1, np.int64), np.cumsum(plan.news)]), len(plan.tokens)
-        of_token = np.repeat(np.arange(len(plan.rows)), plan.news)
+        starts, count = np.concatenate([np.zeros(1, np.int64), np.cumsum(plan.query_lengths)]), len(plan.tokens)
+        of_token = np.repeat(np.arange(len(plan.rows)), plan.query_lengths)
         sequences = size.decodes + size.prefills
-        self.drawn = _fill(plan.drawn, size.draws, NONE)
+        self.draw_rows = _fill(plan.draw_rows, size.draws, NONE)
         self._int64 = {
             "tokens": _fill(plan.tokens, size.tokens, 0),
             "positions": _fill((plan.lengths - starts[:-1])[of_token] + np.arange(count), size.tokens, 0),
             "taken_from": _fill(np.where(plan.tokens == LATEST, plan.rows[of_token], nobody), size.tokens, nobody),
             "keep": _fill(starts[plan.sources + 1] - 1, size.draws, count - 1),
-            "drawn": self.drawn,
-            "put_to": np.where(self.drawn == NONE, nobody, self.drawn),
+            "draw_rows": self.draw_rows,
+            "put_to": np.where(self.draw_rows == NONE, nobody, self.draw_rows),
         }
         self._int32 = {
             "starts": _fill(starts, sequences + 1, count),

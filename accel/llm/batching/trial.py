@@ -138,28 +138,28 @@ def _engine(forward: DecoderForward) -> Engine:
     return engine
 
 
-def _large() -> tuple[StepPlan, ...]:
+def _large() -> list[StepPlan]:
     """To compile what they launch: steps of so many tokens that no graph is made for them, all sequences of one row.
 
     They are of prompts with a decode and without, and one of decodes alone, of so many that none shares its keys.
     Decodes draw, prompts where there are no decodes.
     """
-    prompts, plans = MOST_PREFILLS, []
-    for ones, prefills in ((1, prompts), (0, prompts), (2 * prompts, 0)):
-        news = np.concatenate([np.ones(ones, np.int64), np.full(prefills, BLOCK)])
-        rows, tokens = np.zeros(len(news), np.int64), np.zeros(news.sum(), np.int64)
-        plans.append(_plan(rows, rows, news, ones, tokens, np.arange(ones or prefills)))
-    return tuple(plans)
+    plans = []
+    for ones, prompts in ((1, MOST_PREFILLS), (0, MOST_PREFILLS), (2 * MOST_PREFILLS, 0)):
+        new = np.concatenate([np.ones(ones, np.int64), np.full(prompts, BLOCK)])
+        rows = np.zeros(len(new), np.int64)
+        plans.append(_plan(rows, rows, new, ones, np.zeros(new.sum(), np.int64), np.arange(ones or prompts)))
+    return plans
 
 
 def _step_plan(ids: np.ndarray, before: np.ndarray, after: np.ndarray) -> StepPlan:
     """Of both texts, a row each; both draw."""
-    both, news = np.arange(2), after - before
+    both, new = np.arange(2), after - before
     tokens = np.concatenate([text[start:end] for text, start, end in zip(ids, before, after, strict=True)])
-    return _plan(both, before, news, int((news == 1).sum()) if before.any() else 0, tokens, both)
+    return _plan(both, before, new, int((new == 1).sum()) if before.any() else 0, tokens, both)
 
 
 def _plan(
-    rows: np.ndarray, lengths: np.ndarray, news: np.ndarray, decodes: int, tokens: np.ndarray, sources: np.ndarray
+    rows: np.ndarray, lengths: np.ndarray, new: np.ndarray, decodes: int, tokens: np.ndarray, sources: np.ndarray
 ) -> StepPlan:
-    return StepPlan(rows, lengths, news, decodes, tokens, sources, rows[sources], np.empty(0, np.int64), [], [])
+    return StepPlan(rows, lengths, new, decodes, tokens, sources, rows[sources], np.empty(0, np.int64), [], [])

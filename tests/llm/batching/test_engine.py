@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import GenerationConfig
 
 from accel.llm.batching.request import StopStrings
 from accel.llm.batching.sampler import Sampler
-from accel.llm.batching.sampling import Sampling, SamplingDefaults
+from accel.llm.batching.sampling import SamplingDefaults
 from support.llm.batching.engines import alone, as_alone, engine_of, finished, request, requests
 from support.llm.calls import tokenizer
 
@@ -51,7 +51,7 @@ def test_ends(llama):
     eos = frozenset((wanted[1][4], wanted[4][2], 98))
     asked = [dataclasses.replace(one, eos=eos) for one in asked]
     strings = [words.decode(wanted[7][8:10])]
-    stops = request("s", asked[7].prompt, NEWS[7], ends=StopStrings(strings, words, LENGTHS[7]))
+    stops = request("s", asked[7].prompt, NEWS[7], stopping_criterion=StopStrings(strings, words, LENGTHS[7]))
     roomy, nothing = request("r", [1, 2, 3], None), request("n", [1, 2], 0)
     finished(engine_of(model, context=120), [*asked, stops, roomy, nothing])
     as_alone(stock, asked, eos=sorted(eos))
@@ -174,23 +174,6 @@ def test_children_draw_for_themselves(llama):
     assert len({str(each.tokens) for each in ended}) == 5
     again = finished(engine_of(model, rows=8), [drawn_of(stock)[1].with_children(4)])
     assert {each.id: each.tokens for each in ended} == {each.id: each.tokens for each in again}
-
-
-class Failing(LogitsProcessor):
-    def __call__(self, input_ids, scores):
-        if input_ids.shape[1] == 32:
-            raise KeyError("too many tokens")
-        return scores
-
-
-def test_what_a_processor_raises_ends_that_request_alone(llama):
-    model, stock = llama
-    asked = drawn_of(stock)
-    asked.append(request("bad", asked[1].prompt, NEW, Sampling(host=LogitsProcessorList([Failing()]))))
-    finished(engine_of(model), asked)
-    assert "too many tokens" in asked[-1].error and len(asked[-1].tokens) == 2
-    for one in asked[:-1]:
-        assert one.error is None and one.tokens == drawn_alone(stock, one)
 
 
 class Letters:

@@ -19,7 +19,7 @@ def stored_by(engine, requests):
     """Tokens that were computed for them."""
     counted = []
     launch = engine.steps.launch
-    engine.steps.launch = lambda plan, *rest: (counted.append(int(plan.news.sum())), launch(plan, *rest))[1]
+    engine.steps.launch = lambda plan, *rest: (counted.append(int(plan.query_lengths.sum())), launch(plan, *rest))[1]
     finished(engine, requests)
     return sum(counted)
 

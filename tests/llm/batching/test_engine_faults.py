@@ -41,7 +41,7 @@ def ends(tokens):
     [
         (request("x", [1] * 300, 3), "a prompt of 300 tokens, where a request may come to 256"),
         (request("x", [1] * 200, 3), "a prompt of 200 tokens, where all memory for keys and values has room for 192"),
-        (request("x", [1, 2], 5, ends=ends), "a stopping criterion raised RuntimeError: no idea"),
+        (request("x", [1, 2], 5, stopping_criterion=ends), "a stopping criterion raised RuntimeError: no idea"),
     ],
 )
 def test_a_request_that_cannot_run_fails_alone(llama, bad, message):

@@ -85,7 +85,7 @@ def moved(cuda, source, target):
 
 def step(cuda, streams, number):
     """Through both cards; ids are drawn on the second and brought to where the next step of the group begins."""
-    with streams.taken(number % 2):
+    with streams.use(number % 2):
         assert cuda.number == 0
         moved(cuda, CARDS[1], CARDS[0])
         cuda.current[CARDS[0]].work(("words", number))
@@ -125,16 +125,16 @@ def test_what_a_step_waits_for(cuda):
 
 def test_one_group_has_the_streams_of_its_caller(cuda):
     streams = MicroBatchStreams(CARDS, 1)
-    with streams.taken(0), streams.turn(CARDS[0], Shared.KV_CACHE):
+    with streams.use(0), streams.turn(CARDS[0], Shared.KV_CACHE):
         cuda.current[CARDS[0]].work("a")
     assert cuda.current[CARDS[0]].before == {"a"} and cuda.done == {"a": frozenset()}
 
 
 def test_a_turn_in_which_something_is_raised_is_one(cuda):
     streams = MicroBatchStreams(CARDS, 2)
-    with pytest.raises(ValueError), streams.taken(0), streams.turn(CARDS[0], Shared.KV_CACHE):
+    with pytest.raises(ValueError), streams.use(0), streams.turn(CARDS[0], Shared.KV_CACHE):
         cuda.current[CARDS[0]].work("half")
         raise ValueError
-    with streams.taken(1), streams.turn(CARDS[0], Shared.KV_CACHE):
+    with streams.use(1), streams.turn(CARDS[0], Shared.KV_CACHE):
         cuda.current[CARDS[0]].work("next")
     assert "half" in cuda.done["next"]

@@ -133,9 +133,9 @@ def test_errors_of_the_gpu_are_raised(pair, monkeypatch):
 def test_steps_that_are_compiled_ahead(pair_of):
     """Large ones are those that no graph is made for; numbers are as those of steps that run."""
     plans = _large()
-    assert [len(plan.tokens) for plan in plans] == [plan.news.sum() for plan in plans]
+    assert [len(plan.tokens) for plan in plans] == [plan.query_lengths.sum() for plan in plans]
     assert [StepSize.filled(plan, 64) is None and len(plan.tokens) > 1024 for plan in plans] == [True, True, False]
     model, _ = pair_of("llama")
     engine = engine_of(model, rows=2, context=64)
     found = [engine.steps.logits(plan).shape for plan in plans]
-    assert found == [(len(plan.drawn), model.config.vocab_size) for plan in plans]
+    assert found == [(len(plan.draw_rows), model.config.vocab_size) for plan in plans]

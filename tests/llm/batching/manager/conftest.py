@@ -1,4 +1,4 @@
-"""A manager over a toy engine, and what stock's logger was told."""
+"""A manager over a toy engine, and what stock's logger is told."""
 
 import logging
 
@@ -18,8 +18,8 @@ def manager():
 
 
 @pytest.fixture
-def lines_told():
-    """What stock's logger is lines_told, which passes nothing on."""
+def logged():
+    """What stock's logger is told; it passes nothing on."""
     found = []
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())

@@ -170,7 +170,7 @@ def test_fields_of_stocks_that_are_not_of_its_inner_works(manager):
 
 
 @pytest.mark.parametrize("error", [ValueError("a bad day"), torch.OutOfMemoryError("CUDA out of memory")])
-def test_a_step_that_raises_fails_what_ran_in_it(manager, error, lines_told):
+def test_a_step_that_raises_fails_what_ran_in_it(manager, error, logged):
     manager.toy.rows, manager.toy.faults = 2, {2: error}
     ids = manager.add_requests(PROMPTS)
     manager.start()
@@ -180,23 +180,23 @@ def test_a_step_that_raises_fails_what_ran_in_it(manager, error, lines_told):
     for name, prompt in zip(ids, PROMPTS, strict=True):
         assert found[name].generated_tokens == answer(prompt, 6)[: 1 if name in failed else 6]
     assert manager.background_thread_status.fatal_error is None and manager.is_running()
-    assert any(str(error) in line for line in lines_told)
+    assert any(str(error) in line for line in logged)
 
 
 @pytest.mark.parametrize(
     "faults", [dict.fromkeys(range(1, 9), ValueError("no luck")), {2: torch.AcceleratorError("CUDA error: lost")}]
 )
-def test_a_loop_that_cannot_go_on_fails_all_and_says_why(manager, faults, lines_told):
+def test_a_loop_that_cannot_go_on_fails_all_and_says_why(manager, faults, logged):
     manager.toy.rows, manager.toy.faults = 1, faults
     ids = manager.add_requests(PROMPTS)
     manager.start()
     found = collect(manager, len(PROMPTS))
     assert all(found[name].error for name in ids)
-    manager._loop.ending.thread.join(10)
+    manager._thread.ending.thread.join(10)
     error = next(iter(faults.values()))
     assert manager.background_thread_status.fatal_error is error and not manager.is_running()
     assert manager.add_request([1]) is None and manager.get_result() is None
-    assert any("died with a fatal error" in line for line in lines_told)
+    assert any("died with a fatal error" in line for line in logged)
     assert manager.toy.closed == 1
     manager.stop()
     manager.toy.faults, manager.toy.steps = {}, 0
@@ -206,12 +206,12 @@ def test_a_loop_that_cannot_go_on_fails_all_and_says_why(manager, faults, lines_
     assert collect(manager, 1)[name].error is None
 
 
-def test_an_engine_that_cannot_be_made(lines_told):
+def test_an_engine_that_cannot_be_made(logged):
     def build():
         raise torch.OutOfMemoryError("no memory for keys and values")
 
     manager = make_manager()
-    manager._loop.build = build
+    manager._thread.build = build
     with pytest.raises(torch.OutOfMemoryError, match="keys and values"):
         manager.warmup()
     assert not manager.warmed_up

@@ -33,8 +33,8 @@ def test_every_request_comes_out_as_if_alone(manager):
 def test_prompts_that_begin_alike_stand_behind_one_another(share):
     manager = make_manager(config=ContinuousBatchingConfig(allow_block_sharing=share))
     ids = manager.add_requests(PROMPTS)
-    assert [one.prompt for one in manager._loop._added] == (sorted(PROMPTS, reverse=True) if share else PROMPTS)
-    assert {one.id: one.prompt for one in manager._loop._added} == dict(zip(ids, PROMPTS, strict=True))
+    assert [one.prompt for one in manager._thread._added] == (sorted(PROMPTS, reverse=True) if share else PROMPTS)
+    assert {one.id: one.prompt for one in manager._thread._added} == dict(zip(ids, PROMPTS, strict=True))
 
 
 def test_a_stream_shows_every_token_and_its_end(manager):
@@ -136,7 +136,7 @@ def test_a_handler_that_comes_late_gets_what_was_there(manager):
     assert [len(one.generated_tokens) for one in got] == [1, 2, 3, 4, 5, 6] and manager.get_result() is None
 
 
-def test_a_handler_that_raises_takes_nothing_from_the_others(manager, lines_told):
+def test_a_handler_that_raises_takes_nothing_from_the_others(manager, logged):
     manager.start()
 
     async def clients():
@@ -148,7 +148,7 @@ def test_a_handler_that_raises_takes_nothing_from_the_others(manager, lines_told
         return await asyncio.wait_for(good, 10)
 
     assert asyncio.run(clients()).generated_tokens == answer([1, 2], 6)
-    assert any("handler of request bad raised ZeroDivisionError" in line for line in lines_told)
+    assert any("handler of request bad raised ZeroDivisionError" in line for line in logged)
     assert manager.is_running()
 
 

@@ -19,24 +19,24 @@ from support.llm.batching.managers import FakeEngine, Model, answer, collect, ma
 # -- start, stop, pause ------------------------------------------------------------------------------------------------
 
 
-def test_start_and_stop_twice(manager, lines_told):
+def test_start_and_stop_twice(manager, logged):
     manager.stop()
     manager.stop(keep_for_next_session=True)
-    assert lines_told == [
+    assert logged == [
         "Manager not started.",
         "Manager not started. Hence the unstarted manager will not be kept for next session.",
     ]
     manager.start()
-    thread = manager._loop.ending.thread
+    thread = manager._thread.ending.thread
     assert thread.daemon  # which holds up no end of a process
     manager.start()
-    assert manager._loop.ending.thread is thread and lines_told[2:] == ["Manager thread is already running."]
+    assert manager._thread.ending.thread is thread and logged[2:] == ["Manager thread is already running."]
     name = manager.add_request([1])
     manager.stop()
     assert not manager.is_running() and collect(manager, 1)[name].error is None  # it was finished first
     assert manager.toy.closed == 1
     manager.stop()
-    assert lines_told[3:] == ["Manager not started."]
+    assert logged[3:] == ["Manager not started."]
     manager.destroy()
     manager.destroy()
     manager.start()
@@ -44,13 +44,13 @@ def test_start_and_stop_twice(manager, lines_told):
     assert collect(manager, 1)[name].error is None
 
 
-def test_no_request_is_taken_while_it_stops(manager, lines_told):
+def test_no_request_is_taken_while_it_stops(manager, logged):
     manager.toy.hold.clear()
     manager.start()
     name = manager.add_request([1, 2])
     manager.stop(block=False)
     assert manager.is_running() and manager.add_request([3]) is None
-    assert lines_told == ["The background thread is stopping.. Request with ids [3, ..., 3] will be dropped."]
+    assert logged == ["The background thread is stopping.. Request with ids [3, ..., 3] will be dropped."]
 
     async def client():
         refused = asyncio.get_running_loop().create_future()
@@ -60,7 +60,7 @@ def test_no_request_is_taken_while_it_stops(manager, lines_told):
 
     assert asyncio.run(client()).error == "The background thread is stopping."
     manager.join(0.0, 0.05)
-    assert lines_told[-1] == "Generation thread did not exit after join timeout (0.05)." and manager.is_running()
+    assert logged[-1] == "Generation thread did not exit after join timeout (0.05)." and manager.is_running()
     manager.toy.hold.set()
     manager.join(0.0)
     assert collect(manager, 1)[name].error is None
@@ -190,7 +190,7 @@ def test_a_manager_that_nobody_holds_is_freed(state, few_objects):
         assert engine.reached.wait(10)
     if state == "kept":
         manager.stop(keep_for_next_session=True)
-    thread, gone = manager._loop.ending.thread, weakref.ref(manager)
+    thread, gone = manager._thread.ending.thread, weakref.ref(manager)
     freed = weakref.ref(model)
     del manager, model
     gc.collect()
