@@ -51,22 +51,15 @@ class Replicas:
         for name in list(self._tasks):
             self.cancel_request(name)
 
-    def add_request(
-        self,
-        input_ids: Iterable[int],
-        request_id: str,
-        max_new_tokens: int | None = None,
-        streaming: bool = False,
-        eos_token_id: Any = None,
-        tokenizer: Any = None,
-        **settings: Any,
-    ) -> str:
-        """Hands a request to a replica, which has the tokenizer. Raises ValueError for an id that is under way."""
+    def add_request(self, input_ids: Iterable[int], request_id: str, tokenizer: Any = None, **given: Any) -> str:
+        """Hands a request to a replica, which has the tokenizer. given: for the replica's manager. Raises ValueError
+        for an id that is under way.
+        """
         if request_id in self._tasks:
             raise ValueError(f"request_id={request_id!r}: a request with this id is under way; give another id")
-        if "seed" not in settings:  # the same wherever it goes on
-            settings["seed"] = int(torch.randint(2**63 - 1, ()))
-        question = Question(list(input_ids), max_new_tokens, eos_token_id, settings, streaming, [])
+        if "seed" not in given:  # the same wherever it goes on
+            given["seed"] = int(torch.randint(2**63 - 1, ()))
+        question = Question(list(input_ids), given, [])
         task = asyncio.get_running_loop().create_task(self._run(request_id, question))
         self._tasks[request_id] = task
         task.add_done_callback(partial(self._forget, request_id))

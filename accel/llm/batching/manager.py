@@ -298,8 +298,8 @@ class BatchManager(ContinuousBatchingManager):
         """
         eos = self.generation_config.eos_token_id
         eos = self.model.config.eos_token_id if eos is None else eos
-        ends = -1 if eos is None else eos
-        common = max_new_tokens, streaming, record_timestamps, ends, stop_strings, tokenizer
+        eos = -1 if eos is None else eos
+        common: tuple[Any, ...] = max_new_tokens, streaming, record_timestamps, eos, stop_strings, tokenizer
         # In the order of the inputs, by which those that sample get their seeds: no answer hangs on its company.
         ids = self._ids(len(inputs))
         asked = [self.request(*one, *common, **logit_processor_kwargs) for one in zip(inputs, ids, strict=True)]

@@ -183,19 +183,15 @@ class SamplingDefaults:
         return found._replace(seed=self._next_seed() if seed is None else to_int64(seed))
 
     def _chosen(
-        self,
-        config: Any,
-        prompt: Sequence[int],
-        max_new_tokens: int | None,
-        eos_token_id: int | Iterable[int] | None,
+        self, config: Any, prompt: Sequence[int], most: int | None, eos: int | Iterable[int] | None
     ) -> Sampling:
-        """config: a copy, which becomes what generate() would make of it for this prompt."""
+        """config: a copy, which becomes what generate() would make of it for this prompt. most: new tokens."""
         device = self.device or self.model.device
         if config.num_beams is not None and config.num_beams > 1:
             raise ValueError(f"num_beams={config.num_beams}: continuous batching has no beams; use generate()")
-        if max_new_tokens is not None:
-            config.max_length = len(prompt) + max_new_tokens
-        eos = config.eos_token_id if eos_token_id is None else eos_token_id
+        if most is not None:
+            config.max_length = len(prompt) + most
+        eos = config.eos_token_id if eos is None else eos
         ends = [one for one in ([] if eos is None else [eos] if isinstance(eos, int) else eos) if one >= 0]
         known = self._ends
         if ends != known[0]:  # a copy waits for the GPU, and most requests have the same

@@ -130,7 +130,8 @@ class SpreadStepRunner(StepRunner):
         super().__init__(*args)
         self.micro_batches = micro_batches
         self.keep_device = self.forward.stretches[-1].device
-        self.changes: dict[torch.device, list] = {device: [] for device in self.kv_cache.tables}
+        self.changes: dict[torch.device, list[tuple[np.ndarray, np.ndarray]]]
+        self.changes = {device: [] for device in self.kv_cache.tables}
 
     def upload(self, places: np.ndarray, values: np.ndarray) -> None:
         if len(places):
