@@ -33,13 +33,13 @@ CHANGED = threading.Condition()  # notified when a gate opens, or knows which ca
 class Permit:
     """Tells the callables that accel put on one object whether they may run fused: see `Mark`."""
 
-    door: "CallGate | None" = None
+    gate: "CallGate | None" = None
     trial: "Trial | None" = None
 
     def refuses(self) -> bool:
-        """Whether this call is to run stock. Waits while the object is changed, which may remove the callables."""
-        trial, door = self.trial, self.door
-        return (trial is not None and trial.thread != threading.get_ident()) or (door is not None and door.passed())
+        """Whether this call is to run stock. Waits while the object is changed, which may leave stock alone there."""
+        trial, gate = self.trial, self.gate
+        return (trial is not None and trial.thread != threading.get_ident()) or (gate is not None and gate.passed())
 
 
 class CallGate:
@@ -56,7 +56,7 @@ class CallGate:
         return CallGate, ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = sys._getframe(1).f_locals["self"]  # a shallow copy holds the gate of its original
+        module = sys._getframe(1).f_locals["self"]  # shallow copies of a module hold its gate too
         self.passed()
         return getattr(type(module), GATE)(module, *args, **kwargs)
 
@@ -138,11 +138,11 @@ def alone(*models: nn.Module, anyway: bool = False) -> Iterator[None]:
 
     Raises InUse where a call does not end in time, unless the change is to be made anyway.
     """
-    with _closed(models) as door:
-        if door is not None and door.inside:
+    with _closed(models) as gate:
+        if gate is not None and gate.inside:
             until = time.monotonic() + PATIENCE
             pause = 1e-4
-            while calls := _running(door.inside):
+            while calls := _running(gate.inside):
                 if time.monotonic() > until:
                     if anyway:
                         break
@@ -151,16 +151,16 @@ def alone(*models: nn.Module, anyway: bool = False) -> Iterator[None]:
                 pause = min(2 * pause, 0.01)
             _synchronize(models)
         yield
-        if door is not None:
+        if gate is not None:
             _synchronize(models)
 
 
 @contextmanager
 def alone_if_idle(*models: nn.Module) -> Iterator[bool]:
-    """Yields whether no other thread is in a call of these models; then none begins inside."""
-    with _closed(models) as door:
-        yield door is None or not door.inside
-        if door is not None:
+    """Whether no other thread is in a call of these models; then none begins inside. For changes that can wait."""
+    with _closed(models) as gate:
+        yield gate is None or not gate.inside
+        if gate is not None:
             _synchronize(models)
 
 
@@ -171,39 +171,39 @@ def _closed(models: tuple[nn.Module, ...]) -> Iterator[CallGate | None]:
         yield None
         return
     modules = {id(module): module for model in models for module in model.modules()}
-    door = CallGate(threading.get_ident())
+    gate = CallGate(threading.get_ident())
     with CHANGED:
-        CHANGED.wait_for(lambda: all(held is None or held._open() for held in map(_door, modules.values())))
+        CHANGED.wait_for(lambda: all(held is None or held._open() for held in map(_gate_of, modules.values())))
         mine = [module for module in modules.values() if _free(module)]
         permits = [one for module in mine for one in vars(module).values() if isinstance(one, Permit)]
         for module in mine:
-            vars(module)[GATE] = door
+            vars(module)[GATE] = gate
         for permit in permits:
-            permit.door = door
+            permit.gate = gate
     try:
         inside = _inside(set(map(id, mine)))
         with CHANGED:
-            door.inside = inside
+            gate.inside = inside
             CHANGED.notify_all()
-        yield door
+        yield gate
     finally:
         with CHANGED:
             for module in mine:
-                if vars(module).get(GATE) is door:
+                if vars(module).get(GATE) is gate:
                     del vars(module)[GATE]
             for permit in permits:
-                permit.door = None
-            door.thread = door.inside = None
+                permit.gate = None
+            gate.thread = gate.inside = None
             CHANGED.notify_all()
 
 
-def _door(module: nn.Module) -> CallGate | None:
+def _gate_of(module: nn.Module) -> CallGate | None:
     found = vars(module).get(GATE)
     return found if isinstance(found, CallGate) else None
 
 
 def _free(module: nn.Module) -> bool:
-    """Whether this thread has no door there yet; one of nobody's is a copy's."""
+    """Whether this thread has no gate there yet; one of nobody's is a copy's."""
     found = vars(module).get(GATE)
     return found is None or (isinstance(found, CallGate) and found.thread is None)
 

@@ -27,7 +27,7 @@ from accel.bench.llm.models import beside, build, prompt, spread
 from accel.bench.llm.workloads import Workload
 from accel.bench.timing import take_turns
 from accel.libraries.cache import cache_given
-from accel.llm.batching.step import Flight
+from accel.llm.batching.step import LaunchedStep
 from benchmarks.study import Study, numbers, relative_rms
 
 STEPS = 40  # launched back to back
@@ -133,15 +133,15 @@ def steps(
 
 def batch_s(model, prompts: list[list[int]], new: int) -> tuple[float, float, float]:
     """Seconds of a call, of its steps, and the share in which it waits for ids."""
-    waits, read = [0.0], Flight.read
+    waits, read = [0.0], LaunchedStep.read
 
-    def timed(flight: Flight):
+    def timed(flight: LaunchedStep):
         start = time.perf_counter()
         found = read(flight)
         waits[0] += time.perf_counter() - start
         return found
 
-    with mock.patch.object(Flight, "read", timed):
+    with mock.patch.object(LaunchedStep, "read", timed):
         many = taken(lambda: answers(model, prompts, new))
     return many, many - taken(lambda: answers(model, prompts, 1)), waits[0] / many
 

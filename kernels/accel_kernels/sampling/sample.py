@@ -139,7 +139,7 @@ def _case(name, n, vocabulary, *, filters=True, greedy=False, penalty=False, log
             penalty=column(1.2, 1.0, 0.8),
             seeds=column(*(7 + 2**40 * i for i in range(n)), dtype=torch.int64),
             drawn=column(*(3 * i for i in range(n)), dtype=torch.int64),
-            tickets=torch.zeros(n, dtype=torch.int32).to(device),
+            split_counters=torch.zeros(n, dtype=torch.int32).to(device),
             seen=seen if penalty else None,
         )
         rows = torch.tensor([i if i % 7 != 5 else NONE for i in reversed(range(n))], dtype=torch.int32).to(device)

@@ -149,8 +149,8 @@ def pieces_kernel(
                 tl.store(groups_ptr + g_idx, tl.max(x, axis=1))
         if groups_ptr is None:
             tl.debug_barrier()
-            if tl.atomic_add(table.tickets + row, 1, sem="acq_rel") == splits - 1:
-                tl.atomic_xchg(table.tickets + row, 0)
+            if tl.atomic_add(table.split_counters + row, 1, sem="acq_rel") == splits - 1:
+                tl.atomic_xchg(table.split_counters + row, 0)
                 finish_row(
                     logits_ptr + i * stride, table, row, ids_ptr + i,
                     None if logprobs_ptr is None else logprobs_ptr + i, stats_ptr + i * pieces * 2, None, None, None,

@@ -95,7 +95,7 @@ def test_the_compiled_kernel_draws_what_the_reference_draws(case, dtype):
     same = found[0] == wanted[0]
     assert int((~same).sum()) <= len(same) // 100
     assert torch.equal(found[0] < 0, wanted[0] < 0)
-    assert torch.equal(mine.drawn, theirs.drawn) and not mine.tickets.any()
+    assert torch.equal(mine.drawn, theirs.drawn) and not mine.split_counters.any()
     for ours, reference in zip(found[1:], wanted[1:], strict=True):
         torch.testing.assert_close(ours[same], reference[same], rtol=1e-5, atol=1e-5, equal_nan=True)
     if mine.seen is not None and same.all():

@@ -150,7 +150,7 @@ def test_an_error_of_a_processor_is_that_requests_alone():
     logits, rows = torch.randn(4, VOCABULARY).bfloat16(), np.array([2, 1, 0, -1])
 
     def draw():
-        return sampler.draw(logits, torch.from_numpy(rows), rows, lambda row: [1, 2]).tolist()
+        return sampler.draw(logits, torch.from_numpy(rows), rows, lambda row: [1, 2])[0].tolist()
 
     best = logits.float().argmax(-1).tolist()
     assert draw() == [-1, best[1], best[2], -1]
@@ -194,7 +194,7 @@ def test_rows_are_taken_again_and_requests_go_on_elsewhere():
     sampling = Sampling(0.9, top_p=0.9, penalty=1.7, seed=-(2**63) + 5)
 
     def draw(sampler, row, step, tokens):
-        ids = sampler.draw(logits[step : step + 1], torch.tensor([row]), np.array([row]))
+        ids, _ = sampler.draw(logits[step : step + 1], torch.tensor([row]), np.array([row]))
         tokens.append(int(ids))
 
     sampler, whole = Sampler(5, VOCABULARY, "cpu"), [1, 2, 200]  # 200: beyond the logits, never to come
@@ -266,4 +266,4 @@ def test_the_first_draw_with_filters_waits_for_its_kernels():
     logits, row = torch.zeros(1, VOCABULARY), torch.zeros(1, dtype=torch.int64)
     for sampling, so_far in ((Sampling(), 0), (Sampling(1.0, top_k=2), 1), (Sampling(1.0, top_k=2), 1)):
         sampler.set(0, sampling, [1])
-        assert sampler.draw(logits, row, row.numpy()).shape == (1,) and len(waited) == so_far
+        assert sampler.draw(logits, row, row.numpy())[0].shape == (1,) and len(waited) == so_far

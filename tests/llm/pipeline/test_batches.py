@@ -14,7 +14,7 @@ from accel.llm.batching import limits
 from accel.llm.batching.limits import Limits
 from accel.llm.batching.sampling import Sampling
 from accel.llm.batching.spread import SpreadStepRunner
-from accel.llm.batching.step import Flight
+from accel.llm.batching.step import LaunchedStep
 from accel.llm.batching.trial import refusal
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.kv_cache.layer_sets import layer_sets
@@ -62,7 +62,7 @@ class Happened(list):
             self,
         )
         noted(monkeypatch, Stretch, "run", lambda stretch, *rest: stretch.device, self)
-        noted(monkeypatch, Flight, "read", lambda flight: flight.plan.micro_batch, self)
+        noted(monkeypatch, LaunchedStep, "read", lambda step: step.plan.micro_batch, self)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -141,7 +141,7 @@ def test_requests_go_to_the_group_that_has_less(both):
     counts = []
     while engine.busy:
         engine.step()
-        counts.append(tuple((engine.scheduler.micro_batch == lane).sum() for lane in range(2)))
+        counts.append(tuple(engine.rows.size_of(lane) for lane in range(2)))
         if len(counts) == 3:
             for one in asked[3:]:
                 engine.add(one)
@@ -217,7 +217,7 @@ def test_draws_are_those_of_one_device(both, options):
     given = {"do_sample": True, "top_k": 20, "temperature": 0.9, "repetition_penalty": 1.2}
     for model in (ours, one):
         torch.manual_seed(5)
-        asked = asked_of(stock, sampling=Sampling(temperature=0.9, seed=3), children=2)
+        asked = [one.with_children(2) for one in asked_of(stock, sampling=Sampling(temperature=0.9, seed=3))]
         ended = finished(engine_of(model, rows=5, blocks=40), asked)  # further answers begin with the first's pages
         answers = {request.id: request.tokens for request in ended}
         found.append((batch(model, prompts, **given), batch(model, prompts), answers))
@@ -239,7 +239,7 @@ def test_streams_and_cancellations(both):
             output = manager.get_result(timeout=20)
             seen[output.request_id].append(output)
         with manager.pause():
-            assert manager.engine.flights is not None
+            assert manager.engine.launched is not None
     finally:
         manager.stop(block=True)
     for place in (0, 2):

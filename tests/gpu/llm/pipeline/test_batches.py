@@ -13,8 +13,8 @@ from accel.llm.batching.limits import Limits
 from accel.llm.pipeline.stretch import StretchGraphs
 from support.llm.batching.engines import finished, prompts_of, request
 from support.llm.batching.gpu_calls import alone, as_alone, batch, batched, config_of
+from support.llm.batching.managers import collect
 from support.llm.gpu import CARDS, DEEP, forward_over, new_pair, pair_over
-from support.llm.managers.managers import collect
 
 LENGTHS = (1, 5, 64, 17, 100, 40, 63, 65, 3, 90)
 FAMILIES = (*DEEP, "gpt2", "gemma3", "gpt-oss")
@@ -99,7 +99,7 @@ def test_a_step_waits_for_nothing_but_ids():
             engine.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert len(engine.flights) == 2
+    assert len(engine.launched) == 2
     engine.close()
 
 

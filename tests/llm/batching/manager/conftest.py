@@ -1,11 +1,11 @@
-"""A manager over a toy engine, and what stock's logger was told."""
+"""A manager over a toy engine, and what stock's logger is told."""
 
 import logging
 
 import pytest
 from transformers.generation.continuous_batching.requests import logger
 
-from support.llm.managers.managers import make_manager
+from support.llm.batching.managers import make_manager
 
 
 @pytest.fixture
@@ -18,8 +18,8 @@ def manager():
 
 
 @pytest.fixture
-def lines_told():
-    """What stock's logger is lines_told, which passes nothing on."""
+def logged():
+    """What stock's logger is told; it passes nothing on."""
     found = []
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())

@@ -83,9 +83,9 @@ def moved(cuda, source, target):
     cuda.current[source].wait_stream(cuda.current[target])
 
 
-def step(cuda, streams, number, lane):
+def step(cuda, streams, number):
     """Through both cards; ids are drawn on the second and brought to where the next step of the group begins."""
-    with streams.taken(lane):
+    with streams.use(number % 2):
         assert cuda.number == 0
         moved(cuda, CARDS[1], CARDS[0])
         cuda.current[CARDS[0]].work(("words", number))
@@ -99,12 +99,13 @@ def step(cuda, streams, number, lane):
 
 
 def test_what_a_step_waits_for(cuda):
-    streams = MicroBatchStreams((*CARDS, CARDS[0]), 2)
+    streams, done = MicroBatchStreams((*CARDS, CARDS[0]), 2), cuda.done
+    outer = cuda.current[CARDS[1]]
+    outer.work("weights")
     for number in range(6):
-        step(cuda, streams, number, number % 2)
-    done = cuda.done
+        step(cuda, streams, number)
     for number in range(1, 6):
-        for card in range(2):  # pages and tables are used in the order of steps
+        for card in range(2):  # blocks and tables are used in the order of steps
             assert (card, number - 1) in done[card, number]
         assert ("draw", number - 1) in done["draw", number]
         # The first card does not wait for the second, which has the step before.
@@ -112,37 +113,28 @@ def test_what_a_step_waits_for(cuda):
     for number in range(2, 6):
         assert ("draw", number - 2) in done["words", number]
         assert (0, number - 1) not in done["words", number]
+    # All come behind what the caller began before, and before what he does once they are joined.
+    assert cuda.current[CARDS[1]] is outer and cuda.number == 0
+    assert "weights" in done[1, 0] and (1, 0) not in outer.before
+    streams.join()
+    outer.work("freed")
+    assert {(1, 0), ("draw", 5)} <= done["freed"]
+    assert MicroBatchStreams(CARDS, 2).streams == streams.streams  # those of the next engine
+    assert len({id(one) for row in streams.streams for one in row}) == 4
 
 
 def test_one_group_has_the_streams_of_its_caller(cuda):
     streams = MicroBatchStreams(CARDS, 1)
-    with streams.taken(0), streams.turn(CARDS[0], Shared.KV_CACHE):
+    with streams.use(0), streams.turn(CARDS[0], Shared.KV_CACHE):
         cuda.current[CARDS[0]].work("a")
     assert cuda.current[CARDS[0]].before == {"a"} and cuda.done == {"a": frozenset()}
 
 
-def test_before_and_behind_what_the_caller_does(cuda):
-    streams = MicroBatchStreams(CARDS, 2)
-    outer = cuda.current[CARDS[1]]
-    outer.work("weights")
-    step(cuda, streams, 0, 1)
-    assert cuda.current[CARDS[1]] is outer and cuda.number == 0
-    assert "weights" in cuda.done[1, 0] and (1, 0) not in outer.before
-    streams.join()
-    outer.work("freed")
-    assert (1, 0) in cuda.done["freed"] and ("draw", 0) in cuda.done["freed"]
-
-
 def test_a_turn_in_which_something_is_raised_is_one(cuda):
     streams = MicroBatchStreams(CARDS, 2)
-    with pytest.raises(ValueError), streams.taken(0), streams.turn(CARDS[0], Shared.KV_CACHE):
+    with pytest.raises(ValueError), streams.use(0), streams.turn(CARDS[0], Shared.KV_CACHE):
         cuda.current[CARDS[0]].work("half")
         raise ValueError
-    with streams.taken(1), streams.turn(CARDS[0], Shared.KV_CACHE):
+    with streams.use(1), streams.turn(CARDS[0], Shared.KV_CACHE):
         cuda.current[CARDS[0]].work("next")
     assert "half" in cuda.done["next"]
-
-
-def test_engines_have_the_same_streams(cuda):
-    first, second = MicroBatchStreams(CARDS, 2), MicroBatchStreams(CARDS, 2)
-    assert first.streams == second.streams and len({id(one) for row in first.streams for one in row}) == 4
