@@ -90,7 +90,6 @@ class RmsNormForward(FastForward):
     def __init__(self, *place: Any, kinds: tuple[NormKind | None, NormKind | None]):
         super().__init__(*place)
         self.kinds = {gated: kind for gated, kind in zip((False, True), kinds, strict=True) if kind is not None}
-        self.names = tuple(self.__signature__.parameters)[:2]
 
     def parts(self) -> Parts:
         return Parts(fixed=(self.module,))
@@ -103,7 +102,7 @@ class RmsNormForward(FastForward):
         """What is to be normed, and the gate. Raises TypeError for other arguments."""
         if len(args) == 1 and not kwargs:
             return args[0], None
-        given = dict(zip(self.names, args, strict=False)) | kwargs
+        given = self.named(args, kwargs)
         gate = given.pop(self.names[1], None) if len(self.names) > 1 else None
         if len(args) > 2 or given.keys() != {self.names[0]}:
             raise TypeError(UNKNOWN)

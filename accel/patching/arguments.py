@@ -13,11 +13,12 @@ class Arguments:
 
     Positional arguments beyond the first must have the same names in both. What one takes by a name the other may take
     by `**`. Extra positional arguments are taken where both have `*`. A fast method of `*args, **kwargs` alone hands
-    everything on: it takes what stock takes.
+    everything on: it takes what stock takes. names: of the stock forward's positional parameters.
     """
 
     def __init__(self, stock: Callable, fast: Callable):
         ours, theirs = _Parameters(fast), _Parameters(stock)
+        self.names = tuple(theirs.order)
         self.places = {name: place for name, place in theirs.places.items() if name in ours.places or ours.open}
         if theirs.open:
             self.places = {name: NOWHERE for name in ours.places} | self.places

@@ -47,7 +47,7 @@ class VideoResnetForward(FastForward):
 
     def __init__(self, *place: Any, made: BlockParts):
         super().__init__(*place)
-        self.made, self.names = made, tuple(self.__signature__.parameters)
+        self.made = made
 
     def parts(self) -> Parts:
         m, made = self.module, self.made
@@ -63,7 +63,7 @@ class VideoResnetForward(FastForward):
         return Parts(tuple(fixed))
 
     def _given(self, args: tuple, kwargs: dict) -> dict[str, Any]:
-        given = dict(zip(self.names, args, strict=False)) | kwargs
+        given = self.named(args, kwargs)
         return {"x": given.pop(self.names[0])} | {name: value for name, value in given.items() if value is not None}
 
     def unfit(self, *args: Any, **kwargs: Any) -> str | None:

@@ -59,13 +59,12 @@ WAITS = (
     "divided among ranks, in no CUDA graph: launched one by one, its passes would wait longer for the host than stock"
 )
 
-DERIVED = ("known", "held", "forms", "backend", "ranks", "on_gpu", "refused", "examined")  # copies derive them anew
-
 
 class BlockForward(FastForward):
     """Arguments and result are those of the stock forward."""
 
     code = BlockCode
+    renewed = ("known", "held", "forms", "backend", "ranks", "on_gpu", "refused", "examined")
     known: dict[tuple, BlockPlan] | None  # plans for blocks of its sort, by kind of call
     held: list[dict[str, torch.Tensor | None]]  # the weights of each module inside
     forms: list
@@ -79,12 +78,8 @@ class BlockForward(FastForward):
         super().__init__(module, path, context.kernels, context.log)
         self.plans, self.stacks = context.of(BlockPlans), WeightStacks()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name not in DERIVED}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        vars(self).update(dict.fromkeys(DERIVED))
+    def renew(self) -> None:
+        vars(self).update(dict.fromkeys(self.renewed))
 
     def parts(self) -> Parts:
         return Parts(tuple(_parts(self.module)))
@@ -132,7 +127,7 @@ class BlockForward(FastForward):
             self.log.fell_back(self.path, WAITS)
             with as_written():
                 return self.stock(*args, **kwargs)
-        plan = known.get(call) or self.plans.borrow(known, call)
+        plan = known.get(call)
         if plan is None:
             return self._record(call, args, kwargs)
         if plan.executable is None:
@@ -187,7 +182,7 @@ class BlockForward(FastForward):
             return BlockPlan(reason=f"cannot be planned: {reason_of(error)}")
         if not executable.passes:
             return BlockPlan(reason="nothing in it can be done in one pass")
-        return BlockPlan(executable, strided=program.strided)
+        return BlockPlan(executable)
 
     def _allocate_buffers(self, plan: BlockPlan, ranks: Ranks, device: torch.device) -> None:
         """Called on all ranks at once, also on those without a plan."""
@@ -197,19 +192,13 @@ class BlockForward(FastForward):
             executable.buffers = self.plans.buffers
 
     def _compare(self, plan: BlockPlan, args: tuple, kwargs: dict) -> Any:
-        """What stock gives, compared with a plan that was not compared yet.
-
-        Such a plan was made in a dry run, or for tensors that lay in memory in another way.
-        """
+        """What stock gives, compared with a plan that was made in a dry run, or whose outputs had no numbers."""
         if _capturing():
             return self.stock(*args, **kwargs)
         given = list(tensors_in((args, kwargs)))
         output = self.stock(*args, **kwargs)
         self._try(plan, given, output)
-        if plan.reason and plan.borrowed_from is not None:
-            plan.borrowed_from.strided = True
-            self.plans.forget(self._known(), plan)  # the next call is recorded for itself
-        elif plan.reason:
+        if plan.reason:
             self.log.fell_back(self.path, plan.reason)
         return output
 

@@ -9,8 +9,8 @@ from accel_kernels.rowwise.program import FULL, HALF, ONE
 
 from accel.diffusion.dit.lowering import Input, Lowering, NotLowered, Pass
 from accel.diffusion.dit.operations import REDUCTIONS, ROWWISE
-from accel.diffusion.dit.program import TensorValue, refs
-from accel.diffusion.dit.regions import CONCATENATIONS, Region, Regions
+from accel.diffusion.dit.program import CONCATENATIONS, TensorValue, refs
+from accel.diffusion.dit.regions import Region, Regions
 
 
 class HeadLowering(Lowering):

@@ -27,7 +27,6 @@ BY_NUMBERS = frozenset(
     "nonzero argwhere masked_select unique unique_consecutive unique_dim bincount combinations equal allclose"
     " is_nonzero tolist item numpy cpu data_ptr".split()
 )
-LYING = frozenset("stride is_contiguous storage_offset as_strided".split())  # that tell how a tensor lies in memory
 # Whose results have a shape that a tensor among their arguments would give, other than the one they look at.
 MADE = frozenset("arange range zeros ones empty full eye rand randn".split())
 SIZED = frozenset(
@@ -60,7 +59,6 @@ class StepRecorder(TorchFunctionMode):
             return func(*args, **kwargs)
         func, (args, kwargs) = functional(func), unwrapped((args, kwargs))
         name = name_of(func)
-        self.program.strided |= name in LYING
         if name in ABOUT:
             return func(*args, **kwargs)
         try:
@@ -90,7 +88,6 @@ class StepRecorder(TorchFunctionMode):
         for value in self.program.values:
             if value.pinned and value.root is not None:
                 raise NotRecordable("it writes into its arguments or weights")
-        self.program.strided |= any(value.pinned for value in self.program.values)
         return self.program
 
     def _note(self, func: Callable, name: str, given: tuple, live: tuple, result: Any) -> None:

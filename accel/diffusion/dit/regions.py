@@ -15,11 +15,10 @@ import torch
 from accel_kernels.rowwise.program import FULL, HALF, NUMBERS, ONE
 
 from accel.diffusion.dit.operations import REDUCTIONS, ROWWISE, Operation, operation_of
-from accel.diffusion.dit.program import Program, Ref, refs
+from accel.diffusion.dit.program import CONCATENATIONS, Program, Ref, refs
 from accel.diffusion.dit.rotary_halves import RotaryHalves
 
 FEW = 6  # operations that are done anew for each row
-CONCATENATIONS = ("cat", "concat")
 LEAST = 8  # columns of a row
 SMALLER = 4  # times, that a value must be smaller for it
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from accel.diffusion.dit.operations import REDUCTIONS, ROWWISE, operation_of
-from accel.diffusion.dit.program import Program, Ref, TensorValue, TorchStep, refs
+from accel.diffusion.dit.program import CONCATENATIONS, Program, Ref, TensorValue, TorchStep, refs
 from accel.diffusion.dit.slices import without_slices
 
 EVEN, ODD, FIRST, SECOND = "even", "odd", "first", "second"
@@ -33,17 +33,14 @@ class RotaryJoin(NamedTuple):
     halves: tuple[int, ...]
 
 
-def interleave_lanes(even: torch.Tensor, odd: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def interleave(even: torch.Tensor, odd: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Elements of both in turn."""
     return torch.stack((even, odd), -1).flatten(-2).to(dtype)
 
 
-def concatenate_halves(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def concatenate(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Both along the last dimension."""
     return torch.cat((first, second), -1).to(dtype)
-
-
-PLACES = {"interleave": ((0, None, 2), (1, None, 2))}
 
 
 def without_assignments(program: Program) -> Program:
@@ -69,18 +66,14 @@ def without_assignments(program: Program) -> Program:
             continue
         if any(values[one].device != values[number].device for i in filled for one in program.steps[i].taken):
             continue
-        found = [_place(program.steps[i].args[1], values[number].shape[-1]) for i in filled]
-        halves = [program.steps[i].args[2] for i in filled]
-        if found in ([EVEN, ODD], [FIRST, SECOND]):
-            pass
-        elif found in ([ODD, EVEN], [SECOND, FIRST]):
-            halves.reverse()
-        else:
+        width = values[number].shape[-1]
+        halves = {_columns(program.steps[i].args[1], width): program.steps[i].args[2] for i in filled}
+        pair = next((pair for pair in ((EVEN, ODD), (FIRST, SECOND)) if halves.keys() == set(pair)), None)
+        if pair is None:
             continue
-        function, name = (
-            (interleave_lanes, "interleave") if found[0] in (EVEN, ODD) else (concatenate_halves, "concatenate")
-        )
-        joined = TorchStep(function, name, (*halves, values[number].dtype), {}, Ref(number))
+        function = interleave if EVEN in pair else concatenate
+        args = (*map(halves.get, pair), values[number].dtype)
+        joined = TorchStep(function, function.__name__, args, {}, Ref(number))
         dropped |= {place: None, filled[0]: None, filled[1]: joined}
         for value in values:
             if value.base == number:
@@ -89,17 +82,18 @@ def without_assignments(program: Program) -> Program:
     return without_slices(Program(values, [step for step in steps if step is not None], program.result))
 
 
-def _place(index: object, width: int) -> str | None:
+def _halves(width: int) -> dict[str, tuple[int, int]]:
+    """The first column of each half of rows, and the distance between its columns."""
+    return {EVEN: (0, 2), ODD: (1, 2), FIRST: (0, 1), SECOND: (width // 2, 1)}
+
+
+def _columns(index: object, width: int) -> str | None:
+    """The half of rows that `[..., index]` takes."""
     if not isinstance(index, tuple) or len(index) != 2 or index[0] is not Ellipsis or not isinstance(index[1], slice):
         return None
     taken = list(range(width))[index[1]]
-    wanted = {
-        EVEN: range(0, width, 2),
-        ODD: range(1, width, 2),
-        FIRST: range(width // 2),
-        SECOND: range(width // 2, width),
-    }
-    return next((name for name, places in wanted.items() if taken == list(places)), None)
+    places = {name: list(range(width)[start::step][: width // 2]) for name, (start, step) in _halves(width).items()}
+    return next((name for name, columns in places.items() if taken == columns), None)
 
 
 class RotaryHalves:
@@ -121,21 +115,16 @@ class RotaryHalves:
         if not isinstance(step.result, Ref):
             return
         number = step.result.number
-        value = self.values[number]
         if step.name in ("interleave", "concatenate"):
             self._try(number, RotaryJoin(step.name, tuple(ref.number for ref in step.args[:2])))
-        elif step.name == "stack" and self._last(step, value) and len(list(step.args[0])) == 2:
+        elif step.name == "stack" and self.program.joined_dim(step) == -1 and len(list(step.args[0])) == 2:
             self._flattened(number, RotaryJoin("interleave", tuple(step.taken)))
         elif step.name == "view_as_real":
             self._flattened(number, RotaryJoin("interleave", (step.taken[0],)))
-        elif step.name == "cat" and self._last(step, value) and len(step.taken) == 2:
+        elif step.name in CONCATENATIONS and self.program.joined_dim(step) == -1 and len(step.taken) == 2:
             a, b = (self.values[one] for one in step.taken)
             if a.shape == b.shape:
                 self._try(number, RotaryJoin("concatenate", tuple(step.taken)))
-
-    def _last(self, step: TorchStep, value: TensorValue) -> bool:
-        dim = step.kwargs.get("dim", step.args[1] if len(step.args) > 1 else 0)
-        return dim in (-1, len(value.shape) - 1)
 
     def _flattened(self, number: int, join: RotaryJoin) -> None:
         """Pairs of elements, (..., C / 2, 2), of which nothing but the flattened rows is used."""
@@ -212,9 +201,8 @@ class RotaryHalves:
         if not _same_rows(value, whole):
             return None
         column, ahead = whole.stride[-1], value.offset - whole.offset
-        half = space[-1] // 2
-        for name, (begin, step_) in {EVEN: (0, 2), ODD: (1, 2), FIRST: (0, 1), SECOND: (half, 1)}.items():
-            if ahead == begin * column and (value.stride[-1] == step_ * column or half == 1):
+        for name, (start, apart) in _halves(space[-1]).items():
+            if ahead == start * column and (value.stride[-1] == apart * column or space[-1] == 2):
                 return RotaryHalf(space, name, whole.number)
         return None
 

@@ -14,10 +14,10 @@ from accel.diffusion.dit.heads import HeadLowering
 from accel.diffusion.dit.lowering import Input, Lowering, NotLowered, Output, Pass, Window
 from accel.diffusion.dit.operations import FLOATS, operation_of
 from accel.diffusion.dit.products.stacks import Stacks
-from accel.diffusion.dit.program import Program, Ref, refs
+from accel.diffusion.dit.program import CONCATENATIONS, Program, Ref, refs
 from accel.diffusion.dit.ranks.collectives import Collective
 from accel.diffusion.dit.ranks.exchanges import Exchange
-from accel.diffusion.dit.regions import CONCATENATIONS, LEAST, Region, Regions
+from accel.diffusion.dit.regions import LEAST, Region, Regions
 from accel.diffusion.dit.units import Copy, GeluProduct, TorchCall, Unit, is_product
 
 
@@ -141,17 +141,13 @@ class Schedule:
     def _concatenation(self, number: int) -> int | None:
         """The dimension, counted from the last, along which the value was put together; None for any other value."""
         place = self.regions.makers.get(number)
-        names = CONCATENATIONS if number not in self.regions.rotary.joins else ()
-        if place is None or self.program.steps[place].name not in names or not self.program.steps[place].taken:
+        if place is None or self.program.steps[place].name == "stack" or number in self.regions.rotary.joins:
             return None
         step, value = self.program.steps[place], self.program.values[number]
-        dim = step.kwargs.get("dim", step.args[1] if len(step.args) > 1 else 0)
-        dim = dim - len(value.shape) if dim >= 0 else dim
-        alike = all(
-            self.program.values[n].dtype == value.dtype and len(self.program.values[n].shape) == len(value.shape)
-            for n in step.taken
-        )
-        return dim if alike and not value.pinned and len(set(step.taken)) == len(step.taken) else None
+        pieces = [self.program.values[n] for n in step.taken]
+        alike = all(one.dtype == value.dtype and len(one.shape) == len(value.shape) for one in pieces)
+        once = len(set(step.taken)) == len(step.taken)
+        return self.program.joined_dim(step) if alike and once and not value.pinned else None
 
     def _concatenated(self, units: list[Unit]) -> list[Unit]:
         """Passes write their results right where they are put together."""

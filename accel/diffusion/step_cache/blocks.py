@@ -20,7 +20,6 @@ class CachedBlock(FastForward):
     def __init__(self, *place: Any, state: StepCacheState, inner: FastForward | None) -> None:
         super().__init__(*place)
         self.state, self.inner = state, inner
-        self.names = tuple(self.__signature__.parameters)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         call = None if torch.compiler.is_compiling() else self.state.current
@@ -31,10 +30,6 @@ class CachedBlock(FastForward):
     def whole(self, *args: Any, **kwargs: Any) -> Any:
         """The block itself."""
         return (self.inner or self.stock)(*args, **kwargs)
-
-    def given(self, args: tuple, kwargs: dict) -> dict[str, Any]:
-        """The arguments by name."""
-        return dict(zip(self.names, args, strict=False)) | kwargs
 
     @abstractmethod
     def fast(self, call: StepCall, *args: Any, **kwargs: Any) -> Any:
@@ -61,7 +56,7 @@ class LastUpBlock(DeepBlock):
     """The last up block. Its last layer runs in every call; what the layers before it give is extrapolated."""
 
     def fast(self, call: StepCall, *args: Any, **kwargs: Any) -> Any:
-        given = self.given(args, kwargs)
+        given = self.named(args, kwargs)
         run = self._runner(given)
         if call.whole:
             hidden = self._before_last(run, given)
@@ -128,7 +123,7 @@ class StackBlock(CachedBlock):
         self.stack, self.index = stack, int(self.path.rpartition(".")[2])
 
     def fast(self, call: StepCall, *args: Any, **kwargs: Any) -> Any:
-        given = self.given(args, kwargs)
+        given = self.named(args, kwargs)
         if call.whole:
             trace = call.traces.setdefault(self.stack.name, StackTrace(self.stack))
             trace.enter(self.index, given)
