@@ -4,6 +4,7 @@ Structure says which formula a block should be; the probe makes sure. It runs no
 weights, and draws from a generator of its own.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -60,6 +61,14 @@ class Probe:
                 own = _compare(module, candidate, *given, BLOCK)
                 self.verdicts[key] = own or _compare_widened(module, candidate, *given)
         return self.verdicts[key]
+
+    def unlike(
+        self, forward: Any, args: tuple | Callable[[], tuple], kwargs: dict | None = None, variant: object = None
+    ) -> str | None:
+        """`disagreement` of a fast forward, with plain kernels in place of its own."""
+        candidate = copy.copy(forward)
+        candidate.kernels = forward.kernels.plain()
+        return self.disagreement(forward.module, candidate.fast, args, kwargs, variant)
 
 
 def example(module: nn.Module, *shape: int, seed: int = 0) -> torch.Tensor:

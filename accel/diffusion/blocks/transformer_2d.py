@@ -286,16 +286,14 @@ def match_transformer_block(site: Site, context: Context) -> Match | Skip | None
     if meta_weights(m):
         return Skip("weights are not loaded (meta device)")
     reason = all_plain(*((norm, nn.LayerNorm) for norm in (m.norm1, m.norm2, m.norm3)))
-    if reason is None:
-        candidate = TransformerBlockForward(m, site.path, context.kernels.plain(), context.log)
-        width = m.attn1.to_q.in_features if m.attn2 is None else m.attn2.to_k.in_features
-        x, prompt = example(m, 2, 6, m.attn1.to_q.in_features), example(m, 2, 5, width, seed=1)
-        given = {"encoder_hidden_states": prompt} if m.attn2 is not None and m.attn2.is_cross_attention else {}
-        reason = context.probe.disagreement(m, candidate.fast, (x,), given)
     if reason is not None:
         return Skip(reason)
     forward = TransformerBlockForward(m, site.path, context.kernels, context.log)
-    return Match(forward, covers=("norm1", "norm2", "norm3", "ff"))
+    x, given = example(m, 2, 6, m.attn1.to_q.in_features), {}
+    if m.attn2 is not None and m.attn2.is_cross_attention:
+        given["encoder_hidden_states"] = example(m, 2, 5, m.attn2.to_k.in_features, seed=1)
+    reason = context.probe.unlike(forward, (x,), given)
+    return Match(forward, covers=("norm1", "norm2", "norm3", "ff")) if reason is None else Skip(reason)
 
 
 def match_transformer_stack(site: Site, context: Context) -> Match | Skip | None:
@@ -308,15 +306,12 @@ def match_transformer_stack(site: Site, context: Context) -> Match | Skip | None
     if meta_weights(m):
         return Skip("weights are not loaded (meta device)")
     reason = _projections(m)
-    if reason is None:
-        candidate = TransformerStackForward(m, site.path, context.kernels.plain(), context.log)
-        cross = getattr(m.transformer_blocks[0], "attn2", None)
-        given: dict[str, Any] = {"return_dict": False}
-        if cross is not None and cross.is_cross_attention:
-            given["encoder_hidden_states"] = example(m, 2, 5, cross.to_k.in_features, seed=1)
-        x = example(m, 2, m.norm.num_channels, 3, 2)
-        reason = context.probe.disagreement(m, candidate.fast, (x,), given)
     if reason is not None:
         return Skip(reason)
     forward = TransformerStackForward(m, site.path, context.kernels, context.log)
-    return Match(forward, covers=("norm", "proj_in", "proj_out"))
+    cross = getattr(m.transformer_blocks[0], "attn2", None)
+    given: dict[str, Any] = {"return_dict": False}
+    if cross is not None and cross.is_cross_attention:
+        given["encoder_hidden_states"] = example(m, 2, 5, cross.to_k.in_features, seed=1)
+    reason = context.probe.unlike(forward, (example(m, 2, m.norm.num_channels, 3, 2),), given)
+    return Match(forward, covers=("norm", "proj_in", "proj_out")) if reason is None else Skip(reason)

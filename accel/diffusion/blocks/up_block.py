@@ -72,11 +72,9 @@ def match_up_block(site: Site, context: Context) -> Match | Skip | None:
         return Skip(reason)
     if meta_weights(m):
         return Skip("weights are not loaded (meta device)")
-    candidate = UpBlockForward(m, site.path, context.kernels.plain(), context.log)
-    reason = context.probe.disagreement(m, candidate.fast, (), up_block_example(m))
-    if reason is not None:
-        return Skip(reason)
-    return Match(UpBlockForward(m, site.path, context.kernels, context.log), covers=())
+    forward = UpBlockForward(m, site.path, context.kernels, context.log)
+    reason = context.probe.unlike(forward, (), up_block_example(m))
+    return Match(forward, covers=()) if reason is None else Skip(reason)
 
 
 def up_block_example(m: Any) -> dict:

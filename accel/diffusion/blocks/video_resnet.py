@@ -180,16 +180,13 @@ def match_video_resnet(site: Site, context: Context) -> Match | Skip | None:
     reason = untouched(*(getattr(m, name) for name in made.others))
     if reason is not None:
         return Skip(reason)
-    candidate = VideoResnetForward(m, site.path, context.kernels.plain(), context.log, made=made)
-    channels = made.convolutions[0].of(m.conv1).in_channels
-    x = example(m, 2, channels, 3, 4, 5)
-    reason = context.probe.disagreement(m, candidate.fast, (x,), variant=made)
-    if reason is None and CACHE in candidate.names:
-        trial = InChunks(m)
-        reason = context.probe.disagreement(trial, InChunks(m, candidate.fast).forward, (x,), variant=made)
-    if reason is not None:
-        return Skip(reason)
-    return Match(VideoResnetForward(m, site.path, context.kernels, context.log, made=made))
+    forward = VideoResnetForward(m, site.path, context.kernels, context.log, made=made)
+    x = example(m, 2, made.convolutions[0].of(m.conv1).in_channels, 3, 4, 5)
+    reason = context.probe.unlike(forward, (x,), variant=made)
+    if reason is None and CACHE in forward.names:
+        candidate = VideoResnetForward(m, site.path, context.kernels.plain(), context.log, made=made)
+        reason = context.probe.disagreement(InChunks(m), InChunks(m, candidate.fast).forward, (x,), variant=made)
+    return Match(forward) if reason is None else Skip(reason)
 
 
 class InChunks(nn.Module):
