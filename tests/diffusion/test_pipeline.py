@@ -92,18 +92,6 @@ def test_every_way_of_calling(dit, name):
     same(drawn(), stock)
 
 
-@pytest.mark.parametrize(
-    "name", ["PNDMScheduler", "EulerDiscreteScheduler", "DPMSolverMultistepScheduler", "LCMScheduler"]
-)
-def test_another_scheduler(pipe, name):
-    import diffusers
-
-    accel.optimize(pipe)
-    pipe.scheduler = getattr(diffusers, name).from_config(pipe.scheduler.config)
-    ours = draw(pipe, "a handwritten three", steps=4)
-    same(ours, draw(accel.restore(pipe), "a handwritten three", steps=4))
-
-
 @pytest.mark.skipif(not EVERYTHING, reason="seconds of work; ACCEL_TEST_EVERYTHING=1 runs it")
 # docs/measurements/quantization.md says so.
 @pytest.mark.parametrize(

@@ -192,20 +192,6 @@ def test_verify_judges_the_unet_and_tells_the_rest(pipe, monkeypatch):
     assert type(pipe.unet.mid_block.attentions[0].transformer_blocks[0].attn1.to_q) is QuantizedLinear
 
 
-def test_with_the_step_cache(pipe):
-    def drawn():
-        generator = torch.Generator().manual_seed(0)
-        return pipe("a handwritten two", generator=generator, num_inference_steps=12, output_type="pt").images
-
-    stock = copy.deepcopy(pipe.unet)
-    accel.optimize(pipe, weights="int8", step_cache=3)
-    quantized, ours = pipe.unet, drawn()
-    assert accel.report(pipe).fallbacks == []
-    pipe.unet = rounded(stock, quantized)
-    accel.optimize(pipe, step_cache=3)
-    torch.testing.assert_close(ours, drawn(), rtol=0, atol=1e-3)
-
-
 def test_a_pipeline_is_saved_and_quantized_anew(pipe, tmp_path, tiny):
     from diffusers import DiffusionPipeline
 

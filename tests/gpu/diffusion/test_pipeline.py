@@ -49,18 +49,6 @@ def test_digits_can_be_read(pipe):
     assert np.array_equal(draw(pipe, digits.PROMPTS, num_inference_steps=20)[0], stock)
 
 
-@pytest.mark.parametrize("name", ["PNDM", "EulerDiscrete", "DPMSolverMultistep", "LCM"])
-def test_schedulers(pipe, name):
-    import diffusers
-
-    pipe.to("cuda")
-    pipe.scheduler = getattr(diffusers, f"{name}Scheduler").from_config(pipe.scheduler.config)
-    stock, _ = draw(pipe, ["a handwritten three"])
-    accel.optimize(pipe)
-    for _ in range(2):
-        alike(draw(pipe, ["a handwritten three"])[0], stock)
-
-
 @pytest.mark.parametrize("order", ["offload first", "optimize first"])
 @pytest.mark.parametrize("kind", ["enable_model_cpu_offload", "enable_sequential_cpu_offload"])
 def test_offload(pipe, kind, order):
@@ -83,9 +71,3 @@ def test_optimize_before_moving_to_the_gpu(pipe):
     for _ in range(2):
         alike(draw(pipe, ["a handwritten six"])[0], stock)
     assert any(row["path"] == "unet" and row["status"] == "graph" for row in accel.report(pipe).graphs)
-
-
-def test_verify(pipe):
-    accel.optimize(pipe.to("cuda"))
-    quality = accel.verify(pipe, "a handwritten seven", num_inference_steps=10)
-    assert quality.finite and quality.psnr_db > 45
