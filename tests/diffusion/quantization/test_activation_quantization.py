@@ -115,36 +115,6 @@ def test_the_report_tells_which_linears_round(unet_and_inputs):
     accel.optimize(unet_and_inputs("sd15", torch.float32)[0], strict=True, **INT8)
 
 
-@pytest.mark.parametrize(
-    ("chosen", "dtype", "told"),
-    [
-        ({"activations": "int8"}, torch.float32, "and the UNet2DConditionModel holds none: give weights='int8' too"),
-        ({"weights": "int8-asym", "activations": "int8"}, torch.float32, "needs weights='int8', not 'int8-asym'"),
-        (
-            {"activations": "fp8-static"},
-            torch.float32,
-            "for causal language models; a UNet2DConditionModel takes 'fp8'",
-        ),
-        (
-            {"weights": "fp8", "activations": "fp8"},
-            torch.float16,
-            "is in float16; load it in bfloat16, or",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused(chosen, dtype, told, unet_and_inputs, tiny):
-    model, _ = unet_and_inputs("sd15", dtype)
-    before = tiny.snapshot(model)
-    with pytest.raises(ValueError, match=told):
-        accel.optimize(model, **chosen)
-    tiny.assert_same_state(before, tiny.snapshot(model))
-
-
-def test_a_vae_has_no_rows_to_round(tiny):
-    with pytest.raises(ValueError, match="activations='int8': for .* and denoisers, such as UNets; a AutoencoderKL"):
-        accel.optimize(tiny.vae(), activations="int8")
-
-
 def test_on_and_off_where_the_originals_were_not_kept(unet_and_inputs):
     model, inputs = unet_and_inputs("sd15")
     plain = accel.optimize(copy.deepcopy(model), weights="int8", graphs=False)

@@ -133,26 +133,6 @@ def test_what_published_models_become(name):
     assert round(1 - sum(m.weight.numel() / 2 - m.out_features for m in linear) / total, 2) == SHARES[name]
 
 
-def test_what_takes_no_weights_says_so_and_stays(tiny):
-    for model, weights, told in (
-        (
-            tiny.vae(),
-            "int8",
-            "for causal language models and denoisers, such as UNets; a AutoencoderKL",
-        ),
-        (tiny.unet(), "int4", "for causal language models; a UNet2DConditionModel takes 'int8', "),
-        (
-            tiny.unet(),
-            "fp8-head",
-            "only causal language models have an output head; a UNet2DConditionModel takes 'int8', ",
-        ),
-    ):
-        before = tiny.snapshot(model)
-        with pytest.raises(ValueError, match=f"weights='{weights}': {told}"):
-            accel.optimize(model, weights=weights)
-        tiny.assert_same_state(before, tiny.snapshot(model))
-
-
 def test_an_error_leaves_nothing_quantized(tiny, unet, monkeypatch):
     model = unet()
     layer = model.mid_block.attentions[0].transformer_blocks[0].ff.net[2]
