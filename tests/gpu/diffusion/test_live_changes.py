@@ -12,6 +12,7 @@ import torch
 
 import accel
 from accel.cuda_graphs.runner import PATIENCE
+from support.diffusion.gpu import shipped
 from support.together import together
 
 ALIKE = 5e-3  # root mean square of what two half-precision runs of one image may differ by
@@ -22,14 +23,7 @@ STEPS = 6
 def pipe(request):
     if request.param == "sdxl":
         return request.getfixturevalue("sdxl_pipe").to("cuda", torch.float16)
-    from pathlib import Path
-
-    from diffusers import DiffusionPipeline
-
-    folder = Path(__file__).parents[3] / "examples" / "models" / "tiny-sd-digits"
-    pipeline = DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float16).to("cuda")
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    return shipped().to("cuda")
 
 
 @pytest.fixture

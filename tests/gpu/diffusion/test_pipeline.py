@@ -1,25 +1,18 @@
 """The pipeline that ships, on a GPU in half precision: offload, schedulers, and digits that can still be read."""
 
 import copy
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 import accel
-
-ROOT = Path(__file__).parents[3]
+from support.diffusion.gpu import shipped
 
 
 @pytest.fixture
 def pipe():
-    from diffusers import DiffusionPipeline
-
-    folder = ROOT / "examples" / "models" / "tiny-sd-digits"
-    pipeline = DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float16)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    return shipped()
 
 
 def draw(pipe, prompts, **kwargs):

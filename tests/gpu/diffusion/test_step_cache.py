@@ -2,15 +2,13 @@
 
 import copy
 import gc
-from pathlib import Path
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline
 from torch.utils._pytree import tree_map
 
 import accel
-from support.diffusion.gpu import graphs
+from support.diffusion.gpu import graphs, shipped
 from support.diffusion.outputs import run
 from support.diffusion.rounded_rows import Oracle, reasons
 
@@ -34,14 +32,6 @@ def loop(tiny, model, timesteps=None, dtype=torch.float32, **shape):
 def agree(model, oracle, calls, share=4e-3):
     for call in calls:
         close(run(model, call), run(oracle.model, call), share)
-
-
-@pytest.fixture
-def exact():
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 @pytest.fixture
@@ -182,9 +172,7 @@ def test_restore_gives_the_memory_back(cached, tiny):
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_pipeline_in_half_precision(offload):
-    folder = Path(__file__).parents[3] / "examples" / "models" / "tiny-sd-digits"
-    pipe = DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float16)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = shipped()
     twin = copy.deepcopy(pipe)
     oracle = Oracle(twin.unet, 3)
     accel.optimize(pipe, step_cache=3)
