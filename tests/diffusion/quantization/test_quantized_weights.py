@@ -174,13 +174,6 @@ def test_what_does_not_fit_is_left_with_a_reason(tiny):
     accel.optimize(tiny.unet(cross_attention_dim=16), weights="int8", strict=True)
 
 
-def test_verify_of_a_model_alone(tiny, unet):
-    model = accel.optimize(unet(), weights="int8")
-    quality = accel.verify(model, **tiny.inputs(model))
-    assert quality.passed and quality.lossy == "weights='int8'" and 30 < quality.psnr_db < 80
-    assert quality.parts["over the same weights"].psnr_db > 100
-
-
 def test_scales_of_float8_are_as_the_product_takes_them():
     """A cast for each product would be a launch for each."""
     model = transformer(next(iter(DITS))).bfloat16()

@@ -135,16 +135,6 @@ def test_offload_first_then_optimize(pipe, live):
     assert live.rms(live.draw(pipe), wanted) < ALIKE
 
 
-def test_compiled_blocks_inside_an_optimized_unet(pipe, live):
-    wanted = live.draw(pipe)
-    accel.optimize(pipe)
-    pipe.unet.compile_repeated_blocks(backend="eager", fullgraph=True)
-    for _ in range(3):
-        assert live.rms(live.draw(pipe), wanted) < ALIKE
-    accel.restore(pipe)
-    torch.compiler.reset()
-
-
 def test_two_threads_on_pipelines_that_share_their_models(pipe, live, calls):
     pipe.vae.register_to_config(force_upcast=False)  # one thread would move the VAE under the other's feet
 
