@@ -14,6 +14,7 @@ from accel_kernels.warmup import warming_up
 from torch import nn
 
 from accel.cuda_graphs.rule import CAPTURED_SOON
+from accel.diffusion.dit.assignments import without_assignments
 from accel.diffusion.dit.calls import (
     BlockCode,
     BlockPlan,
@@ -33,7 +34,6 @@ from accel.diffusion.dit.program import Program
 from accel.diffusion.dit.ranks.exchanges import with_exchanges
 from accel.diffusion.dit.ranks.receive_buffers import BufferSlots
 from accel.diffusion.dit.recorder import recorded, tensors_in
-from accel.diffusion.dit.rotary_halves import without_assignments
 from accel.diffusion.dit.schedule import Schedule
 from accel.errors import reason_of
 from accel.fusion.norms import match_layer_norm
@@ -51,11 +51,11 @@ from accel.patching.structure import meta_weights, side_effects
 from accel.quantization.module import QuantizedLinear
 from accel.tolerances import BLOCK, bound
 
-LINEARS = 4  # that a block has at least: queries, keys, values, and what becomes of them
+LEAST_LINEARS = 4  # that a block has at least: queries, keys, values, and what becomes of them
 LAYER_NORM = Rule("layer norm", match_layer_norm)
-FEWEST = 2  # where an attention has one product for several of these
-PIECE = 1 << 22  # numbers that are compared at a time
-WAITS = (
+LEAST_WITH_ATTENTION = 2  # where an attention has one product for several of these
+COMPARED_AT_ONCE = 1 << 22  # numbers that are compared at a time
+DIVIDED_WITHOUT_GRAPH = (
     "divided among ranks, in no CUDA graph: launched one by one, its passes would wait longer for the host than stock"
 )
 
@@ -124,7 +124,7 @@ class BlockForward(FastForward):
         assert call is not None
         known = self.known or self._known()  # unfit has seen to it that it holds
         if self.ranks is not None and self.on_gpu and not CAPTURED_SOON.get() and not _capturing():
-            self.log.fell_back(self.path, WAITS)
+            self.log.fell_back(self.path, DIVIDED_WITHOUT_GRAPH)
             with as_written():
                 return self.stock(*args, **kwargs)
         plan = known.get(call)
@@ -275,7 +275,9 @@ def _is_block(path: str, module: nn.Module) -> bool:
     parts = list(module.modules())
     attends = any("processor" in vars(part) for part in parts)
     linears = sum(type(part) in (nn.Linear, QuantizedLinear) for part in parts)
-    return linears >= (FEWEST if attends else LINEARS) and not any(type(part) is nn.GroupNorm for part in parts)
+    return linears >= (LEAST_WITH_ATTENTION if attends else LEAST_LINEARS) and not any(
+        type(part) is nn.GroupNorm for part in parts
+    )
 
 
 def difference(wanted: Any, got: Any) -> str | None:
@@ -303,7 +305,7 @@ def _extremes(theirs: torch.Tensor, ours: torch.Tensor) -> tuple[float | None, f
     zero = torch.zeros((), device=theirs.device)
     largest = off = zero
     some = torch.zeros((), dtype=torch.bool, device=theirs.device)
-    for a, b in zip(theirs.flatten().split(PIECE), ours.flatten().split(PIECE), strict=True):
+    for a, b in zip(theirs.flatten().split(COMPARED_AT_ONCE), ours.flatten().split(COMPARED_AT_ONCE), strict=True):
         finite = a.isfinite()
         apart = (a.float() - b.float()).abs_().nan_to_num_(torch.inf)
         off = torch.maximum(off, torch.where(finite, apart, zero).max())

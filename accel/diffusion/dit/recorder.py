@@ -16,20 +16,20 @@ from accel.diffusion.dit.program import Program, Ref, TensorValue, TorchStep, re
 from accel.diffusion.dit.ranks.collectives import HiddenCollectives, functional, unwrapped
 
 # Of a tensor, what does not depend on its numbers.
-ABOUT = frozenset(
+METADATA = frozenset(
     "shape dtype device ndim layout is_cuda is_cpu is_meta is_quantized is_sparse requires_grad itemsize nbytes size"
     " dim stride numel element_size storage_offset is_contiguous is_floating_point is_complex __len__ nelement"
     " is_inference is_nested is_mps is_xpu names is_leaf grad_fn grad get_device __hash__ __repr__ is_conj is_neg"
     " is_mkldnn".split()
 )
 # Whose results have a shape that hangs on numbers.
-BY_NUMBERS = frozenset(
+DATA_DEPENDENT = frozenset(
     "nonzero argwhere masked_select unique unique_consecutive unique_dim bincount combinations equal allclose"
     " is_nonzero tolist item numpy cpu data_ptr".split()
 )
 # Whose results have a shape that a tensor among their arguments would give, other than the one they look at.
-MADE = frozenset("arange range zeros ones empty full eye rand randn".split())
-SIZED = frozenset(
+FACTORIES = frozenset("arange range zeros ones empty full eye rand randn".split())
+SIZED_BY_ARGUMENTS = frozenset(
     "view reshape expand repeat tile unflatten split split_with_sizes chunk tensor_split broadcast_to new_zeros"
     " new_ones new_empty".split()
 )
@@ -59,7 +59,7 @@ class StepRecorder(TorchFunctionMode):
             return func(*args, **kwargs)
         func, (args, kwargs) = functional(func), unwrapped((args, kwargs))
         name = name_of(func)
-        if name in ABOUT:
+        if name in METADATA:
             return func(*args, **kwargs)
         try:
             given = self._refs((args, kwargs))
@@ -93,7 +93,7 @@ class StepRecorder(TorchFunctionMode):
     def _note(self, func: Callable, name: str, given: tuple, live: tuple, result: Any) -> None:
         tensors = list(tensors_in(result))
         writes = writes_in_place(name, live[1])
-        if name in BY_NUMBERS or _by_numbers(name, live):
+        if name in DATA_DEPENDENT or _data_dependent(name, live):
             raise NotRecordable("goes by what a tensor holds")
         if not tensors and not writes:
             if isinstance(result, PLAIN) and not any(True for _ in tensors_in(live)):
@@ -230,7 +230,7 @@ def writes_in_place(name: str, kwargs: dict) -> bool:
     return name.endswith("_") and not name.startswith("_")
 
 
-def _by_numbers(name: str, live: tuple) -> bool:
+def _data_dependent(name: str, live: tuple) -> bool:
     """Whether the shape of the result hangs on numbers, by how it is called."""
     args, kwargs = live
     if name == "where":
@@ -241,9 +241,9 @@ def _by_numbers(name: str, live: tuple) -> bool:
     if name in ("__getitem__", "__setitem__", "index_put", "index_put_"):
         masks = any(one.dtype in (torch.bool, torch.uint8) for one in tensors_in(args[1:2]))
         return masks or any(True for _ in _slice_ends(args[1:2]))
-    if name in MADE:
+    if name in FACTORIES:
         return any(True for _ in tensors_in(args[:1] if name == "full" else args))
-    return name in SIZED and any(True for _ in tensors_in(args[1:]))
+    return name in SIZED_BY_ARGUMENTS and any(True for _ in tensors_in(args[1:]))
 
 
 def _slice_ends(index: Any) -> Iterator[torch.Tensor]:

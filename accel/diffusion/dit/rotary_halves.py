@@ -11,7 +11,6 @@ import torch
 
 from accel.diffusion.dit.operations import REDUCTIONS, ROWWISE, operation_of
 from accel.diffusion.dit.program import CONCATENATIONS, Program, Ref, TensorValue, TorchStep, refs
-from accel.diffusion.dit.slices import without_slices
 
 EVEN, ODD, FIRST, SECOND = "even", "odd", "first", "second"
 
@@ -21,7 +20,7 @@ class RotaryHalf(NamedTuple):
     from other halves.
     """
 
-    space: tuple[int, ...]
+    row_shape: tuple[int, ...]
     columns: str | None = None
     whole: int | None = None
 
@@ -43,57 +42,9 @@ def concatenate(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype) -
     return torch.cat((first, second), -1).to(dtype)
 
 
-def without_assignments(program: Program) -> Program:
-    """The program without assignments: two that fill an empty tensor become one join, those to some rows
-    concatenations.
-    """
-    users, values = program.users(), program.values
-    dropped: dict[int, TorchStep | None] = {}
-    for place, step in enumerate(program.steps):
-        if step.name not in ("empty_like", "zeros_like", "empty") or len(step.made) != 1:
-            continue
-        number = step.made[0]
-        views = [v.number for v in values if v.base == number and v.number != number]
-        filled = [i for i in users[number] if program.steps[i].name == "__setitem__"]
-        others = [i for one in (number, *views) for i in users[one] if i not in filled]
-        if len(filled) != 2 or (others and min(others) < filled[1]):
-            continue
-        if any(
-            program.steps[i].args[0] != Ref(number) or not isinstance(program.steps[i].args[2], Ref) for i in filled
-        ):
-            continue
-        if any(program.steps[i].writes for i in others):
-            continue
-        if any(values[one].device != values[number].device for i in filled for one in program.steps[i].taken):
-            continue
-        width = values[number].shape[-1]
-        halves = {_columns(program.steps[i].args[1], width): program.steps[i].args[2] for i in filled}
-        pair = next((pair for pair in ((EVEN, ODD), (FIRST, SECOND)) if halves.keys() == set(pair)), None)
-        if pair is None:
-            continue
-        function = interleave if EVEN in pair else concatenate
-        args = (*map(halves.get, pair), values[number].dtype)
-        joined = TorchStep(function, function.__name__, args, {}, Ref(number))
-        dropped |= {place: None, filled[0]: None, filled[1]: joined}
-        for value in values:
-            if value.base == number:
-                value.pinned = False
-    steps = [dropped.get(place, step) for place, step in enumerate(program.steps)]
-    return without_slices(Program(values, [step for step in steps if step is not None], program.result))
-
-
-def _halves(width: int) -> dict[str, tuple[int, int]]:
+def halves_of(width: int) -> dict[str, tuple[int, int]]:
     """The first column of each half of rows, and the distance between its columns."""
     return {EVEN: (0, 2), ODD: (1, 2), FIRST: (0, 1), SECOND: (width // 2, 1)}
-
-
-def _columns(index: object, width: int) -> str | None:
-    """The half of rows that `[..., index]` takes."""
-    if not isinstance(index, tuple) or len(index) != 2 or index[0] is not Ellipsis or not isinstance(index[1], slice):
-        return None
-    taken = list(range(width))[index[1]]
-    places = {name: list(range(width)[start::step][: width // 2]) for name, (start, step) in _halves(width).items()}
-    return next((name for name, columns in places.items() if taken == columns), None)
 
 
 class RotaryHalves:
@@ -156,57 +107,57 @@ class RotaryHalves:
             if inside is not None:
                 self.inside.add(inside)
 
-    def _half(self, number: int, space: tuple[int, ...], found: dict[int, RotaryHalf]) -> bool:
-        """Whether the value is a half of rows of this space."""
+    def _half(self, number: int, row_shape: tuple[int, ...], found: dict[int, RotaryHalf]) -> bool:
+        """Whether the value is a half of rows of this shape."""
         if number in found:
             return True
         value = self.values[number]
-        if value.shape[-1:] != (space[-1] // 2,) or value.pinned:
+        if value.shape[-1:] != (row_shape[-1] // 2,) or value.pinned:
             return False
-        if number in self.halves and self.halves[number].space != space:
+        if number in self.halves and self.halves[number].row_shape != row_shape:
             return False
-        columns = self._lanes(value, space)
+        columns = self._columns_of(value, row_shape)
         if columns is not None:
             found[number] = columns
             return True
         place = self.makers.get(number)
-        if value.shape != (*space[:-1], space[-1] // 2):
+        if value.shape != (*row_shape[:-1], row_shape[-1] // 2):
             return False
         operation = None if place is None else operation_of(self.program.steps[place], self.values)
         if operation is None or operation.name in (*REDUCTIONS, *ROWWISE):
             return value.dtype is not torch.complex64  # read as it is
-        found[number] = RotaryHalf(space)
+        found[number] = RotaryHalf(row_shape)
         for ref in operation.operands:
             other = self.values[ref.number]
             if other.shape == value.shape:
-                if not self._half(ref.number, space, found):
+                if not self._half(ref.number, row_shape, found):
                     return False
         return True
 
-    def _lanes(self, value: TensorValue, space: tuple[int, ...]) -> RotaryHalf | None:
+    def _columns_of(self, value: TensorValue, row_shape: tuple[int, ...]) -> RotaryHalf | None:
         """The value as elements of a whole row: a view of it, or a complex view of its pairs."""
         step = None if value.number not in self.makers else self.program.steps[self.makers[value.number]]
         if value.dtype is torch.complex64:
             if step is None or step.name != "view_as_complex":
                 return None
             pairs = self.values[step.taken[0]]
-            whole = self._whole(pairs, space)
-            if whole is None or pairs.shape != (*space[:-1], space[-1] // 2, 2):
+            whole = self._whole(pairs, row_shape)
+            if whole is None or pairs.shape != (*row_shape[:-1], row_shape[-1] // 2, 2):
                 return None
             same = pairs.stride == (*whole.stride[:-1], 2 * whole.stride[-1], whole.stride[-1])
-            return RotaryHalf(space, "pairs", whole.number) if same and pairs.offset == whole.offset else None
-        whole = self._whole(value, space)
-        if whole is None or value.shape != (*space[:-1], space[-1] // 2):
+            return RotaryHalf(row_shape, "pairs", whole.number) if same and pairs.offset == whole.offset else None
+        whole = self._whole(value, row_shape)
+        if whole is None or value.shape != (*row_shape[:-1], row_shape[-1] // 2):
             return None
         if not _same_rows(value, whole):
             return None
         column, ahead = whole.stride[-1], value.offset - whole.offset
-        for name, (start, apart) in _halves(space[-1]).items():
-            if ahead == start * column and (value.stride[-1] == apart * column or space[-1] == 2):
-                return RotaryHalf(space, name, whole.number)
+        for name, (start, apart) in halves_of(row_shape[-1]).items():
+            if ahead == start * column and (value.stride[-1] == apart * column or row_shape[-1] == 2):
+                return RotaryHalf(row_shape, name, whole.number)
         return None
 
-    def _whole(self, value: TensorValue, space: tuple[int, ...]) -> TensorValue | None:
+    def _whole(self, value: TensorValue, row_shape: tuple[int, ...]) -> TensorValue | None:
         """The nearest value of this shape that the value is a view of."""
         number = value.number
         while number in self.makers:
@@ -214,7 +165,7 @@ class RotaryHalves:
             if not step.taken or self.values[step.taken[0]].base != value.base:
                 return None
             number = step.taken[0]
-            if self.values[number].shape == space:
+            if self.values[number].shape == row_shape:
                 return self.values[number]
         return None
 

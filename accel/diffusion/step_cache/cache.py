@@ -38,7 +38,7 @@ from accel.patching.patch import ForwardPatch
 
 NAME = "step cache"  # of the rule
 DAMPED = 0.5  # of the way along the line, for what blocks add: it bends more than the output of a UNet's layers
-MOST_FEATURES = 16  # kept at a time, by thread, shapes of a call and lane
+MOST_FEATURES = 16  # kept at a time, by thread, shapes of a call and slot
 MOST_BYTES = 2**31  # beyond which only those are kept that the loop in progress uses
 
 

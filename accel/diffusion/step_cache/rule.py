@@ -129,8 +129,8 @@ def _unlike(m: Any) -> str | None:
 
 
 TIMESTEPS = ("timestep", "timesteps", "t")  # names under which transformers take it
-LINEARS = 2  # that a block has at least
-FEW = 2  # so many blocks refine what goes into a longer list
+LEAST_LINEARS = 2  # that a block has at least
+SHORT_LIST = 2  # so many blocks refine what goes into a longer list
 
 
 def transformer_arguments(model: nn.Module) -> StepArguments | None:
@@ -157,7 +157,7 @@ def stacks_of(model: nn.Module) -> tuple[BlockStack, ...]:
     """
     sizes = {name: len(list(child.children())) for name, child in model.named_children() if _are_blocks(child)}
     longest = max(sizes.values(), default=0)
-    names = [name for name, size in sizes.items() if size > FEW or size == longest > 1]
+    names = [name for name, size in sizes.items() if size > SHORT_LIST or size == longest > 1]
     return tuple(BlockStack(name, sizes[name], int(name == names[0])) for name in names)
 
 
@@ -179,4 +179,4 @@ def _are_blocks(child: nn.Module) -> bool:
 
 def _is_block(module: nn.Module) -> bool:
     parts = list(module.modules())
-    return len(parts) > LINEARS and sum(hasattr(part, "in_features") for part in parts) >= LINEARS
+    return len(parts) > LEAST_LINEARS and sum(hasattr(part, "in_features") for part in parts) >= LEAST_LINEARS

@@ -22,7 +22,7 @@ from accel.diffusion.dit.units import StackedProduct, TorchCall, Unit
 MOST_STACKED = 256 * 2**20  # bytes of weights in one storage: what stacking them needs for a moment on top
 MOST_IMAGES = 4  # whose rows are put together by a product for each
 ALIGNED = 16  # bytes at which the columns of each begin, as attention wants its rows
-READ_APART = ("scaled_dot_product_attention", EXCHANGE, *CONCATENATIONS)
+READS_STRIDED = ("scaled_dot_product_attention", EXCHANGE, *CONCATENATIONS)
 
 
 class Columns(NamedTuple):
@@ -122,7 +122,7 @@ class Stacks:
         if all(self.values[made].base == number for made in unit.makes):  # a view
             return not unit.step.writes
         name = unit.step.name
-        return name in READ_APART or (name not in ROWWISE and operation_of(unit.step, self.values) is not None)
+        return name in READS_STRIDED or (name not in ROWWISE and operation_of(unit.step, self.values) is not None)
 
     def _first_columns(self) -> dict[int, tuple[int, int]]:
         """Of the result of each linear, the product that gives it, by its place in the list, and its first column."""
