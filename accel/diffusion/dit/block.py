@@ -71,8 +71,8 @@ class BlockForward(FastForward):
     backend: object
     ranks: Ranks | None  # that compute its attention together
     on_gpu: bool | None
-    refused: str | None  # what was found when the block was examined anew,
-    examined: Snapshot | None  # which is gone through once, not at every call that runs stock
+    refused: str | None  # why the block, as it was changed, is not recorded anew
+    examined: Snapshot | None  # of the block when that was found, so that it is found once
 
     def __init__(self, module: nn.Module, path: str, context: Context):
         super().__init__(module, path, context.kernels, context.log)

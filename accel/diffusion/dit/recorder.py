@@ -15,19 +15,19 @@ from torch.overrides import TorchFunctionMode
 from accel.diffusion.dit.program import Program, Ref, TensorValue, TorchStep, replaced
 from accel.diffusion.dit.ranks.collectives import HiddenCollectives, functional, unwrapped
 
-# Of a tensor, what does not depend on its numbers.
+# Attributes and methods of a tensor that do not depend on its values.
 METADATA = frozenset(
     "shape dtype device ndim layout is_cuda is_cpu is_meta is_quantized is_sparse requires_grad itemsize nbytes size"
     " dim stride numel element_size storage_offset is_contiguous is_floating_point is_complex __len__ nelement"
     " is_inference is_nested is_mps is_xpu names is_leaf grad_fn grad get_device __hash__ __repr__ is_conj is_neg"
     " is_mkldnn".split()
 )
-# Whose results have a shape that hangs on numbers.
+# Functions whose results have a shape that depends on values.
 DATA_DEPENDENT = frozenset(
     "nonzero argwhere masked_select unique unique_consecutive unique_dim bincount combinations equal allclose"
     " is_nonzero tolist item numpy cpu data_ptr".split()
 )
-# Whose results have a shape that a tensor among their arguments would give, other than the one they look at.
+# Functions whose results have such a shape where an argument is a tensor: any, or any after the first.
 FACTORIES = frozenset("arange range zeros ones empty full eye rand randn".split())
 SIZED_BY_ARGUMENTS = frozenset(
     "view reshape expand repeat tile unflatten split split_with_sizes chunk tensor_split broadcast_to new_zeros"
@@ -231,7 +231,7 @@ def writes_in_place(name: str, kwargs: dict) -> bool:
 
 
 def _data_dependent(name: str, live: tuple) -> bool:
-    """Whether the shape of the result hangs on numbers, by how it is called."""
+    """Whether the shape of the result depends on values, by how the function is called."""
     args, kwargs = live
     if name == "where":
         return len(args) + len(kwargs) == 1

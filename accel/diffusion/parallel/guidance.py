@@ -144,7 +144,7 @@ class GuidanceForward(FastForward):
         from it once a loop is found again. No other part is kept: it would keep the memory of a step before.
         """
         args, kwargs = pytree.tree_unflatten(call.leaves, call.spec)
-        prompt = self.named(args, kwargs).get(PROMPT)
+        prompt: Any = self.named(args, kwargs).get(PROMPT)
         leaves = []
         for leaf, each in zip(call.leaves, divided, strict=True):
             part = rank_rows(leaf, ranks) if each else leaf

@@ -13,7 +13,7 @@ from accel.patching.patch import set_data
 CALLS_BETWEEN_MOVES = (
     16  # calls between two moves of the same weights, so that moving costs little where they never stay
 )
-ANYWHERE = 0  # the address of a copy's, each of which a pickle gives a storage as large as that of all
+ANYWHERE = 0  # of the storages of a copy: a pickle gives every view one as large as the whole
 
 
 class WeightStacks:
