@@ -13,16 +13,14 @@ from accel.patching.fast_forward import FastForward
 from accel.patching.guard import Parts, plain_settings
 from accel.patching.rule import Match
 from accel.patching.site import Site
-from accel.patching.structure import plain, tampered
+from accel.patching.structure import no_tensor, plain, tampered
 
 UNKNOWN = "arguments the fast forward does not know"
 PROMOTED = "dtypes of which stock promotes one to another"
 
 
 def _unfit(x: Any, weight: torch.Tensor | None) -> str | None:
-    if type(x) is not torch.Tensor:
-        return f"input of type {type(x).__name__}"
-    return None if weight is None or weight.dtype is x.dtype else PROMOTED
+    return no_tensor(x) or (None if weight is None or weight.dtype is x.dtype else PROMOTED)
 
 
 class GroupNormForward(FastForward):
@@ -116,9 +114,9 @@ class RmsNormForward(FastForward):
         kind, held = self.kinds.get(gate is not None), vars(self.module)
         if kind is None:
             return f"{'with' if gate is not None else 'without'} a gate it is no norm known here"
-        for tensor in (x, gate):
-            if tensor is not None and type(tensor) is not torch.Tensor:
-                return f"input of type {type(tensor).__name__}"
+        reason = no_tensor(x) or (None if gate is None else no_tensor(gate))
+        if reason is not None:
+            return reason
         weight = held["_parameters"][kind.weight]
         if x.shape[-1:] != weight.shape or (gate is not None and gate.shape != x.shape):
             return "input of another shape"

@@ -20,7 +20,7 @@ from accel.casting import cast_up, casts_of
 from accel.comparison import relative_max
 from accel.errors import reason_of
 from accel.in_flight import alone
-from accel.patching.structure import placement, side_effects
+from accel.patching.structure import meta_weights, placement, side_effects
 from accel.tolerances import BLOCK, BLOCK_WIDENED, Bounds, bound
 
 UNEXAMINED = "could not be examined"
@@ -49,7 +49,7 @@ class Probe:
         variant: tells candidates of one class and their inputs apart, where a kind of module is tried with several.
         ahead: the candidate launches several kernels, which are compiled side by side first.
         """
-        reason = side_effects(module)
+        reason = "weights are not loaded (meta device)" if meta_weights(module) else side_effects(module)
         if reason is not None:
             return reason
         key = (*_kind(module), type(getattr(candidate, "__self__", candidate)), variant)

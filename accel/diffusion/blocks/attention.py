@@ -18,7 +18,7 @@ from accel.patching.guard import Parts
 from accel.patching.probe import example
 from accel.patching.rule import Match, Skip
 from accel.patching.site import Site
-from accel.patching.structure import all_plain, foreign_processor, holds, meta_weights, untouched
+from accel.patching.structure import all_plain, foreign_processor, holds, no_tensor, untouched
 from accel.quantization.product import Rows, deferred, plain_linear, product
 
 PARTS = ("spatial_norm", "norm_q", "norm_k", "norm_cross", "add_k_proj", "add_v_proj")
@@ -38,12 +38,8 @@ class AttentionForward(FastForward):
     def unfit(
         self, hidden_states: Any, encoder_hidden_states: Any = None, attention_mask: Any = None, **kwargs: Any
     ) -> str | None:
-        if type(hidden_states) is not torch.Tensor:
-            return f"input of type {type(hidden_states).__name__}"
         given = [name for name, value in kwargs.items() if value is not None and name != "temb"]
-        if given:
-            return f"arguments for the processor: {', '.join(given)}"
-        return None
+        return no_tensor(hidden_states) or (f"arguments for the processor: {', '.join(given)}" if given else None)
 
     def parts(self) -> Parts:
         m = self.module
@@ -138,8 +134,6 @@ def match_attention(site: Site, context: Context) -> Match | Skip | None:
     missing = [name for name in ASKED if not hasattr(m, name)]
     if missing or not isinstance(m.to_out, nn.ModuleList):
         return Skip(f"an attention of another make, without {missing[0] if missing else 'a list to_out'}")
-    if meta_weights(m):
-        return Skip("weights are not loaded (meta device)")
     reason = None if len(m.to_out) else "no output projection"
     reason = reason or plain_linear(m.to_out[0]) or _leaves(m)
     if reason is not None:

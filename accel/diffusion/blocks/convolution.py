@@ -14,7 +14,7 @@ from accel.patching.guard import Parts
 from accel.patching.probe import example
 from accel.patching.rule import Match, Skip
 from accel.patching.site import Site
-from accel.patching.structure import holds, meta_weights, plain, tampered, untouched
+from accel.patching.structure import holds, meta_weights, no_tensor, plain, tampered, untouched
 
 LEAST_CHANNELS = 32  # of the output; a narrower one ends a model, and no norm comes after
 
@@ -62,8 +62,9 @@ class UpsampleForward(FastForward):
         self.half = HalfOperands()
 
     def unfit(self, hidden_states: Any, output_size: Any = None) -> str | None:
-        if type(hidden_states) is not torch.Tensor:
-            return f"input of type {type(hidden_states).__name__}"
+        reason = no_tensor(hidden_states)
+        if reason is not None:
+            return reason
         n, c, h, w = hidden_states.shape
         height, width = (2 * h, 2 * w) if output_size is None else output_size
         large = n > MOST_IMAGES or n * c * height * width > MOST_ELEMENTS
@@ -87,9 +88,7 @@ class DownsampleForward(FastForward):
     """(N, C, H, W) -> (N, C', ceil(H / 2), ceil(W / 2)): a convolution of stride 2, padded on both sides or one."""
 
     def unfit(self, hidden_states: Any) -> str | None:
-        if type(hidden_states) is not torch.Tensor:
-            return f"input of type {type(hidden_states).__name__}"
-        return None
+        return no_tensor(hidden_states)
 
     def parts(self) -> Parts:
         return Parts((self.module,), (self.module.conv,))
@@ -150,8 +149,6 @@ def match_resample(site: Site, context: Context) -> Match | Skip | None:
     m: Any = site.module
     if not holds(m, "conv") or not hasattr(m, "use_conv") or plain(m.conv, nn.Conv2d, stored=True) is not None:
         return None
-    if meta_weights(m):
-        return Skip("weights are not loaded (meta device)")
     kind = DownsampleForward if m.conv.stride == (2, 2) else UpsampleForward
     forward = kind(m, site.path, context.kernels, context.log)
     reason = context.probe.unlike(forward, (example(m, 1, m.conv.in_channels, 6, 5),))

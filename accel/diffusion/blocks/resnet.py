@@ -19,7 +19,7 @@ from accel.patching.guard import Parts
 from accel.patching.probe import example
 from accel.patching.rule import Match, Skip
 from accel.patching.site import Site
-from accel.patching.structure import all_plain, holds, meta_weights, pointwise, untouched
+from accel.patching.structure import all_plain, holds, no_tensor, pointwise, untouched
 from accel.quantization.product import plain_linear
 
 
@@ -31,11 +31,8 @@ class ResnetForward(FastForward):
         self.times, self.half = times, HalfOperands()  # times: the time projections of all resnets of the model
 
     def unfit(self, input_tensor: Any, temb: Any = None) -> str | None:
-        if type(input_tensor) is not torch.Tensor:
-            return f"input of type {type(input_tensor).__name__}"
-        if self.module.time_emb_proj is not None and temb is None:
-            return "no time embedding given"
-        return None
+        lacks = self.module.time_emb_proj is not None and temb is None
+        return no_tensor(input_tensor) or ("no time embedding given" if lacks else None)
 
     def parts(self) -> Parts:
         m = self.module
@@ -85,8 +82,6 @@ def match_resnet(site: Site, context: Context) -> Match | Skip | None:
         return Skip("a resnet block of another make")
     if getattr(m, "upsample", None) is not None or getattr(m, "downsample", None) is not None:
         return Skip("resamples inside the block")
-    if meta_weights(m):
-        return Skip("weights are not loaded (meta device)")
     reason = _leaves(m)
     if reason is None and m.time_emb_proj is not None and m.time_emb_proj.out_features != m.conv1.out_channels:
         reason = "the time embedding scales as well as shifts"

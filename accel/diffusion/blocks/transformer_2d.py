@@ -23,7 +23,7 @@ from accel.patching.guard import Guard, Parts
 from accel.patching.probe import example
 from accel.patching.rule import Match, Skip
 from accel.patching.site import Site
-from accel.patching.structure import all_plain, holds, meta_weights, plain, pointwise
+from accel.patching.structure import all_plain, holds, no_tensor, plain, pointwise
 from accel.patching.user_ops import UserOp
 from accel.quantization.product import (
     Rows,
@@ -195,10 +195,9 @@ class TransformerStackForward(FastForward):
     def unfit(self, hidden_states: Any, *args: Any, **kwargs: Any) -> str | None:
         if args and len(args) > 1:
             return "arguments given by position"
-        if type(hidden_states) is not torch.Tensor:
-            return f"input of type {type(hidden_states).__name__}"
         layers = (self.module.proj_in, self.module.proj_out)
-        return None if all(type(layer) is not nn.Conv2d or pointwise(layer) for layer in layers) else NOT_POINTWISE
+        fit = all(type(layer) is not nn.Conv2d or pointwise(layer) for layer in layers)
+        return no_tensor(hidden_states) or (None if fit else NOT_POINTWISE)
 
     def parts(self) -> Parts:
         m = self.module
@@ -283,8 +282,6 @@ def match_transformer_block(site: Site, context: Context) -> Match | Skip | None
         return Skip("a feed-forward of another make")
     if not holds(m.attn1, "to_q") or (m.attn2 is not None and not holds(m.attn2, "to_k")):
         return Skip("attentions of another make")
-    if meta_weights(m):
-        return Skip("weights are not loaded (meta device)")
     reason = all_plain(*((norm, nn.LayerNorm) for norm in (m.norm1, m.norm2, m.norm3)))
     if reason is not None:
         return Skip(reason)
@@ -303,8 +300,6 @@ def match_transformer_stack(site: Site, context: Context) -> Match | Skip | None
         return None
     if not m.is_input_continuous:
         return Skip("input that is not a continuous image")
-    if meta_weights(m):
-        return Skip("weights are not loaded (meta device)")
     reason = _projections(m)
     if reason is not None:
         return Skip(reason)

@@ -16,7 +16,7 @@ from accel.patching.guard import Parts
 from accel.patching.probe import example
 from accel.patching.rule import Match, Skip
 from accel.patching.site import Site
-from accel.patching.structure import all_plain, holds, meta_weights
+from accel.patching.structure import all_plain, holds
 
 SKIPS = "res_hidden_states_tuple"
 
@@ -70,8 +70,6 @@ def match_up_block(site: Site, context: Context) -> Match | Skip | None:
     reason = all_plain(*((conv, nn.Conv2d) for resnet in m.resnets for conv in (resnet.conv1, resnet.conv2)))
     if reason is not None:
         return Skip(reason)
-    if meta_weights(m):
-        return Skip("weights are not loaded (meta device)")
     forward = UpBlockForward(m, site.path, context.kernels, context.log)
     reason = context.probe.unlike(forward, (), up_block_example(m))
     return Match(forward, covers=()) if reason is None else Skip(reason)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel.diffusion.blocks.up_block import SKIPS
 from accel.diffusion.step_cache.cache import StepCacheState
 from accel.diffusion.step_cache.stack import BlockStack, StackTrace, StepCall
 from accel.patching.fast_forward import FastForward
@@ -36,7 +37,6 @@ class CachedBlock(FastForward):
         """The block in a call of the cache."""
 
 
-SKIPS = "res_hidden_states_tuple"
 HIDDEN = "what enters the last layer"
 RESAMPLERS = ("downsamplers", "upsamplers")
 
