@@ -4,13 +4,12 @@ import copy
 
 import pytest
 import torch
-from torch.utils._pytree import tree_map
 
 import accel
 from accel.quantization.module import unrounded
 from support.device_memory import allocated
 from support.diffusion.denoisers import DITS, given, transformer
-from support.diffusion.gpu import shipped
+from support.diffusion.gpu import on_gpu, shipped
 from support.llm.quantized import held_by, rounded
 
 WEIGHTS = ("int8", "int8-asym", "fp8")
@@ -18,13 +17,6 @@ FAMILIES = ("sd15", "sd21", "sdxl", "only-cross", "scale-shift")
 WIDE = {"block_out_channels": (128, 256), "cross_attention_dim": 96, "attention_head_dim": 4, "norm_num_groups": 8}
 
 pytestmark = pytest.mark.usefixtures("exact")
-
-
-def on_gpu(inputs, dtype):
-    def cast(value):
-        return value if value is None else value.to("cuda", dtype if value.is_floating_point() else None)
-
-    return tree_map(cast, inputs)
 
 
 def error(output, truth) -> float:

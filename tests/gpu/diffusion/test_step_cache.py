@@ -4,10 +4,9 @@ import copy
 
 import pytest
 import torch
-from torch.utils._pytree import tree_map
 
 import accel
-from support.diffusion.gpu import graphs, shipped
+from support.diffusion.gpu import graphs, on_gpu, shipped
 from support.diffusion.outputs import run
 from support.diffusion.rounded_rows import Oracle, reasons
 
@@ -16,10 +15,6 @@ STEPS = (950, 800, 650, 500, 350, 200, 80, 20)
 
 def close(got, wanted, share=4e-3):
     torch.testing.assert_close(got.float(), wanted.float(), rtol=0, atol=share * float(wanted.abs().max()))
-
-
-def on_gpu(inputs, dtype):
-    return tree_map(lambda t: t.cuda().to(dtype) if t.is_floating_point() else t.cuda(), inputs)
 
 
 def loop(tiny, model, timesteps=None, dtype=torch.float32, **shape):
