@@ -13,7 +13,7 @@ from accel.offload.hooks import SWITCH
 from accel.options import Options
 from accel.patching.owner import OWNER
 from accel.planning.plan import Plan, create_context
-from support.diffusion.drawing import draw
+from support.diffusion.drawing import DIGITS, draw
 from support.everything import EVERYTHING
 from support.llm.quantized import held_by
 
@@ -33,10 +33,10 @@ def read(digits, images):
     return digits.read_digits([Image.fromarray((image * 255).round().astype(np.uint8)) for image in images])
 
 
-def test_the_model_is_small_and_whole(transformer_folder):
-    sizes = [file.stat().st_size for file in transformer_folder.rglob("*") if file.is_file()]
-    assert sum(sizes) < 3e6
-    assert not [file for file in transformer_folder.rglob("*") if file.suffix in (".bin", ".py", ".pt")]
+def test_the_model_is_small_and_whole():
+    files = [file for file in DIGITS.with_name("tiny-dit-digits").rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) < 3e6
+    assert not [file for file in files if file.suffix in (".bin", ".py", ".pt")]
 
 
 def test_the_reader_reads_real_digits(digits):

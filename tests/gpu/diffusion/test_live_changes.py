@@ -12,7 +12,7 @@ import torch
 
 import accel
 from accel.cuda_graphs.runner import PATIENCE
-from support.diffusion.gpu import shipped
+from support.diffusion.drawing import shipped
 from support.together import together
 
 ALIKE = 5e-3  # root mean square of what two half-precision runs of one image may differ by

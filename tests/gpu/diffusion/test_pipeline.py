@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import accel
-from support.diffusion.gpu import shipped
+from support.diffusion.drawing import shipped
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torch
 import accel
 from accel.bench import folder
 from accel.diffusion.blocks.resnet import ResnetForward
-from support.diffusion.gpu import DIGITS, shipped
+from support.diffusion.drawing import DIGITS, shipped
 
 PROMPT = "a handwritten seven"
 

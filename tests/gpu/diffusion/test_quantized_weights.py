@@ -9,7 +9,8 @@ import accel
 from accel.quantization.module import unrounded
 from support.device_memory import allocated
 from support.diffusion.denoisers import DITS, given, transformer
-from support.diffusion.gpu import on_gpu, shipped
+from support.diffusion.drawing import shipped
+from support.diffusion.gpu import on_gpu
 from support.llm.quantized import held_by, rounded
 
 WEIGHTS = ("int8", "int8-asym", "fp8")

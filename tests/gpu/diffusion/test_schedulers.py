@@ -7,7 +7,7 @@ import torch
 
 import accel
 from accel.diffusion.schedulers import LINEAR
-from support.diffusion.gpu import shipped
+from support.diffusion.drawing import shipped
 from support.diffusion.scheduler_cases import FLOW, THRESHOLD, X0, ZERO_SNR, V, label, split
 from support.diffusion.scheduler_loops import denoise, equal, largest_error, make, optimized
 

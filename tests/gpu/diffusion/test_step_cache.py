@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import accel
-from support.diffusion.gpu import graphs, on_gpu, shipped
+from support.diffusion.drawing import shipped
+from support.diffusion.gpu import graphs, on_gpu
 from support.diffusion.outputs import run
 from support.diffusion.rounded_rows import Oracle, reasons
 

@@ -9,8 +9,7 @@ from PIL import Image
 
 import accel
 from accel.diffusion.blocks.video_resnet import VideoResnetForward
-from support.diffusion.drawing import draw
-from support.diffusion.gpu import shipped
+from support.diffusion.drawing import draw, shipped
 from support.precision import off
 from support.video.tiny_videos import VIDEOS, latents, make_video
 

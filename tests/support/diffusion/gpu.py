@@ -1,23 +1,10 @@
-"""Denoisers on a GPU: pipelines that ship, inputs, outputs, and which graphs there are."""
-
-from pathlib import Path
+"""Denoisers on a GPU: inputs, outputs, and which graphs there are."""
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 import accel
 from support.diffusion.outputs import run
-
-DIGITS = Path(__file__).parents[3] / "examples" / "models" / "tiny-sd-digits"
-
-
-def shipped(dtype=torch.float16, name=DIGITS.name):
-    """A pipeline that ships, on the CPU."""
-    from diffusers import DiffusionPipeline
-
-    pipeline = DiffusionPipeline.from_pretrained(DIGITS.with_name(name), torch_dtype=dtype)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
 
 
 def on_gpu(inputs, dtype=torch.float16):
