@@ -57,7 +57,6 @@ class GraphForward(FastForward):
         self.holder: nn.Module | None = None  # what it is half of, where hooks may move that to the GPU and back
         keep = context.options.graphs is True
         self.runner = GraphRunner(module, path, context.of(GraphPool), context.log, own_code, keep)
-        self.names = tuple(self.__signature__.parameters)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in super().__getstate__().items() if name not in ("asked", "casts")}

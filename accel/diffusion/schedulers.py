@@ -18,6 +18,7 @@ from accel.libraries.code import comes_from
 from accel.libraries.diffusion import STEP
 from accel.patching.fallback_log import FallbackLog
 from accel.patching.owner import InstanceMethod
+from accel.patching.partly_copied import PartlyCopied
 from accel.patching.rule import Context, Match, Patch, Rule, Site, Skip
 from accel.planning.targets import is_scheduler
 
@@ -29,23 +30,22 @@ WHOLE = "whole numbers as timesteps, which this scheduler takes from a device al
 HOST_NOISE = "noise drawn by a CPU generator is copied to the device (a generator on the device needs no copy)"
 
 
-class HostSchedule:
+class HostSchedule(PartlyCopied):
     """The values of `scheduler.timesteps` on the host, kept for the very tensor they were copied from, unchanged since.
 
     Empty where that tensor is on the host itself, or where a change of it in place could not be noticed.
     """
 
+    copied = ("scheduler",)
+
     def __init__(self, scheduler: object):
         self.scheduler = scheduler
+        self.renew()
+
+    def renew(self) -> None:
         self.source: torch.Tensor | None = None
         self.values: torch.Tensor | None = None
         self.version = 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"scheduler": self.scheduler}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        HostSchedule.__init__(self, **state)
 
     def refresh(self) -> None:
         """Copies the timesteps from the device, if they are not those that were copied last."""

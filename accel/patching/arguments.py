@@ -13,10 +13,12 @@ class Arguments:
 
     Positional arguments after the first must have the same names in both. A name of one may be taken by `**` of the
     other; extra positional arguments, if both have `*`. A fast method of `*args, **kwargs` alone takes all of stock's.
+    names: of the stock forward's positional parameters.
     """
 
     def __init__(self, stock: Callable, fast: Callable):
         ours, theirs = _Parameters(fast), _Parameters(stock)
+        self.names = tuple(theirs.order)
         self.places = {name: place for name, place in theirs.places.items() if name in ours.places or ours.open}
         if theirs.open:
             self.places = {name: NOWHERE for name in ours.places} | self.places

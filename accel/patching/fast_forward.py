@@ -126,6 +126,7 @@ class FastForward(InstanceMethod):
     # closure by which transformers divides a layer.
     around: Callable | None = None
     forgotten: tuple[str, ...] = ()  # attributes that `forget` sets to None
+    renewed: tuple[str, ...] = ()  # attributes that copies and pickles leave out, and `renew` sets
     beneath: bool = False  # a fused forward around it may do its work, and counts the fallbacks of both
     code: type[Code] = ClassCode  # of its parts, that it relies on
     example_rows: tuple[int, int] = (1, 2048)  # few and many of a call, see `example`
@@ -136,13 +137,19 @@ class FastForward(InstanceMethod):
 
     def __getstate__(self) -> dict[str, Any]:
         # A replaced function cannot be pickled; a copy only has to know that it was replaced.
-        state = {name: value for name, value in vars(self).items() if name not in ("function", "arguments")}
+        derived = ("function", "arguments", "names", *self.renewed)
+        state = {name: value for name, value in vars(self).items() if name not in derived}
         return state | {"stale": self.stale or self._another_class()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self.function = self.kind.forward
         self.arguments = Arguments(self.function, type(self).fast)
+        self.names = self.arguments.names
+        self.renew()
+
+    def renew(self) -> None:
+        """Sets the attributes that are named in `renewed`."""
 
     @property
     def owner(self) -> Any:
@@ -188,6 +195,10 @@ class FastForward(InstanceMethod):
         except Exception as error:
             vars(error)[STOCK] = True
             raise
+
+    def named(self, args: tuple, kwargs: dict) -> dict[str, Any]:
+        """The arguments of a call by their names."""
+        return dict(zip(self.names, args, strict=False)) | kwargs
 
     def _refuses(self, args: tuple, kwargs: dict) -> str | None:
         """Why this call runs stock."""

@@ -4,6 +4,7 @@ Structure says which formula a block should compute; the probe confirms it. It r
 weights, and draws from a generator of its own.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +20,7 @@ from accel.casting import cast_up, casts_of
 from accel.comparison import relative_max
 from accel.errors import reason_of
 from accel.in_flight import alone
-from accel.patching.structure import placement, side_effects
+from accel.patching.structure import meta_weights, placement, side_effects
 from accel.tolerances import BLOCK, BLOCK_WIDENED, Bounds, bound
 
 UNEXAMINED = "could not be examined"
@@ -47,7 +48,7 @@ class Probe:
         args: or a function that makes them, called if the verdict is not known yet. variant: tells apart candidates of
         one class for one kind of module. ahead: the candidate's kernels are compiled in parallel first.
         """
-        reason = side_effects(module)
+        reason = "weights are not loaded (meta device)" if meta_weights(module) else side_effects(module)
         if reason is not None:
             return reason
         key = (*_kind(module), type(getattr(candidate, "__self__", candidate)), variant)
@@ -59,6 +60,14 @@ class Probe:
                 own = _compare(module, candidate, *given, BLOCK)
                 self.verdicts[key] = own or _compare_widened(module, candidate, *given)
         return self.verdicts[key]
+
+    def unlike(
+        self, forward: Any, args: tuple | Callable[[], tuple], kwargs: dict | None = None, variant: object = None
+    ) -> str | None:
+        """`disagreement` of a fast forward, with plain kernels in place of its own."""
+        candidate = copy.copy(forward)
+        candidate.kernels = forward.kernels.plain()
+        return self.disagreement(forward.module, candidate.fast, args, kwargs, variant)
 
 
 def example(module: nn.Module, *shape: int, seed: int = 0) -> torch.Tensor:

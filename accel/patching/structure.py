@@ -274,6 +274,11 @@ def side_effects(module: nn.Module) -> str | None:
     return None
 
 
+def no_tensor(x: object) -> str | None:
+    """Why an input is no plain tensor."""
+    return None if type(x) is torch.Tensor else f"input of type {type(x).__name__}"
+
+
 def meta_weights(module: nn.Module) -> bool:
     """Whether some weights are not loaded, as under sequential offload."""
     return any(tensor.is_meta for tensor in module.parameters())

@@ -172,17 +172,3 @@ def test_many_calls_of_eight_sizes_hold_nothing(tiny, few_objects):
     tracemalloc.stop()
     assert after[0] - before[0] < 25 and after[1] <= before[1]
     assert now - traced < 12_500
-
-
-def test_calls_of_a_pipeline_over_eight_sizes_hold_nothing(pipe, live, few_objects):
-    accel.optimize(pipe)
-
-    def call(times):
-        for i in range(times):
-            live.draw(pipe, steps=1, height=32 + 16 * (i % 4), width=32 + 16 * (i // 4 % 2), prompt=f"digit {i % 3}")
-
-    call(16)
-    before = held()
-    call(24)
-    after = held()
-    assert after[0] - before[0] < 50 and after[1] <= before[1]

@@ -21,7 +21,7 @@ from accel.patching.fast_forward import NOTHING, FastForward, Kernels
 from accel.patching.guard import Guard, Parts
 from accel.patching.probe import example
 from accel.patching.rule import Context, Match, Site, Skip
-from accel.patching.structure import all_plain, holds, meta_weights, plain, pointwise
+from accel.patching.structure import all_plain, holds, no_tensor, plain, pointwise
 from accel.patching.user_ops import UserOp
 from accel.quantization.product import (
     Rows,
@@ -193,10 +193,9 @@ class TransformerStackForward(FastForward):
     def unfit(self, hidden_states: Any, *args: Any, **kwargs: Any) -> str | None:
         if args and len(args) > 1:
             return "arguments given by position"
-        if type(hidden_states) is not torch.Tensor:
-            return f"input of type {type(hidden_states).__name__}"
         layers = (self.module.proj_in, self.module.proj_out)
-        return None if all(type(layer) is not nn.Conv2d or pointwise(layer) for layer in layers) else NOT_POINTWISE
+        fit = all(type(layer) is not nn.Conv2d or pointwise(layer) for layer in layers)
+        return no_tensor(hidden_states) or (None if fit else NOT_POINTWISE)
 
     def parts(self) -> Parts:
         m = self.module
@@ -281,19 +280,15 @@ def match_transformer_block(site: Site, context: Context) -> Match | Skip | None
         return Skip("a feed-forward of another make")
     if not holds(m.attn1, "to_q") or (m.attn2 is not None and not holds(m.attn2, "to_k")):
         return Skip("attentions of another make")
-    if meta_weights(m):
-        return Skip("weights are not loaded (meta device)")
     reason = all_plain(*((norm, nn.LayerNorm) for norm in (m.norm1, m.norm2, m.norm3)))
-    if reason is None:
-        candidate = TransformerBlockForward(m, site.path, context.kernels.plain(), context.log)
-        width = m.attn1.to_q.in_features if m.attn2 is None else m.attn2.to_k.in_features
-        x, prompt = example(m, 2, 6, m.attn1.to_q.in_features), example(m, 2, 5, width, seed=1)
-        given = {"encoder_hidden_states": prompt} if m.attn2 is not None and m.attn2.is_cross_attention else {}
-        reason = context.probe.disagreement(m, candidate.fast, (x,), given)
     if reason is not None:
         return Skip(reason)
     forward = TransformerBlockForward(m, site.path, context.kernels, context.log)
-    return Match(forward, covers=("norm1", "norm2", "norm3", "ff"))
+    x, given = example(m, 2, 6, m.attn1.to_q.in_features), {}
+    if m.attn2 is not None and m.attn2.is_cross_attention:
+        given["encoder_hidden_states"] = example(m, 2, 5, m.attn2.to_k.in_features, seed=1)
+    reason = context.probe.unlike(forward, (x,), given)
+    return Match(forward, covers=("norm1", "norm2", "norm3", "ff")) if reason is None else Skip(reason)
 
 
 def match_transformer_stack(site: Site, context: Context) -> Match | Skip | None:
@@ -303,18 +298,13 @@ def match_transformer_stack(site: Site, context: Context) -> Match | Skip | None
         return None
     if not m.is_input_continuous:
         return Skip("input that is not a continuous image")
-    if meta_weights(m):
-        return Skip("weights are not loaded (meta device)")
     reason = _projections(m)
-    if reason is None:
-        candidate = TransformerStackForward(m, site.path, context.kernels.plain(), context.log)
-        cross = getattr(m.transformer_blocks[0], "attn2", None)
-        given: dict[str, Any] = {"return_dict": False}
-        if cross is not None and cross.is_cross_attention:
-            given["encoder_hidden_states"] = example(m, 2, 5, cross.to_k.in_features, seed=1)
-        x = example(m, 2, m.norm.num_channels, 3, 2)
-        reason = context.probe.disagreement(m, candidate.fast, (x,), given)
     if reason is not None:
         return Skip(reason)
     forward = TransformerStackForward(m, site.path, context.kernels, context.log)
-    return Match(forward, covers=("norm", "proj_in", "proj_out"))
+    cross = getattr(m.transformer_blocks[0], "attn2", None)
+    given: dict[str, Any] = {"return_dict": False}
+    if cross is not None and cross.is_cross_attention:
+        given["encoder_hidden_states"] = example(m, 2, 5, cross.to_k.in_features, seed=1)
+    reason = context.probe.unlike(forward, (example(m, 2, m.norm.num_channels, 3, 2),), given)
+    return Match(forward, covers=("norm", "proj_in", "proj_out")) if reason is None else Skip(reason)

@@ -52,13 +52,13 @@ class VideoConvolutionForward(FastForward):
 
     def __init__(self, *place: Any, convolution: VideoConvolution):
         super().__init__(*place)
-        self.convolution, self.names = convolution, tuple(self.__signature__.parameters)
+        self.convolution = convolution
 
     def parts(self) -> Parts:
         return Parts(self.convolution.parts(self.module))
 
     def _given(self, args: tuple, kwargs: dict) -> tuple[Any, Any]:
-        given = dict(zip(self.names, args, strict=False)) | kwargs
+        given = self.named(args, kwargs)
         return given[self.names[0]], given.get(self.names[1]) if len(self.names) > 1 else None
 
     def unfit(self, *args: Any, **kwargs: Any) -> str | None:

@@ -150,13 +150,13 @@ class VideoNormForward(FastForward):
 
     def __init__(self, *place: Any, norm: VideoNorm):
         super().__init__(*place)
-        self.norm, self.names = norm, tuple(self.__signature__.parameters)
+        self.norm = norm
 
     def parts(self) -> Parts:
         return Parts(self.norm.parts(self.module))
 
     def _given(self, args: tuple, kwargs: dict) -> Any:
-        given = dict(zip(self.names, args, strict=False)) | kwargs
+        given = self.named(args, kwargs)
         return given.pop(self.names[0]), [value for value in given.values() if value is not None]
 
     def unfit(self, *args: Any, **kwargs: Any) -> str | None:

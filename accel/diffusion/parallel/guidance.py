@@ -46,24 +46,13 @@ class GuidanceForward(FastForward):
     The first call of a kind also runs whole in stock, to see whether rows depend on each other.
     """
 
-    ranks: Ranks | None
+    renewed = ("ranks", "checks", "verdicts", "make", "prompt")
 
     def __init__(self, module: nn.Module, path: str, context: Context, inner: FastForward | None):
-        super().__init__(module, path, context.kernels, context.log)
         self.inner, self.loop = inner, context.of(DenoisingLoop)  # None: the stock forward
-        self.names = tuple(self.__signature__.parameters)
-        self._join()
+        super().__init__(module, path, context.kernels, context.log)
 
-    def __getstate__(self) -> dict[str, Any]:
-        derived = ("ranks", "checks", "verdicts", "make", "prompt")
-        return {name: value for name, value in super().__getstate__().items() if name not in derived}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if "loop" in state:
-            self._join()
-
-    def _join(self) -> None:
+    def renew(self) -> None:
         self.ranks = all_ranks()
         self.checks = LoopChecks(self.loop)
         self.verdicts: dict[tuple, str | None] = {}  # by kind of call: why its rows cannot be divided
@@ -153,7 +142,7 @@ class GuidanceForward(FastForward):
         from it once a loop is found again. No other part is kept: it would keep the memory of a step before.
         """
         args, kwargs = pytree.tree_unflatten(call.leaves, call.spec)
-        prompt = (dict(zip(self.names, args, strict=False)) | kwargs).get(PROMPT)
+        prompt: Any = self.named(args, kwargs).get(PROMPT)
         leaves = []
         for leaf, each in zip(call.leaves, divided, strict=True):
             part = rank_rows(leaf, ranks) if each else leaf

@@ -21,6 +21,7 @@ from accel.parallel.ranks import Ranks, all_ranks
 from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import AS_WRITTEN, transformation
 from accel.patching.owner import InstanceMethod
+from accel.patching.partly_copied import PartlyCopied
 from accel.patching.rule import Context, Match, Patch, Site, Skip
 from accel.patching.structure import holds, stock_method
 
@@ -38,24 +39,20 @@ class PendingTile:
         raise AllTilesCollected
 
 
-class TiledDecode(InstanceMethod):
+class TiledDecode(PartlyCopied, InstanceMethod):
     """Stands in `vars(vae)["tiled_decode"]`; takes and gives what the class's own does."""
 
-    name = METHOD
+    name, copied = METHOD, ("vae", "log")
 
     def __init__(self, vae: nn.Module, log: FallbackLog):
         self.vae, self.log = vae, log
-        self.__setstate__({})
+        self.renew()
 
     @property
     def owner(self) -> nn.Module:
         return self.vae
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"vae": self.vae, "log": self.log}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+    def renew(self) -> None:
         self.ranks = all_ranks()
 
     def call(self, z: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -5,12 +5,15 @@ import pickle
 
 import pytest
 import torch
+from accel_kernels import int8_linear
 
 import accel
 from accel.errors import PatchConflict
 from accel.planning.plan import PLAN
 from accel.quantization import product
+from accel.quantization.activations import RowProducts
 from accel.quantization.module import QuantizedLinear
+from accel.verification import rounded_products as judging
 from support.diffusion.outputs import close, run
 from support.diffusion.rounded_rows import INT8, options
 from support.llm.quantized import held_by, rounded
@@ -178,32 +181,28 @@ def test_digits_stay_the_same(chosen, told, pipe, digits, ten_digits, stock_digi
     assert torch.equal(ten_digits(pipe, 2), stock_digits(2))
 
 
-def test_verify_judges_the_unet_and_tells_the_rest(pipe, monkeypatch):
-    accel.optimize(pipe, weights="int8")
-    quality = accel.verify(pipe, "a handwritten seven", num_inference_steps=4)
-    assert quality.passed and quality.verdict.startswith("lossy, as asked for (weights='int8'): ")
-    assert "PSNR" in quality.verdict and 45 < quality.psnr_db < 80
-    assert quality.parts["unet"].error is not None and quality.parts["unet"].lossy is None
-    assert "unet by itself is judged against stock code over the same quantized weights" in quality.note
-    exact = product.dequantize
-    monkeypatch.setattr(product, "dequantize", lambda weight, dtype: 1.001 * exact(weight, dtype))
-    failed = accel.verify(pipe, "a handwritten seven", num_inference_steps=4)
-    assert not failed.passed and failed.verdict.startswith("FAILED: unet: ")
-    assert type(pipe.unet.mid_block.attentions[0].transformer_blocks[0].attn1.to_q) is QuantizedLinear
-
-
-def test_with_the_step_cache(pipe):
-    def drawn():
-        generator = torch.Generator().manual_seed(0)
-        return pipe("a handwritten two", generator=generator, num_inference_steps=12, output_type="pt").images
-
-    stock = copy.deepcopy(pipe.unet)
-    accel.optimize(pipe, weights="int8", step_cache=3)
-    quantized, ours = pipe.unet, drawn()
-    assert accel.report(pipe).fallbacks == []
-    pipe.unet = rounded(stock, quantized)
-    accel.optimize(pipe, step_cache=3)
-    torch.testing.assert_close(ours, drawn(), rtol=0, atol=1e-3)
+@pytest.mark.parametrize(("pipeline", "activations"), [("pipe", None), ("pipe", "int8"), ("dit", "int8")])
+@pytest.mark.share(1)
+def test_verify_judges_the_model_and_tells_the_rest(request, pipeline, activations, monkeypatch):
+    pipe, name = request.getfixturevalue(pipeline), "unet" if pipeline == "pipe" else "transformer"
+    accel.optimize(pipe, weights="int8", activations=activations)
+    quality = accel.verify(pipe, "a handwritten seven", num_inference_steps=3)
+    lossy = "weights='int8'" if activations is None else "weights='int8', activations='int8'"
+    assert quality.passed and quality.verdict.startswith(f"lossy, as asked for ({lossy}): ")
+    assert "PSNR" in quality.verdict and 25 < quality.psnr_db < 80 and "GMSD" in str(quality)
+    assert quality.parts[name].error is not None and quality.parts[name].lossy is None
+    judged = {f"{name}: rounded rows", f"{name}: their products"}
+    assert judged & set(quality.parts) == (judged if activations else set())
+    assert f"{name} by itself is judged against stock code over the same quantized weights" in quality.note
+    if activations is None:
+        exact = product.dequantize
+        monkeypatch.setattr(product, "dequantize", lambda weight, dtype: 1.001 * exact(weight, dtype))
+    else:
+        wrong = RowProducts(int8_linear=lambda *given, **more: 1.01 * int8_linear(*given, **more))
+        monkeypatch.setattr(judging, "KERNELS", wrong)
+    failed = accel.verify(pipe, "a handwritten seven", num_inference_steps=3)
+    assert failed.verdict.startswith(f"FAILED: {name}: " + ("their products: " if activations else ""))
+    assert any(type(module) is QuantizedLinear for module in getattr(pipe, name).modules())
 
 
 def test_a_pipeline_is_saved_and_quantized_anew(pipe, tmp_path, tiny):

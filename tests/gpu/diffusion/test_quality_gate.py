@@ -1,7 +1,6 @@
 """The quality gate, the overflow guard and a user's folder on a GPU: through CUDA graphs, in half precision."""
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,18 +8,14 @@ import torch
 import accel
 from accel.bench import folder
 from accel.diffusion.blocks.resnet import ResnetForward
+from support.diffusion.drawing import DIGITS, shipped
 
-DIGITS = Path(__file__).parents[3] / "examples" / "models" / "tiny-sd-digits"
 PROMPT = "a handwritten seven"
 
 
 @pytest.fixture
 def pipe():
-    from diffusers import DiffusionPipeline
-
-    pipeline = DiffusionPipeline.from_pretrained(DIGITS)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    return shipped(torch.float32)
 
 
 def graphs(obj):

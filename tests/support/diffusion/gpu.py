@@ -1,18 +1,15 @@
 """Denoisers on a GPU: inputs, outputs, and which graphs there are."""
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 import accel
 from support.diffusion.outputs import run
 
 
 def on_gpu(inputs, dtype=torch.float16):
-    def move(value):
-        if isinstance(value, dict):
-            return {name: move(item) for name, item in value.items()}
-        return value.cuda().to(dtype) if value.is_floating_point() else value.cuda()
-
-    return {name: move(value) for name, value in inputs.items()}
+    """All tensors of nested inputs, those of fractions in this dtype."""
+    return tree_map_only(torch.Tensor, lambda t: t.to("cuda", dtype if t.is_floating_point() else None), inputs)
 
 
 def close(got, wanted, share=4e-3):

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,8 @@ import torch.distributed as dist
 import accel
 from accel.errors import Refused
 from support.diffusion import tiny_models
+from support.diffusion.drawing import shipped
 
-MODELS = Path(__file__).parents[3] / "examples" / "models"
 PROMPT, STEPS = "a handwritten seven", 6
 
 
@@ -40,15 +39,6 @@ def ready() -> None:
     from diffusers import AutoencoderKL, StableDiffusion3Pipeline, StableDiffusionPipeline  # noqa: F401
 
 
-def shipped(name: str) -> Any:
-    import diffusers
-
-    diffusers.utils.logging.disable_progress_bar()
-    pipe = diffusers.DiffusionPipeline.from_pretrained(MODELS / name)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
 def drawn(pipe: Any, seed: int = 0, **given: Any) -> np.ndarray:
     generator = torch.Generator().manual_seed(seed)
     given = {"num_inference_steps": STEPS, "guidance_scale": 4.0} | given
@@ -70,7 +60,7 @@ def fallbacks(obj: Any) -> list[tuple[str, int]]:
 
 def draw(name: str, model: str) -> dict[str, Any]:
     """Images of a shipped pipeline, by stock in this process alone and by the ranks; and what is refused."""
-    pipe = shipped(name)
+    pipe = shipped(name=name)
     found = {
         "stock": drawn(pipe),
         "alone": drawn(pipe, guidance_scale=1.0),
@@ -101,7 +91,7 @@ def draw(name: str, model: str) -> dict[str, Any]:
 
 def cached() -> dict[str, Any]:
     """With the step cache: by one process, and by the ranks."""
-    pipe = shipped("tiny-sd-digits")
+    pipe = shipped()
     found = {"stock": drawn(pipe)}
     found["one process"] = drawn(accel.optimize(pipe, cpu="fuse", step_cache=2))
     accel.optimize(pipe, cpu="fuse", step_cache=2, parallel="guidance")
@@ -139,7 +129,7 @@ def noise_between_steps() -> dict[str, Any]:
     """Equal latents, and schedulers that draw noise: by one generator, or by each rank's own."""
     from diffusers import EulerAncestralDiscreteScheduler
 
-    pipe = shipped("tiny-sd-digits")
+    pipe = shipped()
     pipe.scheduler = EulerAncestralDiscreteScheduler.from_config(pipe.scheduler.config)
     wanted = drawn(pipe)
     accel.optimize(pipe.unet, cpu="fuse", parallel="guidance")  # without a pipeline: every call is looked at

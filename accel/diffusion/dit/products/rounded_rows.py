@@ -12,7 +12,7 @@ import torch
 from accel_kernels.rowwise.program import NUMBERS
 from accel_kernels.rowwise.rowwise import TORCH
 
-from accel.diffusion.dit.program import Program, Ref, TensorValue, TorchStep, refs
+from accel.diffusion.dit.program import CONCATENATIONS, Program, Ref, TorchStep, refs
 from accel.quantization.activations import KERNELS, QuantizedCall, RoundedCall, kind_of
 from accel.quantization.activations import NUMBERS as DTYPES
 
@@ -91,11 +91,10 @@ class _Splitter:
         """Parts of the columns of a value that nothing but such products takes; itself where it is not put together."""
         place, values = self.makers.get(number), self.before.values
         step = None if place is None else self.before.steps[place]
-        if step is None or step.name not in ("cat", "concat") or number not in self.alone:
+        if step is None or step.name not in CONCATENATIONS or number not in self.alone:
             return [number]
-        dim = step.kwargs.get("dim", step.args[1] if len(step.args) > 1 else 0)
         parts = step.taken
-        last = dim in (-1, len(values[number].shape) - 1) and len(set(parts)) == len(parts)
+        last = self.before.joined_dim(step) == -1 and len(set(parts)) == len(parts)
         fit = all(values[n].dtype == values[number].dtype and not values[n].pinned for n in parts)
         return parts if last and fit else [number]
 
@@ -124,7 +123,4 @@ class _Splitter:
         """A new value with the rows of another."""
         value = self.before.values[number]
         shape = value.shape if columns is None else (*value.shape[:-1], columns)
-        new = len(self.program.values)
-        strides = torch.empty(shape, device="meta").stride()
-        self.program.values.append(TensorValue(new, shape, strides, 0, dtype, value.device, new))
-        return Ref(new)
+        return self.program.add(shape, dtype, value.device)

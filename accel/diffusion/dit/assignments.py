@@ -1,7 +1,7 @@
-"""Assignments to a part of the rows, as steps that write nothing in place.
+"""Assignments to a part of a tensor, as steps that write nothing in place, since a pass cannot use such memory.
 
-Some models rotate only the image's tokens: `query[:, :, text:] = rotate(query[:, :, text:])`. A pass cannot use memory
-that is written in place. A concatenation of the kept and the assigned rows is the same, and passes can write into it.
+Two that fill an empty tensor join its halves. Some models rotate only the image's tokens: `query[:, :, text:] =
+rotate(query[:, :, text:])`. A concatenation of the kept and the assigned rows is the same.
 """
 
 from dataclasses import replace
@@ -10,9 +10,49 @@ from typing import Any
 import torch
 
 from accel.diffusion.dit.program import Program, Ref, TensorValue, TorchStep, refs, replaced
+from accel.diffusion.dit.rotary_halves import EVEN, FIRST, ODD, SECOND, concatenate, halves_of, interleave
 
 
-def without_slices(program: Program) -> Program:
+def without_assignments(program: Program) -> Program:
+    """The program without assignments: two that fill an empty tensor become one join, those to some rows
+    concatenations.
+    """
+    users, values = program.users(), program.values
+    dropped: dict[int, TorchStep | None] = {}
+    for place, step in enumerate(program.steps):
+        if step.name not in ("empty_like", "zeros_like", "empty") or len(step.made) != 1:
+            continue
+        number = step.made[0]
+        views = [v.number for v in values if v.base == number and v.number != number]
+        filled = [i for i in users[number] if program.steps[i].name == "__setitem__"]
+        others = [i for one in (number, *views) for i in users[one] if i not in filled]
+        if len(filled) != 2 or (others and min(others) < filled[1]):
+            continue
+        if any(
+            program.steps[i].args[0] != Ref(number) or not isinstance(program.steps[i].args[2], Ref) for i in filled
+        ):
+            continue
+        if any(program.steps[i].writes for i in others):
+            continue
+        if any(values[one].device != values[number].device for i in filled for one in program.steps[i].taken):
+            continue
+        width = values[number].shape[-1]
+        halves = {_columns(program.steps[i].args[1], width): program.steps[i].args[2] for i in filled}
+        pair = next((pair for pair in ((EVEN, ODD), (FIRST, SECOND)) if halves.keys() == set(pair)), None)
+        if pair is None:
+            continue
+        function = interleave if EVEN in pair else concatenate
+        args = (*map(halves.get, pair), values[number].dtype)
+        joined = TorchStep(function, function.__name__, args, {}, Ref(number))
+        dropped |= {place: None, filled[0]: None, filled[1]: joined}
+        for value in values:
+            if value.base == number:
+                value.pinned = False
+    steps = [dropped.get(place, step) for place, step in enumerate(program.steps)]
+    return _without_slices(Program(values, [step for step in steps if step is not None], program.result))
+
+
+def _without_slices(program: Program) -> Program:
     """The program with a concatenation for each assignment to the first or the last rows of a tensor made in it."""
     place = 0
     while place < len(program.steps):
@@ -99,3 +139,12 @@ def _contiguous(value: TensorValue) -> bool:
             return False
         needed *= size
     return True
+
+
+def _columns(index: object, width: int) -> str | None:
+    """The half of rows that `[..., index]` takes."""
+    if not isinstance(index, tuple) or len(index) != 2 or index[0] is not Ellipsis or not isinstance(index[1], slice):
+        return None
+    taken = list(range(width))[index[1]]
+    places = {name: list(range(width)[start::step][: width // 2]) for name, (start, step) in halves_of(width).items()}
+    return next((name for name, columns in places.items() if taken == columns), None)
