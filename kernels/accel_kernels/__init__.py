@@ -7,8 +7,7 @@ else its plain-torch reference, with the same result up to rounding. Knows nothi
 from accel_kernels.attention.flash_attention import attention
 from accel_kernels.attention.paged.kv import KV
 from accel_kernels.attention.paged.paged_attention import paged_attention
-from accel_kernels.elementwise.gated import gated
-from accel_kernels.elementwise.geglu import geglu
+from accel_kernels.elementwise.gated import gated, geglu
 from accel_kernels.elementwise.softmax import softmax
 from accel_kernels.gemm.fp8_linear import fp8_linear
 from accel_kernels.gemm.fused_linear import fused_linear
@@ -35,33 +34,7 @@ from accel_kernels.rowwise.rowwise import rowwise
 from accel_kernels.sampling.sample import sample
 from accel_kernels.sampling.table import SamplingTable
 
-OPS = (
-    paged_attention,
-    attention,
-    convolution_frames,
-    dequantize,
-    experts,
-    fp8_linear,
-    gated,
-    geglu,
-    group_norm,
-    hopper_gemm,
-    image_concat,
-    image_sum,
-    int8_linear,
-    layer_norm,
-    linear_geglu,
-    fused_linear,
-    quantize_rows,
-    quantized_linear,
-    rms_norm,
-    route,
-    rowwise,
-    sample,
-    softmax,
-    upsample,
-    upsample_convolve,
-)
+OPS = tuple(one for one in list(globals().values()) if isinstance(one, Op))
 
 __all__ = [
     "KV",
