@@ -87,10 +87,10 @@ class KV(NamedTuple):
             return
         place = self.slots(start, end)
         for kept, scales, new in ((self.keys, self.key_scales, keys), (self.values, self.value_scales, values)):
-            codes = new
             if scales is not None:
-                codes, scales[place] = rounded(new, kept.dtype)
-            kept[place] = codes.to(kept.dtype)
+                new, found = rounded(new, kept.dtype)
+                scales[place] = found.to(scales.dtype)
+            kept[place] = new.to(kept.dtype)
 
     def read(self, end: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of tokens 0 to end, (rows, end, kv heads, D): views where every row's blocks lie in order.
