@@ -66,9 +66,9 @@ def group_kernel(
 @triton.jit(do_not_specialize=("chosen",))
 def grouped_up_kernel(
     x_ptr, weight, bias_ptr, order_ptr, starts_ptr, tiles_ptr, h_ptr, chosen, inner,
-    K: tl.constexpr, UNIT: tl.constexpr, GROUPS: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr, SHIFT: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr,
-    TAIL: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, UNIT: tl.constexpr, GROUPS: tl.constexpr, GATING: tl.constexpr, INTERLEAVED: tl.constexpr,
+    TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, TAIL: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """TAIL: rows of a product for so few pairs; 0 where all have ROWS. UNIT, GROUPS: as in
     `quantized_products_triton`."""
@@ -82,22 +82,21 @@ def grouped_up_kernel(
     first, end = places_of_tile(tile, expert, starts_ptr, ROWS)
     if TAIL > 0 and end - first <= TAIL:
         up_rows(
-            x_ptr, weight, bias_ptr, order_ptr, h_ptr, chosen, inner, expert, first, end, K, UNIT, GROUPS,
-            ACTIVATION, ALPHA, LIMIT, SHIFT, INTERLEAVED, TRANSPOSED, TAIL, COLUMNS, DEPTH, UPCAST,
+            x_ptr, weight, bias_ptr, order_ptr, h_ptr, chosen, inner, expert, first, end, K, UNIT, GROUPS, GATING,
+            INTERLEAVED, TRANSPOSED, TAIL, COLUMNS, DEPTH, UPCAST,
         )  # fmt: skip
     else:
         up_rows(
-            x_ptr, weight, bias_ptr, order_ptr, h_ptr, chosen, inner, expert, first, end, K, UNIT, GROUPS,
-            ACTIVATION, ALPHA, LIMIT, SHIFT, INTERLEAVED, TRANSPOSED, ROWS, COLUMNS, DEPTH, UPCAST,
+            x_ptr, weight, bias_ptr, order_ptr, h_ptr, chosen, inner, expert, first, end, K, UNIT, GROUPS, GATING,
+            INTERLEAVED, TRANSPOSED, ROWS, COLUMNS, DEPTH, UPCAST,
         )  # fmt: skip
 
 
 @triton.jit
 def up_rows(
     x_ptr, weight, bias_ptr, order_ptr, h_ptr, chosen, inner, expert, first, end,
-    K: tl.constexpr, UNIT: tl.constexpr, GROUPS: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr, SHIFT: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, UPCAST: tl.constexpr,
+    K: tl.constexpr, UNIT: tl.constexpr, GROUPS: tl.constexpr, GATING: tl.constexpr, INTERLEAVED: tl.constexpr,
+    TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Stores the inner channels of the pairs at the places from `first` on; returns `first`."""
     row_idx = first + tl.arange(0, ROWS)
@@ -160,7 +159,7 @@ def up_rows(
             bias_ptr += expert * 2 * inner
             gate += tl.load(bias_ptr + n_idx, mask=n_mask, other=0.0).to(tl.float32)[None, :]
             up += tl.load(bias_ptr + inner + n_idx, mask=n_mask, other=0.0).to(tl.float32)[None, :]
-    y = apply_gating(gate, up, ACTIVATION, ALPHA, LIMIT, SHIFT)
+    y = apply_gating(gate, up, GATING)
     place = h_ptr + row_idx.to(tl.int64)[:, None] * inner + n_idx[None, :]
     tl.store(place, y.to(h_ptr.dtype.element_ty), mask=row_mask[:, None] & n_mask[None, :])
     return first
