@@ -7,7 +7,7 @@ dimension 512, the single-head attention in the middle of a VAE, for which no ve
 import torch
 import torch.nn.functional as F
 
-from accel_kernels.op import dtype_reason, make_op, random_case
+from accel_kernels.op import dtype_reason, make_op, random_cases
 
 
 def reference(q, k, v, scale=None):
@@ -31,14 +31,12 @@ def supports(q, k, v, scale=None) -> str | None:
     return dtype_reason(q, k, v)
 
 
-def _case(name, b, h, sq, sk, d, packed=False, small=False):
-    def make(rand):
-        if packed:  # as views of one projection, the way a fused QKV gives them
-            qkv = rand(b, sq, 3, h, d)
-            return tuple(qkv[:, :, i].transpose(1, 2) for i in range(3)), {}
-        return tuple(rand(b, h, s, d) for s in (sq, sk, sk)), {}
-
-    return random_case(name, make, small)
+@random_cases
+def _case(rand, b, h, sq, sk, d, packed=False):
+    if packed:  # as views of one projection, the way a fused QKV gives them
+        qkv = rand(b, sq, 3, h, d)
+        return tuple(qkv[:, :, i].transpose(1, 2) for i in range(3)), {}
+    return tuple(rand(b, h, s, d) for s in (sq, sk, sk)), {}
 
 
 CASES = (

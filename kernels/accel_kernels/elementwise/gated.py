@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from accel_kernels.norm.norm import ACTIVATIONS
-from accel_kernels.op import contiguous_reason, dtype_reason, make_op, random_case
+from accel_kernels.op import contiguous_reason, dtype_reason, make_op, random_cases
 
 
 def reference(gate, up, activation):
@@ -45,16 +45,15 @@ def supports_geglu(x) -> str | None:
     return contiguous_reason(x=x) or dtype_reason(x)
 
 
-def _case(name, rows, width, activation="silu", halves=False, small=False):
-    def make(rand):
-        gate, up = rand(rows, 2 * width).chunk(2, dim=-1)
-        return (gate, up, activation) if halves else (gate.contiguous(), up.contiguous(), activation), {}
-
-    return random_case(name, make, small)
+@random_cases
+def _case(rand, rows, width, activation="silu", halves=False):
+    gate, up = rand(rows, 2 * width).chunk(2, dim=-1)
+    return (gate, up, activation) if halves else (gate.contiguous(), up.contiguous(), activation), {}
 
 
-def _geglu_case(name, *shape, small=False):
-    return random_case(name, lambda rand: ((rand(*shape, spread=3.0),), {}), small)
+@random_cases
+def _geglu_case(rand, *shape):
+    return ((rand(*shape, spread=3.0),), {})
 
 
 CASES = (

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from accel_kernels.device import multiprocessors
 from accel_kernels.elementwise.gated import geglu, reference_geglu
 from accel_kernels.gemm.hopper.hopper_gemm import hopper_gemm
-from accel_kernels.op import Op, contiguous_reason, random_case
+from accel_kernels.op import Op, contiguous_reason, random_cases
 from accel_kernels.sizes import cdiv
 
 TILE = 128  # rows and columns of the result
@@ -55,12 +55,10 @@ def pays(x, weight, bias=None) -> bool:
     return tiles / (cdiv(tiles, programs) * programs) >= LEAST_USE
 
 
-def _case(name, *shape, inner, bias=True, small=False):
-    def make(rand):
-        weight = rand(2 * inner, shape[-1], spread=shape[-1] ** -0.5)
-        return (rand(*shape), weight, rand(2 * inner) if bias else None), {}
-
-    return random_case(name, make, small)
+@random_cases
+def _case(rand, *shape, inner, bias=True):
+    weight = rand(2 * inner, shape[-1], spread=shape[-1] ** -0.5)
+    return (rand(*shape), weight, rand(2 * inner) if bias else None), {}
 
 
 CASES = (

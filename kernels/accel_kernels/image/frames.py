@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from accel_kernels.norm import group_norm as groups
 from accel_kernels.norm import norm as norms
 from accel_kernels.norm.norm import Norm, norm_weights
-from accel_kernels.op import dtype_reason, make_op, random_case
+from accel_kernels.op import dtype_reason, make_op, random_cases
 
 MOST_CHANNELS = 8192  # of a pixel that is normed over its channels: a program holds all of them
 
@@ -134,24 +134,22 @@ def as_images(x: torch.Tensor, per_frame: bool = False) -> torch.Tensor:
     return x.transpose(1, 2).flatten(0, 1) if per_frame else x.flatten(2, 3)
 
 
-def _case(name, n, c, t, h, w, padding=NO_PADDING, norm=None, shift=False, silu=True, earlier=0, small=False, **more):
+@random_cases
+def _case(rand, n, c, t, h, w, padding=NO_PADDING, norm=None, shift=False, silu=True, earlier=0, **more):
     """norm: "rms", "layer", or a number of groups. earlier: frames. more: scale, per_frame."""
 
-    def make(rand):
-        def frames(count):
-            more = 1 if n == 1 else 0  # a part of more frames, as the chunks of a video are
-            return rand(n, count + more, h, w, c).permute(0, 4, 1, 2, 3)[:, :, more:]
+    def frames(count):
+        more = 1 if n == 1 else 0  # a part of more frames, as the chunks of a video are
+        return rand(n, count + more, h, w, c).permute(0, 4, 1, 2, 3)[:, :, more:]
 
-        made = norm
-        if isinstance(norm, str):
-            made = Norm(rand(c), rand(c) if norm == "layer" else None, 1e-6, norm == "layer")
-        elif norm is not None:
-            made = FrameGroups(norm, rand(c), rand(c), 1e-6, more.get("per_frame", False))
-        given = {"shift": rand(c) if shift else None, "silu": silu, "scale": more.get("scale", NO_SCALE)}
-        given["previous"] = frames(earlier) if earlier else None
-        return (frames(t), padding, made), given
-
-    return random_case(name, make, small)
+    made = norm
+    if isinstance(norm, str):
+        made = Norm(rand(c), rand(c) if norm == "layer" else None, 1e-6, norm == "layer")
+    elif norm is not None:
+        made = FrameGroups(norm, rand(c), rand(c), 1e-6, more.get("per_frame", False))
+    given = {"shift": rand(c) if shift else None, "silu": silu, "scale": more.get("scale", NO_SCALE)}
+    given["previous"] = frames(earlier) if earlier else None
+    return (frames(t), padding, made), given
 
 
 CAUSAL, AROUND = FramePadding(front=2), FramePadding(2, 0, 1, 1, True, True)

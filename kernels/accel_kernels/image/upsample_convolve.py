@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from accel_kernels.image.upsample import channels_last, upsample
-from accel_kernels.op import dtype_reason, make_op, random_case
+from accel_kernels.op import dtype_reason, make_op, random_cases
 
 LEAST_PIXELS = 2048  # of the small images; below, summing the weights costs more than the arithmetic saved
 
@@ -46,12 +46,10 @@ def pays(x, weight, bias=None, half=False) -> bool:
     return x.shape[0] * x.shape[2] * x.shape[3] >= LEAST_PIXELS
 
 
-def _case(name, n, c, out, h, w, bias=True, small=False):
-    def make(rand):
-        x, weight = rand(n, c, h, w), rand(out, c, 3, 3, spread=(9 * c) ** -0.5)
-        return (channels_last(x), channels_last(weight), rand(out) if bias else None), {}
-
-    return random_case(name, make, small)
+@random_cases
+def _case(rand, n, c, out, h, w, bias=True):
+    x, weight = rand(n, c, h, w), rand(out, c, 3, 3, spread=(9 * c) ** -0.5)
+    return (channels_last(x), channels_last(weight), rand(out) if bias else None), {}
 
 
 CASES = (

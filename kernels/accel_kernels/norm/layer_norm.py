@@ -7,7 +7,7 @@ bias of the linear layer before, whose product cuBLAS computes faster without it
 
 import torch.nn.functional as F
 
-from accel_kernels.op import dtype_reason, make_op, random_case, rows_reason
+from accel_kernels.op import dtype_reason, make_op, random_cases, rows_reason
 
 
 def reference(x, weight, bias, eps, *, residual=None, shift=None):
@@ -22,14 +22,12 @@ def supports(x, weight, bias, eps, *, residual=None, shift=None) -> str | None:
     return rows_reason(x, residual) or dtype_reason(x, weight, bias, residual, shift)
 
 
-def _case(name, *shape, residual=True, shift=True, affine=True, mean=0.0, small=False):
-    def make(rand):
-        x = rand(*shape, mean=mean)
-        weight, bias = (rand(shape[-1]), rand(shape[-1])) if affine else (None, None)
-        addends = {"residual": rand(*shape) if residual else None, "shift": rand(shape[-1]) if shift else None}
-        return (x, weight, bias, 1e-5), addends
-
-    return random_case(name, make, small)
+@random_cases
+def _case(rand, *shape, residual=True, shift=True, affine=True, mean=0.0):
+    x = rand(*shape, mean=mean)
+    weight, bias = (rand(shape[-1]), rand(shape[-1])) if affine else (None, None)
+    addends = {"residual": rand(*shape) if residual else None, "shift": rand(shape[-1]) if shift else None}
+    return (x, weight, bias, 1e-5), addends
 
 
 CASES = (

@@ -99,3 +99,14 @@ def draw_from(weights, target):
     own = tl.sum(tl.where(tl.arange(0, LINES)[:, None] == line, weights, 0.0), axis=0)
     column, _rest = first_beyond(own.to(tl.float64), rest, GROUP)
     return line, column
+
+
+@triton.jit
+def uniform_of(seed, offset):
+    """As `philox.uniform`, bit for bit: fp64. seed, offset: int64 scalars."""
+    zero = tl.zeros((1,), tl.int32)
+    low = zero.to(tl.uint32) + (offset & 0xFFFFFFFF).to(tl.uint32)
+    high = zero.to(tl.uint32) + ((offset >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    a, b, _c, _d = tl.philox(seed, zero, zero, low, high)
+    bits = (a.to(tl.uint32).to(tl.int64) << 20) | (b.to(tl.uint32).to(tl.int64) >> 12)
+    return (tl.max(bits, axis=0).to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2**-52

@@ -32,10 +32,10 @@ from accel_kernels.sampling.draw_triton import (
     places_of,
     row_sums,
     scale_of,
+    uniform_of,
     weight_of,
 )
 from accel_kernels.sampling.nucleus_triton import BUCKETS, is_nucleus, kept_masses, kept_of, narrow_kernel
-from accel_kernels.sampling.philox_triton import uniform_of
 from accel_kernels.sampling.table import seen_words
 from accel_kernels.sampling.top_k_triton import draw_top_k
 from accel_kernels.sizes import cdiv, power_of_two
