@@ -49,7 +49,7 @@ def _takes(op: Op, function: Callable, case: Case, device: torch.device, dtype: 
         raise Wrong(f"{name}: it raised {type(error).__name__}: {error}") from error
     if result is NotImplemented:
         return False
-    theirs, exact = _ran(op, case.make(device, dtype)), _ran(op, tree_map(_double, case.make(device, dtype)))
+    theirs, exact = _ran(op, case.make(device, dtype)), _ran(op, tree_map(in_float64, case.make(device, dtype)))
     forms = [str(tree_map(_form, one)).replace("'", "") for one in (result, theirs[0])]
     if forms[0] != forms[1]:
         raise Wrong(f"{name}: it returned {forms[0]}, the reference {forms[1]}")
@@ -90,7 +90,7 @@ def _form(value: object) -> object:
     return "a tensor" if isinstance(value, torch.Tensor) else value
 
 
-def _double(value: Any) -> Any:
+def in_float64(value: Any) -> Any:
     """The same argument in float64."""
     if isinstance(value, torch.dtype):  # of the result
         return torch.float64

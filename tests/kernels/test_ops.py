@@ -70,6 +70,9 @@ ALONE = [
     ("paged_attention", "decode-window"),
     ("paged_attention", "decode-sinks"),
     ("paged_attention", "decode-hidden"),
+    ("paged_attention", "ragged-many-decodes"),
+    ("paged_attention", "ragged-mixed-idle"),
+    ("paged_attention", "ragged-none"),
 ]
 
 

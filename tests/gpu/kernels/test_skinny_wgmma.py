@@ -6,7 +6,7 @@ from accel_kernels import Norm
 from accel_kernels.gemm.quantized.quantized_linear import FP8, INT4, INT8, reference
 from accel_kernels.gemm.quantized_weight import quantize_weight
 
-from support.kernels.routing import poisoned
+from support.kernels.numbers import poisoned
 
 pytest.importorskip("triton")
 
