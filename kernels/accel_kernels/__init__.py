@@ -18,7 +18,7 @@ from accel_kernels.gemm.quantize_rows import QuantizedRows, quantize_rows
 from accel_kernels.gemm.quantized.dequantize import dequantize
 from accel_kernels.gemm.quantized.quantized_linear import quantized_linear
 from accel_kernels.gemm.quantized_weight import Quantized
-from accel_kernels.image.frames import FrameGroups, FramePadding, FrameScale, convolution_frames
+from accel_kernels.image.frames import FrameGroups, FramePadding, convolution_frames
 from accel_kernels.image.image_sum import image_concat, image_sum
 from accel_kernels.image.upsample import upsample
 from accel_kernels.image.upsample_convolve import upsample_convolve
@@ -42,7 +42,6 @@ __all__ = [
     "Case",
     "FrameGroups",
     "FramePadding",
-    "FrameScale",
     "Norm",
     "Op",
     "Quantized",
