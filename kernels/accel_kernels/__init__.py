@@ -1,7 +1,7 @@
 """Fused GPU operations for diffusion and language models; plain torch everywhere else.
 
-Each name below is an `Op`: call it like a function. On a CUDA tensor it supports it runs a Triton kernel, on anything
-else its plain-torch reference, with the same result up to rounding. Knows nothing of diffusers or transformers.
+Each lower-case name below is an `Op`: call it like a function. On a CUDA tensor that it supports it runs a Triton
+kernel, on anything else its plain-torch reference, with the same result up to rounding.
 """
 
 from accel_kernels.attention.flash_attention import attention

@@ -1,8 +1,7 @@
 """A linear layer with its neighbors: norm before, activation or gate after, residual added.
 
 y = residual + scale * act(norm(x) W^T + b), or with a gate act(h W^T + b) * (h U^T + c), h = norm(x). For the few rows
-of a decode step one kernel does all of it, reading each weight once, near the speed of memory. More rows take cuBLAS's
-product between fused elementwise passes.
+of a decode step it is one kernel; more rows take cuBLAS's product between fused elementwise passes.
 """
 
 import torch

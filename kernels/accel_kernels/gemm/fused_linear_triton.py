@@ -1,8 +1,7 @@
 """Linear layers of few rows, at the speed at which memory gives the weights.
 
-One row: a program multiplies a few rows of the weight with x, the norm of x computed on the way, on the CUDA cores.
-Two rows to 64: the same walk with the tensor cores, weights as the left factor, since the few rows of x would waste its
-larger side. Both may begin before the kernel in front has ended, with weights, which no kernel writes.
+One row: a program multiplies a few rows of the weight on the CUDA cores, with the norm of x computed on the way. Two to
+64 rows: the tensor cores, with weights as the left factor, whose larger side few rows would waste.
 """
 
 from typing import NamedTuple

@@ -1,8 +1,7 @@
 """A linear layer of 8-bit rows and an 8-bit weight, multiplied as integers, with its neighbors in the same pass.
 
-y = residual + scale * act(x W^T + b), or with a gate act(x W^T + b) * (x U^T + c). Sums of integers are exact. All else
-follows in fp32 before anything is written: scales of rows and of weights, columns of x that stayed in 16 bits (Dettmers
-et al., "LLM.int8()", 2022), bias, activation and residual.
+y = residual + scale * act(x W^T + b), or with a gate act(x W^T + b) * (x U^T + c). Integer sums are exact; all else is
+fp32: scales, columns of x that stayed in 16 bits (Dettmers et al., "LLM.int8()", 2022), bias, activation, residual.
 """
 
 from functools import partial

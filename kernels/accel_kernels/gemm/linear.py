@@ -1,7 +1,6 @@
 """A linear layer by the fastest of cuBLASLt's algorithms, chosen by timing them on this card, once a shape.
 
-In a CUDA graph only: there the choice costs nothing, while outside of one the direct call takes the host longer than
-torch's.
+In a CUDA graph only: elsewhere the direct call takes the host longer than torch's.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,5 +1,4 @@
-"""Passes that write an image and, while they hold it, the channel stats for which the group norm after it would read
-it again.
+"""Passes that write an image and the channel stats of it that the group norm after it needs.
 
 `image_sum` ends a block: (gain * x + bias[c] + residual) / scale. `image_concat` joins two images along their channels.
 """

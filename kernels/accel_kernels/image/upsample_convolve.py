@@ -1,9 +1,8 @@
 """Nearest-neighbor upsampling by two and the 3x3 convolution after it, without the upsampled image.
 
-Each output pixel of one of the four phases (even or odd row, even or odd column) sees only 2x2 pixels of the small
-image: the nine weights fall together into four, so four 2x2 convolutions, run as one with four times the channels, do
-4/9 of the arithmetic. The sums of weights are made in fp32 at every call and rounded once: no derived copy can go
-stale. Known from sub-pixel convolution, Shi et al., 2016.
+Each output pixel of one of four phases (even or odd row and column) sees only 2x2 pixels of the small image. So four
+2x2 convolutions, run as one with four times the channels, do 4/9 of the arithmetic (Shi et al., 2016). The sums of
+weights are made in fp32 at every call and rounded once, so no copy can go stale.
 """
 
 import torch

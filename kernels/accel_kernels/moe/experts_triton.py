@@ -1,13 +1,9 @@
 """Launches the products of experts: of few tokens each choice by itself, of more grouped by expert.
 
-What bounds them, see docs/measurements/batches.md for the figures:
-
-- Each choice by itself reads its expert's weights, also where two tokens chose the same.
-- Grouped, an expert's weights are read once. For few tokens memory bounds, and what counts is how many loads are under
-  way: small tiles, several programs to a multiprocessor.
-- For many tokens the L2 cache bounds more than the tensor cores do. Programs of one expert that need the same weights
-  follow each other (tiles are the first dimension of the grid), so that the second finds them there. An expert's last
-  few pairs cost a tile of their own.
+Figures are in docs/measurements/batches.md. Each choice by itself reads its expert's weights, even where two tokens
+chose the same. Grouped, they are read once: memory bounds few tokens, so tiles are small and many loads are under way.
+The L2 cache bounds many tokens: tiles are the first dimension of the grid, so that programs of one expert follow each
+other and find its weights there.
 """
 
 import torch

@@ -1,8 +1,7 @@
 """Few tokens: gates and ups of every choice, then downs, summed over a token's choices; on the CUDA cores.
 
-Every choice reads its expert's weights for itself. Weights stored by rows are multiplied a few rows at a time, and
-summed along them. Weights stored transposed are multiplied a few columns at a time, and summed across them, while the
-next ones are loaded.
+Every choice reads its expert's weights for itself. Weights stored by rows are multiplied a few rows at a time. Weights
+stored transposed are multiplied a few columns at a time, while the next inputs are loaded.
 
 On who may start early, see `grouped_triton.py`. UNIT, GROUPS: see `quantized_products_triton.py`.
 """

@@ -1,17 +1,14 @@
 """Many tokens: pairs of token and choice sorted by expert, then products of tiles of rows that share one.
 
-Three steps, none of which the host waits for. `group_kernel` finds where each expert's pairs begin and puts them there,
-in the order of the tokens. `grouped_up_kernel` and `grouped_down_kernel` multiply tiles of up to ROWS pairs of one
-expert by tiles of its weights. `shared_sum_kernel` adds up each token's choices in their order, so that equal calls
-give equal bits. Sums are in fp32, what lies between two kernels is in the dtype of x.
+`group_kernel` sorts the pairs. `grouped_up_kernel` and `grouped_down_kernel` multiply tiles of up to ROWS pairs of one
+expert. `shared_sum_kernel` adds up each token's choices in their order, so that equal calls give equal bits. The host
+waits for nothing. Sums are in fp32, what lies between two kernels is in the dtype of x.
 
-Each may start before the one in front has ended, and lets the next one start only once it has waited itself. What is
-older than the kernel in front is then complete, and read before the wait, past the L1 cache, which may hold what was
-there before: choices, and what `group_kernel` has written, by all but `grouped_up_kernel`.
+Each kernel may start before the one in front has ended, and releases the next one only after its own wait. So what is
+older than the kernel in front is complete. It is read before the wait, past the L1 cache, which may be stale.
 
-The tiles of expert e have the numbers from starts[e] // ROWS + e on: that leaves room for all of its pairs, and is
-known without the other experts' counts. So there are pairs // ROWS + experts numbers, which the host knows; a number
-without pairs has expert -1 in `tiles`, and its programs leave at once.
+Expert e has the tiles from starts[e] // ROWS + e on: room for all of its pairs whatever the others have. The host
+launches pairs // ROWS + experts tiles; one without pairs has expert -1 in `tiles`, and its programs leave at once.
 """
 
 import triton

@@ -1,9 +1,8 @@
-"""The router of a mixture of experts, from its logits to the experts that each token takes and their shares.
+"""The router of a mixture of experts: from its logits to the experts that each token takes, and their shares.
 
 s = score(logits). The k experts with the largest s + bias are chosen, of all or of the best groups. Their shares are s,
-divided by their sum or not, or a softmax over the chosen logits, times a factor. Softmax before the choice:
-Shazeer et al. 2017, and most since. Sigmoid, a bias for the choice alone, and groups: DeepSeek-AI, "DeepSeek-V3
-technical report", 2024. Softmax after the choice: OpenAI, "gpt-oss-120b & gpt-oss-20b model card", 2025.
+divided by their sum or not, or a softmax over the chosen logits, times a factor. Shazeer et al. 2017; sigmoid, bias and
+groups: DeepSeek-AI, "DeepSeek-V3 technical report", 2024; softmax of the chosen: OpenAI, "gpt-oss model card", 2025.
 """
 
 from typing import NamedTuple

@@ -1,7 +1,7 @@
 """From logits to choices and shares: a program a token, its experts in the registers of as few warps as hold them.
 
 The largest is found k times over. A number and its place make one integer of 64 bits, so that one maximum finds both,
-the lower place first of equals. An expert keeps when it was chosen, and stores itself there.
+the lower place first of equals.
 """
 
 import torch

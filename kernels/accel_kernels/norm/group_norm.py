@@ -1,7 +1,7 @@
-"""GroupNorm over channels-last images, with an optional per-channel add before and SiLU after it.
+"""GroupNorm over channels-last images, with an optional per-channel add before and SiLU after it; Wu and He, 2018.
 
-y = silu(group_norm(x + shift[c] + add[n, c])); Wu and He, "Group Normalization", 2018. In a diffusion resnet `shift` is
-the bias of the convolution before and `add` the projected time embedding, so three passes over the image become one.
+y = silu(group_norm(x + shift[c] + add[n, c])). In a diffusion resnet `shift` is the bias of the convolution before, and
+`add` the projected time embedding.
 """
 
 import torch

@@ -1,10 +1,8 @@
 """GroupNorm over NHWC: stats of every channel in chunks of rows, merged by group, then one pass that normalizes.
 
-One program a (batch, group), the usual mapping, gives 64 programs for a batch of 2 and leaves half of a large GPU idle.
-Groups are no powers of two either, so programs that hold whole groups waste lanes. Here the two passes over the image
-know nothing of groups. The first writes mean and sum of squared deviations of each channel and chunk. A small kernel
-between them merges these (Chan, Golub and LeVeque, 1983), which loses no digits where the mean is far from zero.
-Small images take one program a group, which holds the group in registers.
+One program a (batch, group) would leave half of a large GPU idle. So the two passes over the image know nothing of
+groups: the first writes mean and sum of squared deviations of each channel and chunk. A small kernel merges these
+(Chan, Golub and LeVeque, 1983), which loses no digits far from zero. Small images take one program a group.
 """
 
 import torch

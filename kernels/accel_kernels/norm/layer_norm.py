@@ -1,8 +1,7 @@
-"""LayerNorm over the last dimension, optionally of a sum that is also returned.
+"""LayerNorm over the last dimension, optionally of a sum that is also returned; Ba, Kiros and Hinton, 2016.
 
-h = x + shift[c] + residual; y = layer_norm(h); Ba, Kiros and Hinton, "Layer Normalization", 2016. A transformer block
-adds each sublayer's output to the stream and normalizes the stream at once: one pass instead of three. `shift` is the
-bias of the linear layer before, whose product cuBLAS computes faster without it.
+h = x + shift[c] + residual; y = layer_norm(h). `shift` is the bias of the linear layer before, whose
+product cuBLAS computes faster without it.
 """
 
 import torch.nn.functional as F

@@ -1,7 +1,6 @@
 """LayerNorm of x, or of x + shift + residual: a warp holds whole rows; stats in fp32, two passes in registers.
 
-A row is cut into the largest power of two and the rest, so that widths such as 320, 640 and 1280 leave no lane idle.
-One warp to a program needs no barrier between warps.
+A row is cut into the largest power of two and the rest, so that widths such as 320 and 1280 leave no lane idle.
 """
 
 import torch

@@ -1,10 +1,8 @@
 """The text of a kernel for one row program: a straight line of Triton, the same text for the same program.
 
-A kernel that walked the program itself would read it again at every launch, as a part of what it is compiled for.
-
 A register is a tile (rows, lanes), or several that follow one another. Where lanes move, a full register is two tiles
-in the place of each: of even and odd lanes, or of the first and the second half. So a move costs nothing but names.
-All tiles have one shape: Triton then holds them alike, and no value has to go from thread to thread.
+instead of each: of even and odd lanes, or of the two halves. So a move costs nothing but names. All tiles have one
+shape: Triton then lays them out alike, and no value goes from thread to thread.
 """
 
 import math

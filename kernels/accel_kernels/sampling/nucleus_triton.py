@@ -1,9 +1,8 @@
 """Rows with top-p or min-p but no top-k: the exact edge of top-p, by all programs of a row.
 
-Most of the vocabulary may be kept, so nothing is sorted or listed. The edge is the smallest logit beyond which there is
-less mass than top-p asks for. It is looked for among the numbers that the logits' type has: each turn sums the mass
-beyond 15 of them, which leaves a sixteenth of the bracket, and is one launch, as all programs need what all have found.
-16 bits take four turns. A last one sums what is kept, and counts the logits at the edge, of which some may go.
+Nothing is sorted, as most of the vocabulary may be kept. The edge is the smallest logit beyond which there is less mass
+than top-p asks for, searched among the numbers of the logits' dtype. Each launch sums the mass beyond 15 of them, which
+leaves a sixteenth of the bracket: four for 16 bits. A last one sums what is kept, and counts the logits at the edge.
 """
 
 import triton

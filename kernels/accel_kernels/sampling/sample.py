@@ -1,9 +1,8 @@
-"""One token for each row of logits: penalty, temperature, top-k, top-p, min-p, and a draw by the inverse of the
-distribution function.
+"""One token for each row of logits: penalty, temperature, top-k, top-p, min-p, and a draw by one uniform number.
 
 Meaning and order are those of transformers' processors: repetition penalty (Keskar et al. 2019), temperature, top-k
-(Fan et al. 2018), top-p (Holtzman et al. 2020), min-p (Nguyen et al. 2024). The draw: one uniform number u by seed and
-count; the place at which the running sum of exp(scores) passes u times the whole sum.
+(Fan et al. 2018), top-p (Holtzman et al. 2020), min-p (Nguyen et al. 2024). The token is the place at which the running
+sum of exp(scores) passes u times the whole sum, for a uniform number u by seed and count.
 """
 
 import torch

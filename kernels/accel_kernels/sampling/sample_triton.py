@@ -1,16 +1,13 @@
-"""One token a row: programs share a row's vocabulary, read it once, and the token is drawn by their sums.
+"""One token a row: programs share a row's vocabulary, read it once, and draw the token by their sums.
 
-A row is cut into pieces of one size whatever the number of rows, and sums are taken by piece. So a row gives the same
-token and the same log probability whatever other rows are in the call. How many pieces a program takes depends on the
-rows: few rows are spread over the GPU, many take fewer and longer programs.
+A row is cut into pieces of one size, and sums are taken by piece. So a row gives the same token and log probability
+whatever other rows are in the call; only how many pieces a program takes depends on them.
 
-A piece leaves its largest logit and the sum of its weights. One uniform number then chooses a piece by these, and a
-place among the weights of that piece, which is read again. A greedy row takes the first of the largest logits.
-Without filters it is one launch: the last program of a row, by a count, draws. With filters a small launch at the end
-has a program a row, as that needs many registers, which would leave room for few of the first programs at once.
+Each piece leaves its largest logit and the sum of its weights. One uniform number chooses a piece by these, and a place
+among the weights of that piece, which is read again. Without filters the last program of a row draws, in the same
+launch. With filters a second launch does, as it needs many registers.
 
-Rows with top-k: a piece leaves the largest logit of each GROUP of places, see top_k_triton.py for the rest. Rows with
-top-p or min-p alone: see nucleus_triton.py, whose turns are launches between the two.
+Rows with top-k: see top_k_triton.py. Rows with top-p or min-p alone: see nucleus_triton.py, launched between the two.
 """
 
 import torch

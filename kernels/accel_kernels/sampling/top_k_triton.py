@@ -1,8 +1,7 @@
-"""Rows with top-k: the exact edges of top-k and top-p among the groups that can hold what top-k keeps, and the draw.
+"""Rows with top-k: the exact edges of top-k and top-p among the groups that can hold what is kept, and the draw.
 
 The k-th largest of the groups' largest logits is no larger than the k-th largest logit. So only the groups that reach
-it, about k of them, can hold what is kept. Logits are compared as integers in the same order, so that a bisection ends
-after at most 32 steps at a logit itself.
+it, about k of them, are read. Logits are compared as integers in the same order: a bisection ends in 32 steps.
 """
 
 from typing import Any, NamedTuple

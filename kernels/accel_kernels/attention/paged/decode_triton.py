@@ -1,7 +1,7 @@
 """One new token a row, in one launch: rotate, store, and attend to everything stored.
 
-The first block of keys and values is on its way before the kernel in front, which makes the queries, has ended. The new
-key and value never take the way through memory: the program of the last share adds them by itself, and stores them.
+The first block of keys and values is loaded before the kernel in front, which makes the queries, has ended. The new key
+and value are added from registers, by the program of the last share, which stores them too.
 """
 
 from typing import NamedTuple

@@ -1,8 +1,7 @@
 """Where one layer's keys and values lie: blocks of a store, found through a table and, on the GPU, by address.
 
-A CUDA graph outlives the cache it was captured with. So kernels read nothing but `metadata`, a small tensor that is
-copied into the graph's inputs at every replay: how many tokens are stored, and the addresses of table, mask and blocks.
-One graph then serves every cache, of any length, at any place.
+A CUDA graph outlives the cache it was captured with. So kernels read only `metadata`, a small tensor that is copied
+into the graph's inputs at every replay: the tokens stored, and the addresses of table, mask and blocks.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,7 @@
-"""Attention over a store, prefill and decode: a program a block of (token, head of the group) and a share of the keys.
+"""Attention over a store: a program takes a block of (token, head of the group) and a share of the keys.
 
 The heads that share a key head are rows of one product, so keys are read once a group. For few queries the keys are cut
-in several shares (split-KV, "flash decoding", Dao et al. 2023). The last program to finish combines the shares.
+in several shares (split-KV, "flash decoding", Dao et al. 2023), which the last program to finish combines.
 """
 
 import torch

@@ -1,13 +1,10 @@
-"""`decode` over keys and values in 8 bits at the speed of the memory: up to 8 heads a group, 64 or 128 channels.
+"""`decode` over int8 or fp8 keys and values at the speed of the memory: up to 8 heads a group, 64 or 128 channels.
 
-Every warp attends to 16 of the 64 tokens of a block by itself, with products as in `kv8_mma_triton`. Warps meet only
-at the end: before, there is no barrier and no shared memory. A warp loads the next block while it computes this one,
-into the registers that this one's codes no longer need.
+Every warp attends to 16 of the 64 tokens of a block, with products as in `kv8_mma_triton`. Warps share nothing and have
+no barrier before the end. A warp loads the next block into registers that the codes of this one no longer need.
 
 The weight of a value is exp2(score + log2(scale)), scaled so that the largest is 2^14; fp16 ends at 65504. So neither
 small scales nor small probabilities leave the range of fp16 while they still count.
-
-Serves one new token a row over int8 or fp8 keys and values.
 """
 
 import triton.language as tl
