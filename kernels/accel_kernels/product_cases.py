@@ -38,5 +38,5 @@ def case_norm(kind: str | None, rand: Random, channels: int) -> Norm | None:
     if kind is None:
         return None
     if kind == "layer":
-        return Norm(rand(channels), rand(channels), 1e-5, centred=True)
+        return Norm(rand(channels), rand(channels), 1e-5, centered=True)
     return Norm(rand(channels), None, 1e-5) if kind == "rms" else Norm(rand(channels), None, 1e-6, offset=1.0)

@@ -42,9 +42,9 @@ def in_passes(x, weight, bias=None, *, norm=None, linear=torch_linear, **after):
 
 def apply_norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     """The norm by itself, in one pass."""
-    if norm.centred and norm.offset == 0.0:
+    if norm.centered and norm.offset == 0.0:
         return layer_norm(x, norm.weight, norm.bias, norm.eps)
-    if not norm.centred and norm.bias is None:
+    if not norm.centered and norm.bias is None:
         return rms_norm(x, norm.weight, norm.eps, offset=norm.offset)
     return norms.reference(x, norm)
 

@@ -16,7 +16,7 @@ from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
 
 TILE, WARPS = 4096, 8
-UNSPECIALISED = (
+UNSPECIALIZED = (
     "has_shift", "silu", "x_stride", "earlier_stride", "rows", "frames", "height", "width", "earlier", "front", "back",
     "top", "left",
 )  # fmt: skip
@@ -27,7 +27,7 @@ def _clamped(index, size, REPEAT: tl.constexpr):
     return tl.minimum(tl.maximum(index, 0), size - 1) if REPEAT else index
 
 
-@triton.jit(do_not_specialize=UNSPECIALISED)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def frames_kernel(
     x_ptr, earlier_ptr, y_ptr, weight_ptr, bias_ptr, shift_ptr, table_ptr, has_shift, silu, x_stride, earlier_stride,
     rows, frames, height, width, earlier, front, back, top, left, channels, eps, offset,
@@ -122,7 +122,7 @@ def _normed(x, norm, shift):
     if norm is None:
         return "none", None, None, x, 0.0, 0.0
     if isinstance(norm, Norm):
-        return "layer" if norm.centred else "rms", norm.weight, norm.bias, x, norm.eps, norm.offset
+        return "layer" if norm.centered else "rms", norm.weight, norm.bias, x, norm.eps, norm.offset
     addends, flags = (x, x if shift is None else shift), (False, shift is not None, 0)
     images = as_images(x, norm.per_frame)
     stats = None if norm.per_frame else norm.channel_stats

@@ -116,7 +116,7 @@ def sum_across(x_ptr, place, n_mask, k_idx, stride, K: tl.constexpr, WAIT: tl.co
 
 @triton.jit(do_not_specialize=("chosen", "experts"))
 def expert_rows_down_kernel(
-    h_ptr, index_ptr, share_ptr, w_ptr, bias_ptr, y_ptr, chosen, experts, hidden,
+    h_ptr, index_ptr, shares_ptr, w_ptr, bias_ptr, y_ptr, chosen, experts, hidden,
     K: tl.constexpr, CHOICES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -130,7 +130,7 @@ def expert_rows_down_kernel(
     c_idx = tl.arange(0, CHOICES)
     choice = token * chosen + c_idx
     expert = tl.load(index_ptr + choice, mask=c_idx < chosen, other=-1, cache_modifier=".cg")
-    share = tl.load(share_ptr + choice, mask=c_idx < chosen, other=0.0, cache_modifier=".cg").to(tl.float32)
+    share = tl.load(shares_ptr + choice, mask=c_idx < chosen, other=0.0, cache_modifier=".cg").to(tl.float32)
     there = (expert >= 0) & (expert < experts)
     row = tl.where(there, expert, 0)[None, :] * hidden + n_row[:, None]  # (outputs, choices), as all below
     place = w_ptr + row[:, :, None] * K

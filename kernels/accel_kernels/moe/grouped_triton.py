@@ -267,7 +267,7 @@ def loaded_tile(place, mask, k_mask, K: tl.constexpr, DEPTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=("chosen", "experts"))
 def shared_sum_kernel(
-    pairs_ptr, index_ptr, share_ptr, y_ptr, chosen, experts, hidden, CHOICES: tl.constexpr, BLOCK: tl.constexpr,
+    pairs_ptr, index_ptr, shares_ptr, y_ptr, chosen, experts, hidden, CHOICES: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Shares times what the experts gave, one token a program, all choices at once. CHOICES: a power of two.
@@ -280,7 +280,7 @@ def shared_sum_kernel(
     c_idx = tl.arange(0, CHOICES)
     choice = token * chosen + c_idx
     expert = tl.load(index_ptr + choice, mask=c_idx < chosen, other=-1, cache_modifier=".cg")
-    share = tl.load(share_ptr + choice, mask=c_idx < chosen, other=0.0, cache_modifier=".cg").to(tl.float32)
+    share = tl.load(shares_ptr + choice, mask=c_idx < chosen, other=0.0, cache_modifier=".cg").to(tl.float32)
     there = (expert >= 0) & (expert < experts)
     share = tl.where(there, share, 0.0)
     if PDL:

@@ -44,8 +44,8 @@ def keep_groups(value, there, g_idx, j_idx, groups, kept, best, outside, GROUPS:
 
 @triton.jit(do_not_specialize=("stride", "experts", "chosen", "groups", "kept", "best"))
 def route_kernel(
-    logits_ptr, bias_ptr, index_ptr, share_ptr, stride, experts, chosen, groups, kept, best, outside, eps, floor, scale,
-    SCORE: tl.constexpr, SHARE: tl.constexpr, ROUNDED: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
+    logits_ptr, bias_ptr, index_ptr, shares_ptr, stride, experts, chosen, groups, kept, best, outside, eps, floor,
+    scale, SCORE: tl.constexpr, SHARE: tl.constexpr, ROUNDED: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """GROUPS, SIZE: powers of two that hold the groups and the experts of one."""
@@ -95,7 +95,7 @@ def route_kernel(
     share *= scale
     at = token * chosen + rank
     tl.store(index_ptr + at, expert.to(tl.int64), mask=taken)
-    tl.store(share_ptr + at, share.to(share_ptr.dtype.element_ty), mask=taken)
+    tl.store(shares_ptr + at, share.to(shares_ptr.dtype.element_ty), mask=taken)
 
 
 def route(logits, routing, bias=None, dtype=None):

@@ -43,8 +43,8 @@ NORMS = {
     "none": None,
     "rms": Norm(torch.randn(80), None, 1e-5),
     "gemma": Norm(torch.randn(80), None, 1e-6, offset=1.0),
-    "layer": Norm(torch.randn(80), torch.randn(80), 1e-5, centred=True),
-    "plain-layer": Norm(None, None, 1e-5, centred=True),
+    "layer": Norm(torch.randn(80), torch.randn(80), 1e-5, centered=True),
+    "plain-layer": Norm(None, None, 1e-5, centered=True),
 }
 
 

@@ -142,7 +142,7 @@ def supports(
     if kv.ragged is not None and q.shape[2] // k.shape[2] > 128:
         return f"{q.shape[2] // k.shape[2]} heads a group, more than 128, of sequences of different lengths"
     for norm in (q_norm, k_norm):
-        if norm is not None and (norm.centred or norm.bias is not None or norm.weight is None):
+        if norm is not None and (norm.centered or norm.bias is not None or norm.weight is None):
             return "a query or key norm with a mean or bias, or without a weight"
     return dtype_reason(q, k, v, cos, sin, sinks, slopes)
 
