@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from accel_kernels import KV, paged_attention
+from accel_kernels.attention.paged import decode_triton
 from accel_kernels.attention.paged import paged_attention_triton as kernels
 from accel_kernels.attention.paged.kv import LENGTH, metadata_of
-from accel_kernels.attention.paged.kv8 import kv8_decode_triton as kv8
 from accel_kernels.attention.paged.kv_quantization import rounded
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -32,7 +32,7 @@ BLOCK = 64
 SHAPES = ((1, 8192), (1, 32768), (8, 8192), (8, 32768), (32, 8192), (32, 32768))  # rows and tokens that are stored
 KINDS = {"bf16": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 MOST, LEAST = 24 * 2**30, 2**30  # bytes of all layers together; enough of them that nothing stays in a cache
-CHOSEN = ("KV8_FILL", "MOST_SPLITS", "KV8_BLOCKS", "KV8_REGISTERS")
+CHOSEN = ("KV8_FILL", "KV8_MOST_SPLITS", "KV8_BLOCKS", "KV8_REGISTERS")
 SWEEP = ((4, 64, 8, 128), (4, 32, 8, 128), (2, 32, 8, 128), (4, 64, 4, 128), (3, 64, 8, 168))
 UNUSED = 10  # tokens that fill up a prompt
 PROMPT_HEADS = {"toy": (4, 2, 16)} if TOY else {"llama-8b": (32, 8, 128), "qwen-0.5b": (14, 2, 64)}
@@ -104,13 +104,13 @@ def decode(out: Path, sweep: bool = False, quick: bool = False) -> None:
             us = step_us(rows, kvs)
             row |= {f"{name}_us": us, f"{name}_tb_s": round(layer_bytes(rows, stored, codes) / us / 1e6, 2)}
             if codes is not None:
-                with changed(kernels, decodes_kv8=lambda q, kv: False):
+                with changed(decode_triton, decodes_kv8=lambda q, kv: False):
                     row[f"{name}_plain_us"] = step_us(rows, kvs)
             if sweep and name == "int8":
                 row["sweep"] = []
                 for values in SWEEP:
                     told = dict(zip(CHOSEN, values, strict=True))
-                    with changed(kv8, **told):
+                    with changed(decode_triton, **told):
                         row["sweep"].append(told | {"int8_us": step_us(rows, kvs)})
             del kvs
         record.add("rows", row | {"int8_times": round(row["bf16_us"] / row["int8_us"], 2)})

@@ -50,7 +50,7 @@ def test_kernels_are_grouped_by_their_names():
     names = {
         "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_bias_TNT": "GEMM",
         "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_32x32_128x1_tn_align8>": "GEMM",
-        "linear_geglu_kernel": "GEMM",
+        "hopper_gemm_kernel": "GEMM",
         "triton_tem_fused_addmm_gelu_3": "GEMM",
         "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7": "attention",
         "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>": "attention",

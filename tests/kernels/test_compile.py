@@ -95,7 +95,7 @@ def test_kernels_compile(tmp_path: Path):
     many = "all" if EVERYTHING else "some"
     lines = [line.split() for line in in_a_process(CHECK, tmp_path, many).splitlines()]
     kernels = {int(line[-1]): int(line[1]) for line in lines}
-    assert kernels.keys() == {80, 90, 100} and kernels[90] >= 45 and min(kernels.values()) >= 1
+    assert kernels.keys() == {80, 90, 100} and kernels[90] >= 40 and min(kernels.values()) >= 1
 
 
 READ = """

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from accel_kernels import warmup as warmup
 from accel_kernels.attention import flash_attention_triton as attention
-from accel_kernels.elementwise import geglu_triton as geglu
+from accel_kernels.elementwise import gated_triton as gated
 from accel_kernels.elementwise import softmax_triton as softmax
 from accel_kernels.gemm.quantized import dequantize_triton
 from accel_kernels.gemm.quantized_weight import Quantized
@@ -25,7 +25,7 @@ from accel_kernels.norm.channel_stats_triton import GROWTH
 from triton.runtime.jit import JITFunction
 
 MODULES = (
-    attention, dequantize_triton, experts_triton, geglu, group_norm, image_sum, layer_norm, softmax, upsample, convolve,
+    attention, dequantize_triton, experts_triton, gated, group_norm, image_sum, layer_norm, softmax, upsample, convolve,
 )  # fmt: skip
 SIZES = [(2, 64, 64), (1, 96, 136), (16, 8, 8), (2, 5, 7), (3, 1, 1), (1, 256, 256), (1, 40, 72), (2, 512, 384)]
 
@@ -90,7 +90,7 @@ def sums(channels, n, h, w):
 def upsampled(channels, n, h, w):
     x = image(channels, n, h, w)
     upsample.upsample(x)
-    geglu.geglu(torch.empty((n, h * w, 2 * channels), device="meta", dtype=torch.float16))
+    gated.geglu(torch.empty((n, h * w, 2 * channels), device="meta", dtype=torch.float16))
     weight = image(channels, channels, 3, 3)
     convolve.upsample_convolve(x, weight)
 

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 # What they give is no rounding of what they are given: tests of their own.
 NUMBERS = ("quantize_rows", "route", "sample")
-COMPILED = ("hopper_gemm",)  # no interpreter runs these
+COMPILED = ("hopper_gemm", "linear_geglu")  # no interpreter runs these
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -70,6 +70,9 @@ ALONE = [
     ("paged_attention", "decode-window"),
     ("paged_attention", "decode-sinks"),
     ("paged_attention", "decode-hidden"),
+    ("paged_attention", "ragged-many-decodes"),
+    ("paged_attention", "ragged-mixed-idle"),
+    ("paged_attention", "ragged-none"),
 ]
 
 

@@ -130,7 +130,7 @@ class TransformerBlockForward(FastForward):
         """The norm of the settled stream; where `first` rounds its rows, the norm is done with the rounding."""
         mine = isinstance(self.kernels.layer_norm, UserOp)  # it cannot be done with the rounding
         if not mine and rounds(first, stream.x) is not None:
-            return Rows(stream.total(self.kernels), Norm(norm.weight, norm.bias, norm.eps, centred=True))
+            return Rows(stream.total(self.kernels), Norm(norm.weight, norm.bias, norm.eps, centered=True))
         if stream.last is None and stream.bias is None:
             return Rows(self.kernels.layer_norm(stream.x, norm.weight, norm.bias, norm.eps))
         x, residual = (stream.x, None) if stream.last is None else (stream.last, stream.x)

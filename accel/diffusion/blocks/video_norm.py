@@ -36,7 +36,7 @@ class VideoNorm:
     weight: str | None = None
     bias: str | None = None
     eps: str | None = None
-    centred: bool = False
+    centered: bool = False
     form: str = "frames"
     groups: bool = False
     inner: str = ""
@@ -54,7 +54,7 @@ class VideoNorm:
         held = module._parameters
         weight, bias = (None if name is None else held[name].view(-1) for name in (self.weight, self.bias))
         eps = SMALLEST**2 / x.shape[1] if self.eps is None else float(getattr(module, self.eps))
-        return Norm(weight, bias, eps, self.centred)
+        return Norm(weight, bias, eps, self.centered)
 
 
 class VideoNorms:
@@ -123,8 +123,8 @@ def _kinds(module: nn.Module) -> Iterator[VideoNorm]:
     epsilons = [name for name, value in vars(module).items() if type(value) is float and 0 < value < 0.1]
     for weight, bias in pairs:
         for eps in (*epsilons, None):
-            for centred in (False, True):
-                yield VideoNorm(weight, bias, eps, centred)
+            for centered in (False, True):
+                yield VideoNorm(weight, bias, eps, centered)
 
 
 def _run(trial: nn.Module, x: torch.Tensor, form: str) -> torch.Tensor | None:

@@ -36,11 +36,11 @@ class BoundNorm:
 
 def users_norm(kernels: Kernels, norm: Norm) -> Callable | None:
     """The user's function that computes this norm by itself; None where the user registered none."""
-    centred = norm.centred and norm.offset == 0.0
-    op = kernels.layer_norm if centred else kernels.rms_norm
-    if not isinstance(op, UserOp) or (not centred and (norm.centred or norm.bias is not None)):
+    centered = norm.centered and norm.offset == 0.0
+    op = kernels.layer_norm if centered else kernels.rms_norm
+    if not isinstance(op, UserOp) or (not centered and (norm.centered or norm.bias is not None)):
         return None
-    if centred:
+    if centered:
         return lambda x: op(x.contiguous(), norm.weight, norm.bias, norm.eps)
     return lambda x: op(x.contiguous(), norm.weight, norm.eps, offset=norm.offset)
 
@@ -51,7 +51,7 @@ class BoundHeadNorm:
     def __init__(self, kernels: Kernels, layer: nn.Module, spec: HeadNorm):
         self.bound, self.layout = BoundNorm(kernels, layer, spec.norm), spec.layout
         norm = self.bound.norm
-        inside = norm is not None and not norm.centred and norm.bias is None and spec.layout != FLAT
+        inside = norm is not None and not norm.centered and norm.bias is None and spec.layout != FLAT
         self.fused = norm if inside else None
 
     def __call__(self, t: torch.Tensor) -> torch.Tensor:

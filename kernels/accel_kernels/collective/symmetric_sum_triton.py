@@ -1,10 +1,8 @@
 """residual + scale * (sum over ranks + bias) in one launch: every rank reads all parts ("one shot").
 
-Each program copies its piece of this rank's part to where the others can read it. It signals the same program of each
-other rank, and waits for their signals. Then it adds all pieces up in the order of the ranks, so that all ranks get the
-same bits.
-Pieces are found through a table of addresses. As torch's one-shot all-reduce
-(torch/csrc/distributed/c10d/symm_mem), with what follows it.
+Each program copies its piece of this rank's part to where the others can read it, signals the same program of each
+other rank, and waits for theirs. It adds all pieces up in the order of the ranks, so that all ranks get the same bits.
+As torch's one-shot all-reduce (torch/csrc/distributed/c10d/symm_mem), with what follows it.
 """
 
 import torch

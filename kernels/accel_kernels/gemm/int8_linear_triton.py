@@ -1,12 +1,9 @@
-"""Integer matrix product with everything that follows it, of 8-bit rows and weights, for many rows.
+"""Integer matrix product of many rows with everything that follows it; compute capability 9.0 and later.
 
-Tiles come through the tensor memory accelerator (Hopper and later); both factors lie along K, the one way in which
-tensor cores multiply bytes. Each program computes tiles until none is left; rows of tiles are grouped so that
-neighbors share their weights in the L2 cache. The sums become floats in place. Outlier columns, as many as there turn
-out to be, are added by a product in 16 bits, the weight's bytes gathered by column. Where all columns are outliers, the
-bytes are read as they lie, and nothing is multiplied as integers.
-
-Serves many rows in int8, K a multiple of 16, compute capability 9.0 and later.
+Tiles come through the tensor memory accelerator; both factors lie along K, the one way in which tensor cores multiply
+bytes. Programs are persistent, and rows of tiles are grouped so that neighbors share their weights in the L2 cache.
+Outlier columns are added by a product in 16 bits, with the weight's bytes gathered by column. Where all columns are
+outliers, nothing is multiplied as integers.
 """
 
 from typing import NamedTuple

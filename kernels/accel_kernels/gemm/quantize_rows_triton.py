@@ -1,8 +1,7 @@
 """Rows to 8 bits: a program a row, all of it in registers, norm, scale and numbers in one pass.
 
-Columns to be taken out are known before, as a mask and as a list; for a threshold a pass in front finds them, by blocks
-of rows. How many there are never leaves the device. They are few, so a row reads them again by the list; or all, and
-then the row itself is what is stored.
+Columns to be taken out come as a mask and as a list; for a threshold a pass in front finds them. Their number never
+leaves the device. Where they are few, a row reads them again by the list; where all are, the row itself is stored.
 """
 
 import torch

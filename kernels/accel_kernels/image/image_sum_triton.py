@@ -11,7 +11,7 @@ from accel_kernels.warmup import launch, warming_up
 
 WARPS = 4
 GROUPS = 32  # of almost every norm; a norm with fewer computes channel stats itself
-UNSPECIALISED = ("has_bias", "rows", "chunks", "chunk_rows")
+UNSPECIALIZED = ("has_bias", "rows", "chunks", "chunk_rows")
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def _value(
     return value
 
 
-@triton.jit(do_not_specialize=UNSPECIALISED)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def image_sum_kernel(
     x_ptr, other_ptr, bias_ptr, y_ptr, stats_ptr, has_bias, rows, channels, split, chunks, chunk_rows, gain,
     inverse_scale, OTHER: tl.constexpr, CONCAT: tl.constexpr, CHANNEL_STATS: tl.constexpr, EVEN: tl.constexpr,

@@ -14,12 +14,12 @@ PAD_ELEMENTS = 2**22  # up to here cuDNN is faster on an image padded before, by
 
 
 @triton.jit
-def phase_weights_kernel(w_ptr, y_ptr, channels, BLOCK_C: tl.constexpr):
+def phase_weights_kernel(weight_ptr, y_ptr, channels, BLOCK_C: tl.constexpr):
     """(C', 3, 3, C) -> (2, 2, C', 2, 2, C) by row phase, column phase, output channel, row, column, channel."""
     out, outs = tl.program_id(0), tl.num_programs(0)
     c_idx = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask = c_idx < channels
-    w_ptr += out.to(tl.int64) * 9 * channels
+    weight_ptr += out.to(tl.int64) * 9 * channels
     for phase_row in tl.static_range(2):
         for phase_column in tl.static_range(2):
             phase = phase_row * 2 + phase_column
@@ -34,7 +34,7 @@ def phase_weights_kernel(w_ptr, y_ptr, channels, BLOCK_C: tl.constexpr):
                             if (i + phase_row + 1) // 2 - phase_row == a and (
                                 j + phase_column + 1
                             ) // 2 - phase_column == b:
-                                place = w_ptr + (i * 3 + j) * channels + c_idx
+                                place = weight_ptr + (i * 3 + j) * channels + c_idx
                                 total += tl.load(place, mask=mask, other=0.0).to(tl.float32)
                     tl.store(y_row + (a * 2 + b) * channels + c_idx, total.to(y_ptr.dtype.element_ty), mask=mask)
 

@@ -1,13 +1,9 @@
 """Launches the products of experts: of few tokens each choice by itself, of more grouped by expert.
 
-What bounds them, see docs/measurements/batches.md for the figures:
-
-- Each choice by itself reads its expert's weights, also where two tokens chose the same.
-- Grouped, an expert's weights are read once. For few tokens memory bounds, and what counts is how many loads are under
-  way: small tiles, several programs to a multiprocessor.
-- For many tokens the L2 cache bounds more than the tensor cores do. Programs of one expert that need the same weights
-  follow each other (tiles are the first dimension of the grid), so that the second finds them there. An expert's last
-  few pairs cost a tile of their own.
+Figures are in docs/measurements/batches.md. Each choice by itself reads its expert's weights, even where two tokens
+chose the same. Grouped, they are read once: memory bounds few tokens, so tiles are small and many loads are under way.
+The L2 cache bounds many tokens: tiles are the first dimension of the grid, so that programs of one expert follow each
+other and find its weights there.
 """
 
 import torch
@@ -18,13 +14,7 @@ from accel_kernels.gemm.quantized.dequantize import dequantize
 from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
 from accel_kernels.gemm.quantized_weight import Quantized
 from accel_kernels.moe.chooser import itemsize_of, likely_way
-from accel_kernels.moe.gemv_triton import (
-    expert_columns_down_kernel,
-    expert_columns_up_kernel,
-    expert_rows_down_kernel,
-    expert_rows_up_kernel,
-    quantized_rows_down_kernel,
-)
+from accel_kernels.moe.gemv_triton import expert_down_kernel, expert_rows_down_kernel, expert_up_kernel
 from accel_kernels.moe.grouped_triton import group_kernel, grouped_down_kernel, grouped_up_kernel, shared_sum_kernel
 from accel_kernels.moe.tiles import DEQUANTIZED, GEMV, TILES, Tile
 from accel_kernels.sizes import power_of_two
@@ -77,21 +67,14 @@ def _one_by_one(x, index, shares, weights, columns=None):
     (tokens, chosen), inner, hidden, many = index.shape, weights.inner, weights.hidden, weights.experts
     pairs, pdl = tokens * chosen, programmatic(x.device)
     h = torch.empty((pairs, inner), device=x.device, dtype=x.dtype)
-    up = (weights.gate_up_bias, h, chosen, many, inner)
-    gating, by_rows = _gating(weights), weights.by_rows
-    if by_rows[0]:
-        launch(
-            expert_rows_up_kernel, (triton.cdiv(inner, ROWS), pairs), x, index, packed(weights.gate_up), *up,
-            **_numbers(weights.gate_up), **gating, **_rows_shape(weights.gate_up), **pdl,
-        )  # fmt: skip
-    else:
-        across = columns or _across(inner, pairs, x.device)
-        launch(
-            expert_columns_up_kernel, (triton.cdiv(inner, across), pairs), x, index, weights.gate_up, *up,
-            K=hidden, **gating, BLOCK_N=across, BLOCK_K=BLOCK // (2 * across), num_warps=WARPS,
-            **pdl,
-        )  # fmt: skip
-    if by_rows[1] and not isinstance(weights.down, Quantized):
+    up_by_rows, down_by_rows = weights.by_rows
+    shape = _shape(weights.gate_up, up_by_rows, columns or _across(inner, pairs, x.device), 2)
+    launch(
+        expert_up_kernel, (triton.cdiv(inner, shape["BLOCK_N"]), pairs), x, index, packed(weights.gate_up),
+        weights.gate_up_bias, h, chosen, many, inner,
+        **_numbers(weights.gate_up), **_gating(weights), TRANSPOSED=not up_by_rows, **shape, **pdl,
+    )  # fmt: skip
+    if down_by_rows and not isinstance(weights.down, Quantized):
         y, shape = torch.empty_like(x), _down_shape(chosen, inner, x.itemsize)
         launch(
             expert_rows_down_kernel, (triton.cdiv(hidden, shape["BLOCK_N"]), tokens), h, index, shares,
@@ -99,18 +82,11 @@ def _one_by_one(x, index, shares, weights, columns=None):
         )  # fmt: skip
         return y
     given = torch.empty((pairs, hidden), device=x.device, dtype=torch.float32)
-    down = (weights.down_bias, given, many, hidden)
-    if by_rows[1]:
-        launch(
-            quantized_rows_down_kernel, (triton.cdiv(hidden, ROWS), pairs), h, index, packed(weights.down), *down,
-            **_numbers(weights.down), **_rows_shape(weights.down), **pdl,
-        )  # fmt: skip
-    else:
-        across = columns or _across(hidden, pairs, x.device)
-        launch(
-            expert_columns_down_kernel, (triton.cdiv(hidden, across), pairs), h, index, weights.down, *down,
-            K=inner, BLOCK_N=across, BLOCK_K=BLOCK // across, num_warps=WARPS, **pdl,
-        )  # fmt: skip
+    shape = _shape(weights.down, down_by_rows, columns or _across(hidden, pairs, x.device), 1)
+    launch(
+        expert_down_kernel, (triton.cdiv(hidden, shape["BLOCK_N"]), pairs), h, index, packed(weights.down),
+        weights.down_bias, given, many, hidden, **_numbers(weights.down), **shape, **pdl,
+    )  # fmt: skip
     return _summed(given, x, index, shares, many)
 
 
@@ -185,11 +161,7 @@ def _sorted_by(pairs: int) -> list[tuple[int, int, bool]]:
 
 
 def _gating(weights) -> dict:
-    gating = weights.gating
-    return {
-        "ACTIVATION": gating.activation, "ALPHA": gating.alpha, "LIMIT": gating.limit, "SHIFT": gating.shift,
-        "INTERLEAVED": weights.interleaved,
-    }  # fmt: skip
+    return {"GATING": weights.gating, "INTERLEAVED": weights.interleaved}
 
 
 def packed(stack: torch.Tensor | Quantized) -> PackedWeight:
@@ -205,8 +177,10 @@ def _numbers(stack: torch.Tensor | Quantized) -> dict:
     return {"K": inputs, "UNIT": inputs // stack.data.shape[1], "GROUPS": stack.scales.shape[1]}
 
 
-def _rows_shape(stack: torch.Tensor | Quantized) -> dict:
-    """Of a GEMV by rows: a few rows, and words of them, to a step."""
+def _shape(stack: torch.Tensor | Quantized, by_rows: bool, across: int, products: int) -> dict:
+    """Of a GEMV: a few rows and words of them to a step; of a transposed stack `across` columns of so many products."""
+    if not by_rows:
+        return {"BLOCK_N": across, "BLOCK_K": BLOCK // (products * across), "num_warps": WARPS}
     numbers = _numbers(stack)
     words = power_of_two(numbers["K"] // numbers["UNIT"])
     return {"BLOCK_N": ROWS, "BLOCK_K": min(COLUMNS, words), "num_warps": WARPS}

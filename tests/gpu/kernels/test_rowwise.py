@@ -8,8 +8,7 @@ from accel_kernels.rowwise.operations import NEAR
 from accel_kernels.rowwise.program import BINARY, FULL, ONE, TO_ONE, UNARY, WITH_NUMBER
 from accel_kernels.rowwise.rowwise import TORCH
 
-from support.kernels.numbers import KINDS, assert_near
-from support.kernels.routing import assert_routes_as_torch, poisoned, route_case
+from support.kernels.numbers import KINDS, assert_near, assert_routes_as_torch, poisoned, route_case
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # torch has `number / x` as two operations; it sums in another order; its GELU is compiled otherwise.

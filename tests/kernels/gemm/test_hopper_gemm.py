@@ -152,7 +152,7 @@ def test_rows_stand_in_the_factor_where_threads_read_them():
 def test_arranged(format, norm, dtype):
     x = torch.randn(3, 416).to(dtype)
     given = {"none": None, "rms": Norm(torch.rand(416).to(dtype), None, 1e-5, offset=1.0)}
-    given["layer"] = Norm(torch.rand(416).to(dtype), torch.randn(416).to(dtype), 1e-5, centred=True)
+    given["layer"] = Norm(torch.rand(416).to(dtype), torch.randn(416).to(dtype), 1e-5, centered=True)
     found, split_counters, sums = permute_activations.permute_activations(x, given[norm], format, 512, 5, 8)
     wanted = x if norm == "none" else reference(x.double(), given[norm])
     column = permute_activations.column_of.fn(

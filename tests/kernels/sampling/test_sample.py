@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from support.everything import EVERYTHING
-from support.kernels.routing import poisoned
+from support.kernels.numbers import poisoned
 
 INF = float("inf")
 CPU = torch.device("cpu")

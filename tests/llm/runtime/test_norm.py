@@ -217,10 +217,10 @@ class Halved(Rms):
 
 def test_norms_are_told_by_what_they_compute():
     plain, gemma = norm_kind(Rms(12)), norm_kind(Rms(12, offset=1.0))
-    assert (plain.centred, plain.offset, plain.bias, plain.eps) == (False, 0.0, None, "variance_epsilon")
-    assert (gemma.centred, gemma.offset) == (False, 1.0)
+    assert (plain.centered, plain.offset, plain.bias, plain.eps) == (False, 0.0, None, "variance_epsilon")
+    assert (gemma.centered, gemma.offset) == (False, 1.0)
     layer = norm_kind(nn.LayerNorm(12))
-    assert (layer.centred, layer.weight, layer.bias) == (True, "weight", "bias")
+    assert (layer.centered, layer.weight, layer.bias) == (True, "weight", "bias")
     assert norm_kind(nn.LayerNorm(12, bias=False)).bias is None
     assert norm_kind(nn.LayerNorm(12, elementwise_affine=False), 12).weight is None
 

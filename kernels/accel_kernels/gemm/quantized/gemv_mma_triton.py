@@ -191,7 +191,7 @@ def takes(norm, dtype: torch.dtype) -> bool:
     """Whether the kernel computes this norm on the way: its factor of the whole row comes last, and without it float16
     may not hold the rest.
     """
-    return not norm.centred and norm.bias is None and dtype == torch.bfloat16
+    return not norm.centered and norm.bias is None and dtype == torch.bfloat16
 
 
 def gemv_tile(n: int, k: int, group: int, gate: bool, processors: int) -> GemvTile | None:

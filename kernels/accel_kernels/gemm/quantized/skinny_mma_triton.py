@@ -207,7 +207,7 @@ def skinny_mma(x, weight, norm, epilogue, tile, y):
     """Writes what `quantized_linear` returns into y."""
     n, k = weight.shape
     rows, format = x.numel() // k, weight.format.name
-    inside = norm is not None and not norm.centred and norm.bias is None and x.dtype == torch.bfloat16 and rows <= 8
+    inside = norm is not None and not norm.centered and norm.bias is None and x.dtype == torch.bfloat16 and rows <= 8
     if norm is not None and not inside:
         x, norm = apply_norm(x, norm), None
     before, kind = kernel_arguments(norm)
