@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel.bench.case import Case
+from accel.bench.diffusion.case import Case
 
 
 @contextmanager

@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 import accel
 from accel.bench.compiled import compile_blocks
-from accel.bench.dit.inputs import Draw, Sizes, flux_inputs
-from accel.bench.dit.published import PUBLISHED
+from accel.bench.diffusion.inputs import Draw, Sizes, flux_inputs
+from accel.bench.diffusion.cases import CASES
+from accel.bench.diffusion.configs import whole_config
 from accel.bench.machine import slug
 from accel.bench.memory import release
 from accel.bench.scripts.pipelines import TINY_FLUX, flux_transformer, sdxl
@@ -98,9 +99,11 @@ def of_flux(device: torch.device, record: Study, compiler: bool, ring: bool) -> 
     if TOY:
         torch.accelerator.device_count = lambda: 1  # by which diffusers divides; a CPU counts none
         model = flux_transformer(Size(device, TOY))
-        given = flux_inputs(TINY_FLUX, Sizes(1, 16, 16, tokens=16), Draw(device, torch.float32))[0]
+        given = flux_inputs(
+            Draw(whole_config("FluxTransformer2DModel", TINY_FLUX), Sizes(1, 16, 16, 16), device, torch.float32)
+        )[0]
     else:
-        case = next(one for one in PUBLISHED if one.name == "flux").case()
+        case = CASES["flux"]
         model, given = case.build(device, torch.bfloat16), case.inputs(device, torch.bfloat16)[0]
     given |= {"return_dict": False}  # diffusers gathers tensors and tuples alone
 

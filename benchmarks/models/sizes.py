@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import accel
-from accel.bench.cases import CASES
+from accel.bench.diffusion.cases import CASES
 from accel.bench.llm.models import build, prompt
 from accel.bench.machine import slug
 from accel.bench.processes import spawn

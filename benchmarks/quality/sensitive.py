@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import accel
-from accel.bench.case import SEED
-from accel.bench.cases import CASES
+from accel.bench.weights import SEED
+from accel.bench.diffusion.cases import CASES
 from accel.bench.memory import release
 from accel.diffusion.dit.block import innermost_blocks
 from accel.diffusion.inputs import example_call

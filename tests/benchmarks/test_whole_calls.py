@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import accel
-from accel.bench.cases import CASES
+from accel.bench.diffusion.cases import CASES
 from benchmarks.models import calls, launches
 from benchmarks.study import Study
 

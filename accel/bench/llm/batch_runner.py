@@ -17,8 +17,7 @@ from accel.bench.llm.runner import BenchRequest
 from accel.bench.llm.workloads import WORKLOADS, Workload
 from accel.bench.machine import provenance
 from accel.bench.memory import release
-from accel.bench.results import BenchRecord
-from accel.bench.runner import WrongResult
+from accel.bench.results import BenchRecord, WrongResult
 from accel.bench.timing import Clock, seconds, take_turns
 from accel.tolerances import LOGITS, bound
 

@@ -21,8 +21,7 @@ from accel.bench.llm.traffic import Traffic, copy_bandwidth
 from accel.bench.machine import provenance
 from accel.bench.memory import release
 from accel.bench.ready.states import measure_states, steady_s
-from accel.bench.results import BenchRecord
-from accel.bench.runner import WrongResult
+from accel.bench.results import BenchRecord, WrongResult
 from accel.bench.timing import seconds
 from accel.llm.recording.inputs import example_inputs
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import accel
-from accel.bench.cases import CASES
+from accel.bench.diffusion.cases import CASES
 from accel.bench.ready.parts import PartTimes
 from accel.bench.ready.states import SCRIPT, of_images
 from accel.bench.scripts.registry import SCRIPTS

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from accel.bench.cases import CASES
+from accel.bench.diffusion.cases import CASES
 from accel.bench.llm.configs import CONFIGS
 from accel.bench.processes import spawn
 from accel.bench.scripts import images, placement

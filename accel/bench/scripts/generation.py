@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 
-from accel.bench.case import SEED
 from accel.bench.llm.configs import CONFIGS
 from accel.bench.llm.models import endless, from_config
 from accel.bench.llm.workloads import Workload
 from accel.bench.scripts.script import Built, Size, script
+from accel.bench.weights import SEED
 from accel.libraries.cache import DynamicCache, cache_given
 
 VOCABULARY = 512  # of tiny models

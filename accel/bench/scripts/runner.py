@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 
 import accel
-from accel.bench.case import SEED
 from accel.bench.machine import commit, now, provenance
 from accel.bench.memory import device_bytes, device_peak, release
 from accel.bench.processes import spawn
-from accel.bench.runner import WrongResult
+from accel.bench.results import WrongResult
 from accel.bench.scripts.judging import dtype_of, judge_outputs
 from accel.bench.scripts.results import least
 from accel.bench.scripts.script import Script, Size
 from accel.bench.timing import Clock, seconds, take_turns, within
+from accel.bench.weights import SEED
 from accel.errors import out_of_memory, told
 from accel.report import Report
 from accel.verification.call import seeded

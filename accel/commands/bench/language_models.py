@@ -49,7 +49,7 @@ def run_model(
     """run(stage, keep): measures. show: prints its tables; what failed or was left out, and the file, come behind."""
     from accel.bench import results
     from accel.bench.machine import slug
-    from accel.bench.runner import WrongResult
+    from accel.bench.results import WrongResult
 
     def keep(result: dict) -> Path:
         return results.save(result, out, slug(place), usual="bfloat16")

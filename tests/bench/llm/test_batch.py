@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 import accel
 from accel.bench.llm import batch_runner
 from accel.bench.llm.workloads import WORKLOADS, Workload
-from accel.bench.runner import WrongResult
+from accel.bench.results import WrongResult
 from accel.commands.app import app
 from support.everything import EVERYTHING
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import accel
-from accel.bench import folder
+from accel.bench.diffusion import folder
 from accel.diffusion.blocks.resnet import ResnetForward
 
 DIGITS = Path(__file__).parents[3] / "examples" / "models" / "tiny-sd-digits"
