@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 import accel
 from accel.bench.compiled import compile_blocks
-from accel.bench.diffusion.inputs import Draw, Sizes, flux_inputs
 from accel.bench.diffusion.cases import CASES
 from accel.bench.diffusion.configs import whole_config
+from accel.bench.diffusion.inputs import Draw, Sizes, flux_inputs
 from accel.bench.machine import slug
 from accel.bench.memory import release
 from accel.bench.scripts.pipelines import TINY_FLUX, flux_transformer, sdxl

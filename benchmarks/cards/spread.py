@@ -22,7 +22,7 @@ import torch
 from transformers import DynamicCache
 
 import accel
-from accel.bench.llm.batch_runner import answers, checked_tokens
+from accel.bench.llm.batch import answers, checked_tokens
 from accel.bench.llm.models import beside, build, prompt, spread
 from accel.bench.llm.workloads import Workload
 from accel.bench.timing import take_turns

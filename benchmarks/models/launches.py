@@ -16,11 +16,11 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
 import accel
+from accel.bench.compiled import compiled_step
 from accel.bench.diffusion.case import Case
 from accel.bench.diffusion.cases import CASES
-from accel.bench.compiled import compiled_step
-from accel.bench.memory import release
 from accel.bench.diffusion.runner import stock_twin
+from accel.bench.memory import release
 from accel.bench.timing import synchronize
 from benchmarks.study import DEVICE, Study, steady_ms
 

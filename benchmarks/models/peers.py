@@ -20,9 +20,10 @@ from torch import nn
 
 import accel
 from accel.bench.llm import cases
-from accel.bench.llm.interleaved import Variant, interleaved
+from accel.bench.llm.cases import interleaved
 from accel.bench.llm.models import build, prompt
 from accel.bench.llm.traffic import Traffic, copy_bandwidth
+from accel.bench.llm.variants import Variant
 from accel.bench.memory import release
 from accel.bench.timing import seconds as taken
 from accel.verification.agreement import distributions
@@ -188,11 +189,9 @@ def main(
     prompts = [case for case in cases.prefill(work) if case.about["tokens"] == prefill]
     for case in (*cases.decode(work), *prompts):
         if record.in_time(part=case.part, case=case.name):
-            found = interleaved(case, variants, DEVICE, seconds / 40, partial(_failed, record, case.part, case.name))
+            found = interleaved(
+                case, variants, DEVICE, seconds / 40, partial(record.fail, part=case.part, case=case.name)
+            )
             record.add(case.part, case.about | found)
     record.save()
     return record.result
-
-
-def _failed(record: Study, part: str, case: str, name: str, error: Exception) -> None:
-    record.fail(error, part=part, case=case, variant=name)

@@ -20,9 +20,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import accel
-from accel.bench.weights import SEED
 from accel.bench.diffusion.cases import CASES
 from accel.bench.memory import release
+from accel.bench.weights import SEED
 from accel.diffusion.dit.block import innermost_blocks
 from accel.diffusion.inputs import example_call
 from accel.diffusion.linears import denoiser_linears, denoises, modulations

@@ -13,10 +13,10 @@ from torch.profiler import ProfilerActivity
 
 import accel
 from accel.bench.llm.cases import Work
-from accel.bench.llm.interleaved import Variant
 from accel.bench.llm.models import beside, prompt
 from accel.bench.llm.ranges import MARK, PREFIX, REST, Ranges
 from accel.bench.llm.traffic import ROLES, Traffic, copy_bandwidth
+from accel.bench.llm.variants import Variant
 from accel.bench.machine import commit, machine, now
 from accel.bench.timing import burst, synchronize
 from accel.libraries.cache import cache_given, cache_of

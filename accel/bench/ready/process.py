@@ -91,7 +91,7 @@ def _images(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Any, C
 
 def _text(name: str, way: str, device: torch.device, dtype: torch.dtype, tokens: int) -> tuple[Any, Callable]:
     """A language model, and what is called of it."""
-    from accel.bench.llm.batch_runner import answers
+    from accel.bench.llm.batch import answers
     from accel.bench.llm.models import build, prompt
 
     model = build(name, device, dtype)
