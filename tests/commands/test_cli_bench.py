@@ -35,9 +35,9 @@ def test_bench_tiny_writes_json(tmp_path, monkeypatch):
         started.append((arguments[1], caches))
         if len(started) == 1 and EVERYTHING:
             return fresh(module, arguments, caches)
-        case, state, device, dtype, flag = arguments
-        assert flag == "--images"
-        return process.measure(case, state, torch.device(device), getattr(torch, dtype), images=True)
+        case, state, device, dtype = arguments
+        assert case == "tiny+case"
+        return process.measure(case, state, torch.device(device), getattr(torch, dtype))
 
     monkeypatch.setattr(states, "spawn", spawn)
     result = run_command("bench", "tiny", "--device", "cpu", "--seconds", "0.1", "--out", tmp_path)

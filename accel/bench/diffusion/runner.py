@@ -16,6 +16,7 @@ from accel.bench.diffusion.case import Case
 from accel.bench.diffusion.subject import Subject
 from accel.bench.machine import provenance
 from accel.bench.memory import peak_mb, release
+from accel.bench.ready.asked import CASE
 from accel.bench.ready.states import lost_s, measure_states
 from accel.bench.results import BenchRecord, WrongResult
 from accel.bench.timing import compare_times, seconds
@@ -224,7 +225,7 @@ def _ready(record: BenchRecord, case: Case, device: torch.device, dtype: torch.d
     def left() -> float | None:
         return None if math.isinf(record.clock.total) else max(record.clock.left(), LEAST_READY)
 
-    rows = measure_states(case.name, device, dtype, more=("--images",), left=left)
+    rows = measure_states(f"{case.name}+{CASE}", device, dtype, left=left)
     found = {"stock_first_call_s": rows["stock"]["ready_s"]}
     for state in ("cold", "warm"):
         found |= {f"{state}_s": rows[state]["ready_s"], f"{state}_lost_s": lost_s(rows[state])}
