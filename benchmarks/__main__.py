@@ -36,7 +36,6 @@ STUDIES = {  # name: module, and a line of what it measures
     "spread-steps": ("cards.spread:steps", "a token of a model spread over cards by accelerate"),
     "spread-batches": ("cards.spread:batches", "generate_batch of a model spread over cards"),
     "scaling": ("cards.scaling", "how a step shrinks with cards, calculated beside what was measured"),
-    "read-patterns": ("kernels.read_patterns_triton", "how fast a GPU reads by bytes of a row at once"),
 }
 
 
