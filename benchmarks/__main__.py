@@ -21,7 +21,8 @@ STUDIES = {  # name: module, and a line of what it measures
     "key-constants": ("quality.keys", "keys in 8 bits where channels are constants"),
     "calibrating": ("quality.calibrating", "time and memory of accel.quantize with calibration"),
     "sensitive-layers": ("quality.sensitive", "which layers of a denoiser lose most in 8 bits"),
-    "peers": ("models.peers", "torchao's and bitsandbytes' quantized models beside accel's"),
+    "text": ("models.text", "language models by settings: stock, accel, other packages, spread over cards"),
+    "text-batches": ("models.text:batches", "generate_batch of a language model by settings"),
     "plots": ("plots.draw", "docs/images from benchmarks/results"),
     "ablation": ("models.ablation", "what each mechanism gives, on cases of `accel bench`"),
     "engine-steps": ("models.engine", "Python of one step of the batching engine"),
@@ -33,8 +34,6 @@ STUDIES = {  # name: module, and a line of what it measures
     "cards-text": ("cards.text", "torchrun: a language model divided over cards"),
     "cards-diffusion": ("cards.diffusion", "torchrun: SDXL and Flux on several cards"),
     "loading-shards": ("cards.loading", "torchrun: a model loaded from whole files and from each rank's own"),
-    "spread-steps": ("cards.spread:steps", "a token of a model spread over cards by accelerate"),
-    "spread-batches": ("cards.spread:batches", "generate_batch of a model spread over cards"),
     "scaling": ("cards.scaling", "how a step shrinks with cards, calculated beside what was measured"),
 }
 

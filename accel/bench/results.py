@@ -70,10 +70,10 @@ def save(result: dict, folder: Path, device_slug: str, usual: str = "float16") -
     return write(result, folder / f"{device_slug}-{result['case']}{suffix}.json")
 
 
-def write(result: dict, path: Path) -> Path:
+def write(result: dict, path: Path, indent: int = 2) -> Path:
     """The result as JSON in this file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(finite(result), indent=2, default=str) + "\n")
+    path.write_text(json.dumps(finite(result), indent=indent, default=str) + "\n")
     return path
 
 

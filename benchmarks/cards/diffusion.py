@@ -25,12 +25,13 @@ from accel.bench.machine import slug
 from accel.bench.memory import release
 from accel.bench.scripts.pipelines import TINY_FLUX, flux_transformer, sdxl
 from accel.bench.scripts.script import Size
+from accel.comparison import relative_rms
 from accel.tolerances import LOGITS, bound
 from accel.verification.metrics import compare
 from benchmarks.cards.ranks import alike, ranks, together, together_s
 from benchmarks.models.calls import UNETS
 from benchmarks.models.launches import profiled, summary
-from benchmarks.study import RESULTS, TOY, Study, relative_rms, words
+from benchmarks.study import RESULTS, TOY, Study, words
 
 TIMEOUT = timedelta(seconds=90)  # for a rank that does not come
 CALLS, FORWARDS, WARM = 4, 8, 4

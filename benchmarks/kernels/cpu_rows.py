@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from accel_kernels import quantized_linear
 
 from accel.bench.timing import seconds, take_turns
+from accel.comparison import relative_rms
 from accel.quantization.rounding import round_to_nearest
 from accel.quantization.scheme import Scheme
-from benchmarks.study import Study, relative_rms
+from benchmarks.study import Study
 
 INPUTS, OUTPUTS, CALLS = 1024, 2048, 300
 CPU = torch.device("cpu")

@@ -23,8 +23,9 @@ from accel_kernels.attention.paged.kv_quantization import rounded
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from accel.bench.timing import Clock
+from accel.comparison import relative_rms
 from benchmarks.kernels.timer import rand, time_us
-from benchmarks.study import DEVICE, HALF, TOY, Study, relative_rms
+from benchmarks.study import DEVICE, HALF, TOY, Study
 
 HEADS, KV_HEADS, DIM = (4, 2, 16) if TOY else (32, 8, 128)
 BLOCK = 64

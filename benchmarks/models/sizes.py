@@ -24,8 +24,9 @@ from accel.bench.machine import slug
 from accel.bench.processes import spawn
 from accel.bench.ready.parts import PartTimes
 from accel.bench.timing import seconds
+from accel.comparison import relative_rms
 from accel.diffusion.inputs import unet_inputs
-from benchmarks.study import DEVICE, HALF, RESULTS, TOY, Study, relative_rms, words
+from benchmarks.study import DEVICE, HALF, RESULTS, TOY, Study, words
 
 SEED = 17
 UNSETTLED, SETTLED = 7, 3  # the first calls are told one by one, the others by their median

@@ -107,9 +107,9 @@ def _measure(run: ModelRun, workload: Workload, variant: Variant, row: dict[str,
     case = f"{workload.name}: {variant.name}"
     if not run.in_time(case=case):
         return
-    timed = partial(_stock, stock_seconds) if variant.name == "stock" else _timed
+    measure = partial(_stock, stock_seconds) if variant.name == "stock" else timed
     try:
-        row[variant.name] = timed(workload, variant.model, run.device)
+        row[variant.name] = measure(workload, variant.model, run.device)
         run.add("rows", row)
     except Exception as error:  # what one way of running it raises, the others have figures of their own
         run.fail(error, case=case)
@@ -133,7 +133,8 @@ def _stock(most_s: float, workload: Workload, model: Any, device: torch.device) 
     return told | {"requests": whole.requests, "new tokens": whole.new}
 
 
-def _timed(workload: Workload, model: Any, device: torch.device) -> dict:
+def timed(workload: Workload, model: Any, device: torch.device) -> dict:
+    """The first call, and tokens a second by the median of more."""
     on_gpu, turn = device.type == "cuda", partial(_seconds, workload, model, device)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)

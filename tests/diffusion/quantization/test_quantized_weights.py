@@ -3,7 +3,6 @@
 import copy
 import json
 
-import diffusers
 import pytest
 import torch
 from torch import nn
