@@ -61,7 +61,7 @@ def tiny_case(name):
 
 def run(case, budget_s=0.01, **given):
     make = partial(of_case, case, CPU, torch.float32)
-    return runner.run(case.name, make, CPU, torch.float32, case=case, budget_s=budget_s, **given)
+    return runner.run(case.name, make, CPU, torch.float32, budget_s=budget_s, **given)
 
 
 def test_without_names_every_unet_and_its_decoder_or_the_tiny_one():
@@ -153,10 +153,12 @@ def test_accel_that_fails_leaves_the_figures_of_stock(monkeypatch):
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_compiler_that_fails_leaves_the_others(monkeypatch, late):
+def test_a_compiler_that_fails_leaves_the_others(late):
     """While it gets ready, or while it is timed."""
 
-    def compiled_step(case, module, inputs):
+    case = tiny_case("pixart")
+
+    def compiled_step(module, inputs):
         ran = []
 
         def step(i):
@@ -167,14 +169,13 @@ def test_a_compiler_that_fails_leaves_the_others(monkeypatch, late):
 
         return step
 
-    monkeypatch.setattr(runner, "compiled_step", compiled_step)
-    result = run(replace(tiny_case("pixart"), compiled="whole"), compiled=True)
+    result = run(case, compiler=compiled.Compiler("whole", compiled_step))
     assert result["failed"] == [{"variant": "compile", "reason": "RuntimeError: no compiler"}]
     assert {"stock", "accel"} <= result.keys() and "compile" not in result
 
 
 def test_a_limit_leaves_out_what_takes_long():
-    result = run(tiny_case("pixart"), compiled=True, ready=True, limit_s=1e-9)
+    result = run(case := tiny_case("pixart"), compiler=compiled.compiler_of(case), ready=True, limit_s=1e-9)
     assert [row["case"] for row in result["skipped"]] == ["torch.compile", "time to ready"]
     assert {"stock", "accel"} <= result.keys() and "compile" not in result
 

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 import accel
-from accel.bench.compiled import compiled_step, fresh_inductor_cache
-from accel.bench.diffusion.case import Case
+from accel.bench.compiled import Compiler, fresh_inductor_cache
 from accel.bench.diffusion.subject import Subject
 from accel.bench.machine import provenance
 from accel.bench.memory import peak_mb, release
@@ -23,7 +22,7 @@ from accel.bench.timing import compare_times, seconds
 from accel.bench.weights import SEED
 from accel.comparison import worst_rms
 from accel.planning.targets import models_in
-from accel.verification.metrics import Quality
+from accel.verification.metrics import Quality, tensors
 
 STAGES = ("building", "stock", "accel: correctness and memory", "torch.compile", "timing", "time to ready")
 TO_A_GRAPH = 3  # calls: eager, captured, replayed
@@ -45,8 +44,7 @@ def run(
     device: torch.device,
     dtype: torch.dtype,
     *,
-    case: Case | None = None,
-    compiled: bool = False,
+    compiler: Compiler | None = None,
     ready: bool = False,
     options: dict[str, Any] | None = None,
     budget_s: float = 2.0,
@@ -57,7 +55,7 @@ def run(
     """Runs what `make` gives; the result as one dict, ready for JSON. Raises WrongResult before any figure.
 
     What fails, accel or torch.compile, is told under `failed`, and the others are timed all the same.
-    case: which it is, for torch.compile and for the time to ready in fresh processes, where these are asked for.
+    compiler: makes compiled steps to time beside. ready: whether to measure the time to ready of the case of this name.
     options: of `accel.optimize`; how far quantized weights put the outputs from stock's is told as `lost`.
     limit_s: after so many seconds neither torch.compile nor the time to ready is begun, which `skipped` tells.
     keep: is given the result as it grows.
@@ -68,15 +66,15 @@ def run(
     record = BenchRecord(about | options, {"ready": {}}, limit_s, keep)
     record.about |= provenance(device, dtype)
     try:
-        _side_by_side(record, make, device, case if compiled else None, options, budget_s, stage)
+        _side_by_side(record, make, device, compiler, options, budget_s, stage)
     finally:
-        if compiled:
+        if compiler is not None:
             torch.compiler.reset()  # its graphs hold memory, and the next case of this class would count as a recompile
         release(device)
-    if ready and case is not None and "weights" not in options and record.in_time(case="time to ready"):
+    if ready and "weights" not in options and record.in_time(case="time to ready"):
         stage(STAGES[5])
         try:
-            record.body["ready"] |= _ready(record, case, device, dtype)
+            record.body["ready"] |= _ready(record, name, device, dtype)
         except RuntimeError as error:
             record.fail(error, case="time to ready")
     return record.result
@@ -87,7 +85,7 @@ def _side_by_side(
     record: BenchRecord,
     make: Callable[[], Subject],
     device: torch.device,
-    compiled: Case | None,
+    compiler: Compiler | None,
     options: dict[str, Any],
     budget_s: float,
     stage: Callable[[str], None],
@@ -97,11 +95,12 @@ def _side_by_side(
     record.about["about"] = subject.about
     models = models_in(subject.obj).values()
     size = sum(weight.nbytes for model in models for weight in (*model.parameters(), *model.buffers()))
-    record.body |= {"shapes": subject.shapes, "weights_gb": round(size / 1e9, 6)}
+    record.body["weights_gb"] = round(size / 1e9, 6)
     stage(STAGES[1])
     record.body["ready"]["stock_first_call_s"] = round(seconds(subject, device), 3)
     record.body["peak_memory_mb"] = {"stock": peak_mb(device, lambda: _each(subject), subject)}
     stock = subject.outputs()
+    record.body["shapes"] = subject.shapes or {"image": list(stock[0].shape)}
     stage(STAGES[2])
     works = True
     try:
@@ -117,10 +116,10 @@ def _side_by_side(
     record.save()
 
     steps: dict[str, Callable[[int], Any]] = {"stock": partial(subject.call, stock_twin(subject.obj))}
-    if compiled is not None and compiled.compiled is not None and record.in_time(case="torch.compile"):
+    if compiler is not None and record.in_time(case="torch.compile"):
         stage(STAGES[3])
         try:
-            steps["compile"] = _compiled(record, compiled, subject, stock, device)
+            steps["compile"] = _compiled(record, compiler, subject, stock, device)
         except Exception as error:  # whatever a compiler may raise is its own result
             record.fail(error, variant="compile")
             release(device)
@@ -160,7 +159,7 @@ def _judge(
         "quality": quality.to_dict(),
         "sites": dict(Counter(status for _, _, status, _ in report.sites)),
     }
-    if options:
+    if "weights" in options:
         record.body["lost"] = _lost(obj, quality, report.weights)
     accel.restore(obj)
     record.body["restored_bit_equal"] = _equal(subject.outputs(1), stock) if repeatable else None
@@ -201,31 +200,31 @@ def _equal(outputs: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 
 
 def _compiled(
-    record: BenchRecord, case: Case, subject: Subject, stock: list[torch.Tensor], device: torch.device
+    record: BenchRecord, compiler: Compiler, subject: Subject, stock: list[torch.Tensor], device: torch.device
 ) -> Callable[[int], torch.Tensor]:
     """A compiled step; how long until it is ready, with caches empty and full, how far from stock, and its memory."""
     inputs, ready = subject.inputs, record.body["ready"]
-    step = compiled_step(case, stock_twin(subject.obj), inputs)
+    step = compiler.step(stock_twin(subject.obj), inputs)
     with fresh_inductor_cache():
         ready["compile_s"] = round(seconds(lambda: step(0), device), 1)
         memory = peak_mb(device, lambda: [step(i) for i in range(len(inputs))], lambda: step(0))
-        own = [step(i).double().cpu() for i in range(len(inputs))]
-        if case.compiled == "blocks" and record.in_time(case="torch.compile with its cache"):
+        own = [tensor for i in range(len(inputs)) for tensor in tensors(step(i))]
+        if compiler.kind == "blocks" and record.in_time(case="torch.compile with its cache"):
             torch.compiler.reset()
             ready["compile_warm_s"] = round(seconds(lambda: step(0), device), 1)
-    record.body["compiled"] = case.compiled
+    record.body["compiled"] = compiler.kind
     record.body["peak_memory_mb"]["compile"] = memory
     record.body.setdefault("error", {})["compile_vs_stock"] = worst_rms(own, stock)
     return step
 
 
-def _ready(record: BenchRecord, case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+def _ready(record: BenchRecord, name: str, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     """Seconds in fresh processes. Raises RuntimeError where one fails or takes more than is left."""
 
     def left() -> float | None:
         return None if math.isinf(record.clock.total) else max(record.clock.left(), LEAST_READY)
 
-    rows = measure_states(f"{case.name}+{CASE}", device, dtype, left=left)
+    rows = measure_states(f"{name}+{CASE}", device, dtype, left=left)
     found = {"stock_first_call_s": rows["stock"]["ready_s"]}
     for state in ("cold", "warm"):
         found |= {f"{state}_s": rows[state]["ready_s"], f"{state}_lost_s": lost_s(rows[state])}

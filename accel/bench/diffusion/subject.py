@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ STEPS = 20  # of a pipeline
 class Subject:
     """An object and calls of it, different ones in turn. call(obj, i): number i, of the object or its copy.
 
-    verified: what `accel.verify` calls. inputs: arguments of the different calls. shapes: of the tensors of one.
+    verified: what `accel.verify` calls. inputs: arguments of the different calls. shapes: of the tensors of one, if any.
     """
 
     about: str
@@ -32,7 +32,7 @@ class Subject:
     call: Callable[[Any, int], Any]
     verified: Any
     inputs: list[dict]
-    shapes: dict
+    shapes: dict = field(default_factory=dict)
 
     def __call__(self, i: int = 0) -> Any:
         return self.call(self.obj, i)
@@ -96,9 +96,13 @@ def of_folder(
     kwargs |= asked
     if batch is not None:
         kwargs |= {"prompt": [kwargs["prompt"]] * batch} if "prompt" in kwargs else {"batch_size": batch}
-    call = _seeded(kwargs, generator="generator" in known)
-    about = f"{type(obj).__name__}, {kwargs['num_inference_steps']} steps, batch {batch or 1}"
-    return Subject(about, obj, call, obj, [kwargs], {"image": list(tensors(call(obj, 0))[0].shape)})
+    return of_pipeline(f"{type(obj).__name__}, {kwargs['num_inference_steps']} steps, batch {batch or 1}", obj, kwargs)
+
+
+def of_pipeline(about: str, pipe: Any, kwargs: dict) -> Subject:
+    """The whole call of a pipeline with these arguments."""
+    call = _seeded(kwargs, "generator" in inspect.signature(type(pipe).__call__).parameters)
+    return Subject(about, pipe, call, pipe, [kwargs])
 
 
 def _seeded(kwargs: dict, generator: bool = False) -> Callable[[Any, int], Any]:
@@ -107,7 +111,7 @@ def _seeded(kwargs: dict, generator: bool = False) -> Callable[[Any, int], Any]:
     def call(obj: Any, i: int) -> Any:
         devices = [obj.device] if obj.device.type == "cuda" else []
         given = {"generator": torch.Generator("cpu").manual_seed(SEED)} if generator else {}
-        with torch.random.fork_rng(devices=devices):
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
             torch.manual_seed(SEED)
             return obj(**kwargs, **given)
 

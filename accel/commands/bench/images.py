@@ -53,6 +53,7 @@ def bench(
     qwen-image-masked, wan, wan-14b, ltx, pixart, hunyuan-video, vae-wan, vae-ltx, vae-hunyuan, tiny.
     """
     from accel.bench import machine, results
+    from accel.bench.compiled import compiler_of
     from accel.bench.diffusion import runner, subject
     from accel.errors import told
 
@@ -69,8 +70,7 @@ def bench(
         _fit(activations, weights, set(kinds.values()))
     options = {"weights": weights, "activations": activations}
     timed: dict[str, Any] = {"budget_s": seconds, "limit_s": math.inf if limit is None else limit}
-    more = {
-        "compiled": place.type == "cuda" if compiled is None else compiled,
+    more: dict[str, Any] = {
         "ready": ready,
         "options": {name: value for name, value in options.items() if value is not None},
     }
@@ -78,9 +78,11 @@ def bench(
     jobs: list[tuple[str, Callable, Any, Any, dict]] = [
         (_name(path), partial(subject.of_folder, path, place, kind, **given), kind, "float16", {}) for path in folders
     ]
+    compiles = place.type == "cuda" if compiled is None else compiled
     for case in chosen:
+        more["compiler"] = compiler_of(case) if compiles else None
         usual, own = str(case.dtype).removeprefix("torch."), kinds[case.name]
-        jobs.append((case.name, partial(subject.of_case, case, place, own), own, usual, {"case": case, **more}))
+        jobs.append((case.name, partial(subject.of_case, case, place, own), own, usual, dict(more)))
     quiet()
     console = Console()
     done: list[dict] = []
@@ -102,7 +104,7 @@ def bench(
             except results.WrongResult as error:
                 wrong.append(f"{name}: {error}")
             except Exception as error:  # the next one may run all the same
-                if "case" not in arguments and isinstance(error, (TypeError, ValueError, OSError)):
+                if not arguments and isinstance(error, (TypeError, ValueError, OSError)):
                     raise wrong_folder(error) from None
                 traceback.print_exc()
                 done.append({"case": name, "failed": [{"variant": "stock", "reason": told(error)}], "skipped": []})
