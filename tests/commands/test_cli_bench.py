@@ -106,7 +106,7 @@ def test_bench_of_a_pipeline_folder(tmp_path):
     assert 0 < figures["error"]["accel_vs_fp32"] < 1e-4
     assert min(figures["ready"]["in_process_s"], figures["ready"]["stock_first_call_s"]) > 0
     for variant in ("stock", "accel"):
-        assert 0 < figures[variant]["q1_ms"] <= figures[variant]["median_ms"] and figures[variant]["calls"] >= 3
+        assert 0 < figures[variant]["q1_ms"] <= figures[variant]["median_ms"] and figures[variant]["calls"] >= 2
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ STEPS = 20  # of a pipeline
 class Subject:
     """An object and calls of it, different ones in turn. call(obj, i): number i, of the object or its copy.
 
-    verified: what `accel.verify` calls. inputs: arguments of the different calls. shapes: of the tensors of one, if any.
+    verified: what `accel.verify` calls. inputs: arguments of the different calls. shapes: of the tensors of one.
     """
 
     about: str
