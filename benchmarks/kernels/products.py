@@ -3,8 +3,7 @@
 `--study` names what is multiplied: few-rows, one-row, four-bits, many-rows, crossover, eight-bits, outliers, hopper.
 Norm, gate, residual and bias are included, weights are distinct and larger together than the cache. A way is timed only
 where its error against float32 is at most twice that of torch in the same dtype, of rows in 8 bits somewhat more, as
-sums in other orders are. `whole`: false for a part of a product. `sums`: of a model's layers, in milliseconds. `from`,
-of the crossover: from how many rows on rounding them is faster all the way.
+sums in other orders are. `whole`: false for a part of a product. `sums`: of a model's layers, in milliseconds.
 """
 
 from collections.abc import Callable, Iterator
@@ -213,16 +212,6 @@ def problems(study: str, plan: Plan, rows: list[int]) -> Iterator[tuple[dict, Si
             yield {"product": name}, sizes, rows or [count // UNIT]
 
 
-def least(us: dict[str, dict[str, float]]) -> int | None:
-    """The least number of rows, of those measured, from which rounding is faster all the way. us: by rows, in order."""
-    found = None
-    for rows, times in reversed(us.items()):
-        if times["rounded"] >= times["chosen"]:
-            break
-        found = int(rows)
-    return found
-
-
 def sums(rows: list[dict]) -> dict[str, float]:
     """Milliseconds of all layers by model, rows, format and way, where it has a time for each product of a layer."""
     times: dict[tuple, dict[str, float]] = {}
@@ -278,16 +267,5 @@ def main(out: Path, study: str = "few-rows", rows: str = "", only: str = "", for
         for columns, norm in ((4096, True), (4096, False), (14336, False)):
             record.add("rounding", rounding(columns, norm))
     record.body["sums"] = sums(record.body["rows"])
-    if study == "crossover":
-        record.body["from"] = _crossovers(record.body["rows"])
     record.save()
-    record.show(record.body["sums"], record.body.get("from", ""))
-
-
-def _crossovers(rows: list[dict]) -> dict[str, int | None]:
-    us: dict[str, dict[str, dict[str, float]]] = {}
-    for row in (row for row in rows if "us" in row):
-        of = us.setdefault(f"{row['model']} {row['product']} {row['format']}", {})
-        of.setdefault(str(row["rows"]), {})[row["way"]] = row["us"]
-    whole = {name: {n: one for n, one in of.items() if {"rounded", "chosen"} <= one.keys()} for name, of in us.items()}
-    return {name: least(of) for name, of in whole.items()}
+    record.show(record.body["sums"])

@@ -15,7 +15,7 @@ TINY = ROOT / "examples" / "models" / "tiny-lm"
 
 
 @pytest.mark.skipif(not EVERYTHING, reason="ours alone to run; ACCEL_TEST_EVERYTHING=1 runs it")
-def test_a_toy_is_trained_and_measured(tmp_path, capsys):
+def test_a_toy_is_trained_and_measured(tmp_path):
     folder, out = tmp_path / "toy", tmp_path / "toy.json"
     plain = training.main(tmp_path / "plain", toy=True, batch=2, dropout=0.0)
     training.main(folder, toy=True, batch=2, dropout=0.3)
@@ -33,7 +33,6 @@ def test_a_toy_is_trained_and_measured(tmp_path, capsys):
     assert all(math.isfinite(row["perplexity"]) for row in result["rows"] + result["as_run"])
     row = next(row for row in result["rows"] if row["way"] == "int8, rtn")
     assert len(row["linears_db"]) == 14 and min(row["linears_db"].values()) > 35 and len(row["layers_db"]) == 2
-    assert "quality-toy: perplexity" in capsys.readouterr().out
 
 
 def test_interrupted_runs_leave_what_they_have(monkeypatch, tmp_path):

@@ -27,17 +27,6 @@ def test_no_time_left_is_told(tmp_path):
     assert result["rows"] == [] and "seconds were over" in result["skipped"][0]["reason"]
 
 
-@pytest.mark.parametrize(
-    ("rounded", "least"), [((9, 9, 9), None), ((9, 4, 4), 16), ((1, 9, 4), 32), ((1, 1, 1), 8), ((1, 1, 5), None)]
-)
-def test_rounding_pays_from_where_it_is_faster_all_the_way(rounded, least):
-    pytest.importorskip("triton")
-    from benchmarks.kernels import products
-
-    us = {str(rows): {"chosen": 5, "rounded": time} for rows, time in zip((8, 16, 32), rounded, strict=True)}
-    assert products.least(us) == least
-
-
 def test_products_are_timed_where_they_are_right(tmp_path, monkeypatch):
     """Toy sizes; that of two ways which is wrong has no time, and no sum."""
     pytest.importorskip("triton")
