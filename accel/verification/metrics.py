@@ -23,6 +23,7 @@ class Quality:
     `image_metrics.gmsd`; both None where there is no image; finite, stock_finite: no NaN or Inf in the optimized, in
     the stock output. Figures leave out elements that are not finite.
     error, allowed: what is judged, `measure` says which quantity that is; None where nothing is judged.
+    stock_error: the same of stock, where it is measured against full precision.
     parts: the same for each model of a pipeline, on equal inputs; of a language model for the prompt and for decoding.
     agreement: of a language model, what the errors mean for its tokens.
     lossy: what the user asked for that changes results, in words; such a result is told, not judged.
@@ -40,6 +41,7 @@ class Quality:
     error: float | None = None
     allowed: float | None = None
     measure: str = ""
+    stock_error: float | None = None
     parts: Mapping[str, "Quality"] = field(default_factory=dict)
     agreement: Agreement | None = None
     lossy: str | None = None

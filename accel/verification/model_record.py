@@ -119,7 +119,8 @@ class ModelRecord:
         if not quality.stock_finite:  # stock overflows, and has no error of its own to go by
             allowed = self.allowance
         error = worst(map(self._distance, runs))
-        return replace(quality, error=error, allowed=allowed, measure="relative RMS from full precision")
+        judged = replace(quality, error=error, allowed=allowed, measure="relative RMS from full precision")
+        return replace(judged, stock_error=self.own_error)
 
 
 class ModelRecorder:

@@ -26,6 +26,7 @@ from accel.bench.llm.configs import CONFIGS
 from accel.bench.llm.models import config_of, endless, prompt
 from accel.bench.memory import release
 from accel.bench.timing import seconds
+from accel.comparison import relative_rms
 from accel.libraries.cache import cache_given, cache_of
 from accel.parallel.ranks import Ranks
 from accel.parallel.sharded_layers import divided, local
@@ -34,7 +35,7 @@ from accel.verification.noise import with_rounding
 from benchmarks.cards.collectives import sum_rows
 from benchmarks.cards.ranks import ranks
 from benchmarks.models.launches import profiled, summary
-from benchmarks.study import HALF, TOY, Study, numbers, relative_rms, words
+from benchmarks.study import HALF, TOY, Study, numbers, words
 
 CONTEXT = 512
 FEW, STOCK_MANY = 8, 16

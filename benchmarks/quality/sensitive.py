@@ -20,9 +20,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import accel
-from accel.bench.case import SEED
-from accel.bench.cases import CASES
+from accel.bench.diffusion.cases import CASES
 from accel.bench.memory import release
+from accel.bench.weights import SEED
 from accel.diffusion.dit.block import innermost_blocks
 from accel.diffusion.inputs import example_call
 from accel.diffusion.linears import denoiser_linears, denoises, modulations
@@ -165,16 +165,6 @@ def measure(
     return result
 
 
-def shown(schemes: dict) -> str:
-    lines = []
-    for scheme, rows in schemes.items():
-        lines.append(f"{scheme:18} linears   share   relative RMS   ms gained")
-        for name, row in rows.items():
-            gained = f"{row['gained_ms']:9.3f}" if "gained_ms" in row else ""
-            lines.append(f"  {name:16} {row['linears']:7d} {row['share']:7.1%} {row['relative_rms']:14.2e} {gained}")
-    return "\n".join(lines)
-
-
 def main(
     subject: str, out: Path, schemes: str = "int8,fp8", weights_only: bool = False, dtype: str = "", prompts: str = "",
     steps: int = 20, calls: int = 5,
@@ -201,4 +191,4 @@ def main(
         record.body["schemes"] = found
         record.save()
 
-    print(shown(measure(model, given, words(schemes), not weights_only, keep)))
+    record.show(measure(model, given, words(schemes), not weights_only, keep))

@@ -10,7 +10,7 @@ import pytest
 from diffusers import UNet2DConditionModel
 from typer.testing import CliRunner
 
-from accel.bench.configs import TINY_UNET
+from accel.bench.diffusion.configs import TINY_UNET
 from accel.commands.app import app
 from accel.llm.shards.manifest import MANIFEST, read_manifest
 from support.command_line import CALL, DIGITS, TRANSFORMER_DIGITS, run_command

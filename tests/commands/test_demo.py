@@ -12,7 +12,8 @@ from rich.progress import Progress
 from typer.testing import CliRunner
 
 from accel.commands.app import app
-from accel.demo import contact_sheet, continuation, digits, shipped
+from accel.demo import contact_sheet, continuation, digits
+from accel.demo.comparison import speed_ratio
 from accel.planning.whole_models import ON_CPU
 from accel.report import Report
 from support.everything import EVERYTHING
@@ -104,7 +105,7 @@ def test_both_models_write_the_same(written):
     [((), (2.0, 2.2), "0.50x"), ((STOCK,), (2.0, 2.2), "0.50x"), ((STOCK,), (0.9, 2.2), "as stock")],
 )
 def test_noise_is_no_ratio(sites, ours, shown):
-    assert shipped.speed_ratio([1.0, 1.1], ours, Report(list(sites), [], [])) == shown
+    assert speed_ratio([1.0, 1.1], ours, Report(list(sites), [], [])) == shown
 
 
 def test_texts_that_part_are_both_shown(written):

@@ -1,16 +1,14 @@
 """Whole runs of `accel bench llm`: the file they write, quantized variants, and what happens when something fails."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from accel import api
-from accel.bench.llm import cases, runner
-from accel.bench.llm import interleaved as turns
-from accel.bench.llm import latency_spikes as stalls
+from accel.bench.llm import cases, runner, single_calls
+from accel.bench.llm.request import PARTS, GenerateRequest
 from support.command_line import run_command
 
 ROOT = Path(__file__).parents[3]
@@ -26,16 +24,16 @@ def long_steps(monkeypatch, step=1e-3):
     """On a busy host the difference of two calls may come out below zero; it does not with this."""
     steps = cases.Work.steps
     monkeypatch.setattr(cases.Work, "steps", lambda *args, **options: steps(*args, **options) | {"step": step})
-    found = cases._step
-    monkeypatch.setattr(cases, "_step", lambda median: found(median | {"step": step}))  # from a long past, too
+    speed = cases.speed  # from a long past, too
+    monkeypatch.setattr(cases, "speed", lambda rows, median, one: speed(rows, median | {"step": step}, one))
 
 
 def test_a_whole_run(tmp_path, monkeypatch):
     monkeypatch.setattr(cases, "PROMPTS", (64,))
-    monkeypatch.setattr(turns, "MOST_ROUNDS", 2)
+    monkeypatch.setattr(cases, "MOST_ROUNDS", 2)
     long_steps(monkeypatch)
-    monkeypatch.setattr(stalls, "CALLS", ((1, 7, 4), (3, 20, 4), (1, 2040, 40)))
-    parts = ",".join(part for part in runner.PARTS if part != "ready")
+    monkeypatch.setattr(single_calls, "CALLS", ((1, 7, 4), (3, 20, 4), (1, 2040, 40)))
+    parts = ",".join(part for part in PARTS if part != "ready")
     result = bench(
         tmp_path, "--context", "32,2100,64", "--long", "150", "--long-batch", "1,2", "--parts", parts, "--compile"
     )
@@ -72,7 +70,7 @@ def test_a_whole_run(tmp_path, monkeypatch):
 
 def test_quantized_weights_beside(tmp_path, monkeypatch):
     monkeypatch.setattr(cases, "PROMPTS", (64,))
-    monkeypatch.setattr(turns, "MOST_ROUNDS", 2)
+    monkeypatch.setattr(cases, "MOST_ROUNDS", 2)
     long_steps(monkeypatch)
     monkeypatch.setattr(runner, "copy_bandwidth", lambda device: 1e9)  # shares are rounded: not to nothing
     more = ("--context", "32", "--parts", "decode,prefill", "--weights", "int8,int8-head,int4-g32")
@@ -95,7 +93,7 @@ def test_quantized_weights_beside(tmp_path, monkeypatch):
 
 
 def test_rounded_caches_beside(tmp_path, monkeypatch):
-    monkeypatch.setattr(turns, "MOST_ROUNDS", 2)
+    monkeypatch.setattr(cases, "MOST_ROUNDS", 2)
     more = ("--context", "32", "--parts", "decode", "--weights", "int8", "--kv-cache", "int8")
     result = bench(tmp_path, *more)
     assert result.exit_code == 0, result.output
@@ -113,7 +111,7 @@ def test_out_of_time_nothing_new_is_begun(tmp_path):
     assert result.exit_code == 0, result.output
     figures = json.loads((tmp_path / "cpu-llm-tiny.json").read_text())
     assert figures["parts"] == {} and figures["quality"]["passed"]
-    assert [row["part"] for row in figures["skipped"]] == list(runner.PARTS)
+    assert [row["part"] for row in figures["skipped"]] == list(PARTS)
     assert "left out: decode" in result.output
 
 
@@ -122,7 +120,7 @@ def test_an_interrupted_run_gives_what_it_had(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setitem(runner.IN_TURNS, "prefill", interrupted)
-    monkeypatch.setattr(turns, "MOST_ROUNDS", 2)
+    monkeypatch.setattr(cases, "MOST_ROUNDS", 2)
     long_steps(monkeypatch)
     result = bench(tmp_path, "--context", "32", "--parts", "decode,prefill,modes,ready")
     assert result.exit_code == 0, result.output
@@ -141,7 +139,7 @@ def test_a_run_that_is_killed_leaves_what_it_had(tmp_path, monkeypatch):
         raise Killed
 
     monkeypatch.setitem(runner.IN_TURNS, "prefill", killed)
-    monkeypatch.setattr(turns, "MOST_ROUNDS", 2)
+    monkeypatch.setattr(cases, "MOST_ROUNDS", 2)
     long_steps(monkeypatch)
     with pytest.raises(Killed):
         bench(tmp_path, "--context", "32", "--parts", "decode,prefill", "--weights", "int8,int4")
@@ -153,8 +151,8 @@ def test_a_run_that_is_killed_leaves_what_it_had(tmp_path, monkeypatch):
 
 
 def test_parts_keep_time_for_those_after_them():
-    request = runner.BenchRequest("tiny", CPU, torch.float32, parts=("decode", "stalls", "ready"))
-    going = runner.BenchRun(replace(request, seconds=100.0))
+    request = GenerateRequest("tiny", parts=("decode", "stalls", "ready"), seconds=100.0)
+    going = runner.GenerateRun(request, CPU, torch.float32)
     going.clock.start -= 79
     assert not going.out_of_time("decode")
     going.clock.start -= 2
@@ -201,7 +199,7 @@ def test_it_refuses(arguments, message, tmp_path):
 
 
 def test_a_step_that_takes_no_time_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(turns, "MOST_ROUNDS", 2)
+    monkeypatch.setattr(cases, "MOST_ROUNDS", 2)
     long_steps(monkeypatch, step=-1e-6)
     result = bench(tmp_path, "--context", "32", "--parts", "decode")
     assert result.exit_code == 0, result.output

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accel.bench.processes import spawn
-from accel.bench.runner import WrongResult
+from accel.bench.results import WrongResult
 from accel.bench.scripts import plot, results, runner
 from accel.bench.scripts.judging import judge_outputs
 from accel.bench.scripts.registry import SCRIPTS, find_scripts

@@ -3,14 +3,12 @@
 import copy
 import json
 
-import diffusers
 import pytest
 import torch
 from torch import nn
 
 import accel
-from accel.bench import configs
-from accel.bench.dit.published import PUBLISHED
+from accel.bench.diffusion.cases import CASES
 from accel.diffusion.linears import denoiser_linears, denoises, sensitive_linears
 from accel.fusion import stacked_linears as joint
 from accel.quantization.scheme import Scheme
@@ -120,7 +118,6 @@ def test_the_report_tells_what_became_of_the_bytes(unet):
     assert "SQNR dB" in str(report) and json.dumps(report.to_dict())
 
 
-UNET_CONFIGS = {"sd15": configs.SD15_UNET, "sdxl": configs.SDXL_UNET}
 SHARES = {"sd15": 0.84, "sdxl": 0.57, "pixart": 0.51, "zimage": 0.51, "flux": 0.64, "qwen-image": 0.67}
 
 
@@ -128,12 +125,7 @@ SHARES = {"sd15": 0.84, "sdxl": 0.57, "pixart": 0.51, "zimage": 0.51, "flux": 0.
 @pytest.mark.share(1)
 @pytest.mark.parametrize("name", SHARES)
 def test_what_published_models_become(name):
-    with torch.device("meta"):
-        if name in UNET_CONFIGS:
-            model = diffusers.UNet2DConditionModel(**UNET_CONFIGS[name])
-        else:
-            one = next(one for one in PUBLISHED if one.name == name)
-            model = getattr(diffusers, one.class_name)(**one.config)
+    model = CASES[name].build(torch.device("meta"), torch.bfloat16)
     assert denoises(model)
     total, kept = sum(p.numel() for p in model.parameters()), sensitive_linears(model)
     linear = [m for m in model.modules() if type(m) is nn.Linear and m not in kept]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import accel
-from accel.bench import folder
+from accel.bench.diffusion import folder
 from accel.diffusion.blocks.resnet import ResnetForward
 from support.diffusion.drawing import DIGITS, shipped
 

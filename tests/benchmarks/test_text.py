@@ -1,4 +1,4 @@
-"""`python -m benchmarks peers` at toy size: packages that are missing, and variants that cannot be made."""
+"""`python -m benchmarks text` at toy size: packages that are missing, and settings that cannot be made."""
 
 import json
 import time
@@ -6,7 +6,7 @@ import time
 import pytest
 
 from accel.bench.timing import within
-from benchmarks.models import peers
+from benchmarks.models import text
 from support.everything import EVERYTHING
 
 SIZES = {"model": "tiny", "new_tokens": 2, "prefill": 512, "seconds": 30.0}
@@ -14,10 +14,10 @@ SIZES = {"model": "tiny", "new_tokens": 2, "prefill": 512, "seconds": 30.0}
 
 @pytest.mark.skipif(not EVERYTHING, reason="ours alone to run; ACCEL_TEST_EVERYTHING=1 runs it")
 def test_what_is_missing_and_what_fails_is_told(monkeypatch, tmp_path):
-    monkeypatch.setattr(peers, "version", lambda package: None)
-    monkeypatch.setattr(peers, "PROMPT", 16)
+    monkeypatch.setattr(text, "version", lambda package: None)
+    monkeypatch.setattr(text, "PROMPT", 16)
     names = ["stock", "accel int8", "accel int4", "torchao int8", "bitsandbytes nf4"]
-    result = peers.main(tmp_path / "out.json", peers=",".join(names), batches="1,2", **SIZES)
+    result = text.main(tmp_path / "out.json", settings=";".join(names), batches="1,2", **SIZES)
     assert json.loads((tmp_path / "out.json").read_text())["variants"] == result["variants"]
     assert result["missing"] == ["bitsandbytes", "torchao"]
     (failed,) = result["failed"]  # 32 inputs are no multiple of 128
@@ -34,9 +34,9 @@ def test_an_interrupted_run_leaves_what_it_has(monkeypatch, tmp_path):
     def stop(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(peers, "interleaved", stop)
+    monkeypatch.setattr(text.cases, "interleaved", stop)
     with pytest.raises(KeyboardInterrupt):
-        peers.main(tmp_path / "out.json", peers="stock", batches="1", **SIZES)
+        text.main(tmp_path / "out.json", settings="stock", batches="1", **SIZES)
     left = json.loads((tmp_path / "out.json").read_text())
     assert list(left["variants"]) == ["stock"] and left["decode"] == [] and left["took_s"] > 0
 
@@ -47,3 +47,13 @@ def test_a_limit_of_time_is_kept():
     with within(0.05):
         pass
     time.sleep(0.1)  # nothing is left to go off
+
+
+def test_batches_are_timed_where_their_tokens_are_right(tmp_path, monkeypatch):
+    monkeypatch.setattr("gc.collect", lambda *_: 0)  # stock's manager looks through all objects of the tests
+    monkeypatch.setattr(text.batch, "CHECKED", (2, 4))
+    monkeypatch.setattr(text, "PROMPT", 16)
+    found = text.batches(tmp_path / "out.json", "tiny", "accel", requests="1,2", tokens=8, new=3)
+    assert found["failed"] == [] and [row["requests"] for row in found["rows"]] == [1, 2]
+    assert all(row["accel"]["tok_s"] > 0 for row in found["rows"])
+    assert found["variants"]["accel"]["worst_margin"] <= found["variants"]["accel"]["margin_allowed"]

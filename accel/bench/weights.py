@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from accel.bench.case import SEED
+SEED = 0
 
 
 class EmptyInDtype(TorchFunctionMode):
@@ -27,8 +27,10 @@ class EmptyInDtype(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def random_model(class_name: str, config: dict, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """A model of diffusers in evaluation mode, the same for the same device and dtype.
+def random_model(
+    class_name: str, config: dict, device: torch.device, dtype: torch.dtype, drawn: bool = True
+) -> nn.Module:
+    """A model of diffusers in evaluation mode, the same for the same device and dtype. drawn: see `draw_weights`.
 
     Parts that its class names in `_keep_in_fp32_modules` are in float32, as `from_pretrained` leaves them.
     """
@@ -37,7 +39,7 @@ def random_model(class_name: str, config: dict, device: torch.device, dtype: tor
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(SEED)
-        with torch.device(device), EmptyInDtype(dtype):
+        with torch.device(device), EmptyInDtype(dtype if drawn else torch.float32):
             module = getattr(diffusers, class_name)(**config)
         kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -45,7 +47,8 @@ def random_model(class_name: str, config: dict, device: torch.device, dtype: tor
                 tensor.data = tensor.data.to(torch.float32 if kept.intersection(name.split(".")) else dtype)
         for part in module.modules():
             part._buffers.update({name: _alone(buffer) for name, buffer in part._buffers.items()})
-        draw_weights(module)
+        if drawn:
+            draw_weights(module)
     return module.eval().requires_grad_(False)
 
 

@@ -1,16 +1,16 @@
-"""Variants with quantized weights or caches, beside stock and plain accel: what each costs to make, and loses."""
+"""Models that take turns: stock, accel, and accel with quantized weights or caches; what each costs and loses."""
 
 import copy
 import re
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accel_kernels import Quantized
 
 import accel
-from accel.bench.llm.interleaved import Variant
 from accel.bench.llm.models import prompt
 from accel.bench.timing import seconds
 from accel.quantization.activations import kind_of
@@ -24,7 +24,32 @@ PROMPT = (2, 256)  # rows and tokens that the loss is told for
 TOKEN = re.compile(r"(\d+) bytes a token instead of (\d+)")  # as the report says it
 
 
-def chosen(
+@dataclass(frozen=True)
+class Variant:
+    """A model under a name, and what generate() is told besides; `assistant` gives its helper for assisted text.
+
+    saved: bytes of weights that its step need not read, of those of the stock model; saved_experts: of all experts of
+    mixtures, of which a step reads some. kept: which share of the stock model's keys and values it does read.
+    """
+
+    name: str
+    model: "PreTrainedModel"
+    options: dict = field(default_factory=dict)
+    assistant: "Callable[[], PreTrainedModel] | None" = None
+    saved: int = 0
+    saved_experts: int = 0
+    kept: float = 1.0
+
+    def generate(self, inputs: dict, tokens: int, **options: Any) -> Any:
+        """So many new tokens; what generate() returns. Raises ValueError where it stopped before."""
+        out = self.model.generate(**inputs, max_new_tokens=tokens, **({"do_sample": False} | self.options | options))
+        length = inputs["input_ids"].shape[1] + tokens
+        if out.shape[1] != length:
+            raise ValueError(f"generate stopped after {out.shape[1] - length + tokens} of {tokens} tokens")
+        return out
+
+
+def lossy_options(
     weights: tuple[str, ...], kv_cache: tuple[str, ...], activations: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, dict[str, str]]]:
     """Name and options of every variant: each by itself, then weights together with each kind of cache.
@@ -42,7 +67,9 @@ def chosen(
 
 
 @torch.no_grad()
-def variant(stock: "PreTrainedModel", name: str, options: dict[str, Any], device: torch.device) -> tuple[Variant, dict]:
+def lossy_variant(
+    stock: "PreTrainedModel", name: str, options: dict[str, Any], device: torch.device
+) -> tuple[Variant, dict]:
     """A copy of the stock model under accel.optimize with these options, and its row of the result.
 
     quantize_s: of that call, kernels compiled for it included. kl, top1: against stock, on random tokens. mb: MiB of

@@ -1,4 +1,4 @@
-"""One thing to time: a model at its real size and the inputs of a few calls.
+"""One thing to time: a model of diffusers at its real size, and the inputs of a few calls.
 
 The inputs are those of a denoising loop: every call brings new latents and a new timestep, while the prompt stays the
 same tensor. So whatever may be kept from step to step is kept here too, and nothing else is.
@@ -6,44 +6,53 @@ same tensor. So whatever may be kept from step to step is kept here too, and not
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
-SEED = 0
-STEPS = 4  # different inputs, used in turn
+from accel.bench.diffusion.configs import whole_config
+from accel.bench.diffusion.inputs import Calls, Draw, Sizes
+from accel.bench.weights import random_model
 
 
 @dataclass(frozen=True)
 class Case:
-    """`call(module, kwargs)` runs method `entry` of the module and gives one tensor.
+    """A class of diffusers with random weights, what is changed of its default configuration, and its sizes.
 
-    build(device, dtype):  the module with random weights, the same for the same seed and device.
-    inputs(device, dtype): the keyword arguments of a few calls, at most STEPS of them.
+    calls: makes the keyword arguments of a few calls of method `entry`, from the whole configuration and the sizes.
     unnamed: the kind of device on which the case runs where none is named; None for nowhere.
-    dtype: what it is usually run in on a GPU; None for float16.
+    dtype: what it is usually run in on a GPU.
     compiled: what torch.compile gets: the "whole" method, or the "blocks" that repeat, one by one, as diffusers'
         `compile_repeated_blocks` does. None leaves it out.
-    exact: of how many calls, the last ones, full precision is computed too. With 0 accel is compared with stock, by
-        `accel.tolerances.UNITS`.
+    drawn: whether weights that begin as zeros or ones are drawn as well.
     """
 
     name: str
     about: str
-    build: Callable[[torch.device, torch.dtype], nn.Module]
-    inputs: Callable[[torch.device, torch.dtype], list[dict]]
+    class_name: str
+    calls: Calls
+    config: dict
+    sizes: Sizes
     entry: str = "forward"
-    unnamed: str | None = "cuda"
-    dtype: torch.dtype | None = None
-    compiled: str | None = "whole"
-    exact: int = STEPS
+    unnamed: str | None = None
+    dtype: torch.dtype = torch.bfloat16
+    compiled: str | None = "blocks"
+    drawn: bool = True
+
+    def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """The module, the same for the same device and dtype."""
+        return random_model(self.class_name, self.config, device, dtype, self.drawn)
+
+    def inputs(self, device: torch.device, dtype: torch.dtype) -> list[dict]:
+        """The keyword arguments of a few calls."""
+        return self.calls(Draw(whole_config(self.class_name, self.config), self.sizes, device, dtype))
 
     def call(self, module: nn.Module, kwargs: dict) -> torch.Tensor:
+        """The first output of the method; a list of images becomes a batch."""
         return self.run(module if self.entry == "forward" else getattr(module, self.entry), kwargs)
 
     def run(self, function: Callable, kwargs: dict) -> torch.Tensor:
-        """The first output of the method, or of what stands for it; a list of images becomes a batch."""
+        """The same of what stands for the method."""
         output = function(**kwargs, return_dict=False)[0]
         return torch.stack(output) if isinstance(output, list) else output
 
@@ -58,12 +67,3 @@ def shapes(kwargs: dict) -> dict[str, list[int]]:
         elif isinstance(inner, dict):
             found |= {f"{key}.{name}": shape for name, shape in shapes(inner).items()}
     return found
-
-
-def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Arguments of a call with their floating-point tensors in this dtype."""
-    if isinstance(value, dict):
-        return {key: cast(inner, dtype) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [cast(inner, dtype) for inner in value]
-    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value

@@ -1,11 +1,13 @@
-"""Calls of new shapes one after another, as a user makes them: how much longer they take than when they are settled."""
+"""Calls of one variant by itself: of new shapes one after another, as a user makes them, and the memory of one."""
 
 import statistics
 from typing import Any
 
+import accel
 from accel.bench.llm.cases import Work
-from accel.bench.llm.interleaved import Variant
 from accel.bench.llm.models import prompt
+from accel.bench.llm.variants import Variant
+from accel.bench.memory import peak_mb
 from accel.bench.timing import seconds
 
 # (rows, tokens of the prompt, new tokens), each unlike the one before.
@@ -53,3 +55,31 @@ def latency_row(work: Work, variant: Variant) -> dict:
 
 def _beyond(call: dict) -> float:
     return max(call["first_s"], call["second_s"]) - call["steady_s"]
+
+
+def memory_row(work: Work, optimized: Variant, batch: int) -> dict:
+    """MiB at the peak of a call, weights included; kv_mb: keys and values of every token of it. None on a CPU.
+
+    optimized: is stock meanwhile, and optimized afterwards.
+    """
+    context = work.contexts[0]
+    inputs = prompt(work.stock, batch, context)
+
+    def call() -> None:
+        optimized.generate(inputs, work.many)
+
+    accel.restore(optimized.model)
+    try:
+        stock = peak_mb(work.device, call, call)
+        ours = peak_mb(work.device, lambda: (accel.optimize(optimized.model), call()), call)
+    finally:
+        accel.optimize(optimized.model)
+    return {
+        "batch": batch,
+        "context": context,
+        "new tokens": work.many,
+        "stock": stock,
+        "accel": ours,
+        "kv_mb": round(work.traffic.cache(batch, context + work.many) / 2**20, 3),
+        "weights_mb": round(sum(p.nbytes for p in work.stock.parameters()) / 2**20, 1),
+    }
