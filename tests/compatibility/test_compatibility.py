@@ -7,7 +7,7 @@ and writes the file anew.
 import pytest
 
 from support.compatibility import compatibility_table as table
-from support.compatibility.comparison import Row, compare
+from support.compatibility.comparison import Row, compare, told
 from support.everything import EVERYTHING
 
 BLOCK = "diffusion transformer block"
@@ -37,7 +37,7 @@ def run(section: str, name: str, tiny) -> Row:
             model = tiny_language_models.build(name, section)
             calls = tiny_language_models.calls(model)
     except Exception as error:
-        return Row(name, "", "not built", why=logged(error))
+        return Row(name, "", "not built", why=told(error))
     return compare(name, model, calls, tiny.differences, **LIKE_A_GPU)
 
 

@@ -54,7 +54,7 @@ def compare(name: str, model: torch.nn.Module, calls: dict[str, Callable], lefto
             try:
                 runs = [seeded(function, stock) for _ in range(2)]
             except Exception as error:
-                refused[call] = logged(error)
+                refused[call] = told(error)
                 continue
             if same(*runs):
                 wanted[call] = runs[0]
@@ -75,7 +75,7 @@ def compare(name: str, model: torch.nn.Module, calls: dict[str, Callable], lefto
                 if not same(seeded(calls[step], model), before)
             ]
         except Exception as error:
-            return Row(name, kind, "raises", why=f"{step}: {logged(error)}")
+            return Row(name, kind, "raises", why=f"{step}: {told(error)}")
     problems += [f"left behind: {left}" for left in leftovers(model, stock)]
     if problems:
         return Row(name, kind, "differs", why="; ".join(problems[:3]))
@@ -110,7 +110,7 @@ def plain(text: str) -> str:
     return text if len(text) <= 150 else text[:149] + "…"
 
 
-def logged(error: Exception) -> str:
+def told(error: Exception) -> str:
     return plain(f"{type(error).__name__}: {error}")
 
 
