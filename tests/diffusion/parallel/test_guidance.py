@@ -10,6 +10,7 @@ from accel.errors import Refused
 from accel.parallel.ranks import STARTED
 from support.diffusion.tiny_models import make_unet
 from support.parallel import diffusion_ranks as told_to
+from support.parallel import sequences
 
 ROUNDING = 2e-4  # of an image in 0..1, that float32 leaves after some steps of guidance
 
@@ -137,7 +138,7 @@ NAMES = ("FluxTransformer2DModel", "QwenImageTransformer2DModel", "WanTransforme
 
 @pytest.mark.parametrize("name", NAMES)
 def test_blocks_are_planned_on_the_local_sequence(ranks, name):
-    for found in ranks.run(told_to.sequence, name, False):
+    for found in ranks.run(sequences.sequence, name, False):
         assert found.pop("stock") <= 1e-5
         for off, ran, told, restored in found.values():
             assert off <= 1e-5 and ran and all(ran) and not told and restored, name
@@ -145,7 +146,7 @@ def test_blocks_are_planned_on_the_local_sequence(ranks, name):
 
 def test_attention_that_writes_into_tensors_of_others_runs_stock(ranks):
     """Sequences of any length: ranks tell each other their sizes."""
-    for found in ranks.run(told_to.sequence, NAMES[0], True):
+    for found in ranks.run(sequences.sequence, NAMES[0], True):
         assert found.pop("stock") <= 1e-5
         for off, ran, told, restored in found.values():
             assert off == 0 and ran and not any(ran) and restored

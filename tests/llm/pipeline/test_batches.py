@@ -150,14 +150,6 @@ def test_requests_go_to_the_group_that_has_less(both):
     as_alone(stock, asked)
 
 
-def test_one_request_runs_by_itself(both, monkeypatch):
-    ours, stock = both
-    asked, happened = asked_of(stock)[1:2], Happened(monkeypatch)
-    finished(engine_of(ours), asked)
-    as_alone(stock, asked)
-    assert {one[0] for one in happened if isinstance(one, tuple)} == {0}
-
-
 def test_three_stretches_two_of_them_on_one_device(monkeypatch):
     stock = make("llama", num_hidden_layers=4)
     ours = spread(copy.deepcopy(stock), first=1)

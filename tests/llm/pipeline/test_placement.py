@@ -226,17 +226,14 @@ def test_without_a_look_there_must_be_a_graph(graphs):
         replay(graphs, 0, None)
 
 
-def test_over_weights_whose_changes_nobody_counts_every_step_looks(graphs):
-    graphs.runners[0].fingerprint = SimpleNamespace(versions=lambda: None)
-    seen = object()
-    for _ in range(3):
-        replay(graphs, 0, seen)
-    replay(graphs, 1, seen)
-    assert graphs(lambda *args, graphs, variant, trusted: trusted, (), {}, trusted=True) is False
-
-
-def test_a_stale_step_is_computed_again_with_a_look(graphs):
-    graphs.held = [object(), object()]
+@pytest.mark.parametrize("case", ["all replayed", "one never replayed", "weights whose changes nobody counts"])
+def test_a_step_is_trusted_where_all_was_replayed_and_computed_again_where_it_is_stale(graphs, case):
+    if case == "weights whose changes nobody counts":
+        graphs.runners[0].fingerprint = SimpleNamespace(versions=lambda: None)
+        for number in (0, 0, 0, 1):
+            replay(graphs, number, object())
+    else:
+        graphs.held = [object(), object() if case == "all replayed" else None]
     asked = []
 
     def eager(*args, graphs, variant, trusted=False):
@@ -245,12 +242,8 @@ def test_a_stale_step_is_computed_again_with_a_look(graphs):
             raise Stale
         return "looked"
 
-    assert graphs(eager, (), {}, trusted=True) == "looked" and asked == [True, False]
-
-
-def test_a_stretch_that_was_never_replayed_is_looked_at(graphs):
-    graphs.held = [object(), None]
-    assert graphs(lambda *args, graphs, variant, trusted: trusted, (), {}, trusted=True) is False
+    assert graphs(eager, (), {}, trusted=True) == "looked"
+    assert asked == ([True, False] if case == "all replayed" else [False])
 
 
 def test_layers_that_are_handed_other_things_have_a_graph_of_their_own(graphs):

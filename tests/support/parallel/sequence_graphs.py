@@ -20,7 +20,7 @@ from accel.cuda_graphs.runner import GraphRunner
 from accel.diffusion.dit import block
 from accel.parallel.sequences import waited
 from accel.patching.fast_forward import FastForward
-from support.parallel.diffusion_ranks import both, divided, model_and_inputs, off, plans_of
+from support.parallel.sequences import both, divided, model_and_inputs, off, plans_of
 
 NAME = "FluxTransformer2DModel"
 
