@@ -68,14 +68,14 @@ class Rounding:
             module.scheme = scheme
 
 
-def rounding(model: nn.Module) -> list[QuantizedLinear]:
+def rounding_linears(model: nn.Module) -> list[QuantizedLinear]:
     """The quantized linears that round rows now."""
     return [module for module in model.modules() if type(module) is QuantizedLinear and module.activations is not None]
 
 
-def fixed(model: nn.Module) -> list[str]:
+def calibration_notes(model: nn.Module) -> list[str]:
     """Sentences for the report about linears that round rows by what calibration fixed."""
-    found = [(FIXED.get(module.activations), module.values) for module in rounding(model)]
+    found = [(FIXED.get(module.activations), module.values) for module in rounding_linears(model)]
     scales = sorted(values[SCALE][0] for name, values in found if name == SCALE)
     counts = sorted(len(values[COLUMNS]) for name, values in found if name == COLUMNS)
     told = []

@@ -13,7 +13,7 @@ from accel.parallel.ranks import Ranks
 from accel.parallel.sharded_layers import INPUTS, division, expert_sharding, local, local_twin, sharding
 from accel.patching.patch import Change
 from accel.quantization.experts import ExpertStacks, QuantizedExperts
-from accel.quantization.linears import Dense, nothing
+from accel.quantization.linears import Dense, nothing_to_quantize
 from accel.quantization.module import QuantizedLinear
 from accel.quantization.patch import QuantizedModule, QuantizedModulePatch, held_elsewhere
 from accel.quantization.rounding import round_to_nearest, sqnr_db
@@ -82,7 +82,7 @@ class Quantization:
 
     def warn(self, reasons: Mapping[str, str]) -> None:
         """Nothing is quantized, for these reasons."""
-        told = nothing(self.weights, reasons)
+        told = nothing_to_quantize(self.weights, reasons)
         self.skip({"": told})
         self.warnings.append(told)
 

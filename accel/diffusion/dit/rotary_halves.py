@@ -33,7 +33,7 @@ class RotaryJoin(NamedTuple):
     halves: tuple[int, ...]
 
 
-def interleave_lanes(even: torch.Tensor, odd: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def interleave_halves(even: torch.Tensor, odd: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Elements of both in turn."""
     return torch.stack((even, odd), -1).flatten(-2).to(dtype)
 
@@ -78,7 +78,7 @@ def without_assignments(program: Program) -> Program:
         else:
             continue
         function, name = (
-            (interleave_lanes, "interleave") if found[0] in (EVEN, ODD) else (concatenate_halves, "concatenate")
+            (interleave_halves, "interleave") if found[0] in (EVEN, ODD) else (concatenate_halves, "concatenate")
         )
         joined = TorchStep(function, name, (*halves, values[number].dtype), {}, Ref(number))
         dropped |= {place: None, filled[0]: None, filled[1]: joined}
@@ -176,7 +176,7 @@ class RotaryHalves:
             return False
         if number in self.halves and self.halves[number].space != space:
             return False
-        columns = self._lanes(value, space)
+        columns = self._as_half(value, space)
         if columns is not None:
             found[number] = columns
             return True
@@ -194,7 +194,7 @@ class RotaryHalves:
                     return False
         return True
 
-    def _lanes(self, value: TensorValue, space: tuple[int, ...]) -> RotaryHalf | None:
+    def _as_half(self, value: TensorValue, space: tuple[int, ...]) -> RotaryHalf | None:
         """The value as elements of a whole row: a view of it, or a complex view of its pairs."""
         step = None if value.number not in self.makers else self.program.steps[self.makers[value.number]]
         if value.dtype is torch.complex64:

@@ -89,8 +89,8 @@ def apply(model: nn.Module, result: LayerResult) -> None:
     for path, tensor in result.changed.items():
         set_data(model.get_parameter(path), lambda data, tensor=tensor: tensor.to(data.device, data.dtype, copy=True))
     for path, quantized in result.weights.items():
-        linear = model.get_submodule(path)
-        put(linear, moved(quantized, linear.weight.device).dequantized(linear.weight.dtype))
+        weight = model.get_parameter(f"{path}.weight")
+        put(model.get_submodule(path), moved(quantized, weight.device).dequantized(weight.dtype))
 
 
 def _layers(

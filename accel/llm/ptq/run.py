@@ -28,7 +28,7 @@ from accel.patching.patch import set_data
 from accel.patching.structure import meta_weights
 from accel.planning.plan import PLAN
 from accel.quantization.activations import FIXED, is_static
-from accel.quantization.linears import Dense, nothing
+from accel.quantization.linears import Dense, nothing_to_quantize
 from accel.quantization.model import quantization_record
 from accel.quantization.module import QuantizedLinear
 from accel.quantization.patch import exchange, held_elsewhere
@@ -104,7 +104,7 @@ def quantize(
         schemes |= dict.fromkeys(last, head)
     chosen, skipped = chosen | last, skipped | left
     if not chosen:
-        raise ValueError(nothing(scheme, skipped))
+        raise ValueError(nothing_to_quantize(scheme, skipped))
     if out is not None and (getattr(model, ADAPTED, False) or any(BASE in p.split(".") for p in chosen)):
         raise ValueError("out: a model with adapters in it cannot be saved; merge or unload them first")
     data = [] if calibration is None else batches(model, calibration, tokenizer)

@@ -15,7 +15,7 @@ from accel.llm.runtime.linear import Weights, product_for, weights
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import as_understood
 from accel.patching.user_ops import UserOp
-from accel.quantization.activations import many
+from accel.quantization.activations import many_rows
 from accel.quantization.product import Rows, rounded_product
 
 
@@ -78,7 +78,7 @@ class NormedInput(Rows):
 
     def given(self, free: bool = False) -> tuple[torch.Tensor, Norm | None]:
         """What an operation is given that takes a norm before its product. free: it costs nothing there."""
-        once = self.norm is not None and self.times > 1 and not free and many(self.x)
+        once = self.norm is not None and self.times > 1 and not free and many_rows(self.x)
         return (self.normed(), None) if once else (self.x, self.norm)
 
 

@@ -98,6 +98,7 @@ def test_numbers_are_never_held_twice(kind, activations, folders):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with LiveBytes(model, whole_numbers) as counted:
         accel.optimize(model, activations=activations)
+        assert held_by(model)
         zeros = sum(module.zeros.nbytes for module in held_by(model) if module.zeros is not None)  # a byte each, ours
         ours = counted.most
         counted.most = counted.start
