@@ -16,10 +16,10 @@ RULE = "activations"  # what the report calls it
 
 
 class Rounding:
-    """A patch that changes the schemes of quantized linears. `find` collects those that a model has.
+    """A patch that changes the schemes of quantized linears. `find` collects those of a model.
 
-    made: the patch that puts in linears which round already, while this patch is applied; it is applied before this
-    one. rows: (path, status, reason) of each linear. Raises ValueError for one that cannot round, with `strict`.
+    made: the patch that inserts linears whose schemes round already; it is applied before this one. rows: (path,
+    status, reason) of each linear. Raises ValueError for one that cannot round, with `strict`.
     """
 
     def __init__(self, options: Options, made: QuantizedModulePatch | None = None):
@@ -33,7 +33,7 @@ class Rounding:
         left: Collection[nn.Module] = (),
         refuses: Callable[[QuantizedLinear], str | None] = lambda module: None,
     ) -> None:
-        """Looks at all linears except those in `left`. refuses: why one must not round though its scheme allows it."""
+        """Looks at all linears except those in `left`. refuses: why one must not round, though its scheme could."""
         if self.options.activations is None:
             return
         for path, module in model.named_modules():

@@ -17,7 +17,7 @@ FEWEST = 16  # outputs: gates and routers that choose, where there is little to 
 
 
 def base_modules(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """Every module once, but for the adapters' own."""
+    """Every module below this one once, with its path, without the modules that adapters add."""
     if id(module) in seen:
         return
     seen.add(id(module))
@@ -29,13 +29,13 @@ def base_modules(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple
 
 
 def nothing_to_quantize(scheme: str, skipped: Mapping[str, str]) -> str:
-    """That a scheme fits no linear layer of a model, by the first of the reasons why."""
+    """The message that a scheme fits no linear layer of a model, with the first reason."""
     path, reason = next(iter(skipped.items()), ("the model", "no linear layers inside its layers"))
     return f"nothing to quantize as {scheme!r}: {path}: {reason}"
 
 
 def size_reason(outputs: int, inputs: int, scheme: Scheme) -> str | None:
-    """Why a weight of this size is left alone."""
+    """Why a weight of this size is not quantized."""
     if not inputs:
         return "no inputs"
     return f"{outputs} outputs, fewer than {FEWEST}" if outputs < FEWEST else scheme.refuses(inputs)

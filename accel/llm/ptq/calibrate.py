@@ -27,9 +27,9 @@ FOLDING = ("awq", "smoothquant")
 
 
 class LayerResult(NamedTuple):
-    """path: of the decoder layer. weights: by the full path of each linear. changed: other parameters that are not what
-    they were, by full path: norms, biases, the weight of a linear that a scale was folded into. inputs: by the full
-    path of each linear what is fixed of its inputs, where the scheme wants it, see `FIXED`.
+    """path: of the decoder layer. weights: by the full path of each linear. changed: other parameters that changed, by
+    full path: norms, biases, the weight of a linear that a scale was folded into. inputs: by the full path of each
+    linear what calibration fixed of its inputs, see `FIXED`.
     """
 
     path: str
@@ -39,9 +39,9 @@ class LayerResult(NamedTuple):
 
 
 class CalibratedLayer(LayerResult):
-    """A result with what there is to say of it. notes: what was not done as asked for, and why. sqnr_db: what the layer
-    adds to its hidden states, on the calibration, to the error of that; the int8 activations of smoothquant included.
-    None where nothing was run.
+    """A result with its quality. notes: what was not done as asked for, and why. sqnr_db: signal to noise of what the
+    layer adds to its hidden states, on the calibration data; the int8 activations of smoothquant included. None where
+    nothing was run.
     """
 
     notes: tuple[str, ...] = ()

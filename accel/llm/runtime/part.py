@@ -60,7 +60,7 @@ class BoundHeadNorm:
 
 
 class NormedInput(Rows):
-    """What projections of one input share: the norm before them, done inside each, or once where that costs less.
+    """The input of several projections: the norm before them is done inside each, or once where that costs less.
 
     times: how many projections there are.
     """

@@ -25,7 +25,6 @@ from support.llm.quantized import (
     quantized_pair,
     rounded,
     sites,
-    weight_of,
 )
 
 SCHEMES = ("int8", "int8-asym", "int4-g32", "int4-g32-asym", "fp8")
@@ -56,16 +55,6 @@ def test_every_family(name, weights):
     assert not accel.report(ours).fallbacks
     if BY_NAME[name].expected == "fast":
         ran_fast(ours)
-
-
-@pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
-def test_noise_is_what_the_report_says(name):
-    ours, twin = quantized(name, "int8")
-    before = mixture(name)
-    for row in accel.report(ours).weights:
-        exact, held = (weight_of(model, row["path"]).double() for model in (before, twin))
-        ratio = 10 * torch.log10(exact.square().sum() / (held - exact).square().sum())
-        assert row["sqnr_db"] == pytest.approx(ratio.item(), rel=1e-3) and row["sqnr_db"] > 40
 
 
 @pytest.mark.parametrize(("name", "weights"), [("qwen3-moe", "int4-g32"), ("gpt-oss", "fp8")])

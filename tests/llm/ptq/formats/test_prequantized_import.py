@@ -249,15 +249,6 @@ def test_what_is_not_understood_is_left_alone_and_said(reason):
     assert not held_by(model)
 
 
-def test_four_bits_of_bitsandbytes_are_left_alone():
-    model = make("llama")
-    weight = model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
-    weight.data = torch.zeros(96 * 32, 1, dtype=torch.uint8)
-    weight.quant_state = object()
-    accel.optimize(model)
-    assert sites(model)["model.layers.0.mlp.up_proj"][0] == "skipped"
-
-
 @pytest.mark.parametrize("damage", ["scales", "shape", "bits", "order"])
 def test_compressed_tensors_that_do_not_fit_are_left_alone(damage, folders):
     model = compressed(folders("llama-biases", "int4-g32"))
