@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,6 +24,12 @@ from accel.quantization.linears import Dense
 from accel.quantization.scheme import Scheme
 
 FOLDING = ("awq", "smoothquant")
+ALGORITHMS: dict[str, Callable[[LayerWork, nn.Module, Sequence[FoldGroup]], None]] = {
+    "rtn": lambda work, *_: work.round(),
+    "gptq": lambda work, *_: gptq.quantize_layer(work),
+    "awq": awq.quantize_layer,
+    "smoothquant": smooth.quantize_layer,
+}
 
 
 class LayerResult(NamedTuple):
@@ -120,7 +126,7 @@ def _layers(
                 work = LayerWork(layer, scheme, own, calls)
                 if reason:
                     work.notes.append(f"no scale is folded: {reason}")
-                _by(method, work, model, groups.get(name, ()))
+                ALGORITHMS[method](work, model, groups.get(name, ()))
                 if is_static(scheme.activations):
                     _fix_inputs(work)
                 after = work.outputs()
@@ -128,17 +134,6 @@ def _layers(
         if inputs is not None:
             inputs.next(after)
         yield result
-
-
-def _by(method: str, work: LayerWork, model: nn.Module, groups: Sequence[FoldGroup]) -> None:
-    if method == "gptq":
-        gptq.quantize_layer(work)
-    elif method == "awq":
-        awq.quantize_layer(work, model, groups)
-    elif method == "smoothquant":
-        smooth.quantize_layer(work, model, groups)
-    else:
-        work.round()
 
 
 def _fix_inputs(work: LayerWork) -> None:

@@ -9,7 +9,7 @@ from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.norm.norm import ACTIVATIONS
 from torch import nn
 
-from accel.fusion.stacked_linears import stack_rows, stacked_rows
+from accel.fusion.stacked_linears import stacked_tensors
 from accel.llm.analysis.norm import FLAT, HeadNorm, NormSpec, given, given_back
 from accel.llm.runtime.linear import Weights, product_for, weights
 from accel.patching.fast_forward import Kernels
@@ -156,13 +156,6 @@ def stacked(linears: list[BoundLinear], stack: bool) -> Weights | None:
         return None
     if not all(parts[0].fits(part) for part in parts):
         return None
-    # One list a tensor of which each part has its rows; an empty one where none has a bias.
-    lists = [[t for t in tensors if t is not None] for tensors in zip(*(part.tensors() for part in parts), strict=True)]
-    if not all(len(tensors) in (0, len(parts)) for tensors in lists):
+    if stacked_tensors([part.module for part in parts], stack) is None:
         return None
-    for tensors in filter(None, lists):
-        if stack:
-            stack_rows(tensors)
-        if stacked_rows(tensors) is None:
-            return None
     return parts[0]._replace(rows=(0, sum(part.outputs for part in parts)))
