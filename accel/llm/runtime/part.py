@@ -96,14 +96,14 @@ def part_product(
 
     Where the inputs are divided among ranks, the sum over all of them stands for the product.
     """
-    weight, bias = weights.now()
+    weight, bias = weights.operands()
     if weights.ranks is not None:
         part = _product(kernels, weights, before, weight, None)
         act = None if activation is None else ACTIVATIONS[activation]
         return weights.ranks.reduce(part, bias, act, residual, scale)
     given: dict[str, Any] = {"activation": activation, "residual": residual, "scale": scale}
     if up is not None:
-        given["up"], given["up_bias"] = up.now()
+        given["up"], given["up_bias"] = up.operands()
     return _product(kernels, weights, before, weight, bias, **given)
 
 

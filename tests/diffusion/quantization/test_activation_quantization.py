@@ -145,25 +145,6 @@ def test_a_vae_has_no_rows_to_round(tiny):
         accel.optimize(tiny.vae(), activations="int8")
 
 
-def test_on_and_off_where_the_originals_were_not_kept(unet_and_inputs):
-    model, inputs = unet_and_inputs("sd15")
-    plain = accel.optimize(copy.deepcopy(model), weights="int8", graphs=False)
-    accel.optimize(model, keep_original=False, **INT8)
-    with_rows = run(model, inputs)
-    with pytest.warns(UserWarning, match="weights stay quantized"):
-        accel.restore(model)
-    assert {module.activations for module in held_by(model)} == {None}
-    accel.optimize(model)
-    close(run(model, inputs), run(plain, inputs), EXACT)
-    accel.optimize(model, activations="int8")
-    close(run(model, inputs), with_rows, 1e-5)  # its numbers may fall to the other side of a half
-    assert error(run(model, inputs), run(plain, inputs)) > 1e-4
-    quality = accel.verify(model, **inputs)
-    assert quality.passed and quality.lossy == "activations='int8'" and "rounded rows" in quality.parts
-    accel.restore(model)
-    assert {module.activations for module in held_by(model)} == {None}
-
-
 def test_lora_on_top(unet_and_inputs, in_double):
     peft = pytest.importorskip("peft")
     stock, inputs = unet_and_inputs("sdxl")
