@@ -18,7 +18,7 @@ from accel.patching.rule import Context
 from accel.planning.plan import Plan, Row, StageReport, StageResult
 from accel.quantization.activation_quantization import RULE as ROUNDING
 from accel.quantization.activation_quantization import Rounding
-from accel.quantization.activations import is_static, kind_of
+from accel.quantization.activations import is_static, weight_dtype_of
 from accel.quantization.model import RULE, Quantization
 from accel.quantization.module import QuantizedLinear
 from accel.quantization.scheme import Scheme
@@ -80,7 +80,7 @@ def denoiser_quantization(root: nn.Module, weights: str, options: Options) -> tu
         )
     chosen, skipped, kept = denoiser_linears(root, scheme)
     half = any(linear.weight.dtype == torch.float16 for linear in chosen.values())
-    if half and options.activations is not None and kind_of(options.activations) == "fp8":
+    if half and options.activations is not None and weight_dtype_of(options.activations) == "fp8":
         raise ValueError(
             f"activations={options.activations!r}: scaled products of float8 give bfloat16, and this "
             f"{type(root).__name__} is in float16; load it in bfloat16, or give weights='int8', activations='int8'"
@@ -105,13 +105,13 @@ def find_rounding(root: nn.Module, options: Options) -> Rounding | None:
     if activations is None:
         return None
     if is_static(activations):
-        kind = kind_of(activations)
+        kind = weight_dtype_of(activations)
         raise ValueError(
             f"activations={activations!r}: for causal language models; a {type(root).__name__} takes {kind!r}"
         )
     held = [module for module in root.modules() if type(module) is QuantizedLinear]
     if not held and options.weights is None:
-        kind = kind_of(activations)
+        kind = weight_dtype_of(activations)
         raise ValueError(
             f"activations={activations!r} needs weights of the same kind, and the {type(root).__name__} holds "
             f"none: give weights={kind!r} too"

@@ -181,7 +181,7 @@ def project_together(
     rows = x if isinstance(x, Rows) else Rows(x)
     stack = stack and not (rows.x.is_cuda and torch.cuda.is_current_stream_capturing())
     kinds = {(type(layer), rounds(layer, rows.x) and layer.rounding) for layer in layers}
-    whole = _stacked(layers, stack) if len(kinds) == 1 else None
+    whole = stacked_tensors(layers, stack) if len(kinds) == 1 else None
     if whole is None:
         return [product(layer, rows, multiply=linear) for layer in layers]
     outputs = multiplied(layers[0], whole, rows, linear)
@@ -202,8 +202,8 @@ def _bytes(linear: nn.Linear) -> int:
     return linear.in_features * linear.out_features * device_and_dtype(linear)[1].itemsize
 
 
-def _stacked(layers: Sequence[nn.Linear], stack: bool) -> list[Any] | None:
-    """The tensors of `row_tensors`, of all layers as one; None where they lie apart."""
+def stacked_tensors(layers: Sequence[nn.Linear], stack: bool) -> list[Any] | None:
+    """The tensors of `row_tensors`, of all layers as one; None where they lie apart. stack: put them together first."""
     wholes = []
     for parts in zip(*map(row_tensors, layers), strict=True):
         whole = None if all(part is None for part in parts) else _whole(parts, stack)

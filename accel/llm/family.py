@@ -32,7 +32,7 @@ from accel.llm.runtime.lm_head import OutputHead, match_head, match_table
 from accel.llm.runtime.step import ForwardContext
 from accel.parallel.agreement import all_agree
 from accel.patching.rule import Context, ForwardPatch, Match, Rule, Site, Skip
-from accel.quantization.activation_quantization import rounding
+from accel.quantization.activation_quantization import rounding_linears
 
 PARTIAL = "understood, but not the whole model"
 BATCH_EAGER_CALLS = 4  # of a step size, before its graph is captured: many sizes of batches come a few times only
@@ -128,7 +128,7 @@ def _bind(
     batches: GraphRunner | StretchGraphs | None = None
     if context.options.kv_cache is not None:
         note = "; ".join(filter(None, (note, _round(forward, specs, context.options.kv_cache, context.options.strict))))
-    elif rounding(model):
+    elif rounding_linears(model):
         warm_up(forward)
     if context.options.graphs is not False and isinstance(forward, SpreadForward):
         forward.runner = _graphs(forward, context, context.options.graphs is True)

@@ -19,8 +19,8 @@ from accel.parallel.sharded_layers import ranks_of
 from accel.patching.rule import Context
 from accel.planning.plan import Plan, Row, StageReport, StageResult
 from accel.quantization.activation_quantization import RULE as ROUNDING
-from accel.quantization.activation_quantization import Rounding, fixed, rounding
-from accel.quantization.activations import kind_of
+from accel.quantization.activation_quantization import Rounding, calibration_notes, rounding_linears
+from accel.quantization.activations import weight_dtype_of
 from accel.quantization.model import RULE
 
 
@@ -57,7 +57,7 @@ def round_activations(model: PreTrainedModel, context: Context) -> StageResult:
     """
     options, found = context.options, Rounding(context.options)
     found.find(model, set(model.get_output_embeddings().modules()))  # of few rows, but for all logits
-    if options.activations is not None and options.weights is None and not (found.pairs or rounding(model)):
+    if options.activations is not None and options.weights is None and not (found.pairs or rounding_linears(model)):
         if options.activations in STATIC:
             raise ValueError(
                 f"activations={options.activations!r}: no linear layer of the model holds what it "
@@ -65,12 +65,12 @@ def round_activations(model: PreTrainedModel, context: Context) -> StageResult:
             )
         raise ValueError(
             f"activations={options.activations!r} needs weights of the same kind, and the model holds none: "
-            f"give weights={kind_of(options.activations)!r} too"
+            f"give weights={weight_dtype_of(options.activations)!r} too"
         )
 
     def report() -> StageReport:
         rows = [Row(path, ROUNDING, status, reason) for path, status, reason in found.rows]
-        return StageReport(rows + [Row("", ROUNDING, "patched", line) for line in fixed(model)])
+        return StageReport(rows + [Row("", ROUNDING, "patched", line) for line in calibration_notes(model)])
 
     return StageResult((found,) if found.pairs else (), report)
 

@@ -19,7 +19,7 @@ from accel.llm.ptq.formats.prequantized_import import PrequantizedImport
 from accel.llm.recording.inputs import KNOWN, TOKENS, causal, example_inputs, most_configured
 from accel.llm.routed import RoutedLayers
 from accel.planning.plan import Plan
-from accel.quantization.activation_quantization import rounding
+from accel.quantization.activation_quantization import rounding_linears
 from accel.quantization.module import unrounded
 from accel.tolerances import TIMES_STOCK
 from accel.verification.agreement import Agreement, distributions, perplexity
@@ -82,7 +82,7 @@ def agreement_with_stock(
     that are rounded to 8 bits: their loss is told, prompt and decode are judged without, products of such rows alone.
     """
     (plan,) = plans.values()
-    rounds = bool(rounding(model))
+    rounds = bool(rounding_linears(model))
     asked, note = _told(plan, rounds), ""
     with seeded(seed):
         ours = _greedy(model, inputs)[0]
@@ -143,7 +143,7 @@ def _told(plan: Plan, rounds: bool) -> dict[str, str]:
     options = plan.options
     chosen: dict[str, str | None] = {"weights": options.weights if plan.weights else None, "kv_cache": options.kv_cache}
     if rounds:
-        kinds = {module.activations for module in rounding(plan.root)}
+        kinds = {module.activations for module in rounding_linears(plan.root)}
         chosen["activations"] = options.activations or ", ".join(sorted(filter(None, kinds)))
     names = ("weights", "activations", "kv_cache")
     return {name: value for name in names if (value := chosen.get(name)) is not None}

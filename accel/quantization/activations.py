@@ -15,14 +15,14 @@ from accel_kernels.gemm.fused_linear import MOST_ROWS
 from accel_kernels.gemm.quantize_rows import KnownColumns
 from accel_kernels.gemm.quantized_weight import WeightFormat
 
-NUMBERS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+ROW_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 SCALE, COLUMNS = "input_scale", "input_columns"
 # What calibration fixes for them, and the buffer of a `QuantizedLinear` where it is.
 FIXED: dict[str | None, str] = {"int8-static": SCALE, "fp8-static": SCALE, "int8-outliers-static": COLUMNS}
 THRESHOLD = 6.0  # of the absolute value, as published: columns that pass it are outliers
 
 
-def kind_of(activations: str) -> str:
+def weight_dtype_of(activations: str) -> str:
     """What a weight must be stored as, "int8" or "fp8"."""
     return activations.partition("-")[0]
 
@@ -32,7 +32,7 @@ def is_static(activations: str | None) -> bool:
     return activations in FIXED
 
 
-def many(x: torch.Tensor) -> bool:
+def many_rows(x: torch.Tensor) -> bool:
     """Whether x (..., K) has so many rows that they are rounded."""
     return x.numel() > MOST_ROWS * x.shape[-1]
 
@@ -55,7 +55,7 @@ class RowProducts:
         """norm(x) in 8 bits; x: (..., K). activations: a value of `Options.activations`. fixed: what `FIXED` names,
         columns looked up as KnownColumns.
         """
-        given: dict[str, Any] = {"norm": norm, "dtype": NUMBERS[kind_of(activations)]}
+        given: dict[str, Any] = {"norm": norm, "dtype": ROW_DTYPES[weight_dtype_of(activations)]}
         if activations == "int8-outliers":
             given["outliers"] = THRESHOLD
         elif FIXED.get(activations) == SCALE:
@@ -66,7 +66,7 @@ class RowProducts:
 
     def product(self, activations: str) -> Callable:
         """The operation that takes such rows, and a `Quantized` weight of the same kind."""
-        return self.fp8_linear if kind_of(activations) == "fp8" else self.int8_linear
+        return self.fp8_linear if weight_dtype_of(activations) == "fp8" else self.int8_linear
 
 
 KERNELS = RowProducts()
@@ -92,7 +92,7 @@ class QuantizedCall:
     x W^T + b. Equal for linears that compute alike.
 
     A `TorchFunctionMode` sees this one call and nothing inside. format: of the weight. activations: how rows are
-    rounded where they are many, None for not. products: what rounds and multiplies. exact: by torch's product with the
+    rounded where there are many, None for not. products: what rounds and multiplies. exact: by torch's product with the
     dequantized weight, and by no kernel.
     """
 
@@ -123,7 +123,7 @@ class QuantizedCall:
         fixed: torch.Tensor | KnownColumns | None = None,
     ) -> torch.Tensor:
         weight = self.weight(data, scales, zeros)
-        if self.activations is not None and many(x):
+        if self.activations is not None and many_rows(x):
             products = REFERENCES if self.exact else self.products
             rows = products.rounded(x, self.activations, fixed=fixed)
             return products.product(self.activations)(rows, weight, bias)

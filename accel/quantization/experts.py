@@ -72,7 +72,7 @@ class QuantizedExperts(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """No setting, of which a fast forward asks whether they were changed: an empty tensor is cast instead."""
+        """That of an empty tensor which casts change; as an attribute it would count as a changed setting."""
         return self.get_buffer(LIKE).dtype
 
     @dtype.setter
@@ -128,7 +128,7 @@ OWN = ("kind", "transposed", "scheme", "formats", "shapes")  # attributes that o
 
 
 def holds_numbers(module: nn.Module) -> bool:
-    """Whether its buffers are its weight: a linear or experts in fewer bits."""
+    """Whether it is a linear or experts in fewer bits, whose buffers are the weight."""
     return type(module) in (QuantizedLinear, QuantizedExperts)
 
 

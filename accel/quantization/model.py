@@ -14,7 +14,7 @@ from accel.parallel.sharded_layers import INPUTS, expert_sharding, local, sharde
 from accel.patching.rule import Change
 from accel.patching.structure import twin
 from accel.quantization.experts import ExpertStacks, QuantizedExperts
-from accel.quantization.linears import Dense, nothing
+from accel.quantization.linears import Dense, nothing_to_quantize
 from accel.quantization.module import QuantizedLinear
 from accel.quantization.patch import QuantizedModule, QuantizedModulePatch, held_elsewhere
 from accel.quantization.rounding import round_to_nearest, sqnr_db
@@ -26,8 +26,8 @@ RULE = "weights"  # what the report calls it
 class Quantization:
     """The weights of one model that are to be quantized; `swap` is the patch that does it when applied.
 
-    rows: (path, status, reason) of every site. records: of the quantized ones, see `Report.weights`. warnings: that
-    nothing is quantized, where the model holds no weight of that scheme either.
+    rows: (path, status, reason) of every site. records: of the quantized ones, see `Report.weights`. warnings: for a
+    model of which nothing is quantized, nor was before.
 
     weights: a value of `Options.weights`. chosen: the linears by path. experts: those of mixtures by path. skipped: why
     others are not quantized. guard: see `QuantizedModulePatch`. Raises ValueError for a skipped site with `strict`.
@@ -83,7 +83,7 @@ class Quantization:
 
     def warn(self, reasons: Mapping[str, str]) -> None:
         """Nothing is quantized, for these reasons."""
-        told = nothing(self.weights, reasons)
+        told = nothing_to_quantize(self.weights, reasons)
         self.skip({"": told})
         self.warnings.append(told)
 
@@ -124,9 +124,8 @@ class Quantization:
     def _rounded(
         self, path: str, weight: torch.Tensor, stored: torch.Tensor, scheme: Scheme, ranks: Ranks | None = None
     ) -> tuple[Quantized, str]:
-        """A weight in fewer bits, of which there is a record then, and what is to be told of its memory.
-
-        ranks: see `round_to_nearest`.
+        """A weight in fewer bits, and a note on its memory for the report; adds its record. ranks: see
+        `round_to_nearest`.
         """
         try:
             quantized = round_to_nearest(weight, scheme, ranks)

@@ -21,7 +21,7 @@ from accel.quantization.activations import (
     QuantizedCall,
     buffers_of,
     from_buffers,
-    many,
+    many_rows,
 )
 from accel.quantization.scheme import Scheme
 
@@ -104,7 +104,7 @@ class QuantizedLinear(nn.Linear):
 
     def rounds(self, x: torch.Tensor) -> str | None:
         """How the rows of x are rounded, None where they are not."""
-        return self.activations if many(x) else None
+        return self.activations if many_rows(x) else None
 
     @property
     def rounding(self) -> tuple[str | None, tuple | None]:

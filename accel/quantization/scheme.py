@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from accel_kernels.gemm.fused_linear import MOST_ROWS
 from accel_kernels.gemm.quantized_weight import FORMATS, PER_WORD, WeightFormat
 
-from accel.quantization.activations import FIXED, is_static, kind_of
+from accel.quantization.activations import FIXED, is_static, weight_dtype_of
 
 GROUP = 128  # columns to a scale of 4-bit numbers, where the name says nothing else
 
@@ -59,7 +59,7 @@ class Scheme:
 
     def rounding(self, activations: str, calibrated: bool = False) -> "Scheme | str":
         """The same with activations rounded so, or why they cannot be. calibrated: what they need is fixed."""
-        kind = kind_of(activations)
+        kind = weight_dtype_of(activations)
         if (self.weight_dtype, self.group, self.symmetric) != (kind, None, True):
             return f"activations={activations!r} needs a weight of {Scheme(kind)}; it is {self}"
         if is_static(activations) and not calibrated:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from accel.planning.plan import Plan
-from accel.quantization.activation_quantization import rounding
+from accel.quantization.activation_quantization import rounding_linears
 from accel.quantization.module import unrounded
 from accel.tolerances import DRIFT, SEEN
 from accel.verification.call import SeededCall, as_tensors
@@ -54,7 +54,7 @@ def against_stock(obj: Any, plans: Mapping[str, Plan], args: tuple, kwargs: dict
             records[name].measure()
     # Over the same weights, rows as they are, nothing is lossy but the step cache.
     cached = any(plan.options.step_cache is not None for plan in plans.values())
-    rounds = {name: record for name, record in records.items() if rounding(record.module)}
+    rounds = {name: record for name, record in records.items() if rounding_linears(record.module)}
     told = lossy if cached or not (held or rounds) else None
     parts = {}
     for name, record in records.items():

@@ -28,7 +28,7 @@ from accel.diffusion.inputs import example_call
 from accel.diffusion.linears import denoiser_linears, denoises, modulations
 from accel.options import Options
 from accel.planning.targets import models_in
-from accel.quantization.linears import inside, unfit
+from accel.quantization.linears import base_modules, size_reason
 from accel.quantization.model import Quantization
 from accel.quantization.scheme import Scheme
 from accel.saved import load_saved
@@ -70,7 +70,7 @@ def run(model: nn.Module, call: Call) -> list[torch.Tensor]:
 
 def kinds_of(model: nn.Module, call: Call) -> dict[str, dict[str, nn.Linear]]:
     """The linears by kind, each by path, told in one stock call; without those that it does not call."""
-    paths = {module: path for path, module in inside(model, "", set()) if isinstance(module, nn.Linear)}
+    paths = {module: path for path, module in base_modules(model, "", set()) if isinstance(module, nn.Linear)}
     attentions = [module for module in model.modules() if "processor" in vars(module)]
     owner = {linear: one for one in attentions for linear in paths.keys() & set(one.modules())}
     given: dict[nn.Module, set[int]] = {}
@@ -151,7 +151,11 @@ def measure(
 
     for scheme in schemes:
         fit = {
-            kind: {path: one for path, one in members.items() if unfit(*one.weight.shape, Scheme.parse(scheme)) is None}
+            kind: {
+                path: one
+                for path, one in members.items()
+                if size_reason(*one.weight.shape, Scheme.parse(scheme)) is None
+            }
             for kind, members in kinds.items()
         }
         default = denoiser_linears(model, Scheme.parse(scheme)).chosen

@@ -13,7 +13,7 @@ from accel_kernels import Quantized
 import accel
 from accel.bench.llm.models import prompt
 from accel.bench.timing import seconds
-from accel.quantization.activations import kind_of
+from accel.quantization.activations import weight_dtype_of
 from accel.quantization.experts import QuantizedExperts
 from accel.verification.agreement import distributions
 
@@ -57,7 +57,9 @@ def lossy_options(
     activations: each with weights of the same kind.
     """
     linears = {scheme: {"weights": scheme} for scheme in weights}
-    linears |= {f"{kind_of(one)} x {one}": {"weights": kind_of(one), "activations": one} for one in activations}
+    for one in activations:
+        weight_dtype = weight_dtype_of(one)
+        linears[f"{weight_dtype} x {one}"] = {"weights": weight_dtype, "activations": one}
     yield from linears.items()
     for kind in kv_cache:
         yield f"kv {kind}", {"kv_cache": kind}

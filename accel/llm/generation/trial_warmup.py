@@ -24,7 +24,7 @@ from accel.llm.generation.trial import (
 from accel.llm.kv_cache.store import Shape
 from accel.llm.recording.recorder import resting
 from accel.llm.runtime.layer import LayerForward
-from accel.quantization.activation_quantization import rounding
+from accel.quantization.activation_quantization import rounding_linears
 
 LONGER = 320  # tokens of a prompt that is more than a few rows
 PADDED = (STEP // 4, STEP // 2, LONGER, LONGER + STEP)  # of prompts in graphs: few; many, and a multiple of 128
@@ -37,7 +37,7 @@ def warm_up(forward: DecoderForward) -> None:
     """Compiles what a tried forward launches over another kind of store, or with rounded activations."""
     with (
         resting(forward.module),
-        warming_up_trial(forward, trial_lengths(forward), TILED if rounding(forward.module) else ()),
+        warming_up_trial(forward, trial_lengths(forward), TILED if rounding_linears(forward.module) else ()),
     ):
         forward.seen = None
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,12 +24,18 @@ from accel.quantization.linears import Dense
 from accel.quantization.scheme import Scheme
 
 FOLDING = ("awq", "smoothquant")
+ALGORITHMS: dict[str, Callable[[LayerWork, nn.Module, Sequence[FoldGroup]], None]] = {
+    "rtn": lambda work, *_: work.round(),
+    "gptq": lambda work, *_: gptq.quantize_layer(work),
+    "awq": awq.quantize_layer,
+    "smoothquant": smooth.quantize_layer,
+}
 
 
 class LayerResult(NamedTuple):
-    """path: of the decoder layer. weights: by the full path of each linear. changed: other parameters that are not what
-    they were, by full path: norms, biases, the weight of a linear that a scale was folded into. inputs: by the full
-    path of each linear what is fixed of its inputs, where the scheme wants it, see `FIXED`.
+    """path: of the decoder layer. weights: by the full path of each linear. changed: other parameters that changed, by
+    full path: norms, biases, the weight of a linear that a scale was folded into. inputs: by the full path of each
+    linear what calibration fixed of its inputs, see `FIXED`.
     """
 
     path: str
@@ -39,9 +45,9 @@ class LayerResult(NamedTuple):
 
 
 class CalibratedLayer(LayerResult):
-    """A result with what there is to say of it. notes: what was not done as asked for, and why. sqnr_db: what the layer
-    adds to its hidden states, on the calibration, to the error of that; the int8 activations of smoothquant included.
-    None where nothing was run.
+    """A result with its quality. notes: what was not done as asked for, and why. sqnr_db: signal to noise of what the
+    layer adds to its hidden states, on the calibration data; the int8 activations of smoothquant included. None where
+    nothing was run.
     """
 
     notes: tuple[str, ...] = ()
@@ -89,8 +95,8 @@ def apply(model: nn.Module, result: LayerResult) -> None:
     for path, tensor in result.changed.items():
         set_data(model.get_parameter(path), lambda data, tensor=tensor: tensor.to(data.device, data.dtype, copy=True))
     for path, quantized in result.weights.items():
-        linear = model.get_submodule(path)
-        put(linear, moved(quantized, linear.weight.device).dequantized(linear.weight.dtype))
+        weight = model.get_parameter(f"{path}.weight")
+        put(model.get_submodule(path), moved(quantized, weight.device).dequantized(weight.dtype))
 
 
 def _layers(
@@ -120,7 +126,7 @@ def _layers(
                 work = LayerWork(layer, scheme, own, calls)
                 if reason:
                     work.notes.append(f"no scale is folded: {reason}")
-                _by(method, work, model, groups.get(name, ()))
+                ALGORITHMS[method](work, model, groups.get(name, ()))
                 if is_static(scheme.activations):
                     _fix_inputs(work)
                 after = work.outputs()
@@ -128,17 +134,6 @@ def _layers(
         if inputs is not None:
             inputs.next(after)
         yield result
-
-
-def _by(method: str, work: LayerWork, model: nn.Module, groups: Sequence[FoldGroup]) -> None:
-    if method == "gptq":
-        gptq.quantize_layer(work)
-    elif method == "awq":
-        awq.quantize_layer(work, model, groups)
-    elif method == "smoothquant":
-        smooth.quantize_layer(work, model, groups)
-    else:
-        work.round()
 
 
 def _fix_inputs(work: LayerWork) -> None:

@@ -20,7 +20,7 @@ from accel.parallel.sharded_layers import expert_sharding, local
 from accel.patching.structure import meta_weights, tampered, twin
 from accel.quantization import model as quantization
 from accel.quantization.experts import OWN, ExpertStacks, QuantizedExperts
-from accel.quantization.linears import Dense, inside
+from accel.quantization.linears import Dense, base_modules
 from accel.quantization.module import dequantizing
 from accel.quantization.scheme import Scheme
 
@@ -40,7 +40,7 @@ def experts(model: PreTrainedModel, scheme: Scheme, find: Find) -> tuple[dict[st
         path = ""
     chosen: dict[str, ExpertStacks] = {}
     skipped: dict[str, str] = {}
-    for where, module in inside(model.get_submodule(path), path, set()):
+    for where, module in base_modules(model.get_submodule(path), path, set()):
         if not holds_experts(module):
             continue
         found = _refuses(where, module) or _unread(next(module.parameters()).device, scheme) or find(_whole(module))

@@ -34,7 +34,7 @@ def product_for(kernels: Kernels, x: torch.Tensor) -> Callable:
 
 
 class Weights(NamedTuple):
-    """A linear, and how its weight and bias are read: `now()` gives weight (out, in), plain or `Quantized`, and bias
+    """A linear, and how its tensors are read: `operands()` gives weight (out, in), plain or `Quantized`, and bias
     (out,) or None.
 
     No views are kept: whoever moves a model elsewhere wants the memory back. transposed: the weight is stored (in,
@@ -72,7 +72,7 @@ class Weights(NamedTuple):
         tensors = [t is None or (t.dtype, t.shape[1:]) for t in self.tensors()[:-1]]
         return self.module.format, self.module.rounding, tensors
 
-    def now(self) -> tuple[Any, torch.Tensor | None]:
+    def operands(self) -> tuple[Any, torch.Tensor | None]:
         *parts, bias = self.tensors()
         if self.transposed:
             parts = [part.t() for part in parts if part is not None]

@@ -9,13 +9,13 @@ from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.norm.norm import ACTIVATIONS
 from torch import nn
 
-from accel.fusion.stacked_linears import stack_rows, stacked_rows
+from accel.fusion.stacked_linears import stacked_tensors
 from accel.llm.runtime.linear import Weights, product_for, weights
 from accel.llm.runtime.norm import FLAT, HeadNorm, NormSpec, given, given_back
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import as_understood
 from accel.patching.user_ops import UserOp
-from accel.quantization.activations import many
+from accel.quantization.activations import many_rows
 from accel.quantization.product import Rows, rounded_product
 
 
@@ -60,7 +60,7 @@ class BoundHeadNorm:
 
 
 class NormedInput(Rows):
-    """What projections of one input share: the norm before them, done inside each, or once where that costs less.
+    """The input of several projections: the norm before them is done inside each, or once where that costs less.
 
     times: how many projections there are.
     """
@@ -78,7 +78,7 @@ class NormedInput(Rows):
 
     def given(self, free: bool = False) -> tuple[torch.Tensor, Norm | None]:
         """What an operation is given that takes a norm before its product. free: it costs nothing there."""
-        once = self.norm is not None and self.times > 1 and not free and many(self.x)
+        once = self.norm is not None and self.times > 1 and not free and many_rows(self.x)
         return (self.normed(), None) if once else (self.x, self.norm)
 
 
@@ -96,14 +96,14 @@ def part_product(
 
     Where the inputs are divided among ranks, the sum over all of them stands for the product.
     """
-    weight, bias = weights.now()
+    weight, bias = weights.operands()
     if weights.ranks is not None:
         part = _product(kernels, weights, before, weight, None)
         act = None if activation is None else ACTIVATIONS[activation]
         return weights.ranks.reduce(part, bias, act, residual, scale)
     given: dict[str, Any] = {"activation": activation, "residual": residual, "scale": scale}
     if up is not None:
-        given["up"], given["up_bias"] = up.now()
+        given["up"], given["up_bias"] = up.operands()
     return _product(kernels, weights, before, weight, bias, **given)
 
 
@@ -156,13 +156,6 @@ def stacked(linears: list[BoundLinear], stack: bool) -> Weights | None:
         return None
     if not all(parts[0].fits(part) for part in parts):
         return None
-    # One list a tensor of which each part has its rows; an empty one where none has a bias.
-    lists = [[t for t in tensors if t is not None] for tensors in zip(*(part.tensors() for part in parts), strict=True)]
-    if not all(len(tensors) in (0, len(parts)) for tensors in lists):
+    if stacked_tensors([part.module for part in parts], stack) is None:
         return None
-    for tensors in filter(None, lists):
-        if stack:
-            stack_rows(tensors)
-        if stacked_rows(tensors) is None:
-            return None
     return parts[0]._replace(rows=(0, sum(part.outputs for part in parts)))

@@ -28,8 +28,9 @@ def pack(numbers: torch.Tensor) -> torch.Tensor:
     """(N, K) of -8..7 as int32 (N, K / 8). Raises ValueError where K is not a multiple of 8."""
     if numbers.shape[1] % PER_WORD:
         raise ValueError(f"{numbers.shape[1]} columns: 4-bit numbers are packed by {PER_WORD}")
-    pairs = numbers.add(ZERO_POINT).to(torch.uint8).unflatten(1, (-1, 2))
-    return (pairs[..., 0] | pairs[..., 1] << 4).contiguous().view(torch.int32)  # the lowest first, as in `unpack`
+    pairs = numbers.to(torch.int8).add(ZERO_POINT).view(torch.uint8).unflatten(1, (-1, 2))
+    words = (pairs[..., 1] << 4).bitwise_or_(pairs[..., 0])  # the lowest first, as in `unpack`
+    return words.contiguous().view(torch.int32)
 
 
 def unpack(words: torch.Tensor) -> torch.Tensor:

@@ -8,14 +8,13 @@ import torch
 from accel_kernels import int8_linear
 
 import accel
-from accel.errors import PatchConflict
 from accel.planning.plan import PLAN
 from accel.quantization import product
 from accel.quantization.activations import RowProducts
 from accel.quantization.module import QuantizedLinear
 from accel.verification import rounded_products as judging
 from support.diffusion.outputs import close, run
-from support.diffusion.rounded_rows import INT8, options
+from support.diffusion.rounded_rows import options
 from support.llm.quantized import held_by, rounded
 from support.patched import sites
 
@@ -114,27 +113,6 @@ def test_saved_as_stock_saves_it(tiny, unet, tmp_path):
     assert torch.equal(run(model, inputs), wanted) and held_by(model)
     accel.restore(model)
     assert not {"save_pretrained", "fuse_lora", "fuse_qkv_projections"} & set(vars(model))
-
-
-@pytest.mark.parametrize(
-    ("options", "buffers"), [({"weights": "int8"}, True), ({"weights": "int8"}, False), (INT8, False)], ids=str
-)
-@pytest.mark.share(1)
-def test_offloaded_afterwards(options, buffers, unet_and_inputs):
-    from accelerate import cpu_offload
-    from accelerate.hooks import remove_hook_from_submodules
-
-    stock, inputs = unet_and_inputs("sd15")
-    model = accel.optimize(copy.deepcopy(stock), **options)
-    wanted = run(model, inputs)
-    cpu_offload(model, execution_device=torch.device("cpu"), offload_buffers=buffers)
-    close(run(model, inputs), wanted)
-    with pytest.raises(PatchConflict, match="hook"):
-        accel.restore(model)
-    remove_hook_from_submodules(model)
-    close(run(model, inputs), wanted)
-    accel.restore(model)
-    assert torch.equal(run(model, inputs), run(stock, inputs))
 
 
 def test_offloaded_before_it_is_left_alone_and_says_so(tiny, unet):

@@ -10,7 +10,7 @@ from torch import nn
 
 import accel
 from accel.options import Options
-from accel.quantization.activations import KERNELS, is_static, kind_of
+from accel.quantization.activations import KERNELS, is_static, weight_dtype_of
 from accel.quantization.module import QuantizedLinear, dequantizing, unrounded
 from accel.quantization.rounding import round_to_nearest
 from accel.quantization.scheme import Scheme
@@ -28,7 +28,7 @@ DATA = [{"input_ids": prompt(2, 40, seed)} for seed in range(2)]
 
 
 def calibrated(model, kind: str, method: str = "rtn", **given):
-    return accel.quantize(model, kind_of(kind), DATA, method=method, activations=kind, **given)
+    return accel.quantize(model, weight_dtype_of(kind), DATA, method=method, activations=kind, **given)
 
 
 def by_definition(x: torch.Tensor, module: QuantizedLinear, kind: str) -> torch.Tensor:
@@ -46,7 +46,7 @@ def optimized_pair(stock, kind: str, in_double):
     if is_static(kind):
         calibrated(ours, kind)
     in_double()
-    accel.optimize(ours, **{} if is_static(kind) else {"weights": kind_of(kind), "activations": kind})
+    accel.optimize(ours, **{} if is_static(kind) else {"weights": weight_dtype_of(kind), "activations": kind})
     return ours, oracle(stock, ours, lambda x, module: by_definition(x, module, kind))
 
 
@@ -223,7 +223,7 @@ def test_linears_without_a_scale_or_of_another_kind_are_left_alone_and_named():
 
 
 def linear(kind: str, plain: nn.Linear, scale: float = 0.015) -> QuantizedLinear:
-    scheme = Scheme(kind_of(kind), activations=kind)
+    scheme = Scheme(weight_dtype_of(kind), activations=kind)
     fixed = {"input_scale": torch.tensor([scale])} if is_static(kind) else {}
     return QuantizedLinear(round_to_nearest(plain.weight, scheme), plain.bias, plain.weight.dtype, scheme, **fixed)
 

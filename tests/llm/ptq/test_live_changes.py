@@ -9,6 +9,7 @@ from torch import nn
 import accel
 from accel.llm.recording import recorder
 from accel.planning.plan import PLAN
+from accel.quantization.experts import holds_numbers
 from support.llm.changes import CHANGES
 from support.llm.edits.places import lora
 from support.llm.families import every, make, padded
@@ -119,23 +120,28 @@ def test_gradients_reach_an_adapter_over_quantized_weights():
     same(*found)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_another_dtype_afterwards(dtype):
-    model, stock = pair("llama-biases", weights="fp8")
-    numbers = [module.quantized for module in held_by(model)]
-    copies = [quantized.each(torch.clone).parts() for quantized in numbers]
+@pytest.mark.parametrize(
+    ("name", "weights", "dtype"),
+    [(*row, torch.bfloat16) for row in (("llama-biases", "fp8"), ("gpt-oss", "int8"))]
+    + [("llama-biases", "fp8", torch.float64)],
+    ids=str,
+)
+@pytest.mark.share(1)
+def test_another_dtype_afterwards(name, weights, dtype):
+    model, stock = pair(name, weights=weights)
+    held = [module for module in model.modules() if holds_numbers(module)]
+    before = [{n: b.clone() for n, b in module.named_buffers(recurse=False) if b.numel()} for module in held]
     model.to(dtype)
-    for module, copied in zip(held_by(model), copies, strict=True):
-        now = module.quantized.parts()
-        assert now.keys() == copied.keys()
-        for name, was in copied.items():
-            assert now[name].dtype == was.dtype and torch.equal(now[name].float(), was.float())
-        assert module.weight.dtype == module.bias.dtype == dtype
+    for module, copies in zip(held, before, strict=True):
+        assert all(module.get_buffer(n).dtype == b.dtype and torch.equal(module.get_buffer(n), b)
+                   for n, b in copies.items())  # fmt: skip
+        assert {module.dtype, *(p.dtype for p in module.parameters())} == {dtype}
     ids, mask = padded()
     reference = rounded(stock, model).to(dtype)
     ours, theirs = (m(ids, attention_mask=mask).logits.double() for m in (model, reference))
     assert ours.isfinite().all() and float((ours - theirs)[mask.bool()].norm() / theirs[mask.bool()].norm()) < 0.05
     generate(model, ids, mask)
+    assert not accel.report(model).fallbacks  # and they are fast
     accel.restore(model)
     assert all(p.dtype == dtype for p in model.parameters())
     assert torch.equal(model(ids, attention_mask=mask).logits, stock.to(dtype)(ids, attention_mask=mask).logits)

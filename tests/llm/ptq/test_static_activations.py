@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 import accel
 from accel.llm.ptq import run as running
 from accel.llm.ptq.calibrate import quantize_layers
-from accel.quantization.activations import RowProducts, kind_of
+from accel.quantization.activations import RowProducts, weight_dtype_of
 from accel.quantization.module import QuantizedLinear
 from accel.quantization.scheme import Scheme
 from support.llm.families import make, padded, prompt
@@ -22,7 +22,7 @@ DATA = [{"input_ids": prompt(2, 40, seed)} for seed in range(2)]
 
 
 def quantized(name: str, kind: str, **given):
-    return accel.quantize(make(name), kind_of(kind), DATA, method="rtn", activations=kind, **given)
+    return accel.quantize(make(name), weight_dtype_of(kind), DATA, method="rtn", activations=kind, **given)
 
 
 @pytest.mark.parametrize("kind", MOST)
@@ -32,7 +32,7 @@ def test_a_scale_is_the_largest_input_of_the_calibration(name, kind):
     """Of the rounded model, token for token, without what is padded."""
     model, (ids, mask) = make(name), padded((12, 7))
     data = [{"input_ids": ids, "attention_mask": mask}]
-    accel.quantize(model, kind_of(kind), data, method="rtn", activations=kind)
+    accel.quantize(model, weight_dtype_of(kind), data, method="rtn", activations=kind)
     largest = {}
     for path, module in model.named_modules():
         if type(module) is QuantizedLinear:
@@ -56,7 +56,7 @@ def test_saved_loaded_arrived_and_stock(kind, dtype, tmp_path):
     make("llama-biases", dtype).save_pretrained(tmp_path / "stock")  # whose frequencies are in full precision
     stock, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "stock", dtype=dtype).eval(), DATA[0]["input_ids"]
     model, given = copy.deepcopy(stock), {"method": "rtn", "activations": kind}
-    accel.quantize(model, kind_of(kind), DATA, out=tmp_path / "out", **given)
+    accel.quantize(model, weight_dtype_of(kind), DATA, out=tmp_path / "out", **given)
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     (group,) = config["config_groups"].values()
     said = group["input_activations"]

@@ -13,8 +13,8 @@ from accel_kernels.rowwise.program import NUMBERS
 from accel_kernels.rowwise.rowwise import TORCH
 
 from accel.diffusion.dit.program import CONCATENATIONS, Program, Ref, TorchStep, refs
-from accel.quantization.activations import KERNELS, QuantizedCall, RoundedCall, kind_of
-from accel.quantization.activations import NUMBERS as DTYPES
+from accel.quantization.activations import KERNELS, QuantizedCall, RoundedCall, weight_dtype_of
+from accel.quantization.activations import ROW_DTYPES as DTYPES
 
 ROUNDED = (torch.float16, torch.bfloat16)  # in float32 products of fewer bits run no kernel
 PLAIN = ("int8", "fp8")  # ways of rounding rows that are nothing but numbers and a scale
@@ -77,7 +77,7 @@ class _Splitter:
         return activations in PLAIN and x.dtype in ROUNDED and not x.pinned
 
     def _product(self, step: TorchStep, call: Any, apart: set[int]) -> list[TorchStep]:
-        x, kind = step.args[0].number, kind_of(call.activations)
+        x, kind = step.args[0].number, weight_dtype_of(call.activations)
         made: list[TorchStep] = []
         if (x, kind) not in self.found:
             pieces = self._pieces(x)

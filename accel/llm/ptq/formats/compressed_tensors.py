@@ -51,7 +51,7 @@ def parts(quantized: Quantized, format: str = PACKED) -> dict[str, torch.Tensor]
 def read(held: Mapping[str, torch.Tensor | None], taken: bool = False) -> Quantized:
     """The weight that these parts are. Raises ValueError where they do not fit one another, or what we can hold.
 
-    taken: nobody else reads the parts. Then the numbers lie where the packed ones did, whatever their layout.
+    taken: nobody else reads the parts, so that numbers may be unpacked in their memory.
     """
     scales = _held(held, "weight_scale")
     if not scales.is_floating_point() or scales.dtype in BYTES:
@@ -77,7 +77,7 @@ def read(held: Mapping[str, torch.Tensor | None], taken: bool = False) -> Quanti
 
 
 def by_order(quantized: Quantized, order: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The weight (N, K) in dtype whose columns are of the groups that order (K,) says. Raises ValueError for another.
+    """The weight (N, K) in dtype; order (K,): the group of each column. Raises ValueError for an order that is none.
 
     "Activation order" of GPTQ, see compressed-tensors 0.20 (actorder "group"): columns stay where they are.
     """

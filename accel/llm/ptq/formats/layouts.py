@@ -16,7 +16,7 @@ from torch import nn
 from accel.llm.ptq.formats import compressed_tensors as compressed
 from accel.llm.ptq.formats.prequantized import UNROUNDED, PrequantizedLinear, disagrees, held_tensors, of_package
 from accel.patching.structure import stock_method
-from accel.quantization.activations import NUMBERS, is_static, kind_of
+from accel.quantization.activations import ROW_DTYPES, is_static, weight_dtype_of
 
 WORD = 32
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column in each place of a word
@@ -51,7 +51,11 @@ class CompressedTensors(PrequantizedLinear):
         self.note = UNROUNDED if found is not None else ""
         said = {name: getattr(found, name, None) for name in ("num_bits", "type", "symmetric", "strategy", "dynamic")}
         activations = compressed.rounding_of(said)
-        if activations is not None and is_static(activations) and NUMBERS[kind_of(activations)] == self.big.dtype:
+        if (
+            activations is not None
+            and is_static(activations)
+            and ROW_DTYPES[weight_dtype_of(activations)] == self.big.dtype
+        ):
             self.input_scale = compressed.input_scale(held)
 
     def read(self) -> Quantized:

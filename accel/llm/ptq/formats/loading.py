@@ -108,7 +108,7 @@ def replace_linears(
 
 
 def paths_in(model: PreTrainedModel, paths: Iterable[str]) -> dict[str, str]:
-    """Where the model has what a file holds under these paths: transformers renames some, as GPT-NeoX's head."""
+    """By paths of a file, those of the model: transformers renames some, as GPT-NeoX's head."""
     renamed = own_name(model)
     return {path: renamed(f"{path}.weight").removesuffix(".weight") for path in paths}
 
@@ -133,7 +133,7 @@ def _finish(model: PreTrainedModel, quantization: QuantizationConfig) -> None:
         if type(module) is PlaceholderLinear:
             held = {name: p.detach() for name, p in module._parameters.items() if p is not None}
             bias = module.bias
-            module._parameters.clear()  # what became another tensor is gone before the next does
+            module._parameters.clear()  # so that each part of the file is freed before the next one is repacked
             with located(path):
                 quantized = checked_weight(held)
                 if compressed.ORDER in held:

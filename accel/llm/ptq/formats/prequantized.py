@@ -14,7 +14,7 @@ from accel.tolerances import PREQUANTIZED
 
 PACKAGE = "compressed_tensors."
 PROBED = 64  # outputs that are compared
-UNROUNDED = "activations keep their dtype, which the layer it came as rounds too: `activations` asks for it"
+UNROUNDED = "activations keep their dtype, and the original layer rounds them: give `activations` to round them too"
 
 
 class PrequantizedLinear(ABC):
@@ -22,8 +22,8 @@ class PrequantizedLinear(ABC):
 
     input_scale: of all its inputs, fixed, (1,) float32; None where it has none for numbers like the weight's.
 
-    `read` gives its weight, in the same memory where the layout is ours, and `back` the big tensor again. Once read it
-    is released: ours holds the numbers, until they are given back.
+    `read` gives its weight, in the same memory where the layout is ours, and `back` the big tensor again. `release`
+    empties the big tensor, so that the numbers are held once; `refill` gives them back.
     """
 
     kind: str

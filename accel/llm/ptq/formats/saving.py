@@ -85,14 +85,14 @@ class SaveOverride(InstanceMethod):
 
 
 def untie(config: PretrainedConfig) -> None:
-    """The output head has numbers of its own, not those of the embeddings in 16 bits."""
+    """Says in a configuration that the output head has a weight of its own, not that of the embeddings."""
     for one in (config, config.get_text_config()):
         if getattr(one, TIED, False):
             setattr(one, TIED, False)
 
 
 def guard(model: PreTrainedModel) -> Patch | None:
-    """A patch that has the model saved so; None where it is already."""
+    """The patch that installs `SaveOverride`; None where it is installed already."""
     return Patch(model, SAVE, SaveOverride(model)) if SAVE not in vars(model) else None
 
 
@@ -172,7 +172,7 @@ def _written(names: dict, held: dict[str, QuantizedLinear], heads: set[str]) -> 
 
 
 def ignored(model: PreTrainedModel, schemes: dict) -> list[str]:
-    """What others are not to take for quantized: all linears that are not, and stacks of matrices, as of experts."""
+    """Entries of `ignore`: linears that are not quantized, and patterns for stacks of matrices, as of experts."""
     found = []
     for path, module in model.named_modules(remove_duplicate=False):
         if path in schemes:

@@ -22,12 +22,12 @@ SHORT = 1024  # columns of a gated product, up to which 8 rows were faster by wa
 
 
 def quantized_linear(x, weight, bias=None, *, norm=None, shape=None, **after):
-    """Same arguments and result as the reference; up to MOST_QUANTIZED_ROWS rows. shape: a tile of one of KERNELS, else
-    the first that takes the call runs.
+    """Same arguments and result as the reference; up to MOST_QUANTIZED_ROWS rows. shape: the tile of a kernel in
+    DISPATCH; without one the first that takes the call runs.
     """
     y = torch.empty((*x.shape[:-1], weight.shape[0]), device=x.device, dtype=x.dtype)
     epilogue = Epilogue(bias, **after)
-    for kind, choose, run in KERNELS:
+    for kind, choose, run in DISPATCH:
         tile = choose(x, weight, norm, epilogue.up) if shape is None else shape if isinstance(shape, kind) else None
         if tile is not None:
             run(x, weight, norm, epilogue, tile, y)
@@ -95,7 +95,7 @@ def one_row_or_few(x, weight, norm, epilogue, shape, y):
 
 # Which kernel serves which rows: the kind of its tile, what chooses one or gives None, what launches it; the first that
 # takes a call runs. Each file says what its kernel takes.
-KERNELS = (
+DISPATCH = (
     (GemvTile, by_gemv_mma, gemv_mma),
     (WgmmaTile, by_warpgroups, skinny_wgmma),
     (ManyRowsTile, by_many_rows, many_rows),

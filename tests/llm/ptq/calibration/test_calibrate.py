@@ -120,16 +120,6 @@ def test_results_that_are_known_are_applied_and_the_others_come_out_as_before(me
     assert all(torch.equal(p, whole.get_parameter(path)) for path, p in half.named_parameters())
 
 
-def test_to_nearest_needs_no_text_and_is_what_optimize_stores():
-    model = make("gpt2")
-    stock = copy.deepcopy(model)
-    results = run(model, "rtn", INT4, [])
-    for result in results:
-        assert result.notes == () and result.sqnr_db is None and not result.changed
-        for path, quantized in result.weights.items():
-            assert same(quantized, round_to_nearest(stock.get_submodule(path).weight.t(), INT4))
-
-
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 @pytest.mark.share(2)
 def test_better_than_to_nearest(method):
