@@ -217,7 +217,7 @@ class ModelParts:
         ModelParts.__init__(self, state["owner"], state["models"])
 
 
-def remember(obj: object, plans: Iterable[Any]) -> None:
+def note_optimized(obj: object, plans: Iterable[Any]) -> None:
     """The models of these plans were optimized now, through obj."""
     for holder in holders_in(obj):
         held = {id(model) for model in models_in(holder).values()}
@@ -229,7 +229,7 @@ def remember(obj: object, plans: Iterable[Any]) -> None:
             vars(holder)[PARTS] = ModelParts(holder, [*_former(holder), *(plan.root for plan in own)])
 
 
-def forget(obj: object) -> None:
+def forget_optimized(obj: object) -> None:
     """Takes the note of its plans off it."""
     for holder in holders_in(obj):
         vars(holder).pop(PARTS, None)

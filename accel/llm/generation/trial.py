@@ -67,7 +67,7 @@ class Expected:
         """How far rounding moves these logits, as `row_off` measures; 0 where it is not to be known."""
         return 0.0 if self.moved is None else self.moved()
 
-    def told(self, got: torch.Tensor) -> str:
+    def description(self, got: torch.Tensor) -> str:
         """How far these logits are off, for a reason."""
         off = f"logits are off by {self.off(got):.1e}"
         if self.moved is None:

@@ -35,7 +35,7 @@ MOST_MISSED = 4  # unused steps in a row, after which a generate() call stops la
 MOST_WAITED = PATIENCE + 4  # or steps without a graph, which comes once its products are chosen
 
 
-def followed(config: GenerationConfig, kwargs: dict[str, Any]) -> bool:
+def asks_for_tokens_alone(config: GenerationConfig, kwargs: dict[str, Any]) -> bool:
     """Whether a call asks for tokens alone, and so each step follows from the one before. kwargs: of the model."""
     returned = config.return_dict_in_generate and (config.output_scores or config.output_logits)
     others = (value for name, value in kwargs.items() if name not in STEP and name not in NAMES)
@@ -55,7 +55,7 @@ class Handover:
     def ready(self, ids: torch.Tensor) -> bool:
         """Whether the loop can continue these tokens, (rows, so far), of which all but the last are stored."""
         store = self.known_store()
-        if store is None or store.latest is None or not store.whole or not store.length:
+        if store is None or store.latest is None or not store.consistent or not store.length:
             return False
         device = store.shapes[0].device
         if device.type not in DEVICES or ids.device != device or ids.shape[0] != store.rows:
@@ -92,7 +92,7 @@ class Handover:
 def begin(model: nn.Module, runner: GraphRunner, store: Store, ids: torch.Tensor) -> PendingStep | None:
     """Launches the step for the last of ids, (rows, tokens), if there is a graph for it; `store.pending` holds it."""
     latest, rows = store.latest, store.rows
-    if latest is None or not (store.whole and 0 < store.length < store.capacity):
+    if latest is None or not (store.consistent and 0 < store.length < store.capacity):
         return None
     if not (ids.is_cuda and ids.shape[0] == rows and predictable(model)):
         return None

@@ -258,7 +258,7 @@ class TokenLoop:
         self._go_back(None if ahead is None else ahead.random)
 
     def _go_back(self, random: tuple | None) -> None:
-        if self.store.whole and self.store.length > self.stored:
+        if self.store.consistent and self.store.length > self.stored:
             self.store.crop(self.stored)
         if self.random is not None and random is not None:
             self.random.set(random)
