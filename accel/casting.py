@@ -57,24 +57,20 @@ def casts_of(modules: Iterable[object]) -> tuple[Cast, ...]:
 def cast_up(casts: Iterable[Cast]) -> Iterator[None]:
     """Inside, these layers have weights of the compute dtype, and their hooks do nothing."""
     casts = tuple(casts)
-    before = _set_hooks((cast, _pass_arguments, _pass_output) for cast in casts)
-    taken = _give(casts)
-    try:
-        yield
-    finally:
-        _take_back(taken)
-        _restore_hooks(before)
+    with _hooks_replaced((cast, _pass_arguments, _pass_output) for cast in casts):
+        taken = _give(casts)
+        try:
+            yield
+        finally:
+            _take_back(taken)
 
 
 @contextmanager
 def in_place(casts: Iterable[Cast]) -> Iterator[None]:
     """Inside, hooks cast weights without moving the stored ones, so that a CUDA graph can be captured."""
-    around = [(cast, Around(cast)) for cast in casts]
-    before = _set_hooks((cast, one.give, one.take_back) for cast, one in around)
-    try:
+    around = map(Around, casts)
+    with _hooks_replaced((one.cast, one.give, one.take_back) for one in around):
         yield
-    finally:
-        _restore_hooks(before)
 
 
 class Around:
@@ -102,18 +98,19 @@ def _pass_output(module: nn.Module, output: Any) -> Any:
     return output
 
 
-def _set_hooks(ours: Iterable[tuple[Cast, Any, Any]]) -> list[tuple[Any, Any, Any]]:
+@contextmanager
+def _hooks_replaced(ours: Iterable[tuple[Cast, Any, Any]]) -> Iterator[None]:
+    """Inside, the hooks of each layer are these, before and after its forward."""
     before = []
-    for cast, pre, post in ours:
-        reference = cast.reference
-        before.append((reference, reference.pre_forward, reference.post_forward))
-        reference.pre_forward, reference.post_forward = pre, post
-    return before
-
-
-def _restore_hooks(before: list[tuple[Any, Any, Any]]) -> None:
-    for reference, pre, post in reversed(before):
-        reference.pre_forward, reference.post_forward = pre, post
+    try:
+        for cast, pre, post in ours:
+            reference = cast.reference
+            before.append((reference, reference.pre_forward, reference.post_forward))
+            reference.pre_forward, reference.post_forward = pre, post
+        yield
+    finally:
+        for reference, pre, post in reversed(before):
+            reference.pre_forward, reference.post_forward = pre, post
 
 
 def _give(casts: Iterable[Cast]) -> list[tuple[torch.Tensor, torch.Tensor]]:
