@@ -17,7 +17,7 @@ from accel.patching.fallback_log import FallbackLog
 from support.llm.calls import new_cache, unaliased
 from support.llm.families import FAMILIES, make, padded, prompt
 from support.llm.filled_prefill import Anywhere, new_pair, shapes, talk
-from support.llm.outputs import both, flat, generate, same
+from support.llm.outputs import flat, generate, same
 
 CORE = [family.name for family in FAMILIES if family.core]
 
@@ -109,23 +109,6 @@ def test_a_compiler_is_handed_the_librarys_cache(name, gradients, pair_of):
             same(flat(ours(words, past_key_values=held).logits), flat(stock(words, past_key_values=wanted).logits))
             assert isinstance(held.layers[0], StoreLayer), how
     torch.compiler.reset()
-
-
-def test_two_caches_of_one_model_in_turn(pair_of):
-    """Two conversations, a step of one and a step of the other; then one of them is dropped."""
-
-    def call(model):
-        caches, found = [new_cache(model), new_cache(model)], {}
-        for number, cache in enumerate(caches):
-            found[f"{number}"] = model(prompt(1 + number, 6 + number, number), past_key_values=cache).logits
-        for step in range(8):
-            if step == 5:
-                caches[0] = new_cache(model)
-            number = step % 2
-            found[f"{number} {step}"] = model(prompt(1 + number, 1, step), past_key_values=caches[number]).logits
-        return found
-
-    both(pair_of("llama"), call)
 
 
 def test_outputs_are_not_written_to_later(pair_of):
