@@ -1,8 +1,8 @@
 """Layers whose weights diffusers stores in few bits and casts around each call.
 
-With `enable_layerwise_casting` a hook gives a layer weights of the compute dtype, and takes them back after the call.
-Code that computes for such layers without calling them opens a scope. Inside it the weights have the compute dtype; at
-its end the stored bytes are back in place. Graphs use a scope too, since addresses must not change.
+With `enable_layerwise_casting` a hook casts a layer's weights to the compute dtype, and puts the stored ones back after
+the call. Code that computes for such layers without calling them does the same in a context. Graphs use another, since
+addresses must not change.
 """
 
 from collections.abc import Iterable, Iterator
@@ -114,9 +114,8 @@ def _hooks_replaced(ours: Iterable[tuple[Cast, Any, Any]]) -> Iterator[None]:
 
 
 def _give(casts: Iterable[Cast]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(weight, what it was) of all that are cast now: side by side, those of one name and one dtype after each other.
-
-    Queries', keys' and values' weights are then one matrix, which is found by where they lie.
+    """Casts the weights; returns (weight, stored data) of each. Those of one name and dtype are adjacent in memory, so
+    that the weights of queries, keys and values are one matrix.
     """
     groups: dict[tuple, list[torch.Tensor]] = {}
     seen: set[int] = set()

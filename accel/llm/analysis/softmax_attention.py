@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from accel.comparison import agree, factor, named_factor
-from accel.libraries.attention import TOLD
+from accel.libraries.attention import KNOWN_ARGUMENTS
 from accel.llm.analysis.attention_kind import AttentionSpec, Understood
 from accel.llm.analysis.norm import HeadNorm, NormSpec, head_norm
 from accel.llm.analysis.rotary import Rotary, SmallStore, rotaries
@@ -170,7 +170,7 @@ def _told(layer: LayerRecord, record: Record) -> tuple[dict, int | None]:
         for name, value in options.items():
             if name == "is_causal" and value is False:
                 raise NotUnderstood("its attention sees the future")
-            harmless = name in TOLD | {"is_causal"} or name.startswith("output_")
+            harmless = name in KNOWN_ARGUMENTS | {"is_causal"} or name.startswith("output_")
             if not harmless and (isinstance(value, torch.Tensor) or value not in (None, False)):
                 raise NotUnderstood(f"its attention is told {name}")
     else:

@@ -120,7 +120,7 @@ class DecoderForward(FastForward):
         # Before the cache is taken over: a stock call may want it as it is.
         start = cache.get_seq_length() if type(cache) is DynamicCache else 0
         unknown = self.convention.unknown(kwargs, rows, start, new)
-        if unknown is not None and (reason := self.stays_stock(kwargs, unknown)) is not None:
+        if unknown is not None and (reason := self.why_stock(kwargs, unknown)) is not None:
             raise Unfit(reason)
         if self.partial or unknown is not None:
             self.ready()
@@ -140,7 +140,7 @@ class DecoderForward(FastForward):
                 where = mask, rows, start, new, tokens.device
                 positions = self.convention.read_positions(given("position_ids"), *where)
         except Unfit as unfit:
-            if self.stays_stock(kwargs, str(unfit)) is not None:
+            if self.why_stock(kwargs, str(unfit)) is not None:
                 raise
             self.ready()
             return self.run_own_code(store, cache, tokens, kwargs)
@@ -170,7 +170,7 @@ class DecoderForward(FastForward):
         """Whether scores are biased by distance."""
         return self.layers[0].spec.attention.counts_distance
 
-    def stays_stock(self, kwargs: dict, unknown: str) -> str | None:
+    def why_stock(self, kwargs: dict, unknown: str) -> str | None:
         """Why a call that is not understood runs stock as a whole; None where it may run `run_own_code`."""
         if self.model_guard is None or self.biased:
             return unknown

@@ -23,7 +23,7 @@ from transformers import GenerationConfig, StoppingCriteriaList
 from accel.cuda_graphs.runner import PATIENCE, GraphRunner
 from accel.libraries.cache import NAMES
 from accel.libraries.code import comes_from
-from accel.libraries.generation import STEP, late_loop, predictable, returns_what_criteria_saw
+from accel.libraries.generation import STEP, defers_stop_check, predictable, returns_what_criteria_saw
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.loop.choice import draws_as_torch, pure
 from accel.llm.generation.loop.token_loop import GenerateRequest, TokenLoop, undisturbed
@@ -64,7 +64,7 @@ class Handover:
             return False
         if not (pure(self.request.processors) and undisturbed(self.forward) and returns_what_criteria_saw()):
             return False
-        if late_loop(device, self.request.kwargs):  # it would end the stream with the wrong token
+        if defers_stop_check(device, self.request.kwargs):  # it would end the stream with the wrong token
             return False
         return not self.request.config.do_sample or draws_as_torch(device)
 
