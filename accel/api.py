@@ -25,13 +25,13 @@ from accel.planning.plan import PLAN, Plan, Row, choices_file, create_context, l
 from accel.planning.ranks import agree_to_optimize
 from accel.planning.targets import (
     WeakList,
-    forget,
+    forget_optimized,
     is_pipeline,
     models_in,
+    note_optimized,
     nothing_in,
     on_meta,
     parts_in,
-    remember,
     replaced_models,
     why_still_optimized,
 )
@@ -130,7 +130,7 @@ def optimize(
     for name, plan in zip(applied, plans, strict=True):
         plan.users = WeakList(before[name].users if before[name] is not None else ())
         plan.settle()
-    remember(obj, plans)
+    note_optimized(obj, plans)
     for told in (*newer_than_tested(), *(told for plan in plans for told in plan.warnings)):
         warnings.warn(f"accel.optimize: {told}", stacklevel=2)
     return obj
@@ -235,7 +235,7 @@ def restore(obj: T) -> T:
             vars(plan.root).pop(PLAN)
     for part in parts_in(obj).values():
         disown_inside(part)
-    forget(obj)
+    forget_optimized(obj)
     for told in left:
         warnings.warn(f"accel.restore: {told}", stacklevel=2)
     lost = sum(not row["reversible"] for plan in plans for row in plan.weights)

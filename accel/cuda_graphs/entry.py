@@ -28,7 +28,7 @@ class LoopConstant:
         return self.tensor, self.tensor._version, self.joint.versions(), self.loop
 
 
-class Inputs:
+class InputBuffers:
     """Fixed buffers on the module's device for the tensors among the leaves of a call.
 
     place: of the loop constant among them, None for none. source: the tensor last copied there, its version and loop.
@@ -40,7 +40,7 @@ class Inputs:
         self.place = None if constant is None else next(i for i, t in enumerate(given) if t is constant.tensor)
         self.source: tuple = ()
 
-    def instead(self, leaves: list) -> list:
+    def substituted(self, leaves: list) -> list:
         """The leaves with these buffers in place of their tensors."""
         fixed = iter(self.buffers)
         return [next(fixed) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -62,7 +62,7 @@ class CapturedGraph(NamedTuple):
 
     graph: torch.cuda.CUDAGraph
     device: torch.device
-    inputs: Inputs
+    inputs: InputBuffers
     outputs: list
     spec: pytree.TreeSpec
     copies: HostCopies
@@ -89,18 +89,19 @@ class Entry:
     eager_ms: float = 0.0
     graph_ms: float = 0.0
     memory_mb: float = 0.0
-    open: tuple = ()  # trials of its kernels that were unfinished after its last call
-    waited: int = 0  # eager calls so far
-    crowds: float = 0.0  # how often, of late, all graphs together went beyond the memory limit when it was captured
-    used: int = 0  # the number of its last replay, among all replays of its runner
+    open_trials: tuple = ()  # trials of its kernels that were unfinished after its last call
+    eager_calls: int = 0  # eager calls so far
+    evictions: float = 0.0  # how often, of late, all graphs together went beyond the memory limit when it was captured
+    last_replay: int = 0  # the number of its last replay, among all replays of its runner
 
-    def row(self, path: str, inputs: str, awaited: str) -> dict:
-        """For the report. awaited: what it waits for where it has neither a graph nor a reason."""
+    def row(self, path: str, inputs: str) -> dict:
+        """For the report."""
+        awaited = "its kernels are being chosen" if self.open_trials else "seen too seldom so far"
         return {
             "path": path,
             "inputs": inputs,
             "status": "graph" if self.graph else "eager",
-            "reason": self.reason or ("" if self.graph else awaited),
+            "reason": self.reason or ("" if self.graph else f"{awaited}; captured in a later call"),
             "eager_ms": round(self.eager_ms, 3),
             "graph_ms": round(self.graph_ms, 3),
             "memory_mb": round(self.memory_mb, 1),
@@ -134,7 +135,7 @@ def key_of(leaves: list, spec: pytree.TreeSpec, variant: tuple) -> tuple | None:
     return ", ".join((*shapes, *map(str, variant))), tuple(parts), spec, switches(), variant
 
 
-def wrote_into(given: list, before: list) -> bool:
+def grew(given: list, before: list) -> bool:
     """Whether something was added to a list that a call was given."""
     known = set(map(id, before))
     return any(id(value) not in known for value in given)

@@ -45,14 +45,14 @@ class Fingerprint(Snapshot):
     A swapped adapter, processor, scale, hook, weight, class, method or field of a configuration changes one of them. An
     update of a weight in place does not, and need not: a graph reads weights by address (`reachable`).
 
-    kept: attributes that are ignored, as (path of the module, name). beside: is watched in place of every field of the
-    objects that modules hold.
+    ignored: attributes, as (path of the module, name). watched: in place of every field of the objects that modules
+    hold.
     """
 
-    def __init__(self, root: nn.Module, kept: Iterable[tuple[str, str]] = (), beside: Watched | None = None):
-        passed: dict[nn.Module, set[str]] = {}
-        for path, name in kept:
-            passed.setdefault(root.get_submodule(path), set()).add(name)
+    def __init__(self, root: nn.Module, ignored: Iterable[tuple[str, str]] = (), watched: Watched | None = None):
+        skipped: dict[nn.Module, set[str]] = {}
+        for path, name in ignored:
+            skipped.setdefault(root.get_submodule(path), set()).add(name)
         objects: dict[int, object] = {}
         views: list[Iterable] = []
         containers: list = []
@@ -60,14 +60,14 @@ class Fingerprint(Snapshot):
         for module in root.modules():
             attributes = vars(module)
             objects[id(module)] = module
-            if module in passed:
-                views.append(_others(attributes, passed[module]))
+            if module in skipped:
+                views.append(_others(attributes, skipped[module]))
             else:
                 views.append(View(partial(beneath_offload, module)) if module is root else attributes.values())
             for name, value in attributes.items():
                 if name not in IRRELEVANT and isinstance(value, CONTAINERS):
                     containers.append(value)
-                elif beside is None and id(value) not in objects and _read_by_field(value):
+                elif watched is None and id(value) not in objects and _read_by_field(value):
                     objects[id(value)] = value
                     fields = vars(value).values()
                     views.append(fields)
@@ -76,7 +76,7 @@ class Fingerprint(Snapshot):
             self._tensors += map(local, held)
         classes = dict.fromkeys(chain.from_iterable(own_classes(type(one)) for one in objects.values()))
         views += [vars(base).values() for base in classes]
-        super().__init__(objects.values(), [*views, *(() if beside is None else beside.views())], containers)
+        super().__init__(objects.values(), [*views, *(() if watched is None else watched.views())], containers)
         self._addresses = list(map(ADDRESS, self._tensors))
 
     def reachable(self) -> bool:

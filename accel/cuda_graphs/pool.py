@@ -120,7 +120,7 @@ class GraphPool:
         Outputs may be logits of hundreds of rows, in a graph for each number of rows. newest: stays.
         """
         kept = {id(entry): entry.graph.outputs_mb for entry in entries if entry.graph and entry.graph.device == device}
-        for entry in sorted((entry for entry in entries if id(entry) in kept), key=lambda entry: entry.used):
+        for entry in sorted((entry for entry in entries if id(entry) in kept), key=lambda entry: entry.last_replay):
             if sum(kept.values()) <= OUTPUTS * self.limit_mb(device):
                 return
             if entry is not newest:

@@ -56,7 +56,7 @@ class GraphForward(FastForward):
         self.video = bool(path) and any(map(over_video, module.modules()))
         self.holder: nn.Module | None = None  # what it is half of, where hooks may move that to the GPU and back
         keep = context.options.graphs is True
-        self.runner = GraphRunner(module, path, context.of(GraphPool), context.log, own_code, keep)
+        self.runner = GraphRunner(module, path, context.of(GraphPool), context.log, graph_obstacle, keep)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in super().__getstate__().items() if name not in ("asked", "casts")}
@@ -102,8 +102,8 @@ class GraphForward(FastForward):
         config = context_parallel(self.module)
         self.runner.ranks = None if config is None else sequence_ranks(config)
         # Without a graph blocks of a divided model run stock, which they find out themselves.
-        instead = None if config is None else partial(self.stock, *args, **kwargs)
-        return self.runner(self._soon, args, kwargs, variant, self._constant(args, kwargs), instead=instead)
+        without_graph = None if config is None else partial(self.stock, *args, **kwargs)
+        return self.runner(self._soon, args, kwargs, variant, self._constant(args, kwargs), without_graph=without_graph)
 
     def _soon(self, *args: Any, **kwargs: Any) -> Any:
         if self.runner.reason is not None and self.runner.ranks is None:
@@ -200,7 +200,7 @@ def obstacle(root: nn.Module, stored: bool = False) -> str | None:
     return None
 
 
-def own_code(root: nn.Module) -> str | None:
+def graph_obstacle(root: nn.Module) -> str | None:
     """As `obstacle`; modules of classes from outside the libraries are one too, since a replay skips their Python."""
     reason = obstacle(root, stored=True)
     if reason is None:

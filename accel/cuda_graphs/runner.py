@@ -17,7 +17,7 @@ from accel_kernels.warmup import warmup
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from accel.cuda_graphs.entry import CapturedGraph, Entry, Inputs, LoopConstant, Replayed, key_of, switches, wrote_into
+from accel.cuda_graphs.entry import CapturedGraph, Entry, InputBuffers, LoopConstant, Replayed, grew, key_of, switches
 from accel.cuda_graphs.fingerprint import Fingerprint, States, Watched
 from accel.cuda_graphs.host_copies import capture_with_copies
 from accel.cuda_graphs.pays import milliseconds
@@ -41,14 +41,14 @@ class GraphRunner:
     """Runs one module's forward through graphs of a shared pool.
 
     obstacle(module): None, or why no forward may be captured; asked again whenever the module changes. keep: also
-    graphs that gain nothing. passed, beside: the `kept` and `beside` of `Fingerprint`. kind: of a call's leaves, calls
-    of equal kind launch the same kernels; all do without it. eager_calls: of a shape, before it is captured. ranks:
+    graphs that gain nothing. ignored, watched: see `Fingerprint`. kernel_key: of a call's leaves, equal for calls that
+    launch the same kernels; all do without it. eager_calls: of a shape, before it is captured. ranks:
     compute each call together, so each runs it once, and all capture and drop graphs in the same call.
     """
 
-    passed: tuple[tuple[str, str], ...] = ()
-    beside: Watched | None = None
-    kind: Callable[[list], Hashable] | None = None
+    ignored: tuple[tuple[str, str], ...] = ()
+    watched: Watched | None = None
+    kernel_key: Callable[[list], Hashable] | None = None
     ranks: Ranks | None = None
     eager_calls = 1
 
@@ -58,7 +58,7 @@ class GraphRunner:
         self.__setstate__({})
 
     def __getstate__(self) -> dict[str, Any]:
-        names = "module path pool log obstacle keep passed beside kind ranks eager_calls"
+        names = "module path pool log obstacle keep ignored watched kernel_key ranks eager_calls"
         return {name: getattr(self, name) for name in names.split()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -85,12 +85,12 @@ class GraphRunner:
         variant: tuple = (),
         constant: LoopConstant | None = None,
         pending: Replayed | None = None,
-        instead: Callable | None = None,
+        without_graph: Callable | None = None,
     ) -> Any:
         """eager(*args, **kwargs), or the replay of its graph.
 
         variant: plain values that it depends on too. pending: what `begin` has launched with equal arguments, for which
-        the current stream waits. instead: a cheaper way than eager without a graph, which a graph has to beat.
+        the current stream waits. without_graph: a cheaper way than eager without a graph, which a graph has to beat.
         """
         if pending is not None and self._stands(pending, variant):
             return pending.outputs
@@ -125,7 +125,7 @@ class GraphRunner:
                 elif entry.graph is not None:  # of a state that the module was in before
                     return self._replay(entry, leaves, device, constant)
                 elif entry.reason is None and not self._somewhere(self._unsettled(entry), device):
-                    wanted = None if self.keep else instead
+                    wanted = None if self.keep else without_graph
                     way = partial(self._capture_on_device, entry, eager, leaves, spec, device, constant, wanted)
                     self._capture(entry, device, way)
                     if entry.graph is not None:
@@ -133,14 +133,14 @@ class GraphRunner:
         cold = reason is None and self._warm_up(eager, leaves, spec)
         if reason is not None:
             self.log.fell_back(self.path, f"no graph: {reason}")
-        if instead is not None and (reason is not None or (entry is not None and entry.reason is not None)):
-            return instead()
+        if without_graph is not None and (reason is not None or (entry is not None and entry.reason is not None)):
+            return without_graph()
         lists = [(given, list(given)) for given in (*args, *kwargs.values()) if type(given) is list]
         with self.trials.noting() as asked:
             outputs = eager(*args, **kwargs)  # outside the lock: eager calls of several threads may overlap
         if reason is None:
             self._follow()
-        if entry is not None and any(wrote_into(*pair) for pair in lists):
+        if entry is not None and any(grew(*pair) for pair in lists):
             entry.reason = "writes into a list that it is given, which a graph would not"
         self._settle(entry, asked, device, cold)
         return outputs
@@ -151,18 +151,20 @@ class GraphRunner:
         None after the first call of a shape, which includes set-up of libraries.
         """
         open_: Iterable[Hashable] = asked
-        if asked and (cold or entry is None or entry.waited):
+        if asked and (cold or entry is None or entry.eager_calls):
             torch.cuda.current_stream(device).synchronize()  # for the call itself, which is not to count
             open_ = self.trials.work(asked, float("inf") if cold else SETTLING)
         if entry is not None:
-            entry.open, entry.waited = tuple(open_), entry.waited + 1
+            entry.open_trials, entry.eager_calls = tuple(open_), entry.eager_calls + 1
 
     def _somewhere(self, flag: bool, device: torch.device) -> bool:
         """Whether it is so here, or on a rank that computes with this one."""
         return flag if self.ranks is None else self.ranks.any(flag, device)
 
     def _unsettled(self, entry: Entry) -> bool:
-        return entry.waited < self.eager_calls or (entry.waited < PATIENCE and bool(self.trials.open(entry.open)))
+        return entry.eager_calls < self.eager_calls or (
+            entry.eager_calls < PATIENCE and bool(self.trials.open(entry.open_trials))
+        )
 
     def _stands(self, pending: Replayed, variant: tuple) -> bool:
         """Whether a call now would replay the same graph, over the weights that it has read."""
@@ -196,10 +198,10 @@ class GraphRunner:
 
         Not where something forbids a graph: the user's hooks must not see a dry run. An error comes again in the call.
         """
-        kind, first = None if self.kind is None else self.kind(leaves), not self.warm
-        if kind in self.warm:
+        key, first = None if self.kernel_key is None else self.kernel_key(leaves), not self.warm
+        if key in self.warm:
             return False
-        self.warm.add(kind)
+        self.warm.add(key)
         try:
             with warmup():
                 args, kwargs = pytree.tree_unflatten(leaves, spec)  # lists of its own: some forwards empty theirs
@@ -220,7 +222,7 @@ class GraphRunner:
         return now
 
     def _taken(self) -> Fingerprint:
-        return Fingerprint(self.module, self.passed, self.beside)
+        return Fingerprint(self.module, self.ignored, self.watched)
 
     def _follow(self) -> None:
         """Follows weights that an eager call has stacked for one product, unless a graph reads them."""
@@ -243,8 +245,8 @@ class GraphRunner:
         self._try(capture, crowded, entry, device)
         if not crowded and self._crowded(device):
             # Not together with the others: memory of graphs is given back only where all go.
-            entry.crowds, entry.graph = entry.crowds + 1, None
-            if entry.crowds > CROWDED:
+            entry.evictions, entry.graph = entry.evictions + 1, None
+            if entry.evictions > CROWDED:
                 entry.reason = "together with the graphs in use it takes more than graph_memory_gb allows"
             self.pool.clear(alone=self.ranks is None)
             if not self._somewhere(entry.reason is not None, device):
@@ -276,12 +278,12 @@ class GraphRunner:
         spec: pytree.TreeSpec,
         device: torch.device,
         constant: LoopConstant | None,
-        instead: Callable | None,
+        without_graph: Callable | None,
         crowded: bool,
     ) -> None:
-        inputs = Inputs(leaves, device, constant)
+        inputs = InputBuffers(leaves, device, constant)
         inputs.fill(leaves, constant)
-        leaves = inputs.instead(leaves)
+        leaves = inputs.substituted(leaves)
 
         def run() -> Any:
             args, kwargs = pytree.tree_unflatten(leaves, spec)  # anew each time: some forwards empty their lists
@@ -290,12 +292,12 @@ class GraphRunner:
         timed = self.ranks is None  # else it would run more often than elsewhere
         if timed:
             entry.eager_ms, launching = milliseconds(run, device)
-        if timed and instead is not None:
+        if timed and without_graph is not None:
             if launching < LEAST_LAUNCHING * entry.eager_ms:
                 entry.reason = f"a graph gains nothing here ({launching:.2f} ms to launch {entry.eager_ms:.2f} ms)"
                 return
             # Twice: the first run of its shape may be the one that makes a plan for it, as cuDNN does.
-            entry.eager_ms = min(entry.eager_ms, *(milliseconds(instead, device)[0] for _ in range(2)))
+            entry.eager_ms = min(entry.eager_ms, *(milliseconds(without_graph, device)[0] for _ in range(2)))
 
         if crowded:
             self.pool.clear(alone=self.ranks is None)
@@ -323,7 +325,7 @@ class GraphRunner:
         held = entry.graph
         assert held is not None
         self.replays += 1
-        entry.used, entry.crowds = self.replays, max(0.0, entry.crowds - FORGIVEN)
+        entry.last_replay, entry.evictions = self.replays, max(0.0, entry.evictions - FORGIVEN)
         with torch.cuda.device(device):
             stream, done = torch.cuda.current_stream(), self.pool.done[device]
             stream.wait_event(done)
@@ -334,9 +336,6 @@ class GraphRunner:
             done.record(stream)
         return pytree.tree_unflatten(outputs, held.spec)
 
-    def _awaited(self, entry: Entry) -> str:
-        return f"{'its kernels are being chosen' if entry.open else 'seen too seldom so far'}; captured in a later call"
-
     def rows(self) -> list[dict]:
         """One row a shape, for the report."""
-        return [entry.row(self.path, key[1], self._awaited(entry)) for key, entry in self.entries.items()]
+        return [entry.row(self.path, key[1]) for key, entry in self.entries.items()]

@@ -20,7 +20,7 @@ POSITIONS = "_prepare_position_ids_for_generation"
 CACHE, PROCESSORS, CRITERIA = "_prepare_cache_for_generation", "_get_logits_processor", "_get_stopping_criteria"
 LOOP, DECODING, UNFINISHED = "_sample", "_optimize_model_for_decode", "_has_unfinished_sequences"
 PREPARE, UPDATE = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
-FILLER = "_pad_token_tensor"  # of a configuration: what generate() puts behind the end of a row
+PAD_TENSOR = "_pad_token_tensor"  # of a configuration: what generate() puts behind the end of a row
 
 # What says how a step follows from another, beside PREPARE. And methods as they were imported: another function that is
 # put there later, for all models, is somebody's own.
@@ -61,7 +61,7 @@ def next_inputs(model: PreTrainedModel, kwargs: dict[str, Any], ids: torch.Tenso
     return model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
 
 
-def late_loop(device: torch.device, kwargs: dict[str, Any]) -> bool:
+def defers_stop_check(device: torch.device, kwargs: dict[str, Any]) -> bool:
     """Whether stock's own loop defers its stop check by a token on this device."""
     check = getattr(utils, "DeferredStopCheck", None)
     try:
@@ -70,7 +70,7 @@ def late_loop(device: torch.device, kwargs: dict[str, Any]) -> bool:
         return True
 
 
-class _Loopless:
+class _PromptOnly:
     """Stands for a model in `_sample`, which reads a prompt and makes no step."""
 
     config = SimpleNamespace(is_encoder_decoder=False)
@@ -109,8 +109,8 @@ class _Loopless:
 @cache
 def returns_what_criteria_saw() -> bool:
     """Whether stock's loop, if ended after the prompt, returns the tensor that it gave the criteria; found by trial."""
-    model, config = _Loopless(), GenerationConfig(do_sample=False, pad_token_id=0)
-    setattr(config, FILLER, torch.tensor(0))
+    model, config = _PromptOnly(), GenerationConfig(do_sample=False, pad_token_id=0)
+    setattr(config, PAD_TENSOR, torch.tensor(0))
     criteria = StoppingCriteriaList([model.criterion])
     try:
         with torch.no_grad():

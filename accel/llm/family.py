@@ -15,7 +15,7 @@ from accel.llm.batching.hook import batching_hook
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.loop.hooks import generate_hooks
 from accel.llm.generation.mixed import MixedForward
-from accel.llm.generation.prefill import Prompts, rows_of_kernels
+from accel.llm.generation.prefill import Prompts, kernel_key_of
 from accel.llm.generation.self_test import find_convention, guard_of, try_partial
 from accel.llm.generation.trial_warmup import warm_up
 from accel.llm.moe.experts import ExpertsForward, match_experts
@@ -146,7 +146,11 @@ def _bind(
             forward.prompts = Prompts(runners[-1])
         for runner in runners:
             runner.ranks = forward.ranks
-            runner.passed, runner.beside, runner.kind = forward.convention.passed, forward.model_guard, rows_of_kernels
+            runner.ignored, runner.watched, runner.kernel_key = (
+                forward.convention.ignored_attributes,
+                forward.model_guard,
+                kernel_key_of,
+            )
     stacks = (layer.stacks() for layer in forwards)
     patches = tuple(Stacked(linears) for linears in stacks if linears)
     hooks = (*generate_hooks(model, forward), *batching_hook(model, forward, batches))
@@ -157,7 +161,7 @@ def _graphs(forward: SpreadForward, context: Context, keep: bool) -> StretchGrap
     """Of its stretches. keep: those too that make a stretch by itself no faster."""
     graphs = StretchGraphs(forward.stretches, context.of(GraphPool), context.log, keep)
     for runner in graphs.runners:
-        runner.beside, runner.kind = forward.model_guard, rows_of_kernels
+        runner.watched, runner.kernel_key = forward.model_guard, kernel_key_of
     return graphs
 
 

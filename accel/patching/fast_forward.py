@@ -232,7 +232,7 @@ class FastForward(InstanceMethod):
     def remember(self) -> str | None:
         """Notes the module and its parts as they are now. Returns why they may not be fused."""
         parts = self.parts()
-        self.guard = Guard(self.module, parts, self.code) if any(parts) else None
+        self.guard = Guard(parts, self.code) if any(parts) else None
         return next(filter(None, (foreign(part) for part in chain(*parts) if part is not None)), None)
 
     def changed(self) -> str | None:

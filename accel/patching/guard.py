@@ -107,12 +107,11 @@ class PartRecord(NamedTuple):
 class Guard:
     """The parts of one fused forward, and the code of their classes, as they were when it was matched.
 
-    It survives pickle and deepcopy: it keeps classes, names and values, no modules. own: the module that is called, so
-    that its hooks run and its forward is the fused one.
+    It survives pickle and deepcopy: it keeps classes, names and values, no modules.
     """
 
-    def __init__(self, own: nn.Module | None, parts: Parts, code: type[Code] = ClassCode):
-        self.records = tuple(_records(own, parts))
+    def __init__(self, parts: Parts, code: type[Code] = ClassCode):
+        self.records = tuple(_records(parts))
         self.code = code(type(part) for part in chain(*parts) if part is not None)
         self.snapshot: PartsSnapshot | None = None
 
@@ -120,14 +119,17 @@ class Guard:
         return vars(self) | {"snapshot": None}
 
     def changed(self, own: nn.Module | None, parts: Callable[[], Parts]) -> str | None:
-        """How the parts differ from what was matched. Takes microseconds unless something has changed since."""
+        """How the parts differ from what was matched. Takes microseconds unless something has changed since.
+
+        own: the part that is called, so that its hooks run and its forward is the fused one.
+        """
         snapshot = self.snapshot
         try:
             if snapshot is not None and snapshot.holds():
                 return snapshot.reason
             now = parts()
             snapshot = PartsSnapshot(own, now, self.code)  # first: a change meanwhile shows at the next call
-            what = self._another(own, now)
+            what = self._another(now)
             snapshot.reason = changed_since(what) if what is not None else _does_more(own, now)
             self.snapshot = snapshot
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
@@ -140,9 +142,9 @@ class Guard:
         """Of the parts, as they were found last, layers whose weights are stored in fewer bits."""
         return () if self.snapshot is None else self.snapshot.casts
 
-    def _another(self, own: nn.Module | None, parts: Parts) -> str | None:
+    def _another(self, parts: Parts) -> str | None:
         """What is not as it was."""
-        now = tuple(_records(own, parts))
+        now = tuple(_records(parts))
         if len(now) != len(self.records):
             return "the number of its parts"
         for before, after in zip(self.records, now, strict=True):
@@ -217,7 +219,7 @@ class LayerGuard:
         return None
 
 
-def _records(own: nn.Module | None, parts: Parts) -> Iterator[PartRecord]:
+def _records(parts: Parts) -> Iterator[PartRecord]:
     members = {id(part) for part in chain(*parts) if part is not None}
     for part in parts.fixed:
         yield PartRecord(type(part), overridden(part), settings_of(part, members))

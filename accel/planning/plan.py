@@ -5,7 +5,7 @@ A stage looks when it is asked, and changes nothing. Patches are undone last in,
 
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -257,11 +257,9 @@ class Plan(Owned):
                 if forget is not None:
                     forget()
 
-    @contextmanager
-    def unfused(self) -> Iterator[None]:
+    def unfused(self) -> AbstractContextManager[None]:
         """Inside, the model is stock but for its quantized linears, which multiply by torch's own products."""
-        with self.only(QuantizedModulePatch):
-            yield
+        return self.only(QuantizedModulePatch)
 
     @contextmanager
     def only(self, kept: type) -> Iterator[None]:

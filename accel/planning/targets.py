@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from accel.libraries.hooks import hook_of
-from accel.libraries.models import is_causal_lm, is_model, is_pipeline, writes_by_itself
+from accel.libraries.models import generates_by_itself, is_causal_lm, is_model, is_pipeline
 from accel.parallel.sharded_layers import fully_sharded
 
 GIVE = "give a model or pipeline of diffusers or transformers, or an object, module, list or dictionary that holds some"
@@ -151,7 +151,7 @@ def _is_whole(one: object) -> bool:
         return False
     if not is_model(one):
         return fully_sharded(one)
-    if writes_by_itself(one) or getattr(one.config, "is_encoder_decoder", False):
+    if generates_by_itself(one) or getattr(one.config, "is_encoder_decoder", False):
         return True
     return not any(is_causal_lm(module) for module in one.modules() if module is not one)
 
@@ -217,7 +217,7 @@ class ModelParts:
         ModelParts.__init__(self, state["owner"], state["models"])
 
 
-def remember(obj: object, plans: Iterable[Any]) -> None:
+def note_optimized(obj: object, plans: Iterable[Any]) -> None:
     """The models of these plans were optimized now, through obj."""
     for holder in holders_in(obj):
         held = {id(model) for model in models_in(holder).values()}
@@ -229,7 +229,7 @@ def remember(obj: object, plans: Iterable[Any]) -> None:
             vars(holder)[PARTS] = ModelParts(holder, [*_former(holder), *(plan.root for plan in own)])
 
 
-def forget(obj: object) -> None:
+def forget_optimized(obj: object) -> None:
     """Takes the note of its plans off it."""
     for holder in holders_in(obj):
         vars(holder).pop(PARTS, None)

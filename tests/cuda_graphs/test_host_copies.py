@@ -25,11 +25,13 @@ def pool(monkeypatch):
     return pool
 
 
-def entry(mb: float, used: int, device: torch.device = DEVICE) -> Entry:
+def entry(mb: float, last_replay: int, device: torch.device = DEVICE) -> Entry:
     whole = torch.empty(int(mb * MB))
     outputs = [whole, whole.view(-1, 1), None]  # one memory counts once
     return Entry(
-        graph=CapturedGraph(None, device, None, outputs, pytree.tree_structure(outputs), None), used=used, memory_mb=mb
+        graph=CapturedGraph(None, device, None, outputs, pytree.tree_structure(outputs), None),
+        last_replay=last_replay,
+        memory_mb=mb,
     )
 
 
@@ -44,7 +46,7 @@ ENTRIES = {  # of each (MB, when it was used), of the newest too, and whether it
 def test_which_graphs_are_dropped_for_the_outputs_of_the_newest(pool, name):
     given, mb, stays = ENTRIES[name]
     entries = [Entry() if one is None else entry(*one[:2], torch.device(*(one[2:] or ("cpu",)))) for one in given]
-    newest, dropped = entry(mb, used=0), sum(one is not None for one in given) - sum(stays)
+    newest, dropped = entry(mb, last_replay=0), sum(one is not None for one in given) - sum(stays)
     pool.bound_outputs([*entries, newest], newest, DEVICE)
     assert [one.graph is not None for one in entries] == stays and newest.graph is not None
     assert pool.left_mb[DEVICE] == (4 if dropped == 2 else dropped) and len(pool.waits) == dropped
@@ -54,7 +56,7 @@ def test_which_graphs_are_dropped_for_the_outputs_of_the_newest(pool, name):
 def test_memory_of_graphs_that_went_alone_counts_until_all_go(pool, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     runner = GraphRunner(nn.Linear(2, 2), "", pool, FallbackLog(), lambda module: None, True)
-    runner.entries = {("a",): entry(3, used=1), ("b",): entry(2, used=2)}
+    runner.entries = {("a",): entry(3, last_replay=1), ("b",): entry(2, last_replay=2)}
     pool.drop(runner.entries[("a",)])
     assert pool.rows() == [{"device": "cpu", "used_mb": 5.0, "limit_mb": 8 / OUTPUTS}]
     pool.clear()
@@ -64,11 +66,11 @@ def test_memory_of_graphs_that_went_alone_counts_until_all_go(pool, monkeypatch)
 def test_replays_are_counted(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: SimpleNamespace(__enter__=None))
     runner = GraphRunner(nn.Linear(2, 2), "", GraphPool(None), FallbackLog(), lambda module: None, True)
-    first, second = entry(1, used=0), entry(1, used=0)
+    first, second = entry(1, last_replay=0), entry(1, last_replay=0)
     for one in (first, second, first):
         with pytest.raises((TypeError, AttributeError)):  # no GPU to replay on
             runner._replay(one, [], DEVICE, None)
-    assert (first.used, second.used) == (3, 2)
+    assert (first.last_replay, second.last_replay) == (3, 2)
 
 
 def test_graphs_that_ranks_share_are_dropped_only_together(pool, monkeypatch):
@@ -78,7 +80,7 @@ def test_graphs_that_ranks_share_are_dropped_only_together(pool, monkeypatch):
     runners = [GraphRunner(nn.Linear(2, 2), "", pool, FallbackLog(), lambda module: None, True) for _ in range(2)]
     runners[1].ranks = object()
     for runner in runners:
-        runner.entries = {("a",): entry(1, used=1), ("b",): Entry(reason="why")}
+        runner.entries = {("a",): entry(1, last_replay=1), ("b",): Entry(reason="why")}
     pool.clear(alone=True)
     graphs = [[key for key, one in runner.entries.items() if one.graph is not None] for runner in runners]
     assert graphs == [[], [("a",)]] and runners[0].entries[("b",)].reason == "why"

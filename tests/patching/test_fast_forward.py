@@ -189,7 +189,7 @@ def guarded(module):
     def parts():
         return Parts((module, module.inner))
 
-    guard = Guard(module, parts())
+    guard = Guard(parts())
     return lambda: guard.changed(module, parts), guard
 
 

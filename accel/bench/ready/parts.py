@@ -13,7 +13,7 @@ from typing import Any
 PARTS = {
     "analysis": ["accel.llm.runtime.analyze:analyze"],
     "self_test": ["accel.llm.generation.self_test:find_convention"],
-    "guard": ["accel.llm.generation.surroundings:guard_of"],
+    "guard": ["accel.llm.generation.self_test:guard_of"],
     "quantize": ["accel.quantization.patch:QuantizedModulePatch.apply"],
     "probes": ["accel.patching.probe:Probe.disagreement"],
     "dry_runs": [

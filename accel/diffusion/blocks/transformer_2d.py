@@ -71,7 +71,7 @@ class TransformerBlockForward(FastForward):
 
     def __init__(self, module: nn.Module, path: str, kernels: Kernels, log: FallbackLog) -> None:
         super().__init__(module, path, kernels, log)
-        self.feed_forward = Guard(None, self.feed_forward_parts())
+        self.feed_forward = Guard(self.feed_forward_parts())
 
     def unfit(self, hidden_states: Any, *args: Any, cross_attention_kwargs: Any = None, **kwargs: Any) -> str | None:
         if type(hidden_states) is not torch.Tensor or hidden_states.dim() != 3:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from accel.comparison import relative_rms
-from accel.cuda_graphs.rule import PROMPT, own_code
+from accel.cuda_graphs.rule import PROMPT, graph_obstacle
 from accel.diffusion.linears import denoises
 from accel.diffusion.parallel.rows import BatchCall, gather_rows, not_rows, rank_rows
 from accel.diffusion.parallel.same_numbers import LoopChecks, check_same
@@ -129,7 +129,7 @@ class GuidanceForward(FastForward):
         kinds = tuple(map(_sort, self.module.modules()))
         if self.make is None or kinds != self.make.kinds:
             digest = blake2b(repr(kinds).encode(), digest_size=8).hexdigest()
-            self.make = ModelDigest(kinds, digest, own_code(self.module))
+            self.make = ModelDigest(kinds, digest, graph_obstacle(self.module))
 
     def _place(self) -> str:
         return f"a call of the {type(self.module).__name__}" + (f" ({self.path})" if self.path else "")

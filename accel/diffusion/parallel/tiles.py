@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel.cuda_graphs.rule import own_code
+from accel.cuda_graphs.rule import graph_obstacle
 from accel.diffusion.parallel.same_numbers import check_same
 from accel.errors import reason_of
 from accel.parallel.ranks import Ranks, all_ranks
@@ -74,7 +74,7 @@ class TiledDecode(PartlyCopied, InstanceMethod):
             return f"it is given a {type(z).__name__}"
         if torch.is_grad_enabled() or self.vae.training:
             return "gradients are on, or training mode"
-        return transformation() or own_code(self.vae)
+        return transformation() or graph_obstacle(self.vae)
 
     def _tiles(self, z: torch.Tensor) -> "list[torch.Tensor] | str":
         """What stock hands to the decoder, in order; or why tiles cannot be told apart. All ranks say the same."""

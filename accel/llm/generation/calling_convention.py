@@ -95,7 +95,7 @@ class CallingConvention:
     kept_tensors: tuple[Kept, ...] = ()
 
     @property
-    def passed(self) -> tuple[tuple[str, str], ...]:
+    def ignored_attributes(self) -> tuple[tuple[str, str], ...]:
         """What may change from call to call, as `Fingerprint` takes it."""
         return tuple((one.path, one.name) for one in self.kept_tensors)
 

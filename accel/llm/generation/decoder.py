@@ -108,7 +108,7 @@ class DecoderForward(FastForward):
         return super().mode()
 
     def fast(self, *args: Any, **kwargs: Any) -> Any:
-        kwargs, cache = self.taken_apart(args, kwargs)
+        kwargs, cache = self.split_cache(args, kwargs)
         given = kwargs.get
         use_cache, as_dict = wanted_of(kwargs, self.module.config)
         tokens = tokens_of(kwargs, self.embeddings().shape[1], self.shapes()[0].dtype)
@@ -119,7 +119,7 @@ class DecoderForward(FastForward):
         # Before the cache is taken over: a stock call may want it as it is.
         start = cache.get_seq_length() if type(cache) is DynamicCache else 0
         unknown = self.convention.unknown(kwargs, rows, start, new)
-        if unknown is not None and (reason := self.stays_stock(kwargs, unknown)) is not None:
+        if unknown is not None and (reason := self.why_stock(kwargs, unknown)) is not None:
             raise Unfit(reason)
         if self.partial or unknown is not None:
             self.ready()
@@ -128,7 +128,7 @@ class DecoderForward(FastForward):
         if tokens.device != self.embeddings().device or (start and rows != store.rows):
             raise Unfit("inputs on another device, or of another number of rows, than the cache")
         if self.partial or unknown is not None:
-            return self.by_own_code(store, cache, tokens, kwargs, checked=unknown is not None)
+            return self.run_own_code(store, cache, tokens, kwargs, checked=unknown is not None)
         keep = given("logits_to_keep", 0)
         if type(keep) is not int:
             raise Unfit("logits_to_keep is no number")
@@ -139,23 +139,23 @@ class DecoderForward(FastForward):
                 where = mask, rows, start, new, tokens.device
                 positions = self.convention.read_positions(given("position_ids"), *where)
         except Unfit as unfit:
-            if self.stays_stock(kwargs, str(unfit)) is not None:
+            if self.why_stock(kwargs, str(unfit)) is not None:
                 raise
             self.ready()
-            return self.by_own_code(store, cache, tokens, kwargs)
+            return self.run_own_code(store, cache, tokens, kwargs)
         logits = self.run(store, tokens, positions, mask, keep)
         kind, kept = self.convention.output, self.convention.handed_on(self.module)
         output = kind(logits=logits, **{cache_field(kind): cache}, **kept)
         return output if as_dict else output.to_tuple()
 
-    def adopt(self, cache: Any, wanted: int = 0) -> Store:
-        """The store under this cache, put there if need be; wanted: as of `adopt`. Raises Unfit."""
-        store = adopt(cache, self.shapes(), wanted)
+    def adopt(self, cache: Any, expected_tokens: int = 0) -> Store:
+        """The store under this cache, put there if need be. Raises Unfit."""
+        store = adopt(cache, self.shapes(), expected_tokens)
         if isinstance(store, str):
             raise Unfit(store)
         return store
 
-    def taken_apart(self, args: tuple, kwargs: dict) -> tuple[dict, Any]:
+    def split_cache(self, args: tuple, kwargs: dict) -> tuple[dict, Any]:
         """The arguments of a call by their present names, and the cache, which is then not among them."""
         named = dict(zip(self.names, args, strict=False)) | with_present_names(type(self.module).forward, kwargs)
         return named, named.pop(self.cache_name, None)
@@ -169,13 +169,13 @@ class DecoderForward(FastForward):
         """Whether scores are biased by distance."""
         return self.layers[0].spec.attention.has_position_bias
 
-    def stays_stock(self, kwargs: dict, unknown: str) -> str | None:
-        """Why a call that is not understood runs stock as a whole; None where it may run `by_own_code`."""
+    def why_stock(self, kwargs: dict, unknown: str) -> str | None:
+        """Why a call that is not understood runs stock as a whole; None where it may run `run_own_code`."""
         if self.model_guard is None or self.biased:
             return unknown
         return self.declined.get(own_arguments(kwargs))
 
-    def by_own_code(self, store: Store, cache: Any, tokens: torch.Tensor, kwargs: dict, checked: bool = True) -> Any:
+    def run_own_code(self, store: Store, cache: Any, tokens: torch.Tensor, kwargs: dict, checked: bool = True) -> Any:
         """The output of the model's own forward, which sees the cache as it is, around fused layers. After `ready`.
 
         checked: layers run stock unless they are given what a text gives them. Raises Unfit.
@@ -311,7 +311,7 @@ class DecoderForward(FastForward):
             raise Unfit(self.reason)
 
     def _fingerprint(self) -> Fingerprint:
-        return Fingerprint(self.module, self.convention.passed, self.model_guard)
+        return Fingerprint(self.module, self.convention.ignored_attributes, self.model_guard)
 
     def _bind(self, stack: bool) -> str | None:
         reason = None if self.model_guard is None else self.model_guard.changed()

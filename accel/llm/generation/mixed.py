@@ -21,7 +21,7 @@ class MixedForward(DecoderForward):
     partial = True
     convention = CallingConvention(dict, False, None)  # what else there is to one is stock's
 
-    def adopt(self, cache: Any, wanted: int = 0) -> Store:
+    def adopt(self, cache: Any, expected_tokens: int = 0) -> Store:
         """The store under the cache's layers of the fused ones, put there if need be; the others stay. Raises Unfit."""
         if type(cache) is not DynamicCache or cache.offloading or len(cache.layers) <= self.places[-1]:
             raise Unfit(f"a cache of another kind: {type(cache).__name__}")
@@ -29,7 +29,7 @@ class MixedForward(DecoderForward):
         mine.layers = [cache.layers[place] for place in self.places]
         if cache.get_seq_length() != mine.get_seq_length():
             raise Unfit("cache layers of different lengths")
-        store = super().adopt(mine, wanted)
+        store = super().adopt(mine, expected_tokens)
         for place, layer in zip(self.places, mine.layers, strict=True):
             cache.layers[place] = layer
         return store
@@ -41,7 +41,7 @@ class MixedForward(DecoderForward):
         super().ready(stack)
 
     def _fingerprint(self) -> Fingerprint:
-        return Fingerprint(nn.ModuleList(self._stack()), beside=self.model_guard)
+        return Fingerprint(nn.ModuleList(self._stack()), watched=self.model_guard)
 
     def _stack(self) -> list[nn.Module]:
         mine = {id(layer.module) for layer in self.layers}

@@ -38,7 +38,7 @@ def by_graph(rows: int, new: int) -> bool:
     return rows * new <= MOST_ROWS or (new == 1 and rows <= MOST_STEP_ROWS)
 
 
-def rows_of_kernels(leaves: list) -> int:
+def kernel_key_of(leaves: list) -> int:
     """Of a call of a graph, tokens first: all calls for which this is the same launch the same kernels, about.
 
     Products are compiled for rows by powers of two, and for all from 65 to MOST_QUANTIZED_ROWS.
@@ -135,13 +135,13 @@ class Prompts:
         """
         without = []
 
-        def instead() -> torch.Tensor:
+        def without_graph() -> torch.Tensor:
             without.append(plain())
             return without[-1]
 
         tokens, positions, last = pad_to_bucket(tokens, positions, bucket)
         variant = ("prompt", "mask") if masked else ("prompt",)
-        logits = self.runner(eager, (tokens, positions, metadata, last), {}, variant, instead=instead)
+        logits = self.runner(eager, (tokens, positions, metadata, last), {}, variant, without_graph=without_graph)
         # It ran in place of a graph that gains nothing; not to be timed, nor because of a hook that may be removed.
         if without and logits is without[-1] and self.runner.reason is None:
             if (model := self.runner.fingerprint) is not None:

@@ -110,7 +110,7 @@ def _convention(
             del forward.convention
             forward.seen = None
     if far:
-        errors.insert(0, wanted.told(min(far, key=wanted.off)))
+        errors.insert(0, wanted.description(min(far, key=wanted.off)))
     raise NotUnderstood(f"{DIFFERS}: {'; '.join(dict.fromkeys(errors))}")
 
 

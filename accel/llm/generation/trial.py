@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -26,6 +27,7 @@ PROMPT, PADDING, STEPS = 9, 3, (1, 1, 3)
 LONGEST = 150  # a window up to here is filled, to see it at work
 
 
+@dataclass(eq=False)
 class Expected:
     """The result of a stock run. logits: (rows, tokens, vocabulary); choices: of its routers, which a fused run takes.
 
@@ -33,14 +35,10 @@ class Expected:
     other experts. moved: how far rounding moves these logits, which takes another stock run; None where unknown.
     """
 
-    def __init__(
-        self,
-        logits: torch.Tensor,
-        choices: Choices,
-        median: bool = False,
-        moved: Callable[[], float] | None = None,
-    ):
-        self.logits, self.choices, self.median, self.moved = logits, choices, median, moved
+    logits: torch.Tensor
+    choices: Choices
+    median: bool = False
+    moved: Callable[[], float] | None = None
 
     def routed(self) -> AbstractContextManager[None]:
         """Inside, routers choose what they chose here."""
@@ -48,7 +46,7 @@ class Expected:
 
     def first(self, tokens: int) -> "Expected":
         """The same of the first tokens."""
-        return Expected(self.logits[:, :tokens], self.choices, self.median, self.moved)
+        return replace(self, logits=self.logits[:, :tokens])
 
     def near(self, got: torch.Tensor) -> bool:
         """Whether these logits differ by no more than rounding does in a model of any depth."""
@@ -67,7 +65,7 @@ class Expected:
         """How far rounding moves these logits, as `row_off` measures; 0 where it is not to be known."""
         return 0.0 if self.moved is None else self.moved()
 
-    def told(self, got: torch.Tensor) -> str:
+    def description(self, got: torch.Tensor) -> str:
         """How far these logits are off, for a reason."""
         off = f"logits are off by {self.off(got):.1e}"
         if self.moved is None:

@@ -103,8 +103,8 @@ class StoreLayer(DynamicLayer):
 
     def give_way(self) -> DynamicLayer:
         """The stock layer that takes its place in the cache, for a compiler, which traces no change of a class."""
-        cache = self.store.holder()
-        if cache is None or cache.layers[self.index] is not self or not self.store.settled:
+        cache = self.store.cache_ref()
+        if cache is None or cache.layers[self.index] is not self or not self.store.readable:
             self.trace_anew()
         cache.layers[self.index] = stock = self._filled()
         return stock
@@ -275,29 +275,29 @@ def store_of(cache: Any) -> Store | None:
     store, layers = cache.layers[0].store, cache.layers
     mine = all(type(layer) in OURS and layer.store is store for layer in layers)
     in_order = mine and [layer.index for layer in layers] == list(range(len(store.shapes)))
-    return store if in_order and store.whole else None
+    return store if in_order and store.consistent else None
 
 
-def adopt(cache: Any, shapes: Sequence[Shape], wanted: int = 0) -> Store | str:
+def adopt(cache: Any, shapes: Sequence[Shape], expected_tokens: int = 0) -> Store | str:
     """The store under `cache`, a plain DynamicCache, put there with all it holds if need be; or why it cannot be.
 
-    shapes: one a layer of the model. wanted: tokens a row will come to hold, or 0 if nobody knows. With a reason the
-    cache is as it was.
+    shapes: one a layer of the model. expected_tokens: of a row in the end, 0 if unknown. With a reason nothing has
+    changed.
     """
     store = store_of(cache)
     if store is None or store.shapes != tuple(shapes):
         reason = _foreign(cache, shapes)
         if reason is not None:
             return reason
-        store = Store(shapes, wanted)
+        store = Store(shapes, expected_tokens)
         try:
             _fill(store, cache)
         except torch.OutOfMemoryError:
             return "no memory to take the cache over"
         before = [*cache.layers, *(None for _ in range(len(shapes) - len(cache.layers)))]
         cache.layers[:] = [_store_layer(store, index, layer) for index, layer in enumerate(before)]
-        store.holder = weakref.ref(cache)
-    store.wanted = wanted or store.wanted
+        store.cache_ref = weakref.ref(cache)
+    store.expected_tokens = expected_tokens or store.expected_tokens
     return store
 
 

@@ -76,15 +76,15 @@ class RowSelection(NamedTuple):
 class Store:
     """The keys and values of all layers of a model, for one batch of rows. For one thread at a time.
 
-    shapes: one a layer. wanted: tokens that a row is expected to reach. Nothing is allocated before `reserve`.
+    shapes: one a layer. expected_tokens: tokens that a row is expected to reach. Nothing is allocated before `reserve`.
     lengths: tokens a row, by layer; they differ only while stock layers write one after another. requested: by layer,
-    changes of rows that wait until all layers were asked for them. holder: gives the cache over it, if still there.
+    changes of rows that wait until all layers were asked for them. cache_ref: gives the cache over it, if still there.
     """
 
-    def __init__(self, shapes: Sequence[Shape], wanted: int = 0):
-        self.shapes, self.wanted = tuple(shapes), wanted
+    def __init__(self, shapes: Sequence[Shape], expected_tokens: int = 0):
+        self.shapes, self.expected_tokens = tuple(shapes), expected_tokens
         self.lengths = dict.fromkeys(range(len(self.shapes)), 0)
-        self.holder: Callable[[], Any] = lambda: None
+        self.cache_ref: Callable[[], Any] = lambda: None
         self.clear()
 
     def clear(self) -> None:
@@ -132,12 +132,12 @@ class Store:
         return self._blocks.columns * BLOCK if self._blocks else 0
 
     @property
-    def whole(self) -> bool:
+    def consistent(self) -> bool:
         """Whether all layers are in the store and equally long, and no change of rows is pending."""
         return len(self.lengths) == len(self.shapes) and len(set(self.lengths.values())) == 1 and not self.requested
 
     @property
-    def settled(self) -> bool:
+    def readable(self) -> bool:
         """Keys and values lie as `read` shows them, with nothing to be done first."""
         return self.pending is None and not self.requested and (self._blocks is None or not self._blocks.shared)
 
@@ -168,7 +168,7 @@ class Store:
 
         Copies in the model's dtype where they are stored in 8 bits, or where a change of rows is pending.
         """
-        if not self.settled:
+        if not self.readable:
             self.blocks.unshare(0, self.length)
         self.latest = None
         kept = self._blocks.kv(layer).read(self.lengths[layer], self.shapes[layer].dtype)
@@ -191,8 +191,8 @@ class Store:
 
     def _grow(self, rows: int, tokens: int) -> None:
         wish = max(tokens, self.capacity * 3 // 2)
-        if self.wanted >= tokens:  # and a block, as assisted decoding looks ahead of the tokens it may keep
-            wish = min(self.wanted + BLOCK, max(tokens + AHEAD, wish))
+        if self.expected_tokens >= tokens:  # and a block, as assisted decoding looks ahead of the tokens it may keep
+            wish = min(self.expected_tokens + BLOCK, max(tokens + AHEAD, wish))
         while True:
             try:
                 return self._lay_out(rows, wish)
@@ -295,7 +295,8 @@ class Store:
             self._lay_out(index.shape[0], self.capacity, index)
 
     def __getstate__(self) -> dict:
-        state = {name: vars(self)[name] for name in ("shapes", "wanted", "lengths", "requested")}
+        state = {name: vars(self)[name] for name in ("shapes", "lengths", "requested")}
+        state["wanted"] = self.expected_tokens
         return state | ({"blocks": self.blocks.packed(self.length)} if self.length else {})
 
     def __setstate__(self, state: dict) -> None:

@@ -45,7 +45,7 @@ class SpreadForward(DecoderForward):
             forward.around = wrapper_of(forward.module)
         self.chained = True  # its code hands each layer what the one before gave
 
-    def stays_stock(self, kwargs: dict, unknown: str) -> str | None:
+    def why_stock(self, kwargs: dict, unknown: str) -> str | None:
         return unknown
 
     def device(self, layer: LayerForward, embeddings: torch.Tensor) -> torch.device:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accel.comparison import agree, factor, named_factor
-from accel.libraries.attention import TOLD
+from accel.libraries.attention import KNOWN_ARGUMENTS
 from accel.llm.kv_cache.shape import Shape
 from accel.llm.recording.plain_attention import plain_attention
 from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record
@@ -218,7 +218,7 @@ def _told(layer: LayerRecord, record: Record) -> tuple[dict, int | None]:
         for name, value in options.items():
             if name == "is_causal" and value is False:
                 raise NotUnderstood("its attention sees the future")
-            harmless = name in TOLD | {"is_causal"} or name.startswith("output_")
+            harmless = name in KNOWN_ARGUMENTS | {"is_causal"} or name.startswith("output_")
             if not harmless and (isinstance(value, torch.Tensor) or value not in (None, False)):
                 raise NotUnderstood(f"its attention is told {name}")
     else:

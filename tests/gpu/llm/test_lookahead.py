@@ -7,7 +7,7 @@ from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 from accel.llm.generation.loop import handover
 from accel.llm.kv_cache.cache import store_of
 from accel.llm.kv_cache.store import PendingStep
-from support.llm.calls import counting
+from support.llm.calls import counting, followed_by_numbers
 from support.llm.families import padded, prompt
 from support.llm.gpu import EDITS, new_pair, on_gpu
 from support.llm.outputs import flat, generate, same
@@ -48,20 +48,8 @@ def test_almost_every_step(steps, name, call):
     for _ in range(2):
         generate(ours, *inputs(), **call)
     steps[:] = 0, 0
-    same(generate(ours, *inputs(), **call), generate(stock, *inputs(), **call), EXACT)
+    same(followed_by_numbers(ours, (9, 5), **call), followed_by_numbers(stock, (9, 5), **call), EXACT)
     assert steps[0] == steps[1] and steps[1] >= 22, steps  # not the prompt's, whose mask may be left out
-
-
-def test_random_numbers_are_left_where_stock_leaves_them():
-    ours, stock = new_pair("llama")
-    warm(ours)
-    for model in (ours, stock):
-        torch.manual_seed(5)
-        model.found = [
-            model.generate(prompt(1, 6).cuda(), do_sample=True, max_new_tokens=9, pad_token_id=0) for _ in range(3)
-        ]
-        model.found.append(torch.rand(4, device="cuda"))
-    assert all(torch.equal(*both) for both in zip(ours.found, stock.found, strict=True))
 
 
 @pytest.mark.parametrize("after", [1, 2, 7])

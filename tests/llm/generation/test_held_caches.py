@@ -11,13 +11,13 @@ import accel
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.runner import GraphPool, GraphRunner
 from accel.libraries.cache import cache_of as cache_of_output
-from accel.llm.generation.prefill import FINE, MOST_PROMPT, STEP, bucket_for, by_graph, pad_to_bucket, rows_of_kernels
+from accel.llm.generation.prefill import FINE, MOST_PROMPT, STEP, bucket_for, by_graph, kernel_key_of, pad_to_bucket
 from accel.llm.kv_cache.cache import StoreLayer
 from accel.patching.fallback_log import FallbackLog
 from support.llm.calls import new_cache, unaliased
 from support.llm.families import FAMILIES, make, padded, prompt
 from support.llm.filled_prefill import Anywhere, new_pair, shapes, talk
-from support.llm.outputs import both, flat, generate, same
+from support.llm.outputs import flat, generate, same
 
 CORE = [family.name for family in FAMILIES if family.core]
 
@@ -111,23 +111,6 @@ def test_a_compiler_is_handed_the_librarys_cache(name, gradients, pair_of):
     torch.compiler.reset()
 
 
-def test_two_caches_of_one_model_in_turn(pair_of):
-    """Two conversations, a step of one and a step of the other; then one of them is dropped."""
-
-    def call(model):
-        caches, found = [new_cache(model), new_cache(model)], {}
-        for number, cache in enumerate(caches):
-            found[f"{number}"] = model(prompt(1 + number, 6 + number, number), past_key_values=cache).logits
-        for step in range(8):
-            if step == 5:
-                caches[0] = new_cache(model)
-            number = step % 2
-            found[f"{number} {step}"] = model(prompt(1 + number, 1, step), past_key_values=caches[number]).logits
-        return found
-
-    both(pair_of("llama"), call)
-
-
 def test_outputs_are_not_written_to_later(pair_of):
     assert unaliased(pair_of("llama")[0])
 
@@ -152,7 +135,7 @@ def test_which_steps_behind_stored_tokens_are_graphs():
 def test_kernels_of_other_numbers_of_rows_are_compiled_side_by_side():
     """Once for each power of two, for 65 to 512 rows, and for more."""
     runner, warmed = GraphRunner(nn.Linear(2, 2), "", GraphPool(None), FallbackLog(), lambda module: None, True), []
-    runner.kind = rows_of_kernels
+    runner.kernel_key = kernel_key_of
     copied = copy.deepcopy(runner)
     for one in (runner, copied):
         for shape in ((1, 1), (3, 1), (4, 1), (1, 4), (64, 1), (65, 1), (512, 1), (2, 100), (1, 513), (1, 3000)):
@@ -184,9 +167,9 @@ class Bound:
     def __getstate__(self):
         return {"reason": None}
 
-    def __call__(self, eager, args, kwargs, variant, instead):
-        instead()
-        return instead() if self.reason is not None or args[0].shape[1] >= 128 else eager(*args)
+    def __call__(self, eager, args, kwargs, variant, without_graph):
+        without_graph()
+        return without_graph() if self.reason is not None or args[0].shape[1] >= 128 else eager(*args)
 
 
 def test_where_a_graph_gains_nothing_longer_ones_are_not_tried():

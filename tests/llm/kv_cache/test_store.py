@@ -108,7 +108,7 @@ def test_a_layer_behind_the_others_writes_what_is_its_rows_own(reordered):
     store.choose(RowSelection("reorder", torch.tensor([1, 2, 0, 0])))
     lists.choose([1, 2, 0, 0])
     store.shorten(1, BLOCK + 5)
-    assert not store.whole
+    assert not store.consistent
     if reordered:
         store.choose(RowSelection("reorder", torch.tensor([1, 2, 0, 0])))
         lists.choose([1, 2, 0, 0])
@@ -177,10 +177,10 @@ def test_attention_over_shared_blocks_is_attention_over_the_rows_own_tokens(more
 
 
 def test_a_request_has_room_at_once_but_not_for_all_it_might_come_to():
-    store = Store(SHAPES, wanted=1000)
+    store = Store(SHAPES, expected_tokens=1000)
     store.reserve(1, 100)
     assert 1000 <= store.capacity <= 1000 + 2 * BLOCK
-    store = Store(SHAPES, wanted=10**6)
+    store = Store(SHAPES, expected_tokens=10**6)
     store.reserve(1, 100)
     assert AHEAD + 100 <= store.capacity <= AHEAD + 100 + BLOCK
 
@@ -219,7 +219,7 @@ def test_no_memory_to_grow_says_so_and_leaves_the_store_as_it_was(memory):
 
 def test_no_memory_for_what_a_request_may_come_to_is_no_error(memory):
     memory(SHAPES[1].size * 1024)
-    store = Store(SHAPES[1:2], wanted=16000)
+    store = Store(SHAPES[1:2], expected_tokens=16000)
     store.reserve(1, 100)
     assert 100 <= store.capacity <= 1024
 
@@ -238,7 +238,7 @@ def test_what_could_not_be_allocated_is_freed_before_less_is_tried_and_before_th
     try:
         with pytest.raises(torch.OutOfMemoryError):
             try:
-                Store(SHAPES, wanted=16000).reserve(1, 2000)
+                Store(SHAPES, expected_tokens=16000).reserve(1, 2000)
             except torch.OutOfMemoryError:
                 assert len(alive) > 2 and not any(one() is not None for one in alive)
                 raise
@@ -247,7 +247,7 @@ def test_what_could_not_be_allocated_is_freed_before_less_is_tried_and_before_th
 
 
 def test_a_copy_is_no_larger_than_what_it_holds():
-    store, _ = filled(rows=1, tokens=100, wanted=10000)
+    store, _ = filled(rows=1, tokens=100, expected_tokens=10000)
     assert len(pickle.dumps(store)) < 4 * sum(shape.size for shape in SHAPES) * 2 * BLOCK
     assert copy.deepcopy(store).capacity == 2 * BLOCK
 

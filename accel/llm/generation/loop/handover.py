@@ -23,7 +23,7 @@ from transformers import GenerationConfig, StoppingCriteriaList
 from accel.cuda_graphs.runner import PATIENCE, GraphRunner
 from accel.libraries.cache import NAMES
 from accel.libraries.code import comes_from
-from accel.libraries.generation import STEP, late_loop, predictable, returns_what_criteria_saw
+from accel.libraries.generation import STEP, defers_stop_check, predictable, returns_what_criteria_saw
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.loop.choice import draws_as_torch, pure
 from accel.llm.generation.loop.token_loop import GenerateRequest, TokenLoop, undisturbed
@@ -35,7 +35,7 @@ MOST_MISSED = 4  # unused steps in a row, after which a generate() call stops la
 MOST_WAITED = PATIENCE + 4  # or steps without a graph, which comes once its products are chosen
 
 
-def followed(config: GenerationConfig, kwargs: dict[str, Any]) -> bool:
+def asks_for_tokens_alone(config: GenerationConfig, kwargs: dict[str, Any]) -> bool:
     """Whether a call asks for tokens alone, and so each step follows from the one before. kwargs: of the model."""
     returned = config.return_dict_in_generate and (config.output_scores or config.output_logits)
     others = (value for name, value in kwargs.items() if name not in STEP and name not in NAMES)
@@ -55,7 +55,7 @@ class Handover:
     def ready(self, ids: torch.Tensor) -> bool:
         """Whether the loop can continue these tokens, (rows, so far), of which all but the last are stored."""
         store = self.known_store()
-        if store is None or store.latest is None or not store.whole or not store.length:
+        if store is None or store.latest is None or not store.consistent or not store.length:
             return False
         device = store.shapes[0].device
         if device.type not in DEVICES or ids.device != device or ids.shape[0] != store.rows:
@@ -64,7 +64,7 @@ class Handover:
             return False
         if not (pure(self.request.processors) and undisturbed(self.forward) and returns_what_criteria_saw()):
             return False
-        if late_loop(device, self.request.kwargs):  # it would end the stream with the wrong token
+        if defers_stop_check(device, self.request.kwargs):  # it would end the stream with the wrong token
             return False
         return not self.request.config.do_sample or draws_as_torch(device)
 
@@ -92,7 +92,7 @@ class Handover:
 def begin(model: nn.Module, runner: GraphRunner, store: Store, ids: torch.Tensor) -> PendingStep | None:
     """Launches the step for the last of ids, (rows, tokens), if there is a graph for it; `store.pending` holds it."""
     latest, rows = store.latest, store.rows
-    if latest is None or not (store.whole and 0 < store.length < store.capacity):
+    if latest is None or not (store.consistent and 0 < store.length < store.capacity):
         return None
     if not (ids.is_cuda and ids.shape[0] == rows and predictable(model)):
         return None

@@ -16,7 +16,7 @@ from accel.libraries.generation import DECODING, PREPARE, UNFINISHED, Generation
 from accel.llm.generation.calling_convention import Unfit
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.loop.agreement import agree_on_tokens, agree_to_generate, digest, refuse_clocks
-from accel.llm.generation.loop.handover import Handover, Lookahead, followed
+from accel.llm.generation.loop.handover import Handover, Lookahead, asks_for_tokens_alone
 from accel.llm.generation.loop.token_loop import GenerateRequest
 from accel.llm.kv_cache.cache import store_of
 from accel.llm.kv_cache.store import Store
@@ -161,7 +161,7 @@ def prepare_cache(hook: GenerateHook, *args: Any, **kwargs: Any) -> Any:
         return result
     if mode in ONE_BY_ONE:
         notes.known_store = weakref.ref(store)
-        if asked is not None and asked.usual and followed(config, model_kwargs):
+        if asked is not None and asked.usual and asks_for_tokens_alone(config, model_kwargs):
             kept = model_kwargs | {"use_cache": config.use_cache}
             notes.request = GenerateRequest(config, kept, LogitsProcessorList(), asked.streamer)
     return result

@@ -24,7 +24,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.errors import RanksApart
 from accel.libraries.cache import generating_cache
-from accel.libraries.generation import FILLER, PREPARE, next_inputs, predictable
+from accel.libraries.generation import PAD_TENSOR, PREPARE, next_inputs, predictable
 from accel.llm.generation.calling_convention import Unfit
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.loop.choice import RandomState, draw, refuse_nan
@@ -155,7 +155,7 @@ class TokenLoop:
         self.random = RandomState(ids.device) if request.config.do_sample else None
         ends = any(hasattr(one, "eos_token_id") for one in criteria)
         self.pads = ends and ids.shape[0] > 1  # a single row that has ended is never continued
-        self.pad = getattr(request.config, FILLER)
+        self.pad = getattr(request.config, PAD_TENSOR)
         if self.pad is not None:
             self.pad = self.pad.to(ids.device)
         self.max_length = criteria.max_length
@@ -258,7 +258,7 @@ class TokenLoop:
         self._go_back(None if ahead is None else ahead.random)
 
     def _go_back(self, random: tuple | None) -> None:
-        if self.store.whole and self.store.length > self.stored:
+        if self.store.consistent and self.store.length > self.stored:
             self.store.crop(self.stored)
         if self.random is not None and random is not None:
             self.random.set(random)

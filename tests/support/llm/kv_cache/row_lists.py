@@ -74,7 +74,7 @@ def append_as_stock(store: Store, new: list[torch.Tensor]) -> None:
 
 def check(store: Store, lists: Lists) -> None:
     length, rows = lists.length, len(lists.rows)
-    assert store.length == length and store.whole
+    assert store.length == length and store.consistent
     if not store.blocks:
         assert not length
         return
@@ -103,8 +103,8 @@ def check(store: Store, lists: Lists) -> None:
         assert torch.equal(store.padding_mask, lists.padding_mask(store.capacity))
 
 
-def filled(rows: int = 4, tokens: int = 2 * BLOCK + 7, wanted: int = 0) -> tuple[Store, Lists]:
-    store, lists, new = Store(SHAPES, wanted), Lists(rows), fresh(rows, tokens)
+def filled(rows: int = 4, tokens: int = 2 * BLOCK + 7, expected_tokens: int = 0) -> tuple[Store, Lists]:
+    store, lists, new = Store(SHAPES, expected_tokens), Lists(rows), fresh(rows, tokens)
     append(store, new)
     lists.append(new)
     return store, lists
