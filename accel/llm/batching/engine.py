@@ -195,12 +195,13 @@ class Engine:
         rows = plan.draw_rows[current]
         if not len(rows):
             return
-        outcome = self.rows.add(rows, ids[current], None if logprobs is None else logprobs[current])
-        self._note(*outcome.streamed)
-        for row, reason in outcome.failed.items():
+        chances = None if logprobs is None else logprobs[current]
+        streamed, ended, wrong = self.rows.add(rows, ids[current], chances)
+        self._note(*streamed)
+        for row, reason in wrong.items():
             self._fail(row, str(self.sampler.error(row)) if reason is None else reason)
-        for row in outcome.ended:
-            self._note(self._finish(self._leave(row, keep=True), row in outcome.full))
+        for row, full in ended.items():
+            self._note(self._finish(self._leave(row, keep=True), full))
 
     def _finish(self, request: Request, full: bool) -> Request:
         """Ends a request. full: it is at its limit of tokens; it has failed where more were asked for."""
