@@ -15,7 +15,7 @@ class RunningRows:
 
     requests: by row, in the order of their arrival. idle: rows without a request. All others are (rows,) int64. drawn,
     most: tokens of the answer that are known, and how many it may come to. stored: tokens whose keys and values are
-    there once all planned steps have run. micro_batch: the group of the request. serial: counts requests of the row.
+    there once all planned steps have run. micro_batch: the request's. serial: counts the requests of the row.
     """
 
     def __init__(self, rows: int):
@@ -54,11 +54,11 @@ class RunningRows:
         return self.requests[row].prompt + self._ids[row, : self.drawn[row]].tolist()
 
     def unfinished(self, rows: np.ndarray, micro_batch: int) -> np.ndarray:
-        """Those of these rows, (n,), of this group that have tokens left to draw which no step is planned for."""
+        """Of these rows, (n,), those in this micro-batch that have a token left to draw without a planned step."""
         return rows[(self.stored[rows] < self._last[rows]) & (self.micro_batch[rows] == micro_batch)]
 
     def size_of(self, micro_batch: int) -> int:
-        """How many requests the group has."""
+        """How many requests the micro-batch has."""
         return sum(int(self.micro_batch[row]) == micro_batch for row in self.requests)
 
     def add(
