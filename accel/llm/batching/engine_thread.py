@@ -284,8 +284,7 @@ class EngineThread:
             self._cancelled.clear()
             self.ending.stop = Stop.STOPPED
             self._changed.notify_all()
-        self._deliver(failed(self.results.under_way(), str(error)))
-        self.results.wake()
+        self.results.put(failed(self.results.under_way(), str(error)))
 
 
 @contextmanager
