@@ -54,8 +54,10 @@ class Results:
             return request_id in self._under_way or request_id in self._asked
 
     def put(self, requests: Iterable[Request]) -> list[str]:
-        """Delivers what they have come to, and lets all who wait ask again whether more may come. Of those that are not under way only a handler is told, where there is one.
-        Returns the ids of requests that nobody can be told of any more: their event loop is closed.
+        """Delivers what they have come to, and lets all who wait ask again whether more may come.
+
+        Of requests that are not under way only a handler is told, where there is one. Returns the ids of those that
+        nobody can be told of any more: their event loop is closed.
         """
         waiting: dict[asyncio.AbstractEventLoop, Deliveries] = {}
         lost: list[str] = []
