@@ -173,12 +173,10 @@ class WithSettings:
 
     def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], object]) -> None:
         """Outputs come as the server can tell them, see `Answer`."""
-        self.manager.register_result_handler(request_id, self.answer(request_id, callback))
-
-    def answer(self, request_id: str, callback: Callable[[GenerationOutput], object]) -> Callable:
-        """The callback, for what a manager gives."""
         call = self._call.get()
-        return callback if call is None else Answer(call, callback, lambda: self.cancel_request(request_id))
+        if call is not None:
+            callback = Answer(call, callback, lambda: self.cancel_request(request_id))
+        self.manager.register_result_handler(request_id, callback)
 
     def _of(self, config: GenerationConfig) -> dict[str, Any]:
         if self.takes_settings:

@@ -85,19 +85,15 @@ class Engine:
 
     def cancel(self, request_id: str) -> list[Request]:
         """Ends a request in any state, and its children that do not run yet. Returns them; unknown ids are ignored."""
-        waiting = self.scheduler.waiting
-        for row, request in self.rows.requests.items():
+        running, waiting = self.rows.requests, self.scheduler.waiting
+        for row, request in running.items():
             if request.id == request_id:
                 return failed(self._leave(row, keep=True).family, CANCELLED)
-        for request in waiting:
-            if request.id == request_id:
-                waiting.remove(request)
-                return failed(request.family, CANCELLED)
-        for parent in (*self.rows.requests.values(), *waiting):
-            for child in parent.children:
-                if child.id == request_id:
-                    parent.children.remove(child)
-                    return failed([child], CANCELLED)
+        for requests in (waiting, *(one.children for one in (*running.values(), *waiting))):
+            for request in requests:
+                if request.id == request_id:
+                    requests.remove(request)
+                    return failed(request.family, CANCELLED)
         return []
 
     def step(self) -> list[Request]:
@@ -195,12 +191,13 @@ class Engine:
         rows = plan.draw_rows[current]
         if not len(rows):
             return
-        outcome = self.rows.add(rows, ids[current], None if logprobs is None else logprobs[current])
-        self._note(*outcome.streamed)
-        for row, reason in outcome.failed.items():
+        chances = None if logprobs is None else logprobs[current]
+        streamed, ended, wrong = self.rows.add(rows, ids[current], chances)
+        self._note(*streamed)
+        for row, reason in wrong.items():
             self._fail(row, str(self.sampler.error(row)) if reason is None else reason)
-        for row in outcome.ended:
-            self._note(self._finish(self._leave(row, keep=True), row in outcome.full))
+        for row, full in ended.items():
+            self._note(self._finish(self._leave(row, keep=True), full))
 
     def _finish(self, request: Request, full: bool) -> Request:
         """Ends a request. full: it is at its limit of tokens; it has failed where more were asked for."""

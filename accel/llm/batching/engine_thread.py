@@ -20,6 +20,7 @@ CHECK = 1.0  # seconds between two checks of an idle thread whether its manager 
 NAP = 0.05  # seconds from one meeting to the next while another rank pauses
 PATIENCE = 10.0  # seconds that adding a request waits for room in a bounded queue, as in stock
 AT_EXIT = 10.0  # seconds that the process waits for a step that is under way
+UNFINISHED = "the generation loop ended before this request was finished"
 ELSEWHERE = "the manager of another rank that shares the model ended before this request was finished"
 DELETED = "the manager of this request was deleted before the request was finished; keep a reference to it"
 
@@ -31,11 +32,8 @@ class Ending:
     """
 
     def __init__(self) -> None:
-        self.reset()
         self.thread: threading.Thread | None = None  # the last one that was started and has not been joined
-
-    def reset(self) -> None:
-        self.stop, self.reason = Stop.NO, "the generation loop ended before this request was finished"
+        self.stop, self.reason = Stop.NO, UNFINISHED
 
     def ask(self, stop: Stop) -> None:
         """It only ever becomes sooner. Waits for no lock."""
@@ -122,7 +120,7 @@ class EngineThread:
 
     def start(self) -> None:
         self.ranks.begin()
-        self.ending.reset()
+        self.ending.stop, self.ending.reason = Stop.NO, UNFINISHED
         self.fatal_error, self.keeps = None, False
         self._pauses.clear()
         self._parked, self._failures = False, 0
@@ -286,8 +284,7 @@ class EngineThread:
             self._cancelled.clear()
             self.ending.stop = Stop.STOPPED
             self._changed.notify_all()
-        self._deliver(failed(self.results.under_way(), str(error)))
-        self.results.wake()
+        self.results.put(failed(self.results.under_way(), str(error)))
 
 
 @contextmanager

@@ -219,9 +219,9 @@ class BatchManager(ContinuousBatchingManager):
         the generation configuration where None. streaming: an output comes with every token. stop_strings: the request
         ends with the token that completes one of them, as the tokenizer decodes its answer; None for those of the
         generation configuration, which stock leaves out, and so does this without a tokenizer. logit_processor_kwargs:
-        this request's own settings. generated: tokens that the answer begins with, drawn elsewhere by them; it goes on
-        behind these as it would have there. A request that makes no sense comes out failed. Raises ValueError
-        for an id that is under way, queue.Full where `max_queue_size` others wait for ten seconds.
+        this request's own settings. generated: tokens that the answer begins with, drawn elsewhere with equal settings;
+        it goes on as it would have there. A request that makes no sense comes out failed. Raises ValueError for an id
+        that is under way, queue.Full where `max_queue_size` others wait for ten seconds.
         """
         if not self.is_tp_driver:
             return None

@@ -50,13 +50,13 @@ class OneRank:
     settings: SamplingDefaults
 
     def free(self) -> None:
-        """Nothing stands against an engine."""
+        """Raises where an engine may not compute now; here it always may."""
 
     def begin(self) -> None:
         """The thread has begun."""
 
     def meet(self, inbox: Inbox, engine: Engine) -> Inbox:
-        """What is to be taken in."""
+        """What this loop is to take in."""
         return inbox
 
     def end(self, error: BaseException | None) -> None:

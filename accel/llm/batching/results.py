@@ -54,8 +54,10 @@ class Results:
             return request_id in self._under_way or request_id in self._asked
 
     def put(self, requests: Iterable[Request]) -> list[str]:
-        """Delivers what they have come to. Of those that are not under way only a handler is told, where there is one.
-        Returns the ids of requests that nobody can be told of any more: their event loop is closed.
+        """Delivers what they have come to, and lets all who wait ask again whether more may come.
+
+        Of requests that are not under way only a handler is told, where there is one. Returns the ids of those that
+        nobody can be told of any more: their event loop is closed.
         """
         waiting: dict[asyncio.AbstractEventLoop, Deliveries] = {}
         lost: list[str] = []
@@ -117,11 +119,6 @@ class Results:
             self._changed.wait_for(ready, timeout)
             number = first()
             return None if number is None else self._dequeue(number)
-
-    def wake(self) -> None:
-        """Lets all who wait ask again whether more may come."""
-        with self._changed:
-            self._changed.notify_all()
 
     def _enqueue(self, output: GenerationOutput) -> None:
         self._queue[self._count] = output

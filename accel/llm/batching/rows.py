@@ -1,7 +1,6 @@
 """The requests that run, by row, in arrays: a step of a thousand requests is a few operations."""
 
 import time
-from typing import NamedTuple
 
 import numpy as np
 
@@ -11,23 +10,12 @@ from accel.llm.batching.request import Request
 NO_ID = -1  # drawn where there was nothing to draw from; also: not an id that ends anything
 
 
-class StepOutcome(NamedTuple):
-    """What a step has brought. ended: rows; full: those of them that ended at their limit of tokens alone. streamed:
-    requests of which somebody wants every token. failed: by row the reason, where it is known here.
-    """
-
-    ended: list[int]
-    full: set[int]
-    streamed: list[Request]
-    failed: dict[int, str | None]
-
-
 class RunningRows:
     """One place of the batch for each running request. For one thread.
 
     requests: by row, in the order of their arrival. idle: rows without a request. All others are (rows,) int64. drawn,
     most: tokens of the answer that are known, and how many it may come to. stored: tokens whose keys and values are
-    there once all planned steps have run. micro_batch: the group of the request. serial: counts requests of the row.
+    there once all planned steps have run. micro_batch: the request's. serial: counts the requests of the row.
     """
 
     def __init__(self, rows: int):
@@ -66,15 +54,21 @@ class RunningRows:
         return self.requests[row].prompt + self._ids[row, : self.drawn[row]].tolist()
 
     def unfinished(self, rows: np.ndarray, micro_batch: int) -> np.ndarray:
-        """Those of these rows, (n,), of this group that have tokens left to draw which no step is planned for."""
+        """Of these rows, (n,), those in this micro-batch that have a token left to draw without a planned step."""
         return rows[(self.stored[rows] < self._last[rows]) & (self.micro_batch[rows] == micro_batch)]
 
     def size_of(self, micro_batch: int) -> int:
-        """How many requests the group has."""
+        """How many requests the micro-batch has."""
         return sum(int(self.micro_batch[row]) == micro_batch for row in self.requests)
 
-    def add(self, rows: np.ndarray, ids: np.ndarray, logprobs: np.ndarray | None) -> StepOutcome:
-        """One more id for each of these rows, (n,) each; NO_ID where none could be drawn."""
+    def add(
+        self, rows: np.ndarray, ids: np.ndarray, logprobs: np.ndarray | None
+    ) -> tuple[list[Request], dict[int, bool], dict[int, str | None]]:
+        """One more id for each of these rows, (n,) each; NO_ID where none could be drawn.
+
+        Returns requests of which somebody wants every token; by row that has ended, whether that was at its limit of
+        tokens alone; by row that has failed the reason, where it is known here.
+        """
         good = ids != NO_ID
         failed: dict[int, str | None] = dict.fromkeys(rows[~good].tolist())
         if failed:
@@ -96,8 +90,8 @@ class RunningRows:
             except Exception as error:  # of a stopping criterion of the user's
                 failed[row] = f"a stopping criterion raised {reason_of(error)}"
         full = ~over & (self.drawn[rows] >= self.most[rows])
-        ended = [row for row in rows[over | full].tolist() if row not in failed]
-        return StepOutcome(ended, set(rows[full].tolist()), streamed, failed)
+        ended = dict(zip(rows[over | full].tolist(), full[over | full].tolist(), strict=True))
+        return streamed, {row: at_limit for row, at_limit in ended.items() if row not in failed}, failed
 
     def _append(self, request: Request, token: int) -> bool:
         """Appends a token to a watched request; whether its own criteria end it."""

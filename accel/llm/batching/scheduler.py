@@ -52,8 +52,8 @@ class StepPlan:
 class Scheduler:
     """The requests of one engine, those that wait and those that have a row. For one thread.
 
-    micro_batches: into how many groups those with a row are divided. A step is of one group, and groups take turns. A
-    request goes to a group that has less than its share, and stays there.
+    micro_batches: into how many those with a row are divided. A step is of one micro-batch, and they take turns. A
+    request goes to one that has less than its share, and stays there.
 
     decoding: rows that have their first token or a step planned for it, in the order in which they came to that.
     prefilling: by row all tokens that it begins with, in the order of arrival. failed: requests that can never run.
@@ -160,7 +160,7 @@ class Scheduler:
             yield row, start, tokens[start:end]
 
     def _prompts(self, micro_batch: int) -> Iterator[int]:
-        """Rows of the group whose prompts are to be read: those that have begun, then new ones, as long as they fit."""
+        """Rows of the micro-batch with prompts to read: those that have begun, then new ones, as long as they fit."""
         yield from [row for row in self.prefilling if self.rows.micro_batch[row] == micro_batch]
         while self.waiting and self.rows.idle and self._has_room(micro_batch):
             row = self._open(micro_batch)
@@ -169,12 +169,12 @@ class Scheduler:
             yield row
 
     def _has_room(self, micro_batch: int) -> bool:
-        """Whether the group has less than its share of those that run and wait."""
+        """Whether the micro-batch has less than its share of those that run and wait."""
         share = -(-min(len(self.rows.requests) + len(self.waiting), self.limits.rows) // self.micro_batches)
         return self.micro_batches == 1 or self.rows.size_of(micro_batch) < share
 
     def _open(self, micro_batch: int) -> int | None:
-        """The request that has waited longest takes a row in this group, if there are blocks for its tokens."""
+        """The request that has waited longest takes a row here, if there are blocks for its tokens."""
         request, running = self.waiting[0], len(self.rows.requests)
         if running and self._blocked is not None and self._blocked[0] is request:
             if self.allocator.free <= self._blocked[1]:
@@ -192,7 +192,7 @@ class Scheduler:
         return self._take(request, found, micro_batch)
 
     def _take(self, request: Request, stored: int, micro_batch: int) -> int:
-        """The request has a row, in this group, from now on."""
+        """The request has a row, in this micro-batch, from now on."""
         row = self.rows.open(request, self.most(request), stored, micro_batch)
         self._opened.append(row)
         request.status = RequestStatus.PREFILLING

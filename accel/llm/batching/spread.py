@@ -1,8 +1,8 @@
-"""One step of a group of requests over stretches of layers, each on its device with its part of all blocks.
+"""One step of a micro-batch over stretches of layers, each on its device with its part of all blocks.
 
 Hidden states alone go from device to device, and what layers read besides, such as the cosines of positions. The
-numbers of a step are copied to every device from the host. Tokens are drawn where the head is, and the ids that a group
-drew last are brought from there to where its next step begins.
+numbers of a step are copied to every device from the host. Tokens are drawn where the head is, and the ids drawn last
+are brought from there to where the next step of the micro-batch begins.
 """
 
 import functools
@@ -28,19 +28,18 @@ from accel.llm.pipeline.stretch import Stretch, StretchGraphs
 
 
 class Shared(Enum):
-    """What the steps of all groups use on a device, each in its turn."""
+    """What the steps of all micro-batches use on a device, each in its turn."""
 
     KV_CACHE = auto()  # keys and values, their tables, and the memory of graphs
     DRAWS = auto()  # settings of requests, and the ids that were drawn last
 
 
 class MicroBatchStreams:
-    """`count` groups of requests. Steps are launched by one thread, one after another, each with all that it does.
+    """CUDA streams of `count` micro-batches. One thread launches steps, one after another, each with all that it does.
 
-    On CUDA every group has a stream on each device, so a step waits for nothing but itself: a device begins that of the
-    next group while another device goes on with this one. What steps share they use in turns, in the order in which
-    they were launched; so a block that changes hands is as it would be in one stream. One group has the streams of its
-    caller.
+    Every micro-batch has a stream on each device. So a device begins the step of the next one while another device goes
+    on with this one. What steps share they use in turns, in the order in which they were launched. So a block that
+    changes hands is as it would be in one stream. A single micro-batch has the streams of its caller.
     """
 
     def __init__(self, devices: Iterable[torch.device], count: int):
@@ -53,7 +52,7 @@ class MicroBatchStreams:
 
     @contextmanager
     def use(self, micro_batch: int) -> Iterator[None]:
-        """Inside, what is launched belongs to a step of this group, behind all that the caller's streams have to do."""
+        """Inside, launches belong to a step of this micro-batch, behind all that the caller's streams have to do."""
         with ExitStack() as stack:
             for stream in self.streams[micro_batch]:
                 stream.wait_stream(torch.cuda.current_stream(stream.device))
@@ -79,7 +78,7 @@ class MicroBatchStreams:
             done.record(stream)
 
     def join(self) -> None:
-        """The caller's streams wait for all groups: what these read may be freed, or written by others, after that."""
+        """The caller's streams wait for all others: what these read may be freed, or written by others, after that."""
         for streams in self.streams:
             for stream in streams:
                 torch.cuda.current_stream(stream.device).wait_stream(stream)
@@ -87,7 +86,7 @@ class MicroBatchStreams:
 
 @functools.cache
 def _stream(device: torch.device, micro_batch: int) -> torch.cuda.Stream:
-    """That of a group, the same from engine to engine: torch keeps freed memory for the stream it was used on."""
+    """That of a micro-batch, the same from engine to engine: torch keeps freed memory for the stream it was used on."""
     return torch.cuda.Stream(device)
 
 
@@ -117,7 +116,7 @@ class StoresOfStep:
 
 
 class SpreadStepRunner(StepRunner):
-    """Runs steps of a model whose layers are spread. micro_batches: of the groups that the plans are of.
+    """Runs steps of a model whose layers are spread. micro_batches: those that the plans are of.
 
     changes: by device, what is to be written into its table of blocks. It is written as a step's turn on the device
     begins: before, the step's stream there has other things to do that must not wait for the steps before.
@@ -189,7 +188,7 @@ def step_runner(
 
 
 def micro_batch_count(forward: DecoderForward) -> int:
-    """Into how many groups requests are divided: one for each stretch."""
+    """Into how many requests are divided: one for each stretch."""
     return len(forward.stretches) if isinstance(forward, SpreadForward) else 1
 
 

@@ -62,10 +62,10 @@ class Cuda:
 
     @contextmanager
     def stream(self, stream):
-        before, number = self.current[stream.device], self.number
-        self.current[stream.device], self.number = stream, stream.device.index
-        yield
-        self.current[stream.device], self.number = before, number
+        before, self.current[stream.device] = self.current[stream.device], stream
+        with self.device(stream.device.index):
+            yield
+        self.current[stream.device] = before
 
 
 @pytest.fixture

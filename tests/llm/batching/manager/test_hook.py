@@ -175,8 +175,7 @@ def test_what_is_refused_runs_stock_and_is_told(why, pair, made):
     wanted, given = tokens(batch(stock)), {}
     made.clear()
     if why == "hooks":
-        for layer in model.model.layers:
-            layer.register_forward_hook(lambda *args: None)
+        model.model.layers[0].register_forward_hook(lambda *args: None)
     if why == "another layer":
         model.model.layers[0] = copy.deepcopy(stock.model.layers[0], {id(stock.config): model.config})
     if why == "beams":
@@ -238,9 +237,7 @@ def test_restore_and_verify_end_what_runs(pair, made):
     accel.restore(model)
     assert INIT not in vars(model) and not hasattr(model, CACHED) and not running.is_running()
     assert kept.engine is None and running.engine is None
-    ended = {}
-    while (result := running.get_result()) is not None:
-        ended[result.request_id] = result
+    ended = {result.request_id: result for result in running}
     assert ended.keys() == set(names)
     assert all(one.status is RequestStatus.FAILED and "no longer optimized" in one.error for one in ended.values())
     made.clear()
@@ -254,8 +251,6 @@ def test_copies_are_batched_by_themselves(pair, made):
     batch(model, persistent_manager=True)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert vars(other)[INIT].module is other and vars(other)[CACHED] is None
-        for parameter in model.parameters():
-            parameter.data.mul_(1)
         made.clear()
         assert tokens(batch(other)) == wanted
         assert [type(one) for one in made] == [BatchManager] and made[0].model is other
