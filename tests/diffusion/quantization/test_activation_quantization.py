@@ -8,7 +8,7 @@ import torch
 import accel
 from accel.quantization.activations import RowProducts
 from support.diffusion.denoisers import transformer
-from support.diffusion.outputs import close, error, run
+from support.diffusion.outputs import close, error, in_dtype, run
 from support.diffusion.rounded_rows import EXACT, INT8, options, oracle
 from support.llm.quantized import held_by
 from support.patched import sites
@@ -125,7 +125,7 @@ def test_lora_on_top(unet_and_inputs, in_double):
 @pytest.mark.share(2)
 def test_verify_tells_the_loss_and_judges_products(kind, dtype, unet_and_inputs):
     model, inputs = unet_and_inputs("sdxl", dtype)
-    inputs = torch.utils._pytree.tree_map(lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
+    inputs = in_dtype(inputs, dtype)
     accel.optimize(model, **options(kind))
     quality = accel.verify(model, **inputs)
     assert quality.passed, quality.verdict
