@@ -16,7 +16,7 @@ from torch import nn
 from accel.fusion.loop import ForwardCounter
 from accel.fusion.tensor_notes import TensorNotes
 from accel.patching.context import Context
-from accel.patching.patch import set_data
+from accel.patching.patch import unshare
 from accel.quantization.module import QuantizedLinear, row_tensors
 from accel.quantization.product import (
     Rows,
@@ -50,8 +50,8 @@ class Stacked:
     def undo(self) -> None:
         for linear in self.linears:
             for tensor in row_tensors(linear):
-                if tensor is not None and tensor.untyped_storage().nbytes() != tensor.nbytes:
-                    set_data(tensor, torch.clone)
+                if tensor is not None:
+                    unshare(tensor)
 
 
 def stacked_rows(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:

@@ -147,3 +147,9 @@ def set_data(parameter: torch.Tensor, change: Callable[..., torch.Tensor]) -> No
     """
     with torch.inference_mode(parameter.is_inference()), torch.no_grad():
         parameter.data = change(parameter.detach())
+
+
+def unshare(tensor: torch.Tensor) -> None:
+    """Gives a tensor that lies in one storage with others its own."""
+    if tensor.untyped_storage().nbytes() != tensor.nbytes:
+        set_data(tensor, torch.clone)

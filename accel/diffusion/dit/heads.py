@@ -62,19 +62,12 @@ class HeadLowering(Lowering):
     def _row(self, number: int) -> int | None:
         """The value over whole rows of which this is the view by heads, if nothing else takes it."""
         view = self.values[number]
-        if view.shape != self.group.row_shape:
+        row = self.groups.rotary.viewed(view, self.row_shape) if view.shape == self.group.row_shape else None
+        if row is None:
             return None
-        while number in self.groups.makers:
-            taken = self.groups.program.steps[self.groups.makers[number]].taken
-            if not taken or self.values[taken[0]].base != view.base:
-                return None
-            number = taken[0]
-            row = self.values[number]
-            if row.shape == self.row_shape:
-                column = row.stride[-1]
-                same = view.stride == (*row.stride[:-1], view.shape[-1] * column, column) and view.offset == row.offset
-                return number if same and number in self._own(number) else None
-        return None
+        column = row.stride[-1]
+        same = view.stride == (*row.stride[:-1], view.shape[-1] * column, column) and view.offset == row.offset
+        return row.number if same and row.number in self._own(row.number) else None
 
     def _own(self, row: int) -> set[int]:
         """The row and the values over whole rows that it is computed from, as far as nothing else takes them."""

@@ -5,6 +5,7 @@ Where something else takes it, the passes that make its pieces write into it.
 """
 
 from contextlib import suppress
+from graphlib import CycleError, TopologicalSorter
 from heapq import heappop, heappush
 from itertools import pairwise
 
@@ -230,23 +231,20 @@ class Schedule:
         ]
         for former, latter in pairwise(together):  # in one order on all ranks, whatever else each of them does
             takes[latter].add(former)
-        users: list[list[int]] = [[] for _ in units]
-        waiting = [len(sources) for sources in takes]
-        for index, sources in enumerate(takes):
-            for source in sources:
-                users[source].append(index)
-        ready = sorted((unit.place, index) for index, unit in enumerate(units) if not waiting[index])
+        sorter = TopologicalSorter(dict(enumerate(takes)))
+        try:
+            sorter.prepare()
+        except CycleError as error:
+            stuck = next(units[index] for index in sorted(error.args[1]) if isinstance(units[index], Pass))
+            raise _Dropped(next(one for one in groups if one.steps[-1] == stuck.place), "it waits for itself") from None
+        ready: list[tuple[int, int]] = []
         order = []
-        while ready:
+        while sorter.is_active():
+            for index in sorter.get_ready():
+                heappush(ready, (units[index].place, index))
             _, index = heappop(ready)
             order.append(units[index])
-            for user in users[index]:
-                waiting[user] -= 1
-                if not waiting[user]:
-                    heappush(ready, (units[user].place, user))
-        if len(order) < len(units):
-            stuck = next(unit for i, unit in enumerate(units) if waiting[i] and isinstance(unit, Pass))
-            raise _Dropped(next(one for one in groups if one.steps[-1] == stuck.place), "it waits for itself")
+            sorter.done(index)
         return order
 
 
