@@ -8,7 +8,7 @@ table repeated over heads is one that repeats along the row. So the rotation can
 from accel_kernels.rowwise.program import FULL, HALF, ONE
 
 from accel.diffusion.dit.fusion_groups import FusionGroup, FusionGroups
-from accel.diffusion.dit.lowering import Input, Lowering, NotLowered, Pass
+from accel.diffusion.dit.lowering import Lowering, NotLowered, Operand, Pass
 from accel.diffusion.dit.operations import REDUCTIONS, ROWWISE
 from accel.diffusion.dit.program import CONCATENATIONS, TensorValue, refs
 
@@ -117,4 +117,4 @@ class HeadLowering(Lowering):
             raise NotLowered(f"a value of shape {value.shape} among rows of {self.group.row_shape}")
         if heads > 1 and value.stride[-2] != columns * value.stride[-1]:
             raise NotLowered("heads that do not lie side by side")
-        return self._registers_of(Input(number, flat=len(value.shape) > 1), widths[columns])
+        return self._registers_of(Operand(number, flat=len(value.shape) > 1), widths[columns])
