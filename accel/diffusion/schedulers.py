@@ -18,8 +18,7 @@ from accel.libraries.code import comes_from
 from accel.libraries.diffusion import STEP
 from accel.patching.context import Context
 from accel.patching.fallback_log import FallbackLog
-from accel.patching.owner import InstanceMethod
-from accel.patching.partly_copied import PartlyCopied
+from accel.patching.owner import InstanceMethod, PartlyCopied
 from accel.patching.patch import Patch
 from accel.patching.rule import Match, Rule, Skip
 from accel.patching.site import Site

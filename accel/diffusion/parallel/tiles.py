@@ -21,8 +21,7 @@ from accel.parallel.ranks import Ranks, all_ranks
 from accel.patching.context import Context
 from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import AS_WRITTEN
-from accel.patching.owner import InstanceMethod
-from accel.patching.partly_copied import PartlyCopied
+from accel.patching.owner import InstanceMethod, PartlyCopied
 from accel.patching.patch import Patch
 from accel.patching.rule import Match, Skip
 from accel.patching.site import Site
