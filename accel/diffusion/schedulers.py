@@ -33,7 +33,7 @@ HOST_NOISE = "noise drawn by a CPU generator is copied to the device (a generato
 
 
 class HostSchedule(PartlyCopied):
-    """The values of `scheduler.timesteps` on the host, kept for the very tensor they were copied from, unchanged since.
+    """The values of `scheduler.timesteps` on the host, valid for the tensor object and version they were copied from.
 
     Empty where that tensor is on the host itself, or where a change of it in place could not be noticed.
     """

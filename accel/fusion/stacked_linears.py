@@ -37,7 +37,7 @@ class Stacked:
     """
 
     def __init__(self, linears: Sequence[nn.Linear]):
-        self.linears = linears  # as given: whoever made the list may still add to it before the patch is applied
+        self.linears = linears  # the caller's list, which may still grow before the patch is applied
 
     def apply(self) -> None:
         if len({type(linear) for linear in self.linears}) == 1:
@@ -107,7 +107,7 @@ class StackedLinears:
         return context.of(cls, lambda: cls(context.of(ForwardCounter)))
 
     def add(self, *layers: nn.Linear) -> tuple[Stacked, ...]:
-        """Takes layers in; returns the patch that stacks their group, for whoever opened it."""
+        """Takes layers in; returns the patch that stacks their group, where this call began it."""
         size = sum(map(_bytes, layers))
         for group in self.groups:
             if can_stack(group[0], layers[0]) and size + sum(map(_bytes, group)) <= MOST_BYTES:
