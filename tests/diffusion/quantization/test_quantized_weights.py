@@ -15,8 +15,8 @@ from accel.diffusion.linears import denoiser_linears, denoises, sensitive_linear
 from accel.fusion import stacked_linears as joint
 from accel.quantization.scheme import Scheme
 from support.diffusion.denoisers import DITS, given, transformer
+from support.diffusion.oracles import EXACT, oracle
 from support.diffusion.outputs import close, error, in_dtype, run
-from support.diffusion.rounded_rows import EXACT, oracle
 from support.diffusion.tiny_models import UNETS
 from support.llm.quantized import held_by, rounded
 from support.noted import noted
