@@ -172,7 +172,7 @@ def test_one_whose_source_waits_for_another_is_a_step_of_its_own():
     assert [one.name for one in program.steps] == ["exchange", "reshape", "neg", "exchange", "neg"]
 
 
-def test_what_is_returned_does_not_lie_in_a_room():
+def test_what_is_returned_does_not_lie_in_a_receive_buffer():
     sketch, (x,) = start()
     seen = sketch.exchanged(x, copied=False)
     assert not exchanges(with_exchanges(sketch.program(seen)))
@@ -255,7 +255,7 @@ def test_a_place_is_taken_again_once_nothing_reads_it_after_the_exchange_before(
     assert places.sizes == {"0": 3 * one} and len(places.forms) == 4
 
 
-def test_without_a_room_it_goes_through_the_library(monkeypatch):
+def test_without_a_receive_buffer_it_goes_through_the_library(monkeypatch):
     """Of two ranks, of which the other sends what this one does."""
     shape, strides, see, pieces = made(tokens_first, 1, 5, 3, 8, 2)
     x, sent = ranks_of(shape, strides)[0], []
@@ -271,7 +271,7 @@ def test_without_a_room_it_goes_through_the_library(monkeypatch):
     assert sent == [([120, 120], [120, 120], "7")]
 
 
-class Room:
+class Buffer:
     """Notes what it is given, and gives what rank 0 of ranks that all send the same gets."""
 
     def __init__(self):
@@ -296,12 +296,12 @@ def test_tensors_that_lie_otherwise_than_recorded_are_one_launch_all_the_same():
     dense, other, last = (ranks_of(shape, strides, seed)[0] for seed in range(3))
     wide = torch.randn(5, 200)[:, :48].unflatten(1, (2, 3, 8)).permute(1, 0, 2, 3).unsqueeze(2)
     lanes = torch.randn(*shape, 2)[..., 0]
-    room = Room()
+    buffer = Buffer()
     for tensors, same in (((dense, other, last), True), ((dense, wide, last), True), ((dense, wide, lanes), False)):
-        for x, got in zip(tensors, exchange(list(tensors), room), strict=True):
+        for x, got in zip(tensors, exchange(list(tensors), buffer), strict=True):
             assert torch.equal(got, wanted([x, x], 0, see))
-        layouts = room.layouts.pop()
-        assert not room.layouts and len(layouts) == 3
+        layouts = buffer.layouts.pop()
+        assert not buffer.layouts and len(layouts) == 3
         assert (layouts == exchange.layouts) == (tensors[1] is other or not same)
 
 
@@ -312,5 +312,5 @@ def test_pieces_that_no_launch_can_write_go_through_the_library_on_all_ranks():
     exchange = Exchange(None, "7", pieces, [strides, apart])
     exchange._by_library = asked.append
     given = [ranks_of(shape, strides)[0] for _ in range(2)]  # here both could be written
-    exchange(given, Room())
+    exchange(given, Buffer())
     assert len(asked) == 2
