@@ -36,8 +36,9 @@ class DenoiserLinears(NamedTuple):
 
 
 def denoiser_linears(model: nn.Module, scheme: Scheme) -> DenoiserLinears:
-    """The linear layers inside the model's parts; see `sensitive_linears` for those that are kept. What hangs on a UNet
-    itself is left alone.
+    """The linear layers inside the model's parts, but not its direct children.
+
+    See `sensitive_linears` for those that are kept.
     """
     chosen, skipped, kept = {}, {}, {}
     sensitive = sensitive_linears(model)

@@ -17,8 +17,7 @@ from accel.errors import reason_of
 from accel.libraries.code import comes_from
 from accel.libraries.diffusion import STEP
 from accel.patching.fallback_log import FallbackLog
-from accel.patching.owner import InstanceMethod
-from accel.patching.partly_copied import PartlyCopied
+from accel.patching.owner import InstanceMethod, PartlyCopied
 from accel.patching.rule import Context, Match, Patch, Rule, Site, Skip
 from accel.planning.targets import is_scheduler
 
@@ -31,7 +30,7 @@ HOST_NOISE = "noise drawn by a CPU generator is copied to the device (a generato
 
 
 class HostSchedule(PartlyCopied):
-    """The values of `scheduler.timesteps` on the host, kept for the very tensor they were copied from, unchanged since.
+    """The values of `scheduler.timesteps` on the host, valid for the tensor object and version they were copied from.
 
     Empty where that tensor is on the host itself, or where a change of it in place could not be noticed.
     """

@@ -1,4 +1,4 @@
-"""What comes before the rules for a denoiser: quantize, round. No stage changes the model."""
+"""The stages before the rules of a denoiser: quantize weights, round activations. No stage changes the model."""
 
 from collections.abc import Collection
 from dataclasses import replace

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterable
 from weakref import ref
 
-from accel.patching.partly_copied import PartlyCopied
+from accel.patching.owner import PartlyCopied
 
 
 class PerThread(PartlyCopied):

@@ -15,7 +15,7 @@ from torch import nn
 
 from accel.fusion.loop import ForwardCounter
 from accel.fusion.tensor_notes import TensorNotes
-from accel.patching.rule import Context, set_data
+from accel.patching.rule import Context, unshare
 from accel.quantization.module import row_tensors
 from accel.quantization.product import (
     Rows,
@@ -35,7 +35,7 @@ class Stacked:
     """
 
     def __init__(self, linears: Sequence[nn.Linear]):
-        self.linears = linears  # as given: whoever made the list may still add to it before the patch is applied
+        self.linears = linears  # the caller's list, which may still grow before the patch is applied
 
     def apply(self) -> None:
         if len({type(linear) for linear in self.linears}) == 1:
@@ -48,8 +48,8 @@ class Stacked:
     def undo(self) -> None:
         for linear in self.linears:
             for tensor in row_tensors(linear):
-                if tensor is not None and tensor.untyped_storage().nbytes() != tensor.nbytes:
-                    set_data(tensor, torch.clone)
+                if tensor is not None:
+                    unshare(tensor)
 
 
 def stacked_rows(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -105,7 +105,7 @@ class StackedLinears:
         return context.of(cls, lambda: cls(context.of(ForwardCounter)))
 
     def add(self, *layers: nn.Linear) -> tuple[Stacked, ...]:
-        """Takes layers in; returns the patch that stacks their group, for whoever opened it."""
+        """Takes layers in; returns the patch that stacks their group, where this call began it."""
         size = sum(map(_bytes, layers))
         for group in self.groups:
             if can_stack(group[0], layers[0]) and size + sum(map(_bytes, group)) <= MOST_BYTES:

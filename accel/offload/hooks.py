@@ -10,7 +10,7 @@ from torch import nn
 from accel.libraries.hooks import DETACH, ENTER, FORWARD, HOOK, METHODS, hook_of, offload_hooks
 from accel.offload.layout import separate
 from accel.offload.placed_model import PlacedModel
-from accel.patching.partly_copied import PartlyCopied
+from accel.patching.owner import PartlyCopied
 from accel.patching.rule import Patch
 
 GPUS = ("cuda",)

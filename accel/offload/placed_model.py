@@ -10,7 +10,7 @@ from torch import nn
 from accel.errors import logged
 from accel.offload.layout import Layout, lay_out, unmovable, weights_in
 from accel.offload.memory import Addresses, HostBuffer, Mapping
-from accel.patching.partly_copied import PartlyCopied
+from accel.patching.owner import PartlyCopied
 
 ROW = 8192  # numbers of 8 bytes: the bytes of a model are a table, of which sums over rows and columns are compared
 RESTLESS = 3  # times in a row that weights were laid side by side for one visit alone, after which they are not again

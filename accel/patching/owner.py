@@ -66,6 +66,22 @@ class Mark(Permit):
         return state
 
 
+class PartlyCopied:
+    """A copy or pickle keeps the attributes named in `copied`; `renew` sets all others, in a new object too."""
+
+    copied: tuple[str, ...] = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.copied}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.renew()
+
+    def renew(self) -> None:
+        """Sets what copies do not keep."""
+
+
 class Owned(ABC):
     """What is put into the `__dict__` of one instance, and acts for that one alone."""
 

@@ -202,6 +202,12 @@ def set_data(parameter: torch.Tensor, change: Callable[..., torch.Tensor]) -> No
         parameter.data = change(parameter.detach())
 
 
+def unshare(tensor: torch.Tensor) -> None:
+    """Gives a tensor that lies in one storage with others its own."""
+    if tensor.untyped_storage().nbytes() != tensor.nbytes:
+        set_data(tensor, torch.clone)
+
+
 @dataclass(frozen=True)
 class Match:
     """Apply `patches`, then replace this site's forward.

@@ -48,6 +48,12 @@ def dit(loaded_transformer):
     return copy.deepcopy(loaded_transformer)
 
 
+@pytest.fixture(params=["pipe", "dit"])
+def pipeline(request):
+    """Both in turn."""
+    return request.getfixturevalue(request.param)
+
+
 @pytest.fixture(scope="session")
 def digits():
     from support.diffusion import digits  # scikit-learn takes a second

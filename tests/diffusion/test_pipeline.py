@@ -13,20 +13,9 @@ from accel.offload.hooks import SWITCH
 from accel.options import Options
 from accel.patching.owner import OWNER
 from accel.planning.plan import Plan, create_context
-from support.diffusion.drawing import DIGITS, draw
+from support.diffusion.drawing import DIGITS, draw, same_image
 from support.everything import EVERYTHING
 from support.llm.quantized import held_by
-
-
-@pytest.fixture(params=["pipe", "dit"])
-def pipeline(request):
-    return request.getfixturevalue(request.param)
-
-
-def same(ours, stock):
-    """Within one step of the eight bits an image has."""
-    assert ours.shape == stock.shape and np.isfinite(stock).all()
-    assert np.abs(ours - stock).max() <= 1.01 / 255
 
 
 def read(digits, images):
@@ -56,9 +45,9 @@ def test_digits_can_be_read_from_both(pipeline, digits):
     assert patched >= parts | {"scheduler"}
     ours = draw(pipeline, digits.PROMPTS, steps=steps)
     assert sum(np.equal(read(digits, ours), range(10))) >= 9
-    same(ours, stock)
+    same_image(ours, stock)
     assert accel.report(pipeline).fallbacks == []
-    same(draw(pipeline, steps=2), few_stock)
+    same_image(draw(pipeline, steps=2), few_stock)
     accel.restore(pipeline)
     assert np.array_equal(draw(pipeline, steps=2), few_stock)
 
@@ -89,7 +78,7 @@ def test_every_way_of_calling(dit, name):
 
     stock = drawn()
     accel.optimize(dit)
-    same(drawn(), stock)
+    same_image(drawn(), stock)
 
 
 @pytest.mark.skipif(not EVERYTHING, reason="seconds of work; ACCEL_TEST_EVERYTHING=1 runs it")
@@ -120,7 +109,7 @@ def test_a_pipeline_made_from_an_optimized_one_shares_its_models(pipeline):
     assert accel.report(other).sites == accel.report(pipeline).sites
     accel.restore(other)
     assert accel.report(pipeline).sites == []
-    same(ours, draw(other, "a handwritten two", **call))
+    same_image(ours, draw(other, "a handwritten two", **call))
 
 
 def test_save_and_load_an_optimized_pipeline(pipeline, tmp_path):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from accel.fusion.channels_last import as_image, as_image_like, as_rows, keep_channel_stats, nhwc, normalize
+from accel.fusion.loop import ForwardCounter
 from accel.fusion.stacked_linears import PromptProjections, Stacked, StackedLinears, project_together
 from accel.patching.fast_forward import FastForward
 from accel.patching.guard import Parts
@@ -136,8 +137,8 @@ def match_attention(site: Site, context: Context) -> Match | Skip | None:
     reason = reason or plain_linear(m.to_out[0]) or _leaves(m)
     if reason is not None:
         return Skip(reason)
-    prompt = PromptProjections.shared(context)
-    forward = AttentionForward(m, site.path, context.kernels, context.log, prompt=prompt)
+    own = StackedLinears(ForwardCounter())  # a probe moves no weights beside others
+    forward = AttentionForward(m, site.path, context.kernels, context.log, prompt=own)
     width, kwargs = m.to_q.in_features, {}
     x = example(m, 2, 6, width) if m.group_norm is None else example(m, 2, width, 3, 2)
     if m.group_norm is None and m.is_cross_attention:
@@ -145,7 +146,8 @@ def match_attention(site: Site, context: Context) -> Match | Skip | None:
     reason = context.probe.unlike(forward, (x,), kwargs)
     if reason is not None:
         return Skip(reason)
-    forward.stack = True
+    forward.stack, forward.prompt = True, PromptProjections.shared(context)
     # Self-attention projects one input three times; every cross-attention projects the one prompt twice.
-    patches = prompt.add(m.to_k, m.to_v) if m.is_cross_attention else (Stacked((m.to_q, m.to_k, m.to_v)),)
-    return Match(forward, patches)
+    if m.is_cross_attention:
+        return Match(forward, forward.prompt.add(m.to_k, m.to_v))
+    return Match(forward, (Stacked((m.to_q, m.to_k, m.to_v)),))

@@ -12,6 +12,7 @@ from torch import nn
 
 from accel.fusion.channels_last import convolve, keep_channel_stats, nhwc, normalize, project_image
 from accel.fusion.half_operands import HalfOperands, convolve_half, end_in_float32
+from accel.fusion.loop import ForwardCounter
 from accel.fusion.stacked_linears import StackedLinears, TimeProjections
 from accel.patching.fast_forward import FastForward
 from accel.patching.guard import Parts
@@ -85,8 +86,8 @@ def match_resnet(site: Site, context: Context) -> Match | Skip | None:
         reason = "the time embedding scales as well as shifts"
     if reason is not None:
         return Skip(reason)
-    times = TimeProjections.shared(context)
-    forward = ResnetForward(m, site.path, context.kernels, context.log, times=times)
+    own = StackedLinears(ForwardCounter())  # a probe moves no weights beside others
+    forward = ResnetForward(m, site.path, context.kernels, context.log, times=own)
     x = example(m, 2, m.conv1.in_channels, 6, 5)
     temb = None if m.time_emb_proj is None else example(m, 2, m.time_emb_proj.in_features, seed=1)
     reason = context.probe.unlike(forward, (x, temb))
@@ -95,6 +96,7 @@ def match_resnet(site: Site, context: Context) -> Match | Skip | None:
     if m.conv_shortcut is not None and not pointwise(m.conv_shortcut):
         return Skip("a shortcut that is not a 1x1 convolution")
     if m.time_emb_proj is not None:
-        return Match(forward, times.add(m.time_emb_proj))
+        forward.times = TimeProjections.shared(context)
+        return Match(forward, forward.times.add(m.time_emb_proj))
     forward.half = HalfOperands.beneath(site, context)
     return Match(forward)

@@ -38,7 +38,7 @@ NOT_POINTWISE = "a projection that is not 1x1"
 
 
 class ResidualStream:
-    """The rows that blocks add to: x + last + bias. The last two are still to be added, by whoever reads x next."""
+    """The rows that blocks add to: x + last + bias. The next operation that reads x adds the other two."""
 
     last: torch.Tensor | None
 
@@ -115,7 +115,7 @@ class TransformerBlockForward(FastForward):
         encoder_attention_mask: torch.Tensor | None = None,
         cross_attention_kwargs: dict | None = None,
     ) -> None:
-        """Runs the block on a stream. What the last sublayer adds is left to whoever reads the stream next."""
+        """Runs the block on a stream. What the last sublayer adds is left to the next reader of the stream."""
         m = self.module
         extra = cross_attention_kwargs or {}
         rows = self._norm(m.norm1, stream, getattr(m.attn1, "to_q", None))

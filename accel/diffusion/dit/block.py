@@ -82,8 +82,9 @@ class BlockForward(FastForward):
         return Parts(tuple(_parts(self.module)))
 
     def changed(self) -> str | None:
-        """As of every forward, but a changed block is recorded anew, for example after an adapter was loaded; unless it
-        contains code of the user's now.
+        """As of every forward; but a changed block, such as one with a new adapter, is recorded anew.
+
+        One that now contains code of the user's is not.
         """
         reason = super().changed()
         if reason is None or self.stale is not None or self._another_class() is not None:
@@ -175,7 +176,7 @@ class BlockForward(FastForward):
             executable = Executable(
                 Schedule(with_rounded_rows(with_exchanges(without_assignments(program)))), self.kernels
             )
-        except Exception as error:  # a program of a form that nobody has seen yet
+        except Exception as error:  # the plan is an optimization: what cannot be planned runs stock
             return BlockPlan(reason=f"cannot be planned: {reason_of(error)}")
         if not executable.passes:
             return BlockPlan(reason="nothing in it can be done in one pass")

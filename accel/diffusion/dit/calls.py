@@ -15,7 +15,7 @@ from accel.diffusion.dit.recorder import PLAIN, tensors_in
 from accel.libraries.diffusion import attention_backends
 from accel.patching.code import CalledCode, ClassCode, CodeTable
 from accel.patching.guard import BASE, settings_of
-from accel.patching.partly_copied import PartlyCopied
+from accel.patching.owner import PartlyCopied
 from accel.quantization.scheme import Scheme
 
 

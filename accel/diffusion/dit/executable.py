@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from accel.diffusion.dit.lowering import Input, Output, Pass, Window
+from accel.diffusion.dit.lowering import Operand, Pass
 from accel.diffusion.dit.products.weight_stacks import WeightStacks
 from accel.diffusion.dit.program import Ref, TensorValue, refs, replaced
 from accel.diffusion.dit.ranks.exchanges import Exchange
@@ -102,12 +102,12 @@ class Executable:
         return partial(self._call, unit.step.result, self._function(unit), args, kwargs)
 
     def _pass(self, unit: Pass, slots: Slots, stacks: WeightStacks) -> None:
-        tensors = [_read(one, slots) for one in unit.inputs]
+        tensors = [_view(slots[one.number], one) for one in unit.inputs]
         outputs = tuple(self._place(one, slots, tensors[0].device) for one in unit.outputs)
         self.kernels.rowwise(*tensors, program=unit.program, shape=unit.shape, outputs=outputs)
 
     def _copy(self, unit: Copy, slots: Slots, stacks: WeightStacks) -> None:
-        source = _read(unit.source, slots)
+        source = _view(slots[unit.source.number], unit.source)
         self._place(unit.output, slots, source.device).copy_(source)
 
     def _call(
@@ -169,7 +169,7 @@ class Executable:
             return self.kernels.attention(q, k, v, scale)
         return function(*args, **kwargs)
 
-    def _place(self, output: Output, slots: Slots, device: torch.device) -> torch.Tensor:
+    def _place(self, output: Operand, slots: Slots, device: torch.device) -> torch.Tensor:
         """Memory for a result, as torch would have laid it out."""
         whole = slots[output.number]
         if whole is None:
@@ -182,7 +182,7 @@ class Executable:
             else:
                 whole = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=device)
             slots[output.number] = whole
-        return _part(whole, output.flat, output.window)
+        return _view(whole, output)
 
 
 def _template(tree: tuple | dict) -> Callable[[Slots], Any]:
@@ -208,15 +208,12 @@ def _filled(tree: Any, slots: Slots) -> Any:
     return replaced(tree, lambda one: slots[one.number] if isinstance(one, Ref) else one)
 
 
-def _read(one: Input, slots: Slots) -> torch.Tensor:
-    tensor: Any = slots[one.number]
-    return _part(tensor if one.part is None else getattr(tensor, one.part), one.flat, one.window)
-
-
-def _part(tensor: torch.Tensor, flat: bool, window: Window | None) -> torch.Tensor:
-    if flat:
+def _view(tensor: Any, one: Operand) -> torch.Tensor:
+    """Of the whole tensor, what a pass reads or writes."""
+    tensor = tensor if one.part is None else getattr(tensor, one.part)
+    if one.flat:
         return tensor.flatten(-2)
-    return tensor if window is None else tensor.narrow(window.dim, window.start, window.size)
+    return tensor if one.window is None else tensor.narrow(*one.window)
 
 
 def _store(tree: Any, result: Any, slots: Slots) -> None:

@@ -1,7 +1,7 @@
 """Which steps of a program become one pass over memory: those on rows of one shape with nothing between them.
 
-A step works on rows of a shape if its result has that shape, is a half of it, or has one number a row, and is computed
-row by row. Such steps that feed each other are one fusion group. What takes a value to a product and back must run
+A step works on rows of a shape if it is computed row by row. Its result has that shape, is a half of it, or has one
+number a row. Such steps that feed each other are one fusion group. What takes a value to a product and back must run
 between two groups. So each step has a depth, which counts products and other such ways, and a group has one depth.
 
 What is much smaller than the rows that take it, such as the modulation of a sequence, is recomputed for each row.

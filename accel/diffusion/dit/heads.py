@@ -8,7 +8,7 @@ table repeated over heads is one that repeats along the row. So the rotation can
 from accel_kernels.rowwise.program import FULL, HALF, ONE
 
 from accel.diffusion.dit.fusion_groups import FusionGroup, FusionGroups
-from accel.diffusion.dit.lowering import Input, Lowering, NotLowered, Pass
+from accel.diffusion.dit.lowering import Lowering, NotLowered, Operand, Pass
 from accel.diffusion.dit.operations import REDUCTIONS, ROWWISE
 from accel.diffusion.dit.program import CONCATENATIONS, TensorValue, refs
 
@@ -62,19 +62,12 @@ class HeadLowering(Lowering):
     def _row(self, number: int) -> int | None:
         """The value over whole rows of which this is the view by heads, if nothing else takes it."""
         view = self.values[number]
-        if view.shape != self.group.row_shape:
+        row = self.groups.rotary.viewed(view, self.row_shape) if view.shape == self.group.row_shape else None
+        if row is None:
             return None
-        while number in self.groups.makers:
-            taken = self.groups.program.steps[self.groups.makers[number]].taken
-            if not taken or self.values[taken[0]].base != view.base:
-                return None
-            number = taken[0]
-            row = self.values[number]
-            if row.shape == self.row_shape:
-                column = row.stride[-1]
-                same = view.stride == (*row.stride[:-1], view.shape[-1] * column, column) and view.offset == row.offset
-                return number if same and number in self._own(number) else None
-        return None
+        column = row.stride[-1]
+        same = view.stride == (*row.stride[:-1], view.shape[-1] * column, column) and view.offset == row.offset
+        return row.number if same and row.number in self._own(row.number) else None
 
     def _own(self, row: int) -> set[int]:
         """The row and the values over whole rows that it is computed from, as far as nothing else takes them."""
@@ -124,4 +117,4 @@ class HeadLowering(Lowering):
             raise NotLowered(f"a value of shape {value.shape} among rows of {self.group.row_shape}")
         if heads > 1 and value.stride[-2] != columns * value.stride[-1]:
             raise NotLowered("heads that do not lie side by side")
-        return self._registers_of(Input(number, flat=len(value.shape) > 1), widths[columns])
+        return self._registers_of(Operand(number, flat=len(value.shape) > 1), widths[columns])

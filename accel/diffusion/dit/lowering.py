@@ -24,21 +24,13 @@ class Window(NamedTuple):
     size: int
 
 
-class Input(NamedTuple):
-    """A value that a pass reads, or a window of it. part: of a complex value. flat: its heads are read as one row."""
+class Operand(NamedTuple):
+    """A value that a pass reads or writes, or a window of it. flat: its heads as one row. part: of a complex value."""
 
     number: int
+    window: Window | None = None
+    flat: bool = False
     part: str | None = None
-    window: Window | None = None
-    flat: bool = False
-
-
-class Output(NamedTuple):
-    """A value that a pass writes, or a window of it. flat: its heads are written as one row."""
-
-    number: int
-    window: Window | None = None
-    flat: bool = False
 
 
 @dataclass
@@ -47,8 +39,8 @@ class Pass:
 
     program: RowProgram
     shape: tuple[int, ...]
-    inputs: list[Input]
-    outputs: list[Output]
+    inputs: list[Operand]
+    outputs: list[Operand]
     place: int
 
     @property
@@ -77,7 +69,7 @@ class Lowering:
         self.groups, self.group, self.window, self.given = groups, group, window, given or {}
         self.values = groups.values
         self.row_shape = resized(group.row_shape, window)
-        self.inputs: dict[Input, int] = {}
+        self.inputs: dict[Operand, int] = {}
         self.widths: list[str] = []
         self.ops: list[tuple[int, RowOp]] = []
         self.registers: dict[int, tuple[int, ...]] = {}  # by value; two of a complex one
@@ -96,7 +88,7 @@ class Lowering:
             tuple(renamed[one] for one in found),
             tuple(self.values[number].dtype for number in results),
         )
-        outputs = [Output(number, self.window) for number in results]
+        outputs = [Operand(number, self.window) for number in results]
         return Pass(program, self.row_shape[:-1], list(self.inputs), outputs, self.group.steps[-1])
 
     def _single(self, number: int) -> int:
@@ -190,9 +182,9 @@ class Lowering:
             if self.window is None or -dim != self.window.dim or size != self.group.row_shape[-dim]:
                 raise NotLowered(f"a value of shape {value.shape} among rows of {self.row_shape}")
             window = self.window
-        return self._registers_of(Input(number, None, window), widths[columns])
+        return self._registers_of(Operand(number, window), widths[columns])
 
-    def _registers_of(self, whole: Input, width: str) -> tuple[int, ...]:
+    def _registers_of(self, whole: Operand, width: str) -> tuple[int, ...]:
         """The register of an input, which is new if it has none; of a complex one those of both parts."""
         parts = (REAL, IMAGINARY) if self.values[whole.number].dtype.is_complex else (None,)
         keys = [whole._replace(part=part) for part in parts]

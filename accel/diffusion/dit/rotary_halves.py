@@ -141,12 +141,12 @@ class RotaryHalves:
             if step is None or step.name != "view_as_complex":
                 return None
             pairs = self.values[step.taken[0]]
-            whole = self._whole(pairs, row_shape)
+            whole = self.viewed(pairs, row_shape)
             if whole is None or pairs.shape != (*row_shape[:-1], row_shape[-1] // 2, 2):
                 return None
             same = pairs.stride == (*whole.stride[:-1], 2 * whole.stride[-1], whole.stride[-1])
             return RotaryHalf(row_shape, "pairs", whole.number) if same and pairs.offset == whole.offset else None
-        whole = self._whole(value, row_shape)
+        whole = self.viewed(value, row_shape)
         if whole is None or value.shape != (*row_shape[:-1], row_shape[-1] // 2):
             return None
         if not _same_rows(value, whole):
@@ -157,7 +157,7 @@ class RotaryHalves:
                 return RotaryHalf(row_shape, name, whole.number)
         return None
 
-    def _whole(self, value: TensorValue, row_shape: tuple[int, ...]) -> TensorValue | None:
+    def viewed(self, value: TensorValue, row_shape: tuple[int, ...]) -> TensorValue | None:
         """The nearest value of this shape that the value is a view of."""
         number = value.number
         while number in self.makers:

@@ -5,6 +5,7 @@ Where something else takes it, the passes that make its pieces write into it.
 """
 
 from contextlib import suppress
+from graphlib import CycleError, TopologicalSorter
 from heapq import heappop, heappush
 from itertools import pairwise
 
@@ -12,7 +13,7 @@ from accel_kernels.rowwise.program import FULL, RowOp, RowProgram
 
 from accel.diffusion.dit.fusion_groups import LEAST_COLUMNS, FusionGroup, FusionGroups
 from accel.diffusion.dit.heads import HeadLowering
-from accel.diffusion.dit.lowering import Input, Lowering, NotLowered, Output, Pass, Window
+from accel.diffusion.dit.lowering import Lowering, NotLowered, Operand, Pass, Window
 from accel.diffusion.dit.operations import FLOATS, operation_of
 from accel.diffusion.dit.products.stacks import Stacks
 from accel.diffusion.dit.program import CONCATENATIONS, Program, Ref, refs
@@ -83,16 +84,16 @@ class Schedule:
                 units.append(GeluProduct(product.step, unit.place, found[1]))
         return units
 
-    def _gelu(self, unit: Unit) -> tuple[int, Output] | None:
+    def _gelu(self, unit: Unit) -> tuple[int, Operand] | None:
         """What a unit takes and where it puts it, if GELU by the tanh formula is all that it does."""
         if isinstance(unit, Pass):
             alone = [op.name for op in unit.program.ops] == ["gelu_tanh"] and len(unit.outputs) == 1
-            whole = alone and unit.inputs[0] == Input(unit.inputs[0].number)
+            whole = alone and unit.inputs[0] == Operand(unit.inputs[0].number)
             return (unit.inputs[0].number, unit.outputs[0]) if whole else None
         if isinstance(unit, TorchCall) and unit.step.name == "gelu" and isinstance(unit.step.result, Ref):
             operation = operation_of(unit.step, self.program.values)
             if operation is not None and operation.name == "gelu_tanh":
-                return unit.step.taken[0], Output(unit.step.result.number)
+                return unit.step.taken[0], Operand(unit.step.result.number)
         return None
 
     def _users(self, units: list[Unit]) -> dict[int, int]:
@@ -170,7 +171,7 @@ class Schedule:
             units.remove(call)
             for piece, written in zip(pieces, direct, strict=True):
                 size = self.program.values[piece].shape[dim]
-                output = Output(number, Window(dim, start, size))
+                output = Operand(number, Window(dim, start, size))
                 start += size
                 if written:
                     one = makers[piece]
@@ -197,13 +198,13 @@ class Schedule:
         values = [self.program.values[number] for number in numbers]
         return all(list(value.stride) != sorted(value.stride, reverse=True) for value in values)
 
-    def _copy(self, number: int, output: Output, place: int) -> Unit:
+    def _copy(self, number: int, output: Operand, place: int) -> Unit:
         value = self.program.values[number]
         if value.dtype not in FLOATS or value.shape[-1] < LEAST_COLUMNS or value.stride[-1] != 1 or value.pinned:
-            return Copy(Input(number), output, place)
+            return Copy(Operand(number), output, place)
         rows, width = len(value.shape) - 1, value.shape[-1]
         same = RowProgram(rows, width, (FULL,), (RowOp("round", (0,), 0.0, value.dtype),), (1,), (value.dtype,))
-        return Pass(same, value.shape[:-1], [Input(number)], [output], place)
+        return Pass(same, value.shape[:-1], [Operand(number)], [output], place)
 
     def _whole(self, unit: Pass, number: int) -> bool:
         return next(out.window is None for out in unit.outputs if out.number == number)
@@ -230,23 +231,20 @@ class Schedule:
         ]
         for former, latter in pairwise(together):  # in one order on all ranks, whatever else each of them does
             takes[latter].add(former)
-        users: list[list[int]] = [[] for _ in units]
-        waiting = [len(sources) for sources in takes]
-        for index, sources in enumerate(takes):
-            for source in sources:
-                users[source].append(index)
-        ready = sorted((unit.place, index) for index, unit in enumerate(units) if not waiting[index])
+        sorter = TopologicalSorter(dict(enumerate(takes)))
+        try:
+            sorter.prepare()
+        except CycleError as error:
+            stuck = next(units[index] for index in sorted(error.args[1]) if isinstance(units[index], Pass))
+            raise _Dropped(next(one for one in groups if one.steps[-1] == stuck.place), "it waits for itself") from None
+        ready: list[tuple[int, int]] = []
         order = []
-        while ready:
+        while sorter.is_active():
+            for index in sorter.get_ready():
+                heappush(ready, (units[index].place, index))
             _, index = heappop(ready)
             order.append(units[index])
-            for user in users[index]:
-                waiting[user] -= 1
-                if not waiting[user]:
-                    heappush(ready, (units[user].place, user))
-        if len(order) < len(units):
-            stuck = next(unit for i, unit in enumerate(units) if waiting[i] and isinstance(unit, Pass))
-            raise _Dropped(next(one for one in groups if one.steps[-1] == stuck.place), "it waits for itself")
+            sorter.done(index)
         return order
 
 

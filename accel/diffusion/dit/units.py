@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from accel_kernels import dequantize
 
-from accel.diffusion.dit.lowering import Input, Output, Pass
+from accel.diffusion.dit.lowering import Operand, Pass
 from accel.diffusion.dit.program import TorchStep
 from accel.quantization.activations import QuantizedCall, RoundedCall
 
@@ -34,8 +34,8 @@ class TorchCall(_StepUnit):
 class Copy:
     """A piece of a concatenation that no pass makes, put where it belongs."""
 
-    source: Input
-    output: Output
+    source: Operand
+    output: Operand
     place: int
 
     @property
@@ -51,7 +51,7 @@ class Copy:
 class GeluProduct(_StepUnit):
     """A linear and the GELU of it, by the tanh formula, which a product can do at its end."""
 
-    output: Output
+    output: Operand
 
     @property
     def makes(self) -> set[int]:
@@ -64,7 +64,7 @@ class StackedProduct:
 
     steps: list[TorchStep]
     place: int
-    output: Output | None = None
+    output: Operand | None = None
 
     @property
     def takes(self) -> set[int]:

@@ -31,9 +31,7 @@ NAME = "guidance parallel"  # of the rule
 
 
 class ModelDigest(NamedTuple):
-    """What the modules of a denoiser are. digest: equal on ranks with equal models. reason: why rows may not be
-    divided.
-    """
+    """Which modules a denoiser has. digest: equal on ranks with equal models. reason: why rows may not be divided."""
 
     kinds: tuple
     digest: str
@@ -69,7 +67,7 @@ class GuidanceForward(FastForward):
         return self.fast(*args, **kwargs)
 
     def _apart(self) -> str | None:
-        """Why this call does not involve the ranks."""
+        """Why this call stays on this rank."""
         if self.ranks is None:
             return "this process is alone"
         if getattr(self.module, DIVIDED, None) is not None:
@@ -125,7 +123,7 @@ class GuidanceForward(FastForward):
         check_same(ranks, self._place(), told, [(repr(names[i]), one) for i, one in tensors], self._device())
 
     def _look(self) -> None:
-        """Sees whether modules were replaced, such as by adapters or processors; fast where none was."""
+        """Makes the digest anew where modules were replaced, such as by adapters or processors."""
         kinds = tuple(map(_sort, self.module.modules()))
         if self.make is None or kinds != self.make.kinds:
             digest = blake2b(repr(kinds).encode(), digest_size=8).hexdigest()
@@ -189,7 +187,7 @@ class GuidanceForward(FastForward):
 
 
 def _sort(module: nn.Module) -> tuple:
-    """What one module is, and what hangs on it."""
+    """Types of a module, its processor and forward, and which hooks it has."""
     held = vars(module)
     hooks = bool(held["_forward_hooks"]), bool(held["_forward_pre_hooks"]), hook_of(module) is not None
     return type(module), type(held.get("processor")), type(held.get("forward")), *hooks, bool(hooks_of(module))

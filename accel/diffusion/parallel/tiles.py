@@ -20,8 +20,7 @@ from accel.errors import reason_of
 from accel.parallel.ranks import Ranks, all_ranks
 from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import AS_WRITTEN, transformation
-from accel.patching.owner import InstanceMethod
-from accel.patching.partly_copied import PartlyCopied
+from accel.patching.owner import InstanceMethod, PartlyCopied
 from accel.patching.rule import Context, Match, Patch, Site, Skip
 from accel.patching.structure import holds, stock_method
 

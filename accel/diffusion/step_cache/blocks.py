@@ -42,7 +42,7 @@ RESAMPLERS = ("downsamplers", "upsamplers")
 
 
 class DeepBlock(CachedBlock):
-    """A block of the UNet that runs in whole calls alone; between them nobody reads what it returns."""
+    """A block of the UNet that runs in whole calls alone; its output is not used in the calls between."""
 
     def fast(self, call: StepCall, *args: Any, **kwargs: Any) -> Any:
         if not call.whole:

@@ -33,7 +33,7 @@ from accel.fusion.loop import DenoisingLoop
 from accel.libraries.diffusion import CACHED_STEPS
 from accel.libraries.hooks import skips
 from accel.patching.fast_forward import FastForward
-from accel.patching.partly_copied import PartlyCopied
+from accel.patching.owner import PartlyCopied
 from accel.patching.rule import ForwardPatch
 
 NAME = "step cache"  # of the rule

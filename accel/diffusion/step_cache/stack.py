@@ -124,7 +124,7 @@ class StackTrace:
         self.into, self.outputs = tuple(into), []
 
     def _alone(self, given: dict) -> None:
-        """Refuses where somebody else has kept what a block returned."""
+        """Refuses where a tensor that a block returned is still referenced, but for the last block's arguments."""
         taken = {id(value) for value in given.values()}
         for index, reference in self.passing:
             tensor = reference()

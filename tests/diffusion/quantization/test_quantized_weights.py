@@ -13,8 +13,8 @@ from accel.diffusion.linears import denoiser_linears, denoises, sensitive_linear
 from accel.fusion import stacked_linears as joint
 from accel.quantization.scheme import Scheme
 from support.diffusion.denoisers import DITS, given, transformer
-from support.diffusion.outputs import close, error, run
-from support.diffusion.rounded_rows import EXACT, double, oracle
+from support.diffusion.oracles import EXACT, oracle
+from support.diffusion.outputs import close, error, in_dtype, run
 from support.diffusion.tiny_models import UNETS
 from support.llm.quantized import held_by, rounded
 from support.noted import noted
@@ -41,7 +41,7 @@ def test_equals_stock_over_its_weights_and_rows(name, weights, activations, tiny
     rounds = activations is not None
     stock, inputs = (transformer(name), given(name, times=4)) if name in DITS else unet_and_inputs(name, torch.float32)
     if rounds:
-        stock, inputs = stock.double(), double(inputs)
+        stock, inputs = stock.double(), in_dtype(inputs, torch.float64)
         for module in stock.modules():  # channels of large values behind a norm
             if type(module) is nn.LayerNorm and module.weight is not None:
                 module.weight.data[5] *= 10
@@ -78,12 +78,8 @@ def test_in_half_precision_as_near_to_the_truth_as_stock(name, dtype, tiny, unet
     stock = unet(name).to(dtype)
     model = accel.optimize(copy.deepcopy(stock), weights="int8")
     twin, truth, inputs = rounded(stock, model), rounded(stock, model, torch.float32), tiny.inputs(stock)
-
-    def cast(kind):
-        return torch.utils._pytree.tree_map(lambda t: t.to(kind) if t.is_floating_point() else t, inputs)
-
-    wanted = run(truth, cast(torch.float32))
-    assert error(run(model, cast(dtype)), wanted) <= 2 * error(run(twin, cast(dtype)), wanted)
+    wanted, half = run(truth, inputs), in_dtype(inputs, dtype)
+    assert error(run(model, half), wanted) <= 2 * error(run(twin, half), wanted)
     assert accel.verify(model).passed
 
 

@@ -10,7 +10,7 @@ import torch
 import accel
 from accel.cuda_graphs.rule import GraphForward
 from support.compatibility.stack_oracle import STACKS
-from support.diffusion.rounded_rows import STEPS, agree, close, loop, reasons, run
+from support.diffusion.oracles import STEPS, agree, close, loop, reasons, run
 
 UNET, FLUX, SD3 = "sd15", "FluxTransformer2DModel", "SD3Transformer2DModel"
 FAMILIES = ["sd15", "sd21", "sdxl", "scale-shift", "only-cross", "inpainting", "scaled", "resample-in-resnet"]

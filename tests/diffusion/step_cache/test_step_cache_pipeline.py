@@ -16,7 +16,7 @@ from accel.fusion.loop import DenoisingLoop
 from accel.verification.metrics import compare
 from support.compatibility.stack_oracle import StackOracle, deep
 from support.diffusion.drawing import SEVEN, draw
-from support.diffusion.rounded_rows import Oracle, reasons
+from support.diffusion.oracles import Oracle, reasons
 from support.everything import EVERYTHING
 
 

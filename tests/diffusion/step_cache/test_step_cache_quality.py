@@ -21,11 +21,6 @@ def row(obj):
     return next(row for row in accel.report(obj).sites if row[1] == "step cache" and row[0] in places)
 
 
-@pytest.fixture(params=["pipe", "dit"])
-def pipeline(request):
-    return request.getfixturevalue(request.param)
-
-
 @pytest.mark.skipif(not EVERYTHING, reason="seconds of work; ACCEL_TEST_EVERYTHING=1 runs it")
 def test_the_loss_grows_with_the_interval_and_digits_stay_readable(pipeline, digits):
     stock, few = draw(pipeline, digits.PROMPTS, steps=20), draw(pipeline, steps=3)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import accel
-from support.diffusion.rounded_rows import STEPS, agree, loop, reasons
+from support.diffusion.oracles import STEPS, agree, loop, reasons
 
 
 @pytest.mark.parametrize(

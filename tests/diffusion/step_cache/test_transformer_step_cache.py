@@ -9,7 +9,7 @@ import accel
 from accel.cuda_graphs.rule import GraphForward
 from accel.diffusion.dit.executable import Executable
 from support.compatibility.stack_oracle import STACKS, deep, loop
-from support.diffusion.rounded_rows import agree, reasons, run
+from support.diffusion.oracles import agree, reasons, run
 from support.noted import noted
 
 FLUX, SD3, WAN = "FluxTransformer2DModel", "SD3Transformer2DModel", "WanTransformer3DModel"

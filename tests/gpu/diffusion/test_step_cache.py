@@ -8,8 +8,8 @@ import torch
 import accel
 from support.diffusion.drawing import shipped
 from support.diffusion.gpu import graphs, on_gpu
+from support.diffusion.oracles import Oracle, reasons
 from support.diffusion.outputs import run
-from support.diffusion.rounded_rows import Oracle, reasons
 
 STEPS = (950, 800, 650, 500, 350, 200, 80, 20)
 

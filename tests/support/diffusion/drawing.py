@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import torch
 
 SEVEN = "a handwritten seven"
@@ -15,6 +16,12 @@ def shipped(dtype=None, name=DIGITS.name):
     pipeline = DiffusionPipeline.from_pretrained(DIGITS.with_name(name), torch_dtype=dtype)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+def same_image(ours, stock):
+    """Within one step of the eight bits an image has."""
+    assert ours.shape == stock.shape and np.isfinite(stock).all()
+    assert np.abs(ours - stock).max() <= 1.01 / 255
 
 
 def draw(pipe, prompts=SEVEN, steps=6, seed=0, **kwargs):

@@ -1,15 +1,13 @@
 """Denoisers on a GPU: inputs, outputs, and which graphs there are."""
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 import accel
-from support.diffusion.outputs import run
+from support.diffusion.outputs import in_dtype, run
 
 
 def on_gpu(inputs, dtype=torch.float16):
-    """All tensors of nested inputs, those of fractions in this dtype."""
-    return tree_map_only(torch.Tensor, lambda t: t.to("cuda", dtype if t.is_floating_point() else None), inputs)
+    return in_dtype(inputs, dtype, "cuda")
 
 
 def close(got, wanted, share=4e-3):

@@ -70,7 +70,7 @@ class _Splitter:
         call = step.function
         if not isinstance(call, QuantizedCall) or call.exact or not isinstance(step.args[0], Ref):
             return False
-        if call.products != KERNELS:  # whose rounding and products somebody judges one by one
+        if call.products != KERNELS:  # `verify` judges rounding and products one by one
             return False
         x = self.before.values[step.args[0].number]
         activations = call.rounds(x.numel // max(1, x.shape[-1]))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from accel.diffusion.dit.lowering import Output, Pass, Window
+from accel.diffusion.dit.lowering import Operand, Pass, Window
 from accel.diffusion.dit.operations import ROWWISE, operation_of
 from accel.diffusion.dit.program import CONCATENATIONS, Program, Ref, TensorValue, TorchStep
 from accel.diffusion.dit.ranks.exchanges import EXCHANGE
@@ -194,7 +194,7 @@ class Stacks:
         first = self.values[units[0].steps[0].result.number]
         whole, start = self.program.add((*shapes[0][:-2], rows, width), first.dtype, first.device), 0
         for unit, (*_, size, _) in zip(units, shapes, strict=True):
-            unit.output = Output(whole.number, Window(-2, start, size))
+            unit.output = Operand(whole.number, Window(-2, start, size))
             start += size
         for call, columns in calls:
             strides = [width if s is None else s if s >= 0 else -s * rows * width for s in columns.strides]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from accel.fusion.stacked_linears import stack_rows, stacked_rows
-from accel.patching.rule import set_data
+from accel.patching.rule import unshare
 
 CALLS_BETWEEN_MOVES = (
     16  # calls between two moves of the same weights, so that moving costs little where they never stay
@@ -94,7 +94,5 @@ class UnstackPatch:
 
     def undo(self) -> None:
         held = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
-        for path in dict.fromkeys(path for paths in self.stacks.storages for path in paths):
-            tensor = held.get(path)
-            if tensor is not None and not _alone(tensor):
-                set_data(tensor, torch.clone)
+        for path in {path for paths in self.stacks.storages for path in paths} & held.keys():
+            unshare(held[path])

@@ -14,12 +14,6 @@ def options(kind: str) -> dict:
     return {"weights": kind.partition("-")[0], "activations": kind}
 
 
-def double(inputs: dict) -> dict:
-    return torch.utils._pytree.tree_map(
-        lambda t: t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t, inputs
-    )
-
-
 def oracle(stock, ours):
     """A copy of stock over the weights of ours, with the inputs rounded of those linears that the report names."""
     twin = rounded(stock, ours)
