@@ -6,7 +6,7 @@ import triton.language as tl
 
 from accel_kernels.image.image_sum import sum_dtype
 from accel_kernels.norm.channel_stats_triton import SINGLE_LIMIT, Chunks, large
-from accel_kernels.sizes import power_of_two
+from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch, warming_up
 
 WARPS = 4
@@ -101,7 +101,7 @@ def _launch(x, other, bias, y, split, gain, inverse_scale, with_channel_stats, c
     A warmup compiles what images of every size take.
     """
     rows = y.shape[2] * y.shape[3]
-    small = rows * power_of_two(triton.cdiv(y.shape[1], GROUPS)) <= SINGLE_LIMIT  # and so normalized without them
+    small = rows * power_of_two(cdiv(y.shape[1], GROUPS)) <= SINGLE_LIMIT  # and so normalized without them
     kinds = [(with_channel_stats and (warming_up() or not small), wide) for wide in large(rows)]
     if warming_up():
         kinds.append((False, False))
@@ -119,7 +119,7 @@ def _pass(x, other, bias, y, split, gain, inverse_scale, concat, with_channel_st
     if with_channel_stats:
         channel_stats = torch.empty((n, cut.number, 2, channels), device=y.device, dtype=torch.float32)
     launch(
-        image_sum_kernel, (cut.number, triton.cdiv(channels, cut.block_c), n),
+        image_sum_kernel, (cut.number, cdiv(channels, cut.block_c), n),
         x, x if other is None else other, x if bias is None else bias, y, channel_stats, bias is not None,
         rows, channels, split, cut.number, cut.rows, gain, inverse_scale,
         OTHER=other is not None, CONCAT=concat, CHANNEL_STATS=with_channel_stats, EVEN=channels % cut.block_c == 0,
