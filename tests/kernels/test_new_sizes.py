@@ -123,14 +123,14 @@ def test_scores(launched, first):
 def test_prompts(launched):
     """Cross-attention: any number of pixels, a prompt of up to 128 tokens."""
 
-    def paged_attention(batch, queries, keys):
+    def cross_attention(batch, queries, keys):
         q, kv = (torch.empty((batch, n, 8, 40), device="meta", dtype=torch.float16) for n in (queries, keys))
         attention.attention(q.transpose(1, 2), *(kv.transpose(1, 2),) * 2)
 
-    paged_attention(2, 4096, 77)
+    cross_attention(2, 4096, 77)
     known = set(launched)
     for shape in ((1, 99, 77), (3, 5040, 8), (2, 64, 128)):
-        paged_attention(*shape)
+        cross_attention(*shape)
     assert launched == known
 
 

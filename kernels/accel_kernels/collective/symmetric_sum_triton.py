@@ -11,6 +11,7 @@ import triton.language as tl
 
 from accel_kernels.collective.signals_triton import meet
 from accel_kernels.device import programmatic
+from accel_kernels.sizes import cdiv
 from accel_kernels.warmup import launch
 
 BLOCK = 1024  # numbers to a program
@@ -63,7 +64,7 @@ def symmetric_sum(part, bias, residual, scale, buffers, signals, place, rank):
     former, counted in numbers of this dtype, a multiple of 16 bytes.
     """
     y = torch.empty_like(part)
-    grid = (triton.cdiv(part.numel(), BLOCK),)
+    grid = (cdiv(part.numel(), BLOCK),)
     launch(
         symmetric_sum_kernel, grid, part, bias, residual, y, buffers, signals, place, part.numel(), part.shape[-1],
         scale, rank, len(buffers), BLOCK, num_warps=WARPS, **programmatic(part.device),

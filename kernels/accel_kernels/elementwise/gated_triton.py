@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from accel_kernels.elementwise.activations_triton import activate
+from accel_kernels.sizes import cdiv
 from accel_kernels.warmup import launch
 
 WARPS = 4
@@ -41,6 +42,6 @@ def _gated(gate, up, activation, block_r, block_i):
     rows = gate.numel() // width
     y = torch.empty(gate.shape, device=gate.device, dtype=gate.dtype)
     strides = (gate.stride(-2) if gate.dim() > 1 else width, up.stride(-2) if up.dim() > 1 else width)
-    grid = (triton.cdiv(rows, block_r), triton.cdiv(width, block_i))
+    grid = (cdiv(rows, block_r), cdiv(width, block_i))
     launch(gated_kernel, grid, gate, up, y, *strides, rows, width, activation, block_r, block_i, num_warps=WARPS)
     return y

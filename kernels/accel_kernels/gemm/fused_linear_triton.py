@@ -15,7 +15,7 @@ from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.epilogue_triton import epilogue, store_sum
 from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.norm.norm import kernel_arguments
-from accel_kernels.sizes import power_of_two
+from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch
 
 
@@ -161,7 +161,7 @@ def fused_linear(x, weight, bias=None, *, norm=None, shape=None, **after):
         shape = shape or gemv_shape(n, k, gate, norm is not None)
         before, kind = kernel_arguments(norm)
         launch(
-            gemv_kernel, (triton.cdiv(n, shape.rows),), x, weight, up, before, epilogue.arguments, y, n,
+            gemv_kernel, (cdiv(n, shape.rows),), x, weight, up, before, epilogue.arguments, y, n,
             K=k, NORM=kind, **epilogue.flags, BLOCK_N=shape.rows, BLOCK_K=shape.columns, 
             num_warps=shape.warps, **programmatic(x.device),
         )  # fmt: skip
@@ -171,7 +171,7 @@ def fused_linear(x, weight, bias=None, *, norm=None, shape=None, **after):
         x = apply_norm(x, norm)
     pdl = programmatic(x.device, rows > 16 or shape.early)  # as measured
     launch(
-        skinny_kernel, (triton.cdiv(n, shape.rows),), x, weight, up, epilogue.arguments, y, rows, n,
+        skinny_kernel, (cdiv(n, shape.rows),), x, weight, up, epilogue.arguments, y, rows, n,
         K=k, **epilogue.flags, BLOCK_M=max(16, power_of_two(rows)), BLOCK_N=shape.rows, BLOCK_K=shape.columns,
         EARLY=shape.early, UPCAST=upcast(x.dtype), num_warps=shape.warps, num_stages=shape.stages, **pdl,
     )  # fmt: skip
@@ -195,7 +195,7 @@ def skinny_shape(rows: int, n: int, k: int, gate: bool, norm: bool, device: torc
     """
     few = rows <= 16
     block = next((block for block in (64, 32) if n // block >= 60), 16)
-    if few and not (gate or norm) and k > 8192 and 0 <= multiprocessors(device) - triton.cdiv(n, 32) <= 12:
+    if few and not (gate or norm) and k > 8192 and 0 <= multiprocessors(device) - cdiv(n, 32) <= 12:
         return Shape(32, 256, 4, max(2, min(4, shared_memory(device) // (2 * 256 * (32 + 16)))))
     stage = 2 * 128 * (block * (2 if gate else 1) + max(16, power_of_two(rows)))
     most = (3 if few and norm else 4) if gate else 5

@@ -18,6 +18,7 @@ from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.epilogue_triton import epilogue, store_sum, tile_place
 from accel_kernels.gemm.hopper.hopper_gemm import hopper_gemm
 from accel_kernels.gemm.quantize_rows import QuantizedRows
+from accel_kernels.sizes import cdiv
 from accel_kernels.warmup import launch
 
 
@@ -169,7 +170,7 @@ def by_tiles(x, weight, epilogue, shape):
     up = epilogue.up
     rows, gate = x.data.numel() // depth, up is not None
     y = torch.empty((*x.data.shape[:-1], n), device=x.data.device, dtype=x.dtype)
-    tiles = triton.cdiv(rows, shape.rows) * triton.cdiv(n, shape.columns)
+    tiles = cdiv(rows, shape.rows) * cdiv(n, shape.columns)
     programs = multiprocessors(y.device) * max(1, shared_memory(y.device) // (stage_bytes(shape, gate) * shape.stages))
     described = [
         TensorDescriptor.from_tensor(data.detach(), [height, shape.depth])
@@ -197,7 +198,7 @@ def after_product(x, weight, epilogue, sums):
     y = torch.empty((*x.data.shape[:-1], n), device=x.data.device, dtype=x.dtype)
     (outliers, capacity), height, width = _outliers(x), 32, 128
     launch(
-        after_product_kernel, (triton.cdiv(rows, height), triton.cdiv(n, width)),
+        after_product_kernel, (cdiv(rows, height), cdiv(n, width)),
         sums[0], sums[-1], x.scales, weight, up or weight, outliers, epilogue.arguments, y, rows, n, depth, capacity,
         sums[0].stride(0), **epilogue.flags, BLOCK_M=height, BLOCK_N=width, UPCAST=interpreted(),
     )  # fmt: skip

@@ -173,8 +173,9 @@ class LinearChooser(Choices):
         x, weight, bias, _ = forms
         outs = weight.shape[0]
 
-        def given() -> list[torch.Tensor | None]:
-            return [None if form is None else form.filled() for form in forms]
+        def given() -> tuple[Any, Any, Any, Any]:
+            made = (None if form is None else form.filled() for form in forms)
+            return next(made), next(made), next(made), next(made)
 
         def out() -> torch.Tensor | None:
             if apart == outs:

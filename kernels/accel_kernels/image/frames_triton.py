@@ -12,7 +12,7 @@ from accel_kernels.image.frames import NO_PADDING, FrameGroups, as_images
 from accel_kernels.norm.channel_stats_triton import block_channels
 from accel_kernels.norm.group_norm_triton import group_table
 from accel_kernels.norm.norm import Norm
-from accel_kernels.sizes import power_of_two
+from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch
 
 TILE, WARPS = 4096, 8
@@ -106,7 +106,7 @@ def convolution_frames(x, padding=NO_PADDING, norm=None, *, shift=None, silu=Fal
     block_c = power_of_two(channels) if together else block_channels(channels, 256)
     block_r = max(1, TILE // block_c)
     launch(
-        frames_kernel, (triton.cdiv(rows, block_r), triton.cdiv(channels, block_c), n),
+        frames_kernel, (cdiv(rows, block_r), cdiv(channels, block_c), n),
         x, x if previous is None else previous, y, weight, bias, x if shift is None else shift, table,
         shift is not None, silu, x.stride(0), 0 if previous is None else previous.stride(0),
         rows, frames, height, width, earlier, padding.front, padding.back, padding.height, padding.width,

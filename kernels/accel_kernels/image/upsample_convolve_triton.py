@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from accel_kernels.image.half_operands import GAIN, halved
-from accel_kernels.sizes import power_of_two
+from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch
 
 TILE, WARPS = 4096, 4
@@ -70,9 +70,7 @@ def upsample_convolve(x, weight, bias=None, half=False):
     x = halved(x) if half else x
     phases = torch.empty((4 * out, channels, 2, 2), device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
     block_c = min(512, power_of_two(channels))
-    launch(
-        phase_weights_kernel, (out, triton.cdiv(channels, block_c)), weight, phases, channels, block_c, num_warps=WARPS
-    )
+    launch(phase_weights_kernel, (out, cdiv(channels, block_c)), weight, phases, channels, block_c, num_warps=WARPS)
     if x.numel() <= PAD_ELEMENTS:
         small = F.conv2d(F.pad(x, (1, 1, 1, 1)), phases)
     else:
@@ -81,7 +79,7 @@ def upsample_convolve(x, weight, bias=None, half=False):
     y = torch.empty((n, out, 2 * height, 2 * width), device=x.device, dtype=dtype, memory_format=torch.channels_last)
     block_c = min(512, power_of_two(out))
     block_w = TILE // block_c  # of narrow images too: one kernel for all sizes
-    grid = (n * 2 * height, triton.cdiv(width, block_w), triton.cdiv(out, block_c))
+    grid = (n * 2 * height, cdiv(width, block_w), cdiv(out, block_c))
     launch(
         weave_kernel, grid,
         small, small if bias is None else bias, y, GAIN if half else 1.0, bias is not None, height, width, out,

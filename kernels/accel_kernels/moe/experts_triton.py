@@ -7,7 +7,6 @@ other and find its weights there.
 """
 
 import torch
-import triton
 
 from accel_kernels.device import multiprocessors, programmatic, shared_memory, upcast
 from accel_kernels.gemm.quantized.dequantize import dequantize
@@ -17,7 +16,7 @@ from accel_kernels.moe.chooser import itemsize_of, likely_way
 from accel_kernels.moe.gemv_triton import expert_down_kernel, expert_rows_down_kernel, expert_up_kernel
 from accel_kernels.moe.grouped_triton import group_kernel, grouped_down_kernel, grouped_up_kernel, shared_sum_kernel
 from accel_kernels.moe.tiles import DEQUANTIZED, GEMV, TILES, Tile
-from accel_kernels.sizes import power_of_two
+from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch, warming_up
 
 ROWS, COLUMNS, WARPS = 4, 1024, 4  # of a weight stored by rows to a program and step of the GEMV
@@ -68,23 +67,23 @@ def _one_by_one(x, index, shares, weights, columns=None):
     pairs, pdl = tokens * chosen, programmatic(x.device)
     h = torch.empty((pairs, inner), device=x.device, dtype=x.dtype)
     up_by_rows, down_by_rows = weights.by_rows
-    shape = _shape(weights.gate_up, up_by_rows, columns or _across(inner, pairs, x.device), 2)
+    shape = _shape(weights.gate_up, up_by_rows, pairs, columns, 2)
     launch(
-        expert_up_kernel, (triton.cdiv(inner, shape["BLOCK_N"]), pairs), x, index, packed(weights.gate_up),
+        expert_up_kernel, (cdiv(inner, shape["BLOCK_N"]), pairs), x, index, packed(weights.gate_up),
         weights.gate_up_bias, h, chosen, many, inner,
         **_numbers(weights.gate_up), **_gating(weights), TRANSPOSED=not up_by_rows, **shape, **pdl,
     )  # fmt: skip
     if down_by_rows and not isinstance(weights.down, Quantized):
         y, shape = torch.empty_like(x), _down_shape(chosen, inner, x.itemsize)
         launch(
-            expert_rows_down_kernel, (triton.cdiv(hidden, shape["BLOCK_N"]), tokens), h, index, shares,
+            expert_rows_down_kernel, (cdiv(hidden, shape["BLOCK_N"]), tokens), h, index, shares,
             weights.down, weights.down_bias, y, chosen, many, hidden, K=inner, **shape, **pdl,
         )  # fmt: skip
         return y
     given = torch.empty((pairs, hidden), device=x.device, dtype=torch.float32)
-    shape = _shape(weights.down, down_by_rows, columns or _across(hidden, pairs, x.device), 1)
+    shape = _shape(weights.down, down_by_rows, pairs, columns, 1)
     launch(
-        expert_down_kernel, (triton.cdiv(hidden, shape["BLOCK_N"]), pairs), h, index, packed(weights.down),
+        expert_down_kernel, (cdiv(hidden, shape["BLOCK_N"]), pairs), h, index, packed(weights.down),
         weights.down_bias, given, many, hidden, **_numbers(weights.down), **shape, **pdl,
     )  # fmt: skip
     return _summed(given, x, index, shares, many)
@@ -95,7 +94,7 @@ def _summed(given, x, index, shares, many: int):
     (tokens, chosen), hidden = index.shape, x.shape[1]
     y, block = torch.empty_like(x), min(CHANNELS, power_of_two(hidden))
     launch(
-        shared_sum_kernel, (tokens, triton.cdiv(hidden, block)), given, index, shares, y, chosen, many, hidden,
+        shared_sum_kernel, (tokens, cdiv(hidden, block)), given, index, shares, y, chosen, many, hidden,
         CHOICES=power_of_two(chosen), BLOCK=block, num_warps=2, **programmatic(x.device),
     )  # fmt: skip
     return y
@@ -108,14 +107,14 @@ def _down_shape(chosen: int, inner: int, size: int) -> dict[str, int]:
     """
     choices, block = power_of_two(chosen), min(ALONG, power_of_two(inner))
     outputs = max(1, STEP // (size * choices * block))
-    steps = min(STEPS, triton.cdiv(inner, block))
+    steps = min(STEPS, cdiv(inner, block))
     return {"CHOICES": choices, "BLOCK_N": outputs, "BLOCK_K": block, "STEPS": steps, "num_warps": WARPS}
 
 
 def _across(outputs: int, many: int, device: torch.device) -> int:
     """Which of ACROSS, for so many outputs of so many products."""
     few, wide = ACROSS
-    return wide if triton.cdiv(outputs, wide) * many >= 2 * multiprocessors(device) else few
+    return wide if cdiv(outputs, wide) * many >= 2 * multiprocessors(device) else few
 
 
 def _grouped(x, index, shares, weights, tile: Tile):
@@ -130,7 +129,7 @@ def _grouped(x, index, shares, weights, tile: Tile):
         )  # fmt: skip
     h = torch.empty((pairs, inner), device=x.device, dtype=x.dtype)
     given = torch.empty((pairs, hidden), device=x.device, dtype=x.dtype)
-    grids = [(numbers, triton.cdiv(inner, tile.inner)), (numbers, triton.cdiv(hidden, tile.outputs))]
+    grids = [(numbers, cdiv(inner, tile.inner)), (numbers, cdiv(hidden, tile.outputs))]
     groups = (order, starts, tiles)
     up, down = (weights.gate_up_bias, *groups, h, chosen, inner), (weights.down_bias, *groups, given, hidden)
     more = {"ROWS": tile.rows, "UPCAST": upcast(x.dtype), "num_warps": tile.warps, **pdl, **_gating(weights)}
@@ -177,9 +176,12 @@ def _numbers(stack: torch.Tensor | Quantized) -> dict:
     return {"K": inputs, "UNIT": inputs // stack.data.shape[1], "GROUPS": stack.scales.shape[1]}
 
 
-def _shape(stack: torch.Tensor | Quantized, by_rows: bool, across: int, products: int) -> dict:
-    """Of a GEMV: a few rows and words of them to a step; of a transposed stack `across` columns of so many products."""
+def _shape(stack: torch.Tensor | Quantized, by_rows: bool, pairs: int, columns: int | None, products: int) -> dict:
+    """Of a GEMV of pairs: a few rows and words of them to a step; of a transposed stack one of ACROSS, or `columns`, of
+    so many products.
+    """
     if not by_rows:
+        across = columns or _across(stack.shape[1] // products, pairs, stack.device)
         return {"BLOCK_N": across, "BLOCK_K": BLOCK // (products * across), "num_warps": WARPS}
     numbers = _numbers(stack)
     words = power_of_two(numbers["K"] // numbers["UNIT"])

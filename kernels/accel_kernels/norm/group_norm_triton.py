@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from accel_kernels.norm.channel_stats_triton import SINGLE_LIMIT, Chunks, block_channels, large
-from accel_kernels.sizes import power_of_two
+from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch, warming_up
 
 TILE = 4096  # elements a program loads at once
@@ -189,7 +189,7 @@ def group_norm(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=F
         block_c = block_channels(channels, 256 if wide else 64)
         block_r = max(1, TILE // block_c)
         launch(
-            group_norm_apply, (triton.cdiv(rows, block_r), triton.cdiv(channels, block_c), batch),
+            group_norm_apply, (cdiv(rows, block_r), cdiv(channels, block_c), batch),
             x, y, table, bias, silu, rows, channels,
             EVEN=channels % block_c == 0, BLOCK_C=block_c, BLOCK_R=block_r, num_warps=8,
         )  # fmt: skip
@@ -212,7 +212,7 @@ def group_table(x, num_groups, weight, eps, addends, flags, channel_stats=None):
         channel_stats = torch.empty((batch, cut.number, 2, channels), device=x.device, dtype=torch.float32)
         for ahead in large(rows):
             launch(
-                group_norm_channel_stats, (cut.number, triton.cdiv(channels, cut.block_c), batch),
+                group_norm_channel_stats, (cut.number, cdiv(channels, cut.block_c), batch),
                 x, channel_stats, rows, channels, cut.number, cut.rows,
                 EVEN=channels % cut.block_c == 0, BLOCK_C=cut.block_c, BLOCK_R=cut.block_r,
                 STAGES=3 if ahead else 1, num_warps=4,

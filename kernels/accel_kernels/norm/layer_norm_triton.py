@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.sizes import floor_power_of_two, power_of_two
+from accel_kernels.sizes import cdiv, floor_power_of_two, power_of_two
 from accel_kernels.warmup import launch
 
 WARP_ELEMENTS = 4096  # of a row, that one warp can hold
@@ -81,9 +81,9 @@ def layer_norm(x, weight, bias, eps, *, residual=None, shift=None):
     block_c = floor_power_of_two(channels)
     rest_c = power_of_two(channels - block_c) if channels > block_c else 0
     block_r = ROWS if channels <= WIDE else 1
-    warps = power_of_two(triton.cdiv(block_r * channels, WARP_ELEMENTS))
+    warps = power_of_two(cdiv(block_r * channels, WARP_ELEMENTS))
     launch(
-        layer_norm_kernel, (triton.cdiv(rows, block_r),),
+        layer_norm_kernel, (cdiv(rows, block_r),),
         x, *addends, y, total, weight, bias, residual is not None, shift is not None, rows, channels, eps,
         block_c, rest_c, block_r, num_warps=warps,
     )  # fmt: skip

@@ -5,7 +5,7 @@ into the graph's inputs at every replay: the tokens stored, and the addresses of
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -98,7 +98,9 @@ class KV(NamedTuple):
         """
         # Without another method of its own: a compiler that traces it follows none.
         (rows, columns), exact = self.table.shape, self.key_scales is None
-        kept = [self.keys, self.values] if exact else [self.keys, self.values, self.key_scales, self.value_scales]
+        kept: list[Any] = [self.keys, self.values]
+        if not exact:
+            kept += [self.key_scales, self.value_scales]
         if self.ordered:
             kept = [t[: rows * columns] for t in kept]
         else:

@@ -22,7 +22,7 @@ from accel_kernels.attention.paged.split_kv import MOST_SPLITS, combined_rows, s
 from accel_kernels.attention.paged.store_triton import padding_mask_of, store_of
 from accel_kernels.attention.prefill_attention import PromptAttention
 from accel_kernels.device import programmatic, upcast
-from accel_kernels.sizes import power_of_two
+from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch
 
 # Tokens of a prompt in a graph that stay with our attention: up to here it takes at most 2 us a layer longer on an H200
@@ -155,7 +155,7 @@ def paged_attention(
     q = rotary_store(q, k, v, kv, interleaved=interleaved, **turning)
     out = torch.empty((rows, new, heads * dim), device=q.device, dtype=q.dtype)
     tile = tile_of(new * (heads // kv_heads), kv.block, dim, q.dtype)
-    tiles = triton.cdiv(new * (heads // kv_heads), tile.queries)
+    tiles = cdiv(new * (heads // kv_heads), tile.queries)
     # A prompt in a graph has few keys to a query, and room for shares would stay with the graph.
     splits = 1 if kv.is_prefill and kv.by_address else split_count(rows * kv_heads * tiles, q.device)
     attend_tiles(q, out, kv, scale, (tiles, rows * kv_heads, splits), tile, **scores)

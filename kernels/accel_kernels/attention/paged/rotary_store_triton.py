@@ -11,7 +11,7 @@ from accel_kernels.attention.paged.kv_quantization_triton import kv_dtype_of, ro
 from accel_kernels.attention.paged.store_triton import AT_LAYERS, AT_LENGTH, OF_EACH, stored_at, table_row
 from accel_kernels.device import programmatic
 from accel_kernels.norm.norm import kernel_arguments
-from accel_kernels.sizes import power_of_two
+from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch
 
 MOST_HEADS = 32  # to a program
@@ -179,7 +179,7 @@ def rotary_store(
     pairs = 0 if cos is None else cos.shape[-1]
     angles = (0, 0, 0) if cos is None else (cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), cos.stride(2))
     block_h = min(MOST_HEADS, power_of_two(max(heads, kv_heads)))
-    grid = (rows * new, triton.cdiv(heads, block_h) + 2 * triton.cdiv(kv_heads, block_h))
+    grid = (rows * new, cdiv(heads, block_h) + 2 * cdiv(kv_heads, block_h))
     launch(
         rotary_store_kernel, grid,
         q, k, v, out, cos, sin, kernel_arguments(q_norm)[0], kernel_arguments(k_norm)[0], kv.metadata,
