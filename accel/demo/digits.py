@@ -55,7 +55,7 @@ class Drawn(Comparison):
         return contact_sheet(rows, DIGITS[: len(self.stock)], self.drawn_by)
 
     def shown(self) -> Table:
-        peaks = ("-", "-", "only on a GPU")
+        peaks: tuple[str, ...] = ("-", "-", "only on a GPU")
         if self.peak_mb is not None:
             peaks = (*(f"{mb:.1f} MiB" for mb in self.peak_mb), f"{self.peak_mb[1] / self.peak_mb[0]:.2f}x")
         return self.table(

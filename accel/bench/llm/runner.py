@@ -208,7 +208,8 @@ def _in_process(run: GenerateRun) -> None:
 
 def _correct(run: ModelRun) -> dict:
     """Optimizes the model; raises WrongResult where it computes something else, or is not undone exactly."""
-    model, inputs = run.model, example_inputs(run.model)
+    model = run.model
+    inputs: dict[str, Any] = example_inputs(model)
     before, again = model(**inputs).logits, model(**inputs).logits
     optimize_s = seconds(lambda: accel.optimize(model), run.device)
     quality = accel.verify(model, **inputs)
