@@ -73,7 +73,7 @@ class Comparison:
         console.print(Text(self.report.summary()))
 
 
-def compare(
+def run_both(
     load: Callable[[], Any],
     work: Callable[[Any, int], Any],
     exact: Callable[[Any], torch.Tensor],

@@ -12,7 +12,7 @@ from accel.bench.diffusion.inputs import Calls, Sizes
 
 # The class, what makes its inputs, and what is changed of its default configuration.
 Kind = tuple[str, Calls, dict]
-SD15 = ("UNet2DConditionModel", inputs.unet_inputs, configs.SD15_UNET)
+SD15 = ("UNet2DConditionModel", inputs.unet_calls, configs.SD15_UNET)
 SD21, SDXL, TINY = ((*SD15[:2], config) for config in (configs.SD21_UNET, configs.SDXL_UNET, configs.TINY_UNET))
 VAE = ("AutoencoderKL", inputs.latents, configs.SD_VAE)
 FLUX = ("FluxTransformer2DModel", inputs.flux_inputs, configs.FLUX_DEV)

@@ -13,7 +13,7 @@ from accel.bench.compiled import fresh_inductor_cache
 from accel.bench.llm import cases, single_calls
 from accel.bench.llm.cases import TimedCase, Work, interleaved
 from accel.bench.llm.models import assistant, beside, build
-from accel.bench.llm.request import PARTS, GenerateRequest, ModelRequest
+from accel.bench.llm.request import PARTS, LlmRequest, ModelRequest
 from accel.bench.llm.traffic import Traffic, copy_bandwidth
 from accel.bench.llm.variants import Variant, lossy_options, lossy_variant
 from accel.bench.machine import provenance
@@ -79,7 +79,7 @@ class ModelRun(BenchRecord):
 class GenerateRun(ModelRun):
     """The same of `accel bench llm`, part by part."""
 
-    def __init__(self, request: GenerateRequest, *args: Any) -> None:
+    def __init__(self, request: LlmRequest, *args: Any) -> None:
         self.request, self.interrupted = request, False
         super().__init__(request, request.seconds, *args)
         self.chosen = list(lossy_options(request.weights, request.kv_cache, request.activations))
@@ -136,7 +136,7 @@ class GenerateRun(ModelRun):
         self.release()
 
 
-def bench_language_model(request: GenerateRequest, *args: Any) -> dict:
+def bench_language_model(request: LlmRequest, *args: Any) -> dict:
     """The result as one dict, ready for JSON; of an interrupted run, what it had.
 
     args: device, dtype, stage, keep, see `ModelRun`. Raises WrongResult before any figure, and what that raises.

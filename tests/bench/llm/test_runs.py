@@ -8,7 +8,7 @@ import torch
 
 from accel import api
 from accel.bench.llm import cases, runner, single_calls
-from accel.bench.llm.request import PARTS, GenerateRequest
+from accel.bench.llm.request import PARTS, LlmRequest
 from support.command_line import run_command
 
 ROOT = Path(__file__).parents[3]
@@ -134,7 +134,7 @@ def test_a_run_that_is_ended_leaves_what_it_had(tmp_path, monkeypatch, how):
 
 
 def test_parts_keep_time_for_those_after_them():
-    request = GenerateRequest("tiny", parts=("decode", "stalls", "ready"), seconds=100.0)
+    request = LlmRequest("tiny", parts=("decode", "stalls", "ready"), seconds=100.0)
     going = runner.GenerateRun(request, CPU, torch.float32)
     going.clock.start -= 79
     assert not going.out_of_time("decode")
