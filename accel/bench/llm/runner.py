@@ -42,7 +42,7 @@ class ModelRun(BenchRecord):
     ) -> None:
         """Builds the model. Raises KeyError, ValueError or TypeError for one that cannot be made."""
         super().__init__({}, {}, seconds, keep)
-        self.device, self.stage = device, stage
+        self.device, self.dtype, self.stage = device, dtype, stage
         stage("building")
         self.model = build(request.model, device, dtype)
         self.stock = beside(self.model)
@@ -142,7 +142,6 @@ def bench_language_model(request: LlmRequest, *args: Any) -> dict:
     args: device, dtype, stage, keep, see `ModelRun`. Raises WrongResult before any figure, and what that raises.
     """
     run = GenerateRun(request, *args)
-    dtype = run.model.dtype
     try:
         _in_process(run)
     finally:
@@ -153,7 +152,7 @@ def bench_language_model(request: LlmRequest, *args: Any) -> dict:
         try:
             tokens = ("--tokens", str(request.context[0]))
             left = lambda: max(10.0, run.clock.left())  # noqa: E731
-            found = measure_states(request.model, run.device, dtype, more=tokens, left=left)
+            found = measure_states(request.model, run.device, run.dtype, more=tokens, left=left)
             run.body["ready"] = {state: _ready(row) for state, row in found.items()}
         except RuntimeError as error:
             run.fail(error, part="ready", case=f"context {request.context[0]}", variant="")

@@ -41,11 +41,9 @@ def bench_ready(
 
     place = parse_device(device)
     wanted = tuple(states.split(","))
+    usual = ["qwen3-0.6b", "sd15"] if place.type == "cuda" else ["tiny"]
     try:
-        chosen = {
-            name: NamedModel.parse(name)
-            for name in names or (["qwen3-0.6b", "sd15"] if place.type == "cuda" else ["tiny"])
-        }
+        chosen = {name: NamedModel.parse(name) for name in names or usual}
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="NAMES") from None
     if unknown := [state for state in wanted if state not in STATES]:
