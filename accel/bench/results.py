@@ -73,16 +73,16 @@ def save(result: dict, folder: Path, device_slug: str, usual: str = "float16") -
 def write(result: dict, path: Path, indent: int = 2) -> Path:
     """The result as JSON in this file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(finite(result), indent=indent, default=str) + "\n")
+    path.write_text(json.dumps(jsonable(result), indent=indent, default=str) + "\n")
     return path
 
 
-def finite(value: object) -> object:
+def jsonable(value: object) -> object:
     """JSON has no infinity."""
     if isinstance(value, dict):
-        return {key: finite(one) for key, one in value.items()}
+        return {key: jsonable(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(one) for one in value]
+        return [jsonable(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -6,6 +6,7 @@ The two take turns at the same work, so that nothing but the one line differs be
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ class Comparison:
         console.print(Text(self.report.summary()))
 
 
-def compare(
+def run_both(
     load: Callable[[], Any],
     work: Callable[[Any, int], Any],
     exact: Callable[[Any], torch.Tensor],
@@ -89,25 +90,29 @@ def compare(
     # A matrix product makes a workspace that stays for the whole process, and is nobody's peak memory.
     torch.ones(64, 64, device=device) @ torch.ones(64, 64, device=device)
     made: dict[str, Any] = {}
+    results: dict[str, list] = {"stock": [], "accel": []}
     peaks, ready_s = [], 0.0
-    for name in ("stock", "accel"):
-        before = allocated_bytes(device)
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        obj = made[name] = load()
-        progress.update(task, description=f"{name}: {what}", advance=1)
-        ready_s = seconds(lambda obj=obj, name=name: (name == "accel" and accel.optimize(obj), work(obj, 0)), device)
-        if device.type == "cuda":
-            peaks.append((torch.cuda.max_memory_allocated(device) - before) / 2**20)
 
-    results: dict[str, list] = {name: [] for name in made}
+    def begin(name: str) -> None:
+        if name == "accel":
+            accel.optimize(made[name])
+        work(made[name], 0)
 
     def turn(name: str) -> float:
         took = seconds(lambda: results[name].append(work(made[name], len(results[name]))), device)
         progress.advance(task)
         return took
 
-    times = take_turns({name: lambda name=name: turn(name) for name in made}, least=turns, most=turns)
+    for name in results:
+        before = allocated_bytes(device)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        made[name] = load()
+        progress.update(task, description=f"{name}: {what}", advance=1)
+        ready_s = seconds(partial(begin, name), device)
+        if device.type == "cuda":
+            peaks.append((torch.cuda.max_memory_allocated(device) - before) / 2**20)
+    times = take_turns({name: partial(turn, name) for name in results}, least=turns, most=turns)
     report = accel.report(made["accel"])
     progress.update(task, description=f"undoing: {what}", advance=1)
     accel.restore(made["accel"])

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from accel import saved
-from accel.demo.comparison import Comparison, compare, find_folder
+from accel.demo.comparison import Comparison, find_folder, run_both
 
 MODEL = Path("examples", "models", "tiny-lm")
 PROMPT = "It was a beautiful evening, and Emma"
@@ -87,7 +87,7 @@ def run(
     def load() -> Any:
         return saved.load_saved(folder, dtype, device)
 
-    found = compare(load, write, logits, RUNS, device, progress, "a text")
+    found = run_both(load, write, logits, RUNS, device, progress, "a text")
     found |= {name: found[name][-1] for name in ("stock", "optimized")}
     texts = tuple(tokenizer.decode(found[name]) for name in ("stock", "optimized"))
     return Continuation(**found, prompt=prompt, texts=texts)

@@ -11,7 +11,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from accel import saved
-from accel.demo.comparison import Comparison, compare, find_folder
+from accel.demo.comparison import Comparison, find_folder, run_both
 from accel.demo.contact_sheet import contact_sheet
 
 MODEL = Path("examples", "models", "tiny-sd-digits")
@@ -32,7 +32,7 @@ def find_transformer(folder: Path | None) -> Path:
 
 
 @dataclass(frozen=True)
-class Drawn(Comparison):
+class Drawings(Comparison):
     """Images, (height, width, 3) floats from 0 to 1. drawn_by: "UNet" or "transformer"."""
 
     drawn_by: str
@@ -55,7 +55,7 @@ class Drawn(Comparison):
         return contact_sheet(rows, DIGITS[: len(self.stock)], self.drawn_by)
 
     def shown(self) -> Table:
-        peaks = ("-", "-", "only on a GPU")
+        peaks: tuple[str, ...] = ("-", "-", "only on a GPU")
         if self.peak_mb is not None:
             peaks = (*(f"{mb:.1f} MiB" for mb in self.peak_mb), f"{self.peak_mb[1] / self.peak_mb[0]:.2f}x")
         return self.table(
@@ -77,7 +77,7 @@ def run(
     seed: int,
     progress: Progress,
     digits: tuple[str, ...] = DIGITS,
-) -> Drawn:
+) -> Drawings:
     """Draws every digit with both pipelines in turn."""
 
     def load() -> Any:
@@ -93,5 +93,5 @@ def run(
         return torch.from_numpy(draw(pipe, 0))
 
     drawn_by = "transformer" if (folder / "transformer").is_dir() else "UNet"
-    found = compare(load, draw, exact, len(digits), device, progress, f"digits by a {drawn_by}")
-    return Drawn(**found, drawn_by=drawn_by, steps=steps)
+    found = run_both(load, draw, exact, len(digits), device, progress, f"digits by a {drawn_by}")
+    return Drawings(**found, drawn_by=drawn_by, steps=steps)

@@ -44,7 +44,7 @@ def group_of(name: str) -> str:
 
 def profiled(step: Callable[[int], object], device: torch.device) -> list[tuple[str, float]]:
     """Name and milliseconds of all that PROFILED calls launch; on a CPU of operations, without those inside of them."""
-    events = profile_events(lambda: [step(i) for i in range(PROFILED)], device)
+    events = profile_events(step, PROFILED, device)
     found = launches(events) if device.type == "cuda" else operations(events)
     return [(one.name, one.us / 1e3) for one in found]
 

@@ -117,7 +117,7 @@ def test_texts_that_part_are_both_shown(written):
     assert "rounding" in shown
 
 
-def test_the_contact_sheet_labels_and_enlarges():
+def test_contact_sheets_label_enlarge_and_are_stacked_on_white():
     white, black = np.ones((8, 8, 3), np.float32), np.zeros((8, 8, 3), np.float32)
     sheet = contact_sheet.contact_sheet({"a": [white, black], "b": [black, white]}, ["one", "two"], "digits")
     cell = contact_sheet.CELL + contact_sheet.GAP
@@ -125,11 +125,6 @@ def test_the_contact_sheet_labels_and_enlarges():
     assert sheet.getpixel((contact_sheet.MARGIN + cell + 4, contact_sheet.HEADER + 4)) == (0, 0, 0)
     for top, bottom in ((0, contact_sheet.HEADER), (contact_sheet.HEADER, sheet.height)):  # the title, the labels
         assert (np.asarray(sheet.crop((0, top, contact_sheet.MARGIN, bottom))) < 128).any()
-
-
-def test_sheets_are_stacked_on_white():
-    small, wide = Image.new("RGB", (10, 4), "black"), Image.new("RGB", (20, 6), "red")
-    whole = contact_sheet.stack_sheets([small, wide])
+    whole = contact_sheet.stack_sheets([Image.new("RGB", (10, 4), "black"), Image.new("RGB", (20, 6), "red")])
     assert whole.size == (20, 10)
-    assert whole.getpixel((5, 3)) == (0, 0, 0) and whole.getpixel((15, 3)) == (255, 255, 255)
-    assert whole.getpixel((19, 9)) == (255, 0, 0)
+    assert [whole.getpixel(at) for at in ((5, 3), (15, 3), (19, 9))] == [(0, 0, 0), (255, 255, 255), (255, 0, 0)]

@@ -8,26 +8,27 @@ import torch
 
 from accel.bench.diffusion import configs, inputs
 from accel.bench.diffusion.case import Case
-from accel.bench.diffusion.inputs import Sizes
+from accel.bench.diffusion.inputs import Calls, Sizes
 
 # The class, what makes its inputs, and what is changed of its default configuration.
-SD15 = ("UNet2DConditionModel", inputs.unet_inputs, configs.SD15_UNET)
+Kind = tuple[str, Calls, dict]
+SD15 = ("UNet2DConditionModel", inputs.unet_calls, configs.SD15_UNET)
 SD21, SDXL, TINY = ((*SD15[:2], config) for config in (configs.SD21_UNET, configs.SDXL_UNET, configs.TINY_UNET))
 VAE = ("AutoencoderKL", inputs.latents, configs.SD_VAE)
 FLUX = ("FluxTransformer2DModel", inputs.flux_inputs, configs.FLUX_DEV)
-FLUX2 = ("Flux2Transformer2DModel", inputs.flux2_inputs, {})
+FLUX2: Kind = ("Flux2Transformer2DModel", inputs.flux2_inputs, {})
 SD3 = ("SD3Transformer2DModel", inputs.sd3_inputs, configs.SD3_MEDIUM)
 Z_IMAGE = ("ZImageTransformer2DModel", inputs.z_image_inputs, configs.Z_IMAGE_TURBO)
-QWEN = ("QwenImageTransformer2DModel", inputs.qwen_image_inputs, {})
-MASKED_QWEN = (QWEN[0], inputs.masked_qwen_image_inputs, {})
+QWEN: Kind = ("QwenImageTransformer2DModel", inputs.qwen_image_inputs, {})
+MASKED_QWEN: Kind = (QWEN[0], inputs.masked_qwen_image_inputs, {})
 WAN = ("WanTransformer3DModel", inputs.wan_inputs, configs.WAN_1_3B)
-WAN_14B = (*WAN[:2], {})
-LTX = ("LTXVideoTransformer3DModel", inputs.ltx_inputs, {})
+WAN_14B: Kind = (*WAN[:2], {})
+LTX: Kind = ("LTXVideoTransformer3DModel", inputs.ltx_inputs, {})
 PIXART = ("PixArtTransformer2DModel", inputs.pixart_inputs, configs.PIXART_SIGMA)
-HUNYUAN = ("HunyuanVideoTransformer3DModel", inputs.hunyuan_video_inputs, {})
-WAN_VAE, LTX_VAE, HUNYUAN_VAE = (
-    (f"AutoencoderKL{name}", inputs.latents, {}) for name in ("Wan", "LTXVideo", "HunyuanVideo")
-)
+HUNYUAN: Kind = ("HunyuanVideoTransformer3DModel", inputs.hunyuan_video_inputs, {})
+WAN_VAE: Kind = ("AutoencoderKLWan", inputs.latents, {})
+LTX_VAE: Kind = ("AutoencoderKLLTXVideo", inputs.latents, {})
+HUNYUAN_VAE: Kind = ("AutoencoderKLHunyuanVideo", inputs.latents, {})
 
 # A UNet of Stable Diffusion or its decoder runs in float16, with the weights that its class begins with.
 SD: dict = dict(dtype=torch.float16, compiled="whole", drawn=False, unnamed="cuda")

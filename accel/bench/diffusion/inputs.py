@@ -182,7 +182,7 @@ hunyuan_video_inputs = model_inputs(
 )
 
 
-def unet_inputs(draw: Draw) -> list[dict]:
+def unet_calls(draw: Draw) -> list[dict]:
     """Of a UNet of Stable Diffusion, with square latents."""
     sizes = draw.sizes
     given = {"batch": sizes.batch, "size": sizes.height, "tokens": sizes.tokens}

@@ -15,7 +15,7 @@ from accel.bench.compiled import Compiler, fresh_inductor_cache
 from accel.bench.diffusion.subject import Subject
 from accel.bench.machine import provenance
 from accel.bench.memory import peak_mb, release
-from accel.bench.ready.asked import CASE
+from accel.bench.ready.names import CASE
 from accel.bench.ready.states import lost_s, measure_states
 from accel.bench.results import BenchRecord, WrongResult
 from accel.bench.timing import compare_times, seconds

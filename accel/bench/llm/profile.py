@@ -128,16 +128,17 @@ def _kernels(
     for _ in range(WARM_UP):
         steps()
     with ranges or nullcontext():
-        events = profile_events(lambda: [steps() for _ in range(STEPS)], device)
+        events = profile_events(lambda _: steps(), STEPS, device)
     return launches(events, ranges.order if ranges else []) if device.type == "cuda" else operations(events)
 
 
-def profile_events(run: Callable[[], object], device: torch.device) -> Any:
-    """What torch's profiler sees of a run."""
+def profile_events(step: Callable[[int], object], calls: int, device: torch.device) -> Any:
+    """What torch's profiler sees of so many calls."""
     synchronize(device)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     with torch.profiler.profile(activities=activities) as profiler:
-        run()
+        for i in range(calls):
+            step(i)
         synchronize(device)
     return profiler.events()
 

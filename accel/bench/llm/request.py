@@ -29,7 +29,7 @@ class Listed(tuple):
         return ",".join(map(str, self))
 
 
-def numbers(given: str | tuple) -> Listed:
+def parse_numbers(given: str | tuple) -> Listed:
     """Of "1,8,32". Raises BadParameter for anything else."""
     try:
         found = Listed(map(int, str(given).split(",")))
@@ -40,7 +40,7 @@ def numbers(given: str | tuple) -> Listed:
     return found
 
 
-def names(valid: tuple[str, ...]) -> Callable[[str | tuple], Listed]:
+def names_of(valid: tuple[str, ...]) -> Callable[[str | tuple], Listed]:
     """A parser of names with commas between them, which raises BadParameter for one that is not valid."""
 
     def parse(given: str | tuple) -> Listed:
@@ -82,37 +82,37 @@ class ModelRequest:
 
 
 @dataclass(frozen=True)
-class GenerateRequest(ModelRequest):
+class LlmRequest(ModelRequest):
     """What `accel bench llm` measures."""
 
-    batch: Annotated[Listed, typer.Option(parser=numbers, help="rows of a decode step")] = Listed((1, 8, 32))
+    batch: Annotated[Listed, typer.Option(parser=parse_numbers, help="rows of a decode step")] = Listed((1, 8, 32))
     context: Annotated[
-        Listed, typer.Option(parser=numbers, help="tokens of the prompt: the first with every batch")
+        Listed, typer.Option(parser=parse_numbers, help="tokens of the prompt: the first with every batch")
     ] = Listed((512, 2048, 8192))
     new_tokens: Annotated[int, typer.Option(min=2, help="steps a decode time is taken over")] = 64
     long: Annotated[int, typer.Option(min=1, help="tokens of the past in the part `long`")] = 32768
-    long_batch: Annotated[Listed, typer.Option(parser=numbers, help="rows of the part `long`")] = Listed((1,))
-    parts: Annotated[Listed, typer.Option(parser=names(tuple(PARTS)), help="which of them")] = Listed(PARTS)
+    long_batch: Annotated[Listed, typer.Option(parser=parse_numbers, help="rows of the part `long`")] = Listed((1,))
+    parts: Annotated[Listed, typer.Option(parser=names_of(tuple(PARTS)), help="which of them")] = Listed(PARTS)
     compiled: Annotated[
         bool, typer.Option("--compile/--no-compile", help="decode by stock's static cache under torch.compile too")
     ] = False
     weights: Annotated[
         Listed,
         typer.Option(
-            parser=names(WEIGHTS), help="schemes of accel.optimize(weights=...) to measure beside, such as int8,int4"
+            parser=names_of(WEIGHTS), help="schemes of accel.optimize(weights=...) to measure beside, such as int8,int4"
         ),
     ] = Listed()
     kv_cache: Annotated[
         Listed,
         typer.Option(
-            parser=names(KV_CACHE),
+            parser=names_of(KV_CACHE),
             help="kinds of accel.optimize(kv_cache=...) to measure beside, alone and with --weights",
         ),
     ] = Listed()
     activations: Annotated[
         Listed,
         typer.Option(
-            parser=names(ACTIVATIONS), help="kinds of accel.optimize(activations=...), with weights of the same kind"
+            parser=names_of(ACTIVATIONS), help="kinds of accel.optimize(activations=...), with weights of the same kind"
         ),
     ] = Listed()
     seconds: Annotated[float, typer.Option(min=0.1, help="after so many, nothing new is begun")] = 280.0
@@ -122,7 +122,7 @@ class GenerateRequest(ModelRequest):
 class BatchRequest(ModelRequest):
     """What `accel bench batch` measures."""
 
-    workloads: Annotated[Listed, typer.Option(parser=names(WORKLOADS), help="which of them")] = Listed(WORKLOADS)
+    workloads: Annotated[Listed, typer.Option(parser=names_of(WORKLOADS), help="which of them")] = Listed(WORKLOADS)
     lossy: Annotated[
         Listed,
         typer.Option(parser=weights_and_cache, help="weights and kv_cache to measure beside, or none"),

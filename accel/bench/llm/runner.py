@@ -13,7 +13,7 @@ from accel.bench.compiled import fresh_inductor_cache
 from accel.bench.llm import cases, single_calls
 from accel.bench.llm.cases import TimedCase, Work, interleaved
 from accel.bench.llm.models import assistant, beside, build
-from accel.bench.llm.request import PARTS, GenerateRequest, ModelRequest
+from accel.bench.llm.request import PARTS, LlmRequest, ModelRequest
 from accel.bench.llm.traffic import Traffic, copy_bandwidth
 from accel.bench.llm.variants import Variant, lossy_options, lossy_variant
 from accel.bench.machine import provenance
@@ -42,7 +42,7 @@ class ModelRun(BenchRecord):
     ) -> None:
         """Builds the model. Raises KeyError, ValueError or TypeError for one that cannot be made."""
         super().__init__({}, {}, seconds, keep)
-        self.device, self.stage = device, stage
+        self.device, self.dtype, self.stage = device, dtype, stage
         stage("building")
         self.model = build(request.model, device, dtype)
         self.stock = beside(self.model)
@@ -79,7 +79,7 @@ class ModelRun(BenchRecord):
 class GenerateRun(ModelRun):
     """The same of `accel bench llm`, part by part."""
 
-    def __init__(self, request: GenerateRequest, *args: Any) -> None:
+    def __init__(self, request: LlmRequest, *args: Any) -> None:
         self.request, self.interrupted = request, False
         super().__init__(request, request.seconds, *args)
         self.chosen = list(lossy_options(request.weights, request.kv_cache, request.activations))
@@ -136,13 +136,12 @@ class GenerateRun(ModelRun):
         self.release()
 
 
-def bench_language_model(request: GenerateRequest, *args: Any) -> dict:
+def bench_language_model(request: LlmRequest, *args: Any) -> dict:
     """The result as one dict, ready for JSON; of an interrupted run, what it had.
 
     args: device, dtype, stage, keep, see `ModelRun`. Raises WrongResult before any figure, and what that raises.
     """
     run = GenerateRun(request, *args)
-    dtype = run.model.dtype
     try:
         _in_process(run)
     finally:
@@ -153,7 +152,7 @@ def bench_language_model(request: GenerateRequest, *args: Any) -> dict:
         try:
             tokens = ("--tokens", str(request.context[0]))
             left = lambda: max(10.0, run.clock.left())  # noqa: E731
-            found = measure_states(request.model, run.device, dtype, more=tokens, left=left)
+            found = measure_states(request.model, run.device, run.dtype, more=tokens, left=left)
             run.body["ready"] = {state: _ready(row) for state, row in found.items()}
         except RuntimeError as error:
             run.fail(error, part="ready", case=f"context {request.context[0]}", variant="")
@@ -208,7 +207,8 @@ def _in_process(run: GenerateRun) -> None:
 
 def _correct(run: ModelRun) -> dict:
     """Optimizes the model; raises WrongResult where it computes something else, or is not undone exactly."""
-    model, inputs = run.model, example_inputs(run.model)
+    model = run.model
+    inputs: dict[str, Any] = example_inputs(model)
     before, again = model(**inputs).logits, model(**inputs).logits
     optimize_s = seconds(lambda: accel.optimize(model), run.device)
     quality = accel.verify(model, **inputs)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import accel
-from accel.bench.ready.asked import ANSWER, BATCH, REQUESTS, TOKENS, Asked, rules_of
+from accel.bench.ready.names import ANSWER, BATCH, REQUESTS, TOKENS, NamedModel, rules_of
 from accel.bench.ready.parts import PartTimes
 from accel.bench.timing import seconds
 
@@ -34,7 +34,7 @@ def measure(
     name: as the command takes it, or a folder with a language model. state: "stock", or anything else for accel.
     tokens: of a language model's prompt.
     """
-    asked = Asked(*name.partition("+")[::2])
+    asked = NamedModel(*name.partition("+")[::2])
     begun = time.perf_counter()
     model, call = asked.build(device, dtype, tokens)
     row: dict[str, Any] = {"name": name, "state": state, "built_s": round(time.perf_counter() - begun, 1)}

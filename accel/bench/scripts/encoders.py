@@ -51,7 +51,8 @@ def pictures(name: str, about: str, model: tuple[str, str, dict, dict], rows: in
 WORDS, SPECIAL = {"vocab_size": 200}, dict(pad_token_id=0, bos_token_id=1, cls_token_id=1, sep_token_id=2)
 LARGE = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16)
 BERT = ("BertModel", "bert", LARGE, SMALL | WORDS)
-MODERN_BERT = ("ModernBertModel", "modernbert", {}, SMALL | WORDS | SPECIAL | {"eos_token_id": 2})
+BASE: dict = {}  # the defaults of its configuration
+MODERN_BERT = ("ModernBertModel", "modernbert", BASE, SMALL | WORDS | SPECIAL | {"eos_token_id": 2})
 EMBEDDER: dict = dict(vocab_size=151669, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, head_dim=128)
 EMBEDDER |= dict(num_attention_heads=16, num_key_value_heads=8, use_cache=False)
 QWEN3 = ("Qwen3Model", "qwen3", EMBEDDER, TINY | {"head_dim": 8, "use_cache": False})

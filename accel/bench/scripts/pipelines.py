@@ -18,7 +18,7 @@ TINY_XL |= dict(down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), transf
 TINY_XL |= dict(up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), projection_class_embeddings_input_dim=56)
 TINY_FLUX = configs.FLUX_DEV | dict(num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2)
 TINY_FLUX |= dict(joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8))
-TINY_Z_IMAGE = dict(dim=32, n_layers=1, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=32)
+TINY_Z_IMAGE: dict = dict(dim=32, n_layers=1, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=32)
 TINY_Z_IMAGE |= dict(axes_dims=[4, 4, 8], axes_lens=[1024, 16, 16])
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 from rich.console import Console
 
-from accel.bench.llm.request import BatchRequest, GenerateRequest
+from accel.bench.llm.request import BatchRequest, LlmRequest
 from accel.commands.options import DEVICE_HELP, parse_device, parse_dtype, quiet, wrong_folder
 from accel.progress import progress_bar
 
@@ -56,8 +56,8 @@ def asking(request: type) -> Callable[[Callable], Callable]:
     return decorate
 
 
-@asking(GenerateRequest)
-def bench_llm(request: GenerateRequest, out: Path, device: str | None, dtype: str | None) -> None:
+@asking(LlmRequest)
+def bench_llm(request: LlmRequest, out: Path, device: str | None, dtype: str | None) -> None:
     """Time generate() of a language model stock and with accel, correctness first; writes JSON as it goes.
 
     Decode steps by batch and context with their share of the memory's bandwidth, prompts, beams, sampling and assisted
@@ -83,7 +83,7 @@ def bench_batch(request: BatchRequest, out: Path, device: str | None, dtype: str
 
 
 def _run(
-    request: BatchRequest | GenerateRequest,
+    request: BatchRequest | LlmRequest,
     out: Path,
     device: str | None,
     dtype: str | None,

@@ -36,15 +36,14 @@ def bench_ready(
     """
     from accel.bench import results
     from accel.bench.machine import provenance, slug
-    from accel.bench.ready.asked import Asked
+    from accel.bench.ready.names import NamedModel
     from accel.bench.ready.states import STATES, measure_states
 
     place = parse_device(device)
     wanted = tuple(states.split(","))
+    usual = ["qwen3-0.6b", "sd15"] if place.type == "cuda" else ["tiny"]
     try:
-        chosen = {
-            name: Asked.parse(name) for name in names or (["qwen3-0.6b", "sd15"] if place.type == "cuda" else ["tiny"])
-        }
+        chosen = {name: NamedModel.parse(name) for name in names or usual}
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="NAMES") from None
     if unknown := [state for state in wanted if state not in STATES]:

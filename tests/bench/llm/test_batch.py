@@ -8,11 +8,10 @@ from typer.testing import CliRunner
 
 import accel
 from accel.bench.llm import batch
-from accel.bench.llm.request import BatchRequest
+from accel.bench.llm.request import BatchRequest, weights_and_cache
 from accel.bench.llm.workloads import WORKLOADS, Workload
 from accel.bench.results import WrongResult
 from accel.commands.app import app
-from support.everything import EVERYTHING
 
 CPU = torch.device("cpu")
 
@@ -85,6 +84,10 @@ def test_prompts():
     assert scaled.longest + scaled.new <= 12 and scaled.shared == 4
 
 
+def test_nothing_that_loses_may_be_asked_for():
+    assert weights_and_cache("none") == () and weights_and_cache("int8,fp8") == ("int8", "fp8")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -96,13 +99,3 @@ def test_prompts():
 def test_wrong_options(options, message):
     result = CliRunner().invoke(app, ["bench", "batch", *options])
     assert result.exit_code == 2 and message in " ".join(result.output.split()).replace("│ ", "").replace(" │", "")
-
-
-@pytest.mark.skipif(not EVERYTHING, reason="seconds of work; ACCEL_TEST_EVERYTHING=1 runs it")
-def test_the_command_without_what_loses(fused, request_, tmp_path, monkeypatch):
-    monkeypatch.setattr(batch, "ROUNDS", 1)
-    options = ["--workloads", "different lengths", "--lossy", "none", "--most-tokens", "24", "--out", str(tmp_path)]
-    result = CliRunner().invoke(app, [*OPTIONS, *options])
-    assert result.exit_code == 0, result.output
-    [written] = tmp_path.glob("*.json")
-    assert written.name == "cpu-batch-tiny.json" and json.loads(written.read_text())["rows"]

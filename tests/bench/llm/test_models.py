@@ -22,6 +22,7 @@ PUBLISHED = {
     "qwen3-8b": 8190.7,
     "mistral-7b": 7248.0,
     "gemma2-2b": 2614.3,
+    "gemma3-4b": 3880.3,
     "phi3-mini": 3821.1,
     "gpt2": 124.4,
     "lfm2-1.2b": 1170.3,

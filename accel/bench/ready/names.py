@@ -20,7 +20,7 @@ REQUESTS, ANSWER = 128, 64
 
 
 @dataclass(frozen=True)
-class Asked:
+class NamedModel:
     """A name, and what stands behind its plus: nothing, quantized weights, BATCH, SCRIPT, or CASE for a case of
     `accel bench` where a language model has its name too.
     """
@@ -29,7 +29,7 @@ class Asked:
     way: str
 
     @classmethod
-    def parse(cls, text: str) -> "Asked":
+    def parse(cls, text: str) -> "NamedModel":
         """Raises ValueError for what is no model of these benchmarks, or is asked for in a way that there is not.
 
         A folder with a language model is one.
