@@ -15,8 +15,7 @@ import triton
 
 from accel_kernels.device import multiprocessors, programmatic, shared_memory, upcast
 from accel_kernels.gemm.quantized.dequantize import dequantize
-from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
-from accel_kernels.gemm.quantized_weight import Quantized
+from accel_kernels.gemm.quantized_weight import PackedWeight, Quantized
 from accel_kernels.moe.chooser import itemsize_of, likely_way
 from accel_kernels.moe.gemv_triton import (
     expert_columns_down_kernel,
