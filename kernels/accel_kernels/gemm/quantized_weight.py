@@ -157,6 +157,21 @@ class Quantized(NamedTuple):
         return (numbers * self.scales.float()[:, :, None]).flatten(1).to(dtype)
 
 
+class PackedWeight(NamedTuple):
+    """A weight as kernels take it, its numbers as 32-bit words with scales and zeros in one argument.
+
+    words: int32 (N, K / 4), of 4-bit numbers (N, K / 8); scales, zeros: as of `Quantized`. None: no such weight.
+    """
+
+    words: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
+    zeros: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, weight: Quantized | None) -> "PackedWeight":
+        return cls() if weight is None else cls(weight.data.view(torch.int32), weight.scales, weight.zeros)
+
+
 def weight_reason(weight: Quantized) -> str | None:
     """Why kernels cannot read this weight."""
     if not weight.format.most_rows:

@@ -10,8 +10,7 @@ import torch
 
 from accel_kernels.device import multiprocessors, programmatic, shared_memory, upcast
 from accel_kernels.gemm.quantized.dequantize import dequantize
-from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
-from accel_kernels.gemm.quantized_weight import Quantized
+from accel_kernels.gemm.quantized_weight import PackedWeight, Quantized
 from accel_kernels.moe.chooser import itemsize_of, likely_way
 from accel_kernels.moe.gemv_triton import expert_down_kernel, expert_rows_down_kernel, expert_up_kernel
 from accel_kernels.moe.grouped_triton import group_kernel, grouped_down_kernel, grouped_up_kernel, shared_sum_kernel

@@ -21,9 +21,8 @@ from accel_kernels.gemm.quantized import write_triton as quantized_write
 from accel_kernels.gemm.quantized.operands import mma_operands_triton as fragments
 from accel_kernels.gemm.quantized.operands import permuted_activations_triton as permute_activations
 from accel_kernels.gemm.quantized.operands import wgmma_operands_triton as warpgroup_factor
-from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
 from accel_kernels.gemm.quantized.quantized_linear import FP8, INT4, INT8, quantized_linear
-from accel_kernels.gemm.quantized_weight import quantize_weight
+from accel_kernels.gemm.quantized_weight import PackedWeight, quantize_weight
 
 from support.everything import EVERYTHING
 from support.kernels.compiler import in_a_process
@@ -234,7 +233,6 @@ import re
 import sys
 import torch
 from accel_kernels import quantized_linear
-from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
 from accel_kernels.gemm.quantized.quantized_linear import FP8, INT4, INT8
 from accel_kernels.gemm.quantized.tile_triton import BROAD_TILES, post_scale, wgmma_tile
 from accel_kernels.gemm.quantized_weight import BY_DTYPE, quantize_weight

@@ -35,9 +35,9 @@ from accel_kernels.gemm.quantized.operands.mma_operands_triton import (
     x_factor,
     x_layout,
 )
-from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
 from accel_kernels.gemm.quantized.operands.unpacking_triton import zero_point
 from accel_kernels.gemm.quantized.write_triton import write
+from accel_kernels.gemm.quantized_weight import PackedWeight
 from accel_kernels.norm.norm import kernel_arguments
 from accel_kernels.warmup import launch
 

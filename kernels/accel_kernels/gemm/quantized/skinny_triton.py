@@ -10,8 +10,8 @@ import triton.language as tl
 from accel_kernels.device import programmatic, upcast
 from accel_kernels.gemm.epilogue_triton import epilogue, store_sum
 from accel_kernels.gemm.fused_linear import apply_norm
-from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
 from accel_kernels.gemm.quantized.operands.unpacking_triton import factor, per_word, unpack_mode
+from accel_kernels.gemm.quantized_weight import PackedWeight
 from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
 

@@ -31,7 +31,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from accel_kernels.device import multiprocessors, programmatic
 from accel_kernels.gemm.gluon_triton import all_threads, column_blocks, start_load
-from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
 from accel_kernels.gemm.quantized.operands.permuted_activations_triton import box_columns, permute_activations
 from accel_kernels.gemm.quantized.operands.unpacking_triton import zero_point
 from accel_kernels.gemm.quantized.operands.wgmma_operands_triton import (
@@ -45,7 +44,7 @@ from accel_kernels.gemm.quantized.operands.wgmma_operands_triton import (
 from accel_kernels.gemm.quantized.tile_store_triton import flat, flat_layout, unflat
 from accel_kernels.gemm.quantized.tile_triton import at_once, post_scale, steps_of_a_program
 from accel_kernels.gemm.quantized.write_triton import write
-from accel_kernels.gemm.quantized_weight import MOST_QUANTIZED_ROWS
+from accel_kernels.gemm.quantized_weight import MOST_QUANTIZED_ROWS, PackedWeight
 from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
 
