@@ -72,7 +72,7 @@ def sharding(module: nn.Module) -> Sharding | None:
     how, weight = tensor_parallel.style_of(held[0], isinstance(module, nn.Embedding)), module._parameters.get("weight")
     if how is None or (weight is not None and not _lies(weight, how.dim)):
         return None
-    return Sharding(Ranks.of(held[1].get_group()), *held, *how)
+    return Sharding(Ranks.of(held[1].get_group()), *held, how.dim, how.gathers, how.splits)
 
 
 def ranks_of(model: nn.Module) -> Ranks | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,12 +30,16 @@ class Noise:
         return (wide + self.scale(value) * noise).to(value.dtype)
 
 
+def _of_rms(size: float, value: torch.Tensor) -> torch.Tensor:
+    return size * value.float().square().mean().sqrt()
+
+
 @contextmanager
 def with_noise(sizes: Iterable[tuple[nn.Module, float]]) -> Iterator[None]:
     """Inside, what each module gives is moved by noise of this share of its root mean square."""
     with ExitStack() as undo:
         for module, size in sizes:
-            noise = Noise(lambda value, size=size: size * value.float().square().mean().sqrt())
+            noise = Noise(partial(_of_rms, size))
             undo.callback(module.register_forward_hook(Here(noise)).remove)
         yield
 
