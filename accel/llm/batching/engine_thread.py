@@ -86,9 +86,9 @@ class EngineThread:
             return "The background thread died with a fatal error."
         return None if self.ending.stop is Stop.NO else "The background thread is stopping."
 
-    def add(self, request: Request) -> str | None:
-        """Puts a request in line for the engine. Returns why it was not taken. Raises queue.Full where there is no room
-        for seconds, ValueError for an id that is under way.
+    def add(self, request: Request) -> bool:
+        """Puts a request in line for the engine. Whether it was taken; else a warning says why. Raises queue.Full where
+        there is no room for seconds, ValueError for an id that is under way.
         """
         with self._changed:
             if self.most_waiting and not self._changed.wait_for(self._has_room, PATIENCE):
@@ -98,7 +98,11 @@ class EngineThread:
                 self.results.expect(request.family)
                 self._added.append(request)
                 self._changed.notify_all()
-            return refusal
+                return True
+        begin, end = f"{request.prompt[:3]}"[:-1], f"{request.prompt[-3:]}"[1:]
+        logger.warning(f"{refusal}. Request with ids {begin}, ..., {end} will be dropped.")
+        self.results.put(failed(request.family, refusal))
+        return False
 
     def _has_room(self) -> bool:
         return len(self._added) < self.most_waiting or self.refusal() is not None

@@ -17,7 +17,7 @@ from accel.libraries.batching import CACHED, GenerationOutput, logger
 from accel.llm.batching.engine import Engine
 from accel.llm.batching.engine_thread import EngineThread
 from accel.llm.batching.ranks import OneRank, Stop
-from accel.llm.batching.request import Request, StopStrings, checked_ids, failed, finish, token_set
+from accel.llm.batching.request import Request, StopStrings, checked_ids, finish, token_set
 from accel.llm.batching.results import Results
 from accel.llm.batching.sampling import SamplingDefaults
 
@@ -229,7 +229,7 @@ class BatchManager(ContinuousBatchingManager):
             input_ids, request_id, max_new_tokens, streaming, record_timestamps, eos_token_id, stop_strings, tokenizer,
             generated, **logit_processor_kwargs,
         )  # fmt: skip
-        return made.id if self._submit(made) else None
+        return made.id if self._thread.add(made) else None
 
     def request(
         self,
@@ -275,14 +275,6 @@ class BatchManager(ContinuousBatchingManager):
             finish(made, str(error))
         return made.with_children(answers - 1)
 
-    def _submit(self, request: Request) -> bool:
-        refusal = self._thread.add(request)
-        if refusal is not None:
-            begin, end = f"{request.prompt[:3]}"[:-1], f"{request.prompt[-3:]}"[1:]
-            logger.warning(f"{refusal}. Request with ids {begin}, ..., {end} will be dropped.")
-            self._results.put(failed(request.family, refusal))
-        return refusal is None
-
     def add_requests(
         self,
         inputs: Sequence[Iterable[int]],
@@ -309,7 +301,7 @@ class BatchManager(ContinuousBatchingManager):
         if self.continuous_batching_config.allow_block_sharing:
             asked.sort(key=lambda request: request.prompt, reverse=True)
         for request in asked:
-            self._submit(request)
+            self._thread.add(request)
         return ids
 
     def cancel_request(self, request_id: str) -> None:

@@ -16,11 +16,6 @@ LENGTHS = (1, 5, 64, 17, 100, 40, 63, 65)
 NEWS = (9, 28, 1, 5, 12, 7, 3, 20)
 
 
-@pytest.fixture
-def llama(pair_of):
-    return pair_of("llama")
-
-
 @pytest.mark.parametrize("tokens", [7, 64, 2048])
 def test_each_request_gets_what_it_gets_alone(llama, tokens):
     """tokens: of a step; prompts are cut."""

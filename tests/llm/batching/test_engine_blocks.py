@@ -10,11 +10,6 @@ from accel.llm.kv_cache.shape import BLOCK
 from support.llm.batching.engines import as_alone, engine_of, finished, request, requests
 
 
-@pytest.fixture
-def llama(pair_of):
-    return pair_of("llama")
-
-
 def stored_by(engine, requests):
     """Tokens that were computed for them."""
     counted = []

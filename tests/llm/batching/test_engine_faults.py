@@ -21,15 +21,10 @@ from support.llm.batching.engines import (
     requests,
     step,
     stepped,
-)  # fmt: skip
+)
 from support.llm.families import FAMILIES, available, every
 from support.llm.kv_cache.blocks import check_blocks
 from support.spread import spread
-
-
-@pytest.fixture
-def llama(pair_of):
-    return pair_of("llama")
 
 
 def ends(tokens):

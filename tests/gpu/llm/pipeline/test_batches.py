@@ -11,8 +11,8 @@ import accel
 from accel.llm.batching.engine import Engine
 from accel.llm.batching.limits import Limits
 from accel.llm.pipeline.stretch import StretchGraphs
-from support.llm.batching.engines import finished, prompts_of, request
-from support.llm.batching.gpu_calls import alone, as_alone, batch, batched, config_of
+from support.llm.batching.engines import alone, finished, prompts_of, request
+from support.llm.batching.gpu_calls import as_alone, batch, batched, config_of
 from support.llm.batching.managers import collect
 from support.llm.gpu import CARDS, DEEP, forward_over, new_pair, pair_over
 

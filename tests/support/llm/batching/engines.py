@@ -74,7 +74,7 @@ def prompts_of(lengths: Sequence[int], vocabulary: int, seed: int = 0) -> list[l
 
 def alone(stock: nn.Module, prompt: Sequence[int], new: int, eos: int | None = None, **given) -> list[int]:
     """What stock's generate() adds to the prompt by itself."""
-    ids = torch.tensor([list(prompt)])
+    ids = torch.tensor([list(prompt)], device=stock.device)
     config = {"do_sample": False, "eos_token_id": eos, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
     return stock.generate(ids, max_new_tokens=new, **(config | given))[0, len(prompt) :].tolist()
 

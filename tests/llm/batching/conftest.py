@@ -1,4 +1,4 @@
-"""A manager over a toy engine, and what stock's logger is told."""
+"""A pair of models, a manager over a toy engine, and what stock's logger is told."""
 
 import logging
 
@@ -6,6 +6,11 @@ import pytest
 from transformers.generation.continuous_batching.requests import logger
 
 from support.llm.batching.managers import make_manager
+
+
+@pytest.fixture
+def llama(pair_of):
+    return pair_of("llama")
 
 
 @pytest.fixture
