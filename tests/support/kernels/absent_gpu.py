@@ -16,7 +16,6 @@ from accel_kernels.device import capability, multiprocessors, shared_memory
 from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 GPU, NOWHERE = torch.device("cuda", 0), torch.device("meta")
 SHARED = {80: 166912, 90: 232448, 100: 232448}  # bytes that a program may have
@@ -82,8 +81,8 @@ def is_argument(value) -> bool:
     """Whether Triton takes this as a kernel's argument or setting; the fields of a tuple are asked one by one."""
     if isinstance(value, tuple):
         return all(map(is_argument, value))
-    kinds = (torch.Tensor, torch.dtype, TensorDescriptor, JITFunction, int, float, str)
-    return value is None or isinstance(value, kinds)
+    kinds = (torch.Tensor, torch.dtype, int, float, str)
+    return value is None or isinstance(value, kinds) or type(value).__module__.startswith("triton.")
 
 
 @contextmanager
