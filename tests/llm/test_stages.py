@@ -76,10 +76,10 @@ def test_a_plan_that_is_not_applied_leaves_the_model_as_it_was(case, tiny):
 
 def test_every_stage_looks_only_and_its_patches_are_undone_alone(case, tiny):
     model, options = case
-    first, pending = state(model, tiny), plan_of(model, options).pending
+    first, (stages, context) = state(model, tiny), plan_of(model, options).pending
     before, done = first, []
-    for stage in pending.stages:
-        staged = stage(model, pending.context)
+    for stage in stages:
+        staged = stage(model, context)
         same_state(before, state(model, tiny), tiny)
         for patch in staged.patches:
             patch.apply()
