@@ -7,6 +7,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ class StageResult:
 Stage = Callable[[Any, Context], StageResult]  # (what is optimized, what rules may use); raises what `optimize` raises
 
 
-def match(root: Any, rules: Sequence[Rule], context: Context) -> StageResult:
+def match(root: Any, context: Context, rules: Sequence[Rule]) -> StageResult:
     """The last stage: which rule takes which site, and its patches. Raises SkippedSite with strict=True."""
     matching = Matching(root, rules, context)
     matching.visit(Site("", root))
@@ -188,7 +189,8 @@ class Plan(Owned):
         self.root = root  # a model, a scheduler or a pipeline
         self.options, self.pace = context.options, pace
         self.log, self.pool = context.log, context.of(GraphPool)
-        self.pending: tuple | None = (stages, rules, context)  # until it is applied
+        # Until it is applied.
+        self.pending: tuple[tuple[Stage, ...], Context] | None = ((*stages, partial(match, rules=rules)), context)
         self.patches: list[Change] = []
         self.rows: list[Row] = []
         self.weights: list[dict] = []  # what was quantized, as `Report.weights` tells it
@@ -221,14 +223,12 @@ class Plan(Owned):
         """The models that no other thread may be calling while patches are applied or undone."""
         return (self.root,) if isinstance(self.root, nn.Module) else ()
 
-    def _staged(self, stages: Sequence[Stage], rules: Sequence[Rule], context: Context) -> Iterator[Sequence[Change]]:
+    def _staged(self, stages: Sequence[Stage], context: Context) -> Iterator[Sequence[Change]]:
         """The patches of each stage in turn, which must be applied before the next is asked for."""
         found = []
         for stage in stages:
             found.append(stage(self.root, context))
             yield found[-1].patches
-        found.append(match(self.root, rules, context))
-        yield found[-1].patches
         told = [staged.report() for staged in reversed(found)]  # what the rules answered comes first
         self.rows = [row for one in told for row in one.rows]
         self.weights = [row for one in told for row in one.weights]

@@ -142,8 +142,9 @@ def test_every_stage_looks_only_and_undoing_all_is_exact(given, tiny):
     first = before = tiny.snapshot(model)
     names = {name: value.clone() for name, value in model.state_dict().items()}
     plan, done = plan_of(model, given), []
-    for stage in plan.pending.stages:
-        staged = stage(model, plan.pending.context)
+    stages, context = plan.pending
+    for stage in stages:
+        staged = stage(model, context)
         tiny.assert_same_state(before, tiny.snapshot(model))
         for patch in staged.patches:
             patch.apply()

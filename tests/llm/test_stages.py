@@ -60,10 +60,10 @@ def same_state(before, after, tiny) -> None:
 def test_every_stage_looks_only_and_its_patches_are_undone_alone(case, tiny):
     model, options = case
     first = state(model, tiny)
-    pending = language_plan(model, create_context(options).for_model()).pending
+    stages, context = language_plan(model, create_context(options).for_model()).pending
     before, done = first, []
-    for stage in pending.stages:
-        staged = stage(model, pending.context)
+    for stage in stages:
+        staged = stage(model, context)
         same_state(before, state(model, tiny), tiny)
         for patch in staged.patches:
             patch.apply()

@@ -35,7 +35,7 @@ def test_fused_layers_ran(llama, monkeypatch):
     monkeypatch.setattr(engine.forward, "logits_of", lambda step, *rest: (calls.append(step.kvs), own(step, *rest))[1])
     monkeypatch.setattr(type(engine.forward), "fast", None)
     finished(engine, [request("a", [5, 6, 7], 4)])
-    assert len(calls) >= 4 and all(kv.ragged is not None for kvs in calls for kv in kvs)
+    assert len(calls) >= 4 and all(kv.ragged is not None for kvs in calls for kv in kvs.values())
 
 
 def test_ends(llama):
