@@ -139,14 +139,7 @@ def _grouped(x, index, shares, weights, tile: Tile):
             steps = [depth * (tile.rows * 4 + columns) for columns in (2 * tile.inner, tile.outputs)]
             room = shared_memory(x.device) - UNSTAGED
             stages = [min(most, 1 + max(0, room) // step) for most, step in zip(stages, steps, strict=True)]
-    common = {
-        "ROWS": tile.rows,
-        "TAIL": tail,
-        "DEPTH": depth,
-        "UPCAST": upcast(x.dtype),
-        "num_warps": tile.warps,
-        **pdl,
-    }
+    common = {"ROWS": tile.rows, "TAIL": tail, "DEPTH": depth, "UPCAST": upcast(x.dtype), **pdl}
     launch(
         grouped_up_kernel, grids[0], x, packed(weights.gate_up), weights.gate_up_bias, *groups, h, chosen, inner,
         **_numbers(weights.gate_up), **_gating(weights), **common,
