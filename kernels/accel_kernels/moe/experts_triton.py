@@ -130,9 +130,6 @@ def _grouped(x, index, shares, weights, tile: Tile):
     given = torch.empty((pairs, hidden), device=x.device, dtype=x.dtype)
     grids = [(numbers, cdiv(inner, tile.inner)), (numbers, cdiv(hidden, tile.outputs))]
     groups = (order, starts, tiles)
-    up, down = (weights.gate_up_bias, *groups, h, chosen, inner), (weights.down_bias, *groups, given, hidden)
-    more = {"ROWS": tile.rows, "UPCAST": upcast(x.dtype), "num_warps": tile.warps, **pdl, **_gating(weights)}
-    last = {name: more[name] for name in ("ROWS", "UPCAST", "num_warps", *pdl)}
     stages = [_stages(tile, columns, x.device) for columns in (2 * tile.inner, tile.outputs)]
     depth, by_rows, tail = tile.depth * 2 // x.itemsize, weights.by_rows, tile.tail
     if isinstance(weights.down, Quantized):
@@ -141,13 +138,16 @@ def _grouped(x, index, shares, weights, tile: Tile):
             steps = [depth * (tile.rows * 4 + columns) for columns in (2 * tile.inner, tile.outputs)]
             room = shared_memory(x.device) - UNSTAGED
             stages = [min(most, 1 + max(0, room) // step) for most, step in zip(stages, steps, strict=True)]
+    common = {"ROWS": tile.rows, "TAIL": tail, "DEPTH": depth, "UPCAST": upcast(x.dtype), **pdl}
     launch(
-        grouped_up_kernel, grids[0], x, packed(weights.gate_up), *up, **_numbers(weights.gate_up), **more,
-        TRANSPOSED=not by_rows[0], TAIL=tail, COLUMNS=tile.inner, DEPTH=depth, num_stages=stages[0],
+        grouped_up_kernel, grids[0], x, packed(weights.gate_up), weights.gate_up_bias, *groups, h, chosen, inner,
+        **_numbers(weights.gate_up), **_gating(weights), **common,
+        TRANSPOSED=not by_rows[0], COLUMNS=tile.inner, num_warps=tile.warps, num_stages=stages[0],
     )  # fmt: skip
     launch(
-        grouped_down_kernel, grids[1], h, packed(weights.down), *down, **_numbers(weights.down), **last,
-        TRANSPOSED=not by_rows[1], TAIL=tail, COLUMNS=tile.outputs, DEPTH=depth, num_stages=stages[1],
+        grouped_down_kernel, grids[1], h, packed(weights.down), weights.down_bias, *groups, given, hidden,
+        **_numbers(weights.down), **common,
+        TRANSPOSED=not by_rows[1], COLUMNS=tile.outputs, num_warps=tile.warps, num_stages=stages[1],
     )  # fmt: skip
     return _summed(given, x, index, shares, many)
 
