@@ -105,6 +105,7 @@ class FastForward(InstanceMethod):
     kernels: Kernels
     log: FallbackLog
     kind: type[nn.Module]
+    names: tuple[str, ...]  # of the stock forward's parameters; some subclasses set their own
     guard: Guard | None
     stale: str | None
     # What another library put in the place of the module's forward, by which stock is called: accelerate's wrapper, or
@@ -122,7 +123,7 @@ class FastForward(InstanceMethod):
 
     def __getstate__(self) -> dict[str, Any]:
         # A function that was replaced since cannot be pickled; that it was is what a copy has to know.
-        derived = ("function", "arguments", "names", *self.renewed)
+        derived = ("function", "arguments", *self.renewed)
         state = {name: value for name, value in vars(self).items() if name not in derived}
         return state | {"stale": self.stale or self._another_class()}
 
@@ -130,7 +131,7 @@ class FastForward(InstanceMethod):
         vars(self).update(state)
         self.function = self.kind.forward
         self.arguments = Arguments(self.function, type(self).fast)
-        self.names = self.arguments.names
+        vars(self).setdefault("names", self.arguments.names)
         self.renew()
 
     def renew(self) -> None:
