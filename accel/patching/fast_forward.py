@@ -120,6 +120,7 @@ class FastForward(InstanceMethod):
     kernels: Kernels
     log: FallbackLog
     kind: type[nn.Module]
+    names: tuple[str, ...]  # of the stock forward's parameters; some subclasses set their own
     guard: Guard | None
     stale: str | None
     # What another library put in place of the module's forward, and stock is called by: accelerate's wrapper, or the
@@ -137,7 +138,7 @@ class FastForward(InstanceMethod):
 
     def __getstate__(self) -> dict[str, Any]:
         # A replaced function cannot be pickled; a copy only has to know that it was replaced.
-        derived = ("function", "arguments", "names", *self.renewed)
+        derived = ("function", "arguments", *self.renewed)
         state = {name: value for name, value in vars(self).items() if name not in derived}
         return state | {"stale": self.stale or self._another_class()}
 
@@ -145,7 +146,7 @@ class FastForward(InstanceMethod):
         vars(self).update(state)
         self.function = self.kind.forward
         self.arguments = Arguments(self.function, type(self).fast)
-        self.names = self.arguments.names
+        vars(self).setdefault("names", self.arguments.names)
         self.renew()
 
     def renew(self) -> None:
