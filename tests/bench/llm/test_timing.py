@@ -1,6 +1,8 @@
 """What `accel bench llm` takes for the time of a step, of a call and until ready."""
 
+from itertools import chain
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +13,7 @@ from accel.bench.llm import cases
 from accel.bench.llm.traffic import Traffic, copy_bandwidth
 from accel.bench.llm.variants import Variant
 from accel.bench.ready import process, states
+from accel.bench.ready.parts import PARTS
 from accel.libraries.cache import generating_cache
 from support.everything import EVERYTHING
 
@@ -85,6 +88,10 @@ def test_one_that_fails_leaves_the_others(failing):
     found = cases.interleaved(case, variants, CPU, 0.01, lambda error, variant: failures.append((variant, str(error))))
     assert list(found) == ["good"] and failures == [("bad", "too bad")]
     assert found["good"]["rounds"] >= timing.LEAST_ROUNDS
+
+
+def test_the_functions_whose_seconds_are_told_exist():
+    assert all(callable(resolve_name(place)) for place in chain(*PARTS.values()))
 
 
 def test_ready_in_this_process_and_in_a_fresh_one():
