@@ -202,7 +202,9 @@ class LinearUpdate(SchedulerCall):
     def coefficients(self, tensors: list[torch.Tensor], kwargs: dict) -> list[float]:
         """What each of the tensors, found among the arguments and the scheduler's model_outputs, is multiplied by."""
         attributes = vars(self.scheduler)
-        units = dict(zip(map(id, tensors), torch.eye(len(tensors), dtype=torch.float64).unsqueeze(1), strict=True))
+        units = dict(
+            zip(map(id, tensors), torch.eye(len(tensors), dtype=torch.float64, device="cpu").unsqueeze(1), strict=True)
+        )
         outputs = attributes["model_outputs"]
         attributes["model_outputs"] = [units.get(id(output), output) for output in outputs]
         try:
@@ -218,8 +220,8 @@ class LinearUpdate(SchedulerCall):
         generator = torch.Generator().manual_seed(0)
         try:
             order = self.scheduler.config.solver_order
-            tensors = list(torch.randn(order + 3, 1, 2, 3, generator=generator, dtype=torch.float64))
-            state = {"sigmas": torch.linspace(0.9, 0.1, order + 2), STEP: order, "solver_p": None}
+            tensors = list(torch.randn(order + 3, 1, 2, 3, generator=generator, dtype=torch.float64, device="cpu"))
+            state = {"sigmas": torch.linspace(0.9, 0.1, order + 2, device="cpu"), STEP: order, "solver_p": None}
             vars(update.scheduler).update(state, model_outputs=tensors[3:])
             kwargs = dict(zip(names, tensors, strict=False)) | {"order": order}
             used = update._tensors(kwargs)

@@ -78,7 +78,7 @@ class _PromptOnly:
     def __init__(self) -> None:
         self.seen: list[torch.Tensor] = []
         self.asked = 0
-        self.words = torch.arange(7)[None]
+        self.words = torch.arange(7, device="cpu")[None]
 
     def _valid_auto_compile_criteria(self, *_: object) -> bool:
         return False
@@ -87,7 +87,7 @@ class _PromptOnly:
         raise NotImplementedError
 
     def _prefill(self, *_: object, **__: object) -> Any:
-        return utils.ModelOutput(logits=torch.eye(4)[None, 2:3])
+        return utils.ModelOutput(logits=torch.eye(4, device="cpu")[None, 2:3])
 
     def _optimize_model_for_decode(self) -> nullcontext:
         return nullcontext()
@@ -103,19 +103,19 @@ class _PromptOnly:
 
     def criterion(self, ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
         self.seen.append(ids)
-        return torch.zeros(len(ids), dtype=torch.bool)
+        return torch.zeros(len(ids), dtype=torch.bool, device="cpu")
 
 
 @cache
 def returns_what_criteria_saw() -> bool:
     """Whether stock's loop, if ended after the prompt, returns the tensor that it gave the criteria; found by trial."""
     model, config = _PromptOnly(), GenerationConfig(do_sample=False, pad_token_id=0)
-    setattr(config, PAD_TENSOR, torch.tensor(0))
+    setattr(config, PAD_TENSOR, torch.tensor(0, device="cpu"))
     criteria = StoppingCriteriaList([model.criterion])
     try:
         with torch.no_grad():
             found = GenerationMixin._sample(
-                model, torch.tensor([[1, 3]]), LogitsProcessorList(), criteria, config, use_cache=True
+                model, torch.tensor([[1, 3]], device="cpu"), LogitsProcessorList(), criteria, config, use_cache=True
             )
     except Exception as error:  # a loop of another kind
         reason_of(error)

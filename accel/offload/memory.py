@@ -133,7 +133,7 @@ class HostBuffer:
 
     def __init__(self, nbytes: int):
         with torch.inference_mode(False):
-            self.bytes = torch.empty(nbytes, dtype=torch.uint8)
+            self.bytes = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self.pinned = False
 
     def pin(self) -> None:

@@ -39,7 +39,7 @@ class Lockstep:
 
     def most(self, numbers: Sequence[int]) -> list[int]:
         """The largest of all ranks, of each of these whole numbers."""
-        return self.channel.largest(torch.tensor(numbers, dtype=torch.int64)).tolist()
+        return self.channel.largest(torch.tensor(numbers, dtype=torch.int64, device="cpu")).tolist()
 
     def least(self, number: int) -> int:
         """The smallest of all ranks."""

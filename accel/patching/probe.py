@@ -73,7 +73,7 @@ class Probe:
 def example(module: nn.Module, *shape: int, seed: int = 0) -> torch.Tensor:
     """Random input of the module's device and dtype, from a generator of its own."""
     device, dtype = placement(module)
-    return torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed)).to(device, dtype)
+    return torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu").to(device, dtype)
 
 
 def compile_ahead(candidate: Callable[[], object], device: torch.device) -> None:

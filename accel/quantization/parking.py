@@ -80,7 +80,7 @@ class Piece(NamedTuple):
 
 def _carry(jobs: Iterator[tuple], size: int) -> None:
     cuda = torch.cuda.is_available()
-    buffers = deque(torch.empty(size, dtype=torch.uint8, pin_memory=cuda) for _ in range(BUFFERS))
+    buffers = deque(torch.empty(size, dtype=torch.uint8, pin_memory=cuda, device="cpu") for _ in range(BUFFERS))
     streams: dict[torch.device, torch.cuda.Stream] = {}
     pending: deque[tuple] = deque()
 

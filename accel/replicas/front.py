@@ -58,7 +58,7 @@ class Replicas:
         if request_id in self._tasks:
             raise ValueError(f"request_id={request_id!r}: a request with this id is under way; give another id")
         if "seed" not in given:  # the same wherever it goes on
-            given["seed"] = int(torch.randint(2**63 - 1, ()))
+            given["seed"] = int(torch.randint(2**63 - 1, (), device="cpu"))
         question = Question(list(input_ids), given, [])
         task = asyncio.get_running_loop().create_task(self._run(request_id, question))
         self._tasks[request_id] = task

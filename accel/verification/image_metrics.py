@@ -15,7 +15,7 @@ def ssim(image: torch.Tensor, other: torch.Tensor) -> float:
     """
     channels, size = image.shape[1], min(WINDOW, *image.shape[2:])
     size -= 1 - size % 2
-    offsets = torch.arange(size, dtype=torch.float64) - size // 2
+    offsets = torch.arange(size, dtype=torch.float64, device="cpu") - size // 2
     line = torch.exp(-(offsets**2) / (2 * SIGMA**2))
     window = torch.outer(line, line) / line.sum() ** 2
     window = window.expand(channels, 1, size, size).contiguous()
@@ -52,9 +52,9 @@ def _gradients(image: torch.Tensor) -> torch.Tensor:
     has not three channels; what is one pixel high or wide stays so; zeros lie around the image, as published.
     """
     share = (0.299, 0.587, 0.114) if image.shape[1] == 3 else (1 / image.shape[1],) * image.shape[1]
-    gray = (image * torch.tensor(share, dtype=image.dtype).view(1, -1, 1, 1)).sum(1, keepdim=True)
+    gray = (image * torch.tensor(share, dtype=image.dtype, device="cpu").view(1, -1, 1, 1)).sum(1, keepdim=True)
     height, width = (min(2, size) for size in gray.shape[2:])
-    line = torch.tensor([1.0, 0.0, -1.0], dtype=image.dtype) / 3
+    line = torch.tensor([1.0, 0.0, -1.0], dtype=image.dtype, device="cpu") / 3
     across = line.expand(3, 3)
     kernels = torch.stack([across, across.t()])[:, None]
     found = F.conv2d(F.avg_pool2d(gray, (height, width), stride=2), kernels, padding=1)

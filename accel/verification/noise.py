@@ -25,7 +25,9 @@ class Noise:
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return value
         # Of a CPU and a seed: ranks that share a model all draw the same.
-        noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(self.seed)).to(value.device)
+        noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(self.seed), device="cpu").to(
+            value.device
+        )
         wide = value.to(torch.promote_types(value.dtype, torch.float32))
         return (wide + self.scale(value) * noise).to(value.dtype)
 

@@ -32,12 +32,12 @@ class Random:
         self, *size: int, spread: float = 1.0, mean: float = 0.0, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         """Normally distributed."""
-        x = torch.randn(*size, generator=self.generator)
+        x = torch.randn(*size, generator=self.generator, device="cpu")
         return (x * spread + mean).to(self.device, dtype or self.dtype)
 
     def uniform(self, *size: int) -> torch.Tensor:
         """Of 0 to 1, in float32."""
-        return torch.rand(*size, generator=self.generator).to(self.device)
+        return torch.rand(*size, generator=self.generator, device="cpu").to(self.device)
 
 
 def random_cases(make: Callable[..., tuple[tuple, dict]], kind: type[Random] = Random) -> Callable[..., Case]:

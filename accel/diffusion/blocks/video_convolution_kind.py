@@ -115,7 +115,7 @@ class _Trial:
         self.x = self._random(2, 2, 5, 6, 7)
 
     def _random(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self.generator)
+        return torch.randn(*shape, generator=self.generator, device="cpu")
 
     def find(self) -> VideoConvolution | None:
         others = list(inspect.signature(type(self.module).forward).parameters.values())[2:]

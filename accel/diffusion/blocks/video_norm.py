@@ -93,7 +93,7 @@ def _find(module: nn.Module) -> VideoNorm | None:
     name = next((name for name, child in vars(module)["_modules"].items() if child is not None), "")
     trial, channels = _copy(module, name)
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(2, channels, 3, 2, 3, generator=generator) * 2 + 1.5
+    x = torch.randn(2, channels, 3, 2, 3, generator=generator, device="cpu") * 2 + 1.5
     grouped = [VideoNorm(groups=True, inner=name, per_frame=per_frame) for per_frame in (False, True)]
     kinds = grouped if name else list(_kinds(module))
     for form in ("frames",) if name else FORMS:

@@ -94,7 +94,7 @@ def _binary(name: str, args: tuple, kwargs: dict) -> Operation | None:
     if name == "sub":
         return Operation("add_number", (a,), -float(b))
     if name == "div" and b:
-        return Operation("mul_number", (a,), float(torch.ones(()) / b))  # as torch does on a GPU, in fp32
+        return Operation("mul_number", (a,), float(torch.ones((), device="cpu") / b))  # as torch does on a GPU, in fp32
     return None
 
 

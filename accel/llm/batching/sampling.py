@@ -210,7 +210,7 @@ class SamplingDefaults:
     def _next_seed(self) -> int:
         with self._lock:
             if self._seed is None:
-                self._seed = int(torch.randint(2**63 - 1, ()))
+                self._seed = int(torch.randint(2**63 - 1, (), device="cpu"))
             return mix_seed(self._seed, next(self._numbers))
 
 

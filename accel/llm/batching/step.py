@@ -180,7 +180,10 @@ class StepRunner:
         self, plan: StepPlan, logits: torch.Tensor, inputs: "StepInputs", tokens_of: Callable, logprobs: bool
     ) -> LaunchedStep:
         count = len(plan.draw_rows)
-        ids, chances = torch.empty(0, dtype=torch.int64), torch.empty(0) if logprobs else None
+        ids, chances = (
+            torch.empty(0, dtype=torch.int64, device="cpu"),
+            torch.empty(0, device="cpu") if logprobs else None,
+        )
         if count:
             wide = inputs.int64_on(self.sampler.device)
             ids, chances = self.sampler.draw(logits, wide["draw_rows"], inputs.draw_rows, tokens_of, logprobs)
@@ -257,7 +260,9 @@ def _fill(numbers: np.ndarray, length: int, filler: int) -> np.ndarray:
 def _moved(parts: dict[str, np.ndarray], dtype: type, device: torch.device) -> dict[str, torch.Tensor]:
     """The parts on the device, each beginning at a multiple of 16 bytes; in one copy that nobody waits for."""
     sizes = [-(-len(part) // ALIGNED) * ALIGNED for part in parts.values()]
-    host = torch.empty(sum(sizes), dtype=torch.from_numpy(np.empty(0, dtype)).dtype, pin_memory=device.type == "cuda")
+    host = torch.empty(
+        sum(sizes), dtype=torch.from_numpy(np.empty(0, dtype)).dtype, pin_memory=device.type == "cuda", device="cpu"
+    )
     array, place = host.numpy(), 0
     for part, size in zip(parts.values(), sizes, strict=True):
         array[place : place + len(part)] = part
@@ -268,5 +273,5 @@ def _moved(parts: dict[str, np.ndarray], dtype: type, device: torch.device) -> d
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy that is there once the stream has come to it."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
     return host.copy_(tensor, non_blocking=True)

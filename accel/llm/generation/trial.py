@@ -83,7 +83,7 @@ class Expected:
 
     def _by_token(self, got: torch.Tensor) -> torch.Tensor:
         if got.shape != self.logits.shape:
-            return torch.full((1, 1), float("inf"))
+            return torch.full((1, 1), float("inf"), device="cpu")
         found = relative_rms_by_token(got, self.logits)
         # NaN is no number to compare: max([0, NaN]) is 0.
         return found.masked_fill(found.isnan(), float("inf"))

@@ -211,7 +211,7 @@ def _disagreement(
         """size: root mean square of gates and ups of the first expert, without biases."""
         x = example(module, PROBED, weights.hidden)
         index = torch.arange(2 * PROBED, device=x.device).view(PROBED, 2) % weights.experts
-        shares = torch.rand(PROBED, 2, generator=torch.Generator().manual_seed(0)).to(x)
+        shares = torch.rand(PROBED, 2, generator=torch.Generator().manual_seed(0), device="cpu").to(x)
         gate_up, _ = weights.matrices(0, x.dtype)
         first = (x.float() @ gate_up.detach().float().t()).square().mean().sqrt()
         return x * float(size / first.clamp_min(1e-6)), index, shares

@@ -147,7 +147,7 @@ def _disagreement(module: nn.Module, formulas: Formulas, context: Context) -> st
         return f"its formula does not hold for {x.dtype}"
     x = x if 2 in formula.dims else x.unsqueeze(0)
     experts = held(module)[formula.weight].shape[0]
-    correction = torch.rand(experts, generator=torch.Generator().manual_seed(0)).to(x.device)
+    correction = torch.rand(experts, generator=torch.Generator().manual_seed(0), device="cpu").to(x.device)
     outputs = []
     with torch.no_grad():
         for one in (context.kernels.plain(), context.kernels):

@@ -133,8 +133,10 @@ class RouterNumbers:
             for path, tensor in own.items()
         }  # fmt: skip
         self.given = _small_and_large(self.experts, generator)
-        self.x = torch.eye(len(ROWS) + DENSE, self.hidden)
-        self.x[len(ROWS) :, len(ROWS) :] = torch.randn(DENSE, self.hidden - len(ROWS), generator=generator)
+        self.x = torch.eye(len(ROWS) + DENSE, self.hidden, device="cpu")
+        self.x[len(ROWS) :, len(ROWS) :] = torch.randn(
+            DENSE, self.hidden - len(ROWS), generator=generator, device="cpu"
+        )
 
 
 class RouterTrial:
@@ -327,14 +329,14 @@ def _matrix(tensors: dict[str, torch.Tensor]) -> str | None:
 
 def _logits(experts: int, hidden: int, far: bool, generator: torch.Generator) -> torch.Tensor:
     """A matrix whose columns are the logits of tokens, no two equal, numbers of every dtype unless far from zero."""
-    made = torch.zeros(experts, hidden)
+    made = torch.zeros(experts, hidden, device="cpu")
     dense = made[:, len(ROWS) : len(ROWS) + SUMMED]
-    dense.copy_(torch.randn(dense.shape, generator=generator) * SUMMED**-0.5)
+    dense.copy_(torch.randn(dense.shape, generator=generator, device="cpu") * SUMMED**-0.5)
     for column, (spread, middle, lead) in enumerate(ROWS):
-        drawn = (torch.randn(16 * experts, generator=generator) * spread).bfloat16().float().unique()
+        drawn = (torch.randn(16 * experts, generator=generator, device="cpu") * spread).bfloat16().float().unique()
         if len(drawn) < experts:
             raise ValueError(f"{experts} experts")
-        drawn = drawn[torch.randperm(len(drawn), generator=generator)[:experts]]
+        drawn = drawn[torch.randperm(len(drawn), generator=generator, device="cpu")[:experts]]
         drawn[drawn.argmax()] += lead
         made[:, column] = drawn + middle if far else drawn.bfloat16().float()
     return made
@@ -342,4 +344,4 @@ def _logits(experts: int, hidden: int, far: bool, generator: torch.Generator) ->
 
 def _small_and_large(many: int, generator: torch.Generator) -> torch.Tensor:
     """Biases that matter beside scores of every size. Below zero, so that other groups, if they count as 0, show."""
-    return -(10 ** (-4 * torch.rand(many, generator=generator))).bfloat16().float()
+    return -(10 ** (-4 * torch.rand(many, generator=generator, device="cpu"))).bfloat16().float()

@@ -39,13 +39,13 @@ def example_inputs(
     tokens = min(tokens, most_configured(model) or tokens)
     generator = torch.Generator("cpu").manual_seed(seed)
     known = min(model.config.get_text_config().vocab_size, model.get_input_embeddings().weight.shape[0])
-    ids = torch.randint(known, (rows, tokens), generator=generator)
+    ids = torch.randint(known, (rows, tokens), generator=generator, device="cpu")
     if "attention_mask" not in inspect.signature(model.forward).parameters:
         return {"input_ids": ids.to(device)}
     mask = torch.ones_like(ids)
     if padded:
-        missing = torch.arange(rows) % 3 * (tokens // 3)
-        mask = (torch.arange(tokens) >= missing[:, None]).long()
+        missing = torch.arange(rows, device="cpu") % 3 * (tokens // 3)
+        mask = (torch.arange(tokens, device="cpu") >= missing[:, None]).long()
         token = getattr(model.generation_config, "pad_token_id", None)
         ids = ids.masked_fill(mask == 0, token if isinstance(token, int) and token >= 0 else 0)
     return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}

@@ -51,12 +51,12 @@ def _found(visible: Callable[..., Any]) -> int | None:
 
 def _count(visible: Callable[..., Any], query: int) -> int:
     """How many keys up to its own a query sees, which have to be the last of them, and not the one after it."""
-    zero, block = torch.zeros((), dtype=torch.int64), torch.arange(BLOCK)
+    zero, block = torch.zeros((), dtype=torch.int64, device="cpu"), torch.arange(BLOCK, device="cpu")
     own, first, count = torch.full_like(block, query), None, 0
     for start in range(0, query + 2, BLOCK):
         keys = block[: query + 2 - start] + start
         try:
-            seen = torch.as_tensor(visible(zero, zero, own[: len(keys)], keys)).expand(len(keys))
+            seen = torch.as_tensor(visible(zero, zero, own[: len(keys)], keys), device="cpu").expand(len(keys))
         except IndexError as error:  # it looks the positions up in something as long as the text
             raise NotUnderstood("its attention mask is made of more than positions") from error
         here = int(seen.count_nonzero())

@@ -90,7 +90,9 @@ def example_ids(model: PreTrainedModel, tokens: int, seed: int = 0) -> torch.Ten
     """(ROWS, tokens) random token numbers, from a generator of their own."""
     device, _ = placement(model)
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    return torch.randint(vocabulary, (ROWS, tokens), generator=torch.Generator().manual_seed(seed)).to(device)
+    return torch.randint(vocabulary, (ROWS, tokens), generator=torch.Generator().manual_seed(seed), device="cpu").to(
+        device
+    )
 
 
 @contextmanager

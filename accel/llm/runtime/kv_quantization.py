@@ -84,7 +84,7 @@ def _queries(layer: LayerRecord, spec: SoftmaxSpec) -> tuple[torch.Tensor, float
         given = layer.attended.options.get("scaling")
         return layer.attended.query, dim**-0.5 if given is None else given
     # An attention of the model's own shows none: any will do.
-    query = torch.randn(rows, spec.heads, tokens, dim, generator=torch.Generator().manual_seed(0))
+    query = torch.randn(rows, spec.heads, tokens, dim, generator=torch.Generator().manual_seed(0), device="cpu")
     return query.to(layer.cached.keys), spec.scale
 
 

@@ -131,13 +131,13 @@ def _multiplies(module: nn.Module) -> bool:
     g = torch.Generator().manual_seed(0)
     probe = type(module).__new__(type(module))
     vars(probe).update(vars(module))
-    weight, bias = torch.randn(3, 5, generator=g), torch.randn(3, generator=g)
+    weight, bias = torch.randn(3, 5, generator=g, device="cpu"), torch.randn(3, generator=g, device="cpu")
     bias = None if module.bias is None else bias
     parameters = {
         n: None if t is None else nn.Parameter(t, requires_grad=False) for n, t in (("weight", weight), ("bias", bias))
     }
     vars(probe).update(_parameters=parameters, in_features=5, out_features=3, training=False)
-    x = torch.randn(2, 5, generator=g)
+    x = torch.randn(2, 5, generator=g, device="cpu")
     try:
         with torch.no_grad():
             return torch.allclose(type(module).forward(probe, x), F.linear(x, weight, bias), atol=LINEAR)

@@ -103,7 +103,7 @@ def _before(act: Call, down: Call, products: list[Call]) -> tuple[tuple[Call, ..
 
 def activation_name(module: nn.Module) -> str | None:
     """The name of the activation a module without weights computes, or None."""
-    x = torch.linspace(-9, 9, 2001, dtype=torch.float64)
+    x = torch.linspace(-9, 9, 2001, dtype=torch.float64, device="cpu")
     probe = copy.copy(module)
     vars(probe)["training"] = False
     try:

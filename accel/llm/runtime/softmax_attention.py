@@ -322,6 +322,6 @@ def slopes_given(layer: LayerRecord, heads: int, scale: float) -> Iterator[torch
 def closed_form(heads: int) -> torch.Tensor:
     """The slopes of the paper: a geometric sequence, with every other one of the next where heads are no power of 2."""
     power = 1 << (heads.bit_length() - 1)
-    steps = torch.arange(1, power + 1) * (-8.0 / power)
-    more = torch.arange(1, 2 * (heads - power) + 1, 2) * (-4.0 / power)
+    steps = torch.arange(1, power + 1, device="cpu") * (-8.0 / power)
+    more = torch.arange(1, 2 * (heads - power) + 1, 2, device="cpu") * (-4.0 / power)
     return 2.0 ** torch.cat((steps, more))

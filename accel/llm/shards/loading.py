@@ -223,7 +223,7 @@ def _linears(opened: RankFiles) -> dict[str, dict[str, torch.Tensor]]:
             rows, words = parts["weight_packed"].shape
             mine = opened.shape(f"{path}.weight_packed")[1]
             columns = int(opened.read(f"{path}.weight_shape")[-1])
-            parts["weight_shape"] = torch.tensor((rows, words * columns // mine))
+            parts["weight_shape"] = torch.tensor((rows, words * columns // mine), device="cpu")
     return only_quantized(linears)
 
 

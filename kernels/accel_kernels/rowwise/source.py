@@ -285,5 +285,5 @@ class Source:
 
 def literal(number: float) -> str:
     """A number as it is in fp32."""
-    value = torch.tensor(number, dtype=torch.float32).item()
+    value = torch.tensor(number, dtype=torch.float32, device="cpu").item()
     return repr(value) if math.isfinite(value) else f'float("{value}")'

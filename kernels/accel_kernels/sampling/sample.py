@@ -124,9 +124,11 @@ def _case(rand, n, vocabulary, *, filters=True, greedy=False, penalty=False, log
 
     def column(*values, dtype=torch.float32):
         """The values in turn; requests stand in the table the other way round."""
-        return torch.tensor([values[i % len(values)] for i in range(n)][::-1], dtype=dtype).to(device)
+        return torch.tensor([values[i % len(values)] for i in range(n)][::-1], dtype=dtype, device="cpu").to(device)
 
-    seen = torch.randint(-(2**31), 2**31, (n, seen_words(vocabulary)), generator=rand.generator).to(device, torch.int32)
+    seen = torch.randint(-(2**31), 2**31, (n, seen_words(vocabulary)), generator=rand.generator, device="cpu").to(
+        device, torch.int32
+    )
     table = SamplingTable(
         temperature=column(0.0) if greedy else column(1.0, 0.7, 1.5, 0.0, 0.9),
         top_k=column(0, 5, 50, dtype=torch.int32),
@@ -135,10 +137,12 @@ def _case(rand, n, vocabulary, *, filters=True, greedy=False, penalty=False, log
         penalty=column(1.2, 1.0, 0.8),
         seeds=column(*(7 + 2**40 * i for i in range(n)), dtype=torch.int64),
         drawn=column(*(3 * i for i in range(n)), dtype=torch.int64),
-        split_counters=torch.zeros(n, dtype=torch.int32).to(device),
+        split_counters=torch.zeros(n, dtype=torch.int32, device="cpu").to(device),
         seen=seen if penalty else None,
     )
-    rows = torch.tensor([i if i % 7 != 5 else NONE for i in reversed(range(n))], dtype=torch.int32).to(device)
+    rows = torch.tensor([i if i % 7 != 5 else NONE for i in reversed(range(n))], dtype=torch.int32, device="cpu").to(
+        device
+    )
     return (logits, table, rows), {"filters": filters, "logprobs": logprobs}
 
 

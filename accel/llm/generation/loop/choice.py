@@ -44,7 +44,7 @@ def _race(probabilities: torch.Tensor, generator: torch.Generator | None) -> tor
 
 def refuse_nan() -> None:
     """Raises what torch.multinomial raises for NaN."""
-    torch.multinomial(torch.full((1, 1), float("nan")), num_samples=1)
+    torch.multinomial(torch.full((1, 1), float("nan"), device="cpu"), num_samples=1)
 
 
 @cache

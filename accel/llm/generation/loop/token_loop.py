@@ -164,7 +164,7 @@ class TokenLoop:
             self.late = False  # a streamer, which only one of them may have, would end it; all take equally many steps
         self.by_tokens = [one for one in criteria if type(one) in BY_TOKENS]
         self.at_once = [one for one in criteria if type(one) in AT_ONCE]
-        self.blank = torch.zeros(1, 1, dtype=torch.long)
+        self.blank = torch.zeros(1, 1, dtype=torch.long, device="cpu")
         self.fused = True  # steps call the forward instead of the model
         self.trusted = 0  # steps to come in which the model is not compared
 

@@ -195,7 +195,7 @@ class _Layer:
             raise NotUnderstood("its attention is no mean of values")
         self._own(spec.projections)
         modules = [self.layer.get_submodule(name) for name in spec.projections]
-        numbers = [torch.arange(weight_matrix(module).shape[0])[None, None] for module in modules]
+        numbers = [torch.arange(weight_matrix(module).shape[0], device="cpu")[None, None] for module in modules]
         _, _, values = split(numbers, spec.layout, spec.heads, spec.groups, spec.kv_heads, spec.dim)
         rows = values.repeat_interleave(spec.heads // spec.kv_heads, dim=-2).flatten()
         if len(rows) != weight_matrix(self.layer.get_submodule(spec.out)).shape[1]:
@@ -207,7 +207,7 @@ class _Layer:
         spec = self.spec.mlp
         self._own(spec.first)
         module = self.layer.get_submodule(spec.first[-1])
-        rows = torch.arange(weight_matrix(module).shape[0])
+        rows = torch.arange(weight_matrix(module).shape[0], device="cpu")
         if spec.halves is not None:
             first, second = rows.chunk(2)
             return BeforeRows(module, second if spec.halves else first)

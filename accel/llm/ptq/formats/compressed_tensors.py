@@ -42,7 +42,11 @@ def parts(quantized: Quantized, format: str = PACKED) -> dict[str, torch.Tensor]
         return {"weight": data, "weight_scale": scales}
     packed = stored.name == "int4"
     words = data if packed else to_bytes(data.cpu())
-    found = {"weight_packed": words, "weight_scale": scales, "weight_shape": torch.tensor(quantized.shape)}
+    found = {
+        "weight_packed": words,
+        "weight_scale": scales,
+        "weight_shape": torch.tensor(quantized.shape, device="cpu"),
+    }
     if zeros is not None:
         found["weight_zero_point"] = packed_zeros(zeros) if packed else to_bytes(zeros.t()).t().contiguous()
     return found

@@ -79,7 +79,7 @@ def of_package(function: object) -> bool:
 def disagrees(module: nn.Module, quantized: Quantized, bias: torch.Tensor | None, dtype: torch.dtype) -> str | None:
     """Why the module is not a product with this weight: it is called with small numbers, and compared."""
     device = quantized.data.device
-    x = torch.randn(4, quantized.shape[1], generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    x = torch.randn(4, quantized.shape[1], generator=torch.Generator().manual_seed(0), device="cpu").to(device, dtype)
     few = quantized.rows(0, PROBED)
     wanted = x.float() @ few.dequantized(torch.float32).t()
     if bias is not None:

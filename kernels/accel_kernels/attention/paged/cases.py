@@ -15,7 +15,11 @@ class Numbers(Random):
     def store(self, rows: int, columns: int, block: int, heads: int, dim: int, shuffled: bool, kv_dtype) -> KV:
         """Full of keys and values; kv_dtype: the 8-bit dtype they are rounded to, or None."""
         blocks = rows * columns
-        order = torch.randperm(blocks, generator=self.generator) if shuffled else torch.arange(blocks)
+        order = (
+            torch.randperm(blocks, generator=self.generator, device="cpu")
+            if shuffled
+            else torch.arange(blocks, device="cpu")
+        )
         table = order.view(rows, columns).to(self.device, torch.int32)
         keys, values = (self(blocks, block, heads, dim) for _ in range(2))
         key_scales = value_scales = None
@@ -48,7 +52,9 @@ def _attention_case(numbers, rows, stored, new, heads, kv_heads, dim, *, rotary=
     kv = numbers.store(rows, columns, block, kv_heads, dim, shuffled, kv_dtype)
     mask = None
     if padding_mask:  # left padding of row r by r tokens
-        mask = torch.arange(columns * block).expand(rows, -1) >= torch.arange(rows).view(-1, 1)
+        mask = torch.arange(columns * block, device="cpu").expand(rows, -1) >= torch.arange(rows, device="cpu").view(
+            -1, 1
+        )
         mask[0, hole] = stored + new < 3
         mask = mask.to(numbers.device)
     kv.metadata[LENGTH], kv.metadata[PADDING_MASK] = stored, 0 if mask is None else mask.data_ptr()
