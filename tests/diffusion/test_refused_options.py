@@ -39,7 +39,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("make", "options", "told"), REFUSED, ids=str)
+@pytest.mark.parametrize(("make", "options", "told"), REFUSED, ids=lambda one: getattr(one, "__name__", str(one)))
 def test_refused(make, options, told, tiny):
     model = make()
     before = tiny.snapshot(model)
