@@ -330,3 +330,25 @@ def test_experts_in_4_bits_of_float32_take_the_stages_that_fit(tmp_path: Path):
     one stage more takes 237,568 of 232,448.
     """
     assert in_a_process(STAGES, tmp_path).split() == ["2", "3", "3", "3"]
+
+
+IMPORTED = """
+import sys
+from importlib import import_module
+from pathlib import Path
+from accel_kernels.compiling import compiler_process
+
+folder = Path(compiler_process.__file__).parents[1]
+for name in [name for name in sys.modules if name.partition(".")[0] in ("torch", "accel_kernels")]:
+    del sys.modules[name]
+compiler_process.import_without_torch(str(folder))
+paths = sorted(folder.rglob("*_triton.py"))
+for path in paths:
+    import_module(".".join(("accel_kernels", *path.relative_to(folder).with_suffix("").parts)))
+print(len(paths), "imported")
+"""
+
+
+def test_files_of_kernels_are_imported_without_torch(tmp_path):
+    """Else the process that compiles side by side cannot, and each kernel is compiled where it is launched."""
+    assert int(in_a_process(IMPORTED, tmp_path).split()[-2]) > 50
