@@ -334,21 +334,17 @@ def test_experts_in_4_bits_of_float32_take_the_stages_that_fit(tmp_path: Path):
 
 IMPORTED = """
 import sys
-from importlib import import_module
 from pathlib import Path
-from accel_kernels.compiling import compiler_process
-
-folder = Path(compiler_process.__file__).parents[1]
+from accel_kernels.compiling import compiler_process as process
+folder = Path(process.__file__).parents[1]
 for name in [name for name in sys.modules if name.partition(".")[0] in ("torch", "accel_kernels")]:
     del sys.modules[name]
-compiler_process.import_without_torch(str(folder))
-paths = sorted(folder.rglob("*_triton.py"))
-for path in paths:
-    import_module(".".join(("accel_kernels", *path.relative_to(folder).with_suffix("").parts)))
-print(len(paths), "imported")
+process.import_without_torch(str(folder))
+for path in folder.rglob("*_triton.py"):
+    print(__import__(".".join(("accel_kernels", *path.relative_to(folder).with_suffix("").parts))).__name__)
 """
 
 
 def test_files_of_kernels_are_imported_without_torch(tmp_path):
-    """Else the process that compiles side by side cannot, and each kernel is compiled where it is launched."""
-    assert int(in_a_process(IMPORTED, tmp_path).split()[-2]) > 50
+    """Else kernels are not compiled side by side, but one by one where they are launched."""
+    assert len(in_a_process(IMPORTED, tmp_path).split()) > 50
