@@ -245,6 +245,7 @@ VERDICTS = [
 ]
 
 
+@pytest.mark.share(1)  # they cost nothing
 @pytest.mark.parametrize(("quality", "passed", "verdict"), VERDICTS)
 def test_verdicts(quality, passed, verdict):
     assert quality.passed == passed and quality.verdict.startswith(verdict)
