@@ -44,8 +44,8 @@ class Images:
 
         try:
             from accel.bench.diffusion.cases import CASES
-        except ImportError:  # of a tree before it was moved there
-            from accel.bench.diffusion.cases import CASES
+        except ImportError:  # an earlier tree has them there
+            from accel.bench.cases import CASES
 
         self.case, dtype = CASES[name], torch.float16
         self.inputs = self.case.inputs(DEVICE, dtype)
