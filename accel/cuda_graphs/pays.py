@@ -6,6 +6,7 @@ with few rows. So it has to win on both.
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -41,18 +42,22 @@ def in_turns(
     rounds: int = ROUNDS,
     calls: int = CALLS,
     seconds: float = SECONDS,
+    around: Sequence[Callable[[], AbstractContextManager]] = (),
 ) -> list[Cost]:
-    """The least cost of each of these runs. Raises what they raise."""
+    """The least cost of each of these runs. around: a context for each, which is not timed. Raises what they raise."""
+    around = around or [nullcontext] * len(runs)
     for _ in range(warm):
-        for run in runs:
-            run()
+        for run, context in zip(runs, around, strict=True):
+            with context():
+                run()
     _wait(device)
     found: list[list[Cost]] = [[] for _ in runs]
     until = time.perf_counter() + seconds
     for turn in range(rounds):
         places = range(len(runs)) if turn % 2 else reversed(range(len(runs)))  # who comes first takes turns too
         for place in places:
-            found[place].append(_cost(runs[place], device, calls))
+            with around[place]():
+                found[place].append(_cost(runs[place], device, calls))
         if turn and time.perf_counter() > until:
             break
     return [Cost(*map(min, zip(*costs, strict=True))) for costs in found]

@@ -1,6 +1,7 @@
 """How long a token takes, fused and stock: timed for a moment, in turns, when a model is optimized."""
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -37,21 +38,24 @@ def pace(model: nn.Module, log: FallbackLog) -> tuple[float, float]:
 
     def step(stock: bool, tokens: int = 1) -> None:
         start, lengths[stock] = lengths[stock], lengths[stock] + tokens
-        with ExitStack() as inside:
-            for context in (as_written(), unpaged(model)) if stock else ():
-                inside.enter_context(context)
-            given = cache_given(type(model).forward, caches.get(stock))
-            new = ids[:, start : start + tokens]
-            output = model.forward(input_ids=new, use_cache=True, return_dict=True, **given)
-        caches[stock] = cache_of(output)
+        given = cache_given(type(model).forward, caches.get(stock))
+        new = ids[:, start : start + tokens]
+        caches[stock] = cache_of(model.forward(input_ids=new, use_cache=True, return_dict=True, **given))
+
+    @contextmanager
+    def as_stock() -> Iterator[None]:
+        with as_written(), unpaged(model):
+            yield
 
     before, log.stock_on_cpu = log.stock_on_cpu, False
     try:
         with resting(model):
+            around = (nullcontext, as_stock)
             for stock in lengths:
-                step(stock, PROMPT)
-            steps = [partial(step, stock) for stock in lengths]
-            found = in_turns(steps, ids.device, warm=WARM, rounds=most - PROMPT - WARM, calls=1, seconds=SECONDS)
+                with around[stock]():
+                    step(stock, PROMPT)
+            steps, rounds = [partial(step, stock) for stock in lengths], most - PROMPT - WARM
+            found = in_turns(steps, ids.device, WARM, rounds, calls=1, seconds=SECONDS, around=around)
     finally:
         log.stock_on_cpu = before
         log.clear()

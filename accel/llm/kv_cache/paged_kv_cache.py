@@ -39,22 +39,29 @@ class PagedKVCache:
     shapes: one a layer, with its device. Raises torch.OutOfMemoryError, and then holds nothing; ValueError where a
     layer is in no set or in several. Usable in and out of inference mode.
 
-    Block 0 belongs to no row and begins as zeros: padding is written there, and empty table entries point there. Other
-    blocks begin undefined.
+    If `spare`, block 0 belongs to no row and begins as zeros: padding is written there, and empty table entries point
+    there. Other blocks begin undefined.
 
     tables: by device. by_shape: the allocations, each (layers of a set, 2, blocks, BLOCK, heads, dim), or without dim
-    for scales; kept: all of them. bytes: of everything. block_bytes: of one block.
+    for scales; kept: all of them. block_bytes: of one block.
     """
+
+    spare = True
 
     def __init__(self, shapes: Sequence[Shape], sets: Sequence[LayerSet], blocks: int, rows: int, columns: int):
         if sorted(layer for one in sets for layer in one.layers) != list(range(len(shapes))):
             raise ValueError(f"{len(shapes)} layers, each to be in one set, but the sets are {sets}")
-        self.shapes, self.block_bytes, self.table_size = tuple(shapes), block_bytes(shapes, sets), rows * columns
-        devices = dict.fromkeys(shape.device for shape in shapes)
+        layers = _layers_of_a_block(shapes, sets)
+        self.shapes, self.block_bytes, self.table_size = tuple(shapes), _bytes_of(layers), rows * columns
+        with torch.inference_mode(False), torch.no_grad():  # entered once: each generate() makes such a cache
+            flat = self._allocate(layers, blocks, len(sets))
+            self._locate(sets, flat, rows, columns)
+
+    def _allocate(self, layers: Counter[Shape], blocks: int, sets: int) -> dict[torch.device, torch.Tensor]:
+        """All memory; returns the tables by device."""
+        devices = dict.fromkeys(shape.device for shape in self.shapes)
         try:
-            self.by_shape, flat = _allocated(
-                _layers_of_a_block(shapes, sets), blocks, len(sets), rows * columns, devices
-            )
+            self.by_shape, flat = _allocated(layers, blocks, sets, self.table_size, devices)
         except RuntimeError as error:  # on a CPU torch raises nothing more special
             if not (out_of_memory(error) or "can't allocate memory" in str(error)):
                 raise
@@ -68,20 +75,33 @@ class PagedKVCache:
             for device in devices
         }
         self.kept = [tensor for several in self.by_device.values() for tensor in several]
-        views, self.tables, self._kv = views_by_layer(shapes, sets, self.by_shape), {}, {}
+        if self.spare:
+            for tensor in self.kept:
+                tensor[:, :, 0].zero_()
+        return flat
+
+    def _locate(
+        self, sets: Sequence[LayerSet], flat: dict[torch.device, torch.Tensor], rows: int, columns: int
+    ) -> None:
+        """The tables, and what the attention operation is given of each layer."""
+        views, self.tables, self._kv = views_by_layer(self.shapes, sets, self.by_shape), {}, {}
         set_of = {layer: place for place, one in enumerate(sets) for layer in one.layers}
-        with torch.inference_mode(False):
-            for device, one in flat.items():
-                tables = one[:, : rows * columns].unflatten(1, (rows, columns))
-                of_set = tables.unbind()
-                layers = [(of_set[set_of[layer]], *several) for layer, several in enumerate(views)]
-                self.tables[device] = DeviceTables(one, tables, metadata_of(columns, layers, device))
-                for layer, (table, keys, values, *scales) in enumerate(layers):
-                    if shapes[layer].device == device:
-                        named = dict(zip(("key_scales", "value_scales"), scales, strict=False))
-                        self._kv[layer] = KV(keys, values, table, None, self.tables[device].metadata, layer, **named)
+        for device, one in flat.items():
+            tables = one[:, : rows * columns].unflatten(1, (rows, columns))
+            of_set = tables.unbind()
+            layers = [(of_set[set_of[layer]], *several) for layer, several in enumerate(views)]
+            metadata = metadata_of(columns, layers, device)
+            self.tables[device] = DeviceTables(one, tables, metadata)
+            for layer, (table, keys, values, *scales) in enumerate(layers):
+                if self.shapes[layer].device == device:
+                    named = {"key_scales": scales[0], "value_scales": scales[1]} if scales else {}
+                    self._kv[layer] = KV(keys, values, table, None, metadata, layer, **named)
+
+    @property
+    def bytes(self) -> int:
+        """Of everything."""
         beside = (tensor for one in self.tables.values() for tensor in (one.flat, one.metadata))
-        self.bytes = sum(tensor.nbytes for tensor in (*self.kept, *beside))
+        return sum(tensor.nbytes for tensor in (*self.kept, *beside))
 
     def kv(self, layer: int) -> KV:
         """The store of one layer, for the attention operation. Its metadata says 0 tokens: rows differ in length."""
@@ -118,8 +138,11 @@ class PagedKVCache:
 
 def block_bytes(shapes: Sequence[Shape], sets: Sequence[LayerSet], device: torch.device | None = None) -> int:
     """Bytes of one block, or of its part on a device."""
-    layers = _layers_of_a_block(shapes, sets).items()
-    return BLOCK * sum(shape.size * number for shape, number in layers if device in (None, shape.device))
+    return _bytes_of(_layers_of_a_block(shapes, sets), device)
+
+
+def _bytes_of(layers: Counter[Shape], device: torch.device | None = None) -> int:
+    return BLOCK * sum(shape.size * number for shape, number in layers.items() if device in (None, shape.device))
 
 
 def _layers_of_a_block(shapes: Sequence[Shape], sets: Sequence[LayerSet]) -> Counter[Shape]:
@@ -136,12 +159,9 @@ def _allocated(
     """By shape keys, values and any scales; by device all tables, padded. A function of its own, so that an allocation
     that fails leaves no part behind.
     """
-    with torch.inference_mode(False), torch.no_grad():
-        kept = {shape: shape.empty(number, blocks) for shape, number in layers.items()}
-        for tensor in (tensor for several in kept.values() for tensor in several):
-            tensor[:, :, 0].zero_()
-        padded = -(-table_size // ALIGNED) * ALIGNED
-        return kept, {device: torch.zeros(sets, padded, dtype=torch.int32, device=device) for device in devices}
+    kept = {shape: shape.empty(number, blocks) for shape, number in layers.items()}
+    padded = -(-table_size // ALIGNED) * ALIGNED
+    return kept, {device: torch.zeros(sets, padded, dtype=torch.int32, device=device) for device in devices}
 
 
 def _halves(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

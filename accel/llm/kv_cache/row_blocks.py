@@ -24,19 +24,16 @@ class RowBlocks(PagedKVCache):
     padding mask may hide.
     """
 
+    spare = False  # rows own all blocks
+
     def __init__(self, shapes: Sequence[Shape], rows: int, columns: int):
         super().__init__(shapes, _one_set(shapes), rows * columns, rows, columns)
         self.rows, self.columns = rows, columns
         self.shared = self.masked = 0
         self.padding_masks: dict[torch.device, torch.Tensor] = {}
         self.table = {device: one.tables[0] for device, one in self.tables.items()}
-        with torch.inference_mode(False):
-            self.owned = {
-                device: torch.arange(rows * columns, dtype=torch.int32, device=device).view(rows, columns)
-                for device in self.tables
-            }
-        for device, table in self.table.items():
-            table.copy_(self.owned[device])
+        for device, one in self.tables.items():
+            torch.arange(rows * columns, device=device, out=one.flat[0, : rows * columns])
 
     def kv(self, layer: int) -> KV:
         return self._kv[layer]._replace(ordered=not self.shared)
@@ -85,7 +82,7 @@ class RowBlocks(PagedKVCache):
                     for kept, blocks in zip(self.by_row(shape), several, strict=True):
                         kept[:, :, :, at].copy_(blocks)
             for device, table in self.table.items():
-                table[:, at].copy_(self.owned[device][:, at])
+                table[:, at].copy_(torch.arange(at, self.table_size, self.columns, device=device))
             self.shared = at
 
     def reorder(self, index: torch.Tensor, length: int) -> None:
