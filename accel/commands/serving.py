@@ -98,7 +98,7 @@ class OwnSettings(Batching):
 
     def _refuse(self, model: Any, inputs: Any, config: GenerationConfig) -> None:
         """Raises ValueError for a request that could not run."""
-        words = vocabulary(model)
+        words = model.get_input_embeddings().weight.shape[0]
         bias = config.sequence_bias or ()
         sequences = bias if isinstance(bias, dict) else [sequence for sequence, _ in bias]
         biased = [token for sequence in sequences for token in sequence]
@@ -215,11 +215,6 @@ class Answer:
         self.seen = len(tokens)
         if self.call.streaming or stops is None or output.is_finished():
             self.callback(output)
-
-
-def vocabulary(model: Any) -> int:
-    """Numbers of tokens that the model reads."""
-    return model.get_input_embeddings().weight.shape[0]
 
 
 def own_settings(config: GenerationConfig) -> dict[str, Any]:

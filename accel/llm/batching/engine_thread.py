@@ -288,7 +288,9 @@ class EngineThread:
             self._cancelled.clear()
             self.ending.stop = Stop.STOPPED
             self._changed.notify_all()
-        self.results.put(failed(self.results.under_way(), str(error)))
+        left = self.results.under_way()
+        failed((one for one in left if not one.finished), str(error))  # others wait here with a reason of their own
+        self.results.put(left)
 
 
 @contextmanager

@@ -59,7 +59,7 @@ class RunningRows:
 
     def size_of(self, micro_batch: int) -> int:
         """How many requests the micro-batch has."""
-        return sum(int(self.micro_batch[row]) == micro_batch for row in self.requests)
+        return int((self.micro_batch[list(self.requests)] == micro_batch).sum())
 
     def add(
         self, rows: np.ndarray, ids: np.ndarray, logprobs: np.ndarray | None

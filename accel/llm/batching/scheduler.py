@@ -52,7 +52,7 @@ class StepPlan:
 class Scheduler:
     """The requests of one engine, those that wait and those that have a row. For one thread.
 
-    micro_batches: into how many those with a row are divided. A step is of one micro-batch, and they take turns. A
+    micro_batches: how many those with a row are divided into. A step is of one micro-batch, and they take turns. A
     request goes to one that has less than its share, and stays there.
 
     decoding: rows that have their first token or a step planned for it, in the order in which they came to that.

@@ -188,7 +188,7 @@ def step_runner(
 
 
 def micro_batch_count(forward: DecoderForward) -> int:
-    """Into how many requests are divided: one for each stretch."""
+    """How many micro-batches requests are divided into: one for each stretch."""
     return len(forward.stretches) if isinstance(forward, SpreadForward) else 1
 
 

@@ -14,7 +14,7 @@ from transformers import Conv1D
 
 from accel.errors import reason_of
 from accel.parallel.ranks import Ranks
-from accel.parallel.sharded_layers import INPUTS, divided, sharding
+from accel.parallel.sharded_layers import INPUTS, divided, local, sharding
 from accel.patching.fast_forward import Kernels
 from accel.patching.structure import tampered, trains
 from accel.quantization.module import QuantizedLinear, row_tensors
@@ -59,7 +59,11 @@ class Weights(NamedTuple):
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """What lies in rows of the output, and may lie behind another's."""
-        return row_tensors(self.module)
+        if self.quantized:
+            return row_tensors(self.module)
+        own = self.module._parameters  # nn.Module looks an attribute up in ten times as long, hundreds of times a step
+        bias = own["bias"]
+        return local(own["weight"]), None if bias is None else local(bias)
 
     def fits(self, other: "Weights") -> bool:
         """Whether one operation can take both, as gate and up."""

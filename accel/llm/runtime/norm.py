@@ -12,7 +12,7 @@ from accel.patching.guard import plain_settings
 
 @dataclass(frozen=True)
 class NormSpec:
-    """name: from the layer. kind: the formula, None for a norm that must be called. settings: see `settings`."""
+    """name: from the layer. kind: the formula, None for a norm that must be called. settings: see `plain_settings`."""
 
     name: str
     kind: NormKind | None

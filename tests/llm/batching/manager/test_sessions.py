@@ -108,6 +108,17 @@ def test_ends_that_wait_for_nobody(manager, way, reason):
     assert all(reason in found[name].error for name in names)
 
 
+def test_what_had_failed_before_keeps_its_reason(manager):
+    manager.toy.hold.clear()
+    manager.start()
+    manager.add_request([1, 2])
+    assert manager.toy.reached.wait(10)
+    name = manager.add_request([])  # in line until the step ends
+    manager.stop(hard_stop=True, block=False)
+    manager.toy.hold.set()
+    assert "the prompt is empty" in collect(manager, 2)[name].error
+
+
 def test_kept_for_the_next_session(manager):
     manager.warmup()
     assert manager.warmed_up and pickle.loads(pickle.dumps(manager)) is None  # a copy of the model has no manager
