@@ -31,14 +31,14 @@ def match_step_cache(site: Site, context: Context, beneath: Sequence[Rule]) -> M
         return None if root is None or site.path not in root.paths else _match_block(site, context, beneath, root)
     stacks: tuple[BlockStack, ...] = ()
     if holds(m, "conv_in", "down_blocks", "up_blocks", "conv_out"):
-        arguments: StepArguments | None = UNET
+        arguments = UNET
         paths = tuple(path for path, _ in _blocks(m))
         reason = _unlike(m) or _in_two_parts(m, context)
     else:
-        arguments = transformer_arguments(m) if lists_blocks(m) else None
-        if arguments is None:
+        found = transformer_arguments(m) if lists_blocks(m) else None
+        if found is None:
             return None
-        stacks = stacks_of(m)
+        arguments, stacks = found, stacks_of(m)
         paths = tuple(stack.path(index) for stack in stacks for index in range(stack.size))
         reason = _whole(m, paths)
     if reason is not None:
