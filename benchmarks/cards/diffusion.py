@@ -1,6 +1,6 @@
 """Diffusion on several cards of one host: SDXL with its guidance divided among ranks, Flux along its sequence.
 
-    torchrun --nproc-per-node 2 -m benchmarks cards-diffusion [--cases flux]
+    torchrun --nproc-per-node 2 -m benchmarks cards-diffusion [--cases flux --ring]
 
 Real sizes, random weights, one process a card; on a CPU tiny ones. Every result is compared before it is timed: with
 stock on one card, and between the ranks, to the bit. Of SDXL, 30 steps, whole calls and the loop alone; of Flux-dev at
@@ -10,6 +10,7 @@ done. Rank 0 writes what is known as soon as it is.
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def check_image(wanted: Any, got: Any, who: str) -> dict[str, float]:
     return {"psnr_db": round(quality.psnr_db, 2), "max_error": quality.max_error}
 
 
-def of_flux(device: torch.device, record: Study) -> None:
+def of_flux(device: torch.device, record: Study, ring: bool) -> None:
     """One forward: stock and accel on one card, then both along the sequence, in the same process."""
     from diffusers import ContextParallelConfig
 
@@ -126,9 +127,12 @@ def of_flux(device: torch.device, record: Study) -> None:
     accel.restore(model)
     release(device)
     cards = dist.get_world_size()
-    model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=cards))
+    if ring:
+        model.set_attention_backend("_native_cudnn")
+    config = ContextParallelConfig(**{"ring_degree" if ring else "ulysses_degree": cards})
+    model.enable_parallelism(config=config)
     record.keep_rows({f"stock, {cards} cards": timed("stock along the sequence")})
-    if device.type == "cuda":
+    if not ring and device.type == "cuda":
         model.set_attention_backend("_native_cudnn")
         record.keep_rows({f"stock, cuDNN attention, {cards} cards": timed("stock along the sequence, cuDNN")})
         model.set_attention_backend("native")
@@ -143,14 +147,14 @@ def of_flux(device: torch.device, record: Study) -> None:
     accel.restore(model)
 
 
-def main(cases: str = "sdxl,flux", out: Path = RESULTS) -> None:
-    """out: a folder."""
-    runs: dict[str, Callable[[torch.device, Study], None]] = {"sdxl": of_sdxl, "flux": of_flux}
+def main(cases: str = "sdxl,flux", out: Path = RESULTS, ring: bool = False) -> None:
+    """out: a folder. ring: `ring_degree=N`, with cuDNN's attention."""
+    runs: dict[str, Callable[[torch.device, Study], None]] = {"sdxl": of_sdxl, "flux": partial(of_flux, ring=ring)}
     failed: list[dict] = []
     with ranks(timeout=TIMEOUT) as device:
         for name in words(cases):
             cards = dist.get_world_size()
-            path = out / f"{slug(device)}-{cards}x-{name}{'-tiny' * TOY}.json"
+            path = out / f"{slug(device)}-{cards}x-{name}{'-ring' * ring}{'-tiny' * TOY}.json"
             record = Study(f"{name}-many-cards", path, f"{name}, random weights, {cards} ranks of one host")
             record.about["aim"] = AIMS[name]
             with record.attempt(case=name):  # the next case may go all the same, where all ranks failed alike

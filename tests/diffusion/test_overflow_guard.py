@@ -125,6 +125,7 @@ LEFT = {
 
 
 @pytest.mark.parametrize("change", LEFT)
+@pytest.mark.share(1)
 def test_what_stock_gives_is_left_and_told(vae, latents, monkeypatch, change):
     change(vae, monkeypatch)
     stock = decode(vae, latents)

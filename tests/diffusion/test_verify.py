@@ -70,6 +70,7 @@ WRONG = [  # a model, what one of its blocks gives, and what is said
 
 
 @pytest.mark.parametrize(("part", "factor", "said"), WRONG)
+@pytest.mark.share(1)
 def test_a_wrong_block_fails_and_is_named(pipe, monkeypatch, part, factor, said):
     accel.optimize(pipe)
     spoil(monkeypatch, attrgetter(part)(pipe), lambda result: factor * result)

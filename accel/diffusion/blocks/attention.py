@@ -17,7 +17,7 @@ from accel.patching.fast_forward import FastForward
 from accel.patching.guard import Parts
 from accel.patching.probe import example
 from accel.patching.rule import Context, Match, Site, Skip
-from accel.patching.structure import all_plain, foreign_processor, holds, no_tensor, untouched
+from accel.patching.structure import all_plain, foreign_processor, holds, meta_weights, no_tensor, untouched
 from accel.quantization.product import Rows, deferred, plain_linear, product
 
 PARTS = ("spatial_norm", "norm_q", "norm_k", "norm_cross", "add_k_proj", "add_v_proj")
@@ -133,6 +133,8 @@ def match_attention(site: Site, context: Context) -> Match | Skip | None:
     missing = [name for name in ASKED if not hasattr(m, name)]
     if missing or not isinstance(m.to_out, nn.ModuleList):
         return Skip(f"an attention of another make, without {missing[0] if missing else 'a list to_out'}")
+    if meta_weights(m):
+        return Skip("weights are not loaded (meta device)")
     reason = None if len(m.to_out) else "no output projection"
     reason = reason or plain_linear(m.to_out[0]) or _leaves(m)
     if reason is not None:

@@ -190,7 +190,7 @@ class BlockForward(FastForward):
             executable.buffers = self.plans.buffers
 
     def _compare(self, plan: BlockPlan, args: tuple, kwargs: dict) -> Any:
-        """What stock gives, compared with a plan that was made in a dry run, or whose outputs had no numbers."""
+        """What stock gives, compared with a plan that was made in a dry run, or of whose numbers none was finite."""
         if _capturing():
             return self.stock(*args, **kwargs)
         given = list(tensors_in((args, kwargs)))

@@ -29,17 +29,18 @@ def match_step_cache(site: Site, context: Context, beneath: Sequence[Rule]) -> M
     if site.path:
         root = context.find(StepCacheForward)
         return None if root is None or site.path not in root.paths else _match_block(site, context, beneath, root)
-    arguments: StepArguments | None = UNET
     stacks: tuple[BlockStack, ...] = ()
     if holds(m, "conv_in", "down_blocks", "up_blocks", "conv_out"):
+        arguments = UNET
         paths = tuple(path for path, _ in _blocks(m))
         reason = _unlike(m) or _in_two_parts(m, context)
     else:
-        arguments, stacks = transformer_arguments(m) if lists_blocks(m) else None, stacks_of(m)
+        found = transformer_arguments(m) if lists_blocks(m) else None
+        if found is None:
+            return None
+        arguments, stacks = found, stacks_of(m)
         paths = tuple(stack.path(index) for stack in stacks for index in range(stack.size))
         reason = _whole(m, paths)
-    if arguments is None:
-        return None
     if reason is not None:
         return Skip(reason)
     # For a quality the interval is found once everything is patched.

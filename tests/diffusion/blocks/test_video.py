@@ -124,6 +124,18 @@ def test_with_the_kernels_as_on_a_gpu(pair, family, monkeypatch):
     assert not accel.report(model).fallbacks
 
 
+@pytest.mark.parametrize("family", ["wan", "ltx"], indirect=True)
+def test_tiles_and_slices(pair):
+    model, stock = pair
+    accel.optimize(model)
+    for one in (model, stock):
+        one.enable_slicing()
+        one.enable_tiling(tile_sample_min_height=32, tile_sample_min_width=32)
+    z = latents(model, 2, 6, 5, 2)
+    assert off(decode(model, z), decode(stock, z)) < CLOSE
+    assert not accel.report(model).fallbacks
+
+
 @pytest.mark.parametrize("family", ["wan", "hunyuan"], indirect=True)
 def test_what_runs_stock(pair):
     model, stock = pair

@@ -267,6 +267,7 @@ NOTED = {
 
 
 @pytest.mark.parametrize("name", NOTED)
+@pytest.mark.share(1)
 def test_what_no_plan_can_hold_is_told_and_gives_what_it_gives(name):
     """Under inference mode tensors have no versions, by which writes would be noticed."""
     how, said = NOTED[name]

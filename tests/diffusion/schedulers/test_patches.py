@@ -224,6 +224,7 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.share(1)
 def test_timesteps_of_any_kind(name):
     """Those that are no elements of scheduler.timesteps are left to stock, which reads them."""
     scheduler, timesteps, of_stock, read, told = LOOPS[name]

@@ -74,6 +74,7 @@ def test_threads_on_one_prompt_mix_nothing(cached, tiny, another):
 
 @pytest.mark.parametrize("pair", ["sd15", "WanTransformer3DModel"], indirect=True)
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.share(2)
 def test_prompt_and_negative_prompt_in_calls_of_their_own(pair, order):
     """Pipelines of Wan and Qwen-Image make them in a context of their own."""
     model, oracle, calls = pair

@@ -23,7 +23,7 @@ STEPS = 6
 def pipe(request):
     if request.param == "sdxl":
         return request.getfixturevalue("sdxl_pipe").to("cuda", torch.float16)
-    return shipped().to("cuda")
+    return shipped(torch.float16).to("cuda")
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from support.diffusion.drawing import shipped
 
 @pytest.fixture
 def pipe():
-    return shipped()
+    return shipped(torch.float16)
 
 
 def draw(pipe, prompts, **kwargs):

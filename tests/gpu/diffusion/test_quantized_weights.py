@@ -157,7 +157,7 @@ def test_memory_is_saved_and_given_back(keep, tiny):
 
 def test_offloaded_as_a_whole():
     call = {"num_inference_steps": 4, "output_type": "pt"}
-    pipe = accel.optimize(shipped(), weights="int8")
+    pipe = accel.optimize(shipped(torch.float16), weights="int8")
     pipe.enable_model_cpu_offload()
     offloaded = pipe("a handwritten two", generator=torch.Generator().manual_seed(1), **call).images.float().cpu()
     pipe.remove_all_hooks()

@@ -122,7 +122,7 @@ def test_a_pipeline_waits_for_nothing_between_its_steps(name):
     """From the first step's callback to the last one's, with graphs captured before."""
     import diffusers
 
-    pipe = accel.optimize(shipped().to("cuda"))
+    pipe = accel.optimize(shipped(torch.float16).to("cuda"))
     pipe.scheduler = getattr(diffusers, f"{name}Scheduler").from_config(pipe.scheduler.config)
     steps = []
 

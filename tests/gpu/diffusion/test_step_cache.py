@@ -151,7 +151,7 @@ def test_loops_on_streams_of_their_own(cached, tiny):
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_pipeline_in_half_precision(offload):
-    pipe = shipped()
+    pipe = shipped(torch.float16)
     twin = copy.deepcopy(pipe)
     oracle = Oracle(twin.unet, 3)
     accel.optimize(pipe, step_cache=3)

@@ -10,9 +10,7 @@ from torch import nn
 from accel.fusion.stacked_linears import stack_rows, stacked_rows
 from accel.patching.rule import unshare
 
-CALLS_BETWEEN_MOVES = (
-    16  # calls between two moves of the same weights, so that moving costs little where they never stay
-)
+CALLS_BETWEEN_MOVES = 16  # of the same weights, so that moving costs little where they never stay
 ANYWHERE = 0  # of the storages of a copy: a pickle gives every view one as large as the whole
 
 
