@@ -64,6 +64,7 @@ ALONE = [
     ("rms_norm", "one"),
     ("layer_norm", "odd"),
     ("gated", "odd-halves"),
+    ("geglu", "turned"),
     ("fused_linear", "gate"),
     ("fused_linear", "gate-bias"),
     ("experts", "interleaved"),

@@ -52,8 +52,10 @@ def _case(rand, rows, width, activation="silu", halves=False):
 
 
 @random_cases
-def _geglu_case(rand, *shape):
-    return ((rand(*shape, spread=3.0),), {})
+def _geglu_case(rand, *shape, turned=False):
+    """turned: rows first, contiguous still where there is one of what stands behind them."""
+    x = rand(*shape, spread=3.0)
+    return (x.transpose(0, 1) if turned else x,), {}
 
 
 CASES = (
@@ -68,6 +70,7 @@ GEGLU_CASES = (
     _geglu_case("tiny", 2, 5, 64, small=True),
     _geglu_case("odd", 3, 7, 154, small=True),
     _geglu_case("one", 1, 1, 2, small=True),
+    _geglu_case("turned", 1, 4, 64, turned=True, small=True),
     _geglu_case("sd15-64", 2, 4096, 2560),
     _geglu_case("sd15-8", 2, 64, 10240),
     _geglu_case("sdxl-32", 2, 1024, 10240),

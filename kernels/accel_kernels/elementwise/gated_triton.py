@@ -33,8 +33,8 @@ def gated(gate, up, activation):
 
 def geglu(x):
     """Same argument and result as the reference."""
-    value, gate = x.chunk(2, dim=-1)
-    return _gated(gate, value, "gelu", 4, 512)
+    value, gate = x.view(-1, x.shape[-1]).chunk(2, dim=-1)  # a dimension of one row may have any stride
+    return _gated(gate, value, "gelu", 4, 512).view(*x.shape[:-1], -1)
 
 
 def _gated(gate, up, activation, block_r, block_i):

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from accel_kernels import Norm, Quantized, QuantizedRows, hopper_gemm
+from accel_kernels import Norm, Quantized, QuantizedRows, hopper_gemm, linear_geglu
 from accel_kernels.gemm import gluon_triton
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.hopper import finish_triton, hopper_gemm_triton
@@ -119,6 +119,14 @@ def test_eight_bits_on_a_cpu_are_the_reference():
             found = run(*args, modulation=modulation)
             assert found.dtype == torch.bfloat16
             assert float((found.double() - exact).norm() / exact.norm()) < 5e-3
+
+
+@pytest.mark.parametrize("case", [case for case in linear_geglu.cases if case.small], ids=lambda case: case.name)
+def test_geglu_is_a_gate_and_what_it_gates(case, monkeypatch):
+    """Whichever half of weight and bias is which; the kernel itself runs on a GPU alone."""
+    monkeypatch.setitem(vars(hopper_gemm), "triton", hopper_gemm.reference)
+    args, _ = case.make(torch.device("cpu"), torch.float32)
+    torch.testing.assert_close(linear_geglu.triton(*args), linear_geglu.reference(*args))
 
 
 def test_no_bank_conflict():

@@ -130,6 +130,22 @@ def test_other_layouts_are_repacked(kind, name):
     assert all(id(after[key]) == held[key][0] and torch.equal(after[key], held[key][1]) for key in held)
 
 
+@pytest.mark.parametrize("called", [False, True])
+def test_bitsandbytes_before_and_after_its_first_call(called):
+    model, twin = prequantized("bitsandbytes")
+    ids = torch.tensor([[3, 4, 5]])
+    before = model(ids).logits if called else None
+    accel.optimize(model)
+    assert len(held_by(model)) == 14
+    module = accel.api._plans(model)[""].patches[0].pairs[0][0].module
+    assert module.weight.numel() == 0 and module.state.CB is None and module.weight.CB is None
+    same({"x": model(ids).logits}, {"x": twin(ids).logits})
+    accel.restore(model)
+    assert not called or torch.equal(model(ids).logits, before)
+    model(ids)
+    assert module.state.CB.data_ptr() == module.weight.data_ptr()
+
+
 def test_a_half_precision_model_is_compared_in_its_own_dtype():
     model, twin = prequantized("gptq", "llama", torch.float16)
     accel.optimize(model)
@@ -247,6 +263,16 @@ def test_what_is_not_understood_is_left_alone_and_said(reason):
     assert status == "skipped" and reason in said
     accel.restore(model)
     assert not held_by(model)
+
+
+def test_four_bits_of_bitsandbytes_are_left_alone():
+    model = make("llama")
+    weight = model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    weight.data = torch.zeros(96 * 32, 1, dtype=torch.uint8)
+    weight.quant_state = object()
+    accel.optimize(model)
+    status, reason = sites(model)["model.layers.0.mlp.up_proj"]
+    assert status == "skipped" and reason.startswith("bitsandbytes' 4 bits")
 
 
 @pytest.mark.parametrize("damage", ["scales", "shape", "bits", "order"])

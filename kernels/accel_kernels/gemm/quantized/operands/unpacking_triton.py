@@ -23,6 +23,8 @@ from triton.experimental.gluon import language as gl
 from accel_kernels.device import interpreted
 from accel_kernels.gemm.quantized_weight import FORMATS
 
+BITS = {name: format.bits for name, format in FORMATS.items()}  # Triton compares what kernels read at every launch
+
 # Places 0 and 4, 1 and 5 ... of a word in p0, p1 ...: BASE + 8 + n; the word is $8.
 _NIBBLES = """.reg .b32 w1, w2, w3;
 shr.u32 w1, $8, 4;
@@ -153,7 +155,7 @@ FP8_PLANES = tl.constexpr("{\n.reg .b32 p0, p1;\n" + _FP8_FP16 + "\n" + re.sub(r
 @constexpr_function
 def per_word(format):
     """Numbers of a format in a word of 32 bits."""
-    return 32 // FORMATS[format].bits
+    return 32 // BITS[format]
 
 
 @triton.jit
@@ -236,7 +238,7 @@ def unpack_mode(dtype: torch.dtype) -> str:
 
 @constexpr_function
 def _program(format, dtype, scaled, zeros, raw):
-    results = tuple(f"${2 * pair}, ${2 * pair + 1}" for pair in range(32 // FORMATS[format].bits // 2))
+    results = tuple(f"${2 * pair}, ${2 * pair + 1}" for pair in range(32 // BITS[format] // 2))
     return _text(format, dtype, scaled, zeros, raw, results)
 
 
