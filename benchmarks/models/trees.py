@@ -19,6 +19,7 @@ import tempfile
 import time
 from contextlib import ExitStack
 from functools import partial
+from importlib import import_module
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 
@@ -43,11 +44,10 @@ class Images:
         import accel
 
         try:
-            from accel.bench.diffusion.cases import CASES
-        except ImportError:  # of a tree before it was moved there
-            from accel.bench.diffusion.cases import CASES
-
-        self.case, dtype = CASES[name], torch.float16
+            cases = import_module("accel.bench.diffusion.cases")
+        except ImportError:  # of a tree before they were moved there
+            cases = import_module("accel.bench.cases")
+        self.case, dtype = cases.CASES[name], torch.float16
         self.inputs = self.case.inputs(DEVICE, dtype)
         self.module = accel.optimize(self.case.build(DEVICE, dtype), **options)
 
