@@ -13,6 +13,7 @@ from support.command_line import CALL, DIGITS, run_command
 from support.everything import EVERYTHING
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize(
     "arguments, message",
     [
