@@ -4,6 +4,7 @@ The two take turns at the same work, so that nothing but the one line differs be
 """
 
 import statistics
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +38,7 @@ def find_folder(given: Path | None, shipped: Path, kind: str, index: str) -> Pat
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(ABC):
     """What was made and measured: results and seconds of each turn, stock's and ours."""
 
     stock: list
@@ -64,9 +65,9 @@ class Comparison:
         shown.add_row("undone by accel.restore", "", "bit-equal" if self.restored_equal else "[red]not equal[/red]")
         return shown
 
+    @abstractmethod
     def shown(self) -> Table:
         """The table of this part."""
-        raise NotImplementedError
 
     def show(self, console: Console) -> None:
         console.print(self.shown())

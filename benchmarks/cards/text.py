@@ -100,8 +100,11 @@ class Timed:
     def figures(self, rows: list[int], tokens: int, many: int) -> dict[str, dict]:
         """Milliseconds of a decode step by rows, and of a prompt: without a budget all ranks take as many turns."""
         work = cases.Work(self.model, Traffic(), 1.0, self.device, tuple(rows), (CONTEXT,), many - FEW)
-        variant, fail = Variant("", self.model), lambda error, variant: (_ for _ in ()).throw(error)
-        found: dict[str, dict] = {}
+        variant, found = Variant("", self.model), dict[str, dict]()
+
+        def fail(error: Exception, variant: str) -> None:
+            raise error
+
         for case in (*cases.decode(work), *cases.prefill(work)):
             if case.about.get("tokens", tokens) == tokens:
                 (row,) = cases.interleaved(case, [variant], self.device, 0.0, fail).values()

@@ -102,9 +102,10 @@ def main(
     each = max(1, len(source.tokens) // (batch * tiny.WINDOW))  # steps that see as many tokens as there are
     torch.manual_seed(seed)
     model = tiny.make_model(tokenizer, TOY if toy else SIZES).to(DEVICE)
-    best = Best(model, windows(tokenizer, choosing), 4 if toy else each)
+    steps = 4 if toy else round(passes * each)
+    best = Best(model, windows(tokenizer, choosing), steps if toy else min(each, steps))
     with dropping(model, dropout):
-        tiny.fit(model.train(), source, 4 if toy else round(passes * each), batch, True, best.look)
+        tiny.fit(model.train(), source, steps, batch, True, best.look)
     model.load_state_dict(best.state)
     tiny.save(model, tokenizer, out)
     held_out = windows(tokenizer, chapters(HELD_OUT))

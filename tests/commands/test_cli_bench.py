@@ -13,6 +13,7 @@ from support.command_line import CALL, DIGITS, run_command
 from support.everything import EVERYTHING
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -28,6 +29,9 @@ from support.everything import EVERYTHING
         (("tiny", "--activations", "int8"), "needs --weights int8"),
         (("tiny", "--weights", "int8-asym", "--activations", "int8"), "needs weights='int8', not 'int8-asym'"),
         (("tiny", "--weights", "fp8", "--activations", "fp8", "--dtype", "fp16"), "give --dtype bf16"),
+        (("ready", "sd99"), "'sd99' is none of"),
+        (("ready", "sd15+int8"), "'sd15+int8': behind a plus stands one of"),
+        (("ready", "llama-8b+case"), "'llama-8b+case': behind a plus stands one of"),
     ],
     ids=str,
 )

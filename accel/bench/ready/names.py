@@ -30,17 +30,14 @@ class NamedModel:
 
     @classmethod
     def parse(cls, text: str) -> "NamedModel":
-        """Raises ValueError for what is no model of these benchmarks, or is asked for in a way that there is not.
-
-        A folder with a language model is one.
-        """
+        """Raises ValueError for what is no model of these benchmarks, or is asked for in a way that there is not."""
         name, _, way = text.partition("+")
         if way == SCRIPT:
             if name not in SCRIPTS:
                 raise ValueError(f"{name!r} is none of {', '.join(SCRIPTS)}")
         elif name not in CONFIGS and name not in CASES:
             raise ValueError(f"{name!r} is none of {', '.join([*CONFIGS, *CASES])}")
-        elif way != CASE and way not in (WAYS if name in CONFIGS else WAYS[:1]):
+        elif way not in (*(WAYS if name in CONFIGS else WAYS[:1]), *([CASE] if name in CASES else ())):
             valid = f"one of {', '.join(WAYS[1:])}, of a language model, or {SCRIPT}"
             raise ValueError(f"{text!r}: behind a plus stands {valid}")
         return cls(name, way)

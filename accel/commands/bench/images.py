@@ -109,7 +109,8 @@ def bench(
                 traceback.print_exc()
                 done.append({"case": name, "failed": [{"variant": "stock", "reason": logged(error)}], "skipped": []})
             progress.advance(task)
-    console.print(results.table([result for result in done if "ready" in result]))
+    if measured := [result for result in done if "ready" in result]:
+        console.print(results.table(measured))
     for result in done:
         if "lost" in result:
             console.print(results.lost(result), highlight=False)
