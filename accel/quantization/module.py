@@ -181,8 +181,8 @@ def row_tensors(linear: nn.Linear) -> tuple[torch.Tensor | None, ...]:
     Of one that is divided among ranks, this rank's part.
     """
     parameters, buffers = linear._parameters, linear._buffers  # at every product: attributes take ten times as long
-    bias = parameters.get("bias")
-    bias = None if bias is None else local(bias)
+    held = parameters.get("bias")
+    bias = None if held is None else local(held)
     if type(linear) is QuantizedLinear:
         return buffers["data"], buffers["scales"], buffers["zeros"], bias
     weight = parameters["weight"]
