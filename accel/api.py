@@ -18,14 +18,23 @@ from accel.in_flight import alone, others_run_stock
 from accel.libraries.versions import newer_than_tested
 from accel.options import Activations, Attention, Cpu, KvCache, Layout, Options, Parallel, choose
 from accel.parallel.ranks import world
-from accel.patching.context import Context
 from accel.patching.owner import disown_inside
+from accel.patching.rule import Context
 from accel.planning import whole_models
-from accel.planning.parts import WeakList, forget, remember, replaced_models, why_still_optimized
-from accel.planning.plan import PLAN, Plan, choices_file, create_context, leave, plan_of
+from accel.planning.plan import PLAN, Plan, Row, choices_file, create_context, leave, plan_of
 from accel.planning.ranks import agree_to_optimize
-from accel.planning.stages import Row
-from accel.planning.targets import is_pipeline, models_in, nothing_in, on_meta, parts_in
+from accel.planning.targets import (
+    WeakList,
+    forget_optimized,
+    is_pipeline,
+    models_in,
+    note_optimized,
+    nothing_in,
+    on_meta,
+    parts_in,
+    replaced_models,
+    why_still_optimized,
+)
 from accel.report import Report
 from accel.verification.metrics import Quality
 from accel.verification.verify import against_stock
@@ -121,7 +130,7 @@ def optimize(
     for name, plan in zip(applied, plans, strict=True):
         plan.users = WeakList(before[name].users if before[name] is not None else ())
         plan.settle()
-    remember(obj, plans)
+    note_optimized(obj, plans)
     for told in (*newer_than_tested(), *(told for plan in plans for told in plan.warnings)):
         warnings.warn(f"accel.optimize: {told}", stacklevel=2)
     return obj
@@ -226,7 +235,7 @@ def restore(obj: T) -> T:
             vars(plan.root).pop(PLAN)
     for part in parts_in(obj).values():
         disown_inside(part)
-    forget(obj)
+    forget_optimized(obj)
     for told in left:
         warnings.warn(f"accel.restore: {told}", stacklevel=2)
     lost = sum(not row["reversible"] for plan in plans for row in plan.weights)

@@ -1,8 +1,8 @@
 """Layers whose weights diffusers stores in few bits and casts around each call.
 
-With `enable_layerwise_casting` a hook gives a layer weights of the compute dtype, and takes them back after the call.
-Code that computes for such layers without calling them opens a scope. Inside it the weights have the compute dtype; at
-its end the stored bytes are back in place. Graphs use a scope too, since addresses must not change.
+With `enable_layerwise_casting` a hook casts a layer's weights to the compute dtype, and puts the stored ones back after
+the call. Code that computes for such layers without calling them does the same in a context. Graphs use another, since
+addresses must not change.
 """
 
 from collections.abc import Iterable, Iterator
@@ -57,24 +57,20 @@ def casts_of(modules: Iterable[object]) -> tuple[Cast, ...]:
 def cast_up(casts: Iterable[Cast]) -> Iterator[None]:
     """Inside, these layers have weights of the compute dtype, and their hooks do nothing."""
     casts = tuple(casts)
-    before = _set_hooks((cast, _pass_arguments, _pass_output) for cast in casts)
-    taken = _give(casts)
-    try:
-        yield
-    finally:
-        _take_back(taken)
-        _restore_hooks(before)
+    with _hooks_replaced((cast, _pass_arguments, _pass_output) for cast in casts):
+        taken = _give(casts)
+        try:
+            yield
+        finally:
+            _take_back(taken)
 
 
 @contextmanager
 def in_place(casts: Iterable[Cast]) -> Iterator[None]:
     """Inside, hooks cast weights without moving the stored ones, so that a CUDA graph can be captured."""
-    around = [(cast, Around(cast)) for cast in casts]
-    before = _set_hooks((cast, one.give, one.take_back) for cast, one in around)
-    try:
+    around = map(Around, casts)
+    with _hooks_replaced((one.cast, one.give, one.take_back) for one in around):
         yield
-    finally:
-        _restore_hooks(before)
 
 
 class Around:
@@ -102,24 +98,24 @@ def _pass_output(module: nn.Module, output: Any) -> Any:
     return output
 
 
-def _set_hooks(ours: Iterable[tuple[Cast, Any, Any]]) -> list[tuple[Any, Any, Any]]:
+@contextmanager
+def _hooks_replaced(ours: Iterable[tuple[Cast, Any, Any]]) -> Iterator[None]:
+    """Inside, the hooks of each layer are these, before and after its forward."""
     before = []
-    for cast, pre, post in ours:
-        reference = cast.reference
-        before.append((reference, reference.pre_forward, reference.post_forward))
-        reference.pre_forward, reference.post_forward = pre, post
-    return before
-
-
-def _restore_hooks(before: list[tuple[Any, Any, Any]]) -> None:
-    for reference, pre, post in reversed(before):
-        reference.pre_forward, reference.post_forward = pre, post
+    try:
+        for cast, pre, post in ours:
+            reference = cast.reference
+            before.append((reference, reference.pre_forward, reference.post_forward))
+            reference.pre_forward, reference.post_forward = pre, post
+        yield
+    finally:
+        for reference, pre, post in reversed(before):
+            reference.pre_forward, reference.post_forward = pre, post
 
 
 def _give(casts: Iterable[Cast]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(weight, what it was) of all that are cast now: side by side, those of one name and one dtype after each other.
-
-    Queries', keys' and values' weights are then one matrix, which is found by where they lie.
+    """Casts the weights; returns (weight, stored data) of each. Those of one name and dtype are adjacent in memory, so
+    that the weights of queries, keys and values are one matrix.
     """
     groups: dict[tuple, list[torch.Tensor]] = {}
     seen: set[int] = set()

@@ -1,11 +1,11 @@
-"""When two tensors are the same result, computed in different ways: by the bounds of `tolerances.py`."""
+"""Whether two tensors are the same result, computed in different ways, by the bounds of `tolerances.py`."""
 
 from collections.abc import Iterable
 
 import torch
 from torch.linalg import vector_norm
 
-from accel.tolerances import FORMULA, SUM_EPS, bound
+from accel.tolerances import FORMULA, SHARES, SUM_EPS, bound
 
 TOKENS = 16  # at once: in float64, logits of a long text are large
 
@@ -48,10 +48,10 @@ def relative_rms_by_token(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tens
 def first_differences(
     stock: torch.Tensor, ours: torch.Tensor, logits: torch.Tensor
 ) -> tuple[int, list[tuple[float, torch.Tensor]]]:
-    """How many tokens are equal up to each row's first difference; and of rows that differ, what stock thought there:
-    the margin by which it preferred its own token, and its logits.
+    """How many tokens are equal before each row's first difference, and for rows that differ the margin by which stock
+    preferred its own token there, and its logits.
 
-    stock, ours: (rows, tokens); logits: stock's when it wrote, (rows, tokens, vocabulary).
+    stock, ours: (rows, tokens); logits: of stock's run, (rows, tokens, vocabulary).
     """
     stock, ours = stock.cpu(), ours.cpu()
     equal, found = 0, []
@@ -70,6 +70,14 @@ def agree(got: torch.Tensor, wanted: torch.Tensor, slack: float = 1.0) -> bool:
     return relative_rms(got, wanted) <= slack * bound(FORMULA, wanted.dtype)
 
 
+def rows_agree(got: torch.Tensor, wanted: torch.Tensor, allowed: float = SHARES[torch.float32]) -> bool:
+    """Whether no number of a row is further off than this share of the row's largest."""
+    if got.shape != wanted.shape:
+        return False
+    got, wanted = got.float(), wanted.float()
+    return bool(((got - wanted).abs() <= allowed * wanted.abs().amax(-1, keepdim=True)).all())
+
+
 def factor(part: torch.Tensor, wanted: torch.Tensor) -> float:
     """The number by which `part` comes closest to `wanted`."""
     part, wanted = part.flatten().double(), wanted.flatten().double()
@@ -84,10 +92,10 @@ def named_factor(found: float, dtype: torch.dtype, holders: tuple) -> float | No
 
 
 def is_sum(base: torch.Tensor, branch: torch.Tensor, scale: float, total: torch.Tensor) -> bool:
-    """Whether total = base + scale * branch, but for what rounding does to a sum of this size; all (..., channels).
+    """Whether total = base + scale * branch up to rounding; all (..., channels).
 
-    Measured against the branch, which may be small: a factor on it must show. Token by token, for some are a thousand
-    times larger than others and would hide them.
+    Measured against the branch, which may be small, so that a factor on it shows. Token by token, since some are a
+    thousand times larger than others.
     """
     base, branch, exact = base.double(), scale * branch.double(), total.double()
     error, large, small = (tensor.norm(dim=-1) for tensor in (exact - base - branch, exact, branch))

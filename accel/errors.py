@@ -1,5 +1,5 @@
-"""Errors a user may catch, such as `accel.errors.PatchConflict`. And of code that tries something: which of its errors
-end the call they happen in, and how the others are told.
+"""Errors that users may catch, such as `accel.errors.PatchConflict`; and which errors of a trial end the call, and how
+the others are reported.
 """
 
 import logging
@@ -42,7 +42,7 @@ class InUse(RuntimeError):
 
 
 def fatal(error: BaseException) -> bool:
-    """Whether nothing else should be tried: memory is short, the GPU has failed, or the user has to decide."""
+    """Whether nothing else should be tried: memory is short, the GPU failed, or the user must decide."""
     if not isinstance(error, Exception):  # KeyboardInterrupt, SystemExit
         return True
     if isinstance(error, Refused | RanksApart | InUse | MemoryError | torch.OutOfMemoryError | torch.AcceleratorError):
@@ -51,18 +51,18 @@ def fatal(error: BaseException) -> bool:
 
 
 def of_a_kernel(error: BaseException) -> bool:
-    """Whether a kernel could not be compiled: the error says nothing of the model, nor of how it was called."""
+    """Whether a kernel did not compile, which says nothing about the model or the call."""
     return type(error).__module__.partition(".")[0] == "triton"
 
 
 def reason_of(error: BaseException, *, memory: bool = False) -> str:
-    """One line for the report about an error after which work goes on; logs the traceback. Raises it where `fatal`.
+    """`logged(error)`, for an error after which work goes on. Raises it if `fatal`.
 
-    memory: running out of memory is not fatal, as what was tried takes memory that stock does not take.
+    memory: running out of memory is not fatal, since the trial needs memory that stock does not.
     """
     if fatal(error) and not (memory and out_of_memory(error)):
         raise error
-    return told(error)
+    return logged(error)
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -72,10 +72,10 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and fatal(error) and any(words in str(error) for words in MEMORY)
 
 
-def told(error: BaseException) -> str:
-    """The error in one line, for a report; with its traceback it goes to the log, at the level of debugging.
+def logged(error: BaseException) -> str:
+    """The error in one line, for a report; logs it with its traceback, at debug level.
 
-    Alone only where every error is an outcome: a measurement's row, a capture that CUDA refuses.
+    To be called by itself only where every error is an outcome, such as of a measurement or a capture.
     """
     LOG.debug("%s", error, exc_info=error)
     first = str(error).partition("\n")[0]

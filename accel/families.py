@@ -9,9 +9,8 @@ from torch import nn
 
 from accel.errors import SkippedSite
 from accel.libraries.models import is_causal_lm as is_language_model
-from accel.patching.context import Context
-from accel.planning.plan import Plan
-from accel.planning.stages import Row, StageReport, StageResult
+from accel.patching.rule import Context
+from accel.planning.plan import Plan, Row, StageReport, StageResult
 from accel.planning.targets import is_scheduler, stays_stock
 
 

@@ -1,9 +1,9 @@
-"""Calls that threads have under way in a model: it is changed between them, not within one.
+"""Keeps a model from being changed while threads are in calls of it.
 
-A change takes several steps: forwards are replaced one by one, weights move to other memory. A call that meets half of
-them would be wrong, and torch may read a weight while it moves. So whoever changes a model is `alone` in it: new calls
-wait at the modules' gate, calls under way end first. Stock calls run no code of accel's, so they are found by the
-frames in which threads run. That takes milliseconds, unless a call takes longer.
+A change takes several steps: forwards are replaced one by one, weights move to other memory. A call in between would be
+wrong, and torch may read a weight while it moves. So changes are made inside of `alone`: calls under way end first, new
+calls wait at the modules' gate. Stock calls run no code of accel's, so they are found by the frames of threads. That
+takes milliseconds, unless a call takes longer.
 
 While a model is examined and tried, which takes seconds, calls of other threads run stock: `others_run_stock`.
 
@@ -27,19 +27,19 @@ from accel.errors import InUse
 PATIENCE = 60.0  # seconds that a change waits for calls under way
 GATE = "_call_impl"  # of a module: what calling it looks up on the instance
 CALL = nn.Module._call_impl.__code__
-CHANGED = threading.Condition()  # a door was opened, or who may pass it is known
+CHANGED = threading.Condition()  # notified when a gate opens, or knows which calls may pass
 
 
 class Permit:
-    """Tells the callables that accel put on one object whether they may do more than its class: see `Mark`."""
+    """Tells the callables that accel put on one object whether they may run fused: see `Mark`."""
 
-    door: "CallGate | None" = None
+    gate: "CallGate | None" = None
     trial: "Trial | None" = None
 
     def refuses(self) -> bool:
         """Whether this call is to run stock. Waits while the object is changed, which may leave stock alone there."""
-        trial, door = self.trial, self.door
-        return (trial is not None and trial.thread != threading.get_ident()) or (door is not None and door.passed())
+        trial, gate = self.trial, self.gate
+        return (trial is not None and trial.thread != threading.get_ident()) or (gate is not None and gate.passed())
 
 
 class CallGate:
@@ -56,7 +56,7 @@ class CallGate:
         return CallGate, ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = sys._getframe(1).f_locals["self"]  # shallow copies of a module hold its door too
+        module = sys._getframe(1).f_locals["self"]  # shallow copies of a module hold its gate too
         self.passed()
         return getattr(type(module), GATE)(module, *args, **kwargs)
 
@@ -79,7 +79,7 @@ class CallGate:
 
 
 class Here:
-    """A hook for calls on the thread that makes it; to calls on others it does nothing."""
+    """A hook that acts only on the thread that made it."""
 
     def __init__(self, hook: Callable) -> None:
         self.hook, self.thread = hook, threading.get_ident()
@@ -106,10 +106,9 @@ TRIAL: ContextVar[Trial | None] = ContextVar("accel_trial", default=None)
 
 @contextmanager
 def others_run_stock() -> Iterator[Callable]:
-    """Inside, calls of other threads run the class's own code of whatever is put on an object here.
+    """Inside, calls of other threads run stock, whatever is patched here.
 
-    Yields what ends that, given the models: those calls have ended by then, so that none goes on fused that began
-    stock.
+    Yields a function that ends this for given models, once such calls have ended: none goes on fused that began stock.
     """
     trial = Trial()
 
@@ -130,7 +129,7 @@ def join_trial(permit: Permit) -> None:
     trial = TRIAL.get()
     if trial is not None:
         permit.trial = trial
-        trial.permits.append(permit)  # and now there are two references to it, by which they know that they must ask
+        trial.permits.append(permit)  # the second reference to it, by which callables know that they must ask
 
 
 @contextmanager
@@ -139,11 +138,11 @@ def alone(*models: nn.Module, anyway: bool = False) -> Iterator[None]:
 
     Raises InUse where a call does not end in time, unless the change is to be made anyway.
     """
-    with _closed(models) as door:
-        if door is not None and door.inside:
+    with _closed(models) as gate:
+        if gate is not None and gate.inside:
             until = time.monotonic() + PATIENCE
             pause = 1e-4
-            while calls := _running(door.inside):
+            while calls := _running(gate.inside):
                 if time.monotonic() > until:
                     if anyway:
                         break
@@ -152,16 +151,16 @@ def alone(*models: nn.Module, anyway: bool = False) -> Iterator[None]:
                 pause = min(2 * pause, 0.01)
             _synchronize(models)
         yield
-        if door is not None:
+        if gate is not None:
             _synchronize(models)
 
 
 @contextmanager
 def alone_if_idle(*models: nn.Module) -> Iterator[bool]:
     """Whether no other thread is in a call of these models; then none begins inside. For changes that can wait."""
-    with _closed(models) as door:
-        yield door is None or not door.inside
-        if door is not None:
+    with _closed(models) as gate:
+        yield gate is None or not gate.inside
+        if gate is not None:
             _synchronize(models)
 
 
@@ -172,45 +171,45 @@ def _closed(models: tuple[nn.Module, ...]) -> Iterator[CallGate | None]:
         yield None
         return
     modules = {id(module): module for model in models for module in model.modules()}
-    door = CallGate(threading.get_ident())
+    gate = CallGate(threading.get_ident())
     with CHANGED:
-        CHANGED.wait_for(lambda: all(held is None or held._open() for held in map(_door, modules.values())))
+        CHANGED.wait_for(lambda: all(held is None or held._open() for held in map(_gate_of, modules.values())))
         mine = [module for module in modules.values() if _free(module)]
         permits = [one for module in mine for one in vars(module).values() if isinstance(one, Permit)]
         for module in mine:
-            vars(module)[GATE] = door
+            vars(module)[GATE] = gate
         for permit in permits:
-            permit.door = door
+            permit.gate = gate
     try:
         inside = _inside(set(map(id, mine)))
         with CHANGED:
-            door.inside = inside
+            gate.inside = inside
             CHANGED.notify_all()
-        yield door
+        yield gate
     finally:
         with CHANGED:
             for module in mine:
-                if vars(module).get(GATE) is door:
+                if vars(module).get(GATE) is gate:
                     del vars(module)[GATE]
             for permit in permits:
-                permit.door = None
-            door.thread = door.inside = None
+                permit.gate = None
+            gate.thread = gate.inside = None
             CHANGED.notify_all()
 
 
-def _door(module: nn.Module) -> CallGate | None:
+def _gate_of(module: nn.Module) -> CallGate | None:
     found = vars(module).get(GATE)
     return found if isinstance(found, CallGate) else None
 
 
 def _free(module: nn.Module) -> bool:
-    """Whether this thread has no door there yet; one of nobody's is a copy's."""
+    """Whether this thread has no gate there yet; one of nobody's is a copy's."""
     found = vars(module).get(GATE)
     return found is None or (isinstance(found, CallGate) and found.thread is None)
 
 
 def _others() -> dict[int, FrameType]:
-    """Where the other threads are. A frame that kept its own thread's would keep all that is in it."""
+    """The frames of the other threads."""
     frames = sys._current_frames()
     del frames[threading.get_ident()]
     return frames
@@ -229,7 +228,7 @@ def _inside(owners: set[int]) -> dict[int, FrameType]:
 
 
 def _called(frame: FrameType) -> object:
-    """The object whose call runs in this frame: a module, or the owner of something that accel put there."""
+    """The object whose call runs in this frame: a module, or the owner of a callable that accel put on it."""
     if frame.f_code is CALL:
         return frame.f_locals.get("self")
     if not frame.f_globals.get("__name__", "").startswith("accel."):
@@ -263,9 +262,9 @@ def _told(calls: dict[int, FrameType], models: tuple[nn.Module, ...]) -> str:
 
 
 def _synchronize(models: tuple[nn.Module, ...]) -> None:
-    """Devices have done what they were given, before memory moves, and after."""
+    """Waits for the devices, before memory moves, and after."""
     if not torch.cuda.is_initialized():
         return
     for device in {one.device for model in models for one in model.parameters() if one.is_cuda}:
         for stream in (torch.cuda.default_stream(device), torch.cuda.current_stream(device)):
-            stream.synchronize()  # of the device would be an error while another thread captures a graph
+            stream.synchronize()  # not the device, which is an error while another thread captures a graph

@@ -15,13 +15,13 @@ STUDIES = {  # name: module, and a line of what it measures
     "chain": ("kernels.chain", "all products of a token, and attention, in one CUDA graph"),
     "kv-cache": ("kernels.stored_attention:decode", "attention of a decode step over a store in 16 and 8 bits"),
     "prompt-attention": ("kernels.stored_attention:prompts", "attention of a prompt by each way, by length"),
-    "cpu-rows": ("kernels.cpu_rows", "one row times a matrix in 8 bits on one thread of a CPU"),
     "quality": ("quality.measure", "perplexity on held-out text by how a model is stored"),
     "quality-model": ("quality.training", "trains the model of 98 million weights that `quality` measures"),
     "key-constants": ("quality.keys", "keys in 8 bits where channels are constants"),
     "calibrating": ("quality.calibrating", "time and memory of accel.quantize with calibration"),
     "sensitive-layers": ("quality.sensitive", "which layers of a denoiser lose most in 8 bits"),
-    "peers": ("models.peers", "torchao's and bitsandbytes' quantized models beside accel's"),
+    "text": ("models.text", "language models by settings: stock, accel, other packages, spread over cards"),
+    "text-batches": ("models.text:batches", "generate_batch of a language model by settings"),
     "plots": ("plots.draw", "docs/images from benchmarks/results"),
     "ablation": ("models.ablation", "what each mechanism gives, on cases of `accel bench`"),
     "engine-steps": ("models.engine", "Python of one step of the batching engine"),
@@ -32,11 +32,7 @@ STUDIES = {  # name: module, and a line of what it measures
     "collectives": ("cards.collectives", "torchrun: sums and exchanges over the cards of one host"),
     "cards-text": ("cards.text", "torchrun: a language model divided over cards"),
     "cards-diffusion": ("cards.diffusion", "torchrun: SDXL and Flux on several cards"),
-    "loading-shards": ("cards.loading", "torchrun: a model loaded from whole files and from each rank's own"),
-    "spread-steps": ("cards.spread:steps", "a token of a model spread over cards by accelerate"),
-    "spread-batches": ("cards.spread:batches", "generate_batch of a model spread over cards"),
     "scaling": ("cards.scaling", "how a step shrinks with cards, calculated beside what was measured"),
-    "read-patterns": ("kernels.read_patterns_triton", "how fast a GPU reads by bytes of a row at once"),
 }
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from accel.bench.machine import provenance
-from accel.bench.results import BenchRecord
+from accel.bench.results import BenchRecord, write
 from accel.bench.timing import burst
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -33,8 +33,7 @@ class Study(BenchRecord):
 
     def _write(self, result: dict) -> None:
         if self.out is not None and self.first:
-            self.out.parent.mkdir(parents=True, exist_ok=True)
-            self.out.write_text(json.dumps(finite(result), indent=1, default=str) + "\n")
+            write(result, self.out, indent=1)
 
     def add(self, part: str, row: dict) -> None:
         super().add(part, row)
@@ -61,22 +60,13 @@ class Study(BenchRecord):
             self.save()
 
 
-def finite(value: object) -> object:
-    """JSON has no infinity."""
-    if isinstance(value, dict):
-        return {key: finite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def numbers(text: str) -> list[int]:
     """Of "1,8,32"."""
     return [int(one) for one in text.split(",") if one]
 
 
-def words(text: str) -> list[str]:
-    return [one for one in text.split(",") if one]
+def words(text: str, between: str = ",") -> list[str]:
+    return [one for one in text.split(between) if one]
 
 
 def steady_ms(step: Callable[[int], object], warm: int, calls: int) -> float:
@@ -84,8 +74,3 @@ def steady_ms(step: Callable[[int], object], warm: int, calls: int) -> float:
     for i in range(warm):
         step(i)
     return statistics.median(burst(step, calls, DEVICE))
-
-
-def relative_rms(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Of the difference, by that of what is wanted."""
-    return float((got.double() - wanted.double()).norm() / wanted.double().norm())

@@ -16,11 +16,10 @@ from accel.cuda_graphs import pays
 from accel.libraries import versions
 from support.diffusion import calls as live_calls
 from support.diffusion import changes as live_changes
-from support.diffusion.rounded_rows import Oracle
+from support.diffusion.oracles import Oracle
 from support.diffusion.tiny_models import UNETS, make_sdxl_pipeline, make_unet, make_vae, unet_inputs
 from support.everything import EVERYTHING
-from support.kernels.numbers import assert_as_good_as_torch
-from support.kernels.routing import poisoned
+from support.kernels.numbers import assert_as_good_as_torch, poisoned
 from support.state import assert_same_state, differences, snapshot
 
 

@@ -12,13 +12,13 @@ from accel_kernels.attention.backends import AttentionChooser
 from accel_kernels.gemm.linear import torch_linear
 from torch import nn
 
-from accel.bench.memory import release
+from accel.bench.memory import allocated_bytes
 from accel.bench.timing import burst, seconds
 from accel.diffusion.family import RULES, graph_paths
 from accel.fusion.loop import DenoisingLoop, ForwardCounter
 from accel.options import Options
-from accel.patching.context import Context
 from accel.patching.fast_forward import Kernels
+from accel.patching.rule import Context
 from accel.planning.plan import Plan, create_context
 
 WARM_UP = 4  # calls: eager, captured, replayed, and once more
@@ -146,8 +146,7 @@ def _plan(model: nn.Module, mechanism: Mechanism) -> tuple[Plan, Context]:
 
 @torch.no_grad()
 def _timed(call: Callable[[], object], device: torch.device, budget_s: float) -> dict:
-    release(device)
-    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    before = allocated_bytes(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     for _ in range(WARM_UP):

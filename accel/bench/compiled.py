@@ -4,12 +4,13 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from accel.bench.case import Case
+from accel.bench.diffusion.case import Case
 
 
 @contextmanager
@@ -26,8 +27,23 @@ def fresh_inductor_cache() -> Iterator[None]:
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
+class Compiler(NamedTuple):
+    """kind: whether it gets the "whole" of something, or the "blocks" that repeat, which are quick to compile again.
+
+    step(obj, inputs): makes a step of an object, which is changed: hand in one of its own.
+    """
+
+    kind: str
+    step: Callable[[Any, list[dict]], Callable[[int], Any]]
+
+
+def compiler_of(case: Case) -> Compiler | None:
+    """Of a case that torch.compile can be asked for."""
+    return None if case.compiled is None else Compiler(case.compiled, partial(compiled_step, case))
+
+
 def compiled_step(case: Case, module: nn.Module, inputs: list[dict]) -> Callable[[int], torch.Tensor]:
-    """step(i) is call number i of the module, which is changed: hand in one of its own."""
+    """step(i) is call number i of the module, which is changed."""
     if case.compiled == "blocks":
         compile_blocks(module)
         return lambda i: case.call(module, inputs[i % len(inputs)])

@@ -17,6 +17,12 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+def allocated_bytes(device: torch.device) -> int:
+    """By torch's allocator, once what nothing uses is given back; 0 on a CPU."""
+    release(device)
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
 def peak_mb(device: torch.device, first: Callable[[], object], steady: Callable[[], object]) -> dict | None:
     """MiB at the peak of `first` and `steady` together, and what the allocator holds on to while `steady` runs.
 

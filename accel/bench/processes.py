@@ -23,13 +23,20 @@ def spawn(module: str, arguments: list[str], caches: Path | None, timeout: float
         try:
             printed, errors = begun.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            begun.terminate()  # torchrun then ends its ranks, which outlive it where it is killed
-            try:
-                begun.communicate(timeout=GRACE_S)
-            except subprocess.TimeoutExpired:
-                begun.kill()
             raise RuntimeError(f"{module} {' '.join(arguments)} took more than {timeout:.0f} s") from None
+        finally:
+            _end(begun)
     if begun.returncode:
         raise RuntimeError(f"{module} {' '.join(arguments)} failed:\n{errors[-2000:]}")
     found: dict = json.loads(printed.strip().splitlines()[-1])
     return found
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Where it still runs, tells it to end: torchrun then ends its ranks, which outlive it where it is killed."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.communicate(timeout=GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()

@@ -1,17 +1,21 @@
-"""Results as they grow, as files and as a table."""
+"""Results as they grow, as files and as tables."""
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from rich.table import Table
 
 from accel.bench.timing import Clock
-from accel.errors import told
+from accel.errors import logged
 
 VARIANTS = ("stock", "compile", "accel")
 REASON = 300  # letters of an error that are kept
+
+
+class WrongResult(RuntimeError):
+    """What is optimized is not as exact as it must be; no figure is reported."""
 
 
 class BenchRecord:
@@ -56,59 +60,81 @@ class BenchRecord:
     def fail(self, error: Exception, **where: object) -> None:
         """Of another process's traceback the last line is told."""
         lines = str(error).strip().splitlines()
-        reason = f"{type(error).__name__}: {lines[-1]}" if lines and "Error" in lines[-1] else told(error)
+        reason = f"{type(error).__name__}: {lines[-1]}" if lines and "Error" in lines[-1] else logged(error)
         self.failed.append({**where, "reason": reason[:REASON]})
 
 
 def save(result: dict, folder: Path, device_slug: str, usual: str = "float16") -> Path:
     """Writes `<device>-<case>.json`, with the dtype in the name where it is not the usual one of a GPU."""
     suffix = "" if result["dtype"] == usual or device_slug == "cpu" else f"-{result['dtype']}"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{device_slug}-{result['case']}{suffix}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n")
+    return write(result, folder / f"{device_slug}-{result['case']}{suffix}.json")
+
+
+def write(result: dict, path: Path, indent: int = 2) -> Path:
+    """The result as JSON in this file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(jsonable(result), indent=indent, default=str) + "\n")
     return path
 
 
-def _memory(result: dict, variant: str) -> str:
-    peak = result["peak_memory_mb"].get(variant)
-    return f"{peak['allocated']:,.0f} MiB" if peak else "-"
+def jsonable(value: object) -> object:
+    """JSON has no infinity."""
+    if isinstance(value, dict):
+        return {key: jsonable(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _ready(result: dict, variant: str) -> str:
-    ready = result["ready"]
-    if variant == "compile":
-        warm = f" / {ready['compile_warm_s']:.1f}" if "compile_warm_s" in ready else ""
-        return f"{ready['compile_s']:.1f}{warm}"
-    if variant == "accel":
-        return f"{ready['cold_s']:.1f} / {ready['warm_s']:.1f}" if "cold_s" in ready else f"{ready['in_process_s']:.1f}"
-    return f"{ready['stock_first_call_s']:.1f}" if "stock_first_call_s" in ready else "-"
+def new_table(title: str, *headings: str, left: int = 1) -> Table:
+    """An empty table; its first `left` columns are words, the others numbers."""
+    shown = Table(title=title, title_justify="left")
+    for number, heading in enumerate(headings):
+        shown.add_column(heading, justify="left" if number < left else "right", no_wrap=number < left)
+    return shown
+
+
+def cell(value: float | None, form: str) -> str:
+    """The value in this form, or a dash."""
+    return "-" if value is None else form.format(value)
+
+
+def trouble_lines(result: dict) -> Iterable[str]:
+    """What failed and what was left out, a line each."""
+    for word, rows in (("failed", result["failed"]), ("left out", result["skipped"])):
+        for row in rows:
+            about = " ".join(filter(None, (row.get("part"), row.get("case"), row.get("variant"))))
+            yield f"{word}: {about}: {row['reason']}"
 
 
 def table(results: list[dict]) -> Table:
     """One row for each variant of each case."""
     title = "ms a call (medians), seconds to ready, relative error against full precision"
-    shown = Table(title=title, title_justify="left")
-    shown.add_column("case", no_wrap=True)
-    shown.add_column("variant", no_wrap=True)
-    for name in ("ms", "speed-up", "cold / warm s", "peak", "error"):
-        shown.add_column(name, justify="right", no_wrap=True)
+    shown = new_table(title, "case", "variant", "ms", "speed-up", "cold / warm s", "peak", "error", left=2)
     for result in results:
         present = [name for name in VARIANTS if name in result]
         for variant in present:
-            median = result[variant]["median_ms"]
-            error = result["error"].get(f"{variant}_vs_fp32")
+            median, peak = result[variant]["median_ms"], result["peak_memory_mb"].get(variant)
             shown.add_row(
                 result["case"] if variant == present[0] else "",
                 variant,
                 f"{median:.2f}",
                 f"{result['stock']['median_ms'] / median:.2f}x" if "stock" in result else "-",
-                _ready(result, variant),
-                _memory(result, variant),
-                f"{error:.1e}" if error is not None else "-",
+                _ready(result["ready"], variant),
+                f"{peak['allocated']:,.0f} MiB" if peak else "-",
+                cell(result.get("error", {}).get(f"{variant}_vs_fp32"), "{:.1e}"),
                 style="bold" if variant == "accel" else None,
                 end_section=variant == present[-1],
             )
     return shown
+
+
+def _ready(ready: dict, variant: str) -> str:
+    keys = {"stock": ("stock_first_call_s",), "compile": ("compile_s", "compile_warm_s"), "accel": ("cold_s", "warm_s")}
+    found = [ready[key] for key in keys[variant] if key in ready]
+    if variant == "accel" and not found:
+        found = [ready[key] for key in ("in_process_s",) if key in ready]
+    return " / ".join(f"{seconds:.1f}" for seconds in found) or "-"
 
 
 def lost(result: dict) -> str:

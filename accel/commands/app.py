@@ -5,9 +5,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from accel.commands.bench.batch import bench_batch
 from accel.commands.bench.images import bench
-from accel.commands.bench.llm import bench_llm
+from accel.commands.bench.language_models import bench_batch, bench_llm
 from accel.commands.bench.ready import bench_ready
 from accel.commands.bench.scripts import bench_scripts
 from accel.commands.demo import demo

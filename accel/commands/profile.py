@@ -2,13 +2,13 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from accel.commands.options import DEVICE_HELP, JSON_HELP, parse_device, parse_dtype, quiet, user_errors
+from accel.commands.bench.language_models import KIND_HELP, known_model
+from accel.commands.options import DEVICE_HELP, JSON_HELP, quiet, user_errors
 from accel.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -21,18 +21,14 @@ def profile(
     context: Annotated[int, typer.Option(min=1, help="tokens before it")] = 512,
     stock: Annotated[bool, typer.Option("--stock", help="of the model as it is, without accel")] = False,
     device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
-    dtype: Annotated[str | None, typer.Option(help="fp16, bf16 or fp32; bf16 on a GPU, fp32 elsewhere")] = None,
+    dtype: Annotated[str | None, typer.Option(help=KIND_HELP)] = None,
     as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> None:
     """Show where the time of a language model's decode step goes, beside the least that its bytes would take."""
-    from accel.bench.llm.configs import CONFIGS
     from accel.bench.llm.models import build
     from accel.bench.llm.profile import profile as measure
 
-    place = parse_device(device)
-    kind = parse_dtype(dtype or ("bf16" if place.type == "cuda" else None), place)
-    if model not in CONFIGS and not Path(model).is_dir():
-        raise typer.BadParameter(f"{model!r} is neither a folder nor one of {', '.join(CONFIGS)}", param_hint="MODEL")
+    place, kind = known_model(model, device, dtype, "MODEL")
     quiet()
     console = Console()
     with progress_bar(console) as progress:

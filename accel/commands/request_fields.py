@@ -11,7 +11,7 @@ from fastapi import HTTPException
 from jinja2 import TemplateError
 from transformers import GenerationConfig
 
-from accel.errors import told
+from accel.errors import logged
 from accel.libraries.server import checking, logger
 from accel.llm.batching.sampling import OF_SAMPLING, SETTINGS, Setting
 
@@ -44,8 +44,8 @@ def refusing(handler: type) -> type:
                 check_fields(body)
                 return await super().handle_request(body, request_id)
             except (ValueError, TypeError, TemplateError) as error:
-                logger.warning(f"request {request_id} is refused: {told(error)}", exc_info=True)
-                raise HTTPException(400, told(error)) from error
+                logger.warning(f"request {request_id} is refused: {logged(error)}", exc_info=True)
+                raise HTTPException(400, logged(error)) from error
             except KeyError as error:
                 logger.warning(f"request {request_id} is refused: it lacks {error}", exc_info=True)
                 raise HTTPException(400, f"the request, or a part of it, lacks {error}") from error

@@ -26,7 +26,7 @@ from accel.llm.batching.engine import Engine
 from accel.llm.batching.hook import InitContinuousBatching
 from accel.llm.batching.limits import limits_of
 from accel.llm.batching.manager import BatchManager
-from accel.llm.batching.request import StopStrings, Submission, prompt_ids, was_cut
+from accel.llm.batching.request import StopStrings, was_cut
 
 SEED: ContextVar[int | None] = ContextVar("seed", default=None)  # of the request that this task serves
 SAMPLED = ("temperature", "top_k", "top_p")  # what stock's batching can have a request's own value of
@@ -98,7 +98,7 @@ class OwnSettings(Batching):
 
     def _refuse(self, model: Any, inputs: Any, config: GenerationConfig) -> None:
         """Raises ValueError for a request that could not run."""
-        words = vocabulary(model)
+        words = model.get_input_embeddings().weight.shape[0]
         bias = config.sequence_bias or ()
         sequences = bias if isinstance(bias, dict) else [sequence for sequence, _ in bias]
         biased = [token for sequence in sequences for token in sequence]
@@ -126,6 +126,7 @@ class WithSettings:
 
     def __init__(self, manager: ContinuousBatchingManager) -> None:
         self.manager = manager
+        self.takes_settings = getattr(manager, "takes_settings", False)  # of each request, such as strings that end it
         self._call: ContextVar[ServedCall | None] = ContextVar("call", default=None)
 
     def __getattr__(self, name: str) -> Any:
@@ -140,33 +141,26 @@ class WithSettings:
         if config.stop_strings:
             tokenizer = getattr(processor, "tokenizer", processor)
             stops = StopStrings(config.stop_strings, tokenizer, 0)
-            if self.ends:
+            if self.takes_settings:
                 settings |= {"stop_strings": stops.strings, "tokenizer": tokenizer}
-        token = self._call.set(ServedCall(config, settings, None if self.ends else stops, streaming))
+        token = self._call.set(ServedCall(config, settings, None if self.takes_settings else stops, streaming))
         try:
             yield
         finally:
             self._call.reset(token)
-
-    @property
-    def ends(self) -> bool:
-        """Whether the manager ends requests at stop strings."""
-        return isinstance(self.manager, BatchManager)
 
     def longest(self) -> int | None:
         """Tokens that a request may come to, where that is known."""
         return longest_request(self.manager)
 
     def refuse(self, input_ids: list[int], config: GenerationConfig) -> None:
-        """Raises ValueError or TypeError for a request that would come out failed."""
+        """Raises ValueError for a request that would come out failed."""
         call = self._call.get()
         if isinstance(self.manager, BatchManager) and call is not None:
-            manager, given = self.manager, dict(call.settings)
-            ends = given.pop("stop_strings", None), given.pop("tokenizer", None)
-            wanted = Submission("", config.max_new_tokens, False, False, config.eos_token_id, *ends, given)
-            _, wrong = manager.request(prompt_ids(input_ids, vocabulary(manager.model)), wanted)
+            given = {"max_new_tokens": config.max_new_tokens, "eos_token_id": config.eos_token_id} | call.settings
+            wrong = self.manager.request(input_ids, "", **given).error
             if wrong is not None:
-                raise wrong
+                raise ValueError(wrong)
         elif not len(input_ids):
             raise ValueError("the prompt is empty; give at least one token")
 
@@ -179,15 +173,13 @@ class WithSettings:
 
     def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], object]) -> None:
         """Outputs come as the server can tell them, see `Answer`."""
-        self.manager.register_result_handler(request_id, self.answer(request_id, callback))
-
-    def answer(self, request_id: str, callback: Callable[[GenerationOutput], object]) -> Callable:
-        """The callback, for what a manager gives."""
         call = self._call.get()
-        return callback if call is None else Answer(call, callback, lambda: self.cancel_request(request_id))
+        if call is not None:
+            callback = Answer(call, callback, lambda: self.cancel_request(request_id))
+        self.manager.register_result_handler(request_id, callback)
 
     def _of(self, config: GenerationConfig) -> dict[str, Any]:
-        if isinstance(self.manager, BatchManager):
+        if self.takes_settings:
             return own_settings(config)
         kinds = self.manager.logit_processor.supported_keys
         wanted = {name: getattr(config, name) for name in SAMPLED} if config.do_sample else {"top_k": 1}
@@ -225,19 +217,16 @@ class Answer:
             self.callback(output)
 
 
-def vocabulary(model: Any) -> int:
-    """Numbers of tokens that the model reads."""
-    return model.get_input_embeddings().weight.shape[0]
-
-
 def own_settings(config: GenerationConfig) -> dict[str, Any]:
     """What `BatchManager.add_request` takes for a request with this configuration, in the task that serves it."""
     seed = SEED.get()
     return {"generation_config": config} | ({} if seed is None else {"seed": seed})
 
 
-def longest_request(manager: ContinuousBatchingManager) -> int | None:
+def longest_request(manager: Any) -> int | None:
     """Tokens that a request may come to, where that is known: of managers of ours."""
+    if hasattr(manager, "longest"):
+        return manager.longest
     engine = getattr(manager, "engine", None)
     if isinstance(engine, Engine):
         return engine.limits.context

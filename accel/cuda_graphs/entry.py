@@ -1,4 +1,4 @@
-"""What is kept for one input shape of a module that runs through CUDA graphs, and what tells shapes apart."""
+"""A captured graph with its buffers, what is known of one input shape, and the key of a shape."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,10 +14,10 @@ from accel.fusion.stacked_linears import StackedLinears
 
 @dataclass(frozen=True)
 class LoopConstant:
-    """An input that stays the same through a loop; `joint` computes once what the model makes of it.
+    """An input that stays the same through a loop, such as a prompt; `joint` projects it once.
 
-    Used while the caller gives the same tensor in the same loop, and autograd counts no change of it or of the weights.
-    An edit through `.data` in the middle of a loop is seen by the next loop.
+    Valid while the caller passes the same tensor in the same loop, and neither it nor the weights change, as autograd
+    counts. An edit through `.data` in the middle of a loop is seen by the next loop.
     """
 
     tensor: torch.Tensor
@@ -28,11 +28,10 @@ class LoopConstant:
         return self.tensor, self.tensor._version, self.joint.versions(), self.loop
 
 
-class Inputs:
+class InputBuffers:
     """Fixed buffers on the module's device for the tensors among the leaves of a call.
 
-    place: of the loop constant among them, None for none. source: the tensor that was copied there, its version, and
-    the loop it was for.
+    place: of the loop constant among them, None for none. source: the tensor last copied there, its version and loop.
     """
 
     def __init__(self, leaves: list, device: torch.device, constant: LoopConstant | None):
@@ -41,7 +40,7 @@ class Inputs:
         self.place = None if constant is None else next(i for i, t in enumerate(given) if t is constant.tensor)
         self.source: tuple = ()
 
-    def instead(self, leaves: list) -> list:
+    def substituted(self, leaves: list) -> list:
         """The leaves with these buffers in place of their tensors."""
         fixed = iter(self.buffers)
         return [next(fixed) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -59,11 +58,11 @@ class Inputs:
 
 
 class CapturedGraph(NamedTuple):
-    """A graph, the buffers it reads, and the leaves it writes, with their structure. copies: read by it too."""
+    """A graph, the buffers it reads, and the leaves it writes, with their structure. copies: it reads these too."""
 
     graph: torch.cuda.CUDAGraph
     device: torch.device
-    inputs: Inputs
+    inputs: InputBuffers
     outputs: list
     spec: pytree.TreeSpec
     copies: HostCopies
@@ -83,25 +82,26 @@ class CapturedGraph(NamedTuple):
 
 @dataclass
 class Entry:
-    """One input shape: seen once, then a captured graph, or the reason why it stays eager."""
+    """One input shape: at first without a graph, then with one, or with the reason why it stays eager."""
 
     reason: str | None = None
     graph: "CapturedGraph | None" = None
     eager_ms: float = 0.0
     graph_ms: float = 0.0
     memory_mb: float = 0.0
-    open: tuple = ()  # trials of its kernels that still waited after its last call
-    waited: int = 0  # calls that have run eagerly so far
-    crowds: float = 0.0  # how often it was captured and took more together with the others than all may, of late
-    used: int = 0  # the number of its last replay, of all replays of its runner
+    open_trials: tuple = ()  # trials of its kernels that were unfinished after its last call
+    eager_calls: int = 0  # eager calls so far
+    evictions: float = 0.0  # how often, of late, all graphs together went beyond the memory limit when it was captured
+    last_replay: int = 0  # the number of its last replay, among all replays of its runner
 
-    def row(self, path: str, inputs: str, awaited: str) -> dict:
-        """For the report. awaited: what it waits for where it has neither a graph nor a reason."""
+    def row(self, path: str, inputs: str) -> dict:
+        """For the report."""
+        awaited = "its kernels are being chosen" if self.open_trials else "seen too seldom so far"
         return {
             "path": path,
             "inputs": inputs,
             "status": "graph" if self.graph else "eager",
-            "reason": self.reason or ("" if self.graph else awaited),
+            "reason": self.reason or ("" if self.graph else f"{awaited}; captured in a later call"),
             "eager_ms": round(self.eager_ms, 3),
             "graph_ms": round(self.graph_ms, 3),
             "memory_mb": round(self.memory_mb, 1),
@@ -135,8 +135,8 @@ def key_of(leaves: list, spec: pytree.TreeSpec, variant: tuple) -> tuple | None:
     return ", ".join((*shapes, *map(str, variant))), tuple(parts), spec, switches(), variant
 
 
-def wrote_into(given: list, before: list) -> bool:
-    """Whether a list holds something that it did not hold before; one that was only emptied does not."""
+def grew(given: list, before: list) -> bool:
+    """Whether something was added to a list that a call was given."""
     known = set(map(id, before))
     return any(id(value) not in known for value in given)
 

@@ -1,9 +1,8 @@
-"""Whether a model is still the one a CUDA graph was captured from, or one that it was lately, with graphs of its own:
-adapters and scales are switched back and forth.
+"""Whether a model is in the state in which a CUDA graph was captured. States that come back find their graphs again,
+since adapters and scales are switched back and forth.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -31,11 +30,11 @@ IRRELEVANT = {
 
 CONTAINERS = (dict, list, set, tuple)
 ADDRESS, VERSION = torch.Tensor.data_ptr, attrgetter("_version")
-MOST = 4  # states; of more, those that were left the longest ago are forgotten
+MOST = 4  # states that are kept; the least recent go first
 
 
 class Watched(Protocol):
-    """What a forward reads beside its module; a view gives its present values whenever it is iterated over."""
+    """What a forward reads besides its module, as views that give the present values when iterated over."""
 
     def views(self) -> Iterable[Iterable]: ...
 
@@ -43,17 +42,17 @@ class Watched(Protocol):
 class Fingerprint(Snapshot):
     """Attributes of all modules by identity, contents of their containers, classes, and addresses of all weights.
 
-    A swapped adapter, processor, scale, hook, weight, class, method of a class, or field of a configuration changes one
-    of them; an in-place update of a weight does not, and need not: a graph reads weights where they lie (`reachable`).
+    A swapped adapter, processor, scale, hook, weight, class, method or field of a configuration changes one of them. An
+    update of a weight in place does not, and need not: a graph reads weights by address (`reachable`).
 
-    kept: attributes that are no matter, as (path of the module, name). beside: what it is to see instead of every field
-    of objects that modules hold.
+    ignored: attributes, as (path of the module, name). watched: in place of every field of the objects that modules
+    hold.
     """
 
-    def __init__(self, root: nn.Module, kept: Iterable[tuple[str, str]] = (), beside: Watched | None = None):
-        passed: dict[nn.Module, set[str]] = {}
-        for path, name in kept:
-            passed.setdefault(root.get_submodule(path), set()).add(name)
+    def __init__(self, root: nn.Module, ignored: Iterable[tuple[str, str]] = (), watched: Watched | None = None):
+        skipped: dict[nn.Module, set[str]] = {}
+        for path, name in ignored:
+            skipped.setdefault(root.get_submodule(path), set()).add(name)
         objects: dict[int, object] = {}
         views: list[Iterable] = []
         containers: list = []
@@ -61,14 +60,14 @@ class Fingerprint(Snapshot):
         for module in root.modules():
             attributes = vars(module)
             objects[id(module)] = module
-            if module in passed:
-                views.append(_others(attributes, passed[module]))
+            if module in skipped:
+                views.append(_others(attributes, skipped[module]))
             else:
                 views.append(View(partial(beneath_offload, module)) if module is root else attributes.values())
             for name, value in attributes.items():
                 if name not in IRRELEVANT and isinstance(value, CONTAINERS):
                     containers.append(value)
-                elif beside is None and id(value) not in objects and _read_by_field(value):
+                elif watched is None and id(value) not in objects and _read_by_field(value):
                     objects[id(value)] = value
                     fields = vars(value).values()
                     views.append(fields)
@@ -77,7 +76,7 @@ class Fingerprint(Snapshot):
             self._tensors += map(local, held)
         classes = dict.fromkeys(chain.from_iterable(own_classes(type(one)) for one in objects.values()))
         views += [vars(base).values() for base in classes]
-        super().__init__(objects.values(), [*views, *(() if beside is None else beside.views())], containers)
+        super().__init__(objects.values(), [*views, *(() if watched is None else watched.views())], containers)
         self._addresses = list(map(ADDRESS, self._tensors))
 
     def reachable(self) -> bool:
@@ -90,7 +89,7 @@ class Fingerprint(Snapshot):
         return mine == theirs
 
     def versions(self) -> int | None:
-        """How often weights were changed in place, by autograd's count; None where nobody counts (inference mode)."""
+        """How often weights were changed in place, as autograd counts; None in inference mode, which does not."""
         try:
             return sum(map(VERSION, self._tensors))
         except RuntimeError:
@@ -108,55 +107,39 @@ def _others(attributes: dict, names: set[str]) -> View:
     return View(lambda: (value for name, value in attributes.items() if name not in names))
 
 
-@dataclass
-class State:
-    """What a module was, and the number by which graphs that were captured from it are found."""
-
-    number: int
-    fingerprint: Fingerprint
-
-
 class States:
     """States of one module: `now` is the last one that it was found in, None before it was looked at.
 
-    Only states of the same modules over the same weights are kept beside `now`: others would keep alive what the user
-    has taken out.
+    number: of the present state, part of the key of its graphs. known: by number, the present one last. Older states
+    are kept only if they have the same modules and weights: others would keep alive what the user has removed.
     """
 
     def __init__(self) -> None:
-        self._known: list[State] = []  # the present one last
-        self._count = 0
-
-    @property
-    def now(self) -> Fingerprint | None:
-        return self._known[-1].fingerprint if self._known else None
-
-    @property
-    def number(self) -> int:
-        """Of the present state."""
-        return self._known[-1].number if self._known else 0
+        self.known: dict[int, Fingerprint] = {}
+        self.now: Fingerprint | None = None
+        self.number = self._count = 0
 
     def renew(self, take: Callable[[], Fingerprint]) -> tuple[Fingerprint, bool]:
         """What the module is now, and whether it was not that before. take: makes its fingerprint."""
-        for state in reversed(self._known[:-1]):
-            if state.fingerprint.reachable() and state.fingerprint.holds():
-                self._known.remove(state)
-                self._known.append(state)
-                return state.fingerprint, False
+        for number, before in reversed(self.known.items()):
+            if number != self.number and before.reachable() and before.holds():
+                return self._enter(number, before), False
         new = take()
-        kept = [state for state in self._known if state.fingerprint.alike(new)][1 - MOST :]
         self._count += 1
-        self._known = [*kept, State(self._count, new)]
-        return new, True
+        self.known = dict([(number, one) for number, one in self.known.items() if one.alike(new)][1 - MOST :])
+        return self._enter(self._count, new), True
+
+    def _enter(self, number: int, state: Fingerprint) -> Fingerprint:
+        self.known.pop(number, None)
+        self.known[number] = self.now = state
+        self.number = number
+        return state
 
     def follow(self, take: Callable[[], Fingerprint]) -> None:
         """Sees the present state anew where its weights alone have moved. For one without graphs."""
         if self.now is not None and not self.now.reachable() and self.now.holds():
-            self._known = [State(self.number, take())]
+            self.known = {}
+            self._enter(self.number, take())
 
     def clear(self) -> None:
-        self._known = []
-
-    def numbers(self) -> set[int]:
-        """Of all states whose graphs are of use."""
-        return {state.number for state in self._known}
+        self.known, self.now, self.number = {}, None, 0

@@ -1,8 +1,7 @@
-"""What a forward computes on the CPU and copies to its device: position tables, masks, sizes made into tensors.
+"""Tensors that a forward computes on the CPU and copies to its device: position tables, masks, sizes.
 
-A capture refuses such copies. Inputs are on the device already, so these depend only on the shapes and plain values
-that a graph is for, and on the module. An eager call notes them. The captured call compares them, and reads them from
-the device.
+A capture refuses such copies. Inputs are on the device already, so these depend only on the module and on the shapes
+and plain values of a graph. An eager call notes them; the captured call compares them, and reads them from the device.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from accel_kernels.capture import capture
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel.errors import fatal, told
+from accel.errors import fatal, logged
 
 MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)  # by a copy that a dispatch mode does not see
 CHANGES = "it copies numbers of the CPU to the GPU that another call with equal inputs does not"
@@ -65,12 +64,10 @@ class HostCopies:
 def capture_with_copies(
     run: Callable[[], Any], pool: Callable[[], Any], somewhere: Callable[[bool], bool] = bool
 ) -> tuple[torch.cuda.CUDAGraph, Any, HostCopies]:
-    """A graph of run(), what run() returned in it, and the host copies it reads, which are noted only where capturing
-    fails.
+    """A graph of run(), its result, and the host copies it reads, which are noted only if a first capture fails.
 
-    pool(): the memory pool, asked for each time, since a pool whose only graph failed must not be used again.
-    somewhere(flag): whether flag holds on any rank. A capture waits for no other rank, but the eager run that notes
-    copies does; so all ranks make it, or none.
+    pool(): the memory pool, asked for each time: one whose only graph failed must not be used again. somewhere(flag):
+    whether flag holds on any rank. The eager run that notes copies waits for other ranks, so all make it, or none.
     """
     graph, copies, made = torch.cuda.CUDAGraph(), HostCopies(), None
     failure: Exception | None = None
@@ -78,7 +75,7 @@ def capture_with_copies(
         with capture(graph, pool()):
             made = run()
     except Exception as error:
-        told(error)
+        logged(error)
         failure = error
     if not somewhere(failure is not None):
         return graph, made, copies

@@ -1,11 +1,12 @@
-"""Whether fused code is faster on this machine: runs timed in turns, and the one rule by which times are judged.
+"""Whether fused code is faster on this machine: runs timed in turns, and the rule by which times are judged.
 
-A fast forward launches less work for the GPU. But its Python and launches take time on the host, which decides in eager
-code with few rows. So it has to win on both.
+A fast forward gives the GPU less work. But its Python and launches take time on the host, which decides in eager code
+with few rows. So it has to win on both.
 """
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -34,30 +35,41 @@ def not_slower(fused: float, stock: float) -> bool:
     return fused <= max(1.0, GAIN) * stock
 
 
-def in_turns(runs: Sequence[Callable[[], Any]], device: torch.device) -> list[Cost]:
-    """The least cost of each of these runs. Raises what they raise."""
-    for _ in range(WARM):
-        for run in runs:
-            run()
+def in_turns(
+    runs: Sequence[Callable[[], Any]],
+    device: torch.device,
+    warm: int = WARM,
+    rounds: int = ROUNDS,
+    calls: int = CALLS,
+    seconds: float = SECONDS,
+    around: Sequence[Callable[[], AbstractContextManager]] = (),
+) -> list[Cost]:
+    """The least cost of each of these runs. around: a context for each, which is not timed. Raises what they raise."""
+    around = around or [nullcontext] * len(runs)
+    for _ in range(warm):
+        for run, context in zip(runs, around, strict=True):
+            with context():
+                run()
     _wait(device)
     found: list[list[Cost]] = [[] for _ in runs]
-    until = time.perf_counter() + SECONDS
-    for turn in range(ROUNDS):
+    until = time.perf_counter() + seconds
+    for turn in range(rounds):
         places = range(len(runs)) if turn % 2 else reversed(range(len(runs)))  # who comes first takes turns too
         for place in places:
-            found[place].append(_cost(runs[place], device))
+            with around[place]():
+                found[place].append(_cost(runs[place], device, calls))
         if turn and time.perf_counter() > until:
             break
     return [Cost(*map(min, zip(*costs, strict=True))) for costs in found]
 
 
-def _cost(run: Callable[[], Any], device: torch.device) -> Cost:
+def _cost(run: Callable[[], Any], device: torch.device, calls: int) -> Cost:
     start = time.perf_counter()
-    for _ in range(CALLS):
+    for _ in range(calls):
         run()
     launched = time.perf_counter()
     _wait(device)
-    return Cost((launched - start) / CALLS, (time.perf_counter() - start) / CALLS)
+    return Cost((launched - start) / calls, (time.perf_counter() - start) / calls)
 
 
 def _wait(device: torch.device) -> None:
@@ -67,9 +79,9 @@ def _wait(device: torch.device) -> None:
 
 
 class LiveTurns:
-    """Two ways of computing the user's own calls, in turns until it is known which is faster. No extra call is made.
+    """Runs the user's own calls fused and stock in turns, until it is known which is faster.
 
-    The first call of each way does not count, and the least of two more is compared. Until then `faster` is None.
+    The first call of each does not count; the least of two more is compared. Until then `faster` is None.
     reason: why stock runs.
     """
 
@@ -99,14 +111,7 @@ class LiveTurns:
 
 
 def milliseconds(run: Callable, device: torch.device) -> tuple[float, float]:
-    """Wall time of one run to its end, and the time until the host has launched all of it.
-
-    Waits for this stream alone: waiting for the device fails while another thread captures.
-    """
-    stream = torch.cuda.current_stream(device)
-    stream.synchronize()
-    start = time.perf_counter()
-    run()
-    launched = time.perf_counter()
-    stream.synchronize()
-    return 1000 * (time.perf_counter() - start), 1000 * (launched - start)
+    """Wall time of one run to its end, and the time until the host has launched all of it."""
+    _wait(device)
+    found = _cost(run, device, 1)
+    return 1000 * found.wall, 1000 * found.host

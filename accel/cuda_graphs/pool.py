@@ -19,7 +19,7 @@ OUTPUTS = 1 / 4  # of the memory limit, that the outputs of one runner's graphs 
 
 
 class Runner(Protocol):
-    """Whoever keeps graphs of this pool: by shape, those that were captured and those that were not."""
+    """Whoever keeps graphs of this pool, by shape."""
 
     module: nn.Module
     entries: dict[tuple, Entry]
@@ -33,8 +33,8 @@ class GraphPool:
     """Memory shared by all graphs of one optimized object, and the order in which they may run.
 
     Graphs of one pool reuse each other's memory, so replays must not overlap: a lock orders the host, an event the
-    streams. Over the memory limit all graphs are dropped and their memory returned; what is used again is captured
-    again. A graph that is dropped alone leaves its memory to later ones, so it counts until all are dropped.
+    streams. Over the memory limit all graphs are dropped, and captured again when needed. Memory of a graph that is
+    dropped alone is used by later ones, and counts until all are dropped.
     """
 
     def __init__(self, limit_gb: float | None):
@@ -115,13 +115,12 @@ class GraphPool:
             entry.graph = None
 
     def bound_outputs(self, entries: Collection[Entry], newest: Entry, device: torch.device) -> None:
-        """Drops the graphs of a runner that were unused the longest, while outputs of all take more than their share.
+        """Drops the least recently used graphs of a runner while outputs of all take more than their share.
 
-        For example logits of hundreds of rows, in a graph for each number of rows. newest: was just captured, and
-        stays.
+        Outputs may be logits of hundreds of rows, in a graph for each number of rows. newest: stays.
         """
         kept = {id(entry): entry.graph.outputs_mb for entry in entries if entry.graph and entry.graph.device == device}
-        for entry in sorted((entry for entry in entries if id(entry) in kept), key=lambda entry: entry.used):
+        for entry in sorted((entry for entry in entries if id(entry) in kept), key=lambda entry: entry.last_replay):
             if sum(kept.values()) <= OUTPUTS * self.limit_mb(device):
                 return
             if entry is not newest:
@@ -129,14 +128,14 @@ class GraphPool:
                 del kept[id(entry)]
 
     def forget(self) -> None:
-        """Drops every graph, and what is known of the models: that holds what was put on them, which holds a runner."""
+        """Drops every graph and all fingerprints, which refer to patches, and through them to runners."""
         self.clear()
         with self.lock:
             for runner in self.runners:
                 runner.states.clear()
 
     def clear(self, alone: bool = False) -> None:
-        """Drops every graph and gives the memory back. alone: but for those that ranks drop only together."""
+        """Drops every graph and frees the memory. alone: except those that ranks must drop together."""
         with self.lock:
             for runner in self.runners:
                 if not alone or runner.ranks is None:
@@ -152,7 +151,7 @@ class GraphPool:
                 torch.cuda.empty_cache()
 
 
-DRIVERS = 64  # MiB of one graph's nodes at most: what goes beyond is another process's, which took it meanwhile
+DRIVERS = 64  # MiB of one graph's nodes at most: more was taken by another process meanwhile
 
 
 class CaptureMemory:

@@ -24,10 +24,8 @@ from accel.libraries.hooks import BENEATH, beneath, hook_of, hooks_of, only_divi
 from accel.libraries.tensor_parallel import by_transformers
 from accel.offload.hooks import comes_to_one_place, moved_by_torch
 from accel.parallel.sequences import sequence_ranks, uncapturable
-from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, as_written
-from accel.patching.rule import Match, Skip
-from accel.patching.site import Site
+from accel.patching.rule import Context, Match, Site, Skip
 from accel.patching.structure import foreign, foreign_hooks, foreign_processor, stock_method
 
 PROMPT = "encoder_hidden_states"
@@ -44,8 +42,7 @@ class GraphForward(FastForward):
 
     Halves of video autoencoders are not captured: their kernels are long, and a graph would hold the memory of all
     frames. Where sequences are divided among ranks, each rank's graph contains the exchanges. Where no graph is
-    possible, fast forwards inside may cost the host more than they save: calls run fused and stock in turns, until it
-    is known which is faster for their shape.
+    possible, calls run fused and stock in turns until it is known which is faster for their shape.
     """
 
     def __init__(self, module: nn.Module, path: str, context: Context):
@@ -55,12 +52,11 @@ class GraphForward(FastForward):
         self.layout = context.find(ChannelsLast)  # of the model's convolutions
         self.passes = context.of(ForwardCounter)
         self.passes.tracked = True
-        self.variant: Callable[[], tuple] | None = None  # what else it computes differently by, set by who wraps it
+        self.variant: Callable[[], tuple] | None = None  # plain values that it depends on too, set by who wraps it
         self.video = bool(path) and any(map(over_video, module.modules()))
         self.holder: nn.Module | None = None  # what it is half of, where hooks may move that to the GPU and back
         keep = context.options.graphs is True
-        self.runner = GraphRunner(module, path, context.of(GraphPool), context.log, own_code, keep)
-        self.names = tuple(self.__signature__.parameters)
+        self.runner = GraphRunner(module, path, context.of(GraphPool), context.log, graph_obstacle, keep)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in super().__getstate__().items() if name not in ("asked", "casts")}
@@ -84,7 +80,7 @@ class GraphForward(FastForward):
         if not _elsewhere(device, (*args, *kwargs.values())):
             return self.stock(*args, **kwargs)
         self.log.fell_back(self.path, IN_PARTS)
-        with as_written():  # the copies take the time, and blocks would only ask in vain
+        with as_written():  # no block could run fused
             return self.stock(*args, **kwargs)
 
     def stock(self, *args: Any, **kwargs: Any) -> Any:
@@ -105,9 +101,9 @@ class GraphForward(FastForward):
         variant = () if self.variant is None else self.variant()
         config = context_parallel(self.module)
         self.runner.ranks = None if config is None else sequence_ranks(config)
-        # Where no graph will be, blocks of a divided model had better run stock, which they find out themselves.
-        instead = None if config is None else partial(self.stock, *args, **kwargs)
-        return self.runner(self._soon, args, kwargs, variant, self._constant(args, kwargs), instead=instead)
+        # Without a graph blocks of a divided model run stock, which they find out themselves.
+        without_graph = None if config is None else partial(self.stock, *args, **kwargs)
+        return self.runner(self._soon, args, kwargs, variant, self._constant(args, kwargs), without_graph=without_graph)
 
     def _soon(self, *args: Any, **kwargs: Any) -> Any:
         if self.runner.reason is not None and self.runner.ranks is None:
@@ -148,7 +144,7 @@ class GraphForward(FastForward):
         return LoopConstant(prompt, self.prompt, self.loop.number)
 
     def _timestep_as_tensor(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Makes a timestep that is a number a tensor, as the model itself does; else each step would be a new graph."""
+        """Makes a tensor of a timestep that is a number, as the model does: else each step would be a new graph."""
         if "timestep" not in self.names:
             return args, kwargs
         bound = dict(zip(self.names, args, strict=False)) | kwargs
@@ -167,10 +163,10 @@ def _elsewhere(device: torch.device, given: tuple) -> bool:
 
 
 def obstacle(root: nn.Module, stored: bool = False) -> str | None:
-    """Why a captured forward could differ from a called one: weights that move, Python that would no longer run.
+    """Why a captured forward could differ from a called one: weights that move, or Python that a replay skips.
 
-    stored: who captures has layers that store their weights in fewer bits cast them in place.
-    Hooks by which diffusers divides sequences among ranks do neither.
+    stored: weights stored in fewer bits are no obstacle, as the caller casts them in place. Neither are hooks by which
+    diffusers divides sequences among ranks.
     """
     config = context_parallel(root)
     reason = None if config is None else uncapturable(config)
@@ -204,8 +200,8 @@ def obstacle(root: nn.Module, stored: bool = False) -> str | None:
     return None
 
 
-def own_code(root: nn.Module) -> str | None:
-    """As `obstacle`, and why classes from elsewhere inside forbid a graph: a replay skips their Python."""
+def graph_obstacle(root: nn.Module) -> str | None:
+    """As `obstacle`; modules of classes from outside the libraries are one too, since a replay skips their Python."""
     reason = obstacle(root, stored=True)
     if reason is None:
         kinds = {type(module): name for name, module in root.named_modules()}
@@ -215,7 +211,7 @@ def own_code(root: nn.Module) -> str | None:
 
 
 def match_graph(site: Site, context: Context) -> Match | Skip | None:
-    """The modules whose whole forward is worth a graph, as named by the family of the root."""
+    """Matches modules whose whole forward is captured, at the paths that the model's family names."""
     if site.path not in context.graph_paths:
         return None
     if context.options.graphs is False:

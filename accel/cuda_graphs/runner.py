@@ -1,8 +1,8 @@
 """CUDA graphs of whole forwards: one per input shape, captured lazily, bounded in memory, never aliased.
 
-A call copies its inputs into fixed buffers, replays the graph and returns copies of the outputs. The first call of a
-shape runs eagerly, and so do those after it while its kernels are being chosen, a little at a time; then one captures.
-What cannot be captured, or gains nothing, runs eagerly and says why.
+A call copies its inputs into fixed buffers, replays the graph and returns copies of the outputs. The first calls of a
+shape run eagerly, while its kernels are being chosen a little at a time; then one captures. What cannot be captured, or
+gains nothing, runs eagerly and says why.
 """
 
 import gc
@@ -17,39 +17,38 @@ from accel_kernels.warmup import warmup
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from accel.cuda_graphs.entry import CapturedGraph, Entry, Inputs, LoopConstant, Replayed, key_of, switches, wrote_into
+from accel.cuda_graphs.entry import CapturedGraph, Entry, InputBuffers, LoopConstant, Replayed, grew, key_of, switches
 from accel.cuda_graphs.fingerprint import Fingerprint, States, Watched
 from accel.cuda_graphs.host_copies import capture_with_copies
 from accel.cuda_graphs.pays import milliseconds
 from accel.cuda_graphs.pool import CaptureMemory, GraphPool
-from accel.errors import reason_of, told
+from accel.errors import logged, reason_of
 from accel.parallel.ranks import Ranks
 from accel.parallel.sequences import waited
 from accel.patching.fallback_log import FallbackLog
 
 LEAST_GAIN = 0.02  # a graph that saves less than this share of the eager time is not worth its memory
-LEAST_LAUNCHING = 0.1  # the share of the eager time below which a graph is not tried: launching is not what takes it
-CROWDED = 2  # times that all graphs make room for one, after which it stays eager: the next one would drop it again
-FORGIVEN = 1 / 8  # of such a time, by each replay
+LEAST_LAUNCHING = 0.1  # a graph is not tried if launching takes less than this share of the eager time
+CROWDED = 2  # times that all graphs are dropped for one, after which it stays eager: the next would drop it again
+FORGIVEN = 1 / 8  # of such a time is taken back by each replay
 MOST_SHAPES = 256  # shapes remembered per module; the oldest is forgotten
-SETTLING = 0.1  # seconds of a call that may go into measuring which kernels are the fastest for its shape, about
-PATIENCE = 12  # calls of a shape that may wait for that before it is captured as it is
-RESTLESS = 8  # consecutive calls that each find the module changed, after which it is left alone
+SETTLING = 0.1  # seconds of a call, about, that may be spent measuring kernels for its shape
+PATIENCE = 12  # eager calls of a shape that may wait for that before it is captured
+RESTLESS = 8  # consecutive calls that find the module changed, after which no more graphs are captured
 
 
 class GraphRunner:
     """Runs one module's forward through graphs of a shared pool.
 
-    obstacle(module): None, or why no forward may be captured; asked again whenever the module changes. keep: keep
-    graphs that gain nothing. passed: attributes that may change, see `Fingerprint`. beside: what must not change
-    either. kind: of a call's leaves, which kernels there are to compile; without it all calls are of one kind.
-    eager_calls: of a shape, before it is captured. ranks: compute each call together, so each runs it once, and all
-    capture and drop graphs in the same call.
+    obstacle(module): None, or why no forward may be captured; asked again whenever the module changes. keep: also
+    graphs that gain nothing. ignored, watched: see `Fingerprint`. kernel_key: of a call's leaves, equal for calls that
+    launch the same kernels; all do without it. eager_calls: of a shape, before it is captured. ranks:
+    compute each call together, so each runs it once, and all capture and drop graphs in the same call.
     """
 
-    passed: tuple[tuple[str, str], ...] = ()
-    beside: Watched | None = None
-    kind: Callable[[list], Hashable] | None = None
+    ignored: tuple[tuple[str, str], ...] = ()
+    watched: Watched | None = None
+    kernel_key: Callable[[list], Hashable] | None = None
     ranks: Ranks | None = None
     eager_calls = 1
 
@@ -59,7 +58,7 @@ class GraphRunner:
         self.__setstate__({})
 
     def __getstate__(self) -> dict[str, Any]:
-        names = "module path pool log obstacle keep passed beside kind ranks eager_calls"
+        names = "module path pool log obstacle keep ignored watched kernel_key ranks eager_calls"
         return {name: getattr(self, name) for name in names.split()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -86,12 +85,12 @@ class GraphRunner:
         variant: tuple = (),
         constant: LoopConstant | None = None,
         pending: Replayed | None = None,
-        instead: Callable | None = None,
+        without_graph: Callable | None = None,
     ) -> Any:
         """eager(*args, **kwargs), or the replay of its graph.
 
-        variant: plain values that it depends on too. pending: what `begin` has launched with equal arguments; the
-        current stream waits for it already. instead: the cheaper way where no graph will be; a graph has to beat it.
+        variant: plain values that it depends on too. pending: what `begin` has launched with equal arguments, for which
+        the current stream waits. without_graph: a cheaper way than eager without a graph, which a graph has to beat.
         """
         if pending is not None and self._stands(pending, variant):
             return pending.outputs
@@ -126,7 +125,7 @@ class GraphRunner:
                 elif entry.graph is not None:  # of a state that the module was in before
                     return self._replay(entry, leaves, device, constant)
                 elif entry.reason is None and not self._somewhere(self._unsettled(entry), device):
-                    wanted = None if self.keep else instead
+                    wanted = None if self.keep else without_graph
                     way = partial(self._capture_on_device, entry, eager, leaves, spec, device, constant, wanted)
                     self._capture(entry, device, way)
                     if entry.graph is not None:
@@ -134,36 +133,38 @@ class GraphRunner:
         cold = reason is None and self._warm_up(eager, leaves, spec)
         if reason is not None:
             self.log.fell_back(self.path, f"no graph: {reason}")
-        if instead is not None and (reason is not None or (entry is not None and entry.reason is not None)):
-            return instead()
+        if without_graph is not None and (reason is not None or (entry is not None and entry.reason is not None)):
+            return without_graph()
         lists = [(given, list(given)) for given in (*args, *kwargs.values()) if type(given) is list]
         with self.trials.noting() as asked:
             outputs = eager(*args, **kwargs)  # outside the lock: eager calls of several threads may overlap
         if reason is None:
             self._follow()
-        if entry is not None and any(wrote_into(*pair) for pair in lists):
+        if entry is not None and any(grew(*pair) for pair in lists):
             entry.reason = "writes into a list that it is given, which a graph would not"
         self._settle(entry, asked, device, cold)
         return outputs
 
     def _settle(self, entry: Entry | None, asked: dict, device: torch.device, cold: bool) -> None:
-        """Runs the trials that the call has asked for: all after the very first call, else some for a short time.
+        """Runs trials that the call has asked for: all after the very first call, else some, for a short time.
 
-        None after the first call of a shape, in which libraries get ready.
+        None after the first call of a shape, which includes set-up of libraries.
         """
         open_: Iterable[Hashable] = asked
-        if asked and (cold or entry is None or entry.waited):
+        if asked and (cold or entry is None or entry.eager_calls):
             torch.cuda.current_stream(device).synchronize()  # for the call itself, which is not to count
             open_ = self.trials.work(asked, float("inf") if cold else SETTLING)
         if entry is not None:
-            entry.open, entry.waited = tuple(open_), entry.waited + 1
+            entry.open_trials, entry.eager_calls = tuple(open_), entry.eager_calls + 1
 
     def _somewhere(self, flag: bool, device: torch.device) -> bool:
         """Whether it is so here, or on a rank that computes with this one."""
         return flag if self.ranks is None else self.ranks.any(flag, device)
 
     def _unsettled(self, entry: Entry) -> bool:
-        return entry.waited < self.eager_calls or (entry.waited < PATIENCE and bool(self.trials.open(entry.open)))
+        return entry.eager_calls < self.eager_calls or (
+            entry.eager_calls < PATIENCE and bool(self.trials.open(entry.open_trials))
+        )
 
     def _stands(self, pending: Replayed, variant: tuple) -> bool:
         """Whether a call now would replay the same graph, over the weights that it has read."""
@@ -193,14 +194,14 @@ class GraphRunner:
             return Replayed(key, fingerprint, versions, self._replay(entry, leaves, entry.graph.device, None))
 
     def _warm_up(self, eager: Callable, leaves: list, spec: pytree.TreeSpec) -> bool:
-        """Compiles the kernels of a kind of call side by side, before its first; whether it was the very first.
+        """Compiles kernels in parallel before the first call of a kind; returns whether it is the very first call.
 
-        Only where nothing forbids a graph: the user's hooks must not see a dry run. An error shows again in the call.
+        Not where something forbids a graph: the user's hooks must not see a dry run. An error comes again in the call.
         """
-        kind, first = None if self.kind is None else self.kind(leaves), not self.warm
-        if kind in self.warm:
+        key, first = None if self.kernel_key is None else self.kernel_key(leaves), not self.warm
+        if key in self.warm:
             return False
-        self.warm.add(kind)
+        self.warm.add(key)
         try:
             with warmup():
                 args, kwargs = pytree.tree_unflatten(leaves, spec)  # lists of its own: some forwards empty theirs
@@ -210,21 +211,21 @@ class GraphRunner:
         return first
 
     def _renew(self) -> Fingerprint:
-        """Looks what the module is now, and forgets graphs of which there is no use any more. Returns what it is."""
+        """Takes a new fingerprint of the module, and drops graphs of states that are no longer kept."""
         now, new = self.states.renew(self._taken)
         if new:
             self.changes += bool(self.entries)
-            for key in [key for key in self.entries if key[0] not in self.states.numbers()]:
+            for key in [key for key in self.entries if key[0] not in self.states.known]:
                 self.pool.drop(self.entries.pop(key))
         restless = "the module changes between any two calls" if self.changes >= RESTLESS else None
         self.reason = restless or self.obstacle(self.module)
         return now
 
     def _taken(self) -> Fingerprint:
-        return Fingerprint(self.module, self.passed, self.beside)
+        return Fingerprint(self.module, self.ignored, self.watched)
 
     def _follow(self) -> None:
-        """Looks for weights where an eager call has put them, side by side for one product, if no graph reads them."""
+        """Follows weights that an eager call has stacked for one product, unless a graph reads them."""
         with self.pool.lock:
             if not any(entry.graph is not None for entry in self.entries.values()):
                 self.states.follow(self._taken)
@@ -244,8 +245,8 @@ class GraphRunner:
         self._try(capture, crowded, entry, device)
         if not crowded and self._crowded(device):
             # Not together with the others: memory of graphs is given back only where all go.
-            entry.crowds, entry.graph = entry.crowds + 1, None
-            if entry.crowds > CROWDED:
+            entry.evictions, entry.graph = entry.evictions + 1, None
+            if entry.evictions > CROWDED:
                 entry.reason = "together with the graphs in use it takes more than graph_memory_gb allows"
             self.pool.clear(alone=self.ranks is None)
             if not self._somewhere(entry.reason is not None, device):
@@ -264,7 +265,7 @@ class GraphRunner:
             # Whatever a forward may raise under capture, also of CUDA and of the memory a graph keeps: this shape stays
             # eager. A GPU that has failed says so at the next line that waits for it.
             entry.graph = None
-            entry.reason = f"capture failed: {told(error)}"
+            entry.reason = f"capture failed: {logged(error)}"
             torch.cuda.current_stream(device).synchronize()
             gc.collect()
             torch.cuda.empty_cache()
@@ -277,12 +278,12 @@ class GraphRunner:
         spec: pytree.TreeSpec,
         device: torch.device,
         constant: LoopConstant | None,
-        instead: Callable | None,
+        without_graph: Callable | None,
         crowded: bool,
     ) -> None:
-        inputs = Inputs(leaves, device, constant)
+        inputs = InputBuffers(leaves, device, constant)
         inputs.fill(leaves, constant)
-        leaves = inputs.instead(leaves)
+        leaves = inputs.substituted(leaves)
 
         def run() -> Any:
             args, kwargs = pytree.tree_unflatten(leaves, spec)  # anew each time: some forwards empty their lists
@@ -291,12 +292,12 @@ class GraphRunner:
         timed = self.ranks is None  # else it would run more often than elsewhere
         if timed:
             entry.eager_ms, launching = milliseconds(run, device)
-        if timed and instead is not None:
+        if timed and without_graph is not None:
             if launching < LEAST_LAUNCHING * entry.eager_ms:
                 entry.reason = f"a graph gains nothing here ({launching:.2f} ms to launch {entry.eager_ms:.2f} ms)"
                 return
             # Twice: the first run of its shape may be the one that makes a plan for it, as cuDNN does.
-            entry.eager_ms = min(entry.eager_ms, *(milliseconds(instead, device)[0] for _ in range(2)))
+            entry.eager_ms = min(entry.eager_ms, *(milliseconds(without_graph, device)[0] for _ in range(2)))
 
         if crowded:
             self.pool.clear(alone=self.ranks is None)
@@ -324,7 +325,7 @@ class GraphRunner:
         held = entry.graph
         assert held is not None
         self.replays += 1
-        entry.used, entry.crowds = self.replays, max(0.0, entry.crowds - FORGIVEN)
+        entry.last_replay, entry.evictions = self.replays, max(0.0, entry.evictions - FORGIVEN)
         with torch.cuda.device(device):
             stream, done = torch.cuda.current_stream(), self.pool.done[device]
             stream.wait_event(done)
@@ -335,9 +336,6 @@ class GraphRunner:
             done.record(stream)
         return pytree.tree_unflatten(outputs, held.spec)
 
-    def _awaited(self, entry: Entry) -> str:
-        return f"{'its kernels are being chosen' if entry.open else 'seen too seldom so far'}; captured in a later call"
-
     def rows(self) -> list[dict]:
         """One row a shape, for the report."""
-        return [entry.row(self.path, key[1], self._awaited(entry)) for key, entry in self.entries.items()]
+        return [entry.row(self.path, key[1]) for key, entry in self.entries.items()]

@@ -25,10 +25,8 @@ from accel.diffusion.step_cache.cache import NAME as STEP_CACHE
 from accel.diffusion.step_cache.rule import match_step_cache
 from accel.fusion.channels_last import ChannelsLast, over_video
 from accel.fusion.norms import match_group_norm, match_layer_norm
-from accel.patching.context import Context
-from accel.patching.rule import Match, Rule, Skip
-from accel.patching.site import Site
-from accel.patching.structure import holds
+from accel.patching.rule import Context, Match, Rule, Site, Skip
+from accel.patching.structure import holds, meta_weights
 
 
 def match_layout(site: Site, context: Context) -> Match | Skip | None:
@@ -58,6 +56,8 @@ def unless_layout_kept(
 
     def matched(site: Site, context: Context) -> Match | Skip | None:
         answer = match(site, context)
+        if isinstance(answer, Skip) and meta_weights(site.module):
+            return Skip("weights are not loaded (meta device)")
         if isinstance(answer, Match) and context.options.layout == "keep":
             return Skip('layout="keep"')
         return answer

@@ -30,7 +30,7 @@ def unet_inputs(
     generator = torch.Generator("cpu").manual_seed(seed)
 
     def rand(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(device, dtype)
+        return torch.randn(*shape, generator=generator, device="cpu").to(device, dtype)
 
     size = size or config["sample_size"] or 64
     width = config["cross_attention_dim"]
@@ -61,10 +61,10 @@ def denoiser_inputs(model: Any, batch: int | None = None, size: int | None = Non
     if hasattr(model, "decode") and "latent_channels" in config and "sample_size" in config:
         size = size or config["sample_size"]
         image = (batch or 1, config["in_channels"], size, size)
-        return {"sample": (2 * torch.rand(image, generator=generator) - 1).to(device, dtype)}
+        return {"sample": (2 * torch.rand(image, generator=generator, device="cpu") - 1).to(device, dtype)}
     if hasattr(config, "vocab_size"):
         shape = (batch or 2, min(TOKENS, getattr(config, "max_position_embeddings", TOKENS)))
-        return {"input_ids": torch.randint(config.vocab_size, shape, generator=generator).to(device)}
+        return {"input_ids": torch.randint(config.vocab_size, shape, generator=generator, device="cpu").to(device)}
     raise TypeError(f"no example inputs are known for a {type(model).__name__}; give its inputs")
 
 

@@ -10,8 +10,8 @@ from torch import nn
 from accel.diffusion.dit.block import innermost_blocks
 from accel.libraries.adapters import BASE
 from accel.patching.structure import holds, plain
-from accel.quantization.activations import kind_of
-from accel.quantization.linears import inside, unfit
+from accel.quantization.activations import weight_dtype_of
+from accel.quantization.linears import base_modules, size_reason
 from accel.quantization.module import QuantizedLinear
 from accel.quantization.scheme import Scheme
 
@@ -36,12 +36,13 @@ class DenoiserLinears(NamedTuple):
 
 
 def denoiser_linears(model: nn.Module, scheme: Scheme) -> DenoiserLinears:
-    """The linear layers inside the model's parts; see `sensitive_linears` for those that are kept. What hangs on a UNet
-    itself is left alone.
+    """The linear layers inside the model's parts, but not its direct children.
+
+    See `sensitive_linears` for those that are kept.
     """
     chosen, skipped, kept = {}, {}, {}
     sensitive = sensitive_linears(model)
-    for path, module in inside(model, "", set()):
+    for path, module in base_modules(model, "", set()):
         if not isinstance(module, nn.Linear):
             continue
         if module in sensitive and type(module) is not QuantizedLinear:
@@ -71,7 +72,7 @@ def prompt_projections(model: nn.Module) -> set[nn.Module]:
 def refuses_rounding(module: QuantizedLinear, activations: str) -> str | None:
     """Why the products of this linear would not run in 8 bits."""
     sizes = {"inputs": module.in_features}
-    if kind_of(activations) == "fp8":
+    if weight_dtype_of(activations) == "fp8":
         if module.dtype == torch.float16:
             return "in float16, while scaled products of float8 give bfloat16"
         sizes["outputs"] = module.out_features
@@ -89,7 +90,7 @@ def _refuses(module: nn.Linear, scheme: Scheme) -> str | None:
     if type(weight) is not nn.Parameter or not weight.is_floating_point() or weight.is_meta:
         return "its weight is not loaded, or of a type of its own"
     outputs, inputs = weight.shape
-    return unfit(outputs, inputs, scheme)
+    return size_reason(outputs, inputs, scheme)
 
 
 MODULATES = "stays in 16 bits: it modulates its block, one row for all tokens of an image"
@@ -157,4 +158,4 @@ def _attends(module: nn.Module) -> bool:
 
 def _linears(module: nn.Module) -> Iterator[nn.Linear]:
     """Without those of adapters."""
-    return (part for _, part in inside(module, "", set()) if isinstance(part, nn.Linear))
+    return (part for _, part in base_modules(module, "", set()) if isinstance(part, nn.Linear))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accel.patching.owner import InstanceMethod
-from accel.patching.patch import Patch
+from accel.patching.rule import Patch
 from accel.quantization.module import QuantizedLinear
 
 SAVE, STATE = "save_pretrained", "state_dict"

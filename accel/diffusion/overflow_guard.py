@@ -11,10 +11,8 @@ import torch
 
 from accel.cuda_graphs.rule import GraphForward, match_graph
 from accel.fusion.half_operands import HalfOperands
-from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, as_written
-from accel.patching.rule import Match
-from accel.patching.site import Site
+from accel.patching.rule import Context, Match, Site
 from accel.verification.precision import in_dtype, upcast
 
 PLAIN = (torch.Tensor, type(None), bool, int, float, str)

@@ -17,16 +17,14 @@ from accel.fusion.loop import DenoisingLoop
 from accel.fusion.stacked_linears import Stacked
 from accel.libraries.models import denoising_loops
 from accel.offload.hooks import SWITCH, OffloadPatch
-from accel.patching.context import Context
-from accel.patching.owner import InstanceMethod, disown
-from accel.patching.patch import Patch
+from accel.patching.owner import InstanceMethod, PartlyCopied, disown
 from accel.patching.probe import Probe
-from accel.planning.plan import PLAN, Plan, plan_of
-from accel.planning.stages import StageResult
+from accel.patching.rule import Context, Patch
+from accel.planning.plan import PLAN, Plan, StageResult, plan_of
 from accel.planning.targets import schedulers_in
 
 
-class LoopStart(InstanceMethod):
+class LoopStart(PartlyCopied, InstanceMethod):
     """Callable that stands in `vars(holder)["progress_bar"]`, which is called between set_timesteps and a loop.
 
     It announces the loop and patches a scheduler that was put into the pipeline since. holder: the pipeline, or a block
@@ -34,12 +32,16 @@ class LoopStart(InstanceMethod):
     """
 
     name = "progress_bar"
+    copied = ("pipe", "holder", "context", "wrapped", "current")
 
     def __init__(self, pipe: Any, holder: Any, context: Context):
         self.pipe, self.holder = pipe, holder
         self.context = replace(context, options=replace(context.options, strict=False), probe=Probe())
         self.wrapped = vars(holder).get("progress_bar")
         self.current = schedulers_in(pipe)
+        self.renew()
+
+    def renew(self) -> None:
         self.former: WeakSet = WeakSet()
 
     @property
@@ -53,12 +55,6 @@ class LoopStart(InstanceMethod):
         twin = memo[id(self)] = type(self).__new__(type(self))
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return twin
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "former"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, former=WeakSet())
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         self._follow()

@@ -16,12 +16,9 @@ import torch
 from accel.errors import reason_of
 from accel.libraries.code import comes_from
 from accel.libraries.diffusion import STEP
-from accel.patching.context import Context
 from accel.patching.fallback_log import FallbackLog
-from accel.patching.owner import InstanceMethod
-from accel.patching.patch import Patch
-from accel.patching.rule import Match, Rule, Skip
-from accel.patching.site import Site
+from accel.patching.owner import InstanceMethod, PartlyCopied
+from accel.patching.rule import Context, Match, Patch, Rule, Site, Skip
 from accel.planning.targets import is_scheduler
 
 ARGUMENTS = {"model_output", "timestep", "sample"}
@@ -32,23 +29,22 @@ WHOLE = "whole numbers as timesteps, which this scheduler takes from a device al
 HOST_NOISE = "noise drawn by a CPU generator is copied to the device (a generator on the device needs no copy)"
 
 
-class HostSchedule:
-    """The values of `scheduler.timesteps` on the host, kept for the very tensor they were copied from, unchanged since.
+class HostSchedule(PartlyCopied):
+    """The values of `scheduler.timesteps` on the host, valid for the tensor object and version they were copied from.
 
     Empty where that tensor is on the host itself, or where a change of it in place could not be noticed.
     """
 
+    copied = ("scheduler",)
+
     def __init__(self, scheduler: object):
         self.scheduler = scheduler
+        self.renew()
+
+    def renew(self) -> None:
         self.source: torch.Tensor | None = None
         self.values: torch.Tensor | None = None
         self.version = 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"scheduler": self.scheduler}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        HostSchedule.__init__(self, **state)
 
     def refresh(self) -> None:
         """Copies the timesteps from the device, if they are not those that were copied last."""
@@ -206,7 +202,9 @@ class LinearUpdate(SchedulerCall):
     def coefficients(self, tensors: list[torch.Tensor], kwargs: dict) -> list[float]:
         """What each of the tensors, found among the arguments and the scheduler's model_outputs, is multiplied by."""
         attributes = vars(self.scheduler)
-        units = dict(zip(map(id, tensors), torch.eye(len(tensors), dtype=torch.float64).unsqueeze(1), strict=True))
+        units = dict(
+            zip(map(id, tensors), torch.eye(len(tensors), dtype=torch.float64, device="cpu").unsqueeze(1), strict=True)
+        )
         outputs = attributes["model_outputs"]
         attributes["model_outputs"] = [units.get(id(output), output) for output in outputs]
         try:
@@ -222,8 +220,8 @@ class LinearUpdate(SchedulerCall):
         generator = torch.Generator().manual_seed(0)
         try:
             order = self.scheduler.config.solver_order
-            tensors = list(torch.randn(order + 3, 1, 2, 3, generator=generator, dtype=torch.float64))
-            state = {"sigmas": torch.linspace(0.9, 0.1, order + 2), STEP: order, "solver_p": None}
+            tensors = list(torch.randn(order + 3, 1, 2, 3, generator=generator, dtype=torch.float64, device="cpu"))
+            state = {"sigmas": torch.linspace(0.9, 0.1, order + 2, device="cpu"), STEP: order, "solver_p": None}
             vars(update.scheduler).update(state, model_outputs=tensors[3:])
             kwargs = dict(zip(names, tensors, strict=False)) | {"order": order}
             used = update._tensors(kwargs)

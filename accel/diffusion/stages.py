@@ -1,4 +1,4 @@
-"""What comes before the rules for a denoiser: quantize, round. No stage changes the model."""
+"""The stages before the rules of a denoiser: quantize weights, round activations. No stage changes the model."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -14,12 +14,11 @@ from accel.diffusion.family import RULES
 from accel.diffusion.linears import denoiser_linears, prompt_projections, refuses_rounding
 from accel.diffusion.merge_guard import MergeGuard
 from accel.options import Options
-from accel.patching.context import Context
-from accel.planning.plan import Plan
-from accel.planning.stages import Row, StageReport, StageResult
+from accel.patching.rule import Context
+from accel.planning.plan import Plan, Row, StageReport, StageResult
 from accel.quantization.activation_quantization import RULE as ROUNDING
 from accel.quantization.activation_quantization import Rounding
-from accel.quantization.activations import is_static, kind_of
+from accel.quantization.activations import is_static, weight_dtype_of
 from accel.quantization.model import RULE, Quantization
 from accel.quantization.module import QuantizedLinear
 from accel.quantization.scheme import Scheme
@@ -74,14 +73,14 @@ def denoiser_quantization(root: nn.Module, weights: str, options: Options) -> tu
             f"weights={weights!r}: only causal language models have an output head; a {type(root).__name__} "
             "takes 'int8', 'int8-asym' or 'fp8'"
         )
-    if scheme.number == "int4":
+    if scheme.weight_dtype == "int4":
         raise ValueError(
             f"weights={weights!r}: for causal language models; a {type(root).__name__} takes "
             "'int8', 'int8-asym' or 'fp8'"
         )
     chosen, skipped, kept = denoiser_linears(root, scheme)
     half = any(linear.weight.dtype == torch.float16 for linear in chosen.values())
-    if half and options.activations is not None and kind_of(options.activations) == "fp8":
+    if half and options.activations is not None and weight_dtype_of(options.activations) == "fp8":
         raise ValueError(
             f"activations={options.activations!r}: scaled products of float8 give bfloat16, and this "
             f"{type(root).__name__} is in float16; load it in bfloat16, or give weights='int8', activations='int8'"
@@ -95,7 +94,7 @@ class DenoiserQuantization(Quantization):
 
     def _rounded(self, *args: Any) -> tuple[Quantized, str]:
         quantized, note = super()._rounded(*args)
-        if quantized.data.dtype == torch.float8_e4m3fn:
+        if quantized.format.name == "fp8":
             quantized = quantized._replace(scales=quantized.scales.float())
         return quantized, note
 
@@ -106,13 +105,13 @@ def find_rounding(root: nn.Module, options: Options) -> Rounding | None:
     if activations is None:
         return None
     if is_static(activations):
-        kind = kind_of(activations)
+        kind = weight_dtype_of(activations)
         raise ValueError(
             f"activations={activations!r}: for causal language models; a {type(root).__name__} takes {kind!r}"
         )
     held = [module for module in root.modules() if type(module) is QuantizedLinear]
     if not held and options.weights is None:
-        kind = kind_of(activations)
+        kind = weight_dtype_of(activations)
         raise ValueError(
             f"activations={activations!r} needs weights of the same kind, and the {type(root).__name__} holds "
             f"none: give weights={kind!r} too"

@@ -12,7 +12,7 @@ from accel.fusion.float32_precision import convolutions_in_tf32, products_in_tf3
 from accel.fusion.tensor_notes import TensorNotes
 from accel.in_flight import alone_if_idle
 from accel.patching.fast_forward import Kernels
-from accel.patching.patch import set_data
+from accel.patching.rule import set_data
 from accel.patching.structure import pointwise
 from accel.quantization.product import product
 

@@ -11,9 +11,8 @@ from torch import nn
 
 from accel.fusion.channels_last import keep_channel_stats, normalize
 from accel.fusion.float32_precision import convolutions_in_tf32
-from accel.patching.context import Context
 from accel.patching.fast_forward import Kernels
-from accel.patching.site import Site
+from accel.patching.rule import Context, Site
 
 
 class HalfOperands:

@@ -3,34 +3,25 @@
 import itertools
 import threading
 from collections.abc import Iterable
-from typing import Any
 from weakref import ref
 
+from accel.patching.owner import PartlyCopied
 
-class PerThread:
+
+class PerThread(PartlyCopied):
     """Keeps in `_local` what copies and pickles do not take along: a copy begins with nothing."""
 
     def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
         self._local = threading.local()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(vars(type(self)()))
 
 
 class ForwardCounter(PerThread):
     """`number` counts the forwards that this thread has begun; `tracked` says whether anybody counts them."""
 
-    tracked = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"tracked": self.tracked}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({})
-        self.tracked = state["tracked"]
+    copied, tracked = ("tracked",), False
 
     @property
     def number(self) -> int:
@@ -48,8 +39,8 @@ class DenoisingLoop(PerThread):
     features, is compared with this number.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def renew(self) -> None:
+        super().renew()
         self._numbers = itertools.count(1)
 
     @property

@@ -32,7 +32,7 @@ class NormKind:
     weight: str | None
     bias: str | None
     eps: str
-    centred: bool
+    centered: bool
     offset: float
     groups: int = 1
     gate: tuple[str, bool] | None = None
@@ -40,7 +40,7 @@ class NormKind:
 
     def of(self, module: nn.Module) -> Norm:
         weight, bias = (None if name is None else module._parameters[name] for name in (self.weight, self.bias))
-        return Norm(weight, bias, float(getattr(module, self.eps)), self.centred, self.offset)
+        return Norm(weight, bias, float(getattr(module, self.eps)), self.centered, self.offset)
 
     def keeps_dtype(self, *tensors: torch.Tensor | None) -> bool:
         """Whether the norm of the first of these, with this weight and by this gate, has its dtype in stock."""
@@ -67,7 +67,7 @@ def rms_norm_kinds(module: nn.Module) -> tuple[NormKind | None, NormKind | None]
     probe = _Probe.of(module, None)
     if probe is None:
         return None, None
-    plain = [kind for kind in _kinds(probe) if kind.weight is not None and kind.bias is None and not kind.centred]
+    plain = [kind for kind in _kinds(probe) if kind.weight is not None and kind.bias is None and not kind.centered]
     grouped = [replace(kind, groups=groups) for groups in probe.groups() for kind in plain]
     gates = [(activation, first) for activation in GATES for first in (True, False)]
     gated = [replace(kind, gate=gate) for gate in gates for kind in grouped]
@@ -100,7 +100,7 @@ class _Probe:
         return cls(module, width, list(parameters), epsilons) if width and epsilons else None
 
     def _random(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self.generator)
+        return torch.randn(*shape, generator=self.generator, device="cpu")
 
     def groups(self) -> list[int]:
         """Numbers of groups that the module may mean: one, or what its own numbers say of count or size."""
@@ -153,10 +153,10 @@ def _kinds(probe: _Probe) -> list[NormKind]:
     first, second = (*probe.names, None, None)[:2]
     pairs = [(first, second)] if second is None else [(first, second), (second, first)]
     return [
-        NormKind(weight, bias, eps, centred, offset)
+        NormKind(weight, bias, eps, centered, offset)
         for weight, bias in pairs
         for eps in probe.epsilons
-        for centred in (False, True)
+        for centered in (False, True)
         for offset in ((0.0, 1.0) if weight is not None else (0.0,))
     ]
 
@@ -167,7 +167,7 @@ def random_twin(
     """A copy of a module, not of what is in it, with random parameters in float32 on the CPU. shapes: if others."""
     twin, held = copy.copy(module), vars(module)["_parameters"]
     random = {
-        name: p if p is None else torch.randn(*shapes.get(name, p.shape), generator=generator)
+        name: p if p is None else torch.randn(*shapes.get(name, p.shape), generator=generator, device="cpu")
         for name, p in held.items()
     }
     parameters = {name: p if p is None else nn.Parameter(p, requires_grad=False) for name, p in random.items()}

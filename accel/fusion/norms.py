@@ -8,21 +8,17 @@ from torch import nn
 
 from accel.fusion.channels_last import normalize
 from accel.fusion.norm_kind import NormKind, rms_norm_kinds
-from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward
 from accel.patching.guard import Parts, plain_settings
-from accel.patching.rule import Match
-from accel.patching.site import Site
-from accel.patching.structure import plain, tampered
+from accel.patching.rule import Context, Match, Site
+from accel.patching.structure import no_tensor, plain, tampered
 
 UNKNOWN = "arguments the fast forward does not know"
 PROMOTED = "dtypes of which stock promotes one to another"
 
 
 def _unfit(x: Any, weight: torch.Tensor | None) -> str | None:
-    if type(x) is not torch.Tensor:
-        return f"input of type {type(x).__name__}"
-    return None if weight is None or weight.dtype is x.dtype else PROMOTED
+    return no_tensor(x) or (None if weight is None or weight.dtype is x.dtype else PROMOTED)
 
 
 class GroupNormForward(FastForward):
@@ -90,7 +86,6 @@ class RmsNormForward(FastForward):
     def __init__(self, *place: Any, kinds: tuple[NormKind | None, NormKind | None]):
         super().__init__(*place)
         self.kinds = {gated: kind for gated, kind in zip((False, True), kinds, strict=True) if kind is not None}
-        self.names = tuple(self.__signature__.parameters)[:2]
 
     def parts(self) -> Parts:
         return Parts(fixed=(self.module,))
@@ -103,7 +98,7 @@ class RmsNormForward(FastForward):
         """What is to be normed, and the gate. Raises TypeError for other arguments."""
         if len(args) == 1 and not kwargs:
             return args[0], None
-        given = dict(zip(self.names, args, strict=False)) | kwargs
+        given = self.named(args, kwargs)
         gate = given.pop(self.names[1], None) if len(self.names) > 1 else None
         if len(args) > 2 or given.keys() != {self.names[0]}:
             raise TypeError(UNKNOWN)
@@ -117,9 +112,9 @@ class RmsNormForward(FastForward):
         kind, held = self.kinds.get(gate is not None), vars(self.module)
         if kind is None:
             return f"{'with' if gate is not None else 'without'} a gate it is no norm known here"
-        for tensor in (x, gate):
-            if tensor is not None and type(tensor) is not torch.Tensor:
-                return f"input of type {type(tensor).__name__}"
+        reason = no_tensor(x) or (None if gate is None else no_tensor(gate))
+        if reason is not None:
+            return reason
         weight = held["_parameters"][kind.weight]
         if x.shape[-1:] != weight.shape or (gate is not None and gate.shape != x.shape):
             return "input of another shape"

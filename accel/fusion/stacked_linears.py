@@ -15,16 +15,14 @@ from torch import nn
 
 from accel.fusion.loop import ForwardCounter
 from accel.fusion.tensor_notes import TensorNotes
-from accel.patching.context import Context
-from accel.patching.patch import set_data
-from accel.quantization.module import QuantizedLinear, row_tensors
+from accel.patching.rule import Context, unshare
+from accel.quantization.module import row_tensors
 from accel.quantization.product import (
     Rows,
     device_and_dtype,
     multiplied,
     plain_linear,
     product,
-    rounded_product,
     rounds,
 )
 
@@ -37,7 +35,7 @@ class Stacked:
     """
 
     def __init__(self, linears: Sequence[nn.Linear]):
-        self.linears = linears  # as given: whoever made the list may still add to it before the patch is applied
+        self.linears = linears  # the caller's list, which may still grow before the patch is applied
 
     def apply(self) -> None:
         if len({type(linear) for linear in self.linears}) == 1:
@@ -50,8 +48,8 @@ class Stacked:
     def undo(self) -> None:
         for linear in self.linears:
             for tensor in row_tensors(linear):
-                if tensor is not None and tensor.untyped_storage().nbytes() != tensor.nbytes:
-                    set_data(tensor, torch.clone)
+                if tensor is not None:
+                    unshare(tensor)
 
 
 def stacked_rows(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -107,7 +105,7 @@ class StackedLinears:
         return context.of(cls, lambda: cls(context.of(ForwardCounter)))
 
     def add(self, *layers: nn.Linear) -> tuple[Stacked, ...]:
-        """Takes layers in; returns the patch that stacks their group, for whoever opened it."""
+        """Takes layers in; returns the patch that stacks their group, where this call began it."""
         size = sum(map(_bytes, layers))
         for group in self.groups:
             if can_stack(group[0], layers[0]) and size + sum(map(_bytes, group)) <= MOST_BYTES:
@@ -183,16 +181,10 @@ def project_together(
     rows = x if isinstance(x, Rows) else Rows(x)
     stack = stack and not (rows.x.is_cuda and torch.cuda.is_current_stream_capturing())
     kinds = {(type(layer), rounds(layer, rows.x) and layer.rounding) for layer in layers}
-    whole = _stacked(layers, stack) if len(kinds) == 1 else None
+    whole = stacked_tensors(layers, stack) if len(kinds) == 1 else None
     if whole is None:
         return [product(layer, rows, multiply=linear) for layer in layers]
-    first, (*parts, bias) = layers[0], whole
-    if type(first) is not QuantizedLinear:
-        outputs = multiplied(rows.normed(), parts[0], bias, linear)
-    elif (activations := first.rounds(rows.x)) is not None:
-        outputs = rounded_product(first, activations, rows, first.read(*parts), bias)
-    else:
-        outputs = multiplied(rows.normed(), first.read(*parts), bias, linear)
+    outputs = multiplied(layers[0], whole, rows, linear)
     return outputs.split([layer.out_features for layer in layers], dim=-1)
 
 
@@ -210,8 +202,8 @@ def _bytes(linear: nn.Linear) -> int:
     return linear.in_features * linear.out_features * device_and_dtype(linear)[1].itemsize
 
 
-def _stacked(layers: Sequence[nn.Linear], stack: bool) -> list[Any] | None:
-    """The tensors of `row_tensors`, of all layers as one; None where they lie apart."""
+def stacked_tensors(layers: Sequence[nn.Linear], stack: bool) -> list[Any] | None:
+    """The tensors of `row_tensors`, of all layers as one; None where they lie apart. stack: put them together first."""
     wholes = []
     for parts in zip(*map(row_tensors, layers), strict=True):
         whole = None if all(part is None for part in parts) else _whole(parts, stack)

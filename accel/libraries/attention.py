@@ -17,8 +17,8 @@ ATTENTIONS, MASKS, MIXTURES = ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTI
 ATTENTION = "_attn_implementation"  # of a configuration: the attention that it names
 FIELD = "_attn_implementation_internal"  # where the name is kept
 PAGED = "paged|"  # of implementations that attend through the paged cache of continuous batching, and no other
-# What an attention function may be told that changes nothing, or that whoever records it sees by itself.
-TOLD = {"scaling", "dropout", "softcap", "sliding_window", "s_aux", "position_ids", "use_cache", "cache_position"}
+# Arguments of an attention function that change nothing, or whose effect a recording shows.
+KNOWN_ARGUMENTS = set("scaling dropout softcap sliding_window s_aux position_ids use_cache cache_position".split())
 
 
 @contextmanager

@@ -1,8 +1,8 @@
-"""generate() of transformers: the methods by which it goes on, what they leave in a configuration, and its loop."""
+"""generate() of transformers: the methods that it calls, the arguments it passes, and its loop."""
 
 from contextlib import nullcontext
 from functools import cache
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,7 +20,14 @@ POSITIONS = "_prepare_position_ids_for_generation"
 CACHE, PROCESSORS, CRITERIA = "_prepare_cache_for_generation", "_get_logits_processor", "_get_stopping_criteria"
 LOOP, DECODING, UNFINISHED = "_sample", "_optimize_model_for_decode", "_has_unfinished_sequences"
 PREPARE, UPDATE = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
-FILLER = "_pad_token_tensor"  # of a configuration: what generate() puts behind the end of a row
+PAD_TENSOR = "_pad_token_tensor"  # of a configuration: what generate() puts behind the end of a row
+
+# What says how a step follows from another, beside PREPARE. And methods as they were imported: another function that is
+# put there later, for all models, is somebody's own.
+STEPS = (LOOP, UPDATE)
+AS_IMPORTED = MappingProxyType(
+    {name: getattr(GenerationMixin, name) for name in (PREPARE, *STEPS, UNFINISHED, DECODING)}
+)
 
 # Arguments of a model that generate() and its callers know, besides the cache; of a step, which follow from the step
 # before. The tokenizer is for stop strings: generate() hands it to the model as well, which has no use for it.
@@ -32,6 +39,16 @@ MARKS = ("token_type_ids", "mm_token_type_ids")  # one number a token: 0 for tex
 GRIDS = ("image_grid_thw", "video_grid_thw")  # (images, 3): frames, rows and columns of each
 
 
+def predictable(model: PreTrainedModel) -> bool:
+    """Whether the loop around this model is GenerationMixin's: one token more, one position, one 1 of the mask."""
+    return stock_methods(model, PREPARE, *STEPS) and not any(name in vars(model) for name in STEPS)
+
+
+def stock_methods(model: PreTrainedModel, *names: str) -> bool:
+    """Whether the model's class leaves these as GenerationMixin has them."""
+    return all(getattr(type(model), name, None) is AS_IMPORTED[name] for name in names)
+
+
 def processors(model: PreTrainedModel, config: Any, ends: torch.Tensor | None, **given: Any) -> LogitsProcessorList:
     """Those that generate() would have. config: is told the ends, as generate() leaves it."""
     config._eos_token_tensor = ends
@@ -39,13 +56,13 @@ def processors(model: PreTrainedModel, config: Any, ends: torch.Tensor | None, *
 
 
 def next_inputs(model: PreTrainedModel, kwargs: dict[str, Any], ids: torch.Tensor, new: int) -> dict[str, Any]:
-    """What a model is called with for the token behind ids, `new` tokens after it was with kwargs."""
+    """The arguments of the step after ids, `new` tokens after the step with kwargs."""
     kwargs = model._update_model_kwargs_for_generation({}, dict(kwargs), num_new_tokens=new)
     return model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
 
 
-def late_loop(device: torch.device, kwargs: dict[str, Any]) -> bool:
-    """Whether stock's loop itself is a token behind on this device."""
+def defers_stop_check(device: torch.device, kwargs: dict[str, Any]) -> bool:
+    """Whether stock's own loop defers its stop check by a token on this device."""
     check = getattr(utils, "DeferredStopCheck", None)
     try:
         return check is not None and check.is_supported(device, generating_cache(kwargs), False, False)
@@ -53,15 +70,15 @@ def late_loop(device: torch.device, kwargs: dict[str, Any]) -> bool:
         return True
 
 
-class _Loopless:
-    """Stands for a model: what `_sample` asks of one, where the prompt is all that is read."""
+class _PromptOnly:
+    """Stands for a model in `_sample`, which reads a prompt and makes no step."""
 
     config = SimpleNamespace(is_encoder_decoder=False)
 
     def __init__(self) -> None:
         self.seen: list[torch.Tensor] = []
         self.asked = 0
-        self.words = torch.arange(7)[None]
+        self.words = torch.arange(7, device="cpu")[None]
 
     def _valid_auto_compile_criteria(self, *_: object) -> bool:
         return False
@@ -70,7 +87,7 @@ class _Loopless:
         raise NotImplementedError
 
     def _prefill(self, *_: object, **__: object) -> Any:
-        return utils.ModelOutput(logits=torch.eye(4)[None, 2:3])
+        return utils.ModelOutput(logits=torch.eye(4, device="cpu")[None, 2:3])
 
     def _optimize_model_for_decode(self) -> nullcontext:
         return nullcontext()
@@ -86,19 +103,19 @@ class _Loopless:
 
     def criterion(self, ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
         self.seen.append(ids)
-        return torch.zeros(len(ids), dtype=torch.bool)
+        return torch.zeros(len(ids), dtype=torch.bool, device="cpu")
 
 
 @cache
 def returns_what_criteria_saw() -> bool:
-    """Whether stock's loop, ended at its head, returns the tensor that it has shown to the criteria; tried."""
-    model, config = _Loopless(), GenerationConfig(do_sample=False, pad_token_id=0)
-    setattr(config, FILLER, torch.tensor(0))
+    """Whether stock's loop, if ended after the prompt, returns the tensor that it gave the criteria; found by trial."""
+    model, config = _PromptOnly(), GenerationConfig(do_sample=False, pad_token_id=0)
+    setattr(config, PAD_TENSOR, torch.tensor(0, device="cpu"))
     criteria = StoppingCriteriaList([model.criterion])
     try:
         with torch.no_grad():
             found = GenerationMixin._sample(
-                model, torch.tensor([[1, 3]]), LogitsProcessorList(), criteria, config, use_cache=True
+                model, torch.tensor([[1, 3]], device="cpu"), LogitsProcessorList(), criteria, config, use_cache=True
             )
     except Exception as error:  # a loop of another kind
         reason_of(error)

@@ -1,7 +1,7 @@
-"""Hooks of accelerate and diffusers around a module's forward: where they hang, what they are, what lies beneath.
+"""Hooks of accelerate and diffusers around a module's forward: where they are kept, and the forward beneath them.
 
-accelerate has one hook on a module, and a wrapper in the place of its forward; diffusers a registry of hooks, with a
-reference to what each of them calls. Neither library is imported: a hook is there only where it was.
+accelerate keeps one hook on a module, and a wrapper in place of its forward; diffusers a registry of hooks, with a
+reference to what each calls. Neither library is imported here: where it was not, there is no hook of it.
 """
 
 import functools
@@ -34,7 +34,7 @@ def hook_of(module: nn.Module) -> Any:
 
 
 def is_hook(hook: object, name: str) -> bool:
-    """Whether it is exactly this hook of accelerate's; of others nobody knows what they do."""
+    """Whether it is exactly this hook of accelerate's, and no subclass."""
     kind = getattr(sys.modules.get("accelerate.hooks"), name, None)
     return kind is not None and type(hook) is kind
 
@@ -98,8 +98,8 @@ def casting_hook(module: nn.Module) -> tuple[Any, Any] | None:
 
 
 def only_divides(module: nn.Module, config: Any) -> bool:
-    """Whether all hooks that diffusers has on a module divide sequences by this configuration: they keep no state, and
-    what they do is part of the forward.
+    """Whether all hooks of diffusers on a module divide sequences by this configuration. These keep no state, and their
+    work is part of the forward.
     """
     known = vars(sys.modules.get(DIVIDING[0], nn))
     kinds = [known[name] for name in DIVIDING[1] if name in known]

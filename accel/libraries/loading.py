@@ -29,7 +29,7 @@ VOLATILE = ("_name_or_path", "transformers_version", "dtype", "architectures", "
 
 
 def own_name(model: PreTrainedModel) -> Callable[[str], str]:
-    """Gives the name that a model has for what a file holds under another: transformers renames some."""
+    """A function from names in files to the model's names, some of which transformers has renamed."""
     renamings = [one for one in get_model_conversion_mapping(model) if type(one) is WeightRenaming]
 
     def found(name: str) -> str:
@@ -41,14 +41,14 @@ def own_name(model: PreTrainedModel) -> Callable[[str], str]:
 
 
 def retied(model: PreTrainedModel) -> None:
-    """Which weights are one is found anew, by the configuration as it is now."""
+    """Finds tied weights anew, by the present configuration."""
     model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
 
 
 @contextmanager
 def entered(before: Callable[[PreTrainedModel], None], after: Callable[[PreTrainedModel], None]) -> Iterator[str]:
-    """Inside, transformers knows a way of loading under the name it gives: it calls before with the model that has no
-    weights yet, and after with the one that has.
+    """Inside, transformers knows a quantization method by the yielded name. It calls before with the model without
+    weights, and after with the loaded one.
     """
     name = f"accel-{uuid.uuid4().hex}"
 
@@ -91,7 +91,7 @@ def distribute(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def load_from(model: PreTrainedModel, tensors: Mapping[str, Any]) -> Any:
-    """Loads what stands for tensors in files, by name, into a model without memory; what it tells of that."""
+    """Loads lazy tensors by name into a model on the meta device; returns transformers' loading information."""
     mapping = get_model_conversion_mapping(model)
     config = LoadStateDictConfig(device_map={"": "meta"}, dtype=model.dtype, weight_mapping=mapping)
     return convert_and_load_state_dict_in_model(model, tensors, config)[0]

@@ -1,6 +1,4 @@
-"""Which objects are models and pipelines of diffusers and transformers: told by base classes, of which nothing is
-imported for that.
-"""
+"""Which objects are models and pipelines of diffusers and transformers, by names of base classes, without imports."""
 
 from typing import Any
 
@@ -27,7 +25,7 @@ def is_causal_lm(obj: Any) -> bool:
         return False
 
 
-def writes_by_itself(obj: Any) -> bool:
+def generates_by_itself(obj: Any) -> bool:
     """Whether obj is a causal language model whose own forward is a step of generate(): it takes a cache."""
     if not is_causal_lm(obj):
         return False
@@ -37,7 +35,7 @@ def writes_by_itself(obj: Any) -> bool:
 
 
 def denoising_loops(pipe: Any) -> list[Any]:
-    """What of a pipeline shows the progress of its loops, by a method `progress_bar`: itself, or some of its blocks."""
+    """The pipeline, or those of its blocks, that have a method `progress_bar` for their denoising loops."""
     if hasattr(type(pipe), "progress_bar"):
         return [pipe]
     found: list[Any] = []

@@ -61,7 +61,7 @@ def served_by(
     seed: Callable[[int], None],
     handler: Callable[[type], type],
 ) -> Iterator[None]:
-    """Inside, the server loads models, batches, seeds and handles requests by these. handler: makes of one another."""
+    """Inside, the server uses these to load models, batch, seed and handle requests. handler: wraps a handler."""
     meant: list[tuple[Any, str, Any]] = [(model_manager, "ModelManager", models)]
     meant += [(utils, "CBGenerateManager", batching), (utils, "set_torch_seed", seed)]
     meant += [(sys.modules[kind.__module__], kind.__name__, handler(kind)) for kind in HANDLERS]

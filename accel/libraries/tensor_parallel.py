@@ -1,9 +1,9 @@
-"""How transformers divides layers among ranks: closures in the place of a forward, and styles that say what they do.
+"""How transformers divides layers among ranks: by closures in place of a forward, and styles.
 
-transformers keeps the class of a divided layer. Its weights become DTensors, of which each rank holds a part, and a
-closure in `vars(module)["forward"]` does what is to be done before and after. In the closure's cells are the style (a
-TensorParallelLayer), the mesh of ranks, and the forward beneath. So it is from 5.17 on. Nothing is imported: no layer
-is divided before its library is there.
+A divided layer keeps its class. Its weights become DTensors, of which each rank holds a part, and a closure in
+`vars(module)["forward"]` works before and after its forward. The closure's cells hold the style, a TensorParallelLayer,
+the mesh of ranks, and the forward beneath, from 5.17 on. Nothing is imported: no layer is divided before that library
+is.
 """
 
 import inspect
@@ -21,9 +21,9 @@ STYLES = f"{DISTRIBUTED}tensor_parallel"
 
 
 class Style(NamedTuple):
-    """How a layer is divided. dim: of its weight, 0 for outputs and 1 for inputs; of a table, words and channels.
+    """How a layer is divided. dim: of its weight, 0 for outputs or 1 for inputs; of a table, words or channels.
 
-    gathers: each rank has all outputs. splits: it is given whole inputs, and takes its part.
+    gathers: each rank gets all outputs. splits: each rank takes its part of whole inputs.
     """
 
     dim: int
@@ -88,9 +88,7 @@ def style_of(style: Any, table: bool) -> Style | None:
 
 
 def experts_here(way: Any) -> int | None:
-    """How many whole experts each rank has, where all ranks have one batch and sum what they give; None for any other
-    way.
-    """
+    """How many whole experts each rank has, if all ranks compute one batch and sum their outputs; else None."""
     if getattr(way, "megamoe", None) is not None:
         return None
     way = getattr(way, "all_reduce", None) or way  # what it takes without gradients

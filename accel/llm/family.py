@@ -11,34 +11,28 @@ from accel.errors import SkippedSite
 from accel.fusion.norms import match_layer_norm, match_rms_norm
 from accel.fusion.stacked_linears import Stacked
 from accel.libraries.versions import newer_than_tested
-from accel.llm.analysis.analyze import Analysis
-from accel.llm.analysis.kv_quantization import choose_kv_dtypes, described
-from accel.llm.analysis.layer import LayerSpec
 from accel.llm.batching.hook import batching_hook
 from accel.llm.generation.decoder import DecoderForward
-from accel.llm.generation.graph_sizes import rows_of_kernels
 from accel.llm.generation.loop.hooks import generate_hooks
-from accel.llm.generation.mixed import MixedForward, try_mixed
-from accel.llm.generation.prefill import Prompts
-from accel.llm.generation.self_test import find_convention
-from accel.llm.generation.surroundings import guard_of
+from accel.llm.generation.mixed import MixedForward
+from accel.llm.generation.prefill import Prompts, kernel_key_of
+from accel.llm.generation.self_test import find_convention, guard_of, try_partial
 from accel.llm.generation.trial_warmup import warm_up
+from accel.llm.moe.experts import ExpertsForward, match_experts
+from accel.llm.moe.router import RouterForward, match_router
 from accel.llm.pipeline.forward import SpreadForward
 from accel.llm.pipeline.placement import Placement
 from accel.llm.pipeline.stretch import StretchGraphs, StretchLayer
 from accel.llm.recording.record import LayerRecord, NotUnderstood
 from accel.llm.recording.recorder import decoder_layers
-from accel.llm.runtime.experts import ExpertsForward, match_experts
-from accel.llm.runtime.layer import LayerForward
+from accel.llm.runtime.analyze import Analysis
+from accel.llm.runtime.kv_quantization import choose_kv_dtypes, described
+from accel.llm.runtime.layer import LayerForward, LayerSpec
 from accel.llm.runtime.lm_head import OutputHead, match_head, match_table
-from accel.llm.runtime.router import RouterForward, match_router
 from accel.llm.runtime.step import ForwardContext
 from accel.parallel.agreement import all_agree
-from accel.patching.context import Context
-from accel.patching.patch import ForwardPatch
-from accel.patching.rule import Match, Rule, Skip
-from accel.patching.site import Site
-from accel.quantization.activation_quantization import rounding
+from accel.patching.rule import Context, ForwardPatch, Match, Rule, Site, Skip
+from accel.quantization.activation_quantization import rounding_linears
 
 PARTIAL = "understood, but not the whole model"
 BATCH_EAGER_CALLS = 4  # of a step size, before its graph is captured: many sizes of batches come a few times only
@@ -97,8 +91,8 @@ def _match_some(model: PreTrainedModel, context: Context, layers: dict, specs: l
     forward.experts, forward.routers = _inside(forwards, context)
     forward.most_positions = specs[0][0].most_positions
     try:
-        try_mixed(forward)
-        forward.model_guard = guard_of(forward, forward.write)
+        try_partial(forward)
+        forward.model_guard = guard_of(forward)
     except NotUnderstood as reason:
         return _stock(str(reason), context)
     note = f"{len(forwards)} of {len(layers)} layers fused, the others run stock between them, without CUDA graphs"
@@ -130,11 +124,11 @@ def _bind(
         forward.ranks.open(next(model.parameters()).device)
     forward.convention = find_convention(forward)
     forward.model_guard = guard_of(forward)
-    note = "" if placement is None else placement.told()
+    note = "" if placement is None else placement.description()
     batches: GraphRunner | StretchGraphs | None = None
     if context.options.kv_cache is not None:
         note = "; ".join(filter(None, (note, _round(forward, specs, context.options.kv_cache, context.options.strict))))
-    elif rounding(model):
+    elif rounding_linears(model):
         warm_up(forward)
     if context.options.graphs is not False and isinstance(forward, SpreadForward):
         forward.runner = _graphs(forward, context, context.options.graphs is True)
@@ -152,7 +146,11 @@ def _bind(
             forward.prompts = Prompts(runners[-1])
         for runner in runners:
             runner.ranks = forward.ranks
-            runner.passed, runner.beside, runner.kind = forward.convention.passed, forward.model_guard, rows_of_kernels
+            runner.ignored, runner.watched, runner.kernel_key = (
+                forward.convention.ignored_attributes,
+                forward.model_guard,
+                kernel_key_of,
+            )
     stacks = (layer.stacks() for layer in forwards)
     patches = tuple(Stacked(linears) for linears in stacks if linears)
     hooks = (*generate_hooks(model, forward), *batching_hook(model, forward, batches))
@@ -163,7 +161,7 @@ def _graphs(forward: SpreadForward, context: Context, keep: bool) -> StretchGrap
     """Of its stretches. keep: those too that make a stretch by itself no faster."""
     graphs = StretchGraphs(forward.stretches, context.of(GraphPool), context.log, keep)
     for runner in graphs.runners:
-        runner.beside, runner.kind = forward.model_guard, rows_of_kernels
+        runner.watched, runner.kernel_key = forward.model_guard, kernel_key_of
     return graphs
 
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.routing import Choices, noting, repeating, routing_modules
-from accel.llm.routed import decoder_forward, far, rms_of_token, routed
+from accel.llm.routed import decoder_forward, far, routed, row_rms
 from accel.planning.plan import Plan
 from accel.tolerances import DRIFT, MEDIAN, MOVED
 from accel.verification.metrics import Quality
@@ -49,16 +49,16 @@ def forced_logits(model: PreTrainedModel, inputs: dict, tokens: torch.Tensor) ->
 
 
 class Logits(ModelRecord):
-    """Of a deep model, at the far end of all its layers' roundings: an 8B model in bf16 is at 16 units of rounding.
+    """Logits have gone through the rounding of all layers, so more is allowed: an 8B model in bf16 is 16 units off.
 
     choices: of stock's routers, which every run repeats. free: routers choose in each run, and may choose otherwise, so
-    that the median token is judged. moved: stock's outputs where noise of the size of rounding is added.
+    that the median token is judged. perturbed: stock's outputs where noise of the size of rounding is added.
     """
 
     choices: Choices | None = None
     fused: DecoderForward | None = None  # which repeats them
     free = False
-    moved: list[torch.Tensor] | None = None
+    perturbed: list[torch.Tensor] | None = None
 
     def logits(self, module: nn.Module, kwargs: dict) -> torch.Tensor:
         """(tokens, vocabulary)."""
@@ -81,31 +81,31 @@ class Logits(ModelRecord):
             self.choices, self.fused = choices, forward
         self.free = bool(wholes) and self.choices is None
 
-    def shake(self, plan: Plan) -> None:
+    def perturb(self, plan: Plan) -> None:
         """Stock's run once more, what each layer gives moved by noise; for models with routers."""
         wholes, forward = routed(plan), decoder_forward(plan)
         if wholes:
             stack = wholes.values() if forward is None else forward.module.get_submodule(forward.stack).children()
             with with_noise((layer, self.unit) for layer in stack):
-                self.moved = self.freely().run(self.module, *self.inputs[-1])
+                self.perturbed = self.with_free_routing().run(self.module, *self.inputs[-1])
 
-    def freely(self) -> "Logits":
+    def with_free_routing(self) -> "Logits":
         """The same call, in which each run chooses for itself."""
         other = type(self)(self.module, self.inputs, self.outputs)
-        other.free, other.moved = True, self.moved
+        other.free, other.perturbed = True, self.perturbed
         return other
 
     @property
     def drift(self) -> float:
         """How far noise of the size of rounding puts stock."""
-        return 0.0 if self.moved is None else rms_of_token(self.outputs[-1], self.moved, MOVED)
+        return 0.0 if self.perturbed is None else row_rms(self.outputs[-1], self.perturbed, MOVED)
 
     @property
     def allowance(self) -> float:
         return max(DEEP * super().allowance, DRIFT * self.drift if self.free else 0.0)
 
     def apart(self, wanted: list[torch.Tensor], got: list[torch.Tensor]) -> float:
-        return rms_of_token(wanted, got, MEDIAN) if self.free else super().apart(wanted, got)
+        return row_rms(wanted, got, MEDIAN) if self.free else super().apart(wanted, got)
 
     def judge(self, seed: int) -> Quality:
         quality = super().judge(seed)

@@ -16,13 +16,12 @@ from accel_kernels.moe.experts import MOST_TOKENS
 from torch import nn
 
 from accel.in_flight import Here
-from accel.llm.analysis.router import INDEX, LOGITS, SHARE
-from accel.llm.analysis.router_trial import GIVEN, held
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.routing import routed_modules
-from accel.llm.runtime.experts import ExpertsForward
-from accel.llm.runtime.router import RouterForward
-from accel.patching.patch import ForwardPatch
+from accel.llm.moe.experts import ExpertsForward
+from accel.llm.moe.router import RouterForward
+from accel.llm.moe.router_formula import INDEX, LOGITS, SHARE
+from accel.patching.rule import ForwardPatch
 from accel.planning.plan import Plan
 from accel.quantization.experts import QuantizedExperts
 from accel.tolerances import FAR, FLOOR, MEDIAN, SUM_UNITS
@@ -30,7 +29,7 @@ from accel.verification.metrics import Quality
 from accel.verification.model_record import ModelRecord, ModelRecorder
 
 
-def rms_of_token(wanted: list[torch.Tensor], got: list[torch.Tensor], share: float) -> float:
+def row_rms(wanted: list[torch.Tensor], got: list[torch.Tensor], share: float) -> float:
     """Error of one row by the size of the median row, of the worst of pairs (rows, columns).
 
     share: of rows that are nearer, which is which row that is.
@@ -77,7 +76,7 @@ def _stacked(module: nn.Module) -> bool:
 
 
 @dataclass
-class Layer(ModelRecord):
+class RoutedLayer(ModelRecord):
     """A routed layer on what it was given, a prompt and a step: against stock, with one routing for both.
 
     choices: what stock's routers chose, for each input in turn; none where ours are stock's, and choose by the same
@@ -111,7 +110,7 @@ class Layer(ModelRecord):
         """In full precision the router may choose otherwise."""
 
 
-class Experts(ModelRecord):
+class ExpertsRecord(ModelRecord):
     """Each expert on a token, by itself; every token is compared by itself."""
 
     def run(self, module: nn.Module, args: tuple, kwargs: dict) -> list[torch.Tensor]:
@@ -119,7 +118,7 @@ class Experts(ModelRecord):
 
 
 @dataclass
-class Router(ModelRecord):
+class RouterRecord(ModelRecord):
     """A router on tokens: its logits, the shares, and the logits of what it chose. names: of what it returns.
 
     By the median token, and in order of size: of neighbors rounding may take one or the other.
@@ -135,17 +134,17 @@ class Router(ModelRecord):
         return compared
 
     def apart(self, wanted: list[torch.Tensor], got: list[torch.Tensor]) -> float:
-        return rms_of_token(wanted, got, MEDIAN)
+        return row_rms(wanted, got, MEDIAN)
 
 
 @dataclass
-class Layers:
+class RoutedLayers:
     """Records of the routed layers of a plan, and of the experts and routers in them that are fused."""
 
     plan: Plan
-    layers: dict[str, Layer] = field(default_factory=dict)
-    experts: dict[str, Experts] = field(default_factory=dict)
-    routers: dict[str, Router] = field(default_factory=dict)
+    layers: dict[str, RoutedLayer] = field(default_factory=dict)
+    experts: dict[str, ExpertsRecord] = field(default_factory=dict)
+    routers: dict[str, RouterRecord] = field(default_factory=dict)
     note: str = ""
 
     def recorder(self) -> ModelRecorder:
@@ -157,8 +156,10 @@ class Layers:
         fused = {paths[p.owner]: p.value for p in self.plan.patches if isinstance(p, ForwardPatch) and p.owner in paths}
         records, self.note = recorder.records(), recorder.note()
         for path, record in records.items():
-            self.layers[path] = Layer(record.module, record.inputs, record.outputs)
-            x = next(leaf for leaf in _tensors(record.inputs[0]) if leaf.is_floating_point()).flatten(0, -2)
+            self.layers[path] = RoutedLayer(record.module, record.inputs, record.outputs)
+            args, kwargs = record.inputs[0]
+            tensors = (one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor))
+            x = next(one for one in tensors if one.is_floating_point()).flatten(0, -2)
             inside = {place: one for place, one in fused.items() if f"{place}.".startswith(f"{path}.")}
             for place, one in inside.items():
                 if isinstance(one, ExpertsForward):
@@ -180,26 +181,24 @@ class Layers:
         return {name: _worst(found) for name, found in judged.items() if found}
 
 
-def _each(module: nn.Module, experts: int, x: torch.Tensor) -> Experts:
+def _each(module: nn.Module, experts: int, x: torch.Tensor) -> ExpertsRecord:
     index = torch.arange(experts, device=x.device)[:, None]
     x = x[torch.arange(experts, device=x.device) % len(x)].contiguous()
     ones = torch.ones(experts, 1, device=x.device, dtype=x.dtype)
     # Few tokens are multiplied one by one, more are grouped: both ways are looked at.
-    pieces = [*zip(*(tensor.split(MOST_TOKENS) for tensor in (x, index, ones)), strict=True), _often(x, index, ones)]
-    record = Experts(module, [(piece, {}) for piece in pieces])
+    pieces = list(zip(*(tensor.split(MOST_TOKENS) for tensor in (x, index, ones)), strict=True))
+    pieces.append(tuple(tensor.repeat(MOST_TOKENS // experts + 1, 1) for tensor in (x, index, ones)))
+    record = ExpertsRecord(module, [(piece, {}) for piece in pieces])
     record.repeat(0)
     record.measure()
     return record
 
 
-def _router(forward: RouterForward, x: torch.Tensor) -> Router | None:
-    formula = forward.formula(x)
-    if formula is None:
+def _router(forward: RouterForward, x: torch.Tensor) -> RouterRecord | None:
+    given, formula = forward.call_of(x), forward.formula(x)
+    if given is None or formula is None:
         return None
-    weight = held(forward.module)[formula.weight]
-    correction = (torch.zeros_like(weight[:, 0]),) if formula.correction == GIVEN else ()
-    given = (x if 2 in formula.dims else x.unsqueeze(0), *correction)
-    record = Router(forward.module, [(given, {})], names=formula.outputs)
+    record = RouterRecord(forward.module, [(given, {})], names=formula.outputs)
     record.repeat(0)
     record.measure()
     return record
@@ -213,11 +212,6 @@ def _after(modules: Iterable[nn.Module], hook: Callable) -> Iterator[None]:
         yield
 
 
-def _often(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The same tokens so many times that they are grouped."""
-    return tuple(tensor.repeat(MOST_TOKENS // len(tensor) + 1, 1) for tensor in tensors)
-
-
 def _worst(found: dict[str, Quality]) -> Quality:
     def measure(item: tuple[str, Quality]) -> tuple[bool, float]:
         quality = item[1]
@@ -228,8 +222,3 @@ def _worst(found: dict[str, Quality]) -> Quality:
     path, quality = max(found.items(), key=measure)
     note = f"the worst of {len(found)}, {path}"
     return replace(quality, note="; ".join(filter(None, (note, quality.note))))
-
-
-def _tensors(given: tuple[tuple, dict]) -> list[torch.Tensor]:
-    args, kwargs = given
-    return [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]

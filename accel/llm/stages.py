@@ -6,23 +6,21 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from accel.errors import SkippedSite, reason_of
-from accel.llm.analysis.analyze import Analysis, analyze
 from accel.llm.family import RULES
 from accel.llm.generation.pace import pace
+from accel.llm.moe.experts import find_formula
 from accel.llm.pipeline.placement import LiftedHooks, Placement, layer_placement
 from accel.llm.ptq.formats.prequantized_import import PrequantizedImport
 from accel.llm.ptq.model import LanguageModelQuantization
-from accel.llm.runtime.attention_kinds import KINDS
-from accel.llm.runtime.experts import find_formula
+from accel.llm.runtime.analyze import Analysis, analyze
 from accel.options import STATIC, calibrate
 from accel.parallel.agreement import all_agree
 from accel.parallel.sharded_layers import ranks_of
-from accel.patching.context import Context
-from accel.planning.plan import Plan
-from accel.planning.stages import Row, StageReport, StageResult
+from accel.patching.rule import Context
+from accel.planning.plan import Plan, Row, StageReport, StageResult
 from accel.quantization.activation_quantization import RULE as ROUNDING
-from accel.quantization.activation_quantization import Rounding, fixed, rounding
-from accel.quantization.activations import kind_of
+from accel.quantization.activation_quantization import Rounding, calibration_notes, rounding_linears
+from accel.quantization.activations import weight_dtype_of
 from accel.quantization.model import RULE
 
 
@@ -59,7 +57,7 @@ def round_activations(model: PreTrainedModel, context: Context) -> StageResult:
     """
     options, found = context.options, Rounding(context.options)
     found.find(model, set(model.get_output_embeddings().modules()))  # of few rows, but for all logits
-    if options.activations is not None and options.weights is None and not (found.pairs or rounding(model)):
+    if options.activations is not None and options.weights is None and not (found.pairs or rounding_linears(model)):
         if options.activations in STATIC:
             raise ValueError(
                 f"activations={options.activations!r}: no linear layer of the model holds what it "
@@ -67,12 +65,12 @@ def round_activations(model: PreTrainedModel, context: Context) -> StageResult:
             )
         raise ValueError(
             f"activations={options.activations!r} needs weights of the same kind, and the model holds none: "
-            f"give weights={kind_of(options.activations)!r} too"
+            f"give weights={weight_dtype_of(options.activations)!r} too"
         )
 
     def report() -> StageReport:
         rows = [Row(path, ROUNDING, status, reason) for path, status, reason in found.rows]
-        return StageReport(rows + [Row("", ROUNDING, "patched", line) for line in fixed(model)])
+        return StageReport(rows + [Row("", ROUNDING, "patched", line) for line in calibration_notes(model)])
 
     return StageResult((found,) if found.pairs else (), report)
 
@@ -82,7 +80,7 @@ def analyze_layers(model: nn.Module, context: Context) -> StageResult:
     try:
         options = context.options
         whole = (options.kv_cache or options.weights) is not None
-        context.put(analyze(model, KINDS, options.kv_cache is not None, whole))
+        context.put(analyze(model, options.kv_cache is not None, whole))
     except Exception as error:  # a model of an unknown make
         context.put(Analysis(reason=f"could not be examined: {reason_of(error)}"))
     ranks = ranks_of(model)

@@ -17,9 +17,9 @@ from accel.comparison import first_differences, worst
 from accel.llm.logits import GREEDY, Decode, Logits, Prompt
 from accel.llm.ptq.formats.prequantized_import import PrequantizedImport
 from accel.llm.recording.inputs import KNOWN, TOKENS, causal, example_inputs, most_configured
-from accel.llm.routed import Layers
+from accel.llm.routed import RoutedLayers
 from accel.planning.plan import Plan
-from accel.quantization.activation_quantization import rounding
+from accel.quantization.activation_quantization import rounding_linears
 from accel.quantization.module import unrounded
 from accel.tolerances import TIMES_STOCK
 from accel.verification.agreement import Agreement, distributions, perplexity
@@ -82,7 +82,7 @@ def agreement_with_stock(
     that are rounded to 8 bits: their loss is told, prompt and decode are judged without, products of such rows alone.
     """
     (plan,) = plans.values()
-    rounds = bool(rounding(model))
+    rounds = bool(rounding_linears(model))
     asked, note = _told(plan, rounds), ""
     with seeded(seed):
         ours = _greedy(model, inputs)[0]
@@ -103,7 +103,7 @@ def agreement_with_stock(
     with unrounded(model):
         parts = {"prompt": prompt.judge(seed), "decode": decode.judge(seed)}
         if prompt.choices is not None or decode.choices is not None:  # not yet as calls run
-            prompt, decode = prompt.freely(), decode.freely()
+            prompt, decode = prompt.with_free_routing(), decode.with_free_routing()
             parts |= {"prompt, free routing": prompt.judge(seed), "decode, free routing": decode.judge(seed)}
     if "kv_cache" in asked:
         parts = {name: replace(part, lossy=f"kv_cache={asked['kv_cache']!r}") for name, part in parts.items()}
@@ -143,24 +143,24 @@ def _told(plan: Plan, rounds: bool) -> dict[str, str]:
     options = plan.options
     chosen: dict[str, str | None] = {"weights": options.weights if plan.weights else None, "kv_cache": options.kv_cache}
     if rounds:
-        kinds = {module.activations for module in rounding(plan.root)}
+        kinds = {module.activations for module in rounding_linears(plan.root)}
         chosen["activations"] = options.activations or ", ".join(sorted(filter(None, kinds)))
     names = ("weights", "activations", "kv_cache")
     return {name: value for name in names if (value := chosen.get(name)) is not None}
 
 
-def _recorded(plan: Plan, inputs: dict, tokens: torch.Tensor) -> tuple[Logits, Logits, Layers]:
+def _recorded(plan: Plan, inputs: dict, tokens: torch.Tensor) -> tuple[Logits, Logits, RoutedLayers]:
     """The prompt, and the steps in which these tokens are written, as the model computes them now; and its layers that
     choose experts.
     """
-    model, layers = plan.root, Layers(plan)
+    model, layers = plan.root, RoutedLayers(plan)
     recorder = layers.recorder()
     prompt: Logits = Prompt(model)
     decode: Logits = Decode(model)
     for record, given in ((prompt, inputs), (decode, inputs | {"tokens": tokens})):
         with recorder:
             record.observe(plan, given)
-        record.shake(plan)
+        record.perturb(plan)
         record.measure()
     layers.keep(recorder)
     return prompt, decode, layers
@@ -176,8 +176,8 @@ def _own(prompt: Logits, decode: Logits) -> tuple[str, torch.Tensor] | None:
 
     Full precision repeats the experts that stock chose, and so does not say it of a model that has any.
     """
-    if prompt.moved is not None and decode.moved is not None:
-        return "itself with noise of the size of rounding", _joined([prompt.moved], [decode.moved])
+    if prompt.perturbed is not None and decode.perturbed is not None:
+        return "itself with noise of the size of rounding", _joined([prompt.perturbed], [decode.perturbed])
     if prompt.exact is None or decode.exact is None:
         return None
     return "full precision", _joined(prompt.exact, decode.exact)

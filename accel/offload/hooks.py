@@ -10,7 +10,8 @@ from torch import nn
 from accel.libraries.hooks import DETACH, ENTER, FORWARD, HOOK, METHODS, hook_of, offload_hooks
 from accel.offload.layout import separate
 from accel.offload.placed_model import PlacedModel
-from accel.patching.patch import Patch
+from accel.patching.owner import PartlyCopied
+from accel.patching.rule import Patch
 
 GPUS = ("cuda",)
 SWITCH = "enable_model_cpu_offload"  # which a pipeline calls itself, at the end of each call
@@ -61,21 +62,16 @@ def beneath_offload(module: nn.Module) -> Iterator[Any]:
     return (value for name, value in vars(module).items() if name not in left_out)
 
 
-class OffloadSwitch:
+class OffloadSwitch(PartlyCopied):
     """Callable that stands in `vars(pipe)["enable_model_cpu_offload"]`. prepare: see `PlacedModel`."""
 
-    pipe: Any
-    prepare: Callable[[nn.Module, torch.device], None]
-    wrapped: Callable | None
+    copied = ("pipe", "prepare", "wrapped")
 
     def __init__(self, pipe: Any, prepare: Callable[[nn.Module, torch.device], None]):
-        self.__setstate__({"pipe": pipe, "prepare": prepare, "wrapped": vars(pipe).get(SWITCH)})
+        self.pipe, self.prepare, self.wrapped = pipe, prepare, vars(pipe).get(SWITCH)
+        self.renew()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "models"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+    def renew(self) -> None:
         self.models: WeakSet[nn.Module] = WeakSet()  # whose weights may lie in one run of bytes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

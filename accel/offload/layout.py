@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from accel.patching.patch import set_data
+from accel.patching.rule import set_data, unshare
 
 CPU = torch.device("cpu")
 UNIT = 256  # bytes: a weight begins at a multiple of it, as torch's own allocator has it
@@ -107,8 +107,8 @@ def unmovable(tensors: list[torch.Tensor], device: torch.device = CPU) -> str | 
 def separate(model: nn.Module) -> None:
     """Each of its weights lies in memory of its own again."""
     for tensor in weights_in(model):
-        if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.untyped_storage().nbytes() != tensor.nbytes:
-            set_data(tensor, lambda data: data.clone(memory_format=torch.preserve_format))
+        if type(tensor) in (torch.Tensor, nn.Parameter):
+            unshare(tensor)
 
 
 def _storage(tensor: torch.Tensor) -> int:

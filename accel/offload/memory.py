@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from accel.errors import told
+from accel.errors import logged
 
 DEVICE, PINNED, READ_WRITE = 1, 1, 3  # of the driver's enumerations of locations, allocations, access
 OUT_OF_MEMORY = 2
@@ -133,7 +133,7 @@ class HostBuffer:
 
     def __init__(self, nbytes: int):
         with torch.inference_mode(False):
-            self.bytes = torch.empty(nbytes, dtype=torch.uint8)
+            self.bytes = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self.pinned = False
 
     def pin(self) -> None:
@@ -155,4 +155,4 @@ def _quietly(action: Callable[[], object]) -> None:
     try:
         action()
     except Exception as error:
-        told(error)
+        logged(error)

@@ -7,15 +7,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel.errors import told
+from accel.errors import logged
 from accel.offload.layout import Layout, lay_out, unmovable, weights_in
 from accel.offload.memory import Addresses, HostBuffer, Mapping
+from accel.patching.owner import PartlyCopied
 
 ROW = 8192  # numbers of 8 bytes: the bytes of a model are a table, of which sums over rows and columns are compared
 RESTLESS = 3  # times in a row that weights were laid side by side for one visit alone, after which they are not again
 
 
-class PlacedModel:
+class PlacedModel(PartlyCopied):
     """A model and its two places.
 
     On its way to the GPU all bytes are copied at once; on its way back only if they have changed. Checksums tell that,
@@ -23,18 +24,13 @@ class PlacedModel:
     weights one by one. prepare(model, device): called before the model goes to the device.
     """
 
-    model: nn.Module
-    device: torch.device
-    prepare: Callable[[nn.Module, torch.device], None]
+    copied = ("model", "device", "prepare")
 
     def __init__(self, model: nn.Module, device: torch.device, prepare: Callable[[nn.Module, torch.device], None]):
-        self.__setstate__({"model": model, "device": device, "prepare": prepare})
+        self.model, self.device, self.prepare = model, device, prepare
+        self.renew()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"model": self.model, "device": self.device, "prepare": self.prepare}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+    def renew(self) -> None:
         self.reason: str | None = None
         self.layout: Layout | None = None
         self.host: HostBuffer | None = None
@@ -72,7 +68,7 @@ class PlacedModel:
             if arena.is_cuda:
                 torch.cuda.current_stream(arena.device).synchronize()
         except (OSError, RuntimeError, ValueError, MemoryError) as error:
-            self.reason = told(error)  # torch moves it one by one, or says that memory is short
+            self.reason = logged(error)  # torch moves it one by one, or says that memory is short
             return False
         self.visits += 1
         lay_out(layout.slots, arena)

@@ -24,18 +24,24 @@ def require_agreement(ranks: Ranks, what: str, told: Mapping[str, object]) -> No
 
     what: the place, such as "accel.optimize". told: values by name that must be equal; compared by their `repr`. Raises
     `errors.Refused` on every rank where values differ or a rank does not come within the group's timeout. It also
-    raises where a rank was interrupted within an earlier call: it would mistake new messages for old ones.
+    raises where a rank was interrupted within an earlier call, as its messages are no longer in step.
     """
     said = gather_from_all(ranks, what, told)
     for name in next(iter(said.values())):
-        by_value: dict[str, list[int]] = {}
-        for member, values in said.items():
-            by_value.setdefault(values.get(name, "nothing"), []).append(member)
-        if len(by_value) > 1:
-            parts = (f"{value} on rank {', '.join(map(str, who))}" for value, who in by_value.items())
-            raise Refused(f"{what}: {name} is not the same on all ranks that share a model: {'; '.join(parts)}")
+        values = by_value({member: one.get(name, "nothing") for member, one in said.items()})
+        if len(values) > 1:
+            parts = "; ".join(f"{value} on rank {who}" for value, who in values.items())
+            raise Refused(f"{what}: {name} is not the same on all ranks that share a model: {parts}")
     if not ranks.whole:
         raise Refused(f"{what}: {ranks.in_step}, on all ranks that share a model; start them anew")
+
+
+def by_value(said: Mapping[int, str | None]) -> dict[str | None, str]:
+    """By what ranks said, their numbers, as "0, 2"."""
+    found: dict[str | None, str] = {}
+    for rank, value in said.items():
+        found[value] = f"{found[value]}, {rank}" if value in found else str(rank)
+    return found
 
 
 def all_agree(ranks: Ranks, what: str, told: object) -> bool:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from accel.errors import RanksApart, told
-from accel.parallel.agreement import patience
+from accel.errors import RanksApart, logged
+from accel.parallel.agreement import by_value, patience
 from accel.parallel.ranks import Ranks
 
 Found = TypeVar("Found")
@@ -30,7 +30,7 @@ class Lockstep:
             list(ranks.members), timeout=patience(ranks), backend="gloo", use_local_synchronization=True
         )
         self.group: dist.ProcessGroup | None = group
-        self.ways = Ranks(group)
+        self.channel = Ranks(group)
 
     @property
     def leads(self) -> bool:
@@ -39,10 +39,7 @@ class Lockstep:
 
     def most(self, numbers: Sequence[int]) -> list[int]:
         """The largest of all ranks, of each of these whole numbers."""
-        largest = torch.tensor(numbers, dtype=torch.int64)
-        with self.ways.exchange():
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
-        return largest.tolist()
+        return self.channel.largest(torch.tensor(numbers, dtype=torch.int64, device="cpu")).tolist()
 
     def least(self, number: int) -> int:
         """The smallest of all ranks."""
@@ -51,19 +48,15 @@ class Lockstep:
     def broadcast(self, message: bytes, size: int) -> bytes:
         """The first rank's message. size: of it in bytes, which all ranks know."""
         heard = np.frombuffer(message, np.uint8).copy() if self.leads else np.empty(size, np.uint8)
-        with self.ways.exchange():
-            dist.broadcast(torch.from_numpy(heard), self.ranks.members[0], group=self.group)
+        self.channel.first(torch.from_numpy(heard))
         return heard.tobytes()
 
     def reasons(self, own: str) -> str:
         """The reasons of all ranks that have one, with their numbers. own: of this one, or empty."""
         said: list[str | None] = [None] * self.ranks.size
-        with self.ways.exchange():
+        with self.channel.exchange():
             dist.all_gather_object(said, own, group=self.group)
-        by_reason: dict[str, list[int]] = {}
-        for rank, reason in enumerate(said):
-            by_reason.setdefault(reason or "", []).append(rank)
-        return "; ".join(f"rank {', '.join(map(str, who))}: {why}" for why, who in by_reason.items() if why)
+        return "; ".join(f"rank {who}: {why}" for why, who in by_value(dict(enumerate(said))).items() if why)
 
     def all_do(self, what: str, call: Callable[[], Found]) -> Found:
         """call() on this rank. Raises on all ranks where it does on one of them; the error itself there."""
@@ -71,7 +64,7 @@ class Lockstep:
         try:
             found = call()
         except Exception as error:
-            failure, reason = error, told(error)
+            failure, reason = error, logged(error)
         if self.most([failure is not None])[0]:
             reasons = self.reasons("" if failure is None else reason)
             raise failure or RanksApart(f"{what}: {reasons}")

@@ -29,8 +29,8 @@ class Ranks:
         self.members = tuple(dist.get_process_group_ranks(group))
         self.begun = self.ended = 0
         self.lost = ""  # why the others cannot be reached any more
-        self.taken = ""  # what computes with them on a thread of its own, so that nothing else may
-        self.paused = False  # what they are taken by does not go on before all let it
+        self.taken = ""  # what computes with them on a thread of its own; nothing else may meanwhile
+        self.paused = False  # whether that thread waits until all ranks let it go on
         self.memory: SymmetricMemory | None = None  # of GPUs that can read each other's, once `open` has been called
 
     @staticmethod
@@ -143,9 +143,7 @@ class Ranks:
             dist.all_gather_into_tensor(found, rows.contiguous(), group=self.group)
         side_by_side = found.unflatten(0, (self.size, -1)).movedim(0, 1)  # (rows, ranks, most)
         if min(sizes) < most:
-            return torch.cat([side_by_side[:, rank, :size] for rank, size in enumerate(sizes)], dim=-1).reshape(
-                *part.shape[:-1], -1
-            )
+            side_by_side = torch.cat([side_by_side[:, rank, :size] for rank, size in enumerate(sizes)], dim=-1)
         return side_by_side.reshape(*part.shape[:-1], -1)
 
     def largest(self, values: torch.Tensor) -> torch.Tensor:
@@ -156,10 +154,7 @@ class Ranks:
 
     def any(self, flag: bool, device: torch.device) -> bool:
         """Whether the flag is set on any rank. Waits for all of them."""
-        told = torch.tensor([flag], dtype=torch.int32, device=device)
-        with self.exchange():
-            dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
-        return bool(told.item())
+        return bool(self.largest(torch.tensor([flag], dtype=torch.int32, device=device)).item())
 
 
 @lru_cache(maxsize=GROUPS)

@@ -15,22 +15,25 @@ OUTPUTS, INPUTS = 0, 1  # which dimension of a weight (outputs, inputs) is divid
 
 
 class Sharding(NamedTuple):
-    """How one layer is divided. dim: of its weight, `OUTPUTS` or `INPUTS`.
+    """How one module is divided. style, mesh: of transformers and torch, by which a module in its place is divided
+    alike; None where none can be.
 
-    gathers: the ranks' outputs are put side by side, so that each rank has all of them. splits: it is given whole
-    inputs and takes its part of them. Where inputs or the words of a table are divided, the ranks' results are summed.
-    style, mesh: of transformers and torch, by which a layer in its place is divided alike.
+    dim: of a linear's or a table's weight, `OUTPUTS` or `INPUTS`; of experts None. gathers: the ranks' outputs are put
+    side by side, so that each rank has all of them; what ranks give is summed where inputs, the words of a table or
+    experts are divided. splits: it is given whole inputs and takes its part of them. first: the number of this rank's
+    first expert where it is given numbers of all; an expert that it does not have adds nothing.
     """
 
-    dim: int
-    gathers: bool
-    splits: bool
     ranks: Ranks
-    style: Any
-    mesh: Any
+    style: Any = None
+    mesh: Any = None
+    dim: int | None = None
+    gathers: bool = False
+    splits: bool = False
+    first: int = 0
 
     def install(self, module: nn.Module) -> None:
-        """Lets another module that holds this rank's part of the weight do before and after what this layer does."""
+        """Lets another module that holds this rank's part of the weights do before and after what this one does."""
         self.style.install_forward(module, self.mesh)
 
 
@@ -50,7 +53,7 @@ def divided(tensor: torch.Tensor | None) -> bool:
     return kind is not None and isinstance(tensor, kind)
 
 
-def division(tensor: torch.Tensor | None) -> int | None:
+def sharded_dim(tensor: torch.Tensor | None) -> int | None:
     """The dimension along which ranks have divided a tensor; None for one that each has whole."""
     if tensor is None or not divided(tensor):
         return None
@@ -69,7 +72,7 @@ def sharding(module: nn.Module) -> Sharding | None:
     how, weight = tensor_parallel.style_of(held[0], isinstance(module, nn.Embedding)), module._parameters.get("weight")
     if how is None or (weight is not None and not _lies(weight, how.dim)):
         return None
-    return Sharding(*how, Ranks.of(held[1].get_group()), *held)
+    return Sharding(Ranks.of(held[1].get_group()), *held, how.dim, how.gathers, how.splits)
 
 
 def ranks_of(model: nn.Module) -> Ranks | None:
@@ -90,49 +93,20 @@ def fully_sharded(module: nn.Module) -> bool:
     return isinstance(module, tuple(kind for kind in kinds if kind is not None))
 
 
-class ExpertSharding(NamedTuple):
-    """How a module of experts is divided: matrices, each rank having a part of each, or whole experts.
-
-    first: the number of this rank's first expert where it is given numbers of all, else 0; an expert that it does not
-    have adds nothing. What the ranks give is summed. style, mesh: as of `Sharding`; None for what no other module can
-    be divided by.
-    """
-
-    first: int
-    ranks: Ranks
-    style: Any = None
-    mesh: Any = None
-
-    def install(self, module: nn.Module) -> None:
-        """As `Sharding.install`."""
-        self.style.install_forward(module, self.mesh)
-
-
-def expert_sharding(module: nn.Module) -> ExpertSharding | None:
+def expert_sharding(module: nn.Module) -> Sharding | None:
     """How transformers has divided the experts of this module; None for any other, or a way that is not known."""
     held = closure_of(module)
     if held is not None:
         known = type(held[0]) is getattr(sys.modules[STYLES], tensor_parallel.MATRICES) and held[1].ndim == 1
-        return ExpertSharding(0, Ranks.of(held[1].get_group()), *held) if known else None
+        return Sharding(Ranks.of(held[1].get_group()), *held) if known else None
     held = dispatch_of(module)
     if held is None or held[1].ndim != 1 or (here := tensor_parallel.experts_here(held[0])) is None:
         return None
     ranks = Ranks.of(held[1].get_group())
-    return ExpertSharding(ranks.rank * here, ranks)
+    return Sharding(ranks, first=ranks.rank * here)
 
 
-def local_twin(module: nn.Module) -> nn.Module:
-    """A module of the same class and settings that holds this rank's part of the weights, and is not divided."""
-    twin = type(module).__new__(type(module))
-    vars(twin).update(vars(module))
-    vars(twin).pop("forward", None)
-    own = {name: local(one) for name, one in module._parameters.items() if one is not None}
-    plain = {name: nn.Parameter(one.detach(), requires_grad=False) for name, one in own.items()}
-    vars(twin)["_parameters"] = dict.fromkeys(module._parameters) | plain
-    return twin
-
-
-def installed_anew(module: nn.Module, quantized: nn.Module) -> None:
+def install_sharding(module: nn.Module, quantized: nn.Module) -> None:
     """Lets a quantized linear in the place of a module do before and after what transformers' closure has that one do,
     whatever it is. Nothing where the module is not divided.
     """

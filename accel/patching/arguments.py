@@ -9,22 +9,23 @@ NOWHERE = sys.maxsize  # the position of an argument that has none
 
 
 class Arguments:
-    """The calls that two methods take, and understand alike.
+    """The calls that two methods accept with the same meaning.
 
-    Positional arguments beyond the first must have the same names in both. What one takes by a name the other may take
-    by `**`. Extra positional arguments are taken where both have `*`. A fast method of `*args, **kwargs` alone hands
-    everything on: it takes what stock takes.
+    Positional arguments after the first must have the same names in both. A name of one may be taken by `**` of the
+    other; extra positional arguments, if both have `*`. A fast method of `*args, **kwargs` alone takes all of stock's.
+    names: of the stock forward's positional parameters.
     """
 
     def __init__(self, stock: Callable, fast: Callable):
         ours, theirs = _Parameters(fast), _Parameters(stock)
+        self.names = tuple(theirs.order)
         self.places = {name: place for name, place in theirs.places.items() if name in ours.places or ours.open}
         if theirs.open:
             self.places = {name: NOWHERE for name in ours.places} | self.places
         self.open = ours.open and theirs.open
         self.most = _alike(ours, theirs)
         required = ours.required | theirs.required
-        # The first argument may have two names; by either one of the two methods would not know it.
+        # The first argument may have two names; given by name, one of the methods would not know it.
         self.required = tuple((name if name in self.places else None, place) for name, place in required.items())
 
     def take(self, args: tuple, kwargs: dict) -> bool:

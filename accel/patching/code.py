@@ -1,7 +1,7 @@
-"""The code that calling a module runs, as tables of the places it is looked up in: classes, files, registries.
+"""The code that calling a module runs, as tables of the places where it is looked up: classes, files, registries.
 
-Somebody may put other code there at any time: `type(module).forward = other`, `modeling_x.apply_rotary = other`,
-`functional.linear = other`. Whoever computes in place of the stock code asks whether it is still what it was.
+Users may replace it at any time: `type(module).forward = other`, `modeling_x.apply_rotary = other`,
+`functional.linear = other`. Fused code, which runs in its place, asks whether it has changed.
 """
 
 from abc import ABC, abstractmethod
@@ -20,9 +20,9 @@ OWN = __name__.partition(".")[0]  # whose modules stand in for stock's: what the
 
 
 class CodeTable(NamedTuple):
-    """One class, file or registry. before: what lay under its names, None for nothing.
+    """One class, file or registry. before: the values by name, None for a missing one.
 
-    names: those that are looked up in it; None for a class of which any name may be.
+    names: those that are looked up in it; None for a class, where all are watched.
     """
 
     label: str
@@ -31,7 +31,7 @@ class CodeTable(NamedTuple):
     before: dict[str, object]
 
     def replaced(self) -> str | None:
-        """The first name under which something else lies now."""
+        """The first name with another value now."""
         now = written_in(self.mapping) if self.names is None else {name: self.mapping.get(name) for name in self.names}
         names = (name for name in self.before | now if now.get(name) is not self.before.get(name))
         return next((f"{self.label}.{name}" for name in names), None)
@@ -40,8 +40,7 @@ class CodeTable(NamedTuple):
 class Code(ABC):
     """The code of some classes as it was when this was made. A copy takes the code as it is when the copy is made.
 
-    Functions cannot be pickled. So a copy keeps what was replaced by then, and looks the places up at once, not at its
-    first call.
+    Functions cannot be pickled. So a copy keeps only whether something was replaced, and looks all code up at once.
     """
 
     def __init__(self, kinds: Iterable[type]):
@@ -66,7 +65,7 @@ class Code(ABC):
         return self.stale or next(filter(None, map(CodeTable.replaced, self.tables)), None)
 
     def views(self) -> Iterator[Iterable]:
-        """All that lies there, as it is whenever a view is iterated over."""
+        """Views of all values, which give the present ones when iterated over."""
         yield from (table.mapping.values() for table in self.tables if table.names is None)
         named = [(table.mapping, table.names) for table in self.tables if table.names is not None]
         if named:
@@ -74,7 +73,7 @@ class Code(ABC):
 
 
 class NamedValues:
-    """What lies under names in several mappings, whenever it is asked."""
+    """A view of values by names in several mappings."""
 
     def __init__(self, named: Iterable[tuple[Mapping, Sequence[str]]]):
         pairs = list(named)
@@ -101,10 +100,9 @@ class ClassCode(Code):
 
 
 class CalledCode(Code):
-    """What a call of these classes runs: functions followed to those they name, within some packages, those of the
-    classes and of transformers' own code.
+    """What a call of these classes runs: functions are followed to those they name, within the classes' packages.
 
-    chosen: names under which functions are looked up in registries, of attention functions for one.
+    chosen: names under which functions are looked up in registries, such as of attention functions.
     """
 
     def __init__(self, kinds: Iterable[type], chosen: Iterable[str] = ()):
@@ -115,7 +113,7 @@ class CalledCode(Code):
         return _Followed(self.kinds, self.chosen, self.entries()).function_tables()
 
     def entries(self) -> Iterable[object]:
-        """Functions that are followed too, where a call finds them in no place that is known here."""
+        """Functions that are followed too, because a call finds them in places unknown here."""
         return ()
 
 
@@ -137,7 +135,7 @@ class _Followed:
         return [CodeTable(label, mapping, tuple(found), found) for label, mapping, found in self._found.values()]
 
     def _note(self, owner: object, label: str, mapping: Mapping, name: str) -> object:
-        """What lies under a name. owner: of the mapping, where that is another object whenever it is asked for."""
+        """The value of a name, noted. owner: of the mapping, where that is a new object at each access."""
         _, _, found = self._found.setdefault(id(mapping) if owner is None else owner, (label, mapping, {}))
         return found.setdefault(name, mapping.get(name))
 

@@ -1,4 +1,4 @@
-"""The fast forward of one module: takes the call where it is safe, hands it to the stock forward where it is not."""
+"""The fast forward of one module: runs fused where that is safe, and the stock forward where it is not."""
 
 import inspect
 from abc import abstractmethod
@@ -32,6 +32,7 @@ from accel_kernels.attention.backends import AttentionChooser
 from accel_kernels.attention.prefill_attention import PromptAttention
 from accel_kernels.gemm.linear import torch_linear
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 
 from accel.casting import cast_up
@@ -42,21 +43,35 @@ from accel.patching.fallback_log import FallbackLog
 from accel.patching.guard import Guard, Parts, another_class, changed_since
 from accel.patching.owner import InstanceMethod
 from accel.patching.structure import foreign, hooked
-from accel.patching.transformation import transformation
 
 AS_WRITTEN: ContextVar[bool] = ContextVar("accel_as_written", default=False)  # inside `as_written`
 NOTHING = nullcontext()
-STOCK = "_accel_stock"  # on an error that a stock forward raised: no stock forward around it need be tried
+# Tensors without numbers, and tensors that write down what is done with them.
+TRACERS = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))
+STOCK = "_accel_stock"  # marks an error that a stock forward raised: no stock forward around it is tried
 
 
 @contextmanager
 def as_written() -> Iterator[None]:
-    """Inside, every fast forward that this thread calls runs stock: to see what a module does as it is written."""
+    """Inside, every fast forward that this thread calls runs stock."""
     token = AS_WRITTEN.set(True)
     try:
         yield
     finally:
         AS_WRITTEN.reset(token)
+
+
+def transformation() -> str | None:
+    """The transformation that this thread is inside of; None for none. Cheap, as it is asked at every call."""
+    if torch._C._are_functorch_transforms_active():
+        return "a transformation of torch.func is under way"
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation is on"
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit traces it"
+    if torch._C._len_torch_dispatch_stack() and any(map(torch._C._get_dispatch_mode, TRACERS)):
+        return "torch traces it, or runs it on fake tensors"
+    return None
 
 
 @dataclass(frozen=True)
@@ -105,13 +120,15 @@ class FastForward(InstanceMethod):
     kernels: Kernels
     log: FallbackLog
     kind: type[nn.Module]
+    names: tuple[str, ...]  # of the stock forward's parameters; some subclasses set their own
     guard: Guard | None
     stale: str | None
-    # What another library put in the place of the module's forward, by which stock is called: accelerate's wrapper, or
-    # the closure by which transformers divides a layer.
+    # What another library put in place of the module's forward, and stock is called by: accelerate's wrapper, or the
+    # closure by which transformers divides a layer.
     around: Callable | None = None
     forgotten: tuple[str, ...] = ()  # attributes that `forget` sets to None
-    beneath: bool = False  # a fused forward around it may do the work of its module, and tells for both what ran stock
+    renewed: tuple[str, ...] = ()  # attributes that copies and pickles leave out, and `renew` sets
+    beneath: bool = False  # a fused forward around it may do its work, and counts the fallbacks of both
     code: type[Code] = ClassCode  # of its parts, that it relies on
     example_rows: tuple[int, int] = (1, 2048)  # few and many of a call, see `example`
 
@@ -120,14 +137,20 @@ class FastForward(InstanceMethod):
         self.__setstate__(given | {"kind": type(module), "guard": None, "stale": None})
 
     def __getstate__(self) -> dict[str, Any]:
-        # A function that was replaced since cannot be pickled; that it was is what a copy has to know.
-        state = {name: value for name, value in vars(self).items() if name not in ("function", "arguments")}
+        # A replaced function cannot be pickled; a copy only has to know that it was replaced.
+        derived = ("function", "arguments", *self.renewed)
+        state = {name: value for name, value in vars(self).items() if name not in derived}
         return state | {"stale": self.stale or self._another_class()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self.function = self.kind.forward
         self.arguments = Arguments(self.function, type(self).fast)
+        vars(self).setdefault("names", self.arguments.names)
+        self.renew()
+
+    def renew(self) -> None:
+        """Sets the attributes that are named in `renewed`."""
 
     @property
     def owner(self) -> Any:
@@ -152,7 +175,6 @@ class FastForward(InstanceMethod):
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        # The user compiles on top: leave the graph to the compiler. Or fused passes do not pay where this call runs.
         if torch.compiler.is_compiling() or self.log.runs_stock_on_cpu(args, kwargs) or AS_WRITTEN.get():
             return self.stock(*args, **kwargs)
         reason = self.mode()
@@ -175,12 +197,16 @@ class FastForward(InstanceMethod):
             vars(error)[STOCK] = True
             raise
 
+    def named(self, args: tuple, kwargs: dict) -> dict[str, Any]:
+        """The arguments of a call by their names."""
+        return dict(zip(self.names, args, strict=False)) | kwargs
+
     def _refuses(self, args: tuple, kwargs: dict) -> str | None:
         """Why this call runs stock."""
         return self.mode() or self._unfit(args, kwargs)
 
     def weights(self) -> AbstractContextManager:
-        """Inside, its parts have weights to multiply by: those that are stored in fewer bits are written out."""
+        """Inside, weights of its parts that are stored in fewer bits are cast to the dtype they are computed in."""
         return NOTHING if self.guard is None or not self.guard.casts else cast_up(self.guard.casts)
 
     def _unfit(self, args: tuple, kwargs: dict) -> str | None:
@@ -192,7 +218,7 @@ class FastForward(InstanceMethod):
             return f"arguments that could not be examined: {reason_of(error)}"
 
     def forget(self) -> None:
-        """Lets go of what it knows of the module as it is now, which is found out again: itself is in it."""
+        """Drops snapshots of the module, which refer to this forward; they are taken again when needed."""
         if self.guard is not None:
             self.guard.snapshot = None
         vars(self).update(dict.fromkeys(self.forgotten))
@@ -201,17 +227,17 @@ class FastForward(InstanceMethod):
                 part.forget()
 
     def parts(self) -> Parts:
-        """All whose work `fast` does itself, the module among them; none where it only calls."""
+        """All whose work `fast` does itself, also the module; none if it only calls them."""
         return Parts()
 
     def remember(self) -> str | None:
-        """Takes the module and its parts as they are now for what was matched. Returns why they may not be."""
+        """Notes the module and its parts as they are now. Returns why they may not be fused."""
         parts = self.parts()
-        self.guard = Guard(self.module, parts, self.code) if any(parts) else None
+        self.guard = Guard(parts, self.code) if any(parts) else None
         return next(filter(None, (foreign(part) for part in chain(*parts) if part is not None)), None)
 
     def changed(self) -> str | None:
-        """Why the module is not what was matched: its class, its forward, or a part is another. See `guard.py`."""
+        """How the module differs from what was matched: its class, forward or parts. See `guard.py`."""
         if self.stale is not None:
             return self.stale
         if self.guard is not None:
@@ -247,22 +273,22 @@ class FastForward(InstanceMethod):
 
     @property
     def captures(self) -> bool:
-        """Whether what it calls is replayed from CUDA graphs, so that launching it costs the host nothing."""
+        """Whether modules inside are replayed from CUDA graphs, so that their launches cost the host nothing."""
         inner = getattr(self, "inner", None)
         return getattr(self, "runner", None) is not None or (isinstance(inner, FastForward) and inner.captures)
 
     def example(self, rows: int, like: torch.Tensor) -> tuple | None:
-        """Arguments of a call of so many rows, by which it is timed where it stands alone between stock code.
+        """Arguments of a call of so many rows, by which it is timed as a lone site; None where it is not timed.
 
-        like: of the model's device and dtype. None for the work of several modules, which is not timed by itself.
+        like: of the model's device and dtype.
         """
         return None
 
     @classmethod
     def taken(cls: type[Forward], module: nn.Module, *args: Any, **kwargs: Any) -> Forward | None:
-        """The fast forward of this class that calling the module with these arguments would run; None if another would.
+        """The fast forward of this class that calling the module with these arguments would run; None if it would not.
 
-        For whoever calls a part of it instead, to leave its last addition to the next fused operation.
+        For callers that call a part of it instead, to fuse its last addition with the next operation.
         """
         forward = vars(module).get("forward")
         if type(forward) is not cls or forward.module is not module or hooked(module) or torch.compiler.is_compiling():

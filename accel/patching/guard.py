@@ -1,17 +1,16 @@
-"""Guards: what fused code relies on in stock, noted when it is matched, compared before it runs, told in one wording.
+"""Guards: what fused code relies on in stock, noted when it is matched and compared before it runs.
 
-A fused forward does the work of modules that it does not call. It was compared with stock once. So it holds for as long
-as all that stock code would read, and the fused one does not, is as it was then. That is this list:
+A fused forward does the work of modules that it does not call. It was compared with stock once. So it is valid as long
+as everything that only stock code reads is as it was then:
 
-- the class of each part: of the module itself, of those whose work is done, of an attention's processor;
+- the class of each part: the module itself, those whose work is done, an attention's processor;
 - the code that these classes run: methods, functions of files and of torch, registries (`code.py`);
-- settings: attributes of a part, which submodules it has, and a method that one instance has in its class's place;
-- what a part that is not called any more would do besides: hooks, on it or on all modules, another forward, training;
+- settings: attributes of a part, its submodules, and methods that an instance has in place of its class's;
+- what a part that is not called would do besides: hooks, on it or on all modules, another forward, training;
 - of language models also the configurations and their fields (`llm/generation/model_guard.py`).
 
-Weights are not on it. Fused forwards read them where they lie. What is computed from them ahead of a call goes by their
-versions, as autograd counts them (`fusion/stacked_linears.py`), a CUDA graph by their addresses
-(`cuda_graphs/fingerprint.py`).
+Weights are not compared: fused forwards read them in place. What is computed from weights ahead of a call goes by their
+versions (`fusion/stacked_linears.py`), a CUDA graph by their addresses (`cuda_graphs/fingerprint.py`).
 
 | who | what is noted | compared |
 |---|---|---|
@@ -21,10 +20,9 @@ versions, as autograd counts them (`fusion/stacked_linears.py`), a CUDA graph by
 | a module called as it is | its class and the forward found there | at each call: `FastForward.changed` |
 
 A guard is asked in two steps. A `Snapshot`, for a whole model a `Fingerprint`, holds the present values as lists, which
-are compared in microseconds. Where they differ, the guard is gone through with care. If something is another, the stock
-forward runs for that call, which the report counts under "... was changed after accel.optimize". What is put back is
-fast again. A copy of a model takes over what was noted; it stays stock where something had been changed when it was
-made.
+are compared in microseconds. If they differ, the guard compares in detail. If something has changed, the stock forward
+runs for that call, which the report counts under "... was changed after accel.optimize". What is put back is fast
+again. A copy of a model takes over what was noted; it stays stock if something had changed when it was made.
 """
 
 import copy
@@ -54,24 +52,23 @@ from accel.patching.structure import (
 )
 
 BASE = frozenset(vars(nn.Module()))  # what every module has; of these hooks and submodules are looked at
-# Read with gradients alone, with which no fused forward runs; looked at by itself; relied on field by field.
 IRRELEVANT = {*GRADIENTS, "forward", "config", OWNER, GATE}
 THERE = "there"
 ABSENT = object()
 
 
 def changed_since(what: str) -> str:
-    """The one wording of a reason."""
+    """The reason of a fallback, in one wording."""
     return f"{what} was changed after accel.optimize"
 
 
 def another_class(before: type, now: type) -> str:
-    """What was changed, of an object that is of another class."""
+    """What was changed, of an object of another class."""
     return f"{now.__name__} where {before.__name__} is expected: the class"
 
 
 def same(value: object, before: object) -> bool:
-    """Whether a value is what it was: itself, or an equal one of its type. Tensors by identity alone."""
+    """Whether a value is the same: identical, or equal and of one type. Tensors by identity alone."""
     if value is before:
         return True
     if type(value) is not type(before) or isinstance(value, torch.Tensor):
@@ -84,10 +81,10 @@ def same(value: object, before: object) -> bool:
 
 
 class Parts(NamedTuple):
-    """Whose work a fused forward does without calling them; None where there is no such module.
+    """Modules and processors whose work a fused forward does without calling them; None for a missing one.
 
-    fixed: modules, and processors, whose settings it does not read. live: modules whose settings it reads at every
-    call, as their own code does: only their class and methods count.
+    fixed: those whose settings it does not read. live: those whose settings it reads at every call, as their own code
+    does, so that only their class and methods count.
     """
 
     fixed: tuple = ()
@@ -95,14 +92,14 @@ class Parts(NamedTuple):
 
 
 class PartRecord(NamedTuple):
-    """One part. overridden: the method that the instance has of its own. settings: none where they do not count."""
+    """One part. overridden: a method that the instance itself has. settings: empty where they do not count."""
 
     kind: type
     overridden: str | None
     settings: dict[str, object]
 
     def others(self, now: "PartRecord") -> list[str]:
-        """Names of the settings that are another now. None is as good as nothing, as FreeU leaves it behind."""
+        """Names of the settings that have changed. None counts as missing, as FreeU leaves it behind."""
         before, after = self.settings, now.settings
         return [name for name in before | after if not same(after.get(name), before.get(name))]
 
@@ -110,12 +107,11 @@ class PartRecord(NamedTuple):
 class Guard:
     """The parts of one fused forward, and the code of their classes, as they were when it was matched.
 
-    It survives pickle and deepcopy: what is kept are classes, names and values, no modules. own: the module that is
-    called, so that its hooks run and its forward is the fused one.
+    It survives pickle and deepcopy: it keeps classes, names and values, no modules.
     """
 
-    def __init__(self, own: nn.Module | None, parts: Parts, code: type[Code] = ClassCode):
-        self.records = tuple(_records(own, parts))
+    def __init__(self, parts: Parts, code: type[Code] = ClassCode):
+        self.records = tuple(_records(parts))
         self.code = code(type(part) for part in chain(*parts) if part is not None)
         self.snapshot: PartsSnapshot | None = None
 
@@ -123,18 +119,21 @@ class Guard:
         return vars(self) | {"snapshot": None}
 
     def changed(self, own: nn.Module | None, parts: Callable[[], Parts]) -> str | None:
-        """Why the parts are not what was matched. A few microseconds, unless something changed since the last call."""
+        """How the parts differ from what was matched. Takes microseconds unless something has changed since.
+
+        own: the part that is called, so that its hooks run and its forward is the fused one.
+        """
         snapshot = self.snapshot
         try:
             if snapshot is not None and snapshot.holds():
                 return snapshot.reason
             now = parts()
-            snapshot = PartsSnapshot(own, now, self.code)  # first: what changes meanwhile shows at the next call
-            what = self._another(own, now)
+            snapshot = PartsSnapshot(own, now, self.code)  # first: a change meanwhile shows at the next call
+            what = self._another(now)
             snapshot.reason = changed_since(what) if what is not None else _does_more(own, now)
             self.snapshot = snapshot
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
-            # A part is gone, or a container changed size while another thread was reading it.
+            # A part is gone, or another thread changed a container meanwhile.
             return changed_since(f"its make ({error})")
         return snapshot.reason
 
@@ -143,9 +142,9 @@ class Guard:
         """Of the parts, as they were found last, layers whose weights are stored in fewer bits."""
         return () if self.snapshot is None else self.snapshot.casts
 
-    def _another(self, own: nn.Module | None, parts: Parts) -> str | None:
+    def _another(self, parts: Parts) -> str | None:
         """What is not as it was."""
-        now = tuple(_records(own, parts))
+        now = tuple(_records(parts))
         if len(now) != len(self.records):
             return "the number of its parts"
         for before, after in zip(self.records, now, strict=True):
@@ -158,7 +157,7 @@ class Guard:
         for before, after in zip(self.records, now, strict=True):
             name = None if before.overridden == after.overridden else after.overridden or before.overridden
             others = before.others(after) if name is None else []
-            if others and known is None:  # what code does not read is others' mark, or a note
+            if others and known is None:  # attributes that the code does not read do not count
                 known = mentioned([record.kind for record in self.records])
             name = name or next((other for other in others if other in (known or ())), None)
             if name is not None:
@@ -167,7 +166,7 @@ class Guard:
 
 
 class PartsSnapshot(Snapshot):
-    """The parts as they were at some call, and what was found then; asked at every call whether they still are."""
+    """The parts as they were at some call, and what was found then; compared at every call."""
 
     def __init__(self, own: nn.Module | None, parts: Parts, code: Code):
         self.reason: str | None = None
@@ -184,8 +183,8 @@ class PartsSnapshot(Snapshot):
 class LayerGuard:
     """The modules of a layer as they were when it was understood, by their names in it.
 
-    live: names of modules that are called, or looked at by whoever reads their weights; what is inside them is theirs.
-    answered: of modules that are called where their type or settings are others, or have hooks.
+    live: names of modules that are called, or checked by the code that reads their weights; their insides are left out.
+    answered: names of modules that are called if their type, settings or hooks have changed.
     """
 
     def __init__(self, layer: nn.Module, live: Iterable[str], answered: Iterable[str]):
@@ -220,7 +219,7 @@ class LayerGuard:
         return None
 
 
-def _records(own: nn.Module | None, parts: Parts) -> Iterator[PartRecord]:
+def _records(parts: Parts) -> Iterator[PartRecord]:
     members = {id(part) for part in chain(*parts) if part is not None}
     for part in parts.fixed:
         yield PartRecord(type(part), overridden(part), settings_of(part, members))
@@ -229,7 +228,7 @@ def _records(own: nn.Module | None, parts: Parts) -> Iterator[PartRecord]:
 
 
 def settings_of(part: object, members: set[int] | frozenset[int] = frozenset()) -> dict[str, object]:
-    """Attributes by name; of submodules, and of members, other parts by their ids, only that they are there."""
+    """Attributes by name; of submodules, and of members (ids of other parts), only that they are there."""
     attributes = {k: v for k, v in getattr(part, "__dict__", {}).items() if not stock_method(part, v, k)}
     if not isinstance(part, nn.Module):
         return {name: _kept(value) for name, value in attributes.items()}
@@ -260,15 +259,12 @@ def _does_more(own: nn.Module | None, parts: Parts) -> str | None:
 
 
 def _trains(part: nn.Module, members: set[int]) -> bool:
-    """Whether a part, or one inside it that is not looked at, may compute something else in training mode.
-
-    Modules are made in training mode, as those of an adapter are.
-    """
+    """Whether a part, or a module inside that is no part, may compute something else in training mode."""
     return trains(part) or any(id(child) not in members for child in part.children())
 
 
 def _containers(part: object, called: bool) -> Iterator:
-    """What a module holds in containers that calling it reads: submodules, those of a list of them, hooks."""
+    """Containers of a module that calling it reads: submodules, those in lists, hooks."""
     if isinstance(part, nn.Module):
         attributes = vars(part)
         yield attributes["_modules"]
@@ -279,14 +275,14 @@ def _containers(part: object, called: bool) -> Iterator:
 
 
 def _record_with_buffers(module: nn.Module) -> PartRecord:
-    """Tensors are weights, and modules that lie beside the submodules are somebody else's. Buffers by their content."""
+    """Settings without tensors and modules in plain attributes, and buffers by their content."""
     values = settings_of(module).items()
     found = {k: v for k, v in values if not isinstance(v, torch.Tensor | nn.Module)}
     return PartRecord(type(module), None, found | {k: _content(v) for k, v in module._buffers.items() if v is not None})
 
 
 def _content(buffer: torch.Tensor) -> tuple:
-    """Equal for equal content. Of tables of fractions nothing: they are read where they lie, in any precision."""
+    """Equal for equal content. Empty for floating-point tables, which are read in place, in any precision."""
     if buffer.is_meta or buffer.is_floating_point():
         return ()
     return tuple(buffer.shape), hashlib.sha1(buffer.detach().cpu().contiguous().numpy().tobytes()).digest()

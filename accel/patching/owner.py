@@ -1,12 +1,11 @@
-"""Whose attribute is called: what hangs on an instance is in its `__dict__`, which a shallow copy of it holds too.
+"""Keeps patches of an instance from acting for its shallow copies, whose `__dict__` holds them too.
 
-Python hands an attribute of an instance no `self`. So `copy.copy(model)`, a replica as nn.DataParallel makes it, or an
-object that took over another's `__dict__` would call what is bound to the original. A mark prevents it, an object that
-is in the owner's `__dict__` and nowhere else. `copy.copy` asks it what to copy, which leaves out what belongs to the
-original. Of copies that are made in another way the number of references to the mark tells, which is asked at every
-call, for a fraction of a microsecond. Only where there may be one is it looked up who calls: the module whose
-`__call__` runs, or the object in the caller's expression, `schedulers[i]` in `schedulers[i].step(...)`. A copy runs the
-code of its class, and what it took over is taken off it.
+Python passes an attribute of an instance no `self`. So `copy.copy(model)`, a replica of nn.DataParallel, or an object
+that took over another's `__dict__` would call what is bound to the original. A mark in the owner's `__dict__` prevents
+it. `copy.copy` asks the mark what to copy, which leaves patches out. Other copies show in the number of references to
+the mark, which each call reads in a fraction of a microsecond. Only if there may be a copy is the caller looked up: the
+module whose `__call__` runs, or the object in the caller's expression, `schedulers[i]` in `schedulers[i].step(...)`. A
+copy runs the code of its class, and the patches are removed from it.
 """
 
 import copy
@@ -43,9 +42,9 @@ ARITHMETIC = MappingProxyType(
 
 
 class Mark(Permit):
-    """Whose `__dict__` this was put into, in the place of `__getstate__`: another holder is a shallow copy.
+    """Stands for `__getstate__` in the `__dict__` of its owner; any other holder is a shallow copy.
 
-    A deep copy or pickle of it is that owner's copy's.
+    A deep copy or pickle of it belongs to the owner's copy.
     """
 
     def __init__(self, owner: object):
@@ -67,8 +66,24 @@ class Mark(Permit):
         return state
 
 
+class PartlyCopied:
+    """A copy or pickle keeps the attributes named in `copied`; `renew` sets all others, in a new object too."""
+
+    copied: tuple[str, ...] = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.copied}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.renew()
+
+    def renew(self) -> None:
+        """Sets what copies do not keep."""
+
+
 class Owned(ABC):
-    """What is put into the `__dict__` of one instance, and is about that one alone."""
+    """What is put into the `__dict__` of one instance, and acts for that one alone."""
 
     @property
     @abstractmethod
@@ -76,15 +91,15 @@ class Owned(ABC):
 
 
 class InstanceMethod(Owned):
-    """Callable that stands in `vars(owner)[name]`; a shallow copy of the owner that holds it too runs its class's own.
+    """Callable that stands in `vars(owner)[name]`; a shallow copy of the owner that holds it runs its class's method.
 
-    Subclasses give `call`, which is what it does for its owner. shared: a copy keeps it, and it does the same for that;
-    such a class is made with its owner alone.
+    Subclasses give `call`, for calls of the owner. shared: copies keep it, and it acts for them too; such a class takes
+    its owner alone.
     """
 
     name: str
     shared = False
-    computes = True  # whoever runs a method of it is in a call of its owner, see `in_flight.py`
+    computes = True  # running its methods counts as a call of its owner, see `in_flight.py`
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.shared:
@@ -109,7 +124,7 @@ class InstanceMethod(Owned):
 
 
 def disown(obj: object) -> bool:
-    """Takes off a shallow copy what belongs to the object that it is one of; whether it is one."""
+    """Removes patches from an object if it is a shallow copy; returns whether it is one."""
     mark = vars(obj).get(OWNER)
     if not isinstance(mark, Mark) or mark.owner() is obj:
         return False
@@ -118,7 +133,7 @@ def disown(obj: object) -> bool:
 
 
 def clean(attributes: dict[str, Any]) -> None:
-    """Takes off them what belongs to the object that they are from, in place of it what another library had there."""
+    """Removes patches from the attributes of a copy; what another library had in their place is put back."""
     for name, value in attributes.copy().items():
         if name == OWNER or (isinstance(value, Owned) and not getattr(value, "shared", False)):
             around = getattr(value, "around", None)

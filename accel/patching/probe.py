@@ -1,9 +1,10 @@
-"""What a module computes: its stock forward run against a candidate, on small random inputs.
+"""Runs a module's stock forward against a fused candidate, on small random inputs.
 
-Structure says which formula a block should be; the probe makes sure. It runs none of the user's own code, touches no
+Structure says which formula a block should compute; the probe confirms it. It runs none of the user's code, changes no
 weights, and draws from a generator of its own.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +20,7 @@ from accel.casting import cast_up, casts_of
 from accel.comparison import relative_max
 from accel.errors import reason_of
 from accel.in_flight import alone
-from accel.patching.structure import placement, side_effects
+from accel.patching.structure import meta_weights, placement, side_effects
 from accel.tolerances import BLOCK, BLOCK_WIDENED, Bounds, bound
 
 UNEXAMINED = "could not be examined"
@@ -44,11 +45,10 @@ class Probe:
     ) -> str | None:
         """None where candidate(*args) equals the module's stock forward, else how far they are apart.
 
-        args: or what makes them, which is asked where the verdict is not known yet.
-        variant: tells candidates of one class and their inputs apart, where a kind of module is tried with several.
-        ahead: the candidate launches several kernels, which are compiled side by side first.
+        args: or a function that makes them, called if the verdict is not known yet. variant: tells apart candidates of
+        one class for one kind of module. ahead: the candidate's kernels are compiled in parallel first.
         """
-        reason = side_effects(module)
+        reason = "weights are not loaded (meta device)" if meta_weights(module) else side_effects(module)
         if reason is not None:
             return reason
         key = (*_kind(module), type(getattr(candidate, "__self__", candidate)), variant)
@@ -61,11 +61,19 @@ class Probe:
                 self.verdicts[key] = own or _compare_widened(module, candidate, *given)
         return self.verdicts[key]
 
+    def unlike(
+        self, forward: Any, args: tuple | Callable[[], tuple], kwargs: dict | None = None, variant: object = None
+    ) -> str | None:
+        """`disagreement` of a fast forward, with plain kernels in place of its own."""
+        candidate = copy.copy(forward)
+        candidate.kernels = forward.kernels.plain()
+        return self.disagreement(forward.module, candidate.fast, args, kwargs, variant)
+
 
 def example(module: nn.Module, *shape: int, seed: int = 0) -> torch.Tensor:
     """Random input of the module's device and dtype, from a generator of its own."""
     device, dtype = placement(module)
-    return torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed)).to(device, dtype)
+    return torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu").to(device, dtype)
 
 
 def compile_ahead(candidate: Callable[[], object], device: torch.device) -> None:
@@ -79,7 +87,7 @@ def compile_ahead(candidate: Callable[[], object], device: torch.device) -> None
 
 
 def _kind(module: nn.Module) -> tuple:
-    """All that can change the formula, and nothing that only changes sizes."""
+    """Everything that can change the formula, but not sizes."""
     settings = tuple(
         (name, value)
         for name, value in vars(module).items()
@@ -92,7 +100,7 @@ def _kind(module: nn.Module) -> tuple:
 
 
 def _compare_widened(module: nn.Module, candidate: Callable, args: tuple, kwargs: dict) -> str | None:
-    """Of a module in 16 bits, whose rounding would hide that one activation is taken for another: once in float32."""
+    """Compares a module in 16 bits once more in float32: rounding may hide that one activation is taken for another."""
     held = [*module.parameters(), *module.buffers()]
     numbers = sum(tensor.numel() for tensor in held if tensor.dtype in NARROW)
     plain = all(type(tensor) in (torch.Tensor, nn.Parameter) and tensor.is_floating_point() for tensor in held)

@@ -1,4 +1,4 @@
-"""What objects hold at one moment, as lists that are compared with the present ones in microseconds."""
+"""The values of objects at one moment, as lists that are compared with the present ones in microseconds."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
@@ -12,7 +12,7 @@ VALUES = chain.from_iterable
 
 
 class View:
-    """What a function gives, asked anew whenever it is iterated over."""
+    """The result of a function, which is called at each iteration."""
 
     def __init__(self, read: Callable[[], Iterable]):
         self.read = read
@@ -22,10 +22,10 @@ class View:
 
 
 class Snapshot:
-    """The classes of objects, and the values that views give: by identity, then equality; tensors by identity alone.
+    """The classes of objects, and the values of views: by identity, then equality; tensors by identity alone.
 
-    views: each gives its present values whenever it is iterated over, so that no tree is walked again.
-    containers: dictionaries, whose values count, lists, sets and tuples.
+    views: give their present values when iterated over, so that no tree is walked again. containers: lists, sets,
+    tuples, and dictionaries, whose values count.
     """
 
     def __init__(self, objects: Iterable[object], views: Iterable[Iterable], containers: Iterable[Collection] = ()):
@@ -33,7 +33,7 @@ class Snapshot:
         self._kinds = list(map(type, self.objects))
         self._empty: list[Collection] = []  # as most containers of modules are; asked for less than a view is
         self._views: list[Iterable] = []
-        self._exact: list[Iterable] = []  # those with tensors: one of one number may be equal to another
+        self._exact: list[Iterable] = []  # those with tensors, of which two with one number may be equal
         for view in views:
             self._watch(view)
         for container in containers:

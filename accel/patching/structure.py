@@ -2,10 +2,11 @@
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import chain
 from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from accel.libraries.hooks import hook_of
 from accel.libraries.tensor_parallel import rests_without_gradients
 from accel.patching.owner import OWNER, InstanceMethod
 
-# Whose code computes the same of inputs of any size, keeps no state, and is known not to mind being tried.
+# Packages whose modules compute the same for inputs of any size, keep no state, and may be run in a trial.
 LIBRARIES = {"accel", "bitsandbytes", "diffusers", "huggingface_hub", "peft", "torch", "transformers"}
 LIBRARIES |= sys.stdlib_module_names  # whose decorators they use
 
@@ -48,7 +49,7 @@ def foreign_hooks(module: nn.Module) -> bool:
 def tampered(module: nn.Module, stored: bool = False) -> str | None:
     """Why calling the module is not the same as computing from its weights: hooks, or a forward of its own.
 
-    stored: one whose weights are stored in fewer bits, and cast around its call, will do; see `casting.py`.
+    stored: weights that are stored in fewer bits, and cast around its call, are no reason; see `casting.py`.
     """
     attributes = vars(module)
     reason = hooked(module)
@@ -56,7 +57,6 @@ def tampered(module: nn.Module, stored: bool = False) -> str | None:
         return reason
     cast = cast_of(module) if stored else None
     own = attributes.get("forward") if cast is None else cast.reference.forward
-    # accel's own in a module beneath a fused one computes what stock does.
     known = stock_method(module, own) or getattr(own, "beneath", False) or rests_without_gradients(module, own)
     if own is not None and not known:
         return f"a replaced forward ({own_forward(module)})"
@@ -65,9 +65,9 @@ def tampered(module: nn.Module, stored: bool = False) -> str | None:
 
 
 def has_hooks(module: nn.Module) -> str | None:
-    """What a module that is not called any more would do besides: in training mode, by another forward, by hooks.
+    """What a module that is not called would do besides: in training mode, by another forward, by hooks.
 
-    Hooks of transformers itself do not count, nor does one of accelerate's in whose place its fast forward stands.
+    Hooks of transformers do not count, nor does accelerate's in whose place a fast forward stands.
     """
     if trains(module):
         return TRAINING_INSIDE
@@ -108,7 +108,7 @@ def trains(module: nn.Module) -> bool:
 
 
 def overridden(part: object) -> str | None:
-    """The first method of its class, but for the forward, that this object has another of in its place."""
+    """The first method of its class, except the forward, that this object overrides."""
     attributes = getattr(part, "__dict__", {})
     for base in own_classes(type(part)):
         for name, value in vars(base).items():
@@ -119,24 +119,22 @@ def overridden(part: object) -> str | None:
 
 
 def own_classes(kind: type) -> list[type]:
-    """It and its bases, but for torch's base of all modules, and Python's of everything."""
+    """The class and its bases, except nn.Module and object."""
     return [base for base in kind.__mro__ if base not in (nn.Module, object)]
 
 
 def methods(kind: type) -> dict[str, object]:
-    """What code of this class finds on it: methods and class attributes, those of torch's own base class left out."""
+    """Methods and class attributes of a class and its bases, except nn.Module."""
     return {name: value for base in reversed(own_classes(kind)) for name, value in written_in(vars(base)).items()}
 
 
 def written_in(attributes: Mapping[str, object]) -> dict[str, object]:
-    """Of the attributes of one class what its code may find there."""
+    """Attributes of one class without special names, except `__call__`."""
     return {name: value for name, value in attributes.items() if name == "__call__" or not name.startswith("__")}
 
 
 def foreign(part: object) -> str | None:
-    """Why this is not the library's own: code of its class comes from elsewhere, and may do what no probe would show,
-    such as something else for larger inputs.
-    """
+    """Why this is not the library's own: code of its class comes from elsewhere, and may do what no probe shows."""
     kind: type = type(part)
     places = ((name, vars(module).get(name)) for module, name in torch_functions(kind))
     for name, value in (*methods(kind).items(), *places):
@@ -148,7 +146,7 @@ def foreign(part: object) -> str | None:
 
 @lru_cache(maxsize=256)  # a model has a few dozen classes, and hundreds of blocks of them
 def torch_functions(kind: type) -> tuple[tuple[ModuleType, str], ...]:
-    """Where code of this class, as it was when first asked, looks for functions of torch: (torch or a part, name)."""
+    """Functions of torch that the code of this class names, as it was at the first call: (module, name)."""
     found: dict[tuple[ModuleType, str], None] = {}
     for function in chain.from_iterable(map(_functions, methods(kind).values())):
         names = set(function.__code__.co_names)
@@ -160,9 +158,9 @@ def torch_functions(kind: type) -> tuple[tuple[ModuleType, str], ...]:
 
 
 def mentioned(kinds: Iterable[type]) -> set[str]:
-    """Names that calling objects of these classes may read: those in the code that runs, and in what it names in turn.
+    """Names that calling objects of these classes may read: those in the code that runs.
 
-    Followed are methods of any of the classes, what `super()` finds of them, and functions that lie beside them.
+    It is followed to methods of the classes, also by `super()`, and to functions of their files.
     """
     kinds = tuple(kinds)
     found = [methods(kind) for kind in kinds]
@@ -203,16 +201,13 @@ def _functions(value: object) -> Iterator:
 
 
 def enclosed(function: FunctionType) -> list[object]:
-    """What a function takes from the one that it is written in."""
+    """The contents of a function's closure."""
     cells = function.__closure__ or ()
     return [cell.cell_contents for cell in cells if cell != type(cell)()]
 
 
 def stock_method(part: object, value: object, name: str = "forward") -> bool:
-    """Whether value is the class's own method bound to the object, which is left there when something else is removed.
-
-    Hooks do so, and people who take back what they replaced.
-    """
+    """Whether value is the class's own method bound to the object, as hooks leave it when they are removed."""
     if getattr(value, "__self__", None) is not part:
         return False
     return getattr(value, "__func__", value) is getattr(type(part), name, None)
@@ -221,7 +216,7 @@ def stock_method(part: object, value: object, name: str = "forward") -> bool:
 def plain(module: nn.Module | None, *kinds: type, stored: bool = False) -> str | None:
     """None where the module is exactly of one of the kinds and untampered, else the reason.
 
-    Exact types: a LoRA layer is a Linear to isinstance, and its `.weight` is the base weight without the adapter.
+    By exact type: a LoRA layer is a Linear to isinstance, and its `.weight` lacks the adapter.
     """
     if module is None or type(module) not in kinds:
         return f"{type(module).__name__} where {' or '.join(kind.__name__ for kind in kinds)} is expected"
@@ -239,7 +234,7 @@ def all_plain(*modules_and_kinds: tuple[nn.Module | None, type]) -> str | None:
 
 
 def untouched(*modules: nn.Module | None) -> str | None:
-    """The first reason of `tampered` over modules that a fused forward does the work of without calling them."""
+    """The first reason of `tampered` over modules whose work a fused forward does without calling them."""
     return next(filter(None, (tampered(module, stored=True) for module in modules if module is not None)), None)
 
 
@@ -257,7 +252,7 @@ def pointwise(conv: nn.Conv2d) -> bool:
 
 
 def foreign_processor(module: nn.Module) -> str | None:
-    """Why an attention's processor must really be called: one from outside diffusers may store what it sees."""
+    """Why an attention's processor must be called: one from outside diffusers may store what it sees."""
     processor = vars(module).get("processor")
     if processor is None or (comes_from(type(processor), "diffusers") and foreign(processor) is None):
         return None
@@ -265,7 +260,7 @@ def foreign_processor(module: nn.Module) -> str | None:
 
 
 def side_effects(module: nn.Module) -> str | None:
-    """Why running the module only to look at it would be noticed: code of the user's inside it."""
+    """Why a user would notice a trial run of the module: their code inside it."""
     for one_of_a_kind in {type(child): child for child in module.modules()}.values():
         reason = foreign(one_of_a_kind)
         if reason is not None:
@@ -279,15 +274,20 @@ def side_effects(module: nn.Module) -> str | None:
     return None
 
 
+def no_tensor(x: object) -> str | None:
+    """Why an input is no plain tensor."""
+    return None if type(x) is torch.Tensor else f"input of type {type(x).__name__}"
+
+
 def meta_weights(module: nn.Module) -> bool:
     """Whether some weights are not loaded, as under sequential offload."""
     return any(tensor.is_meta for tensor in module.parameters())
 
 
 def placement(module: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype of the first floating parameter, or buffer where there is none: scales, of quantized linears.
+    """Device and dtype of the first floating parameter, else buffer, such as scales of quantized linears.
 
-    The dtype that it is multiplied in, where it is stored in another. CPU and float32 for a module without any.
+    The dtype it is computed in, if it is stored in another. CPU and float32 for a module without any.
     """
     parameters = ((part, one) for part in module.modules() for one in part._parameters.values())
     buffers = ((part, one) for part in module.modules() for one in part._buffers.values())
@@ -296,3 +296,30 @@ def placement(module: nn.Module) -> tuple[torch.device, torch.dtype]:
             cast = cast_of(part) if tensor.itemsize == 1 else None
             return tensor.device, tensor.dtype if cast is None else cast.compute
     return torch.device("cpu"), torch.float32
+
+
+def twin(module: nn.Module, tensor_of: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A module of the same classes and settings, which holds other tensors and runs the code of its classes. The module
+    is only read. tensor_of: a parameter or buffer -> what the twin holds in its place; asked once for a tied one.
+    """
+    made: dict[int, Any] = {}
+
+    def tensor_twin(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is not None and id(tensor) not in made:
+            other = tensor_of(tensor)
+            parameter = isinstance(tensor, nn.Parameter) and other is not tensor
+            made[id(tensor)] = nn.Parameter(other, requires_grad=False) if parameter else other
+        return None if tensor is None else made[id(tensor)]
+
+    def module_twin(one: nn.Module | None) -> Any:
+        if one is not None and id(one) not in made:
+            made[id(one)] = other = type(one).__new__(type(one))
+            own = vars(other)
+            own.update(vars(one))
+            own.pop("forward", None)
+            for kind in ("_parameters", "_buffers"):
+                own[kind] = {name: tensor_twin(tensor) for name, tensor in own[kind].items()}
+            own["_modules"] = {name: module_twin(child) for name, child in own["_modules"].items()}
+        return None if one is None else made[id(one)]
+
+    return module_twin(module)

@@ -1,7 +1,6 @@
 """Operations that a user put in the place of accel's own.
 
-What is registered is held in a context variable: it is no state of a module, a `with` ends it even after an error, and
-one thread's experiments do not reach another's models.
+They are held in a context variable, so that they end with a `with`, and do not affect models of other threads.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Before a model that ranks share is changed: all of them do it, to the same model, with the same options."""
+"""Checks that all ranks which share a model optimize it, with the same options."""
 
 from dataclasses import fields
 from hashlib import blake2b
@@ -16,11 +16,10 @@ LIBRARIES = ("torch", "transformers")
 
 
 def agree_to_optimize(name: str, part: object, options: Options, world: Ranks | None = None) -> None:
-    """Raises `errors.Refused` on all ranks where one has other options, another model, another version of a library, or
-    does not come. Does nothing for a model that is whole in this process.
+    """Raises `errors.Refused` on all ranks where one has other options, another model or version of a library, or is
+    missing. Does nothing for a model that is whole in this process.
 
-    name: of the part in what the user handed over, empty for a model alone. world: all ranks, where they are to divide
-    the work of models that each of them has whole.
+    name: the path of the part, empty for a model alone. world: all ranks, if they divide the work of whole models.
     """
     if not isinstance(part, nn.Module) or stays_stock(part) is not None:
         return

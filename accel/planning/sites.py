@@ -1,8 +1,7 @@
-"""Which forwards that stand alone between stock code, such as a norm in a model without a graph, are faster fused.
+"""Which lone sites are faster fused: forwards between stock code, such as a norm in a model without a graph.
 
-Each kind is timed once beside stock, with few rows and with many, since callers may come with either. It stays if it
-takes the host less time for few rows, as in a decode step, and the GPU no longer for many. Where it does not, or cannot
-be timed, stock's forward stays in place.
+Each kind is timed once beside stock, with few rows and with many. It stays if it takes the host less time for few rows,
+as in a decode step, and the GPU no longer for many. Otherwise, or if it cannot be timed, stock's forward stays.
 """
 
 import copy
@@ -27,7 +26,7 @@ MOVED = f"{WOULD_NOT} as far as is known: it is timed on a GPU alone, so optimiz
 
 
 class LoneSites:
-    """The lone sites of one model, by kind: by all that decides how long a call takes."""
+    """The lone sites of one model, by kind: everything that decides how long a call takes."""
 
     def __init__(self, root: Any, options: Options):
         self.root, self.options = root, options
@@ -38,7 +37,7 @@ class LoneSites:
         self.kinds: dict[tuple, FastForward] = {}
 
     def kind_of(self, forward: Any) -> tuple | None:
-        """The kind of a forward that is to be timed; None for one that stays whatever it takes."""
+        """The kind of a forward that is to be timed; None for one that stays in any case."""
         timed = isinstance(forward, FastForward) and type(forward).example is not FastForward.example
         if not timed or self.like is None or not self._asked():
             return None
@@ -49,19 +48,19 @@ class LoneSites:
         return kind
 
     def _asked(self) -> bool:
-        """Whether sites are timed: not with strict, which may leave none out. On a CPU the model is decided as a whole,
-        see `whole_models`, except where it may come to a GPU.
+        """Whether sites are timed: not with strict, which may leave none out. On a CPU `whole_models` decides, unless
+        the model may come to a GPU.
         """
         if self.options.strict or self.like is None:
             return False
         return not self.like.is_cpu or (self.options.cpu == "auto" and torch.cuda.is_available())
 
     def _elsewhere(self) -> bool:
-        """Whether the model is still to come to where it is timed."""
+        """Whether the model is on the CPU still, and timed on a GPU."""
         return self.like is not None and self.like.is_cpu
 
     def reasons(self) -> dict[tuple, str]:
-        """Why sites of a kind stay stock; what pays is not among them. All ranks that share the model give the same."""
+        """Why sites of a kind stay stock, by kind; equal on all ranks that share the model."""
         found = {kind: self._reason(forward) for kind, forward in self.kinds.items()}
         ranks = ranks_of(self.root) if isinstance(self.root, nn.Module) else None
         if ranks is not None and self._asked():
@@ -97,9 +96,9 @@ def too_slow(measured: tuple[Cost, Cost], rows: int, host: bool) -> str | None:
 
 
 def costs(forward: FastForward, rows: int, like: torch.Tensor) -> tuple[Cost, Cost]:
-    """Of calls of so many rows, fused and stock; raises what they raise, and ValueError where it does not run fused.
+    """Of calls of so many rows, fused and stock; raises what they raise, and ValueError if it does not run fused.
 
-    They are calls of a twin with the same weights, so that nobody else sees them.
+    A twin with the same weights is called, so that hooks do not see it.
     """
     twin, fast = copy.copy(forward.module), copy.copy(forward)
     vars(twin).pop("forward", None)

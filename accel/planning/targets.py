@@ -1,30 +1,34 @@
-"""What is inside of what a user hands to accel: models, wherever they are held, and the pipelines and schedulers.
+"""Finds the models, schedulers and pipelines in what a user passes to accel.
 
-An object is walked by its attributes, items and child modules. Models of diffusers and transformers end a path: what
-they consist of is for the rules. What stands around them, such as an adapter's wrapper, torch's data parallelism or a
-class of the user's own, runs as it is.
+An object is walked by its attributes, items and child modules, down to models of diffusers and transformers. What
+stands around them, such as an adapter's wrapper, torch's data parallelism or a class of the user's, runs as it is.
+
+A pipeline keeps a note of the models that were optimized through it, since it may be given others afterwards. Notes
+hold models weakly.
 """
 
 import types
+import weakref
 from collections import UserDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from accel.libraries.hooks import hook_of
-from accel.libraries.models import is_causal_lm, is_model, is_pipeline, writes_by_itself
+from accel.libraries.models import generates_by_itself, is_causal_lm, is_model, is_pipeline
 from accel.parallel.sharded_layers import fully_sharded
 
 GIVE = "give a model or pipeline of diffusers or transformers, or an object, module, list or dictionary that holds some"
 SCALARS = (str, bytes, bytearray, int, float, complex, type, torch.Tensor, types.FunctionType, types.ModuleType)
 OWN = frozenset(vars(nn.Module()))  # what every module has, and a scripted one cannot show
+PARTS = "_accel_parts"  # where a pipeline, or whatever else holds models, keeps its `ModelParts`
 
 
 def parts_in(obj: object) -> dict[str, object]:
-    """All of obj that may be patched, each object once, by its path from obj: models, then schedulers of pipelines and
-    pipelines themselves. Of models one inside the other the outer one alone.
+    """All of obj that may be patched, each once, by its path from obj: models, then schedulers, then pipelines. A model
+    inside another one is left out.
     """
     found: dict[str, object] = {}
     for path, part in _walk(obj):
@@ -44,7 +48,7 @@ def models_in(obj: object) -> dict[str, nn.Module]:
 
 
 def holders_in(obj: object) -> list[Any]:
-    """Objects that can keep a note of what was optimized through obj: obj itself, or what is in a list that cannot."""
+    """Objects that can keep a note of what was optimized through obj: obj, or the items of a list."""
     found: dict[int, object] = {}
     waiting, seen = [obj], set()
     while waiting:
@@ -99,7 +103,7 @@ def is_compiled(part: object) -> bool:
 
 
 def uncompiled(part: Any) -> Any:
-    """The module inside what torch.compile returned, which users put in its place; any other part as it is."""
+    """The module inside what torch.compile returned; any other part as it is."""
     return part._modules["_orig_mod"] if is_compiled(part) else part
 
 
@@ -140,14 +144,14 @@ def _walk(obj: object) -> Iterator[tuple[str, object]]:
 
 
 def _is_whole(one: object) -> bool:
-    """Whether it is a model, with all that is in it. One that only goes around a language model is walked, as it calls
-    that by generate(); a decoder that an encoder belongs to is not such a model.
+    """Whether it is a model that is taken as a whole. One that only wraps a language model is walked, since it calls
+    that by generate(), except models with an encoder.
     """
     if not isinstance(one, nn.Module):
         return False
     if not is_model(one):
         return fully_sharded(one)
-    if writes_by_itself(one) or getattr(one.config, "is_encoder_decoder", False):
+    if generates_by_itself(one) or getattr(one.config, "is_encoder_decoder", False):
         return True
     return not any(is_causal_lm(module) for module in one.modules() if module is not one)
 
@@ -174,3 +178,84 @@ def _slots(kind: type) -> tuple[str, ...]:
     slots = vars(kind).get("__slots__", ())
     named = (slots,) if isinstance(slots, str) else tuple(slots)
     return tuple(name for name in named if name not in ("__dict__", "__weakref__"))
+
+
+class WeakList:
+    """Weak references to objects in the order they were added, each once. Copies and pickles are empty."""
+
+    def __init__(self, objects: Iterable = ()):
+        self._references: list[weakref.ref] = []
+        for one in objects:
+            self.add(one)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        WeakList.__init__(self)
+
+    def __iter__(self) -> Iterator:
+        found = (reference() for reference in self._references)
+        return (one for one in found if one is not None)
+
+    def add(self, one: object) -> None:
+        """Adds it as the last, or moves it there."""
+        self._references = [weakref.ref(other) for other in self if other is not one] + [weakref.ref(one)]
+
+
+class ModelParts:
+    """The models optimized through one pipeline. A copy keeps those that it holds itself."""
+
+    def __init__(self, owner: object | None, models: Iterable[nn.Module]):
+        self.owner, self.models = WeakList([] if owner is None else [owner]), WeakList(models)
+
+    def __getstate__(self) -> dict[str, Any]:
+        owner = next(iter(self.owner), None)
+        return {"owner": owner, "models": [model for model in self.models if _holds(owner, model)]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        ModelParts.__init__(self, state["owner"], state["models"])
+
+
+def note_optimized(obj: object, plans: Iterable[Any]) -> None:
+    """The models of these plans were optimized now, through obj."""
+    for holder in holders_in(obj):
+        held = {id(model) for model in models_in(holder).values()}
+        plans = [plan for plan in plans if isinstance(plan.root, nn.Module)]
+        own = [plan for plan in plans if id(plan.root) in held]
+        for plan in own:
+            plan.users.add(holder)
+        if own and all(plan.root is not holder for plan in own):  # a model itself has nothing to remember
+            vars(holder)[PARTS] = ModelParts(holder, [*_former(holder), *(plan.root for plan in own)])
+
+
+def forget_optimized(obj: object) -> None:
+    """Takes the note of its plans off it."""
+    for holder in holders_in(obj):
+        vars(holder).pop(PARTS, None)
+
+
+def replaced_models(obj: object) -> list[nn.Module]:
+    """Models that were optimized through obj, which has others in their places now."""
+    return [model for holder in holders_in(obj) for model in _former(holder)]
+
+
+def _former(holder: object) -> list[nn.Module]:
+    known = vars(holder)[PARTS].models if PARTS in vars(holder) else ()
+    return [model for model in known if not _holds(holder, model)]
+
+
+def why_still_optimized(obj: object, model: nn.Module, users: Iterable) -> str | None:
+    """Why a former model of obj stays optimized. users: what it was optimized through, the last one last."""
+    users, through = list(users), holders_in(obj)
+    others = [user for user in users if all(user is not one for one in through) and PARTS in vars(user)]
+    using = next((user for user in others if _holds(user, model)), None)
+    if using is not None:
+        return f"an optimized {type(using).__name__} uses it"
+    if users and all(users[-1] is not one for one in through):
+        return "it was optimized again since, and not through this one"
+    return None
+
+
+def _holds(obj: object, model: nn.Module) -> bool:
+    return any(model is one for one in models_in(obj).values())

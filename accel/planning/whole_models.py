@@ -1,12 +1,11 @@
-"""Whether a model is faster fused as a whole: on a CPU, and on a GPU where it is understood in part and has no CUDA
-graph.
+"""Whether a model is faster fused as a whole: on a CPU, and on a GPU if only some layers are fused, without a graph.
 
-Fusing saves launches and passes over a GPU's memory, which a CPU does not have. For a small model the Python around
-each pass takes longer than the pass. So calls on a CPU run stock unless a measurement says otherwise. Where there is a
-GPU that the model may be moved to, the forwards stay and hand calls on; else they are taken out.
+Fusing saves launches and passes over a GPU's memory. On a CPU, for a small model, the Python around each pass takes
+longer than the pass. So calls on a CPU run stock unless a measurement says otherwise. If there is a GPU that the model
+may be moved to, the forwards stay and pass calls on; else they are taken out.
 
-On a GPU, steps without a graph take as long as the host. Lone sites have been timed by then, see `sites`; layers
-between stock ones show their worth in a whole step only.
+On a GPU a step without a graph takes as long as the host. Lone sites were timed before, see `sites`; layers between
+stock ones are timed in a whole step.
 """
 
 from dataclasses import replace
@@ -19,17 +18,16 @@ from accel.errors import reason_of
 from accel.parallel.sharded_layers import ranks_of
 from accel.patching.fast_forward import FastForward
 from accel.patching.structure import placement
-from accel.planning.plan import Plan
+from accel.planning.plan import Plan, Row
 from accel.planning.sites import WOULD_NOT
-from accel.planning.stages import Row
 
 ON_CPU = "on a CPU"  # what the report calls it
 
 
 def decide(plan: Plan) -> None:
-    """Once all is applied: whether calls run what is fused, and rows that say so for a model that is where they would.
+    """Once all is applied: decides whether calls run fused, and adds a row to the report.
 
-    Options that are lossy are asked for by name, and a strict plan may leave nothing out: these run fused everywhere.
+    Plans with lossy options, which are asked for by name, and strict ones run fused everywhere.
     """
     options = plan.options
     if options.lossy or options.strict or not isinstance(plan.root, nn.Module):
@@ -52,12 +50,12 @@ def decide(plan: Plan) -> None:
         reason += "; fused where there is a GPU" if stays else "; fused once it is on a GPU"
     plan.rows.append(Row("", ON_CPU, "skipped" if plan.log.stock_on_cpu else "patched", reason))
     if stays:
-        # There is nowhere to move it to. Even forwards that only hand a call on cost a small model a few percent.
+        # There is no GPU to move it to. Forwards that only pass calls on would cost a small model a few percent.
         _take_out(plan)
 
 
 def _decide_on_gpu(plan: Plan) -> None:
-    """Of a model that was understood in part, and not quantized: all of it, or nothing."""
+    """For a model that was understood in part, and not quantized: keeps all patches, or none."""
     if plan.pace is None or plan.prequantized or ranks_of(plan.root) is not None:
         return
     try:
@@ -78,7 +76,7 @@ def _take_out(plan: Plan) -> None:
 
 
 def _reason(plan: Plan) -> str:
-    """What calls on a CPU run, and why, once that is decided in the plan's log."""
+    """Decides in the plan's log what calls on a CPU run, and says why."""
     if ranks_of(plan.root) is not None:
         return "runs stock there: ranks that share a model would time it apart"
     if plan.pace is None:

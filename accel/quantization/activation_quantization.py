@@ -16,10 +16,10 @@ RULE = "activations"  # what the report calls it
 
 
 class Rounding:
-    """A patch that changes the schemes of quantized linears. `find` collects those that a model has.
+    """A patch that changes the schemes of quantized linears. `find` collects those of a model.
 
-    made: the patch that puts in linears which round already, while this patch is applied; it is applied before this
-    one. rows: (path, status, reason) of each linear. Raises ValueError for one that cannot round, with `strict`.
+    made: the patch that inserts linears whose schemes round already; it is applied before this one. rows: (path,
+    status, reason) of each linear. Raises ValueError for one that cannot round, with `strict`.
     """
 
     def __init__(self, options: Options, made: QuantizedModulePatch | None = None):
@@ -33,7 +33,7 @@ class Rounding:
         left: Collection[nn.Module] = (),
         refuses: Callable[[QuantizedLinear], str | None] = lambda module: None,
     ) -> None:
-        """Looks at all linears except those in `left`. refuses: why one must not round though its scheme allows it."""
+        """Looks at all linears except those in `left`. refuses: why one must not round, though its scheme could."""
         if self.options.activations is None:
             return
         for path, module in model.named_modules():
@@ -68,14 +68,14 @@ class Rounding:
             module.scheme = scheme
 
 
-def rounding(model: nn.Module) -> list[QuantizedLinear]:
+def rounding_linears(model: nn.Module) -> list[QuantizedLinear]:
     """The quantized linears that round rows now."""
     return [module for module in model.modules() if type(module) is QuantizedLinear and module.activations is not None]
 
 
-def fixed(model: nn.Module) -> list[str]:
+def calibration_notes(model: nn.Module) -> list[str]:
     """Sentences for the report about linears that round rows by what calibration fixed."""
-    found = [(FIXED.get(module.activations), module.values) for module in rounding(model)]
+    found = [(FIXED.get(module.activations), module.values) for module in rounding_linears(model)]
     scales = sorted(values[SCALE][0] for name, values in found if name == SCALE)
     counts = sorted(len(values[COLUMNS]) for name, values in found if name == COLUMNS)
     told = []

@@ -13,15 +13,16 @@ import torch.nn.functional as F
 from accel_kernels import Norm, Quantized, QuantizedRows, fp8_linear, int8_linear, quantize_rows, quantized_linear
 from accel_kernels.gemm.fused_linear import MOST_ROWS
 from accel_kernels.gemm.quantize_rows import KnownColumns
+from accel_kernels.gemm.quantized_weight import WeightFormat
 
-NUMBERS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+ROW_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 SCALE, COLUMNS = "input_scale", "input_columns"
 # What calibration fixes for them, and the buffer of a `QuantizedLinear` where it is.
 FIXED: dict[str | None, str] = {"int8-static": SCALE, "fp8-static": SCALE, "int8-outliers-static": COLUMNS}
 THRESHOLD = 6.0  # of the absolute value, as published: columns that pass it are outliers
 
 
-def kind_of(activations: str) -> str:
+def weight_dtype_of(activations: str) -> str:
     """What a weight must be stored as, "int8" or "fp8"."""
     return activations.partition("-")[0]
 
@@ -31,14 +32,9 @@ def is_static(activations: str | None) -> bool:
     return activations in FIXED
 
 
-def many(x: torch.Tensor) -> bool:
+def many_rows(x: torch.Tensor) -> bool:
     """Whether x (..., K) has so many rows that they are rounded."""
     return x.numel() > MOST_ROWS * x.shape[-1]
-
-
-def many_rows(count: int) -> bool:
-    """The same of a number of rows."""
-    return count > MOST_ROWS
 
 
 @dataclass(frozen=True)
@@ -59,7 +55,7 @@ class RowProducts:
         """norm(x) in 8 bits; x: (..., K). activations: a value of `Options.activations`. fixed: what `FIXED` names,
         columns looked up as KnownColumns.
         """
-        given: dict[str, Any] = {"norm": norm, "dtype": NUMBERS[kind_of(activations)]}
+        given: dict[str, Any] = {"norm": norm, "dtype": ROW_DTYPES[weight_dtype_of(activations)]}
         if activations == "int8-outliers":
             given["outliers"] = THRESHOLD
         elif FIXED.get(activations) == SCALE:
@@ -70,60 +66,52 @@ class RowProducts:
 
     def product(self, activations: str) -> Callable:
         """The operation that takes such rows, and a `Quantized` weight of the same kind."""
-        return self.fp8_linear if kind_of(activations) == "fp8" else self.int8_linear
+        return self.fp8_linear if weight_dtype_of(activations) == "fp8" else self.int8_linear
 
 
 KERNELS = RowProducts()
 REFERENCES = RowProducts(quantize_rows.reference, int8_linear.reference, fp8_linear.reference)
 
 
-def multiply(
-    x: torch.Tensor,
-    weight: Quantized,
-    bias: torch.Tensor | None,
-    activations: str | None,
-    products: RowProducts,
-    exact: bool,
-    fixed: torch.Tensor | KnownColumns | None = None,
-) -> torch.Tensor:
-    """x W^T + b; x: (..., K). activations: how its rows are rounded, None for not; fixed: see `RowProducts.rounded`.
-
-    products: what rounds and multiplies. exact: by torch's product with the dequantized weight, and by no kernel.
-    """
-    if activations is not None:
-        used = REFERENCES if exact else products
-        return used.product(activations)(used.rounded(x, activations, fixed=fixed), weight, bias)
-    if exact:
-        return F.linear(x, weight.dequantized(x.dtype), bias)
-    return quantized_linear(x.contiguous(), weight, bias)
+def buffers_of(weight: Quantized) -> dict[str, torch.Tensor | None]:
+    """The parts of a weight as modules hold them: float8 as bytes, since torch does not pickle float8."""
+    data = weight.data.view(torch.uint8) if weight.data.is_floating_point() else weight.data
+    return {"data": data, "scales": weight.scales, "zeros": weight.zeros}
 
 
-def as_quantized(dtype: torch.dtype, data: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> Quantized:
-    """The weight whose packed elements are of this dtype; buffers hold float8 as bytes."""
-    return Quantized(data if data.dtype == dtype else data.view(dtype), scales, zeros)
+def from_buffers(
+    format: WeightFormat, data: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None
+) -> Quantized:
+    """`buffers_of` taken back; also of some rows of them."""
+    return Quantized(data if data.dtype == format.dtype else data.view(format.dtype), scales, zeros, format)
 
 
 @dataclass(frozen=True)
 class QuantizedCall:
-    """Called with x, a linear's buffers `data`, `scales` and `zeros`, and its bias; equal for linears that compute
-    alike.
+    """Called with x (..., K), a linear's buffers `data`, `scales` and `zeros`, its bias, and what calibration fixed:
+    x W^T + b. Equal for linears that compute alike.
 
-    A `TorchFunctionMode` sees this one call and nothing inside. number: the dtype of the weight's elements.
-    activations, products, exact: as of `multiply`; only many rows are rounded.
+    A `TorchFunctionMode` sees this one call and nothing inside. format: of the weight. activations: how rows are
+    rounded where there are many, None for not. products: what rounds and multiplies. exact: by torch's product with the
+    dequantized weight, and by no kernel.
     """
 
-    number: torch.dtype
+    format: WeightFormat
     activations: str | None
     products: RowProducts
     exact: bool
     __name__: ClassVar[str] = "quantized_linear"
 
     def weight(self, data: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> Quantized:
-        return as_quantized(self.number, data, scales, zeros)
+        return from_buffers(self.format, data, scales, zeros)
 
     def rounds(self, rows: int) -> str | None:
         """How so many rows are rounded, None where they are not."""
-        return self.activations if many_rows(rows) else None
+        return self.activations if rows > MOST_ROWS else None
+
+    def written_out(self, rows: int) -> bool:
+        """Whether the weight is written out before the product of so many rows, which then is torch's own."""
+        return not self.exact and self.rounds(rows) is None and rows > self.format.most_rows
 
     def __call__(
         self,
@@ -132,9 +120,16 @@ class QuantizedCall:
         scales: torch.Tensor,
         zeros: torch.Tensor | None,
         bias: torch.Tensor | None,
+        fixed: torch.Tensor | KnownColumns | None = None,
     ) -> torch.Tensor:
-        kind = self.rounds(x.numel() // x.shape[-1])
-        return multiply(x, self.weight(data, scales, zeros), bias, kind, self.products, self.exact)
+        weight = self.weight(data, scales, zeros)
+        if self.activations is not None and many_rows(x):
+            products = REFERENCES if self.exact else self.products
+            rows = products.rounded(x, self.activations, fixed=fixed)
+            return products.product(self.activations)(rows, weight, bias)
+        if self.exact:
+            return F.linear(x, weight.dequantized(x.dtype), bias)
+        return quantized_linear(x.contiguous(), weight, bias)
 
 
 @dataclass(frozen=True)

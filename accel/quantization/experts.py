@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 from accel_kernels import Quantized
+from accel_kernels.gemm.quantized_weight import PARTS
 from torch import nn
 
 from accel.in_flight import GATE
 from accel.parallel.sharded_layers import local
-from accel.quantization.activations import as_quantized
-from accel.quantization.module import QuantizedLinear, stored, without_casting
+from accel.quantization.activations import buffers_of, from_buffers
+from accel.quantization.module import QuantizedLinear, without_casting
 from accel.quantization.scheme import Scheme
 
 LIKE = "like"  # a buffer without numbers, in the dtype that stacks are written out in
@@ -60,18 +61,18 @@ class QuantizedExperts(nn.Module):
         self._modules = module._modules
         self.kind, self.transposed, self.scheme = type(module), original.transposed, scheme
         self.register_buffer(LIKE, original.matrices(original.names[0]).detach().new_empty(0), persistent=False)
-        self.numbers = {name: quantized.data.dtype for name, quantized in stacks.items()}
+        self.formats = {name: quantized.format for name, quantized in stacks.items()}
         self.shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters(recurse=False)}
         for name, quantized in stacks.items():
-            for field, tensor in zip(quantized._fields, (stored(quantized.data), *quantized[1:]), strict=True):
-                self.register_buffer(f"{name}_{field}", tensor)
+            for part, tensor in buffers_of(quantized).items():
+                self.register_buffer(f"{name}_{part}", tensor)
         for name, parameter in module._parameters.items():
             if name not in stacks:
                 self.register_parameter(name, parameter)
 
     @property
     def dtype(self) -> torch.dtype:
-        """No setting, of which a fast forward asks whether they were changed: an empty tensor is cast instead."""
+        """That of an empty tensor which casts change; as an attribute it would count as a changed setting."""
         return self.get_buffer(LIKE).dtype
 
     @dtype.setter
@@ -80,11 +81,11 @@ class QuantizedExperts(nn.Module):
 
     def stack(self, name: str) -> Quantized:
         """The rows of all matrices of this stack, (E outputs, inputs)."""
-        return self.read(name, *(self._buffers[f"{name}_{field}"] for field in Quantized._fields))
+        return self.read(name, *(self._buffers[f"{name}_{part}"] for part in PARTS))
 
     def read(self, name: str, data: Any, scales: Any, zeros: Any) -> Quantized:
         """The stack that buffers like its own are."""
-        return as_quantized(self.numbers[name], data, scales, zeros)
+        return from_buffers(self.formats[name], data, scales, zeros)
 
     def written(self, name: str, quantized: Quantized, dtype: torch.dtype) -> torch.Tensor:
         """A stack as the original holds it, (E, outputs, inputs) or transposed, its values rounded to dtype."""
@@ -112,7 +113,7 @@ class QuantizedExperts(nn.Module):
         dtype = next(one.dtype for one in given if one.is_floating_point())
         stock = self.kind.__new__(self.kind)  # whose attributes are this module's, with stacks beside them
         vars(stock).update(vars(self))
-        for name in self.numbers:
+        for name in self.formats:
             vars(stock)[name] = self.written(name, self.stack(name), dtype)
         return self.kind.forward(stock, *args, **kwargs)
 
@@ -123,11 +124,11 @@ class QuantizedExperts(nn.Module):
         return f"{self.kind.__name__}, {self.scheme}"
 
 
-OWN = ("kind", "transposed", "scheme", "numbers", "shapes")  # attributes that originals do not have
+OWN = ("kind", "transposed", "scheme", "formats", "shapes")  # attributes that originals do not have
 
 
 def holds_numbers(module: nn.Module) -> bool:
-    """Whether its buffers are its weight: a linear or experts in fewer bits."""
+    """Whether it is a linear or experts in fewer bits, whose buffers are the weight."""
     return type(module) in (QuantizedLinear, QuantizedExperts)
 
 

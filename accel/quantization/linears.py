@@ -16,8 +16,8 @@ Dense: TypeAlias = "nn.Linear | Conv1D"  # what has a matrix and perhaps a bias,
 FEWEST = 16  # outputs: gates and routers that choose, where there is little to save and much to lose
 
 
-def inside(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """Every module once, but for the adapters' own."""
+def base_modules(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """Every module below this one once, with its path, without the modules that adapters add."""
     if id(module) in seen:
         return
     seen.add(id(module))
@@ -25,17 +25,17 @@ def inside(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, 
     children = {name: child for name, child in module._modules.items() if child is not None}
     for name, child in children.items():
         if BASE not in children or name == BASE:
-            yield from inside(child, f"{path}.{name}" if path else name, seen)
+            yield from base_modules(child, f"{path}.{name}" if path else name, seen)
 
 
-def nothing(scheme: str, skipped: Mapping[str, str]) -> str:
-    """That a scheme fits no linear layer of a model, by the first of the reasons why."""
+def nothing_to_quantize(scheme: str, skipped: Mapping[str, str]) -> str:
+    """The message that a scheme fits no linear layer of a model, with the first reason."""
     path, reason = next(iter(skipped.items()), ("the model", "no linear layers inside its layers"))
     return f"nothing to quantize as {scheme!r}: {path}: {reason}"
 
 
-def unfit(outputs: int, inputs: int, scheme: Scheme) -> str | None:
-    """Why a weight of this size is left alone."""
+def size_reason(outputs: int, inputs: int, scheme: Scheme) -> str | None:
+    """Why a weight of this size is not quantized."""
     if not inputs:
         return "no inputs"
     return f"{outputs} outputs, fewer than {FEWEST}" if outputs < FEWEST else scheme.refuses(inputs)

@@ -10,10 +10,11 @@ from torch import nn
 from accel.errors import Refused, SkippedSite
 from accel.options import Options
 from accel.parallel.ranks import Ranks
-from accel.parallel.sharded_layers import INPUTS, division, expert_sharding, local, local_twin, sharding
-from accel.patching.patch import Change
+from accel.parallel.sharded_layers import INPUTS, expert_sharding, local, sharded_dim, sharding
+from accel.patching.rule import Change
+from accel.patching.structure import twin
 from accel.quantization.experts import ExpertStacks, QuantizedExperts
-from accel.quantization.linears import Dense, nothing
+from accel.quantization.linears import Dense, nothing_to_quantize
 from accel.quantization.module import QuantizedLinear
 from accel.quantization.patch import QuantizedModule, QuantizedModulePatch, held_elsewhere
 from accel.quantization.rounding import round_to_nearest, sqnr_db
@@ -25,8 +26,8 @@ RULE = "weights"  # what the report calls it
 class Quantization:
     """The weights of one model that are to be quantized; `swap` is the patch that does it when applied.
 
-    rows: (path, status, reason) of every site. records: of the quantized ones, see `Report.weights`. warnings: that
-    nothing is quantized, where the model holds no weight of that scheme either.
+    rows: (path, status, reason) of every site. records: of the quantized ones, see `Report.weights`. warnings: for a
+    model of which nothing is quantized, nor was before.
 
     weights: a value of `Options.weights`. chosen: the linears by path. experts: those of mixtures by path. skipped: why
     others are not quantized. guard: see `QuantizedModulePatch`. Raises ValueError for a skipped site with `strict`.
@@ -82,7 +83,7 @@ class Quantization:
 
     def warn(self, reasons: Mapping[str, str]) -> None:
         """Nothing is quantized, for these reasons."""
-        told = nothing(self.weights, reasons)
+        told = nothing_to_quantize(self.weights, reasons)
         self.skip({"": told})
         self.warnings.append(told)
 
@@ -108,10 +109,10 @@ class Quantization:
     def _quantized_experts(self, path: str, stacks: ExpertStacks) -> QuantizedExperts:
         scheme, found, notes = replace(self.scheme, activations=None), {}, []
         parts, module = expert_sharding(stacks.module), stacks.module
-        own = stacks if parts is None else stacks._replace(module=local_twin(module))
+        own = stacks if parts is None else stacks._replace(module=twin(module, local))
         for name in stacks.names:
             stack = module.get_parameter(name)
-            across = parts.ranks if parts is not None and division(stack) == stacks.inputs_dim else None
+            across = parts.ranks if parts is not None and sharded_dim(stack) == stacks.inputs_dim else None
             found[name], note = self._rounded(f"{path}.{name}", own.matrices(name), local(stack), scheme, across)
             notes.append(note)
         self._tell(path, scheme, *notes)
@@ -123,9 +124,8 @@ class Quantization:
     def _rounded(
         self, path: str, weight: torch.Tensor, stored: torch.Tensor, scheme: Scheme, ranks: Ranks | None = None
     ) -> tuple[Quantized, str]:
-        """A weight in fewer bits, of which there is a record then, and what is to be told of its memory.
-
-        ranks: see `round_to_nearest`.
+        """A weight in fewer bits, and a note on its memory for the report; adds its record. ranks: see
+        `round_to_nearest`.
         """
         try:
             quantized = round_to_nearest(weight, scheme, ranks)

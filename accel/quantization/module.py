@@ -13,7 +13,16 @@ from torch import nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from accel.parallel.sharded_layers import local
-from accel.quantization.activations import COLUMNS, FIXED, KERNELS, SCALE, QuantizedCall, many, multiply
+from accel.quantization.activations import (
+    COLUMNS,
+    FIXED,
+    KERNELS,
+    SCALE,
+    QuantizedCall,
+    buffers_of,
+    from_buffers,
+    many_rows,
+)
 from accel.quantization.scheme import Scheme
 
 SAME = {"detach", "requires_grad_"}  # and the attribute `data`: the same memory, to be guarded in turn
@@ -72,8 +81,8 @@ class QuantizedLinear(nn.Linear):
     ):
         nn.Module.__init__(self)
         self.out_features, self.in_features = quantized.shape
-        self.number = quantized.data.dtype
-        for name, tensor in zip(quantized._fields, (stored(quantized.data), *quantized[1:]), strict=True):
+        self.format = quantized.format
+        for name, tensor in buffers_of(quantized).items():
             self.register_buffer(name, tensor)
         self.register_buffer(SCALE, input_scale)
         self.register_buffer(COLUMNS, input_columns)
@@ -95,7 +104,7 @@ class QuantizedLinear(nn.Linear):
 
     def rounds(self, x: torch.Tensor) -> str | None:
         """How the rows of x are rounded, None where they are not."""
-        return self.activations if many(x) else None
+        return self.activations if many_rows(x) else None
 
     @property
     def rounding(self) -> tuple[str | None, tuple | None]:
@@ -114,12 +123,12 @@ class QuantizedLinear(nn.Linear):
 
     def read(self, data: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> Quantized:
         """The weight that buffers like this module's are, its own or some rows of them."""
-        return Quantized(data if data.dtype == self.number else data.view(self.number), scales, zeros)
+        return from_buffers(self.format, data, scales, zeros)
 
     @property
     def call(self) -> QuantizedCall:
         """What it computes now, but for what calibration fixed."""
-        return QuantizedCall(self.number, self.activations, self.products, self.exact)
+        return QuantizedCall(self.format, self.activations, self.products, self.exact)
 
     @property
     def weight(self) -> ReadOnlyWeight:  # type: ignore[override]
@@ -138,11 +147,10 @@ class QuantizedLinear(nn.Linear):
         autocast = torch.is_autocast_enabled(input.device.type)
         if autocast or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return F.linear(input, self.quantized.dequantized(input.dtype), self.bias)
-        if has_torch_function_unary(input) and self.fixed is None:  # whoever watches sees one call
-            given = input, self.data, self.scales, self.zeros, self.bias
+        given, fixed = (input, self.data, self.scales, self.zeros, self.bias), self.fixed
+        if has_torch_function_unary(input) and fixed is None:  # whoever watches sees one call
             return handle_torch_function(self.call, (input,), *given)  # type: ignore[arg-type]
-        kind = self.rounds(input)
-        return multiply(input, self.quantized, self.bias, kind, self.products, self.exact, self.fixed)
+        return self.call(*given, fixed)
 
     def _fix(self) -> None:
         # Read once: asking the device in every call would wait for it.
@@ -172,15 +180,13 @@ def row_tensors(linear: nn.Linear) -> tuple[torch.Tensor | None, ...]:
 
     Of one that is divided among ranks, this rank's part.
     """
-    bias = None if linear.bias is None else local(linear.bias)
+    parameters, buffers = linear._parameters, linear._buffers  # at every product: attributes take ten times as long
+    held = parameters.get("bias")
+    bias = None if held is None else local(held)
     if type(linear) is QuantizedLinear:
-        return linear.data, linear.scales, linear.zeros, bias
-    return local(linear.weight), bias
-
-
-def stored(data: torch.Tensor) -> torch.Tensor:
-    """Numbers as a buffer holds them: float8 as bytes, since torch does not pickle float8."""
-    return data.view(torch.uint8) if data.is_floating_point() else data
+        return buffers["data"], buffers["scales"], buffers["zeros"], bias
+    weight = parameters["weight"]
+    return None if weight is None else local(weight), bias
 
 
 def without_casting(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from accel.patching.patch import set_data
+from accel.patching.rule import set_data
 
 PIECE = 2**25  # bytes of a buffer
 BUFFERS = 4
@@ -80,14 +80,14 @@ class Piece(NamedTuple):
 
 def _carry(jobs: Iterator[tuple], size: int) -> None:
     cuda = torch.cuda.is_available()
-    buffers = deque(torch.empty(size, dtype=torch.uint8, pin_memory=cuda) for _ in range(BUFFERS))
+    buffers = deque(torch.empty(size, dtype=torch.uint8, pin_memory=cuda, device="cpu") for _ in range(BUFFERS))
     streams: dict[torch.device, torch.cuda.Stream] = {}
-    flying: deque[tuple] = deque()
+    pending: deque[tuple] = deque()
 
-    def land() -> None:
-        piece, buffer, prequantized = flying.popleft()
-        if prequantized is not None:
-            prequantized.synchronize()
+    def finish_oldest() -> None:
+        piece, buffer, copied = pending.popleft()
+        if copied is not None:
+            copied.synchronize()
         piece.target.copy_(buffer[: len(piece.target)])
         buffers.append(buffer)
         if piece.whole is not None:
@@ -100,13 +100,13 @@ def _carry(jobs: Iterator[tuple], size: int) -> None:
             stream.wait_event(ready)
         for piece in _pieces(weight, size):
             if not buffers:
-                land()
+                finish_oldest()
             buffer = buffers.popleft()
             with torch.cuda.stream(stream) if stream else nullcontext():
                 buffer[: len(piece.source)].copy_(piece.source, non_blocking=True)
-            flying.append((piece, buffer, stream.record_event() if stream else None))
-    while flying:
-        land()
+            pending.append((piece, buffer, stream.record_event() if stream else None))
+    while pending:
+        finish_oldest()
 
 
 def _pieces(weight: torch.Tensor, size: int) -> Iterator[Piece]:

@@ -10,7 +10,7 @@ from accel.errors import PatchConflict
 from accel.libraries.hooks import hook_of
 from accel.parallel.sharded_layers import known, local
 from accel.patching.fast_forward import FastForward
-from accel.patching.patch import Change, set_data
+from accel.patching.rule import Change, set_data
 from accel.patching.structure import stock_method
 from accel.quantization.experts import QuantizedExperts
 from accel.quantization.module import QuantizedLinear
@@ -83,9 +83,7 @@ class QuantizedModulePatch:
 
     def check(self) -> None:
         """Raises PatchConflict where someone replaced the forward of a quantized module, as offloading does. A fast
-        forward has a patch of its own.
-
-        Wherever they are by now, in an adapter or out of it, they are found.
+        forward has a patch of its own. The modules may be inside an adapter by now.
         """
         if self.final or not self.there:
             return
@@ -176,12 +174,12 @@ def held_elsewhere(root: nn.Module, modules: Iterable[nn.Module]) -> dict[int, s
 
 
 def _parks(weight: torch.Tensor, shared: Container[int]) -> bool:
-    """Whether its memory on the device can be given free."""
+    """Whether its memory on the device can be freed."""
     return weight.device.type != "cpu" and id(weight) not in shared and not weight.is_inference()
 
 
 def _leave(module: QuantizedModule, parking: Parking) -> None:
-    """Its numbers go to the CPU; the bias, which is the original's too, stays."""
+    """Moves its buffers to the CPU; the bias is the original's too, and stays."""
     for name, tensor in module._buffers.items():
         if tensor is not None and tensor.device.type != "cpu":
             if tensor.is_inference():
@@ -191,7 +189,7 @@ def _leave(module: QuantizedModule, parking: Parking) -> None:
 
 
 def _moved(module: QuantizedModule, device: torch.device, dtype: torch.dtype) -> QuantizedModule:
-    """Its numbers on another device; the bias, which is the original's too, stays."""
+    """The module with its buffers on a device; the bias is the original's too, and stays."""
     module.dtype = dtype
     with torch.inference_mode(False), torch.no_grad():
         for name, tensor in module._buffers.items():

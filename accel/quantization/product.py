@@ -1,13 +1,12 @@
 """Products with a linear's weight, plain or quantized, for forwards that do its work without calling it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from accel_kernels import Norm, Quantized, QuantizedRows, dequantize, quantized_linear
 from accel_kernels.gemm.fused_linear import apply_norm
-from accel_kernels.gemm.quantized_weight import MOST_QUANTIZED_ROWS
 from torch import nn
 
 from accel.patching.structure import plain, tampered
@@ -72,13 +71,26 @@ def product(
     linear: nn.Linear, x: torch.Tensor | Rows, bias: bool = True, multiply: Callable = F.linear
 ) -> torch.Tensor:
     """x W^T, with bias where there is one. x: (..., K). multiply: what multiplies by a plain weight, as F.linear."""
-    rows = x if isinstance(x, Rows) else Rows(x)
-    shift = linear.bias if bias else None
+    *weight, shift = row_tensors(linear)
+    return multiplied(linear, (*weight, shift if bias else None), x if isinstance(x, Rows) else Rows(x), multiply)
+
+
+def multiplied(linear: nn.Linear, tensors: Sequence[Any], rows: Rows, multiply: Callable = F.linear) -> torch.Tensor:
+    """x W^T + b with tensors like those of `row_tensors` of this linear: its own, or several linears' in one.
+
+    A quantized weight meets many rows in 8 bits where the linear rounds them. It is read as it lies by other rows where
+    they are few, and written out before them where not.
+    """
+    *parts, bias = tensors
     if type(linear) is not QuantizedLinear:
-        return multiplied(rows.normed(), linear.weight, shift, multiply)
+        return multiply(rows.normed(), *parts, bias)
+    weight = linear.read(*parts)
     if (activations := linear.rounds(rows.x)) is not None:
-        return rounded_product(linear, activations, rows, linear.quantized, shift)
-    return multiplied(rows.normed(), linear.quantized, shift, multiply)
+        return rounded_product(linear, activations, rows, weight, bias)
+    x = rows.normed()
+    if weight.reads(x.numel() // max(1, x.shape[-1])):
+        return quantized_linear(x.contiguous(), weight, bias)
+    return multiply(x, dequantize(weight, x.dtype), bias)
 
 
 def rounded_product(
@@ -99,14 +111,3 @@ def rounded_geglu(linear: QuantizedLinear, activations: str, rows: Rows) -> torc
     (*value, shift), (*gate, gate_shift) = zip(*lists, strict=True)
     more = {"up": linear.read(*value), "up_bias": shift, "activation": "gelu"}
     return rounded_product(linear, activations, rows, linear.read(*gate), gate_shift, **more)
-
-
-def multiplied(
-    x: torch.Tensor, weight: torch.Tensor | Quantized, bias: torch.Tensor | None, multiply: Callable = F.linear
-) -> torch.Tensor:
-    """x W^T + b. A quantized weight is read as it lies where rows are few, and written out before them where not."""
-    if not isinstance(weight, Quantized):
-        return multiply(x, weight, bias)
-    if x.numel() <= MOST_QUANTIZED_ROWS * x.shape[-1]:
-        return quantized_linear(x.contiguous(), weight, bias)
-    return multiply(x, dequantize(weight, x.dtype), bias)

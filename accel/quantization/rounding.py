@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from accel_kernels.gemm.quantized_weight import Quantized, pack
+from accel_kernels.gemm.quantized_weight import Quantized
 
 from accel.parallel.ranks import Ranks
 from accel.quantization.scheme import Scheme
@@ -38,7 +38,8 @@ def round_to_nearest(weight: torch.Tensor, scheme: Scheme, ranks: Ranks | None =
     if not checks.fit():
         parts, _ = _all_rounded(weight, scheme, torch.float32, limits)
     data, scales, zeros = zip(*parts, strict=True)
-    return Quantized(torch.cat(data), torch.cat(scales), None if zeros[0] is None else torch.cat(zeros))
+    joined = None if zeros[0] is None else torch.cat(zeros)
+    return Quantized(torch.cat(data), torch.cat(scales), joined, scheme.format)
 
 
 def _all_rounded(
@@ -100,7 +101,7 @@ def _rounded(
     bounded = groups if limits is None else torch.cat((groups, limits[:, None]), -1)
     scales, zeros = _grid(bounded, scheme, dtype, checks)
     numbers = nearest(groups, scales[..., None], None if zeros is None else zeros[..., None], scheme).flatten(1)
-    return pack(numbers) if scheme.number == "int4" else numbers, scales, zeros
+    return scheme.format.pack(numbers), scales, zeros
 
 
 class GridChecks(NamedTuple):
@@ -154,13 +155,8 @@ def _grid(groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype, checks: Grid
 
 def nearest(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, scheme: Scheme) -> torch.Tensor:
     """The numbers nearest to values in float32, int8 or float8; all of shapes that broadcast."""
-    low, high = scheme.range
     steps = values / scales.float()
-    if scheme.number == "fp8":
-        return steps.clamp(low, high).to(torch.float8_e4m3fn)
-    if zeros is not None:
-        steps = steps + zeros.float()
-    return steps.round().clamp(low, high).to(torch.int8)
+    return scheme.format.nearest(steps if zeros is None else steps + zeros.float(), scheme.symmetric)
 
 
 def _not_below(rounded: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:

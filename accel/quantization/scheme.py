@@ -2,25 +2,24 @@
 
 from dataclasses import dataclass, replace
 
-import torch
 from accel_kernels.gemm.fused_linear import MOST_ROWS
-from accel_kernels.gemm.quantized_weight import PER_WORD
+from accel_kernels.gemm.quantized_weight import FORMATS, PER_WORD, WeightFormat
 
-from accel.quantization.activations import FIXED, is_static, kind_of
+from accel.quantization.activations import FIXED, is_static, weight_dtype_of
 
 GROUP = 128  # columns to a scale of 4-bit numbers, where the name says nothing else
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """number: the storage type, "int8", "int4" or "fp8" (float8_e4m3fn). group: columns to a scale, None for one scale
-    a row.
+    """weight_dtype: the name of a `WeightFormat`, such as "int8", "int4" or "fp8" (float8_e4m3fn). group: columns to a
+    scale, None for one scale a row.
 
     symmetric: without a zero point; otherwise the numbers cover least to largest. activations: a value of
     `Options.activations`, how rows that it is multiplied with are rounded; None for not.
     """
 
-    number: str
+    weight_dtype: str
     group: int | None = None
     symmetric: bool = True
     activations: str | None = None
@@ -28,10 +27,10 @@ class Scheme:
     @classmethod
     def parse(cls, name: str) -> "Scheme":
         """Of the layers, by a value of `Options.weights`, such as "int4-g64-asym"."""
-        number, *rest = name.split("-")
+        weight_dtype, *rest = name.split("-")
         groups = [int(part[1:]) for part in rest if part.startswith("g")]
-        group = None if number != "int4" else (*groups, GROUP)[0]
-        return cls(number, group, "asym" not in rest)
+        group = None if weight_dtype != "int4" else (*groups, GROUP)[0]
+        return cls(weight_dtype, group, "asym" not in rest)
 
     @classmethod
     def of_head(cls, name: str) -> "Scheme | None":
@@ -42,16 +41,16 @@ class Scheme:
         layers = cls.parse(name)
         if not name.endswith("-head"):
             return None
-        return cls("int8") if layers.number == "int4" else layers
+        return cls("int8") if layers.weight_dtype == "int4" else layers
+
+    @property
+    def format(self) -> WeightFormat:
+        return FORMATS[self.weight_dtype]
 
     @property
     def range(self) -> tuple[float, float]:
         """Least and largest number."""
-        if self.number == "fp8":
-            return -torch.finfo(torch.float8_e4m3fn).max, torch.finfo(torch.float8_e4m3fn).max
-        bits = {"int8": 8, "int4": 4}[self.number]
-        top = 2 ** (bits - 1) - 1
-        return (-top if self.symmetric else -top - 1), top
+        return self.format.range(self.symmetric)
 
     def refuses(self, columns: int) -> str | None:
         """Why a weight with this many inputs cannot be stored."""
@@ -60,8 +59,8 @@ class Scheme:
 
     def rounding(self, activations: str, calibrated: bool = False) -> "Scheme | str":
         """The same with activations rounded so, or why they cannot be. calibrated: what they need is fixed."""
-        kind = kind_of(activations)
-        if (self.number, self.group, self.symmetric) != (kind, None, True):
+        kind = weight_dtype_of(activations)
+        if (self.weight_dtype, self.group, self.symmetric) != (kind, None, True):
             return f"activations={activations!r} needs a weight of {Scheme(kind)}; it is {self}"
         if is_static(activations) and not calibrated:
             return (
@@ -72,4 +71,4 @@ class Scheme:
     def __str__(self) -> str:
         where = "by row" if self.group is None else f"by {self.group} columns"
         rounded = "" if self.activations is None else f", activations {self.activations} beyond {MOST_ROWS} rows"
-        return f"{self.number} {where}" + ("" if self.symmetric else ", asymmetric") + rounded
+        return f"{self.weight_dtype} {where}" + ("" if self.symmetric else ", asymmetric") + rounded

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from accel.commands.serving import WithSettings, optimized_serving, own_settings
-from accel.errors import LOG, told
+from accel.commands.serving import optimized_serving
+from accel.errors import LOG, logged
 from accel.libraries.batching import GenerationOutput, RequestStatus
 from accel.libraries.server import OwnModels, Serve
 from accel.replicas.replica import AnswerPart, Question, ReplicaEnded
@@ -24,28 +24,24 @@ ATTEMPTS = 5  # a request that ends every replica it comes to is not handed on f
 Ask = Callable[[Question], AsyncIterator[AnswerPart]]
 
 
-class Replicas(WithSettings):
+class Replicas:
     """Stands where transformers' server has a manager of continuous batching, and hands requests to replicas.
 
     ask: hands a question to a replica, such as the remote method of a Ray Serve handle that streams; what it returns
     may have `cancel`. lost: errors of `ask` that mean that the replica is gone. For the event loop of one server.
+    longest: tokens that a request may come to, once a replica has said so.
     """
 
+    takes_settings = True
+    fatal_error = None  # stock's server asks; a replica that ends is not the end of all
+
     def __init__(self, ask: Ask, lost: Iterable[type[BaseException]] = (), attempts: int = ATTEMPTS) -> None:
-        super().__init__(self)  # type: ignore[arg-type]
-        self.fatal_error: Exception | None = None  # stock's server asks; a replica that ends is not the end of all
+        self.background_thread_status = self
+        self.longest: int | None = None
         self._ask, self._attempts = ask, attempts
         self._lost: tuple[type[BaseException], ...] = (ReplicaEnded, *lost)
         self._callbacks: dict[str, Callable[[GenerationOutput], object]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._longest: int | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"{name!r} is not a part of a manager that replicas have")
-
-    @property
-    def background_thread_status(self) -> "Replicas":
-        return self
 
     def start(self) -> None:
         """Does nothing: the replicas run already."""
@@ -55,31 +51,15 @@ class Replicas(WithSettings):
         for name in list(self._tasks):
             self.cancel_request(name)
 
-    @property
-    def ends(self) -> bool:
-        return True
-
-    def longest(self) -> int | None:
-        """Tokens that a request may come to, once a replica has said so."""
-        return self._longest
-
-    def add_request(
-        self,
-        input_ids: Iterable[int],
-        request_id: str,
-        max_new_tokens: int | None = None,
-        streaming: bool = False,
-        eos_token_id: Any = None,
-    ) -> str:
-        """Hands a request to a replica. Raises ValueError for an id that is under way."""
+    def add_request(self, input_ids: Iterable[int], request_id: str, tokenizer: Any = None, **given: Any) -> str:
+        """Hands a request to a replica, which has the tokenizer. given: for the replica's manager. Raises ValueError
+        for an id that is under way.
+        """
         if request_id in self._tasks:
             raise ValueError(f"request_id={request_id!r}: a request with this id is under way; give another id")
-        call = self._call.get()
-        settings = {} if call is None else dict(call.settings)
-        settings.pop("tokenizer", None)  # the replica has it
-        if "seed" not in settings:  # the same wherever it goes on
-            settings["seed"] = int(torch.randint(2**63 - 1, ()))
-        question = Question(list(input_ids), max_new_tokens, eos_token_id, settings, streaming, [])
+        if "seed" not in given:  # the same wherever it goes on
+            given["seed"] = int(torch.randint(2**63 - 1, (), device="cpu"))
+        question = Question(list(input_ids), given, [])
         task = asyncio.get_running_loop().create_task(self._run(request_id, question))
         self._tasks[request_id] = task
         task.add_done_callback(partial(self._forget, request_id))
@@ -91,7 +71,7 @@ class Replicas(WithSettings):
         """
         if request_id in self._callbacks:
             raise ValueError(f"request_id={request_id!r}: this request is under way and has a result handler already")
-        self._callbacks[request_id] = self.answer(request_id, callback)
+        self._callbacks[request_id] = callback
 
     def cancel_request(self, request_id: str) -> None:
         """The request ends, here and at its replica. Ids that are not under way are ignored."""
@@ -106,10 +86,10 @@ class Replicas(WithSettings):
                 await self._answer(name, question)
                 return
             except self._lost as error:
-                reason = told(error)
+                reason = logged(error)
                 LOG.warning("request %s lost its replica, attempt %d: %s", name, attempt + 1, reason)
             except Exception as error:
-                self._tell(name, question, RequestStatus.FAILED, told(error))
+                self._tell(name, question, RequestStatus.FAILED, logged(error))
                 return
         many = f"each of {self._attempts} replicas that were to answer was lost, the last by: {reason}"
         self._tell(name, question, RequestStatus.FAILED, many)
@@ -120,7 +100,7 @@ class Replicas(WithSettings):
         try:
             async for piece in pieces:
                 question.generated.extend(piece.tokens)
-                self._longest, finished = piece.longest, piece.finished
+                self.longest, finished = piece.longest, piece.finished
                 status = RequestStatus.FINISHED if finished else RequestStatus.DECODING
                 self._tell(name, question, RequestStatus.FAILED if piece.error else status, piece.error)
         finally:
@@ -143,9 +123,6 @@ class Replicas(WithSettings):
         self._tasks.pop(name, None)
         self._callbacks.pop(name, None)
 
-    def _of(self, config: GenerationConfig) -> dict[str, Any]:
-        return own_settings(config)
-
 
 def name_and_revision(model: str) -> tuple[str, str]:
     """From "name@revision"; from transformers 5.24 on a folder comes without one, and an "@" in it is part of it."""
@@ -153,7 +130,7 @@ def name_and_revision(model: str) -> tuple[str, str]:
     return name, revision or "main"
 
 
-class Outlines(OwnModels):
+class ModelsWithoutWeights(OwnModels):
     """Models without weights, which are the replicas'. The server asks them for their class, settings and tokenizer."""
 
     def __init__(self, replicas: Replicas, **options: Any) -> None:
@@ -183,7 +160,7 @@ class Front(Serve):
     ) -> None:
         self.replicas = Replicas(ask, lost, attempts)
         self._meant = contextlib.ExitStack()
-        self._meant.enter_context(optimized_serving(partial(Outlines, self.replicas)))
+        self._meant.enter_context(optimized_serving(partial(ModelsWithoutWeights, self.replicas)))
         try:
             super().__init__(model, continuous_batching=True, non_blocking=True, **options)
         except BaseException:

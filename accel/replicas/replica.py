@@ -17,16 +17,12 @@ FUSED = accel.Options(cpu="fuse")
 class Question(NamedTuple):
     """What a replica is asked; it can be pickled.
 
-    prompt: token ids. max_new_tokens, eos_token_id, settings: as `BatchManager.add_request` takes them. streaming:
-    tokens are sent as they come, else all at the end. generated: tokens that the answer begins with, from a replica
-    that was lost.
+    prompt: token ids. settings: what else `BatchManager.add_request` is given; with streaming=True tokens are sent as
+    they come, else all at the end. generated: tokens that the answer begins with, from a replica that was lost.
     """
 
     prompt: list[int]
-    max_new_tokens: int | None
-    eos_token_id: Any
     settings: dict[str, Any]
-    streaming: bool
     generated: list[int]
 
 
@@ -75,9 +71,6 @@ class Replica:
         outputs: asyncio.Queue[GenerationOutput] = asyncio.Queue()
         name = self.manager.add_request(
             question.prompt,
-            max_new_tokens=question.max_new_tokens,
-            streaming=question.streaming,
-            eos_token_id=question.eos_token_id,
             generated=question.generated,
             tokenizer=self.tokenizer if "stop_strings" in question.settings else None,
             **question.settings,

@@ -15,7 +15,7 @@ def ssim(image: torch.Tensor, other: torch.Tensor) -> float:
     """
     channels, size = image.shape[1], min(WINDOW, *image.shape[2:])
     size -= 1 - size % 2
-    offsets = torch.arange(size, dtype=torch.float64) - size // 2
+    offsets = torch.arange(size, dtype=torch.float64, device="cpu") - size // 2
     line = torch.exp(-(offsets**2) / (2 * SIGMA**2))
     window = torch.outer(line, line) / line.sum() ** 2
     window = window.expand(channels, 1, size, size).contiguous()
@@ -42,26 +42,20 @@ def gmsd(image: torch.Tensor, other: torch.Tensor) -> float:
     similarity. A loss as people see it, as LPIPS is, without that measure's trained network. It takes no notice of the
     brightness or tint of the whole, which PSNR does.
     """
-    a, b = (_gradients(_halved(_luminance(x.double().cpu()))) for x in (image, other))
+    a, b = (_gradients(x.double().cpu()) for x in (image, other))
     similarity = (2 * a * b + FLAT) / (a * a + b * b + FLAT)
     return float(similarity.flatten(1).std(1, correction=0).mean())
 
 
-def _luminance(image: torch.Tensor) -> torch.Tensor:
-    """(N, 1, H, W); of what has not three channels, their mean."""
-    share = (0.299, 0.587, 0.114) if image.shape[1] == 3 else (1 / image.shape[1],) * image.shape[1]
-    return (image * torch.tensor(share, dtype=image.dtype).view(1, -1, 1, 1)).sum(1, keepdim=True)
-
-
-def _halved(image: torch.Tensor) -> torch.Tensor:
-    """Where an image is one pixel high or wide, it stays so."""
-    height, width = (min(2, size) for size in image.shape[2:])
-    return F.avg_pool2d(image, (height, width), stride=2)
-
-
 def _gradients(image: torch.Tensor) -> torch.Tensor:
-    """Their magnitude; zeros lie around the image, as published."""
-    line = torch.tensor([1.0, 0.0, -1.0], dtype=image.dtype) / 3
+    """The magnitude of gradients of the luminance at half the size, (N, 1, H / 2, W / 2). Luminance is the mean of what
+    has not three channels; what is one pixel high or wide stays so; zeros lie around the image, as published.
+    """
+    share = (0.299, 0.587, 0.114) if image.shape[1] == 3 else (1 / image.shape[1],) * image.shape[1]
+    gray = (image * torch.tensor(share, dtype=image.dtype, device="cpu").view(1, -1, 1, 1)).sum(1, keepdim=True)
+    height, width = (min(2, size) for size in gray.shape[2:])
+    line = torch.tensor([1.0, 0.0, -1.0], dtype=image.dtype, device="cpu") / 3
     across = line.expand(3, 3)
-    found = F.conv2d(image, torch.stack([across, across.t()])[:, None], padding=1)
+    kernels = torch.stack([across, across.t()])[:, None]
+    found = F.conv2d(F.avg_pool2d(gray, (height, width), stride=2), kernels, padding=1)
     return found.square().sum(1).sqrt()

@@ -23,6 +23,7 @@ class Quality:
     `image_metrics.gmsd`; both None where there is no image; finite, stock_finite: no NaN or Inf in the optimized, in
     the stock output. Figures leave out elements that are not finite.
     error, allowed: what is judged, `measure` says which quantity that is; None where nothing is judged.
+    stock_error: the same of stock, where it is measured against full precision.
     parts: the same for each model of a pipeline, on equal inputs; of a language model for the prompt and for decoding.
     agreement: of a language model, what the errors mean for its tokens.
     lossy: what the user asked for that changes results, in words; such a result is told, not judged.
@@ -40,6 +41,7 @@ class Quality:
     error: float | None = None
     allowed: float | None = None
     measure: str = ""
+    stock_error: float | None = None
     parts: Mapping[str, "Quality"] = field(default_factory=dict)
     agreement: Agreement | None = None
     lossy: str | None = None
@@ -157,7 +159,9 @@ def compare(stock: Any, ours: Any) -> Quality:
             raise ValueError(f"stock gives {tuple(wanted.shape)}, optimized {tuple(got.shape)}")
     finite = all(bool(got.isfinite().all()) for _, got in pairs)
     stock_finite = all(bool(wanted.isfinite().all()) for wanted, _ in pairs)
-    kept = [_finite(wanted, got) for wanted, got in pairs]
+    # Without the elements that are NaN or Inf in either.
+    meant = [(wanted, got, wanted.isfinite() & got.isfinite()) for wanted, got in pairs]
+    kept = [(wanted, got) if bool(both.all()) else (wanted[both], got[both]) for wanted, got, both in meant]
     error = max((float((wanted - got).abs().max()) for wanted, got in kept if wanted.numel()), default=0.0)
     peak = max((float(wanted.abs().max()) for wanted, _ in kept if wanted.numel()), default=0.0)
     squares = sum(float(((wanted - got) ** 2).sum()) for wanted, got in kept)
@@ -216,9 +220,3 @@ def _pixels(image: Any) -> torch.Tensor:
     import numpy
 
     return torch.from_numpy(numpy.array(image.convert("RGB"))).double() / 255
-
-
-def _finite(wanted: torch.Tensor, got: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both without the elements that are NaN or Inf in either."""
-    both = wanted.isfinite() & got.isfinite()
-    return (wanted, got) if both.all() else (wanted[both], got[both])

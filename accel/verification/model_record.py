@@ -24,6 +24,7 @@ from accel.verification.precision import finer, in_dtype, upcast
 
 # On a GPU: the first call runs eagerly, the second captures a graph, the third replays it.
 CALLS_ON_GPU = 3
+PLAIN = (torch.Tensor, type(None), bool, int, float, str, torch.dtype)  # arguments that a call can be repeated with
 
 
 @dataclass
@@ -96,7 +97,7 @@ class ModelRecord:
     def apart(self, wanted: list[torch.Tensor], got: list[torch.Tensor]) -> float:
         return worst_rms(got, wanted)
 
-    def elsewhere(self) -> bool:
+    def weights_moved_away(self) -> bool:
         """Whether its weights lie on another device than its inputs did, and nothing at its call would bring them."""
         given = [leaf for leaf in pytree.tree_leaves(self.inputs) if isinstance(leaf, torch.Tensor) and leaf.dim()]
         here = placement(self.module)[0]
@@ -118,7 +119,8 @@ class ModelRecord:
         if not quality.stock_finite:  # stock overflows, and has no error of its own to go by
             allowed = self.allowance
         error = worst(map(self._distance, runs))
-        return replace(quality, error=error, allowed=allowed, measure="relative RMS from full precision")
+        judged = replace(quality, error=error, allowed=allowed, measure="relative RMS from full precision")
+        return replace(judged, stock_error=self.own_error)
 
 
 class ModelRecorder:
@@ -157,7 +159,7 @@ class ModelRecorder:
         if self.inside is not None:
             return
         self.inside, self.inputs = name, None
-        odd = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if not _plain(leaf)]
+        odd = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if not isinstance(leaf, PLAIN)]
         if odd:
             self.refused[name] = f"an argument of type {type(odd[0]).__name__}"
         else:
@@ -174,7 +176,7 @@ class ModelRecorder:
     def records(self) -> dict[str, ModelRecord]:
         """What was called, by name, and can be called again by itself."""
         for name, record in self.found.items():
-            if record.inputs and record.elsewhere():
+            if record.inputs and record.weights_moved_away():
                 self.refused[name] = "offload has moved its weights away"
                 record.inputs = []
         return {name: record for name, record in self.found.items() if record.inputs}
@@ -182,10 +184,6 @@ class ModelRecorder:
     def note(self) -> str:
         left_out = [f"{name} ({reason})" for name, reason in self.refused.items() if not self.found[name].inputs]
         return f"not compared by themselves: {', '.join(left_out)}" if left_out else ""
-
-
-def _plain(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor) or leaf is None or isinstance(leaf, bool | int | float | str | torch.dtype)
 
 
 def _cloned(values: Any) -> Any:

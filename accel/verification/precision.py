@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from accel.patching.fast_forward import FastForward
+from accel.patching.structure import twin
 
 PLAIN = (torch.Tensor, nn.Parameter)  # weights of other types are packed: quantized, sharded
 
@@ -33,29 +34,4 @@ def upcast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
         for tensor in (*child._parameters.values(), *child._buffers.values()):
             if tensor is not None and (tensor.is_meta or type(tensor) not in PLAIN):
                 raise ValueError(f"the weights of {where} are not plain tensors on a device")
-    return _twin(module, dtype, {})
-
-
-def _twin(module: nn.Module, dtype: torch.dtype, made: dict[int, Any]) -> Any:
-    """made: what has been copied already, by id, so that what is tied stays tied."""
-    if id(module) not in made:
-        twin = made[id(module)] = type(module).__new__(type(module))
-        vars(twin).update(vars(module))
-        vars(twin).pop("forward", None)
-        for kind in ("_parameters", "_buffers"):
-            tensors = vars(module)[kind].items()
-            vars(twin)[kind] = {name: _cast(tensor, dtype, made) for name, tensor in tensors}
-        children = module._modules.items()
-        vars(twin)["_modules"] = {
-            name: child if child is None else _twin(child, dtype, made) for name, child in children
-        }
-    return made[id(module)]
-
-
-def _cast(tensor: torch.Tensor | None, dtype: torch.dtype, made: dict[int, Any]) -> torch.Tensor | None:
-    if tensor is None or not tensor.is_floating_point():
-        return tensor
-    if id(tensor) not in made:
-        cast = tensor.detach().to(dtype)
-        made[id(tensor)] = nn.Parameter(cast, requires_grad=False) if isinstance(tensor, nn.Parameter) else cast
-    return made[id(tensor)]
+    return twin(module, lambda tensor: tensor.detach().to(dtype) if tensor.is_floating_point() else tensor)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from accel.planning.plan import Plan
-from accel.quantization.activation_quantization import rounding
+from accel.quantization.activation_quantization import rounding_linears
 from accel.quantization.module import unrounded
 from accel.tolerances import DRIFT, SEEN
 from accel.verification.call import SeededCall, as_tensors
@@ -40,7 +40,9 @@ def against_stock(obj: Any, plans: Mapping[str, Plan], args: tuple, kwargs: dict
         with recorder:
             stock = call()
         records = recorder.records()
-        held = {name: plan for name in records if (plan := _plan_of(name, plans)).weights}
+        # A record is of a plan's own model, or of a child of it.
+        own = {name: plans[next(n for n in (name, name.rpartition(".")[0], "") if n in plans)] for name in records}
+        held = {name: plan for name, plan in own.items() if plan.weights}
         for name in records.keys() - held.keys():
             records[name].measure()
         whole = replace(compare(stock, ours), lossy=lossy, note=recorder.note())
@@ -52,7 +54,7 @@ def against_stock(obj: Any, plans: Mapping[str, Plan], args: tuple, kwargs: dict
             records[name].measure()
     # Over the same weights, rows as they are, nothing is lossy but the step cache.
     cached = any(plan.options.step_cache is not None for plan in plans.values())
-    rounds = {name: record for name, record in records.items() if rounding(record.module)}
+    rounds = {name: record for name, record in records.items() if rounding_linears(record.module)}
     told = lossy if cached or not (held or rounds) else None
     parts = {}
     for name, record in records.items():
@@ -73,11 +75,6 @@ def against_stock(obj: Any, plans: Mapping[str, Plan], args: tuple, kwargs: dict
     for name, judged in products.items():
         parts |= {f"{name}: {part}" if name else part: quality for part, quality in judged.items()}
     return replace(whole, parts=parts)
-
-
-def _plan_of(name: str, plans: Mapping[str, Plan]) -> Plan:
-    """Whose model is recorded by this name: its own, or a child of it."""
-    return next(plans[own] for own in (name, name.rpartition(".")[0], "") if own in plans)
 
 
 def _told(held: Mapping[str, Plan]) -> str:
@@ -105,14 +102,12 @@ def _judged_by_drift(whole: Quality, stock: Any, call: SeededCall, records: dict
     judged = replace(whole, error=whole.relative_rms, allowed=SEEN, measure="relative RMS from stock")
     if whole.relative_rms <= SEEN:
         return judged
-    with with_noise((record.module, _own(record)) for record in records.values()):
+    own = (
+        (record.module, record.own_error if 0 < record.own_error < 1 else record.unit) for record in records.values()
+    )
+    with with_noise(own):
         drift = compare(stock, call())
     return replace(judged, allowed=max(SEEN, DRIFT * drift.relative_rms))
-
-
-def _own(record: ModelRecord) -> float:
-    """A module's own rounding error."""
-    return record.own_error if 0 < record.own_error < 1 else record.unit
 
 
 @contextlib.contextmanager

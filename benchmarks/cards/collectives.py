@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accel_kernels.collective import exchange_triton
 from accel_kernels.collective.exchange import ExchangeRoom
 
+from accel.comparison import relative_rms
 from accel.diffusion.dit.ranks.exchanges import Exchange
 from accel.diffusion.dit.ranks.pieces import sent_pieces
 from accel.parallel.ranks import Ranks
 from benchmarks.cards.ranks import graph_us, ranks
-from benchmarks.study import Study, relative_rms
+from benchmarks.study import Study
 
 SIZES = {  # B, tokens, heads, dim
     "flux": (1, 4608, 24, 128),
@@ -101,21 +101,6 @@ def exchanged_in_turn(room: ExchangeRoom, device: torch.device) -> int:
     return wrong
 
 
-def swept(room: ExchangeRoom, device: torch.device) -> list[dict[str, Any]]:
-    """Other numbers of programs, warps and steps, for Flux."""
-    rows, most = [], room.programs
-    for block, warps in ((2048, 4), (4096, 4), (4096, 8), (8192, 8)):
-        for programs in (most // 4, most // 2, most):
-            exchange_triton.BLOCK, exchange_triton.WARPS, room.programs = block, warps, programs
-            row = {"block": block, "warps": warps, "programs": programs}
-            for what, (pieces, see) in Attention(SIZES["flux"], room.ranks, device).ways().items():
-                exchange = exchange_of(pieces, see)
-                row[f"{what}_us"] = graph_us(partial(exchange, pieces, room))
-                row[f"{what} without waiting before_us"] = graph_us(partial(exchange, pieces, room, waits=False))
-            rows.append(row)
-    return rows
-
-
 def sum_rows(ranks: Ranks, device: torch.device) -> list[dict]:
     """Sums by each way, and how far ours is from the sum in float32."""
     ranks.open(device)
@@ -157,8 +142,8 @@ def _summed_in_turn(ranks: Ranks, memory: Any, device: torch.device) -> int:
     return wrong
 
 
-def main(out: Path, sweep: bool = False) -> None:
-    """Needs GPUs. sweep: other numbers of programs, warps and steps of an exchange."""
+def main(out: Path) -> None:
+    """Needs GPUs."""
     with ranks("nccl") as device:
         room = ExchangeRoom(dist.group.WORLD, device, ROOM)
         record = Study("collectives", out, "sums and exchanges", dtype=torch.bfloat16, ranks=room.ranks, rows=[])
@@ -167,7 +152,6 @@ def main(out: Path, sweep: bool = False) -> None:
         wrong = exchanged_in_turn(room, device)
         record.body |= {"one after another": {"of": TURNS, "wrong": wrong}}
         record.body["sums"] = sum_rows(Ranks.of(dist.group.WORLD), device)
-        record.body["sweep"] = swept(room, device) if sweep else []
         record.save()
         record.show(record.body)
         assert not wrong, f"{wrong} of {TURNS} exchanges were wrong"

@@ -1,6 +1,6 @@
 """Diffusion on several cards of one host: SDXL with its guidance divided among ranks, Flux along its sequence.
 
-    torchrun --nproc-per-node 2 -m benchmarks cards-diffusion [--cases flux --ring] [--compiled]
+    torchrun --nproc-per-node 2 -m benchmarks cards-diffusion [--cases flux --ring]
 
 Real sizes, random weights, one process a card; on a CPU tiny ones. Every result is compared before it is timed: with
 stock on one card, and between the ranks, to the bit. Of SDXL, 30 steps, whole calls and the loop alone; of Flux-dev at
@@ -10,6 +10,7 @@ done. Rank 0 writes what is known as soon as it is.
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,20 @@ import torch
 import torch.distributed as dist
 
 import accel
-from accel.bench.compiled import compile_blocks
-from accel.bench.dit.inputs import Draw, Sizes, flux_inputs
-from accel.bench.dit.published import PUBLISHED
+from accel.bench.diffusion.cases import CASES
+from accel.bench.diffusion.configs import whole_config
+from accel.bench.diffusion.inputs import Draw, Sizes, flux_inputs
 from accel.bench.machine import slug
 from accel.bench.memory import release
 from accel.bench.scripts.pipelines import TINY_FLUX, flux_transformer, sdxl
 from accel.bench.scripts.script import Size
+from accel.comparison import relative_rms
 from accel.tolerances import LOGITS, bound
 from accel.verification.metrics import compare
 from benchmarks.cards.ranks import alike, ranks, together, together_s
 from benchmarks.models.calls import UNETS
 from benchmarks.models.launches import profiled, summary
-from benchmarks.study import RESULTS, TOY, Study, relative_rms, words
+from benchmarks.study import RESULTS, TOY, Study, words
 
 TIMEOUT = timedelta(seconds=90)  # for a rank that does not come
 CALLS, FORWARDS, WARM = 4, 8, 4
@@ -91,16 +93,18 @@ def check_image(wanted: Any, got: Any, who: str) -> dict[str, float]:
     return {"psnr_db": round(quality.psnr_db, 2), "max_error": quality.max_error}
 
 
-def of_flux(device: torch.device, record: Study, compiler: bool, ring: bool) -> None:
+def of_flux(device: torch.device, record: Study, ring: bool) -> None:
     """One forward: stock and accel on one card, then both along the sequence, in the same process."""
     from diffusers import ContextParallelConfig
 
     if TOY:
         torch.accelerator.device_count = lambda: 1  # by which diffusers divides; a CPU counts none
         model = flux_transformer(Size(device, TOY))
-        given = flux_inputs(TINY_FLUX, Sizes(1, 16, 16, tokens=16), Draw(device, torch.float32))[0]
+        given = flux_inputs(
+            Draw(whole_config("FluxTransformer2DModel", TINY_FLUX), Sizes(1, 16, 16, 16), device, torch.float32)
+        )[0]
     else:
-        case = next(one for one in PUBLISHED if one.name == "flux").case()
+        case = CASES["flux"]
         model, given = case.build(device, torch.bfloat16), case.inputs(device, torch.bfloat16)[0]
     given |= {"return_dict": False}  # diffusers gathers tensors and tuples alone
 
@@ -141,15 +145,11 @@ def of_flux(device: torch.device, record: Study, compiler: bool, ring: bool) -> 
     record.keep_rows({"profile of a forward": summary(profiled(lambda _: call(), device), ours["ms"])})
     assert not blocks, f"blocks run stock: {blocks}"
     accel.restore(model)
-    if compiler:
-        compile_blocks(model)
-        record.keep_rows({f"torch.compile, {cards} cards": timed("compiled along the sequence")})
 
 
-def main(cases: str = "sdxl,flux", out: Path = RESULTS, compiled: bool = False, ring: bool = False) -> None:
-    """out: a folder. compiled: torch.compile of Flux's blocks too. ring: `ring_degree=N`, with cuDNN's attention."""
-    runs: dict[str, Callable[[torch.device, Study], None]] = {"sdxl": of_sdxl}
-    runs["flux"] = lambda device, record: of_flux(device, record, compiled, ring)
+def main(cases: str = "sdxl,flux", out: Path = RESULTS, ring: bool = False) -> None:
+    """out: a folder. ring: `ring_degree=N`, with cuDNN's attention."""
+    runs: dict[str, Callable[[torch.device, Study], None]] = {"sdxl": of_sdxl, "flux": partial(of_flux, ring=ring)}
     failed: list[dict] = []
     with ranks(timeout=TIMEOUT) as device:
         for name in words(cases):

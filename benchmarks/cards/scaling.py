@@ -7,8 +7,9 @@ a dash where benchmarks/results has none.
 
 import json
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import NamedTuple
+
+import numpy
 
 from accel.bench.llm.configs import CONFIGS
 from benchmarks.study import RESULTS
@@ -25,12 +26,11 @@ class Links:
     """All-reduces as they were measured, the fastest way for each size. measured: what the file of links holds."""
 
     def __init__(self, measured: dict):
-        ways = measured["all_reduce_us"].values()
-        self.points = {
-            cards: {size: min(way[cards][size] for way in ways if size in way[cards]) for size in sizes}
-            for cards in ("2", "4")
-            for sizes in [dict.fromkeys(size for way in ways for size in way[cards])]
-        }
+        self.points: dict[int, dict[int, float]] = {}
+        for way in measured["all_reduce_us"].values():
+            for cards, times in way.items():
+                known = self.points.setdefault(int(cards), {})
+                known |= {int(size): min(us, known.get(int(size), us)) for size, us in times.items()}
 
     def all_reduce(self, cards: int, size: float) -> float:
         """Milliseconds of one, of `size` bytes: between two sizes that were measured, on the line through both; of
@@ -41,13 +41,11 @@ class Links:
             return 0.0
         if cards == 8:
             return 2 * self.all_reduce(4, size) - self.all_reduce(2, size)
-        if str(cards) not in self.points:
+        if cards not in self.points:
             raise ValueError(f"cards={cards}: all-reduces are known of 1, 2, 4 and 8 cards of one host")
-        known = sorted((int(at), us) for at, us in self.points[str(cards)].items())
-        if size <= known[0][0]:
-            return known[0][1] / 1e3
-        low, high = next((pair for pair in pairwise(known) if size <= pair[1][0]), known[-2:])
-        return (low[1] + (high[1] - low[1]) * (size - low[0]) / (high[0] - low[0])) / 1e3
+        sizes, times = zip(*sorted(self.points[cards].items()), strict=True)
+        beyond = max(0.0, size - sizes[-1]) * (times[-1] - times[-2]) / (sizes[-1] - sizes[-2])
+        return (float(numpy.interp(size, sizes, times)) + beyond) / 1e3
 
 
 class Step(NamedTuple):

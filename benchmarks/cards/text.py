@@ -4,11 +4,10 @@
 
 "+experts" behind a name of `accel bench llm` divides its experts whole. Random weights, the same on one card and
 divided. Correctness first: logits of a prompt and of steps, against stock on one card where it fits. Then the time of a
-step, told by two calls of generate() of different lengths, a prompt, seconds to ready, memory, the kernels of a step,
-and sums over the cards by each way there is. Rank 0 writes. On a CPU all sizes are tiny.
+step, told by two calls of generate() of different lengths, a prompt, seconds to ready, memory, and the kernels of a
+step. Rank 0 writes. On a CPU all sizes are tiny.
 """
 
-import statistics
 import time
 import zlib
 from functools import partial
@@ -22,23 +21,25 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import accel
+from accel.bench.llm import cases
 from accel.bench.llm.configs import CONFIGS
 from accel.bench.llm.models import config_of, endless, prompt
+from accel.bench.llm.traffic import Traffic
+from accel.bench.llm.variants import Variant
 from accel.bench.memory import release
 from accel.bench.timing import seconds
+from accel.comparison import relative_rms
 from accel.libraries.cache import cache_given, cache_of
 from accel.parallel.ranks import Ranks
 from accel.parallel.sharded_layers import divided, local
 from accel.tolerances import DRIFT, LAYER_NOISE, LOGITS, bound
 from accel.verification.noise import with_rounding
-from benchmarks.cards.collectives import sum_rows
 from benchmarks.cards.ranks import ranks
 from benchmarks.models.launches import profiled, summary
-from benchmarks.study import HALF, TOY, Study, numbers, relative_rms, words
+from benchmarks.study import HALF, TOY, Study, numbers, words
 
 CONTEXT = 512
 FEW, STOCK_MANY = 8, 16
-ROUNDS = 3
 SPREAD = 0.02  # of random weights
 ONE_CARD_GB = 60  # a model up to here is built whole on each card too
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256, "head_dim": 16}
@@ -88,7 +89,7 @@ def whole_experts(ranks: int) -> dict:
 
 
 class Timed:
-    """Times of one model, by calls that all ranks make in the same order."""
+    """One model, by calls that all ranks make in the same order."""
 
     def __init__(self, model: nn.Module, device: torch.device):
         self.model, self.device = model, device
@@ -96,24 +97,20 @@ class Timed:
     def seconds(self, inputs: dict, tokens: int) -> float:
         return seconds(partial(self.model.generate, **inputs, max_new_tokens=tokens, do_sample=False), self.device)
 
-    def step_ms(self, rows: int, many: int, rounds: int = ROUNDS) -> dict:
-        """Milliseconds of a decode step: medians of the difference of calls that write few and many tokens."""
-        call = partial(self.seconds, prompt(self.model, rows, CONTEXT))
-        first, _, _ = call(FEW), call(many), call(many)
-        found = [(call(many) - call(FEW)) / (many - FEW) * 1e3 for _ in range(rounds)]
-        return {"step_ms": round(statistics.median(found), 4), "all_ms": found, "first_s": round(first, 3)}
+    def figures(self, rows: list[int], tokens: int, many: int) -> dict[str, dict]:
+        """Milliseconds of a decode step by rows, and of a prompt: without a budget all ranks take as many turns."""
+        work = cases.Work(self.model, Traffic(), 1.0, self.device, tuple(rows), (CONTEXT,), many - FEW)
+        variant, found = Variant("", self.model), dict[str, dict]()
 
-    def prompt_ms(self, tokens: int) -> dict:
-        call = partial(self.seconds, prompt(self.model, 1, tokens), 1)
-        first, *_ = [call() for _ in range(4)]
-        return {
-            "prompt_ms": round(statistics.median(call() for _ in range(ROUNDS)) * 1e3, 3),
-            "first_s": round(first, 3),
-        }
+        def fail(error: Exception, variant: str) -> None:
+            raise error
 
-    def figures(self, rows: list[int], tokens: int, many: int, rounds: int = ROUNDS) -> dict[str, dict]:
-        steps = {f"rows {count}": self.step_ms(count, many, rounds) for count in rows}
-        return steps | {"prompt": self.prompt_ms(tokens)}
+        for case in (*cases.decode(work), *cases.prefill(work)):
+            if case.about.get("tokens", tokens) == tokens:
+                (row,) = cases.interleaved(case, [variant], self.device, 0.0, fail).values()
+                name = f"rows {case.about['batch']}" if case.part == "decode" else "prompt"
+                found[name] = row | ({"step_ms": row["ms_step"]} if name != "prompt" else {"prompt_ms": row["call_ms"]})
+        return found
 
     def logits(self, steps: int = 6) -> torch.Tensor:
         """(tokens, words) float32: of a prompt's last token and of steps behind it, over tokens that are given."""
@@ -152,7 +149,7 @@ def measure(name: str, parts: list[str], rows: list[int], tokens: int, many: int
     several = Timed(build(base, device, plan), device)
     model = several.model
     if "stock" in parts:
-        row["stock"] = several.figures(rows, tokens, FEW + STOCK_MANY, 2)
+        row["stock"] = several.figures(rows, tokens, FEW + STOCK_MANY)
     alone = several.logits()
     with with_rounding(model.get_decoder().layers, LAYER_NOISE):
         row["rounding_moves_stock"] = relative_rms(several.logits(), alone)
@@ -182,7 +179,7 @@ def measure(name: str, parts: list[str], rows: list[int], tokens: int, many: int
 
 
 def main(
-    out: Path, models: str = "llama-8b", parts: str = "sums,one,stock", rows: str = "1,8,32", tokens: int = 2048,
+    out: Path, models: str = "llama-8b", parts: str = "one,stock", rows: str = "1,8,32", tokens: int = 2048,
     many: int = 72,
 ):  # fmt: skip
     """tokens: of the prompt. many: new tokens of the longer calls."""
@@ -192,9 +189,6 @@ def main(
                 CONFIGS[name] = kind, given | {k: v for k, v in TINY.items() if k in given or k == "head_dim"}
         world = Ranks.of(dist.group.WORLD)
         record = Study("many-cards-text", out, "a language model over cards", ranks=world.size, models=[])
-        if "sums" in words(parts) and not TOY:
-            record.body["sums"] = sum_rows(world, device)
-            record.save()
         for name in words(models):
             start = time.perf_counter()
             with record.attempt(model=name):

@@ -22,8 +22,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from accel.bench.timing import burst
-from accel.llm.analysis.router import INDEX, router_formulas
-from accel.llm.runtime.router import RouterForward
+from accel.llm.moe.router import RouterForward
+from accel.llm.moe.router_formula import INDEX, router_formulas
 from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import Kernels
 from benchmarks.kernels.timer import time_us, times_us

@@ -6,7 +6,6 @@ fewer bits out in bf16 in every call, and multiplies by the tile of 128 rows the
 does not fit the card, is told and not timed.
 """
 
-import itertools
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ import torch
 from accel_kernels.gemm.quantized_weight import quantize_weight
 from accel_kernels.moe.chooser import likely_way
 from accel_kernels.moe.experts import experts
-from accel_kernels.moe.tiles import DEQUANTIZED, GEMV, TILES, Tile
+from accel_kernels.moe.tiles import DEQUANTIZED, GEMV, TILES
 from accel_kernels.moe.weights import ExpertWeights, Gating
 from transformers.integrations.moe import grouped_mm_experts_forward
 
@@ -34,14 +33,6 @@ MODELS = {  # experts, of which a token takes, hidden and inner channels
 }
 BYTES, FLOPS = 4.2e12, 700e12
 OFF = 0.03  # of the largest number
-WIDE = {  # by what they are
-    "x".join(map(str, sizes)): Tile(*sizes)
-    for sizes in itertools.chain(
-        itertools.product((16, 32), (32, 64), (64, 128), (64, 128), (4,), (3, 4, 5)),
-        itertools.product((64,), (32, 64), (64, 128), (64, 128), (4, 8), (3, 4)),
-        itertools.product((128,), (64, 128), (128, 256), (64,), (4, 8), (3, 4)),
-    )
-}
 NUMBERS = {"int8": (torch.int8, 0), "int4": (torch.int32, 128), "fp8": (torch.float8_e4m3fn, 0)}
 
 
@@ -87,7 +78,7 @@ class Layer:
             self.bytes_each, transposed = each / (self.many * 3 * self.hidden * self.inner), False
         self.stock = stock_experts(stands_for or self.weights, transposed, bool(more))
 
-    def row(self, count: int, wide: bool) -> dict:
+    def row(self, count: int) -> dict:
         x = torch.randn(count, self.hidden, device=DEVICE, dtype=torch.bfloat16)
         index = torch.rand(count, self.many, device=DEVICE).topk(self.chosen).indices
         given = x, index, torch.full((count, self.chosen), 1 / self.chosen, device=DEVICE, dtype=torch.bfloat16)
@@ -97,8 +88,8 @@ class Layer:
         names = (*([GEMV] if count <= 64 else []), *TILES, *(DEQUANTIZED if self.number else ()))
         failed: dict[str, str] = {}
         runs = {"stock": stock}
-        for way, tile in ({way: way for way in names} | (WIDE if wide else {})).items():
-            run = partial(experts.triton, *given, self.weights, tile=tile)
+        for way in names:
+            run = partial(experts.triton, *given, self.weights, tile=way)
             try:
                 off = float((run() - wanted).abs().max() / wanted.abs().max())
             except Exception as error:  # more shared memory or registers than the card has
@@ -115,15 +106,15 @@ class Layer:
 
 
 def main(
-    out: Path, models: str = "", tokens: str = "1,2,4,8,16,17,32,64,128,256,512,1024,2048,4096", wide: bool = False,
+    out: Path, models: str = "", tokens: str = "1,2,4,8,16,17,32,64,128,256,512,1024,2048,4096",
     number: str = "",
 ):  # fmt: skip
-    """wide: tiles beyond the named ones. number: int8, int4 (by 128 inputs) or fp8, which weights are rounded to."""
+    """number: int8, int4 (by 128 inputs) or fp8, which weights are rounded to."""
     record = Study("experts", out, "experts of one layer, microseconds", experts=[])
     for name in words(models) or (["toy"] if TOY else [one for one in MODELS if one != "toy"]):
         layer = Layer(name, number)
         for count in numbers(tokens)[: 2 if TOY else None]:
-            record.add("experts", {"model": name, "number": number or None} | layer.row(count, wide))
+            record.add("experts", {"model": name, "number": number or None} | layer.row(count))
         del layer
         if not TOY:
             torch.cuda.empty_cache()

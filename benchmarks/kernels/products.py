@@ -3,8 +3,7 @@
 `--study` names what is multiplied: few-rows, one-row, four-bits, many-rows, crossover, eight-bits, outliers, hopper.
 Norm, gate, residual and bias are included, weights are distinct and larger together than the cache. A way is timed only
 where its error against float32 is at most twice that of torch in the same dtype, of rows in 8 bits somewhat more, as
-sums in other orders are. `whole`: false for a part of a product. `sums`: of a model's layers, in milliseconds. `from`,
-of the crossover: from how many rows on rounding them is faster all the way. `--tiles`: others than those chosen, too.
+sums in other orders are. `whole`: false for a part of a product. `sums`: of a model's layers, in milliseconds.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +23,6 @@ from accel_kernels.gemm.quantize_rows import SHARE, QuantizedRows
 from accel_kernels.gemm.quantized.quantized_linear import in_passes as quantized_in_passes
 
 from benchmarks.kernels.shapes import FP8, HOPPER, SHAPES, UNIT, Product, Sizes
-from benchmarks.kernels.tiles import named, tiles_of
 from benchmarks.kernels.timer import compile_ahead, rand, times_us
 from benchmarks.study import DEVICE, TOY, Study, numbers
 
@@ -47,15 +45,15 @@ class Way(NamedTuple):
     checked: bool = True
 
 
-def ways(product: Product, x: torch.Tensor, given: dict, study: str, more: bool) -> Iterator[tuple[str, Way]]:
-    """All there are for this format, by name; more: other tiles too."""
-    rows, format = len(x), product.format
+def ways(product: Product, x: torch.Tensor, given: dict, study: str) -> Iterator[tuple[str, Way]]:
+    """All there are for this format, by name."""
+    format = product.format
 
     def plain(op: Callable, **options) -> Way:
         return Way(lambda weights: product.call(op, x, weights, given, **options), x, given)
 
     if study in ("eight-bits", "outliers") and format != "bf16":
-        yield from _of_rounded_rows(product, x, given, study, more)
+        yield from _of_rounded_rows(product, x, given, study)
     elif study == "hopper" and format == "bf16":
         yield from _algorithms(product, x)
         if product.call(hopper_gemm.supports, x, product.sets[0], given) is None:
@@ -64,7 +62,7 @@ def ways(product: Product, x: torch.Tensor, given: dict, study: str, more: bool)
             yield "hopper_gemm", plain(hopper_gemm.triton)
         yield "passes", plain(hopper_gemm.instead)._replace(allowed=4.0)
     elif study == "hopper":
-        yield from _of_rounded_rows(product, x, given, study, more)
+        yield from _of_rounded_rows(product, x, given, study)
     else:
         full = format == "bf16"
         yield ("torch" if full else "written out"), plain(full_in_passes if full else quantized_in_passes)
@@ -72,8 +70,7 @@ def ways(product: Product, x: torch.Tensor, given: dict, study: str, more: bool)
             yield "cublaslt", plain(full_in_passes, linear=LinearChooser())
         op = fused_linear if full else quantized_linear
         if product.call(op.supports, x, product.sets[0], given) is None or TOY:
-            for tile in (None, *(tiles_of(format, rows, product.sizes.gate, product.n, product.k) if more else ())):
-                yield "chosen" if tile is None else named(tile), plain(op.triton, shape=tile)
+            yield "chosen", plain(op.triton)
         if study == "crossover" and not full:
             kind, multiply = (FP8, fp8_linear) if format == "fp8" else (torch.int8, int8_linear)
             norm, rest = given.get("norm"), {name: one for name, one in given.items() if name != "norm"}
@@ -84,9 +81,7 @@ def ways(product: Product, x: torch.Tensor, given: dict, study: str, more: bool)
             yield "rounded", Way(rounded, quantize_rows(x, norm=norm, dtype=kind), rest, ALLOWED[format])
 
 
-def _of_rounded_rows(
-    product: Product, x: torch.Tensor, given: dict, study: str, more: bool
-) -> Iterator[tuple[str, Way]]:
+def _of_rounded_rows(product: Product, x: torch.Tensor, given: dict, study: str) -> Iterator[tuple[str, Way]]:
     """Rows that are rounded before, which is timed by itself. 8 bits times 8 bits."""
     kind = FP8 if product.format == "fp8" else torch.int8
     threshold = 6.0 if study == "outliers" else None
@@ -112,8 +107,6 @@ def _of_rounded_rows(
             call = lambda weights: product.call(int8_linear.triton, bare, weights, rest)  # noqa: E731
             yield "int8_linear, none taken out", Way(call, bare, rest, ALLOWED["int8"], checked=False)
         yield "int8_linear", plain(int8_linear.triton)
-        for tile in tiles_of("int8 x int8", len(x), product.sizes.gate, product.n, product.k) if more else ():
-            yield named(tile), plain(int8_linear.triton, shape=tile)
     if product.call(partial(hopper_gemm.supports, fast=True), rows, product.sets[0], rest) is None:
         yield "hopper_gemm", plain(hopper_gemm.triton, fast=kind == FP8)
 
@@ -145,14 +138,14 @@ def inputs_of(study: str, product: Product, rows: int) -> Iterator[tuple[dict, t
         yield {"outliers": count}, planted
 
 
-def measured(study: str, product: Product, rows: int, more: bool) -> Iterator[dict]:
+def measured(study: str, product: Product, rows: int) -> Iterator[dict]:
     """A row a way: its time, or why it has none."""
     for about, x in inputs_of(study, product, rows):
         given = product.given(rows)
         found: dict[str, dict] = {}
         runs: dict[str, list[Callable]] = {}
         own: dict[bool, tuple[torch.Tensor, float]] = {}
-        for name, way in ways(product, x, given, study, more):
+        for name, way in ways(product, x, given, study):
             found[name] = {"rows": rows, "format": product.format, "way": name} | about
             try:
                 if way.checked:
@@ -219,16 +212,6 @@ def problems(study: str, plan: Plan, rows: list[int]) -> Iterator[tuple[dict, Si
             yield {"product": name}, sizes, rows or [count // UNIT]
 
 
-def least(us: dict[str, dict[str, float]]) -> int | None:
-    """The least number of rows, of those measured, from which rounding is faster all the way. us: by rows, in order."""
-    found = None
-    for rows, times in reversed(us.items()):
-        if times["rounded"] >= times["chosen"]:
-            break
-        found = int(rows)
-    return found
-
-
 def sums(rows: list[dict]) -> dict[str, float]:
     """Milliseconds of all layers by model, rows, format and way, where it has a time for each product of a layer."""
     times: dict[tuple, dict[str, float]] = {}
@@ -264,7 +247,7 @@ def rounding(columns: int, norm: bool) -> dict[str, float]:
     return {"columns": columns, "norm": norm} | times_us(runs)
 
 
-def main(out: Path, study: str = "few-rows", rows: str = "", only: str = "", formats: str = "", tiles: bool = False):
+def main(out: Path, study: str = "few-rows", rows: str = "", only: str = "", formats: str = ""):
     """only: products whose names have this word. rows, formats: others than those of the study."""
     plan = PLANS[study]
     kinds = formats.split(",") if formats else plan.formats
@@ -275,25 +258,14 @@ def main(out: Path, study: str = "few-rows", rows: str = "", only: str = "", for
             product = Product(sizes, format, 1 if study == "hopper" else 0)
             compile_ahead([partial(way.call, product.sets[0]) for count in counts
                            for _, x in inputs_of(study, product, count)
-                           for _, way in ways(product, x, product.given(count), study, tiles)])  # fmt: skip
+                           for _, way in ways(product, x, product.given(count), study)])  # fmt: skip
             for count in counts:
-                for row in measured(study, product, count, tiles):
+                for row in measured(study, product, count):
                     record.add("rows", about | row)
             del product
     if study == "outliers":
         for columns, norm in ((4096, True), (4096, False), (14336, False)):
             record.add("rounding", rounding(columns, norm))
     record.body["sums"] = sums(record.body["rows"])
-    if study == "crossover":
-        record.body["from"] = _crossovers(record.body["rows"])
     record.save()
-    record.show(record.body["sums"], record.body.get("from", ""))
-
-
-def _crossovers(rows: list[dict]) -> dict[str, int | None]:
-    us: dict[str, dict[str, dict[str, float]]] = {}
-    for row in (row for row in rows if "us" in row):
-        of = us.setdefault(f"{row['model']} {row['product']} {row['format']}", {})
-        of.setdefault(str(row["rows"]), {})[row["way"]] = row["us"]
-    whole = {name: {n: one for n, one in of.items() if {"rounded", "chosen"} <= one.keys()} for name, of in us.items()}
-    return {name: least(of) for name, of in whole.items()}
+    record.show(record.body["sums"])

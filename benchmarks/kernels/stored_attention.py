@@ -17,23 +17,22 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from accel_kernels import KV, paged_attention
+from accel_kernels.attention.paged import decode_triton
 from accel_kernels.attention.paged import paged_attention_triton as kernels
 from accel_kernels.attention.paged.kv import LENGTH, metadata_of
-from accel_kernels.attention.paged.kv8 import kv8_decode_triton as kv8
 from accel_kernels.attention.paged.kv_quantization import rounded
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from accel.bench.timing import Clock
+from accel.comparison import relative_rms
 from benchmarks.kernels.timer import rand, time_us
-from benchmarks.study import DEVICE, HALF, TOY, Study, relative_rms
+from benchmarks.study import DEVICE, HALF, TOY, Study
 
 HEADS, KV_HEADS, DIM = (4, 2, 16) if TOY else (32, 8, 128)
 BLOCK = 64
 SHAPES = ((1, 8192), (1, 32768), (8, 8192), (8, 32768), (32, 8192), (32, 32768))  # rows and tokens that are stored
 KINDS = {"bf16": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 MOST, LEAST = 24 * 2**30, 2**30  # bytes of all layers together; enough of them that nothing stays in a cache
-CHOSEN = ("KV8_FILL", "MOST_SPLITS", "KV8_BLOCKS", "KV8_REGISTERS")
-SWEEP = ((4, 64, 8, 128), (4, 32, 8, 128), (2, 32, 8, 128), (4, 64, 4, 128), (3, 64, 8, 168))
 UNUSED = 10  # tokens that fill up a prompt
 PROMPT_HEADS = {"toy": (4, 2, 16)} if TOY else {"llama-8b": (32, 8, 128), "qwen-0.5b": (14, 2, 64)}
 TOKENS = (64,) if TOY else (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
@@ -93,8 +92,8 @@ def changed(module, **values: object) -> Iterator[None]:
         vars(module).update(before)
 
 
-def decode(out: Path, sweep: bool = False, quick: bool = False) -> None:
-    """Of a decode step. sweep: other numbers of shares and registers of the kernel for 8 bits, too."""
+def decode(out: Path, quick: bool = False) -> None:
+    """Of a decode step. quick: fewer rows and tokens."""
     record = Study("kv-cache", out, "attention of a decode step, heads of Llama-3.1-8B, microseconds a layer", rows=[])
     shapes = ((2, 128),) if TOY else [one for one in SHAPES if not quick or 1 in one or one == (32, 8192)]
     for rows, stored in shapes:
@@ -104,14 +103,8 @@ def decode(out: Path, sweep: bool = False, quick: bool = False) -> None:
             us = step_us(rows, kvs)
             row |= {f"{name}_us": us, f"{name}_tb_s": round(layer_bytes(rows, stored, codes) / us / 1e6, 2)}
             if codes is not None:
-                with changed(kernels, decodes_kv8=lambda q, kv: False):
+                with changed(decode_triton, decodes_kv8=lambda q, kv: False):
                     row[f"{name}_plain_us"] = step_us(rows, kvs)
-            if sweep and name == "int8":
-                row["sweep"] = []
-                for values in SWEEP:
-                    told = dict(zip(CHOSEN, values, strict=True))
-                    with changed(kv8, **told):
-                        row["sweep"].append(told | {"int8_us": step_us(rows, kvs)})
             del kvs
         record.add("rows", row | {"int8_times": round(row["bf16_us"] / row["int8_us"], 2)})
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from accel.bench.ablation import ablate
-from accel.bench.cases import CASES
+from accel.bench.diffusion.cases import CASES
 from accel.bench.machine import slug
 from accel.bench.memory import release
 from benchmarks.study import DEVICE, RESULTS, TOY, Study, words

@@ -27,12 +27,12 @@ STEPS, PROMPT, CONTEXT = 200, 512, 2048
 SIZES = dict(vocab_size=99, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)
 
 
-def launch(runner: steps.StepRunner, plan, tokens_of, logprobs: bool, look: bool = True) -> steps.Flight:
+def launch(runner: steps.StepRunner, plan, tokens_of, logprobs: bool, check: bool = True) -> steps.LaunchedStep:
     """In place of the method: all but the model and the draw."""
-    size = steps.StepSize.filled(plan, runner.nobody) or steps.StepSize.exact(plan)
-    numbers = steps.Numbers(plan, size, runner.nobody)
-    numbers.wide_on(runner.device), numbers.narrow_on(runner.device)
-    return steps.Flight(plan, torch.from_numpy(np.full(len(plan.drawn), 7)), None, None)
+    size = steps.StepSize.filled(plan, runner.rows) or steps.StepSize.exact(plan)
+    numbers = steps.StepInputs(plan, size, runner.rows)
+    numbers.int64_on(runner.device), numbers.int32_on(runner.device)
+    return steps.LaunchedStep(plan, torch.from_numpy(np.full(len(plan.draw_rows), 7)), None, None)
 
 
 def engine_with(requests: int) -> Engine:
@@ -56,7 +56,7 @@ def milliseconds(engine: Engine, requests: int, mixed: bool) -> float:
     times = []
     for _ in range(STEPS):
         if mixed:
-            engine.cancel(next(iter(engine.ids)))
+            engine.cancel(next(iter(engine.rows.requests.values())).id)
             engine.add(one(CONTEXT - PROMPT))
         start = time.thread_time()
         engine.step()

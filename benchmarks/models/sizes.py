@@ -1,6 +1,6 @@
-"""What the first calls of new sizes cost: image sizes, batches and prompt lengths one after another, caches cold.
+"""What the first calls of new sizes cost: image sizes and batches one after another, caches cold.
 
-Of sd15 and qwen-0.5b. Stock and accel in a process of their own each, so that neither finds libraries loaded by the
+Stock and accel in a process of their own each, so that neither finds libraries loaded by the
 other, and with empty caches of kernels and choices. The first shape is left out of what is told: its call is the cold
 start. Every output is compared with stock's. Seconds of parts are those of `accel bench ready`.
 """
@@ -11,27 +11,25 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import accel
-from accel.bench.cases import CASES
-from accel.bench.llm.models import build, prompt
+from accel.bench.diffusion.cases import CASES
 from accel.bench.machine import slug
 from accel.bench.processes import spawn
 from accel.bench.ready.parts import PartTimes
 from accel.bench.timing import seconds
+from accel.comparison import relative_rms
 from accel.diffusion.inputs import unet_inputs
-from benchmarks.study import DEVICE, HALF, RESULTS, TOY, Study, relative_rms, words
+from benchmarks.study import DEVICE, RESULTS, TOY, Study, words
 
 SEED = 17
 UNSETTLED, SETTLED = 7, 3  # the first calls are told one by one, the others by their median
 # By a model's dtype, relative, of the root mean square: rounded twice, in another order.
 ERRORS = {torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.float32: 1e-3}
-NEW = 6  # tokens written after a prompt
 
 # (batch, height, width of the latents, tokens of the prompt); the first is the cold start
 IMAGES = (
@@ -41,16 +39,10 @@ IMAGES = (
     (1, 96, 136, 77), (2, 60, 84, 77), (2, 64, 64, 154), (2, 76, 44, 231), (3, 120, 72, 77), (16, 32, 40, 77),
     (2, 52, 68, 77),
 )  # fmt: skip
-# (rows, tokens of the prompt)
-PROMPTS = (
-    (1, 37), (1, 301), (2, 65), (1, 1003), (3, 129), (1, 640), (8, 77), (5, 450), (1, 3001), (17, 33), (1, 40), (4, 9),
-    (2, 2222), (1, 5000), (6, 700), (12, 128), (1, 1536), (32, 20), (2, 513), (1, 8), (3, 1500), (7, 250), (1, 2047),
-    (40, 64), (1, 130),
-)  # fmt: skip
 Shape = tuple[int, ...]
 
 
-def images(case: str) -> tuple[Any, dict[Shape, Callable[[], torch.Tensor]]]:
+def sized(case: str) -> tuple[Any, dict[Shape, Callable[[], torch.Tensor]]]:
     dtype = torch.float32 if TOY else torch.float16
     made, model = CASES[case], CASES[case].build(DEVICE, dtype)
 
@@ -62,19 +54,9 @@ def images(case: str) -> tuple[Any, dict[Shape, Callable[[], torch.Tensor]]]:
     return model, {shape: call(*shape) for shape in (IMAGES[1:4] if TOY else IMAGES)}
 
 
-def prompts(case: str) -> tuple[Any, dict[Shape, Callable[[], torch.Tensor]]]:
-    model = build(case, DEVICE, HALF)
-    more = {"return_dict_in_generate": True, "output_logits": True, "do_sample": False, "max_new_tokens": NEW}
-
-    def call(shape: Shape) -> torch.Tensor:
-        return model.generate(**prompt(model, *shape), **more).logits[0]
-
-    return model, {shape: partial(call, shape) for shape in (PROMPTS[:3] if TOY else PROMPTS)}
-
-
 def measure(case: str, variant: str, outputs: Path) -> None:
     """Prints rows of this variant; stock leaves its outputs there, and accel's are compared with them."""
-    model, calls = (images if case in CASES and case != "tiny" else prompts)(case)
+    model, calls = sized(case)
     parts, (cold, *shapes) = PartTimes(), calls
     random.Random(SEED).shuffle(shapes)
     rows, found = [], []
@@ -110,7 +92,7 @@ def beyond(stock: list[dict], accel: list[dict]) -> dict:
     return found
 
 
-def main(cases: str = "sd15,qwen-0.5b", out: Path = RESULTS, alone: str = "", outputs: Path | None = None) -> None:
+def main(cases: str = "sd15", out: Path = RESULTS, alone: str = "", outputs: Path | None = None) -> None:
     """out: a folder. alone, outputs: as this process calls itself: one variant, and where stock's outputs lie."""
     if alone:
         return measure(cases, alone, outputs)

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 TEXT = ("", ":weights=int8", ":weights=int4", ":kv_cache=int8", ":weights=int8:activations=int8")
-CASES = ("sd15", "sdxl", "vae1024", *(f"llama-8b{way}" for way in TEXT))
+DEFAULT = ("sd15", "sdxl", "vae1024", *(f"llama-8b{way}" for way in TEXT))
 BATCHES, CONTEXT, PREFILL = (1, 8, 32), 512, 2048
 FEW, MANY = 8, 56  # tokens of two calls of generate(), whose difference is that of so many decode steps
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # a CPU tries the script out
@@ -41,9 +41,13 @@ class Images:
 
     def __init__(self, name: str, options: dict) -> None:
         import accel
-        from accel.bench import cases
 
-        self.case, dtype = cases.CASES[name], torch.float16
+        try:
+            from accel.bench.diffusion.cases import CASES
+        except ImportError:  # an earlier tree has them there
+            from accel.bench.cases import CASES
+
+        self.case, dtype = CASES[name], torch.float16
         self.inputs = self.case.inputs(DEVICE, dtype)
         self.module = accel.optimize(self.case.build(DEVICE, dtype), **options)
 
@@ -145,7 +149,7 @@ def compare(case: str, lines: dict[str, Connection], rounds: int, record) -> Non
 
 
 def main(
-    out: Path, before: Path, commit: str = "", cases: str = ",".join(CASES), rounds: int = 7, seconds: float = 500
+    out: Path, before: Path, commit: str = "", cases: str = ",".join(DEFAULT), rounds: int = 7, seconds: float = 500
 ) -> None:
     """before: a folder with the accel and kernels of the earlier commit. seconds: after so many no case is begun."""
     from benchmarks.study import ROOT, Study

@@ -4,14 +4,11 @@ from pathlib import Path
 
 from matplotlib import pyplot as plt
 
-from benchmarks.plots.style import BAR, COLORS, as_bars, grouped, results, save
+from accel.bench.diffusion.cases import CASES
+from benchmarks.plots.style import BAR, COLORS, as_bars, grouped, results, save, save_panels
 
 LABELS = {"stock": "diffusers", "compile": "torch.compile", "accel": "accel"}
-ORDER = (
-    "sd15", "sd15-b16", "sd21", "sdxl", "vae512", "vae1024", "vae-sdxl", "flux", "flux512", "flux2", "sd3", "zimage",
-    "qwen-image", "qwen-image-masked", "wan", "wan-14b", "ltx", "pixart", "hunyuan-video", "vae-wan",
-    "vae-ltx", "vae-hunyuan",
-)  # fmt: skip
+ORDER = list(CASES)
 LEAST_SHOWN, MOST_SHOWN = 0.005, 1.0  # of the whole time: bars of an ablation below and above
 
 
@@ -89,11 +86,4 @@ def draw_ablation(result: dict, axes) -> None:
 
 def save_ablations(folder: Path, path: Path) -> bool:
     found = sorted(results(folder, "*-ablation.json").values(), key=lambda result: ORDER.index(result["case"]))
-    if not found:
-        return False
-    figure, panels = plt.subplots(len(found), figsize=(9, 2.9 * len(found)), squeeze=False)
-    for result, axes in zip(found, panels[:, 0], strict=True):
-        draw_ablation(result, axes)
-    figure.tight_layout()
-    save(figure, path)
-    return True
+    return save_panels([(draw_ablation, result) for result in found], path, 1, (9, 2.9))

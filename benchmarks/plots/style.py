@@ -1,6 +1,7 @@
 """Colors and axes that all pictures share, and the results they are drawn from."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
@@ -70,6 +71,26 @@ def grouped(axes, place: int, present: list[str], values: list[float], texts: li
         axes.barh(y, value, height * 0.92, color=COLORS[name])
         weight = "bold" if name == "accel" else "normal"
         axes.text(value + 0.01, y, text, va="center", fontsize=size, weight=weight)
+
+
+def save_panels(
+    panels: list[tuple[Callable, dict]], path: Path, columns: int, size: tuple[float, float], title: str = ""
+) -> bool:
+    """Draws a panel by each function of (result, axes), rows of so many; whether there was something to draw."""
+    if not panels:
+        return False
+    columns = min(columns, len(panels))
+    rows = -(-len(panels) // columns)
+    figure, grid = plt.subplots(rows, columns, figsize=(size[0] * columns, size[1] * rows), squeeze=False)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    for (draw, result), axes in zip(panels, grid.flat, strict=False):
+        draw(result, axes)
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    figure.tight_layout()
+    save(figure, path)
+    return True
 
 
 def save(figure, path: Path, dpi: int = 130) -> None:

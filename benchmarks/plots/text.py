@@ -5,18 +5,8 @@ from pathlib import Path
 from matplotlib import pyplot as plt
 from matplotlib.ticker import LogLocator, NullLocator
 
-from benchmarks.plots.style import (
-    COLORS,
-    as_bars,
-    as_powers,
-    color,
-    draw_line,
-    grouped,
-    of_kind,
-    results,
-    save,
-    variants,
-)  # fmt: skip
+from benchmarks.plots import style
+from benchmarks.plots.style import COLORS, as_bars, as_powers, draw_line, of_kind, results, save_panels, variants
 
 LABELS = {"stock": "transformers", "compile": "static cache, compiled", "accel": "accel"}
 MARKERS = {"rtn": "o", "gptq": "s", "awq": "^"}
@@ -73,7 +63,7 @@ def _shares(rows: list[dict], axes) -> None:
     for place, row in enumerate(rows):
         present = [name for name in LABELS if name in row]
         shares = [row[name]["share_of_bandwidth"] for name in present]
-        grouped(axes, place, present, shares, [f"{share:.0%}" for share in shares], 7)
+        style.grouped(axes, place, present, shares, [f"{share:.0%}" for share in shares], 7)
     as_bars(axes, [f"batch {row.get('batch', 1)}, {row['context']} tokens" for row in rows], 1.12, 8)
     axes.set_title("share of the memory's speed", loc="left", fontsize=10)
 
@@ -87,7 +77,7 @@ def save_decode(folder: Path, path: Path) -> bool:
     for result, row in zip(found, panels, strict=True):
         draw_decode(result, row)
     figure.tight_layout(h_pad=3.5, rect=(0, 0, 1, 1 - 0.3 / height))
-    save(figure, path)
+    style.save(figure, path)
     return True
 
 
@@ -115,14 +105,7 @@ def draw_batches(result: dict, axes) -> None:
 
 def save_batches(folder: Path, path: Path) -> bool:
     found = [one for one in of_kind(folder, "batch") if in_flight(one)]
-    if not found:
-        return False
-    figure, panels = plt.subplots(1, len(found), figsize=(6 * len(found), 4), squeeze=False)
-    for result, axes in zip(found, panels[0], strict=True):
-        draw_batches(result, axes)
-    figure.tight_layout()
-    save(figure, path)
-    return True
+    return save_panels([(draw_batches, result) for result in found], path, len(found), (6, 4))
 
 
 def decoded(result: dict) -> list[dict]:
@@ -164,7 +147,7 @@ def draw_quality(result: dict, axes) -> None:
     methods = list(dict.fromkeys(row["method"] for row in rows))
     schemes = list(dict.fromkeys(row["weights"] for row in rows))
     handles = [plt.Line2D([], [], color="k", marker=MARKERS[name], linestyle="") for name in methods]
-    handles += [plt.Line2D([], [], color=color(name), marker="o", linestyle="") for name in schemes]
+    handles += [plt.Line2D([], [], color=style.color(name), marker="o", linestyle="") for name in schemes]
     axes.legend(handles, [*methods, *schemes], frameon=False, fontsize=8)
     axes.axhline(0, color="k", linewidth=0.5)
     axes.set_xlabel("% of 16 bits' bytes", fontsize=9)
@@ -183,17 +166,5 @@ def save_quantized(folder: Path, path: Path) -> bool:
     panels = [(draw_schemes, one) for one in speeds if _several(one)]
     panels += [(draw_peers, one) for one in speeds if not _several(one)]
     panels += [(draw_quality, one) for one in of_kind(folder, "quality")]
-    if not panels:
-        return False
-    columns = min(3, len(panels))
-    rows = -(-len(panels) // columns)
-    figure, grid = plt.subplots(rows, columns, figsize=(4.6 * columns, 3.6 * rows), squeeze=False)
-    for axes in grid.flat[len(panels) :]:
-        axes.set_visible(False)
-    for (draw, result), axes in zip(panels, grid.flat, strict=False):
-        draw(result, axes)
     gpus = dict.fromkeys(one["machine"]["gpu"] for _, one in panels)
-    figure.suptitle(", ".join(gpus), x=0.01, ha="left", fontsize=10)
-    figure.tight_layout()
-    save(figure, path)
-    return True
+    return save_panels(panels, path, 3, (4.6, 3.6), ", ".join(gpus))

@@ -1,20 +1,19 @@
 """How long `accel.quantize` takes with calibration, layer by layer, and the GPU memory it needs at most.
 
-Random weights at the real sizes and random tokens: neither changes what is computed. With fewer layers than the model
-has, whole_s is what all would take by the mean of those measured. With a folder the model is saved there first; each
-way then is what `accel quantize FOLDER` does, the model on the CPU and a layer at a time on the GPU, and `accel.load`
-of what it saved.
+Random weights at the real sizes and random tokens: neither changes what is computed. The model is saved in a folder;
+each way then is what `accel quantize FOLDER` does, the model on the CPU and a layer at a time on the GPU, and
+`accel.load` of what it saved.
 """
 
 import shutil
-import statistics
+import tempfile
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
 import accel
-from accel.bench.llm.models import config_of
+from accel.bench.llm.models import config_of, from_config
 from accel.bench.memory import release
 from accel.bench.timing import Clock
 from accel.llm.ptq.run import quantize
@@ -24,16 +23,14 @@ from benchmarks.study import DEVICE, HALF, Study, words
 STOCK = "stock"  # the model's own folder in the one that is given
 
 
-def built(name: str, layers: int | None) -> tuple[torch.nn.Module, int]:
-    """A model of so many layers, and how many it has at its real size."""
+def save(name: str, layers: int | None, folder: Path) -> int:
+    """Saves a model of so many layers; the size of its vocabulary."""
     config = config_of(name)
-    whole = config.num_hidden_layers
-    config.num_hidden_layers = min(whole, layers or whole)
+    config.num_hidden_layers = min(config.num_hidden_layers, layers or config.num_hidden_layers)
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[: config.num_hidden_layers]
-    torch.manual_seed(0)
-    with DEVICE:
-        return AutoModelForCausalLM.from_config(config, dtype=HALF).eval(), whole
+    from_config(config, DEVICE, HALF).save_pretrained(folder / STOCK)
+    return config.vocab_size
 
 
 def peak() -> float:
@@ -44,23 +41,6 @@ def forget() -> None:
     """The most memory so far."""
     if DEVICE.type == "cuda":
         torch.cuda.reset_peak_memory_stats(DEVICE)
-
-
-def measured(model: torch.nn.Module, whole: int, ids: torch.Tensor, scheme: str, method: str) -> dict:
-    forget()
-    before = round(sum(p.nbytes for p in model.parameters()) / 2**20, 1)
-    clock = Clock()
-    done = quantize(model, scheme, list(ids[:, None].to(DEVICE)), None, method, None, lambda count, of: None)
-    taken, each = clock.taken(), list(done.seconds.values())
-    return {
-        "layers": len(each),
-        "took_s": round(taken, 2),
-        "layer_s": [round(seconds, 3) for seconds in each],
-        "whole_s": round(taken + (whole - len(each)) * statistics.mean(each), 1),
-        "model_mb": before,
-        "peak_mb": peak(),
-        "notes": sorted({note for notes in done.notes.values() for note in notes})[:3],
-    }
 
 
 def from_folder(folder: Path, ids: torch.Tensor, scheme: str, method: str) -> dict:
@@ -90,29 +70,22 @@ def from_folder(folder: Path, ids: torch.Tensor, scheme: str, method: str) -> di
 
 
 def main(
-    out: Path, model: str = "llama-8b", layers: int | None = None, ways: str = "int4:gptq,int4:awq,int8:smoothquant",
-    windows: int = 128, tokens: int = 512, folder: Path | None = None, seconds: float = 300.0,
+    out: Path, model: str = "llama-8b", layers: int | None = None, ways: str = "int8:rtn,int4:gptq",
+    windows: int = 128, tokens: int = 512, folder: Path | None = None, seconds: float = 900.0,
 ) -> dict:  # fmt: skip
     """layers: as many as the model has by default. ways: SCHEME:METHOD. windows, tokens: of calibration. folder: where
-    to save the model, and what comes of it. seconds: after so many nothing new is begun.
+    the model is saved, and for a while what comes of it. seconds: after so many nothing new is begun.
     """
     about = f"accel.quantize of {model} on {windows} windows of {tokens} tokens, random weights"
     record = Study(f"calibrating-{model}", out, about, seconds, rows=[])
-    if folder is not None:
-        built(model, layers)[0].save_pretrained(folder / STOCK)
-    for scheme, _, method in (way.partition(":") for way in words(ways)):
-        about = {"scheme": scheme, "method": method or "rtn"}
-        if not record.in_time(**about):
-            continue
-        with record.attempt(**about):  # one way that fails must not cost the others
-            made, whole = built(model, layers)
-            ids = torch.randint(0, made.config.vocab_size, (windows, tokens))
-            if folder is None:
-                found = measured(made, whole, ids, **about)
-            else:
-                del made
-                release(DEVICE)
-                found = from_folder(folder, ids, **about)
-            record.add("rows", about | found)
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        vocabulary = save(model, layers, Path(own))
         release(DEVICE)
+        ids = torch.randint(0, vocabulary, (windows, tokens), generator=torch.Generator().manual_seed(0))
+        for scheme, _, method in (way.partition(":") for way in words(ways)):
+            about = {"scheme": scheme, "method": method or "rtn"}
+            if record.in_time(**about):
+                with record.attempt(**about):  # one way that fails must not cost the others
+                    record.add("rows", about | from_folder(Path(own), ids, **about))
+                release(DEVICE)
     return record.result

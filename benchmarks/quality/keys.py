@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import accel
-from accel.llm.analysis import kv_quantization as cache_rounding
+from accel.llm.runtime import kv_quantization as cache_rounding
 from benchmarks.quality.text import HELD_OUT, chapters, perplexity, windows
 from benchmarks.quality.ways import rounding_cache
 from benchmarks.study import ROOT, Study

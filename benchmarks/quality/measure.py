@@ -10,14 +10,12 @@ of its options; `calibrated` is that of models that `accel.quantize` made, with 
 import copy
 import json
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -139,26 +137,4 @@ def main(
     of_ways(record, stock, batches, rows, wanted)
     if runs:
         of_runs(record, stock.to(HALF), batches, rows, wanted, json.loads(options))
-    for table in tables(record.result):
-        Console(width=150).print(table)
     return record.result
-
-
-def tables(result: dict) -> Iterator[Table]:
-    """Perplexities with the least and the median decibels of layers; then what ran in 16 bits."""
-    shown = Table(title=f"{result['case']}: perplexity {result['perplexity']:.3f}", title_justify="left")
-    for heading in ("model", "way", "change", "bytes", "layers dB least / median", "weights dB", "s"):
-        shown.add_column(heading, justify="left" if heading in ("model", "way") else "right")
-    for row in result["rows"]:
-        layers, weights = (_span(list(row.get(key, {}).values())) for key in ("layers_db", "linears_db"))
-        texts = [f"{s['least']:.1f} / {s['median']:.1f}" if s else "-" for s in (layers, weights)]
-        share = f"{row['bytes_of_16_bits']:.0%}" if "bytes_of_16_bits" in row else "-"
-        shown.add_row(row["model"], row["way"], f"{row['change']:+.3%}", share, *texts, str(row.get("seconds", "-")))
-    yield shown
-    if result["as_run"]:
-        shown = Table("model", "options", "dtype", "perplexity", "change", title="accel.optimize", title_justify="left")
-        for row in result["as_run"]:
-            shown.add_row(
-                row["model"], row["options"], row["dtype"], f"{row['perplexity']:.3f}", f"{row['change']:+.3%}"
-            )
-        yield shown

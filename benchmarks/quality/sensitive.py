@@ -20,15 +20,15 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import accel
-from accel.bench.case import SEED
-from accel.bench.cases import CASES
+from accel.bench.diffusion.cases import CASES
 from accel.bench.memory import release
+from accel.bench.weights import SEED
 from accel.diffusion.dit.block import innermost_blocks
 from accel.diffusion.inputs import example_call
 from accel.diffusion.linears import denoiser_linears, denoises, modulations
 from accel.options import Options
 from accel.planning.targets import models_in
-from accel.quantization.linears import inside, unfit
+from accel.quantization.linears import base_modules, size_reason
 from accel.quantization.model import Quantization
 from accel.quantization.scheme import Scheme
 from accel.saved import load_saved
@@ -70,7 +70,7 @@ def run(model: nn.Module, call: Call) -> list[torch.Tensor]:
 
 def kinds_of(model: nn.Module, call: Call) -> dict[str, dict[str, nn.Linear]]:
     """The linears by kind, each by path, told in one stock call; without those that it does not call."""
-    paths = {module: path for path, module in inside(model, "", set()) if isinstance(module, nn.Linear)}
+    paths = {module: path for path, module in base_modules(model, "", set()) if isinstance(module, nn.Linear)}
     attentions = [module for module in model.modules() if "processor" in vars(module)]
     owner = {linear: one for one in attentions for linear in paths.keys() & set(one.modules())}
     given: dict[nn.Module, set[int]] = {}
@@ -151,7 +151,11 @@ def measure(
 
     for scheme in schemes:
         fit = {
-            kind: {path: one for path, one in members.items() if unfit(*one.weight.shape, Scheme.parse(scheme)) is None}
+            kind: {
+                path: one
+                for path, one in members.items()
+                if size_reason(*one.weight.shape, Scheme.parse(scheme)) is None
+            }
             for kind, members in kinds.items()
         }
         default = denoiser_linears(model, Scheme.parse(scheme)).chosen
@@ -163,16 +167,6 @@ def measure(
                 found[name]["gained_ms"] = round(found["nothing"]["ms"] - found[name]["ms"], 3)
             keep(result)
     return result
-
-
-def shown(schemes: dict) -> str:
-    lines = []
-    for scheme, rows in schemes.items():
-        lines.append(f"{scheme:18} linears   share   relative RMS   ms gained")
-        for name, row in rows.items():
-            gained = f"{row['gained_ms']:9.3f}" if "gained_ms" in row else ""
-            lines.append(f"  {name:16} {row['linears']:7d} {row['share']:7.1%} {row['relative_rms']:14.2e} {gained}")
-    return "\n".join(lines)
 
 
 def main(
@@ -201,4 +195,4 @@ def main(
         record.body["schemes"] = found
         record.save()
 
-    print(shown(measure(model, given, words(schemes), not weights_only, keep)))
+    record.show(measure(model, given, words(schemes), not weights_only, keep))

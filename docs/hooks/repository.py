@@ -64,14 +64,15 @@ def uri_of(path: str) -> str:
 
 
 def ops() -> str:
-    """mkdocstrings' directives for every op, in the order of accel_kernels.OPS, read without importing torch."""
+    """mkdocstrings' directives for every op, which are the lower-case names of accel_kernels, read without torch."""
     body = ast.parse((ROOT / "kernels/accel_kernels/__init__.py").read_text(encoding="utf-8")).body
     modules = {name.name: node.module for node in body if isinstance(node, ast.ImportFrom) for name in node.names}
     names = [
-        ast.unparse(node)
+        name
         for one in body
-        if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == "OPS"
-        for node in one.value.elts
+        if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == "__all__"
+        for name in ast.literal_eval(one.value)
+        if name.islower()
     ]
     options = "    options: {members: [reference], show_root_heading: false, show_root_toc_entry: false}"
     return "\n".join(f"## {name}\n\n::: {modules[name]}\n{options}\n" for name in sorted(names))

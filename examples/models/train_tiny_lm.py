@@ -21,7 +21,7 @@ import re
 import tarfile
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -132,18 +132,18 @@ def make_tokenizer(text: list[str], size: int) -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+SIZES = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6}
+SIZES |= {"num_attention_heads": 6, "num_key_value_heads": 2}
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast, sizes: dict[str, int] = SIZES) -> LlamaForCausalLM:
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tokenizer),
-            hidden_size=192,
-            intermediate_size=512,
-            num_hidden_layers=6,
-            num_attention_heads=6,
-            num_key_value_heads=2,
             max_position_embeddings=WINDOW,
             tie_word_embeddings=True,
+            **sizes,
             **ids,
         )
     )
@@ -172,12 +172,23 @@ class Windows:
 
     def draw(self, count: int) -> Tensor:
         """(count, WINDOW + 1) tokens."""
-        start = self.starts[torch.randint(len(self.starts), (count, 1))]
-        return F.pad(self.tokens[start + torch.arange(WINDOW)], (1, 0), value=self.first)
+        device = self.tokens.device
+        start = self.starts[torch.randint(len(self.starts), (count, 1), device=device)]
+        return F.pad(self.tokens[start + torch.arange(WINDOW, device=device)], (1, 0), value=self.first)
 
 
-def fit(model: LlamaForCausalLM, windows: Windows, steps: int, batch: int, bf16: bool) -> None:
-    """Muon for the matrices, AdamW for the rest; the rate rises for a twentieth of the steps, then falls to zero."""
+def fit(
+    model: LlamaForCausalLM,
+    windows: Windows,
+    steps: int,
+    batch: int,
+    bf16: bool,
+    after: Callable[[int], object] = lambda step: None,
+) -> None:
+    """Muon for the matrices, AdamW for the rest; the rate rises for a twentieth of the steps, then falls to zero.
+
+    after: is called with the number of every step that was taken.
+    """
     weights = dict(model.named_parameters())
     matrices = [weight for name, weight in weights.items() if weight.ndim == 2 and "embed" not in name]
     others = [weight for name, weight in weights.items() if weight.ndim != 2 or "embed" in name]
@@ -193,9 +204,9 @@ def fit(model: LlamaForCausalLM, windows: Windows, steps: int, batch: int, bf16:
     ]
     smooth = None
     bar = tqdm(range(steps), mininterval=10)
-    for _ in bar:
+    for step in bar:
         tokens = windows.draw(batch)
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=bf16):
             logits = model(tokens[:, :-1], use_cache=False).logits
         loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
@@ -205,6 +216,7 @@ def fit(model: LlamaForCausalLM, windows: Windows, steps: int, batch: int, bf16:
         model.zero_grad()
         smooth = loss.item() if smooth is None else 0.98 * smooth + 0.02 * loss.item()
         bar.set_postfix(loss=f"{smooth:.4f}", refresh=False)
+        after(step + 1)
 
 
 @torch.no_grad()
@@ -240,6 +252,14 @@ def ngram_perplexity(tokenizer: PreTrainedTokenizerFast, text: list[str], held_o
     return math.exp(loss / count)
 
 
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    """The weights are stored in half precision and loaded in the one that the config names; the model is in that."""
+    model.eval().half().save_pretrained(out)
+    model.float().config.dtype = torch.float32
+    model.config.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
 def main(
     package: Path,
     out: Path = Path(__file__).parent / "tiny-lm",
@@ -270,11 +290,7 @@ def main(
     print(f"{model.num_parameters():,} weights")
     fit(model.train(), windows, steps, batch, bf16)
 
-    # The weights are stored in half precision and loaded in the one that the config names.
-    model.eval().half().save_pretrained(out)
-    model.float().config.dtype = torch.float32
-    model.config.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    save(model, tokenizer, out)
     (out / "held_out.txt").write_text(held_out)
     (out / "model.safetensors").chmod(0o644)  # to be read by all, like the files beside it
     value, count = perplexity(model, tokenizer, held_out)

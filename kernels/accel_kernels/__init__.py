@@ -1,14 +1,13 @@
 """Fused GPU operations for diffusion and language models; plain torch everywhere else.
 
-Each name below is an `Op`: call it like a function. On a CUDA tensor it supports it runs a Triton kernel, on anything
-else its plain-torch reference, with the same result up to rounding. Knows nothing of diffusers or transformers.
+Each lower-case name below is an `Op`: call it like a function. On a CUDA tensor that it supports it runs a Triton
+kernel, on anything else its plain-torch reference, with the same result up to rounding.
 """
 
 from accel_kernels.attention.flash_attention import attention
 from accel_kernels.attention.paged.kv import KV
 from accel_kernels.attention.paged.paged_attention import paged_attention
-from accel_kernels.elementwise.gated import gated
-from accel_kernels.elementwise.geglu import geglu
+from accel_kernels.elementwise.gated import gated, geglu
 from accel_kernels.elementwise.softmax import softmax
 from accel_kernels.gemm.fp8_linear import fp8_linear
 from accel_kernels.gemm.fused_linear import fused_linear
@@ -19,7 +18,7 @@ from accel_kernels.gemm.quantize_rows import QuantizedRows, quantize_rows
 from accel_kernels.gemm.quantized.dequantize import dequantize
 from accel_kernels.gemm.quantized.quantized_linear import quantized_linear
 from accel_kernels.gemm.quantized_weight import Quantized
-from accel_kernels.image.frames import FrameGroups, FramePadding, FrameScale, convolution_frames
+from accel_kernels.image.frames import FrameGroups, FramePadding, convolution_frames
 from accel_kernels.image.image_sum import image_concat, image_sum
 from accel_kernels.image.upsample import upsample
 from accel_kernels.image.upsample_convolve import upsample_convolve
@@ -40,37 +39,7 @@ from accel_kernels.rowwise.rowwise import rowwise
 from accel_kernels.sampling.sample import sample
 from accel_kernels.sampling.table import SamplingTable
 
-OPS = (
-    paged_attention,
-    attention,
-    causal_convolution,
-    convolution_frames,
-    dequantize,
-    experts,
-    fp8_linear,
-    gated,
-    geglu,
-    group_norm,
-    hopper_gemm,
-    image_concat,
-    image_sum,
-    int8_linear,
-    layer_norm,
-    linear_attention_prompt,
-    linear_attention_step,
-    linear_geglu,
-    fused_linear,
-    quantize_rows,
-    quantized_linear,
-    rms_norm,
-    route,
-    rowwise,
-    sample,
-    selective_scan,
-    softmax,
-    upsample,
-    upsample_convolve,
-)
+OPS = tuple(one for one in list(globals().values()) if isinstance(one, Op))
 
 __all__ = [
     "KV",
@@ -80,7 +49,6 @@ __all__ = [
     "Decay",
     "FrameGroups",
     "FramePadding",
-    "FrameScale",
     "GatedNorm",
     "Norm",
     "Op",

@@ -1,9 +1,10 @@
 """Whether another function computes what an op computes: compared with its reference in float64, on its cases."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from accel_kernels.op import FLOATS, Case, Op
 from accel_kernels.tolerances import FLOOR, SMALLEST_PEAK, TIMES_TORCH
@@ -39,20 +40,20 @@ def check(op: Op, function: Callable) -> int:
 def _takes(op: Op, function: Callable, case: Case, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the function took this call. Raises Wrong."""
     name = f"case {case.name!r} in {str(dtype).removeprefix('torch.')} on {device.type}"
-    args, kwargs = case.make(device, dtype)
+    given = case.make(device, dtype)
     try:
-        result = function(*args, **kwargs)
+        result = function(*given[0], **given[1])
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         raise Wrong(f"{name}: it raised {type(error).__name__}: {error}") from error
     if result is NotImplemented:
         return False
-    theirs = _ran(op, *case.make(device, dtype))
-    exact = _ran(op, *map(_double, case.make(device, dtype)))
-    if _form(result) != _form(theirs[0]):
-        raise Wrong(f"{name}: it returned {_form(result)}, the reference {_form(theirs[0])}")
-    for mine, torchs, truth in zip(*map(_numbers, ((result, args, kwargs), theirs, exact)), strict=True):
+    theirs, exact = _ran(op, case.make(device, dtype)), _ran(op, tree_map(in_float64, case.make(device, dtype)))
+    forms = [str(tree_map(_form, one)).replace("'", "") for one in (result, theirs[0])]
+    if forms[0] != forms[1]:
+        raise Wrong(f"{name}: it returned {forms[0]}, the reference {forms[1]}")
+    for mine, torchs, truth in zip(*map(_wide, ((result, given), theirs, exact)), strict=True):
         if mine.shape != torchs.shape or mine.dtype != torchs.dtype:
             raise Wrong(f"{name}: {tuple(mine.shape)} in {mine.dtype}, not {tuple(torchs.shape)} in {torchs.dtype}")
         if not mine.numel():
@@ -64,9 +65,9 @@ def _takes(op: Op, function: Callable, case: Case, device: torch.device, dtype: 
     return True
 
 
-def _ran(op: Op, args: tuple, kwargs: dict) -> tuple:
+def _ran(op: Op, given: tuple[tuple, dict]) -> tuple:
     """What the reference returns, and its arguments, into which it may have written."""
-    return op.reference(*args, **kwargs), args, kwargs
+    return op.reference(*given[0], **given[1]), given
 
 
 def _difference(t: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
@@ -75,36 +76,22 @@ def _difference(t: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
     return torch.where(t == truth, 0.0, t - truth).abs().max()
 
 
-def _numbers(value: object) -> Iterator[torch.Tensor]:
-    """All tensors of floating-point numbers inside, in order, but for codes of one byte."""
-    if isinstance(value, torch.Tensor):
-        if _wide(value):
-            yield value
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from _numbers(one)
-    elif isinstance(value, tuple):
-        for one in value:
-            yield from _numbers(one)
+def _wide(values: Any) -> list[torch.Tensor]:
+    """All tensors of floating-point numbers inside, but for codes of one byte."""
+    return [one for one in tree_leaves(values) if _is_wide(one)]
 
 
-def _wide(value: object) -> bool:
+def _is_wide(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.itemsize > 1
 
 
-def _form(value: object) -> str:
+def _form(value: object) -> object:
     """What is returned, but for the numbers in it."""
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_form, value))})"
-    return "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+    return "a tensor" if isinstance(value, torch.Tensor) else value
 
 
-def _double(value: Any) -> Any:
-    """The same call in float64."""
-    if isinstance(value, tuple):
-        return type(value)(*map(_double, value)) if hasattr(value, "_fields") else tuple(map(_double, value))
-    if isinstance(value, dict):
-        return {name: _double(one) for name, one in value.items()}
+def in_float64(value: Any) -> Any:
+    """The same argument in float64."""
     if isinstance(value, torch.dtype):  # of the result
         return torch.float64
-    return value.double() if _wide(value) else value
+    return value.double() if _is_wide(value) else value

@@ -200,7 +200,10 @@ def contest(
 
 
 class TensorForm(NamedTuple):
-    """The properties of a tensor on which a kernel's speed depends. memory, offset: its storage and its place in it."""
+    """The properties of a tensor on which a kernel's speed depends. memory, offset: its storage and its place in it.
+
+    storage: of a weight, which nothing writes to, a reference that does not keep it.
+    """
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -208,11 +211,14 @@ class TensorForm(NamedTuple):
     device: torch.device
     memory: int = 0
     offset: int = 0
+    storage: Callable[[], torch.UntypedStorage | None] = lambda: None
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> "TensorForm":
-        place = tensor.untyped_storage().data_ptr(), int(tensor.storage_offset())
-        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, *place)
+    def of(cls, tensor: torch.Tensor, lent: bool = False) -> "TensorForm":
+        """lent: whether the tensor itself may be given back by `filled`, for as long as its memory is there."""
+        storage, offset = tensor.untyped_storage(), int(tensor.storage_offset())
+        found = cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, storage.data_ptr(), offset)
+        return found._replace(storage=weakref.ref(storage)) if lent else found
 
     @property
     def span(self) -> int:
@@ -220,8 +226,12 @@ class TensorForm(NamedTuple):
         return 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
 
     def filled(self) -> torch.Tensor:
-        """Such a tensor of random numbers, which are not taken from those that the user draws."""
-        return self._within(self._random(self.span), 0)
+        """The tensor that was lent, or one of random numbers, which are not taken from those that the user draws."""
+        storage, whole = self.storage(), (self.offset + self.span) * self.dtype.itemsize
+        if storage is None or storage.data_ptr() != self.memory or storage.nbytes() < whole:
+            return self._within(self._random(self.span), 0)
+        empty = torch.empty(0, dtype=self.dtype, device=self.device)
+        return empty.set_(storage, self.offset, self.shape, self.stride)
 
     def _random(self, size: int) -> torch.Tensor:
         generator = torch.Generator(self.device)
@@ -230,25 +240,6 @@ class TensorForm(NamedTuple):
 
     def _within(self, flat: torch.Tensor, offset: int) -> torch.Tensor:
         return flat.as_strided(self.shape, self.stride, offset)
-
-
-class BorrowedTensor(NamedTuple):
-    """A weight: itself for as long as its memory is there, as nothing writes to it; else another of its form."""
-
-    form: TensorForm
-    storage: Callable[[], torch.UntypedStorage | None]
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> "BorrowedTensor":
-        return cls(TensorForm.of(tensor), weakref.ref(tensor.untyped_storage()))
-
-    def filled(self) -> torch.Tensor:
-        storage, form = self.storage(), self.form
-        whole = (form.offset + form.span) * form.dtype.itemsize
-        if storage is None or storage.data_ptr() != form.memory or storage.nbytes() < whole:
-            return form.filled()
-        empty = torch.empty(0, dtype=form.dtype, device=form.device)
-        return empty.set_(storage, form.offset, form.shape, form.stride)
 
 
 def filled(forms: Sequence[TensorForm]) -> list[torch.Tensor]:

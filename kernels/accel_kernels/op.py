@@ -4,19 +4,12 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from accel_kernels.device import AMPERE, capability
 from accel_kernels.warmup import warming_up
-
-
-class Located(Protocol):
-    """A tensor, or several that are one operand, such as a quantized weight."""
-
-    @property
-    def is_cuda(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -39,17 +32,21 @@ class Random:
         self, *size: int, spread: float = 1.0, mean: float = 0.0, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         """Normally distributed."""
-        x = torch.randn(*size, generator=self.generator)
+        x = torch.randn(*size, generator=self.generator, device="cpu")
         return (x * spread + mean).to(self.device, dtype or self.dtype)
 
     def uniform(self, *size: int) -> torch.Tensor:
         """Of 0 to 1, in float32."""
-        return torch.rand(*size, generator=self.generator).to(self.device)
+        return torch.rand(*size, generator=self.generator, device="cpu").to(self.device)
 
 
-def random_case(name: str, make: Callable[[Random], tuple[tuple, dict]], small: bool = False) -> Case:
-    """The case whose arguments `make` makes of random tensors."""
-    return Case(name, lambda device, dtype: make(Random(device, dtype)), small)
+def random_cases(make: Callable[..., tuple[tuple, dict]], kind: type[Random] = Random) -> Callable[..., Case]:
+    """A function of a name, of arguments, and of `small` that gives the case whose call is make(random, *arguments)."""
+
+    def case(name: str, *args: Any, small: bool = False, **more: Any) -> Case:
+        return Case(name, lambda device, dtype: make(kind(device, dtype), *args, **more), small)
+
+    return case
 
 
 def _by_name(name: str) -> "Op":
@@ -65,6 +62,8 @@ def launcher(kernel: str) -> Callable[..., Any]:
 @dataclass(frozen=True)
 class Op:
     """A callable operation: Triton kernel where it is supported, `reference` elsewhere.
+
+    Its first argument says where it runs: a tensor, or several that are one operand, such as a quantized weight.
 
     reference: plain torch; the fallback and the oracle of the tests.
     kernel:    "module:function" of the Triton launcher, imported at its first use, same arguments as `reference`.
@@ -90,12 +89,12 @@ class Op:
     def __reduce__(self):
         return _by_name, (self.name,)  # copies and pickles refer to the one op
 
-    def __call__(self, x: Located, *args, **kwargs):
+    def __call__(self, x: Any, *args, **kwargs):
         if not x.is_cuda:
             return (self.on_cpu or self.reference)(x, *args, **kwargs)
         return self._on_gpu(x, *args, **kwargs)
 
-    def _on_gpu(self, x: Located, *args, **kwargs):
+    def _on_gpu(self, x: Any, *args, **kwargs):
         other = self.instead or self.reference
         if self.supports(x, *args, **kwargs) is not None:
             return other(x, *args, **kwargs)
@@ -144,10 +143,6 @@ def rows_reason(x: torch.Tensor, residual: torch.Tensor | None) -> str | None:
         return "empty"
     if x.shape[-1] > 16384:
         return f"{x.shape[-1]} channels, more than 16384"
-    if not x.is_contiguous():
-        return "not contiguous"
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         return "residual of another shape or dtype"
-    if residual is not None and not residual.is_contiguous():
-        return "residual not contiguous"
-    return None
+    return contiguous_reason(x=x, residual=residual)

@@ -1,46 +1,36 @@
 """Cases of products, which tests and benchmarks run: with weights of any kind, and what stands before and after."""
 
-from collections.abc import Callable
-from typing import Any
-
-import torch
-
 from accel_kernels.norm.norm import Norm
-from accel_kernels.op import Case, Random, random_case
+from accel_kernels.op import Random, random_cases
 
 
+@random_cases
 def product_case(
-    name: str, shape: tuple[int, ...], n: int, *, weight: Callable[[torch.Tensor], Any] | None = None,
-    rows: Callable[[torch.Tensor], Any] | None = None, norm: str | None = None, bias=False, gate=False,
-    activation: str | None = None, residual=False, scale=1.0,
-    modulation=False, small=False,
-) -> Case:  # fmt: skip
+    rand, shape, n, *, weight=None, rows=None, norm=None, bias=False, gate=False, activation=None, residual=False,
+    scale=1.0, modulation=False,
+):  # fmt: skip
     """x of this shape times a weight (n, shape[-1]).
 
     weight, rows: what the op takes in place of a weight in full and of x. norm: "rms", "gemma" or "layer". bias, gate,
     residual, modulation: whether there is one, the last for each of shape[0] parts.
     """
+    k = shape[-1]
 
-    def make(rand):
-        k = shape[-1]
+    def wide():
+        full = rand(n, k, spread=k**-0.5)
+        return full if weight is None else weight(full)
 
-        def wide():
-            full = rand(n, k, spread=k**-0.5)
-            return full if weight is None else weight(full)
-
-        given = {"activation": activation, "scale": scale}
-        if norm is not None:
-            given["norm"] = case_norm(norm, rand, k)
-        if gate:
-            given |= {"up": wide(), "up_bias": rand(n) if bias else None}
-        if residual:
-            given["residual"] = rand(*shape[:-1], n)
-        if modulation:
-            given["modulation"] = rand(shape[0], n)
-        x = rand(*shape)
-        return (x if rows is None else rows(x), wide(), rand(n) if bias else None), given
-
-    return random_case(name, make, small)
+    given = {"activation": activation, "scale": scale}
+    if norm is not None:
+        given["norm"] = case_norm(norm, rand, k)
+    if gate:
+        given |= {"up": wide(), "up_bias": rand(n) if bias else None}
+    if residual:
+        given["residual"] = rand(*shape[:-1], n)
+    if modulation:
+        given["modulation"] = rand(shape[0], n)
+    x = rand(*shape)
+    return (x if rows is None else rows(x), wide(), rand(n) if bias else None), given
 
 
 def case_norm(kind: str | None, rand: Random, channels: int) -> Norm | None:
@@ -48,5 +38,5 @@ def case_norm(kind: str | None, rand: Random, channels: int) -> Norm | None:
     if kind is None:
         return None
     if kind == "layer":
-        return Norm(rand(channels), rand(channels), 1e-5, centred=True)
+        return Norm(rand(channels), rand(channels), 1e-5, centered=True)
     return Norm(rand(channels), None, 1e-5) if kind == "rms" else Norm(rand(channels), None, 1e-6, offset=1.0)

@@ -1,7 +1,6 @@
 """Rounding a row to 8 bits: its largest absolute value, the scale that this gives, and the nearest numbers.
 
-One definition for `quantize_rows` and for row programs, which round what they have just computed. The kernels' own is
-`row_numbers_triton`, function by function.
+Used by `quantize_rows` and by row programs; `row_numbers_triton` has the same functions for kernels.
 """
 
 import torch

@@ -1,7 +1,6 @@
 """Compiling all kernels of a forward at once: a run in which launches only compile, in parallel.
 
-A first call that compiles its thirty kernel variants one after the other takes half a minute; processes beside this one
-share that, see `Compilers`. Results of a warmed-up forward are garbage and must be dropped.
+One after the other, thirty kernels take half a minute. Results of a warmed-up forward are garbage and must be dropped.
 """
 
 import os

@@ -8,43 +8,23 @@ from accel_kernels import fused_linear
 from benchmarks.quality import calibrating
 
 
-def test_calibration_is_timed_by_layer_and_what_fails_is_told(tmp_path):
-    ways = "int4:rtn,int8:gptq,int8"  # 32 inputs are no multiple of 128
-    result = calibrating.main(tmp_path / "out.json", model="tiny", layers=1, ways=ways, windows=2, tokens=16)
+def test_all_of_it_is_quantized_saved_and_loaded_and_what_fails_is_told(tmp_path):
+    sizes = {"model": "tiny", "windows": 2, "tokens": 16}
+    ways = "int4:rtn,int8:rtn,int8:gptq"  # 32 inputs are no multiple of 128
+    result = calibrating.main(tmp_path / "out.json", ways=ways, **sizes)
     assert json.loads((tmp_path / "out.json").read_text())["rows"] == result["rows"]
     (failed,) = result["failed"]
     assert (failed["scheme"], failed["method"]) == ("int4", "rtn") and "multiple of 128" in failed["reason"]
-    assert [row["method"] for row in result["rows"]] == ["gptq", "rtn"]
-    for row in result["rows"]:  # of two layers one was measured
-        assert row["layers"] == len(row["layer_s"]) == 1 and row["whole_s"] >= row["took_s"] - 0.1
-
-
-def test_from_a_folder_all_of_it_is_quantized_saved_and_loaded(tmp_path):
-    sizes = {"model": "tiny", "windows": 2, "tokens": 16, "folder": tmp_path / "models"}
-    result = calibrating.main(tmp_path / "out.json", ways="int8:rtn,int8:gptq", **sizes)
-    assert result["failed"] == [] and [row["method"] for row in result["rows"]] == ["rtn", "gptq"]
-    stock = sum(path.stat().st_size for path in (tmp_path / "models" / "stock").glob("*.safetensors")) / 2**20
+    assert [row["method"] for row in result["rows"]] == ["rtn", "gptq"]
     for row in result["rows"]:
         assert row["layers"] > 1 and row["quantize_s"] >= row["layers_s"] > 0 and row["load_s"] > 0
-        assert 0 < row["final_mb"] < 0.85 * stock  # with words in float32; of the model as it was it would be all
-        assert row["final_mb"] < row["final_and_two_layers_mb"]
-    assert [path.name for path in (tmp_path / "models").iterdir()] == ["stock"]  # what came of it is gone again
+        # With words in float32; of the model as it was it would be all.
+        assert 0 < row["final_mb"] < 0.85 * 4 * 34976 / 2**20 and row["final_mb"] < row["final_and_two_layers_mb"]
 
 
 def test_no_time_left_is_told(tmp_path):
     result = calibrating.main(tmp_path / "out.json", model="tiny", ways="int8", seconds=-1)
     assert result["rows"] == [] and "seconds were over" in result["skipped"][0]["reason"]
-
-
-@pytest.mark.parametrize(
-    ("rounded", "least"), [((9, 9, 9), None), ((9, 4, 4), 16), ((1, 9, 4), 32), ((1, 1, 1), 8), ((1, 1, 5), None)]
-)
-def test_rounding_pays_from_where_it_is_faster_all_the_way(rounded, least):
-    pytest.importorskip("triton")
-    from benchmarks.kernels import products
-
-    us = {str(rows): {"chosen": 5, "rounded": time} for rows, time in zip((8, 16, 32), rounded, strict=True)}
-    assert products.least(us) == least
 
 
 def test_products_are_timed_where_they_are_right(tmp_path, monkeypatch):
@@ -55,9 +35,7 @@ def test_products_are_timed_where_they_are_right(tmp_path, monkeypatch):
     monkeypatch.setitem(shapes.SHAPES, "narrow", shapes.Shape(1024, 1024, 1536, 8192, 2))
     monkeypatch.setattr(products, "full_in_passes", lambda *args, **more: fused_linear.reference(*args, **more))
     wrong = lambda *args, **more: 1.5 * fused_linear.reference(*args, **more)  # noqa: E731
-    monkeypatch.setattr(
-        type(fused_linear), "triton", property(lambda op: lambda *args, shape, **more: wrong(*args, **more))
-    )
+    monkeypatch.setattr(type(fused_linear), "triton", property(lambda op: wrong))
     products.main(tmp_path / "out.json", "one-row", formats="bf16")
     found = json.loads((tmp_path / "out.json").read_text())
     rows = {(row["product"], row["way"]): row for row in found["rows"]}

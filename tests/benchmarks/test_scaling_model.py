@@ -33,6 +33,8 @@ def test_the_fastest_way_of_each_size_counts(links):
 def test_cards_divide_what_is_read_and_nothing_else(links):
     step = scaling.Step(batch=1, before=512, reading=4.0, rest=0.5, size=8192, layers=10)
     assert [step.on(cards, links) for cards in (1, 2, 4)] == pytest.approx([4.5, 2.62, 1.64])
+    lines = list(scaling.table([step], links, [{"gpus": 4, "batch": 1, "before": 512, "ms": 1.7}]))
+    assert [line.split(" | ")[-1] for line in lines[2:]] == ["4.50 |", "- |", "1.70 |", "- |"]  # not measured: a dash
     pays, within, apart = scaling.most_across_hosts(step, links)
     assert pays == pytest.approx(8 + 250 / 20) and within == pytest.approx(8) and apart == pytest.approx(0.16384)
 
@@ -55,9 +57,3 @@ def test_what_was_measured_on_several_cards_is_found():
     assert [(one["gpus"], one["batch"], one["before"], one["ms"], one["kind"]) for one in found] == [
         (4, 1, 512, 1.7, "rows"), (4, 32, 512, 3.1, "rows"), (4, 1, 2048, 17.0, "prompt"),
     ]  # fmt: skip
-
-
-def test_what_was_not_measured_has_a_dash(links):
-    step = scaling.Step(batch=1, before=512, reading=4.0, rest=0.5, size=8192, layers=10)
-    lines = list(scaling.table([step], links, [{"gpus": 4, "batch": 1, "before": 512, "ms": 1.7}]))
-    assert [line.split(" | ")[-1] for line in lines[2:]] == ["4.50 |", "- |", "1.70 |", "- |"]

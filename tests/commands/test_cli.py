@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 from diffusers import UNet2DConditionModel
-from typer.testing import CliRunner
 
-from accel.bench.configs import TINY_UNET
-from accel.commands.app import app
+from accel.bench.diffusion.configs import TINY_UNET
 from accel.llm.shards.manifest import MANIFEST, read_manifest
 from support.command_line import CALL, DIGITS, TRANSFORMER_DIGITS, run_command
 
@@ -121,20 +119,16 @@ def test_report_of_a_saved_model(unet_folder):
 LM = Path(__file__).parents[2] / "examples" / "models" / "tiny-lm"
 
 
-def accel(*arguments: object):
-    return CliRunner(env={"TERM": "dumb", "COLUMNS": "160"}).invoke(app, [*map(str, arguments)])
-
-
 def test_it_divides_a_model_and_says_how(tmp_path):
     out = tmp_path / "parts"
-    result = accel("shard", LM, "--tp", 2, "--out", out)
+    result = run_command("shard", LM, "--tp", 2, "--out", out)
     assert result.exit_code == 0, result.output
     manifest = read_manifest(out)
     assert "rank 1: " in result.output and f"of {len(manifest.tensors)} tensors" in result.output
     assert {"config.json", "tokenizer.json", MANIFEST} <= {path.name for path in out.iterdir()}
-    told = accel("verify", out, "--device", "cpu")
+    told = run_command("verify", out, "--device", "cpu")
     assert told.exit_code == 2 and "torchrun" in told.output
-    told = json.loads(accel("shard", LM, "--tp", 4, "--out", tmp_path / "four", "--json").stdout)
+    told = json.loads(run_command("shard", LM, "--tp", 4, "--out", tmp_path / "four", "--json").stdout)
     assert told["ranks"] == len(told["bytes"]) == 4 and 0 < told["divided"] < told["tensors"]
 
 
@@ -145,6 +139,6 @@ def test_what_cannot_be_done_ends_with_2(tmp_path):
         (("--tp", 2, "--out", tmp_path / "full"), "is not an empty folder"),
         (("--tp", 1, "--out", tmp_path / "new"), "Invalid value for '--tp'"),
     ):
-        result = accel("shard", LM, *arguments)
+        result = run_command("shard", LM, *arguments)
         assert result.exit_code == 2 and words in " ".join(result.output.replace("│", " ").split())
     assert not (tmp_path / "new").exists()

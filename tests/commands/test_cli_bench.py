@@ -7,25 +7,38 @@ from pathlib import Path
 import pytest
 import torch
 
-import accel
-from accel.bench.cases import CASES
+from accel.bench.diffusion.cases import CASES
 from accel.bench.ready import process, states
 from support.command_line import CALL, DIGITS, run_command
 from support.everything import EVERYTHING
 
 
-def test_bench_refuses_an_unknown_case_and_names_the_others():
-    result = run_command("bench", "sd15", "sd99", "--device", "cpu")
-    assert result.exit_code == 2
-    assert "'sd99'" in result.output and "'sd15'" not in result.output
-    assert all(name in result.output for name in CASES)
-
-
-@pytest.mark.parametrize("option", [("--dtype", "fp12"), ("--device", "abacus")])
-def test_bench_refuses_unknown_dtypes_and_devices(option):
-    result = run_command("bench", "tiny", *option)
-    assert result.exit_code == 2
-    assert option[1] in result.output
+@pytest.mark.share(1)
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("sd15", "sd99"), "unknown: 'sd99'; give"),
+        (("tiny", "--dtype", "fp12"), "fp12"),
+        (("tiny", "--device", "abacus"), "abacus"),
+        (("tiny", "--size", "32"), "--size is for folders"),
+        ((DIGITS / "unet", "--steps", "3"), "for pipelines"),
+        ((DIGITS / "tokenizer",), "neither a model_index.json nor a config.json"),
+        ((DIGITS, "sd99"), "'sd99'"),
+        (("vae512", "--weights", "int8"), "not for vae512"),
+        (("tiny", "--weights", "int4"), "none of int8, int8-asym, fp8"),
+        (("tiny", "--activations", "int8"), "needs --weights int8"),
+        (("tiny", "--weights", "int8-asym", "--activations", "int8"), "needs weights='int8', not 'int8-asym'"),
+        (("tiny", "--weights", "fp8", "--activations", "fp8", "--dtype", "fp16"), "give --dtype bf16"),
+        (("ready", "sd99"), "'sd99' is none of"),
+        (("ready", "sd15+int8"), "'sd15+int8': behind a plus stands one of"),
+        (("ready", "llama-8b+case"), "'llama-8b+case': behind a plus stands one of"),
+    ],
+    ids=str,
+)
+def test_bench_refuses(arguments, message):
+    where = () if "--device" in arguments else ("--device", "cpu")
+    result = run_command("bench", *arguments, *where)
+    assert result.exit_code == 2 and message in " ".join(result.output.replace("│", " ").split())
 
 
 def test_bench_tiny_writes_json(tmp_path, monkeypatch):
@@ -36,9 +49,9 @@ def test_bench_tiny_writes_json(tmp_path, monkeypatch):
         started.append((arguments[1], caches))
         if len(started) == 1 and EVERYTHING:
             return fresh(module, arguments, caches)
-        case, state, device, dtype, flag = arguments
-        assert flag == "--images"
-        return process.measure(case, state, torch.device(device), getattr(torch, dtype), images=True)
+        case, state, device, dtype = arguments
+        assert case == "tiny+case"
+        return process.measure(case, state, torch.device(device), getattr(torch, dtype))
 
     monkeypatch.setattr(states, "spawn", spawn)
     result = run_command("bench", "tiny", "--device", "cpu", "--seconds", "0.1", "--out", tmp_path)
@@ -56,7 +69,7 @@ def test_bench_tiny_writes_json(tmp_path, monkeypatch):
     assert "compile" not in figures
     assert 0 < figures["error"]["accel_vs_fp32"] <= 2 * figures["error"]["stock_vs_fp32"] < 1e-5
     assert figures["restored_bit_equal"] is True
-    assert figures["peak_memory_mb"] == {"stock": None, "accel": None}
+    assert figures["peak_memory_mb"] == {"stock": None, "accel": None} and figures["failed"] == []
     took = figures["ready"]
     assert min(took["cold_s"], took["warm_s"], took["stock_first_call_s"], took["in_process_s"]) > 0
     assert min(took["cold_lost_s"], took["warm_lost_s"]) >= 0
@@ -83,37 +96,7 @@ def test_bench_with_activations_in_8_bits(tmp_path):
     found = json.loads((tmp_path / "cpu-tiny-int8-activations-int8.json").read_text())
     assert found["activations"] == "int8" and found["lost"]["psnr_db"] > 40 and found["restored_bit_equal"]
     assert found["error"]["accel_vs_fp32"] <= 2 * found["error"]["stock_vs_fp32"] < 1e-4 < found["lost"]["relative_rms"]
-    assert 0 < max(found["products"].values()) <= 1 and set(found["products"]) == {"rounded rows", "their products"}
-    for case, options, told in (
-        ("vae512", ("--weights", "int8"), "not for vae512"),
-        ("tiny", ("--weights", "int4"), "none of int8, int8-asym, fp8"),
-        ("tiny", ("--activations", "int8"), "needs --weights int8"),
-        ("tiny", ("--weights", "int8-asym", "--activations", "int8"), "needs weights='int8', not 'int8-asym'"),
-        ("tiny", ("--weights", "fp8", "--activations", "fp8", "--dtype", "fp16"), "give --dtype bf16"),
-    ):
-        refused = run_command("bench", case, *options)
-        assert refused.exit_code == 2 and told in " ".join(refused.output.split())
-
-
-def test_bench_reports_no_figure_for_a_wrong_result(tmp_path, monkeypatch):
-    """A plugin that scales its output: the benchmark must say so, write nothing and fail."""
-
-    class Scaled:
-        def __init__(self, stock):
-            self.stock = stock
-
-        def __call__(self, *args, **kwargs):
-            return tuple(part * 1.01 for part in self.stock(*args, **kwargs))
-
-    def spoil(module):
-        module.forward = Scaled(type(module).forward.__get__(module))
-        return module
-
-    monkeypatch.setattr(accel, "optimize", spoil)
-    result = run_command("bench", "tiny", "--device", "cpu", "--no-ready", "--out", tmp_path)
-    assert result.exit_code == 1
-    assert "wrong result" in result.output
-    assert not list(tmp_path.iterdir())
+    assert {"over the same weights", "rounded rows", "their products"} == set(found["quality"]["parts"])
 
 
 def test_bench_of_a_pipeline_folder(tmp_path):
@@ -128,8 +111,7 @@ def test_bench_of_a_pipeline_folder(tmp_path):
     assert 0 < figures["error"]["accel_vs_fp32"] < 1e-4
     assert min(figures["ready"]["in_process_s"], figures["ready"]["stock_first_call_s"]) > 0
     for variant in ("stock", "accel"):
-        assert 0 < figures[variant]["q1_ms"] <= figures[variant]["median_ms"] and figures[variant]["calls"] >= 3
-    assert len(figures["stock_halves_ms"]) == 2
+        assert 0 < figures[variant]["q1_ms"] <= figures[variant]["median_ms"] and figures[variant]["calls"] >= 2
 
 
 @pytest.mark.parametrize(
@@ -144,27 +126,12 @@ def test_bench_of_a_model_folder(tmp_path, part, options, shape):
     assert figures["restored_bit_equal"] is True
 
 
-def test_bench_reports_no_figure_for_a_wrong_model(tmp_path, wrong_resnets):
-    result = run_command("bench", DIGITS, *CALL, "--out", tmp_path)
+@pytest.mark.parametrize("arguments", [(DIGITS, *CALL), ("tiny", "--device", "cpu", "--no-ready")], ids=str)
+def test_bench_reports_no_figure_for_a_wrong_model(tmp_path, wrong_resnets, arguments):
+    result = run_command("bench", *arguments, "--out", tmp_path)
     assert result.exit_code == 1
     assert "wrong result" in result.output and "FAILED" in result.output
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (("tiny", "--size", "32"), "--size is for folders"),
-        ((DIGITS / "unet", "--steps", "3"), "for pipelines"),
-        ((DIGITS / "tokenizer",), "neither a model_index.json nor a config.json"),
-        ((DIGITS, "sd99"), "'sd99'"),
-    ],
-    ids=str,
-)
-def test_bench_refuses_what_does_not_go_together(arguments, message):
-    result = run_command("bench", *arguments, "--device", "cpu")
-    assert result.exit_code == 2
-    assert message in result.output
 
 
 def test_every_case_is_named_in_the_help_in_the_docs_and_where_one_is_unknown():
@@ -177,13 +144,17 @@ def test_every_case_is_named_in_the_help_in_the_docs_and_where_one_is_unknown():
 
 def test_a_case_is_timed_in_its_usual_dtype(tmp_path, monkeypatch):
     """On a GPU, and the file has that dtype's name only where another was asked for."""
-    from accel.bench import machine, runner
+    from accel.bench import machine
+    from accel.bench.diffusion import runner
 
-    def run(case, device, dtype, *, keep, limit_s, **given):
-        ran.append((case.name, dtype, limit_s))
-        result = {"case": case.name, "dtype": str(dtype).removeprefix("torch."), "failed": {"accel": "no luck"}}
+    def run(name, make, device, dtype, *, keep, limit_s, **given):
+        ran.append((name, dtype, limit_s))
+        result = {"case": name, "dtype": str(dtype).removeprefix("torch."), "skipped": []}
+        result |= {
+            "failed": [{"variant": "accel", "reason": "no luck"}, {"variant": "compile", "reason": "no compiler"}]
+        }
         keep(result)
-        return result | {"skipped": ["torch.compile"], "reference_failed": "too large"}
+        return result | {"skipped": [{"case": "torch.compile", "reason": "1 seconds were over"}]}
 
     ran = []
     monkeypatch.setattr("accel.commands.bench.images.parse_device", lambda name: torch.device("cuda"))
@@ -192,22 +163,22 @@ def test_a_case_is_timed_in_its_usual_dtype(tmp_path, monkeypatch):
     result = run_command("bench", "sdxl", "flux", "--out", tmp_path, "--limit", "60")
     assert ran == [("sdxl", torch.float16, 60.0), ("flux", torch.bfloat16, 60.0)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu-flux.json", "gpu-sdxl.json"]
-    assert result.exit_code == 1 and "flux: accel failed: no luck" in result.output
-    assert "sdxl: no time was left for torch.compile" in result.output
-    assert "full precision failed: too large" in result.output
+    assert result.exit_code == 1 and "flux: failed: accel: no luck" in result.output
+    assert "sdxl: left out: torch.compile: 1 seconds were over" in result.output
     run_command("bench", "flux", "--dtype", "fp16", "--out", tmp_path)
     assert ran[-1][1] == torch.float16 and (tmp_path / "gpu-flux-float16.json").is_file()
 
 
-def test_a_case_that_fails_does_not_cost_the_next(tmp_path, monkeypatch):
-    from accel.bench import runner
+def test_a_case_that_fails_does_not_cost_the_next_and_a_compiler_is_no_failure_of_ours(tmp_path, monkeypatch):
+    from accel.bench.diffusion import runner
 
-    def run(case, device, dtype, **given):
-        if case.name == "flux":
+    def run(name, *given, **more):
+        if name == "flux":
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return {"case": case.name, "dtype": "float32"}
+        return {"case": name, "dtype": "float32", "failed": [{"variant": "compile", "reason": "no"}], "skipped": []}
 
     monkeypatch.setattr(runner, "run", run)
     result = run_command("bench", "flux", "tiny", "--device", "cpu", "--out", tmp_path)
-    assert result.exit_code == 1 and "flux: stock failed: OutOfMemoryError: CUDA out of memory" in result.output
+    assert result.exit_code == 1 and "flux: failed: stock: OutOfMemoryError: CUDA out of memory" in result.output
     assert [path.name for path in tmp_path.iterdir()] == ["cpu-tiny.json"]
+    assert run_command("bench", "tiny", "--device", "cpu", "--out", tmp_path).exit_code == 0

@@ -161,12 +161,6 @@ def test_the_other_commands_take_the_folder(tmp_path):
         assert result.exit_code == 0, result.output
 
 
-def test_what_does_not_fit_is_told(tmp_path):
-    result = accel(LM, "--scheme", "int4", "--out", tmp_path / "out")  # 192 inputs are no multiple of 128
-    assert result.exit_code == 0, result.output
-    assert "left alone: 36 (192 inputs, not a multiple of 128)" in result.output
-
-
 def test_interrupted_it_goes_on(tmp_path, monkeypatch):
     out, real = tmp_path / "out", running.quantize_layers
     with monkeypatch.context() as patches:
@@ -210,9 +204,11 @@ def test_wrong_usage_is_code_2_and_changes_nothing(tmp_path, without_tokenizer):
     assert CliRunner().invoke(app, ["quantize", str(LM)]).exit_code == 2  # no --out
 
 
-def test_a_folder_without_a_tokenizer_is_quantized_too(tmp_path, without_tokenizer):
-    result = accel(without_tokenizer, "--out", tmp_path / "out")
-    assert result.exit_code == 0 and not (tmp_path / "out" / "tokenizer.json").exists()
+def test_what_does_not_fit_is_told_and_no_tokenizer_is_needed(tmp_path, without_tokenizer):
+    result = accel(without_tokenizer, "--scheme", "int4", "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "left alone: 36 (192 inputs, not a multiple of 128)" in result.output
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
 
 
 def test_layers_go_to_the_device_and_the_model_stays_on_the_cpu(tmp_path, text, monkeypatch):

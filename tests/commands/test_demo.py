@@ -12,7 +12,8 @@ from rich.progress import Progress
 from typer.testing import CliRunner
 
 from accel.commands.app import app
-from accel.demo import contact_sheet, continuation, digits, shipped
+from accel.demo import contact_sheet, continuation, digits
+from accel.demo.comparison import speed_ratio
 from accel.planning.whole_models import ON_CPU
 from accel.report import Report
 from support.everything import EVERYTHING
@@ -104,7 +105,7 @@ def test_both_models_write_the_same(written):
     [((), (2.0, 2.2), "0.50x"), ((STOCK,), (2.0, 2.2), "0.50x"), ((STOCK,), (0.9, 2.2), "as stock")],
 )
 def test_noise_is_no_ratio(sites, ours, shown):
-    assert shipped.speed_ratio([1.0, 1.1], ours, Report(list(sites), [], [])) == shown
+    assert speed_ratio([1.0, 1.1], ours, Report(list(sites), [], [])) == shown
 
 
 def test_texts_that_part_are_both_shown(written):
@@ -116,7 +117,7 @@ def test_texts_that_part_are_both_shown(written):
     assert "rounding" in shown
 
 
-def test_the_contact_sheet_labels_and_enlarges():
+def test_contact_sheets_label_enlarge_and_are_stacked_on_white():
     white, black = np.ones((8, 8, 3), np.float32), np.zeros((8, 8, 3), np.float32)
     sheet = contact_sheet.contact_sheet({"a": [white, black], "b": [black, white]}, ["one", "two"], "digits")
     cell = contact_sheet.CELL + contact_sheet.GAP
@@ -124,11 +125,6 @@ def test_the_contact_sheet_labels_and_enlarges():
     assert sheet.getpixel((contact_sheet.MARGIN + cell + 4, contact_sheet.HEADER + 4)) == (0, 0, 0)
     for top, bottom in ((0, contact_sheet.HEADER), (contact_sheet.HEADER, sheet.height)):  # the title, the labels
         assert (np.asarray(sheet.crop((0, top, contact_sheet.MARGIN, bottom))) < 128).any()
-
-
-def test_sheets_are_stacked_on_white():
-    small, wide = Image.new("RGB", (10, 4), "black"), Image.new("RGB", (20, 6), "red")
-    whole = contact_sheet.stack_sheets([small, wide])
+    whole = contact_sheet.stack_sheets([Image.new("RGB", (10, 4), "black"), Image.new("RGB", (20, 6), "red")])
     assert whole.size == (20, 10)
-    assert whole.getpixel((5, 3)) == (0, 0, 0) and whole.getpixel((15, 3)) == (255, 255, 255)
-    assert whole.getpixel((19, 9)) == (255, 0, 0)
+    assert [whole.getpixel(at) for at in ((5, 3), (15, 3), (19, 9))] == [(0, 0, 0), (255, 255, 255), (255, 0, 0)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import accel
-from accel.patching.patch import ForwardPatch
+from accel.patching.rule import ForwardPatch
 from support.diffusion.outputs import close, run
 from support.patched import fast_forwards
 
@@ -17,20 +17,13 @@ from support.patched import fast_forwards
 def test_restore_leaves_no_trace(pair, tiny):
     model, _, inputs = pair
     before, wanted = tiny.snapshot(model), run(model, inputs)
-    assert accel.optimize(model) is model
+    assert accel.optimize(accel.restore(model)) is model
     assert len(fast_forwards(model)) > 10
     run(model, inputs)
-    assert accel.restore(model) is model
-    tiny.assert_same_state(before, tiny.snapshot(model))
+    for _ in range(2):  # of a stock model it does nothing
+        assert accel.restore(model) is model
+        tiny.assert_same_state(before, tiny.snapshot(model))
     assert torch.equal(run(model, inputs), wanted)
-
-
-def test_restoring_twice_or_a_stock_model_does_nothing(pair, tiny):
-    model, _, _ = pair
-    before = tiny.snapshot(model)
-    accel.restore(model)
-    accel.restore(accel.restore(accel.optimize(model)))
-    tiny.assert_same_state(before, tiny.snapshot(model))
 
 
 def test_a_second_optimize_plans_anew(pair, tiny):
@@ -167,16 +160,6 @@ def test_state_dict_and_save_pretrained_are_the_stock_ones(pair, tmp_path):
     assert torch.equal(run(loaded, inputs), run(twin, inputs))
 
 
-def test_loading_weights_afterwards_is_seen(pair, tiny):
-    model, twin, inputs = pair
-    accel.optimize(model)
-    run(model, inputs)
-    new = {name: tensor * 1.1 for name, tensor in twin.state_dict().items()}
-    model.load_state_dict(new)
-    twin.load_state_dict(new)
-    close(run(model, inputs), run(twin, inputs))
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_another_dtype(pair, when, dtype):
@@ -236,15 +219,6 @@ def test_projections_share_one_storage_without_a_second_copy(pair):
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
     assert sum(storages.values()) == total
     assert attention.to_k.weight.data_ptr() == attention.to_q.weight.data_ptr() + attention.to_q.weight.nbytes
-
-
-def test_torch_compile_on_top_sees_the_stock_model(pair):
-    model, twin, inputs = pair
-    accel.optimize(model)
-    compiled = torch.compile(model, backend="eager")
-    close(run(compiled, inputs), run(twin, inputs))
-    assert accel.report(model).fallbacks == []
-    torch.compiler.reset()
 
 
 def test_signatures_stay_those_of_the_stock_forwards(pair):

@@ -307,23 +307,3 @@ def test_every_task_of_the_pipelines_of_transformers(name, calls):
 
 def test_no_task_is_forgotten():
     assert SUPPORTED_TASKS.keys() <= TASKS.keys()
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_sentence_transformers(tmp_path):
-    sentences = pytest.importorskip("sentence_transformers")
-    from support.objects.pipeline_tasks import model, words
-
-    for kind, name, method in (
-        (sentences.SentenceTransformer, "BertModel", "encode"),
-        (sentences.CrossEncoder, "BertForSequenceClassification", "predict"),
-    ):
-        model(name).save_pretrained(tmp_path / name)
-        words().save_pretrained(tmp_path / name)
-        obj = kind(str(tmp_path / name), device="cpu")
-        call, texts = getattr(obj, method), [("abc", "d"), ("e", "fg")] if method == "predict" else ["abc", "de"]
-        wanted = call(texts)
-        assert accel.optimize(obj) is obj and all(map(fast_forwards, models_in(obj).values()))
-        np.testing.assert_allclose(call(texts), wanted, rtol=1e-5, atol=1e-5)
-        assert accel.report(obj).fallbacks == [] and accel.report(obj).sites
-        assert np.array_equal(getattr(accel.restore(obj), method)(texts), wanted)

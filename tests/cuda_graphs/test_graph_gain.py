@@ -58,9 +58,9 @@ def runner_of(monkeypatch):
 
             return run
 
-        def call(instead=True):
+        def call(without_graph=True):
             times.run.clear()
-            return runner(way("eager"), (torch.zeros(2),), {}, instead=way("plain") if instead else None)
+            return runner(way("eager"), (torch.zeros(2),), {}, without_graph=way("plain") if without_graph else None)
 
         return runner, call
 
@@ -314,6 +314,8 @@ def test_what_cannot_be_captured_is_settled_too(runner_of, monkeypatch):
     runner.obstacle = lambda module: "hooks"
     kernels = Kernels(runner, monkeypatch)
     assert [kernels.call(2, parts=3) for _ in range(3)] == [("eager", 0.12), ("eager", 0.06), ("eager", 0.0)]
+    found = runner(lambda x: "padded", (torch.zeros(2),), {}, without_graph=lambda: "plain")
+    assert found == "plain" and runner.log.rows() == [("", "no graph: hooks", 4)]
 
 
 def test_a_state_that_comes_back_finds_its_graph(runner_of):
@@ -324,12 +326,12 @@ def test_a_state_that_comes_back_finds_its_graph(runner_of):
     found = []
     for scale in (1.0, 2.0) * 3:
         module.scale = scale
-        found.append([call(instead=False) for _ in range(3)])
+        found.append([call(without_graph=False) for _ in range(3)])
     assert found[:2] == [["eager", "graph", "graph"]] * 2 and found[2:] == [["graph"] * 3] * 4
     assert len(runner.entries) == 2 and runner.reason is None
     for scale in range(6):
         module.scale = float(scale)
-        call(instead=False)
+        call(without_graph=False)
     assert len(runner.entries) == MOST
     module.weight = nn.Parameter(torch.zeros(2, 2))
-    assert [call(instead=False) for _ in range(2)] == ["eager", "graph"] and len(runner.entries) == 1
+    assert [call(without_graph=False) for _ in range(2)] == ["eager", "graph"] and len(runner.entries) == 1

@@ -25,40 +25,38 @@ def pool(monkeypatch):
     return pool
 
 
-def entry(mb: float, used: int, device: torch.device = DEVICE) -> Entry:
+def entry(mb: float, last_replay: int, device: torch.device = DEVICE) -> Entry:
     whole = torch.empty(int(mb * MB))
     outputs = [whole, whole.view(-1, 1), None]  # one memory counts once
     return Entry(
-        graph=CapturedGraph(None, device, None, outputs, pytree.tree_structure(outputs), None), used=used, memory_mb=mb
+        graph=CapturedGraph(None, device, None, outputs, pytree.tree_structure(outputs), None),
+        last_replay=last_replay,
+        memory_mb=mb,
     )
 
 
-def test_those_used_the_longest_ago_are_dropped(pool):
-    entries = [entry(3, used=5), entry(2, used=1), entry(2, used=2), Entry(), entry(1, used=9)]
-    newest = entry(3, used=0)
+ENTRIES = {  # of each (MB, when it was used), of the newest too, and whether its graph stays
+    "those used the longest ago go": ([(3, 5), (2, 1), (2, 2), None, (1, 9)], 3, [True, False, False, False, True]),
+    "there is room": ([(3, 1), (4, 2), (50, 3, "meta")], 1, [True, True, True]),
+    "one that is too large alone stays alone": ([(1, 1)], 20, [False]),
+}
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_which_graphs_are_dropped_for_the_outputs_of_the_newest(pool, name):
+    given, mb, stays = ENTRIES[name]
+    entries = [Entry() if one is None else entry(*one[:2], torch.device(*(one[2:] or ("cpu",)))) for one in given]
+    newest, dropped = entry(mb, last_replay=0), sum(one is not None for one in given) - sum(stays)
     pool.bound_outputs([*entries, newest], newest, DEVICE)
-    assert [one.graph is not None for one in entries] == [True, False, False, False, True]
-    assert newest.graph is not None and pool.left_mb[DEVICE] == 4 and len(pool.waits) == 2
+    assert [one.graph is not None for one in entries] == stays and newest.graph is not None
+    assert pool.left_mb[DEVICE] == (4 if dropped == 2 else dropped) and len(pool.waits) == dropped
     assert all(one.reason is None for one in entries)  # captured again where it comes again
-
-
-def test_nothing_is_dropped_where_there_is_room(pool):
-    entries = [entry(3, used=1), entry(4, used=2), entry(50, used=3, device=torch.device("meta"))]
-    newest = entry(1, used=0)
-    pool.bound_outputs([*entries, newest], newest, DEVICE)
-    assert all(one.graph is not None for one in (*entries, newest)) and not pool.waits
-
-
-def test_one_that_is_too_large_alone_stays_alone(pool):
-    entries, newest = [entry(1, used=1)], entry(20, used=0)
-    pool.bound_outputs([*entries, newest], newest, DEVICE)
-    assert entries[0].graph is None and newest.graph is not None
 
 
 def test_memory_of_graphs_that_went_alone_counts_until_all_go(pool, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     runner = GraphRunner(nn.Linear(2, 2), "", pool, FallbackLog(), lambda module: None, True)
-    runner.entries = {("a",): entry(3, used=1), ("b",): entry(2, used=2)}
+    runner.entries = {("a",): entry(3, last_replay=1), ("b",): entry(2, last_replay=2)}
     pool.drop(runner.entries[("a",)])
     assert pool.rows() == [{"device": "cpu", "used_mb": 5.0, "limit_mb": 8 / OUTPUTS}]
     pool.clear()
@@ -68,11 +66,11 @@ def test_memory_of_graphs_that_went_alone_counts_until_all_go(pool, monkeypatch)
 def test_replays_are_counted(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: SimpleNamespace(__enter__=None))
     runner = GraphRunner(nn.Linear(2, 2), "", GraphPool(None), FallbackLog(), lambda module: None, True)
-    first, second = entry(1, used=0), entry(1, used=0)
+    first, second = entry(1, last_replay=0), entry(1, last_replay=0)
     for one in (first, second, first):
         with pytest.raises((TypeError, AttributeError)):  # no GPU to replay on
             runner._replay(one, [], DEVICE, None)
-    assert (first.used, second.used) == (3, 2)
+    assert (first.last_replay, second.last_replay) == (3, 2)
 
 
 def test_graphs_that_ranks_share_are_dropped_only_together(pool, monkeypatch):
@@ -82,7 +80,7 @@ def test_graphs_that_ranks_share_are_dropped_only_together(pool, monkeypatch):
     runners = [GraphRunner(nn.Linear(2, 2), "", pool, FallbackLog(), lambda module: None, True) for _ in range(2)]
     runners[1].ranks = object()
     for runner in runners:
-        runner.entries = {("a",): entry(1, used=1), ("b",): Entry(reason="why")}
+        runner.entries = {("a",): entry(1, last_replay=1), ("b",): Entry(reason="why")}
     pool.clear(alone=True)
     graphs = [[key for key, one in runner.entries.items() if one.graph is not None] for runner in runners]
     assert graphs == [[], [("a",)]] and runners[0].entries[("b",)].reason == "why"
@@ -145,8 +143,9 @@ def test_equal_copies_are_those_of_the_device():
         lambda: forward(torch.tensor([0.5, 0.25]).double()),
         lambda: (forward(torch.tensor([0.5, 0.25])), torch.ones(2).to(META)),
         lambda: None,
+        lambda: torch.rand(4).to(META),
     ],
-    ids=["numbers", "a number", "shape", "dtype", "more", "fewer"],
+    ids=["numbers", "a number", "shape", "dtype", "more", "fewer", "random numbers"],
 )
 def test_others_are_refused(other):
     copies = HostCopies()
@@ -165,14 +164,6 @@ def test_what_stays_on_its_device_is_left_alone():
     assert copies.found == []
 
 
-def test_random_numbers_of_the_cpu_are_not_kept():
-    copies = HostCopies()
-    with copies.noted():
-        torch.rand(4).to(META)
-    with pytest.raises(RuntimeError, match="another call"), copies.replayed():
-        torch.rand(4).to(META)
-
-
 def test_tensors_of_the_cpu_given_to_makers_are_noted_and_others_are_not():
     copies = HostCopies()
     with copies.noted():
@@ -186,12 +177,10 @@ def test_tensors_of_the_cpu_given_to_makers_are_noted_and_others_are_not():
 @pytest.mark.parametrize("kind", ["fp16", "bf16"])
 def test_a_graph_is_for_one_precision_of_sums(kind):
     """Products of the same shape take other kernels where the user has asked for full sums since."""
-    name = f"allow_{kind}_reduced_precision_reduction"
-    before, matmul = switches(), torch.backends.cuda.matmul
+    name, matmul, before = f"allow_{kind}_reduced_precision_reduction", torch.backends.cuda.matmul, switches()
     was = getattr(matmul, name)
     try:
         setattr(matmul, name, not was)
         assert switches() != before
     finally:
         setattr(matmul, name, was)
-    assert switches() == before

@@ -2,21 +2,13 @@
 
 import copy
 import functools
-from pathlib import Path
 
 import pytest
 import torch
 
 import accel
+from support.diffusion.drawing import shipped
 from support.diffusion.tiny_models import UNETS
-
-
-def _as_a_user_loads(folder):
-    from diffusers import DiffusionPipeline
-
-    pipeline = DiffusionPipeline.from_pretrained(folder)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
 
 
 @pytest.fixture(params=UNETS)
@@ -33,14 +25,9 @@ def twins(tiny):
 
 
 @pytest.fixture(scope="session")
-def model_folder():
-    return Path(__file__).parents[2] / "examples" / "models" / "tiny-sd-digits"
-
-
-@pytest.fixture(scope="session")
-def loaded(model_folder):
+def loaded():
     """Only to be copied."""
-    return _as_a_user_loads(model_folder)
+    return shipped()
 
 
 @pytest.fixture
@@ -50,20 +37,21 @@ def pipe(loaded):
 
 
 @pytest.fixture(scope="session")
-def transformer_folder():
-    return Path(__file__).parents[2] / "examples" / "models" / "tiny-dit-digits"
-
-
-@pytest.fixture(scope="session")
-def loaded_transformer(transformer_folder):
+def loaded_transformer():
     """The pipeline with a diffusion transformer; only to be copied."""
-    return _as_a_user_loads(transformer_folder)
+    return shipped(name="tiny-dit-digits")
 
 
 @pytest.fixture
 def dit(loaded_transformer):
     """One of its own for every test."""
     return copy.deepcopy(loaded_transformer)
+
+
+@pytest.fixture(params=["pipe", "dit"])
+def pipeline(request):
+    """Both in turn."""
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture(scope="session")

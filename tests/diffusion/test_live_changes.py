@@ -9,6 +9,7 @@ import torch
 import accel
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.rule import obstacle
+from support.diffusion.changes import CHANGES
 from support.everything import EVERYTHING
 
 SAME = 1.01 / 255  # one step of the eight bits an image has
@@ -43,30 +44,31 @@ def restored(ours, stock, live, tiny, call):
     assert np.array_equal(live.draw(ours, **call), live.draw(stock, **call))
 
 
-@pytest.fixture(params=["sd-left-so", "sd-taken-back", "sd-optimized-after", "sdxl"])
-def case(request, change, live):
-    """(pipeline, how it ends): the change stays, is taken back, or is there before optimize."""
-    if change.cpu:
-        pytest.skip(change.cpu)
-    if request.param == "sd-taken-back" and change.reverse is None:
-        pytest.skip("users cannot take it back either")
-    turn = live.CHANGES.index(change) % 8
-    all_ways = EVERYTHING or change.name == "two-loras"  # which go into both text encoders of an SDXL
-    if request.param == "sd-optimized-after" and not all_ways and turn != 0:
-        pytest.skip("every eighth one is there before optimize")
-    if request.param == "sdxl" and not all_ways and turn != 2:
-        pytest.skip("every eighth one is of the other family too")
-    if request.param == "sd-left-so" and change.reverse is not None and not EVERYTHING:
-        pytest.skip("the other family's is left so, and this one's is taken back")
-    family, _, end = request.param.partition("-")
-    if family == "sdxl":
-        return request.getfixturevalue("sdxl_pipe"), "taken-back" if change.reverse and EVERYTHING else "left-so"
-    return request.getfixturevalue("pipe"), end
+def ways(number, change):
+    """Which pipeline, and whether the change stays, is taken back, or is there before optimize. Some in turn."""
+    every = EVERYTHING or change.name == "two-loras"  # which go into both text encoders of an SDXL
+    if change.reverse is not None:
+        yield "pipe", "taken-back"
+    if EVERYTHING or change.reverse is None:
+        yield "pipe", "left-so"
+    if every or number % 8 == 0:
+        yield "pipe", "optimized-after"
+    if every or number % 8 == 2:
+        yield "sdxl_pipe", "taken-back" if EVERYTHING and change.reverse is not None else "left-so"
+
+
+CASES = [
+    pytest.param(change, *way, id=f"{change.name}-{'-'.join(way)}")
+    for number, change in enumerate(CHANGES)
+    if not change.cpu
+    for way in ways(number, change)
+]
 
 
 @pytest.mark.share(4)
-def test_stock_and_ours_agree_after_every_change(case, change, live, tiny, tmp_path):
-    pipe, end = case
+@pytest.mark.parametrize(("change", "pipeline", "end"), CASES)
+def test_stock_and_ours_agree_after_every_change(request, change, pipeline, end, live, tiny, tmp_path):
+    pipe = request.getfixturevalue(pipeline)
     twin = copy.deepcopy(pipe)
     call = change.arguments_before()
     if end != "optimized-after":

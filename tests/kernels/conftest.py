@@ -2,7 +2,7 @@
 
 import pytest
 
-from support.kernels import compiler, interpreter, routing
+from support.kernels import compiler, interpreter, numbers
 
 interpreter.prepare()
 
@@ -15,4 +15,4 @@ def compiling_ends():
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    routing.poisoned(monkeypatch)
+    numbers.poisoned(monkeypatch)

@@ -95,7 +95,7 @@ def test_kernels_compile(tmp_path: Path):
     many = "all" if EVERYTHING else "some"
     lines = [line.split() for line in in_a_process(CHECK, tmp_path, many).splitlines()]
     kernels = {int(line[-1]): int(line[1]) for line in lines}
-    assert kernels.keys() == {80, 90, 100} and kernels[90] >= 45 and min(kernels.values()) >= 1
+    assert kernels.keys() == {80, 90, 100} and kernels[90] >= 40 and min(kernels.values()) >= 1
 
 
 READ = """
@@ -330,3 +330,21 @@ def test_experts_in_4_bits_of_float32_take_the_stages_that_fit(tmp_path: Path):
     one stage more takes 237,568 of 232,448.
     """
     assert in_a_process(STAGES, tmp_path).split() == ["2", "3", "3", "3"]
+
+
+IMPORTED = """
+import sys
+from pathlib import Path
+from accel_kernels.compiling import compiler_process as process
+folder = Path(process.__file__).parents[1]
+for name in [name for name in sys.modules if name.partition(".")[0] in ("torch", "accel_kernels")]:
+    del sys.modules[name]
+process.import_without_torch(str(folder))
+for path in folder.rglob("*_triton.py"):
+    print(__import__(".".join(("accel_kernels", *path.relative_to(folder).with_suffix("").parts))).__name__)
+"""
+
+
+def test_files_of_kernels_are_imported_without_torch(tmp_path):
+    """Else kernels are not compiled side by side, but one by one where they are launched."""
+    assert len(in_a_process(IMPORTED, tmp_path).split()) > 50

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accel_kernels import group_norm, image_sum, upsample_convolve
-from accel_kernels.autotune import BorrowedTensor, TensorForm, filled
+from accel_kernels.autotune import TensorForm, filled
 from accel_kernels.image.half_operands import GAIN, SCALE, halved
 from torch import nn
 
@@ -51,7 +51,7 @@ def test_tensors_far_apart_in_one_memory_are_filled_each_by_itself():
 
 def test_a_weight_is_lent_for_as_long_as_it_is_there():
     weight = nn.Parameter(torch.randn(6, 8))
-    whole, rows = BorrowedTensor.of(weight), BorrowedTensor.of(weight[2:4])
+    whole, rows = TensorForm.of(weight, lent=True), TensorForm.of(weight[2:4], lent=True)
     for _ in range(2):
         assert whole.filled().data_ptr() == weight.data_ptr() and torch.equal(whole.filled(), weight)
         assert rows.filled().data_ptr() == weight[2:4].data_ptr() and torch.equal(rows.filled(), weight[2:4])
@@ -59,7 +59,7 @@ def test_a_weight_is_lent_for_as_long_as_it_is_there():
     for lent, shape in ((whole, (6, 8)), (rows, (2, 8))):
         made = lent.filled()
         assert made.shape == shape and made.untyped_storage().nbytes() == made.nbytes and made.std() > 0.1
-    whole = BorrowedTensor.of(weight)
+    whole = TensorForm.of(weight, lent=True)
     weight.untyped_storage().resize_(0)  # as some offloading does
     assert whole.filled().isfinite().all() and whole.filled().shape == (6, 8)
 

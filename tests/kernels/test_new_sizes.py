@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from accel_kernels import warmup as warmup
 from accel_kernels.attention import flash_attention_triton as attention
-from accel_kernels.elementwise import geglu_triton as geglu
+from accel_kernels.elementwise import gated_triton as gated
 from accel_kernels.elementwise import softmax_triton as softmax
 from accel_kernels.gemm.quantized import dequantize_triton
 from accel_kernels.gemm.quantized_weight import Quantized
@@ -25,7 +25,7 @@ from accel_kernels.norm.channel_stats_triton import GROWTH
 from triton.runtime.jit import JITFunction
 
 MODULES = (
-    attention, dequantize_triton, experts_triton, geglu, group_norm, image_sum, layer_norm, softmax, upsample, convolve,
+    attention, dequantize_triton, experts_triton, gated, group_norm, image_sum, layer_norm, softmax, upsample, convolve,
 )  # fmt: skip
 SIZES = [(2, 64, 64), (1, 96, 136), (16, 8, 8), (2, 5, 7), (3, 1, 1), (1, 256, 256), (1, 40, 72), (2, 512, 384)]
 
@@ -90,7 +90,7 @@ def sums(channels, n, h, w):
 def upsampled(channels, n, h, w):
     x = image(channels, n, h, w)
     upsample.upsample(x)
-    geglu.geglu(torch.empty((n, h * w, 2 * channels), device="meta", dtype=torch.float16))
+    gated.geglu(torch.empty((n, h * w, 2 * channels), device="meta", dtype=torch.float16))
     weight = image(channels, channels, 3, 3)
     convolve.upsample_convolve(x, weight)
 
@@ -123,14 +123,14 @@ def test_scores(launched, first):
 def test_prompts(launched):
     """Cross-attention: any number of pixels, a prompt of up to 128 tokens."""
 
-    def paged_attention(batch, queries, keys):
+    def cross_attention(batch, queries, keys):
         q, kv = (torch.empty((batch, n, 8, 40), device="meta", dtype=torch.float16) for n in (queries, keys))
         attention.attention(q.transpose(1, 2), *(kv.transpose(1, 2),) * 2)
 
-    paged_attention(2, 4096, 77)
+    cross_attention(2, 4096, 77)
     known = set(launched)
     for shape in ((1, 99, 77), (3, 5040, 8), (2, 64, 128)):
-        paged_attention(*shape)
+        cross_attention(*shape)
     assert launched == known
 
 
@@ -143,7 +143,7 @@ def test_tokens_of_experts(launched, first, stored):
 
     def quantized(rows, columns, number, per=1, group=None):
         data = torch.empty(rows, columns // per, device="meta", dtype=number)
-        return Quantized(data, torch.empty(rows, columns // (group or columns), device="meta", dtype=torch.bfloat16))
+        return Quantized.of(data, torch.empty(rows, columns // (group or columns), device="meta", dtype=torch.bfloat16))
 
     if stored.startswith("int"):
         how = (torch.int8,) if stored == "int8" else (torch.int32, 8, 32)

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 # What they give is no rounding of what they are given: tests of their own.
 STATES = ("causal_convolution", "linear_attention_prompt", "linear_attention_step", "selective_scan")  # in place
 NUMBERS = ("quantize_rows", "route", "sample", *STATES)
-COMPILED = ("hopper_gemm",)  # no interpreter runs these
+COMPILED = ("hopper_gemm", "linear_geglu")  # no interpreter runs these
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -65,12 +65,16 @@ ALONE = [
     ("rms_norm", "one"),
     ("layer_norm", "odd"),
     ("gated", "odd-halves"),
+    ("geglu", "turned"),
     ("fused_linear", "gate"),
     ("fused_linear", "gate-bias"),
     ("experts", "interleaved"),
     ("paged_attention", "decode-window"),
     ("paged_attention", "decode-sinks"),
     ("paged_attention", "decode-hidden"),
+    ("paged_attention", "ragged-many-decodes"),
+    ("paged_attention", "ragged-mixed-idle"),
+    ("paged_attention", "ragged-none"),
 ]
 
 
@@ -150,7 +154,7 @@ def test_quantized_weights_the_kernel_cannot_read_are_named():
 
 def at_odd_bytes(x, numbers):
     data = torch.empty(numbers.numel() + 1, dtype=torch.int8)[1:].view(numbers.shape).copy_(numbers)
-    return x, Quantized(data, torch.ones(len(data), 1, dtype=x.dtype))
+    return x, Quantized.of(data, torch.ones(len(data), 1, dtype=x.dtype))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")

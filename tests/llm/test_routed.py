@@ -9,17 +9,17 @@ import torch
 import accel
 from accel.llm.generation import routing
 from accel.llm.generation.decoder import DecoderForward
-from accel.llm.routed import decoder_forward, far, rms_of_token, routed
-from accel.llm.runtime.experts import ExpertsForward
+from accel.llm.moe.experts import ExpertsForward
+from accel.llm.moe.router import RouterForward
+from accel.llm.routed import decoder_forward, far, routed, row_rms
 from accel.llm.runtime.mlp import BoundMlp
-from accel.llm.runtime.router import RouterForward
 from accel.planning.plan import PLAN
 from accel.tolerances import MEDIAN, MOVED
 from support.everything import EVERYTHING
 from support.llm import optimized_models
 from support.llm.families import make, prompt
+from support.llm.near_ties import LEAST, clear_seeds, deep_gpt_oss, smallest_gap
 from support.llm.outputs import ran_fast
-from support.llm.runtime.near_ties import LEAST, clear_seeds, deep_gpt_oss, smallest_gap
 
 
 def optimized(name: str = "mixtral", dtype: torch.dtype = torch.bfloat16, **options):
@@ -50,7 +50,7 @@ def test_many_layers_of_near_ties():
     model = deep_gpt_oss(layers=12, spread=0.2)
     ids = prompt(2, 24)
     stock, exact = model(ids).logits[0], copy.deepcopy(model).float()(ids).logits[0]
-    noise = rms_of_token([exact], [stock], MEDIAN)
+    noise = row_rms([exact], [stock], MEDIAN)
     quality = accel.verify(accel.optimize(model), input_ids=ids)
     ran_fast(model)
     fixed, free = quality.parts["prompt"], quality.parts["prompt, free routing"]
@@ -59,27 +59,6 @@ def test_many_layers_of_near_ties():
     assert noise / 3 < free.error < free.allowed < 1
     assert quality.agreement.own_from == "itself with noise of the size of rounding"
     assert quality.agreement.kl < 10 * quality.agreement.own_kl
-
-
-def other_alpha(self, fast, x, index, weights):
-    wrong = copy.copy(self)
-    wrong.formula = replace(self.formula, gating=self.formula.gating._replace(alpha=1.0))
-    return fast(wrong, x, index, weights)
-
-
-def biases_left_out(self, fast, x, index, weights):
-    given = self.formula.weights(self.module)
-    return self.kernels.experts(x, index, weights, given._replace(gate_up_bias=None, down_bias=None))
-
-
-@pytest.mark.parametrize("wrong", [other_alpha, biases_left_out])
-@pytest.mark.share(2)
-def test_wrong_formulas_show_behind_near_ties(wrong, monkeypatch):
-    ours = accel.optimize(deep_gpt_oss(layers=8))
-    fast = ExpertsForward.fast
-    monkeypatch.setattr(ExpertsForward, "fast", lambda self, *given: wrong(self, fast, *given))
-    quality = accel.verify(ours)
-    assert not any(quality.parts[part].passed for part in ("prompt", "decode", "each expert")), str(quality)
 
 
 def test_choices_are_repeated_without_graphs(monkeypatch):
@@ -111,32 +90,64 @@ def test_as_much_in_float32():
     assert quality.passed and all(part.allowed < 1e-4 for part in quality.parts.values()), str(quality)
 
 
-# By what is wrong: the part that fails, and (index, shares) of what an expert is given instead.
+def biases_left_out(self, fast, x, index, shares):
+    given = self.formula.weights(self.module)
+    return self.kernels.experts(x, index, shares, given._replace(gate_up_bias=None, down_bias=None))
+
+
+def other_alpha(self, fast, x, index, shares):
+    wrong = copy.copy(self)
+    wrong.formula = replace(self.formula, gating=self.formula.gating._replace(alpha=1.0))
+    return fast(wrong, x, index, shares)
+
+
+def given(change):
+    """Experts that are given other choices and shares."""
+    return lambda self, fast, x, index, shares: fast(self, x, *change(index, shares))
+
+
+def chosen(change):
+    """A router that gives other choices and shares."""
+
+    def wrong(self, fast, x, *more):
+        logits, shares, index = fast(self, x, *more)
+        return logits, *change(shares, index)
+
+    return wrong
+
+
+# By what is wrong: what is replaced, by a function of the object, the method there and the arguments; which parts fail.
+ONE_EXPERT = given(lambda index, shares: (index, shares * (1 + 0.02 * (index == 1)).to(shares.dtype)))
+NOT_NORMED = given(lambda index, shares: (index, shares if index.shape[1] == 1 else shares * 0.8))
 WRONG = {
-    "one expert": ("each expert", lambda index, shares: (index, shares * (1 + 0.02 * (index == 1)).to(shares.dtype))),
-    "swapped": ("each expert", lambda index, shares: (index ^ 1, shares)),
-    "not normed": ("routed layers", lambda index, shares: (index, shares if index.shape[1] == 1 else shares * 0.8)),
-    "shares changed": ("routed layers", lambda index, shares: (index, shares.flip(-1))),
+    "one expert": (ExpertsForward, ONE_EXPERT, ["each expert"]),
+    "experts swapped": (ExpertsForward, given(lambda index, shares: (index ^ 1, shares)), ["each expert"]),
+    "shares not normed": (ExpertsForward, NOT_NORMED, ["routed layers"]),
+    "shares changed": (ExpertsForward, given(lambda index, shares: (index, shares.flip(-1))), ["routed layers"]),
+    "neighbors chosen": (RouterForward, chosen(lambda shares, index: (shares, index ^ 1)), ["each router"]),
+    "shares not scaled": (RouterForward, chosen(lambda shares, index: (shares * 0.9, index)), ["each router"]),
+    "around them": (
+        BoundMlp,
+        lambda self, call, *args, **named: 1.1 * call(self, *args, **named),
+        ["prompt", "decode"],
+    ),
 }
+DEEP = {"an alpha": other_alpha, "no biases": biases_left_out}  # in many layers of near ties
 
 
 @pytest.mark.parametrize(("dtype", "weights"), [(torch.bfloat16, "int8"), (torch.float32, None)], ids=str)
-@pytest.mark.parametrize("name", WRONG)
-@pytest.mark.share(4)
-def test_wrong_experts_fail(name, dtype, weights, monkeypatch):
-    (part, wrong), ours, fast = WRONG[name], optimized(dtype=dtype, weights=weights), ExpertsForward.fast
-    monkeypatch.setattr(ExpertsForward, "fast", lambda self, x, *given: fast(self, x, *wrong(*given)))
-    quality = accel.verify(ours, input_ids=prompt(1, 96, 1))
-    assert not quality.passed and not quality.parts[part].passed, str(quality)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_what_is_wrong_around_the_routed_layers_fails(dtype, monkeypatch):
-    ours, call = optimized(dtype=dtype), BoundMlp.__call__
+@pytest.mark.parametrize("name", [*WRONG, *DEEP])
+@pytest.mark.share(6)
+def test_what_is_wrong_fails_where_it_is(name, dtype, weights, monkeypatch):
+    deep = (ExpertsForward, DEEP.get(name), ["prompt", "decode", "each expert"])
+    owner, wrong, parts = WRONG.get(name, deep)
+    ours = optimized(dtype=dtype, weights=weights) if name in WRONG else accel.optimize(deep_gpt_oss(dtype, layers=8))
+    method = "__call__" if owner is BoundMlp else "fast"
+    right = getattr(owner, method)
     with monkeypatch.context() as patch:
-        patch.setattr(BoundMlp, "__call__", lambda self, *args, **kwargs: 1.1 * call(self, *args, **kwargs))
-        quality = accel.verify(ours)
-    assert not quality.parts["prompt"].passed and not quality.parts["decode"].passed
+        patch.setattr(owner, method, lambda self, *args, **named: wrong(self, right, *args, **named))
+        quality = accel.verify(ours, input_ids=prompt(1, 96, 1)) if name in WRONG else accel.verify(ours)
+    assert not quality.passed and not any(quality.parts[part].passed for part in parts), str(quality)
 
 
 @pytest.mark.parametrize(("name", "part"), [("mixtral", "each router"), ("phi-moe", "routed layers")])
@@ -159,27 +170,6 @@ def test_a_router_that_chooses_otherwise_fails(name, part):
     assert not quality.parts[part].passed and path in quality.parts[part].note
 
 
-def neighbors(self, fast, x, *more):
-    logits, shares, index = fast(self, x, *more)
-    return logits, shares, index ^ 1
-
-
-def unscaled(self, fast, x, *more):
-    logits, shares, index = fast(self, x, *more)
-    return logits, shares * 0.9, index
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("wrong", [neighbors, unscaled])
-@pytest.mark.share(2)
-def test_wrong_routers_fail(wrong, dtype, monkeypatch):
-    ours, fast = optimized(dtype=dtype), RouterForward.fast
-    with monkeypatch.context() as patch:
-        patch.setattr(RouterForward, "fast", lambda self, *given: wrong(self, fast, *given))
-        quality = accel.verify(ours)
-    assert not quality.passed and not quality.parts["each router"].passed, str(quality)
-
-
 def test_experts_of_layers_that_are_not_understood():
     ours = optimized("llama4")
     assert len(routed(vars(ours)[PLAN])) == 2
@@ -198,12 +188,12 @@ def test_models_without_routers_are_judged_by_every_token():
 def test_the_error_of_one_row():
     wanted = torch.tensor([[3.0, 4.0]] * 5)
     got = wanted + torch.tensor([0.0, 0.05, 0.1, 5.0, 50.0])[:, None] * torch.tensor([1.0, 0.0])
-    assert rms_of_token([wanted], [got], MEDIAN) == pytest.approx(0.02, rel=1e-4)
-    assert rms_of_token([wanted], [got], MOVED) == pytest.approx(1.0, rel=1e-4)
+    assert row_rms([wanted], [got], MEDIAN) == pytest.approx(0.02, rel=1e-4)
+    assert row_rms([wanted], [got], MOVED) == pytest.approx(1.0, rel=1e-4)
     assert far([wanted], [got]) == 2
     got[0, 0] = torch.nan
     for share in (MEDIAN, MOVED):
-        assert rms_of_token([wanted], [got], share) != rms_of_token([wanted], [got], share)
+        assert row_rms([wanted], [got], share) != row_rms([wanted], [got], share)
 
 
 def test_prompts_without_near_ties():

@@ -7,7 +7,7 @@ import torch
 
 import accel
 from accel.casting import casts_of, in_place
-from accel.cuda_graphs.rule import GraphForward, own_code
+from accel.cuda_graphs.rule import GraphForward, graph_obstacle
 from support.diffusion.outputs import close, run
 
 FP8 = torch.float8_e4m3fn
@@ -44,7 +44,7 @@ def test_blocks_run_fused_over_stored_weights(tiny, kind, before):
     assert not any("replaced forward" in site[3] for site in accel.report(model).sites)
     forward = next(m for m in (vars(part).get("forward") for part in model.modules()) if type(m) is GraphForward)
     here = places(model)
-    assert own_code(forward.module) is None
+    assert graph_obstacle(forward.module) is None
     with in_place(casts_of(model.modules())):
         close(run(model, inputs), wanted)
     assert places(model) == here

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import threading
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from accel_kernels import rms_norm
 import accel
 from accel.patching.user_ops import registered, replaceable
 from support.llm.families import make, prompt
+from support.together import together
 
 
 class Counted:
@@ -162,29 +162,17 @@ def test_what_a_function_leaves_to_accel_accel_does(tiny):
     assert function.calls
 
 
-def test_the_last_of_two_counts_until_it_is_removed():
-    first = counted("rms_norm")
+def test_the_last_of_two_counts_in_its_thread_until_it_is_removed():
+    first, seen = counted("rms_norm"), []
     with accel.register_op("rms_norm", rms_norm.reference) as second:
         assert registered()["rms_norm"].function is rms_norm.reference
+        together(lambda: seen.append(registered()), [()])
         first.handle.remove()
         second.remove()
         assert not registered()
-    assert not registered()
-
-
-def test_an_error_inside_ends_it():
     with pytest.raises(KeyError), accel.register_op("rms_norm", rms_norm.reference):
         raise KeyError
-    assert not registered()
-
-
-def test_another_thread_does_not_see_it():
-    seen = []
-    with accel.register_op("rms_norm", rms_norm.reference):
-        thread = threading.Thread(target=lambda: seen.append(registered()))
-        thread.start()
-        thread.join()
-    assert seen == [{}]
+    assert not registered() and seen == [{}]
 
 
 def module_level(x, *args, **more):

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -149,7 +150,7 @@ class Clock:
 
 def test_both_kinds_are_timed_alike_and_leave_nothing(fused, monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(pacing, "time", clock)
+    monkeypatch.setattr(pays, "time", clock)
     monkeypatch.setattr(pacing, "SECONDS", 1000.0)
     run = DecoderForward.run
 
@@ -157,16 +158,22 @@ def test_both_kinds_are_timed_alike_and_leave_nothing(fused, monkeypatch):
         clock.now += 2.0
         return run(self, *args, **kwargs)
 
+    @contextmanager
+    def unpaged(model):
+        clock.now += 5.0  # no part of a call
+        yield
+
+    monkeypatch.setattr(pacing, "unpaged", unpaged)
     model = accel.optimize(make("llama"), cpu="fuse").train()
     monkeypatch.setattr(DecoderForward, "run", slow)
     fused.clear()
     log = vars(model)[PLAN].log
-    assert pacing.pace(model, log) == (3.0, 1.0)
+    assert pacing.pace(model, log) == (4.0, 2.0)
     assert len(fused) == 1 + pacing.WARM + pacing.MOST  # a prompt, and as many tokens as are timed at most
     assert model.training and not log.stock_on_cpu and log.rows() == []
     monkeypatch.setattr(pacing, "SECONDS", 0.5)
     fused.clear()
-    assert pacing.pace(model, log) == (3.0, 1.0) and len(fused) == 1 + pacing.WARM + 3
+    assert pacing.pace(model, log) == (4.0, 2.0) and len(fused) == 1 + pacing.WARM + 2
 
 
 def test_tensors_elsewhere_do_not_rest():

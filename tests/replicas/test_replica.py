@@ -16,7 +16,8 @@ TEXT = "The carriage was at the door, and"
 
 
 def question(stock, streaming=True, most=12, generated=(), **settings):
-    return Question(stock.tokenizer(TEXT).input_ids, most, None, settings, streaming, list(generated))
+    given = {"max_new_tokens": most, "streaming": streaming} | settings
+    return Question(stock.tokenizer(TEXT).input_ids, given, list(generated))
 
 
 async def pieces(replica, asked):

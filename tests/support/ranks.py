@@ -94,13 +94,17 @@ class RankPool:
             tasks.put((self.number, function, args))
         found: dict[int, Any] = {}
         failed: list[str] = []
+        end = time.monotonic() + timeout
         while len(found) < self.size:
             try:
-                number, rank, value, error = self.answers.get(timeout=timeout)
+                number, rank, value, error = self.answers.get(timeout=1.0)
             except queue.Empty:
-                missing = [rank for rank in range(self.size) if rank not in found]
+                missing = {rank: self.processes[rank].exitcode for rank in range(self.size) if rank not in found}
+                if time.monotonic() < end and set(missing.values()) == {None}:
+                    continue
                 self.close()
-                raise RankFailed(f"rank {missing} gave no answer in {timeout} s; {'; '.join(failed)}") from None
+                what = f"no answer in {timeout} s, or an exit code: ranks {missing}"
+                raise RankFailed("; ".join((what, *failed))) from None
             if number == self.number:
                 found[rank] = value
                 failed += [] if error is None else [error]

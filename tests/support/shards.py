@@ -5,10 +5,10 @@ import torch.distributed as dist
 from torch import nn
 
 import accel
-from accel.errors import told
+from accel.errors import logged
 from accel.parallel.sharded_layers import divided, local
 from accel.quantization.module import QuantizedLinear
-from support.llm.parallel.ranks import load
+from support.llm.parallel.ranks import load, written
 
 PLACE = {"_name_or_path": None}  # the folder it was loaded from
 
@@ -50,24 +50,12 @@ def _closed(module: nn.Module) -> str | None:
     return None if forward is None else forward.__qualname__
 
 
-def write(parts: str, calls: list[dict], options: dict | None = None) -> dict:
-    """The tokens of each generate() call of a model loaded from parts, stock and optimized; then restored."""
+def write(parts: str, calls: list[dict]) -> dict:
+    """As `ranks.written`, of a model loaded from parts; and how many linears are quantized, and bytes on this rank."""
     model = accel.load(parts)
-    found: dict = {"stock": [], "optimized": [], "quantized": 0}
-    found["quantized"] = sum(type(module) is QuantizedLinear for module in model.modules())
-    found["bytes"] = sum(local(one).nbytes for one in (*model.parameters(), *model.buffers()))
-    with torch.no_grad():
-        before = model(calls[0]["input_ids"]).logits
-        for kind in ("stock", "optimized"):
-            if kind == "optimized":
-                accel.optimize(model, cpu="fuse", **(options or {}))
-            found[kind] += [model.generate(**call).tolist() for call in calls]
-        report = accel.report(model)
-        found["sites"], found["fallbacks"] = report.sites, report.fallbacks
-        accel.restore(model)
-        found["restored"] = torch.equal(before, model(calls[0]["input_ids"]).logits)
-    found["with gradients"] = (model(calls[0]["input_ids"]).logits - before).abs().max().item()
-    return found
+    quantized = sum(type(module) is QuantizedLinear for module in model.modules())
+    held = sum(local(one).nbytes for one in (*model.parameters(), *model.buffers()))
+    return written(model, calls, {}) | {"quantized": quantized, "bytes": held}
 
 
 def refused(parts: str, call: str = "", device: str | None = None) -> str:
@@ -77,5 +65,5 @@ def refused(parts: str, call: str = "", device: str | None = None) -> str:
         if call:
             getattr(model, call)(f"{parts}-again")
     except ValueError as error:
-        return told(error)
+        return logged(error)
     return "nothing"

@@ -29,7 +29,7 @@ TOUCHING = """
     tests/compatibility tests/core/test_optimize.py tests/core/test_examples.py tests/planning/test_whole_models.py
     tests/diffusion/test_pipeline.py tests/diffusion/dit/test_blocks.py
     tests/diffusion/dit/test_adapters.py tests/diffusion/schedulers/test_patches.py tests/offload
-    tests/llm/analysis tests/llm/recording tests/llm/models/test_multimodal.py tests/llm/models/test_unusual_models.py
+    tests/llm/runtime tests/llm/recording tests/llm/models/test_multimodal.py tests/llm/models/test_unusual_models.py
     tests/llm/generation/test_direct_calls.py
     tests/llm/generation/test_fallbacks.py tests/llm/kv_cache/test_cache.py
     tests/llm/batching/manager/test_hook.py tests/llm/ptq/formats/test_prequantized_import.py

@@ -1,8 +1,8 @@
 """Figures of images and texts that agree, and the noise that rounding makes."""
 
-import dataclasses
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -51,29 +51,6 @@ def test_tokens_count_up_to_a_rows_first_difference():
     assert equal == 3 + 1 + 0 and [margin for margin, _ in found] == [0.25, 0.5]
     assert [at.tolist() for _, at in found] == [logits[1, 1].tolist(), logits[2, 0].tolist()]
     assert first_differences(stock, stock, logits) == (9, [])
-
-
-SAME = Agreement(kl=1e-9, worst_kl=1e-8, top1=1.0, positions=40, equal=32, tokens=32)
-
-
-def test_text_may_part_where_stock_hardly_preferred_its_own_token():
-    assert SAME.failure is None
-    near = dataclasses.replace(SAME, equal=20, margin=0.01, margin_allowed=0.02)
-    assert near.failure is None
-    far = dataclasses.replace(near, margin=0.03)
-    assert "stock preferred its own token by 3.0e-02" in far.failure
-    assert dataclasses.replace(near, margin=math.nan).failure is not None
-
-
-def test_quality_fails_with_its_tokens_and_tells_them():
-    good = Quality(1e-3, 1e-3, 60.0, True, error=1e-3, allowed=2e-3, measure="relative RMS")
-    whole = dataclasses.replace(compare(torch.ones(2), torch.ones(2)), parts={"prompt": good}, agreement=SAME)
-    assert whole.passed
-    assert all(words in str(whole) for words in ("KL 1.0e-09 nats", "32 of 32 tokens equal", "prompt"))
-    assert "SSIM" not in str(whole)
-    assert json.loads(json.dumps(whole.to_dict()))["agreement"]["top1"] == 1.0
-    far = dataclasses.replace(whole, agreement=dataclasses.replace(SAME, margin=1.0, margin_allowed=0.1))
-    assert not far.passed and far.verdict.startswith("FAILED: greedy text differs")
 
 
 class Tuple(nn.Module):
@@ -176,15 +153,6 @@ def test_gmsd_of_images_without_colors_and_of_a_pixel():
     assert gmsd(torch.zeros(1, 3, 1, 1), torch.ones(1, 3, 1, 1)) == 0
 
 
-def test_gmsd_sees_what_psnr_does_not():
-    """Of equal PSNR, lost edges are worse than another brightness."""
-    page = torch.full((1, 3, 32, 32), 0.3)
-    page[..., 8:24, 8:24] = 0.8
-    blurred = torch.nn.functional.avg_pool2d(page, 9, 1, padding=4, count_include_pad=False)
-    brighter = page + (blurred - page).square().mean().sqrt()
-    assert gmsd(page, brighter) < 0.5 * gmsd(page, blurred)
-
-
 def test_frames_of_videos_count_as_images():
     video = np.random.default_rng(0).random((1, 4, 8, 8, 3))
     frames = torch.from_numpy(video).permute(0, 1, 4, 2, 3)
@@ -249,45 +217,52 @@ def test_nan_and_infinity_are_told_and_left_out_of_the_figures(bad, where):
     assert words.get(where, "stock itself gives NaN or Inf, so does accel") in quality.verdict
 
 
-def test_everything_nan():
-    quality = compare(torch.ones(3), torch.full((3,), math.nan))
-    assert not quality.passed and "NaN" in quality.verdict
-
-
 GOOD = Quality(1e-3, 1e-3, 60.0, True, error=1e-3, allowed=2e-3, measure="relative RMS")
-BAD = dataclasses.replace(GOOD, error=3e-3)
+BAD = replace(GOOD, error=3e-3)
+LOSSY = replace(BAD, lossy="step_cache=2")
+WHOLE = replace(LOSSY, ssim=0.97, gmsd=0.02, parts={"unet": LOSSY})
+SAME = Agreement(kl=1e-9, worst_kl=1e-8, top1=1.0, positions=40, equal=32, tokens=32)
+NEAR = replace(SAME, equal=20, margin=0.01, margin_allowed=0.02)  # stock hardly preferred its own token
+TEXT = replace(compare(torch.ones(2), torch.ones(2)), parts={"prompt": GOOD}, agreement=SAME)
+FAR = "FAILED: greedy text differs where stock preferred its own token by 3.0e-02"
+EXPLAINED = "passed: no further apart than rounding explains"
+VERDICTS = [
+    (GOOD, True, EXPLAINED),
+    (BAD, False, "FAILED: relative RMS 3.0e-03, more than the 2.0e-03 that rounding explains"),
+    (replace(GOOD, error=math.nan), False, "FAILED: relative RMS nan"),
+    (replace(GOOD, max_error=0.0), True, "passed: bit-equal to stock"),
+    (compare(torch.ones(2), 2 * torch.ones(2)), True, "not judged"),
+    (compare(torch.ones(3), torch.full((3,), math.nan)), False, "FAILED: the output: NaN"),
+    (replace(GOOD, parts={"unet": GOOD, "vae.decoder": BAD}), False, "FAILED: vae.decoder: relative RMS"),
+    (WHOLE, True, "lossy, as asked for (step_cache=2): max error"),
+    (replace(WHOLE, finite=False), False, "FAILED: the output: NaN"),
+    (replace(WHOLE, parts={"unet": replace(LOSSY, finite=False)}), False, "FAILED: unet: NaN"),
+    (replace(WHOLE, parts={"unet": BAD}), False, "FAILED: unet"),  # judged against what is as lossy
+    (TEXT, True, "passed: bit-equal to stock"),
+    (replace(TEXT, agreement=NEAR), True, "passed: bit-equal to stock"),
+    (replace(TEXT, agreement=replace(NEAR, margin=0.03)), False, FAR),
+    (replace(TEXT, agreement=replace(NEAR, margin=math.nan)), False, "FAILED: greedy text differs"),
+]
 
 
-def test_verdicts():
-    assert GOOD.passed and GOOD.verdict == "passed: no further apart than rounding explains"
-    assert BAD.failure == "relative RMS 3.0e-03, more than the 2.0e-03 that rounding explains"
-    assert not dataclasses.replace(GOOD, error=math.nan).passed
-    assert dataclasses.replace(GOOD, max_error=0.0).verdict == "passed: bit-equal to stock"
-    assert compare(torch.ones(2), 2 * torch.ones(2)).verdict == "not judged"
-    whole = dataclasses.replace(GOOD, parts={"unet": GOOD, "vae.decoder": BAD})
-    assert not whole.passed and whole.verdict.startswith("FAILED: vae.decoder: relative RMS")
+@pytest.mark.share(1)  # they cost nothing
+@pytest.mark.parametrize(("quality", "passed", "verdict"), VERDICTS)
+def test_verdicts(quality, passed, verdict):
+    assert quality.passed == passed and quality.verdict.startswith(verdict)
 
 
-def test_a_loss_that_was_asked_for_is_told_but_nan_is_not_forgiven():
-    part = dataclasses.replace(BAD, lossy="step_cache=2")
-    lossy = dataclasses.replace(part, ssim=0.97, gmsd=0.02, parts={"unet": part})
-    assert lossy.passed
-    assert (
-        lossy.verdict.startswith("lossy, as asked for (step_cache=2): max error")
-        and "SSIM 0.9700, GMSD 0.0200" in lossy.verdict
-    )
-    assert not dataclasses.replace(lossy, finite=False).passed
-    assert not dataclasses.replace(lossy, parts={"unet": dataclasses.replace(part, finite=False)}).passed
-    assert not dataclasses.replace(lossy, parts={"unet": BAD}).passed  # judged against what is as lossy
+def test_what_is_lossy_and_texts_are_told():
+    assert "SSIM 0.9700, GMSD 0.0200" in WHOLE.verdict
+    assert all(words in str(TEXT) for words in ("KL 1.0e-09 nats", "32 of 32 tokens equal", "prompt"))
+    assert "SSIM" not in str(TEXT)
+    assert json.loads(json.dumps(TEXT.to_dict()))["agreement"]["top1"] == 1.0
 
 
 def test_it_prints_as_a_line_or_as_a_table():
     assert str(
         compare(torch.ones(2), torch.ones(2))
     ) == "max error 0.00e+00 (0.0e+00 of the largest value), identical" + ("; passed: bit-equal to stock")
-    text = str(
-        dataclasses.replace(GOOD, ssim=0.5, gmsd=0.0123, parts={"unet": GOOD, "vae.decoder": BAD}, note="something")
-    )
+    text = str(replace(GOOD, ssim=0.5, gmsd=0.0123, parts={"unet": GOOD, "vae.decoder": BAD}, note="something"))
     for word in (
         "unet",
         "vae.decoder",
@@ -302,8 +277,6 @@ def test_it_prints_as_a_line_or_as_a_table():
 
 
 def test_to_dict_is_plain():
-    import json
-
-    data = dataclasses.replace(GOOD, psnr_db=math.inf, parts={"unet": BAD}).to_dict()
+    data = replace(GOOD, psnr_db=math.inf, parts={"unet": BAD}).to_dict()
     assert json.loads(json.dumps(data)) == data
     assert data["psnr_db"] is None and data["parts"]["unet"]["passed"] is False

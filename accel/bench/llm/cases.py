@@ -4,23 +4,25 @@ The time of a step is the difference of two generate() calls that write a few an
 nothing watches the calls, and what a call costs once is in neither.
 """
 
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel.bench.llm.interleaved import TimedCase, Variant
 from accel.bench.llm.models import prompt
 from accel.bench.llm.traffic import Traffic
-from accel.bench.timing import seconds
+from accel.bench.llm.variants import Variant
+from accel.bench.timing import Clock, seconds, take_turns
 from accel.libraries.cache import cache_given, cache_of
 from accel.llm.recording.inputs import example_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+MOST_ROUNDS = 7
 PROMPTS = (512, 2048, 8192)
 CHUNK = 4096  # tokens of a long prompt computed at once
 # Tokens of prompts, beyond which decode steps go on from one that was computed before: as a part of the calls whose
@@ -37,6 +39,66 @@ MODES: dict[str, dict] = {
     "prompt lookup": {"prompt_lookup_num_tokens": 8},
     "assisted": {},
 }
+Sample = Callable[[], dict[str, float]]  # runs the work once and gives seconds by name
+
+
+@dataclass(frozen=True)
+class TimedCase:
+    """One line of the results.
+
+    about: what it is, as it stands in the result. prepare(variant): brings it to where timing starts, and gives the
+    sample. figures(median, variant): figures from the medians; raises ValueError where they give none.
+    compiled: whether the compiler takes part, which is slow to get ready.
+    """
+
+    part: str
+    about: dict
+    prepare: Callable[[Variant], Sample]
+    figures: Callable[[dict[str, float], Variant], dict]
+    compiled: bool = False
+
+    @property
+    def name(self) -> str:
+        return case_name(self.about)
+
+
+def case_name(about: Mapping) -> str:
+    """Of a case, for a reader."""
+    return ", ".join(f"{key} {value}" if key != "mode" else str(value) for key, value in about.items())
+
+
+@torch.no_grad()
+def interleaved(
+    case: TimedCase, variants: list[Variant], device: torch.device, budget_s: float, fail: Callable[..., None]
+) -> dict[str, dict]:
+    """Figures of each variant, those that failed left out and told by fail(error, variant=name).
+
+    Each is run twice to warm up; first_s is the first of these. Then they take turns, forwards and backwards, for about
+    budget_s seconds, every one at least twice; without seconds, twice.
+    """
+    named = {variant.name: variant for variant in variants}
+
+    def told(name: str, error: Exception) -> None:
+        fail(error, variant=name)
+
+    def warm_up(variant: Variant) -> tuple[Sample, float]:
+        sample = case.prepare(variant)
+        first = seconds(sample, device)
+        sample()
+        return sample, first
+
+    made = {name: partial(warm_up, variant) for name, variant in named.items()}
+    warm = {name: one for name, [one] in take_turns(made, least=1, most=1, fail=told).items()}
+    samples = {name: sample for name, (sample, _) in warm.items()}
+    found = take_turns(samples, most=MOST_ROUNDS, clock=Clock(budget_s), fail=told)
+
+    def figures(name: str) -> dict:
+        rows = found[name]
+        median = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+        return case.figures(median, named[name]) | {"first_s": round(warm[name][1], 3), "rounds": len(rows)}
+
+    rows = take_turns({name: partial(figures, name) for name in found}, least=1, most=1, fail=told)
+    return {name: row for name, [row] in rows.items()}
 
 
 @dataclass(frozen=True)
@@ -50,7 +112,7 @@ class Work:
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
     new_tokens: int
-    long: int
+    long: int = 0
     long_batches: tuple[int, ...] = (1,)
 
     @property
@@ -76,24 +138,20 @@ class Work:
 
     def rate(self, rows: int, context: int, median: dict[str, float], variant: Variant) -> dict:
         """Milliseconds a step, tokens a second, and which share of the least possible time that is."""
-        step = _step(median)
         tokens = context + (self.few + self.many) // 2
         less = variant.saved + variant.saved_experts * self.traffic.hit(rows)
         less += (1 - variant.kept) * self.traffic.cache(rows, tokens)
         moved = self.traffic.step_bytes(rows, tokens) - less
-        return {
-            "ms_step": round(step * 1e3, 4),
-            "tok_s": round(rows / step, 1),
-            "share_of_bandwidth": round(moved / self.bandwidth / step, 4),
-            "call_ms": round(median["call"] * 1e3, 2),
-        }
+        found = speed(rows, median, variant)
+        return found | {"share_of_bandwidth": round(moved / self.bandwidth / median["step"], 4)}
 
 
-def _step(median: dict[str, float]) -> float:
-    """Seconds of a decode step. Raises ValueError where longer calls took no longer than shorter ones."""
-    if median["step"] <= 0:
+def speed(rows: int, median: dict[str, float], variant: Variant) -> dict:
+    """Milliseconds a step, and tokens a second. Raises ValueError where longer calls took no longer than short ones."""
+    step = median["step"]
+    if step <= 0:
         raise ValueError("calls that wrote more tokens took no longer: the machine is busy, or new_tokens too few")
-    return median["step"]
+    return {"ms_step": round(step * 1e3, 4), "tok_s": round(rows / step, 1), "call_ms": round(median["call"] * 1e3, 2)}
 
 
 def decode(work: Work) -> Iterator[TimedCase]:
@@ -101,97 +159,87 @@ def decode(work: Work) -> Iterator[TimedCase]:
     first, *others = work.contexts
     for rows, context in [(rows, first) for rows in work.batches] + [(1, context) for context in others]:
         known = rows * context > MOST_PROMPT
-
-        def prepare(
-            variant: Variant, rows: int = rows, context: int = context, known: bool = known
-        ) -> Callable[[], dict[str, float]]:
-            _room(work, context, work.many + known)
-            if known:  # anew for each sample: caches of all variants side by side would fill the memory
-                return lambda: _from_past(work, variant, rows, context)()
-            inputs = prompt(work.stock, rows, context)
-            return lambda: work.steps(variant, inputs)
-
-        def figures(median: dict[str, float], variant: Variant, rows: int = rows, context: int = context) -> dict:
-            return work.rate(rows, context, median, variant)
-
         about: dict[str, object] = {"batch": rows, "context": context, "new tokens": work.new_tokens}
         about |= {"prompt": "computed before"} if known else {}
-        beside = context == first and rows in work.batches[:2] and not known
-        compiled = ("stock", "accel", "compile") if beside else None
-        yield TimedCase("decode", about, prepare, figures, compiled)
+        compiled = context == first and rows in work.batches[:2] and not known
+        prepare = partial(_decode_steps, work, rows, context, known)
+        yield TimedCase("decode", about, prepare, partial(work.rate, rows, context), compiled)
+
+
+def _decode_steps(work: Work, rows: int, context: int, known: bool, variant: Variant) -> Sample:
+    _room(work, context, work.many + known)
+    if known:  # anew for each sample: caches of all variants side by side would fill the memory
+        return lambda: _from_past(work, rows, context, variant)()
+    inputs = prompt(work.stock, rows, context)
+    return lambda: work.steps(variant, inputs)
 
 
 def prefill(work: Work) -> Iterator[TimedCase]:
     """A prompt of one row: the forward that generate() begins with, and a generate() of one token."""
+    for tokens in (tokens for tokens in PROMPTS if tokens < work.most):
+        yield TimedCase("prefill", {"tokens": tokens}, partial(_prompt, work, tokens), partial(_rate, work, tokens))
+
+
+def _prompt(work: Work, tokens: int, variant: Variant) -> Sample:
+    inputs = prompt(work.stock, 1, tokens)
+
+    def sample() -> dict[str, float]:
+        return {
+            "forward": seconds(lambda: variant.model(**inputs, use_cache=True, logits_to_keep=1), work.device),
+            "call": seconds(lambda: variant.generate(inputs, 1), work.device),
+        }
+
+    return sample
+
+
+def _rate(work: Work, tokens: int, median: dict[str, float], variant: Variant) -> dict:
     config = work.stock.config.get_text_config()
     heads = config.num_attention_heads
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    itemsize = work.stock.dtype.itemsize
-    for tokens in (tokens for tokens in PROMPTS if tokens < work.most):
-
-        def prepare(variant: Variant, tokens: int = tokens) -> Callable[[], dict[str, float]]:
-            inputs = prompt(work.stock, 1, tokens)
-
-            def sample() -> dict[str, float]:
-                return {
-                    "forward": seconds(lambda: variant.model(**inputs, use_cache=True, logits_to_keep=1), work.device),
-                    "call": seconds(lambda: variant.generate(inputs, 1), work.device),
-                }
-
-            return sample
-
-        def figures(median: dict[str, float], variant: Variant, tokens: int = tokens) -> dict:
-            flops = work.traffic.flops(tokens, width, itemsize)
-            return {
-                "ms": round(median["forward"] * 1e3, 3),
-                "tflop_s": round(flops / median["forward"] / 1e12, 2),
-                "call_ms": round(median["call"] * 1e3, 3),
-            }
-
-        yield TimedCase("prefill", {"tokens": tokens}, prepare, figures)
+    flops = work.traffic.flops(tokens, width, work.stock.dtype.itemsize)
+    return {
+        "ms": round(median["forward"] * 1e3, 3),
+        "tflop_s": round(flops / median["forward"] / 1e12, 2),
+        "call_ms": round(median["call"] * 1e3, 3),
+    }
 
 
 def modes(work: Work) -> Iterator[TimedCase]:
     """Other ways to generate, from a prompt of the first context."""
-    context = work.contexts[0]
-    for mode, options in MODES.items():
+    for mode in MODES:
+        about = {"mode": mode, "context": work.contexts[0]}
+        yield TimedCase("modes", about, partial(_mode, work, mode), partial(speed, 4 if mode.startswith("4 ") else 1))
 
-        def prepare(variant: Variant, mode: str = mode, options: dict = options) -> Callable[[], dict[str, float]]:
-            inputs = _prompt_for(mode, work, _room(work, context, work.many))
-            if mode == "assisted":
-                if variant.assistant is None:
-                    raise ValueError(f"{variant.name} has no model to assist it")
-                options = options | {"assistant_model": variant.assistant()}
 
-            def sample() -> dict[str, float]:
-                torch.manual_seed(0)
-                return work.steps(variant, inputs, **options)
+def _mode(work: Work, mode: str, variant: Variant) -> Sample:
+    context, options = work.contexts[0], MODES[mode]
+    _room(work, context, work.many)
+    inputs = prompt(work.stock, 1, context)
+    if mode == "4 left-padded rows":
+        inputs = example_inputs(work.stock, 4, context)
+    if mode == "prompt lookup":
+        inputs["input_ids"] = inputs["input_ids"][:, torch.arange(context) % PERIOD]
+    if mode == "assisted":
+        if variant.assistant is None:
+            raise ValueError(f"{variant.name} has no model to assist it")
+        options = options | {"assistant_model": variant.assistant()}
 
-            return sample
+    def sample() -> dict[str, float]:
+        torch.manual_seed(0)
+        return work.steps(variant, inputs, **options)
 
-        def figures(median: dict[str, float], variant: Variant, mode: str = mode) -> dict:
-            step, rows = _step(median), 4 if mode.startswith("4 ") else 1
-            call_ms = round(median["call"] * 1e3, 2)
-            return {"ms_step": round(step * 1e3, 4), "tok_s": round(rows / step, 1), "call_ms": call_ms}
-
-        yield TimedCase("modes", {"mode": mode, "context": context}, prepare, figures)
+    return sample
 
 
 def long(work: Work) -> Iterator[TimedCase]:
     """Rows that go on from a long past, which was computed in chunks; the past is cut back after each call."""
     past = min(work.long, work.most - work.many - 1)
     for rows in work.long_batches if past > 0 else ():
-
-        def prepare(variant: Variant, rows: int = rows) -> Callable[[], dict[str, float]]:
-            return _from_past(work, variant, rows, past)
-
-        def figures(median: dict[str, float], variant: Variant, rows: int = rows) -> dict:
-            return work.rate(rows, past, median, variant)
-
-        yield TimedCase("long", {"batch": rows, "context": past, "new tokens": work.new_tokens}, prepare, figures)
+        about = {"batch": rows, "context": past, "new tokens": work.new_tokens}
+        yield TimedCase("long", about, partial(_from_past, work, rows, past), partial(work.rate, rows, past))
 
 
-def _from_past(work: Work, variant: Variant, rows: int, past: int) -> Callable[[], dict[str, float]]:
+def _from_past(work: Work, rows: int, past: int, variant: Variant) -> Sample:
     """Steps of rows that go on from so many tokens, which are computed now, in chunks."""
     ids = prompt(work.stock, rows, past + 1)["input_ids"]
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -219,17 +267,7 @@ def _from_past(work: Work, variant: Variant, rows: int, past: int) -> Callable[[
     return sample
 
 
-def _room(work: Work, context: int, new: int) -> int:
-    """The context, where the model has positions for it and the new tokens; beyond them a GPU would only crash."""
+def _room(work: Work, context: int, new: int) -> None:
+    """Raises ValueError where the model has no positions for these tokens; beyond them a GPU would only crash."""
     if context + new > work.most:
         raise ValueError(f"{context} and {new} tokens are more than the {work.most} positions of this model")
-    return context
-
-
-def _prompt_for(mode: str, work: Work, context: int) -> dict[str, torch.Tensor]:
-    if mode == "4 left-padded rows":
-        return example_inputs(work.stock, 4, context)
-    inputs = prompt(work.stock, 1, context)
-    if mode == "prompt lookup":
-        inputs["input_ids"] = inputs["input_ids"][:, torch.arange(context) % PERIOD]
-    return inputs

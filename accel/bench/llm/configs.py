@@ -1,17 +1,13 @@
-"""The published configurations of the language models that are measured: model type, then its keyword arguments."""
+"""The published configurations of the language models that are measured: model type, then what differs from its
+defaults; the tests count their parameters.
+"""
 
 from typing import Any
 
 
 def _llama3_rope(factor: float) -> dict:
-    return {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
+    given = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": factor, "low_freq_factor": 1.0}
+    return given | {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def _plain_rope(theta: float) -> dict:
@@ -28,12 +24,12 @@ LLAMA_32 = LLAMA | dict(tie_word_embeddings=True, rope_parameters=_llama3_rope(3
 QWEN = dict(max_position_embeddings=32768, rms_norm_eps=1e-6, rope_parameters=_plain_rope(1e6))
 QWEN3 = QWEN | dict(head_dim=128, max_position_embeddings=40960)
 MISTRAL = QWEN | dict(rms_norm_eps=1e-5, sliding_window=None)
-GEMMA = dict(head_dim=256)
-YARN = {
-    "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-    "original_max_position_embeddings": 4096,
-}  # fmt: skip
-
+GEMMA3 = dict(sliding_window=1024, max_position_embeddings=131072, head_dim=256)
+MIXTURE = QWEN3 | dict(moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True)
+LFM2 = dict(layer_types=["full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)])
+GPT_OSS: dict = dict(num_hidden_layers=24, num_local_experts=32, num_experts_per_tok=4)
+GPT_OSS |= dict(layer_types=["full_attention" if i % 2 else "sliding_attention" for i in range(24)])
+TINY = dict(max_position_embeddings=2048, rope_parameters=_plain_rope(1e4))
 CONFIGS: dict[str, tuple[str, dict]] = {
     "llama-8b": ("llama", _sizes(4096, 14336, 32, 32, 8, 128256, **LLAMA)),  # Llama 3.1
     "llama-70b": ("llama", _sizes(8192, 28672, 80, 64, 8, 128256, **LLAMA)),
@@ -44,46 +40,17 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     "qwen3-0.6b": ("qwen3", _sizes(1024, 3072, 28, 16, 8, 151936, tie_word_embeddings=True, **QWEN3)),
     "qwen3-8b": ("qwen3", _sizes(4096, 12288, 36, 32, 8, 151936, **QWEN3)),
     "mistral-7b": ("mistral", _sizes(4096, 14336, 32, 32, 8, 32768, **MISTRAL)),  # v0.3
-    "gemma2-2b": (
-        "gemma2",
-        _sizes(2304, 9216, 26, 8, 4, 256000, max_position_embeddings=8192, sliding_window=4096, **GEMMA)
-        | dict(attn_implementation="eager"),  # the only one that has its softcap in every version
-    ),
-    "gemma3-4b": (  # its text part
-        "gemma3_text",
-        _sizes(2560, 10240, 34, 8, 4, 262208, sliding_window=1024, max_position_embeddings=131072, **GEMMA),
-    ),
-    "phi3-mini": (
-        "phi3",
-        _sizes(3072, 8192, 32, 32, 32, 32064, max_position_embeddings=4096, rms_norm_eps=1e-5, pad_token_id=32000)
-        | dict(rope_parameters=_plain_rope(1e4)),
-    ),
+    # The only attention that has its softcap in every version.
+    "gemma2-2b": ("gemma2", dict(attn_implementation="eager")),
+    "gemma3-4b": ("gemma3_text", _sizes(2560, 10240, 34, 8, 4, 262208, **GEMMA3)),  # its text part
+    "phi3-mini": ("phi3", {}),
     # Convolutions between the attention layers, as LiquidAI/LFM2-1.2B has them.
-    "lfm2-1.2b": (
-        "lfm2",
-        _sizes(2048, 12288, 16, 32, 8, 65536, max_position_embeddings=128000, norm_eps=1e-5)
-        | dict(layer_types=["full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)])
-        | dict(rope_parameters=_plain_rope(1e6)),
-    ),
+    "lfm2-1.2b": ("lfm2", _sizes(2048, 12288, 16, 32, 8, 65536, **LFM2)),
     # Mixtures of experts: some 3, 13 and 4 billion weights to a token.
-    "qwen3-30b-a3b": (
-        "qwen3_moe",
-        _sizes(2048, 6144, 48, 32, 4, 151936, moe_intermediate_size=768, **QWEN3)
-        | dict(num_experts=128, num_experts_per_tok=8, norm_topk_prob=True),
-    ),
-    "mixtral-8x7b": (
-        "mixtral", _sizes(4096, 14336, 32, 32, 8, 32000, num_local_experts=8, num_experts_per_tok=2, **MISTRAL)
-    ),
-    "gpt-oss-20b": (
-        "gpt_oss",
-        _sizes(2880, 2880, 24, 64, 8, 201088, head_dim=64, num_local_experts=32, num_experts_per_tok=4)
-        | dict(attention_bias=True, sliding_window=128, max_position_embeddings=131072, rms_norm_eps=1e-5)
-        | dict(layer_types=["full_attention" if i % 2 else "sliding_attention" for i in range(24)])
-        | dict(swiglu_limit=7.0, rope_parameters=YARN),
-    ),
+    "qwen3-30b-a3b": ("qwen3_moe", _sizes(2048, 6144, 48, 32, 4, 151936, **MIXTURE)),
+    "mixtral-8x7b": ("mixtral", dict(max_position_embeddings=32768)),
+    "gpt-oss-20b": ("gpt_oss", GPT_OSS),
     "gpt2": ("gpt2", {}),
     # Everything at a size a CPU runs in milliseconds: for smoke tests, not for figures.
-    "tiny": (
-        "llama", _sizes(32, 64, 2, 4, 2, 256, max_position_embeddings=2048, rope_parameters=_plain_rope(1e4))
-    ),
-}  # fmt: skip
+    "tiny": ("llama", _sizes(32, 64, 2, 4, 2, 256, **TINY)),
+}

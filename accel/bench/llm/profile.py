@@ -2,6 +2,7 @@
 
 import statistics
 from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +14,10 @@ from torch.profiler import ProfilerActivity
 
 import accel
 from accel.bench.llm.cases import Work
-from accel.bench.llm.interleaved import Variant
 from accel.bench.llm.models import beside, prompt
 from accel.bench.llm.ranges import MARK, PREFIX, REST, Ranges
 from accel.bench.llm.traffic import ROLES, Traffic, copy_bandwidth
+from accel.bench.llm.variants import Variant
 from accel.bench.machine import commit, machine, now
 from accel.bench.timing import burst, synchronize
 from accel.libraries.cache import cache_given, cache_of
@@ -89,32 +90,34 @@ def profile(model: nn.Module, device: torch.device, rows: int, context: int, *, 
 
 
 def _parts(kernels: list[Kernel], moved: dict[str, int], bandwidth: float) -> list[dict]:
-    spent: dict[str, float] = defaultdict(float)
-    launches: Counter[str] = Counter()
-    for kernel in kernels:
-        spent[kernel.role or REST] += kernel.us / STEPS / 1e3
-        launches[kernel.role or REST] += 1
+    spent = _spent((kernel.role or REST, kernel.us) for kernel in kernels)
     return [
         {
             "part": role,
-            "ms": round(spent[role], 4),
-            "launches": round(launches[role] / STEPS, 1),
+            "ms": round(sum(spent[role]) / STEPS / 1e3, 4),
+            "launches": round(len(spent[role]) / STEPS, 1),
             "mb": round(moved[role] / 1e6, 3),
             "least_ms": round(moved[role] / bandwidth * 1e3, 4),
         }
         for role in ROLES
-        if launches[role] or moved[role]
+        if spent[role] or moved[role]
     ]
 
 
 def _by_name(kernels: list[Kernel]) -> list[dict]:
-    spent: dict[str, float] = defaultdict(float)
-    launches: Counter[str] = Counter()
-    for kernel in kernels:
-        spent[kernel.name] += kernel.us / STEPS
-        launches[kernel.name] += 1
-    names = sorted(spent, key=spent.__getitem__, reverse=True)[:MOST_KERNELS]
-    return [{"name": name[:90], "us": round(spent[name], 2), "launches": launches[name] / STEPS} for name in names]
+    spent = _spent((kernel.name, kernel.us) for kernel in kernels)
+    names = sorted(spent, key=lambda name: -sum(spent[name]))[:MOST_KERNELS]
+    return [
+        {"name": name[:90], "us": round(sum(spent[name]) / STEPS, 2), "launches": len(spent[name]) / STEPS}
+        for name in names
+    ]
+
+
+def _spent(times: Iterable[tuple[str, float]]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = defaultdict(list)
+    for name, us in times:
+        found[name].append(us)
+    return found
 
 
 def _kernels(
@@ -124,17 +127,23 @@ def _kernels(
     steps = Steps(model, rows, context)
     for _ in range(WARM_UP):
         steps()
+    with ranges or nullcontext():
+        events = profile_events(lambda _: steps(), STEPS, device)
+    return launches(events, ranges.order if ranges else []) if device.type == "cuda" else operations(events)
+
+
+def profile_events(step: Callable[[int], object], calls: int, device: torch.device) -> Any:
+    """What torch's profiler sees of so many calls."""
     synchronize(device)
-    on_gpu = device.type == "cuda"
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
-    with ranges or nullcontext(), torch.profiler.profile(activities=activities) as profiler:
-        for _ in range(STEPS):
-            steps()
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+    with torch.profiler.profile(activities=activities) as profiler:
+        for i in range(calls):
+            step(i)
         synchronize(device)
-    return _on_gpu(profiler.events(), ranges.order if ranges else []) if on_gpu else _on_cpu(profiler.events())
+    return profiler.events()
 
 
-def _on_gpu(events: Any, order: list[str]) -> list[Kernel]:
+def launches(events: Any, order: Sequence[str] = ()) -> list[Kernel]:
     """Launches by start; those between the two marks of a range have its role, by the order of ranges."""
     launched = [e for e in events if e.device_type == DeviceType.CUDA and not getattr(e, "is_user_annotation", False)]
     launched = sorted((e for e in launched if not e.name.startswith(PREFIX)), key=lambda e: e.time_range.start)
@@ -150,7 +159,7 @@ def _on_gpu(events: Any, order: list[str]) -> list[Kernel]:
     return found
 
 
-def _on_cpu(events: Any) -> list[Kernel]:
+def operations(events: Any) -> list[Kernel]:
     """Operations by their own time, with the role of the range they are in."""
     found = []
     for event in (event for event in events if not event.name.startswith(PREFIX)):

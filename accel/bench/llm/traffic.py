@@ -5,16 +5,19 @@ Divided by the speed at which the same card copies memory this is the least time
 
 import statistics
 from collections import defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from accel.bench.timing import seconds
 from accel.libraries.cache import cache_of
 from accel.llm.recording.inputs import example_inputs
+from accel.llm.recording.recorder import decoder_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,10 +51,9 @@ class Traffic:
     @torch.no_grad()
     def of(cls, stock: nn.Module) -> "Traffic":
         """Found by watching a short forward of the stock model: roles are places in the order of calls, not names."""
-        watched = _Watch(stock)
-        with watched:
-            cache = cache_of(stock(**example_inputs(stock, 1, 4, padded=False), use_cache=True))
-        roles = watched.roles()
+        given, outputs = example_inputs(stock, 1, 4, padded=False), []
+        roles = _roles(stock, lambda: outputs.append(stock(**given, use_cache=True)))
+        cache = cache_of(outputs[0])
         matrices = ((p, roles[id(m)]) for m in stock.modules() if id(m) in roles for p in m._parameters.values())
         traffic = cls(products=[(p, role) for p, role in matrices if p is not None and p.dim() >= 2])
         for layer in getattr(cache, "layers", []):
@@ -92,60 +94,33 @@ class Traffic:
         return 2 * layers * tokens + 2 * head + scores
 
 
-class _Watch:
-    """While entered, notes in which order the matrix products inside each decoder layer are called."""
+def _roles(model: "PreTrainedModel", run: Callable[[], object]) -> dict[int, str]:
+    """Roles of the modules that multiply, by id, from the order in which a run calls them inside each layer.
 
-    def __init__(self, model: "PreTrainedModel"):
-        self.model = model
-        self.handles: list[RemovableHandle] = []
-        self.orders: list[list[tuple[str, nn.Module]]] = []
+    The part of a layer that is called first is its attention; the last product of a part leads out of it.
+    """
+    found: dict[int, str] = {}
+    orders: list[dict[str, list[nn.Module]]] = []
 
-    def __enter__(self) -> "_Watch":
-        for layer in layers_of(self.model):
-            order: list[tuple[str, nn.Module]] = []
-            self.orders.append(order)
+    def note(order: dict[str, list[nn.Module]], part: str, module: nn.Module, *_: object) -> None:
+        order[part].append(module)
+
+    with ExitStack() as undo:
+        for layer in decoder_layers(model)[1]:
+            orders.append(defaultdict(list))
             for path, module in layer.named_modules():
                 if any(p is not None and p.dim() >= 2 for p in module._parameters.values()):
-
-                    def note(
-                        module: nn.Module,
-                        args: tuple,
-                        output: object,
-                        path: str = path,
-                        order: list[tuple[str, nn.Module]] = order,
-                    ) -> None:
-                        order.append((path.partition(".")[0] if "." in path else "", module))
-
-                    self.handles.append(module.register_forward_hook(note))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-    def roles(self) -> dict[int, str]:
-        """The part of a layer that is called first is its attention; the last product of a part leads out of it."""
-        found: dict[int, str] = {}
-        for order in self.orders:
-            parts = defaultdict(list)
-            for part, module in order:
-                parts[part].append(module)
-            for number, modules in enumerate(parts.values()):
-                inner, last = ("QKV", "out") if number == 0 else ("gate and up", "down")
-                if any(_stacked(p) for module in modules for p in module._parameters.values()):
-                    inner = last = "experts"
-                found |= {id(module): inner for module in modules[:-1]} | {id(modules[-1]): last}
-        head = self.model.get_output_embeddings()
-        return found | ({} if head is None else {id(head): "head"})
-
-
-def layers_of(model: "PreTrainedModel") -> nn.ModuleList:
-    """The decoder layers. Raises ValueError where no list of that length is found."""
-    count = model.config.get_text_config().num_hidden_layers
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
-    raise ValueError(f"no list of {count} layers in a {type(model).__name__}")
+                    hook = partial(note, orders[-1], path.partition(".")[0] if "." in path else "")
+                    undo.callback(module.register_forward_hook(hook).remove)
+        run()
+    for order in orders:
+        for number, modules in enumerate(order.values()):
+            inner, last = ("QKV", "out") if number == 0 else ("gate and up", "down")
+            if any(_stacked(p) for module in modules for p in module._parameters.values()):
+                inner = last = "experts"
+            found |= {id(module): inner for module in modules[:-1]} | {id(modules[-1]): last}
+    head = model.get_output_embeddings()
+    return found | ({} if head is None else {id(head): "head"})
 
 
 def _stacked(parameter: torch.Tensor | None) -> bool:

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from accel.bench.llm.request import IN_FLIGHT
+from accel.bench.weights import SEED
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-SEED = 0
-IN_FLIGHT = (1, 8, 32, 128, 512)  # requests at a time, of the workloads that tell how their number counts
 
 
 @dataclass(frozen=True)

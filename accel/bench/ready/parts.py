@@ -6,27 +6,27 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
-# Functions by what they do, "module:function" each.
+# Functions by what they do.
 PARTS = {
-    "analysis": ["accel.llm.analysis.analyze:analyze"],
-    "self_test": ["accel.llm.generation.self_test:find_convention"],
-    "guard": ["accel.llm.generation.surroundings:guard_of"],
-    "quantize": ["accel.quantization.patch:QuantizedModulePatch.apply"],
-    "probes": ["accel.patching.probe:Probe.disagreement"],
+    "analysis": ["accel.llm.runtime.analyze.analyze"],
+    "self_test": ["accel.llm.generation.self_test.find_convention"],
+    "guard": ["accel.llm.generation.self_test.guard_of"],
+    "quantize": ["accel.quantization.patch.QuantizedModulePatch.apply"],
+    "probes": ["accel.patching.probe.Probe.disagreement"],
     "dry_runs": [
-        "accel.llm.generation.trial_warmup:_run_through",
-        "accel.llm.batching.step:StepRunner.logits",
-        "accel.cuda_graphs.runner:GraphRunner._warm_up",
+        "accel.llm.generation.trial_warmup._run_through",
+        "accel.llm.batching.step.StepRunner.logits",
+        "accel.cuda_graphs.runner.GraphRunner._warm_up",
     ],
-    "compile": ["accel_kernels.compiling.compilers_triton:CompileBeside.wait"],
-    "load": ["accel_kernels.warmup:_load_all"],
-    "autotune": ["accel_kernels.trials:Trials.work", "accel_kernels.autotune:race"],
-    "capture": ["accel.cuda_graphs.runner:GraphRunner._capture"],
-    "stacking": ["accel.fusion.stacked_linears:Stacked.apply"],
-    "fingerprint": ["accel.cuda_graphs.runner:GraphRunner._taken"],
+    "compile": ["accel_kernels.compiling.compilers_triton.CompileBeside.wait"],
+    "load": ["accel_kernels.warmup._load_all"],
+    "autotune": ["accel_kernels.trials.Trials.work", "accel_kernels.autotune.race"],
+    "capture": ["accel.cuda_graphs.runner.GraphRunner._capture"],
+    "stacking": ["accel.fusion.stacked_linears.Stacked.apply"],
+    "fingerprint": ["accel.cuda_graphs.runner.GraphRunner._taken"],
 }
 
 
@@ -59,16 +59,13 @@ class PartTimes:
         """From here on; what a version does not have is left out."""
         for part, places in PARTS.items():
             for place in places:
-                module, name = place.split(":")
-                *owners, last = name.split(".")
+                path, _, last = place.rpartition(".")
                 with suppress(ImportError, AttributeError):
-                    owner: Any = import_module(module)
-                    for one in owners:
-                        owner = getattr(owner, one)
+                    owner = resolve_name(path)
                     stock = getattr(owner, last)
                     timed = self.timed(part, stock)
                     setattr(owner, last, timed)
-                    for other in [] if owners else [*sys.modules.values()]:  # that imported it by name
+                    for other in [] if isinstance(owner, type) else [*sys.modules.values()]:  # that imported it by name
                         if getattr(other, "__name__", "").startswith("accel") and vars(other).get(last) is stock:
                             setattr(other, last, timed)
 

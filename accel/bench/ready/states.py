@@ -8,53 +8,14 @@ from typing import Any
 
 import torch
 
-from accel.bench.cases import CASES
-from accel.bench.llm.configs import CONFIGS
 from accel.bench.processes import spawn
-from accel.bench.scripts import images, placement
-from accel.bench.scripts.registry import SCRIPTS
 
 STATES = ("cold", "warm", "stock")
 PROCESS = "accel.bench.ready.process"
-SCRIPT = "script"
-WAYS = ("", "batch", "int8", "int4", "fp8")  # behind a plus
-
-
-def of_images(asked: str) -> bool:
-    """Whether it is a case of `accel bench`, and no language model of `accel bench llm`; or a script of a pipeline."""
-    name, _, way = asked.partition("+")
-    if way == SCRIPT:
-        return SCRIPTS[name].build.__module__ in (images.__name__, placement.__name__)
-    return name in CASES and name not in CONFIGS
-
-
-def check_name(asked: str) -> None:
-    """Raises ValueError for what is no model of these benchmarks, or is asked for in a way that there is not."""
-    name, _, way = asked.partition("+")
-    if way == SCRIPT:
-        if name not in SCRIPTS:
-            raise ValueError(f"{name!r} is none of {', '.join(SCRIPTS)}")
-        return
-    if name not in CONFIGS and name not in CASES:
-        raise ValueError(f"{name!r} is none of {', '.join([*CONFIGS, *CASES])}")
-    if way not in (WAYS if name in CONFIGS else WAYS[:1]):
-        raise ValueError(
-            f"{asked!r}: behind a plus stands one of {', '.join(WAYS[1:])}, of a language model, or {SCRIPT}"
-        )
-
-
-def dtype_for(asked: str, device: torch.device) -> torch.dtype:
-    """bfloat16 for language models and float16 or the case's own for images on a GPU; float32 elsewhere."""
-    name, _, way = asked.partition("+")
-    if device.type != "cuda":
-        return torch.float32
-    if way == SCRIPT:  # which has dtypes of its own
-        return torch.bfloat16
-    return CASES[name].dtype or torch.float16 if of_images(name) else torch.bfloat16
 
 
 def measure_states(
-    asked: str,
+    name: str,
     device: torch.device,
     dtype: torch.dtype,
     states: Iterable[str] = STATES,
@@ -69,7 +30,7 @@ def measure_states(
     rows: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="accel-ready-") as folder:
         for state in states:
-            given = [asked, state, str(device), str(dtype).removeprefix("torch."), *more]
+            given = [name, state, str(device), str(dtype).removeprefix("torch."), *more]
             rows[state] = spawn(PROCESS, given, Path(folder), left())
     if "stock" in rows:
         for state in rows.keys() - {"stock"}:

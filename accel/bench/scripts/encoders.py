@@ -6,7 +6,7 @@ import torch
 
 from accel.bench.scripts.generation import TINY
 from accel.bench.scripts.pipelines import random_encoder
-from accel.bench.scripts.script import Built, Size, script
+from accel.bench.scripts.script import Built, Script, Size, script
 
 SMALL = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
 
@@ -17,68 +17,56 @@ def _made(size: Size, class_name: str, kind: str, real: dict, tiny: dict) -> Any
     return random_encoder(class_name, size, AutoConfig.for_model(kind, **size(real, tiny)), size.bf16)
 
 
-def _embedded(model: Any, size: Size, rows: int, tokens: int, vocabulary: int) -> Built:
-    """The mean over tokens, of rows of different lengths that are padded."""
-    ids = size.ids(size(rows, min(rows, 3)), size(tokens, 12), size(vocabulary, 200))
-    lengths = torch.linspace(ids.shape[1], ids.shape[1] / 2, len(ids), device=size.device).long()
-    mask = (torch.arange(ids.shape[1], device=size.device) < lengths[:, None]).long()
+def embedding(
+    name: str, about: str, model: tuple[str, str, dict, dict], rows: int, tokens: int, vocabulary: int
+) -> Script:
+    """The mean over tokens, of rows of different lengths that are padded. model: see `_made`."""
 
-    def call() -> torch.Tensor:
-        states = model(input_ids=ids, attention_mask=mask).last_hidden_state
-        return (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+    def build(size: Size) -> Built:
+        made = _made(size, *model)
+        ids = size.ids(size(rows, min(rows, 3)), size(tokens, 12), size(vocabulary, 200))
+        lengths = torch.linspace(ids.shape[1], ids.shape[1] / 2, len(ids), device=size.device).long()
+        mask = (torch.arange(ids.shape[1], device=size.device) < lengths[:, None]).long()
 
-    return model, call
+        def call() -> torch.Tensor:
+            states = made(input_ids=ids, attention_mask=mask).last_hidden_state
+            return (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
 
+        return made, call
 
-def _bert(size: Size) -> Any:
-    large = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16)
-    return _made(size, "BertModel", "bert", large, SMALL | {"vocab_size": 200})
-
-
-@script("bert-1", "BERT-large, the embedding of a text of 384 tokens")
-def bert_one(size: Size) -> Built:
-    return _embedded(_bert(size), size, 1, 384, 30000)
+    return Script(name, about, build)
 
 
-@script("bert-64", "BERT-large, the embeddings of 64 texts of 192 to 384 tokens")
-def bert_many(size: Size) -> Built:
-    return _embedded(_bert(size), size, 64, 384, 30000)
+def pictures(name: str, about: str, model: tuple[str, str, dict, dict], rows: int, pixels: int) -> Script:
+    """What an encoder of images makes of some."""
+
+    def build(size: Size) -> Built:
+        made = _made(size, *model)
+        images = size.randn(size(rows, min(rows, 3)), 3, size(pixels, 32), size(pixels, 32), dtype=size.bf16)
+        return made, lambda: made(pixel_values=images).pooler_output
+
+    return Script(name, about, build)
 
 
-@script("modernbert-1", "ModernBERT-base, the embedding of a text of 512 tokens")
-def modern_bert(size: Size) -> Built:
-    tokens = dict(pad_token_id=0, bos_token_id=1, cls_token_id=1, sep_token_id=2, eos_token_id=2)
-    model = _made(size, "ModernBertModel", "modernbert", {}, SMALL | tokens | {"vocab_size": 200})
-    return _embedded(model, size, 1, 512, 50000)
-
-
-@script("qwen3-embedding", "Qwen3-Embedding-0.6B, 32 texts of 256 to 512 tokens")
-def qwen3_embedding(size: Size) -> Built:
-    real = dict(vocab_size=151669, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, head_dim=128)
-    real |= dict(num_attention_heads=16, num_key_value_heads=8, use_cache=False)
-    model = _made(size, "Qwen3Model", "qwen3", real, TINY | {"head_dim": 8, "use_cache": False})
-    return _embedded(model, size, 32, 512, 150000)
-
-
-def _pictures(model: Any, size: Size, rows: int, pixels: int) -> Built:
-    images = size.randn(size(rows, min(rows, 3)), 3, size(pixels, 32), size(pixels, 32), dtype=size.bf16)
-    return model, lambda: model(pixel_values=images).pooler_output
-
-
-def _siglip(size: Size) -> Any:
-    real = dict(hidden_size=1152, intermediate_size=4304, num_hidden_layers=27, num_attention_heads=16)
-    real |= dict(image_size=384, patch_size=14)
-    return _made(size, "SiglipVisionModel", "siglip_vision_model", real, SMALL | dict(image_size=32, patch_size=8))
-
-
-@script("siglip-1", "SigLIP so400m, one image of 384 px")
-def siglip_one(size: Size) -> Built:
-    return _pictures(_siglip(size), size, 1, 384)
-
-
-@script("siglip-32", "SigLIP so400m, 32 images of 384 px")
-def siglip_many(size: Size) -> Built:
-    return _pictures(_siglip(size), size, 32, 384)
+WORDS, SPECIAL = {"vocab_size": 200}, dict(pad_token_id=0, bos_token_id=1, cls_token_id=1, sep_token_id=2)
+LARGE = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16)
+BERT = ("BertModel", "bert", LARGE, SMALL | WORDS)
+BASE: dict = {}  # the defaults of its configuration
+MODERN_BERT = ("ModernBertModel", "modernbert", BASE, SMALL | WORDS | SPECIAL | {"eos_token_id": 2})
+EMBEDDER: dict = dict(vocab_size=151669, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, head_dim=128)
+EMBEDDER |= dict(num_attention_heads=16, num_key_value_heads=8, use_cache=False)
+QWEN3 = ("Qwen3Model", "qwen3", EMBEDDER, TINY | {"head_dim": 8, "use_cache": False})
+SO400M: dict = dict(hidden_size=1152, intermediate_size=4304, num_hidden_layers=27, num_attention_heads=16)
+SO400M |= dict(image_size=384, patch_size=14)
+SIGLIP = ("SiglipVisionModel", "siglip_vision_model", SO400M, SMALL | dict(image_size=32, patch_size=8))
+ENCODERS = (
+    embedding("bert-1", "BERT-large, the embedding of a text of 384 tokens", BERT, 1, 384, 30000),
+    embedding("bert-64", "BERT-large, the embeddings of 64 texts of 192 to 384 tokens", BERT, 64, 384, 30000),
+    embedding("modernbert-1", "ModernBERT-base, the embedding of a text of 512 tokens", MODERN_BERT, 1, 512, 50000),
+    embedding("qwen3-embedding", "Qwen3-Embedding-0.6B, 32 texts of 256 to 512 tokens", QWEN3, 32, 512, 150000),
+    pictures("siglip-1", "SigLIP so400m, one image of 384 px", SIGLIP, 1, 384),
+    pictures("siglip-32", "SigLIP so400m, 32 images of 384 px", SIGLIP, 32, 384),
+)
 
 
 @script("clip-8", "CLIP ViT-L/14, 8 images and 8 texts")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from accel.bench.runner import WrongResult
+from accel.bench.results import WrongResult
 from accel.comparison import first_differences
 from accel.planning.targets import models_in
 from accel.tolerances import LOGITS, SEEN, UNITS, bound

@@ -5,28 +5,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel.bench import configs
-from accel.bench.case import SEED
-from accel.bench.dit import configs as dit_configs
-from accel.bench.dit.weights import random_model
+from accel.bench.diffusion import configs
+from accel.bench.diffusion.configs import whole_config
 from accel.bench.scripts.script import Size
+from accel.bench.weights import SEED, random_model
 
 PROMPT = "a photograph of an astronaut riding a horse"
 TINY_VAE = dict(configs.SD_VAE, block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4)
 TINY = dict(configs.TINY_UNET, block_out_channels=(16, 32), norm_num_groups=4, attention_head_dim=2)
-TINY_XL = TINY | dict(
-    down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-    attention_head_dim=(2, 4), use_linear_projection=True, transformer_layers_per_block=(1, 2), cross_attention_dim=64,
-    addition_embed_type="text_time", addition_time_embed_dim=4, projection_class_embeddings_input_dim=56,
-)  # fmt: skip
-TINY_FLUX = dit_configs.FLUX_DEV | dict(
-    num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=32,
-    pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
-)  # fmt: skip
-TINY_Z_IMAGE = dit_configs.Z_IMAGE_TURBO | dict(
-    dim=32, n_layers=1, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=32, axes_dims=[4, 4, 8],
-    axes_lens=[1024, 16, 16],
-)  # fmt: skip
+TINY_XL = configs.SDXL_UNET | TINY | dict(cross_attention_dim=64, attention_head_dim=(2, 4), addition_time_embed_dim=4)
+TINY_XL |= dict(down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), transformer_layers_per_block=(1, 2))
+TINY_XL |= dict(up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), projection_class_embeddings_input_dim=56)
+TINY_FLUX = configs.FLUX_DEV | dict(num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2)
+TINY_FLUX |= dict(joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8))
+TINY_Z_IMAGE: dict = dict(dim=32, n_layers=1, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=32)
+TINY_Z_IMAGE |= dict(axes_dims=[4, 4, 8], axes_lens=[1024, 16, 16])
 
 
 def tokenizer() -> Any:
@@ -124,7 +117,7 @@ def z_image(size: Size) -> tuple[Any, dict]:
     """Z-Image-Turbo without a text encoder, and what a call of it is given."""
     import diffusers
 
-    config: dict = size(dit_configs.Z_IMAGE_TURBO, TINY_Z_IMAGE)
+    config = whole_config("ZImageTransformer2DModel", size(configs.Z_IMAGE_TURBO, TINY_Z_IMAGE))
     transformer = random_model("ZImageTransformer2DModel", config, size.device, size.bf16)
     shifts = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
     embeds = [size.randn(size(100, 8), config["cap_feat_dim"], dtype=size.bf16)]
@@ -134,13 +127,13 @@ def z_image(size: Size) -> tuple[Any, dict]:
 
 def flux_transformer(size: Size, **changes: Any) -> nn.Module:
     """The transformer of Flux.1-dev."""
-    config = size(dit_configs.FLUX_DEV, TINY_FLUX) | changes
+    config = size(configs.FLUX_DEV, TINY_FLUX) | changes
     return random_model("FluxTransformer2DModel", config, size.device, size.bf16)
 
 
 def flux_prompt(size: Size) -> dict:
     """A prompt's embeddings, as arguments of a call of Flux."""
-    config: dict = size(dit_configs.FLUX_DEV, TINY_FLUX)
+    config = whole_config("FluxTransformer2DModel", size(configs.FLUX_DEV, TINY_FLUX))
     tokens = size(512, 8)
     pixels = size(1024, 64)
     return {

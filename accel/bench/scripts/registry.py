@@ -1,10 +1,19 @@
 """The scripts by name."""
 
+from collections.abc import Iterator
+
 from accel.bench.scripts import cards, encoders, generation, images, placement, quantized
 from accel.bench.scripts.script import Script
 
-MODULES = (images, placement, encoders, generation, quantized, cards)
-SCRIPTS = {found.name: found for module in MODULES for found in vars(module).values() if isinstance(found, Script)}
+
+def _scripts() -> Iterator[Script]:
+    """Those of each module, by themselves and in tables."""
+    for module in (images, placement, encoders, generation, quantized, cards):
+        for found in vars(module).values():
+            yield from (one for one in (found if type(found) is tuple else (found,)) if isinstance(one, Script))
+
+
+SCRIPTS = {one.name: one for one in _scripts()}
 
 
 def find_scripts(names: list[str]) -> list[Script]:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from rich.table import Table
 
+from accel.bench.results import cell, new_table, write
+
 LEAST_RATIO = 0.97  # of stock's speed, for every script
 KEPT = ("about", "dtype", "machine")  # what files share whose rows are of one kind
 
@@ -24,13 +26,11 @@ def below(rows: Iterable[dict]) -> list[dict]:
 
 def save_rows(result: dict, path: Path) -> None:
     """Writes the result. Rows of other scripts that lie there stay, where machine, versions and sizes are the same."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     rows = {row["script"]: row for row in _earlier(result, path)}
     for row in result["rows"]:
         if "left_out" not in row or row["script"] not in rows:
             rows[row["script"]] = row
-    whole = result | {"rows": list(rows.values()), "least": least(rows.values())}
-    path.write_text(json.dumps(whole, indent=1) + "\n")
+    write(result | {"rows": list(rows.values()), "least": least(rows.values())}, path, indent=1)
 
 
 def _earlier(result: dict, path: Path) -> list[dict]:
@@ -61,23 +61,18 @@ def _why(row: dict) -> str:
 def rows_table(rows: list[dict]) -> Table:
     """The rows that were timed, the slowest first; how many others there are stands in the title."""
     timed = sorted((row for row in rows if "ratio" in row), key=lambda row: row["ratio"])
-    counts = [
-        (sum(kind in row for row in rows), word) for kind, word in (("failed", "failed"), ("left_out", "left out"))
-    ]
-    words = [f"{len(timed)} timed", *(f"{count} {word}" for count, word in counts if count)]
-    worst = least(rows)
-    title = f"{', '.join(words)}" + (f"; least {worst['ratio']:.2f}x, {worst['script']}" if worst else "")
-    shown = Table(title=title, title_justify="left", box=None)
-    shown.add_column("script", no_wrap=True)
-    for heading in ("stock ms", "accel ms", "ratio", "peak MiB", "accel MiB", "ready s", "path"):
-        shown.add_column(heading, justify="right", no_wrap=True)
+    others = {word: sum(kind in row for row in rows) for kind, word in (("failed", "failed"), ("left_out", "left out"))}
+    title = ", ".join([f"{len(timed)} timed", *(f"{count} {word}" for word, count in others.items() if count)])
+    if worst := least(rows):
+        title += f"; least {worst['ratio']:.2f}x, {worst['script']}"
+    shown = new_table(title, "script", "stock ms", "accel ms", "ratio", "peak MiB", "accel MiB", "ready s", "path")
     for row in timed:
-        peaks = (row[side]["peak_mb"] for side in ("stock", "accel"))
+        sides = [row[side] for side in ("stock", "accel")]
         shown.add_row(
             row["script"],
-            *(f"{row[side]['least_ms']:,.1f}" for side in ("stock", "accel")),
+            *(f"{side['least_ms']:,.1f}" for side in sides),
             f"{row['ratio']:.2f}x",
-            *("-" if peak is None else f"{peak:,.0f}" for peak in peaks),
+            *(cell(side["peak_mb"], "{:,.0f}") for side in sides),
             f"{row['ready_s']:.1f}",
             row["path"],
             style="red" if row["ratio"] < LEAST_RATIO else None,

@@ -3,7 +3,6 @@
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -11,16 +10,16 @@ import torch
 import torch.distributed as dist
 
 import accel
-from accel.bench.case import SEED
 from accel.bench.machine import commit, now, provenance
-from accel.bench.memory import device_bytes, device_peak, release
+from accel.bench.memory import allocated_bytes, device_bytes, device_peak, release
 from accel.bench.processes import spawn
-from accel.bench.runner import WrongResult
+from accel.bench.results import WrongResult
 from accel.bench.scripts.judging import dtype_of, judge_outputs
 from accel.bench.scripts.results import least
 from accel.bench.scripts.script import Script, Size
 from accel.bench.timing import Clock, seconds, take_turns, within
-from accel.errors import out_of_memory, told
+from accel.bench.weights import SEED
+from accel.errors import logged, out_of_memory
 from accel.report import Report
 from accel.verification.call import seeded
 
@@ -32,56 +31,53 @@ RANK = "accel.bench.scripts.rank"  # the module that each rank runs
 REASONS = 4  # told, of those that calls or places run stock for
 
 
-@dataclass
 class Side:
-    """One of the two: its object, its call, and what was measured of it."""
+    """One of the two: its object, its call, and what was measured of it.
 
-    size: Size
-    obj: Any
-    call: Callable[[], Any]
-    times: list[float] = field(default_factory=list)
-    first_s: float = 0.0
-    peak_mb: float | None = None
-    device_mb: float | None = None
+    peak_mb, device_mb: of the calls that warm it up, beyond what was there before, by torch's allocator in all of them,
+    and on the whole device in the last.
+    """
 
-    @classmethod
-    def build(cls, script: Script, size: Size) -> "Side":
+    def __init__(self, script: Script, size: Size) -> None:
+        self.device = size.device
+        self.before = allocated_bytes(self.device), device_bytes(self.device)
         with seeded(SEED):
-            return cls(size, *script.build(size))
+            self.obj, self.call = script.build(size)
+        self.peak_mb: float | None = None
+        self.device_mb: float | None = None
+        self.optimize_s = 0.0
 
     def run(self) -> Any:
         with seeded(SEED):
             return self.call()
 
-    def first(self, before: tuple[float, float], optimize: bool = False) -> tuple[Any, float]:
-        """The output of the calls that warm it up, and the seconds of accel.optimize.
-
-        peak_mb, device_mb: beyond `before`, by torch's allocator in all calls, and on the whole device in the last.
-        """
-        device, output = self.size.device, []
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        took = seconds(lambda: accel.optimize(self.obj), device) if optimize else 0.0
-        self.first_s = seconds(lambda: output.append(self.run()), device)
-        with device_peak(device) as found:
+    def first(self, optimize: bool = False) -> Any:
+        """The output of the calls that warm it up."""
+        output: list[Any] = []
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        if optimize:
+            self.optimize_s = seconds(lambda: accel.optimize(self.obj), self.device)
+        self.first_s = seconds(lambda: output.append(self.run()), self.device)
+        with device_peak(self.device) as found:
             for _ in range(WARM_UP - 1):
                 output[:] = [self.run()]
-        if device.type == "cuda":
-            self.peak_mb = round((torch.cuda.max_memory_allocated(device) - before[0]) / 2**20, 1)
-            self.device_mb = round((found[0] - before[1]) / 2**20, 1)
-        return output[0], took
+        if on_gpu:
+            allocated = torch.cuda.max_memory_allocated(self.device)
+            self.peak_mb, self.device_mb = (
+                round((now - before) / 2**20, 1) for now, before in zip((allocated, found[0]), self.before, strict=True)
+            )
+        return output[0]
 
     def turn(self) -> float:
         """Milliseconds."""
-        return seconds(self.run, self.size.device) * 1e3
+        return seconds(self.run, self.device) * 1e3
 
-    def figures(self) -> dict:
-        least, median = min(self.times), statistics.median(self.times)
-        figures = {"least_ms": least, "median_ms": median, "first_s": self.first_s}
-        return {name: round(value, 4) for name, value in figures.items()} | {
-            "peak_mb": self.peak_mb,
-            "device_mb": self.device_mb,
-        }
+    def figures(self, times: list[float]) -> dict:
+        found = {"least_ms": min(times), "median_ms": statistics.median(times), "first_s": self.first_s}
+        found = {name: round(value, 4) for name, value in found.items()}
+        return found | {"peak_mb": self.peak_mb, "device_mb": self.device_mb}
 
 
 def run_scripts(
@@ -111,7 +107,7 @@ def run_scripts(
         about = {"script": one.name, "about": one.about, "date": now(), "commit": commit()}
         reason = "no time was left" if clock.left() <= 0 else one.missing(size)
         rows.append(about | ({"left_out": reason} if reason else run_row(one, size, budget_s)))
-        result |= {"least": least(rows), "took_s": round(total_s - clock.left(), 1)}
+        result |= {"least": least(rows), "took_s": round(clock.taken(), 1)}
         keep(result)
     return result
 
@@ -129,28 +125,25 @@ def run_row(script: Script, size: Size, budget_s: float) -> dict:
     except Exception as error:  # whatever it raises, the next script has figures of its own
         name = "wrong result" if isinstance(error, WrongResult) else row.get("at", "building")
         short = "out of memory: " if out_of_memory(error) else ""
-        row["failed"] = f"{name}: {short}{told(error)}"[:300]
+        row["failed"] = f"{name}: {short}{logged(error)}"[:300]
     row.pop("at", None)
     try:
         release(size.device)
     except RuntimeError as error:  # what a failed script left behind
-        row.setdefault("failed", told(error))
+        row.setdefault("failed", logged(error))
     return row
 
 
 def _measure(script: Script, size: Size, clock: Clock, row: dict) -> None:
     """Fills the row; `at` says how far it came."""
-    device = size.device
     row["at"] = "stock"
-    before = _taken(device)
-    stock = Side.build(script, size)
-    wanted, _ = stock.first(before)
+    stock = Side(script, size)
+    wanted = stock.first()
     row["at"] = "building"
-    before = _taken(device)
-    ours = Side.build(script, size)
+    ours = Side(script, size)
     row["at"] = "accel"
-    got, optimize_s = ours.first(before, optimize=True)
-    row["took"] = {"ready_s": round(clock.total - clock.left(), 2)}
+    got = ours.first(optimize=True)
+    row["took"] = {"ready_s": round(clock.taken(), 2)}
     row["at"] = "correctness"
 
     def again() -> Any:
@@ -162,14 +155,15 @@ def _measure(script: Script, size: Size, clock: Clock, row: dict) -> None:
     row["at"] = "timing"
     turns = {"stock": stock.turn, "accel": ours.turn}
     times = take_turns(turns, least=LEAST_ROUNDS, most=MOST_ROUNDS, clock=clock)
-    stock.times, ours.times = times["stock"], times["accel"]
-    row |= {"stock": stock.figures(), "accel": ours.figures() | {"optimize_s": round(optimize_s, 3)}}
-    row["ratio"] = round(row["stock"]["least_ms"] / row["accel"]["least_ms"], 3)
-    row["ratio_of_medians"] = round(row["stock"]["median_ms"] / row["accel"]["median_ms"], 3)
-    row["rounds"] = len(stock.times)
-    row["ready_s"] = round(optimize_s + ours.first_s - stock.first_s, 3)
+    row["stock"] = stock.figures(times["stock"])
+    row["accel"] = ours.figures(times["accel"]) | {"optimize_s": round(ours.optimize_s, 3)}
+    row["ratio"], row["ratio_of_medians"] = (
+        round(row["stock"][figure] / row["accel"][figure], 3) for figure in ("least_ms", "median_ms")
+    )
+    row["rounds"] = len(times["stock"])
+    row["ready_s"] = round(ours.optimize_s + ours.first_s - stock.first_s, 3)
     row |= path(accel.report(ours.obj))
-    row["took"]["all_s"] = round(clock.total - clock.left(), 2)
+    row["took"]["all_s"] = round(clock.taken(), 2)
 
 
 def path(report: Report) -> dict:
@@ -192,9 +186,3 @@ def path(report: Report) -> dict:
         "skipped": [{"reason": reason, "sites": sites} for reason, sites in skipped.most_common(REASONS)],
         "no_graph": list(dict.fromkeys(filter(None, refused)))[:REASONS],
     }
-
-
-def _taken(device: torch.device) -> tuple[float, float]:
-    """Bytes by torch's allocator, and on the whole device."""
-    release(device)
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0, device_bytes(device)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from accel.bench.case import SEED
+from accel.bench.weights import SEED
 
 T = TypeVar("T")
 Built = tuple[Any, Callable[[], Any]]

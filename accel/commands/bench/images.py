@@ -1,6 +1,7 @@
 """`accel bench`: cases of the registry, and models of the user's own."""
 
 import math
+import re
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +17,6 @@ from accel.progress import progress_bar
 
 if TYPE_CHECKING:
     import torch
-    from rich.progress import Progress, TaskID
 
 
 def bench(
@@ -52,16 +52,15 @@ def bench(
     Cases: sd15, sd15-b16, sd21, sdxl, vae512, vae1024, vae-sdxl, flux, flux512, flux2, sd3, zimage, qwen-image,
     qwen-image-masked, wan, wan-14b, ltx, pixart, hunyuan-video, vae-wan, vae-ltx, vae-hunyuan, tiny.
     """
-    import torch
-
-    from accel.bench import folder, machine, results, runner
-    from accel.errors import told
+    from accel.bench import machine, results
+    from accel.bench.compiled import compiler_of
+    from accel.bench.diffusion import runner, subject
+    from accel.errors import logged
 
     place = parse_device(device)
     kind = parse_dtype(dtype, place)
     folders, chosen = _chosen(cases or [], place)
-    usual = {case.name: case.dtype or torch.float16 for case in chosen}
-    kinds = {name: one if place.type == "cuda" and dtype is None else kind for name, one in usual.items()}
+    kinds = {case.name: case.dtype if place.type == "cuda" and dtype is None else kind for case in chosen}
     given: dict[str, Any] = {"prompt": prompt, "steps": steps, "size": size, "batch": batch}
     if not folders and (without := [name for name, value in given.items() if value is not None]):
         raise typer.BadParameter(f"--{without[0]} is for folders; cases have sizes of their own")
@@ -69,78 +68,68 @@ def bench(
         _checked(weights, folders, chosen)
     if activations is not None:
         _fit(activations, weights, set(kinds.values()))
-    compiled = place.type == "cuda" if compiled is None else compiled
-
-    def keep(result: dict, usual: str = "float16") -> Path:
-        return results.save(result, out, machine.slug(place), usual)
-
-    def run_case(case: Any, stage: Callable[[str], None]) -> dict:
-        given: dict[str, Any] = {"compiled": compiled, "ready": ready, "budget_s": seconds}
-        given |= {"weights": weights, "activations": activations, "limit_s": math.inf if limit is None else limit}
-        kept = partial(keep, usual=str(usual[case.name]).removeprefix("torch."))
-        result = runner.run(case, place, kinds[case.name], **given, stage=stage, keep=kept)
-        progress.console.print(f"wrote {kept(result)}", highlight=False)
-        return result
-
-    def run_folder(path: Path, stage: Callable[[str], None]) -> dict:
-        try:
-            result = folder.bench_folder(path, place, kind, **given, budget_s=seconds, stage=stage)
-        except (TypeError, ValueError, OSError) as error:
-            raise wrong_folder(error) from None
-        progress.console.print(f"wrote {keep(result)}", highlight=False)
-        return result
-
-    jobs: list[tuple[str, tuple[str, ...], Callable[..., dict], Any]]
-    jobs = [(path.name, folder.STAGES, run_folder, path) for path in folders]
-    jobs += [(case.name, runner.STAGES, run_case, case) for case in chosen]
+    options = {"weights": weights, "activations": activations}
+    timed: dict[str, Any] = {"budget_s": seconds, "limit_s": math.inf if limit is None else limit}
+    more: dict[str, Any] = {
+        "ready": ready,
+        "options": {name: value for name, value in options.items() if value is not None},
+    }
+    # Name, what makes it, its dtype and the usual one, and further arguments.
+    jobs: list[tuple[str, Callable, Any, Any, dict]] = [
+        (_name(path), partial(subject.of_folder, path, place, kind, **given), kind, "float16", {}) for path in folders
+    ]
+    compiles = place.type == "cuda" if compiled is None else compiled
+    for case in chosen:
+        more["compiler"] = compiler_of(case) if compiles else None
+        usual, own = str(case.dtype).removeprefix("torch."), kinds[case.name]
+        jobs.append((case.name, partial(subject.of_case, case, place, own), own, usual, dict(more)))
     quiet()
     console = Console()
     done: list[dict] = []
     wrong: list[str] = []
-    failed: list[tuple[str, str, str]] = []
     with progress_bar(console) as progress:
-        task = progress.add_task("", total=sum(len(stages) for _, stages, _, _ in jobs))
-        for name, stages, run, subject in jobs:
-            start = progress.tasks[0].completed
+        task = progress.add_task("", total=len(jobs))
+        for name, make, own, usual, arguments in jobs:
+
+            def stage(now: str, name: str = name) -> None:
+                progress.update(task, description=f"{name}: {now}")
+
+            def keep(result: dict, usual: str = usual) -> Path:
+                return results.save(result, out, machine.slug(place), usual)
+
             try:
-                result = run(subject, _stage(progress, task, name, stages))
-            except runner.WrongResult as error:
-                wrong.append(f"{name}: {error}")
-            except typer.BadParameter:
-                raise
-            except Exception as error:  # the next one may run all the same
-                traceback.print_exc()
-                failed.append((name, "stock", told(error)))
-            else:
+                result = runner.run(name, make, place, own, **timed, **arguments, stage=stage, keep=keep)
+                progress.console.print(f"wrote {keep(result)}", highlight=False)
                 done.append(result)
-            progress.update(task, completed=start + len(stages))
-    failed += [(result["case"], *item) for result in done for item in result.get("failed", {}).items()]
-    _tell(console, done, failed, wrong)
-    if wrong or failed:
+            except results.WrongResult as error:
+                wrong.append(f"{name}: {error}")
+            except Exception as error:  # the next one may run all the same
+                if not arguments and isinstance(error, (TypeError, ValueError, OSError)):
+                    raise wrong_folder(error) from None
+                traceback.print_exc()
+                done.append({"case": name, "failed": [{"variant": "stock", "reason": logged(error)}], "skipped": []})
+            progress.advance(task)
+    if measured := [result for result in done if "ready" in result]:
+        console.print(results.table(measured))
+    for result in done:
+        if "lost" in result:
+            console.print(results.lost(result), highlight=False)
+        for line in results.trouble_lines(result):
+            console.print(f"{result['case']}: {line}", highlight=False, markup=False)
+    for line in wrong:
+        console.print(f"[red]wrong result[/red] {line}", highlight=False)
+    # What a compiler does is no failure of ours.
+    if wrong or any(row.get("variant") != "compile" for result in done for row in result["failed"]):
         raise typer.Exit(1)
 
 
-def _tell(console: Console, done: list[dict], failed: list[tuple[str, str, str]], wrong: list[str]) -> None:
-    """A table of what was measured, and what was not. failed: case, variant and reason."""
-    from accel.bench import results
-
-    if done:
-        console.print(results.table(done))
-    for result in (result for result in done if "lost" in result):
-        console.print(results.lost(result), highlight=False)
-    beside = {"compile_failed": "torch.compile", "reference_failed": "full precision"}  # which are no failure of ours
-    others = [(one["case"], what, one[key]) for one in done for key, what in beside.items() if key in one]
-    for case, what, reason in others + failed:
-        console.print(f"{case}: {what} failed: {reason}", highlight=False, markup=False)
-    for result in (result for result in done if "skipped" in result):
-        console.print(f"{result['case']}: no time was left for {', '.join(result['skipped'])}", highlight=False)
-    for line in wrong:
-        console.print(f"[red]wrong result[/red] {line}", highlight=False)
+def _name(folder: Path) -> str:
+    return re.sub(r"[^A-Za-z0-9.]+", "-", folder.resolve().name).strip("-")
 
 
 def _chosen(given: list[str], device: "torch.device") -> tuple[list[Path], list]:
     """Folders and cases; a name is a case's first, so that a folder of that name needs a slash."""
-    from accel.bench import cases as registry
+    from accel.bench.diffusion import cases as registry
 
     folders = [Path(name) for name in dict.fromkeys(given) if name not in registry.CASES and Path(name).is_dir()]
     names = [name for name in given if Path(name) not in folders]
@@ -179,13 +168,3 @@ def _fit(activations: str, weights: str | None, dtypes: "set[torch.dtype]") -> N
         except ValueError as error:
             message = str(error)
     raise typer.BadParameter(message, param_hint="--activations")
-
-
-def _stage(progress: "Progress", task: "TaskID", name: str, stages: tuple[str, ...]) -> Callable[[str], None]:
-    """What a run calls as it gets to each of its stages."""
-    start = progress.tasks[0].completed
-
-    def stage(now: str) -> None:
-        progress.update(task, description=f"{name}: {now}", completed=start + stages.index(now))
-
-    return stage

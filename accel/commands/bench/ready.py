@@ -1,15 +1,17 @@
 """`accel bench ready`: seconds until a model is optimized and its first call done, by part."""
 
-import json
+from collections import Counter
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from accel.commands.options import DEVICE_HELP, parse_device, quiet
 from accel.progress import progress_bar
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def bench_ready(
@@ -32,58 +34,57 @@ def bench_ready(
     first call takes. +batch is a first call of generate_batch. Random weights are made on the device, which does not
     count. Without names: a small model of each kind. Ends with 1 where one fails.
     """
+    from accel.bench import results
     from accel.bench.machine import provenance, slug
-    from accel.bench.ready.states import STATES, check_name, dtype_for, measure_states
+    from accel.bench.ready.names import NamedModel
+    from accel.bench.ready.states import STATES, measure_states
 
     place = parse_device(device)
-    chosen = names or (["qwen3-0.6b", "sd15"] if place.type == "cuda" else ["tiny"])
     wanted = tuple(states.split(","))
+    usual = ["qwen3-0.6b", "sd15"] if place.type == "cuda" else ["tiny"]
     try:
-        for name in chosen:
-            check_name(name)
+        chosen = {name: NamedModel.parse(name) for name in names or usual}
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="NAMES") from None
     if unknown := [state for state in wanted if state not in STATES]:
         raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(STATES)}", param_hint="--states")
     quiet()
-    console, failed = Console(), []
-    kept: list[dict] = []
-    result = {"case": "ready", "about": "time to ready, by part, in fresh processes", "rows": kept}
-    result |= provenance(place, dtype_for(chosen[0], place))
+    console = Console()
+    rows: list[dict] = []
+    dtypes = {name: asked.dtype(place) for name, asked in chosen.items()}
+    result = {"case": "ready", "about": "time to ready, by part, in fresh processes", "rows": rows}
+    result |= provenance(place, next(iter(dtypes.values())))
     path = out / f"{slug(place)}-ready.json"
-    out.mkdir(parents=True, exist_ok=True)
     with progress_bar(console) as progress:
         task = progress.add_task("", total=len(chosen))
-        for name in chosen:
+        for name, dtype in dtypes.items():
             progress.update(task, description=name)
             more = ("--profile",) if profile else ()
             try:
-                rows = measure_states(name, place, dtype_for(name, place), wanted, more, lambda: limit)
+                rows += measure_states(name, place, dtype, wanted, more, lambda: limit).values()
             except RuntimeError as error:
-                failed.append(name)
-                rows = {"failed": {"name": name, "failed": str(error)[-1500:]}}
-            kept += rows.values()
-            path.write_text(json.dumps(result, indent=2) + "\n")
+                rows.append({"name": name, "failed": str(error)[-1500:]})
+            results.write(result, path)
             progress.advance(task)
-    console.print(_table(kept))
+    console.print(_table(rows))
     console.print(f"written to {path}")
-    if failed:
+    if any("failed" in row for row in rows):
         raise typer.Exit(1)
 
 
-def _table(rows: list[dict]) -> Table:
+def _table(rows: list[dict]) -> "Table":
     """One line a state; of the parts the three that take longest."""
-    shown = Table("model", "state", "optimize s", "first call s", "ready s", "beyond stock s", "most of it")
+    from accel.bench.results import cell, new_table
+
+    headings = ("model", "state", "optimize s", "first call s", "ready s", "beyond stock s", "most of it")
+    shown = new_table("", *headings, left=2)
     for row in rows:
         if "failed" in row:
             shown.add_row(row["name"], row["failed"].strip().splitlines()[-1])
             continue
-        parts: dict[str, float] = {}
-        for found in (row.get("parts_of_optimize", {}), row["parts_of_first_call"]):
-            for part, took in found.items():
-                parts[part] = parts.get(part, 0.0) + took
-        longest = sorted(parts, key=parts.__getitem__, reverse=True)[:3]
-        most = ", ".join(f"{part.removesuffix('_s')} {parts[part]:.1f}" for part in longest)
-        figures = (row.get("optimize_s"), row["first_call_s"], row["ready_s"], row.get("over_stock_s"))
-        shown.add_row(row["name"], row["state"], *("-" if one is None else f"{one:.2f}" for one in figures), most)
+        parts = Counter(row.get("parts_of_optimize", {}))
+        parts.update(row["parts_of_first_call"])
+        most = ", ".join(f"{part.removesuffix('_s')} {took:.1f}" for part, took in parts.most_common(3))
+        figures = (row.get(key) for key in ("optimize_s", "first_call_s", "ready_s", "over_stock_s"))
+        shown.add_row(row["name"], row["state"], *(cell(one, "{:.2f}") for one in figures), most)
     return shown

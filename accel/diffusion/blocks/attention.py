@@ -13,13 +13,11 @@ from torch import nn
 from accel.fusion.channels_last import as_image, as_image_like, as_rows, keep_channel_stats, nhwc, normalize
 from accel.fusion.loop import ForwardCounter
 from accel.fusion.stacked_linears import PromptProjections, Stacked, StackedLinears, project_together
-from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward
 from accel.patching.guard import Parts
 from accel.patching.probe import example
-from accel.patching.rule import Match, Skip
-from accel.patching.site import Site
-from accel.patching.structure import all_plain, foreign_processor, holds, meta_weights, untouched
+from accel.patching.rule import Context, Match, Site, Skip
+from accel.patching.structure import all_plain, foreign_processor, holds, meta_weights, no_tensor, untouched
 from accel.quantization.product import Rows, deferred, plain_linear, product
 
 PARTS = ("spatial_norm", "norm_q", "norm_k", "norm_cross", "add_k_proj", "add_v_proj")
@@ -30,20 +28,17 @@ ASKED = ("group_norm", "heads", "is_cross_attention", "residual_connection", "re
 class AttentionForward(FastForward):
     """(B, S, C) with optional context (B, T, C'), or an image (N, C, H, W) -> the same shape."""
 
-    def __init__(self, *place: Any, prompt: StackedLinears, stack: bool = True) -> None:
+    stack = False  # whether weights may be moved into one storage; a probe touches none
+
+    def __init__(self, *place: Any, prompt: StackedLinears) -> None:
         super().__init__(*place)
         self.prompt = prompt  # the projections of the prompt in all of the model
-        self.stack = stack  # whether weights may be moved into one storage; a probe touches none
 
     def unfit(
         self, hidden_states: Any, encoder_hidden_states: Any = None, attention_mask: Any = None, **kwargs: Any
     ) -> str | None:
-        if type(hidden_states) is not torch.Tensor:
-            return f"input of type {type(hidden_states).__name__}"
         given = [name for name, value in kwargs.items() if value is not None and name != "temb"]
-        if given:
-            return f"arguments for the processor: {', '.join(given)}"
-        return None
+        return no_tensor(hidden_states) or (f"arguments for the processor: {', '.join(given)}" if given else None)
 
     def parts(self) -> Parts:
         m = self.module
@@ -142,25 +137,19 @@ def match_attention(site: Site, context: Context) -> Match | Skip | None:
         return Skip("weights are not loaded (meta device)")
     reason = None if len(m.to_out) else "no output projection"
     reason = reason or plain_linear(m.to_out[0]) or _leaves(m)
-    if reason is None:
-        plain_kernels, own = context.kernels.plain(), StackedLinears(ForwardCounter())
-        candidate = AttentionForward(m, site.path, plain_kernels, context.log, prompt=own, stack=False)
-        reason = _probe(m, candidate, context)
     if reason is not None:
         return Skip(reason)
-    prompt = PromptProjections.shared(context)
-    # Self-attention projects one input three times; every cross-attention projects the one prompt twice.
-    patches = prompt.add(m.to_k, m.to_v) if m.is_cross_attention else (Stacked((m.to_q, m.to_k, m.to_v)),)
-    forward = AttentionForward(m, site.path, context.kernels, context.log, prompt=prompt)
-    return Match(forward, patches)
-
-
-def _probe(m: Any, candidate: AttentionForward, context: Context) -> str | None:
+    own = StackedLinears(ForwardCounter())  # a probe moves no weights beside others
+    forward = AttentionForward(m, site.path, context.kernels, context.log, prompt=own)
     width, kwargs = m.to_q.in_features, {}
-    if m.group_norm is not None:
-        args = (example(m, 2, width, 3, 2),)
-    else:
-        args = (example(m, 2, 6, width),)
-        if m.is_cross_attention:
-            kwargs["encoder_hidden_states"] = example(m, 2, 5, m.to_k.in_features, seed=1)
-    return context.probe.disagreement(m, candidate.fast, args, kwargs)
+    x = example(m, 2, 6, width) if m.group_norm is None else example(m, 2, width, 3, 2)
+    if m.group_norm is None and m.is_cross_attention:
+        kwargs["encoder_hidden_states"] = example(m, 2, 5, m.to_k.in_features, seed=1)
+    reason = context.probe.unlike(forward, (x,), kwargs)
+    if reason is not None:
+        return Skip(reason)
+    forward.stack, forward.prompt = True, PromptProjections.shared(context)
+    # Self-attention projects one input three times; every cross-attention projects the one prompt twice.
+    if m.is_cross_attention:
+        return Match(forward, forward.prompt.add(m.to_k, m.to_v))
+    return Match(forward, (Stacked((m.to_q, m.to_k, m.to_v)),))

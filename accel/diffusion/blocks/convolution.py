@@ -1,6 +1,5 @@
 """Convolutions outside of the blocks of a UNet or VAE, without leaving channels-last: alone, and between its levels."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,13 +8,11 @@ from torch import nn
 
 from accel.fusion.channels_last import convolve, keep_channel_stats, nhwc
 from accel.fusion.half_operands import HalfOperands
-from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward
 from accel.patching.guard import Parts
 from accel.patching.probe import example
-from accel.patching.rule import Match, Skip
-from accel.patching.site import Site
-from accel.patching.structure import holds, meta_weights, plain, tampered, untouched
+from accel.patching.rule import Context, Match, Site, Skip
+from accel.patching.structure import holds, meta_weights, no_tensor, plain, tampered, untouched
 
 LEAST_CHANNELS = 32  # of the output; a narrower one ends a model, and no norm comes after
 
@@ -58,13 +55,14 @@ def same_padded(conv: nn.Conv2d) -> bool:
 class UpsampleForward(FastForward):
     """(N, C, H, W) -> (N, C', 2 H, 2 W) or the size asked for: nearest neighbor, then the convolution."""
 
-    def __init__(self, *place: Any, half: HalfOperands) -> None:
+    def __init__(self, *place: Any) -> None:
         super().__init__(*place)
-        self.half = half
+        self.half = HalfOperands()
 
     def unfit(self, hidden_states: Any, output_size: Any = None) -> str | None:
-        if type(hidden_states) is not torch.Tensor:
-            return f"input of type {type(hidden_states).__name__}"
+        reason = no_tensor(hidden_states)
+        if reason is not None:
+            return reason
         n, c, h, w = hidden_states.shape
         height, width = (2 * h, 2 * w) if output_size is None else output_size
         large = n > MOST_IMAGES or n * c * height * width > MOST_ELEMENTS
@@ -88,9 +86,7 @@ class DownsampleForward(FastForward):
     """(N, C, H, W) -> (N, C', ceil(H / 2), ceil(W / 2)): a convolution of stride 2, padded on both sides or one."""
 
     def unfit(self, hidden_states: Any) -> str | None:
-        if type(hidden_states) is not torch.Tensor:
-            return f"input of type {type(hidden_states).__name__}"
-        return None
+        return no_tensor(hidden_states)
 
     def parts(self) -> Parts:
         return Parts((self.module,), (self.module.conv,))
@@ -139,11 +135,9 @@ def match_upsample_pair(site: Site, context: Context) -> Match | Skip | None:
     reason = untouched(upsample)
     if reason is not None:
         return Skip(reason)
-    candidate = UpsamplePairForward(m, site.path, context.kernels.plain(), context.log)
-    reason = context.probe.disagreement(m, candidate.fast, (example(m, 2, conv.in_channels, 6, 5),))
-    if reason is not None:
-        return Skip(reason)
-    return Match(UpsamplePairForward(m, site.path, context.kernels, context.log))
+    forward = UpsamplePairForward(m, site.path, context.kernels, context.log)
+    reason = context.probe.unlike(forward, (example(m, 2, conv.in_channels, 6, 5),))
+    return Match(forward) if reason is None else Skip(reason)
 
 
 def match_resample(site: Site, context: Context) -> Match | Skip | None:
@@ -153,13 +147,11 @@ def match_resample(site: Site, context: Context) -> Match | Skip | None:
     m: Any = site.module
     if not holds(m, "conv") or not hasattr(m, "use_conv") or plain(m.conv, nn.Conv2d, stored=True) is not None:
         return None
-    if meta_weights(m):
-        return Skip("weights are not loaded (meta device)")
-    down = m.conv.stride == (2, 2)
-    kind: Callable[..., FastForward] = DownsampleForward if down else UpsampleForward
-    candidate = kind(m, site.path, context.kernels.plain(), context.log, **({} if down else {"half": HalfOperands()}))
-    reason = context.probe.disagreement(m, candidate.fast, (example(m, 1, m.conv.in_channels, 6, 5),))
+    kind = DownsampleForward if m.conv.stride == (2, 2) else UpsampleForward
+    forward = kind(m, site.path, context.kernels, context.log)
+    reason = context.probe.unlike(forward, (example(m, 1, m.conv.in_channels, 6, 5),))
     if reason is not None:
         return Skip(reason)
-    half = {} if down else {"half": HalfOperands.beneath(site, context)}
-    return Match(kind(m, site.path, context.kernels, context.log, **half))
+    if isinstance(forward, UpsampleForward):
+        forward.half = HalfOperands.beneath(site, context)
+    return Match(forward)

@@ -14,30 +14,24 @@ from accel.fusion.channels_last import convolve, keep_channel_stats, nhwc, norma
 from accel.fusion.half_operands import HalfOperands, convolve_half, end_in_float32
 from accel.fusion.loop import ForwardCounter
 from accel.fusion.stacked_linears import StackedLinears, TimeProjections
-from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward
 from accel.patching.guard import Parts
 from accel.patching.probe import example
-from accel.patching.rule import Match, Skip
-from accel.patching.site import Site
-from accel.patching.structure import all_plain, holds, meta_weights, pointwise, untouched
+from accel.patching.rule import Context, Match, Site, Skip
+from accel.patching.structure import all_plain, holds, no_tensor, pointwise, untouched
 from accel.quantization.product import plain_linear
 
 
 class ResnetForward(FastForward):
     """(N, C, H, W), time embedding (N, T) or None -> (N, C', H, W), channels-last in and out."""
 
-    def __init__(self, *place: Any, times: StackedLinears, half: HalfOperands) -> None:
+    def __init__(self, *place: Any, times: StackedLinears) -> None:
         super().__init__(*place)
-        self.times = times  # the time projections of all resnets of the model
-        self.half = half
+        self.times, self.half = times, HalfOperands()  # times: the time projections of all resnets of the model
 
     def unfit(self, input_tensor: Any, temb: Any = None) -> str | None:
-        if type(input_tensor) is not torch.Tensor:
-            return f"input of type {type(input_tensor).__name__}"
-        if self.module.time_emb_proj is not None and temb is None:
-            return "no time embedding given"
-        return None
+        lacks = self.module.time_emb_proj is not None and temb is None
+        return no_tensor(input_tensor) or ("no time embedding given" if lacks else None)
 
     def parts(self) -> Parts:
         m = self.module
@@ -87,22 +81,22 @@ def match_resnet(site: Site, context: Context) -> Match | Skip | None:
         return Skip("a resnet block of another make")
     if getattr(m, "upsample", None) is not None or getattr(m, "downsample", None) is not None:
         return Skip("resamples inside the block")
-    if meta_weights(m):
-        return Skip("weights are not loaded (meta device)")
     reason = _leaves(m)
     if reason is None and m.time_emb_proj is not None and m.time_emb_proj.out_features != m.conv1.out_channels:
         reason = "the time embedding scales as well as shifts"
-    if reason is None:
-        own = StackedLinears(ForwardCounter())
-        candidate = ResnetForward(m, site.path, context.kernels.plain(), context.log, times=own, half=HalfOperands())
-        x = example(m, 2, m.conv1.in_channels, 6, 5)
-        temb = None if m.time_emb_proj is None else example(m, 2, m.time_emb_proj.in_features, seed=1)
-        reason = context.probe.disagreement(m, candidate.fast, (x, temb))
+    if reason is not None:
+        return Skip(reason)
+    own = StackedLinears(ForwardCounter())  # a probe moves no weights beside others
+    forward = ResnetForward(m, site.path, context.kernels, context.log, times=own)
+    x = example(m, 2, m.conv1.in_channels, 6, 5)
+    temb = None if m.time_emb_proj is None else example(m, 2, m.time_emb_proj.in_features, seed=1)
+    reason = context.probe.unlike(forward, (x, temb))
     if reason is not None:
         return Skip(reason)
     if m.conv_shortcut is not None and not pointwise(m.conv_shortcut):
         return Skip("a shortcut that is not a 1x1 convolution")
-    times = TimeProjections.shared(context)
-    patches = () if m.time_emb_proj is None else times.add(m.time_emb_proj)
-    half = HalfOperands.beneath(site, context) if m.time_emb_proj is None else HalfOperands()
-    return Match(ResnetForward(m, site.path, context.kernels, context.log, times=times, half=half), patches)
+    if m.time_emb_proj is not None:
+        forward.times = TimeProjections.shared(context)
+        return Match(forward, forward.times.add(m.time_emb_proj))
+    forward.half = HalfOperands.beneath(site, context)
+    return Match(forward)

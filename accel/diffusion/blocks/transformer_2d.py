@@ -16,14 +16,12 @@ from accel.casting import cast_up
 from accel.diffusion.blocks.attention import AttentionForward
 from accel.fusion.channels_last import as_image, as_image_like, as_rows, keep_channel_stats, nhwc, normalize, project
 from accel.libraries.diffusion import image_output
-from accel.patching.context import Context
 from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import NOTHING, FastForward, Kernels
 from accel.patching.guard import Guard, Parts
 from accel.patching.probe import example
-from accel.patching.rule import Match, Skip
-from accel.patching.site import Site
-from accel.patching.structure import all_plain, holds, meta_weights, plain, pointwise
+from accel.patching.rule import Context, Match, Site, Skip
+from accel.patching.structure import all_plain, holds, no_tensor, plain, pointwise
 from accel.patching.user_ops import UserOp
 from accel.quantization.product import (
     Rows,
@@ -40,7 +38,7 @@ NOT_POINTWISE = "a projection that is not 1x1"
 
 
 class ResidualStream:
-    """The rows that blocks add to: x + last + bias. The last two are still to be added, by whoever reads x next."""
+    """The rows that blocks add to: x + last + bias. The next operation that reads x adds the other two."""
 
     last: torch.Tensor | None
 
@@ -73,7 +71,7 @@ class TransformerBlockForward(FastForward):
 
     def __init__(self, module: nn.Module, path: str, kernels: Kernels, log: FallbackLog) -> None:
         super().__init__(module, path, kernels, log)
-        self.feed_forward = Guard(None, self.feed_forward_parts())
+        self.feed_forward = Guard(self.feed_forward_parts())
 
     def unfit(self, hidden_states: Any, *args: Any, cross_attention_kwargs: Any = None, **kwargs: Any) -> str | None:
         if type(hidden_states) is not torch.Tensor or hidden_states.dim() != 3:
@@ -117,7 +115,7 @@ class TransformerBlockForward(FastForward):
         encoder_attention_mask: torch.Tensor | None = None,
         cross_attention_kwargs: dict | None = None,
     ) -> None:
-        """Runs the block on a stream. What the last sublayer adds is left to whoever reads the stream next."""
+        """Runs the block on a stream. What the last sublayer adds is left to the next reader of the stream."""
         m = self.module
         extra = cross_attention_kwargs or {}
         rows = self._norm(m.norm1, stream, getattr(m.attn1, "to_q", None))
@@ -132,7 +130,7 @@ class TransformerBlockForward(FastForward):
         """The norm of the settled stream; where `first` rounds its rows, the norm is done with the rounding."""
         mine = isinstance(self.kernels.layer_norm, UserOp)  # it cannot be done with the rounding
         if not mine and rounds(first, stream.x) is not None:
-            return Rows(stream.total(self.kernels), Norm(norm.weight, norm.bias, norm.eps, centred=True))
+            return Rows(stream.total(self.kernels), Norm(norm.weight, norm.bias, norm.eps, centered=True))
         if stream.last is None and stream.bias is None:
             return Rows(self.kernels.layer_norm(stream.x, norm.weight, norm.bias, norm.eps))
         x, residual = (stream.x, None) if stream.last is None else (stream.last, stream.x)
@@ -195,10 +193,9 @@ class TransformerStackForward(FastForward):
     def unfit(self, hidden_states: Any, *args: Any, **kwargs: Any) -> str | None:
         if args and len(args) > 1:
             return "arguments given by position"
-        if type(hidden_states) is not torch.Tensor:
-            return f"input of type {type(hidden_states).__name__}"
         layers = (self.module.proj_in, self.module.proj_out)
-        return None if all(type(layer) is not nn.Conv2d or pointwise(layer) for layer in layers) else NOT_POINTWISE
+        fit = all(type(layer) is not nn.Conv2d or pointwise(layer) for layer in layers)
+        return no_tensor(hidden_states) or (None if fit else NOT_POINTWISE)
 
     def parts(self) -> Parts:
         m = self.module
@@ -283,19 +280,15 @@ def match_transformer_block(site: Site, context: Context) -> Match | Skip | None
         return Skip("a feed-forward of another make")
     if not holds(m.attn1, "to_q") or (m.attn2 is not None and not holds(m.attn2, "to_k")):
         return Skip("attentions of another make")
-    if meta_weights(m):
-        return Skip("weights are not loaded (meta device)")
     reason = all_plain(*((norm, nn.LayerNorm) for norm in (m.norm1, m.norm2, m.norm3)))
-    if reason is None:
-        candidate = TransformerBlockForward(m, site.path, context.kernels.plain(), context.log)
-        width = m.attn1.to_q.in_features if m.attn2 is None else m.attn2.to_k.in_features
-        x, prompt = example(m, 2, 6, m.attn1.to_q.in_features), example(m, 2, 5, width, seed=1)
-        given = {"encoder_hidden_states": prompt} if m.attn2 is not None and m.attn2.is_cross_attention else {}
-        reason = context.probe.disagreement(m, candidate.fast, (x,), given)
     if reason is not None:
         return Skip(reason)
     forward = TransformerBlockForward(m, site.path, context.kernels, context.log)
-    return Match(forward, covers=("norm1", "norm2", "norm3", "ff"))
+    x, given = example(m, 2, 6, m.attn1.to_q.in_features), {}
+    if m.attn2 is not None and m.attn2.is_cross_attention:
+        given["encoder_hidden_states"] = example(m, 2, 5, m.attn2.to_k.in_features, seed=1)
+    reason = context.probe.unlike(forward, (x,), given)
+    return Match(forward, covers=("norm1", "norm2", "norm3", "ff")) if reason is None else Skip(reason)
 
 
 def match_transformer_stack(site: Site, context: Context) -> Match | Skip | None:
@@ -305,18 +298,13 @@ def match_transformer_stack(site: Site, context: Context) -> Match | Skip | None
         return None
     if not m.is_input_continuous:
         return Skip("input that is not a continuous image")
-    if meta_weights(m):
-        return Skip("weights are not loaded (meta device)")
     reason = _projections(m)
-    if reason is None:
-        candidate = TransformerStackForward(m, site.path, context.kernels.plain(), context.log)
-        cross = getattr(m.transformer_blocks[0], "attn2", None)
-        given: dict[str, Any] = {"return_dict": False}
-        if cross is not None and cross.is_cross_attention:
-            given["encoder_hidden_states"] = example(m, 2, 5, cross.to_k.in_features, seed=1)
-        x = example(m, 2, m.norm.num_channels, 3, 2)
-        reason = context.probe.disagreement(m, candidate.fast, (x,), given)
     if reason is not None:
         return Skip(reason)
     forward = TransformerStackForward(m, site.path, context.kernels, context.log)
-    return Match(forward, covers=("norm", "proj_in", "proj_out"))
+    cross = getattr(m.transformer_blocks[0], "attn2", None)
+    given: dict[str, Any] = {"return_dict": False}
+    if cross is not None and cross.is_cross_attention:
+        given["encoder_hidden_states"] = example(m, 2, 5, cross.to_k.in_features, seed=1)
+    reason = context.probe.unlike(forward, (example(m, 2, m.norm.num_channels, 3, 2),), given)
+    return Match(forward, covers=("norm", "proj_in", "proj_out")) if reason is None else Skip(reason)

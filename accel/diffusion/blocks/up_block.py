@@ -10,13 +10,11 @@ import torch
 from torch import nn
 
 from accel.fusion.channels_last import keep_channel_stats, nhwc
-from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward
 from accel.patching.guard import Parts
 from accel.patching.probe import example
-from accel.patching.rule import Match, Skip
-from accel.patching.site import Site
-from accel.patching.structure import all_plain, holds, meta_weights
+from accel.patching.rule import Context, Match, Site, Skip
+from accel.patching.structure import all_plain, holds
 
 SKIPS = "res_hidden_states_tuple"
 
@@ -70,13 +68,9 @@ def match_up_block(site: Site, context: Context) -> Match | Skip | None:
     reason = all_plain(*((conv, nn.Conv2d) for resnet in m.resnets for conv in (resnet.conv1, resnet.conv2)))
     if reason is not None:
         return Skip(reason)
-    if meta_weights(m):
-        return Skip("weights are not loaded (meta device)")
-    candidate = UpBlockForward(m, site.path, context.kernels.plain(), context.log)
-    reason = context.probe.disagreement(m, candidate.fast, (), up_block_example(m))
-    if reason is not None:
-        return Skip(reason)
-    return Match(UpBlockForward(m, site.path, context.kernels, context.log), covers=())
+    forward = UpBlockForward(m, site.path, context.kernels, context.log)
+    reason = context.probe.unlike(forward, (), up_block_example(m))
+    return Match(forward, covers=()) if reason is None else Skip(reason)
 
 
 def up_block_example(m: Any) -> dict:

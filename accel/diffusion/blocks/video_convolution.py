@@ -13,11 +13,9 @@ from torch import nn
 
 from accel.diffusion.blocks.video_convolution_kind import VideoConvolution, VideoConvolutions, VideoPadding, kept
 from accel.fusion.channels_last import ndhwc, sum_frames
-from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.guard import Parts
-from accel.patching.rule import Match
-from accel.patching.site import Site
+from accel.patching.rule import Context, Match, Site
 
 LEAST_CHANNELS = 32  # of the output; a narrower one ends a model, and no norm comes after
 
@@ -54,13 +52,13 @@ class VideoConvolutionForward(FastForward):
 
     def __init__(self, *place: Any, convolution: VideoConvolution):
         super().__init__(*place)
-        self.convolution, self.names = convolution, tuple(self.__signature__.parameters)
+        self.convolution = convolution
 
     def parts(self) -> Parts:
         return Parts(self.convolution.parts(self.module))
 
     def _given(self, args: tuple, kwargs: dict) -> tuple[Any, Any]:
-        given = dict(zip(self.names, args, strict=False)) | kwargs
+        given = self.named(args, kwargs)
         return given[self.names[0]], given.get(self.names[1]) if len(self.names) > 1 else None
 
     def unfit(self, *args: Any, **kwargs: Any) -> str | None:

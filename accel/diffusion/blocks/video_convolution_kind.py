@@ -115,7 +115,7 @@ class _Trial:
         self.x = self._random(2, 2, 5, 6, 7)
 
     def _random(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self.generator)
+        return torch.randn(*shape, generator=self.generator, device="cpu")
 
     def find(self) -> VideoConvolution | None:
         others = list(inspect.signature(type(self.module).forward).parameters.values())[2:]
@@ -146,7 +146,7 @@ class _Trial:
         return None
 
     def _stock(self, *inputs: object) -> Any:
-        """What it gives; None where it gives no tensor, or changes itself."""
+        """The output of the module; None where it takes no such inputs, or changes its own attributes."""
         before = dict(vars(self.module)), dict(vars(self.conv))
         out = stock_output(self.module, *inputs)
         after = vars(self.module), vars(self.conv)

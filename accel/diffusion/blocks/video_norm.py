@@ -14,11 +14,9 @@ from torch import nn
 
 from accel.fusion.channels_last import channel_stats_of, ndhwc
 from accel.fusion.norm_kind import close, random_twin, stock_output
-from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward
 from accel.patching.guard import Parts, plain_settings
-from accel.patching.rule import Match
-from accel.patching.site import Site
+from accel.patching.rule import Context, Match, Site
 from accel.patching.structure import foreign, meta_weights, tampered
 
 SMALLEST = 1e-12  # length by which F.normalize divides at least
@@ -38,7 +36,7 @@ class VideoNorm:
     weight: str | None = None
     bias: str | None = None
     eps: str | None = None
-    centred: bool = False
+    centered: bool = False
     form: str = "frames"
     groups: bool = False
     inner: str = ""
@@ -56,7 +54,7 @@ class VideoNorm:
         held = module._parameters
         weight, bias = (None if name is None else held[name].view(-1) for name in (self.weight, self.bias))
         eps = SMALLEST**2 / x.shape[1] if self.eps is None else float(getattr(module, self.eps))
-        return Norm(weight, bias, eps, self.centred)
+        return Norm(weight, bias, eps, self.centered)
 
 
 class VideoNorms:
@@ -95,7 +93,7 @@ def _find(module: nn.Module) -> VideoNorm | None:
     name = next((name for name, child in vars(module)["_modules"].items() if child is not None), "")
     trial, channels = _copy(module, name)
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(2, channels, 3, 2, 3, generator=generator) * 2 + 1.5
+    x = torch.randn(2, channels, 3, 2, 3, generator=generator, device="cpu") * 2 + 1.5
     grouped = [VideoNorm(groups=True, inner=name, per_frame=per_frame) for per_frame in (False, True)]
     kinds = grouped if name else list(_kinds(module))
     for form in ("frames",) if name else FORMS:
@@ -125,8 +123,8 @@ def _kinds(module: nn.Module) -> Iterator[VideoNorm]:
     epsilons = [name for name, value in vars(module).items() if type(value) is float and 0 < value < 0.1]
     for weight, bias in pairs:
         for eps in (*epsilons, None):
-            for centred in (False, True):
-                yield VideoNorm(weight, bias, eps, centred)
+            for centered in (False, True):
+                yield VideoNorm(weight, bias, eps, centered)
 
 
 def _run(trial: nn.Module, x: torch.Tensor, form: str) -> torch.Tensor | None:
@@ -152,13 +150,13 @@ class VideoNormForward(FastForward):
 
     def __init__(self, *place: Any, norm: VideoNorm):
         super().__init__(*place)
-        self.norm, self.names = norm, tuple(self.__signature__.parameters)
+        self.norm = norm
 
     def parts(self) -> Parts:
         return Parts(self.norm.parts(self.module))
 
     def _given(self, args: tuple, kwargs: dict) -> Any:
-        given = dict(zip(self.names, args, strict=False)) | kwargs
+        given = self.named(args, kwargs)
         return given.pop(self.names[0]), [value for value in given.values() if value is not None]
 
     def unfit(self, *args: Any, **kwargs: Any) -> str | None:

@@ -16,12 +16,10 @@ from accel.diffusion.blocks.video_convolution import convolve_written, copied, n
 from accel.diffusion.blocks.video_convolution_kind import VideoConvolution, VideoConvolutions
 from accel.diffusion.blocks.video_norm import VideoNorm, VideoNorms
 from accel.fusion.channels_last import coarser_as_convolution, ndhwc, sum_frames
-from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward
 from accel.patching.guard import Parts
 from accel.patching.probe import example
-from accel.patching.rule import Match, Skip
-from accel.patching.site import Site
+from accel.patching.rule import Context, Match, Site, Skip
 from accel.patching.structure import holds, meta_weights, untouched
 
 CACHE, PLACE, CAUSAL = "feat_cache", "feat_idx", "causal"  # arguments, by the names that all such blocks give them
@@ -47,7 +45,7 @@ class VideoResnetForward(FastForward):
 
     def __init__(self, *place: Any, made: BlockParts):
         super().__init__(*place)
-        self.made, self.names = made, tuple(self.__signature__.parameters)
+        self.made = made
 
     def parts(self) -> Parts:
         m, made = self.module, self.made
@@ -63,7 +61,7 @@ class VideoResnetForward(FastForward):
         return Parts(tuple(fixed))
 
     def _given(self, args: tuple, kwargs: dict) -> dict[str, Any]:
-        given = dict(zip(self.names, args, strict=False)) | kwargs
+        given = self.named(args, kwargs)
         return {"x": given.pop(self.names[0])} | {name: value for name, value in given.items() if value is not None}
 
     def unfit(self, *args: Any, **kwargs: Any) -> str | None:
@@ -180,16 +178,13 @@ def match_video_resnet(site: Site, context: Context) -> Match | Skip | None:
     reason = untouched(*(getattr(m, name) for name in made.others))
     if reason is not None:
         return Skip(reason)
-    candidate = VideoResnetForward(m, site.path, context.kernels.plain(), context.log, made=made)
-    channels = made.convolutions[0].of(m.conv1).in_channels
-    x = example(m, 2, channels, 3, 4, 5)
-    reason = context.probe.disagreement(m, candidate.fast, (x,), variant=made)
-    if reason is None and CACHE in candidate.names:
-        trial = InChunks(m)
-        reason = context.probe.disagreement(trial, InChunks(m, candidate.fast).forward, (x,), variant=made)
-    if reason is not None:
-        return Skip(reason)
-    return Match(VideoResnetForward(m, site.path, context.kernels, context.log, made=made))
+    forward = VideoResnetForward(m, site.path, context.kernels, context.log, made=made)
+    x = example(m, 2, made.convolutions[0].of(m.conv1).in_channels, 3, 4, 5)
+    reason = context.probe.unlike(forward, (x,), variant=made)
+    if reason is None and CACHE in forward.names:
+        candidate = VideoResnetForward(m, site.path, context.kernels.plain(), context.log, made=made)
+        reason = context.probe.disagreement(InChunks(m), InChunks(m, candidate.fast).forward, (x,), variant=made)
+    return Match(forward) if reason is None else Skip(reason)
 
 
 class InChunks(nn.Module):

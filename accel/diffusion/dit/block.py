@@ -14,6 +14,7 @@ from accel_kernels.warmup import warming_up
 from torch import nn
 
 from accel.cuda_graphs.rule import CAPTURED_SOON
+from accel.diffusion.dit.assignments import without_assignments
 from accel.diffusion.dit.calls import (
     BlockCode,
     BlockPlan,
@@ -33,7 +34,6 @@ from accel.diffusion.dit.program import Program
 from accel.diffusion.dit.ranks.exchanges import with_exchanges
 from accel.diffusion.dit.ranks.receive_buffers import BufferSlots
 from accel.diffusion.dit.recorder import recorded, tensors_in
-from accel.diffusion.dit.rotary_halves import without_assignments
 from accel.diffusion.dit.schedule import Schedule
 from accel.errors import reason_of
 from accel.fusion.norms import match_layer_norm
@@ -41,57 +41,50 @@ from accel.libraries.code import comes_from
 from accel.libraries.diffusion import active_backend, context_parallel
 from accel.parallel.ranks import Ranks
 from accel.parallel.sequences import sequence_ranks
-from accel.patching.context import Context
 from accel.patching.fast_forward import FastForward, as_written
 from accel.patching.guard import Parts, Snapshot
-from accel.patching.patch import ForwardPatch, foreign_forward
-from accel.patching.rule import Match, Rule, Skip
-from accel.patching.site import Site
+from accel.patching.rule import Context, ForwardPatch, Match, Rule, Site, Skip, foreign_forward
 from accel.patching.structure import meta_weights, side_effects
 from accel.quantization.module import QuantizedLinear
 from accel.tolerances import BLOCK, bound
 
-LINEARS = 4  # that a block has at least: queries, keys, values, and what becomes of them
+LEAST_LINEARS = 4  # that a block has at least: queries, keys, values, and what becomes of them
 LAYER_NORM = Rule("layer norm", match_layer_norm)
-FEWEST = 2  # where an attention has one product for several of these
-PIECE = 1 << 22  # numbers that are compared at a time
-WAITS = (
+LEAST_WITH_ATTENTION = 2  # where an attention has one product for several of these
+COMPARED_AT_ONCE = 1 << 22  # numbers that are compared at a time
+DIVIDED_WITHOUT_GRAPH = (
     "divided among ranks, in no CUDA graph: launched one by one, its passes would wait longer for the host than stock"
 )
-
-DERIVED = ("known", "held", "forms", "backend", "ranks", "on_gpu", "refused", "examined")  # copies derive them anew
 
 
 class BlockForward(FastForward):
     """Arguments and result are those of the stock forward."""
 
     code = BlockCode
+    renewed = ("known", "held", "forms", "backend", "ranks", "on_gpu", "refused", "examined")
     known: dict[tuple, BlockPlan] | None  # plans for blocks of its sort, by kind of call
     held: list[dict[str, torch.Tensor | None]]  # the weights of each module inside
     forms: list
     backend: object
     ranks: Ranks | None  # that compute its attention together
     on_gpu: bool | None
-    refused: str | None  # what was found when the block was examined anew,
-    examined: Snapshot | None  # which is gone through once, not at every call that runs stock
+    refused: str | None  # why the block, as it was changed, is not recorded anew
+    examined: Snapshot | None  # of the block when that was found, so that it is found once
 
     def __init__(self, module: nn.Module, path: str, context: Context):
         super().__init__(module, path, context.kernels, context.log)
         self.plans, self.stacks = context.of(BlockPlans), WeightStacks()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name not in DERIVED}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        vars(self).update(dict.fromkeys(DERIVED))
+    def renew(self) -> None:
+        vars(self).update(dict.fromkeys(self.renewed))
 
     def parts(self) -> Parts:
         return Parts(tuple(_parts(self.module)))
 
     def changed(self) -> str | None:
-        """As of every forward, but a changed block is recorded anew, for example after an adapter was loaded; unless it
-        contains code of the user's now.
+        """As of every forward; but a changed block, such as one with a new adapter, is recorded anew.
+
+        One that now contains code of the user's is not.
         """
         reason = super().changed()
         if reason is None or self.stale is not None or self._another_class() is not None:
@@ -129,10 +122,10 @@ class BlockForward(FastForward):
         assert call is not None
         known = self.known or self._known()  # unfit has seen to it that it holds
         if self.ranks is not None and self.on_gpu and not CAPTURED_SOON.get() and not _capturing():
-            self.log.fell_back(self.path, WAITS)
+            self.log.fell_back(self.path, DIVIDED_WITHOUT_GRAPH)
             with as_written():
                 return self.stock(*args, **kwargs)
-        plan = known.get(call) or self.plans.borrow(known, call)
+        plan = known.get(call)
         if plan is None:
             return self._record(call, args, kwargs)
         if plan.executable is None:
@@ -183,11 +176,11 @@ class BlockForward(FastForward):
             executable = Executable(
                 Schedule(with_rounded_rows(with_exchanges(without_assignments(program)))), self.kernels
             )
-        except Exception as error:  # a program of a form that nobody has seen yet
+        except Exception as error:  # the plan is an optimization: what cannot be planned runs stock
             return BlockPlan(reason=f"cannot be planned: {reason_of(error)}")
         if not executable.passes:
             return BlockPlan(reason="nothing in it can be done in one pass")
-        return BlockPlan(executable, strided=program.strided)
+        return BlockPlan(executable)
 
     def _allocate_buffers(self, plan: BlockPlan, ranks: Ranks, device: torch.device) -> None:
         """Called on all ranks at once, also on those without a plan."""
@@ -197,19 +190,13 @@ class BlockForward(FastForward):
             executable.buffers = self.plans.buffers
 
     def _compare(self, plan: BlockPlan, args: tuple, kwargs: dict) -> Any:
-        """What stock gives, compared with a plan that was not compared yet.
-
-        Such a plan was made in a dry run, or for tensors that lay in memory in another way.
-        """
+        """What stock gives, compared with a plan that was made in a dry run, or of whose numbers none was finite."""
         if _capturing():
             return self.stock(*args, **kwargs)
         given = list(tensors_in((args, kwargs)))
         output = self.stock(*args, **kwargs)
         self._try(plan, given, output)
-        if plan.reason and plan.borrowed_from is not None:
-            plan.borrowed_from.strided = True
-            self.plans.forget(self._known(), plan)  # the next call is recorded for itself
-        elif plan.reason:
+        if plan.reason:
             self.log.fell_back(self.path, plan.reason)
         return output
 
@@ -286,7 +273,9 @@ def _is_block(path: str, module: nn.Module) -> bool:
     parts = list(module.modules())
     attends = any("processor" in vars(part) for part in parts)
     linears = sum(type(part) in (nn.Linear, QuantizedLinear) for part in parts)
-    return linears >= (FEWEST if attends else LINEARS) and not any(type(part) is nn.GroupNorm for part in parts)
+    return linears >= (LEAST_WITH_ATTENTION if attends else LEAST_LINEARS) and not any(
+        type(part) is nn.GroupNorm for part in parts
+    )
 
 
 def difference(wanted: Any, got: Any) -> str | None:
@@ -314,7 +303,7 @@ def _extremes(theirs: torch.Tensor, ours: torch.Tensor) -> tuple[float | None, f
     zero = torch.zeros((), device=theirs.device)
     largest = off = zero
     some = torch.zeros((), dtype=torch.bool, device=theirs.device)
-    for a, b in zip(theirs.flatten().split(PIECE), ours.flatten().split(PIECE), strict=True):
+    for a, b in zip(theirs.flatten().split(COMPARED_AT_ONCE), ours.flatten().split(COMPARED_AT_ONCE), strict=True):
         finite = a.isfinite()
         apart = (a.float() - b.float()).abs_().nan_to_num_(torch.inf)
         off = torch.maximum(off, torch.where(finite, apart, zero).max())

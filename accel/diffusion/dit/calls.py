@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from accel.diffusion.dit.recorder import PLAIN, tensors_in
 from accel.libraries.diffusion import attention_backends
 from accel.patching.code import CalledCode, ClassCode, CodeTable
 from accel.patching.guard import BASE, settings_of
+from accel.patching.owner import PartlyCopied
 from accel.quantization.scheme import Scheme
 
 
@@ -116,15 +117,6 @@ def call_signature(args: tuple, kwargs: dict) -> tuple | None:
     return form, *map(places.index, places)
 
 
-def without_strides(call: Any) -> Any:
-    """A call's signature without how its tensors lie in memory."""
-    if not isinstance(call, tuple) or isinstance(call, torch.Size):
-        return call
-    if len(call) == 5 and call[0] == "tensor":
-        return call[:2] + call[3:]
-    return tuple(map(without_strides, call))
-
-
 def _form(tree: Any) -> tuple | None:
     if isinstance(tree, torch.Tensor):
         if type(tree) not in (torch.Tensor, nn.Parameter) or tree.layout is not torch.strided:
@@ -162,16 +154,12 @@ MOST_KINDS = 64  # of blocks, as many settings of an adapter make
 class BlockPlan:
     """What runs for one kind of call, or the reason why stock does.
 
-    compared: whether it was compared with stock. strided: it holds only for tensors with the strides it was recorded
-    with. borrowed_from: the plan whose executable it uses, for tensors with other strides. outcome: what a dry run
-    gave, without values.
+    compared: whether it was compared with stock. outcome: what a dry run gave, without values.
     """
 
     executable: Executable | None = None
     reason: str = ""
     compared: bool = False
-    strided: bool = False
-    borrowed_from: "BlockPlan | None" = None
     outcome: Any = None
 
     def dry_run(self, run: Callable[[], Any]) -> Any:
@@ -191,22 +179,16 @@ def _unfilled(one: Any) -> Any:
     return torch.empty_like(one[1], device=one[0]) if _is_outcome(one) else one
 
 
-@dataclass
-class BlockPlans:
-    """The plans of all blocks of a model, by kind of block and of call, and the receive buffers of their exchanges.
+class BlockPlans(PartlyCopied):
+    """The plans of all blocks of a model, by kind of block and of call, and the receive buffers of their exchanges."""
 
-    Copies and pickles record anew.
-    """
+    def __init__(self) -> None:
+        self.renew()
 
-    found: dict[tuple, dict[tuple, BlockPlan]] = field(default_factory=dict)
-    buffers: ReceiveBuffers = field(default_factory=ReceiveBuffers)
-    lock: Any = field(default_factory=threading.RLock)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        BlockPlans.__init__(self)
+    def renew(self) -> None:
+        self.found: dict[tuple, dict[tuple, BlockPlan]] = {}
+        self.buffers = ReceiveBuffers()
+        self.lock = threading.RLock()
 
     def of(self, kind: tuple) -> dict[tuple, BlockPlan]:
         """The plans of one kind of block, by kind of call. A block keeps the result: hashing its kind takes long."""
@@ -215,24 +197,8 @@ class BlockPlans:
                 del self.found[next(iter(self.found))]
             return self.found.setdefault(kind, {})
 
-    def borrow(self, plans: dict[tuple, BlockPlan], call: tuple) -> BlockPlan | None:
-        """A plan made of one for tensors with other strides; to be compared before it runs."""
-        wanted = without_strides(call)
-        with self.lock:
-            for other, plan in plans.items():
-                if plan.executable is not None and not plan.strided and without_strides(other) == wanted:
-                    found = BlockPlan(plan.executable, borrowed_from=plan)
-                    self.keep(plans, call, found)
-                    return found
-        return None
-
     def keep(self, plans: dict[tuple, BlockPlan], call: tuple, plan: BlockPlan) -> None:
         with self.lock:
             if len(plans) >= MOST_CALLS:
                 del plans[next(iter(plans))]
             plans[call] = plan
-
-    def forget(self, plans: dict[tuple, BlockPlan], plan: BlockPlan) -> None:
-        with self.lock:
-            for call in [call for call, other in plans.items() if other is plan]:
-                del plans[call]

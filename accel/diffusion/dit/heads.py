@@ -1,26 +1,26 @@
 """Norms over whole rows and rotations of their heads, in one pass.
 
 Wan and similar models norm queries and keys over all heads, then rotate each head by the same table. The norm works on
-rows (.., H * D), the rotation on heads (.., H, D), which are two spaces. Pairs of elements are the same in both. A
+rows (.., H * D), the rotation on heads (.., H, D), which are two shapes. Pairs of elements are the same in both. A
 table repeated over heads is one that repeats along the row. So the rotation can be computed on whole rows.
 """
 
 from accel_kernels.rowwise.program import FULL, HALF, ONE
 
-from accel.diffusion.dit.lowering import Input, Lowering, NotLowered, Pass
+from accel.diffusion.dit.fusion_groups import FusionGroup, FusionGroups
+from accel.diffusion.dit.lowering import Lowering, NotLowered, Operand, Pass
 from accel.diffusion.dit.operations import REDUCTIONS, ROWWISE
-from accel.diffusion.dit.program import TensorValue, refs
-from accel.diffusion.dit.regions import CONCATENATIONS, Region, Regions
+from accel.diffusion.dit.program import CONCATENATIONS, TensorValue, refs
 
 
 class HeadLowering(Lowering):
-    """A lowering of a region of heads. Raises NotLowered where the region cannot be computed on whole rows."""
+    """A lowering of a fusion group of heads. Raises NotLowered where it cannot be computed on whole rows."""
 
-    def __init__(self, regions: Regions, region: Region):
-        super().__init__(regions, region)
-        if len(region.space) < 3:
+    def __init__(self, groups: FusionGroups, group: FusionGroup):
+        super().__init__(groups, group)
+        if len(group.row_shape) < 3:
             raise NotLowered("no heads")
-        self.space = (*region.space[:-2], region.space[-2] * region.space[-1])
+        self.row_shape = (*group.row_shape[:-2], group.row_shape[-2] * group.row_shape[-1])
         self.folded: set[int] = set()  # values over whole rows that are computed here
         self.over_rows = False
 
@@ -39,12 +39,12 @@ class HeadLowering(Lowering):
         row = self._row(number)
         if row is not None:
             return self._whole(row)
-        rotary = self.regions.rotary
+        rotary = self.groups.rotary
         half, join = rotary.halves.get(number), rotary.joins.get(number)
         apart = half is not None and half.columns in ("first", "second")
         if apart or (join is not None and join.name != "interleave"):
             raise NotLowered("halves of heads")
-        place, operation = self.regions.places.get(number), self.regions.operations.get(number)
+        place, operation = self.groups.places.get(number), self.groups.operations.get(number)
         if place is not None and place.width == ONE:
             raise NotLowered("one number for each head")
         if operation is not None and operation.name in (*REDUCTIONS, *ROWWISE):
@@ -62,32 +62,25 @@ class HeadLowering(Lowering):
     def _row(self, number: int) -> int | None:
         """The value over whole rows of which this is the view by heads, if nothing else takes it."""
         view = self.values[number]
-        if view.shape != self.region.space:
+        row = self.groups.rotary.viewed(view, self.row_shape) if view.shape == self.group.row_shape else None
+        if row is None:
             return None
-        while number in self.regions.makers:
-            taken = self.regions.program.steps[self.regions.makers[number]].taken
-            if not taken or self.values[taken[0]].base != view.base:
-                return None
-            number = taken[0]
-            row = self.values[number]
-            if row.shape == self.space:
-                column = row.stride[-1]
-                same = view.stride == (*row.stride[:-1], view.shape[-1] * column, column) and view.offset == row.offset
-                return number if same and number in self._own(number) else None
-        return None
+        column = row.stride[-1]
+        same = view.stride == (*row.stride[:-1], view.shape[-1] * column, column) and view.offset == row.offset
+        return row.number if same and row.number in self._own(row.number) else None
 
     def _own(self, row: int) -> set[int]:
         """The row and the values over whole rows that it is computed from, as far as nothing else takes them."""
         found, waiting = set(), [row]
         while waiting:
             number = waiting.pop()
-            place = self.regions.places.get(number)
-            if number in found or place is None or place.space != self.space or place.width == HALF:
+            place = self.groups.places.get(number)
+            if number in found or place is None or place.row_shape != self.row_shape or place.width == HALF:
                 continue
-            if number in self.regions.operations and number not in self.regions.rotary.joins:
+            if number in self.groups.operations and number not in self.groups.rotary.joins:
                 found.add(number)
-                waiting += self.regions.sources(number)
-        kept = set(refs(self.regions.program.result))
+                waiting += self.groups.sources(number)
+        kept = set(refs(self.groups.program.result))
         while True:
             shared = {n for n in found if n in kept or not self._taken_in(n, found)}
             if not shared:
@@ -95,18 +88,18 @@ class HeadLowering(Lowering):
             found -= shared
 
     def _taken_in(self, number: int, found: set[int]) -> bool:
-        """Whether everything that takes the value is in `found` or in this region."""
-        base, rotary = self.values[number].base, self.regions.rotary
+        """Whether everything that takes the value is in `found` or in this group."""
+        base, rotary = self.values[number].base, self.groups.rotary
         views = [value.number for value in self.values if value.base == base]
-        users = (self.regions.program.steps[user] for view in views for user in self.regions.users[view])
+        users = (self.groups.program.steps[user] for view in views for user in self.groups.users[view])
         made = {n for step in users for n in step.made or [-1]}
-        inside = found | self.region.values | rotary.inside
+        inside = found | self.group.values | rotary.inside
         return all(one in inside or one in views or one in rotary.halves for one in made)
 
     def _flat(self, value: TensorValue) -> bool:
         """Whether heads lie side by side where the value is written: as torch had it, or else contiguous."""
-        users = {self.regions.program.steps[user].name for user in self.regions.users[value.number]}
-        if value.shape != self.region.space or users & set(CONCATENATIONS):
+        users = {self.groups.program.steps[user].name for user in self.groups.users[value.number]}
+        if value.shape != self.group.row_shape or users & set(CONCATENATIONS):
             return False
         own = value.dense and value.base == value.number and value.stride[-1] == 1
         return not own or value.stride[-2] == value.shape[-1]
@@ -116,12 +109,12 @@ class HeadLowering(Lowering):
         if value.pinned:
             raise NotLowered("memory that is written in place")
         *rows, heads, columns = (1,) * (2 - len(value.shape)) + value.shape
-        wide = self.region.space[-1]
+        wide = self.group.row_shape[-1]
         widths = {wide: FULL, wide // 2: HALF, 1: ONE}
-        if columns not in widths or len(value.shape) > len(self.region.space) or (heads > 1 and columns == 1):
+        if columns not in widths or len(value.shape) > len(self.group.row_shape) or (heads > 1 and columns == 1):
             raise NotLowered(f"a value of shape {value.shape} among heads of {wide} columns")
-        if any(size not in (1, whole) for size, whole in zip(rows[::-1], self.region.space[-3::-1], strict=False)):
-            raise NotLowered(f"a value of shape {value.shape} among rows of {self.region.space}")
+        if any(size not in (1, whole) for size, whole in zip(rows[::-1], self.group.row_shape[-3::-1], strict=False)):
+            raise NotLowered(f"a value of shape {value.shape} among rows of {self.group.row_shape}")
         if heads > 1 and value.stride[-2] != columns * value.stride[-1]:
             raise NotLowered("heads that do not lie side by side")
-        return self._registers_of(Input(number, flat=len(value.shape) > 1), widths[columns])
+        return self._registers_of(Operand(number, flat=len(value.shape) > 1), widths[columns])

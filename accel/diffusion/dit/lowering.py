@@ -1,4 +1,4 @@
-"""A region as a row program: registers, operations, inputs and results."""
+"""A fusion group as a row program: registers, operations, inputs and results."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -6,14 +6,14 @@ from typing import NamedTuple
 import torch
 from accel_kernels.rowwise.program import FULL, HALF, NUMBERS, ONE, RowOp, RowProgram
 
+from accel.diffusion.dit.fusion_groups import FusionGroup, FusionGroups
 from accel.diffusion.dit.operations import REDUCTIONS
-from accel.diffusion.dit.regions import Region, Regions
 
 REAL, IMAGINARY = "real", "imag"
 
 
 class NotLowered(Exception):
-    """Raised with the reason why a region cannot be a row program."""
+    """Raised with the reason why a fusion group cannot be a row program."""
 
 
 class Window(NamedTuple):
@@ -24,21 +24,13 @@ class Window(NamedTuple):
     size: int
 
 
-class Input(NamedTuple):
-    """A value that a pass reads, or a window of it. part: of a complex value. flat: its heads are read as one row."""
+class Operand(NamedTuple):
+    """A value that a pass reads or writes, or a window of it. flat: its heads as one row. part: of a complex value."""
 
     number: int
+    window: Window | None = None
+    flat: bool = False
     part: str | None = None
-    window: Window | None = None
-    flat: bool = False
-
-
-class Output(NamedTuple):
-    """A value that a pass writes, or a window of it. flat: its heads are written as one row."""
-
-    number: int
-    window: Window | None = None
-    flat: bool = False
 
 
 @dataclass
@@ -47,8 +39,8 @@ class Pass:
 
     program: RowProgram
     shape: tuple[int, ...]
-    inputs: list[Input]
-    outputs: list[Output]
+    inputs: list[Operand]
+    outputs: list[Operand]
     place: int
 
     @property
@@ -61,19 +53,23 @@ class Pass:
 
 
 class Lowering:
-    """Lowers a region.
+    """Lowers a fusion group.
 
-    window: the part of the space that this pass works on, None for all. given: values that stand for others there, as a
+    window: the part of the rows that this pass works on, None for all. given: values that stand for others there, as a
     piece of a concatenation does for the whole.
     """
 
     def __init__(
-        self, regions: Regions, region: Region, window: Window | None = None, given: dict[int, int] | None = None
+        self,
+        groups: FusionGroups,
+        group: FusionGroup,
+        window: Window | None = None,
+        given: dict[int, int] | None = None,
     ):
-        self.regions, self.region, self.window, self.given = regions, region, window, given or {}
-        self.values = regions.values
-        self.space = resized(region.space, window)
-        self.inputs: dict[Input, int] = {}
+        self.groups, self.group, self.window, self.given = groups, group, window, given or {}
+        self.values = groups.values
+        self.row_shape = resized(group.row_shape, window)
+        self.inputs: dict[Operand, int] = {}
         self.widths: list[str] = []
         self.ops: list[tuple[int, RowOp]] = []
         self.registers: dict[int, tuple[int, ...]] = {}  # by value; two of a complex one
@@ -85,15 +81,15 @@ class Lowering:
         renamed = {register: place for place, register in enumerate(order)}
         ops = tuple(op._replace(args=tuple(renamed[one] for one in op.args)) for _, op in self.ops)
         program = RowProgram(
-            len(self.space) - 1,
-            self.space[-1],
+            len(self.row_shape) - 1,
+            self.row_shape[-1],
             tuple(self.widths[register] for register in self.inputs.values()),
             ops,
             tuple(renamed[one] for one in found),
             tuple(self.values[number].dtype for number in results),
         )
-        outputs = [Output(number, self.window) for number in results]
-        return Pass(program, self.space[:-1], list(self.inputs), outputs, self.region.steps[-1])
+        outputs = [Operand(number, self.window) for number in results]
+        return Pass(program, self.row_shape[:-1], list(self.inputs), outputs, self.group.steps[-1])
 
     def _single(self, number: int) -> int:
         registers = self._registers(number)
@@ -108,14 +104,14 @@ class Lowering:
         return self.registers[number]
 
     def _made(self, number: int) -> tuple[int, ...]:
-        half, joins = self.regions.rotary.halves.get(number), self.regions.rotary.joins
+        half, joins = self.groups.rotary.halves.get(number), self.groups.rotary.joins
         if half is not None and half.columns is not None and half.whole is not None:
             whole = self._single(half.whole)
             columns = ("even", "odd") if half.columns == "pairs" else (half.columns,)
             return tuple(self._op(name, (whole,), self.values[half.whole].dtype, width=HALF) for name in columns)
         if (
-            number in self.region.values
-            or self.regions.recomputed(number, self.region.space)
+            number in self.group.values
+            or self.groups.recomputed(number, self.group.row_shape)
             or self._continues(number)
         ):
             if number in joins:
@@ -125,16 +121,16 @@ class Lowering:
         return self._input(number)
 
     def _continues(self, number: int) -> bool:
-        """Whether a piece of a concatenation is computed in the same space; its work is then done here."""
-        place = self.regions.places.get(number)
-        if number not in self.given.values() or place is None or place != (self.space, FULL):
+        """Whether a piece of a concatenation is computed over rows of the same shape; its work is then done here."""
+        place = self.groups.places.get(number)
+        if number not in self.given.values() or place is None or place != (self.row_shape, FULL):
             return False
-        component = next(one for one in self.regions.components if number in one)
-        self.region = Region(self.region.space, self.region.steps, self.region.values | component)
+        component = next(one for one in self.groups.components if number in one)
+        self.group = FusionGroup(self.group.row_shape, self.group.steps, self.group.values | component)
         return True
 
     def _operation(self, number: int) -> tuple[int, ...]:
-        operation, dtype = self.regions.operations[number], self.values[number].dtype
+        operation, dtype = self.groups.operations[number], self.values[number].dtype
         taken = [self._registers(ref.number) for ref in operation.operands]
         if dtype is torch.complex64:
             return self._complex(operation.name, taken)
@@ -175,20 +171,20 @@ class Lowering:
         if value.pinned:
             raise NotLowered("memory that is written in place")
         columns = value.shape[-1] if value.shape else 1
-        widths = {self.space[-1]: FULL, self.space[-1] // 2: HALF, 1: ONE}
-        if columns not in widths or len(value.shape) > len(self.space):
-            raise NotLowered(f"a value of {columns} columns among rows of {self.space[-1]}")
+        widths = {self.row_shape[-1]: FULL, self.row_shape[-1] // 2: HALF, 1: ONE}
+        if columns not in widths or len(value.shape) > len(self.row_shape):
+            raise NotLowered(f"a value of {columns} columns among rows of {self.row_shape[-1]}")
         window = None
         for dim, size in enumerate(reversed(value.shape), 1):
-            wide = self.space[-dim] if dim > 1 else columns
+            wide = self.row_shape[-dim] if dim > 1 else columns
             if size in (1, wide):
                 continue
-            if self.window is None or -dim != self.window.dim or size != self.region.space[-dim]:
-                raise NotLowered(f"a value of shape {value.shape} among rows of {self.space}")
+            if self.window is None or -dim != self.window.dim or size != self.group.row_shape[-dim]:
+                raise NotLowered(f"a value of shape {value.shape} among rows of {self.row_shape}")
             window = self.window
-        return self._registers_of(Input(number, None, window), widths[columns])
+        return self._registers_of(Operand(number, window), widths[columns])
 
-    def _registers_of(self, whole: Input, width: str) -> tuple[int, ...]:
+    def _registers_of(self, whole: Operand, width: str) -> tuple[int, ...]:
         """The register of an input, which is new if it has none; of a complex one those of both parts."""
         parts = (REAL, IMAGINARY) if self.values[whole.number].dtype.is_complex else (None,)
         keys = [whole._replace(part=part) for part in parts]
@@ -199,10 +195,10 @@ class Lowering:
         return tuple(self.inputs[key] for key in keys)
 
 
-def resized(space: tuple[int, ...], window: Window | None) -> tuple[int, ...]:
+def resized(row_shape: tuple[int, ...], window: Window | None) -> tuple[int, ...]:
     """The shape with the size that the window has along its dimension."""
     if window is None:
-        return space
-    sizes = list(space)
+        return row_shape
+    sizes = list(row_shape)
     sizes[window.dim] = window.size
     return tuple(sizes)

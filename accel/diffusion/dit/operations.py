@@ -10,13 +10,13 @@ from accel.diffusion.dit.products.rounded_rows import RowFunction
 from accel.diffusion.dit.program import Ref, TensorValue, TorchStep
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-PAIRS = {
+BINARY = {
     "add": "add", "__add__": "add", "__radd__": "add", "sub": "sub", "__sub__": "sub", "subtract": "sub",
     "__rsub__": "rsub", "rsub": "rsub", "mul": "mul", "__mul__": "mul", "__rmul__": "mul", "multiply": "mul",
     "div": "div", "__truediv__": "div", "divide": "div", "true_divide": "div", "__rtruediv__": "rdiv",
     "__rdiv__": "rdiv", "maximum": "maximum", "minimum": "minimum",
 }  # fmt: skip
-SINGLES = {
+UNARY = {
     "neg": "neg", "__neg__": "neg", "negative": "neg", "square": "square", "sqrt": "sqrt", "rsqrt": "rsqrt",
     "reciprocal": "reciprocal", "exp": "exp", "log": "log", "sin": "sin", "cos": "cos", "abs": "abs",
     "tanh": "tanh", "sigmoid": "sigmoid", "silu": "silu", "relu": "relu",
@@ -55,12 +55,12 @@ def operation_of(step: TorchStep, values: list[TensorValue]) -> Operation | None
     if any(values[number].device != result.device for number in step.taken):  # moved, or a number on the CPU
         return None
     name, args, kwargs = step.name, step.args, step.kwargs
-    if name in PAIRS:
-        return _pair(PAIRS[name], args, kwargs)
+    if name in BINARY:
+        return _binary(BINARY[name], args, kwargs)
     if name in ("pow", "__pow__") and len(args) == 2 and not kwargs and args[1] == 2 and isinstance(args[0], Ref):
         return Operation("square", args[:1])
-    if name in SINGLES and len(args) == 1 and not any(kwargs.values()):
-        return Operation(SINGLES[name], args)
+    if name in UNARY and len(args) == 1 and not any(kwargs.values()):
+        return Operation(UNARY[name], args)
     if name == "gelu" and len(args) == 1:
         kind = kwargs.get("approximate", "none")
         return Operation({"none": "gelu", "tanh": "gelu_tanh"}[kind], args) if kind in ("none", "tanh") else None
@@ -75,7 +75,7 @@ def operation_of(step: TorchStep, values: list[TensorValue]) -> Operation | None
     return None
 
 
-def _pair(name: str, args: tuple, kwargs: dict) -> Operation | None:
+def _binary(name: str, args: tuple, kwargs: dict) -> Operation | None:
     if len(args) != 2 or any(value is not None and value != 1 for value in kwargs.values()):
         return None
     a, b = args
@@ -94,7 +94,7 @@ def _pair(name: str, args: tuple, kwargs: dict) -> Operation | None:
     if name == "sub":
         return Operation("add_number", (a,), -float(b))
     if name == "div" and b:
-        return Operation("mul_number", (a,), float(torch.ones(()) / b))  # as torch does on a GPU, in fp32
+        return Operation("mul_number", (a,), float(torch.ones((), device="cpu") / b))  # as torch does on a GPU, in fp32
     return None
 
 

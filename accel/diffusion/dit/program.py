@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+CONCATENATIONS = ("cat", "concat")
+
 
 class Ref(NamedTuple):
     """A tensor in the arguments or results of a step, by its number among the values of the program."""
@@ -72,16 +74,24 @@ class TorchStep:
 
 @dataclass
 class Program:
-    """steps: in the order of the calls. result: what the forward returned, with Refs.
-
-    strided: the steps may differ for arguments with other strides, since the forward asked for strides or wrote into a
-    tensor in place.
-    """
+    """steps: in the order of the calls. result: what the forward returned, with Refs."""
 
     values: list[TensorValue] = field(default_factory=list)
     steps: list[TorchStep] = field(default_factory=list)
     result: Any = None
-    strided: bool = False
+
+    def add(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Ref:
+        """A new value, contiguous in memory of its own."""
+        number, stride = len(self.values), torch.empty(shape, device="meta").stride()
+        self.values.append(TensorValue(number, shape, stride, 0, dtype, device, number))
+        return Ref(number)
+
+    def joined_dim(self, step: TorchStep) -> int | None:
+        """The dimension of the result, counted from the last, along which a step joins tensors; None of others."""
+        if step.name not in (*CONCATENATIONS, "stack") or not isinstance(step.result, Ref) or not step.taken:
+            return None
+        dim = step.kwargs.get("dim", step.args[1] if len(step.args) > 1 else 0)
+        return dim - len(self.values[step.result.number].shape) if dim >= 0 else dim
 
     def makers(self) -> dict[int, int]:
         """The place of the step that makes each value."""

@@ -15,22 +15,21 @@ from torch.overrides import TorchFunctionMode
 from accel.diffusion.dit.program import Program, Ref, TensorValue, TorchStep, replaced
 from accel.diffusion.dit.ranks.collectives import HiddenCollectives, functional, unwrapped
 
-# Of a tensor, what does not depend on its numbers.
-ABOUT = frozenset(
+# Attributes and methods of a tensor that do not depend on its values.
+METADATA = frozenset(
     "shape dtype device ndim layout is_cuda is_cpu is_meta is_quantized is_sparse requires_grad itemsize nbytes size"
     " dim stride numel element_size storage_offset is_contiguous is_floating_point is_complex __len__ nelement"
     " is_inference is_nested is_mps is_xpu names is_leaf grad_fn grad get_device __hash__ __repr__ is_conj is_neg"
     " is_mkldnn".split()
 )
-# Whose results have a shape that hangs on numbers.
-BY_NUMBERS = frozenset(
+# Functions whose results have a shape that depends on values.
+DATA_DEPENDENT = frozenset(
     "nonzero argwhere masked_select unique unique_consecutive unique_dim bincount combinations equal allclose"
     " is_nonzero tolist item numpy cpu data_ptr".split()
 )
-LYING = frozenset("stride is_contiguous storage_offset as_strided".split())  # that tell how a tensor lies in memory
-# Whose results have a shape that a tensor among their arguments would give, other than the one they look at.
-MADE = frozenset("arange range zeros ones empty full eye rand randn".split())
-SIZED = frozenset(
+# Functions whose results have such a shape where an argument is a tensor: any, or any after the first.
+FACTORIES = frozenset("arange range zeros ones empty full eye rand randn".split())
+SIZED_BY_ARGUMENTS = frozenset(
     "view reshape expand repeat tile unflatten split split_with_sizes chunk tensor_split broadcast_to new_zeros"
     " new_ones new_empty".split()
 )
@@ -60,8 +59,7 @@ class StepRecorder(TorchFunctionMode):
             return func(*args, **kwargs)
         func, (args, kwargs) = functional(func), unwrapped((args, kwargs))
         name = name_of(func)
-        self.program.strided |= name in LYING
-        if name in ABOUT:
+        if name in METADATA:
             return func(*args, **kwargs)
         try:
             given = self._refs((args, kwargs))
@@ -90,13 +88,12 @@ class StepRecorder(TorchFunctionMode):
         for value in self.program.values:
             if value.pinned and value.root is not None:
                 raise NotRecordable("it writes into its arguments or weights")
-        self.program.strided |= any(value.pinned for value in self.program.values)
         return self.program
 
     def _note(self, func: Callable, name: str, given: tuple, live: tuple, result: Any) -> None:
         tensors = list(tensors_in(result))
         writes = writes_in_place(name, live[1])
-        if name in BY_NUMBERS or _by_numbers(name, live):
+        if name in DATA_DEPENDENT or _data_dependent(name, live):
             raise NotRecordable("goes by what a tensor holds")
         if not tensors and not writes:
             if isinstance(result, PLAIN) and not any(True for _ in tensors_in(live)):
@@ -233,8 +230,8 @@ def writes_in_place(name: str, kwargs: dict) -> bool:
     return name.endswith("_") and not name.startswith("_")
 
 
-def _by_numbers(name: str, live: tuple) -> bool:
-    """Whether the shape of the result hangs on numbers, by how it is called."""
+def _data_dependent(name: str, live: tuple) -> bool:
+    """Whether the shape of the result depends on values, by how the function is called."""
     args, kwargs = live
     if name == "where":
         return len(args) + len(kwargs) == 1
@@ -244,9 +241,9 @@ def _by_numbers(name: str, live: tuple) -> bool:
     if name in ("__getitem__", "__setitem__", "index_put", "index_put_"):
         masks = any(one.dtype in (torch.bool, torch.uint8) for one in tensors_in(args[1:2]))
         return masks or any(True for _ in _slice_ends(args[1:2]))
-    if name in MADE:
+    if name in FACTORIES:
         return any(True for _ in tensors_in(args[:1] if name == "full" else args))
-    return name in SIZED and any(True for _ in tensors_in(args[1:]))
+    return name in SIZED_BY_ARGUMENTS and any(True for _ in tensors_in(args[1:]))
 
 
 def _slice_ends(index: Any) -> Iterator[torch.Tensor]:

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 
 from accel.diffusion.dit.operations import REDUCTIONS, ROWWISE, operation_of
-from accel.diffusion.dit.program import Program, Ref, TensorValue, TorchStep, refs
-from accel.diffusion.dit.slices import without_slices
+from accel.diffusion.dit.program import CONCATENATIONS, Program, Ref, TensorValue, TorchStep, refs
 
 EVEN, ODD, FIRST, SECOND = "even", "odd", "first", "second"
 
@@ -21,7 +20,7 @@ class RotaryHalf(NamedTuple):
     from other halves.
     """
 
-    space: tuple[int, ...]
+    row_shape: tuple[int, ...]
     columns: str | None = None
     whole: int | None = None
 
@@ -33,73 +32,19 @@ class RotaryJoin(NamedTuple):
     halves: tuple[int, ...]
 
 
-def interleave_lanes(even: torch.Tensor, odd: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def interleave(even: torch.Tensor, odd: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Elements of both in turn."""
     return torch.stack((even, odd), -1).flatten(-2).to(dtype)
 
 
-def concatenate_halves(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def concatenate(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Both along the last dimension."""
     return torch.cat((first, second), -1).to(dtype)
 
 
-PLACES = {"interleave": ((0, None, 2), (1, None, 2))}
-
-
-def without_assignments(program: Program) -> Program:
-    """The program without assignments: two that fill an empty tensor become one join, those to some rows
-    concatenations.
-    """
-    users, values = program.users(), program.values
-    dropped: dict[int, TorchStep | None] = {}
-    for place, step in enumerate(program.steps):
-        if step.name not in ("empty_like", "zeros_like", "empty") or len(step.made) != 1:
-            continue
-        number = step.made[0]
-        views = [v.number for v in values if v.base == number and v.number != number]
-        filled = [i for i in users[number] if program.steps[i].name == "__setitem__"]
-        others = [i for one in (number, *views) for i in users[one] if i not in filled]
-        if len(filled) != 2 or (others and min(others) < filled[1]):
-            continue
-        if any(
-            program.steps[i].args[0] != Ref(number) or not isinstance(program.steps[i].args[2], Ref) for i in filled
-        ):
-            continue
-        if any(program.steps[i].writes for i in others):
-            continue
-        if any(values[one].device != values[number].device for i in filled for one in program.steps[i].taken):
-            continue
-        found = [_place(program.steps[i].args[1], values[number].shape[-1]) for i in filled]
-        halves = [program.steps[i].args[2] for i in filled]
-        if found in ([EVEN, ODD], [FIRST, SECOND]):
-            pass
-        elif found in ([ODD, EVEN], [SECOND, FIRST]):
-            halves.reverse()
-        else:
-            continue
-        function, name = (
-            (interleave_lanes, "interleave") if found[0] in (EVEN, ODD) else (concatenate_halves, "concatenate")
-        )
-        joined = TorchStep(function, name, (*halves, values[number].dtype), {}, Ref(number))
-        dropped |= {place: None, filled[0]: None, filled[1]: joined}
-        for value in values:
-            if value.base == number:
-                value.pinned = False
-    steps = [dropped.get(place, step) for place, step in enumerate(program.steps)]
-    return without_slices(Program(values, [step for step in steps if step is not None], program.result))
-
-
-def _place(index: object, width: int) -> str | None:
-    if not isinstance(index, tuple) or len(index) != 2 or index[0] is not Ellipsis or not isinstance(index[1], slice):
-        return None
-    taken = list(range(width))[index[1]]
-    wanted = {
-        EVEN: range(0, width, 2),
-        ODD: range(1, width, 2),
-        FIRST: range(width // 2),
-        SECOND: range(width // 2, width),
-    }
-    return next((name for name, places in wanted.items() if taken == list(places)), None)
+def halves_of(width: int) -> dict[str, tuple[int, int]]:
+    """The first column of each half of rows, and the distance between its columns."""
+    return {EVEN: (0, 2), ODD: (1, 2), FIRST: (0, 1), SECOND: (width // 2, 1)}
 
 
 class RotaryHalves:
@@ -121,21 +66,16 @@ class RotaryHalves:
         if not isinstance(step.result, Ref):
             return
         number = step.result.number
-        value = self.values[number]
         if step.name in ("interleave", "concatenate"):
             self._try(number, RotaryJoin(step.name, tuple(ref.number for ref in step.args[:2])))
-        elif step.name == "stack" and self._last(step, value) and len(list(step.args[0])) == 2:
+        elif step.name == "stack" and self.program.joined_dim(step) == -1 and len(list(step.args[0])) == 2:
             self._flattened(number, RotaryJoin("interleave", tuple(step.taken)))
         elif step.name == "view_as_real":
             self._flattened(number, RotaryJoin("interleave", (step.taken[0],)))
-        elif step.name == "cat" and self._last(step, value) and len(step.taken) == 2:
+        elif step.name in CONCATENATIONS and self.program.joined_dim(step) == -1 and len(step.taken) == 2:
             a, b = (self.values[one] for one in step.taken)
             if a.shape == b.shape:
                 self._try(number, RotaryJoin("concatenate", tuple(step.taken)))
-
-    def _last(self, step: TorchStep, value: TensorValue) -> bool:
-        dim = step.kwargs.get("dim", step.args[1] if len(step.args) > 1 else 0)
-        return dim in (-1, len(value.shape) - 1)
 
     def _flattened(self, number: int, join: RotaryJoin) -> None:
         """Pairs of elements, (..., C / 2, 2), of which nothing but the flattened rows is used."""
@@ -167,58 +107,57 @@ class RotaryHalves:
             if inside is not None:
                 self.inside.add(inside)
 
-    def _half(self, number: int, space: tuple[int, ...], found: dict[int, RotaryHalf]) -> bool:
-        """Whether the value is a half of rows of this space."""
+    def _half(self, number: int, row_shape: tuple[int, ...], found: dict[int, RotaryHalf]) -> bool:
+        """Whether the value is a half of rows of this shape."""
         if number in found:
             return True
         value = self.values[number]
-        if value.shape[-1:] != (space[-1] // 2,) or value.pinned:
+        if value.shape[-1:] != (row_shape[-1] // 2,) or value.pinned:
             return False
-        if number in self.halves and self.halves[number].space != space:
+        if number in self.halves and self.halves[number].row_shape != row_shape:
             return False
-        columns = self._lanes(value, space)
+        columns = self._columns_of(value, row_shape)
         if columns is not None:
             found[number] = columns
             return True
         place = self.makers.get(number)
-        if value.shape != (*space[:-1], space[-1] // 2):
+        if value.shape != (*row_shape[:-1], row_shape[-1] // 2):
             return False
         operation = None if place is None else operation_of(self.program.steps[place], self.values)
         if operation is None or operation.name in (*REDUCTIONS, *ROWWISE):
             return value.dtype is not torch.complex64  # read as it is
-        found[number] = RotaryHalf(space)
+        found[number] = RotaryHalf(row_shape)
         for ref in operation.operands:
             other = self.values[ref.number]
             if other.shape == value.shape:
-                if not self._half(ref.number, space, found):
+                if not self._half(ref.number, row_shape, found):
                     return False
         return True
 
-    def _lanes(self, value: TensorValue, space: tuple[int, ...]) -> RotaryHalf | None:
+    def _columns_of(self, value: TensorValue, row_shape: tuple[int, ...]) -> RotaryHalf | None:
         """The value as elements of a whole row: a view of it, or a complex view of its pairs."""
         step = None if value.number not in self.makers else self.program.steps[self.makers[value.number]]
         if value.dtype is torch.complex64:
             if step is None or step.name != "view_as_complex":
                 return None
             pairs = self.values[step.taken[0]]
-            whole = self._whole(pairs, space)
-            if whole is None or pairs.shape != (*space[:-1], space[-1] // 2, 2):
+            whole = self.viewed(pairs, row_shape)
+            if whole is None or pairs.shape != (*row_shape[:-1], row_shape[-1] // 2, 2):
                 return None
             same = pairs.stride == (*whole.stride[:-1], 2 * whole.stride[-1], whole.stride[-1])
-            return RotaryHalf(space, "pairs", whole.number) if same and pairs.offset == whole.offset else None
-        whole = self._whole(value, space)
-        if whole is None or value.shape != (*space[:-1], space[-1] // 2):
+            return RotaryHalf(row_shape, "pairs", whole.number) if same and pairs.offset == whole.offset else None
+        whole = self.viewed(value, row_shape)
+        if whole is None or value.shape != (*row_shape[:-1], row_shape[-1] // 2):
             return None
         if not _same_rows(value, whole):
             return None
         column, ahead = whole.stride[-1], value.offset - whole.offset
-        half = space[-1] // 2
-        for name, (begin, step_) in {EVEN: (0, 2), ODD: (1, 2), FIRST: (0, 1), SECOND: (half, 1)}.items():
-            if ahead == begin * column and (value.stride[-1] == step_ * column or half == 1):
-                return RotaryHalf(space, name, whole.number)
+        for name, (start, apart) in halves_of(row_shape[-1]).items():
+            if ahead == start * column and (value.stride[-1] == apart * column or row_shape[-1] == 2):
+                return RotaryHalf(row_shape, name, whole.number)
         return None
 
-    def _whole(self, value: TensorValue, space: tuple[int, ...]) -> TensorValue | None:
+    def viewed(self, value: TensorValue, row_shape: tuple[int, ...]) -> TensorValue | None:
         """The nearest value of this shape that the value is a view of."""
         number = value.number
         while number in self.makers:
@@ -226,7 +165,7 @@ class RotaryHalves:
             if not step.taken or self.values[step.taken[0]].base != value.base:
                 return None
             number = step.taken[0]
-            if self.values[number].shape == space:
+            if self.values[number].shape == row_shape:
                 return self.values[number]
         return None
 

@@ -1,51 +1,52 @@
 """The order in which passes and the remaining recorded steps run: each after all that it takes.
 
-A region that takes a concatenation along rows becomes one pass for each piece, and these write next to each other.
+A fusion group that takes a concatenation along rows becomes one pass for each piece, and these write side by side.
 Where something else takes it, the passes that make its pieces write into it.
 """
 
 from contextlib import suppress
+from graphlib import CycleError, TopologicalSorter
 from heapq import heappop, heappush
 from itertools import pairwise
 
 from accel_kernels.rowwise.program import FULL, RowOp, RowProgram
 
+from accel.diffusion.dit.fusion_groups import LEAST_COLUMNS, FusionGroup, FusionGroups
 from accel.diffusion.dit.heads import HeadLowering
-from accel.diffusion.dit.lowering import Input, Lowering, NotLowered, Output, Pass, Window
+from accel.diffusion.dit.lowering import Lowering, NotLowered, Operand, Pass, Window
 from accel.diffusion.dit.operations import FLOATS, operation_of
 from accel.diffusion.dit.products.stacks import Stacks
-from accel.diffusion.dit.program import Program, Ref, refs
+from accel.diffusion.dit.program import CONCATENATIONS, Program, Ref, refs
 from accel.diffusion.dit.ranks.collectives import Collective
 from accel.diffusion.dit.ranks.exchanges import Exchange
-from accel.diffusion.dit.regions import CONCATENATIONS, LEAST, Region, Regions
 from accel.diffusion.dit.units import Copy, GeluProduct, TorchCall, Unit, is_product
 
 
 class Schedule:
-    """units: in the order they run; dropped: why regions stayed steps."""
+    """units: in the order they run; dropped: why fusion groups stayed steps."""
 
     def __init__(self, program: Program):
-        self.program, self.regions = program, Regions(program)
+        self.program, self.groups = program, FusionGroups(program)
         self.results = set(refs(program.result))
         self.dropped: list[str] = []
         self.layouts: dict[int, tuple[int, ...]] = {}  # strides of values that need not lie as torch has them
         self.units = self._scheduled()
 
     def _scheduled(self) -> list[Unit]:
-        regions = list(self.regions.found)
+        groups = list(self.groups.found)
         while True:
             try:
-                return self._attempt(regions)
+                return self._attempt(groups)
             except _Dropped as dropped:
                 self.dropped.append(dropped.reason)
-                regions.remove(dropped.region)
-                self.regions.found = regions
+                groups.remove(dropped.group)
+                self.groups.found = groups
 
-    def _attempt(self, regions: list[Region]) -> list[Unit]:
+    def _attempt(self, groups: list[FusionGroup]) -> list[Unit]:
         """The units that the returned values need."""
-        owner = {number: place for place, region in enumerate(regions) for number in region.values}
-        makers, steps = self.regions.makers, self.program.steps
-        wanted: dict[int, set[int]] = {}  # of each region
+        owner = {number: place for place, group in enumerate(groups) for number in group.values}
+        makers, steps = self.groups.makers, self.program.steps
+        wanted: dict[int, set[int]] = {}  # of each group
         passes: dict[int, list[Unit]] = {}
         calls = {place: TorchCall(step, place) for place, step in enumerate(steps) if step.writes}
         needed = [*self.results, *(number for call in calls.values() for number in call.takes)]
@@ -58,7 +59,7 @@ class Schedule:
             if number in owner:
                 place = owner[number]
                 wanted.setdefault(place, set()).add(number)
-                passes[place] = self._passes(regions[place], sorted(wanted[place]))
+                passes[place] = self._passes(groups[place], sorted(wanted[place]))
                 needed += [taken for unit in passes[place] for taken in unit.takes]
             elif makers[number] not in calls:
                 calls[makers[number]] = TorchCall(steps[makers[number]], makers[number])
@@ -66,7 +67,7 @@ class Schedule:
         units: list[Unit] = [*calls.values(), *(unit for found in passes.values() for unit in found)]
         activated = {found[0] for found in map(self._gelu, units) if found is not None}
         units = Stacks(self.program, units, activated, self.results, self._concatenation).units
-        return self._ordered(self._activated(self._concatenated(units)), regions)
+        return self._ordered(self._activated(self._concatenated(units)), groups)
 
     def _activated(self, units: list[Unit]) -> list[Unit]:
         """Where a GELU takes a linear's result, and nothing else does, both are one."""
@@ -83,16 +84,16 @@ class Schedule:
                 units.append(GeluProduct(product.step, unit.place, found[1]))
         return units
 
-    def _gelu(self, unit: Unit) -> tuple[int, Output] | None:
+    def _gelu(self, unit: Unit) -> tuple[int, Operand] | None:
         """What a unit takes and where it puts it, if GELU by the tanh formula is all that it does."""
         if isinstance(unit, Pass):
             alone = [op.name for op in unit.program.ops] == ["gelu_tanh"] and len(unit.outputs) == 1
-            whole = alone and unit.inputs[0] == Input(unit.inputs[0].number)
+            whole = alone and unit.inputs[0] == Operand(unit.inputs[0].number)
             return (unit.inputs[0].number, unit.outputs[0]) if whole else None
         if isinstance(unit, TorchCall) and unit.step.name == "gelu" and isinstance(unit.step.result, Ref):
             operation = operation_of(unit.step, self.program.values)
             if operation is not None and operation.name == "gelu_tanh":
-                return unit.step.taken[0], Output(unit.step.result.number)
+                return unit.step.taken[0], Operand(unit.step.result.number)
         return None
 
     def _users(self, units: list[Unit]) -> dict[int, int]:
@@ -103,31 +104,31 @@ class Schedule:
                 users[number] = users.get(number, 0) + 1
         return users
 
-    def _passes(self, region: Region, results: list[int]) -> list[Unit]:
+    def _passes(self, group: FusionGroup, results: list[int]) -> list[Unit]:
         whole: list[tuple[Window | None, dict[int, int]]] = [(None, {})]
         with suppress(NotLowered):
-            return [HeadLowering(self.regions, region).lowered(results)]
-        for pieces in (self._pieces(region), whole):
+            return [HeadLowering(self.groups, group).lowered(results)]
+        for pieces in (self._pieces(group), whole):
             try:
-                return [Lowering(self.regions, region, window, given).lowered(results) for window, given in pieces]
+                return [Lowering(self.groups, group, window, given).lowered(results) for window, given in pieces]
             except NotLowered as error:
                 reason = str(error)
-        raise _Dropped(region, reason)
+        raise _Dropped(group, reason)
 
-    def _pieces(self, region: Region) -> list[tuple[Window | None, dict[int, int]]]:
-        """Windows of the region, one for each piece of a concatenation that it takes, and the pieces by the whole.
+    def _pieces(self, group: FusionGroup) -> list[tuple[Window | None, dict[int, int]]]:
+        """Windows of the rows, one for each piece of a concatenation that the group takes, and the pieces by the whole.
 
         A single window, None, where it takes no concatenation.
         """
-        values, taken = self.program.values, {n for p in region.steps for n in self.program.steps[p].taken}
-        taken |= {self.regions.whole(number) for number in taken}
+        values, taken = self.program.values, {n for p in group.steps for n in self.program.steps[p].taken}
+        taken |= {self.groups.whole(number) for number in taken}
         found: list[list[tuple[Window, dict[int, int]]]] = []
-        for number in sorted(taken - region.values):
+        for number in sorted(taken - group.values):
             dim = self._concatenation(number)
-            if dim in (None, -1) or values[number].shape != region.space:
+            if dim in (None, -1) or values[number].shape != group.row_shape:
                 continue
             start, windows = 0, []
-            for piece in self.program.steps[self.regions.makers[number]].taken:
+            for piece in self.program.steps[self.groups.makers[number]].taken:
                 size = values[piece].shape[dim]
                 windows.append((Window(dim, start, size), {number: piece}))
                 start += size
@@ -140,18 +141,14 @@ class Schedule:
 
     def _concatenation(self, number: int) -> int | None:
         """The dimension, counted from the last, along which the value was put together; None for any other value."""
-        place = self.regions.makers.get(number)
-        names = CONCATENATIONS if number not in self.regions.rotary.joins else ()
-        if place is None or self.program.steps[place].name not in names or not self.program.steps[place].taken:
+        place = self.groups.makers.get(number)
+        if place is None or self.program.steps[place].name == "stack" or number in self.groups.rotary.joins:
             return None
         step, value = self.program.steps[place], self.program.values[number]
-        dim = step.kwargs.get("dim", step.args[1] if len(step.args) > 1 else 0)
-        dim = dim - len(value.shape) if dim >= 0 else dim
-        alike = all(
-            self.program.values[n].dtype == value.dtype and len(self.program.values[n].shape) == len(value.shape)
-            for n in step.taken
-        )
-        return dim if alike and not value.pinned and len(set(step.taken)) == len(step.taken) else None
+        pieces = [self.program.values[n] for n in step.taken]
+        alike = all(one.dtype == value.dtype and len(one.shape) == len(value.shape) for one in pieces)
+        once = len(set(step.taken)) == len(step.taken)
+        return self.program.joined_dim(step) if alike and once and not value.pinned else None
 
     def _concatenated(self, units: list[Unit]) -> list[Unit]:
         """Passes write their results right where they are put together."""
@@ -174,7 +171,7 @@ class Schedule:
             units.remove(call)
             for piece, written in zip(pieces, direct, strict=True):
                 size = self.program.values[piece].shape[dim]
-                output = Output(number, Window(dim, start, size))
+                output = Operand(number, Window(dim, start, size))
                 start += size
                 if written:
                     one = makers[piece]
@@ -201,18 +198,18 @@ class Schedule:
         values = [self.program.values[number] for number in numbers]
         return all(list(value.stride) != sorted(value.stride, reverse=True) for value in values)
 
-    def _copy(self, number: int, output: Output, place: int) -> Unit:
+    def _copy(self, number: int, output: Operand, place: int) -> Unit:
         value = self.program.values[number]
-        if value.dtype not in FLOATS or value.shape[-1] < LEAST or value.stride[-1] != 1 or value.pinned:
-            return Copy(Input(number), output, place)
+        if value.dtype not in FLOATS or value.shape[-1] < LEAST_COLUMNS or value.stride[-1] != 1 or value.pinned:
+            return Copy(Operand(number), output, place)
         rows, width = len(value.shape) - 1, value.shape[-1]
         same = RowProgram(rows, width, (FULL,), (RowOp("round", (0,), 0.0, value.dtype),), (1,), (value.dtype,))
-        return Pass(same, value.shape[:-1], [Input(number)], [output], place)
+        return Pass(same, value.shape[:-1], [Operand(number)], [output], place)
 
     def _whole(self, unit: Pass, number: int) -> bool:
         return next(out.window is None for out in unit.outputs if out.number == number)
 
-    def _ordered(self, units: list[Unit], regions: list[Region]) -> list[Unit]:
+    def _ordered(self, units: list[Unit], groups: list[FusionGroup]) -> list[Unit]:
         """In recorded order, each unit after those that make what it takes."""
         makers: dict[int, list[int]] = {}
         for index, unit in enumerate(units):
@@ -234,23 +231,20 @@ class Schedule:
         ]
         for former, latter in pairwise(together):  # in one order on all ranks, whatever else each of them does
             takes[latter].add(former)
-        users: list[list[int]] = [[] for _ in units]
-        waiting = [len(sources) for sources in takes]
-        for index, sources in enumerate(takes):
-            for source in sources:
-                users[source].append(index)
-        ready = sorted((unit.place, index) for index, unit in enumerate(units) if not waiting[index])
+        sorter = TopologicalSorter(dict(enumerate(takes)))
+        try:
+            sorter.prepare()
+        except CycleError as error:
+            stuck = next(units[index] for index in sorted(error.args[1]) if isinstance(units[index], Pass))
+            raise _Dropped(next(one for one in groups if one.steps[-1] == stuck.place), "it waits for itself") from None
+        ready: list[tuple[int, int]] = []
         order = []
-        while ready:
+        while sorter.is_active():
+            for index in sorter.get_ready():
+                heappush(ready, (units[index].place, index))
             _, index = heappop(ready)
             order.append(units[index])
-            for user in users[index]:
-                waiting[user] -= 1
-                if not waiting[user]:
-                    heappush(ready, (units[user].place, user))
-        if len(order) < len(units):
-            stuck = next(unit for i, unit in enumerate(units) if waiting[i] and isinstance(unit, Pass))
-            raise _Dropped(next(one for one in regions if one.steps[-1] == stuck.place), "it waits for itself")
+            sorter.done(index)
         return order
 
 
@@ -264,6 +258,6 @@ def strides_like(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, 
 
 
 class _Dropped(Exception):
-    def __init__(self, region: Region, reason: str):
+    def __init__(self, group: FusionGroup, reason: str):
         super().__init__(reason)
-        self.region, self.reason = region, reason
+        self.group, self.reason = group, reason

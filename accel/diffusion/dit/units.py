@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from accel_kernels import dequantize
-from accel_kernels.gemm.quantized_weight import MOST_QUANTIZED_ROWS
 
-from accel.diffusion.dit.lowering import Input, Output, Pass
+from accel.diffusion.dit.lowering import Operand, Pass
 from accel.diffusion.dit.program import TorchStep
 from accel.quantization.activations import QuantizedCall, RoundedCall
 
@@ -35,8 +34,8 @@ class TorchCall(_StepUnit):
 class Copy:
     """A piece of a concatenation that no pass makes, put where it belongs."""
 
-    source: Input
-    output: Output
+    source: Operand
+    output: Operand
     place: int
 
     @property
@@ -52,7 +51,7 @@ class Copy:
 class GeluProduct(_StepUnit):
     """A linear and the GELU of it, by the tanh formula, which a product can do at its end."""
 
-    output: Output
+    output: Operand
 
     @property
     def makes(self) -> set[int]:
@@ -65,7 +64,7 @@ class StackedProduct:
 
     steps: list[TorchStep]
     place: int
-    output: Output | None = None
+    output: Operand | None = None
 
     @property
     def takes(self) -> set[int]:
@@ -101,10 +100,9 @@ def run_product(
     elif not isinstance(function, QuantizedCall):
         given = {"gelu": True} if gelu else {}
         return linear(*args, **given) if out is None else linear(*args, **given, out=out)
-    elif function.exact or function.rounds(rows) is not None or rows <= MOST_QUANTIZED_ROWS:
-        y = F.gelu(function(*args), approximate="tanh") if gelu else function(*args)
+    elif function.written_out(rows):
+        x, *parts, bias = args
+        return run_product(F.linear, [x, dequantize(function.weight(*parts), x.dtype), bias], linear, gelu, out)
     else:
-        x, data, scales, zeros, bias = args
-        weight = dequantize(function.weight(data, scales, zeros), x.dtype)
-        return run_product(F.linear, [x, weight, bias], linear, gelu, out)
+        y = F.gelu(function(*args), approximate="tanh") if gelu else function(*args)
     return y if out is None else out.copy_(y)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from accel.comparison import relative_rms
-from accel.cuda_graphs.rule import PROMPT, own_code
+from accel.cuda_graphs.rule import PROMPT, graph_obstacle
 from accel.diffusion.linears import denoises
 from accel.diffusion.parallel.rows import BatchCall, gather_rows, not_rows, rank_rows
 from accel.diffusion.parallel.same_numbers import LoopChecks, check_same
@@ -23,19 +23,15 @@ from accel.fusion.loop import DenoisingLoop
 from accel.libraries.diffusion import DIVIDED
 from accel.libraries.hooks import hook_of, hooks_of
 from accel.parallel.ranks import Ranks, all_ranks
-from accel.patching.context import Context
 from accel.patching.fast_forward import AS_WRITTEN, FastForward, as_written
-from accel.patching.rule import Match, Rule, Skip, first_of
-from accel.patching.site import Site
+from accel.patching.rule import Context, Match, Rule, Site, Skip, first_of
 from accel.tolerances import ROWS, bound
 
 NAME = "guidance parallel"  # of the rule
 
 
 class ModelDigest(NamedTuple):
-    """What the modules of a denoiser are. digest: equal on ranks with equal models. reason: why rows may not be
-    divided.
-    """
+    """Which modules a denoiser has. digest: equal on ranks with equal models. reason: why rows may not be divided."""
 
     kinds: tuple
     digest: str
@@ -48,24 +44,13 @@ class GuidanceForward(FastForward):
     The first call of a kind also runs whole in stock, to see whether rows depend on each other.
     """
 
-    ranks: Ranks | None
+    renewed = ("ranks", "checks", "verdicts", "make", "prompt")
 
     def __init__(self, module: nn.Module, path: str, context: Context, inner: FastForward | None):
-        super().__init__(module, path, context.kernels, context.log)
         self.inner, self.loop = inner, context.of(DenoisingLoop)  # None: the stock forward
-        self.names = tuple(self.__signature__.parameters)
-        self._join()
+        super().__init__(module, path, context.kernels, context.log)
 
-    def __getstate__(self) -> dict[str, Any]:
-        derived = ("ranks", "checks", "verdicts", "make", "prompt")
-        return {name: value for name, value in super().__getstate__().items() if name not in derived}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if "loop" in state:
-            self._join()
-
-    def _join(self) -> None:
+    def renew(self) -> None:
         self.ranks = all_ranks()
         self.checks = LoopChecks(self.loop)
         self.verdicts: dict[tuple, str | None] = {}  # by kind of call: why its rows cannot be divided
@@ -82,7 +67,7 @@ class GuidanceForward(FastForward):
         return self.fast(*args, **kwargs)
 
     def _apart(self) -> str | None:
-        """Why this call does not involve the ranks."""
+        """Why this call stays on this rank."""
         if self.ranks is None:
             return "this process is alone"
         if getattr(self.module, DIVIDED, None) is not None:
@@ -138,11 +123,11 @@ class GuidanceForward(FastForward):
         check_same(ranks, self._place(), told, [(repr(names[i]), one) for i, one in tensors], self._device())
 
     def _look(self) -> None:
-        """Sees whether modules were replaced, such as by adapters or processors; fast where none was."""
+        """Makes the digest anew where modules were replaced, such as by adapters or processors."""
         kinds = tuple(map(_sort, self.module.modules()))
         if self.make is None or kinds != self.make.kinds:
             digest = blake2b(repr(kinds).encode(), digest_size=8).hexdigest()
-            self.make = ModelDigest(kinds, digest, own_code(self.module))
+            self.make = ModelDigest(kinds, digest, graph_obstacle(self.module))
 
     def _place(self) -> str:
         return f"a call of the {type(self.module).__name__}" + (f" ({self.path})" if self.path else "")
@@ -155,7 +140,7 @@ class GuidanceForward(FastForward):
         from it once a loop is found again. No other part is kept: it would keep the memory of a step before.
         """
         args, kwargs = pytree.tree_unflatten(call.leaves, call.spec)
-        prompt = (dict(zip(self.names, args, strict=False)) | kwargs).get(PROMPT)
+        prompt: Any = self.named(args, kwargs).get(PROMPT)
         leaves = []
         for leaf, each in zip(call.leaves, divided, strict=True):
             part = rank_rows(leaf, ranks) if each else leaf
@@ -202,7 +187,7 @@ class GuidanceForward(FastForward):
 
 
 def _sort(module: nn.Module) -> tuple:
-    """What one module is, and what hangs on it."""
+    """Types of a module, its processor and forward, and which hooks it has."""
     held = vars(module)
     hooks = bool(held["_forward_hooks"]), bool(held["_forward_pre_hooks"]), hook_of(module) is not None
     return type(module), type(held.get("processor")), type(held.get("forward")), *hooks, bool(hooks_of(module))

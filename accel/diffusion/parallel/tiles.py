@@ -14,19 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel.cuda_graphs.rule import own_code
+from accel.cuda_graphs.rule import graph_obstacle
 from accel.diffusion.parallel.same_numbers import check_same
 from accel.errors import reason_of
 from accel.parallel.ranks import Ranks, all_ranks
-from accel.patching.context import Context
 from accel.patching.fallback_log import FallbackLog
-from accel.patching.fast_forward import AS_WRITTEN
-from accel.patching.owner import InstanceMethod
-from accel.patching.patch import Patch
-from accel.patching.rule import Match, Skip
-from accel.patching.site import Site
+from accel.patching.fast_forward import AS_WRITTEN, transformation
+from accel.patching.owner import InstanceMethod, PartlyCopied
+from accel.patching.rule import Context, Match, Patch, Site, Skip
 from accel.patching.structure import holds, stock_method
-from accel.patching.transformation import transformation
 
 NAME, METHOD = "tiles on ranks", "tiled_decode"
 
@@ -42,24 +38,20 @@ class PendingTile:
         raise AllTilesCollected
 
 
-class TiledDecode(InstanceMethod):
+class TiledDecode(PartlyCopied, InstanceMethod):
     """Stands in `vars(vae)["tiled_decode"]`; takes and gives what the class's own does."""
 
-    name = METHOD
+    name, copied = METHOD, ("vae", "log")
 
     def __init__(self, vae: nn.Module, log: FallbackLog):
         self.vae, self.log = vae, log
-        self.__setstate__({})
+        self.renew()
 
     @property
     def owner(self) -> nn.Module:
         return self.vae
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"vae": self.vae, "log": self.log}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+    def renew(self) -> None:
         self.ranks = all_ranks()
 
     def call(self, z: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +73,7 @@ class TiledDecode(InstanceMethod):
             return f"it is given a {type(z).__name__}"
         if torch.is_grad_enabled() or self.vae.training:
             return "gradients are on, or training mode"
-        return transformation() or own_code(self.vae)
+        return transformation() or graph_obstacle(self.vae)
 
     def _tiles(self, z: torch.Tensor) -> "list[torch.Tensor] | str":
         """What stock hands to the decoder, in order; or why tiles cannot be told apart. All ranks say the same."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel.diffusion.blocks.up_block import SKIPS
 from accel.diffusion.step_cache.cache import StepCacheState
 from accel.diffusion.step_cache.stack import BlockStack, StackTrace, StepCall
 from accel.patching.fast_forward import FastForward
@@ -20,7 +21,6 @@ class CachedBlock(FastForward):
     def __init__(self, *place: Any, state: StepCacheState, inner: FastForward | None) -> None:
         super().__init__(*place)
         self.state, self.inner = state, inner
-        self.names = tuple(self.__signature__.parameters)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         call = None if torch.compiler.is_compiling() else self.state.current
@@ -32,22 +32,17 @@ class CachedBlock(FastForward):
         """The block itself."""
         return (self.inner or self.stock)(*args, **kwargs)
 
-    def given(self, args: tuple, kwargs: dict) -> dict[str, Any]:
-        """The arguments by name."""
-        return dict(zip(self.names, args, strict=False)) | kwargs
-
     @abstractmethod
     def fast(self, call: StepCall, *args: Any, **kwargs: Any) -> Any:
         """The block in a call of the cache."""
 
 
-SKIPS = "res_hidden_states_tuple"
 HIDDEN = "what enters the last layer"
 RESAMPLERS = ("downsamplers", "upsamplers")
 
 
 class DeepBlock(CachedBlock):
-    """A block of the UNet that runs in whole calls alone; between them nobody reads what it returns."""
+    """A block of the UNet that runs in whole calls alone; its output is not used in the calls between."""
 
     def fast(self, call: StepCall, *args: Any, **kwargs: Any) -> Any:
         if not call.whole:
@@ -61,7 +56,7 @@ class LastUpBlock(DeepBlock):
     """The last up block. Its last layer runs in every call; what the layers before it give is extrapolated."""
 
     def fast(self, call: StepCall, *args: Any, **kwargs: Any) -> Any:
-        given = self.given(args, kwargs)
+        given = self.named(args, kwargs)
         run = self._runner(given)
         if call.whole:
             hidden = self._before_last(run, given)
@@ -128,7 +123,7 @@ class StackBlock(CachedBlock):
         self.stack, self.index = stack, int(self.path.rpartition(".")[2])
 
     def fast(self, call: StepCall, *args: Any, **kwargs: Any) -> Any:
-        given = self.given(args, kwargs)
+        given = self.named(args, kwargs)
         if call.whole:
             trace = call.traces.setdefault(self.stack.name, StackTrace(self.stack))
             trace.enter(self.index, given)

@@ -13,7 +13,7 @@ from accel.options import decibels
 from accel.planning.plan import Plan
 from accel.verification.metrics import Quality, compare
 
-LONGEST = 10  # interval that is tried
+LONGEST_INTERVAL = 10  # interval that is tried
 SEEDS = (0, 1)  # the worse image counts
 BLANK = 1e-3  # standard deviation, over its pixels in 0..1, of an image that shows nothing
 
@@ -63,13 +63,13 @@ def _search(pipe: Any, forwards: list[StepCacheForward], wanted: str) -> tuple[i
     if min(drawn.images.std(axis=(1, 2)).max() for drawn in whole) < BLANK:
         raise ValueError(f"step_cache={wanted!r}: cannot be measured, the pipeline draws a blank image of {call}")
     kept: list[Quality] = []  # by intervals of 2 and more
-    for interval in range(2, LONGEST + 1):
+    for interval in range(2, LONGEST_INTERVAL + 1):
         pairs = zip(whole, _draw(pipe, call, forwards, interval), strict=True)
         quality = min((compare(*pair) for pair in pairs), key=lambda q: q.psnr_db)
         if not (quality.finite and quality.psnr_db >= decibels(wanted)):
             return interval - 1, (kept or [quality])[-1]
         kept.append(quality)
-    return LONGEST, kept[-1]
+    return LONGEST_INTERVAL, kept[-1]
 
 
 class Drawn(NamedTuple):

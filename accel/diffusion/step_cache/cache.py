@@ -33,30 +33,29 @@ from accel.fusion.loop import DenoisingLoop
 from accel.libraries.diffusion import CACHED_STEPS
 from accel.libraries.hooks import skips
 from accel.patching.fast_forward import FastForward
-from accel.patching.patch import ForwardPatch
+from accel.patching.owner import PartlyCopied
+from accel.patching.rule import ForwardPatch
 
 NAME = "step cache"  # of the rule
 DAMPED = 0.5  # of the way along the line, for what blocks add: it bends more than the output of a UNet's layers
-MOST_FEATURES = 16  # kept at a time, by thread, shapes of a call and lane
+MOST_FEATURES = 16  # kept at a time, by thread, shapes of a call and slot
 MOST_BYTES = 2**31  # beyond which only those are kept that the loop in progress uses
 
 
-class StepCacheState:
+class StepCacheState(PartlyCopied):
     """What the forwards of one denoiser share: interval, tracks, features, and the call in progress.
 
     Calls of several threads run one after the other. Each thread has its own tracks and features, so threads do not
     influence each other's results.
     """
 
+    copied = ("loop", "interval", "arguments")
+
     def __init__(self, loop: DenoisingLoop, interval: int, arguments: StepArguments) -> None:
         self.loop, self.interval, self.arguments = loop, interval, arguments
-        self.__setstate__({})
+        self.renew()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"loop": self.loop, "interval": self.interval, "arguments": self.arguments}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+    def renew(self) -> None:
         self.lock = threading.RLock()
         self._local = threading.local()
         self.features: OrderedDict[tuple, Features] = OrderedDict()
@@ -115,13 +114,12 @@ class StepCacheForward(FastForward):
         self.blocks: dict[str, ForwardPatch] = {}  # what stands in for the blocks of these paths
         self.inner: FastForward | None = None
         self.told = ""  # of the forward beneath, in the report
-        self.names = tuple(self.__signature__.parameters)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         inner = self.inner or self.stock
         if torch.compiler.is_compiling():
             return inner(*args, **kwargs)
-        given = dict(zip(self.names, args, strict=False)) | kwargs
+        given = self.named(args, kwargs)
         with self.state.lock:
             reason = self.mode() or self.unfit(given)
             if reason is not None:

@@ -13,11 +13,8 @@ from accel.diffusion.step_cache.cache import StepCacheForward, StepCacheState
 from accel.diffusion.step_cache.stack import BlockStack
 from accel.diffusion.step_cache.tracks import StepArguments
 from accel.fusion.loop import DenoisingLoop
-from accel.patching.context import Context
-from accel.patching.patch import ForwardPatch
 from accel.patching.probe import Probe
-from accel.patching.rule import Match, Rule, Skip, first_of
-from accel.patching.site import Site
+from accel.patching.rule import Context, ForwardPatch, Match, Rule, Site, Skip, first_of
 from accel.patching.structure import holds, meta_weights, untouched
 
 # Prompts of a UNet are the same tensors in every step of a loop.
@@ -26,69 +23,30 @@ UNET = StepArguments("sample", "timestep", ("encoder_hidden_states", "class_labe
 
 def match_step_cache(site: Site, context: Context, beneath: Sequence[Rule]) -> Match | Skip | None:
     """The root of a denoiser, then its blocks. Each keeps the forward that the rules `beneath` give it in this one."""
-    if context.options.step_cache is None:
+    wanted, m = context.options.step_cache, site.module
+    if wanted is None:
         return None
-    if not site.path:
-        return _match_root(site, context, beneath)
-    root = context.find(StepCacheForward)
-    if root is None or site.path not in root.paths:
-        return None
-    return _match_block(site, context, beneath, root)
-
-
-def _match_root(site: Site, context: Context, beneath: Sequence[Rule]) -> Match | Skip | None:
-    m = site.module
+    if site.path:
+        root = context.find(StepCacheForward)
+        return None if root is None or site.path not in root.paths else _match_block(site, context, beneath, root)
+    stacks: tuple[BlockStack, ...] = ()
     if holds(m, "conv_in", "down_blocks", "up_blocks", "conv_out"):
-        return _match_unet(site, context, beneath)
-    arguments = transformer_arguments(m) if lists_blocks(m) else None
-    return None if arguments is None else _match_transformer(site, context, beneath, arguments)
-
-
-def _match_unet(site: Site, context: Context, beneath: Sequence[Rule]) -> Match | Skip:
-    m = site.module
-    reason = _unlike(m)
+        arguments = UNET
+        paths = tuple(path for path, _ in _blocks(m))
+        reason = _unlike(m) or _in_two_parts(m, context)
+    else:
+        found = transformer_arguments(m) if lists_blocks(m) else None
+        if found is None:
+            return None
+        arguments, stacks = found, stacks_of(m)
+        paths = tuple(stack.path(index) for stack in stacks for index in range(stack.size))
+        reason = _whole(m, paths)
     if reason is not None:
         return Skip(reason)
-    blocks = _blocks(m)
-    path, block = blocks[-1]
-    state = StepCacheState(DenoisingLoop(), 1, UNET)
-    last = LastUpBlock(block, path, context.kernels, context.log, state=state, inner=None)
-    # A probe of its own: the shared one takes a verdict on a block for all that may be asked about it.
-    reason = Probe().disagreement(block, last.in_two_parts, (), up_block_example(block))
-    if reason is not None:
-        return Skip(f"{path} in two parts: {reason}")
-    return _root(site, context, beneath, UNET, tuple(path for path, _ in blocks))
-
-
-def _match_transformer(
-    site: Site, context: Context, beneath: Sequence[Rule], arguments: StepArguments
-) -> Match | Skip | None:
-    m = site.module
-    if gives_blocks(m):
-        return Skip("it gives what each of its blocks gives, as a ControlNet does: it runs whole in every call")
-    stacks = stacks_of(m)
-    if not stacks:
-        return Skip("a single block in each list")
-    if meta_weights(m):
-        return Skip("weights are not loaded (meta device)")
-    paths = tuple(stack.path(index) for stack in stacks for index in range(stack.size))
-    reason = untouched(*map(m.get_submodule, paths))
-    return Skip(reason) if reason is not None else _root(site, context, beneath, arguments, paths, stacks)
-
-
-def _root(
-    site: Site,
-    context: Context,
-    beneath: Sequence[Rule],
-    arguments: StepArguments,
-    paths: tuple[str, ...],
-    stacks: tuple[BlockStack, ...] = (),
-) -> Match | Skip:
-    wanted = context.options.step_cache
     # For a quality the interval is found once everything is patched.
     state = StepCacheState(context.of(DenoisingLoop), wanted if isinstance(wanted, int) else 1, arguments)
     shared: dict[str, Any] = {"state": state, "paths": paths, "stacks": stacks}
-    root = StepCacheForward(site.module, site.path, context.kernels, context.log, **shared)
+    root = StepCacheForward(m, site.path, context.kernels, context.log, **shared)
     inner = first_of(beneath, site, context)
     if isinstance(inner, Skip):
         return inner
@@ -97,6 +55,27 @@ def _root(
         root.inner.variant = state.variant
     context.put(root)
     return Match(root, inner.patches, covers=(), note=root.note())
+
+
+def _in_two_parts(m: nn.Module, context: Context) -> str | None:
+    """Why the last up block of a UNet cannot be computed up to its last layer, and from there."""
+    path, block = _blocks(m)[-1]
+    state = StepCacheState(DenoisingLoop(), 1, UNET)
+    last = LastUpBlock(block, path, context.kernels, context.log, state=state, inner=None)
+    # A probe of its own: the shared one takes a verdict on a block for all that may be asked about it.
+    reason = Probe().disagreement(block, last.in_two_parts, (), up_block_example(block))
+    return None if reason is None else f"{path} in two parts: {reason}"
+
+
+def _whole(m: nn.Module, paths: Sequence[str]) -> str | None:
+    """Why a transformer is to run whole in every call."""
+    if gives_blocks(m):
+        return "it gives what each of its blocks gives, as a ControlNet does: it runs whole in every call"
+    if not paths:
+        return "a single block in each list"
+    if meta_weights(m):
+        return "weights are not loaded (meta device)"
+    return untouched(*map(m.get_submodule, paths))
 
 
 def _match_block(site: Site, context: Context, beneath: Sequence[Rule], root: StepCacheForward) -> Match | Skip:
@@ -148,8 +127,8 @@ def _unlike(m: Any) -> str | None:
 
 
 TIMESTEPS = ("timestep", "timesteps", "t")  # names under which transformers take it
-LINEARS = 2  # that a block has at least
-FEW = 2  # so many blocks refine what goes into a longer list
+LEAST_LINEARS = 2  # that a block has at least
+SHORT_LIST = 2  # so many blocks refine what goes into a longer list
 
 
 def transformer_arguments(model: nn.Module) -> StepArguments | None:
@@ -176,7 +155,7 @@ def stacks_of(model: nn.Module) -> tuple[BlockStack, ...]:
     """
     sizes = {name: len(list(child.children())) for name, child in model.named_children() if _are_blocks(child)}
     longest = max(sizes.values(), default=0)
-    names = [name for name, size in sizes.items() if size > FEW or size == longest > 1]
+    names = [name for name, size in sizes.items() if size > SHORT_LIST or size == longest > 1]
     return tuple(BlockStack(name, sizes[name], int(name == names[0])) for name in names)
 
 
@@ -198,4 +177,4 @@ def _are_blocks(child: nn.Module) -> bool:
 
 def _is_block(module: nn.Module) -> bool:
     parts = list(module.modules())
-    return len(parts) > LINEARS and sum(hasattr(part, "in_features") for part in parts) >= LINEARS
+    return len(parts) > LEAST_LINEARS and sum(hasattr(part, "in_features") for part in parts) >= LEAST_LINEARS

@@ -1,5 +1,6 @@
 """A stack of a transformer's blocks, one after the other over the same rows: what they add, and to what."""
 
+import itertools
 import weakref
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -27,27 +28,27 @@ class PassedRows(NamedTuple):
     """How rows flow through a stack.
 
     into: for each value that a block returns, the next block's argument; None for what is no tensor. middle, last: what
-    inner blocks and the last one return, without the tensors.
+    inner blocks and the last one return, with TENSOR in the place of tensors.
     """
 
     into: tuple[str | None, ...]
-    middle: tuple[list, pytree.TreeSpec]
-    last: tuple[list, pytree.TreeSpec]
+    middle: Any
+    last: Any
 
     def passed(self, given: dict) -> Any:
         """What a block that adds nothing would return."""
-        values, structure = self.middle
-        rows = [value if name is None else given[name] for value, name in zip(values, self.into, strict=True)]
-        return pytree.tree_unflatten(rows, structure)
+        names = iter(self.into)
+        return pytree.tree_map(lambda one: one if (name := next(names)) is None else given[name], self.middle)
 
     def ended(self, given: dict, name: str, features: Features) -> Any:
         """What the last block returns, with the extrapolated sum of what all skipped blocks add."""
-        values, structure = self.last
-        rows = [
-            given[self.into[at]] + features.extrapolated(f"{name}.{at}") if value is TENSOR else value
-            for at, value in enumerate(values)
-        ]
-        return pytree.tree_unflatten(rows, structure)
+        places = itertools.count()
+
+        def added(one: object) -> object:
+            at = next(places)
+            return given[self.into[at]] + features.extrapolated(f"{name}.{at}") if one is TENSOR else one
+
+        return pytree.tree_map(added, self.last)
 
 
 TENSOR = "a tensor"
@@ -68,7 +69,7 @@ class StackTrace:
         self.finished = False
         self.reason: str | None = None
         self.into: tuple[str | None, ...] | None = None
-        self.middle: tuple[list, pytree.TreeSpec] | None = None
+        self.middle: Any = None
         self.outputs: list = []
         self.versions: list = []
         self.entry: dict[str, torch.Tensor] = {}
@@ -94,15 +95,15 @@ class StackTrace:
         self.next = index + 1
         if self.reason is not None:
             return
-        leaves, structure = pytree.tree_flatten(output)
-        values = [TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        if not all(value is TENSOR or isinstance(value, PLAIN) for value in values):
+        leaves = pytree.tree_leaves(output)
+        if not all(isinstance(leaf, (torch.Tensor, *PLAIN)) for leaf in leaves):
             return self._refuse(f"{self.stack.path(index)} returns a {type(output).__name__}")
+        made = pytree.tree_map_only(torch.Tensor, lambda _: TENSOR, output)
         if index == self.stack.size - 1:
-            return self._finish(leaves, (values, structure), features)
-        if self.middle is not None and self.middle != (values, structure):
+            return self._finish(leaves, made, features)
+        if self.middle not in (None, made):
             return self._refuse(f"{self.stack.path(index)} returns something else than the block before it")
-        self.middle, self.outputs = (values, structure), leaves
+        self.middle, self.outputs = made, leaves
         self.versions = [_version(leaf) for leaf in leaves]
         if index >= self.stack.kept:
             self.passing += [(index, weakref.ref(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -123,36 +124,36 @@ class StackTrace:
         self.into, self.outputs = tuple(into), []
 
     def _alone(self, given: dict) -> None:
-        """Refuses where somebody else has kept what a block returned."""
+        """Refuses where a tensor that a block returned is still referenced, but for the last block's arguments."""
         taken = {id(value) for value in given.values()}
         for index, reference in self.passing:
             tensor = reference()
             if tensor is not None and id(tensor) not in taken:
                 return self._refuse(f"what {self.stack.path(index)} gives is kept by more than the next block")
 
-    def _finish(self, leaves: list, last: tuple[list, pytree.TreeSpec], features: Features) -> None:
-        into, middle, name = self.into, self.middle, self.stack.name
-        assert into is not None and middle is not None  # there are two blocks at least
-        path = self.stack.path(self.stack.size - 1)
-        pairs = []
+    def _finish(self, leaves: list, last: Any, features: Features) -> None:
+        into, name = self.into, self.stack.name
+        assert into is not None  # there are two blocks at least
+        pairs = {}
         for at, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 before = self.entry.get(into[at] or "") if at < len(into) else None
-                if before is None or (leaf.shape, leaf.dtype, leaf.device) != (
-                    before.shape,
-                    before.dtype,
-                    before.device,
-                ):
+                if before is None or _form(leaf) != _form(before):
+                    path = self.stack.path(self.stack.size - 1)
                     return self._refuse(f"{path} gives other rows than the blocks before it take")
-                pairs.append((at, leaf, before))
-        for at, leaf, before in pairs:
+                pairs[at] = leaf, before
+        for at, (leaf, before) in pairs.items():
             features.record(f"{name}.{at}", leaf, before)
-        features.rows[name] = PassedRows(into, middle, last)
+        features.rows[name] = PassedRows(into, self.middle, last)
         self.entry, self.passing, self.finished = {}, [], True
 
     def _refuse(self, reason: str) -> None:
         self.reason = self.reason or reason
         self.entry, self.passing, self.outputs = {}, [], []
+
+
+def _form(tensor: torch.Tensor) -> tuple:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def _version(leaf: object) -> int | None:

@@ -12,22 +12,21 @@ from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, Ge
 from accel.cuda_graphs.runner import GraphRunner
 from accel.errors import Refused
 from accel.libraries.batching import CACHED, INIT, logger
-from accel.llm.batching.engine import Engine
-from accel.llm.batching.limits import Limits, limits_of, sets_of
+from accel.llm.batching.engine import Engine, unfit_reason
+from accel.llm.batching.limits import limits_of, sets_of
 from accel.llm.batching.manager import BatchManager
-from accel.llm.batching.ranks import PLACE, AllRanks, OneRank
+from accel.llm.batching.ranks import CALL, AllRanks, OneRank
 from accel.llm.batching.sampling import SamplingDefaults
 from accel.llm.batching.spread import head_device
 from accel.llm.batching.trial import refusal
 from accel.llm.generation.calling_convention import Unfit
 from accel.llm.generation.decoder import DecoderForward
-from accel.llm.generation.loop.methods import MethodHook
+from accel.llm.generation.loop.hooks import MethodHook
 from accel.llm.pipeline.stretch import StretchGraphs
 from accel.parallel.agreement import require_agreement
 from accel.parallel.lockstep import Lockstep
-from accel.patching.patch import Patch
+from accel.patching.rule import Patch
 
-OWN = ("managers", "tried", "sizes", "lockstep")  # of one hook, which a copy begins without
 PLAIN = (bool, int, float, str, list, tuple, type(None))
 ENDED = "the model is no longer optimized as it was: accel.restore, optimize or verify was called; make a new manager"
 
@@ -41,24 +40,20 @@ class InitContinuousBatching(MethodHook):
     name = INIT
 
     def __init__(
-        self,
-        module: PreTrainedModel,
-        forward: DecoderForward,
-        runner: GraphRunner | StretchGraphs | None = None,
+        self, module: PreTrainedModel, forward: DecoderForward, runner: GraphRunner | StretchGraphs | None = None
     ):
         super().__init__(module, forward)
         self.runner = runner
-        self.__setstate__(vars(self))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in OWN}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
         self.managers: weakref.WeakSet[BatchManager] = weakref.WeakSet()
         self.tried: tuple[object, str | None] = (None, None)  # the model as it was then, and why it was refused
         self.sizes: dict[str, float] | None = None  # of the engine that was made last
         self.lockstep: Lockstep | None = None  # of ranks that share the model, from their first manager on
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"module": self.module, "forward": self.forward, "runner": self.runner}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
 
     def forget(self) -> None:
         self.tried = (None, None)
@@ -84,26 +79,11 @@ class InitContinuousBatching(MethodHook):
     def refused(self) -> str | None:
         """Why stock is to batch the model as it is now. Tried anew where the model has changed."""
         with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):  # as on the thread of steps
-            return self._refused()
-
-    def _refused(self) -> str | None:
-        reason = self._unfit()
-        if reason is not None:
-            return reason
-        if self.tried[0] is not self.forward.seen:
-            self.tried = None, refusal(self.forward)
-            self.tried = self.forward.seen, self.tried[1]
-        return self.tried[1]
-
-    def _unfit(self) -> str | None:
-        reason = self.forward.mode()
-        if reason is not None:
-            return reason
-        try:
-            self.forward.ready()
-        except Unfit as unfit:
-            return str(unfit)
-        return None
+            reason = unfit_reason(self.forward)
+            if reason is None and self.tried[0] is not self.forward.seen:
+                reason = refusal(self.forward)
+                self.tried = self.forward.seen, reason
+            return reason or self.tried[1]
 
     def _agreed(self, cached: ContinuousBatchingManager | None, given: dict[str, Any]) -> str | None:
         """`refused` of all ranks that share the model, which are then to make the same manager. Raises errors.Refused
@@ -111,11 +91,10 @@ class InitContinuousBatching(MethodHook):
         """
         ranks = self.forward.ranks
         assert ranks is not None
-        unfit, taken = self._unfit(), ranks.taken
-        lockstep = self.lockstep
-        meets = lockstep is not None and lockstep.ways.whole
+        reason, taken, lockstep = unfit_reason(self.forward), ranks.taken, self.lockstep
+        meets = lockstep is not None and lockstep.channel.whole
         told: dict[str, object] = {
-            "the model": unfit or "fit",
+            "the model": reason or "fit",
             "a trial of it": "past" if self.tried[0] is self.forward.seen else "due",
             "whether they have met before": meets,
             "what computes with these ranks already": taken,
@@ -125,11 +104,11 @@ class InitContinuousBatching(MethodHook):
         for name, one in (given | {"generation_config": config}).items():
             plain = {} if one is None else {key: value for key, value in vars(one).items() if isinstance(value, PLAIN)}
             told |= {f"{name}.{key}": value for key, value in plain.items()}
-        require_agreement(ranks, PLACE, told)
+        require_agreement(ranks, CALL, told)
         if taken:
-            raise Refused(f"{PLACE}: {taken} computes with all ranks; stop it before another one")
-        if unfit is not None:
-            return unfit
+            raise Refused(f"{CALL}: {taken} computes with all ranks; stop it before another one")
+        if reason is not None:
+            return reason
         if lockstep is None or not meets:
             self.close()
             self.lockstep = lockstep = Lockstep(ranks)
@@ -153,10 +132,9 @@ class InitContinuousBatching(MethodHook):
         given = self.module.generation_config if generation_config is None else generation_config
         if given is None:
             raise ValueError("A GenerationConfig must be provided or set in the model.")
-        config = _ended(given)
         batching = continuous_batching_config
         if batching is None:
-            batching = getattr(config, "continuous_batching_config", None)
+            batching = getattr(given, "continuous_batching_config", None)
             if isinstance(batching, ContinuousBatchingConfig):
                 logger.warning(
                     "Passing ContinuousBatchingConfig through GenerationConfig is deprecated. Please pass it separately"
@@ -166,7 +144,7 @@ class InitContinuousBatching(MethodHook):
                 batching = ContinuousBatchingConfig()
         made = BatchManager(
             self.module,
-            config,
+            _ended(given),
             batching,
             partial(self.build, batching, workload_hints),
             partial(_defaults, self.forward, batching),
@@ -176,25 +154,22 @@ class InitContinuousBatching(MethodHook):
         return made
 
     def build(self, config: ContinuousBatchingConfig, hints: Any) -> Engine:
-        """An engine of the size that these ask for. Raises torch.OutOfMemoryError, ValueError for numbers that make no
-        sense.
+        """An engine of the size that these ask for; on ranks, one on each with as many blocks as the rank has room for
+        that has the least. Raises torch.OutOfMemoryError, ValueError for numbers that make no sense.
         """
+        limits, shapes = limits_of(self.forward, config, hints), self.forward.shapes()
+        on_gpu = shapes[0].device.type == "cuda"  # the model may have been moved
+        engine_of = partial(Engine, self.forward, runner=self.runner if on_gpu else None)
         if self.lockstep is None:
-            engine = self._engine(limits_of(self.forward, config, hints))
+            engine = engine_of(limits=limits)
         else:
-            engine = self._engines(self.lockstep, limits_of(self.forward, config, hints))
+            room = partial(limits.block_count, shapes, sets_of(self.forward))
+            blocks = self.lockstep.least(self.lockstep.all_do("memory for keys and values", room))
+            limits = replace(limits, blocks=blocks - 1)
+            engine = self.lockstep.all_do("an engine", partial(engine_of, limits=limits))
+        engine.sampler.prepare(self.forward.embeddings().dtype)
         self.sizes = engine.sizes()
         return engine
-
-    def _engine(self, limits: Limits) -> Engine:
-        on_gpu = self.forward.shapes()[0].device.type == "cuda"  # the model may have been moved
-        return Engine(self.forward, limits, self.runner if on_gpu else None)
-
-    def _engines(self, lockstep: Lockstep, limits: Limits) -> Engine:
-        """One on each rank, with as many blocks as the rank has room for that has the least."""
-        room = partial(limits.block_count, self.forward.shapes(), sets_of(self.forward))
-        blocks = lockstep.least(lockstep.all_do("memory for keys and values", room))
-        return lockstep.all_do("an engine", partial(self._engine, replace(limits, blocks=blocks - 1)))
 
     def report_row(self) -> dict[str, Any] | None:
         """What the engine that was made last holds, for the report; None where there was none."""
@@ -202,12 +177,11 @@ class InitContinuousBatching(MethodHook):
 
     def resize(self, manager: BatchManager, hints: Any) -> None:
         """Where the engine it keeps is too small for what comes, it makes another one at its next start."""
-        engine = manager.engine
-        if hints is not None and isinstance(engine, Engine) and not manager.is_running():
-            wanted, has = limits_of(self.forward, manager.continuous_batching_config, hints), engine.limits
+        engine, config = manager.engine, manager.continuous_batching_config
+        if hints is not None and engine is not None and not manager.is_running():
+            wanted, has = limits_of(self.forward, config, hints), engine.limits
             if wanted.context > has.context or wanted.rows > has.rows:
-                manager.destroy()
-                manager.build_by(partial(self.build, manager.continuous_batching_config, hints))
+                manager.rebuild(partial(self.build, config, hints))
 
     def leave(self) -> None:
         """Ends all managers that compute by the fused forward: it is about to be taken apart."""

@@ -107,4 +107,4 @@ def limits_of(forward: DecoderForward, config: ContinuousBatchingConfig, hints: 
 
 def sets_of(forward: DecoderForward) -> tuple[LayerSet, ...]:
     """The sets of layers that share blocks."""
-    return layer_sets(forward.shapes(), [layer.spec.attention.sees for layer in forward.layers])
+    return layer_sets(forward.shapes(), [layer.spec.attention.window for layer in forward.layers])

@@ -2,10 +2,12 @@
 
 import asyncio
 import copy
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count, filterfalse, islice
 from time import perf_counter
 from typing import Any
 
@@ -14,8 +16,8 @@ from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, Ge
 from accel.libraries.batching import CACHED, GenerationOutput, logger
 from accel.llm.batching.engine import Engine
 from accel.llm.batching.engine_thread import EngineThread
-from accel.llm.batching.ranks import OneRank, Stop, interrupted
-from accel.llm.batching.request import Request, StopStrings, Submission, Tokens, failed, family, prompt_ids
+from accel.llm.batching.ranks import OneRank, Stop
+from accel.llm.batching.request import Request, StopStrings, checked_ids, finish, token_set
 from accel.llm.batching.results import Results
 from accel.llm.batching.sampling import SamplingDefaults
 
@@ -25,8 +27,8 @@ UNREAD = 2**14  # outputs that a rank keeps which follows another, and may have 
 class BatchManager(ContinuousBatchingManager):
     """Takes requests, runs them on a thread of its own, and hands out their results, as stock's manager does.
 
-    A subclass of stock's, because stock asks for it by isinstance: what frees cached managers looks
-    for nothing else. No code of stock's runs: its constructor is not called, and every public method is overridden.
+    A subclass of stock's, because what frees cached managers asks for that. No code of stock's runs: its constructor is
+    not called, and every public method is overridden.
 
     Other than stock: a request that is wrong fails alone; cancelled requests come out, failed; what a step raises fails
     the requests in that step, not all; a stop during KeyboardInterrupt waits for nobody; settings are each request's
@@ -38,6 +40,8 @@ class BatchManager(ContinuousBatchingManager):
     those about stock's kernels change nothing. ranks: by which managers of ranks that share the model go together. The
     first rank's requests run on all of them, and all give their results; what the others add is not taken, as in stock.
     """
+
+    takes_settings = True  # a server asks: `add_request` takes settings of each request
 
     def __init__(
         self,
@@ -56,11 +60,11 @@ class BatchManager(ContinuousBatchingManager):
         self.configure(generation_config)
         self._vocabulary = model.get_input_embeddings().weight.shape[0]
         self._results = Results(None if self.is_tp_driver else UNREAD)
-        self._lock, self._count = threading.Lock(), 0
+        self._lock, self._numbers = threading.Lock(), count()
         most_waiting = self.continuous_batching_config.max_queue_size
         devices = list(dict.fromkeys([model.device, *(one.device for one in model.parameters())]))
-        self._loop = EngineThread(build, devices, self._results, most_waiting, self._ranks)
-        weakref.finalize(self, self._loop.ending.abandon)
+        self._thread = EngineThread(build, devices, self._results, most_waiting, self._ranks)
+        weakref.finalize(self, self._thread.ending.abandon)
 
     def __reduce__(self) -> tuple:
         return type(None), ()  # a copy of the model has none; it makes its own
@@ -76,23 +80,19 @@ class BatchManager(ContinuousBatchingManager):
     # -- the thread ----------------------------------------------------------------------------------------------------
 
     @property
-    def warmed_up(self) -> bool:
-        """Whether the engine is there, with its memory."""
-        return self._loop.engine is not None
-
-    @property
     def engine(self) -> Engine | None:
         """The one that is there, if one is."""
-        return self._loop.engine
+        return self._thread.engine
 
-    def build_by(self, build: Callable[[], Engine]) -> None:
-        """Engines are made so from now on."""
-        self._loop.build = build
+    @property
+    def warmed_up(self) -> bool:
+        """Whether the engine is there, with its memory."""
+        return self.engine is not None
 
     @property
     def background_thread_status(self) -> EngineThread:
         """What servers ask for `fatal_error`: what ended the thread."""
-        return self._loop
+        return self._thread
 
     @property
     def batch_processor(self) -> None:
@@ -101,7 +101,7 @@ class BatchManager(ContinuousBatchingManager):
     @property
     def current_batch(self) -> int:
         """Steps that have run."""
-        return self._loop.steps
+        return self._thread.steps
 
     def switch_to_cb_friendly_attn(self, model: PreTrainedModel, auto_switch_to_flash: bool = True) -> None:
         """Does nothing: any attention that the model was optimized with will do."""
@@ -110,18 +110,18 @@ class BatchManager(ContinuousBatchingManager):
         """Makes the engine. Raises what that raises, such as torch.OutOfMemoryError."""
         if not self.is_running():
             self._ranks.free()
-            self._loop.ready()
+            self._thread.ready()
 
     def is_running(self) -> bool:
         """Whether the thread was started and has not ended."""
-        return self._loop.thread is not None and self._loop.thread.is_alive()
+        return self._thread.running
 
     def start(self) -> None:
         """Starts the thread. Does nothing but warn where it runs."""
         if self.is_running():
             logger.warning("Manager thread is already running.")
-            return
-        self._loop.start()
+        else:
+            self._thread.start()
 
     def stop(
         self,
@@ -136,8 +136,8 @@ class BatchManager(ContinuousBatchingManager):
         block: waits for that, up to `timeout` seconds. keep_for_next_session: the memory is kept, and the manager in
         the model, for the next `init_continuous_batching`. Raises RuntimeError inside a `pause` of the same thread.
         """
-        loop = self._loop
-        if loop.thread is None:
+        loop = self._thread
+        if loop.ending.thread is None:
             kept = " Hence the unstarted manager will not be kept for next session." if keep_for_next_session else ""
             logger.warning(f"Manager not started.{kept}")
             return
@@ -147,8 +147,8 @@ class BatchManager(ContinuousBatchingManager):
                 "this would wait forever. Leave the `pause` context before calling `stop`."
             )
         loop.keeps = keep_for_next_session
-        begun = perf_counter()
-        loop.stop(Stop.NOW if hard_stop or interrupted() else Stop.WHEN_DONE)
+        begun, interrupted = perf_counter(), isinstance(sys.exc_info()[1], KeyboardInterrupt | SystemExit)
+        loop.stop(Stop.NOW if hard_stop or interrupted else Stop.WHEN_DONE)
         if block:
             self.join(begun, timeout)
         if keep_for_next_session:
@@ -159,7 +159,7 @@ class BatchManager(ContinuousBatchingManager):
 
     def join(self, stop_trigger_time: float, timeout: float | None = None) -> None:
         """Waits for the thread to end, up to `timeout` seconds, and warns where it does not."""
-        thread = self._loop.thread
+        thread = self._thread.ending.thread
         if thread is None:
             return
         thread.join(timeout)
@@ -167,21 +167,26 @@ class BatchManager(ContinuousBatchingManager):
             logger.warning(f"Generation thread did not exit after join timeout ({timeout}).")
         else:
             logger.info(f"Background generation thread stopped after {perf_counter() - stop_trigger_time:.2f}s.")
-            self._loop.ending.thread = None
+            self._thread.ending.thread = None
 
     def destroy(self) -> None:
         """Stops, and gives all memory back. Any number of times."""
         if self.is_running():
-            self.stop(block=True, keep_for_next_session=False)
-        self._loop.close()
+            self.stop()
+        self._thread.close()
 
     def end(self, reason: str) -> None:
         """Ends the thread now; requests that are not finished fail for this reason. Any number of times."""
-        self._loop.keeps = False
-        self._loop.stop(Stop.NOW, reason)
-        if self._loop.thread is not None:
-            self._loop.thread.join()
-        self._loop.close()
+        self._thread.keeps = False
+        self._thread.stop(Stop.NOW, reason)
+        if self._thread.ending.thread is not None:
+            self._thread.ending.thread.join()
+        self._thread.close()
+
+    def rebuild(self, build: Callable[[], Engine]) -> None:
+        """Engines are made so from now on; the one that is there is given back."""
+        self.destroy()
+        self._thread.build = build
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -190,7 +195,7 @@ class BatchManager(ContinuousBatchingManager):
         """
         if not self.is_running():
             raise RuntimeError("Cannot pause generation while no generation loop is running.")
-        with self._loop.pause():
+        with self._thread.pause():
             yield
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -202,7 +207,7 @@ class BatchManager(ContinuousBatchingManager):
         max_new_tokens: int | None = None,
         streaming: bool = False,
         record_timestamps: bool = False,
-        eos_token_id: Tokens = None,
+        eos_token_id: int | Iterable[int] | None = None,
         stop_strings: str | Iterable[str] | None = None,
         tokenizer: Any = None,
         generated: Sequence[int] = (),
@@ -214,51 +219,61 @@ class BatchManager(ContinuousBatchingManager):
         the generation configuration where None. streaming: an output comes with every token. stop_strings: the request
         ends with the token that completes one of them, as the tokenizer decodes its answer; None for those of the
         generation configuration, which stock leaves out, and so does this without a tokenizer. logit_processor_kwargs:
-        this request's own settings. generated: tokens that the answer begins with, drawn elsewhere by them; it goes on
-        behind these as it would have there. A request that makes no sense comes out failed. Raises ValueError
-        for an id that is under way, queue.Full where `max_queue_size` others wait for ten seconds.
+        this request's own settings. generated: tokens that the answer begins with, drawn elsewhere with equal settings;
+        it goes on as it would have there. A request that makes no sense comes out failed. Raises ValueError for an id
+        that is under way, queue.Full where `max_queue_size` others wait for ten seconds.
         """
         if not self.is_tp_driver:
             return None
-        wanted = Submission(
-            request_id, max_new_tokens, streaming, record_timestamps, eos_token_id, stop_strings, tokenizer,
-            logit_processor_kwargs, generated,
+        made = self.request(
+            input_ids, request_id, max_new_tokens, streaming, record_timestamps, eos_token_id, stop_strings, tokenizer,
+            generated, **logit_processor_kwargs,
         )  # fmt: skip
-        return self._submit(*self.request(prompt_ids(input_ids, self._vocabulary), wanted))
+        return made.id if self._thread.add(made) else None
 
-    def request(self, prompt: list[int] | Exception, wanted: Submission) -> tuple[Request, Exception | None]:
-        """What is asked for, and what is wrong with it. prompt: or why it is none."""
-        name = self._ids(1)[0] if wanted.request_id is None else wanted.request_id
-        answers = self.num_return_sequences
-        request, wrong = wanted.request(name, prompt, self._vocabulary, self.generation_config, answers)
-        return request, wrong or self._choose(request, wanted)
-
-    def _submit(self, request: Request, wrong: Exception | None) -> str | None:
-        denied = self._loop.refusal()
-        every = family(request)
-        if denied is None and wrong is not None:
-            self._loop.refuse(failed(every, str(wrong)))
-        elif denied is not None or not self._loop.add(every):
-            denied = denied or self._loop.refusal() or "The background thread has ended."
-            begin, end = f"{request.prompt[:3]}"[:-1], f"{request.prompt[-3:]}"[1:]
-            logger.warning(f"{denied}. Request with ids {begin}, ..., {end} will be dropped.")
-            self._results.refuse(failed(every, denied))
-            return None
-        return request.id
-
-    def _choose(self, request: Request, wanted: Submission) -> Exception | None:
-        """Finds how its tokens are chosen, and what ends it. Returns what is wrong with the settings."""
-        strings = wanted.stop_strings
-        if strings is None and wanted.tokenizer is not None:
-            strings = self.generation_config.stop_strings
+    def request(
+        self,
+        input_ids: Iterable[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        eos_token_id: int | Iterable[int] | None = None,
+        stop_strings: str | Iterable[str] | None = None,
+        tokenizer: Any = None,
+        generated: Sequence[int] = (),
+        **settings: Any,
+    ) -> Request:
+        """What `add_request` puts in line for these arguments; where they make no sense, it has failed already."""
+        config, answers = self.generation_config, self.num_return_sequences
+        made = Request(
+            id=self._ids(1)[0] if request_id is None else request_id,
+            prompt=[],
+            max_new_tokens=config.max_new_tokens if max_new_tokens is None else max_new_tokens,
+            eos=token_set(config.eos_token_id if eos_token_id is None else eos_token_id),
+            sampling=None,
+            streaming=streaming,
+            record_timestamps=record_timestamps,
+            settings=settings,
+        )
+        if stop_strings is None and tokenizer is not None:
+            stop_strings = config.stop_strings
         try:
-            eos = sorted(request.eos)
-            request.sampling = self._defaults.request(request.prompt, request.max_new_tokens, eos, **wanted.settings)
-            if strings:
-                request.ends = StopStrings(strings, wanted.tokenizer, len(request.prompt))
+            made.prompt = checked_ids(input_ids, self._vocabulary)
+            if made.max_new_tokens is not None and made.max_new_tokens < 0:
+                raise ValueError(f"max_new_tokens={made.max_new_tokens!r}: give a number from 0 on, or None")
+            if len(generated):
+                if answers > 1:
+                    raise ValueError(
+                        f"generated={generated!r}: num_return_sequences={answers} answers cannot begin alike"
+                    )
+                made.tokens = checked_ids(generated, self._vocabulary)
+            made.sampling = self._defaults.request(made.prompt, made.max_new_tokens, sorted(made.eos), **settings)
+            if stop_strings:
+                made.stopping_criterion = StopStrings(stop_strings, tokenizer, len(made.prompt))
         except (ValueError, TypeError) as error:
-            return error
-        return None
+            finish(made, str(error))
+        return made.with_children(answers - 1)
 
     def add_requests(
         self,
@@ -273,42 +288,35 @@ class BatchManager(ContinuousBatchingManager):
         """Puts many in line, those that begin alike behind one another where prompts may be shared. Their ids, in the
         order of the inputs; also on a rank that follows, where their results come too if the first rank adds as many.
         """
-        ids = self._ids(len(inputs))
-        prompts = [prompt_ids(input_ids, self._vocabulary) for input_ids in inputs]
-        order = list(range(len(inputs)))
-        if self.continuous_batching_config.allow_block_sharing:
-            order.sort(key=[one if isinstance(one, list) else [] for one in prompts].__getitem__, reverse=True)
         eos = self.generation_config.eos_token_id
         eos = self.model.config.eos_token_id if eos is None else eos
-        ends = (-1 if eos is None else eos, stop_strings, tokenizer)
-        common = max_new_tokens, streaming, record_timestamps, *ends, logit_processor_kwargs
+        eos = -1 if eos is None else eos
+        common: tuple[Any, ...] = max_new_tokens, streaming, record_timestamps, eos, stop_strings, tokenizer
         # In the order of the inputs, by which those that sample get their seeds: no answer hangs on its company.
-        asked = [self.request(prompt, Submission(one, *common)) for prompt, one in zip(prompts, ids, strict=True)]
+        ids = self._ids(len(inputs))
+        asked = [self.request(*one, *common, **logit_processor_kwargs) for one in zip(inputs, ids, strict=True)]
         if not self.is_tp_driver:
-            self._results.ask(one.id for request, _ in asked for one in family(request))
+            self._results.ask(one.id for request in asked for one in request.family)
             return ids
-        for place in order:
-            self._submit(*asked[place])
+        if self.continuous_batching_config.allow_block_sharing:
+            asked.sort(key=lambda request: request.prompt, reverse=True)
+        for request in asked:
+            self._thread.add(request)
         return ids
 
     def cancel_request(self, request_id: str) -> None:
         """The request ends where it is, and comes out as failed. Ids that are not under way are ignored."""
-        self._loop.cancel(request_id)
+        self._thread.cancel(request_id)
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
         """The next result, or the next one of this request. Waits up to `timeout` seconds for it, for ever if None; not
         where none can come. None where there is none.
         """
-
-        def more() -> bool:
-            return self._loop.goes_on() and (request_id is None or self._results.is_under_way(request_id))
-
-        return self._results.take(request_id, timeout, more)
+        return self._results.take(request_id, timeout, lambda: self._thread.goes_on)
 
     def __iter__(self) -> Iterator[GenerationOutput]:
         """Results as they come, until the thread has ended and none is left."""
-        while (result := self.get_result()) is not None:
-            yield result
+        return iter(self.get_result, None)
 
     def request_id_iter(self, request_id: str) -> Generator[GenerationOutput]:
         """Results of this request as they come, the last one included."""
@@ -325,12 +333,10 @@ class BatchManager(ContinuousBatchingManager):
         """
         self._results.handle(request_id, callback, asyncio.get_running_loop())
 
-    def _ids(self, count: int) -> list[str]:
-        found: list[str] = []
+    def _ids(self, number: int) -> list[str]:
+        """Names that no request under way has; on a rank that follows, it may be the one meant."""
+        names: Iterator[str] = map("req_{}".format, self._numbers)
+        if self.is_tp_driver:
+            names = filterfalse(self._results.is_under_way, names)
         with self._lock:
-            while len(found) < count:
-                name = f"req_{self._count}"
-                if not (self.is_tp_driver and self._results.is_under_way(name)):  # elsewhere it may be the one meant
-                    found.append(name)
-                self._count += 1
-        return found
+            return list(islice(names, number))

@@ -5,25 +5,22 @@ requests and from the ids that are drawn, and from nothing that one rank alone k
 told, by the first rank, before the step in which all take it in. Where nothing came, that is a few numbers.
 """
 
+import copy
 import enum
-import io
 import pickle
-import sys
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from transformers import PreTrainedTokenizerBase
-
-from accel.errors import RanksApart, reason_of, told
+from accel.errors import RanksApart, logged, reason_of
 from accel.llm.batching.engine import Engine
-from accel.llm.batching.request import Request, failed, family
+from accel.llm.batching.request import Request, StopStrings, failed
 from accel.llm.batching.sampling import SamplingDefaults
 from accel.parallel.lockstep import Lockstep
 
-AT_EXIT = 10.0  # seconds that the process waits for a step that is under way
+CALL = "generate_batch"
+UNFIT, ENDED = 1, 2  # what may be wrong on a rank: it could run no step now; its loop has ended by an error
 
 
 class Stop(enum.IntEnum):
@@ -35,68 +32,32 @@ class Stop(enum.IntEnum):
     STOPPED = 3  # the loop has ended
 
 
-class Ending:
-    """How soon a loop is to end, and what requests are told that it leaves unfinished.
-
-    Knows neither engine nor model: what the garbage collector calls for a manager must not keep them alive.
-    """
-
-    def __init__(self) -> None:
-        self.reset()
-        self.thread: threading.Thread | None = None
-
-    def reset(self) -> None:
-        self.how, self.why = Stop.NO, "the generation loop ended before this request was finished"
-
-    def ask(self, how: Stop) -> None:
-        """It only ever becomes sooner. Waits for no lock."""
-        self.how = max(self.how, how)
-
-    def abandon(self) -> None:
-        """Nobody is left who could ask for results. The garbage collector may call it, on any thread."""
-        if self.how is not Stop.STOPPED:
-            self.why = "the manager of this request was deleted before the request was finished; keep a reference to it"
-            self.ask(Stop.NOW)
-        if self.thread is not None and not threading.main_thread().is_alive():  # the process is about to exit
-            self.thread.join(AT_EXIT)
-
-
-def interrupted() -> bool:
-    """Whether the user or the process wants an end while this is called, as in a finally block."""
-    return isinstance(sys.exc_info()[1], KeyboardInterrupt | SystemExit)
-
-
-PLACE = "generate_batch"
-UNFIT, ENDED = 1, 2  # what may be wrong on a rank: it could run no step now; its loop has ended by an error
-
-
-class Turn(NamedTuple):
-    """What a loop takes in between two steps. added: requests; cancelled: ids; refused: requests that have failed
-    before an engine saw them; how: how soon the loop is to end; pausing: whether no step may run.
+class Inbox(NamedTuple):
+    """What a loop takes in between two steps. added: requests, of which some may have failed already; cancelled: ids;
+    stop: how soon the loop is to end; pausing: whether no step may run.
     """
 
     added: Sequence[Request] = ()
     cancelled: Sequence[str] = ()
-    refused: Sequence[Request] = ()
-    how: Stop = Stop.NO
+    stop: Stop = Stop.NO
     pausing: bool = False
 
 
 class OneRank:
     """The thread of an engine that no other rank follows. settings: how tokens are chosen where requests do not say."""
 
-    leads = True
+    leads, alone = True, True
     settings: SamplingDefaults
 
     def free(self) -> None:
-        """Nothing stands against an engine."""
+        """Raises where an engine may not compute now; here it always may."""
 
     def begin(self) -> None:
         """The thread has begun."""
 
-    def meet(self, turn: Turn, engine: Engine) -> Turn:
-        """What is to be taken in."""
-        return turn
+    def meet(self, inbox: Inbox, engine: Engine) -> Inbox:
+        """What this loop is to take in."""
+        return inbox
 
     def end(self, error: BaseException | None) -> None:
         """The thread has ended, by this error if by one."""
@@ -107,10 +68,12 @@ class AllRanks(OneRank):
     may have processors that only the rank itself can make.
     """
 
+    alone = False
+
     def __init__(self, lockstep: Lockstep):
         self.lockstep, self.leads = lockstep, lockstep.leads
         self.over = False  # all know that the loops end
-        self.tokenizers: list[PreTrainedTokenizerBase] = []  # that requests came with, which are told of once
+        self.tokenizers: list[Any] = []  # that requests came with, each sent once
 
     def free(self) -> None:
         """Raises RuntimeError where another loop computes with these ranks: their exchanges would mix."""
@@ -126,98 +89,83 @@ class AllRanks(OneRank):
     def end(self, error: BaseException | None) -> None:
         """Tells the other ranks of an error that they do not know of yet. Raises nothing."""
         try:
-            if error is not None and not self.over and self.lockstep.ways.whole:
+            if error is not None and not self.over and self.lockstep.channel.whole:
                 self.over = True
                 self.lockstep.most((0, 0, 0, ENDED, 0))
-                self.lockstep.reasons(told(error))
+                self.lockstep.reasons(logged(error))
         except RanksApart as worse:
-            told(worse)
+            logged(worse)
         finally:
             self.lockstep.ranks.taken, self.lockstep.ranks.paused = "", False
 
-    def meet(self, turn: Turn, engine: Engine) -> Turn:
+    def meet(self, inbox: Inbox, engine: Engine) -> Inbox:
         """What all ranks are to take in. Of the ranks that follow, only that they end at once or pause is heard.
 
         Raises RanksApart on all where one of them cannot go on.
         """
         reason, changed = engine.survey()
-        turn, message = self._told(turn) if self.leads else (turn, b"")
-        how = turn.how if self.leads or turn.how >= Stop.NOW else Stop.NO
-        numbers = len(message), how, turn.pausing, UNFIT if reason else 0, changed
-        size, how_soon, pausing, wrong, others = self.lockstep.most(numbers)
-        if wrong == ENDED or (wrong == UNFIT and (size or engine.busy) and how_soon < Stop.NOW):
+        message = self._packed(inbox) if self.leads else b""
+        stop = inbox.stop if self.leads or inbox.stop >= Stop.NOW else Stop.NO
+        numbers = len(message), stop, inbox.pausing, UNFIT if reason else 0, changed
+        size, soonest, pausing, wrong, others = self.lockstep.most(numbers)
+        if wrong == ENDED or (wrong == UNFIT and (size or engine.busy) and soonest < Stop.NOW):
             self.over = True
-            raise RanksApart(f"{PLACE}: {self.lockstep.reasons(reason)}")
+            raise RanksApart(f"{CALL}: {self.lockstep.reasons(reason)}")
         if others:
-            engine.forget()
-        self.over = how_soon >= Stop.NOW
+            engine.allocator.forget()
+        self.over = soonest >= Stop.NOW
         self.lockstep.ranks.paused = bool(pausing)
-        turn = turn._replace(how=Stop(how_soon), pausing=bool(pausing))
-        if not size:
-            return turn
-        heard = self.lockstep.broadcast(message, size)
-        return turn if self.leads else self._heard(heard, turn)
+        inbox = inbox._replace(stop=Stop(soonest), pausing=bool(pausing))
+        heard = self.lockstep.broadcast(message, size) if size else b""
+        return inbox if self.leads or not heard else self._unpacked(heard, inbox)
 
-    def _told(self, turn: Turn) -> tuple[Turn, bytes]:
-        """The turn without requests that cannot be told of, and what is said of the others; nothing without any."""
-        known, packed = len(self.tokenizers), []
-        added, refused = list(turn.added), list(turn.refused)
-        for request in turn.added:
+    def _packed(self, inbox: Inbox) -> bytes:
+        """What the other ranks are told; nothing where nothing came. Requests that cannot be sent fail."""
+        if not (inbox.added or inbox.cancelled):
+            return b""
+        known, requests = len(self.tokenizers), []
+        for request in inbox.added:
             try:
-                packed.append(self._packed(request))
+                requests.append(self._packed_request(request))
             except Exception as error:  # of somebody's own tokenizer
-                added.remove(request)
-                refused += failed(family(request), f"the other ranks cannot be told of it: {reason_of(error)}")
-        if not (packed or refused or turn.cancelled):
-            return turn, b""
-        new = self.tokenizers[known:]
-        message = pickle.dumps((new, packed, list(turn.cancelled), refused))
-        return turn._replace(added=added, refused=refused), message
+                failed(request.family, f"the other ranks cannot be told of it: {reason_of(error)}")
+                requests.append(self._packed_request(request))
+        return pickle.dumps((self.tokenizers[known:], requests, list(inbox.cancelled)))
 
-    def _packed(self, request: Request) -> bytes:
-        """A request without what each rank makes for itself."""
-        chosen = request.sampling
-        hosted = chosen.host is not None
-        file = io.BytesIO()
-        _Packer(file, self.tokenizers).dump((replace(request, sampling=chosen._replace(host=None)), hosted))
-        return file.getvalue()
+    def _packed_request(self, request: Request) -> bytes:
+        """A request without what each rank makes for itself; of one that has failed, what its output says."""
+        hosted = not request.finished and request.sampling.host is not None
+        sent = replace(request, children=[])
+        if request.finished:
+            sent.sampling, sent.stopping_criterion, sent.settings = None, None, {}
+        elif hosted:
+            sent.sampling = request.sampling._replace(host=None)
+        if isinstance(sent.stopping_criterion, StopStrings):
+            sent.stopping_criterion = copy.copy(sent.stopping_criterion)
+            sent.stopping_criterion.tokenizer = self._number(sent.stopping_criterion.tokenizer)
+        return pickle.dumps((sent, len(request.children), hosted))
 
-    def _heard(self, message: bytes, turn: Turn) -> Turn:
-        tokenizers, requests, cancelled, refused = pickle.loads(message)
+    def _number(self, tokenizer: Any) -> int:
+        """Of a tokenizer among those that are sent, once each. Raises what pickling it raises."""
+        number = next((number for number, one in enumerate(self.tokenizers) if one is tokenizer), None)
+        if number is None:
+            number = len(self.tokenizers)
+            pickle.dumps(tokenizer)
+            self.tokenizers.append(tokenizer)
+        return number
+
+    def _unpacked(self, message: bytes, inbox: Inbox) -> Inbox:
+        tokenizers, requests, cancelled = pickle.loads(message)
         self.tokenizers += tokenizers
-        added = [self._unpacked(packed) for packed in requests]
-        return turn._replace(added=added, cancelled=cancelled, refused=refused)
+        return inbox._replace(added=[self._unpacked_request(one) for one in requests], cancelled=cancelled)
 
-    def _unpacked(self, packed: bytes) -> Request:
-        request, hosted = _Unpacker(io.BytesIO(packed), self.tokenizers).load()
+    def _unpacked_request(self, packed: bytes) -> Request:
+        request, children, hosted = pickle.loads(packed)
+        if isinstance(request.stopping_criterion, StopStrings):
+            request.stopping_criterion.tokenizer = self.tokenizers[request.stopping_criterion.tokenizer]
         if hosted:
             given = request.settings | {"seed": request.sampling.seed}
             found = self.settings.request(request.prompt, request.max_new_tokens, sorted(request.eos), **given)
             request.sampling = request.sampling._replace(host=found.host)
         request.created = time.perf_counter()  # by this process's clock, as all other times of it
-        return request
-
-
-class _Packer(pickle.Pickler):
-    """Gives a number for a tokenizer, by its place in a list that it grows."""
-
-    def __init__(self, file: io.BytesIO, tokenizers: list[PreTrainedTokenizerBase]):
-        super().__init__(file)
-        self.tokenizers = tokenizers
-
-    def persistent_id(self, obj: Any) -> int | None:
-        if not isinstance(obj, PreTrainedTokenizerBase):
-            return None
-        place = next((place for place, one in enumerate(self.tokenizers) if one is obj), len(self.tokenizers))
-        if place == len(self.tokenizers):
-            self.tokenizers.append(obj)
-        return place
-
-
-class _Unpacker(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tokenizers: list[PreTrainedTokenizerBase]):
-        super().__init__(file)
-        self.tokenizers = tokenizers
-
-    def persistent_load(self, number: int) -> PreTrainedTokenizerBase:
-        return self.tokenizers[number]
+        return request.with_children(children)

@@ -4,9 +4,8 @@ import asyncio
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 
-from accel.errors import told
+from accel.errors import logged
 from accel.libraries.batching import GenerationOutput, logger
 from accel.llm.batching.request import Request
 
@@ -25,8 +24,8 @@ class Results:
     def __init__(self, unasked: int | None = None) -> None:
         self.unasked, self._asked = unasked, set[str]()
         self._changed = threading.Condition()
-        self._queue: OrderedDict[int, GenerationOutput] = OrderedDict()
-        self._places: dict[str, deque[int]] = {}  # of the outputs of one request in the queue
+        self._queue: OrderedDict[int, GenerationOutput] = OrderedDict()  # by a number that counts up
+        self._numbers: dict[str, deque[int]] = {}  # of the outputs of one request in the queue
         self._count = 0
         self._handlers: dict[str, tuple[Handler, asyncio.AbstractEventLoop]] = {}
         self._under_way: dict[str, Request] = {}
@@ -55,26 +54,27 @@ class Results:
             return request_id in self._under_way or request_id in self._asked
 
     def put(self, requests: Iterable[Request]) -> list[str]:
-        """Delivers what they have come to; of those that are not under way nothing. Returns the ids of requests that
+        """Delivers what they have come to, and lets all who wait ask again whether more may come.
+
+        Of requests that are not under way only a handler is told, where there is one. Returns the ids of those that
         nobody can be told of any more: their event loop is closed.
         """
         waiting: dict[asyncio.AbstractEventLoop, Deliveries] = {}
+        lost: list[str] = []
         with self._changed:
             for request in requests:
-                if request.id not in self._under_way:
+                expected = self._under_way.get(request.id)
+                if expected is not request and (expected is not None or request.id not in self._handlers):
                     continue
-                if request.finished:
-                    del self._under_way[request.id]
-                output = request.output()
-                handler, loop = self._handlers.get(output.request_id, (None, None))
-                if handler is None or loop is None:
-                    self._enqueue(output)
+                if request.id in self._handlers:
+                    handler, loop = self._handlers[request.id]
+                    waiting.setdefault(loop, []).append((handler, request.output()))
                 else:
-                    waiting.setdefault(loop, []).append((handler, output))
-                    if output.is_finished():
-                        del self._handlers[output.request_id]
+                    self._enqueue(request.output())
+                if request.finished:
+                    self._under_way.pop(request.id, None)
+                    self._handlers.pop(request.id, None)
             self._changed.notify_all()
-        lost: list[str] = []
         for loop, deliveries in waiting.items():  # one call a loop: waking it from another thread costs most
             try:
                 loop.call_soon_threadsafe(_call, deliveries)
@@ -86,13 +86,6 @@ class Results:
                 self._under_way.pop(request_id, None)
         return lost
 
-    def refuse(self, requests: Sequence[Request]) -> None:
-        """Requests that were never under way: their handlers, where there are any, are told."""
-        with self._changed:
-            refused = [one for one in requests if one.id in self._handlers and one.id not in self._under_way]
-            self._under_way |= {one.id: one for one in refused}
-            self.put(refused)
-
     def handle(self, request_id: str, callback: Handler, loop: asyncio.AbstractEventLoop) -> None:
         """The callback gets the outputs of this request, those in the queue first. Raises ValueError where the request
         is under way and has a handler already.
@@ -102,55 +95,50 @@ class Results:
                 raise ValueError(
                     f"request_id={request_id!r}: this request is under way and has a result handler already"
                 )
-            earlier = [self._queue.pop(place) for place in self._places.pop(request_id, ())]
+            earlier = [self._queue.pop(number) for number in self._numbers.pop(request_id, ())]
             if not any(output.is_finished() for output in earlier):
                 self._handlers[request_id] = callback, loop
         if earlier:
             loop.call_soon_threadsafe(_call, [(callback, output) for output in earlier])
 
-    def take(self, request_id: str | None, timeout: float | None, more: Callable[[], bool]) -> GenerationOutput | None:
+    def take(
+        self, request_id: str | None, timeout: float | None, goes_on: Callable[[], bool]
+    ) -> GenerationOutput | None:
         """The first output in the queue, or the first of this request. Waits for it up to `timeout` seconds, for ever
-        if None, as long as `more()` says that one may come.
+        if None, as long as one may come. goes_on: whether any may.
         """
-        with self._changed:
-            self._changed.wait_for(partial(self._ready, request_id, more), timeout)
-            if not self._waiting(request_id):
-                return None
-            if request_id is None:
-                _, output = self._queue.popitem(last=False)
-            else:
-                output = self._queue.pop(self._places[request_id][0])
-            self._left(output)
-            return output
 
-    def wake(self) -> None:
-        """Lets all who wait ask again whether more may come."""
+        def first() -> int | None:
+            return next(iter(self._queue if request_id is None else self._numbers.get(request_id, ())), None)
+
+        def ready() -> bool:
+            expected = goes_on() and (request_id is None or self.is_under_way(request_id))
+            return first() is not None or not expected
+
         with self._changed:
-            self._changed.notify_all()
+            self._changed.wait_for(ready, timeout)
+            number = first()
+            return None if number is None else self._dequeue(number)
 
     def _enqueue(self, output: GenerationOutput) -> None:
         self._queue[self._count] = output
-        self._places.setdefault(output.request_id, deque()).append(self._count)
+        self._numbers.setdefault(output.request_id, deque()).append(self._count)
         self._count += 1
         if self.unasked is not None and len(self._queue) > self.unasked:
-            oldest = next((place for place, one in self._queue.items() if one.request_id not in self._asked), None)
+            oldest = next((number for number, one in self._queue.items() if one.request_id not in self._asked), None)
             if oldest is not None:
-                self._left(self._queue.pop(oldest))
+                self._dequeue(oldest)
 
-    def _left(self, output: GenerationOutput) -> None:
-        """The first output of its request is no longer in the queue."""
-        places = self._places[output.request_id]
-        places.popleft()
-        if not places:
-            del self._places[output.request_id]
+    def _dequeue(self, number: int) -> GenerationOutput:
+        """Takes out the first output of its request."""
+        output = self._queue.pop(number)
+        numbers = self._numbers[output.request_id]
+        numbers.popleft()
+        if not numbers:
+            del self._numbers[output.request_id]
         if output.is_finished():
             self._asked.discard(output.request_id)
-
-    def _waiting(self, request_id: str | None) -> bool:
-        return bool(self._queue) if request_id is None else request_id in self._places
-
-    def _ready(self, request_id: str | None, more: Callable[[], bool]) -> bool:
-        return self._waiting(request_id) or not more()
+        return output
 
 
 def _call(deliveries: Deliveries) -> None:
@@ -159,4 +147,4 @@ def _call(deliveries: Deliveries) -> None:
         try:
             handler(output)
         except Exception as error:
-            logger.error(f"The result handler of request {output.request_id} raised {told(error)}", exc_info=True)
+            logger.error(f"The result handler of request {output.request_id} raised {logged(error)}", exc_info=True)

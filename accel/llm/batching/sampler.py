@@ -1,7 +1,7 @@
 """What all requests in a batch draw next: their settings on the device, by the row of each."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -34,9 +34,9 @@ class Sampler:
         seeds, drawn = self._store[: 2 * WIDE * rows].view(torch.int64).view(WIDE, rows)
         narrow = self._store[2 * WIDE * rows :].view(NARROW, rows)
         floats = narrow.view(torch.float32)
-        tickets = torch.zeros(rows, dtype=torch.int32, device=self.device)
-        self._table = SamplingTable(floats[0], narrow[1], floats[2], floats[3], floats[4], seeds, drawn, tickets)
-        self._samplings: list[Sampling | None] = [None] * rows
+        counters = torch.zeros(rows, dtype=torch.int32, device=self.device)
+        self._table = SamplingTable(floats[0], narrow[1], floats[2], floats[3], floats[4], seeds, drawn, counters)
+        self._hosts: dict[int, LogitsProcessorList] = {}
         self._flags = np.zeros(rows + 1, np.uint8)  # the last for row -1, which is nobody's
         self._changed: dict[int, np.ndarray] = {}  # what a row is to have in the store
         self._seen: dict[int, np.ndarray] = {}
@@ -45,14 +45,13 @@ class Sampler:
 
     def set(self, row: int, sampling: Sampling, tokens: Sequence[int], drawn: int = 0) -> None:
         """A request takes a row. tokens: its prompt, and its answer so far, of which `drawn` were drawn; so a request
-        that goes on after others were let before it draws what it would have drawn.
+        that goes on after it was preempted draws what it would have drawn.
 
         Raises torch.OutOfMemoryError at the first request with a repetition penalty, if there is no room for its
         rows * vocabulary / 8 bytes.
         """
-        penalized = sampling.penalty != 1.0
-        self._seen.pop(row, None)
-        if penalized:
+        self.clear(row)
+        if sampling.penalty != 1.0:
             if self._table.seen is None:
                 seen = torch.zeros(self.rows, seen_words(self.vocabulary), dtype=torch.int32, device=self.device)
                 self._table = self._table._replace(seen=seen)
@@ -62,16 +61,17 @@ class Sampler:
         narrow = narrow.view(np.int32)
         narrow[1] = sampling.top_k
         self._changed[row] = np.concatenate([wide, narrow])
-        self._samplings[row] = sampling
-        filters, hosted = FILTERED * sampling.filtered | NUCLEUS * sampling.nucleus, sampling.host is not None
-        self._flags[row] = filters | PENALIZED * penalized | HOSTED * hosted
-        self._errors.pop(row, None)
+        flags = FILTERED * sampling.filtered | NUCLEUS * sampling.nucleus | PENALIZED * (sampling.penalty != 1.0)
+        if sampling.host is not None:
+            self._hosts[row] = sampling.host
+            flags |= HOSTED
+        self._flags[row] = flags
 
     def clear(self, row: int) -> None:
         """The request of this row has left."""
-        self._samplings[row], self._flags[row] = None, 0
-        self._errors.pop(row, None)
-        self._seen.pop(row, None)
+        self._flags[row] = 0
+        for by_row in (self._hosts, self._seen, self._errors):
+            by_row.pop(row, None)
 
     def variant(self, rows: np.ndarray) -> tuple[bool, bool, bool]:
         """Whether any of these requests has filters, any has top-p or min-p without top-k, and any has a penalty: by
@@ -115,8 +115,8 @@ class Sampler:
         host_rows: np.ndarray,
         tokens: Callable[[int], Sequence[int]] | None = None,
         logprobs: bool = False,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """The next token of each request: ids (N,) int64 on the device, or (ids, log probabilities (N,) fp32).
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The next token of each request: ids (N,) int64 on the device, and log probabilities (N,) fp32 if wanted.
 
         logits: (N, vocabulary). rows: (N,) int32 or int64 on the device, and host_rows the same in numpy; -1 for
         nobody, no row twice. tokens: gives the prompt and answer so far of a row; asked of those with processors on
@@ -130,8 +130,7 @@ class Sampler:
         self.flush()
         hosted = np.flatnonzero(self._flags[host_rows] & HOSTED)
         if not len(hosted):
-            found = self._sample(logits, rows, host_rows, logprobs)
-            return found if logprobs else found[0]
+            return self._sample(logits, rows, host_rows, logprobs)
         if tokens is None:
             raise ValueError(f"rows {host_rows[hosted].tolist()} have processors on the host, which need their tokens")
         at = self._copied(hosted)
@@ -140,31 +139,33 @@ class Sampler:
             self._process(row, theirs[i : i + 1], tokens(row))
         others = host_rows.copy()
         others[hosted] = NONE
-        found = self._sample(logits, rows.index_fill(0, at, NONE), others, logprobs)
-        drawn = self._sample(theirs, rows[at], host_rows[hosted], logprobs)
-        both = [one.index_copy(0, at, two) for one, two in zip(found, drawn, strict=True)]
-        return (both[0], both[1]) if logprobs else both[0]
+        ids, chances = self._sample(logits, rows.index_fill(0, at, NONE), others, logprobs)
+        their_ids, their_chances = self._sample(theirs, rows[at], host_rows[hosted], logprobs)
+        if chances is not None and their_chances is not None:
+            chances = chances.index_copy(0, at, their_chances)
+        return ids.index_copy(0, at, their_ids), chances
 
     def _sample(
         self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray, logprobs: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and log probabilities; these are the ids again where nobody asked for them."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         filters, nucleus, penalties = self.variant(host_rows)
         if filters and self._filters is not None:
             kernels, self._filters = self._filters, None
-            _set_aside(kernels.wait)
+            with errors_deferred():
+                kernels.wait()
         table = self._table if penalties else self._table._replace(seen=None)
         found = sample(logits, table, rows, filters=filters, nucleus=nucleus, logprobs=logprobs)
-        return found if logprobs else (found, found)
+        return found if logprobs else (found, None)
 
     def _process(self, row: int, scores: torch.Tensor, tokens: Sequence[int]) -> None:
         """Runs a row's processors on the host; scores (1, V) are written over, with NaN where a processor raises."""
-        sampling = self._samplings[row]
-        if sampling is None or sampling.host is None:
-            return
-        ids = torch.tensor([list(tokens)], dtype=torch.int64, device=scores.device)
+        host, ids = self._hosts[row], torch.tensor([list(tokens)], dtype=torch.int64, device=scores.device)
         try:
-            scores.copy_(processed_by(sampling.host, ids, scores.clone()))
+            found = host(ids, scores.clone())
+            if found.shape != scores.shape:
+                names = ", ".join(type(one).__name__ for one in host)
+                raise ValueError(f"{names} gave scores of shape {tuple(found.shape)}, not {tuple(scores.shape)}")
+            scores.copy_(found)
         except Exception as error:
             if fatal(error):
                 raise
@@ -178,12 +179,9 @@ class Sampler:
         """
         if self.device.type == "cuda":
             self._filters = Warmup()
-            _set_aside(partial(self._launch_filters, self._filters, dtype))
-
-    def _launch_filters(self, kernels: Warmup, dtype: torch.dtype) -> None:
-        logits = torch.empty(1, self.vocabulary, dtype=dtype, device=self.device)
-        with kernels.launches():
-            self.warm_up(logits, ((True, False), (True, True)))
+            with errors_deferred(), self._filters.launches():
+                logits = torch.empty(1, self.vocabulary, dtype=dtype, device=self.device)
+                self.warm_up(logits, ((True, False), (True, True)))
 
     def warm_up(self, logits: torch.Tensor, variants: Sequence[tuple[bool, bool]] = ((False, False),)) -> None:
         """Launches what `draw` may need for logits like these, for nobody. To be called inside
@@ -197,27 +195,17 @@ class Sampler:
 
     def error(self, row: int) -> Exception:
         """Why this row's request got -1 for an id."""
-        found = self._errors.get(row)
-        if found is not None:
-            return found
-        return ValueError("no token can be drawn: the logits have NaN, or all tokens are ruled out")
+        no_token = ValueError("no token can be drawn: the logits have NaN, or all tokens are ruled out")
+        return self._errors.get(row, no_token)
 
 
-def _set_aside(work: Callable[[], None]) -> None:
-    """Runs work that only compiles: an error of it shows again in the draw that needs the kernel."""
+@contextmanager
+def errors_deferred() -> Iterator[None]:
+    """Inside, work only compiles: an error of it shows again in the call that needs the kernel."""
     try:
-        work()
+        yield
     except Exception as error:
         reason_of(error)
-
-
-def processed_by(host: LogitsProcessorList, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Scores (1, V) after these processors. Raises ValueError where they give another shape."""
-    found = host(ids, scores)
-    if found.shape != scores.shape:
-        names = ", ".join(type(one).__name__ for one in host)
-        raise ValueError(f"{names} gave scores of shape {tuple(found.shape)}, not {tuple(scores.shape)}")
-    return found
 
 
 def bits_of(tokens: Sequence[int], vocabulary: int) -> np.ndarray:

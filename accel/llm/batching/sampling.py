@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,9 +27,9 @@ from transformers import (
 from accel.errors import LOG
 from accel.libraries.generation import processors
 
-WORD = 2**64 - 1
-CHILD = 0x5851F42D4C957F2D  # keeps the seeds of children apart from those of requests
-MOST_TOP_K = 2**31 - 1
+UINT64 = 2**64 - 1
+CHILD_SALT = 0x5851F42D4C957F2D  # keeps the seeds of children apart from those of requests
+INT32 = 2**31 - 1
 
 
 class Sampling(NamedTuple):
@@ -67,20 +68,20 @@ class Sampling(NamedTuple):
         """The same for another answer to the same prompt: a seed and processors of its own. Before the first token,
         since processors may keep what they have seen.
         """
-        return self._replace(seed=mixed(self.seed ^ CHILD, number), host=copy.deepcopy(self.host))
+        return self._replace(seed=mix_seed(self.seed ^ CHILD_SALT, number), host=copy.deepcopy(self.host))
 
 
-def mixed(seed: int, number: int) -> int:
+def mix_seed(seed: int, number: int) -> int:
     """Signed 64 bits in which every bit of both counts: SplitMix64 by Steele, Lea and Flood 2014."""
-    z = (seed + (number + 1) * 0x9E3779B97F4A7C15) & WORD
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & WORD
-    z = (z ^ z >> 27) * 0x94D049BB133111EB & WORD
-    return signed(z ^ z >> 31)
+    z = (seed + (number + 1) * 0x9E3779B97F4A7C15) & UINT64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & UINT64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & UINT64
+    return to_int64(z ^ z >> 31)
 
 
-def signed(bits: int) -> int:
+def to_int64(bits: int) -> int:
     """The int64 of the same 64 bits."""
-    return (bits + 2**63 & WORD) - 2**63
+    return (bits + 2**63 & UINT64) - 2**63
 
 
 class Setting(NamedTuple):
@@ -179,26 +180,22 @@ class SamplingDefaults:
                 self._usual = found
         if found.greedy:
             return found
-        return found._replace(seed=self._next_seed() if seed is None else signed(seed))
+        return found._replace(seed=self._next_seed() if seed is None else to_int64(seed))
 
     def _chosen(
-        self,
-        config: Any,
-        prompt: Sequence[int],
-        max_new_tokens: int | None,
-        eos_token_id: int | Iterable[int] | None,
+        self, config: Any, prompt: Sequence[int], most: int | None, eos: int | Iterable[int] | None
     ) -> Sampling:
-        """config: a copy, which becomes what generate() would make of it for this prompt."""
+        """config: a copy, which becomes what generate() would make of it for this prompt. most: new tokens."""
         device = self.device or self.model.device
         if config.num_beams is not None and config.num_beams > 1:
             raise ValueError(f"num_beams={config.num_beams}: continuous batching has no beams; use generate()")
-        if max_new_tokens is not None:
-            config.max_length = len(prompt) + max_new_tokens
-        eos = config.eos_token_id if eos_token_id is None else eos_token_id
+        if most is not None:
+            config.max_length = len(prompt) + most
+        eos = config.eos_token_id if eos is None else eos
         ends = [one for one in ([] if eos is None else [eos] if isinstance(eos, int) else eos) if one >= 0]
         known = self._ends
         if ends != known[0]:  # a copy waits for the GPU, and most requests have the same
-            self._ends = known = (ends, torch.tensor(ends, device=device) if ends else None)
+            self._ends = known = ends, torch.tensor(ends, device=device) if ends else None
         encoder = config.encoder_repetition_penalty not in (None, 1.0) or config.encoder_no_repeat_ngram_size
         chain = processors(
             self.model,
@@ -213,8 +210,8 @@ class SamplingDefaults:
     def _next_seed(self) -> int:
         with self._lock:
             if self._seed is None:
-                self._seed = int(torch.randint(2**63 - 1, ()))
-            return mixed(self._seed, next(self._numbers))
+                self._seed = int(torch.randint(2**63 - 1, (), device="cpu"))
+            return mix_seed(self._seed, next(self._numbers))
 
 
 def checked_settings(given: dict[str, Any], sample: bool) -> dict[str, Any]:
@@ -244,32 +241,32 @@ def split_chain(chain: Iterable[LogitsProcessor], sample: bool) -> Sampling:
     if host and type(host[-1]) is LogitNormalization:
         host.pop()  # changes neither what is drawn nor log probabilities
     found: dict[str, Any] = {"temperature": 1.0 if sample else 0.0}
-    last = len(ORDER)
+    order, last = list(ON_GPU.values()), len(ON_GPU)
     while host:
-        name, value = on_gpu(host[-1])
-        if name is None or ORDER.index(name) >= last or not (sample or name == "penalty"):
+        name = ON_GPU.get(type(host[-1]))
+        if name is None or order.index(name) >= last or not (sample or name == "penalty") or not _is_plain(host[-1]):
             break
-        last, found[name] = ORDER.index(name), value
-        host.pop()
+        last, found[name] = order.index(name), min(getattr(host.pop(), name), INT32)
     return Sampling(**found, host=LogitsProcessorList(host) if host else None)
 
 
-ORDER = ("penalty", "temperature", "top_k", "top_p", "min_p")  # in which the GPU does them, which is transformers'
+# By exact type the field of Sampling that does the same, named as the processor's attribute; in transformers' order,
+# which is that of the GPU.
+ON_GPU: MappingProxyType[type, str] = MappingProxyType(
+    {
+        RepetitionPenaltyLogitsProcessor: "penalty",
+        TemperatureLogitsWarper: "temperature",
+        TopKLogitsWarper: "top_k",
+        TopPLogitsWarper: "top_p",
+        MinPLogitsWarper: "min_p",
+    }
+)
 
 
-def on_gpu(processor: LogitsProcessor) -> tuple[str | None, Any]:
-    """The field of Sampling that does the same, and its value; (None, None) where there is none. By exact type."""
-    kind: Any = type(processor)
-    one: Any = processor
-    if kind is RepetitionPenaltyLogitsProcessor:
-        ignored = one.prompt_ignore_length
-        if ignored is None or (type(ignored) is int and ignored == 0):
-            return "penalty", one.penalty
-    if kind is TemperatureLogitsWarper:
-        return "temperature", one.temperature
-    if kind in (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper) and one.filter_value == -math.inf:
-        if kind is TopKLogitsWarper:
-            return "top_k", min(one.top_k, MOST_TOP_K)
-        if one.min_tokens_to_keep == 1:
-            return ("top_p", one.top_p) if kind is TopPLogitsWarper else ("min_p", float(one.min_p))
-    return None, None
+def _is_plain(one: Any) -> bool:
+    """Whether a processor has no settings that the GPU does not know."""
+    return (
+        not getattr(one, "prompt_ignore_length", None)
+        and getattr(one, "filter_value", -math.inf) == -math.inf
+        and getattr(one, "min_tokens_to_keep", 1) == 1
+    )

@@ -11,31 +11,30 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from accel_kernels.attention.paged.ragged import Ragged
+from accel_kernels.attention.paged.ragged import Pointers, Ragged
 from accel_kernels.warmup import warmup
 
 from accel.cuda_graphs.runner import GraphRunner
-from accel.errors import reason_of
-from accel.llm.batching.sampler import Sampler
-from accel.llm.batching.scheduler import LATEST, StepPlan, sequence_starts
+from accel.llm.batching.sampler import Sampler, errors_deferred
+from accel.llm.batching.scheduler import LATEST, StepPlan
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.kv_cache.paged_kv_cache import PagedKVCache
 from accel.llm.runtime.step import Step
 
 # Sequences of one token that a graph is made for: as many as asked for are filled up to the next. Up to 64 rows a
 # product takes about as long as its weight is read; beyond that no more than a quarter of the rows is computed in vain.
-BUCKETS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-COARSE = 128  # from one bucket to the next beyond those
+DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+COARSE = 128  # from one size to the next beyond those
 # Tokens of steps with prompts that a graph is made for, and how many prompts at most. A step of more tokens keeps a GPU
 # busy for longer than Python takes to launch it.
-MIXED, MOST_PREFILLS = (128, 256, 512, 768, 1024), 32
-NOBODY = -1  # in place of a row or a sequence
+MIXED_SIZES, MOST_PREFILLS = (128, 256, 512, 768, 1024), 32
+NONE = -1  # in place of a row or a sequence
 ALIGNED = 4  # numbers; kernels are compiled anew for addresses that are not multiples of 16 bytes
 
 
 @dataclass
-class Flight:
-    """A step that was launched. ids, logprobs: of plan.drawn, on their way to the host; done: when they are there."""
+class LaunchedStep:
+    """A step under way. ids, logprobs: of plan.draw_rows, being copied to the host; done: when they are there."""
 
     plan: StepPlan
     ids: torch.Tensor
@@ -58,16 +57,17 @@ class StepSize(NamedTuple):
     draws: int
 
     @property
-    def sequences(self) -> int:
-        return self.decodes + self.prefills
+    def variant(self) -> tuple:
+        """By which graphs of equal input shapes differ."""
+        return "batch", self.decodes, self.prefills
 
     @classmethod
     def exact(cls, plan: StepPlan) -> "StepSize":
         """As in the plan; a step without a draw computes the logits of one token, since none may be too few."""
-        return cls(len(plan.tokens), plan.decodes, len(plan.rows) - plan.decodes, max(1, len(plan.drawn)))
+        return cls(len(plan.tokens), plan.decodes, len(plan.rows) - plan.decodes, max(1, len(plan.draw_rows)))
 
     @classmethod
-    def filled(cls, plan: StepPlan, rows: int, mixed: Sequence[int] = MIXED) -> "StepSize | None":
+    def filled(cls, plan: StepPlan, rows: int, mixed: Sequence[int] = MIXED_SIZES) -> "StepSize | None":
         """Of the graph that the step fits, None where there is none for so large ones. rows: that the engine has.
         mixed: tokens of steps with prompts that there are graphs for.
         """
@@ -80,112 +80,113 @@ class StepSize(NamedTuple):
             return None
         most = min(fit, rows)
         draws = most + MOST_PREFILLS
-        return cls(fit, most, MOST_PREFILLS, draws) if len(plan.drawn) <= draws else None
+        return cls(fit, most, MOST_PREFILLS, draws) if len(plan.draw_rows) <= draws else None
 
 
 def bucket_of(sequences: int) -> int:
     """How many sequences of one token so many are filled up to."""
-    return next((size for size in BUCKETS if size >= sequences), -(-sequences // COARSE) * COARSE)
+    return next((size for size in DECODE_SIZES if size >= sequences), -(-sequences // COARSE) * COARSE)
 
 
 class StepRunner:
     """Runs planned steps of one model over one pool of blocks.
 
-    runner: of CUDA graphs, None for none. device: where tokens go in. last: (rows + 1,) int64, the id drawn last for
-    each row, where it is drawn; the last place is nobody's.
+    runner: of CUDA graphs, None for none. device: where tokens go in; keep_device: where the model's code picks the
+    tokens that it computes logits of. last: (rows + 1,) int64, the id drawn last for each row, where it is drawn; the
+    place behind the rows is for sequences that only fill a graph up.
     """
 
     def __init__(
         self, forward: DecoderForward, kv_cache: PagedKVCache, sampler: Sampler, rows: int, runner: GraphRunner | None
     ):
-        self.forward, self.kv_cache, self.sampler = forward, kv_cache, sampler
-        self.device = forward.embeddings().device
+        self.forward, self.kv_cache, self.sampler, self.rows = forward, kv_cache, sampler, rows
+        self.device = self.keep_device = forward.embeddings().device
         self.runner = runner if self.device.type == "cuda" else None
         self.last = torch.zeros(rows + 1, dtype=torch.int64, device=sampler.device)
-        self.nobody = rows
 
     def upload(self, places: np.ndarray, values: np.ndarray) -> None:
         """Before a step is launched: what has changed in the tables of blocks, as `PagedKVCache.upload` takes it."""
         self.kv_cache.upload(places, values)
 
     def launch(
-        self, plan: StepPlan, tokens_of: Callable[[int], list[int]], logprobs: bool, look: bool = True
-    ) -> Flight:
-        """Runs a step. tokens_of: all tokens of a row, for processors that want them. look: whether a graph is replayed
-        only if the model is still the one it was captured from. Raises what the forward does.
+        self, plan: StepPlan, tokens_of: Callable[[int], list[int]], logprobs: bool, check: bool = True
+    ) -> LaunchedStep:
+        """Runs a step. tokens_of: all tokens of a row, for processors that want them. check: whether a graph is
+        replayed only if the model is still the one it was captured from. Raises what the forward does.
         """
-        size = None if self.runner is None else self._filled(plan)
-        by_graph = size is not None
-        size = StepSize.exact(plan) if size is None else size
-        numbers = Numbers(plan, size, self.nobody)
-        return self._draw(plan, self._logits(numbers, size, by_graph, look)[0], numbers, tokens_of, logprobs)
+        filled = None if self.runner is None else self._filled(plan)
+        size = StepSize.exact(plan) if filled is None else filled
+        inputs = StepInputs(plan, size, self.rows)
+        logits = self._logits(inputs, size, by_graph=filled is not None, check=check)[0]
+        return self._draw(plan, logits, inputs, tokens_of, logprobs)
 
     def _filled(self, plan: StepPlan) -> StepSize | None:
         """What there is a graph for, if there is one."""
-        return StepSize.filled(plan, self.nobody)
+        return StepSize.filled(plan, self.rows)
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Of the last token of each sequence of plan.sources, (n, vocabulary), computed without a graph."""
         size = StepSize.exact(plan)
-        return self._logits(Numbers(plan, size, self.nobody), size, by_graph=False, look=True)[0]
+        return self._logits(StepInputs(plan, size, self.rows), size, by_graph=False, check=True)[0]
 
     def warm_up(self, plans: Iterable[StepPlan], beside: Callable[[], object]) -> None:
         """Compiles side by side what these steps, and beside(), launch on a GPU; nothing of them comes out."""
         if self.device.type == "cuda":
-            try:
-                with warmup():
-                    beside()
-                    for plan in plans:
-                        self.sampler.warm_up(self.logits(plan))
-            except Exception as error:  # shows again when such a step runs
-                reason_of(error)
+            with errors_deferred(), warmup():
+                beside()
+                for plan in plans:
+                    self.sampler.warm_up(self.logits(plan))
 
-    def _logits(self, numbers: "Numbers", size: StepSize, by_graph: bool, look: bool) -> torch.Tensor:
-        wide = numbers.wide_on(self.device)
-        latest = self.last.index_select(0, wide["taken_from"])
+    def _arguments(
+        self, inputs: "StepInputs", size: StepSize
+    ) -> tuple[torch.Tensor, torch.Tensor | None, int | torch.Tensor]:
+        """Tokens and positions, (1, tokens) each, and the places of tokens to compute logits of, 0 for all."""
+        wide = inputs.int64_on(self.device)
+        latest = self.last.index_select(0, inputs.int64_on(self.last.device)["taken_from"])
+        latest = latest.to(self.device, non_blocking=True)
         tokens = torch.where(wide["tokens"] == LATEST, latest, wide["tokens"]).unsqueeze(0)
         positions = wide["positions"].unsqueeze(0) if "position_ids" in self.forward.names else None
-        keep = wide["keep"] if size.prefills else 0
+        return tokens, positions, inputs.int64_on(self.keep_device)["keep"] if size.prefills else 0
+
+    def _logits(self, inputs: "StepInputs", size: StepSize, by_graph: bool, check: bool) -> torch.Tensor:
         metadata = self.kv_cache.tables[self.device].metadata
-        arguments = (tokens, positions, metadata, *numbers.narrow_on(self.device), keep)
-        eager: Callable[..., torch.Tensor] = partial(self._forward, size.decodes, size.prefills)
+        arguments = (*self._arguments(inputs, size), metadata, *inputs.int32_on(self.device))
+        eager: Callable[..., torch.Tensor] = partial(self._forward, size)
         if not by_graph or self.runner is None:
             return eager(*arguments)
-        variant = ("batch", size.decodes, size.prefills)
-        begun = None if look else self.runner.begin(arguments, {}, variant)
-        outputs: Any = self.runner(eager, arguments, {}, variant) if begun is None else begun.outputs
+        begun = None if check else self.runner.begin(arguments, {}, size.variant)
+        outputs: Any = self.runner(eager, arguments, {}, size.variant) if begun is None else begun.outputs
         return outputs
 
     def _forward(
         self,
-        most_decodes: int,
-        most_prefills: int,
+        size: StepSize,
         tokens: torch.Tensor,
         positions: torch.Tensor | None,
-        metadata: torch.Tensor,
-        starts: torch.Tensor,
-        lengths: torch.Tensor,
-        rows: torch.Tensor,
-        token_sequences: torch.Tensor,
-        counts: torch.Tensor,
         keep: int | torch.Tensor,
+        metadata: torch.Tensor,
+        *sequences: torch.Tensor,
     ) -> torch.Tensor:
-        """Logits of the tokens at `keep`, (1, n, vocabulary), or of all where it is 0."""
+        """Logits of the tokens at `keep`, (1, n, vocabulary), or of all where it is 0. sequences: of a `Ragged`."""
         forward = self.forward
         forward.ready()
-        ragged = Ragged(starts, lengths, rows, token_sequences, counts, most_decodes, most_prefills)
-        kvs = self.kv_cache.of_step(range(len(forward.layers)), tokens.shape[1], metadata, ragged)
-        return forward.logits_of(Step(list(kvs.values())), tokens, positions, keep)
+        ragged = Ragged(*Pointers(*sequences), size.decodes, size.prefills)
+        kvs = self.kv_cache.of_step(
+            range(len(forward.layers)), tokens.shape[1], metadata=metadata, by_address=True, ragged=ragged
+        )
+        return forward.logits_of(Step(kvs), tokens, positions, keep)
 
     def _draw(
-        self, plan: StepPlan, logits: torch.Tensor, numbers: "Numbers", tokens_of: Callable, logprobs: bool
-    ) -> Flight:
-        count = len(plan.drawn)
-        ids, chances = torch.empty(0, dtype=torch.int64), torch.empty(0) if logprobs else None
+        self, plan: StepPlan, logits: torch.Tensor, inputs: "StepInputs", tokens_of: Callable, logprobs: bool
+    ) -> LaunchedStep:
+        count = len(plan.draw_rows)
+        ids, chances = (
+            torch.empty(0, dtype=torch.int64, device="cpu"),
+            torch.empty(0, device="cpu") if logprobs else None,
+        )
         if count:
-            wide = numbers.wide_on(self.sampler.device)
-            drawn = self.sampler.draw(logits, wide["drawn"], numbers.drawn, tokens_of, logprobs)
-            ids, chances = drawn if isinstance(drawn, tuple) else (drawn, None)
+            wide = inputs.int64_on(self.sampler.device)
+            ids, chances = self.sampler.draw(logits, wide["draw_rows"], inputs.draw_rows, tokens_of, logprobs)
             # Logits may differ by rounding from rank to rank, and so what is drawn; the answer may not.
             if self.forward.ranks is not None:
                 ids = self.forward.ranks.first(ids)
@@ -193,9 +194,9 @@ class StepRunner:
             ids, chances = ids[:count], None if chances is None else chances[:count]
         self._copy(plan.copies)
         if self.device.type != "cuda":
-            return Flight(plan, ids, chances, None)
+            return LaunchedStep(plan, ids, chances, None)
         here, there = _on_host(ids), None if chances is None else _on_host(chances)
-        return Flight(plan, here, there, torch.cuda.current_stream(self.sampler.device).record_event())
+        return LaunchedStep(plan, here, there, torch.cuda.current_stream(self.sampler.device).record_event())
 
     def _copy(self, pairs: list[tuple[int, int]]) -> None:
         """Blocks, once the step has run."""
@@ -208,46 +209,46 @@ def head_size(forward: DecoderForward) -> int:
     return head.out_features if hasattr(head, "out_features") else head.weight.shape[0]
 
 
-class Numbers:
+class StepInputs:
     """All numbers of a step, on the host in two arrays, on a device views of two tensors.
 
-    drawn: as in StepPlan, filled. nobody: the place in `StepRunner.last` that is no row's.
+    draw_rows: as in StepPlan, filled up. nobody: the place in `StepRunner.last` that is no row's.
     """
 
     def __init__(self, plan: StepPlan, size: StepSize, nobody: int):
-        starts, count = sequence_starts(plan.news), len(plan.tokens)
-        of_token = np.repeat(np.arange(len(plan.rows)), plan.news)
-        self.drawn = _fill(plan.drawn, size.draws, NOBODY)
-        self._wide = {
+        starts, count = np.concatenate([np.zeros(1, np.int64), np.cumsum(plan.query_lengths)]), len(plan.tokens)
+        of_token = np.repeat(np.arange(len(plan.rows)), plan.query_lengths)
+        sequences = size.decodes + size.prefills
+        self.draw_rows = _fill(plan.draw_rows, size.draws, NONE)
+        self._int64 = {
             "tokens": _fill(plan.tokens, size.tokens, 0),
             "positions": _fill((plan.lengths - starts[:-1])[of_token] + np.arange(count), size.tokens, 0),
             "taken_from": _fill(np.where(plan.tokens == LATEST, plan.rows[of_token], nobody), size.tokens, nobody),
             "keep": _fill(starts[plan.sources + 1] - 1, size.draws, count - 1),
-            "drawn": self.drawn,
-            "put_to": np.where(self.drawn == NOBODY, nobody, self.drawn),
+            "draw_rows": self.draw_rows,
+            "put_to": np.where(self.draw_rows == NONE, nobody, self.draw_rows),
         }
-        self._narrow = {
-            "starts": _fill(starts, size.sequences + 1, count),
-            "lengths": _fill(plan.lengths, size.sequences, 0),
-            "rows": _fill(plan.rows, size.sequences, 0),
-            "token_sequences": _fill(of_token, size.tokens, NOBODY),
+        self._int32 = {
+            "starts": _fill(starts, sequences + 1, count),
+            "lengths": _fill(plan.lengths, sequences, 0),
+            "rows": _fill(plan.rows, sequences, 0),
+            "token_sequences": _fill(of_token, size.tokens, NONE),
             "counts": np.array([plan.decodes, len(plan.rows)]),
         }
-        self._there: dict[tuple, list[torch.Tensor]] = {}
+        self._there: dict[tuple, dict[str, torch.Tensor]] = {}
 
-    def wide_on(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """By name, int64: tokens, positions, what `last` is taken from for each and put to, places to keep, draws."""
-        return dict(zip(self._wide, self._on(device, self._wide, np.int64), strict=True))
+    def int64_on(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """By name: tokens, positions, what `last` is taken from for each and put to, places to keep, rows to draw."""
+        return self._on(device, self._int64, np.int64)
 
-    def narrow_on(self, device: torch.device) -> list[torch.Tensor]:
+    def int32_on(self, device: torch.device) -> Iterable[torch.Tensor]:
         """The tensors of a `Ragged`, in its order."""
-        return self._on(device, self._narrow, np.int32)
+        return self._on(device, self._int32, np.int32).values()
 
-    def _on(self, device: torch.device, parts: dict[str, np.ndarray], dtype: type) -> list[torch.Tensor]:
-        found = self._there.get((device, dtype))
-        if found is None:
-            found = self._there[device, dtype] = _moved(parts, dtype, device)
-        return found
+    def _on(self, device: torch.device, parts: dict[str, np.ndarray], dtype: type) -> dict[str, torch.Tensor]:
+        if (device, dtype) not in self._there:
+            self._there[device, dtype] = _moved(parts, dtype, device)
+        return self._there[device, dtype]
 
 
 def _fill(numbers: np.ndarray, length: int, filler: int) -> np.ndarray:
@@ -256,19 +257,21 @@ def _fill(numbers: np.ndarray, length: int, filler: int) -> np.ndarray:
     return np.concatenate([numbers, np.full(more, filler)]) if more else numbers
 
 
-def _moved(parts: dict[str, np.ndarray], dtype: type, device: torch.device) -> list[torch.Tensor]:
+def _moved(parts: dict[str, np.ndarray], dtype: type, device: torch.device) -> dict[str, torch.Tensor]:
     """The parts on the device, each beginning at a multiple of 16 bytes; in one copy that nobody waits for."""
     sizes = [-(-len(part) // ALIGNED) * ALIGNED for part in parts.values()]
-    host = torch.empty(sum(sizes), dtype=torch.from_numpy(np.empty(0, dtype)).dtype, pin_memory=device.type == "cuda")
+    host = torch.empty(
+        sum(sizes), dtype=torch.from_numpy(np.empty(0, dtype)).dtype, pin_memory=device.type == "cuda", device="cpu"
+    )
     array, place = host.numpy(), 0
     for part, size in zip(parts.values(), sizes, strict=True):
         array[place : place + len(part)] = part
         place += size
     pieces = host.to(device, non_blocking=True).split(sizes)
-    return [piece[: len(part)] for piece, part in zip(pieces, parts.values(), strict=True)]
+    return {name: piece[: len(parts[name])] for name, piece in zip(parts, pieces, strict=True)}
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy that is there once the stream has come to it."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
     return host.copy_(tensor, non_blocking=True)

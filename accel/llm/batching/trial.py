@@ -1,5 +1,6 @@
 """Whether the engine can batch requests of a model: tried once, before the first request."""
 
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 
@@ -8,19 +9,15 @@ import torch
 
 from accel.errors import reason_of
 from accel.libraries.cache import DynamicCache
-from accel.llm.batching.limits import sets_of
-from accel.llm.batching.sampler import Sampler
+from accel.llm.batching.engine import Engine
+from accel.llm.batching.limits import Limits, sets_of
 from accel.llm.batching.scheduler import StepPlan
-from accel.llm.batching.spread import MicroBatchStreams, head_device, step_runner
-from accel.llm.batching.step import MOST_PREFILLS, StepRunner, head_size
+from accel.llm.batching.step import MOST_PREFILLS, head_size
 from accel.llm.generation.calling_convention import Unfit
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.mixed import MixedForward
 from accel.llm.generation.routing import Choices, noting, repeating, routed_modules, routing_modules
 from accel.llm.generation.trial import Expected, expected, plainly
-from accel.llm.kv_cache.block_allocator import BlockAllocator
-from accel.llm.kv_cache.cache import adopt
-from accel.llm.kv_cache.paged_kv_cache import PagedKVCache
 from accel.llm.kv_cache.shape import BLOCK
 from accel.llm.pipeline.forward import SpreadForward
 from accel.llm.recording.inputs import within_positions
@@ -68,10 +65,11 @@ def _difference(forward: DecoderForward) -> str | None:
     ids = example_ids(forward.module, sum(map(max, STEPS)), seed=4)[:2]
     lengths = np.cumsum([[0, 0], *STEPS], axis=0)
     modules, wholes = routing_modules(forward), routed_modules(forward)
-    steps, plans = _steps(forward, ids, lengths)
-    steps.warm_up([*plans, *_large()], partial(_alone, forward, ids, lengths))
+    steps, plans = _engine(forward).steps, [_step_plan(ids.cpu().numpy(), *step) for step in pairwise(lengths)]
+    run_alone = partial(_alone, ids, lengths, partial(_fused_logits, forward))
+    steps.warm_up([*plans, *_large()], run_alone)
     with noting(1, modules) as found:
-        alone = _alone(forward, ids, lengths)
+        alone = run_alone()
     choices = _by_steps(found, lengths) if wholes and found.cover(wholes) else None
     with noting(1, modules) as own, repeating(choices or Choices(1)):
         together = torch.stack([steps.logits(plan) for plan in plans], dim=1).to(alone.device)
@@ -93,7 +91,7 @@ def _near(
         far = forward.ranks.any(far, together.device)
     if not far:
         return True
-    moves = expected(forward, lambda: _stock_alone(forward, ids, lengths)).moves()
+    moves = expected(forward, partial(_alone, ids, lengths, partial(_stock_logits, forward))).moves()
     return Expected(wanted.logits, wanted.choices, wanted.median, lambda: moves).agrees(together)
 
 
@@ -113,66 +111,55 @@ def _step_of(texts: tuple[torch.Tensor, ...], before: np.ndarray, after: np.ndar
     return torch.cat([text[start:end] for text, start, end in zip(texts, before, after, strict=True)])
 
 
-def _alone(forward: DecoderForward, ids: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
-    rows = []
-    for text, ends in zip(ids, lengths[1:].T, strict=True):
-        store = adopt(DynamicCache(), forward.shapes())
-        assert not isinstance(store, str)
-        tokens = text[None, : ends[-1]]
-        places = torch.arange(tokens.shape[1], device=ids.device)[None]
-        logits = forward.run(store, tokens, places if "position_ids" in forward.names else None, None, 0)
-        rows.append(logits[0, ends - 1])
-    return torch.stack(rows)
+def _alone(ids: torch.Tensor, lengths: np.ndarray, run: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Each text in a call of its own. run: gives all logits of tokens (1, n)."""
+    texts = zip(ids, lengths[1:].T, strict=True)
+    return torch.stack([run(text[None, : ends[-1]])[0, ends - 1] for text, ends in texts])
 
 
-def _stock_alone(forward: DecoderForward, ids: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
-    """The same of stock, each text in a call of its own."""
-    rows = []
-    for text, ends in zip(ids, lengths[1:].T, strict=True):
+def _fused_logits(forward: DecoderForward, tokens: torch.Tensor) -> torch.Tensor:
+    positions = torch.arange(tokens.shape[1], device=tokens.device)[None] if "position_ids" in forward.names else None
+    return forward.run(forward.adopt(DynamicCache()), tokens, positions, None, 0)
+
+
+def _stock_logits(forward: DecoderForward, tokens: torch.Tensor) -> torch.Tensor:
+    with plainly(forward):
         given = forward.given_cache(DynamicCache(config=forward.module.config))
-        with plainly(forward):
-            rows.append(forward.reference(input_ids=text[None, : ends[-1]], **given).logits[0, ends - 1])
-    return torch.stack(rows)
+        return forward.reference(input_ids=tokens, **given).logits
 
 
-def _steps(forward: DecoderForward, ids: torch.Tensor, lengths: np.ndarray) -> tuple[StepRunner, list[StepPlan]]:
-    """What runs them together, and what it is to run."""
-    shapes, sets = forward.shapes(), sets_of(forward)
-    blocks = 2 * len(sets) + 1
-    allocator = BlockAllocator(sets, blocks, 2, 1, share=False)
-    kv_cache = PagedKVCache(shapes, sets, blocks, 2, 1)
-    assert lengths.max() <= BLOCK
+def _engine(forward: DecoderForward) -> Engine:
+    """With room for both texts, each in its row."""
+    engine = Engine(forward, Limits(rows=2, context=BLOCK, blocks=2 * len(sets_of(forward)), share=False))
     for row in (0, 1):
-        allocator.open(row, [0])
-        allocator.extend(row, BLOCK)
-    kv_cache.upload(*allocator.changes())
-    sampler = Sampler(2, head_size(forward), head_device(forward))
-    steps = step_runner(forward, kv_cache, sampler, 2, None, MicroBatchStreams(kv_cache.tables, 1))
-    return steps, [_plan(ids, before, after) for before, after in pairwise(lengths)]
+        engine.allocator.open(row, [0])
+        engine.allocator.extend(row, BLOCK)
+    engine.kv_cache.upload(*engine.allocator.changes())
+    return engine
 
 
-def _large() -> tuple[StepPlan, ...]:
-    """To compile what they launch: steps of so many tokens that no graph is made for them.
+def _large() -> list[StepPlan]:
+    """To compile what they launch: steps of so many tokens that no graph is made for them, all sequences of one row.
 
     They are of prompts with a decode and without, and one of decodes alone, of so many that none shares its keys.
+    Decodes draw, prompts where there are no decodes.
     """
-    prompts, decodes = MOST_PREFILLS, 2 * MOST_PREFILLS
-    return tuple(
-        _blank(np.concatenate([np.ones(ones, np.int64), np.full(prefills, BLOCK)]), ones)
-        for ones, prefills in ((1, prompts), (0, prompts), (decodes, 0))
-    )
+    plans = []
+    for ones, prompts in ((1, MOST_PREFILLS), (0, MOST_PREFILLS), (2 * MOST_PREFILLS, 0)):
+        new = np.concatenate([np.ones(ones, np.int64), np.full(prompts, BLOCK)])
+        rows = np.zeros(len(new), np.int64)
+        plans.append(_plan(rows, rows, new, ones, np.zeros(new.sum(), np.int64), np.arange(ones or prompts)))
+    return plans
 
 
-def _blank(news: np.ndarray, decodes: int) -> StepPlan:
-    """So many new tokens of each sequence, all of one row; decodes draw, prompts where there are no decodes."""
-    rows, none, drawn = np.zeros(len(news), np.int64), np.empty(0, np.int64), np.arange(decodes or len(news))
-    tokens = np.zeros(news.sum(), np.int64)
-    return StepPlan(rows, rows, news, decodes, tokens, drawn, rows[drawn], none, [], [])
+def _step_plan(ids: np.ndarray, before: np.ndarray, after: np.ndarray) -> StepPlan:
+    """Of both texts, a row each; both draw."""
+    both, new = np.arange(2), after - before
+    tokens = np.concatenate([text[start:end] for text, start, end in zip(ids, before, after, strict=True)])
+    return _plan(both, before, new, int((new == 1).sum()) if before.any() else 0, tokens, both)
 
 
-def _plan(ids: torch.Tensor, before: np.ndarray, after: np.ndarray) -> StepPlan:
-    both, none = np.arange(2), np.empty(0, np.int64)
-    tokens = [row[start:end] for row, start, end in zip(ids.cpu().numpy(), before, after, strict=True)]
-    news = after - before
-    decodes = int((news == 1).sum()) if before.any() else 0
-    return StepPlan(both, before, news, decodes, np.concatenate(tokens), both, both, none, [], [])
+def _plan(
+    rows: np.ndarray, lengths: np.ndarray, new: np.ndarray, decodes: int, tokens: np.ndarray, sources: np.ndarray
+) -> StepPlan:
+    return StepPlan(rows, lengths, new, decodes, tokens, sources, rows[sources], np.empty(0, np.int64), [], [])

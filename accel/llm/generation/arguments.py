@@ -1,7 +1,7 @@
-"""What a model may be called with besides tokens, mask and positions, found by trying: stock against fused.
+"""Which arguments besides tokens, mask and positions a fused model may ignore or pass on, found by trial against stock.
 
-Multimodal models take positions of several parts (time, height, width), marks that tell tokens of images from those of
-text, and keep what they counted for the next call.
+Multimodal models take positions of several parts (time, height, width), marks that tell tokens of images from text, and
+keep counts for the next call.
 """
 
 from collections.abc import Callable
@@ -57,8 +57,8 @@ def find_arguments(forward: DecoderForward, convention: CallingConvention) -> Ca
 
 
 def _counted(forward: DecoderForward) -> tuple[tuple[int, ...], dict]:
-    """How many parts the positions have that generate() counts, and what the counting leaves in the model: tensors by
-    (path of the module, name). The model is as before.
+    """The possible numbers of parts of positions that generate() counts, and the tensors that counting leaves in the
+    model, by (path of the module, name). The model is as before.
     """
     model = forward.module
     count = getattr(model, POSITIONS, None)
@@ -124,7 +124,7 @@ def _agrees(forward: DecoderForward, pieces: list[dict]) -> bool:
 
 
 def _kept(forward: Any, piece: dict, changed: dict) -> tuple[Kept, ...]:
-    """Of what counting leaves in the model: what no call reads that is given positions. piece: a prompt."""
+    """Tensors that counting leaves in the model, and no call with positions reads. piece: a prompt."""
     model = forward.module
 
     def run() -> Any:

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from accel.libraries.generation import ARGUMENTS
-from accel.llm.recording.record import says_nothing
+from accel.libraries.generation import ARGUMENTS, LABELS, OUTPUTS
+from accel.llm.recording.record import is_absent
 
 IN_ORDER, BY_MASK = "0, 1, 2 ..", "counted by the mask"  # positions a model gives itself where it is given none
 
@@ -18,7 +18,19 @@ class Unfit(Exception):
 
 def own_arguments(kwargs: dict) -> frozenset[str]:
     """The names of arguments of a model's own that say something."""
-    return frozenset(name for name, value in kwargs.items() if name not in ARGUMENTS and not says_nothing(value))
+    return frozenset(name for name, value in kwargs.items() if name not in ARGUMENTS and not is_absent(value))
+
+
+def wanted_of(kwargs: dict, config: Any) -> tuple[bool, bool]:
+    """(Whether a call wants a cache, whether it wants a dict). Raises Unfit where it wants more."""
+    more = next((name for name in (*OUTPUTS, LABELS) if not is_absent(kwargs.get(name))), None)
+    if more is not None:
+        raise Unfit(f"called with {more}")
+    if any(getattr(config, name, False) for name in OUTPUTS):
+        raise Unfit("the configuration asks for attentions, hidden states or router logits")
+    given = ((name, kwargs.get(name)) for name in ("use_cache", "return_dict"))
+    use_cache, as_dict = (getattr(config, name, True) if value is None else value for name, value in given)
+    return use_cache, as_dict
 
 
 def tokens_of(kwargs: dict, width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -83,7 +95,7 @@ class CallingConvention:
     kept_tensors: tuple[Kept, ...] = ()
 
     @property
-    def passed(self) -> tuple[tuple[str, str], ...]:
+    def ignored_attributes(self) -> tuple[tuple[str, str], ...]:
         """What may change from call to call, as `Fingerprint` takes it."""
         return tuple((one.path, one.name) for one in self.kept_tensors)
 
@@ -91,11 +103,11 @@ class CallingConvention:
         """That a call of `new` tokens behind `start` has an argument which says something and is not understood."""
         for name in filter(own_arguments(kwargs).__contains__, kwargs):
             value = kwargs[name]
-            if type(value) is not torch.Tensor or not self.says_nothing(name, value, rows, start, new):
+            if type(value) is not torch.Tensor or not self.is_absent(name, value, rows, start, new):
                 return f"called with {name}"
         return None
 
-    def says_nothing(self, name: str, value: torch.Tensor, rows: int, start: int, new: int) -> bool:
+    def is_absent(self, name: str, value: torch.Tensor, rows: int, start: int, new: int) -> bool:
         """Whether an argument makes no difference to a call of `new` tokens behind `start`."""
         if (
             start

@@ -8,16 +8,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from accel_kernels import KV
 from accel_kernels.attention.math_attention import MathAttention
-from accel_kernels.attention.paged.kv import split_counters_for
 from torch import nn
 from torch.nn.modules import module as torch_module
 
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.runner import GraphRunner
 from accel.libraries.cache import NAMES, DynamicCache, cache_argument, cache_field, with_present_names
-from accel.libraries.generation import LABELS, OUTPUTS
 from accel.libraries.hooks import hook_of
 from accel.llm.generation.calling_convention import (
     CallingConvention,
@@ -25,19 +22,17 @@ from accel.llm.generation.calling_convention import (
     own_arguments,
     padding_of,
     tokens_of,
+    wanted_of,
 )
-from accel.llm.generation.graph_sizes import by_graph
 from accel.llm.generation.layer_inputs import NOT_CAUSAL, CheckedStep
 from accel.llm.generation.model_guard import ModelGuard
-from accel.llm.generation.prefill import Prompts
+from accel.llm.generation.prefill import Prompts, by_graph
 from accel.llm.kv_cache.cache import adopt
 from accel.llm.kv_cache.store import LatestForward, Shape, Store
+from accel.llm.moe.experts import ExpertsForward
+from accel.llm.moe.router import RouterForward
 from accel.llm.recording.implementation import unpaged
-from accel.llm.recording.record import says_nothing
-from accel.llm.runtime.attention_kinds import attention_kind_of
-from accel.llm.runtime.experts import ExpertsForward
 from accel.llm.runtime.layer import LayerForward
-from accel.llm.runtime.router import RouterForward
 from accel.llm.runtime.step import ForwardContext, Step
 from accel.parallel.ranks import Ranks
 from accel.parallel.sharded_layers import ranks_of
@@ -51,6 +46,7 @@ class DecoderForward(FastForward):
 
     forgotten = ("seen",)
     convention: CallingConvention  # once the model is tried
+    partial = False  # whether some layers of the stack are not among `layers`
     most_positions: int | None = None  # of the model's table, beyond which a GPU would fail for good
 
     def __init__(
@@ -65,12 +61,13 @@ class DecoderForward(FastForward):
     ) -> None:
         super().__init__(module, path, kernels, log)
         self.stack, self.layers, self.steps = stack, layers, steps
-        self.experts: list[ExpertsForward] = []  # in the layers, where they are fused too
+        self.places = sorted(layer.spec.attention.index for layer in layers)  # in the cache, in its order
+        self.experts: list[ExpertsForward] = []  # those in the layers that are fused
         self.routers: list[RouterForward] = []
         self.model_guard: ModelGuard | None = None  # once the model has been tried
         self.runner: GraphRunner | None = None
         self.prompts: Prompts | None = None
-        self.kv_dtypes: tuple[torch.dtype | None, ...] = (None,) * len(layers)  # what every layer's cache is rounded to
+        self.kv_dtypes: tuple[torch.dtype | None, ...] = (None,) * len(layers)  # of 8 bits, by place in the cache
         self.ranks: Ranks | None = ranks_of(module)  # that share the model
         self.__setstate__(vars(self))
 
@@ -85,7 +82,7 @@ class DecoderForward(FastForward):
         self.stored: tuple = (None, None, ())  # dtype and device, and the shapes for them
         self.seen: Fingerprint | None = None  # the model as it was when the layers were bound to its weights
         self.declined: dict[frozenset[str], str] = {}  # why calls with these arguments stay stock
-        self.apart = False  # while it is tried: no weights are moved beside others
+        self.apart = False  # while it is tried: weights stay where they are
         self.reason: str | None = None
         self.lock = threading.Lock()
 
@@ -111,47 +108,54 @@ class DecoderForward(FastForward):
         return super().mode()
 
     def fast(self, *args: Any, **kwargs: Any) -> Any:
-        kwargs, cache = self.taken_apart(args, kwargs)
+        kwargs, cache = self.split_cache(args, kwargs)
         given = kwargs.get
-        use_cache, as_dict = self._wanted(kwargs)
+        use_cache, as_dict = wanted_of(kwargs, self.module.config)
         tokens = tokens_of(kwargs, self.embeddings().shape[1], self.shapes()[0].dtype)
-        if cache is None:
-            if not use_cache:
-                raise Unfit("no cache")
-            cache = DynamicCache(config=self.module.config)
+        if not use_cache and (cache is None or self.partial):
+            raise Unfit("no cache")
+        cache = DynamicCache(config=self.module.config) if cache is None else cache
         rows, new = tokens.shape[:2]
         # Before the cache is taken over: a stock call may want it as it is.
         start = cache.get_seq_length() if type(cache) is DynamicCache else 0
         unknown = self.convention.unknown(kwargs, rows, start, new)
-        if unknown is not None and (reason := self.stays_stock(kwargs, unknown)) is not None:
+        if unknown is not None and (reason := self.why_stock(kwargs, unknown)) is not None:
             raise Unfit(reason)
-        store = adopt(cache, self.shapes())
-        if isinstance(store, str):
-            raise Unfit(store)
-        keep = given("logits_to_keep", 0)
-        if type(keep) is not int:
-            raise Unfit("logits_to_keep is no number")
+        if self.partial or unknown is not None:
+            self.ready()
+        store = self.adopt(cache)
         start = store.length
         if tokens.device != self.embeddings().device or (start and rows != store.rows):
             raise Unfit("inputs on another device, or of another number of rows, than the cache")
-        if unknown is not None:
-            self.ready()
-            return self.by_own_code(store, cache, tokens, kwargs)
+        if self.partial or unknown is not None:
+            return self.run_own_code(store, cache, tokens, kwargs, checked=unknown is not None)
+        keep = given("logits_to_keep", 0)
+        if type(keep) is not int:
+            raise Unfit("logits_to_keep is no number")
         try:
             mask = self.convention.read_mask(given("attention_mask"), rows, start, new, self.biased)
-            places = given("position_ids"), mask, rows, start, new, tokens.device
-            positions = self.convention.read_positions(*places) if "position_ids" in self.names else None
+            positions = None
+            if "position_ids" in self.names:
+                where = mask, rows, start, new, tokens.device
+                positions = self.convention.read_positions(given("position_ids"), *where)
         except Unfit as unfit:
-            if self.stays_stock(kwargs, str(unfit)) is not None:
+            if self.why_stock(kwargs, str(unfit)) is not None:
                 raise
             self.ready()
-            return self.by_own_code(store, cache, tokens, kwargs)
+            return self.run_own_code(store, cache, tokens, kwargs)
         logits = self.run(store, tokens, positions, mask, keep)
         kind, kept = self.convention.output, self.convention.handed_on(self.module)
         output = kind(logits=logits, **{cache_field(kind): cache}, **kept)
         return output if as_dict else output.to_tuple()
 
-    def taken_apart(self, args: tuple, kwargs: dict) -> tuple[dict, Any]:
+    def adopt(self, cache: Any, expected_tokens: int = 0) -> Store:
+        """The store under this cache, put there if need be. Raises Unfit."""
+        store = adopt(cache, self.shapes(), expected_tokens)
+        if isinstance(store, str):
+            raise Unfit(store)
+        return store
+
+    def split_cache(self, args: tuple, kwargs: dict) -> tuple[dict, Any]:
         """The arguments of a call by their present names, and the cache, which is then not among them."""
         named = dict(zip(self.names, args, strict=False)) | with_present_names(type(self.module).forward, kwargs)
         return named, named.pop(self.cache_name, None)
@@ -160,36 +164,21 @@ class DecoderForward(FastForward):
         """What a call is given besides tokens, to store them in this cache and return it."""
         return {self.cache_name: cache, "use_cache": True, "return_dict": True}
 
-    def _wanted(self, kwargs: dict) -> tuple[bool, bool]:
-        """(Whether a cache is wanted, whether a dict is). Raises Unfit where more is."""
-        config = self.module.config
-        more = next((name for name in (*OUTPUTS, LABELS) if not says_nothing(kwargs.get(name))), None)
-        if more is not None:
-            raise Unfit(f"called with {more}")
-        if any(getattr(config, name, False) for name in OUTPUTS):
-            raise Unfit("the configuration asks for attentions, hidden states or router logits")
-        use_cache, as_dict = kwargs.get("use_cache"), kwargs.get("return_dict")
-        use_cache = getattr(config, "use_cache", True) if use_cache is None else use_cache
-        return use_cache, getattr(config, "return_dict", True) if as_dict is None else as_dict
-
     @property
     def biased(self) -> bool:
         """Whether scores are biased by distance."""
-        return self.layers[0].spec.attention.counts_distance
+        return self.layers[0].spec.attention.has_position_bias
 
-    def stays_stock(self, kwargs: dict, unknown: str) -> str | None:
-        """Why a call that is not understood runs stock as a whole; None where it may run `by_own_code`."""
+    def why_stock(self, kwargs: dict, unknown: str) -> str | None:
+        """Why a call that is not understood runs stock as a whole; None where it may run `run_own_code`."""
         if self.model_guard is None or self.biased:
             return unknown
         return self.declined.get(own_arguments(kwargs))
 
-    def places(self) -> list[int]:
-        """Of the fused layers in the cache, in its order."""
-        return sorted(layer.spec.attention.index for layer in self.layers)
+    def run_own_code(self, store: Store, cache: Any, tokens: torch.Tensor, kwargs: dict, checked: bool = True) -> Any:
+        """The output of the model's own forward, which sees the cache as it is, around fused layers. After `ready`.
 
-    def by_own_code(self, store: Store, cache: Any, tokens: torch.Tensor, kwargs: dict, checked: bool = True) -> Any:
-        """What the model's own forward returns of these arguments, which is shown the cache as it is; its layers are
-        fused. checked: where they are given what a text gives them, else all run stock. After `ready`. Raises Unfit.
+        checked: layers run stock unless they are given what a text gives them. Raises Unfit.
         """
         (rows, new), start = tokens.shape[:2], store.length
         mask = padding_of(kwargs.get("attention_mask"), rows, start + new)
@@ -198,7 +187,8 @@ class DecoderForward(FastForward):
         store.take()
         store.reserve(rows, start + new)
         store.set_padding_mask(mask)
-        kvs = dict(zip(self.places(), self._kvs(store, rows * new, start == 0), strict=True))
+        stores = store.kvs(range(len(self.places)), rows * new, is_prefill=start == 0)
+        kvs = dict(zip(self.places, stores.values(), strict=True))
         step = CheckedStep(
             kvs, cache, tokens, self.shapes()[0].dtype, start, mask, self.convention.unmasked_alike, checked
         )
@@ -227,21 +217,22 @@ class DecoderForward(FastForward):
         return weight
 
     def shapes(self) -> tuple[Shape, ...]:
-        """What each layer's keys are stored as, by its place in the cache."""
+        """What each layer keeps, by its place in the cache."""
         weight = self.embeddings()
         dtype, device, shapes = self.stored
         if dtype is not weight.dtype or device != weight.device:
             placed = [(layer.spec.attention, self.device(layer, weight)) for layer in self.layers]
             placed.sort(key=lambda one: one[0].index)
             shapes = tuple(
-                attention_kind_of(spec).cache_layout(spec, weight.dtype, device, kv_dtype)
+                spec.cache_layout(weight.dtype, device, kv_dtype)
                 for (spec, device), kv_dtype in zip(placed, self.kv_dtypes, strict=True)
             )
             self.stored = weight.dtype, weight.device, shapes
         return shapes
 
     def device(self, layer: LayerForward, embeddings: torch.Tensor) -> torch.device:
-        return embeddings.device  # where a layer keeps keys and values
+        """Where a layer keeps keys and values."""
+        return embeddings.device
 
     def round(self, kv_dtypes: tuple[torch.dtype | None, ...]) -> None:
         """Keeps keys and values in these dtypes from now on, by a layer's place in the cache."""
@@ -292,14 +283,9 @@ class DecoderForward(FastForward):
         """
         self.ready()
         last = keep if isinstance(keep, torch.Tensor) else None
-        kvs = self._kvs(store, tokens.shape[0] * tokens.shape[1], is_prefill)
-        kvs = [kv._replace(metadata=metadata, by_address=last is not None, last=last) for kv in kvs]
+        given = {"is_prefill": is_prefill, "metadata": metadata, "by_address": last is not None, "last": last}
+        kvs = store.kvs(self.places, tokens.shape[0] * tokens.shape[1], **given)
         return self.logits_of(Step(kvs), tokens, positions, keep)
-
-    def _kvs(self, store: Store, tokens: int, is_prefill: bool) -> list[KV]:
-        kvs = [store.kv(index, is_prefill=is_prefill) for index in range(len(store.shapes))]
-        split_counters = split_counters_for(kvs, tokens)
-        return [kv._replace(split_counters=split_counters) for kv in kvs]
 
     def logits_of(
         self, step: Step, tokens: torch.Tensor, positions: torch.Tensor | None, keep: int | torch.Tensor
@@ -325,7 +311,7 @@ class DecoderForward(FastForward):
             raise Unfit(self.reason)
 
     def _fingerprint(self) -> Fingerprint:
-        return Fingerprint(self.module, self.convention.passed, self.model_guard)
+        return Fingerprint(self.module, self.convention.ignored_attributes, self.model_guard)
 
     def _bind(self, stack: bool) -> str | None:
         reason = None if self.model_guard is None else self.model_guard.changed()

@@ -1,8 +1,8 @@
-"""What stock code around fused layers hands them, looked at before they compute by it.
+"""Checks what stock code gives the fused layers, so that calls with unknown arguments, such as images, run fused.
 
-So a call may run fused whose arguments are not understood, such as images: the model's own code makes hidden states,
-masks and angles of them, and a layer is the function of these that it is in a text. Only its mask is not read by a
-fused one, and so must hide the future, the padding, and what a window has passed, and nothing else.
+The model's own code makes hidden states, masks and angles of its arguments, and a layer computes of these what it does
+in a text. A fused layer does not read its mask: that must hide the future, the padding and what a window has passed,
+and nothing else.
 """
 
 from collections.abc import Mapping
@@ -12,10 +12,9 @@ import torch
 from accel_kernels import KV
 
 from accel.libraries.cache import Cache
-from accel.llm.analysis.layer import LayerSpec, form
 from accel.llm.generation.calling_convention import Unfit
-from accel.llm.recording.record import says_nothing
-from accel.llm.runtime.layer import LayerForward
+from accel.llm.recording.record import is_absent
+from accel.llm.runtime.layer import LayerForward, LayerSpec, form
 from accel.llm.runtime.step import Step
 
 HIDDEN_STATES, MASK = "hidden_states", "attention_mask"  # as decoder layers of transformers name them
@@ -26,10 +25,9 @@ PLACES = ("position_ids", "cache_position")  # of tokens: handed on also where n
 class CheckedStep(Step):
     """One forward of `tokens`, (rows, new) numbers or (rows, new, C) embeddings, behind `start`, by the model's code.
 
-    cache: the caller's, over the store that `kvs` are of. dtype: of hidden states. mask: (rows, start + new), of the
-    padding; None where it hides nothing. bare: layers are causal without a mask. checked: what layers are given is
-    looked at. reason: why the first of them was given what no text gives it; then all run stock, within the same
-    forward. ran: those that do not.
+    cache: the caller's, over the store of `kvs`. dtype: of hidden states. mask: (rows, start + new), of the padding;
+    None where it hides nothing. bare: layers are causal without a mask. checked: layers' inputs are compared.
+    reason: what the first layer was given that no text gives it; then all layers run stock. ran: those that ran fused.
     """
 
     __slots__ = ("bare", "cache", "checked", "given", "mask", "ran", "reason", "seen", "start")
@@ -52,7 +50,7 @@ class CheckedStep(Step):
         self.ran: list[LayerForward] = []
         self.seen: dict[tuple, tuple] = {}  # masks, kept so that no other has their id, and whether they are causal
 
-    def leaves(self, layer: LayerForward, args: tuple, kwargs: dict) -> bool:
+    def runs_stock(self, layer: LayerForward, args: tuple, kwargs: dict) -> bool:
         """Raises Unfit where layers before it have computed already."""
         if self.checked and self.reason is None:
             self.reason = self._unlike(layer.spec, args, kwargs)
@@ -64,27 +62,28 @@ class CheckedStep(Step):
     def _unlike(self, spec: LayerSpec, args: tuple, kwargs: dict) -> str | None:
         """What a layer is given that no text gives it."""
         x = args[0] if args else kwargs[HIDDEN_STATES]
-        if (*x.shape[:2], x.dtype) != self.given or not all(map(says_nothing, args[1:])):
+        if (*x.shape[:2], x.dtype) != self.given or not all(map(is_absent, args[1:])):
             return "its layers are given other tokens than the model, or more than these by place"
         if not any(value is self.cache for value in kwargs.values()):
             return "its layers are given another cache than the model"
         known = dict(spec.given)
-        read = spec.attention.reads
+        read = spec.attention.keywords
         for name in {*read, *kwargs}:
             value = kwargs.get(name)
-            unread = name not in read and (name in PLACES or says_nothing(value))
+            unread = name not in read and (name in PLACES or is_absent(value))
             if name in (HIDDEN_STATES, MASK) or value is self.cache or unread or form(value) == known.get(name):
                 continue
             return f"its layers are given {name} as no text gives it"
-        mask, window = kwargs.get(MASK), spec.attention.sees
+        mask, window = kwargs.get(MASK), spec.attention.window
         key = id(mask), window
         if key not in self.seen:
             self.seen[key] = mask, self._causal(mask, window)
         return None if self.seen[key][1] else NOT_CAUSAL
 
     def _causal(self, mask: Any, window: int | None) -> bool:
-        """Whether a mask shows every query the keys up to its own, but for padding and what a window has passed. What a
-        query sees that is padding itself is nobody's concern. Waits for the device.
+        """Whether a mask shows every query the keys up to its own, but for padding and what a window has passed.
+
+        Queries that are padding may see anything. Waits for the device.
         """
         new = self.given[1]
         end = self.start + new

@@ -1,8 +1,7 @@
-"""What the fused forward of a language model stands in for without asking at every call.
+"""The guard of a whole language model, see `accel/patching/guard.py`.
 
-That is: fields of configurations that stock code reads in a call; that code itself, with the registries of attention
-functions; and the modules around the layers, which are shown an empty cache and a mask made up. See
-`accel/patching/guard.py`.
+It watches the fields of configurations that stock code reads in a call, and that code with the registries of attention
+functions. It also watches modules around the layers, which are given an empty cache and an artificial mask.
 """
 
 import copy
@@ -35,10 +34,10 @@ TOKEN = re.compile(r"_token_(id|index)$")
 
 
 class ModelGuard:
-    """The state of all that when it was made; `changed` tells what is another since.
+    """What the model was when this was made; `changed` names what has changed since.
 
     read: configurations, and the names of their fields that matter, see `relevant`. shown: paths of modules that are
-    called with what only the fused forward has.
+    called with other arguments than in stock.
     """
 
     def __init__(self, model: nn.Module, read: Iterable[tuple[PreTrainedConfig, set[str]]], shown: Iterable[str] = ()):
@@ -89,7 +88,7 @@ class ModelGuard:
         return None
 
     def _has_hooks(self, modules: dict[str, nn.Module]) -> str | None:
-        """Why code of the user's would be shown what only we have. Hooks of transformers look at neither."""
+        """Why code of the user's would see arguments that stock does not pass. Hooks of transformers read none."""
         for path, (_, plain) in self.shown.items():
             reason = "forward hooks" if foreign_hooks(modules[path]) else None
             reason = reason or (replaced_forward(modules[path]) if plain else None)
@@ -98,7 +97,7 @@ class ModelGuard:
         return None
 
     def views(self) -> Iterator[Iterable]:
-        """All of it as it is whenever it is asked, for a `Fingerprint`."""
+        """What is watched, as views for a `Fingerprint`."""
         yield from self.code.views()
         mappings = []
         for config in self.configurations:
@@ -146,9 +145,7 @@ Read = list[tuple[PreTrainedConfig, Counter]]
 
 @contextmanager
 def reading(model: nn.Module) -> Iterator[Read]:
-    """Inside, counts how often the model reads which field of its configurations, absent ones too. Of copies of them,
-    which its modules hold meanwhile.
-    """
+    """Inside, modules hold copies of their configurations that count reads of each field, absent ones too."""
     originals: list[PreTrainedConfig] = configurations(model)
     found: Read = []
     with lent_configs(model) as copies:
@@ -160,10 +157,10 @@ def reading(model: nn.Module) -> Iterator[Read]:
 
 
 def relevant(read: Read, fused: Read, asked: Iterable[str]) -> list[tuple[PreTrainedConfig, set[str]]]:
-    """By configuration the fields that matter, of those that a stock run and a fused one read. Most of what both read
-    only stock makes use of, as of what goes into masks.
+    """By configuration the fields that matter, of those that a stock run and a fused one read.
 
-    asked: fields that are looked at in every call. Numbers of tokens are for embeddings, which are stock's in both.
+    asked: fields that every call looks at, which are left out. So are ids of special tokens that both runs read alike:
+    they are for embeddings, which are stock's in both.
     """
     found = []
     for (config, counted), (_, others) in zip(read, fused, strict=True):
@@ -184,7 +181,7 @@ def _counting(kind: type[PreTrainedConfig], counter: Counter) -> type:
 
 
 def _computed(config: PreTrainedConfig, name: str) -> bool:
-    """Methods and properties: what they make their value of has been read too."""
+    """Whether it is a method or property: the fields that it reads are counted themselves."""
     value = inspect.getattr_static(type(config), name, None)
     return isinstance(value, property | FunctionType | classmethod | staticmethod)
 
@@ -194,6 +191,6 @@ def _kept(value: object) -> object:
 
 
 def _takes_one(module: nn.Module) -> bool:
-    """Whether it is given one tensor and no more, and so is shown nothing that stock would not show it."""
+    """Whether its forward takes one tensor alone, so that stock passes it nothing else either."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     return len(parameters) == 1 and parameters[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD

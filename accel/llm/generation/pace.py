@@ -1,12 +1,13 @@
 """How long a token takes, fused and stock: timed for a moment, in turns, when a model is optimized."""
 
-import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
+from accel.cuda_graphs.pays import in_turns
 from accel.libraries.cache import cache_given, cache_of
 from accel.llm.recording.implementation import unpaged
 from accel.llm.recording.inputs import most_configured
@@ -18,7 +19,7 @@ from accel.patching.fast_forward import as_written
 PROMPT = 4  # tokens before those that are timed
 WARM = 1  # token of each kind, for which a GPU's kernels are compiled
 MOST = 12  # tokens timed of each kind, of which the quickest counts
-SECONDS = 0.1  # after which no more are begun; three of each kind are timed anyway
+SECONDS = 0.1  # after which no more are begun
 
 
 def pace(model: nn.Module, log: FallbackLog) -> tuple[float, float]:
@@ -33,38 +34,29 @@ def pace(model: nn.Module, log: FallbackLog) -> tuple[float, float]:
     most = min(PROMPT + WARM + MOST, most_configured(model) or PROMPT + WARM + MOST)
     ids = example_ids(model, most, seed=2)[:1]
     caches: dict[bool, Any] = {}
-    times: dict[bool, list[float]] = {False: [], True: []}
+    lengths = {False: 0, True: 0}
 
-    def step(stock: bool, start: int, end: int) -> None:
-        with ExitStack() as inside:
-            for context in (as_written(), unpaged(model)) if stock else ():
-                inside.enter_context(context)
-            start_time = _now(ids.device)
-            cache = caches.get(stock)
-            given = cache_given(type(model).forward, cache)
-            output = model.forward(input_ids=ids[:, start:end], use_cache=True, return_dict=True, **given)
-            times[stock].append(_now(ids.device) - start_time)
-        caches[stock] = cache_of(output)
+    def step(stock: bool, tokens: int = 1) -> None:
+        start, lengths[stock] = lengths[stock], lengths[stock] + tokens
+        given = cache_given(type(model).forward, caches.get(stock))
+        new = ids[:, start : start + tokens]
+        caches[stock] = cache_of(model.forward(input_ids=new, use_cache=True, return_dict=True, **given))
+
+    @contextmanager
+    def as_stock() -> Iterator[None]:
+        with as_written(), unpaged(model):
+            yield
 
     before, log.stock_on_cpu = log.stock_on_cpu, False
     try:
         with resting(model):
-            for stock in times:
-                step(stock, 0, PROMPT)
-            until = time.perf_counter() + SECONDS
-            for at in range(PROMPT, most):
-                for stock in sorted(times, reverse=bool(at % 2)):  # who comes first takes turns too
-                    step(stock, at, at + 1)
-                if at >= PROMPT + WARM + 2 and time.perf_counter() > until:
-                    break
+            around = (nullcontext, as_stock)
+            for stock in lengths:
+                with around[stock]():
+                    step(stock, PROMPT)
+            steps, rounds = [partial(step, stock) for stock in lengths], most - PROMPT - WARM
+            found = in_turns(steps, ids.device, WARM, rounds, calls=1, seconds=SECONDS, around=around)
     finally:
         log.stock_on_cpu = before
         log.clear()
-    return min(times[False][1 + WARM :]), min(times[True][1 + WARM :])
-
-
-def _now(device: torch.device) -> float:
-    """The time, once the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-    return time.perf_counter()
+    return found[False].wall, found[True].wall

@@ -1,8 +1,8 @@
-"""Short prompts through CUDA graphs: filled up on the right to one of a few lengths, one graph a length.
+"""For which sizes of a call there are CUDA graphs. Short prompts are padded on the right to one of a few lengths.
 
-Causal attention hides what stands behind a token, so the filling changes nothing for the prompt itself. It repeats the
-last token at the last position, both valid wherever the prompt is, and no greater than what the prompt has. What it
-writes into the store lies beyond the stored length, where any later token overwrites it before it is read.
+Causal attention hides what stands behind a token, so padding changes nothing for the prompt itself. It repeats the last
+token at the last position, which are valid wherever the prompt is. What it writes into the store lies beyond the stored
+length, where a later token overwrites it before it is read.
 """
 
 from collections.abc import Callable
@@ -10,26 +10,50 @@ from typing import Any
 
 import torch
 from accel_kernels.gemm.fused_linear import MOST_ROWS
+from accel_kernels.gemm.quantized_weight import MOST_QUANTIZED_ROWS
 from transformers import PreTrainedModel
 
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.runner import GraphRunner
 
-# Tokens of all rows. Launching a forward takes Python some 15 to 45 ms, in which a GPU reads 500 tokens of a model of 8
-# billion weights, 2000 where both factors have 8 bits, or several thousand of one of half a billion; a graph that gains
-# nothing over that is not kept, and longer ones are not tried.
-MOST = 4096
-# Tokens of all rows from one length to the next: what is computed in vain stays below 64 rows of each product, which
-# costs little more than the walk over its weights; of more than FINE tokens, below 128. All lengths together are 50
-# graphs a number of rows.
+# Rows of one new token each, up to which a step is a CUDA graph. Launching a step takes Python 15 to 45 ms, longer than
+# a GPU takes for so many rows of a model of 8 billion weights. A graph keeps its logits: 131 MB, of 512 rows of 128,256
+# words in 16 bits.
+MOST_STEP_ROWS = 512
+# Tokens of all rows of a prompt. While Python launches a forward, a GPU reads 500 tokens of a model of 8 billion
+# weights, 2000 where both factors have 8 bits, or several thousand of one of half a billion. A graph that gains nothing
+# over that is not kept, and longer ones are not tried.
+MOST_PROMPT = 4096
+# Tokens of all rows from one length to the next: padding stays below 64 rows of each product, which costs little more
+# than reading its weights; of more than FINE tokens, below 128. All lengths are 50 graphs for each number of rows.
 STEP, FINE = 64, 2048
+
+
+def by_graph(rows: int, new: int) -> bool:
+    """Whether so many new tokens, behind stored ones, are worth a graph of their own.
+
+    One token a row is a step of many alike. Several a row come in any number, and each number would be captured anew:
+    of those only few, as of a draft to verify.
+    """
+    return rows * new <= MOST_ROWS or (new == 1 and rows <= MOST_STEP_ROWS)
+
+
+def kernel_key_of(leaves: list) -> int:
+    """Of a call of a graph, tokens first: all calls for which this is the same launch the same kernels, about.
+
+    Products are compiled for rows by powers of two, and for all from 65 to MOST_QUANTIZED_ROWS.
+    """
+    rows, new = leaves[0].shape[:2]
+    if rows * new <= MOST_ROWS:
+        return 1 << (rows * new - 1).bit_length()
+    return MOST_QUANTIZED_ROWS if rows * new <= MOST_QUANTIZED_ROWS else 2 * MOST_QUANTIZED_ROWS
 
 
 def bucket_for(rows: int, new: int) -> int | None:
     """The length that prompts of `new` tokens a row are filled up to; None where they are too many for a graph."""
-    if rows * new > MOST:
+    if rows * new > MOST_PROMPT:
         return None
-    most = MOST_ROWS // rows if rows * new <= MOST_ROWS else MOST  # of few rows products are others than of many
+    most = MOST_ROWS // rows if rows * new <= MOST_ROWS else MOST_PROMPT  # of few rows products are others than of many
     step = max(1, (STEP if rows * new <= FINE else 2 * STEP) >> (rows - 1).bit_length())
     for short in (step // 4, step // 2):
         if new <= short:
@@ -58,13 +82,12 @@ def _longer(t: torch.Tensor, dim: int, bucket: int) -> torch.Tensor:
 
 
 class Prompts:
-    """Reads short prompts of one model. runner: of graphs of its own, so that lengths never drive decode steps out."""
+    """Reads short prompts of one model. runner: has graphs of its own, which never evict those of decode steps."""
 
     def __init__(self, runner: GraphRunner):
         self.runner = runner
-        self.missed: tuple[Fingerprint, int] | None = (
-            None  # the model as it was, and how many tokens were too many for a graph to gain
-        )
+        # The model as it was, and how many tokens were too many for a graph to gain.
+        self.missed: tuple[Fingerprint, int] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"runner": self.runner, "missed": None}
@@ -75,9 +98,9 @@ class Prompts:
     def bucket(
         self, module: PreTrainedModel, tokens: torch.Tensor, positions: torch.Tensor | None, keep: int
     ) -> int | None:
-        """The length to fill up to, or None for a prompt that is read as it is.
+        """The length to pad to, or None for a prompt that is read as it is.
 
-        Only where the last token's logits alone are wanted: all of them would be kept for every graph, and copied.
+        Only where the last token's logits alone are wanted: every graph would keep all logits, and copy them.
         """
         if positions is None or keep != 1 or not self.captures(tokens):
             return None
@@ -108,18 +131,18 @@ class Prompts:
     ) -> torch.Tensor:
         """Logits of the last real token, (rows, 1, vocabulary).
 
-        eager(tokens, positions, where, last): the prompt filled up; plain(): as it is, for where no graph is to be.
+        eager(tokens, positions, metadata, last): the padded prompt; plain(): as it is, where there will be no graph.
         """
         without = []
 
-        def instead() -> torch.Tensor:
+        def without_graph() -> torch.Tensor:
             without.append(plain())
             return without[-1]
 
         tokens, positions, last = pad_to_bucket(tokens, positions, bucket)
         variant = ("prompt", "mask") if masked else ("prompt",)
-        logits = self.runner(eager, (tokens, positions, metadata, last), {}, variant, instead=instead)
-        # Not only timed, to be compared with a graph; and not because of a hook, or whatever else will pass.
+        logits = self.runner(eager, (tokens, positions, metadata, last), {}, variant, without_graph=without_graph)
+        # It ran in place of a graph that gains nothing; not to be timed, nor because of a hook that may be removed.
         if without and logits is without[-1] and self.runner.reason is None:
             if (model := self.runner.fingerprint) is not None:
                 self.missed = model, tokens.shape[0] * bucket

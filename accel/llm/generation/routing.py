@@ -1,8 +1,8 @@
-"""Which experts the routers of a model chose in one run, and the same choices once more in another.
+"""Records which experts the routers of a model choose in one run, and repeats these choices in another.
 
-Where two experts are nearly equal to a router, rounding decides, and what such a token becomes in two runs has little
-in common. So formulas are compared with the routing fixed: the second run takes what the first chose, both the experts
-and their shares, whatever its own routers say.
+Where two experts are nearly equal to a router, rounding decides, and the outputs of such a token in two runs have
+little in common. So formulas are compared with the routing fixed: the second run takes the experts and weights of the
+first.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,9 +20,9 @@ from accel.llm.recording.record import NotUnderstood
 
 
 class Choices:
-    """Of one run. notes: by the module that was called with choices, of each of its calls index and shares, (T, k).
+    """Choices of one run of so many rows; tokens of a row follow each other.
 
-    rows: of the run; tokens of a row follow each other.
+    notes: by the module that was given choices, the index and weights, (T, k), of each of its calls.
     """
 
     def __init__(self, rows: int):
@@ -30,7 +30,7 @@ class Choices:
         self.notes: dict[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def cover(self, wholes: Iterable[nn.Module]) -> bool:
-        """Whether something that was given choices lies in each of these modules."""
+        """Whether each of these modules contains one that was given choices."""
         return all(any(module in self.notes for module in whole.modules()) for whole in wholes)
 
     def shared(self, other: "Choices") -> float:
@@ -52,15 +52,14 @@ class Choices:
 
 
 def routed_modules(forward: DecoderForward) -> list[nn.Module]:
-    """Of layers that are understood, what is called as a whole, since it sends tokens to experts of its choice."""
+    """The mixtures of experts in layers that are understood, called as a whole."""
     return [layer.module.get_submodule(layer.spec.mlp.whole) for layer in forward.layers if not layer.spec.mlp.first]
 
 
 def routing_modules(forward: DecoderForward) -> list[nn.Module]:
-    """Where choices may be handed over: what has weights, as numbers or not, inside of those, and of layers that are
-    not understood.
+    """Modules that may be given choices: those with weights in mixtures of experts, and in layers not understood.
 
-    Nothing is among them whose work a fused forward does.
+    Modules whose work a fused forward does are left out.
     """
     mine = {layer.module for layer in forward.layers}
     routers = {module for one in forward.routers for module in one.module.modules()}
@@ -73,7 +72,7 @@ def routing_modules(forward: DecoderForward) -> list[nn.Module]:
 
 @contextmanager
 def noting(rows: int, modules: Iterable[nn.Module]) -> Iterator[Choices]:
-    """Inside, what these modules are given to choose by is noted."""
+    """Inside, the choices that these modules are given are noted."""
     choices = Choices(rows)
     with _before(modules, RoutingHook(partial(_note, choices))):
         yield choices
@@ -81,10 +80,10 @@ def noting(rows: int, modules: Iterable[nn.Module]) -> Iterator[Choices]:
 
 @contextmanager
 def repeating(choices: Choices) -> Iterator[None]:
-    """Inside, the same modules are given what they were given then, call by call.
+    """Inside, the same modules are given these choices, call by call.
 
-    A row may have more tokens than it had: what those chose stays. Raises NotUnderstood where it has fewer, or there
-    are more calls.
+    Rows may have more tokens than before: the choices of those stay. Raises NotUnderstood where a row has fewer, or
+    there are more calls.
     """
     waiting = {module: iter(notes) for module, notes in choices.notes.items()}
     with _before(waiting, RoutingHook(partial(_repeat, choices.rows, waiting))):
@@ -92,8 +91,8 @@ def repeating(choices: Choices) -> Iterator[None]:
 
 
 class RoutingHook(Here):
-    """What is called before modules that are given choices. Any equals any other: of a model that is tried over and
-    over, `Fingerprint` shall say that it is the same one, to which its layers are bound already.
+    """A forward pre-hook. All are equal, so that a `Fingerprint` holds from one trial of a model to the next, and its
+    layers are not bound anew.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -113,8 +112,8 @@ def _before(modules: Iterable[nn.Module], hook: RoutingHook) -> Iterator[None]:
 def _note(choices: Choices, module: nn.Module, args: tuple, kwargs: dict) -> None:
     found = _chosen(args, kwargs)
     if found is not None:
-        index, shares = ((*args, *kwargs.values())[place] for place in found)
-        choices.notes.setdefault(module, []).append((index.clone(), shares.clone()))
+        index, weights = ((*args, *kwargs.values())[place] for place in found)
+        choices.notes.setdefault(module, []).append((index.clone(), weights.clone()))
 
 
 def _repeat(rows: int, waiting: dict, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -129,7 +128,7 @@ def _repeat(rows: int, waiting: dict, module: nn.Module, args: tuple, kwargs: di
 
 def _replaced(now: torch.Tensor, before: torch.Tensor, rows: int) -> torch.Tensor:
     """`before` in the place of the first tokens of each row of `now`; both (rows * tokens, k)."""
-    before = before.to(now.dtype)  # shares, of a run in another precision
+    before = before.to(now.dtype)  # weights, of a run in another precision
     if now.shape == before.shape:
         return before
     if now.shape[1] != before.shape[1] or len(now) < len(before) or len(now) % rows or len(before) % rows:
@@ -140,7 +139,7 @@ def _replaced(now: torch.Tensor, before: torch.Tensor, rows: int) -> torch.Tenso
 
 
 def _chosen(args: tuple, kwargs: dict) -> tuple[int, int] | None:
-    """Which of the arguments are choices and their shares, of the shape (T, k); None where there are none."""
+    """The places among the arguments of choices and their weights, both (T, k); None where there are none."""
     given: list[Any] = [*args, *kwargs.values()]
     tensors = [(place, one) for place, one in enumerate(given) if isinstance(one, torch.Tensor) and one.dim() == 2]
     for place, index in tensors:

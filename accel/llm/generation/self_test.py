@@ -1,40 +1,52 @@
-"""The whole model, once more, before it is trusted: fused against stock, over a prompt with padding and some steps."""
+"""Trials of a whole model before it is used: fused against stock, over a padded prompt and some steps."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
 
 from accel.errors import reason_of
+from accel.in_flight import Here
 from accel.libraries.cache import DynamicCache
+from accel.libraries.generation import ARGUMENTS, OUTPUTS
 from accel.llm.generation.arguments import find_arguments
 from accel.llm.generation.calling_convention import BY_MASK, IN_ORDER, CallingConvention, Unfit
 from accel.llm.generation.decoder import DecoderForward
+from accel.llm.generation.mixed import MixedForward
+from accel.llm.generation.model_guard import ModelGuard, reading, relevant
 from accel.llm.generation.routing import noting, repeating, routed_modules
 from accel.llm.generation.teacher_forcing import differing_part
 from accel.llm.generation.trial import (
     PADDING,
+    PROMPT,
     Expected,
+    expected,
     fill_prompt,
     fused_layers,
     fused_logits,
-    new_store,
+    logits_over_pieces,
     pieces_of,
+    plainly,
     short_prompt,
     stock_alone,
     stock_logits,
     trial_inputs,
     trial_lengths,
+    written,
 )
 from accel.llm.generation.trial_warmup import warming_up_trial
+from accel.llm.kv_cache.cache import STOCK
+from accel.llm.recording.inputs import within_positions
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import ROWS, resting
 from accel.quantization.module import unrounded
 
+DIFFERS = "the whole model computes something else than its parts"
+
 
 def find_convention(forward: DecoderForward) -> CallingConvention:
-    """How the model wants to be called, such that the fused forward gives its logits. Raises NotUnderstood."""
+    """How the model is to be called so that the fused forward gives its logits. Raises NotUnderstood."""
     model = forward.module
     try:
         lengths = trial_lengths(forward)
@@ -55,7 +67,7 @@ def find_convention(forward: DecoderForward) -> CallingConvention:
 
 @contextmanager
 def _warming_up(forward: DecoderForward, lengths: tuple, mask: bool) -> Iterator[None]:
-    """What the model launches, with a mask or without one, compiles while what is inside runs."""
+    """What the model launches, with a mask or without, compiles while the body runs."""
     forward.convention = CallingConvention(dict, mask, None)
     with warming_up_trial(forward, lengths):
         del forward.convention
@@ -98,8 +110,8 @@ def _convention(
             del forward.convention
             forward.seen = None
     if far:
-        errors.insert(0, wanted.told(min(far, key=wanted.off)))
-    raise NotUnderstood(f"the whole model computes something else than its parts: {'; '.join(dict.fromkeys(errors))}")
+        errors.insert(0, wanted.description(min(far, key=wanted.off)))
+    raise NotUnderstood(f"{DIFFERS}: {'; '.join(dict.fromkeys(errors))}")
 
 
 def _own_positions(forward: DecoderForward, lengths: tuple, mask: bool, output: type, wanted: Expected) -> str | None:
@@ -119,10 +131,10 @@ def _own_positions(forward: DecoderForward, lengths: tuple, mask: bool, output: 
 
 
 def _pads_prompts(forward: DecoderForward, lengths: tuple, wanted: Expected) -> bool:
-    """Whether a prompt filled up on the right, and the step after it, come out as without the filling.
+    """Whether a prompt padded on the right, and the step after it, give what they give without padding.
 
-    Not with experts that stock code computes: it groups tokens on the host. Not without position_ids: nobody could keep
-    the filling's within the tables that a model may have.
+    Not with experts that stock code computes: it groups tokens on the host. Not without position_ids: those of the
+    padding could be beyond the model's tables.
     """
     fused = [one.module for one in forward.experts]
     if wanted.median or not all(any(one in fused for one in whole.modules()) for whole in routed_modules(forward)):
@@ -134,21 +146,14 @@ def _pads_prompts(forward: DecoderForward, lengths: tuple, wanted: Expected) -> 
             plain = _begun(forward, lengths, fill=False)
         with repeating(choices):
             full = _begun(forward, lengths, fill=True)
-    except (
-        NotUnderstood,
-        TypeError,
-        ValueError,
-        IndexError,
-        RuntimeError,
-    ):
-        # It slices its hidden states in a way of its own.
-        return False
+    except (NotUnderstood, TypeError, ValueError, IndexError, RuntimeError):
+        return False  # it slices its hidden states in a way of its own
     return all(Expected(one, choices, moved=wanted.moved).agrees(got) for one, got in zip(plain, full, strict=True))
 
 
 def _begun(forward: DecoderForward, lengths: tuple, fill: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of a prompt's last token and of the step after it; fill: as a graph is captured from it."""
-    store = new_store(forward, DynamicCache())
+    store = forward.adopt(DynamicCache())
     prompt, step = (tuple(piece.values()) for piece in pieces_of(forward, (short_prompt(lengths), 1)))
     tokens, mask, positions = prompt
     if fill:
@@ -157,3 +162,89 @@ def _begun(forward: DecoderForward, lengths: tuple, fill: bool) -> tuple[torch.T
         first = forward.run(store, tokens, positions, mask, 1)
     tokens, mask, positions = step
     return first, forward.run(store, tokens, positions, mask, 1)
+
+
+def try_partial(forward: MixedForward) -> None:
+    """Compares a forward of some layers with stock: a padded prompt and steps, and without a mask. Raises
+    NotUnderstood.
+    """
+    model = forward.module
+    for place, layer in enumerate(DynamicCache(config=model.config).layers):
+        if place in forward.places and type(layer) not in STOCK:
+            raise NotUnderstood(f"layer {place} keeps more than keys and values")
+        if place not in forward.places and type(layer) is STOCK[1]:
+            raise NotUnderstood(f"layer {place} is not understood, and drops what its window has passed")
+    if any(layer.spec.attention.has_position_bias for layer in forward.layers):
+        raise NotUnderstood("biases by distance, and not all layers are understood")
+    lengths = trial_lengths(forward)
+
+    def unmasked(call: Callable, rows: int = ROWS) -> torch.Tensor:
+        pieces = ({"input_ids": piece["input_ids"][:rows]} for piece in pieces_of(forward, lengths))
+        return logits_over_pieces(forward, call, pieces)
+
+    def stock_unmasked() -> torch.Tensor:
+        with plainly(forward):
+            return unmasked(forward.reference)
+
+    forward.apart = True
+    try:
+        with resting(model), unrounded(model):
+            wanted, _ = stock_logits(forward, lengths)
+            bare = expected(forward, stock_unmasked)
+            fused = partial(fused_logits, forward, lengths)
+            with fused_layers(forward):
+                with wanted.routed():
+                    got = fused()
+                with bare.routed():
+                    plain = unmasked(forward.fast)
+                if wanted.logits.is_cuda:  # what one row launches is compiled now, and not in a user's call
+                    unmasked(forward.fast, rows=1)
+                agrees = wanted.agrees(got) and bare.agrees(plain)
+                apart = differing_part(forward, lengths, fused) if agrees and not wanted.near(got) else None
+    except NotUnderstood:
+        raise
+    except Exception as error:  # whatever a forward may raise
+        raise NotUnderstood(f"could not be tried: {reason_of(error)}") from error
+    finally:
+        forward.apart, forward.seen = False, None
+    if not agrees or apart is not None:
+        raise NotUnderstood(": ".join(filter(None, (DIFFERS, apart))))
+
+
+def guard_of(forward: DecoderForward) -> ModelGuard:
+    """What stock reads in a prompt and a step, of which the fused forward does not ask.
+
+    Where all layers are fused, modules around them are shown an empty cache and a mask made up; between stock layers
+    they are shown what stock would show them.
+    """
+    pieces = list(pieces_of(forward, within_positions(forward.most_positions, (PROMPT, 1))))
+    with resting(forward.module):
+        with reading(forward.module) as stock, _calls_noted(forward) as around:
+            cache = DynamicCache(config=forward.module.config) if forward.partial else DynamicCache()
+            with plainly(forward):
+                for piece in pieces:
+                    forward.reference(**piece, **forward.given_cache(cache))
+        with fused_layers(forward):
+            forward.apart = True
+            try:
+                with reading(forward.module) as fused:
+                    forward.ready()
+                    written(forward, pieces)
+            finally:
+                forward.apart = False
+    forward.seen = None
+    shown = () if forward.partial else around - {""}
+    return ModelGuard(forward.module, relevant(stock, fused, (*ARGUMENTS, *OUTPUTS)), shown)
+
+
+@contextmanager
+def _calls_noted(forward: DecoderForward) -> Iterator[set[str]]:
+    """Inside, notes the paths of modules that are called, but for those inside layers."""
+    inside = {module for layer in forward.layers for module in layer.module.modules() if module is not layer.module}
+    found: set[str] = set()
+    with ExitStack() as undo:
+        for path, module in forward.module.named_modules():
+            if module not in inside:
+                note = Here(lambda *_, path=path: found.add(path))
+                undo.callback(module.register_forward_pre_hook(note).remove)
+        yield found

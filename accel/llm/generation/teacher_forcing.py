@@ -1,7 +1,7 @@
-"""A deep model layer by layer: each fused layer is given what stock's gave before it (teacher forcing).
+"""Compares a deep model layer by layer: each fused layer is given what stock's layer before it gave (teacher forcing).
 
-So no layer amplifies the rounding of others. What is wrong in masks, positions or the order of layers shows in each
-layer by itself, as large as in a model of one layer.
+So no layer amplifies the rounding of others, and an error in masks, positions or the order of layers is as large as in
+a model of one layer.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,10 +24,9 @@ Outputs = dict[nn.Module, list[torch.Tensor]]
 
 
 def differing_part(forward: DecoderForward, lengths: tuple[int, ...], fused: Callable[[], torch.Tensor]) -> str | None:
-    """The part that gives something else than stock's does of the same input, for a reason: a layer, or what follows
-    the layers; None where all agree. Their fused forwards are in place.
+    """Says which layer, or what follows the layers, differs from stock's for the same input; None where all agree.
 
-    fused: gives the logits of a trial of these lengths, as `stock_logits` does. Runs it and stock once more.
+    fused: gives the logits of a trial of these lengths, with fused forwards in place. Runs it and stock once more.
     """
     with _noting(forward) as outputs:
         wanted, _ = stock_logits(forward, lengths)
@@ -43,7 +42,7 @@ def differing_part(forward: DecoderForward, lengths: tuple[int, ...], fused: Cal
 
 
 class Follower:
-    """Stands in for what a layer is bound to: compares what it gives, and passes on what stock's layer gave."""
+    """Takes the place of `LayerForward.bound`: compares its output with stock's, and passes on stock's."""
 
     def __init__(self, layer: LayerForward, outputs: list[torch.Tensor]):
         self.layer, self.bound, self.outputs = layer, layer.bound, outputs

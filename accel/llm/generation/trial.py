@@ -1,7 +1,8 @@
-"""The runs in which a whole model is tried: stock and fused over one text, with one routing for both."""
+"""Runs in which a whole model is tried: stock and fused over one text, with one routing for both."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -12,13 +13,12 @@ from accel.libraries.cache import DynamicCache, cache_of
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.prefill import bucket_for, pad_to_bucket
 from accel.llm.generation.routing import Choices, noting, repeating, routed_modules, routing_modules
-from accel.llm.kv_cache.cache import adopt
 from accel.llm.kv_cache.store import Store
 from accel.llm.recording.inputs import within_positions
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import ROWS, example_ids
 from accel.patching.fast_forward import as_written
-from accel.patching.patch import ForwardPatch
+from accel.patching.rule import ForwardPatch
 from accel.quantization.module import dequantizing
 from accel.tolerances import DRIFT, LAYER_NOISE, LOGITS, MOST_MOVED, bound
 from accel.verification.noise import with_rounding
@@ -27,22 +27,18 @@ PROMPT, PADDING, STEPS = 9, 3, (1, 1, 3)
 LONGEST = 150  # a window up to here is filled, to see it at work
 
 
+@dataclass(eq=False)
 class Expected:
-    """What a stock run gave. logits: (rows, tokens, vocabulary); choices: of its routers, which a fused run takes too.
+    """The result of a stock run. logits: (rows, tokens, vocabulary); choices: of its routers, which a fused run takes.
 
-    median: some choices could not be noted. Rounding may then send tokens to other experts, whose results have little
-    in common, so that the median token of a row is what is judged.
-    moved: how far rounding moves these logits, asked only where it matters, as it takes a stock run; None: not at all.
+    median: judge the median token of a row, since some choices could not be noted, and rounding may send tokens to
+    other experts. moved: how far rounding moves these logits, which takes another stock run; None where unknown.
     """
 
-    def __init__(
-        self,
-        logits: torch.Tensor,
-        choices: Choices,
-        median: bool = False,
-        moved: Callable[[], float] | None = None,
-    ):
-        self.logits, self.choices, self.median, self.moved = logits, choices, median, moved
+    logits: torch.Tensor
+    choices: Choices
+    median: bool = False
+    moved: Callable[[], float] | None = None
 
     def routed(self) -> AbstractContextManager[None]:
         """Inside, routers choose what they chose here."""
@@ -50,7 +46,7 @@ class Expected:
 
     def first(self, tokens: int) -> "Expected":
         """The same of the first tokens."""
-        return Expected(self.logits[:, :tokens], self.choices, self.median, self.moved)
+        return replace(self, logits=self.logits[:, :tokens])
 
     def near(self, got: torch.Tensor) -> bool:
         """Whether these logits differ by no more than rounding does in a model of any depth."""
@@ -69,7 +65,7 @@ class Expected:
         """How far rounding moves these logits, as `row_off` measures; 0 where it is not to be known."""
         return 0.0 if self.moved is None else self.moved()
 
-    def told(self, got: torch.Tensor) -> str:
+    def description(self, got: torch.Tensor) -> str:
         """How far these logits are off, for a reason."""
         off = f"logits are off by {self.off(got):.1e}"
         if self.moved is None:
@@ -87,17 +83,17 @@ class Expected:
 
     def _by_token(self, got: torch.Tensor) -> torch.Tensor:
         if got.shape != self.logits.shape:
-            return torch.full((1, 1), float("inf"))
+            return torch.full((1, 1), float("inf"), device="cpu")
         found = relative_rms_by_token(got, self.logits)
         # NaN is no number to compare: max([0, NaN]) is 0.
         return found.masked_fill(found.isnan(), float("inf"))
 
 
 def expected(forward: DecoderForward, run: Callable[[], torch.Tensor]) -> Expected:
-    """What run(), of stock, gives, (ROWS, tokens, vocabulary).
+    """The logits that run() gives of stock, (ROWS, tokens, vocabulary).
 
-    It may run once more, later: what it gives must not depend on what is patched then. Where routers cannot be made to
-    choose the same again, noise would say how far other experts put a token, and nothing of rounding.
+    It may run again later, so its result must not depend on what is patched then. Where choices of routers cannot be
+    repeated, noise would measure other experts, and not rounding.
     """
     with noting(ROWS, routing_modules(forward)) as choices:
         logits = run()
@@ -120,7 +116,7 @@ def expected(forward: DecoderForward, run: Callable[[], torch.Tensor]) -> Expect
 
 def trial_lengths(forward: DecoderForward) -> tuple[int, ...]:
     """Tokens of a trial's prompt and steps; fewer where the model has fewer positions. Raises NotUnderstood."""
-    windows = [layer.spec.attention.sees for layer in forward.layers]
+    windows = [layer.spec.attention.window for layer in forward.layers]
     prompt = max([PROMPT, *(window + 2 for window in windows if window is not None and window < LONGEST)])
     lengths = within_positions(forward.most_positions, (prompt, *STEPS))
     if not lengths[0]:
@@ -207,20 +203,12 @@ def fused_logits(forward: DecoderForward, lengths: tuple) -> torch.Tensor:
 
 
 def written(forward: DecoderForward, pieces: Iterable[dict]) -> torch.Tensor:
-    """The logits of all pieces, one after another."""
-    cache, found = DynamicCache(), []
-    for piece in pieces:
-        store = new_store(forward, cache)
-        found.append(forward.run(store, piece["input_ids"], piece.get("position_ids"), piece["attention_mask"], 0))
-    return torch.cat(found, dim=1)
-
-
-def new_store(forward: DecoderForward, cache: DynamicCache) -> Store:
-    """The store that is put behind this empty cache."""
-    store = adopt(cache, forward.shapes())
-    if isinstance(store, str):
-        raise NotUnderstood(store)
-    return store
+    """The logits of all pieces, one after another, by fused layers."""
+    if forward.partial:
+        return logits_over_pieces(forward, forward.fast, pieces)
+    store = forward.adopt(DynamicCache())
+    named = ((piece["input_ids"], piece.get("position_ids"), piece["attention_mask"]) for piece in pieces)
+    return torch.cat([forward.run(store, *given, 0) for given in named], dim=1)
 
 
 def fill_prompt(

@@ -1,4 +1,4 @@
-"""Compiling what a model launches before it is tried or used: one run, in which launches only compile, side by side."""
+"""Compiles what a model launches before it is tried or used: one run in which launches only compile, in parallel."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,6 @@ from accel.llm.generation.trial import (
     fill_prompt,
     fused_layers,
     fused_logits,
-    new_store,
     short_prompt,
     trial_inputs,
     trial_lengths,
@@ -25,7 +24,7 @@ from accel.llm.generation.trial import (
 from accel.llm.kv_cache.store import Shape
 from accel.llm.recording.recorder import resting
 from accel.llm.runtime.layer import LayerForward
-from accel.quantization.activation_quantization import rounding
+from accel.quantization.activation_quantization import rounding_linears
 
 LONGER = 320  # tokens of a prompt that is more than a few rows
 PADDED = (STEP // 4, STEP // 2, LONGER, LONGER + STEP)  # of prompts in graphs: few; many, and a multiple of 128
@@ -35,19 +34,19 @@ TILED = (640, 2304)  # tokens of prompts whose rounded rows are multiplied by ti
 
 
 def warm_up(forward: DecoderForward) -> None:
-    """Compiles what a forward launches that has been tried, but over another kind of store, or rounding activations."""
+    """Compiles what a tried forward launches over another kind of store, or with rounded activations."""
     with (
         resting(forward.module),
-        warming_up_trial(forward, trial_lengths(forward), TILED if rounding(forward.module) else ()),
+        warming_up_trial(forward, trial_lengths(forward), TILED if rounding_linears(forward.module) else ()),
     ):
         forward.seen = None
 
 
 @contextmanager
 def warming_up_trial(forward: DecoderForward, lengths: tuple, longer: tuple = ()) -> Iterator[None]:
-    """Compiles side by side what the trial and the user's calls launch: one row, a longer prompt, larger batches.
+    """Compiles in parallel what the trial and later calls launch: one row, a longer prompt, larger batches.
 
-    Kernels compile while what is inside runs, and are ready after it.
+    Kernels compile while the body runs, and are ready after it.
     """
     kernels = Warmup()
     try:
@@ -77,7 +76,7 @@ def _run_through(forward: DecoderForward, lengths: tuple, longer: tuple) -> None
         fit = [length for length in (LONGER, *longer) if "position_ids" in forward.names or not most or length < most]
         prompts = [(1, short, (1, SEVERAL)), *((1, length, (1,)) for length in fit), *((n, short, (1,)) for n in WIDE)]
         for rows, prompt, steps in prompts:
-            store = new_store(forward, DynamicCache())
+            store = forward.adopt(DynamicCache())
             ends = list(accumulate((0, prompt, *steps)))
             for piece in map(slice, ends, ends[1:]):
                 given = positions[:1, piece] if "position_ids" in forward.names else None
@@ -87,13 +86,13 @@ def _run_through(forward: DecoderForward, lengths: tuple, longer: tuple) -> None
         if {"position_ids", "logits_to_keep"} <= set(forward.names):
             for length in PADDED:
                 for mask in (None, ids.new_ones(1, length)):
-                    store = new_store(forward, DynamicCache())
+                    store = forward.adopt(DynamicCache())
                     fill_prompt(forward, store, ids[:1, :length], positions[:1, :length], mask)
 
 
 @contextmanager
 def _one_of_a_kind(forward: DecoderForward) -> Iterator[None]:
-    """Inside, a layer that launches what another does passes its input on, and nothing is stored for it."""
+    """Inside, a layer that launches the same kernels as an earlier one only passes its input on."""
     forward.ready(stack=False)
     kinds, shapes = set(), list(forward.shapes())
     for layer in forward.layers:

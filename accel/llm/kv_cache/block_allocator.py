@@ -1,8 +1,8 @@
-"""Which block of a `PagedKVCache` belongs to which row: the host's side of it.
+"""Assigns blocks of a `PagedKVCache` to rows, on the host.
 
-Blocks are counted by how many rows hold them. A block that nobody holds any more is cached if its tokens have a hash: a
-later request whose prompt begins alike takes it over, until the block is needed otherwise. The least recently used goes
-first (automatic prefix caching, as in vLLM: Kwon et al., 2023, "PagedAttention").
+Each block counts the rows that hold it. A block without any is cached if its tokens have a hash: a later request whose
+prompt begins alike takes it over, until the block is needed. The least recently used goes first (automatic prefix
+caching, as in vLLM: Kwon et al., 2023, "PagedAttention").
 """
 
 from array import array
@@ -18,10 +18,9 @@ from accel.llm.kv_cache.shape import BLOCK
 
 
 def block_digest(before: bytes, tokens: Sequence[int]) -> bytes:
-    """The hash of a block of token ids behind the block with the hash `before`, which is empty for the first block.
+    """The hash of a block of token ids that follows the block with the hash `before`, empty for the first block.
 
-    BLAKE2b of 128 bits: two texts of the same hash do not occur. Raises ValueError for a negative id, by which the
-    host says that it does not know the token yet.
+    BLAKE2b of 128 bits, so collisions do not occur. Raises ValueError for a negative id, a token not known yet.
     """
     if min(tokens) < 0:
         raise ValueError(f"token ids from 0 on have a hash, not {min(tokens)}")
@@ -42,7 +41,7 @@ class PrefixIndex:
         return block in self.entries
 
     def add(self, place: int, digest: bytes, block: int) -> None:
-        """The block of set `place` has this hash. Where another has it already, that one stays the one to be found."""
+        """The block of set `place` has this hash, unless another block has it already."""
         if digest not in self.blocks[place]:
             self.blocks[place][digest] = block
             self.entries[block] = place, digest
@@ -57,9 +56,9 @@ class PrefixIndex:
             blocks.clear()
 
     def prefix(self, tokens: Sequence[int]) -> list[bytes]:
-        """Hashes of the longest run of full blocks at the beginning of these tokens that need not be computed again.
+        """Hashes of the longest cached run of full blocks at the beginning of these tokens.
 
-        Of k columns every set must hold those that a token at k * BLOCK or later sees. One token is left to compute.
+        Every set must hold the blocks that later tokens see. At least one token is left to compute.
         """
         digests: list[bytes] = []
         for column in range((len(tokens) - 1) // BLOCK if self.entries else 0):
@@ -80,14 +79,13 @@ class PrefixIndex:
 
 
 class BlockAllocator:
-    """Blocks 1 to `blocks` - 1, for `rows` rows of up to `columns` each. Block 0 is nobody's. For one thread.
+    """Blocks 1 to `blocks` - 1, for `rows` rows of up to `columns` each. Block 0 belongs to no row. For one thread.
 
     share: whether rows share blocks of prompts that begin alike. Raises ValueError where no row could hold one block.
 
     A row is opened, extended before its tokens are stored, committed, and closed; wrong order raises ValueError.
-    table: (sets, rows, columns) int32, what kernels are to find; 0 where a row holds nothing. held: (rows,) int64,
-    columns that the row has come to, those that `slide_all` gave back too. committed: (rows,) int64, columns that
-    others may find; a row with more full ones than that is one to be committed.
+    table: (sets, rows, columns) int32, as kernels read it; 0 where a row holds nothing. held: (rows,) int64, columns
+    up to the row's end, also those that `slide_all` gave back. committed: (rows,) int64, columns that others may find.
     """
 
     def __init__(self, sets: Sequence[LayerSet], blocks: int, rows: int, columns: int, share: bool):
@@ -116,9 +114,8 @@ class BlockAllocator:
         return len(self.unused) + len(self.cached)
 
     def open(self, row: int, tokens: Sequence[int]) -> int:
-        """A request with this prompt takes a row. How many of its tokens are there already, in blocks of others.
-
-        A multiple of BLOCK and less than len(tokens). Takes no block from anybody.
+        """Gives a row to a request with this prompt. Returns how many of its tokens are cached: a multiple of BLOCK,
+        less than len(tokens). Evicts nothing.
         """
         self._expect(row, opened=False)
         if len(tokens) > self.table.shape[2] * BLOCK:
@@ -137,13 +134,13 @@ class BlockAllocator:
         return columns * BLOCK
 
     def extend(self, row: int, length: int) -> bool:
-        """Blocks for tokens up to `length`. False where there are too few, and then nothing has changed."""
+        """Adds blocks for tokens up to `length`. False if there are too few, and then nothing has changed."""
         return self.extend_all([row], [length]) == 1
 
     def extend_all(self, rows: Sequence[int] | np.ndarray, lengths: Sequence[int] | np.ndarray) -> int:
-        """Row by row as `extend`, up to the first for which there are too few blocks. How many rows have theirs.
+        """As `extend` row by row, up to the first for which there are too few blocks. Returns how many rows are done.
 
-        rows: (n,), each once. lengths: (n,). Where all have room it is three operations on arrays.
+        rows: (n,), each once. lengths: (n,). If all have room, these are three operations on arrays.
         """
         rows, lengths = np.asarray(rows), np.asarray(lengths)
         short = np.flatnonzero(lengths > self.held[rows] * BLOCK)
@@ -165,10 +162,10 @@ class BlockAllocator:
         return int(short[fit]) if fit < len(short) else total
 
     def commit(self, row: int, tokens: Sequence[int]) -> None:
-        """These first tokens of the row are stored, or will be before whatever is launched next.
+        """Lets other rows find the full blocks of these first tokens, which are stored, or will be by the next launch.
 
-        Others may find their full blocks from now on. Costs nothing where there is no new one; so all tokens of the row
-        may be given each time. Before `slide_all`, so that what slides out of a window can be found.
+        All tokens of the row may be given each time: without a new block it costs nothing. To be called before
+        `slide_all`, so that blocks which leave a window can be found.
         """
         start, stop = int(self.committed[row]), len(tokens) // BLOCK
         if stop <= start:
@@ -207,7 +204,7 @@ class BlockAllocator:
         self._release(blocks)
 
     def close(self, row: int) -> None:
-        """The row gives all back. Blocks with a hash can be found until they are evicted, the last of the row first."""
+        """Gives all blocks of the row back. Those with a hash can be found until evicted, the last of the row first."""
         self._expect(row, opened=True)
         held = int(self.held[row])
         blocks = self.table[:, row, :held][:, ::-1].T.flatten()
@@ -218,10 +215,10 @@ class BlockAllocator:
         self._release(blocks[blocks > 0])
 
     def fork(self, row: int, other: int, length: int) -> list[tuple[int, int]] | None:
-        """The row `other` goes on with the first `length` tokens of this one, which are stored.
+        """The row `other` takes over the first `length` tokens of this one, which are stored.
 
-        Full blocks are shared. Of a block begun it gets a block of each set: the blocks to be copied, (from, to) each,
-        before anything else is launched. None where there are too few blocks, and then nothing has changed.
+        Full blocks are shared. Returns the unfinished blocks to be copied, (from, to) for each set, before anything
+        else is launched. None if there are too few blocks, and then nothing has changed.
         """
         self._expect(row, opened=True)
         self._expect(other, opened=False)
@@ -248,14 +245,14 @@ class BlockAllocator:
         return copies
 
     def forget(self) -> None:
-        """No block can be found any more, also none of open rows: the weights are others now."""
+        """Forgets all hashes, since the weights have changed."""
         self.index.clear()
         self.unused.extend(self.cached)
         self.cached.clear()
         self.digests = [None] * len(self.digests)
 
     def changes(self) -> tuple[np.ndarray, np.ndarray]:
-        """Places of the flat table that were written since the last call, (n,) int64, each once; what they hold now."""
+        """Places of the flat table written since the last call, (n,) int64, each once, and their values."""
         if not self._changed:
             return np.empty(0, np.int64), np.empty(0, np.int32)
         places = np.unique(np.concatenate(self._changed))
@@ -279,7 +276,7 @@ class BlockAllocator:
         self._changed.append(np.ravel(changed))
 
     def _take(self, number: int) -> np.ndarray:
-        """So many blocks, at most `free`, each with one reference: unused ones, then those cached for longest."""
+        """So many blocks, at most `free`, each with one reference: unused ones, then the least recently used."""
         start = max(0, len(self.unused) - number)
         blocks = self.unused[start:]
         del self.unused[start:]

@@ -32,10 +32,10 @@ def steps_aside(method: Callable) -> Callable:
 class StoreLayer(DynamicLayer):
     """One layer of a Store, used as a DynamicLayer.
 
-    `keys` and `values` are views into the store: right until the next call, and edits of them are edits of the cache.
-    What a common store cannot hold (other rows than the other layers', another dtype, gradients, assigned keys) turns
-    this layer into a stock one with the same content; `adopt` takes it in again. Reading keys or values of a store that
-    rounds them does so too: no view could show them, and an edit of a copy would be lost.
+    `keys` and `values` are views into the store, valid until the next call; edits of them are edits of the cache. What
+    the store cannot hold (other rows than the other layers', another dtype, gradients, assigned keys) turns this layer
+    into a stock one with the same content; `adopt` takes it back. So does reading keys or values that are stored in 8
+    bits: they have no view, and an edit of a copy would be lost.
     """
 
     def __init__(self, store: Store, index: int):
@@ -103,20 +103,20 @@ class StoreLayer(DynamicLayer):
 
     def give_way(self) -> DynamicLayer:
         """The stock layer that takes its place in the cache, for a compiler, which traces no change of a class."""
-        cache = self.store.holder()
-        if cache is None or cache.layers[self.index] is not self or not self.store.settled:
+        cache = self.store.cache_ref()
+        if cache is None or cache.layers[self.index] is not self or not self.store.readable:
             self.trace_anew()
         cache.layers[self.index] = stock = self._filled()
         return stock
 
     @torch.compiler.assume_constant_result
     def trace_anew(self) -> None:
-        """Becomes a stock layer outside of the trace, which starts anew and finds that."""
+        """Becomes a stock layer outside of the trace, which then starts anew."""
         self.leave()
         raise UnspecializeRestartAnalysis  # which starts the trace anew, and from nothing
 
     def _filled(self) -> DynamicLayer:
-        """The layer that it stands for, with tensors of its own; the store holds it no more."""
+        """The stock layer, with tensors of its own; the store drops this one."""
         stock = self.stock()
         if self.store.lengths[self.index]:
             keys, values = (t.clone(memory_format=torch.contiguous_format) for t in self.read())
@@ -275,29 +275,29 @@ def store_of(cache: Any) -> Store | None:
     store, layers = cache.layers[0].store, cache.layers
     mine = all(type(layer) in OURS and layer.store is store for layer in layers)
     in_order = mine and [layer.index for layer in layers] == list(range(len(store.shapes)))
-    return store if in_order and store.whole else None
+    return store if in_order and store.consistent else None
 
 
-def adopt(cache: Any, shapes: Sequence[Shape], wanted: int = 0) -> Store | str:
+def adopt(cache: Any, shapes: Sequence[Shape], expected_tokens: int = 0) -> Store | str:
     """The store under `cache`, a plain DynamicCache, put there with all it holds if need be; or why it cannot be.
 
-    shapes: one a layer of the model. wanted: tokens a row will come to hold, or 0 if nobody knows. With a reason the
-    cache is as it was.
+    shapes: one a layer of the model. expected_tokens: of a row in the end, 0 if unknown. With a reason nothing has
+    changed.
     """
     store = store_of(cache)
     if store is None or store.shapes != tuple(shapes):
         reason = _foreign(cache, shapes)
         if reason is not None:
             return reason
-        store = Store(shapes, wanted)
+        store = Store(shapes, expected_tokens)
         try:
             _fill(store, cache)
         except torch.OutOfMemoryError:
             return "no memory to take the cache over"
         before = [*cache.layers, *(None for _ in range(len(shapes) - len(cache.layers)))]
         cache.layers[:] = [_store_layer(store, index, layer) for index, layer in enumerate(before)]
-        store.holder = weakref.ref(cache)
-    store.wanted = wanted or store.wanted
+        store.cache_ref = weakref.ref(cache)
+    store.expected_tokens = expected_tokens or store.expected_tokens
     return store
 
 

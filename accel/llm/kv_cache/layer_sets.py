@@ -1,7 +1,7 @@
-"""Which layers share blocks: those whose queries see equally far back, in sets that need equally large blocks.
+"""Which layers share blocks: those with the same window, in sets that need equally large blocks.
 
-A block of memory then serves any set. So layers with a sliding window give back what they have passed, and what they
-give back is of use to all. vLLM and others call this a hybrid allocator.
+A block of memory then serves any set. So blocks that a sliding window has passed can be used by all layers. vLLM and
+others call this a hybrid allocator.
 """
 
 from collections.abc import Sequence
@@ -29,12 +29,11 @@ class LayerSet(NamedTuple):
 
 
 def layer_sets(shapes: Sequence[Shape], windows: Sequence[int | None]) -> tuple[LayerSet, ...]:
-    """Every layer in one set.
+    """Divides layers into sets; every layer is in one.
 
-    shapes, windows: one a layer, by its place in the cache; where several layers read one place, the widest window of
-    these. A block is as large as the largest set needs: there are as few sets of each window as
-    waste at most WASTE of the memory, for short texts and for texts of LONG windows. Where that cannot be, as
-    little as can be: then all layers may be one set, with the widest window.
+    shapes, windows: one a layer, by its place in the cache; where several layers read one place, their widest window.
+    A block is as large as the largest set needs. So there are as few sets as waste at most WASTE of the memory, for
+    short texts and for texts of LONG windows. Else those that waste least: perhaps one set, with the widest window.
     """
     kinds: dict[int | None, list[int]] = {}
     for layer, window in enumerate(windows):

@@ -9,12 +9,11 @@ tables.
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from accel_kernels.attention.paged.kv import KV, metadata_of, split_counters_for
-from accel_kernels.attention.paged.ragged import Ragged
 
 from accel.errors import out_of_memory
 from accel.llm.kv_cache.layer_sets import LayerSet
@@ -35,27 +34,34 @@ class DeviceTables(NamedTuple):
 
 
 class PagedKVCache:
-    """`blocks` blocks, and the tables by which `rows` rows find theirs, in each set up to `columns`.
+    """`blocks` blocks, and tables by which `rows` rows find theirs, up to `columns` in each set.
 
-    shapes: one a layer; each says on which device it lies. Raises torch.OutOfMemoryError, and then holds nothing;
-    ValueError where a layer is in no set or in several. Usable in and out of inference mode.
+    shapes: one a layer, with its device. Raises torch.OutOfMemoryError, and then holds nothing; ValueError where a
+    layer is in no set or in several. Usable in and out of inference mode.
 
-    Block 0 is nobody's and begins as zeros: padding is written there, and rows that hold nothing point there. The other
-    blocks begin undefined.
+    If `spare`, block 0 belongs to no row and begins as zeros: padding is written there, and empty table entries point
+    there. Other blocks begin undefined.
 
     tables: by device. by_shape: the allocations, each (layers of a set, 2, blocks, BLOCK, heads, dim), or without dim
-    for scales; kept: all of them. bytes: of all there is. block_bytes: of one block.
+    for scales; kept: all of them. block_bytes: of one block.
     """
+
+    spare = True
 
     def __init__(self, shapes: Sequence[Shape], sets: Sequence[LayerSet], blocks: int, rows: int, columns: int):
         if sorted(layer for one in sets for layer in one.layers) != list(range(len(shapes))):
             raise ValueError(f"{len(shapes)} layers, each to be in one set, but the sets are {sets}")
-        self.shapes, self.block_bytes, self.table_size = tuple(shapes), block_bytes(shapes, sets), rows * columns
-        devices = dict.fromkeys(shape.device for shape in shapes)
+        layers = _layers_of_a_block(shapes, sets)
+        self.shapes, self.block_bytes, self.table_size = tuple(shapes), _bytes_of(layers), rows * columns
+        with torch.inference_mode(False), torch.no_grad():  # entered once: each generate() makes such a cache
+            flat = self._allocate(layers, blocks, len(sets))
+            self._locate(sets, flat, rows, columns)
+
+    def _allocate(self, layers: Counter[Shape], blocks: int, sets: int) -> dict[torch.device, torch.Tensor]:
+        """All memory; returns the tables by device."""
+        devices = dict.fromkeys(shape.device for shape in self.shapes)
         try:
-            self.by_shape, flat = _allocated(
-                _layers_of_a_block(shapes, sets), blocks, len(sets), rows * columns, devices
-            )
+            self.by_shape, flat = _allocated(layers, blocks, sets, self.table_size, devices)
         except RuntimeError as error:  # on a CPU torch raises nothing more special
             if not (out_of_memory(error) or "can't allocate memory" in str(error)):
                 raise
@@ -69,32 +75,42 @@ class PagedKVCache:
             for device in devices
         }
         self.kept = [tensor for several in self.by_device.values() for tensor in several]
-        views, self.tables, self._kv = views_by_layer(shapes, sets, self.by_shape), {}, []
+        if self.spare:
+            for tensor in self.kept:
+                tensor[:, :, 0].zero_()
+        return flat
+
+    def _locate(
+        self, sets: Sequence[LayerSet], flat: dict[torch.device, torch.Tensor], rows: int, columns: int
+    ) -> None:
+        """The tables, and what the attention operation is given of each layer."""
+        views, self.tables, self._kv = views_by_layer(self.shapes, sets, self.by_shape), {}, {}
         set_of = {layer: place for place, one in enumerate(sets) for layer in one.layers}
-        with torch.inference_mode(False):
-            for device, one in flat.items():
-                tables = one[:, : rows * columns].unflatten(1, (rows, columns))
-                layers = [(tables[set_of[layer]], *several) for layer, several in enumerate(views)]
-                self.tables[device] = DeviceTables(one, tables, metadata_of(columns, layers, device))
-        for layer, (shape, (keys, values, *scales)) in enumerate(zip(shapes, views, strict=True)):
-            _, tables, metadata = self.tables[shape.device]
-            kv = KV(keys, values, tables[set_of[layer]], None, metadata, layer)
-            self._kv.append(kv._replace(key_scales=scales[0], value_scales=scales[1]) if scales else kv)
+        for device, one in flat.items():
+            tables = one[:, : rows * columns].unflatten(1, (rows, columns))
+            of_set = tables.unbind()
+            layers = [(of_set[set_of[layer]], *several) for layer, several in enumerate(views)]
+            metadata = metadata_of(columns, layers, device)
+            self.tables[device] = DeviceTables(one, tables, metadata)
+            for layer, (table, keys, values, *scales) in enumerate(layers):
+                if self.shapes[layer].device == device:
+                    named = {"key_scales": scales[0], "value_scales": scales[1]} if scales else {}
+                    self._kv[layer] = KV(keys, values, table, None, metadata, layer, **named)
+
+    @property
+    def bytes(self) -> int:
+        """Of everything."""
         beside = (tensor for one in self.tables.values() for tensor in (one.flat, one.metadata))
-        self.bytes = sum(tensor.nbytes for tensor in (*self.kept, *beside))
+        return sum(tensor.nbytes for tensor in (*self.kept, *beside))
 
     def kv(self, layer: int) -> KV:
         """The store of one layer, for the attention operation. Its metadata says 0 tokens: rows differ in length."""
         return self._kv[layer]
 
-    def of_step(self, layers: Sequence[int], tokens: int, metadata: torch.Tensor, ragged: Ragged) -> dict[int, KV]:
-        """The stores of layers on one device, for a step of so many tokens. metadata: read in place of the device's."""
-        found = [self._kv[layer] for layer in layers]
-        counters = split_counters_for(found, tokens)
-        found = [
-            kv._replace(metadata=metadata, split_counters=counters, by_address=True, ragged=ragged) for kv in found
-        ]
-        return dict(zip(layers, found, strict=True))
+    def of_step(self, layers: Sequence[int], tokens: int, **given: Any) -> dict[int, KV]:
+        """The stores of layers on one device, for a step of so many tokens. given: other fields of each `KV`."""
+        counters = split_counters_for((self._kv[layer] for layer in layers), tokens)
+        return {layer: self._kv[layer]._replace(split_counters=counters, **given) for layer in layers}
 
     def upload(self, places: np.ndarray, values: np.ndarray, device: torch.device | None = None) -> None:
         """Writes values into the tables of a device, None for all, in stream order and without waiting for the GPU.
@@ -122,8 +138,11 @@ class PagedKVCache:
 
 def block_bytes(shapes: Sequence[Shape], sets: Sequence[LayerSet], device: torch.device | None = None) -> int:
     """Bytes of one block, or of its part on a device."""
-    layers = _layers_of_a_block(shapes, sets).items()
-    return BLOCK * sum(shape.size * number for shape, number in layers if device in (None, shape.device))
+    return _bytes_of(_layers_of_a_block(shapes, sets), device)
+
+
+def _bytes_of(layers: Counter[Shape], device: torch.device | None = None) -> int:
+    return BLOCK * sum(shape.size * number for shape, number in layers.items() if device in (None, shape.device))
 
 
 def _layers_of_a_block(shapes: Sequence[Shape], sets: Sequence[LayerSet]) -> Counter[Shape]:
@@ -137,26 +156,32 @@ def _layers_of_a_block(shapes: Sequence[Shape], sets: Sequence[LayerSet]) -> Cou
 def _allocated(
     layers: Counter[Shape], blocks: int, sets: int, table_size: int, devices: Iterable[torch.device]
 ) -> tuple[dict[Shape, tuple[torch.Tensor, ...]], dict[torch.device, torch.Tensor]]:
-    """By shape the keys and values, perhaps their scales; by device all tables, each padded. By itself, so that nothing
-    holds on to a part of it where the rest does not fit.
+    """By shape keys, values and any scales; by device all tables, padded. A function of its own, so that an allocation
+    that fails leaves no part behind.
     """
-    with torch.inference_mode(False), torch.no_grad():
-        kept = {shape: shape.empty(number, blocks) for shape, number in layers.items()}
-        for tensor in (tensor for several in kept.values() for tensor in several):
-            tensor[:, :, 0].zero_()
-        padded = -(-table_size // ALIGNED) * ALIGNED
-        return kept, {device: torch.zeros(sets, padded, dtype=torch.int32, device=device) for device in devices}
+    kept = {shape: shape.empty(number, blocks) for shape, number in layers.items()}
+    padded = -(-table_size // ALIGNED) * ALIGNED
+    return kept, {device: torch.zeros(sets, padded, dtype=torch.int32, device=device) for device in devices}
+
+
+def _halves(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Keys, then values, of each layer. Not flattened: that gives dimensions of size 1 other strides, which a graph
+    would keep for larger stores.
+    """
+    layers, _, *sizes = tensor.shape
+    return tensor.as_strided((2 * layers, *sizes), tensor.stride()[1:]).unbind()
 
 
 def views_by_layer(
     shapes: Sequence[Shape], sets: Sequence[LayerSet], kept: dict[Shape, tuple[torch.Tensor, ...]]
 ) -> list[tuple[torch.Tensor, ...]]:
     """Keys and values of every layer, and the scales of both if it has any."""
+    halves = {shape: [_halves(tensor) for tensor in several] for shape, several in kept.items()}
     views: dict[int, tuple[torch.Tensor, ...]] = {}
     for one in sets:
         taken: Counter[Shape] = Counter()
         for layer in one.layers:
-            shape = shapes[layer]
-            views[layer] = tuple(half for tensor in kept[shape] for half in tensor[taken[shape]])
-            taken[shape] += 1
+            start = 2 * taken[shapes[layer]]
+            views[layer] = tuple(half for several in halves[shapes[layer]] for half in several[start : start + 2])
+            taken[shapes[layer]] += 1
     return [views[layer] for layer in range(len(shapes))]

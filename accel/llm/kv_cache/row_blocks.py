@@ -1,12 +1,13 @@
-"""The blocks behind a cache of one batch: every row owns a block for each run of BLOCK tokens (a column).
+"""The blocks of a cache of one batch: every row owns a block for each run of BLOCK tokens (a column).
 
-Row r's block of a column is r * columns + column. The table says which block a row reads there. Beams share full blocks
-by pointing at each other's; a block that is still written is always its row's own. So reordering beams moves a few
-numbers and one block a row, in place, without waiting for the GPU. A `BlockAllocator` could not do that: it is on the
-host, which does not know the order of the beams.
+Row r's own block of a column is r * columns + column; the table says which block it reads. Beams share full blocks by
+pointing at each other's; a block that is still written is its row's own. So reordering beams moves a few table entries
+and one block a row, in place, without waiting for the GPU. A `BlockAllocator` cannot: the host does not know the order
+of the beams.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from accel_kernels.attention.paged.kv import KV, LENGTH, PADDING_MASK
@@ -19,9 +20,11 @@ from accel.llm.kv_cache.shape import BLOCK, Shape
 class RowBlocks(PagedKVCache):
     """A PagedKVCache of one set, in which every row has `columns` blocks; layers of equal shape share one allocation.
 
-    Raises torch.OutOfMemoryError. shared: columns before this one may point at another row's block. masked: tokens of
-    which a padding mask may forbid some.
+    Raises torch.OutOfMemoryError. shared: columns before this may be another row's blocks. masked: tokens that the
+    padding mask may hide.
     """
+
+    spare = False  # rows own all blocks
 
     def __init__(self, shapes: Sequence[Shape], rows: int, columns: int):
         super().__init__(shapes, _one_set(shapes), rows * columns, rows, columns)
@@ -29,22 +32,15 @@ class RowBlocks(PagedKVCache):
         self.shared = self.masked = 0
         self.padding_masks: dict[torch.device, torch.Tensor] = {}
         self.table = {device: one.tables[0] for device, one in self.tables.items()}
-        with torch.inference_mode(False):
-            self.owned = {
-                device: torch.arange(rows * columns, dtype=torch.int32, device=device).view(rows, columns)
-                for device in self.tables
-            }
-        for device, table in self.table.items():
-            table.copy_(self.owned[device])
+        for device, one in self.tables.items():
+            torch.arange(rows * columns, device=device, out=one.flat[0, : rows * columns])
 
-    def kv(self, layer: int, is_prefill: bool = False) -> KV:
-        mask = self.padding_masks.get(self.shapes[layer].device)
-        return self._kv[layer]._replace(padding_mask=mask, is_prefill=is_prefill, ordered=not self.shared)
+    def kv(self, layer: int) -> KV:
+        return self._kv[layer]._replace(ordered=not self.shared)
 
-    def all_tensors(self) -> list[torch.Tensor]:
-        """All that kernels read and write."""
-        beside = [tensor for one in self.tables.values() for tensor in (one.flat, one.metadata)]
-        return [*self.kept, *beside, *self.padding_masks.values()]
+    def of_step(self, layers: Sequence[int], tokens: int, **given: Any) -> dict[int, KV]:
+        mask = self.padding_masks.get(self.shapes[layers[0]].device)
+        return super().of_step(layers, tokens, padding_mask=mask, ordered=not self.shared, **given)
 
     def by_row(self, shape: Shape) -> list[torch.Tensor]:
         """Views of the allocations of a shape, (layers, 2, rows, columns, BLOCK, heads) and perhaps dim."""
@@ -76,7 +72,7 @@ class RowBlocks(PagedKVCache):
                 target.copy_(source[ids])
 
     def unshare(self, column: int, length: int) -> None:
-        """From this column on every row reads its own blocks, which hold what it read before."""
+        """Copies, so that from this column on every row reads its own blocks."""
         for at in reversed(range(column, self.shared)):  # from the end, so that all is in order after each
             if at * BLOCK < length:
                 ids = {device: table[:, at] for device, table in self.table.items()}
@@ -86,11 +82,11 @@ class RowBlocks(PagedKVCache):
                     for kept, blocks in zip(self.by_row(shape), several, strict=True):
                         kept[:, :, :, at].copy_(blocks)
             for device, table in self.table.items():
-                table[:, at].copy_(self.owned[device][:, at])
+                table[:, at].copy_(torch.arange(at, self.table_size, self.columns, device=device))
             self.shared = at
 
     def reorder(self, index: torch.Tensor, length: int) -> None:
-        """Row r goes on with what row index[r] holds: its table says so, and of a block begun it gets a copy."""
+        """Row r takes over row index[r]: full blocks by its table, the unfinished block by a copy."""
         full, begun = divmod(length, BLOCK)
         self.unshare(full, length)
         pieces = [(mask[:, : self.masked], 0) for mask in self.padding_masks.values()]
@@ -104,7 +100,7 @@ class RowBlocks(PagedKVCache):
         self.shared = full
 
     def set_padding_mask(self, mask: torch.Tensor | None) -> None:
-        """mask: (rows, tokens), 0 or False for what no query may see; all tokens beyond may be seen. None: all may."""
+        """mask: (rows, tokens), 0 or False for tokens that are hidden; later tokens are visible. None hides none."""
         tokens = 0 if mask is None else mask.shape[1]
         for device, one in self.tables.items():
             if mask is None:
@@ -121,7 +117,7 @@ class RowBlocks(PagedKVCache):
         self.masked = tokens
 
     def unmask(self, length: int) -> None:
-        """Tokens from here on may be seen."""
+        """Makes tokens from here on visible."""
         if self.masked > length:
             for mask in self.padding_masks.values():
                 mask[:, length : self.masked].fill_(True)
@@ -133,7 +129,7 @@ class RowBlocks(PagedKVCache):
             one.metadata[LENGTH].fill_(length)
 
     def packed(self, length: int) -> "RowBlocks":
-        """A copy with room for `length` tokens and no more, every row reading its own blocks; what pickles."""
+        """A copy of `length` tokens, in which rows share no blocks; it can be pickled."""
         blocks = RowBlocks(self.shapes, self.rows, -(-length // BLOCK))
         blocks.take(self, length)
         return blocks

@@ -1,4 +1,4 @@
-"""The keys and values of one generation: how many tokens every layer holds, room for more, other rows, copies."""
+"""The keys and values of one generation: their lengths, allocation, changes of rows, and copies."""
 
 import traceback
 from collections.abc import Callable, Sequence
@@ -12,11 +12,11 @@ from accel.cuda_graphs.entry import Replayed
 from accel.llm.kv_cache.row_blocks import RowBlocks
 from accel.llm.kv_cache.shape import BLOCK, Shape
 
-AHEAD = 16384  # tokens a row that room is made for at once, of those that a request may still come to
+AHEAD = 16384  # tokens a row that are allocated ahead at most, of those that a request may still come to
 
 
 class LatestForward(NamedTuple):
-    """How the forward before was called; positions: of its last tokens, (..., 1 or rows, 1), if it takes any."""
+    """How the last forward was called; positions: of its last tokens, (..., 1 or rows, 1), None without any."""
 
     positions: torch.Tensor | None
     keep: int
@@ -40,7 +40,7 @@ class PendingStep:
     def take(
         self, length: int, tokens: torch.Tensor, positions: torch.Tensor | None, mask: torch.Tensor | None, keep: int
     ) -> Replayed | None:
-        """The step, if this forward is given the very tensors that were prepared for it; else None."""
+        """The step, if this forward is given the very tensors that generate() prepared for it; else None."""
         given, step, self.step = self.inputs, self.step, None
         if given is None or (length, keep) != (self.length, self.keep):
             return None
@@ -73,23 +73,18 @@ class RowSelection(NamedTuple):
         return torch.arange(rows, device=device)[what]
 
 
-def _nobody() -> None:
-    return None
-
-
 class Store:
     """The keys and values of all layers of a model, for one batch of rows. For one thread at a time.
 
-    shapes: one a layer. wanted: how many tokens a row will come to hold, as far as anyone knows. Nothing is allocated
-    before `reserve`. lengths: tokens a row, by layer; equal but while stock layers write one after another. requested:
-    by layer, changes of its rows that are pending until all layers have been asked for them. holder: gives the cache
-    over it, if that is known and still there.
+    shapes: one a layer. expected_tokens: tokens that a row is expected to reach. Nothing is allocated before `reserve`.
+    lengths: tokens a row, by layer; they differ only while stock layers write one after another. requested: by layer,
+    changes of rows that wait until all layers were asked for them. cache_ref: gives the cache over it, if still there.
     """
 
-    def __init__(self, shapes: Sequence[Shape], wanted: int = 0):
-        self.shapes, self.wanted = tuple(shapes), wanted
+    def __init__(self, shapes: Sequence[Shape], expected_tokens: int = 0):
+        self.shapes, self.expected_tokens = tuple(shapes), expected_tokens
         self.lengths = dict.fromkeys(range(len(self.shapes)), 0)
-        self.holder: Callable[[], Any] = _nobody
+        self.cache_ref: Callable[[], Any] = lambda: None
         self.clear()
 
     def clear(self) -> None:
@@ -98,13 +93,13 @@ class Store:
         self.requested: dict[int, list[RowSelection]] = {}
         self._blocks: Any = None  # RowBlocks, from the first `reserve` on
         self.pending: PendingStep | None = None  # a step that another stream is at
-        self.latest: LatestForward | None = None  # the forward that left all as it is
+        self.latest: LatestForward | None = None  # the last forward, None once anything else touched the store
         self.known_length = 0  # the length that the kernels are told
         self.number: tuple = (None, 0, 0)  # a tensor that was read, its version then, and what it holds
 
     @property
     def blocks(self) -> RowBlocks:
-        """What is there, after `reserve`. Whoever asks waits for the step launched ahead, and no other is launched."""
+        """The blocks, after `reserve`. Reading this waits for the step launched ahead, and stops further ones."""
         self.take()
         self.latest = None
         return self._blocks
@@ -117,8 +112,10 @@ class Store:
         return pending
 
     def tensors(self) -> list[torch.Tensor]:
-        """All that kernels read and write."""
-        return self.blocks.all_tensors() if self._blocks else []
+        """All that kernels read and write, after `reserve`."""
+        blocks = self.blocks
+        beside = (tensor for one in blocks.tables.values() for tensor in (one.flat, one.metadata))
+        return [*blocks.kept, *beside, *blocks.padding_masks.values()]
 
     @property
     def length(self) -> int:
@@ -135,12 +132,12 @@ class Store:
         return self._blocks.columns * BLOCK if self._blocks else 0
 
     @property
-    def whole(self) -> bool:
-        """Whether all layers are here, hold equally many tokens, and no change of rows is pending."""
+    def consistent(self) -> bool:
+        """Whether all layers are in the store and equally long, and no change of rows is pending."""
         return len(self.lengths) == len(self.shapes) and len(set(self.lengths.values())) == 1 and not self.requested
 
     @property
-    def settled(self) -> bool:
+    def readable(self) -> bool:
         """Keys and values lie as `read` shows them, with nothing to be done first."""
         return self.pending is None and not self.requested and (self._blocks is None or not self._blocks.shared)
 
@@ -151,20 +148,27 @@ class Store:
 
     @property
     def metadata(self) -> torch.Tensor:
-        self._set_length()
-        return self.blocks.tables[self.shapes[0].device].metadata
+        return self.metadata_on(self.shapes[0].device)
 
-    def kv(self, layer: int, is_prefill: bool | None = None) -> KV:
-        """The store of one layer, for the attention operation. Good until `reserve` makes more room."""
+    def metadata_on(self, device: torch.device) -> torch.Tensor:
+        """`KV.metadata` of the layers on a device."""
         self._set_length()
-        return self.blocks.kv(layer, self.known_length == 0 if is_prefill is None else is_prefill)
+        return self.blocks.tables[device].metadata
+
+    def kvs(self, layers: Sequence[int], tokens: int, **given: Any) -> dict[int, KV]:
+        """The stores of layers on one device, for a step of so many tokens. Good until `reserve` makes more room.
+
+        given: other fields of each `KV`, such as is_prefill.
+        """
+        self._set_length()
+        return self.blocks.of_step(layers, tokens, **given)
 
     def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer, each (rows, heads, tokens, dim): views, all blocks made the rows' own first.
+        """Keys and values of a layer, each (rows, heads, tokens, dim): views, once rows share no blocks.
 
-        Copies in the model's dtype where the store rounds them; copies of the requested rows where a change is pending.
+        Copies in the model's dtype where they are stored in 8 bits, or where a change of rows is pending.
         """
-        if not self.settled:
+        if not self.readable:
             self.blocks.unshare(0, self.length)
         self.latest = None
         kept = self._blocks.kv(layer).read(self.lengths[layer], self.shapes[layer].dtype)
@@ -173,10 +177,9 @@ class Store:
         return kept[0].transpose(1, 2), kept[1].transpose(1, 2)
 
     def reserve(self, rows: int, tokens: int) -> None:
-        """Before every call: room for `tokens` tokens in all of each row, and what is written next is the row's own.
+        """Before every call: allocates for `tokens` tokens a row, and unshares the blocks that are written next.
 
-        Raises ValueError for another number of rows than what is stored; torch.OutOfMemoryError where there is no
-        room, and then all is as it was.
+        Raises ValueError for another number of rows than is stored; torch.OutOfMemoryError, and then nothing changed.
         """
         if self.rows and rows != self.rows:
             if self.length:
@@ -188,8 +191,8 @@ class Store:
 
     def _grow(self, rows: int, tokens: int) -> None:
         wish = max(tokens, self.capacity * 3 // 2)
-        if self.wanted >= tokens:  # and a block, as assisted decoding looks ahead of the tokens it may keep
-            wish = min(self.wanted + BLOCK, max(tokens + AHEAD, wish))
+        if self.expected_tokens >= tokens:  # and a block, as assisted decoding looks ahead of the tokens it may keep
+            wish = min(self.expected_tokens + BLOCK, max(tokens + AHEAD, wish))
         while True:
             try:
                 return self._lay_out(rows, wish)
@@ -204,14 +207,14 @@ class Store:
             wish = tokens + (wish - tokens) // 4
 
     def _lay_out(self, rows: int, tokens: int, chosen: torch.Tensor | None = None) -> None:
-        """Allocates for so many rows and tokens; row r gets what row chosen[r] holds, or row r. All or nothing."""
+        """Allocates anew; row r gets the tokens of row chosen[r], or of row r. All or nothing."""
         blocks = RowBlocks(self.shapes, rows, -(-tokens // BLOCK))
         if self.length:
             blocks.take(self.blocks, self.length, chosen)
         self._blocks, self.known_length = blocks, 0
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Adds (rows, heads, new, dim) to one layer, whatever the others hold."""
+        """Appends (rows, heads, new, dim) to one layer, whatever the length of the others."""
         start = self.lengths[layer]
         end = start + keys.shape[2]
         self.reserve(keys.shape[0], end)
@@ -224,19 +227,19 @@ class Store:
         self._set_length()
 
     def crop(self, length: int) -> None:
-        """Only the first tokens stay. What rows share and will write again is made their own at the next `reserve`."""
+        """Keeps the first tokens. The next `reserve` unshares the blocks that are written again."""
         for layer, held in self.lengths.items():
             self.shorten(layer, held - length)
         self._set_length()
 
     def shorten(self, layer: int, tokens: int) -> None:
-        """Takes the last `tokens` of one layer away, at most all."""
+        """Removes the last tokens of one layer, at most all."""
         self.lengths[layer] -= min(max(tokens, 0), self.lengths[layer])
         if self._blocks:
             self.blocks.unmask(self.length)
 
     def read_number(self, value: int | torch.Tensor) -> int:
-        """The value as an int. A cache hands one tensor to layer after layer; the device is waited for once."""
+        """The value as an int. A cache passes one tensor to each layer, which is read from the device once."""
         if type(value) is not torch.Tensor or value.is_inference():
             return int(value)
         known, version, number = self.number
@@ -246,7 +249,7 @@ class Store:
         return number
 
     def empty(self, layer: int) -> None:
-        """Takes all of one layer away; gives the memory back when nothing is left."""
+        """Removes all tokens of one layer; frees the memory when no layer has any."""
         self.requested.pop(layer, None)
         self.lengths[layer] = 0
         if not self.length:
@@ -268,7 +271,7 @@ class Store:
             self.known_length = length
 
     def request(self, layer: int, rows: RowSelection) -> None:
-        """One layer is asked to change its rows; done once all are asked the same. An empty store has no rows yet."""
+        """Asks one layer to change its rows, which is done once all layers were asked the same."""
         if self.length:
             self.requested.setdefault(layer, []).append(rows)
             self._apply_requested()
@@ -282,7 +285,7 @@ class Store:
             self.requested = {layer: rows[1:] for layer, rows in self.requested.items() if rows[1:]}
 
     def choose(self, rows: RowSelection) -> None:
-        """Other rows in all layers; in place and without waiting for the GPU where their number stays."""
+        """Changes the rows of all layers; in place, without waiting for the GPU, if their number stays."""
         if not self.length:
             return
         index = rows.indices(self.rows, self.shapes[0].device)
@@ -292,7 +295,8 @@ class Store:
             self._lay_out(index.shape[0], self.capacity, index)
 
     def __getstate__(self) -> dict:
-        state = {name: vars(self)[name] for name in ("shapes", "wanted", "lengths", "requested")}
+        state = {name: vars(self)[name] for name in ("shapes", "lengths", "requested")}
+        state["wanted"] = self.expected_tokens
         return state | ({"blocks": self.blocks.packed(self.length)} if self.length else {})
 
     def __setstate__(self, state: dict) -> None:

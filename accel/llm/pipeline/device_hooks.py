@@ -51,7 +51,8 @@ def other_hook(module: nn.Module) -> str | None:
         return "an accelerate hook that loads offloaded weights"
     around, beneath = attributes.get(FORWARD), attributes.get(BENEATH)
     stock = stock_method(module, beneath) or getattr(beneath, "module", None) is module  # or a fast one of accel's
-    if not stock or not _wraps(around, module):
+    around = getattr(around, "around", around)  # accelerate's wrapper, where a fast forward stands on it
+    if not stock or not isinstance(around, partial) or around.args != (module,):
         return "an accelerate hook around a replaced forward"
     device = execution_device(hook)
     if device is None:
@@ -61,27 +62,21 @@ def other_hook(module: nn.Module) -> str | None:
     return None
 
 
-def _wraps(around: object, module: nn.Module) -> bool:
-    """Whether this is accelerate's wrapper of the module, or a fast forward that stands on it."""
-    around = getattr(around, "around", around)
-    return isinstance(around, partial) and around.args == (module,)
-
-
 def same_place(found: torch.device, wanted: torch.device) -> bool:
     """Whether both are one device. A CPU is one, whatever its number: tensors on it do not tell."""
     return found == wanted or found.type == wanted.type == "cpu"
 
 
-def brought(value: Any, device: torch.device) -> Any:
+def moved_to(value: Any, device: torch.device) -> Any:
     """The value with its tensors on this device, of tuples, lists and dicts too; itself where they are there. Does not
     wait for a GPU.
     """
     if isinstance(value, torch.Tensor):
         return value if value.device == device else value.to(device, non_blocking=True)
     if type(value) is dict:
-        found = {name: brought(one, device) for name, one in value.items()}
+        found = {name: moved_to(one, device) for name, one in value.items()}
         return value if all(map(is_, found.values(), value.values())) else found
     if type(value) in (tuple, list):
-        several = [brought(one, device) for one in value]
+        several = [moved_to(one, device) for one in value]
         return value if all(map(is_, several, value)) else type(value)(several)
     return value

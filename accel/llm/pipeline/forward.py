@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from accel_kernels import KV
-from accel_kernels.attention.paged.kv import split_counters_for
 
 from accel.llm.generation.calling_convention import Unfit
 from accel.llm.generation.decoder import DecoderForward
@@ -46,7 +45,7 @@ class SpreadForward(DecoderForward):
             forward.around = wrapper_of(forward.module)
         self.chained = True  # its code hands each layer what the one before gave
 
-    def stays_stock(self, kwargs: dict, unknown: str) -> str | None:
+    def why_stock(self, kwargs: dict, unknown: str) -> str | None:
         return unknown
 
     def device(self, layer: LayerForward, embeddings: torch.Tensor) -> torch.device:
@@ -144,17 +143,13 @@ class StoresOfOneForward:
         self.store, self.is_prefill, self.last = store, is_prefill, last
 
     def metadata(self, stretch: Stretch) -> tuple[torch.Tensor, ...]:
-        return (self.store.kv(stretch.layers[0].spec.attention.index).metadata,)
+        return (self.store.metadata_on(stretch.device),)
 
     def turn(self, stretch: Stretch) -> AbstractContextManager:
         return nullcontext()
 
     def kvs(self, stretch: Stretch, x: torch.Tensor, metadata: tuple[torch.Tensor, ...]) -> dict[int, KV]:
         indices = [layer.spec.attention.index for layer in stretch.layers]
-        found = {index: self.store.kv(index, is_prefill=self.is_prefill) for index in indices}
-        counters = split_counters_for(found.values(), x.shape[0] * x.shape[1])
         last = None if self.last is None else self.last.to(stretch.device)
-        return {
-            index: kv._replace(metadata=metadata[0], split_counters=counters, by_address=last is not None, last=last)
-            for index, kv in found.items()
-        }
+        given = {"is_prefill": self.is_prefill, "metadata": metadata[0], "by_address": last is not None, "last": last}
+        return self.store.kvs(indices, x.shape[0] * x.shape[1], **given)

@@ -6,7 +6,6 @@ with. So they are taken off while the model is optimized, and stock code compute
 hook stays; fused, a layer stands in its place.
 """
 
-from collections.abc import Iterator
 from itertools import chain
 from typing import NamedTuple
 
@@ -33,7 +32,7 @@ class Placement(NamedTuple):
         starts = [n for n, device in enumerate(self.devices) if not n or device != self.devices[n - 1]]
         return [range(*ends) for ends in zip(starts, [*starts[1:], len(self.devices)], strict=True)]
 
-    def told(self) -> str:
+    def description(self) -> str:
         """For the report."""
         found = (f"{s.start}-{s.stop - 1} on {self.devices[s.start]}" for s in self.stretches())
         return f"layers {', '.join(found)}"
@@ -77,10 +76,11 @@ class LiftedHooks:
     def apply(self) -> None:
         self.lifted = []
         for layer in self.layers:
-            for module in _hooked_inside(layer):
+            for module in layer.modules():
                 attributes = vars(module)
-                held = {name: attributes.pop(name) for name in (HOOK, BENEATH, FORWARD)}
-                self.lifted.append((layer, vars(layer)[HOOK], module, held))
+                if module is not layer and HOOK in attributes:
+                    held = {name: attributes.pop(name) for name in (HOOK, BENEATH, FORWARD)}
+                    self.lifted.append((layer, vars(layer)[HOOK], module, held))
 
     def check(self) -> None:
         """Raises PatchConflict where a hook has been put on since."""
@@ -99,7 +99,3 @@ class LiftedHooks:
             if hook_of(layer) is hook and (own is None or stock_method(module, own)):
                 attributes.update(held)
         self.lifted = []
-
-
-def _hooked_inside(layer: nn.Module) -> Iterator[nn.Module]:
-    return (module for module in layer.modules() if module is not layer and HOOK in vars(module))

@@ -6,7 +6,7 @@ one CUDA graph. That holds where the code hands every layer what the one before 
 else `Unchained` is raised, and each layer computes by itself.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from accel.cuda_graphs.rule import obstacle
 from accel.cuda_graphs.runner import GraphRunner
-from accel.llm.pipeline.device_hooks import brought
+from accel.llm.pipeline.device_hooks import moved_to
 from accel.llm.runtime.layer import LayerForward
 from accel.llm.runtime.step import Step
 from accel.patching.structure import foreign_hooks
@@ -86,19 +86,19 @@ class StretchStep(Step):
         """The value on a device: once a forward, for however many layers."""
         found = self._brought.get((id(value), device))
         if found is None:
-            found = self._brought[id(value), device] = (value, brought(value, device))
+            found = self._brought[id(value), device] = (value, moved_to(value, device))
         return found[1]
 
     def passes(self, layer: StretchLayer, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
         stretch = layer.stretch
         with stretch.context():
-            given = Called(kwargs, lambda value: self.bring(value, stretch.device))
-            y = layer.bound(layer.kernels, self, brought(x, stretch.device).contiguous(), given)
+            given = ReadKeywords(kwargs, lambda value: self.bring(value, stretch.device))
+            y = layer.bound(layer.kernels, self, moved_to(x, stretch.device).contiguous(), given)
         stretch.read = given.read | (stretch.read or frozenset())
         return y
 
 
-class Called(dict):
+class ReadKeywords(dict):
     """Keywords of a call; brought to the device of whoever reads them, when they are. read: which were."""
 
     def __init__(self, kwargs: dict, bring: Callable):
@@ -172,7 +172,7 @@ class ChainedStep(StretchStep):
                         values.append(self.bring(value, stretch.device))
                     named[name] = known[id(value)]
             places.append(named)
-        x, metadata = brought(x, stretch.device).contiguous(), self.stores.metadata(stretch)
+        x, metadata = moved_to(x, stretch.device).contiguous(), self.stores.metadata(stretch)
 
         def run(x: torch.Tensor, values: Sequence[Any], metadata: tuple[torch.Tensor, ...]) -> torch.Tensor:
             return stretch.run(self.stores.kvs(stretch, x, metadata), x, values, places)
@@ -241,13 +241,10 @@ class StretchGraphs:
         if seen is None:
             raise Stale
         outputs = runner(run, args, {}, variant)
-        self.held[number] = seen if _begins(runner) else None
+        # Over weights whose changes nobody counts, as of inference mode, `begin` launches nothing.
+        counted = runner.fingerprint is not None and runner.fingerprint.versions() is not None
+        self.held[number] = seen if counted else None
         return outputs
-
-
-def _begins(runner: GraphRunner) -> bool:
-    """Whether its `begin` can launch anything: not over weights whose changes nobody counts, as of inference mode."""
-    return runner.fingerprint is not None and runner.fingerprint.versions() is not None
 
 
 def _obstacle(layers: nn.Module) -> str | None:
@@ -255,11 +252,7 @@ def _obstacle(layers: nn.Module) -> str | None:
     for number, layer in enumerate(layers.children()):
         if foreign_hooks(layer):
             return f"forward hooks on layer {number} would not run"
-        reason = next(_inside(layer), None)
-        if reason is not None:
-            return reason
+        for child in layer.children():
+            if (reason := obstacle(child)) is not None:
+                return reason
     return None
-
-
-def _inside(layer: nn.Module) -> Iterator[str]:
-    return (reason for child in layer.children() if (reason := obstacle(child)) is not None)

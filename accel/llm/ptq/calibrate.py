@@ -2,8 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,24 +14,28 @@ from accel.llm.ptq.algorithms import smoothquant as smooth
 from accel.llm.ptq.calibration.folding import FoldGroup, layer_groups
 from accel.llm.ptq.calibration.layer_inputs import LayerInputs, lent, moved
 from accel.llm.ptq.calibration.layer_work import LayerWork, outputs
-from accel.llm.ptq.calibration.linears import linears, put, weight_matrix
+from accel.llm.ptq.calibration.linears import linears, put
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import decoder_layers, model_side_effects
-from accel.llm.runtime.linear import Weights, weights
-from accel.patching.patch import set_data
-from accel.patching.structure import meta_weights, placement, stock_method
+from accel.patching.rule import set_data
+from accel.patching.structure import placement, stock_method
 from accel.quantization.activations import COLUMNS, FIXED, SCALE, THRESHOLD, is_static
 from accel.quantization.linears import Dense
 from accel.quantization.scheme import Scheme
 
-METHODS = ("rtn", "gptq", "awq", "smoothquant")
 FOLDING = ("awq", "smoothquant")
+ALGORITHMS: dict[str, Callable[[LayerWork, nn.Module, Sequence[FoldGroup]], None]] = {
+    "rtn": lambda work, *_: work.round(),
+    "gptq": lambda work, *_: gptq.quantize_layer(work),
+    "awq": awq.quantize_layer,
+    "smoothquant": smooth.quantize_layer,
+}
 
 
 class LayerResult(NamedTuple):
-    """path: of the decoder layer. weights: by the full path of each linear. changed: other parameters that are not what
-    they were, by full path: norms, biases, the weight of a linear that a scale was folded into. inputs: by the full
-    path of each linear what is fixed of its inputs, where the scheme wants it, see `FIXED`.
+    """path: of the decoder layer. weights: by the full path of each linear. changed: other parameters that changed, by
+    full path: norms, biases, the weight of a linear that a scale was folded into. inputs: by the full path of each
+    linear what calibration fixed of its inputs, see `FIXED`.
     """
 
     path: str
@@ -42,9 +45,9 @@ class LayerResult(NamedTuple):
 
 
 class CalibratedLayer(LayerResult):
-    """A result with what there is to say of it. notes: what was not done as asked for, and why. sqnr_db: what the layer
-    adds to its hidden states, on the calibration, to the error of that; the int8 activations of smoothquant included.
-    None where nothing was run.
+    """A result with its quality. notes: what was not done as asked for, and why. sqnr_db: signal to noise of what the
+    layer adds to its hidden states, on the calibration data; the int8 activations of smoothquant included. None where
+    nothing was run.
     """
 
     notes: tuple[str, ...] = ()
@@ -69,8 +72,8 @@ def quantize_layers(
     a time, while the model stays where it is, and as it is unless later layers can be reached through it alone;
     results lie where it does. None: there. The same arguments give the same results.
 
-    Raises ValueError for an unknown method, for arguments that do not fit each other or the model, and for NaN or Inf
-    on the way, naming the layer.
+    Raises ValueError for a model or a scheme that the method is not for, and for NaN or Inf on the way, naming the
+    layer. All else is as `accel.quantize` has checked it.
     """
     _check(model, scheme, method, batches)
     chosen = _chosen(model, scheme)
@@ -82,34 +85,18 @@ def quantize_layers(
             raise ValueError(f"method={method!r}: {reason}") from None
         path, layers = "", None
     names = [""] if layers is None else [f"{path}.{number}" for number in range(len(layers))]
-    for name in known:
-        if name not in names:
-            raise ValueError(f"known: the model has no layer {name!r}; it has {names[0]!r} to {names[-1]!r}")
     device = None if layers is None else device  # what has no layers cannot be lent one by one
     inputs = LayerInputs(model, path, layers, batches, device) if batches and layers is not None else None
     return _layers(model, scheme, method, known, chosen, names, inputs, device)
 
 
 def apply(model: nn.Module, result: LayerResult) -> None:
-    """Gives a model the values of a result, its weights dequantized, wherever the result's tensors are.
-
-    Raises ValueError for a result of another model.
-    """
+    """Gives a model the values of a result of it, its weights dequantized, wherever the result's tensors are."""
     for path, tensor in result.changed.items():
-        parameter = _parameter(model, path)
-        if parameter is None or parameter.shape != tensor.shape:
-            raise ValueError(
-                f"{result.path}: {path} is {_shape(tensor)} in the result, {_shape(parameter)} in the model"
-            )
-        set_data(parameter, lambda data, tensor=tensor: tensor.to(data.device, data.dtype, copy=True))
+        set_data(model.get_parameter(path), lambda data, tensor=tensor: tensor.to(data.device, data.dtype, copy=True))
     for path, quantized in result.weights.items():
-        parameter = _parameter(model, f"{path}.weight")
-        if parameter is None or not _holds(model.get_submodule(path), quantized):
-            raise ValueError(
-                f"{result.path}: {path} is {quantized.shape} in the result, {_shape(parameter)} in the model"
-            )
-        here = quantized.each(partial(Tensor.to, device=parameter.device))
-        put(model.get_submodule(path), here.dequantized(parameter.dtype))
+        weight = model.get_parameter(f"{path}.weight")
+        put(model.get_submodule(path), moved(quantized, weight.device).dequantized(weight.dtype))
 
 
 def _layers(
@@ -139,7 +126,7 @@ def _layers(
                 work = LayerWork(layer, scheme, own, calls)
                 if reason:
                     work.notes.append(f"no scale is folded: {reason}")
-                _by(method, work, model, groups.get(name, ()))
+                ALGORITHMS[method](work, model, groups.get(name, ()))
                 if is_static(scheme.activations):
                     _fix_inputs(work)
                 after = work.outputs()
@@ -147,17 +134,6 @@ def _layers(
         if inputs is not None:
             inputs.next(after)
         yield result
-
-
-def _by(method: str, work: LayerWork, model: nn.Module, groups: Sequence[FoldGroup]) -> None:
-    if method == "gptq":
-        gptq.quantize_layer(work)
-    elif method == "awq":
-        awq.quantize_layer(work, model, groups)
-    elif method == "smoothquant":
-        smooth.quantize_layer(work, model, groups)
-    else:
-        work.round()
 
 
 def _fix_inputs(work: LayerWork) -> None:
@@ -198,14 +174,8 @@ def _groups(model: nn.Module) -> tuple[dict[str, list[FoldGroup]], str]:
 
 
 def _check(model: nn.Module, scheme: Scheme, method: str, batches: Sequence[dict[str, Tensor]]) -> None:
-    if method not in METHODS:
-        raise ValueError(f"method={method!r} is not one of {', '.join(map(repr, METHODS))}")
-    if not batches and method != "rtn":
-        raise ValueError(f"method={method!r} needs batches of text to look at; only 'rtn' does without")
-    if method == "smoothquant" and (scheme.number, scheme.symmetric) != ("int8", True):
+    if method == "smoothquant" and (scheme.weight_dtype, scheme.symmetric) != ("int8", True):
         raise ValueError(f"method='smoothquant' is for weights='int8', not for {scheme}")
-    if meta_weights(model):
-        raise ValueError("some weights are not loaded; load the whole model on a CPU or one GPU")
     reason = model_side_effects(model) or next(filter(None, map(_replaced, model.modules())), None)
     if batches and reason is not None:
         raise ValueError(f"{reason}: calibrate the model as it was loaded")
@@ -222,20 +192,3 @@ def _chosen(model: nn.Module, scheme: Scheme) -> dict[str, Dense]:
     """The linears to be quantized: without those whose weight is another module's too, which would change with it."""
     owners = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     return {path: module for path, module in linears(model, scheme)[0].items() if owners[id(module.weight)] == 1}
-
-
-def _holds(module: nn.Module, quantized: Quantized) -> bool:
-    """Whether a linear's own weight has this size."""
-    return type(weights(module)) is Weights and weight_matrix(module).shape == quantized.shape
-
-
-def _parameter(model: nn.Module, path: str) -> nn.Parameter | None:
-    owner, _, name = path.rpartition(".")
-    try:
-        return model.get_submodule(owner)._parameters.get(name)
-    except AttributeError:
-        return None
-
-
-def _shape(tensor: Tensor | None) -> tuple[int, ...] | str:
-    return "missing" if tensor is None else tuple(tensor.shape)

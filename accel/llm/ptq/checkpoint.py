@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from accel_kernels import Quantized
+from accel_kernels.gemm.quantized_weight import PARTS
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
@@ -54,7 +55,7 @@ class Checkpoint:
         fields = (
             (f"weights/{path}/{field}", tensor)
             for path, weight in result.weights.items()
-            for field, tensor in weight._asdict().items()
+            for field, tensor in weight.parts().items()
         )
         tensors = dict(fields) | {f"changed/{path}": tensor for path, tensor in result.changed.items()}
         tensors |= {f"inputs/{path}": tensor for path, tensor in result.inputs.items()}
@@ -95,11 +96,11 @@ def _read(file: Path) -> LayerResult:
             weights.setdefault(path, {})[field] = tensor
         else:
             others.setdefault(kind, {})[rest] = tensor
-    if any({"data", "scales"} - fields.keys() or fields.keys() - set(Quantized._fields) for fields in weights.values()):
+    if any({"data", "scales"} - fields.keys() or fields.keys() - set(PARTS) for fields in weights.values()):
         raise ValueError(f"{file} is no layer of a run; delete it, and its layer is quantized again")
     path = file.name.removesuffix(".safetensors")
     path = "" if path == "model" else path
-    return LayerResult(path, {p: Quantized(**f) for p, f in weights.items()}, others["changed"], others["inputs"])
+    return LayerResult(path, {p: Quantized.of(**f) for p, f in weights.items()}, others["changed"], others["inputs"])
 
 
 def _same(file: Path, run: dict[str, str | None]) -> None:

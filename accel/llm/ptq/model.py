@@ -9,18 +9,18 @@ from transformers import PreTrainedModel
 
 from accel.errors import reason_of
 from accel.libraries.adapters import BASE
-from accel.llm.analysis.experts import ExpertFormula, expert_stacks, holds_experts
+from accel.llm.moe.experts import ExpertFormula, holds_experts
 from accel.llm.ptq.calibration.linears import heads, linears
 from accel.llm.ptq.formats.saving import guard
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import decoder_layers, example_ids, model_side_effects, resting
 from accel.llm.runtime.linear import holds_transposed
 from accel.options import Options
-from accel.parallel.sharded_layers import expert_sharding, local_twin
-from accel.patching.structure import meta_weights, tampered
+from accel.parallel.sharded_layers import expert_sharding, local
+from accel.patching.structure import meta_weights, tampered, twin
 from accel.quantization import model as quantization
 from accel.quantization.experts import OWN, ExpertStacks, QuantizedExperts
-from accel.quantization.linears import Dense, inside
+from accel.quantization.linears import Dense, base_modules
 from accel.quantization.module import dequantizing
 from accel.quantization.scheme import Scheme
 
@@ -40,12 +40,12 @@ def experts(model: PreTrainedModel, scheme: Scheme, find: Find) -> tuple[dict[st
         path = ""
     chosen: dict[str, ExpertStacks] = {}
     skipped: dict[str, str] = {}
-    for where, module in inside(model.get_submodule(path), path, set()):
+    for where, module in base_modules(model.get_submodule(path), path, set()):
         if not holds_experts(module):
             continue
         found = _refuses(where, module) or _unread(next(module.parameters()).device, scheme) or find(_whole(module))
         if isinstance(found, ExpertFormula):
-            stacks = expert_stacks(module, found)
+            stacks = ExpertStacks(module, found.stacks, found.transposed)
             refused = [f"{name}: {why}" for name in stacks.names if (why := scheme.refuses(stacks.inputs(name)))]
             if not refused:
                 chosen[where] = stacks
@@ -57,12 +57,12 @@ def experts(model: PreTrainedModel, scheme: Scheme, find: Find) -> tuple[dict[st
 
 def _whole(module: nn.Module) -> nn.Module:
     """The module, or one of what this rank has of it."""
-    return module if expert_sharding(module) is None else local_twin(module)
+    return module if expert_sharding(module) is None else twin(module, local)
 
 
 def _unread(device: torch.device, scheme: Scheme) -> str | None:
     """Why no kernel reads such numbers on this device."""
-    if scheme.number == "fp8" and device.type == "cuda" and capability(device) < FLOAT8:
+    if scheme.weight_dtype == "fp8" and device.type == "cuda" and capability(device) < FLOAT8:
         return f"float8 below compute capability {FLOAT8[0]}.{FLOAT8[1]}: no kernel reads it"
     return None
 
@@ -78,7 +78,7 @@ def _refuses(path: str, module: nn.Module) -> str | None:
         return "whole experts are divided among ranks: their stacks keep their dtype"
     if parts is None and (reason := tampered(module)):
         return reason
-    own = module if parts is None else local_twin(module)
+    own = module if parts is None else twin(module, local)
     held = [parameter for parameter in own._parameters.values() if parameter is not None]
     if meta_weights(module) or not all(type(one) is nn.Parameter and one.is_floating_point() for one in held):
         return "its stacks are not loaded, or of a type of their own"

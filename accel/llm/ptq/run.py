@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accel_kernels import Quantized
 from transformers import PreTrainedModel
 
 from accel.errors import Refused
@@ -25,11 +24,11 @@ from accel.llm.recording.recorder import decoder_layers
 from accel.llm.runtime.linear import holds_transposed, weights
 from accel.options import ACTIVATIONS, METHODS, STATIC, WEIGHTS, check_activations
 from accel.parallel.sharded_layers import ranks_of
-from accel.patching.patch import set_data
+from accel.patching.rule import set_data
 from accel.patching.structure import meta_weights
 from accel.planning.plan import PLAN
 from accel.quantization.activations import FIXED, is_static
-from accel.quantization.linears import Dense, nothing
+from accel.quantization.linears import Dense, nothing_to_quantize
 from accel.quantization.model import quantization_record
 from accel.quantization.module import QuantizedLinear
 from accel.quantization.patch import exchange, held_elsewhere
@@ -43,9 +42,11 @@ WITH_DATA = "gptq"  # what is chosen where there is some
 
 @dataclass
 class Run:
-    """What was done: `rows`, as `Report.weights`; `skipped`, the reason by the path of a linear left alone; by the path
-    of a layer `seconds`, and `notes` and `sqnr_db` as of a `CalibratedLayer`; `taken`, how many layers an earlier run
-    had done, of which there are none of these.
+    """What was done.
+
+    rows: as of `Report.weights`. skipped: by the path of a linear that was left alone, why. seconds, notes, sqnr_db: by
+    the path of a layer, the last two as of a `CalibratedLayer`. taken: layers that an earlier run had done, which have
+    none of these.
     """
 
     rows: list[dict] = field(default_factory=list)
@@ -65,7 +66,7 @@ UNSAVED = "_accel_unsaved"  # of a model, while it is
 
 @dataclass
 class Unsaved:
-    """A model that is quantized, and of which the last save failed: by which call, and what was done."""
+    """Of a quantized model whose save failed: the call, and what was done, so that the same call only saves again."""
 
     run: dict[str, str | None]
     activations: str | None
@@ -105,7 +106,7 @@ def quantize(
         schemes |= dict.fromkeys(last, head)
     chosen, skipped = chosen | last, skipped | left
     if not chosen:
-        raise ValueError(nothing(scheme, skipped))
+        raise ValueError(nothing_to_quantize(scheme, skipped))
     if out is not None and (getattr(model, ADAPTED, False) or any(BASE in p.split(".") for p in chosen)):
         raise ValueError("out: a model with adapters in it cannot be saved; merge or unload them first")
     data = [] if calibration is None else batches(model, calibration, tokenizer)
@@ -146,7 +147,7 @@ def quantize(
 
 
 def _save(model: PreTrainedModel, tokenizer: Any, checkpoint: Checkpoint, unsaved: Unsaved) -> None:
-    """Where that fails, the same call can do it again."""
+    """Saves the model; where that fails, the same call of `quantize` can do it again."""
     vars(model)[UNSAVED] = unsaved
     model.save_pretrained(checkpoint.out)
     if tokenizer is not None:
@@ -173,7 +174,7 @@ class Originals:
         for path in self.paths:
             for name, parameter in self.model.named_parameters():
                 if name.startswith(path):
-                    # No copy of what is there already: a method gives a parameter new memory, see `put`.
+                    # On a CPU this is no copy: methods give a parameter new memory, see `put`.
                     self.held[name] = parameter.detach().to("cpu")
             result = next(results, None)
             if result is None:
@@ -261,7 +262,7 @@ def _nearest(path: str, module: Dense, scheme: Scheme, device: torch.device | No
     """The output head: no method looks at what it is given."""
     try:
         found = round_to_nearest(moved(weight_matrix(module), device), scheme)
-        return LayerResult(path, {path: _on(found, module.weight.device)}, {})
+        return LayerResult(path, {path: moved(found, module.weight.device)}, {})
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -274,15 +275,15 @@ def _put(
     originals: Originals,
     device: torch.device | None,
 ) -> list[dict]:
-    """Takes results and chosen apart as it goes: what is replaced is freed at once. device: where decibels are taken;
-    None: where the model is.
+    """Consumes results and chosen, so that an original is freed as soon as it is replaced. device: where decibels are
+    computed; None: where the model is.
     """
     if SAVE not in vars(model):
         vars(model)[SAVE] = SaveOverride(model)
     tied = held_elsewhere(model, chosen.values())
 
     def put(result: LayerResult) -> Iterator[dict]:
-        """What is replaced is known to nobody but this function."""
+        """Holds the last references to what it replaces."""
         pairs = []
         for where, quantized in result.weights.items():
             module, scheme = chosen.pop(where), schemes[where]
@@ -290,9 +291,9 @@ def _put(
             weight = module.weight.t() if transposed else module.weight
             exact = originals.held.pop(f"{where}.weight", module.weight)
             exact = exact.t() if transposed else exact
-            # Against a weight that others changed with, the ratio would mean nothing.
+            # Where a scale was folded into the weight, the ratio to the original would mean nothing.
             place = weight.device if device is None else device
-            ratio = None if result.changed else sqnr_db(exact.to(place), _on(quantized, place))
+            ratio = None if result.changed else sqnr_db(exact.to(place), moved(quantized, place))
             fixed = {}
             if is_static(scheme.activations):
                 if where in result.inputs:
@@ -301,14 +302,10 @@ def _put(
                     scheme = replace(scheme, activations=None)
             row = quantization_record(where, scheme, weight, quantized, tied.get(id(module.weight)), ratio, False)
             yield row | {name: tensor.tolist() for name, tensor in fixed.items()}
-            held = _on(quantized, weight.device)
+            held = moved(quantized, weight.device)
             pairs.append((module, QuantizedLinear(held, module.bias, weight.dtype, scheme, transposed, **fixed)))
         for where, tensor in result.changed.items():
             set_data(model.get_parameter(where), lambda data, tensor=tensor: tensor.to(data.device, data.dtype))
         exchange(model, pairs)
 
     return [row for path in list(results) for row in put(results.pop(path))]
-
-
-def _on(quantized: Quantized, device: torch.device) -> Quantized:
-    return quantized.each(lambda part: part.to(device))

@@ -48,10 +48,10 @@ def _of_transformers(function: Callable) -> bool:
 
 
 @contextmanager
-def lent_configs(model: nn.Module, attention: str | None = None) -> Iterator[dict]:
-    """Inside, the model's modules hold copies of their configurations, which name this attention implementation, if one
-    is given, to whoever asks on this thread. Copies, for other models may have been made from the same configuration;
-    yielded by ids of the originals.
+def lent_configs(model: nn.Module, name_of: Callable[[Any], str | None] | None = None) -> Iterator[dict]:
+    """Inside, the model's modules hold copies of their configurations, as other models may have been made from the same
+    ones; yielded by ids of the originals. name_of: the attention implementation that one names -> what it is to name to
+    whoever asks on this thread.
     """
     copies: dict = {}
     with ExitStack() as undo:
@@ -59,9 +59,9 @@ def lent_configs(model: nn.Module, attention: str | None = None) -> Iterator[dic
             held = vars(module)
             for name in [name for name, value in held.items() if isinstance(value, PretrainedConfig)]:
                 undo.callback(held.__setitem__, name, held[name])
-                held[name] = copy.deepcopy(held[name], copies)
-                if attention is not None and FIELD in vars(held[name]):
-                    _name(held[name], attention)
+                config = held[name] = copy.deepcopy(held[name], copies)
+                if name_of is not None and FIELD in vars(config):
+                    _name(config, name_of(getattr(config, FIELD)))
         yield copies
 
 
@@ -78,7 +78,7 @@ def undecorated(kind: type[PretrainedConfig], attributes: dict[str, Any]) -> typ
     return type(kind.__name__, bases, attributes)
 
 
-def _name(config: PretrainedConfig, attention: str) -> None:
+def _name(config: PretrainedConfig, attention: str | None) -> None:
     """The configuration names this attention on this thread alone: a call on another one may be half done."""
     kind, thread = type(config), threading.get_ident()
     if getattr(config, FIELD) == attention:
@@ -103,8 +103,5 @@ def unpaged(model: nn.Module) -> Iterator[None]:
     if not any((vars(config).get(FIELD) or "").startswith(PAGED) for config in configs):
         yield
         return
-    with lent_configs(model) as copies:
-        for config in copies.values():
-            if isinstance(config, PretrainedConfig) and vars(config).get(FIELD):
-                _name(config, vars(config)[FIELD].removeprefix(PAGED))
+    with lent_configs(model, lambda name: name and name.removeprefix(PAGED)):
         yield

@@ -38,14 +38,16 @@ def example_inputs(
     device = placement(model)[0]
     tokens = min(tokens, most_configured(model) or tokens)
     generator = torch.Generator("cpu").manual_seed(seed)
-    ids = torch.randint(_vocabulary(model), (rows, tokens), generator=generator)
+    known = min(model.config.get_text_config().vocab_size, model.get_input_embeddings().weight.shape[0])
+    ids = torch.randint(known, (rows, tokens), generator=generator, device="cpu")
     if "attention_mask" not in inspect.signature(model.forward).parameters:
         return {"input_ids": ids.to(device)}
     mask = torch.ones_like(ids)
     if padded:
-        missing = torch.arange(rows) % 3 * (tokens // 3)
-        mask = (torch.arange(tokens) >= missing[:, None]).long()
-        ids = ids.masked_fill(mask == 0, _padding(model))
+        missing = torch.arange(rows, device="cpu") % 3 * (tokens // 3)
+        mask = (torch.arange(tokens, device="cpu") >= missing[:, None]).long()
+        token = getattr(model.generation_config, "pad_token_id", None)
+        ids = ids.masked_fill(mask == 0, token if isinstance(token, int) and token >= 0 else 0)
     return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
 
 
@@ -71,13 +73,3 @@ def most_configured(model: "PreTrainedModel") -> int | None:
     """Positions by the configuration: of a table, or of the longest text in training; None where it does not say."""
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return most if isinstance(most, int) and most > 0 else None
-
-
-def _vocabulary(model: "PreTrainedModel") -> int:
-    """Tokens that have an embedding and a logit."""
-    return min(model.config.get_text_config().vocab_size, model.get_input_embeddings().weight.shape[0])
-
-
-def _padding(model: "PreTrainedModel") -> int:
-    token = getattr(model.generation_config, "pad_token_id", None)
-    return token if isinstance(token, int) and token >= 0 else 0

@@ -26,7 +26,7 @@ def window(visible: Callable[..., Any]) -> int | None:
 
 
 def _reads_nothing_else(function: FunctionType) -> bool:
-    """Whether what it gives hangs on its arguments alone, as of transformers' causal mask: always the same then."""
+    """Whether its result depends on its arguments alone, as that of transformers' causal mask does."""
     code = function.__code__
     beside = (function.__closure__, function.__defaults__, function.__kwdefaults__, code.co_names)
     return not any(beside) and not any(isinstance(one, CodeType) for one in code.co_consts)
@@ -51,12 +51,12 @@ def _found(visible: Callable[..., Any]) -> int | None:
 
 def _count(visible: Callable[..., Any], query: int) -> int:
     """How many keys up to its own a query sees, which have to be the last of them, and not the one after it."""
-    zero, block = torch.zeros((), dtype=torch.int64), torch.arange(BLOCK)
+    zero, block = torch.zeros((), dtype=torch.int64, device="cpu"), torch.arange(BLOCK, device="cpu")
     own, first, count = torch.full_like(block, query), None, 0
     for start in range(0, query + 2, BLOCK):
         keys = block[: query + 2 - start] + start
         try:
-            seen = torch.as_tensor(visible(zero, zero, own[: len(keys)], keys)).expand(len(keys))
+            seen = torch.as_tensor(visible(zero, zero, own[: len(keys)], keys), device="cpu").expand(len(keys))
         except IndexError as error:  # it looks the positions up in something as long as the text
             raise NotUnderstood("its attention mask is made of more than positions") from error
         here = int(seen.count_nonzero())
@@ -68,13 +68,13 @@ def _count(visible: Callable[..., Any], query: int) -> int:
     return count
 
 
-def says_nothing(value: object) -> bool:
-    """Whether an argument of a call is as good as none."""
+def is_absent(value: object) -> bool:
+    """Whether an argument means the same as one that is not given."""
     return value is None or value is False or (isinstance(value, dict | list | tuple) and not value)
 
 
 class Value:
-    """A tensor seen on its way: itself, by which it is known again, and what it held then."""
+    """A tensor that was seen: itself, to recognize its memory later, and a copy of its values at that time."""
 
     def __init__(self, tensor: torch.Tensor):
         self.tensor, self.held = tensor, tensor.detach().clone()
@@ -150,8 +150,8 @@ class Stored(NamedTuple):
 class LayerRecord:
     """One layer's run. ran: the call of the layer itself; calls: those of modules inside.
 
-    kinds: which norms are what, as found so far in any layer; layers of one kind come in dozens. known: in an amplified
-    record, the formula found in an ordinary one. most_positions: of the model, where it reads a table of them.
+    kinds: norm kinds by settings, shared by the records of all layers. known: in an amplified record, the formula found
+    in an ordinary one. most_positions: rows of the model's table of positions, None without one.
     """
 
     layer: nn.Module
@@ -207,8 +207,8 @@ class LayerRecord:
 class Record:
     """A whole run: the layers, and by which function (row, head, query, key) -> bool each mask was made.
 
-    own: the model kept its own attention, and the masks are those of an earlier run; asked: it asked transformers for
-    one.
+    own: the model kept its own attention, and the masks are those of an earlier run. asked: it called transformers'
+    attention interface.
     """
 
     layers: list[LayerRecord]

@@ -1,10 +1,9 @@
 """What the layers of a language model do, seen once: the tensors that pass through them in a small stock run.
 
-Nothing is taken on trust from names or classes. Temporary hooks note what goes into every module of every layer and
-what comes out; a temporary attention function and mask function note queries, scale and mask. They stand in the
-registries of transformers under a name of this recording alone, which only copies of the configuration hold, lent to
-the model's modules: whatever other models do meanwhile, on this thread or another, with the same configuration or not,
-is theirs. All of it is gone afterwards, also after an error.
+Temporary hooks note what goes into every module of every layer and what comes out; a temporary attention function and
+mask function note queries, scale and mask. These are registered in transformers under a name of this recording, which
+only copies of the model's configurations have, so other models are not affected. All of it is removed afterwards, also
+after an error.
 """
 
 import threading
@@ -26,7 +25,7 @@ from accel.libraries.attention import eager_mask, lent_attention
 from accel.libraries.cache import DynamicCache, cache_given
 from accel.libraries.tensor_parallel import pipeline_stage
 from accel.llm.kv_cache.cache import STOCK
-from accel.llm.pipeline.device_hooks import StockHere, brought, device_of, other_hook
+from accel.llm.pipeline.device_hooks import StockHere, device_of, moved_to, other_hook
 from accel.llm.recording.implementation import foreign_attention, lent_configs, unpaged
 from accel.llm.recording.inputs import few
 from accel.llm.recording.plain_attention import plain_attention
@@ -91,7 +90,9 @@ def example_ids(model: PreTrainedModel, tokens: int, seed: int = 0) -> torch.Ten
     """(ROWS, tokens) random token numbers, from a generator of their own."""
     device, _ = placement(model)
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    return torch.randint(vocabulary, (ROWS, tokens), generator=torch.Generator().manual_seed(seed)).to(device)
+    return torch.randint(vocabulary, (ROWS, tokens), generator=torch.Generator().manual_seed(seed), device="cpu").to(
+        device
+    )
 
 
 @contextmanager
@@ -200,8 +201,8 @@ def _refused(error: Exception) -> str:
 class Recorder:
     """Gathers a record while attached, and shows its layers to `look`. Calls on other threads are not its own.
 
-    open: the calls under way, of a layer and of modules inside; current: the record of that layer. until_shown: what
-    ends with the first layer.
+    open: the calls under way, of a layer and of modules inside; current: the record of that layer. until_shown:
+    contexts that end when the first layer has run.
     """
 
     current: LayerRecord
@@ -233,7 +234,7 @@ class Recorder:
                 yield
                 return
             undo.enter_context(lent_attention(self.name, self._attend, self._mask))
-            undo.enter_context(lent_configs(model, self.name))
+            undo.enter_context(lent_configs(model, lambda _: self.name))
             yield
 
     def _bring(self, device: torch.device, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -242,7 +243,7 @@ class Recorder:
         """
         if self.looking:
             return None
-        there = brought((args, kwargs), device)
+        there = moved_to((args, kwargs), device)
         for given, now in zip((*args, *kwargs.values()), (*there[0], *there[1].values()), strict=True):
             if now is not given:
                 self.record.masks += [(now, function) for mask, function in self.record.masks if mask is given]

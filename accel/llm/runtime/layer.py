@@ -1,23 +1,186 @@
-"""One decoder layer as a few fused operations over the store of the forward it is part of."""
+"""One decoder layer: how it is put together, found by comparing with a record, and a few fused operations for it."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accel_kernels.warmup import warming_up
 from torch import nn
 
+from accel.comparison import factor, is_sum, named_factor
 from accel.fusion.stacked_linears import can_stack
-from accel.llm.analysis.layer import LayerSpec
-from accel.llm.analysis.norm import NormSpec
-from accel.llm.runtime.attention_kinds import attention_kind_of
+from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record, Value, is_absent
+from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
 from accel.llm.runtime.linear import weights
-from accel.llm.runtime.mlp import BoundMlp, Changed
+from accel.llm.runtime.mlp import BoundMlp, MlpSpec, understand_mlp
+from accel.llm.runtime.norm import NormSpec, norm_spec
 from accel.llm.runtime.part import BoundLinear, BoundNorm, NormedInput
+from accel.llm.runtime.softmax_attention import SoftmaxSpec
 from accel.llm.runtime.step import ForwardContext, Step
 from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import FastForward, Kernels
-from accel.patching.guard import LayerGuard, changed_since
+from accel.patching.guard import LayerGuard, changed_since, plain_settings
+from accel.quantization.experts import holds_numbers
+
+ATTENTION_KINDS: tuple[type[AttentionSpec], ...] = (SoftmaxSpec,)  # tried in turn
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One decoder layer, on input x:
+
+        a = post_attention(attention(before_attention(x)))       each norm left out where it is None
+        s = x + scales[0] * a, through after_attention
+        m = post_mlp(mlp(before_mlp(s, or x where `parallel`)))
+        y = s + scales[1] * m, through after_mlp
+
+    shared: attention and MLP get the output of the one norm `before_attention`. returns: how many things the layer's
+    forward gives back as a tuple, y first; None for y alone. settings: of the layer itself. given: the
+    keywords that carry a value when the model reads plain text, each with the `form` of that value.
+    """
+
+    settings: tuple
+    attention: AttentionSpec
+    mlp: MlpSpec
+    before_attention: NormSpec | None
+    post_attention: NormSpec | None
+    after_attention: NormSpec | None
+    before_mlp: NormSpec | None
+    post_mlp: NormSpec | None
+    after_mlp: NormSpec | None
+    parallel: bool
+    shared: bool
+    scales: tuple[float, float]
+    returns: int | None
+    given: frozenset[tuple[str, object]]
+
+    @property
+    def norms(self) -> list[NormSpec]:
+        """All there are, those inside the attention too."""
+        around = (self.before_attention, self.post_attention, self.after_attention)
+        mine = (*around, self.before_mlp, self.post_mlp, self.after_mlp)
+        return [norm for norm in (*mine, *self.attention.norms) if norm is not None]
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """The names of all."""
+        down = (self.mlp.down,) if self.mlp.down else ()
+        return (*self.attention.projections, self.attention.out, *self.mlp.first, *down)
+
+
+def understand_layer(layer: LayerRecord, record: Record) -> LayerSpec:
+    """The formula of a recorded layer. Raises NotUnderstood."""
+    if layer.call.made is None:
+        raise NotUnderstood("it did not run")
+    attention, first, out = understand_attention(layer, record)
+    mlp, mlp_calls = understand_mlp(layer)
+    x, y, h, a = layer.call.input, layer.call.output, first.input, out.output
+    mlp_input, m = mlp_calls[0].input, mlp_calls[1].output
+    mlp_modules = [call.module for call in mlp_calls]
+    norms = [call for call in layer.inside(layer.layer) if call.module not in mlp_modules and _normlike(call)]
+
+    def producer(value: Value) -> Call | None:
+        """The last norm that made this."""
+        return next((call for call in reversed(norms) if call.output.same(value)), None)
+
+    def consumer(value: Value) -> Call | None:
+        """The norm that was given this."""
+        return next((call for call in norms if call.input.same(value)), None)
+
+    def norm(call: Call | None) -> NormSpec | None:
+        return None if call is None else norm_spec(layer, call)
+
+    def scale(base: torch.Tensor, branch: torch.Tensor, total: torch.Tensor, place: int) -> float | None:
+        """The number s, held by the layer or 1, with total = base + s * branch; `place`: of s among the scales."""
+        base, branch = base.reshape(total.shape), branch.reshape(total.shape)
+        known = layer.known
+        if known is not None and is_sum(base, branch, known.scales[place], total):
+            return known.scales[place]  # of a branch that rounding hides, any number would do
+        if is_sum(base, branch, 1.0, total):
+            return 1.0
+        size = total.double().norm(dim=-1, keepdim=True).clamp_min(1e-30)  # no token counts more than another
+        found = factor(branch / size, (total.double() - base.double()) / size)
+        named = named_factor(found, total.dtype, (layer.layer, layer.attention, *mlp_modules))
+        return named if named is not None and is_sum(base, branch, named, total) else None
+
+    before_attention = producer(h)
+    if before_attention is None and not h.same(x):
+        raise NotUnderstood("the attention's input is not the layer's, nor a norm of it")
+    if before_attention is not None and not before_attention.input.same(x):
+        raise NotUnderstood("the norm before the attention is not of the layer's input")
+    post_attention, post_mlp = consumer(a), consumer(m)
+    branch = a.held if post_attention is None else post_attention.output.held
+    last = m.held if post_mlp is None else post_mlp.output.held
+    after_mlp = producer(y)
+    after_mlp = None if after_mlp is post_mlp else after_mlp
+    total = y.held if after_mlp is None else after_mlp.input.held
+    shared = mlp_input.same(h)
+    before_mlp = None if shared else producer(mlp_input)
+    after_attention = None
+    start = mlp_input if before_mlp is None else before_mlp.input
+    parallel = shared or start.same(x)
+    if parallel:
+        both = branch.reshape(x.held.shape).double() + last.reshape(x.held.shape)
+        first_scale = second_scale = scale(x.held, both, total, 0)
+    else:
+        first_scale = scale(x.held, branch, start.held, 0)
+        second_scale = scale(start.held, last, total, 1)
+        if second_scale is None and before_mlp is not None:  # a norm of the sum that the sum goes on as
+            before_mlp, after_attention = None, before_mlp
+            second_scale = scale(mlp_input.held, last, total, 1)
+    if first_scale is None:
+        raise NotUnderstood("what follows the attention is not the sum of it and the layer's input")
+    if second_scale is None:
+        raise NotUnderstood("its output is not the sum of its input, attention and MLP")
+    result = layer.call.result
+    return LayerSpec(
+        plain_settings(layer.layer),
+        attention,
+        mlp,
+        before_attention=norm(before_attention),
+        post_attention=norm(post_attention),
+        after_attention=norm(after_attention),
+        before_mlp=norm(before_mlp),
+        post_mlp=norm(post_mlp),
+        after_mlp=norm(after_mlp),
+        parallel=parallel,
+        shared=shared,
+        scales=(first_scale, second_scale),
+        returns=len(result) if isinstance(result, tuple) else None,
+        given=frozenset((name, form(v)) for name, v in layer.call.kwargs.items() if not is_absent(v)),
+    )
+
+
+def understand_attention(layer: LayerRecord, record: Record) -> UnderstoodAttention:
+    """By the first kind that knows it. Raises NotUnderstood, with the reason of the first kind that has one."""
+    reasons = []
+    for kind in ATTENTION_KINDS if layer.known is None else (type(layer.known.attention),):
+        try:
+            found = kind.understand(layer, record)
+        except NotUnderstood as reason:
+            reasons.append(str(reason))  # an error kept here would keep this frame, and with it the model
+        else:
+            if found is not None:
+                return found
+    raise NotUnderstood(reasons[0] if reasons else "its attention is of no kind that is known")
+
+
+def form(value: object) -> object:
+    """What an argument is like: a tensor's number of dimensions and whether it is floating-point; else its type."""
+    if isinstance(value, tuple | list):
+        return tuple(map(form, value))
+    return (value.dim(), value.is_floating_point()) if isinstance(value, torch.Tensor) else type(value)
+
+
+def _normlike(call: Call) -> bool:
+    """Whether a call may be a norm's: one tensor to another of its shape, without matrices; no dropout at rest."""
+    if not call.alone or call.made is None or call.output.held.shape != call.input.held.shape:
+        return False
+    if holds_numbers(call.module):
+        return False
+    parameters = list(call.module.parameters())
+    return all(p.dim() == 1 for p in parameters) and not torch.equal(call.output.held, call.input.held)
 
 
 class LayerForward(FastForward):
@@ -27,7 +190,7 @@ class LayerForward(FastForward):
     """
 
     bound: Callable[..., torch.Tensor]  # a BoundLayer
-    repeats = False  # another layer launches the same kernels: a dry run leaves this one out
+    repeats = False  # another layer launches the same kernels, so that a dry run skips this one
 
     def __init__(
         self,
@@ -56,7 +219,7 @@ class LayerForward(FastForward):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         step = None if torch.compiler.is_compiling() else self.steps.current
-        if step is None or step.leaves(self, args, kwargs):
+        if step is None or step.runs_stock(self, args, kwargs):
             return self.stock(*args, **kwargs)
         return self.fast(step, *args, **kwargs)
 
@@ -69,7 +232,7 @@ class LayerForward(FastForward):
         if reason is None:
             try:
                 self.bound = BoundLayer(self.kernels, self.module, self.spec, stack)
-            except (Changed, AttributeError) as error:  # or a module is gone
+            except (NotUnderstood, AttributeError) as error:  # or a module is gone
                 reason = str(error)
         return None if reason is None else f"{self.path}: {reason}"
 
@@ -96,7 +259,7 @@ class BoundLayer:
         self.before_attention, self.before_mlp = norm(spec.before_attention), norm(spec.before_mlp)
         self.post_attention, self.post_mlp = norm(spec.post_attention), norm(spec.post_mlp)
         self.after_attention, self.after_mlp = norm(spec.after_attention), norm(spec.after_mlp)
-        self.attention = attention_kind_of(spec.attention).bind(kernels, layer, spec.attention, stack)
+        self.attention = spec.attention.bind(kernels, layer, stack)
         self.out = BoundLinear(layer.get_submodule(spec.attention.out))
         self.mlp = BoundMlp(layer, spec.mlp)
 

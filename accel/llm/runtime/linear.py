@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from accel_kernels import Quantized, fused_linear
+from accel_kernels import fused_linear
 from accel_kernels.gemm.fused_linear import MOST_ROWS, in_passes
-from accel_kernels.gemm.quantized_weight import MOST_QUANTIZED_ROWS
 from accel_kernels.trials import collecting
 from torch import nn
 from transformers import Conv1D
@@ -18,7 +17,7 @@ from accel.parallel.ranks import Ranks
 from accel.parallel.sharded_layers import INPUTS, divided, local, sharding
 from accel.patching.fast_forward import Kernels
 from accel.patching.structure import tampered, trains
-from accel.quantization.module import QuantizedLinear
+from accel.quantization.module import QuantizedLinear, row_tensors
 from accel.tolerances import LINEAR
 
 # Rows of products, as of a step or a short prompt, whose algorithm is chosen by measuring in a CUDA graph: by so few
@@ -35,92 +34,55 @@ def product_for(kernels: Kernels, x: torch.Tensor) -> Callable:
 
 
 class Weights(NamedTuple):
-    """Parameters, and how they are read: `now()` gives weight (out, in) and bias (out,) or None.
+    """A linear, and how its tensors are read: `operands()` gives weight (out, in), plain or `Quantized`, and bias
+    (out,) or None.
 
-    The parameters themselves are kept, no views of them: whoever moves a model elsewhere wants the memory back.
-    transposed: the weight is stored (in, out). rows: (first, count) from the weight's own first row on, more than its
-    own where other weights lie behind it; None for its own. ranks: among which the inputs are divided, so that
-    products are summed and the bias is added once.
+    No views are kept: whoever moves a model elsewhere wants the memory back. transposed: the weight is stored (in,
+    out). rows: (first, count) from the weight's own first row on, more than its own where other weights lie behind it;
+    None for its own. ranks: among which the inputs are divided, so that products are summed and the bias is added once.
     """
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+    module: Any
     transposed: bool = False
     rows: tuple[int, int] | None = None
     ranks: Ranks | None = None
 
     @property
+    def quantized(self) -> bool:
+        return type(self.module) is QuantizedLinear
+
+    @property
     def outputs(self) -> int:
-        weight = local(self.weight)
+        weight = self.tensors()[0]
+        assert weight is not None
         return weight.shape[1] if self.transposed else weight.shape[0]
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """What lies in rows of the output, and may lie behind another's."""
-        return local(self.weight), None if self.bias is None else local(self.bias)
+        if self.quantized:
+            return row_tensors(self.module)
+        own = self.module._parameters  # nn.Module looks an attribute up in ten times as long, hundreds of times a step
+        bias = own["bias"]
+        return local(own["weight"]), None if bias is None else local(bias)
 
-    def product(self, kernels: Kernels, x: torch.Tensor) -> Callable:
-        """The operation that takes what `now` gives, to multiply x."""
-        return product_for(kernels, x)
-
-    def norms_on_the_way(self, x: torch.Tensor) -> bool:
-        """Whether a norm of many rows is free in its product."""
-        return False
-
-    def fits(self, other: "Weights | QuantizedWeights") -> bool:
+    def fits(self, other: "Weights") -> bool:
         """Whether one operation can take both, as gate and up."""
-        return type(other) is Weights and self.ranks is other.ranks is None
-
-    def now(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        weight, bias = self.tensors()
-        assert weight is not None
-        weight = weight.t() if self.transposed else weight
-        if self.rows is None:
-            return weight, bias
-        return _rows(weight, *self.rows), None if bias is None else _rows(bias, *self.rows)
-
-
-class QuantizedWeights(NamedTuple):
-    """The same of a quantized linear: `now()` gives a Quantized and the bias. rows, ranks: as in `Weights`."""
-
-    module: QuantizedLinear
-    rows: tuple[int, int] | None = None
-    transposed: bool = False
-    ranks: Ranks | None = None
-
-    @property
-    def bias(self) -> nn.Parameter | None:
-        return self.module.bias
-
-    @property
-    def outputs(self) -> int:
-        return self.module.data.shape[0]
-
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        bias = self.module.bias
-        return self.module.data, self.module.scales, self.module.zeros, None if bias is None else local(bias)
-
-    def product(self, kernels: Kernels, x: torch.Tensor) -> Callable:
-        return kernels.quantized_linear
-
-    def norms_on_the_way(self, x: torch.Tensor) -> bool:
-        """Up to so many rows the columns of x are brought into an order of their own, and normed in the same pass."""
-        return x.numel() <= MOST_QUANTIZED_ROWS * x.shape[-1]
-
-    def fits(self, other: "Weights | QuantizedWeights") -> bool:
-        if type(other) is not QuantizedWeights or self.module.rounding != other.module.rounding:
+        if self.ranks is not None or other.ranks is not None or self.quantized != other.quantized:
             return False
-        if self.ranks is not None or other.ranks is not None:
-            return False
-        kinds = ([t is None or (t.dtype, t.shape[1:]) for t in part.tensors()[:-1]] for part in (self, other))
-        return next(kinds) == next(kinds)
+        return not self.quantized or self._kind() == other._kind()
 
-    def now(self) -> tuple[Quantized, torch.Tensor | None]:
-        data, scales, zeros, bias = self.tensors()
+    def _kind(self) -> tuple:
+        """What quantized weights of one operation have in common."""
+        tensors = [t is None or (t.dtype, t.shape[1:]) for t in self.tensors()[:-1]]
+        return self.module.format, self.module.rounding, tensors
+
+    def operands(self) -> tuple[Any, torch.Tensor | None]:
+        *parts, bias = self.tensors()
+        if self.transposed:
+            parts = [part.t() for part in parts if part is not None]
         if self.rows is not None:
-            data, scales = _rows(data, *self.rows), _rows(scales, *self.rows)
-            zeros = None if zeros is None else _rows(zeros, *self.rows)
-            bias = None if bias is None else _rows(bias, *self.rows)
-        return self.module.read(data, scales, zeros), bias
+            *parts, bias = (None if part is None else _rows(part, *self.rows) for part in (*parts, bias))
+        return self.module.read(*parts) if self.quantized else parts[0], bias
 
 
 def _rows(tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:
@@ -128,7 +90,7 @@ def _rows(tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:
     return tensor.detach().as_strided((count, *tensor.shape[1:]), tensor.stride(), place)
 
 
-def weights(module: nn.Module) -> Weights | QuantizedWeights | None:
+def weights(module: nn.Module) -> Weights | None:
     """The weights of a module that computes x W^T + b; None where it does more: an adapter, a packed weight, a hook.
 
     Exact types: a LoRA layer's `.weight` is the base weight without the adapter. A subclass of nn.Linear with nothing
@@ -142,7 +104,7 @@ def weights(module: nn.Module) -> Weights | QuantizedWeights | None:
         return None
     ranks = None if found is None or found.dim != INPUTS else found.ranks
     if type(module) is QuantizedLinear:
-        return None if module.data.is_meta else QuantizedWeights(module, ranks=ranks)
+        return None if module.data.is_meta else Weights(module, ranks=ranks)
     parameters = vars(module)["_parameters"]
     weight, bias = parameters.get("weight"), parameters.get("bias")
     kinds = [type(one) is nn.Parameter or (found is not None and divided(one)) for one in (weight, bias)]
@@ -151,12 +113,12 @@ def weights(module: nn.Module) -> Weights | QuantizedWeights | None:
     if not weight.is_floating_point() or weight.is_meta:
         return None
     if type(module) is nn.Linear:
-        return Weights(weight, bias, ranks=ranks)
+        return Weights(module, ranks=ranks)
     if found is not None:
         return None
     if holds_transposed(module):
-        return Weights(weight, bias, transposed=True)
-    return Weights(weight, bias) if _multiplies(module) else None
+        return Weights(module, transposed=True)
+    return Weights(module) if _multiplies(module) else None
 
 
 def holds_transposed(module: nn.Module) -> bool:
@@ -173,13 +135,13 @@ def _multiplies(module: nn.Module) -> bool:
     g = torch.Generator().manual_seed(0)
     probe = type(module).__new__(type(module))
     vars(probe).update(vars(module))
-    weight, bias = torch.randn(3, 5, generator=g), torch.randn(3, generator=g)
+    weight, bias = torch.randn(3, 5, generator=g, device="cpu"), torch.randn(3, generator=g, device="cpu")
     bias = None if module.bias is None else bias
     parameters = {
         n: None if t is None else nn.Parameter(t, requires_grad=False) for n, t in (("weight", weight), ("bias", bias))
     }
     vars(probe).update(_parameters=parameters, in_features=5, out_features=3, training=False)
-    x = torch.randn(2, 5, generator=g)
+    x = torch.randn(2, 5, generator=g, device="cpu")
     try:
         with torch.no_grad():
             return torch.allclose(type(module).forward(probe, x), F.linear(x, weight, bias), atol=LINEAR)

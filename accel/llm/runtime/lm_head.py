@@ -10,32 +10,10 @@ from torch import nn
 from accel.llm.runtime.linear import weights
 from accel.parallel.ranks import chunk_sizes
 from accel.parallel.sharded_layers import OUTPUTS, Sharding, local, sharding
-from accel.patching.context import Context
 from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.guard import changed_since
-from accel.patching.rule import Match
-from accel.patching.site import Site
-
-
-class ShardedForward(FastForward):
-    """Computes from this rank's part of a weight. What it cannot take goes to the closure that transformers put there,
-    which was the module's forward before.
-    """
-
-    def __init__(self, module: nn.Module, path: str, kernels: Kernels, log: FallbackLog, found: Sharding) -> None:
-        super().__init__(module, path, kernels, log)
-        self.sharding, self.around = found, vars(module)["forward"]
-
-    def unfit(self, input: Any) -> str | None:
-        if type(input) is not torch.Tensor:
-            return f"input of type {type(input).__name__}"
-        weight = self.module._parameters.get("weight")
-        if weight is None or weight.device_mesh != self.sharding.mesh:
-            return changed_since("how its weight is divided")
-        if input.is_floating_point() and weight.dtype != input.dtype:
-            return "weights of another dtype"
-        return None
+from accel.patching.rule import Context, Match, Site
 
 
 @dataclass(frozen=True)
@@ -45,38 +23,55 @@ class OutputHead:
     module: nn.Module
 
 
-class HeadForward(FastForward):
-    """A linear layer over the last hidden states."""
+class WeightForward(FastForward):
+    """Computes from the weight of a module. sharding: how ranks have divided it; then a call that this one cannot take
+    goes to the closure that transformers put in the place of the module's forward.
+    """
 
-    example_rows = (1, 64)
+    def __init__(
+        self, module: nn.Module, path: str, kernels: Kernels, log: FallbackLog, sharding: Sharding | None = None
+    ) -> None:
+        super().__init__(module, path, kernels, log)
+        self.sharding = sharding
+        if sharding is not None:
+            self.around = vars(module)["forward"]
 
     def unfit(self, input: Any) -> str | None:
         if type(input) is not torch.Tensor:
             return f"input of type {type(input).__name__}"
-        weight = self.module.weight
-        if type(weight) is not nn.Parameter or weight.dtype != input.dtype:
-            return "weights of another kind or dtype"
-        return None
+        weight: Any = self.module._parameters.get("weight")
+        if self.sharding is None and type(weight) is not nn.Parameter:
+            return "weights of another kind"
+        if self.sharding is not None and (weight is None or weight.device_mesh != self.sharding.mesh):
+            return changed_since("how its weight is divided")
+        return "weights of another dtype" if input.is_floating_point() and weight.dtype != input.dtype else None
 
-    def example(self, rows: int, like: torch.Tensor) -> tuple:
+
+class HeadForward(WeightForward):
+    """A linear layer over the last hidden states. Where ranks have divided its words, each multiplies by its rows of
+    the weight, and all get all logits.
+    """
+
+    example_rows = (1, 64)
+
+    def example(self, rows: int, like: torch.Tensor) -> tuple | None:
+        if self.sharding is not None:
+            return None
         return (self.module.weight.detach().new_ones(rows, self.module.in_features),)
 
     def fast(self, input: torch.Tensor) -> Any:
-        return self.kernels.fused_linear(input.contiguous(), self.module.weight, self.module.bias)
-
-
-class ShardedHeadForward(ShardedForward):
-    """The same of a head whose words are divided among ranks: each multiplies its rows, and all get all logits."""
-
-    def fast(self, input: torch.Tensor) -> torch.Tensor:
-        module, ranks = self.module, self.sharding.ranks
+        module, sharding = self.module, self.sharding
         bias = None if module.bias is None else local(module.bias)
         part = self.kernels.fused_linear(input.contiguous(), local(module.weight), bias)
-        return ranks.gather(part, chunk_sizes(module.weight.shape[0], ranks.size))
+        if sharding is None:
+            return part
+        return sharding.ranks.gather(part, chunk_sizes(module.weight.shape[0], sharding.ranks.size))
 
 
-class TableForward(ShardedForward):
+class TableForward(WeightForward):
     """A table of embeddings whose words are divided among ranks: each looks up its own, and the sum has all."""
+
+    sharding: Sharding
 
     def unfit(self, input: Any) -> str | None:
         table = self.module
@@ -100,11 +95,8 @@ def match_head(site: Site, context: Context) -> Match | None:
     if head is None or site.module is not head or type(head) is not nn.Linear:
         return None
     found = sharding(head)
-    if found is not None and found.dim == OUTPUTS and found.gathers:
-        return Match(ShardedHeadForward(head, site.path, context.kernels, context.log, found))
-    if found is not None or weights(head) is None:
-        return None
-    return Match(HeadForward(site.module, site.path, context.kernels, context.log))
+    known = weights(head) is not None if found is None else found.dim == OUTPUTS and found.gathers
+    return Match(HeadForward(head, site.path, context.kernels, context.log, found)) if known else None
 
 
 def match_table(site: Site, context: Context) -> Match | None:

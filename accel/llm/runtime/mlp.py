@@ -1,18 +1,121 @@
-"""An MLP as fused operations, or as a call of its module."""
+"""One MLP: gated, dense, or in a way of its own and then called as a module."""
+
+import copy
+from dataclasses import dataclass
 
 import torch
 from accel_kernels.norm.norm import ACTIVATIONS
 from torch import nn
 
-from accel.llm.analysis.mlp import MlpSpec
-from accel.llm.runtime.linear import QuantizedWeights, Weights
+from accel.comparison import agree
+from accel.errors import reason_of
+from accel.llm.recording.record import Call, LayerRecord, NotUnderstood
+from accel.llm.runtime.linear import Weights
 from accel.llm.runtime.part import BoundLinear, NormedInput, part_product
 from accel.patching.fast_forward import Kernels
-from accel.patching.guard import as_understood
+from accel.patching.guard import as_understood, plain_settings
+from accel.quantization.experts import holds_numbers
+from accel.tolerances import ACTIVATION
 
 
-class Changed(Exception):
-    """Why a layer is no longer what was understood."""
+@dataclass(frozen=True)
+class MlpSpec:
+    """One MLP. first: the projections of the input: one, or gate and up; down: the last; empty where `whole` is called.
+
+    halves: the one projection gives gate and up, True for gate first, False for up first; None for no gate in it.
+    whole: the module of them all, where there is one; alone: it takes the input and nothing else. settings: of that
+    module and of the activation's. All by name, from the layer; "" for what there is not.
+    """
+
+    whole: str = ""
+    alone: bool = True
+    first: tuple[str, ...] = ()
+    down: str = ""
+    activation: str = ""
+    settings: tuple[tuple[str, tuple], ...] = ()
+    halves: bool | None = None
+
+
+def understand_mlp(layer: LayerRecord) -> tuple[MlpSpec, tuple[Call, ...]]:
+    """The MLP of a recorded layer, and the calls of its modules: first the one that is given its input and the one that
+    gives its output. Raises NotUnderstood where the layer has none that can be told from the rest.
+    """
+    around = {module for module in layer.layer.modules() if any(m is layer.attention for m in module.modules())}
+    mine = [call for call in layer.inside(layer.layer) if call.module not in around]
+    containers = [call for call in mine if _matrices(call.module) and vars(call.module)["_modules"]]
+    if len(containers) > 1:
+        raise NotUnderstood("more than one block besides the attention")
+    whole = containers[0] if containers else None
+    found = _formula(layer, mine if whole is None else layer.inside(whole.module), whole)
+    if found is not None:
+        return found
+    if whole is None:
+        raise NotUnderstood("no MLP that is known")
+    if not whole.alone or whole.made is None:
+        raise NotUnderstood("its MLP takes more than one tensor")
+    return MlpSpec(layer.name(whole.module)), (whole, whole)
+
+
+def _matrices(module: nn.Module) -> bool:
+    return any(p.dim() >= 2 for p in module.parameters()) or any(map(holds_numbers, module.modules()))
+
+
+def _formula(layer: LayerRecord, calls: list[Call], whole: Call | None) -> tuple[MlpSpec, tuple[Call, ...]] | None:
+    calls = [call for call in calls if call.alone and call.made is not None]
+    products = [call for call in calls if _matrices(call.module)]
+    for act in calls:
+        name = None if list(act.module.parameters()) else activation_name(act.module)
+        for down in products if name is not None else ():
+            first, halves = _before(act, down, [call for call in products if call is not down])
+            if first:
+                looked_at = (act,) if whole is None else (act, whole)
+                spec = MlpSpec(
+                    "" if whole is None else layer.name(whole.module),
+                    alone=whole is None or whole.alone,
+                    first=tuple(layer.name(call.module) for call in first),
+                    down=layer.name(down.module),
+                    activation=name or "",
+                    settings=tuple((layer.name(call.module), plain_settings(call.module)) for call in looked_at),
+                    halves=halves,
+                )
+                return spec, (first[0], down, *first[1:], *looked_at)
+    return None
+
+
+def _before(act: Call, down: Call, products: list[Call]) -> tuple[tuple[Call, ...], bool | None]:
+    """The projections between the MLP's input and what `down` takes, and whether one holds both gate and up."""
+    acted, taken = act.output.held, down.input.held
+    for gate in products:
+        y = gate.output.held
+        if torch.equal(act.input.held, y):
+            if agree(acted, taken):
+                return (gate,), None
+            for up in products:
+                if up is not gate and up.input.same(gate.input) and up.output.held.shape == y.shape:
+                    if agree(acted * up.output.held, taken):
+                        return (gate, up), None
+        for gate_first, (first, second) in ((True, y.chunk(2, dim=-1)), (False, reversed(y.chunk(2, dim=-1)))):
+            if first.shape == acted.shape == taken.shape and torch.equal(first, act.input.held):
+                if agree(acted * second, taken):
+                    return (gate,), gate_first
+    return (), None
+
+
+def activation_name(module: nn.Module) -> str | None:
+    """The name of the activation a module without weights computes, or None."""
+    x = torch.linspace(-9, 9, 2001, dtype=torch.float64, device="cpu")
+    probe = copy.copy(module)
+    vars(probe)["training"] = False
+    try:
+        with torch.no_grad():
+            y = type(module).forward(probe, x)
+    except Exception as error:  # whatever it may be, it is not a function of one tensor
+        reason_of(error)
+        return None
+    if not isinstance(y, torch.Tensor) or y.shape != x.shape:
+        return None
+    close = (name for name, f in ACTIVATIONS.items() if float((f(x) - y).abs().max()) <= ACTIVATION)
+    return next(close, None)
 
 
 class BoundMlp:
@@ -20,18 +123,18 @@ class BoundMlp:
 
     def __init__(self, layer: nn.Module, spec: MlpSpec):
         self.spec = spec
-        self.whole = layer.get_submodule(spec.whole) if spec.whole else None
-        self.module: nn.Module | None = None
+        self.module: nn.Module | None = None  # called as it is
         self.times = 1
-        if self._called(layer):
-            if self.whole is None or not spec.alone:
-                raise Changed("what its MLP was understood to be has changed")
-            self.module = self.whole
+        known = (as_understood(layer.get_submodule(name), settings) for name, settings in spec.settings)
+        if not spec.first or not all(known):
+            if not spec.whole or not spec.alone:
+                raise NotUnderstood("what its MLP was understood to be has changed")
+            self.module = layer.get_submodule(spec.whole)
             return
         self.first = [BoundLinear(layer.get_submodule(name)) for name in spec.first]
         self.down = BoundLinear(layer.get_submodule(spec.down))
-        self.gate: Weights | QuantizedWeights | None = None
-        self.up: Weights | QuantizedWeights | None = None
+        self.gate: Weights | None = None
+        self.up: Weights | None = None
         parts = [linear.weights for linear in self.first if linear.weights is not None]
         plain = len(parts) == len(self.first)
         if plain and len(parts) == 2 and parts[0].fits(parts[1]):
@@ -41,12 +144,6 @@ class BoundMlp:
             halves = [parts[0]._replace(rows=rows) for rows in ((0, n), (n, n))]
             self.gate, self.up = halves if spec.halves else reversed(halves)
         self.times = len(self.first)
-
-    def _called(self, layer: nn.Module) -> bool:
-        """Whether the module itself must be called: unknown inside, or it or its activation is another now."""
-        if not self.spec.first:
-            return True
-        return not all(as_understood(layer.get_submodule(name), known) for name, known in self.spec.settings)
 
     def __call__(
         self, kernels: Kernels, before: NormedInput, residual: torch.Tensor | None = None, scale: float = 1.0

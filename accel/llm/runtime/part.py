@@ -4,19 +4,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from accel_kernels import Norm
+from accel_kernels import Norm, Quantized
 from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.norm.norm import ACTIVATIONS
 from torch import nn
 
-from accel.fusion.stacked_linears import stack_rows, stacked_rows
-from accel.llm.analysis.norm import FLAT, HeadNorm, NormSpec, given, given_back
-from accel.llm.runtime.linear import QuantizedWeights, Weights, weights
+from accel.fusion.stacked_linears import stacked_tensors
+from accel.llm.runtime.linear import Weights, product_for, weights
+from accel.llm.runtime.norm import FLAT, HeadNorm, NormSpec, given, given_back
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import as_understood
 from accel.patching.user_ops import UserOp
-from accel.quantization.activations import many
-from accel.quantization.product import Rows
+from accel.quantization.activations import many_rows
+from accel.quantization.product import Rows, rounded_product
 
 
 class BoundNorm:
@@ -36,11 +36,11 @@ class BoundNorm:
 
 def users_norm(kernels: Kernels, norm: Norm) -> Callable | None:
     """The user's function that computes this norm by itself; None where the user registered none."""
-    centred = norm.centred and norm.offset == 0.0
-    op = kernels.layer_norm if centred else kernels.rms_norm
-    if not isinstance(op, UserOp) or (not centred and (norm.centred or norm.bias is not None)):
+    centered = norm.centered and norm.offset == 0.0
+    op = kernels.layer_norm if centered else kernels.rms_norm
+    if not isinstance(op, UserOp) or (not centered and (norm.centered or norm.bias is not None)):
         return None
-    if centred:
+    if centered:
         return lambda x: op(x.contiguous(), norm.weight, norm.bias, norm.eps)
     return lambda x: op(x.contiguous(), norm.weight, norm.eps, offset=norm.offset)
 
@@ -51,7 +51,7 @@ class BoundHeadNorm:
     def __init__(self, kernels: Kernels, layer: nn.Module, spec: HeadNorm):
         self.bound, self.layout = BoundNorm(kernels, layer, spec.norm), spec.layout
         norm = self.bound.norm
-        inside = norm is not None and not norm.centred and norm.bias is None and spec.layout != FLAT
+        inside = norm is not None and not norm.centered and norm.bias is None and spec.layout != FLAT
         self.fused = norm if inside else None
 
     def __call__(self, t: torch.Tensor) -> torch.Tensor:
@@ -60,7 +60,7 @@ class BoundHeadNorm:
 
 
 class NormedInput(Rows):
-    """What projections of one input share: the norm before them, done inside each, or once where that costs less.
+    """The input of several projections: the norm before them is done inside each, or once where that costs less.
 
     times: how many projections there are.
     """
@@ -78,16 +78,16 @@ class NormedInput(Rows):
 
     def given(self, free: bool = False) -> tuple[torch.Tensor, Norm | None]:
         """What an operation is given that takes a norm before its product. free: it costs nothing there."""
-        once = self.norm is not None and self.times > 1 and not free and many(self.x)
+        once = self.norm is not None and self.times > 1 and not free and many_rows(self.x)
         return (self.normed(), None) if once else (self.x, self.norm)
 
 
 def part_product(
     kernels: Kernels,
-    weights: Weights | QuantizedWeights,
+    weights: Weights,
     before: NormedInput,
     *,
-    up: Weights | QuantizedWeights | None = None,
+    up: Weights | None = None,
     activation: str | None = None,
     residual: torch.Tensor | None = None,
     scale: float = 1.0,
@@ -96,30 +96,34 @@ def part_product(
 
     Where the inputs are divided among ranks, the sum over all of them stands for the product.
     """
-    weight, bias = weights.now()
+    weight, bias = weights.operands()
     if weights.ranks is not None:
         part = _product(kernels, weights, before, weight, None)
         act = None if activation is None else ACTIVATIONS[activation]
         return weights.ranks.reduce(part, bias, act, residual, scale)
     given: dict[str, Any] = {"activation": activation, "residual": residual, "scale": scale}
     if up is not None:
-        given["up"], given["up_bias"] = up.now()
+        given["up"], given["up_bias"] = up.operands()
     return _product(kernels, weights, before, weight, bias, **given)
 
 
 def _product(
     kernels: Kernels,
-    weights: Weights | QuantizedWeights,
+    weights: Weights,
     before: NormedInput,
     weight: Any,
     bias: torch.Tensor | None,
     **given: Any,
 ) -> torch.Tensor:
-    if type(weights) is QuantizedWeights and (activations := weights.module.rounds(before.x)) is not None:
-        module = weights.module
-        return module.products.product(activations)(before.rounded(module, activations), weight, bias, **given)
-    x, norm = before.given(weights.norms_on_the_way(before.x))
-    return weights.product(kernels, x)(x, weight, bias, norm=norm, **given)
+    """The one place that says which rows go where: in 8 bits, to a weight as it lies, or to a plain one."""
+    if not isinstance(weight, Quantized):
+        x, norm = before.given()
+        return product_for(kernels, x)(x, weight, bias, norm=norm, **given)
+    if (activations := weights.module.rounds(before.x)) is not None:
+        return rounded_product(weights.module, activations, before, weight, bias, **given)
+    # A weight that is read as it lies has the columns of x in an order of their own, and the norm in the same pass.
+    x, norm = before.given(free=weight.reads(before.x.numel() // before.x.shape[-1]))
+    return kernels.quantized_linear(x, weight, bias, norm=norm, **given)
 
 
 class BoundLinear:
@@ -145,20 +149,13 @@ class BoundLinear:
         return y if residual is None else torch.add(residual, y, alpha=scale)
 
 
-def stacked(linears: list[BoundLinear], stack: bool) -> Weights | QuantizedWeights | None:
+def stacked(linears: list[BoundLinear], stack: bool) -> Weights | None:
     """The weights of all as one; None where they do not lie in one storage, and cannot or may not be put there."""
     parts = [linear.weights for linear in linears if linear.weights is not None]
     if len(parts) < 2 or len(parts) < len(linears) or any(part.transposed for part in parts):
         return None
     if not all(parts[0].fits(part) for part in parts):
         return None
-    # One list a tensor of which each part has its rows; an empty one where none has a bias.
-    lists = [[t for t in tensors if t is not None] for tensors in zip(*(part.tensors() for part in parts), strict=True)]
-    if not all(len(tensors) in (0, len(parts)) for tensors in lists):
+    if stacked_tensors([part.module for part in parts], stack) is None:
         return None
-    for tensors in filter(None, lists):
-        if stack:
-            stack_rows(tensors)
-        if stacked_rows(tensors) is None:
-            return None
     return parts[0]._replace(rows=(0, sum(part.outputs for part in parts)))

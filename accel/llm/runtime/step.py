@@ -19,7 +19,7 @@ class Step:
         self.kvs = kvs
         self._angles: dict[tuple, tuple] = {}
 
-    def leaves(self, layer: Any, args: tuple, kwargs: dict) -> bool:
+    def runs_stock(self, layer: Any, args: tuple, kwargs: dict) -> bool:
         """Whether a layer that is called with these arguments runs stock."""
         return False
 

@@ -18,8 +18,7 @@ from accel.llm.ptq.formats.files import header_of, linears_among, located, opene
 from accel.llm.ptq.formats.loading import is_compressed_tensors, read_quantization
 from accel.llm.ptq.formats.quantization_config import FIELD
 from accel.llm.shards.manifest import Manifest, ShardFile, checksum, is_divided
-from accel.parallel.division import Described, Division, Span, taken
-from accel.parallel.planned import Divided, divided_among
+from accel.parallel.division import Divided, Division, Span, TensorInfo, divided_among, taken
 from accel.parallel.sharded_layers import OUTPUTS
 from accel.quantization.activations import SCALE
 from accel.saved import refuse_pickles
@@ -69,7 +68,9 @@ def divide(folder: Path, out: Path, ranks: int, at: Callable[[int, int], None] =
             found = _divided(config, tensors, linears, ranks)
         out.mkdir(parents=True, exist_ok=True)
         shards = _written(weights, linears, found, out, ranks, at)
-    _copy_others(folder, out)
+    for path in sorted(folder.iterdir()):  # configurations and the tokenizer: all that hold no weights
+        if path.is_file() and not path.name.endswith(ENDS):
+            shutil.copyfile(path, out / path.name)
     entries = {name: (one, found.tensors[name]) for name, one in tensors.items()}
     manifest = Manifest(ranks, found.plan, {name: version(name) for name in LIBRARIES}, entries, shards)
     manifest.write(out)
@@ -77,7 +78,7 @@ def divide(folder: Path, out: Path, ranks: int, at: Callable[[int, int], None] =
 
 
 def _divided(
-    config: PretrainedConfig, tensors: Mapping[str, Described], linears: Mapping[str, Mapping], ranks: int
+    config: PretrainedConfig, tensors: Mapping[str, TensorInfo], linears: Mapping[str, Mapping], ranks: int
 ) -> Divided:
     """How every tensor is divided: parts of a quantized weight as the weight would be."""
     if FIELD in vars(config):
@@ -85,7 +86,7 @@ def _divided(
     parts = {f"{path}.{part}": path for path, held in linears.items() for part in held}
     asked = {name: one for name, one in tensors.items() if name not in parts}
     for path, held in linears.items():
-        asked[f"{path}.weight"] = Described(compressed.read(held).shape, torch.float32)
+        asked[f"{path}.weight"] = TensorInfo(compressed.read(held).shape, torch.float32)
     found = divided_among(config, asked, ranks)
     for path, held in linears.items():
         division = found.tensors.pop(f"{path}.weight")
@@ -147,13 +148,6 @@ def _part(
             yield f"{path}.{part}", own_memory(tensor)
 
 
-def _copy_others(folder: Path, out: Path) -> None:
-    """Configurations and the tokenizer: all files that hold no weights."""
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and not path.name.endswith(ENDS):
-            shutil.copyfile(path, out / path.name)
-
-
 def check_divisible(path: str, parts: Mapping[str, torch.Tensor], division: Division) -> None:
     """Raises ValueError for a weight that cannot be so divided, naming it. parts: as the files' headers tell."""
     weight = compressed.read(parts)
@@ -182,28 +176,24 @@ def rank_part(held: Mapping[str, torch.Tensor], division: Division | None, rank:
     """What the rank's file is to hold of a linear. held: its parts in whole."""
     if division is None:
         return dict(held)
-    data, scales, zeros = compressed.read(held)
+    data, scales, zeros, stored = compressed.read(held)
     by_scale: Division | None
     if division.dim == OUTPUTS:
         by_number, by_scale = division, division
     else:
-        by_number = _counted(division, _per(data))
-        by_scale = _counted(division, data.shape[1] * _per(data) // scales.shape[1]) if scales.shape[1] > 1 else None
+        by_number, columns = _counted(division, stored.per_element), data.shape[1] * stored.per_element
+        by_scale = _counted(division, columns // scales.shape[1]) if scales.shape[1] > 1 else None
     mine = Quantized(
         taken(data, by_number, rank),
         taken(scales, by_scale, rank),
         None if zeros is None else taken(zeros, by_scale, rank),
+        stored,
     )
     packed = "weight_packed" in held
     found = compressed.parts(mine, compressed.PACKED if packed else compressed.BYTEWISE)
     if not packed and mine.zeros is not None:
         found["weight_zero_point"] = mine.zeros
     return found | {name: held[name] for name in (SCALE,) if name in held}
-
-
-def _per(data: torch.Tensor) -> int:
-    """Numbers in an element."""
-    return PER_WORD if data.dtype == torch.int32 else 1
 
 
 def _counted(division: Division, size: int) -> Division:

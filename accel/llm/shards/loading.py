@@ -30,7 +30,7 @@ from accel.llm.shards.manifest import MANIFEST, Manifest, checksum, read_manifes
 from accel.parallel.agreement import require_agreement
 from accel.parallel.division import Division, Span, spans_of
 from accel.parallel.ranks import Ranks
-from accel.parallel.sharded_layers import installed_anew
+from accel.parallel.sharded_layers import install_sharding
 from accel.quantization.patch import exchange
 from accel.saved import check_keys, readable
 
@@ -196,7 +196,9 @@ def _loaded(folder: Path, manifest: Manifest, opened: RankFiles, dtype: str | to
             quantization = read_quantization(folder, told or {}, linears)
             finish = partial(_finish, quantization=quantization, linears=linears, opened=opened)
             method = stack.enter_context(
-                entered(partial(replace_linears, linears=linears, make=PlaceholderShard), finish)
+                entered(
+                    partial(replace_linears, linears=linears, make=PlaceholderShard, quantization=quantization), finish
+                )
             )
             config.quantization_config = {"quant_method": method}
         elif told is not None:
@@ -221,7 +223,7 @@ def _linears(opened: RankFiles) -> dict[str, dict[str, torch.Tensor]]:
             rows, words = parts["weight_packed"].shape
             mine = opened.shape(f"{path}.weight_packed")[1]
             columns = int(opened.read(f"{path}.weight_shape")[-1])
-            parts["weight_shape"] = torch.tensor((rows, words * columns // mine))
+            parts["weight_shape"] = torch.tensor((rows, words * columns // mine), device="cpu")
     return only_quantized(linears)
 
 
@@ -249,7 +251,7 @@ def _finish(
             )
         # Of the whole, as a linear that is divided says; transformers divides and joins by them.
         made.out_features, made.in_features = module.out_features, module.in_features
-        installed_anew(module, made)
+        install_sharding(module, made)
         pairs.append((module, made))
     exchange(model, pairs)
     vars(model)[SAVE] = SaveOverride(model)

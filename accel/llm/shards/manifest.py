@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from accel.llm.ptq.formats.files import DTYPES
-from accel.parallel.division import Described, Division
+from accel.parallel.division import Division, TensorInfo
 from accel.saved import read_json
 
 MANIFEST = "accel-shards.json"
@@ -41,7 +41,7 @@ class Manifest:
     ranks: int
     plan: dict[str, str]
     versions: dict[str, str]
-    tensors: dict[str, tuple[Described, Division | None]]
+    tensors: dict[str, tuple[TensorInfo, Division | None]]
     files: tuple[tuple[ShardFile, ...], ...]
 
     @property
@@ -94,8 +94,8 @@ def read_manifest(folder: Path) -> Manifest:
     return found
 
 
-def _tensor(told: dict[str, Any]) -> tuple[Described, Division | None]:
-    described = Described(tuple(told["shape"]), DTYPES[told["dtype"]])
+def _tensor(told: dict[str, Any]) -> tuple[TensorInfo, Division | None]:
+    described = TensorInfo(tuple(told["shape"]), DTYPES[told["dtype"]])
     if told["divided"] is None:
         return described, None
     spans = tuple(tuple((int(a), int(b)) for a, b in one) for one in told["divided"]["spans"])

@@ -1,22 +1,22 @@
 """Which attention implementation to run: measured on this card, for this shape, once, and remembered on disk.
 
-The best one differs from card to card and from shape to shape: docs/measurements/kernels.md has one card's. Until it is
-measured, one runs that needs nothing made for the shape: cuDNN makes a plan for each, 45 to 70 ms on an H200.
+Until a shape is measured, one runs that needs no plan: cuDNN's takes 45 to 70 ms on an H200. Figures of one card are in
+docs/measurements/kernels.md.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from accel_kernels.attention.flash_attention import attention
-from accel_kernels.attention.matmul_attention import matmul_attention
-from accel_kernels.attention.matmul_attention import refuses as refuses_matmul
 from accel_kernels.autotune import Choices, Place, TensorForm, contest, filled
+from accel_kernels.elementwise.softmax import softmax
 from accel_kernels.errors import out_of_memory, set_aside
+from accel_kernels.op import FLOATS
 from accel_kernels.tolerances import BACKEND, SMALLEST_OUTPUT
 from accel_kernels.warmup import alongside, warming_up
 
@@ -51,6 +51,27 @@ def _sdpa(q, k, v, scale):
     return F.scaled_dot_product_attention(q, k, v, scale=scale)
 
 
+def _matmul(q, k, v, scale):
+    """Two matrix products with a softmax between, for wide heads such as the VAE's 512. Lies as (B, Sq, H, D).
+
+    A flash kernel keeps an accumulator of queries x head dimension in registers; at 512 only 64 queries fit and the
+    tensor cores starve. Here blocks of queries give fp32 scores, which pass through memory once.
+    """
+    batch, heads, length, dim = q.shape
+    scale = dim**-0.5 if scale is None else scale
+    out = torch.empty((batch, length, heads, dim), device=q.device, dtype=q.dtype).transpose(1, 2)
+    exact: dict[str, Any] = {} if q.dtype == torch.float32 else {"out_dtype": torch.float32}
+    step = max(1, min(length, SCORES // k.shape[2]))
+    for b in range(batch):
+        for h in range(heads):
+            keys, values = k[b, h].t(), v[b, h]
+            for first in range(0, length, step):
+                rows = slice(first, min(first + step, length))
+                scores = torch.mm(q[b, h, rows], keys, **exact)
+                out[b, h, rows] = softmax(scores, scale, q.dtype) @ values
+    return out
+
+
 def _half_precision(limit: int):
     def refuses(q, k, v) -> str | None:
         if not q.is_cuda:
@@ -68,6 +89,11 @@ def _refuses_cuda(q, k, v) -> str | None:
     return None if q.is_cuda else f"runs on CUDA, not on {q.device.type}"
 
 
+def _refuses_matmul(q, k, v) -> str | None:
+    wrong = None if q.dtype in FLOATS else f"dtype {q.dtype} is not float16, bfloat16 or float32"
+    return _refuses_cuda(q, k, v) or wrong
+
+
 def _refuses_xformers(q, k, v) -> str | None:
     try:
         import xformers.ops  # noqa: F401
@@ -80,13 +106,14 @@ def _refuses_triton(q, k, v) -> str | None:
     return _refuses_cuda(q, k, v) or attention.supports(q, k, v)
 
 
+SCORES = 2**25  # of `_matmul` at a time: 128 MiB in fp32
 BACKENDS = {
     "cudnn": Backend(_cudnn, _half_precision(256)),
     "flash": Backend(_flash, _half_precision(256)),
     "efficient": Backend(_efficient, _refuses_cuda),
     "xformers": Backend(_xformers, _refuses_xformers),
     "triton": Backend(lambda q, k, v, scale: attention.triton(q, k, v, scale), _refuses_triton),
-    "matmul": Backend(matmul_attention, refuses_matmul),
+    "matmul": Backend(_matmul, _refuses_matmul),
     "sdpa": Backend(_sdpa, lambda q, k, v: None),
 }
 

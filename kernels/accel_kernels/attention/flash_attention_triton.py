@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from accel_kernels.device import multiprocessors, upcast
-from accel_kernels.sizes import power_of_two
+from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch
 
 LOG2E = 1.4426950408889634
@@ -118,7 +118,7 @@ def attention(q, k, v, scale=None):
     block_d = max(16, power_of_two(dim))
     tile = _tile(q, k.shape[2], block_d)
     launch(
-        attention_kernel, (triton.cdiv(q_length, tile.queries), batch * heads),
+        attention_kernel, (cdiv(q_length, tile.queries), batch * heads),
         q, k, v, out, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
         heads, q_length, k.shape[2], scale * LOG2E, dim, block_d, tile.queries, tile.keys, upcast(q.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
@@ -131,6 +131,6 @@ def _tile(q, k_length: int, block_d: int) -> Tile:
     if q.dtype == torch.float32:
         return FP32_TILE
     if block_d == 512:
-        blocks = batch * heads * triton.cdiv(q_length, TILES[512].queries)
+        blocks = batch * heads * cdiv(q_length, TILES[512].queries)
         return WIDE_FEW_QUERIES if blocks < multiprocessors(q.device) else TILES[512]
     return FEW_KEYS if k_length <= 128 else TILES[block_d]

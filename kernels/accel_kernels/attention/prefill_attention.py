@@ -1,9 +1,8 @@
-"""Causal attention of a whole prompt by torch's own kernels: which of them, where a plan costs more than it saves.
+"""Causal attention of a whole prompt by torch's own kernels: cuDNN's where its plan pays, else flash attention.
 
-cuDNN's is the fastest on Hopper, and makes a plan for every new length, which takes 30 to 70 ms. On an H200 one prompt
-of 8192 tokens wins some 30 ms back, and a length that comes again all of them. The driver compiles, up to a second, for
-the first plan of a length that is a multiple of 128, and for the first of one that is none. So a warmup makes both,
-beside what else it compiles. Flash attention needs no plan.
+cuDNN's is the fastest on Hopper, but plans every new length for 30 to 70 ms. On an H200 a prompt of 8192 tokens wins
+that back, and so does a length that comes again. The driver compiles, up to a second, for the first plan of a length
+that is a multiple of 128, and of one that is none. A warmup makes both, beside what else it compiles.
 """
 
 from functools import partial

@@ -1,7 +1,6 @@
-"""Entries in files that processes share.
+"""Entries in files that processes share: a cache never raises and never loses what others wrote.
 
-A cache never raises and never loses what others wrote. Adding to a file takes its lock, reads it again, and puts
-a whole new file in its place.
+Adding takes the file's lock, reads it again, and puts a whole new file in its place.
 """
 
 import json

@@ -1,8 +1,7 @@
 """Exchanges of pieces between the GPUs of one host: each rank writes what is for another to where that one reads it.
 
-In an all-to-all, rank r is sent piece r of what each rank has. A library takes pieces that lie one after another, and
-gives them so: what is sent is copied before, and what has come often copied after. Here a rank writes its pieces into
-the memory of the others in the order that they are read in, of several tensors in one launch.
+In an all-to-all, rank r is sent piece r of what each rank has. A library needs copies before and after, as it takes
+and gives pieces that lie one after another. Here they are written in the order in which they are read.
 """
 
 from collections.abc import Sequence

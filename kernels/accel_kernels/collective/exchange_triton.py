@@ -1,8 +1,8 @@
 """Every rank writes its pieces into the memory of the others, in one launch for several tensors.
 
-Each program writes its share of all pieces, tells the same program of every other rank that it has, and waits until
-they have told so: all that was sent to this rank is there when the kernel ends. Where what was in its place may still
-be read, it has told them before that it has come, and waited for them.
+Each program writes its share of all pieces, signals the same program of every other rank, and waits for their signals:
+all that was sent to this rank is there when the kernel ends. WAITS: they also meet before, as what is overwritten may
+still be read.
 """
 
 import triton

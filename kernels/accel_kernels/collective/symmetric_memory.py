@@ -1,8 +1,7 @@
 """Sums over the GPUs of one host through symmetric memory, and which of three ways takes a sum of some size.
 
-Small ones are one launch with what follows them (`symmetric_sum_triton.py`). Larger ones go through torch's
-`two_shot_all_reduce_`, in which every rank adds up its share and hands it to the others. The largest go through NCCL.
-NVLink multicast is not used.
+Small ones are one launch with what follows them (`symmetric_sum_triton.py`), larger ones torch's
+`two_shot_all_reduce_`, the largest NCCL. NVLink multicast is not used.
 """
 
 from collections.abc import Iterator

@@ -1,10 +1,8 @@
 """residual + scale * (sum over ranks + bias) in one launch: every rank reads all parts ("one shot").
 
-Each program copies its piece of this rank's part to where the others can read it. It signals the same program of each
-other rank, and waits for their signals. Then it adds all pieces up in the order of the ranks, so that all ranks get the
-same bits.
-Pieces are found through a table of addresses. As torch's one-shot all-reduce
-(torch/csrc/distributed/c10d/symm_mem), with what follows it.
+Each program copies its piece of this rank's part to where the others can read it, signals the same program of each
+other rank, and waits for theirs. It adds all pieces up in the order of the ranks, so that all ranks get the same bits.
+As torch's one-shot all-reduce (torch/csrc/distributed/c10d/symm_mem), with what follows it.
 """
 
 import torch
@@ -13,6 +11,7 @@ import triton.language as tl
 
 from accel_kernels.collective.signals_triton import meet
 from accel_kernels.device import programmatic
+from accel_kernels.sizes import cdiv
 from accel_kernels.warmup import launch
 
 BLOCK = 1024  # numbers to a program
@@ -65,7 +64,7 @@ def symmetric_sum(part, bias, residual, scale, buffers, signals, place, rank):
     former, counted in numbers of this dtype, a multiple of 16 bytes.
     """
     y = torch.empty_like(part)
-    grid = (triton.cdiv(part.numel(), BLOCK),)
+    grid = (cdiv(part.numel(), BLOCK),)
     launch(
         symmetric_sum_kernel, grid, part, bias, residual, y, buffers, signals, place, part.numel(), part.shape[-1],
         scale, rank, len(buffers), BLOCK, num_warps=WARPS, **programmatic(part.device),

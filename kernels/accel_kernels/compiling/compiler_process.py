@@ -25,15 +25,19 @@ NOT_LAUNCHED = (OSError, RuntimeError, ImportError, AttributeError, AssertionErr
 IDLE = 120.0  # seconds without work, after which it ends
 
 
+def _absent(owner: Any, name: str) -> "type[_Absent]":
+    """What stands for an attribute that is not there, from then on."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    found = _Absent(name, (), {})
+    setattr(owner, name, found)
+    return found
+
+
 class _Absent(type):
     """Stands for anything of PyTorch's that a file names when it is read: annotations, dtypes, decorators."""
 
-    def __getattr__(cls, name: str) -> "type[_Absent]":
-        if name.startswith("__"):
-            raise AttributeError(name)
-        found = _Absent(name, (), {})
-        setattr(cls, name, found)
-        return found
+    __getattr__ = _absent
 
     def __or__(cls, other: object) -> "type[_Absent]":
         return cls
@@ -44,12 +48,7 @@ class _Absent(type):
 class _Torch(ModuleType):
     """A module that is not imported."""
 
-    def __getattr__(self, name: str) -> type[_Absent]:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        found = _Absent(name, (), {})
-        setattr(self, name, found)
-        return found
+    __getattr__ = _absent
 
 
 class Kernels(pickle.Unpickler):

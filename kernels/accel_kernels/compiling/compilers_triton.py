@@ -1,7 +1,6 @@
-"""Kernels compiled in processes of their own, several at once: in threads of one, Python's lock lets them take turns.
+"""Kernels compiled in other processes, several at once: threads of one would take turns under Python's lock.
 
-What such a process compiles it leaves in Triton's cache, where this one finds it. So whatever goes wrong there, and
-whatever cannot be sent there, is compiled here, as if there were none.
+They leave what they compile in Triton's cache. Whatever fails there, or cannot be sent there, is compiled here.
 """
 
 import atexit

@@ -1,8 +1,7 @@
 """The hash by which Triton finds a compiled kernel again, made alike in every process.
 
-Up to Triton 3.8 it depends on which functions were hashed before: of a function that a kernel calls, and that has no
-hash yet, the constants are left out. A kernel would then be compiled anew in each process that launches in another
-order, and what another process compiles for this one would not be found.
+Up to Triton 3.8 it leaves out the constants of called functions that have no hash yet, so it depends on the order of
+launches. Another process would then compile the kernel anew instead of finding it.
 """
 
 from collections.abc import Iterator

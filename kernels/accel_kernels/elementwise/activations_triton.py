@@ -25,7 +25,7 @@ def activate(x, ACTIVATION: tl.constexpr):
 def gelu(x):
     """Exact GELU, x * Phi(x), with erf to 1.5e-7 (Abramowitz and Stegun, 7.1.26): a third of libdevice's instructions.
 
-    The tail is computed as such, not as 1 minus a number near 1, so small values keep their digits.
+    The tail is computed as such, so that small values keep their digits.
     """
     z = tl.abs(x) * 0.7071067811865476
     t = 1.0 / (1.0 + 0.3275911 * z)

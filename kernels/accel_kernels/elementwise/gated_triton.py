@@ -1,21 +1,25 @@
-"""act(gate) * up in one pass."""
+"""act(gate) * up in one pass, with the activation in fp32; GEGLU is that of the halves of a row."""
 
 import torch
 import triton
 import triton.language as tl
 
 from accel_kernels.elementwise.activations_triton import activate
+from accel_kernels.sizes import cdiv
 from accel_kernels.warmup import launch
 
-BLOCK = 1024  # elements of one row to a program
 WARPS = 4
 
 
-@triton.jit
-def gated_kernel(gate_ptr, up_ptr, y_ptr, stride_g, stride_u, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    i_idx = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = i_idx < width
+@triton.jit(do_not_specialize=("rows",))
+def gated_kernel(
+    gate_ptr, up_ptr, y_ptr, stride_g, stride_u, rows, width,
+    ACTIVATION: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_I: tl.constexpr,
+):  # fmt: skip
+    r_idx = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    i_idx = (tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I))[None, :]
+    mask = (r_idx < rows)[:, None] & (i_idx < width)
+    row = r_idx.to(tl.int64)[:, None]
     gate = tl.load(gate_ptr + row * stride_g + i_idx, mask=mask, other=0.0)
     up = tl.load(up_ptr + row * stride_u + i_idx, mask=mask, other=0.0)
     y = activate(gate.to(tl.float32), ACTIVATION) * up.to(tl.float32)
@@ -23,11 +27,21 @@ def gated_kernel(gate_ptr, up_ptr, y_ptr, stride_g, stride_u, width, ACTIVATION:
 
 
 def gated(gate, up, activation):
-    """Same arguments and result as the reference; the activation is computed in fp32."""
+    """Same arguments and result as the reference."""
+    return _gated(gate, up, activation, 1, 1024)
+
+
+def geglu(x):
+    """Same argument and result as the reference."""
+    value, gate = x.view(-1, x.shape[-1]).chunk(2, dim=-1)  # a dimension of one row may have any stride
+    return _gated(gate, value, "gelu", 4, 512).view(*x.shape[:-1], -1)
+
+
+def _gated(gate, up, activation, block_r, block_i):
     width = gate.shape[-1]
     rows = gate.numel() // width
     y = torch.empty(gate.shape, device=gate.device, dtype=gate.dtype)
     strides = (gate.stride(-2) if gate.dim() > 1 else width, up.stride(-2) if up.dim() > 1 else width)
-    grid = (rows, triton.cdiv(width, BLOCK))
-    launch(gated_kernel, grid, gate, up, y, *strides, width, activation, BLOCK, num_warps=WARPS)
+    grid = (cdiv(rows, block_r), cdiv(width, block_i))
+    launch(gated_kernel, grid, gate, up, y, *strides, rows, width, activation, block_r, block_i, num_warps=WARPS)
     return y

@@ -2,7 +2,7 @@
 
 import torch
 
-from accel_kernels.op import dtype_reason, make_op, random_case
+from accel_kernels.op import dtype_reason, make_op, random_cases
 
 
 def reference(x, scale, dtype):
@@ -18,11 +18,9 @@ def supports(x, scale, dtype) -> str | None:
     return dtype_reason(x, torch.empty(0, dtype=dtype, device=x.device))
 
 
-def _case(name, rows, columns, small=False):
-    def make(rand):
-        return (rand(rows, columns, spread=8.0, dtype=torch.float32), 0.5, rand.dtype), {}
-
-    return random_case(name, make, small)
+@random_cases
+def _case(rand, rows, columns):
+    return (rand(rows, columns, spread=8.0, dtype=torch.float32), 0.5, rand.dtype), {}
 
 
 CASES = (

@@ -1,7 +1,6 @@
 """cuBLASLt, called directly: the fastest of the algorithms its heuristic names for a product, found by timing them.
 
-torch takes the first one named. For the small and odd products of a UNet a later one is often 5-20 % faster, and a
-bias can cost half as much as the product itself. NVIDIA, cuBLAS documentation, "Using the cuBLASLt API".
+torch takes the first one named. For the small and odd products of a UNet a later one is often 5-20 % faster.
 """
 
 import ctypes

@@ -13,7 +13,7 @@ from accel_kernels.device import float8_reason
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.quantize_rows import SINGLE
 from accel_kernels.gemm.quantize_rows import reference as quantize
-from accel_kernels.gemm.quantized_weight import Quantized
+from accel_kernels.gemm.quantized_weight import Quantized, quantize_weight
 from accel_kernels.op import Op
 from accel_kernels.product_cases import product_case
 
@@ -85,21 +85,14 @@ def supports(x, weight, bias=None, **after) -> str | None:
     return float8_reason(x.data.device, FP8)
 
 
-def _case(name, *shape, n, **more):
-    def weight(full):
-        rows = quantize(full, dtype=FP8)
-        return Quantized(rows.data, rows.scales)
-
-    return product_case(name, shape, n, weight=weight, rows=partial(quantize, dtype=FP8), **more)
-
-
+_case = partial(product_case, weight=partial(quantize_weight, dtype=FP8), rows=partial(quantize, dtype=FP8))
 CASES = (
-    _case("tiny", 3, 32, n=16, small=True),
-    _case("bias-residual", 2, 17, 144, n=48, bias=True, residual=True, small=True),
-    _case("gate", 5, 64, n=32, gate=True, bias=True, activation="silu", small=True),
-    _case("llama-qkv", 2048, 4096, n=6144),
-    _case("llama-gate-up", 2048, 4096, n=14336, gate=True, activation="silu"),
-    _case("llama-down", 2048, 14336, n=4096, residual=True),
+    _case("tiny", (3, 32), n=16, small=True),
+    _case("bias-residual", (2, 17, 144), n=48, bias=True, residual=True, small=True),
+    _case("gate", (5, 64), n=32, gate=True, bias=True, activation="silu", small=True),
+    _case("llama-qkv", (2048, 4096), n=6144),
+    _case("llama-gate-up", (2048, 4096), n=14336, gate=True, activation="silu"),
+    _case("llama-down", (2048, 14336), n=4096, residual=True),
 )
 
 fp8_linear = Op("fp8_linear", reference, "accel_kernels.gemm.fp8_linear:in_passes", supports, CASES)

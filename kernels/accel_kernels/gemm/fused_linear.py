@@ -1,8 +1,7 @@
 """A linear layer with its neighbors: norm before, activation or gate after, residual added.
 
 y = residual + scale * act(norm(x) W^T + b), or with a gate act(h W^T + b) * (h U^T + c), h = norm(x). For the few rows
-of a decode step one kernel does all of it, reading each weight once, near the speed of memory. More rows take cuBLAS's
-product between fused elementwise passes.
+of a decode step it is one kernel; more rows take cuBLAS's product between fused elementwise passes.
 """
 
 import torch
@@ -43,9 +42,9 @@ def in_passes(x, weight, bias=None, *, norm=None, linear=torch_linear, **after):
 
 def apply_norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     """The norm by itself, in one pass."""
-    if norm.centred and norm.offset == 0.0:
+    if norm.centered and norm.offset == 0.0:
         return layer_norm(x, norm.weight, norm.bias, norm.eps)
-    if not norm.centred and norm.bias is None:
+    if not norm.centered and norm.bias is None:
         return rms_norm(x, norm.weight, norm.eps, offset=norm.offset)
     return norms.reference(x, norm)
 
@@ -73,30 +72,26 @@ def supports(x, weight, bias=None, *, norm=None, **after) -> str | None:
     return dtype_reason(x, weight, bias, up, epilogue.up_bias, residual, *norm_weights(norm))
 
 
-def _case(name, rows, k, n, **more):
-    return product_case(name, (rows, k), n, **more)
-
-
 CASES = (
-    _case("plain", 1, 64, 48, small=True),
-    _case("rms", 1, 136, 40, norm="rms", small=True),
-    _case("gemma-residual", 1, 72, 33, norm="gemma", residual=True, scale=0.5, small=True),
-    _case("layer-bias-gelu", 1, 104, 50, norm="layer", bias=True, activation="gelu_tanh", small=True),
-    _case("gate", 1, 64, 37, norm="rms", gate=True, activation="silu", small=True),
-    _case("gate-bias", 1, 64, 37, gate=True, bias=True, activation="gelu", small=True),
-    _case("rows-3", 3, 88, 41, norm="rms", residual=True, small=True),
-    _case("rows-5-gate", 5, 96, 35, norm="layer", gate=True, activation="silu", small=True),
-    _case("rows-17", 17, 128, 33, bias=True, activation="relu", small=True),
-    _case("llama-qkv", 1, 4096, 6144, norm="rms"),
-    _case("llama-out", 1, 4096, 4096, residual=True),
-    _case("llama-gate-up", 1, 4096, 14336, norm="rms", gate=True, activation="silu"),
-    _case("llama-down", 1, 14336, 4096, residual=True),
-    _case("llama-head", 1, 4096, 128256, norm="rms"),
-    _case("llama-qkv-8", 8, 4096, 6144, norm="rms"),
-    _case("llama-gate-up-8", 8, 4096, 14336, norm="rms", gate=True, activation="silu"),
-    _case("llama-down-32", 32, 14336, 4096, residual=True),
-    _case("qwen-0.5b-qkv", 1, 896, 1152, norm="rms", bias=True),
-    _case("phi-mlp", 2, 2560, 10240, norm="layer", bias=True, activation="gelu_tanh"),
+    product_case("plain", (1, 64), 48, small=True),
+    product_case("rms", (1, 136), 40, norm="rms", small=True),
+    product_case("gemma-residual", (1, 72), 33, norm="gemma", residual=True, scale=0.5, small=True),
+    product_case("layer-bias-gelu", (1, 104), 50, norm="layer", bias=True, activation="gelu_tanh", small=True),
+    product_case("gate", (1, 64), 37, norm="rms", gate=True, activation="silu", small=True),
+    product_case("gate-bias", (1, 64), 37, gate=True, bias=True, activation="gelu", small=True),
+    product_case("rows-3", (3, 88), 41, norm="rms", residual=True, small=True),
+    product_case("rows-5-gate", (5, 96), 35, norm="layer", gate=True, activation="silu", small=True),
+    product_case("rows-17", (17, 128), 33, bias=True, activation="relu", small=True),
+    product_case("llama-qkv", (1, 4096), 6144, norm="rms"),
+    product_case("llama-out", (1, 4096), 4096, residual=True),
+    product_case("llama-gate-up", (1, 4096), 14336, norm="rms", gate=True, activation="silu"),
+    product_case("llama-down", (1, 14336), 4096, residual=True),
+    product_case("llama-head", (1, 4096), 128256, norm="rms"),
+    product_case("llama-qkv-8", (8, 4096), 6144, norm="rms"),
+    product_case("llama-gate-up-8", (8, 4096), 14336, norm="rms", gate=True, activation="silu"),
+    product_case("llama-down-32", (32, 14336), 4096, residual=True),
+    product_case("qwen-0.5b-qkv", (1, 896), 1152, norm="rms", bias=True),
+    product_case("phi-mlp", (2, 2560), 10240, norm="layer", bias=True, activation="gelu_tanh"),
 )
 
 fused_linear = make_op("fused_linear", reference, supports, CASES, instead=in_passes)

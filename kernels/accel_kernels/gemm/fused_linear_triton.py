@@ -1,8 +1,7 @@
 """Linear layers of few rows, at the speed at which memory gives the weights.
 
-One row: a program multiplies a few rows of the weight with x, the norm of x computed on the way, on the CUDA cores.
-Two rows to 64: the same walk with the tensor cores, weights as the left factor, since the few rows of x would waste its
-larger side. Both may begin before the kernel in front has ended, with weights, which no kernel writes.
+One row: a program multiplies a few rows of the weight on the CUDA cores, with the norm of x computed on the way. Two to
+64 rows: the tensor cores, with weights as the left factor, whose larger side few rows would waste.
 """
 
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.epilogue_triton import epilogue, store_sum
 from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.norm.norm import kernel_arguments
-from accel_kernels.sizes import power_of_two
+from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch
 
 
@@ -32,7 +31,7 @@ class Shape(NamedTuple):
 
 @triton.jit
 def gemv_kernel(
-    x_ptr, w_ptr, u_ptr, norm, after, y_ptr, n, K: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
+    x_ptr, weight_ptr, up_ptr, norm, after, y_ptr, n, K: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
     ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -43,9 +42,9 @@ def gemv_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     # The first weights before the wait: they do not depend on the kernel in front.
     mask = (k_idx < K)[None, :]
-    w = tl.load(w_ptr + row + k_idx[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+    w = tl.load(weight_ptr + row + k_idx[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
     if GATE:
-        u = tl.load(u_ptr + row + k_idx[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+        u = tl.load(up_ptr + row + k_idx[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
     WHOLE: tl.constexpr = BLOCK_K >= K
     if norm.weight is not None and WHOLE:
         nw = tl.load(norm.weight + k_idx, mask=k_idx < K, other=0.0).to(tl.float32) + norm.offset
@@ -87,9 +86,9 @@ def gemv_kernel(
         if start + BLOCK_K < K:
             place = row + (at + BLOCK_K)[None, :]
             mask = (at + BLOCK_K < K)[None, :]
-            w = tl.load(w_ptr + place, mask=mask, other=0.0, eviction_policy="evict_first")
+            w = tl.load(weight_ptr + place, mask=mask, other=0.0, eviction_policy="evict_first")
             if GATE:
-                u = tl.load(u_ptr + place, mask=mask, other=0.0, eviction_policy="evict_first")
+                u = tl.load(up_ptr + place, mask=mask, other=0.0, eviction_policy="evict_first")
     y = tl.sum(acc, axis=1)
     if NORM == "rms":
         rstd = tl.rsqrt(tl.sum(squares, axis=0) / K + norm.eps)
@@ -105,7 +104,7 @@ def gemv_kernel(
 
 @triton.jit(do_not_specialize=("m",))
 def skinny_kernel(
-    x_ptr, w_ptr, u_ptr, after, y_ptr, m, n, K: tl.constexpr, GATE: tl.constexpr, ACTIVATION: tl.constexpr,
+    x_ptr, weight_ptr, up_ptr, after, y_ptr, m, n, K: tl.constexpr, GATE: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -125,18 +124,22 @@ def skinny_kernel(
         x_place = x_ptr + at[:, None] + m_idx[None, :] * K
         if K % BLOCK_K == 0:
             x = tl.load(x_place, mask=m_mask[None, :], other=0.0)
-            w = tl.load(w_ptr + row + at[None, :], eviction_policy="evict_first")
+            w = tl.load(weight_ptr + row + at[None, :], eviction_policy="evict_first")
         else:
             x = tl.load(x_place, mask=m_mask[None, :] & (at < K)[:, None], other=0.0)
-            w = tl.load(w_ptr + row + at[None, :], mask=(at < K)[None, :], other=0.0, eviction_policy="evict_first")
+            w = tl.load(
+                weight_ptr + row + at[None, :], mask=(at < K)[None, :], other=0.0, eviction_policy="evict_first"
+            )
         if UPCAST:
             x, w = x.to(tl.float32), w.to(tl.float32)
         acc = tl.dot(w, x, acc, input_precision="ieee")
         if GATE:
             if K % BLOCK_K == 0:
-                u = tl.load(u_ptr + row + at[None, :], eviction_policy="evict_first")
+                u = tl.load(up_ptr + row + at[None, :], eviction_policy="evict_first")
             else:
-                u = tl.load(u_ptr + row + at[None, :], mask=(at < K)[None, :], other=0.0, eviction_policy="evict_first")
+                u = tl.load(
+                    up_ptr + row + at[None, :], mask=(at < K)[None, :], other=0.0, eviction_policy="evict_first"
+                )
             if UPCAST:
                 u = u.to(tl.float32)
             acc_u = tl.dot(u, x, acc_u, input_precision="ieee")
@@ -158,7 +161,7 @@ def fused_linear(x, weight, bias=None, *, norm=None, shape=None, **after):
         shape = shape or gemv_shape(n, k, gate, norm is not None)
         before, kind = kernel_arguments(norm)
         launch(
-            gemv_kernel, (triton.cdiv(n, shape.rows),), x, weight, up, before, epilogue.arguments, y, n,
+            gemv_kernel, (cdiv(n, shape.rows),), x, weight, up, before, epilogue.arguments, y, n,
             K=k, NORM=kind, **epilogue.flags, BLOCK_N=shape.rows, BLOCK_K=shape.columns, 
             num_warps=shape.warps, **programmatic(x.device),
         )  # fmt: skip
@@ -168,7 +171,7 @@ def fused_linear(x, weight, bias=None, *, norm=None, shape=None, **after):
         x = apply_norm(x, norm)
     pdl = programmatic(x.device, rows > 16 or shape.early)  # as measured
     launch(
-        skinny_kernel, (triton.cdiv(n, shape.rows),), x, weight, up, epilogue.arguments, y, rows, n,
+        skinny_kernel, (cdiv(n, shape.rows),), x, weight, up, epilogue.arguments, y, rows, n,
         K=k, **epilogue.flags, BLOCK_M=max(16, power_of_two(rows)), BLOCK_N=shape.rows, BLOCK_K=shape.columns,
         EARLY=shape.early, UPCAST=upcast(x.dtype), num_warps=shape.warps, num_stages=shape.stages, **pdl,
     )  # fmt: skip
@@ -192,7 +195,7 @@ def skinny_shape(rows: int, n: int, k: int, gate: bool, norm: bool, device: torc
     """
     few = rows <= 16
     block = next((block for block in (64, 32) if n // block >= 60), 16)
-    if few and not (gate or norm) and k > 8192 and 0 <= multiprocessors(device) - triton.cdiv(n, 32) <= 12:
+    if few and not (gate or norm) and k > 8192 and 0 <= multiprocessors(device) - cdiv(n, 32) <= 12:
         return Shape(32, 256, 4, max(2, min(4, shared_memory(device) // (2 * 256 * (32 + 16)))))
     stage = 2 * 128 * (block * (2 if gate else 1) + max(16, power_of_two(rows)))
     most = (3 if few and norm else 4) if gate else 5

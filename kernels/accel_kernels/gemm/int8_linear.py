@@ -1,9 +1,10 @@
 """A linear layer of 8-bit rows and an 8-bit weight, multiplied as integers, with its neighbors in the same pass.
 
-y = residual + scale * act(x W^T + b), or with a gate act(x W^T + b) * (x U^T + c). Sums of integers are exact. All else
-follows in fp32 before anything is written: scales of rows and of weights, columns of x that stayed in 16 bits (Dettmers
-et al., "LLM.int8()", 2022), bias, activation and residual.
+y = residual + scale * act(x W^T + b), or with a gate act(x W^T + b) * (x U^T + c). Integer sums are exact; all else is
+fp32: scales, columns of x that stayed in 16 bits (Dettmers et al., "LLM.int8()", 2022), bias, activation, residual.
 """
+
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from accel_kernels.device import tma_reason
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.quantize_rows import SINGLE, QuantizedRows
 from accel_kernels.gemm.quantize_rows import reference as quantize
-from accel_kernels.gemm.quantized_weight import Quantized
+from accel_kernels.gemm.quantized_weight import Quantized, quantize_weight
 from accel_kernels.op import contiguous_reason, dtype_reason, launcher, make_op
 from accel_kernels.product_cases import product_case
 
@@ -120,11 +121,7 @@ def _case(name, *shape, n, planted=(), outliers=None, **more):
         taken = torch.tensor(outliers, device=x.device) if isinstance(outliers, tuple) else outliers
         return quantize(x, outliers=taken)
 
-    def weight(full):
-        numbers = quantize(full)
-        return Quantized(numbers.data, numbers.scales.to(full.dtype))
-
-    return product_case(name, shape, n, weight=weight, rows=rows, **more)
+    return product_case(name, shape, n, weight=partial(quantize_weight, dtype=torch.int8), rows=rows, **more)
 
 
 CASES = (

@@ -1,12 +1,9 @@
-"""Integer matrix product with everything that follows it, of 8-bit rows and weights, for many rows.
+"""Integer matrix product of many rows with everything that follows it; compute capability 9.0 and later.
 
-Tiles come through the tensor memory accelerator (Hopper and later); both factors lie along K, the one way in which
-tensor cores multiply bytes. Each program computes tiles until none is left; rows of tiles are grouped so that
-neighbors share their weights in the L2 cache. The sums become floats in place. Outlier columns, as many as there turn
-out to be, are added by a product in 16 bits, the weight's bytes gathered by column. Where all columns are outliers, the
-bytes are read as they lie, and nothing is multiplied as integers.
-
-Serves many rows in int8, K a multiple of 16, compute capability 9.0 and later.
+Tiles come through the tensor memory accelerator; both factors lie along K, the one way in which tensor cores multiply
+bytes. Programs are persistent, and rows of tiles are grouped so that neighbors share their weights in the L2 cache.
+Outlier columns are added by a product in 16 bits, with the weight's bytes gathered by column. Where all columns are
+outliers, nothing is multiplied as integers.
 """
 
 from typing import NamedTuple
@@ -21,6 +18,8 @@ from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.epilogue_triton import epilogue, store_sum, tile_place
 from accel_kernels.gemm.hopper.hopper_gemm import hopper_gemm
 from accel_kernels.gemm.quantize_rows import QuantizedRows
+from accel_kernels.gemm.quantized_weight import PackedWeight, Quantized
+from accel_kernels.sizes import cdiv
 from accel_kernels.warmup import launch
 
 
@@ -85,9 +84,9 @@ def _finish(y, other, weight, up, outliers, count, after, y_ptr, m_idx, n_idx, r
             GATE: tl.constexpr, ACTIVATION: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
     """Outliers and all that follows the sums of a block, and its store."""
     if outliers.taken is not None:
-        y = _add_outliers(y, outliers, count, weight.data, m_idx, n_idx, rows, n, depth, capacity, UPCAST)
+        y = _add_outliers(y, outliers, count, weight.words, m_idx, n_idx, rows, n, depth, capacity, UPCAST)
         if GATE:
-            other = _add_outliers(other, outliers, count, up.data, m_idx, n_idx, rows, n, depth, capacity, UPCAST)
+            other = _add_outliers(other, outliers, count, up.words, m_idx, n_idx, rows, n, depth, capacity, UPCAST)
     n_row, n_mask = n_idx[None, :], (n_idx < n)[None, :]
     y = epilogue(y, other, n_row, n_mask, weight.scales, up.scales, after, GATE, ACTIVATION)
     place, mask = m_idx.to(tl.int64)[:, None] * n + n_row, (m_idx < rows)[:, None] & n_mask
@@ -172,7 +171,7 @@ def by_tiles(x, weight, epilogue, shape):
     up = epilogue.up
     rows, gate = x.data.numel() // depth, up is not None
     y = torch.empty((*x.data.shape[:-1], n), device=x.data.device, dtype=x.dtype)
-    tiles = triton.cdiv(rows, shape.rows) * triton.cdiv(n, shape.columns)
+    tiles = cdiv(rows, shape.rows) * cdiv(n, shape.columns)
     programs = multiprocessors(y.device) * max(1, shared_memory(y.device) // (stage_bytes(shape, gate) * shape.stages))
     described = [
         TensorDescriptor.from_tensor(data.detach(), [height, shape.depth])
@@ -185,7 +184,7 @@ def by_tiles(x, weight, epilogue, shape):
     outliers, capacity = _outliers(x)
     launch(
         int8_linear_kernel, (min(tiles, programs),),
-        *described, x.scales, weight, up or weight, outliers, epilogue.arguments, y, rows, n, depth, capacity,
+        *described, x.scales, *_packed(weight, up), outliers, epilogue.arguments, y, rows, n, depth, capacity,
         **epilogue.flags, BLOCK_M=shape.rows, BLOCK_N=shape.columns, BLOCK_K=shape.depth, GROUP=shape.group,
         UPCAST=interpreted(), num_warps=shape.warps, num_stages=shape.stages, **programmatic(y.device),
     )  # fmt: skip
@@ -200,11 +199,16 @@ def after_product(x, weight, epilogue, sums):
     y = torch.empty((*x.data.shape[:-1], n), device=x.data.device, dtype=x.dtype)
     (outliers, capacity), height, width = _outliers(x), 32, 128
     launch(
-        after_product_kernel, (triton.cdiv(rows, height), triton.cdiv(n, width)),
-        sums[0], sums[-1], x.scales, weight, up or weight, outliers, epilogue.arguments, y, rows, n, depth, capacity,
+        after_product_kernel, (cdiv(rows, height), cdiv(n, width)),
+        sums[0], sums[-1], x.scales, *_packed(weight, up), outliers, epilogue.arguments, y, rows, n, depth, capacity,
         sums[0].stride(0), **epilogue.flags, BLOCK_M=height, BLOCK_N=width, UPCAST=interpreted(),
     )  # fmt: skip
     return y
+
+
+def _packed(weight: Quantized, up: Quantized | None) -> list[PackedWeight]:
+    """The weight and the gate's, or the weight again where there is no gate; by number, not by word."""
+    return [PackedWeight(one.data, one.scales) for one in (weight, up or weight)]
 
 
 def _outliers(x: QuantizedRows) -> tuple[OutlierArguments, int]:

@@ -1,23 +1,22 @@
 """A linear layer by the fastest of cuBLASLt's algorithms, chosen by timing them on this card, once a shape.
 
-In a CUDA graph only: there the choice costs nothing, while outside of one the direct call takes the host longer than
-torch's.
+In a CUDA graph only: elsewhere the direct call takes the host longer than torch's.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from accel_kernels.autotune import BorrowedTensor, Choices, Place, TensorForm, contest
+from accel_kernels.autotune import Choices, Place, TensorForm, contest
 from accel_kernels.gemm.cublaslt import TYPES, CublasLt, Product
 from accel_kernels.tolerances import ALGORITHM, SMALLEST_OUTPUT
 from accel_kernels.warmup import warming_up
 
 TORCH = "torch"
-Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 REACH = 2.0  # factor between two numbers of rows up to which torch's own being the best for one is taken for the other
 
 
@@ -143,10 +142,9 @@ class LinearChooser(Choices):
         else:
             flat = x.view(-1, x.shape[-1])
             added = None if residual is None else residual.view(-1, residual.shape[-1])
-            bias_form, added_form = (None if t is None else TensorForm.of(t) for t in (bias, added))
-            forms = (TensorForm.of(flat), BorrowedTensor.of(weight), bias_form, added_form)
-            trial = partial(self._trial, key, *forms, gelu, apart)
-            self.decide(key, trial, TORCH)
+            given = ((flat, False), (weight, True), (bias, False), (added, False))
+            forms = [None if t is None else TensorForm.of(t, lent) for t, lent in given]
+            self.decide(key, partial(self._trial, key, forms, gelu, apart), TORCH)
 
     def _run(self, product, rank, x, weight, bias, residual, out=None):
         y = torch.empty((*x.shape[:-1], weight.shape[0]), device=x.device, dtype=x.dtype) if out is None else out
@@ -170,29 +168,21 @@ class LinearChooser(Choices):
         product = self._product(key, x.numel() // x.shape[-1], weight, bias is not None, gelu, apart)
         return product is not None and stored.isdigit() and int(stored) < len(product.algorithms)
 
-    def _trial(
-        self,
-        key: str,
-        x: TensorForm,
-        weight: BorrowedTensor,
-        bias: TensorForm | None,
-        residual: TensorForm | None,
-        gelu: bool,
-        apart: int,
-    ) -> Iterator[str | None]:
-        """Races the algorithms of this product."""
-        outs = weight.form.shape[0]
+    def _trial(self, key: str, forms: Sequence[Any], gelu: bool, apart: int) -> Iterator[str | None]:
+        """Races the algorithms of a product. forms: of x, the weight, and the bias and the residual or None."""
+        x, weight, bias, _ = forms
+        outs = weight.shape[0]
 
-        def given() -> Given:
-            more = (None if form is None else form.filled() for form in (bias, residual))
-            return x.filled(), weight.filled(), next(more), next(more)
+        def given() -> tuple[Any, Any, Any, Any]:
+            made = (None if form is None else form.filled() for form in forms)
+            return next(made), next(made), next(made), next(made)
 
         def out() -> torch.Tensor | None:
             if apart == outs:
                 return None
             return torch.empty(x.shape[0], apart, device=x.device, dtype=x.dtype)[:, :outs]
 
-        product = self._product(key, x.shape[0], weight.form, bias is not None, gelu, apart)
+        product = self._product(key, x.shape[0], weight, bias is not None, gelu, apart)
         if product is None:
             yield TORCH
             return

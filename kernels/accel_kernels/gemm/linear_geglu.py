@@ -1,22 +1,24 @@
 """A linear layer and the GEGLU after it in one kernel: the wide middle of the feed-forward is never written.
 
-y = (x Wv^T + bv) * gelu(x Wg^T + bg), exact GELU; Shazeer, "GLU Variants Improve Transformer", 2020.
+y = (x Wv^T + bv) * gelu(x Wg^T + bg), exact GELU; Shazeer, "GLU Variants Improve Transformer", 2020. `hopper_gemm` is
+the kernel, where it fills the GPU; elsewhere the library's product and one pass for GEGLU.
 """
 
-import torch
 import torch.nn.functional as F
 
-from accel_kernels.device import multiprocessors, tma_reason
-from accel_kernels.elementwise.geglu import geglu
-from accel_kernels.op import contiguous_reason, dtype_reason, make_op, random_case
+from accel_kernels.device import multiprocessors
+from accel_kernels.elementwise.gated import geglu, reference_geglu
+from accel_kernels.gemm.hopper.hopper_gemm import hopper_gemm
+from accel_kernels.op import Op, contiguous_reason, random_cases
+from accel_kernels.sizes import cdiv
 
-BLOCK_M, BLOCK_N = 128, 128
+TILE = 128  # rows and columns of the result
 LEAST_USE = 0.75  # of the multiprocessors over all rounds; below, cuBLAS and a pass for GEGLU are faster (H200)
 
 
 def reference(x, weight, bias=None):
     """x: (..., K); weight: (2 D, K); bias: (2 D,) or None. Returns (..., D)."""
-    return geglu.reference(F.linear(x, weight, bias))
+    return reference_geglu(F.linear(x, weight, bias))
 
 
 def instead(x, weight, bias=None):
@@ -24,38 +26,39 @@ def instead(x, weight, bias=None):
     return geglu(F.linear(x, weight, bias))
 
 
+def kernel(x, weight, bias=None):
+    """The same in one pass."""
+    args, more = _halves(weight, bias)
+    return hopper_gemm.triton(x, *args, **more)
+
+
+def _halves(weight, bias):
+    """Arguments of `hopper_gemm` after x."""
+    inner = weight.shape[0] // 2
+    (value, gate), (shift, gate_shift) = weight.split(inner), (None, None) if bias is None else bias.split(inner)
+    return (gate, gate_shift), {"up": value, "up_bias": shift, "activation": "gelu"}
+
+
 def supports(x, weight, bias=None) -> str | None:
-    if x.numel() == 0:
-        return "empty"
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.shape[0] % 2:
         return f"input {tuple(x.shape)} and weight {tuple(weight.shape)}"
     if (reason := contiguous_reason(x=x, weight=weight)) is not None:
         return reason
-    if x.dtype not in (torch.float16, torch.bfloat16):
-        return f"dtype {x.dtype} is not float16 or bfloat16"
-    if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
-        return "input, weight and bias of several dtypes"
-    if x.shape[-1] % 8 or weight.shape[0] % 16:
-        return "features that are not a multiple of 8, as the tensor memory accelerator needs"
-    if x.data_ptr() % 16 or weight.data_ptr() % 16:
-        return "not aligned to 16 bytes"
-    return tma_reason(x.device) or dtype_reason(x, weight, bias)
+    args, more = _halves(weight, bias)
+    return hopper_gemm.supports(x, *args, **more)
 
 
 def pays(x, weight, bias=None) -> bool:
     """Whether tiles fill the GPU well enough for the one kernel to win over cuBLAS's choice of tiles."""
     programs = multiprocessors(x.device)
-    rows = x.numel() // x.shape[-1]
-    tiles = -(-rows // BLOCK_M) * -(-(weight.shape[0] // 2) // BLOCK_N)
-    return tiles / (-(-tiles // programs) * programs) >= LEAST_USE
+    tiles = cdiv(x.numel() // x.shape[-1], TILE) * cdiv(weight.shape[0] // 2, TILE)
+    return tiles / (cdiv(tiles, programs) * programs) >= LEAST_USE
 
 
-def _case(name, *shape, inner, bias=True, small=False):
-    def make(rand):
-        weight = rand(2 * inner, shape[-1], spread=shape[-1] ** -0.5)
-        return (rand(*shape), weight, rand(2 * inner) if bias else None), {}
-
-    return random_case(name, make, small)
+@random_cases
+def _case(rand, *shape, inner, bias=True):
+    weight = rand(2 * inner, shape[-1], spread=shape[-1] ** -0.5)
+    return (rand(*shape), weight, rand(2 * inner) if bias else None), {}
 
 
 CASES = (
@@ -68,4 +71,6 @@ CASES = (
     _case("sdxl-32", 2, 1024, 1280, inner=5120),
 )
 
-linear_geglu = make_op("linear_geglu", reference, supports, CASES, pays=pays, instead=instead)
+linear_geglu = Op(
+    "linear_geglu", reference, "accel_kernels.gemm.linear_geglu:kernel", supports, CASES, pays=pays, instead=instead
+)

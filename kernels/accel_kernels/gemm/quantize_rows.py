@@ -11,7 +11,7 @@ import torch
 from accel_kernels.device import float8_reason
 from accel_kernels.norm import norm as norms
 from accel_kernels.norm.norm import norm_reason, norm_weights
-from accel_kernels.op import contiguous_reason, dtype_reason, make_op, random_case
+from accel_kernels.op import contiguous_reason, dtype_reason, make_op, random_cases
 from accel_kernels.product_cases import case_norm
 from accel_kernels.row_numbers import MOST, bounded, row_numbers, row_peak, row_scale
 
@@ -156,18 +156,16 @@ def supports(x, *, norm=None, dtype=torch.int8, outliers=None, scale=None) -> st
     )
 
 
-def _case(name, *shape, norm=None, to=torch.int8, planted=(), outliers=None, scale=None, small=False):
-    def make(rand):
-        x = rand(*shape)
-        x[..., list(planted)] *= 20
-        given = {"dtype": to, "outliers": outliers, "norm": case_norm(norm, rand, shape[-1])}
-        if scale is not None:
-            given["scale"] = torch.tensor([scale], device=rand.device)
-        if isinstance(outliers, tuple):
-            given["outliers"] = torch.tensor(outliers, device=rand.device)
-        return (x,), given
-
-    return random_case(name, make, small)
+@random_cases
+def _case(rand, *shape, norm=None, to=torch.int8, planted=(), outliers=None, scale=None):
+    x = rand(*shape)
+    x[..., list(planted)] *= 20
+    given = {"dtype": to, "outliers": outliers, "norm": case_norm(norm, rand, shape[-1])}
+    if scale is not None:
+        given["scale"] = torch.tensor([scale], device=rand.device)
+    if isinstance(outliers, tuple):
+        given["outliers"] = torch.tensor(outliers, device=rand.device)
+    return (x,), given
 
 
 CASES = (

@@ -1,8 +1,7 @@
 """Rows to 8 bits: a program a row, all of it in registers, norm, scale and numbers in one pass.
 
-Columns to be taken out are known before, as a mask and as a list; for a threshold a pass in front finds them, by blocks
-of rows. How many there are never leaves the device. They are few, so a row reads them again by the list; or all, and
-then the row itself is what is stored.
+Columns to be taken out come as a mask and as a list; for a threshold a pass in front finds them. Their number never
+leaves the device. Where they are few, a row reads them again by the list; where all are, the row itself is stored.
 """
 
 import torch
@@ -14,7 +13,7 @@ from accel_kernels.gemm.quantize_rows import SHARE, KnownColumns, QuantizedRows,
 from accel_kernels.norm.norm import NormArguments, kernel_arguments
 from accel_kernels.row_numbers import LEAST, MOST, REACH
 from accel_kernels.row_numbers_triton import SMALLEST, bounded_tile, magnitude, numbers_tile, scale_tile
-from accel_kernels.sizes import power_of_two
+from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch
 
 AT_ONCE = tl.constexpr(32)  # outliers of a row
@@ -136,14 +135,14 @@ def _found(x, norm: NormArguments, threshold: float, flags: dict, meta: dict) ->
     """Those with a value above the threshold; room for all."""
     k = x.shape[-1]
     rows, at_once = x.numel() // k, 4 if flags["BLOCK_K"] <= 8192 else 2
-    zeros = torch.zeros(16 * triton.cdiv(k, 16) + 4, dtype=torch.int8, device=x.device)
+    zeros = torch.zeros(16 * cdiv(k, 16) + 4, dtype=torch.int8, device=x.device)
     found = KnownColumns(
         zeros[:k],
         torch.empty(k, dtype=torch.int64, device=x.device),
         torch.empty(1, dtype=torch.int32, device=x.device),
     )
     launch(
-        outlier_columns_kernel, (triton.cdiv(rows, at_once),),
+        outlier_columns_kernel, (cdiv(rows, at_once),),
         x, norm, found.mask, zeros[-4:].view(torch.int32), found.columns, found.count, rows, k, threshold,
         **flags, ROWS=at_once, SHARE=SHARE, PDL=programmatic(x.device)["PDL"], **meta,
     )  # fmt: skip

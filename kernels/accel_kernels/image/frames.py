@@ -1,6 +1,6 @@
-"""What a convolution over video reads: norm, SiLU, upsampling, earlier frames and padding, in one pass over the frames.
+"""What a convolution over video reads: norm, SiLU, earlier frames and padding, in one pass over the frames.
 
-y = pad(cat(previous, repeat(silu(norm(x + shift))))). Causal convolutions pad frames at the front alone, with zeros or
+y = pad(cat(previous, silu(norm(x + shift)))). Causal convolutions pad frames at the front alone, with zeros or
 the first frame again. Or they continue after the last frames of the chunk before; Wan et al., 2025, and Kong et al.,
 "HunyuanVideo", 2024. Computed in fp32, rounded once.
 """
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from accel_kernels.norm import group_norm as groups
 from accel_kernels.norm import norm as norms
 from accel_kernels.norm.norm import Norm, norm_weights
-from accel_kernels.op import dtype_reason, make_op, random_case
+from accel_kernels.op import dtype_reason, make_op, random_cases
 
 MOST_CHANNELS = 8192  # of a pixel that is normed over its channels: a program holds all of them
 
@@ -31,20 +31,6 @@ class FramePadding(NamedTuple):
     repeat_edges: bool = False
 
 
-class FrameScale(NamedTuple):
-    """How often each frame, row and column is repeated. first_once: the first frame is not."""
-
-    frames: int = 1
-    height: int = 1
-    width: int = 1
-    first_once: bool = False
-
-    def size(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
-        """Of what is repeated."""
-        once = self.frames - 1 if self.first_once else 0
-        return frames * self.frames - once, height * self.height, width * self.width
-
-
 class FrameGroups(NamedTuple):
     """A group norm. per_frame: each frame is normed by itself. channel_stats: as of `group_norm`, over all frames."""
 
@@ -56,14 +42,14 @@ class FrameGroups(NamedTuple):
     channel_stats: tuple | None = None
 
 
-NO_PADDING, NO_SCALE = FramePadding(), FrameScale()
+NO_PADDING = FramePadding()
 
 
-def reference(x, padding=NO_PADDING, norm=None, *, shift=None, silu=False, previous=None, scale=NO_SCALE):
+def reference(x, padding=NO_PADDING, norm=None, *, shift=None, silu=False, previous=None):
     """x: (N, C, T, H, W); padding: `FramePadding`; norm: a `Norm` over the channels of a pixel, `FrameGroups`, or None.
 
     shift: (C,), added before the norm. previous: (N, C, P, H, W), frames that stand before those of x as they are.
-    Returns (N, C, front + P + T' + back, H' + 2 height, W' + 2 width), T', H', W' being x repeated by `scale`.
+    Returns (N, C, front + P + T + back, H + 2 height, W + 2 width).
     """
     y = x if shift is None else x + shift.to(x.dtype)[:, None, None, None]
     if isinstance(norm, Norm):
@@ -71,11 +57,6 @@ def reference(x, padding=NO_PADDING, norm=None, *, shift=None, silu=False, previ
     elif norm is not None:
         y = _grouped(y, norm)
     y = F.silu(y) if silu else y
-    if scale.frames > 1:
-        once = 1 if scale.first_once else 0
-        y = torch.cat([y[:, :, :once], y[:, :, once:].repeat_interleave(scale.frames, 2)], 2)
-    y = y.repeat_interleave(scale.height, 3) if scale.height > 1 else y
-    y = y.repeat_interleave(scale.width, 4) if scale.width > 1 else y
     y = y if previous is None else torch.cat([previous, y], 2)
     edges, frames = (padding.width, padding.width, padding.height, padding.height), (padding.front, padding.back)
     y = _padded(y, (*edges, 0, 0), padding.repeat_edges)
@@ -102,7 +83,7 @@ def frames_last(x: torch.Tensor) -> bool:
     return all(size == 1 or ours == wanted for size, ours, wanted in strides)
 
 
-def supports(x, padding=NO_PADDING, norm=None, *, shift=None, silu=False, previous=None, scale=NO_SCALE) -> str | None:
+def supports(x, padding=NO_PADDING, norm=None, *, shift=None, silu=False, previous=None) -> str | None:
     if x.dim() != 5:
         return f"{x.dim()} dimensions, not 5"
     if x.numel() == 0:
@@ -112,8 +93,6 @@ def supports(x, padding=NO_PADDING, norm=None, *, shift=None, silu=False, previo
     if previous is not None:
         if previous.dtype != x.dtype or previous.shape[:2] != x.shape[:2] or previous.shape[3:] != x.shape[3:]:
             return "earlier frames of another shape or dtype"
-        if scale != NO_SCALE:
-            return "earlier frames before frames that are repeated"
     if isinstance(norm, Norm) and x.shape[1] > MOST_CHANNELS:
         return f"{x.shape[1]} channels, more than {MOST_CHANNELS}"
     if isinstance(norm, FrameGroups):
@@ -134,24 +113,22 @@ def as_images(x: torch.Tensor, per_frame: bool = False) -> torch.Tensor:
     return x.transpose(1, 2).flatten(0, 1) if per_frame else x.flatten(2, 3)
 
 
-def _case(name, n, c, t, h, w, padding=NO_PADDING, norm=None, shift=False, silu=True, earlier=0, small=False, **more):
-    """norm: "rms", "layer", or a number of groups. earlier: frames. more: scale, per_frame."""
+@random_cases
+def _case(rand, n, c, t, h, w, padding=NO_PADDING, norm=None, shift=False, silu=True, earlier=0, per_frame=False):
+    """norm: "rms", "layer", or a number of groups. earlier: frames."""
 
-    def make(rand):
-        def frames(count):
-            more = 1 if n == 1 else 0  # a part of more frames, as the chunks of a video are
-            return rand(n, count + more, h, w, c).permute(0, 4, 1, 2, 3)[:, :, more:]
+    def frames(count):
+        more = 1 if n == 1 else 0  # a part of more frames, as the chunks of a video are
+        return rand(n, count + more, h, w, c).permute(0, 4, 1, 2, 3)[:, :, more:]
 
-        made = norm
-        if isinstance(norm, str):
-            made = Norm(rand(c), rand(c) if norm == "layer" else None, 1e-6, norm == "layer")
-        elif norm is not None:
-            made = FrameGroups(norm, rand(c), rand(c), 1e-6, more.get("per_frame", False))
-        given = {"shift": rand(c) if shift else None, "silu": silu, "scale": more.get("scale", NO_SCALE)}
-        given["previous"] = frames(earlier) if earlier else None
-        return (frames(t), padding, made), given
-
-    return random_case(name, make, small)
+    made = norm
+    if isinstance(norm, str):
+        made = Norm(rand(c), rand(c) if norm == "layer" else None, 1e-6, norm == "layer")
+    elif norm is not None:
+        made = FrameGroups(norm, rand(c), rand(c), 1e-6, per_frame)
+    given = {"shift": rand(c) if shift else None, "silu": silu}
+    given["previous"] = frames(earlier) if earlier else None
+    return (frames(t), padding, made), given
 
 
 CAUSAL, AROUND = FramePadding(front=2), FramePadding(2, 0, 1, 1, True, True)
@@ -165,15 +142,12 @@ CASES = (
     _case("around", 2, 24, 2, 4, 3, AROUND, 4, shift=True, small=True),
     _case("frames-of-groups", 2, 12, 3, 3, 5, FramePadding(2, 0, 1, 2, True), 1, per_frame=True, small=True),
     _case("zeros-around", 1, 9, 2, 3, 2, FramePadding(1, 1, 1, 1), silu=False, earlier=1, small=True),
-    _case("repeated", 2, 10, 3, 2, 3, AROUND, silu=False, scale=FrameScale(2, 2, 2, True), small=True),
-    _case("repeated-all", 1, 10, 2, 2, 3, NO_PADDING, silu=False, scale=FrameScale(2, 1, 3), small=True),
-    _case("one-frame", 1, 20, 1, 3, 3, AROUND, 2, scale=FrameScale(2, 2, 2, True), small=True),
+    _case("one-frame", 1, 20, 1, 3, 3, AROUND, 2, small=True),
     _case("norm-only", 2, 33, 2, 3, 3, NO_PADDING, "rms", silu=False, small=True),
     _case("wan-480p", 1, 96, 4, 480, 832, NO_PADDING, "rms", shift=True, earlier=2),
     _case("wan-240p", 1, 192, 4, 240, 416, NO_PADDING, "rms", shift=True, earlier=2),
     _case("ltx-480p", 1, 128, 81, 120, 176, BOTH, "rms", shift=True),
     _case("hunyuan-320p", 1, 128, 33, 320, 512, AROUND, 32, shift=True),
-    _case("hunyuan-up", 1, 256, 17, 160, 256, AROUND, silu=False, scale=FrameScale(2, 2, 2, True)),
 )
 
 convolution_frames = make_op("convolution_frames", reference, supports, CASES)

@@ -1,22 +1,22 @@
 """Frames for a convolution over video: a program some pixels of what is written, each from the pixel that it shows.
 
-Where frames alone are added, and none is repeated, rows of x and of y are the same ones, some further on. Else each
-pixel's place is worked out.
+Where frames alone are added, rows of x and of y are the same ones, some further on. Else each pixel's place is worked
+out.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.image.frames import NO_PADDING, NO_SCALE, FrameGroups, as_images
+from accel_kernels.image.frames import NO_PADDING, FrameGroups, as_images
 from accel_kernels.norm.channel_stats_triton import block_channels
 from accel_kernels.norm.group_norm_triton import group_table
 from accel_kernels.norm.norm import Norm
-from accel_kernels.sizes import power_of_two
+from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch
 
 TILE, WARPS = 4096, 8
-UNSPECIALISED = (
+UNSPECIALIZED = (
     "has_shift", "silu", "x_stride", "earlier_stride", "rows", "frames", "height", "width", "earlier", "front", "back",
     "top", "left",
 )  # fmt: skip
@@ -27,13 +27,12 @@ def _clamped(index, size, REPEAT: tl.constexpr):
     return tl.minimum(tl.maximum(index, 0), size - 1) if REPEAT else index
 
 
-@triton.jit(do_not_specialize=UNSPECIALISED)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def frames_kernel(
     x_ptr, earlier_ptr, y_ptr, weight_ptr, bias_ptr, shift_ptr, table_ptr, has_shift, silu, x_stride, earlier_stride,
     rows, frames, height, width, earlier, front, back, top, left, channels, eps, offset,
     NORM: tl.constexpr, PER_FRAME: tl.constexpr, FLAT: tl.constexpr,
-    REPEAT_FRAMES: tl.constexpr, REPEAT_EDGES: tl.constexpr, FIRST_ONCE: tl.constexpr,
-    SCALE_T: tl.constexpr, SCALE_H: tl.constexpr, SCALE_W: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+    REPEAT_FRAMES: tl.constexpr, REPEAT_EDGES: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """rows: of y, for each sample. NORM: "none", "rms", "layer" or "groups"."""
     n = tl.program_id(2).to(tl.int64)
@@ -48,16 +47,15 @@ def frames_kernel(
         x_row, earlier_row = row - first, row
         frame = x_row // (height * width) if PER_FRAME else x_row
     else:
-        high, wide = height * SCALE_H, width * SCALE_W
-        times = earlier + frames * SCALE_T - (SCALE_T - 1 if FIRST_ONCE else 0)
-        line, column = r_idx // (wide + 2 * left), r_idx % (wide + 2 * left)
-        t = _clamped(line // (high + 2 * top) - front, times, REPEAT_FRAMES)
-        h = _clamped(line % (high + 2 * top) - top, high, REPEAT_EDGES)
-        w = _clamped(column - left, wide, REPEAT_EDGES)
-        inside = (r_idx < rows) & (t >= 0) & (t < times) & (h >= 0) & (h < high) & (w >= 0) & (w < wide)
+        times = earlier + frames
+        line, column = r_idx // (width + 2 * left), r_idx % (width + 2 * left)
+        t = _clamped(line // (height + 2 * top) - front, times, REPEAT_FRAMES)
+        h = _clamped(line % (height + 2 * top) - top, height, REPEAT_EDGES)
+        w = _clamped(column - left, width, REPEAT_EDGES)
+        inside = (r_idx < rows) & (t >= 0) & (t < times) & (h >= 0) & (h < height) & (w >= 0) & (w < width)
         before = t < earlier
-        frame = (t - earlier + (SCALE_T - 1 if FIRST_ONCE else 0)) // SCALE_T
-        x_row = (frame * height + h // SCALE_H) * width + w // SCALE_W
+        frame = t - earlier
+        x_row = (frame * height + h) * width + w
         earlier_row = (t * height + h) * width + w
     now = (inside & (before == 0))[:, None] & c_mask[None, :]
     place = n * x_stride + x_row.to(tl.int64)[:, None] * channels + c_idx[None, :]
@@ -93,28 +91,27 @@ def frames_kernel(
     tl.store(y_ptr + place, y, mask=(r_idx < rows)[:, None] & c_mask[None, :])
 
 
-def convolution_frames(x, padding=NO_PADDING, norm=None, *, shift=None, silu=False, previous=None, scale=NO_SCALE):
+def convolution_frames(x, padding=NO_PADDING, norm=None, *, shift=None, silu=False, previous=None):
     """Same arguments and result as the reference; each sample channels-last, the result all of it."""
     n, channels, frames, height, width = x.shape
     earlier = 0 if previous is None else previous.shape[2]
-    t, h, w = scale.size(frames, height, width)
-    shape = (n, channels, padding.front + earlier + t + padding.back, h + 2 * padding.height, w + 2 * padding.width)
+    times = padding.front + earlier + frames + padding.back
+    shape = (n, channels, times, height + 2 * padding.height, width + 2 * padding.width)
     y = torch.empty(shape, device=x.device, dtype=x.dtype, memory_format=torch.channels_last_3d)
     rows = shape[2] * shape[3] * shape[4]
     kind, weight, bias, table, eps, offset = _normed(x, norm, shift)
     per_frame = isinstance(norm, FrameGroups) and norm.per_frame
-    flat = not (padding.height or padding.width or padding.repeat_frames) and scale == NO_SCALE
+    flat = not (padding.height or padding.width or padding.repeat_frames)
     together = kind in ("rms", "layer")
     block_c = power_of_two(channels) if together else block_channels(channels, 256)
     block_r = max(1, TILE // block_c)
     launch(
-        frames_kernel, (triton.cdiv(rows, block_r), triton.cdiv(channels, block_c), n),
+        frames_kernel, (cdiv(rows, block_r), cdiv(channels, block_c), n),
         x, x if previous is None else previous, y, weight, bias, x if shift is None else shift, table,
         shift is not None, silu, x.stride(0), 0 if previous is None else previous.stride(0),
         rows, frames, height, width, earlier, padding.front, padding.back, padding.height, padding.width,
         channels, eps, offset,
-        kind, per_frame, flat,
-        padding.repeat_frames, padding.repeat_edges, scale.first_once, scale.frames, scale.height, scale.width,
+        kind, per_frame, flat, padding.repeat_frames, padding.repeat_edges,
         BLOCK_C=block_c, BLOCK_R=block_r, num_warps=WARPS,
     )  # fmt: skip
     return y
@@ -125,7 +122,7 @@ def _normed(x, norm, shift):
     if norm is None:
         return "none", None, None, x, 0.0, 0.0
     if isinstance(norm, Norm):
-        return "layer" if norm.centred else "rms", norm.weight, norm.bias, x, norm.eps, norm.offset
+        return "layer" if norm.centered else "rms", norm.weight, norm.bias, x, norm.eps, norm.offset
     addends, flags = (x, x if shift is None else shift), (False, shift is not None, 0)
     images = as_images(x, norm.per_frame)
     stats = None if norm.per_frame else norm.channel_stats

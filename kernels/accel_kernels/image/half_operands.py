@@ -1,8 +1,7 @@
 """Float16 in the place of TF32: both keep 10 bits of a mantissa, and float16 is read and multiplied twice as fast.
 
-On a GPU torch rounds both operands of a float32 convolution to TF32 unless told otherwise. What TF32 has more is range.
-So one operand is multiplied by `SCALE`: a result then fits into float16 up to 4 million, and weights of 4e-3 and more
-keep all 10 bits. Smaller ones are off by 2e-6 at most, which is what TF32 makes of 4e-3.
+On a GPU torch rounds the operands of a float32 convolution to TF32 by default. One operand is multiplied by `SCALE`, so
+that results fit into float16 up to 4 million. Weights below 4e-3 lose digits: they are off by 2e-6 at most.
 """
 
 import torch

@@ -1,5 +1,4 @@
-"""Passes that write an image and, while they hold it, the channel stats for which the group norm after it would read
-it again.
+"""Passes that write an image and the channel stats of it that the group norm after it needs.
 
 `image_sum` ends a block: (gain * x + bias[c] + residual) / scale. `image_concat` joins two images along their channels.
 """
@@ -7,7 +6,7 @@ it again.
 import torch
 
 from accel_kernels.image.upsample import channels_last, images_reason
-from accel_kernels.op import dtype_reason, make_op, random_case
+from accel_kernels.op import dtype_reason, make_op, random_cases
 
 
 def reference(x, residual=None, bias=None, scale=1.0, channel_stats=True, gain=1.0):
@@ -45,16 +44,15 @@ def supports_concat(x, other) -> str | None:
     return images_reason(x, other) or dtype_reason(x, other)
 
 
-def _case(name, n, c, h, w, residual=True, bias=True, scale=1.0, small=False):
-    def make(rand):
-        x, other = (channels_last(rand(n, c, h, w)) for _ in range(2))
-        return (x, other if residual else None, rand(c) if bias else None, scale), {}
-
-    return random_case(name, make, small)
+@random_cases
+def _case(rand, n, c, h, w, residual=True, bias=True, scale=1.0):
+    x, other = (channels_last(rand(n, c, h, w)) for _ in range(2))
+    return (x, other if residual else None, rand(c) if bias else None, scale), {}
 
 
-def _concat(name, n, c, other, h, w, small=False):
-    return random_case(name, lambda rand: (tuple(channels_last(rand(n, k, h, w)) for k in (c, other)), {}), small)
+@random_cases
+def _concat(rand, n, c, other, h, w):
+    return (tuple(channels_last(rand(n, k, h, w)) for k in (c, other)), {})
 
 
 CASES = (

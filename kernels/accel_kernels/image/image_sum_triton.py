@@ -6,19 +6,16 @@ import triton.language as tl
 
 from accel_kernels.image.image_sum import sum_dtype
 from accel_kernels.norm.channel_stats_triton import SINGLE_LIMIT, Chunks, large
-from accel_kernels.sizes import power_of_two
+from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch, warming_up
 
 WARPS = 4
 GROUPS = 32  # of almost every norm; a norm with fewer computes channel stats itself
-UNSPECIALISED = ("has_bias", "rows", "chunks", "chunk_rows")
+UNSPECIALIZED = ("has_bias", "rows", "chunks", "chunk_rows")
 
 
 @triton.jit
-def _value(
-    x_ptr, other_ptr, r_idx, c_idx, mask, extra, channels, split, gain, inverse_scale,
-    OTHER: tl.constexpr, CONCAT: tl.constexpr,
-):  # fmt: skip
+def _value(x_ptr, other_ptr, r_idx, c_idx, mask, extra, channels, split, gain, inverse_scale, CONCAT: tl.constexpr):
     row = r_idx.to(tl.int64)[:, None]
     if CONCAT:
         left = (c_idx < split)[None, :]
@@ -28,17 +25,17 @@ def _value(
     else:
         place = row * channels + c_idx[None, :]
         value = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32) * gain + extra[None, :]
-        if OTHER:
+        if other_ptr is not None:
             value += tl.load(other_ptr + place, mask=mask, other=0.0).to(tl.float32)
         value *= inverse_scale
     return value
 
 
-@triton.jit(do_not_specialize=UNSPECIALISED)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def image_sum_kernel(
     x_ptr, other_ptr, bias_ptr, y_ptr, stats_ptr, has_bias, rows, channels, split, chunks, chunk_rows, gain,
-    inverse_scale, OTHER: tl.constexpr, CONCAT: tl.constexpr, CHANNEL_STATS: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+    inverse_scale, CONCAT: tl.constexpr, CHANNEL_STATS: tl.constexpr, EVEN: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     n = tl.program_id(2).to(tl.int64)
@@ -50,23 +47,19 @@ def image_sum_kernel(
     row = chunk * chunk_rows
     row_end = tl.minimum(row + chunk_rows, rows)
     x_ptr += n * rows * split
-    other_ptr += n * rows * ((channels - split) if CONCAT else channels)
+    if other_ptr is not None:
+        other_ptr += n * rows * ((channels - split) if CONCAT else channels)
     y_ptr += n * rows * channels
-    # Deviations from the chunk's first row, as in group_norm_moments; of the values as they are stored.
+    # Deviations from the chunk's first row, as in `group_norm_channel_stats`; of the values as they are stored.
     one = row + tl.arange(0, 1)
-    pivot = (
-        _value(
-            x_ptr, other_ptr, one, c_idx, c_mask[None, :], extra, channels, split, gain, inverse_scale, OTHER, CONCAT
-        )
-        .to(y_ptr.dtype.element_ty)
-        .to(tl.float32)
-    )
+    pivot = _value(x_ptr, other_ptr, one, c_idx, c_mask[None, :], extra, channels, split, gain, inverse_scale, CONCAT)
+    pivot = pivot.to(y_ptr.dtype.element_ty).to(tl.float32)
     sums = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     squares = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     for r in tl.range(row, row_end, BLOCK_R, num_stages=3):
         r_idx = r + tl.arange(0, BLOCK_R)
         mask = (r_idx < row_end)[:, None] & c_mask[None, :]
-        value = _value(x_ptr, other_ptr, r_idx, c_idx, mask, extra, channels, split, gain, inverse_scale, OTHER, CONCAT)
+        value = _value(x_ptr, other_ptr, r_idx, c_idx, mask, extra, channels, split, gain, inverse_scale, CONCAT)
         stored = value.to(y_ptr.dtype.element_ty)
         tl.store(y_ptr + r_idx.to(tl.int64)[:, None] * channels + c_idx[None, :], stored, mask=mask)
         if CHANNEL_STATS:
@@ -100,29 +93,23 @@ def _launch(x, other, bias, y, split, gain, inverse_scale, with_channel_stats, c
 
     A warmup compiles what images of every size take.
     """
-    rows = y.shape[2] * y.shape[3]
-    small = rows * power_of_two(triton.cdiv(y.shape[1], GROUPS)) <= SINGLE_LIMIT  # and so normalized without them
+    n, channels, height, width = y.shape
+    rows = height * width
+    small = rows * power_of_two(cdiv(channels, GROUPS)) <= SINGLE_LIMIT  # and so normalized without them
     kinds = [(with_channel_stats and (warming_up() or not small), wide) for wide in large(rows)]
     if warming_up():
         kinds.append((False, False))
-    for kind in kinds:
-        channel_stats = _pass(x, other, bias, y, split, gain, inverse_scale, concat, *kind)
-    return channel_stats
-
-
-def _pass(x, other, bias, y, split, gain, inverse_scale, concat, with_channel_stats, wide):
-    n, channels, height, width = y.shape
-    rows = height * width
-    shape = {"block": 128, "tile": 4096} if wide else {"block": 64, "tile": 2048}
-    cut = Chunks.of(n, channels, rows, y.device, **shape, programs=(8 if wide else 2) if with_channel_stats else rows)
-    channel_stats = y  # a pointer never written
-    if with_channel_stats:
-        channel_stats = torch.empty((n, cut.number, 2, channels), device=y.device, dtype=torch.float32)
-    launch(
-        image_sum_kernel, (cut.number, triton.cdiv(channels, cut.block_c), n),
-        x, x if other is None else other, x if bias is None else bias, y, channel_stats, bias is not None,
-        rows, channels, split, cut.number, cut.rows, gain, inverse_scale,
-        OTHER=other is not None, CONCAT=concat, CHANNEL_STATS=with_channel_stats, EVEN=channels % cut.block_c == 0,
-        BLOCK_C=cut.block_c, BLOCK_R=cut.block_r, num_warps=WARPS,
-    )  # fmt: skip
-    return (channel_stats, cut.rows) if with_channel_stats else None
+    for stats, wide in kinds:
+        block, tile, programs = (128, 4096, 8) if wide else (64, 2048, 2)
+        cut = Chunks.of(n, channels, rows, y.device, block, tile, programs if stats else rows)
+        channel_stats = y  # a pointer never written
+        if stats:
+            channel_stats = torch.empty((n, cut.number, 2, channels), device=y.device, dtype=torch.float32)
+        launch(
+            image_sum_kernel, (cut.number, cdiv(channels, cut.block_c), n),
+            x, other, x if bias is None else bias, y, channel_stats, bias is not None,
+            rows, channels, split, cut.number, cut.rows, gain, inverse_scale,
+            CONCAT=concat, CHANNEL_STATS=stats, EVEN=channels % cut.block_c == 0,
+            BLOCK_C=cut.block_c, BLOCK_R=cut.block_r, num_warps=WARPS,
+        )  # fmt: skip
+    return (channel_stats, cut.rows) if stats else None

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from accel_kernels.op import dtype_reason, make_op, random_case
+from accel_kernels.op import dtype_reason, make_op, random_cases
 
 
 def reference(x):
@@ -34,8 +34,9 @@ def channels_last(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous(memory_format=torch.channels_last)
 
 
-def _case(name, *shape, small=False):
-    return random_case(name, lambda rand: ((channels_last(rand(*shape)),), {}), small)
+@random_cases
+def _case(rand, *shape):
+    return ((channels_last(rand(*shape)),), {})
 
 
 CASES = (

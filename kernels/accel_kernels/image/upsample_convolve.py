@@ -1,16 +1,15 @@
 """Nearest-neighbor upsampling by two and the 3x3 convolution after it, without the upsampled image.
 
-Each output pixel of one of the four phases (even or odd row, even or odd column) sees only 2x2 pixels of the small
-image: the nine weights fall together into four, so four 2x2 convolutions, run as one with four times the channels, do
-4/9 of the arithmetic. The sums of weights are made in fp32 at every call and rounded once: no derived copy can go
-stale. Known from sub-pixel convolution, Shi et al., 2016.
+Each output pixel of one of four phases (even or odd row and column) sees only 2x2 pixels of the small image. So four
+2x2 convolutions, run as one with four times the channels, do 4/9 of the arithmetic (Shi et al., 2016). The sums of
+weights are made in fp32 at every call and rounded once, so no copy can go stale.
 """
 
 import torch
 import torch.nn.functional as F
 
 from accel_kernels.image.upsample import channels_last, upsample
-from accel_kernels.op import dtype_reason, make_op, random_case
+from accel_kernels.op import dtype_reason, make_op, random_cases
 
 LEAST_PIXELS = 2048  # of the small images; below, summing the weights costs more than the arithmetic saved
 
@@ -46,12 +45,10 @@ def pays(x, weight, bias=None, half=False) -> bool:
     return x.shape[0] * x.shape[2] * x.shape[3] >= LEAST_PIXELS
 
 
-def _case(name, n, c, out, h, w, bias=True, small=False):
-    def make(rand):
-        x, weight = rand(n, c, h, w), rand(out, c, 3, 3, spread=(9 * c) ** -0.5)
-        return (channels_last(x), channels_last(weight), rand(out) if bias else None), {}
-
-    return random_case(name, make, small)
+@random_cases
+def _case(rand, n, c, out, h, w, bias=True):
+    x, weight = rand(n, c, h, w), rand(out, c, 3, 3, spread=(9 * c) ** -0.5)
+    return (channels_last(x), channels_last(weight), rand(out) if bias else None), {}
 
 
 CASES = (

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from accel_kernels.image.half_operands import GAIN, halved
-from accel_kernels.sizes import power_of_two
+from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch
 
 TILE, WARPS = 4096, 4
@@ -14,12 +14,12 @@ PAD_ELEMENTS = 2**22  # up to here cuDNN is faster on an image padded before, by
 
 
 @triton.jit
-def phase_weights_kernel(w_ptr, y_ptr, channels, BLOCK_C: tl.constexpr):
+def phase_weights_kernel(weight_ptr, y_ptr, channels, BLOCK_C: tl.constexpr):
     """(C', 3, 3, C) -> (2, 2, C', 2, 2, C) by row phase, column phase, output channel, row, column, channel."""
     out, outs = tl.program_id(0), tl.num_programs(0)
     c_idx = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask = c_idx < channels
-    w_ptr += out.to(tl.int64) * 9 * channels
+    weight_ptr += out.to(tl.int64) * 9 * channels
     for phase_row in tl.static_range(2):
         for phase_column in tl.static_range(2):
             phase = phase_row * 2 + phase_column
@@ -34,7 +34,7 @@ def phase_weights_kernel(w_ptr, y_ptr, channels, BLOCK_C: tl.constexpr):
                             if (i + phase_row + 1) // 2 - phase_row == a and (
                                 j + phase_column + 1
                             ) // 2 - phase_column == b:
-                                place = w_ptr + (i * 3 + j) * channels + c_idx
+                                place = weight_ptr + (i * 3 + j) * channels + c_idx
                                 total += tl.load(place, mask=mask, other=0.0).to(tl.float32)
                     tl.store(y_row + (a * 2 + b) * channels + c_idx, total.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -70,9 +70,7 @@ def upsample_convolve(x, weight, bias=None, half=False):
     x = halved(x) if half else x
     phases = torch.empty((4 * out, channels, 2, 2), device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
     block_c = min(512, power_of_two(channels))
-    launch(
-        phase_weights_kernel, (out, triton.cdiv(channels, block_c)), weight, phases, channels, block_c, num_warps=WARPS
-    )
+    launch(phase_weights_kernel, (out, cdiv(channels, block_c)), weight, phases, channels, block_c, num_warps=WARPS)
     if x.numel() <= PAD_ELEMENTS:
         small = F.conv2d(F.pad(x, (1, 1, 1, 1)), phases)
     else:
@@ -81,7 +79,7 @@ def upsample_convolve(x, weight, bias=None, half=False):
     y = torch.empty((n, out, 2 * height, 2 * width), device=x.device, dtype=dtype, memory_format=torch.channels_last)
     block_c = min(512, power_of_two(out))
     block_w = TILE // block_c  # of narrow images too: one kernel for all sizes
-    grid = (n * 2 * height, triton.cdiv(width, block_w), triton.cdiv(out, block_c))
+    grid = (n * 2 * height, cdiv(width, block_w), cdiv(out, block_c))
     launch(
         weave_kernel, grid,
         small, small if bias is None else bias, y, GAIN if half else 1.0, bias is not None, height, width, out,

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.sizes import power_of_two
+from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch
 
 TILE, WARPS = 4096, 4
@@ -32,6 +32,6 @@ def upsample(x):
     y = torch.empty((n, c, 2 * h, 2 * w), device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
     block_c = min(512, power_of_two(c))
     block_w = TILE // block_c  # of narrow images too: one kernel for all sizes
-    grid = (n * h, triton.cdiv(w, block_w), triton.cdiv(c, block_c))
+    grid = (n * h, cdiv(w, block_w), cdiv(c, block_c))
     launch(upsample_kernel, grid, x, y, w, c, block_w, block_c, num_warps=WARPS)
     return y

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from accel_kernels.gemm.quantized_weight import Quantized, quantize_weight
 from accel_kernels.moe.weights import ExpertWeights, Gating
-from accel_kernels.op import contiguous_reason, dtype_reason, make_op, random_case
+from accel_kernels.op import contiguous_reason, dtype_reason, make_op, random_cases
 
 # That are multiplied one by one where nothing was measured; more are grouped by their experts. Of Qwen3-30B-A3B three
 # tokens read 24 experts one by one and 22.5 grouped, eight 64 and 52, for two launches more.
@@ -61,26 +61,24 @@ def supports(x, index, shares, weights) -> str | None:
 CLAMPED = Gating("silu", 1.702, 1.5, 1.0)
 
 
-def _case(name, tokens, experts, chosen, hidden, inner, gating=None, *, transposed=False, interleaved=False, bias=False,
-          quantized=None, small=False):  # fmt: skip
+@random_cases
+def _case(rand, tokens, experts, chosen, hidden, inner, gating=None, *, transposed=False, interleaved=False, bias=False,
+          quantized=None):  # fmt: skip
     """quantized: what `quantize_weight` takes besides a weight, or None."""
 
-    def make(rand):
-        def stack(outputs, inputs):
-            if quantized is not None:
-                return quantize_weight(rand(experts * outputs, inputs, spread=inputs**-0.5), *quantized)
-            if transposed:
-                return rand(experts, inputs, outputs, spread=inputs**-0.5).transpose(1, 2)
-            return rand(experts, outputs, inputs, spread=inputs**-0.5)
+    def stack(outputs, inputs):
+        if quantized is not None:
+            return quantize_weight(rand(experts * outputs, inputs, spread=inputs**-0.5), *quantized)
+        if transposed:
+            return rand(experts, inputs, outputs, spread=inputs**-0.5).transpose(1, 2)
+        return rand(experts, outputs, inputs, spread=inputs**-0.5)
 
-        index = rand.uniform(tokens, experts).topk(chosen).indices
-        shares = rand.uniform(tokens, chosen).to(rand.dtype)
-        biases = (rand(experts, 2 * inner), rand(experts, hidden)) if bias else (None, None)
-        stacks = stack(2 * inner, hidden), stack(hidden, inner)
-        weights = ExpertWeights(*stacks, gating or Gating(), interleaved, *biases)
-        return (rand(tokens, hidden), index, shares, weights), {}
-
-    return random_case(name, make, small)
+    index = rand.uniform(tokens, experts).topk(chosen).indices
+    shares = rand.uniform(tokens, chosen).to(rand.dtype)
+    biases = (rand(experts, 2 * inner), rand(experts, hidden)) if bias else (None, None)
+    stacks = stack(2 * inner, hidden), stack(hidden, inner)
+    weights = ExpertWeights(*stacks, gating or Gating(), interleaved, *biases)
+    return (rand(tokens, hidden), index, shares, weights), {}
 
 
 INT8, INT4, FP8 = {"quantized": (torch.int8,)}, {"quantized": (torch.int32, 32)}, {"quantized": (torch.float8_e4m3fn,)}

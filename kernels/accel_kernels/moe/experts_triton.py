@@ -1,33 +1,21 @@
 """Launches the products of experts: of few tokens each choice by itself, of more grouped by expert.
 
-What bounds them, see docs/measurements/batches.md for the figures:
-
-- Each choice by itself reads its expert's weights, also where two tokens chose the same.
-- Grouped, an expert's weights are read once. For few tokens memory bounds, and what counts is how many loads are under
-  way: small tiles, several programs to a multiprocessor.
-- For many tokens the L2 cache bounds more than the tensor cores do. Programs of one expert that need the same weights
-  follow each other (tiles are the first dimension of the grid), so that the second finds them there. An expert's last
-  few pairs cost a tile of their own.
+Figures are in docs/measurements/batches.md. Each choice by itself reads its expert's weights, even where two tokens
+chose the same. Grouped, they are read once: memory bounds few tokens, so tiles are small and many loads are under way.
+The L2 cache bounds many tokens: tiles are the first dimension of the grid, so that programs of one expert follow each
+other and find its weights there.
 """
 
 import torch
-import triton
 
 from accel_kernels.device import multiprocessors, programmatic, shared_memory, upcast
 from accel_kernels.gemm.quantized.dequantize import dequantize
-from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
-from accel_kernels.gemm.quantized_weight import Quantized
+from accel_kernels.gemm.quantized_weight import PackedWeight, Quantized
 from accel_kernels.moe.chooser import itemsize_of, likely_way
-from accel_kernels.moe.gemv_triton import (
-    expert_columns_down_kernel,
-    expert_columns_up_kernel,
-    expert_rows_down_kernel,
-    expert_rows_up_kernel,
-    quantized_rows_down_kernel,
-)
+from accel_kernels.moe.gemv_triton import expert_down_kernel, expert_rows_down_kernel, expert_up_kernel
 from accel_kernels.moe.grouped_triton import group_kernel, grouped_down_kernel, grouped_up_kernel, shared_sum_kernel
 from accel_kernels.moe.tiles import DEQUANTIZED, GEMV, TILES, Tile
-from accel_kernels.sizes import power_of_two
+from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch, warming_up
 
 ROWS, COLUMNS, WARPS = 4, 1024, 4  # of a weight stored by rows to a program and step of the GEMV
@@ -77,40 +65,26 @@ def _one_by_one(x, index, shares, weights, columns=None):
     (tokens, chosen), inner, hidden, many = index.shape, weights.inner, weights.hidden, weights.experts
     pairs, pdl = tokens * chosen, programmatic(x.device)
     h = torch.empty((pairs, inner), device=x.device, dtype=x.dtype)
-    up = (weights.gate_up_bias, h, chosen, many, inner)
-    gating, by_rows = _gating(weights), weights.by_rows
-    if by_rows[0]:
-        launch(
-            expert_rows_up_kernel, (triton.cdiv(inner, ROWS), pairs), x, index, packed(weights.gate_up), *up,
-            **_numbers(weights.gate_up), **gating, **_rows_shape(weights.gate_up), **pdl,
-        )  # fmt: skip
-    else:
-        across = columns or _across(inner, pairs, x.device)
-        launch(
-            expert_columns_up_kernel, (triton.cdiv(inner, across), pairs), x, index, weights.gate_up, *up,
-            K=hidden, **gating, BLOCK_N=across, BLOCK_K=BLOCK // (2 * across), num_warps=WARPS,
-            **pdl,
-        )  # fmt: skip
-    if by_rows[1] and not isinstance(weights.down, Quantized):
+    up_by_rows, down_by_rows = weights.by_rows
+    shape = _shape(weights.gate_up, up_by_rows, pairs, columns, 2)
+    launch(
+        expert_up_kernel, (cdiv(inner, shape["BLOCK_N"]), pairs), x, index, packed(weights.gate_up),
+        weights.gate_up_bias, h, chosen, many, inner,
+        **_numbers(weights.gate_up), **_gating(weights), TRANSPOSED=not up_by_rows, **shape, **pdl,
+    )  # fmt: skip
+    if down_by_rows and not isinstance(weights.down, Quantized):
         y, shape = torch.empty_like(x), _down_shape(chosen, inner, x.itemsize)
         launch(
-            expert_rows_down_kernel, (triton.cdiv(hidden, shape["BLOCK_N"]), tokens), h, index, shares,
+            expert_rows_down_kernel, (cdiv(hidden, shape["BLOCK_N"]), tokens), h, index, shares,
             weights.down, weights.down_bias, y, chosen, many, hidden, K=inner, **shape, **pdl,
         )  # fmt: skip
         return y
     given = torch.empty((pairs, hidden), device=x.device, dtype=torch.float32)
-    down = (weights.down_bias, given, many, hidden)
-    if by_rows[1]:
-        launch(
-            quantized_rows_down_kernel, (triton.cdiv(hidden, ROWS), pairs), h, index, packed(weights.down), *down,
-            **_numbers(weights.down), **_rows_shape(weights.down), **pdl,
-        )  # fmt: skip
-    else:
-        across = columns or _across(hidden, pairs, x.device)
-        launch(
-            expert_columns_down_kernel, (triton.cdiv(hidden, across), pairs), h, index, weights.down, *down,
-            K=inner, BLOCK_N=across, BLOCK_K=BLOCK // across, num_warps=WARPS, **pdl,
-        )  # fmt: skip
+    shape = _shape(weights.down, down_by_rows, pairs, columns, 1)
+    launch(
+        expert_down_kernel, (cdiv(hidden, shape["BLOCK_N"]), pairs), h, index, packed(weights.down),
+        weights.down_bias, given, many, hidden, **_numbers(weights.down), **shape, **pdl,
+    )  # fmt: skip
     return _summed(given, x, index, shares, many)
 
 
@@ -119,7 +93,7 @@ def _summed(given, x, index, shares, many: int):
     (tokens, chosen), hidden = index.shape, x.shape[1]
     y, block = torch.empty_like(x), min(CHANNELS, power_of_two(hidden))
     launch(
-        shared_sum_kernel, (tokens, triton.cdiv(hidden, block)), given, index, shares, y, chosen, many, hidden,
+        shared_sum_kernel, (tokens, cdiv(hidden, block)), given, index, shares, y, chosen, many, hidden,
         CHOICES=power_of_two(chosen), BLOCK=block, num_warps=2, **programmatic(x.device),
     )  # fmt: skip
     return y
@@ -132,14 +106,14 @@ def _down_shape(chosen: int, inner: int, size: int) -> dict[str, int]:
     """
     choices, block = power_of_two(chosen), min(ALONG, power_of_two(inner))
     outputs = max(1, STEP // (size * choices * block))
-    steps = min(STEPS, triton.cdiv(inner, block))
+    steps = min(STEPS, cdiv(inner, block))
     return {"CHOICES": choices, "BLOCK_N": outputs, "BLOCK_K": block, "STEPS": steps, "num_warps": WARPS}
 
 
 def _across(outputs: int, many: int, device: torch.device) -> int:
     """Which of ACROSS, for so many outputs of so many products."""
     few, wide = ACROSS
-    return wide if triton.cdiv(outputs, wide) * many >= 2 * multiprocessors(device) else few
+    return wide if cdiv(outputs, wide) * many >= 2 * multiprocessors(device) else few
 
 
 def _grouped(x, index, shares, weights, tile: Tile):
@@ -154,11 +128,8 @@ def _grouped(x, index, shares, weights, tile: Tile):
         )  # fmt: skip
     h = torch.empty((pairs, inner), device=x.device, dtype=x.dtype)
     given = torch.empty((pairs, hidden), device=x.device, dtype=x.dtype)
-    grids = [(numbers, triton.cdiv(inner, tile.inner)), (numbers, triton.cdiv(hidden, tile.outputs))]
+    grids = [(numbers, cdiv(inner, tile.inner)), (numbers, cdiv(hidden, tile.outputs))]
     groups = (order, starts, tiles)
-    up, down = (weights.gate_up_bias, *groups, h, chosen, inner), (weights.down_bias, *groups, given, hidden)
-    more = {"ROWS": tile.rows, "UPCAST": upcast(x.dtype), "num_warps": tile.warps, **pdl, **_gating(weights)}
-    last = {name: more[name] for name in ("ROWS", "UPCAST", "num_warps", *pdl)}
     stages = [_stages(tile, columns, x.device) for columns in (2 * tile.inner, tile.outputs)]
     depth, by_rows, tail = tile.depth * 2 // x.itemsize, weights.by_rows, tile.tail
     if isinstance(weights.down, Quantized):
@@ -167,13 +138,16 @@ def _grouped(x, index, shares, weights, tile: Tile):
             steps = [depth * (tile.rows * 4 + columns) for columns in (2 * tile.inner, tile.outputs)]
             room = shared_memory(x.device) - UNSTAGED
             stages = [min(most, 1 + max(0, room) // step) for most, step in zip(stages, steps, strict=True)]
+    common = {"ROWS": tile.rows, "TAIL": tail, "DEPTH": depth, "UPCAST": upcast(x.dtype), **pdl}
     launch(
-        grouped_up_kernel, grids[0], x, packed(weights.gate_up), *up, **_numbers(weights.gate_up), **more,
-        TRANSPOSED=not by_rows[0], TAIL=tail, COLUMNS=tile.inner, DEPTH=depth, num_stages=stages[0],
+        grouped_up_kernel, grids[0], x, packed(weights.gate_up), weights.gate_up_bias, *groups, h, chosen, inner,
+        **_numbers(weights.gate_up), **_gating(weights), **common,
+        TRANSPOSED=not by_rows[0], COLUMNS=tile.inner, num_warps=tile.warps, num_stages=stages[0],
     )  # fmt: skip
     launch(
-        grouped_down_kernel, grids[1], h, packed(weights.down), *down, **_numbers(weights.down), **last,
-        TRANSPOSED=not by_rows[1], TAIL=tail, COLUMNS=tile.outputs, DEPTH=depth, num_stages=stages[1],
+        grouped_down_kernel, grids[1], h, packed(weights.down), weights.down_bias, *groups, given, hidden,
+        **_numbers(weights.down), **common,
+        TRANSPOSED=not by_rows[1], COLUMNS=tile.outputs, num_warps=tile.warps, num_stages=stages[1],
     )  # fmt: skip
     return _summed(given, x, index, shares, many)
 
@@ -185,16 +159,12 @@ def _sorted_by(pairs: int) -> list[tuple[int, int, bool]]:
 
 
 def _gating(weights) -> dict:
-    gating = weights.gating
-    return {
-        "ACTIVATION": gating.activation, "ALPHA": gating.alpha, "LIMIT": gating.limit, "SHIFT": gating.shift,
-        "INTERLEAVED": weights.interleaved,
-    }  # fmt: skip
+    return {"GATING": weights.gating, "INTERLEAVED": weights.interleaved}
 
 
 def packed(stack: torch.Tensor | Quantized) -> PackedWeight:
     """A stack as kernels take it; numbers of 8 bits stay such."""
-    return PackedWeight(*stack) if isinstance(stack, Quantized) else PackedWeight(stack)
+    return PackedWeight(*stack[:3]) if isinstance(stack, Quantized) else PackedWeight(stack)
 
 
 def _numbers(stack: torch.Tensor | Quantized) -> dict:
@@ -205,8 +175,13 @@ def _numbers(stack: torch.Tensor | Quantized) -> dict:
     return {"K": inputs, "UNIT": inputs // stack.data.shape[1], "GROUPS": stack.scales.shape[1]}
 
 
-def _rows_shape(stack: torch.Tensor | Quantized) -> dict:
-    """Of a GEMV by rows: a few rows, and words of them, to a step."""
+def _shape(stack: torch.Tensor | Quantized, by_rows: bool, pairs: int, columns: int | None, products: int) -> dict:
+    """Of a GEMV of pairs: a few rows and words of them to a step; of a transposed stack one of ACROSS, or `columns`, of
+    so many products.
+    """
+    if not by_rows:
+        across = columns or _across(stack.shape[1] // products, pairs, stack.device)
+        return {"BLOCK_N": across, "BLOCK_K": BLOCK // (products * across), "num_warps": WARPS}
     numbers = _numbers(stack)
     words = power_of_two(numbers["K"] // numbers["UNIT"])
     return {"BLOCK_N": ROWS, "BLOCK_K": min(COLUMNS, words), "num_warps": WARPS}

@@ -17,8 +17,11 @@ def gate_and_up_rows(expert, n_idx, inner, INTERLEAVED: tl.constexpr):
 
 
 @triton.jit
-def apply_gating(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr):
-    """As `Gating`. What is no number stays none, as torch's clamp leaves it."""
+def apply_gating(gate, up, GATING: tl.constexpr):
+    """As `Gating` does. What is no number stays none, as torch's clamp leaves it."""
+    ACTIVATION: tl.constexpr = GATING.activation
+    ALPHA: tl.constexpr = GATING.alpha
+    LIMIT: tl.constexpr = GATING.limit
     if LIMIT is not None:
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
@@ -26,4 +29,4 @@ def apply_gating(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT:
         gate = activate(gate, ACTIVATION)
     else:
         gate = gate / (1.0 + tl.exp(-ALPHA * gate))
-    return gate * (up + SHIFT)
+    return gate * (up + GATING.shift)

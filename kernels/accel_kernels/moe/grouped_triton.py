@@ -1,17 +1,14 @@
 """Many tokens: pairs of token and choice sorted by expert, then products of tiles of rows that share one.
 
-Three steps, none of which the host waits for. `group_kernel` finds where each expert's pairs begin and puts them there,
-in the order of the tokens. `grouped_up_kernel` and `grouped_down_kernel` multiply tiles of up to ROWS pairs of one
-expert by tiles of its weights. `shared_sum_kernel` adds up each token's choices in their order, so that equal calls
-give equal bits. Sums are in fp32, what lies between two kernels is in the dtype of x.
+`group_kernel` sorts the pairs. `grouped_up_kernel` and `grouped_down_kernel` multiply tiles of up to ROWS pairs of one
+expert. `shared_sum_kernel` adds up each token's choices in their order, so that equal calls give equal bits. The host
+waits for nothing. Sums are in fp32, what lies between two kernels is in the dtype of x.
 
-Each may start before the one in front has ended, and lets the next one start only once it has waited itself. What is
-older than the kernel in front is then complete, and read before the wait, past the L1 cache, which may hold what was
-there before: choices, and what `group_kernel` has written, by all but `grouped_up_kernel`.
+Each kernel may start before the one in front has ended, and releases the next one only after its own wait. So what is
+older than the kernel in front is complete. It is read before the wait, past the L1 cache, which may be stale.
 
-The tiles of expert e have the numbers from starts[e] // ROWS + e on: that leaves room for all of its pairs, and is
-known without the other experts' counts. So there are pairs // ROWS + experts numbers, which the host knows; a number
-without pairs has expert -1 in `tiles`, and its programs leave at once.
+Expert e has the tiles from starts[e] // ROWS + e on: room for all of its pairs whatever the others have. The host
+launches pairs // ROWS + experts tiles; one without pairs has expert -1 in `tiles`, and its programs leave at once.
 """
 
 import triton
@@ -66,9 +63,9 @@ def group_kernel(
 @triton.jit(do_not_specialize=("chosen",))
 def grouped_up_kernel(
     x_ptr, weight, bias_ptr, order_ptr, starts_ptr, tiles_ptr, h_ptr, chosen, inner,
-    K: tl.constexpr, UNIT: tl.constexpr, GROUPS: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr, SHIFT: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr,
-    TAIL: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, UNIT: tl.constexpr, GROUPS: tl.constexpr, GATING: tl.constexpr, INTERLEAVED: tl.constexpr,
+    TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, TAIL: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """TAIL: rows of a product for so few pairs; 0 where all have ROWS. UNIT, GROUPS: as in
     `quantized_products_triton`."""
@@ -82,22 +79,21 @@ def grouped_up_kernel(
     first, end = places_of_tile(tile, expert, starts_ptr, ROWS)
     if TAIL > 0 and end - first <= TAIL:
         up_rows(
-            x_ptr, weight, bias_ptr, order_ptr, h_ptr, chosen, inner, expert, first, end, K, UNIT, GROUPS,
-            ACTIVATION, ALPHA, LIMIT, SHIFT, INTERLEAVED, TRANSPOSED, TAIL, COLUMNS, DEPTH, UPCAST,
+            x_ptr, weight, bias_ptr, order_ptr, h_ptr, chosen, inner, expert, first, end, K, UNIT, GROUPS, GATING,
+            INTERLEAVED, TRANSPOSED, TAIL, COLUMNS, DEPTH, UPCAST,
         )  # fmt: skip
     else:
         up_rows(
-            x_ptr, weight, bias_ptr, order_ptr, h_ptr, chosen, inner, expert, first, end, K, UNIT, GROUPS,
-            ACTIVATION, ALPHA, LIMIT, SHIFT, INTERLEAVED, TRANSPOSED, ROWS, COLUMNS, DEPTH, UPCAST,
+            x_ptr, weight, bias_ptr, order_ptr, h_ptr, chosen, inner, expert, first, end, K, UNIT, GROUPS, GATING,
+            INTERLEAVED, TRANSPOSED, ROWS, COLUMNS, DEPTH, UPCAST,
         )  # fmt: skip
 
 
 @triton.jit
 def up_rows(
     x_ptr, weight, bias_ptr, order_ptr, h_ptr, chosen, inner, expert, first, end,
-    K: tl.constexpr, UNIT: tl.constexpr, GROUPS: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr, SHIFT: tl.constexpr, INTERLEAVED: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, UPCAST: tl.constexpr,
+    K: tl.constexpr, UNIT: tl.constexpr, GROUPS: tl.constexpr, GATING: tl.constexpr, INTERLEAVED: tl.constexpr,
+    TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Stores the inner channels of the pairs at the places from `first` on; returns `first`."""
     row_idx = first + tl.arange(0, ROWS)
@@ -160,7 +156,7 @@ def up_rows(
             bias_ptr += expert * 2 * inner
             gate += tl.load(bias_ptr + n_idx, mask=n_mask, other=0.0).to(tl.float32)[None, :]
             up += tl.load(bias_ptr + inner + n_idx, mask=n_mask, other=0.0).to(tl.float32)[None, :]
-    y = apply_gating(gate, up, ACTIVATION, ALPHA, LIMIT, SHIFT)
+    y = apply_gating(gate, up, GATING)
     place = h_ptr + row_idx.to(tl.int64)[:, None] * inner + n_idx[None, :]
     tl.store(place, y.to(h_ptr.dtype.element_ty), mask=row_mask[:, None] & n_mask[None, :])
     return first
@@ -271,7 +267,7 @@ def loaded_tile(place, mask, k_mask, K: tl.constexpr, DEPTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=("chosen", "experts"))
 def shared_sum_kernel(
-    pairs_ptr, index_ptr, share_ptr, y_ptr, chosen, experts, hidden, CHOICES: tl.constexpr, BLOCK: tl.constexpr,
+    pairs_ptr, index_ptr, shares_ptr, y_ptr, chosen, experts, hidden, CHOICES: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Shares times what the experts gave, one token a program, all choices at once. CHOICES: a power of two.
@@ -284,7 +280,7 @@ def shared_sum_kernel(
     c_idx = tl.arange(0, CHOICES)
     choice = token * chosen + c_idx
     expert = tl.load(index_ptr + choice, mask=c_idx < chosen, other=-1, cache_modifier=".cg")
-    share = tl.load(share_ptr + choice, mask=c_idx < chosen, other=0.0, cache_modifier=".cg").to(tl.float32)
+    share = tl.load(shares_ptr + choice, mask=c_idx < chosen, other=0.0, cache_modifier=".cg").to(tl.float32)
     there = (expert >= 0) & (expert < experts)
     share = tl.where(there, share, 0.0)
     if PDL:

@@ -1,16 +1,15 @@
-"""The router of a mixture of experts, from its logits to the experts that each token takes and their shares.
+"""The router of a mixture of experts: from its logits to the experts that each token takes, and their shares.
 
 s = score(logits). The k experts with the largest s + bias are chosen, of all or of the best groups. Their shares are s,
-divided by their sum or not, or a softmax over the chosen logits, times a factor. Softmax before the choice:
-Shazeer et al. 2017, and most since. Sigmoid, a bias for the choice alone, and groups: DeepSeek-AI, "DeepSeek-V3
-technical report", 2024. Softmax after the choice: OpenAI, "gpt-oss-120b & gpt-oss-20b model card", 2025.
+divided by their sum or not, or a softmax over the chosen logits, times a factor. Shazeer et al. 2017; sigmoid, bias and
+groups: DeepSeek-AI, "DeepSeek-V3 technical report", 2024; softmax of the chosen: OpenAI, "gpt-oss model card", 2025.
 """
 
 from typing import NamedTuple
 
 import torch
 
-from accel_kernels.op import dtype_reason, make_op, random_case
+from accel_kernels.op import dtype_reason, make_op, random_cases
 
 MOST_EXPERTS = 4096  # whose scores one program holds in registers
 MOST_CHOSEN = 64  # each of which is one search
@@ -118,14 +117,11 @@ def supports(logits, routing, bias=None, dtype=None) -> str | None:
     return dtype_reason(logits, bias, torch.empty(0, dtype=dtype or logits.dtype, device=logits.device))
 
 
-def _case(name, tokens, experts, routing, bias=False, dtype=None, wide=1, small=False):
+@random_cases
+def _case(rand, tokens, experts, routing, bias=False, dtype=None, wide=1):
     """wide: times the experts, the logits being a part of wider rows."""
-
-    def make(rand):
-        logits = rand(tokens, wide * experts, spread=2.0)[:, :experts]
-        return (logits, routing, rand.uniform(experts) - 0.5 if bias else None, dtype), {}
-
-    return random_case(name, make, small)
+    logits = rand(tokens, wide * experts, spread=2.0)[:, :experts]
+    return (logits, routing, rand.uniform(experts) - 0.5 if bias else None, dtype), {}
 
 
 DEEPSEEK = Routing(8, "sigmoid", "sum", eps=1e-20, scale=2.5, groups=8, kept=4)

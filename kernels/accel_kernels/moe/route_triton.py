@@ -1,7 +1,7 @@
 """From logits to choices and shares: a program a token, its experts in the registers of as few warps as hold them.
 
 The largest is found k times over. A number and its place make one integer of 64 bits, so that one maximum finds both,
-the lower place first of equals. An expert keeps when it was chosen, and stores itself there.
+the lower place first of equals.
 """
 
 import torch
@@ -44,8 +44,8 @@ def keep_groups(value, there, g_idx, j_idx, groups, kept, best, outside, GROUPS:
 
 @triton.jit(do_not_specialize=("stride", "experts", "chosen", "groups", "kept", "best"))
 def route_kernel(
-    logits_ptr, bias_ptr, index_ptr, share_ptr, stride, experts, chosen, groups, kept, best, outside, eps, floor, scale,
-    SCORE: tl.constexpr, SHARE: tl.constexpr, ROUNDED: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
+    logits_ptr, bias_ptr, index_ptr, shares_ptr, stride, experts, chosen, groups, kept, best, outside, eps, floor,
+    scale, SCORE: tl.constexpr, SHARE: tl.constexpr, ROUNDED: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """GROUPS, SIZE: powers of two that hold the groups and the experts of one."""
@@ -95,7 +95,7 @@ def route_kernel(
     share *= scale
     at = token * chosen + rank
     tl.store(index_ptr + at, expert.to(tl.int64), mask=taken)
-    tl.store(share_ptr + at, share.to(share_ptr.dtype.element_ty), mask=taken)
+    tl.store(shares_ptr + at, share.to(shares_ptr.dtype.element_ty), mask=taken)
 
 
 def route(logits, routing, bias=None, dtype=None):

@@ -123,7 +123,7 @@ def _quantized_reason(weights: ExpertWeights) -> str | None:
     if up.data.dtype != down.data.dtype or (up.zeros is None) != (down.zeros is None):
         return "stacks of different numbers"
     for one in (up, down):
-        if one.bits == 8 and one.scales.shape[1] > 1:
+        if one.format.bits == 8 and one.scales.shape[1] > 1:
             return "8 bits by groups"
         if (reason := weight_reason(one)) is not None:
             return reason

@@ -3,10 +3,9 @@
 from typing import NamedTuple
 
 import torch
-import triton
 
 from accel_kernels.device import multiprocessors
-from accel_kernels.sizes import power_of_two
+from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import warming_up
 
 SINGLE_LIMIT = 16384  # padded elements of a group up to which one program normalizes it whole, without moments
@@ -27,10 +26,10 @@ class Chunks(NamedTuple):
         """Blocks of up to `block` channels, `tile` elements at once, about `programs` programs a multiprocessor."""
         block_c = block_channels(channels, block)
         block_r = max(1, tile // block_c)  # whatever the number of rows: one kernel for images of all sizes
-        tiles = triton.cdiv(rows, block_r)
-        wanted = programs * multiprocessors(device) // (triton.cdiv(channels, block_c) * batch)
-        chunk_rows = triton.cdiv(tiles, max(1, min(wanted, tiles))) * block_r
-        return cls(block_c, block_r, chunk_rows, triton.cdiv(rows, chunk_rows))
+        tiles = cdiv(rows, block_r)
+        wanted = programs * multiprocessors(device) // (cdiv(channels, block_c) * batch)
+        chunk_rows = cdiv(tiles, max(1, min(wanted, tiles))) * block_r
+        return cls(block_c, block_r, chunk_rows, cdiv(rows, chunk_rows))
 
 
 def large(rows: int) -> tuple[bool, ...]:

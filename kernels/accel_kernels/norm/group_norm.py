@@ -1,13 +1,13 @@
-"""GroupNorm over channels-last images, with an optional per-channel add before and SiLU after it.
+"""GroupNorm over channels-last images, with an optional per-channel add before and SiLU after it; Wu and He, 2018.
 
-y = silu(group_norm(x + shift[c] + add[n, c])); Wu and He, "Group Normalization", 2018. In a diffusion resnet `shift` is
-the bias of the convolution before and `add` the projected time embedding, so three passes over the image become one.
+y = silu(group_norm(x + shift[c] + add[n, c])). In a diffusion resnet `shift` is the bias of the convolution before, and
+`add` the projected time embedding.
 """
 
 import torch
 import torch.nn.functional as F
 
-from accel_kernels.op import FLOATS, dtype_reason, make_op, random_case
+from accel_kernels.op import FLOATS, dtype_reason, make_op, random_cases
 
 
 def reference(x, num_groups, weight, bias, eps, *, add=None, shift=None, silu=False, channel_stats=None, dtype=None):
@@ -62,13 +62,11 @@ def supports(
     return dtype_reason(x, weight, bias, add, shift)
 
 
-def _case(name, n, c, h, w, groups=32, add=False, shift=False, silu=True, mean=0.0, small=False):
-    def make(rand):
-        x = rand(n, c, h, w, mean=mean).contiguous(memory_format=torch.channels_last)
-        kwargs = {"add": rand(n, c) if add else None, "shift": rand(c) if shift else None, "silu": silu}
-        return (x, groups, rand(c), rand(c), 1e-5), kwargs
-
-    return random_case(name, make, small)
+@random_cases
+def _case(rand, n, c, h, w, groups=32, add=False, shift=False, silu=True, mean=0.0):
+    x = rand(n, c, h, w, mean=mean).contiguous(memory_format=torch.channels_last)
+    kwargs = {"add": rand(n, c) if add else None, "shift": rand(c) if shift else None, "silu": silu}
+    return (x, groups, rand(c), rand(c), 1e-5), kwargs
 
 
 CASES = (

@@ -1,13 +1,12 @@
-"""LayerNorm over the last dimension, optionally of a sum that is also returned.
+"""LayerNorm over the last dimension, optionally of a sum that is also returned; Ba, Kiros and Hinton, 2016.
 
-h = x + shift[c] + residual; y = layer_norm(h); Ba, Kiros and Hinton, "Layer Normalization", 2016. A transformer block
-adds each sublayer's output to the stream and normalizes the stream at once: one pass instead of three. `shift` is the
-bias of the linear layer before, whose product cuBLAS computes faster without it.
+h = x + shift[c] + residual; y = layer_norm(h). `shift` is the bias of the linear layer before, whose
+product cuBLAS computes faster without it.
 """
 
 import torch.nn.functional as F
 
-from accel_kernels.op import dtype_reason, make_op, random_case, rows_reason
+from accel_kernels.op import dtype_reason, make_op, random_cases, rows_reason
 
 
 def reference(x, weight, bias, eps, *, residual=None, shift=None):
@@ -22,14 +21,12 @@ def supports(x, weight, bias, eps, *, residual=None, shift=None) -> str | None:
     return rows_reason(x, residual) or dtype_reason(x, weight, bias, residual, shift)
 
 
-def _case(name, *shape, residual=True, shift=True, affine=True, mean=0.0, small=False):
-    def make(rand):
-        x = rand(*shape, mean=mean)
-        weight, bias = (rand(shape[-1]), rand(shape[-1])) if affine else (None, None)
-        addends = {"residual": rand(*shape) if residual else None, "shift": rand(shape[-1]) if shift else None}
-        return (x, weight, bias, 1e-5), addends
-
-    return random_case(name, make, small)
+@random_cases
+def _case(rand, *shape, residual=True, shift=True, affine=True, mean=0.0):
+    x = rand(*shape, mean=mean)
+    weight, bias = (rand(shape[-1]), rand(shape[-1])) if affine else (None, None)
+    addends = {"residual": rand(*shape) if residual else None, "shift": rand(shape[-1]) if shift else None}
+    return (x, weight, bias, 1e-5), addends
 
 
 CASES = (

@@ -1,14 +1,13 @@
 """LayerNorm of x, or of x + shift + residual: a warp holds whole rows; stats in fp32, two passes in registers.
 
-A row is cut into the largest power of two and the rest, so that widths such as 320, 640 and 1280 leave no lane idle.
-One warp to a program needs no barrier between warps.
+A row is cut into the largest power of two and the rest, so that widths such as 320 and 1280 leave no lane idle.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.sizes import floor_power_of_two, power_of_two
+from accel_kernels.sizes import cdiv, floor_power_of_two, power_of_two
 from accel_kernels.warmup import launch
 
 WARP_ELEMENTS = 4096  # of a row, that one warp can hold
@@ -29,17 +28,17 @@ def _part(x_ptr, residual_ptr, shift_ptr, sum_ptr, has_residual, has_shift, plac
 
 
 @triton.jit
-def _finish(y_ptr, w_ptr, b_ptr, y, place, mask, c_idx, c_mask):
-    if w_ptr is not None:
-        y *= tl.load(w_ptr + c_idx, mask=c_mask, other=0.0).to(tl.float32)[None, :]
-    if b_ptr is not None:
-        y += tl.load(b_ptr + c_idx, mask=c_mask, other=0.0).to(tl.float32)[None, :]
+def _finish(y_ptr, weight_ptr, bias_ptr, y, place, mask, c_idx, c_mask):
+    if weight_ptr is not None:
+        y *= tl.load(weight_ptr + c_idx, mask=c_mask, other=0.0).to(tl.float32)[None, :]
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + c_idx, mask=c_mask, other=0.0).to(tl.float32)[None, :]
     tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=("has_residual", "has_shift", "rows"))
 def layer_norm_kernel(
-    x_ptr, residual_ptr, shift_ptr, y_ptr, sum_ptr, w_ptr, b_ptr, has_residual, has_shift, rows, channels, eps,
+    x_ptr, residual_ptr, shift_ptr, y_ptr, sum_ptr, weight_ptr, bias_ptr, has_residual, has_shift, rows, channels, eps,
     BLOCK_C: tl.constexpr, REST_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     r_idx = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -66,9 +65,9 @@ def layer_norm_kernel(
         rest = tl.where(d_mask[None, :], rest - mean[:, None], 0.0)
         squares += tl.sum(rest * rest, axis=1)
     rstd = tl.rsqrt(squares / channels + eps)[:, None]
-    _finish(y_ptr, w_ptr, b_ptr, x * rstd, place, mask, c_idx, c_mask)
+    _finish(y_ptr, weight_ptr, bias_ptr, x * rstd, place, mask, c_idx, c_mask)
     if REST_C:
-        _finish(y_ptr, w_ptr, b_ptr, rest * rstd, rest_place, rest_mask, d_idx, d_mask)
+        _finish(y_ptr, weight_ptr, bias_ptr, rest * rstd, rest_place, rest_mask, d_idx, d_mask)
 
 
 def layer_norm(x, weight, bias, eps, *, residual=None, shift=None):
@@ -82,9 +81,9 @@ def layer_norm(x, weight, bias, eps, *, residual=None, shift=None):
     block_c = floor_power_of_two(channels)
     rest_c = power_of_two(channels - block_c) if channels > block_c else 0
     block_r = ROWS if channels <= WIDE else 1
-    warps = power_of_two(triton.cdiv(block_r * channels, WARP_ELEMENTS))
+    warps = power_of_two(cdiv(block_r * channels, WARP_ELEMENTS))
     launch(
-        layer_norm_kernel, (triton.cdiv(rows, block_r),),
+        layer_norm_kernel, (cdiv(rows, block_r),),
         x, *addends, y, total, weight, bias, residual is not None, shift is not None, rows, channels, eps,
         block_c, rest_c, block_r, num_warps=warps,
     )  # fmt: skip

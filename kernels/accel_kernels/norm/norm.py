@@ -8,16 +8,16 @@ import torch.nn.functional as F
 
 
 class Norm(NamedTuple):
-    """y = h / sqrt(mean(h^2) + eps) * (weight + offset) + bias, over the last dimension; h = x, centred: x - mean(x).
+    """y = h / sqrt(mean(h^2) + eps) * (weight + offset) + bias, over the last dimension; h = x, centered: x - mean(x).
 
-    centred: LayerNorm (Ba et al. 2016); not centred: RMSNorm (Zhang and Sennrich 2019). offset: 1.0 where weights are
+    centered: LayerNorm (Ba et al. 2016); not centered: RMSNorm (Zhang and Sennrich 2019). offset: 1.0 where weights are
     stored less one, as Gemma does. Computed in fp32, rounded once.
     """
 
     weight: torch.Tensor | None
     bias: torch.Tensor | None
     eps: float
-    centred: bool = False
+    centered: bool = False
     offset: float = 0.0
 
 
@@ -34,7 +34,7 @@ def kernel_arguments(norm: Norm | None) -> tuple[NormArguments, str]:
     """A norm as kernels take it, and its kind, a constant of theirs: "none", "rms" or "layer"."""
     if norm is None:
         return NormArguments(), "none"
-    return NormArguments(norm.weight, norm.bias, norm.eps, norm.offset), "layer" if norm.centred else "rms"
+    return NormArguments(norm.weight, norm.bias, norm.eps, norm.offset), "layer" if norm.centered else "rms"
 
 
 def norm_weights(norm: Norm | None) -> tuple[torch.Tensor | None, ...]:
@@ -44,7 +44,7 @@ def norm_weights(norm: Norm | None) -> tuple[torch.Tensor | None, ...]:
 
 def norm_reason(norm: Norm | None) -> str | None:
     """Why products do not take this norm as their first step."""
-    bare = norm is not None and norm.bias is not None and not norm.centred
+    bare = norm is not None and norm.bias is not None and not norm.centered
     return "a norm with a bias and no mean" if bare else None
 
 
@@ -54,7 +54,7 @@ def reference(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     weight, bias = (None if t is None else t.to(kind) for t in (norm.weight, norm.bias))
     if norm.offset and weight is not None:
         weight = weight + norm.offset
-    if norm.centred:
+    if norm.centered:
         return F.layer_norm(x.to(kind), x.shape[-1:], weight, bias, norm.eps).to(x.dtype)
     wide = x.to(kind)
     y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)  # on a CPU faster than F.rms_norm

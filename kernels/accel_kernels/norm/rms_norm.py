@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from accel_kernels.norm import norm as norms
 from accel_kernels.norm.norm import Norm
-from accel_kernels.op import dtype_reason, make_op, random_case, rows_reason
+from accel_kernels.op import dtype_reason, make_op, random_cases, rows_reason
 
 GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
@@ -62,18 +62,15 @@ def supports(x, weight, eps, *, offset=0.0, residual=None, groups=1, gate=None) 
     return dtype_reason(x, gate.by)
 
 
-def _case(name, *shape, residual=True, affine=True, offset=0.0, scale=1.0, small=False, groups=1, gate=None):
+@random_cases
+def _case(rand, *shape, residual=True, affine=True, offset=0.0, scale=1.0, groups=1, gate=None):
     """gate: its activation and whether it comes first, its rows a part of wider ones."""
-
-    def make(rand):
-        x = rand(*shape, spread=scale)
-        weight = rand(shape[-1]) if affine else None
-        given = {"offset": offset, "residual": rand(*shape) if residual else None, "groups": groups}
-        if gate is not None:
-            given["gate"] = Gate(rand(*shape[:-1], 2 * shape[-1]).chunk(2, dim=-1)[1], *gate)
-        return (x, weight, 1e-5), given
-
-    return random_case(name, make, small)
+    x = rand(*shape, spread=scale)
+    weight = rand(shape[-1]) if affine else None
+    given = {"offset": offset, "residual": rand(*shape) if residual else None, "groups": groups}
+    if gate is not None:
+        given["gate"] = Gate(rand(*shape[:-1], 2 * shape[-1]).chunk(2, dim=-1)[1], *gate)
+    return (x, weight, 1e-5), given
 
 
 CASES = (

@@ -18,7 +18,7 @@ def gate_factor(gate_ptr, c_idx, mask, SILU: tl.constexpr):
 
 @triton.jit(do_not_specialize=("has_residual",))
 def rms_norm_kernel(
-    x_ptr, residual_ptr, y_ptr, sum_ptr, w_ptr, gate_ptr, has_residual, channels, groups, gate_stride, eps, offset,
+    x_ptr, residual_ptr, y_ptr, sum_ptr, weight_ptr, gate_ptr, has_residual, channels, groups, gate_stride, eps, offset,
     GATE: tl.constexpr, SILU: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """channels: of a group. GATE: None, or "first" or "last"."""
@@ -28,8 +28,8 @@ def rms_norm_kernel(
     mask = c_idx < channels
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    if w_ptr is not None:
-        weight = tl.load(w_ptr + group + c_idx, mask=mask, other=0.0).to(tl.float32) + offset
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + group + c_idx, mask=mask, other=0.0).to(tl.float32) + offset
     if PDL:
         tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + row + c_idx, mask=mask, other=0.0).to(tl.float32)
@@ -42,7 +42,7 @@ def rms_norm_kernel(
     if GATE == "first":
         x *= factor
     y = x * tl.rsqrt(tl.sum(x * x, axis=0) / channels + eps)
-    if w_ptr is not None:
+    if weight_ptr is not None:
         y *= weight
     if GATE == "last":
         y *= factor

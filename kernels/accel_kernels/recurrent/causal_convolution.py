@@ -6,7 +6,7 @@ Before linear attention (Mamba: Gu and Dao 2023), or between two gates as a laye
 import torch
 
 from accel_kernels.norm.norm import ACTIVATIONS
-from accel_kernels.op import dtype_reason, make_op, random_case
+from accel_kernels.op import dtype_reason, make_op, random_cases
 from accel_kernels.recurrent.recurrence import Sequences, wide
 
 
@@ -61,21 +61,19 @@ def some_sequences(rand, rows, positions, spans=None, longest=None, idle=()):
     return Sequences(numbers(slots), numbers(positions), spans, longest)
 
 
-def _case(name, batch, tokens, channels, taps, positions, *, spans=None, longest=None, bias=False, gates=False,
-          activation=None, idle=(), small=False):  # fmt: skip
-    def make(rand):
-        count = len(positions)
-        x, *factors = rand(batch, tokens, 3 * channels).chunk(3, dim=-1)
-        weight, window = (
-            rand(taps, channels, spread=0.5).t() if taps == 4 else rand(channels, taps, spread=0.5),
-            rand(count + 2, taps, channels),
-        )
-        more = {"bias": rand(channels) if bias else None, "activation": activation}
-        if gates:
-            more |= {"before": factors[0], "after": factors[1]}
-        return (x, weight, window, some_sequences(rand, count, positions, spans, longest, idle)), more
-
-    return random_case(name, make, small)
+@random_cases
+def _case(rand, batch, tokens, channels, taps, positions, *, spans=None, longest=None, bias=False, gates=False,
+          activation=None, idle=()):  # fmt: skip
+    count = len(positions)
+    x, *factors = rand(batch, tokens, 3 * channels).chunk(3, dim=-1)
+    weight, window = (
+        rand(taps, channels, spread=0.5).t() if taps == 4 else rand(channels, taps, spread=0.5),
+        rand(count + 2, taps, channels),
+    )
+    more = {"bias": rand(channels) if bias else None, "activation": activation}
+    if gates:
+        more |= {"before": factors[0], "after": factors[1]}
+    return (x, weight, window, some_sequences(rand, count, positions, spans, longest, idle)), more
 
 
 CASES = (

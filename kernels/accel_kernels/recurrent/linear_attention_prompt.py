@@ -6,7 +6,7 @@ Gated delta rule: Yang et al. 2024, with a decay of each channel Kimi Linear 202
 import torch
 
 from accel_kernels.device import HOPPER, reaches, shared_memory
-from accel_kernels.op import make_op, random_case
+from accel_kernels.op import make_op, random_cases
 from accel_kernels.recurrent.causal_convolution import some_sequences
 from accel_kernels.recurrent.linear_attention_step import SPACE, gate_arguments, state_reason
 from accel_kernels.recurrent.recurrence import CHUNK, chunk, gates, prepared
@@ -55,29 +55,27 @@ def _shared_bytes(dtype, key_dim, decay) -> int:
     return 36 * 1024 * cdiv(key_dim, 128) * parts * (2 if dtype == torch.float32 else 1)
 
 
-def _case(name, batch, tokens, heads, repeat, key_dim, value_dim, positions, *, spans=None, longest=None, skip=False,
-          order="qkv", key_eps=1e-6, idle=(), small=False, alike=False, **gating):  # fmt: skip
+@random_cases
+def _case(rand, batch, tokens, heads, repeat, key_dim, value_dim, positions, *, spans=None, longest=None, skip=False,
+          order="qkv", key_eps=1e-6, idle=(), alike=False, **gating):  # fmt: skip
     """alike: all keys are nearly the same, as of a text that repeats itself."""
 
-    def make(rand):
-        channels = (heads * key_dim, heads * key_dim, heads * repeat * value_dim)
-        q, k, v = rand(batch, tokens, sum(channels)).split(channels, dim=2)
-        if alike:
-            k = k[:, :1] + 0.05 * k
-        q, k = (t.unflatten(2, (heads, key_dim)) for t in (q, k))
-        v = v.unflatten(2, (heads, repeat, value_dim))
-        a, decay, more = gate_arguments(rand, (batch, tokens), heads, repeat, key_dim, **gating)
-        count = len(positions)
-        sequences = some_sequences(rand, count, positions, spans, longest, idle)
-        state = rand(count + 2, heads * repeat, key_dim, value_dim, dtype=torch.float32)
-        if order == "vkq":
-            state = state.transpose(2, 3).contiguous().transpose(2, 3)
-        if skip:
-            more["skip"] = rand(heads * repeat)
-        more |= {"scale": key_dim**-0.5, "key_eps": key_eps}
-        return (q, k, v, a, decay, state, sequences), more
-
-    return random_case(name, make, small)
+    channels = (heads * key_dim, heads * key_dim, heads * repeat * value_dim)
+    q, k, v = rand(batch, tokens, sum(channels)).split(channels, dim=2)
+    if alike:
+        k = k[:, :1] + 0.05 * k
+    q, k = (t.unflatten(2, (heads, key_dim)) for t in (q, k))
+    v = v.unflatten(2, (heads, repeat, value_dim))
+    a, decay, more = gate_arguments(rand, (batch, tokens), heads, repeat, key_dim, **gating)
+    count = len(positions)
+    sequences = some_sequences(rand, count, positions, spans, longest, idle)
+    state = rand(count + 2, heads * repeat, key_dim, value_dim, dtype=torch.float32)
+    if order == "vkq":
+        state = state.transpose(2, 3).contiguous().transpose(2, 3)
+    if skip:
+        more["skip"] = rand(heads * repeat)
+    more |= {"scale": key_dim**-0.5, "key_eps": key_eps}
+    return (q, k, v, a, decay, state, sequences), more
 
 
 CASES = (

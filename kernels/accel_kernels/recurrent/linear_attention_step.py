@@ -9,7 +9,7 @@ import torch
 
 from accel_kernels.norm.norm import ACTIVATIONS
 from accel_kernels.norm.rms_norm import GATES
-from accel_kernels.op import dtype_reason, make_op, random_case
+from accel_kernels.op import dtype_reason, make_op, random_cases
 from accel_kernels.recurrent import causal_convolution as convolutions
 from accel_kernels.recurrent.causal_convolution import some_sequences
 from accel_kernels.recurrent.recurrence import Decay, chunk, gates, prepared, wide
@@ -144,33 +144,31 @@ def gate_arguments(rand, rows, heads, repeat, key_dim, *, channels=False, delta=
     return a, decay, {"b": rand(*rows, heads, repeat)} if delta else {}
 
 
-def _case(name, rows, heads, repeat, key_dim, value_dim, *, taps=4, fused=True, norm=None, skip=False, idle=(),
-          positions=None, order="qkv", small=False, key_eps=1e-6, **gating):  # fmt: skip
+@random_cases
+def _case(rand, rows, heads, repeat, key_dim, value_dim, *, taps=4, fused=True, norm=None, skip=False, idle=(),
+          positions=None, order="qkv", key_eps=1e-6, **gating):  # fmt: skip
     """norm: its activation and whether it is rounded."""
 
-    def make(rand):
-        channels = (heads * key_dim, heads * key_dim, heads * repeat * value_dim, heads * repeat * value_dim)
-        q, k, v, gate = rand(rows, sum(channels)).split(channels, dim=1)
-        q, k = (t.unflatten(1, (heads, key_dim)) for t in (q, k))
-        v, gate = (t.unflatten(1, (heads, repeat, value_dim)) for t in (v, gate))
-        a, decay, more = gate_arguments(rand, (rows,), heads, repeat, key_dim, **gating)
-        sequences = some_sequences(rand, rows, positions or [n + 3 for n in range(rows)], idle=idle)
-        state = rand(rows + 2, heads * repeat, key_dim, value_dim, dtype=torch.float32)
-        if fused:
-            width = sum(channels[:3])
-            window = rand(rows + 2, taps, width)
-            bias = rand(width) if order == "vkq" else None
-            more["convolution"] = Convolution(rand(taps, width, spread=0.5).t(), window, bias, order=order)
-        if order == "vkq":
-            state = state.transpose(2, 3).contiguous().transpose(2, 3)
-        if norm is not None:
-            more["norm"] = GatedNorm(gate, rand(value_dim), 1e-6, *norm)
-        if skip:
-            more["skip"] = rand(heads * repeat)
-        more |= {"scale": key_dim**-0.5, "key_eps": key_eps}
-        return (q, k, v, a, decay, state, sequences), more
-
-    return random_case(name, make, small)
+    channels = (heads * key_dim, heads * key_dim, heads * repeat * value_dim, heads * repeat * value_dim)
+    q, k, v, gate = rand(rows, sum(channels)).split(channels, dim=1)
+    q, k = (t.unflatten(1, (heads, key_dim)) for t in (q, k))
+    v, gate = (t.unflatten(1, (heads, repeat, value_dim)) for t in (v, gate))
+    a, decay, more = gate_arguments(rand, (rows,), heads, repeat, key_dim, **gating)
+    sequences = some_sequences(rand, rows, positions or [n + 3 for n in range(rows)], idle=idle)
+    state = rand(rows + 2, heads * repeat, key_dim, value_dim, dtype=torch.float32)
+    if fused:
+        width = sum(channels[:3])
+        window = rand(rows + 2, taps, width)
+        bias = rand(width) if order == "vkq" else None
+        more["convolution"] = Convolution(rand(taps, width, spread=0.5).t(), window, bias, order=order)
+    if order == "vkq":
+        state = state.transpose(2, 3).contiguous().transpose(2, 3)
+    if norm is not None:
+        more["norm"] = GatedNorm(gate, rand(value_dim), 1e-6, *norm)
+    if skip:
+        more["skip"] = rand(heads * repeat)
+    more |= {"scale": key_dim**-0.5, "key_eps": key_eps}
+    return (q, k, v, a, decay, state, sequences), more
 
 
 SPACE = {"delta": False, "key_eps": None, "skip": True, "order": "vkq", "rounded": True}

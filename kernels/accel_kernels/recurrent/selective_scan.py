@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from accel_kernels.op import dtype_reason, make_op, random_case
+from accel_kernels.op import dtype_reason, make_op, random_cases
 from accel_kernels.recurrent.causal_convolution import some_sequences
 from accel_kernels.recurrent.recurrence import wide
 
@@ -48,17 +48,15 @@ def supports(x, dt, a_log, k, q, state, sequences, *, bias=None, skip=None, gate
     return dtype_reason(x, dt, a_log, k, q, state, bias, skip, gate)
 
 
-def _case(name, batch, tokens, channels, size, positions, *, spans=None, idle=(), gate=True, small=False):
-    def make(rand):
-        count = len(positions)
-        x, dt, by = rand(batch, tokens, 3 * channels).chunk(3, dim=-1)
-        k, q = rand(batch, tokens, 2 * size).chunk(2, dim=-1)
-        state = rand(count + 2, channels, size, dtype=torch.float32)
-        more = {"bias": rand(channels, mean=-2.0), "skip": rand(channels), "gate": by if gate else None}
-        sequences = some_sequences(rand, count, positions, spans, None, idle)
-        return (x, dt, rand(channels, size, spread=0.5), k, q, state, sequences), more
-
-    return random_case(name, make, small)
+@random_cases
+def _case(rand, batch, tokens, channels, size, positions, *, spans=None, idle=(), gate=True):
+    count = len(positions)
+    x, dt, by = rand(batch, tokens, 3 * channels).chunk(3, dim=-1)
+    k, q = rand(batch, tokens, 2 * size).chunk(2, dim=-1)
+    state = rand(count + 2, channels, size, dtype=torch.float32)
+    more = {"bias": rand(channels, mean=-2.0), "skip": rand(channels), "gate": by if gate else None}
+    sequences = some_sequences(rand, count, positions, spans, None, idle)
+    return (x, dt, rand(channels, size, spread=0.5), k, q, state, sequences), more
 
 
 CASES = (

@@ -1,10 +1,8 @@
 """Row programs as diffusion transformers of today need them: at real sizes, and small ones for tests."""
 
-from collections.abc import Callable
-
 import torch
 
-from accel_kernels.op import Case, Random, random_case
+from accel_kernels.op import Random, random_cases
 from accel_kernels.rowwise.program import FULL, HALF, ONE, RowOp, RowProgram
 
 
@@ -111,14 +109,11 @@ def quantized_norm(width: int, dtype: torch.dtype, kind: str = "int8", least: bo
     return w.program(y, numbers, scale, peak, dtypes=(dtype, stored, torch.float32, torch.float32))
 
 
-def _case(name: str, shape: tuple[int, ...], arguments: Callable, small: bool = False) -> Case:
+@random_cases
+def _case(random, shape, arguments):
     """arguments: (random, dtype, *shape) to the program, its inputs and its outputs; shape: of rows, then lanes."""
-
-    def make(random):
-        program, inputs, outputs = arguments(random, random.dtype, *shape)
-        return tuple(inputs), {"program": program, "shape": shape[:-1], "outputs": outputs}
-
-    return random_case(name, make, small)
+    program, inputs, outputs = arguments(random, random.dtype, *shape)
+    return tuple(inputs), {"program": program, "shape": shape[:-1], "outputs": outputs}
 
 
 def _adaptive(random: Random, dtype, b, s, c):

@@ -7,6 +7,7 @@ from triton.language.extra import libdevice
 from accel_kernels.device import interpreted
 
 INTERPRETED = tl.constexpr(interpreted())
+library = tl if interpreted() else libdevice
 
 
 @triton.jit
@@ -26,69 +27,13 @@ def bfloat16(x):
 
 
 @triton.jit
-def float16(x):
-    return x.to(tl.float16)
-
-
-@triton.jit
-def float32(x):
-    return x
-
-
-# Of what `numbers_` gives, which is of the dtype already.
-@triton.jit
-def int8(x):
-    return x
-
-
-@triton.jit
-def float8_e4m3fn(x):
-    return x
-
-
-@triton.jit
 def divided(number, x):
     return tl.math.div_rn(tl.full(x.shape, number, tl.float32), x)
 
 
 @triton.jit
-def reciprocal(x):
-    return divided(1.0, x)
-
-
-@triton.jit
-def rsqrt(x):
-    return tl.rsqrt(x)
-
-
-@triton.jit
-def exp(x):
-    return tl.exp(x) if INTERPRETED else libdevice.exp(x)
-
-
-@triton.jit
-def log(x):
-    return tl.log(x) if INTERPRETED else libdevice.log(x)
-
-
-@triton.jit
-def sin(x):
-    return tl.sin(x) if INTERPRETED else libdevice.sin(x)
-
-
-@triton.jit
-def cos(x):
-    return tl.cos(x) if INTERPRETED else libdevice.cos(x)
-
-
-@triton.jit
-def erf(x):
-    return tl.erf(x) if INTERPRETED else libdevice.erf(x)
-
-
-@triton.jit
 def sigmoid(x):
-    return divided(1.0, 1.0 + exp(-x))
+    return divided(1.0, 1.0 + library.exp(-x))
 
 
 @triton.jit
@@ -98,13 +43,13 @@ def tanh(x):
 
 @triton.jit
 def silu(x):
-    return tl.math.div_rn(x, 1.0 + exp(-x))
+    return tl.math.div_rn(x, 1.0 + library.exp(-x))
 
 
 # The sums below are one instruction with the product before them, as in torch's kernels.
 @triton.jit
 def gelu_erf(x):
-    return x * 0.5 * (1.0 + erf(x * 0.7071067811865476))
+    return x * 0.5 * (1.0 + library.erf(x * 0.7071067811865476))
 
 
 @triton.jit

@@ -1,7 +1,6 @@
 """A row program: pointwise operations, reductions over the last dimension and moves of lanes, as data.
 
-What a transformer computes between two matrix products, such as a residual added, a norm, a modulation, a rotation.
-Register number n holds input n; every operation appends one more. Values are fp32, rounded to an operation's dtype.
+Register n holds input n; every operation appends one more. Values are fp32, rounded to an operation's dtype.
 """
 
 from functools import lru_cache

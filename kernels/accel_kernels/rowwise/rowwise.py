@@ -1,9 +1,8 @@
 """A small program of pointwise operations and reductions over the last dimension, in one pass over memory.
 
-Everything between two matrix products of a transformer is of this kind: adaptive norms (Peebles and Xie, 2023), gated
-residuals, gated activations (Shazeer, "GLU variants improve transformer", 2020). So are norms of queries and keys with
-a rotary embedding (Su et al., "RoFormer", 2021). The kernel rounds where
-the program says, so that it gives what a chain of torch's own operations gives.
+All that stands between two matrix products of a transformer is of this kind: adaptive norms (Peebles and Xie, 2023),
+gated residuals and activations (Shazeer, 2020), norms of queries and keys with a rotary embedding (Su et al., 2021).
+The kernel rounds where the program says, as a chain of torch's operations does.
 """
 
 from functools import lru_cache

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 
 from accel_kernels import row_numbers_triton
 from accel_kernels.device import HOPPER, reaches
@@ -26,14 +25,6 @@ from accel_kernels.rowwise.tiling import (
     tiled,
 )
 from accel_kernels.warmup import launch
-
-# What the text may call.
-FUNCTIONS = (
-    "bfloat16", "float16", "float32", "int8", "float8_e4m3fn", "larger", "divided", "reciprocal", "rsqrt", "exp", "log",
-    "sin", "cos", "sigmoid", "tanh", "silu", "gelu_erf", "gelu_tanh", "near_sigmoid", "near_silu",
-    "near_gelu_tanh",
-)  # fmt: skip
-ROW_NUMBERS = ("magnitude", "scale_tile", "int8_tile", "float8_tile")
 
 
 class Plan(NamedTuple):
@@ -123,9 +114,7 @@ def _jit(text: str) -> Any:
     # Triton reads a function's lines from its file; Python's cache of lines takes the place of one.
     name = f"<rowwise {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-    scope = {"tl": tl, "__name__": __name__}
-    scope |= {one: getattr(functions_triton, one) for one in FUNCTIONS}
-    scope |= {one: getattr(row_numbers_triton, one) for one in ROW_NUMBERS}
+    scope = {**vars(functions_triton), **vars(row_numbers_triton), "__name__": __name__}  # what the text may call
     exec(compile(text, name, "exec"), scope)  # the text is made of names of our own and numbers
     function = scope["rowwise_kernel"]
     numbers = [

@@ -1,18 +1,17 @@
 """The text of a kernel for one row program: a straight line of Triton, the same text for the same program.
 
-A kernel that walked the program itself would read it again at every launch, as a part of what it is compiled for.
-
 A register is a tile (rows, lanes), or several that follow one another. Where lanes move, a full register is two tiles
-in the place of each: of even and odd lanes, or of the first and the second half. So a move costs nothing but names.
-All tiles have one shape: Triton then holds them alike, and no value has to go from thread to thread.
+instead of each: of even and odd lanes, or of the two halves. So a move costs nothing but names. All tiles have one
+shape: Triton then lays them out alike, and no value goes from thread to thread.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
 
-from accel_kernels.rowwise.formulas import larger_of, literal, peak_of, rounding
-from accel_kernels.rowwise.operations import KEEPS, NEAR, OPERATIONS
+from accel_kernels.row_numbers import LEAST_PEAK
+from accel_kernels.rowwise.operations import KEEPS, NEAR, OPERATIONS, ROUNDED
 from accel_kernels.rowwise.program import (
     FULL,
     NORMS,
@@ -209,7 +208,7 @@ class Source:
         exact = op.name in KEEPS and all(arg.dtype == op.dtype for arg in args)
         if number in self.near or op.name in NUMBERS or op.dtype == torch.float32:
             exact = True
-        rounds = "{}" if exact else f"{rounding(op.dtype)}({{}}).to(tl.float32)"
+        rounds = "{}" if exact else f"{ROUNDED[op.dtype]}.to(tl.float32)"
         self.lines += [f"{tile} = {rounds.format(value)}" for tile, value in zip(tiles, values, strict=True)]
         self.registers[number] = Register(width, tiles, op.dtype)
 
@@ -243,7 +242,7 @@ class Source:
         all_of = ""
         for tile, place in zip(tiles, self._places(register.width), strict=True):
             inside = f"tl.where(c{place.part}_in, {tile}, {empty})" if self.ragged else tile
-            both = f"{all_of} + {inside}" if name == "sum" else larger_of(all_of, inside)
+            both = f"{all_of} + {inside}" if name == "sum" else f"larger({all_of}, {inside})"
             all_of = both if all_of else inside
         if name == "sum":
             return f"tl.sum({all_of}, axis=1, keep_dims=True)"
@@ -251,7 +250,8 @@ class Source:
 
     def _peak(self, x: Register) -> str:
         found = tuple(f"tl.abs({tile})" for tile in x.tiles)
-        return peak_of(f"magnitude({self._reduced(x, found, 'amax')})")  # in which NaN is as large as can be
+        largest = self._reduced(x, found, "amax")
+        return f"tl.maximum(magnitude({largest}), {literal(LEAST_PEAK)})"  # NaN is as large as can be
 
     def _normed(self, op: RowOp, x: Register, size: int) -> list[str]:
         by, tiles = literal(1 / size), x.tiles
@@ -266,18 +266,24 @@ class Source:
 
     def _store(self, number: int, result: int) -> None:
         name, access = self.outputs[number]
-        register, dtype = self._register(result), rounding(access.dtype)
+        register, rounded = self._register(result), ROUNDED[access.dtype]
         self.lines.append(f"{name}_at = {self._base(name, access)}")
         places = self._places(register.width)
         if self._in_pairs(register.width, access):
             for p in range(self.tiling.parts):
                 even, odd = register.tiles[2 * p : 2 * p + 2]
-                value = f"tl.interleave({dtype}({even}), {dtype}({odd}))"
+                value = f"tl.interleave({rounded.format(even)}, {rounded.format(odd)})"
                 self._write(f"{name}_at + d{p}", value, self._mask(name, access, f"d{p}"))
             return
         for tile, place in zip(register.tiles, places, strict=True):
             mask = self._mask(name, access, "" if register.width == ONE else f"c{place.part}")
-            self._write(self._address(name, access, place), f"{dtype}({tile})", mask)
+            self._write(self._address(name, access, place), rounded.format(tile), mask)
 
     def _write(self, place: str, value: str, mask: str) -> None:
         self.lines.append(f"tl.store({place}, {value}, mask={mask})" if mask else f"tl.store({place}, {value})")
+
+
+def literal(number: float) -> str:
+    """A number as it is in fp32."""
+    value = torch.tensor(number, dtype=torch.float32, device="cpu").item()
+    return repr(value) if math.isfinite(value) else f'float("{value}")'

@@ -1,9 +1,8 @@
 """Rows with top-p or min-p but no top-k: the exact edge of top-p, by all programs of a row.
 
-Most of the vocabulary may be kept, so nothing is sorted or listed. The edge is the smallest logit beyond which there is
-less mass than top-p asks for. It is looked for among the numbers that the logits' type has: each turn sums the mass
-beyond 15 of them, which leaves a sixteenth of the bracket, and is one launch, as all programs need what all have found.
-16 bits take four turns. A last one sums what is kept, and counts the logits at the edge, of which some may go.
+Nothing is sorted, as most of the vocabulary may be kept. The edge is the smallest logit beyond which there is less mass
+than top-p asks for, searched among the numbers of the logits' dtype. Each launch sums the mass beyond 15 of them, which
+leaves a sixteenth of the bracket: four for 16 bits. A last one sums what is kept, and counts the logits at the edge.
 """
 
 import triton
@@ -12,16 +11,17 @@ import triton.language as tl
 from accel_kernels.float_order_triton import from_order, order_of
 from accel_kernels.sampling.draw_triton import (
     LOWEST,
+    Logits,
     base_of,
     logits_at,
     places_of,
     row_sums,
     scale_of,
     weight_of,
-)  # fmt: skip
+)
 
 MARGIN = tl.constexpr(1.001)  # by more than sums in another order and logarithms are off
-BUCKETS = 16  # of which a turn chooses one; also the numbers that a piece has in each buffer of sums
+BUCKETS = tl.constexpr(16)  # of which a turn chooses one; also the numbers that a piece has in each buffer of sums
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def value_of(key, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def narrowed(bracket_ptr, sums_ptr, needed, pieces, PIECES: tl.constexpr, BUCKETS: tl.constexpr):
+def narrowed(bracket_ptr, sums_ptr, needed, pieces, PIECES: tl.constexpr):
     """The part of a row's bracket that has the edge, by the mass beyond the last key of each part but the last."""
     low, high = tl.load(bracket_ptr, cache_modifier=".cg"), tl.load(bracket_ptr + 1, cache_modifier=".cg")
     p_idx, b_idx = tl.arange(0, PIECES)[:, None], tl.arange(0, BUCKETS)[None, :]
@@ -52,8 +52,7 @@ def narrowed(bracket_ptr, sums_ptr, needed, pieces, PIECES: tl.constexpr, BUCKET
 @triton.jit(do_not_specialize=("splits",))
 def narrow_kernel(
     logits_ptr, table, rows_ptr, stats_ptr, given_ptr, given_sums_ptr, bracket_ptr, sums_ptr, stride, vocabulary,
-    pieces, words, splits, LAST: tl.constexpr, SHIFT: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
-    GROUP: tl.constexpr, BUCKETS: tl.constexpr,
+    pieces, words, splits, LAST: tl.constexpr, SHIFT: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """A turn. given: the bracket and the sums of the turn before, None at the first. splits: programs to a row.
 
@@ -79,10 +78,8 @@ def narrow_kernel(
             high = (order_of(top) >> SHIFT).to(tl.int64)
             low = tl.minimum((least >> SHIFT).to(tl.int64), high)
         else:
-            low, high = narrowed(
-                given_ptr + i * 2, given_sums_ptr + i * pieces * BUCKETS, top_p * total, pieces, PIECES,
-                BUCKETS,
-            )  # fmt: skip
+            given_sums_ptr += i * pieces * BUCKETS
+            low, high = narrowed(given_ptr + i * 2, given_sums_ptr, top_p * total, pieces, PIECES)
         if split == 0:
             tl.store(bracket_ptr + i * 2, low)
             tl.store(bracket_ptr + i * 2 + 1, high)
@@ -91,9 +88,10 @@ def narrow_kernel(
         first, last = pieces * split // splits, pieces * (split + 1) // splits
         if not LAST:
             last = tl.where(low < high, last, first)
+        logits = Logits(logits_ptr + i * stride, table, row, vocabulary, words)
         for piece in range(first, last):
-            place = places_of(piece, PIECE, GROUP)
-            x = logits_at(logits_ptr + i * stride, table, row, words, place, place < vocabulary)
+            place = places_of(piece)
+            x = logits_at(logits, place, place < vocabulary)
             weights = weight_of(x, base, scale)
             sum_ptr = sums_ptr + (i * pieces + piece) * BUCKETS
             if LAST:
@@ -109,8 +107,7 @@ def narrow_kernel(
 
 @triton.jit
 def kept_masses(
-    table, row, base, top, scale, needed, bracket_ptr, sums_ptr, pieces, SHIFT: tl.constexpr, PIECES: tl.constexpr,
-    BUCKETS: tl.constexpr,
+    table, row, base, top, scale, needed, bracket_ptr, sums_ptr, pieces, SHIFT: tl.constexpr, PIECES: tl.constexpr
 ):  # fmt: skip
     """Of each piece (PIECES,): the mass of what is kept, and how many at the edge stay, the last ones; and the edge.
     needed: mass of top-p, in fp64 as all that decides how many stay."""

@@ -1,14 +1,13 @@
-"""One token for each row of logits: penalty, temperature, top-k, top-p, min-p, and a draw by the inverse of the
-distribution function.
+"""One token for each row of logits: penalty, temperature, top-k, top-p, min-p, and a draw by one uniform number.
 
 Meaning and order are those of transformers' processors: repetition penalty (Keskar et al. 2019), temperature, top-k
-(Fan et al. 2018), top-p (Holtzman et al. 2020), min-p (Nguyen et al. 2024). The draw: one uniform number u by seed and
-count; the place at which the running sum of exp(scores) passes u times the whole sum.
+(Fan et al. 2018), top-p (Holtzman et al. 2020), min-p (Nguyen et al. 2024). The token is the place at which the running
+sum of exp(scores) passes u times the whole sum, for a uniform number u by seed and count.
 """
 
 import torch
 
-from accel_kernels.op import dtype_reason, make_op, random_case
+from accel_kernels.op import dtype_reason, make_op, random_cases
 from accel_kernels.sampling.philox import uniform
 from accel_kernels.sampling.table import WORD, SamplingTable, seen_words
 
@@ -117,35 +116,34 @@ def supports(logits, table, rows, *, filters, nucleus=True, logprobs=False) -> s
     return None
 
 
-def _case(name, n, vocabulary, *, filters=True, greedy=False, penalty=False, logprobs=False, wide=1, small=False):
+@random_cases
+def _case(rand, n, vocabulary, *, filters=True, greedy=False, penalty=False, logprobs=False, wide=1):
     """Every combination of settings in turn. wide: times the vocabulary, the logits being a part of wider rows."""
+    device = rand.device
+    logits = rand(n, wide * vocabulary, spread=3.0)[:, :vocabulary]
 
-    def make(rand):
-        device = rand.device
-        logits = rand(n, wide * vocabulary, spread=3.0)[:, :vocabulary]
+    def column(*values, dtype=torch.float32):
+        """The values in turn; requests stand in the table the other way round."""
+        return torch.tensor([values[i % len(values)] for i in range(n)][::-1], dtype=dtype, device="cpu").to(device)
 
-        def column(*values, dtype=torch.float32):
-            """The values in turn; requests stand in the table the other way round."""
-            return torch.tensor([values[i % len(values)] for i in range(n)][::-1], dtype=dtype).to(device)
-
-        seen = torch.randint(-(2**31), 2**31, (n, seen_words(vocabulary)), generator=rand.generator).to(
-            device, torch.int32
-        )
-        table = SamplingTable(
-            temperature=column(0.0) if greedy else column(1.0, 0.7, 1.5, 0.0, 0.9),
-            top_k=column(0, 5, 50, dtype=torch.int32),
-            top_p=column(1.0, 0.9, 1.0, 0.5),
-            min_p=column(0.0, 0.0, 0.05, 0.0),
-            penalty=column(1.2, 1.0, 0.8),
-            seeds=column(*(7 + 2**40 * i for i in range(n)), dtype=torch.int64),
-            drawn=column(*(3 * i for i in range(n)), dtype=torch.int64),
-            tickets=torch.zeros(n, dtype=torch.int32).to(device),
-            seen=seen if penalty else None,
-        )
-        rows = torch.tensor([i if i % 7 != 5 else NONE for i in reversed(range(n))], dtype=torch.int32).to(device)
-        return (logits, table, rows), {"filters": filters, "logprobs": logprobs}
-
-    return random_case(name, make, small)
+    seen = torch.randint(-(2**31), 2**31, (n, seen_words(vocabulary)), generator=rand.generator, device="cpu").to(
+        device, torch.int32
+    )
+    table = SamplingTable(
+        temperature=column(0.0) if greedy else column(1.0, 0.7, 1.5, 0.0, 0.9),
+        top_k=column(0, 5, 50, dtype=torch.int32),
+        top_p=column(1.0, 0.9, 1.0, 0.5),
+        min_p=column(0.0, 0.0, 0.05, 0.0),
+        penalty=column(1.2, 1.0, 0.8),
+        seeds=column(*(7 + 2**40 * i for i in range(n)), dtype=torch.int64),
+        drawn=column(*(3 * i for i in range(n)), dtype=torch.int64),
+        split_counters=torch.zeros(n, dtype=torch.int32, device="cpu").to(device),
+        seen=seen if penalty else None,
+    )
+    rows = torch.tensor([i if i % 7 != 5 else NONE for i in reversed(range(n))], dtype=torch.int32, device="cpu").to(
+        device
+    )
+    return (logits, table, rows), {"filters": filters, "logprobs": logprobs}
 
 
 CASES = (

@@ -15,8 +15,8 @@ class SamplingTable(NamedTuple):
 
     State, which `sample` changes in place: drawn: (R,) int64, how many tokens a request has drawn with its seed.
     seen: (R, words) int32, a bit for each place of the vocabulary, the lowest first: the tokens the penalty is for.
-    None where no request has a penalty. tickets: (R,) int32 zeros, by which programs of one launch count themselves and
-    which they leave as zeros.
+    None where no request has a penalty. split_counters: (R,) int32 zeros, by which programs of one launch count
+    themselves and which they leave as zeros.
     """
 
     temperature: torch.Tensor
@@ -26,7 +26,7 @@ class SamplingTable(NamedTuple):
     penalty: torch.Tensor
     seeds: torch.Tensor
     drawn: torch.Tensor
-    tickets: torch.Tensor
+    split_counters: torch.Tensor
     seen: torch.Tensor | None = None
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from accel.bench import timing
-from accel.bench.llm import interleaved, models, traffic
+from accel.bench.llm import cases, models, traffic
 
 CPU = torch.device("cpu")
 
@@ -20,7 +20,7 @@ def one_thread():
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
     """What is timed says nothing here, so it is timed no more often than it must be."""
-    monkeypatch.setattr(interleaved, "MOST_ROUNDS", timing.LEAST_ROUNDS)
+    monkeypatch.setattr(cases, "MOST_ROUNDS", timing.LEAST_ROUNDS)
     monkeypatch.setitem(traffic.COPY_BYTES, "cpu", 2**20)
 
 

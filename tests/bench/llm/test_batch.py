@@ -7,11 +7,11 @@ import torch
 from typer.testing import CliRunner
 
 import accel
-from accel.bench.llm import batch_runner
+from accel.bench.llm import batch
+from accel.bench.llm.request import BatchRequest, weights_and_cache
 from accel.bench.llm.workloads import WORKLOADS, Workload
-from accel.bench.runner import WrongResult
+from accel.bench.results import WrongResult
 from accel.commands.app import app
-from support.everything import EVERYTHING
 
 CPU = torch.device("cpu")
 
@@ -26,26 +26,26 @@ def fused(monkeypatch):
 
 @pytest.fixture
 def request_(monkeypatch):
-    monkeypatch.setattr(batch_runner, "CALLS", 2)
-    monkeypatch.setattr(batch_runner, "WARM", 1)
-    monkeypatch.setattr(batch_runner, "CHECKED", (2, 4))
+    monkeypatch.setattr(batch, "CALLS", 2)
+    monkeypatch.setattr(batch, "WARM", 1)
+    monkeypatch.setattr(batch, "CHECKED", (2, 4))
     few = tuple(one.first(3) for one in WORKLOADS)
-    monkeypatch.setattr(batch_runner, "WORKLOADS", few)
+    monkeypatch.setattr(batch, "WORKLOADS", few)
     chosen = ("different lengths", "shared prompt")
-    return batch_runner.BatchRequest("tiny", CPU, torch.float32, chosen, 0.1, 60.0, ("int8", "int8"), 40)
+    return BatchRequest("tiny", chosen, ("int8", "int8"), 40, 0.1, 60.0)
 
 
 OPTIONS = ["bench", "batch", "--model", "tiny", "--stock-seconds", "0.1"]
 
 
 def test_the_command_measures_stock_beside_accel(fused, request_, tmp_path, monkeypatch):
-    bench, kept = batch_runner.bench_batches, []
+    bench, kept = batch.bench_batches, []
 
-    def watched(request, stage, keep):
+    def watched(request, device, dtype, stage, keep):
         assert request == request_
-        return bench(request, stage, lambda now: kept.append(now) or keep(now))
+        return bench(request, device, dtype, stage, lambda now: kept.append(now) or keep(now))
 
-    monkeypatch.setattr(batch_runner, "bench_batches", watched)
+    monkeypatch.setattr(batch, "bench_batches", watched)
     options = ["--workloads", ",".join(request_.workloads), "--lossy", "int8,int8", "--seconds", "60"]
     options += ["--most-tokens", "40", "--device", "cpu", "--out", str(tmp_path)]
     shown = CliRunner().invoke(app, [*OPTIONS, *options])
@@ -64,9 +64,9 @@ def test_the_command_measures_stock_beside_accel(fused, request_, tmp_path, monk
 
 
 def test_a_wrong_token_is_found(fused, request_, monkeypatch):
-    monkeypatch.setattr(batch_runner, "answers", lambda model, prompts, new: [[7] * new for _ in prompts])
+    monkeypatch.setattr(batch, "answers", lambda model, prompts, new: [[7] * new for _ in prompts])
     with pytest.raises(WrongResult, match="standard deviations below stock's best one"):
-        batch_runner.bench_batches(request_)
+        batch.bench_batches(request_, CPU, torch.float32)
 
 
 def test_prompts():
@@ -84,6 +84,10 @@ def test_prompts():
     assert scaled.longest + scaled.new <= 12 and scaled.shared == 4
 
 
+def test_nothing_that_loses_may_be_asked_for():
+    assert weights_and_cache("none") == () and weights_and_cache("int8,fp8") == ("int8", "fp8")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -95,13 +99,3 @@ def test_prompts():
 def test_wrong_options(options, message):
     result = CliRunner().invoke(app, ["bench", "batch", *options])
     assert result.exit_code == 2 and message in " ".join(result.output.split()).replace("│ ", "").replace(" │", "")
-
-
-@pytest.mark.skipif(not EVERYTHING, reason="seconds of work; ACCEL_TEST_EVERYTHING=1 runs it")
-def test_the_command_without_what_loses(fused, request_, tmp_path, monkeypatch):
-    monkeypatch.setattr(batch_runner, "ROUNDS", 1)
-    options = ["--workloads", "different lengths", "--lossy", "none", "--most-tokens", "24", "--out", str(tmp_path)]
-    result = CliRunner().invoke(app, [*OPTIONS, *options])
-    assert result.exit_code == 0, result.output
-    [written] = tmp_path.glob("*.json")
-    assert written.name == "cpu-batch-tiny.json" and json.loads(written.read_text())["rows"]

@@ -5,9 +5,9 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, MixtralConfig
 
 import accel
-from accel.bench.llm import cases, configs, models, quantized
-from accel.bench.llm import interleaved as turns
-from accel.bench.llm.traffic import Traffic, layers_of
+from accel.bench.llm import cases, configs, models
+from accel.bench.llm.traffic import Traffic
+from accel.bench.llm.variants import Variant, lossy_variant
 from accel.quantization.experts import QuantizedExperts
 
 CPU = torch.device("cpu")
@@ -22,6 +22,7 @@ PUBLISHED = {
     "qwen3-8b": 8190.7,
     "mistral-7b": 7248.0,
     "gemma2-2b": 2614.3,
+    "gemma3-4b": 3880.3,
     "phi3-mini": 3821.1,
     "gpt2": 124.4,
     "lfm2-1.2b": 1170.3,
@@ -31,6 +32,7 @@ PUBLISHED = {
 }
 
 
+@pytest.mark.share(1)  # defaults of a class may change with its library
 @pytest.mark.parametrize("name", [name for name in configs.CONFIGS if name != "tiny"])
 def test_real_models_are_the_published_sizes(name):
     """Built on the meta device, so that it costs nothing: the parameter counts everybody knows."""
@@ -62,7 +64,7 @@ def test_stock_beside_it_is_over_the_same_weights(tiny):
 def test_an_assistant_is_a_small_one_of_the_same_make(tiny):
     tiny.config.num_hidden_layers = 2
     helper = models.assistant(tiny, layers=1)
-    assert len(layers_of(helper)) == 1 and helper.dtype == tiny.dtype
+    assert len(helper.model.layers) == 1 and helper.dtype == tiny.dtype
     tiny.generate(**models.prompt(tiny, 1, 6), max_new_tokens=5, do_sample=False, assistant_model=helper)
 
 
@@ -110,7 +112,7 @@ def test_a_step_reads_less_of_rounded_experts_as_far_as_they_are_hit():
     stock = AutoModelForCausalLM.from_config(config).eval()
     traffic = Traffic.of(stock)
     work = cases.Work(stock, traffic, 1e9, CPU, (1,), (64,), 8, 64)
-    fewer, told = quantized.variant(stock, "int8", {"weights": "int8"}, CPU)
+    fewer, told = lossy_variant(stock, "int8", {"weights": "int8"}, CPU)
     held = [module for module in fewer.model.modules() if isinstance(module, QuantizedExperts)]
     numbers = sum(tensor.nbytes for module in held for tensor in module.buffers())
     assert len(held) == 2 and fewer.saved_experts == 2 * 4 * 3 * 32 * 48 * 4 - numbers > 2 * numbers
@@ -118,7 +120,7 @@ def test_a_step_reads_less_of_rounded_experts_as_far_as_they_are_hit():
     for rows, hit in ((1, 1 / 4), (4, 1 - 0.75**4)):
         shares = [
             work.rate(rows, 64, {"step": 1e-3, "call": 1e-3}, one)["share_of_bandwidth"]
-            for one in (turns.Variant("", stock), fewer)
+            for one in (Variant("", stock), fewer)
         ]
         less = fewer.saved + hit * fewer.saved_experts
         assert shares[0] - shares[1] == pytest.approx(less / 1e9 / 1e-3, abs=2e-4)
@@ -128,7 +130,7 @@ def test_a_step_reads_less_of_a_rounded_cache(tiny):
     traffic = Traffic.of(tiny)
     work = cases.Work(tiny, traffic, 1e9, CPU, (1,), (64,), 8, 64)
     shares = [
-        work.rate(4, 64, {"step": 1e-3, "call": 1e-3}, turns.Variant("", tiny, kept=kept))["share_of_bandwidth"]
+        work.rate(4, 64, {"step": 1e-3, "call": 1e-3}, Variant("", tiny, kept=kept))["share_of_bandwidth"]
         for kept in (1.0, 0.375)
     ]
     cache = traffic.cache(4, 64 + (work.few + work.many) // 2)

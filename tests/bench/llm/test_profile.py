@@ -40,11 +40,11 @@ def test_launches_take_the_role_of_the_marks_they_lie_between():
     names = ["fill", mark, "gemv", "reduce", mark, "copy", mark, "gemv", mark]
     events = [on_gpu(name, 10 * at, 10 * at + at) for at, name in enumerate(names)]
     events = [*events[::-1], on_gpu("accel: QKV", 0, 99), SimpleNamespace(name="x", device_type=DeviceType.CPU)]
-    found = profile._on_gpu(events, ["QKV", "down"])
+    found = profile.launches(events, ["QKV", "down"])
     assert [(kernel.name, kernel.us, kernel.role) for kernel in found] == [
         ("fill", 0, None), ("gemv", 2, "QKV"), ("reduce", 3, "QKV"), ("copy", 5, None), ("gemv", 7, "down")
     ]  # fmt: skip
-    assert {kernel.role for kernel in profile._on_gpu(events, ["QKV"])} == {None}
+    assert {kernel.role for kernel in profile.launches(events, ["QKV"])} == {None}
 
 
 def test_a_graphs_launches_take_the_roles_of_the_same_ones_outside():

@@ -1,16 +1,14 @@
 """Whole runs of `accel bench llm`: the file they write, quantized variants, and what happens when something fails."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from accel import api
-from accel.bench.llm import cases, runner
-from accel.bench.llm import interleaved as turns
-from accel.bench.llm import latency_spikes as stalls
+from accel.bench.llm import cases, runner, single_calls
+from accel.bench.llm.request import PARTS, LlmRequest
 from support.command_line import run_command
 
 ROOT = Path(__file__).parents[3]
@@ -26,16 +24,16 @@ def long_steps(monkeypatch, step=1e-3):
     """On a busy host the difference of two calls may come out below zero; it does not with this."""
     steps = cases.Work.steps
     monkeypatch.setattr(cases.Work, "steps", lambda *args, **options: steps(*args, **options) | {"step": step})
-    found = cases._step
-    monkeypatch.setattr(cases, "_step", lambda median: found(median | {"step": step}))  # from a long past, too
+    speed = cases.speed  # from a long past, too
+    monkeypatch.setattr(cases, "speed", lambda rows, median, one: speed(rows, median | {"step": step}, one))
 
 
 def test_a_whole_run(tmp_path, monkeypatch):
     monkeypatch.setattr(cases, "PROMPTS", (64,))
-    monkeypatch.setattr(turns, "MOST_ROUNDS", 2)
+    monkeypatch.setattr(cases, "MOST_ROUNDS", 2)
     long_steps(monkeypatch)
-    monkeypatch.setattr(stalls, "CALLS", ((1, 7, 4), (3, 20, 4), (1, 2040, 40)))
-    parts = ",".join(part for part in runner.PARTS if part != "ready")
+    monkeypatch.setattr(single_calls, "CALLS", ((1, 7, 4), (3, 20, 4), (1, 2040, 40)))
+    parts = ",".join(part for part in PARTS if part != "ready")
     result = bench(
         tmp_path, "--context", "32,2100,64", "--long", "150", "--long-batch", "1,2", "--parts", parts, "--compile"
     )
@@ -70,20 +68,22 @@ def test_a_whole_run(tmp_path, monkeypatch):
     assert figures["skipped"] == []
 
 
-def test_quantized_weights_beside(tmp_path, monkeypatch):
+def test_what_loses_beside(tmp_path, monkeypatch):
     monkeypatch.setattr(cases, "PROMPTS", (64,))
-    monkeypatch.setattr(turns, "MOST_ROUNDS", 2)
+    monkeypatch.setattr(cases, "MOST_ROUNDS", 2)
     long_steps(monkeypatch)
     monkeypatch.setattr(runner, "copy_bandwidth", lambda device: 1e9)  # shares are rounded: not to nothing
     more = ("--context", "32", "--parts", "decode,prefill", "--weights", "int8,int8-head,int4-g32")
-    more += ("--activations", "int8")
-    result = bench(tmp_path, *more)
+    result = bench(tmp_path, *more, "--activations", "int8", "--kv-cache", "int8")
     assert result.exit_code == 0, result.output
     assert "s to quantize" in result.output and "accel int8" in result.output
     figures = json.loads((tmp_path / "cpu-quantized-tiny.json").read_text())
-    for row in (*figures["parts"]["decode"], *figures["parts"]["prefill"]):
-        assert {"stock", "accel", "accel int8", "accel int8-head", "accel int4-g32", "accel int8 x int8"} <= set(row)
+    names = ["int8", "int8-head", "int4-g32", "int8 x int8"]
+    names += ["kv int8", *(f"{name}, kv int8" for name in names)]
     told = figures["quantized"]
+    assert list(told) == names
+    for row in (*figures["parts"]["decode"], *figures["parts"]["prefill"]):
+        assert {"stock", "accel", *(f"accel {name}" for name in names)} <= set(row)
     assert told["int8"]["mb"] < told["int8"]["mb_before"] / 2 and told["int4-g32"]["mb"] < told["int8"]["mb"]
     assert 30 < told["int8"]["sqnr_db"] and 10 < told["int4-g32"]["sqnr_db"] < told["int8"]["sqnr_db"]
     assert 0 < told["int8"]["kl"] < told["int4-g32"]["kl"] and 0.9 < told["int8"]["top1"] <= 1
@@ -92,20 +92,9 @@ def test_quantized_weights_beside(tmp_path, monkeypatch):
     shares = {name: of["share_of_bandwidth"] for name, of in row.items() if isinstance(of, dict)}
     assert 0 < shares["accel int4-g32"] < shares["accel int8"] < shares["accel"] == shares["stock"]
     assert 0 < shares["accel int8-head"] < shares["accel int8"] == shares["accel int8 x int8"]
-
-
-def test_rounded_caches_beside(tmp_path, monkeypatch):
-    monkeypatch.setattr(turns, "MOST_ROUNDS", 2)
-    more = ("--context", "32", "--parts", "decode", "--weights", "int8", "--kv-cache", "int8")
-    result = bench(tmp_path, *more)
-    assert result.exit_code == 0, result.output
-    figures = json.loads((tmp_path / "cpu-quantized-tiny.json").read_text())
-    names = ["int8", "kv int8", "int8, kv int8"]
-    assert list(figures["quantized"]) == names and "int8, kv int8" in result.output
-    told = figures["quantized"]["kv int8"]  # two layers, two heads of 8: a byte each and a float32 for all, not 4 each
-    assert (told["token_bytes"], told["token_bytes_before"]) == (2 * 2 * 2 * 12, 2 * 2 * 2 * 32)
-    assert 0 < told["kl"] < 1e-3 and "mb" not in told
-    assert all(f"accel {name}" in row for name in names for row in figures["parts"]["decode"])
+    cache = told["kv int8"]  # two layers, two heads of 8: a byte each and a float32 for all, not 4 each
+    assert (cache["token_bytes"], cache["token_bytes_before"]) == (2 * 2 * 2 * 12, 2 * 2 * 2 * 32)
+    assert 0 < cache["kl"] < 1e-3 and "mb" not in cache
 
 
 def test_out_of_time_nothing_new_is_begun(tmp_path):
@@ -113,48 +102,40 @@ def test_out_of_time_nothing_new_is_begun(tmp_path):
     assert result.exit_code == 0, result.output
     figures = json.loads((tmp_path / "cpu-llm-tiny.json").read_text())
     assert figures["parts"] == {} and figures["quality"]["passed"]
-    assert [row["part"] for row in figures["skipped"]] == list(runner.PARTS)
+    assert [row["part"] for row in figures["skipped"]] == list(PARTS)
     assert "left out: decode" in result.output
 
 
-def test_an_interrupted_run_gives_what_it_had(tmp_path, monkeypatch):
-    def interrupted(work):
-        raise KeyboardInterrupt
+class Killed(BaseException):
+    """A limit of time ends a process without asking; here this does, which nothing waits for."""
 
-    monkeypatch.setitem(runner.IN_TURNS, "prefill", interrupted)
-    monkeypatch.setattr(turns, "MOST_ROUNDS", 2)
+
+@pytest.mark.parametrize("how", [KeyboardInterrupt, Killed])
+def test_a_run_that_is_ended_leaves_what_it_had(tmp_path, monkeypatch, how):
+    def ended(work):
+        raise how
+
+    monkeypatch.setitem(runner.IN_TURNS, "prefill", ended)
+    monkeypatch.setattr(cases, "MOST_ROUNDS", 2)
     long_steps(monkeypatch)
-    result = bench(tmp_path, "--context", "32", "--parts", "decode,prefill,modes,ready")
-    assert result.exit_code == 0, result.output
-    figures = json.loads((tmp_path / "cpu-llm-tiny.json").read_text())
-    assert list(figures["parts"]) == ["decode"] and figures["sites"]
-    assert figures["skipped"] == [{"part": "ready", "case": "", "reason": "interrupted"}]
-
-
-def test_a_run_that_is_killed_leaves_what_it_had(tmp_path, monkeypatch):
-    """A limit of time ends a process without asking; here an exception that nothing waits for does."""
-
-    class Killed(BaseException):
-        pass
-
-    def killed(work):
-        raise Killed
-
-    monkeypatch.setitem(runner.IN_TURNS, "prefill", killed)
-    monkeypatch.setattr(turns, "MOST_ROUNDS", 2)
-    long_steps(monkeypatch)
-    with pytest.raises(Killed):
-        bench(tmp_path, "--context", "32", "--parts", "decode,prefill", "--weights", "int8,int4")
+    more = ("--context", "32", "--parts", "decode,prefill,modes,ready", "--weights", "int8,int4")
+    if how is Killed:
+        with pytest.raises(Killed):
+            bench(tmp_path, *more)
+    else:
+        assert bench(tmp_path, *more).exit_code == 0
     figures = json.loads((tmp_path / "cpu-quantized-tiny.json").read_text())
     row, _ = figures["parts"]["decode"]
     assert {"stock", "accel", "accel int8"} <= set(row) and list(figures["quantized"]) == ["int8"]
     (failed,) = figures["failed"]  # 32 inputs are no multiple of 128
     assert (failed["part"], failed["variant"]) == ("quantizing", "int4") and "no linear layer" in failed["reason"]
+    told = [{"part": "ready", "case": "", "reason": "interrupted"}] if how is KeyboardInterrupt else []
+    assert figures["skipped"] == told and list(figures["parts"]) == ["decode"]
 
 
 def test_parts_keep_time_for_those_after_them():
-    request = runner.BenchRequest("tiny", CPU, torch.float32, parts=("decode", "stalls", "ready"))
-    going = runner.BenchRun(replace(request, seconds=100.0))
+    request = LlmRequest("tiny", parts=("decode", "stalls", "ready"), seconds=100.0)
+    going = runner.GenerateRun(request, CPU, torch.float32)
     going.clock.start -= 79
     assert not going.out_of_time("decode")
     going.clock.start -= 2
@@ -201,7 +182,7 @@ def test_it_refuses(arguments, message, tmp_path):
 
 
 def test_a_step_that_takes_no_time_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(turns, "MOST_ROUNDS", 2)
+    monkeypatch.setattr(cases, "MOST_ROUNDS", 2)
     long_steps(monkeypatch, step=-1e-6)
     result = bench(tmp_path, "--context", "32", "--parts", "decode")
     assert result.exit_code == 0, result.output

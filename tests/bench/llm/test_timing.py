@@ -1,6 +1,8 @@
 """What `accel bench llm` takes for the time of a step, of a call and until ready."""
 
+from itertools import chain
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 
 import pytest
@@ -8,9 +10,10 @@ import torch
 
 from accel.bench import timing
 from accel.bench.llm import cases
-from accel.bench.llm import interleaved as turns
 from accel.bench.llm.traffic import Traffic, copy_bandwidth
+from accel.bench.llm.variants import Variant
 from accel.bench.ready import process, states
+from accel.bench.ready.parts import PARTS
 from accel.libraries.cache import generating_cache
 from support.everything import EVERYTHING
 
@@ -29,8 +32,8 @@ def test_a_step_is_the_difference_of_two_calls(tiny, monkeypatch):
         return torch.zeros(input_ids.shape[0], input_ids.shape[1] + max_new_tokens)
 
     (case,) = cases.decode(work)
-    variant = turns.Variant("slow", SimpleNamespace(generate=generate))
-    found = turns.interleaved(case, [variant], CPU, 0.3, lambda name, error: pytest.fail(str(error)))["slow"]
+    variant = Variant("slow", SimpleNamespace(generate=generate))
+    found = cases.interleaved(case, [variant], CPU, 0.3, lambda error, variant: pytest.fail(str(error)))["slow"]
     assert found["ms_step"] == pytest.approx(1.0)
     assert found["tok_s"] == pytest.approx(2e3 / found["ms_step"], rel=1e-2)
     assert found["call_ms"] == pytest.approx(30 + 45) and found["first_s"] > 0.03 and found["rounds"] >= 2
@@ -49,8 +52,9 @@ def test_steps_of_many_rows_go_on_from_a_prompt_computed_before(tiny, monkeypatc
         return tiny.generate(input_ids, **more)
 
     few, many = cases.decode(work)
-    assert "prompt" not in few.about and many.about["prompt"] == "computed before" and many.variants is None
-    sample = many.prepare(turns.Variant("tiny", SimpleNamespace(generate=generate)))
+    assert "prompt" not in few.about and many.about["prompt"] == "computed before"
+    assert few.compiled and not many.compiled
+    sample = many.prepare(Variant("tiny", SimpleNamespace(generate=generate)))
     for _ in range(2):
         found = sample()
         assert found.keys() == {"call", "step"} and asked == [(5, 8), (5, 1), (5, 1)]
@@ -60,7 +64,7 @@ def test_steps_of_many_rows_go_on_from_a_prompt_computed_before(tiny, monkeypatc
 def test_stopping_early_is_no_time():
     generate = SimpleNamespace(generate=lambda input_ids, **kwargs: torch.zeros(1, 9))
     with pytest.raises(ValueError, match="stopped after 5 of 7 tokens"):
-        turns.Variant("short", generate).generate({"input_ids": torch.zeros(1, 4)}, 7)
+        Variant("short", generate).generate({"input_ids": torch.zeros(1, 4)}, 7)
 
 
 @pytest.mark.parametrize("failing", ["prepare", "first", "later"])
@@ -79,11 +83,15 @@ def test_one_that_fails_leaves_the_others(failing):
         return sample
 
     failures = []
-    case = turns.TimedCase("part", {"batch": 1}, prepare, lambda median, variant: median)
-    variants = [turns.Variant("bad", None), turns.Variant("good", None)]
-    found = turns.interleaved(case, variants, CPU, 0.01, lambda name, error: failures.append((name, str(error))))
+    case = cases.TimedCase("part", {"batch": 1}, prepare, lambda median, variant: median)
+    variants = [Variant("bad", None), Variant("good", None)]
+    found = cases.interleaved(case, variants, CPU, 0.01, lambda error, variant: failures.append((variant, str(error))))
     assert list(found) == ["good"] and failures == [("bad", "too bad")]
     assert found["good"]["rounds"] >= timing.LEAST_ROUNDS
+
+
+def test_the_functions_whose_seconds_are_told_exist():
+    assert all(callable(resolve_name(place)) for place in chain(*PARTS.values()))
 
 
 def test_ready_in_this_process_and_in_a_fresh_one():

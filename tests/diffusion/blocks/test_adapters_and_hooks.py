@@ -81,14 +81,6 @@ def test_what_is_set_afterwards_is_used(change, twins):
     assert not told or any(f"{told} where AttnProcessor2_0" in one for _, one, _ in accel.report(model).fallbacks)
 
 
-def test_forward_hooks_on_inner_modules_still_run(twins):
-    (model, _, inputs), seen = twins, []
-    model.down_blocks[0].resnets[0].conv1.register_forward_hook(lambda *args: seen.append(1))
-    run(model, inputs)
-    assert seen == [1]
-    assert any("forward hooks" in reason for _, reason, _ in accel.report(model).fallbacks)
-
-
 def test_optimize_fires_no_hooks_and_calls_fire_all(tiny):
     model = tiny.unet()
     twin, inputs = copy.deepcopy(model), tiny.inputs(model)

@@ -15,7 +15,7 @@ from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
 
 import accel
-from accel.cuda_graphs.rule import own_code
+from accel.cuda_graphs.rule import graph_obstacle
 from support.diffusion.denoisers import DITS, given, transformer
 from support.diffusion.outputs import run
 from support.diffusion.tiny_models import UNETS, make_unet, make_vae, unet_inputs
@@ -193,8 +193,8 @@ def test_a_block_of_another_make_stays_stock_and_is_not_tried(tiny):
     wanted = run(twin, inputs)
     assert float((wanted - plain).abs().max()) > 1e-3
     torch.testing.assert_close(run(model, inputs), wanted, rtol=1e-4, atol=1e-4)
-    assert "Counting.forward is not the library's own, and may keep state" in own_code(model)  # no graph on a GPU
-    assert own_code(tiny.unet()) is None and own_code(tiny.vae()) is None
+    assert "Counting.forward is not the library's own, and may keep state" in graph_obstacle(model)  # no graph on a GPU
+    assert graph_obstacle(tiny.unet()) is None and graph_obstacle(tiny.vae()) is None
     assert fallbacks(model) == 0 and any(row[1:3] == ("attention", "patched") for row in accel.report(model).sites)
     accel.restore(model)
     assert torch.equal(run(model, inputs), wanted)

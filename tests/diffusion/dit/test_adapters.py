@@ -15,6 +15,7 @@ from support.compatibility.diffusers_calls import inputs
 from support.compatibility.tiny_diffusers_models import build
 from support.compatibility.transformer_pair import FLUX, SD3, WAN, alike, first
 from support.diffusion.denoisers import DITS, given, transformer
+from support.diffusion.outputs import in_dtype
 
 peft = pytest.importorskip("peft")
 
@@ -162,18 +163,12 @@ CLASSES = (FLUX, SD3, WAN, QWEN, PIXART, Z_IMAGE)
 WAYS = [("int8", None), ("fp8", None), ("int8", "int8"), ("fp8", "fp8")]
 
 
-def narrow(tree):
-    return torch.utils._pytree.tree_map(
-        lambda t: t.bfloat16() if isinstance(t, torch.Tensor) and t.is_floating_point() else t, tree
-    )
-
-
 class QuantizedPair:
     """ours: planned; unfused: of the same quantized weights. runs: how often plans ran, and linears rounded rows."""
 
     def __init__(self, name, weights, activations, monkeypatch):
         model = transformer(name) if name in DITS else build(name)
-        self.inputs = narrow(given(name) if name in DITS else inputs(model))
+        self.inputs = in_dtype(given(name) if name in DITS else inputs(model), torch.bfloat16)
         options = {"weights": weights, "activations": activations}
         self.stock = model.bfloat16()
         self.unfused = accel.optimize(copy.deepcopy(model), **options)

@@ -22,6 +22,7 @@ from support.compatibility.compatibility_table import diffusion_classes
 from support.compatibility.diffusers_calls import inputs
 from support.compatibility.tiny_diffusers_models import build
 from support.compatibility.transformer_pair import FLUX
+from support.diffusion.outputs import in_dtype
 from support.diffusion.programs import Formula, Planned, as_complex, assigned, halves, rand
 from support.noted import noted
 from support.patched import fast_forwards, sites
@@ -72,12 +73,6 @@ def made(name):
         return model, diffusers_calls.inputs(model)
     except Exception as error:
         pytest.skip(f"not built: {error}")
-
-
-def converted(tree, dtype):
-    if isinstance(tree, torch.Tensor):
-        return tree.to(dtype) if tree.is_floating_point() else tree
-    return type(tree)(converted(one, dtype) for one in tree) if isinstance(tree, list | tuple) else tree
 
 
 @torch.no_grad()
@@ -142,14 +137,14 @@ def test_rounding_is_stocks_in_16_bits(name, runs):
     model, given = made(name)
     model.to(torch.bfloat16)
     exact = copy.deepcopy(model).to(torch.float32)
-    given = {key: converted(value, torch.bfloat16) for key, value in given.items()}
+    given = in_dtype(given, torch.bfloat16)
     wanted = tensors(model(**given))
     accel.optimize(model, cpu="fuse")
     model(**given)
     runs.clear()
     got = tensors(model(**given))
     assert runs["fast"] and not runs["stock"]
-    precise = tensors(exact(**{key: converted(value, torch.float32) for key, value in given.items()}))
+    precise = tensors(exact(**in_dtype(given, torch.float32)))
     for ours, theirs, true in zip(got, wanted, precise, strict=True):
         if not torch.equal(ours, theirs):
             assert (ours.float() - true).norm() <= 2 * (theirs.float() - true).norm()

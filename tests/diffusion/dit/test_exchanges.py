@@ -60,14 +60,19 @@ def tokens_first(batch, tokens, heads, dim, ranks):
     return shape, strides, lambda x: x.view(ranks * heads, batch, tokens, dim).permute(1, 2, 0, 3)
 
 
+def made(way, *sizes):
+    """What `way` gives, and the pieces of the exchange."""
+    shape, strides, see = way(*sizes)
+    view = see(torch.arange(math.prod(shape)))
+    return shape, strides, see, sent_pieces(shape, tuple(view.shape), view.stride())
+
+
 @pytest.mark.parametrize("way", [heads_first, tokens_first])
 @settings(max_examples=25, deadline=None)
 @given(*(st.integers(1, most) for most in (3, 7, 4, 9)), st.integers(2, 4))
 def test_each_number_comes_where_the_copies_would_put_it(way, batch, tokens, heads, dim, ranks):
-    shape, strides, see = way(batch, tokens, heads, dim, ranks)
+    shape, strides, see, pieces = made(way, batch, tokens, heads, dim, ranks)
     sent = ranks_of(shape, strides)
-    view = see(torch.arange(math.prod(shape)))
-    pieces = sent_pieces(shape, tuple(view.shape), view.stride())
     assert pieces is not None
     for rank in range(ranks):
         assert torch.equal(got(sent, rank, pieces), wanted(sent, rank, see))
@@ -75,9 +80,8 @@ def test_each_number_comes_where_the_copies_would_put_it(way, batch, tokens, hea
 
 def test_few_dimensions_are_left():
     for way in (heads_first, tokens_first):
-        shape, strides, see = way(1, 7, 3, 8, 2)
-        view = see(torch.arange(math.prod(shape)))
-        assert sent_pieces(shape, tuple(view.shape), view.stride()).layout(strides).sizes == (7, 24)
+        _, strides, _, pieces = made(way, 1, 7, 3, 8, 2)
+        assert pieces.layout(strides).sizes == (7, 24)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +172,7 @@ def test_one_whose_source_waits_for_another_is_a_step_of_its_own():
     assert [one.name for one in program.steps] == ["exchange", "reshape", "neg", "exchange", "neg"]
 
 
-def test_what_is_returned_does_not_lie_in_a_room():
+def test_what_is_returned_does_not_lie_in_a_receive_buffer():
     sketch, (x,) = start()
     seen = sketch.exchanged(x, copied=False)
     assert not exchanges(with_exchanges(sketch.program(seen)))
@@ -251,25 +255,23 @@ def test_a_place_is_taken_again_once_nothing_reads_it_after_the_exchange_before(
     assert places.sizes == {"0": 3 * one} and len(places.forms) == 4
 
 
-def test_without_a_room_it_goes_through_the_library(monkeypatch):
+def test_without_a_receive_buffer_it_goes_through_the_library(monkeypatch):
     """Of two ranks, of which the other sends what this one does."""
-    shape, strides, see = tokens_first(1, 5, 3, 8, 2)
-    x = ranks_of(shape, strides)[0]
-    view = see(torch.arange(math.prod(shape)))
-    sent = []
+    shape, strides, see, pieces = made(tokens_first, 1, 5, 3, 8, 2)
+    x, sent = ranks_of(shape, strides)[0], []
 
     def all_to_all(flat, out, given, group):
         sent.append((out, given, group))
         return torch.cat([flat.chunk(2)[1]] * 2)  # to rank 1
 
     monkeypatch.setattr(torch.ops, "_c10d_functional", SimpleNamespace(wait_tensor=lambda one: one))
-    exchange = Exchange(all_to_all, "7", sent_pieces(shape, tuple(view.shape), view.stride()), [strides])
+    exchange = Exchange(all_to_all, "7", pieces, [strides])
     (found,) = exchange([x])
     assert torch.equal(found, wanted([x, x], 1, see))
     assert sent == [([120, 120], [120, 120], "7")]
 
 
-class Room:
+class Buffer:
     """Notes what it is given, and gives what rank 0 of ranks that all send the same gets."""
 
     def __init__(self):
@@ -289,30 +291,26 @@ class Room:
 
 def test_tensors_that_lie_otherwise_than_recorded_are_one_launch_all_the_same():
     """On this rank two of them do: with rows that lie apart, which is no matter, and with lanes that do."""
-    shape, strides, see = heads_first(1, 5, 3, 8, 2)
-    view = see(torch.arange(math.prod(shape)))
-    pieces = sent_pieces(shape, tuple(view.shape), view.stride())
+    shape, strides, see, pieces = made(heads_first, 1, 5, 3, 8, 2)
     exchange = Exchange(None, "7", pieces, [strides] * 3)
     dense, other, last = (ranks_of(shape, strides, seed)[0] for seed in range(3))
     wide = torch.randn(5, 200)[:, :48].unflatten(1, (2, 3, 8)).permute(1, 0, 2, 3).unsqueeze(2)
     lanes = torch.randn(*shape, 2)[..., 0]
-    room = Room()
+    buffer = Buffer()
     for tensors, same in (((dense, other, last), True), ((dense, wide, last), True), ((dense, wide, lanes), False)):
-        for x, got in zip(tensors, exchange(list(tensors), room), strict=True):
+        for x, got in zip(tensors, exchange(list(tensors), buffer), strict=True):
             assert torch.equal(got, wanted([x, x], 0, see))
-        layouts = room.layouts.pop()
-        assert not room.layouts and len(layouts) == 3
+        layouts = buffer.layouts.pop()
+        assert not buffer.layouts and len(layouts) == 3
         assert (layouts == exchange.layouts) == (tensors[1] is other or not same)
 
 
 def test_pieces_that_no_launch_can_write_go_through_the_library_on_all_ranks():
-    shape, strides, see = heads_first(1, 5, 3, 8, 2)
-    view = see(torch.arange(math.prod(shape)))
-    pieces = sent_pieces(shape, tuple(view.shape), view.stride())
+    shape, strides, _, pieces = made(heads_first, 1, 5, 3, 8, 2)
     asked = []
     apart = tuple(2 * step for step in strides)
     exchange = Exchange(None, "7", pieces, [strides, apart])
     exchange._by_library = asked.append
     given = [ranks_of(shape, strides)[0] for _ in range(2)]  # here both could be written
-    exchange(given, Room())
+    exchange(given, Buffer())
     assert len(asked) == 2

@@ -14,6 +14,7 @@ from accel.diffusion.dit.recorder import tensors_in
 from support.compatibility.diffusers_calls import inputs
 from support.compatibility.tiny_diffusers_models import build
 from support.compatibility.transformer_pipelines import PIPELINES
+from support.diffusion.outputs import in_dtype
 from support.diffusion.programs import Formula, Planned
 from support.llm.held_out import LiveBytes
 
@@ -133,8 +134,7 @@ def as_on_a_gpu(monkeypatch):
 @pytest.mark.parametrize("made", [flux, sd3], ids=lambda one: one.__name__)
 def test_no_call_in_16_bits_takes_more_memory_than_stock(made, as_on_a_gpu):
     model, given = made()
-    model = model.bfloat16()
-    given = {name: one.bfloat16() if one.is_floating_point() else one for name, one in given.items()}
+    model, given = model.bfloat16(), in_dtype(given, torch.bfloat16)
 
     def peak():
         with LiveBytes(model) as live:

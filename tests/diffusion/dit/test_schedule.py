@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from accel.diffusion.dit.lowering import Window
 from accel.diffusion.dit.schedule import GeluProduct
@@ -193,41 +192,3 @@ def test_a_pass_runs_in_the_kernel():
     module = Formula(modulated, w=rand(3 * C, C) / 4)
     planned = Planned(module, rand(B, S, C), rand(B, C, seed=1), kernel=rowwise.triton)
     torch.testing.assert_close(planned.got, planned.wanted, rtol=2e-6, atol=2e-6)
-
-
-class Reads(nn.Module):
-    def __init__(self, how):
-        super().__init__()
-        self.how, self.table, self.dropout = how, rand(16), nn.Dropout(0.5)
-
-    def forward(self, x):
-        return self.how(self, x)
-
-
-def in_place(self, x):
-    x += 1
-    return x * 2
-
-
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        (lambda self, x: x * x.sum().item(), "tensor holds"),
-        (lambda self, x: x if x.sum() > 0 else -x, "tensor holds"),
-        (lambda self, x: x[x > 0].sum() + x, "tensor holds"),
-        (lambda self, x: x * torch.nonzero(x)[0, 0], "tensor holds"),
-        (lambda self, x: x * self.table, "neither an argument nor a weight"),
-        (lambda self, x: self.dropout(x), "random"),
-        (lambda self, x: x + torch.rand(16), "random"),
-        (in_place, "writes into its arguments"),
-    ],
-    ids=["item", "bool", "mask", "nonzero", "table", "dropout", "rand", "in place"],
-)
-def test_what_cannot_be_recorded_is_told_and_gives_what_it_gives(how, said):
-    x = rand(2, 3, 16)
-    torch.manual_seed(0)
-    planned = Planned(Reads(how), x.clone())
-    torch.manual_seed(0)
-    with torch.no_grad():
-        assert torch.equal(planned.wanted, Reads(how)(x.clone()))
-    assert isinstance(planned.program, str) and said in planned.program

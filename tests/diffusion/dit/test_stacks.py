@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import accel
-from accel.diffusion.dit.products.weight_stacks import REST, WeightStacks
+from accel.diffusion.dit.products.weight_stacks import CALLS_BETWEEN_MOVES, WeightStacks
 from accel.diffusion.dit.units import StackedProduct
 from support.compatibility.transformer_pair import FLUX, SD3
 from support.diffusion.programs import Formula, Planned
@@ -199,7 +199,7 @@ def test_weights_are_moved_once_and_every_change_is_seen(pair):
             assert not torch.equal(after, before)
             before = after
     assert not beside(*projections(pair))
-    for _ in range(REST):
+    for _ in range(CALLS_BETWEEN_MOVES):
         pair.agree()
     assert beside(*projections(pair)) and list(pair.ours.state_dict()) == keys
     pair.change(lambda m: m.load_state_dict({k: 0.9 * v for k, v in m.state_dict().items()}))
@@ -239,8 +239,8 @@ def test_nothing_is_moved_while_another_thread_is_inside():
     with found:
         assert torch.equal(found.whole(("q", "k"), (q, k)), torch.cat([q, k])) and beside(q, k)
     q.data = q.clone()
-    ways = [found.whole(("q", "k"), (q, k)) is not None for _ in range(REST + 1)]
-    assert ways == [False] * REST + [True]
+    ways = [found.whole(("q", "k"), (q, k)) is not None for _ in range(CALLS_BETWEEN_MOVES + 1)]
+    assert ways == [False] * CALLS_BETWEEN_MOVES + [True]
 
 
 def test_inference_tensors_and_tied_weights_are_left_alone():

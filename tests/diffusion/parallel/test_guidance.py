@@ -10,6 +10,7 @@ from accel.errors import Refused
 from accel.parallel.ranks import STARTED
 from support.diffusion.tiny_models import make_unet
 from support.parallel import diffusion_ranks as told_to
+from support.parallel import sequences
 
 ROUNDING = 2e-4  # of an image in 0..1, that float32 leaves after some steps of guidance
 
@@ -117,18 +118,6 @@ def test_a_process_alone_is_refused_and_the_model_as_it_was(monkeypatch, tiny, p
     tiny.assert_same_state(before, tiny.snapshot(model))
 
 
-def test_other_values_and_models_are_refused():
-    with pytest.raises(ValueError, match="parallel='ranks' is not one of None, 'guidance', 'tiles'"):
-        accel.optimize(make_unet(), parallel="ranks")
-    from transformers import CLIPTextConfig, CLIPTextModel
-
-    config = CLIPTextConfig(
-        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9
-    )
-    with pytest.raises(ValueError, match="parallel='guidance': for denoisers, such as UNets, and autoencoders"):
-        accel.optimize(CLIPTextModel(config), parallel="guidance")
-
-
 def test_a_copy_in_a_process_alone_runs_whole(monkeypatch):
     """As one that was saved by a rank, and is loaded elsewhere."""
     from accel.diffusion.parallel import guidance
@@ -149,7 +138,7 @@ NAMES = ("FluxTransformer2DModel", "QwenImageTransformer2DModel", "WanTransforme
 
 @pytest.mark.parametrize("name", NAMES)
 def test_blocks_are_planned_on_the_local_sequence(ranks, name):
-    for found in ranks.run(told_to.sequence, name, False):
+    for found in ranks.run(sequences.sequence, name, False):
         assert found.pop("stock") <= 1e-5
         for off, ran, told, restored in found.values():
             assert off <= 1e-5 and ran and all(ran) and not told and restored, name
@@ -157,7 +146,7 @@ def test_blocks_are_planned_on_the_local_sequence(ranks, name):
 
 def test_attention_that_writes_into_tensors_of_others_runs_stock(ranks):
     """Sequences of any length: ranks tell each other their sizes."""
-    for found in ranks.run(told_to.sequence, NAMES[0], True):
+    for found in ranks.run(sequences.sequence, NAMES[0], True):
         assert found.pop("stock") <= 1e-5
         for off, ran, told, restored in found.values():
             assert off == 0 and ran and not any(ran) and restored

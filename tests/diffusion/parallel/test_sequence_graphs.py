@@ -2,7 +2,7 @@
 
 import pytest
 
-from accel.diffusion.dit.block import WAITS
+from accel.diffusion.dit.block import DIVIDED_WITHOUT_GRAPH
 from support.parallel import sequence_graphs as told_to
 
 
@@ -22,7 +22,7 @@ def test_where_one_rank_cannot_capture_all_run_stock_blocks(ranks):
     for found in (first, second):
         assert found["captures"] == [2] and found["replays"] == 0 and max(found["off"]) <= 1e-5
         assert found["exact"][1:] == [True] * 3
-        told = [(path, calls) for path, reason, calls in found["told"] if reason == WAITS]
+        told = [(path, calls) for path, reason, calls in found["told"] if reason == DIVIDED_WITHOUT_GRAPH]
         assert len(told) == found["blocks"] and {calls for _, calls in told} == {3}
 
 
@@ -31,7 +31,7 @@ def test_without_graphs_blocks_run_stock(ranks, options):
     for found in ranks.run(told_to.graphs, "divided first", None, options):
         assert not found["captures"] and found["exact"] == [True] * 4 and not found["plans"]
         reasons = {reason: calls for _, reason, calls in found["told"]}
-        assert reasons[WAITS] == 4
+        assert reasons[DIVIDED_WITHOUT_GRAPH] == 4
         uneven = "no graph: ranks tell each other the lengths of their sequences through the host (ulysses_anything)"
         assert reasons.get(uneven) == (4 if "ulysses_anything" in options else None)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from support.diffusion.rounded_rows import double
+from support.diffusion.outputs import in_dtype
 
 
 @pytest.fixture
@@ -20,6 +20,6 @@ def unet_and_inputs(tiny):
         sizes = {"block_out_channels": (16, 32), "cross_attention_dim": 16}
         model = tiny.unet(family, **sizes).to(dtype)
         inputs = tiny.inputs(model, height=16, width=18)
-        return model, double(inputs) if dtype == torch.float64 else inputs
+        return model, in_dtype(inputs, torch.float64) if dtype == torch.float64 else inputs
 
     return make

@@ -5,14 +5,16 @@ import pickle
 
 import pytest
 import torch
+from accel_kernels import int8_linear
 
 import accel
-from accel.errors import PatchConflict
 from accel.planning.plan import PLAN
 from accel.quantization import product
+from accel.quantization.activations import RowProducts
 from accel.quantization.module import QuantizedLinear
-from support.diffusion.outputs import close, run
-from support.diffusion.rounded_rows import INT8, options
+from accel.verification import rounded_products as judging
+from support.diffusion.oracles import EXACT, options, oracle
+from support.diffusion.outputs import close, error, run
 from support.llm.quantized import held_by, rounded
 from support.patched import sites
 
@@ -46,36 +48,36 @@ def test_without_the_originals(tiny, unet, tmp_path):
     assert accel.report(model).fallbacks == [] and "transformer block" in {row[1] for row in accel.report(model).sites}
 
 
-def test_lora_on_top(tiny, unet):
+@pytest.mark.parametrize("activations", [None, "int8"])
+def test_lora_on_top(activations, unet_and_inputs, in_double):
     peft = pytest.importorskip("peft")
-    model, inputs = unet("sdxl"), tiny.inputs(unet("sdxl"))
-    stock = copy.deepcopy(model)
-    accel.optimize(model, weights="int8")
-    twin = rounded(stock, model)
-    plain = run(model, inputs)
+    stock, inputs = unet_and_inputs("sdxl")
+    model = accel.optimize(copy.deepcopy(stock), weights="int8", activations=activations)
+    twin, plain = oracle(stock, model), run(model, inputs)
     targets = ["to_q", "to_out.0", "ff.net.0.proj", "conv1", "time_emb_proj"]
-    config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
     for one in (model, twin):
         torch.manual_seed(5)
-        one.add_adapter(config)
+        one.add_adapter(peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+        one.double()
+    for path, module in twin.named_modules() if activations else ():  # the base alone sees rounded rows
+        base = path.endswith("base_layer") and isinstance(module, torch.nn.Linear) and "time_emb" not in path
+        assert not base or module._forward_pre_hooks
+    in_double()
     with_lora = run(model, inputs)
-    close(with_lora, run(twin, inputs))
-    assert float((with_lora - plain).abs().max()) > 1e-3
-    with pytest.raises(RuntimeError, match="UNet2DConditionModel.fuse_lora: quantized weights cannot be merged"):
-        model.fuse_lora()
-    with pytest.raises(RuntimeError, match="fuse_qkv_projections: quantized weights cannot be merged"):
-        model.fuse_qkv_projections()
+    close(with_lora, run(twin, inputs), EXACT)
+    assert error(with_lora, plain) > 1e-3
+    for merge in ("fuse_lora", "fuse_qkv_projections"):
+        with pytest.raises(RuntimeError, match=f"UNet2DConditionModel.{merge}: quantized weights cannot be merged"):
+            getattr(model, merge)()
     layer = model.mid_block.attentions[0].transformer_blocks[0].attn1.to_q
     for safe in (False, True):
         with pytest.raises(RuntimeError, match="nor can adapters be merged into it"):
             layer.merge(safe_merge=safe)
     assert torch.equal(run(model, inputs), with_lora)
-    for one in (model, twin):
-        one.disable_adapters()
-    close(run(model, inputs), run(twin, inputs))
-    for one in (model, twin):
-        one.delete_adapters("default")
-    close(run(model, inputs), plain)
+    for change in ("disable_adapters", "enable_adapters", "delete_adapters"):
+        for one in (model, twin):
+            getattr(one, change)(*["default"] * (change == "delete_adapters"))
+        close(run(model, inputs), run(twin, inputs), EXACT)
     accel.restore(model)
     assert torch.equal(run(model, inputs), run(stock, inputs))
 
@@ -111,27 +113,6 @@ def test_saved_as_stock_saves_it(tiny, unet, tmp_path):
     assert torch.equal(run(model, inputs), wanted) and held_by(model)
     accel.restore(model)
     assert not {"save_pretrained", "fuse_lora", "fuse_qkv_projections"} & set(vars(model))
-
-
-@pytest.mark.parametrize(
-    ("options", "buffers"), [({"weights": "int8"}, True), ({"weights": "int8"}, False), (INT8, False)], ids=str
-)
-@pytest.mark.share(1)
-def test_offloaded_afterwards(options, buffers, unet_and_inputs):
-    from accelerate import cpu_offload
-    from accelerate.hooks import remove_hook_from_submodules
-
-    stock, inputs = unet_and_inputs("sd15")
-    model = accel.optimize(copy.deepcopy(stock), **options)
-    wanted = run(model, inputs)
-    cpu_offload(model, execution_device=torch.device("cpu"), offload_buffers=buffers)
-    close(run(model, inputs), wanted)
-    with pytest.raises(PatchConflict, match="hook"):
-        accel.restore(model)
-    remove_hook_from_submodules(model)
-    close(run(model, inputs), wanted)
-    accel.restore(model)
-    assert torch.equal(run(model, inputs), run(stock, inputs))
 
 
 def test_offloaded_before_it_is_left_alone_and_says_so(tiny, unet):
@@ -178,32 +159,28 @@ def test_digits_stay_the_same(chosen, told, pipe, digits, ten_digits, stock_digi
     assert torch.equal(ten_digits(pipe, 2), stock_digits(2))
 
 
-def test_verify_judges_the_unet_and_tells_the_rest(pipe, monkeypatch):
-    accel.optimize(pipe, weights="int8")
-    quality = accel.verify(pipe, "a handwritten seven", num_inference_steps=4)
-    assert quality.passed and quality.verdict.startswith("lossy, as asked for (weights='int8'): ")
-    assert "PSNR" in quality.verdict and 45 < quality.psnr_db < 80
-    assert quality.parts["unet"].error is not None and quality.parts["unet"].lossy is None
-    assert "unet by itself is judged against stock code over the same quantized weights" in quality.note
-    exact = product.dequantize
-    monkeypatch.setattr(product, "dequantize", lambda weight, dtype: 1.001 * exact(weight, dtype))
-    failed = accel.verify(pipe, "a handwritten seven", num_inference_steps=4)
-    assert not failed.passed and failed.verdict.startswith("FAILED: unet: ")
-    assert type(pipe.unet.mid_block.attentions[0].transformer_blocks[0].attn1.to_q) is QuantizedLinear
-
-
-def test_with_the_step_cache(pipe):
-    def drawn():
-        generator = torch.Generator().manual_seed(0)
-        return pipe("a handwritten two", generator=generator, num_inference_steps=12, output_type="pt").images
-
-    stock = copy.deepcopy(pipe.unet)
-    accel.optimize(pipe, weights="int8", step_cache=3)
-    quantized, ours = pipe.unet, drawn()
-    assert accel.report(pipe).fallbacks == []
-    pipe.unet = rounded(stock, quantized)
-    accel.optimize(pipe, step_cache=3)
-    torch.testing.assert_close(ours, drawn(), rtol=0, atol=1e-3)
+@pytest.mark.parametrize(("pipeline", "activations"), [("pipe", None), ("pipe", "int8"), ("dit", "int8")])
+@pytest.mark.share(1)
+def test_verify_judges_the_model_and_tells_the_rest(request, pipeline, activations, monkeypatch):
+    pipe, name = request.getfixturevalue(pipeline), "unet" if pipeline == "pipe" else "transformer"
+    accel.optimize(pipe, weights="int8", activations=activations)
+    quality = accel.verify(pipe, "a handwritten seven", num_inference_steps=3)
+    lossy = "weights='int8'" if activations is None else "weights='int8', activations='int8'"
+    assert quality.passed and quality.verdict.startswith(f"lossy, as asked for ({lossy}): ")
+    assert "PSNR" in quality.verdict and 25 < quality.psnr_db < 80 and "GMSD" in str(quality)
+    assert quality.parts[name].error is not None and quality.parts[name].lossy is None
+    judged = {f"{name}: rounded rows", f"{name}: their products"}
+    assert judged & set(quality.parts) == (judged if activations else set())
+    assert f"{name} by itself is judged against stock code over the same quantized weights" in quality.note
+    if activations is None:
+        exact = product.dequantize
+        monkeypatch.setattr(product, "dequantize", lambda weight, dtype: 1.001 * exact(weight, dtype))
+    else:
+        wrong = RowProducts(int8_linear=lambda *given, **more: 1.01 * int8_linear(*given, **more))
+        monkeypatch.setattr(judging, "KERNELS", wrong)
+    failed = accel.verify(pipe, "a handwritten seven", num_inference_steps=3)
+    assert failed.verdict.startswith(f"FAILED: {name}: " + ("their products: " if activations else ""))
+    assert any(type(module) is QuantizedLinear for module in getattr(pipe, name).modules())
 
 
 def test_a_pipeline_is_saved_and_quantized_anew(pipe, tmp_path, tiny):

@@ -175,7 +175,7 @@ class OnDevice:
         self.stock.set_timesteps(steps)
 
     def loop(self, timesteps=None, **step):
-        """All samples, and accesses; timesteps: a function of scheduler.timesteps."""
+        """All samples, and accesses; timesteps: a function of the scheduler."""
         with EmulatedDevice() as device:
             self.ours.set_timesteps(self.steps, device="meta")
             sample, outputs = EmulatedDevice.put(self.sample), []
@@ -195,57 +195,44 @@ class OnDevice:
         return outputs
 
 
-@pytest.mark.parametrize("name", ["DDIM", "DPMSolverMultistep"])
-def test_a_timestep_that_is_no_element_is_read_and_counted(name):
-    pair = OnDevice(name)
-    got, accesses = pair.loop(lambda scheduler: [t.clone() for t in scheduler.timesteps])
-    assert accesses and equal(got, pair.wanted())
-    assert pair.plan.log.rows() == [("", UNKNOWN, 6)]
+def by_hand(scheduler):
+    scheduler.timesteps = (scheduler.timesteps + 3)[1:]
+    return scheduler.timesteps
 
 
-def test_elements_are_found_however_they_are_taken():
-    pair = OnDevice("DDIM")
-    got, accesses = pair.loop(
-        lambda scheduler: [t for pair in scheduler.timesteps.view(3, 2) for t in pair[1:].squeeze(0)[None]]
-    )
-    assert accesses == []
-    assert equal(got, pair.wanted(pair.stock.timesteps[1::2]))
-    assert pair.plan.log.rows() == []
+def in_place(scheduler):
+    for number, t in enumerate(scheduler.timesteps):
+        if number == 3:
+            scheduler.timesteps.sub_(5)
+        yield t
 
 
-def test_a_tensor_of_one_timestep_is_left_to_stock():
-    """On the host it would not mix with tensors on the device, as a scalar does."""
-    pair = OnDevice("EulerDiscrete")
-    got, _ = pair.loop(lambda scheduler: [t[None] for t in scheduler.timesteps])
-    assert equal(got, pair.wanted([t[None] for t in pair.stock.timesteps]))
-    assert pair.plan.log.rows() == [("", UNKNOWN, 6)]
+def taken_oddly(scheduler):
+    return [t for pair in scheduler.timesteps.view(3, 2) for t in pair[1:].squeeze(0)[None]]
 
 
-def test_timesteps_set_by_hand_are_copied_once():
-    pair = OnDevice("DDIM")
+# What a loop goes through, the same of stock's timesteps on the host, what is read, and what is told.
+LOOPS = {
+    "no elements": ("DDIM", lambda s: [t.clone() for t in s.timesteps], list, None, UNKNOWN),
+    "no elements, of a solver": ("DPMSolverMultistep", lambda s: [t.clone() for t in s.timesteps], list, None, UNKNOWN),
+    "elements of a view": ("DDIM", taken_oddly, lambda times: times[1::2], [], None),
+    # On the host a tensor of one timestep would not mix with tensors on the device, as a scalar does.
+    "tensors of one": ("EulerDiscrete", lambda s: [t[None] for t in s.timesteps], lambda t: t[:, None], None, UNKNOWN),
+    "set by hand": ("DDIM", by_hand, lambda times: times[1:] + 3, ["_to_copy"], None),
+    "changed in place": ("DDIM", in_place, lambda times: times - 5 * (torch.arange(6) >= 3), ["_to_copy"], None),
+}
 
-    def by_hand(scheduler):
-        scheduler.timesteps = (scheduler.timesteps + 3)[1:]
-        return scheduler.timesteps
 
-    got, accesses = pair.loop(by_hand)
-    assert accesses == ["_to_copy"]
-    assert equal(got, pair.wanted(pair.stock.timesteps[1:] + 3))
-
-
-def test_timesteps_changed_in_place_are_noticed():
-    pair = OnDevice("DDIM")
-
-    def changed(scheduler):
-        for number, t in enumerate(scheduler.timesteps):
-            if number == 3:
-                scheduler.timesteps.sub_(5)
-            yield t
-
-    got, accesses = pair.loop(changed)
-    assert accesses == ["_to_copy"]
-    assert equal(got, pair.wanted([t - 5 * (n >= 3) for n, t in enumerate(pair.stock.timesteps)]))
-    assert pair.plan.log.rows() == []
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.share(1)
+def test_timesteps_of_any_kind(name):
+    """Those that are no elements of scheduler.timesteps are left to stock, which reads them."""
+    scheduler, timesteps, of_stock, read, told = LOOPS[name]
+    pair = OnDevice(scheduler)
+    got, accesses = pair.loop(timesteps)
+    assert accesses == read if told is None else accesses
+    assert equal(got, pair.wanted(of_stock(pair.stock.timesteps)))
+    assert pair.plan.log.rows() == ([] if told is None else [("", told, 6)])
 
 
 def test_under_inference_mode():

@@ -12,7 +12,15 @@ from accel.diffusion.schedulers import LINEAR, SchedulerStep
 from accel.fusion.loop import DenoisingLoop
 from accel.planning.plan import PLAN, Plan
 from support.diffusion.scheduler_cases import NAMES, V, all_cases, label, split
-from support.diffusion.scheduler_loops import denoise, equal, foreign_schedulers, make, optimized, pickled
+from support.diffusion.scheduler_loops import (
+    denoise,
+    equal,
+    foreign_schedulers,
+    largest_error,
+    make,
+    optimized,
+    pickled,
+)
 from support.everything import EVERYTHING, always
 
 
@@ -148,11 +156,6 @@ def test_fallbacks_are_told_once_and_of_the_right_part(pipe):
     assert {path.partition(".")[0] for path, _, _ in accel.report(pipe).fallbacks} == {"unet"}
 
 
-def error(got, exact) -> float:
-    """The largest one, relative to the largest value of its step."""
-    return float(max(((x.double() - y).abs().max() / y.abs().max() for x, y in zip(got, exact, strict=True))))
-
-
 def check(got, wanted, scheduler, dtype=torch.float32, **call):
     """Equal; UniPC, which is added up in another order, is as near to the same in float64 as stock is."""
     assert all(torch.isfinite(output).all() for output in wanted)
@@ -161,7 +164,7 @@ def check(got, wanted, scheduler, dtype=torch.float32, **call):
         return
     exact, _ = denoise(scheduler, dtype=torch.float64, **call)
     assert [x.dtype for x in got] == [x.dtype for x in wanted]
-    assert error(got, exact) <= 2 * error(wanted, exact) + 2 * torch.finfo(dtype).eps
+    assert largest_error(got, exact) <= 2 * largest_error(wanted, exact) + 2 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize(("name", "case"), all_cases(), ids=label)

@@ -7,7 +7,7 @@ import pytest
 import accel
 from support.compatibility.stack_oracle import StackOracle, deep
 from support.compatibility.stack_oracle import loop as stack_loop
-from support.diffusion.rounded_rows import loop
+from support.diffusion.oracles import loop
 from support.diffusion.tiny_models import UNETS
 
 

@@ -10,7 +10,7 @@ import torch
 import accel
 from accel.cuda_graphs.rule import GraphForward
 from support.compatibility.stack_oracle import STACKS
-from support.diffusion.rounded_rows import STEPS, agree, close, loop, reasons, run
+from support.diffusion.oracles import STEPS, agree, close, loop, reasons, run
 
 UNET, FLUX, SD3 = "sd15", "FluxTransformer2DModel", "SD3Transformer2DModel"
 FAMILIES = ["sd15", "sd21", "sdxl", "scale-shift", "only-cross", "inpainting", "scaled", "resample-in-resnet"]
@@ -34,11 +34,11 @@ def sample_of(call):
     "pair", [*itertools.product(FAMILIES, (2, 3)), *STACKS, (FLUX, 2), (SD3, 4)], indirect=True, ids=str
 )
 @pytest.mark.share(3)
-def test_equals_the_oracle_over_two_loops(pair):
+def test_equals_the_oracle_over_loops(pair):
     model, oracle, calls = pair
-    for _ in range(2):
+    for count in (5, 2, 7):  # each begins whole, as the timestep goes up
         oracle.restart()
-        agree(model, oracle, calls)
+        agree(model, oracle, calls[:count])
     assert accel.report(model).fallbacks == []
 
 

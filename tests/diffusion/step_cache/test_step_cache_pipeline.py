@@ -16,7 +16,7 @@ from accel.fusion.loop import DenoisingLoop
 from accel.verification.metrics import compare
 from support.compatibility.stack_oracle import StackOracle, deep
 from support.diffusion.drawing import SEVEN, draw
-from support.diffusion.rounded_rows import Oracle, reasons
+from support.diffusion.oracles import Oracle, reasons
 from support.everything import EVERYTHING
 
 
@@ -59,46 +59,31 @@ def test_two_threads_on_pipelines_that_share_a_unet_draw_what_they_draw_alone(pi
     assert all(np.abs(image - wanted).max() > 0.01 for image, wanted in zip(together, uncached, strict=True))
 
 
+def follows(pipe, interval, calls, of=lambda pipe: pipe):
+    """Optimizes the pipeline, or a part of it; draws as a twin does whose UNet is an oracle."""
+    twin = copy.deepcopy(pipe)
+    oracle = Oracle(twin.unet, interval)
+    accel.optimize(of(pipe), step_cache=interval)
+    for call in calls:
+        oracle.restart()
+        same(draw(pipe, **call), draw(twin, **call))
+    return reasons(pipe)
+
+
 @pytest.mark.parametrize("scheduler", ["DDIM", "PNDM", "HeunDiscrete", "DPMSolverMultistep", "EulerAncestralDiscrete"])
 @pytest.mark.share(3)
 def test_equals_the_oracle_under_every_scheduler(pipe, scheduler):
-    scheduled(pipe, scheduler)
-    oracle = Oracle(copy.deepcopy(pipe.unet), 3)
-    twin = type(pipe)(**pipe.components | {"unet": oracle.model, "scheduler": copy.deepcopy(pipe.scheduler)})
-    twin.set_progress_bar_config(disable=True)
-    accel.optimize(pipe, step_cache=3)
-    for prompt in (SEVEN, "two"):
-        oracle.restart()
-        same(draw(pipe, prompt, steps=8), draw(twin, prompt, steps=8))
-    assert reasons(pipe) == []
+    calls = [{"prompts": prompt, "steps": 8} for prompt in (SEVEN, "two")]
+    assert follows(scheduled(pipe, scheduler), 3, calls) == []
 
 
 def test_sdxl_equals_the_oracle(sdxl_pipe):
-    twin = copy.deepcopy(sdxl_pipe)
-    oracle = Oracle(twin.unet, 2)
-    accel.optimize(sdxl_pipe, step_cache=2)
-    for _ in range(2):
-        oracle.restart()
-        same(draw(sdxl_pipe, height=32, width=48), draw(twin, height=32, width=48))
-    assert reasons(sdxl_pipe) == []
+    assert follows(sdxl_pipe, 2, [{"height": 32, "width": 48}] * 2) == []
 
 
-def test_a_controlnet_pipeline_equals_the_oracle(pipe):
-    from diffusers import ControlNetModel, StableDiffusionControlNetPipeline
-
-    torch.manual_seed(4)
-    control = ControlNetModel.from_unet(pipe.unet, conditioning_embedding_out_channels=(8, 8, 16, 16))
-    for parameter in control.parameters():
-        parameter.data += 0.05 * torch.randn(parameter.shape)
-    hint = Image.effect_noise((64, 64), 90).convert("RGB")
-    steered = StableDiffusionControlNetPipeline(**pipe.components, controlnet=control)
-    steered.set_progress_bar_config(disable=True)
-    twin = copy.deepcopy(steered)
-    oracle = Oracle(twin.unet, 3)
-    accel.optimize(steered, step_cache=3)
-    for _ in range(2):
-        oracle.restart()
-        same(draw(steered, image=hint), draw(twin, image=hint))
+def test_a_controlnet_pipeline_equals_the_oracle(pipe, live, tmp_path):
+    steered = live.derived("ControlNet", controlnet=live.controlnet)(pipe, tmp_path)
+    assert follows(steered, 3, [{"image": live.page()}] * 2) == []
 
 
 @pytest.mark.share(6)
@@ -140,25 +125,16 @@ def test_every_call_of_the_pipeline_starts_anew(pipe):
         same(image, one_step(stock, latent))
 
 
-@pytest.mark.parametrize("what", ["the unet alone", "a pipeline made from it"])
-def test_loops_that_nobody_announces(pipe, what):
+def test_loops_that_nobody_announces(pipe):
+    """Of the UNet alone, and of a pipeline that was made from an optimized one."""
     from diffusers import StableDiffusionImg2ImgPipeline
 
-    twin = copy.deepcopy(pipe)
-    oracle = Oracle(twin.unet, 3)
-    if what == "the unet alone":
-        accel.optimize(pipe.unet, step_cache=3)
-        pages = [{"steps": 7}, {"steps": 4}]
-    else:
-        accel.optimize(pipe, step_cache=3)
-        pipe, twin = (StableDiffusionImg2ImgPipeline.from_pipe(p) for p in (pipe, twin))
-        pages = [{"image": Image.new("RGB", (64, 64), shade), "strength": 0.8} for shade in ("white", "gray")]
-        for p in (pipe, twin):
-            p.to(torch.float64)  # what rounding grows to in a loop over an image of one color hangs on the processor
-            p.set_progress_bar_config(disable=True)
-    for call in (*pages, pages[0]):
-        oracle.restart()
-        same(draw(pipe, **call), draw(twin, **call))
+    follows(pipe, 3, [{"steps": 7}, {"steps": 4}, {"steps": 7}], of=lambda pipe: pipe.unet)
+    other = StableDiffusionImg2ImgPipeline.from_pipe(accel.restore(pipe))
+    other.set_progress_bar_config(disable=True)
+    other.to(torch.float64)  # what rounding grows to in a loop over an image of one color hangs on the processor
+    pages = [{"image": Image.new("RGB", (64, 64), shade), "strength": 0.8} for shade in ("white", "gray", "white")]
+    follows(other, 3, pages, of=lambda other: type(pipe)(**other.components))
 
 
 def test_guidance_that_ends_in_the_middle_of_a_loop(pipe):

@@ -21,11 +21,6 @@ def row(obj):
     return next(row for row in accel.report(obj).sites if row[1] == "step cache" and row[0] in places)
 
 
-@pytest.fixture(params=["pipe", "dit"])
-def pipeline(request):
-    return request.getfixturevalue(request.param)
-
-
 @pytest.mark.skipif(not EVERYTHING, reason="seconds of work; ACCEL_TEST_EVERYTHING=1 runs it")
 def test_the_loss_grows_with_the_interval_and_digits_stay_readable(pipeline, digits):
     stock, few = draw(pipeline, digits.PROMPTS, steps=20), draw(pipeline, steps=3)
@@ -111,52 +106,17 @@ def test_a_quality_that_no_interval_keeps(pipe, monkeypatch, few_steps):
         accel.optimize(pipe, step_cache="90 dB", strict=True, graphs="auto")
 
 
-@pytest.mark.parametrize(
-    "value, error",
-    [
-        (1, ValueError),
-        (0, ValueError),
-        (-3, ValueError),
-        (True, TypeError),
-        (2.5, TypeError),
-        ("fast", ValueError),
-        ("35", ValueError),
-        ("0dB", ValueError),
-        ("-4 dB", ValueError),
-        ("100.5dB", ValueError),
-        ("200dB", ValueError),
-        ((3, 0), TypeError),
-    ],
-)
-def test_wrong_values_say_what_is_valid(tiny, value, error):
-    model = tiny.unet()
-    before = tiny.snapshot(model)
-    with pytest.raises(error) as caught:
-        accel.optimize(model, step_cache=value)
-    assert f"step_cache={value!r}: give None, an interval of 2 calls or more, or a quality" in str(caught.value)
-    tiny.assert_same_state(before, tiny.snapshot(model))
-
-
 def test_a_quality_needs_a_pipeline_that_draws_from_a_text(pipe, tiny, few_steps):
     from diffusers import StableDiffusionImg2ImgPipeline
 
-    for obj in (tiny.unet(), StableDiffusionImg2ImgPipeline.from_pipe(pipe)):
-        model = getattr(obj, "unet", obj)
-        before = tiny.snapshot(model)
-        with pytest.raises(ValueError, match=f"for a {type(obj).__name__} give an interval"):
-            accel.optimize(obj, step_cache="35dB")
-        tiny.assert_same_state(before, tiny.snapshot(model))
+    before = tiny.snapshot(pipe.unet)
+    with pytest.raises(ValueError, match="for a StableDiffusionImg2ImgPipeline give an interval"):
+        accel.optimize(StableDiffusionImg2ImgPipeline.from_pipe(pipe), step_cache="35dB")
+    tiny.assert_same_state(before, tiny.snapshot(pipe.unet))
     torch.nn.init.zeros_(pipe.vae.decoder.conv_out.weight)
     with pytest.raises(ValueError, match="blank image"):
         accel.optimize(pipe, step_cache="35dB")
     assert accel.report(pipe).sites == []
-
-
-def test_models_that_are_no_denoiser(tiny):
-    with pytest.raises(
-        ValueError, match="step_cache=3: there is no UNet and no diffusion transformer in this AutoencoderKL"
-    ):
-        accel.optimize(tiny.vae(), step_cache=3)
 
 
 @pytest.mark.parametrize(

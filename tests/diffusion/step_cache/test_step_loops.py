@@ -1,11 +1,14 @@
 """Where the step cache takes a loop to begin, and which calls it takes to be steps of one."""
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
 
-from support.diffusion.rounded_rows import STEPS, agree, loop, reasons
+import accel
+from support.diffusion.oracles import STEPS, agree, loop, reasons
 
 
 @pytest.mark.parametrize(
@@ -69,18 +72,24 @@ def test_threads_on_one_prompt_mix_nothing(cached, tiny, another):
     assert reasons(model) == []
 
 
+@pytest.mark.parametrize("pair", ["sd15", "WanTransformer3DModel"], indirect=True)
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_prompt_and_negative_prompt_in_calls_of_their_own(cached, tiny, another, order):
-    model, oracle = cached()
-    oracles = [oracle, another()]
-    loops = [loop(tiny, model, STEPS, batch=1, seed=seed) for seed in (1, 2)]
+@pytest.mark.share(2)
+def test_prompt_and_negative_prompt_in_calls_of_their_own(pair, order):
+    """Pipelines of Wan and Qwen-Image make them in a context of their own."""
+    model, oracle, calls = pair
+    oracles = [oracle, type(oracle)(accel.restore(copy.deepcopy(model)), 3)]
+    negative = torch.randn_like(calls[0]["encoder_hidden_states"])
+    context = getattr(model, "cache_context", lambda name: nullcontext())
     for _ in range(2):
-        for o in oracles:
-            o.restart()
-        for i in range(len(STEPS)):
+        for one in oracles:
+            one.restart()
+        for call in calls:
             for stream in order:
-                agree(model, oracles[stream], [loops[stream][i]])
-    assert reasons(model) == []
+                given = call | ({"encoder_hidden_states": negative} if stream else {})
+                with context(("cond", "uncond")[stream]):
+                    agree(model, oracles[stream], [given])
+    assert reasons(model) == [] and len(model.forward.state.features) == 2
 
 
 def test_two_sizes_in_every_step_and_sizes_in_turn(cached, tiny, another):

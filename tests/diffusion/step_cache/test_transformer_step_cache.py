@@ -8,8 +8,8 @@ import torch
 import accel
 from accel.cuda_graphs.rule import GraphForward
 from accel.diffusion.dit.executable import Executable
-from support.compatibility.stack_oracle import STACKS, StackOracle, deep, loop
-from support.diffusion.rounded_rows import agree, reasons, run
+from support.compatibility.stack_oracle import STACKS, deep, loop
+from support.diffusion.oracles import agree, reasons, run
 from support.noted import noted
 
 FLUX, SD3, WAN = "FluxTransformer2DModel", "SD3Transformer2DModel", "WanTransformer3DModel"
@@ -51,24 +51,6 @@ def test_replayed_whole_calls_show_nothing_and_are_trusted(pair, monkeypatch):
     assert reasons(model) == []
 
 
-@pytest.mark.parametrize("pair", [WAN], indirect=True)
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_prompt_and_negative_prompt_in_calls_of_their_own(pair, order):
-    """As pipelines of Wan and Qwen-Image make them, in a context of their own."""
-    model, oracle, calls = pair
-    oracles = [oracle, StackOracle(copy.deepcopy(accel.restore(copy.deepcopy(model))), 3)]
-    negative = torch.randn_like(calls[0]["encoder_hidden_states"])
-    for _ in range(2):
-        for one in oracles:
-            one.restart()
-        for call in calls:
-            for stream in order:
-                given = call | ({"encoder_hidden_states": negative} if stream else {})
-                with model.cache_context(("cond", "uncond")[stream]):
-                    agree(model, oracles[stream], [given])
-    assert reasons(model) == [] and len(model.forward.state.features) == 2
-
-
 @pytest.mark.parametrize("pair", [FLUX], indirect=True)
 def test_views_made_anew_in_every_step_are_one_prompt(pair):
     model, oracle, calls = pair
@@ -91,15 +73,6 @@ def test_sizes_and_lengths_in_turn(pair):
         oracle.restart()
         agree(model, oracle, kind)
     assert reasons(model) == [] and len(model.forward.state.features) == 3
-
-
-@pytest.mark.parametrize("pair", [FLUX], indirect=True)
-def test_a_new_image_begins_whole(pair):
-    model, oracle, calls = pair
-    for count in (5, 2, 7):  # the timestep goes up
-        oracle.restart()
-        agree(model, oracle, calls[:count])
-    assert reasons(model) == []
 
 
 def controlled(call, model):

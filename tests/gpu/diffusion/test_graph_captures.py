@@ -15,22 +15,6 @@ from support.diffusion.outputs import run
 from support.together import together
 
 
-def test_many_shapes_keep_memory_flat(pair, tiny):
-    model, twin = pair
-    accel.optimize(model, graphs=True)
-    sizes = [on_gpu(tiny.inputs(model, height=8 + 4 * (i % 4), width=8 + 4 * (i // 4))) for i in range(8)]
-    for inputs in sizes * (PATIENCE + 1):
-        run(model, inputs)
-    torch.cuda.synchronize()
-    reserved = torch.cuda.memory_reserved()
-    for i in range(400):
-        run(model, sizes[i % 8])
-    assert torch.cuda.memory_reserved() <= reserved
-    assert len(graphs(model)) == 8
-    for inputs in sizes:
-        close(run(model, inputs), run(twin, inputs))
-
-
 def test_the_memory_bound_holds_and_too_large_a_graph_runs_eager(pair, tiny):
     model, twin = pair
     accel.optimize(model, graphs=True, graph_memory_gb=0.001)

@@ -58,37 +58,47 @@ def doubled(kind):
     return Doubled
 
 
-@pytest.mark.parametrize(
-    "change", ["in place", "new data", "lora", "processor", "freeu", "dtype", "hook", "class", "part"]
-)
+def adapted(unet):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(3)
+    unet.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False))
+
+
+def processed(unet):
+    attention = block_of(unet).attn1
+    inner = attention.processor
+    attention.set_processor(lambda *args, **kwargs: 2 * inner(*args, **kwargs))
+
+
+def block_of(unet):
+    return unet.mid_block.attentions[0].transformer_blocks[0]
+
+
+def weight_of(unet):
+    return unet.mid_block.resnets[0].conv1.weight
+
+
+CHANGES = {
+    "in place": lambda unet: weight_of(unet).data.mul_(-1),
+    "new data": lambda unet: setattr(weight_of(unet), "data", -weight_of(unet).data),
+    "lora": adapted,
+    "processor": processed,
+    "freeu": lambda unet: unet.enable_freeu(0.9, 0.2, 1.3, 1.4),
+    "dtype": lambda unet: unet.to(torch.bfloat16),
+    "hook": lambda unet: unet.mid_block.register_forward_hook(lambda module, args, output: 2 * output),
+    "class": lambda unet: setattr(block_of(unet), "__class__", doubled(type(block_of(unet)))),
+    "part": lambda unet: setattr(unet.mid_block.resnets[0], "nonlinearity", torch.nn.GELU()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_model_never_replays_the_old_graph(pair, tiny, change):
     model, twin = pair
     inputs = on_gpu(tiny.inputs(model))
     warmed(model, inputs)
     before = run(model, inputs)
     for unet in (model, twin):
-        block = unet.mid_block.attentions[0].transformer_blocks[0]
-        if change == "in place":
-            unet.mid_block.resnets[0].conv1.weight.data.mul_(-1)
-        elif change == "new data":
-            unet.mid_block.resnets[0].conv1.weight.data = -unet.mid_block.resnets[0].conv1.weight.data
-        elif change == "lora":
-            peft = pytest.importorskip("peft")
-            torch.manual_seed(3)
-            unet.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False))
-        elif change == "processor":
-            inner = block.attn1.processor
-            block.attn1.set_processor(lambda *args, inner=inner, **kwargs: 2 * inner(*args, **kwargs))
-        elif change == "freeu":
-            unet.enable_freeu(0.9, 0.2, 1.3, 1.4)
-        elif change == "dtype":
-            unet.to(torch.bfloat16)
-        elif change == "class":
-            block.__class__ = doubled(type(block))
-        elif change == "part":
-            unet.mid_block.resnets[0].nonlinearity = torch.nn.GELU()
-        else:
-            unet.mid_block.register_forward_hook(lambda module, args, output: 2 * output)
+        CHANGES[change](unet)
     if change == "dtype":
         inputs = on_gpu(inputs, torch.bfloat16)
     wanted = run(twin, inputs)

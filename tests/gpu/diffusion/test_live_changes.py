@@ -12,6 +12,7 @@ import torch
 
 import accel
 from accel.cuda_graphs.runner import PATIENCE
+from support.diffusion.drawing import shipped
 from support.together import together
 
 ALIKE = 5e-3  # root mean square of what two half-precision runs of one image may differ by
@@ -22,14 +23,7 @@ STEPS = 6
 def pipe(request):
     if request.param == "sdxl":
         return request.getfixturevalue("sdxl_pipe").to("cuda", torch.float16)
-    from pathlib import Path
-
-    from diffusers import DiffusionPipeline
-
-    folder = Path(__file__).parents[3] / "examples" / "models" / "tiny-sd-digits"
-    pipeline = DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float16).to("cuda")
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    return shipped(torch.float16).to("cuda")
 
 
 @pytest.fixture
@@ -139,16 +133,6 @@ def test_offload_first_then_optimize(pipe, live):
     assert "unet" not in graphs(pipe)
     accel.restore(pipe)
     assert live.rms(live.draw(pipe), wanted) < ALIKE
-
-
-def test_compiled_blocks_inside_an_optimized_unet(pipe, live):
-    wanted = live.draw(pipe)
-    accel.optimize(pipe)
-    pipe.unet.compile_repeated_blocks(backend="eager", fullgraph=True)
-    for _ in range(3):
-        assert live.rms(live.draw(pipe), wanted) < ALIKE
-    accel.restore(pipe)
-    torch.compiler.reset()
 
 
 def test_two_threads_on_pipelines_that_share_their_models(pipe, live, calls):

@@ -1,25 +1,18 @@
 """The pipeline that ships, on a GPU in half precision: offload, schedulers, and digits that can still be read."""
 
 import copy
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 import accel
-
-ROOT = Path(__file__).parents[3]
+from support.diffusion.drawing import shipped
 
 
 @pytest.fixture
 def pipe():
-    from diffusers import DiffusionPipeline
-
-    folder = ROOT / "examples" / "models" / "tiny-sd-digits"
-    pipeline = DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float16)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    return shipped(torch.float16)
 
 
 def draw(pipe, prompts, **kwargs):
@@ -49,18 +42,6 @@ def test_digits_can_be_read(pipe):
     assert np.array_equal(draw(pipe, digits.PROMPTS, num_inference_steps=20)[0], stock)
 
 
-@pytest.mark.parametrize("name", ["PNDM", "EulerDiscrete", "DPMSolverMultistep", "LCM"])
-def test_schedulers(pipe, name):
-    import diffusers
-
-    pipe.to("cuda")
-    pipe.scheduler = getattr(diffusers, f"{name}Scheduler").from_config(pipe.scheduler.config)
-    stock, _ = draw(pipe, ["a handwritten three"])
-    accel.optimize(pipe)
-    for _ in range(2):
-        alike(draw(pipe, ["a handwritten three"])[0], stock)
-
-
 @pytest.mark.parametrize("order", ["offload first", "optimize first"])
 @pytest.mark.parametrize("kind", ["enable_model_cpu_offload", "enable_sequential_cpu_offload"])
 def test_offload(pipe, kind, order):
@@ -83,9 +64,3 @@ def test_optimize_before_moving_to_the_gpu(pipe):
     for _ in range(2):
         alike(draw(pipe, ["a handwritten six"])[0], stock)
     assert any(row["path"] == "unet" and row["status"] == "graph" for row in accel.report(pipe).graphs)
-
-
-def test_verify(pipe):
-    accel.optimize(pipe.to("cuda"))
-    quality = accel.verify(pipe, "a handwritten seven", num_inference_steps=10)
-    assert quality.finite and quality.psnr_db > 45

@@ -1,26 +1,21 @@
 """The quality gate, the overflow guard and a user's folder on a GPU: through CUDA graphs, in half precision."""
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
 
 import accel
-from accel.bench import folder
+from accel.bench.diffusion import runner, subject
 from accel.diffusion.blocks.resnet import ResnetForward
+from support.diffusion.drawing import DIGITS, shipped
 
-DIGITS = Path(__file__).parents[3] / "examples" / "models" / "tiny-sd-digits"
 PROMPT = "a handwritten seven"
 
 
 @pytest.fixture
 def pipe():
-    from diffusers import DiffusionPipeline
-
-    pipeline = DiffusionPipeline.from_pretrained(DIGITS)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    return shipped(torch.float32)
 
 
 def graphs(obj):
@@ -123,9 +118,15 @@ def test_a_decode_inside_a_capture_of_the_users_own(loud_vae):
     assert torch.isnan(image).any()
 
 
+def bench(path, budget_s, **call):
+    device, dtype = torch.device("cuda"), torch.float16
+    return runner.run(
+        "digits", lambda: subject.of_folder(path, device, dtype, **call), device, dtype, budget_s=budget_s
+    )
+
+
 def test_bench_of_a_folder():
-    call = {"prompt": PROMPT, "steps": 6, "batch": 2, "budget_s": 0.5}
-    figures = folder.bench_folder(DIGITS, torch.device("cuda"), torch.float16, **call)
+    figures = bench(DIGITS, 0.5, prompt=PROMPT, steps=6, batch=2)
     assert figures["quality"]["passed"] and figures["restored_bit_equal"] is not False
     assert figures["accel"]["median_ms"] < figures["stock"]["median_ms"]
     assert {row["path"] for row in figures["graphs"] if row["status"] == "graph"} >= {"unet"}
@@ -134,5 +135,4 @@ def test_bench_of_a_folder():
 
 @pytest.mark.parametrize("part", ["unet", "vae", "text_encoder"])
 def test_bench_of_a_model_folder(part):
-    figures = folder.bench_folder(DIGITS / part, torch.device("cuda"), torch.float16, budget_s=0.2)
-    assert figures["quality"]["passed"]
+    assert bench(DIGITS / part, 0.2)["quality"]["passed"]

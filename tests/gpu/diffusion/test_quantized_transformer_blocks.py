@@ -13,7 +13,7 @@ import accel
 from accel.diffusion.dit.block import BlockForward
 from accel.diffusion.dit.lowering import Pass
 from accel.quantization.activations import RowProducts
-from support.diffusion.rounded_rows import oracle
+from support.diffusion.oracles import oracle
 
 CONFIG = {
     "patch_size": 1,

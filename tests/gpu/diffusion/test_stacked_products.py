@@ -12,6 +12,7 @@ from accel.diffusion.dit.recorder import tensors_in
 from accel.diffusion.dit.units import StackedProduct
 from support.compatibility.diffusers_calls import inputs
 from support.compatibility.tiny_diffusers_models import build
+from support.diffusion.gpu import on_gpu
 from support.patched import fast_forwards
 
 CLASSES = ["FluxTransformer2DModel", "SD3Transformer2DModel", "WanTransformer3DModel", "ZImageTransformer2DModel"]
@@ -20,12 +21,6 @@ CLASSES = ["FluxTransformer2DModel", "SD3Transformer2DModel", "WanTransformer3DM
 def call(model, given):
     with torch.no_grad():
         return next(tensors_in(model(**given, return_dict=False))).float()
-
-
-def moved(one):
-    if isinstance(one, list):
-        return [moved(member) for member in one]
-    return one.to("cuda", torch.bfloat16 if one.is_floating_point() else None) if isinstance(one, torch.Tensor) else one
 
 
 def stacked(model):
@@ -42,7 +37,7 @@ def stacked(model):
 @pytest.mark.parametrize("images", [1, 2])
 def test_changes_of_stacked_weights_are_seen(name, images):
     exact = build(name).cuda()
-    given = {key: moved(one) for key, one in inputs(build(name)).items()}
+    given = on_gpu(inputs(build(name)), torch.bfloat16)
     if name != "ZImageTransformer2DModel":
         pairs = {
             key: one[:images] if isinstance(one, torch.Tensor) and one.shape[:1] == (2,) else one

@@ -1,28 +1,21 @@
 """The step cache in CUDA graphs: what whole calls write there, the calls between have to find, and nobody else's."""
 
 import copy
-import gc
-from pathlib import Path
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline
-from torch.utils._pytree import tree_map
 
 import accel
-from support.diffusion.gpu import graphs
+from support.diffusion.drawing import shipped
+from support.diffusion.gpu import graphs, on_gpu
+from support.diffusion.oracles import Oracle, reasons
 from support.diffusion.outputs import run
-from support.diffusion.rounded_rows import Oracle, reasons
 
 STEPS = (950, 800, 650, 500, 350, 200, 80, 20)
 
 
 def close(got, wanted, share=4e-3):
     torch.testing.assert_close(got.float(), wanted.float(), rtol=0, atol=share * float(wanted.abs().max()))
-
-
-def on_gpu(inputs, dtype):
-    return tree_map(lambda t: t.cuda().to(dtype) if t.is_floating_point() else t.cuda(), inputs)
 
 
 def loop(tiny, model, timesteps=None, dtype=torch.float32, **shape):
@@ -34,14 +27,6 @@ def loop(tiny, model, timesteps=None, dtype=torch.float32, **shape):
 def agree(model, oracle, calls, share=4e-3):
     for call in calls:
         close(run(model, call), run(oracle.model, call), share)
-
-
-@pytest.fixture
-def exact():
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 @pytest.fixture
@@ -164,27 +149,9 @@ def test_loops_on_streams_of_their_own(cached, tiny):
                 close(ours, theirs)
 
 
-def test_restore_gives_the_memory_back(cached, tiny):
-    model, _ = cached()
-    seen = []
-    for _ in range(3):
-        accel.optimize(model, step_cache=3, graphs=True)
-        for call in loop(tiny, model, batch=8, height=32, width=32) * 3:
-            run(model, call)
-        accel.restore(model)
-        del call
-        gc.collect()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        seen.append(torch.cuda.memory_allocated())
-    assert seen[1] == seen[2]
-
-
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_pipeline_in_half_precision(offload):
-    folder = Path(__file__).parents[3] / "examples" / "models" / "tiny-sd-digits"
-    pipe = DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float16)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = shipped(torch.float16)
     twin = copy.deepcopy(pipe)
     oracle = Oracle(twin.unet, 3)
     accel.optimize(pipe, step_cache=3)

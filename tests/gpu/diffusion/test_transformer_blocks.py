@@ -12,6 +12,7 @@ from accel.diffusion.dit.block import BlockForward
 from accel.diffusion.dit.recorder import tensors_in
 from support.compatibility.diffusers_calls import inputs
 from support.compatibility.tiny_diffusers_models import build
+from support.diffusion.gpu import on_gpu
 from support.patched import fast_forwards
 
 CLASSES = [
@@ -30,14 +31,6 @@ CLASSES = [
 ]
 
 
-def moved(tree, dtype):
-    if isinstance(tree, torch.Tensor):
-        return tree.to("cuda", dtype if tree.is_floating_point() else None)
-    if isinstance(tree, list | tuple):
-        return type(tree)(moved(one, dtype) for one in tree)
-    return {name: moved(one, dtype) for name, one in tree.items()} if isinstance(tree, dict) else tree
-
-
 def call(model, given):
     with torch.no_grad():
         output = model(**given, return_dict=False)
@@ -51,12 +44,12 @@ def apart(wanted, got):
 @pytest.mark.parametrize("name", CLASSES)
 def test_blocks_are_as_near_to_full_precision_as_stock(name):
     exact = build(name).cuda()
-    given = moved(inputs(build(name)), torch.float32)
+    given = on_gpu(inputs(build(name)), torch.float32)
     wanted = call(exact, given)
     for dtype in (torch.float32, torch.bfloat16):
         stock = copy.deepcopy(exact).to(dtype)
         ours = accel.optimize(copy.deepcopy(stock))
-        rounded = moved(given, dtype)
+        rounded = on_gpu(given, dtype)
         allowed = 2e-5 if dtype is torch.float32 else 2 * apart(wanted, call(stock, rounded))
         for _ in range(4):  # recorded, compared, then replayed where a graph gains
             assert apart(wanted, call(ours, rounded)) <= allowed
@@ -76,7 +69,7 @@ def test_another_size_does_not_stall():
     model = accel.optimize(build("FluxTransformer2DModel").to("cuda", torch.bfloat16))
     longest = 0.0
     for tokens in (16, 48, 33, 80, 20):
-        given = moved(inputs(build("FluxTransformer2DModel")), torch.bfloat16)
+        given = on_gpu(inputs(build("FluxTransformer2DModel")), torch.bfloat16)
         given["hidden_states"] = torch.randn(2, tokens, 16, device="cuda", dtype=torch.bfloat16)
         given["img_ids"] = torch.zeros(tokens, 3, device="cuda")
         for _ in range(3):

@@ -1,7 +1,6 @@
 """Pipelines of transformers on a GPU, and VAEs of videos."""
 
 import copy
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,20 +9,14 @@ from PIL import Image
 
 import accel
 from accel.diffusion.blocks.video_resnet import VideoResnetForward
-from support.diffusion.drawing import draw
+from support.diffusion.drawing import draw, shipped
 from support.precision import off
 from support.video.tiny_videos import VIDEOS, latents, make_video
-
-FOLDER = Path(__file__).parents[3] / "examples" / "models" / "tiny-dit-digits"
 
 
 @pytest.fixture(params=[torch.float16, torch.bfloat16], ids=str)
 def pipe(request):
-    from diffusers import DiffusionPipeline
-
-    pipeline = DiffusionPipeline.from_pretrained(FOLDER, torch_dtype=request.param)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline.to("cuda")
+    return shipped(request.param, "tiny-dit-digits").to("cuda")
 
 
 def rms(difference):

@@ -112,7 +112,7 @@ def test_the_tile_is_chosen_by_timing(tmp_path, monkeypatch):
 
 def weight_of(n, k, dtype=torch.bfloat16, to=torch.int8):
     rows = quantize_rows.reference(torch.randn(n, k, device="cuda") * k**-0.5, dtype=to)
-    return Quantized(rows.data, rows.scales.to(dtype))
+    return Quantized.of(rows.data, rows.scales.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)

@@ -32,10 +32,10 @@ def test_one_row(case, dtype, as_good_as_torch, monkeypatch):
     from accel_kernels.gemm.quantized import quantized_linear_triton as kernels
 
     n, k, group, zeros, gate, norm, tile = case
-    launched, real = [], kernels.gemv_mma
-    monkeypatch.setattr(kernels, "gemv_mma", lambda *given: launched.append(given[-2]) or real(*given))
-    if tile is not None:
-        monkeypatch.setattr(kernels, "by_gemv_mma", lambda *_: kernels.GemvTile(*tile))
+    (kind, choose, real), *others = kernels.DISPATCH
+    launched, given_tile = [], tile and kernels.GemvTile(*tile)
+    row = kind, lambda *given: given_tile or choose(*given), lambda *given: launched.append(given[-2]) or real(*given)
+    monkeypatch.setattr(kernels, "DISPATCH", (row, *others))
 
     def rand(*size, spread=1.0):
         return torch.randn(*size, device="cuda").mul_(spread).to(dtype)

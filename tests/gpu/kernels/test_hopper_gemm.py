@@ -45,7 +45,7 @@ def rand(*size, dtype=torch.bfloat16, spread=1.0):
 
 def quantized(n, k, kind, dtype=torch.bfloat16):
     rows = quantize_rows.reference(rand(n, k, spread=k**-0.5), dtype=kind)
-    return Quantized(rows.data, rows.scales.to(dtype))
+    return Quantized.of(rows.data, rows.scales.to(dtype))
 
 
 def checked(as_good, args, given, dtype=torch.bfloat16):

@@ -6,13 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accel_kernels import KV
-from accel_kernels.attention.paged.decode_triton import decode
+from accel_kernels.attention.paged.decode_triton import decode, decodes_kv8
 from accel_kernels.attention.paged.kv import LENGTH, PADDING_MASK, metadata_of
-from accel_kernels.attention.paged.kv8.kv8_decode_triton import decodes_kv8, kv8_decode
 from accel_kernels.attention.paged.kv_quantization import rounded
 
-from accel.llm.analysis.kv_quantization import KV_DTYPES
-from accel.llm.analysis.rotary import SmallStore
+from accel.llm.runtime.kv_quantization import KV_DTYPES
+from accel.llm.runtime.rotary import SmallStore
 
 ROWS, COLUMNS, KV_HEADS = 3, 129, 8
 KINDS = ("int8", "fp8")
@@ -78,7 +77,7 @@ def poisoned(monkeypatch):
 @pytest.mark.parametrize("length", LENGTHS)
 def test_every_length_is_as_exact_as_torch(length, kind, dtype, poisoned):
     q, k, v, kv, scale, kwargs = made(kind, dtype, length)
-    got = kv8_decode(q, k, v, kv, scale, **kwargs)
+    got = decode(q, k, v, kv, scale, **kwargs)
     ours, theirs = errors(got, q, kv, scale, kwargs, length)
     assert ours <= 2 * theirs
 
@@ -87,7 +86,7 @@ def test_every_length_is_as_exact_as_torch(length, kind, dtype, poisoned):
 @pytest.mark.parametrize("group", [1, 2, 3, 5, 8])
 def test_every_group_of_heads(group, dim, poisoned):
     q, k, v, kv, scale, kwargs = made("int8", torch.bfloat16, 777, group, dim)
-    got = kv8_decode(q, k, v, kv, scale, **kwargs)
+    got = decode(q, k, v, kv, scale, **kwargs)
     ours, theirs = errors(got, q, kv, scale, kwargs, 777)
     assert ours <= 2 * theirs
 
@@ -96,10 +95,10 @@ def test_every_group_of_heads(group, dim, poisoned):
 def test_both_kernels_store_the_same(kind):
     """Up to a product and sum that one kernel rounds once and the other twice, which may move a code by one."""
     stores = []
-    for kernel in (decode, kv8_decode):
+    for kv8 in (False, True):
         torch.manual_seed(0)
         q, k, v, kv, scale, kwargs = made(kind, torch.bfloat16, 1000)
-        kernel(q, k, v, kv, scale, **kwargs)
+        decode(q, k, v, kv, scale, kv8=kv8, **kwargs)
         stores.append(((kv.keys, kv.values), (kv.key_scales, kv.value_scales)))
     (codes, scales), (others, other_scales) = stores
     for one, other in zip(codes, others, strict=True):
@@ -113,7 +112,7 @@ def test_values_of_any_size_count(size):
     """What a weight with the scale of its value in it could lose or overflow: half the values much smaller."""
     q, k, v, kv, scale, kwargs = made("int8", torch.bfloat16, 3000)
     kv.value_scales[:, ::2] *= size
-    got = kv8_decode(q, k, v, kv, scale, **kwargs)
+    got = decode(q, k, v, kv, scale, **kwargs)
     ours, theirs = errors(got, q, kv, scale, kwargs, 3000)
     assert ours <= 2 * theirs
 
@@ -127,7 +126,7 @@ def test_heads_of_zeros_and_padding_are_nothing():
     valid[:, 700] = True  # the new token
     kv.metadata[PADDING_MASK] = valid.data_ptr()
     kv = kv._replace(padding_mask=valid)
-    got = kv8_decode(q, k, v, kv, scale, **kwargs)
+    got = decode(q, k, v, kv, scale, **kwargs)
     ours, theirs = errors(got, q, kv, scale, kwargs, 700, seen=valid[:, None, None, :701])
     assert ours <= 2 * theirs
 
@@ -135,16 +134,16 @@ def test_heads_of_zeros_and_padding_are_nothing():
 def test_a_value_that_is_not_finite_shows():
     q, k, v, kv, scale, kwargs = made("int8", torch.bfloat16, 500)
     kv.value_scales[kv.table[0, 1].long(), 3, 0] = math.nan
-    got = kv8_decode(q, k, v, kv, scale, **kwargs).unflatten(-1, (32, 128))
+    got = decode(q, k, v, kv, scale, **kwargs).unflatten(-1, (32, 128))
     assert got[0, 0, :4].isnan().all() and got[0, 0, 4:].isfinite().all() and got[1:].isfinite().all()
 
 
 def test_a_graph_replays_it_over_growing_texts():
     q, k, v, kv, scale, kwargs = made("int8", torch.bfloat16, 100)
-    kv8_decode(q, k, v, kv, scale, **kwargs)  # compiles
+    decode(q, k, v, kv, scale, **kwargs)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = kv8_decode(q, k, v, kv, scale, **kwargs)
+        got = decode(q, k, v, kv, scale, **kwargs)
     for length in range(100, 700, 1):
         kv.metadata[LENGTH] = length
         graph.replay()

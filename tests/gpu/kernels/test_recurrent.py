@@ -4,8 +4,8 @@ import pytest
 import torch
 from accel_kernels import causal_convolution, linear_attention_prompt, linear_attention_step, selective_scan
 
+from support.kernels.numbers import poisoned
 from support.kernels.recurrent import assert_states_as_good_as_torch
-from support.kernels.routing import poisoned
 
 OPS = (causal_convolution, linear_attention_step, linear_attention_prompt, selective_scan)
 ROWS = [pytest.param(op, case, id=f"{op.name}-{case.name}") for op in OPS for case in op.cases]

@@ -8,8 +8,7 @@ from accel_kernels.rowwise.operations import NEAR
 from accel_kernels.rowwise.program import BINARY, FULL, ONE, TO_ONE, UNARY, WITH_NUMBER
 from accel_kernels.rowwise.rowwise import TORCH
 
-from support.kernels.numbers import KINDS, assert_near
-from support.kernels.routing import assert_routes_as_torch, poisoned, route_case
+from support.kernels.numbers import KINDS, assert_near, assert_routes_as_torch, poisoned, route_case
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # torch has `number / x` as two operations; it sums in another order; its GELU is compiled otherwise.
@@ -95,7 +94,7 @@ def test_the_compiled_kernel_draws_what_the_reference_draws(case, dtype):
     same = found[0] == wanted[0]
     assert int((~same).sum()) <= len(same) // 100
     assert torch.equal(found[0] < 0, wanted[0] < 0)
-    assert torch.equal(mine.drawn, theirs.drawn) and not mine.tickets.any()
+    assert torch.equal(mine.drawn, theirs.drawn) and not mine.split_counters.any()
     for ours, reference in zip(found[1:], wanted[1:], strict=True):
         torch.testing.assert_close(ours[same], reference[same], rtol=1e-5, atol=1e-5, equal_nan=True)
     if mine.seen is not None and same.all():

@@ -6,7 +6,7 @@ from accel_kernels import Norm
 from accel_kernels.gemm.quantized.quantized_linear import FP8, INT4, INT8, reference
 from accel_kernels.gemm.quantized_weight import quantize_weight
 
-from support.kernels.routing import poisoned
+from support.kernels.numbers import poisoned
 
 pytest.importorskip("triton")
 
@@ -125,7 +125,7 @@ def test_gate_and_norm(name, rows, norm, tile, exact, monkeypatch):
     n, k, dtype = 1000, 2048, torch.bfloat16
     given = rand(k, dtype=dtype)
     chosen = {"rms": Norm(given, None, 1e-5), "gemma": Norm(given, None, 1e-6, offset=1.0)}
-    chosen["layer"] = Norm(given, rand(k, dtype=dtype), 1e-5, centred=True)
+    chosen["layer"] = Norm(given, rand(k, dtype=dtype), 1e-5, centered=True)
     more = {"norm": chosen[norm], "up": weight(name, n, k, dtype), "activation": "silu"}
     more["up_bias"] = rand(n, dtype=dtype)
     bias = rand(n, dtype=dtype) if norm == "layer" else None

@@ -8,11 +8,11 @@ import torch
 
 import accel
 from accel.llm.family import BATCH_EAGER_CALLS
-from support.llm.batching.engines import prompts_of
-from support.llm.batching.gpu_calls import alone, as_alone, batch, batched, config_of
+from support.llm.batching.engines import alone, prompts_of
+from support.llm.batching.gpu_calls import as_alone, batch, batched, config_of
+from support.llm.batching.managers import collect
 from support.llm.families import FAMILIES
 from support.llm.gpu import new_pair
-from support.llm.managers.managers import collect
 
 CORE = [family.name for family in FAMILIES if family.core and family.expected == "fast"]
 WAITS = ("bloom",)  # stock makes its slopes on the CPU in every forward, which no graph can

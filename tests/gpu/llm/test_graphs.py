@@ -10,8 +10,8 @@ import accel
 from support.llm.calls import unaliased
 from support.llm.changes import CHANGES
 from support.llm.families import FAMILIES, make, padded, prompt
-from support.llm.gpu import decode_graphs, new_pair, on_gpu, side_by_side, talk
-from support.llm.outputs import flat, generate, same
+from support.llm.gpu import decode_graphs, new_pair, on_gpu, talk
+from support.llm.outputs import generate, same
 
 CORE = [family.name for family in FAMILIES if family.core]
 
@@ -145,52 +145,19 @@ def test_a_changed_model_never_replays_the_old_graph(change):
                 assert error <= change.slack * 1e-5 * float(theirs["logits.0"].abs().max())
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_threads_that_generate_at_once(name):
-    """On streams of their own, through the same graphs."""
-    ours, stock = new_pair(name)
-    jobs = [on_gpu(*padded(lengths, seed=i)) for i, lengths in enumerate([(9,), (9,), (9, 5), (7, 8, 6), (9,)])]
-
-    def call(model, ids, mask, new=12):
-        return flat(model.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False))
-
-    wanted = [call(stock, *job) for job in jobs]
-    for job in jobs[:3]:
-        call(ours, *job)
-    for found, one in zip(side_by_side(lambda job: call(ours, *job), jobs, 6), wanted, strict=True):
-        for each in found:
-            same(each, one)
-
-
 @pytest.mark.parametrize("name", CORE)
 def test_restore_is_exact_and_gives_the_memory_back(name, tiny):
     model, stock = (make(name).cuda() for _ in range(2))
     ids, mask = on_gpu(*padded())
     before = tiny.snapshot(model)
-    accel.optimize(model, graphs=True)
-    for _ in range(3):
-        generate(model, ids, mask)
-    accel.restore(model)
-    tiny.assert_same_state(before, tiny.snapshot(model))
-    assert torch.equal(model(ids).logits, stock(ids).logits)
-    gc.collect()
-    held = torch.cuda.memory_allocated()
-    accel.optimize(model, graphs=True)
-    for _ in range(3):
-        generate(model, ids, mask)
-    accel.restore(model)
-    gc.collect()
-    assert torch.cuda.memory_allocated() <= held + 2**16
-
-
-def test_moved_to_the_cpu_and_back():
-    ours, stock = new_pair("llama")
-    ids, mask = on_gpu(*padded())
-    wanted = generate(stock, ids, mask)
-    for _ in range(3):
-        same(generate(ours, ids, mask), wanted)
-    ours.cpu()
-    same({k: v.cuda() for k, v in generate(ours, ids.cpu(), mask.cpu()).items()}, wanted)
-    ours.cuda()
-    for _ in range(3):
-        same(generate(ours, ids, mask), wanted)
+    held = []
+    for _ in range(2):
+        accel.optimize(model, graphs=True)
+        for _ in range(3):
+            generate(model, ids, mask)
+        accel.restore(model)
+        tiny.assert_same_state(before, tiny.snapshot(model))
+        assert torch.equal(model(ids).logits, stock(ids).logits) and accel.report(model).graphs == []
+        gc.collect()
+        held.append(torch.cuda.memory_allocated())
+    assert held[1] <= held[0] + 2**16

@@ -1,9 +1,8 @@
-"""Attention in plain torch, of prompts that lie behind one another too."""
+"""Attention in plain torch."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from accel_kernels import paged_attention
 from accel_kernels.attention import math_attention
 from accel_kernels.attention.math_attention import MathAttention
 
@@ -35,18 +34,3 @@ def test_on_a_cpu_nothing_is_another(monkeypatch):
     q = torch.randn(1, 2, 3, 4, generator=torch.Generator().manual_seed(0))
     with MathAttention():
         assert torch.equal(F.scaled_dot_product_attention(q, q, q), F.scaled_dot_product_attention(q, q, q))
-
-
-pytest.importorskip("triton")
-CASES = {case.name: case for case in paged_attention.cases if case.name.startswith("ragged")}
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
-@pytest.mark.parametrize("name", ["ragged-many-decodes", "ragged-mixed-idle", "ragged-none"])
-def test_each_sequence_as_by_itself(name):
-    (*qkv, theirs, scale), kwargs = CASES[name].make(torch.device("cpu"), torch.float32)
-    (*_, ours, _), _ = CASES[name].make(torch.device("cpu"), torch.float32)
-    wanted = paged_attention.reference(*qkv, theirs, scale, **kwargs)
-    found = paged_attention.triton(*qkv, ours, scale, **kwargs)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-5, atol=1e-6)

@@ -32,14 +32,14 @@ def given(tokens: int, dim: int = 8):
 
 
 def test_a_plan_is_made_where_it_is_won_back(orders):
-    paged_attention, flash, cudnn = PromptAttention(), SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
+    attend, flash, cudnn = PromptAttention(), SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
     for first in (True, False, True, False):  # two layers of two prompts
-        paged_attention(*given(9), 0.5, first)
-    paged_attention(*given(10), 0.5, True)
-    paged_attention(*given(LONG, 1), 0.5, True)
-    paged_attention(*given(16), 0.5, True, again=True)
+        attend(*given(9), 0.5, first)
+    attend(*given(10), 0.5, True)
+    attend(*given(LONG, 1), 0.5, True)
+    attend(*given(16), 0.5, True, again=True)
     assert orders == [flash, flash, cudnn, cudnn, flash, cudnn, cudnn]
-    assert copy.deepcopy(paged_attention).prompts == {}
+    assert copy.deepcopy(attend).prompts == {}
 
 
 def test_the_formula():
@@ -51,12 +51,10 @@ def test_the_formula():
 
 
 def test_shapes_are_forgotten_in_the_order_in_which_they_came(orders):
-    paged_attention = PromptAttention()
+    attend = PromptAttention()
     for tokens in range(1, MOST_SHAPES + 3):
-        paged_attention(*given(tokens, 1), 1.0, True)
-    assert len(paged_attention.prompts) == MOST_SHAPES and {key[0][2] for key in paged_attention.prompts}.isdisjoint(
-        {1, 2}
-    )
+        attend(*given(tokens, 1), 1.0, True)
+    assert len(attend.prompts) == MOST_SHAPES and {key[0][2] for key in attend.prompts}.isdisjoint({1, 2})
 
 
 def test_a_rehearsal_loads_cudnn_for_what_comes_again(orders, monkeypatch):
@@ -69,14 +67,14 @@ def test_a_rehearsal_loads_cudnn_for_what_comes_again(orders, monkeypatch):
 
     monkeypatch.setattr(prompt_attention, "_load", load)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    paged_attention = PromptAttention()
+    attend = PromptAttention()
     with warmup():
         for tokens in (16, 128, 16, 64, 256):  # one layer after the other, and longer ones
-            shown = paged_attention(*given(tokens), 0.5, True, again=True)
+            shown = attend(*given(tokens), 0.5, True, again=True)
             assert shown.shape == given(tokens)[0].shape
-        paged_attention(*given(9), 0.5, True)
+        attend(*given(9), 0.5, True)
     assert sorted(shapes[0][2] for shapes, _, _ in loaded) == [16, 128]
     for shapes, scale, thread in loaded:
         assert shapes == [t.shape for t in given(shapes[0][2])] and scale == 0.5
         assert thread is not threading.current_thread()
-    assert orders == [] and paged_attention.prompts == {}
+    assert orders == [] and attend.prompts == {}

@@ -59,7 +59,7 @@ def test_emulated(case, monkeypatch):
 
     weight, up = (quantize_weight(rand(n, k) * k**-0.5 + (0.01 if zeros else 0), INT4, group, zeros) for _ in range(2))
     norms = {"none": None, "rms": Norm(rand(k), None, 1e-5), "gemma": Norm(rand(k), None, 1e-6, offset=1.0)}
-    norms["layer"] = Norm(rand(k), rand(k), 1e-5, centred=True)
+    norms["layer"] = Norm(rand(k), rand(k), 1e-5, centered=True)
     more = {"norm": norms[norm], "residual": rand(1, n), "scale": 0.5, "activation": "relu"}
     more |= {"up": up, "up_bias": rand(n)} if gate else {}
     x, bias = rand(1, k), rand(n)

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from accel_kernels import Norm, Quantized, QuantizedRows, hopper_gemm
+from accel_kernels import Norm, Quantized, QuantizedRows, hopper_gemm, linear_geglu
 from accel_kernels.gemm import gluon_triton
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.hopper import finish_triton, hopper_gemm_triton
@@ -113,12 +113,20 @@ def test_eight_bits_on_a_cpu_are_the_reference():
     x, weight, modulation = torch.randn(2, 3, 32).bfloat16(), torch.randn(16, 32), torch.randn(2, 16).bfloat16()
     for kind in (torch.int8, torch.float8_e4m3fn):
         rows, numbers = quantize_rows(x, dtype=kind), quantize_rows(weight, dtype=kind)
-        args = QuantizedRows(*rows), Quantized(numbers.data, numbers.scales)
+        args = QuantizedRows(*rows), Quantized.of(numbers.data, numbers.scales)
         exact = args[0].dequantized(torch.float64) @ args[1].dequantized(torch.float64).t() * modulation[:, None]
         for run in (hopper_gemm, hopper_gemm.instead):
             found = run(*args, modulation=modulation)
             assert found.dtype == torch.bfloat16
             assert float((found.double() - exact).norm() / exact.norm()) < 5e-3
+
+
+@pytest.mark.parametrize("case", [case for case in linear_geglu.cases if case.small], ids=lambda case: case.name)
+def test_geglu_is_a_gate_and_what_it_gates(case, monkeypatch):
+    """Whichever half of weight and bias is which; the kernel itself runs on a GPU alone."""
+    monkeypatch.setitem(vars(hopper_gemm), "triton", hopper_gemm.reference)
+    args, _ = case.make(torch.device("cpu"), torch.float32)
+    torch.testing.assert_close(linear_geglu.triton(*args), linear_geglu.reference(*args))
 
 
 def test_no_bank_conflict():
@@ -152,7 +160,7 @@ def test_rows_stand_in_the_factor_where_threads_read_them():
 def test_arranged(format, norm, dtype):
     x = torch.randn(3, 416).to(dtype)
     given = {"none": None, "rms": Norm(torch.rand(416).to(dtype), None, 1e-5, offset=1.0)}
-    given["layer"] = Norm(torch.rand(416).to(dtype), torch.randn(416).to(dtype), 1e-5, centred=True)
+    given["layer"] = Norm(torch.rand(416).to(dtype), torch.randn(416).to(dtype), 1e-5, centered=True)
     found, split_counters, sums = permute_activations.permute_activations(x, given[norm], format, 512, 5, 8)
     wanted = x if norm == "none" else reference(x.double(), given[norm])
     column = permute_activations.column_of.fn(

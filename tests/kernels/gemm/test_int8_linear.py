@@ -15,16 +15,6 @@ from support.kernels.numbers import assert_scaled_product
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the compiled kernels")
 
-FLAGS = {
-    "plain": {},
-    "bias": {"bias": True, "scale": 0.5},
-    "residual": {"residual": True, "scale": 2.0},
-    "gelu": {"bias": True, "activation": "gelu"},
-    "gate": {"gate": True, "activation": "silu", "residual": True},
-    "gate-bias": {"gate": True, "bias": True, "activation": "gelu_tanh"},
-    "gate-one-bias": {"gate": True, "bias": "up", "activation": "relu2"},
-}
-
 
 def integers(*shape):
     return torch.randint(-127, 128, shape, dtype=torch.int8)
@@ -95,44 +85,29 @@ def test_the_kernel_sums_integers_exactly(sizes, poisoned):
     x[0], weight[0] = 127, -127  # the largest sum there is
     exact = x.double() @ weight.double().t()
     upper = (exact / 2048).round() * 2048  # 11 bits, which float16 holds, and as many below them
-    rows, weight = QuantizedRows(x, torch.ones(m, 1), torch.float16), Quantized(weight, torch.full((n, 1), 2.0**-11))
+    rows, weight = QuantizedRows(x, torch.ones(m, 1), torch.float16), Quantized.of(weight, torch.full((n, 1), 2.0**-11))
     y = int8_linear.triton(rows, weight, residual=(-upper / 2048).half())
     assert torch.equal(y.double(), (exact - upper) / 2048)
 
 
-def call(flags, m, k, n, dtype, outliers=None):
-    x = torch.randn(m, k)
-    if outliers is not None:
-        x[:, [1, k - 1]] *= 30
-    flags = dict(flags)
-    gate, bias = flags.pop("gate", False), flags.pop("bias", None)
-    given = {name: value for name, value in flags.items() if name != "residual"}
-    if flags.get("residual"):
-        given["residual"] = torch.randn(m, n).to(dtype)
-    if gate:
-        given["up"] = weight_of(n, k, dtype)
-        given["up_bias"] = torch.randn(n).to(dtype) if bias else None
-    shift = torch.randn(n).to(dtype) if bias and bias != "up" else None
-    return (quantize_rows.reference(x.to(dtype), outliers=outliers), weight_of(n, k, dtype), shift), given
+SMALL = [case for case in int8_linear.cases if case.small]
 
 
 @interpreted
-@pytest.mark.parametrize("outliers", [None, 6.0, torch.tensor([3, 1, 79])], ids=repr)
-@pytest.mark.parametrize("sizes", [(1, 80, 7), (35, 96, 41)], ids=str)
-@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 @pytest.mark.share(2)
-def test_kernel_and_passes_are_the_reference_within_a_rounding(flags, sizes, outliers, poisoned):
-    args, given = call(flags, *sizes, torch.float16, outliers)
-    assert int8_linear.supports(*args, **given) is None
-    wanted = int8_linear.reference(*args, **given)
-    for found in (int8_linear.triton(*args, **given), in_passes(*args, **given)):
-        assert found.dtype == torch.float16 and found.shape == wanted.shape
-        step = torch.finfo(torch.float16).eps * wanted.double().abs() + 2e-6 * wanted.double().abs().max()
-        assert ((found.double() - wanted.double()).abs() <= step).all()
-    exact_args = (args[0]._replace(scales=args[0].scales.double()), *args[1:])
-    exact = int8_linear.reference(*exact_args, **given)
-    assert exact.dtype == torch.float64
-    assert (wanted.double() - exact).abs().max() <= 2**-11 * exact.abs().max() * 1.01
+def test_kernel_and_passes_are_the_reference_within_a_rounding(case, poisoned):
+    (x, weight, bias), given = case.make(torch.device("cpu"), torch.float16)
+    for shift in (bias, None) if given.get("up_bias") is not None else (bias,):  # of a gate one bias alone, too
+        assert int8_linear.supports(x, weight, shift, **given) is None
+        wanted = int8_linear.reference(x, weight, shift, **given)
+        for found in (int8_linear.triton(x, weight, shift, **given), in_passes(x, weight, shift, **given)):
+            assert found.dtype == torch.float16 and found.shape == wanted.shape
+            step = torch.finfo(torch.float16).eps * wanted.double().abs() + 2e-6 * wanted.double().abs().max()
+            assert ((found.double() - wanted.double()).abs() <= step).all()
+        exact = int8_linear.reference(x._replace(scales=x.scales.double()), weight, shift, **given)
+        assert exact.dtype == torch.float64
+        assert (wanted.double() - exact).abs().max() <= 2**-11 * exact.abs().max() * 1.01
 
 
 @interpreted
@@ -140,7 +115,7 @@ def test_kernel_and_passes_are_the_reference_within_a_rounding(flags, sizes, out
 def test_every_tile_is_computed_in_any_order(group, poisoned):
     from accel_kernels.gemm.int8_linear_triton import Shape
 
-    args, given = call({}, 75, 48, 133, torch.float16)
+    args, given = next(case for case in SMALL if case.name == "several-tiles").make(torch.device("cpu"), torch.float16)
     for shape in (Shape(32, 16, 32, 4, 2, group), Shape(16, 64, 16, 4, 2, group)):
         found = int8_linear.triton(*args, **given, shape=shape)
         torch.testing.assert_close(found, int8_linear.reference(*args, **given), rtol=1e-3, atol=1e-4)
@@ -172,7 +147,7 @@ GATED = SHAPE._replace(columns=128)
 with absent_gpu(90) as launches:
     x = torch.randn(2048, 4096).bfloat16()
     rows, residual = quantize_rows.reference(x), torch.randn(2048, 4096).bfloat16()
-    weight = Quantized(torch.empty(4096, 4096, dtype=torch.int8, device=GPU), torch.randn(4096, 1).bfloat16())
+    weight = Quantized.of(torch.empty(4096, 4096, dtype=torch.int8, device=GPU), torch.randn(4096, 1).bfloat16())
     gate = {"up": weight, "activation": "silu"}
     int8_linear.triton(rows, weight, residual=residual, shape=SHAPE)
     int8_linear.triton(quantize_rows.reference(x, outliers=6.0), weight, residual=residual, shape=SHAPE)

@@ -21,9 +21,8 @@ from accel_kernels.gemm.quantized import write_triton as quantized_write
 from accel_kernels.gemm.quantized.operands import mma_operands_triton as fragments
 from accel_kernels.gemm.quantized.operands import permuted_activations_triton as permute_activations
 from accel_kernels.gemm.quantized.operands import wgmma_operands_triton as warpgroup_factor
-from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
 from accel_kernels.gemm.quantized.quantized_linear import FP8, INT4, INT8, quantized_linear
-from accel_kernels.gemm.quantized_weight import quantize_weight
+from accel_kernels.gemm.quantized_weight import PackedWeight, quantize_weight
 
 from support.everything import EVERYTHING
 from support.kernels.compiler import in_a_process
@@ -215,7 +214,7 @@ def test_refusals():
 
     def refused(weight, x=x, tile=tile):
         with pytest.raises(ValueError) as raised:
-            skinny_wgmma.skinny_wgmma(x, weight, None, Epilogue(), "int4", tile, x)
+            skinny_wgmma.skinny_wgmma(x, weight, None, Epilogue(), tile, x)
         return str(raised.value)
 
     fine = quantize_weight(torch.randn(64, 256).bfloat16(), INT4, 128)
@@ -234,11 +233,9 @@ import re
 import sys
 import torch
 from accel_kernels import quantized_linear
-from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
 from accel_kernels.gemm.quantized.quantized_linear import FP8, INT4, INT8
-from accel_kernels.gemm.quantized.quantized_linear_triton import FORMATS
 from accel_kernels.gemm.quantized.tile_triton import BROAD_TILES, post_scale, wgmma_tile
-from accel_kernels.gemm.quantized_weight import quantize_weight
+from accel_kernels.gemm.quantized_weight import BY_DTYPE, quantize_weight
 from support.kernels.absent_gpu import absent_gpu
 
 WAYS = (
@@ -248,7 +245,7 @@ WAYS = (
     (INT4, 32, True, 128, False, torch.bfloat16),
 )
 for kind, rows, gate, group, zeros, dtype in WAYS if sys.argv[1:] == ["all"] else WAYS[:3]:
-    format = FORMATS[kind]
+    format = BY_DTYPE[kind].name
     tile = BROAD_TILES[format] if rows > 64 else wgmma_tile(rows, format, gate)
     with absent_gpu(90) as launches:
         weight, up = (quantize_weight(torch.randn(4096, 4096).to(dtype), kind, group, zeros) for _ in range(2))

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 import triton.language as tl
 from accel_kernels import quantized_linear
-from accel_kernels.gemm.quantized import quantized_linear_triton as kernels
+from accel_kernels.gemm.quantized import gemv_triton, skinny_triton
 from accel_kernels.gemm.quantized.operands import unpacking_triton as unpacking
 from accel_kernels.gemm.quantized_weight import unpack
 from triton.runtime.interpreter import TensorHandle
@@ -188,6 +188,7 @@ CASES = [
 @pytest.mark.share(3)
 def test_kernels_around_the_ptx_are_as_good_as_torch(case, dtype, as_good_as_torch, monkeypatch):
     monkeypatch.setattr(tl, "inline_asm_elementwise", interpreted)
-    monkeypatch.setattr(kernels, "unpack_mode", lambda dtype: "rough" if dtype == torch.bfloat16 else "exact")
+    for kernels in (gemv_triton, skinny_triton):
+        monkeypatch.setattr(kernels, "unpack_mode", lambda dtype: "rough" if dtype == torch.bfloat16 else "exact")
     args, kwargs = case.make(torch.device("cpu"), dtype)
     as_good_as_torch(quantized_linear, args, kwargs, dtype)

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from accel_kernels import Routing, route
 from accel_kernels.moe.route import CASES
 
-from support.kernels.routing import assert_routes_as_torch, route_case
+from support.kernels.numbers import assert_routes_as_torch, route_case
 from support.kernels.waiting import NothingWaits
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from support.everything import EVERYTHING
-from support.kernels.routing import poisoned
+from support.kernels.numbers import poisoned
 
 INF = float("inf")
 CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ def kernel(monkeypatch):
         with monkeypatch.context() as patch:
             poisoned(patch)
             result = sample.triton(logits, table, rows, **more)
-        assert not table.tickets.any()
+        assert not table.split_counters.any()
         return result
 
     return run

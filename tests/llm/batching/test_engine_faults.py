@@ -1,7 +1,6 @@
 """Requests that fail and others that do not, and random ones at random times: nothing is lost."""
 
 import copy
-import dataclasses
 import itertools
 import random
 from functools import cache
@@ -10,59 +9,60 @@ import pytest
 import torch
 
 import accel
+from accel.llm.batching.limits import sets_of
 from accel.llm.batching.sampling import Sampling
-from accel.llm.kv_cache.layer_sets import layer_sets
-from support.llm.batching.engines import alone, engine_of, finished, forward_of, prompts_of, request
+from support.llm.batching.engines import (
+    alone,
+    as_alone,
+    engine_of,
+    finished,
+    forward_of,
+    request,
+    requests,
+    step,
+    stepped,
+)
 from support.llm.families import FAMILIES, available, every
 from support.llm.kv_cache.blocks import check_blocks
 from support.spread import spread
 
 
-@pytest.fixture
-def llama(pair_of):
-    return pair_of("llama")
+def ends(tokens):
+    raise RuntimeError("no idea")
 
 
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (request("x", [], 3), "an empty prompt"),
-        (request("x", [1], -1), "max_new_tokens=-1: give a number from 0 on, or None"),
         (request("x", [1] * 300, 3), "a prompt of 300 tokens, where a request may come to 256"),
         (request("x", [1] * 200, 3), "a prompt of 200 tokens, where all memory for keys and values has room for 192"),
-        (request("x", [3, 99], 3), "token 99 in the prompt: the vocabulary has ids from 0 to 98"),
-        (request("x", [-1], 3), "token -1 in the prompt"),
-        (request("a", [1], 3), "a request with the id 'a' is there already"),
+        (request("x", [1, 2], 5, stopping_criterion=ends), "a stopping criterion raised RuntimeError: no idea"),
     ],
 )
 def test_a_request_that_cannot_run_fails_alone(llama, bad, message):
     model, stock = llama
-    good, bad = request("a", [7, 8, 9], 6), dataclasses.replace(bad, tokens=[])
-    ended = finished(engine_of(model, blocks=3), [good, bad])
-    assert ended[0] is bad and message in bad.error and not bad.tokens
-    assert ended[1] is good and good.tokens == alone(stock, good.prompt, 6)
+    good = request("a", [7, 8, 9], 6)
+    assert {one.id for one in finished(engine_of(model, blocks=3), [good, bad])} == {"a", "x"}
+    assert message in bad.error
+    as_alone(stock, [good])
 
 
 def test_logits_that_are_no_numbers(llama, monkeypatch):
     """Of one request; the others go on."""
     model, stock = llama
-    asked = [request(str(i), p, 9) for i, p in enumerate(prompts_of([20, 30, 9], 99, 3))]
-    engine = engine_of(model, tokens=512)
-    draw, calls = engine.sampler.draw, []
+    asked, engine, calls = requests((20, 30, 9), 9, 3), engine_of(model, tokens=512), itertools.count(1)
+    draw = engine.sampler.draw
 
     def poisoned(logits, rows, host_rows, *rest):
-        calls.append(1)
-        hurt = [place for place, row in enumerate(host_rows) if row == 1]
-        if len(calls) == 3:
-            logits[hurt] = float("nan")
+        if next(calls) == 3:
+            logits[host_rows == 1] = float("nan")
         return draw(logits, rows, host_rows, *rest)
 
     monkeypatch.setattr(engine.sampler, "draw", poisoned)
     finished(engine, asked)
-    hurt = [one for one in asked if one.error]
-    assert len(hurt) == 1 and "NaN" in hurt[0].error and len(hurt[0].tokens) == 2
-    for one in asked:
-        assert one is hurt[0] or one.tokens == alone(stock, one.prompt, 9)
+    [hurt] = [one for one in asked if one.error]
+    assert "NaN" in hurt.error and len(hurt.tokens) == 2
+    as_alone(stock, [one for one in asked if one is not hurt])
 
 
 def failing(monkeypatch, engine, when, error: Exception) -> None:
@@ -82,8 +82,7 @@ def failing(monkeypatch, engine, when, error: Exception) -> None:
 def test_an_error_in_a_step(pair_of, monkeypatch, error, late, name):
     """Who begins in that step fails; late: a step in which nobody does, and all in it fail."""
     model, stock = pair_of(name)
-    asked = [request(str(i), p, 9) for i, p in enumerate(prompts_of([20, 30, 9], 99, 3))]
-    engine = engine_of(model, tokens=512)
+    asked, engine = requests((20, 30, 9), 9, 3), engine_of(model, tokens=512)
     failing(monkeypatch, engine, lambda plan, call: call == (4 if late else 2), error)
     engine.add(asked[0])
     engine.step()
@@ -91,118 +90,17 @@ def test_an_error_in_a_step(pair_of, monkeypatch, error, late, name):
     assert [one.error is None for one in asked] == ([False] * 3 if late else [True, False, False])
     after = request("after", [4, 5], 5)
     finished(engine, [after])
-    for one in (asked[0], after) if not late else (after,):
-        assert one.tokens == alone(stock, one.prompt, one.max_new_tokens)
-
-
-def test_an_error_of_the_gpu_is_raised(llama, monkeypatch):
-    model, _ = llama
-    engine = engine_of(model)
-
-    def failing(*_):
-        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
-
-    monkeypatch.setattr(engine.steps, "launch", failing)
-    one = request("a", [1, 2], 4)
-    engine.add(one)
-    with pytest.raises(torch.AcceleratorError) as raised:
-        engine.step()
-    assert engine.fail(raised.value) == [one] and "device-side" in one.error and not engine.busy
-    check_blocks(engine.allocator)
-
-
-def test_a_criterion_that_raises_fails_its_request(llama):
-    model, stock = llama
-
-    def ends(tokens):
-        raise RuntimeError("no idea")
-
-    bad, good = request("x", [1, 2], 5, ends=ends), request("a", [3, 4], 5)
-    finished(engine_of(model), [bad, good])
-    assert "no idea" in bad.error and good.tokens == alone(stock, [3, 4], 5)
-
-
-@pytest.mark.parametrize("steps", [0, 1, 2, 5])
-def test_cancelled_at_any_time(llama, steps):
-    """Waiting, its prompt half read, or going on; of it nothing more is told."""
-    model, stock = llama
-    asked = [request(str(i), p, 9) for i, p in enumerate(prompts_of([40, 30, 9], 99, 3))]
-    engine = engine_of(model, rows=2)
-    for one in asked:
-        engine.add(one)
-    told = []
-    for _ in range(steps):
-        told += engine.step()
-    engine.cancel("0"), engine.cancel("2"), engine.cancel("nobody")
-    told += finished(engine)
-    assert told == [asked[1]] and asked[1].tokens == alone(stock, asked[1].prompt, 9)
-    again = request("0", [5], 2)
-    assert finished(engine, [again]) == [again] and again.error is None
-
-
-@pytest.mark.parametrize("steps", [0, 1])
-def test_children_end_with_a_parent_that_never_had_them(llama, steps):
-    model, _ = llama
-    parent = request("p", prompts_of([30], 99)[0], 6, children=2)
-    engine = engine_of(model)
-    engine.add(parent)
-    for _ in range(steps):
-        assert not engine.step()
-    engine.cancel("p")
-    ended = finished(engine)
-    assert [one.id for one in ended] == ["p__child#0", "p__child#1"] and parent.finished
-    assert {one.error for one in ended} == {"the request was cancelled"}
-    bad = request("p", [1, 2, 99], 6, children=1)
-    assert [one.id for one in finished(engine, [bad])] == ["p", "p__child#0"]
-
-
-def test_nothing_is_asked_for(llama):
-    model, _ = llama
-    one = request("a", [1, 2], 0)
-    assert finished(engine_of(model), [one]) == [one] and one.error is None and one.tokens == []
-
-
-def test_a_child_is_cancelled_before_it_is_there(llama):
-    model, _ = llama
-    engine = engine_of(model)
-    engine.add(request("p", prompts_of([30], 99)[0], 6, children=2))
-    engine.cancel("p__child#1")
-    assert {one.id for one in finished(engine)} == {"p", "p__child#0"}
-
-
-def test_training_mode_fails_what_is_asked_then(pair):
-    model, stock = pair("llama")
-    engine = engine_of(model)
-    model.train()
-    one = request("a", [1, 2], 4)
-    finished(engine, [one])
-    assert "training mode" in one.error
-    model.eval()
-    one = request("b", [1, 2], 4)
-    finished(engine, [one])
-    assert one.tokens == alone(stock, [1, 2], 4)
-
-
-def test_nothing_is_left_when_it_is_closed(llama):
-    model, _ = llama
-    engine = engine_of(model)
-    engine.add(request("a", [1, 2], 40))
-    for _ in range(4):
-        engine.step()
-    assert [one.id for one in engine.fail(RuntimeError("stopped"))] == ["a"] and not engine.busy
-    engine.close()
-    assert not hasattr(engine, "kv_cache")
+    as_alone(stock, [after] if late else [asked[0], after])
 
 
 def test_windows_after_an_error_in_a_step(pair, monkeypatch):
     """What their tokens see is there still: nothing was given back for the step that did not run."""
     model, stock = pair("mistral", sliding_window=20)
-    asked = [request("a", prompts_of([60], 99)[0], 60)]
-    engine = engine_of(model, tokens=512, context=512)
+    asked, engine = requests((60,), 60), engine_of(model, tokens=512, context=512)
     launch = engine.steps.launch
     failing(monkeypatch, engine, lambda plan, call: len(plan.rows) > plan.decodes and call > 1, ValueError("bad luck"))
     engine.add(asked[0])
-    for _ in range(23):  # its window has passed a page by then
+    for _ in range(23):  # its window has passed a block by then
         engine.step()
     late = request("c", [4, 5], 4)
     engine.add(late)
@@ -210,7 +108,55 @@ def test_windows_after_an_error_in_a_step(pair, monkeypatch):
     assert "bad luck" in late.error and engine.scheduler.preempted == 0
     monkeypatch.setattr(engine.steps, "launch", launch)
     finished(engine)
-    assert asked[0].tokens == alone(stock, asked[0].prompt, 60)
+    as_alone(stock, asked)
+
+
+def test_an_error_of_the_gpu_is_raised(llama, monkeypatch):
+    """And what fails then leaves nothing behind in an engine, which may be closed."""
+    engine = engine_of(llama[0])
+    error = torch.AcceleratorError("CUDA error: device-side assert triggered")
+    failing(monkeypatch, engine, lambda plan, call: call == 4, error)
+    one = request("a", [1, 2], 40)
+    engine.add(one)
+    with pytest.raises(torch.AcceleratorError):
+        stepped(engine)
+    assert engine.fail(error) == [one] and "device-side" in one.error and not engine.busy
+    check_blocks(engine.allocator)
+    engine.close()
+    assert not hasattr(engine, "kv_cache")
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 5])
+def test_cancelled_at_any_time(llama, steps):
+    """Waiting, its prompt half read, or going on; a parent, or a child before it runs."""
+    model, stock = llama
+    parent = request("p", [5] * 30, 6).with_children(2)
+    family, asked, engine = parent.family, [parent, *requests((40, 30, 9), 9, 3)], engine_of(model, rows=2)
+    for one in asked:
+        assert engine.add(one) == []
+    told = [one for _ in range(steps) for one in engine.step()]
+    gone = [one for name in ("0", "2", "p__child#1", "nobody") for one in engine.cancel(name)]
+    assert gone == [asked[1], asked[3], family[2]]
+    gone += engine.cancel("p")
+    assert gone[3:] == ([parent] if steps > 1 else family[:2])  # with children that have not begun
+    assert {one.error for one in gone} == {"the request was cancelled"}
+    told += stepped(engine)
+    assert {one.id for one in told} == {"1", *(["p__child#0"] if steps > 1 else ())}
+    as_alone(stock, told)
+    again = request("0", [5], 2)
+    assert finished(engine, [again]) == [again] and again.error is None
+    long = request("l", [1] * 300).with_children(1)
+    assert engine.add(long) == long.family and "300 tokens" in long.family[1].error
+
+
+def test_training_mode_fails_what_is_asked_then(pair):
+    model, stock = pair("llama")
+    engine = engine_of(model)
+    model.train()
+    [one] = finished(engine, [request("a", [1, 2], 4)])
+    assert "training mode" in one.error
+    model.eval()
+    as_alone(stock, finished(engine, [request("b", [1, 2], 4)]))
 
 
 FAST = [family.name for family in FAMILIES if family.expected == "fast" and available(family.kind)]
@@ -220,12 +166,9 @@ ROOM = 30  # tokens of an answer and more
 
 
 def random_engine(model, chosen: random.Random):
-    forward = forward_of(model)
-    sets = layer_sets(forward.shapes(), [layer.spec.attention.sees for layer in forward.layers])
-    return engine_of(
-        model, rows=chosen.randint(1, 7), tokens=chosen.choice([3, 8, 17, 64, 200]), context=128,
-        blocks=len(sets) * chosen.randint(4, 10),
-    )  # fmt: skip
+    rows, tokens = chosen.randint(1, 7), chosen.choice([3, 8, 17, 64, 200])
+    blocks = len(sets_of(forward_of(model))) * chosen.randint(4, 10)
+    return engine_of(model, rows=rows, tokens=tokens, context=128, blocks=blocks)
 
 
 def random_requests(vocabulary: int, most: int, chosen: random.Random) -> list:
@@ -243,17 +186,9 @@ def random_requests(vocabulary: int, most: int, chosen: random.Random) -> list:
     return made
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("name", dict.fromkeys([*WINDOWS, *(name for (name,) in every(12, FAST))]))
-def test_each_is_as_if_alone(name, seed, pair_of):
-    as_if_alone(*pair_of(name), seed)
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("name", [*WINDOWS, "llama", "mixtral"])
-def test_layers_on_several_devices(name, seed, pair_of):
-    _, stock = pair_of(name)
-    as_if_alone(spread_of(name, pair_of), stock, seed)
+# One of each kind of layer: windows, biases by distance, learned positions, other rotations, sinks, experts.
+KINDS = ("gemma2", "bloom", "gpt2", "gpt-neox", "glm", "gpt-oss", "qwen3-moe", "opt", "cohere", "mistral")
+NAMES = dict.fromkeys([*WINDOWS, *(one for one in KINDS if one in FAST), *(name for (name,) in every(12, FAST))])
 
 
 @cache
@@ -261,31 +196,29 @@ def spread_of(name, pair_of):
     return accel.optimize(spread(copy.deepcopy(pair_of(name)[1]), first=1))
 
 
-def as_if_alone(model, stock, seed):
+@pytest.mark.share(8)
+@pytest.mark.parametrize(
+    ("name", "devices"), [*((name, 1) for name in NAMES), *((name, 2) for name in (*WINDOWS, "llama", "mixtral"))]
+)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_each_is_as_if_alone(name, devices, seed, pair_of):
+    model, stock = pair_of(name)
+    model = model if devices == 1 else spread_of(name, pair_of)
     config, chosen = stock.config.get_text_config(), random.Random(seed)
     most = min(getattr(config, "max_position_embeddings", None) or 128, 128)
-    if most <= ROOM:
-        pytest.skip("too few positions for an answer")
     engine, asked = random_engine(model, chosen), random_requests(config.vocab_size, most, chosen)
     coming = sorted((chosen.choice([0, 0, chosen.randint(1, 15)]), number) for number in range(len(asked)))
     cancelled, when = chosen.choice(asked), chosen.randint(1, 20)
-    for step in range(2000):
-        while coming and coming[0][0] <= step:
+    for number in range(21):
+        while coming and coming[0][0] <= number:
             engine.add(asked[coming.pop(0)[1]])
-        if step == when:
+        if number == when:
             engine.cancel(cancelled.id)
-        engine.step()
-        check_blocks(engine.allocator)
-        if not coming and not engine.busy:
-            break
-    assert engine.allocator.free == engine.allocator.blocks - 1 and not engine.ids
+        step(engine)
+    stepped(engine)
     for one in asked:
         if one is cancelled and one.error is not None:
             continue
         assert one.error is None, one.error
-        ids = torch.tensor([one.prompt])
-        wanted = stock.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=one.max_new_tokens, do_sample=False,
-            pad_token_id=0, eos_token_id=list(one.eos) or None, repetition_penalty=one.sampling.penalty,
-        )  # fmt: skip
-        assert one.tokens == wanted[0, len(one.prompt) :].tolist(), one.id
+        given = {"eos": list(one.eos) or None, "repetition_penalty": one.sampling.penalty}
+        assert one.tokens == alone(stock, one.prompt, one.max_new_tokens, **given), one.id

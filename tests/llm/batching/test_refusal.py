@@ -9,13 +9,14 @@ from accel.llm.batching.trial import _large, refusal
 from accel.llm.generation import routing, trial
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.trial import Expected
-from accel.llm.runtime.experts import ExpertsForward
+from accel.llm.moe.experts import ExpertsForward
+from accel.llm.moe.router import RouterForward
 from accel.llm.runtime.layer import BoundLayer
-from accel.llm.runtime.router import RouterForward
+from accel.patching.fallback_log import FallbackLog
 from support.everything import EVERYTHING
 from support.llm.batching.engines import engine_of, forward_of
 from support.llm.families import FAMILIES, available, every
-from support.llm.runtime.near_ties import deep_gpt_oss, model_of
+from support.llm.near_ties import deep_gpt_oss, model_of
 
 FAST = [family.name for family in FAMILIES if family.expected == "fast"]
 
@@ -26,18 +27,42 @@ def test_models_that_are_fused_whole_are_batched(name, pair_of):
     assert refusal(forward_of(model)) is None
 
 
-def test_layers_that_run_stock(pair_of):
-    name = next(family.name for family in FAMILIES if family.expected == "some" and available(family.kind))
-    assert "some of its layers run stock" in refusal(forward_of(pair_of(name)[0]))
+def by_company(fast):
+    def forward(self, x, *more):
+        logits, shares, index = fast(self, x, *more)
+        return logits, shares, (index + len(x)) % 4
+
+    return forward
 
 
-def test_a_model_that_looks_at_its_neighbours(pair, monkeypatch):
+def by_another(fast):
+    return lambda self, x, index, shares: fast(self, x.roll(1, 0), index, shares)
+
+
+def by_neighbors(logits_of):
     """As if all tokens of a call were of one text."""
-    model, _ = pair("llama")
-    forward = forward_of(model)
-    embeddings = model.get_input_embeddings()
-    embeddings.register_forward_hook(lambda module, args, out: out + out.roll(1, dims=1) * (out.shape[1] > 1))
-    assert "come out as others" in refusal(forward)
+    return lambda self, step, tokens, *rest: logits_of(self, step, tokens.roll(1, 1), *rest)
+
+
+SOME = next(family.name for family in FAMILIES if family.expected == "some" and available(family.kind))
+REFUSED = [
+    (SOME, None, None, "", "some of its layers run stock"),
+    ("llama", by_neighbors, DecoderForward, "logits_of", "together, texts come out as others"),
+    ("mixtral", by_company, RouterForward, "fast", "together, routers choose other experts"),
+    ("mixtral", by_another, ExpertsForward, "fast", "together, texts come out as others"),
+    ("llama", lambda own: lambda *_: 1 / 0, DecoderForward, "logits_of", "could not be tried: ZeroDivisionError"),
+    ("llama", lambda own: lambda *_: True, FallbackLog, "runs_stock_on_cpu", "it runs stock on a CPU"),
+]
+
+
+@torch.no_grad()
+@pytest.mark.share(1)
+@pytest.mark.parametrize(("name", "wrong", "kind", "method", "reason"), REFUSED)
+def test_what_stock_batches(name, wrong, kind, method, reason, pair, monkeypatch):
+    model, _ = pair(name)
+    if wrong is not None:
+        monkeypatch.setattr(kind, method, wrong(getattr(kind, method)))
+    assert reason in refusal(forward_of(model))
 
 
 def rounded_by_company(fast):
@@ -50,15 +75,11 @@ def rounded_by_company(fast):
     return forward
 
 
-def deep_model():
-    return accel.optimize(deep_gpt_oss(layers=24, spread=0.2))
-
-
 @pytest.mark.skipif(not EVERYTHING, reason="seconds of work; ACCEL_TEST_EVERYTHING=1 runs it")
 @torch.no_grad()
 def test_near_ties_of_routers_are_no_reason(monkeypatch):
     """Chosen freely, the texts of such a model come out as others by rounding alone."""
-    forward = forward_of(deep_model())
+    forward = forward_of(accel.optimize(deep_gpt_oss(layers=24, spread=0.2)))
     monkeypatch.setattr(ExpertsForward, "fast", rounded_by_company(ExpertsForward.fast))
     assert refusal(forward) is None
     with monkeypatch.context() as patch:
@@ -98,35 +119,6 @@ def test_rounding_that_a_deep_model_amplifies_is_no_reason(monkeypatch):
     assert refusal(forward) == "together, texts come out as others"
 
 
-def by_company(fast):
-    def forward(self, x, *more):
-        logits, shares, index = fast(self, x, *more)
-        return logits, shares, (index + len(x)) % 4
-
-    return forward
-
-
-def by_another(fast):
-    return lambda self, x, index, shares: fast(self, x.roll(1, 0), index, shares)
-
-
-@pytest.mark.parametrize(
-    ("kind", "wrong", "reason"),
-    [(RouterForward, by_company, "choose other experts"), (ExpertsForward, by_another, "come out as others")],
-)
-@torch.no_grad()
-def test_experts_and_routers_that_look_at_their_neighbours(kind, wrong, reason, pair, monkeypatch):
-    forward = forward_of(pair("mixtral")[0])
-    monkeypatch.setattr(kind, "fast", wrong(kind.fast))
-    assert reason in refusal(forward)
-
-
-def test_it_is_told_why_it_could_not_be_tried(pair, monkeypatch):
-    model, _ = pair("llama")
-    monkeypatch.setattr(DecoderForward, "logits_of", lambda *_: 1 / 0)
-    assert "could not be tried: ZeroDivisionError" in refusal(forward_of(model))
-
-
 def test_errors_of_the_gpu_are_raised(pair, monkeypatch):
     model, _ = pair("llama")
 
@@ -138,18 +130,12 @@ def test_errors_of_the_gpu_are_raised(pair, monkeypatch):
         refusal(forward_of(model))
 
 
-def test_stock_on_a_cpu(pair):
-    model, _ = pair("llama")
-    forward_of(model).log.stock_on_cpu = True
-    assert refusal(forward_of(model)) == "it runs stock on a CPU"
-
-
 def test_steps_that_are_compiled_ahead(pair_of):
     """Large ones are those that no graph is made for; numbers are as those of steps that run."""
     plans = _large()
-    assert [len(plan.tokens) for plan in plans] == [plan.news.sum() for plan in plans]
+    assert [len(plan.tokens) for plan in plans] == [plan.query_lengths.sum() for plan in plans]
     assert [StepSize.filled(plan, 64) is None and len(plan.tokens) > 1024 for plan in plans] == [True, True, False]
     model, _ = pair_of("llama")
     engine = engine_of(model, rows=2, context=64)
     found = [engine.steps.logits(plan).shape for plan in plans]
-    assert found == [(len(plan.drawn), model.config.vocab_size) for plan in plans]
+    assert found == [(len(plan.draw_rows), model.config.vocab_size) for plan in plans]

@@ -43,42 +43,56 @@ def names(sampling):
     return [type(one).__name__ for one in sampling.host or ()]
 
 
-WHERE = [
-    ({}, Sampling(), []),
-    ({"repetition_penalty": 1.3}, Sampling(penalty=1.3), []),
-    ({"do_sample": True}, Sampling(1.0), []),
-    ({"do_sample": True, "top_k": 0, "top_p": 1.0}, Sampling(1.0), []),
-    (
-        {"do_sample": True, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 0.8},
-        Sampling(0.7, 5, 0.9, 0.1, 0.8),
-        [],
-    ),
-    ({"do_sample": True, "top_k": 7, "renormalize_logits": True}, Sampling(1.0, 7), []),
-    ({"no_repeat_ngram_size": 2}, Sampling(), ["NoRepeatNGramLogitsProcessor"]),
+ALL = {"do_sample": True, "temperature": 0.7, "top_k": 5, "repetition_penalty": 1.1}
+OWN = GenerationConfig(repetition_penalty=1.2)
+DRAWN = GenerationConfig(do_sample=True, top_k=4)
+# A configuration, what a request asks for, its settings on the GPU, and what is left for the host.
+CHOSEN = [
+    ({}, {}, Sampling(), []),
+    ({"repetition_penalty": 1.3}, {}, Sampling(penalty=1.3), []),
+    ({"do_sample": True}, {}, Sampling(1.0), []),
+    ({"do_sample": True, "top_k": 0, "top_p": 1.0}, {}, Sampling(1.0), []),
+    (ALL | {"top_p": 0.9, "min_p": 0.1}, {}, Sampling(0.7, 5, 0.9, 0.1, 1.1), []),
+    ({"do_sample": True, "top_k": 7, "renormalize_logits": True}, {}, Sampling(1.0, 7), []),
+    ({"no_repeat_ngram_size": 2}, {}, Sampling(), ["NoRepeatNGramLogitsProcessor"]),
     # All that stands before one that only the host can run is run there too, in its order.
     (
-        {"do_sample": True, "no_repeat_ngram_size": 2, "repetition_penalty": 1.2, "temperature": 0.5, "top_k": 3},
-        Sampling(0.5, 3),
+        ALL | {"no_repeat_ngram_size": 2},
+        {},
+        Sampling(0.7, 5),
         ["RepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor"],
     ),
     (
-        {"do_sample": True, "temperature": 0.5, "top_h": 0.4, "top_k": 3},
-        Sampling(1.0, 3),
+        ALL | {"top_h": 0.4},
+        {"repetition_penalty": 1},
+        Sampling(1.0, 5),
         ["TemperatureLogitsWarper", "TopHLogitsWarper"],
     ),
     (
         {"do_sample": True, "top_k": 3, "typical_p": 0.9, "renormalize_logits": True},
+        {},
         Sampling(1.0),
         ["TopKLogitsWarper", "TypicalLogitsWarper"],
     ),
+    # A request goes before the configuration, and may have one of its own.
+    (ALL, {"temperature": 2, "top_p": np.float32(0.5)}, Sampling(2.0, 5, 0.5, penalty=1.1), []),
+    (ALL, {"top_k": 0, "min_p": 0.3, "repetition_penalty": 1}, Sampling(0.7, min_p=0.3), []),
+    (ALL, {"do_sample": False}, Sampling(penalty=1.1), []),
+    (ALL, {"top_k": 2**40}, Sampling(0.7, 2**31 - 1, penalty=1.1), []),
+    ({}, {"do_sample": True, "top_k": np.int64(3), "seed": 4}, Sampling(1.0, 3), []),
+    (ALL, {"generation_config": OWN}, Sampling(penalty=1.2), []),
+    (ALL, {"generation_config": DRAWN, "top_p": 0.5}, Sampling(1.0, 4, 0.5), []),
 ]
 
 
-@pytest.mark.parametrize(("config", "expected", "host"), WHERE, ids=str)
-def test_processors_become_settings(model, config, expected, host):
-    found = defaults(model, **config).request(PROMPT)
-    assert plain(found) == expected and names(found) == host
-    assert found.greedy is (not config.get("do_sample", False))
+@pytest.mark.share(1)
+@pytest.mark.parametrize(("config", "given", "expected", "host"), CHOSEN, ids=str)
+def test_processors_become_settings(model, config, given, expected, host):
+    every = defaults(model, **config)
+    usual = plain(every.request(PROMPT))
+    found = every.request(PROMPT, **given)
+    assert plain(found) == expected and names(found) == host and found.greedy is (expected.temperature == 0)
+    assert plain(every.request(PROMPT)) == usual and DRAWN.top_p is None  # nothing is left behind
 
 
 class Mine(TemperatureLogitsWarper):
@@ -104,26 +118,6 @@ def test_only_exact_types_in_transformers_order_go_to_the_gpu():
     assert split_chain(ngram, False) == Sampling(penalty=1.2, host=LogitsProcessorList(ngram[:1]))
 
 
-def test_a_request_goes_before_the_configuration(model):
-    every = defaults(model, do_sample=True, temperature=0.7, top_k=5, repetition_penalty=1.1)
-    assert plain(every.request(PROMPT, temperature=2, top_p=np.float32(0.5))) == Sampling(2.0, 5, 0.5, penalty=1.1)
-    assert plain(every.request(PROMPT, top_k=0, min_p=0.3, repetition_penalty=1)) == Sampling(0.7, min_p=0.3)
-    assert plain(every.request(PROMPT, do_sample=False)) == Sampling(penalty=1.1)
-    assert plain(every.request(PROMPT, top_k=2**40)).top_k == 2**31 - 1
-    assert plain(every.request(PROMPT)) == Sampling(0.7, 5, penalty=1.1)
-    assert plain(defaults(model).request(PROMPT, do_sample=True, top_k=np.int64(3), seed=4)) == Sampling(1.0, 3)
-
-
-def test_a_request_may_have_a_configuration_of_its_own(model):
-    every = defaults(model, do_sample=True, temperature=0.7)
-    assert every.request(PROMPT).temperature == 0.7
-    own = GenerationConfig(repetition_penalty=1.2)
-    assert plain(every.request(PROMPT, generation_config=own)) == Sampling(penalty=1.2)
-    own = GenerationConfig(do_sample=True, top_k=4)
-    assert plain(every.request(PROMPT, generation_config=own, top_p=0.5)) == Sampling(1.0, 4, 0.5)
-    assert plain(every.request(PROMPT)) == Sampling(0.7) and own.top_p is None
-
-
 BAD = [
     ({"temperature": 0.0}, ValueError, "temperature=0.0.*above 0.*do_sample=False"),
     ({"temperature": -1}, ValueError, "temperature=-1"),
@@ -145,23 +139,22 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("given", "error", "words"), BAD, ids=str)
-def test_what_is_not_valid_is_named(model, given, error, words):
+REFUSED = [
+    ({}, {"top_p": 0.9}, ValueError, r"top_p=0\.9.*do_sample=True"),
+    ({"guidance_scale": 1.5}, {}, ValueError, "guidance_scale"),
+    ({"num_beams": 3}, {}, ValueError, "num_beams=3"),
+    ({"do_sample": True, "temperature": -2.0}, {}, ValueError, "temperature"),  # transformers' own
+    ({"seed": "x"}, {}, TypeError, "seed"),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "error", "words"), [*(({"do_sample": True}, *row) for row in BAD), *REFUSED]
+)
+@pytest.mark.share(2)
+def test_what_is_not_valid_is_named(model, config, given, error, words):
     with pytest.raises(error, match=words):
-        defaults(model, do_sample=True).request(PROMPT, **given)
-
-
-def test_what_cannot_be_batched_is_refused(model):
-    with pytest.raises(ValueError, match=r"top_p=0\.9.*do_sample=True"):
-        defaults(model).request(PROMPT, top_p=0.9)
-    with pytest.raises(ValueError, match="guidance_scale"):
-        defaults(model, guidance_scale=1.5).request(PROMPT)
-    with pytest.raises(ValueError, match="num_beams=3"):
-        defaults(model, num_beams=3).request(PROMPT)
-    with pytest.raises(ValueError, match="temperature"):  # transformers' own
-        defaults(model, do_sample=True, temperature=-2.0).request(PROMPT)
-    with pytest.raises(TypeError, match="seed"):
-        SamplingDefaults(model, GenerationConfig(), ContinuousBatchingConfig(seed="x"))
+        defaults(model, **config).request(PROMPT, **given)
 
 
 def test_what_stock_ignores_is_ignored_with_a_warning(model, caplog):
@@ -174,6 +167,8 @@ def test_seeds(model):
         return [every.request(PROMPT, **given).seed for _ in range(count)]
 
     torch.manual_seed(11)
+    assert defaults(model, repetition_penalty=1.2).request(PROMPT).greedy  # which draws no number
+    assert defaults(model, 5, do_sample=True).request(PROMPT)
     first = seeds(defaults(model, do_sample=True))
     later = torch.rand(1)
     torch.manual_seed(11)
@@ -185,13 +180,6 @@ def test_seeds(model):
     mine = defaults(model, 3, do_sample=True)
     assert [mine.request(PROMPT, seed=seed).seed for seed in (0, -1, 2**64 - 1)] == [0, -1, -1]
     assert all(-(2**63) <= seed < 2**63 for seed in first + fixed)
-
-
-def test_greedy_leaves_torchs_generator_alone(model):
-    before = torch.get_rng_state()
-    every = defaults(model, repetition_penalty=1.2)
-    assert every.request(PROMPT).greedy and defaults(model, 5, do_sample=True).request(PROMPT)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_fork_has_a_seed_and_processors_of_its_own(model):

@@ -7,18 +7,18 @@ import pytest
 import torch
 
 import accel
-from accel.llm.generation import arguments, mixed, self_test, trial
+from accel.llm.generation import arguments, self_test, trial
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.mixed import MixedForward
 from accel.llm.generation.trial import fused_layers, fused_logits, pieces_of, stock_logits
+from accel.llm.moe.experts import ExpertsForward
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import resting
-from accel.llm.runtime.experts import ExpertsForward
 from accel.llm.runtime.layer import BoundLayer
 from accel.quantization.module import QuantizedLinear
 from accel.tolerances import DRIFT, LOGITS, MOST_MOVED, TIMES_STOCK
 from support.llm.families import make, padded
-from support.llm.runtime.near_ties import model_of
+from support.llm.near_ties import model_of
 from support.noted import noted
 from support.precision import off
 
@@ -191,27 +191,15 @@ SMALL = {
 
 
 @pytest.mark.share(1)
-@pytest.mark.parametrize("error", ERRORS)
-def test_errors_in_a_shallow_model(error, shallow, monkeypatch):
-    wrong, reason = ERRORS[error]
+@pytest.mark.parametrize(
+    ("error", "model"),
+    [(error, "shallow") for error in ERRORS] + [(error, one) for error in ERRORS | SMALL for one in ("deep", "wide")],
+)
+def test_errors(error, model, request, monkeypatch):
+    """Rounding in float32 is far below the bound: there nothing more is let pass than in a model of one layer."""
+    (wrong, reason), forward = (ERRORS | SMALL)[error], request.getfixturevalue(model)
     monkeypatch.setattr(*wrong)
-    assert re.search(reason, refused(shallow))
-
-
-@pytest.mark.share(1)
-@pytest.mark.parametrize("error", ERRORS | SMALL)
-def test_errors_in_a_deep_model(error, deep, monkeypatch):
-    wrong, reason = (ERRORS | SMALL)[error]
-    monkeypatch.setattr(*wrong)
-    assert re.search(reason, refused(deep))
-
-
-@pytest.mark.parametrize("error", ERRORS | SMALL)
-def test_errors_in_a_deep_model_in_float32(error, wide, monkeypatch):
-    """Whose rounding is far below the bound: nothing is let pass that is not let pass in a model of one layer."""
-    wrong, reason = (ERRORS | SMALL)[error]
-    monkeypatch.setattr(*wrong)
-    assert re.search(reason.partition(";")[0], refused(wide))
+    assert re.search(reason.partition(";")[0] if model == "wide" else reason, refused(forward))
 
 
 def test_the_report_tells_of_an_error(monkeypatch):
@@ -240,8 +228,8 @@ def test_some_layers_of_a_deep_model(monkeypatch):
         made = model_of("gpt-neo", spread=1.5, num_layers=LAYERS, attention_types=kinds)
         return accel.optimize(made, cpu="fuse")
 
-    looked, look = [], mixed.differing_part
-    monkeypatch.setattr(mixed, "differing_part", lambda *given: looked.append(look(*given)) or looked[-1])
+    looked, look = [], self_test.differing_part
+    monkeypatch.setattr(self_test, "differing_part", lambda *given: looked.append(look(*given)) or looked[-1])
     assert type(vars(model())["forward"]) is MixedForward and looked == [None]
     monkeypatch.setattr(BoundLayer, "__call__", with_share(0.5, LAYERS - 2))
     assert f"transformer.h.{LAYERS - 2} gives something else than stock's" in told(model()) and looked[1] is not None

@@ -11,7 +11,7 @@ from accel.llm.generation.routing import Choices
 from accel.llm.generation.trial import Expected, fused_logits
 from accel.llm.runtime import layer as layer_file
 from support.llm.calls import new_cache
-from support.llm.families import FAMILIES, VOCAB, every, make, padded, prompt
+from support.llm.families import FAMILIES, VOCAB, make, padded, prompt
 from support.llm.outputs import both, flat, same, second, shown
 
 CORE = [family.name for family in FAMILIES if family.core]
@@ -36,12 +36,6 @@ def masks(rows: int = 2, length: int = 9) -> dict[str, torch.Tensor | None]:
     found["bool"] = found["left"].bool()
     found["float"] = found["left"].float()
     return found
-
-
-@pytest.mark.parametrize(("name",), every(3, FAST))
-def test_every_logit(name, pair_of):
-    ids = prompt(2, 9)
-    both(pair_of(name), lambda model: {"logits": model(ids).logits})
 
 
 @pytest.mark.parametrize("mask", masks())

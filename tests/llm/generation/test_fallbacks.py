@@ -9,7 +9,8 @@ import torch
 import accel
 from accel.patching.code import OWN
 from accel.quantization.module import QuantizedLinear
-from support.llm.edits.code import CHANGES, attention, halved, put
+from support.llm.edits.code import CHANGES, halved, put
+from support.llm.edits.places import attention
 from support.llm.families import in_turn, layers, make, padded
 from support.llm.outputs import flat, generate, same
 

@@ -11,14 +11,13 @@ import accel
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.runner import GraphPool, GraphRunner
 from accel.libraries.cache import cache_of as cache_of_output
-from accel.llm.generation.graph_sizes import by_graph, rows_of_kernels
-from accel.llm.generation.prefill import FINE, MOST, STEP, bucket_for, pad_to_bucket
+from accel.llm.generation.prefill import FINE, MOST_PROMPT, STEP, bucket_for, by_graph, kernel_key_of, pad_to_bucket
 from accel.llm.kv_cache.cache import StoreLayer
 from accel.patching.fallback_log import FallbackLog
 from support.llm.calls import new_cache, unaliased
 from support.llm.families import FAMILIES, make, padded, prompt
 from support.llm.filled_prefill import Anywhere, new_pair, shapes, talk
-from support.llm.outputs import both, flat, generate, same
+from support.llm.outputs import flat, generate, same
 
 CORE = [family.name for family in FAMILIES if family.core]
 
@@ -112,36 +111,19 @@ def test_a_compiler_is_handed_the_librarys_cache(name, gradients, pair_of):
     torch.compiler.reset()
 
 
-def test_two_caches_of_one_model_in_turn(pair_of):
-    """Two conversations, a step of one and a step of the other; then one of them is dropped."""
-
-    def call(model):
-        caches, found = [new_cache(model), new_cache(model)], {}
-        for number, cache in enumerate(caches):
-            found[f"{number}"] = model(prompt(1 + number, 6 + number, number), past_key_values=cache).logits
-        for step in range(8):
-            if step == 5:
-                caches[0] = new_cache(model)
-            number = step % 2
-            found[f"{number} {step}"] = model(prompt(1 + number, 1, step), past_key_values=caches[number]).logits
-        return found
-
-    both(pair_of("llama"), call)
-
-
 def test_outputs_are_not_written_to_later(pair_of):
     assert unaliased(pair_of("llama")[0])
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 32, 33, 64, 100, 1024])
 def test_few_lengths_and_little_filling(rows):
-    rooms = [bucket_for(rows, new) for new in range(1, MOST // rows + 1)]
+    rooms = [bucket_for(rows, new) for new in range(1, MOST_PROMPT // rows + 1)]
     assert all(room >= new for new, room in enumerate(rooms, 1))
     steps = (STEP if new * rows <= FINE else 2 * STEP for new in range(1, len(rooms) + 1))
     assert all((room - new) * rows < step for (new, room), step in zip(enumerate(rooms, 1), steps, strict=True))
-    assert rooms == sorted(rooms) and len(set(rooms)) <= 2 * MOST // STEP + 2
+    assert rooms == sorted(rooms) and len(set(rooms)) <= 2 * MOST_PROMPT // STEP + 2
     assert len(set(rooms)) <= 50 or rows & (rows - 1)
-    assert bucket_for(rows, MOST // rows + 1) is None
+    assert bucket_for(rows, MOST_PROMPT // rows + 1) is None
 
 
 def test_which_steps_behind_stored_tokens_are_graphs():
@@ -152,8 +134,8 @@ def test_which_steps_behind_stored_tokens_are_graphs():
 
 def test_kernels_of_other_numbers_of_rows_are_compiled_side_by_side():
     """Once for each power of two, for 65 to 512 rows, and for more."""
-    runner, warmed = runner_of(None), []
-    runner.kind = rows_of_kernels
+    runner, warmed = GraphRunner(nn.Linear(2, 2), "", GraphPool(None), FallbackLog(), lambda module: None, True), []
+    runner.kernel_key = kernel_key_of
     copied = copy.deepcopy(runner)
     for one in (runner, copied):
         for shape in ((1, 1), (3, 1), (4, 1), (1, 4), (64, 1), (65, 1), (512, 1), (2, 100), (1, 513), (1, 3000)):
@@ -185,13 +167,13 @@ class Bound:
     def __getstate__(self):
         return {"reason": None}
 
-    def __call__(self, eager, args, kwargs, variant, instead):
-        instead()
-        return instead() if self.reason is not None or args[0].shape[1] >= 128 else eager(*args)
+    def __call__(self, eager, args, kwargs, variant, without_graph):
+        without_graph()
+        return without_graph() if self.reason is not None or args[0].shape[1] >= 128 else eager(*args)
 
 
 def test_where_a_graph_gains_nothing_longer_ones_are_not_tried():
-    prompts, model = Anywhere(Bound()), make("llama", max_position_embeddings=MOST)
+    prompts, model = Anywhere(Bound()), make("llama", max_position_embeddings=MOST_PROMPT)
 
     def rooms(prompts):
         given = [(torch.zeros(1, new, dtype=torch.long), torch.zeros(1, new)) for new in (9, 64, 120, 128, 700)]
@@ -279,27 +261,3 @@ def test_copies_fill_up_too():
     twin = pickle.loads(pickle.dumps(copy.deepcopy(ours)))
     same(flat(generate(twin, prompt(1, 20), None)), flat(generate(stock, prompt(1, 20), None)))
     assert shapes(twin) and not shapes(ours)
-
-
-def runner_of(reason: str | None) -> GraphRunner:
-    return GraphRunner(nn.Linear(2, 2), "", GraphPool(None), FallbackLog(), lambda module: reason, True)
-
-
-def test_where_no_graph_will_be_the_prompt_is_read_as_it_is():
-    runner = runner_of(None)
-
-    def run():
-        return runner(lambda x: "filled", (torch.zeros(2),), {}, ("prompt",), instead=lambda: "plain")
-
-    assert run() == "filled"  # the first of its shape: what its graph is going to give
-    (entry,) = runner.entries.values()
-    assert entry.graph is None and entry.reason is None
-    entry.reason = "a graph gains nothing here"
-    assert run() == "plain"
-
-
-def test_hooks_never_see_the_filling():
-    """They would be no part of a graph."""
-    runner = runner_of("forward hooks on it would not run")
-    assert runner(lambda x: "filled", (torch.zeros(2),), {}, instead=lambda: "plain") == "plain"
-    assert runner.log.rows() == [("", "no graph: forward hooks on it would not run", 1)]

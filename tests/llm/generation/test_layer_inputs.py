@@ -80,7 +80,7 @@ def step(mask: torch.Tensor | None = None, bare: bool = True) -> CheckedStep:
 
 def layer(given: dict | None = None, window: int | None = None) -> SimpleNamespace:
     known = dict(given or {})
-    attention = SimpleNamespace(sees=window, reads=tuple(known.pop("reads", ())))
+    attention = SimpleNamespace(window=window, keywords=tuple(known.pop("reads", ())))
     return SimpleNamespace(spec=SimpleNamespace(given=frozenset(known.items()), attention=attention))
 
 
@@ -93,15 +93,15 @@ def test_a_mask_is_causal_or_all_layers_run_stock(name):
     mask, more, causal = MASKS[name]
     checked, one = step(more.get("mask"), more.get("bare", True)), layer(window=more.get("window"))
     given = {"cache": CACHE, "attention_mask": mask}
-    assert checked.leaves(one, (X,), given) is not causal and checked.reason == (None if causal else NOT_CAUSAL)
-    assert causal or checked.leaves(layer(), (X,), {})  # all of them
+    assert checked.runs_stock(one, (X,), given) is not causal and checked.reason == (None if causal else NOT_CAUSAL)
+    assert causal or checked.runs_stock(layer(), (X,), {})  # all of them
 
 
 def test_what_padding_itself_sees_is_nobodys_concern():
     before = PADDED.flip(1)  # the last two tokens of the second row
     mask = shown(padding=before)
     mask[1, 0, -2:] = True
-    assert not step(before).leaves(layer(), (X,), {"cache": CACHE, "attention_mask": mask})
+    assert not step(before).runs_stock(layer(), (X,), {"cache": CACHE, "attention_mask": mask})
 
 
 TABLE = torch.zeros(2, NEW, 6)
@@ -127,23 +127,23 @@ INPUTS = {
 def test_other_inputs_are_of_the_form_that_they_have_in_a_text(name):
     known, given, as_known = INPUTS[name]
     checked = step()
-    assert checked.leaves(layer(known), (), {"hidden_states": X, "cache": CACHE} | given) is not as_known
+    assert checked.runs_stock(layer(known), (), {"hidden_states": X, "cache": CACHE} | given) is not as_known
     assert as_known or next(iter(given)) in checked.reason
 
 
 @pytest.mark.parametrize("args", [(X[:, :2],), (X.double(),), (X, shown())], ids=["fewer", "another dtype", "by place"])
 def test_hidden_states_are_those_of_the_tokens(args):
-    assert step().leaves(layer(), args, {"cache": CACHE})
-    assert not step().leaves(layer(), (X, None), {"cache": CACHE})
-    assert step().leaves(layer(), (X,), {}) and step().leaves(layer(), (X,), {"cache": DynamicCache()})
+    assert step().runs_stock(layer(), args, {"cache": CACHE})
+    assert not step().runs_stock(layer(), (X, None), {"cache": CACHE})
+    assert step().runs_stock(layer(), (X,), {}) and step().runs_stock(layer(), (X,), {"cache": DynamicCache()})
 
 
 def test_a_later_layer_that_is_given_something_else_ends_the_forward():
     """Layers before it have stored nothing in the caller's cache yet, so that stock can begin anew."""
     checked, given = step(), {"cache": CACHE, "attention_mask": shown()}
-    assert not checked.leaves(layer(), (X,), given)
+    assert not checked.runs_stock(layer(), (X,), given)
     with pytest.raises(Unfit, match=NOT_CAUSAL):
-        checked.leaves(layer(window=2), (X,), given)
+        checked.runs_stock(layer(window=2), (X,), given)
 
 
 class Shallow(LlamaForCausalLM):
@@ -164,8 +164,8 @@ def test_layers_that_are_left_out_are_noticed_and_not_tried_again(monkeypatch):
     stock = make("llama")
     stock.__class__ = Shallow
     ours = accel.optimize(copy.deepcopy(stock))
-    tried, own = [], DecoderForward.by_own_code
-    monkeypatch.setattr(DecoderForward, "by_own_code", lambda *given: tried.append(1) or own(*given))
+    tried, own = [], DecoderForward.run_own_code
+    monkeypatch.setattr(DecoderForward, "run_own_code", lambda *given, **more: tried.append(1) or own(*given, **more))
     for call in (1, 2):
         mine, theirs = (model(prompt(2), use_cache=True, shallow=True) for model in (ours, stock))
         same(flat(mine), flat(theirs))

@@ -15,13 +15,12 @@ from accel.llm.generation.mixed import MixedForward
 from accel.llm.generation.routing import noting, repeating, routing_modules
 from accel.llm.generation.trial import fused_layers, fused_logits, stock_logits
 from accel.llm.kv_cache.cache import OURS
+from accel.llm.moe.experts import ExpertsForward
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import resting
-from accel.llm.runtime.experts import ExpertsForward
 from accel.llm.runtime.softmax_attention import BoundSoftmaxAttention
 from support.llm.families import BY_NAME, layers, make, padded, prompt
-from support.llm.outputs import generate, same
-from support.llm.runtime.near_ties import deep_gpt_oss
+from support.llm.near_ties import deep_gpt_oss
 
 MIXED = [family.name for family in BY_NAME.values() if family.expected == "some"]
 
@@ -141,13 +140,6 @@ def test_restored_it_is_stock(both):
     theirs = DynamicCache(config=stock.config)
     logits(stock, theirs)
     near(more, logits(stock, theirs))
-
-
-def test_beams_and_padded_rows(both):
-    ids, mask = padded()
-    mine, theirs = (generate(model, ids, mask, num_beams=3) for model in both)
-    same(mine, theirs)
-    assert not accel.report(both[0]).fallbacks
 
 
 def test_options_for_whole_models_leave_it_stock():

@@ -14,10 +14,10 @@ from support.llm.kv_cache.cache_pairs import SHAPES, feed, filled, fresh, same
 def test_an_empty_cache_is_taken_over_in_place_and_allocates_nothing():
     cache = DynamicCache()
     layers = cache.layers
-    store = adopt(cache, SHAPES, wanted=500)
+    store = adopt(cache, SHAPES, expected_tokens=500)
     assert type(cache) is DynamicCache and cache.layers is layers and len(cache) == 3
-    assert store.wanted == 500 and store.blocks is None and store_of(cache) and store_of(cache) is store
-    assert adopt(cache, SHAPES) is store and store.wanted == 500
+    assert store.expected_tokens == 500 and store.blocks is None and store_of(cache) and store_of(cache) is store
+    assert adopt(cache, SHAPES) is store and store.expected_tokens == 500
     assert cache.get_seq_length() == 0 and not cache.is_initialized and not cache.is_compileable
     assert cache.layers[0].keys is None and cache.get_mask_sizes(7, 1) == (7, 0) and cache.get_max_length() == -1
     assert cache.is_sliding == [False] * 3 and cache.is_croppable

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
-from accel.llm.kv_cache.cache import StoreLayer, adopt, store_of
+from accel.llm.kv_cache.cache import adopt, store_of
 from accel.llm.kv_cache.shape import BLOCK
 from support.llm.kv_cache.cache_pairs import CPU, SHAPES, feed, feed_fast, fresh, pair, same
 
@@ -133,22 +132,6 @@ def test_a_layer_read_before_the_others_were_asked_shows_what_it_was_asked_for()
     feed_fast(ours, stock, 6, 1)
     same(ours, stock)
     assert store_of(ours)
-
-
-def test_one_layer_going_its_own_way_is_a_stock_layer_and_is_taken_in_again():
-    ours, stock = pair()
-    feed_fast(ours, stock, 3, 70)
-    for cache in (ours, stock):
-        cache.layers[1].reorder_cache(torch.tensor([2, 2, 0]))
-    feed(ours, stock, 3, 2)
-    assert [type(layer) for layer in ours.layers] == [StoreLayer, DynamicLayer, StoreLayer]
-    for cache in (ours, stock):
-        cache.reorder_cache(torch.tensor([1, 0, 0]))
-        cache.crop(-1)
-    same(ours, stock)
-    feed_fast(ours, stock, 3, 2)
-    assert store_of(ours)
-    same(ours, stock)
 
 
 @pytest.mark.parametrize("gradients", [False, True])

@@ -185,17 +185,6 @@ def test_another_error_stays_what_it_is():
             PagedKVCache(STORED["exact"], sets, 4, 1, 1)
 
 
-def test_a_dropped_pool_is_gone_at_once():
-    gc.disable()
-    try:
-        pool = pool_of("int8")
-        held = [weakref.ref(tensor) for tensor in (*pool.kept, *pool.tables[CPU])]
-        del pool
-        assert not any(one() is not None for one in held)
-    finally:
-        gc.enable()
-
-
 LLAMA = Shape(8, 128, torch.bfloat16, CPU)
 INT8 = LLAMA._replace(kv_dtype=torch.int8)
 

@@ -11,8 +11,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 import accel
-from accel.llm.analysis.kv_quantization import KV_DTYPES, LEAST, key_decibels, kv_dtype_for
 from accel.llm.kv_cache.cache import StoreLayer, store_of
+from accel.llm.runtime.kv_quantization import KV_DTYPES, LEAST, key_decibels, kv_dtype_for
 from support.llm.families import every, make, padded, prompt
 from support.llm.modes import MODES
 from support.llm.outputs import generate, same
@@ -117,6 +117,10 @@ def test_a_layer_with_constants_in_its_keys_stays_as_it_is_and_is_named():
     assert naive > 0.2 and mine < naive / 5, (naive, mine)
     with rounding(torch.float8_e4m3fn):
         assert off(stock, (ids,), wanted) < naive  # floats have digits for the small channels too
+    assert torch.equal(accel.restore(ours)(ids).logits, wanted)
+    with pytest.raises(ValueError, match=r"strict=True: kv_cache='int8': .*model\.layers\.1: \d+ dB"):
+        accel.optimize(ours, kv_cache="int8", strict=True)
+    assert not accel.report(ours).sites
 
 
 @pytest.mark.parametrize(
@@ -143,13 +147,6 @@ def test_decibels_see_what_the_size_of_keys_hides():
     assert not key_decibels(q, k, 1.0, torch.int8) >= LEAST
 
 
-def test_strict_refuses_a_layer_that_stays_as_it_is():
-    model = planted()
-    with pytest.raises(ValueError, match=r"strict=True: kv_cache='int8': .*model\.layers\.1: \d+ dB"):
-        accel.optimize(model, kv_cache="int8", strict=True)
-    assert not accel.report(model).sites
-
-
 # -- the option --------------------------------------------------------------------------------------------------------
 
 
@@ -165,7 +162,7 @@ def test_what_is_no_value_and_what_has_no_cache(tiny):
 
 
 def test_a_gpu_without_8_bit_floats_is_told_what_it_has(monkeypatch):
-    monkeypatch.setattr("accel.llm.analysis.kv_quantization.capability", lambda device: (8, 0))
+    monkeypatch.setattr("accel.llm.runtime.kv_quantization.capability", lambda device: (8, 0))
     with pytest.raises(ValueError, match="'fp8' needs .* 8.9 or later, this one has 8.0; give 'int8' or None"):
         kv_dtype_for("fp8", torch.device("cuda"))
     assert kv_dtype_for("int8", torch.device("cuda")) == torch.int8
@@ -256,13 +253,6 @@ def test_calls_that_run_stock_go_on_over_the_same_cache():
     got = ours(ids[:, :2], past_key_values=cache, output_hidden_states=True).logits
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
     assert store_of(cache) and cache.get_seq_length() == 11
-
-
-def test_restored_it_is_stock():
-    ours, stock, ids, _ = held()
-    assert torch.equal(accel.restore(ours)(ids).logits, stock(ids).logits)
-    accel.optimize(ours)
-    torch.testing.assert_close(ours(ids).logits, stock(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_a_copy_of_the_model_rounds_too():

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel.llm.kv_cache.row_blocks import RowBlocks
-from accel.llm.kv_cache.shape import BLOCK, Shape
+from accel.llm.kv_cache.shape import BLOCK
 from accel.llm.kv_cache.store import AHEAD, RowSelection, Store
 from support.everything import EVERYTHING
-from support.llm.kv_cache.row_lists import CPU, SHAPES, STORED, Lists, append, append_as_stock, check, filled, fresh
+from support.llm.kv_cache.row_lists import SHAPES, STORED, Lists, append, append_as_stock, check, filled, fresh
 from support.noted import noted
 
 number = st.integers(0, 2**16)
@@ -87,10 +87,10 @@ def test_a_store_is_a_list_of_tensors_a_row(stored, rows, wanted, steps):
 
 def test_beams_share_full_blocks_and_copy_the_one_being_written():
     store, _ = filled()
-    before = store.kv(0).keys.clone()
+    before = store.blocks.kv(0).keys.clone()
     store.choose(RowSelection("reorder", torch.tensor([1, 1, 3, 0])))
-    assert store.kv(0).table[:, :2].tolist() == [[3, 4], [3, 4], [9, 10], [0, 1]]
-    changed = (store.kv(0).keys != before).flatten(1).any(1)
+    assert store.blocks.kv(0).table[:, :2].tolist() == [[3, 4], [3, 4], [9, 10], [0, 1]]
+    changed = (store.blocks.kv(0).keys != before).flatten(1).any(1)
     assert set(changed.nonzero().flatten().tolist()) <= {2, 5, 8, 11}
 
 
@@ -108,7 +108,7 @@ def test_a_layer_behind_the_others_writes_what_is_its_rows_own(reordered):
     store.choose(RowSelection("reorder", torch.tensor([1, 2, 0, 0])))
     lists.choose([1, 2, 0, 0])
     store.shorten(1, BLOCK + 5)
-    assert not store.whole
+    assert not store.consistent
     if reordered:
         store.choose(RowSelection("reorder", torch.tensor([1, 2, 0, 0])))
         lists.choose([1, 2, 0, 0])
@@ -165,10 +165,10 @@ def test_attention_over_shared_blocks_is_attention_over_the_rows_own_tokens(more
         for one in (store, plain):
             one.reserve(4, lists.length + 60)
             one.set_padding_mask(lists.padding_mask(lists.length))
-            outputs.append(paged_attention.reference(q, *new[0], one.kv(0), 0.5, **more))
+            outputs.append(paged_attention.reference(q, *new[0], one.kvs([0], 60)[0], 0.5, **more))
         assert torch.equal(*outputs)
         for layer in (1, 2):
-            kv = store.kv(layer)
+            kv = store.kvs([layer], 60)[layer]
             kv.keys[kv.slots(kv.stored(), kv.stored() + 60)] = new[layer][0]
             kv.values[kv.slots(kv.stored(), kv.stored() + 60)] = new[layer][1]
         store.advance(60)
@@ -176,21 +176,11 @@ def test_attention_over_shared_blocks_is_attention_over_the_rows_own_tokens(more
         check(store, lists)
 
 
-def test_room_is_what_was_asked_for_then_half_as_much_again():
-    store = Store(SHAPES)
-    store.reserve(1, 100)
-    assert store.capacity == 2 * BLOCK
-    store.reserve(1, 129)
-    assert store.capacity == 3 * BLOCK
-    store.reserve(1, 900)
-    assert store.capacity == 15 * BLOCK
-
-
 def test_a_request_has_room_at_once_but_not_for_all_it_might_come_to():
-    store = Store(SHAPES, wanted=1000)
+    store = Store(SHAPES, expected_tokens=1000)
     store.reserve(1, 100)
     assert 1000 <= store.capacity <= 1000 + 2 * BLOCK
-    store = Store(SHAPES, wanted=10**6)
+    store = Store(SHAPES, expected_tokens=10**6)
     store.reserve(1, 100)
     assert AHEAD + 100 <= store.capacity <= AHEAD + 100 + BLOCK
 
@@ -229,7 +219,7 @@ def test_no_memory_to_grow_says_so_and_leaves_the_store_as_it_was(memory):
 
 def test_no_memory_for_what_a_request_may_come_to_is_no_error(memory):
     memory(SHAPES[1].size * 1024)
-    store = Store(SHAPES[1:2], wanted=16000)
+    store = Store(SHAPES[1:2], expected_tokens=16000)
     store.reserve(1, 100)
     assert 100 <= store.capacity <= 1024
 
@@ -248,7 +238,7 @@ def test_what_could_not_be_allocated_is_freed_before_less_is_tried_and_before_th
     try:
         with pytest.raises(torch.OutOfMemoryError):
             try:
-                Store(SHAPES, wanted=16000).reserve(1, 2000)
+                Store(SHAPES, expected_tokens=16000).reserve(1, 2000)
             except torch.OutOfMemoryError:
                 assert len(alive) > 2 and not any(one() is not None for one in alive)
                 raise
@@ -257,17 +247,9 @@ def test_what_could_not_be_allocated_is_freed_before_less_is_tried_and_before_th
 
 
 def test_a_copy_is_no_larger_than_what_it_holds():
-    store, _ = filled(rows=1, tokens=100, wanted=10000)
+    store, _ = filled(rows=1, tokens=100, expected_tokens=10000)
     assert len(pickle.dumps(store)) < 4 * sum(shape.size for shape in SHAPES) * 2 * BLOCK
     assert copy.deepcopy(store).capacity == 2 * BLOCK
-
-
-def test_eight_bits_are_a_byte_an_element_and_four_a_scale():
-    shape = Shape(8, 128, torch.bfloat16, CPU, torch.int8)
-    assert shape.size == 2 * 8 * (128 + 4) and shape.exact.size == 2 * 8 * 128 * 2
-    store = Store((shape,) * 3)
-    store.reserve(2, 2 * BLOCK)
-    assert sum(kept.nbytes for kept in store.blocks.by_shape[shape]) == 3 * shape.size * 2 * 2 * BLOCK
 
 
 def test_room_grows_by_shares_so_that_a_long_text_is_copied_a_few_times_only(monkeypatch):

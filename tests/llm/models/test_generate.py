@@ -141,19 +141,6 @@ def test_restore_is_exact(name, tiny):
     assert accel.report(model).sites == []
 
 
-@pytest.mark.parametrize("name", [name for (name,) in every(4, FAST) if not BY_NAME[name].uneven])
-@pytest.mark.share(2)
-def test_padding_changes_no_token(name, pair_of):
-    """A left-padded batch gives what each prompt gives alone, ours and stock's."""
-    ours, stock = pair_of(name)
-    ids, mask = padded((9, 4, 6), seed=2)
-    together = generate(ours, ids, mask)["sequences"][:, ids.shape[1] :]
-    for row, length in enumerate(mask.sum(1).tolist()):
-        alone = ids[row : row + 1, ids.shape[1] - length :]
-        for model in (ours, stock):
-            assert torch.equal(generate(model, alone, None)["sequences"][:, length:], together[row : row + 1])
-
-
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2", "bloom", "mixtral"])
 @pytest.mark.share(3)

@@ -163,18 +163,6 @@ def test_hooks_of_accelerate(pair):
     same(generate(ours, ids, mask), plain)
 
 
-def test_optimized_after_hooks_came(pair):
-    from accelerate import dispatch_model
-
-    stock = make("llama")
-    ours = dispatch_model(copy.deepcopy(stock), {"": "cpu"}, force_hooks=True)
-    ids, mask = padded()
-    accel.optimize(ours)
-    same(generate(ours, ids, mask), generate(stock, ids, mask))
-    accel.restore(ours)
-    same(generate(ours, ids, mask), generate(stock, ids, mask))
-
-
 peft = pytest.importorskip("peft")
 
 AT = {"target_modules": ["q_proj", "v_proj"]}

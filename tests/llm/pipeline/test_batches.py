@@ -14,13 +14,22 @@ from accel.llm.batching import limits
 from accel.llm.batching.limits import Limits
 from accel.llm.batching.sampling import Sampling
 from accel.llm.batching.spread import SpreadStepRunner
-from accel.llm.batching.step import Flight
+from accel.llm.batching.step import LaunchedStep
 from accel.llm.batching.trial import refusal
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.kv_cache.layer_sets import layer_sets
 from accel.llm.kv_cache.paged_kv_cache import block_bytes
 from accel.llm.pipeline.stretch import ChainedStep, Stretch, StretchStep
-from support.llm.batching.engines import alone, engine_of, finished, forward_of, prompts_of, request
+from support.llm.batching.engines import (
+    alone,
+    as_alone,
+    engine_of,
+    finished,
+    forward_of,
+    prompts_of,
+    request,
+    requests,
+)
 from support.llm.families import layers, make
 from support.noted import noted
 from support.spread import DEVICES, pair, spread
@@ -29,17 +38,6 @@ from support.state import assert_same_state, snapshot
 LENGTHS, NEWS = (1, 5, 64, 17, 100, 40), (9, 28, 1, 5, 12, 7)
 FAMILIES = ("gpt2", "gemma2", "gpt-neox", "phi3", "qwen3", "mixtral", "bloom", "gpt-oss")
 SIZE = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
-
-
-def asked_of(stock, **more):
-    prompts = prompts_of(LENGTHS, stock.config.get_text_config().vocab_size)
-    return [request(str(i), p, n, **more) for i, (p, n) in enumerate(zip(prompts, NEWS, strict=True))]
-
-
-def as_alone(stock, requests):
-    for one in requests:
-        assert one.error is None, one.error
-        assert one.tokens == alone(stock, one.prompt, one.max_new_tokens), one.id
 
 
 def batch(model, prompts, **given) -> list[list[int]]:
@@ -62,14 +60,14 @@ class Happened(list):
             self,
         )
         noted(monkeypatch, Stretch, "run", lambda stretch, *rest: stretch.device, self)
-        noted(monkeypatch, Flight, "read", lambda flight: flight.plan.micro_batch, self)
+        noted(monkeypatch, LaunchedStep, "read", lambda step: step.plan.micro_batch, self)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families(name):
     ours, stock = pair(name)
     assert refusal(forward_of(ours)) is None
-    asked = asked_of(stock)[1:5]
+    asked = requests(LENGTHS, NEWS)[1:5]
     asked = [replace(one, prompt=one.prompt[:40], max_new_tokens=5) for one in asked]
     engine = engine_of(ours, tokens=30)
     finished(engine, asked)
@@ -80,7 +78,7 @@ def test_families(name):
 def test_stretches_work_on_different_groups(both, monkeypatch):
     """Each step goes through all stretches; before its ids are read, one of the other group's requests is launched."""
     ours, stock = both
-    asked = [request(str(i), prompt, 8) for i, prompt in enumerate(prompts_of((9, 5, 7, 3), 99))]
+    asked = requests((9, 5, 7, 3), 8)
     engine, happened = engine_of(ours), Happened(monkeypatch)
     finished(engine, asked)
     groups = ({0, 1}, {2, 3})
@@ -109,7 +107,7 @@ def test_steps_of_the_sizes_of_graphs(both):
     draw = engine.sampler.draw
     engine.sampler.draw = lambda logits, *rest: (rows_of_heads.append(len(logits)), draw(logits, *rest))[1]
     engine.steps.runner = replays = Replays()
-    asked = [request(str(i), prompt, 4) for i, prompt in enumerate(prompts_of((59,) * 38, 99))]
+    asked = requests((59,) * 38, 4)
     finished(engine, asked)
     as_alone(stock, asked[::9])
     assert replays.sizes == [(1280, 40, 32)] * 2 + [(24, 24, 0)] * 6
@@ -124,7 +122,7 @@ def test_the_host_waits_for_ids_of_one_group_alone_where_it_must_know_them(both,
         return scores.index_fill(1, ids[0, -1:], -torch.inf)
 
     host = Sampling(host=LogitsProcessorList([forbids]))
-    asked = [request(str(i), prompt, 4, host) for i, prompt in enumerate(prompts_of((9, 5), 99))]
+    asked = requests((9, 5), 4, sampling=host)
     engine, happened = engine_of(ours), Happened(monkeypatch)
     finished(engine, asked)
     order = [one for one in happened if isinstance(one, int | tuple)]
@@ -135,27 +133,19 @@ def test_the_host_waits_for_ids_of_one_group_alone_where_it_must_know_them(both,
 def test_requests_go_to_the_group_that_has_less(both):
     ours, stock = both
     engine = engine_of(ours, rows=7)
-    asked = [request(str(i), p, 3 if i % 2 else 12) for i, p in enumerate(prompts_of((4,) * 9, 99))]
+    asked = requests((4,) * 9, [12, 3] * 4 + [12])
     for one in asked[:3]:
         engine.add(one)
     counts = []
     while engine.busy:
         engine.step()
-        counts.append(tuple((engine.scheduler.micro_batch == lane).sum() for lane in range(2)))
+        counts.append(tuple(engine.rows.size_of(lane) for lane in range(2)))
         if len(counts) == 3:
             for one in asked[3:]:
                 engine.add(one)
     assert counts[1] == (2, 1) and max(map(sum, counts)) == 7
     assert max(max(one) for one in counts) <= 4
     as_alone(stock, asked)
-
-
-def test_one_request_runs_by_itself(both, monkeypatch):
-    ours, stock = both
-    asked, happened = asked_of(stock)[1:2], Happened(monkeypatch)
-    finished(engine_of(ours), asked)
-    as_alone(stock, asked)
-    assert {one[0] for one in happened if isinstance(one, tuple)} == {0}
 
 
 def test_three_stretches_two_of_them_on_one_device(monkeypatch):
@@ -166,7 +156,7 @@ def test_three_stretches_two_of_them_on_one_device(monkeypatch):
             if HOOK in vars(module):
                 vars(module)[HOOK].execution_device = DEVICES[0]
     accel.optimize(ours)
-    asked, engine, happened = asked_of(stock), engine_of(ours, rows=6), Happened(monkeypatch)
+    asked, engine, happened = requests(LENGTHS, NEWS), engine_of(ours, rows=6), Happened(monkeypatch)
     finished(engine, asked)
     as_alone(stock, asked)
     assert engine.micro_batches.count == 3 and {one[0] for one in happened if isinstance(one, tuple)} == {0, 1, 2}
@@ -217,7 +207,7 @@ def test_draws_are_those_of_one_device(both, options):
     given = {"do_sample": True, "top_k": 20, "temperature": 0.9, "repetition_penalty": 1.2}
     for model in (ours, one):
         torch.manual_seed(5)
-        asked = asked_of(stock, sampling=Sampling(temperature=0.9, seed=3), children=2)
+        asked = [one.with_children(2) for one in requests(LENGTHS, NEWS, sampling=Sampling(temperature=0.9, seed=3))]
         ended = finished(engine_of(model, rows=5, blocks=40), asked)  # further answers begin with the first's pages
         answers = {request.id: request.tokens for request in ended}
         found.append((batch(model, prompts, **given), batch(model, prompts), answers))
@@ -239,7 +229,7 @@ def test_streams_and_cancellations(both):
             output = manager.get_result(timeout=20)
             seen[output.request_id].append(output)
         with manager.pause():
-            assert manager.engine.flights is not None
+            assert manager.engine.launched is not None
     finally:
         manager.stop(block=True)
     for place in (0, 2):
@@ -251,7 +241,7 @@ def test_streams_and_cancellations(both):
 
 def test_a_step_that_fails_ends_its_own_requests(both, monkeypatch):
     ours, stock = both
-    asked = asked_of(stock)[:4]
+    asked = requests(LENGTHS, NEWS)[:4]
     engine, run, calls = engine_of(ours), Stretch.run, [0]
 
     def failing(stretch, *args):

@@ -18,10 +18,10 @@ from accelerate.hooks import (
 import accel
 from accel.errors import PatchConflict
 from accel.libraries.hooks import HOOK
-from accel.llm.pipeline.device_hooks import brought
+from accel.llm.pipeline.device_hooks import moved_to
 from accel.llm.pipeline.forward import SpreadForward
 from accel.llm.pipeline.placement import Placement, layer_placement
-from accel.llm.pipeline.stretch import Called, ChainedStep, Stale, Stretch, StretchGraphs, Unchained
+from accel.llm.pipeline.stretch import ChainedStep, ReadKeywords, Stale, Stretch, StretchGraphs, Unchained
 from support.llm.families import layers, make, padded
 from support.llm.outputs import generate, same
 from support.patched import fast_forwards, sites
@@ -37,7 +37,7 @@ class Alike(AlignDevicesHook):
     """As its base, for all anybody knows."""
 
 
-def told(model) -> str:
+def reason_of(model) -> str:
     return sites(model, "language model")[""][1]
 
 
@@ -58,7 +58,7 @@ def test_stretches():
     a, b = DEVICES
     found = Placement((), (a, a, b, a, a))
     assert found.stretches() == [range(2), range(2, 3), range(3, 5)]
-    assert found.told() == "layers 0-1 on cpu, 2-2 on cpu:0, 3-4 on cpu"
+    assert found.description() == "layers 0-1 on cpu, 2-2 on cpu:0, 3-4 on cpu"
 
 
 def test_without_hooks_there_is_nothing_to_place():
@@ -96,7 +96,7 @@ def test_other_hooks_stay_and_the_model_is_stock(change, reason):
     change(model)
     before = snapshot(model)
     accel.optimize(model)
-    assert reason in told(model)
+    assert reason in reason_of(model)
     assert not isinstance(vars(model)["forward"], SpreadForward)
     accel.restore(model)
     assert_same_state(before, snapshot(model))
@@ -110,7 +110,7 @@ def test_offloaded_weights_stay_stock(tmp_path):
     )
     dispatch_model(ours, where, main_device="cpu", offload_dir=str(tmp_path))
     accel.optimize(ours)
-    assert "loads offloaded weights, on model.layers.1" in told(ours)
+    assert "loads offloaded weights, on model.layers.1" in reason_of(ours)
     same(generate(ours, *padded((5, 3))), generate(stock, *padded((5, 3))))
 
 
@@ -146,8 +146,8 @@ def test_a_hook_put_on_later_is_not_thrown_away():
 def test_brought():
     a, b = torch.ones(2), torch.zeros(1)
     given = {"x": (a, [b, 3]), "y": None}
-    assert brought(given, DEVICES[0]) is given
-    moved = brought(given, DEVICES[1])
+    assert moved_to(given, DEVICES[0]) is given
+    moved = moved_to(given, DEVICES[1])
     assert moved["x"][0] is not a and torch.equal(moved["x"][0], a) and moved["x"][1][1] == 3 and moved["y"] is None
     assert type(moved["x"]) is tuple and type(moved["x"][1]) is list
 
@@ -226,17 +226,14 @@ def test_without_a_look_there_must_be_a_graph(graphs):
         replay(graphs, 0, None)
 
 
-def test_over_weights_whose_changes_nobody_counts_every_step_looks(graphs):
-    graphs.runners[0].fingerprint = SimpleNamespace(versions=lambda: None)
-    seen = object()
-    for _ in range(3):
-        replay(graphs, 0, seen)
-    replay(graphs, 1, seen)
-    assert graphs(lambda *args, graphs, variant, trusted: trusted, (), {}, trusted=True) is False
-
-
-def test_a_stale_step_is_computed_again_with_a_look(graphs):
-    graphs.held = [object(), object()]
+@pytest.mark.parametrize("case", ["all replayed", "one never replayed", "weights whose changes nobody counts"])
+def test_a_step_is_trusted_where_all_was_replayed_and_computed_again_where_it_is_stale(graphs, case):
+    if case == "weights whose changes nobody counts":
+        graphs.runners[0].fingerprint = SimpleNamespace(versions=lambda: None)
+        for number in (0, 0, 0, 1):
+            replay(graphs, number, object())
+    else:
+        graphs.held = [object(), object() if case == "all replayed" else None]
     asked = []
 
     def eager(*args, graphs, variant, trusted=False):
@@ -245,12 +242,8 @@ def test_a_stale_step_is_computed_again_with_a_look(graphs):
             raise Stale
         return "looked"
 
-    assert graphs(eager, (), {}, trusted=True) == "looked" and asked == [True, False]
-
-
-def test_a_stretch_that_was_never_replayed_is_looked_at(graphs):
-    graphs.held = [object(), None]
-    assert graphs(lambda *args, graphs, variant, trusted: trusted, (), {}, trusted=True) is False
+    assert graphs(eager, (), {}, trusted=True) == "looked"
+    assert asked == ([True, False] if case == "all replayed" else [False])
 
 
 def test_layers_that_are_handed_other_things_have_a_graph_of_their_own(graphs):
@@ -293,7 +286,7 @@ def test_layers_that_are_not_chained(case):
 
 
 def test_what_is_read_is_brought_when_it_is_read():
-    brought = []
-    called = Called({"cos": 1, "mask": 2}, lambda value: brought.append(value) or value)
+    moved_to = []
+    called = ReadKeywords({"cos": 1, "mask": 2}, lambda value: moved_to.append(value) or value)
     assert called["cos"] == 1 and called.get("absent", 5) == 5 and called.get("cos") == 1
-    assert brought == [1, 1] and called.read == {"cos"}
+    assert moved_to == [1, 1] and called.read == {"cos"}

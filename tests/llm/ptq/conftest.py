@@ -2,7 +2,7 @@
 
 import pytest
 
-import accel.llm.analysis.router  # noqa: F401 (before a test takes float64 for float32, which it would keep)
+import accel.llm.moe.router_formula  # noqa: F401 (before a test takes float64 for float32, which it would keep)
 from accel.llm.ptq import run as running
 
 

@@ -9,6 +9,7 @@ from torch import nn
 import accel
 from accel.llm.recording import recorder
 from accel.planning.plan import PLAN
+from accel.quantization.experts import holds_numbers
 from support.llm.changes import CHANGES
 from support.llm.edits.places import lora
 from support.llm.families import every, make, padded
@@ -119,22 +120,28 @@ def test_gradients_reach_an_adapter_over_quantized_weights():
     same(*found)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_another_dtype_afterwards(dtype):
-    model, stock = pair("llama-biases", weights="fp8")
-    numbers = [module.quantized for module in held_by(model)]
-    copies = [[None if t is None else t.clone() for t in quantized] for quantized in numbers]
+@pytest.mark.parametrize(
+    ("name", "weights", "dtype"),
+    [(*row, torch.bfloat16) for row in (("llama-biases", "fp8"), ("gpt-oss", "int8"))]
+    + [("llama-biases", "fp8", torch.float64)],
+    ids=str,
+)
+@pytest.mark.share(1)
+def test_another_dtype_afterwards(name, weights, dtype):
+    model, stock = pair(name, weights=weights)
+    held = [module for module in model.modules() if holds_numbers(module)]
+    before = [{n: b.clone() for n, b in module.named_buffers(recurse=False) if b.numel()} for module in held]
     model.to(dtype)
-    for module, copied in zip(held_by(model), copies, strict=True):
-        for tensor, was in zip(module.quantized, copied, strict=True):
-            assert (tensor is None) is (was is None)
-            assert was is None or (tensor.dtype == was.dtype and torch.equal(tensor.float(), was.float()))
-        assert module.weight.dtype == module.bias.dtype == dtype
+    for module, copies in zip(held, before, strict=True):
+        assert all(module.get_buffer(n).dtype == b.dtype and torch.equal(module.get_buffer(n), b)
+                   for n, b in copies.items())  # fmt: skip
+        assert {module.dtype, *(p.dtype for p in module.parameters())} == {dtype}
     ids, mask = padded()
     reference = rounded(stock, model).to(dtype)
     ours, theirs = (m(ids, attention_mask=mask).logits.double() for m in (model, reference))
     assert ours.isfinite().all() and float((ours - theirs)[mask.bool()].norm() / theirs[mask.bool()].norm()) < 0.05
     generate(model, ids, mask)
+    assert not accel.report(model).fallbacks  # and they are fast
     accel.restore(model)
     assert all(p.dtype == dtype for p in model.parameters())
     assert torch.equal(model(ids, attention_mask=mask).logits, stock.to(dtype)(ids, attention_mask=mask).logits)
@@ -170,22 +177,24 @@ def test_a_weight_that_is_no_number_is_named_and_nothing_changes(name, weights, 
         assert {key: value[0] for key, value in before.items()} == {k: v[0] for k, v in tiny.snapshot(model).items()}
 
 
-def test_what_does_not_fit_is_left_with_a_reason_or_refused(tiny):
-    model, stock = make("llama", intermediate_size=100), make("llama", intermediate_size=100)
+@pytest.mark.parametrize(
+    ("weights", "sizes", "path", "reason"),
+    [
+        ("int8", {"intermediate_size": 100}, "model.layers.0.mlp.down_proj", "100 inputs, not a multiple of 8"),
+        ("int8-head", {"hidden_size": 68, "head_dim": 16}, "lm_head", "68 inputs, not a multiple of 8"),
+    ],
+)
+def test_what_does_not_fit_is_left_with_a_reason_or_refused(weights, sizes, path, reason, tiny):
+    model, stock = make("llama", **sizes), make("llama", **sizes)
     before = tiny.snapshot(model)
-    with pytest.raises(ValueError, match=r"strict=True: model.layers.0.mlp.down_proj \(weights\): 100 inputs"):
-        accel.optimize(model, weights="int8", strict=True)
+    with pytest.raises(ValueError, match=rf"strict=True: .* \(weights\): {reason}"):
+        accel.optimize(model, weights=weights, strict=True)
     tiny.assert_same_state(before, tiny.snapshot(model))
-    accel.optimize(model, weights="int8")
-    assert sites(model)["model.layers.0.mlp.down_proj"] == ("skipped", "100 inputs, not a multiple of 8")
-    assert type(model.model.layers[0].mlp.down_proj) is nn.Linear
-    assert sites(model)["model.layers.1.mlp.up_proj"] == ("patched", "int8 by row")
+    accel.optimize(model, weights=weights)
+    assert sites(model)[path] == ("skipped", reason) and type(model.get_submodule(path)) is nn.Linear
+    assert ("patched", "int8 by row") in sites(model).values()
     ids, mask = padded()
     same(generate(model, ids, mask), generate(rounded(stock, model), ids, mask))
-    with pytest.warns(UserWarning, match="nothing to quantize as 'int4'"):
-        accel.optimize(model, weights="int4")  # by 128 columns, which none of them has
-    assert not held_by(model) and not accel.report(model).weights
-    same(generate(model, ids, mask), generate(stock, ids, mask))
     accel.restore(model)
     tiny.assert_same_state(before, tiny.snapshot(model))
 

@@ -1,4 +1,4 @@
-"""Inputs rounded by scales that calibration fixed: against stock code in float64 with inputs rounded by definition."""
+"""What calibration fixes for activations: a scale of all inputs, or which columns are never rounded; and its files."""
 
 import copy
 import json
@@ -10,58 +10,29 @@ from transformers import AutoModelForCausalLM
 import accel
 from accel.llm.ptq import run as running
 from accel.llm.ptq.calibrate import quantize_layers
-from accel.quantization.activations import kind_of
-from accel.quantization.module import QuantizedLinear, dequantizing
-from accel.quantization.rounding import round_to_nearest
+from accel.quantization.activations import RowProducts, weight_dtype_of
+from accel.quantization.module import QuantizedLinear
 from accel.quantization.scheme import Scheme
 from support.llm.families import make, padded, prompt
-from support.llm.outputs import generate, ran_fast
-from support.llm.quantized import held_by
+from support.llm.quantized import by_token, held_by
 from support.llm.rounded_cache import Counting, off, oracle, planted
 
-KINDS = ("int8-static", "fp8-static")
 MOST = {"int8-static": 127.0, "fp8-static": 448.0}
 DATA = [{"input_ids": prompt(2, 40, seed)} for seed in range(2)]
 
 
-def quantized(name: str, kind: str, dtype=torch.float32, method: str = "rtn", **given):
-    model = make(name, dtype)
-    return accel.quantize(model, kind_of(kind), DATA, method=method, activations=kind, **given)
+def quantized(name: str, kind: str, **given):
+    return accel.quantize(make(name), weight_dtype_of(kind), DATA, method="rtn", activations=kind, **given)
 
 
-def by_scale(x: torch.Tensor, kind: str, scale: torch.Tensor) -> torch.Tensor:
-    """x in float64 as it is after rounding, by definition; up to 64 rows as they are."""
-    if x.shape[:-1].numel() <= 64:
-        return x
-    steps = (x / scale).clamp({"int8-static": -128.0, "fp8-static": -448.0}[kind], MOST[kind])
-    return (steps.round() if kind == "int8-static" else steps.to(torch.float8_e4m3fn).double()) * scale
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["llama-biases", "gpt2", "gemma2", "phi3", "gpt-neox"])
-@torch.no_grad()
-@pytest.mark.share(4)
-def test_prompts_are_rounded_as_the_formula_says_and_few_rows_are_not(name, kind, in_double):
-    ours = quantized(name, kind, torch.float64)
-    by_its_scale = lambda x, module: by_scale(x, kind, module.input_scale.double())  # noqa: E731
-    wanted = oracle(make(name, torch.float64), ours, by_its_scale)
-    in_double()
-    accel.optimize(ours)
-    for ids in (prompt(1, 100), prompt(5, 13), prompt(1, 64)):
-        assert off(ours(ids).logits, wanted(ids).logits) < 1e-9
-    ids, mask = padded((70, 41))
-    assert torch.equal(*(generate(model, ids, mask)["sequences"] for model in (ours, wanted)))
-    ran_fast(ours)
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MOST)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @torch.no_grad()
 def test_a_scale_is_the_largest_input_of_the_calibration(name, kind):
     """Of the rounded model, token for token, without what is padded."""
     model, (ids, mask) = make(name), padded((12, 7))
     data = [{"input_ids": ids, "attention_mask": mask}]
-    accel.quantize(model, kind_of(kind), data, method="rtn", activations=kind)
+    accel.quantize(model, weight_dtype_of(kind), data, method="rtn", activations=kind)
     largest = {}
     for path, module in model.named_modules():
         if type(module) is QuantizedLinear:
@@ -71,31 +42,12 @@ def test_a_scale_is_the_largest_input_of_the_calibration(name, kind):
 
             module.register_forward_pre_hook(note)
     model(**data[0])
-    found = {path: model.get_submodule(path).input_scale for path in largest}
-    assert len(found) == len(held_by(model))
+    assert len(largest) == len(held_by(model))
     for path, scale in largest.items():
-        torch.testing.assert_close(found[path], scale.view(1), rtol=1e-5, atol=0)
+        torch.testing.assert_close(model.get_submodule(path).input_scale, scale.view(1), rtol=1e-5, atol=0)
 
 
-@torch.no_grad()
-def test_linears_of_one_input_have_one_scale_and_rows_are_rounded_once_for_them():
-    model = accel.optimize(quantized("llama", "int8-static"))
-    once = [((1, 70, 64), True), ((1, 70, 64), False), ((1, 70, 64), True), ((1, 70, 96), False)]
-    counting = Counting()
-    for module in held_by(model):
-        module.products = counting
-    wanted = model(prompt(1, 70)).logits
-    assert counting.calls == [(*call, True) for call in 2 * once]
-    one = model.model.layers[0].self_attn.k_proj  # no longer alike: each by its own
-    state = one.state_dict()
-    one.load_state_dict(state | {"input_scale": state["input_scale"] * 1.5})
-    model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda module, args, output: output)
-    counting.calls.clear()
-    assert not torch.equal(model(prompt(1, 70)).logits, wanted)
-    assert len(counting.calls) == 2 * len(once) + 2
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MOST)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.no_grad()
 @pytest.mark.share(2)
@@ -104,7 +56,7 @@ def test_saved_loaded_arrived_and_stock(kind, dtype, tmp_path):
     make("llama-biases", dtype).save_pretrained(tmp_path / "stock")  # whose frequencies are in full precision
     stock, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "stock", dtype=dtype).eval(), DATA[0]["input_ids"]
     model, given = copy.deepcopy(stock), {"method": "rtn", "activations": kind}
-    accel.quantize(model, kind_of(kind), DATA, out=tmp_path / "out", **given)
+    accel.quantize(model, weight_dtype_of(kind), DATA, out=tmp_path / "out", **given)
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     (group,) = config["config_groups"].values()
     said = group["input_activations"]
@@ -135,40 +87,9 @@ def test_saved_loaded_arrived_and_stock(kind, dtype, tmp_path):
 
 
 @torch.no_grad()
-def test_another_rounding_on_top_and_back():
-    model, ids = quantized("llama", "int8-static"), prompt(1, 80)
-    wanted = model(ids).logits
-    accel.optimize(model, activations="int8")
-    assert {module.activations for module in held_by(model)} == {"int8"}
-    assert off(model(ids).logits, wanted) > 1e-4
-    accel.restore(model)
-    assert {module.activations for module in held_by(model)} == {"int8-static"}
-    assert torch.equal(model(ids).logits, wanted)
-
-
-def test_verify_judges_rows_and_the_report_tells_of_the_scales():
-    model = quantized("llama", "int8-static")
-    with torch.no_grad():
-        state = {k: 0.7 * v if k.endswith("input_scale") else v for k, v in model.state_dict().items()}
-        model.load_state_dict(state)  # much saturates, as it is meant to
-    accel.optimize(model)
-    quality = accel.verify(model, input_ids=prompt(1, 80))
-    assert quality.passed and quality.lossy == "activations='int8-static'" and "rounded rows" in quality.parts
-    told = [reason for path, rule, _, reason in accel.report(model).sites if rule == "activations" and not path]
-    scales = sorted(module.input_scale.item() for module in held_by(model))
-    assert told == [f"14 linear layers round by fixed scales, {scales[0]:.3g} to {scales[-1]:.3g}"]
-    assert "input_scale=" in repr(held_by(model)[0]) and "int8-static beyond 64 rows" in repr(held_by(model)[0])
-
-
-@pytest.mark.parametrize("kind", ["int8", "fp8-static"])
-@torch.no_grad()
-def test_smoothquant_is_tried_with_the_inputs_it_will_have(kind):
+def test_smoothquant_is_tried_with_the_inputs_it_will_have():
     """Planted outliers: a scale a tensor has to be tried with a scale a tensor."""
     given = {"method": "smoothquant", "activations": "int8-static"}
-    if kind == "fp8-static":
-        with pytest.raises(ValueError, match="needs weights='int8', not 'fp8'"):
-            accel.quantize(make("llama"), "fp8", DATA, **given)
-        return
     stock, ids = planted(make("llama"), factor=60.0), DATA[0]["input_ids"]
     losses = []
     for method in ("rtn", "smoothquant"):
@@ -210,52 +131,69 @@ def test_linears_that_no_token_reaches_round_nothing():
     assert kinds.pop("model.layers.1.mlp.down_proj") is None and set(kinds.values()) == {"int8-static"}
 
 
-@pytest.mark.parametrize("options", [{"weights": "int8"}, {}], ids=str)
-def test_without_calibration_it_is_an_error_that_says_what_to_call(options, tiny):
-    model = make("llama")
-    before = tiny.snapshot(model)
-    with pytest.raises(
-        ValueError, match=r"accel.quantize\(model, 'int8', calibration=..., activations='int8-static'\)"
-    ):
-        accel.optimize(model, activations="int8-static", **options)
-    with pytest.raises(ValueError, match="is fixed by calibration data: give calibration="):
-        accel.quantize(model, "int8", activations="int8-static")
-    with pytest.raises(ValueError, match="'fp8', 'int8-static', 'int8-outliers-static', 'fp8-static'"):
-        accel.quantize(model, "int8", DATA, activations="int4-static")
-    tiny.assert_same_state(before, tiny.snapshot(model))
+COLUMNS = {"method": "rtn", "activations": "int8-outliers-static"}
+
+
+def without(x: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """x in float64, rounded by token but for these columns, by definition; up to 64 rows as they are."""
+    if x.shape[:-1].numel() <= 64:
+        return x
+    rest = x.index_fill(-1, columns, 0)
+    return by_token(rest, "int8") + (x - rest)
 
 
 @torch.no_grad()
-def test_quantized_without_a_scale_it_is_an_error_too():
-    model = accel.quantize(make("llama"), "int8")
-    with pytest.raises(ValueError, match="no linear layer of the model holds what it needs"):
-        accel.optimize(model, activations="int8-static")
-    assert {module.activations for module in held_by(model)} == {None}
+def test_columns_beyond_the_threshold_in_calibration_are_kept_and_no_others(in_double):
+    stock = planted(make("llama-biases", torch.float64))
+    model = accel.quantize(copy.deepcopy(stock), "int8", DATA, **COLUMNS)
+    twin = oracle(stock, model, lambda x, module: without(x, module.input_columns))
+    first = model.model.layers[0]
+    for module in (first.self_attn.q_proj, first.self_attn.v_proj, first.mlp.gate_proj):
+        assert 5 in module.input_columns.tolist() and module.input_columns.dtype == torch.int64
+    assert first.self_attn.q_proj.rounding == first.self_attn.k_proj.rounding
+    assert min(len(module.input_columns) for module in held_by(model)) == 0
+    accel.optimize(model)
+    counting = Counting()
+    for module in held_by(model):
+        module.products = counting
+    in_double()
+    for ids in (prompt(1, 100), prompt(5, 13), prompt(1, 64)):
+        assert off(model(ids).logits, twin(ids).logits) < 1e-9
+    assert len(counting.calls) == 2 * 8 and all(fixed for *_, fixed in counting.calls)
 
 
-# -- the module by itself ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_a_linear_rounds_many_rows_and_its_scale_goes_with_it(kind):
-    plain, scheme = torch.nn.Linear(48, 32, dtype=torch.float64), Scheme(kind_of(kind), activations=kind)
+def test_columns_are_verified_told_of_and_not_saved(tmp_path):
+    model, ids = accel.quantize(planted(make("llama-biases")), "int8", DATA, **COLUMNS), prompt(1, 80)
+    other = accel.quantize(planted(make("llama-biases")), "int8", DATA, **COLUMNS)
+    other.load_state_dict(model.state_dict())
+    wanted = model(ids).logits
+    assert torch.equal(other(ids).logits, wanted)
+    loss = off(wanted, planted(make("llama-biases"))(ids).logits)
+    dynamic = accel.quantize(planted(make("llama-biases")), "int8", DATA, method="rtn", activations="int8")
+    assert loss < 0.5 * off(dynamic(ids).logits, planted(make("llama-biases"))(ids).logits)
+    accel.optimize(model)
+    quality = accel.verify(model, input_ids=ids)
+    assert quality.passed and quality.lossy == "activations='int8-outliers-static'"
+    (told,) = [reason for path, rule, _, reason in accel.report(model).sites if rule == "activations" and not path]
+    assert told.startswith("14 linear layers keep fixed columns in 16 bits, 0 to ")
+    with pytest.warns(UserWarning, match="fixed in the inputs of 14 linear layers are not saved"):
+        model.save_pretrained(tmp_path)
+    loaded = accel.load(tmp_path)
+    assert {module.activations for module in held_by(loaded)} == {None}
+    with pytest.raises(ValueError, match=r"holds what it needs; its columns of inputs are fixed by calibration: accel"):
+        accel.optimize(loaded, activations="int8-outliers-static")
 
-    def linear(scale: float) -> QuantizedLinear:
-        held = round_to_nearest(plain.weight, scheme)
-        return QuantizedLinear(held, plain.bias, torch.float64, scheme, input_scale=torch.tensor([scale]))
 
-    module, x = linear(0.015), torch.randn(13, 5, 48, dtype=torch.float64)
-    x[3, 2, 7] = 31.0
-    weight = module.quantized.numbers().double() * module.quantized.scales.double()
-    wanted = by_scale(x, kind, module.input_scale.double()) @ weight.t() + module.bias
-    torch.testing.assert_close(module(x), wanted, rtol=1e-12, atol=1e-12)
-    with dequantizing(module):
-        torch.testing.assert_close(module(x), wanted, rtol=1e-12, atol=1e-12)
-    other = linear(1.0)
-    other.load_state_dict(module.state_dict())
-    assert torch.equal(other(x), module(x)) and other.rounding == module.rounding
-    assert copy.deepcopy(module).to(torch.bfloat16).input_scale.dtype == torch.float32
-    x[9, 3, 0] = torch.nan
-    y = module(x)
-    assert y[9, 3].isnan().all() and y.isnan().sum() == 32
+class Overlooking(RowProducts):
+    """Columns are forgotten."""
+
+    def rounded(self, x, activations, norm=None, fixed=None):
+        return super().rounded(x, "int8", norm)
+
+
+@torch.no_grad()
+def test_columns_that_are_forgotten_do_not_pass(monkeypatch):
+    model = accel.optimize(accel.quantize(planted(make("llama-biases")), "int8", DATA, **COLUMNS))
+    monkeypatch.setattr("accel.verification.rounded_products.KERNELS", Overlooking())
+    assert not accel.verify(model, input_ids=prompt(1, 80)).passed

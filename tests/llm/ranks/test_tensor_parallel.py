@@ -11,12 +11,13 @@ import accel
 from accel.tolerances import DRIFT, LOGITS
 from support.llm import families
 from support.llm.batching.engines import alone
+from support.llm.near_ties import model_of
 from support.llm.parallel import faults, ranks
 from support.llm.parallel.modes import STOCK, ahead, all_modes
-from support.llm.runtime.near_ties import model_of
 from support.ranks import LIMIT, FaultyRanks
 
 STEPS = 6
+CALL = ranks.padded_call("cpu", STEPS)
 # All sums are ours: one for attention and MLP of each layer in a forward, and one for the words where they are divided.
 TWO = (
     "llama", "llama-biases", "llama-tied", "mistral", "qwen2", "qwen3", "gemma3", "gpt-neox", "starcoder2", "phi",
@@ -31,11 +32,6 @@ SCHEMES = (
 WIDE = {"hidden_size": 128, "intermediate_size": 128}  # groups of 32 columns fit into halves
 # Whole experts on each rank, as transformers since 5.18 and before is asked for them.
 EXPERTS = {"ep_size": 2} if "ep_size" in DistributedConfig.__annotations__ else {"enable_expert_parallel": True}
-
-
-def call() -> dict:
-    ids, mask = families.padded((9, 5))
-    return {"input_ids": ids, "attention_mask": mask, "max_new_tokens": STEPS, "do_sample": False}
 
 
 @pytest.fixture
@@ -78,10 +74,10 @@ def rows(share: int, names: tuple, size: int = 2, divided: dict | None = None, o
 )
 def test_ranks_write_the_tokens_of_one_process(name, size, divided, options, rank_pool, saved):
     model, folder, given = saved(name, **(WIDE if "weights" in options else {}))
-    found = rank_pool(size).run(ranks.write, folder, [call()], options, {"tp_size": size} | divided, given)
-    stock = model.generate(**call()).tolist()
+    found = rank_pool(size).run(ranks.write, folder, [CALL], options, {"tp_size": size} | divided, given)
+    stock = model.generate(**CALL).tolist()
     one = accel.optimize(copy.deepcopy(model), **options) if options else model
-    expect(found, one.generate(**call()).tolist(), stock)
+    expect(found, one.generate(**CALL).tolist(), stock)
     sites, collectives = found[0]["sites"], found[0]["collectives"][1]
     patched = {(path, rule) for path, rule, status, _ in sites if status == "patched"}
     assert ("", "language model") in patched

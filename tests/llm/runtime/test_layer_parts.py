@@ -9,7 +9,7 @@ from accel_kernels.gemm.linear import torch_linear
 from accel_kernels.trials import Trials
 
 import accel
-from accel.llm.runtime.linear import MOST_MEASURED_ROWS, Weights
+from accel.llm.runtime.linear import MOST_MEASURED_ROWS, product_for
 from accel.patching.fast_forward import Kernels
 from support.llm.families import BY_NAME, FAMILIES, layers, make, padded, prompt
 from support.llm.outputs import same
@@ -143,10 +143,9 @@ def test_the_norm_before_a_quantized_weight_is_its_own_up_to_512_rows(rows, insi
 
 
 def test_not_where_a_user_has_put_another_operation(counted):
-    weights = Weights(torch.nn.Parameter(torch.randn(8, 8)), None)
     x = torch.randn(70, 8)
     with Trials().noting():
-        assert weights.product(Kernels(None, counted), x).keywords == {"linear": counted}
+        assert product_for(Kernels(None, counted), x).keywords == {"linear": counted}
         mine = Kernels(None, counted, fused_linear=lambda *args, **more: None)
-        assert weights.product(mine, x) is mine.fused_linear
-        assert weights.product(Kernels(None, counted), x.expand(MOST_MEASURED_ROWS + 1, 70, 8)) is fused_linear
+        assert product_for(mine, x) is mine.fused_linear
+        assert product_for(Kernels(None, counted), x.expand(MOST_MEASURED_ROWS + 1, 70, 8)) is fused_linear

@@ -18,6 +18,7 @@ from accel.parallel.division import Division, spans_of, taken
 from support import shards
 from support.llm import families
 from support.llm.held_out import LiveBytes
+from support.llm.parallel.ranks import padded_call
 
 STEPS = 6
 TWO = ("llama-biases", "llama-tied", "qwen3", "gemma2", "gpt-neox", "mixtral", "qwen3-moe")
@@ -30,22 +31,30 @@ SCHEMES = (
 )  # fmt: skip
 
 
-def call() -> dict:
-    ids, mask = families.padded((9, 5))
-    return {"input_ids": ids, "attention_mask": mask, "max_new_tokens": STEPS, "do_sample": False}
+CALL = padded_call("cpu", STEPS)
 
 
 @pytest.fixture
-def divided(tmp_path):
+def saved(tmp_path):
+    """A folder with a model, quantized where a scheme is given."""
+
+    def save(name: str, scheme: str | None = None, **changes):
+        model, folder = families.make(name, **{"vocab_size": families.EVEN_VOCAB} | changes), tmp_path / "whole"
+        if scheme is None:
+            model.save_pretrained(folder)
+        else:
+            accel.quantize(model, scheme, out=folder)
+        return folder
+
+    return save
+
+
+@pytest.fixture
+def divided(saved, tmp_path):
     """The model of a family, loaded from a folder, and the folder with its parts."""
 
     def made(name: str, ranks: int, scheme: str | None = None, **changes):
-        whole, parts = tmp_path / name, tmp_path / f"{name}-parts"
-        model = families.make(name, **{"vocab_size": families.EVEN_VOCAB} | changes)
-        if scheme is None:
-            model.save_pretrained(whole)
-        else:
-            accel.quantize(model, scheme, out=whole)
+        whole, parts = saved(name, scheme, **changes), tmp_path / "parts"
         divide(whole, parts, ranks)
         return accel.load(whole), whole, parts
 
@@ -53,7 +62,7 @@ def divided(tmp_path):
 
 
 def expect(found: list[dict], model) -> None:
-    tokens = model.generate(**call()).tolist()
+    tokens = model.generate(**CALL).tolist()
     for one in found:
         assert one["optimized"] == one["stock"] == [tokens]
         assert one["fallbacks"] == [] and one["restored"] and one["with gradients"] < 1e-5
@@ -66,13 +75,13 @@ def expect(found: list[dict], model) -> None:
 def test_ranks_get_what_transformers_gives_them(name, ranks, rank_pool, divided):
     model, whole, parts = divided(name, ranks)
     assert rank_pool(ranks).run(shards.differing, str(whole), str(parts), ranks) == [[]] * ranks
-    expect(rank_pool(ranks).run(shards.write, str(parts), [call()]), model)
+    expect(rank_pool(ranks).run(shards.write, str(parts), [CALL]), model)
 
 
 @pytest.mark.parametrize(("name", "scheme", "ranks", "changes"), SCHEMES)
 def test_quantized_weights(name, scheme, ranks, changes, rank_pool, divided):
     model, _, parts = divided(name, ranks, scheme, **changes)
-    found = rank_pool(ranks).run(shards.write, str(parts), [call()])
+    found = rank_pool(ranks).run(shards.write, str(parts), [CALL])
     expect(found, model)
     assert found[0]["quantized"] == sum(type(one).__name__ == "QuantizedLinear" for one in model.modules()) > 0
     whole = sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
@@ -150,21 +159,6 @@ def test_weights_divided_in_another_way_are_refused(rank_pool, divided):
 
 
 DEEP = {"num_hidden_layers": 6, "hidden_size": 128, "intermediate_size": 256}
-
-
-@pytest.fixture
-def saved(tmp_path):
-    """A folder with a model, quantized where a scheme is given."""
-
-    def save(name: str, scheme: str | None = None, **changes):
-        model = families.make(name, **{"vocab_size": families.EVEN_VOCAB} | changes)
-        if scheme is None:
-            model.save_pretrained(tmp_path / "whole")
-        else:
-            accel.quantize(model, scheme, out=tmp_path / "whole")
-        return tmp_path / "whole"
-
-    return save
 
 
 def whole_tensors(folder) -> dict[str, torch.Tensor]:

@@ -81,6 +81,7 @@ FAMILIES = {
     "paddleocr_vl_text": MROPE,
     "qwen2_5_omni_text": MROPE,
     "qwen2_5_vl_text": MROPE,
+    "qwen2_5_vl_vision": {"window_size": 16},
     "qwen2_vl_text": MROPE,
     "qwen4_exp_text": {"layer_types": [LINEAR, "indexed_attention"], "indexer_n_heads": 2, "indexer_kv_heads": 1,
                        "indexer_head_dim": HEAD_DIM, "indexer_budget": 4, "indexer_compress_ratio": 2},

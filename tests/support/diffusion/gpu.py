@@ -3,16 +3,11 @@
 import torch
 
 import accel
-from support.diffusion.outputs import run
+from support.diffusion.outputs import in_dtype, run
 
 
 def on_gpu(inputs, dtype=torch.float16):
-    def move(value):
-        if isinstance(value, dict):
-            return {name: move(item) for name, item in value.items()}
-        return value.cuda().to(dtype) if value.is_floating_point() else value.cuda()
-
-    return {name: move(value) for name, value in inputs.items()}
+    return in_dtype(inputs, dtype, "cuda")
 
 
 def close(got, wanted, share=4e-3):

@@ -1,6 +1,12 @@
 """What a denoiser gives for inputs, and how near two outputs are."""
 
 import torch
+from torch.utils._pytree import tree_map_only
+
+
+def in_dtype(tree, dtype, device=None):
+    """Nested inputs on a device, those of fractions in this dtype."""
+    return tree_map_only(torch.Tensor, lambda t: t.to(device, dtype if t.is_floating_point() else None), tree)
 
 
 def run(model, inputs):

@@ -8,10 +8,10 @@ from accel_kernels import rowwise
 from accel_kernels.gemm.linear import torch_linear
 from torch import nn
 
+from accel.diffusion.dit.assignments import without_assignments
 from accel.diffusion.dit.executable import Executable
 from accel.diffusion.dit.lowering import Pass
 from accel.diffusion.dit.recorder import recorded, tensors_in
-from accel.diffusion.dit.rotary_halves import without_assignments
 from accel.diffusion.dit.schedule import Schedule
 
 

@@ -30,21 +30,22 @@ def optimized(scheduler):
     return scheduler, plan
 
 
-def denoise(scheduler, device="cpu", dtype=torch.float32, steps=6, start=None, begin=True, timesteps=None, **step):
-    """A pipeline's loop around a made-up model: all samples, and what else the steps returned, on the host.
+def denoise(scheduler, device="cpu", dtype=torch.float32, begins=None, **call):
+    """A pipeline's loop around a made-up model: all samples and what else the steps returned, and what was read.
 
-    start: where an image is taken in, as in image-to-image, with or without a call of set_begin_index.
+    device: "meta" is emulated; its outputs are the numbers on the host. begins: called before the first step.
+    call: of `_denoise`.
     """
-    mode = EmulatedDevice() if device == "meta" else None
-    if mode is not None:
-        with mode:
-            outputs, accesses = _denoise(scheduler, mode, dtype, steps, start, begin, timesteps, step)
-        return [output.value for output in outputs], accesses
-    return _denoise(scheduler, mode, dtype, steps, start, begin, timesteps, step)
+    if device != "meta":
+        return _denoise(scheduler, device, dtype, begins or (lambda: None), **call), []
+    with EmulatedDevice() as mode:
+        outputs = _denoise(scheduler, device, dtype, mode.accesses.clear, **call)
+        accesses = list(mode.accesses)
+    return [output.value for output in outputs], accesses
 
 
-def _denoise(scheduler, mode, dtype, steps, start, begin, timesteps, step):
-    device = "cpu" if mode is None else "meta"
+def _denoise(scheduler, device, dtype, begins, steps=6, start=None, begin=True, timesteps=None, **step):
+    """start: where an image is taken in, as in image-to-image, with or without a call of set_begin_index."""
     generator = torch.Generator().manual_seed(1)
     sample, noise, drift = (torch.randn(2, 4, 8, 8, generator=generator).to(dtype).to(device) for _ in range(3))
     scheduler.set_timesteps(**({"num_inference_steps": steps} if timesteps is None else timesteps), device=device)
@@ -56,14 +57,13 @@ def _denoise(scheduler, mode, dtype, steps, start, begin, timesteps, step):
         sample = _with_noise(scheduler, sample, noise, left[:1].repeat(2))
     outputs = []
     torch.manual_seed(2)
-    if mode is not None:
-        mode.accesses.clear()
+    begins()
     for number, t in enumerate(left):
         given = scheduler.scale_model_input(sample, t) if hasattr(scheduler, "scale_model_input") else sample
         predicted = 0.8 * given + (0.1 + 0.01 * number) * drift
         sample, *more = scheduler.step(predicted, t, sample, **step, return_dict=False)
         outputs += [sample, *(output for output in more if output is not None)]
-    return outputs, [] if mode is None else list(mode.accesses)
+    return outputs
 
 
 def _with_noise(scheduler, sample, noise, timesteps):
@@ -76,6 +76,11 @@ def _with_noise(scheduler, sample, noise, timesteps):
 
 def equal(got, wanted) -> bool:
     return [x.dtype for x in got] == [x.dtype for x in wanted] and all(map(torch.equal, got, wanted))
+
+
+def largest_error(got, exact) -> float:
+    """The largest error, relative to the largest value of its step."""
+    return float(max(((x.double() - y).abs().max() / y.abs().max() for x, y in zip(got, exact, strict=True))))
 
 
 def foreign_schedulers():

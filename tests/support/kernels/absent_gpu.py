@@ -77,12 +77,21 @@ class _Tensors(TorchFunctionMode):
         return function(*args, **dict(zip(kwargs, values, strict=True)))
 
 
+def is_argument(value) -> bool:
+    """Whether Triton takes this as a kernel's argument or setting; the fields of a tuple are asked one by one."""
+    if isinstance(value, tuple):
+        return all(map(is_argument, value))
+    kinds = (torch.Tensor, torch.dtype, int, float, str)
+    return value is None or isinstance(value, kinds) or type(value).__module__.startswith("triton.")
+
+
 @contextmanager
 def absent_gpu(arch: int, processors: int = 132) -> Iterator[list[Launch]]:
     """Inside, tensors can be made on GPU, and launches of kernels are added to the list. arch: 90 for 9.0."""
     launches: list[Launch] = []
 
     def keep(kernel, *args, grid, warmup, **meta):
+        assert all(map(is_argument, (*args, *meta.values()))), f"{kernel.__name__} is given what Triton cannot take"
         launches.append(Launch(kernel, grid, args, meta))
 
     properties = SimpleNamespace(multi_processor_count=processors, shared_memory_per_block_optin=SHARED[arch])

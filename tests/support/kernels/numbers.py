@@ -2,11 +2,14 @@
 
 import numpy as np
 import torch
-from accel_kernels import Norm, Quantized, RowOp, RowProgram, fp8_linear, quantize_rows, rowwise
+from accel_kernels import Norm, Quantized, RowOp, RowProgram, fp8_linear, quantize_rows, route, rowwise
+from accel_kernels.accuracy import in_float64
 from accel_kernels.gemm.quantized.quantized_linear import FP8, INT4, INT8
 from accel_kernels.row_numbers import row_numbers, row_peak, row_scale
 from accel_kernels.rowwise.program import FULL
 from accel_kernels.rowwise.rowwise import TORCH
+from accel_kernels.tolerances import FLOOR
+from torch.utils._pytree import tree_map
 
 from support.kernels.warpgroups import Array
 
@@ -40,14 +43,14 @@ NORMS = {
     "none": None,
     "rms": Norm(torch.randn(80), None, 1e-5),
     "gemma": Norm(torch.randn(80), None, 1e-6, offset=1.0),
-    "layer": Norm(torch.randn(80), torch.randn(80), 1e-5, centred=True),
-    "plain-layer": Norm(None, None, 1e-5, centred=True),
+    "layer": Norm(torch.randn(80), torch.randn(80), 1e-5, centered=True),
+    "plain-layer": Norm(None, None, 1e-5, centered=True),
 }
 
 
 def weight_of(n, k, dtype=torch.bfloat16, to=torch.int8):
     rows = quantize_rows.reference(torch.randn(n, k) * k**-0.5, dtype=to)
-    return Quantized(rows.data, rows.scales.to(dtype))
+    return Quantized.of(rows.data, rows.scales.to(dtype))
 
 
 def cast(norm, dtype):
@@ -63,26 +66,16 @@ def sqnr(found, exact) -> float:
 
 # Triton's interpreter truncates to bfloat16 where the GPU rounds: one more unit in the last place.
 TRUNCATION = {torch.bfloat16: 2**-8}
-# fp32 sums in another order than torch's; relative to the largest output.
-FLOOR = {torch.float32: 4e-6, torch.float16: 0.0, torch.bfloat16: 0.0}
 
 
 def assert_as_good_as_torch(op, args, kwargs, dtype):
     """The kernel's largest error against float64 is at most twice the reference's own in this dtype."""
 
-    def double(value):
-        if isinstance(value, tuple):
-            return type(value)(*map(double, value)) if hasattr(value, "_fields") else tuple(map(double, value))
-        if isinstance(value, torch.dtype):  # of the result
-            return torch.float64
-        wide = isinstance(value, torch.Tensor) and value.is_floating_point() and value.itemsize > 1  # others are codes
-        return value.double() if wide else value
-
     def many(output):
         return output if isinstance(output, tuple) else (output,)
 
-    exact = many(op.reference(*map(double, args), **{name: double(value) for name, value in kwargs.items()}))
-    torchs = many(op.reference(*args, **kwargs))
+    wide, more = tree_map(in_float64, (args, kwargs))
+    exact, torchs = many(op.reference(*wide, **more)), many(op.reference(*args, **kwargs))
     ours = many(op.triton(*args, **kwargs))
     slack = FLOOR[dtype] + (0.0 if args[0].is_cuda else TRUNCATION.get(dtype, 0.0))
     for mine, theirs, truth in zip(ours, torchs, exact, strict=True):
@@ -132,3 +125,37 @@ def numbers_of(format, neighbors, middle):
 
 def spread(values, repeats, given):
     return Array(np.repeat(values.data, repeats, axis=2)) if given else values
+
+
+def route_case(name: str, device: torch.device, dtype: torch.dtype) -> tuple:
+    args, _ = next(case for case in route.cases if case.name == name).make(device, dtype)
+    return args
+
+
+def poisoned(monkeypatch) -> None:
+    """Fresh memory holds NaN, or a number that no kernel writes, so that an element no program wrote shows."""
+    for name in ("empty", "empty_like"):
+
+        def filled(*args, make=getattr(torch, name), **kwargs):  # noqa: B008 (torch's own, before it is replaced)
+            tensor = make(*args, **kwargs)
+            if tensor.dtype is torch.bool:
+                return tensor.fill_(True)
+            return tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
+
+        monkeypatch.setattr(torch, name, filled)
+
+
+def assert_routes_as_torch(logits, routing, bias=None, dtype=None) -> None:
+    """The same choices as the reference's; shares at most twice as far from float64 as its own, row by row."""
+    assert route.supports(logits, routing, bias, dtype) is None
+    index, shares = route.triton(logits, routing, bias, dtype)
+    wanted, torchs = route.reference(logits, routing, bias, dtype)
+    assert index.dtype == torch.int64 and torch.equal(index, wanted)
+    exact_index, exact = route.reference(logits.double(), routing, None if bias is None else bias.double())
+    assert torch.equal(exact_index, wanted)
+    kind = dtype or logits.dtype
+    assert shares.dtype == torchs.dtype == kind
+    peak = exact.abs().amax(-1, keepdim=True)
+    error, own = (float(((one.double() - exact).abs() / peak).max()) for one in (shares, torchs))
+    slack = FLOOR[kind] + (0.0 if logits.is_cuda else TRUNCATION.get(kind, 0.0))
+    assert error <= 2 * own + slack, f"error {error:.1e}, torch's own {own:.1e}"

@@ -1,14 +1,14 @@
-"""What users do to a language model between two calls, as a table: stock and ours go through it side by side."""
+"""What users do to a language model between two calls, as a table: stock and ours go through it side by side.
+
+What is changed in one module of a layer is in `support.module_changes`.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import nn
-
 from support.llm.edits import modules, weights
-from support.llm.edits.modules import around, config, hook, own_forward, setting, unhook
+from support.llm.edits.modules import around, config, hook, unhook
 from support.llm.edits.places import (
-    attention,
     choose,
     delete,
     do,
@@ -17,7 +17,6 @@ from support.llm.edits.places import (
     matrix,
     merge,
     mlp,
-    norm,
     prefix,
     switch,
     unmerge,
@@ -45,7 +44,6 @@ class Change:
         return self.name
 
 
-LLAMA = ("llama",)
 LLAMA_LIKE = ("llama", "gpt-neox")  # made of nn.Linear
 CHANGES = (
     Change("lora", (lora("style"), switch(False), switch(True)), reverse=delete),
@@ -58,39 +56,25 @@ CHANGES = (
     Change("prefix-tuning", (prefix,)),
     Change("other-weights", (do(weights.other_weights), do(weights.other_weights))),
     Change("assigned-weights", (do(weights.assigned_weights),)),
-    Change("new-parameter", (do(weights.new_parameter),)),
     Change("new-data", (do(weights.new_data),)),
     Change("new-data-of-the-second", (do(weights.new_data_of_the_second),), only=LLAMA_LIKE),
     Change("through-data", (do(through_data),), reverse=through_data),
     Change("matrix-in-place", (in_place(matrix), in_place(lambda m: matrix(m, -1)))),
-    Change("norm-in-place", (in_place(norm),)),
     Change("head-in-place", (in_place(lambda m: m.get_output_embeddings()),)),
     Change("words-in-place", (in_place(lambda m: m.get_input_embeddings()),)),
     Change("new-bias", (do(weights.new_bias),)),
     Change("double", (do(lambda m: m.double()),), reverse=lambda m: m.float(), shows=False),
     Change("bfloat16", (do(lambda m: m.bfloat16()),), shows=False, slack=2**12),
-    Change("own-linear", (do(modules.own_linear),), only=LLAMA_LIKE),
     Change("quantized", (do(modules.quantized),), only=LLAMA_LIKE),
     Change("around-a-matrix", (around(matrix),)),
-    Change("around-the-attention", (around(attention),)),
     Change("around-the-mlp", (around(mlp),)),
-    Change("around-a-norm", (around(norm),)),
     Change("another-layer", (do(modules.another_layer),)),
     Change("fewer-layers", (do(modules.fewer_layers),)),
     Change("layers-in-another-order", (do(modules.layers_in_another_order),)),
     *(
-        Change(f"own-forward-of-{name}", (own_forward(find),))
-        for name, find in {"a-matrix": matrix, "attention": attention, "mlp": mlp, "norm": norm}.items()
-    ),
-    *(
         Change(f"hook-on-{name}", (hook(find), do(unhook)))
         for name, find in {
             "the-model": lambda m: m.get_submodule(m.base_model_prefix),
-            "a-layer": first,
-            "the-attention": attention,
-            "the-mlp": mlp,
-            "a-norm": norm,
-            "a-matrix": matrix,
             "the-words": lambda m: m.get_input_embeddings(),
             "the-head": lambda m: m.get_output_embeddings(),
         }.items()
@@ -104,9 +88,6 @@ CHANGES = (
     Change("more-words", (do(modules.more_words),), shows=False),
     Change("other-head", (do(modules.other_head),)),
     Change("other-words", (do(modules.other_words),)),
-    Change("other-scaling", (setting(attention, "scaling", 0.7),), only=LLAMA_LIKE),
-    Change("other-eps", (setting(norm, "variance_epsilon", 3.0),), only=LLAMA),
-    Change("other-activation", (setting(mlp, "act_fn", nn.ReLU()),), only=LLAMA),
     Change(
         "other-attention",
         (do(lambda m: m.set_attn_implementation("eager")),),

@@ -47,7 +47,6 @@ class Family:
     none is, and the report says why; "either", only what it computes matters.
     attention: the implementation asked for, where the default one is not the one to compare with.
     core: structurally unlike the others that are: these run the whole product of families and modes.
-    uneven: what stock itself computes for a row depends on the padding or on the other rows of the batch, and why.
     """
 
     name: str
@@ -56,7 +55,6 @@ class Family:
     expected: str = "fast"
     attention: str | None = None
     core: bool = False
-    uneven: str = ""
 
     def __str__(self) -> str:
         return self.name
@@ -85,8 +83,7 @@ FAMILIES = (
     llama("rope-yarn", **scaled("yarn", factor=4.0, original_max_position_embeddings=32)),
     llama("rope-linear", **scaled("linear", factor=4.0)),
     # Its frequencies change with the longest position a call sees.
-    Family("llama-rope-dynamic", "llama", {"max_position_embeddings": 12} | scaled("dynamic", factor=2.0),
-           uneven="its frequencies follow the longest row"),
+    Family("llama-rope-dynamic", "llama", {"max_position_embeddings": 12} | scaled("dynamic", factor=2.0)),
     Family("mistral", "mistral", {"sliding_window": 5, "head_dim": 16}, core=True),
     Family("mistral-wide", "mistral", {"sliding_window": None}),
     Family("ministral", "ministral", {"sliding_window": 5, "head_dim": 16,
@@ -158,6 +155,7 @@ FAMILIES = (
     Family("arcee", "arcee"),
     Family("seed-oss", "seed_oss", {"head_dim": 16, "attention_bias": True}),
     Family("exaone4", "exaone4", {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}),
+    Family("cwm", "cwm", {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}),
     Family("helium", "helium", {"head_dim": 16}),
     Family("apertus", "apertus", expected="either"),
     Family("ernie", "ernie4_5", {"head_dim": 16}),

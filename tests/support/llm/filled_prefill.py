@@ -14,7 +14,7 @@ class Eager:
     def __init__(self):
         self.shapes = []
 
-    def __call__(self, eager, args, kwargs, variant=(), instead=None):
+    def __call__(self, eager, args, kwargs, variant=(), without_graph=None):
         self.shapes.append((tuple(args[0].shape[:2]), variant))
         return eager(*(each.clone() for each in args), **kwargs)
 

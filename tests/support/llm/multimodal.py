@@ -43,31 +43,6 @@ def build(name: str, **config):
     return model(getattr(transformers, f"{name}Config")(**config))
 
 
-def qwen(name: str, text: dict, **vision):
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-    size = {"depth": SIZES["num_hidden_layers"], "num_heads": 2, "patch_size": 4, "temporal_patch_size": 2}
-    model = build(
-        name,
-        text_config=TEXT | {"rope_parameters": rope} | text,
-        vision_config=size | {"spatial_merge_size": 2} | vision,
-        image_token_id=IMAGE,
-        video_token_id=IMAGE + 1,
-        vision_start_token_id=IMAGE + 2,
-        vision_end_token_id=IMAGE + 3,
-    )
-    ids = words(True)
-    ids[:, 2] = IMAGE + 2  # before every image
-    image = {"pixel_values": random(2 * 16, 3 * 2 * 4 * 4), "image_grid_thw": torch.tensor([[1, 4, 4]] * 2)}
-    return model, {}, {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).int()} | image
-
-
-def llava():
-    vision = transformers.CLIPVisionConfig(**VISION, projection_dim=32)
-    text = transformers.LlamaConfig(**TEXT)
-    model = build("Llava", text_config=text, vision_config=vision, image_token_index=IMAGE, image_seq_length=PIECES)
-    return model, {}, pictures()
-
-
 def pixtral():
     text, vision = transformers.MistralConfig(**TEXT, **HEADS), transformers.PixtralVisionConfig(**VISION, **HEADS)
     model = build("Llava", text_config=text, vision_config=vision, image_token_index=IMAGE, vision_feature_layer=-1,
@@ -156,13 +131,11 @@ def grown(kind: str, grid: bool = False):
     return model, {}, {"input_ids": ids} | marks | image
 
 
-OUT = {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48}
 MODELS: dict[str, Callable] = {
-    "qwen2-vl": functools.partial(qwen, "Qwen2VL", {}, embed_dim=32, hidden_size=64, mlp_ratio=2),
-    "qwen2.5-vl": functools.partial(qwen, "Qwen2_5_VL", {}, **OUT, fullatt_block_indexes=[1], window_size=16),
-    "qwen3-vl": functools.partial(qwen, "Qwen3VL", HEADS, **OUT, deepstack_visual_indexes=[0],
-                                  num_position_embeddings=16),
-    "llava": llava,
+    "qwen2-vl": functools.partial(grown, "qwen2_vl", grid=True),
+    "qwen2.5-vl": functools.partial(grown, "qwen2_5_vl", grid=True),
+    "qwen3-vl": functools.partial(grown, "qwen3_vl", grid=True),
+    "llava": functools.partial(grown, "llava"),
     "pixtral": pixtral,
     "mistral3": mistral3,
     "gemma3": gemma3,

@@ -4,8 +4,6 @@ import copy
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import accel
 from accel.quantization.experts import QuantizedExperts
@@ -115,54 +113,17 @@ def logits(model) -> dict[str, torch.Tensor]:
     return {"logits": model(input_ids=ids, attention_mask=mask).logits[mask.bool()]}
 
 
-class Counting(TorchDispatchMode):
-    """The most floating tensors of a linear's size, on real memory, that there were at once."""
-
-    def __init__(self, sizes: set[int]):
-        super().__init__()
-        self.sizes, self.alive, self.most = sizes, {}, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, list | tuple) else (result,):
-            if isinstance(tensor, torch.Tensor) and tensor.dim() == 2 and tensor.dtype.is_floating_point:
-                if tensor.numel() in self.sizes and not tensor.is_meta and tensor.dtype.itemsize > 1:
-                    storage = tensor.untyped_storage()
-                    self.alive[storage.data_ptr()] = StorageWeakRef(storage)
-        self.alive = {place: one for place, one in self.alive.items() if not one.expired()}
-        self.most = max(self.most, len(self.alive))
-        return result
+def written_out(tensor: torch.Tensor) -> bool:
+    """Whether it may be a weight of a tiny model in 16 bits or 32."""
+    return (
+        tensor.dim() == 2
+        and tensor.is_floating_point()
+        and tensor.dtype.itemsize > 1
+        and (tensor.numel() in (96 * 64, 64 * 64))
+    )
 
 
-class Bytes(TorchDispatchMode):
-    """The most bytes that matrices of whole numbers took at once, on real memory: those of the model from the start,
-    and what operations give. A file that is loaded is no operation's.
-    """
-
-    def __init__(self, model: nn.Module | None = None):
-        super().__init__()
-        self.alive = {}
-        held = [] if model is None else [*model.parameters(), *model.buffers()]
-        for tensor in held:
-            self._see(tensor.untyped_storage(), tensor)
-        self.start = self.most = self._taken()
-
-    def _see(self, storage, tensor: torch.Tensor) -> None:
-        if tensor.dim() == 2 and not tensor.is_meta and tensor.numel() and tensor.dtype.itemsize in (1, 4):
-            if not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1:
-                self.alive[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
-
-    def _taken(self) -> int:
-        self.alive = {place: one for place, one in self.alive.items() if not one[0].expired()}
-        return sum(size for _, size in self.alive.values())
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        given = {t.untyped_storage().data_ptr() for t in (*args, *(kwargs or {}).values()) if type(t) is torch.Tensor}
-        result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, list | tuple) else (result,):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in given:
-                    self._see(storage, tensor)
-        self.most = max(self.most, self._taken())
-        return result
+def whole_numbers(tensor: torch.Tensor) -> bool:
+    """Whether it is a matrix of numbers in fewer bits, or of words of them."""
+    small = tensor.dtype.itemsize == 1 or (tensor.dtype.itemsize == 4 and not tensor.is_floating_point())
+    return small and tensor.dim() == 2 and bool(tensor.numel())

@@ -67,7 +67,7 @@ def deciding():
 def describing():
     from support.llm.multimodal import make
 
-    return make("llava")[0]
+    return make("internvl")[0]
 
 
 def task(name: str, given: Any, make: Callable[[], dict], **call) -> None:

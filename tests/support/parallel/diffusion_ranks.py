@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,8 @@ import torch.distributed as dist
 import accel
 from accel.errors import Refused
 from support.diffusion import tiny_models
+from support.diffusion.drawing import shipped
 
-MODELS = Path(__file__).parents[3] / "examples" / "models"
 PROMPT, STEPS = "a handwritten seven", 6
 
 
@@ -40,15 +39,6 @@ def ready() -> None:
     from diffusers import AutoencoderKL, StableDiffusion3Pipeline, StableDiffusionPipeline  # noqa: F401
 
 
-def shipped(name: str) -> Any:
-    import diffusers
-
-    diffusers.utils.logging.disable_progress_bar()
-    pipe = diffusers.DiffusionPipeline.from_pretrained(MODELS / name)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
 def drawn(pipe: Any, seed: int = 0, **given: Any) -> np.ndarray:
     generator = torch.Generator().manual_seed(seed)
     given = {"num_inference_steps": STEPS, "guidance_scale": 4.0} | given
@@ -70,7 +60,7 @@ def fallbacks(obj: Any) -> list[tuple[str, int]]:
 
 def draw(name: str, model: str) -> dict[str, Any]:
     """Images of a shipped pipeline, by stock in this process alone and by the ranks; and what is refused."""
-    pipe = shipped(name)
+    pipe = shipped(name=name)
     found = {
         "stock": drawn(pipe),
         "alone": drawn(pipe, guidance_scale=1.0),
@@ -101,7 +91,7 @@ def draw(name: str, model: str) -> dict[str, Any]:
 
 def cached() -> dict[str, Any]:
     """With the step cache: by one process, and by the ranks."""
-    pipe = shipped("tiny-sd-digits")
+    pipe = shipped()
     found = {"stock": drawn(pipe)}
     found["one process"] = drawn(accel.optimize(pipe, cpu="fuse", step_cache=2))
     accel.optimize(pipe, cpu="fuse", step_cache=2, parallel="guidance")
@@ -139,7 +129,7 @@ def noise_between_steps() -> dict[str, Any]:
     """Equal latents, and schedulers that draw noise: by one generator, or by each rank's own."""
     from diffusers import EulerAncestralDiscreteScheduler
 
-    pipe = shipped("tiny-sd-digits")
+    pipe = shipped()
     pipe.scheduler = EulerAncestralDiscreteScheduler.from_config(pipe.scheduler.config)
     wanted = drawn(pipe)
     accel.optimize(pipe.unet, cpu="fuse", parallel="guidance")  # without a pipeline: every call is looked at
@@ -291,54 +281,3 @@ def tiles() -> dict[str, Any]:
             ours = accel.restore(ours)
             found["restored"] = "tiled_decode" not in vars(ours) and torch.equal(ours.decode(latents).sample, wanted)
     return found
-
-
-@torch.no_grad()
-def sequence(name: str, anything: bool) -> dict[str, Any]:
-    """A transformer that diffusers divides along the sequence, before and after it is optimized."""
-    from diffusers import ContextParallelConfig
-
-    from accel.diffusion.dit.block import BlockForward
-    from support.compatibility import diffusers_calls, tiny_diffusers_models
-
-    torch.accelerator.device_count = lambda: 1  # which diffusers divides by; a CPU counts none
-    torch.accelerator.current_accelerator = lambda: None  # a CUDA build names a card that is not there
-    torch.manual_seed(0)
-    model = tiny_diffusers_models.build(name)
-    torch.manual_seed(1)
-    given = {key: even(value) for key, value in diffusers_calls.inputs(model).items()} | {"return_dict": False}
-
-    def divided(model: Any) -> Any:
-        model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=2, ulysses_anything=anything))
-        return model
-
-    whole = model(**given)[0]
-    stock = divided(copy.deepcopy(model))
-    wanted = stock(**given)[0]
-    found: dict[str, Any] = {"stock": float((wanted - whole).abs().max() / whole.abs().max())}
-    for order in ("optimized first", "divided first"):
-        ours = copy.deepcopy(model)
-        ours = divided(accel.optimize(ours, cpu="fuse")) if order == "optimized first" else ours
-        ours = ours if order == "optimized first" else accel.optimize(divided(ours), cpu="fuse")
-        off = max(float((ours(**given)[0] - wanted).abs().max() / wanted.abs().max()) for _ in range(3))
-        forwards = [forward for forward in map(beneath, ours.modules()) if isinstance(forward, BlockForward)]
-        plans = [plan for forward in forwards for plan in (forward.known or {}).values()]
-        ran = [plan.executable is not None and plan.compared for plan in plans]
-        told = fallbacks(ours)
-        accel.restore(ours)
-        found[order] = off, ran, told, torch.equal(ours(**given)[0], wanted)
-    return found
-
-
-def beneath(module: Any) -> Any:
-    """The forward that hooks of diffusers go around."""
-    references = getattr(vars(module).get("_diffusers_hook"), "_fn_refs", ())
-    return references[0].forward if references else vars(module).get("forward")
-
-
-def even(value: Any) -> Any:
-    """Texts of seven tokens get an eighth, which two ranks can divide."""
-    if not isinstance(value, torch.Tensor) or 7 not in value.shape:
-        return value
-    dim = value.shape.index(7)
-    return torch.cat([value, value.narrow(dim, 0, 1)], dim)

@@ -20,7 +20,7 @@ from accel.cuda_graphs.runner import GraphRunner
 from accel.diffusion.dit import block
 from accel.parallel.sequences import waited
 from accel.patching.fast_forward import FastForward
-from support.parallel import diffusion_ranks
+from support.parallel.sequences import both, divided, model_and_inputs, off, plans_of
 
 NAME = "FluxTransformer2DModel"
 
@@ -53,49 +53,24 @@ class Pretense:
         return entry.graph.eager(*args, **kwargs)
 
 
-def model_and_inputs() -> tuple[Any, dict]:
-    from support.compatibility import diffusers_calls, tiny_diffusers_models
-
-    torch.manual_seed(0)
-    model = tiny_diffusers_models.build(NAME)
-    torch.manual_seed(1)
-    given = diffusers_calls.inputs(model).items()
-    return model, {key: diffusion_ranks.even(value) for key, value in given} | {"return_dict": False}
-
-
-def divided(model: Any, **options: Any) -> Any:
-    from diffusers import ContextParallelConfig
-
-    torch.accelerator.device_count = lambda: 1  # which diffusers divides by; a CPU counts none
-    torch.accelerator.current_accelerator = lambda: None  # a CUDA build names a card that is not there
-    model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=2, **options))
-    return model
-
-
 @torch.no_grad()
 def graphs(order: str, fails_on: int | None, options: dict) -> dict[str, Any]:
     """Four calls of a model, of which the second captures; on one rank it may fail.
 
     options: of the division, and graphs=False.
     """
-    model, given = model_and_inputs()
-    wished = options.pop("graphs", "auto")
+    model, given = model_and_inputs(NAME)
+    wished = {"graphs": options.pop("graphs", "auto")}
     whole, wanted = model(**given)[0], divided(copy.deepcopy(model), **options)(**given)[0]
-    ours = copy.deepcopy(model)
-    if order == "optimized first":
-        divided(accel.optimize(ours, cpu="fuse", graphs=wished), **options)
-    else:
-        accel.optimize(divided(ours, **options), cpu="fuse", graphs=wished)
-    found: dict[str, Any] = {"stock": _off(wanted, whole)}
+    ours = both(model, order, wished, **options)
+    found: dict[str, Any] = {"stock": off(wanted, whole)}
     with pytest.MonkeyPatch.context() as patch:
         pretense = Pretense(patch, fails_on == dist.get_rank())
         outputs = [ours(**given)[0] for _ in range(4)]
-        found["off"] = [_off(output, wanted) for output in outputs]
+        found["off"] = [off(output, wanted) for output in outputs]
         found["exact"] = [torch.equal(output, wanted) for output in outputs]
-        forwards = [f for f in map(diffusion_ranks.beneath, ours.modules()) if isinstance(f, block.BlockForward)]
-        plans = [plan for forward in forwards for plan in (forward.known or {}).values()]
-        found["plans"] = [plan.executable is not None and plan.compared for plan in plans]
-        found["blocks"], found["soon"] = len(forwards), CAPTURED_SOON.get()
+        found["blocks"], found["plans"] = plans_of(ours)
+        found["soon"] = CAPTURED_SOON.get()
     report = accel.report(ours)
     found |= {"captures": pretense.captures, "replays": pretense.replays, "told": report.fallbacks}
     found["rows"] = [(row["status"], row["reason"]) for row in report.graphs]
@@ -132,7 +107,7 @@ def obstacles() -> dict[str, Any]:
         config = copy.copy(model._parallel_config.context_parallel_config)
         model.transformer_blocks[0].attn.processor._parallel_config.context_parallel_config = config
 
-    model, given = model_and_inputs()
+    model, given = model_and_inputs(NAME)
     found: dict[str, Any] = {"whole": obstacle(model), "divided": obstacle(divided(copy.deepcopy(model)))}
     for change in (hook, replace, replace_beneath, forget, forget_mesh, other):
         changed = divided(copy.deepcopy(model))
@@ -160,7 +135,3 @@ def arrived() -> tuple[bool, bool, bool]:
     got, plain = found["a"]
     right = torch.equal(got, torch.ones(4)) and torch.equal(plain, torch.zeros(1)) and found["b"] == 3
     return isinstance(sent, AsyncCollectiveTensor), type(got) is torch.Tensor, right
-
-
-def _off(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).abs().max() / b.abs().max())

@@ -12,9 +12,9 @@ import torch
 from accel_kernels.rowwise.program import NUMBERS
 from accel_kernels.rowwise.rowwise import TORCH
 
-from accel.diffusion.dit.program import Program, Ref, TensorValue, TorchStep, refs
-from accel.quantization.activations import KERNELS, QuantizedCall, RoundedCall, kind_of
-from accel.quantization.activations import NUMBERS as DTYPES
+from accel.diffusion.dit.program import CONCATENATIONS, Program, Ref, TorchStep, refs
+from accel.quantization.activations import KERNELS, QuantizedCall, RoundedCall, weight_dtype_of
+from accel.quantization.activations import ROW_DTYPES as DTYPES
 
 ROUNDED = (torch.float16, torch.bfloat16)  # in float32 products of fewer bits run no kernel
 PLAIN = ("int8", "fp8")  # ways of rounding rows that are nothing but numbers and a scale
@@ -70,14 +70,14 @@ class _Splitter:
         call = step.function
         if not isinstance(call, QuantizedCall) or call.exact or not isinstance(step.args[0], Ref):
             return False
-        if call.products != KERNELS:  # whose rounding and products somebody judges one by one
+        if call.products != KERNELS:  # `verify` judges rounding and products one by one
             return False
         x = self.before.values[step.args[0].number]
         activations = call.rounds(x.numel // max(1, x.shape[-1]))
         return activations in PLAIN and x.dtype in ROUNDED and not x.pinned
 
     def _product(self, step: TorchStep, call: Any, apart: set[int]) -> list[TorchStep]:
-        x, kind = step.args[0].number, kind_of(call.activations)
+        x, kind = step.args[0].number, weight_dtype_of(call.activations)
         made: list[TorchStep] = []
         if (x, kind) not in self.found:
             pieces = self._pieces(x)
@@ -91,11 +91,10 @@ class _Splitter:
         """Parts of the columns of a value that nothing but such products takes; itself where it is not put together."""
         place, values = self.makers.get(number), self.before.values
         step = None if place is None else self.before.steps[place]
-        if step is None or step.name not in ("cat", "concat") or number not in self.alone:
+        if step is None or step.name not in CONCATENATIONS or number not in self.alone:
             return [number]
-        dim = step.kwargs.get("dim", step.args[1] if len(step.args) > 1 else 0)
         parts = step.taken
-        last = dim in (-1, len(values[number].shape) - 1) and len(set(parts)) == len(parts)
+        last = self.before.joined_dim(step) == -1 and len(set(parts)) == len(parts)
         fit = all(values[n].dtype == values[number].dtype and not values[n].pinned for n in parts)
         return parts if last and fit else [number]
 
@@ -124,7 +123,4 @@ class _Splitter:
         """A new value with the rows of another."""
         value = self.before.values[number]
         shape = value.shape if columns is None else (*value.shape[:-1], columns)
-        new = len(self.program.values)
-        strides = torch.empty(shape, device="meta").stride()
-        self.program.values.append(TensorValue(new, shape, strides, 0, dtype, value.device, new))
-        return Ref(new)
+        return self.program.add(shape, dtype, value.device)

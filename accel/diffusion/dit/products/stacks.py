@@ -13,17 +13,16 @@ from typing import NamedTuple
 
 import torch
 
-from accel.diffusion.dit.lowering import Output, Pass, Window
+from accel.diffusion.dit.lowering import Operand, Pass, Window
 from accel.diffusion.dit.operations import ROWWISE, operation_of
-from accel.diffusion.dit.program import Program, Ref, TensorValue, TorchStep
+from accel.diffusion.dit.program import CONCATENATIONS, Program, Ref, TensorValue, TorchStep
 from accel.diffusion.dit.ranks.exchanges import EXCHANGE
-from accel.diffusion.dit.regions import CONCATENATIONS
 from accel.diffusion.dit.units import StackedProduct, TorchCall, Unit
 
 MOST_STACKED = 256 * 2**20  # bytes of weights in one storage: what stacking them needs for a moment on top
 MOST_IMAGES = 4  # whose rows are put together by a product for each
 ALIGNED = 16  # bytes at which the columns of each begin, as attention wants its rows
-READ_APART = ("scaled_dot_product_attention", EXCHANGE, *CONCATENATIONS)
+READS_STRIDED = ("scaled_dot_product_attention", EXCHANGE, *CONCATENATIONS)
 
 
 class Columns(NamedTuple):
@@ -50,7 +49,7 @@ class Stacks:
         results: set[int],
         concatenation: Callable[[int], int | None],
     ):
-        self.values, self.results = program.values, results
+        self.program, self.values, self.results = program, program.values, results
         self.users: dict[int, list[Unit]] = {}
         for unit in units:
             for number in unit.takes:
@@ -123,7 +122,7 @@ class Stacks:
         if all(self.values[made].base == number for made in unit.makes):  # a view
             return not unit.step.writes
         name = unit.step.name
-        return name in READ_APART or (name not in ROWWISE and operation_of(unit.step, self.values) is not None)
+        return name in READS_STRIDED or (name not in ROWWISE and operation_of(unit.step, self.values) is not None)
 
     def _first_columns(self) -> dict[int, tuple[int, int]]:
         """Of the result of each linear, the product that gives it, by its place in the list, and its first column."""
@@ -193,17 +192,14 @@ class Stacks:
         if images > MOST_IMAGES or (images > 1 and joined != {step.result.number for u in units for step in u.steps}):
             return
         first = self.values[units[0].steps[0].result.number]
-        shape, number = (*shapes[0][:-2], rows, width), len(self.values)
-        stride = torch.empty(shape, device="meta").stride()
-        self.values.append(TensorValue(number, shape, stride, 0, first.dtype, first.device, number))
-        start = 0
+        whole, start = self.program.add((*shapes[0][:-2], rows, width), first.dtype, first.device), 0
         for unit, (*_, size, _) in zip(units, shapes, strict=True):
-            unit.output = Output(number, Window(-2, start, size))
+            unit.output = Operand(whole.number, Window(-2, start, size))
             start += size
         for call, columns in calls:
             strides = [width if s is None else s if s >= 0 else -s * rows * width for s in columns.strides]
             result = call.step.result
-            args = (Ref(number), self.values[result.number].shape, tuple(strides), columns.offset)
+            args = (whole, self.values[result.number].shape, tuple(strides), columns.offset)
             self.units[self.units.index(call)] = TorchCall(
                 TorchStep(torch.as_strided, "as_strided", args, {}, result), call.place
             )

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from accel.fusion.stacked_linears import stack_rows, stacked_rows
-from accel.patching.patch import set_data
+from accel.patching.rule import unshare
 
-REST = 16  # calls between two moves of the same weights, so that moving costs little where they never stay
-ANYWHERE = 0  # the address of a copy's, each of which a pickle gives a storage as large as that of all
+CALLS_BETWEEN_MOVES = 16  # of the same weights, so that moving costs little where they never stay
+ANYWHERE = 0  # of the storages of a copy: a pickle gives every view one as large as the whole
 
 
 class WeightStacks:
@@ -58,7 +58,7 @@ class WeightStacks:
 
     def _due(self, paths: tuple[str, ...]) -> bool:
         left = self.waiting.get(paths, 0)
-        self.waiting[paths] = left - 1 if left else REST
+        self.waiting[paths] = left - 1 if left else CALLS_BETWEEN_MOVES
         return not left
 
     def _movable(self, paths: tuple[str, ...], parts: Sequence[torch.Tensor]) -> bool:
@@ -92,7 +92,5 @@ class UnstackPatch:
 
     def undo(self) -> None:
         held = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
-        for path in dict.fromkeys(path for paths in self.stacks.storages for path in paths):
-            tensor = held.get(path)
-            if tensor is not None and not _alone(tensor):
-                set_data(tensor, torch.clone)
+        for path in {path for paths in self.stacks.storages for path in paths} & held.keys():
+            unshare(held[path])

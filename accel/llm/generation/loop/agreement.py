@@ -1,4 +1,4 @@
-"""What ranks that share a model must have in common before they generate with it."""
+"""Checks that ranks which share a model generate alike: inputs, decoding, random numbers, outcome."""
 
 from hashlib import blake2b
 
@@ -19,8 +19,8 @@ LENGTHS = ("max_length", "min_length", "eos_token_id", "pad_token_id")
 def agree_to_generate(
     ranks: Ranks, inputs: str, mode: GenerationMode, config: GenerationConfig, device: torch.device
 ) -> None:
-    """Raises `errors.Refused` on all ranks where they would not write the same tokens: other inputs, another way of
-    decoding, other random numbers, or a time after which each would stop by its own clock.
+    """Raises `errors.Refused` on all ranks where inputs, decoding or random numbers differ, or a time limit is set, by
+    which each would stop by its own clock.
     """
     if config.max_time is not None:
         raise _by_a_clock(ranks, config.max_time)
@@ -35,9 +35,7 @@ def agree_to_generate(
 
 
 def agree_on_tokens(ranks: Ranks, sequences: object) -> None:
-    """Raises `errors.Refused` on all ranks where they have written different tokens, or one is not at the end of its
-    call: its sums were taken for others then.
-    """
+    """Raises `errors.Refused` on all ranks where they have written different tokens, or one has not ended its call."""
     if isinstance(sequences, torch.Tensor):
         require_agreement(ranks, f"the end of {PLACE}", {"what was written": digest(sequences)})
 

@@ -7,8 +7,8 @@ import torch
 import transformers
 from transformers import LogitsProcessorList
 
-# Processors that are functions of the tokens and the scores alone, and ask the GPU for nothing: they may be called
-# before the host knows the tokens, and once more where a step is dropped. Anything else may be somebody's own code.
+# Processors that are functions of tokens and scores alone, and never wait for the GPU: they may be called before the
+# host knows the tokens, and again if a step is dropped. Anything else may be the user's own code.
 PURE = (
     transformers.EpsilonLogitsWarper, transformers.ExponentialDecayLengthPenalty,
     transformers.ForcedBOSTokenLogitsProcessor, transformers.ForcedEOSTokenLogitsProcessor,
@@ -26,11 +26,11 @@ def pure(processors: LogitsProcessorList) -> bool:
 
 
 def draw(probabilities: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One number a row, (rows,) int64, as torch.multinomial(probabilities, 1) draws it with the default generator.
+    """One index a row, (rows,) int64, as torch.multinomial(probabilities, 1) draws it with the default generator.
 
-    probabilities: (rows, vocabulary), of a softmax. On a GPU torch.multinomial waits, to look for NaN. So there its
-    formula is computed without: the largest of p / q, where q is exponential. Then also (rows,) bool is given, whether
-    the row is NaN, which a softmax wholly is or not at all.
+    probabilities: (rows, vocabulary), of a softmax. On a GPU torch.multinomial waits, to look for NaN. So its formula
+    is computed there without waiting: the largest p / q, where q is exponential. The second result is then (rows,)
+    bool, whether the row is NaN.
     """
     if not probabilities.is_cuda:
         return torch.multinomial(probabilities, num_samples=1).squeeze(1), None
@@ -44,12 +44,12 @@ def _race(probabilities: torch.Tensor, generator: torch.Generator | None) -> tor
 
 def refuse_nan() -> None:
     """Raises what torch.multinomial raises for NaN."""
-    torch.multinomial(torch.full((1, 1), float("nan")), num_samples=1)
+    torch.multinomial(torch.full((1, 1), float("nan"), device="cpu"), num_samples=1)
 
 
 @cache
 def draws_as_torch(device: torch.device) -> bool:
-    """Whether `draw` gives this torch's numbers on this device, and leaves its generator in the same state; tried."""
+    """Whether `draw` gives the indices of this torch on this device, and leaves its generator alike; found by trial."""
     if device.type != "cuda":
         return True
     found = []
@@ -66,7 +66,7 @@ def draws_as_torch(device: torch.device) -> bool:
 
 
 class RandomState:
-    """Where the default generator of a device stands. On a GPU neither noting it nor going back waits."""
+    """The state of a device's default generator. On a GPU neither reading nor setting it waits."""
 
     def __init__(self, device: torch.device):
         self.on_gpu = device.type == "cuda"
@@ -82,7 +82,7 @@ class RandomState:
         return (bytes(self.generator.get_state().numpy()),)
 
     def set(self, mark: tuple) -> None:
-        """Goes back to a mark, or forth, within one seed's numbers."""
+        """Returns to a mark of the same seed."""
         if self.on_gpu:
             self.generator.set_offset(mark[1])
         else:

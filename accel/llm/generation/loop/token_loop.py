@@ -1,16 +1,15 @@
 """Steps of generate() one after another without waiting for their tokens: the host reads them a step late.
 
 Stock's loop asks after every token whether all rows have ended, which waits for the GPU; then the GPU waits for Python.
-Here the next step is launched first. It needs nothing that the host does not know: the token is taken where the GPU
-has put it, positions go on by one, the mask by a 1. A step that turns out to come after the end, or after a change of
-the model, is dropped: the store goes back to the length before it, and the random generator to its state. What the step
-wrote lies beyond the stored length, where the next token overwrites it before it is read.
+Here the next step is launched first. It needs nothing from the host: the token is on the GPU, positions advance by one,
+the mask by a 1. A step launched after the end, or after a change of the model, is dropped: the store goes back to the
+length before it, and the random generator to its state. What the step wrote lies beyond the stored length, where the
+next token overwrites it before it is read.
 
-What others see is stock's: criteria, then the streamer, for every token in its turn. Criteria that may be somebody's
-own are asked before the next step is launched, for they may change it. While a streamer runs, the step ahead has not
-been: the cache has stock's length, the random generator stock's state. The step stands if the streamer has changed
-neither these nor the model. Without a streamer nobody runs in between but other threads, and the model is looked at
-every few steps.
+Others see what stock shows them: criteria, then the streamer, token by token. Criteria of the user's run before the
+next step is launched, since they may change it. While a streamer runs, the step ahead is undone: cache and random
+generator are as in stock. It is put back unless the streamer has changed these or the model. Without a streamer only
+other threads run in between, and the model is checked every few steps.
 """
 
 from contextlib import nullcontext
@@ -25,15 +24,15 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.errors import RanksApart
 from accel.libraries.cache import generating_cache
-from accel.libraries.generation import FILLER, next_inputs
+from accel.libraries.generation import PAD_TENSOR, PREPARE, next_inputs, predictable
 from accel.llm.generation.calling_convention import Unfit
 from accel.llm.generation.decoder import DecoderForward
-from accel.llm.generation.graph_sizes import by_graph
 from accel.llm.generation.loop.choice import RandomState, draw, refuse_nan
-from accel.llm.generation.loop.methods import predictable, prepared_by_stock
+from accel.llm.generation.prefill import by_graph
 from accel.llm.kv_cache.cache import store_of
 from accel.llm.kv_cache.store import LatestForward, Store
 from accel.llm.pipeline.stretch import StretchGraphs
+from accel.patching.owner import InstanceMethod
 
 
 def next_logits(
@@ -44,11 +43,10 @@ def next_logits(
     keep: int,
     trusted: bool,
 ) -> torch.Tensor:
-    """The logits of one token a row more, (rows, 1, vocabulary), stored like any other.
+    """The logits of one more token a row, (rows, 1, vocabulary), which is stored.
 
-    tokens: (rows, 1). positions: one further than before. The mask goes on with a 1: what it says of the tokens before
-    is in the store. keep: the same as before. trusted: the model is the one of the step before, whose graph is replayed
-    without another look. Raises Unfit.
+    tokens: (rows, 1). positions: one further than before. The mask advances by a 1; the store has the rest of it.
+    keep: as before. trusted: the graph of the step before is replayed without comparing the model. Raises Unfit.
     """
     rows = tokens.shape[0]
     store.reserve(rows, store.length + 1)
@@ -67,7 +65,7 @@ def next_logits(
 
 
 def fingerprint_of(forward: DecoderForward) -> Fingerprint | None:
-    """The model as its graphs were made from it, or as its layers were bound to its weights where it has none."""
+    """The model as it was when its graphs were captured, or its layers bound where it has none."""
     graphs = None if forward.runner is None else forward.runner.fingerprint
     return forward.seen if graphs is None else graphs
 
@@ -76,20 +74,20 @@ TOUCHED = (
     "a streamer has changed the model, its cache or the random numbers while generate() ran, of which the other ranks "
     "that share the model know nothing"
 )
-UNWATCHED = 16  # steps from one look at the model to the next, where no code of others runs in between
-# Criteria that may be heard a step late. The first are functions of the tokens, which the GPU computes in the step; the
-# others end all rows at once, and look at the shape of what they are given, or at the clock.
+UNWATCHED = 16  # steps from one check of the model to the next, where no code of others runs in between
+# Criteria that may be evaluated a step late. The first are functions of the tokens, which the GPU computes in the step;
+# the others end all rows at once, by the shape of the tokens or the clock.
 BY_TOKENS = (transformers.EosTokenCriteria, transformers.StopStringCriteria)
 AT_ONCE = (transformers.MaxLengthCriteria, transformers.MaxTimeCriteria)
 
 
 def undisturbed(forward: DecoderForward) -> bool:
-    """Whether calling the model is calling the forward: nobody's hooks, loop or settings are in between."""
+    """Whether calling the model only calls the forward: no hooks, loop or settings of others are in between."""
     model, attributes = forward.module, vars(forward.module)
     return (
         attributes.get("forward") is forward
         and predictable(model)
-        and prepared_by_stock(model)
+        and isinstance(attributes.get(PREPARE), InstanceMethod)  # our hook, which nobody has replaced
         and type(model).__call__ is nn.Module.__call__
         and not (attributes["_forward_pre_hooks"] or attributes["_forward_hooks"])
         and forward.mode() is None
@@ -97,11 +95,10 @@ def undisturbed(forward: DecoderForward) -> bool:
 
 
 class Token(NamedTuple):
-    """One token a row, on its way from the GPU.
+    """One token a row, being copied from the GPU.
 
-    ids: (rows, tokens so far), with it. unfinished: (rows,) int64, 1 where a row goes on behind it, as far as the GPU
-    knows. host: (2 or 3, rows) int64 on the host once `ready`: the tokens, `unfinished`, and whether the tokens were
-    drawn from NaN.
+    ids: (rows, tokens so far), with it. unfinished: (rows,) int64, 1 where a row goes on, as far as the GPU knows.
+    host: (2 or 3, rows) int64 on the host once `ready`: the tokens, `unfinished`, and whether they were drawn from NaN.
     stored: the length of the store with the step that chose it. random: the generator before it was drawn.
     """
 
@@ -113,9 +110,7 @@ class Token(NamedTuple):
     random: tuple | None = None
 
     def read(self) -> tuple[torch.Tensor, bool]:
-        """(rows,) int64 on the host, and whether any row goes on; waits. Raises RuntimeError for what was drawn from
-        NaN, as torch does.
-        """
+        """(rows,) int64 on the host, and whether any row goes on; waits. Raises RuntimeError for NaN, as torch does."""
         if self.ready is not None:
             self.ready.synchronize()
         assert self.host is not None
@@ -160,7 +155,7 @@ class TokenLoop:
         self.random = RandomState(ids.device) if request.config.do_sample else None
         ends = any(hasattr(one, "eos_token_id") for one in criteria)
         self.pads = ends and ids.shape[0] > 1  # a single row that has ended is never continued
-        self.pad = getattr(request.config, FILLER)
+        self.pad = getattr(request.config, PAD_TENSOR)
         if self.pad is not None:
             self.pad = self.pad.to(ids.device)
         self.max_length = criteria.max_length
@@ -169,9 +164,9 @@ class TokenLoop:
             self.late = False  # a streamer, which only one of them may have, would end it; all take equally many steps
         self.by_tokens = [one for one in criteria if type(one) in BY_TOKENS]
         self.at_once = [one for one in criteria if type(one) in AT_ONCE]
-        self.blank = torch.zeros(1, 1, dtype=torch.long)
-        self.fused = True  # steps go past the model's own call
-        self.trusted = 0  # steps to come in which the model need not be looked at
+        self.blank = torch.zeros(1, 1, dtype=torch.long, device="cpu")
+        self.fused = True  # steps call the forward instead of the model
+        self.trusted = 0  # steps to come in which the model is not compared
 
     def run(self) -> torch.Tensor:
         device = self.first.ids.device
@@ -208,7 +203,7 @@ class TokenLoop:
     def _wanted(self, token: Token) -> Token:
         try:
             return self._next(token)
-        except Unfit:  # the call of the model finds so too, and tells
+        except Unfit:  # the call of the model finds the same, and reports it
             self.fused = self.late = False
             return self._next(token)
 
@@ -255,7 +250,7 @@ class TokenLoop:
             self._go_back(random)
             if not isinstance(error, Exception):
                 raise
-            self.late = False  # comes again, if the step is wanted still, after the token before it
+            self.late = False  # the error comes again if the step is still wanted after the token before it
 
     def _drop(self) -> None:
         """Undoes the step launched ahead."""
@@ -263,19 +258,19 @@ class TokenLoop:
         self._go_back(None if ahead is None else ahead.random)
 
     def _go_back(self, random: tuple | None) -> None:
-        if self.store.whole and self.store.length > self.stored:
+        if self.store.consistent and self.store.length > self.stored:
             self.store.crop(self.stored)
         if self.random is not None and random is not None:
             self.random.set(random)
 
     def _over(self, length: int) -> bool:
-        """Whether all rows end at so many tokens, or now. These criteria look at no more than the shape of the ids."""
+        """Whether all rows end at so many tokens, or now. These criteria read only the shape of the ids."""
         ids = self.blank.expand(1, length)
         return any([bool(one(ids, None)) for one in self.at_once])
 
     def _stream(self, chosen: torch.Tensor) -> None:
-        """Gives the streamer a token. Meanwhile the step ahead is undone: a streamer may read or change the cache, the
-        random numbers and the model. The step is put back if it changed nothing.
+        """Gives the streamer a token. The step ahead is undone meanwhile, and put back if the streamer changed neither
+        the cache, the random numbers nor the model.
         """
         ahead, self.ahead = self.ahead, None
         after = None if self.random is None else self.random.mark()
@@ -283,9 +278,7 @@ class TokenLoop:
             self._go_back(ahead.random)
         before = None if self.random is None else self.random.mark()
         known = self._state()
-        untouched = self.store.latest = LatestForward(
-            None, self.keep
-        )  # whoever reads or writes the store takes it away
+        untouched = self.store.latest = LatestForward(None, self.keep)  # any read or write of the store removes it
         self.streamer.put(chosen.clone())
         same = self.store.latest is untouched and (self.random is None or self.random.mark() == before)
         if ahead is not None and same and self._holds(known):
@@ -297,10 +290,10 @@ class TokenLoop:
         if ahead is not None and self.forward.ranks is not None:
             raise RanksApart(TOUCHED)
         self._look()
-        self.late &= known[1] is not None  # else nobody counts how often weights change: no step ahead would last
+        self.late &= known[1] is not None  # without versions of the weights no step ahead could be put back
 
     def _look(self) -> None:
-        """After code of the user's: the next step checks the model, and calls it where its forward is not all."""
+        """After code of the user's: the next step compares the model, and calls it if it does more than its forward."""
         self.trusted = 0
         ours = store_of(generating_cache(self.request.kwargs)) is self.store and self.store.length == self.stored
         if not (ours and undisturbed(self.forward)):

@@ -9,7 +9,7 @@ from itertools import accumulate, groupby
 from operator import itemgetter
 
 import torch
-from accel_kernels.gemm.quantized_weight import Quantized, pack
+from accel_kernels.gemm.quantized_weight import Quantized
 from torch import Tensor
 
 from accel.llm.ptq.calibration.layer_work import LayerWork
@@ -83,7 +83,7 @@ def _rounded(
         return [found for weight in weights for found in _rounded([weight], upper, scheme, order, dtype)]
     if parts is None:
         return _rounded(weights, upper, scheme, order, torch.float32)
-    whole, ends = Quantized(*parts), list(accumulate(map(len, weights)))
+    whole, ends = Quantized(*parts, scheme.format), list(accumulate(map(len, weights)))
     return [whole.rows(end - len(weight), end).each(Tensor.clone) for weight, end in zip(weights, ends, strict=True)]
 
 
@@ -126,7 +126,7 @@ def _columns(
     data = torch.stack([numbers[place] for place in places], dim=1)
     scales = torch.stack([scales for scales, _ in found], dim=1)
     zeros_of = [zeros for _, zeros in found if zeros is not None]
-    return pack(data) if scheme.number == "int4" else data, scales, torch.stack(zeros_of, dim=1) if zeros_of else None
+    return scheme.format.pack(data), scales, torch.stack(zeros_of, dim=1) if zeros_of else None
 
 
 def _inverse_root(hessian: Tensor) -> Tensor:

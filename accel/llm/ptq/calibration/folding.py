@@ -11,15 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from accel.fusion.norm_kind import NormKind
-from accel.llm.analysis.analyze import formulas
-from accel.llm.analysis.layer import LayerSpec
-from accel.llm.analysis.norm import NormSpec
-from accel.llm.analysis.softmax_attention import SEPARATE, SoftmaxSpec, split
 from accel.llm.ptq.calibration.linears import put, weight_matrix
 from accel.llm.recording.record import NotUnderstood
-from accel.llm.runtime.attention_kinds import KINDS
-from accel.llm.runtime.linear import Weights, weights
-from accel.patching.patch import set_data
+from accel.llm.runtime.analyze import formulas
+from accel.llm.runtime.layer import LayerSpec
+from accel.llm.runtime.linear import weights
+from accel.llm.runtime.norm import NormSpec
+from accel.llm.runtime.softmax_attention import SEPARATE, SoftmaxSpec, split
+from accel.patching.rule import set_data
 from accel.quantization.linears import Dense
 
 # Positively homogeneous: act(s x) = s act(x) for s > 0.
@@ -114,7 +113,7 @@ class FoldGroup:
 def layer_groups(model: nn.Module) -> dict[str, list[FoldGroup]]:
     """The groups of every decoder layer, by its path. Raises NotUnderstood."""
     owners = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
-    found = formulas(model, {}, KINDS)
+    found = formulas(model, {})
     return {layer.path: _Layer(layer.layer, layer.path, spec, owners).groups() for layer, spec in found}
 
 
@@ -154,7 +153,8 @@ class _Layer:
         """Raises NotUnderstood for a linear whose weight may not be changed alone."""
         for name in names:
             module = self.layer.get_submodule(name)
-            if type(weights(module)) is not Weights:
+            found = weights(module)
+            if found is None or found.quantized:
                 raise NotUnderstood(f"{name} is more than a weight and a bias, or quantized")
             self._unshared(name, module)
 
@@ -195,7 +195,7 @@ class _Layer:
             raise NotUnderstood("its attention is no mean of values")
         self._own(spec.projections)
         modules = [self.layer.get_submodule(name) for name in spec.projections]
-        numbers = [torch.arange(weight_matrix(module).shape[0])[None, None] for module in modules]
+        numbers = [torch.arange(weight_matrix(module).shape[0], device="cpu")[None, None] for module in modules]
         _, _, values = split(numbers, spec.layout, spec.heads, spec.groups, spec.kv_heads, spec.dim)
         rows = values.repeat_interleave(spec.heads // spec.kv_heads, dim=-2).flatten()
         if len(rows) != weight_matrix(self.layer.get_submodule(spec.out)).shape[1]:
@@ -207,7 +207,7 @@ class _Layer:
         spec = self.spec.mlp
         self._own(spec.first)
         module = self.layer.get_submodule(spec.first[-1])
-        rows = torch.arange(weight_matrix(module).shape[0])
+        rows = torch.arange(weight_matrix(module).shape[0], device="cpu")
         if spec.halves is not None:
             first, second = rows.chunk(2)
             return BeforeRows(module, second if spec.halves else first)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from accel.llm.recording.recorder import resting
-from accel.patching.patch import set_data
+from accel.patching.rule import set_data
 from accel.patching.structure import placement
 
 

@@ -52,16 +52,16 @@ def rounding_inputs(modules: Iterable[nn.Module], scales: Mapping[nn.Module, Ten
 
 
 Watcher = TypeVar("Watcher", bound=Callable[[Tensor], None])
-JUDGED = 65536  # tokens, or one call's, by which ways to round a layer are compared: as many as AWQ was published with
+JUDGED = 65536  # tokens, at least one call's, on which ways to round a layer are compared; as many as in AWQ's paper
 
 
 class LayerWork:
     """linears: those to be quantized, by full path. calls: see `LayerInputs`; wanted: the stock layer's outputs, of as
     many of the first calls as are judged by.
 
-    fake_quant: the linears get their inputs rounded to int8 whenever the layer runs, but for `wanted`. quantized,
-    changed and fixed, see `FIXED`, are what is found, by full path; notes: what there is to say of it. Raises
-    ValueError for NaN or Inf among the weights.
+    fake_quant: whether inputs of the linears are rounded to int8 whenever the layer runs, but for `wanted`. quantized,
+    changed, fixed (see `FIXED`): the results, by full path. notes: for the report. Raises ValueError for NaN or Inf
+    among the weights.
     """
 
     def __init__(self, layer: nn.Module, scheme: Scheme, linears: dict[str, Dense], calls: list[LayerCall]):

@@ -11,9 +11,9 @@ from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import decoder_layers
 from accel.llm.runtime.linear import holds_transposed, weights
 from accel.parallel.sharded_layers import local
-from accel.patching.patch import set_data
+from accel.patching.rule import set_data
 from accel.patching.structure import plain
-from accel.quantization.linears import Dense, inside, unfit
+from accel.quantization.linears import Dense, base_modules, size_reason
 from accel.quantization.module import QuantizedLinear
 from accel.quantization.scheme import Scheme
 
@@ -29,7 +29,7 @@ def linears(model: PreTrainedModel, scheme: Scheme) -> tuple[dict[str, Dense], d
         path, _ = decoder_layers(model)
     except NotUnderstood:
         path = ""
-    return _chosen(inside(model.get_submodule(path), path, {id(model.get_output_embeddings())}), scheme)
+    return _chosen(base_modules(model.get_submodule(path), path, {id(model.get_output_embeddings())}), scheme)
 
 
 def heads(model: PreTrainedModel, scheme: Scheme | None) -> tuple[dict[str, Dense], dict[str, str]]:
@@ -37,7 +37,7 @@ def heads(model: PreTrainedModel, scheme: Scheme | None) -> tuple[dict[str, Dens
     if scheme is None:
         return {}, {}
     head, path = model.get_output_embeddings(), head_path(model)
-    chosen, skipped = ({}, {}) if path is None else _chosen(inside(head, path, set()), scheme)
+    chosen, skipped = ({}, {}) if path is None else _chosen(base_modules(head, path, set()), scheme)
     if not chosen and not skipped:
         skipped[path or ""] = f"its output head is a {type(head).__name__}: only linear layers are quantized"
     return chosen, skipped
@@ -72,7 +72,7 @@ def _refuses(module: Dense, scheme: Scheme) -> str | None:
         return plain(module, nn.Linear, Conv1D) or "its weight is not loaded, or of a type of its own"
     shape = local(module.weight).shape
     outputs, inputs = reversed(shape) if holds_transposed(module) else shape
-    return unfit(outputs, inputs, scheme)
+    return size_reason(outputs, inputs, scheme)
 
 
 def weight_matrix(module: Dense) -> Tensor:

@@ -22,11 +22,12 @@ ORDER = "weight_g_idx"  # the group of each column, where a group's do not lie s
 NAMES = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", ORDER)
 WORD = 32
 BYTES = (torch.int8, torch.float8_e4m3fn)
+TYPES = {"int8": "int", "int4": "int", "fp8": "float"}  # by the name of a `WeightFormat`; others have no layout here
 
 
 def format_of(scheme: Scheme) -> str:
     """The name that compressed-tensors has for it."""
-    if scheme.number == "fp8":
+    if scheme.weight_dtype == "fp8":
         return FLOAT
     return PACKED if _rounded(scheme) is None else BYTEWISE
 
@@ -36,12 +37,16 @@ def parts(quantized: Quantized, format: str = PACKED) -> dict[str, torch.Tensor]
 
     8-bit integers, which are not, are packed on the CPU: no second copy of a model takes room on its GPU.
     """
-    data, scales, zeros = quantized
-    if data.dtype == torch.float8_e4m3fn or format == BYTEWISE:
+    data, scales, zeros, stored = quantized
+    if stored.name == "fp8" or format == BYTEWISE:
         return {"weight": data, "weight_scale": scales}
-    packed = data.dtype == torch.int32
+    packed = stored.name == "int4"
     words = data if packed else to_bytes(data.cpu())
-    found = {"weight_packed": words, "weight_scale": scales, "weight_shape": torch.tensor(quantized.shape)}
+    found = {
+        "weight_packed": words,
+        "weight_scale": scales,
+        "weight_shape": torch.tensor(quantized.shape, device="cpu"),
+    }
     if zeros is not None:
         found["weight_zero_point"] = packed_zeros(zeros) if packed else to_bytes(zeros.t()).t().contiguous()
     return found
@@ -50,7 +55,7 @@ def parts(quantized: Quantized, format: str = PACKED) -> dict[str, torch.Tensor]
 def read(held: Mapping[str, torch.Tensor | None], taken: bool = False) -> Quantized:
     """The weight that these parts are. Raises ValueError where they do not fit one another, or what we can hold.
 
-    taken: nobody else reads the parts. Then the numbers lie where the packed ones did, whatever their layout.
+    taken: nobody else reads the parts, so that numbers may be unpacked in their memory.
     """
     scales = _held(held, "weight_scale")
     if not scales.is_floating_point() or scales.dtype in BYTES:
@@ -65,18 +70,18 @@ def read(held: Mapping[str, torch.Tensor | None], taken: bool = False) -> Quanti
     if scales.numel() == 1:
         scales = scales.reshape(1, 1).expand(rows, 1).contiguous()
         zeros = None if zeros is None else zeros.reshape(1, 1).expand(rows, 1).contiguous()
-    columns = Quantized(data, scales).shape[1]
+    columns = Quantized.of(data, scales).shape[1]
     if scales.dim() != 2 or scales.shape[0] != rows or not scales.shape[1] or columns % scales.shape[1]:
         raise ValueError(f"scales {tuple(scales.shape)} for a weight {(rows, columns)}")
     if columns % PER_WORD:
         raise ValueError(f"{columns} inputs, not a multiple of {PER_WORD}")
     if zeros is not None and (zeros.dtype != torch.int8 or zeros.shape != scales.shape):
         raise ValueError(f"zero points {tuple(zeros.shape)} of {zeros.dtype} for scales {tuple(scales.shape)}")
-    return Quantized(data, scales, zeros)
+    return Quantized.of(data, scales, zeros)
 
 
 def by_order(quantized: Quantized, order: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The weight (N, K) in dtype whose columns are of the groups that order (K,) says. Raises ValueError for another.
+    """The weight (N, K) in dtype; order (K,): the group of each column. Raises ValueError for an order that is none.
 
     "Activation order" of GPTQ, see compressed-tensors 0.20 (actorder "group"): columns stay where they are.
     """
@@ -154,8 +159,8 @@ def _zeros_of_bytes(words: torch.Tensor, rows: int) -> torch.Tensor:
 
 def scheme_of(quantized: Quantized) -> Scheme:
     """As the tensors are; a group that takes all columns is a scale by row."""
-    number = {torch.int8: "int8", torch.int32: "int4", torch.float8_e4m3fn: "fp8"}[quantized.data.dtype]
-    return Scheme(number, None if quantized.scales.shape[1] == 1 else quantized.group, quantized.zeros is None)
+    group = None if quantized.scales.shape[1] == 1 else quantized.group
+    return Scheme(quantized.format.name, group, quantized.zeros is None)
 
 
 def config(schemes: Mapping[str, Scheme], ignored: list[str], heads: Collection[str] = ()) -> dict:
@@ -213,15 +218,15 @@ def _rounded(scheme: Scheme) -> dict | None:
     static = FIXED.get(scheme.activations) == SCALE
     if not static and scheme.activations not in ("int8", "fp8"):
         return None
-    kind, strategy = "float" if scheme.number == "fp8" else "int", "tensor" if static else "token"
+    kind, strategy = TYPES[scheme.weight_dtype], "tensor" if static else "token"
     how = {"strategy": strategy, "group_size": None, "dynamic": not static}
     return {"num_bits": 8, "type": kind, "symmetric": True} | how
 
 
 def _group(scheme: Scheme, targets: list[str]) -> dict:
     weights = {
-        "num_bits": 4 if scheme.number == "int4" else 8,
-        "type": "float" if scheme.number == "fp8" else "int",
+        "num_bits": scheme.format.bits,
+        "type": TYPES[scheme.weight_dtype],
         "symmetric": scheme.symmetric,
         "strategy": "channel" if scheme.group is None else "group",
         "group_size": scheme.group,

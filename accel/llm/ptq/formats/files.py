@@ -14,8 +14,8 @@ from transformers import AutoConfig, PretrainedConfig
 from accel.errors import reason_of
 from accel.libraries.loading import AutoQuantizationConfig
 from accel.llm.ptq.formats import compressed_tensors as compressed
-from accel.llm.ptq.formats.quantization_config import FIELD, NAMES
-from accel.parallel.division import Described
+from accel.llm.ptq.formats.quantization_config import FIELD, typed_field
+from accel.parallel.division import TensorInfo
 from accel.quantization.activations import SCALE
 from accel.saved import first_line, read_json, readable
 
@@ -59,9 +59,7 @@ def _check_fields(file: Path, quantization: Any) -> None:
     if not named or not isinstance(quantization.get("quant_method", ""), str):
         raise ValueError(f"{file}: {FIELD} is {quantization!r}, not an object with a text as quant_method")
     for name, kind in FIELDS.items():
-        value = quantization.get(name)
-        if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
-            raise ValueError(f"{file}: {FIELD}.{name} is {value!r}, not {NAMES[kind]}")
+        typed_field(quantization, name, kind, f"{file}: {FIELD}", None)
 
 
 @contextmanager
@@ -119,12 +117,12 @@ def only_quantized(linears: Mapping[str, dict[str, torch.Tensor]]) -> dict[str, 
     return {path: parts for path, parts in linears.items() if parts.keys() - {"weight", SCALE}}
 
 
-def header_of(file: Any, name: str) -> Described:
+def header_of(file: Any, name: str) -> TensorInfo:
     """Shape and dtype of a tensor in an open file. Raises ValueError for a dtype that is not read."""
     header = file.get_slice(name)
     if header.get_dtype() not in DTYPES:
         raise ValueError(f"{name} is of dtype {header.get_dtype()}, which is not read")
-    return Described(tuple(header.get_shape()), DTYPES[header.get_dtype()])
+    return TensorInfo(tuple(header.get_shape()), DTYPES[header.get_dtype()])
 
 
 def own_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ def load(folder: Path, dtype: str | torch.dtype, device: str | torch.device | No
         return whole(AutoModelForCausalLM, folder, config=config, **given).eval()
     linears = quantized_linears(folder)
     quantization = read_quantization(folder, fields, linears)
-    replace = partial(replace_linears, linears=linears, make=PlaceholderLinear)
+    replace = partial(replace_linears, linears=linears, make=PlaceholderLinear, quantization=quantization)
     with entered(replace, partial(_finish, quantization=quantization)) as method:
         config.quantization_config = {"quant_method": method}
         return whole(AutoModelForCausalLM, folder, config=config, **given).eval()
@@ -63,8 +63,8 @@ def _check_parts(quantization: QuantizationConfig, path: str, parts: Parts) -> N
     if quantization.leaves(path):
         raise ValueError(f"{FIELD}.ignore names it, and the file holds it quantized")
     group = quantization.group(path)
-    if group is None:
-        raise ValueError(f"no group of {FIELD}.config_groups names it, and the file holds it quantized")
+    if group is None:  # a configuration may name it as the model does, see `replace_linears`
+        return
     ordered = compressed.ORDER in parts
     if reason := group.contradicts(weight, parts["weight_scale"], ordered):
         raise ValueError(reason)
@@ -85,12 +85,22 @@ class PlaceholderLinear(nn.Module):
 
 
 def replace_linears(
-    model: PreTrainedModel, linears: Mapping[str, Parts], make: Callable[[Parts, nn.Parameter | None], nn.Module]
+    model: PreTrainedModel,
+    linears: Mapping[str, Parts],
+    make: Callable[[Parts, nn.Parameter | None], nn.Module],
+    quantization: QuantizationConfig,
 ) -> None:
-    """Puts what make(parts, bias) gives in the place of the linears that a file holds quantized."""
+    """Puts what make(parts, bias) gives in the place of the linears that a file holds quantized. Raises ValueError for
+    one that the configuration names neither as the file does nor as the model.
+    """
     head = head_path(model)
     paths = paths_in(model, linears)
     for path, parts in linears.items():
+        if quantization.group(path) is None:
+            with located(path):
+                if quantization.group(paths[path]) is None:
+                    raise ValueError(f"no group of {FIELD}.config_groups names it, and the file holds it quantized")
+                _check_parts(quantization, paths[path], parts)
         model.set_submodule(paths[path], make(parts, _replaceable(model, paths[path], parts).bias))
     if head in paths.values():
         untie(model.config)
@@ -98,7 +108,7 @@ def replace_linears(
 
 
 def paths_in(model: PreTrainedModel, paths: Iterable[str]) -> dict[str, str]:
-    """Where the model has what a file holds under these paths: transformers renames some, as GPT-NeoX's head."""
+    """By paths of a file, those of the model: transformers renames some, as GPT-NeoX's head."""
     renamed = own_name(model)
     return {path: renamed(f"{path}.weight").removesuffix(".weight") for path in paths}
 
@@ -123,7 +133,7 @@ def _finish(model: PreTrainedModel, quantization: QuantizationConfig) -> None:
         if type(module) is PlaceholderLinear:
             held = {name: p.detach() for name, p in module._parameters.items() if p is not None}
             bias = module.bias
-            module._parameters.clear()  # what became another tensor is gone before the next does
+            module._parameters.clear()  # so that each part of the file is freed before the next one is repacked
             with located(path):
                 quantized = checked_weight(held)
                 if compressed.ORDER in held:

@@ -7,16 +7,14 @@ from transformers import PreTrainedModel
 
 from accel.errors import reason_of
 from accel.llm.ptq.formats.compressed_tensors import scheme_of
-from accel.llm.ptq.formats.gptq_awq_bnb import Awq, Bitsandbytes8, Gptq
-from accel.llm.ptq.formats.prequantized import CompressedTensors, PrequantizedLinear, of_package
+from accel.llm.ptq.formats.layouts import LAYOUTS
+from accel.llm.ptq.formats.prequantized import PrequantizedLinear, of_package
 from accel.llm.ptq.formats.saving import guard
 from accel.patching.structure import hooked, placement
 from accel.quantization.activations import FIXED, SCALE
 from accel.quantization.module import QuantizedLinear
 from accel.quantization.patch import QuantizedModulePatch, exchange
 from accel.quantization.scheme import Scheme
-
-KINDS = (CompressedTensors, Gptq, Awq, Bitsandbytes8)
 
 
 class PrequantizedImport(QuantizedModulePatch):
@@ -103,7 +101,7 @@ class PrequantizedImport(QuantizedModulePatch):
 
 def _recognized(module: nn.Module, dtype: torch.dtype) -> PrequantizedLinear | str | None:
     """What it is, or why it is left alone; None for a module that holds no numbers in fewer bits."""
-    for kind in KINDS:
+    for kind in LAYOUTS:
         try:
             answer = kind.recognize(module, dtype)
             if isinstance(answer, PrequantizedLinear):

@@ -16,7 +16,7 @@ PATTERN = "re:"  # in front of a regular expression among paths
 LINEAR = "Linear"  # a class among paths
 ORDERED = "group"  # the value of `actorder` with which columns of one group lie apart
 FIELD = "quantization_config"
-KINDS = {"int": (torch.int8, torch.int32), "float": (torch.float8_e4m3fn,)}
+KINDS = ("int", "float")
 STRATEGIES = ("tensor", "channel", "group")
 
 
@@ -40,9 +40,9 @@ class Group:
         """
         columns, found = weight.shape[1], 1 if scales.numel() == 1 else scales.shape[-1]
         size = {"tensor": columns, "channel": columns}.get(self.strategy, self.size)
-        held = next(kind for kind, dtypes in KINDS.items() if weight.data.dtype in dtypes)
+        held = "float" if weight.data.is_floating_point() else "int"
         pairs = [
-            ("num_bits", self.bits, weight.bits),
+            ("num_bits", self.bits, weight.format.bits),
             ("type", self.kind, held),
             ("symmetric", self.symmetric, weight.zeros is None),
             ("group_size", size, columns // found),
@@ -59,7 +59,7 @@ class QuantizationConfig:
     """A `quantization_config`, read. Raises ValueError for a field of another kind than it must be, naming it."""
 
     def __init__(self, fields: Mapping):
-        groups = _field(fields, "config_groups", Mapping, FIELD)
+        groups = typed_field(fields, "config_groups", Mapping, FIELD)
         self.groups = [_group(f"{FIELD}.config_groups.{name}", name, found) for name, found in groups.items()]
         self.ignored = tuple(_texts(fields, "ignore", FIELD, ()))
 
@@ -76,29 +76,29 @@ class QuantizationConfig:
 def _group(where: str, name: str, found: object) -> Group:
     if not isinstance(found, Mapping):
         raise ValueError(f"{where} is {found!r}, not an object")
-    weights = _field(found, "weights", Mapping, where)
+    weights = typed_field(found, "weights", Mapping, where)
     inside = f"{where}.weights"
-    size = _field(weights, "group_size", int, inside, None)
+    size = typed_field(weights, "group_size", int, inside, None)
     size = None if size == -1 else size
     usual = "channel" if weights.get("group_size") == -1 else "tensor" if size is None else "group"
-    strategy = _field(weights, "strategy", str, inside, usual)
+    strategy = typed_field(weights, "strategy", str, inside, usual)
     if strategy not in STRATEGIES:
         raise ValueError(f"{inside}.strategy is {strategy!r}; read are {', '.join(STRATEGIES)}")
     if strategy == "group" and (size is None or size < 1):
         raise ValueError(f"{inside}.group_size is {size!r}, and strategy is 'group'")
-    kind = _field(weights, "type", str, inside, "int")
+    kind = typed_field(weights, "type", str, inside, "int")
     if kind not in KINDS:
         raise ValueError(f"{inside}.type is {kind!r}; read are {', '.join(KINDS)}")
     return Group(
         name,
         tuple(_texts(found, "targets", where)),
-        _field(weights, "num_bits", int, inside, 8),
+        typed_field(weights, "num_bits", int, inside, 8),
         kind,
-        _field(weights, "symmetric", bool, inside, True),
+        typed_field(weights, "symmetric", bool, inside, True),
         strategy,
         size,
-        _field(weights, "actorder", str, inside, None) == ORDERED,
-        _field(found, "input_activations", Mapping, where, {}) or {},
+        typed_field(weights, "actorder", str, inside, None) == ORDERED,
+        typed_field(found, "input_activations", Mapping, where, {}) or {},
     )
 
 
@@ -106,7 +106,7 @@ MISSING = object()
 NAMES = {Mapping: "an object", int: "a whole number", str: "a text", bool: "true or false", Sequence: "a list"}
 
 
-def _field(fields: Mapping, name: str, kind: type, where: str, usual: object = MISSING) -> Any:
+def typed_field(fields: Mapping, name: str, kind: type, where: str, usual: object = MISSING) -> Any:
     """The value of a field, `usual` where it is not there or null."""
     value = fields.get(name)
     if value is None and usual is not MISSING:
@@ -118,7 +118,7 @@ def _field(fields: Mapping, name: str, kind: type, where: str, usual: object = M
 
 
 def _texts(fields: Mapping, name: str, where: str, usual: object = MISSING) -> Sequence[str]:
-    values = _field(fields, name, Sequence, where, usual)
+    values = typed_field(fields, name, Sequence, where, usual)
     for value in values:
         if not isinstance(value, str):
             raise ValueError(f"{where}.{name} holds {value!r}, not a text")

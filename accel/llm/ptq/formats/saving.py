@@ -5,7 +5,7 @@ import warnings
 from typing import Any
 
 import torch
-from accel_kernels import Quantized
+from accel_kernels.gemm.quantized_weight import PARTS as WEIGHT_PARTS
 from torch import nn
 from transformers import Conv1D, PretrainedConfig, PreTrainedModel
 
@@ -14,7 +14,7 @@ from accel.llm.ptq.formats import compressed_tensors as compressed
 from accel.llm.ptq.formats.quantization_config import PATTERN
 from accel.parallel.sharded_layers import ranks_of
 from accel.patching.owner import InstanceMethod
-from accel.patching.patch import Patch
+from accel.patching.rule import Patch
 from accel.quantization.activations import COLUMNS, FIXED, SCALE
 from accel.quantization.experts import QuantizedExperts
 from accel.quantization.module import QuantizedLinear
@@ -22,8 +22,9 @@ from accel.quantization.scheme import Scheme
 
 SAVE = "save_pretrained"
 TIED = "tie_word_embeddings"
+OTHER = "compressed-tensors has no layout for their format"
 TURNED = "their class holds weights (in, out), which compressed-tensors cannot express"
-PARTS = ("data", "scales", "zeros", SCALE, COLUMNS)
+PARTS = (*WEIGHT_PARTS, SCALE, COLUMNS)
 STACKED = "compressed-tensors has no stacks of matrices; accel.optimize(weights=...) rounds them again"
 APART = "where others have zero points, transformers reads all by the scheme of those"
 
@@ -49,7 +50,7 @@ class SaveOverride(InstanceMethod):
         model = self.model
         own = getattr(type(model), SAVE)
         names = state_dict if state_dict is not None else model.state_dict()
-        held, mixtures = _held(model, names), _mixtures(model, names)
+        held, mixtures = _quantized(model, names)
         given = state_dict is not None and not (held or mixtures)
         if getattr(model, ADAPTED, False) or given:
             own(model, save_directory, *args, state_dict=state_dict, **kwargs)  # an adapter alone, or given weights
@@ -84,35 +85,34 @@ class SaveOverride(InstanceMethod):
 
 
 def untie(config: PretrainedConfig) -> None:
-    """The output head has numbers of its own, not those of the embeddings in 16 bits."""
+    """Says in a configuration that the output head has a weight of its own, not that of the embeddings."""
     for one in (config, config.get_text_config()):
         if getattr(one, TIED, False):
             setattr(one, TIED, False)
 
 
 def guard(model: PreTrainedModel) -> Patch | None:
-    """A patch that has the model saved so; None where it is already."""
+    """The patch that installs `SaveOverride`; None where it is installed already."""
     return Patch(model, SAVE, SaveOverride(model)) if SAVE not in vars(model) else None
 
 
-def _held(model: PreTrainedModel, names: dict) -> dict[str, QuantizedLinear]:
-    """Quantized linears by every path they have among the names."""
-    modules = model.named_modules(remove_duplicate=False)
-    return {p: m for p, m in modules if type(m) is QuantizedLinear and f"{p}.scales" in names}
-
-
-def _mixtures(model: PreTrainedModel, names: dict) -> dict[str, QuantizedExperts]:
-    """Quantized experts, likewise."""
-    modules = model.named_modules(remove_duplicate=False)
-    return {p: m for p, m in modules if type(m) is QuantizedExperts and f"{p}.{next(iter(m.numbers))}_scales" in names}
+def _quantized(model: PreTrainedModel, names: dict) -> tuple[dict[str, QuantizedLinear], dict[str, QuantizedExperts]]:
+    """Quantized linears, and experts, by every path they have among the names."""
+    linears, mixtures = {}, {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if type(module) is QuantizedLinear and f"{path}.scales" in names:
+            linears[path] = module
+        elif type(module) is QuantizedExperts and f"{path}.{next(iter(module.formats))}_scales" in names:
+            mixtures[path] = module
+    return linears, mixtures
 
 
 def _stacks(written: dict[str, torch.Tensor], mixtures: dict[str, QuantizedExperts]) -> dict[str, torch.Tensor]:
     """The stacks of experts, on the CPU: on a GPU there may be no room for them. Their numbers are taken out."""
     found: dict[str, torch.Tensor] = {}
     for path, module in mixtures.items():
-        for name in module.numbers:
-            parts = (written.pop(f"{path}.{name}_{field}", None) for field in Quantized._fields)
+        for name in module.formats:
+            parts = (written.pop(f"{path}.{name}_{part}", None) for part in WEIGHT_PARTS)
             stack = module.written(name, module.read(name, *parts), module.dtype).contiguous()
             found[f"{path}.{name}"] = stack.cpu()
     if found:
@@ -137,13 +137,17 @@ def _written(names: dict, held: dict[str, QuantizedLinear], heads: set[str]) -> 
     shifted = {module.scheme for module in held.values() if not (module.transposed or module.scheme.symmetric)}
     for path, module in held.items():
         data, scales, zeros, inputs, columns = (written.pop(f"{path}.{name}", None) for name in PARTS)
-        quantized = module.read(data, scales, zeros)
-        if module.transposed:
-            whole.setdefault(TURNED, []).append(path)
-            found = {"weight": quantized.dequantized(module.dtype).t().contiguous()}
+        quantized, reason = module.read(data, scales, zeros), None
+        if module.scheme.weight_dtype not in compressed.TYPES:
+            reason = OTHER
+        elif module.transposed:
+            reason = TURNED
         elif path in heads and shifted - {module.scheme}:
-            whole.setdefault(APART, []).append(path)
-            found = {"weight": quantized.dequantized(module.dtype)}
+            reason = APART
+        if reason is not None:
+            whole.setdefault(reason, []).append(path)
+            weight = quantized.dequantized(module.dtype)
+            found = {"weight": weight.t().contiguous() if module.transposed else weight}
         else:
             schemes[path] = module.scheme
             found = compressed.parts(quantized, compressed.format_of(module.scheme))
@@ -168,7 +172,7 @@ def _written(names: dict, held: dict[str, QuantizedLinear], heads: set[str]) -> 
 
 
 def ignored(model: PreTrainedModel, schemes: dict) -> list[str]:
-    """What others are not to take for quantized: all linears that are not, and stacks of matrices, as of experts."""
+    """Entries of `ignore`: linears that are not quantized, and patterns for stacks of matrices, as of experts."""
     found = []
     for path, module in model.named_modules(remove_duplicate=False):
         if path in schemes:

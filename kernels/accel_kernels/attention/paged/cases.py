@@ -6,7 +6,7 @@ from accel_kernels.attention.paged.kv import KV, LENGTH, PADDING_MASK, metadata_
 from accel_kernels.attention.paged.kv_quantization import rounded
 from accel_kernels.attention.paged.ragged import Ragged
 from accel_kernels.norm.norm import Norm
-from accel_kernels.op import Case, Random
+from accel_kernels.op import Random, random_cases
 
 
 class Numbers(Random):
@@ -15,7 +15,11 @@ class Numbers(Random):
     def store(self, rows: int, columns: int, block: int, heads: int, dim: int, shuffled: bool, kv_dtype) -> KV:
         """Full of keys and values; kv_dtype: the 8-bit dtype they are rounded to, or None."""
         blocks = rows * columns
-        order = torch.randperm(blocks, generator=self.generator) if shuffled else torch.arange(blocks)
+        order = (
+            torch.randperm(blocks, generator=self.generator, device="cpu")
+            if shuffled
+            else torch.arange(blocks, device="cpu")
+        )
         table = order.view(rows, columns).to(self.device, torch.int32)
         keys, values = (self(blocks, block, heads, dim) for _ in range(2))
         key_scales = value_scales = None
@@ -40,66 +44,60 @@ class Numbers(Random):
         return given
 
 
-def attention_case(name, rows, stored, new, heads, kv_heads, dim, *, rotary=None, block=16, room=None,
-                   padding_mask=False, hole=1, shuffled=False, qk_norm=False, small=False, kv_dtype=None, last=None,
+def _attention_case(numbers, rows, stored, new, heads, kv_heads, dim, *, rotary=None, block=16, room=None,
+                   padding_mask=False, hole=1, shuffled=False, qk_norm=False, kv_dtype=None, last=None,
                    **more):  # fmt: skip
     """Rows of `stored` tokens each, and `new` more. hole: a token of the first row that a padding mask hides."""
-
-    def make(device, dtype):
-        numbers = Numbers(device, dtype)
-        columns = -(-(room or stored + new) // block)
-        kv = numbers.store(rows, columns, block, kv_heads, dim, shuffled, kv_dtype)
-        mask = None
-        if padding_mask:  # left padding of row r by r tokens
-            mask = torch.arange(columns * block).expand(rows, -1) >= torch.arange(rows).view(-1, 1)
-            mask[0, hole] = stored + new < 3
-            mask = mask.to(device)
-        kv.metadata[LENGTH], kv.metadata[PADDING_MASK] = stored, 0 if mask is None else mask.data_ptr()
-        kv = kv._replace(padding_mask=mask, is_prefill=stored == 0)
-        if last is not None:
-            kv = kv._replace(last=torch.tensor([last], device=device), by_address=True)
-        both = numbers(rows, new, (heads + 2 * kv_heads) * dim)
-        if last is not None:
-            both[:, last + 1 :] = float("inf")
-        q, k, v = (t.unflatten(-1, (-1, dim)) for t in both.split([heads * dim, kv_heads * dim, kv_heads * dim], -1))
-        return (q, k, v, kv, dim**-0.5), numbers.given(rows, new, heads, dim, rotary, qk_norm, more)
-
-    return Case(name, make, small)
+    columns = -(-(room or stored + new) // block)
+    kv = numbers.store(rows, columns, block, kv_heads, dim, shuffled, kv_dtype)
+    mask = None
+    if padding_mask:  # left padding of row r by r tokens
+        mask = torch.arange(columns * block, device="cpu").expand(rows, -1) >= torch.arange(rows, device="cpu").view(
+            -1, 1
+        )
+        mask[0, hole] = stored + new < 3
+        mask = mask.to(numbers.device)
+    kv.metadata[LENGTH], kv.metadata[PADDING_MASK] = stored, 0 if mask is None else mask.data_ptr()
+    kv = kv._replace(padding_mask=mask, is_prefill=stored == 0)
+    if last is not None:
+        kv = kv._replace(last=torch.tensor([last], device=numbers.device), by_address=True)
+    both = numbers(rows, new, (heads + 2 * kv_heads) * dim)
+    if last is not None:
+        both[:, last + 1 :] = float("inf")
+    q, k, v = (t.unflatten(-1, (-1, dim)) for t in both.split([heads * dim, kv_heads * dim, kv_heads * dim], -1))
+    return (q, k, v, kv, dim**-0.5), numbers.given(rows, new, heads, dim, rotary, qk_norm, more)
 
 
-def ragged_case(name, sequences, heads, kv_heads, dim, *, decodes=None, idle=0, fill=0, rotary=None, block=16,
-                qk_norm=False, small=False, kv_dtype=None, **more):  # fmt: skip
-    """Sequences (tokens stored, new tokens). decodes: how many of the first are called so, None for all that can be.
-
-    idle: more of both kinds that the launch has room for. fill: tokens that fill the call up, of infinities.
+def _ragged_case(numbers, sequences, heads, kv_heads, dim, *, idle=0, fill=0, rotary=None, block=16, qk_norm=False,
+                 kv_dtype=None, **more):  # fmt: skip
+    """Sequences (tokens stored, new tokens). idle: more decodes and prefills that the launch has room for. fill: tokens
+    that fill the call up, of infinities.
     """
+    news = [new for _, new in sequences]
+    first = next((i for i, new in enumerate(news) if new > 1), len(news))
+    columns = -(-max((sum(one) for one in sequences), default=1) // block)
+    kv = numbers.store(len(news) + 1, columns, block, kv_heads, dim, True, kv_dtype)
+    tokens = sum(news) + fill
+    both = numbers(1, tokens, heads + 2 * kv_heads, dim)
+    both[:, sum(news) :] = float("inf")
+    q, k, v = both.split([heads, kv_heads, kv_heads], dim=2)
+    prefills = len(news) - first + idle if idle or first < len(news) else 0
+    size = first + idle + prefills
+    starts = [sum(news[:i]) for i in range(len(news) + 1)]
 
-    def make(device, dtype):
-        numbers = Numbers(device, dtype)
-        news = [new for _, new in sequences]
-        first = next((i for i, new in enumerate(news) if new > 1), len(news)) if decodes is None else decodes
-        columns = -(-max((sum(one) for one in sequences), default=1) // block)
-        kv = numbers.store(len(news) + 1, columns, block, kv_heads, dim, True, kv_dtype)
-        tokens = sum(news) + fill
-        both = numbers(1, tokens, heads + 2 * kv_heads, dim)
-        both[:, sum(news) :] = float("inf")
-        q, k, v = both.split([heads, kv_heads, kv_heads], dim=2)
-        prefills = len(news) - first + idle if idle or first < len(news) else 0
-        size = first + idle + prefills
-        starts = [sum(news[:i]) for i in range(len(news) + 1)]
+    def filled(values, length, filler):
+        return torch.tensor([*values, *[filler] * (length - len(values))], device=numbers.device, dtype=torch.int32)
 
-        def filled(values, length, filler):
-            return torch.tensor([*values, *[filler] * (length - len(values))], device=device, dtype=torch.int32)
+    ragged = Ragged(
+        filled(starts, size + 1, sum(news)),
+        filled([stored for stored, _ in sequences], size, 7),
+        filled([len(news) - i for i in range(len(news))], size, 0),  # row 0 is of no sequence
+        filled([i for i, new in enumerate(news) for _ in range(new)], tokens, -1),
+        filled([first, len(news)], 2, 0),
+        first + idle, prefills,
+    )  # fmt: skip
+    given = numbers.given(1, tokens, heads, dim, rotary, qk_norm, more)
+    return (q, k, v, kv._replace(ragged=ragged), dim**-0.5), given
 
-        ragged = Ragged(
-            filled(starts, size + 1, sum(news)),
-            filled([stored for stored, _ in sequences], size, 7),
-            filled([len(news) - i for i in range(len(news))], size, 0),  # row 0 is of no sequence
-            filled([i for i, new in enumerate(news) for _ in range(new)], tokens, -1),
-            filled([first, len(news)], 2, 0),
-            first + idle, prefills,
-        )  # fmt: skip
-        given = numbers.given(1, tokens, heads, dim, rotary, qk_norm, more)
-        return (q, k, v, kv._replace(ragged=ragged), dim**-0.5), given
 
-    return Case(name, make, small)
+attention_case, ragged_case = (random_cases(make, Numbers) for make in (_attention_case, _ragged_case))

@@ -1,14 +1,16 @@
 """One new token a row, in one launch: rotate, store, and attend to everything stored.
 
-The first block of keys and values is on its way before the kernel in front, which makes the queries, has ended. The new
-key and value never take the way through memory: the program of the last share adds them by itself, and stores them.
+The first block of keys and values is loaded before the kernel in front, which makes the queries, has ended. The new key
+and value are added from registers, by the program of the last share, which stores them too.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.attention.paged.decode_arguments import decode_arguments
+from accel_kernels.attention.paged.kv8.kv8_decode_kernel_triton import BLOCK, HEADS, kv8_decode_kernel
 from accel_kernels.attention.paged.kv_quantization_triton import fitted, kv_dtype_of, packing, rounded
 from accel_kernels.attention.paged.online_softmax_triton import (
     add_token,
@@ -20,8 +22,10 @@ from accel_kernels.attention.paged.online_softmax_triton import (
 )
 from accel_kernels.attention.paged.rotary_store_triton import angle_of, apply_rope, mates
 from accel_kernels.attention.paged.split_kv import (
+    FILL,
     KV8_BLOCKS,
     KV8_FILL,
+    KV8_MOST_SPLITS,
     KV8_REGISTERS,
     MOST_SPLITS,
     combined_rows,
@@ -30,21 +34,39 @@ from accel_kernels.attention.paged.split_kv import (
     tile_of,
 )
 from accel_kernels.attention.paged.store_triton import padding_mask_of, share_of, store_of
-from accel_kernels.device import programmatic, upcast
+from accel_kernels.device import AMPERE, interpreted, programmatic, reaches, upcast
+from accel_kernels.norm.norm import kernel_arguments
 from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
+
+
+class Heads(NamedTuple):
+    """The heads of one new token: (rows, 1, heads, D), and the steps from row to row and from head to head."""
+
+    data: torch.Tensor
+    row: int
+    head: int
+
+
+class Angles(NamedTuple):
+    """cos and sin of the rotation, or None, and the steps from row to row and from pair to pair of channels."""
+
+    cos: torch.Tensor | None
+    sin: torch.Tensor | None
+    row: int = 0
+    pair: int = 0
 
 
 @triton.jit(do_not_specialize=("layer", "window", "splits", "few_splits"))
 def decode_kernel(
     q, k, v, o_ptr, angles, q_norm, k_norm, scratch, sinks_ptr, slopes_ptr, metadata_ptr,
     ragged, layer, heads, kv_heads, scale, window, softcap, splits, few_splits,
-    GROUP: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
-    HAS_PADDING_MASK: tl.constexpr, SPLIT: tl.constexpr, STORE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, LEAST: tl.constexpr, MOST_SPLITS: tl.constexpr,
-    COMBINE: tl.constexpr, KV_DTYPE: tl.constexpr, PACKED: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, HAS_PADDING_MASK: tl.constexpr, LEAST: tl.constexpr,
+    KV_DTYPE: tl.constexpr, STORE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, COMBINE: tl.constexpr, PACKED: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     element = q.data.dtype.element_ty
+    SPLIT: tl.constexpr = scratch.sums is not None
     stored_as: tl.constexpr = element if KV_DTYPE is None else KV_DTYPE
     b = (tl.program_id(0) // kv_heads).to(tl.int64)
     g = (tl.program_id(0) % kv_heads).to(tl.int64)
@@ -89,7 +111,7 @@ def decode_kernel(
     cos, sin = angle_of(angles, b, d_idx, d_mask, PAIRS)
     q_heads = q.data + b * q.row + head[:, None] * q.head
     q_mask = m_mask[:, None] & d_mask[None, :]
-    query = apply_rope(q_heads, q_norm, q_mask, d_idx, mate, d_mask, cos, sin, sign, DIM, PAIRS, Q_NORM)
+    query = apply_rope(q_heads, q_norm, q_mask, d_idx, mate, d_mask, cos, sin, sign, DIM, PAIRS)
     query = query.to(element)
     if UPCAST:
         query = query.to(tl.float32)
@@ -119,7 +141,7 @@ def decode_kernel(
         one = tl.arange(0, 1)[:, None]
         new_mask = (one == 0) & d_mask[None, :]
         k_head = k.data + b * k.row + (g + one) * k.head
-        k_new = apply_rope(k_head, k_norm, new_mask, d_idx, mate, d_mask, cos, sin, sign, DIM, PAIRS, K_NORM)
+        k_new = apply_rope(k_head, k_norm, new_mask, d_idx, mate, d_mask, cos, sin, sign, DIM, PAIRS)
         k_new = k_new.to(element)
         v_new = tl.load(v.data + b * v.row + (g + one) * v.head + d_idx[None, :], mask=new_mask, other=0.0)
         block = tl.load(store.table + stored // STORE_BLOCK).to(tl.int64)
@@ -140,8 +162,8 @@ def decode_kernel(
         )
     unit = tl.program_id(0).to(tl.int64)
     finish(
-        acc, row_max, row_sum, o_ptr, scratch, unit, split, active, 0, 1, b, g, heads, m_mask,
-        GROUP, DIM, BLOCK_M, BLOCK_M, BLOCK_D, MOST_SPLITS, COMBINE, SPLIT,
+        acc, row_max, row_sum, o_ptr, scratch, unit, split, active, 0, 1, b, g, heads, m_mask, GROUP, DIM, BLOCK_M,
+        COMBINE,
     )  # fmt: skip
 
 
@@ -150,27 +172,56 @@ def decodes(q, cos, interleaved: bool, dim: int) -> bool:
     return q.shape[1] == 1 and (cos is None or (not interleaved and 2 * cos.shape[-1] == dim))
 
 
-def decode(q, k, v, kv, scale, out=None, **more):
-    """`paged_attention` for one new token a row, or a sequence, see `decodes`. more: as of `decode_arguments`."""
-    rows, _, heads, dim = q.shape
-    kv_heads = k.shape[2]
-    group = heads // kv_heads
-    tile = tile_of(group, kv.block, dim, q.dtype)
-    tile = tile._replace(queries=max(16, power_of_two(group)))
+def decodes_kv8(q, kv) -> bool:
+    """Whether `kv8_decode_kernel` takes a call that `decode` takes."""
+    if kv.key_scales is None or interpreted() or not reaches(q.device, AMPERE):
+        return False
+    heads, dim = q.shape[2:]
+    few = heads // kv.keys.shape[2] <= HEADS
+    return few and dim in (64, 128) and q.dtype in (torch.float16, torch.bfloat16) and kv.block == BLOCK
+
+
+def decode(
+    q, k, v, kv, scale, out=None, kv8=None, *, cos=None, sin=None, q_norm=None, k_norm=None, window=None, softcap=None,
+    sinks=None, slopes=None,
+):  # fmt: skip
+    """`paged_attention` for one new token a row, or a sequence, see `decodes`. kv8: whether by `kv8_decode_kernel`;
+    None: where that takes it.
+    """
+    (rows, _, heads, dim), kv_heads = q.shape, k.shape[2]
+    units, group = rows * kv_heads, heads // kv_heads
+    kv8 = decodes_kv8(q, kv) if kv8 is None else kv8
     packed = packing(kv.key_scales, kv.values, q.dtype)
-    few = split_count(rows * kv_heads, q.device)
-    splits = few if packed is None else split_count(rows * kv_heads, q.device, KV8_FILL)
-    small = tile.queries == 16 and tile.channels <= 128
-    registers = {"maxnreg": KV8_REGISTERS} if packed is not None and small else {}
+    most = KV8_MOST_SPLITS if kv8 else MOST_SPLITS
+    few = split_count(units, q.device, FILL, most)
+    splits = few if packed is None else split_count(units, q.device, KV8_FILL, most)
+    constants = {"LEAST": None if packed is None else KV8_BLOCKS, "KV_DTYPE": kv_dtype_of(kv.key_scales, kv.keys)}
+    if kv8:
+        kernel, kept, channels, small = kv8_decode_kernel, units * HEADS * splits, dim, True
+        meta = {"num_warps": 4}
+    else:
+        tile = tile_of(group, kv.block, dim, q.dtype)
+        tile = tile._replace(queries=max(16, power_of_two(group)))
+        kernel, kept, channels = decode_kernel, units * tile.queries * most, tile.channels
+        small = packed is not None and tile.queries == 16 and channels <= 128
+        meta = {"num_warps": tile.warps, "num_stages": tile.stages}
+        constants |= {
+            "STORE_BLOCK": kv.block, "BLOCK_M": tile.queries, "BLOCK_N": tile.keys, "BLOCK_D": channels,
+            "COMBINE": combined_rows(group), "PACKED": packed, "UPCAST": upcast(q.dtype),
+        }  # fmt: skip
+    if small:
+        meta["maxnreg"] = KV8_REGISTERS
     out = torch.empty((rows, 1, heads * dim), device=q.device, dtype=q.dtype) if out is None else out
-    kept = rows * kv_heads * tile.queries * MOST_SPLITS
-    scratch = scratch_of(rows * kv_heads, splits, kept, tile.channels, q.device, kv.split_counters)
-    arguments, constants = decode_arguments(q, k, v, out, kv, scale, scratch, splits, few, **more)
+    angles = Angles(None, None)
+    if cos is not None:
+        angles = Angles(cos, sin, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(2))
     launch(
-        decode_kernel, (rows * kv_heads, splits), *arguments,
-        **constants, STORE_BLOCK=kv.block, BLOCK_M=tile.queries, BLOCK_N=tile.keys, BLOCK_D=tile.channels,
-        LEAST=None if packed is None else KV8_BLOCKS, MOST_SPLITS=MOST_SPLITS, COMBINE=combined_rows(group),
-        KV_DTYPE=kv_dtype_of(kv.key_scales, kv.keys), PACKED=packed, UPCAST=upcast(q.dtype), 
-        num_warps=tile.warps, num_stages=tile.stages, **programmatic(q.device), **registers,
+        kernel, (units, splits), *(Heads(t, t.stride(0), t.stride(2)) for t in (q, k, v)), out, angles,
+        kernel_arguments(q_norm)[0], kernel_arguments(k_norm)[0],
+        scratch_of(units, splits, kept, channels, q.device, kv.split_counters), sinks, slopes, kv.metadata,
+        None if kv.ragged is None else kv.ragged.pointers(), kv.layer, heads, kv_heads, float(scale), window,
+        None if softcap is None else float(softcap), splits, few,
+        GROUP=group, DIM=dim, PAIRS=0 if cos is None else cos.shape[-1], HAS_PADDING_MASK=kv.padding_mask is not None,
+        **constants, **meta, **programmatic(q.device),
     )  # fmt: skip
     return out

@@ -1,12 +1,11 @@
 """Where one layer's keys and values lie: blocks of a store, found through a table and, on the GPU, by address.
 
-A CUDA graph outlives the cache it was captured with. So kernels read nothing but `metadata`, a small tensor that is
-copied into the graph's inputs at every replay: how many tokens are stored, and the addresses of table, mask and blocks.
-One graph then serves every cache, of any length, at any place.
+A CUDA graph outlives the cache it was captured with. So kernels read only `metadata`, a small tensor that is copied
+into the graph's inputs at every replay: the tokens stored, and the addresses of table, mask and blocks.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -80,19 +79,17 @@ class KV(NamedTuple):
 
     def write(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Stores (rows, new, kv heads, D) each as the tokens from `start` on."""
-        end, whole = start + keys.shape[1], self._in_order()
-        if self.key_scales is not None:
-            place = self.slots(start, end)
-            pairs = (self.keys, self.key_scales), (self.values, self.value_scales)
-            for (kept, kept_scales), new in zip(pairs, (keys, values), strict=True):
-                codes, scales = rounded(new, kept.dtype)
-                kept[place], kept_scales[place] = codes, scales.to(kept_scales.dtype)
-            return
-        if whole is not None:
-            whole[0][:, start:end], whole[1][:, start:end] = keys, values
+        (rows, columns), end = self.table.shape, start + keys.shape[1]
+        if self.ordered and self.key_scales is None:  # no table is needed
+            for kept, new in ((self.keys, keys), (self.values, values)):
+                kept[: rows * columns].view(rows, columns * self.block, *kept.shape[2:])[:, start:end] = new
             return
         place = self.slots(start, end)
-        self.keys[place], self.values[place] = keys.to(self.keys.dtype), values.to(self.values.dtype)
+        for kept, scales, new in ((self.keys, self.key_scales, keys), (self.values, self.value_scales, values)):
+            if scales is not None:
+                new, found = rounded(new, kept.dtype)
+                scales[place] = found.to(scales.dtype)
+            kept[place] = new.to(kept.dtype)
 
     def read(self, end: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of tokens 0 to end, (rows, end, kv heads, D): views where every row's blocks lie in order.
@@ -101,7 +98,9 @@ class KV(NamedTuple):
         """
         # Without another method of its own: a compiler that traces it follows none.
         (rows, columns), exact = self.table.shape, self.key_scales is None
-        kept = [self.keys, self.values] if exact else [self.keys, self.values, self.key_scales, self.value_scales]
+        kept: list[Any] = [self.keys, self.values]
+        if not exact:
+            kept += [self.key_scales, self.value_scales]
         if self.ordered:
             kept = [t[: rows * columns] for t in kept]
         else:
@@ -109,16 +108,6 @@ class KV(NamedTuple):
             kept = [t[blocks] for t in kept]
         keys, values, *scales = (t.unflatten(0, (rows, columns)).flatten(1, 2)[:, :end] for t in kept)
         return (keys, values) if exact else (restored(keys, scales[0], dtype), restored(values, scales[1], dtype))
-
-    def _in_order(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Both as (rows, tokens, kv heads, D), where no table is needed."""
-        if not self.ordered:
-            return None
-        rows, columns = self.table.shape
-        keys, values = (
-            t[: rows * columns].view(rows, columns * self.block, *t.shape[2:]) for t in (self.keys, self.values)
-        )
-        return keys, values
 
 
 def split_counters_for(kvs: Iterable[KV], tokens: int) -> torch.Tensor:

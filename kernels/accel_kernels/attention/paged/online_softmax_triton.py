@@ -7,8 +7,10 @@ flash decoding (Dao et al. 2023): the last program to finish combines them.
 import triton
 import triton.language as tl
 
+from accel_kernels.attention.paged import split_kv
 from accel_kernels.attention.paged.kv_quantization_triton import halves, low_and_high
 
+MOST_SPLITS = tl.constexpr(split_kv.MOST_SPLITS)
 IN_BASE_2 = tl.constexpr(1.4426950408889634)
 
 
@@ -156,19 +158,20 @@ def add_token(query, k, v, row_max, row_sum, acc, at, scale, softcap, slope, pad
 @triton.jit
 def finish(
     acc, row_max, row_sum, o_ptr, scratch, unit, split, active, m_first, new, token, g, heads,
-    m_mask, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, USED: tl.constexpr, BLOCK_D: tl.constexpr,
-    MOST_SPLITS: tl.constexpr, COMBINE: tl.constexpr, SPLIT: tl.constexpr,
+    m_mask, GROUP: tl.constexpr, DIM: tl.constexpr, USED: tl.constexpr, COMBINE: tl.constexpr,
 ):  # fmt: skip
     """Writes the output of a tile of queries: rows m are token m // GROUP, head m % GROUP of the group.
 
     token: the first of the row or sequence. USED: rows of the tile that count.
     """
+    BLOCK_M: tl.constexpr = acc.shape[0]
+    BLOCK_D: tl.constexpr = acc.shape[1]
     d_idx = tl.arange(0, BLOCK_D)
     rows = tl.arange(0, BLOCK_M)
     m_idx = m_first + rows
     place = ((token + m_idx // GROUP) * heads + g * GROUP + m_idx % GROUP)[:, None] * DIM + d_idx[None, :]
     mask = m_mask[:, None] & (d_idx < DIM)[None, :]
-    if (not SPLIT) or (active <= 1):
+    if (scratch.sums is None) or (active <= 1):
         if split == 0:
             y = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
             tl.store(o_ptr + place, y.to(o_ptr.dtype.element_ty), mask=mask)

@@ -1,7 +1,7 @@
-"""Attention over a store, prefill and decode: a program a block of (token, head of the group) and a share of the keys.
+"""Attention over a store: a program takes a block of (token, head of the group) and a share of the keys.
 
 The heads that share a key head are rows of one product, so keys are read once a group. For few queries the keys are cut
-in several shares (split-KV, "flash decoding", Dao et al. 2023). The last program to finish combines the shares.
+in several shares (split-KV, "flash decoding", Dao et al. 2023), which the last program to finish combines.
 """
 
 import torch
@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from accel_kernels.attention.paged.decode_triton import decode, decodes
-from accel_kernels.attention.paged.kv8.kv8_decode_triton import decodes_kv8, kv8_decode
 from accel_kernels.attention.paged.kv_quantization_triton import kv_dtype_of
 from accel_kernels.attention.paged.online_softmax_triton import (
     attention_block,
@@ -23,12 +22,13 @@ from accel_kernels.attention.paged.split_kv import MOST_SPLITS, combined_rows, s
 from accel_kernels.attention.paged.store_triton import padding_mask_of, store_of
 from accel_kernels.attention.prefill_attention import PromptAttention
 from accel_kernels.device import programmatic, upcast
-from accel_kernels.sizes import power_of_two
+from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch
 
 # Tokens of a prompt in a graph that stay with our attention: up to here it takes at most 2 us a layer longer on an H200
 # than cuDNN's (python -m benchmarks prompt-attention), which takes the host 30 to 70 ms a length.
 SHORT = 256
+ANGLES = ("cos", "sin")
 
 
 @triton.jit
@@ -63,8 +63,7 @@ def paged_attention_kernel(
     q_ptr, o_ptr, scratch, sinks_ptr, slopes_ptr, metadata_ptr,
     ragged, layer, new, heads, kv_heads, scale, window, softcap, splits,
     GROUP: tl.constexpr, DIM: tl.constexpr, HAS_PADDING_MASK: tl.constexpr, STORE_BLOCK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    MOST_SPLITS: tl.constexpr, COMBINE: tl.constexpr, SPLIT: tl.constexpr, KV_DTYPE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, COMBINE: tl.constexpr, KV_DTYPE: tl.constexpr,
     PREFILLS: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     element = q_ptr.dtype.element_ty
@@ -108,7 +107,7 @@ def paged_attention_kernel(
         first = tl.maximum(0, stored + (tile * USED) // GROUP + 1 - window) // BLOCK_N
     blocks = tl.cdiv(end, BLOCK_N)
     share = blocks - first
-    if SPLIT:
+    if scratch.sums is not None:
         share = tl.cdiv(share, splits)
     active = tl.cdiv(blocks - first, share)
     start = first + split * share
@@ -131,8 +130,8 @@ def paged_attention_kernel(
         )  # fmt: skip
     unit = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     finish(
-        acc, row_max, row_sum, o_ptr, scratch, unit, split, active, tile * USED, new,
-        first_token, g, heads, m_mask, GROUP, DIM, BLOCK_M, USED, BLOCK_D, MOST_SPLITS, COMBINE, SPLIT,
+        acc, row_max, row_sum, o_ptr, scratch, unit, split, active, tile * USED, new, first_token, g, heads, m_mask,
+        GROUP, DIM, USED, COMBINE,
     )  # fmt: skip
 
 
@@ -141,33 +140,29 @@ def paged_attention(
     sinks=None, slopes=None, dense=None,
 ):  # fmt: skip
     """Same arguments and result as the reference; head dimension up to 256."""
+    turning = {"cos": cos, "sin": sin, "q_norm": q_norm, "k_norm": k_norm}
+    scores = {"window": window, "softcap": softcap, "sinks": sinks, "slopes": slopes}
     if kv.ragged is not None:
-        return ragged_attention(
-            q, k, v, kv, scale, (cos, sin, interleaved, q_norm, k_norm), (window, softcap, sinks, slopes)
-        )
+        return ragged_attention(q, k, v, kv, scale, interleaved, turning, scores)
     if decodes(q, cos, interleaved, dim=q.shape[-1]):
-        return (kv8_decode if decodes_kv8(q, kv) else decode)(
-            q, k, v, kv, scale, cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm, window=window, softcap=softcap,
-            sinks=sinks, slopes=slopes,
-        )  # fmt: skip
-    rows, new, heads, dim = q.shape
-    kv_heads = k.shape[2]
+        return decode(q, k, v, kv, scale, **turning, **scores)
+    (rows, new, heads, dim), kv_heads = q.shape, k.shape[2]
     extras = (kv.padding_mask, softcap, sinks, slopes)
     plain = all(e is None for e in extras) and (window is None or window >= new)
     torchs = new > 1 if not kv.by_address else new > SHORT and dim % 8 == 0  # of other sizes it keeps all scores
     if kv.is_prefill and plain and q.is_cuda and torchs:
-        return _fresh(q, k, v, kv, scale, dense or PromptAttention(), cos, sin, interleaved, q_norm, k_norm)
-    q = rotary_store(q, k, v, kv, cos, sin, interleaved, q_norm, k_norm)
+        return _fresh(q, k, v, kv, scale, dense or PromptAttention(), interleaved=interleaved, **turning)
+    q = rotary_store(q, k, v, kv, interleaved=interleaved, **turning)
     out = torch.empty((rows, new, heads * dim), device=q.device, dtype=q.dtype)
     tile = tile_of(new * (heads // kv_heads), kv.block, dim, q.dtype)
-    tiles = triton.cdiv(new * (heads // kv_heads), tile.queries)
+    tiles = cdiv(new * (heads // kv_heads), tile.queries)
     # A prompt in a graph has few keys to a query, and room for shares would stay with the graph.
     splits = 1 if kv.is_prefill and kv.by_address else split_count(rows * kv_heads * tiles, q.device)
-    attend_tiles(q, out, kv, scale, (tiles, rows * kv_heads, splits), tile, window, softcap, sinks, slopes)
+    attend_tiles(q, out, kv, scale, (tiles, rows * kv_heads, splits), tile, **scores)
     return out
 
 
-def attend_tiles(q, out, kv, scale, grid, tile, window, softcap, sinks, slopes, prefills=False):
+def attend_tiles(q, out, kv, scale, grid, tile, prefills=False, *, window, softcap, sinks, slopes):
     """Launches the kernel over tiles of queries, which are stored and rotated already. prefills: see `rotary_store`."""
     _, new, heads, dim = q.shape
     tiles, units, splits = grid
@@ -179,55 +174,48 @@ def attend_tiles(q, out, kv, scale, grid, tile, window, softcap, sinks, slopes, 
         None if kv.ragged is None else kv.ragged.pointers(), kv.layer, new, heads, kv_heads, float(scale), window,
         None if softcap is None else float(softcap), splits,
         GROUP=heads // kv_heads, DIM=dim, HAS_PADDING_MASK=kv.padding_mask is not None, STORE_BLOCK=kv.block,
-        BLOCK_M=tile.queries, BLOCK_N=tile.keys, BLOCK_D=tile.channels, MOST_SPLITS=MOST_SPLITS,
-        COMBINE=combined_rows(heads // kv_heads * new), SPLIT=splits > 1, KV_DTYPE=kv_dtype_of(kv.key_scales, kv.keys),
-        PREFILLS=prefills, UPCAST=upcast(q.dtype), num_warps=tile.warps, num_stages=tile.stages,
-        **programmatic(q.device),
+        BLOCK_M=tile.queries, BLOCK_N=tile.keys, BLOCK_D=tile.channels, COMBINE=combined_rows(heads // kv_heads * new),
+        KV_DTYPE=kv_dtype_of(kv.key_scales, kv.keys), PREFILLS=prefills, UPCAST=upcast(q.dtype), num_warps=tile.warps,
+        num_stages=tile.stages, **programmatic(q.device),
     )  # fmt: skip
 
 
-def ragged_attention(q, k, v, kv, scale, rotation, scores):
-    """`paged_attention` of a `Ragged`. rotation: cos, sin, interleaved and both norms; scores: what changes them."""
+def ragged_attention(q, k, v, kv, scale, interleaved, turning, scores):
+    """`paged_attention` of a `Ragged`. turning: angles and norms of heads; scores: what changes them."""
     ragged, (tokens, heads, dim) = kv.ragged, q.shape[1:]
-    cos, sin, interleaved, q_norm, k_norm = rotation
-    window, softcap, sinks, slopes = scores
-    kv_heads = k.shape[2]
+    group = heads // k.shape[2]
     # Tiles write only rows of sequences; the kernel of the decodes writes every row that it is launched for.
     make = torch.zeros if ragged.most_prefills or ragged.most_decodes < tokens else torch.empty
     out = make((1, tokens, heads * dim), device=q.device, dtype=q.dtype)
     most = min(ragged.most_decodes, tokens)
-    turned = q.transpose(0, 1)[:most], k.transpose(0, 1)[:most], v.transpose(0, 1)[:most]
-    apart = most > 0 and decodes(turned[0], cos, interleaved, dim)
+    single = [t.transpose(0, 1)[:most] for t in (q, k, v)]
+    apart = most > 0 and decodes(single[0], turning["cos"], interleaved, dim)
     if not apart:
         out.zero_()
     else:
-        angles = (None, None) if cos is None else (cos.transpose(0, 1)[:most], sin.transpose(0, 1)[:most])
-        (kv8_decode if decodes_kv8(turned[0], kv) else decode)(
-            *turned, kv, scale, out=out.view(tokens, 1, -1), cos=angles[0], sin=angles[1], q_norm=q_norm, k_norm=k_norm,
-            window=window, softcap=softcap, sinks=sinks, slopes=slopes,
-        )  # fmt: skip
+        angles = {name: None if turning[name] is None else turning[name].transpose(0, 1)[:most] for name in ANGLES}
+        decode(*single, kv, scale, out.view(tokens, 1, -1), **turning | angles, **scores)
     sequences = ragged.most_prefills + (0 if apart else most)
     if sequences:
-        q = rotary_store(q, k, v, kv, cos, sin, interleaved, q_norm, k_norm, prefills=apart)
-        group = heads // kv_heads
+        q = rotary_store(q, k, v, kv, interleaved=interleaved, prefills=apart, **turning)
         tile = tile_of(group * tokens if ragged.most_prefills else group, kv.block, dim, q.dtype)
         tile = tile._replace(queries=max(tile.queries, power_of_two(group)))
         tiles = tokens // (tile.queries // group) + sequences
-        splits = 1 if ragged.most_prefills else split_count(kv_heads * tiles, q.device)
-        attend_tiles(q, out, kv, scale, (tiles, kv_heads, splits), tile, window, softcap, sinks, slopes, apart)
+        splits = 1 if ragged.most_prefills else split_count(k.shape[2] * tiles, q.device)
+        attend_tiles(q, out, kv, scale, (tiles, k.shape[2], splits), tile, apart, **scores)
     return out
 
 
-def _fresh(q, k, v, kv, scale: float, dense, *turning):
+def _fresh(q, k, v, kv, scale: float, dense, **turning):
     """A prompt without past: torch's own causal attention, over the keys as they lie in the store or are put there.
 
     A graph knows no store; and the rounded ones torch cannot read.
     """
     rows, new = q.shape[:2]
     if kv.key_scales is None and not kv.by_address:
-        q = rotary_store(q, k, v, kv, *turning)
+        q = rotary_store(q, k, v, kv, **turning)
         keys, values = (t.view(rows, -1, *t.shape[2:])[:, :new] for t in (kv.keys, kv.values))
     else:
-        q, keys, values = rotary_store(q, k, v, kv, *turning, shown=True)
+        q, keys, values = rotary_store(q, k, v, kv, **turning, shown=True)
     out = dense(*(t.transpose(1, 2) for t in (q, keys, values)), scale, kv.layer == 0, again=kv.by_address)
     return out.transpose(1, 2).reshape(rows, new, -1)

@@ -11,7 +11,7 @@ from accel_kernels.attention.paged.kv_quantization_triton import kv_dtype_of, ro
 from accel_kernels.attention.paged.store_triton import AT_LAYERS, AT_LENGTH, OF_EACH, stored_at, table_row
 from accel_kernels.device import programmatic
 from accel_kernels.norm.norm import kernel_arguments
-from accel_kernels.sizes import power_of_two
+from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch
 
 MOST_HEADS = 32  # to a program
@@ -22,9 +22,8 @@ def rotary_store_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, cos_ptr, sin_ptr, q_norm, k_norm, metadata_ptr, ragged, last_ptr, shown_k_ptr,
     shown_v_ptr, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_cb, stride_cs, stride_cp, layer, new, heads, kv_heads,
-    DIM: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
-    STORE_BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, KV_DTYPE: tl.constexpr,
-    PREFILLS: tl.constexpr, PDL: tl.constexpr,
+    DIM: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, STORE_BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr, KV_DTYPE: tl.constexpr, PREFILLS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     b = (tl.program_id(0) // new).to(tl.int64)
     s = (tl.program_id(0) % new).to(tl.int64)
@@ -81,13 +80,13 @@ def rotary_store_kernel(
         h = part * BLOCK_H + h_idx
         mask, there = (h < heads)[:, None] & d_mask[None, :], (h < read)[:, None] & d_mask[None, :]
         heads_ptr = q_ptr + b * stride_qb + s * stride_qs + h[:, None] * stride_qh
-        q = apply_rope(heads_ptr, q_norm, there, d_idx, mate, d_mask, cos, sin, sign, DIM, PAIRS, Q_NORM)
+        q = apply_rope(heads_ptr, q_norm, there, d_idx, mate, d_mask, cos, sin, sign, DIM, PAIRS)
         tl.store(o_ptr + ((b * new + s) * heads + h[:, None]) * DIM + d_idx[None, :], q.to(element), mask=mask)
     elif part < q_blocks + k_blocks:
         h = (part - q_blocks) * BLOCK_H + h_idx
         mask, there = (h < kv_heads)[:, None] & d_mask[None, :], (h < kv_read)[:, None] & d_mask[None, :]
         heads_ptr = k_ptr + b * stride_kb + s * stride_ks + h[:, None] * stride_kh
-        k = apply_rope(heads_ptr, k_norm, there, d_idx, mate, d_mask, cos, sin, sign, DIM, PAIRS, K_NORM)
+        k = apply_rope(heads_ptr, k_norm, there, d_idx, mate, d_mask, cos, sin, sign, DIM, PAIRS)
         put(
             k.to(element), metadata_ptr, layer, 0, block, slot, token, h, d_idx, mask, kv_heads, b * new + s,
             shown_k_ptr, DIM, STORE_BLOCK, KV_DTYPE,
@@ -148,19 +147,16 @@ def angle_of(angles, b, d_idx, d_mask, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def apply_rope(
-    heads_ptr, norm, mask, d_idx, mate, d_mask, cos, sin, sign, DIM: tl.constexpr, PAIRS: tl.constexpr,
-    NORM: tl.constexpr,
-):  # fmt: skip
-    """A block of heads, normed and rotated, in fp32. NORM: whether there is a norm."""
+def apply_rope(heads_ptr, norm, mask, d_idx, mate, d_mask, cos, sin, sign, DIM: tl.constexpr, PAIRS: tl.constexpr):
+    """A block of heads, normed and rotated, in fp32."""
     x = tl.load(heads_ptr + d_idx[None, :], mask=mask, other=0.0).to(tl.float32)
     rstd = 1.0
-    if NORM:
+    if norm.weight is not None:
         rstd = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + norm.eps)[:, None]
         x *= rstd * (tl.load(norm.weight + d_idx, mask=d_mask, other=0.0).to(tl.float32) + norm.offset)[None, :]
     if PAIRS > 0:
         y = tl.load(heads_ptr + mate[None, :], mask=mask, other=0.0).to(tl.float32)
-        if NORM:
+        if norm.weight is not None:
             y *= rstd * (tl.load(norm.weight + mate, mask=d_mask, other=0.0).to(tl.float32) + norm.offset)[None, :]
         x = x * cos + sign[None, :] * y * sin
     return x
@@ -183,14 +179,13 @@ def rotary_store(
     pairs = 0 if cos is None else cos.shape[-1]
     angles = (0, 0, 0) if cos is None else (cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), cos.stride(2))
     block_h = min(MOST_HEADS, power_of_two(max(heads, kv_heads)))
-    grid = (rows * new, triton.cdiv(heads, block_h) + 2 * triton.cdiv(kv_heads, block_h))
+    grid = (rows * new, cdiv(heads, block_h) + 2 * cdiv(kv_heads, block_h))
     launch(
         rotary_store_kernel, grid,
         q, k, v, out, cos, sin, kernel_arguments(q_norm)[0], kernel_arguments(k_norm)[0], kv.metadata,
         None if kv.ragged is None else kv.ragged.pointers(), kv.last, keys, values, *q.stride()[:3], *k.stride()[:3],
         *v.stride()[:3], *angles, kv.layer, new, heads, kv_heads,
-        DIM=dim, PAIRS=pairs, INTERLEAVED=interleaved, Q_NORM=q_norm is not None, K_NORM=k_norm is not None,
-        STORE_BLOCK=kv.block, BLOCK_H=block_h, BLOCK_D=power_of_two(dim), KV_DTYPE=kv_dtype_of(kv.key_scales, kv.keys),
-        PREFILLS=prefills, num_warps=4, **programmatic(q.device),
+        DIM=dim, PAIRS=pairs, INTERLEAVED=interleaved, STORE_BLOCK=kv.block, BLOCK_H=block_h, BLOCK_D=power_of_two(dim),
+        KV_DTYPE=kv_dtype_of(kv.key_scales, kv.keys), PREFILLS=prefills, num_warps=4, **programmatic(q.device),
     )  # fmt: skip
     return (out, keys, values) if shown else out

@@ -18,7 +18,7 @@ from accel_kernels.gemm.fused_linear import in_passes as full_in_passes
 from accel_kernels.gemm.int8_linear import MOST_COLUMNS, int8_linear
 from accel_kernels.gemm.quantize_rows import QuantizedRows
 from accel_kernels.gemm.quantize_rows import reference as quantize
-from accel_kernels.gemm.quantized_weight import Quantized
+from accel_kernels.gemm.quantized_weight import Quantized, quantize_weight
 from accel_kernels.op import Case, dtype_reason, make_op
 from accel_kernels.product_cases import product_case
 
@@ -120,14 +120,9 @@ def _epilogue_reason(x: torch.Tensor, dtype: torch.dtype, n: int, epilogue: Epil
 
 def _case(name, *shape, n, kind=None, **more) -> Case:
     """kind: of 8 bits, or None."""
-    if kind is None:
-        return product_case(name, shape, n, **more)
-
-    def weight(full):
-        rows = quantize(full, dtype=kind)
-        return Quantized(rows.data, rows.scales)
-
-    return product_case(name, shape, n, weight=weight, rows=partial(quantize, dtype=kind), **more)
+    if kind is not None:
+        more |= {"weight": partial(quantize_weight, dtype=kind), "rows": partial(quantize, dtype=kind)}
+    return product_case(name, shape, n, **more)
 
 
 CASES = (

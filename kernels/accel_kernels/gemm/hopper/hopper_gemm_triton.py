@@ -1,13 +1,11 @@
-"""A persistent product of 16-bit or 8-bit operands by specialized warps, for Hopper.
+"""A persistent product of 16-bit or 8-bit operands by specialized warps, for Hopper (compute capability 9.0).
 
 A program is a warp that loads and two warpgroups that multiply. The warp brings steps of K through the tensor memory
-accelerator into a ring, of one tile after the other, as soon as a slot is free. The warpgroups take tiles in turn:
-while one writes, the other has the tensor cores, so that what follows the sums takes none of their time.
+accelerator into a ring, tile after tile. The warpgroups take tiles in turn: while one writes, the other has the tensor
+cores.
 
 A tile is written in pieces of 64 columns, through shared memory. With a gate a tile holds the same rows of both weights
-side by side. So one instruction multiplies both, and a thread holds both sums of an output.
-
-Serves GEGLU of rows in 16 bits, and rows in 8 bits with scales by row, on compute capability 9.0.
+side by side, so that one instruction multiplies both, and a thread holds both sums of an output.
 """
 
 import torch

@@ -3,7 +3,7 @@
 import torch
 
 from accel_kernels.gemm.quantized_weight import quantize_weight, weight_reason
-from accel_kernels.op import FLOATS, dtype_reason, make_op, random_case
+from accel_kernels.op import FLOATS, dtype_reason, make_op, random_cases
 
 
 def reference(weight, dtype):
@@ -21,12 +21,10 @@ def supports(weight, dtype) -> str | None:
     return weight_reason(weight) or dtype_reason(weight.scales, torch.empty(0, dtype=dtype, device=weight.data.device))
 
 
-def _case(name, n, k, kind, group=0, zeros=False, small=False):
-    def make(rand):
-        weight = rand(n, k, spread=k**-0.5, mean=0.5 * k**-0.5 if zeros else 0.0)
-        return (quantize_weight(weight, kind, group, zeros), rand.dtype), {}
-
-    return random_case(name, make, small)
+@random_cases
+def _case(rand, n, k, kind, group=0, zeros=False):
+    weight = rand(n, k, spread=k**-0.5, mean=0.5 * k**-0.5 if zeros else 0.0)
+    return (quantize_weight(weight, kind, group, zeros), rand.dtype), {}
 
 
 INT8, INT4, FP8 = torch.int8, torch.int32, torch.float8_e4m3fn

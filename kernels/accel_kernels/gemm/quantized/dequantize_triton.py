@@ -5,27 +5,24 @@ import triton
 import triton.language as tl
 
 from accel_kernels.gemm.quantized.operands.unpacking_triton import factor, unpack_mode
-from accel_kernels.gemm.quantized.quantized_linear_triton import FORMATS
 from accel_kernels.warmup import launch
 
 BLOCK_N, BYTES, WARPS = 8, 512, 4  # rows, and bytes of a row, of a program
+EXACT = {torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @triton.jit(do_not_specialize=("n",))
 def dequantize_kernel(
     words_ptr, scales_ptr, zeros_ptr, y_ptr, n, words,
     GROUPS: tl.constexpr, WORDS: tl.constexpr, PER_WORD: tl.constexpr, FORMAT: tl.constexpr,
-    UNPACK_MODE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
+    EXACT: tl.constexpr, UNPACK_MODE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     word = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
     inside = (row < n)[:, None] & (word < words)[None, :]
     at = row.to(tl.int64)[:, None] * words + word[None, :]
     packed = tl.load(words_ptr + at, mask=inside, other=0)
-    # Every number of these formats is one of float16.
-    numbers = (
-        factor(packed[None, :, :], FORMAT, tl.float16, UNPACK_MODE).reshape(BLOCK_N, BLOCK_W, PER_WORD).to(tl.float32)
-    )
+    numbers = factor(packed[None, :, :], FORMAT, EXACT, UNPACK_MODE).reshape(BLOCK_N, BLOCK_W, PER_WORD).to(tl.float32)
     if GROUPS == 1:
         scale = tl.load(scales_ptr + row, mask=row < n, other=0.0).to(tl.float32)[:, None, None]
         if zeros_ptr is not None:
@@ -52,8 +49,8 @@ def dequantize(weight, dtype):
     launch(
         dequantize_kernel, (triton.cdiv(n, BLOCK_N), triton.cdiv(words, block)),
         packed, weight.scales, weight.zeros, y, n, words,
-        GROUPS=groups, WORDS=words // groups, PER_WORD=k // words, FORMAT=FORMATS[weight.data.dtype],
-        UNPACK_MODE=unpack_mode(torch.float16), BLOCK_N=BLOCK_N, BLOCK_W=block,
+        GROUPS=groups, WORDS=words // groups, PER_WORD=k // words, FORMAT=weight.format.name,
+        EXACT=EXACT[weight.format.exact], UNPACK_MODE=unpack_mode(weight.format.exact), BLOCK_N=BLOCK_N, BLOCK_W=block,
         num_warps=WARPS,
     )  # fmt: skip
     return y

@@ -35,9 +35,9 @@ from accel_kernels.gemm.quantized.operands.mma_operands_triton import (
     x_factor,
     x_layout,
 )
-from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
 from accel_kernels.gemm.quantized.operands.unpacking_triton import zero_point
 from accel_kernels.gemm.quantized.write_triton import write
+from accel_kernels.gemm.quantized_weight import PackedWeight
 from accel_kernels.norm.norm import kernel_arguments
 from accel_kernels.warmup import launch
 
@@ -191,7 +191,7 @@ def takes(norm, dtype: torch.dtype) -> bool:
     """Whether the kernel computes this norm on the way: its factor of the whole row comes last, and without it float16
     may not hold the rest.
     """
-    return not norm.centred and norm.bias is None and dtype == torch.bfloat16
+    return not norm.centered and norm.bias is None and dtype == torch.bfloat16
 
 
 def gemv_tile(n: int, k: int, group: int, gate: bool, processors: int) -> GemvTile | None:
@@ -209,7 +209,7 @@ def gemv_tile(n: int, k: int, group: int, gate: bool, processors: int) -> GemvTi
 def refusal(x, weight, up) -> str | None:
     """Why `gemv_mma` cannot take what `quantized_linear` supports."""
     n, k = weight.shape
-    if weight.data.dtype != torch.int32:
+    if weight.format.name != "int4":
         return "not of 4 bits"
     if x.numel() != k:
         return f"{x.numel() // k} rows"

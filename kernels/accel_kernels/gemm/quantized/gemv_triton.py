@@ -6,11 +6,20 @@ of all rows of its program, so that x is read, normed and kept in registers once
 Serves one row in 16 bits times every format, on every card that has the dtype.
 """
 
+import torch
 import triton
 import triton.language as tl
 
+from accel_kernels.device import multiprocessors, programmatic
 from accel_kernels.gemm.epilogue_triton import epilogue, store_sum
-from accel_kernels.gemm.quantized.operands.unpacking_triton import excess, planes
+from accel_kernels.gemm.fused_linear_triton import Shape
+from accel_kernels.gemm.quantized.operands.unpacking_triton import excess, per_word, planes, unpack_mode
+from accel_kernels.gemm.quantized_weight import PackedWeight
+from accel_kernels.norm.norm import kernel_arguments
+from accel_kernels.sizes import power_of_two
+from accel_kernels.warmup import launch
+
+NAMES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
@@ -162,7 +171,7 @@ def quantized_gemv_kernel(
     NORM: tl.constexpr, GATE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr,
     UNPACK_MODE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    PER: tl.constexpr = 8 if FORMAT == "int4" else 4
+    PER: tl.constexpr = per_word(FORMAT)
     WORDS: tl.constexpr = K // PER
     QUADS: tl.constexpr = (WORDS + 3) // 4
     EVEN: tl.constexpr = WORDS % (4 * BLOCK_Q) == 0
@@ -278,3 +287,34 @@ def _write(acc, acc_u, factor, n_idx, n, weight, up, after, y_ptr, GROUPED: tl.c
             other *= tl.load(up.scales + n_idx, mask=n_mask, other=0.0).to(tl.float32)
     y = epilogue(y, other, n_idx, n_mask, None, None, after, GATE, ACTIVATION)
     store_sum(y, n_idx, n_mask, after, y_ptr)
+
+
+def quantized_gemv(x, weight, norm, after, shape, y):
+    """Writes what `quantized_linear` returns into y. shape: its `stages` is the number of programs that a
+    multiprocessor is expected to run at once.
+    """
+    n, k = weight.shape
+    before, kind = kernel_arguments(norm)
+    nw, nb, *_ = before
+    packed = all(t is None or (t.dtype == x.dtype and t.data_ptr() % 8 == 0) for t in (nw, nb))
+    if packed:
+        nw, nb = (None if t is None else t.view(torch.int64) for t in (nw, nb))
+        before = before._replace(weight=nw, bias=nb)
+    dtype = NAMES[x.dtype]
+    launch(
+        quantized_gemv_kernel, (programs(n, k, shape, x.device),),
+        x.view(-1).view(torch.int64), PackedWeight.of(weight), PackedWeight.of(after.up), before, after.arguments, y, n,
+        1 << 16, K=k, GROUPS=weight.scales.shape[1], FORMAT=weight.format.name, UNPACK_MODE=unpack_mode(x.dtype),
+        **after.flags, DTYPE=dtype, NORM_DTYPE=dtype if packed else None, NORM=kind, BLOCK_N=shape.rows,
+        BLOCK_Q=power_of_two(shape.columns * weight.format.bits // 128), num_warps=shape.warps,
+        **programmatic(x.device),
+    )  # fmt: skip
+
+
+def programs(n: int, k: int, shape: Shape, device: torch.device) -> int:
+    """One for each block of rows; where blocks have whole rows, as many as run at once, with equal work."""
+    blocks = triton.cdiv(n, shape.rows)
+    if shape.columns < k:
+        return blocks
+    room = shape.stages * multiprocessors(device)
+    return triton.cdiv(blocks, triton.cdiv(blocks, room))

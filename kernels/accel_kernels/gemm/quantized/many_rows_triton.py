@@ -16,8 +16,8 @@ import triton.language as tl
 from accel_kernels.device import interpreted, upcast
 from accel_kernels.gemm.epilogue_triton import epilogue, store_sum
 from accel_kernels.gemm.fused_linear import apply_norm
-from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
-from accel_kernels.gemm.quantized.operands.unpacking_triton import factor, unpack_mode
+from accel_kernels.gemm.quantized.operands.unpacking_triton import factor, per_word, unpack_mode
+from accel_kernels.gemm.quantized_weight import PackedWeight
 from accel_kernels.warmup import launch
 
 
@@ -46,7 +46,7 @@ def quantized_many_rows_kernel(
     GATE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     UNPACK_MODE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    PER: tl.constexpr = 8 if FORMAT == "int4" else 4
+    PER: tl.constexpr = per_word(FORMAT)
     BLOCK_W: tl.constexpr = BLOCK_K // PER
     WORDS: tl.constexpr = K // PER
     EVEN: tl.constexpr = K % BLOCK_K == 0
@@ -110,8 +110,8 @@ def many_rows_tile(rows: int, n: int, gate: bool, processors: int) -> ManyRowsTi
     return ManyRowsTile(x_rows, wide, 64, 8 if sums > 8192 else 4, 4)
 
 
-def many_rows(x, weight, norm, epilogue, format, tile, y):
-    """Writes what `quantized_linear` returns into y. format: "int8", "int4" or "fp8"."""
+def many_rows(x, weight, norm, epilogue, tile, y):
+    """Writes what `quantized_linear` returns into y."""
     n, k = weight.shape
     if norm is not None:
         x = apply_norm(x, norm)
@@ -120,7 +120,7 @@ def many_rows(x, weight, norm, epilogue, format, tile, y):
     launch(
         quantized_many_rows_kernel, (blocks_m * triton.cdiv(n, tile.rows),),
         x, PackedWeight.of(weight), PackedWeight.of(epilogue.up), epilogue.arguments, y, rows, n, blocks_m,
-        K=k, GROUPS=weight.scales.shape[1], FORMAT=format, **epilogue.flags, BLOCK_M=tile.x_rows, BLOCK_N=tile.rows,
-        BLOCK_K=tile.columns, UNPACK_MODE=unpack_mode(x.dtype), UPCAST=upcast(x.dtype), num_warps=tile.warps,
-        num_stages=tile.stages,
+        K=k, GROUPS=weight.scales.shape[1], FORMAT=weight.format.name, **epilogue.flags, BLOCK_M=tile.x_rows,
+        BLOCK_N=tile.rows, BLOCK_K=tile.columns, UNPACK_MODE=unpack_mode(x.dtype), UPCAST=upcast(x.dtype),
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.fused_linear import in_passes as full_in_passes
 from accel_kernels.gemm.quantized.dequantize import dequantize
-from accel_kernels.gemm.quantized_weight import MOST_QUANTIZED_ROWS, Quantized, quantize_weight, weight_reason
+from accel_kernels.gemm.quantized_weight import Quantized, quantize_weight, weight_reason
 from accel_kernels.norm import norm as norms
 from accel_kernels.norm.norm import norm_reason, norm_weights
 from accel_kernels.op import dtype_reason, make_op
@@ -51,7 +51,7 @@ def _multiplies_bytes(x: torch.Tensor, weight: Quantized) -> bool:
     return (
         x.device.type == weight.data.device.type == "cpu"
         and x.dtype == weight.scales.dtype == torch.bfloat16
-        and weight.data.dtype == torch.int8
+        and weight.format.name == "int8"
         and weight.zeros is None
         and weight.scales.shape[1] == 1
         and x.shape[-1] == weight.shape[1]
@@ -83,8 +83,8 @@ def supports(x, weight, bias=None, *, norm=None, **after) -> str | None:
     rows = x.numel() // max(1, x.shape[-1])
     if x.numel() == 0 or weight.data.numel() == 0:
         return "empty"
-    if rows > MOST_QUANTIZED_ROWS:
-        return f"{rows} rows, more than {MOST_QUANTIZED_ROWS}"
+    if not weight.reads(rows):
+        return f"{rows} rows, more than {weight.format.most_rows}"
     if x.dtype == torch.float32:
         return "x of float32, which numbers of fewer bits do not pay for"
     if (reason := epilogue.refusal(weight.data)) is not None:
@@ -107,8 +107,8 @@ def supports(x, weight, bias=None, *, norm=None, **after) -> str | None:
 
 
 def _alike(weight: Quantized, up: Quantized) -> bool:
-    mine, other = ([None if t is None else (t.shape, t.dtype) for t in one] for one in (weight, up))
-    return mine == other
+    mine, other = ({name: (t.shape, t.dtype) for name, t in one.parts().items()} for one in (weight, up))
+    return mine == other and weight.format == up.format
 
 
 def _case(name, rows, k, n, kind=torch.int32, group=0, *, zeros=False, **more):

@@ -28,9 +28,9 @@ from accel_kernels.gemm.quantized.operands.mma_operands_triton import (
     x_factor,
     x_layout,
 )
-from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
 from accel_kernels.gemm.quantized.operands.unpacking_triton import zero_point
 from accel_kernels.gemm.quantized.write_triton import write
+from accel_kernels.gemm.quantized_weight import PackedWeight
 from accel_kernels.norm.norm import kernel_arguments
 from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
@@ -203,11 +203,11 @@ def columns(format: str, rows: int) -> int:
     return 4 * words(format, rows) * (8 if format == "int4" else 4)
 
 
-def skinny_mma(x, weight, norm, epilogue, format, tile, y):
-    """Writes what `quantized_linear` returns into y. format: "int8", "int4" or "fp8"."""
+def skinny_mma(x, weight, norm, epilogue, tile, y):
+    """Writes what `quantized_linear` returns into y."""
     n, k = weight.shape
-    rows = x.numel() // k
-    inside = norm is not None and not norm.centred and norm.bias is None and x.dtype == torch.bfloat16 and rows <= 8
+    rows, format = x.numel() // k, weight.format.name
+    inside = norm is not None and not norm.centered and norm.bias is None and x.dtype == torch.bfloat16 and rows <= 8
     if norm is not None and not inside:
         x, norm = apply_norm(x, norm), None
     before, kind = kernel_arguments(norm)

@@ -7,8 +7,13 @@ divide.
 import triton
 import triton.language as tl
 
+from accel_kernels.device import programmatic, upcast
 from accel_kernels.gemm.epilogue_triton import epilogue, store_sum
-from accel_kernels.gemm.quantized.operands.unpacking_triton import factor
+from accel_kernels.gemm.fused_linear import apply_norm
+from accel_kernels.gemm.quantized.operands.unpacking_triton import factor, per_word, unpack_mode
+from accel_kernels.gemm.quantized_weight import PackedWeight
+from accel_kernels.sizes import power_of_two
+from accel_kernels.warmup import launch
 
 
 @triton.jit
@@ -41,7 +46,7 @@ def quantized_skinny_kernel(
     BLOCK_K: tl.constexpr, UNPACK_MODE: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Each warp sums a share of the columns, so that no warp waits for another. A step spans SHARES blocks."""
-    PER: tl.constexpr = 8 if FORMAT == "int4" else 4
+    PER: tl.constexpr = per_word(FORMAT)
     BLOCK_W: tl.constexpr = BLOCK_K // PER
     WORDS: tl.constexpr = K // PER
     GROUPED: tl.constexpr = GROUPS > 1
@@ -91,3 +96,20 @@ def quantized_skinny_kernel(
     n_col, n_col_mask = n_idx[:, None], n_mask[:, None]
     y = epilogue(y, other, n_col, n_col_mask, None, None, after, GATE, ACTIVATION)
     store_sum(y, m_idx[None, :].to(tl.int64) * n + n_col, m_mask[None, :] & n_col_mask, after, y_ptr)
+
+
+def quantized_skinny(x, weight, norm, after, shape, y):
+    """Writes what `quantized_linear` returns into y. shape: its `warps` are the shares of the columns."""
+    n, k = weight.shape
+    rows, groups = x.numel() // k, weight.scales.shape[1]
+    if norm is not None:  # a pass of its own: inside, it would stand between the weights and the tensor cores
+        x = apply_norm(x, norm)
+    launch(
+        quantized_skinny_kernel, (triton.cdiv(n, shape.rows),),
+        x, PackedWeight.of(weight), PackedWeight.of(after.up), after.arguments, y, rows, n,
+        K=k, GROUPS=groups, FORMAT=weight.format.name, UNPACK_MODE=unpack_mode(x.dtype), **after.flags,
+        SHARES=shape.warps, BLOCK_M=max(16, power_of_two(rows)), BLOCK_N=shape.rows,
+        BLOCK_K=min(shape.columns, weight.group & -weight.group) if groups > 1 else shape.columns,
+        UPCAST=upcast(x.dtype), num_warps=shape.warps, num_stages=shape.stages,
+        **programmatic(x.device, rows > 16),  # as measured
+    )  # fmt: skip

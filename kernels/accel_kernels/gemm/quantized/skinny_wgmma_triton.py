@@ -31,7 +31,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from accel_kernels.device import multiprocessors, programmatic
 from accel_kernels.gemm.gluon_triton import all_threads, column_blocks, start_load
-from accel_kernels.gemm.quantized.operands.packed_weight import PackedWeight
 from accel_kernels.gemm.quantized.operands.permuted_activations_triton import box_columns, permute_activations
 from accel_kernels.gemm.quantized.operands.unpacking_triton import zero_point
 from accel_kernels.gemm.quantized.operands.wgmma_operands_triton import (
@@ -45,7 +44,7 @@ from accel_kernels.gemm.quantized.operands.wgmma_operands_triton import (
 from accel_kernels.gemm.quantized.tile_store_triton import flat, flat_layout, unflat
 from accel_kernels.gemm.quantized.tile_triton import at_once, post_scale, steps_of_a_program
 from accel_kernels.gemm.quantized.write_triton import write
-from accel_kernels.gemm.quantized_weight import MOST_QUANTIZED_ROWS
+from accel_kernels.gemm.quantized_weight import MOST_QUANTIZED_ROWS, PackedWeight
 from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
 
@@ -238,7 +237,7 @@ def skinny_wgmma_kernel(
 def refusal(x, weight, up) -> str | None:
     """Why `skinny_wgmma` cannot take what `quantized_linear` supports; the device is the caller's to check."""
     n, k = weight.shape
-    scaled = weight.scales.shape[1] > 1 or weight.data.dtype == torch.int32 or weight.zeros is not None
+    scaled = weight.scales.shape[1] > 1 or weight.format.name == "int4" or weight.zeros is not None
     if x.numel() // k > MOST_QUANTIZED_ROWS:
         return f"{x.numel() // k} rows, more than {MOST_QUANTIZED_ROWS}"
     if weight.data.shape[1] * weight.data.element_size() % 16:
@@ -254,7 +253,7 @@ def _layout(words: bool):
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32 if words else 16, rank=2)
 
 
-def skinny_wgmma(x, weight, norm, epilogue, format, tile, y):
+def skinny_wgmma(x, weight, norm, epilogue, tile, y):
     """Same arguments and result as `skinny_mma`, on compute capability 9.0 alone, up to MOST_QUANTIZED_ROWS rows.
 
     tile: a WgmmaTile. Raises ValueError for a tile that is not of whole warpgroups, or with `refusal`.
@@ -268,7 +267,7 @@ def skinny_wgmma(x, weight, norm, epilogue, format, tile, y):
     if tile.warps % 4 or tile.rows % (16 * tile.warps):
         raise ValueError(f"{tile.rows} rows to {tile.warps} warps: warps come by 4, rows by 16 to a warp")
     n, k = weight.shape
-    rows, gate = x.numel() // k, up is not None
+    rows, gate, format = x.numel() // k, up is not None, weight.format.name
     box, half = box_columns(format), tile.rows // 2
     boxes = triton.cdiv(k, box)
     tiles = triton.cdiv(n, half if gate else tile.rows)

@@ -108,14 +108,6 @@ def test_a_step_waits_for_nothing():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_keys_and_values_lie_with_their_layers():
-    ours, _ = pair_over(2)
-    cache = DynamicCache(config=ours.config)
-    ours(prompt(2, 9).cuda(), past_key_values=cache, use_cache=True)
-    assert [layer.device.index for layer in cache.layers] == [0, 0, 1, 1]
-    assert [layer.keys.device.index for layer in cache.layers] == [0, 0, 1, 1]
-
-
 def test_a_cache_that_stock_has_filled_is_gone_on_with():
     ours, stock = pair_over(2)
     ids, found = prompt(2, 12).cuda(), []
@@ -123,44 +115,28 @@ def test_a_cache_that_stock_has_filled_is_gone_on_with():
         cache = DynamicCache(config=ours.config)
         first(ids[:, :8], past_key_values=cache, use_cache=True)
         found.append(then(ids[:, 8:], past_key_values=cache, use_cache=True).logits)
+        assert [layer.keys.device.index for layer in cache.layers] == [0, 0, 1, 1]
     for got in found[1:]:
         torch.testing.assert_close(got, found[0], rtol=1e-4, atol=1e-4)
 
 
-def test_changed_weights_are_read():
+def test_changed_weights_are_read_and_restore_is_exact():
     ours, stock = pair_over(2)
     ids, mask = on_gpu(*padded((9, 5)))
     for _ in range(3):
         generate(ours, ids, mask)
     for model in (ours, stock):
         for layer in layers(model).values():
-            layer.mlp.down_proj.weight.data = layer.mlp.down_proj.weight.data * 1.5
+            layer.mlp.down_proj.weight.data = layer.mlp.down_proj.weight.data * 2
     same(generate(ours, ids, mask), generate(stock, ids, mask), EXACT)
     ran_fast(ours)
-
-
-def test_restore_is_exact():
-    _, model = pair_over(2)
-    before = snapshot(model)
-    ids, mask = on_gpu(*padded((9, 5)))
-    wanted = generate(model, ids, mask)
-    accel.optimize(model, graphs=True)
+    before, wanted = snapshot(stock), generate(stock, ids, mask)
+    accel.optimize(stock, graphs=True)
     for _ in range(3):
-        generate(model, ids, mask)
-    accel.restore(model)
-    assert_same_state(before, snapshot(model))
-    assert all(torch.equal(value, wanted[name]) for name, value in generate(model, ids, mask).items())
-
-
-@pytest.mark.parametrize("kv_cache", ["int8", "fp8"])
-def test_keys_and_values_in_eight_bits(kv_cache):
-    ours, stock = pair_over(2, kv_cache=kv_cache)
-    ids = prompt(2, 30).cuda()
-    cache = DynamicCache(config=ours.config)
-    got = ours(ids, past_key_values=cache, use_cache=True).logits
-    wanted = stock(ids).logits
-    assert {shape.kv_dtype is None for shape in cache.layers[0].store.shapes} == {False}
-    assert 0 < float((got - wanted).norm() / wanted.norm()) < 0.2
+        generate(stock, ids, mask)
+    accel.restore(stock)
+    assert_same_state(before, snapshot(stock))
+    assert all(torch.equal(value, wanted[name]) for name, value in generate(stock, ids, mask).items())
 
 
 def test_as_transformers_loads_it(tmp_path):
@@ -174,15 +150,3 @@ def test_as_transformers_loads_it(tmp_path):
         same(generate(ours, ids, mask), generate(stock, ids, mask), EXACT)
     ran_fast(ours)
     assert len(stretches_replayed(ours)) == 2
-
-
-def test_part_of_it_on_the_cpu_runs_stock(tmp_path):
-    one = make("llama", num_hidden_layers=4)
-    one.save_pretrained(tmp_path)
-    where = device_map(one, 2) | {"model.layers.3": "cpu"}
-    ours = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=where).eval()
-    accel.optimize(ours)
-    reason = next(row[3] for row in accel.report(ours).sites if row[1] == "language model")
-    assert "offloaded" in reason
-    ids, mask = on_gpu(*padded((9, 5)))
-    same(generate(ours, ids, mask), generate(one.cuda(), ids, mask), EXACT)

@@ -121,30 +121,15 @@ def test_an_answer_goes_on_as_it_would_have(manager, tokenizer, name):
 
 
 def test_what_was_begun_is_what_it_goes_on_behind(manager, tokenizer):
-    """Tokens that this model would not have drawn, which stock reads as a part of the prompt."""
+    """Tokens that this model would not have drawn, which stock reads as a part of the prompt; unless they are whole."""
     prompt, begun = tokenizer(TEXT).input_ids, tokenizer(" then the rain").input_ids
-    behind = settled(manager, prompt + begun, max_new_tokens=8).generated_tokens
-    got = settled(manager, prompt, max_new_tokens=8 + len(begun), generated=begun).generated_tokens
-    assert got == begun + behind
-
-
-def test_streamed_outputs_have_all_tokens(manager, tokenizer):
-    prompt = tokenizer(TEXT).input_ids
-    whole = settled(manager, prompt, max_new_tokens=6).generated_tokens
-    name = manager.add_request(prompt, max_new_tokens=6, streaming=True, generated=whole[:3])
-    assert [one.generated_tokens for one in manager.request_id_iter(name)] == [whole[:4], whole[:5], whole[:6]]
-
-
-@pytest.mark.parametrize("ends", [{"max_new_tokens": 3}, {"max_new_tokens": 9, "eos_token_id": [0, 44]}])
-def test_an_answer_that_is_whole_is_not_gone_on_with(manager, ends):
-    got = settled(manager, [5, 6], generated=[7, 8, 44], **ends)
-    assert got.generated_tokens == [7, 8, 44] and got.status is RequestStatus.FINISHED and got.error is None
-
-
-def test_an_answer_as_long_as_the_model(manager):
-    longest = manager.engine.limits.context
-    got = settled(manager, [5] * (longest - 2), generated=[7, 8, 9])
-    assert got.generated_tokens == [7, 8, 9] and got.error is None
+    behind = settled(manager, prompt + begun, max_new_tokens=3).generated_tokens
+    name = manager.add_request(prompt, max_new_tokens=3 + len(begun), streaming=True, generated=begun)
+    assert [one.generated_tokens for one in manager.request_id_iter(name)] == [begun + behind[:n] for n in (1, 2, 3)]
+    most = manager.engine.limits.context
+    for length, ends in ((2, {"max_new_tokens": 3}), (2, {"eos_token_id": [0, 44]}), (most - 2, {})):
+        got = settled(manager, [5] * length, generated=[7, 8, 44], **ends)
+        assert got.generated_tokens == [7, 8, 44] and got.status is RequestStatus.FINISHED and got.error is None
 
 
 def test_what_no_answer_begins_with_fails_alone(manager, tokenizer):

@@ -14,7 +14,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 
 from accel.llm.batching import engine_thread
 from accel.llm.batching.manager import BatchManager
-from support.llm.managers.managers import PROMPTS, VOCABULARY, answer, collect, make_manager
+from support.llm.batching.managers import PROMPTS, VOCABULARY, answer, collect, make_manager
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,7 @@ from support.llm.managers.managers import PROMPTS, VOCABULARY, answer, collect, 
         ("text", {}, "not a list of token ids"),
         (None, {}, "not a list of token ids"),
         ([2**70], {}, "not a list of token ids"),
+        ([1], {"max_new_tokens": -1}, "max_new_tokens=-1: give a number from 0 on, or None"),
         ([1], {"tempo": 2}, "tempo: not a setting"),
         ([1], {"temperature": -1.0}, "temperature=-1.0: give"),
     ],
@@ -41,15 +42,16 @@ def test_what_makes_no_sense_fails_alone(manager, prompt, given, wrong):
     assert found[good].generated_tokens == answer([1, 2], 6)
 
 
-def test_what_makes_no_sense_fails_with_all_its_children():
-    """A caller counts the results it waits for."""
-    manager = make_manager(do_sample=True, num_return_sequences=2)
+def test_several_answers_to_a_prompt():
+    """Each has a name; those to a prompt that makes no sense fail, as a caller counts the results it waits for."""
+    manager = make_manager(do_sample=True, num_return_sequences=3)
     manager.start()
-    manager.add_requests([[], [1]])
-    found = collect(manager, 4)
-    assert {name: one.error is None for name, one in found.items()} == {
-        "req_0": False, "req_0__child#0": False, "req_1": True, "req_1__child#0": True,
-    }  # fmt: skip
+    ids = manager.add_requests([PROMPTS[0], [], PROMPTS[1]], max_new_tokens=4)
+    found = collect(manager, 9)
+    for name, prompt in zip(ids, (PROMPTS[0], None, PROMPTS[1]), strict=True):
+        for one in (found[name], *(found[f"{name}__child#{number}"] for number in range(2))):
+            assert (one.error is None) == (prompt is not None)
+            assert one.generated_tokens == ([] if prompt is None else answer(prompt, 4))
     manager.stop()
 
 
@@ -57,8 +59,10 @@ def test_an_id_twice_is_an_error_of_the_second(manager):
     manager.toy.hold.clear()
     manager.start()
     manager.add_request([1, 2], request_id="x")
+    manager.add_request([1], request_id="req_1")
     with pytest.raises(ValueError, match="request_id='x': a request with this id is under way"):
         manager.add_request([3], request_id="x")
+    assert manager.add_requests([[2], [3]]) == ["req_0", "req_2"]  # names that are made up are others
 
     async def second():
         manager.register_result_handler("x", print)  # the first handler is fine
@@ -68,18 +72,9 @@ def test_an_id_twice_is_an_error_of_the_second(manager):
 
     asyncio.run(second())
     manager.toy.hold.set()
-    assert collect(manager, 1)["x"].generated_tokens == answer([1, 2], 6)
+    assert collect(manager, 4)["x"].generated_tokens == answer([1, 2], 6)
     manager.add_request([3], request_id="x")  # it may be used again
     assert collect(manager, 1)["x"].generated_tokens == answer([3], 6)
-
-
-def test_names_that_are_made_up_are_not_those_of_callers(manager):
-    manager.toy.hold.clear()
-    manager.start()
-    manager.add_request([1], request_id="req_1")
-    assert manager.add_requests([[2], [3]]) == ["req_0", "req_2"]
-    manager.toy.hold.set()
-    collect(manager, 3)
 
 
 # -- many, and cancelled -----------------------------------------------------------------------------------------------
@@ -119,35 +114,24 @@ def test_cancelled_in_any_state(manager, state):
     toy.hold.clear()
     names = [manager.add_request(prompt, streaming=state == "streamed") for prompt in PROMPTS[:4]]
     victim = {"queued": names[1], "waiting": names[3], "unknown": "nobody"}.get(state, names[0])
-    if state not in ("queued", "unknown"):
+    if state in ("waiting", "running", "streamed"):
         assert toy.reached.wait(10)
+    found = {}
     if state == "ended":
         toy.hold.set()
         found = collect(manager, 4)
-    manager.cancel_request(victim)
-    manager.cancel_request(victim)
+    for _ in range(2):
+        manager.cancel_request(victim)
     if state == "queued":
         manager.start()
     toy.hold.set()
-    if state != "ended":
-        found = collect(manager, 4)
+    found = found or collect(manager, 4)
     for name, prompt in zip(names, PROMPTS, strict=False):
-        if name == victim and state != "ended":
-            assert (found[name].status, found[name].error) == (RequestStatus.FAILED, "the request was cancelled")
-            assert found[name].generated_tokens == answer(prompt, 6)[: len(found[name].generated_tokens)]
-        else:
-            assert found[name].generated_tokens == answer(prompt, 6)
+        cancelled, tokens = name == victim and state != "ended", found[name].generated_tokens
+        assert found[name].error == ("the request was cancelled" if cancelled else None)
+        assert tokens == answer(prompt, 6)[: len(tokens) if cancelled else 6]
     manager.stop()
     assert manager.get_result() is None and not manager._results.under_way()
-
-
-def test_whoever_waits_for_a_cancelled_request_is_lines_told(manager):
-    manager.start()
-    name = manager.add_request([1], max_new_tokens=10**9, streaming=True)
-    results = manager.request_id_iter(name)
-    next(results)
-    manager.cancel_request(name)
-    assert list(results)[-1].error == "the request was cancelled"
 
 
 def public(names):
@@ -186,7 +170,7 @@ def test_fields_of_stocks_that_are_not_of_its_inner_works(manager):
 
 
 @pytest.mark.parametrize("error", [ValueError("a bad day"), torch.OutOfMemoryError("CUDA out of memory")])
-def test_a_step_that_raises_fails_what_ran_in_it(manager, error, lines_told):
+def test_a_step_that_raises_fails_what_ran_in_it(manager, error, logged):
     manager.toy.rows, manager.toy.faults = 2, {2: error}
     ids = manager.add_requests(PROMPTS)
     manager.start()
@@ -196,23 +180,23 @@ def test_a_step_that_raises_fails_what_ran_in_it(manager, error, lines_told):
     for name, prompt in zip(ids, PROMPTS, strict=True):
         assert found[name].generated_tokens == answer(prompt, 6)[: 1 if name in failed else 6]
     assert manager.background_thread_status.fatal_error is None and manager.is_running()
-    assert any(str(error) in line for line in lines_told)
+    assert any(str(error) in line for line in logged)
 
 
 @pytest.mark.parametrize(
     "faults", [dict.fromkeys(range(1, 9), ValueError("no luck")), {2: torch.AcceleratorError("CUDA error: lost")}]
 )
-def test_a_loop_that_cannot_go_on_fails_all_and_says_why(manager, faults, lines_told):
+def test_a_loop_that_cannot_go_on_fails_all_and_says_why(manager, faults, logged):
     manager.toy.rows, manager.toy.faults = 1, faults
     ids = manager.add_requests(PROMPTS)
     manager.start()
     found = collect(manager, len(PROMPTS))
     assert all(found[name].error for name in ids)
-    manager._loop.thread.join(10)
+    manager._thread.ending.thread.join(10)
     error = next(iter(faults.values()))
     assert manager.background_thread_status.fatal_error is error and not manager.is_running()
     assert manager.add_request([1]) is None and manager.get_result() is None
-    assert any("died with a fatal error" in line for line in lines_told)
+    assert any("died with a fatal error" in line for line in logged)
     assert manager.toy.closed == 1
     manager.stop()
     manager.toy.faults, manager.toy.steps = {}, 0
@@ -222,12 +206,12 @@ def test_a_loop_that_cannot_go_on_fails_all_and_says_why(manager, faults, lines_
     assert collect(manager, 1)[name].error is None
 
 
-def test_an_engine_that_cannot_be_made(lines_told):
+def test_an_engine_that_cannot_be_made(logged):
     def build():
         raise torch.OutOfMemoryError("no memory for keys and values")
 
     manager = make_manager()
-    manager._loop.build = build
+    manager._thread.build = build
     with pytest.raises(torch.OutOfMemoryError, match="keys and values"):
         manager.warmup()
     assert not manager.warmed_up

@@ -9,40 +9,32 @@ import torch
 from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.requests import RequestStatus
 
-from support.llm.managers.managers import PROMPTS, Model, answer, child_answer, collect, make_manager
-
-# -- what comes out ----------------------------------------------------------------------------------------------------
+from support.llm.batching.managers import PROMPTS, Model, answer, collect, make_manager
 
 
 def test_every_request_comes_out_as_if_alone(manager):
+    """Steps run on one thread of the manager's own, without gradients. Results are found by their id in any order."""
     manager.start()
     ids = manager.add_requests(PROMPTS, record_timestamps=True)
     assert ids == [f"req_{n}" for n in range(len(PROMPTS))]
-    found = collect(manager, len(PROMPTS))
-    for name, prompt in zip(ids, PROMPTS, strict=True):
-        result = found[name]
+    for name, prompt in list(zip(ids, PROMPTS, strict=True))[::-1]:
+        result = manager.get_result(name, timeout=10)
         assert (result.prompt_ids, result.generated_tokens) == (prompt, answer(prompt, 6))
         assert (result.status, result.error, result.logprobs) == (RequestStatus.FINISHED, None, [])
         assert len(result.timestamps) == 6
         assert result.created_time <= result.lifespan[0] <= result.timestamps[0] <= result.lifespan[1]
-    assert manager.get_result(timeout=0.01) is None
-
-
-def test_steps_run_on_one_thread_of_its_own_without_gradients(manager):
-    manager.start()
-    manager.add_requests(PROMPTS)
-    collect(manager, len(PROMPTS))
-    assert len({thread for thread, _ in manager.toy.seen}) == 1
+        assert manager.get_result(name) is None  # not a second time, and nobody waits for it
+    assert manager.get_result(timeout=0.01) is None and manager.get_result("nobody") is None
+    assert len({thread for thread, _ in manager.toy.seen}) == 1 and manager.current_batch >= 6
     assert all(thread != threading.get_ident() and inference for thread, inference in manager.toy.seen)
-    assert manager.current_batch >= 6
 
 
-def test_prompts_that_begin_alike_stand_behind_one_another():
-    for share, wanted in ((True, sorted(PROMPTS, reverse=True)), (False, PROMPTS)):
-        manager = make_manager(config=ContinuousBatchingConfig(allow_block_sharing=share))
-        ids = manager.add_requests(PROMPTS)
-        assert [one.prompt for one in manager._loop._added] == wanted
-        assert {one.id: one.prompt for one in manager._loop._added} == dict(zip(ids, PROMPTS, strict=True))
+@pytest.mark.parametrize("share", [True, False])
+def test_prompts_that_begin_alike_stand_behind_one_another(share):
+    manager = make_manager(config=ContinuousBatchingConfig(allow_block_sharing=share))
+    ids = manager.add_requests(PROMPTS)
+    assert [one.prompt for one in manager._thread._added] == (sorted(PROMPTS, reverse=True) if share else PROMPTS)
+    assert {one.id: one.prompt for one in manager._thread._added} == dict(zip(ids, PROMPTS, strict=True))
 
 
 def test_a_stream_shows_every_token_and_its_end(manager):
@@ -50,55 +42,38 @@ def test_a_stream_shows_every_token_and_its_end(manager):
     name = manager.add_request([2, 7], streaming=True, request_id="mine")
     results = list(manager.request_id_iter(name))
     assert name == "mine" and [len(one.generated_tokens) for one in results] == [1, 2, 3, 4, 5, 6]
-    assert [one.is_finished() for one in results] == [False] * 5 + [True]
-    assert [one.status for one in results[:5]] == [RequestStatus.DECODING] * 5
+    assert [one.status for one in results] == [RequestStatus.DECODING] * 5 + [RequestStatus.FINISHED]
     assert results[-1].generated_tokens == answer([2, 7], 6)
-
-
-def test_results_are_found_by_their_id_in_any_order(manager):
-    manager.start()
-    ids = manager.add_requests(PROMPTS)
-    for name, prompt in list(zip(ids, PROMPTS, strict=True))[::-1]:
-        assert manager.get_result(name, timeout=10).generated_tokens == answer(prompt, 6)
-        assert manager.get_result(name) is None  # not a second time, and nobody waits for it
-    assert manager.get_result("nobody") is None
-
-
-def test_iterating_gives_all_there_are_and_ends_with_the_thread(manager):
-    manager.start()
     manager.add_requests(PROMPTS)
     manager.stop()
     assert sorted(one.request_id for one in manager) == [f"req_{n}" for n in range(len(PROMPTS))]
 
 
-def test_the_end_of_a_request():
-    """By the generation configuration's tokens, the model's, or the request's own."""
-    prompt = [3, 1, 4]
-    second = answer(prompt, 6)[1]
-    for given, own, wanted in ((second, None, 2), ([second, 49], None, 2), (-1, second, 2), (None, None, 6)):
-        manager = make_manager(eos_token_id=given)
-        manager.start()
-        manager.add_request(prompt, eos_token_id=own)
-        assert len(collect(manager, 1)["req_0"].generated_tokens) == wanted
-        manager.stop()
+SECOND = answer([3, 1, 4], 6)[1]
+
+
+@pytest.mark.share(1)
+@pytest.mark.parametrize(
+    ("config", "own", "of_model", "tokens"),
+    [
+        (SECOND, None, None, 2),
+        ([SECOND, 49], None, None, 2),
+        (-1, SECOND, None, 2),
+        (None, None, None, 6),
+        (None, None, SECOND, 2),  # which `add_requests` asks, as stock does
+    ],
+)
+def test_the_end_of_a_request(config, own, of_model, tokens):
+    """By the generation configuration's tokens, the request's own, or the model's."""
     model = Model()
-    model.config.eos_token_id = second
-    manager = make_manager(model=model, eos_token_id=None)
+    model.config.eos_token_id = of_model
+    manager = make_manager(model=model, eos_token_id=config)
     manager.start()
-    manager.add_requests([prompt])  # which asks the model's configuration, as stock does
-    assert len(collect(manager, 1)["req_0"].generated_tokens) == 2
-    manager.stop()
-
-
-def test_children_have_names_and_answers_of_their_own():
-    manager = make_manager(do_sample=True, num_return_sequences=3)
-    manager.start()
-    ids = manager.add_requests(PROMPTS[:2], max_new_tokens=4)
-    found = collect(manager, 6)
-    for name, prompt in zip(ids, PROMPTS, strict=False):
-        assert found[name].generated_tokens == answer(prompt, 4)
-        for number in range(2):
-            assert found[f"{name}__child#{number}"].generated_tokens == child_answer(prompt, number, 4)
+    if of_model is None:
+        manager.add_request([3, 1, 4], eos_token_id=own)
+    else:
+        manager.add_requests([[3, 1, 4]])
+    assert len(collect(manager, 1)["req_0"].generated_tokens) == tokens
     manager.stop()
 
 
@@ -134,13 +109,15 @@ def test_handlers_get_their_request_on_their_event_loop(manager):
     async def clients():
         await asyncio.gather(*(one(f"c{n}", PROMPTS[n % 5], n % 2 == 0) for n in range(64)))
 
-    threads = [threading.Thread(target=asyncio.run, args=(clients(),))]
-    threads[0].start()
-    threads[0].join()
+    thread = threading.Thread(target=asyncio.run, args=(clients(),))
+    thread.start()
+    thread.join()
     for n in range(64):
         assert got[f"c{n}"][-1].generated_tokens == answer(PROMPTS[n % 5], 6)
         assert len(got[f"c{n}"]) == (6 if n % 2 == 0 else 1)
     assert manager.get_result(timeout=0.01) is None and not manager._results._handlers
+    with pytest.raises(RuntimeError, match="no running event loop"):
+        manager.register_result_handler("x", print)
 
 
 def test_a_handler_that_comes_late_gets_what_was_there(manager):
@@ -159,7 +136,7 @@ def test_a_handler_that_comes_late_gets_what_was_there(manager):
     assert [len(one.generated_tokens) for one in got] == [1, 2, 3, 4, 5, 6] and manager.get_result() is None
 
 
-def test_a_handler_that_raises_takes_nothing_from_the_others(manager, lines_told):
+def test_a_handler_that_raises_takes_nothing_from_the_others(manager, logged):
     manager.start()
 
     async def clients():
@@ -171,7 +148,7 @@ def test_a_handler_that_raises_takes_nothing_from_the_others(manager, lines_told
         return await asyncio.wait_for(good, 10)
 
     assert asyncio.run(clients()).generated_tokens == answer([1, 2], 6)
-    assert any("handler of request bad raised ZeroDivisionError" in line for line in lines_told)
+    assert any("handler of request bad raised ZeroDivisionError" in line for line in logged)
     assert manager.is_running()
 
 
@@ -189,8 +166,3 @@ def test_a_request_whose_event_loop_is_closed_is_cancelled(manager):
     assert collect(manager, 1)["stays"].error is None
     manager.stop()  # which waits for all that is under way: for ever, if that were
     assert not manager._results.under_way()
-
-
-def test_a_handler_needs_an_event_loop(manager):
-    with pytest.raises(RuntimeError, match="no running event loop"):
-        manager.register_result_handler("x", print)

@@ -14,29 +14,29 @@ import pytest
 import torch
 
 from support.everything import EVERYTHING
-from support.llm.managers.managers import FakeEngine, Model, answer, collect, make_manager
+from support.llm.batching.managers import FakeEngine, Model, answer, collect, make_manager
 
 # -- start, stop, pause ------------------------------------------------------------------------------------------------
 
 
-def test_start_and_stop_twice(manager, lines_told):
+def test_start_and_stop_twice(manager, logged):
     manager.stop()
     manager.stop(keep_for_next_session=True)
-    assert lines_told == [
+    assert logged == [
         "Manager not started.",
         "Manager not started. Hence the unstarted manager will not be kept for next session.",
     ]
     manager.start()
-    thread = manager._loop.thread
+    thread = manager._thread.ending.thread
     assert thread.daemon  # which holds up no end of a process
     manager.start()
-    assert manager._loop.thread is thread and lines_told[2:] == ["Manager thread is already running."]
+    assert manager._thread.ending.thread is thread and logged[2:] == ["Manager thread is already running."]
     name = manager.add_request([1])
     manager.stop()
     assert not manager.is_running() and collect(manager, 1)[name].error is None  # it was finished first
     assert manager.toy.closed == 1
     manager.stop()
-    assert lines_told[3:] == ["Manager not started."]
+    assert logged[3:] == ["Manager not started."]
     manager.destroy()
     manager.destroy()
     manager.start()
@@ -44,13 +44,13 @@ def test_start_and_stop_twice(manager, lines_told):
     assert collect(manager, 1)[name].error is None
 
 
-def test_no_request_is_taken_while_it_stops(manager, lines_told):
+def test_no_request_is_taken_while_it_stops(manager, logged):
     manager.toy.hold.clear()
     manager.start()
     name = manager.add_request([1, 2])
     manager.stop(block=False)
     assert manager.is_running() and manager.add_request([3]) is None
-    assert lines_told == ["The background thread is stopping.. Request with ids [3, ..., 3] will be dropped."]
+    assert logged == ["The background thread is stopping.. Request with ids [3, ..., 3] will be dropped."]
 
     async def client():
         refused = asyncio.get_running_loop().create_future()
@@ -59,47 +59,69 @@ def test_no_request_is_taken_while_it_stops(manager, lines_told):
         return await asyncio.wait_for(refused, 10)  # as a server does
 
     assert asyncio.run(client()).error == "The background thread is stopping."
+    manager.join(0.0, 0.05)
+    assert logged[-1] == "Generation thread did not exit after join timeout (0.05)." and manager.is_running()
     manager.toy.hold.set()
     manager.join(0.0)
     assert collect(manager, 1)[name].error is None
 
 
-def test_a_timeout_of_stop_is_lines_told(manager, lines_told):
-    manager.toy.hold.clear()
-    manager.start()
-    manager.add_request([1])
-    manager.stop(timeout=0.05)
-    assert lines_told[-1] == "Generation thread did not exit after join timeout (0.05)." and manager.is_running()
-    manager.toy.hold.set()
-
-
-def test_a_hard_stop_fails_what_is_left(manager):
-    manager.toy.pause = 0.005
-    manager.start()
-    names = [manager.add_request([n], max_new_tokens=10**9) for n in range(10)]
+def hard_stop(manager):
     manager.stop(hard_stop=True)
-    found = collect(manager, 10)
-    assert all("ended before this request was finished" in found[name].error for name in names)
 
 
-def test_an_interrupt_waits_for_nobody():
-    """The end of the block stops the manager, as `generate_batch` does; its answers would take for ever."""
-    manager = make_manager()
-    begun = time.perf_counter()
+def interrupt(manager):
+    """As at the end of `generate_batch`, which stops its manager."""
     with pytest.raises(KeyboardInterrupt):
-        manager.start()
         try:
-            manager.add_request([1], max_new_tokens=10**9)
             raise KeyboardInterrupt
         finally:
             manager.stop(block=True, timeout=5)
             manager.destroy()
+
+
+def end_in_a_pause(manager):
+    """As `accel.restore` does, whoever holds the pause."""
+    with manager.pause():
+        steps = manager.toy.steps
+        manager.end("the model is another")
+    assert manager.toy.steps == steps
+
+
+@pytest.mark.share(1)
+@pytest.mark.parametrize(
+    ("way", "reason"),
+    [
+        (hard_stop, "ended before this request was finished"),
+        (interrupt, "ended before this request was finished"),
+        (end_in_a_pause, "the model is another"),
+    ],
+)
+def test_ends_that_wait_for_nobody(manager, way, reason):
+    manager.toy.pause = 0.005
+    manager.start()
+    names = [manager.add_request([n], max_new_tokens=10**9) for n in range(10)]
+    begun = time.perf_counter()
+    way(manager)
     assert time.perf_counter() - begun < 3 and not manager.is_running()
+    found = collect(manager, 10)
+    assert all(reason in found[name].error for name in names)
+
+
+def test_what_had_failed_before_keeps_its_reason(manager):
+    manager.toy.hold.clear()
+    manager.start()
+    manager.add_request([1, 2])
+    assert manager.toy.reached.wait(10)
+    name = manager.add_request([])  # in line until the step ends
+    manager.stop(hard_stop=True, block=False)
+    manager.toy.hold.set()
+    assert "the prompt is empty" in collect(manager, 2)[name].error
 
 
 def test_kept_for_the_next_session(manager):
     manager.warmup()
-    assert manager.warmed_up
+    assert manager.warmed_up and pickle.loads(pickle.dumps(manager)) is None  # a copy of the model has no manager
     for _ in range(3):
         manager.start()
         name = manager.add_request([1])
@@ -164,17 +186,6 @@ def test_a_pause_needs_a_loop_that_goes_on(manager):
         pass
 
 
-def test_ended_inside_a_pause(manager):
-    """As `accel.restore` does, whoever holds the pause."""
-    manager.start()
-    name = manager.add_request([1, 2], max_new_tokens=10**9)
-    with manager.pause():
-        steps = manager.toy.steps
-        manager.end("the model is another")
-    assert collect(manager, 1)[name].error == "the model is another"
-    assert manager.toy.steps == steps and not manager.is_running()
-
-
 # -- nobody holds it any more ------------------------------------------------------------------------------------------
 
 
@@ -190,7 +201,7 @@ def test_a_manager_that_nobody_holds_is_freed(state, few_objects):
         assert engine.reached.wait(10)
     if state == "kept":
         manager.stop(keep_for_next_session=True)
-    thread, gone = manager._loop.thread, weakref.ref(manager)
+    thread, gone = manager._thread.ending.thread, weakref.ref(manager)
     freed = weakref.ref(model)
     del manager, model
     gc.collect()
@@ -208,7 +219,7 @@ def test_the_process_ends_without_a_stop():
     code = """
         import sys
         sys.path[:0] = ["tests"]
-        from support.llm.managers.managers import make_manager
+        from support.llm.batching.managers import make_manager
         manager = make_manager()
         manager.toy.pause = 0.01
         manager.start()
@@ -218,7 +229,3 @@ def test_the_process_ends_without_a_stop():
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "ends\n"), done.stderr
-
-
-def test_a_copy_of_the_model_has_no_manager(manager):
-    assert pickle.loads(pickle.dumps(manager)) is None

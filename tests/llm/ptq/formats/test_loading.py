@@ -13,8 +13,9 @@ import accel
 from accel.options import SCHEMES as NAMES
 from support.everything import EVERYTHING
 from support.llm.families import in_turn, make, padded
+from support.llm.held_out import LiveBytes
 from support.llm.outputs import generate, ran_fast, same
-from support.llm.quantized import Bytes, Counting, held_by, logits
+from support.llm.quantized import held_by, logits, whole_numbers, written_out
 
 SCHEMES = [name for name in NAMES if name not in ("int4", "int4-asym", "int4-g64", "int4-g64-asym")]
 
@@ -98,12 +99,12 @@ def test_small_scales_keep_their_precision(saved):
 @pytest.mark.share(2)
 def test_no_weight_is_ever_whole(scheme, saved):
     _, folder = saved("llama-biases", scheme, num_hidden_layers=6)
-    with Counting({96 * 64, 64 * 64}) as counted:
+    with LiveBytes(counts=written_out) as counted:
         model = accel.load(folder)
     assert counted.most == 0 and len(held_by(model)) == 42
-    with Counting({96 * 64, 64 * 64}) as counted:
+    with LiveBytes(counts=written_out) as counted:
         accel.optimize(model)(torch.tensor([[3, 4, 5]]))
-    assert counted.most <= 7
+    assert counted.most_tensors <= 7
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ def test_numbers_are_never_held_twice(scheme, activations, saved):
         model.save_pretrained(folder)
         assert "int-quantized" in (folder / "config.json").read_text()
     before = {file: file.read_bytes() for file in folder.glob("*.safetensors")}
-    with Bytes() as counted:
+    with LiveBytes(counts=whole_numbers) as counted:
         loaded = accel.load(folder)
     stays = sum(tensor.nbytes for m in held_by(loaded) for tensor in (m.data, m.zeros) if tensor is not None)
     assert counted.most <= stays + 96 * 64, f"{counted.most} bytes of {stays}"

@@ -12,6 +12,7 @@ from accel.llm.batching.sampling import Sampling
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.kv_cache.layer_sets import LayerSet
 from accel.llm.kv_cache.shape import BLOCK
+from support.llm.families import VOCAB
 from support.llm.kv_cache.blocks import check_blocks
 
 GREEDY = Sampling()
@@ -31,18 +32,37 @@ def request(name: str, prompt: Sequence[int], new: int | None = 8, sampling: Sam
     return Request(name, list(prompt), new, more.pop("eos", frozenset()), sampling, **more)
 
 
-def finished(engine: Engine, requests: Iterable[Request] = (), most: int = 2000) -> list[Request]:
-    """All requests that end, in the order in which they do. Nothing is lost: every page comes back."""
-    for one in requests:
-        engine.add(one)
-    ended: list[Request] = []
+def requests(lengths: Sequence[int], news: Sequence[int] | int, seed: int = 0, **more) -> list[Request]:
+    """Named by their numbers, of random prompts."""
+    news = [news] * len(lengths) if isinstance(news, int) else news
+    prompts = prompts_of(lengths, VOCAB, seed)
+    return [request(str(number), *one, **more) for number, one in enumerate(zip(prompts, news, strict=True))]
+
+
+def step(engine: Engine) -> list[Request]:
+    """What a step tells. Every block is accounted for; what nobody holds becomes NaN, or codes scaled by it."""
+    told = engine.step()
+    check_blocks(engine.allocator)
+    for kept in engine.kv_cache.kept:
+        kept[:, :, engine.allocator.unused] = torch.nan if kept.is_floating_point() else -128
+    return told
+
+
+def stepped(engine: Engine, most: int = 2000) -> list[Request]:
+    """What steps tell, until there is nothing left to do. Nothing is lost: every block comes back."""
+    told: list[Request] = []
     for _ in range(most):
         if not engine.busy:
             break
-        ended += [one for one in engine.step() if one.finished]
-        check_blocks(engine.allocator)
-    assert not engine.busy
-    assert engine.allocator.free == engine.allocator.blocks - 1 and not engine.ids
+        told += step(engine)
+    assert not engine.busy and engine.allocator.free == engine.allocator.blocks - 1
+    return told
+
+
+def finished(engine: Engine, requests: Iterable[Request] = ()) -> list[Request]:
+    """All requests that end, in the order in which they do."""
+    ended = [one for request in requests for one in engine.add(request)]
+    ended += [one for one in stepped(engine) if one.finished]
     assert len(ended) == len(set(map(id, ended)))
     return ended
 
@@ -54,9 +74,16 @@ def prompts_of(lengths: Sequence[int], vocabulary: int, seed: int = 0) -> list[l
 
 def alone(stock: nn.Module, prompt: Sequence[int], new: int, eos: int | None = None, **given) -> list[int]:
     """What stock's generate() adds to the prompt by itself."""
-    ids = torch.tensor([list(prompt)])
+    ids = torch.tensor([list(prompt)], device=stock.device)
     config = {"do_sample": False, "eos_token_id": eos, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
     return stock.generate(ids, max_new_tokens=new, **(config | given))[0, len(prompt) :].tolist()
+
+
+def as_alone(stock: nn.Module, requests: Iterable[Request], **given) -> None:
+    """Each has what stock gives it by itself."""
+    for one in requests:
+        assert one.error is None and one.finished, one.error
+        assert one.tokens == alone(stock, one.prompt, one.max_new_tokens, **given), one.id
 
 
 FULL, NARROW, WIDE = LayerSet((0,), None), LayerSet((1,), 70), LayerSet((2,), 3 * BLOCK)

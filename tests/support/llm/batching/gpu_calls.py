@@ -1,8 +1,8 @@
-"""generate_batch on a GPU, and what stock gives for each prompt alone."""
+"""generate_batch on a GPU."""
 
-import torch
 from transformers import GenerationConfig
 
+from support.llm.batching.engines import alone
 from support.llm.gpu import replayed
 
 
@@ -16,12 +16,6 @@ def batch(model, prompts, new: int, **given) -> list[list[int]]:
     outputs = model.generate_batch(prompts, generation_config=config_of(new, **given))
     assert all(one.error is None for one in outputs.values())
     return [one.generated_tokens for one in outputs.values()]
-
-
-def alone(stock, prompt, new: int, **given) -> list[int]:
-    ids = torch.tensor([prompt], device="cuda")
-    out = stock.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config_of(new, **given))
-    return out[0, len(prompt) :].tolist()
 
 
 def as_alone(ours, stock, prompts, new: int, times: int = 3) -> None:

@@ -12,15 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from accel.libraries.cache import generating_cache
-from support.llm.families import layers
-
-
-def first(model) -> nn.Module:
-    return next(iter(layers(model).values()))
-
-
-def attention(model) -> nn.Module:
-    return next(m for name, m in first(model).named_children() if "attn" in name or "attention" in name)
+from support.llm.edits.places import attention, first
 
 
 def halved(function):

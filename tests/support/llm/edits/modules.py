@@ -21,20 +21,6 @@ class Doubled(nn.Module):
         return (2 * output[0], *output[1:]) if isinstance(output, tuple) else 2 * output
 
 
-class Own(nn.Linear):
-    """A subclass that computes something else."""
-
-    def forward(self, x):
-        return super().forward(x) * 1.5
-
-
-def own_linear(model) -> None:
-    old = matrix(model)
-    new = Own(old.in_features, old.out_features, bias=old.bias is not None, device=old.weight.device)
-    new.weight, new.bias = old.weight, old.bias
-    swap(model, old, new)
-
-
 def around(find: Callable) -> Callable:
     def step(model):
         swap(model, find(model), Doubled(find(model)))
@@ -65,21 +51,6 @@ def layers_in_another_order(model) -> None:
     state = {name: tensor.clone() for name, tensor in one.state_dict().items()}
     one.load_state_dict(other.state_dict())
     other.load_state_dict(state)
-
-
-def own_forward(find: Callable) -> Callable:
-    """Someone replaces the forward of an instance, with the one that is there inside."""
-
-    def step(model):
-        module = find(model)
-
-        def forward(*args, inner=module.forward, **kwargs):
-            output = inner(*args, **kwargs)
-            return (-output[0], *output[1:]) if isinstance(output, tuple) else -output
-
-        module.forward = forward
-
-    return step
 
 
 def hook(find: Callable, before: bool = False) -> Callable:
@@ -157,15 +128,6 @@ def other_head(model) -> None:
 def other_words(model) -> None:
     new = nn.Embedding.from_pretrained(model.get_input_embeddings().weight.detach() * -1.3)
     model.set_input_embeddings(new)
-
-
-def setting(find: Callable, name: str, value: object) -> Callable:
-    def step(model):
-        module = find(model)
-        assert hasattr(module, name), name
-        setattr(module, name, value)
-
-    return step
 
 
 def config(name: str, value: object) -> Callable:

@@ -17,10 +17,6 @@ def assigned_weights(model) -> None:
     model.tie_weights()
 
 
-def new_parameter(model) -> None:
-    matrix(model).weight = nn.Parameter(matrix(model).weight + random(matrix(model).weight))
-
-
 def new_data(model) -> None:
     matrix(model).weight.data = matrix(model).weight.data + random(matrix(model).weight)
 

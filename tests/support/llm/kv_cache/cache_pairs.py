@@ -37,7 +37,7 @@ def feed_fast(ours: DynamicCache, stock: DynamicCache, rows: int, tokens: int) -
     start = store.length
     store.reserve(rows, start + tokens)
     for layer, (keys, values) in enumerate(fresh(rows, tokens)):
-        kv = store.kv(layer)
+        kv = store.kvs([layer], tokens)[layer]
         where = kv.slots(start, start + tokens)
         kv.keys[where], kv.values[where] = keys.transpose(1, 2), values.transpose(1, 2)
         stock.update(keys, values, layer)

@@ -60,8 +60,8 @@ def append(store: Store, new: list[torch.Tensor]) -> None:
     start = store.length
     store.reserve(rows, start + tokens)
     for layer, (keys, values) in enumerate(new):
-        kv = store.kv(layer)
-        assert kv.is_prefill == (start == 0) and kv.layer == layer
+        kv = store.kvs([layer], tokens)[layer]
+        assert kv.layer == layer
         kv.write(start, keys, values)
     store.advance(tokens)
 
@@ -74,17 +74,17 @@ def append_as_stock(store: Store, new: list[torch.Tensor]) -> None:
 
 def check(store: Store, lists: Lists) -> None:
     length, rows = lists.length, len(lists.rows)
-    assert store.length == length and store.whole
+    assert store.length == length and store.consistent
     if not store.blocks:
         assert not length
         return
     store.reserve(store.rows, length + 1)
     own = torch.arange(store.rows * store.blocks.columns).view(store.rows, -1)
-    assert torch.equal(store.kv(0).table[:, length // BLOCK :].long(), own[:, length // BLOCK :])
+    kvs = [store.kvs([layer], 1)[layer] for layer in range(len(store.shapes))]
+    assert torch.equal(kvs[0].table[:, length // BLOCK :].long(), own[:, length // BLOCK :])
     mask = 0 if store.padding_mask is None else store.padding_mask.data_ptr()
     head = [length, mask, store.blocks.columns]
-    kvs = [store.kv(layer) for layer in range(len(store.shapes))]
-    kept = [t for kv in kvs for t in (kv.keys, kv.values, kv.key_scales, kv.value_scales, store.kv(0).table)]
+    kept = [t for kv in kvs for t in (kv.keys, kv.values, kv.key_scales, kv.value_scales, kvs[0].table)]
     assert store.metadata.tolist() == head + [0 if t is None else t.data_ptr() for t in kept]
     alike = store.shapes[0] == store.shapes[2]
     assert (kvs[0].keys._base is kvs[2].values._base) == alike and kvs[1].keys._base is not kvs[0].keys._base
@@ -103,8 +103,8 @@ def check(store: Store, lists: Lists) -> None:
         assert torch.equal(store.padding_mask, lists.padding_mask(store.capacity))
 
 
-def filled(rows: int = 4, tokens: int = 2 * BLOCK + 7, wanted: int = 0) -> tuple[Store, Lists]:
-    store, lists, new = Store(SHAPES, wanted), Lists(rows), fresh(rows, tokens)
+def filled(rows: int = 4, tokens: int = 2 * BLOCK + 7, expected_tokens: int = 0) -> tuple[Store, Lists]:
+    store, lists, new = Store(SHAPES, expected_tokens), Lists(rows), fresh(rows, tokens)
     append(store, new)
     lists.append(new)
     return store, lists

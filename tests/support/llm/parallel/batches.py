@@ -8,7 +8,7 @@ import torch.distributed as dist
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import accel
-from accel.errors import told
+from accel.errors import logged
 from support.llm.parallel.ranks import counted, load
 
 PLAIN = {"eos_token_id": -1, "pad_token_id": 0, "max_new_tokens": 6}
@@ -71,7 +71,7 @@ def refused(folder: str, which: str) -> list[str]:
         try:
             found.append(str(batch(model, [[5, 6, 7]], given | {"do_sample": which == "config"}, limits)))
         except Exception as error:
-            found.append(told(error))
+            found.append(logged(error))
     return found
 
 
@@ -140,7 +140,7 @@ def managers(folder: str) -> dict:
             value = call()
             found[name] = value.tolist() if isinstance(value, torch.Tensor) else str(value)
         except Exception as error:
-            found[name] = told(error)
+            found[name] = logged(error)
 
     first, second = (
         model.init_continuous_batching(generation_config=config(), continuous_batching_config=batching())

@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from transformers import LogitsProcessorList
 
 import accel
-from accel.errors import told
+from accel.errors import logged
 from accel.llm.batching.engine import Engine
 from accel.llm.generation.decoder import DecoderForward
 from support.llm.parallel.batches import PLAIN, batching, config, optimized
@@ -32,7 +32,7 @@ def attempt(call: Callable[[], Any]) -> tuple[str, float]:
     try:
         found = str(call())
     except BaseException as error:
-        found = told(error)
+        found = logged(error)
     return found, time.monotonic() - begun
 
 

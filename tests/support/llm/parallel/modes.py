@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, LogitsProcessorList, StoppingCriteriaList
 
 import accel
-from accel.errors import told
+from accel.errors import logged
 from accel.llm.generation.loop import handover
 from accel.llm.generation.loop.token_loop import TokenLoop
 from support.llm.parallel.ranks import counted, load
@@ -111,7 +111,7 @@ def all_modes(folder: str, draft: str) -> dict[str, dict]:
         try:
             found[name] = model.generate(ids, **PLAIN, **given).tolist()
         except Exception as error:
-            found[name] = told(error)
+            found[name] = logged(error)
     quality = accel.verify(model)
     found |= {"streamed": streamer.given, "verify": quality.passed, "equal": quality.agreement.equal}
     found |= {"report": str(accel.report(model)), "told": accel.report(model).to_dict()}

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 
 import accel
-from accel.errors import told
 from accel.llm.generation.trial import fused_layers, fused_logits, stock_logits
 from accel.llm.recording.recorder import resting
 from accel.parallel.sharded_layers import ranks_of
@@ -52,33 +51,32 @@ def counted():
 
 
 def write(folder: str, calls: list[dict], options: dict, plan: Any, given: dict) -> dict:
+    """As `written`. given: of from_pretrained."""
+    return written(load(folder, plan, **given), calls, options)
+
+
+def written(model: nn.Module, calls: list[dict], options: dict) -> dict:
     """The tokens of each generate() call, stock and optimized, with what the report says; then restored.
 
-    calls: keywords of generate(); "seed" among them seeds the draws before. given: of from_pretrained.
+    calls: keywords of generate().
     """
-    model = load(folder, plan, **given)
-    found: dict = {"stock": [], "optimized": []}
+    found: dict = {"stock": [], "optimized": [], "collectives": []}
     with torch.no_grad():
         before = model(calls[0]["input_ids"]).logits
         for kind in ("stock", "optimized"):
             if kind == "optimized":
                 accel.optimize(model, cpu="fuse", **options)
             for call in calls:
-                keywords = dict(call)
-                torch.manual_seed(keywords.pop("seed", 0))
-                try:
-                    with counted() as collectives:
-                        found[kind].append(model.generate(**keywords).tolist())
-                except Exception as error:
-                    found[kind].append(told(error))
-                found.setdefault("collectives", []).append(dict(collectives))
+                torch.manual_seed(0)
+                with counted() as collectives:
+                    found[kind].append(model.generate(**call).tolist())
+                found["collectives"].append(dict(collectives))
         report = accel.report(model)
-        found["sites"], found["graphs"] = report.sites, report.graphs
+        found |= {"sites": report.sites, "graphs": report.graphs, "fallbacks": report.fallbacks}
         found["shared_memory"] = ranks_of(model).memory is not None
-        found["fallbacks"] = report.fallbacks
         accel.restore(model)
-        after = model(calls[0]["input_ids"]).logits
-    found["restored"] = torch.equal(before, after)
+        found["restored"] = torch.equal(before, model(calls[0]["input_ids"]).logits)
+    found["with gradients"] = (model(calls[0]["input_ids"]).logits - before).abs().max().item()
     return found
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -81,33 +80,6 @@ class AwqLinear(nn.Module):
         return out if self.bias is None else out + self.bias
 
 
-class Int8Parameter(nn.Parameter):
-    """A Parameter that carries CB and SCB, as bitsandbytes' Int8Params."""
-
-    CB = SCB = None
-
-
-class BitsandbytesLinear(nn.Linear):
-    """LLM.int8() of one layer: rows of activations are rounded to 8 bits too."""
-
-    def __init__(self, numbers, tops, bias):
-        nn.Module.__init__(self)
-        self.out_features, self.in_features = numbers.shape
-        weight = torch.Tensor._make_subclass(Int8Parameter, numbers, False)
-        weight.CB, weight.SCB = weight.data, tops
-        self.weight, self.bias = weight, bias
-        self.state = SimpleNamespace(CB=None, SCB=None, threshold=6.0)
-
-    def forward(self, x):
-        if self.weight.CB is not None:
-            self.state.CB, self.state.SCB = self.weight.CB, self.weight.SCB
-            self.weight.CB = self.weight.SCB = None
-        top = x.abs().amax(-1, keepdim=True).float().clamp_min(1e-6)
-        rounded = (x.float() * 127 / top).round()
-        out = (rounded @ self.state.CB.float().t() * top * self.state.SCB / 127**2).to(x.dtype)
-        return out if self.bias is None else out + self.bias
-
-
 def prequantized(kind: str, name: str = "llama-biases", dtype=torch.float32, **changes):
     """(a model whose linears are this library's, the same with their values as plain weights)."""
     model = make(name, dtype, **changes)
@@ -132,8 +104,13 @@ def four_bits(make_linear, linear, symmetric=False, **options):
 
 def eight_bits(linear):
     rounded = round_to_nearest(linear.weight.float(), Scheme("int8"))
-    made = BitsandbytesLinear(rounded.data, rounded.scales.flatten() * 127, linear.bias)
-    return made, rounded.dequantized(torch.float32)
+    modules = pytest.importorskip("bitsandbytes").nn
+    made = modules.Linear8bitLt(
+        linear.in_features, linear.out_features, linear.bias is not None, has_fp16_weights=False
+    )
+    parts = {"CB": rounded.data, "SCB": rounded.scales.flatten() * 127}
+    made.weight, made.bias = modules.Int8Params(rounded.data, False, False, **parts), linear.bias
+    return made.eval(), rounded.dequantized(torch.float32)
 
 
 MAKERS = {

@@ -1,13 +1,10 @@
-"""`decode` over keys and values in 8 bits at the speed of the memory: up to 8 heads a group, 64 or 128 channels.
+"""`decode` over int8 or fp8 keys and values at the speed of the memory: up to 8 heads a group, 64 or 128 channels.
 
-Every warp attends to 16 of the 64 tokens of a block by itself, with products as in `kv8_mma_triton`. Warps meet only
-at the end: before, there is no barrier and no shared memory. A warp loads the next block while it computes this one,
-into the registers that this one's codes no longer need.
+Every warp attends to 16 of the 64 tokens of a block, with products as in `kv8_mma_triton`. Warps share nothing and have
+no barrier before the end. A warp loads the next block into registers that the codes of this one no longer need.
 
 The weight of a value is exp2(score + log2(scale)), scaled so that the largest is 2^14; fp16 ends at 65504. So neither
 small scales nor small probabilities leave the range of fp16 while they still count.
-
-Serves one new token a row over int8 or fp8 keys and values.
 """
 
 import triton.language as tl
@@ -35,6 +32,8 @@ from accel_kernels.attention.paged.rotary_store_triton import angle_of, apply_ro
 from accel_kernels.attention.paged.store_triton import AT_COLUMNS, AT_LAYERS, AT_PADDING_MASK, OF_EACH, row_of, share_of
 from accel_kernels.sizes import power_of_two
 
+BLOCK = gl.constexpr(64)  # tokens of a block of the store, 16 to a warp
+HEADS = 8  # columns of a product
 TOP = gl.constexpr(14.0)  # the largest weight, in base 2
 power_of_two_up = gluon.constexpr_function(power_of_two)
 
@@ -53,10 +52,8 @@ def _load_values(values, row, limit, stride, WORDS: gl.constexpr):
 def kv8_decode_kernel(
     q, k, v, o_ptr, angles, q_norm, k_norm, scratch, sinks_ptr, slopes_ptr, metadata_ptr,
     ragged, layer, heads, kv_heads, scale, window, softcap, splits, few_splits,
-    GROUP: gl.constexpr, DIM: gl.constexpr, PAIRS: gl.constexpr, Q_NORM: gl.constexpr, K_NORM: gl.constexpr,
-    HAS_PADDING_MASK: gl.constexpr, SPLIT: gl.constexpr, BLOCK: gl.constexpr,
-    LEAST: gl.constexpr, MOST: gl.constexpr, COMBINED: gl.constexpr, KV_DTYPE: gl.constexpr, PDL: gl.constexpr,
-    num_warps: gl.constexpr,
+    GROUP: gl.constexpr, DIM: gl.constexpr, PAIRS: gl.constexpr, HAS_PADDING_MASK: gl.constexpr, LEAST: gl.constexpr,
+    KV_DTYPE: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     INTEGERS: gl.constexpr = KV_DTYPE == gl.int8
     LANES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [num_warps, 1], [1, 0])
@@ -133,7 +130,7 @@ def kv8_decode_kernel(
     head = g * GROUP + m_idx
     q_heads = q.data + b * q.row + gl.expand_dims(head, 1) * q.head
     q_mask = gl.expand_dims(m_mask, 1) & gl.expand_dims(d_mask, 0)
-    query = apply_rope(q_heads, q_norm, q_mask, d_idx, mate, d_mask, cos, sin, sign, DIM, PAIRS, Q_NORM)
+    query = apply_rope(q_heads, q_norm, q_mask, d_idx, mate, d_mask, cos, sin, sign, DIM, PAIRS)
     query = query.to(element)
     halves, unit = fitted(query)
     halves = gl.convert_layout(halves, FRAGMENT).to(gl.int16, bitcast=True)
@@ -246,9 +243,9 @@ def kv8_decode_kernel(
         row_max, row_sum, total = add_new(
             row_max, row_sum, total, query, k.data + b * k.row + g * k.head, v.data + b * v.row + g * v.head, k_norm,
             slopes_ptr, table, padding_mask, metadata_ptr + AT_LAYERS + OF_EACH * layer, stored, g, kv_heads, scale,
-            softcap, d_idx, mate, m_idx, cos, sin, sign, DIM, PAIRS, K_NORM, BLOCK, GROUP, KV_DTYPE, WIDE,
+            softcap, d_idx, mate, m_idx, cos, sin, sign, DIM, PAIRS, BLOCK, GROUP, KV_DTYPE, WIDE,
         )  # fmt: skip
     finish_heads(
         total, row_max, row_sum, o_ptr, scratch, split, splits, active, b, g, heads, m_idx,
-        GROUP, power_of_two_up(GROUP), DIM, MOST, COMBINED, SPLIT, WIDE, num_warps,
+        GROUP, power_of_two_up(GROUP), DIM, WIDE, num_warps,
     )  # fmt: skip

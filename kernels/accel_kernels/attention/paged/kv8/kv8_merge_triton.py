@@ -6,14 +6,18 @@ from triton.experimental.gluon import language as gl
 from accel_kernels.attention.paged.kv_quantization_triton import rounded
 from accel_kernels.attention.paged.online_softmax_triton import add_token, in_base_2
 from accel_kernels.attention.paged.rotary_store_triton import apply_rope
+from accel_kernels.attention.paged.split_kv import KV8_MOST_SPLITS
 from accel_kernels.attention.paged.store_triton import stored_at
 from accel_kernels.gemm.gluon_triton import all_threads
+
+MOST = gl.constexpr(KV8_MOST_SPLITS)
+COMBINED = gl.constexpr(16)  # shares that are put together at once
 
 
 @gluon.jit
 def add_new(
     row_max, row_sum, total, query, k_ptr, v_ptr, k_norm, slopes_ptr, table, padding_mask, at, stored, g, kv_heads,
-    scale, softcap, d_idx, mate, m_idx, cos, sin, sign, DIM: gl.constexpr, PAIRS: gl.constexpr, K_NORM: gl.constexpr,
+    scale, softcap, d_idx, mate, m_idx, cos, sin, sign, DIM: gl.constexpr, PAIRS: gl.constexpr,
     BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_DTYPE: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
     """Rounds and stores the new key and value, and attends to them."""
@@ -21,7 +25,7 @@ def add_new(
     one = gl.arange(0, 1, gl.SliceLayout(1, WIDE))
     row = gl.expand_dims(one, 1)
     mask = (row == 0) & gl.expand_dims(d_idx < DIM, 0)
-    k_new = apply_rope(k_ptr + row, k_norm, mask, d_idx, mate, d_idx < DIM, cos, sin, sign, DIM, PAIRS, K_NORM)
+    k_new = apply_rope(k_ptr + row, k_norm, mask, d_idx, mate, d_idx < DIM, cos, sin, sign, DIM, PAIRS)
     v_new = gl.load(v_ptr + row + gl.expand_dims(d_idx, 0), mask=mask, other=0.0)
     k_new, k_scale = rounded(k_new.to(element).to(gl.float32), KV_DTYPE)
     v_new, v_scale = rounded(v_new.to(gl.float32), KV_DTYPE)
@@ -46,8 +50,7 @@ def add_new(
 @gluon.jit
 def finish_heads(
     total, row_max, row_sum, o_ptr, scratch, split, splits, active, b, g, heads, m_idx,
-    GROUP: gl.constexpr, GROUP_UP: gl.constexpr, DIM: gl.constexpr, MOST: gl.constexpr, COMBINED: gl.constexpr,
-    SPLIT: gl.constexpr, WIDE: gl.constexpr, num_warps: gl.constexpr,
+    GROUP: gl.constexpr, GROUP_UP: gl.constexpr, DIM: gl.constexpr, WIDE: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """`online_softmax_triton.finish` of the heads of a group: the last program to finish combines all shares."""
     d_idx = gl.arange(0, DIM, gl.SliceLayout(0, WIDE))
@@ -55,7 +58,7 @@ def finish_heads(
     m_mask = m_idx < GROUP
     mask = gl.expand_dims(m_mask, 1) & gl.expand_dims(d_idx < DIM, 0)
     out = gl.expand_dims((b * heads + g * GROUP + m_idx) * DIM, 1) + gl.expand_dims(d_idx, 0)
-    if (not SPLIT) or (active <= 1):
+    if (scratch.sums is None) or (active <= 1):
         if split == 0:
             y = total / gl.expand_dims(gl.where(row_sum == 0.0, 1.0, row_sum), 1)
             gl.store(o_ptr + out, y.to(o_ptr.dtype.element_ty), mask=mask)
@@ -71,14 +74,14 @@ def finish_heads(
             for row in gl.static_range(0, GROUP, min(GROUP_UP, num_warps)):
                 _combine(
                     o_ptr + (b * heads + g * GROUP) * DIM, scratch, unit * 8, row, splits, active, GROUP,
-                    min(GROUP_UP, num_warps), DIM, MOST, COMBINED, WIDE, num_warps,
+                    min(GROUP_UP, num_warps), DIM, WIDE, num_warps,
                 )  # fmt: skip
 
 
 @gluon.jit
 def _combine(
     o_ptr, scratch, unit, first, splits, active, GROUP: gl.constexpr, ROWS: gl.constexpr,
-    DIM: gl.constexpr, MOST: gl.constexpr, COMBINED: gl.constexpr, WIDE: gl.constexpr, num_warps: gl.constexpr,
+    DIM: gl.constexpr, WIDE: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Puts the shares of ROWS heads together."""
     SHARES: gl.constexpr = gl.BlockedLayout(

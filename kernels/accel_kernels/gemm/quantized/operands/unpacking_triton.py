@@ -21,6 +21,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from accel_kernels.device import interpreted
+from accel_kernels.gemm.quantized_weight import FORMATS
+
+BITS = {name: format.bits for name, format in FORMATS.items()}  # Triton compares what kernels read at every launch
 
 # Places 0 and 4, 1 and 5 ... of a word in p0, p1 ...: BASE + 8 + n; the word is $8.
 _NIBBLES = """.reg .b32 w1, w2, w3;
@@ -149,6 +152,12 @@ INT4_PLANES = tl.constexpr(
 FP8_PLANES = tl.constexpr("{\n.reg .b32 p0, p1;\n" + _FP8_FP16 + "\n" + re.sub(r"\bf(\d),", r"$\1,", _WIDENED) + "\n}")
 
 
+@constexpr_function
+def per_word(format):
+    """Numbers of a format in a word of 32 bits."""
+    return 32 // BITS[format]
+
+
 @triton.jit
 def _plain(words, place: tl.constexpr, FORMAT: tl.constexpr):
     if FORMAT == "int8":
@@ -167,7 +176,7 @@ def planes(words, two16, FORMAT: tl.constexpr, UNPACK_MODE: tl.constexpr):
     """
     if UNPACK_MODE == "plain":
         numbers = ()
-        for place in tl.static_range(8 if FORMAT == "int4" else 4):
+        for place in tl.static_range(per_word(FORMAT)):
             numbers = numbers + (_plain(words, place, FORMAT),)
         return numbers
     elif FORMAT == "int4":
@@ -191,17 +200,17 @@ def factor(words, FORMAT: tl.constexpr, DTYPE: tl.constexpr, UNPACK_MODE: tl.con
     if UNPACK_MODE == "plain" or FORMAT == "fp8":
         wide = planes(words, 65536, FORMAT, UNPACK_MODE)
         f = ()
-        for place in tl.static_range(8 if FORMAT == "int4" else 4):
+        for place in tl.static_range(per_word(FORMAT)):
             f = f + ((wide[place] - excess(place, FORMAT, UNPACK_MODE)).to(DTYPE),)
     else:
-        COUNT: tl.constexpr = 8 if FORMAT == "int4" else 4
+        COUNT: tl.constexpr = per_word(FORMAT)
         BF16: tl.constexpr = DTYPE == tl.bfloat16
         PROGRAM: tl.constexpr = _by_place(FORMAT, "bf16" if BF16 else "fp16")
         f = tl.inline_asm_elementwise(
             PROGRAM, _operands(COUNT, 1), [words], dtype=((tl.bfloat16 if BF16 else tl.float16),) * COUNT, is_pure=True,
             pack=1,
         )  # fmt: skip
-    if FORMAT == "int4":  # the bits of a place, the highest joined first
+    if per_word(FORMAT) == 8:  # the bits of a place, the highest joined first
         even = tl.join(tl.join(f[0], f[4]), tl.join(f[2], f[6]))
         odd = tl.join(tl.join(f[1], f[5]), tl.join(f[3], f[7]))
         return tl.join(even, odd).reshape(words.shape[0], words.shape[1], words.shape[2] * 8)
@@ -229,8 +238,8 @@ def unpack_mode(dtype: torch.dtype) -> str:
 
 @constexpr_function
 def _program(format, dtype, scaled, zeros, raw):
-    count = 4 if format == "int4" else 2
-    return _text(format, dtype, scaled, zeros, raw, tuple(f"${2 * pair}, ${2 * pair + 1}" for pair in range(count)))
+    results = tuple(f"${2 * pair}, ${2 * pair + 1}" for pair in range(32 // BITS[format] // 2))
+    return _text(format, dtype, scaled, zeros, raw, results)
 
 
 @constexpr_function
@@ -256,7 +265,7 @@ def pairs(words, scales, zeros, FORMAT: gl.constexpr, DTYPE: gl.constexpr, SCALE
         given = given + (scales,)
     if ZEROS:
         given = given + (zeros,)
-    COUNT: gl.constexpr = 8 if FORMAT == "int4" else 4
+    COUNT: gl.constexpr = per_word(FORMAT)
     return gl.inline_asm_elementwise(
         PROGRAM, _operands(COUNT, len(given)), given, dtype=(gl.int16,) * COUNT, is_pure=True, pack=1
     )

@@ -1,1 +1,0 @@
-"""Diffusion transformers and decoders of video at published sizes, with random weights."""

@@ -1,0 +1,1 @@
+"""Mixtures of experts: what routers and experts compute, and the fused forwards in their place."""

@@ -1,0 +1,145 @@
+"""The formulas of all layers of a model: found in a run, and found again in one where all numbers are large."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from accel.libraries.cache import SOUGHT, cache_argument
+from accel.libraries.versions import newer_than_tested
+from accel.llm.pipeline.placement import layer_placement
+from accel.llm.recording.record import LayerRecord, NotUnderstood, Record
+from accel.llm.recording.recorder import keeps_more, model_side_effects, record
+from accel.llm.runtime.layer import LayerSpec, understand_layer
+from accel.patching.guard import plain_settings
+from accel.patching.structure import meta_weights
+
+
+@dataclass
+class Analysis:
+    """What the layers of one model compute. layers: by path the formula of each, or why it is not known. specs: of
+    those that are known, with the records they were found in. reason: why all of the model is left stock, or None.
+    """
+
+    layers: dict[str, LayerSpec | str] = field(default_factory=dict)
+    specs: list[tuple[LayerRecord, LayerSpec]] = field(default_factory=list)
+    reason: str | None = "not analyzed"
+
+    def outline(self) -> tuple:
+        """Which layers are understood, and why all are not: without numbers, which other ranks have others of."""
+        known = tuple(path for path, found in self.layers.items() if not isinstance(found, str))
+        return known, self.reason is None
+
+    def unknown(self) -> str | None:
+        """The first layer that is not understood, and why."""
+        return next((f"{path}: {found}" for path, found in self.layers.items() if isinstance(found, str)), None)
+
+
+def analyze(model: PreTrainedModel, scores: bool = False, whole: bool = False) -> Analysis:
+    """Runs the model on a few tokens and leaves it as it was. scores: see `formulas`. whole: every layer must be
+    understood; else some will do.
+    """
+    found = Analysis()
+    try:
+        if (reason := _obstacle(model)) is not None:
+            raise NotUnderstood(reason)
+        found.specs = formulas(model, found.layers, scores, some=True)
+        found.reason = found.unknown() if whole else None
+    except NotUnderstood as error:
+        found.reason = str(error)
+    return found
+
+
+def _obstacle(model: PreTrainedModel) -> str | None:
+    """Why it is not run at all."""
+    if (reason := model_side_effects(model)) is not None:
+        return reason
+    if cache_argument(type(model).forward) is None:
+        return f"its forward takes no cache{f': {SOUGHT}' if newer_than_tested() else ''}"
+    words = getattr(model.get_input_embeddings(), "weight", None)
+    if not isinstance(words, torch.Tensor) or words.dim() != 2:
+        return "it has not one table of embeddings"
+    if meta_weights(model):
+        return "weights not loaded"
+    placed = layer_placement(model)
+    return placed if isinstance(placed, str) else None
+
+
+def formulas(
+    model: PreTrainedModel, layers: dict[str, LayerSpec | str], scores: bool = False, some: bool = False
+) -> list[tuple[LayerRecord, LayerSpec]]:
+    """Every layer's record and formula, all of them known; with `some`, of those that are, which is one at least.
+    Raises NotUnderstood.
+
+    layers: filled with the formula of every layer by its path, or why it is not known. scores: the records still hold
+    queries and keys; nothing else of the run does.
+    """
+    kept = keeps_more(model)
+    if kept is not None and not some:
+        raise NotUnderstood(kept)
+
+    def run(known: Record | None = None) -> Record:
+        found: dict[str, LayerSpec | str] = {}
+
+        def look(layer: LayerRecord, seen: Record) -> None:
+            found[layer.path] = _formula(layer, seen)
+
+        seen = record(model, look, scores, own=known is not None, known=known)
+        layers.update({layer.path: found.get(layer.path, "it did not run") for layer in seen.layers})
+        return seen
+
+    seen = run()
+    if not seen.asked and any(isinstance(one, str) for one in layers.values()):
+        seen = run(known=seen)
+    found: list[tuple[LayerRecord, LayerSpec]] = []
+    unknown: list[str] = []
+    for layer in seen.layers:
+        spec = layers[layer.path]
+        if isinstance(spec, str):
+            unknown.append(f"{layer.path}: {spec}")
+        else:
+            found.append((layer, spec))
+    if unknown and not (some and found):
+        raise NotUnderstood(kept or unknown[0])
+    _confirm_where_large(model, layers, seen)
+    places = sorted(spec.attention.index for _, spec in found)
+    if len(set(places)) < len(places) or (not unknown and places != list(range(len(found)))):
+        raise NotUnderstood("layers that share a place in the cache")
+    return found
+
+
+def _formula(layer: LayerRecord, seen: Record) -> LayerSpec | str:
+    """The formula of a layer, or why it is not known."""
+    try:
+        return understand_layer(layer, seen)
+    except NotUnderstood as reason:
+        return str(reason)
+
+
+def _confirm_where_large(model: PreTrainedModel, layers: dict[str, LayerSpec | str], seen: Record) -> None:
+    """Finds the same formulas once more where all numbers are large; one layer of each make tells for the others.
+    Raises NotUnderstood where it finds another.
+    """
+    makes: set[tuple] = set()
+    others: list[str] = []
+
+    def look(layer: LayerRecord, amplified: Record) -> None:
+        make, spec = tuple(map(_make, layer.layer.modules())), layers[layer.path]
+        if isinstance(spec, str) or make in makes or others or layer.call.made is None:
+            return
+        if bool(layer.call.output.held.isfinite().all()):
+            makes.add(make)
+            layer.known = spec
+            if _formula(layer, amplified) != spec:
+                others.append(layer.path)
+
+    record(model, look, amplified=True, own=seen.own, known=seen)
+    for path in others:
+        layers[path] = "it computes something else where numbers are large"
+        raise NotUnderstood(f"{path}: {layers[path]}")
+
+
+def _make(module: nn.Module) -> tuple:
+    """What a module computes by, but for its number among the layers."""
+    return tuple(one for one in plain_settings(module) if not isinstance(one, tuple) or type(one[1]) is not int)

@@ -1,0 +1,88 @@
+"""What every kind of attention says of itself: how it is understood, bound to weights, and laid out in a cache.
+
+A kind is a class of specs in a file of its own, and a name in `ATTENTION_KINDS` of `layer.py`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from accel.llm.kv_cache.shape import Shape
+from accel.llm.recording.record import Call, LayerRecord, Record
+from accel.llm.runtime.norm import NormSpec
+from accel.llm.runtime.part import NormedInput
+from accel.llm.runtime.step import Step
+from accel.patching.fast_forward import Kernels
+
+
+class BoundAttention(Protocol):
+    """An attention with the tensors it reads, but for its last projection, which the layer adds to its input.
+
+    projections: how many read the input, which decides whether a norm before them is done inside each.
+    """
+
+    @property
+    def projections(self) -> Sequence: ...
+
+    def __call__(self, kernels: Kernels, step: Step, h: NormedInput, kwargs: dict) -> torch.Tensor:
+        """(rows, new, K), what the last projection is given. step: has the layer's store. kwargs: of the layer."""
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What one attention computes; a kind's own spec adds its formula.
+
+    name: from the layer, as all names here; settings: of that module, see `plain_settings`. projections: linears that
+    the normed input of the layer goes through; out: the linear of the result, behind which the layer adds its input.
+    index: the layer's place in the cache. window: how many tokens back it sees; None for all.
+    """
+
+    name: str
+    settings: tuple
+    projections: tuple[str, ...]
+    out: str
+    index: int
+    window: int | None
+
+    @property
+    def norms(self) -> tuple[NormSpec, ...]:
+        """Those inside, as of queries and keys."""
+        return ()
+
+    @property
+    def has_position_bias(self) -> bool:
+        """Whether what it computes depends on the distance between tokens as a mask counts it."""
+        return False
+
+    @property
+    def keywords(self) -> tuple[str, ...]:
+        """The keywords of its layer's call that it computes by, as of positions."""
+        return ()
+
+    def kernel_key(self) -> str:
+        """Equal for attentions that launch the same kernels."""
+        return repr(replace(self, index=0, settings=()))
+
+    @classmethod
+    def understand(cls, layer: LayerRecord, record: Record) -> "UnderstoodAttention | None":
+        """None for an attention of another kind. Raises NotUnderstood for one of this kind with a step not known."""
+        raise NotImplementedError
+
+    def bind(self, kernels: Kernels, layer: nn.Module, stack: bool) -> BoundAttention:
+        """With the tensors of a layer. stack: weights may be moved into one storage."""
+        raise NotImplementedError
+
+    def cache_layout(self, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None) -> Shape:
+        """What the layer's store holds for each token."""
+        raise NotImplementedError
+
+
+class UnderstoodAttention(NamedTuple):
+    """A spec; in the record the calls of the first projection and of the last, whose output leaves the attention."""
+
+    spec: AttentionSpec
+    first: Call
+    last: Call

@@ -1,0 +1,68 @@
+"""One norm of a layer: where it is, what it computes, and what it was when that was found."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from accel.fusion.norm_kind import NormKind, norm_kind
+from accel.llm.recording.record import Call, LayerRecord
+from accel.patching.guard import plain_settings
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """name: from the layer. kind: the formula, None for a norm that must be called. settings: see `plain_settings`."""
+
+    name: str
+    kind: NormKind | None
+    settings: tuple
+
+
+def norm_spec(layer: LayerRecord, call: Call) -> NormSpec:
+    """The norm that a recorded call was of."""
+    found, width = plain_settings(call.module), call.input.held.shape[-1]
+    shapes = tuple(p.shape for p in call.module.parameters())
+    key = (found, width, shapes)
+    if key not in layer.kinds:
+        layer.kinds[key] = norm_kind(call.module, width)
+    return NormSpec(layer.name(call.module), layer.kinds[key], found)
+
+
+FLAT, HEADS, TURNED = "(rows, new, heads * D)", "(rows, new, heads, D)", "(rows, heads, new, D)"
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """One norm of queries or keys. layout: what the module is given."""
+
+    norm: NormSpec
+    layout: str
+
+
+def given(t: torch.Tensor, layout: str) -> torch.Tensor:
+    """(rows, tokens, heads, D) in the layout that the norm of heads takes."""
+    if layout == FLAT:
+        return t.flatten(-2)
+    return t if layout == HEADS else t.transpose(1, 2)
+
+
+def given_back(t: torch.Tensor, layout: str, dim: int) -> torch.Tensor:
+    """The reverse of `given`."""
+    if layout == FLAT:
+        return t.unflatten(-1, (-1, dim))
+    return t if layout == HEADS else t.transpose(1, 2)
+
+
+def head_norm(layer: LayerRecord, calls: list[Call], t: torch.Tensor) -> Iterator[tuple[HeadNorm | None, torch.Tensor]]:
+    """None, with t itself; and every recorded call that was given t, with what it made of it, (rows, new, heads, D)."""
+    for call in calls:
+        if not call.alone or call.made is None or call.output.held.shape != call.input.held.shape:
+            continue
+        for layout in (HEADS, TURNED, FLAT):
+            wanted = given(t, layout)
+            if call.input.held.shape == wanted.shape and torch.equal(call.input.held, wanted):
+                normed = given_back(call.output.held, layout, t.shape[-1])
+                if not torch.equal(normed, t):  # a dropout at rest is no norm
+                    yield HeadNorm(norm_spec(layer, call), layout), normed
+    yield None, t

@@ -1,0 +1,108 @@
+"""How a layer's queries and keys are rotated by their positions (RoPE, Su et al. 2021)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accel_kernels import KV, paged_attention
+from torch import nn
+
+from accel.comparison import agree
+from accel.llm.recording.record import LayerRecord
+
+
+class SmallStore:
+    """A store of one block a row, empty before every call; `keys` holds what the last call stored."""
+
+    def __init__(self, like: torch.Tensor):
+        """like: keys, (rows, tokens, heads, D)."""
+        rows = like.shape[0]
+        keys, values = (torch.empty(like.shape, dtype=like.dtype, device=like.device) for _ in range(2))
+        table = torch.arange(rows, dtype=torch.int32, device=like.device).view(rows, 1)
+        metadata = torch.zeros(1, dtype=torch.int64, device=like.device)
+        self.kv = KV(keys, values, table, None, metadata, 0, is_prefill=True)
+        self.keys = keys
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, **more: Any) -> torch.Tensor:
+        """As `accel_kernels.attend`, over these tokens alone."""
+        return paged_attention.reference(q, k, v, self.kv, scale, **more)
+
+
+HALF, EVEN, WHOLE = "first half", "even channels", "all"  # where a table of cosines holds one of each pair's
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """One rotation. form: where in its tables one angle a pair is found. interleaved: pairs are neighbors, not halves.
+
+    name: of the keyword under which the layer is handed (cos, sin), or (sin, cos) with sine_first; or, where they are
+    not `given`, of the attention's buffer, a table (positions, sin | cos), as in GPT-J.
+    """
+
+    name: str
+    given: bool
+    form: str
+    interleaved: bool
+    sine_first: bool = False
+
+    def angles(self, kwargs: dict, attention: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos, sin of one angle a pair, (1 or rows, new, R / 2)."""
+        cos, sin = self._tables(kwargs, attention)
+        return self._one_a_pair(cos), self._one_a_pair(sin)
+
+    def source(self, kwargs: dict, attention: nn.Module) -> object:
+        """What the angles are made from; the same object in two layers means the same angles."""
+        return kwargs[self.name] if self.given else attention._buffers[self.name]
+
+    def _tables(self, kwargs: dict, attention: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.given:
+            first, second = kwargs[self.name]
+            return (second, first) if self.sine_first else (first, second)
+        table: Any = attention._buffers[self.name]
+        sin, cos = table[kwargs["position_ids"]].chunk(2, dim=-1)
+        return cos, sin
+
+    def _one_a_pair(self, table: torch.Tensor) -> torch.Tensor:
+        if self.form == HALF:
+            return table[..., : table.shape[-1] // 2]
+        return table[..., ::2] if self.form == EVEN else table
+
+
+def rotaries(layer: LayerRecord, k: torch.Tensor, keys: torch.Tensor) -> Iterator[Rotary | None]:
+    """The rotations, None among them, that turn k, (rows, tokens, heads, D), into the stored keys."""
+    if agree(k, keys.transpose(1, 2)):
+        yield None
+    kwargs = layer.call.kwargs
+    candidates = [
+        Rotary(name, True, form, interleaved, sine_first)
+        for sine_first in (False, True)
+        for name, value in kwargs.items()
+        if isinstance(value, tuple | list) and len(value) == 2 and all(_table(t) for t in value)
+        for form, interleaved in (
+            (HALF, False),
+            (EVEN, True),
+            (HALF, True),
+            (EVEN, False),
+            (WHOLE, False),
+            (WHOLE, True),
+        )
+    ]
+    if isinstance(kwargs.get("position_ids"), torch.Tensor):
+        candidates += [
+            Rotary(name, False, WHOLE, interleaved)
+            for name, table in layer.attention.named_buffers(recurse=False)
+            if table is not None and table.dim() == 2
+            for interleaved in (True, False)
+        ]
+    for rotary in candidates:
+        cos, sin = rotary.angles(kwargs, layer.attention)
+        if 0 < 2 * cos.shape[-1] <= k.shape[-1]:
+            store = SmallStore(k)
+            store(k, k, k, 1.0, cos=cos.to(k.dtype), sin=sin.to(k.dtype), interleaved=rotary.interleaved)
+            if agree(store.keys, keys.transpose(1, 2)):
+                yield rotary
+
+
+def _table(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 3 and value.is_floating_point()

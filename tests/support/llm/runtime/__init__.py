@@ -1,1 +1,0 @@
-"""What routers of mixtures are compared by."""
