@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import os
 import time
 import warnings
 
@@ -258,6 +259,7 @@ def test_a_cache_that_grows_does_not_stall():
     assert slowest < 0.3
 
 
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="what tests before it left free would serve the cache")
 def test_out_of_memory_leaves_model_and_cache_usable():
     ours, stock = new_pair("llama", max_position_embeddings=2**20)
     ids = prompt(1, 9).cuda()
