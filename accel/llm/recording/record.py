@@ -147,6 +147,19 @@ class Stored(NamedTuple):
 
 
 @dataclass
+class Kept:
+    """What a layer of linear attention kept for a row, by which module, and which layer of the cache that is.
+
+    inputs: (rows, channels, tokens), of its convolution; state: (rows, ...), behind the last token. None for none.
+    """
+
+    attention: nn.Module
+    place: int
+    inputs: torch.Tensor | None = None
+    state: torch.Tensor | None = None
+
+
+@dataclass
 class LayerRecord:
     """One layer's run. ran: the call of the layer itself; calls: those of modules inside.
 
@@ -161,12 +174,13 @@ class LayerRecord:
     ran: Call | None = None
     calls: list[Call] = field(default_factory=list)
     stored: Stored | None = None
+    kept: Kept | None = None
     attended: Attended | None = None
     most_positions: int | None = None
 
     def forget(self, scores: bool) -> None:
         """Drops what was seen, which in all layers is hundreds of megabytes; `scores`: but for queries and keys."""
-        self.ran, self.calls = None, []
+        self.ran, self.calls, self.kept = None, [], None
         if not scores:
             self.stored = self.attended = None
             return
@@ -191,8 +205,8 @@ class LayerRecord:
 
     @property
     def attention(self) -> nn.Module:
-        """The module that stored keys and values."""
-        return self.cached.attention
+        """The module that stored keys and values, or kept a state."""
+        return self.cached.attention if self.kept is None else self.kept.attention
 
     def name(self, module: nn.Module) -> str:
         """The module's path from the layer: specs hold names, so that a module put in another's place is seen."""

@@ -30,7 +30,7 @@ from accel.llm.recording.implementation import foreign_attention, lent_configs, 
 from accel.llm.recording.inputs import few
 from accel.llm.recording.plain_attention import plain_attention
 from accel.llm.recording.position_table import PositionTable
-from accel.llm.recording.record import Attended, Call, LayerRecord, NotUnderstood, Record, Stored, Value
+from accel.llm.recording.record import Attended, Call, Kept, LayerRecord, NotUnderstood, Record, Stored, Value
 from accel.patching.structure import foreign_hooks, placement
 from accel.quantization.experts import holds_numbers
 
@@ -292,6 +292,17 @@ class Recorder:
             raise NotUnderstood("a layer stores keys and values twice, or something else does")
         self.current.stored = Stored(self.open[-1].module, index, keys.clone(), values.clone())
 
+    def kept(self, part: str, tensor: torch.Tensor, index: int, number: int) -> None:
+        """Called by the cache with the inputs of a convolution, or a state. number: of several that a layer keeps."""
+        if not self.open or number:
+            raise NotUnderstood("a layer keeps several states, or something else does")
+        kept = self.current.kept
+        if kept is None:
+            kept = self.current.kept = Kept(self.open[-1].module, index)
+        if kept.place != index or getattr(kept, part) is not None:
+            raise NotUnderstood("a layer keeps several states")
+        setattr(kept, part, tensor.clone())
+
     def _mask(self, *args: Any, mask_function: Callable, **kwargs: Any) -> torch.Tensor | None:
         mask = eager_mask(*args, mask_function=mask_function, **kwargs)
         if not self._elsewhere():
@@ -326,6 +337,18 @@ class RecordingCache(DynamicCache):
     ) -> Any:
         self.recorder.stored(key_states, value_states, layer_idx)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        self.recorder.kept("inputs", conv_states, layer_idx, state_idx)
+        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        self.recorder.kept("state", recurrent_states, layer_idx, state_idx)
+        return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
 
 
 def model_side_effects(model: nn.Module) -> str | None:
