@@ -42,3 +42,12 @@ class Shape(NamedTuple):
         if self.kv_dtype is None:
             return (kept,)
         return kept, torch.empty(layers, 2, blocks, self.heads, BLOCK, dtype=SCALE, device=self.device).mT
+
+
+class StateShape(NamedTuple):
+    """What one layer keeps for a row."""
+
+    state: tuple[int, ...] | None
+    window: tuple[int, int] | None
+    dtype: torch.dtype
+    device: torch.device

@@ -116,10 +116,14 @@ class Call:
         return self.made
 
     @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that it was given."""
+        return [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, torch.Tensor)]
+
+    @property
     def alone(self) -> bool:
         """Whether the input was the only tensor given."""
-        given = (*self.args, *self.kwargs.values())
-        return self.taken is not None and sum(isinstance(value, torch.Tensor) for value in given) == 1
+        return self.taken is not None and len(self.tensors) == 1
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
-from accel.llm.kv_cache.shape import Shape
+from accel.llm.kv_cache.shape import Shape, StateShape
 from accel.llm.recording.record import Call, LayerRecord, Record
 from accel.llm.runtime.norm import NormSpec
 from accel.llm.runtime.part import NormedInput
@@ -58,6 +58,11 @@ class AttentionSpec:
         return False
 
     @property
+    def left_padded(self) -> bool:
+        """Whether padding must stand before all real tokens, as what stands between them would count."""
+        return self.has_position_bias
+
+    @property
     def keywords(self) -> tuple[str, ...]:
         """The keywords of its layer's call that it computes by, as of positions."""
         return ()
@@ -75,8 +80,8 @@ class AttentionSpec:
         """With the tensors of a layer. stack: weights may be moved into one storage."""
         raise NotImplementedError
 
-    def cache_layout(self, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None) -> Shape:
-        """What the layer's store holds for each token."""
+    def cache_layout(self, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None) -> Shape | StateShape:
+        """What the layer's store holds for each token, or for a row."""
         raise NotImplementedError
 
 

@@ -13,6 +13,7 @@ from accel.fusion.stacked_linears import can_stack
 from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record, Value, is_absent
 from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
 from accel.llm.runtime.linear import weights
+from accel.llm.runtime.linear_attention import LinearSpec
 from accel.llm.runtime.mlp import BoundMlp, MlpSpec, understand_mlp
 from accel.llm.runtime.norm import NormSpec, norm_spec
 from accel.llm.runtime.part import BoundLinear, BoundNorm, NormedInput
@@ -23,7 +24,7 @@ from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.guard import LayerGuard, changed_since, plain_settings
 from accel.quantization.experts import holds_numbers
 
-ATTENTION_KINDS: tuple[type[AttentionSpec], ...] = (SoftmaxSpec,)  # tried in turn
+ATTENTION_KINDS: tuple[type[AttentionSpec], ...] = (LinearSpec, SoftmaxSpec)  # tried in turn
 
 
 @dataclass(frozen=True)
