@@ -28,7 +28,9 @@ from accel.llm.generation.layer_inputs import NOT_CAUSAL, CheckedStep
 from accel.llm.generation.model_guard import ModelGuard
 from accel.llm.generation.prefill import Prompts, by_graph
 from accel.llm.kv_cache.cache import adopt
-from accel.llm.kv_cache.store import LatestForward, Shape, Store
+from accel.llm.kv_cache.pending_step import LatestForward
+from accel.llm.kv_cache.shape import LayerShape
+from accel.llm.kv_cache.store import Store
 from accel.llm.moe.experts import ExpertsForward
 from accel.llm.moe.router import RouterForward
 from accel.llm.recording.implementation import unpaged
@@ -216,7 +218,7 @@ class DecoderForward(FastForward):
             raise Unfit(changed_since("the place of its input embeddings")) from error
         return weight
 
-    def shapes(self) -> tuple[Shape, ...]:
+    def shapes(self) -> tuple[LayerShape, ...]:
         """What each layer keeps, by its place in the cache."""
         weight = self.embeddings()
         dtype, device, shapes = self.stored

@@ -21,7 +21,7 @@ from accel.llm.generation.trial import (
     trial_lengths,
     written,
 )
-from accel.llm.kv_cache.store import Shape
+from accel.llm.kv_cache.shape import LayerShape
 from accel.llm.recording.recorder import resting
 from accel.llm.runtime.layer import LayerForward
 from accel.quantization.activation_quantization import rounding_linears
@@ -101,7 +101,7 @@ def _one_of_a_kind(forward: DecoderForward) -> Iterator[None]:
         again = kind in kinds
         layer.repeats = again and forward.ranks is None  # exchanges run in a dry run too, as many on every rank
         if again:
-            layer.bound, shapes[index] = _passed_on, shapes[index]._replace(heads=0)
+            layer.bound, shapes[index] = _passed_on, shapes[index].nothing
         kinds.add(kind)
     stored, forward.stored = forward.stored, (*forward.stored[:2], tuple(shapes))
     try:
@@ -111,7 +111,7 @@ def _one_of_a_kind(forward: DecoderForward) -> Iterator[None]:
         forward.seen = None  # to be bound anew
 
 
-def _kind(layer: LayerForward, kept: Shape) -> tuple:
+def _kind(layer: LayerForward, kept: LayerShape) -> tuple:
     """What decides which kernels a layer launches: its formula, but for its place, its weights and what it keeps."""
     spec = layer.spec
     formula = vars(spec) | {"attention": None, "mlp": replace(spec.mlp, settings=()), "settings": ()}

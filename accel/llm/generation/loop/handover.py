@@ -27,7 +27,8 @@ from accel.libraries.generation import STEP, defers_stop_check, predictable, ret
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.loop.choice import draws_as_torch, pure
 from accel.llm.generation.loop.token_loop import GenerateRequest, TokenLoop, undisturbed
-from accel.llm.kv_cache.store import PendingStep, Store
+from accel.llm.kv_cache.pending_step import PendingStep
+from accel.llm.kv_cache.store import Store
 from accel.llm.pipeline.stretch import StretchGraphs
 
 DEVICES = ("cuda",)  # where the loop runs; nowhere, if this is empty
