@@ -135,7 +135,7 @@ class DecoderForward(FastForward):
         if type(keep) is not int:
             raise Unfit("logits_to_keep is no number")
         try:
-            mask = self.convention.read_mask(given("attention_mask"), rows, start, new, self.biased)
+            mask = self.convention.read_mask(given("attention_mask"), rows, start, new, self.left_padded(new))
             positions = None
             if "position_ids" in self.names:
                 where = mask, rows, start, new, tokens.device
@@ -170,6 +170,12 @@ class DecoderForward(FastForward):
     def biased(self) -> bool:
         """Whether scores are biased by distance."""
         return self.layers[0].spec.attention.has_position_bias
+
+    def left_padded(self, new: int) -> bool:
+        """Whether padding between tokens would change what layers compute. Where a state is kept, a call with a single
+        token reads no mask in stock either.
+        """
+        return self.biased or (new > 1 and any(layer.spec.attention.keeps_state for layer in self.layers))
 
     def why_stock(self, kwargs: dict, unknown: str) -> str | None:
         """Why a call that is not understood runs stock as a whole; None where it may run `run_own_code`."""

@@ -74,11 +74,23 @@ class CheckedStep(Step):
             if name in (HIDDEN_STATES, MASK) or value is self.cache or unread or form(value) == known.get(name):
                 continue
             return f"its layers are given {name} as no text gives it"
-        mask, window = kwargs.get(MASK), spec.attention.window
-        key = id(mask), window
+        mask, window, keeps_state = kwargs.get(MASK), spec.attention.window, spec.attention.keeps_state
+        key = id(mask), window, keeps_state
         if key not in self.seen:
-            self.seen[key] = mask, self._causal(mask, window)
+            self.seen[key] = mask, self._of_padding(mask) if keeps_state else self._causal(mask, window)
         return None if self.seen[key][1] else NOT_CAUSAL
+
+    def _of_padding(self, mask: Any) -> bool:
+        """Whether a mask of a layer that keeps a state hides the padding among the new tokens, and that stands first.
+
+        Waits for the device.
+        """
+        new = self.given[1]
+        if self.mask is None or new == 1:
+            return mask is None
+        first = bool((self.mask.bool().int().diff() >= 0).all())
+        wanted = self.mask[:, -new:].bool()
+        return first and (bool(wanted.all()) if mask is None else torch.equal(mask.bool(), wanted))
 
     def _causal(self, mask: Any, window: int | None) -> bool:
         """Whether a mask shows every query the keys up to its own, but for padding and what a window has passed.

@@ -22,7 +22,7 @@ from transformers import Conv1D, PretrainedConfig, PreTrainedModel
 from accel.errors import reason_of
 from accel.in_flight import Here, alone
 from accel.libraries.attention import eager_mask, lent_attention
-from accel.libraries.cache import DynamicCache, cache_given
+from accel.libraries.cache import DynamicCache, LinearAttentionLayer, cache_given
 from accel.libraries.tensor_parallel import pipeline_stage
 from accel.llm.kv_cache.cache import STOCK
 from accel.llm.pipeline.device_hooks import StockHere, device_of, moved_to, other_hook
@@ -80,8 +80,8 @@ def _last_to_run(model: PreTrainedModel, stacks: dict[str, nn.ModuleList]) -> st
 
 
 def keeps_more(model: PreTrainedModel) -> str | None:
-    """What the model's cache keeps besides keys and values, in a reason; None where it keeps nothing else."""
-    kinds = {type(layer) for layer in DynamicCache(config=model.config).layers} - set(STOCK)
+    """What the model's cache keeps besides keys and values or a state a layer, in a reason; None for nothing else."""
+    kinds = {type(layer) for layer in DynamicCache(config=model.config).layers} - {*STOCK, LinearAttentionLayer}
     names = ", ".join(sorted(kind.__name__ for kind in kinds))
     return f"its cache keeps more than keys and values: {names}" if kinds else None
 

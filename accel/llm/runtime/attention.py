@@ -58,9 +58,9 @@ class AttentionSpec:
         return False
 
     @property
-    def left_padded(self) -> bool:
-        """Whether padding must stand before all real tokens, as what stands between them would count."""
-        return self.has_position_bias
+    def keeps_state(self) -> bool:
+        """Whether its layer keeps a state, into which every token goes, instead of keys and values."""
+        return False
 
     @property
     def keywords(self) -> tuple[str, ...]:

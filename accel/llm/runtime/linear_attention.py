@@ -30,7 +30,7 @@ class LinearSpec(AttentionSpec):
     norm: OutputNorm
 
     @property
-    def left_padded(self) -> bool:
+    def keeps_state(self) -> bool:
         return True
 
     @classmethod

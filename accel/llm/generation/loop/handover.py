@@ -95,7 +95,7 @@ def begin(model: nn.Module, runner: GraphRunner, store: Store, ids: torch.Tensor
     latest, rows = store.latest, store.rows
     if latest is None or not (store.consistent and 0 < store.length < store.capacity):
         return None
-    if not (ids.is_cuda and ids.shape[0] == rows and predictable(model)):
+    if not (ids.is_cuda and ids.shape[0] == rows and predictable(model) and store.can_crop):
         return None
     if vars(model)["_forward_pre_hooks"] or torch.cuda.is_current_stream_capturing():
         return None
