@@ -27,7 +27,7 @@ from accel.llm.generation.calling_convention import (
 from accel.llm.generation.layer_inputs import NOT_CAUSAL, CheckedStep
 from accel.llm.generation.model_guard import ModelGuard
 from accel.llm.generation.prefill import Prompts, by_graph
-from accel.llm.kv_cache.cache import adopt
+from accel.llm.kv_cache.cache import adopt, tokens_in
 from accel.llm.kv_cache.pending_step import LatestForward
 from accel.llm.kv_cache.shape import LayerShape
 from accel.llm.kv_cache.store import Store
@@ -119,7 +119,7 @@ class DecoderForward(FastForward):
         cache = DynamicCache(config=self.module.config) if cache is None else cache
         rows, new = tokens.shape[:2]
         # Before the cache is taken over: a stock call may want it as it is.
-        start = cache.get_seq_length() if type(cache) is DynamicCache else 0
+        start = tokens_in(cache) if type(cache) is DynamicCache else 0
         unknown = self.convention.unknown(kwargs, rows, start, new)
         if unknown is not None and (reason := self.why_stock(kwargs, unknown)) is not None:
             raise Unfit(reason)
