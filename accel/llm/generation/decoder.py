@@ -175,7 +175,12 @@ class DecoderForward(FastForward):
         """Whether padding between tokens would change what layers compute. Where a state is kept, a call with a single
         token reads no mask in stock either.
         """
-        return self.biased or (new > 1 and any(layer.spec.attention.keeps_state for layer in self.layers))
+        return self.biased or (new > 1 and self.keeps_state)
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether a layer does."""
+        return any(layer.spec.attention.keeps_state for layer in self.layers)
 
     def why_stock(self, kwargs: dict, unknown: str) -> str | None:
         """Why a call that is not understood runs stock as a whole; None where it may run `run_own_code`."""

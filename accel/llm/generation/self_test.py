@@ -220,7 +220,8 @@ def guard_of(forward: DecoderForward) -> ModelGuard:
     pieces = list(pieces_of(forward, within_positions(forward.most_positions, (PROMPT, 1))))
     with resting(forward.module):
         with reading(forward.module) as stock, _calls_noted(forward) as around:
-            cache = DynamicCache(config=forward.module.config) if forward.partial else DynamicCache()
+            whole = forward.partial or forward.keeps_state
+            cache = DynamicCache(config=forward.module.config) if whole else DynamicCache()
             with plainly(forward):
                 for piece in pieces:
                     forward.reference(**piece, **forward.given_cache(cache))
