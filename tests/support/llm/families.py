@@ -37,6 +37,8 @@ GPT2 = {
 }
 MHA = {"num_key_value_heads": None}
 ROTARY = {"rope_theta": 10000.0}
+DELTA = {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+         "linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_conv_kernel_dim": 4}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -197,11 +199,16 @@ FAMILIES = (
         "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12,
         "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
         "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 48}, expected="stock"),
-    Family("qwen3-next", "qwen3_next", {
-        "layer_types": ["linear_attention", "full_attention"], "head_dim": 16, "num_experts": 4,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48,
-        "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16}, expected="stock"),
+    Family("qwen3-next", "qwen3_next", DELTA | {
+        "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 48}, expected="either"),
+    Family("qwen3.5", "qwen3_5_text", DELTA | {"head_dim": 16}, expected="either"),
+    Family("olmo-hybrid", "olmo_hybrid", DELTA, core=True),
+    Family("bamba", "bamba", {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24,
+                              "attn_layer_indices": [1], "mamba_chunk_size": 16}, core=True),
+    Family("granite-hybrid", "granitemoehybrid", {
+        "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 16,
+        "layer_types": ["mamba", "attention"], "num_local_experts": 0, "shared_intermediate_size": 96}),
     Family("mamba", "mamba", MHA | {"state_size": 8, "intermediate_size": None, "num_attention_heads": None,
                                     "max_position_embeddings": None}, expected="stock"),
     Family("rwkv", "rwkv", MHA | {"num_attention_heads": None, "max_position_embeddings": None,
