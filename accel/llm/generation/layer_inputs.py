@@ -67,14 +67,16 @@ class CheckedStep(Step):
         if not any(value is self.cache for value in kwargs.values()):
             return "its layers are given another cache than the model"
         known = dict(spec.given)
-        read = spec.attention.keywords
+        read = () if spec.attention is None else spec.attention.keywords
         for name in {*read, *kwargs}:
             value = kwargs.get(name)
             unread = name not in read and (name in PLACES or is_absent(value))
             if name in (HIDDEN_STATES, MASK) or value is self.cache or unread or form(value) == known.get(name):
                 continue
             return f"its layers are given {name} as no text gives it"
-        mask, window, keeps_state = kwargs.get(MASK), spec.attention.window, spec.attention.keeps_state
+        if spec.attention is None:
+            return None
+        mask, window, keeps_state = kwargs.get(MASK), spec.window, spec.attention.keeps_state
         key = id(mask), window, keeps_state
         if key not in self.seen:
             self.seen[key] = mask, self._of_padding(mask) if keeps_state else self._causal(mask, window)

@@ -14,6 +14,7 @@ class NotUnderstood(Exception):
     """Why a model, or a part of it, keeps its stock forward; the message goes into the report."""
 
 
+NOTHING_STORED = "it stores no keys and values"
 QUERIES = (3, 77, 1500, 5003, 40_009, 200_003, 1_100_009)  # positions of queries whose view is looked at
 BLOCK = 1 << 15  # keys asked about at once: what is made of them on the way stays in a core's cache
 
@@ -204,7 +205,7 @@ class LayerRecord:
     def cached(self) -> Stored:
         """What it put into the cache. Raises NotUnderstood where that is nothing."""
         if self.stored is None:
-            raise NotUnderstood("it stores no keys and values")
+            raise NotUnderstood(NOTHING_STORED)
         return self.stored
 
     @property

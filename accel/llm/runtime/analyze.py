@@ -103,10 +103,18 @@ def formulas(
     if unknown and not (some and found):
         raise NotUnderstood(kept or unknown[0])
     _confirm_where_large(model, layers, seen)
-    places = sorted(spec.attention.index for _, spec in found)
-    if len(set(places)) < len(places) or (not unknown and places != list(range(len(found)))):
+    places = sorted(spec.place for _, spec in found if spec.place is not None)
+    if not places:
+        raise NotUnderstood(kept or unknown[0] if unknown else "no layer that stores keys and values")
+    if len(set(places)) < len(places) or (not unknown and not _in_order(found, places)):
         raise NotUnderstood("layers that share a place in the cache")
     return found
+
+
+def _in_order(found: list[tuple[LayerRecord, LayerSpec]], places: list[int]) -> bool:
+    """Whether layers of attention have the first places in the cache, or each that of its number among all layers."""
+    numbers = [number for number, (_, spec) in enumerate(found) if spec.place is not None]
+    return places in (list(range(len(places))), numbers)
 
 
 def _formula(layer: LayerRecord, seen: Record) -> LayerSpec | str:

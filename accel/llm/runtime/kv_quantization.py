@@ -59,13 +59,14 @@ def key_decibels(query: torch.Tensor, keys: torch.Tensor, scale: float, kv_dtype
 
 def choose_kv_dtypes(
     kind: str, device: torch.device, layers: Iterable[tuple[LayerRecord, SoftmaxSpec]], ranks: Ranks | None = None
-) -> tuple[tuple[torch.dtype | None, ...], list[str]]:
+) -> tuple[dict[int, torch.dtype | None], list[str]]:
     """Every layer's 8-bit dtype, by its place in the cache; None, with a reason, for one that stays as it is.
 
     layers: as a stock run on random tokens was recorded. ranks: that hold other heads of them; the worst head of all
     counts.
     """
-    kv_dtype, chosen, left = kv_dtype_for(kind, device), {}, []
+    kv_dtype, left = kv_dtype_for(kind, device), []
+    chosen: dict[int, torch.dtype | None] = {}
     for layer, spec in layers:
         query, scale = _queries(layer, spec)
         found = key_decibels(query, layer.cached.keys, scale, kv_dtype)
@@ -74,7 +75,7 @@ def choose_kv_dtypes(
         chosen[spec.index] = kv_dtype if found >= LEAST else None
         if chosen[spec.index] is None:
             left.append(f"{layer.path}: {found:.0f} dB")
-    return tuple(chosen[index] for index in sorted(chosen)), left
+    return chosen, left
 
 
 def _queries(layer: LayerRecord, spec: SoftmaxSpec) -> tuple[torch.Tensor, float]:
