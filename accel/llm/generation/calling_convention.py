@@ -119,7 +119,10 @@ class CallingConvention:
         return name in self.unused_if_zero and value.shape == (rows, new) and not bool(value.any())
 
     def read_mask(self, mask: Any, rows: int, start: int, new: int, left_padded: bool) -> torch.Tensor | None:
-        """The mask of a call, (rows, start + new), if it has one. left_padded: it may hide the first tokens alone. Raises Unfit."""
+        """The mask of a call, (rows, start + new), if it has one. left_padded: it may only hide first tokens.
+
+        Raises Unfit.
+        """
         mask = padding_of(mask, rows, start + new)
         if mask is None:
             if new > 1 and not self.unmasked_alike:

@@ -180,7 +180,7 @@ class DecoderForward(FastForward):
     @property
     def keeps_state(self) -> bool:
         """Whether a layer does."""
-        return any(layer.spec.attention.keeps_state for layer in self.layers)
+        return any(one is not None and one.keeps_state for one in (layer.spec.attention for layer in self.layers))
 
     def why_stock(self, kwargs: dict, unknown: str) -> str | None:
         """Why a call that is not understood runs stock as a whole; None where it may run `run_own_code`."""

@@ -209,6 +209,11 @@ class LayerRecord:
         return self.stored
 
     @property
+    def mixes(self) -> bool:
+        """Whether it put something into the cache."""
+        return self.stored is not None or self.kept is not None
+
+    @property
     def attention(self) -> nn.Module:
         """The module that stored keys and values, or kept a state."""
         return self.cached.attention if self.kept is None else self.kept.attention

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
-from accel.llm.kv_cache.shape import Shape, StateShape
+from accel.llm.kv_cache.shape import LayerShape
 from accel.llm.recording.record import Call, LayerRecord, Record
 from accel.llm.runtime.norm import NormSpec
 from accel.llm.runtime.part import NormedInput
@@ -80,7 +80,7 @@ class AttentionSpec:
         """With the tensors of a layer. stack: weights may be moved into one storage."""
         raise NotImplementedError
 
-    def cache_layout(self, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None) -> Shape | StateShape:
+    def cache_layout(self, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None) -> LayerShape:
         """What the layer's store holds for each token, or for a row."""
         raise NotImplementedError
 

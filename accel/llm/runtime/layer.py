@@ -92,11 +92,11 @@ def understand_layer(layer: LayerRecord, record: Record) -> LayerSpec:
     """The formula of a recorded layer. Raises NotUnderstood."""
     if layer.call.made is None:
         raise NotUnderstood("it did not run")
-    attention, first, out = understand_attention(layer, record) if layer.stored is not None else (None, None, None)
+    attention, first, out = understand_attention(layer, record) if layer.mixes else (None, None, None)
     mlp, mlp_calls = understand_mlp(layer)
     x, y = layer.call.input, layer.call.output
     mlp_modules = [call.module for call in mlp_calls]
-    holders = (layer.layer, *(() if layer.stored is None else (layer.attention,)), *mlp_modules)
+    holders = (layer.layer, *((layer.attention,) if layer.mixes else ()), *mlp_modules)
     norms = [call for call in layer.inside(layer.layer) if call.module not in mlp_modules and _normlike(call)]
 
     def producer(value: Value) -> Call | None:

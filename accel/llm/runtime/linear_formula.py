@@ -127,17 +127,13 @@ def prompt(
     """
     heads = formula.heads
     mixed = _side_by_side(formula, parts)
-    x = convolve(
-        mixed, tensors.weight, window, sequences, bias=tensors.bias, activation=formula.activation
-    )
+    x = convolve(mixed, tensors.weight, window, sequences, bias=tensors.bias, activation=formula.activation)
     shapes = {"v": (heads.keys, heads.repeat, heads.value_dim), "k": (heads.keys, heads.key_dim)}
     shapes["q"] = shapes["k"]
     cut = x.split([heads.channels(part) for part in formula.order], dim=-1)
     q, k, v = (dict(zip(formula.order, cut, strict=True))[part].unflatten(-1, shapes[part]) for part in "qkv")
     a, b = (parts[name].squeeze(-1) if name in parts else None for name in "ab")
-    return attend(
-        q, k, v, a, tensors.decay, state, sequences, b=b, skip=tensors.skip, **formula.options
-    )
+    return attend(q, k, v, a, tensors.decay, state, sequences, b=b, skip=tensors.skip, **formula.options)
 
 
 def _side_by_side(formula: Formula, parts: dict[str, torch.Tensor]) -> torch.Tensor:

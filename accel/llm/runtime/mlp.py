@@ -41,7 +41,7 @@ def understand_mlp(layer: LayerRecord) -> tuple[MlpSpec | None, tuple[Call, ...]
     gives its output. None where the layer has nothing besides the attention that could be one. Raises NotUnderstood
     where it has none that can be told from the rest, or neither.
     """
-    mixer = None if layer.stored is None else layer.attention
+    mixer = layer.attention if layer.mixes else None
     around = {module for module in layer.layer.modules() if any(m is mixer for m in module.modules())}
     mine = [call for call in layer.inside(layer.layer) if call.module not in around]
     if mixer is not None and not any(_matrices(call.module) for call in mine):
