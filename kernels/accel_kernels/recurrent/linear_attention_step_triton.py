@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from accel_kernels.device import programmatic
+from accel_kernels.device import multiprocessors, programmatic
 from accel_kernels.recurrent.causal_convolution_triton import AT_STATE, AT_WINDOW, pool_at, sequence_of
 from accel_kernels.recurrent.gates_triton import beta_gate, convolved, decay_gate, past_taps
 from accel_kernels.sizes import cdiv, power_of_two
@@ -163,7 +163,8 @@ def linear_attention_step(
     firsts = (0, keys, 2 * keys) if order == "qkv" else (values + keys, values, 0)
     block_k, block_v = (max(16, power_of_two(size)) for size in (key_dim, value_dim))
     if norm is None:
-        block_v = min(block_v, max(16, 8192 // block_k))
+        few = rows * key_heads * repeat < 2 * multiprocessors(q.device)
+        block_v = min(block_v, max(16, (4096 if few else 8192) // block_k))
     launch(
         linear_attention_step_kernel, (rows * key_heads * repeat, cdiv(value_dim, block_v)),
         q, k, v, a, b, gate, out, *(() if t is None else t.stride() for t in (q, k, v, a, b, gate)),
