@@ -58,7 +58,7 @@ def past_taps(
     TAPS: tl.constexpr, BLOCK_TAPS: tl.constexpr,
 ):  # fmt: skip
     """What a convolution of one token reads but for the token: inputs before it and weights (BLOCK_TAPS, channels),
-    bias, and where the token itself is to be kept, the newest one of BLOCK_TAPS.
+    bias, and where the token itself is to be kept.
 
     x_ptr: of channels `first_channel` and up. Without a window the token stands alone. Taps are rows of one tile: as
     vectors that are loaded one by one they would be loaded by all threads. The token's place in the window is that of
@@ -67,31 +67,28 @@ def past_taps(
     tap = tl.arange(0, BLOCK_TAPS)[:, None]
     row, rows = idx[None, :] + 0 * tap, mask[None, :] & (tap < TAPS)
     inputs = tl.zeros(row.shape, tl.float32)
-    weights, bias, places = inputs, tl.zeros(idx.shape, tl.float32), x_ptr + row
+    weights, bias, places = inputs, tl.zeros(idx.shape, tl.float32), x_ptr + idx
     if window_ptr is not None:
+        window_ptr += first_channel
         at = position + tap - (TAPS - 1)
-        places = window_ptr + at % TAPS * channels + first_channel + row
-        inputs = tl.load(places, mask=rows & (tap < TAPS - 1) & (at >= first), other=0.0).to(tl.float32)
+        stored = rows & (tap < TAPS - 1) & (at >= first)
+        inputs = tl.load(window_ptr + at % TAPS * channels + row, mask=stored, other=0.0).to(tl.float32)
         weight_ptr += (first_channel + row) * weight_strides[0] + tap * weight_strides[1]
         weights = tl.load(weight_ptr, mask=rows, other=0.0).to(tl.float32)
+        places = window_ptr + position % TAPS * channels + idx
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + first_channel + idx, mask=mask, other=0.0).to(tl.float32)
     return inputs, weights, bias, places
 
 
 @triton.jit
-def newest_tap(x_ptr, idx, mask, TAPS: tl.constexpr, BLOCK_TAPS: tl.constexpr):
-    """The token itself, beside the zeros that `past_taps` has for it and for which it has the others."""
-    tap = tl.arange(0, BLOCK_TAPS)[:, None]
-    return tl.load(x_ptr + idx[None, :] + 0 * tap, mask=mask[None, :] & (tap == TAPS - 1), other=0.0)
-
-
-@triton.jit
-def convolved(inputs, weights, bias, weight_ptr, kind: tl.constexpr, ACTIVATION: tl.constexpr):
-    """The convolution of `past_taps` and `newest_tap` as one, in fp32 and rounded as transformers does."""
+def convolved(inputs, weights, bias, new, weight_ptr, kind: tl.constexpr, ACTIVATION: tl.constexpr, TAPS: tl.constexpr):
+    """The convolution of a token, `new`, behind what `past_taps` has read, in fp32 and rounded as transformers does."""
     if weight_ptr is None:
-        y = tl.sum(inputs, axis=0)
+        y = new.to(tl.float32)
     else:
+        newest = tl.arange(0, inputs.shape[0])[:, None] == TAPS - 1
+        inputs = tl.where(newest, new.to(tl.float32)[None, :], inputs)
         y = tl.sum(inputs * weights, axis=0) + bias
         y = after_taps(y, weight_ptr.dtype.element_ty, ACTIVATION).to(kind).to(tl.float32)
     return y

@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from accel_kernels.device import programmatic
+from accel_kernels.device import multiprocessors, programmatic
 from accel_kernels.recurrent.causal_convolution_triton import AT_STATE, AT_WINDOW, pool_at, sequence_of
-from accel_kernels.recurrent.gates_triton import beta_gate, convolved, decay_gate, newest_tap, past_taps
+from accel_kernels.recurrent.gates_triton import beta_gate, convolved, decay_gate, past_taps
 from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch
 
@@ -90,9 +90,9 @@ def linear_attention_step_kernel(
         state = tl.load(places, mask=stored, other=0.0)
         if PDL:
             tl.extra.cuda.gdc_wait()
-    q_input = newest_tap(q_ptr, k_idx, k_mask, TAPS, BLOCK_TAPS)
-    k_input = newest_tap(k_ptr, k_idx, k_mask, TAPS, BLOCK_TAPS)
-    v_input = newest_tap(v_ptr, v_idx, v_mask, TAPS, BLOCK_TAPS)
+    q_new = tl.load(q_ptr + k_idx, mask=k_mask, other=0.0)
+    k_new = tl.load(k_ptr + k_idx, mask=k_mask, other=0.0)
+    v_new = tl.load(v_ptr + v_idx, mask=v_mask, other=0.0)
     a_ptr = _row(a_ptr, a_strides, row, key_head, repeated)
     if CHANNEL_DECAY:
         a = tl.load(a_ptr + k_idx, mask=k_mask, other=0.0)
@@ -107,15 +107,14 @@ def linear_attention_step_kernel(
         state = tl.load(places, mask=stored, other=0.0)
 
     inputs: tl.constexpr = q_ptr.dtype.element_ty
-    q = convolved(q_taps + q_input.to(tl.float32), q_weights, q_bias, weight_ptr, inputs, ACTIVATION)
-    k = convolved(k_taps + k_input.to(tl.float32), k_weights, k_bias, weight_ptr, inputs, ACTIVATION)
-    v = convolved(v_taps + v_input.to(tl.float32), v_weights, v_bias, weight_ptr, inputs, ACTIVATION)
+    q = convolved(q_taps, q_weights, q_bias, q_new, weight_ptr, inputs, ACTIVATION, TAPS)
+    k = convolved(k_taps, k_weights, k_bias, k_new, weight_ptr, inputs, ACTIVATION, TAPS)
+    v = convolved(v_taps, v_weights, v_bias, v_new, weight_ptr, inputs, ACTIVATION, TAPS)
     if window_ptr is not None:
-        newest = tl.arange(0, BLOCK_TAPS)[:, None] == TAPS - 1
-        shared = newest & (k_idx < tl.where(repeated + tl.program_id(1) == 0, KEY_DIM, 0))[None, :]
-        tl.store(q_places, q_input, mask=shared)
-        tl.store(k_places, k_input, mask=shared)
-        tl.store(v_places, v_input, mask=newest & v_mask[None, :])
+        shared = k_idx < tl.where(repeated + tl.program_id(1) == 0, KEY_DIM, 0)
+        tl.store(q_places, q_new, mask=shared)
+        tl.store(k_places, k_new, mask=shared)
+        tl.store(v_places, v_new, mask=v_mask)
     if key_eps is not None:
         q *= tl.rsqrt(tl.sum(q * q, axis=0) + key_eps)
         k *= tl.rsqrt(tl.sum(k * k, axis=0) + key_eps)
@@ -164,7 +163,8 @@ def linear_attention_step(
     firsts = (0, keys, 2 * keys) if order == "qkv" else (values + keys, values, 0)
     block_k, block_v = (max(16, power_of_two(size)) for size in (key_dim, value_dim))
     if norm is None:
-        block_v = min(block_v, max(16, 8192 // block_k))
+        few = rows * key_heads * repeat < 2 * multiprocessors(q.device)
+        block_v = min(block_v, max(16, (4096 if few else 8192) // block_k))
     launch(
         linear_attention_step_kernel, (rows * key_heads * repeat, cdiv(value_dim, block_v)),
         q, k, v, a, b, gate, out, *(() if t is None else t.stride() for t in (q, k, v, a, b, gate)),
