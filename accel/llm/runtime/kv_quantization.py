@@ -66,7 +66,8 @@ def choose_kv_dtypes(
     layers: as a stock run on random tokens was recorded. ranks: that hold other heads of them; the worst head of all
     counts.
     """
-    kv_dtype, chosen, left = kv_dtype_for(kind, device), {}, []
+    kv_dtype, left = kv_dtype_for(kind, device), []
+    chosen: dict[int, torch.dtype | None] = {}
     for layer, spec in layers:
         if not isinstance(spec, SoftmaxSpec):  # it keeps states, which are not rounded
             chosen[spec.index] = None

@@ -119,7 +119,7 @@ step = st.one_of(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(deadline=None, derandomize=True, max_examples=40)
 @given(rows=st.integers(1, 3), steps=st.lists(step, min_size=2, max_size=10))
 def test_a_schedule_of_calls_leaves_what_it_leaves_in_a_stock_cache(kind, rows, steps):
     torch.manual_seed(0)
@@ -154,7 +154,7 @@ def test_a_schedule_of_calls_leaves_what_it_leaves_in_a_stock_cache(kind, rows, 
             ours = pickle.loads(pickle.dumps(ours))
         elif name == "edit" and stock.layers[states[0]].has_previous_state[0]:
             for cache in (ours, stock):
-                cache.layers[states[0]].conv_states[0][:, 0] += 1
+                cache.layers[states[0]].conv_states[0][..., -1] += 1
         elif name == "crop":
             errors = []
             for cache in (ours, stock):
@@ -245,8 +245,8 @@ def test_rows_begin_at_their_first_token_and_keep_that():
 
 
 def test_what_a_row_keeps_counts_as_memory():
-    with pytest.raises(torch.OutOfMemoryError, match=r"1 tokens in 1073741824 rows: .* GiB wanted"):
-        Store((BOTH._replace(state=(2**10, 2**10)),)).reserve(2**30, 1)
+    with pytest.raises(torch.OutOfMemoryError, match=r"1 tokens in 2 rows: 524288.* GiB wanted"):
+        Store((BOTH._replace(state=(2**23, 2**23)),)).reserve(2, 1)
     assert BOTH.row_bytes == BOTH.bytes_for(99) == 4 * 30 + 2 * 40 and BOTH.size == 0 and MATRIX.row_bytes == 84
 
 
