@@ -107,4 +107,6 @@ def limits_of(forward: DecoderForward, config: ContinuousBatchingConfig, hints: 
 
 def sets_of(forward: DecoderForward) -> tuple[LayerSet, ...]:
     """The sets of layers that share blocks."""
-    return layer_sets(forward.shapes(), [layer.spec.attention.window for layer in forward.layers])
+    windows = {layer.spec.place: layer.spec.window for layer in forward.layers}
+    shapes, some = forward.shapes(), windows[forward.places[0]]
+    return layer_sets(shapes, [windows.get(place, some) for place in range(len(shapes))])

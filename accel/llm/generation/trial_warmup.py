@@ -21,7 +21,7 @@ from accel.llm.generation.trial import (
     trial_lengths,
     written,
 )
-from accel.llm.kv_cache.store import Shape
+from accel.llm.kv_cache.shape import LayerShape
 from accel.llm.recording.recorder import resting
 from accel.llm.runtime.layer import LayerForward
 from accel.quantization.activation_quantization import rounding_linears
@@ -103,7 +103,7 @@ def _one_of_a_kind(forward: DecoderForward) -> Iterator[None]:
         if again:
             layer.bound = _passed_on
         if again and place is not None:
-            shapes[place] = shapes[place]._replace(heads=0)
+            shapes[place] = shapes[place].nothing
         kinds.add(kind)
     stored, forward.stored = forward.stored, (*forward.stored[:2], tuple(shapes))
     try:
@@ -113,7 +113,7 @@ def _one_of_a_kind(forward: DecoderForward) -> Iterator[None]:
         forward.seen = None  # to be bound anew
 
 
-def _kind(layer: LayerForward, kept: Shape | None) -> tuple:
+def _kind(layer: LayerForward, kept: LayerShape | None) -> tuple:
     """What decides which kernels a layer launches: its formula, but for its place, its weights and what it keeps."""
     spec = layer.spec
     mlp = None if spec.mlp is None else replace(spec.mlp, settings=())

@@ -13,7 +13,8 @@ from accel_kernels.recurrent.recurrence import Sequences, wide
 def reference(x, weight, window, sequences, *, bias=None, activation=None, before=None, after=None):
     """x: (B, T, C); weight: (C, taps), its last tap for the newest input; bias: (C,). Gives (B, T, C).
 
-    window: (slots, taps, C), the last inputs: that of position p lies at p % taps. It is written.
+    window: (slots, taps, C), the last inputs: that of position p lies at p % taps. It is written. sequences: a
+    `Sequences`, or what `RowStates.sequences` gives.
     before, after: (B, T, C), by which the input and the result are multiplied. Rounded to the weight's dtype after the
     convolution and after the activation, a name of ACTIVATIONS or None.
     """
@@ -22,17 +23,17 @@ def reference(x, weight, window, sequences, *, bias=None, activation=None, befor
     x = x if before is None else x * before
     flat = x.reshape(-1, channels)
     out = torch.zeros_like(flat)
-    for begin, end, slot, position in sequences.each(tokens):
+    for begin, end, slot, position, first in sequences.each(tokens):
         places = torch.arange(position - taps + 1, position, device=x.device)
-        past = torch.where(places[:, None] < 0, 0, window[slot, places % taps])
+        past = torch.where(places[:, None] < first, 0, window[slot, places % taps])
         row = torch.cat((past, flat[begin:end])).to(kind)
         y = sum(row[tap : tap + end - begin] * weight[:, tap].to(kind) for tap in range(taps))
         y = (y if bias is None else y + bias.to(kind)).to(weight.dtype)
-        out[begin:end] = y if activation is None else ACTIVATIONS[activation](y.to(kind)).to(weight.dtype)
+        y = y if activation is None else ACTIVATIONS[activation](y.to(kind)).to(weight.dtype)
+        out[begin:end] = y if after is None else y.to(out.dtype) * after.flatten(0, 1)[begin:end]
         newest = torch.arange(max(end - begin - taps, 0), end - begin, device=x.device)
         window[slot, (position + newest) % taps] = flat[begin:end][newest]
-    out = out.view(x.shape)
-    return out if after is None else out * after
+    return out.view(x.shape)
 
 
 def supports(x, weight, window, sequences, *, bias=None, activation=None, before=None, after=None) -> str | None:

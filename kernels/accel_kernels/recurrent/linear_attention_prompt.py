@@ -27,8 +27,8 @@ def reference(
     b = None if b is None else b.flatten(0, 1).flatten(1)
     g, strength = gates(a.flatten(1, 2), decay, b, beta_scale)
     q, k, v = prepared(q, k, v, scale, key_eps)
-    for begin, end, slot, position in sequences.each(tokens):
-        kept = state[slot].to(q.dtype) if position > 0 else torch.zeros_like(state[slot], dtype=q.dtype)
+    for begin, end, slot, position, first in sequences.each(tokens):
+        kept = state[slot].to(q.dtype) if position > first else torch.zeros_like(state[slot], dtype=q.dtype)
         for start in range(begin, end, CHUNK):
             part = slice(start, min(end, start + CHUNK))
             tokens_of = [t[part].transpose(0, 1) for t in (q, k, v, g, strength)]

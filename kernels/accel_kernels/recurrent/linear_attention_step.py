@@ -57,13 +57,13 @@ def reference(
     if convolution is not None:
         q, k, v = _convolved(q, k, v, convolution, sequences)
     out = v.new_zeros(v.shape[0], v.shape[1] * v.shape[2], v.shape[3])
-    live = [(begin, slot, position) for begin, _, slot, position in sequences.each(1)]
+    live = [(begin, slot, position > first) for begin, _, slot, position, first in sequences.each(1)]
     if live:
-        rows, slots, positions = torch.tensor(live, device=q.device).unbind(1)
+        rows, slots, begun = torch.tensor(live, device=q.device).unbind(1)
         g, strength = gates(a.flatten(1, 2)[rows], decay, None if b is None else b.flatten(1, 2)[rows], beta_scale)
         parts = (*prepared(q[rows], k[rows], v[rows], scale, key_eps), g, strength)
         tokens_of = [t.flatten(0, 1).unsqueeze(1) for t in parts]  # rows and heads as one, of one token
-        before = torch.where(positions.view(-1, 1, 1, 1) > 0, state[slots], 0).to(parts[0].dtype)
+        before = torch.where(begun.view(-1, 1, 1, 1) > 0, state[slots], 0).to(parts[0].dtype)
         y, after = chunk(tokens_of, before.flatten(0, 1), b is not None)
         state[slots] = after.view(before.shape).to(state.dtype)
         y = y.view(before.shape[0], *out.shape[1:])

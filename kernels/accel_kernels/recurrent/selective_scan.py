@@ -19,19 +19,20 @@ def reference(x, dt, a_log, k, q, state, sequences, *, bias=None, skip=None, gat
     dt = F.softplus(dt if bias is None else dt + bias.to(dt.dtype)).to(kind)
     rate = -a_log.to(kind).exp()
     x_of, k_of, q_of = (t.to(kind).flatten(0, 1) for t in (x, k, q))
-    dt = dt.flatten(0, 1)
+    dt, gate_of = dt.flatten(0, 1), None if gate is None else gate.to(kind).flatten(0, 1)
     out = torch.zeros_like(x_of)
-    for begin, end, slot, position in sequences.each(tokens):
-        kept = state[slot].to(kind) if position > 0 else torch.zeros_like(state[slot], dtype=kind)
+    for begin, end, slot, position, first in sequences.each(tokens):
+        kept = state[slot].to(kind) if position > first else torch.zeros_like(state[slot], dtype=kind)
         for token in range(begin, end):
             step = dt[token, :, None]
             kept = kept * (rate * step).exp() + (step * x_of[token, :, None]) * k_of[token]
             out[token] = kept @ q_of[token]
             if skip is not None:
                 out[token] += skip.to(kind) * x_of[token]
+            if gate_of is not None:
+                out[token] *= F.silu(gate_of[token])
         state[slot] = kept.to(state.dtype)
-    out = out.view(x.shape)
-    return (out if gate is None else out * F.silu(gate.to(kind))).to(x.dtype)
+    return out.view(x.shape).to(x.dtype)
 
 
 def supports(x, dt, a_log, k, q, state, sequences, *, bias=None, skip=None, gate=None) -> str | None:
