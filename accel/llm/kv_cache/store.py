@@ -38,9 +38,9 @@ class Store:
     """The keys and values of all layers of a model, for one batch of rows. For one thread at a time.
 
     shapes: one a layer; kept: the layers that keep anything. expected_tokens: tokens that a row is expected to reach.
-    Nothing is allocated before `reserve`. lengths: tokens a row, by layer; they differ only while stock layers write one
-    after another. requested: by layer, changes of rows that wait until all layers were asked for them. cache_ref: gives
-    the cache over it, if still there.
+    Nothing is allocated before `reserve`. lengths: tokens a row, by layer; they differ only while stock layers write
+    one after another. requested: by layer, changes of rows that wait until all layers were asked for them. cache_ref:
+    gives the cache over it, if still there.
     """
 
     def __init__(self, shapes: Sequence[LayerShape], expected_tokens: int = 0):
