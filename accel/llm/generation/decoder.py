@@ -2,7 +2,7 @@
 
 import inspect
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -63,13 +63,15 @@ class DecoderForward(FastForward):
     ) -> None:
         super().__init__(module, path, kernels, log)
         self.stack, self.layers, self.steps = stack, layers, steps
-        self.places = sorted(layer.spec.attention.index for layer in layers)  # in the cache, in its order
+        self.places = sorted(layer.spec.place for layer in layers if layer.spec.place is not None)  # in the cache
+        self.biased = any(layer.spec.has_position_bias for layer in layers)  # scores, by distance
+        self.keeps_state = any(layer.spec.keeps_state for layer in layers)
         self.experts: list[ExpertsForward] = []  # those in the layers that are fused
         self.routers: list[RouterForward] = []
         self.model_guard: ModelGuard | None = None  # once the model has been tried
         self.runner: GraphRunner | None = None
         self.prompts: Prompts | None = None
-        self.kv_dtypes: tuple[torch.dtype | None, ...] = (None,) * len(layers)  # of 8 bits, by place in the cache
+        self.kv_dtypes: dict[int, torch.dtype | None] = {}  # of 8 bits, by place in the cache
         self.ranks: Ranks | None = ranks_of(module)  # that share the model
         self.__setstate__(vars(self))
 
@@ -166,21 +168,11 @@ class DecoderForward(FastForward):
         """What a call is given besides tokens, to store them in this cache and return it."""
         return {self.cache_name: cache, "use_cache": True, "return_dict": True}
 
-    @property
-    def biased(self) -> bool:
-        """Whether scores are biased by distance."""
-        return self.layers[0].spec.attention.has_position_bias
-
     def left_padded(self, new: int) -> bool:
         """Whether padding between tokens would change what layers compute. Where a state is kept, a call with a single
         token reads no mask in stock either.
         """
         return self.biased or (new > 1 and self.keeps_state)
-
-    @property
-    def keeps_state(self) -> bool:
-        """Whether a layer does."""
-        return any(one is not None and one.keeps_state for one in (layer.spec.attention for layer in self.layers))
 
     def why_stock(self, kwargs: dict, unknown: str) -> str | None:
         """Why a call that is not understood runs stock as a whole; None where it may run `run_own_code`."""
@@ -200,7 +192,8 @@ class DecoderForward(FastForward):
         store.take()
         store.reserve(rows, start + new)
         store.set_padding_mask(mask)
-        stores = store.kvs(range(len(self.places)), rows * new, is_prefill=start == 0)
+        mine = range(len(self.places)) if self.partial else self.places  # in the store
+        stores = store.kvs(mine, rows * new, is_prefill=start == 0)
         kvs = dict(zip(self.places, stores.values(), strict=True))
         step = CheckedStep(
             kvs, cache, tokens, self.shapes()[0].dtype, start, mask, self.convention.unmasked_alike, checked
@@ -234,20 +227,25 @@ class DecoderForward(FastForward):
         weight = self.embeddings()
         dtype, device, shapes = self.stored
         if dtype is not weight.dtype or device != weight.device:
-            placed = [(layer.spec.attention, self.device(layer, weight)) for layer in self.layers]
-            placed.sort(key=lambda one: one[0].index)
-            shapes = tuple(
-                spec.cache_layout(weight.dtype, device, kv_dtype)
-                for (spec, device), kv_dtype in zip(placed, self.kv_dtypes, strict=True)
-            )
+            kept = {
+                spec.index: spec.cache_layout(weight.dtype, self.device(layer, weight), self.kv_dtypes.get(spec.index))
+                for layer in self.layers
+                if (spec := layer.spec.attention) is not None
+            }
+            nothing = kept[self.places[0]].nothing
+            shapes = tuple(kept.get(place, nothing) for place in self._cached())
             self.stored = weight.dtype, weight.device, shapes
         return shapes
+
+    def _cached(self) -> Sequence[int]:
+        """Places of the cache, of which each may be that of a layer that keeps something."""
+        return range(max(len(DynamicCache(config=self.module.config).layers), self.places[-1] + 1))
 
     def device(self, layer: LayerForward, embeddings: torch.Tensor) -> torch.device:
         """Where a layer keeps keys and values."""
         return embeddings.device
 
-    def round(self, kv_dtypes: tuple[torch.dtype | None, ...]) -> None:
+    def round(self, kv_dtypes: dict[int, torch.dtype | None]) -> None:
         """Keeps keys and values in these dtypes from now on, by a layer's place in the cache."""
         self.kv_dtypes, self.stored = kv_dtypes, (None, None, ())
 

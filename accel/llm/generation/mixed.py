@@ -4,6 +4,7 @@ Stock layers stand between them and keep what they keep, such as a recurrent sta
 cache. The model's Python sees that cache, with its lengths, so no CUDA graph holds for the next step.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -33,6 +34,9 @@ class MixedForward(DecoderForward):
         for place, layer in zip(self.places, mine.layers, strict=True):
             cache.layers[place] = layer
         return store
+
+    def _cached(self) -> Sequence[int]:
+        return self.places
 
     def ready(self, stack: bool = True) -> None:
         """As of all layers, but looks at those alone that are fused: of the others nothing is taken for granted."""

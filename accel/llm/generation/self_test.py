@@ -174,7 +174,7 @@ def try_partial(forward: MixedForward) -> None:
             raise NotUnderstood(f"layer {place} keeps more than keys and values")
         if place not in forward.places and type(layer) is STOCK[1]:
             raise NotUnderstood(f"layer {place} is not understood, and drops what its window has passed")
-    if any(layer.spec.has_position_bias for layer in forward.layers):
+    if forward.biased:
         raise NotUnderstood("biases by distance, and not all layers are understood")
     lengths = trial_lengths(forward)
 

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from accel.libraries.cache import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
-from accel.llm.kv_cache.layer_of_store import LayerOfStore
 from accel.llm.kv_cache.shape import STATE, LayerShape, Shape, StateShape
 from accel.llm.kv_cache.state_layer import StateLayer
 from accel.llm.kv_cache.store import Store
@@ -17,8 +16,10 @@ STOCK = (DynamicLayer, DynamicSlidingWindowLayer)
 OURS = (StoreLayer, SlidingStoreLayer, StateLayer)
 
 
-def _store_layer(store: Store, index: int, before: Any) -> LayerOfStore:
-    """In the place of another layer, or of none yet."""
+def _store_layer(store: Store, index: int, before: Any) -> Any:
+    """In the place of another layer, or of none yet; that itself where the store keeps nothing."""
+    if not store.shapes[index].keeps:
+        return DynamicLayer() if before is None else before
     if isinstance(store.shapes[index], StateShape):
         return StateLayer(store, index)
     if not isinstance(before, DynamicSlidingWindowLayer):
@@ -30,12 +31,15 @@ def _store_layer(store: Store, index: int, before: Any) -> LayerOfStore:
 
 
 def store_of(cache: Any) -> Store | None:
-    """The store under a cache that is wholly ours: every layer in its place, all of them alike."""
-    if type(cache) is not DynamicCache or not cache.layers or type(cache.layers[0]) not in OURS:
+    """The store under a cache that is wholly ours: every layer that keeps anything in its place, all of them alike."""
+    if type(cache) is not DynamicCache:
         return None
-    store, layers = cache.layers[0].store, cache.layers
+    store = next((layer.store for layer in cache.layers if type(layer) in OURS), None)
+    if store is None or len(cache.layers) != len(store.shapes):
+        return None
+    layers = [cache.layers[index] for index in store.kept]
     mine = all(type(layer) in OURS and layer.store is store for layer in layers)
-    in_order = mine and [layer.index for layer in layers] == list(range(len(store.shapes)))
+    in_order = mine and [layer.index for layer in layers] == store.kept
     return store if in_order and store.consistent else None
 
 
@@ -70,10 +74,10 @@ def tokens_in(cache: DynamicCache) -> int:
 
 
 def _length(layer: Any) -> int | None:
-    """Tokens that a layer has seen; None for a stock layer of states, which does not know."""
+    """Tokens that a layer has seen; None for a stock layer of states, or of nothing, which does not know."""
     if type(layer) is StateLayer:
         return layer.store.lengths[layer.index]
-    return None if type(layer) is LinearAttentionLayer else layer.get_seq_length()
+    return layer.get_seq_length() if isinstance(layer, DynamicLayer) else None
 
 
 def _foreign(cache: Any, shapes: Sequence[LayerShape]) -> str | None:
@@ -85,7 +89,8 @@ def _foreign(cache: Any, shapes: Sequence[LayerShape]) -> str | None:
     layers = cache.layers
     if len(layers) > len(shapes) or (len(layers) < len(shapes) and cache.layer_class_to_replicate is not DynamicLayer):
         return "a cache of another number of layers"
-    for layer, shape in zip(layers, shapes, strict=False):
+    kept = [(layer, shape) for layer, shape in zip(layers, shapes, strict=False) if shape.keeps]
+    for layer, shape in kept:
         of_states = (LinearAttentionLayer, StateLayer)
         if type(layer) not in (of_states if isinstance(shape, StateShape) else (*STOCK, StoreLayer, SlidingStoreLayer)):
             return f"a cache layer of another kind: {type(layer).__name__}"
@@ -93,16 +98,16 @@ def _foreign(cache: Any, shapes: Sequence[LayerShape]) -> str | None:
             return "a cache layer with several states"
         if isinstance(shape, StateShape) and layer.record_past:
             return "a cache that records the past of its states"
-    lengths = [length for length in map(_length, layers) if length is not None]
+    lengths = [length for layer, _ in kept if (length := _length(layer)) is not None]
     if not any(lengths):
-        begun = any(type(layer) is LinearAttentionLayer and layer.has_previous_state[0] for layer in layers)
+        begun = any(type(layer) is LinearAttentionLayer and layer.has_previous_state[0] for layer, _ in kept)
         return "states of a text of unknown length" if begun else None
-    if len(set(lengths)) > 1 or len(layers) < len(shapes):
+    if len(set(lengths)) > 1 or len(kept) < sum(shape.keeps for shape in shapes):
         return "cache layers of different lengths"
-    held = [_held(layer) for layer in layers]
+    held = [_held(layer) for layer, _ in kept]
     if len({kept.shape[0] for several in held for kept in several if kept is not None}) > 1:
         return "cache layers of different batch sizes"
-    tokens = (_foreign_tokens(*one) for one in zip(layers, held, shapes, strict=True))
+    tokens = (_foreign_tokens(layer, one, shape) for (layer, shape), one in zip(kept, held, strict=True))
     return next((reason for reason in tokens if reason is not None), None)
 
 
@@ -128,10 +133,11 @@ def _fill(store: Store, cache: DynamicCache) -> None:
     tokens = tokens_in(cache)
     if not tokens:
         return
-    rows = next(kept.shape[0] for layer in cache.layers for kept in _held(layer) if kept is not None)
+    layers = [(index, cache.layers[index]) for index in store.kept]
+    rows = next(kept.shape[0] for _, layer in layers for kept in _held(layer) if kept is not None)
     store.reserve(rows, tokens)
     with torch.no_grad():
-        for index, layer in enumerate(cache.layers):
+        for index, layer in layers:
             if isinstance(store.shapes[index], StateShape):
                 store.write_state(index, *_held(layer), tokens)
             else:

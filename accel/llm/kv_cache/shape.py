@@ -46,6 +46,11 @@ class Shape(NamedTuple):
         """That of a layer which keeps nothing."""
         return self._replace(heads=0)
 
+    @property
+    def keeps(self) -> bool:
+        """Whether it keeps anything; else what lies at its place in a cache is not the store's."""
+        return self.heads > 0
+
     def empty(self, layers: int, blocks: int) -> tuple[torch.Tensor, ...]:
         """Room for keys and values, (layers, 2, blocks, BLOCK, heads, dim); and, where they are rounded, their scales,
         (layers, 2, blocks, BLOCK, heads), the tokens of a block and head next to each other in memory.
@@ -96,6 +101,10 @@ class StateShape(NamedTuple):
     def nothing(self) -> "StateShape":
         """That of a layer which keeps nothing."""
         return self._replace(state=None, window=None)
+
+    @property
+    def keeps(self) -> bool:
+        return self.state is not None or self.window is not None
 
     def empty(self, layers: int, rows: int) -> "States":
         """Room for states, (layers, rows, ...) float32, and windows, (layers, rows, taps, channels)."""

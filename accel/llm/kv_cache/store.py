@@ -37,14 +37,16 @@ class RowSelection(NamedTuple):
 class Store:
     """The keys and values of all layers of a model, for one batch of rows. For one thread at a time.
 
-    shapes: one a layer. expected_tokens: tokens that a row is expected to reach. Nothing is allocated before `reserve`.
-    lengths: tokens a row, by layer; they differ only while stock layers write one after another. requested: by layer,
-    changes of rows that wait until all layers were asked for them. cache_ref: gives the cache over it, if still there.
+    shapes: one a layer; kept: the layers that keep anything. expected_tokens: tokens that a row is expected to reach.
+    Nothing is allocated before `reserve`. lengths: tokens a row, by layer; they differ only while stock layers write
+    one after another. requested: by layer, changes of rows that wait until all layers were asked for them. cache_ref:
+    gives the cache over it, if still there.
     """
 
     def __init__(self, shapes: Sequence[LayerShape], expected_tokens: int = 0):
         self.shapes, self.expected_tokens = tuple(shapes), expected_tokens
-        self.lengths = dict.fromkeys(range(len(self.shapes)), 0)
+        self.kept = [layer for layer, shape in enumerate(self.shapes) if shape.keeps]
+        self.lengths = dict.fromkeys(self.kept, 0)
         self.cache_ref: Callable[[], Any] = lambda: None
         self.clear()
 
@@ -94,7 +96,7 @@ class Store:
     @property
     def consistent(self) -> bool:
         """Whether all layers are in the store and equally long, and no change of rows is pending."""
-        return len(self.lengths) == len(self.shapes) and len(set(self.lengths.values())) == 1 and not self.requested
+        return len(self.lengths) == len(self.kept) and len(set(self.lengths.values())) == 1 and not self.requested
 
     @property
     def can_crop(self) -> bool:

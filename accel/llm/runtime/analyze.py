@@ -69,15 +69,12 @@ def _obstacle(model: PreTrainedModel) -> str | None:
 def formulas(
     model: PreTrainedModel, layers: dict[str, LayerSpec | str], scores: bool = False, some: bool = False
 ) -> list[tuple[LayerRecord, LayerSpec]]:
-    """Every layer's record and formula, all of them known; with `some`, of those that are, which is one at least.
-    Raises NotUnderstood.
+    """Every layer's record and formula, all of them known; with `some`, of those that are, of which one at least stores
+    keys and values. Raises NotUnderstood.
 
     layers: filled with the formula of every layer by its path, or why it is not known. scores: the records still hold
     queries and keys; nothing else of the run does.
     """
-    kept = keeps_more(model)
-    if kept is not None and not some:
-        raise NotUnderstood(kept)
 
     def run(known: Record | None = None) -> Record:
         found: dict[str, LayerSpec | str] = {}
@@ -100,12 +97,12 @@ def formulas(
             unknown.append(f"{layer.path}: {spec}")
         else:
             found.append((layer, spec))
-    if unknown and not (some and found):
-        raise NotUnderstood(kept or unknown[0])
-    _confirm_where_large(model, layers, seen)
     places = sorted(spec.place for _, spec in found if spec.place is not None)
+    if unknown and not (some and places):
+        raise NotUnderstood(keeps_more(model) or unknown[0])
     if not places:
-        raise NotUnderstood(kept or unknown[0] if unknown else "no layer that stores keys and values")
+        raise NotUnderstood("no layer stores keys and values")
+    _confirm_where_large(model, layers, seen)
     if len(set(places)) < len(places) or (not unknown and not _in_order(found, places)):
         raise NotUnderstood("layers that share a place in the cache")
     return found

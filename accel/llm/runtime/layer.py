@@ -71,6 +71,10 @@ class LayerSpec:
         return self.attention is not None and self.attention.has_position_bias
 
     @property
+    def keeps_state(self) -> bool:
+        return self.attention is not None and self.attention.keeps_state
+
+    @property
     def norms(self) -> list[NormSpec]:
         """All there are, those inside the attention too."""
         around = (self.before_attention, self.post_attention, self.after_attention)
@@ -92,7 +96,7 @@ def understand_layer(layer: LayerRecord, record: Record) -> LayerSpec:
     """The formula of a recorded layer. Raises NotUnderstood."""
     if layer.call.made is None:
         raise NotUnderstood("it did not run")
-    attention, first, out = understand_attention(layer, record) if layer.mixes else (None, None, None)
+    mixer = understand_attention(layer, record) if layer.mixes else None
     mlp, mlp_calls = understand_mlp(layer)
     x, y = layer.call.input, layer.call.output
     mlp_modules = [call.module for call in mlp_calls]
@@ -144,22 +148,23 @@ def understand_layer(layer: LayerRecord, record: Record) -> LayerSpec:
 
     before_attention = after_attention = post_attention = before_mlp = post_mlp = after_mlp = None
     parallel = shared = False
-    first_scale = second_scale = 1.0
-    if attention is None:
+    first_scale: float | None = 1.0
+    second_scale: float | None = 1.0
+    if mixer is None:
         begin, end = mlp_calls[:2]
         before_mlp, (post_mlp, last) = before(begin, "MLP"), after(end)
         after_mlp, total = ending(post_mlp)
         second_scale = scale(x.held, last, total, 1)
     elif mlp is None:
-        before_attention, (post_attention, branch) = before(first, "attention"), after(out)
+        before_attention, (post_attention, branch) = before(mixer.first, "attention"), after(mixer.last)
         after_attention, total = ending(post_attention)
         first_scale = scale(x.held, branch, total, 0)
     else:
         begin, end = mlp_calls[:2]
-        before_attention, (post_attention, branch) = before(first, "attention"), after(out)
+        before_attention, (post_attention, branch) = before(mixer.first, "attention"), after(mixer.last)
         post_mlp, last = after(end)
         after_mlp, total = ending(post_mlp)
-        shared = begin.input.same(first.input)
+        shared = begin.input.same(mixer.first.input)
         before_mlp = None if shared else producer(begin.input)
         start = begin.input if before_mlp is None else before_mlp.input
         parallel = shared or start.same(x)
@@ -175,12 +180,12 @@ def understand_layer(layer: LayerRecord, record: Record) -> LayerSpec:
     if first_scale is None:
         raise NotUnderstood("what follows the attention is not the sum of it and the layer's input")
     if second_scale is None:
-        parts = "an MLP, and it stores no keys and values" if attention is None else "attention and MLP"
+        parts = "an MLP, and it stores no keys and values" if mixer is None else "attention and MLP"
         raise NotUnderstood(f"its output is not the sum of its input, {parts}")
     result = layer.call.result
     return LayerSpec(
         plain_settings(layer.layer),
-        attention,
+        None if mixer is None else mixer.spec,
         mlp,
         before_attention=norm(before_attention),
         post_attention=norm(post_attention),

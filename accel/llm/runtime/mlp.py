@@ -53,11 +53,11 @@ def understand_mlp(layer: LayerRecord) -> tuple[MlpSpec | None, tuple[Call, ...]
     found = _formula(layer, mine if whole is None else layer.inside(whole.module), whole)
     if found is not None:
         return found
-    given = () if whole is None else (*whole.args, *whole.kwargs.values())
-    if mixer is None and not all(is_absent(value) or isinstance(value, torch.Tensor) for value in given):
-        raise NotUnderstood(NOTHING_STORED)  # but is given a cache
     if whole is None:
-        raise NotUnderstood("no MLP that is known")
+        raise NotUnderstood(NOTHING_STORED if mixer is None else "no MLP that is known")
+    given = (*whole.args, *whole.kwargs.values())
+    if mixer is None and not all(is_absent(value) or isinstance(value, torch.Tensor) for value in given):
+        raise NotUnderstood(NOTHING_STORED)  # but it is given a cache, or something else than its input
     if not whole.alone or whole.made is None:
         raise NotUnderstood("its MLP takes more than one tensor")
     return MlpSpec(layer.name(whole.module)), (whole, whole)

@@ -154,6 +154,11 @@ FAMILIES = (
     Family("glm", "glm", {"head_dim": 16}),
     Family("glm4", "glm4", {"head_dim": 16}),
     Family("nemotron", "nemotron", {"head_dim": 16}),
+    # Each layer is either attention or an MLP; to the cache the MLPs are layers too.
+    Family("nemotron-h", "nemotron_h", {
+        "layers_block_type": ["mlp", "full_attention", "moe", "full_attention"], "num_hidden_layers": None,
+        "head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+        "moe_shared_expert_intermediate_size": 48}),
     Family("arcee", "arcee"),
     Family("seed-oss", "seed_oss", {"head_dim": 16, "attention_bias": True}),
     Family("exaone4", "exaone4", {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}),
