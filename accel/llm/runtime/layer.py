@@ -12,6 +12,7 @@ from accel.comparison import factor, is_sum, named_factor
 from accel.fusion.stacked_linears import can_stack
 from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record, Value, is_absent
 from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
+from accel.llm.runtime.gated_attention import GatedSpec, QueryGatedSpec
 from accel.llm.runtime.linear import weights
 from accel.llm.runtime.mlp import BoundMlp, MlpSpec, understand_mlp
 from accel.llm.runtime.norm import NormSpec, norm_spec
@@ -23,7 +24,7 @@ from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.guard import LayerGuard, changed_since, plain_settings
 from accel.quantization.experts import holds_numbers
 
-ATTENTION_KINDS: tuple[type[AttentionSpec], ...] = (SoftmaxSpec,)  # tried in turn
+ATTENTION_KINDS: tuple[type[AttentionSpec], ...] = (SoftmaxSpec, GatedSpec, QueryGatedSpec)  # tried in turn
 
 
 @dataclass(frozen=True)

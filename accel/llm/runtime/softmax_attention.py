@@ -3,7 +3,7 @@
 Projections make queries, keys and values; one kernel norms and rotates them, stores, and attends.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -27,6 +27,9 @@ from accel.patching.guard import plain_settings
 # How the outputs of the projections hold heads: three projections; one, queries before keys before values; one, in
 # groups of some queries, their key, their value (one query a group in GPT-NeoX and Bloom).
 SEPARATE, JOINED, GROUPED = "separate", "joined", "grouped"
+Parts = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None
+]  # queries, keys, values and a gate, by heads
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,8 @@ class SoftmaxSpec(AttentionSpec):
         if stored.values.shape != stored.keys.shape:
             raise NotUnderstood("keys and values of different sizes")
         options, window = _told(layer, record)
-        for projections, formula, got in _formulas(layer, calls, options, window):
-            ending = cls.ending(layer, calls, got)
+        for projections, formula, got, gate in _formulas(layer, calls, options, window, cls.parts):
+            ending = cls.ending(layer, calls, projections, got, gate)
             if ending is not None:
                 out, *further = ending
                 names = tuple(layer.name(call.module) for call in (*projections, *further))
@@ -84,7 +87,21 @@ class SoftmaxSpec(AttentionSpec):
         raise NotUnderstood(_reason(layer, calls))
 
     @classmethod
-    def ending(cls, layer: LayerRecord, calls: list[Call], got: torch.Tensor | None) -> tuple[Call, ...] | None:
+    def parts(
+        cls, layer: LayerRecord, outputs: list[torch.Tensor], layout: dict[str, Any]
+    ) -> tuple[Parts, dict[str, Any]] | None:
+        """What projections of a layout give, and fields of a spec that differ from the layout; None for no such."""
+        return (*split(outputs, **layout), None), {}
+
+    @classmethod
+    def ending(
+        cls,
+        layer: LayerRecord,
+        calls: list[Call],
+        projections: tuple[Call, ...],
+        got: torch.Tensor | None,
+        gate: torch.Tensor | None,
+    ) -> tuple[Call, ...] | None:
         """The calls of the last projection, and of projections of the input besides those of queries, keys and values.
 
         got: what attention gives, (rows, tokens, heads * D); None where a spec is known from an ordinary record.
@@ -122,7 +139,11 @@ class BoundSoftmaxAttention:
 
     def __call__(self, kernels: Kernels, step: Step, h: NormedInput, kwargs: dict) -> torch.Tensor:
         """See `BoundAttention`."""
-        return self.attended(kernels, step, self.projected(kernels, h), kwargs)
+        return self.attended(kernels, step, self.parts(self.projected(kernels, h)), kwargs)
+
+    def parts(self, outputs: Sequence[torch.Tensor]) -> Parts:
+        """What the projections give, by heads."""
+        return (*split(outputs, *self.layout), None)
 
     def projected(self, kernels: Kernels, h: NormedInput) -> Sequence[torch.Tensor]:
         """What the projections give, (rows, new, N) each."""
@@ -130,10 +151,11 @@ class BoundSoftmaxAttention:
             return [linear(kernels, h) for linear in self.projections]
         return part_product(kernels, self.joint, h).split(self.sizes, dim=-1)
 
-    def attended(self, kernels: Kernels, step: Step, outputs: Sequence[torch.Tensor], kwargs: dict) -> torch.Tensor:
-        """Of queries, keys and values, as their projections give them."""
+    def attended(self, kernels: Kernels, step: Step, parts: Parts, kwargs: dict) -> torch.Tensor:
+        """Of queries, keys and values, neither normed nor rotated; times sigmoid(gate)."""
         spec = self.spec
-        q, k, v = split(outputs, *self.layout)
+        q, k, v, gate = parts
+        gating = {} if gate is None else {"gate": gate}
         q, q_norm = _normed(q, self.q_norm)
         k, k_norm = _normed(k, self.k_norm)
         cos = sin = None
@@ -145,7 +167,7 @@ class BoundSoftmaxAttention:
         return kernels.paged_attention(
             q, k, v, step.kvs[spec.index], spec.scale, cos=cos, sin=sin, interleaved=interleaved, q_norm=q_norm,
             k_norm=k_norm, window=spec.window, softcap=spec.softcap, sinks=self.sinks, slopes=self.slopes,
-            dense=kernels.prompt,
+            dense=kernels.prompt, **gating,
         )  # fmt: skip
 
 
@@ -173,17 +195,22 @@ def split(
 
 
 def _formulas(
-    layer: LayerRecord, calls: list[Call], options: dict, window: int | None
-) -> Iterator[tuple[tuple[Call, ...], dict[str, Any], torch.Tensor | None]]:
-    """Calls of projections, the fields of a spec that fit queries and keys, and what attention with these gives."""
+    layer: LayerRecord, calls: list[Call], options: dict, window: int | None, parts: Callable
+) -> Iterator[tuple[tuple[Call, ...], dict[str, Any], torch.Tensor | None, torch.Tensor | None]]:
+    """Calls of projections, the fields of a spec that fit queries and keys, what attention with these gives, and what a
+    gate out of these projections gives. parts: see `SoftmaxSpec.parts`.
+    """
     for projections, layout in _projections(calls, layer):
-        q, k, v = split([call.output.held for call in projections], **layout)
+        found_parts = parts(layer, [call.output.held for call in projections], layout)
+        if found_parts is None:
+            continue
+        (q, k, v, gate), more = found_parts
         for k_norm, normed_k in head_norm(layer, calls, k):
             for rotary in rotaries(layer, normed_k, layer.cached.keys):
                 for q_norm, normed_q in head_norm(layer, calls, q):
-                    found = layout | {"q_norm": q_norm, "k_norm": k_norm, "rotary": rotary}
+                    found = layout | {"q_norm": q_norm, "k_norm": k_norm, "rotary": rotary} | more
                     for scores, got in _results(layer, options, window, rotary, normed_q, normed_k, v):
-                        yield projections, found | scores, got
+                        yield projections, found | scores, got, gate
 
 
 def _reason(layer: LayerRecord, calls: list[Call]) -> str:
