@@ -13,7 +13,7 @@ from torch import nn
 
 from accel.comparison import agree
 from accel.llm.recording.record import Call, LayerRecord
-from accel.llm.runtime.softmax_attention import BoundSoftmaxAttention, Parts, SoftmaxSpec, split
+from accel.llm.runtime.softmax_attention import BoundSoftmaxAttention, Formula, Parts, SoftmaxSpec, split
 from accel.patching.fast_forward import Kernels
 
 
@@ -22,19 +22,14 @@ class GatedSpec(SoftmaxSpec):
     """The last of the projections is the gate's."""
 
     @classmethod
-    def ending(
-        cls,
-        layer: LayerRecord,
-        calls: list[Call],
-        projections: tuple[Call, ...],
-        got: torch.Tensor | None,
-        gate: torch.Tensor | None,
-    ) -> tuple[Call, ...] | None:
-        beside = [call for call in calls if call.alone and call.made is not None and call not in projections]
-        for one in (call for call in beside if call.input.same(projections[0].input)):
+    def ending(cls, layer: LayerRecord, calls: list[Call], found: Formula) -> tuple[Call, ...] | None:
+        x, others = found.projections[0].input, {call.module for call in found.projections}
+        for one in (call for call in calls if call.alone and call.made is not None and call.input.same(x)):
+            if one.module in others:
+                continue
             if layer.known is not None and layer.name(one.module) != layer.known.attention.projections[-1]:
                 continue
-            for out in _ends(layer, calls, got, one.output.held):
+            for out in _ends(layer, calls, found.got, one.output.held):
                 return out, one
         return None
 
@@ -65,15 +60,9 @@ class QueryGatedSpec(SoftmaxSpec):
         return found, {"heads": found[0].shape[2]}
 
     @classmethod
-    def ending(
-        cls,
-        layer: LayerRecord,
-        calls: list[Call],
-        projections: tuple[Call, ...],
-        got: torch.Tensor | None,
-        gate: torch.Tensor | None,
-    ) -> tuple[Call, ...] | None:
-        return None if gate is None else next(((out,) for out in _ends(layer, calls, got, gate.flatten(2))), None)
+    def ending(cls, layer: LayerRecord, calls: list[Call], found: Formula) -> tuple[Call, ...] | None:
+        gate = found.gate
+        return None if gate is None else next(((out,) for out in _ends(layer, calls, found.got, gate.flatten(2))), None)
 
     def bind(self, kernels: Kernels, layer: nn.Module, stack: bool) -> "BoundQueryGatedAttention":
         return BoundQueryGatedAttention(kernels, layer, self, stack)
@@ -96,7 +85,7 @@ def _beside(outputs: Sequence[torch.Tensor], *layout: Any) -> Parts:
 
 
 def _ends(layer: LayerRecord, calls: list[Call], got: torch.Tensor | None, gate: torch.Tensor) -> Iterator[Call]:
-    """The calls whose input is what attention gives times sigmoid(gate). got: as of `SoftmaxSpec.ending`."""
+    """The calls whose input is what attention gives times sigmoid(gate). got: as of `Formula`."""
     if got is None and layer.attended is not None:
         got = layer.attended.output.flatten(2)
     for out in (call for call in calls if call.alone):

@@ -1,4 +1,4 @@
-"""What attention gives times sigmoid(gate): where it is written, or in a pass of its own. Rounded as torch rounds it."""
+"""What attention gives times sigmoid(gate): where it is written, or in a pass of its own; rounded as by torch."""
 
 from typing import NamedTuple
 
