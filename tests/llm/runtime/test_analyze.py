@@ -18,7 +18,16 @@ from accel.llm.runtime.softmax_attention import SoftmaxSpec
 from support.everything import EVERYTHING
 from support.llm.families import FAMILIES, layers, make, prompt
 
-CALLED = {"mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "olmoe", "granite-moe", "phi-moe"}  # experts are called
+CALLED = {
+    "mixtral",
+    "qwen2-moe",
+    "qwen3-moe",
+    "gpt-oss",
+    "olmoe",
+    "granite-moe",
+    "phi-moe",
+    "qwen3.5-moe-attention",
+}  # experts are called
 FAST = [family for family in FAMILIES if family.expected == "fast"]
 EACH = 1 if EVERYTHING else 3  # of so many families one
 

@@ -72,7 +72,6 @@ def test_an_attention_that_is_told_something_unknown_is_refused(value):
 
 
 REASONS = {
-    "afmoe": "what its attention gives is changed before it is projected",  # a gate
     "jetmoe": "no projection gives the values it stores, beside queries and keys in an order that is known",
     "qwen3_next": "its cache keeps more than keys and values",
     "minimax": "its forward refuses the examined call: ValueError: MiniMax uses cache",
