@@ -221,14 +221,17 @@ FAMILIES = (
         "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 48}, expected="stock"),
     Family("qwen3-next", "qwen3_next", DELTA | {
         "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
-        "shared_expert_intermediate_size": 48}, expected="either"),
-    Family("qwen3.5", "qwen3_5_text", DELTA | {"head_dim": 16}, expected="either"),
+        "shared_expert_intermediate_size": 48}),
+    Family("qwen3.5", "qwen3_5_text", DELTA | {"head_dim": 16}, core=True),
     Family("olmo-hybrid", "olmo_hybrid", DELTA, core=True),
     Family("bamba", "bamba", {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24,
                               "attn_layer_indices": [1], "mamba_chunk_size": 16}, core=True),
     Family("granite-hybrid", "granitemoehybrid", {
         "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 16,
         "layer_types": ["mamba", "attention"], "num_local_experts": 0, "shared_intermediate_size": 96}),
+    Family("mamba2", "mamba2", MHA | {
+        "num_heads": 8, "head_dim": 16, "expand": 2, "state_size": 24, "n_groups": 2, "chunk_size": 16,
+        "intermediate_size": None, "num_attention_heads": None, "max_position_embeddings": None}),
     Family("mamba", "mamba", MHA | {"state_size": 8, "intermediate_size": None, "num_attention_heads": None,
                                     "max_position_embeddings": None}, expected="stock"),
     Family("rwkv", "rwkv", MHA | {"num_attention_heads": None, "max_position_embeddings": None,
