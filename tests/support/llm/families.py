@@ -189,14 +189,14 @@ FAMILIES = (
                                          "moe_num_shared_experts": 1}, expected="either"),
     Family("afmoe", "afmoe", {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
                               "num_dense_layers": 1, "sliding_window": 5, "global_attn_every_n_layers": 2,
-                              "layer_types": ["sliding_attention", "full_attention"]}),
+                              "layer_types": ["sliding_attention", "full_attention"]}, core=True),
     Family("qwen3-next-attention", "qwen3_next", {
         "layer_types": ["full_attention"] * 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
         "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0]}),
     Family("qwen3.5-attention", "qwen3_5_text", {
         "layer_types": ["full_attention"] * 2, "head_dim": 32, "rope_parameters": ROTARY | {
             "rope_type": "default", "partial_rotary_factor": 0.5, "mrope_section": [4, 2, 2],
-            "mrope_interleaved": True}}, core=True),
+            "mrope_interleaved": True}}),
     Family("qwen3.5-moe-attention", "qwen3_5_moe_text", {
         "layer_types": ["full_attention"] * 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
         "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48, "rope_parameters": ROTARY | {
