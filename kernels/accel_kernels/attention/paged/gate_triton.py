@@ -13,7 +13,7 @@ from accel_kernels.warmup import launch
 MOST_NUMBERS = 4096  # to a program
 
 
-class Gate(NamedTuple):
+class OutputGate(NamedTuple):
     """A gate of each number, (rows, new, heads, D), and the steps from token to token and from head to head."""
 
     data: torch.Tensor
@@ -21,13 +21,13 @@ class Gate(NamedTuple):
     head: int
 
 
-def gate_of(gate: torch.Tensor | None) -> Gate | None:
+def gate_of(gate: torch.Tensor | None) -> OutputGate | None:
     """As kernels take it."""
-    return None if gate is None else Gate(gate, gate.stride(1 if gate.shape[1] > 1 else 0), gate.stride(2))
+    return None if gate is None else OutputGate(gate, gate.stride(1 if gate.shape[1] > 1 else 0), gate.stride(2))
 
 
 @triton.jit
-def gated(y, gate, token, head, d_idx, mask, element: tl.constexpr):
+def times_sigmoid(y, gate, token, head, d_idx, mask, element: tl.constexpr):
     """y in fp32, (M, D): of these heads of these tokens, (M,). Without a gate y itself."""
     if gate is not None:
         place = token[:, None] * gate.token + head[:, None] * gate.head + d_idx[None, :]
@@ -48,7 +48,7 @@ def gate_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     y = tl.load(o_ptr + place, mask=mask, other=0.0).to(tl.float32)
-    y = gated(y, gate, m_idx // heads, m_idx % heads, d_idx, mask, o_ptr.dtype.element_ty)
+    y = times_sigmoid(y, gate, m_idx // heads, m_idx % heads, d_idx, mask, o_ptr.dtype.element_ty)
     tl.store(o_ptr + place, y.to(o_ptr.dtype.element_ty), mask=mask)
 
 
