@@ -29,7 +29,8 @@ NAMES = [family.name for family in FAMILIES]
 FAST = [family.name for family in FAMILIES if family.expected == "fast"]
 # What stock itself cannot do with some of the families that we must have fast; ours may.
 REFUSED = {"early-exit", "static", "static-object", "cropped"}
-NEVER = ("stateful models", "have its forwarding implemented")  # it says, of what it does with none of a family
+# It says, of what it can do with no model of a family; the last of a layer without attention, before transformers 5.24.
+NEVER = ("stateful models", "have its forwarding implemented", "has no attribute 'batch_repeat_interleave'")
 # These must be fast from beginning to end.
 ALL_FAST = ("greedy", "greedy-padded", "greedy-ends", "sample-top", "beam", "assisted", "prompt-lookup", "continued",
             "chunked-prefill", "embeddings", "streamer", "inference-mode")  # fmt: skip
