@@ -76,7 +76,7 @@ class CheckedStep(Step):
             return f"its layers are given {name} as no text gives it"
         if spec.attention is None:
             return None
-        mask, window = kwargs.get(MASK), spec.window
+        mask, window = kwargs.get(MASK), spec.attention.window
         key = id(mask), window
         if key not in self.seen:
             self.seen[key] = mask, self._causal(mask, window)
