@@ -68,7 +68,9 @@ def adopt(cache: Any, shapes: Sequence[LayerShape], expected_tokens: int = 0) ->
 
 def tokens_in(cache: DynamicCache) -> int:
     """Tokens a row in a cache; transformers knows none of a cache whose layers all keep states."""
-    return max((length for length in map(_length, cache.layers) if length is not None), default=0)
+    if any(type(layer) not in (LinearAttentionLayer, StateLayer) for layer in cache.layers):
+        return cache.get_seq_length()
+    return max((layer.store.lengths[layer.index] for layer in cache.layers if type(layer) is StateLayer), default=0)
 
 
 def _length(layer: Any) -> int | None:

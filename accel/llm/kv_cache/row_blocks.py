@@ -156,14 +156,16 @@ class RowBlocks(PagedKVCache):
         """Copies of what a layer keeps of `length` tokens, as transformers has it: the last inputs of the convolution
         (rows, channels, taps) in order of time, and the state. Zeros stand for what is before a row's first token.
         """
-        state, window, firsts = self._states[layer].state, self._states[layer].window, self._states[layer].firsts
+        kept, firsts = self._states[layer], self.tables[self.shapes[layer].device].firsts
+        state, window = kept.state, kept.window
+        assert firsts is not None
         inputs = None
         if window is not None:
             places = torch.arange(length - window.shape[1], length, device=window.device)
             hidden = places < firsts[:, None]
             inputs = window[:, places % window.shape[1]].masked_fill(hidden[..., None], 0).mT.contiguous()
         if state is not None:
-            state = state.masked_fill((firsts >= length).view(-1, *[1] * (state.dim() - 1)), 0)
+            state = state.masked_fill(firsts.ge(length).view(-1, *[1] * (state.dim() - 1)), 0)
         return inputs, state
 
     def write_state(self, layer: int, length: int, inputs: torch.Tensor | None, state: torch.Tensor | None) -> None:
@@ -228,7 +230,7 @@ class RowBlocks(PagedKVCache):
         )
         for layer, views in now.items():
             for view, source in zip(views, before[layer], strict=True):
-                if view is not None:
+                if view is not None and source is not None:
                     view.copy_(source)
         for one in self.tables.values():
             if one.firsts is not None:

@@ -108,7 +108,7 @@ class StateShape(NamedTuple):
 
     def empty(self, layers: int, rows: int) -> "States":
         """Room for states, (layers, rows, ...) float32, and windows, (layers, rows, taps, channels)."""
-        kept = []
+        kept: list[torch.Tensor | None] = []
         for sizes, dtype in ((self.state, STATE), (self.window, self.dtype)):
             if sizes is None:
                 kept.append(None)

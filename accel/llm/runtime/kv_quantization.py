@@ -14,6 +14,7 @@ from accel_kernels.device import FLOAT8, capability
 
 from accel.errors import Refused
 from accel.llm.recording.record import LayerRecord
+from accel.llm.runtime.attention import AttentionSpec
 from accel.llm.runtime.softmax_attention import SoftmaxSpec
 from accel.parallel.ranks import Ranks
 
@@ -58,7 +59,7 @@ def key_decibels(query: torch.Tensor, keys: torch.Tensor, scale: float, kv_dtype
 
 
 def choose_kv_dtypes(
-    kind: str, device: torch.device, layers: Iterable[tuple[LayerRecord, SoftmaxSpec]], ranks: Ranks | None = None
+    kind: str, device: torch.device, layers: Iterable[tuple[LayerRecord, AttentionSpec]], ranks: Ranks | None = None
 ) -> tuple[dict[int, torch.dtype | None], list[str]]:
     """Every layer's 8-bit dtype, by its place in the cache; None, with a reason, for one that stays as it is.
 
@@ -68,6 +69,9 @@ def choose_kv_dtypes(
     kv_dtype, left = kv_dtype_for(kind, device), []
     chosen: dict[int, torch.dtype | None] = {}
     for layer, spec in layers:
+        if not isinstance(spec, SoftmaxSpec):  # it keeps states, which are not rounded
+            chosen[spec.index] = None
+            continue
         query, scale = _queries(layer, spec)
         found = key_decibels(query, layer.cached.keys, scale, kv_dtype)
         if ranks is not None:

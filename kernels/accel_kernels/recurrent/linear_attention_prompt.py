@@ -7,7 +7,7 @@ import torch
 
 from accel_kernels.device import HOPPER, reaches, shared_memory
 from accel_kernels.op import make_op, random_cases
-from accel_kernels.recurrent.causal_convolution import some_sequences
+from accel_kernels.recurrent.causal_convolution import some_rows, some_sequences
 from accel_kernels.recurrent.linear_attention_step import SPACE, gate_arguments, state_reason
 from accel_kernels.recurrent.recurrence import CHUNK, chunk, gates, prepared
 from accel_kernels.sizes import cdiv
@@ -57,7 +57,8 @@ def _shared_bytes(dtype, key_dim, decay) -> int:
 
 @random_cases
 def _case(rand, batch, tokens, heads, repeat, key_dim, value_dim, positions, *, spans=None, longest=None, skip=False,
-          order="qkv", key_eps=1e-6, idle=(), alike=False, **gating):  # fmt: skip
+          order="qkv", key_eps=1e-6, idle=(), alike=False, stored=None, firsts=None, last=None,
+          **gating):  # fmt: skip
     """alike: all keys are nearly the same, as of a text that repeats itself."""
 
     channels = (heads * key_dim, heads * key_dim, heads * repeat * value_dim)
@@ -67,11 +68,14 @@ def _case(rand, batch, tokens, heads, repeat, key_dim, value_dim, positions, *, 
     q, k = (t.unflatten(2, (heads, key_dim)) for t in (q, k))
     v = v.unflatten(2, (heads, repeat, value_dim))
     a, decay, more = gate_arguments(rand, (batch, tokens), heads, repeat, key_dim, **gating)
-    count = len(positions)
-    sequences = some_sequences(rand, count, positions, spans, longest, idle)
+    count = len(positions) if stored is None else batch - 2
     state = rand(count + 2, heads * repeat, key_dim, value_dim, dtype=torch.float32)
     if order == "vkq":
         state = state.transpose(2, 3).contiguous().transpose(2, 3)
+    if stored is None:
+        sequences = some_sequences(rand, count, positions, spans, longest, idle)
+    else:
+        sequences = some_rows(rand, stored, state, None, firsts, last)
     if skip:
         more["skip"] = rand(heads * repeat)
     more |= {"scale": key_dim**-0.5, "key_eps": key_eps}
@@ -88,6 +92,9 @@ CASES = (
     _case("packed", 1, 150, 1, 1, 16, 16, [0, 8, 3], spans=[(2, 70), (70, 70), (75, 148)], small=True),
     _case("padded", 2, 40, 1, 1, 16, 16, [0, 0], spans=[(7, 40), (40, 70)], small=True),
     _case("space", 2, 70, 1, 2, 32, 24, [0, 5], small=True, **SPACE),
+    _case("rows", 2, 70, 1, 2, 16, 16, [], stored=0, last=66, small=True),
+    _case("rows-padded", 3, 80, 1, 1, 16, 16, [], stored=0, firsts=[79, 0, 70], last=77, small=True),
+    _case("rows-go-on", 3, 70, 1, 1, 16, 16, [], stored=5, firsts=[5, 0, 20], small=True, **SPACE),
     _case("qwen3.5-9b-2048", 1, 2048, 16, 2, 128, 128, [0]),
     _case("qwen3.6-35b-8192", 1, 8192, 16, 2, 128, 128, [0]),
     _case("qwen3.6-27b-rows", 4, 500, 16, 3, 128, 128, [0, 9, 0, 64]),
