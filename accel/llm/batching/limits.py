@@ -107,8 +107,9 @@ def limits_of(forward: DecoderForward, config: ContinuousBatchingConfig, hints: 
 
 def sets_of(forward: DecoderForward) -> tuple[LayerSet, ...]:
     """The sets of layers that share blocks. Raises ValueError where a layer keeps no keys and values."""
-    windows = {layer.spec.place: layer.spec.window for layer in forward.layers}
-    shapes, some = forward.shapes(), windows[forward.places[0]]
-    if not all(isinstance(shape, Shape) for shape in shapes):
+    shapes = [shape for shape in forward.shapes() if isinstance(shape, Shape)]
+    if len(shapes) < len(forward.shapes()):
         raise ValueError("requests are not batched where a layer keeps a state of a row")
+    windows = {layer.spec.place: layer.spec.window for layer in forward.layers}
+    some = windows[forward.places[0]]  # for places where nothing is kept
     return layer_sets(shapes, [windows.get(place, some) for place in range(len(shapes))])

@@ -24,16 +24,18 @@ def reference(x, weight, window, sequences, *, bias=None, activation=None, befor
     x = x if before is None else x * before
     flat = x.reshape(-1, channels)
     out = torch.zeros_like(flat)
+    read, written = sequences.pools(window, getattr(sequences, "other_window", None))
     for begin, end, slot, position, first in sequences.each(tokens):
         places = torch.arange(position - taps + 1, position, device=x.device)
-        past = torch.where(places[:, None] < first, 0, window[slot, places % taps])
+        past = torch.where(places[:, None] < first, 0, read[slot, places % taps])
         row = torch.cat((past, flat[begin:end])).to(kind)
         y = sum(row[tap : tap + end - begin] * weight[:, tap].to(kind) for tap in range(taps))
         y = (y if bias is None else y + bias.to(kind)).to(weight.dtype)
         y = y if activation is None else ACTIVATIONS[activation](y.to(kind)).to(weight.dtype)
         out[begin:end] = y if after is None else y.to(out.dtype) * after.flatten(0, 1)[begin:end]
         newest = torch.arange(max(end - begin - taps, 0), end - begin, device=x.device)
-        window[slot, (position + newest) % taps] = flat[begin:end][newest]
+        written[slot] = read[slot]
+        written[slot, (position + newest) % taps] = flat[begin:end][newest]
     return out.view(x.shape)
 
 
@@ -77,7 +79,7 @@ def some_rows(rand, stored, state, window, firsts=None, last=None):
             window[row, at % taps] = float("nan")
     padded = firsts is not None
     firsts = torch.tensor(firsts, device=rand.device) if padded else None
-    metadata = metadata_of(0, [(None, None, None), (None, state, window)], rand.device, firsts)
+    metadata = metadata_of(0, [(None, None, None), (None, *2 * (state, window))], rand.device, firsts)
     metadata[LENGTH] = stored
     last = None if last is None else torch.tensor([last], device=rand.device)
     return RowStates(state, window, metadata, 1, last=last, padded=padded, firsts=firsts).sequences()

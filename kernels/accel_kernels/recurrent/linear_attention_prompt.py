@@ -27,15 +27,16 @@ def reference(
     b = None if b is None else b.flatten(0, 1).flatten(1)
     g, strength = gates(a.flatten(1, 2), decay, b, beta_scale)
     q, k, v = prepared(q, k, v, scale, key_eps)
+    read, written = sequences.pools(state, getattr(sequences, "other_state", None))
     for begin, end, slot, position, first in sequences.each(tokens):
-        kept = state[slot].to(q.dtype) if position > first else torch.zeros_like(state[slot], dtype=q.dtype)
+        kept = read[slot].to(q.dtype) if position > first else torch.zeros_like(read[slot], dtype=q.dtype)
         for start in range(begin, end, CHUNK):
             part = slice(start, min(end, start + CHUNK))
             tokens_of = [t[part].transpose(0, 1) for t in (q, k, v, g, strength)]
             y, kept = chunk(tokens_of, kept, b is not None)
             y = y.transpose(0, 1)
             out[part] = (y if skip is None else y + skip[:, None] * v[part]).to(out.dtype)
-        state[slot] = kept.to(state.dtype)
+        written[slot] = kept.to(state.dtype)
     return out.view(batch, tokens, key_heads * repeat, value_dim)
 
 

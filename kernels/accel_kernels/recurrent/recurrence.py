@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from accel_kernels.attention.paged.kv import LENGTH
+from accel_kernels.attention.paged.kv import HALF, LENGTH
 
 CHUNK = 64  # tokens whose products are taken together in a prompt, as in transformers
 
@@ -37,6 +37,10 @@ class Sequences(NamedTuple):
     @property
     def padded(self) -> bool:
         return False
+
+    def pools(self, pool: torch.Tensor, other: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """That which is read, and that which is written."""
+        return pool, pool
 
     def pointers(self) -> tuple:
         """The first arguments of `sequence_of` in kernels."""
@@ -66,6 +70,14 @@ class RowSequences(NamedTuple):
     last: torch.Tensor | None = None
     padded: bool = False
     firsts: torch.Tensor | None = None
+    other_state: torch.Tensor | None = None
+    other_window: torch.Tensor | None = None
+
+    def pools(self, pool: torch.Tensor, other: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """As of `Sequences`. other: the other half."""
+        pair = (pool, pool if other is None else other)
+        half = int(self.metadata[HALF])
+        return pair[half], pair[1 - half]
 
     @property
     def count(self) -> int:
@@ -100,7 +112,9 @@ class RowStates(NamedTuple):
     Like `KV`: on the GPU found by address through `metadata`, as a graph outlives the store it was captured with.
 
     state: (rows, ...) float32, or None. window: (rows, taps, C), or None: the input of position p lies at p % taps.
-    metadata: as of `KV`, int64; of its addresses of this layer the first two are those of state and window.
+    other_state, other_window: their other half. A call reads one half and writes the other, so that it may be repeated,
+        or taken back, until HALF in metadata says that the other is read. None where it is written in place.
+    metadata: as of `KV`, int64; of its addresses of this layer the first four are those of state and window, twice.
     layer: its place in metadata.
     is_prefill: the host knows that nothing was stored before this call.
     last: int64 (1,), the index of the last new token that counts; None where all do.
@@ -123,13 +137,16 @@ class RowStates(NamedTuple):
     padded: bool = False
     by_address: bool = False
     firsts: torch.Tensor | None = None
+    other_state: torch.Tensor | None = None
+    other_window: torch.Tensor | None = None
 
     def sequences(self) -> RowSequences:
         """What operations take beside state and window."""
         kept = self.window if self.state is None else self.state
         if kept is None:
             raise ValueError("neither a state nor a window")
-        return RowSequences(kept.shape[0], self.metadata, self.layer, self.last, self.padded, self.firsts)
+        others = self.other_state, self.other_window
+        return RowSequences(kept.shape[0], self.metadata, self.layer, self.last, self.padded, self.firsts, *others)
 
     def stored(self) -> int:
         """How many tokens every row holds; waits for the GPU."""
