@@ -116,7 +116,9 @@ class PagedKVCache:
             self.tables[device] = DeviceTables(one, tables, metadata, firsts)
             for layer in here:
                 if layer in states:
-                    self._states[layer] = RowStates(*states[layer], metadata, layer, firsts=firsts)
+                    state, window, *others = states[layer]
+                    both = dict(zip(("other_state", "other_window"), others, strict=True))
+                    self._states[layer] = RowStates(state, window, metadata, layer, firsts=firsts, **both)
                     continue
                 table, keys, values, *scales = kept[layer]
                 named = {"key_scales": scales[0], "value_scales": scales[1]} if scales else {}
@@ -210,7 +212,7 @@ def _allocated(
     kept = {shape: shape.empty(number, blocks) for shape, number in layers.items()}
     padded = -(-table_size // ALIGNED) * ALIGNED
     tables = {device: torch.zeros(sets, padded, dtype=torch.int32, device=device) for device in devices}
-    return kept, tables, {shape: shape.empty(number, rows) for shape, number in states.items()}
+    return kept, tables, {shape: shape.empty(2 * number, rows) for shape, number in states.items()}
 
 
 def _halves(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -237,14 +239,15 @@ def views_by_layer(
     return views
 
 
-def states_by_layer(shapes: Sequence[LayerShape], kept: dict[StateShape, States]) -> dict[int, States]:
-    """State and window of every layer that keeps any, each (rows, ...) and contiguous."""
+def states_by_layer(
+    shapes: Sequence[LayerShape], kept: dict[StateShape, States]
+) -> dict[int, tuple[torch.Tensor | None, ...]]:
+    """State and window of every layer that keeps any, and both of the other half; each (rows, ...) and contiguous."""
     taken: Counter[StateShape] = Counter()
-    views: dict[int, States] = {}
+    views: dict[int, tuple[torch.Tensor | None, ...]] = {}
     for layer, shape in enumerate(shapes):
         if isinstance(shape, StateShape):
-            states, windows = kept[shape]
             at = taken[shape]
-            views[layer] = None if states is None else states[at], None if windows is None else windows[at]
-            taken[shape] += 1
+            views[layer] = tuple(None if one is None else one[half] for half in (at, at + 1) for one in kept[shape])
+            taken[shape] += 2
     return views

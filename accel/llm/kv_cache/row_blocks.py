@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from accel_kernels.attention.paged.kv import KV, LENGTH, PADDING_MASK
+from accel_kernels.attention.paged.kv import HALF, KV, LENGTH, PADDING_MASK
 
 from accel.llm.kv_cache.layer_sets import LayerSet
 from accel.llm.kv_cache.paged_kv_cache import PagedKVCache, states_by_layer, views_by_layer
@@ -21,7 +21,8 @@ class RowBlocks(PagedKVCache):
     """A PagedKVCache of one set, in which every row has `columns` blocks; layers of equal shape share one allocation.
 
     states: of as many rows, to be kept where they are. Raises torch.OutOfMemoryError. shared: columns before this may
-    be another row's blocks. masked: tokens that the padding mask may hide.
+    be another row's blocks. masked: tokens that the padding mask may hide. half: of states, which is read next; the
+    next forward writes the other.
     """
 
     spare = False  # rows own all blocks
@@ -35,7 +36,7 @@ class RowBlocks(PagedKVCache):
     ):
         super().__init__(shapes, _one_set(shapes), rows * columns, rows, columns, states)
         self.rows, self.columns = rows, columns
-        self.shared = self.masked = 0
+        self.shared = self.masked = self.half = 0
         self.padding_masks: dict[torch.device, torch.Tensor] = {}
         self.table = {device: one.tables[0] for device, one in self.tables.items()}
         for device, one in self.tables.items():
@@ -54,7 +55,7 @@ class RowBlocks(PagedKVCache):
 
     def take(self, old: "RowBlocks", length: int, chosen: torch.Tensor | None = None) -> None:
         """Copies `length` tokens of all rows of `old`, or of the chosen ones, each into its own blocks here."""
-        columns = -(-length // BLOCK)
+        columns, self.half = -(-length // BLOCK), old.half
         for shape in self.by_shape:
             old.copy_rows(shape, [kept[:, :, :, :columns] for kept in self.by_row(shape)], chosen)
         for (into, _), (source, dim) in zip(self.of_rows(), old.of_rows(), strict=True):
@@ -156,8 +157,7 @@ class RowBlocks(PagedKVCache):
         """Copies of what a layer keeps of `length` tokens, as transformers has it: the last inputs of the convolution
         (rows, channels, taps) in order of time, and the state. Zeros stand for what is before a row's first token.
         """
-        kept, firsts = self._states[layer], self.tables[self.shapes[layer].device].firsts
-        state, window = kept.state, kept.window
+        (state, window), firsts = self._read(layer), self.tables[self.shapes[layer].device].firsts
         assert firsts is not None
         inputs = None
         if window is not None:
@@ -170,7 +170,7 @@ class RowBlocks(PagedKVCache):
 
     def write_state(self, layer: int, length: int, inputs: torch.Tensor | None, state: torch.Tensor | None) -> None:
         """The reverse of `read_state`; None for zeros."""
-        into, window = self._states[layer].state, self._states[layer].window
+        into, window = self._read(layer)
         if window is not None and inputs is not None:
             places = torch.arange(length - window.shape[1], length, device=window.device)
             window[:, places % window.shape[1]] = inputs.mT
@@ -180,6 +180,11 @@ class RowBlocks(PagedKVCache):
             into.copy_(state)
         elif into is not None:
             into.zero_()
+
+    def _read(self, layer: int) -> States:
+        """State and window of a layer that the next forward reads."""
+        kept = self._states[layer]
+        return (kept.other_state, kept.other_window) if self.half else (kept.state, kept.window)
 
     def unmask(self, length: int) -> None:
         """Makes tokens from here on visible."""
@@ -192,6 +197,8 @@ class RowBlocks(PagedKVCache):
         """Tells the kernels how many tokens are stored: a launch, no wait."""
         for one in self.tables.values():
             one.metadata[LENGTH].fill_(length)
+            if one.firsts is not None:
+                one.metadata[HALF].fill_(self.half)
 
     def packed(self, length: int) -> "RowBlocks":
         """A copy of `length` tokens, in which rows share no blocks; it can be pickled."""
@@ -211,7 +218,7 @@ class RowBlocks(PagedKVCache):
         state = {"shapes": self.shapes, "rows": self.rows, "columns": self.columns, "kept": kept}
         if self.by_states:
             firsts = next(one.firsts for one in self.tables.values() if one.firsts is not None)
-            state |= {"states": self.by_states, "firsts": firsts}
+            state |= {"states": self.by_states, "firsts": firsts, "half": self.half}
         return state | {"padding_mask": None if mask is None else mask[:, : self.masked].clone()}
 
     def __setstate__(self, state: dict) -> None:
@@ -224,6 +231,7 @@ class RowBlocks(PagedKVCache):
         places = {shape: [t.device for t in several if t is not None] for shape, several in (kept | states).items()}
         shapes = tuple(shape._replace(device=(places[shape] or [shape.device])[0]) for shape in state["shapes"])
         RowBlocks.__init__(self, shapes, state["rows"], state["columns"])
+        self.half = state.get("half", 0)
         before, now = (
             views_by_layer(s, _one_set(s), k) | states_by_layer(s, states_)
             for s, k, states_ in ((state["shapes"], kept, states), (shapes, self.by_shape, self.by_states))

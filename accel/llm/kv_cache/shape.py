@@ -91,7 +91,7 @@ class StateShape(NamedTuple):
     @property
     def row_bytes(self) -> int:
         sizes = ((self.state, STATE), (self.window, self.dtype))
-        return sum(prod(kept) * dtype.itemsize for kept, dtype in sizes if kept is not None)
+        return 2 * sum(prod(kept) * dtype.itemsize for kept, dtype in sizes if kept is not None)  # two halves
 
     @property
     def exact(self) -> "StateShape":

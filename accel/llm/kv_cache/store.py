@@ -9,7 +9,7 @@ import torch
 from accel.libraries.cache import LinearAttentionLayer
 from accel.llm.kv_cache.pending_step import LatestForward, PendingStep
 from accel.llm.kv_cache.row_blocks import RowBlocks
-from accel.llm.kv_cache.shape import BLOCK, LayerShape, Shape, States
+from accel.llm.kv_cache.shape import BLOCK, LayerShape, States, StateShape
 
 AHEAD = 16384  # tokens a row that are allocated ahead at most, of those that a request may still come to
 
@@ -58,6 +58,7 @@ class Store:
         self.pending: PendingStep | None = None  # a step that another stream is at
         self.latest: LatestForward | None = None  # the last forward, None once anything else touched the store
         self.known_length = 0  # the length that the kernels are told
+        self.previous: int | None = None  # that before the last forward, which can be taken back
         self.number: tuple = (None, 0, 0)  # a tensor that was read, its version then, and what it holds
 
     @property
@@ -99,9 +100,9 @@ class Store:
         return len(self.lengths) == len(self.kept) and len(set(self.lengths.values())) == 1 and not self.requested
 
     @property
-    def can_crop(self) -> bool:
-        """Whether tokens can be taken away: a state holds all that came, so only all of them."""
-        return all(isinstance(shape, Shape) for shape in self.shapes)
+    def keeps_state(self) -> bool:
+        """Whether a layer keeps a state: of that only the last forward can be taken away, or all tokens."""
+        return any(isinstance(shape, StateShape) for shape in self.shapes)
 
     @property
     def readable(self) -> bool:
@@ -208,11 +209,13 @@ class Store:
 
         None in the place of a tensor stands for zeros. After `reserve`.
         """
-        self.lengths[layer] = self.length if length is None else length
+        self.previous, self.lengths[layer] = None, self.length if length is None else length
         self.blocks.write_state(layer, self.lengths[layer], inputs, state)
 
     def advance(self, new: int) -> None:
         """All layers have written `new` more tokens."""
+        self.previous = self.length
+        self._blocks.half ^= 1
         self.lengths = {layer: length + new for layer, length in self.lengths.items()}
         self._set_length()
 
@@ -221,8 +224,11 @@ class Store:
 
         Raises RuntimeError, with nothing changed, where a state would have to forget some of its tokens.
         """
-        if 0 < length < self.length and not self.can_crop:
-            LinearAttentionLayer().crop(length - self.length)
+        if 0 < length < self.length and self.keeps_state:
+            if length != self.previous:
+                LinearAttentionLayer().crop(length - self.length)
+            self._blocks.half ^= 1
+        self.previous = None
         for layer, held in self.lengths.items():
             self.shorten(layer, held - length)
         self._set_length()
@@ -289,6 +295,7 @@ class Store:
         """Changes the rows of all layers; in place, without waiting for the GPU, if their number stays."""
         if not self.length:
             return
+        self.previous = None
         index = rows.indices(self.rows, self.shapes[0].device)
         if index.shape[0] == self.rows:
             self.blocks.reorder(index, self.length)

@@ -88,8 +88,11 @@ class BoundLinearAttention:
         formula, states = self.spec.formula, step.states(self.spec.index)
         joint = self.projected(kernels, h)
         parts = parts_of(formula, joint)
+        if formula.rule != DELTA:  # the library keeps values before keys
+            other = states.other_state
+            turned = None if other is None else other.transpose(2, 3)
+            states = states._replace(state=states.state.transpose(2, 3), other_state=turned)
         state, sequences = states.state, states.sequences()
-        state = state if formula.rule == DELTA else state.transpose(2, 3)
         if joint.shape[1] > 1:
             ops = kernels.causal_convolution, kernels.linear_attention_prompt
             y = prompt(*ops, formula, self.tensors, parts, state, states.window, sequences)

@@ -5,7 +5,7 @@ Before linear attention (Mamba: Gu and Dao 2023), or between two gates as a laye
 
 import torch
 
-from accel_kernels.attention.paged.kv import LENGTH, metadata_of
+from accel_kernels.attention.paged.kv import HALF, LENGTH, metadata_of
 from accel_kernels.norm.norm import ACTIVATIONS
 from accel_kernels.op import dtype_reason, make_op, random_cases
 from accel_kernels.recurrent.recurrence import RowStates, Sequences, wide
@@ -24,7 +24,7 @@ def reference(x, weight, window, sequences, *, bias=None, activation=None, befor
     x = x if before is None else x * before
     flat = x.reshape(-1, channels)
     out = torch.zeros_like(flat)
-    read, written = sequences.pools(window, getattr(sequences, "other_window", None))
+    read, written = sequences.pools(window, sequences.other_window)
     for begin, end, slot, position, first in sequences.each(tokens):
         places = torch.arange(position - taps + 1, position, device=x.device)
         past = torch.where(places[:, None] < first, 0, read[slot, places % taps])
@@ -68,7 +68,8 @@ def some_sequences(rand, rows, positions, spans=None, longest=None, idle=()):
 def some_rows(rand, stored, state, window, firsts=None, last=None):
     """The rows of these pools as sequences after `stored` tokens, the second layer in metadata.
 
-    firsts: a list, tokens of padding before each row's first one. What is older than that one becomes NaN.
+    firsts: a list, tokens of padding before each row's first one. What is older than that one becomes NaN. What is
+    stored lies in the second half after an odd number of tokens; the other half is NaN.
     """
     rows = (window if state is None else state).shape[0]
     for row, first in enumerate(firsts or [0] * rows):
@@ -77,12 +78,16 @@ def some_rows(rand, stored, state, window, firsts=None, last=None):
         taps = 0 if window is None else window.shape[1]
         for at in range(stored - taps, min(first, stored)):
             window[row, at % taps] = float("nan")
+    others = [None if one is None else one.clone() for one in (state, window)]
+    for unread in (state, window) if stored % 2 else others:
+        if unread is not None:
+            unread.fill_(float("nan"))
     padded = firsts is not None
     firsts = torch.tensor(firsts, device=rand.device) if padded else None
-    metadata = metadata_of(0, [(None, None, None), (None, *2 * (state, window))], rand.device, firsts)
-    metadata[LENGTH] = stored
+    metadata = metadata_of(0, [(None, None, None), (None, state, window, *others)], rand.device, firsts)
+    metadata[LENGTH], metadata[HALF] = stored, stored % 2
     last = None if last is None else torch.tensor([last], device=rand.device)
-    return RowStates(state, window, metadata, 1, last=last, padded=padded, firsts=firsts).sequences()
+    return RowStates(state, window, metadata, 1, False, last, padded, True, firsts, *others).sequences()
 
 
 @random_cases

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.attention.paged.kv import FIRSTS, LAYERS, STATE, WINDOW
+from accel_kernels.attention.paged.kv import FIRSTS, HALF, LAYERS, STATE, WINDOW
 from accel_kernels.attention.paged.store_triton import AT_LENGTH, OF_EACH, stored_at
 from accel_kernels.device import programmatic
 from accel_kernels.recurrent.gates_triton import after_taps
@@ -13,7 +13,7 @@ from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch
 
 # Places in `metadata`, as kernels may read them.
-AT_FIRSTS, AT_STATE, AT_WINDOW = (tl.constexpr(i) for i in (FIRSTS, LAYERS + STATE, LAYERS + WINDOW))
+AT_FIRSTS, AT_HALF, AT_STATE, AT_WINDOW = (tl.constexpr(i) for i in (FIRSTS, HALF, LAYERS + STATE, LAYERS + WINDOW))
 
 
 @triton.jit
@@ -59,11 +59,18 @@ def sequence_of(
 
 
 @triton.jit
-def pool_at(metadata_ptr, layer, pool_ptr, PLACE: tl.constexpr):
-    """The pool of states or windows of a layer, where metadata says that it is. PLACE: AT_STATE or AT_WINDOW."""
+def pools_at(metadata_ptr, layer, pool_ptr, PLACE: tl.constexpr):
+    """The states or windows of a layer that are read, and those that are written, where metadata says that they are.
+
+    PLACE: AT_STATE or AT_WINDOW, of the first half; those of the second are two further.
+    """
+    read_ptr, written_ptr = pool_ptr, pool_ptr
     if metadata_ptr is not None:
-        pool_ptr = stored_at(metadata_ptr, PLACE + OF_EACH * layer, pool_ptr.dtype.element_ty)
-    return pool_ptr
+        half = 2 * tl.load(metadata_ptr + AT_HALF)
+        place = PLACE + OF_EACH * layer
+        read_ptr = stored_at(metadata_ptr, place + half, pool_ptr.dtype.element_ty)
+        written_ptr = stored_at(metadata_ptr, place + 2 - half, pool_ptr.dtype.element_ty)
+    return read_ptr, written_ptr
 
 
 @triton.jit
@@ -111,12 +118,13 @@ def causal_convolution_kernel(
     begin, room, length, slot, position, first = sequence_of(
         spans_ptr, slots_ptr, positions_ptr, metadata_ptr, last_ptr, tokens, sequence, PADDED
     )
-    window_ptr = pool_at(metadata_ptr, layer, window_ptr, AT_WINDOW)
+    window_ptr, written_ptr = pools_at(metadata_ptr, layer, window_ptr, AT_WINDOW)
     t_idx = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
     c_idx = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]
     inside = c_idx < channels
     mask = (t_idx < length) & inside
     window_ptr += slot * TAPS * channels
+    written_ptr += slot * TAPS * channels
     total = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
     if BLOCK_T == 1:
         there = tl.where(length > 0, channels, 0)
@@ -147,7 +155,13 @@ def causal_convolution_kernel(
         last = length - 1 - tl.arange(0, BLOCK_TAPS)[:, None]
         kept = inside & (last >= 0) & (last >= length - TAPS)
         newest = _inputs(x_ptr, before_ptr, begin + last, x_row, before_row, c_idx, kept)
-        tl.store(window_ptr + (position + last) % TAPS * channels + c_idx, newest, mask=kept)
+        tl.store(written_ptr + (position + last) % TAPS * channels + c_idx, newest, mask=kept)
+        if metadata_ptr is not None:  # what is older goes to the other half too
+            at = position + last
+            oldest = tl.where(length > 0, length - TAPS, length)  # of a row without tokens none
+            kept = inside & (last < 0) & (last >= oldest) & (at >= first)
+            older = tl.load(window_ptr + at % TAPS * channels + c_idx, mask=kept, other=0.0)
+            tl.store(written_ptr + at % TAPS * channels + c_idx, older, mask=kept)
 
 
 def rows_of(t: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:

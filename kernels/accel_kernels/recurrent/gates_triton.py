@@ -54,11 +54,11 @@ def after_taps(total, kind: tl.constexpr, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def past_taps(
-    x_ptr, idx, mask, window_ptr, weight_ptr, weight_strides, bias_ptr, first_channel, position, first, channels,
-    TAPS: tl.constexpr, BLOCK_TAPS: tl.constexpr,
+    x_ptr, idx, mask, window_ptr, written_ptr, weight_ptr, weight_strides, bias_ptr, first_channel, position, first,
+    channels, TAPS: tl.constexpr, BLOCK_TAPS: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """What a convolution of one token reads but for the token: inputs before it and weights (BLOCK_TAPS, channels),
-    bias, and where the token itself is to be kept.
+    bias; and where all of them are to be kept, and which are: with HALVES those before it too.
 
     x_ptr: of channels `first_channel` and up. Without a window the token stands alone. Taps are rows of one tile: as
     vectors that are loaded one by one they would be loaded by all threads. The token's place in the window is that of
@@ -67,7 +67,7 @@ def past_taps(
     tap = tl.arange(0, BLOCK_TAPS)[:, None]
     row, rows = idx[None, :] + 0 * tap, mask[None, :] & (tap < TAPS)
     inputs = tl.zeros(row.shape, tl.float32)
-    weights, bias, places = inputs, tl.zeros(idx.shape, tl.float32), x_ptr + idx
+    weights, bias, places, kept = inputs, tl.zeros(idx.shape, tl.float32), x_ptr + row, rows
     if window_ptr is not None:
         window_ptr += first_channel
         at = position + tap - (TAPS - 1)
@@ -75,15 +75,21 @@ def past_taps(
         inputs = tl.load(window_ptr + at % TAPS * channels + row, mask=stored, other=0.0).to(tl.float32)
         weight_ptr += (first_channel + row) * weight_strides[0] + tap * weight_strides[1]
         weights = tl.load(weight_ptr, mask=rows, other=0.0).to(tl.float32)
-        places = window_ptr + position % TAPS * channels + idx
+        kept = rows & (tap == TAPS - 1)
+        if HALVES:
+            kept = kept | stored
+        places = written_ptr + first_channel + at % TAPS * channels + row
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + first_channel + idx, mask=mask, other=0.0).to(tl.float32)
-    return inputs, weights, bias, places
+    return inputs, weights, bias, places, kept
 
 
 @triton.jit
 def convolved(inputs, weights, bias, new, weight_ptr, kind: tl.constexpr, ACTIVATION: tl.constexpr, TAPS: tl.constexpr):
-    """The convolution of a token, `new`, behind what `past_taps` has read, in fp32 and rounded as transformers does."""
+    """The convolution of a token, `new`, behind what `past_taps` has read, in fp32 and rounded as transformers does.
+
+    Second: all inputs, that of the token too.
+    """
     if weight_ptr is None:
         y = new.to(tl.float32)
     else:
@@ -91,4 +97,4 @@ def convolved(inputs, weights, bias, new, weight_ptr, kind: tl.constexpr, ACTIVA
         inputs = tl.where(newest, new.to(tl.float32)[None, :], inputs)
         y = tl.sum(inputs * weights, axis=0) + bias
         y = after_taps(y, weight_ptr.dtype.element_ty, ACTIVATION).to(kind).to(tl.float32)
-    return y
+    return y, inputs

@@ -27,7 +27,7 @@ def reference(
     b = None if b is None else b.flatten(0, 1).flatten(1)
     g, strength = gates(a.flatten(1, 2), decay, b, beta_scale)
     q, k, v = prepared(q, k, v, scale, key_eps)
-    read, written = sequences.pools(state, getattr(sequences, "other_state", None))
+    read, written = sequences.pools(state, sequences.other_state)
     for begin, end, slot, position, first in sequences.each(tokens):
         kept = read[slot].to(q.dtype) if position > first else torch.zeros_like(read[slot], dtype=q.dtype)
         for start in range(begin, end, CHUNK):

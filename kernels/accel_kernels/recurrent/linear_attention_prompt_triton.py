@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from accel_kernels.device import interpreted, shared_memory, upcast
-from accel_kernels.recurrent.causal_convolution_triton import AT_STATE, empty_output, pool_at, sequence_of
+from accel_kernels.recurrent.causal_convolution_triton import AT_STATE, empty_output, pools_at, sequence_of
 from accel_kernels.recurrent.gates_triton import beta_gate, decay_gate
 from accel_kernels.recurrent.recurrence import CHUNK
 from accel_kernels.sizes import cdiv, power_of_two
@@ -236,17 +236,17 @@ def chunk_states_kernel(
     begin, room, length, slot, position, start = sequence_of(
         spans_ptr, slots_ptr, positions_ptr, metadata_ptr, last_ptr, tokens, tl.program_id(2), PADDED
     )
-    state_ptr = pool_at(metadata_ptr, layer, state_ptr, AT_STATE)
+    state_ptr, written_ptr = pools_at(metadata_ptr, layer, state_ptr, AT_STATE)
     unit = (begin // SIZE + tl.program_id(2)) * heads + head
     PLACES: tl.constexpr = SIZE * SIZE * (2 if PAIR else 1)
     t_idx, k_idx = tl.arange(0, SIZE), tl.arange(0, BLOCK_K)[None, :]
     k_mask = k_idx < KEY_DIM
     v_idx = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     v_mask = v_idx < VALUE_DIM
-    places = state_ptr + slot * state_strides[0] + head * state_strides[1]
+    places = slot * state_strides[0] + head * state_strides[1]
     places += k_idx * state_strides[2] + v_idx[:, None] * state_strides[3]
     stored = (k_idx < tl.where((length > 0) & (position > start), KEY_DIM, 0)) & v_mask[:, None]
-    state = tl.load(places, mask=stored, other=0.0)
+    state = tl.load(state_ptr + places, mask=stored, other=0.0)
     q_ptr += begin * q_strides[0] + key_head * q_strides[1]
     k_ptr += begin * k_strides[0] + key_head * k_strides[1]
     v_ptr += begin * v_strides[0] + key_head * v_strides[1] + repeated * v_strides[2]
@@ -301,7 +301,7 @@ def chunk_states_kernel(
         v_ptr += SIZE * v_strides[0].to(tl.int64)
         o_ptr += SIZE * heads * VALUE_DIM
     kept = (k_idx < tl.where(length > 0, KEY_DIM, 0)) & v_mask[:, None]
-    tl.store(places, state, mask=kept)
+    tl.store(written_ptr + places, state, mask=kept)
 
 
 def linear_attention_prompt(

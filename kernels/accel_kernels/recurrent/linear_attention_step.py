@@ -63,9 +63,10 @@ def reference(
         g, strength = gates(a.flatten(1, 2)[rows], decay, None if b is None else b.flatten(1, 2)[rows], beta_scale)
         parts = (*prepared(q[rows], k[rows], v[rows], scale, key_eps), g, strength)
         tokens_of = [t.flatten(0, 1).unsqueeze(1) for t in parts]  # rows and heads as one, of one token
-        before = torch.where(begun.view(-1, 1, 1, 1) > 0, state[slots], 0).to(parts[0].dtype)
+        read, written = sequences.pools(state, sequences.other_state)
+        before = torch.where(begun.view(-1, 1, 1, 1) > 0, read[slots], 0).to(parts[0].dtype)
         y, after = chunk(tokens_of, before.flatten(0, 1), b is not None)
-        state[slots] = after.view(before.shape).to(state.dtype)
+        written[slots] = after.view(before.shape).to(state.dtype)
         y = y.view(before.shape[0], *out.shape[1:])
         out[rows] = (y if skip is None else y + skip[:, None] * parts[2]).to(v.dtype)
         if norm is not None:

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from accel_kernels.device import multiprocessors, programmatic
-from accel_kernels.recurrent.causal_convolution_triton import AT_STATE, AT_WINDOW, pool_at, sequence_of
+from accel_kernels.recurrent.causal_convolution_triton import AT_STATE, AT_WINDOW, pools_at, sequence_of
 from accel_kernels.recurrent.gates_triton import beta_gate, convolved, decay_gate, past_taps
 from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch
@@ -65,29 +65,34 @@ def linear_attention_step_kernel(
             tl.extra.cuda.gdc_wait()
         tl.store(o_ptr + v_idx, tl.zeros((BLOCK_V,), tl.float32).to(kind), mask=v_mask)
         return
-    places = pool_at(metadata_ptr, layer, state_ptr, AT_STATE) + slot * slot_stride + head * head_stride
+    state_ptr, written_ptr = pools_at(metadata_ptr, layer, state_ptr, AT_STATE)
+    places = slot * slot_stride + head * head_stride
+    HALVES: tl.constexpr = metadata_ptr is not None
+    kept_ptr = window_ptr
     if window_ptr is not None:
-        window_ptr = pool_at(metadata_ptr, layer, window_ptr, AT_WINDOW) + slot * TAPS * channels
+        window_ptr, kept_ptr = pools_at(metadata_ptr, layer, window_ptr, AT_WINDOW)
+        window_ptr += slot * TAPS * channels
+        kept_ptr += slot * TAPS * channels
     q_ptr += row * q_strides[0] + key_head * q_strides[1]
     k_ptr += row * k_strides[0] + key_head * k_strides[1]
     v_ptr = _row(v_ptr, v_strides, row, key_head, repeated)
-    q_taps, q_weights, q_bias, q_places = past_taps(
-        q_ptr, k_idx, k_mask, window_ptr, weight_ptr, weight_strides, bias_ptr, q_first + key_head * KEY_DIM, position,
-        first, channels, TAPS, BLOCK_TAPS,
+    q_taps, q_weights, q_bias, q_places, q_kept = past_taps(
+        q_ptr, k_idx, k_mask, window_ptr, kept_ptr, weight_ptr, weight_strides, bias_ptr,
+        q_first + key_head * KEY_DIM, position, first, channels, TAPS, BLOCK_TAPS, HALVES,
     )  # fmt: skip
-    k_taps, k_weights, k_bias, k_places = past_taps(
-        k_ptr, k_idx, k_mask, window_ptr, weight_ptr, weight_strides, bias_ptr, k_first + key_head * KEY_DIM, position,
-        first, channels, TAPS, BLOCK_TAPS,
+    k_taps, k_weights, k_bias, k_places, k_kept = past_taps(
+        k_ptr, k_idx, k_mask, window_ptr, kept_ptr, weight_ptr, weight_strides, bias_ptr,
+        k_first + key_head * KEY_DIM, position, first, channels, TAPS, BLOCK_TAPS, HALVES,
     )  # fmt: skip
-    v_taps, v_weights, v_bias, v_places = past_taps(
-        v_ptr, v_idx, v_mask, window_ptr, weight_ptr, weight_strides, bias_ptr, v_first + head * VALUE_DIM, position,
-        first, channels, TAPS, BLOCK_TAPS,
+    v_taps, v_weights, v_bias, v_places, v_kept = past_taps(
+        v_ptr, v_idx, v_mask, window_ptr, kept_ptr, weight_ptr, weight_strides, bias_ptr,
+        v_first + head * VALUE_DIM, position, first, channels, TAPS, BLOCK_TAPS, HALVES,
     )  # fmt: skip
     places += k_idx[:, None] * KEY_STRIDE + v_idx[None, :] * VALUE_STRIDE
     whole = k_mask[:, None] & v_mask[None, :]
     stored = whole & (k_idx < tl.where(position > first, KEY_DIM, 0))[:, None]
     if metadata_ptr is not None:
-        state = tl.load(places, mask=stored, other=0.0)
+        state = tl.load(state_ptr + places, mask=stored, other=0.0)
         if PDL:
             tl.extra.cuda.gdc_wait()
     q_new = tl.load(q_ptr + k_idx, mask=k_mask, other=0.0)
@@ -104,17 +109,17 @@ def linear_attention_step_kernel(
         gate_ptr = _row(gate_ptr, gate_strides, row, key_head, repeated)
         gate = tl.load(gate_ptr + v_idx, mask=v_mask, other=0.0).to(tl.float32)
     if metadata_ptr is None:  # the last of all large loads, whose layout Triton therefore gives to what follows
-        state = tl.load(places, mask=stored, other=0.0)
+        state = tl.load(state_ptr + places, mask=stored, other=0.0)
 
     inputs: tl.constexpr = q_ptr.dtype.element_ty
-    q = convolved(q_taps, q_weights, q_bias, q_new, weight_ptr, inputs, ACTIVATION, TAPS)
-    k = convolved(k_taps, k_weights, k_bias, k_new, weight_ptr, inputs, ACTIVATION, TAPS)
-    v = convolved(v_taps, v_weights, v_bias, v_new, weight_ptr, inputs, ACTIVATION, TAPS)
+    q, q_taps = convolved(q_taps, q_weights, q_bias, q_new, weight_ptr, inputs, ACTIVATION, TAPS)
+    k, k_taps = convolved(k_taps, k_weights, k_bias, k_new, weight_ptr, inputs, ACTIVATION, TAPS)
+    v, v_taps = convolved(v_taps, v_weights, v_bias, v_new, weight_ptr, inputs, ACTIVATION, TAPS)
     if window_ptr is not None:
-        shared = k_idx < tl.where(repeated + tl.program_id(1) == 0, KEY_DIM, 0)
-        tl.store(q_places, q_new, mask=shared)
-        tl.store(k_places, k_new, mask=shared)
-        tl.store(v_places, v_new, mask=v_mask)
+        shared = (k_idx < tl.where(repeated + tl.program_id(1) == 0, KEY_DIM, 0))[None, :]
+        tl.store(q_places, q_taps.to(inputs), mask=q_kept & shared)
+        tl.store(k_places, k_taps.to(inputs), mask=k_kept & shared)
+        tl.store(v_places, v_taps.to(inputs), mask=v_kept)
     if key_eps is not None:
         q *= tl.rsqrt(tl.sum(q * q, axis=0) + key_eps)
         k *= tl.rsqrt(tl.sum(k * k, axis=0) + key_eps)
@@ -130,7 +135,7 @@ def linear_attention_step_kernel(
     else:
         new = v * strength
     state += k[:, None] * new[None, :]
-    tl.store(places, state, mask=whole)
+    tl.store(written_ptr + places, state, mask=whole)
     o = tl.sum(state * q[:, None], axis=0)
     if skip_ptr is not None:
         o += skip * v

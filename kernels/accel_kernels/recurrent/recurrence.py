@@ -38,7 +38,15 @@ class Sequences(NamedTuple):
     def padded(self) -> bool:
         return False
 
-    def pools(self, pool: torch.Tensor, other: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    @property
+    def other_state(self) -> None:
+        return None
+
+    @property
+    def other_window(self) -> None:
+        return None
+
+    def pools(self, pool: torch.Tensor, other: None) -> tuple[torch.Tensor, torch.Tensor]:
         """That which is read, and that which is written."""
         return pool, pool
 
@@ -73,7 +81,7 @@ class RowSequences(NamedTuple):
     other_state: torch.Tensor | None = None
     other_window: torch.Tensor | None = None
 
-    def pools(self, pool: torch.Tensor, other: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def pools(self, pool: torch.Tensor, other: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """As of `Sequences`. other: the other half."""
         pair = (pool, pool if other is None else other)
         half = int(self.metadata[HALF])

@@ -21,8 +21,9 @@ def reference(x, dt, a_log, k, q, state, sequences, *, bias=None, skip=None, gat
     x_of, k_of, q_of = (t.to(kind).flatten(0, 1) for t in (x, k, q))
     dt, gate_of = dt.flatten(0, 1), None if gate is None else gate.to(kind).flatten(0, 1)
     out = torch.zeros_like(x_of)
+    read, written = sequences.pools(state, sequences.other_state)
     for begin, end, slot, position, first in sequences.each(tokens):
-        kept = state[slot].to(kind) if position > first else torch.zeros_like(state[slot], dtype=kind)
+        kept = read[slot].to(kind) if position > first else torch.zeros_like(read[slot], dtype=kind)
         for token in range(begin, end):
             step = dt[token, :, None]
             kept = kept * (rate * step).exp() + (step * x_of[token, :, None]) * k_of[token]
@@ -31,7 +32,7 @@ def reference(x, dt, a_log, k, q, state, sequences, *, bias=None, skip=None, gat
                 out[token] += skip.to(kind) * x_of[token]
             if gate_of is not None:
                 out[token] *= F.silu(gate_of[token])
-        state[slot] = kept.to(state.dtype)
+        written[slot] = kept.to(state.dtype)
     return out.view(x.shape).to(x.dtype)
 
 

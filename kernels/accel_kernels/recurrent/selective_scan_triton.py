@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from accel_kernels.device import programmatic
-from accel_kernels.recurrent.causal_convolution_triton import AT_STATE, empty_output, pool_at, rows_of, sequence_of
+from accel_kernels.recurrent.causal_convolution_triton import AT_STATE, empty_output, pools_at, rows_of, sequence_of
 from accel_kernels.recurrent.gates_triton import softplus
 from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch
@@ -39,10 +39,10 @@ def selective_scan_kernel(
     begin, room, length, slot, position, first = sequence_of(
         spans_ptr, slots_ptr, positions_ptr, metadata_ptr, last_ptr, tokens, tl.program_id(1), PADDED
     )
-    state_ptr = pool_at(metadata_ptr, layer, state_ptr, AT_STATE)
-    places = state_ptr + slot * slot_stride + c_idx[:, None] * CHANNEL_STRIDE + n_idx[None, :] * STATE_STRIDE
+    state_ptr, written_ptr = pools_at(metadata_ptr, layer, state_ptr, AT_STATE)
+    places = slot * slot_stride + c_idx[:, None] * CHANNEL_STRIDE + n_idx[None, :] * STATE_STRIDE
     stored = (c_idx < tl.where((length > 0) & (position > first), channels, 0))[:, None] & n_mask[None, :]
-    state = tl.load(places, mask=stored, other=0.0)
+    state = tl.load(state_ptr + places, mask=stored, other=0.0)
     if PDL and metadata_ptr is not None:
         tl.extra.cuda.gdc_wait()
     x_ptr += begin * x_row + c_idx
@@ -80,7 +80,7 @@ def selective_scan_kernel(
         tl.store(y_ptr, tl.zeros((BLOCK_C,), tl.float32).to(y_ptr.dtype.element_ty), mask=c_mask)
         y_ptr += channels
     kept = (c_idx < tl.where(length > 0, channels, 0))[:, None] & n_mask[None, :]
-    tl.store(places, state, mask=kept)
+    tl.store(written_ptr + places, state, mask=kept)
 
 
 def selective_scan(x, dt, a_log, k, q, state, sequences, *, bias=None, skip=None, gate=None):

@@ -93,11 +93,11 @@ class Handover:
 def begin(model: nn.Module, runner: GraphRunner, store: Store, ids: torch.Tensor) -> PendingStep | None:
     """Launches the step for the last of ids, (rows, tokens), if there is a graph for it; `store.pending` holds it."""
     latest, rows = store.latest, store.rows
-    if latest is None or not store.can_crop:  # a state cannot forget a step that is not wanted
+    if latest is None:
         return None
     if not (store.consistent and 0 < store.length < store.capacity):
         return None
-    if not (ids.is_cuda and ids.shape[0] == rows and predictable(model) and store.can_crop):
+    if not (ids.is_cuda and ids.shape[0] == rows and predictable(model)):
         return None
     if vars(model)["_forward_pre_hooks"] or torch.cuda.is_current_stream_capturing():
         return None

@@ -160,8 +160,7 @@ class TokenLoop:
         if self.pad is not None:
             self.pad = self.pad.to(ids.device)
         self.max_length = criteria.max_length
-        # A state cannot forget a step that is not wanted.
-        self.late = store.can_crop and all(type(one) in (*BY_TOKENS, *AT_ONCE) for one in criteria)
+        self.late = all(type(one) in (*BY_TOKENS, *AT_ONCE) for one in criteria)
         if forward.ranks is not None and self._state()[1] is None:
             self.late = False  # a streamer, which only one of them may have, would end it; all take equally many steps
         self.by_tokens = [one for one in criteria if type(one) in BY_TOKENS]

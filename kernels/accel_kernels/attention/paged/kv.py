@@ -13,7 +13,7 @@ from accel_kernels.attention.paged.kv_quantization import restored, rounded
 from accel_kernels.attention.paged.ragged import Ragged
 
 # Places in `metadata`; what layer i has begins at LAYERS + EACH i: its keys, its values, the scales of both, its table.
-# A layer of linear attention has its state and window there, twice: see `accel_kernels.recurrent.recurrence.RowStates`.
+# A layer of linear attention has its state and window there, twice: see `RowStates`.
 LENGTH, PADDING_MASK, COLUMNS, FIRSTS, HALF, LAYERS = range(6)
 KEYS, VALUES, KEY_SCALES, VALUE_SCALES, TABLE, EACH = range(6)
 STATE, WINDOW = KEYS, VALUES
@@ -49,8 +49,8 @@ class KV(NamedTuple):
     table: (rows, columns) int32; token t of row r lies in block table[r, t // block] at place t % block.
     padding_mask: (rows, columns * block) bool, which tokens may be attended to, or None for all.
     metadata: int64 [tokens stored in every row, address of the padding mask or 0, columns, address of `firsts` or 0,
-        which half of states is read], then EACH addresses of every layer: keys, values, the scales of both or 0, and the table. Only this says how
-        many tokens are stored, but for `ragged`.
+        which half of states is read], then EACH addresses of every layer: keys, values, the scales of both or 0, and
+        the table. Only this says how many tokens are stored, but for `ragged`.
     layer: which layer.
     is_prefill: the host knows that nothing was stored before this call, and that row r's blocks lie in order.
     split_counters: int32 zeros, (rows * kv heads * 64,) or more, that the kernels of one step may count by and leave as
