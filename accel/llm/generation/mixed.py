@@ -13,6 +13,7 @@ from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.libraries.cache import DynamicCache
 from accel.llm.generation.calling_convention import CallingConvention, Unfit
 from accel.llm.generation.decoder import DecoderForward
+from accel.llm.kv_cache.cache import tokens_in
 from accel.llm.kv_cache.store import Store
 
 
@@ -28,7 +29,7 @@ class MixedForward(DecoderForward):
             raise Unfit(f"a cache of another kind: {type(cache).__name__}")
         mine = DynamicCache()
         mine.layers = [cache.layers[place] for place in self.places]
-        if cache.get_seq_length() != mine.get_seq_length():
+        if tokens_in(cache) != tokens_in(mine):
             raise Unfit("cache layers of different lengths")
         store = super().adopt(mine, expected_tokens)
         for place, layer in zip(self.places, mine.layers, strict=True):
