@@ -135,7 +135,7 @@ class RowBlocks(PagedKVCache):
     def set_firsts(self, length: int) -> None:
         """Notes where each row begins, by the padding mask, before the call that follows `length` stored tokens.
 
-        A row that has begun keeps its beginning. Where nothing is stored and tokens are hidden, all states become
+        A row that has begun keeps its beginning. Where tokens are hidden, states of rows that have not begun become
         zero: what a row has in front of its first token can then be read, as in transformers.
         """
         for device, one in self.tables.items():
@@ -147,11 +147,16 @@ class RowBlocks(PagedKVCache):
                 continue
             hidden = mask[:, : self.masked].cumsum(1).eq(0).sum(1).clamp(min=length)
             one.firsts.copy_(torch.where(one.firsts < length, one.firsts, hidden))
-        if not length and self.padding_masks:
-            for several in self.by_states.values():
-                for tensor in several:
-                    if tensor is not None:
-                        tensor.zero_()
+            for tensor in (t for shape, several in self.by_states.items() if shape.device == device for t in several):
+                if tensor is not None:
+                    tensor.masked_fill_(one.firsts.ge(length).view(-1, *[1] * (tensor.dim() - 2)), 0)
+
+    def take_back(self, length: int) -> None:
+        """Reads the states of `length` tokens again, which the last forward read."""
+        self.half ^= 1
+        for one in self.tables.values():
+            if one.firsts is not None and self.padding_masks:
+                one.firsts.clamp_(max=length)  # a row whose first token is behind them has not begun
 
     def read_state(self, layer: int, length: int) -> States:
         """Copies of what a layer keeps of `length` tokens, as transformers has it: the last inputs of the convolution

@@ -164,6 +164,7 @@ class Store:
             if self.length:
                 raise ValueError(f"a cache of {self.rows} rows, used with {rows}")
             self.clear()
+        self.previous = None  # what it left is written over
         if tokens > self.capacity or self._blocks is None:
             self._grow(rows, max(tokens, 1))
         self.blocks.unshare(min(self.lengths.values()) // BLOCK, self.length)
@@ -227,7 +228,7 @@ class Store:
         if 0 < length < self.length and self.keeps_state:
             if length != self.previous:
                 LinearAttentionLayer().crop(length - self.length)
-            self._blocks.half ^= 1
+            self.blocks.take_back(length)
         self.previous = None
         for layer, held in self.lengths.items():
             self.shorten(layer, held - length)
