@@ -191,18 +191,21 @@ def test_rows_begin_at_their_first_token_and_keep_that():
     store = Store((BOTH, KEYS))
     calls = [
         ([[1, 1], [0, 1], [0, 0]], [0, 1, 2]),
-        ([[1, 1, 1, 1], [0, 1, 1, 1], [0, 0, 0, 1]], [0, 1, 3]),  # the last row's text comes in a second call
-        ([[1, 1, 1, 1, 1], [0, 1, 1, 1, 1], [0, 0, 0, 0, 1]], [0, 1, 3]),  # a mask that hides what was read
-        (None, [0, 1, 3]),
-        ([[1] * 9, [0] + [1] * 8, [0] * 5 + [1] * 4], [0, 1, 3]),
+        ([[1] * 4, [0] + [1] * 3, [0] * 4], [0, 1, 4]),
+        ([[1] * 6, [0] + [1] * 5, [0] * 5 + [1]], [0, 1, 5]),  # the last row's text comes in a third call
+        ([[1] * 7, [0] + [1] * 6, [0] * 6 + [1]], [0, 1, 5]),  # a mask that hides what was read
+        (None, [0, 1, 5]),
+        ([[1] * 11, [0] + [1] * 10, [0] * 7 + [1] * 4], [0, 1, 5]),
     ]
     for mask, firsts in calls:
         tokens, before = 1 if mask is None else len(mask[0]) - store.length, store.length
-        if before:  # in which all rows would begin
+        if before:  # one that is taken back, in which all rows would begin
+            began = store.kvs([0], 3)[0].firsts.tolist()
             store.reserve(3, before + 3)
-            store.set_padding_mask(torch.ones(3, before + 3))
+            store.set_padding_mask(torch.arange(before + 3).expand(3, -1) > torch.tensor([[0], [0], [before]]))
             write(store, 3)
             store.crop(before)
+            assert store.kvs([0], 3)[0].firsts.tolist() == began
         store.reserve(3, store.length + tokens)
         if not store.length:
             poisoned(store)
@@ -211,9 +214,9 @@ def test_rows_begin_at_their_first_token_and_keep_that():
         write(store, tokens)
         inputs, state = store.read_state(0)
         assert inputs.isfinite().all() and state.isfinite().all()
-        assert (inputs[2] == 0).all() == (store.length <= 2) and (state[2] == 0).all() == (store.length <= 2)
+        assert (inputs[2] == 0).all() == (store.length <= 4) and (state[2] == 0).all() == (store.length <= 4)
         kept = [t[store.blocks.half] for t in store.blocks.by_states[BOTH]]  # whoever reads without a mask finds zeros
-        assert all(t.isfinite().all() and (store.length > 2 or (t[2] == 0).all()) for t in kept)
+        assert all(t.isfinite().all() and (store.length > 4 or (t[2] == 0).all()) for t in kept)
     store.crop(0)
     store.reserve(3, 2)
     store.set_padding_mask(None)
