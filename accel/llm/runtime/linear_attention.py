@@ -81,7 +81,7 @@ class BoundLinearAttention:
         self.weight = layer.get_submodule(spec.norm.name)._parameters[spec.norm.weight]
         self.tensors = spec.formula.tensors(layer)
         # Within the kernel of a step, where each head has a norm of its own with the gate behind it.
-        self.inside = spec.norm.groups == spec.formula.heads.values and not spec.norm.first
+        self.inside = spec.norm.groups == spec.formula.heads.values and not (spec.norm.first or spec.formula.wide)
 
     def __call__(self, kernels: Kernels, step: Step, h: NormedInput, kwargs: dict) -> torch.Tensor:
         """See `BoundAttention`."""
@@ -96,7 +96,7 @@ class BoundLinearAttention:
         if joint.shape[1] > 1:
             ops = kernels.causal_convolution, kernels.linear_attention_prompt
             y = prompt(*ops, formula, self.tensors, parts, state, states.window, sequences)
-            return self._normed(kernels, y.flatten(2), parts["gate"].flatten(2))
+            return self._normed(kernels, y.flatten(2), parts["gate"].flatten(2)).to(joint.dtype)
         weight, bias, decay, skip = self.tensors
         q, k, v, gate, a = (parts[name][:, 0] for name in ("q", "k", "v", "gate", "a"))
         norm = None
@@ -107,7 +107,7 @@ class BoundLinearAttention:
             b=parts["b"][:, 0].squeeze(-1) if "b" in parts else None,
             convolution=Convolution(weight, states.window, bias, formula.activation, formula.order),
         ).unsqueeze(1)  # fmt: skip
-        return y if self.inside else self._normed(kernels, y, gate.flatten(1).unsqueeze(1))
+        return y if self.inside else self._normed(kernels, y, gate.flatten(1).unsqueeze(1)).to(joint.dtype)
 
     def projected(self, kernels: Kernels, h: NormedInput) -> torch.Tensor:
         """(rows, new, N): the outputs of all projections side by side."""

@@ -6,7 +6,7 @@ Dao and Gu, "Transformers are SSMs", 2024 (Mamba-2).
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import permutations, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from accel_kernels import Decay, Sequences, causal_convolution, linear_attention_prompt
@@ -16,6 +16,7 @@ from torch import nn
 from accel.comparison import agree
 from accel.llm.recording.record import Call, Kept, LayerRecord
 from accel.llm.runtime.columns import Columns, places, strided
+from accel.tolerances import FORMULA, bound
 
 DELTA, SPACE = "gated delta rule", "state space"
 ORDER = {DELTA: "qkv", SPACE: "vkq"}  # of the channels of the convolution
@@ -44,7 +45,8 @@ class Formula(NamedTuple):
 
     columns: where the heads of q, k, v, gate, a and perhaps b lie in the outputs of all projections, side by side.
     convolution: the name of a Conv1d with so many taps, and its activation. a_log, bias, skip: names of parameters.
-    scale, key_eps, beta_scale: as the operations of linear attention take them; limits: as `Decay`.
+    scale, key_eps, beta_scale: as the operations of linear attention take them; limits: as `Decay`. wide: the norm is
+    given what the rule gives in float32, whatever the dtype of the input.
     """
 
     rule: str
@@ -58,6 +60,7 @@ class Formula(NamedTuple):
     skip: str | None
     limits: tuple[float, float]
     beta_scale: float
+    wide: bool
 
     @property
     def order(self) -> str:
@@ -69,11 +72,12 @@ class Formula(NamedTuple):
         return sum(map(self.heads.channels, "qkv"))
 
     @property
-    def options(self) -> dict[str, float | None]:
-        """Numbers that the operations take."""
+    def options(self) -> dict[str, Any]:
+        """What the operations take besides tensors."""
+        more = {"beta_scale": self.beta_scale, "dtype": torch.float32 if self.wide else None}
         if self.rule == SPACE:
-            return {"scale": 1.0, "key_eps": None, "beta_scale": self.beta_scale}
-        return {"scale": self.heads.key_dim**-0.5, "key_eps": KEY_EPS, "beta_scale": self.beta_scale}
+            return {"scale": 1.0, "key_eps": None} | more
+        return {"scale": self.heads.key_dim**-0.5, "key_eps": KEY_EPS} | more
 
     def tensors(self, layer: nn.Module) -> "Tensors":
         """Those of a layer, as they lie now."""
@@ -158,9 +162,9 @@ class FormulaFinder:
         self.layer, self.kept, self.norm = layer, kept, norm
         self.joint = torch.cat([call.output.held for call in projections], -1)
         gate = next(one for one in norm.tensors if one is not norm.input.tensor)
-        # What the rule gives may be wider: it is rounded behind the norm.
         given = (gate, norm.input.held, norm.output.held)
-        self.gate, self.core, self.wanted = (t.reshape(*self.joint.shape[:2], -1).to(self.joint.dtype) for t in given)
+        self.gate, self.core, self.wanted = (t.reshape(*self.joint.shape[:2], -1) for t in given)
+        self.slack = bound(FORMULA, self.joint.dtype) / bound(FORMULA, self.core.dtype)  # what is wide was rounded too
         convolutions = [m for m in kept.attention.modules() if isinstance(m, nn.Conv1d)]
         called = (call.module for call in layer.inside(kept.attention))
         beside = {id(p) for module in (*called, *convolutions) for p in module.parameters()}
@@ -199,7 +203,15 @@ class FormulaFinder:
         given = self.layer.name(self.convolution), self.convolution.kernel_size[0]
         for pick, limits, beta, activation in product(picks, ((0.0, float("inf")), *held), betas, ("silu", None)):
             a_log, bias, *skip = pick
-            options = (activation, a_log, bias, skip[0] if skip else None, limits, beta)
+            options = (
+                activation,
+                a_log,
+                bias,
+                skip[0] if skip else None,
+                limits,
+                beta,
+                self.core.dtype != self.joint.dtype,
+            )
             yield Formula(rule, heads, tuple(columns.items()), *given, *options)
 
     def _holds(self, formula: Formula) -> bool:
@@ -214,7 +226,9 @@ class FormulaFinder:
         ops = causal_convolution.reference, linear_attention_prompt.reference
         got = prompt(*ops, formula, tensors, parts, kept, window, sequences)
         kept = kept if formula.rule == DELTA else kept.transpose(2, 3)
-        return agree(got.flatten(2), self.core) and agree(kept, state.to(joint.dtype), slack=2.0)
+        same = agree(got.flatten(2), self.core, slack=self.slack)
+        slack = 2.0 * bound(FORMULA, joint.dtype) / bound(FORMULA, state.dtype)
+        return same and agree(kept, state, slack=slack)
 
     def norms(self, heads: Heads) -> list[OutputNorm]:
         """Those that give what was seen, the nearest first."""
@@ -229,7 +243,7 @@ class FormulaFinder:
             for activation, first, parts, rounded in product(GATES, (False, True), groups, (True, False)):
                 one = OutputNorm(self.layer.name(module), name, eps, activation, first, parts, rounded)
                 got = _normed(one, self.core, self.gate, weight)
-                if agree(got, wanted):
+                if agree(got, wanted, slack=self.slack):
                     found.append((not torch.equal(got, wanted), one))
         return [one for _, one in sorted(found, key=lambda pair: pair[0])]
 

@@ -172,10 +172,12 @@ def rows_of(t: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
     return rows, rows.stride(0)
 
 
-def empty_output(like: torch.Tensor, shape: tuple, sequences: Sequences | RowSequences) -> torch.Tensor:
+def empty_output(
+    like: torch.Tensor, shape: tuple, sequences: Sequences | RowSequences, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """Memory for the result, of which kernels write the tokens of sequences from the first that counts on."""
     whole = sequences.spans is None and not sequences.padded
-    return like.new_empty(shape) if whole else like.new_zeros(shape)
+    return like.new_empty(shape, dtype=dtype) if whole else like.new_zeros(shape, dtype=dtype)
 
 
 def causal_convolution(x, weight, window, sequences, *, bias=None, activation=None, before=None, after=None):

@@ -14,7 +14,7 @@ from accel_kernels.sizes import cdiv
 
 
 def reference(
-    q, k, v, a, decay, state, sequences, *, scale, b=None, beta_scale=1.0, key_eps=None, skip=None,
+    q, k, v, a, decay, state, sequences, *, scale, b=None, beta_scale=1.0, key_eps=None, skip=None, dtype=None,
 ):  # fmt: skip
     """q, k: (B, T, key heads, Dk); v: (B, T, key heads, repeat, Dv); a: like v without Dv, or with Dk.
 
@@ -22,7 +22,7 @@ def reference(
     The other arguments are those of `linear_attention_step`; state is read where a sequence goes on, and written.
     """
     batch, tokens, key_heads, repeat, value_dim = v.shape
-    out = v.new_zeros(batch * tokens, key_heads * repeat, value_dim)
+    out = v.new_zeros(batch * tokens, key_heads * repeat, value_dim, dtype=dtype)
     q, k, v, a = (t.flatten(0, 1) for t in (q, k, v, a))
     b = None if b is None else b.flatten(0, 1).flatten(1)
     g, strength = gates(a.flatten(1, 2), decay, b, beta_scale)
@@ -41,7 +41,7 @@ def reference(
 
 
 def supports(
-    q, k, v, a, decay, state, sequences, *, scale, b=None, beta_scale=1.0, key_eps=None, skip=None,
+    q, k, v, a, decay, state, sequences, *, scale, b=None, beta_scale=1.0, key_eps=None, skip=None, dtype=None,
 ) -> str | None:  # fmt: skip
     if q.is_cuda and not reaches(q.device, HOPPER) and (q.dtype == torch.float32 or decay.bias.dim() == 2):
         return "float32, or decays of channels, below compute capability 9.0"  # more than its registers hold

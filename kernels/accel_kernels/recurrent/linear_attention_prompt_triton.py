@@ -305,12 +305,12 @@ def chunk_states_kernel(
 
 
 def linear_attention_prompt(
-    q, k, v, a, decay, state, sequences, *, scale, b=None, beta_scale=1.0, key_eps=None, skip=None
+    q, k, v, a, decay, state, sequences, *, scale, b=None, beta_scale=1.0, key_eps=None, skip=None, dtype=None
 ):
     """Same arguments and result as the reference."""
     batch, tokens, key_heads, repeat, value_dim = v.shape
     heads, key_dim, count = key_heads * repeat, k.shape[-1], sequences.count
-    out = empty_output(v, (batch, tokens, heads, value_dim), sequences)
+    out = empty_output(v, (batch, tokens, heads, value_dim), sequences, dtype)
     q, k, v, a = (t.flatten(0, 1) for t in (q, k, v, a))  # views wherever they can be
     b = None if b is None else b.flatten(0, 1)
     chunks = cdiv(sequences.longest or tokens, CHUNK)

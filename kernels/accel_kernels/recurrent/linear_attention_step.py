@@ -45,7 +45,7 @@ class GatedNorm(NamedTuple):
 
 def reference(
     q, k, v, a, decay, state, sequences, *, scale, b=None, beta_scale=1.0, key_eps=None, convolution=None, skip=None,
-    norm=None,
+    norm=None, dtype=None,
 ):  # fmt: skip
     """q, k: (B, key heads, Dk); v: (B, key heads, repeat, Dv); a: like v without Dv, or with Dk. Gives (B, heads * Dv).
 
@@ -53,10 +53,11 @@ def reference(
     state: (slots, heads, Dk, Dv), any strides, float32; it is written. sequences: one for each row, without spans.
     decay: a `Decay`. b: like v without Dv, logits of beta, which is multiplied by beta_scale; None is the state space
     model's rule. key_eps: queries and keys are divided by their length; scale: of queries. skip: (heads,), adds skip v.
+    dtype: of the result, that of v where None.
     """
     if convolution is not None:
         q, k, v = _convolved(q, k, v, convolution, sequences)
-    out = v.new_zeros(v.shape[0], v.shape[1] * v.shape[2], v.shape[3])
+    out = v.new_zeros(v.shape[0], v.shape[1] * v.shape[2], v.shape[3], dtype=dtype)
     live = [(begin, slot, position > first) for begin, _, slot, position, first in sequences.each(1)]
     if live:
         rows, slots, begun = torch.tensor(live, device=q.device).unbind(1)
@@ -68,7 +69,7 @@ def reference(
         y, after = chunk(tokens_of, before.flatten(0, 1), b is not None)
         written[slots] = after.view(before.shape).to(state.dtype)
         y = y.view(before.shape[0], *out.shape[1:])
-        out[rows] = (y if skip is None else y + skip[:, None] * parts[2]).to(v.dtype)
+        out[rows] = (y if skip is None else y + skip[:, None] * parts[2]).to(out.dtype)
         if norm is not None:
             out[rows] = _normalized(out[rows], norm._replace(gate=norm.gate.flatten(1, 2)[rows]))
     return out.flatten(1)
@@ -94,7 +95,7 @@ def _normalized(x, norm):
 
 def supports(
     q, k, v, a, decay, state, sequences, *, scale, b=None, beta_scale=1.0, key_eps=None, convolution=None, skip=None,
-    norm=None,
+    norm=None, dtype=None,
 ) -> str | None:  # fmt: skip
     reason = state_reason(q, k, v, a, decay, state, b)
     if reason is not None:

@@ -155,12 +155,12 @@ def linear_attention_step_kernel(
 
 def linear_attention_step(
     q, k, v, a, decay, state, sequences, *, scale, b=None, beta_scale=1.0, key_eps=None, convolution=None, skip=None,
-    norm=None,
+    norm=None, dtype=None,
 ):  # fmt: skip
     """Same arguments and result as the reference."""
     rows, key_heads, repeat, value_dim = v.shape
     key_dim = k.shape[-1]
-    out = v.new_empty(rows, key_heads * repeat * value_dim)
+    out = v.new_empty(rows, key_heads * repeat * value_dim, dtype=dtype)
     weight, window, bias, activation, order = convolution or CONVOLUTION_OFF
     gate, norm_weight, eps, gate_activation, round_norm = norm or NORM_OFF
     keys, values = key_heads * key_dim, key_heads * repeat * value_dim
