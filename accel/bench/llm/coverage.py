@@ -121,7 +121,8 @@ def examine(kinds: list[str]) -> Iterator[dict]:
         return
     config = model.config.get_text_config(decoder=True)
     layers = getattr(config, "layer_types", None) or []
-    yield {"weights": sum(one.numel() for one in model.parameters()), "layers": [str(one) for one in layers]}
+    weights = sum(one.numel() for one in model.parameters())
+    yield {"model_type": model.config.model_type, "weights": weights, "layers": [str(one) for one in layers]}
     ids = tiny_prompt(model)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
@@ -207,25 +208,25 @@ def summarized(rows: list[dict]) -> dict[str, Any]:
     reasons: dict[str, list[str]] = {}
     for row in rows:
         for reason in row.get("reasons", ()):
-            reasons.setdefault(f"{row['outcome']}: {reason}", []).append(row["types"][0])
+            reasons.setdefault(f"{row['outcome']}: {reason}", []).append(row.get("model_type", row["types"][0]))
     often = dict(sorted(reasons.items(), key=lambda item: -len(item[1])))
     return {"classes": len(rows), "counts": {name: counts[name] for name in OUTCOMES}, "reasons": often}
 
 
 def coverage_tables(rows: list[dict]) -> "Iterator[Table]":
     """One line a class, then the reasons, then the counts."""
-    from accel.bench.results import new_table
+    from rich.table import Table
 
-    shown = new_table("tiny models of every class, on the CPU", "model types", "outcome", "reasons", left=3)
+    found = summarized(rows)
+    shown = Table("model types", "outcome", "reasons", title="tiny models on the CPU", title_justify="left")
     for row in rows:
         shown.add_row(", ".join(row["types"]), row["outcome"], "; ".join(row.get("reasons", ()))[:REASON])
     yield shown
-    found = summarized(rows)
-    shown = new_table("reasons", "outcome and reason", "classes", "of model types")
+    shown = Table("classes", "outcome and reason", "model types")
     for reason, kinds in found["reasons"].items():
-        shown.add_row(reason, str(len(kinds)), ", ".join(kinds))
+        shown.add_row(str(len(kinds)), reason, ", ".join(kinds))
     yield shown
-    shown = new_table(f"{found['classes']} classes", "outcome", "classes", "meaning")
+    shown = Table("classes", "outcome", "meaning")
     for outcome, count in found["counts"].items():
-        shown.add_row(outcome, str(count), MEANING[outcome])
+        shown.add_row(str(count), outcome, MEANING[outcome])
     yield shown

@@ -22,7 +22,8 @@ VOCABULARY = 128
 POSITIONS = 128
 PROMPT = 9
 SPECIAL = 16  # ids below it may mean something
-MOST_WEIGHTS = 30_000_000
+WIDTHS = (16, 48, 64, 96)
+MOST_WEIGHTS = 100_000_000
 MOST_LAYERS = 8
 # What a name says of a number, the first that fits, and the most that it may be; before them those that name tokens.
 SIZES: tuple[tuple[str, int], ...] = (
@@ -110,7 +111,7 @@ def randomize(model: nn.Module) -> None:
 
 def tiny_configs(kind: "type[PreTrainedModel]") -> "Iterator[PreTrainedConfig | Exception]":
     """Small configurations of a model class, the likeliest first, or what was raised in making one."""
-    ways = (Way(kinds=True), Way(), Way(fills=True, kinds=True), Way(fills=True), Way(derived=True), Way(lists=False))
+    ways = (Way(kinds=True), Way(), Way(fills=True, kinds=True), Way(fills=True), Way(derived=True), Way(lists=False), Way(scale=2))
     for way in ways:
         try:
             yield shrunk(kind.config_class, kind, way)
@@ -129,6 +130,7 @@ class Way:
     fills: bool = False
     derived: bool = False
     lists: bool = True
+    scale: int = 1
 
 
 def shrunk(config_class: "type[PreTrainedConfig]", kind: type, way: Way) -> "PreTrainedConfig":
@@ -159,8 +161,11 @@ def shrunk(config_class: "type[PreTrainedConfig]", kind: type, way: Way) -> "Pre
         if name in parts:
             changed[name] = 1
         elif value is None:
-            if way.fills and "int" in str(config_class.__annotations__.get(name)):
-                changed |= {name: most for pattern, most in SIZES[:-1] if re.search(pattern, name)}
+            if way.kinds and re.search(r"attn.*(indices|idxs)", name):
+                changed[name] = [*range(1, layers, 2)]
+            elif way.fills and "int" in str(config_class.__annotations__.get(name)):
+                if fitting := [most for pattern, most in SIZES[:-1] if re.search(pattern, name)]:
+                    changed[name] = fitting[0]
         elif hasattr(value, "to_dict"):
             changed[name] = shrunk(type(value), kind, way)
         elif name in SPECIAL_IDS:
@@ -169,7 +174,7 @@ def shrunk(config_class: "type[PreTrainedConfig]", kind: type, way: Way) -> "Pre
             number -= 1
             changed[name] = number
         elif isinstance(value, int):
-            changed[name] = layers if DEPTH.search(name) else tiny_number(name, value, found)
+            changed[name] = layers if DEPTH.search(name) else tiny_number(name, value, found, way.scale)
         elif isinstance(value, list | tuple) and (declared[name] is not None or any(isinstance(one, list) for one in value)):
             changed[name] = shrunk_list(name, value, found)
     if "is_decoder" in declared:
@@ -177,7 +182,7 @@ def shrunk(config_class: "type[PreTrainedConfig]", kind: type, way: Way) -> "Pre
     return config_class(**changed)
 
 
-def tiny_number(name: str, value: int, found: dict[str, Any]) -> int:
+def tiny_number(name: str, value: int, found: dict[str, Any], scale: int = 1) -> int:
     """What a number of this name becomes; heads keep to what they divide."""
     heads = {one: many for one, many in found.items() if re.search("heads$|n_head$", one) and isinstance(many, int)}
     if re.search(r"(kv|key_value|key)_heads|query_groups", name):
@@ -186,7 +191,10 @@ def tiny_number(name: str, value: int, found: dict[str, Any]) -> int:
     expand = next((many for one, many in found.items() if re.search(r"(^|_)expand$", one)), 1)
     if name in heads and ("mamba" in name or not any("attention" in one for one in heads)):
         return min(value, int(4 * expand))
-    return min(value, next(most for pattern, most in SIZES if re.search(pattern, name)))
+    if value == found.get("qk_rope_head_dim"):
+        name = "qk_rope_head_dim"
+    most = next(most for pattern, most in SIZES if re.search(pattern, name))
+    return min(value, most * scale if most in WIDTHS else most)
 
 
 def shrunk_list(name: str, items: Iterable, found: dict[str, Any]) -> list:
