@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel.bench.llm.tiny import PROMPT
 from accel.bench.results import REASON
 from accel.errors import logged
 
@@ -127,7 +128,7 @@ def examine(kinds: list[str]) -> Iterator[dict]:
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     yield {"stage": "running stock"}
-    stock = answer(model, ids)
+    stock = answers(model, ids)
     yield {"stage": "optimizing"}
     try:
         accel.optimize(model, cpu="fuse")
@@ -135,22 +136,32 @@ def examine(kinds: list[str]) -> Iterator[dict]:
         yield {"outcome": STOCK, "reasons": [logged(error)[:REASON]]}
         return
     yield {"stage": "running optimized"}
-    ours = answer(model, ids)
+    ours = answers(model, ids)
     report = accel.report(model)
     row = judged(report.sites)
     row["fallbacks"] = dict(Counter(reason for _, reason, _ in report.fallbacks))
-    if isinstance(stock["tokens"], str):
-        row["not compared"] = stock["tokens"]
+    if left := {name: found for name, found in stock.items() if isinstance(found, str)}:
+        row["not compared"] = left
     if differs := difference(stock, ours):
         row |= {"outcome": WRONG, "reasons": [differs], "fused": row["outcome"]}
     yield row
 
 
 @torch.no_grad()
-def answer(model: Any, ids: torch.Tensor) -> dict[str, Any]:
-    """The logits of the prompt, and the tokens after it, or what was raised instead."""
+def answers(model: Any, ids: torch.Tensor) -> dict[str, Any]:
+    """By call what the model gives, or in words what was raised instead: logits of the prompt, tokens after it, and
+    after two prompts of which one is padded.
+    """
+    rows = torch.cat([ids, ids.roll(1, dims=1)])
+    mask = torch.ones_like(rows)
+    mask[1, : PROMPT // 3] = 0
+    how = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
+    calls = {
+        "tokens": lambda: model.generate(ids, **how)[:, -NEW:],
+        "tokens after padding": lambda: model.generate(rows * mask, attention_mask=mask, **how)[:, -NEW:],
+        "logits": lambda: model(ids).logits,
+    }
     found: dict[str, Any] = {}
-    calls = {"logits": lambda: model(ids).logits, "tokens": lambda: model.generate(ids, **GREEDY)}
     for name, call in calls.items():
         torch.manual_seed(0)
         try:
@@ -160,23 +171,20 @@ def answer(model: Any, ids: torch.Tensor) -> dict[str, Any]:
     return found
 
 
-GREEDY = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
-
-
 def difference(stock: dict[str, Any], ours: dict[str, Any]) -> str | None:
-    """How an optimized model's answer differs from stock's; None where it does not, or stock has none."""
-    for name in ("tokens", "logits"):
-        if isinstance(stock[name], str):
+    """How an optimized model's answers differ from stock's; None where they do not, or stock has none."""
+    for name, right in stock.items():
+        got = ours[name]
+        if isinstance(right, str):
             continue
-        if isinstance(ours[name], str):
-            return f"{name}: {ours[name]}"
+        if isinstance(got, str):
+            return f"{name}: {got}"
         if name == "logits":
-            far = ((ours[name] - stock[name]).abs().max() / stock[name].abs().max()).item()
+            far = ((got - right).abs().max() / right.abs().max()).item()
             if not far <= FAR:
                 return f"logits of the prompt are {far:.1e} of the largest one from stock's"
-        elif not torch.equal(stock[name], ours[name]):
-            told = (one[0, -NEW:].tolist() for one in (stock[name], ours[name]))
-            return "tokens: {} stock, {} optimized".format(*told)
+        elif not torch.equal(right, got):
+            return f"{name}: {right.tolist()} stock, {got.tolist()} optimized"
     return None
 
 
@@ -198,8 +206,9 @@ def judged(sites: list[tuple[str, str, str, str]]) -> dict[str, Any]:
 
 
 def generalized(reason: str) -> str:
-    """A reason without the number of the layer that it is told of, so that equal ones are counted as one."""
-    return re.sub(r"\b(layers|h|blocks|block|layer)\.\d+", r"\1.*", reason)
+    """A reason without the layer that it is told of, and without measurements, so that equal ones are counted as one."""
+    named = re.sub(r"^[a-z_]\w*(\.\w+)*\.\d+(\.\w+)*: |^layer \d+ ", "", reason)
+    return re.sub(r"\d+(\.\d+)?e[+-]\d+", "#", named)
 
 
 def summarized(rows: list[dict]) -> dict[str, Any]:

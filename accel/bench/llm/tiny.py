@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 VOCABULARY = 128
 POSITIONS = 128
-PROMPT = 9
+WINDOW = 32  # longer than the runs from which it is seen what layers compute, as published ones are
+PROMPT = 50  # longer than a window
 SPECIAL = 16  # ids below it may mean something
 WIDTHS = (16, 48, 64, 96)
 MOST_WEIGHTS = 100_000_000
@@ -35,6 +36,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"layers_per|dense_layers|first_k|layer.*start|max_window_layers|offset|nextn", 1),
     (r"period|interval|every_n|pattern|_step$|group_size", 2),
     (r"topk_group", 1),
+    (r"window|local_attention|budget|chunk|block_size|extent|index.*topk$", WINDOW),
     (r"(n|num)(_expert)?_groups?$|o_groups|experts_per|moe_k|topk|top_k|shared_expert", 2),
     (r"expert_num|experts$|num_local_experts", 4),
     (r"rope_head_dim|rotary_dim|d_rel", 8),
@@ -43,7 +45,6 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"kv_heads|key_value_heads|key_heads|compress_ratio", 2),
     (r"heads?(_per_layer)?$", 4),
     (r"rank|centroids|d_state|state_size", 16),
-    (r"window|local_attention|budget|chunk|block_size|extent", 8),
     (r"multiple_of", 32),
     (r"moe_inter|expert_inter|expert_ffn", 48),
     (r"inter|ffn|inner|mlp|feed_forward|dff|_ff$|mid_dim", 96),
@@ -191,7 +192,7 @@ def tiny_number(name: str, value: int, found: dict[str, Any], scale: int = 1) ->
     expand = next((many for one, many in found.items() if re.search(r"(^|_)expand$", one)), 1)
     if name in heads and ("mamba" in name or not any("attention" in one for one in heads)):
         return min(value, int(4 * expand))
-    if value == found.get("qk_rope_head_dim"):
+    if name == "head_dim" and value == found.get("qk_rope_head_dim"):
         name = "qk_rope_head_dim"
     most = next(most for pattern, most in SIZES if re.search(pattern, name))
     return min(value, most * scale if most in WIDTHS else most)
