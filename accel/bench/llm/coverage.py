@@ -128,7 +128,7 @@ def examine(kinds: list[str]) -> Iterator[dict]:
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     yield {"stage": "running stock"}
-    stock = answers(model, ids)
+    stock = answers_of(model, ids)
     yield {"stage": "optimizing"}
     try:
         accel.optimize(model, cpu="fuse")
@@ -136,19 +136,19 @@ def examine(kinds: list[str]) -> Iterator[dict]:
         yield {"outcome": STOCK, "reasons": [logged(error)[:REASON]]}
         return
     yield {"stage": "running optimized"}
-    ours = answers(model, ids)
+    ours = answers_of(model, ids)
     report = accel.report(model)
     row = judged(report.sites)
     row["fallbacks"] = dict(Counter(reason for _, reason, _ in report.fallbacks))
     if left := {name: found for name, found in stock.items() if isinstance(found, str)}:
         row["not compared"] = left
-    if differs := difference(stock, ours):
+    if differs := wrong_answer(stock, ours):
         row |= {"outcome": WRONG, "reasons": [differs], "fused": row["outcome"]}
     yield row
 
 
 @torch.no_grad()
-def answers(model: Any, ids: torch.Tensor) -> dict[str, Any]:
+def answers_of(model: Any, ids: torch.Tensor) -> dict[str, Any]:
     """By call what the model gives, or in words what was raised instead: logits of the prompt, tokens after it, and
     after two prompts of which one is padded.
     """
@@ -171,7 +171,7 @@ def answers(model: Any, ids: torch.Tensor) -> dict[str, Any]:
     return found
 
 
-def difference(stock: dict[str, Any], ours: dict[str, Any]) -> str | None:
+def wrong_answer(stock: dict[str, Any], ours: dict[str, Any]) -> str | None:
     """How an optimized model's answers differ from stock's; None where they do not, or stock has none."""
     for name, right in stock.items():
         got = ours[name]
@@ -194,7 +194,7 @@ def judged(sites: list[tuple[str, str, str, str]]) -> dict[str, Any]:
     layers = Counter(status for _, rule, status, _ in sites if rule == "decoder layer")
     patched = Counter(rule for _, rule, status, _ in sites if status == "patched")
     reasons: dict[str, None] = {}
-    for path, rule, status, reason in sites:
+    for _, rule, status, reason in sites:
         if rule in ("decoder layer", "experts", "router") and reason and (status == "skipped" or "stock" in reason):
             reasons[generalized(reason)] = None
     fused = bool(whole) and whole[0][0] == "patched"
@@ -206,7 +206,7 @@ def judged(sites: list[tuple[str, str, str, str]]) -> dict[str, Any]:
 
 
 def generalized(reason: str) -> str:
-    """A reason without the layer that it is told of, and without measurements, so that equal ones are counted as one."""
+    """A reason without the layer it is told of, and without measurements, so that equal ones are counted as one."""
     named = re.sub(r"^[a-z_]\w*(\.\w+)*\.\d+(\.\w+)*: |^layer \d+ ", "", reason)
     return re.sub(r"\d+(\.\d+)?e[+-]\d+", "#", named)
 

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accel.errors import reason_of
-
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -112,7 +110,7 @@ def randomize(model: nn.Module) -> None:
 
 def tiny_configs(kind: "type[PreTrainedModel]") -> "Iterator[PreTrainedConfig | Exception]":
     """Small configurations of a model class, the likeliest first, or what was raised in making one."""
-    ways = (Way(kinds=True), Way(), Way(fills=True, kinds=True), Way(fills=True), Way(derived=True), Way(lists=False), Way(scale=2))
+    ways = (Way(kinds=True), Way(), Way(fills=True, kinds=True), Way(fills=True), Way(scale=2))
     for way in ways:
         try:
             yield shrunk(kind.config_class, kind, way)
@@ -123,14 +121,11 @@ def tiny_configs(kind: "type[PreTrainedModel]") -> "Iterator[PreTrainedConfig | 
 @dataclass(frozen=True)
 class Way:
     """kinds: layers that are all alike by default become of all kinds that the code knows. fills: numbers that are None
-    by default get one. derived: the numbers that a configuration fills in itself are made small, instead of left to it.
-    lists: what there is by layer is told.
+    by default get one. scale: of the widths.
     """
 
     kinds: bool = False
     fills: bool = False
-    derived: bool = False
-    lists: bool = True
     scale: int = 1
 
 
@@ -145,18 +140,20 @@ def shrunk(config_class: "type[PreTrainedConfig]", kind: type, way: Way) -> "Pre
         found = dict(declared)
     changed: dict[str, Any] = {}
     layers, parts = 4, parts_of_depth(found)
-    if way.lists and (by_layer := layer_lists(found)):
+    if by_layer := layer_lists(found):
         chosen = layers_of_each_kind(list(by_layer.values()))
         layers = len(chosen)
-        changed = {name: [shrunk_list(name, [value[one]], found)[0] for one in chosen] for name, value in by_layer.items()}
+        changed = {
+            name: [shrunk_list(name, [value[one]], found)[0] for one in chosen] for name, value in by_layer.items()
+        }
     elif parts:
         layers = len(parts)
-    types = changed.get("layer_types") or (found.get("layer_types") if way.lists else None)
+    types = changed.get("layer_types") or found.get("layer_types")
     if way.kinds and "layer_types" in declared and len(set(types or ())) < 2 and len(named := kinds_named(kind)) > 1:
         changed["layer_types"] = [named[number % len(named)] for number in range(layers)]
     number = SPECIAL
     for name, made in found.items():
-        value = made if way.derived or not isinstance(made, int) else declared[name]
+        value = declared[name] if isinstance(made, int) else made
         if name in changed or isinstance(value, bool | str | float):
             continue
         if name in parts:
@@ -164,7 +161,7 @@ def shrunk(config_class: "type[PreTrainedConfig]", kind: type, way: Way) -> "Pre
         elif value is None:
             if way.kinds and re.search(r"attn.*(indices|idxs)", name):
                 changed[name] = [*range(1, layers, 2)]
-            elif way.fills and "int" in str(config_class.__annotations__.get(name)):
+            elif way.fills and made is None and "int" in str(config_class.__annotations__.get(name)):
                 if fitting := [most for pattern, most in SIZES[:-1] if re.search(pattern, name)]:
                     changed[name] = fitting[0]
         elif hasattr(value, "to_dict"):
@@ -176,7 +173,9 @@ def shrunk(config_class: "type[PreTrainedConfig]", kind: type, way: Way) -> "Pre
             changed[name] = number
         elif isinstance(value, int):
             changed[name] = layers if DEPTH.search(name) else tiny_number(name, value, found, way.scale)
-        elif isinstance(value, list | tuple) and (declared[name] is not None or any(isinstance(one, list) for one in value)):
+        elif isinstance(value, list | tuple) and (
+            declared[name] is not None or any(isinstance(one, list) for one in value)
+        ):
             changed[name] = shrunk_list(name, value, found)
     if "is_decoder" in declared:
         changed["is_decoder"] = True
@@ -227,7 +226,11 @@ def parts_of_depth(found: dict[str, Any]) -> list[str]:
 def layer_lists(found: dict[str, Any]) -> dict[str, list]:
     """The lists of a configuration with an item for each layer."""
     depth = depth_of(found)
-    return {name: value for name, value in found.items() if depth and isinstance(value, list | tuple) and len(value) == depth}
+    return {
+        name: value
+        for name, value in found.items()
+        if depth and isinstance(value, list | tuple) and len(value) == depth
+    }
 
 
 def layers_of_each_kind(lists: list[list]) -> list[int]:
