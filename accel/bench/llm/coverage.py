@@ -226,16 +226,39 @@ def coverage_tables(rows: list[dict]) -> "Iterator[Table]":
     """One line a class, then the reasons, then the counts."""
     from rich.table import Table
 
+    for headings, lines in tables_of(rows).values():
+        shown = Table(*headings)
+        for line in lines:
+            shown.add_row(*line)
+        yield shown
+
+
+def tables_of(rows: list[dict]) -> dict[str, tuple[tuple[str, ...], list[tuple[str, ...]]]]:
+    """By title the headings and lines of each table."""
     found = summarized(rows)
-    shown = Table("model types", "outcome", "reasons", title="tiny models on the CPU", title_justify="left")
-    for row in rows:
-        shown.add_row(", ".join(row["types"]), row["outcome"], "; ".join(row.get("reasons", ()))[:REASON])
-    yield shown
-    shown = Table("classes", "outcome and reason", "model types")
-    for reason, kinds in found["reasons"].items():
-        shown.add_row(str(len(kinds)), reason, ", ".join(kinds))
-    yield shown
-    shown = Table("classes", "outcome", "meaning")
-    for outcome, count in found["counts"].items():
-        shown.add_row(str(count), outcome, MEANING[outcome])
-    yield shown
+    classes = [(", ".join(row["types"]), row["outcome"], "; ".join(row.get("reasons", ()))[:REASON]) for row in rows]
+    reasons = [(str(len(kinds)), reason[:REASON], ", ".join(kinds)) for reason, kinds in found["reasons"].items()]
+    counts = [(str(count), outcome, MEANING[outcome]) for outcome, count in found["counts"].items()]
+    return {
+        "Classes": (("model types", "outcome", "reasons"), classes),
+        "Reasons": (("classes", "outcome and reason", "model types"), reasons),
+        "Counts": (("classes", "outcome", "meaning"), counts),
+    }
+
+
+def coverage_page(result: dict) -> str:
+    """The result of the command as a page of Markdown, counts first."""
+    versions = ", ".join(f"{name} {result['machine'][name]}" for name in ("transformers", "torch"))
+    lines = ["# Coverage", "", ABOUT.format(classes=result["classes"], versions=versions)]
+    for title, (headings, rows) in reversed(tables_of(result["rows"]).items()):
+        lines += ["", f"## {title}", "", f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
+        lines += [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+ABOUT = """Every class of causal language model that transformers lists ({classes}), tiny, with random weights, in fp32
+on a CPU: fused whole, in part, or stock. Each generates 8 tokens stock and optimized, from a prompt longer than its
+window, and from two of which one is padded; a class whose tokens differ is wrong.
+
+`accel coverage --out benchmarks/results --page docs/measurements/coverage.md` writes this page, which nobody edits by
+hand. Written with {versions}."""

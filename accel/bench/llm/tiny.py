@@ -8,6 +8,7 @@ import inspect
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ PROMPT = 50  # longer than a window
 SPECIAL = 16  # ids below it may mean something
 WIDTHS = (16, 48, 64, 96)
 MOST_WEIGHTS = 100_000_000
-MOST_LAYERS = 8
+LAYERS, MOST_LAYERS = 4, 8
 # What a name says of a number, the first that fits, and the most that it may be; before them those that name tokens.
 SIZES: tuple[tuple[str, int], ...] = (
     (r"vocab", VOCABULARY),
@@ -49,6 +50,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"", 64),
 )
 DEPTH = re.compile(r"^((n|num)_(hidden_|decoder_|encoder_)?(layers?|blocks)|(de|en)coder_layers)$")
+STRETCH = re.compile(r"^n(um)?_\w+_layers$")
 TOKEN = re.compile(r"_(token_)?(id|index)$")
 SPECIAL_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -134,52 +136,60 @@ def shrunk(config_class: "type[PreTrainedConfig]", kind: type, way: Way) -> "Pre
     declared = {one.name: getattr(config_class, one.name, None) for one in fields(config_class)}
     try:
         base = config_class()
-        base.allow_global_per_layer_attribute_access = True
+        base.allow_global_per_layer_attribute_access = True  # or it raises, where some layers have others
         found = {name: getattr(base, name, value) for name, value in declared.items()}
     except ValueError:
         found = dict(declared)
-    changed: dict[str, Any] = {}
-    layers, parts = 4, parts_of_depth(found)
-    if by_layer := layer_lists(found):
-        chosen = layers_of_each_kind(list(by_layer.values()))
-        layers = len(chosen)
-        changed = {
-            name: [shrunk_list(name, [value[one]], found)[0] for one in chosen] for name, value in by_layer.items()
-        }
-    elif parts:
-        layers = len(parts)
-    types = changed.get("layer_types") or found.get("layer_types")
+    layers, changed = layers_of(found)
+    types = changed.get("layer_types", found.get("layer_types"))
     if way.kinds and "layer_types" in declared and len(set(types or ())) < 2 and len(named := kinds_named(kind)) > 1:
         changed["layer_types"] = [named[number % len(named)] for number in range(layers)]
-    number = SPECIAL
+    special = SPECIAL
     for name, made in found.items():
-        value = declared[name] if isinstance(made, int) else made
+        value = declared[name] if isinstance(made, int) else made  # what it fills in itself is left to it
         if name in changed or isinstance(value, bool | str | float):
             continue
-        if name in parts:
-            changed[name] = 1
-        elif value is None:
-            if way.kinds and re.search(r"attn.*(indices|idxs)", name):
-                changed[name] = [*range(1, layers, 2)]
-            elif way.fills and made is None and "int" in str(config_class.__annotations__.get(name)):
-                if fitting := [most for pattern, most in SIZES[:-1] if re.search(pattern, name)]:
-                    changed[name] = fitting[0]
-        elif hasattr(value, "to_dict"):
+        if hasattr(value, "to_dict"):
             changed[name] = shrunk(type(value), kind, way)
         elif name in SPECIAL_IDS:
             changed[name] = SPECIAL_IDS[name]
-        elif TOKEN.search(name) and "layer" not in name:
-            number -= 1
-            changed[name] = number
+        elif TOKEN.search(name) and "layer" not in name and value is not None:
+            special -= 1
+            changed[name] = special
         elif isinstance(value, int):
             changed[name] = layers if DEPTH.search(name) else tiny_number(name, value, found, way.scale)
-        elif isinstance(value, list | tuple) and (
-            declared[name] is not None or any(isinstance(one, list) for one in value)
-        ):
-            changed[name] = shrunk_list(name, value, found)
+        elif isinstance(value, list | tuple):
+            if declared[name] is not None or any(isinstance(one, list) for one in value):
+                changed[name] = shrunk_list(name, value, found)
+        elif made is None and way.kinds and re.search(r"attn.*(indices|idxs)", name):
+            changed[name] = [*range(1, layers, 2)]
+        elif made is None and way.fills and "int" in str(config_class.__annotations__.get(name)):
+            fitting = [most for pattern, most in SIZES[:-1] if re.search(pattern, name)]
+            changed |= {name: fitting[0]} if fitting else {}
     if "is_decoder" in declared:
         changed["is_decoder"] = True
     return config_class(**changed)
+
+
+def layers_of(found: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """How many layers there are to be, and what is told of each of them: one or two of each kind, or the first of each
+    stretch that a number of layers is given for.
+    """
+    types = found.get("layer_types") or found.get("layers_block_type")
+    numbers = {name: value for name, value in found.items() if isinstance(value, int)}
+    depth = len(types) if types else next((value for name, value in numbers.items() if DEPTH.search(name)), 0)
+    lists = {
+        name: value for name, value in found.items() if isinstance(value, list | tuple) and len(value) == depth > 0
+    }
+    stretches = {name: value for name, value in numbers.items() if STRETCH.search(name) and not DEPTH.search(name)}
+    if len(stretches) > 1 and sum(stretches.values()) == depth:
+        chosen = [end - value for end, value in zip(accumulate(stretches.values()), stretches.values(), strict=True)]
+    elif lists:
+        chosen, stretches = layers_of_each_kind(list(lists.values())), {}
+    else:
+        return LAYERS, {}
+    told = {name: [shrunk_list(name, [value[one]], found)[0] for one in chosen] for name, value in lists.items()}
+    return len(chosen), told | dict.fromkeys(stretches, 1)
 
 
 def tiny_number(name: str, value: int, found: dict[str, Any], scale: int = 1) -> int:
@@ -207,30 +217,6 @@ def shrunk_list(name: str, items: Iterable, found: dict[str, Any]) -> list:
     if any(isinstance(one, list) for one in items):  # such as [[names, times]]
         shorter[int] = lambda one: min(one, 2)
     return [shorter.get(type(one), lambda same: same)(one) for one in items]
-
-
-def depth_of(found: dict[str, Any]) -> int | None:
-    """How many layers a configuration says that there are."""
-    types = found.get("layer_types") or found.get("layers_block_type")
-    told = (value for name, value in found.items() if DEPTH.search(name) and isinstance(value, int))
-    return len(types) if types else next(told, None)
-
-
-def parts_of_depth(found: dict[str, Any]) -> list[str]:
-    """Names of the numbers of layers that together are all layers."""
-    parts = {name: value for name, value in found.items() if re.match(r"n(um)?_\w+_layers$", name)}
-    parts = {name: value for name, value in parts.items() if isinstance(value, int) and not DEPTH.search(name)}
-    return [*parts] if len(parts) > 1 and sum(parts.values()) == depth_of(found) else []
-
-
-def layer_lists(found: dict[str, Any]) -> dict[str, list]:
-    """The lists of a configuration with an item for each layer."""
-    depth = depth_of(found)
-    return {
-        name: value
-        for name, value in found.items()
-        if depth and isinstance(value, list | tuple) and len(value) == depth
-    }
 
 
 def layers_of_each_kind(lists: list[list]) -> list[int]:

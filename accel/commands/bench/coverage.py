@@ -15,6 +15,7 @@ def coverage(
         list[str] | None, typer.Argument(help="model types, or how they begin; all of them by default")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="folder for coverage.json")] = None,
+    page: Annotated[Path | None, typer.Option(help="file for the tables as Markdown")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="processes at a time")] = 1,
     timeout: Annotated[float, typer.Option(min=1.0, help="seconds that a stage of one model may take")] = 60.0,
 ) -> None:
@@ -26,7 +27,7 @@ def coverage(
     import torch
 
     from accel.bench import results
-    from accel.bench.llm.coverage import WRONG, coverage_tables, find_classes, run_coverage, summarized
+    from accel.bench.llm.coverage import WRONG, coverage_page, coverage_tables, find_classes, run_coverage, summarized
     from accel.bench.machine import provenance
 
     try:
@@ -45,9 +46,12 @@ def coverage(
 
         rows = run_coverage(classes, jobs, timeout, keep)
     console.print(*coverage_tables(rows))
+    about = {"case": "coverage", "about": "tiny models of every causal language model class of transformers"}
+    result = about | provenance(torch.device("cpu"), torch.float32) | summarized(rows) | {"rows": rows}
     if out is not None:
-        about = {"case": "coverage", "about": "tiny models of every causal language model class of transformers"}
-        result = about | provenance(torch.device("cpu"), torch.float32) | summarized(rows) | {"rows": rows}
         console.print(f"wrote {results.write(result, out / 'coverage.json')}", highlight=False)
+    if page is not None:
+        page.write_text(coverage_page(result))
+        console.print(f"wrote {page}", highlight=False)
     if any(row["outcome"] == WRONG for row in rows):
         raise typer.Exit(1)
