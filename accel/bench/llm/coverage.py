@@ -233,7 +233,7 @@ def coverage_tables(rows: list[dict]) -> "Iterator[Table]":
         yield shown
 
 
-def tables_of(rows: list[dict]) -> dict[str, tuple[tuple[str, ...], list[tuple[str, ...]]]]:
+def tables_of(rows: list[dict]) -> dict[str, tuple[tuple[str, ...], list[tuple]]]:
     """By title the headings and lines of each table."""
     found = summarized(rows)
     classes = [(", ".join(row["types"]), row["outcome"], "; ".join(row.get("reasons", ()))[:REASON]) for row in rows]

@@ -6,7 +6,8 @@ layer keep one or two layers of each kind. Several ways to do so are tried, unti
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -131,7 +132,7 @@ class Way:
     scale: int = 1
 
 
-def shrunk(config_class: "type[PreTrainedConfig]", kind: type, way: Way) -> "PreTrainedConfig":
+def shrunk(config_class: "type[PreTrainedConfig]", kind: "type[PreTrainedModel]", way: Way) -> "PreTrainedConfig":
     """A small configuration of this class. Raises what the class raises."""
     declared = {one.name: getattr(config_class, one.name, None) for one in fields(config_class)}
     try:
@@ -185,7 +186,7 @@ def layers_of(found: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     if len(stretches) > 1 and sum(stretches.values()) == depth:
         chosen = [end - value for end, value in zip(accumulate(stretches.values()), stretches.values(), strict=True)]
     elif lists:
-        chosen, stretches = layers_of_each_kind(list(lists.values())), {}
+        chosen, stretches = layers_of_each_kind(lists.values()), {}
     else:
         return LAYERS, {}
     told = {name: [shrunk_list(name, [value[one]], found)[0] for one in chosen] for name, value in lists.items()}
@@ -219,7 +220,7 @@ def shrunk_list(name: str, items: Iterable, found: dict[str, Any]) -> list:
     return [shorter.get(type(one), lambda same: same)(one) for one in items]
 
 
-def layers_of_each_kind(lists: list[list]) -> list[int]:
+def layers_of_each_kind(lists: Iterable[Sequence]) -> list[int]:
     """Numbers of layers: the first two of each kind, or the first where there are many."""
     seen: dict[tuple, list[int]] = {}
     for number, one in enumerate(zip(*lists, strict=True)):
@@ -228,9 +229,9 @@ def layers_of_each_kind(lists: list[list]) -> list[int]:
     return sorted(number for numbers in list(seen.values())[:MOST_LAYERS] for number in numbers[:each])
 
 
-def kinds_named(kind: type) -> list[str]:
+def kinds_named(kind: "type[PreTrainedModel]") -> list[str]:
     """The kinds of layers that the code of a class and of its configuration speaks of."""
     from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES
 
-    text = "".join(inspect.getsource(inspect.getmodule(one)) for one in (kind, kind.config_class))
+    text = "".join(inspect.getsource(sys.modules[one.__module__]) for one in (kind, kind.config_class))
     return [one for one in ALLOWED_ATTN_LAYER_TYPES if f'"{one}"' in text]
