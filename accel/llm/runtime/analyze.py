@@ -112,9 +112,20 @@ def formulas(
 def _formula(layer: LayerRecord, seen: Record) -> LayerSpec | str:
     """The formula of a layer, or why it is not known."""
     try:
+        if any(map(_hides_keys, layer.layer.buffers())):
+            raise NotUnderstood("it holds a mask that is not causal")
         return understand_layer(layer, seen)
     except NotUnderstood as reason:
         return str(reason)
+
+
+def _hides_keys(table: torch.Tensor) -> bool:
+    """Whether it says which keys each query sees, and leaves out earlier ones. A window longer than the run that is
+    looked at would not show in it.
+    """
+    if table.dtype != torch.bool or table.dim() < 2 or not 1 < table.shape[-2] == table.shape[-1]:
+        return False
+    return not bool((table | torch.ones_like(table).triu(1)).all())
 
 
 def _confirm_where_large(model: PreTrainedModel, layers: dict[str, LayerSpec | str], seen: Record) -> None:

@@ -94,6 +94,16 @@ def test_the_reason_is_true(kind):
     same(generate(ours, ids, mask), generate(stock, ids, mask))
 
 
+def test_a_window_longer_than_what_is_looked_at():
+    """It stands in a table of the layer's own, which hides no key of a short run."""
+    stock = make("gpt-neo", window_size=32)
+    ours = accel.optimize(copy.deepcopy(stock))
+    reasons = {path: reason for path, rule, _, reason in accel.report(ours).sites if rule == "decoder layer"}
+    assert reasons == {"transformer.h.0": "", "transformer.h.1": "it holds a mask that is not causal"}
+    ids, mask = padded((60, 45))
+    same(generate(ours, ids, mask), generate(stock, ids, mask))
+
+
 def replaced(*numbers, **classes):
     """A llama in whose layers of these numbers, or in all, modules of these names are given another class: of the same
     children and weights.
