@@ -30,6 +30,7 @@ LAYERS, MOST_LAYERS = 4, 8
 SIZES: tuple[tuple[str, int], ...] = (
     (r"vocab", VOCABULARY),
     (r"codebooks", 1),
+    (r"original_max|n_floor|floor_scale", WINDOW),
     (r"position_embeddings|n_positions|n_ctx|max_seq|(source|target)_positions|max_length|context_length", POSITIONS),
     (r"shared_layers|layers_shared", 2),
     (r"layer.*end", 3),
@@ -162,6 +163,8 @@ def shrunk(config_class: "type[PreTrainedConfig]", kind: "type[PreTrainedModel]"
         elif isinstance(value, list | tuple):
             if declared[name] is not None or any(isinstance(one, list) for one in value):
                 changed[name] = shrunk_list(name, value, found)
+        elif isinstance(value, dict) and "original_max" in str(value):  # of rotary embeddings
+            changed[name] = tiny_positions(value)
         elif made is None and way.kinds and re.search(r"attn.*(indices|idxs)", name):
             changed[name] = [*range(1, layers, 2)]
         elif made is None and way.fills and "int" in str(config_class.__annotations__.get(name)):
@@ -206,6 +209,14 @@ def tiny_number(name: str, value: int, found: dict[str, Any], scale: int = 1) ->
         name = "qk_rope_head_dim"
     most = next(most for pattern, most in SIZES if re.search(pattern, name))
     return min(value, most * scale if most in WIDTHS else most)
+
+
+def tiny_positions(given: dict) -> dict:
+    """Rotary embeddings of any layers, made for texts shorter than the prompt."""
+    return {
+        name: tiny_positions(one) if isinstance(one, dict) else WINDOW if name.startswith("original_max") else one
+        for name, one in given.items()
+    }
 
 
 def shrunk_list(name: str, items: Iterable, found: dict[str, Any]) -> list:
