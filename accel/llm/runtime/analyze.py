@@ -102,7 +102,10 @@ def formulas(
             found.append((layer, spec))
     if unknown and not (some and found):
         raise NotUnderstood(kept or unknown[0])
-    _confirm_where_large(model, layers, seen)
+    keywords = {word for _, spec in found for word in spec.attention.keywords}
+    # What looks up positions in a table could be led outside of it, which on a GPU ends the process.
+    rotated = bool(keywords) and "position_ids" not in keywords and seen.layers[0].most_positions is None
+    _confirm_where_large(model, layers, seen, last=rotated and not unknown)
     places = sorted(spec.attention.index for _, spec in found)
     if len(set(places)) < len(places) or (not unknown and places != list(range(len(found)))):
         raise NotUnderstood("layers that share a place in the cache")
@@ -128,9 +131,10 @@ def _hides_keys(table: torch.Tensor) -> bool:
     return not bool((table | torch.ones_like(table).triu(1)).all())
 
 
-def _confirm_where_large(model: PreTrainedModel, layers: dict[str, LayerSpec | str], seen: Record) -> None:
+def _confirm_where_large(model: PreTrainedModel, layers: dict[str, LayerSpec | str], seen: Record, last: bool) -> None:
     """Finds the same formulas once more where all numbers are large; one layer of each make tells for the others.
-    Raises NotUnderstood where it finds another.
+    last: and at the last positions, since some models scale queries from a position on. Raises NotUnderstood where it
+    finds another.
     """
     makes: set[tuple] = set()
     others: list[str] = []
@@ -145,7 +149,7 @@ def _confirm_where_large(model: PreTrainedModel, layers: dict[str, LayerSpec | s
             if _formula(layer, amplified) != spec:
                 others.append(layer.path)
 
-    record(model, look, amplified=True, own=seen.own, known=seen)
+    record(model, look, amplified=True, last=last, own=seen.own, known=seen)
     for path in others:
         layers[path] = "it computes something else where numbers are large"
         raise NotUnderstood(f"{path}: {layers[path]}")
