@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from accel_kernels import KV
+from accel_kernels import KV, RowStates
 
 from accel.libraries.cache import Cache
 from accel.llm.generation.calling_convention import Unfit
@@ -34,7 +34,7 @@ class CheckedStep(Step):
 
     def __init__(
         self,
-        kvs: Mapping[int, KV],
+        kvs: Mapping[int, KV | RowStates],
         cache: Cache,
         tokens: torch.Tensor,
         dtype: torch.dtype,

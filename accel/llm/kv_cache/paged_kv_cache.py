@@ -117,8 +117,8 @@ class PagedKVCache:
             for layer in here:
                 if layer in states:
                     state, window, *others = states[layer]
-                    both = dict(zip(("other_state", "other_window"), others, strict=True))
-                    self._states[layer] = RowStates(state, window, metadata, layer, firsts=firsts, **both)
+                    kept_states = RowStates(state, window, metadata, layer, firsts=firsts)
+                    self._states[layer] = kept_states._replace(other_state=others[0], other_window=others[1])
                     continue
                 table, keys, values, *scales = kept[layer]
                 named = {"key_scales": scales[0], "value_scales": scales[1]} if scales else {}

@@ -27,7 +27,7 @@ from accel.libraries.tensor_parallel import pipeline_stage
 from accel.llm.kv_cache.cache import STOCK
 from accel.llm.pipeline.device_hooks import StockHere, device_of, moved_to, other_hook
 from accel.llm.recording.implementation import foreign_attention, lent_configs, unpaged
-from accel.llm.recording.inputs import few
+from accel.llm.recording.inputs import few, last_positions
 from accel.llm.recording.plain_attention import plain_attention
 from accel.llm.recording.position_table import PositionTable
 from accel.llm.recording.record import Attended, Call, Kept, LayerRecord, NotUnderstood, Record, Stored, Value
@@ -150,6 +150,7 @@ def record(
     look: Look,
     scores: bool = False,
     amplified: bool = False,
+    last: bool = False,
     own: bool = False,
     known: Record | None = None,
 ) -> Record:
@@ -157,9 +158,9 @@ def record(
 
     look: is shown every layer as soon as it has run; then its record forgets the tensors, but for queries and keys
     where `scores` says so. amplified: outputs of linear layers inside the layers are made many times larger, so that a
-    clamp or another bend far from zero shows. known: an earlier run, whose mask functions, where they are the same, are
-    not asked again. own: the model keeps its own attention, for those that do not ask transformers for one; its masks
-    are made by the functions of the earlier run.
+    clamp or another bend far from zero shows. last: the tokens stand at the last positions. known: an earlier run,
+    whose mask functions, where they are the same, are not asked again. own: the model keeps its own attention, for
+    those that do not ask transformers for one; its masks are made by the functions of the earlier run.
     """
     path, layers = decoder_layers(model)
     foreign = foreign_attention([model, *layers.modules()])
@@ -180,7 +181,8 @@ def record(
         with resting(model), MathAttention(), recorder.attached(model), recorder.until_shown:
             recorder.until_shown.enter_context(table)
             forward = type(model).forward
-            forward(model, input_ids=ids, use_cache=True, **cache_given(forward, recorder.cache))
+            given = cache_given(forward, recorder.cache) | (last_positions(model, ids) if last else {})
+            forward(model, input_ids=ids, use_cache=True, **given)
     except Exception as error:  # whatever a forward may raise: a model that cannot run this call is not one we know
         raise NotUnderstood(f"{_refused(error)}: {reason_of(error)}") from error
     finally:

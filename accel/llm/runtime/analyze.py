@@ -102,7 +102,10 @@ def formulas(
         raise NotUnderstood(keeps_more(model) or unknown[0])
     if not places:
         raise NotUnderstood("no layer stores keys and values")
-    _confirm_where_large(model, layers, seen)
+    keywords = {word for _, spec in found if spec.attention is not None for word in spec.attention.keywords}
+    # What looks up positions in a table could be led outside of it, which on a GPU ends the process.
+    rotated = bool(keywords) and "position_ids" not in keywords and seen.layers[0].most_positions is None
+    _confirm_where_large(model, layers, seen, last=rotated and not unknown)
     if len(set(places)) < len(places) or (not unknown and not _in_order(found, places)):
         raise NotUnderstood("layers that share a place in the cache")
     return found
@@ -117,14 +120,26 @@ def _in_order(found: list[tuple[LayerRecord, LayerSpec]], places: list[int]) -> 
 def _formula(layer: LayerRecord, seen: Record) -> LayerSpec | str:
     """The formula of a layer, or why it is not known."""
     try:
+        if any(map(_hides_keys, layer.layer.buffers())):
+            raise NotUnderstood("it holds a mask that is not causal")
         return understand_layer(layer, seen)
     except NotUnderstood as reason:
         return str(reason)
 
 
-def _confirm_where_large(model: PreTrainedModel, layers: dict[str, LayerSpec | str], seen: Record) -> None:
+def _hides_keys(table: torch.Tensor) -> bool:
+    """Whether it says which keys each query sees, and leaves out earlier ones. A window longer than the run that is
+    looked at would not show in it.
+    """
+    if table.dtype != torch.bool or table.dim() < 2 or not 1 < table.shape[-2] == table.shape[-1]:
+        return False
+    return not bool((table | torch.ones_like(table).triu(1)).all())
+
+
+def _confirm_where_large(model: PreTrainedModel, layers: dict[str, LayerSpec | str], seen: Record, last: bool) -> None:
     """Finds the same formulas once more where all numbers are large; one layer of each make tells for the others.
-    Raises NotUnderstood where it finds another.
+    last: and at the last positions, since some models scale queries from a position on. Raises NotUnderstood where it
+    finds another.
     """
     makes: set[tuple] = set()
     others: list[str] = []
@@ -139,7 +154,7 @@ def _confirm_where_large(model: PreTrainedModel, layers: dict[str, LayerSpec | s
             if _formula(layer, amplified) != spec:
                 others.append(layer.path)
 
-    record(model, look, amplified=True, own=seen.own, known=seen)
+    record(model, look, amplified=True, last=last, own=seen.own, known=seen)
     for path in others:
         layers[path] = "it computes something else where numbers are large"
         raise NotUnderstood(f"{path}: {layers[path]}")

@@ -45,6 +45,7 @@ def strided(index: torch.Tensor) -> Columns | None:
     """index: (heads, repeats, channels). None where the columns are not evenly spaced."""
     first = int(index[0, 0, 0])
     head, repeat = (int(index.select(dim, 1)[0, 0]) - first if index.shape[dim] > 1 else 0 for dim in (0, 1))
-    heads, repeats, channels = (torch.arange(size) for size in index.shape)
+    sizes = (index.shape[0], index.shape[1], index.shape[2])
+    heads, repeats, channels = (torch.arange(size, device="cpu") for size in sizes)
     even = first + heads[:, None, None] * head + repeats[:, None] * repeat + channels
-    return Columns(first, head, repeat, tuple(index.shape)) if torch.equal(index, even) else None
+    return Columns(first, head, repeat, sizes) if torch.equal(index, even) else None

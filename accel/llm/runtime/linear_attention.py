@@ -4,7 +4,6 @@ Projections of the input give queries, keys and values, which go through a causa
 gates. A rule updates the state with each token. A step is one product, one kernel, and the last projection.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,7 +77,7 @@ class BoundLinearAttention:
         self.spec, self.layer = spec, layer
         self.projections = [BoundLinear(layer.get_submodule(name)) for name in spec.projections]
         self.joint = stacked(self.projections, stack)
-        self.weight = layer.get_submodule(spec.norm.name)._parameters[spec.norm.weight]
+        self.weight: torch.Tensor = layer.get_submodule(spec.norm.name).get_parameter(spec.norm.weight)
         self.tensors = spec.formula.tensors(layer)
         # Within the kernel of a step, where each head has a norm of its own with the gate behind it.
         self.inside = spec.norm.groups == spec.formula.heads.values and not (spec.norm.first or spec.formula.wide)
@@ -88,14 +87,15 @@ class BoundLinearAttention:
         formula, states = self.spec.formula, step.states(self.spec.index)
         joint = self.projected(kernels, h)
         parts = parts_of(formula, joint)
+        state, window, sequences = states.state, states.window, states.sequences()
+        assert state is not None and window is not None
         if formula.rule != DELTA:  # the library keeps values before keys
-            other = states.other_state
-            turned = None if other is None else other.transpose(2, 3)
-            states = states._replace(state=states.state.transpose(2, 3), other_state=turned)
-        state, sequences = states.state, states.sequences()
+            other = sequences.other_state
+            sequences = sequences._replace(other_state=None if other is None else other.transpose(2, 3))
+            state = state.transpose(2, 3)
         if joint.shape[1] > 1:
             ops = kernels.causal_convolution, kernels.linear_attention_prompt
-            y = prompt(*ops, formula, self.tensors, parts, state, states.window, sequences)
+            y = prompt(*ops, formula, self.tensors, parts, state, window, sequences)
             return self._normed(kernels, y.flatten(2), parts["gate"].flatten(2)).to(joint.dtype)
         weight, bias, decay, skip = self.tensors
         q, k, v, gate, a = (parts[name][:, 0] for name in ("q", "k", "v", "gate", "a"))
@@ -105,7 +105,7 @@ class BoundLinearAttention:
         y = kernels.linear_attention_step(
             q, k, v, a.squeeze(-1), decay, state, sequences, skip=skip, norm=norm, **formula.options,
             b=parts["b"][:, 0].squeeze(-1) if "b" in parts else None,
-            convolution=Convolution(weight, states.window, bias, formula.activation, formula.order),
+            convolution=Convolution(weight, window, bias, formula.activation, formula.order),
         ).unsqueeze(1)  # fmt: skip
         return y if self.inside else self._normed(kernels, y, gate.flatten(1).unsqueeze(1)).to(joint.dtype)
 
@@ -113,7 +113,7 @@ class BoundLinearAttention:
         """(rows, new, N): the outputs of all projections side by side."""
         if self.joint is not None:
             return part_product(kernels, self.joint, h)
-        outputs: Sequence[torch.Tensor] = [linear(kernels, h) for linear in self.projections]
+        outputs = [linear(kernels, h) for linear in self.projections]
         return torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0].contiguous()
 
     def _normed(self, kernels: Kernels, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from accel_kernels import Decay, Sequences, causal_convolution, linear_attention_prompt
+from accel_kernels.recurrent.recurrence import RowSequences
 from accel_kernels.norm.rms_norm import GATES
 from torch import nn
 
@@ -123,7 +124,7 @@ def prompt(
     parts: dict[str, torch.Tensor],
     state: torch.Tensor,
     window: torch.Tensor,
-    sequences: Sequences,
+    sequences: Sequences | RowSequences,
 ) -> torch.Tensor:
     """What the rule gives of many tokens, (rows, tokens, heads, Dv), by these two operations. parts: see `parts_of`.
 
@@ -202,17 +203,9 @@ class FormulaFinder:
         betas = (1.0, 2.0) if rule == DELTA else (1.0,)
         given = self.layer.name(self.convolution), self.convolution.kernel_size[0]
         for pick, limits, beta, activation in product(picks, ((0.0, float("inf")), *held), betas, ("silu", None)):
-            a_log, bias, *skip = pick
-            options = (
-                activation,
-                a_log,
-                bias,
-                skip[0] if skip else None,
-                limits,
-                beta,
-                self.core.dtype != self.joint.dtype,
-            )
-            yield Formula(rule, heads, tuple(columns.items()), *given, *options)
+            skip, wide = (pick[2] if len(pick) > 2 else None), self.core.dtype != self.joint.dtype
+            places_of = tuple(columns.items())
+            yield Formula(rule, heads, places_of, *given, activation, pick[0], pick[1], skip, limits, beta, wide)
 
     def _holds(self, formula: Formula) -> bool:
         joint, state, heads = self.joint, self.kept.state, formula.heads

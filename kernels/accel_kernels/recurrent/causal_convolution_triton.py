@@ -189,7 +189,7 @@ def causal_convolution(x, weight, window, sequences, *, bias=None, activation=No
     block_t = min(32, power_of_two(longest))
     block_c = min(power_of_two(channels), 2048 // block_t if block_t > 1 else 256)
     launch(
-        causal_convolution_kernel, (cdiv(longest, block_t), cdiv(channels, block_c), sequences.count),
+        causal_convolution_kernel, (cdiv(longest, block_t), cdiv(channels, block_c), sequences.number),
         x, before, after, x_row, before_row, after_row, weight, weight.stride(), bias, window, y,
         *sequences.pointers(), tokens, channels, sequences.padded, weight.shape[1],
         power_of_two(weight.shape[1]), activation, block_t, block_c,

@@ -309,7 +309,7 @@ def linear_attention_prompt(
 ):
     """Same arguments and result as the reference."""
     batch, tokens, key_heads, repeat, value_dim = v.shape
-    heads, key_dim, count = key_heads * repeat, k.shape[-1], sequences.count
+    heads, key_dim, count = key_heads * repeat, k.shape[-1], sequences.number
     out = empty_output(v, (batch, tokens, heads, value_dim), sequences, dtype)
     q, k, v, a = (t.flatten(0, 1) for t in (q, k, v, a))  # views wherever they can be
     b = None if b is None else b.flatten(0, 1)

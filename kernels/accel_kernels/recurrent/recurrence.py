@@ -31,7 +31,7 @@ class Sequences(NamedTuple):
     longest: int | None = None
 
     @property
-    def count(self) -> int:
+    def number(self) -> int:
         return len(self.slots)
 
     @property
@@ -59,7 +59,7 @@ class Sequences(NamedTuple):
 
         tokens: of a row.
         """
-        spans = [(n * tokens, (n + 1) * tokens) for n in range(self.count)]
+        spans = [(n * tokens, (n + 1) * tokens) for n in range(self.number)]
         spans = spans if self.spans is None else self.spans.tolist()
         for (begin, end), slot, position in zip(spans, self.slots.tolist(), self.positions.tolist(), strict=True):
             if slot >= 0 and end > begin:
@@ -88,7 +88,7 @@ class RowSequences(NamedTuple):
         return pair[half], pair[1 - half]
 
     @property
-    def count(self) -> int:
+    def number(self) -> int:
         return self.rows
 
     @property

@@ -92,7 +92,7 @@ def selective_scan(x, dt, a_log, k, q, state, sequences, *, bias=None, skip=None
     block_n = power_of_two(size)
     block_c = max(1, min(power_of_two(channels), 512 // block_n))
     launch(
-        selective_scan_kernel, (cdiv(channels, block_c), sequences.count),
+        selective_scan_kernel, (cdiv(channels, block_c), sequences.number),
         *(row[0] for row in rows), y, *(row[1] for row in rows), a_log, bias, skip, state, state.stride(0),
         *sequences.pointers(), tokens, channels, sequences.padded, *state.stride()[1:], size, block_c,
         block_n, num_warps=1, **programmatic(x.device, tokens == 1),
