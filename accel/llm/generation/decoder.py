@@ -33,9 +33,9 @@ from accel.llm.kv_cache.shape import LayerShape
 from accel.llm.kv_cache.store import Store
 from accel.llm.moe.experts import ExpertsForward
 from accel.llm.moe.router import RouterForward
+from accel.llm.parts.step import ForwardContext, Step
 from accel.llm.recording.implementation import unpaged
 from accel.llm.runtime.layer import LayerForward
-from accel.llm.runtime.step import ForwardContext, Step
 from accel.parallel.ranks import Ranks
 from accel.parallel.sharded_layers import ranks_of
 from accel.patching.fallback_log import FallbackLog

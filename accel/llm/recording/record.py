@@ -152,7 +152,7 @@ class Stored(NamedTuple):
 
 
 @dataclass
-class Kept:
+class KeptState:
     """What a layer of linear attention kept for a row, by which module, and which layer of the cache that is.
 
     inputs: (rows, channels, tokens), of its convolution; state: (rows, ...), behind the last token. None for none.
@@ -179,7 +179,7 @@ class LayerRecord:
     ran: Call | None = None
     calls: list[Call] = field(default_factory=list)
     stored: Stored | None = None
-    kept: Kept | None = None
+    kept: KeptState | None = None
     attended: Attended | None = None
     most_positions: int | None = None
 

@@ -30,7 +30,8 @@ from accel.llm.recording.implementation import foreign_attention, lent_configs, 
 from accel.llm.recording.inputs import few, last_positions
 from accel.llm.recording.plain_attention import plain_attention
 from accel.llm.recording.position_table import PositionTable
-from accel.llm.recording.record import Attended, Call, Kept, LayerRecord, NotUnderstood, Record, Stored, Value
+from accel.llm.recording.record import Attended, Call, KeptState, LayerRecord, NotUnderstood, Record, Stored, Value
+from accel.llm.recording.recording_cache import RecordingCache
 from accel.patching.structure import foreign_hooks, placement
 from accel.quantization.experts import holds_numbers
 
@@ -300,7 +301,7 @@ class Recorder:
             raise NotUnderstood("a layer keeps several states, or something else does")
         kept = self.current.kept
         if kept is None:
-            kept = self.current.kept = Kept(self.open[-1].module, index)
+            kept = self.current.kept = KeptState(self.open[-1].module, index)
         if kept.place != index or getattr(kept, part) is not None:
             raise NotUnderstood("a layer keeps several states")
         setattr(kept, part, tensor.clone())
@@ -325,32 +326,6 @@ class Recorder:
             self.record.asked = True
             self.current.attended = Attended(query.clone(), attention_mask, options, output.clone())
         return output, None
-
-
-class RecordingCache(DynamicCache):
-    """An ordinary cache that shows what is stored."""
-
-    def __init__(self, recorder: Recorder, config: PretrainedConfig):
-        super().__init__(config=config)
-        self.recorder = recorder
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        self.recorder.stored(key_states, value_states, layer_idx)
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-    def update_conv_state(
-        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> torch.Tensor:
-        self.recorder.kept("inputs", conv_states, layer_idx, state_idx)
-        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
-
-    def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> torch.Tensor:
-        self.recorder.kept("state", recurrent_states, layer_idx, state_idx)
-        return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
 
 
 def model_side_effects(model: nn.Module) -> str | None:

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from accel.llm.kv_cache.shape import LayerShape
+from accel.llm.parts.norm import NormSpec
+from accel.llm.parts.part import NormedInput
+from accel.llm.parts.step import Step
 from accel.llm.recording.record import Call, LayerRecord, Record
-from accel.llm.runtime.norm import NormSpec
-from accel.llm.runtime.part import NormedInput
-from accel.llm.runtime.step import Step
 from accel.patching.fast_forward import Kernels
 
 

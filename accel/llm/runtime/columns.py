@@ -7,7 +7,7 @@ import torch
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
 
 
-class Columns(NamedTuple):
+class HeadColumns(NamedTuple):
     """Heads among columns: that of head h, repeat r and channel c is first + h * head + r * repeat + c.
 
     sizes: (heads, repeats, channels).
@@ -41,11 +41,11 @@ def places(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor | None:
     return found if torch.equal(all_columns[:, found], mine) else None
 
 
-def strided(index: torch.Tensor) -> Columns | None:
+def strided(index: torch.Tensor) -> HeadColumns | None:
     """index: (heads, repeats, channels). None where the columns are not evenly spaced."""
     first = int(index[0, 0, 0])
     head, repeat = (int(index.select(dim, 1)[0, 0]) - first if index.shape[dim] > 1 else 0 for dim in (0, 1))
     sizes = (index.shape[0], index.shape[1], index.shape[2])
     heads, repeats, channels = (torch.arange(size, device="cpu") for size in sizes)
     even = first + heads[:, None, None] * head + repeats[:, None] * repeat + channels
-    return Columns(first, head, repeat, sizes) if torch.equal(index, even) else None
+    return HeadColumns(first, head, repeat, sizes) if torch.equal(index, even) else None

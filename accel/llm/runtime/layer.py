@@ -10,16 +10,16 @@ from torch import nn
 
 from accel.comparison import factor, is_sum, named_factor
 from accel.fusion.stacked_linears import can_stack
+from accel.llm.parts.linear import weights
+from accel.llm.parts.norm import NormSpec, norm_spec
+from accel.llm.parts.part import BoundLinear, BoundNorm, NormedInput
+from accel.llm.parts.step import ForwardContext, Step
 from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record, Value, is_absent
 from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
 from accel.llm.runtime.gated_attention import GatedSpec, QueryGatedSpec
-from accel.llm.runtime.linear import weights
 from accel.llm.runtime.linear_attention import LinearSpec
 from accel.llm.runtime.mlp import BoundMlp, MlpSpec, understand_mlp
-from accel.llm.runtime.norm import NormSpec, norm_spec
-from accel.llm.runtime.part import BoundLinear, BoundNorm, NormedInput
 from accel.llm.runtime.softmax_attention import SoftmaxSpec
-from accel.llm.runtime.step import ForwardContext, Step
 from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.guard import LayerGuard, changed_since, plain_settings

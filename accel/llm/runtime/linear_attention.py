@@ -12,11 +12,11 @@ from accel_kernels.norm.rms_norm import Gate
 from torch import nn
 
 from accel.llm.kv_cache.shape import StateShape
+from accel.llm.parts.part import BoundLinear, NormedInput, part_product, stacked
+from accel.llm.parts.step import Step
 from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record
 from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
-from accel.llm.runtime.linear_formula import DELTA, Formula, FormulaFinder, OutputNorm, parts_of, prompt
-from accel.llm.runtime.part import BoundLinear, NormedInput, part_product, stacked
-from accel.llm.runtime.step import Step
+from accel.llm.runtime.linear_formula import DELTA, FormulaFinder, LinearFormula, OutputNorm, attended_prompt, parts_of
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import plain_settings
 
@@ -25,7 +25,7 @@ from accel.patching.guard import plain_settings
 class LinearSpec(AttentionSpec):
     """A rule over a state, and the norm of what it gives."""
 
-    formula: Formula
+    formula: LinearFormula
     norm: OutputNorm
 
     @property
@@ -95,7 +95,7 @@ class BoundLinearAttention:
             state = state.transpose(2, 3)
         if joint.shape[1] > 1:
             ops = kernels.causal_convolution, kernels.linear_attention_prompt
-            y = prompt(*ops, formula, self.tensors, parts, state, window, sequences)
+            y = attended_prompt(*ops, formula, self.tensors, parts, state, window, sequences)
             return self._normed(kernels, y.flatten(2), parts["gate"].flatten(2)).to(joint.dtype)
         weight, bias, decay, skip = self.tensors
         q, k, v, gate, a = (parts[name][:, 0] for name in ("q", "k", "v", "gate", "a"))

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 from accel_kernels import Decay, Sequences, causal_convolution, linear_attention_prompt
-from accel_kernels.recurrent.recurrence import RowSequences
 from accel_kernels.norm.rms_norm import GATES
+from accel_kernels.recurrent.recurrence import RowSequences
 from torch import nn
 
 from accel.comparison import agree
-from accel.llm.recording.record import Call, Kept, LayerRecord
-from accel.llm.runtime.columns import Columns, places, strided
+from accel.llm.recording.record import Call, KeptState, LayerRecord
+from accel.llm.runtime.columns import HeadColumns, places, strided
 from accel.tolerances import FORMULA, bound
 
 DELTA, SPACE = "gated delta rule", "state space"
@@ -41,7 +41,7 @@ class Heads(NamedTuple):
         return self.values * self.value_dim if part == "v" else self.keys * self.key_dim
 
 
-class Formula(NamedTuple):
+class LinearFormula(NamedTuple):
     """What one linear attention computes, but for its last norm and projection.
 
     columns: where the heads of q, k, v, gate, a and perhaps b lie in the outputs of all projections, side by side.
@@ -52,7 +52,7 @@ class Formula(NamedTuple):
 
     rule: str
     heads: Heads
-    columns: tuple[tuple[str, Columns], ...]
+    columns: tuple[tuple[str, HeadColumns], ...]
     convolution: str
     taps: int
     activation: str | None
@@ -116,10 +116,10 @@ class OutputNorm(NamedTuple):
     rounded: bool
 
 
-def prompt(
+def attended_prompt(
     convolve: Callable[..., torch.Tensor],
     attend: Callable[..., torch.Tensor],
-    formula: Formula,
+    formula: LinearFormula,
     tensors: Tensors,
     parts: dict[str, torch.Tensor],
     state: torch.Tensor,
@@ -141,7 +141,7 @@ def prompt(
     return attend(q, k, v, a, tensors.decay, state, sequences, b=b, skip=tensors.skip, **formula.options)
 
 
-def _side_by_side(formula: Formula, parts: dict[str, torch.Tensor]) -> torch.Tensor:
+def _side_by_side(formula: LinearFormula, parts: dict[str, torch.Tensor]) -> torch.Tensor:
     """The channels of the convolution, (rows, tokens, channels): a view where they lie so."""
     columns, place = dict(formula.columns), None
     for part in formula.order:
@@ -151,7 +151,7 @@ def _side_by_side(formula: Formula, parts: dict[str, torch.Tensor]) -> torch.Ten
         if not dense or place not in (None, one.first):
             return torch.cat([parts[name].flatten(2) for name in formula.order], -1)
         place = one.first + heads * repeats * channels
-    return Columns(columns[formula.order[0]].first, 0, 0, (1, 1, formula.channels)).of(parts["joint"]).flatten(2)
+    return HeadColumns(columns[formula.order[0]].first, 0, 0, (1, 1, formula.channels)).of(parts["joint"]).flatten(2)
 
 
 class FormulaFinder:
@@ -159,7 +159,7 @@ class FormulaFinder:
     gate, of what the rule gave.
     """
 
-    def __init__(self, layer: LayerRecord, kept: Kept, projections: Sequence[Call], norm: Call):
+    def __init__(self, layer: LayerRecord, kept: KeptState, projections: Sequence[Call], norm: Call):
         self.layer, self.kept, self.norm = layer, kept, norm
         self.joint = torch.cat([call.output.held for call in projections], -1)
         gate = next(one for one in norm.tensors if one is not norm.input.tensor)
@@ -172,7 +172,7 @@ class FormulaFinder:
         self.convolution = convolutions[0] if len(convolutions) == 1 else None
         self.parameters = {name: p for name, p in layer.layer.named_parameters() if id(p) not in beside}
 
-    def formulas(self) -> Iterator[Formula]:
+    def formulas(self) -> Iterator[LinearFormula]:
         """Those that give the result and the state that were seen."""
         convolution, inputs = self.convolution, self.kept.inputs
         assert inputs is not None and self.kept.state is not None
@@ -194,7 +194,7 @@ class FormulaFinder:
             for columns in _columns(rule, heads, mixed, gate, left.nonzero().flatten()):
                 yield from filter(self._holds, self._candidates(rule, heads, columns))
 
-    def _candidates(self, rule: str, heads: Heads, columns: dict[str, Columns]) -> Iterator[Formula]:
+    def _candidates(self, rule: str, heads: Heads, columns: dict[str, HeadColumns]) -> Iterator[LinearFormula]:
         assert self.convolution is not None
         held = [(float(low), float(high)) for low, high in _pairs(self.kept.attention)]
         names = [name for name, p in self.parameters.items() if p.numel() == heads.values]
@@ -205,9 +205,9 @@ class FormulaFinder:
         for pick, limits, beta, activation in product(picks, ((0.0, float("inf")), *held), betas, ("silu", None)):
             skip, wide = (pick[2] if len(pick) > 2 else None), self.core.dtype != self.joint.dtype
             places_of = tuple(columns.items())
-            yield Formula(rule, heads, places_of, *given, activation, pick[0], pick[1], skip, limits, beta, wide)
+            yield LinearFormula(rule, heads, places_of, *given, activation, pick[0], pick[1], skip, limits, beta, wide)
 
-    def _holds(self, formula: Formula) -> bool:
+    def _holds(self, formula: LinearFormula) -> bool:
         joint, state, heads = self.joint, self.kept.state, formula.heads
         assert state is not None
         rows, device = joint.shape[0], joint.device
@@ -217,7 +217,7 @@ class FormulaFinder:
         parts = parts_of(formula, joint)
         tensors, sequences = formula.tensors(self.layer.layer), Sequences(slots, 0 * slots)
         ops = causal_convolution.reference, linear_attention_prompt.reference
-        got = prompt(*ops, formula, tensors, parts, kept, window, sequences)
+        got = attended_prompt(*ops, formula, tensors, parts, kept, window, sequences)
         kept = kept if formula.rule == DELTA else kept.transpose(2, 3)
         same = agree(got.flatten(2), self.core, slack=self.slack)
         slack = 2.0 * bound(FORMULA, joint.dtype) / bound(FORMULA, state.dtype)
@@ -241,7 +241,7 @@ class FormulaFinder:
         return [one for _, one in sorted(found, key=lambda pair: pair[0])]
 
 
-def parts_of(formula: Formula, joint: torch.Tensor) -> dict[str, torch.Tensor]:
+def parts_of(formula: LinearFormula, joint: torch.Tensor) -> dict[str, torch.Tensor]:
     """Views of (rows, tokens, columns): by part (rows, tokens, heads, repeats, channels), q and k without repeats."""
     parts = {name: columns.of(joint) for name, columns in formula.columns}
     return parts | {"q": parts["q"].squeeze(3), "k": parts["k"].squeeze(3), "joint": joint}
@@ -259,9 +259,9 @@ def _normed(norm: OutputNorm, x: torch.Tensor, gate: torch.Tensor, weight: torch
 
 def _columns(
     rule: str, heads: Heads, mixed: torch.Tensor, gate: torch.Tensor, rest: torch.Tensor
-) -> Iterator[dict[str, Columns]]:
+) -> Iterator[dict[str, HeadColumns]]:
     """Where all parts lie; of those columns that are left, in the orders that occur."""
-    found: dict[str, Columns | None] = {}
+    found: dict[str, HeadColumns | None] = {}
     cut = mixed.split([heads.channels(part) for part in ORDER[rule]])
     for part, index in zip(ORDER[rule], cut, strict=True):
         found[part] = strided(index.view(heads.keys, heads.repeat if part == "v" else 1, -1))

@@ -9,9 +9,9 @@ from torch import nn
 
 from accel.comparison import agree
 from accel.errors import reason_of
+from accel.llm.parts.linear import Weights
+from accel.llm.parts.part import BoundLinear, NormedInput, part_product
 from accel.llm.recording.record import NOTHING_STORED, Call, LayerRecord, NotUnderstood, is_absent
-from accel.llm.runtime.linear import Weights
-from accel.llm.runtime.part import BoundLinear, NormedInput, part_product
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import as_understood, plain_settings
 from accel.quantization.experts import holds_numbers

@@ -14,14 +14,14 @@ from torch import nn
 from accel.comparison import agree, factor, named_factor
 from accel.libraries.attention import KNOWN_ARGUMENTS
 from accel.llm.kv_cache.shape import Shape
+from accel.llm.parts.norm import HeadNorm, NormSpec, head_norm
+from accel.llm.parts.part import BoundHeadNorm, BoundLinear, NormedInput, part_product, stacked
+from accel.llm.parts.step import Step
 from accel.llm.recording.plain_attention import plain_attention
 from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record
 from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
-from accel.llm.runtime.norm import HeadNorm, NormSpec, head_norm
-from accel.llm.runtime.part import BoundHeadNorm, BoundLinear, NormedInput, part_product, stacked
 from accel.llm.runtime.rotary import Rotary, SmallStore, rotaries
 from accel.llm.runtime.slopes import slopes_given
-from accel.llm.runtime.step import Step
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import plain_settings
 

@@ -157,9 +157,10 @@ def causal_convolution_kernel(
         newest = _inputs(x_ptr, before_ptr, begin + last, x_row, before_row, c_idx, kept)
         tl.store(written_ptr + (position + last) % TAPS * channels + c_idx, newest, mask=kept)
         if metadata_ptr is not None:  # what is older goes to the other half too
-            place = (position + last) % TAPS
+            past = position + last
+            place = past % TAPS
             oldest = tl.where(length > 0, length - TAPS, length)  # of a row without tokens none
-            kept = inside & (last < 0) & (last >= oldest) & (position + last >= first)
+            kept = inside & (last < 0) & (last >= oldest) & (past >= first)
             older = tl.load(window_ptr + place * channels + c_idx, mask=kept, other=0.0)
             tl.store(written_ptr + place * channels + c_idx, older, mask=kept)
 

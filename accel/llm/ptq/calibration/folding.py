@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from accel.fusion.norm_kind import NormKind
+from accel.llm.parts.linear import weights
+from accel.llm.parts.norm import NormSpec
 from accel.llm.ptq.calibration.linears import put, weight_matrix
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.runtime.analyze import formulas
 from accel.llm.runtime.layer import LayerSpec
-from accel.llm.runtime.linear import weights
-from accel.llm.runtime.norm import NormSpec
 from accel.llm.runtime.softmax_attention import SEPARATE, SoftmaxSpec, split
 from accel.patching.rule import set_data
 from accel.quantization.linears import Dense
