@@ -16,7 +16,15 @@ from accel.llm.parts.part import BoundLinear, NormedInput, part_product, stacked
 from accel.llm.parts.step import Step
 from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record
 from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
-from accel.llm.runtime.linear_formula import DELTA, FormulaFinder, LinearFormula, OutputNorm, attended_prompt, parts_of
+from accel.llm.runtime.linear_formula import (
+    DELTA,
+    FormulaFinder,
+    LinearFormula,
+    OutputNorm,
+    attended_prompt,
+    of_steps,
+    parts_of,
+)
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import plain_settings
 
@@ -79,6 +87,7 @@ class BoundLinearAttention:
         self.joint = stacked(self.projections, stack)
         self.weight: torch.Tensor = layer.get_submodule(spec.norm.name).get_parameter(spec.norm.weight)
         self.tensors = spec.formula.tensors(layer)
+        self.decay_of_steps = of_steps(self.tensors.decay)
         # Within the kernel of a step, where each head has a norm of its own with the gate behind it.
         self.inside = spec.norm.groups == spec.formula.heads.values and not (spec.norm.first or spec.formula.wide)
 
@@ -97,8 +106,10 @@ class BoundLinearAttention:
             ops = kernels.causal_convolution, kernels.linear_attention_prompt
             y = attended_prompt(*ops, formula, self.tensors, parts, state, window, sequences)
             return self._normed(kernels, y.flatten(2), parts["gate"].flatten(2)).to(joint.dtype)
-        weight, bias, decay, skip = self.tensors
+        weight, bias, _, skip = self.tensors
         q, k, v, gate, a = (parts[name][:, 0] for name in ("q", "k", "v", "gate", "a"))
+        # Stock takes the only token of a text for a prompt.
+        decay = self.tensors.decay if states.is_prefill else self.decay_of_steps
         norm = None
         if self.inside:
             norm = GatedNorm(gate, self.weight, self.spec.norm.eps, self.spec.norm.activation, self.spec.norm.rounded)
