@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from accel.errors import reason_of
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -70,7 +72,7 @@ def build_tiny(kind: "type[PreTrainedModel]") -> "PreTrainedModel":
                 raise config
             return run_tiny(kind, config)
         except Exception as error:  # whatever a class raises that is not made for these sizes
-            errors[f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]] = None
+            errors[" ".join(reason_of(error).split())[:300]] = None
     raise NotBuilt("; ".join(errors))
 
 
@@ -119,6 +121,7 @@ def tiny_configs(kind: "type[PreTrainedModel]") -> "Iterator[PreTrainedConfig | 
         try:
             yield shrunk(kind.config_class, kind, way)
         except Exception as error:  # a configuration checks what it is given
+            reason_of(error)
             yield error
 
 

@@ -76,7 +76,7 @@ class CheckedStep(Step):
             return f"its layers are given {name} as no text gives it"
         if spec.attention is None:
             return None
-        mask, window, keeps_state = kwargs.get(MASK), spec.attention.window, spec.keeps_state
+        mask, window, keeps_state = kwargs.get(MASK), spec.attention.window, spec.attention.keeps_state
         key = id(mask), window, keeps_state
         if key not in self.seen:
             self.seen[key] = mask, self._of_padding(mask) if keeps_state else self._causal(mask, window)

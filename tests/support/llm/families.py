@@ -48,6 +48,7 @@ class Family:
     expected: "fast", every decoder layer is patched; "some", some are, and the others run stock between them; "stock",
     none is, and the report says why; "either", only what it computes matters.
     attention: the implementation asked for, where the default one is not the one to compare with.
+    stateful: transformers refuses some modes, as tokens cannot be taken back; of some of these families others too.
     core: structurally unlike the others that are: these run the whole product of families and modes.
     """
 
@@ -56,7 +57,15 @@ class Family:
     config: dict = field(default_factory=dict)
     expected: str = "fast"
     attention: str | None = None
+    stateful: bool = False
     core: bool = False
+
+    def takes(self, mode: str) -> bool:
+        """Whether stock can do what a mode of this name asks for."""
+        return not (
+            self.stateful
+            and mode.startswith(("assisted", "embeddings", "fanned-out", "given-cache-plain", "prompt-lookup"))
+        )
 
     def __str__(self) -> str:
         return self.name
@@ -158,7 +167,7 @@ FAMILIES = (
     Family("nemotron-h", "nemotron_h", {
         "layers_block_type": ["mlp", "full_attention", "moe", "full_attention"], "num_hidden_layers": None,
         "head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
-        "moe_shared_expert_intermediate_size": 48}),
+        "moe_shared_expert_intermediate_size": 48}, stateful=True),
     Family("arcee", "arcee"),
     Family("seed-oss", "seed_oss", {"head_dim": 16, "attention_bias": True}),
     Family("exaone4", "exaone4", {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}),
@@ -203,12 +212,12 @@ FAMILIES = (
     Family("qwen3.5-attention", "qwen3_5_text", {
         "layer_types": ["full_attention"] * 2, "head_dim": 32, "rope_parameters": ROTARY | {
             "rope_type": "default", "partial_rotary_factor": 0.5, "mrope_section": [4, 2, 2],
-            "mrope_interleaved": True}}, core=True),
+            "mrope_interleaved": True}}, stateful=True, core=True),
     Family("qwen3.5-moe-attention", "qwen3_5_moe_text", {
         "layer_types": ["full_attention"] * 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
         "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48, "rope_parameters": ROTARY | {
             "rope_type": "default", "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1],
-            "mrope_interleaved": True}}),
+            "mrope_interleaved": True}}, stateful=True),
     Family("vaultgemma", "vaultgemma", {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 10},
            expected="either"),
     Family("modernbert-decoder", "modernbert-decoder", {"local_attention": 10, "cls_token_id": 1, "sep_token_id": 2},
@@ -221,17 +230,17 @@ FAMILIES = (
         "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 48}, expected="stock"),
     Family("qwen3-next", "qwen3_next", DELTA | {
         "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
-        "shared_expert_intermediate_size": 48}),
-    Family("qwen3.5", "qwen3_5_text", DELTA | {"head_dim": 16}, core=True),
-    Family("olmo-hybrid", "olmo_hybrid", DELTA, core=True),
+        "shared_expert_intermediate_size": 48}, stateful=True),
+    Family("qwen3.5", "qwen3_5_text", DELTA | {"head_dim": 16}, stateful=True, core=True),
+    Family("olmo-hybrid", "olmo_hybrid", DELTA, stateful=True, core=True),
     Family("bamba", "bamba", {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24,
-                              "attn_layer_indices": [1], "mamba_chunk_size": 16}, core=True),
+                              "attn_layer_indices": [1], "mamba_chunk_size": 16}, stateful=True, core=True),
     Family("granite-hybrid", "granitemoehybrid", {
         "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 16,
-        "layer_types": ["mamba", "attention"], "num_local_experts": 0, "shared_intermediate_size": 96}),
+        "layer_types": ["mamba", "attention"], "num_local_experts": 0, "shared_intermediate_size": 96}, stateful=True),
     Family("mamba2", "mamba2", MHA | {
         "num_heads": 8, "head_dim": 16, "expand": 2, "state_size": 24, "n_groups": 2, "chunk_size": 16,
-        "intermediate_size": None, "num_attention_heads": None, "max_position_embeddings": None}),
+        "intermediate_size": None, "num_attention_heads": None, "max_position_embeddings": None}, stateful=True),
     Family("mamba", "mamba", MHA | {"state_size": 8, "intermediate_size": None, "num_attention_heads": None,
                                     "max_position_embeddings": None}, expected="stock"),
     Family("rwkv", "rwkv", MHA | {"num_attention_heads": None, "max_position_embeddings": None,
