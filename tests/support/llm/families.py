@@ -37,6 +37,13 @@ GPT2 = {
 }
 MHA = {"num_key_value_heads": None}
 ROTARY = {"rope_theta": 10000.0}
+UNTAKEN = (
+    "assisted",
+    "embeddings",
+    "fanned-out",
+    "given-cache-plain",
+    "prompt-lookup",
+)  # by stock, of what is stateful
 DELTA = {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2,
          "linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_conv_kernel_dim": 4}  # fmt: skip
 
@@ -213,11 +220,6 @@ FAMILIES = (
         "layer_types": ["full_attention"] * 2, "head_dim": 32, "rope_parameters": ROTARY | {
             "rope_type": "default", "partial_rotary_factor": 0.5, "mrope_section": [4, 2, 2],
             "mrope_interleaved": True}}, stateful=True, core=True),
-    Family("qwen3.5-moe-attention", "qwen3_5_moe_text", {
-        "layer_types": ["full_attention"] * 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48, "rope_parameters": ROTARY | {
-            "rope_type": "default", "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1],
-            "mrope_interleaved": True}}, stateful=True),
     Family("vaultgemma", "vaultgemma", {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 10},
            expected="either"),
     Family("modernbert-decoder", "modernbert-decoder", {"local_attention": 10, "cls_token_id": 1, "sep_token_id": 2},
@@ -235,9 +237,6 @@ FAMILIES = (
     Family("olmo-hybrid", "olmo_hybrid", DELTA, stateful=True, core=True),
     Family("bamba", "bamba", {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24,
                               "attn_layer_indices": [1], "mamba_chunk_size": 16}, stateful=True, core=True),
-    Family("granite-hybrid", "granitemoehybrid", {
-        "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 16,
-        "layer_types": ["mamba", "attention"], "num_local_experts": 0, "shared_intermediate_size": 96}, stateful=True),
     Family("mamba2", "mamba2", MHA | {
         "num_heads": 8, "head_dim": 16, "expand": 2, "state_size": 24, "n_groups": 2, "chunk_size": 16,
         "intermediate_size": None, "num_attention_heads": None, "max_position_embeddings": None}, stateful=True),
