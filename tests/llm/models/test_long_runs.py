@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import accel
-from support.llm.calls import longer
-from support.llm.families import BY_NAME, FAMILIES, padded, prompt, random_calls
+from support.llm.calls import longer, random_calls
+from support.llm.families import BY_NAME, FAMILIES, padded, prompt
 from support.llm.modes import MODES
 from support.llm.outputs import flat, generate, same
 from support.together import together

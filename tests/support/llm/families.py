@@ -230,6 +230,9 @@ FAMILIES = (
         "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12,
         "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
         "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 48}, expected="stock"),
+    Family("qwen3.5-moe-attention", "qwen3_5_moe_text", {
+        "layer_types": ["full_attention"] * 2, "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48}, stateful=True),
     Family("qwen3-next", "qwen3_next", DELTA | {
         "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
         "shared_expert_intermediate_size": 48}, stateful=True),
@@ -323,18 +326,6 @@ def padded(lengths=(9, 5), seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         ids[row, : max(lengths) - length] = 0
         mask[row, : max(lengths) - length] = 0
     return ids, mask
-
-
-def random_calls(count: int, seed: int, ways: tuple[dict, ...], longest: int, rows: int, most_new: int):
-    """(ids, mask, keywords) of generate: other rows, lengths, numbers of new words and ways in each call."""
-    g = torch.Generator().manual_seed(seed)
-
-    def number(low, high):
-        return int(torch.randint(low, high + 1, (), generator=g))
-
-    for _ in range(count):
-        ids, mask = padded([number(1, longest) for _ in range(number(1, rows))], seed=number(0, 99))
-        yield ids, mask, {"max_new_tokens": number(1, most_new)} | ways[number(0, len(ways) - 1)]
 
 
 def in_turn(*lists) -> list[tuple]:
