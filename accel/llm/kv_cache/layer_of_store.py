@@ -80,6 +80,14 @@ class LayerOfStore:
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.store.request(self.index, RowSelection("reorder", beam_idx))
 
+    @steps_aside
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.store.request(self.index, RowSelection("repeat", repeats))
+
+    @steps_aside
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.store.request(self.index, RowSelection("select", indices))
+
     def offload(self) -> None:
         """Stays where the kernels read it."""
 

@@ -7,7 +7,7 @@ import torch
 from accel.libraries.cache import DynamicLayer, DynamicSlidingWindowLayer
 from accel.llm.kv_cache.layer_of_store import LayerOfStore, steps_aside
 from accel.llm.kv_cache.shape import Shape
-from accel.llm.kv_cache.store import RowSelection, Store
+from accel.llm.kv_cache.store import Store
 
 
 class StoreLayer(DynamicLayer, LayerOfStore):
@@ -21,6 +21,10 @@ class StoreLayer(DynamicLayer, LayerOfStore):
 
     __init__ = LayerOfStore.__init__
     reset, reorder_cache = LayerOfStore.reset, LayerOfStore.reorder_cache
+    batch_repeat_interleave, batch_select_indices = (
+        LayerOfStore.batch_repeat_interleave,
+        LayerOfStore.batch_select_indices,
+    )
     offload, prefetch = LayerOfStore.offload, LayerOfStore.prefetch
 
     def stock(self) -> DynamicLayer:
@@ -124,14 +128,6 @@ class StoreLayer(DynamicLayer, LayerOfStore):
     @steps_aside
     def activate_past_recording(self) -> None:
         """Nothing to do: no token is ever dropped."""
-
-    @steps_aside
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.store.request(self.index, RowSelection("repeat", repeats))
-
-    @steps_aside
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self.store.request(self.index, RowSelection("select", indices))
 
 
 class SlidingStoreLayer(StoreLayer, DynamicSlidingWindowLayer):

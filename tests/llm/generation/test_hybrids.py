@@ -8,10 +8,14 @@ import torch
 import accel
 from accel.llm.kv_cache.cache import store_of
 from accel.llm.kv_cache.state_layer import StateLayer
-from support.llm.families import make, padded
+from support.llm.families import MHA, Family, make, padded
 from support.llm.outputs import same
 
 HYBRIDS = ("qwen3.5", "bamba")
+# Without any attention: transformers does not know the length of its cache, and refuses most modes.
+MAMBA = Family("mamba2", "mamba2", MHA | {
+    "num_heads": 8, "head_dim": 16, "expand": 2, "state_size": 24, "n_groups": 2, "chunk_size": 16,
+    "intermediate_size": None, "num_attention_heads": None, "max_position_embeddings": None})  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=HYBRIDS)
@@ -96,3 +100,13 @@ def test_what_is_optimized_copies_and_is_put_back(pair):
     assert torch.equal(twin.generate(ids, **call), wanted)
     accel.restore(twin)
     assert "forward" not in vars(twin) and torch.equal(twin.generate(ids, **call), wanted)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.share(1)
+def test_a_model_of_states_alone_writes_what_stock_writes(beams):
+    ours, stock = accel.optimize(make(MAMBA)), make(MAMBA)
+    ids, mask = padded((9, 5))
+    call = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "num_beams": beams}
+    assert torch.equal(ours.generate(ids, **call), stock.generate(ids, **call))
+    assert "forward" in vars(ours) and not fallbacks(ours)

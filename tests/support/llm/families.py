@@ -240,9 +240,6 @@ FAMILIES = (
     Family("olmo-hybrid", "olmo_hybrid", DELTA, stateful=True, core=True),
     Family("bamba", "bamba", {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24,
                               "attn_layer_indices": [1], "mamba_chunk_size": 16}, stateful=True, core=True),
-    Family("mamba2", "mamba2", MHA | {
-        "num_heads": 8, "head_dim": 16, "expand": 2, "state_size": 24, "n_groups": 2, "chunk_size": 16,
-        "intermediate_size": None, "num_attention_heads": None, "max_position_embeddings": None}, stateful=True),
     Family("mamba", "mamba", MHA | {"state_size": 8, "intermediate_size": None, "num_attention_heads": None,
                                     "max_position_embeddings": None}, expected="stock"),
     Family("rwkv", "rwkv", MHA | {"num_attention_heads": None, "max_position_embeddings": None,
