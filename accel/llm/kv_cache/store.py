@@ -216,7 +216,7 @@ class Store:
     def advance(self, new: int) -> None:
         """All layers have written `new` more tokens."""
         self.previous = self.length
-        self._blocks.half ^= 1
+        self._blocks.half ^= bool(new)
         self.lengths = {layer: length + new for layer, length in self.lengths.items()}
         self._set_length()
 

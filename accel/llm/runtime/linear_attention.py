@@ -82,7 +82,7 @@ class BoundLinearAttention:
     """One linear attention with the tensors it reads."""
 
     def __init__(self, layer: nn.Module, spec: LinearSpec, stack: bool):
-        self.spec, self.layer = spec, layer
+        self.spec = spec
         self.projections = [BoundLinear(layer.get_submodule(name)) for name in spec.projections]
         self.joint = stacked(self.projections, stack)
         self.weight: torch.Tensor = layer.get_submodule(spec.norm.name).get_parameter(spec.norm.weight)

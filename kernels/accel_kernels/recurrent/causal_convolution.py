@@ -87,7 +87,7 @@ def some_rows(rand, stored, state, window, firsts=None, last=None):
     metadata = metadata_of(0, [(None, None, None), (None, state, window, *others)], rand.device, firsts)
     metadata[LENGTH], metadata[HALF] = stored, stored % 2
     last = None if last is None else torch.tensor([last], device=rand.device)
-    return RowStates(state, window, metadata, 1, False, last, padded, True, firsts, *others).sequences()
+    return RowStates(state, window, metadata, 1, False, last, padded, firsts, *others).sequences()
 
 
 @random_cases

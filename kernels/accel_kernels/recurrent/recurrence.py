@@ -127,7 +127,6 @@ class RowStates(NamedTuple):
     is_prefill: the host knows that nothing was stored before this call.
     last: int64 (1,), the index of the last new token that counts; None where all do.
     padded: whether any row may begin with padding; such tokens do not count either.
-    by_address: the work may go on in a graph over another store.
     firsts: (rows,) int64 on the device, tokens of padding before each row's first one. Kernels find it by address, and
         take it for zeros where that is 0; the reference needs it if `padded`.
 
@@ -143,7 +142,6 @@ class RowStates(NamedTuple):
     is_prefill: bool = False
     last: torch.Tensor | None = None
     padded: bool = False
-    by_address: bool = False
     firsts: torch.Tensor | None = None
     other_state: torch.Tensor | None = None
     other_window: torch.Tensor | None = None
@@ -155,10 +153,6 @@ class RowStates(NamedTuple):
             raise ValueError("neither a state nor a window")
         others = self.other_state, self.other_window
         return RowSequences(kept.shape[0], self.metadata, self.layer, self.last, self.padded, self.firsts, *others)
-
-    def stored(self) -> int:
-        """How many tokens every row holds; waits for the GPU."""
-        return int(self.metadata[LENGTH])
 
 
 class Decay(NamedTuple):
