@@ -42,16 +42,16 @@ def reference(
     if k_norm is not None:
         k = norms.reference(k, k_norm)
     if cos is not None:
-        q, k = _rotated(torch.cat((q, k), dim=2), cos, sin, interleaved).split([q.shape[2], k.shape[2]], dim=2)
+        q, k = rotated(torch.cat((q, k), dim=2), cos, sin, interleaved).split([q.shape[2], k.shape[2]], dim=2)
     start = kv.stored()
     end = start + q.shape[1]
     kv.write(start, k, v)
     keys, values = kv.read(end, q.dtype)
     if softcap is None and sinks is None and slopes is None:
         all_seen = window is None and kv.padding_mask is None and q.shape[1] == 1
-        seen = None if all_seen else _seen(q, end, start, kv.padding_mask, window)
-        return _standard(q, keys, values, seen, scale)
-    return _attention(q, keys, values, _seen(q, end, start, kv.padding_mask, window), scale, softcap, sinks, slopes)
+        seen = None if all_seen else seen_keys(q, end, start, kv.padding_mask, window)
+        return standard_attention(q, keys, values, seen, scale)
+    return _attention(q, keys, values, seen_keys(q, end, start, kv.padding_mask, window), scale, softcap, sinks, slopes)
 
 
 def _by_sequence(q, k, v, kv, scale, cos, sin, given):
@@ -67,7 +67,7 @@ def _by_sequence(q, k, v, kv, scale, cos, sin, given):
     return out
 
 
-def _seen(q, end, start, padding_mask, window):
+def seen_keys(q, end, start, padding_mask, window):
     """(rows or 1, 1, new, end): which keys a query sees."""
     at = torch.arange(end, device=q.device)
     seen = at <= at[start:, None]
@@ -76,7 +76,7 @@ def _seen(q, end, start, padding_mask, window):
     return seen[None, None] if padding_mask is None else seen & padding_mask[:, None, None, :end].bool()
 
 
-def _standard(q, keys, values, seen, scale):
+def standard_attention(q, keys, values, seen, scale):
     """Torch's own attention; a query that sees no key gives zeros."""
     q, keys, values = (t.transpose(1, 2) for t in (q, keys.to(q.dtype), values.to(q.dtype)))
     out = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen, scale=scale, enable_gqa=True)
@@ -108,7 +108,7 @@ def _attention(q, keys, values, seen, scale, softcap, sinks, slopes):
     return out.transpose(1, 2).reshape(rows, new, -1).to(q.dtype)
 
 
-def _rotated(t: torch.Tensor, cos, sin, interleaved: bool) -> torch.Tensor:
+def rotated(t: torch.Tensor, cos, sin, interleaved: bool) -> torch.Tensor:
     wide = torch.float64 if t.dtype == torch.float64 else torch.float32
     cos, sin = (a.to(wide).unsqueeze(2) for a in (cos, sin))
     half = cos.shape[-1]
