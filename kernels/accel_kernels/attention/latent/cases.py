@@ -27,7 +27,7 @@ def latent_case(rand, rows, stored, new, *, heads=4, nope=16, values=12, rank=32
         mask = mask.to(rand.device)
     kv.metadata[LENGTH], kv.metadata[PADDING_MASK] = stored, 0 if mask is None else mask.data_ptr()
     kv = kv._replace(padding_mask=mask, is_prefill=stored == 0)
-    q, compressed = rand(rows, new, heads * (nope + rope)), rand(rows, new, 3 + rank + rope)[..., 3:]
+    q, compressed = rand(rows, new, heads * (nope + rope)), rand(rows, new, 16 + rank + rope)[..., 16:]
     if last is not None:
         kv = kv._replace(last=torch.tensor([last], device=rand.device), by_address=True)
         q[:, last + 1 :], compressed[:, last + 1 :] = float("inf"), float("inf")

@@ -24,7 +24,7 @@ from accel_kernels.attention.paged.store_triton import (
     table_row,
 )
 from accel_kernels.attention.prefill_attention import PromptAttention
-from accel_kernels.device import HOPPER, is_hopper, programmatic, reaches, upcast
+from accel_kernels.device import is_hopper, programmatic, shared_memory, upcast
 from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch
 
@@ -44,12 +44,15 @@ class Tile(NamedTuple):
 
 
 def tile_of(queries: int, store_block: int, dtype: torch.dtype, device: torch.device) -> Tile:
-    """A row of queries takes 144 registers of every warp of mma.sync. wgmma reads 64 rows from shared memory."""
+    """By registers and shared memory, as compiled for latents of 512 and 64 channels; not measured yet."""
     if dtype == torch.float32:
         return Tile(16, min(store_block, 16), 8, 1)
-    if queries > 16 and is_hopper(device):
+    room = shared_memory(device) // 1024
+    if queries > 32 and is_hopper(device):  # wgmma takes 64 rows
         return Tile(64, min(store_block, 64), 8, 2)
-    return Tile(16, min(store_block, 64 if reaches(device, HOPPER) else 32), 8, 3)
+    if queries > 16 and room > 192:
+        return Tile(32, min(store_block, 64), 8, 3)
+    return Tile(16, min(store_block, 32), 4, 4 if room > 128 else 3)
 
 
 @triton.jit(do_not_specialize=("layer", "new", "splits"))
@@ -90,15 +93,17 @@ def latent_attention_kernel(
     row_max = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+    # An entry of the table is read an iteration ahead: where it is read and used in one, its wait is a wait for all.
+    block = tl.load(table + tl.minimum(start, stop - 1) * BLOCK_N // STORE_BLOCK).to(tl.int64)
     for i in range(start, stop):
         n_idx = i * BLOCK_N + tl.arange(0, BLOCK_N)
         n_mask = n_idx < end
-        block = tl.load(table + i * BLOCK_N // STORE_BLOCK).to(tl.int64)
         slot = (block * STORE_BLOCK + n_idx % STORE_BLOCK) * (RANK + ROPE)
         latent = tl.load(latents + slot[:, None] + r_idx[None, :], mask=n_mask[:, None] & r_mask[None, :], other=0.0)
         shared = tl.load(
             latents + RANK + slot[:, None] + p_idx[None, :], mask=n_mask[:, None] & p_mask[None, :], other=0.0
         )
+        block = tl.load(table + tl.minimum(i + 1, stop - 1) * BLOCK_N // STORE_BLOCK).to(tl.int64)
         if UPCAST:
             latent, shared = latent.to(tl.float32), shared.to(tl.float32)
         scores = tl.dot(q, tl.trans(latent), input_precision="ieee")
@@ -160,8 +165,8 @@ def latent_attention(
         absorbed, turned, latents, sums, stats, kv.metadata, kv.layer, new, heads, turned.stride(2), float(scale),
         splits,
         RANK=rank, ROPE=width - nope, HAS_PADDING_MASK=kv.padding_mask is not None, STORE_BLOCK=kv.block,
-        BLOCK_M=tile.queries, BLOCK_N=tile.keys, BLOCK_R=power_of_two(rank), BLOCK_P=max(16, power_of_two(width - nope)),
-        UPCAST=upcast(q.dtype), num_warps=tile.warps, num_stages=tile.stages, **programmatic(q.device),
+        BLOCK_M=tile.queries, BLOCK_N=tile.keys, BLOCK_R=power_of_two(rank),
+        BLOCK_P=max(16, power_of_two(width - nope)), UPCAST=upcast(q.dtype), num_warps=tile.warps, num_stages=tile.stages, **programmatic(q.device),
     )  # fmt: skip
     if sums is not None:
         expands = rows * new <= MOST_EXPANDED

@@ -82,21 +82,20 @@ def latent_store_kernel(
         r_mask = r_idx < RANK
         x = tl.load(latents + r_idx[None, :], mask=counts[:, None] & r_mask[None, :], other=0.0).to(tl.float32)
         rstd = tl.rsqrt(tl.sum(x * x, axis=1) / RANK + norm.eps)
-        x *= (
-            rstd[:, None] * (tl.load(norm.weight + r_idx, mask=r_mask, other=0.0).to(tl.float32) + norm.offset)[None, :]
-        )
+        gain = tl.load(norm.weight + r_idx, mask=r_mask, other=0.0).to(tl.float32) + norm.offset
+        x *= rstd[:, None] * gain[None, :]
         shared = apply_rope(latents + RANK, no_norm, turning, of, mate, p_mask, cos, sin, sign, ROPE, HALF * ROTATES)
         at = tl.load(metadata_ptr + AT_LENGTH) + s
         block = tl.load(table_row(metadata_ptr, layer, b) + at // STORE_BLOCK, mask=in_use, other=0).to(tl.int64)
         slot = (block * STORE_BLOCK + at % STORE_BLOCK)[:, None] * (RANK + ROPE)
         stored = stored_at(metadata_ptr, AT_LAYERS + OF_EACH * layer, element) + slot
-        r_mask, p_mask = in_use[:, None] & r_mask[None, :], in_use[:, None] & p_mask[None, :]
-        tl.store(stored + r_idx[None, :], x.to(element), mask=r_mask)
-        tl.store(stored + RANK + p_idx[None, :], shared.to(element), mask=p_mask)
+        x_mask, shared_mask = in_use[:, None] & r_mask[None, :], in_use[:, None] & p_mask[None, :]
+        tl.store(stored + r_idx[None, :], x.to(element), mask=x_mask)
+        tl.store(stored + RANK + p_idx[None, :], shared.to(element), mask=shared_mask)
         if row_ptr is not None:
             row = row_ptr + t[:, None] * (RANK + ROPE)
-            tl.store(row + r_idx[None, :], x.to(element), mask=r_mask)
-            tl.store(row + RANK + p_idx[None, :], shared.to(element), mask=p_mask)
+            tl.store(row + r_idx[None, :], x.to(element), mask=x_mask)
+            tl.store(row + RANK + p_idx[None, :], shared.to(element), mask=shared_mask)
     else:
         q_heads = q_ptr + (b * stride_qb + s * stride_qs + head * stride_qh)[:, None]
         q = tl.load(q_heads + n_idx[None, :], mask=counts[:, None] & n_mask[None, :], other=0.0)
@@ -108,13 +107,12 @@ def latent_store_kernel(
             if UPCAST:
                 q, weight = q.to(tl.float32), weight.to(tl.float32)
             absorbed = tl.dot(q, weight, input_precision="ieee")
-            place = (t * heads + head)[:, None] * RANK + c_idx[None, :]
-            mask = in_use[:, None] & (c_idx < RANK)[None, :]
-            tl.store(absorbed_ptr + place, absorbed.to(element), mask=mask)
+            absorbed_to = absorbed_ptr + (t * heads + head)[:, None] * RANK + c_idx[None, :]
+            tl.store(absorbed_to, absorbed.to(element), mask=in_use[:, None] & (c_idx < RANK)[None, :])
         if chunk == 0:
             y = apply_rope(q_heads + NOPE, no_norm, turning, of, mate, p_mask, cos, sin, sign, ROPE, HALF * ROTATES)
-            mask = in_use[:, None] & p_mask[None, :]
-            tl.store(turned + (WIDTH - ROPE) + p_idx[None, :], y.to(element), mask=mask)
+            there = in_use[:, None] & p_mask[None, :]
+            tl.store(turned + (WIDTH - ROPE) + p_idx[None, :], y.to(element), mask=there)
 
 
 def latent_store(q, compressed, kv, up, absorbs, *, norm, cos=None, sin=None, interleaved=False, to_halves=False):
