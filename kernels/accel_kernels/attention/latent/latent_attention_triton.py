@@ -166,7 +166,8 @@ def latent_attention(
         splits,
         RANK=rank, ROPE=width - nope, HAS_PADDING_MASK=kv.padding_mask is not None, STORE_BLOCK=kv.block,
         BLOCK_M=tile.queries, BLOCK_N=tile.keys, BLOCK_R=power_of_two(rank),
-        BLOCK_P=max(16, power_of_two(width - nope)), UPCAST=upcast(q.dtype), num_warps=tile.warps, num_stages=tile.stages, **programmatic(q.device),
+        BLOCK_P=max(16, power_of_two(width - nope)), UPCAST=upcast(q.dtype), num_warps=tile.warps,
+        num_stages=tile.stages, **programmatic(q.device),
     )  # fmt: skip
     if sums is not None:
         expands = rows * new <= MOST_EXPANDED
