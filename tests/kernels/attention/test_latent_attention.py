@@ -53,10 +53,10 @@ def test_a_graph_finds_latents_by_their_addresses(case):
     assert other.isnan().all()
 
 
-@pytest.mark.parametrize("tile", [(64, 16, 8, 2), (32, 8, 8, 3)], ids=str)
+@pytest.mark.parametrize("tile", [(64, 16, 32, 8, 2), (32, 8, 32, 8, 3)], ids=str)
 @pytest.mark.parametrize("name", ["verify-valid", "prefill-more-filled"])
 def test_tiles_of_other_gpus(name, tile, monkeypatch):
-    monkeypatch.setattr(kernels, "tile_of", lambda *_: kernels.Tile(*tile))
+    monkeypatch.setattr(kernels, "latent_tile", lambda *_: kernels.Tile(*tile))
     case = next(case for case in SMALL if case.name == name)
     (theirs, kwargs), (ours, _) = made(case), made(case)
     wanted, found = latent_attention.reference(*theirs, **kwargs), latent_attention.triton(*ours, **kwargs)

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from accel_kernels.attention.latent.cases import latent_case
+from accel_kernels.attention.latent.cases import latent_case, ragged_latent_case
 from accel_kernels.attention.paged.paged_attention import rotated, seen_keys, standard_attention
 from accel_kernels.norm import norm as norms
 from accel_kernels.op import dtype_reason, make_op
@@ -18,15 +18,24 @@ def reference(
     q: (rows, new, heads, N + P); compressed: (rows, new, R + P), the latent and the part of the key that all heads
     share; any strides, the last 1. up: (heads, N + V, R) contiguous, the product that makes a head's key and value of
     a latent. The key of a head is its N channels and the P shared ones, of which queries and keys are rotated.
-    kv: keys (blocks, block, 1, R + P), a token's normed latent and rotated part; values: their first R channels. New
-    tokens are those behind kv.metadata[LENGTH]. cos, sin: (1 or rows, new, P / 2), or None for no rotation. Pairs are
-    (i, i + P/2), or with `interleaved` (2 i, 2 i + 1); with `to_halves` besides, the rotated ones are stored as
-    (i, i + P/2). norm: an RMS norm over R. scale: of the scores. Keys that kv.padding_mask forbids are not seen; a
-    query that sees none gives zeros. dense: a PromptAttention that the calls of a model share.
+    kv: its keys are (blocks, block, 1, R + P), a token's normed latent and rotated part, and its values their first R
+    channels, a view. New tokens are those behind kv.metadata[LENGTH], which the caller moves on. With kv.ragged the one
+    row of q holds the new tokens of several sequences, see `Ragged`.
+    norm: an RMS norm over R. cos, sin: (1 or rows, new, P / 2), or None for no rotation. Pairs are (i, i + P/2), or
+    with `interleaved` (2 i, 2 i + 1); with `to_halves` besides, rotated ones are stored as (i, i + P/2). scale: of the
+    scores. Keys that kv.padding_mask forbids are not seen; a query that sees none gives zeros. dense: a PromptAttention
+    that the calls of a model share.
     """
     rank = up.shape[-1]
     rope = compressed.shape[-1] - rank
     nope = q.shape[-1] - rope
+    if kv.ragged is not None:
+        out = q.new_zeros(1, q.shape[1], up.shape[0] * (up.shape[1] - nope))
+        given = {"norm": norm, "interleaved": interleaved, "to_halves": to_halves}
+        for new, alone in kv.sequences():
+            angles = {} if cos is None else {"cos": cos[:, new], "sin": sin[:, new]}
+            out[:, new] = reference(q[:, new], compressed[:, new], alone, up, scale, **angles, **given)
+        return out
     if kv.last is not None:
         behind = (torch.arange(q.shape[1], device=q.device) > kv.last).view(1, -1, 1)
         q, compressed = q.masked_fill(behind.unsqueeze(-1), 0), compressed.masked_fill(behind, 0)
@@ -67,8 +76,8 @@ def supports(
         return "channels not next to each other"
     if not (q.dtype == compressed.dtype == up.dtype == kv.keys.dtype):
         return "queries, latents and the weight of different dtypes"
-    if kv.ragged is not None:
-        return "sequences of different lengths"
+    if kv.ragged is not None and (q.shape[0] != 1 or kv.padding_mask is not None):
+        return "sequences of different lengths in several rows, or with a padding mask"
     if norm.centered or norm.bias is not None or norm.weight is None:
         return "a norm with a mean or bias, or without a weight"
     return dtype_reason(q, compressed, up, cos, sin, norm.weight)
@@ -78,7 +87,7 @@ V2_LITE = {"heads": 16, "nope": 128, "values": 128, "rank": 512, "rope": 64, "in
 GLM_FLASH = V2_LITE | {"heads": 20, "nope": 192, "values": 256, "to_halves": True}
 MINICPM3 = {"heads": 40, "nope": 64, "values": 64, "rank": 256, "rope": 32, "block": 64}
 V3 = V2_LITE | {"heads": 128, "to_halves": True}
-_small = partial(latent_case, small=True)
+_small, _ragged = partial(latent_case, small=True), partial(ragged_latent_case, small=True)
 CASES = (
     _small("decode", 1, 37, 1, interleaved=True),
     _small("decode-odd", 2, 21, 1, heads=3, nope=5, values=7, rank=20, rope=6),
@@ -97,6 +106,11 @@ CASES = (
     _small("prefill-few-filled", 2, 0, 12, last=4, interleaved=True),
     _small("prefill-more", 1, 19, 70, heads=3, interleaved=True),
     _small("prefill-more-filled", 2, 19, 40, last=31, padding_mask=True),
+    _ragged("ragged-decode", [(37, 1), (0, 1), (16, 1), (90, 1)], idle=2, fill=2, interleaved=True),
+    _ragged("ragged-decode-wide", [(21, 1), (4, 1)], heads=20, rotates=False),
+    _ragged("ragged-mixed", [(37, 1), (60, 1), (0, 23), (16, 9), (5, 1)], heads=3, interleaved=True, to_halves=True),
+    _ragged("ragged-mixed-idle", [(9, 1), (0, 70)], idle=3, fill=9),
+    _ragged("ragged-none", [], idle=2, fill=4),
     latent_case("v2-lite-decode", 1, 2047, 1, **V2_LITE),
     latent_case("v2-lite-decode-b8", 8, 2047, 1, **V2_LITE),
     latent_case("v2-lite-decode-32k", 1, 32767, 1, **V2_LITE),
@@ -115,6 +129,9 @@ CASES = (
     latent_case("glm-flash-prefill-more", 1, 700, 130, **GLM_FLASH),
     latent_case("minicpm3-decode", 2, 900, 1, **MINICPM3),
     latent_case("minicpm3-prefill-more", 1, 100, 70, **MINICPM3),
+    ragged_latent_case("ragged-v2-lite-decode", [(317, 1), (64, 1), (9, 1)], fill=5, **V2_LITE),
+    ragged_latent_case("ragged-v2-lite", [*[(100 * i, 1) for i in range(20)], (0, 300), (64, 200)], fill=4, **V2_LITE),
+    ragged_latent_case("ragged-glm-flash", [(700, 1), (0, 90)], **GLM_FLASH),
     latent_case("v3-decode", 1, 2047, 1, **V3),
     latent_case("v3-decode-b8", 8, 2047, 1, **V3),
 )

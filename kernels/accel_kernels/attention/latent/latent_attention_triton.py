@@ -4,8 +4,6 @@ All heads are rows of one product with the latents, which are keys and values at
 share the tokens out to many programs (split-KV, "flash decoding", Dao et al. 2023).
 """
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -14,14 +12,14 @@ import triton.language as tl
 from accel_kernels.attention.latent.latent_store_triton import latent_store
 from accel_kernels.attention.latent.latent_values_triton import latent_values, share_of_tile
 from accel_kernels.attention.paged.online_softmax_triton import IN_BASE_2
-from accel_kernels.attention.paged.split_kv import split_count
+from accel_kernels.attention.paged.paged_attention_triton import sequence_of_tile
+from accel_kernels.attention.paged.split_kv import Tile, split_count
 from accel_kernels.attention.paged.store_triton import (
     AT_LAYERS,
-    AT_LENGTH,
     OF_EACH,
     padding_mask_of,
+    row_of,
     stored_at,
-    table_row,
 )
 from accel_kernels.attention.prefill_attention import PromptAttention
 from accel_kernels.device import is_hopper, programmatic, shared_memory, upcast
@@ -34,33 +32,24 @@ MOST_EXPANDED = 32  # and whose results are
 MOST_SPLITS = 128
 
 
-class Tile(NamedTuple):
-    """Pairs of token and head, and stored tokens of a program, and its launch shape."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-
-
-def tile_of(queries: int, store_block: int, dtype: torch.dtype, device: torch.device) -> Tile:
+def latent_tile(queries: int, channels: int, store_block: int, dtype: torch.dtype, device: torch.device) -> Tile:
     """By registers and shared memory, as compiled for latents of 512 and 64 channels; not measured yet."""
     if dtype == torch.float32:
-        return Tile(16, min(store_block, 16), 8, 1)
+        return Tile(16, min(store_block, 16), channels, 8, 1)
     room = shared_memory(device) // 1024
     if queries > 32 and is_hopper(device):  # wgmma takes 64 rows
-        return Tile(64, min(store_block, 64), 8, 2)
+        return Tile(64, min(store_block, 64), channels, 8, 2)
     if queries > 16 and room > 192:
-        return Tile(32, min(store_block, 64), 8, 3)
-    return Tile(16, min(store_block, 32), 4, 4 if room > 128 else 3)
+        return Tile(32, min(store_block, 64), channels, 8, 3)
+    return Tile(16, min(store_block, 32), channels, 4, 4 if room > 128 else 3)
 
 
 @triton.jit(do_not_specialize=("layer", "new", "splits"))
 def latent_attention_kernel(
-    q_ptr, turned_ptr, o_ptr, sums_ptr, stats_ptr, metadata_ptr, layer, new, heads, stride_turned, scale, splits,
-    RANK: tl.constexpr, ROPE: tl.constexpr, HAS_PADDING_MASK: tl.constexpr, STORE_BLOCK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, UPCAST: tl.constexpr,
-    PDL: tl.constexpr,
+    q_ptr, turned_ptr, o_ptr, sums_ptr, stats_ptr, metadata_ptr, ragged, layer, new, stride_turned, scale, splits,
+    HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, HAS_PADDING_MASK: tl.constexpr,
+    STORE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_P: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     element = q_ptr.dtype.element_ty
     tile = tl.program_id(0)
@@ -68,19 +57,21 @@ def latent_attention_kernel(
     split = tl.program_id(2)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    stored = tl.load(metadata_ptr + AT_LENGTH).to(tl.int32)
-    table = table_row(metadata_ptr, layer, b)
+    first_token = b * new
+    if ragged is not None:
+        b, tile, first_token, new = sequence_of_tile(tile, ragged, BLOCK_M, False, HEADS)
+    stored, table = row_of(metadata_ptr, layer, b, ragged)
     latents = stored_at(metadata_ptr, AT_LAYERS + OF_EACH * layer, element)
     padding_mask_ptr = None
     if HAS_PADDING_MASK:
         padding_mask_ptr = padding_mask_of(metadata_ptr, b, STORE_BLOCK)
-    end, share, active = share_of_tile(stored, tile, new, heads, splits, BLOCK_M, BLOCK_N)
+    end, share, active = share_of_tile(stored, tile, tl.maximum(new, 1), splits, HEADS, BLOCK_M, BLOCK_N)
     start = split * share
     stop = tl.minimum(start + share, tl.cdiv(end, BLOCK_N))
     pair = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    m_mask = pair < new * heads
-    at = stored + pair // heads
-    row = b * (new * heads) + pair
+    m_mask = pair < new * HEADS
+    at = stored + pair // HEADS
+    row = first_token * HEADS + pair
     r_idx, p_idx = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
     r_mask, p_mask = r_idx < RANK, p_idx < ROPE
     if PDL:
@@ -95,7 +86,7 @@ def latent_attention_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
     # An entry of the table is read an iteration ahead: where it is read and used in one, its wait is a wait for all.
     block = tl.load(table + tl.minimum(start, stop - 1) * BLOCK_N // STORE_BLOCK).to(tl.int64)
-    for i in range(start, stop):
+    for i in range(start, tl.where(tile * BLOCK_M < new * HEADS, stop, start)):  # no sequence may have this tile
         n_idx = i * BLOCK_N + tl.arange(0, BLOCK_N)
         n_mask = n_idx < end
         slot = (block * STORE_BLOCK + n_idx % STORE_BLOCK) * (RANK + ROPE)
@@ -141,7 +132,8 @@ def latent_attention(
     turning = {"norm": norm, "cos": cos, "sin": sin, "interleaved": interleaved, "to_halves": to_halves}
     (rows, new, heads, width), (_, channels, rank) = q.shape, up.shape
     nope = width - (compressed.shape[-1] - rank)
-    fresh = kv.is_prefill and new > FEW and kv.padding_mask is None
+    ragged = kv.ragged
+    fresh = kv.is_prefill and new > FEW and kv.padding_mask is None and ragged is None
     absorbs = not fresh and rows * new <= MOST_ABSORBED
     absorbed, turned, stored = latent_store(q, compressed, kv, up, absorbs, **turning)
     if fresh:
@@ -150,22 +142,25 @@ def latent_attention(
         absorbed = torch.empty((rows, new, heads, rank), device=q.device, dtype=q.dtype)
         _by_head(turned[..., :nope], up[:, :nope], absorbed)
         turned = turned[..., nope:]
-    tile = tile_of(new * heads, kv.block, q.dtype, q.device)
+    most = new if ragged is None or ragged.most_prefills else 1
+    tile = latent_tile(most * heads, power_of_two(rank), kv.block, q.dtype, q.device)
     tiles = cdiv(new * heads, tile.queries)
     splits = split_count(rows * tiles, q.device, fill=1, most=MOST_SPLITS)
+    if ragged is not None:  # some tiles stay empty
+        tiles = new * heads // tile.queries + ragged.most_decodes + ragged.most_prefills
     latents = sums = stats = None
     if splits == 1:
-        latents = torch.empty_like(absorbed)
+        latents = torch.empty_like(absorbed) if ragged is None else torch.zeros_like(absorbed)
     else:
         sums, stats = (
             torch.empty((rows * new * heads, splits, size), device=q.device, dtype=torch.float32) for size in (rank, 2)
         )
     launch(
         latent_attention_kernel, (tiles, rows, splits),
-        absorbed, turned, latents, sums, stats, kv.metadata, kv.layer, new, heads, turned.stride(2), float(scale),
-        splits,
-        RANK=rank, ROPE=width - nope, HAS_PADDING_MASK=kv.padding_mask is not None, STORE_BLOCK=kv.block,
-        BLOCK_M=tile.queries, BLOCK_N=tile.keys, BLOCK_R=power_of_two(rank),
+        absorbed, turned, latents, sums, stats, kv.metadata,
+        None if ragged is None else ragged.pointers(), kv.layer, new, turned.stride(2), float(scale), splits,
+        HEADS=heads, RANK=rank, ROPE=width - nope, HAS_PADDING_MASK=kv.padding_mask is not None, STORE_BLOCK=kv.block,
+        BLOCK_M=tile.queries, BLOCK_N=tile.keys, BLOCK_R=tile.channels,
         BLOCK_P=max(16, power_of_two(width - nope)), UPCAST=upcast(q.dtype), num_warps=tile.warps,
         num_stages=tile.stages, **programmatic(q.device),
     )  # fmt: skip

@@ -20,13 +20,13 @@ TOKENS, CHANNELS = 16, 64  # of a program
 
 @triton.jit(do_not_specialize=("layer", "new", "tokens"))
 def latent_store_kernel(
-    q_ptr, latents_ptr, up_ptr, cos_ptr, sin_ptr, norm, no_norm, metadata_ptr, last_ptr, absorbed_ptr, turned_ptr,
-    row_ptr, stride_qb, stride_qs, stride_qh, stride_lb, stride_ls, stride_cb, stride_cs, stride_cp, layer, new, tokens,
-    heads,
+    q_ptr, latents_ptr, up_ptr, cos_ptr, sin_ptr, norm, no_norm, metadata_ptr, ragged, last_ptr, absorbed_ptr,
+    turned_ptr, row_ptr, stride_qb, stride_qs, stride_qh, stride_lb, stride_ls, stride_cb, stride_cs, stride_cp, layer,
+    new, tokens,
     NOPE: tl.constexpr, VALUES: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, ROTATES: tl.constexpr,
-    INTERLEAVED: tl.constexpr, TO_HALVES: tl.constexpr, STORE_BLOCK: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, UPCAST: tl.constexpr,
-    PDL: tl.constexpr,
+    INTERLEAVED: tl.constexpr, TO_HALVES: tl.constexpr, HEADS: tl.constexpr, STORE_BLOCK: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+    UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (i, 0) stores the latents of BLOCK_T tokens; (i, 1 + head * parts + part) takes the queries of a head,
     and BLOCK_C channels of the absorbed ones. up_ptr: None where nothing is absorbed: turned_ptr has whole queries.
@@ -67,6 +67,9 @@ def latent_store_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     counts = in_use
+    if ragged is not None:
+        sequence = tl.load(ragged.token_sequences + s, mask=in_use, other=-1)
+        counts = sequence >= 0
     if last_ptr is not None:  # zeros are taken of tokens behind it
         counts = in_use & (s <= tl.load(last_ptr))
     turning = counts[:, None] & p_mask[None, :]
@@ -85,11 +88,19 @@ def latent_store_kernel(
         gain = tl.load(norm.weight + r_idx, mask=r_mask, other=0.0).to(tl.float32) + norm.offset
         x *= rstd[:, None] * gain[None, :]
         shared = apply_rope(latents + RANK, no_norm, turning, of, mate, p_mask, cos, sin, sign, ROPE, HALF * ROTATES)
-        at = tl.load(metadata_ptr + AT_LENGTH) + s
-        block = tl.load(table_row(metadata_ptr, layer, b) + at // STORE_BLOCK, mask=in_use, other=0).to(tl.int64)
+        if ragged is None:
+            at = tl.load(metadata_ptr + AT_LENGTH) + s
+            stored_row, stores = b, in_use
+        else:
+            at = tl.load(ragged.lengths + sequence, mask=counts, other=0) + s
+            at -= tl.load(ragged.starts + sequence, mask=counts, other=0)
+            stored_row = tl.load(ragged.rows + sequence, mask=counts, other=0).to(tl.int64)
+            stores = counts
+        table = table_row(metadata_ptr, layer, stored_row)
+        block = tl.load(table + at // STORE_BLOCK, mask=stores, other=0).to(tl.int64)
         slot = (block * STORE_BLOCK + at % STORE_BLOCK)[:, None] * (RANK + ROPE)
         stored = stored_at(metadata_ptr, AT_LAYERS + OF_EACH * layer, element) + slot
-        x_mask, shared_mask = in_use[:, None] & r_mask[None, :], in_use[:, None] & p_mask[None, :]
+        x_mask, shared_mask = stores[:, None] & r_mask[None, :], stores[:, None] & p_mask[None, :]
         tl.store(stored + r_idx[None, :], x.to(element), mask=x_mask)
         tl.store(stored + RANK + p_idx[None, :], shared.to(element), mask=shared_mask)
         if row_ptr is not None:
@@ -100,14 +111,14 @@ def latent_store_kernel(
         q_heads = q_ptr + (b * stride_qb + s * stride_qs + head * stride_qh)[:, None]
         q = tl.load(q_heads + n_idx[None, :], mask=counts[:, None] & n_mask[None, :], other=0.0)
         WIDTH: tl.constexpr = NOPE + ROPE if up_ptr is None else ROPE
-        turned = turned_ptr + (t * heads + head)[:, None] * WIDTH
+        turned = turned_ptr + (t * HEADS + head)[:, None] * WIDTH
         if up_ptr is None:
             tl.store(turned + n_idx[None, :], q, mask=in_use[:, None] & n_mask[None, :])
         else:
             if UPCAST:
                 q, weight = q.to(tl.float32), weight.to(tl.float32)
             absorbed = tl.dot(q, weight, input_precision="ieee")
-            absorbed_to = absorbed_ptr + (t * heads + head)[:, None] * RANK + c_idx[None, :]
+            absorbed_to = absorbed_ptr + (t * HEADS + head)[:, None] * RANK + c_idx[None, :]
             tl.store(absorbed_to, absorbed.to(element), mask=in_use[:, None] & (c_idx < RANK)[None, :])
         if chunk == 0:
             y = apply_rope(q_heads + NOPE, no_norm, turning, of, mate, p_mask, cos, sin, sign, ROPE, HALF * ROTATES)
@@ -132,12 +143,11 @@ def latent_store(q, compressed, kv, up, absorbs, *, norm, cos=None, sin=None, in
     angles = (0, 0, 0) if cos is None else (cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), cos.stride(2))
     grid = (cdiv(rows * new, TOKENS), 1 + heads * (cdiv(rank, CHANNELS) if absorbs else 1))
     launch(
-        latent_store_kernel, grid,
-        q, compressed, up if absorbs else None, cos, sin, kernel_arguments(norm)[0], NormArguments(), kv.metadata,
-        kv.last, absorbed, turned, stored, *q.stride()[:3], *compressed.stride()[:2], *angles, kv.layer, new,
-        rows * new, heads,
+        latent_store_kernel, grid, q, compressed, up if absorbs else None, cos, sin, kernel_arguments(norm)[0],
+        NormArguments(), kv.metadata, None if kv.ragged is None else kv.ragged.pointers(), kv.last, absorbed, turned,
+        stored, *q.stride()[:3], *compressed.stride()[:2], *angles, kv.layer, new, rows * new,
         NOPE=nope, VALUES=up.shape[1] - nope, RANK=rank, ROPE=rope, ROTATES=cos is not None, INTERLEAVED=interleaved,
-        TO_HALVES=to_halves, STORE_BLOCK=kv.block, BLOCK_T=TOKENS, BLOCK_N=max(16, power_of_two(nope)),
+        TO_HALVES=to_halves, HEADS=heads, STORE_BLOCK=kv.block, BLOCK_T=TOKENS, BLOCK_N=max(16, power_of_two(nope)),
         BLOCK_C=CHANNELS, BLOCK_R=power_of_two(rank), BLOCK_P=max(16, power_of_two(rope)), UPCAST=upcast(q.dtype),
         num_warps=4, **programmatic(q.device),
     )  # fmt: skip

@@ -17,9 +17,9 @@ CHANNELS = 64  # of latents, of a program
 
 
 @triton.jit
-def share_of_tile(stored, tile, new, heads, splits, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def share_of_tile(stored, tile, new, splits, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Of a tile of BLOCK_M pairs of token and head: the tokens they see, blocks of them to a share, and shares."""
-    end = stored + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // heads, new - 1) + 1
+    end = stored + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // HEADS, new - 1) + 1
     blocks = tl.cdiv(end, BLOCK_N)
     share = tl.cdiv(blocks, splits)
     return end, share, tl.cdiv(blocks, share)
@@ -27,16 +27,17 @@ def share_of_tile(stored, tile, new, heads, splits, BLOCK_M: tl.constexpr, BLOCK
 
 @triton.jit(do_not_specialize=("new", "splits"))
 def latent_values_kernel(
-    sums_ptr, stats_ptr, up_ptr, parts_ptr, split_counters_ptr, o_ptr, metadata_ptr, new, heads, splits,
-    NOPE: tl.constexpr, VALUES: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    sums_ptr, stats_ptr, up_ptr, parts_ptr, split_counters_ptr, o_ptr, metadata_ptr, ragged, new, splits,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, VALUES: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_V: tl.constexpr, PARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """up_ptr: None where the latents are the result."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    head, pair = row % heads, row % (new * heads)
+    head = row % HEADS
     c_idx = part * BLOCK_C + tl.arange(0, BLOCK_C)
     v_idx = tl.arange(0, BLOCK_V)
     c_mask, v_mask = c_idx < RANK, v_idx < VALUES
@@ -44,8 +45,19 @@ def latent_values_kernel(
     if up_ptr is not None:  # no kernel writes it
         place = (head * (NOPE + VALUES) + NOPE + v_idx)[:, None] * RANK + c_idx[None, :]
         weight = tl.load(up_ptr + place, mask=v_mask[:, None] & c_mask[None, :], other=0.0)
-    stored = tl.load(metadata_ptr + AT_LENGTH).to(tl.int32)
-    _, _, active = share_of_tile(stored, (pair // BLOCK_M).to(tl.int32), new, heads, splits, BLOCK_M, BLOCK_N)
+    if ragged is None:
+        stored = tl.load(metadata_ptr + AT_LENGTH).to(tl.int32)
+        tile = (row % (new * HEADS)).to(tl.int32) // BLOCK_M
+        _, _, active = share_of_tile(stored, tile, new, splits, HEADS, BLOCK_M, BLOCK_N)
+    else:
+        sequence = tl.load(ragged.token_sequences + row // HEADS)
+        counts = sequence >= 0
+        stored = tl.load(ragged.lengths + sequence, mask=counts, other=0)
+        first = tl.load(ragged.starts + sequence, mask=counts, other=0)
+        tile = (row - first * HEADS).to(tl.int32) // BLOCK_M
+        new = tl.load(ragged.starts + sequence + 1, mask=counts, other=1) - first
+        _, _, active = share_of_tile(stored, tile, new, splits, HEADS, BLOCK_M, BLOCK_N)
+        active = tl.where(counts, active, 0)  # zeros for what fills the call up
     if PDL:
         tl.extra.cuda.gdc_wait()
     s_idx = tl.arange(0, BLOCK_S)
@@ -89,9 +101,10 @@ def latent_values(sums, stats, kv, up, nope, shape, dtype, block_m, block_n, exp
         if split_counters is None or split_counters.numel() < queries:
             split_counters = torch.zeros(queries, device=sums.device, dtype=torch.int32)
     launch(
-        latent_values_kernel, (queries, parts),
-        sums, stats, up if expands else None, scratch, split_counters, out, kv.metadata, *shape[1:], splits,
-        NOPE=nope, VALUES=values, RANK=rank, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_S=power_of_two(splits),
-        BLOCK_C=CHANNELS, BLOCK_V=block_v, PARTS=parts, num_warps=4, **programmatic(sums.device),
+        latent_values_kernel, (queries, parts), sums, stats, up if expands else None, scratch, split_counters, out,
+        kv.metadata, None if kv.ragged is None else kv.ragged.pointers(), shape[1], splits,
+        HEADS=shape[2], NOPE=nope, VALUES=values, RANK=rank, BLOCK_M=block_m, BLOCK_N=block_n,
+        BLOCK_S=power_of_two(splits), BLOCK_C=CHANNELS, BLOCK_V=block_v, PARTS=parts, num_warps=4,
+        **programmatic(sums.device),
     )  # fmt: skip
     return out

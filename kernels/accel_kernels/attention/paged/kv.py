@@ -4,7 +4,7 @@ A CUDA graph outlives the cache it was captured with. So kernels read only `meta
 into the graph's inputs at every replay: the tokens stored, and the addresses of table, mask and blocks.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +71,15 @@ class KV(NamedTuple):
     def stored(self) -> int:
         """How many tokens every row holds; waits for the GPU."""
         return int(self.metadata[LENGTH])
+
+    def sequences(self) -> Iterator[tuple[slice, "KV"]]:
+        """The new tokens of each sequence of `ragged`, and the store as of this one alone; waits for the GPU."""
+        if self.ragged is not None:
+            for start, end, length, row in self.ragged.sequences():
+                metadata = self.metadata.clone()
+                metadata[LENGTH] = length
+                alone = {"ragged": None, "ordered": False, "metadata": metadata, "table": self.table[row : row + 1]}
+                yield slice(start, end), self._replace(**alone)
 
     def slots(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(block, place in it) of tokens start to end of every row, each (rows, end - start)."""

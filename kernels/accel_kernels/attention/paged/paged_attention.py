@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from accel_kernels.attention.paged.cases import attention_case, ragged_case
-from accel_kernels.attention.paged.kv import LENGTH
 from accel_kernels.device import float8_reason
 from accel_kernels.norm import norm as norms
 from accel_kernels.op import dtype_reason, make_op
@@ -57,13 +56,9 @@ def reference(
 def _by_sequence(q, k, v, kv, scale, cos, sin, given):
     """Each sequence of a `Ragged` by itself; zeros for what fills the call up."""
     out = q.new_zeros(1, q.shape[1], q.shape[2] * q.shape[3])
-    for start, end, length, row in kv.ragged.sequences():
-        metadata = kv.metadata.clone()
-        metadata[LENGTH] = length
-        alone = kv._replace(ragged=None, ordered=False, metadata=metadata, table=kv.table[row : row + 1])
-        angles = {} if cos is None else {"cos": cos[:, start:end], "sin": sin[:, start:end]}
-        new_q, new_k, new_v = (t[:, start:end] for t in (q, k, v))
-        out[:, start:end] = reference(new_q, new_k, new_v, alone, scale, **angles, **given)
+    for new, alone in kv.sequences():
+        angles = {} if cos is None else {"cos": cos[:, new], "sin": sin[:, new]}
+        out[:, new] = reference(*(t[:, new] for t in (q, k, v)), alone, scale, **angles, **given)
     return out
 
 
@@ -109,6 +104,7 @@ def _attention(q, keys, values, seen, scale, softcap, sinks, slopes):
 
 
 def rotated(t: torch.Tensor, cos, sin, interleaved: bool) -> torch.Tensor:
+    """(rows, new, heads, D), of which the first channels turn, as `paged_attention` says; rounded once."""
     wide = torch.float64 if t.dtype == torch.float64 else torch.float32
     cos, sin = (a.to(wide).unsqueeze(2) for a in (cos, sin))
     half = cos.shape[-1]
