@@ -27,7 +27,8 @@ def made(case):
     """The arguments of a call, with NaN where nothing is stored yet."""
     (q, compressed, kv, *rest), kwargs = case.make(torch.device("cpu"), torch.float32)
     behind = torch.ones(kv.keys.shape[:2], dtype=torch.bool)
-    behind[kv.slots(0, kv.stored())] = False
+    for alone in [kv] if kv.ragged is None else [alone for _, alone in kv.sequences()]:
+        behind[alone.slots(0, alone.stored())] = False
     kv.keys[behind] = float("nan")
     return (q, compressed, kv, *rest), kwargs
 
@@ -54,7 +55,7 @@ def test_a_graph_finds_latents_by_their_addresses(case):
 
 
 @pytest.mark.parametrize("tile", [(64, 16, 32, 8, 2), (32, 8, 32, 8, 3)], ids=str)
-@pytest.mark.parametrize("name", ["verify-valid", "prefill-more-filled"])
+@pytest.mark.parametrize("name", ["verify-valid", "prefill-more-filled", "ragged-mixed-idle"])
 def test_tiles_of_other_gpus(name, tile, monkeypatch):
     monkeypatch.setattr(kernels, "latent_tile", lambda *_: kernels.Tile(*tile))
     case = next(case for case in SMALL if case.name == name)
@@ -63,8 +64,8 @@ def test_tiles_of_other_gpus(name, tile, monkeypatch):
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("splits", [1, 7, 128])
-@pytest.mark.parametrize("name", ["decode-valid", "verify", "prefill-more"])
+@pytest.mark.parametrize("splits", [1, 7, 40])
+@pytest.mark.parametrize("name", ["decode-valid", "verify", "prefill-more", "ragged-mixed"])
 def test_shares_of_any_number(name, splits, monkeypatch):
     """Of few queries and of many, whose latents are multiplied by the library."""
     monkeypatch.setattr(kernels, "split_count", lambda *_, **__: splits)
