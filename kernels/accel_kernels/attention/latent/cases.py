@@ -8,7 +8,7 @@ from accel_kernels.norm.norm import Norm
 from accel_kernels.op import Random, random_cases
 
 
-class Numbers(Random):
+class LatentNumbers(Random):
     """Random stores of latents and arguments of calls."""
 
     def store(self, rows: int, columns: int, block: int, rank: int, rope: int, shuffled: bool) -> KV:
@@ -22,6 +22,7 @@ class Numbers(Random):
 
     def call(self, kv, rows, new, heads, nope, values, rank, rope, rotates, more, behind=None):
         """behind: the first new token that does not count, which is an infinity."""
+        kv = kv._replace(split_counters=torch.zeros(rows * new * heads, device=self.device, dtype=torch.int32))
         q, compressed = self(rows, new, heads * (nope + rope)), self(rows, new, 16 + rank + rope)[..., 16:]
         if behind is not None:
             q[:, behind:], compressed[:, behind:] = float("inf"), float("inf")
@@ -62,4 +63,4 @@ def _ragged_case(numbers, sequences, *, heads=4, nope=16, values=12, rank=32, ro
     return numbers.call(kv, 1, used + fill, heads, nope, values, rank, rope, rotates, more, used)
 
 
-latent_case, ragged_latent_case = (random_cases(make, Numbers) for make in (_latent_case, _ragged_case))
+latent_case, ragged_latent_case = (random_cases(make, LatentNumbers) for make in (_latent_case, _ragged_case))

@@ -6,6 +6,7 @@ import torch
 
 from accel_kernels.attention.latent.cases import latent_case, ragged_latent_case
 from accel_kernels.attention.paged.paged_attention import rotated, seen_keys, standard_attention
+from accel_kernels.device import shared_memory
 from accel_kernels.norm import norm as norms
 from accel_kernels.op import dtype_reason, make_op
 
@@ -68,6 +69,8 @@ def supports(
     rope = compressed.shape[-1] - rank
     if not (16 <= rank <= 512 and 0 < rope <= 64):
         return f"latents of {rank} channels and {rope} shared ones, not 16 to 512 and 1 to 64"
+    if rank > 256 and q.is_cuda and shared_memory(q.device) < 96 * 1024:
+        return "latents of more than 256 channels, for which this GPU has too little shared memory"
     if max(q.shape[-1] - rope, up.shape[1] - (q.shape[-1] - rope)) > 256:
         return "more than 256 channels of a head's keys or values"
     if cos is not None and 2 * cos.shape[-1] != rope:

@@ -78,8 +78,8 @@ class KV(NamedTuple):
             for start, end, length, row in self.ragged.sequences():
                 metadata = self.metadata.clone()
                 metadata[LENGTH] = length
-                alone = {"ragged": None, "ordered": False, "metadata": metadata, "table": self.table[row : row + 1]}
-                yield slice(start, end), self._replace(**alone)
+                table = self.table[row : row + 1]
+                yield slice(start, end), self._replace(ragged=None, ordered=False, metadata=metadata, table=table)
 
     def slots(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(block, place in it) of tokens start to end of every row, each (rows, end - start)."""

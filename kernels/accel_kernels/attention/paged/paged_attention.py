@@ -58,7 +58,7 @@ def _by_sequence(q, k, v, kv, scale, cos, sin, given):
     out = q.new_zeros(1, q.shape[1], q.shape[2] * q.shape[3])
     for new, alone in kv.sequences():
         angles = {} if cos is None else {"cos": cos[:, new], "sin": sin[:, new]}
-        out[:, new] = reference(*(t[:, new] for t in (q, k, v)), alone, scale, **angles, **given)
+        out[:, new] = reference(q[:, new], k[:, new], v[:, new], alone, scale, **angles, **given)
     return out
 
 
