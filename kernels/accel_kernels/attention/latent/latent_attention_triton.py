@@ -166,9 +166,7 @@ def latent_attention(
     )  # fmt: skip
     if sums is not None:
         expands = rows * new <= MOST_EXPANDED
-        out = latent_values(
-            sums, stats, kv, up, nope, (rows, new, heads), q.dtype, tile.queries, tile.keys, expands
-        )  # fmt: skip
+        out = latent_values(sums, stats, kv, up, nope, (rows, new, heads), q.dtype, tile.queries, tile.keys, expands)
         if expands:
             return out.flatten(2)
         latents = out
