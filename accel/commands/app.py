@@ -5,6 +5,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from accel.commands.bench.coverage import coverage
 from accel.commands.bench.images import bench
 from accel.commands.bench.language_models import bench_batch, bench_llm
 from accel.commands.bench.ready import bench_ready
@@ -60,7 +61,7 @@ def about(
     """Speeds up diffusers and transformers code: accel.optimize(pipe)."""
 
 
-for command in (demo, report, verify, profile, quantize, shard, bench):
+for command in (demo, report, verify, coverage, profile, quantize, shard, bench):
     app.command()(command)
 app.command("bench llm")(bench_llm)
 app.command(context_settings=PASSED_ON)(serve)

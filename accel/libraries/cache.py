@@ -11,9 +11,15 @@ from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
 
-__all__ = ["Cache", "DynamicCache", "DynamicLayer", "DynamicSlidingWindowLayer"]
+__all__ = ["Cache", "DynamicCache", "DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer"]
 
 NAMES = ("cache", "past_key_values", "cache_params")  # of arguments and fields, the newest first
 SOUGHT = f"no parameter is annotated as one, or named {', '.join(NAMES[:-1])} or {NAMES[-1]}"

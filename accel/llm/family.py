@@ -20,6 +20,7 @@ from accel.llm.generation.self_test import find_convention, guard_of, try_partia
 from accel.llm.generation.trial_warmup import warm_up
 from accel.llm.moe.experts import ExpertsForward, match_experts
 from accel.llm.moe.router import RouterForward, match_router
+from accel.llm.parts.step import ForwardContext
 from accel.llm.pipeline.forward import SpreadForward
 from accel.llm.pipeline.placement import Placement
 from accel.llm.pipeline.stretch import StretchGraphs, StretchLayer
@@ -29,7 +30,6 @@ from accel.llm.runtime.analyze import Analysis
 from accel.llm.runtime.kv_quantization import choose_kv_dtypes, described
 from accel.llm.runtime.layer import LayerForward, LayerSpec
 from accel.llm.runtime.lm_head import OutputHead, match_head, match_table
-from accel.llm.runtime.step import ForwardContext
 from accel.parallel.agreement import all_agree
 from accel.patching.rule import Context, ForwardPatch, Match, Rule, Site, Skip
 from accel.quantization.activation_quantization import rounding_linears
@@ -189,7 +189,7 @@ def _inside(layers: list[LayerForward], context: Context) -> tuple[list[ExpertsF
 def _round(forward: DecoderForward, specs: list, kind: str, strict: bool) -> str:
     """Once the exact forward agrees with stock: keeps keys and values as kv_cache says. For the report."""
     device = forward.shapes()[0].device
-    layers = ((layer, spec.attention) for layer, spec in specs)
+    layers = ((layer, spec.attention) for layer, spec in specs if spec.attention is not None)
     kv_dtypes, left = choose_kv_dtypes(kind, device, layers, forward.ranks)
     forward.round(kv_dtypes)
     note = described(kind, forward.shapes(), left)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from accel_kernels import (
     Op,
+    causal_convolution,
     convolution_frames,
     experts,
     fused_linear,
@@ -20,6 +21,8 @@ from accel_kernels import (
     image_concat,
     image_sum,
     layer_norm,
+    linear_attention_prompt,
+    linear_attention_step,
     linear_geglu,
     paged_attention,
     quantized_linear,
@@ -82,12 +85,15 @@ class Kernels:
     linear: Any
     prompt: PromptAttention = field(default_factory=PromptAttention)
     paged_attention: Any = paged_attention
+    causal_convolution: Any = causal_convolution
     convolution_frames: Any = convolution_frames
     experts: Any = experts
     group_norm: Any = group_norm
     image_concat: Any = image_concat
     image_sum: Any = image_sum
     layer_norm: Any = layer_norm
+    linear_attention_prompt: Any = linear_attention_prompt
+    linear_attention_step: Any = linear_attention_step
     linear_geglu: Any = linear_geglu
     fused_linear: Any = fused_linear
     quantized_linear: Any = quantized_linear

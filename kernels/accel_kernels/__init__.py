@@ -33,7 +33,7 @@ from accel_kernels.op import Case, Op
 from accel_kernels.recurrent.causal_convolution import causal_convolution
 from accel_kernels.recurrent.linear_attention_prompt import linear_attention_prompt
 from accel_kernels.recurrent.linear_attention_step import Convolution, GatedNorm, linear_attention_step
-from accel_kernels.recurrent.recurrence import Decay, Sequences
+from accel_kernels.recurrent.recurrence import Decay, RowStates, Sequences
 from accel_kernels.recurrent.selective_scan import selective_scan
 from accel_kernels.rowwise.program import RowOp, RowProgram
 from accel_kernels.rowwise.rowwise import rowwise
@@ -58,6 +58,7 @@ __all__ = [
     "Routing",
     "RowOp",
     "RowProgram",
+    "RowStates",
     "SamplingTable",
     "Sequences",
     "attention",

@@ -58,7 +58,7 @@ def _takes(op: Op, function: Callable, case: Case, device: torch.device, dtype: 
             raise Wrong(f"{name}: {tuple(mine.shape)} in {mine.dtype}, not {tuple(torchs.shape)} in {torchs.dtype}")
         if not mine.numel():
             continue
-        peak = truth.abs().max().double().clamp_min(SMALLEST_PEAK)
+        peak = truth.abs().nan_to_num(nan=0.0).max().double().clamp_min(SMALLEST_PEAK)
         off, own = (float(_difference(t, truth) / peak) for t in (mine, torchs))
         if not off <= TIMES_TORCH * own + FLOOR[dtype]:
             raise Wrong(f"{name}: error {off:.1e}, more than twice torch's own {own:.1e}")
@@ -71,9 +71,10 @@ def _ran(op: Op, given: tuple[tuple, dict]) -> tuple:
 
 
 def _difference(t: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
-    """The largest; equal infinities, as of masks, do not differ."""
+    """The largest; equal infinities, as of masks, do not differ, nor what is no number in both."""
     t, truth = t.double(), truth.double()
-    return torch.where(t == truth, 0.0, t - truth).abs().max()
+    alike = (t == truth) | (t.isnan() & truth.isnan())
+    return torch.where(alike, 0.0, t - truth).abs().max()
 
 
 def _wide(values: Any) -> list[torch.Tensor]:

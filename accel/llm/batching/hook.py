@@ -22,6 +22,7 @@ from accel.llm.batching.trial import refusal
 from accel.llm.generation.calling_convention import Unfit
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.loop.hooks import MethodHook
+from accel.llm.kv_cache.shape import Shape
 from accel.llm.pipeline.stretch import StretchGraphs
 from accel.parallel.agreement import require_agreement
 from accel.parallel.lockstep import Lockstep
@@ -210,8 +211,12 @@ class BatchingPatch(Patch):
 def batching_hook(
     model: PreTrainedModel, forward: DecoderForward, runner: GraphRunner | StretchGraphs | None = None
 ) -> list[Patch]:
-    """For a model whose class has the method, unless somebody put another one on the model."""
-    if INIT in vars(model) or not hasattr(type(model), INIT):
+    """For a model whose class has the method and whose layers all keep keys and values: transformers batches no other.
+
+    Not where somebody put another method on the model.
+    """
+    paged = all(isinstance(shape, Shape) for shape in forward.shapes())
+    if INIT in vars(model) or not hasattr(type(model), INIT) or not paged:
         return []
     return [BatchingPatch(model, INIT, InitContinuousBatching(model, forward, runner))]
 

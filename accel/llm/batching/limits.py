@@ -11,7 +11,7 @@ from accel.libraries.batching import page_size
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.kv_cache.layer_sets import LayerSet, layer_sets
 from accel.llm.kv_cache.paged_kv_cache import block_bytes
-from accel.llm.kv_cache.shape import BLOCK, Shape
+from accel.llm.kv_cache.shape import BLOCK, LayerShape, Shape
 from accel.llm.recording.inputs import most_configured
 
 CPU_BYTES = 2**30  # for keys and values on a CPU, whose free memory is others' too
@@ -52,7 +52,7 @@ class Limits:
         """Blocks of one set that a request may come to."""
         return -(-self.context // BLOCK)
 
-    def block_count(self, shapes: Sequence[Shape], sets: Sequence[LayerSet]) -> int:
+    def block_count(self, shapes: Sequence[LayerShape], sets: Sequence[LayerSet]) -> int:
         """Blocks to allocate, block 0 included: as many as fit on the device that has room for the fewest. Raises
         torch.OutOfMemoryError where not one block fits.
         """
@@ -106,5 +106,10 @@ def limits_of(forward: DecoderForward, config: ContinuousBatchingConfig, hints: 
 
 
 def sets_of(forward: DecoderForward) -> tuple[LayerSet, ...]:
-    """The sets of layers that share blocks."""
-    return layer_sets(forward.shapes(), [layer.spec.attention.window for layer in forward.layers])
+    """The sets of layers that share blocks. Raises ValueError where a layer keeps no keys and values."""
+    shapes = [shape for shape in forward.shapes() if isinstance(shape, Shape)]
+    if len(shapes) < len(forward.shapes()):
+        raise ValueError("requests are not batched where a layer keeps a state of a row")
+    windows = {layer.spec.place: layer.spec.window for layer in forward.layers}
+    some = windows[forward.places[0]]  # for places where nothing is kept
+    return layer_sets(shapes, [windows.get(place, some) for place in range(len(shapes))])

@@ -108,7 +108,7 @@ class StoresOfStep:
 
     def kvs(self, stretch: Stretch, x: torch.Tensor, metadata: tuple[torch.Tensor, ...]) -> dict[int, KV]:
         ragged = Ragged(*Pointers(*metadata[1:]), self.size.decodes, self.size.prefills)
-        layers = [layer.spec.attention.index for layer in stretch.layers]
+        layers = [layer.spec.place for layer in stretch.layers if layer.spec.place is not None]
         return self.runner.kv_cache.of_step(layers, x.shape[1], metadata=metadata[0], by_address=True, ragged=ragged)
 
     def turn(self, stretch: Stretch) -> AbstractContextManager:

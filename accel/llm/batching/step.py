@@ -19,7 +19,7 @@ from accel.llm.batching.sampler import Sampler, errors_deferred
 from accel.llm.batching.scheduler import LATEST, StepPlan
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.kv_cache.paged_kv_cache import PagedKVCache
-from accel.llm.runtime.step import Step
+from accel.llm.parts.step import Step
 
 # Sequences of one token that a graph is made for: as many as asked for are filled up to the next. Up to 64 rows a
 # product takes about as long as its weight is read; beyond that no more than a quarter of the rows is computed in vain.

@@ -42,8 +42,11 @@ def find_arguments(forward: DecoderForward, convention: CallingConvention) -> Ca
         return all(_agrees(forward, _stepping(pieces, name, form, mark)) for mark in (0, 1))
 
     counts = agrees(lambda piece: {"input_ids": piece["input_ids"]})
+    # Some count 0, 1, 2 .. in a step too, whatever the mask says.
+    in_steps = counts or agrees(lambda piece: {n: value for n, value in piece.items() if n != "position_ids"})
     return replace(
         convention,
+        positions=convention.positions if in_steps else None,
         unmasked_alike=counts
         or agrees(lambda piece: {n: value for n, value in piece.items() if n != "attention_mask"}),
         counts_positions=counts,

@@ -118,8 +118,11 @@ class CallingConvention:
         # Waits for the GPU, once a prompt.
         return name in self.unused_if_zero and value.shape == (rows, new) and not bool(value.any())
 
-    def read_mask(self, mask: Any, rows: int, start: int, new: int, biased: bool) -> torch.Tensor | None:
-        """The mask of a call, (rows, start + new), if it has one. biased: scores are, by distance. Raises Unfit."""
+    def read_mask(self, mask: Any, rows: int, start: int, new: int, left_padded: bool) -> torch.Tensor | None:
+        """The mask of a call, (rows, start + new), if it has one. left_padded: it may only hide first tokens.
+
+        Raises Unfit.
+        """
         mask = padding_of(mask, rows, start + new)
         if mask is None:
             if new > 1 and not self.unmasked_alike:
@@ -127,8 +130,8 @@ class CallingConvention:
             return None
         # A bias by distance is counted by the mask in stock; with padding on the left alone the two differ by a
         # constant, which the softmax does not see. Waits for the device.
-        if biased and not bool((mask.bool().int().diff() >= 0).all()):
-            raise Unfit("an attention mask with gaps, and biases by distance")
+        if left_padded and not bool((mask.bool().int().diff() >= 0).all()):
+            raise Unfit("an attention mask with gaps, where only padding on the left is understood")
         if new > 1 and not self.unmasked_alike and bool(mask.all()):
             raise Unfit("where nothing is hidden it reads a prompt in a way of its own")
         return mask

@@ -2,7 +2,7 @@
 
 import inspect
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -27,13 +27,15 @@ from accel.llm.generation.calling_convention import (
 from accel.llm.generation.layer_inputs import NOT_CAUSAL, CheckedStep
 from accel.llm.generation.model_guard import ModelGuard
 from accel.llm.generation.prefill import Prompts, by_graph
-from accel.llm.kv_cache.cache import adopt
-from accel.llm.kv_cache.store import LatestForward, Shape, Store
+from accel.llm.kv_cache.cache import adopt, tokens_in
+from accel.llm.kv_cache.pending_step import LatestForward
+from accel.llm.kv_cache.shape import LayerShape
+from accel.llm.kv_cache.store import Store
 from accel.llm.moe.experts import ExpertsForward
 from accel.llm.moe.router import RouterForward
+from accel.llm.parts.step import ForwardContext, Step
 from accel.llm.recording.implementation import unpaged
 from accel.llm.runtime.layer import LayerForward
-from accel.llm.runtime.step import ForwardContext, Step
 from accel.parallel.ranks import Ranks
 from accel.parallel.sharded_layers import ranks_of
 from accel.patching.fallback_log import FallbackLog
@@ -61,13 +63,15 @@ class DecoderForward(FastForward):
     ) -> None:
         super().__init__(module, path, kernels, log)
         self.stack, self.layers, self.steps = stack, layers, steps
-        self.places = sorted(layer.spec.attention.index for layer in layers)  # in the cache, in its order
+        self.places = sorted(layer.spec.place for layer in layers if layer.spec.place is not None)  # in the cache
+        self.biased = any(layer.spec.has_position_bias for layer in layers)  # scores, by distance
+        self.keeps_state = any(layer.spec.keeps_state for layer in layers)
         self.experts: list[ExpertsForward] = []  # those in the layers that are fused
         self.routers: list[RouterForward] = []
         self.model_guard: ModelGuard | None = None  # once the model has been tried
         self.runner: GraphRunner | None = None
         self.prompts: Prompts | None = None
-        self.kv_dtypes: tuple[torch.dtype | None, ...] = (None,) * len(layers)  # of 8 bits, by place in the cache
+        self.kv_dtypes: dict[int, torch.dtype | None] = {}  # of 8 bits, by place in the cache
         self.ranks: Ranks | None = ranks_of(module)  # that share the model
         self.__setstate__(vars(self))
 
@@ -117,7 +121,7 @@ class DecoderForward(FastForward):
         cache = DynamicCache(config=self.module.config) if cache is None else cache
         rows, new = tokens.shape[:2]
         # Before the cache is taken over: a stock call may want it as it is.
-        start = cache.get_seq_length() if type(cache) is DynamicCache else 0
+        start = tokens_in(cache) if type(cache) is DynamicCache else 0
         unknown = self.convention.unknown(kwargs, rows, start, new)
         if unknown is not None and (reason := self.why_stock(kwargs, unknown)) is not None:
             raise Unfit(reason)
@@ -133,7 +137,7 @@ class DecoderForward(FastForward):
         if type(keep) is not int:
             raise Unfit("logits_to_keep is no number")
         try:
-            mask = self.convention.read_mask(given("attention_mask"), rows, start, new, self.biased)
+            mask = self.convention.read_mask(given("attention_mask"), rows, start, new, self.left_padded(new))
             positions = None
             if "position_ids" in self.names:
                 where = mask, rows, start, new, tokens.device
@@ -164,10 +168,11 @@ class DecoderForward(FastForward):
         """What a call is given besides tokens, to store them in this cache and return it."""
         return {self.cache_name: cache, "use_cache": True, "return_dict": True}
 
-    @property
-    def biased(self) -> bool:
-        """Whether scores are biased by distance."""
-        return self.layers[0].spec.attention.has_position_bias
+    def left_padded(self, new: int) -> bool:
+        """Whether padding between tokens would change what layers compute. Where a state is kept, a call with a single
+        token reads no mask in stock either.
+        """
+        return self.biased or (new > 1 and self.keeps_state)
 
     def why_stock(self, kwargs: dict, unknown: str) -> str | None:
         """Why a call that is not understood runs stock as a whole; None where it may run `run_own_code`."""
@@ -187,7 +192,8 @@ class DecoderForward(FastForward):
         store.take()
         store.reserve(rows, start + new)
         store.set_padding_mask(mask)
-        stores = store.kvs(range(len(self.places)), rows * new, is_prefill=start == 0)
+        mine = range(len(self.places)) if self.partial else self.places  # in the store
+        stores = store.kvs(mine, rows * new, is_prefill=start == 0)
         kvs = dict(zip(self.places, stores.values(), strict=True))
         step = CheckedStep(
             kvs, cache, tokens, self.shapes()[0].dtype, start, mask, self.convention.unmasked_alike, checked
@@ -216,25 +222,30 @@ class DecoderForward(FastForward):
             raise Unfit(changed_since("the place of its input embeddings")) from error
         return weight
 
-    def shapes(self) -> tuple[Shape, ...]:
+    def shapes(self) -> tuple[LayerShape, ...]:
         """What each layer keeps, by its place in the cache."""
         weight = self.embeddings()
         dtype, device, shapes = self.stored
         if dtype is not weight.dtype or device != weight.device:
-            placed = [(layer.spec.attention, self.device(layer, weight)) for layer in self.layers]
-            placed.sort(key=lambda one: one[0].index)
-            shapes = tuple(
-                spec.cache_layout(weight.dtype, device, kv_dtype)
-                for (spec, device), kv_dtype in zip(placed, self.kv_dtypes, strict=True)
-            )
+            kept = {
+                spec.index: spec.cache_layout(weight.dtype, self.device(layer, weight), self.kv_dtypes.get(spec.index))
+                for layer in self.layers
+                if (spec := layer.spec.attention) is not None
+            }
+            nothing = kept[self.places[0]].nothing
+            shapes = tuple(kept.get(place, nothing) for place in self._cached())
             self.stored = weight.dtype, weight.device, shapes
         return shapes
+
+    def _cached(self) -> Sequence[int]:
+        """Places of the cache, of which each may be that of a layer that keeps something."""
+        return range(max(len(DynamicCache(config=self.module.config).layers), self.places[-1] + 1))
 
     def device(self, layer: LayerForward, embeddings: torch.Tensor) -> torch.device:
         """Where a layer keeps keys and values."""
         return embeddings.device
 
-    def round(self, kv_dtypes: tuple[torch.dtype | None, ...]) -> None:
+    def round(self, kv_dtypes: dict[int, torch.dtype | None]) -> None:
         """Keeps keys and values in these dtypes from now on, by a layer's place in the cache."""
         self.kv_dtypes, self.stored = kv_dtypes, (None, None, ())
 

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from accel_kernels import KV
+from accel_kernels import KV, RowStates
 
 from accel.libraries.cache import Cache
 from accel.llm.generation.calling_convention import Unfit
+from accel.llm.parts.step import Step
 from accel.llm.recording.record import is_absent
 from accel.llm.runtime.layer import LayerForward, LayerSpec, form
-from accel.llm.runtime.step import Step
 
 HIDDEN_STATES, MASK = "hidden_states", "attention_mask"  # as decoder layers of transformers name them
 NOT_CAUSAL = "its attention mask is not causal"
@@ -34,7 +34,7 @@ class CheckedStep(Step):
 
     def __init__(
         self,
-        kvs: Mapping[int, KV],
+        kvs: Mapping[int, KV | RowStates],
         cache: Cache,
         tokens: torch.Tensor,
         dtype: torch.dtype,
@@ -67,18 +67,32 @@ class CheckedStep(Step):
         if not any(value is self.cache for value in kwargs.values()):
             return "its layers are given another cache than the model"
         known = dict(spec.given)
-        read = spec.attention.keywords
+        read = () if spec.attention is None else spec.attention.keywords
         for name in {*read, *kwargs}:
             value = kwargs.get(name)
             unread = name not in read and (name in PLACES or is_absent(value))
             if name in (HIDDEN_STATES, MASK) or value is self.cache or unread or form(value) == known.get(name):
                 continue
             return f"its layers are given {name} as no text gives it"
-        mask, window = kwargs.get(MASK), spec.attention.window
-        key = id(mask), window
+        if spec.attention is None:
+            return None
+        mask, window, keeps_state = kwargs.get(MASK), spec.attention.window, spec.attention.keeps_state
+        key = id(mask), window, keeps_state
         if key not in self.seen:
-            self.seen[key] = mask, self._causal(mask, window)
+            self.seen[key] = mask, self._of_padding(mask) if keeps_state else self._causal(mask, window)
         return None if self.seen[key][1] else NOT_CAUSAL
+
+    def _of_padding(self, mask: Any) -> bool:
+        """Whether a mask of a layer that keeps a state hides the padding among the new tokens, and that stands first.
+
+        Waits for the device.
+        """
+        new = self.given[1]
+        if self.mask is None or new == 1:
+            return mask is None
+        first = bool((self.mask.bool().int().diff() >= 0).all())
+        wanted = self.mask[:, -new:].bool()
+        return first and (bool(wanted.all()) if mask is None else torch.equal(mask.bool(), wanted))
 
     def _causal(self, mask: Any, window: int | None) -> bool:
         """Whether a mask shows every query the keys up to its own, but for padding and what a window has passed.

@@ -4,6 +4,7 @@ Stock layers stand between them and keep what they keep, such as a recurrent sta
 cache. The model's Python sees that cache, with its lengths, so no CUDA graph holds for the next step.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,7 @@ from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.libraries.cache import DynamicCache
 from accel.llm.generation.calling_convention import CallingConvention, Unfit
 from accel.llm.generation.decoder import DecoderForward
+from accel.llm.kv_cache.cache import tokens_in
 from accel.llm.kv_cache.store import Store
 
 
@@ -27,12 +29,15 @@ class MixedForward(DecoderForward):
             raise Unfit(f"a cache of another kind: {type(cache).__name__}")
         mine = DynamicCache()
         mine.layers = [cache.layers[place] for place in self.places]
-        if cache.get_seq_length() != mine.get_seq_length():
+        if tokens_in(cache) != tokens_in(mine):
             raise Unfit("cache layers of different lengths")
         store = super().adopt(mine, expected_tokens)
         for place, layer in zip(self.places, mine.layers, strict=True):
             cache.layers[place] = layer
         return store
+
+    def _cached(self) -> Sequence[int]:
+        return self.places
 
     def ready(self, stack: bool = True) -> None:
         """As of all layers, but looks at those alone that are fused: of the others nothing is taken for granted."""

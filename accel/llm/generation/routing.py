@@ -53,7 +53,8 @@ class Choices:
 
 def routed_modules(forward: DecoderForward) -> list[nn.Module]:
     """The mixtures of experts in layers that are understood, called as a whole."""
-    return [layer.module.get_submodule(layer.spec.mlp.whole) for layer in forward.layers if not layer.spec.mlp.first]
+    mlps = [(layer.module, layer.spec.mlp) for layer in forward.layers if layer.spec.mlp is not None]
+    return [module.get_submodule(mlp.whole) for module, mlp in mlps if not mlp.first]
 
 
 def routing_modules(forward: DecoderForward) -> list[nn.Module]:

@@ -8,7 +8,7 @@ import torch
 
 from accel.errors import reason_of
 from accel.in_flight import Here
-from accel.libraries.cache import DynamicCache
+from accel.libraries.cache import DynamicCache, LinearAttentionLayer
 from accel.libraries.generation import ARGUMENTS, OUTPUTS
 from accel.llm.generation.arguments import find_arguments
 from accel.llm.generation.calling_convention import BY_MASK, IN_ORDER, CallingConvention, Unfit
@@ -170,11 +170,11 @@ def try_partial(forward: MixedForward) -> None:
     """
     model = forward.module
     for place, layer in enumerate(DynamicCache(config=model.config).layers):
-        if place in forward.places and type(layer) not in STOCK:
+        if place in forward.places and type(layer) not in (*STOCK, LinearAttentionLayer):
             raise NotUnderstood(f"layer {place} keeps more than keys and values")
         if place not in forward.places and type(layer) is STOCK[1]:
             raise NotUnderstood(f"layer {place} is not understood, and drops what its window has passed")
-    if any(layer.spec.attention.has_position_bias for layer in forward.layers):
+    if forward.biased:
         raise NotUnderstood("biases by distance, and not all layers are understood")
     lengths = trial_lengths(forward)
 
@@ -220,7 +220,8 @@ def guard_of(forward: DecoderForward) -> ModelGuard:
     pieces = list(pieces_of(forward, within_positions(forward.most_positions, (PROMPT, 1))))
     with resting(forward.module):
         with reading(forward.module) as stock, _calls_noted(forward) as around:
-            cache = DynamicCache(config=forward.module.config) if forward.partial else DynamicCache()
+            whole = forward.partial or forward.keeps_state
+            cache = DynamicCache(config=forward.module.config) if whole else DynamicCache()
             with plainly(forward):
                 for piece in pieces:
                     forward.reference(**piece, **forward.given_cache(cache))

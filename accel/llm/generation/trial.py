@@ -116,7 +116,7 @@ def expected(forward: DecoderForward, run: Callable[[], torch.Tensor]) -> Expect
 
 def trial_lengths(forward: DecoderForward) -> tuple[int, ...]:
     """Tokens of a trial's prompt and steps; fewer where the model has fewer positions. Raises NotUnderstood."""
-    windows = [layer.spec.attention.window for layer in forward.layers]
+    windows = [layer.spec.window for layer in forward.layers]
     prompt = max([PROMPT, *(window + 2 for window in windows if window is not None and window < LONGEST)])
     lengths = within_positions(forward.most_positions, (prompt, *STEPS))
     if not lengths[0]:

@@ -21,7 +21,7 @@ from accel.llm.generation.trial import (
     trial_lengths,
     written,
 )
-from accel.llm.kv_cache.store import Shape
+from accel.llm.kv_cache.shape import LayerShape
 from accel.llm.recording.recorder import resting
 from accel.llm.runtime.layer import LayerForward
 from accel.quantization.activation_quantization import rounding_linears
@@ -96,12 +96,14 @@ def _one_of_a_kind(forward: DecoderForward) -> Iterator[None]:
     forward.ready(stack=False)
     kinds, shapes = set(), list(forward.shapes())
     for layer in forward.layers:
-        index = layer.spec.attention.index
-        kind = _kind(layer, shapes[index])
+        place = layer.spec.place
+        kind = _kind(layer, None if place is None else shapes[place])
         again = kind in kinds
         layer.repeats = again and forward.ranks is None  # exchanges run in a dry run too, as many on every rank
         if again:
-            layer.bound, shapes[index] = _passed_on, shapes[index]._replace(heads=0)
+            layer.bound = _passed_on
+        if again and place is not None:
+            shapes[place] = shapes[place].nothing
         kinds.add(kind)
     stored, forward.stored = forward.stored, (*forward.stored[:2], tuple(shapes))
     try:
@@ -111,13 +113,15 @@ def _one_of_a_kind(forward: DecoderForward) -> Iterator[None]:
         forward.seen = None  # to be bound anew
 
 
-def _kind(layer: LayerForward, kept: Shape) -> tuple:
+def _kind(layer: LayerForward, kept: LayerShape | None) -> tuple:
     """What decides which kernels a layer launches: its formula, but for its place, its weights and what it keeps."""
     spec = layer.spec
-    formula = vars(spec) | {"attention": None, "mlp": replace(spec.mlp, settings=()), "settings": ()}
+    mlp = None if spec.mlp is None else replace(spec.mlp, settings=())
+    formula = vars(spec) | {"attention": None, "mlp": mlp, "settings": ()}
+    attention = None if spec.attention is None else spec.attention.kernel_key()
     tensors = (*layer.module.named_parameters(), *layer.module.named_buffers())
     weights = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
-    return repr(formula), spec.attention.kernel_key(), repr(weights), kept
+    return repr(formula), attention, repr(weights), kept
 
 
 def _passed_on(kernels: object, step: object, x: torch.Tensor, kwargs: dict) -> torch.Tensor:

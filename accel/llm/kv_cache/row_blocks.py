@@ -1,4 +1,4 @@
-"""The blocks of a cache of one batch: every row owns a block for each run of BLOCK tokens (a column).
+"""What a cache of one batch holds: every row owns a block for each run of BLOCK tokens (a column), and its states.
 
 Row r's own block of a column is r * columns + column; the table says which block it reads. Beams share full blocks by
 pointing at each other's; a block that is still written is its row's own. So reordering beams moves a few table entries
@@ -10,26 +10,33 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from accel_kernels.attention.paged.kv import KV, LENGTH, PADDING_MASK
+from accel_kernels.attention.paged.kv import HALF, KV, LENGTH, PADDING_MASK
 
 from accel.llm.kv_cache.layer_sets import LayerSet
-from accel.llm.kv_cache.paged_kv_cache import PagedKVCache, views_by_layer
-from accel.llm.kv_cache.shape import BLOCK, Shape
+from accel.llm.kv_cache.paged_kv_cache import PagedKVCache, states_by_layer, views_by_layer
+from accel.llm.kv_cache.shape import BLOCK, LayerShape, Shape, States, StateShape, kv_layers
 
 
 class RowBlocks(PagedKVCache):
     """A PagedKVCache of one set, in which every row has `columns` blocks; layers of equal shape share one allocation.
 
-    Raises torch.OutOfMemoryError. shared: columns before this may be another row's blocks. masked: tokens that the
-    padding mask may hide.
+    states: of as many rows, to be kept where they are. Raises torch.OutOfMemoryError. shared: columns before this may
+    be another row's blocks. masked: tokens that the padding mask may hide. half: of states, which is read next; the
+    next forward writes the other.
     """
 
     spare = False  # rows own all blocks
 
-    def __init__(self, shapes: Sequence[Shape], rows: int, columns: int):
-        super().__init__(shapes, _one_set(shapes), rows * columns, rows, columns)
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        rows: int,
+        columns: int,
+        states: dict[StateShape, States] | None = None,
+    ):
+        super().__init__(shapes, _one_set(shapes), rows * columns, rows, columns, states)
         self.rows, self.columns = rows, columns
-        self.shared = self.masked = 0
+        self.shared = self.masked = self.half = 0
         self.padding_masks: dict[torch.device, torch.Tensor] = {}
         self.table = {device: one.tables[0] for device, one in self.tables.items()}
         for device, one in self.tables.items():
@@ -38,7 +45,7 @@ class RowBlocks(PagedKVCache):
     def kv(self, layer: int) -> KV:
         return self._kv[layer]._replace(ordered=not self.shared)
 
-    def of_step(self, layers: Sequence[int], tokens: int, **given: Any) -> dict[int, KV]:
+    def of_step(self, layers: Sequence[int], tokens: int, **given: Any) -> dict[int, Any]:
         mask = self.padding_masks.get(self.shapes[layers[0]].device)
         return super().of_step(layers, tokens, padding_mask=mask, ordered=not self.shared, **given)
 
@@ -48,13 +55,21 @@ class RowBlocks(PagedKVCache):
 
     def take(self, old: "RowBlocks", length: int, chosen: torch.Tensor | None = None) -> None:
         """Copies `length` tokens of all rows of `old`, or of the chosen ones, each into its own blocks here."""
-        columns = -(-length // BLOCK)
+        columns, self.half = -(-length // BLOCK), old.half
         for shape in self.by_shape:
             old.copy_rows(shape, [kept[:, :, :, :columns] for kept in self.by_row(shape)], chosen)
+        for (into, _), (source, dim) in zip(self.of_rows(), old.of_rows(), strict=True):
+            if into is not source:
+                into.copy_(source if chosen is None else source.index_select(dim, chosen.to(source.device)))
         mask = old.padding_masks.get(self.shapes[0].device)
         if mask is not None:
             mask = mask[:, : old.masked]
             self.set_padding_mask(mask if chosen is None else mask[chosen.to(mask.device)])
+
+    def of_rows(self) -> list[tuple[torch.Tensor, int]]:
+        """States, windows and the first tokens of rows, and the dimension that is rows."""
+        states = [(tensor, 1) for several in self.by_states.values() for tensor in several if tensor is not None]
+        return states + [(one.firsts, 0) for one in self.tables.values() if one.firsts is not None]
 
     def copy_rows(self, shape: Shape, into: list[torch.Tensor], chosen: torch.Tensor | None = None) -> None:
         """The first columns of all rows, or of the chosen, into tensors as `by_row` gives."""
@@ -91,6 +106,7 @@ class RowBlocks(PagedKVCache):
         self.unshare(full, length)
         pieces = [(mask[:, : self.masked], 0) for mask in self.padding_masks.values()]
         pieces += [(table[:, :full], 0) for table in self.table.values()]
+        pieces += self.of_rows()
         if begun:
             pieces += [(kept[:, :, :, full, :begun], 2) for shape in self.by_shape for kept in self.by_row(shape)]
         # Gathered before any is written.
@@ -116,6 +132,65 @@ class RowBlocks(PagedKVCache):
         self.unmask(tokens)
         self.masked = tokens
 
+    def set_firsts(self, length: int) -> None:
+        """Notes where each row begins, by the padding mask, before the call that follows `length` stored tokens.
+
+        A row that has begun keeps its beginning. Where tokens are hidden, states of rows that have not begun become
+        zero: what a row has in front of its first token can then be read, as in transformers.
+        """
+        for device, one in self.tables.items():
+            mask = self.padding_masks.get(device)
+            if one.firsts is None:
+                continue
+            if mask is None:
+                one.firsts.fill_(length)
+                continue
+            hidden = mask[:, : self.masked].cumsum(1).eq(0).sum(1).clamp(min=length)
+            one.firsts.copy_(torch.where(one.firsts < length, one.firsts, hidden))
+            for tensor in (t for shape, several in self.by_states.items() if shape.device == device for t in several):
+                if tensor is not None:
+                    tensor.masked_fill_(one.firsts.ge(length).view(-1, *[1] * (tensor.dim() - 2)), 0)
+
+    def take_back(self, length: int) -> None:
+        """Reads the states of `length` tokens again, which the last forward read."""
+        self.half ^= 1
+        for one in self.tables.values():
+            if one.firsts is not None and self.padding_masks:
+                one.firsts.clamp_(max=length)  # a row whose first token is behind them has not begun
+
+    def read_state(self, layer: int, length: int) -> States:
+        """Copies of what a layer keeps of `length` tokens, as transformers has it: the last inputs of the convolution
+        (rows, channels, taps) in order of time, and the state. Zeros stand for what is before a row's first token.
+        """
+        (state, window), firsts = self._read(layer), self.tables[self.shapes[layer].device].firsts
+        assert firsts is not None
+        inputs = None
+        if window is not None:
+            places = torch.arange(length - window.shape[1], length, device=window.device)
+            hidden = places < firsts[:, None]
+            inputs = window[:, places % window.shape[1]].masked_fill(hidden[..., None], 0).mT.contiguous()
+        if state is not None:
+            state = state.masked_fill(firsts.ge(length).view(-1, *[1] * (state.dim() - 1)), 0)
+        return inputs, state
+
+    def write_state(self, layer: int, length: int, inputs: torch.Tensor | None, state: torch.Tensor | None) -> None:
+        """The reverse of `read_state`; None for zeros."""
+        into, window = self._read(layer)
+        if window is not None and inputs is not None:
+            places = torch.arange(length - window.shape[1], length, device=window.device)
+            window[:, places % window.shape[1]] = inputs.mT
+        elif window is not None:
+            window.zero_()
+        if into is not None and state is not None:
+            into.copy_(state)
+        elif into is not None:
+            into.zero_()
+
+    def _read(self, layer: int) -> States:
+        """State and window of a layer that the next forward reads."""
+        kept = self._states[layer]
+        return (kept.other_state, kept.other_window) if self.half else (kept.state, kept.window)
+
     def unmask(self, length: int) -> None:
         """Makes tokens from here on visible."""
         if self.masked > length:
@@ -127,6 +202,8 @@ class RowBlocks(PagedKVCache):
         """Tells the kernels how many tokens are stored: a launch, no wait."""
         for one in self.tables.values():
             one.metadata[LENGTH].fill_(length)
+            if one.firsts is not None:
+                one.metadata[HALF].fill_(self.half)
 
     def packed(self, length: int) -> "RowBlocks":
         """A copy of `length` tokens, in which rows share no blocks; it can be pickled."""
@@ -144,6 +221,9 @@ class RowBlocks(PagedKVCache):
             for shape, several in self.by_shape.items()
         }
         state = {"shapes": self.shapes, "rows": self.rows, "columns": self.columns, "kept": kept}
+        if self.by_states:
+            firsts = next(one.firsts for one in self.tables.values() if one.firsts is not None)
+            state |= {"states": self.by_states, "firsts": firsts, "half": self.half}
         return state | {"padding_mask": None if mask is None else mask[:, : self.masked].clone()}
 
     def __setstate__(self, state: dict) -> None:
@@ -152,14 +232,24 @@ class RowBlocks(PagedKVCache):
             for shape, several in state["kept"].items()
         }
         # On the devices to which torch.load has moved the tensors.
-        shapes = tuple(shape._replace(device=kept[shape][0].device) for shape in state["shapes"])
+        states = state.get("states", {})
+        places = {shape: [t.device for t in several if t is not None] for shape, several in (kept | states).items()}
+        shapes = tuple(shape._replace(device=(places[shape] or [shape.device])[0]) for shape in state["shapes"])
         RowBlocks.__init__(self, shapes, state["rows"], state["columns"])
-        before, now = (views_by_layer(s, _one_set(s), k) for s, k in ((state["shapes"], kept), (shapes, self.by_shape)))
-        for views, sources in zip(now, before, strict=True):
-            for view, source in zip(views, sources, strict=True):
-                view.copy_(source)
+        self.half = state.get("half", 0)
+        before, now = (
+            views_by_layer(s, _one_set(s), k) | states_by_layer(s, states_)
+            for s, k, states_ in ((state["shapes"], kept, states), (shapes, self.by_shape, self.by_states))
+        )
+        for layer, views in now.items():
+            for view, source in zip(views, before[layer], strict=True):
+                if view is not None and source is not None:
+                    view.copy_(source)
+        for one in self.tables.values():
+            if one.firsts is not None:
+                one.firsts.copy_(state["firsts"])
         self.set_padding_mask(state["padding_mask"])
 
 
-def _one_set(shapes: Sequence[Shape]) -> tuple[LayerSet]:
-    return (LayerSet(tuple(range(len(shapes))), None),)
+def _one_set(shapes: Sequence[LayerShape]) -> tuple[LayerSet]:
+    return (LayerSet(tuple(kv_layers(shapes)), None),)

@@ -1,11 +1,15 @@
-"""What a layer keeps for a token, and how many tokens a block holds."""
+"""What a layer keeps for a token or for a row, and how many tokens a block holds."""
 
+from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
 
 BLOCK = 64  # tokens
 SCALE = torch.float32
+STATE = torch.float32
+ALIGNED = 64  # elements: what each layer keeps of states begins at a multiple of that
 
 
 class Shape(NamedTuple):
@@ -28,10 +32,24 @@ class Shape(NamedTuple):
         scale = 0 if self.kv_dtype is None else SCALE.itemsize
         return 2 * self.heads * (self.dim * stored.itemsize + scale)
 
+    def bytes_for(self, tokens: int) -> int:
+        """Of one row."""
+        return self.size * tokens
+
     @property
     def exact(self) -> "Shape":
         """The same without rounding."""
         return self._replace(kv_dtype=None)
+
+    @property
+    def nothing(self) -> "Shape":
+        """That of a layer which keeps nothing."""
+        return self._replace(heads=0)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether it keeps anything; else what lies at its place in a cache is not the store's."""
+        return self.heads > 0
 
     def empty(self, layers: int, blocks: int) -> tuple[torch.Tensor, ...]:
         """Room for keys and values, (layers, 2, blocks, BLOCK, heads, dim); and, where they are rounded, their scales,
@@ -42,3 +60,69 @@ class Shape(NamedTuple):
         if self.kv_dtype is None:
             return (kept,)
         return kept, torch.empty(layers, 2, blocks, self.heads, BLOCK, dtype=SCALE, device=self.device).mT
+
+
+class StateShape(NamedTuple):
+    """What one layer keeps for a row, however long it is: a state and the last inputs of a convolution, or one of them.
+
+    state: sizes of the recurrent state as transformers keeps it, without rows; float32. window: (taps, channels) in
+    `dtype`; the input of position p lies at p % taps.
+    """
+
+    state: tuple[int, ...] | None
+    window: tuple[int, int] | None
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def kv_dtype(self) -> None:
+        """Nothing is rounded."""
+        return None
+
+    @property
+    def size(self) -> int:
+        """Bytes a token."""
+        return 0
+
+    def bytes_for(self, tokens: int) -> int:
+        """Of one row, whatever its tokens."""
+        return self.row_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        sizes = ((self.state, STATE), (self.window, self.dtype))
+        return 2 * sum(prod(kept) * dtype.itemsize for kept, dtype in sizes if kept is not None)  # two halves
+
+    @property
+    def exact(self) -> "StateShape":
+        return self
+
+    @property
+    def nothing(self) -> "StateShape":
+        """That of a layer which keeps nothing."""
+        return self._replace(state=None, window=None)
+
+    @property
+    def keeps(self) -> bool:
+        return self.state is not None or self.window is not None
+
+    def empty(self, layers: int, rows: int) -> "States":
+        """Room for states, (layers, rows, ...) float32, and windows, (layers, rows, taps, channels)."""
+        kept: list[torch.Tensor | None] = []
+        for sizes, dtype in ((self.state, STATE), (self.window, self.dtype)):
+            if sizes is None:
+                kept.append(None)
+                continue
+            used = rows * prod(sizes)
+            flat = torch.empty(layers, -(-used // ALIGNED) * ALIGNED, dtype=dtype, device=self.device)
+            kept.append(flat[:, :used].unflatten(1, (rows, *sizes)))
+        return kept[0], kept[1]
+
+
+LayerShape = Shape | StateShape
+States = tuple[torch.Tensor | None, torch.Tensor | None]  # state and window: of a layer, or of all of one shape
+
+
+def kv_layers(shapes: Sequence[LayerShape]) -> list[int]:
+    """The layers with keys and values."""
+    return [layer for layer, shape in enumerate(shapes) if isinstance(shape, Shape)]

@@ -1,56 +1,17 @@
-"""The keys and values of one generation: their lengths, allocation, changes of rows, and copies."""
+"""The keys, values and states of one generation: their lengths, allocation, changes of rows, and copies."""
 
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from accel_kernels.attention.paged.kv import KV
 
-from accel.cuda_graphs.entry import Replayed
+from accel.libraries.cache import LinearAttentionLayer
+from accel.llm.kv_cache.pending_step import LatestForward, PendingStep
 from accel.llm.kv_cache.row_blocks import RowBlocks
-from accel.llm.kv_cache.shape import BLOCK, Shape
+from accel.llm.kv_cache.shape import BLOCK, LayerShape, States, StateShape
 
 AHEAD = 16384  # tokens a row that are allocated ahead at most, of those that a request may still come to
-
-
-class LatestForward(NamedTuple):
-    """How the last forward was called; positions: of its last tokens, (..., 1 or rows, 1), None without any."""
-
-    positions: torch.Tensor | None
-    keep: int
-
-
-@dataclass
-class PendingStep:
-    """A decode step launched ahead of its call. ids: all tokens so far, of which it takes the last.
-
-    inputs: what generate() made of them, once it has.
-    """
-
-    ids: torch.Tensor
-    length: int  # tokens stored before it
-    keep: int
-    step: Replayed | None
-    done: torch.cuda.Event
-    inputs: dict | None = None
-    taken: bool = False
-
-    def take(
-        self, length: int, tokens: torch.Tensor, positions: torch.Tensor | None, mask: torch.Tensor | None, keep: int
-    ) -> Replayed | None:
-        """The step, if this forward is given the very tensors that generate() prepared for it; else None."""
-        given, step, self.step = self.inputs, self.step, None
-        if given is None or (length, keep) != (self.length, self.keep):
-            return None
-        places = given.get("position_ids")
-        self.taken = (
-            given.get("input_ids") is tokens
-            and given.get("attention_mask") is mask
-            and (places is None or places is positions)
-        )
-        return step if self.taken else None
 
 
 class RowSelection(NamedTuple):
@@ -76,14 +37,16 @@ class RowSelection(NamedTuple):
 class Store:
     """The keys and values of all layers of a model, for one batch of rows. For one thread at a time.
 
-    shapes: one a layer. expected_tokens: tokens that a row is expected to reach. Nothing is allocated before `reserve`.
-    lengths: tokens a row, by layer; they differ only while stock layers write one after another. requested: by layer,
-    changes of rows that wait until all layers were asked for them. cache_ref: gives the cache over it, if still there.
+    shapes: one a layer; kept: the layers that keep anything. expected_tokens: tokens that a row is expected to reach.
+    Nothing is allocated before `reserve`. lengths: tokens a row, by layer; they differ only while stock layers write
+    one after another. requested: by layer, changes of rows that wait until all layers were asked for them. cache_ref:
+    gives the cache over it, if still there.
     """
 
-    def __init__(self, shapes: Sequence[Shape], expected_tokens: int = 0):
+    def __init__(self, shapes: Sequence[LayerShape], expected_tokens: int = 0):
         self.shapes, self.expected_tokens = tuple(shapes), expected_tokens
-        self.lengths = dict.fromkeys(range(len(self.shapes)), 0)
+        self.kept = [layer for layer, shape in enumerate(self.shapes) if shape.keeps]
+        self.lengths = dict.fromkeys(self.kept, 0)
         self.cache_ref: Callable[[], Any] = lambda: None
         self.clear()
 
@@ -95,6 +58,7 @@ class Store:
         self.pending: PendingStep | None = None  # a step that another stream is at
         self.latest: LatestForward | None = None  # the last forward, None once anything else touched the store
         self.known_length = 0  # the length that the kernels are told
+        self.previous: int | None = None  # that before the last forward, which can be taken back
         self.number: tuple = (None, 0, 0)  # a tensor that was read, its version then, and what it holds
 
     @property
@@ -114,8 +78,7 @@ class Store:
     def tensors(self) -> list[torch.Tensor]:
         """All that kernels read and write, after `reserve`."""
         blocks = self.blocks
-        beside = (tensor for one in blocks.tables.values() for tensor in (one.flat, one.metadata))
-        return [*blocks.kept, *beside, *blocks.padding_masks.values()]
+        return [*blocks.kept, *blocks.beside, *blocks.padding_masks.values()]
 
     @property
     def length(self) -> int:
@@ -134,7 +97,12 @@ class Store:
     @property
     def consistent(self) -> bool:
         """Whether all layers are in the store and equally long, and no change of rows is pending."""
-        return len(self.lengths) == len(self.shapes) and len(set(self.lengths.values())) == 1 and not self.requested
+        return len(self.lengths) == len(self.kept) and len(set(self.lengths.values())) == 1 and not self.requested
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether a layer keeps a state: of that only the last forward can be taken away, or all tokens."""
+        return any(isinstance(shape, StateShape) for shape in self.shapes)
 
     @property
     def readable(self) -> bool:
@@ -155,10 +123,11 @@ class Store:
         self._set_length()
         return self.blocks.tables[device].metadata
 
-    def kvs(self, layers: Sequence[int], tokens: int, **given: Any) -> dict[int, KV]:
-        """The stores of layers on one device, for a step of so many tokens. Good until `reserve` makes more room.
+    def kvs(self, layers: Sequence[int], tokens: int, **given: Any) -> dict[int, Any]:
+        """The stores of layers on one device, for a step of so many tokens: of each a `KV`, or `RowStates`. Good until
+        `reserve` makes more room.
 
-        given: other fields of each `KV`, such as is_prefill.
+        given: other fields of each, such as is_prefill.
         """
         self._set_length()
         return self.blocks.of_step(layers, tokens, **given)
@@ -171,10 +140,20 @@ class Store:
         if not self.readable:
             self.blocks.unshare(0, self.length)
         self.latest = None
-        kept = self._blocks.kv(layer).read(self.lengths[layer], self.shapes[layer].dtype)
+        keys, values = self._selected(layer, self._blocks.kv(layer).read(self.lengths[layer], self.shapes[layer].dtype))
+        return keys.transpose(1, 2), values.transpose(1, 2)
+
+    def read_state(self, layer: int) -> States:
+        """What a layer of states keeps, as transformers has it: the last inputs of its convolution, (rows, channels,
+        taps) in order of time, and its recurrent state, (rows, ...). Copies; zeros before a row's first token.
+        """
+        return self._selected(layer, self.blocks.read_state(layer, self.lengths[layer]))
+
+    def _selected(self, layer: int, kept: Any) -> Any:
+        """(rows, ...) each, after the changes of rows that the layer was asked for."""
         for rows in self.requested.get(layer, ()):
-            kept = [t.index_select(0, rows.indices(t.shape[0], t.device)) for t in kept]
-        return kept[0].transpose(1, 2), kept[1].transpose(1, 2)
+            kept = [t if t is None else t.index_select(0, rows.indices(t.shape[0], t.device)) for t in kept]
+        return tuple(kept)
 
     def reserve(self, rows: int, tokens: int) -> None:
         """Before every call: allocates for `tokens` tokens a row, and unshares the blocks that are written next.
@@ -185,6 +164,7 @@ class Store:
             if self.length:
                 raise ValueError(f"a cache of {self.rows} rows, used with {rows}")
             self.clear()
+        self.previous = None  # what it left is written over
         if tokens > self.capacity or self._blocks is None:
             self._grow(rows, max(tokens, 1))
         self.blocks.unshare(min(self.lengths.values()) // BLOCK, self.length)
@@ -199,7 +179,8 @@ class Store:
             except torch.OutOfMemoryError as error:
                 traceback.clear_frames(error.__traceback__)  # they hold what was allocated
                 if wish == tokens:
-                    size = sum(shape.size for shape in self.shapes) * rows * -(-tokens // BLOCK) * BLOCK / 2**30
+                    row = sum(shape.bytes_for(-(-tokens // BLOCK) * BLOCK) for shape in self.shapes)
+                    size = rows * row / 2**30
                     kept = f"; the {self.length} stored are kept" if self.length else ""
                     raise torch.OutOfMemoryError(
                         f"no memory for keys and values of {tokens} tokens in {rows} rows: {size:.2f} GiB wanted{kept}"
@@ -208,7 +189,8 @@ class Store:
 
     def _lay_out(self, rows: int, tokens: int, chosen: torch.Tensor | None = None) -> None:
         """Allocates anew; row r gets the tokens of row chosen[r], or of row r. All or nothing."""
-        blocks = RowBlocks(self.shapes, rows, -(-tokens // BLOCK))
+        same = self._blocks is not None and chosen is None
+        blocks = RowBlocks(self.shapes, rows, -(-tokens // BLOCK), self._blocks.by_states if same else None)
         if self.length:
             blocks.take(self.blocks, self.length, chosen)
         self._blocks, self.known_length = blocks, 0
@@ -221,13 +203,33 @@ class Store:
         self.blocks.kv(layer).write(start, keys.transpose(1, 2), values.transpose(1, 2))
         self.lengths[layer] = end
 
+    def write_state(
+        self, layer: int, inputs: torch.Tensor | None, state: torch.Tensor | None, length: int | None = None
+    ) -> None:
+        """The reverse of `read_state`, of a layer that has seen `length` tokens, as many as others where None is given.
+
+        None in the place of a tensor stands for zeros. After `reserve`.
+        """
+        self.previous, self.lengths[layer] = None, self.length if length is None else length
+        self.blocks.write_state(layer, self.lengths[layer], inputs, state)
+
     def advance(self, new: int) -> None:
         """All layers have written `new` more tokens."""
+        self.previous = self.length
+        self._blocks.half ^= bool(new)
         self.lengths = {layer: length + new for layer, length in self.lengths.items()}
         self._set_length()
 
     def crop(self, length: int) -> None:
-        """Keeps the first tokens. The next `reserve` unshares the blocks that are written again."""
+        """Keeps the first tokens. The next `reserve` unshares the blocks that are written again.
+
+        Raises RuntimeError, with nothing changed, where a state would have to forget some of its tokens.
+        """
+        if 0 < length < self.length and self.keeps_state:
+            if length != self.previous:
+                LinearAttentionLayer().crop(length - self.length)
+            self.blocks.take_back(length)
+        self.previous = None
         for layer, held in self.lengths.items():
             self.shorten(layer, held - length)
         self._set_length()
@@ -261,8 +263,14 @@ class Store:
         del self.lengths[layer]
 
     def set_padding_mask(self, mask: torch.Tensor | None) -> None:
-        """As of `RowBlocks`, without waiting for the GPU. After `reserve`."""
+        """As of `RowBlocks`, without waiting for the GPU. After `reserve` and before the forward that it is for.
+
+        Of that forward rows of states take their beginnings. They keep them: a later mask that hides other tokens than
+        its new ones changes nothing in states, as in transformers, which reads no mask for a single token.
+        """
         self.blocks.set_padding_mask(mask)
+        if not self.length or (mask is not None and mask.shape[1] > self.length + 1):
+            self.blocks.set_firsts(self.length)
 
     def _set_length(self) -> None:
         length = self.length
@@ -288,6 +296,7 @@ class Store:
         """Changes the rows of all layers; in place, without waiting for the GPU, if their number stays."""
         if not self.length:
             return
+        self.previous = None
         index = rows.indices(self.rows, self.shapes[0].device)
         if index.shape[0] == self.rows:
             self.blocks.reorder(index, self.length)

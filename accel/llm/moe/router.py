@@ -21,7 +21,7 @@ from accel.llm.moe.router_formula import (
     router_formulas,
     router_settings,
 )
-from accel.llm.runtime.linear import product_for
+from accel.llm.parts.linear import product_for
 from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.guard import Parts, changed_since

@@ -11,14 +11,14 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
-from accel_kernels import KV
+from accel_kernels import KV, RowStates
 from torch import nn
 
 from accel.cuda_graphs.rule import obstacle
 from accel.cuda_graphs.runner import GraphRunner
+from accel.llm.parts.step import Step
 from accel.llm.pipeline.device_hooks import moved_to
 from accel.llm.runtime.layer import LayerForward
-from accel.llm.runtime.step import Step
 from accel.patching.structure import foreign_hooks
 
 
@@ -52,7 +52,7 @@ class Stretch:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def run(
-        self, kvs: Mapping[int, KV], x: torch.Tensor, values: Sequence[Any], places: Sequence[dict]
+        self, kvs: Mapping[int, KV | RowStates], x: torch.Tensor, values: Sequence[Any], places: Sequence[dict]
     ) -> torch.Tensor:
         """x: (rows, new, C), on its device. values: what layers read; places: of each layer, which under what name."""
         step = Step(kvs)
@@ -78,7 +78,7 @@ class StretchStep(Step):
 
     __slots__ = ("_brought",)
 
-    def __init__(self, kvs: Sequence[KV] | Mapping[int, KV]):
+    def __init__(self, kvs: Mapping[int, KV | RowStates]):
         super().__init__(kvs)
         self._brought: dict[tuple, tuple] = {}
 
@@ -123,7 +123,7 @@ class Stores(Protocol):
     def metadata(self, stretch: Stretch) -> tuple[torch.Tensor, ...]:
         """What kernels on its device read: first that of KV; and what else changes from call to call."""
 
-    def kvs(self, stretch: Stretch, x: torch.Tensor, metadata: tuple[torch.Tensor, ...]) -> Mapping[int, KV]:
+    def kvs(self, stretch: Stretch, x: torch.Tensor, metadata: tuple[torch.Tensor, ...]) -> dict[int, Any]:
         """By a layer's place in the cache, for hidden states x, (rows, new, C). metadata: read in place of its own."""
 
     def turn(self, stretch: Stretch) -> AbstractContextManager:
@@ -139,7 +139,7 @@ class ChainedStep(StretchStep):
     __slots__ = ("calls", "graphs", "seen", "stores", "variant", "x")
 
     def __init__(self, stores: Stores, graphs: "StretchGraphs | None", variant: tuple, seen: object):
-        super().__init__(())
+        super().__init__({})
         self.stores, self.graphs, self.variant, self.seen = stores, graphs, variant, seen
         self.calls: list[dict] = []
         self.x: torch.Tensor | None = None

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from accel.errors import Refused
 from accel.libraries.adapters import ADAPTED, BASE
 from accel.libraries.hooks import hook_of
+from accel.llm.parts.linear import holds_transposed, weights
 from accel.llm.ptq.calibrate import LayerResult, quantize_layers
 from accel.llm.ptq.calibration.batches import batches
 from accel.llm.ptq.calibration.layer_inputs import moved
@@ -21,7 +22,6 @@ from accel.llm.ptq.checkpoint import Checkpoint, data_digest, model_digest
 from accel.llm.ptq.formats.saving import SAVE, SaveOverride
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import decoder_layers
-from accel.llm.runtime.linear import holds_transposed, weights
 from accel.options import ACTIVATIONS, METHODS, STATIC, WEIGHTS, check_activations
 from accel.parallel.sharded_layers import ranks_of
 from accel.patching.rule import set_data

@@ -73,3 +73,11 @@ def most_configured(model: "PreTrainedModel") -> int | None:
     """Positions by the configuration: of a table, or of the longest text in training; None where it does not say."""
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return most if isinstance(most, int) and most > 0 else None
+
+
+def last_positions(model: "PreTrainedModel", ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The keyword that puts these tokens at the last positions that the configuration names; none where it does not."""
+    most = most_configured(model)
+    if most is None or "position_ids" not in inspect.signature(type(model).forward).parameters:
+        return {}
+    return {"position_ids": torch.arange(most - ids.shape[1], most, device=ids.device).expand(ids.shape)}

@@ -14,6 +14,7 @@ class NotUnderstood(Exception):
     """Why a model, or a part of it, keeps its stock forward; the message goes into the report."""
 
 
+NOTHING_STORED = "it stores no keys and values"
 QUERIES = (3, 77, 1500, 5003, 40_009, 200_003, 1_100_009)  # positions of queries whose view is looked at
 BLOCK = 1 << 15  # keys asked about at once: what is made of them on the way stays in a core's cache
 
@@ -116,10 +117,14 @@ class Call:
         return self.made
 
     @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that it was given."""
+        return [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, torch.Tensor)]
+
+    @property
     def alone(self) -> bool:
         """Whether the input was the only tensor given."""
-        given = (*self.args, *self.kwargs.values())
-        return self.taken is not None and sum(isinstance(value, torch.Tensor) for value in given) == 1
+        return self.taken is not None and len(self.tensors) == 1
 
 
 @dataclass
@@ -147,6 +152,19 @@ class Stored(NamedTuple):
 
 
 @dataclass
+class KeptState:
+    """What a layer of linear attention kept for a row, by which module, and which layer of the cache that is.
+
+    inputs: (rows, channels, tokens), of its convolution; state: (rows, ...), behind the last token. None for none.
+    """
+
+    attention: nn.Module
+    place: int
+    inputs: torch.Tensor | None = None
+    state: torch.Tensor | None = None
+
+
+@dataclass
 class LayerRecord:
     """One layer's run. ran: the call of the layer itself; calls: those of modules inside.
 
@@ -161,12 +179,13 @@ class LayerRecord:
     ran: Call | None = None
     calls: list[Call] = field(default_factory=list)
     stored: Stored | None = None
+    kept: KeptState | None = None
     attended: Attended | None = None
     most_positions: int | None = None
 
     def forget(self, scores: bool) -> None:
         """Drops what was seen, which in all layers is hundreds of megabytes; `scores`: but for queries and keys."""
-        self.ran, self.calls = None, []
+        self.ran, self.calls, self.kept = None, [], None
         if not scores:
             self.stored = self.attended = None
             return
@@ -186,13 +205,18 @@ class LayerRecord:
     def cached(self) -> Stored:
         """What it put into the cache. Raises NotUnderstood where that is nothing."""
         if self.stored is None:
-            raise NotUnderstood("it stores no keys and values")
+            raise NotUnderstood(NOTHING_STORED)
         return self.stored
 
     @property
+    def mixes(self) -> bool:
+        """Whether it put something into the cache."""
+        return self.stored is not None or self.kept is not None
+
+    @property
     def attention(self) -> nn.Module:
-        """The module that stored keys and values."""
-        return self.cached.attention
+        """The module that stored keys and values, or kept a state."""
+        return self.cached.attention if self.kept is None else self.kept.attention
 
     def name(self, module: nn.Module) -> str:
         """The module's path from the layer: specs hold names, so that a module put in another's place is seen."""

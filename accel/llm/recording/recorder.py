@@ -22,15 +22,16 @@ from transformers import Conv1D, PretrainedConfig, PreTrainedModel
 from accel.errors import reason_of
 from accel.in_flight import Here, alone
 from accel.libraries.attention import eager_mask, lent_attention
-from accel.libraries.cache import DynamicCache, cache_given
+from accel.libraries.cache import DynamicCache, LinearAttentionLayer, cache_given
 from accel.libraries.tensor_parallel import pipeline_stage
 from accel.llm.kv_cache.cache import STOCK
 from accel.llm.pipeline.device_hooks import StockHere, device_of, moved_to, other_hook
 from accel.llm.recording.implementation import foreign_attention, lent_configs, unpaged
-from accel.llm.recording.inputs import few
+from accel.llm.recording.inputs import few, last_positions
 from accel.llm.recording.plain_attention import plain_attention
 from accel.llm.recording.position_table import PositionTable
-from accel.llm.recording.record import Attended, Call, LayerRecord, NotUnderstood, Record, Stored, Value
+from accel.llm.recording.record import Attended, Call, KeptState, LayerRecord, NotUnderstood, Record, Stored, Value
+from accel.llm.recording.recording_cache import RecordingCache
 from accel.patching.structure import foreign_hooks, placement
 from accel.quantization.experts import holds_numbers
 
@@ -80,8 +81,8 @@ def _last_to_run(model: PreTrainedModel, stacks: dict[str, nn.ModuleList]) -> st
 
 
 def keeps_more(model: PreTrainedModel) -> str | None:
-    """What the model's cache keeps besides keys and values, in a reason; None where it keeps nothing else."""
-    kinds = {type(layer) for layer in DynamicCache(config=model.config).layers} - set(STOCK)
+    """What the model's cache keeps besides keys and values or a state a layer, in a reason; None for nothing else."""
+    kinds = {type(layer) for layer in DynamicCache(config=model.config).layers} - {*STOCK, LinearAttentionLayer}
     names = ", ".join(sorted(kind.__name__ for kind in kinds))
     return f"its cache keeps more than keys and values: {names}" if kinds else None
 
@@ -150,6 +151,7 @@ def record(
     look: Look,
     scores: bool = False,
     amplified: bool = False,
+    last: bool = False,
     own: bool = False,
     known: Record | None = None,
 ) -> Record:
@@ -157,9 +159,9 @@ def record(
 
     look: is shown every layer as soon as it has run; then its record forgets the tensors, but for queries and keys
     where `scores` says so. amplified: outputs of linear layers inside the layers are made many times larger, so that a
-    clamp or another bend far from zero shows. known: an earlier run, whose mask functions, where they are the same, are
-    not asked again. own: the model keeps its own attention, for those that do not ask transformers for one; its masks
-    are made by the functions of the earlier run.
+    clamp or another bend far from zero shows. last: the tokens stand at the last positions. known: an earlier run,
+    whose mask functions, where they are the same, are not asked again. own: the model keeps its own attention, for
+    those that do not ask transformers for one; its masks are made by the functions of the earlier run.
     """
     path, layers = decoder_layers(model)
     foreign = foreign_attention([model, *layers.modules()])
@@ -180,7 +182,8 @@ def record(
         with resting(model), MathAttention(), recorder.attached(model), recorder.until_shown:
             recorder.until_shown.enter_context(table)
             forward = type(model).forward
-            forward(model, input_ids=ids, use_cache=True, **cache_given(forward, recorder.cache))
+            given = cache_given(forward, recorder.cache) | (last_positions(model, ids) if last else {})
+            forward(model, input_ids=ids, use_cache=True, **given)
     except Exception as error:  # whatever a forward may raise: a model that cannot run this call is not one we know
         raise NotUnderstood(f"{_refused(error)}: {reason_of(error)}") from error
     finally:
@@ -292,6 +295,17 @@ class Recorder:
             raise NotUnderstood("a layer stores keys and values twice, or something else does")
         self.current.stored = Stored(self.open[-1].module, index, keys.clone(), values.clone())
 
+    def kept(self, part: str, tensor: torch.Tensor, index: int, number: int) -> None:
+        """Called by the cache with the inputs of a convolution, or a state. number: of several that a layer keeps."""
+        if not self.open or number:
+            raise NotUnderstood("a layer keeps several states, or something else does")
+        kept = self.current.kept
+        if kept is None:
+            kept = self.current.kept = KeptState(self.open[-1].module, index)
+        if kept.place != index or getattr(kept, part) is not None:
+            raise NotUnderstood("a layer keeps several states")
+        setattr(kept, part, tensor.clone())
+
     def _mask(self, *args: Any, mask_function: Callable, **kwargs: Any) -> torch.Tensor | None:
         mask = eager_mask(*args, mask_function=mask_function, **kwargs)
         if not self._elsewhere():
@@ -312,20 +326,6 @@ class Recorder:
             self.record.asked = True
             self.current.attended = Attended(query.clone(), attention_mask, options, output.clone())
         return output, None
-
-
-class RecordingCache(DynamicCache):
-    """An ordinary cache that shows what is stored."""
-
-    def __init__(self, recorder: Recorder, config: PretrainedConfig):
-        super().__init__(config=config)
-        self.recorder = recorder
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        self.recorder.stored(key_states, value_states, layer_idx)
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
 def model_side_effects(model: nn.Module) -> str | None:

@@ -69,15 +69,12 @@ def _obstacle(model: PreTrainedModel) -> str | None:
 def formulas(
     model: PreTrainedModel, layers: dict[str, LayerSpec | str], scores: bool = False, some: bool = False
 ) -> list[tuple[LayerRecord, LayerSpec]]:
-    """Every layer's record and formula, all of them known; with `some`, of those that are, which is one at least.
-    Raises NotUnderstood.
+    """Every layer's record and formula, all of them known; with `some`, of those that are, of which one at least stores
+    keys and values. Raises NotUnderstood.
 
     layers: filled with the formula of every layer by its path, or why it is not known. scores: the records still hold
     queries and keys; nothing else of the run does.
     """
-    kept = keeps_more(model)
-    if kept is not None and not some:
-        raise NotUnderstood(kept)
 
     def run(known: Record | None = None) -> Record:
         found: dict[str, LayerSpec | str] = {}
@@ -100,26 +97,49 @@ def formulas(
             unknown.append(f"{layer.path}: {spec}")
         else:
             found.append((layer, spec))
-    if unknown and not (some and found):
-        raise NotUnderstood(kept or unknown[0])
-    _confirm_where_large(model, layers, seen)
-    places = sorted(spec.attention.index for _, spec in found)
-    if len(set(places)) < len(places) or (not unknown and places != list(range(len(found)))):
+    places = sorted(spec.place for _, spec in found if spec.place is not None)
+    if unknown and not (some and places):
+        raise NotUnderstood(keeps_more(model) or unknown[0])
+    if not places:
+        raise NotUnderstood("no layer stores keys and values")
+    keywords = {word for _, spec in found if spec.attention is not None for word in spec.attention.keywords}
+    # What looks up positions in a table could be led outside of it, which on a GPU ends the process.
+    rotated = bool(keywords) and "position_ids" not in keywords and seen.layers[0].most_positions is None
+    _confirm_where_large(model, layers, seen, last=rotated and not unknown)
+    if len(set(places)) < len(places) or (not unknown and not _in_order(found, places)):
         raise NotUnderstood("layers that share a place in the cache")
     return found
+
+
+def _in_order(found: list[tuple[LayerRecord, LayerSpec]], places: list[int]) -> bool:
+    """Whether layers of attention have the first places in the cache, or each that of its number among all layers."""
+    numbers = [number for number, (_, spec) in enumerate(found) if spec.place is not None]
+    return places in (list(range(len(places))), numbers)
 
 
 def _formula(layer: LayerRecord, seen: Record) -> LayerSpec | str:
     """The formula of a layer, or why it is not known."""
     try:
+        if any(map(_hides_keys, layer.layer.buffers())):
+            raise NotUnderstood("it holds a mask that is not causal")
         return understand_layer(layer, seen)
     except NotUnderstood as reason:
         return str(reason)
 
 
-def _confirm_where_large(model: PreTrainedModel, layers: dict[str, LayerSpec | str], seen: Record) -> None:
+def _hides_keys(table: torch.Tensor) -> bool:
+    """Whether it says which keys each query sees, and leaves out earlier ones. A window longer than the run that is
+    looked at would not show in it.
+    """
+    if table.dtype != torch.bool or table.dim() < 2 or not 1 < table.shape[-2] == table.shape[-1]:
+        return False
+    return not bool((table | torch.ones_like(table).triu(1)).all())
+
+
+def _confirm_where_large(model: PreTrainedModel, layers: dict[str, LayerSpec | str], seen: Record, last: bool) -> None:
     """Finds the same formulas once more where all numbers are large; one layer of each make tells for the others.
-    Raises NotUnderstood where it finds another.
+    last: and at the last positions, since some models scale queries from a position on. Raises NotUnderstood where it
+    finds another.
     """
     makes: set[tuple] = set()
     others: list[str] = []
@@ -134,7 +154,7 @@ def _confirm_where_large(model: PreTrainedModel, layers: dict[str, LayerSpec | s
             if _formula(layer, amplified) != spec:
                 others.append(layer.path)
 
-    record(model, look, amplified=True, own=seen.own, known=seen)
+    record(model, look, amplified=True, last=last, own=seen.own, known=seen)
     for path in others:
         layers[path] = "it computes something else where numbers are large"
         raise NotUnderstood(f"{path}: {layers[path]}")

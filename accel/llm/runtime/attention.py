@@ -10,11 +10,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
-from accel.llm.kv_cache.shape import Shape
+from accel.llm.kv_cache.shape import LayerShape
+from accel.llm.parts.norm import NormSpec
+from accel.llm.parts.part import NormedInput
+from accel.llm.parts.step import Step
 from accel.llm.recording.record import Call, LayerRecord, Record
-from accel.llm.runtime.norm import NormSpec
-from accel.llm.runtime.part import NormedInput
-from accel.llm.runtime.step import Step
 from accel.patching.fast_forward import Kernels
 
 
@@ -58,6 +58,11 @@ class AttentionSpec:
         return False
 
     @property
+    def keeps_state(self) -> bool:
+        """Whether its layer keeps a state, into which every token goes, instead of keys and values."""
+        return False
+
+    @property
     def keywords(self) -> tuple[str, ...]:
         """The keywords of its layer's call that it computes by, as of positions."""
         return ()
@@ -75,8 +80,8 @@ class AttentionSpec:
         """With the tensors of a layer. stack: weights may be moved into one storage."""
         raise NotImplementedError
 
-    def cache_layout(self, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None) -> Shape:
-        """What the layer's store holds for each token."""
+    def cache_layout(self, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None) -> LayerShape:
+        """What the layer's store holds for each token, or for a row."""
         raise NotImplementedError
 
 

@@ -14,6 +14,7 @@ from accel_kernels.device import FLOAT8, capability
 
 from accel.errors import Refused
 from accel.llm.recording.record import LayerRecord
+from accel.llm.runtime.attention import AttentionSpec
 from accel.llm.runtime.softmax_attention import SoftmaxSpec
 from accel.parallel.ranks import Ranks
 
@@ -58,15 +59,19 @@ def key_decibels(query: torch.Tensor, keys: torch.Tensor, scale: float, kv_dtype
 
 
 def choose_kv_dtypes(
-    kind: str, device: torch.device, layers: Iterable[tuple[LayerRecord, SoftmaxSpec]], ranks: Ranks | None = None
-) -> tuple[tuple[torch.dtype | None, ...], list[str]]:
+    kind: str, device: torch.device, layers: Iterable[tuple[LayerRecord, AttentionSpec]], ranks: Ranks | None = None
+) -> tuple[dict[int, torch.dtype | None], list[str]]:
     """Every layer's 8-bit dtype, by its place in the cache; None, with a reason, for one that stays as it is.
 
     layers: as a stock run on random tokens was recorded. ranks: that hold other heads of them; the worst head of all
     counts.
     """
-    kv_dtype, chosen, left = kv_dtype_for(kind, device), {}, []
+    kv_dtype, left = kv_dtype_for(kind, device), []
+    chosen: dict[int, torch.dtype | None] = {}
     for layer, spec in layers:
+        if not isinstance(spec, SoftmaxSpec):  # it keeps states, which are not rounded
+            chosen[spec.index] = None
+            continue
         query, scale = _queries(layer, spec)
         found = key_decibels(query, layer.cached.keys, scale, kv_dtype)
         if ranks is not None:
@@ -74,7 +79,7 @@ def choose_kv_dtypes(
         chosen[spec.index] = kv_dtype if found >= LEAST else None
         if chosen[spec.index] is None:
             left.append(f"{layer.path}: {found:.0f} dB")
-    return tuple(chosen[index] for index in sorted(chosen)), left
+    return chosen, left
 
 
 def _queries(layer: LayerRecord, spec: SoftmaxSpec) -> tuple[torch.Tensor, float]:

@@ -10,20 +10,23 @@ from torch import nn
 
 from accel.comparison import factor, is_sum, named_factor
 from accel.fusion.stacked_linears import can_stack
+from accel.llm.parts.linear import weights
+from accel.llm.parts.norm import NormSpec, norm_spec
+from accel.llm.parts.part import BoundLinear, BoundNorm, NormedInput
+from accel.llm.parts.step import ForwardContext, Step
 from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record, Value, is_absent
 from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
-from accel.llm.runtime.linear import weights
+from accel.llm.runtime.gated_attention import GatedSpec, QueryGatedSpec
+from accel.llm.runtime.linear_attention import LinearSpec
 from accel.llm.runtime.mlp import BoundMlp, MlpSpec, understand_mlp
-from accel.llm.runtime.norm import NormSpec, norm_spec
-from accel.llm.runtime.part import BoundLinear, BoundNorm, NormedInput
 from accel.llm.runtime.softmax_attention import SoftmaxSpec
-from accel.llm.runtime.step import ForwardContext, Step
 from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.guard import LayerGuard, changed_since, plain_settings
 from accel.quantization.experts import holds_numbers
 
-ATTENTION_KINDS: tuple[type[AttentionSpec], ...] = (SoftmaxSpec,)  # tried in turn
+# Tried in turn.
+ATTENTION_KINDS: tuple[type[AttentionSpec], ...] = (LinearSpec, SoftmaxSpec, GatedSpec, QueryGatedSpec)
 
 
 @dataclass(frozen=True)
@@ -31,9 +34,9 @@ class LayerSpec:
     """One decoder layer, on input x:
 
         a = post_attention(attention(before_attention(x)))       each norm left out where it is None
-        s = x + scales[0] * a, through after_attention
+        s = x + scales[0] * a, through after_attention           s = x where there is no attention
         m = post_mlp(mlp(before_mlp(s, or x where `parallel`)))
-        y = s + scales[1] * m, through after_mlp
+        y = s + scales[1] * m, through after_mlp                 y = s where there is no MLP
 
     shared: attention and MLP get the output of the one norm `before_attention`. returns: how many things the layer's
     forward gives back as a tuple, y first; None for y alone. settings: of the layer itself. given: the
@@ -41,8 +44,8 @@ class LayerSpec:
     """
 
     settings: tuple
-    attention: AttentionSpec
-    mlp: MlpSpec
+    attention: AttentionSpec | None
+    mlp: MlpSpec | None
     before_attention: NormSpec | None
     post_attention: NormSpec | None
     after_attention: NormSpec | None
@@ -56,28 +59,50 @@ class LayerSpec:
     given: frozenset[tuple[str, object]]
 
     @property
+    def place(self) -> int | None:
+        """In the cache; None for a layer that keeps nothing there."""
+        return None if self.attention is None else self.attention.index
+
+    @property
+    def window(self) -> int | None:
+        """How many tokens back it sees; None for all, or where that does not matter."""
+        return None if self.attention is None else self.attention.window
+
+    @property
+    def has_position_bias(self) -> bool:
+        return self.attention is not None and self.attention.has_position_bias
+
+    @property
+    def keeps_state(self) -> bool:
+        return self.attention is not None and self.attention.keeps_state
+
+    @property
     def norms(self) -> list[NormSpec]:
         """All there are, those inside the attention too."""
         around = (self.before_attention, self.post_attention, self.after_attention)
         mine = (*around, self.before_mlp, self.post_mlp, self.after_mlp)
-        return [norm for norm in (*mine, *self.attention.norms) if norm is not None]
+        inside = () if self.attention is None else self.attention.norms
+        return [norm for norm in (*mine, *inside) if norm is not None]
 
     @property
-    def linears(self) -> tuple[str, ...]:
-        """The names of all."""
-        down = (self.mlp.down,) if self.mlp.down else ()
-        return (*self.attention.projections, self.attention.out, *self.mlp.first, *down)
+    def called(self) -> tuple[str, ...]:
+        """The names of all linears, and of an MLP that is called as a whole."""
+        attention, mlp = self.attention, self.mlp
+        mixer = () if attention is None else (*attention.projections, attention.out)
+        if mlp is None:
+            return mixer
+        return (*mixer, *mlp.first, mlp.down) if mlp.first else (*mixer, mlp.whole)
 
 
 def understand_layer(layer: LayerRecord, record: Record) -> LayerSpec:
     """The formula of a recorded layer. Raises NotUnderstood."""
     if layer.call.made is None:
         raise NotUnderstood("it did not run")
-    attention, first, out = understand_attention(layer, record)
+    mixer = understand_attention(layer, record) if layer.mixes else None
     mlp, mlp_calls = understand_mlp(layer)
-    x, y, h, a = layer.call.input, layer.call.output, first.input, out.output
-    mlp_input, m = mlp_calls[0].input, mlp_calls[1].output
+    x, y = layer.call.input, layer.call.output
     mlp_modules = [call.module for call in mlp_calls]
+    holders = (layer.layer, *((layer.attention,) if layer.mixes else ()), *mlp_modules)
     norms = [call for call in layer.inside(layer.layer) if call.module not in mlp_modules and _normlike(call)]
 
     def producer(value: Value) -> Call | None:
@@ -101,42 +126,68 @@ def understand_layer(layer: LayerRecord, record: Record) -> LayerSpec:
             return 1.0
         size = total.double().norm(dim=-1, keepdim=True).clamp_min(1e-30)  # no token counts more than another
         found = factor(branch / size, (total.double() - base.double()) / size)
-        named = named_factor(found, total.dtype, (layer.layer, layer.attention, *mlp_modules))
+        named = named_factor(found, total.dtype, holders)
         return named if named is not None and is_sum(base, branch, named, total) else None
 
-    before_attention = producer(h)
-    if before_attention is None and not h.same(x):
-        raise NotUnderstood("the attention's input is not the layer's, nor a norm of it")
-    if before_attention is not None and not before_attention.input.same(x):
-        raise NotUnderstood("the norm before the attention is not of the layer's input")
-    post_attention, post_mlp = consumer(a), consumer(m)
-    branch = a.held if post_attention is None else post_attention.output.held
-    last = m.held if post_mlp is None else post_mlp.output.held
-    after_mlp = producer(y)
-    after_mlp = None if after_mlp is post_mlp else after_mlp
-    total = y.held if after_mlp is None else after_mlp.input.held
-    shared = mlp_input.same(h)
-    before_mlp = None if shared else producer(mlp_input)
-    after_attention = None
-    start = mlp_input if before_mlp is None else before_mlp.input
-    parallel = shared or start.same(x)
-    if parallel:
-        both = branch.reshape(x.held.shape).double() + last.reshape(x.held.shape)
-        first_scale = second_scale = scale(x.held, both, total, 0)
+    def before(part: Call, name: str) -> Call | None:
+        """The norm before the first part, of the layer's input; None where the part is given that itself."""
+        made = producer(part.input)
+        if made is None and not part.input.same(x):
+            raise NotUnderstood(f"the {name}'s input is not the layer's, nor a norm of it")
+        if made is not None and not made.input.same(x):
+            raise NotUnderstood(f"the norm before the {name} is not of the layer's input")
+        return made
+
+    def after(part: Call) -> tuple[Call | None, torch.Tensor]:
+        """The norm of a part's output, and what is added."""
+        made = consumer(part.output)
+        return made, (part if made is None else made).output.held
+
+    def ending(post: Call | None) -> tuple[Call | None, torch.Tensor]:
+        """The norm of the last sum, and that sum. post: the norm of what was added to it."""
+        made = producer(y)
+        return (None, y.held) if made is None or made is post else (made, made.input.held)
+
+    before_attention = after_attention = post_attention = before_mlp = post_mlp = after_mlp = None
+    parallel = shared = False
+    first_scale: float | None = 1.0
+    second_scale: float | None = 1.0
+    if mixer is None:
+        begin, end = mlp_calls[:2]
+        before_mlp, (post_mlp, last) = before(begin, "MLP"), after(end)
+        after_mlp, total = ending(post_mlp)
+        second_scale = scale(x.held, last, total, 1)
+    elif mlp is None:
+        before_attention, (post_attention, branch) = before(mixer.first, "attention"), after(mixer.last)
+        after_attention, total = ending(post_attention)
+        first_scale = scale(x.held, branch, total, 0)
     else:
-        first_scale = scale(x.held, branch, start.held, 0)
-        second_scale = scale(start.held, last, total, 1)
-        if second_scale is None and before_mlp is not None:  # a norm of the sum that the sum goes on as
-            before_mlp, after_attention = None, before_mlp
-            second_scale = scale(mlp_input.held, last, total, 1)
+        begin, end = mlp_calls[:2]
+        before_attention, (post_attention, branch) = before(mixer.first, "attention"), after(mixer.last)
+        post_mlp, last = after(end)
+        after_mlp, total = ending(post_mlp)
+        shared = begin.input.same(mixer.first.input)
+        before_mlp = None if shared else producer(begin.input)
+        start = begin.input if before_mlp is None else before_mlp.input
+        parallel = shared or start.same(x)
+        if parallel:
+            both = branch.reshape(x.held.shape).double() + last.reshape(x.held.shape)
+            first_scale = second_scale = scale(x.held, both, total, 0)
+        else:
+            first_scale = scale(x.held, branch, start.held, 0)
+            second_scale = scale(start.held, last, total, 1)
+            if second_scale is None and before_mlp is not None:  # a norm of the sum that the sum goes on as
+                before_mlp, after_attention = None, before_mlp
+                second_scale = scale(begin.input.held, last, total, 1)
     if first_scale is None:
         raise NotUnderstood("what follows the attention is not the sum of it and the layer's input")
     if second_scale is None:
-        raise NotUnderstood("its output is not the sum of its input, attention and MLP")
+        parts = "an MLP, and it stores no keys and values" if mixer is None else "attention and MLP"
+        raise NotUnderstood(f"its output is not the sum of its input, {parts}")
     result = layer.call.result
     return LayerSpec(
         plain_settings(layer.layer),
-        attention,
+        None if mixer is None else mixer.spec,
         mlp,
         before_attention=norm(before_attention),
         post_attention=norm(post_attention),
@@ -203,13 +254,14 @@ class LayerForward(FastForward):
     ) -> None:
         super().__init__(module, path, kernels, log)
         self.spec, self.steps = spec, steps
-        called = spec.linears if spec.mlp.first else (*spec.linears, spec.mlp.whole)
-        looked_at = (*(norm.name for norm in spec.norms), *(name for name, _ in spec.mlp.settings))
-        self.layer_guard = LayerGuard(module, called, looked_at)
+        of_mlp = () if spec.mlp is None else spec.mlp.settings
+        looked_at = (*(norm.name for norm in spec.norms), *(name for name, _ in of_mlp))
+        self.layer_guard = LayerGuard(module, spec.called, looked_at)
 
     def stacks(self) -> list[nn.Linear]:
         """The projections of queries, keys and values whose weights one product can take: all plain, or none."""
-        modules = [self.module.get_submodule(name) for name in self.spec.attention.projections]
+        attention = self.spec.attention
+        modules = [self.module.get_submodule(name) for name in (attention.projections if attention else ())]
         linears = [module for module in modules if type(module) is nn.Linear and weights(module) is not None]
         together = len(linears) == len(modules) > 1 and all(can_stack(linears[0], linear) for linear in linears)
         return linears if together else []
@@ -259,19 +311,22 @@ class BoundLayer:
         self.before_attention, self.before_mlp = norm(spec.before_attention), norm(spec.before_mlp)
         self.post_attention, self.post_mlp = norm(spec.post_attention), norm(spec.post_mlp)
         self.after_attention, self.after_mlp = norm(spec.after_attention), norm(spec.after_mlp)
-        self.attention = spec.attention.bind(kernels, layer, stack)
-        self.out = BoundLinear(layer.get_submodule(spec.attention.out))
-        self.mlp = BoundMlp(layer, spec.mlp)
+        self.attention = None if spec.attention is None else spec.attention.bind(kernels, layer, stack)
+        self.out = None if spec.attention is None else BoundLinear(layer.get_submodule(spec.attention.out))
+        self.mlp = None if spec.mlp is None else BoundMlp(layer, spec.mlp)
 
     def __call__(self, kernels: Kernels, step: Step, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
         """x: (rows, new, C). kwargs: what the layer was called with."""
-        spec, (first, second) = self.spec, self.spec.scales
-        h = NormedInput(x, self.before_attention, len(self.attention.projections) + spec.shared)
-        attended = NormedInput(self.attention(kernels, step, h, kwargs))
-        middle = _added(kernels, self.out, attended, x, first, self.post_attention)
-        if self.after_attention is not None:
-            middle = self.after_attention(middle)
-        if not spec.shared:
+        spec, (first, second), middle, h = self.spec, self.spec.scales, x, None
+        if self.attention is not None and self.out is not None:
+            h = NormedInput(x, self.before_attention, len(self.attention.projections) + spec.shared)
+            attended = NormedInput(self.attention(kernels, step, h, kwargs))
+            middle = _added(kernels, self.out, attended, x, first, self.post_attention)
+            if self.after_attention is not None:
+                middle = self.after_attention(middle)
+        if self.mlp is None:
+            return middle
+        if h is None or not spec.shared:
             h = NormedInput(x if spec.parallel else middle, self.before_mlp, self.mlp.times)
         y = _added(kernels, self.mlp, h, middle, second, self.post_mlp)
         return y if self.after_mlp is None else self.after_mlp(y)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from accel.llm.runtime.linear import weights
+from accel.llm.parts.linear import weights
 from accel.parallel.ranks import chunk_sizes
 from accel.parallel.sharded_layers import OUTPUTS, Sharding, local, sharding
 from accel.patching.fallback_log import FallbackLog

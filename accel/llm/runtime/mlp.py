@@ -9,9 +9,9 @@ from torch import nn
 
 from accel.comparison import agree
 from accel.errors import reason_of
-from accel.llm.recording.record import Call, LayerRecord, NotUnderstood
-from accel.llm.runtime.linear import Weights
-from accel.llm.runtime.part import BoundLinear, NormedInput, part_product
+from accel.llm.parts.linear import Weights
+from accel.llm.parts.part import BoundLinear, NormedInput, part_product
+from accel.llm.recording.record import NOTHING_STORED, Call, LayerRecord, NotUnderstood, is_absent
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import as_understood, plain_settings
 from accel.quantization.experts import holds_numbers
@@ -36,21 +36,28 @@ class MlpSpec:
     halves: bool | None = None
 
 
-def understand_mlp(layer: LayerRecord) -> tuple[MlpSpec, tuple[Call, ...]]:
+def understand_mlp(layer: LayerRecord) -> tuple[MlpSpec | None, tuple[Call, ...]]:
     """The MLP of a recorded layer, and the calls of its modules: first the one that is given its input and the one that
-    gives its output. Raises NotUnderstood where the layer has none that can be told from the rest.
+    gives its output. None where the layer has nothing besides the attention that could be one. Raises NotUnderstood
+    where it has none that can be told from the rest, or neither.
     """
-    around = {module for module in layer.layer.modules() if any(m is layer.attention for m in module.modules())}
+    mixer = layer.attention if layer.mixes else None
+    around = {module for module in layer.layer.modules() if any(m is mixer for m in module.modules())}
     mine = [call for call in layer.inside(layer.layer) if call.module not in around]
+    if mixer is not None and not any(_matrices(call.module) for call in mine):
+        return None, ()
     containers = [call for call in mine if _matrices(call.module) and vars(call.module)["_modules"]]
     if len(containers) > 1:
-        raise NotUnderstood("more than one block besides the attention")
+        raise NotUnderstood(NOTHING_STORED if mixer is None else "more than one block besides the attention")
     whole = containers[0] if containers else None
     found = _formula(layer, mine if whole is None else layer.inside(whole.module), whole)
     if found is not None:
         return found
     if whole is None:
-        raise NotUnderstood("no MLP that is known")
+        raise NotUnderstood(NOTHING_STORED if mixer is None else "no MLP that is known")
+    given = (*whole.args, *whole.kwargs.values())
+    if mixer is None and not all(is_absent(value) or isinstance(value, torch.Tensor) for value in given):
+        raise NotUnderstood(NOTHING_STORED)  # but it is given a cache, or something else than its input
     if not whole.alone or whole.made is None:
         raise NotUnderstood("its MLP takes more than one tensor")
     return MlpSpec(layer.name(whole.module)), (whole, whole)

@@ -3,10 +3,10 @@
 Projections make queries, keys and values; one kernel norms and rotates them, stores, and attends.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,19 +14,35 @@ from torch import nn
 from accel.comparison import agree, factor, named_factor
 from accel.libraries.attention import KNOWN_ARGUMENTS
 from accel.llm.kv_cache.shape import Shape
+from accel.llm.parts.norm import HeadNorm, NormSpec, head_norm
+from accel.llm.parts.part import BoundHeadNorm, BoundLinear, NormedInput, part_product, stacked
+from accel.llm.parts.step import Step
 from accel.llm.recording.plain_attention import plain_attention
 from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record
 from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
-from accel.llm.runtime.norm import HeadNorm, NormSpec, head_norm
-from accel.llm.runtime.part import BoundHeadNorm, BoundLinear, NormedInput, part_product, stacked
 from accel.llm.runtime.rotary import Rotary, SmallStore, rotaries
-from accel.llm.runtime.step import Step
+from accel.llm.runtime.slopes import slopes_given
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import plain_settings
 
 # How the outputs of the projections hold heads: three projections; one, queries before keys before values; one, in
 # groups of some queries, their key, their value (one query a group in GPT-NeoX and Bloom).
 SEPARATE, JOINED, GROUPED = "separate", "joined", "grouped"
+Parts = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None
+]  # queries, keys, values and a gate, by heads
+
+
+class Formula(NamedTuple):
+    """Calls of projections, the fields of a spec, and what attention with these gives, (rows, tokens, heads * D).
+
+    got: None where a spec is known from an ordinary record. gate: out of the same projections, or None.
+    """
+
+    projections: tuple[Call, ...]
+    fields: dict[str, Any]
+    got: torch.Tensor | None
+    gate: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -74,21 +90,26 @@ class SoftmaxSpec(AttentionSpec):
         if stored.values.shape != stored.keys.shape:
             raise NotUnderstood("keys and values of different sizes")
         options, window = _told(layer, record)
-        for projections, formula, got in _formulas(layer, calls, options, window):
-            ending = cls.ending(layer, calls, got)
+        for found in _formulas(layer, calls, options, window, cls.parts):
+            ending = cls.ending(layer, calls, found)
             if ending is not None:
                 out, *further = ending
-                names = tuple(layer.name(call.module) for call in (*projections, *further))
+                names = tuple(layer.name(call.module) for call in (*found.projections, *further))
                 own = layer.name(layer.attention), plain_settings(layer.attention), names, layer.name(out.module)
-                return UnderstoodAttention(cls(*own, stored.place, window, **formula), projections[0], out)
+                return UnderstoodAttention(cls(*own, stored.place, window, **found.fields), found.projections[0], out)
         raise NotUnderstood(_reason(layer, calls))
 
     @classmethod
-    def ending(cls, layer: LayerRecord, calls: list[Call], got: torch.Tensor | None) -> tuple[Call, ...] | None:
-        """The calls of the last projection, and of projections of the input besides those of queries, keys and values.
+    def parts(
+        cls, layer: LayerRecord, outputs: list[torch.Tensor], layout: dict[str, Any]
+    ) -> tuple[Parts, dict[str, Any]] | None:
+        """What projections of a layout give, and fields of a spec that differ from the layout; None for no such."""
+        return (*split(outputs, **layout), None), {}
 
-        got: what attention gives, (rows, tokens, heads * D); None where a spec is known from an ordinary record.
-        """
+    @classmethod
+    def ending(cls, layer: LayerRecord, calls: list[Call], found: Formula) -> tuple[Call, ...] | None:
+        """The calls of the last projection, and of projections besides those of queries, keys and values."""
+        got = found.got
         if got is None:
             return next(((call,) for call in calls if layer.name(call.module) == layer.known.attention.out), None)
         return next(((call,) for call in calls if call.alone and agree(got, call.input.held, slack=2.0)), None)
@@ -122,7 +143,11 @@ class BoundSoftmaxAttention:
 
     def __call__(self, kernels: Kernels, step: Step, h: NormedInput, kwargs: dict) -> torch.Tensor:
         """See `BoundAttention`."""
-        return self.attended(kernels, step, self.projected(kernels, h), kwargs)
+        return self.attended(kernels, step, self.parts(self.projected(kernels, h)), kwargs)
+
+    def parts(self, outputs: Sequence[torch.Tensor]) -> Parts:
+        """What the projections give, by heads."""
+        return (*split(outputs, *self.layout), None)
 
     def projected(self, kernels: Kernels, h: NormedInput) -> Sequence[torch.Tensor]:
         """What the projections give, (rows, new, N) each."""
@@ -130,10 +155,11 @@ class BoundSoftmaxAttention:
             return [linear(kernels, h) for linear in self.projections]
         return part_product(kernels, self.joint, h).split(self.sizes, dim=-1)
 
-    def attended(self, kernels: Kernels, step: Step, outputs: Sequence[torch.Tensor], kwargs: dict) -> torch.Tensor:
-        """Of queries, keys and values, as their projections give them."""
+    def attended(self, kernels: Kernels, step: Step, parts: Parts, kwargs: dict) -> torch.Tensor:
+        """Of queries, keys and values, neither normed nor rotated; times sigmoid(gate)."""
         spec = self.spec
-        q, k, v = split(outputs, *self.layout)
+        q, k, v, gate = parts
+        gating = {} if gate is None else {"gate": gate}
         q, q_norm = _normed(q, self.q_norm)
         k, k_norm = _normed(k, self.k_norm)
         cos = sin = None
@@ -145,7 +171,7 @@ class BoundSoftmaxAttention:
         return kernels.paged_attention(
             q, k, v, step.kvs[spec.index], spec.scale, cos=cos, sin=sin, interleaved=interleaved, q_norm=q_norm,
             k_norm=k_norm, window=spec.window, softcap=spec.softcap, sinks=self.sinks, slopes=self.slopes,
-            dense=kernels.prompt,
+            dense=kernels.prompt, **gating,
         )  # fmt: skip
 
 
@@ -173,17 +199,20 @@ def split(
 
 
 def _formulas(
-    layer: LayerRecord, calls: list[Call], options: dict, window: int | None
-) -> Iterator[tuple[tuple[Call, ...], dict[str, Any], torch.Tensor | None]]:
-    """Calls of projections, the fields of a spec that fit queries and keys, and what attention with these gives."""
+    layer: LayerRecord, calls: list[Call], options: dict, window: int | None, parts: Callable
+) -> Iterator[Formula]:
+    """Those that fit the recorded queries and keys. parts: see `SoftmaxSpec.parts`."""
     for projections, layout in _projections(calls, layer):
-        q, k, v = split([call.output.held for call in projections], **layout)
+        found_parts = parts(layer, [call.output.held for call in projections], layout)
+        if found_parts is None:
+            continue
+        (q, k, v, gate), more = found_parts
         for k_norm, normed_k in head_norm(layer, calls, k):
             for rotary in rotaries(layer, normed_k, layer.cached.keys):
                 for q_norm, normed_q in head_norm(layer, calls, q):
-                    found = layout | {"q_norm": q_norm, "k_norm": k_norm, "rotary": rotary}
+                    found = layout | {"q_norm": q_norm, "k_norm": k_norm, "rotary": rotary} | more
                     for scores, got in _results(layer, options, window, rotary, normed_q, normed_k, v):
-                        yield projections, found | scores, got
+                        yield Formula(projections, found | scores, got, gate)
 
 
 def _reason(layer: LayerRecord, calls: list[Call]) -> str:
@@ -298,30 +327,3 @@ def _results(
         for slopes in slopes_given(layer, q.shape[2], scale):
             got = store(q, k, v, scale, slopes=slopes, window=window, softcap=softcap, sinks=sinks, **angles)
             yield {"scale": scale, "softcap": softcap, "sinks": name, "slopes": slopes}, got
-
-
-def slopes_given(layer: LayerRecord, heads: int, scale: float) -> Iterator[torch.Tensor | None]:
-    """(heads,) slopes of a bias among the layer's arguments, as they stand and times the scale; None where it has none.
-
-    The bias must be slope * key position, (rows * heads or heads, 1, tokens).
-    """
-    rows, tokens = layer.cached.keys.shape[0], layer.cached.keys.shape[2]
-    given = (*layer.call.args, *layer.call.kwargs.values())
-    biases = [t for t in given if isinstance(t, torch.Tensor) and t.numel() in (heads * tokens, rows * heads * tokens)]
-    biases = [t for t in biases if t.dim() >= 3 and t.is_floating_point() and t.shape[-2:] == (1, tokens)]
-    if not biases:
-        yield None
-        return
-    bias = biases[0].reshape(-1, heads, tokens)[0].float()
-    for slopes in (closed_form(heads).to(bias.device), bias[:, 1]):
-        if agree(slopes[:, None] * torch.arange(tokens, device=bias.device), bias.to(biases[0].dtype)):
-            yield slopes
-            yield slopes * scale
-
-
-def closed_form(heads: int) -> torch.Tensor:
-    """The slopes of the paper: a geometric sequence, with every other one of the next where heads are no power of 2."""
-    power = 1 << (heads.bit_length() - 1)
-    steps = torch.arange(1, power + 1, device="cpu") * (-8.0 / power)
-    more = torch.arange(1, 2 * (heads - power) + 1, 2, device="cpu") * (-4.0 / power)
-    return 2.0 ** torch.cat((steps, more))

@@ -5,15 +5,17 @@ Before linear attention (Mamba: Gu and Dao 2023), or between two gates as a laye
 
 import torch
 
+from accel_kernels.attention.paged.kv import HALF, LENGTH, metadata_of
 from accel_kernels.norm.norm import ACTIVATIONS
 from accel_kernels.op import dtype_reason, make_op, random_cases
-from accel_kernels.recurrent.recurrence import Sequences, wide
+from accel_kernels.recurrent.recurrence import RowStates, Sequences, wide
 
 
 def reference(x, weight, window, sequences, *, bias=None, activation=None, before=None, after=None):
     """x: (B, T, C); weight: (C, taps), its last tap for the newest input; bias: (C,). Gives (B, T, C).
 
-    window: (slots, taps, C), the last inputs: that of position p lies at p % taps. It is written.
+    window: (slots, taps, C), the last inputs: that of position p lies at p % taps. It is written. sequences: a
+    `Sequences`, or what `RowStates.sequences` gives.
     before, after: (B, T, C), by which the input and the result are multiplied. Rounded to the weight's dtype after the
     convolution and after the activation, a name of ACTIVATIONS or None.
     """
@@ -22,17 +24,19 @@ def reference(x, weight, window, sequences, *, bias=None, activation=None, befor
     x = x if before is None else x * before
     flat = x.reshape(-1, channels)
     out = torch.zeros_like(flat)
-    for begin, end, slot, position in sequences.each(tokens):
+    read, written = sequences.pools(window, sequences.other_window)
+    for begin, end, slot, position, first in sequences.each(tokens):
         places = torch.arange(position - taps + 1, position, device=x.device)
-        past = torch.where(places[:, None] < 0, 0, window[slot, places % taps])
+        past = torch.where(places[:, None] < first, 0, read[slot, places % taps])
         row = torch.cat((past, flat[begin:end])).to(kind)
         y = sum(row[tap : tap + end - begin] * weight[:, tap].to(kind) for tap in range(taps))
         y = (y if bias is None else y + bias.to(kind)).to(weight.dtype)
-        out[begin:end] = y if activation is None else ACTIVATIONS[activation](y.to(kind)).to(weight.dtype)
+        y = y if activation is None else ACTIVATIONS[activation](y.to(kind)).to(weight.dtype)
+        out[begin:end] = y if after is None else y.to(out.dtype) * after.flatten(0, 1)[begin:end]
         newest = torch.arange(max(end - begin - taps, 0), end - begin, device=x.device)
-        window[slot, (position + newest) % taps] = flat[begin:end][newest]
-    out = out.view(x.shape)
-    return out if after is None else out * after
+        written[slot] = read[slot]
+        written[slot, (position + newest) % taps] = flat[begin:end][newest]
+    return out.view(x.shape)
 
 
 def supports(x, weight, window, sequences, *, bias=None, activation=None, before=None, after=None) -> str | None:
@@ -61,10 +65,36 @@ def some_sequences(rand, rows, positions, spans=None, longest=None, idle=()):
     return Sequences(numbers(slots), numbers(positions), spans, longest)
 
 
+def some_rows(rand, stored, state, window, firsts=None, last=None):
+    """The rows of these pools as sequences after `stored` tokens, the second layer in metadata.
+
+    firsts: a list, tokens of padding before each row's first one. What is older than that one becomes NaN. What is
+    stored lies in the second half after an odd number of tokens; the other half is NaN.
+    """
+    rows = (window if state is None else state).shape[0]
+    for row, first in enumerate(firsts or [0] * rows):
+        if state is not None and stored <= first:
+            state[row] = float("nan")
+        taps = 0 if window is None else window.shape[1]
+        for at in range(stored - taps, min(first, stored)):
+            window[row, at % taps] = float("nan")
+    others = [None if one is None else one.clone() for one in (state, window)]
+    for unread in (state, window) if stored % 2 else others:
+        if unread is not None:
+            unread.fill_(float("nan"))
+    padded = firsts is not None
+    firsts = torch.tensor(firsts, device=rand.device) if padded else None
+    metadata = metadata_of(0, [(None, None, None), (None, state, window, *others)], rand.device, firsts)
+    metadata[LENGTH], metadata[HALF] = stored, stored % 2
+    last = None if last is None else torch.tensor([last], device=rand.device)
+    return RowStates(state, window, metadata, 1, False, last, padded, firsts, *others).sequences()
+
+
 @random_cases
 def _case(rand, batch, tokens, channels, taps, positions, *, spans=None, longest=None, bias=False, gates=False,
-          activation=None, idle=()):  # fmt: skip
-    count = len(positions)
+          activation=None, idle=(), stored=None, **rows):  # fmt: skip
+    """stored: tokens in a store whose rows are the sequences, see `some_rows`."""
+    count = len(positions) if stored is None else batch - 2
     x, *factors = rand(batch, tokens, 3 * channels).chunk(3, dim=-1)
     weight, window = (
         rand(taps, channels, spread=0.5).t() if taps == 4 else rand(channels, taps, spread=0.5),
@@ -73,7 +103,11 @@ def _case(rand, batch, tokens, channels, taps, positions, *, spans=None, longest
     more = {"bias": rand(channels) if bias else None, "activation": activation}
     if gates:
         more |= {"before": factors[0], "after": factors[1]}
-    return (x, weight, window, some_sequences(rand, count, positions, spans, longest, idle)), more
+    if stored is None:
+        sequences = some_sequences(rand, count, positions, spans, longest, idle)
+    else:
+        sequences = some_rows(rand, stored, None, window, **rows)
+    return (x, weight, window, sequences), more
 
 
 CASES = (
@@ -83,6 +117,10 @@ CASES = (
     _case("gates", 2, 33, 24, 3, [5, 0], gates=True, bias=True, small=True),
     _case("packed", 1, 60, 16, 2, [0, 8, 3], spans=[(2, 19), (19, 19), (30, 57)], activation="silu", small=True),
     _case("padded", 2, 40, 16, 4, [0, 0], spans=[(7, 40), (40, 70)], activation="silu", idle=(), small=True),
+    _case("row-step", 3, 1, 40, 4, [], gates=True, bias=True, stored=2, firsts=[1, 2, 3], small=True),
+    _case("rows", 2, 35, 20, 4, [], activation="silu", stored=0, small=True),
+    _case("rows-go-on", 3, 35, 20, 4, [], gates=True, stored=3, firsts=[0, 2, 38], last=30, small=True),
+    _case("rows-padded", 3, 40, 20, 3, [], activation="silu", stored=0, firsts=[39, 0, 12], last=36, small=True),
     _case("qwen3-next-2048", 1, 2048, 8192, 4, [0], activation="silu"),
     _case("mamba2-2048", 2, 2048, 5376, 4, [0, 9], activation="silu", bias=True),
     _case("lfm2-2048", 1, 2048, 2048, 3, [0], gates=True),

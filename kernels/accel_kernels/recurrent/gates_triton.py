@@ -53,39 +53,48 @@ def after_taps(total, kind: tl.constexpr, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def taps_of(
-    x_ptr, idx, mask, window_ptr, weight_ptr, weight_strides, bias_ptr, first, position, channels, TAPS: tl.constexpr,
-    BLOCK_TAPS: tl.constexpr,
+def past_taps(
+    x_ptr, idx, mask, window_ptr, written_ptr, weight_ptr, weight_strides, bias_ptr, first_channel, position, first,
+    channels, TAPS: tl.constexpr, BLOCK_TAPS: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """All that a convolution of one token reads: inputs and weights (BLOCK_TAPS, channels), bias, and its own input.
+    """What a convolution of one token reads but for the token: inputs before it and weights (BLOCK_TAPS, channels),
+    bias; and where all of them are to be kept, and which are: with HALVES those before it too.
 
-    The last two of what it returns are that input and its places, which keep it where BLOCK_TAPS is the newest one.
-    x_ptr: of channels `first` and up. Without a window the input stands alone. Taps are rows of one tile: as vectors
-    that are loaded one by one they would be loaded by all threads. The token's place in the window is that of an input
-    which nobody needs any more, so programs that share channels never race.
+    x_ptr: of channels `first_channel` and up. Without a window the token stands alone. Taps are rows of one tile: as
+    vectors that are loaded one by one they would be loaded by all threads. The token's place in the window is that of
+    an input which nobody needs any more, so programs that share channels never race.
     """
     tap = tl.arange(0, BLOCK_TAPS)[:, None]
     row, rows = idx[None, :] + 0 * tap, mask[None, :] & (tap < TAPS)
-    new = tl.load(x_ptr + row, mask=rows & (tap == TAPS - 1), other=0.0)
-    inputs = new.to(tl.float32)
-    weights, bias, places = inputs, tl.zeros(idx.shape, tl.float32), x_ptr + row
+    inputs = tl.zeros(row.shape, tl.float32)
+    weights, bias, places, kept = inputs, tl.zeros(idx.shape, tl.float32), x_ptr + row, rows
     if window_ptr is not None:
+        window_ptr += first_channel
         at = position + tap - (TAPS - 1)
-        places = window_ptr + at % TAPS * channels + first + row
-        inputs += tl.load(places, mask=rows & (tap < TAPS - 1) & (at >= 0), other=0.0).to(tl.float32)
-        weight_ptr += (first + row) * weight_strides[0] + tap * weight_strides[1]
+        stored = rows & (tap < TAPS - 1) & (at >= first)
+        inputs = tl.load(window_ptr + at % TAPS * channels + row, mask=stored, other=0.0).to(tl.float32)
+        weight_ptr += (first_channel + row) * weight_strides[0] + tap * weight_strides[1]
         weights = tl.load(weight_ptr, mask=rows, other=0.0).to(tl.float32)
+        kept = rows & (tap == TAPS - 1)
+        if HALVES:
+            kept = kept | stored
+        places = written_ptr + first_channel + at % TAPS * channels + row
         if bias_ptr is not None:
-            bias = tl.load(bias_ptr + first + idx, mask=mask, other=0.0).to(tl.float32)
-    return inputs, weights, bias, new, places
+            bias = tl.load(bias_ptr + first_channel + idx, mask=mask, other=0.0).to(tl.float32)
+    return inputs, weights, bias, places, kept
 
 
 @triton.jit
-def convolved(inputs, weights, bias, weight_ptr, kind: tl.constexpr, ACTIVATION: tl.constexpr):
-    """The convolution of what `taps_of` has read, in fp32 and rounded as transformers does."""
+def convolved(inputs, weights, bias, new, weight_ptr, kind: tl.constexpr, ACTIVATION: tl.constexpr, TAPS: tl.constexpr):
+    """The convolution of a token, `new`, behind what `past_taps` has read, in fp32 and rounded as transformers does.
+
+    Second: all inputs, that of the token too.
+    """
     if weight_ptr is None:
-        y = tl.sum(inputs, axis=0)
+        y = new.to(tl.float32)
     else:
+        newest = tl.arange(0, inputs.shape[0])[:, None] == TAPS - 1
+        inputs = tl.where(newest, new.to(tl.float32)[None, :], inputs)
         y = tl.sum(inputs * weights, axis=0) + bias
         y = after_taps(y, weight_ptr.dtype.element_ty, ACTIVATION).to(kind).to(tl.float32)
-    return y
+    return y, inputs

@@ -7,14 +7,14 @@ import torch
 
 from accel_kernels.device import HOPPER, reaches, shared_memory
 from accel_kernels.op import make_op, random_cases
-from accel_kernels.recurrent.causal_convolution import some_sequences
+from accel_kernels.recurrent.causal_convolution import some_rows, some_sequences
 from accel_kernels.recurrent.linear_attention_step import SPACE, gate_arguments, state_reason
 from accel_kernels.recurrent.recurrence import CHUNK, chunk, gates, prepared
 from accel_kernels.sizes import cdiv
 
 
 def reference(
-    q, k, v, a, decay, state, sequences, *, scale, b=None, beta_scale=1.0, key_eps=None, skip=None,
+    q, k, v, a, decay, state, sequences, *, scale, b=None, beta_scale=1.0, key_eps=None, skip=None, dtype=None,
 ):  # fmt: skip
     """q, k: (B, T, key heads, Dk); v: (B, T, key heads, repeat, Dv); a: like v without Dv, or with Dk.
 
@@ -22,25 +22,26 @@ def reference(
     The other arguments are those of `linear_attention_step`; state is read where a sequence goes on, and written.
     """
     batch, tokens, key_heads, repeat, value_dim = v.shape
-    out = v.new_zeros(batch * tokens, key_heads * repeat, value_dim)
+    out = v.new_zeros(batch * tokens, key_heads * repeat, value_dim, dtype=dtype)
     q, k, v, a = (t.flatten(0, 1) for t in (q, k, v, a))
     b = None if b is None else b.flatten(0, 1).flatten(1)
     g, strength = gates(a.flatten(1, 2), decay, b, beta_scale)
     q, k, v = prepared(q, k, v, scale, key_eps)
-    for begin, end, slot, position in sequences.each(tokens):
-        kept = state[slot].to(q.dtype) if position > 0 else torch.zeros_like(state[slot], dtype=q.dtype)
+    read, written = sequences.pools(state, sequences.other_state)
+    for begin, end, slot, position, first in sequences.each(tokens):
+        kept = read[slot].to(q.dtype) if position > first else torch.zeros_like(read[slot], dtype=q.dtype)
         for start in range(begin, end, CHUNK):
             part = slice(start, min(end, start + CHUNK))
             tokens_of = [t[part].transpose(0, 1) for t in (q, k, v, g, strength)]
             y, kept = chunk(tokens_of, kept, b is not None)
             y = y.transpose(0, 1)
             out[part] = (y if skip is None else y + skip[:, None] * v[part]).to(out.dtype)
-        state[slot] = kept.to(state.dtype)
+        written[slot] = kept.to(state.dtype)
     return out.view(batch, tokens, key_heads * repeat, value_dim)
 
 
 def supports(
-    q, k, v, a, decay, state, sequences, *, scale, b=None, beta_scale=1.0, key_eps=None, skip=None,
+    q, k, v, a, decay, state, sequences, *, scale, b=None, beta_scale=1.0, key_eps=None, skip=None, dtype=None,
 ) -> str | None:  # fmt: skip
     if q.is_cuda and not reaches(q.device, HOPPER) and (q.dtype == torch.float32 or decay.bias.dim() == 2):
         return "float32, or decays of channels, below compute capability 9.0"  # more than its registers hold
@@ -57,7 +58,8 @@ def _shared_bytes(dtype, key_dim, decay) -> int:
 
 @random_cases
 def _case(rand, batch, tokens, heads, repeat, key_dim, value_dim, positions, *, spans=None, longest=None, skip=False,
-          order="qkv", key_eps=1e-6, idle=(), alike=False, **gating):  # fmt: skip
+          order="qkv", key_eps=1e-6, idle=(), alike=False, stored=None, firsts=None, last=None,
+          **gating):  # fmt: skip
     """alike: all keys are nearly the same, as of a text that repeats itself."""
 
     channels = (heads * key_dim, heads * key_dim, heads * repeat * value_dim)
@@ -67,11 +69,14 @@ def _case(rand, batch, tokens, heads, repeat, key_dim, value_dim, positions, *, 
     q, k = (t.unflatten(2, (heads, key_dim)) for t in (q, k))
     v = v.unflatten(2, (heads, repeat, value_dim))
     a, decay, more = gate_arguments(rand, (batch, tokens), heads, repeat, key_dim, **gating)
-    count = len(positions)
-    sequences = some_sequences(rand, count, positions, spans, longest, idle)
+    count = len(positions) if stored is None else batch - 2
     state = rand(count + 2, heads * repeat, key_dim, value_dim, dtype=torch.float32)
     if order == "vkq":
         state = state.transpose(2, 3).contiguous().transpose(2, 3)
+    if stored is None:
+        sequences = some_sequences(rand, count, positions, spans, longest, idle)
+    else:
+        sequences = some_rows(rand, stored, state, None, firsts, last)
     if skip:
         more["skip"] = rand(heads * repeat)
     more |= {"scale": key_dim**-0.5, "key_eps": key_eps}
@@ -88,6 +93,9 @@ CASES = (
     _case("packed", 1, 150, 1, 1, 16, 16, [0, 8, 3], spans=[(2, 70), (70, 70), (75, 148)], small=True),
     _case("padded", 2, 40, 1, 1, 16, 16, [0, 0], spans=[(7, 40), (40, 70)], small=True),
     _case("space", 2, 70, 1, 2, 32, 24, [0, 5], small=True, **SPACE),
+    _case("rows", 2, 70, 1, 2, 16, 16, [], stored=0, last=66, small=True),
+    _case("rows-padded", 3, 80, 1, 1, 16, 16, [], stored=0, firsts=[79, 0, 70], last=77, small=True),
+    _case("rows-go-on", 3, 70, 1, 1, 16, 16, [], stored=5, firsts=[5, 0, 20], small=True, **SPACE),
     _case("qwen3.5-9b-2048", 1, 2048, 16, 2, 128, 128, [0]),
     _case("qwen3.6-35b-8192", 1, 8192, 16, 2, 128, 128, [0]),
     _case("qwen3.6-27b-rows", 4, 500, 16, 3, 128, 128, [0, 9, 0, 64]),

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from accel_kernels.device import interpreted, shared_memory, upcast
-from accel_kernels.recurrent.causal_convolution_triton import empty_output, sequence_of
+from accel_kernels.recurrent.causal_convolution_triton import AT_STATE, empty_output, pools_at, sequence_of
 from accel_kernels.recurrent.gates_triton import beta_gate, decay_gate
 from accel_kernels.recurrent.recurrence import CHUNK
 from accel_kernels.sizes import cdiv, power_of_two
@@ -139,13 +139,13 @@ def _channel_products(
     return keys, queries
 
 
-@triton.jit(do_not_specialize=("tokens",))
+@triton.jit(do_not_specialize=("layer", "tokens"))
 def chunk_products_kernel(
     q_ptr, k_ptr, a_ptr, b_ptr, q_strides, k_strides, a_strides, b_strides, a_log_ptr, bias_ptr, lower_bound, low,
-    high, beta_scale, scale, key_eps, spans_ptr, slots_ptr, positions_ptr, tokens, mixing_ptr, scores_ptr, factors_ptr,
-    total_ptr, heads, KEY_DIM: tl.constexpr, REPEAT: tl.constexpr, BLOCK_K: tl.constexpr, SIZE: tl.constexpr,
-    CHANNEL_DECAY: tl.constexpr, ROUND_DECAY: tl.constexpr, PRECISION: tl.constexpr, PAIR: tl.constexpr,
-    UPCAST: tl.constexpr,
+    high, beta_scale, scale, key_eps, spans_ptr, slots_ptr, positions_ptr, metadata_ptr, layer, last_ptr, tokens,
+    mixing_ptr, scores_ptr, factors_ptr, total_ptr, heads, PADDED: tl.constexpr, KEY_DIM: tl.constexpr,
+    REPEAT: tl.constexpr, BLOCK_K: tl.constexpr, SIZE: tl.constexpr, CHANNEL_DECAY: tl.constexpr,
+    ROUND_DECAY: tl.constexpr, PRECISION: tl.constexpr, PAIR: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """For each chunk and head, in fp32 or parts of it:
 
@@ -155,7 +155,9 @@ def chunk_products_kernel(
     """
     head, number = tl.program_id(0), tl.program_id(1)
     key_head, repeated = head // REPEAT, head % REPEAT
-    begin, room, length, _, _ = sequence_of(spans_ptr, slots_ptr, positions_ptr, tokens, tl.program_id(2))
+    begin, room, length, _, _, _ = sequence_of(
+        spans_ptr, slots_ptr, positions_ptr, metadata_ptr, last_ptr, tokens, tl.program_id(2), PADDED
+    )
     if number * SIZE >= room:
         return
     DELTA: tl.constexpr = b_ptr is not None
@@ -217,12 +219,12 @@ def chunk_products_kernel(
         tl.store(factors_ptr + 3 * SIZE + t_idx, dt)
 
 
-@triton.jit(do_not_specialize=("tokens",))
+@triton.jit(do_not_specialize=("layer", "tokens"))
 def chunk_states_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, q_strides, k_strides, v_strides, state_ptr, state_strides, skip_ptr,
-    spans_ptr, slots_ptr, positions_ptr, tokens, mixing_ptr, scores_ptr, factors_ptr, total_ptr, heads,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, REPEAT: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, SIZE: tl.constexpr, CHANNEL_DECAY: tl.constexpr, DELTA: tl.constexpr,
+    spans_ptr, slots_ptr, positions_ptr, metadata_ptr, layer, last_ptr, tokens, mixing_ptr, scores_ptr, factors_ptr,
+    total_ptr, heads, PADDED: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, REPEAT: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, SIZE: tl.constexpr, CHANNEL_DECAY: tl.constexpr, DELTA: tl.constexpr,
     PRECISION: tl.constexpr, PAIR: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """A program takes some of the value channels of a head through all chunks of a sequence.
@@ -231,17 +233,20 @@ def chunk_states_kernel(
     """
     head = tl.program_id(1)
     key_head, repeated = head // REPEAT, head % REPEAT
-    begin, room, length, slot, position = sequence_of(spans_ptr, slots_ptr, positions_ptr, tokens, tl.program_id(2))
+    begin, room, length, slot, position, start = sequence_of(
+        spans_ptr, slots_ptr, positions_ptr, metadata_ptr, last_ptr, tokens, tl.program_id(2), PADDED
+    )
+    state_ptr, written_ptr = pools_at(metadata_ptr, layer, state_ptr, AT_STATE)
     unit = (begin // SIZE + tl.program_id(2)) * heads + head
     PLACES: tl.constexpr = SIZE * SIZE * (2 if PAIR else 1)
     t_idx, k_idx = tl.arange(0, SIZE), tl.arange(0, BLOCK_K)[None, :]
     k_mask = k_idx < KEY_DIM
     v_idx = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     v_mask = v_idx < VALUE_DIM
-    places = state_ptr + slot * state_strides[0] + head * state_strides[1]
+    places = slot * state_strides[0] + head * state_strides[1]
     places += k_idx * state_strides[2] + v_idx[:, None] * state_strides[3]
-    stored = (k_idx < tl.where((slot >= 0) & (position > 0), KEY_DIM, 0)) & v_mask[:, None]
-    state = tl.load(places, mask=stored, other=0.0)
+    stored = (k_idx < tl.where((length > 0) & (position > start), KEY_DIM, 0)) & v_mask[:, None]
+    state = tl.load(state_ptr + places, mask=stored, other=0.0)
     q_ptr += begin * q_strides[0] + key_head * q_strides[1]
     k_ptr += begin * k_strides[0] + key_head * k_strides[1]
     v_ptr += begin * v_strides[0] + key_head * v_strides[1] + repeated * v_strides[2]
@@ -295,17 +300,17 @@ def chunk_states_kernel(
         k_ptr += SIZE * k_strides[0].to(tl.int64)
         v_ptr += SIZE * v_strides[0].to(tl.int64)
         o_ptr += SIZE * heads * VALUE_DIM
-    kept = (k_idx < tl.where((slot >= 0) & (length > 0), KEY_DIM, 0)) & v_mask[:, None]
-    tl.store(places, state, mask=kept)
+    kept = (k_idx < tl.where(length > 0, KEY_DIM, 0)) & v_mask[:, None]
+    tl.store(written_ptr + places, state, mask=kept)
 
 
 def linear_attention_prompt(
-    q, k, v, a, decay, state, sequences, *, scale, b=None, beta_scale=1.0, key_eps=None, skip=None
+    q, k, v, a, decay, state, sequences, *, scale, b=None, beta_scale=1.0, key_eps=None, skip=None, dtype=None
 ):
     """Same arguments and result as the reference."""
     batch, tokens, key_heads, repeat, value_dim = v.shape
-    heads, key_dim, count = key_heads * repeat, k.shape[-1], len(sequences.slots)
-    out = empty_output(v, (batch, tokens, heads, value_dim), sequences)
+    heads, key_dim, count = key_heads * repeat, k.shape[-1], sequences.number
+    out = empty_output(v, (batch, tokens, heads, value_dim), sequences, dtype)
     q, k, v, a = (t.flatten(0, 1) for t in (q, k, v, a))  # views wherever they can be
     b = None if b is None else b.flatten(0, 1)
     chunks = cdiv(sequences.longest or tokens, CHUNK)
@@ -321,7 +326,7 @@ def linear_attention_prompt(
     )
     factors = state.new_empty(units, 4, CHUNK)
     total = state.new_empty(units, CHUNK * key_dim if channel_decay else 1)
-    where = (sequences.spans, sequences.slots, sequences.positions, tokens, mixing, scores, factors, total, heads)
+    where = (*sequences.pointers(), tokens, mixing, scores, factors, total, heads, sequences.padded)
     block_k, block_v = max(16, power_of_two(key_dim)), 128 if channel_decay and value_dim > 64 else 64
     launch(
         chunk_products_kernel, (heads, chunks, count),

@@ -11,7 +11,7 @@ from accel_kernels.norm.norm import ACTIVATIONS
 from accel_kernels.norm.rms_norm import GATES
 from accel_kernels.op import dtype_reason, make_op, random_cases
 from accel_kernels.recurrent import causal_convolution as convolutions
-from accel_kernels.recurrent.causal_convolution import some_sequences
+from accel_kernels.recurrent.causal_convolution import some_rows, some_sequences
 from accel_kernels.recurrent.recurrence import Decay, chunk, gates, prepared, wide
 
 
@@ -45,7 +45,7 @@ class GatedNorm(NamedTuple):
 
 def reference(
     q, k, v, a, decay, state, sequences, *, scale, b=None, beta_scale=1.0, key_eps=None, convolution=None, skip=None,
-    norm=None,
+    norm=None, dtype=None,
 ):  # fmt: skip
     """q, k: (B, key heads, Dk); v: (B, key heads, repeat, Dv); a: like v without Dv, or with Dk. Gives (B, heads * Dv).
 
@@ -53,21 +53,23 @@ def reference(
     state: (slots, heads, Dk, Dv), any strides, float32; it is written. sequences: one for each row, without spans.
     decay: a `Decay`. b: like v without Dv, logits of beta, which is multiplied by beta_scale; None is the state space
     model's rule. key_eps: queries and keys are divided by their length; scale: of queries. skip: (heads,), adds skip v.
+    dtype: of the result, that of v where None.
     """
     if convolution is not None:
         q, k, v = _convolved(q, k, v, convolution, sequences)
-    out = v.new_zeros(v.shape[0], v.shape[1] * v.shape[2], v.shape[3])
-    live = [(begin, slot, position) for begin, _, slot, position in sequences.each(1)]
+    out = v.new_zeros(v.shape[0], v.shape[1] * v.shape[2], v.shape[3], dtype=dtype)
+    live = [(begin, slot, position > first) for begin, _, slot, position, first in sequences.each(1)]
     if live:
-        rows, slots, positions = torch.tensor(live, device=q.device).unbind(1)
+        rows, slots, begun = torch.tensor(live, device=q.device).unbind(1)
         g, strength = gates(a.flatten(1, 2)[rows], decay, None if b is None else b.flatten(1, 2)[rows], beta_scale)
         parts = (*prepared(q[rows], k[rows], v[rows], scale, key_eps), g, strength)
         tokens_of = [t.flatten(0, 1).unsqueeze(1) for t in parts]  # rows and heads as one, of one token
-        before = torch.where(positions.view(-1, 1, 1, 1) > 0, state[slots], 0).to(parts[0].dtype)
+        read, written = sequences.pools(state, sequences.other_state)
+        before = torch.where(begun.view(-1, 1, 1, 1) > 0, read[slots], 0).to(parts[0].dtype)
         y, after = chunk(tokens_of, before.flatten(0, 1), b is not None)
-        state[slots] = after.view(before.shape).to(state.dtype)
+        written[slots] = after.view(before.shape).to(state.dtype)
         y = y.view(before.shape[0], *out.shape[1:])
-        out[rows] = (y if skip is None else y + skip[:, None] * parts[2]).to(v.dtype)
+        out[rows] = (y if skip is None else y + skip[:, None] * parts[2]).to(out.dtype)
         if norm is not None:
             out[rows] = _normalized(out[rows], norm._replace(gate=norm.gate.flatten(1, 2)[rows]))
     return out.flatten(1)
@@ -93,7 +95,7 @@ def _normalized(x, norm):
 
 def supports(
     q, k, v, a, decay, state, sequences, *, scale, b=None, beta_scale=1.0, key_eps=None, convolution=None, skip=None,
-    norm=None,
+    norm=None, dtype=None,
 ) -> str | None:  # fmt: skip
     reason = state_reason(q, k, v, a, decay, state, b)
     if reason is not None:
@@ -146,7 +148,7 @@ def gate_arguments(rand, rows, heads, repeat, key_dim, *, channels=False, delta=
 
 @random_cases
 def _case(rand, rows, heads, repeat, key_dim, value_dim, *, taps=4, fused=True, norm=None, skip=False, idle=(),
-          positions=None, order="qkv", key_eps=1e-6, **gating):  # fmt: skip
+          positions=None, order="qkv", key_eps=1e-6, stored=None, firsts=None, **gating):  # fmt: skip
     """norm: its activation and whether it is rounded."""
 
     channels = (heads * key_dim, heads * key_dim, heads * repeat * value_dim, heads * repeat * value_dim)
@@ -154,15 +156,19 @@ def _case(rand, rows, heads, repeat, key_dim, value_dim, *, taps=4, fused=True, 
     q, k = (t.unflatten(1, (heads, key_dim)) for t in (q, k))
     v, gate = (t.unflatten(1, (heads, repeat, value_dim)) for t in (v, gate))
     a, decay, more = gate_arguments(rand, (rows,), heads, repeat, key_dim, **gating)
-    sequences = some_sequences(rand, rows, positions or [n + 3 for n in range(rows)], idle=idle)
-    state = rand(rows + 2, heads * repeat, key_dim, value_dim, dtype=torch.float32)
+    pool = rows + 2 if stored is None else rows
+    state = rand(pool, heads * repeat, key_dim, value_dim, dtype=torch.float32)
     if fused:
         width = sum(channels[:3])
-        window = rand(rows + 2, taps, width)
+        window = rand(pool, taps, width)
         bias = rand(width) if order == "vkq" else None
         more["convolution"] = Convolution(rand(taps, width, spread=0.5).t(), window, bias, order=order)
     if order == "vkq":
         state = state.transpose(2, 3).contiguous().transpose(2, 3)
+    if stored is None:
+        sequences = some_sequences(rand, rows, positions or [n + 3 for n in range(rows)], idle=idle)
+    else:
+        sequences = some_rows(rand, stored, state, more["convolution"].window if fused else None, firsts)
     if norm is not None:
         more["norm"] = GatedNorm(gate, rand(value_dim), 1e-6, *norm)
     if skip:
@@ -180,6 +186,10 @@ CASES = (
     _case("bare", 1, 2, 2, 16, 16, fused=False, small=True),
     _case("space", 2, 2, 3, 24, 32, small=True, **SPACE),
     _case("space-taps", 2, 1, 4, 16, 16, taps=2, positions=[0, 5], small=True, **SPACE),
+    _case("row", 2, 2, 2, 16, 32, norm=("silu", True), stored=7, small=True),
+    _case("row-padded", 4, 1, 2, 16, 16, stored=3, firsts=[0, 2, 3, 5], small=True, **SPACE),
+    _case("row-bare", 2, 1, 2, 16, 16, fused=False, stored=0, small=True),
+    _case("qwen3.5-9b-row", 1, 16, 2, 128, 128, norm=("silu", True), stored=700),
     _case("qwen3.5-9b", 1, 16, 2, 128, 128, norm=("silu", True)),
     _case("qwen3.6-27b", 8, 16, 3, 128, 128, norm=("silu", True)),
     _case("qwen3.6-35b-64", 64, 16, 2, 128, 128, norm=("silu", True)),

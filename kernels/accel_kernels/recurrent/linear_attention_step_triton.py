@@ -3,8 +3,9 @@
 import triton
 import triton.language as tl
 
-from accel_kernels.device import programmatic
-from accel_kernels.recurrent.gates_triton import beta_gate, convolved, decay_gate, taps_of
+from accel_kernels.device import multiprocessors, programmatic
+from accel_kernels.recurrent.causal_convolution_triton import AT_STATE, AT_WINDOW, pools_at, sequence_of
+from accel_kernels.recurrent.gates_triton import beta_gate, convolved, decay_gate, past_taps
 from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch
 
@@ -18,18 +19,22 @@ def _row(ptr, strides, row, head, repeated):
     return ptr + row * strides[0] + head * strides[1] + repeated * strides[2]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("layer",))
 def linear_attention_step_kernel(
     q_ptr, k_ptr, v_ptr, a_ptr, b_ptr, gate_ptr, o_ptr, q_strides, k_strides, v_strides, a_strides, b_strides,
-    gate_strides, state_ptr, slot_stride, head_stride, slots_ptr, positions_ptr, weight_ptr, weight_strides, bias_ptr,
-    window_ptr, q_first, k_first, v_first, channels, a_log_ptr, decay_bias_ptr, lower_bound, low, high, beta_scale,
-    skip_ptr, norm_ptr, eps, scale, key_eps, key_heads, KEY_STRIDE: tl.constexpr, VALUE_STRIDE: tl.constexpr,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, REPEAT: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, TAPS: tl.constexpr, BLOCK_TAPS: tl.constexpr, ACTIVATION: tl.constexpr,
-    CHANNEL_DECAY: tl.constexpr, ROUND_DECAY: tl.constexpr, SILU: tl.constexpr, ROUND_NORM: tl.constexpr,
-    PDL: tl.constexpr,
+    gate_strides, state_ptr, slot_stride, head_stride, spans_ptr, slots_ptr, positions_ptr, metadata_ptr, layer,
+    last_ptr, weight_ptr, weight_strides, bias_ptr, window_ptr, q_first, k_first, v_first, channels, a_log_ptr,
+    decay_bias_ptr, lower_bound, low, high, beta_scale,
+    skip_ptr, norm_ptr, eps, scale, key_eps, key_heads, PADDED: tl.constexpr, KEY_STRIDE: tl.constexpr,
+    VALUE_STRIDE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, REPEAT: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TAPS: tl.constexpr, BLOCK_TAPS: tl.constexpr,
+    ACTIVATION: tl.constexpr, CHANNEL_DECAY: tl.constexpr, ROUND_DECAY: tl.constexpr, SILU: tl.constexpr,
+    ROUND_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Of the value heads of a key head, and of the blocks of a head, the first ones keep what is theirs in common."""
+    """Of the value heads of a key head, and of the blocks of a head, the first ones keep what is theirs in common.
+
+    State and window found through metadata are read before the kernel in front has ended, see `RowStates`.
+    """
     row = (tl.program_id(0) // (key_heads * REPEAT)).to(tl.int64)
     head = tl.program_id(0) % (key_heads * REPEAT)
     key_head, repeated = head // REPEAT, head % REPEAT
@@ -49,28 +54,50 @@ def linear_attention_step_kernel(
         bias = tl.load(decay_bias_ptr + head * KEY_DIM + k_idx, mask=k_mask, other=0.0).to(tl.float32)
     else:
         bias = tl.load(decay_bias_ptr + head).to(tl.float32)
-    if PDL:
+    if PDL and metadata_ptr is None:
         tl.extra.cuda.gdc_wait()
-    slot = tl.load(slots_ptr + row).to(tl.int64)
-    position = tl.load(positions_ptr + row).to(tl.int64)
+    _, _, length, slot, position, first = sequence_of(
+        spans_ptr, slots_ptr, positions_ptr, metadata_ptr, last_ptr, 1, row, PADDED
+    )
     o_ptr += (row * key_heads * REPEAT + head) * VALUE_DIM
-    if slot < 0:
+    if length <= 0:
+        if PDL and metadata_ptr is not None:
+            tl.extra.cuda.gdc_wait()
         tl.store(o_ptr + v_idx, tl.zeros((BLOCK_V,), tl.float32).to(kind), mask=v_mask)
         return
+    state_ptr, written_ptr = pools_at(metadata_ptr, layer, state_ptr, AT_STATE)
+    places = slot * slot_stride + head * head_stride
+    HALVES: tl.constexpr = metadata_ptr is not None
+    kept_ptr = window_ptr
     if window_ptr is not None:
+        window_ptr, kept_ptr = pools_at(metadata_ptr, layer, window_ptr, AT_WINDOW)
         window_ptr += slot * TAPS * channels
-    q_taps, q_weights, q_bias, q_input, q_places = taps_of(
-        q_ptr + row * q_strides[0] + key_head * q_strides[1], k_idx, k_mask, window_ptr, weight_ptr, weight_strides,
-        bias_ptr, q_first + key_head * KEY_DIM, position, channels, TAPS, BLOCK_TAPS,
+        kept_ptr += slot * TAPS * channels
+    q_ptr += row * q_strides[0] + key_head * q_strides[1]
+    k_ptr += row * k_strides[0] + key_head * k_strides[1]
+    v_ptr = _row(v_ptr, v_strides, row, key_head, repeated)
+    q_taps, q_weights, q_bias, q_places, q_kept = past_taps(
+        q_ptr, k_idx, k_mask, window_ptr, kept_ptr, weight_ptr, weight_strides, bias_ptr,
+        q_first + key_head * KEY_DIM, position, first, channels, TAPS, BLOCK_TAPS, HALVES,
     )  # fmt: skip
-    k_taps, k_weights, k_bias, k_input, k_places = taps_of(
-        k_ptr + row * k_strides[0] + key_head * k_strides[1], k_idx, k_mask, window_ptr, weight_ptr, weight_strides,
-        bias_ptr, k_first + key_head * KEY_DIM, position, channels, TAPS, BLOCK_TAPS,
+    k_taps, k_weights, k_bias, k_places, k_kept = past_taps(
+        k_ptr, k_idx, k_mask, window_ptr, kept_ptr, weight_ptr, weight_strides, bias_ptr,
+        k_first + key_head * KEY_DIM, position, first, channels, TAPS, BLOCK_TAPS, HALVES,
     )  # fmt: skip
-    v_taps, v_weights, v_bias, v_input, v_places = taps_of(
-        _row(v_ptr, v_strides, row, key_head, repeated), v_idx, v_mask, window_ptr, weight_ptr, weight_strides,
-        bias_ptr, v_first + head * VALUE_DIM, position, channels, TAPS, BLOCK_TAPS,
+    v_taps, v_weights, v_bias, v_places, v_kept = past_taps(
+        v_ptr, v_idx, v_mask, window_ptr, kept_ptr, weight_ptr, weight_strides, bias_ptr,
+        v_first + head * VALUE_DIM, position, first, channels, TAPS, BLOCK_TAPS, HALVES,
     )  # fmt: skip
+    places += k_idx[:, None] * KEY_STRIDE + v_idx[None, :] * VALUE_STRIDE
+    whole = k_mask[:, None] & v_mask[None, :]
+    stored = whole & (k_idx < tl.where(position > first, KEY_DIM, 0))[:, None]
+    if metadata_ptr is not None:
+        state = tl.load(state_ptr + places, mask=stored, other=0.0)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+    q_new = tl.load(q_ptr + k_idx, mask=k_mask, other=0.0)
+    k_new = tl.load(k_ptr + k_idx, mask=k_mask, other=0.0)
+    v_new = tl.load(v_ptr + v_idx, mask=v_mask, other=0.0)
     a_ptr = _row(a_ptr, a_strides, row, key_head, repeated)
     if CHANNEL_DECAY:
         a = tl.load(a_ptr + k_idx, mask=k_mask, other=0.0)
@@ -81,23 +108,18 @@ def linear_attention_step_kernel(
     if norm_ptr is not None:
         gate_ptr = _row(gate_ptr, gate_strides, row, key_head, repeated)
         gate = tl.load(gate_ptr + v_idx, mask=v_mask, other=0.0).to(tl.float32)
-    # The last of all large loads, whose layout Triton therefore gives to what is computed with it.
-    places = state_ptr + slot * slot_stride + head * head_stride
-    places += k_idx[:, None] * KEY_STRIDE + v_idx[None, :] * VALUE_STRIDE
-    whole = k_mask[:, None] & v_mask[None, :]
-    stored = whole & (k_idx < tl.where(position > 0, KEY_DIM, 0))[:, None]
-    state = tl.load(places, mask=stored, other=0.0)
+    if metadata_ptr is None:  # the last of all large loads, whose layout Triton therefore gives to what follows
+        state = tl.load(state_ptr + places, mask=stored, other=0.0)
 
     inputs: tl.constexpr = q_ptr.dtype.element_ty
-    q = convolved(q_taps, q_weights, q_bias, weight_ptr, inputs, ACTIVATION)
-    k = convolved(k_taps, k_weights, k_bias, weight_ptr, inputs, ACTIVATION)
-    v = convolved(v_taps, v_weights, v_bias, weight_ptr, inputs, ACTIVATION)
+    q, q_taps = convolved(q_taps, q_weights, q_bias, q_new, weight_ptr, inputs, ACTIVATION, TAPS)
+    k, k_taps = convolved(k_taps, k_weights, k_bias, k_new, weight_ptr, inputs, ACTIVATION, TAPS)
+    v, v_taps = convolved(v_taps, v_weights, v_bias, v_new, weight_ptr, inputs, ACTIVATION, TAPS)
     if window_ptr is not None:
-        newest = tl.arange(0, BLOCK_TAPS)[:, None] == TAPS - 1
-        shared = newest & (k_idx < tl.where(repeated + tl.program_id(1) == 0, KEY_DIM, 0))[None, :]
-        tl.store(q_places, q_input, mask=shared)
-        tl.store(k_places, k_input, mask=shared)
-        tl.store(v_places, v_input, mask=newest & v_mask[None, :])
+        shared = (k_idx < tl.where(repeated + tl.program_id(1) == 0, KEY_DIM, 0))[None, :]
+        tl.store(q_places, q_taps.to(inputs), mask=q_kept & shared)
+        tl.store(k_places, k_taps.to(inputs), mask=k_kept & shared)
+        tl.store(v_places, v_taps.to(inputs), mask=v_kept)
     if key_eps is not None:
         q *= tl.rsqrt(tl.sum(q * q, axis=0) + key_eps)
         k *= tl.rsqrt(tl.sum(k * k, axis=0) + key_eps)
@@ -113,7 +135,7 @@ def linear_attention_step_kernel(
     else:
         new = v * strength
     state += k[:, None] * new[None, :]
-    tl.store(places, state, mask=whole)
+    tl.store(written_ptr + places, state, mask=whole)
     o = tl.sum(state * q[:, None], axis=0)
     if skip_ptr is not None:
         o += skip * v
@@ -133,12 +155,12 @@ def linear_attention_step_kernel(
 
 def linear_attention_step(
     q, k, v, a, decay, state, sequences, *, scale, b=None, beta_scale=1.0, key_eps=None, convolution=None, skip=None,
-    norm=None,
+    norm=None, dtype=None,
 ):  # fmt: skip
     """Same arguments and result as the reference."""
     rows, key_heads, repeat, value_dim = v.shape
     key_dim = k.shape[-1]
-    out = v.new_empty(rows, key_heads * repeat * value_dim)
+    out = v.new_empty(rows, key_heads * repeat * value_dim, dtype=dtype)
     weight, window, bias, activation, order = convolution or CONVOLUTION_OFF
     gate, norm_weight, eps, gate_activation, round_norm = norm or NORM_OFF
     keys, values = key_heads * key_dim, key_heads * repeat * value_dim
@@ -146,14 +168,15 @@ def linear_attention_step(
     firsts = (0, keys, 2 * keys) if order == "qkv" else (values + keys, values, 0)
     block_k, block_v = (max(16, power_of_two(size)) for size in (key_dim, value_dim))
     if norm is None:
-        block_v = min(block_v, max(16, 8192 // block_k))
+        few = rows * key_heads * repeat < 2 * multiprocessors(q.device)
+        block_v = min(block_v, max(16, (4096 if few else 8192) // block_k))
     launch(
         linear_attention_step_kernel, (rows * key_heads * repeat, cdiv(value_dim, block_v)),
         q, k, v, a, b, gate, out, *(() if t is None else t.stride() for t in (q, k, v, a, b, gate)),
-        state, *state.stride()[:2], sequences.slots, sequences.positions, weight,
+        state, *state.stride()[:2], *sequences.pointers(), weight,
         () if weight is None else weight.stride(), bias, window, *firsts,
         2 * keys + values, decay.a_log, decay.bias, decay.lower_bound, *decay.limits, beta_scale, skip,
-        norm_weight, eps, scale, key_eps, key_heads, *state.stride()[2:],
+        norm_weight, eps, scale, key_eps, key_heads, sequences.padded, *state.stride()[2:],
         key_dim, value_dim, repeat, block_k, block_v, taps, power_of_two(taps), activation,
         decay.bias.dim() == 2, decay.rounded, gate_activation == "silu", round_norm,
         num_warps=max(1, min(16, block_k * block_v // 2048)), maxnreg=128,

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from accel_kernels.attention.paged.kv import HALF, LENGTH
+
 CHUNK = 64  # tokens whose products are taken together in a prompt, as in transformers
 
 
@@ -28,13 +30,129 @@ class Sequences(NamedTuple):
     spans: torch.Tensor | None = None
     longest: int | None = None
 
-    def each(self, tokens: int) -> Iterator[tuple[int, int, int, int]]:
-        """First token, token behind the last, slot, position of sequences that are not idle. tokens: of a row."""
-        count = len(self.slots)
-        spans = [(n * tokens, (n + 1) * tokens) for n in range(count)] if self.spans is None else self.spans.tolist()
+    @property
+    def number(self) -> int:
+        return len(self.slots)
+
+    @property
+    def padded(self) -> bool:
+        return False
+
+    @property
+    def other_state(self) -> None:
+        return None
+
+    @property
+    def other_window(self) -> None:
+        return None
+
+    def pools(self, pool: torch.Tensor, other: None) -> tuple[torch.Tensor, torch.Tensor]:
+        """That which is read, and that which is written."""
+        return pool, pool
+
+    def pointers(self) -> tuple:
+        """The first arguments of `sequence_of` in kernels."""
+        return self.spans, self.slots, self.positions, None, 0, None
+
+    def each(self, tokens: int) -> Iterator[tuple[int, int, int, int, int]]:
+        """First token, token behind the last, slot, position of sequences that are not idle, and 0.
+
+        tokens: of a row.
+        """
+        spans = [(n * tokens, (n + 1) * tokens) for n in range(self.number)]
+        spans = spans if self.spans is None else self.spans.tolist()
         for (begin, end), slot, position in zip(spans, self.slots.tolist(), self.positions.tolist(), strict=True):
             if slot >= 0 and end > begin:
-                yield begin, end, slot, position
+                yield begin, end, slot, position, 0
+
+
+class RowSequences(NamedTuple):
+    """Sequences that are the rows of a call, with the states of the same rows: what `RowStates.sequences` gives.
+
+    Operations take it like `Sequences`. rows: how many. The other fields are those of `RowStates`.
+    """
+
+    rows: int
+    metadata: torch.Tensor
+    layer: int
+    last: torch.Tensor | None = None
+    padded: bool = False
+    firsts: torch.Tensor | None = None
+    other_state: torch.Tensor | None = None
+    other_window: torch.Tensor | None = None
+
+    def pools(self, pool: torch.Tensor, other: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """As of `Sequences`. other: the other half."""
+        pair = (pool, pool if other is None else other)
+        half = int(self.metadata[HALF])
+        return pair[half], pair[1 - half]
+
+    @property
+    def number(self) -> int:
+        return self.rows
+
+    @property
+    def spans(self) -> None:
+        return None
+
+    @property
+    def longest(self) -> None:
+        return None
+
+    def pointers(self) -> tuple:
+        """The first arguments of `sequence_of` in kernels."""
+        return None, None, None, self.metadata, self.layer, self.last
+
+    def each(self, tokens: int) -> Iterator[tuple[int, int, int, int, int]]:
+        """As `Sequences.each`. The last number is the position of the row's first token: at it states are zero."""
+        stored = int(self.metadata[LENGTH])
+        end = tokens if self.last is None else min(int(self.last) + 1, tokens)
+        firsts = self.firsts.tolist() if self.padded and self.firsts is not None else [0] * self.rows
+        for row, first in enumerate(firsts):
+            begin = max(first - stored, 0)
+            if begin < end:
+                yield row * tokens + begin, row * tokens + end, row, stored + begin, first
+
+
+class RowStates(NamedTuple):
+    """Where the states of one layer lie, row by row, as operations of linear attention take it.
+
+    Like `KV`: on the GPU found by address through `metadata`, as a graph outlives the store it was captured with.
+
+    state: (rows, ...) float32, or None. window: (rows, taps, C), or None: the input of position p lies at p % taps.
+    other_state, other_window: their other half. A call reads one half and writes the other, so that it may be repeated,
+        or taken back, until HALF in metadata says that the other is read. None where it is written in place.
+    metadata: as of `KV`, int64; of its addresses of this layer the first four are those of state and window, twice.
+    layer: its place in metadata.
+    is_prefill: the host knows that nothing was stored before this call.
+    last: int64 (1,), the index of the last new token that counts; None where all do.
+    padded: whether any row may begin with padding; such tokens do not count either.
+    firsts: (rows,) int64 on the device, tokens of padding before each row's first one. Kernels find it by address, and
+        take it for zeros where that is 0; the reference needs it if `padded`.
+
+    Of tokens that do not count zeros come out, and nothing is kept of them. Nothing older than a row's first token is
+    ever read. Kernels may read states before the kernel in front has ended (`programmatic`): between two calls of
+    one layer there must be another kernel, as that which moves the LENGTH on.
+    """
+
+    state: torch.Tensor | None
+    window: torch.Tensor | None
+    metadata: torch.Tensor
+    layer: int
+    is_prefill: bool = False
+    last: torch.Tensor | None = None
+    padded: bool = False
+    firsts: torch.Tensor | None = None
+    other_state: torch.Tensor | None = None
+    other_window: torch.Tensor | None = None
+
+    def sequences(self) -> RowSequences:
+        """What operations take beside state and window."""
+        kept = self.window if self.state is None else self.state
+        if kept is None:
+            raise ValueError("neither a state nor a window")
+        others = self.other_state, self.other_window
+        return RowSequences(kept.shape[0], self.metadata, self.layer, self.last, self.padded, self.firsts, *others)
 
 
 class Decay(NamedTuple):

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from accel_kernels.op import dtype_reason, make_op, random_cases
-from accel_kernels.recurrent.causal_convolution import some_sequences
+from accel_kernels.recurrent.causal_convolution import some_rows, some_sequences
 from accel_kernels.recurrent.recurrence import wide
 
 
@@ -19,19 +19,21 @@ def reference(x, dt, a_log, k, q, state, sequences, *, bias=None, skip=None, gat
     dt = F.softplus(dt if bias is None else dt + bias.to(dt.dtype)).to(kind)
     rate = -a_log.to(kind).exp()
     x_of, k_of, q_of = (t.to(kind).flatten(0, 1) for t in (x, k, q))
-    dt = dt.flatten(0, 1)
+    dt, gate_of = dt.flatten(0, 1), None if gate is None else gate.to(kind).flatten(0, 1)
     out = torch.zeros_like(x_of)
-    for begin, end, slot, position in sequences.each(tokens):
-        kept = state[slot].to(kind) if position > 0 else torch.zeros_like(state[slot], dtype=kind)
+    read, written = sequences.pools(state, sequences.other_state)
+    for begin, end, slot, position, first in sequences.each(tokens):
+        kept = read[slot].to(kind) if position > first else torch.zeros_like(read[slot], dtype=kind)
         for token in range(begin, end):
             step = dt[token, :, None]
             kept = kept * (rate * step).exp() + (step * x_of[token, :, None]) * k_of[token]
             out[token] = kept @ q_of[token]
             if skip is not None:
                 out[token] += skip.to(kind) * x_of[token]
-        state[slot] = kept.to(state.dtype)
-    out = out.view(x.shape)
-    return (out if gate is None else out * F.silu(gate.to(kind))).to(x.dtype)
+            if gate_of is not None:
+                out[token] *= F.silu(gate_of[token])
+        written[slot] = kept.to(state.dtype)
+    return out.view(x.shape).to(x.dtype)
 
 
 def supports(x, dt, a_log, k, q, state, sequences, *, bias=None, skip=None, gate=None) -> str | None:
@@ -49,13 +51,18 @@ def supports(x, dt, a_log, k, q, state, sequences, *, bias=None, skip=None, gate
 
 
 @random_cases
-def _case(rand, batch, tokens, channels, size, positions, *, spans=None, idle=(), gate=True):
-    count = len(positions)
+def _case(
+    rand, batch, tokens, channels, size, positions, *, spans=None, idle=(), gate=True, stored=None, **rows
+):  # fmt: skip
+    count = len(positions) if stored is None else batch - 2
     x, dt, by = rand(batch, tokens, 3 * channels).chunk(3, dim=-1)
     k, q = rand(batch, tokens, 2 * size).chunk(2, dim=-1)
     state = rand(count + 2, channels, size, dtype=torch.float32)
     more = {"bias": rand(channels, mean=-2.0), "skip": rand(channels), "gate": by if gate else None}
-    sequences = some_sequences(rand, count, positions, spans, None, idle)
+    if stored is None:
+        sequences = some_sequences(rand, count, positions, spans, None, idle)
+    else:
+        sequences = some_rows(rand, stored, state, None, **rows)
     return (x, dt, rand(channels, size, spread=0.5), k, q, state, sequences), more
 
 
@@ -63,6 +70,9 @@ CASES = (
     _case("odd", 2, 9, 37, 16, [0, 4], small=True),
     _case("step", 3, 1, 40, 12, [3, 0, 7], idle=(2,), small=True),
     _case("packed", 1, 20, 16, 4, [0, 3], spans=[(2, 9), (10, 19)], gate=False, small=True),
+    _case("row-step", 3, 1, 40, 12, [], stored=2, firsts=[0, 2, 3], small=True),
+    _case("rows-padded", 3, 9, 20, 4, [], stored=0, firsts=[8, 0, 3], last=6, small=True),
+    _case("rows-go-on", 2, 9, 20, 4, [], stored=5, last=6, small=True),
     _case("falcon-mamba-step", 1, 1, 8192, 16, [500]),
     _case("falcon-mamba-512", 1, 512, 8192, 16, [0]),
 )

@@ -4,19 +4,23 @@ import triton
 import triton.language as tl
 
 from accel_kernels.device import programmatic
-from accel_kernels.recurrent.causal_convolution_triton import empty_output, rows_of, sequence_of
+from accel_kernels.recurrent.causal_convolution_triton import AT_STATE, empty_output, pools_at, rows_of, sequence_of
 from accel_kernels.recurrent.gates_triton import softplus
 from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch
 
 
-@triton.jit(do_not_specialize=("tokens",))
+@triton.jit(do_not_specialize=("layer", "tokens"))
 def selective_scan_kernel(
     x_ptr, dt_ptr, k_ptr, q_ptr, gate_ptr, y_ptr, x_row, dt_row, k_row, q_row, gate_row, a_log_ptr, bias_ptr, skip_ptr,
-    state_ptr, slot_stride, spans_ptr, slots_ptr, positions_ptr, tokens, channels, CHANNEL_STRIDE: tl.constexpr,
-    STATE_STRIDE: tl.constexpr, SIZE: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    state_ptr, slot_stride, spans_ptr, slots_ptr, positions_ptr, metadata_ptr, layer, last_ptr, tokens, channels,
+    PADDED: tl.constexpr, CHANNEL_STRIDE: tl.constexpr, STATE_STRIDE: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The next token is loaded while this one is computed."""
+    """The next token is loaded while this one is computed.
+
+    States found through metadata are read before the kernel in front has ended, see `RowStates`.
+    """
     c_idx = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     n_idx = tl.arange(0, BLOCK_N)
     c_mask, n_mask = c_idx < channels, n_idx < SIZE
@@ -30,12 +34,17 @@ def selective_scan_kernel(
         bias = tl.load(bias_ptr + c_idx, mask=c_mask, other=0.0).to(dt_ptr.dtype.element_ty).to(tl.float32)
     if skip_ptr is not None:
         skip = tl.load(skip_ptr + c_idx, mask=c_mask, other=0.0).to(tl.float32)
-    if PDL:
+    if PDL and metadata_ptr is None:
         tl.extra.cuda.gdc_wait()
-    begin, room, length, slot, position = sequence_of(spans_ptr, slots_ptr, positions_ptr, tokens, tl.program_id(1))
-    places = state_ptr + slot * slot_stride + c_idx[:, None] * CHANNEL_STRIDE + n_idx[None, :] * STATE_STRIDE
-    stored = (c_idx < tl.where((slot >= 0) & (position > 0), channels, 0))[:, None] & n_mask[None, :]
-    state = tl.load(places, mask=stored, other=0.0)
+    begin, room, length, slot, position, first = sequence_of(
+        spans_ptr, slots_ptr, positions_ptr, metadata_ptr, last_ptr, tokens, tl.program_id(1), PADDED
+    )
+    state_ptr, written_ptr = pools_at(metadata_ptr, layer, state_ptr, AT_STATE)
+    places = slot * slot_stride + c_idx[:, None] * CHANNEL_STRIDE + n_idx[None, :] * STATE_STRIDE
+    stored = (c_idx < tl.where((length > 0) & (position > first), channels, 0))[:, None] & n_mask[None, :]
+    state = tl.load(state_ptr + places, mask=stored, other=0.0)
+    if PDL and metadata_ptr is not None:
+        tl.extra.cuda.gdc_wait()
     x_ptr += begin * x_row + c_idx
     dt_ptr += begin * dt_row + c_idx
     k_ptr += begin * k_row + n_idx
@@ -67,11 +76,11 @@ def selective_scan_kernel(
         k_ptr += k_row
         q_ptr += q_row
         y_ptr += channels
-    for _ in range(length.to(tl.int32), room.to(tl.int32)):  # of an idle sequence
+    for _ in range(length.to(tl.int32), room.to(tl.int32)):  # that do not count
         tl.store(y_ptr, tl.zeros((BLOCK_C,), tl.float32).to(y_ptr.dtype.element_ty), mask=c_mask)
         y_ptr += channels
-    kept = (c_idx < tl.where((slot >= 0) & (length > 0), channels, 0))[:, None] & n_mask[None, :]
-    tl.store(places, state, mask=kept)
+    kept = (c_idx < tl.where(length > 0, channels, 0))[:, None] & n_mask[None, :]
+    tl.store(written_ptr + places, state, mask=kept)
 
 
 def selective_scan(x, dt, a_log, k, q, state, sequences, *, bias=None, skip=None, gate=None):
@@ -83,9 +92,9 @@ def selective_scan(x, dt, a_log, k, q, state, sequences, *, bias=None, skip=None
     block_n = power_of_two(size)
     block_c = max(1, min(power_of_two(channels), 512 // block_n))
     launch(
-        selective_scan_kernel, (cdiv(channels, block_c), len(sequences.slots)),
+        selective_scan_kernel, (cdiv(channels, block_c), sequences.number),
         *(row[0] for row in rows), y, *(row[1] for row in rows), a_log, bias, skip, state, state.stride(0),
-        sequences.spans, sequences.slots, sequences.positions, tokens, channels, *state.stride()[1:], size, block_c,
+        *sequences.pointers(), tokens, channels, sequences.padded, *state.stride()[1:], size, block_c,
         block_n, num_warps=1, **programmatic(x.device, tokens == 1),
     )  # fmt: skip
     return y

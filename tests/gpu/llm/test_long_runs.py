@@ -18,7 +18,8 @@ from accel.llm.runtime.kv_quantization import KV_DTYPES
 from accel.llm.runtime.rotary import SmallStore
 from support.device_memory import allocated
 from support.kernels.code_kernel import run, ties
-from support.llm.families import make, padded, prompt, random_calls
+from support.llm.calls import random_calls
+from support.llm.families import make, padded, prompt
 from support.llm.gpu import decode_graphs, new_pair, on_gpu
 from support.llm.modes import MODES
 from support.llm.outputs import generate, same

@@ -6,7 +6,7 @@ from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 from accel.llm.generation.loop import handover
 from accel.llm.kv_cache.cache import store_of
-from accel.llm.kv_cache.store import PendingStep
+from accel.llm.kv_cache.pending_step import PendingStep
 from support.llm.calls import counting, followed_by_numbers
 from support.llm.families import padded, prompt
 from support.llm.gpu import EDITS, new_pair, on_gpu

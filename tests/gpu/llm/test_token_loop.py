@@ -10,7 +10,7 @@ import accel
 from accel.cuda_graphs.runner import GraphRunner
 from accel.llm.generation.loop import choice, handover
 from accel.llm.generation.loop.token_loop import TokenLoop
-from accel.llm.kv_cache.store import PendingStep
+from accel.llm.kv_cache.pending_step import PendingStep
 from support.llm.calls import Kept, counting, followed_by_numbers, gone_on
 from support.llm.families import make, prompt
 from support.llm.gpu import EDITS, memory_stays_flat, on_a_stream, side_by_side

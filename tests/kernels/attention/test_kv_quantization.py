@@ -179,6 +179,8 @@ def test_a_prompt_is_shown_what_is_stored(code):
         keys, values = kv.keys.to(code), kv.values.to(code)
         kept = (kv.table, keys, values, kv.key_scales, kv.value_scales)
         kv = kv._replace(keys=keys, values=values, metadata=metadata_of(kv.table.shape[1], [kept], kv.table.device))
-    _, keys, values = rotary_store(q, k, v, kv, **kwargs, shown=True)
+    _, keys, values = rotary_store(
+        q, k, v, kv, **{name: value for name, value in kwargs.items() if name != "gate"}, shown=True
+    )
     for shown, stored in zip((keys, values), kv.read(q.shape[1], torch.float32), strict=True):
         assert torch.equal(shown, stored)

@@ -138,7 +138,7 @@ def test_inference_mode_may_be_entered_or_left(inside):
             kv = pool.kv(2)
             kv.write(0, *torch.ones(2, ROWS, 3, 2, 4))
             assert (kv.read(3, torch.float32)[0] == 1).all()
-    assert not any(tensor.is_inference() for tensor in (*pool.kept, *pool.tables[CPU], pool.kv(0).keys))
+    assert not any(tensor.is_inference() for tensor in (*pool.kept, *pool.beside, pool.kv(0).keys))
 
 
 @pytest.fixture

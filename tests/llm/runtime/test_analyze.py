@@ -8,6 +8,9 @@ import pytest
 import torch
 
 import accel
+from accel.libraries.cache import cache_of
+from accel.llm.kv_cache.state_layer import StateLayer
+from accel.llm.kv_cache.store_layer import StoreLayer
 from accel.llm.recording.inputs import FEW
 from accel.llm.recording.record import LayerRecord, NotUnderstood
 from accel.llm.recording.recorder import example_ids
@@ -18,7 +21,16 @@ from accel.llm.runtime.softmax_attention import SoftmaxSpec
 from support.everything import EVERYTHING
 from support.llm.families import FAMILIES, layers, make, prompt
 
-CALLED = {"mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "olmoe", "granite-moe", "phi-moe"}  # experts are called
+CALLED = {
+    "mixtral",
+    "qwen2-moe",
+    "qwen3-moe",
+    "gpt-oss",
+    "olmoe",
+    "granite-moe",
+    "phi-moe",
+    "qwen3.5-moe-attention",
+}  # experts are called
 FAST = [family for family in FAMILIES if family.expected == "fast"]
 EACH = 1 if EVERYTHING else 3  # of so many families one
 
@@ -56,6 +68,25 @@ def test_every_layer_is_reported_with_its_whole_model(family, pair_of):
     assert [status for _, rule, status, _ in sites if rule == "language model"] == ["patched"]
     fused = specs(family.name)[0].mlp.first
     assert bool(fused) == (family.name not in CALLED)
+
+
+ONE_PART = ("mlp", "full_attention", "moe", "linear_attention")
+
+
+@pytest.mark.parametrize("kinds", [ONE_PART, ONE_PART[:3]], ids=["beside-states", "without"])
+def test_a_layer_may_be_an_attention_or_an_mlp_alone(kinds):
+    """An MLP has no place in the store, and leaves the cache what it has there."""
+    stock, model = (make("nemotron-h", layers_block_type=list(kinds)) for _ in range(2))
+    accel.optimize(model)
+    found = {name: one for name, one in enumerate(layers(model).values()) if "forward" in vars(one)}
+    parts = [(vars(one)["forward"].spec.place, vars(one)["forward"].spec.mlp is None) for one in found.values()]
+    assert parts == [(None, False), (1, True), (None, False), (3, True)][: len(kinds)]
+    config = {"do_sample": False, "max_new_tokens": 5, "return_dict_in_generate": True}
+    mine, wanted = (one.generate(prompt(2), **config) for one in (model, stock))
+    assert torch.equal(mine.sequences, wanted.sequences) and not accel.report(model).fallbacks
+    left = [type(layer) for layer in cache_of(wanted).layers]
+    left[1::2] = [StoreLayer, StateLayer][: len(left[1::2])]
+    assert [type(layer) for layer in cache_of(mine).layers] == left
 
 
 def kind(answer) -> type:

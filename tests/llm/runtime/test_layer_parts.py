@@ -9,7 +9,7 @@ from accel_kernels.gemm.linear import torch_linear
 from accel_kernels.trials import Trials
 
 import accel
-from accel.llm.runtime.linear import MOST_MEASURED_ROWS, product_for
+from accel.llm.parts.linear import MOST_MEASURED_ROWS, product_for
 from accel.patching.fast_forward import Kernels
 from support.llm.families import BY_NAME, FAMILIES, layers, make, padded, prompt
 from support.llm.outputs import same

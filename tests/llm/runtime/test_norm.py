@@ -16,22 +16,16 @@ from accel.options import Options
 from accel.patching.rule import ForwardPatch, Rule, Site
 from accel.planning.plan import create_context
 from support.compatibility.tiny_language_models import build
-from support.llm.families import available, padded
-from support.llm.outputs import generate, same
-
-HYBRID = ("mamba2", "nemotron_h", "zamba2", "qwen3_next")
+from support.llm.families import padded
 
 
 def norms(model) -> list[str]:
     return [status for _, rule, status, _ in accel.report(model).sites if rule == "RMS norm"]
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [*product(HYBRID, [torch.float32]), ("mamba2", torch.bfloat16)], ids=str)
-def test_gated_norms_are_fused_and_compute_what_stock_does(kind, dtype, tiny):
-    """In 16 bits a state space model norms in fp32 what it has in fp32, by weights in 16 bits."""
-    if not available(kind):
-        pytest.skip(f"this transformers has no {kind}")
-    model = build(kind, "language").to(dtype)
+def test_gated_norms_are_fused_and_compute_what_stock_does(tiny):
+    """Where the layers around them are not: Mamba-2 in 16 bits norms in fp32 what it has in fp32, by 16-bit weights."""
+    model = build("mamba2", "language").to(torch.bfloat16)
     stock, before = copy.deepcopy(model), tiny.snapshot(model)
     ids, mask = padded()
     accel.optimize(model)
@@ -42,9 +36,7 @@ def test_gated_norms_are_fused_and_compute_what_stock_does(kind, dtype, tiny):
         ours, theirs = model(**call).logits, stock(**call).logits
         shown = call.get("attention_mask", torch.ones_like(call["input_ids"])).bool()
         error = (ours - theirs)[shown].abs().max() / theirs[shown].abs().max()
-        assert error < (1e-5 if dtype == torch.float32 else 2e-2)
-    if dtype == torch.float32:
-        same(generate(model, ids, mask), generate(stock, ids, mask))
+        assert error < 2e-2
     assert not accel.report(model).fallbacks
     accel.restore(model)
     tiny.assert_same_state(before, tiny.snapshot(model))

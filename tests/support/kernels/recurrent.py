@@ -18,12 +18,14 @@ def assert_states_as_good_as_torch(op, case, device, dtype):
     found = op.triton(*args, **kwargs)
     written = [(found, args, kwargs), *((op.reference(*a, **more), a, more) for a, more in (theirs, exact))]
     numbers = [[t for t in tree_leaves(one) if torch.is_tensor(t) and t.is_floating_point()] for one in written]
-    slack = FLOOR[dtype] + (TRUNCATION.get(dtype, 0.0) * 2 if device.type == "cpu" else 0.0)
+    slack = FLOOR[dtype] + (TRUNCATION.get(dtype, 0.0) * 4 if device.type == "cpu" else 0.0)
     for mine, torchs, truth in zip(*numbers, strict=True):
         assert mine.dtype == torchs.dtype and mine.shape == truth.shape
         assert torch.equal(torch.isfinite(mine), torch.isfinite(truth))
-        if not truth.numel():
+        finite = torch.isfinite(truth)  # what nobody may read is NaN
+        if not finite.any():
             continue
+        mine, torchs, truth = mine[finite], torchs[finite], truth[finite]
         peak = truth.double().abs().max().clamp_min(SMALLEST_PEAK)
         error, allowed = (float((t.double() - truth.double()).abs().max() / peak) for t in (mine, torchs))
         more = PARTS if mine.dtype == torch.float32 and dtype != torch.float32 else 0.0

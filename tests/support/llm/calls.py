@@ -313,3 +313,15 @@ def counting(monkeypatch, *methods: tuple[object, str, bool]) -> list[int]:
 def counting_loops(monkeypatch) -> list[int]:
     """[loops, steps]: from now on, how often the loop ran, and how many steps it launched."""
     return counting(monkeypatch, (token_loop.TokenLoop, "run", False), (token_loop, "next_logits", False))
+
+
+def random_calls(count: int, seed: int, ways: tuple[dict, ...], longest: int, rows: int, most_new: int):
+    """(ids, mask, keywords) of generate: other rows, lengths, numbers of new words and ways in each call."""
+    g = torch.Generator().manual_seed(seed)
+
+    def number(low, high):
+        return int(torch.randint(low, high + 1, (), generator=g))
+
+    for _ in range(count):
+        ids, mask = padded([number(1, longest) for _ in range(number(1, rows))], seed=number(0, 99))
+        yield ids, mask, {"max_new_tokens": number(1, most_new)} | ways[number(0, len(ways) - 1)]

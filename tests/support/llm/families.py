@@ -37,6 +37,15 @@ GPT2 = {
 }
 MHA = {"num_key_value_heads": None}
 ROTARY = {"rope_theta": 10000.0}
+UNTAKEN = (
+    "assisted",
+    "embeddings",
+    "fanned-out",
+    "given-cache-plain",
+    "prompt-lookup",
+)  # by stock, of what is stateful
+DELTA = {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+         "linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_conv_kernel_dim": 4}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,7 @@ class Family:
     expected: "fast", every decoder layer is patched; "some", some are, and the others run stock between them; "stock",
     none is, and the report says why; "either", only what it computes matters.
     attention: the implementation asked for, where the default one is not the one to compare with.
+    stateful: transformers refuses some modes, as tokens cannot be taken back; of some of these families others too.
     core: structurally unlike the others that are: these run the whole product of families and modes.
     """
 
@@ -54,7 +64,15 @@ class Family:
     config: dict = field(default_factory=dict)
     expected: str = "fast"
     attention: str | None = None
+    stateful: bool = False
     core: bool = False
+
+    def takes(self, mode: str) -> bool:
+        """Whether stock can do what a mode of this name asks for."""
+        return not (
+            self.stateful
+            and mode.startswith(("assisted", "embeddings", "fanned-out", "given-cache-plain", "prompt-lookup"))
+        )
 
     def __str__(self) -> str:
         return self.name
@@ -152,6 +170,11 @@ FAMILIES = (
     Family("glm", "glm", {"head_dim": 16}),
     Family("glm4", "glm4", {"head_dim": 16}),
     Family("nemotron", "nemotron", {"head_dim": 16}),
+    # Each layer is either attention or an MLP; to the cache the MLPs are layers too.
+    Family("nemotron-h", "nemotron_h", {
+        "layers_block_type": ["mlp", "full_attention", "moe", "full_attention"], "num_hidden_layers": None,
+        "head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+        "moe_shared_expert_intermediate_size": 48}, stateful=True),
     Family("arcee", "arcee"),
     Family("seed-oss", "seed_oss", {"head_dim": 16, "attention_bias": True}),
     Family("exaone4", "exaone4", {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}),
@@ -187,6 +210,16 @@ FAMILIES = (
                                     "moe_intermediate_size": 48}, expected="either"),
     Family("ernie-moe", "ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48,
                                          "moe_num_shared_experts": 1}, expected="either"),
+    Family("afmoe", "afmoe", {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+                              "num_dense_layers": 1, "sliding_window": 5, "global_attn_every_n_layers": 2,
+                              "layer_types": ["sliding_attention", "full_attention"]}),
+    Family("qwen3-next-attention", "qwen3_next", {
+        "layer_types": ["full_attention"] * 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0]}),
+    Family("qwen3.5-attention", "qwen3_5_text", {
+        "layer_types": ["full_attention"] * 2, "head_dim": 32, "rope_parameters": ROTARY | {
+            "rope_type": "default", "partial_rotary_factor": 0.5, "mrope_section": [4, 2, 2],
+            "mrope_interleaved": True}}, stateful=True, core=True),
     Family("vaultgemma", "vaultgemma", {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 10},
            expected="either"),
     Family("modernbert-decoder", "modernbert-decoder", {"local_attention": 10, "cls_token_id": 1, "sep_token_id": 2},
@@ -197,11 +230,16 @@ FAMILIES = (
         "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12,
         "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
         "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 48}, expected="stock"),
-    Family("qwen3-next", "qwen3_next", {
-        "layer_types": ["linear_attention", "full_attention"], "head_dim": 16, "num_experts": 4,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48,
-        "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16}, expected="stock"),
+    Family("qwen3.5-moe-attention", "qwen3_5_moe_text", {
+        "layer_types": ["full_attention"] * 2, "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48}, stateful=True),
+    Family("qwen3-next", "qwen3_next", DELTA | {
+        "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 48}, stateful=True),
+    Family("qwen3.5", "qwen3_5_text", DELTA | {"head_dim": 16}, stateful=True, core=True),
+    Family("olmo-hybrid", "olmo_hybrid", DELTA, stateful=True, core=True),
+    Family("bamba", "bamba", {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24,
+                              "attn_layer_indices": [1], "mamba_chunk_size": 16}, stateful=True, core=True),
     Family("mamba", "mamba", MHA | {"state_size": 8, "intermediate_size": None, "num_attention_heads": None,
                                     "max_position_embeddings": None}, expected="stock"),
     Family("rwkv", "rwkv", MHA | {"num_attention_heads": None, "max_position_embeddings": None,
@@ -285,18 +323,6 @@ def padded(lengths=(9, 5), seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         ids[row, : max(lengths) - length] = 0
         mask[row, : max(lengths) - length] = 0
     return ids, mask
-
-
-def random_calls(count: int, seed: int, ways: tuple[dict, ...], longest: int, rows: int, most_new: int):
-    """(ids, mask, keywords) of generate: other rows, lengths, numbers of new words and ways in each call."""
-    g = torch.Generator().manual_seed(seed)
-
-    def number(low, high):
-        return int(torch.randint(low, high + 1, (), generator=g))
-
-    for _ in range(count):
-        ids, mask = padded([number(1, longest) for _ in range(number(1, rows))], seed=number(0, 99))
-        yield ids, mask, {"max_new_tokens": number(1, most_new)} | ways[number(0, len(ways) - 1)]
 
 
 def in_turn(*lists) -> list[tuple]:

@@ -27,7 +27,8 @@ from accel.libraries.generation import STEP, defers_stop_check, predictable, ret
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.loop.choice import draws_as_torch, pure
 from accel.llm.generation.loop.token_loop import GenerateRequest, TokenLoop, undisturbed
-from accel.llm.kv_cache.store import PendingStep, Store
+from accel.llm.kv_cache.pending_step import PendingStep
+from accel.llm.kv_cache.store import Store
 from accel.llm.pipeline.stretch import StretchGraphs
 
 DEVICES = ("cuda",)  # where the loop runs; nowhere, if this is empty
@@ -92,7 +93,9 @@ class Handover:
 def begin(model: nn.Module, runner: GraphRunner, store: Store, ids: torch.Tensor) -> PendingStep | None:
     """Launches the step for the last of ids, (rows, tokens), if there is a graph for it; `store.pending` holds it."""
     latest, rows = store.latest, store.rows
-    if latest is None or not (store.consistent and 0 < store.length < store.capacity):
+    if latest is None:
+        return None
+    if not (store.consistent and 0 < store.length < store.capacity):
         return None
     if not (ids.is_cuda and ids.shape[0] == rows and predictable(model)):
         return None

@@ -30,7 +30,8 @@ from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.loop.choice import RandomState, draw, refuse_nan
 from accel.llm.generation.prefill import by_graph
 from accel.llm.kv_cache.cache import store_of
-from accel.llm.kv_cache.store import LatestForward, Store
+from accel.llm.kv_cache.pending_step import LatestForward
+from accel.llm.kv_cache.store import Store
 from accel.llm.pipeline.stretch import StretchGraphs
 from accel.patching.owner import InstanceMethod
 

@@ -6,17 +6,18 @@ What stands before which linears is read off the formulas of the layers (see `La
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from accel.fusion.norm_kind import NormKind
+from accel.llm.parts.linear import weights
+from accel.llm.parts.norm import NormSpec
 from accel.llm.ptq.calibration.linears import put, weight_matrix
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.runtime.analyze import formulas
 from accel.llm.runtime.layer import LayerSpec
-from accel.llm.runtime.linear import weights
-from accel.llm.runtime.norm import NormSpec
 from accel.llm.runtime.softmax_attention import SEPARATE, SoftmaxSpec, split
 from accel.patching.rule import set_data
 from accel.quantization.linears import Dense
@@ -128,16 +129,18 @@ class _Layer:
 
     def groups(self) -> list[FoldGroup]:
         attention, mlp, spec = self.spec.attention, self.spec.mlp, self.spec
-        if spec.shared:
+        found = []
+        if attention is not None and mlp is not None and spec.shared:
             both = (*attention.projections, *mlp.first)
-            found = [self._group("attention and MLP", True, both, self._shared)]
-        else:
-            found = [
-                self._group("attention", True, attention.projections, lambda: self._norm(spec.before_attention)),
-                self._group("MLP", True, mlp.first, self._before_mlp),
-            ]
-        found.append(self._group("attention's output", False, (attention.out,), self._values))
-        if mlp.first:
+            found.append(self._group("attention and MLP", True, both, self._shared))
+        if attention is not None and not spec.shared:
+            norm = partial(self._norm, spec.before_attention)
+            found.append(self._group("attention", True, attention.projections, norm))
+        if mlp is not None and not spec.shared:
+            found.append(self._group("MLP", True, mlp.first, self._before_mlp))
+        if attention is not None:
+            found.append(self._group("attention's output", False, (attention.out,), self._values))
+        if mlp is not None and mlp.first:
             found.append(self._group("MLP's output", False, (mlp.down,), self._up))
         return found
 
@@ -185,7 +188,7 @@ class _Layer:
         return self._norm(self.spec.before_attention)
 
     def _in_parts(self) -> None:
-        if not self.spec.mlp.first:
+        if self.spec.mlp is not None and not self.spec.mlp.first:
             raise NotUnderstood(f"{self.spec.mlp.whole} is called as a whole")
 
     def _values(self) -> BeforeRows:
@@ -205,6 +208,7 @@ class _Layer:
     def _up(self) -> BeforeRows:
         """What the activation is multiplied by."""
         spec = self.spec.mlp
+        assert spec is not None
         self._own(spec.first)
         module = self.layer.get_submodule(spec.first[-1])
         rows = torch.arange(weight_matrix(module).shape[0], device="cpu")

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from transformers import Conv1D, PreTrainedModel
 
+from accel.llm.parts.linear import holds_transposed, weights
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import decoder_layers
-from accel.llm.runtime.linear import holds_transposed, weights
 from accel.parallel.sharded_layers import local
 from accel.patching.rule import set_data
 from accel.patching.structure import plain

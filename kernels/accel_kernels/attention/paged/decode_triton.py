@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from accel_kernels.attention.paged.gate_triton import apply_gate, gate_of
 from accel_kernels.attention.paged.kv8.kv8_decode_kernel_triton import BLOCK, HEADS, kv8_decode_kernel
 from accel_kernels.attention.paged.kv_quantization_triton import fitted, kv_dtype_of, packing, rounded
 from accel_kernels.attention.paged.online_softmax_triton import (
@@ -60,7 +61,7 @@ class Angles(NamedTuple):
 @triton.jit(do_not_specialize=("layer", "window", "splits", "few_splits"))
 def decode_kernel(
     q, k, v, o_ptr, angles, q_norm, k_norm, scratch, sinks_ptr, slopes_ptr, metadata_ptr,
-    ragged, layer, heads, kv_heads, scale, window, softcap, splits, few_splits,
+    ragged, gate, layer, heads, kv_heads, scale, window, softcap, splits, few_splits,
     GROUP: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, HAS_PADDING_MASK: tl.constexpr, LEAST: tl.constexpr,
     KV_DTYPE: tl.constexpr, STORE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, COMBINE: tl.constexpr, PACKED: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
@@ -162,8 +163,8 @@ def decode_kernel(
         )
     unit = tl.program_id(0).to(tl.int64)
     finish(
-        acc, row_max, row_sum, o_ptr, scratch, unit, split, active, 0, 1, b, g, heads, m_mask, GROUP, DIM, BLOCK_M,
-        COMBINE,
+        acc, row_max, row_sum, o_ptr, gate, scratch, unit, split, active, 0, 1, b, g, heads, m_mask, GROUP, DIM,
+        BLOCK_M, COMBINE,
     )  # fmt: skip
 
 
@@ -183,7 +184,7 @@ def decodes_kv8(q, kv) -> bool:
 
 def decode(
     q, k, v, kv, scale, out=None, kv8=None, *, cos=None, sin=None, q_norm=None, k_norm=None, window=None, softcap=None,
-    sinks=None, slopes=None,
+    sinks=None, slopes=None, gate=None,
 ):  # fmt: skip
     """`paged_attention` for one new token a row, or a sequence, see `decodes`. kv8: whether by `kv8_decode_kernel`;
     None: where that takes it.
@@ -195,6 +196,7 @@ def decode(
     most = KV8_MOST_SPLITS if kv8 else MOST_SPLITS
     few = split_count(units, q.device, FILL, most)
     splits = few if packed is None else split_count(units, q.device, KV8_FILL, most)
+    inside: tuple = ()
     constants = {"LEAST": None if packed is None else KV8_BLOCKS, "KV_DTYPE": kv_dtype_of(kv.key_scales, kv.keys)}
     if kv8:
         kernel, kept, channels, small = kv8_decode_kernel, units * HEADS * splits, dim, True
@@ -205,6 +207,7 @@ def decode(
         kernel, kept, channels = decode_kernel, units * tile.queries * most, tile.channels
         small = packed is not None and tile.queries == 16 and channels <= 128
         meta = {"num_warps": tile.warps, "num_stages": tile.stages}
+        inside = (gate_of(gate),)
         constants |= {
             "STORE_BLOCK": kv.block, "BLOCK_M": tile.queries, "BLOCK_N": tile.keys, "BLOCK_D": channels,
             "COMBINE": combined_rows(group), "PACKED": packed, "UPCAST": upcast(q.dtype),
@@ -219,9 +222,9 @@ def decode(
         kernel, (units, splits), *(Heads(t, t.stride(0), t.stride(2)) for t in (q, k, v)), out, angles,
         kernel_arguments(q_norm)[0], kernel_arguments(k_norm)[0],
         scratch_of(units, splits, kept, channels, q.device, kv.split_counters), sinks, slopes, kv.metadata,
-        None if kv.ragged is None else kv.ragged.pointers(), kv.layer, heads, kv_heads, float(scale), window,
+        None if kv.ragged is None else kv.ragged.pointers(), *inside, kv.layer, heads, kv_heads, float(scale), window,
         None if softcap is None else float(softcap), splits, few,
         GROUP=group, DIM=dim, PAIRS=0 if cos is None else cos.shape[-1], HAS_PADDING_MASK=kv.padding_mask is not None,
         **constants, **meta, **programmatic(q.device),
     )  # fmt: skip
-    return out
+    return out if inside else apply_gate(out, gate)

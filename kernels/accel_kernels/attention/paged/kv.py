@@ -13,16 +13,31 @@ from accel_kernels.attention.paged.kv_quantization import restored, rounded
 from accel_kernels.attention.paged.ragged import Ragged
 
 # Places in `metadata`; what layer i has begins at LAYERS + EACH i: its keys, its values, the scales of both, its table.
-LENGTH, PADDING_MASK, COLUMNS, LAYERS = range(4)
+# A layer of linear attention has its state and window there, twice: see `RowStates`.
+LENGTH, PADDING_MASK, COLUMNS, FIRSTS, HALF, LAYERS = range(6)
 KEYS, VALUES, KEY_SCALES, VALUE_SCALES, TABLE, EACH = range(6)
+STATE, WINDOW = KEYS, VALUES
 
 
-def metadata_of(columns: int, layers: Iterable[Sequence[torch.Tensor]], device: torch.device) -> torch.Tensor:
-    """`metadata` of a store that holds nothing yet. layers: of each its table, keys, values, perhaps scales."""
-    places = [0, 0, columns]
+def metadata_of(
+    columns: int,
+    layers: Iterable[Sequence[torch.Tensor | None]],
+    device: torch.device,
+    firsts: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`metadata` of a store that holds nothing yet.
+
+    layers: of each its table, keys, values, perhaps scales; of one of linear attention None, its state and its window,
+    and both of the other half.
+    Of what is None the address is 0. firsts: (rows,) int64, the tokens of padding before each row's first one.
+    """
+
+    def address(tensor: torch.Tensor | None) -> int:
+        return 0 if tensor is None else tensor.data_ptr()
+
+    places = [0, 0, columns, address(firsts), 0]
     for table, *kept in layers:
-        addresses = [tensor.data_ptr() for tensor in kept]
-        places += [*addresses, *[0] * (TABLE - len(addresses)), table.data_ptr()]
+        places += [*map(address, kept), *[0] * (TABLE - len(kept)), address(table)]
     return torch.tensor(places, device=device)
 
 
@@ -33,9 +48,9 @@ class KV(NamedTuple):
         model, or codes in 8 bits with the scales below, see `accel_kernels.attention.paged.kv_quantization`.
     table: (rows, columns) int32; token t of row r lies in block table[r, t // block] at place t % block.
     padding_mask: (rows, columns * block) bool, which tokens may be attended to, or None for all.
-    metadata: int64 [tokens stored in every row, address of the padding mask or 0, columns], then EACH addresses of
-        every layer: keys, values, the scales of both or 0, and the table. Only this says how many tokens are stored,
-        but for `ragged`.
+    metadata: int64 [tokens stored in every row, address of the padding mask or 0, columns, address of `firsts` or 0,
+        which half of states is read], then EACH addresses of every layer: keys, values, the scales of both or 0, and
+        the table. Only this says how many tokens are stored, but for `ragged`.
     layer: which layer.
     is_prefill: the host knows that nothing was stored before this call, and that row r's blocks lie in order.
     split_counters: int32 zeros, (rows * kv heads * 64,) or more, that the kernels of one step may count by and leave as

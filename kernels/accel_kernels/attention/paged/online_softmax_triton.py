@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from accel_kernels.attention.paged import split_kv
+from accel_kernels.attention.paged.gate_triton import times_sigmoid
 from accel_kernels.attention.paged.kv_quantization_triton import halves, low_and_high
 
 MOST_SPLITS = tl.constexpr(split_kv.MOST_SPLITS)
@@ -157,15 +158,16 @@ def add_token(query, k, v, row_max, row_sum, acc, at, scale, softcap, slope, pad
 
 @triton.jit
 def finish(
-    acc, row_max, row_sum, o_ptr, scratch, unit, split, active, m_first, new, token, g, heads,
+    acc, row_max, row_sum, o_ptr, gate, scratch, unit, split, active, m_first, new, token, g, heads,
     m_mask, GROUP: tl.constexpr, DIM: tl.constexpr, USED: tl.constexpr, COMBINE: tl.constexpr,
 ):  # fmt: skip
     """Writes the output of a tile of queries: rows m are token m // GROUP, head m % GROUP of the group.
 
-    token: the first of the row or sequence. USED: rows of the tile that count.
+    token: the first of the row or sequence. USED: rows of the tile that count. gate: an `OutputGate`, or None.
     """
     BLOCK_M: tl.constexpr = acc.shape[0]
     BLOCK_D: tl.constexpr = acc.shape[1]
+    element: tl.constexpr = o_ptr.dtype.element_ty
     d_idx = tl.arange(0, BLOCK_D)
     rows = tl.arange(0, BLOCK_M)
     m_idx = m_first + rows
@@ -174,7 +176,8 @@ def finish(
     if (scratch.sums is None) or (active <= 1):
         if split == 0:
             y = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
-            tl.store(o_ptr + place, y.to(o_ptr.dtype.element_ty), mask=mask)
+            y = times_sigmoid(y, gate, token + m_idx // GROUP, g * GROUP + m_idx % GROUP, d_idx, mask, element)
+            tl.store(o_ptr + place, y.to(element), mask=mask)
     elif split < active:
         mine = (unit * BLOCK_M + rows) * MOST_SPLITS + split
         tl.store(scratch.sums + mine[:, None] * BLOCK_D + d_idx[None, :], acc, mask=m_mask[:, None])
@@ -204,4 +207,5 @@ def finish(
                 y = tl.sum(parts * weights[:, :, None], axis=1) / tl.where(total == 0.0, 1.0, total)[:, None]
                 out = ((token + m // GROUP) * heads + g * GROUP + m % GROUP)[:, None] * DIM + d_idx[None, :]
                 keep = ((m < new * GROUP) & (row < USED))[:, None] & (d_idx < DIM)[None, :]
-                tl.store(o_ptr + out, y.to(o_ptr.dtype.element_ty), mask=keep)
+                y = times_sigmoid(y, gate, token + m // GROUP, g * GROUP + m % GROUP, d_idx, keep, element)
+                tl.store(o_ptr + out, y.to(element), mask=keep)

@@ -14,7 +14,7 @@ from accel_kernels.op import dtype_reason, make_op
 
 def reference(
     q, k, v, kv, scale, *, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None, window=None, softcap=None,
-    sinks=None, slopes=None, dense=None,
+    sinks=None, slopes=None, gate=None, dense=None,
 ):  # fmt: skip
     """q: (rows, new, heads, D); k, v: (rows, new, kv heads, D); any strides, the last 1. Gives (rows, new, heads * D).
 
@@ -24,11 +24,16 @@ def reference(
     `interleaved` (2 i, 2 i + 1). q_norm, k_norm: a Norm over D before the rotation. scale: of the scores. window: a
     query at t sees keys above t - window. softcap: scores become softcap * tanh(scores / softcap) (Gemma 2). sinks:
     (heads,), a score that takes part in the softmax with no value (gpt-oss). slopes: (heads,), adds slope * key
-    position (ALiBi, Press et al. 2022; in a softmax the same as a penalty by distance). Keys that kv.padding_mask
+    position (ALiBi, Press et al. 2022; in a softmax the same as a penalty by distance). gate: like q, what comes out is
+    multiplied by its sigmoid (Qiu et al., "Gated Attention for Large Language Models", 2025). Keys that kv.padding_mask
     forbids are not seen; a query that sees none gives zeros. dense: a PromptAttention that the calls of a model share,
     for prompts without past. Where the store rounds keys and values to 8 bits, queries see the rounded ones, their own
     token's too: what comes out does not depend on how many tokens come at once.
     """
+    if gate is not None:
+        given = {"cos": cos, "sin": sin, "interleaved": interleaved, "q_norm": q_norm, "k_norm": k_norm,
+                 "window": window, "softcap": softcap, "sinks": sinks, "slopes": slopes}  # fmt: skip
+        return reference(q, k, v, kv, scale, **given) * gate.sigmoid().flatten(2)
     if kv.ragged is not None:
         given = {"interleaved": interleaved, "q_norm": q_norm, "k_norm": k_norm, "window": window, "softcap": softcap,
                  "sinks": sinks, "slopes": slopes}  # fmt: skip
@@ -118,7 +123,7 @@ def rotated(t: torch.Tensor, cos, sin, interleaved: bool) -> torch.Tensor:
 
 def supports(
     q, k, v, kv, scale, *, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None, window=None, softcap=None,
-    sinks=None, slopes=None, dense=None,
+    sinks=None, slopes=None, gate=None, dense=None,
 ) -> str | None:  # fmt: skip
     if q.numel() == 0:
         return "empty"
@@ -137,10 +142,24 @@ def supports(
         return "sequences of different lengths in several rows, or with a padding mask"
     if kv.ragged is not None and q.shape[2] // k.shape[2] > 128:
         return f"{q.shape[2] // k.shape[2]} heads a group, more than 128, of sequences of different lengths"
+    if gate is not None and (reason := _gate_reason(q, gate)) is not None:
+        return reason
     for norm in (q_norm, k_norm):
         if norm is not None and (norm.centered or norm.bias is not None or norm.weight is None):
             return "a query or key norm with a mean or bias, or without a weight"
-    return dtype_reason(q, k, v, cos, sin, sinks, slopes)
+    return dtype_reason(q, k, v, cos, sin, sinks, slopes, gate)
+
+
+def _gate_reason(q, gate) -> str | None:
+    """Why a gate cannot be read where the output is written."""
+    if gate.shape != q.shape or gate.dtype != q.dtype:
+        return "a gate of another shape or dtype than the queries"
+    if gate.stride(-1) != 1:
+        return "gate: channels not next to each other"
+    rows, new = gate.shape[:2]
+    if rows > 1 and new > 1 and gate.stride(0) != new * gate.stride(1):
+        return "gate: tokens not evenly spaced"
+    return None
 
 
 INT8, FP8 = {"kv_dtype": torch.int8}, {"kv_dtype": torch.float8_e4m3fn}
@@ -161,6 +180,8 @@ CASES = (
     _small("decode-slopes", 1, 30, 1, 4, 4, 32, slopes=True),
     _small("decode-qk-norm", 1, 30, 1, 4, 2, 32, rotary=32, qk_norm=True),
     _small("decode-first", 1, 0, 1, 4, 2, 32, rotary=32, room=200),
+    _small("decode-gate", 2, 37, 1, 4, 2, 32, rotary=32, qk_norm=True, gate=True, padding_mask=True),
+    _small("decode-gate-odd", 1, 21, 1, 3, 3, 20, gate=True, softcap=5.0),
     _small("verify", 1, 37, 5, 4, 2, 32, rotary=32, shuffled=True),
     _small("prefill", 2, 0, 23, 4, 2, 32, rotary=32),
     _small("prefill-valid", 3, 0, 23, 4, 2, 32, rotary=32, padding_mask=True),
@@ -171,6 +192,9 @@ CASES = (
     _small("prefill-more", 1, 19, 23, 4, 2, 40, rotary=40, window=30),
     _small("prefill-more-window", 1, 19, 23, 4, 2, 32, window=5),
     _small("prefill-all", 2, 9, 20, 4, 2, 32, sinks=True, slopes=True, softcap=4.0, padding_mask=True),
+    _small("prefill-gate", 2, 0, 23, 4, 2, 32, rotary=16, qk_norm=True, gate=True),
+    _small("prefill-gate-more", 2, 19, 5, 3, 3, 20, window=11, gate=True, shuffled=True),
+    _small("int8-decode-gate", 1, 37, 1, 4, 2, 32, rotary=32, gate=True, **INT8),
     _small("int8-decode", 2, 37, 1, 4, 2, 32, rotary=32, padding_mask=True, shuffled=True, **INT8),
     _small("int8-decode-odd", 1, 21, 1, 3, 3, 20, rotary=10, window=9, sinks=True, **INT8),
     _small("int8-decode-first", 1, 0, 1, 4, 1, 32, softcap=3.0, slopes=True, **INT8),
@@ -200,6 +224,9 @@ CASES = (
     _large("prefill-odd-filled", 1, 0, 320, 6, 2, 100, rotary=50, last=290),
     _large("gemma2-prefill", 1, 0, 300, 8, 4, 256, rotary=256, window=100, softcap=50.0),
     _large("gemma2-prefill-more", 1, 130, 170, 8, 4, 256, rotary=256, window=100, softcap=50.0),
+    _large("qwen3.5-decode", 1, 900, 1, 16, 2, 256, rotary=64, qk_norm=True, gate=True),
+    _large("qwen3.5-prefill", 1, 0, 700, 16, 2, 256, rotary=64, qk_norm=True, gate=True),
+    _llama("afmoe-decode-int8", 1, 900, 1, gate=True, **INT8),
     _llama("llama-prefill-more", 1, 1000, 700),
     _large("gemma2-decode", 2, 700, 1, 8, 4, 256, rotary=256, window=512, softcap=50.0),
     _large("phi-decode-80", 3, 300, 1, 32, 32, 80, rotary=32, padding_mask=True),
@@ -213,6 +240,7 @@ CASES = (
     _ragged("ragged-prefill", [(0, 17), (33, 30)], 14, 2, 16, rotary=16, qk_norm=True, window=20),
     _ragged("ragged-none", [], 2, 1, 32, rotary=32, idle=2, fill=4),
     _ragged("ragged-all", [(9, 1), (30, 20)], 4, 4, 32, sinks=True, slopes=True, softcap=4.0),
+    _ragged("ragged-gate", [(37, 1), (60, 1), (0, 23), (5, 3)], 4, 2, 32, rotary=32, qk_norm=True, gate=True, fill=2),
     _ragged("ragged-int8", [(37, 1), (0, 23), (5, 3)], 4, 2, 32, rotary=32, fill=2, **INT8),
     ragged_case("ragged-fp8", [(37, 1), (9, 23)], 4, 2, 64, rotary=64, **FP8),
     _large_ragged("ragged-int8-decode", [(317, 1), (64, 1), (9, 1)], 8, 2, 128, rotary=128, idle=5, fill=5, **INT8),

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from accel_kernels.attention.paged.decode_triton import decode, decodes
+from accel_kernels.attention.paged.gate_triton import apply_gate, gate_of
 from accel_kernels.attention.paged.kv_quantization_triton import kv_dtype_of
 from accel_kernels.attention.paged.online_softmax_triton import (
     attention_block,
@@ -60,7 +61,7 @@ def sequence_of_tile(tile, ragged, TOKENS: tl.constexpr, PREFILLS: tl.constexpr,
 
 @triton.jit(do_not_specialize=("layer", "new", "window", "splits"))
 def paged_attention_kernel(
-    q_ptr, o_ptr, scratch, sinks_ptr, slopes_ptr, metadata_ptr,
+    q_ptr, o_ptr, gate, scratch, sinks_ptr, slopes_ptr, metadata_ptr,
     ragged, layer, new, heads, kv_heads, scale, window, softcap, splits,
     GROUP: tl.constexpr, DIM: tl.constexpr, HAS_PADDING_MASK: tl.constexpr, STORE_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, COMBINE: tl.constexpr, KV_DTYPE: tl.constexpr,
@@ -130,18 +131,18 @@ def paged_attention_kernel(
         )  # fmt: skip
     unit = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     finish(
-        acc, row_max, row_sum, o_ptr, scratch, unit, split, active, tile * USED, new, first_token, g, heads, m_mask,
-        GROUP, DIM, USED, COMBINE,
+        acc, row_max, row_sum, o_ptr, gate, scratch, unit, split, active, tile * USED, new, first_token, g, heads,
+        m_mask, GROUP, DIM, USED, COMBINE,
     )  # fmt: skip
 
 
 def paged_attention(
     q, k, v, kv, scale, *, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None, window=None, softcap=None,
-    sinks=None, slopes=None, dense=None,
+    sinks=None, slopes=None, gate=None, dense=None,
 ):  # fmt: skip
     """Same arguments and result as the reference; head dimension up to 256."""
     turning = {"cos": cos, "sin": sin, "q_norm": q_norm, "k_norm": k_norm}
-    scores = {"window": window, "softcap": softcap, "sinks": sinks, "slopes": slopes}
+    scores = {"window": window, "softcap": softcap, "sinks": sinks, "slopes": slopes, "gate": gate}
     if kv.ragged is not None:
         return ragged_attention(q, k, v, kv, scale, interleaved, turning, scores)
     if decodes(q, cos, interleaved, dim=q.shape[-1]):
@@ -151,7 +152,8 @@ def paged_attention(
     plain = all(e is None for e in extras) and (window is None or window >= new)
     torchs = new > 1 if not kv.by_address else new > SHORT and dim % 8 == 0  # of other sizes it keeps all scores
     if kv.is_prefill and plain and q.is_cuda and torchs:
-        return _fresh(q, k, v, kv, scale, dense or PromptAttention(), interleaved=interleaved, **turning)
+        out = _fresh(q, k, v, kv, scale, dense or PromptAttention(), interleaved=interleaved, **turning)
+        return apply_gate(out, gate)
     q = rotary_store(q, k, v, kv, interleaved=interleaved, **turning)
     out = torch.empty((rows, new, heads * dim), device=q.device, dtype=q.dtype)
     tile = tile_of(new * (heads // kv_heads), kv.block, dim, q.dtype)
@@ -162,7 +164,7 @@ def paged_attention(
     return out
 
 
-def attend_tiles(q, out, kv, scale, grid, tile, prefills=False, *, window, softcap, sinks, slopes):
+def attend_tiles(q, out, kv, scale, grid, tile, prefills=False, *, window, softcap, sinks, slopes, gate):
     """Launches the kernel over tiles of queries, which are stored and rotated already. prefills: see `rotary_store`."""
     _, new, heads, dim = q.shape
     tiles, units, splits = grid
@@ -170,7 +172,7 @@ def attend_tiles(q, out, kv, scale, grid, tile, prefills=False, *, window, softc
     kept = units * tiles * tile.queries * MOST_SPLITS
     scratch = scratch_of(units * tiles, splits, kept, tile.channels, q.device, kv.split_counters)
     launch(
-        paged_attention_kernel, grid, q, out, scratch, sinks, slopes, kv.metadata,
+        paged_attention_kernel, grid, q, out, gate_of(gate), scratch, sinks, slopes, kv.metadata,
         None if kv.ragged is None else kv.ragged.pointers(), kv.layer, new, heads, kv_heads, float(scale), window,
         None if softcap is None else float(softcap), splits,
         GROUP=heads // kv_heads, DIM=dim, HAS_PADDING_MASK=kv.padding_mask is not None, STORE_BLOCK=kv.block,
@@ -181,7 +183,7 @@ def attend_tiles(q, out, kv, scale, grid, tile, prefills=False, *, window, softc
 
 
 def ragged_attention(q, k, v, kv, scale, interleaved, turning, scores):
-    """`paged_attention` of a `Ragged`. turning: angles and norms of heads; scores: what changes them."""
+    """`paged_attention` of a `Ragged`. turning: angles and norms of heads; scores: what changes them, and the gate."""
     ragged, (tokens, heads, dim) = kv.ragged, q.shape[1:]
     group = heads // k.shape[2]
     # Tiles write only rows of sequences; the kernel of the decodes writes every row that it is launched for.
@@ -194,7 +196,8 @@ def ragged_attention(q, k, v, kv, scale, interleaved, turning, scores):
         out.zero_()
     else:
         angles = {name: None if turning[name] is None else turning[name].transpose(0, 1)[:most] for name in ANGLES}
-        decode(*single, kv, scale, out.view(tokens, 1, -1), **turning | angles, **scores)
+        gates = None if scores["gate"] is None else scores["gate"].transpose(0, 1)[:most]
+        decode(*single, kv, scale, out.view(tokens, 1, -1), **turning | angles, **scores | {"gate": gates})
     sequences = ragged.most_prefills + (0 if apart else most)
     if sequences:
         q = rotary_store(q, k, v, kv, interleaved=interleaved, prefills=apart, **turning)

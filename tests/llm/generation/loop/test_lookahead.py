@@ -14,7 +14,7 @@ from accel.libraries.generation import PREPARE, predictable
 from accel.llm.generation.loop import handover
 from accel.llm.generation.loop.handover import MOST_MISSED, MOST_WAITED, Lookahead
 from accel.llm.kv_cache.cache import store_of
-from accel.llm.kv_cache.store import PendingStep
+from accel.llm.kv_cache.pending_step import PendingStep
 from support.llm.families import padded, prompt
 from support.noted import noted
 

@@ -83,7 +83,7 @@ def check(store: Store, lists: Lists) -> None:
     kvs = [store.kvs([layer], 1)[layer] for layer in range(len(store.shapes))]
     assert torch.equal(kvs[0].table[:, length // BLOCK :].long(), own[:, length // BLOCK :])
     mask = 0 if store.padding_mask is None else store.padding_mask.data_ptr()
-    head = [length, mask, store.blocks.columns]
+    head = [length, mask, store.blocks.columns, 0, 0]
     kept = [t for kv in kvs for t in (kv.keys, kv.values, kv.key_scales, kv.value_scales, kvs[0].table)]
     assert store.metadata.tolist() == head + [0 if t is None else t.data_ptr() for t in kept]
     alike = store.shapes[0] == store.shapes[2]

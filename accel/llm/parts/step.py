@@ -1,11 +1,11 @@
 """What the layers of one forward share: where its keys and values go. One a thread: threads may run side by side."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accel_kernels import KV
+from accel_kernels import KV, RowStates
 
 from accel.fusion.loop import PerThread
 
@@ -15,13 +15,19 @@ class Step:
 
     __slots__ = ("_angles", "kvs")
 
-    def __init__(self, kvs: Sequence[KV] | Mapping[int, KV]):
+    def __init__(self, kvs: Mapping[int, KV | RowStates]):
         self.kvs = kvs
         self._angles: dict[tuple, tuple] = {}
 
     def runs_stock(self, layer: Any, args: tuple, kwargs: dict) -> bool:
         """Whether a layer that is called with these arguments runs stock."""
         return False
+
+    def states(self, place: int) -> RowStates:
+        """What a layer of linear attention keeps."""
+        found = self.kvs[place]
+        assert isinstance(found, RowStates)
+        return found
 
     def angles(self, source: object, form: object, make: Callable) -> tuple[torch.Tensor, torch.Tensor]:
         """make(), or what it gave for the same source (an object alive until the forward ends) and form."""

@@ -10,8 +10,8 @@ from accel_kernels.norm.norm import ACTIVATIONS
 from torch import nn
 
 from accel.fusion.stacked_linears import stacked_tensors
-from accel.llm.runtime.linear import Weights, product_for, weights
-from accel.llm.runtime.norm import FLAT, HeadNorm, NormSpec, given, given_back
+from accel.llm.parts.linear import Weights, product_for, weights
+from accel.llm.parts.norm import FLAT, HeadNorm, NormSpec, given, given_back
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import as_understood
 from accel.patching.user_ops import UserOp

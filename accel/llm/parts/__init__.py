@@ -1,0 +1,1 @@
+"""The pieces of layers: norms and linears with the tensors they read, and what all layers of a forward share."""

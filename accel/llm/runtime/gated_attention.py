@@ -1,0 +1,95 @@
+"""Softmax attention whose result a gate scales before its last projection: out(attention(x) * sigmoid(gate)).
+
+Qiu et al., "Gated Attention for Large Language Models", 2025. The gate has a projection of its own, as in AFMoE, or
+comes out of that of the queries, as in Qwen3-Next.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel.comparison import agree
+from accel.llm.recording.record import Call, LayerRecord
+from accel.llm.runtime.softmax_attention import BoundSoftmaxAttention, Formula, Parts, SoftmaxSpec, split
+from accel.patching.fast_forward import Kernels
+
+
+@dataclass(frozen=True)
+class GatedSpec(SoftmaxSpec):
+    """The last of the projections is the gate's."""
+
+    @classmethod
+    def ending(cls, layer: LayerRecord, calls: list[Call], found: Formula) -> tuple[Call, ...] | None:
+        x, others = found.projections[0].input, {call.module for call in found.projections}
+        for one in (call for call in calls if call.alone and call.made is not None and call.input.same(x)):
+            if one.module in others:
+                continue
+            if layer.known is not None and layer.name(one.module) != layer.known.attention.projections[-1]:
+                continue
+            for out in _ends(layer, calls, found.got, one.output.held):
+                return out, one
+        return None
+
+    def bind(self, kernels: Kernels, layer: nn.Module, stack: bool) -> "BoundGatedAttention":
+        return BoundGatedAttention(kernels, layer, self, stack)
+
+
+class BoundGatedAttention(BoundSoftmaxAttention):
+    """The same; one product gives the gate too."""
+
+    def parts(self, outputs: Sequence[torch.Tensor]) -> Parts:
+        """See `BoundSoftmaxAttention`."""
+        *others, gate = outputs
+        return (*split(others, *self.layout), gate.unflatten(-1, (-1, self.spec.dim)))
+
+
+@dataclass(frozen=True)
+class QueryGatedSpec(SoftmaxSpec):
+    """The gate of every head stands behind its queries, (heads, 2, D), in what one projection gives."""
+
+    @classmethod
+    def parts(
+        cls, layer: LayerRecord, outputs: list[torch.Tensor], layout: dict[str, Any]
+    ) -> tuple[Parts, dict[str, Any]] | None:
+        if layout["heads"] % (2 * layout["kv_heads"]):
+            return None
+        found = _beside(outputs, *layout.values())
+        return found, {"heads": found[0].shape[2]}
+
+    @classmethod
+    def ending(cls, layer: LayerRecord, calls: list[Call], found: Formula) -> tuple[Call, ...] | None:
+        gate = found.gate
+        return None if gate is None else next(((out,) for out in _ends(layer, calls, found.got, gate.flatten(2))), None)
+
+    def bind(self, kernels: Kernels, layer: nn.Module, stack: bool) -> "BoundQueryGatedAttention":
+        return BoundQueryGatedAttention(kernels, layer, self, stack)
+
+
+class BoundQueryGatedAttention(BoundSoftmaxAttention):
+    """The same, over every other head of the queries' projection; the gate is read where it lies."""
+
+    def parts(self, outputs: Sequence[torch.Tensor]) -> Parts:
+        """See `BoundSoftmaxAttention`."""
+        layout, heads, *rest = self.layout
+        return _beside(outputs, layout, 2 * heads, *rest)
+
+
+def _beside(outputs: Sequence[torch.Tensor], *layout: Any) -> Parts:
+    """As `split`, of which heads of queries and of the gate take turns."""
+    both, k, v = split(outputs, *layout)
+    q, gate = both.unflatten(2, (-1, 2)).unbind(3)
+    return q, k, v, gate
+
+
+def _ends(layer: LayerRecord, calls: list[Call], got: torch.Tensor | None, gate: torch.Tensor) -> Iterator[Call]:
+    """The calls whose input is what attention gives times sigmoid(gate). got: as of `Formula`."""
+    if got is None and layer.attended is not None:
+        got = layer.attended.output.flatten(2)
+    for out in (call for call in calls if call.alone):
+        if layer.known is not None and layer.name(out.module) != layer.known.attention.out:
+            continue
+        if got is None or (got.shape == gate.shape and agree(got * gate.sigmoid(), out.input.held, slack=2.0)):
+            yield out

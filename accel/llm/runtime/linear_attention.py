@@ -1,0 +1,135 @@
+"""Linear attention, over a state of fixed size a row: a layer's spec, and the layer with the tensors it reads.
+
+Projections of the input give queries, keys and values, which go through a causal convolution, and decays, strengths and
+gates. A rule updates the state with each token. A step is one product, one kernel, and the last projection.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from accel_kernels import Convolution, GatedNorm
+from accel_kernels.norm.rms_norm import Gate
+from torch import nn
+
+from accel.llm.kv_cache.shape import StateShape
+from accel.llm.parts.part import BoundLinear, NormedInput, part_product, stacked
+from accel.llm.parts.step import Step
+from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record
+from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
+from accel.llm.runtime.linear_formula import (
+    DELTA,
+    FormulaFinder,
+    LinearFormula,
+    OutputNorm,
+    attended_prompt,
+    of_steps,
+    parts_of,
+)
+from accel.patching.fast_forward import Kernels
+from accel.patching.guard import plain_settings
+
+
+@dataclass(frozen=True)
+class LinearSpec(AttentionSpec):
+    """A rule over a state, and the norm of what it gives."""
+
+    formula: LinearFormula
+    norm: OutputNorm
+
+    @property
+    def keeps_state(self) -> bool:
+        return True
+
+    @classmethod
+    def understand(cls, layer: LayerRecord, record: Record) -> UnderstoodAttention | None:
+        kept = layer.kept
+        if kept is None or kept.state is None or kept.inputs is None or kept.state.dim() != 4:
+            return None
+        calls = layer.inside(kept.attention)
+        gated = (call for call in calls if len(call.tensors) == 2 and call.made is not None)
+        pairs = ((norm, out) for norm in gated for out in calls if out.alone and _follows(out, norm))
+        norm, out = next(pairs, (None, None))
+        if norm is None or out is None:
+            raise NotUnderstood("what its state gives goes to its last projection without a gated norm")
+        flat = [call for call in calls if call is not out and call.alone and call.made is not None]
+        flat = [call for call in flat if call.output.held.shape[:-1] == flat[0].input.held.shape[:-1]]
+        projections = [call for call in flat if call.input.same(flat[0].input)]
+        finder = FormulaFinder(layer, kept, projections, norm)
+        for formula in finder.formulas():
+            for found in finder.norms(formula.heads):
+                own = layer.name(kept.attention), plain_settings(kept.attention)
+                names = tuple(layer.name(call.module) for call in projections)
+                spec = cls(*own, names, layer.name(out.module), kept.place, None, formula, found)
+                return UnderstoodAttention(spec, projections[0], out)
+        raise NotUnderstood("its state, or what it gives, is of another formula")
+
+    def bind(self, kernels: Kernels, layer: nn.Module, stack: bool) -> "BoundLinearAttention":
+        return BoundLinearAttention(layer, self, stack)
+
+    def cache_layout(self, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None) -> StateShape:
+        heads = self.formula.heads
+        pair = (heads.key_dim, heads.value_dim) if self.formula.rule == DELTA else (heads.value_dim, heads.key_dim)
+        return StateShape((heads.values, *pair), (self.formula.taps, self.formula.channels), dtype, device)
+
+
+def _follows(call: Call, norm: Call) -> bool:
+    """Whether a call was given what a norm gave, perhaps rounded."""
+    given, made = call.input.held, norm.output.held
+    return given.numel() == made.numel() and torch.equal(given, made.reshape(given.shape).to(given.dtype))
+
+
+class BoundLinearAttention:
+    """One linear attention with the tensors it reads."""
+
+    def __init__(self, layer: nn.Module, spec: LinearSpec, stack: bool):
+        self.spec = spec
+        self.projections = [BoundLinear(layer.get_submodule(name)) for name in spec.projections]
+        self.joint = stacked(self.projections, stack)
+        self.weight: torch.Tensor = layer.get_submodule(spec.norm.name).get_parameter(spec.norm.weight)
+        self.tensors = spec.formula.tensors(layer)
+        self.decay_of_steps = of_steps(self.tensors.decay)
+        # Within the kernel of a step, where each head has a norm of its own with the gate behind it.
+        self.inside = spec.norm.groups == spec.formula.heads.values and not (spec.norm.first or spec.formula.wide)
+
+    def __call__(self, kernels: Kernels, step: Step, h: NormedInput, kwargs: dict) -> torch.Tensor:
+        """See `BoundAttention`."""
+        formula, states = self.spec.formula, step.states(self.spec.index)
+        joint = self.projected(kernels, h)
+        parts = parts_of(formula, joint)
+        state, window, sequences = states.state, states.window, states.sequences()
+        assert state is not None and window is not None
+        if formula.rule != DELTA:  # the library keeps values before keys
+            other = sequences.other_state
+            sequences = sequences._replace(other_state=None if other is None else other.transpose(2, 3))
+            state = state.transpose(2, 3)
+        if joint.shape[1] > 1:
+            ops = kernels.causal_convolution, kernels.linear_attention_prompt
+            y = attended_prompt(*ops, formula, self.tensors, parts, state, window, sequences)
+            return self._normed(kernels, y.flatten(2), parts["gate"].flatten(2)).to(joint.dtype)
+        weight, bias, _, skip = self.tensors
+        q, k, v, gate, a = (parts[name][:, 0] for name in ("q", "k", "v", "gate", "a"))
+        # Stock takes the only token of a text for a prompt.
+        decay = self.tensors.decay if states.is_prefill else self.decay_of_steps
+        norm = None
+        if self.inside:
+            norm = GatedNorm(gate, self.weight, self.spec.norm.eps, self.spec.norm.activation, self.spec.norm.rounded)
+        y = kernels.linear_attention_step(
+            q, k, v, a.squeeze(-1), decay, state, sequences, skip=skip, norm=norm, **formula.options,
+            b=parts["b"][:, 0].squeeze(-1) if "b" in parts else None,
+            convolution=Convolution(weight, window, bias, formula.activation, formula.order),
+        ).unsqueeze(1)  # fmt: skip
+        return y if self.inside else self._normed(kernels, y, gate.flatten(1).unsqueeze(1)).to(joint.dtype)
+
+    def projected(self, kernels: Kernels, h: NormedInput) -> torch.Tensor:
+        """(rows, new, N): the outputs of all projections side by side."""
+        if self.joint is not None:
+            return part_product(kernels, self.joint, h)
+        outputs = [linear(kernels, h) for linear in self.projections]
+        return torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0].contiguous()
+
+    def _normed(self, kernels: Kernels, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        norm, heads = self.spec.norm, self.spec.formula.heads
+        weight = self.weight
+        if weight.numel() < y.shape[-1]:  # of one head, and all have the same
+            weight = weight.repeat(heads.values)
+        return kernels.rms_norm(y, weight, norm.eps, groups=norm.groups, gate=Gate(gate, norm.activation, norm.first))

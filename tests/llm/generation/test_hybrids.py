@@ -1,0 +1,112 @@
+"""Hybrids with linear attention beyond the table of modes: what padding may be, looks at states, repeated forwards."""
+
+import copy
+
+import pytest
+import torch
+
+import accel
+from accel.llm.kv_cache.cache import store_of
+from accel.llm.kv_cache.state_layer import StateLayer
+from support.llm.families import MHA, Family, make, padded
+from support.llm.outputs import same
+
+HYBRIDS = ("qwen3.5", "bamba")
+# Without any attention: transformers does not know the length of its cache, and refuses most modes.
+MAMBA = Family("mamba2", "mamba2", MHA | {
+    "num_heads": 8, "head_dim": 16, "expand": 2, "state_size": 24, "n_groups": 2, "chunk_size": 16,
+    "intermediate_size": None, "num_attention_heads": None, "max_position_embeddings": None})  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=HYBRIDS)
+def pair(request):
+    return accel.optimize(make(request.param)), make(request.param)
+
+
+def logits(model, ids, mask, cache=None, positions=None):
+    given = {"input_ids": ids, "attention_mask": mask, "use_cache": True, "position_ids": positions}
+    with torch.no_grad():
+        return model(**given, **({} if cache is None else {"past_key_values": cache}))
+
+
+def fallbacks(model) -> dict[str, int]:
+    return {reason: calls for path, reason, calls in accel.report(model).fallbacks if path == ""}
+
+
+@pytest.mark.parametrize("hidden", [1, 3, 8])
+@pytest.mark.share(1)
+def test_padding_stands_in_front_or_stock_runs(pair, hidden):
+    """Stock takes padding between or behind tokens for zeros, over which states decay and windows move on."""
+    ours, _ = pair
+    ids, mask = padded((9, 9))
+    mask[1, hidden] = 0
+    positions, before = (mask.cumsum(1) - 1).clamp_min(0), sum(fallbacks(ours).values())
+    mine, theirs = (logits(model, ids, mask, positions=positions).logits[mask.bool()] for model in pair)
+    assert sum(fallbacks(ours).values()) > before
+    same({"logits": mine}, {"logits": theirs}, 4e-5)
+
+
+def test_looking_at_states_makes_a_stock_layer_which_is_taken_back(pair):
+    ours, _ = pair
+    ids, mask = padded((9, 5))
+    found = [logits(model, ids, mask, positions=(mask.cumsum(1) - 1).clamp_min(0)) for model in pair]
+    caches = [one["cache"] if "cache" in one else one["past_key_values"] for one in found]
+    layer = caches[0].layers[0]
+    assert type(layer) is StateLayer and store_of(caches[0]) is not None
+    held = layer.recurrent_states[0]
+    assert type(layer) is not StateLayer and store_of(caches[0]) is None
+    torch.testing.assert_close(held, caches[1].layers[0].recurrent_states[0], rtol=2e-4, atol=2e-5)
+    more = torch.cat((mask, torch.ones_like(mask[:, :1])), 1)
+    given = ids[:, :1], more
+    place = (more.cumsum(1) - 1)[:, -1:]
+    mine, theirs = (logits(m, *given, cache, place).logits for m, cache in zip(pair, caches, strict=True))
+    same({"logits": mine}, {"logits": theirs}, 4e-5)
+    assert type(caches[0].layers[0]) is StateLayer and not fallbacks(ours).get("a cache layer of another kind")
+
+
+def test_a_step_may_be_repeated_and_taken_back(pair):
+    """As where a graph is captured and timed, or a step is launched that nobody wants."""
+    ours, _ = pair
+    forward = vars(ours)["forward"]
+    ids, _ = padded((9, 9))
+    output = logits(ours, ids, None)
+    cache = output["cache"] if "cache" in output else output["past_key_values"]
+    store = store_of(cache)
+    positions = torch.full((2, 1), 9)
+    step = (ids[:, :1], positions)
+
+    def run(tokens, positions):
+        with torch.no_grad():
+            store.reserve(2, store.length + 1)
+            return forward.eager(store, False, tokens, positions, store.metadata, 0)
+
+    once, again = run(*step), run(*step)
+    assert torch.equal(once, again)
+    store.advance(1)
+    other = run(ids[:, 1:2], positions + 1)
+    store.advance(1)
+    store.crop(10)
+    assert torch.equal(run(ids[:, 1:2], positions + 1), other)
+    with pytest.raises(RuntimeError, match="does not track past states"):
+        store.crop(3)
+
+
+def test_what_is_optimized_copies_and_is_put_back(pair):
+    ours, stock = pair
+    twin = copy.deepcopy(ours)
+    ids, mask = padded((9, 5))
+    call = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+    wanted = stock.generate(ids, **call)
+    assert torch.equal(twin.generate(ids, **call), wanted)
+    accel.restore(twin)
+    assert "forward" not in vars(twin) and torch.equal(twin.generate(ids, **call), wanted)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.share(1)
+def test_a_model_of_states_alone_writes_what_stock_writes(beams):
+    ours, stock = accel.optimize(make(MAMBA)), make(MAMBA)
+    ids, mask = padded((9, 5))
+    call = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "num_beams": beams}
+    assert torch.equal(ours.generate(ids, **call), stock.generate(ids, **call))
+    assert "forward" in vars(ours) and not fallbacks(ours)
