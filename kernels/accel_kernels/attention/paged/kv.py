@@ -133,9 +133,3 @@ class KV(NamedTuple):
         keys, values, *scales = (t.unflatten(0, (rows, columns)).flatten(1, 2)[:, :end] for t in kept)
         return (keys, values) if exact else (restored(keys, scales[0], dtype), restored(values, scales[1], dtype))
 
-
-def split_counters_for(kvs: Iterable[KV], tokens: int) -> torch.Tensor:
-    """`split_counters` of layers on one device that are computed one after another. tokens: new ones of all rows."""
-    kvs = list(kvs)
-    units = max(kv.keys.shape[2] for kv in kvs) * tokens
-    return torch.zeros(units, device=kvs[0].keys.device, dtype=torch.int32)
