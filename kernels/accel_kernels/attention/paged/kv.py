@@ -132,4 +132,3 @@ class KV(NamedTuple):
             kept = [t[blocks] for t in kept]
         keys, values, *scales = (t.unflatten(0, (rows, columns)).flatten(1, 2)[:, :end] for t in kept)
         return (keys, values) if exact else (restored(keys, scales[0], dtype), restored(values, scales[1], dtype))
-
