@@ -236,8 +236,6 @@ FAMILIES = (
     Family("hunyuan", "hunyuan_v1_dense", {"head_dim": 16}, expected="either"),
     Family("diffllama", "diffllama", expected="stock"),
     Family("deepseek-v3", "deepseek_v3", LATENT | LATENT_EXPERTS | {"n_group": 2, "topk_group": 1}, core=True),
-    Family("deepseek-v2", "deepseek_v2", LATENT | LATENT_EXPERTS | {"q_lora_rank": None, "head_dim": 8}),
-    Family("minicpm3", "minicpm3", LATENT | {"head_dim": 8}),
     Family("qwen3.5-moe-attention", "qwen3_5_moe_text", {
         "layer_types": ["full_attention"] * 2, "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2,
         "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48}, stateful=True),
@@ -248,6 +246,8 @@ FAMILIES = (
     Family("olmo-hybrid", "olmo_hybrid", DELTA, stateful=True, core=True),
     Family("bamba", "bamba", {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24,
                               "attn_layer_indices": [1], "mamba_chunk_size": 16}, stateful=True, core=True),
+    Family("deepseek-v2", "deepseek_v2", LATENT | LATENT_EXPERTS | {"q_lora_rank": None, "head_dim": 8}),
+    Family("minicpm3", "minicpm3", LATENT | {"head_dim": 8}),
     Family("mamba", "mamba", MHA | {"state_size": 8, "intermediate_size": None, "num_attention_heads": None,
                                     "max_position_embeddings": None}, expected="stock"),
     Family("rwkv", "rwkv", MHA | {"num_attention_heads": None, "max_position_embeddings": None,
