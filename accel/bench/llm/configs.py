@@ -19,6 +19,8 @@ def _sizes(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, voca
     return sizes | dict(num_attention_heads=heads, num_key_value_heads=kv_heads) | more
 
 
+YARN = dict(rope_type="yarn", factor=40.0, beta_fast=32, beta_slow=1, mscale=0.707, mscale_all_dim=0.707)
+YARN |= dict(original_max_position_embeddings=4096)
 LLAMA = dict(max_position_embeddings=131072, rms_norm_eps=1e-5, rope_parameters=_llama3_rope(8.0))
 LLAMA_32 = LLAMA | dict(tie_word_embeddings=True, rope_parameters=_llama3_rope(32.0))
 QWEN = dict(max_position_embeddings=32768, rms_norm_eps=1e-6, rope_parameters=_plain_rope(1e6))
@@ -29,6 +31,8 @@ MIXTURE = QWEN3 | dict(moe_intermediate_size=768, num_experts=128, num_experts_p
 LFM2 = dict(layer_types=["full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)])
 GPT_OSS: dict = dict(num_hidden_layers=24, num_local_experts=32, num_experts_per_tok=4)
 GPT_OSS |= dict(layer_types=["full_attention" if i % 2 else "sliding_attention" for i in range(24)])
+V2_LITE: dict = dict(q_lora_rank=None, first_k_dense_replace=1, moe_intermediate_size=1408, num_experts_per_tok=6)
+V2_LITE |= dict(max_position_embeddings=163840, rope_parameters=_plain_rope(1e4) | YARN)
 TINY = dict(max_position_embeddings=2048, rope_parameters=_plain_rope(1e4))
 CONFIGS: dict[str, tuple[str, dict]] = {
     "llama-8b": ("llama", _sizes(4096, 14336, 32, 32, 8, 128256, **LLAMA)),  # Llama 3.1
@@ -50,6 +54,9 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     "qwen3-30b-a3b": ("qwen3_moe", _sizes(2048, 6144, 48, 32, 4, 151936, **MIXTURE)),
     "mixtral-8x7b": ("mixtral", dict(max_position_embeddings=32768)),
     "gpt-oss-20b": ("gpt_oss", GPT_OSS),
+    # Latent attention and mixtures of experts: 2.7 and 3.9 billion weights to a token.
+    "deepseek-v2-lite": ("deepseek_v2", _sizes(2048, 10944, 27, 16, 16, 102400, **V2_LITE)),
+    "glm-4.7-flash": ("glm4_moe_lite", dict(rope_parameters=_plain_rope(1e6))),
     "gpt2": ("gpt2", {}),
     # Everything at a size a CPU runs in milliseconds: for smoke tests, not for figures.
     "tiny": ("llama", _sizes(32, 64, 2, 4, 2, 256, **TINY)),

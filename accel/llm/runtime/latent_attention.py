@@ -67,7 +67,7 @@ class LatentSpec(AttentionSpec):
         if layer.stored is None:
             return None
         stored, calls = layer.stored, layer.inside(layer.stored.attention)
-        if stored.keys.shape[1] != 1 or stored.values.shape[1] != 1:
+        if stored.keys.shape[1] != 1 or stored.values.shape[1] != 1 or stored.keys.dtype != stored.values.dtype:
             return None
         latents = next(_latents(layer, calls), None)
         if latents is None:
@@ -82,6 +82,8 @@ class LatentSpec(AttentionSpec):
         if any(options.get(name) is not None for name in ("softcap", "s_aux")):
             raise NotUnderstood("the scores of its latents are capped, or have sinks")
         norm = norm_spec(layer, normed)
+        if norm.kind is None or norm.kind.centered or norm.kind.bias is not None or norm.kind.weight is None:
+            raise NotUnderstood("the norm of its latents is of another formula")
         rank, rope = stored.keys.shape[3], stored.values.shape[3]
         heads, width = attended.query.shape[1], attended.query.shape[3]
         shared = down.output.held[..., None, rank:]
@@ -137,12 +139,9 @@ class BoundLatentAttention:
         self.q_norm = None if spec.q_norm is None else BoundNorm(kernels, layer, spec.q_norm)
         self.q_up = None if spec.q_up is None else BoundLinear(layer.get_submodule(spec.q_up))
         norm = layer.get_submodule(spec.norm.name)
-        kind = spec.norm.kind if as_understood(norm, spec.norm.settings) else None
-        if kind is None:
-            raise NotUnderstood("the norm of its latents is of another formula")
-        self.norm = kind.of(norm)
-        if self.norm.centered or self.norm.bias is not None or self.norm.weight is None:
-            raise NotUnderstood("the norm of its latents has a mean or a bias, or no weight")
+        if spec.norm.kind is None or not as_understood(norm, spec.norm.settings):
+            raise NotUnderstood("the norm of its latents is another now")
+        self.norm = spec.norm.kind.of(norm)
         up = weights(layer.get_submodule(spec.up))
         if up is None or up.transposed or up.ranks is not None or up.operands()[1] is not None:
             raise NotUnderstood("what makes keys and values of its latents is no plain linear")
@@ -189,7 +188,7 @@ def _latents(layer: LayerRecord, calls: list[Call]) -> Iterator[tuple[Call, Call
                 yield down, normed
 
 
-def turned(layer: LayerRecord, t: torch.Tensor, rotary: Rotary | None, to_halves: bool) -> torch.Tensor:
+def _turned(layer: LayerRecord, t: torch.Tensor, rotary: Rotary | None, to_halves: bool) -> torch.Tensor:
     """(rows, tokens, heads, P) rotated by the positions of a record; with `to_halves` pairs come apart."""
     if rotary is None:
         return t
@@ -205,7 +204,7 @@ def _rotations(layer: LayerRecord, t: torch.Tensor, wanted: torch.Tensor) -> Ite
         if 2 * rotary.angles(layer.call.kwargs, layer.attention)[0].shape[-1] != t.shape[-1]:
             continue
         for to_halves in (False, True)[: 1 + rotary.interleaved]:
-            if agree(turned(layer, t, rotary, to_halves), wanted):
+            if agree(_turned(layer, t, rotary, to_halves), wanted):
                 yield rotary, to_halves
 
 
@@ -220,7 +219,7 @@ def _queries(
         if call.output.held.numel() != wanted.numel():
             continue
         q = call.output.held.reshape(wanted.shape)
-        q = torch.cat((q[..., :nope], turned(layer, q[..., nope:], rotary, to_halves)), dim=-1)
+        q = torch.cat((q[..., :nope], _turned(layer, q[..., nope:], rotary, to_halves)), dim=-1)
         before = named_factor(factor(q, wanted), q.dtype, (layer.attention, layer.layer))
         if before is not None and agree(q * before, wanted):
             yield call, before
@@ -239,6 +238,8 @@ def _attended(
     options = {"scaling": attended.options.get("scaling")}
     for call in calls:
         if not call.alone or call.made is None or not torch.equal(call.input.held.flatten(), latents.flatten()):
+            continue
+        if getattr(call.module, "bias", None) is not None:  # which the kernel does not add
             continue
         made, rest = divmod(call.output.held.numel(), rows * tokens * heads)
         if rest or made <= nope:

@@ -24,6 +24,8 @@ PUBLISHED = {
     "gemma2-2b": 2614.3,
     "gemma3-4b": 3880.3,
     "phi3-mini": 3821.1,
+    "deepseek-v2-lite": 15706.5,
+    "glm-4.7-flash": 29943.4,
     "gpt2": 124.4,
     "lfm2-1.2b": 1170.3,
     "qwen3-30b-a3b": 30532.1,

@@ -54,7 +54,7 @@ LATENT_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_exp
 
 @dataclass(frozen=True)
 class Family:
-    """kind: transformers' model_type. config: what differs from SIZES; None leaves a key out.
+    """kind: transformers' model_type. config: what differs from SIZES; None leaves a key out, ... is None.
 
     expected: "fast", every decoder layer is patched; "some", some are, and the others run stock between them; "stock",
     none is, and the report says why; "either", only what it computes matters.
@@ -246,7 +246,7 @@ FAMILIES = (
     Family("olmo-hybrid", "olmo_hybrid", DELTA, stateful=True, core=True),
     Family("bamba", "bamba", {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24,
                               "attn_layer_indices": [1], "mamba_chunk_size": 16}, stateful=True, core=True),
-    Family("deepseek-v2", "deepseek_v2", LATENT | LATENT_EXPERTS | {"q_lora_rank": None, "head_dim": 8}),
+    Family("deepseek-v2", "deepseek_v2", LATENT | LATENT_EXPERTS | {"q_lora_rank": ..., "head_dim": 8}),
     Family("minicpm3", "minicpm3", LATENT | {"head_dim": 8, "scale_depth": 0.7}),
     Family("mamba", "mamba", MHA | {"state_size": 8, "intermediate_size": None, "num_attention_heads": None,
                                     "max_position_embeddings": None}, expected="stock"),
@@ -272,7 +272,8 @@ def make(family: Family | str, dtype: torch.dtype = torch.float32, seed: int = 1
     if not available(family.kind):
         pytest.skip(f"this transformers has no {family.kind}")
     given = SIZES | TOKENS | family.config | changes
-    config = CONFIG_MAPPING[family.kind](**{name: value for name, value in given.items() if value is not None})
+    given = {name: None if value is ... else value for name, value in given.items() if value is not None}
+    config = CONFIG_MAPPING[family.kind](**given)
     how = {"attn_implementation": family.attention} if family.attention else {}
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, **how).eval()
