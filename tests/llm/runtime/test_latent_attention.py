@@ -151,3 +151,11 @@ def test_what_makes_keys_and_values_is_written_out_where_it_is_quantized(weights
     same(generate(ours, ids, mask), generate(rounded(stock, ours), ids, mask))
     bound = vars(ours.model.layers[0])["forward"].bound
     assert bound.attention.written.shape == (4 * 20, 32) and not accel.report(ours).fallbacks
+
+
+def test_latents_are_not_rounded():
+    stock = make("minicpm3")
+    ours = accel.optimize(copy.deepcopy(stock), kv_cache="int8")
+    assert "nothing in int8: latents" in next(row[3] for row in accel.report(ours).sites if row[1] == "language model")
+    ids, mask = padded()
+    same(generate(ours, ids, mask), generate(stock, ids, mask))
