@@ -20,6 +20,7 @@ from accel_kernels import (
     group_norm,
     image_concat,
     image_sum,
+    latent_attention,
     layer_norm,
     linear_attention_prompt,
     linear_attention_step,
@@ -91,6 +92,7 @@ class Kernels:
     group_norm: Any = group_norm
     image_concat: Any = image_concat
     image_sum: Any = image_sum
+    latent_attention: Any = latent_attention
     layer_norm: Any = layer_norm
     linear_attention_prompt: Any = linear_attention_prompt
     linear_attention_step: Any = linear_attention_step

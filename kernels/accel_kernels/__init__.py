@@ -5,6 +5,7 @@ kernel, on anything else its plain-torch reference, with the same result up to r
 """
 
 from accel_kernels.attention.flash_attention import attention
+from accel_kernels.attention.latent.latent_attention import latent_attention
 from accel_kernels.attention.paged.kv import KV
 from accel_kernels.attention.paged.paged_attention import paged_attention
 from accel_kernels.elementwise.gated import gated, geglu
@@ -74,6 +75,7 @@ __all__ = [
     "image_concat",
     "image_sum",
     "int8_linear",
+    "latent_attention",
     "layer_norm",
     "linear_attention_prompt",
     "linear_attention_step",

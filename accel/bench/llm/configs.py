@@ -19,6 +19,8 @@ def _sizes(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, voca
     return sizes | dict(num_attention_heads=heads, num_key_value_heads=kv_heads) | more
 
 
+YARN = dict(rope_type="yarn", factor=40.0, beta_fast=32, beta_slow=1, mscale=0.707, mscale_all_dim=0.707)
+YARN |= dict(original_max_position_embeddings=4096)
 LLAMA = dict(max_position_embeddings=131072, rms_norm_eps=1e-5, rope_parameters=_llama3_rope(8.0))
 LLAMA_32 = LLAMA | dict(tie_word_embeddings=True, rope_parameters=_llama3_rope(32.0))
 QWEN = dict(max_position_embeddings=32768, rms_norm_eps=1e-6, rope_parameters=_plain_rope(1e6))
@@ -38,8 +40,8 @@ GRANITE: dict = dict(shared_intermediate_size=1536, num_local_experts=72, num_ex
 GRANITE |= dict(layer_types=["full_attention" if i % 10 == 5 else "linear_attention" for i in range(40)])
 MAMBA: dict = dict(hidden_size=2560, num_hidden_layers=64, num_heads=80, state_size=128, n_groups=1, vocab_size=50288)
 MAMBA |= dict(tie_word_embeddings=True)
-LATENT = dict(moe_intermediate_size=1408, n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6)
-LATENT |= dict(kv_lora_rank=512, q_lora_rank=None, first_k_dense_replace=1, max_position_embeddings=163840)
+V2_LITE: dict = dict(q_lora_rank=None, first_k_dense_replace=1, moe_intermediate_size=1408, num_experts_per_tok=6)
+V2_LITE |= dict(max_position_embeddings=163840, rope_parameters=_plain_rope(1e4) | YARN)
 TINY = dict(max_position_embeddings=2048, rope_parameters=_plain_rope(1e4))
 CONFIGS: dict[str, tuple[str, dict]] = {
     "llama-8b": ("llama", _sizes(4096, 14336, 32, 32, 8, 128256, **LLAMA)),  # Llama 3.1
@@ -71,14 +73,15 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     "mamba2-2.7b": ("mamba2", MAMBA),
     "kimi-linear": ("kimi_linear", {}),  # 48B-A3B
     # Latent attention.
-    "deepseek-v2-lite": ("deepseek_v2", _sizes(2048, 10944, 27, 16, 16, 102400, **LATENT)),
-    "glm-4.7-flash": ("glm4_moe_lite", {}),
+    "deepseek-v2-lite": ("deepseek_v2", _sizes(2048, 10944, 27, 16, 16, 102400, **V2_LITE)),
+    "glm-4.7-flash": ("glm4_moe_lite", dict(rope_parameters=_plain_rope(1e6))),
     # Convolutions between the attention layers, as LiquidAI/LFM2-1.2B has them.
     "lfm2-1.2b": ("lfm2", _sizes(2048, 12288, 16, 32, 8, 65536, **LFM2)),
     # Mixtures of experts: some 3, 13 and 4 billion weights to a token.
     "qwen3-30b-a3b": ("qwen3_moe", _sizes(2048, 6144, 48, 32, 4, 151936, **MIXTURE)),
     "mixtral-8x7b": ("mixtral", dict(max_position_embeddings=32768)),
     "gpt-oss-20b": ("gpt_oss", GPT_OSS),
+    # Latent attention and mixtures of experts: 2.7 and 3.9 billion weights to a token.
     "gpt2": ("gpt2", {}),
     # Everything at a size a CPU runs in milliseconds: for smoke tests, not for figures.
     "tiny": ("llama", _sizes(32, 64, 2, 4, 2, 256, **TINY)),

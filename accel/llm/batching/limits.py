@@ -11,7 +11,7 @@ from accel.libraries.batching import page_size
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.kv_cache.layer_sets import LayerSet, layer_sets
 from accel.llm.kv_cache.paged_kv_cache import block_bytes
-from accel.llm.kv_cache.shape import BLOCK, LayerShape, Shape
+from accel.llm.kv_cache.shape import BLOCK, LayerShape, StateShape
 from accel.llm.recording.inputs import most_configured
 
 CPU_BYTES = 2**30  # for keys and values on a CPU, whose free memory is others' too
@@ -107,7 +107,7 @@ def limits_of(forward: DecoderForward, config: ContinuousBatchingConfig, hints: 
 
 def sets_of(forward: DecoderForward) -> tuple[LayerSet, ...]:
     """The sets of layers that share blocks. Raises ValueError where a layer keeps no keys and values."""
-    shapes = [shape for shape in forward.shapes() if isinstance(shape, Shape)]
+    shapes = [shape for shape in forward.shapes() if not isinstance(shape, StateShape)]
     if len(shapes) < len(forward.shapes()):
         raise ValueError("requests are not batched where a layer keeps a state of a row")
     windows = {layer.spec.place: layer.spec.window for layer in forward.layers}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from accel.libraries.cache import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
-from accel.llm.kv_cache.shape import STATE, LayerShape, Shape, StateShape
+from accel.llm.kv_cache.shape import STATE, LayerShape, StateShape
 from accel.llm.kv_cache.state_layer import StateLayer
 from accel.llm.kv_cache.store import Store
 from accel.llm.kv_cache.store_layer import SlidingStoreLayer, StoreLayer
@@ -122,9 +122,9 @@ def _foreign_tokens(layer: Any, held: Any, shape: LayerShape) -> str | None:
     keys, values = held
     if keys.shape[2] != layer.get_seq_length():
         return "a sliding window has dropped tokens of the cache"
-    if keys.shape != values.shape or keys.dtype != values.dtype or keys.device != values.device:
+    if keys.shape[:3] != values.shape[:3] or keys.dtype != values.dtype or keys.device != values.device:
         return "keys and values of different shapes"
-    if Shape(keys.shape[1], keys.shape[3], keys.dtype, keys.device) != shape.exact:
+    if not shape.takes(keys, values):
         return "a cache of other heads, another dtype or device"
     return "a cache with gradients" if keys.requires_grad or values.requires_grad else None
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from accel.llm.kv_cache.shape import BLOCK, Shape
+from accel.llm.kv_cache.shape import BLOCK, PagedShape
 
 WASTE = 0.1  # share of the memory that may be lost to sets that do not fill their blocks
 LONG = 8  # windows; how long a text is taken to be where what windows give back counts
@@ -28,7 +28,7 @@ class LayerSet(NamedTuple):
         return 0 if self.window is None else max(0, (length - self.window + 1) // BLOCK)
 
 
-def layer_sets(shapes: Sequence[Shape], windows: Sequence[int | None]) -> tuple[LayerSet, ...]:
+def layer_sets(shapes: Sequence[PagedShape], windows: Sequence[int | None]) -> tuple[LayerSet, ...]:
     """Divides layers into sets; every layer is in one.
 
     shapes, windows: one a layer, by its place in the cache; where several layers read one place, their widest window.

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from accel_kernels.attention.paged.kv import KV, metadata_of, split_counters_for
+from accel_kernels.attention.paged.kv import KV, metadata_of
 from accel_kernels.recurrent.recurrence import RowStates
 
 from accel.errors import out_of_memory
 from accel.llm.kv_cache.layer_sets import LayerSet
-from accel.llm.kv_cache.shape import BLOCK, LayerShape, Shape, States, StateShape, kv_layers
+from accel.llm.kv_cache.shape import BLOCK, LayerShape, PagedShape, States, StateShape, kv_layers
 
 ALIGNED = 64  # places of a table; so the table of every set begins at a multiple of 256 bytes
 
@@ -71,7 +71,7 @@ class PagedKVCache:
             self._locate(sets, flat, rows, columns)
 
     def _allocate(
-        self, layers: Counter[Shape], blocks: int, sets: int, rows: int, states: dict[StateShape, States] | None
+        self, layers: Counter[PagedShape], blocks: int, sets: int, rows: int, states: dict[StateShape, States] | None
     ) -> dict[torch.device, torch.Tensor]:
         """All memory; returns the tables by device."""
         devices = dict.fromkeys(shape.device for shape in self.shapes)
@@ -145,9 +145,10 @@ class PagedKVCache:
 
         given: other fields of each `KV`, of which `RowStates` get those that they have.
         """
-        paged = [self._kv[layer] for layer in layers if layer in self._kv]
+        paged = [self.shapes[layer].heads for layer in layers if layer in self._kv]
         if paged:
-            given["split_counters"] = split_counters_for(paged, tokens)
+            counters = max(paged) * tokens
+            given["split_counters"] = torch.zeros(counters, device=self.shapes[layers[0]].device, dtype=torch.int32)
         of_states = {name: value for name, value in given.items() if name in RowStates._fields}
         of_states["padded"] = given.get("padding_mask") is not None
         kinds = ((layer, self._states.get(layer)) for layer in layers)
@@ -185,11 +186,11 @@ def block_bytes(shapes: Sequence[LayerShape], sets: Sequence[LayerSet], device: 
     return _bytes_of(_layers_of_a_block(shapes, sets), device)
 
 
-def _bytes_of(layers: Counter[Shape], device: torch.device | None = None) -> int:
+def _bytes_of(layers: Counter[PagedShape], device: torch.device | None = None) -> int:
     return BLOCK * sum(shape.size * number for shape, number in layers.items() if device in (None, shape.device))
 
 
-def _layers_of_a_block(shapes: Sequence[LayerShape], sets: Sequence[LayerSet]) -> Counter[Shape]:
+def _layers_of_a_block(shapes: Sequence[LayerShape], sets: Sequence[LayerSet]) -> Counter[PagedShape]:
     """How many layers of each shape a block has room for: as many as any set has."""
     most: Counter[Any] = Counter()
     for one in sets:
@@ -198,14 +199,14 @@ def _layers_of_a_block(shapes: Sequence[LayerShape], sets: Sequence[LayerSet]) -
 
 
 def _allocated(
-    layers: Counter[Shape],
+    layers: Counter[PagedShape],
     blocks: int,
     sets: int,
     table_size: int,
     devices: Iterable[torch.device],
     states: Counter[StateShape],
     rows: int,
-) -> tuple[dict[Shape, tuple[torch.Tensor, ...]], dict[torch.device, torch.Tensor], dict[StateShape, States]]:
+) -> tuple[dict[PagedShape, tuple[torch.Tensor, ...]], dict[torch.device, torch.Tensor], dict[StateShape, States]]:
     """By shape keys, values and any scales; by device all tables, padded; by shape states. A function of its own, so
     that an allocation that fails leaves no part behind.
     """
@@ -215,26 +216,26 @@ def _allocated(
     return kept, tables, {shape: shape.empty(2 * number, rows) for shape, number in states.items()}
 
 
-def _halves(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Keys, then values, of each layer. Not flattened: that gives dimensions of size 1 other strides, which a graph
-    would keep for larger stores.
+def _by_layer(tensor: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+    """The parts of each layer, as its keys and its values. Not flattened: that gives dimensions of size 1 other
+    strides, which a graph would keep for larger stores.
     """
-    layers, _, *sizes = tensor.shape
-    return tensor.as_strided((2 * layers, *sizes), tensor.stride()[1:]).unbind()
+    layers, parts, *sizes = tensor.shape
+    units = tensor.as_strided((layers * parts, *sizes), tensor.stride()[1:]).unbind()
+    return [units[parts * layer : parts * (layer + 1)] for layer in range(layers)]
 
 
 def views_by_layer(
-    shapes: Sequence[LayerShape], sets: Sequence[LayerSet], kept: dict[Shape, tuple[torch.Tensor, ...]]
+    shapes: Sequence[LayerShape], sets: Sequence[LayerSet], kept: dict[PagedShape, tuple[torch.Tensor, ...]]
 ) -> dict[int, tuple[torch.Tensor, ...]]:
     """Keys and values of every layer that is in a set, and the scales of both if it has any."""
-    halves = {shape: [_halves(tensor) for tensor in several] for shape, several in kept.items()}
+    parts = {shape: [_by_layer(tensor) for tensor in several] for shape, several in kept.items()}
     views: dict[int, tuple[torch.Tensor, ...]] = {}
     for one in sets:
         taken: Counter[Any] = Counter()
         for layer in one.layers:
             shape: Any = shapes[layer]
-            start = 2 * taken[shape]
-            views[layer] = tuple(half for several in halves[shape] for half in several[start : start + 2])
+            views[layer] = shape.views([part for layers in parts[shape] for part in layers[taken[shape]]])
             taken[shape] += 1
     return views
 

@@ -14,7 +14,7 @@ from accel_kernels.attention.paged.kv import HALF, KV, LENGTH, PADDING_MASK
 
 from accel.llm.kv_cache.layer_sets import LayerSet
 from accel.llm.kv_cache.paged_kv_cache import PagedKVCache, states_by_layer, views_by_layer
-from accel.llm.kv_cache.shape import BLOCK, LayerShape, Shape, States, StateShape, kv_layers
+from accel.llm.kv_cache.shape import BLOCK, LayerShape, PagedShape, States, StateShape, kv_layers
 
 
 class RowBlocks(PagedKVCache):
@@ -49,7 +49,7 @@ class RowBlocks(PagedKVCache):
         mask = self.padding_masks.get(self.shapes[layers[0]].device)
         return super().of_step(layers, tokens, padding_mask=mask, ordered=not self.shared, **given)
 
-    def by_row(self, shape: Shape) -> list[torch.Tensor]:
+    def by_row(self, shape: PagedShape) -> list[torch.Tensor]:
         """Views of the allocations of a shape, (layers, 2, rows, columns, BLOCK, heads) and perhaps dim."""
         return [kept.unflatten(2, (self.rows, self.columns)) for kept in self.by_shape[shape]]
 
@@ -71,7 +71,7 @@ class RowBlocks(PagedKVCache):
         states = [(tensor, 1) for several in self.by_states.values() for tensor in several if tensor is not None]
         return states + [(one.firsts, 0) for one in self.tables.values() if one.firsts is not None]
 
-    def copy_rows(self, shape: Shape, into: list[torch.Tensor], chosen: torch.Tensor | None = None) -> None:
+    def copy_rows(self, shape: PagedShape, into: list[torch.Tensor], chosen: torch.Tensor | None = None) -> None:
         """The first columns of all rows, or of the chosen, into tensors as `by_row` gives."""
         columns = into[0].shape[3]
         if chosen is None and not self.shared:

@@ -61,6 +61,85 @@ class Shape(NamedTuple):
             return (kept,)
         return kept, torch.empty(layers, 2, blocks, self.heads, BLOCK, dtype=SCALE, device=self.device).mT
 
+    def takes(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Whether these, (rows, heads, tokens, dim) each, are such keys and values."""
+        mine = (self.heads, self.dim, self.dtype, self.device)
+        return all((t.shape[1], t.shape[3], t.dtype, t.device) == mine for t in (keys, values))
+
+    def views(self, kept: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Keys, values and any scales of one layer, of its parts of each tensor of `empty`."""
+        return tuple(kept)
+
+    def stored(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As a store takes them, (rows, tokens, heads, dim) each."""
+        return keys, values
+
+    def shown(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The reverse of `stored`, as views."""
+        return keys, values
+
+
+class LatentShape(NamedTuple):
+    """What one layer of latent attention keeps for a token: the latent, and the part of the key that its heads share.
+
+    In a cache of transformers these are keys and values of one head, of `rank` and `rope` channels. A store has them
+    side by side; what it takes for values are the first `rank` channels of that. heads: of queries.
+    """
+
+    rank: int
+    rope: int
+    heads: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def kv_dtype(self) -> None:
+        """Nothing is rounded."""
+        return None
+
+    @property
+    def size(self) -> int:
+        """Bytes a token."""
+        return (self.rank + self.rope) * self.dtype.itemsize
+
+    def bytes_for(self, tokens: int) -> int:
+        """Of one row."""
+        return self.size * tokens
+
+    @property
+    def exact(self) -> "LatentShape":
+        return self
+
+    @property
+    def nothing(self) -> "LatentShape":
+        """That of a layer which keeps nothing."""
+        return self._replace(rank=0, rope=0)
+
+    @property
+    def keeps(self) -> bool:
+        return self.rank > 0
+
+    def empty(self, layers: int, blocks: int) -> tuple[torch.Tensor, ...]:
+        """Room for latents, (layers, 1, blocks, BLOCK, 1, rank + rope)."""
+        return (torch.empty(layers, 1, blocks, BLOCK, 1, self.rank + self.rope, dtype=self.dtype, device=self.device),)
+
+    def takes(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """As of `Shape`."""
+        sizes = [(t.shape[1], t.shape[3], t.dtype, t.device) for t in (keys, values)]
+        return sizes == [(1, size, self.dtype, self.device) for size in (self.rank, self.rope)]
+
+    def views(self, kept: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """As of `Shape`."""
+        return kept[0], kept[0][..., : self.rank]
+
+    def stored(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As of `Shape`."""
+        return torch.cat((keys, values), dim=-1), keys
+
+    def shown(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As of `Shape`."""
+        return values, keys[..., self.rank :]
+
 
 class StateShape(NamedTuple):
     """What one layer keeps for a row, however long it is: a state and the last inputs of a convolution, or one of them.
@@ -119,10 +198,11 @@ class StateShape(NamedTuple):
         return kept[0], kept[1]
 
 
-LayerShape = Shape | StateShape
+PagedShape = Shape | LatentShape
+LayerShape = PagedShape | StateShape
 States = tuple[torch.Tensor | None, torch.Tensor | None]  # state and window: of a layer, or of all of one shape
 
 
 def kv_layers(shapes: Sequence[LayerShape]) -> list[int]:
-    """The layers with keys and values."""
-    return [layer for layer, shape in enumerate(shapes) if isinstance(shape, Shape)]
+    """The layers that keep something for each token."""
+    return [layer for layer, shape in enumerate(shapes) if not isinstance(shape, StateShape)]

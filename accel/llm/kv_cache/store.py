@@ -140,7 +140,9 @@ class Store:
         if not self.readable:
             self.blocks.unshare(0, self.length)
         self.latest = None
-        keys, values = self._selected(layer, self._blocks.kv(layer).read(self.lengths[layer], self.shapes[layer].dtype))
+        shape: Any = self.shapes[layer]
+        kept = shape.shown(*self._blocks.kv(layer).read(self.lengths[layer], shape.dtype))
+        keys, values = self._selected(layer, kept)
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     def read_state(self, layer: int) -> States:
@@ -200,7 +202,8 @@ class Store:
         start = self.lengths[layer]
         end = start + keys.shape[2]
         self.reserve(keys.shape[0], end)
-        self.blocks.kv(layer).write(start, keys.transpose(1, 2), values.transpose(1, 2))
+        shape: Any = self.shapes[layer]
+        self.blocks.kv(layer).write(start, *shape.stored(keys.transpose(1, 2), values.transpose(1, 2)))
         self.lengths[layer] = end
 
     def write_state(

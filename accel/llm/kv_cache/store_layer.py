@@ -6,7 +6,6 @@ import torch
 
 from accel.libraries.cache import DynamicLayer, DynamicSlidingWindowLayer
 from accel.llm.kv_cache.layer_of_store import LayerOfStore, steps_aside
-from accel.llm.kv_cache.shape import Shape
 from accel.llm.kv_cache.store import Store
 
 
@@ -79,12 +78,12 @@ class StoreLayer(DynamicLayer, LayerOfStore):
         return stock
 
     def _fits(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        rows, heads, _, dim = keys.shape
+        rows = keys.shape[0]
+        shape: Any = self.shape
         return (
             not torch.is_grad_enabled()  # what is kept in place cannot be what a backward pass saved
-            and values.shape == keys.shape
-            and keys.dtype == values.dtype
-            and Shape(heads, dim, keys.dtype, keys.device) == self.shape.exact
+            and values.shape[:3:2] == keys.shape[:3:2]
+            and shape.takes(keys, values)
             and (rows == self.store.rows or not self.store.length)
             and self.index not in self.store.requested
         )

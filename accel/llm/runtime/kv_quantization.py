@@ -69,7 +69,7 @@ def choose_kv_dtypes(
     kv_dtype, left = kv_dtype_for(kind, device), []
     chosen: dict[int, torch.dtype | None] = {}
     for layer, spec in layers:
-        if not isinstance(spec, SoftmaxSpec):  # it keeps states, which are not rounded
+        if not isinstance(spec, SoftmaxSpec):  # it keeps states or latents, which are not rounded
             chosen[spec.index] = None
             continue
         query, scale = _queries(layer, spec)
@@ -96,6 +96,8 @@ def _queries(layer: LayerRecord, spec: SoftmaxSpec) -> tuple[torch.Tensor, float
 def described(kind: str, shapes: tuple, left: list[str]) -> str:
     """For the report: what a token takes, and which layers are left as they are."""
     now, before = (sum(s.size for s in some) for some in (shapes, [shape.exact for shape in shapes]))
+    if now == before and not left:
+        return f"nothing in {kind}: latents and states stay as they are"
     text = f"keys and values in {kind}: {now} bytes a token instead of {before}"
     if not left:
         return text

@@ -29,7 +29,12 @@ class SmallStore:
         return paged_attention.reference(q, k, v, self.kv, scale, **more)
 
 
-HALF, EVEN, WHOLE = "first half", "even channels", "all"  # where a table of cosines holds one of each pair's
+HALF, EVEN, WHOLE, COMPLEX = (
+    "first half",
+    "even channels",
+    "all",
+    "complex numbers",
+)  # where a table of cosines holds one of each pair's
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,8 @@ class Rotary:
         return kwargs[self.name] if self.given else attention._buffers[self.name]
 
     def _tables(self, kwargs: dict, attention: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.form == COMPLEX:
+            return kwargs[self.name].real, kwargs[self.name].imag
         if self.given:
             first, second = kwargs[self.name]
             return (second, first) if self.sine_first else (first, second)
@@ -73,6 +80,18 @@ def rotaries(layer: LayerRecord, k: torch.Tensor, keys: torch.Tensor) -> Iterato
     """The rotations, None among them, that turn k, (rows, tokens, heads, D), into the stored keys."""
     if agree(k, keys.transpose(1, 2)):
         yield None
+    kwargs = layer.call.kwargs
+    for rotary in rotary_candidates(layer):
+        cos, sin = rotary.angles(kwargs, layer.attention)
+        if 0 < 2 * cos.shape[-1] <= k.shape[-1]:
+            store = SmallStore(k)
+            store(k, k, k, 1.0, cos=cos.to(k.dtype), sin=sin.to(k.dtype), interleaved=rotary.interleaved)
+            if agree(store.keys, keys.transpose(1, 2)):
+                yield rotary
+
+
+def rotary_candidates(layer: LayerRecord) -> list[Rotary]:
+    """All ways to read what the layer was handed as a table of angles."""
     kwargs = layer.call.kwargs
     candidates = [
         Rotary(name, True, form, interleaved, sine_first)
@@ -95,13 +114,12 @@ def rotaries(layer: LayerRecord, k: torch.Tensor, keys: torch.Tensor) -> Iterato
             if table is not None and table.dim() == 2
             for interleaved in (True, False)
         ]
-    for rotary in candidates:
-        cos, sin = rotary.angles(kwargs, layer.attention)
-        if 0 < 2 * cos.shape[-1] <= k.shape[-1]:
-            store = SmallStore(k)
-            store(k, k, k, 1.0, cos=cos.to(k.dtype), sin=sin.to(k.dtype), interleaved=rotary.interleaved)
-            if agree(store.keys, keys.transpose(1, 2)):
-                yield rotary
+    return candidates + [
+        Rotary(name, True, COMPLEX, interleaved)
+        for name, value in kwargs.items()
+        if isinstance(value, torch.Tensor) and value.dim() == 3 and value.is_complex()
+        for interleaved in (True, False)
+    ]
 
 
 def _table(value: object) -> bool:

@@ -89,7 +89,7 @@ class SoftmaxSpec(AttentionSpec):
         stored, calls = layer.cached, layer.inside(layer.attention)
         if stored.values.shape != stored.keys.shape:
             raise NotUnderstood("keys and values of different sizes")
-        options, window = _told(layer, record)
+        options, window = told(layer, record)
         for found in _formulas(layer, calls, options, window, cls.parts):
             ending = cls.ending(layer, calls, found)
             if ending is not None:
@@ -240,7 +240,7 @@ def _reason(layer: LayerRecord, calls: list[Call]) -> str:
     return "what its attention gives is changed before it is projected"
 
 
-def _told(layer: LayerRecord, record: Record) -> tuple[dict, int | None]:
+def told(layer: LayerRecord, record: Record) -> tuple[dict, int | None]:
     """What the attention function was told, and the sliding window of the mask."""
     if layer.attended is not None:
         options, mask = layer.attended.options, layer.attended.mask

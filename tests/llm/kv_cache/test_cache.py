@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from accel.llm.kv_cache.cache import adopt, store_of
 from accel.llm.kv_cache.shape import BLOCK
-from support.llm.kv_cache.cache_pairs import CPU, SHAPES, feed, feed_fast, fresh, pair, same
+from support.llm.kv_cache.cache_pairs import CPU, LATENTS, SHAPES, feed, feed_fast, fresh, pair, same
 
 
 class Reads(TorchDispatchMode):
@@ -44,19 +44,19 @@ step = st.one_of(
 
 
 @settings(deadline=None, derandomize=True, max_examples=150)
-@given(rows=st.integers(1, 4), steps=st.lists(step, min_size=3, max_size=14))
-def test_a_schedule_of_calls_leaves_what_it_leaves_in_a_stock_cache(rows, steps):
+@given(rows=st.integers(1, 4), steps=st.lists(step, min_size=3, max_size=14), shapes=st.sampled_from([SHAPES, LATENTS]))
+def test_a_schedule_of_calls_leaves_what_it_leaves_in_a_stock_cache(rows, steps, shapes):
     torch.manual_seed(0)
-    (ours, stock), first = pair(), rows
+    (ours, stock), first = pair(shapes), rows
     forked = []
     for name, what in [("fast", 5), *steps]:
         length = stock.get_seq_length()
         if not length:
             rows = stock.layers[0].keys.shape[0] if stock.layers and stock.layers[0].keys is not None else first
         if name in ("stock", "fast"):
-            if name == "fast" and isinstance(adopt(ours, SHAPES), str):
+            if name == "fast" and isinstance(adopt(ours, shapes), str):
                 name = "stock"
-            (feed if name == "stock" else feed_fast)(ours, stock, rows, what)
+            (feed if name == "stock" else feed_fast)(ours, stock, rows, what, shapes)
         elif name == "reorder":
             index = torch.tensor([i % rows for i in what[:rows]])
             for cache in (ours, stock):
@@ -99,9 +99,9 @@ def test_a_schedule_of_calls_leaves_what_it_leaves_in_a_stock_cache(rows, steps)
                     layer.keys, layer.values = layer.keys[:, :, :-2] * 2, layer.values[:, :, :-2] - 1
         elif name == "reset":
             ours.reset()  # stock layers keep zeros in some versions
-            ours, stock, first = ours if store_of(ours) else pair()[0], DynamicCache(), rows % 4 + 1
+            ours, stock, first = ours if store_of(ours) else pair(shapes)[0], DynamicCache(), rows % 4 + 1
         elif name == "adopt":
-            assert not isinstance(adopt(ours, SHAPES), str)
+            assert not isinstance(adopt(ours, shapes), str)
         same(ours, stock)
     for ours, stock in forked:
         same(ours, stock)

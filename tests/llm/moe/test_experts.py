@@ -33,7 +33,7 @@ FORMULAS = {
     "granite-moe": (BY_ROWS, 2),
     "phi-moe": (BY_ROWS, 2),
     "glm4-moe": (BY_ROWS, 1),
-    "deepseek-v3": (BY_ROWS, 1),  # beside an expert that all share, in layers that stay stock
+    "deepseek-v3": (BY_ROWS, 1),  # beside an expert that all share
     "qwen3-next": (BY_ROWS, 2),
     "gpt-oss": (GPT_OSS, 2),
 }

@@ -30,7 +30,7 @@ ROUTINGS = {
     "gpt-oss": (AFTER, 2),
     "glm4-moe": (GROUPED, 1),
     "ernie-moe": (Routing(2, share="sum"), 1),
-    "deepseek-v3": (GROUPED._replace(scale=2.5), 1),  # in layers that stay stock
+    "deepseek-v3": (GROUPED._replace(scale=2.5), 1),
     "qwen3-next": (AFTER, 2),
 }
 

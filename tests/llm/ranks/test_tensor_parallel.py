@@ -67,6 +67,7 @@ def rows(share: int, names: tuple, size: int = 2, divided: dict | None = None, o
         *rows(10, TWO),
         *rows(2, GATHERED),
         *rows(2, FOUR, 4),
+        *rows(2, ("deepseek-v2",)),
         *rows(1, ("qwen3-moe", "mixtral"), divided=EXPERTS),
         *(row for name, scheme in SCHEMES for row in rows(5, (name,), options={"weights": scheme})),
         *rows(1, ("llama",), options={"kv_cache": "int8"}),

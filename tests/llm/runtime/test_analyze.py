@@ -29,6 +29,7 @@ CALLED = {
     "olmoe",
     "granite-moe",
     "phi-moe",
+    "qwen3-next",
     "qwen3.5-moe-attention",
 }  # experts are called
 FAST = [family for family in FAMILIES if family.expected == "fast"]

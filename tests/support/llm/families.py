@@ -46,11 +46,15 @@ UNTAKEN = (
 )  # by stock, of what is stateful
 DELTA = {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2,
          "linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_conv_kernel_dim": 4}  # fmt: skip
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12,
+          "num_key_value_heads": 4}  # fmt: skip
+LATENT_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
+                  "moe_intermediate_size": 48}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Family:
-    """kind: transformers' model_type. config: what differs from SIZES; None leaves a key out.
+    """kind: transformers' model_type. config: what differs from SIZES; None leaves a key out, ... is None.
 
     expected: "fast", every decoder layer is patched; "some", some are, and the others run stock between them; "stock",
     none is, and the report says why; "either", only what it computes matters.
@@ -86,6 +90,11 @@ def scaled(kind: str, **parameters) -> dict:
     return {"rope_parameters": ROTARY | {"rope_type": kind, **parameters}}
 
 
+ALIKE = (  # of the same parts as others
+    Family("glm4-moe-lite", "glm4_moe_lite", LATENT | LATENT_EXPERTS | {"n_group": 1, "topk_group": 1}),
+    Family("youtu", "youtu", LATENT | {"rope_interleave": False}),
+    Family("axk1", "axk1", LATENT | LATENT_EXPERTS | {"n_group": 2, "topk_group": 1}),
+)
 FAMILIES = (
     Family("llama", "llama", core=True),
     llama("biases", attention_bias=True, mlp_bias=True),
@@ -226,10 +235,7 @@ FAMILIES = (
            expected="either"),
     Family("hunyuan", "hunyuan_v1_dense", {"head_dim": 16}, expected="either"),
     Family("diffllama", "diffllama", expected="stock"),
-    Family("deepseek-v3", "deepseek_v3", {
-        "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12,
-        "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
-        "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 48}, expected="stock"),
+    Family("deepseek-v3", "deepseek_v3", LATENT | LATENT_EXPERTS | {"n_group": 2, "topk_group": 1}, core=True),
     Family("qwen3.5-moe-attention", "qwen3_5_moe_text", {
         "layer_types": ["full_attention"] * 2, "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2,
         "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48}, stateful=True),
@@ -240,6 +246,8 @@ FAMILIES = (
     Family("olmo-hybrid", "olmo_hybrid", DELTA, stateful=True, core=True),
     Family("bamba", "bamba", {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24,
                               "attn_layer_indices": [1], "mamba_chunk_size": 16}, stateful=True, core=True),
+    Family("deepseek-v2", "deepseek_v2", LATENT | LATENT_EXPERTS | {"q_lora_rank": ..., "head_dim": 8}),
+    Family("minicpm3", "minicpm3", LATENT | {"head_dim": 8, "scale_depth": 0.7}),
     Family("mamba", "mamba", MHA | {"state_size": 8, "intermediate_size": None, "num_attention_heads": None,
                                     "max_position_embeddings": None}, expected="stock"),
     Family("rwkv", "rwkv", MHA | {"num_attention_heads": None, "max_position_embeddings": None,
@@ -248,6 +256,7 @@ FAMILIES = (
                                                   "block_types": ["recurrent", "attention"]}, expected="stock"),
     Family("lfm2", "lfm2", {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2,
                             "block_auto_adjust_ff_dim": False}, expected="some"),
+    *(ALIKE if EVERYTHING else ()),
 )  # fmt: skip
 BY_NAME = {family.name: family for family in FAMILIES}
 
@@ -263,7 +272,8 @@ def make(family: Family | str, dtype: torch.dtype = torch.float32, seed: int = 1
     if not available(family.kind):
         pytest.skip(f"this transformers has no {family.kind}")
     given = SIZES | TOKENS | family.config | changes
-    config = CONFIG_MAPPING[family.kind](**{name: value for name, value in given.items() if value is not None})
+    given = {name: None if value is ... else value for name, value in given.items() if value is not None}
+    config = CONFIG_MAPPING[family.kind](**given)
     how = {"attn_implementation": family.attention} if family.attention else {}
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, **how).eval()

@@ -20,7 +20,7 @@ MIXTURES = {
     "granite-moe": (2, {}),
     "phi-moe": (2, {}),
     "glm4-moe": (1, {"moe_intermediate_size": 64}),
-    "deepseek-v3": (1, {"moe_intermediate_size": 64}),  # beside a shared expert, in layers that stay stock
+    "deepseek-v3": (1, {"moe_intermediate_size": 64}),  # beside a shared expert
     "qwen3-next": (2, {"moe_intermediate_size": 64}),
     "gpt-oss": (2, {}),  # transposed, gates and ups in turn, biases
 }

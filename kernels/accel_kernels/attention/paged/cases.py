@@ -75,38 +75,43 @@ def _attention_case(numbers, rows, stored, new, heads, kv_heads, dim, *, rotary=
     return (q, k, v, kv, dim**-0.5), numbers.given(rows, new, heads, dim, rotary, qk_norm, more)
 
 
-def _ragged_case(numbers, sequences, heads, kv_heads, dim, *, idle=0, fill=0, rotary=None, block=16, qk_norm=False,
-                 kv_dtype=None, gate=False, **more):  # fmt: skip
-    """Sequences (tokens stored, new tokens). idle: more decodes and prefills that the launch has room for. fill: tokens
-    that fill the call up, of infinities.
+def ragged_of(sequences: list[tuple[int, int]], idle: int, fill: int, device: torch.device) -> Ragged:
+    """Sequences (tokens stored, new tokens); sequence i has row `len(sequences)` - i, row 0 is of none.
+
+    idle: more decodes and prefills that the launch has room for. fill: tokens that fill the call up.
     """
     news = [new for _, new in sequences]
     first = next((i for i, new in enumerate(news) if new > 1), len(news))
-    columns = -(-max((sum(one) for one in sequences), default=1) // block)
-    kv = numbers.store(len(news) + 1, columns, block, kv_heads, dim, True, kv_dtype)
-    tokens = sum(news) + fill
-    q_heads = heads * (1 + gate)
-    both = numbers(1, tokens, q_heads + 2 * kv_heads, dim)
-    both[:, sum(news) :] = float("inf")
-    q, k, v = both.split([q_heads, kv_heads, kv_heads], dim=2)
-    q, more["gate"] = beside(q, gate)
     prefills = len(news) - first + idle if idle or first < len(news) else 0
     size = first + idle + prefills
     starts = [sum(news[:i]) for i in range(len(news) + 1)]
 
     def filled(values, length, filler):
-        return torch.tensor([*values, *[filler] * (length - len(values))], device=numbers.device, dtype=torch.int32)
+        return torch.tensor([*values, *[filler] * (length - len(values))], device=device, dtype=torch.int32)
 
-    ragged = Ragged(
+    return Ragged(
         filled(starts, size + 1, sum(news)),
         filled([stored for stored, _ in sequences], size, 7),
-        filled([len(news) - i for i in range(len(news))], size, 0),  # row 0 is of no sequence
-        filled([i for i, new in enumerate(news) for _ in range(new)], tokens, -1),
+        filled([len(news) - i for i in range(len(news))], size, 0),
+        filled([i for i, new in enumerate(news) for _ in range(new)], sum(news) + fill, -1),
         filled([first, len(news)], 2, 0),
         first + idle, prefills,
     )  # fmt: skip
-    given = numbers.given(1, tokens, heads, dim, rotary, qk_norm, more)
-    return (q, k, v, kv._replace(ragged=ragged), dim**-0.5), given
+
+
+def _ragged_case(numbers, sequences, heads, kv_heads, dim, *, idle=0, fill=0, rotary=None, block=16, qk_norm=False,
+                 kv_dtype=None, gate=False, **more):  # fmt: skip
+    """As `ragged_of`; tokens that fill the call up are of infinities."""
+    columns = -(-max((sum(one) for one in sequences), default=1) // block)
+    kv = numbers.store(len(sequences) + 1, columns, block, kv_heads, dim, True, kv_dtype)
+    used = sum(new for _, new in sequences)
+    q_heads = heads * (1 + gate)
+    both = numbers(1, used + fill, q_heads + 2 * kv_heads, dim)
+    both[:, used:] = float("inf")
+    q, k, v = both.split([q_heads, kv_heads, kv_heads], dim=2)
+    q, more["gate"] = beside(q, gate)
+    kv = kv._replace(ragged=ragged_of(sequences, idle, fill, numbers.device))
+    return (q, k, v, kv, dim**-0.5), numbers.given(1, used + fill, heads, dim, rotary, qk_norm, more)
 
 
 attention_case, ragged_case = (random_cases(make, Numbers) for make in (_attention_case, _ragged_case))

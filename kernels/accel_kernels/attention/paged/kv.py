@@ -4,7 +4,7 @@ A CUDA graph outlives the cache it was captured with. So kernels read only `meta
 into the graph's inputs at every replay: the tokens stored, and the addresses of table, mask and blocks.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -87,6 +87,15 @@ class KV(NamedTuple):
         """How many tokens every row holds; waits for the GPU."""
         return int(self.metadata[LENGTH])
 
+    def sequences(self) -> Iterator[tuple[slice, "KV"]]:
+        """The new tokens of each sequence of `ragged`, and the store as of this one alone; waits for the GPU."""
+        if self.ragged is not None:
+            for start, end, length, row in self.ragged.sequences():
+                metadata = self.metadata.clone()
+                metadata[LENGTH] = length
+                table = self.table[row : row + 1]
+                yield slice(start, end), self._replace(ragged=None, ordered=False, metadata=metadata, table=table)
+
     def slots(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(block, place in it) of tokens start to end of every row, each (rows, end - start)."""
         tokens = torch.arange(start, end, device=self.table.device)
@@ -123,10 +132,3 @@ class KV(NamedTuple):
             kept = [t[blocks] for t in kept]
         keys, values, *scales = (t.unflatten(0, (rows, columns)).flatten(1, 2)[:, :end] for t in kept)
         return (keys, values) if exact else (restored(keys, scales[0], dtype), restored(values, scales[1], dtype))
-
-
-def split_counters_for(kvs: Iterable[KV], tokens: int) -> torch.Tensor:
-    """`split_counters` of layers on one device that are computed one after another. tokens: new ones of all rows."""
-    kvs = list(kvs)
-    units = max(kv.keys.shape[2] for kv in kvs) * tokens
-    return torch.zeros(units, device=kvs[0].keys.device, dtype=torch.int32)

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from accel_kernels.attention.paged.cases import attention_case, ragged_case
-from accel_kernels.attention.paged.kv import LENGTH
 from accel_kernels.device import float8_reason
 from accel_kernels.norm import norm as norms
 from accel_kernels.op import dtype_reason, make_op
@@ -47,32 +46,28 @@ def reference(
     if k_norm is not None:
         k = norms.reference(k, k_norm)
     if cos is not None:
-        q, k = _rotated(torch.cat((q, k), dim=2), cos, sin, interleaved).split([q.shape[2], k.shape[2]], dim=2)
+        q, k = rotated(torch.cat((q, k), dim=2), cos, sin, interleaved).split([q.shape[2], k.shape[2]], dim=2)
     start = kv.stored()
     end = start + q.shape[1]
     kv.write(start, k, v)
     keys, values = kv.read(end, q.dtype)
     if softcap is None and sinks is None and slopes is None:
         all_seen = window is None and kv.padding_mask is None and q.shape[1] == 1
-        seen = None if all_seen else _seen(q, end, start, kv.padding_mask, window)
-        return _standard(q, keys, values, seen, scale)
-    return _attention(q, keys, values, _seen(q, end, start, kv.padding_mask, window), scale, softcap, sinks, slopes)
+        seen = None if all_seen else seen_keys(q, end, start, kv.padding_mask, window)
+        return standard_attention(q, keys, values, seen, scale)
+    return _attention(q, keys, values, seen_keys(q, end, start, kv.padding_mask, window), scale, softcap, sinks, slopes)
 
 
 def _by_sequence(q, k, v, kv, scale, cos, sin, given):
     """Each sequence of a `Ragged` by itself; zeros for what fills the call up."""
     out = q.new_zeros(1, q.shape[1], q.shape[2] * q.shape[3])
-    for start, end, length, row in kv.ragged.sequences():
-        metadata = kv.metadata.clone()
-        metadata[LENGTH] = length
-        alone = kv._replace(ragged=None, ordered=False, metadata=metadata, table=kv.table[row : row + 1])
-        angles = {} if cos is None else {"cos": cos[:, start:end], "sin": sin[:, start:end]}
-        new_q, new_k, new_v = (t[:, start:end] for t in (q, k, v))
-        out[:, start:end] = reference(new_q, new_k, new_v, alone, scale, **angles, **given)
+    for new, alone in kv.sequences():
+        angles = {} if cos is None else {"cos": cos[:, new], "sin": sin[:, new]}
+        out[:, new] = reference(q[:, new], k[:, new], v[:, new], alone, scale, **angles, **given)
     return out
 
 
-def _seen(q, end, start, padding_mask, window):
+def seen_keys(q, end, start, padding_mask, window):
     """(rows or 1, 1, new, end): which keys a query sees."""
     at = torch.arange(end, device=q.device)
     seen = at <= at[start:, None]
@@ -81,7 +76,7 @@ def _seen(q, end, start, padding_mask, window):
     return seen[None, None] if padding_mask is None else seen & padding_mask[:, None, None, :end].bool()
 
 
-def _standard(q, keys, values, seen, scale):
+def standard_attention(q, keys, values, seen, scale):
     """Torch's own attention; a query that sees no key gives zeros."""
     q, keys, values = (t.transpose(1, 2) for t in (q, keys.to(q.dtype), values.to(q.dtype)))
     out = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen, scale=scale, enable_gqa=True)
@@ -113,7 +108,8 @@ def _attention(q, keys, values, seen, scale, softcap, sinks, slopes):
     return out.transpose(1, 2).reshape(rows, new, -1).to(q.dtype)
 
 
-def _rotated(t: torch.Tensor, cos, sin, interleaved: bool) -> torch.Tensor:
+def rotated(t: torch.Tensor, cos, sin, interleaved: bool) -> torch.Tensor:
+    """(rows, new, heads, D), of which the first channels turn, as `paged_attention` says; rounded once."""
     wide = torch.float64 if t.dtype == torch.float64 else torch.float32
     cos, sin = (a.to(wide).unsqueeze(2) for a in (cos, sin))
     half = cos.shape[-1]

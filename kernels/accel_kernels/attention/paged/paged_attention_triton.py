@@ -33,11 +33,11 @@ ANGLES = ("cos", "sin")
 
 
 @triton.jit
-def sequence_of_tile(tile, ragged, TOKENS: tl.constexpr, PREFILLS: tl.constexpr):
+def sequence_of_tile(tile, ragged, TOKENS: tl.constexpr, PREFILLS: tl.constexpr, HEADS: tl.constexpr = 1):
     """The sequence that a tile of TOKENS tokens is of, the tile's place in it, its first token, and its new tokens.
 
     The tiles of sequence i begin at i + starts[i] // TOKENS: that is room for all, and some stay empty. Of sequences in
-    use, and behind the decodes where PREFILLS.
+    use, and behind the decodes where PREFILLS. HEADS: a tile is of TOKENS pairs of a token and one of so many heads.
     """
     low = 0
     if PREFILLS:
@@ -48,14 +48,14 @@ def sequence_of_tile(tile, ragged, TOKENS: tl.constexpr, PREFILLS: tl.constexpr)
     last = high
     while low + 1 < high:
         middle = (low + high) // 2
-        begins = middle - skipped + (tl.load(ragged.starts + middle) - first) // TOKENS
+        begins = middle - skipped + (tl.load(ragged.starts + middle) - first) * HEADS // TOKENS
         if begins <= tile:
             low = middle
         else:
             high = middle
     start = tl.load(ragged.starts + low)
     end = tl.load(ragged.starts + low + 1, mask=low < last, other=0)
-    place = tile - (low - skipped + (start - first) // TOKENS)
+    place = tile - (low - skipped + (start - first) * HEADS // TOKENS)
     return low.to(tl.int64), place, start.to(tl.int64), tl.where(low < last, end - start, 0)
 
 

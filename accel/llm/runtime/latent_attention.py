@@ -1,0 +1,263 @@
+"""Multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024): a layer's spec, and the layer with its tensors.
+
+The cache holds a normed latent a token, and a rotated part of the key that all heads share. Keys and values of the
+heads are products of the latent, which the kernel never writes for a step.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from accel_kernels.attention.paged.paged_attention import rotated
+from torch import nn
+
+from accel.comparison import agree, factor, named_factor
+from accel.llm.kv_cache.shape import LatentShape
+from accel.llm.parts.linear import weights
+from accel.llm.parts.norm import NormSpec, norm_spec
+from accel.llm.parts.part import BoundLinear, BoundNorm, NormedInput, part_product, stacked
+from accel.llm.parts.step import Step
+from accel.llm.recording.plain_attention import plain_attention
+from accel.llm.recording.record import Attended, Call, LayerRecord, NotUnderstood, Record
+from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
+from accel.llm.runtime.rotary import Rotary, rotary_candidates
+from accel.llm.runtime.softmax_attention import told
+from accel.patching.fast_forward import Kernels
+from accel.patching.guard import as_understood, plain_settings
+
+
+@dataclass(frozen=True)
+class LatentSpec(AttentionSpec):
+    """Queries over stored latents. projections: of queries, or to what these are made of, and to the latent.
+
+    q_norm, q_up: of queries that come from a projection of low rank, its norm and the linear behind it; else None.
+    norm: of the latent. up: the linear that makes a head's key and value of a latent. heads: of `nope` channels of
+    their own and `rope` shared ones, and of `values`. rank, rotary, to_halves, scale: as `latent_attention` takes them.
+    """
+
+    q_norm: NormSpec | None
+    q_up: str | None
+    norm: NormSpec
+    up: str
+    heads: int
+    rank: int
+    nope: int
+    rope: int
+    values: int
+    rotary: Rotary | None
+    to_halves: bool
+    scale: float
+
+    @property
+    def norms(self) -> tuple[NormSpec, ...]:
+        return (self.norm,) if self.q_norm is None else (self.q_norm, self.norm)
+
+    @property
+    def inner(self) -> tuple[str, ...]:
+        return (self.up,) if self.q_up is None else (self.q_up, self.up)
+
+    @property
+    def keywords(self) -> tuple[str, ...]:
+        if self.rotary is None:
+            return ()
+        return (self.rotary.name if self.rotary.given else "position_ids",)
+
+    @classmethod
+    def understand(cls, layer: LayerRecord, record: Record) -> UnderstoodAttention | None:
+        if layer.stored is None:
+            return None
+        stored, calls = layer.stored, layer.inside(layer.stored.attention)
+        if stored.keys.shape[1] != 1 or stored.values.shape[1] != 1 or stored.keys.dtype != stored.values.dtype:
+            return None
+        latents = next(_latents(layer, calls), None)
+        if latents is None:
+            return None
+        down, normed = latents
+        attended = layer.attended
+        if attended is None:
+            raise NotUnderstood("its latents are not attended to by transformers' own functions")
+        options, window = told(layer, record)
+        if window is not None:
+            raise NotUnderstood("its latents are seen through a sliding window")
+        if any(options.get(name) is not None for name in ("softcap", "s_aux")):
+            raise NotUnderstood("the scores of its latents are capped, or have sinks")
+        norm = norm_spec(layer, normed)
+        if norm.kind is None or norm.kind.centered or norm.kind.bias is not None or norm.kind.weight is None:
+            raise NotUnderstood("the norm of its latents is of another formula")
+        rank, rope = stored.keys.shape[3], stored.values.shape[3]
+        heads, width = attended.query.shape[1], attended.query.shape[3]
+        shared = down.output.held[..., None, rank:]
+        for rotary, to_halves in _rotations(layer, shared, stored.values.transpose(1, 2)):
+            for q, before in _queries(layer, calls, attended, width - rope, rotary, to_halves):
+                for up, values, got in _attended(calls, stored.keys, stored.values, attended, width - rope):
+                    out = next((c for c in calls if c.alone and agree(got, c.input.held, slack=2.0)), None)
+                    ways = _ways(calls, q, down)
+                    if out is None or ways is None:
+                        continue
+                    first, q_normed = ways
+                    told_scale = options.get("scaling")
+                    spec = cls(
+                        layer.name(stored.attention),
+                        plain_settings(stored.attention),
+                        (layer.name(first.module), layer.name(down.module)),
+                        layer.name(out.module),
+                        stored.place,
+                        None,
+                        q_norm=None if q_normed is None else norm_spec(layer, q_normed),
+                        q_up=None if q_normed is None else layer.name(q.module),
+                        norm=norm,
+                        up=layer.name(up.module),
+                        heads=heads,
+                        rank=rank,
+                        nope=width - rope,
+                        rope=rope,
+                        values=values,
+                        rotary=rotary,
+                        to_halves=to_halves,
+                        scale=before * (width**-0.5 if told_scale is None else told_scale),
+                    )
+                    return UnderstoodAttention(spec, first, out)
+        raise NotUnderstood("its queries, scores or result are of another formula than latent attention's")
+
+    def bind(self, kernels: Kernels, layer: nn.Module, stack: bool) -> "BoundLatentAttention":
+        return BoundLatentAttention(kernels, layer, self, stack)
+
+    def cache_layout(self, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None) -> LatentShape:
+        return LatentShape(self.rank, self.rope, self.heads, dtype, device)
+
+
+class BoundLatentAttention:
+    """One latent attention with the tensors it reads. Raises NotUnderstood where the op cannot take them."""
+
+    def __init__(self, kernels: Kernels, layer: nn.Module, spec: LatentSpec, stack: bool):
+        self.spec, self.module = spec, layer.get_submodule(spec.name)
+        self.projections = [BoundLinear(layer.get_submodule(name)) for name in spec.projections]
+        self.joint = stacked(self.projections, stack)
+        self.sizes = (
+            None if self.joint is None else [linear.weights.outputs for linear in self.projections if linear.weights]
+        )
+        self.q_norm = None if spec.q_norm is None else BoundNorm(kernels, layer, spec.q_norm)
+        self.q_up = None if spec.q_up is None else BoundLinear(layer.get_submodule(spec.q_up))
+        norm = layer.get_submodule(spec.norm.name)
+        if spec.norm.kind is None or not as_understood(norm, spec.norm.settings):
+            raise NotUnderstood("the norm of its latents is another now")
+        self.norm = spec.norm.kind.of(norm)
+        up = weights(layer.get_submodule(spec.up))
+        if up is None or up.transposed or up.ranks is not None or up.operands()[1] is not None:
+            raise NotUnderstood("what makes keys and values of its latents is no plain linear")
+        self.up, self.written = up, None
+        if up.quantized:  # the op reads plain numbers: they are few beside the other weights
+            self.written = up.operands()[0].dequantized(self.norm.weight.dtype)
+
+    def __call__(self, kernels: Kernels, step: Step, h: NormedInput, kwargs: dict) -> torch.Tensor:
+        """See `BoundAttention`."""
+        spec = self.spec
+        if self.joint is None:
+            q, compressed = (linear(kernels, h) for linear in self.projections)
+        else:
+            q, compressed = part_product(kernels, self.joint, h).split(self.sizes, dim=-1)
+        if self.q_up is not None:
+            q = self.q_up(kernels, NormedInput(q.contiguous(), self.q_norm))
+        cos = sin = None
+        rotary = spec.rotary
+        if rotary is not None:
+            source = rotary.source(kwargs, self.module)
+            cos, sin = step.angles(source, rotary, lambda: rotary.angles(kwargs, self.module))
+        up = self.up.operands()[0] if self.written is None else self.written
+        return kernels.latent_attention(
+            q.unflatten(-1, (-1, spec.nope + spec.rope)), compressed, step.kvs[spec.index],
+            up.unflatten(0, (-1, spec.nope + spec.values)), spec.scale, norm=self.norm, cos=cos, sin=sin,
+            interleaved=rotary is not None and rotary.interleaved, to_halves=spec.to_halves, dense=kernels.prompt,
+        )  # fmt: skip
+
+
+def _latents(layer: LayerRecord, calls: list[Call]) -> Iterator[tuple[Call, Call]]:
+    """The projection of latents and shared parts of keys, and the norm whose output is stored."""
+    stored = layer.cached
+    rows, _, tokens, rank = stored.keys.shape
+    flat = [call for call in calls if call.alone and call.made is not None]
+    for normed in flat:
+        made = normed.output.held
+        if made.numel() != stored.keys.numel() or not torch.equal(made.reshape(stored.keys.shape), stored.keys):
+            continue
+        for down in flat:
+            y = down.output.held
+            if y.shape != (rows, tokens, rank + stored.values.shape[3]):
+                continue
+            if torch.equal(y[..., :rank].flatten(), normed.input.held.flatten()):
+                yield down, normed
+
+
+def _turned(layer: LayerRecord, t: torch.Tensor, rotary: Rotary | None, to_halves: bool) -> torch.Tensor:
+    """(rows, tokens, heads, P) rotated by the positions of a record; with `to_halves` pairs come apart."""
+    if rotary is None:
+        return t
+    t = rotated(t, *rotary.angles(layer.call.kwargs, layer.attention), rotary.interleaved)
+    return torch.cat((t[..., ::2], t[..., 1::2]), dim=-1) if to_halves else t
+
+
+def _rotations(layer: LayerRecord, t: torch.Tensor, wanted: torch.Tensor) -> Iterator[tuple[Rotary | None, bool]]:
+    """The rotations that turn t into this, both (rows, tokens, 1, P), and whether pairs come apart."""
+    if agree(t, wanted):
+        yield None, False
+    for rotary in rotary_candidates(layer):
+        if 2 * rotary.angles(layer.call.kwargs, layer.attention)[0].shape[-1] != t.shape[-1]:
+            continue
+        for to_halves in (False, True)[: 1 + rotary.interleaved]:
+            if agree(_turned(layer, t, rotary, to_halves), wanted):
+                yield rotary, to_halves
+
+
+def _queries(
+    layer: LayerRecord, calls: list[Call], attended: Attended, nope: int, rotary: Rotary | None, to_halves: bool
+) -> Iterator[tuple[Call, float]]:
+    """The linear that gives the queries, and the number that the layer multiplies them by."""
+    wanted = attended.query.transpose(1, 2)
+    for call in calls:
+        if not call.alone or call.made is None or call.output.held.shape[:2] != wanted.shape[:2]:
+            continue
+        if call.output.held.numel() != wanted.numel():
+            continue
+        q = call.output.held.reshape(wanted.shape)
+        q = torch.cat((q[..., :nope], _turned(layer, q[..., nope:], rotary, to_halves)), dim=-1)
+        before = named_factor(factor(q, wanted), q.dtype, (layer.attention, layer.layer))
+        if before is not None and agree(q * before, wanted):
+            yield call, before
+
+
+def _attended(
+    calls: list[Call], latents: torch.Tensor, shared: torch.Tensor, attended: Attended, nope: int
+) -> Iterator[tuple[Call, int, torch.Tensor]]:
+    """The linear that makes keys and values of latents, channels of a value, and what attention to these gives.
+
+    By the recorded queries: so also scores that choose one key choose the same.
+    """
+    rows, heads, tokens, _ = attended.query.shape
+    future = torch.ones(tokens, tokens, dtype=torch.bool, device=latents.device).triu(1)
+    mask = torch.zeros(tokens, tokens, device=latents.device).masked_fill(future, -torch.inf)
+    options = {"scaling": attended.options.get("scaling")}
+    for call in calls:
+        if not call.alone or call.made is None or not torch.equal(call.input.held.flatten(), latents.flatten()):
+            continue
+        if getattr(call.module, "bias", None) is not None:  # which the kernel does not add
+            continue
+        made, rest = divmod(call.output.held.numel(), rows * tokens * heads)
+        if rest or made <= nope:
+            continue
+        expanded = call.output.held.reshape(rows, tokens, heads, made).transpose(1, 2)
+        keys = torch.cat((expanded[..., :nope], shared.expand(-1, heads, -1, -1)), dim=-1)
+        got = plain_attention(attended.query, keys, expanded[..., nope:], mask, **options)
+        if got.shape == attended.output.shape and agree(got, attended.output):
+            yield call, made - nope, got.flatten(2)
+
+
+def _ways(calls: list[Call], q: Call, down: Call) -> tuple[Call, Call | None] | None:
+    """The projection of the layer's input from which queries come, and the norm between both; None for other ways."""
+    if q.input.same(down.input):
+        return q, None
+    for normed in calls:
+        if normed.alone and normed.made is not None and normed.output.same(q.input):
+            for first in calls:
+                if first.alone and first.made is not None and first.output.same(normed.input):
+                    return (first, normed) if first.input.same(down.input) else None
+    return None

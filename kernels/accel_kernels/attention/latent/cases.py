@@ -1,0 +1,66 @@
+"""Calls of the attention over latents, which tests and benchmarks run."""
+
+import torch
+
+from accel_kernels.attention.paged.cases import ragged_of
+from accel_kernels.attention.paged.kv import KV, LENGTH, PADDING_MASK, metadata_of
+from accel_kernels.norm.norm import Norm
+from accel_kernels.op import Random, random_cases
+
+
+class LatentNumbers(Random):
+    """Random stores of latents and arguments of calls."""
+
+    def store(self, rows: int, columns: int, block: int, rank: int, rope: int, shuffled: bool) -> KV:
+        blocks = rows * columns
+        order = torch.arange(blocks, device="cpu")
+        if shuffled:
+            order = torch.randperm(blocks, generator=self.generator, device="cpu")
+        table = order.view(rows, columns).to(self.device, torch.int32)
+        latents = self(blocks, block, 1, rank + rope)
+        return KV(latents, latents[..., :rank], table, None, metadata_of(columns, [(table, latents)], table.device), 0)
+
+    def call(self, kv, rows, new, heads, nope, values, rank, rope, rotates, more, behind=None):
+        """behind: the first new token that does not count, which is an infinity."""
+        kv = kv._replace(split_counters=torch.zeros(rows * new * heads, device=self.device, dtype=torch.int32))
+        q, compressed = self(rows, new, heads * (nope + rope)), self(rows, new, 16 + rank + rope)[..., 16:]
+        if behind is not None:
+            q[:, behind:], compressed[:, behind:] = float("inf"), float("inf")
+        up = self(heads, nope + values, rank, spread=rank**-0.5)
+        given = {"norm": Norm(self(rank, spread=0.3, mean=1.0), None, 1e-6), **more}
+        if rotates:
+            angles = self.uniform(rows, new, rope // 2) * 6.28
+            given["cos"], given["sin"] = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+        return (q.unflatten(-1, (heads, -1)), compressed, kv, up, (nope + rope) ** -0.5), given
+
+
+def _latent_case(numbers, rows, stored, new, *, heads=4, nope=16, values=12, rank=32, rope=8, block=16, room=None,
+                 padding_mask=False, hole=1, shuffled=False, last=None, rotates=True, **more):  # fmt: skip
+    """Rows of `stored` tokens each, and `new` more. hole: a token of the first row that a padding mask hides."""
+    columns = -(-(room or stored + new) // block)
+    kv = numbers.store(rows, columns, block, rank, rope, shuffled)
+    mask = None
+    if padding_mask:  # left padding of row r by r tokens
+        tokens = torch.arange(columns * block, device="cpu")
+        mask = tokens >= torch.arange(rows, device="cpu").unsqueeze(1)
+        mask[0, hole] = stored + new < 3
+        mask = mask.to(numbers.device)
+    kv.metadata[LENGTH], kv.metadata[PADDING_MASK] = stored, 0 if mask is None else mask.data_ptr()
+    kv = kv._replace(padding_mask=mask, is_prefill=stored == 0)
+    if last is not None:
+        kv = kv._replace(last=torch.tensor([last], device=numbers.device), by_address=True)
+    behind = None if last is None else last + 1
+    return numbers.call(kv, rows, new, heads, nope, values, rank, rope, rotates, more, behind)
+
+
+def _ragged_case(numbers, sequences, *, heads=4, nope=16, values=12, rank=32, rope=8, block=16, rotates=True, idle=0,
+                 fill=0, **more):  # fmt: skip
+    """As `ragged_of`; tokens that fill the call up are of infinities."""
+    columns = -(-max((sum(one) for one in sequences), default=1) // block)
+    kv = numbers.store(len(sequences) + 1, columns, block, rank, rope, True)
+    kv = kv._replace(ragged=ragged_of(sequences, idle, fill, numbers.device))
+    used = sum(new for _, new in sequences)
+    return numbers.call(kv, 1, used + fill, heads, nope, values, rank, rope, rotates, more, used)
+
+
+latent_case, ragged_latent_case = (random_cases(make, LatentNumbers) for make in (_latent_case, _ragged_case))

@@ -1,0 +1,161 @@
+"""Attention over latents: what is recognized, and what else fits in part and is refused."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import accel
+from accel.llm.kv_cache.cache import store_of
+from accel.llm.recording.record import NotUnderstood
+from accel.llm.runtime.analyze import formulas
+from accel.llm.runtime.latent_attention import LatentSpec
+from support.everything import EVERYTHING
+from support.llm.families import BY_NAME, make, padded, prompt
+from support.llm.outputs import generate, same
+from support.llm.quantized import rounded
+
+# Whether queries have a low rank, pairs are neighbors, and come apart.
+WAYS = {
+    "deepseek-v2": (False, True, False),
+    "deepseek-v3": (True, True, True),
+    "minicpm3": (True, False, False),
+    "glm4-moe-lite": (True, True, True),
+    "youtu": (True, False, False),
+    "axk1": (True, True, True),
+}
+
+
+def attentions(model) -> list:
+    return [spec.attention for _, spec in formulas(model, {})]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", [name for name in WAYS if name in BY_NAME])
+def test_each_is_recognized(name, dtype):
+    for one in attentions(make(name, dtype=dtype)):
+        assert type(one) is LatentSpec
+        assert (one.q_up is not None, one.rotary.interleaved, one.to_halves) == WAYS[name]
+        assert (one.rank, one.nope, one.rope, one.values, one.heads) == (16, 8, 8, 12, 4)
+        assert one.scale == pytest.approx(16**-0.5)
+
+
+def test_yarn_changes_the_scale():
+    rope = {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.8, "rope_theta": 1e4,
+            "original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1}  # fmt: skip
+    stock = make("deepseek-v3", rope_parameters=rope)
+    assert {one.scale for one in attentions(stock)} == {stock.model.layers[0].self_attn.scaling} != {16**-0.5}
+    ours = accel.optimize(copy.deepcopy(stock))
+    ids, mask = padded()
+    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    assert not accel.report(ours).fallbacks
+
+
+def expanded(model, monkeypatch, change):
+    """What expand_kv makes of latents, changed."""
+    kind = type(model.model.layers[0].self_attn)
+    before = kind.expand_kv
+    monkeypatch.setattr(kind, "expand_kv", lambda self, *given: change(*before(self, *given)))
+
+
+def normed(model, monkeypatch, make_norm):
+    for layer in model.model.layers:
+        layer.self_attn.kv_a_layernorm = make_norm(layer.self_attn.kv_lora_rank)
+
+
+def biased(model, monkeypatch, _):
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj.bias = nn.Parameter(torch.ones(layer.self_attn.kv_b_proj.out_features))
+
+
+def windowed(model, monkeypatch, _):
+    """Keys beyond a window are those of its edge: only beyond the run that is looked at."""
+    expanded(model, monkeypatch, lambda k, v: (k, v.roll(1, 2)))
+
+
+OTHER = "queries, scores or result are of another formula"
+LARGE = "it computes something else where numbers are large"
+EDITS = {
+    "values bent where large": (expanded, lambda k, v: (k, v.clamp(-50, 50)), LARGE),
+    "keys bent where large": (expanded, lambda k, v: (k.clamp(-50, 50), v), LARGE),
+    "other values": (expanded, lambda k, v: (k, 1.01 * v), OTHER),
+    "heads that share values": (expanded, lambda k, v: (k, v.flip(1)), OTHER),
+    "a norm with a mean": (normed, nn.LayerNorm, "the norm of its latents"),
+    "a norm without weight": (normed, lambda size: nn.RMSNorm(size, elementwise_affine=False), "the norm of its"),
+    "no norm": (normed, lambda size: nn.Identity(), "the norm of its"),
+    "a bias behind latents": (biased, None, OTHER),
+    "values of other tokens": (windowed, None, OTHER),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_what_is_another_formula_in_part_is_refused(edit, monkeypatch):
+    change, how, reason = EDITS[edit]
+    model = make("deepseek-v3")
+    change(model, monkeypatch, how)
+    with pytest.raises(NotUnderstood, match=reason):
+        formulas(model, {})
+    if EVERYTHING:
+        ours = accel.optimize(copy.deepcopy(model))
+        ids, mask = padded()
+        same(generate(ours, ids, mask), generate(model, ids, mask))
+
+
+@pytest.mark.parametrize("change", ["norm", "bias", "quantized back"])
+def test_what_changes_after_runs_stock(change):
+    stock = make("deepseek-v2")
+    ours = accel.optimize(copy.deepcopy(stock))
+    ids, mask = padded()
+    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    for model in (ours, stock):
+        attention = model.model.layers[1].self_attn
+        if change == "norm":
+            attention.kv_a_layernorm = nn.LayerNorm(16)
+        elif change == "bias":
+            attention.kv_b_proj.bias = nn.Parameter(torch.ones(attention.kv_b_proj.out_features))
+        else:
+            attention.kv_b_proj.weight.data.mul_(1.5)
+    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    assert bool(accel.report(ours).fallbacks) == (change != "quantized back")
+
+
+def test_what_the_cache_shows_is_what_stocks_holds():
+    """A latent and a rotated part of the key a token, which stock code goes on with."""
+    stock = make("deepseek-v3")
+    ours = accel.optimize(copy.deepcopy(stock))
+    ids = prompt(2, 9)
+    with torch.no_grad():
+        mine, theirs = (model(ids, use_cache=True) for model in (ours, stock))
+    caches = [output.past_key_values for output in (mine, theirs)]
+    store = store_of(caches[0])
+    assert store is not None and [shape.size for shape in store.shapes] == [(16 + 8) * 4] * 2
+    for one, other in zip(*(cache.layers for cache in caches), strict=True):
+        assert one.keys.shape == other.keys.shape == (2, 1, 9, 16) and one.values.shape == (2, 1, 9, 8)
+        torch.testing.assert_close(one.keys, other.keys, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(one.values, other.values, rtol=1e-4, atol=1e-5)
+    more = prompt(2, 3, seed=1)
+    with torch.no_grad():
+        handed, taken = stock(more, past_key_values=caches[0]), ours(more, past_key_values=caches[1])
+    torch.testing.assert_close(handed.logits, taken.logits, rtol=1e-4, atol=1e-4)
+    assert store_of(caches[1]) is not None and not accel.report(ours).fallbacks
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4-g32"])
+def test_what_makes_keys_and_values_is_written_out_where_it_is_quantized(weights):
+    stock = make("deepseek-v2", moe_intermediate_size=64, kv_lora_rank=32)
+    ours = accel.optimize(copy.deepcopy(stock), weights=weights)
+    rows = {path: status for path, rule, status, _ in accel.report(ours).sites if rule == "weights"}
+    assert rows["model.layers.0.self_attn.kv_b_proj"] == "patched"
+    ids, mask = padded()
+    same(generate(ours, ids, mask), generate(rounded(stock, ours), ids, mask))
+    bound = vars(ours.model.layers[0])["forward"].bound
+    assert bound.attention.written.shape == (4 * 20, 32) and not accel.report(ours).fallbacks
+
+
+def test_latents_are_not_rounded():
+    stock = make("minicpm3")
+    ours = accel.optimize(copy.deepcopy(stock), kv_cache="int8")
+    assert "nothing in int8: latents" in next(row[3] for row in accel.report(ours).sites if row[1] == "language model")
+    ids, mask = padded()
+    same(generate(ours, ids, mask), generate(stock, ids, mask))
