@@ -54,7 +54,7 @@ class Choices:
 def routed_modules(forward: DecoderForward) -> list[nn.Module]:
     """The mixtures of experts in layers that are understood, called as a whole."""
     mlps = [(layer.module, layer.spec.mlp) for layer in forward.layers if layer.spec.mlp is not None]
-    return [module.get_submodule(mlp.whole) for module, mlp in mlps if not mlp.first]
+    return [module.get_submodule(name) for module, mlp in mlps for name in mlp.wholes]
 
 
 def routing_modules(forward: DecoderForward) -> list[nn.Module]:

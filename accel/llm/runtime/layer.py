@@ -11,19 +11,18 @@ from torch import nn
 from accel.comparison import factor, is_sum, named_factor
 from accel.fusion.stacked_linears import can_stack
 from accel.llm.parts.linear import weights
-from accel.llm.parts.norm import NormSpec, norm_spec
+from accel.llm.parts.norm import NormSpec, norm_spec, normlike
 from accel.llm.parts.part import BoundLinear, BoundNorm, NormedInput
 from accel.llm.parts.step import ForwardContext, Step
 from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record, Value, is_absent
 from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
 from accel.llm.runtime.gated_attention import GatedSpec, QueryGatedSpec
 from accel.llm.runtime.linear_attention import LinearSpec
-from accel.llm.runtime.mlp import BoundMlp, MlpSpec, understand_mlp
+from accel.llm.runtime.mlp import BoundMlp, BoundSum, MlpSpec, bound_mlp, understand_mlp
 from accel.llm.runtime.softmax_attention import SoftmaxSpec
 from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.guard import LayerGuard, changed_since, plain_settings
-from accel.quantization.experts import holds_numbers
 
 # Tried in turn.
 ATTENTION_KINDS: tuple[type[AttentionSpec], ...] = (LinearSpec, SoftmaxSpec, GatedSpec, QueryGatedSpec)
@@ -80,7 +79,7 @@ class LayerSpec:
     def norms(self) -> list[NormSpec]:
         """All there are, those inside the attention too."""
         around = (self.before_attention, self.post_attention, self.after_attention)
-        mine = (*around, self.before_mlp, self.post_mlp, self.after_mlp)
+        mine = (*around, self.before_mlp, self.post_mlp, self.after_mlp, *(() if self.mlp is None else self.mlp.norms))
         inside = () if self.attention is None else self.attention.norms
         return [norm for norm in (*mine, *inside) if norm is not None]
 
@@ -89,9 +88,7 @@ class LayerSpec:
         """The names of all linears, and of an MLP that is called as a whole."""
         attention, mlp = self.attention, self.mlp
         mixer = () if attention is None else (*attention.projections, attention.out)
-        if mlp is None:
-            return mixer
-        return (*mixer, *mlp.first, mlp.down) if mlp.first else (*mixer, mlp.whole)
+        return mixer if mlp is None else (*mixer, *mlp.called)
 
 
 def understand_layer(layer: LayerRecord, record: Record) -> LayerSpec:
@@ -103,7 +100,7 @@ def understand_layer(layer: LayerRecord, record: Record) -> LayerSpec:
     x, y = layer.call.input, layer.call.output
     mlp_modules = [call.module for call in mlp_calls]
     holders = (layer.layer, *((layer.attention,) if layer.mixes else ()), *mlp_modules)
-    norms = [call for call in layer.inside(layer.layer) if call.module not in mlp_modules and _normlike(call)]
+    norms = [call for call in layer.inside(layer.layer) if call.module not in mlp_modules and normlike(call)]
 
     def producer(value: Value) -> Call | None:
         """The last norm that made this."""
@@ -224,16 +221,6 @@ def form(value: object) -> object:
     return (value.dim(), value.is_floating_point()) if isinstance(value, torch.Tensor) else type(value)
 
 
-def _normlike(call: Call) -> bool:
-    """Whether a call may be a norm's: one tensor to another of its shape, without matrices; no dropout at rest."""
-    if not call.alone or call.made is None or call.output.held.shape != call.input.held.shape:
-        return False
-    if holds_numbers(call.module):
-        return False
-    parameters = list(call.module.parameters())
-    return all(p.dim() == 1 for p in parameters) and not torch.equal(call.output.held, call.input.held)
-
-
 class LayerForward(FastForward):
     """Computes its layer while a step is under way on this thread; outside of one the stock forward runs.
 
@@ -254,7 +241,7 @@ class LayerForward(FastForward):
     ) -> None:
         super().__init__(module, path, kernels, log)
         self.spec, self.steps = spec, steps
-        of_mlp = () if spec.mlp is None else spec.mlp.settings
+        of_mlp = [] if spec.mlp is None else [pair for one in spec.mlp.blocks for pair in one.settings]
         looked_at = (*(norm.name for norm in spec.norms), *(name for name, _ in of_mlp))
         self.layer_guard = LayerGuard(module, spec.called, looked_at)
 
@@ -313,7 +300,7 @@ class BoundLayer:
         self.after_attention, self.after_mlp = norm(spec.after_attention), norm(spec.after_mlp)
         self.attention = None if spec.attention is None else spec.attention.bind(kernels, layer, stack)
         self.out = None if spec.attention is None else BoundLinear(layer.get_submodule(spec.attention.out))
-        self.mlp = None if spec.mlp is None else BoundMlp(layer, spec.mlp)
+        self.mlp = None if spec.mlp is None else bound_mlp(kernels, layer, spec.mlp)
 
     def __call__(self, kernels: Kernels, step: Step, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
         """x: (rows, new, C). kwargs: what the layer was called with."""
@@ -334,7 +321,7 @@ class BoundLayer:
 
 def _added(
     kernels: Kernels,
-    part: BoundLinear | BoundMlp,
+    part: BoundLinear | BoundMlp | BoundSum,
     h: NormedInput,
     residual: torch.Tensor,
     scale: float,

@@ -188,8 +188,10 @@ class _Layer:
         return self._norm(self.spec.before_attention)
 
     def _in_parts(self) -> None:
-        if self.spec.mlp is not None and not self.spec.mlp.first:
-            raise NotUnderstood(f"{self.spec.mlp.whole} is called as a whole")
+        if self.spec.mlp is not None and self.spec.mlp.wholes:
+            raise NotUnderstood(f"{self.spec.mlp.wholes[0]} is called as a whole")
+        if self.spec.mlp is not None and self.spec.mlp.beside:
+            raise NotUnderstood("several blocks take its input")
 
     def _values(self) -> BeforeRows:
         """Every head's result is a mean of values."""
