@@ -51,9 +51,11 @@ def beside(q: torch.Tensor, gate: bool) -> tuple[torch.Tensor, torch.Tensor | No
 
 def _attention_case(numbers, rows, stored, new, heads, kv_heads, dim, *, rotary=None, block=16, room=None,
                    padding_mask=False, hole=1, shuffled=False, qk_norm=False, kv_dtype=None, last=None,
-                   gate=False, **more):  # fmt: skip
-    """Rows of `stored` tokens each, and `new` more. hole: a token of the first row that a padding mask hides."""
-    columns = -(-(room or stored + new) // block)
+                   gate=False, borrowed=False, **more):  # fmt: skip
+    """Rows of `stored` tokens each, and `new` more. hole: a token of the first row that a padding mask hides. borrowed:
+    the store has the new ones already.
+    """
+    columns = -(-(room or stored + new + more.get("skipped", 0)) // block)
     kv = numbers.store(rows, columns, block, kv_heads, dim, shuffled, kv_dtype)
     mask = None
     if padding_mask:  # left padding of row r by r tokens
@@ -72,11 +74,12 @@ def _attention_case(numbers, rows, stored, new, heads, kv_heads, dim, *, rotary=
         both[:, last + 1 :] = float("inf")
     q, k, v = (t.unflatten(-1, (-1, dim)) for t in both.split([q_heads * dim, kv_heads * dim, kv_heads * dim], -1))
     q, more["gate"] = beside(q, gate)
+    k, v = (None, None) if borrowed else (k, v)
     return (q, k, v, kv, dim**-0.5), numbers.given(rows, new, heads, dim, rotary, qk_norm, more)
 
 
 def _ragged_case(numbers, sequences, heads, kv_heads, dim, *, idle=0, fill=0, rotary=None, block=16, qk_norm=False,
-                 kv_dtype=None, gate=False, **more):  # fmt: skip
+                 kv_dtype=None, gate=False, borrowed=False, **more):  # fmt: skip
     """Sequences (tokens stored, new tokens). idle: more decodes and prefills that the launch has room for. fill: tokens
     that fill the call up, of infinities.
     """
@@ -106,6 +109,7 @@ def _ragged_case(numbers, sequences, heads, kv_heads, dim, *, idle=0, fill=0, ro
         first + idle, prefills,
     )  # fmt: skip
     given = numbers.given(1, tokens, heads, dim, rotary, qk_norm, more)
+    k, v = (None, None) if borrowed else (k, v)
     return (q, k, v, kv._replace(ragged=ragged), dim**-0.5), given
 
 
