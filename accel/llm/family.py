@@ -13,6 +13,7 @@ from accel.fusion.stacked_linears import Stacked
 from accel.libraries.versions import newer_than_tested
 from accel.llm.batching.hook import batching_hook
 from accel.llm.generation.decoder import DecoderForward
+from accel.llm.generation.layer_forward import LayerForward
 from accel.llm.generation.loop.hooks import generate_hooks
 from accel.llm.generation.mixed import MixedForward
 from accel.llm.generation.prefill import Prompts, kernel_key_of
@@ -28,7 +29,7 @@ from accel.llm.recording.record import LayerRecord, NotUnderstood
 from accel.llm.recording.recorder import decoder_layers
 from accel.llm.runtime.analyze import Analysis
 from accel.llm.runtime.kv_quantization import choose_kv_dtypes, described
-from accel.llm.runtime.layer import LayerForward, LayerSpec
+from accel.llm.runtime.layer import LayerSpec
 from accel.llm.runtime.lm_head import OutputHead, match_head, match_table
 from accel.parallel.agreement import all_agree
 from accel.patching.rule import Context, ForwardPatch, Match, Rule, Site, Skip
@@ -189,7 +190,7 @@ def _inside(layers: list[LayerForward], context: Context) -> tuple[list[ExpertsF
 def _round(forward: DecoderForward, specs: list, kind: str, strict: bool) -> str:
     """Once the exact forward agrees with stock: keeps keys and values as kv_cache says. For the report."""
     device = forward.shapes()[0].device
-    layers = ((layer, spec.attention) for layer, spec in specs if spec.attention is not None)
+    layers = ((layer, spec.attention) for layer, spec in specs if spec.attention is not None and not spec.borrows)
     kv_dtypes, left = choose_kv_dtypes(kind, device, layers, forward.ranks)
     forward.round(kv_dtypes)
     note = described(kind, forward.shapes(), left)

@@ -11,6 +11,7 @@ from accel_kernels.warmup import Warmup
 from accel.errors import reason_of
 from accel.libraries.cache import DynamicCache
 from accel.llm.generation.decoder import DecoderForward
+from accel.llm.generation.layer_forward import LayerForward
 from accel.llm.generation.prefill import STEP
 from accel.llm.generation.trial import (
     fill_prompt,
@@ -23,7 +24,6 @@ from accel.llm.generation.trial import (
 )
 from accel.llm.kv_cache.shape import LayerShape
 from accel.llm.recording.recorder import resting
-from accel.llm.runtime.layer import LayerForward
 from accel.quantization.activation_quantization import rounding_linears
 
 LONGER = 320  # tokens of a prompt that is more than a few rows

@@ -13,8 +13,8 @@ import torch
 from accel_kernels.moe.weights import ExpertWeights, Gating
 from torch import nn
 
+from accel.llm.parts.activation import activation_name
 from accel.llm.recording.implementation import foreign_experts
-from accel.llm.runtime.mlp import activation_name
 from accel.parallel.sharded_layers import Sharding, expert_sharding, local
 from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import FastForward, Kernels

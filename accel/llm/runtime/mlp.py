@@ -1,6 +1,6 @@
 """One MLP: gated, dense, or in a way of its own and then called as a module."""
 
-import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -8,7 +8,7 @@ from accel_kernels.norm.norm import ACTIVATIONS
 from torch import nn
 
 from accel.comparison import agree
-from accel.errors import reason_of
+from accel.llm.parts.activation import activation_name
 from accel.llm.parts.linear import Weights
 from accel.llm.parts.norm import NormSpec, norm_spec, normlike
 from accel.llm.parts.part import BoundLinear, BoundNorm, NormedInput, part_product
@@ -16,7 +16,6 @@ from accel.llm.recording.record import NOTHING_STORED, Call, LayerRecord, NotUnd
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import as_understood, plain_settings
 from accel.quantization.experts import holds_numbers
-from accel.tolerances import ACTIVATION
 
 
 @dataclass(frozen=True)
@@ -64,13 +63,14 @@ class MlpSpec:
         return [norm for one in self.blocks for norm in (one.before, one.post) if norm is not None]
 
 
-def understand_mlp(layer: LayerRecord) -> tuple[MlpSpec | None, tuple[Call, ...]]:
+def understand_mlp(layer: LayerRecord, others: Sequence[Call] = ()) -> tuple[MlpSpec | None, tuple[Call, ...]]:
     """The MLP of a recorded layer, and the calls of its modules: first the one that is given its input and the one that
-    gives its output. None where the layer has nothing besides the attention that could be one. Raises NotUnderstood
+    gives its output. others: calls of something else. None where the layer has nothing besides the attention that could be one. Raises NotUnderstood
     where it has none that can be told from the rest, or neither.
     """
     mixer = layer.attention if layer.mixes else None
     around = {module for module in layer.layer.modules() if any(m is mixer for m in module.modules())}
+    around |= {call.module for call in others}
     mine = [call for call in layer.inside(layer.layer) if call.module not in around]
     if mixer is not None and not any(_matrices(call.module) for call in mine):
         return None, ()
@@ -195,23 +195,6 @@ def _before(act: Call, down: Call, products: list[Call]) -> tuple[tuple[Call, ..
                 if agree(acted * second, taken):
                     return (gate,), gate_first
     return (), None
-
-
-def activation_name(module: nn.Module) -> str | None:
-    """The name of the activation a module without weights computes, or None."""
-    x = torch.linspace(-9, 9, 2001, dtype=torch.float64, device="cpu")
-    probe = copy.copy(module)
-    vars(probe)["training"] = False
-    try:
-        with torch.no_grad():
-            y = type(module).forward(probe, x)
-    except Exception as error:  # whatever it may be, it is not a function of one tensor
-        reason_of(error)
-        return None
-    if not isinstance(y, torch.Tensor) or y.shape != x.shape:
-        return None
-    close = (name for name, f in ACTIVATIONS.items() if float((f(x) - y).abs().max()) <= ACTIVATION)
-    return next(close, None)
 
 
 def bound_mlp(kernels: Kernels, layer: nn.Module, spec: MlpSpec) -> "BoundMlp | BoundSum":

@@ -225,8 +225,9 @@ def decode(
     angles = Angles(None, None)
     if cos is not None:
         angles = Angles(cos, sin, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(2))
+    given = (None if t is None else Heads(t, t.stride(0), t.stride(2)) for t in (q, k, v))
     launch(
-        kernel, (units, splits), *(None if t is None else Heads(t, t.stride(0), t.stride(2)) for t in (q, k, v)), out, angles,
+        kernel, (units, splits), *given, out, angles,
         kernel_arguments(q_norm)[0], kernel_arguments(k_norm)[0],
         scratch_of(units, splits, kept, channels, q.device, kv.split_counters), sinks, slopes, kv.metadata,
         None if kv.ragged is None else kv.ragged.pointers(), *inside, kv.layer, heads, kv_heads, float(scale), window,

@@ -29,12 +29,13 @@ def reference(
     multiplied by its sigmoid (Qiu et al., "Gated Attention for Large Language Models", 2025). Keys that kv.padding_mask
     forbids are not seen; a query that sees none gives zeros. dense: a PromptAttention that the calls of a model share,
     for prompts without past. k, v: None where an earlier call with the same kv has stored the new tokens; q then has
-    those behind the first `skipped`. Where the store rounds keys and values to 8 bits, queries see the rounded ones, their own
-    token's too: what comes out does not depend on how many tokens come at once.
+    those behind the first `skipped`. Where the store rounds keys and values to 8 bits, queries see the rounded ones,
+    their own token's too: what comes out does not depend on how many tokens come at once.
     """
     if gate is not None:
         given = {"cos": cos, "sin": sin, "interleaved": interleaved, "q_norm": q_norm, "k_norm": k_norm,
-                 "window": window, "softcap": softcap, "sinks": sinks, "slopes": slopes, "skipped": skipped}  # fmt: skip
+                 "window": window, "softcap": softcap, "sinks": sinks, "slopes": slopes,
+                 "skipped": skipped}  # fmt: skip
         return reference(q, k, v, kv, scale, **given) * gate.sigmoid().flatten(2)
     if kv.ragged is not None:
         given = {"interleaved": interleaved, "q_norm": q_norm, "k_norm": k_norm, "window": window, "softcap": softcap,
@@ -142,7 +143,9 @@ def supports(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor is not None and tensor.stride(-1) != 1:
             return f"{name}: channels not next to each other"
-    if (kv.key_scales is None and kv.keys.dtype != q.dtype) or any(t is not None and t.dtype != q.dtype for t in (k, v)):
+    if (kv.key_scales is None and kv.keys.dtype != q.dtype) or any(
+        t is not None and t.dtype != q.dtype for t in (k, v)
+    ):
         return "queries and stored keys of different dtypes"
     if (reason := float8_reason(q.device, kv.keys.dtype)) is not None:
         return reason

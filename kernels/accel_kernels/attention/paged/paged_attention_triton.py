@@ -171,14 +171,15 @@ def attend_tiles(q, out, kv, scale, grid, tile, prefills=False, skipped=0, *, wi
     _, new, heads, dim = q.shape
     tiles, units, splits = grid
     kv_heads = kv.keys.shape[2]
+    group = heads // kv_heads
     kept = units * tiles * tile.queries * MOST_SPLITS
     scratch = scratch_of(units * tiles, splits, kept, tile.channels, q.device, kv.split_counters)
     launch(
         paged_attention_kernel, grid, q, out, gate_of(gate), scratch, sinks, slopes, kv.metadata,
         None if kv.ragged is None else kv.ragged.pointers(), kv.layer, new, heads, kv_heads, float(scale), window,
         None if softcap is None else float(softcap), splits, skipped,
-        GROUP=heads // kv_heads, DIM=dim, HAS_PADDING_MASK=kv.padding_mask is not None, STORE_BLOCK=kv.block,
-        BLOCK_M=tile.queries, BLOCK_N=tile.keys, BLOCK_D=tile.channels, COMBINE=combined_rows(heads // kv_heads * new, dim),
+        GROUP=group, DIM=dim, HAS_PADDING_MASK=kv.padding_mask is not None, STORE_BLOCK=kv.block,
+        BLOCK_M=tile.queries, BLOCK_N=tile.keys, BLOCK_D=tile.channels, COMBINE=combined_rows(group * new, dim),
         KV_DTYPE=kv_dtype_of(kv.key_scales, kv.keys), PREFILLS=prefills, UPCAST=upcast(q.dtype), num_warps=tile.warps,
         num_stages=tile.stages, **programmatic(q.device),
     )  # fmt: skip
