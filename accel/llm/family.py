@@ -118,6 +118,8 @@ def _bind(
     forward = DecoderForward(*whole) if placement is None else SpreadForward(*whole, placement=placement)
     forward.experts, forward.routers = _inside(forwards, context)
     forward.most_positions = specs[0][0].most_positions
+    if any(spec.borrows for _, spec in specs) and (placement is not None or forward.ranks is not None):
+        raise NotUnderstood("layers read other layers' keys and values, and the model is divided")
     if forward.ranks is not None:
         inside = [one.path for one in (*forward.experts, *forward.routers)]
         if not all_agree(forward.ranks, "what experts and routers compute", inside):

@@ -95,10 +95,11 @@ def _one_of_a_kind(forward: DecoderForward) -> Iterator[None]:
     """Inside, a layer that launches the same kernels as an earlier one only passes its input on."""
     forward.ready(stack=False)
     kinds, shapes = set(), list(forward.shapes())
+    lent = {layer.spec.attention.index for layer in forward.layers if layer.spec.attention and layer.spec.borrows}
     for layer in forward.layers:
         place = layer.spec.place
         kind = _kind(layer, None if place is None else shapes[place])
-        again = kind in kinds
+        again = kind in kinds and place not in lent
         layer.repeats = again and forward.ranks is None  # exchanges run in a dry run too, as many on every rank
         if again:
             layer.bound = _passed_on

@@ -260,7 +260,7 @@ class Record:
 
         Where the model keeps its attention, something may have been added to the mask: then all must be alike.
         """
-        functions = [function for made, function in self.masks if self.own or made is mask]
+        functions = [function for made, function in self.masks if self.own or _is(made, mask)]
         for function in functions:
             if id(function) not in self.windows:
                 self.windows[id(function)] = window(function)
@@ -270,4 +270,11 @@ class Record:
         return windows.pop()
 
     def made(self, mask: object) -> bool:
-        return any(made is mask for made, _ in self.masks)
+        return any(_is(made, mask) for made, _ in self.masks)
+
+
+def _is(made: torch.Tensor | None, mask: object) -> bool:
+    """Whether a mask is the one that was made, or a view of all of it."""
+    if not isinstance(made, torch.Tensor) or not isinstance(mask, torch.Tensor):
+        return made is mask
+    return made is mask or (made.data_ptr() == mask.data_ptr() and made.shape == mask.shape)

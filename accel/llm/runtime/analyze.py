@@ -102,6 +102,12 @@ def formulas(
         raise NotUnderstood(keeps_more(model) or unknown[0])
     if not places:
         raise NotUnderstood("no layer stores keys and values")
+    windows = {spec.place: spec.window for _, spec in found}
+    for layer, spec in found:
+        if spec.borrows and (unknown or spec.window != windows.get(spec.attention.index, -1)):
+            raise NotUnderstood(
+                unknown[0] if unknown else f"{layer.path}: it reads another layer's keys through a window"
+            )
     keywords = {word for _, spec in found if spec.attention is not None for word in spec.attention.keywords}
     # What looks up positions in a table could be led outside of it, which on a GPU ends the process.
     rotated = bool(keywords) and "position_ids" not in keywords and seen.layers[0].most_positions is None

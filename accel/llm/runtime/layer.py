@@ -63,6 +63,7 @@ class LayerSpec:
 
     @property
     def borrows(self) -> bool:
+        """Whether its attention reads what another layer has stored."""
         return self.attention is not None and self.attention.borrows
 
     @property

@@ -65,8 +65,8 @@ class MlpSpec:
 
 def understand_mlp(layer: LayerRecord, others: Sequence[Call] = ()) -> tuple[MlpSpec | None, tuple[Call, ...]]:
     """The MLP of a recorded layer, and the calls of its modules: first the one that is given its input and the one that
-    gives its output. others: calls of something else. None where the layer has nothing besides the attention that could be one. Raises NotUnderstood
-    where it has none that can be told from the rest, or neither.
+    gives its output. others: calls of something else. None where the layer has nothing besides the attention that could
+    be one. Raises NotUnderstood where it has none that can be told from the rest, or neither.
     """
     mixer = layer.attention if layer.mixes else None
     around = {module for module in layer.layer.modules() if any(m is mixer for m in module.modules())}
