@@ -106,7 +106,7 @@ def formulas(
     for layer, spec in found:
         if spec.borrows and (unknown or spec.window != windows.get(spec.attention.index, -1)):
             raise NotUnderstood(
-                unknown[0] if unknown else f"{layer.path}: it reads another layer's keys through a window"
+                unknown[0] if unknown else f"{layer.path}: it sees other keys of a layer than that layer itself"
             )
     keywords = {word for _, spec in found if spec.attention is not None for word in spec.attention.keywords}
     # What looks up positions in a table could be led outside of it, which on a GPU ends the process.
