@@ -41,10 +41,10 @@ class Gating(NamedTuple):
 class ExpertWeights(NamedTuple):
     """Experts e = 0 .. E-1 of H inputs and outputs and I inner channels: down_e (gating(gate_e x, up_e x)).
 
-    gate_up: (E, 2 I, H), gates before ups, or (E, I, H) where there are no gates, or in turn (gate, up, gate, ...) where `interleaved`. down: (E, H, I). Both
-    contiguous, or transposed views of what is: of stacks that are stored as (E, inputs, outputs). Or both `Quantized`,
-    the rows of all experts behind each other: (E 2 I, H) and (E H, I). gate_up_bias: (E, 2 I) in the same order;
-    down_bias: (E, H); both or none.
+    gate_up: (E, 2 I, H), gates before ups, or in turn (gate, up, gate, ...) where `interleaved`; (E, I, H) without
+    gates. down: (E, H, I). Both contiguous, or transposed views of what is: of stacks that are stored as (E, inputs,
+    outputs). Or both `Quantized`, the rows of all experts behind each other: (E 2 I, H) and (E H, I). gate_up_bias:
+    (E, 2 I) in the same order; down_bias: (E, H); both or none.
     """
 
     gate_up: torch.Tensor | Quantized

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from support.everything import EVERYTHING
+from support.llm.random_weights import randomize
 
 VOCAB = 99
 EVEN_VOCAB = 100  # for ranks: transformers before 5.18 divides no other number of words
@@ -295,21 +296,6 @@ def make(family: Family | str, dtype: torch.dtype = torch.float32, seed: int = 1
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model.to(dtype)
-
-
-def randomize(module: nn.Module, weight: torch.Tensor, generator: torch.Generator, words: float) -> None:
-    """Weights of norms and biases that are not ones and zeros, matrices that keep the size of what they are given.
-
-    Transformers' own are so small that attention is a mean over all positions, and a mistake in it hardly shows.
-    """
-    noise = torch.randn(weight.shape, generator=generator)
-    if weight.dim() < 2:
-        weight += 0.2 * noise
-    elif isinstance(module, nn.Embedding):
-        weight.copy_(words * noise)
-    else:
-        inputs = weight.shape[-2] if type(module).__name__ == "Conv1D" else weight.shape[-1]
-        weight.copy_(1.6 * noise * inputs**-0.5)
 
 
 @functools.cache
