@@ -27,6 +27,15 @@ ATTENTION_KINDS: tuple[type[AttentionSpec], ...] = (
 
 
 @dataclass(frozen=True)
+class Behind:
+    """What a module gives in a tuple behind its output: names of its parameters and buffers, "" for None, which stands
+    for weights of the attention too; no tuple where it is None.
+    """
+
+    rest: tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """One decoder layer, on input x:
 
@@ -36,7 +45,8 @@ class LayerSpec:
         y = s + scales[1] * m, through after_mlp                 y = s where there is no MLP; then through `tail`
 
     shared: attention and MLP get the output of the one norm `before_attention`. returns: how many things the layer's
-    forward gives back as a tuple, y first; None for y alone. settings: of the layer itself. given: the
+    forward gives back as a tuple, y first; None for y alone. around: where the rest is not known, and the layer's own
+    code runs around its attention: what that module gives behind its output. settings: of the layer itself. given: the
     keywords that carry a value when the model reads plain text, each with the `form` of that value.
     """
 
@@ -54,6 +64,7 @@ class LayerSpec:
     shared: bool
     scales: tuple[float, float]
     returns: int | None
+    around: "Behind | None"
     given: frozenset[tuple[str, object]]
 
     @property
@@ -111,11 +122,39 @@ def understand_layer(layer: LayerRecord, record: Record) -> LayerSpec:
     reason = ""
     for tail, y, calls in tails(layer):
         try:
-            if layer.known is None or tail == layer.known.tail:
+            if layer.known is None or (tail == layer.known.tail and layer.known.around is None):
                 return _put_together(layer, mixer, tail, y, calls)
         except NotUnderstood as error:
             reason = str(error)
-    raise NotUnderstood(reason)
+    around = None if mixer is None else _around(layer, mixer)
+    if mixer is None or around is None:
+        raise NotUnderstood(reason)
+    own, result, no = plain_settings(layer.layer), layer.call.result, None
+    returns = len(result) if isinstance(result, tuple) else None
+    return LayerSpec(
+        own, mixer.spec, no, no, no, no, no, no, no, no, False, False, (1.0, 1.0), returns, around, _given(layer)
+    )
+
+
+def _given(layer: LayerRecord) -> frozenset[tuple[str, object]]:
+    return frozenset((name, form(value)) for name, value in layer.call.named.items() if not is_absent(value))
+
+
+def _around(layer: LayerRecord, mixer: UnderstoodAttention) -> Behind | None:
+    """What the module of the attention gives behind its output; None where it does more than the attention, or where
+    the layer keeps a state besides.
+    """
+    calls = [call for call in layer.calls if call.module is layer.attention]
+    if len(calls) != 1 or (layer.kept is not None and layer.stored is not None):
+        return None
+    call, own = calls[0], {**layer.attention._parameters, **layer.attention._buffers}
+    if call.made is None or not mixer.first.input.same(call.taken) or not mixer.last.output.same(call.made):
+        return None
+    if isinstance(call.result, torch.Tensor):
+        return Behind(None)
+    if not isinstance(call.result, tuple) or call.result[0] is not call.made.tensor:
+        return None
+    return Behind(tuple(next((n for n, one in own.items() if one is value), "") for value in call.result[1:]))
 
 
 def _put_together(
@@ -224,7 +263,8 @@ def _put_together(
         shared=shared,
         scales=(first_scale, second_scale),
         returns=len(result) if isinstance(result, tuple) else None,
-        given=frozenset((name, form(v)) for name, v in layer.call.named.items() if not is_absent(v)),
+        around=None,
+        given=_given(layer),
     )
 
 
@@ -265,6 +305,11 @@ class BoundLayer:
         self.out = None if spec.attention is None else BoundLinear(layer.get_submodule(spec.attention.out))
         self.mlp = None if spec.mlp is None else bound_mlp(kernels, layer, spec.mlp)
         self.tail = None if spec.tail is None else BoundTail(kernels, layer, spec.tail)
+
+    def attended(self, kernels: Kernels, step: Step, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
+        """What the module of the attention makes of its input x, (rows, new, C). kwargs: of the layer."""
+        assert self.attention is not None and self.out is not None
+        return self.out(kernels, NormedInput(self.attention(kernels, step, NormedInput(x), kwargs)))
 
     def __call__(self, kernels: Kernels, step: Step, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
         """x: (rows, new, C). kwargs: what the layer was called with."""

@@ -73,7 +73,7 @@ def rotaries(layer: LayerRecord, k: torch.Tensor, keys: torch.Tensor) -> Iterato
     """The rotations, None among them, that turn k, (rows, tokens, heads, D), into the stored keys."""
     if agree(k, keys.transpose(1, 2)):
         yield None
-    kwargs = layer.call.kwargs
+    kwargs = layer.call.named
     candidates = [
         Rotary(name, True, form, interleaved, sine_first)
         for sine_first in (False, True)

@@ -310,7 +310,7 @@ def _results(
     holders = (layer.attention, layer.layer)
     angles = {}
     if rotary is not None:
-        cos, sin = (t.to(q.dtype) for t in rotary.angles(layer.call.kwargs, layer.attention))
+        cos, sin = (t.to(q.dtype) for t in rotary.angles(layer.call.named, layer.attention))
         angles = {"cos": cos, "sin": sin, "interleaved": rotary.interleaved}
     usual = q.shape[-1] ** -0.5
     if layer.attended is None:
