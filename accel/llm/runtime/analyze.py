@@ -154,7 +154,8 @@ def _confirm_where_large(model: PreTrainedModel, layers: dict[str, LayerSpec | s
         make, spec = tuple(map(_make, layer.layer.modules())), layers[layer.path]
         if isinstance(spec, str) or make in makes or others or layer.call.made is None:
             return
-        if bool(layer.call.output.held.isfinite().all()):
+        through = (layer.call.input.held, layer.call.output.held)
+        if all(bool(one.float().square().sum(-1).isfinite().all()) for one in through):  # else a norm gives zeros
             makes.add(make)
             layer.known = spec
             if _formula(layer, amplified) != spec:
