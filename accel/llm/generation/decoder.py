@@ -24,6 +24,7 @@ from accel.llm.generation.calling_convention import (
     tokens_of,
     wanted_of,
 )
+from accel.llm.generation.layer_forward import LayerForward
 from accel.llm.generation.layer_inputs import NOT_CAUSAL, CheckedStep
 from accel.llm.generation.model_guard import ModelGuard
 from accel.llm.generation.prefill import Prompts, by_graph
@@ -35,7 +36,6 @@ from accel.llm.moe.experts import ExpertsForward
 from accel.llm.moe.router import RouterForward
 from accel.llm.parts.step import ForwardContext, Step
 from accel.llm.recording.implementation import unpaged
-from accel.llm.runtime.layer import LayerForward
 from accel.parallel.ranks import Ranks
 from accel.parallel.sharded_layers import ranks_of
 from accel.patching.fallback_log import FallbackLog
@@ -230,7 +230,7 @@ class DecoderForward(FastForward):
             kept = {
                 spec.index: spec.cache_layout(weight.dtype, self.device(layer, weight), self.kv_dtypes.get(spec.index))
                 for layer in self.layers
-                if (spec := layer.spec.attention) is not None
+                if (spec := layer.spec.attention) is not None and not spec.borrows
             }
             nothing = kept[self.places[0]].nothing
             shapes = tuple(kept.get(place, nothing) for place in self._cached())

@@ -241,7 +241,8 @@ def guard_of(forward: DecoderForward) -> ModelGuard:
 @contextmanager
 def _calls_noted(forward: DecoderForward) -> Iterator[set[str]]:
     """Inside, notes the paths of modules that are called, but for those inside layers."""
-    inside = {module for layer in forward.layers for module in layer.module.modules() if module is not layer.module}
+    whole = [layer.module for layer in forward.layers if layer.inner is None]
+    inside = {module for layer in whole for module in layer.modules() if module is not layer}
     found: set[str] = set()
     with ExitStack() as undo:
         for path, module in forward.module.named_modules():

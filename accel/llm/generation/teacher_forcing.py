@@ -16,8 +16,8 @@ from torch.linalg import vector_norm
 from accel.comparison import relative_rms_by_token
 from accel.in_flight import Here
 from accel.llm.generation.decoder import DecoderForward
+from accel.llm.generation.layer_forward import LayerForward
 from accel.llm.generation.trial import PADDING, stock_logits
-from accel.llm.runtime.layer import LayerForward
 from accel.tolerances import ADDED, FORMULA, SUM_EPS, bound
 
 Outputs = dict[nn.Module, list[torch.Tensor]]

@@ -1,5 +1,6 @@
 """A recorded run as data: which modules were called with what, layer by layer."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -90,6 +91,11 @@ class Value:
         )
 
 
+def given_names(module: nn.Module) -> tuple[str, ...]:
+    """What a module's forward calls its arguments behind the first."""
+    return tuple(inspect.signature(type(module).forward).parameters)[2:]
+
+
 @dataclass
 class Call:
     """One call of a module inside a layer. taken, made: the first tensors that it was given and gave; None for none."""
@@ -101,6 +107,11 @@ class Call:
     taken: Value | None
     made: Value | None = None
     result: object = None
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """All that it was given behind the first argument, by name."""
+        return dict(zip(given_names(self.module), self.args[1:], strict=False)) | self.kwargs
 
     @property
     def input(self) -> Value:
@@ -169,7 +180,8 @@ class LayerRecord:
     """One layer's run. ran: the call of the layer itself; calls: those of modules inside.
 
     kinds: norm kinds by settings, shared by the records of all layers. known: in an amplified record, the formula found
-    in an ordinary one. most_positions: rows of the model's table of positions, None without one.
+    in an ordinary one. borrowed: what an earlier layer stored and this one attends to. most_positions: rows of the
+    model's table of positions, None without one.
     """
 
     layer: nn.Module
@@ -179,13 +191,14 @@ class LayerRecord:
     ran: Call | None = None
     calls: list[Call] = field(default_factory=list)
     stored: Stored | None = None
+    borrowed: Stored | None = None
     kept: KeptState | None = None
     attended: Attended | None = None
     most_positions: int | None = None
 
     def forget(self, scores: bool) -> None:
         """Drops what was seen, which in all layers is hundreds of megabytes; `scores`: but for queries and keys."""
-        self.ran, self.calls, self.kept = None, [], None
+        self.ran, self.calls, self.kept, self.borrowed = None, [], None, None
         if not scores:
             self.stored = self.attended = None
             return
@@ -203,15 +216,16 @@ class LayerRecord:
 
     @property
     def cached(self) -> Stored:
-        """What it put into the cache. Raises NotUnderstood where that is nothing."""
-        if self.stored is None:
+        """What it put into the cache, or found there. Raises NotUnderstood where that is nothing."""
+        found = self.borrowed if self.stored is None else self.stored
+        if found is None:
             raise NotUnderstood(NOTHING_STORED)
-        return self.stored
+        return found
 
     @property
     def mixes(self) -> bool:
-        """Whether it put something into the cache."""
-        return self.stored is not None or self.kept is not None
+        """Whether it put something into the cache, or reads what another layer put there."""
+        return not (self.stored is None and self.kept is None and self.borrowed is None)
 
     @property
     def attention(self) -> nn.Module:
@@ -246,7 +260,7 @@ class Record:
 
         Where the model keeps its attention, something may have been added to the mask: then all must be alike.
         """
-        functions = [function for made, function in self.masks if self.own or made is mask]
+        functions = [function for made, function in self.masks if self.own or _is(made, mask)]
         for function in functions:
             if id(function) not in self.windows:
                 self.windows[id(function)] = window(function)
@@ -256,4 +270,11 @@ class Record:
         return windows.pop()
 
     def made(self, mask: object) -> bool:
-        return any(made is mask for made, _ in self.masks)
+        return any(_is(made, mask) for made, _ in self.masks)
+
+
+def _is(made: torch.Tensor | None, mask: object) -> bool:
+    """Whether a mask is the one that was made, or a view of all of it."""
+    if not isinstance(made, torch.Tensor) or not isinstance(mask, torch.Tensor):
+        return made is mask
+    return made is mask or (made.data_ptr() == mask.data_ptr() and made.shape == mask.shape)

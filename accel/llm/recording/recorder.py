@@ -215,6 +215,7 @@ class Recorder:
         self.open: list[Call] = []
         self.looking = False  # whoever looks may run modules
         self.until_shown = ExitStack()
+        self.lent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what the cache gave, by its layers
         self.cache = RecordingCache(self, config)
         self.thread, self.name = threading.get_ident(), f"{NAME}_{id(self):x}"
 
@@ -325,6 +326,9 @@ class Recorder:
         if not self._elsewhere():
             self.record.asked = True
             self.current.attended = Attended(query.clone(), attention_mask, options, output.clone())
+            mine = self.current.stored is None
+            for place in (n for n, (k, v) in self.lent.items() if mine and k is key and v is value):
+                self.current.borrowed = Stored(module, place, key.clone(), value.clone())
         return output, None
 
 

@@ -19,7 +19,9 @@ class RecordingCache(DynamicCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Any:
         self.recorder.stored(key_states, value_states, layer_idx)
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        result = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        self.recorder.lent[layer_idx] = result
+        return result
 
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any

@@ -102,6 +102,12 @@ def formulas(
         raise NotUnderstood(keeps_more(model) or unknown[0])
     if not places:
         raise NotUnderstood("no layer stores keys and values")
+    windows = {spec.place: spec.window for _, spec in found}
+    for layer, spec in found:
+        if spec.borrows and (unknown or spec.window != windows.get(spec.attention.index, -1)):
+            raise NotUnderstood(
+                unknown[0] if unknown else f"{layer.path}: it sees other keys of a layer than that layer itself"
+            )
     keywords = {word for _, spec in found if spec.attention is not None for word in spec.attention.keywords}
     # What looks up positions in a table could be led outside of it, which on a GPU ends the process.
     rotated = bool(keywords) and "position_ids" not in keywords and seen.layers[0].most_positions is None
@@ -148,7 +154,8 @@ def _confirm_where_large(model: PreTrainedModel, layers: dict[str, LayerSpec | s
         make, spec = tuple(map(_make, layer.layer.modules())), layers[layer.path]
         if isinstance(spec, str) or make in makes or others or layer.call.made is None:
             return
-        if bool(layer.call.output.held.isfinite().all()):
+        through = (layer.call.input.held, layer.call.output.held)
+        if all(bool(one.float().square().sum(-1).isfinite().all()) for one in through):  # else a norm gives zeros
             makes.add(make)
             layer.known = spec
             if _formula(layer, amplified) != spec:

@@ -68,6 +68,11 @@ class AttentionSpec:
         return False
 
     @property
+    def borrows(self) -> bool:
+        """Whether it stores nothing, and attends to what another layer has at its place in the cache."""
+        return False
+
+    @property
     def keywords(self) -> tuple[str, ...]:
         """The keywords of its layer's call that it computes by, as of positions."""
         return ()

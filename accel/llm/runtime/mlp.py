@@ -1,21 +1,21 @@
 """One MLP: gated, dense, or in a way of its own and then called as a module."""
 
-import copy
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from accel_kernels.norm.norm import ACTIVATIONS
 from torch import nn
 
 from accel.comparison import agree
-from accel.errors import reason_of
+from accel.llm.parts.activation import activation_name
 from accel.llm.parts.linear import Weights
-from accel.llm.parts.part import BoundLinear, NormedInput, part_product
-from accel.llm.recording.record import NOTHING_STORED, Call, LayerRecord, NotUnderstood, is_absent
+from accel.llm.parts.norm import NormSpec, norm_spec, normlike
+from accel.llm.parts.part import BoundLinear, BoundNorm, NormedInput, part_product
+from accel.llm.recording.record import NOTHING_STORED, Call, LayerRecord, NotUnderstood, Value, is_absent
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import as_understood, plain_settings
 from accel.quantization.experts import holds_numbers
-from accel.tolerances import ACTIVATION
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,9 @@ class MlpSpec:
     halves: the one projection gives gate and up, True for gate first, False for up first; None for no gate in it.
     whole: the module of them all, where there is one; alone: it takes the input and nothing else. settings: of that
     module and of the activation's. All by name, from the layer; "" for what there is not.
+
+    beside: blocks whose results are added to this one's. before, post: norms of one of these blocks alone. router: it
+    is given what the norm is, and gives choices and shares, at the places `chosen` of its result, which `whole` takes.
     """
 
     whole: str = ""
@@ -34,21 +37,49 @@ class MlpSpec:
     activation: str = ""
     settings: tuple[tuple[str, tuple], ...] = ()
     halves: bool | None = None
+    beside: "tuple[MlpSpec, ...]" = ()
+    before: NormSpec | None = None
+    post: NormSpec | None = None
+    router: str = ""
+    chosen: tuple[int, ...] = ()
+
+    @property
+    def blocks(self) -> "tuple[MlpSpec, ...]":
+        return (self, *self.beside)
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """Linears, and modules that are called as a whole."""
+        of_each = ((*one.first, one.down) if one.first else (one.whole, one.router) for one in self.blocks)
+        return tuple(name for names in of_each for name in names if name)
+
+    @property
+    def wholes(self) -> tuple[str, ...]:
+        """Modules that are called as a whole, without routers."""
+        return tuple(one.whole for one in self.blocks if not one.first)
+
+    @property
+    def norms(self) -> list[NormSpec]:
+        return [norm for one in self.blocks for norm in (one.before, one.post) if norm is not None]
 
 
-def understand_mlp(layer: LayerRecord) -> tuple[MlpSpec | None, tuple[Call, ...]]:
+def understand_mlp(layer: LayerRecord, others: Sequence[Call] = ()) -> tuple[MlpSpec | None, tuple[Call, ...]]:
     """The MLP of a recorded layer, and the calls of its modules: first the one that is given its input and the one that
-    gives its output. None where the layer has nothing besides the attention that could be one. Raises NotUnderstood
-    where it has none that can be told from the rest, or neither.
+    gives its output. others: calls of something else. None where the layer has nothing besides the attention that could
+    be one. Raises NotUnderstood where it has none that can be told from the rest, or neither.
     """
     mixer = layer.attention if layer.mixes else None
     around = {module for module in layer.layer.modules() if any(m is mixer for m in module.modules())}
+    around |= {call.module for call in others}
     mine = [call for call in layer.inside(layer.layer) if call.module not in around]
     if mixer is not None and not any(_matrices(call.module) for call in mine):
         return None, ()
     containers = [call for call in mine if _matrices(call.module) and vars(call.module)["_modules"]]
     if len(containers) > 1:
-        raise NotUnderstood(NOTHING_STORED if mixer is None else "more than one block besides the attention")
+        several = None if mixer is None else _several(layer, mine, containers)
+        if several is None:
+            raise NotUnderstood(NOTHING_STORED if mixer is None else "more than one block besides the attention")
+        return several
     whole = containers[0] if containers else None
     found = _formula(layer, mine if whole is None else layer.inside(whole.module), whole)
     if found is not None:
@@ -65,6 +96,64 @@ def understand_mlp(layer: LayerRecord) -> tuple[MlpSpec | None, tuple[Call, ...]
 
 def _matrices(module: nn.Module) -> bool:
     return any(p.dim() >= 2 for p in module.parameters()) or any(map(holds_numbers, module.modules()))
+
+
+def _several(layer: LayerRecord, mine: list[Call], containers: list[Call]) -> tuple[MlpSpec, tuple[Call, ...]] | None:
+    """Blocks that all take the same, or norms of it, and whose results, or norms of these, are added."""
+    norms = [call for call in mine if normlike(call)]
+    routed = {id(call): found for call in containers if (found := _router(call, containers)) is not None}
+    routers = [router for router, _ in routed.values()]
+    specs: list[MlpSpec] = []
+    inner: list[Call] = []
+    taken: list[tuple[Call | None, Value]] = []
+    given: list[torch.Tensor] = []
+    for call in containers:
+        if any(call is router for router in routers):
+            continue
+        spec, (begin, end, *more) = MlpSpec(layer.name(call.module)), (call, call)
+        if id(call) in routed:
+            router, chosen = routed[id(call)]
+            spec = replace(spec, router=layer.name(router.module), chosen=chosen)
+            more = [router]
+        elif not call.alone or call.made is None:
+            return None
+        else:
+            spec, (begin, end, *more) = _formula(layer, layer.inside(call.module), call) or (spec, (call, call))
+        post = next((norm for norm in norms if norm.input.same(end.made)), None)
+        specs.append(spec if post is None else replace(spec, post=norm_spec(layer, post)))
+        taken.append((next((norm for norm in reversed(norms) if norm.output.same(begin.taken)), None), begin.input))
+        given.append((end if post is None else post).output.held)
+        inner += [begin, end, *more, *([] if post is None else [post])]
+    start = taken[0][1]
+    if not all(one.same(start) for one in (*(value for _, value in taken), *(router.input for router in routers))):
+        start = taken[0][1] if taken[0][0] is None else taken[0][0].input
+        for place, (norm, value) in enumerate(taken):
+            if not start.same(value if norm is None else norm.input):
+                return None
+            if norm is not None:
+                specs[place] = replace(specs[place], before=norm_spec(layer, norm))
+                inner.append(norm)
+    if not all(router.input.same(start) for router in routers) or len({one.numel() for one in given}) > 1:
+        return None
+    total = torch.stack([one.double().flatten() for one in given]).sum(0)
+    x = layer.call.output.held
+    if total.numel() != x.numel():
+        return None
+    total = total.view(x.shape).to(x.dtype)
+    normed = (norm.input for norm in norms if norm.input.held.shape == x.shape and agree(total, norm.input.held))
+    begin, end = replace(inner[0], taken=start), replace(inner[0], made=next(normed, Value(total)))
+    return replace(specs[0], beside=tuple(specs[1:])), (begin, end, *inner)
+
+
+def _router(call: Call, others: list[Call]) -> tuple[Call, tuple[int, ...]] | None:
+    """The call among others that gave a call what it takes besides a tensor, and at which places of its result."""
+    x, *more = (*call.args, *call.kwargs.values())
+    for other in others:
+        result = other.result if isinstance(other.result, tuple) else ()
+        places = [next((n for n, one in enumerate(result) if one is value), None) for value in more]
+        if other is not call and other.alone and places and None not in places and isinstance(x, torch.Tensor):
+            return other, tuple(place for place in places if place is not None)
+    return None
 
 
 def _formula(layer: LayerRecord, calls: list[Call], whole: Call | None) -> tuple[MlpSpec, tuple[Call, ...]] | None:
@@ -108,21 +197,42 @@ def _before(act: Call, down: Call, products: list[Call]) -> tuple[tuple[Call, ..
     return (), None
 
 
-def activation_name(module: nn.Module) -> str | None:
-    """The name of the activation a module without weights computes, or None."""
-    x = torch.linspace(-9, 9, 2001, dtype=torch.float64, device="cpu")
-    probe = copy.copy(module)
-    vars(probe)["training"] = False
-    try:
-        with torch.no_grad():
-            y = type(module).forward(probe, x)
-    except Exception as error:  # whatever it may be, it is not a function of one tensor
-        reason_of(error)
-        return None
-    if not isinstance(y, torch.Tensor) or y.shape != x.shape:
-        return None
-    close = (name for name, f in ACTIVATIONS.items() if float((f(x) - y).abs().max()) <= ACTIVATION)
-    return next(close, None)
+def bound_mlp(kernels: Kernels, layer: nn.Module, spec: MlpSpec) -> "BoundMlp | BoundSum":
+    """With the tensors of a layer."""
+    alone = not spec.beside
+    return BoundMlp(layer, spec) if alone else BoundSum(kernels, layer, spec)
+
+
+class BoundSum:
+    """Several blocks with the tensors they read."""
+
+    def __init__(self, kernels: Kernels, layer: nn.Module, spec: MlpSpec):
+        def norm(one: NormSpec | None) -> BoundNorm | None:
+            return None if one is None else BoundNorm(kernels, layer, one)
+
+        self.blocks = [(BoundMlp(layer, one), norm(one.before), norm(one.post)) for one in spec.blocks]
+        self.routers = [layer.get_submodule(one.router) if one.router else None for one in spec.blocks]
+        self.times = sum(block.times for block, _, _ in self.blocks)
+
+    def __call__(
+        self, kernels: Kernels, before: NormedInput, residual: torch.Tensor | None = None, scale: float = 1.0
+    ) -> torch.Tensor:
+        """residual + scale * the sum of all blocks."""
+        total: torch.Tensor | None = None
+        for (block, norm, post), router in zip(self.blocks, self.routers, strict=True):
+            h = before if norm is None else NormedInput(before.normed(), norm, block.times)
+            if router is not None:
+                chosen = router(before.normed().flatten(0, -2))
+                y = block.routed(h.normed(), chosen)
+            elif post is None:
+                total = block(kernels, h, residual=total)
+                continue
+            else:
+                y = block(kernels, h)
+            y = y if post is None else post(y)
+            total = y if total is None else total + y
+        assert total is not None
+        return total if residual is None else torch.add(residual, total, alpha=scale)
 
 
 class BoundMlp:
@@ -161,6 +271,11 @@ class BoundMlp:
         y = self.module(before.normed())
         y = y[0] if isinstance(y, tuple) else y
         return y if residual is None else torch.add(residual, y, alpha=scale)
+
+    def routed(self, h: torch.Tensor, chosen: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """What experts make of h, (rows, new, C). chosen: what their router gave."""
+        assert self.module is not None
+        return self.module(h.flatten(0, -2), *(chosen[place] for place in self.spec.chosen)).view(h.shape)
 
     def _middle(self, kernels: Kernels, before: NormedInput) -> torch.Tensor:
         name = self.spec.activation

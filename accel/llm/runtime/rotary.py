@@ -80,7 +80,7 @@ def rotaries(layer: LayerRecord, k: torch.Tensor, keys: torch.Tensor) -> Iterato
     """The rotations, None among them, that turn k, (rows, tokens, heads, D), into the stored keys."""
     if agree(k, keys.transpose(1, 2)):
         yield None
-    kwargs = layer.call.kwargs
+    kwargs = layer.call.named
     for rotary in rotary_candidates(layer):
         cos, sin = rotary.angles(kwargs, layer.attention)
         if 0 < 2 * cos.shape[-1] <= k.shape[-1]:
@@ -92,7 +92,7 @@ def rotaries(layer: LayerRecord, k: torch.Tensor, keys: torch.Tensor) -> Iterato
 
 def rotary_candidates(layer: LayerRecord) -> list[Rotary]:
     """All ways to read what the layer was handed as a table of angles."""
-    kwargs = layer.call.kwargs
+    kwargs = layer.call.named
     candidates = [
         Rotary(name, True, form, interleaved, sine_first)
         for sine_first in (False, True)

@@ -27,9 +27,10 @@ from accel.patching.guard import plain_settings
 
 # How the outputs of the projections hold heads: three projections; one, queries before keys before values; one, in
 # groups of some queries, their key, their value (one query a group in GPT-NeoX and Bloom).
-SEPARATE, JOINED, GROUPED = "separate", "joined", "grouped"
+# Or two projections: of queries, and of keys that are values too, before the norms of both.
+SEPARATE, JOINED, GROUPED, KEYS = "separate", "joined", "grouped", "keys"
 Parts = tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None
+    torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None
 ]  # queries, keys, values and a gate, by heads
 
 
@@ -90,7 +91,7 @@ class SoftmaxSpec(AttentionSpec):
         if stored.values.shape != stored.keys.shape:
             raise NotUnderstood("keys and values of different sizes")
         options, window = told(layer, record)
-        for found in _formulas(layer, calls, options, window, cls.parts):
+        for found in formulas_of(layer, calls, options, window, cls.parts):
             ending = cls.ending(layer, calls, found)
             if ending is not None:
                 out, *further = ending
@@ -159,7 +160,11 @@ class BoundSoftmaxAttention:
         """Of queries, keys and values, neither normed nor rotated; times sigmoid(gate)."""
         spec = self.spec
         q, k, v, gate = parts
-        gating = {} if gate is None else {"gate": gate}
+        gating: dict[str, Any] = {} if gate is None else {"gate": gate}
+        if k is None:
+            gating["skipped"] = step.written[spec.index] - q.shape[1]
+        else:
+            step.written[spec.index] = k.shape[1]
         q, q_norm = _normed(q, self.q_norm)
         k, k_norm = _normed(k, self.k_norm)
         cos = sin = None
@@ -186,7 +191,10 @@ def split(
     outputs: Sequence[torch.Tensor], layout: str, heads: int, groups: int, kv_heads: int, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Outputs of the projections, (rows, new, N), as queries, keys and values, (rows, new, heads, D)."""
-    if layout == SEPARATE:
+    if layout == KEYS:
+        q, k = (y.unflatten(-1, (-1, dim)) for y in outputs)
+        v = k
+    elif layout == SEPARATE:
         q, k, v = (y.unflatten(-1, (-1, dim)) for y in outputs)
     elif layout == JOINED:
         q, k, v = outputs[0].unflatten(-1, (-1, dim)).split([heads, groups, groups], dim=-2)
@@ -198,7 +206,7 @@ def split(
     return q, k, v
 
 
-def _formulas(
+def formulas_of(
     layer: LayerRecord, calls: list[Call], options: dict, window: int | None, parts: Callable
 ) -> Iterator[Formula]:
     """Those that fit the recorded queries and keys. parts: see `SoftmaxSpec.parts`."""
@@ -279,6 +287,8 @@ def _projections(calls: list[Call], layer: LayerRecord) -> Iterator[tuple[tuple[
             for k in (c for c in siblings if c.output.held.shape[-1] == stored * d):
                 for q in (c for c in siblings if c is not k and c.output.held.shape[-1] % (stored * d) == 0):
                     yield (q, k, call), layout(SEPARATE, q.output.held.shape[-1] // d, stored)
+            for q in (c for c in siblings if c.output.held.shape[-1] % (stored * d) == 0):
+                yield (q, call), layout(KEYS, q.output.held.shape[-1] // d, stored)
         if total > 2 * stored and torch.equal(y[..., -stored * d :].unflatten(-1, (-1, d)), values):
             yield (call,), layout(JOINED, total - 2 * stored, stored)
         for groups in (g for g in range(1, total // 3 + 1) if total % g == 0 and stored % g == 0):
@@ -300,7 +310,7 @@ def _results(
     holders = (layer.attention, layer.layer)
     angles = {}
     if rotary is not None:
-        cos, sin = (t.to(q.dtype) for t in rotary.angles(layer.call.kwargs, layer.attention))
+        cos, sin = (t.to(q.dtype) for t in rotary.angles(layer.call.named, layer.attention))
         angles = {"cos": cos, "sin": sin, "interleaved": rotary.interleaved}
     usual = q.shape[-1] ** -0.5
     if layer.attended is None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import accel
-from accel.llm.runtime.layer import LayerForward
+from accel.llm.generation.layer_forward import LayerForward
 from support.llm.families import FAMILIES, SIZES, TOKENS, layers, make, padded, prompt
 from support.llm.outputs import generate, same
 from support.patched import sites

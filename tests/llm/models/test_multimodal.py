@@ -9,10 +9,10 @@ from torch import nn
 
 import accel
 from accel.llm.generation import arguments
+from accel.llm.generation.layer_forward import LayerForward
 from accel.llm.generation.layer_inputs import NOT_CAUSAL
 from accel.llm.kv_cache.cache import OURS
 from accel.llm.recording.recorder import decoder_layers
-from accel.llm.runtime.layer import LayerForward
 from support.llm.multimodal import MODELS, make
 from support.llm.outputs import flat, generate, same
 from support.noted import noted

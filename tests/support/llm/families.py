@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from support.everything import EVERYTHING
+from support.llm.random_weights import randomize
 
 VOCAB = 99
 EVEN_VOCAB = 100  # for ranks: transformers before 5.18 divides no other number of words
@@ -50,6 +51,10 @@ LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope
           "num_key_value_heads": 4}  # fmt: skip
 LATENT_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
                   "moe_intermediate_size": 48}  # fmt: skip
+
+
+GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "sliding_window": 5, "vocab_size_per_layer_input": VOCAB,
+          "layer_types": ["sliding_attention", "full_attention"]}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -133,6 +138,14 @@ FAMILIES = (
            attention="eager", core=True),
     Family("gemma3", "gemma3_text", {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 10,
                                      "layer_types": ["sliding_attention", "full_attention"]}),
+    # The last two layers attend to what the first two have stored; each has an embedding of its own.
+    Family("gemma4-shared", "gemma4_text", GEMMA4 | {
+        "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}),
+    # Keys that are values, and experts beside the MLP.
+    Family("gemma4-experts", "gemma4_text", GEMMA4 | {
+        "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+        "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48}),
     Family("granite", "granite", {"embedding_multiplier": 0.5, "logits_scaling": 2.0, "residual_multiplier": 0.4,
                                   "attention_multiplier": 0.2}),
     Family("olmo", "olmo"),
@@ -248,6 +261,10 @@ FAMILIES = (
                               "attn_layer_indices": [1], "mamba_chunk_size": 16}, stateful=True, core=True),
     Family("deepseek-v2", "deepseek_v2", LATENT | LATENT_EXPERTS | {"q_lora_rank": ..., "head_dim": 8}),
     Family("minicpm3", "minicpm3", LATENT | {"head_dim": 8, "scale_depth": 0.7}),
+    Family("granite-hybrid", "granitemoehybrid", {
+        "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24, "mamba_chunk_size": 16,
+        "layer_types": ["mamba", "attention"], "num_local_experts": 4, "num_experts_per_tok": 2,
+        "shared_intermediate_size": 80, "residual_multiplier": 0.4}, stateful=True),
     Family("mamba", "mamba", MHA | {"state_size": 8, "intermediate_size": None, "num_attention_heads": None,
                                     "max_position_embeddings": None}, expected="stock"),
     Family("rwkv", "rwkv", MHA | {"num_attention_heads": None, "max_position_embeddings": None,
@@ -282,25 +299,13 @@ def make(family: Family | str, dtype: torch.dtype = torch.float32, seed: int = 1
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     for name, parameter in model.named_parameters():
         randomize(model.get_submodule(name.rpartition(".")[0]), parameter.data, generator, 0.05 if tied else 1.0)
+    for name, buffer in model.named_buffers():
+        if buffer.numel() == 1 and name in model.state_dict():
+            buffer.fill_(0.7)  # a factor of a layer
     # A random model would end a text at once, or never; tests that want an end ask for it.
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model.to(dtype)
-
-
-def randomize(module: nn.Module, weight: torch.Tensor, generator: torch.Generator, words: float) -> None:
-    """Weights of norms and biases that are not ones and zeros, matrices that keep the size of what they are given.
-
-    Transformers' own are so small that attention is a mean over all positions, and a mistake in it hardly shows.
-    """
-    noise = torch.randn(weight.shape, generator=generator)
-    if weight.dim() < 2:
-        weight += 0.2 * noise
-    elif isinstance(module, nn.Embedding):
-        weight.copy_(words * noise)
-    else:
-        inputs = weight.shape[-2] if type(module).__name__ == "Conv1D" else weight.shape[-1]
-        weight.copy_(1.6 * noise * inputs**-0.5)
 
 
 @functools.cache

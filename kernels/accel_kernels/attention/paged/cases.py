@@ -51,9 +51,11 @@ def beside(q: torch.Tensor, gate: bool) -> tuple[torch.Tensor, torch.Tensor | No
 
 def _attention_case(numbers, rows, stored, new, heads, kv_heads, dim, *, rotary=None, block=16, room=None,
                    padding_mask=False, hole=1, shuffled=False, qk_norm=False, kv_dtype=None, last=None,
-                   gate=False, **more):  # fmt: skip
-    """Rows of `stored` tokens each, and `new` more. hole: a token of the first row that a padding mask hides."""
-    columns = -(-(room or stored + new) // block)
+                   gate=False, borrowed=False, **more):  # fmt: skip
+    """Rows of `stored` tokens each, and `new` more. hole: a token of the first row that a padding mask hides. borrowed:
+    the store has the new ones already.
+    """
+    columns = -(-(room or stored + new + more.get("skipped", 0)) // block)
     kv = numbers.store(rows, columns, block, kv_heads, dim, shuffled, kv_dtype)
     mask = None
     if padding_mask:  # left padding of row r by r tokens
@@ -72,6 +74,7 @@ def _attention_case(numbers, rows, stored, new, heads, kv_heads, dim, *, rotary=
         both[:, last + 1 :] = float("inf")
     q, k, v = (t.unflatten(-1, (-1, dim)) for t in both.split([q_heads * dim, kv_heads * dim, kv_heads * dim], -1))
     q, more["gate"] = beside(q, gate)
+    k, v = (None, None) if borrowed else (k, v)
     return (q, k, v, kv, dim**-0.5), numbers.given(rows, new, heads, dim, rotary, qk_norm, more)
 
 
@@ -100,7 +103,7 @@ def ragged_of(sequences: list[tuple[int, int]], idle: int, fill: int, device: to
 
 
 def _ragged_case(numbers, sequences, heads, kv_heads, dim, *, idle=0, fill=0, rotary=None, block=16, qk_norm=False,
-                 kv_dtype=None, gate=False, **more):  # fmt: skip
+                 kv_dtype=None, gate=False, borrowed=False, **more):  # fmt: skip
     """As `ragged_of`; tokens that fill the call up are of infinities."""
     columns = -(-max((sum(one) for one in sequences), default=1) // block)
     kv = numbers.store(len(sequences) + 1, columns, block, kv_heads, dim, True, kv_dtype)
@@ -110,6 +113,7 @@ def _ragged_case(numbers, sequences, heads, kv_heads, dim, *, idle=0, fill=0, ro
     both[:, used:] = float("inf")
     q, k, v = both.split([q_heads, kv_heads, kv_heads], dim=2)
     q, more["gate"] = beside(q, gate)
+    k, v = (None, None) if borrowed else (k, v)
     kv = kv._replace(ragged=ragged_of(sequences, idle, fill, numbers.device))
     return (q, k, v, kv, dim**-0.5), numbers.given(1, used + fill, heads, dim, rotary, qk_norm, more)
 

@@ -90,9 +90,16 @@ def decode_kernel(
     if HAS_PADDING_MASK:
         padding_mask_ptr = padding_mask_of(metadata_ptr, b, STORE_BLOCK)
     stored = store.length
+    reach = window
+    if k is None:  # the new token is stored already, by a kernel that may not have ended
+        stored += 1
+        if window is not None:
+            reach = window + 1
+        if PDL:
+            tl.extra.cuda.gdc_wait()
     d_idx = tl.arange(0, BLOCK_D)
     d_mask = d_idx < DIM
-    blocks, start, stop, active = share_of(stored, window, split, splits, few_splits, SPLIT, BLOCK_N, LEAST)
+    blocks, start, stop, active = share_of(stored, reach, split, splits, few_splits, SPLIT, BLOCK_N, LEAST)
     n_idx = tl.minimum(start, tl.maximum(blocks - 1, 0)) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_mask = n_idx < tl.where(start < stop, stored, 0)
     block_k, block_v, k_scale, v_scale = load_block(
@@ -121,7 +128,7 @@ def decode_kernel(
     if PACKED is not None:
         q_in, unit = fitted(query)
         q_scale = (unit * scale)[:, None]
-    at = tl.full((BLOCK_M,), 0, tl.int32) + stored
+    at = tl.full((BLOCK_M,), 0, tl.int32) + store.length
     if start < stop:
         row_max, row_sum, acc, odd = attention_block(
             q_in, block_k, block_v, k_scale, v_scale, n_idx, n_mask, at, row_max, row_sum, acc, odd, q_scale, window,
@@ -139,7 +146,7 @@ def decode_kernel(
         )  # fmt: skip
     if PACKED is not None:
         acc = tl.join(acc, odd).reshape(BLOCK_M, BLOCK_D)
-    if split == active - 1:
+    if k is not None and split == active - 1:
         one = tl.arange(0, 1)[:, None]
         new_mask = (one == 0) & d_mask[None, :]
         k_head = k.data + b * k.row + (g + one) * k.head
@@ -169,9 +176,9 @@ def decode_kernel(
     )  # fmt: skip
 
 
-def decodes_kv8(q, cos, kv) -> bool:
+def decodes_kv8(q, k, cos, kv) -> bool:
     """Whether `kv8_decode_kernel` takes a call."""
-    if kv.key_scales is None or interpreted() or not reaches(q.device, AMPERE):
+    if kv.key_scales is None or k is None or interpreted() or not reaches(q.device, AMPERE):
         return False
     heads, dim = q.shape[2:]
     few = heads // kv.keys.shape[2] <= HEADS and (cos is None or 2 * cos.shape[-1] == dim)
@@ -185,9 +192,9 @@ def decode(
     """`paged_attention` for one new token a row, or a sequence. kv8: whether by `kv8_decode_kernel`; None: where that
     takes it.
     """
-    (rows, _, heads, dim), kv_heads = q.shape, k.shape[2]
+    (rows, _, heads, dim), kv_heads = q.shape, kv.keys.shape[2]
     units, group = rows * kv_heads, heads // kv_heads
-    kv8 = decodes_kv8(q, cos, kv) if kv8 is None else kv8
+    kv8 = decodes_kv8(q, k, cos, kv) if kv8 is None else kv8
     packed = packing(kv.key_scales, kv.values, q.dtype)
     most = KV8_MOST_SPLITS if kv8 else MOST_SPLITS
     few = split_count(units, q.device, FILL, most)
@@ -206,7 +213,7 @@ def decode(
         inside = (gate_of(gate),)
         constants |= {
             "STORE_BLOCK": kv.block, "BLOCK_M": tile.queries, "BLOCK_N": tile.keys, "BLOCK_D": channels,
-            "COMBINE": combined_rows(group), "PACKED": packed, "UPCAST": upcast(q.dtype),
+            "COMBINE": combined_rows(group, dim), "PACKED": packed, "UPCAST": upcast(q.dtype),
         }  # fmt: skip
     if small:
         meta["maxnreg"] = KV8_REGISTERS
@@ -214,8 +221,9 @@ def decode(
     angles = Angles(None, None)
     if cos is not None:
         angles = Angles(cos, sin, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(2))
+    given = (None if t is None else Heads(t, t.stride(0), t.stride(2)) for t in (q, k, v))
     launch(
-        kernel, (units, splits), *(Heads(t, t.stride(0), t.stride(2)) for t in (q, k, v)), out, angles,
+        kernel, (units, splits), *given, out, angles,
         kernel_arguments(q_norm)[0], kernel_arguments(k_norm)[0],
         scratch_of(units, splits, kept, channels, q.device, kv.split_counters), sinks, slopes, kv.metadata,
         None if kv.ragged is None else kv.ragged.pointers(), *inside, kv.layer, heads, kv_heads, float(scale), window,

@@ -14,7 +14,7 @@ from accel_kernels.op import dtype_reason, make_op
 
 def reference(
     q, k, v, kv, scale, *, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None, window=None, softcap=None,
-    sinks=None, slopes=None, gate=None, dense=None,
+    sinks=None, slopes=None, gate=None, dense=None, skipped=0,
 ):  # fmt: skip
     """q: (rows, new, heads, D); k, v: (rows, new, kv heads, D); any strides, the last 1. Gives (rows, new, heads * D).
 
@@ -27,12 +27,14 @@ def reference(
     position (ALiBi, Press et al. 2022; in a softmax the same as a penalty by distance). gate: like q, what comes out is
     multiplied by its sigmoid (Qiu et al., "Gated Attention for Large Language Models", 2025). Keys that kv.padding_mask
     forbids are not seen; a query that sees none gives zeros. dense: a PromptAttention that the calls of a model share,
-    for prompts without past. Where the store rounds keys and values to 8 bits, queries see the rounded ones, their own
-    token's too: what comes out does not depend on how many tokens come at once.
+    for prompts without past. k, v: None where an earlier call with the same kv has stored the new tokens; q then has
+    those behind the first `skipped`. Where the store rounds keys and values to 8 bits, queries see the rounded ones,
+    their own token's too: what comes out does not depend on how many tokens come at once.
     """
     if gate is not None:
         given = {"cos": cos, "sin": sin, "interleaved": interleaved, "q_norm": q_norm, "k_norm": k_norm,
-                 "window": window, "softcap": softcap, "sinks": sinks, "slopes": slopes}  # fmt: skip
+                 "window": window, "softcap": softcap, "sinks": sinks, "slopes": slopes,
+                 "skipped": skipped}  # fmt: skip
         return reference(q, k, v, kv, scale, **given) * gate.sigmoid().flatten(2)
     if kv.ragged is not None:
         given = {"interleaved": interleaved, "q_norm": q_norm, "k_norm": k_norm, "window": window, "softcap": softcap,
@@ -40,16 +42,19 @@ def reference(
         return _by_sequence(q, k, v, kv, scale, cos, sin, given)
     if kv.last is not None:
         behind = (torch.arange(q.shape[1], device=q.device) > kv.last).view(1, -1, 1, 1)
-        q, k, v = (t.masked_fill(behind, 0) for t in (q, k, v))
+        q, k, v = (None if t is None else t.masked_fill(behind, 0) for t in (q, k, v))
     if q_norm is not None:
         q = norms.reference(q, q_norm)
-    if k_norm is not None:
+    if k_norm is not None and k is not None:
         k = norms.reference(k, k_norm)
-    if cos is not None:
+    if cos is not None and k is None:
+        q = rotated(q, cos, sin, interleaved)
+    elif cos is not None:
         q, k = rotated(torch.cat((q, k), dim=2), cos, sin, interleaved).split([q.shape[2], k.shape[2]], dim=2)
-    start = kv.stored()
+    start = kv.stored() + skipped
     end = start + q.shape[1]
-    kv.write(start, k, v)
+    if k is not None:
+        kv.write(start, k, v)
     keys, values = kv.read(end, q.dtype)
     if softcap is None and sinks is None and slopes is None:
         all_seen = window is None and kv.padding_mask is None and q.shape[1] == 1
@@ -63,7 +68,8 @@ def _by_sequence(q, k, v, kv, scale, cos, sin, given):
     out = q.new_zeros(1, q.shape[1], q.shape[2] * q.shape[3])
     for new, alone in kv.sequences():
         angles = {} if cos is None else {"cos": cos[:, new], "sin": sin[:, new]}
-        out[:, new] = reference(q[:, new], k[:, new], v[:, new], alone, scale, **angles, **given)
+        new_q, new_k, new_v = (None if t is None else t[:, new] for t in (q, k, v))
+        out[:, new] = reference(new_q, new_k, new_v, alone, scale, **angles, **given)
     return out
 
 
@@ -123,25 +129,27 @@ def rotated(t: torch.Tensor, cos, sin, interleaved: bool) -> torch.Tensor:
 
 def supports(
     q, k, v, kv, scale, *, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None, window=None, softcap=None,
-    sinks=None, slopes=None, gate=None, dense=None,
+    sinks=None, slopes=None, gate=None, dense=None, skipped=0,
 ) -> str | None:  # fmt: skip
     if q.numel() == 0:
         return "empty"
-    if q.shape[-1] > 256:
-        return f"head dimension {q.shape[-1]}, more than 256"
-    if v.shape[-1] != q.shape[-1]:
+    if q.shape[-1] > 512:
+        return f"head dimension {q.shape[-1]}, more than 512"
+    if v is not None and v.shape[-1] != q.shape[-1]:
         return f"values of {v.shape[-1]} channels, keys of {q.shape[-1]}"
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.stride(-1) != 1:
+        if tensor is not None and tensor.stride(-1) != 1:
             return f"{name}: channels not next to each other"
-    if (kv.key_scales is None and kv.keys.dtype != q.dtype) or k.dtype != q.dtype or v.dtype != q.dtype:
+    if (kv.key_scales is None and kv.keys.dtype != q.dtype) or any(
+        t is not None and t.dtype != q.dtype for t in (k, v)
+    ):
         return "queries and stored keys of different dtypes"
     if (reason := float8_reason(q.device, kv.keys.dtype)) is not None:
         return reason
     if kv.ragged is not None and (q.shape[0] != 1 or kv.padding_mask is not None):
         return "sequences of different lengths in several rows, or with a padding mask"
-    if kv.ragged is not None and q.shape[2] // k.shape[2] > 128:
-        return f"{q.shape[2] // k.shape[2]} heads a group, more than 128, of sequences of different lengths"
+    if kv.ragged is not None and (q.shape[2] // kv.keys.shape[2] > 128 or skipped):
+        return f"{q.shape[2] // kv.keys.shape[2]} heads a group, more than 128, of sequences of different lengths"
     if gate is not None and (reason := _gate_reason(q, gate)) is not None:
         return reason
     for norm in (q_norm, k_norm):
@@ -196,6 +204,15 @@ CASES = (
     _small("prefill-all", 2, 9, 20, 4, 2, 32, sinks=True, slopes=True, softcap=4.0, padding_mask=True),
     _small("prefill-gate", 2, 0, 23, 4, 2, 32, rotary=16, qk_norm=True, gate=True),
     _small("prefill-gate-more", 2, 19, 5, 3, 3, 20, window=11, gate=True, shuffled=True),
+    _small("borrowed-decode", 2, 37, 1, 4, 2, 32, rotary=32, borrowed=True, shuffled=True),
+    _small("borrowed-decode-window", 1, 64, 1, 4, 2, 32, window=17, padding_mask=True, borrowed=True),
+    _small("borrowed-decode-partial", 1, 15, 1, 4, 2, 32, rotary=16, window=16, borrowed=True),
+    _small("borrowed-prefill", 2, 0, 23, 4, 2, 32, rotary=32, last=18, borrowed=True),
+    _small("borrowed-prefill-end", 2, 0, 1, 4, 2, 32, rotary=32, window=9, skipped=22, borrowed=True),
+    _small("borrowed-verify-end", 1, 19, 3, 4, 1, 32, rotary=32, skipped=14, padding_mask=True, borrowed=True),
+    _small("int8-borrowed-decode", 2, 37, 1, 4, 2, 32, rotary=32, window=20, borrowed=True, **INT8),
+    _small("decode-512", 1, 37, 1, 4, 1, 272, rotary=272),
+    _small("prefill-512", 1, 0, 19, 4, 2, 512, rotary=512, padding_mask=True),
     _small("int8-decode-gate", 1, 37, 1, 4, 2, 32, rotary=32, gate=True, **INT8),
     _small("int8-decode", 2, 37, 1, 4, 2, 32, rotary=32, padding_mask=True, shuffled=True, **INT8),
     _small("int8-decode-odd", 1, 21, 1, 3, 3, 20, rotary=10, window=9, sinks=True, **INT8),
@@ -245,9 +262,15 @@ CASES = (
     _ragged("ragged-none", [], 2, 1, 32, rotary=32, idle=2, fill=4),
     _ragged("ragged-all", [(9, 1), (30, 20)], 4, 4, 32, sinks=True, slopes=True, softcap=4.0),
     _ragged("ragged-gate", [(37, 1), (60, 1), (0, 23), (5, 3)], 4, 2, 32, rotary=32, qk_norm=True, gate=True, fill=2),
+    _ragged("ragged-borrowed", [(37, 1), (60, 1), (0, 23), (5, 3)], 4, 2, 32, rotary=32, window=18, borrowed=True),
     _ragged("ragged-int8", [(37, 1), (0, 23), (5, 3)], 4, 2, 32, rotary=32, fill=2, **INT8),
     ragged_case("ragged-fp8", [(37, 1), (9, 23)], 4, 2, 64, rotary=64, **FP8),
     _large_ragged("ragged-int8-decode", [(317, 1), (64, 1), (9, 1)], 8, 2, 128, rotary=128, idle=5, fill=5, **INT8),
+    _large("gemma4-decode", 1, 900, 1, 8, 1, 512, rotary=512, qk_norm=True),
+    _large("gemma4-prefill", 1, 0, 700, 8, 1, 512, rotary=512, qk_norm=True),
+    _large("gemma4-borrowed-decode", 2, 900, 1, 8, 2, 256, rotary=256, window=512, borrowed=True),
+    _large("gemma4-borrowed-prefill", 1, 0, 300, 8, 2, 256, rotary=256, window=200, borrowed=True),
+    _large("gemma4-borrowed-end", 1, 0, 1, 8, 2, 512, rotary=512, skipped=700, borrowed=True),
     _llama_ragged("ragged-llama", [*[(100 * i, 1) for i in range(20)], (0, 700), (64, 300)], idle=4, fill=4),
     _large_ragged("ragged-gemma2", [(700, 1), (0, 300)], 8, 4, 256, rotary=256, window=512, softcap=50.0),
     _large_ragged("ragged-phi-80", [(300, 1), (20, 150)], 32, 32, 80, rotary=32),

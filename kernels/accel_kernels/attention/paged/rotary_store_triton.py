@@ -60,13 +60,15 @@ def rotary_store_kernel(
         tl.extra.cuda.gdc_wait()
     angle = b * stride_cb + s * stride_cs + pair * stride_cp
     cos, sin = angle_of(cos_ptr, sin_ptr, angle, d_idx, PAIRS)
-    element = v_ptr.dtype.element_ty
+    element = o_ptr.dtype.element_ty
     if part < q_blocks:
         h = part * BLOCK_H + h_idx
         mask, there = (h < heads)[:, None] & d_mask[None, :], (h < read)[:, None] & d_mask[None, :]
         heads_ptr = q_ptr + b * stride_qb + s * stride_qs + h[:, None] * stride_qh
         q = apply_rope(heads_ptr, q_norm, there, d_idx, mate, d_mask, cos, sin, sign, DIM, PAIRS)
         tl.store(o_ptr + ((b * new + s) * heads + h[:, None]) * DIM + d_idx[None, :], q.to(element), mask=mask)
+    elif k_ptr is None:
+        pass
     elif part < q_blocks + k_blocks:
         h = (part - q_blocks) * BLOCK_H + h_idx
         mask, there = (h < kv_heads)[:, None] & d_mask[None, :], (h < kv_read)[:, None] & d_mask[None, :]
@@ -163,22 +165,25 @@ def rotary_store(
 
     Arguments as `paged_attention`.
 
+    k, v: None where nothing is to be stored.
+
     shown: returns (queries, keys, values), the last two as the store has them, rounded where it rounds them,
     (rows, new, kv heads, D) contiguous. prefills: of a `Ragged`, leaves the decodes out.
     """
     rows, new, heads, dim = q.shape
-    kv_heads = k.shape[2]
+    kv_heads = kv.keys.shape[2]
     out = torch.empty(q.shape, device=q.device, dtype=q.dtype)
+    strides = [(0, 0, 0) if t is None else t.stride()[:3] for t in (q, k, v)]
     keys, values = (torch.empty(k.shape, device=q.device, dtype=q.dtype) if shown else None for _ in range(2))
     pairs = 0 if cos is None else cos.shape[-1]
     angles = (0, 0, 0) if cos is None else (cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), cos.stride(2))
     block_h = min(MOST_HEADS, power_of_two(max(heads, kv_heads)))
-    grid = (rows * new, cdiv(heads, block_h) + 2 * cdiv(kv_heads, block_h))
+    grid = (rows * new, cdiv(heads, block_h) + (0 if k is None else 2 * cdiv(kv_heads, block_h)))
     launch(
         rotary_store_kernel, grid,
         q, k, v, out, cos, sin, kernel_arguments(q_norm)[0], kernel_arguments(k_norm)[0], kv.metadata,
-        None if kv.ragged is None else kv.ragged.pointers(), kv.last, keys, values, *q.stride()[:3], *k.stride()[:3],
-        *v.stride()[:3], *angles, kv.layer, new, heads, kv_heads,
+        None if kv.ragged is None else kv.ragged.pointers(), kv.last, keys, values, *strides[0], *strides[1],
+        *strides[2], *angles, kv.layer, new, heads, kv_heads,
         DIM=dim, PAIRS=pairs, INTERLEAVED=interleaved, STORE_BLOCK=kv.block, BLOCK_H=block_h, BLOCK_D=power_of_two(dim),
         KV_DTYPE=kv_dtype_of(kv.key_scales, kv.keys), PREFILLS=prefills, num_warps=4, **programmatic(q.device),
     )  # fmt: skip
