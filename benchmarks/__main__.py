@@ -24,6 +24,7 @@ STUDIES = {  # name: module, and a line of what it measures
     "text-batches": ("models.text:batches", "generate_batch of a language model by settings"),
     "plots": ("plots.draw", "docs/images from benchmarks/results"),
     "ablation": ("models.ablation", "what each mechanism gives, on cases of `accel bench`"),
+    "random-calls": ("models.random_calls", "random calls of generate() on tiny models: every token must be stock's"),
     "engine-steps": ("models.engine", "Python of one step of the batching engine"),
     "new-sizes": ("models.sizes", "first calls of new sizes, caches cold"),
     "before-after": ("models.trees", "two source trees in turns, a process each"),

@@ -103,7 +103,7 @@ def decode(out: Path, quick: bool = False) -> None:
             us = step_us(rows, kvs)
             row |= {f"{name}_us": us, f"{name}_tb_s": round(layer_bytes(rows, stored, codes) / us / 1e6, 2)}
             if codes is not None:
-                with changed(decode_triton, decodes_kv8=lambda q, kv: False):
+                with changed(decode_triton, decodes_kv8=lambda q, cos, kv: False):
                     row[f"{name}_plain_us"] = step_us(rows, kvs)
             del kvs
         record.add("rows", row | {"int8_times": round(row["bf16_us"] / row["int8_us"], 2)})

@@ -1,4 +1,4 @@
-"""What a decode step must move at least: every weight it uses once, and the keys and values of all tokens so far.
+"""What a decode step must move at least: every weight it uses once, keys and values of all tokens so far, and states.
 
 Divided by the speed at which the same card copies memory this is the least time a token can take.
 """
@@ -45,6 +45,7 @@ class Traffic:
     weights: dict[str, int] = field(default_factory=dict)
     products: list[tuple[nn.Parameter, str]] = field(default_factory=list)
     cached: list[tuple[int, int | None]] = field(default_factory=list)  # a layer: bytes a token, window
+    states: int = 0  # bytes a row, which a step reads and writes
     experts: tuple[int, int] | None = None  # how many there are, and how many a token takes
 
     @classmethod
@@ -60,6 +61,8 @@ class Traffic:
             if (keys := getattr(layer, "keys", None)) is not None:
                 each = (keys.nbytes + layer.values.nbytes) // (keys.shape[0] * keys.shape[2])
                 traffic.cached.append((each, getattr(layer, "sliding_window", None)))
+            kept = (getattr(layer, name, {}) for name in ("recurrent_states", "conv_states"))
+            traffic.states += sum(t.nbytes // len(t) for part in kept for t in part.values() if t is not None)
         traffic.weights = _weights(stock, roles)
         if "experts" in traffic.weights:
             many = max(
@@ -69,8 +72,9 @@ class Traffic:
         return traffic
 
     def cache(self, rows: int, tokens: int) -> int:
-        """Bytes of keys and values that a step reads where every row holds `tokens`."""
-        return rows * sum(each * min(tokens, window or tokens) for each, window in self.cached)
+        """Bytes of keys and values that a step reads where every row holds `tokens`, and of states, twice."""
+        read = sum(each * min(tokens, window or tokens) for each, window in self.cached)
+        return rows * (read + 2 * self.states)
 
     def hit(self, rows: int) -> float:
         """The share of the experts that so many independent choices are expected to hit."""

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from accel.bench.llm.configs import CONFIGS
+from accel.bench.llm.configs import CONFIGS, NEMOTRON
 from accel.bench.llm.models import endless, from_config
 from accel.bench.llm.workloads import Workload
 from accel.bench.scripts.script import Built, Script, Size, script
@@ -43,13 +43,7 @@ def text_script(name: str, about: str, kind: str, tiny: dict | None = None, new:
 
 HYBRID: dict = dict(head_dim=16, layer_types=["linear_attention", "full_attention"], linear_key_head_dim=8)
 HYBRID |= dict(linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4)
-MAMBA = dict(hidden_size=2560, num_hidden_layers=64, num_heads=80, head_dim=64, state_size=128, n_groups=1)
-MAMBA |= dict(vocab_size=50288, chunk_size=256, rms_norm=True)
 TINY_MAMBA = dict(num_heads=4, head_dim=16, state_size=8, n_groups=1, chunk_size=8)
-LATENT: dict = dict(vocab_size=102400, hidden_size=2048, intermediate_size=10944, moe_intermediate_size=1408)
-LATENT |= dict(num_hidden_layers=14, num_attention_heads=16, num_key_value_heads=16, n_routed_experts=64)
-LATENT |= dict(n_shared_experts=2, num_experts_per_tok=6, kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128)
-LATENT |= dict(qk_rope_head_dim=64, v_head_dim=128, first_k_dense_replace=1)
 TINY_LATENT: dict = dict(n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, kv_lora_rank=16)
 TINY_LATENT |= dict(q_lora_rank=None, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, moe_intermediate_size=16)
 TINY_LATENT |= dict(first_k_dense_replace=1, num_key_value_heads=4, n_group=1, topk_group=1)
@@ -62,17 +56,17 @@ TEXTS = (
     text_script(
         "qwen3.5",
         "Qwen3.5-9B, a hybrid of linear and full attention, 16 of 32 layers: 512 tokens in, 32 out",
-        "qwen3_5_text",
+        "qwen3.5-9b",
         HYBRID,
         num_hidden_layers=16,
     ),
-    text_script("mamba2", "Mamba2-2.7B, 512 tokens in, 32 out", "mamba2", TINY_MAMBA, **MAMBA),
+    text_script("mamba2", "Mamba2-2.7B, 512 tokens in, 32 out", "mamba2-2.7b", TINY_MAMBA),
     text_script(
         "deepseek-v2-lite",
         "DeepSeek-V2-Lite, latent attention and experts, 14 of 27 layers: 512 in, 32 out",
-        "deepseek_v2",
+        "deepseek-v2-lite",
         TINY_LATENT,
-        **LATENT,
+        num_hidden_layers=14,
     ),
     text_script(
         "qwen3-moe",
@@ -94,20 +88,11 @@ TEXTS = (
 
 @script("nemotron-h", "Nemotron-H-9B, Mamba, MLP and 2 of attention, 28 of 56 layers: 512 tokens in, 32 out")
 def nemotron(size: Size) -> Built:
-    mamba, attention = _hybrid_names()
-    blocks = [mamba, "mlp", mamba, "mlp", mamba, "mlp", mamba, attention, "mlp", mamba, "mlp", mamba, "mlp", mamba]
-    real = dict(hidden_size=4480, intermediate_size=15680, num_attention_heads=40, layers_block_type=2 * blocks)
-    tiny = dict(layers_block_type=[mamba, "mlp", attention], head_dim=8, mamba_num_heads=4, mamba_head_dim=16)
+    half = NEMOTRON[: len(NEMOTRON) // 2]
+    tiny = dict(hybrid_override_pattern="M-*", head_dim=8, mamba_num_heads=4, mamba_head_dim=16)
     tiny |= dict(ssm_state_size=8, n_groups=2, chunk_size=8, num_hidden_layers=3)
-    return generating(published(size, "nemotron_h", tiny, **real), size, new=32)
-
-
-def _hybrid_names() -> tuple[str, str]:
-    """What this version of transformers calls the layers of Mamba and of attention."""
-    from transformers import NemotronHConfig
-
-    names = NemotronHConfig().layers_block_type
-    return names[0], next(name for name in names if "attention" in name and name != names[0])
+    real = dict(hybrid_override_pattern=half, num_hidden_layers=len(half))
+    return generating(published(size, "nemotron-h-9b", tiny, **real), size, new=32)
 
 
 @script("llama-static-cache", "Llama-8B, 64 tokens with cache_implementation='static', which generate() compiles")

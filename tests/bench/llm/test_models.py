@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, MixtralConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, Mamba2Config, MixtralConfig
 
 import accel
 from accel.bench.llm import cases, configs, models
@@ -27,6 +27,14 @@ PUBLISHED = {
     "deepseek-v2-lite": 15706.5,
     "glm-4.7-flash": 29943.4,
     "gpt2": 124.4,
+    "qwen3.5-9b": 8953.8,
+    "qwen3.6-27b": 26896.0,
+    "qwen3.6-35b-a3b": 34660.6,
+    "nemotron-h-9b": 8888.2,
+    "falcon-h1-7b": 7585.5,
+    "granite4-h-small": 32207.3,
+    "mamba2-2.7b": 2702.6,
+    "kimi-linear": 49133.1,
     "lfm2-1.2b": 1170.3,
     "qwen3-30b-a3b": 30532.1,
     "mixtral-8x7b": 46702.8,
@@ -104,6 +112,10 @@ def test_bytes_of_other_makes():
     experts = found.weights["experts"]
     assert found.step(1, 1)["experts"] == experts // 4
     assert experts * 0.6 < found.step(4, 1)["experts"] < experts * 0.7  # 1 - (3/4)^4
+    spaces = {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8}
+    _, found = traffic(Mamba2Config(vocab_size=61, num_hidden_layers=2, hidden_size=32, **spaces))
+    kept = 4 * (8 * 8 * 8 + (64 + 2 * 8) * 4)  # a state, and four inputs of the convolution
+    assert found.cache(3, 100) == 3 * 2 * 2 * kept  # read and written, in both layers
 
 
 def test_a_step_reads_less_of_rounded_experts_as_far_as_they_are_hit():

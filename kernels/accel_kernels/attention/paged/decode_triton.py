@@ -62,9 +62,10 @@ class Angles(NamedTuple):
 def decode_kernel(
     q, k, v, o_ptr, angles, q_norm, k_norm, scratch, sinks_ptr, slopes_ptr, metadata_ptr,
     ragged, gate, layer, heads, kv_heads, scale, window, softcap, splits, few_splits,
-    GROUP: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, HAS_PADDING_MASK: tl.constexpr, LEAST: tl.constexpr,
-    KV_DTYPE: tl.constexpr, STORE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, COMBINE: tl.constexpr, PACKED: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HAS_PADDING_MASK: tl.constexpr, LEAST: tl.constexpr, KV_DTYPE: tl.constexpr, STORE_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, COMBINE: tl.constexpr, PACKED: tl.constexpr,
+    UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     element = q.data.dtype.element_ty
     SPLIT: tl.constexpr = scratch.sums is not None
@@ -97,7 +98,7 @@ def decode_kernel(
     block_k, block_v, k_scale, v_scale = load_block(
         store, n_idx, n_mask, d_idx, d_mask, kv_heads, DIM, STORE_BLOCK, KV_DTYPE, PACKED
     )
-    mate, sign = mates(d_idx, PAIRS)
+    mate, sign, pair = mates(d_idx, PAIRS, INTERLEAVED)
     m_idx = tl.arange(0, BLOCK_M)
     m_mask = m_idx < GROUP
     head = g * GROUP + m_idx
@@ -109,7 +110,7 @@ def decode_kernel(
     odd = 0.0 if PACKED is None else acc
     if PDL:
         tl.extra.cuda.gdc_wait()
-    cos, sin = angle_of(angles, b, d_idx, d_mask, PAIRS)
+    cos, sin = angle_of(angles.cos, angles.sin, b * angles.row + pair * angles.pair, d_idx, PAIRS)
     q_heads = q.data + b * q.row + head[:, None] * q.head
     q_mask = m_mask[:, None] & d_mask[None, :]
     query = apply_rope(q_heads, q_norm, q_mask, d_idx, mate, d_mask, cos, sin, sign, DIM, PAIRS)
@@ -168,30 +169,25 @@ def decode_kernel(
     )  # fmt: skip
 
 
-def decodes(q, cos, interleaved: bool, dim: int) -> bool:
-    """Whether this kernel takes the call: one new token, and all channels turned in halves, or none."""
-    return q.shape[1] == 1 and (cos is None or (not interleaved and 2 * cos.shape[-1] == dim))
-
-
-def decodes_kv8(q, kv) -> bool:
-    """Whether `kv8_decode_kernel` takes a call that `decode` takes."""
+def decodes_kv8(q, cos, kv) -> bool:
+    """Whether `kv8_decode_kernel` takes a call."""
     if kv.key_scales is None or interpreted() or not reaches(q.device, AMPERE):
         return False
     heads, dim = q.shape[2:]
-    few = heads // kv.keys.shape[2] <= HEADS
+    few = heads // kv.keys.shape[2] <= HEADS and (cos is None or 2 * cos.shape[-1] == dim)
     return few and dim in (64, 128) and q.dtype in (torch.float16, torch.bfloat16) and kv.block == BLOCK
 
 
 def decode(
-    q, k, v, kv, scale, out=None, kv8=None, *, cos=None, sin=None, q_norm=None, k_norm=None, window=None, softcap=None,
-    sinks=None, slopes=None, gate=None,
+    q, k, v, kv, scale, out=None, kv8=None, *, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None,
+    window=None, softcap=None, sinks=None, slopes=None, gate=None,
 ):  # fmt: skip
-    """`paged_attention` for one new token a row, or a sequence, see `decodes`. kv8: whether by `kv8_decode_kernel`;
-    None: where that takes it.
+    """`paged_attention` for one new token a row, or a sequence. kv8: whether by `kv8_decode_kernel`; None: where that
+    takes it.
     """
     (rows, _, heads, dim), kv_heads = q.shape, k.shape[2]
     units, group = rows * kv_heads, heads // kv_heads
-    kv8 = decodes_kv8(q, kv) if kv8 is None else kv8
+    kv8 = decodes_kv8(q, cos, kv) if kv8 is None else kv8
     packed = packing(kv.key_scales, kv.values, q.dtype)
     most = KV8_MOST_SPLITS if kv8 else MOST_SPLITS
     few = split_count(units, q.device, FILL, most)
@@ -224,7 +220,7 @@ def decode(
         scratch_of(units, splits, kept, channels, q.device, kv.split_counters), sinks, slopes, kv.metadata,
         None if kv.ragged is None else kv.ragged.pointers(), *inside, kv.layer, heads, kv_heads, float(scale), window,
         None if softcap is None else float(softcap), splits, few,
-        GROUP=group, DIM=dim, PAIRS=0 if cos is None else cos.shape[-1], HAS_PADDING_MASK=kv.padding_mask is not None,
-        **constants, **meta, **programmatic(q.device),
+        GROUP=group, DIM=dim, PAIRS=0 if cos is None else cos.shape[-1], INTERLEAVED=interleaved,
+        HAS_PADDING_MASK=kv.padding_mask is not None, **constants, **meta, **programmatic(q.device),
     )  # fmt: skip
     return out if inside else apply_gate(out, gate)

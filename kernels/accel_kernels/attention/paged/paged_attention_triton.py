@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.attention.paged.decode_triton import decode, decodes
+from accel_kernels.attention.paged.decode_triton import decode
 from accel_kernels.attention.paged.gate_triton import apply_gate, gate_of
 from accel_kernels.attention.paged.kv_quantization_triton import kv_dtype_of
 from accel_kernels.attention.paged.online_softmax_triton import (
@@ -141,20 +141,20 @@ def paged_attention(
     sinks=None, slopes=None, gate=None, dense=None,
 ):  # fmt: skip
     """Same arguments and result as the reference; head dimension up to 256."""
-    turning = {"cos": cos, "sin": sin, "q_norm": q_norm, "k_norm": k_norm}
+    turning = {"cos": cos, "sin": sin, "interleaved": interleaved, "q_norm": q_norm, "k_norm": k_norm}
     scores = {"window": window, "softcap": softcap, "sinks": sinks, "slopes": slopes, "gate": gate}
     if kv.ragged is not None:
-        return ragged_attention(q, k, v, kv, scale, interleaved, turning, scores)
-    if decodes(q, cos, interleaved, dim=q.shape[-1]):
+        return ragged_attention(q, k, v, kv, scale, turning, scores)
+    if q.shape[1] == 1:
         return decode(q, k, v, kv, scale, **turning, **scores)
     (rows, new, heads, dim), kv_heads = q.shape, k.shape[2]
     extras = (kv.padding_mask, softcap, sinks, slopes)
     plain = all(e is None for e in extras) and (window is None or window >= new)
     torchs = new > 1 if not kv.by_address else new > SHORT and dim % 8 == 0  # of other sizes it keeps all scores
     if kv.is_prefill and plain and q.is_cuda and torchs:
-        out = _fresh(q, k, v, kv, scale, dense or PromptAttention(), interleaved=interleaved, **turning)
+        out = _fresh(q, k, v, kv, scale, dense or PromptAttention(), **turning)
         return apply_gate(out, gate)
-    q = rotary_store(q, k, v, kv, interleaved=interleaved, **turning)
+    q = rotary_store(q, k, v, kv, **turning)
     out = torch.empty((rows, new, heads * dim), device=q.device, dtype=q.dtype)
     tile = tile_of(new * (heads // kv_heads), kv.block, dim, q.dtype)
     tiles = cdiv(new * (heads // kv_heads), tile.queries)
@@ -182,7 +182,7 @@ def attend_tiles(q, out, kv, scale, grid, tile, prefills=False, *, window, softc
     )  # fmt: skip
 
 
-def ragged_attention(q, k, v, kv, scale, interleaved, turning, scores):
+def ragged_attention(q, k, v, kv, scale, turning, scores):
     """`paged_attention` of a `Ragged`. turning: angles and norms of heads; scores: what changes them, and the gate."""
     ragged, (tokens, heads, dim) = kv.ragged, q.shape[1:]
     group = heads // k.shape[2]
@@ -190,22 +190,17 @@ def ragged_attention(q, k, v, kv, scale, interleaved, turning, scores):
     make = torch.zeros if ragged.most_prefills or ragged.most_decodes < tokens else torch.empty
     out = make((1, tokens, heads * dim), device=q.device, dtype=q.dtype)
     most = min(ragged.most_decodes, tokens)
-    single = [t.transpose(0, 1)[:most] for t in (q, k, v)]
-    apart = most > 0 and decodes(single[0], turning["cos"], interleaved, dim)
-    if not apart:
-        out.zero_()
-    else:
+    if most > 0:
+        single = [t.transpose(0, 1)[:most] for t in (q, k, v)]
         angles = {name: None if turning[name] is None else turning[name].transpose(0, 1)[:most] for name in ANGLES}
         gates = None if scores["gate"] is None else scores["gate"].transpose(0, 1)[:most]
         decode(*single, kv, scale, out.view(tokens, 1, -1), **turning | angles, **scores | {"gate": gates})
-    sequences = ragged.most_prefills + (0 if apart else most)
-    if sequences:
-        q = rotary_store(q, k, v, kv, interleaved=interleaved, prefills=apart, **turning)
-        tile = tile_of(group * tokens if ragged.most_prefills else group, kv.block, dim, q.dtype)
+    if ragged.most_prefills:
+        q = rotary_store(q, k, v, kv, prefills=most > 0, **turning)
+        tile = tile_of(group * tokens, kv.block, dim, q.dtype)
         tile = tile._replace(queries=max(tile.queries, power_of_two(group)))
-        tiles = tokens // (tile.queries // group) + sequences
-        splits = 1 if ragged.most_prefills else split_count(k.shape[2] * tiles, q.device)
-        attend_tiles(q, out, kv, scale, (tiles, k.shape[2], splits), tile, apart, **scores)
+        tiles = tokens // (tile.queries // group) + ragged.most_prefills
+        attend_tiles(q, out, kv, scale, (tiles, k.shape[2], 1), tile, most > 0, **scores)
     return out
 
 

@@ -54,27 +54,12 @@ def rotary_store_kernel(
     part = tl.program_id(1)
     h_idx = tl.arange(0, BLOCK_H)
     d_idx = tl.arange(0, BLOCK_D)
-    # Channel d of a pair turns together with its mate: first * cos - second * sin, second * cos + first * sin.
-    turns = d_idx < 2 * PAIRS
-    if INTERLEAVED:
-        pair = d_idx // 2
-        mate = d_idx + 1 - 2 * (d_idx % 2)
-        sign = tl.where(d_idx % 2 == 0, -1.0, 1.0)
-    else:
-        pair = d_idx % (PAIRS if PAIRS > 0 else 1)
-        mate = tl.where(d_idx < PAIRS, d_idx + PAIRS, d_idx - PAIRS)
-        sign = tl.where(d_idx < PAIRS, -1.0, 1.0)
-    mate = tl.where(turns, mate, d_idx)
+    mate, sign, pair = mates(d_idx, PAIRS, INTERLEAVED)
     d_mask = d_idx < DIM
     if PDL:
         tl.extra.cuda.gdc_wait()
     angle = b * stride_cb + s * stride_cs + pair * stride_cp
-    if PAIRS > 0:
-        cos = tl.load(cos_ptr + angle, mask=turns, other=1.0).to(tl.float32)[None, :]
-        sin = tl.load(sin_ptr + angle, mask=turns, other=0.0).to(tl.float32)[None, :]
-    else:
-        cos = 1.0
-        sin = 0.0
+    cos, sin = angle_of(cos_ptr, sin_ptr, angle, d_idx, PAIRS)
     element = v_ptr.dtype.element_ty
     if part < q_blocks:
         h = part * BLOCK_H + h_idx
@@ -127,22 +112,31 @@ def put(
 
 
 @triton.jit
-def mates(d_idx, PAIRS: tl.constexpr):
-    """The mate and sign of each channel. Either all channels rotate in pairs (i, i + half), or none."""
+def mates(d_idx, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The mate and sign of each channel, and its pair. The first 2 PAIRS channels turn together with their mates:
+    first * cos - second * sin, second * cos + first * sin.
+    """
     HALF: tl.constexpr = PAIRS if PAIRS > 0 else 1
-    mate = tl.where(d_idx < HALF, d_idx + HALF, d_idx - HALF) if PAIRS > 0 else d_idx
-    return mate, tl.where(d_idx < HALF, -1.0, 1.0)
+    if INTERLEAVED:
+        pair, odd = d_idx // 2, d_idx % 2
+        mate = d_idx + 1 - 2 * odd
+        sign = tl.where(odd == 0, -1.0, 1.0)
+    else:
+        pair = d_idx % HALF
+        mate = tl.where(d_idx < HALF, d_idx + HALF, d_idx - HALF)
+        sign = tl.where(d_idx < HALF, -1.0, 1.0)
+    return tl.where(d_idx < 2 * PAIRS, mate, d_idx), sign, pair
 
 
 @triton.jit
-def angle_of(angles, b, d_idx, d_mask, PAIRS: tl.constexpr):
-    """Cosine and sine of each channel of row b's one new token, see `mates`. angles: `Angles`."""
+def angle_of(cos_ptr, sin_ptr, place, d_idx, PAIRS: tl.constexpr):
+    """Cosine and sine of each channel. place: where those of its pair lie, see `mates`."""
     cos = 1.0
     sin = 0.0
     if PAIRS > 0:
-        angle = b * angles.row + (d_idx % PAIRS) * angles.pair
-        cos = tl.load(angles.cos + angle, mask=d_mask, other=1.0).to(tl.float32)[None, :]
-        sin = tl.load(angles.sin + angle, mask=d_mask, other=0.0).to(tl.float32)[None, :]
+        turns = d_idx < 2 * PAIRS
+        cos = tl.load(cos_ptr + place, mask=turns, other=1.0).to(tl.float32)[None, :]
+        sin = tl.load(sin_ptr + place, mask=turns, other=0.0).to(tl.float32)[None, :]
     return cos, sin
 
 

@@ -52,8 +52,9 @@ def _load_values(values, row, limit, stride, WORDS: gl.constexpr):
 def kv8_decode_kernel(
     q, k, v, o_ptr, angles, q_norm, k_norm, scratch, sinks_ptr, slopes_ptr, metadata_ptr,
     ragged, layer, heads, kv_heads, scale, window, softcap, splits, few_splits,
-    GROUP: gl.constexpr, DIM: gl.constexpr, PAIRS: gl.constexpr, HAS_PADDING_MASK: gl.constexpr, LEAST: gl.constexpr,
-    KV_DTYPE: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    GROUP: gl.constexpr, DIM: gl.constexpr, PAIRS: gl.constexpr, INTERLEAVED: gl.constexpr,
+    HAS_PADDING_MASK: gl.constexpr, LEAST: gl.constexpr, KV_DTYPE: gl.constexpr, PDL: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     INTEGERS: gl.constexpr = KV_DTYPE == gl.int8
     LANES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [num_warps, 1], [1, 0])
@@ -125,8 +126,8 @@ def kv8_decode_kernel(
             zero_mask = gl.expand_dims(m_mask, 1) & gl.expand_dims(d_mask & (split + active == 0), 0)
             gl.store(o_ptr + zero_place, gl.zeros([8, DIM], o_ptr.dtype.element_ty, WIDE), mask=zero_mask)
         return
-    mate, sign = mates(d_idx, PAIRS)
-    cos, sin = angle_of(angles, b, d_idx, d_mask, PAIRS)
+    mate, sign, pair = mates(d_idx, PAIRS, INTERLEAVED)
+    cos, sin = angle_of(angles.cos, angles.sin, b * angles.row + pair * angles.pair, d_idx, PAIRS)
     head = g * GROUP + m_idx
     q_heads = q.data + b * q.row + gl.expand_dims(head, 1) * q.head
     q_mask = gl.expand_dims(m_mask, 1) & gl.expand_dims(d_mask, 0)
