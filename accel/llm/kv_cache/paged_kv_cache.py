@@ -145,9 +145,10 @@ class PagedKVCache:
 
         given: other fields of each `KV`, of which `RowStates` get those that they have.
         """
-        paged = [self.shapes[layer].heads for layer in layers if layer in self._kv]
-        if paged:
-            counters = max(paged) * tokens
+        shapes = [self.shapes[layer] for layer in layers]
+        heads = [shape.heads for shape in shapes if not isinstance(shape, StateShape)]
+        if heads:
+            counters = max(heads) * tokens
             given["split_counters"] = torch.zeros(counters, device=self.shapes[layers[0]].device, dtype=torch.int32)
         of_states = {name: value for name, value in given.items() if name in RowStates._fields}
         of_states["padded"] = given.get("padding_mask") is not None

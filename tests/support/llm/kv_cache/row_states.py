@@ -4,6 +4,8 @@ import torch
 
 from accel.llm.kv_cache.shape import Shape, StateShape
 from accel.llm.kv_cache.store import Store
+from support.llm.kv_cache import cache_pairs
+from support.llm.kv_cache.cache_pairs import LATENT
 from support.llm.kv_cache.row_lists import CPU, OTHER
 
 BOTH = StateShape((2, 3, 5), (4, 10), torch.bfloat16, CPU)
@@ -12,6 +14,7 @@ MATRIX = StateShape((7, 3), None, torch.float32, CPU)
 KEYS = Shape(2, 4, torch.float32, CPU)
 KINDS = {
     "mixed": (BOTH, KEYS, WINDOW, BOTH),
+    "latents": (BOTH, LATENT, WINDOW),
     "int8": (WINDOW, KEYS._replace(kv_dtype=torch.int8), BOTH),
     "windows": (WINDOW, WINDOW),
     "states": (BOTH, WINDOW, BOTH),
@@ -23,8 +26,8 @@ KINDS = {
 def fresh(shapes, rows: int, tokens: int) -> list:
     """One a layer: keys and values, or inputs (rows, channels, tokens) and the state after them."""
     return [
-        torch.randn(2, rows, one.heads, tokens, one.dim)
-        if isinstance(one, Shape)
+        cache_pairs.fresh(rows, tokens, [one])[0]
+        if not isinstance(one, StateShape)
         else (
             one.window and torch.randn(rows, one.window[1], tokens).to(one.dtype),
             one.state and torch.randn(rows, *one.state),
@@ -39,8 +42,8 @@ def forward(store: Store, tokens: int, new: list | None = None) -> list:
     new = fresh(store.shapes, rows, tokens) if new is None else new
     kvs = store.kvs(range(len(new)), rows * tokens, is_prefill=start == 0, last=None, by_address=False)
     for kv, (first, second) in zip(kvs.values(), new, strict=True):
-        if isinstance(store.shapes[kv.layer], Shape):
-            kv.write(start, first.transpose(1, 2), second.transpose(1, 2))
+        if not isinstance(store.shapes[kv.layer], StateShape):
+            kv.write(start, *store.shapes[kv.layer].stored(first.transpose(1, 2), second.transpose(1, 2)))
             continue
         assert kv.is_prefill == (start == 0) and kv.padded == (store.padding_mask is not None)
         sequences = kv.sequences()
