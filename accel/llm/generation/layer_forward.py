@@ -40,13 +40,13 @@ class LayerForward(FastForward):
         acting += [] if spec.tail is None else spec.tail.settings
         looked_at = (*(norm.name for norm in spec.norms), *(name for name, _ in acting))
         live = spec.called
-        self.inner: AttentionForward | None = None
+        self.inner: InnerAttention | None = None
         if spec.around is not None and spec.attention is not None:
             name = spec.attention.name
             others = (one for one, _ in module.named_modules() if one and not _within(one, name) | _within(name, one))
             live = (*live, *others)
             inner = module.get_submodule(name)
-            self.inner = AttentionForward(inner, f"{path}.{name}", kernels, log, spec.around.rest, steps)
+            self.inner = InnerAttention(inner, f"{path}.{name}", kernels, log, spec.around.rest, steps)
         self.layer_guard = LayerGuard(module, live, looked_at)
 
     def stacks(self) -> list[nn.Linear]:
@@ -67,13 +67,7 @@ class LayerForward(FastForward):
         named = dict(zip(self.names[1:], args[1:], strict=False)) | kwargs
         if step.runs_stock(self, args[:1], named):
             return self.stock(*args, **kwargs)
-        if self.inner is None or (self.repeats and warming_up()):
-            return self.fast(step, *args[:1], **named)
-        step.around = lambda x: self.bound.attended(self.kernels, step, x.contiguous(), named)
-        try:
-            return self.stock(*args, **kwargs)
-        finally:
-            step.around = None
+        return self.fast(step, *args[:1], **named)
 
     def bind(self, stack: bool) -> str | None:
         """Takes the weights as they lie now, or says why the layer is no longer what was understood.
@@ -96,12 +90,18 @@ class LayerForward(FastForward):
         return self.layer_guard.changed(self.module)
 
     def fast(self, step: Step, *args: Any, **kwargs: Any) -> Any:
+        if self.inner is not None and not (self.repeats and warming_up()):
+            step.around = lambda x: self.bound.attended(self.kernels, step, x.contiguous(), kwargs)
+            try:
+                return self.stock(*args, **kwargs)
+            finally:
+                step.around = None
         x = args[0] if args else kwargs["hidden_states"]
         y = x if self.repeats and warming_up() else self.bound(self.kernels, step, x.contiguous(), kwargs)
         return y if self.spec.returns is None else (y, *(None,) * (self.spec.returns - 1))
 
 
-class AttentionForward(FastForward):
+class InnerAttention(FastForward):
     """Of the attention of a layer whose own code runs around it: does its work while that layer runs in a step.
 
     rest: what it gives behind its output, as of `Behind`.

@@ -31,6 +31,7 @@ CALLED = {
     "phi-moe",
     "qwen3-next",
     "qwen3.5-moe-attention",
+    "granite-hybrid",
 }  # experts are called
 FAST = [family for family in FAMILIES if family.expected == "fast"]
 EACH = 1 if EVERYTHING else 3  # of so many families one

@@ -146,6 +146,11 @@ FAMILIES = (
     Family("gemma4-experts", "gemma4_text", GEMMA4 | {
         "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
         "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48}),
+    # Code of its own runs around the attention of every layer.
+    Family("gemma3n", "gemma3n_text", {
+        "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "head_dim": 16,
+        "sliding_window": 5, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB, "laurel_rank": 8,
+        "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.5, 0.0] * 2}, expected="either"),
     Family("granite", "granite", {"embedding_multiplier": 0.5, "logits_scaling": 2.0, "residual_multiplier": 0.4,
                                   "attention_multiplier": 0.2}),
     Family("olmo", "olmo"),
