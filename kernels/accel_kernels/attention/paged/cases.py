@@ -38,6 +38,8 @@ class Numbers(Random):
             given["cos"], given["sin"] = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
         if qk_norm:
             given["q_norm"], given["k_norm"] = Norm(self(dim), None, 1e-6), Norm(self(dim), None, 1e-6)
+        if given.get("q_scales"):
+            given["q_scales"] = self.uniform(rows, new).float() + 0.5
         for one in ("sinks", "slopes"):
             if given.get(one):
                 given[one] = (self.uniform(heads) - 0.5).to(self.dtype)

@@ -21,7 +21,7 @@ from accel_kernels.attention.paged.online_softmax_triton import (
     in_base_2,
     load_block,
 )
-from accel_kernels.attention.paged.rotary_store_triton import angle_of, apply_rope, mates
+from accel_kernels.attention.paged.rotary_store_triton import angle_of, apply_rope, mates, norms_of_heads
 from accel_kernels.attention.paged.split_kv import (
     FILL,
     KV8_BLOCKS,
@@ -36,7 +36,6 @@ from accel_kernels.attention.paged.split_kv import (
 )
 from accel_kernels.attention.paged.store_triton import padding_mask_of, share_of, store_of
 from accel_kernels.device import AMPERE, interpreted, programmatic, reaches, upcast
-from accel_kernels.norm.norm import kernel_arguments
 from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
 
@@ -112,7 +111,7 @@ def decode_kernel(
     cos, sin = angle_of(angles, b, d_idx, d_mask, PAIRS)
     q_heads = q.data + b * q.row + head[:, None] * q.head
     q_mask = m_mask[:, None] & d_mask[None, :]
-    query = apply_rope(q_heads, q_norm, q_mask, d_idx, mate, d_mask, cos, sin, sign, DIM, PAIRS)
+    query = apply_rope(q_heads, q_norm, b, q_mask, d_idx, mate, d_mask, cos, sin, sign, DIM, PAIRS)
     query = query.to(element)
     if UPCAST:
         query = query.to(tl.float32)
@@ -142,7 +141,7 @@ def decode_kernel(
         one = tl.arange(0, 1)[:, None]
         new_mask = (one == 0) & d_mask[None, :]
         k_head = k.data + b * k.row + (g + one) * k.head
-        k_new = apply_rope(k_head, k_norm, new_mask, d_idx, mate, d_mask, cos, sin, sign, DIM, PAIRS)
+        k_new = apply_rope(k_head, k_norm, b, new_mask, d_idx, mate, d_mask, cos, sin, sign, DIM, PAIRS)
         k_new = k_new.to(element)
         v_new = tl.load(v.data + b * v.row + (g + one) * v.head + d_idx[None, :], mask=new_mask, other=0.0)
         block = tl.load(store.table + stored // STORE_BLOCK).to(tl.int64)
@@ -184,7 +183,7 @@ def decodes_kv8(q, kv) -> bool:
 
 def decode(
     q, k, v, kv, scale, out=None, kv8=None, *, cos=None, sin=None, q_norm=None, k_norm=None, window=None, softcap=None,
-    sinks=None, slopes=None, gate=None,
+    sinks=None, slopes=None, gate=None, norms_after=False, q_scales=None,
 ):  # fmt: skip
     """`paged_attention` for one new token a row, or a sequence, see `decodes`. kv8: whether by `kv8_decode_kernel`;
     None: where that takes it.
@@ -220,7 +219,7 @@ def decode(
         angles = Angles(cos, sin, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(2))
     launch(
         kernel, (units, splits), *(Heads(t, t.stride(0), t.stride(2)) for t in (q, k, v)), out, angles,
-        kernel_arguments(q_norm)[0], kernel_arguments(k_norm)[0],
+        *norms_of_heads(q_norm, k_norm, norms_after, q_scales),
         scratch_of(units, splits, kept, channels, q.device, kv.split_counters), sinks, slopes, kv.metadata,
         None if kv.ragged is None else kv.ragged.pointers(), *inside, kv.layer, heads, kv_heads, float(scale), window,
         None if softcap is None else float(softcap), splits, few,

@@ -15,15 +15,16 @@ from accel_kernels.op import dtype_reason, make_op
 
 def reference(
     q, k, v, kv, scale, *, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None, window=None, softcap=None,
-    sinks=None, slopes=None, gate=None, dense=None,
+    sinks=None, slopes=None, gate=None, norms_after=False, q_scales=None, dense=None,
 ):  # fmt: skip
     """q: (rows, new, heads, D); k, v: (rows, new, kv heads, D); any strides, the last 1. Gives (rows, new, heads * D).
 
     Tokens T .. T + new - 1 are added to every row of the store, T = kv.metadata[LENGTH], which the caller moves on.
     With kv.ragged the one row of q holds the new tokens of several sequences, see `Ragged`.
     cos, sin: (1 or rows, new, R / 2), one angle for each pair of the first R channels. Pairs are (i, i + R/2), or with
-    `interleaved` (2 i, 2 i + 1). q_norm, k_norm: a Norm over D before the rotation. scale: of the scores. window: a
-    query at t sees keys above t - window. softcap: scores become softcap * tanh(scores / softcap) (Gemma 2). sinks:
+    `interleaved` (2 i, 2 i + 1). q_norm, k_norm: a Norm over D before the rotation; behind it with `norms_after`.
+    q_scales: (rows, new) contiguous float32, a factor of each token's queries. scale: of the scores. window: a query at
+    t sees keys above t - window. softcap: scores become softcap * tanh(scores / softcap) (Gemma 2). sinks:
     (heads,), a score that takes part in the softmax with no value (gpt-oss). slopes: (heads,), adds slope * key
     position (ALiBi, Press et al. 2022; in a softmax the same as a penalty by distance). gate: like q, what comes out is
     multiplied by its sigmoid (Qiu et al., "Gated Attention for Large Language Models", 2025). Keys that kv.padding_mask
@@ -33,21 +34,24 @@ def reference(
     """
     if gate is not None:
         given = {"cos": cos, "sin": sin, "interleaved": interleaved, "q_norm": q_norm, "k_norm": k_norm,
-                 "window": window, "softcap": softcap, "sinks": sinks, "slopes": slopes}  # fmt: skip
+                 "window": window, "softcap": softcap, "sinks": sinks, "slopes": slopes, "norms_after": norms_after,
+                 "q_scales": q_scales}  # fmt: skip
         return reference(q, k, v, kv, scale, **given) * gate.sigmoid().flatten(2)
     if kv.ragged is not None:
         given = {"interleaved": interleaved, "q_norm": q_norm, "k_norm": k_norm, "window": window, "softcap": softcap,
-                 "sinks": sinks, "slopes": slopes}  # fmt: skip
-        return _by_sequence(q, k, v, kv, scale, cos, sin, given)
+                 "sinks": sinks, "slopes": slopes, "norms_after": norms_after}  # fmt: skip
+        return _by_sequence(q, k, v, kv, scale, {"cos": cos, "sin": sin, "q_scales": q_scales}, given)
     if kv.last is not None:
         behind = (torch.arange(q.shape[1], device=q.device) > kv.last).view(1, -1, 1, 1)
         q, k, v = (t.masked_fill(behind, 0) for t in (q, k, v))
-    if q_norm is not None:
-        q = norms.reference(q, q_norm)
-    if k_norm is not None:
-        k = norms.reference(k, k_norm)
+    if not norms_after:
+        q, k = _normed(q, q_norm), _normed(k, k_norm)
     if cos is not None:
         q, k = _rotated(torch.cat((q, k), dim=2), cos, sin, interleaved).split([q.shape[2], k.shape[2]], dim=2)
+    if norms_after:
+        q, k = _normed(q, q_norm), _normed(k, k_norm)
+    if q_scales is not None:
+        q = (q * q_scales[..., None, None]).to(q.dtype)
     start = kv.stored()
     end = start + q.shape[1]
     kv.write(start, k, v)
@@ -59,16 +63,20 @@ def reference(
     return _attention(q, keys, values, _seen(q, end, start, kv.padding_mask, window), scale, softcap, sinks, slopes)
 
 
-def _by_sequence(q, k, v, kv, scale, cos, sin, given):
+def _normed(t, norm):
+    return t if norm is None else norms.reference(t, norm)
+
+
+def _by_sequence(q, k, v, kv, scale, by_token, given):
     """Each sequence of a `Ragged` by itself; zeros for what fills the call up."""
     out = q.new_zeros(1, q.shape[1], q.shape[2] * q.shape[3])
     for start, end, length, row in kv.ragged.sequences():
         metadata = kv.metadata.clone()
         metadata[LENGTH] = length
         alone = kv._replace(ragged=None, ordered=False, metadata=metadata, table=kv.table[row : row + 1])
-        angles = {} if cos is None else {"cos": cos[:, start:end], "sin": sin[:, start:end]}
+        mine = {name: t if t is None else t[:, start:end] for name, t in by_token.items()}
         new_q, new_k, new_v = (t[:, start:end] for t in (q, k, v))
-        out[:, start:end] = reference(new_q, new_k, new_v, alone, scale, **angles, **given)
+        out[:, start:end] = reference(new_q, new_k, new_v, alone, scale, **mine, **given)
     return out
 
 
@@ -127,7 +135,7 @@ def _rotated(t: torch.Tensor, cos, sin, interleaved: bool) -> torch.Tensor:
 
 def supports(
     q, k, v, kv, scale, *, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None, window=None, softcap=None,
-    sinks=None, slopes=None, gate=None, dense=None,
+    sinks=None, slopes=None, gate=None, norms_after=False, q_scales=None, dense=None,
 ) -> str | None:  # fmt: skip
     if q.numel() == 0:
         return "empty"
@@ -148,10 +156,12 @@ def supports(
         return f"{q.shape[2] // k.shape[2]} heads a group, more than 128, of sequences of different lengths"
     if gate is not None and (reason := _gate_reason(q, gate)) is not None:
         return reason
+    if q_scales is not None and (q_scales.shape != q.shape[:2] or not q_scales.is_contiguous()):
+        return "factors of queries of another form than (rows, new)"
     for norm in (q_norm, k_norm):
         if norm is not None and (norm.centered or norm.bias is not None or norm.weight is None):
             return "a query or key norm with a mean or bias, or without a weight"
-    return dtype_reason(q, k, v, cos, sin, sinks, slopes, gate)
+    return dtype_reason(q, k, v, cos, sin, sinks, slopes, gate, q_scales)
 
 
 def _gate_reason(q, gate) -> str | None:
@@ -183,6 +193,7 @@ CASES = (
     _small("decode-sinks", 2, 30, 1, 4, 2, 32, sinks=True),
     _small("decode-slopes", 1, 30, 1, 4, 4, 32, slopes=True),
     _small("decode-qk-norm", 1, 30, 1, 4, 2, 32, rotary=32, qk_norm=True),
+    _small("decode-norm-after", 2, 30, 1, 4, 2, 32, rotary=32, qk_norm=True, norms_after=True, q_scales=True),
     _small("decode-first", 1, 0, 1, 4, 2, 32, rotary=32, room=200),
     _small("decode-gate", 2, 37, 1, 4, 2, 32, rotary=32, qk_norm=True, gate=True, padding_mask=True),
     _small("decode-gate-odd", 1, 21, 1, 3, 3, 20, gate=True, softcap=5.0),
@@ -196,6 +207,7 @@ CASES = (
     _small("prefill-more", 1, 19, 23, 4, 2, 40, rotary=40, window=30),
     _small("prefill-more-window", 1, 19, 23, 4, 2, 32, window=5),
     _small("prefill-all", 2, 9, 20, 4, 2, 32, sinks=True, slopes=True, softcap=4.0, padding_mask=True),
+    _small("prefill-norm-after", 2, 9, 20, 4, 2, 20, rotary=10, qk_norm=True, norms_after=True, q_scales=True),
     _small("prefill-gate", 2, 0, 23, 4, 2, 32, rotary=16, qk_norm=True, gate=True),
     _small("prefill-gate-more", 2, 19, 5, 3, 3, 20, window=11, gate=True, shuffled=True),
     _small("int8-decode-gate", 1, 37, 1, 4, 2, 32, rotary=32, gate=True, **INT8),
@@ -216,6 +228,9 @@ CASES = (
     _large("int8-decode-window", 1, 900, 1, 14, 2, 64, window=300, sinks=True, **INT8),
     _large("int8-decode-softcap", 2, 190, 1, 8, 1, 128, softcap=5.0, slopes=True, **INT8),
     _large("int8-decode-qk-norm", 1, 64, 1, 3, 3, 64, rotary=64, qk_norm=True, **INT8),
+    _large(
+        "int8-decode-norm-after", 2, 64, 1, 3, 3, 64, rotary=64, qk_norm=True, norms_after=True, q_scales=True, **INT8
+    ),
     _llama("llama-prefill-int8", 1, 0, 700, **INT8),
     _llama("llama-prefill", 1, 0, 2048),
     _llama("llama-prefill-filled", 1, 0, 704, last=661),
@@ -245,6 +260,17 @@ CASES = (
     _ragged("ragged-none", [], 2, 1, 32, rotary=32, idle=2, fill=4),
     _ragged("ragged-all", [(9, 1), (30, 20)], 4, 4, 32, sinks=True, slopes=True, softcap=4.0),
     _ragged("ragged-gate", [(37, 1), (60, 1), (0, 23), (5, 3)], 4, 2, 32, rotary=32, qk_norm=True, gate=True, fill=2),
+    _ragged(
+        "ragged-norm-after",
+        [(37, 1), (60, 1), (0, 23)],
+        4,
+        2,
+        32,
+        rotary=32,
+        qk_norm=True,
+        norms_after=True,
+        q_scales=True,
+    ),
     _ragged("ragged-int8", [(37, 1), (0, 23), (5, 3)], 4, 2, 32, rotary=32, fill=2, **INT8),
     ragged_case("ragged-fp8", [(37, 1), (9, 23)], 4, 2, 64, rotary=64, **FP8),
     _large_ragged("ragged-int8-decode", [(317, 1), (64, 1), (9, 1)], 8, 2, 128, rotary=128, idle=5, fill=5, **INT8),

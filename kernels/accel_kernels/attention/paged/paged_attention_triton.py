@@ -138,10 +138,11 @@ def paged_attention_kernel(
 
 def paged_attention(
     q, k, v, kv, scale, *, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None, window=None, softcap=None,
-    sinks=None, slopes=None, gate=None, dense=None,
+    sinks=None, slopes=None, gate=None, norms_after=False, q_scales=None, dense=None,
 ):  # fmt: skip
     """Same arguments and result as the reference; head dimension up to 256."""
     turning = {"cos": cos, "sin": sin, "q_norm": q_norm, "k_norm": k_norm}
+    turning |= {"norms_after": norms_after, "q_scales": q_scales}
     scores = {"window": window, "softcap": softcap, "sinks": sinks, "slopes": slopes, "gate": gate}
     if kv.ragged is not None:
         return ragged_attention(q, k, v, kv, scale, interleaved, turning, scores)
