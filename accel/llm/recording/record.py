@@ -169,7 +169,8 @@ class LayerRecord:
     """One layer's run. ran: the call of the layer itself; calls: those of modules inside.
 
     kinds: norm kinds by settings, shared by the records of all layers. known: in an amplified record, the formula found
-    in an ordinary one. most_positions: rows of the model's table of positions, None without one.
+    in an ordinary one. most_positions: rows of the model's table of positions, None without one. shown_length: how many
+    tokens the cache said it holds when the layer asked, None where it did not.
     """
 
     layer: nn.Module
@@ -182,6 +183,7 @@ class LayerRecord:
     kept: KeptState | None = None
     attended: Attended | None = None
     most_positions: int | None = None
+    shown_length: int | None = None
 
     def forget(self, scores: bool) -> None:
         """Drops what was seen, which in all layers is hundreds of megabytes; `scores`: but for queries and keys."""

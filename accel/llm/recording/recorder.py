@@ -27,7 +27,7 @@ from accel.libraries.tensor_parallel import pipeline_stage
 from accel.llm.kv_cache.cache import STOCK
 from accel.llm.pipeline.device_hooks import StockHere, device_of, moved_to, other_hook
 from accel.llm.recording.implementation import foreign_attention, lent_configs, unpaged
-from accel.llm.recording.inputs import few, last_positions
+from accel.llm.recording.inputs import few, last_positions, most_configured
 from accel.llm.recording.plain_attention import plain_attention
 from accel.llm.recording.position_table import PositionTable
 from accel.llm.recording.record import Attended, Call, KeptState, LayerRecord, NotUnderstood, Record, Stored, Value
@@ -183,6 +183,7 @@ def record(
             recorder.until_shown.enter_context(table)
             forward = type(model).forward
             given = cache_given(forward, recorder.cache) | (last_positions(model, ids) if last else {})
+            recorder.length = (most_configured(model) or 0) - ids.shape[1] if last else 0
             forward(model, input_ids=ids, use_cache=True, **given)
     except Exception as error:  # whatever a forward may raise: a model that cannot run this call is not one we know
         raise NotUnderstood(f"{_refused(error)}: {reason_of(error)}") from error
@@ -205,7 +206,7 @@ class Recorder:
     """Gathers a record while attached, and shows its layers to `look`. Calls on other threads are not its own.
 
     open: the calls under way, of a layer and of modules inside; current: the record of that layer. until_shown:
-    contexts that end when the first layer has run.
+    contexts that end when the first layer has run. length: of the cache, as layers are told.
     """
 
     current: LayerRecord
@@ -213,6 +214,7 @@ class Recorder:
     def __init__(self, record: Record, look: Look, scores: bool, amplified: float, config: PretrainedConfig):
         self.record, self.look, self.scores, self.amplified = record, look, scores, amplified
         self.open: list[Call] = []
+        self.length = 0
         self.looking = False  # whoever looks may run modules
         self.until_shown = ExitStack()
         self.cache = RecordingCache(self, config)
@@ -288,6 +290,13 @@ class Recorder:
         finally:
             self.looking = False
         self.current.forget(self.scores)
+
+    def length_shown(self, length: int) -> int:
+        """Called by the cache with how many tokens it holds when it is asked; gives the answer."""
+        if not self.open:
+            return length
+        self.current.shown_length = max(self.length, length)
+        return self.current.shown_length
 
     def stored(self, keys: torch.Tensor, values: torch.Tensor, index: int) -> None:
         """Called by the cache with what a layer stores."""

@@ -15,6 +15,9 @@ class RecordingCache(DynamicCache):
         super().__init__(config=config)
         self.recorder = recorder
 
+    def get_seq_length(self, *args: Any, **kwargs: Any) -> Any:
+        return self.recorder.length_shown(super().get_seq_length(*args, **kwargs))
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Any:

@@ -1,6 +1,6 @@
 """The formulas of all layers of a model: found in a run, and found again in one where all numbers are large."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -106,6 +106,7 @@ def formulas(
     # What looks up positions in a table could be led outside of it, which on a GPU ends the process.
     rotated = bool(keywords) and "position_ids" not in keywords and seen.layers[0].most_positions is None
     _confirm_where_large(model, layers, seen, last=rotated and not unknown)
+    found = [(layer, spec) for layer, _ in found if isinstance(spec := layers[layer.path], LayerSpec)]
     if len(set(places)) < len(places) or (not unknown and not _in_order(found, places)):
         raise NotUnderstood("layers that share a place in the cache")
     return found
@@ -139,25 +140,37 @@ def _hides_keys(table: torch.Tensor) -> bool:
 def _confirm_where_large(model: PreTrainedModel, layers: dict[str, LayerSpec | str], seen: Record, last: bool) -> None:
     """Finds the same formulas once more where all numbers are large; one layer of each make tells for the others.
     last: and at the last positions, since some models scale queries from a position on. Raises NotUnderstood where it
-    finds another.
+    finds another. layers: get what shows in that run alone.
     """
-    makes: set[tuple] = set()
+    makes: dict[tuple, LayerSpec] = {}
     others: list[str] = []
 
     def look(layer: LayerRecord, amplified: Record) -> None:
-        make, spec = tuple(map(_make, layer.layer.modules())), layers[layer.path]
-        if isinstance(spec, str) or make in makes or others or layer.call.made is None:
+        spec = layers[layer.path]
+        if isinstance(spec, str) or others or layer.call.made is None:
             return
-        if bool(layer.call.output.held.isfinite().all()):
-            makes.add(make)
+        kind = None if spec.attention is None else spec.attention.kernel_key()
+        make = (kind, *map(_make, layer.layer.modules()))
+        if make not in makes and bool(layer.call.output.held.isfinite().all()):
             layer.known = spec
-            if _formula(layer, amplified) != spec:
+            found = _formula(layer, amplified)
+            if isinstance(found, str) or _completed(spec, found) != found:
                 others.append(layer.path)
+                return
+            makes[make] = found
+        if make in makes:
+            layers[layer.path] = _completed(spec, makes[make])
 
     record(model, look, amplified=True, last=last, own=seen.own, known=seen)
     for path in others:
         layers[path] = "it computes something else where numbers are large"
         raise NotUnderstood(f"{path}: {layers[path]}")
+
+
+def _completed(spec: LayerSpec, found: LayerSpec) -> LayerSpec:
+    if spec.attention is None or found.attention is None:
+        return spec
+    return replace(spec, attention=spec.attention.completed(found.attention))
 
 
 def _make(module: nn.Module) -> tuple:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -36,8 +37,9 @@ HALF, EVEN, WHOLE = "first half", "even channels", "all"  # where a table of cos
 class Rotary:
     """One rotation. form: where in its tables one angle a pair is found. interleaved: pairs are neighbors, not halves.
 
-    name: of the keyword under which the layer is handed (cos, sin), or (sin, cos) with sine_first; or, where they are
-    not `given`, of the attention's buffer, a table (positions, sin | cos), as in GPT-J.
+    name: of the keyword under which the layer is handed (cos, sin), or (sin, cos) with sine_first, or cos + i sin; or,
+    where they are not `given`, of the attention's buffer, a table (positions, sin | cos), as in GPT-J. backward: turned
+    the other way, as in NanoChat.
     """
 
     name: str
@@ -45,11 +47,12 @@ class Rotary:
     form: str
     interleaved: bool
     sine_first: bool = False
+    backward: bool = False
 
     def angles(self, kwargs: dict, attention: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
         """cos, sin of one angle a pair, (1 or rows, new, R / 2)."""
         cos, sin = self._tables(kwargs, attention)
-        return self._one_a_pair(cos), self._one_a_pair(sin)
+        return self._one_a_pair(cos), self._one_a_pair(-sin if self.backward else sin)
 
     def source(self, kwargs: dict, attention: nn.Module) -> object:
         """What the angles are made from; the same object in two layers means the same angles."""
@@ -57,7 +60,8 @@ class Rotary:
 
     def _tables(self, kwargs: dict, attention: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
         if self.given:
-            first, second = kwargs[self.name]
+            value = kwargs[self.name]
+            first, second = (value.real, value.imag) if isinstance(value, torch.Tensor) else value
             return (second, first) if self.sine_first else (first, second)
         table: Any = attention._buffers[self.name]
         sin, cos = table[kwargs["position_ids"]].chunk(2, dim=-1)
@@ -75,10 +79,10 @@ def rotaries(layer: LayerRecord, k: torch.Tensor, keys: torch.Tensor) -> Iterato
         yield None
     kwargs = layer.call.kwargs
     candidates = [
-        Rotary(name, True, form, interleaved, sine_first)
-        for sine_first in (False, True)
+        Rotary(name, True, form, interleaved, sine_first, backward)
+        for sine_first, backward in product((False, True), (False, True))
         for name, value in kwargs.items()
-        if isinstance(value, tuple | list) and len(value) == 2 and all(_table(t) for t in value)
+        if _tables(value)
         for form, interleaved in (
             (HALF, False),
             (EVEN, True),
@@ -104,5 +108,8 @@ def rotaries(layer: LayerRecord, k: torch.Tensor, keys: torch.Tensor) -> Iterato
                 yield rotary
 
 
-def _table(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 3 and value.is_floating_point()
+def _tables(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 3 and value.is_complex()
+    tables = value if isinstance(value, tuple | list) and len(value) == 2 else ()
+    return bool(tables) and all(isinstance(t, torch.Tensor) and t.dim() == 3 and t.is_floating_point() for t in tables)

@@ -14,14 +14,16 @@ from torch import nn
 from accel.comparison import agree, factor, named_factor
 from accel.libraries.attention import KNOWN_ARGUMENTS
 from accel.llm.kv_cache.shape import Shape
-from accel.llm.parts.norm import HeadNorm, NormSpec, head_norm
+from accel.llm.parts.norm import HeadNorm, NormSpec
 from accel.llm.parts.part import BoundHeadNorm, BoundLinear, NormedInput, part_product, stacked
 from accel.llm.parts.step import Step
 from accel.llm.recording.plain_attention import plain_attention
 from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record
 from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
-from accel.llm.runtime.rotary import Rotary, SmallStore, rotaries
+from accel.llm.runtime.query_scale import POSITIONS, QueryScale, query_scale
+from accel.llm.runtime.rotary import Rotary, SmallStore
 from accel.llm.runtime.slopes import slopes_given
+from accel.llm.runtime.turning import Turning, turnings
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import plain_settings
 
@@ -50,8 +52,8 @@ class SoftmaxSpec(AttentionSpec):
     """Queries over stored keys and values. projections: of queries, keys and values, or one for all.
 
     groups: heads of keys in the projections; kv_heads: in the store, a multiple of it where a model repeats them, as
-    Falcon does. scale, window, softcap, slopes: as `accel_kernels.paged_attention` takes them; sinks: the name of that
-    parameter.
+    Falcon does. norms_after, scale, window, softcap, slopes: as `accel_kernels.paged_attention` takes them; sinks: the
+    name of that parameter.
     """
 
     layout: str
@@ -62,6 +64,8 @@ class SoftmaxSpec(AttentionSpec):
     q_norm: HeadNorm | None
     k_norm: HeadNorm | None
     rotary: Rotary | None
+    norms_after: bool
+    q_scale: QueryScale | None
     scale: float
     softcap: float | None
     sinks: str | None
@@ -77,9 +81,14 @@ class SoftmaxSpec(AttentionSpec):
 
     @property
     def keywords(self) -> tuple[str, ...]:
+        positions = self.q_scale is not None and not self.q_scale.counted
+        scaled = (POSITIONS,) if positions else ()
         if self.rotary is None:
-            return ()
-        return (self.rotary.name if self.rotary.given else "position_ids",)
+            return scaled
+        return (self.rotary.name if self.rotary.given else POSITIONS, *scaled)
+
+    def completed(self, found: AttentionSpec) -> AttentionSpec:
+        return replace(self, q_scale=found.q_scale) if isinstance(found, SoftmaxSpec) else self
 
     def kernel_key(self) -> str:
         return repr((replace(self, index=0, settings=(), slopes=None), self.slopes is None))
@@ -125,8 +134,14 @@ class BoundSoftmaxAttention:
     """One attention with the tensors it reads."""
 
     def __init__(self, kernels: Kernels, layer: nn.Module, spec: SoftmaxSpec, stack: bool):
+        out = layer.get_submodule(spec.out)
+        device = next(chain(out.parameters(), out.buffers())).device
+
         def head_norm(one: HeadNorm | None) -> BoundHeadNorm | None:
-            return None if one is None else BoundHeadNorm(kernels, layer, one)
+            norm = None if one is None else BoundHeadNorm(kernels, layer, one, spec.dim, device)
+            if norm is not None and norm.fused is None and spec.norms_after:
+                raise NotUnderstood("a norm behind the rotation that must be called")
+            return norm
 
         self.spec, self.module = spec, layer.get_submodule(spec.name)
         self.q_norm, self.k_norm = head_norm(spec.q_norm), head_norm(spec.k_norm)
@@ -136,8 +151,6 @@ class BoundSoftmaxAttention:
             None if self.joint is None else [linear.weights.outputs for linear in self.projections if linear.weights]
         )
         self.layout = (spec.layout, spec.heads, spec.groups, spec.kv_heads, spec.dim)
-        out = layer.get_submodule(spec.out)
-        device = next(chain(out.parameters(), out.buffers())).device
         self.slopes = None if spec.slopes is None else spec.slopes.to(device)
         self.sinks = None if spec.sinks is None else self.module._parameters[spec.sinks]
 
@@ -159,7 +172,11 @@ class BoundSoftmaxAttention:
         """Of queries, keys and values, neither normed nor rotated; times sigmoid(gate)."""
         spec = self.spec
         q, k, v, gate = parts
-        gating = {} if gate is None else {"gate": gate}
+        more: dict[str, Any] = {} if gate is None else {"gate": gate}
+        if spec.norms_after:
+            more["norms_after"] = True
+        if spec.q_scale is not None:
+            more["q_scales"] = spec.q_scale.of_step(step, spec.index, kwargs, q)
         q, q_norm = _normed(q, self.q_norm)
         k, k_norm = _normed(k, self.k_norm)
         cos = sin = None
@@ -171,7 +188,7 @@ class BoundSoftmaxAttention:
         return kernels.paged_attention(
             q, k, v, step.kvs[spec.index], spec.scale, cos=cos, sin=sin, interleaved=interleaved, q_norm=q_norm,
             k_norm=k_norm, window=spec.window, softcap=spec.softcap, sinks=self.sinks, slopes=self.slopes,
-            dense=kernels.prompt, **gating,
+            dense=kernels.prompt, **more,
         )  # fmt: skip
 
 
@@ -207,12 +224,9 @@ def _formulas(
         if found_parts is None:
             continue
         (q, k, v, gate), more = found_parts
-        for k_norm, normed_k in head_norm(layer, calls, k):
-            for rotary in rotaries(layer, normed_k, layer.cached.keys):
-                for q_norm, normed_q in head_norm(layer, calls, q):
-                    found = layout | {"q_norm": q_norm, "k_norm": k_norm, "rotary": rotary} | more
-                    for scores, got in _results(layer, options, window, rotary, normed_q, normed_k, v):
-                        yield Formula(projections, found | scores, got, gate)
+        for turned in turnings(layer, calls, q, k):
+            for scores, got in _results(layer, options, window, turned, v):
+                yield Formula(projections, layout | turned.fields | more | scores, got, gate)
 
 
 def _reason(layer: LayerRecord, calls: list[Call]) -> str:
@@ -220,8 +234,7 @@ def _reason(layer: LayerRecord, calls: list[Call]) -> str:
     projected = rotated = False
     for projections, layout in _projections(calls, layer):
         projected, (_, k, _) = True, split([call.output.held for call in projections], **layout)
-        normed = (one for _, one in head_norm(layer, calls, k))
-        rotated = rotated or any(True for one in normed for _ in rotaries(layer, one, layer.cached.keys))
+        rotated = rotated or any(True for _ in turnings(layer, calls, k, k))
     if not rotated:
         if projected:
             return "its keys are not what projection, norm and rotation give"
@@ -291,28 +304,25 @@ def _results(
     layer: LayerRecord,
     options: dict,
     window: int | None,
-    rotary: Rotary | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
+    turned: Turning,
     v: torch.Tensor,
 ) -> Iterator[tuple[dict[str, Any], torch.Tensor | None]]:
     """Scale and the like, and what attention with these gives; None for that where they are known already."""
     holders = (layer.attention, layer.layer)
-    angles = {}
-    if rotary is not None:
-        cos, sin = (t.to(q.dtype) for t in rotary.angles(layer.call.kwargs, layer.attention))
-        angles = {"cos": cos, "sin": sin, "interleaved": rotary.interleaved}
+    q, turning = turned.q, turned.arguments
+    q_scale = None
     usual = q.shape[-1] ** -0.5
     if layer.attended is None:
         scales = [usual, 1.0, *(x for holder in holders for x in vars(holder).values() if type(x) is float)]
     else:
-        after_rope, wanted = SmallStore(q), layer.attended.query.transpose(1, 2)
-        after_rope(q, q, q, 1.0, **angles)
-        if after_rope.keys.numel() != wanted.numel():  # a gate comes out of the same projection
+        made, wanted = turned.queries, layer.attended.query.transpose(1, 2)
+        if made.numel() != wanted.numel():  # a gate comes out of the same projection
             return
-        before = named_factor(factor(after_rope.keys, wanted), q.dtype, holders)  # OPT scales queries, not scores
-        if before is None or not agree(after_rope.keys * before, wanted):
-            return
+        before = named_factor(factor(made, wanted), q.dtype, holders)  # OPT scales queries, not scores
+        if before is None or not agree(made * before, wanted):
+            q_scale, before = None if layer.known is None else query_scale(layer, made, wanted), 1.0
+            if q_scale is None:
+                return
         told = options.get("scaling")
         scales = [before * (usual if told is None else told)]
     sinks, softcap = options.get("s_aux"), options.get("softcap")
@@ -320,10 +330,12 @@ def _results(
     if sinks is not None and name is None:
         return
     if layer.known is not None:  # scores this large choose one key, which rounding may tip
-        yield {name: getattr(layer.known.attention, name) for name in ("scale", "softcap", "sinks", "slopes")}, None
+        same = {name: getattr(layer.known.attention, name) for name in ("scale", "softcap", "sinks", "slopes")}
+        yield same | {"q_scale": q_scale}, None
         return
-    store = SmallStore(k)
+    store = SmallStore(turned.k)
     for scale in dict.fromkeys(scales):
         for slopes in slopes_given(layer, q.shape[2], scale):
-            got = store(q, k, v, scale, slopes=slopes, window=window, softcap=softcap, sinks=sinks, **angles)
-            yield {"scale": scale, "softcap": softcap, "sinks": name, "slopes": slopes}, got
+            scores = {"softcap": softcap, "slopes": slopes, "window": window}
+            got = store(q, turned.k, v, scale, **scores, sinks=sinks, **turning)
+            yield {"q_scale": None, "scale": scale, "softcap": softcap, "sinks": name, "slopes": slopes}, got
