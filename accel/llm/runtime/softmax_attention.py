@@ -71,6 +71,8 @@ class SoftmaxSpec(AttentionSpec):
     sinks: str | None
     slopes: torch.Tensor | None
 
+    activation = "sigmoid"  # of a gate, where there is one
+
     @property
     def norms(self) -> tuple[NormSpec, ...]:
         return tuple(one.norm for one in (self.q_norm, self.k_norm) if one is not None)
@@ -173,6 +175,8 @@ class BoundSoftmaxAttention:
         spec = self.spec
         q, k, v, gate = parts
         more: dict[str, Any] = {} if gate is None else {"gate": gate}
+        if spec.activation != "sigmoid":
+            more["gate_activation"] = spec.activation
         if spec.norms_after:
             more["norms_after"] = True
         if spec.q_scale is not None:

@@ -183,7 +183,7 @@ def decodes_kv8(q, kv) -> bool:
 
 def decode(
     q, k, v, kv, scale, out=None, kv8=None, *, cos=None, sin=None, q_norm=None, k_norm=None, window=None, softcap=None,
-    sinks=None, slopes=None, gate=None, norms_after=False, q_scales=None,
+    sinks=None, slopes=None, gate=None, gate_activation="sigmoid", norms_after=False, q_scales=None,
 ):  # fmt: skip
     """`paged_attention` for one new token a row, or a sequence, see `decodes`. kv8: whether by `kv8_decode_kernel`;
     None: where that takes it.
@@ -206,7 +206,7 @@ def decode(
         kernel, kept, channels = decode_kernel, units * tile.queries * most, tile.channels
         small = packed is not None and tile.queries == 16 and channels <= 128
         meta = {"num_warps": tile.warps, "num_stages": tile.stages}
-        inside = (gate_of(gate),)
+        inside = (gate_of(gate, gate_activation),)
         constants |= {
             "STORE_BLOCK": kv.block, "BLOCK_M": tile.queries, "BLOCK_N": tile.keys, "BLOCK_D": channels,
             "COMBINE": combined_rows(group), "PACKED": packed, "UPCAST": upcast(q.dtype),
@@ -226,4 +226,4 @@ def decode(
         GROUP=group, DIM=dim, PAIRS=0 if cos is None else cos.shape[-1], HAS_PADDING_MASK=kv.padding_mask is not None,
         **constants, **meta, **programmatic(q.device),
     )  # fmt: skip
-    return out if inside else apply_gate(out, gate)
+    return out if inside else apply_gate(out, gate, gate_activation)

@@ -15,7 +15,7 @@ from accel_kernels.op import dtype_reason, make_op
 
 def reference(
     q, k, v, kv, scale, *, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None, window=None, softcap=None,
-    sinks=None, slopes=None, gate=None, norms_after=False, q_scales=None, dense=None,
+    sinks=None, slopes=None, gate=None, gate_activation="sigmoid", norms_after=False, q_scales=None, dense=None,
 ):  # fmt: skip
     """q: (rows, new, heads, D); k, v: (rows, new, kv heads, D); any strides, the last 1. Gives (rows, new, heads * D).
 
@@ -26,8 +26,9 @@ def reference(
     q_scales: (rows, new) contiguous float32, a factor of each token's queries. scale: of the scores. window: a query at
     t sees keys above t - window. softcap: scores become softcap * tanh(scores / softcap) (Gemma 2). sinks:
     (heads,), a score that takes part in the softmax with no value (gpt-oss). slopes: (heads,), adds slope * key
-    position (ALiBi, Press et al. 2022; in a softmax the same as a penalty by distance). gate: like q, what comes out is
-    multiplied by its sigmoid (Qiu et al., "Gated Attention for Large Language Models", 2025). Keys that kv.padding_mask
+    position (ALiBi, Press et al. 2022; in a softmax the same as a penalty by distance). gate: like q, or one a head,
+    (rows, new, heads, 1); what comes out is multiplied by its sigmoid (Qiu et al., "Gated Attention for Large Language
+    Models", 2025), or softplus by `gate_activation`. Keys that kv.padding_mask
     forbids are not seen; a query that sees none gives zeros. dense: a PromptAttention that the calls of a model share,
     for prompts without past. Where the store rounds keys and values to 8 bits, queries see the rounded ones, their own
     token's too: what comes out does not depend on how many tokens come at once.
@@ -36,7 +37,8 @@ def reference(
         given = {"cos": cos, "sin": sin, "interleaved": interleaved, "q_norm": q_norm, "k_norm": k_norm,
                  "window": window, "softcap": softcap, "sinks": sinks, "slopes": slopes, "norms_after": norms_after,
                  "q_scales": q_scales}  # fmt: skip
-        return reference(q, k, v, kv, scale, **given) * gate.sigmoid().flatten(2)
+        out = reference(q, k, v, kv, scale, **given).unflatten(-1, (q.shape[2], -1))
+        return (out * _gated(gate, gate_activation)).flatten(2)
     if kv.ragged is not None:
         given = {"interleaved": interleaved, "q_norm": q_norm, "k_norm": k_norm, "window": window, "softcap": softcap,
                  "sinks": sinks, "slopes": slopes, "norms_after": norms_after}  # fmt: skip
@@ -61,6 +63,12 @@ def reference(
         seen = None if all_seen else _seen(q, end, start, kv.padding_mask, window)
         return _standard(q, keys, values, seen, scale)
     return _attention(q, keys, values, _seen(q, end, start, kv.padding_mask, window), scale, softcap, sinks, slopes)
+
+
+def _gated(gate, activation):
+    if activation == "sigmoid":
+        return gate.sigmoid()
+    return F.softplus(gate if gate.dtype == torch.float64 else gate.float()).to(gate.dtype)
 
 
 def _normed(t, norm):
@@ -135,7 +143,7 @@ def _rotated(t: torch.Tensor, cos, sin, interleaved: bool) -> torch.Tensor:
 
 def supports(
     q, k, v, kv, scale, *, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None, window=None, softcap=None,
-    sinks=None, slopes=None, gate=None, norms_after=False, q_scales=None, dense=None,
+    sinks=None, slopes=None, gate=None, gate_activation="sigmoid", norms_after=False, q_scales=None, dense=None,
 ) -> str | None:  # fmt: skip
     if q.numel() == 0:
         return "empty"
@@ -166,9 +174,9 @@ def supports(
 
 def _gate_reason(q, gate) -> str | None:
     """Why a gate cannot be read where the output is written."""
-    if gate.shape != q.shape or gate.dtype != q.dtype:
+    if gate.shape not in (q.shape, (*q.shape[:3], 1)) or gate.dtype != q.dtype:
         return "a gate of another shape or dtype than the queries"
-    if gate.stride(-1) != 1:
+    if gate.shape[3] > 1 and gate.stride(-1) != 1:
         return "gate: channels not next to each other"
     rows, new = gate.shape[:2]
     if rows > 1 and new > 1 and gate.stride(0) != new * gate.stride(1):
@@ -209,6 +217,8 @@ CASES = (
     _small("prefill-all", 2, 9, 20, 4, 2, 32, sinks=True, slopes=True, softcap=4.0, padding_mask=True),
     _small("prefill-norm-after", 2, 9, 20, 4, 2, 20, rotary=10, qk_norm=True, norms_after=True, q_scales=True),
     _small("prefill-gate", 2, 0, 23, 4, 2, 32, rotary=16, qk_norm=True, gate=True),
+    _small("decode-softplus", 2, 37, 1, 4, 2, 32, rotary=32, gate=1, gate_activation="softplus"),
+    _small("prefill-softplus", 2, 19, 5, 3, 3, 20, gate=20, gate_activation="softplus"),
     _small("prefill-gate-more", 2, 19, 5, 3, 3, 20, window=11, gate=True, shuffled=True),
     _small("int8-decode-gate", 1, 37, 1, 4, 2, 32, rotary=32, gate=True, **INT8),
     _small("int8-decode", 2, 37, 1, 4, 2, 32, rotary=32, padding_mask=True, shuffled=True, **INT8),
@@ -271,6 +281,7 @@ CASES = (
         norms_after=True,
         q_scales=True,
     ),
+    _ragged("ragged-softplus", [(37, 1), (60, 1), (0, 23)], 4, 2, 32, gate=1, gate_activation="softplus"),
     _ragged("ragged-int8", [(37, 1), (0, 23), (5, 3)], 4, 2, 32, rotary=32, fill=2, **INT8),
     ragged_case("ragged-fp8", [(37, 1), (9, 23)], 4, 2, 64, rotary=64, **FP8),
     _large_ragged("ragged-int8-decode", [(317, 1), (64, 1), (9, 1)], 8, 2, 128, rotary=128, idle=5, fill=5, **INT8),

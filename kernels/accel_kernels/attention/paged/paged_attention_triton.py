@@ -138,12 +138,13 @@ def paged_attention_kernel(
 
 def paged_attention(
     q, k, v, kv, scale, *, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None, window=None, softcap=None,
-    sinks=None, slopes=None, gate=None, norms_after=False, q_scales=None, dense=None,
+    sinks=None, slopes=None, gate=None, gate_activation="sigmoid", norms_after=False, q_scales=None, dense=None,
 ):  # fmt: skip
     """Same arguments and result as the reference; head dimension up to 256."""
     turning = {"cos": cos, "sin": sin, "q_norm": q_norm, "k_norm": k_norm}
     turning |= {"norms_after": norms_after, "q_scales": q_scales}
     scores = {"window": window, "softcap": softcap, "sinks": sinks, "slopes": slopes, "gate": gate}
+    scores["gate_activation"] = gate_activation
     if kv.ragged is not None:
         return ragged_attention(q, k, v, kv, scale, interleaved, turning, scores)
     if decodes(q, cos, interleaved, dim=q.shape[-1]):
@@ -154,7 +155,7 @@ def paged_attention(
     torchs = new > 1 if not kv.by_address else new > SHORT and dim % 8 == 0  # of other sizes it keeps all scores
     if kv.is_prefill and plain and q.is_cuda and torchs:
         out = _fresh(q, k, v, kv, scale, dense or PromptAttention(), interleaved=interleaved, **turning)
-        return apply_gate(out, gate)
+        return apply_gate(out, gate, gate_activation)
     q = rotary_store(q, k, v, kv, interleaved=interleaved, **turning)
     out = torch.empty((rows, new, heads * dim), device=q.device, dtype=q.dtype)
     tile = tile_of(new * (heads // kv_heads), kv.block, dim, q.dtype)
@@ -165,7 +166,9 @@ def paged_attention(
     return out
 
 
-def attend_tiles(q, out, kv, scale, grid, tile, prefills=False, *, window, softcap, sinks, slopes, gate):
+def attend_tiles(
+    q, out, kv, scale, grid, tile, prefills=False, *, window, softcap, sinks, slopes, gate, gate_activation
+):
     """Launches the kernel over tiles of queries, which are stored and rotated already. prefills: see `rotary_store`."""
     _, new, heads, dim = q.shape
     tiles, units, splits = grid
@@ -173,7 +176,7 @@ def attend_tiles(q, out, kv, scale, grid, tile, prefills=False, *, window, softc
     kept = units * tiles * tile.queries * MOST_SPLITS
     scratch = scratch_of(units * tiles, splits, kept, tile.channels, q.device, kv.split_counters)
     launch(
-        paged_attention_kernel, grid, q, out, gate_of(gate), scratch, sinks, slopes, kv.metadata,
+        paged_attention_kernel, grid, q, out, gate_of(gate, gate_activation), scratch, sinks, slopes, kv.metadata,
         None if kv.ragged is None else kv.ragged.pointers(), kv.layer, new, heads, kv_heads, float(scale), window,
         None if softcap is None else float(softcap), splits,
         GROUP=heads // kv_heads, DIM=dim, HAS_PADDING_MASK=kv.padding_mask is not None, STORE_BLOCK=kv.block,
