@@ -16,8 +16,9 @@ MOST_NUMBERS = 4096  # to a program
 
 
 class OutputGate(NamedTuple):
-    """A gate of each number, (rows, new, heads, D), or of each head, and the steps from token to token, from head to head
-    and from channel to channel. sigmoid: 1, a constant to the compiler, or 0 for softplus; Triton 3.6 wants no None.
+    """A gate of each number, (rows, new, heads, D), or of each head, and the steps between tokens, heads and channels.
+
+    sigmoid: 1, a constant to the compiler, or 0 for softplus. Triton 3.6 takes no None here.
     """
 
     data: torch.Tensor
