@@ -103,7 +103,10 @@ def understand_layer(layer: LayerRecord, record: Record) -> LayerSpec:
     x, y = layer.call.input, layer.call.output
     mlp_modules = [call.module for call in mlp_calls]
     holders = (layer.layer, *((layer.attention,) if layer.mixes else ()), *mlp_modules)
-    norms = [call for call in layer.inside(layer.layer) if call.module not in mlp_modules and _normlike(call)]
+    within = {
+        one for part in (mlp_modules, [layer.attention] if layer.mixes else []) for m in part for one in m.modules()
+    }
+    norms = [call for call in layer.calls if call.module not in within and _normlike(call)]
 
     def producer(value: Value) -> Call | None:
         """The last norm that made this."""

@@ -48,6 +48,12 @@ def understand_mlp(layer: LayerRecord) -> tuple[MlpSpec | None, tuple[Call, ...]
         return None, ()
     containers = [call for call in mine if _matrices(call.module) and vars(call.module)["_modules"]]
     if len(containers) > 1:
+        inside = {module for call in containers for module in call.module.modules()}
+        found = (
+            None if mixer is None else _formula(layer, [call for call in layer.calls if call.module in inside], None)
+        )
+        if found is not None:
+            return found
         raise NotUnderstood(NOTHING_STORED if mixer is None else "more than one block besides the attention")
     whole = containers[0] if containers else None
     found = _formula(layer, mine if whole is None else layer.inside(whole.module), whole)

@@ -122,8 +122,11 @@ class SoftmaxSpec(AttentionSpec):
         """The calls of the last projection, and of projections besides those of queries, keys and values."""
         got = found.got
         if got is None:
-            return next(((call,) for call in calls if layer.name(call.module) == layer.known.attention.out), None)
-        return next(((call,) for call in calls if call.alone and agree(got, call.input.held, slack=2.0)), None)
+            return next(((one,) for one in layer.calls if layer.name(one.module) == layer.known.attention.out), None)
+        behind = [
+            call for call in layer.calls if call.parent is not layer.attention and not any(call.module.children())
+        ]
+        return next(((one,) for one in (*calls, *behind) if one.alone and agree(got, one.input.held, slack=2.0)), None)
 
     def bind(self, kernels: Kernels, layer: nn.Module, stack: bool) -> "BoundSoftmaxAttention":
         return BoundSoftmaxAttention(kernels, layer, self, stack)
