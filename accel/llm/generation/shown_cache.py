@@ -17,6 +17,39 @@ class HostRead(RuntimeError):
     """A number of the device was read, of which a graph would keep that value."""
 
 
+class DeviceCount:
+    """A number on the device plus one on the host, where code wants an int: it may be added, and begin a range. Raises
+    HostRead where code asks for its value.
+    """
+
+    def __init__(self, held: torch.Tensor, more: int = 0):
+        self.held, self.more = held, more
+
+    def tensor(self) -> torch.Tensor:
+        return self.held + self.more
+
+    def __add__(self, other: Any) -> Any:
+        return DeviceCount(self.held, self.more + other) if type(other) is int else self.tensor() + other
+
+    __radd__ = __add__
+
+    def _read(self, *_: Any) -> Any:
+        raise HostRead("positions are counted on the host")
+
+    __bool__ = __int__ = __index__ = __float__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _read
+    __hash__ = object.__hash__
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__):
+            return func(*tree_map_only(cls, cls.tensor, args), **tree_map_only(cls, cls.tensor, kwargs))
+        first, last = (*args, None, None)[:2]
+        if func is torch.arange and isinstance(first, cls) and isinstance(last, cls) and len(args) == 2:
+            return torch.arange(last.more - first.more, **kwargs) + first.tensor()
+        return first._read() if isinstance(first, cls) else cls._read(first)
+
+
 class CountedCache(DynamicCache):
     """An empty cache that says it holds `length` tokens."""
 
@@ -25,7 +58,7 @@ class CountedCache(DynamicCache):
         self.length = length
 
     def get_seq_length(self, *_: Any, **__: Any) -> Any:
-        return self.length
+        return DeviceCount(self.length)
 
 
 class DeviceNumber(torch.Tensor):
@@ -43,7 +76,7 @@ class DeviceNumber(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            raise HostRead("positions are counted on the host")
+            raise HostRead("positions are read on the host")
         args, kwargs = tree_map_only(cls, lambda one: one.held, (args, kwargs or {}))
         made = func(*args, **kwargs)
         return tree_map_only(torch.Tensor, lambda one: one if one.is_floating_point() else cls(one), made)
