@@ -14,7 +14,8 @@ from torch import nn
 
 from accel.comparison import agree
 from accel.llm.recording.record import Call, LayerRecord
-from accel.llm.runtime.softmax_attention import BoundSoftmaxAttention, Formula, Parts, SoftmaxSpec, split
+from accel.llm.runtime.projections import split
+from accel.llm.runtime.softmax_attention import BoundSoftmaxAttention, Formula, Parts, SoftmaxSpec
 from accel.patching.fast_forward import Kernels
 
 ACTIVATIONS = {"sigmoid": torch.sigmoid, "softplus": F.softplus}

@@ -20,16 +20,12 @@ from accel.llm.parts.step import Step
 from accel.llm.recording.plain_attention import plain_attention
 from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record
 from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
-from accel.llm.runtime.query_scale import POSITIONS, QueryScale, query_scale
-from accel.llm.runtime.rotary import Rotary, SmallStore
-from accel.llm.runtime.slopes import slopes_given
-from accel.llm.runtime.turning import Turning, turnings
+from accel.llm.runtime.position_terms import POSITIONS, QueryScale, query_scale, slopes_given
+from accel.llm.runtime.projections import projections_of, split
+from accel.llm.runtime.rotary import Rotary, SmallStore, Turning, turnings
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import plain_settings
 
-# How the outputs of the projections hold heads: three projections; one, queries before keys before values; one, in
-# groups of some queries, their key, their value (one query a group in GPT-NeoX and Bloom).
-SEPARATE, JOINED, GROUPED = "separate", "joined", "grouped"
 Parts = tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None
 ]  # queries, keys, values and a gate, by heads
@@ -206,27 +202,11 @@ def _normed(t: torch.Tensor, norm: BoundHeadNorm | None) -> tuple:
     return norm(t), None
 
 
-def split(
-    outputs: Sequence[torch.Tensor], layout: str, heads: int, groups: int, kv_heads: int, dim: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Outputs of the projections, (rows, new, N), as queries, keys and values, (rows, new, heads, D)."""
-    if layout == SEPARATE:
-        q, k, v = (y.unflatten(-1, (-1, dim)) for y in outputs)
-    elif layout == JOINED:
-        q, k, v = outputs[0].unflatten(-1, (-1, dim)).split([heads, groups, groups], dim=-2)
-    else:
-        y = outputs[0].unflatten(-1, (groups, -1, dim))
-        q, k, v = y[..., :-2, :].flatten(-3, -2), y[..., -2, :], y[..., -1, :]
-    if groups != kv_heads:
-        k, v = (t.repeat_interleave(kv_heads // groups, dim=-2) for t in (k, v))
-    return q, k, v
-
-
 def _formulas(
     layer: LayerRecord, calls: list[Call], options: dict, window: int | None, parts: Callable
 ) -> Iterator[Formula]:
     """Those that fit the recorded queries and keys. parts: see `SoftmaxSpec.parts`."""
-    for projections, layout in _projections(calls, layer):
+    for projections, layout in projections_of(calls, layer):
         found_parts = parts(layer, [call.output.held for call in projections], layout)
         if found_parts is None:
             continue
@@ -239,7 +219,7 @@ def _formulas(
 def _reason(layer: LayerRecord, calls: list[Call]) -> str:
     """In which of its steps an attention of no known formula is another."""
     projected = rotated = False
-    for projections, layout in _projections(calls, layer):
+    for projections, layout in projections_of(calls, layer):
         projected, (_, k, _) = True, split([call.output.held for call in projections], **layout)
         rotated = rotated or any(True for _ in turnings(layer, calls, k, k))
     if not rotated:
@@ -275,36 +255,6 @@ def _told(layer: LayerRecord, record: Record) -> tuple[dict, int | None]:
         given = [value for call in (*calls, layer.call) for value in (*call.args, *call.kwargs.values())]
         mask = next((value for value in given if record.made(value)), None)
     return options, record.window(mask)
-
-
-def _projections(calls: list[Call], layer: LayerRecord) -> Iterator[tuple[tuple[Call, ...], dict]]:
-    """Calls whose outputs may hold queries, keys and values, and the arguments of `split` for them."""
-    rows, stored, tokens, d = layer.cached.values.shape
-    values = layer.cached.values.transpose(1, 2)  # (rows, tokens, heads, D)
-
-    def flat(call: Call) -> bool:
-        return call.alone and call.made is not None and call.output.held.shape[:2] == (rows, tokens)
-
-    def layout(kind: str, heads: int, groups: int) -> dict[str, Any]:
-        return {"layout": kind, "heads": heads, "groups": groups, "kv_heads": stored, "dim": d}
-
-    whole = [call for call in calls if flat(call) and call.output.held.dim() == 3]
-    for call in whole:
-        y = call.output.held
-        total, rest = divmod(y.shape[-1], d)
-        if rest:
-            continue
-        if total == stored and torch.equal(y.unflatten(-1, (-1, d)), values):
-            siblings = [c for c in whole if c is not call and c.input.same(call.input)]
-            for k in (c for c in siblings if c.output.held.shape[-1] == stored * d):
-                for q in (c for c in siblings if c is not k and c.output.held.shape[-1] % (stored * d) == 0):
-                    yield (q, k, call), layout(SEPARATE, q.output.held.shape[-1] // d, stored)
-        if total > 2 * stored and torch.equal(y[..., -stored * d :].unflatten(-1, (-1, d)), values):
-            yield (call,), layout(JOINED, total - 2 * stored, stored)
-        for groups in (g for g in range(1, total // 3 + 1) if total % g == 0 and stored % g == 0):
-            mine = y.unflatten(-1, (groups, -1, d))[..., -1, :]
-            if torch.equal(mine.repeat_interleave(stored // groups, dim=-2), values):
-                yield (call,), layout(GROUPED, total - 2 * groups, groups)
 
 
 def _results(

@@ -1,4 +1,6 @@
-"""A factor by which queries grow with their position, as Llama 4 and Ministral 3 have it for long texts."""
+"""What positions do besides rotating: a bias with slopes (ALiBi, Press et al. 2022), and a factor of queries for long
+texts, as of Llama 4 and Ministral 3.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -84,3 +86,34 @@ def _numbers(attention: nn.Module) -> list[float]:
     tables += [one for table in tables for one in table.values() if type(one) is dict]
     values = (value for table in tables for value in table.values() if type(value) in (int, float))
     return sorted({float(value) for value in values if value > 0})
+
+
+def slopes_given(layer: LayerRecord, heads: int, scale: float) -> Iterator[torch.Tensor | None]:
+    """(heads,) slopes of a bias among the layer's arguments, as they stand and times the scale; None where it has none.
+
+    The bias must be slope * key position, (rows * heads or heads, 1, tokens); or slope * (key position - that of the
+    last), of which it may have more, as MPT.
+    """
+    rows, tokens = layer.cached.keys.shape[0], layer.cached.keys.shape[2]
+    given = (*layer.call.args, *layer.call.kwargs.values())
+    biases = [t for t in given if isinstance(t, torch.Tensor) and t.dim() >= 3 and t.is_floating_point()]
+    biases = [t for t in biases if t.shape[-2] == 1 and t.numel() in (heads * t.shape[-1], rows * heads * t.shape[-1])]
+    biases = [t for t in biases if t.shape[-1] == tokens or (t.shape[-1] > tokens and not t[..., -1].any())]
+    if not biases:
+        yield None
+        return
+    bias = biases[0].reshape(-1, heads, biases[0].shape[-1])[0].float()
+    end = 0 if bias[:, -1].any() else 1 - bias.shape[-1]
+    at = torch.arange(end, end + bias.shape[-1], device=bias.device)
+    for slopes in (closed_form(heads).to(bias.device), -bias[:, -2] if end else bias[:, 1]):
+        if agree(slopes[:, None] * at, bias.to(biases[0].dtype)):
+            yield slopes
+            yield slopes * scale
+
+
+def closed_form(heads: int) -> torch.Tensor:
+    """The slopes of the paper: a geometric sequence, with every other one of the next where heads are no power of 2."""
+    power = 1 << (heads.bit_length() - 1)
+    steps = torch.arange(1, power + 1, device="cpu") * (-8.0 / power)
+    more = torch.arange(1, 2 * (heads - power) + 1, 2, device="cpu") * (-4.0 / power)
+    return 2.0 ** torch.cat((steps, more))
