@@ -234,7 +234,7 @@ class Record:
     """A whole run: the layers, and by which function (row, head, query, key) -> bool each mask was made.
 
     own: the model kept its own attention, and the masks are those of an earlier run. asked: it called transformers'
-    attention interface.
+    attention interface. tables: see `mask_tables.narrowed`.
     """
 
     layers: list[LayerRecord]
@@ -242,6 +242,7 @@ class Record:
     asked: bool = False
     masks: list[tuple[torch.Tensor | None, Callable]] = field(default_factory=list)
     windows: dict[int, int | None] = field(default_factory=dict)  # by the function's id
+    tables: dict[int, int] = field(default_factory=dict)
 
     def window(self, mask: torch.Tensor | None) -> int | None:
         """How many keys a query sees through a mask, see `window`. Raises NotUnderstood for one not made that way.

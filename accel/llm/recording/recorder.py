@@ -22,12 +22,12 @@ from transformers import Conv1D, PretrainedConfig, PreTrainedModel
 from accel.errors import reason_of
 from accel.in_flight import Here, alone
 from accel.libraries.attention import eager_mask, lent_attention
-from accel.libraries.cache import DynamicCache, LinearAttentionLayer, cache_given
+from accel.libraries.cache import cache_given
 from accel.libraries.tensor_parallel import pipeline_stage
-from accel.llm.kv_cache.cache import STOCK
 from accel.llm.pipeline.device_hooks import StockHere, device_of, moved_to, other_hook
 from accel.llm.recording.implementation import foreign_attention, lent_configs, unpaged
 from accel.llm.recording.inputs import few, last_positions, most_configured
+from accel.llm.recording.mask_tables import narrowed
 from accel.llm.recording.plain_attention import plain_attention
 from accel.llm.recording.position_table import PositionTable
 from accel.llm.recording.record import Attended, Call, KeptState, LayerRecord, NotUnderstood, Record, Stored, Value
@@ -78,13 +78,6 @@ def _last_to_run(model: PreTrainedModel, stacks: dict[str, nn.ModuleList]) -> st
             except Exception as error:  # whatever a forward may raise
                 reason_of(error)
     return order[-1] if order else next(iter(stacks))
-
-
-def keeps_more(model: PreTrainedModel) -> str | None:
-    """What the model's cache keeps besides keys and values or a state a layer, in a reason; None for nothing else."""
-    kinds = {type(layer) for layer in DynamicCache(config=model.config).layers} - {*STOCK, LinearAttentionLayer}
-    names = ", ".join(sorted(kind.__name__ for kind in kinds))
-    return f"its cache keeps more than keys and values: {names}" if kinds else None
 
 
 def example_ids(model: PreTrainedModel, tokens: int, seed: int = 0) -> torch.Tensor:
@@ -179,7 +172,8 @@ def record(
     ids = example_ids(model, few(model))
     table = PositionTable(model, ids.shape[1])
     try:
-        with resting(model), MathAttention(), recorder.attached(model), recorder.until_shown:
+        with resting(model), MathAttention(), recorder.attached(model), recorder.until_shown, narrowed(layers) as held:
+            seen.tables = held
             recorder.until_shown.enter_context(table)
             forward = type(model).forward
             given = cache_given(forward, recorder.cache) | (last_positions(model, ids) if last else {})
@@ -290,13 +284,6 @@ class Recorder:
         finally:
             self.looking = False
         self.current.forget(self.scores)
-
-    def length_shown(self, length: int) -> int:
-        """Called by the cache with how many tokens it holds when it is asked; gives the answer."""
-        if not self.open:
-            return length
-        self.current.shown_length = max(self.length, length)
-        return self.current.shown_length
 
     def stored(self, keys: torch.Tensor, values: torch.Tensor, index: int) -> None:
         """Called by the cache with what a layer stores."""

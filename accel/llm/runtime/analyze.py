@@ -9,9 +9,12 @@ from transformers import PreTrainedModel
 from accel.libraries.cache import SOUGHT, cache_argument
 from accel.libraries.versions import newer_than_tested
 from accel.llm.pipeline.placement import layer_placement
+from accel.llm.recording.mask_tables import hides_keys
 from accel.llm.recording.record import LayerRecord, NotUnderstood, Record
-from accel.llm.recording.recorder import keeps_more, model_side_effects, record
+from accel.llm.recording.recorder import model_side_effects, record
+from accel.llm.recording.recording_cache import keeps_more
 from accel.llm.runtime.layer import LayerSpec, understand_layer
+from accel.llm.runtime.softmax_attention import SoftmaxSpec
 from accel.patching.guard import plain_settings
 from accel.patching.structure import meta_weights
 
@@ -121,20 +124,14 @@ def _in_order(found: list[tuple[LayerRecord, LayerSpec]], places: list[int]) -> 
 def _formula(layer: LayerRecord, seen: Record) -> LayerSpec | str:
     """The formula of a layer, or why it is not known."""
     try:
-        if any(map(_hides_keys, layer.layer.buffers())):
+        spec = understand_layer(layer, seen)
+        read = layer.attention if isinstance(spec.attention, SoftmaxSpec) else None
+        others = [module for module in layer.layer.modules() if module is not read]
+        if any(hides_keys(table) for module in others for table in module._buffers.values()):
             raise NotUnderstood("it holds a mask that is not causal")
-        return understand_layer(layer, seen)
+        return spec
     except NotUnderstood as reason:
         return str(reason)
-
-
-def _hides_keys(table: torch.Tensor) -> bool:
-    """Whether it says which keys each query sees, and leaves out earlier ones. A window longer than the run that is
-    looked at would not show in it.
-    """
-    if table.dtype != torch.bool or table.dim() < 2 or not 1 < table.shape[-2] == table.shape[-1]:
-        return False
-    return not bool((table | torch.ones_like(table).triu(1)).all())
 
 
 def _confirm_where_large(model: PreTrainedModel, layers: dict[str, LayerSpec | str], seen: Record, last: bool) -> None:

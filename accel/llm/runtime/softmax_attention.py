@@ -17,6 +17,7 @@ from accel.llm.kv_cache.shape import Shape
 from accel.llm.parts.norm import HeadNorm, NormSpec
 from accel.llm.parts.part import BoundHeadNorm, BoundLinear, NormedInput, part_product, stacked
 from accel.llm.parts.step import Step
+from accel.llm.recording.mask_tables import window_of_table
 from accel.llm.recording.plain_attention import plain_attention
 from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record
 from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
@@ -97,7 +98,9 @@ class SoftmaxSpec(AttentionSpec):
         if stored.values.shape != stored.keys.shape:
             raise NotUnderstood("keys and values of different sizes")
         options, window = _told(layer, record)
-        for found in _formulas(layer, calls, options, window, cls.parts):
+        by_table, now = window_of_table(layer.attention, record.tables.get(id(layer.attention)))
+        window = min(filter(None, (window, by_table)), default=None)
+        for found in _formulas(layer, calls, options, now or window, cls.parts):
             ending = cls.ending(layer, calls, found)
             if ending is not None:
                 out, *further = ending
