@@ -75,7 +75,7 @@ def _matrices(module: nn.Module) -> bool:
 
 def _formula(layer: LayerRecord, calls: list[Call], whole: Call | None) -> tuple[MlpSpec, tuple[Call, ...]] | None:
     calls = [call for call in calls if call.alone and call.made is not None]
-    products = [call for call in calls if _matrices(call.module)]
+    products = [call for call in calls if _matrices(call.module) and call.output.held.shape[-1] > 1]
     for act in calls:
         name = None if list(act.module.parameters()) else activation_name(act.module)
         for down in products if name is not None else ():
@@ -165,7 +165,7 @@ class BoundMlp:
         if self.module is None:
             return self.down(kernels, NormedInput(self._middle(kernels, before)), residual=residual, scale=scale)
         y = self.module(before.normed())
-        y = y[0] if isinstance(y, tuple) else y
+        y = (y[0] if isinstance(y, tuple) else y).reshape(before.x.shape)  # Llama 4's experts give rows of tokens
         return y if residual is None else torch.add(residual, y, alpha=scale)
 
     def _middle(self, kernels: Kernels, before: NormedInput) -> torch.Tensor:

@@ -100,7 +100,7 @@ def rotaries(layer: LayerRecord, k: torch.Tensor, keys: torch.Tensor) -> Iterato
         candidates += [
             Rotary(name, False, WHOLE, interleaved)
             for name, table in layer.attention.named_buffers(recurse=False)
-            if table is not None and table.dim() == 2
+            if table is not None and table.dim() == 2 and table.shape[1] > 1
             for interleaved in (True, False)
         ]
     for rotary in candidates:

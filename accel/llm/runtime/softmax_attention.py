@@ -19,7 +19,7 @@ from accel.llm.parts.part import BoundHeadNorm, BoundLinear, NormedInput, part_p
 from accel.llm.parts.step import Step
 from accel.llm.recording.mask_tables import window_of_table
 from accel.llm.recording.plain_attention import plain_attention
-from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record
+from accel.llm.recording.record import Call, Chunk, LayerRecord, NotUnderstood, Record
 from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
 from accel.llm.runtime.position_terms import POSITIONS, QueryScale, query_scale, slopes_given
 from accel.llm.runtime.projections import projections_of, split
@@ -179,6 +179,8 @@ class BoundSoftmaxAttention:
         more: dict[str, Any] = {} if gate is None else {"gate": gate}
         if spec.activation != "sigmoid":
             more["gate_activation"] = spec.activation
+        if isinstance(spec.window, Chunk):
+            more["chunked"] = True
         if spec.norms_after:
             more["norms_after"] = True
         if spec.q_scale is not None:
@@ -296,6 +298,6 @@ def _results(
     store = SmallStore(turned.k)
     for scale in dict.fromkeys(scales):
         for slopes in slopes_given(layer, q.shape[2], scale):
-            scores = {"softcap": softcap, "slopes": slopes, "window": window}
+            scores = {"softcap": softcap, "slopes": slopes, "window": window, "chunked": isinstance(window, Chunk)}
             got = store(q, turned.k, v, scale, **scores, sinks=sinks, **turning)
             yield {"q_scale": None, "scale": scale, "softcap": softcap, "sinks": name, "slopes": slopes}, got

@@ -34,7 +34,7 @@ from accel_kernels.attention.paged.split_kv import (
     split_count,
     tile_of,
 )
-from accel_kernels.attention.paged.store_triton import padding_mask_of, share_of, store_of
+from accel_kernels.attention.paged.store_triton import padding_mask_of, seen_of_chunk, share_of, store_of
 from accel_kernels.device import AMPERE, interpreted, programmatic, reaches, upcast
 from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
@@ -63,7 +63,8 @@ def decode_kernel(
     ragged, gate, layer, heads, kv_heads, scale, window, softcap, splits, few_splits,
     GROUP: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, HAS_PADDING_MASK: tl.constexpr, LEAST: tl.constexpr,
     KV_DTYPE: tl.constexpr, STORE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, COMBINE: tl.constexpr, PACKED: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_D: tl.constexpr, COMBINE: tl.constexpr, PACKED: tl.constexpr, UPCAST: tl.constexpr, CHUNKED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     element = q.data.dtype.element_ty
     SPLIT: tl.constexpr = scratch.sums is not None
@@ -90,6 +91,8 @@ def decode_kernel(
     stored = store.length
     d_idx = tl.arange(0, BLOCK_D)
     d_mask = d_idx < DIM
+    if CHUNKED:
+        window = seen_of_chunk(stored, window, stored, padding_mask_ptr)
     blocks, start, stop, active = share_of(stored, window, split, splits, few_splits, SPLIT, BLOCK_N, LEAST)
     n_idx = tl.minimum(start, tl.maximum(blocks - 1, 0)) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_mask = n_idx < tl.where(start < stop, stored, 0)
@@ -183,14 +186,14 @@ def decodes_kv8(q, kv) -> bool:
 
 def decode(
     q, k, v, kv, scale, out=None, kv8=None, *, cos=None, sin=None, q_norm=None, k_norm=None, window=None, softcap=None,
-    sinks=None, slopes=None, gate=None, gate_activation="sigmoid", norms_after=False, q_scales=None,
+    sinks=None, slopes=None, gate=None, gate_activation="sigmoid", norms_after=False, q_scales=None, chunked=False,
 ):  # fmt: skip
     """`paged_attention` for one new token a row, or a sequence, see `decodes`. kv8: whether by `kv8_decode_kernel`;
     None: where that takes it.
     """
     (rows, _, heads, dim), kv_heads = q.shape, k.shape[2]
     units, group = rows * kv_heads, heads // kv_heads
-    kv8 = decodes_kv8(q, kv) if kv8 is None else kv8
+    kv8 = not chunked and decodes_kv8(q, kv) if kv8 is None else kv8
     packed = packing(kv.key_scales, kv.values, q.dtype)
     most = KV8_MOST_SPLITS if kv8 else MOST_SPLITS
     few = split_count(units, q.device, FILL, most)
@@ -209,7 +212,7 @@ def decode(
         inside = (gate_of(gate, gate_activation),)
         constants |= {
             "STORE_BLOCK": kv.block, "BLOCK_M": tile.queries, "BLOCK_N": tile.keys, "BLOCK_D": channels,
-            "COMBINE": combined_rows(group), "PACKED": packed, "UPCAST": upcast(q.dtype),
+            "COMBINE": combined_rows(group), "PACKED": packed, "UPCAST": upcast(q.dtype), "CHUNKED": chunked,
         }  # fmt: skip
     if small:
         meta["maxnreg"] = KV8_REGISTERS

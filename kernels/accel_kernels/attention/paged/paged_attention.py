@@ -15,7 +15,8 @@ from accel_kernels.op import dtype_reason, make_op
 
 def reference(
     q, k, v, kv, scale, *, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None, window=None, softcap=None,
-    sinks=None, slopes=None, gate=None, gate_activation="sigmoid", norms_after=False, q_scales=None, dense=None,
+    sinks=None, slopes=None, gate=None, gate_activation="sigmoid", norms_after=False, q_scales=None,
+    chunked=False, dense=None,
 ):  # fmt: skip
     """q: (rows, new, heads, D); k, v: (rows, new, kv heads, D); any strides, the last 1. Gives (rows, new, heads * D).
 
@@ -24,7 +25,8 @@ def reference(
     cos, sin: (1 or rows, new, R / 2), one angle for each pair of the first R channels. Pairs are (i, i + R/2), or with
     `interleaved` (2 i, 2 i + 1). q_norm, k_norm: a Norm over D before the rotation; behind it with `norms_after`.
     q_scales: (rows, new) contiguous float32, a factor of each token's queries. scale: of the scores. window: a query at
-    t sees keys above t - window. softcap: scores become softcap * tanh(scores / softcap) (Gemma 2). sinks:
+    t sees keys above t - window; `chunked`: those of its own chunk of so many, of which the first begins behind the
+    padding on the left. softcap: scores become softcap * tanh(scores / softcap) (Gemma 2). sinks:
     (heads,), a score that takes part in the softmax with no value (gpt-oss). slopes: (heads,), adds slope * key
     position (ALiBi, Press et al. 2022; in a softmax the same as a penalty by distance). gate: like q, or one a head,
     (rows, new, heads, 1); what comes out is multiplied by its sigmoid (Qiu et al., "Gated Attention for Large Language
@@ -36,12 +38,12 @@ def reference(
     if gate is not None:
         given = {"cos": cos, "sin": sin, "interleaved": interleaved, "q_norm": q_norm, "k_norm": k_norm,
                  "window": window, "softcap": softcap, "sinks": sinks, "slopes": slopes, "norms_after": norms_after,
-                 "q_scales": q_scales}  # fmt: skip
+                 "q_scales": q_scales, "chunked": chunked}  # fmt: skip
         out = reference(q, k, v, kv, scale, **given).unflatten(-1, (q.shape[2], -1))
         return (out * _gated(gate, gate_activation)).flatten(2)
     if kv.ragged is not None:
         given = {"interleaved": interleaved, "q_norm": q_norm, "k_norm": k_norm, "window": window, "softcap": softcap,
-                 "sinks": sinks, "slopes": slopes, "norms_after": norms_after}  # fmt: skip
+                 "sinks": sinks, "slopes": slopes, "norms_after": norms_after, "chunked": chunked}  # fmt: skip
         return _by_sequence(q, k, v, kv, scale, {"cos": cos, "sin": sin, "q_scales": q_scales}, given)
     if kv.last is not None:
         behind = (torch.arange(q.shape[1], device=q.device) > kv.last).view(1, -1, 1, 1)
@@ -60,9 +62,10 @@ def reference(
     keys, values = kv.read(end, q.dtype)
     if softcap is None and sinks is None and slopes is None:
         all_seen = window is None and kv.padding_mask is None and q.shape[1] == 1
-        seen = None if all_seen else _seen(q, end, start, kv.padding_mask, window)
+        seen = None if all_seen else _seen(q, end, start, kv.padding_mask, window, chunked)
         return _standard(q, keys, values, seen, scale)
-    return _attention(q, keys, values, _seen(q, end, start, kv.padding_mask, window), scale, softcap, sinks, slopes)
+    seen = _seen(q, end, start, kv.padding_mask, window, chunked)
+    return _attention(q, keys, values, seen, scale, softcap, sinks, slopes)
 
 
 def _gated(gate, activation):
@@ -88,10 +91,15 @@ def _by_sequence(q, k, v, kv, scale, by_token, given):
     return out
 
 
-def _seen(q, end, start, padding_mask, window):
+def _seen(q, end, start, padding_mask, window, chunked):
     """(rows or 1, 1, new, end): which keys a query sees."""
     at = torch.arange(end, device=q.device)
     seen = at <= at[start:, None]
+    if chunked:
+        mask = None if padding_mask is None else padding_mask[:, :end].bool()
+        first = 0 if mask is None else (mask.cumsum(1) == 0).sum(1)[:, None, None, None]
+        seen = seen & ((at - first) // window == (at[start:, None] - first) // window)
+        return seen[None, None] if mask is None else seen & mask[:, None, None]
     if window is not None:
         seen = seen & (at > at[start:, None] - window)
     return seen[None, None] if padding_mask is None else seen & padding_mask[:, None, None, :end].bool()
@@ -143,7 +151,8 @@ def _rotated(t: torch.Tensor, cos, sin, interleaved: bool) -> torch.Tensor:
 
 def supports(
     q, k, v, kv, scale, *, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None, window=None, softcap=None,
-    sinks=None, slopes=None, gate=None, gate_activation="sigmoid", norms_after=False, q_scales=None, dense=None,
+    sinks=None, slopes=None, gate=None, gate_activation="sigmoid", norms_after=False, q_scales=None,
+    chunked=False, dense=None,
 ) -> str | None:  # fmt: skip
     if q.numel() == 0:
         return "empty"
@@ -285,8 +294,11 @@ CASES = (
     _large_ragged("ragged-phi-80", [(300, 1), (20, 150)], 32, 32, 80, rotary=32),
     _small("decode-norm-after", 2, 30, 1, 4, 2, 32, rotary=32, qk_norm=True, norms_after=True, q_scales=True),
     _small("prefill-norm-after", 2, 9, 20, 4, 2, 20, rotary=10, qk_norm=True, norms_after=True, q_scales=True),
+    _small("decode-chunked", 3, 57, 1, 4, 2, 32, window=11, chunked=True, padding_mask=True, hole=40),
+    _small("prefill-chunked", 3, 19, 23, 4, 2, 32, window=11, chunked=True, padding_mask=True, hole=40),
     _small("decode-softplus", 2, 37, 1, 4, 2, 32, rotary=32, gate=1, gate_activation="softplus"),
     _small("prefill-softplus", 2, 19, 5, 3, 3, 20, gate=20, gate_activation="softplus"),
+    _ragged("ragged-chunked", [(37, 1), (60, 1), (0, 23), (9, 7)], 4, 2, 32, rotary=32, window=11, chunked=True),
     _ragged("ragged-softplus", [(37, 1), (60, 1), (0, 23)], 4, 2, 32, gate=1, gate_activation="softplus"),
 )
 
