@@ -303,7 +303,7 @@ class DecoderForward(FastForward):
     ) -> torch.Tensor:
         """The logits of one forward by the model's own code, after `ready`."""
         name = "input_ids" if tokens.dim() == 2 else "inputs_embeds"
-        given = {name: tokens} | self.given_cache(DynamicCache())
+        given = {name: tokens} | self.given_cache(self.convention.shown(step))
         given |= {} if positions is None else {"position_ids": positions}
         if isinstance(keep, torch.Tensor) or keep != 0 or "logits_to_keep" in self.names:
             given["logits_to_keep"] = keep

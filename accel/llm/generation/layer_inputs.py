@@ -15,7 +15,7 @@ from accel.libraries.cache import Cache
 from accel.llm.generation.calling_convention import Unfit
 from accel.llm.generation.layer_forward import LayerForward
 from accel.llm.parts.step import Step
-from accel.llm.recording.record import is_absent
+from accel.llm.recording.record import Chunk, is_absent
 from accel.llm.runtime.layer import LayerSpec, form
 
 HIDDEN_STATES, MASK = "hidden_states", "attention_mask"  # as decoder layers of transformers name them
@@ -118,9 +118,12 @@ class CheckedStep(Step):
         keys = torch.arange(end, device=mask.device)
         queries = keys[self.start :, None]
         visible = (keys <= queries)[None, None]
-        if window is not None:
-            visible = visible & (queries - keys < window)
         real = torch.ones(1, end, dtype=torch.bool, device=mask.device) if self.mask is None else self.mask.bool()
         visible = visible & real[:, None, None]
+        if isinstance(window, Chunk):
+            first = (real.cumsum(1) == 0).sum(1)[:, None, None, None]
+            visible = visible & ((queries - first) // window == (keys - first) // window)
+        elif window is not None:
+            visible = visible & (queries - keys < window)
         shown = torch.nn.functional.pad(shown, (end - mask.shape[3], 0))  # keys that a cache with a window has no more
         return not bool(((visible ^ shown) & real[:, None, self.start :, None]).any())

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,6 +17,7 @@ from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.mixed import MixedForward
 from accel.llm.generation.model_guard import ModelGuard, reading, relevant
 from accel.llm.generation.routing import noting, repeating, routed_modules
+from accel.llm.generation.shown_cache import counted, empty, watched
 from accel.llm.generation.teacher_forcing import differing_part
 from accel.llm.generation.trial import (
     PADDING,
@@ -80,11 +82,12 @@ def _convention(
 ) -> CallingConvention:
     errors: list[str] = []
     far: list[torch.Tensor] = []
-    for mask in (True, False):
+    ways: list[tuple[bool, Callable]] = [(True, empty), (False, empty)]
+    for mask, shown in ways:
         if not mask:
             with _warming_up(forward, lengths, mask):
                 pass
-        forward.convention = CallingConvention(output, mask, None)
+        forward.convention = CallingConvention(output, mask, None, shown=shown)
         try:
             with fused_layers(forward):
                 fused = partial(fused_logits, forward, lengths)
@@ -93,15 +96,18 @@ def _convention(
                 if wanted.agrees(got):
                     apart = None if wanted.near(got) else differing_part(forward, lengths, fused)
                     if apart is None:
-                        own = _own_positions(forward, lengths, mask, output, alone)
-                        found = CallingConvention(
-                            output, mask, own, pads_prompts=_pads_prompts(forward, lengths, wanted)
-                        )
-                        return find_arguments(forward, found)
+                        if shown is watched:
+                            shown = counted
+                        forward.convention = convention = CallingConvention(output, mask, None, shown=shown)
+                        own = _own_positions(forward, lengths, convention, alone)
+                        pads = _pads_prompts(forward, lengths, wanted)
+                        return find_arguments(forward, replace(convention, positions=own, pads_prompts=pads))
                     errors.append(apart)
                     far.append(got)
                 elif wanted.first(prompt).near(got[:, :prompt]):
                     errors.append("steps after a prompt hang on how much the cache holds")
+                    if mask and shown is empty:
+                        ways.append((True, watched))
                 else:
                     far.append(got)
         except Exception as error:  # a model that makes something else of its mask
@@ -114,10 +120,12 @@ def _convention(
     raise NotUnderstood(f"{DIFFERS}: {'; '.join(dict.fromkeys(errors))}")
 
 
-def _own_positions(forward: DecoderForward, lengths: tuple, mask: bool, output: type, wanted: Expected) -> str | None:
+def _own_positions(
+    forward: DecoderForward, lengths: tuple, convention: CallingConvention, wanted: Expected
+) -> str | None:
     """What positions the model counts for itself where it is given a mask alone."""
     for positions in (IN_ORDER, BY_MASK):
-        forward.convention = CallingConvention(output, mask, positions)
+        forward.convention = replace(convention, positions=positions)
         ids, padding, _ = trial_inputs(forward, short_prompt(lengths))
         try:
             with wanted.routed():

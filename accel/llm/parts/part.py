@@ -48,10 +48,12 @@ def users_norm(kernels: Kernels, norm: Norm) -> Callable | None:
 class BoundHeadNorm:
     """One norm of queries or keys: `fused` for the attention to do, or None; then calling it gives the normed heads."""
 
-    def __init__(self, kernels: Kernels, layer: nn.Module, spec: HeadNorm):
+    def __init__(self, kernels: Kernels, layer: nn.Module, spec: HeadNorm, dim: int, device: torch.device):
         self.bound, self.layout = BoundNorm(kernels, layer, spec.norm), spec.layout
         norm = self.bound.norm
         inside = norm is not None and not norm.centered and norm.bias is None and spec.layout != FLAT
+        if norm is not None and norm.weight is None:
+            norm = norm._replace(weight=torch.ones(dim, device=device))
         self.fused = norm if inside else None
 
     def __call__(self, t: torch.Tensor) -> torch.Tensor:

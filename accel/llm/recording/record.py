@@ -1,6 +1,7 @@
 """A recorded run as data: which modules were called with what, layer by layer."""
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -20,8 +21,17 @@ QUERIES = (3, 77, 1500, 5003, 40_009, 200_003, 1_100_009)  # positions of querie
 BLOCK = 1 << 15  # keys asked about at once: what is made of them on the way stays in a core's cache
 
 
+class Chunk(int):
+    """A window of another kind: a query sees the keys of its own run of so many tokens, as in Llama 4."""
+
+    def __repr__(self) -> str:
+        return f"Chunk({int(self)})"
+
+
 def window(visible: Callable[..., Any]) -> int | None:
-    """How many keys a query sees at most, itself included; None for all. Raises NotUnderstood for any other view."""
+    """How many keys a query sees at most, itself included, or of which `Chunk`; None for all. Raises NotUnderstood for
+    any other view.
+    """
     if isinstance(visible, FunctionType) and _reads_nothing_else(visible):
         return _window_of(visible.__code__)
     return _found(visible)
@@ -41,14 +51,18 @@ def _window_of(code: CodeType) -> int | None:
 
 
 def _found(visible: Callable[..., Any]) -> int | None:
-    found = None
-    for query in QUERIES:
-        count = _count(visible, query)
-        if found is not None and count != found:
-            raise NotUnderstood("its attention mask is not one sliding window")
-        if count < query + 1:
-            found = count
-    return found
+    counts = {query: _count(visible, query) for query in QUERIES}
+    fewer = {query: count for query, count in counts.items() if count < query + 1}
+    if not fewer:
+        return None
+    found = next(iter(fewer.values()))
+    if all(count == found for query, count in counts.items() if query >= min(fewer)):
+        return found
+    chunk = math.gcd(*(query + 1 - count for query, count in fewer.items()))
+    if all(count == query % chunk + 1 for query, count in counts.items()):
+        if _count(visible, chunk - 1) == chunk and _count(visible, chunk) == 1:
+            return Chunk(chunk)
+    raise NotUnderstood("its attention mask is not one sliding window")
 
 
 def _count(visible: Callable[..., Any], query: int) -> int:
@@ -181,7 +195,8 @@ class LayerRecord:
 
     kinds: norm kinds by settings, shared by the records of all layers. known: in an amplified record, the formula found
     in an ordinary one. borrowed: what an earlier layer stored and this one attends to. most_positions: rows of the
-    model's table of positions, None without one.
+    model's table of positions, None without one. shown_length: how many tokens the cache said it holds when the layer
+    asked, None where it did not.
     """
 
     layer: nn.Module
@@ -195,6 +210,7 @@ class LayerRecord:
     kept: KeptState | None = None
     attended: Attended | None = None
     most_positions: int | None = None
+    shown_length: int | None = None
 
     def forget(self, scores: bool) -> None:
         """Drops what was seen, which in all layers is hundreds of megabytes; `scores`: but for queries and keys."""
@@ -246,7 +262,7 @@ class Record:
     """A whole run: the layers, and by which function (row, head, query, key) -> bool each mask was made.
 
     own: the model kept its own attention, and the masks are those of an earlier run. asked: it called transformers'
-    attention interface.
+    attention interface. tables: see `mask_tables.narrowed`.
     """
 
     layers: list[LayerRecord]
@@ -254,6 +270,7 @@ class Record:
     asked: bool = False
     masks: list[tuple[torch.Tensor | None, Callable]] = field(default_factory=list)
     windows: dict[int, int | None] = field(default_factory=dict)  # by the function's id
+    tables: dict[int, int] = field(default_factory=dict)
 
     def window(self, mask: torch.Tensor | None) -> int | None:
         """How many keys a query sees through a mask, see `window`. Raises NotUnderstood for one not made that way.

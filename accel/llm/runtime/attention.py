@@ -77,6 +77,10 @@ class AttentionSpec:
         """The keywords of its layer's call that it computes by, as of positions."""
         return ()
 
+    def completed(self, found: "AttentionSpec") -> "AttentionSpec":
+        """With what shows only at late positions, as `found` there."""
+        return self
+
     def kernel_key(self) -> str:
         """Equal for attentions that launch the same kernels."""
         return repr(replace(self, index=0, settings=()))

@@ -12,9 +12,9 @@ from accel.llm.parts.norm import HEADS, TURNED, HeadNorm, NormSpec, given_back, 
 from accel.llm.parts.part import BoundHeadNorm
 from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record
 from accel.llm.runtime.attention import UnderstoodAttention
+from accel.llm.runtime.projections import SEPARATE
 from accel.llm.runtime.rotary import SmallStore, rotaries
 from accel.llm.runtime.softmax_attention import (
-    SEPARATE,
     BoundSoftmaxAttention,
     Parts,
     SoftmaxSpec,
@@ -40,7 +40,7 @@ class NormedValuesSpec(SoftmaxSpec):
         stored, calls = layer.stored, layer.inside(layer.attention)
         if stored is None or stored.values.shape != stored.keys.shape:
             return None
-        options, window = told(layer, record)
+        options, window, now = told(layer, record)
         values = stored.values.transpose(1, 2)
         for call in (call for call in calls if call.alone and call.made is not None):
             for layout in (HEADS, TURNED):
@@ -58,7 +58,7 @@ class NormedValuesSpec(SoftmaxSpec):
                     (q, k, _, gate), more = SoftmaxSpec.parts(layer, outputs, layout) or ((), {})
                     return (q, k, values, gate), more | {"v_norm": v_norm}
 
-                for found in formulas_of(plain, calls, options, window, parts):
+                for found in formulas_of(plain, calls, options, now, parts):
                     if (ending := cls.ending(layer, calls, found)) is not None:
                         names = tuple(layer.name(one.module) for one in found.projections)
                         own = layer.name(layer.attention), plain_settings(layer.attention), names
@@ -96,7 +96,7 @@ class BorrowedSpec(SoftmaxSpec):
         lent, attended, known = layer.borrowed, layer.attended, layer.known
         if lent is None or attended is None:
             return None
-        options, window = told(layer, record)
+        options, window, now = told(layer, record)
         calls = layer.inside(layer.attention)
         _, kv_heads, _, dim = lent.keys.shape
         if lent.values.shape != lent.keys.shape or options.get("s_aux") is not None:
@@ -104,7 +104,7 @@ class BorrowedSpec(SoftmaxSpec):
         softcap, scale = options.get("softcap"), options.get("scaling")
         scale = dim**-0.5 if scale is None else scale
         q, k, v = (one.transpose(1, 2) for one in (attended.query, lent.keys, lent.values))
-        got = None if known is not None else SmallStore(k)(q, k, v, scale, window=window, softcap=softcap)
+        got = None if known is not None else SmallStore(k)(q, k, v, scale, window=now, softcap=softcap)
         for call in (call for call in calls if call.alone and call.made is not None and call.output.held.dim() == 3):
             y = call.output.held
             if y.shape[-1] != attended.query.shape[1] * dim:
@@ -117,7 +117,7 @@ class BorrowedSpec(SoftmaxSpec):
                         heads = attended.query.shape[1], kv_heads, kv_heads, dim
                         spec = cls(
                             *own, layer.name(out.module), lent.place, window, SEPARATE, *heads, q_norm, None, rotary,
-                            scale, softcap, None, None,
+                            False, None, scale, softcap, None, None,
                         )  # fmt: skip
                         return UnderstoodAttention(spec, call, out)
         raise NotUnderstood("its queries, scores or result are of another formula")

@@ -166,8 +166,10 @@ def _put_together(
     x = layer.call.input
     mlp_modules = [call.module for call in mlp_calls]
     holders = (layer.layer, *((layer.attention,) if layer.mixes else ()), *mlp_modules)
-    others = (*mlp_modules, *(call.module for call in tail_calls))
-    norms = [call for call in layer.inside(layer.layer) if call.module not in others and normlike(call)]
+    parts = (mlp_modules, [layer.attention] if layer.mixes else [])
+    within = {one for part in parts for module in part for one in module.modules()}
+    within |= {call.module for call in tail_calls}
+    norms = [call for call in layer.calls if call.module not in within and normlike(call)]
 
     def producer(value: Value) -> Call | None:
         """The last norm that made this."""

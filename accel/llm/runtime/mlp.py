@@ -76,7 +76,11 @@ def understand_mlp(layer: LayerRecord, others: Sequence[Call] = ()) -> tuple[Mlp
         return None, ()
     containers = [call for call in mine if _matrices(call.module) and vars(call.module)["_modules"]]
     if len(containers) > 1:
-        several = None if mixer is None else _several(layer, mine, containers)
+        inside = {module for call in containers for module in call.module.modules()}
+        several = None
+        if mixer is not None:
+            several = _formula(layer, [call for call in layer.calls if call.module in inside], None)
+            several = several or _several(layer, mine, containers)
         if several is None:
             raise NotUnderstood(NOTHING_STORED if mixer is None else "more than one block besides the attention")
         return several
@@ -158,7 +162,7 @@ def _router(call: Call, others: list[Call]) -> tuple[Call, tuple[int, ...]] | No
 
 def _formula(layer: LayerRecord, calls: list[Call], whole: Call | None) -> tuple[MlpSpec, tuple[Call, ...]] | None:
     calls = [call for call in calls if call.alone and call.made is not None]
-    products = [call for call in calls if _matrices(call.module)]
+    products = [call for call in calls if _matrices(call.module) and call.output.held.shape[-1] > 1]
     for act in calls:
         name = None if list(act.module.parameters()) else activation_name(act.module)
         for down in products if name is not None else ():
@@ -269,7 +273,7 @@ class BoundMlp:
         if self.module is None:
             return self.down(kernels, NormedInput(self._middle(kernels, before)), residual=residual, scale=scale)
         y = self.module(before.normed())
-        y = y[0] if isinstance(y, tuple) else y
+        y = (y[0] if isinstance(y, tuple) else y).reshape(before.x.shape)  # Llama 4's experts give rows of tokens
         return y if residual is None else torch.add(residual, y, alpha=scale)
 
     def routed(self, h: torch.Tensor, chosen: tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -18,7 +18,8 @@ from accel.llm.ptq.calibration.linears import put, weight_matrix
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.runtime.analyze import formulas
 from accel.llm.runtime.layer import LayerSpec
-from accel.llm.runtime.softmax_attention import KEYS, SEPARATE, SoftmaxSpec, split
+from accel.llm.runtime.projections import KEYS, SEPARATE, split
+from accel.llm.runtime.softmax_attention import SoftmaxSpec
 from accel.patching.rule import set_data
 from accel.quantization.linears import Dense
 
