@@ -75,7 +75,7 @@ class BoundNormedValues(BoundSoftmaxAttention):
 
     def __init__(self, kernels: Kernels, layer: nn.Module, spec: NormedValuesSpec, stack: bool):
         super().__init__(kernels, layer, spec, stack)
-        self.v_norm = BoundHeadNorm(kernels, layer, spec.v_norm)
+        self.v_norm = BoundHeadNorm(kernels, layer, spec.v_norm, spec.dim, self.device)
 
     def parts(self, outputs: Sequence[torch.Tensor]) -> Parts:
         """See `BoundSoftmaxAttention`."""

@@ -137,10 +137,10 @@ class BoundSoftmaxAttention:
 
     def __init__(self, kernels: Kernels, layer: nn.Module, spec: SoftmaxSpec, stack: bool):
         out = layer.get_submodule(spec.out)
-        device = next(chain(out.parameters(), out.buffers())).device
+        self.device = next(chain(out.parameters(), out.buffers())).device
 
         def head_norm(one: HeadNorm | None) -> BoundHeadNorm | None:
-            norm = None if one is None else BoundHeadNorm(kernels, layer, one, spec.dim, device)
+            norm = None if one is None else BoundHeadNorm(kernels, layer, one, spec.dim, self.device)
             if norm is not None and norm.fused is None and spec.norms_after:
                 raise NotUnderstood("a norm behind the rotation that must be called")
             return norm
@@ -153,7 +153,7 @@ class BoundSoftmaxAttention:
             None if self.joint is None else [linear.weights.outputs for linear in self.projections if linear.weights]
         )
         self.layout = (spec.layout, spec.heads, spec.groups, spec.kv_heads, spec.dim)
-        self.slopes = None if spec.slopes is None else spec.slopes.to(device)
+        self.slopes = None if spec.slopes is None else spec.slopes.to(self.device)
         self.sinks = None if spec.sinks is None else self.module._parameters[spec.sinks]
 
     def __call__(self, kernels: Kernels, step: Step, h: NormedInput, kwargs: dict) -> torch.Tensor:
