@@ -19,6 +19,7 @@ from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
 from accel.llm.runtime.gated_attention import GatedSpec, QueryGatedSpec
 from accel.llm.runtime.linear_attention import LinearSpec
 from accel.llm.runtime.mlp import BoundMlp, MlpSpec, understand_mlp
+from accel.llm.runtime.short_convolution import ShortConvolutionSpec
 from accel.llm.runtime.softmax_attention import SoftmaxSpec
 from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import FastForward, Kernels
@@ -26,7 +27,7 @@ from accel.patching.guard import LayerGuard, changed_since, plain_settings
 from accel.quantization.experts import holds_numbers
 
 # Tried in turn.
-ATTENTION_KINDS: tuple[type[AttentionSpec], ...] = (LinearSpec, SoftmaxSpec, GatedSpec, QueryGatedSpec)
+ATTENTION_KINDS: tuple[type[AttentionSpec], ...] = (LinearSpec, ShortConvolutionSpec, SoftmaxSpec, GatedSpec, QueryGatedSpec)
 
 
 @dataclass(frozen=True)

@@ -247,7 +247,9 @@ FAMILIES = (
     Family("recurrent-gemma", "recurrent_gemma", {"attention_window_size": 5, "lru_width": 64, "head_dim": 16,
                                                   "block_types": ["recurrent", "attention"]}, expected="stock"),
     Family("lfm2", "lfm2", {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2,
-                            "block_auto_adjust_ff_dim": False}, expected="some"),
+                            "block_auto_adjust_ff_dim": False}),
+    Family("lfm2-biases", "lfm2", {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2,
+                                   "block_auto_adjust_ff_dim": False, "conv_bias": True}, expected="some"),
 )  # fmt: skip
 BY_NAME = {family.name: family for family in FAMILIES}
 
