@@ -27,7 +27,13 @@ from accel.patching.guard import LayerGuard, changed_since, plain_settings
 from accel.quantization.experts import holds_numbers
 
 # Tried in turn.
-ATTENTION_KINDS: tuple[type[AttentionSpec], ...] = (LinearSpec, ShortConvolutionSpec, SoftmaxSpec, GatedSpec, QueryGatedSpec)
+ATTENTION_KINDS: tuple[type[AttentionSpec], ...] = (
+    LinearSpec,
+    ShortConvolutionSpec,
+    SoftmaxSpec,
+    GatedSpec,
+    QueryGatedSpec,
+)
 
 
 @dataclass(frozen=True)

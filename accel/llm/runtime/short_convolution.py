@@ -119,9 +119,7 @@ def taps_of(convolution: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
     return weight.squeeze(1), bias
 
 
-def convolved(
-    convolution: nn.Conv1d, x: torch.Tensor, activation: str | None, **gates: torch.Tensor
-) -> torch.Tensor:
+def convolved(convolution: nn.Conv1d, x: torch.Tensor, activation: str | None, **gates: torch.Tensor) -> torch.Tensor:
     """Of whole texts, (rows, tokens, channels)."""
     weight, bias = taps_of(convolution)
     slots = torch.arange(x.shape[0], device=x.device)
