@@ -26,6 +26,7 @@ from accel.llm.generation.trial import (
     fused_layers,
     fused_logits,
     logits_over_pieces,
+    masks_steps,
     pieces_of,
     plainly,
     short_prompt,
@@ -49,6 +50,7 @@ def find_convention(forward: DecoderForward) -> CallingConvention:
     """How the model is to be called so that the fused forward gives its logits. Raises NotUnderstood."""
     model = forward.module
     try:
+        forward.masks_steps = masks_steps(forward)
         lengths = trial_lengths(forward)
         # No activation is rounded: numbers next to a half would fall to either side, and the errors of a formula drown.
         with resting(model), unrounded(model):

@@ -53,6 +53,11 @@ class AttentionSpec:
         return ()
 
     @property
+    def inner(self) -> tuple[str, ...]:
+        """The linears between the projections and the last one."""
+        return ()
+
+    @property
     def has_position_bias(self) -> bool:
         """Whether what it computes depends on the distance between tokens as a mask counts it."""
         return False

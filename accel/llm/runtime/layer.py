@@ -19,6 +19,7 @@ from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
 from accel.llm.runtime.gated_attention import GatedSpec, QueryGatedSpec
 from accel.llm.runtime.linear_attention import LinearSpec
 from accel.llm.runtime.mlp import BoundMlp, MlpSpec, understand_mlp
+from accel.llm.runtime.selective_scan import SelectiveScanSpec
 from accel.llm.runtime.short_convolution import ShortConvolutionSpec
 from accel.llm.runtime.softmax_attention import SoftmaxSpec
 from accel.patching.fallback_log import FallbackLog
@@ -27,13 +28,7 @@ from accel.patching.guard import LayerGuard, changed_since, plain_settings
 from accel.quantization.experts import holds_numbers
 
 # Tried in turn.
-ATTENTION_KINDS: tuple[type[AttentionSpec], ...] = (
-    LinearSpec,
-    ShortConvolutionSpec,
-    SoftmaxSpec,
-    GatedSpec,
-    QueryGatedSpec,
-)
+ATTENTION_KINDS = (LinearSpec, ShortConvolutionSpec, SelectiveScanSpec, SoftmaxSpec, GatedSpec, QueryGatedSpec)
 
 
 @dataclass(frozen=True)
@@ -95,7 +90,7 @@ class LayerSpec:
     def called(self) -> tuple[str, ...]:
         """The names of all linears, and of an MLP that is called as a whole."""
         attention, mlp = self.attention, self.mlp
-        mixer = () if attention is None else (*attention.projections, attention.out)
+        mixer = () if attention is None else (*attention.projections, *attention.inner, attention.out)
         if mlp is None:
             return mixer
         return (*mixer, *mlp.first, mlp.down) if mlp.first else (*mixer, mlp.whole)

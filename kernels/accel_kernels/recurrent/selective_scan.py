@@ -8,12 +8,12 @@ from accel_kernels.recurrent.causal_convolution import some_rows, some_sequences
 from accel_kernels.recurrent.recurrence import wide
 
 
-def reference(x, dt, a_log, k, q, state, sequences, *, bias=None, skip=None, gate=None):
+def reference(x, dt, a_log, k, q, state, sequences, *, bias=None, skip=None, gate=None, anew=False):
     """x, dt, gate: (B, T, C); k, q ("B" and "C" of the paper): (B, T, N); a_log: (C, N); bias, skip: (C,).
 
     With dt = softplus(dt + bias), rounded to its dtype: state <- exp(-exp(a_log) dt) state + dt x k, y = state q + skip
-    x, times silu of the gate. state: (slots, C, N), any strides, float32; it is read where a sequence goes on, and
-    written. Gives (B, T, C). Any strides, the last one 1.
+    x, times silu of the gate. state: (slots, C, N), any strides, float32; it is read where a sequence goes on, but
+    not with `anew`, and written. Gives (B, T, C). Any strides, the last one 1.
     """
     kind, tokens = wide(x.dtype), x.shape[1]
     dt = F.softplus(dt if bias is None else dt + bias.to(dt.dtype)).to(kind)
@@ -23,7 +23,7 @@ def reference(x, dt, a_log, k, q, state, sequences, *, bias=None, skip=None, gat
     out = torch.zeros_like(x_of)
     read, written = sequences.pools(state, sequences.other_state)
     for begin, end, slot, position, first in sequences.each(tokens):
-        kept = read[slot].to(kind) if position > first else torch.zeros_like(read[slot], dtype=kind)
+        kept = read[slot].to(kind) if position > first and not anew else torch.zeros_like(read[slot], dtype=kind)
         for token in range(begin, end):
             step = dt[token, :, None]
             kept = kept * (rate * step).exp() + (step * x_of[token, :, None]) * k_of[token]
@@ -36,7 +36,7 @@ def reference(x, dt, a_log, k, q, state, sequences, *, bias=None, skip=None, gat
     return out.view(x.shape).to(x.dtype)
 
 
-def supports(x, dt, a_log, k, q, state, sequences, *, bias=None, skip=None, gate=None) -> str | None:
+def supports(x, dt, a_log, k, q, state, sequences, *, bias=None, skip=None, gate=None, anew=False) -> str | None:
     if x.numel() == 0:
         return "empty"
     if any(t is not None and t.stride(-1) != 1 for t in (x, dt, k, q, gate)):
@@ -52,13 +52,14 @@ def supports(x, dt, a_log, k, q, state, sequences, *, bias=None, skip=None, gate
 
 @random_cases
 def _case(
-    rand, batch, tokens, channels, size, positions, *, spans=None, idle=(), gate=True, stored=None, **rows
+    rand, batch, tokens, channels, size, positions, *, spans=None, idle=(), gate=True, stored=None, anew=False, **rows
 ):  # fmt: skip
     count = len(positions) if stored is None else batch - 2
     x, dt, by = rand(batch, tokens, 3 * channels).chunk(3, dim=-1)
     k, q = rand(batch, tokens, 2 * size).chunk(2, dim=-1)
     state = rand(count + 2, channels, size, dtype=torch.float32)
     more = {"bias": rand(channels, mean=-2.0), "skip": rand(channels), "gate": by if gate else None}
+    more |= {"anew": True} if anew else {}
     if stored is None:
         sequences = some_sequences(rand, count, positions, spans, None, idle)
     else:
@@ -73,6 +74,7 @@ CASES = (
     _case("row-step", 3, 1, 40, 12, [], stored=2, firsts=[0, 2, 3], small=True),
     _case("rows-padded", 3, 9, 20, 4, [], stored=0, firsts=[8, 0, 3], last=6, small=True),
     _case("rows-go-on", 2, 9, 20, 4, [], stored=5, last=6, small=True),
+    _case("rows-begin-anew", 2, 9, 20, 4, [], stored=5, anew=True, small=True),
     _case("falcon-mamba-step", 1, 1, 8192, 16, [500]),
     _case("falcon-mamba-512", 1, 512, 8192, 16, [0]),
 )

@@ -15,7 +15,7 @@ def selective_scan_kernel(
     x_ptr, dt_ptr, k_ptr, q_ptr, gate_ptr, y_ptr, x_row, dt_row, k_row, q_row, gate_row, a_log_ptr, bias_ptr, skip_ptr,
     state_ptr, slot_stride, spans_ptr, slots_ptr, positions_ptr, metadata_ptr, layer, last_ptr, tokens, channels,
     PADDED: tl.constexpr, CHANNEL_STRIDE: tl.constexpr, STATE_STRIDE: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    ANEW: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The next token is loaded while this one is computed.
 
@@ -41,7 +41,7 @@ def selective_scan_kernel(
     )
     state_ptr, written_ptr = pools_at(metadata_ptr, layer, state_ptr, AT_STATE)
     places = slot * slot_stride + c_idx[:, None] * CHANNEL_STRIDE + n_idx[None, :] * STATE_STRIDE
-    stored = (c_idx < tl.where((length > 0) & (position > first), channels, 0))[:, None] & n_mask[None, :]
+    stored = (c_idx < tl.where((length > 0) & (position > first) & (not ANEW), channels, 0))[:, None] & n_mask[None, :]
     state = tl.load(state_ptr + places, mask=stored, other=0.0)
     if PDL and metadata_ptr is not None:
         tl.extra.cuda.gdc_wait()
@@ -83,7 +83,7 @@ def selective_scan_kernel(
     tl.store(written_ptr + places, state, mask=kept)
 
 
-def selective_scan(x, dt, a_log, k, q, state, sequences, *, bias=None, skip=None, gate=None):
+def selective_scan(x, dt, a_log, k, q, state, sequences, *, bias=None, skip=None, gate=None, anew=False):
     """Same arguments and result as the reference."""
     tokens, channels = x.shape[1:]
     y = empty_output(x, x.shape, sequences)
@@ -94,7 +94,7 @@ def selective_scan(x, dt, a_log, k, q, state, sequences, *, bias=None, skip=None
     launch(
         selective_scan_kernel, (cdiv(channels, block_c), sequences.number),
         *(row[0] for row in rows), y, *(row[1] for row in rows), a_log, bias, skip, state, state.stride(0),
-        *sequences.pointers(), tokens, channels, sequences.padded, *state.stride()[1:], size, block_c,
-        block_n, num_warps=1, **programmatic(x.device, tokens == 1),
+        *sequences.pointers(), tokens, channels, sequences.padded, *state.stride()[1:], size, anew,
+        block_c, block_n, num_warps=1, **programmatic(x.device, tokens == 1),
     )  # fmt: skip
     return y
