@@ -13,9 +13,13 @@ from support.llm.outputs import same
 
 HYBRIDS = ("qwen3.5", "bamba")
 # Without any attention: transformers does not know the length of its cache, and refuses most modes.
-MAMBA = Family("mamba2", "mamba2", MHA | {
-    "num_heads": 8, "head_dim": 16, "expand": 2, "state_size": 24, "n_groups": 2, "chunk_size": 16,
-    "intermediate_size": None, "num_attention_heads": None, "max_position_embeddings": None})  # fmt: skip
+ALONE = MHA | {"intermediate_size": None, "num_attention_heads": None, "max_position_embeddings": None}
+MAMBAS = (
+    Family("mamba", "mamba", ALONE | {"state_size": 8, "time_step_rank": 6}),
+    Family("falcon-mamba", "falcon_mamba", ALONE | {"state_size": 8, "time_step_rank": 6}),
+    Family("mamba2", "mamba2", ALONE | {"num_heads": 8, "head_dim": 16, "expand": 2, "state_size": 24, "n_groups": 2,
+                                        "chunk_size": 16}),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=HYBRIDS)
@@ -103,10 +107,11 @@ def test_what_is_optimized_copies_and_is_put_back(pair):
 
 
 @pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("family", MAMBAS, ids=str)
 @pytest.mark.share(1)
-def test_a_model_of_states_alone_writes_what_stock_writes(beams):
-    ours, stock = accel.optimize(make(MAMBA)), make(MAMBA)
-    ids, mask = padded((9, 5))
+def test_a_model_of_states_alone_writes_what_stock_writes(family, beams):
+    ours, stock = accel.optimize(make(family)), make(family)
+    ids, mask = padded((9, 2))
     call = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "num_beams": beams}
     assert torch.equal(ours.generate(ids, **call), stock.generate(ids, **call))
     assert "forward" in vars(ours) and not fallbacks(ours)
