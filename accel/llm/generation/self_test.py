@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -150,7 +151,7 @@ def _pads_prompts(forward: DecoderForward, lengths: tuple, wanted: Expected) -> 
             full = _begun(forward, lengths, fill=True)
     except (NotUnderstood, TypeError, ValueError, IndexError, RuntimeError):
         return False  # it slices its hidden states in a way of its own
-    return all(Expected(one, choices, moved=wanted.moved).agrees(got) for one, got in zip(plain, full, strict=True))
+    return all(replace(wanted, logits=one, choices=choices).agrees(got) for one, got in zip(plain, full, strict=True))
 
 
 def _begun(forward: DecoderForward, lengths: tuple, fill: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,6 +179,7 @@ def try_partial(forward: MixedForward) -> None:
             raise NotUnderstood(f"layer {place} is not understood, and drops what its window has passed")
     if forward.biased:
         raise NotUnderstood("biases by distance, and not all layers are understood")
+    forward.masks_steps = masks_steps(forward)
     lengths = trial_lengths(forward)
 
     def unmasked(call: Callable, rows: int = ROWS) -> torch.Tensor:

@@ -34,12 +34,14 @@ class Expected:
 
     median: judge the median token of a row, since some choices could not be noted, and rounding may send tokens to
     other experts. moved: how far rounding moves these logits, which takes another stock run; None where unknown.
+    dtype: in which the model computes, where the logits are wider.
     """
 
     logits: torch.Tensor
     choices: Choices
     median: bool = False
     moved: Callable[[], float] | None = None
+    dtype: torch.dtype | None = None
 
     def routed(self) -> AbstractContextManager[None]:
         """Inside, routers choose what they chose here."""
@@ -51,7 +53,7 @@ class Expected:
 
     def near(self, got: torch.Tensor) -> bool:
         """Whether these logits differ by no more than rounding does in a model of any depth."""
-        return self.off(got) <= bound(LOGITS, self.logits.dtype)
+        return self.off(got) <= bound(LOGITS, self.dtype or self.logits.dtype)
 
     def agrees(self, got: torch.Tensor) -> bool:
         """Whether they differ by no more than rounding, which layer after layer of this model may amplify.
@@ -97,22 +99,22 @@ def expected(forward: DecoderForward, run: Callable[[], torch.Tensor]) -> Expect
     repeated, noise would measure other experts, and not rounding.
     """
     with noting(ROWS, routing_modules(forward)) as choices:
-        logits = run()
+        logits, dtype = run(), forward.embeddings().dtype
     if not choices.cover(routed_modules(forward)):
-        return Expected(logits, choices, median=True)
-    stock = Expected(logits, choices)
+        return Expected(logits, choices, median=True, dtype=dtype)
+    stock = Expected(logits, choices, dtype=dtype)
     stack = forward.module.get_submodule(forward.stack)
 
     @cache
     def moved() -> float:
         try:
-            with stock.routed(), with_rounding(stack.children(), LAYER_NOISE):
+            with stock.routed(), with_rounding(stack.children(), LAYER_NOISE, dtype):
                 return stock.row_off(run())
         except Exception as error:  # of layers that are called in a way of their own: the bound of any model holds
             reason_of(error)
             return 0.0
 
-    return Expected(logits, choices, moved=moved)
+    return replace(stock, moved=moved)
 
 
 def trial_lengths(forward: DecoderForward) -> tuple[int, ...]:

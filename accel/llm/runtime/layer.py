@@ -1,7 +1,7 @@
 """One decoder layer: how it is put together, found by comparing with a record, and a few fused operations for it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from torch import nn
 from accel.comparison import factor, is_sum, named_factor
 from accel.fusion.stacked_linears import can_stack
 from accel.llm.parts.linear import weights
-from accel.llm.parts.norm import NormSpec, norm_spec
+from accel.llm.parts.norm import NormSpec, norm_spec, normlike
 from accel.llm.parts.part import BoundLinear, BoundNorm, NormedInput
+from accel.llm.parts.residual import Widths, narrowed_to, rounded
 from accel.llm.parts.step import ForwardContext, Step
 from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record, Value, is_absent
 from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
@@ -25,7 +26,6 @@ from accel.llm.runtime.softmax_attention import SoftmaxSpec
 from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.guard import LayerGuard, changed_since, plain_settings
-from accel.quantization.experts import holds_numbers
 
 # Tried in turn.
 ATTENTION_KINDS = (LinearSpec, ShortConvolutionSpec, SelectiveScanSpec, SoftmaxSpec, GatedSpec, QueryGatedSpec)
@@ -40,9 +40,9 @@ class LayerSpec:
         m = post_mlp(mlp(before_mlp(s, or x where `parallel`)))
         y = s + scales[1] * m, through after_mlp                 y = s where there is no MLP
 
-    shared: attention and MLP get the output of the one norm `before_attention`. returns: how many things the layer's
-    forward gives back as a tuple, y first; None for y alone. settings: of the layer itself. given: the
-    keywords that carry a value when the model reads plain text, each with the `form` of that value.
+    shared: attention and MLP get the output of the one norm `before_attention`. widths: of a and y. returns: how many
+    things the layer's forward gives back as a tuple, y first; None for y alone. settings: of the layer itself. given:
+    the keywords that carry a value when the model reads plain text, each with the `form` of that value.
     """
 
     settings: tuple
@@ -57,6 +57,7 @@ class LayerSpec:
     parallel: bool
     shared: bool
     scales: tuple[float, float]
+    widths: Widths = field(compare=False, repr=False)  # of the dtypes of this run
     returns: int | None
     given: frozenset[tuple[str, object]]
 
@@ -105,7 +106,7 @@ def understand_layer(layer: LayerRecord, record: Record) -> LayerSpec:
     x, y = layer.call.input, layer.call.output
     mlp_modules = [call.module for call in mlp_calls]
     holders = (layer.layer, *((layer.attention,) if layer.mixes else ()), *mlp_modules)
-    norms = [call for call in layer.inside(layer.layer) if call.module not in mlp_modules and _normlike(call)]
+    norms = [call for call in layer.inside(layer.layer) if call.module not in mlp_modules and normlike(call)]
 
     def producer(value: Value) -> Call | None:
         """The last norm that made this."""
@@ -136,7 +137,7 @@ def understand_layer(layer: LayerRecord, record: Record) -> LayerSpec:
         made = producer(part.input)
         if made is None and not part.input.same(x):
             raise NotUnderstood(f"the {name}'s input is not the layer's, nor a norm of it")
-        if made is not None and not made.input.same(x):
+        if made is not None and not (made.input.same(x) or rounded(made.input, x)):
             raise NotUnderstood(f"the norm before the {name} is not of the layer's input")
         return made
 
@@ -200,6 +201,7 @@ def understand_layer(layer: LayerRecord, record: Record) -> LayerSpec:
         parallel=parallel,
         shared=shared,
         scales=(first_scale, second_scale),
+        widths=Widths((mixer.last if mixer is not None else mlp_calls[1]).output.held.dtype, y.held.dtype),
         returns=len(result) if isinstance(result, tuple) else None,
         given=frozenset((name, form(v)) for name, v in layer.call.kwargs.items() if not is_absent(v)),
     )
@@ -224,16 +226,6 @@ def form(value: object) -> object:
     if isinstance(value, tuple | list):
         return tuple(map(form, value))
     return (value.dim(), value.is_floating_point()) if isinstance(value, torch.Tensor) else type(value)
-
-
-def _normlike(call: Call) -> bool:
-    """Whether a call may be a norm's: one tensor to another of its shape, without matrices; no dropout at rest."""
-    if not call.alone or call.made is None or call.output.held.shape != call.input.held.shape:
-        return False
-    if holds_numbers(call.module):
-        return False
-    parameters = list(call.module.parameters())
-    return all(p.dim() == 1 for p in parameters) and not torch.equal(call.output.held, call.input.held)
 
 
 class LayerForward(FastForward):
@@ -316,20 +308,24 @@ class BoundLayer:
         self.attention = None if spec.attention is None else spec.attention.bind(kernels, layer, stack)
         self.out = None if spec.attention is None else BoundLinear(layer.get_submodule(spec.attention.out))
         self.mlp = None if spec.mlp is None else BoundMlp(layer, spec.mlp)
+        alone = self.attention is None or self.mlp is None
+        self.narrow = narrowed_to(spec.widths, layer, spec.before_attention or spec.before_mlp, alone)
 
     def __call__(self, kernels: Kernels, step: Step, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
         """x: (rows, new, C). kwargs: what the layer was called with."""
         spec, (first, second), middle, h = self.spec, self.spec.scales, x, None
+        if self.narrow is not None:
+            x, middle = x.to(self.narrow), x.to(spec.widths.total)
         if self.attention is not None and self.out is not None:
             h = NormedInput(x, self.before_attention, len(self.attention.projections) + spec.shared)
             attended = NormedInput(self.attention(kernels, step, h, kwargs))
-            middle = _added(kernels, self.out, attended, x, first, self.post_attention)
+            middle = _added(kernels, self.out, attended, middle, first, self.post_attention)
             if self.after_attention is not None:
                 middle = self.after_attention(middle)
         if self.mlp is None:
             return middle
         if h is None or not spec.shared:
-            h = NormedInput(x if spec.parallel else middle, self.before_mlp, self.mlp.times)
+            h = NormedInput(x if spec.parallel or spec.attention is None else middle, self.before_mlp, self.mlp.times)
         y = _added(kernels, self.mlp, h, middle, second, self.post_mlp)
         return y if self.after_mlp is None else self.after_mlp(y)
 
@@ -343,6 +339,7 @@ def _added(
     post: BoundNorm | None,
 ) -> torch.Tensor:
     """residual + scale * post(part(h))."""
-    if post is None:
+    if post is None and residual.dtype == h.x.dtype:
         return part(kernels, h, residual=residual, scale=scale)
-    return torch.add(residual, post(part(kernels, h)), alpha=scale)
+    y = part(kernels, h)
+    return torch.add(residual, y if post is None else post(y), alpha=scale)
