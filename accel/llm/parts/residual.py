@@ -1,12 +1,14 @@
 """The sum that all layers share, where it is wider than what they compute in: Mamba keeps it in float32."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from accel.llm.parts.norm import NormSpec
+from accel.llm.parts.part import BoundNorm
 from accel.llm.recording.record import NotUnderstood, Value
+from accel.patching.fast_forward import Kernels
 
 
 class Widths(NamedTuple):
@@ -39,3 +41,9 @@ def narrowed_to(widths: Widths, layer: nn.Module, norm: NormSpec | None, alone: 
     if not widths.wide and widths.total.itemsize > weight.dtype.itemsize:
         raise NotUnderstood(f"it was looked at in {str(widths.total)[6:]}: its sum may be wider than its weights are")
     return weight.dtype if widths.wide else None
+
+
+def reads_wide(kernels: Kernels, norm: BoundNorm | None, mixer: Any) -> bool:
+    """Whether the products that read the sum of one token round it themselves."""
+    normed = norm is not None and norm.norm is not None and mixer is not None
+    return normed and all(projection.takes_wide(kernels) for projection in mixer.projections)

@@ -13,7 +13,7 @@ from accel.fusion.stacked_linears import can_stack
 from accel.llm.parts.linear import weights
 from accel.llm.parts.norm import NormSpec, norm_spec, normlike
 from accel.llm.parts.part import BoundLinear, BoundNorm, NormedInput
-from accel.llm.parts.residual import Widths, narrowed_to, rounded
+from accel.llm.parts.residual import Widths, narrowed_to, reads_wide, rounded
 from accel.llm.parts.step import ForwardContext, Step
 from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record, Value, is_absent
 from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
@@ -310,12 +310,16 @@ class BoundLayer:
         self.mlp = None if spec.mlp is None else BoundMlp(layer, spec.mlp)
         alone = self.attention is None or self.mlp is None
         self.narrow = narrowed_to(spec.widths, layer, spec.before_attention or spec.before_mlp, alone)
+        self.reads_wide = reads_wide(kernels, self.before_attention, self.attention)
 
     def __call__(self, kernels: Kernels, step: Step, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
         """x: (rows, new, C). kwargs: what the layer was called with."""
         spec, (first, second), middle, h = self.spec, self.spec.scales, x, None
         if self.narrow is not None:
-            x, middle = x.to(self.narrow), x.to(spec.widths.total)
+            x, middle = (
+                x if self.reads_wide and x.shape[:2].numel() == 1 else x.to(self.narrow),
+                x.to(spec.widths.total),
+            )
         if self.attention is not None and self.out is not None:
             h = NormedInput(x, self.before_attention, len(self.attention.projections) + spec.shared)
             attended = NormedInput(self.attention(kernels, step, h, kwargs))
@@ -339,7 +343,7 @@ def _added(
     post: BoundNorm | None,
 ) -> torch.Tensor:
     """residual + scale * post(part(h))."""
-    if post is None and residual.dtype == h.x.dtype:
+    if post is None and (residual.dtype == h.x.dtype or (isinstance(part, BoundLinear) and part.takes_wide(kernels))):
         return part(kernels, h, residual=residual, scale=scale)
     y = part(kernels, h)
     return torch.add(residual, y if post is None else post(y), alpha=scale)
