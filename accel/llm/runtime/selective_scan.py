@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from accel_kernels import Sequences, selective_scan
+from accel_kernels import Sequences, Widening, selective_scan
 from torch import nn
 
 from accel.comparison import agree
@@ -26,8 +26,10 @@ from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
 from accel.llm.runtime.short_convolution import ACTIVATIONS, BIASED, convolved, depthwise, taps_of
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import changed_since, plain_settings
+from accel.quantization.module import QuantizedLinear
 from accel.tolerances import FORMULA, bound
 
+WIDENED = 4  # rows, for each of which the kernel of a step's scan reads the weight that widens its step in time
 BEHIND = 2  # tokens behind others, with which is tried what they begin with
 
 
@@ -106,7 +108,12 @@ class BoundSelectiveScan:
         if time is None:  # stock reads its weight, whatever else it does
             raise NotUnderstood(changed_since(formula.time))
         self.time = time
-        self.norms = [None if one is None else BoundNorm(kernels, layer, one) for one in formula.part_norms]
+        self.norms: list[BoundNorm | None] = [
+            None if one is None else BoundNorm(kernels, layer, one) for one in formula.part_norms
+        ]
+        # Whether norms and the product of steps in time can be done by the kernel of the scan.
+        plain = not (time.quantized or time.transposed or time.ranks)
+        self.inside = plain and all(one is None or _is_root_mean_square(one) for one in self.norms)
         self.weight, self.bias = taps_of(layer.get_submodule(formula.convolution))
         self.a_log = layer.get_parameter(formula.a_log)
         self.skip = None if formula.skip is None else layer.get_parameter(formula.skip)
@@ -121,13 +128,22 @@ class BoundSelectiveScan:
             x, self.weight, window, sequences, bias=self.bias, activation=formula.activation
         )  # fmt: skip
         dt, k, q = _cut(self.parts(kernels, NormedInput(x)), formula.size)
+        scan: dict[str, Any] = {"skip": self.skip, "gate": gate, "anew": formula.anew and x.shape[1] > 1}
+        if self.inside and x.shape[:2].numel() <= WIDENED and x.shape[1] == 1:
+            weight, scan["bias"] = self.time.operands()
+            norms = (None if one is None else one.norm for one in self.norms)
+            return kernels.selective_scan(
+                x, dt, self.a_log, k, q, state, sequences, widening=Widening(weight, (*norms,)), **scan
+            )  # fmt: skip
         of_time, of_keys, of_queries = self.norms
         k, q = (t if norm is None else norm(t) for t, norm in ((k, of_keys), (q, of_queries)))
         dt = part_product(kernels, self.time, NormedInput(dt.contiguous(), of_time))
-        anew = formula.anew and x.shape[1] > 1
-        return kernels.selective_scan(
-            x, dt, self.a_log, k, q, state, sequences, skip=self.skip, gate=gate, anew=anew
-        )  # fmt: skip
+        return kernels.selective_scan(x, dt, self.a_log, k, q, state, sequences, **scan)
+
+
+def _is_root_mean_square(bound: BoundNorm) -> bool:
+    norm = bound.norm
+    return norm is not None and not norm.centered and norm.bias is None and not norm.offset
 
 
 def _halves(joint: torch.Tensor, gate_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,9 +160,7 @@ class _ScanFinder:
 
     def __init__(self, layer: LayerRecord, kept: KeptState):
         self.layer, self.kept = layer, kept
-        calls = layer.inside(kept.attention)
-        self.calls = [call for call in calls if call.alone and call.made is not None]
-        self.called = [call.module for call in calls]
+        self.calls = [call for call in layer.inside(kept.attention) if call.alone and call.made is not None]
 
     def found(self) -> Iterator[tuple[ScanFormula, Call, Call]]:
         """Those that give the result and the state that were seen, with the calls of the first and last projection."""
@@ -183,14 +197,15 @@ class _ScanFinder:
         own = [(f"{prefix}{name}", p) for name, p in attention.named_parameters(recurse=False)]
         rates = [(name, p) for name, p in own if p.shape == (channels, size)]
         skips = [(name, p) for name, p in own if p.shape == (channels,)]
+        called = [call.module for call in self.calls]
         times = [
             module
             for module in attention.modules()
-            if type(module) is nn.Linear and module.weight.shape == (channels, dt.shape[-1])
+            if type(module) in (nn.Linear, QuantizedLinear)
+            and module not in called
+            and module.weight.shape == (channels, dt.shape[-1])
         ]
         for time, rate, skip in product(times, rates, (*skips, (None, None))):
-            if time in self.called:
-                continue
             slots = torch.arange(x.shape[0], device=x.device)
             kept = torch.zeros_like(state)
             wide = F.linear(dt, time.weight, time.bias)

@@ -105,7 +105,7 @@ def _formulas(
 
 def depthwise(kept: KeptState) -> nn.Conv1d | None:
     """The one convolution in what kept these inputs, if each channel has its own taps."""
-    found = [module for module in kept.attention.modules() if isinstance(module, nn.Conv1d)]
+    found = [module for module in kept.attention.modules() if type(module) is nn.Conv1d]
     assert kept.inputs is not None
     alike = len(found) == 1 and found[0].groups == found[0].in_channels == found[0].out_channels
     plain = alike and found[0].dilation == (1,) and found[0].in_channels == kept.inputs.shape[1]
