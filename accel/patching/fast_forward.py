@@ -30,6 +30,7 @@ from accel_kernels import (
     rms_norm,
     route,
     rowwise,
+    selective_scan,
     upsample_convolve,
 )
 from accel_kernels.attention.backends import AttentionChooser
@@ -102,6 +103,7 @@ class Kernels:
     rms_norm: Any = rms_norm
     route: Any = route
     rowwise: Any = rowwise
+    selective_scan: Any = selective_scan
     upsample_convolve: Any = upsample_convolve
 
     def plain(self) -> "Kernels":

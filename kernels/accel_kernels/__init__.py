@@ -34,7 +34,7 @@ from accel_kernels.recurrent.causal_convolution import causal_convolution
 from accel_kernels.recurrent.linear_attention_prompt import linear_attention_prompt
 from accel_kernels.recurrent.linear_attention_step import Convolution, GatedNorm, linear_attention_step
 from accel_kernels.recurrent.recurrence import Decay, RowStates, Sequences
-from accel_kernels.recurrent.selective_scan import selective_scan
+from accel_kernels.recurrent.selective_scan import Widening, selective_scan
 from accel_kernels.rowwise.program import RowOp, RowProgram
 from accel_kernels.rowwise.rowwise import rowwise
 from accel_kernels.sampling.sample import sample
@@ -61,6 +61,7 @@ __all__ = [
     "RowStates",
     "SamplingTable",
     "Sequences",
+    "Widening",
     "attention",
     "causal_convolution",
     "convolution_frames",

@@ -49,6 +49,7 @@ class DecoderForward(FastForward):
     forgotten = ("seen",)
     convention: CallingConvention  # once the model is tried
     partial = False  # whether some layers of the stack are not among `layers`
+    masks_steps = True  # whether stock takes a mask with tokens that stand behind others
     most_positions: int | None = None  # of the model's table, beyond which a GPU would fail for good
 
     def __init__(
@@ -137,6 +138,8 @@ class DecoderForward(FastForward):
         if type(keep) is not int:
             raise Unfit("logits_to_keep is no number")
         try:
+            if start and not self.masks_steps and given("attention_mask") is not None:
+                raise Unfit("a mask behind other tokens, which it multiplies them by")
             mask = self.convention.read_mask(given("attention_mask"), rows, start, new, self.left_padded(new))
             positions = None
             if "position_ids" in self.names:

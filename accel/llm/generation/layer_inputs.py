@@ -63,7 +63,8 @@ class CheckedStep(Step):
     def _unlike(self, spec: LayerSpec, args: tuple, kwargs: dict) -> str | None:
         """What a layer is given that no text gives it."""
         x = args[0] if args else kwargs[HIDDEN_STATES]
-        if (*x.shape[:2], x.dtype) != self.given:
+        rows, new, dtype = self.given
+        if x.shape[:2] != (rows, new) or x.dtype not in (dtype, spec.widths.total):
             return "its layers are given other tokens than the model"
         if not any(value is self.cache for value in kwargs.values()):
             return "its layers are given another cache than the model"

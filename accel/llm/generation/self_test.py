@@ -28,6 +28,7 @@ from accel.llm.generation.trial import (
     fused_layers,
     fused_logits,
     logits_over_pieces,
+    masks_steps,
     pieces_of,
     plainly,
     short_prompt,
@@ -51,6 +52,7 @@ def find_convention(forward: DecoderForward) -> CallingConvention:
     """How the model is to be called so that the fused forward gives its logits. Raises NotUnderstood."""
     model = forward.module
     try:
+        forward.masks_steps = masks_steps(forward)
         lengths = trial_lengths(forward)
         # No activation is rounded: numbers next to a half would fall to either side, and the errors of a formula drown.
         with resting(model), unrounded(model):
@@ -156,7 +158,7 @@ def _pads_prompts(forward: DecoderForward, lengths: tuple, wanted: Expected) -> 
             full = _begun(forward, lengths, fill=True)
     except (NotUnderstood, TypeError, ValueError, IndexError, RuntimeError):
         return False  # it slices its hidden states in a way of its own
-    return all(Expected(one, choices, moved=wanted.moved).agrees(got) for one, got in zip(plain, full, strict=True))
+    return all(replace(wanted, logits=one, choices=choices).agrees(got) for one, got in zip(plain, full, strict=True))
 
 
 def _begun(forward: DecoderForward, lengths: tuple, fill: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,6 +186,7 @@ def try_partial(forward: MixedForward) -> None:
             raise NotUnderstood(f"layer {place} is not understood, and drops what its window has passed")
     if forward.biased:
         raise NotUnderstood("biases by distance, and not all layers are understood")
+    forward.masks_steps = masks_steps(forward)
     lengths = trial_lengths(forward)
 
     def unmasked(call: Callable, rows: int = ROWS) -> torch.Tensor:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from accel_kernels import Norm, Quantized
+from accel_kernels import Norm, Quantized, fused_linear
 from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.norm.norm import ACTIVATIONS
 from torch import nn
@@ -133,6 +133,11 @@ class BoundLinear:
 
     def __init__(self, module: nn.Module):
         self.module, self.weights = module, weights(module)
+
+    def takes_wide(self, kernels: Kernels) -> bool:
+        """Whether its product takes an input and a residual in float32 beside weights in 16 bits."""
+        own = kernels.fused_linear in (fused_linear, fused_linear.reference)  # and not a user's
+        return own and self.weights is not None and not self.weights.quantized and self.weights.ranks is None
 
     def __call__(
         self,

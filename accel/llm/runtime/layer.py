@@ -1,6 +1,6 @@
 """One decoder layer: how it is put together, found by comparing with a record, and a few fused operations for it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -8,6 +8,7 @@ from torch import nn
 from accel.comparison import factor, is_sum, named_factor
 from accel.llm.parts.norm import NormSpec, norm_spec, normlike
 from accel.llm.parts.part import BoundLinear, BoundNorm, NormedInput
+from accel.llm.parts.residual import Widths, narrowed_to, reads_wide, rounded
 from accel.llm.parts.step import Step
 from accel.llm.parts.tail import BoundTail, TailSpec, tails
 from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record, Value, is_absent
@@ -17,14 +18,24 @@ from accel.llm.runtime.gated_attention import GatedSpec, QueryGatedSpec
 from accel.llm.runtime.latent_attention import LatentSpec
 from accel.llm.runtime.linear_attention import LinearSpec
 from accel.llm.runtime.mlp import BoundMlp, BoundSum, MlpSpec, bound_mlp, understand_mlp
+from accel.llm.runtime.selective_scan import SelectiveScanSpec
+from accel.llm.runtime.short_convolution import ShortConvolutionSpec
 from accel.llm.runtime.softmax_attention import SoftmaxSpec
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import plain_settings
 
 # Tried in turn.
 ATTENTION_KINDS: tuple[type[AttentionSpec], ...] = (
-    LinearSpec, LatentSpec, SoftmaxSpec, GatedSpec, QueryGatedSpec, NormedValuesSpec, BorrowedSpec,
-)  # fmt: skip
+    LinearSpec,
+    ShortConvolutionSpec,
+    SelectiveScanSpec,
+    LatentSpec,
+    SoftmaxSpec,
+    GatedSpec,
+    QueryGatedSpec,
+    NormedValuesSpec,
+    BorrowedSpec,
+)
 
 
 @dataclass(frozen=True)
@@ -45,10 +56,10 @@ class LayerSpec:
         m = post_mlp(mlp(before_mlp(s, or x where `parallel`)))
         y = s + scales[1] * m, through after_mlp                 y = s where there is no MLP; then through `tail`
 
-    shared: attention and MLP get the output of the one norm `before_attention`. returns: how many things the layer's
-    forward gives back as a tuple, y first; None for y alone. around: where the rest is not known, and the layer's own
-    code runs around its attention: what that module gives behind its output. settings: of the layer itself. given: the
-    keywords that carry a value when the model reads plain text, each with the `form` of that value.
+    shared: attention and MLP get the output of the one norm `before_attention`. widths: of a and y. returns: how many
+    things the layer's forward gives back as a tuple, y first; None for y alone. around: where the rest is not known,
+    and the layer's own code runs around its attention: what that module gives behind its output. settings: of the layer
+    itself. given: the keywords that carry a value when the model reads plain text, each with the `form` of that value.
     """
 
     settings: tuple
@@ -64,6 +75,7 @@ class LayerSpec:
     parallel: bool
     shared: bool
     scales: tuple[float, float]
+    widths: Widths = field(compare=False, repr=False)  # of the dtypes of this run
     returns: int | None
     around: "Behind | None"
     given: frozenset[tuple[str, object]]
@@ -131,9 +143,11 @@ def understand_layer(layer: LayerRecord, record: Record) -> LayerSpec:
     if mixer is None or around is None:
         raise NotUnderstood(reason)
     own, result, no = plain_settings(layer.layer), layer.call.result, None
+    widths = Widths(mixer.last.output.held.dtype, layer.call.output.held.dtype)
     returns = len(result) if isinstance(result, tuple) else None
+    given = _given(layer)
     return LayerSpec(
-        own, mixer.spec, no, no, no, no, no, no, no, no, False, False, (1.0, 1.0), returns, around, _given(layer)
+        own, mixer.spec, no, no, no, no, no, no, no, no, False, False, (1.0, 1.0), widths, returns, around, given
     )
 
 
@@ -200,7 +214,7 @@ def _put_together(
         made = producer(part.input)
         if made is None and not part.input.same(x):
             raise NotUnderstood(f"the {name}'s input is not the layer's, nor a norm of it")
-        if made is not None and not made.input.same(x):
+        if made is not None and not (made.input.same(x) or rounded(made.input, x)):
             raise NotUnderstood(f"the norm before the {name} is not of the layer's input")
         return made
 
@@ -265,6 +279,7 @@ def _put_together(
         parallel=parallel,
         shared=shared,
         scales=(first_scale, second_scale),
+        widths=Widths((mixer.last if mixer is not None else mlp_calls[1]).output.held.dtype, y.held.dtype),
         returns=len(result) if isinstance(result, tuple) else None,
         around=None,
         given=_given(layer),
@@ -308,6 +323,9 @@ class BoundLayer:
         self.out = None if spec.attention is None else BoundLinear(layer.get_submodule(spec.attention.out))
         self.mlp = None if spec.mlp is None else bound_mlp(kernels, layer, spec.mlp)
         self.tail = None if spec.tail is None else BoundTail(kernels, layer, spec.tail)
+        alone = self.attention is None or self.mlp is None
+        self.narrow = narrowed_to(spec.widths, layer, spec.before_attention or spec.before_mlp, alone)
+        self.reads_wide = reads_wide(kernels, self.before_attention, self.attention)
 
     def attended(self, kernels: Kernels, step: Step, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
         """What the module of the attention makes of its input x, (rows, new, C). kwargs: of the layer."""
@@ -321,16 +339,21 @@ class BoundLayer:
 
     def _sum(self, kernels: Kernels, step: Step, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
         spec, (first, second), middle, h = self.spec, self.spec.scales, x, None
+        if self.narrow is not None:
+            x, middle = (
+                x if self.reads_wide and x.shape[:2].numel() == 1 else x.to(self.narrow),
+                x.to(spec.widths.total),
+            )
         if self.attention is not None and self.out is not None:
             h = NormedInput(x, self.before_attention, len(self.attention.projections) + spec.shared)
             attended = NormedInput(self.attention(kernels, step, h, kwargs))
-            middle = _added(kernels, self.out, attended, x, first, self.post_attention)
+            middle = _added(kernels, self.out, attended, middle, first, self.post_attention)
             if self.after_attention is not None:
                 middle = self.after_attention(middle)
         if self.mlp is None:
             return middle
         if h is None or not spec.shared:
-            h = NormedInput(x if spec.parallel else middle, self.before_mlp, self.mlp.times)
+            h = NormedInput(x if spec.parallel or spec.attention is None else middle, self.before_mlp, self.mlp.times)
         y = _added(kernels, self.mlp, h, middle, second, self.post_mlp)
         return y if self.after_mlp is None else self.after_mlp(y)
 
@@ -344,6 +367,7 @@ def _added(
     post: BoundNorm | None,
 ) -> torch.Tensor:
     """residual + scale * post(part(h))."""
-    if post is None:
+    if post is None and (residual.dtype == h.x.dtype or (isinstance(part, BoundLinear) and part.takes_wide(kernels))):
         return part(kernels, h, residual=residual, scale=scale)
-    return torch.add(residual, post(part(kernels, h)), alpha=scale)
+    y = part(kernels, h)
+    return torch.add(residual, y if post is None else post(y), alpha=scale)

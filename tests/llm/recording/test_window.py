@@ -51,7 +51,7 @@ def test_a_model_that_keeps_its_attention_is_judged_by_all_masks_it_makes():
     assert Record([], masks=[*alike, (None, sliding)]).window(zeros) is None
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "falcon-alibi", "llama-rope-dynamic", "phi3-longrope", "mamba"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "falcon-alibi", "llama-rope-dynamic", "phi3-longrope", "jamba"])
 def test_looking_leaves_no_trace(name, tiny):
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface

@@ -73,7 +73,7 @@ def test_an_attention_that_is_told_something_unknown_is_refused(value):
 
 REASONS = {
     "jetmoe": "no projection gives the values it stores, beside queries and keys in an order that is known",
-    "mamba": "it stores no keys and values",
+    "recurrent_gemma": "it stores no keys and values",
     "minimax": "its forward refuses the examined call: ValueError: MiniMax uses cache",
     "bert": "what its attention gives is projected outside of it",
     "bart": "steps after a prompt hang on how much the cache holds",
