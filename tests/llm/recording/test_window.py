@@ -105,6 +105,6 @@ def test_blocks_of_images_that_a_text_has_none_of_change_nothing(width):
 
 @pytest.mark.parametrize("block", [0, 3])
 @pytest.mark.share(1)
-def test_blocks_that_a_text_is_in_are_more_than_positions(block):
-    with pytest.raises(NotUnderstood, match="more than positions"):
+def test_blocks_that_a_text_is_in_are_not_understood(block):
+    with pytest.raises(NotUnderstood, match="attention mask"):
         window(or_masks(causal_mask_function, blockwise_overlay(torch.full((2, 9), block))))
