@@ -25,6 +25,7 @@ from accel_kernels import (
     linear_attention_prompt,
     linear_attention_step,
     linear_geglu,
+    norm_add,
     paged_attention,
     quantized_linear,
     rms_norm,
@@ -100,6 +101,7 @@ class Kernels:
     linear_geglu: Any = linear_geglu
     fused_linear: Any = fused_linear
     quantized_linear: Any = quantized_linear
+    norm_add: Any = norm_add
     rms_norm: Any = rms_norm
     route: Any = route
     rowwise: Any = rowwise

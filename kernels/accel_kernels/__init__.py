@@ -28,6 +28,7 @@ from accel_kernels.moe.route import Routing, route
 from accel_kernels.norm.group_norm import group_norm
 from accel_kernels.norm.layer_norm import layer_norm
 from accel_kernels.norm.norm import Norm
+from accel_kernels.norm.norm_add import norm_add
 from accel_kernels.norm.rms_norm import rms_norm
 from accel_kernels.op import Case, Op
 from accel_kernels.recurrent.causal_convolution import causal_convolution
@@ -81,6 +82,7 @@ __all__ = [
     "linear_attention_prompt",
     "linear_attention_step",
     "linear_geglu",
+    "norm_add",
     "paged_attention",
     "quantize_rows",
     "quantized_linear",

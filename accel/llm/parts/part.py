@@ -34,6 +34,28 @@ class BoundNorm:
         return self.call(x) if self.norm is None else apply_norm(x.contiguous(), self.norm)
 
 
+def added(
+    kernels: Kernels,
+    part: Callable[..., torch.Tensor],
+    h: "NormedInput",
+    residual: torch.Tensor,
+    scale: float,
+    post: BoundNorm | None,
+    factor: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """(residual + scale * post(part(h))) * factor."""
+    wide = residual.dtype != h.x.dtype and not (isinstance(part, BoundLinear) and part.takes_wide(kernels))
+    if post is None and not wide:
+        y = part(kernels, h, residual=residual, scale=scale)
+    elif wide or post is None or post.norm is None or post.norm.centered or post.norm.bias is not None:
+        y = part(kernels, h)
+        y = torch.add(residual, y if post is None else post(y), alpha=scale)
+    else:
+        y = part(kernels, h).view(residual.shape)
+        return kernels.norm_add(y.contiguous(), post.norm, residual.contiguous(), scale=scale, factor=factor)
+    return y if factor is None else y * factor
+
+
 def users_norm(kernels: Kernels, norm: Norm) -> Callable | None:
     """The user's function that computes this norm by itself; None where the user registered none."""
     centered = norm.centered and norm.offset == 0.0

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from accel_kernels.norm.norm import ACTIVATIONS
 from torch import nn
 
 from accel.comparison import agree, is_sum
 from accel.llm.parts.activation import activation_name
 from accel.llm.parts.norm import NormSpec, norm_spec
-from accel.llm.parts.part import BoundLinear, BoundNorm, NormedInput
+from accel.llm.parts.part import BoundLinear, BoundNorm, NormedInput, added
 from accel.llm.recording.record import Call, LayerRecord, Value
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import plain_settings
@@ -86,9 +85,6 @@ class BoundTail:
         """t: the sum before it, (rows, new, C). kwargs: of the layer's call."""
         if self.linears:
             gate, projection = self.linears
-            one = ACTIVATIONS[self.spec.activation](gate(kernels, NormedInput(t))) * kwargs[self.spec.embedding]
-            if self.norm is None:
-                t = projection(kernels, NormedInput(one), residual=t)
-            else:
-                t = t + self.norm(projection(kernels, NormedInput(one)))
+            one = gate(kernels, NormedInput(t), activation=self.spec.activation) * kwargs[self.spec.embedding]
+            return added(kernels, projection, NormedInput(one), t, 1.0, self.norm, self.factor)
         return t if self.factor is None else t * self.factor

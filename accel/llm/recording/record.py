@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from types import CodeType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +34,30 @@ def window(visible: Callable[..., Any]) -> int | None:
     """
     if isinstance(visible, FunctionType) and _reads_nothing_else(visible):
         return _window_of(visible.__code__)
-    return _found(visible)
+    return _found(_of_any_length(visible))
+
+
+class _Nowhere:
+    """In the place of a tensor of numbers of blocks, all -1: no position is in a block, however far it is."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        places = index if isinstance(index, tuple) else (index,)
+        return self.tensor.flatten()[0].cpu().expand(torch.broadcast_shapes(*(one.shape for one in places)))
+
+
+def _of_any_length(value: Any) -> Any:
+    """The same function where blocks of images and the like, of which a text has none, are asked about any position."""
+    if isinstance(value, tuple):
+        return tuple(map(_of_any_length, value))
+    if isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32) and value.dim() and value.numel():
+        return _Nowhere(value) if bool((value == -1).all()) else value
+    if not isinstance(value, FunctionType) or not value.__closure__:
+        return value
+    cells = tuple(CellType(_of_any_length(cell.cell_contents)) for cell in value.__closure__)
+    return FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
 
 
 def _reads_nothing_else(function: FunctionType) -> bool:

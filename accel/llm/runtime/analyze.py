@@ -107,7 +107,8 @@ def formulas(
         raise NotUnderstood("no layer stores keys and values")
     windows = {spec.place: spec.window for _, spec in found}
     for layer, spec in found:
-        if spec.borrows and (unknown or spec.window != windows.get(spec.attention.index, -1)):
+        place = spec.attention.index if spec.attention is not None and spec.borrows else None
+        if place is not None and (unknown or spec.window != windows.get(place, -1)):
             raise NotUnderstood(
                 unknown[0] if unknown else f"{layer.path}: it sees other keys of a layer than that layer itself"
             )

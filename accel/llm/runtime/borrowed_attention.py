@@ -1,7 +1,8 @@
 """Softmax attention as of Gemma 4: values that are normed; layers that attend to what an earlier one has stored."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,33 +42,42 @@ class NormedValuesSpec(SoftmaxSpec):
         if stored is None or stored.values.shape != stored.keys.shape:
             return None
         options, window, now = told(layer, record)
-        values = stored.values.transpose(1, 2)
-        for call in (call for call in calls if call.alone and call.made is not None):
-            for layout in (HEADS, TURNED):
-                if call.input.held.shape != call.output.held.shape or call.output.held.dim() != 4:
-                    continue
-                before, after = (given_back(one.held, layout, 0) for one in (call.input, call.output))
-                if not torch.equal(after, values):
-                    continue
-                v_norm = HeadNorm(norm_spec(layer, call), layout)
-                plain = replace(layer, stored=stored._replace(values=before.transpose(1, 2)))
-
-                def parts(
-                    _: LayerRecord, outputs: list[torch.Tensor], layout: dict[str, Any], v_norm: HeadNorm = v_norm
-                ) -> tuple[Parts, dict[str, Any]]:
-                    (q, k, _, gate), more = SoftmaxSpec.parts(layer, outputs, layout) or ((), {})
-                    return (q, k, values, gate), more | {"v_norm": v_norm}
-
-                for found in formulas_of(plain, calls, options, now, parts):
-                    if (ending := cls.ending(layer, calls, found)) is not None:
-                        names = tuple(layer.name(one.module) for one in found.projections)
-                        own = layer.name(layer.attention), plain_settings(layer.attention), names
-                        spec = cls(*own, layer.name(ending[0].module), stored.place, window, **found.fields)
-                        return UnderstoodAttention(spec, found.projections[0], ending[0])
+        for v_norm, before in _value_norms(layer, calls, stored.values.transpose(1, 2)):
+            plain = replace(layer, stored=stored._replace(values=before.transpose(1, 2)))
+            for found in formulas_of(plain, calls, options, now, partial(_normed_parts, stored.values, v_norm)):
+                if (ending := cls.ending(layer, calls, found)) is not None:
+                    names = tuple(layer.name(one.module) for one in found.projections)
+                    own = layer.name(layer.attention), plain_settings(layer.attention), names
+                    spec = cls(*own, layer.name(ending[0].module), stored.place, window, **found.fields)
+                    return UnderstoodAttention(spec, found.projections[0], ending[0])
         return None
 
     def bind(self, kernels: Kernels, layer: nn.Module, stack: bool) -> "BoundNormedValues":
         return BoundNormedValues(kernels, layer, self, stack)
+
+
+def _value_norms(
+    layer: LayerRecord, calls: list[Call], values: torch.Tensor
+) -> Iterator[tuple[HeadNorm, torch.Tensor]]:
+    """The norms that gave these values, (rows, tokens, heads, D), and what they were given, likewise."""
+    for call in (call for call in calls if call.alone and call.made is not None):
+        if call.input.held.shape != call.output.held.shape or call.output.held.dim() != 4:
+            continue
+        for layout in (HEADS, TURNED):
+            before, after = (given_back(one.held, layout, values.shape[-1]) for one in (call.input, call.output))
+            if torch.equal(after, values):
+                yield HeadNorm(norm_spec(layer, call), layout), before
+
+
+def _normed_parts(
+    values: torch.Tensor, v_norm: HeadNorm, layer: LayerRecord, outputs: list[torch.Tensor], layout: dict[str, Any]
+) -> tuple[Parts, dict[str, Any]] | None:
+    """As `SoftmaxSpec.parts`, with values as they are stored."""
+    found = SoftmaxSpec.parts(layer, outputs, layout)
+    if found is None:
+        return None
+    (q, k, _, gate), more = found
+    return (q, k, values.transpose(1, 2), gate), more | {"v_norm": v_norm}
 
 
 class BoundNormedValues(BoundSoftmaxAttention):

@@ -7,7 +7,7 @@ from torch import nn
 
 from accel.comparison import factor, is_sum, named_factor
 from accel.llm.parts.norm import NormSpec, norm_spec, normlike
-from accel.llm.parts.part import BoundLinear, BoundNorm, NormedInput
+from accel.llm.parts.part import BoundLinear, BoundNorm, NormedInput, added
 from accel.llm.parts.residual import Widths, narrowed_to, reads_wide, rounded
 from accel.llm.parts.step import Step
 from accel.llm.parts.tail import BoundTail, TailSpec, tails
@@ -17,7 +17,7 @@ from accel.llm.runtime.borrowed_attention import BorrowedSpec, NormedValuesSpec
 from accel.llm.runtime.gated_attention import GatedSpec, QueryGatedSpec
 from accel.llm.runtime.latent_attention import LatentSpec
 from accel.llm.runtime.linear_attention import LinearSpec
-from accel.llm.runtime.mlp import BoundMlp, BoundSum, MlpSpec, bound_mlp, understand_mlp
+from accel.llm.runtime.mlp import MlpSpec, bound_mlp, understand_mlp
 from accel.llm.runtime.selective_scan import SelectiveScanSpec
 from accel.llm.runtime.short_convolution import ShortConvolutionSpec
 from accel.llm.runtime.softmax_attention import SoftmaxSpec
@@ -322,10 +322,13 @@ class BoundLayer:
         self.attention = None if spec.attention is None else spec.attention.bind(kernels, layer, stack)
         self.out = None if spec.attention is None else BoundLinear(layer.get_submodule(spec.attention.out))
         self.mlp = None if spec.mlp is None else bound_mlp(kernels, layer, spec.mlp)
-        self.tail = None if spec.tail is None else BoundTail(kernels, layer, spec.tail)
         alone = self.attention is None or self.mlp is None
         self.narrow = narrowed_to(spec.widths, layer, spec.before_attention or spec.before_mlp, alone)
         self.reads_wide = reads_wide(kernels, self.before_attention, self.attention)
+        tail = None if spec.tail is None else BoundTail(kernels, layer, spec.tail)
+        alone = tail is not None and not tail.linears and self.mlp is not None and self.after_mlp is None
+        self.tail = None if alone else tail
+        self.factor = tail.factor if alone and tail is not None else None  # of the last sum
 
     def attended(self, kernels: Kernels, step: Step, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
         """What the module of the attention makes of its input x, (rows, new, C). kwargs: of the layer."""
@@ -347,27 +350,12 @@ class BoundLayer:
         if self.attention is not None and self.out is not None:
             h = NormedInput(x, self.before_attention, len(self.attention.projections) + spec.shared)
             attended = NormedInput(self.attention(kernels, step, h, kwargs))
-            middle = _added(kernels, self.out, attended, middle, first, self.post_attention)
+            middle = added(kernels, self.out, attended, middle, first, self.post_attention)
             if self.after_attention is not None:
                 middle = self.after_attention(middle)
         if self.mlp is None:
             return middle
         if h is None or not spec.shared:
             h = NormedInput(x if spec.parallel or spec.attention is None else middle, self.before_mlp, self.mlp.times)
-        y = _added(kernels, self.mlp, h, middle, second, self.post_mlp)
+        y = added(kernels, self.mlp, h, middle, second, self.post_mlp, self.factor)
         return y if self.after_mlp is None else self.after_mlp(y)
-
-
-def _added(
-    kernels: Kernels,
-    part: BoundLinear | BoundMlp | BoundSum,
-    h: NormedInput,
-    residual: torch.Tensor,
-    scale: float,
-    post: BoundNorm | None,
-) -> torch.Tensor:
-    """residual + scale * post(part(h))."""
-    if post is None and (residual.dtype == h.x.dtype or (isinstance(part, BoundLinear) and part.takes_wide(kernels))):
-        return part(kernels, h, residual=residual, scale=scale)
-    y = part(kernels, h)
-    return torch.add(residual, y if post is None else post(y), alpha=scale)

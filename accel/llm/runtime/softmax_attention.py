@@ -202,9 +202,9 @@ class BoundSoftmaxAttention:
         )  # fmt: skip
 
 
-def _normed(t: torch.Tensor, norm: BoundHeadNorm | None) -> tuple:
+def _normed(t: torch.Tensor | None, norm: BoundHeadNorm | None) -> tuple:
     """(t, the norm left to the attention), or t already normed and None."""
-    if norm is None or norm.fused is not None:
+    if t is None or norm is None or norm.fused is not None:
         return t, None if norm is None else norm.fused
     return norm(t), None
 

@@ -77,12 +77,12 @@ def test_the_factor_of_a_layer_is_read_as_it_is(pair, name):
 @pytest.mark.share(1)
 def test_layers_that_read_another_layers_keys_may_be_given_the_last_tokens_alone(pair_of, keep):
     ours, stock = pair_of("gemma4-shared")
-    ids, mask = padded()
+    (ids, mask), before = padded(), accel.report(ours).fallbacks
     with torch.no_grad():
         wanted = stock(ids, attention_mask=mask, logits_to_keep=keep).logits
         found = ours(ids, attention_mask=mask, logits_to_keep=keep).logits
     torch.testing.assert_close(found[1:], wanted[1:], rtol=1e-4, atol=1e-4)
-    assert accel.report(ours).fallbacks == []
+    assert accel.report(ours).fallbacks == before
 
 
 def test_keys_that_a_caller_asks_for_are_stocks(pair):

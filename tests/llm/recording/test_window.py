@@ -2,7 +2,12 @@
 
 import pytest
 import torch
-from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+from transformers.masking_utils import (
+    blockwise_overlay,
+    causal_mask_function,
+    or_masks,
+    sliding_window_causal_mask_function,
+)
 
 import accel
 from accel.llm.recording.record import BLOCK, NotUnderstood, Record, window
@@ -89,3 +94,17 @@ def test_optimizing_twice_plans_anew(tiny):
     assert accel.report(model).summary().startswith("5 sites patched, 0 skipped")
     accel.restore(model)
     tiny.assert_same_state(before, tiny.snapshot(model))
+
+
+@pytest.mark.parametrize("width", [None, 5])
+@pytest.mark.share(1)
+def test_blocks_of_images_that_a_text_has_none_of_change_nothing(width):
+    plain = causal_mask_function if width is None else sliding_window_causal_mask_function(width)
+    assert window(or_masks(plain, blockwise_overlay(torch.full((2, 9), -1)))) == width
+
+
+@pytest.mark.parametrize("block", [0, 3])
+@pytest.mark.share(1)
+def test_blocks_that_a_text_is_in_are_not_understood(block):
+    with pytest.raises(NotUnderstood, match="attention mask"):
+        window(or_masks(causal_mask_function, blockwise_overlay(torch.full((2, 9), block))))

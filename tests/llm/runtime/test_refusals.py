@@ -77,7 +77,7 @@ REASONS = {
     "minimax": "its forward refuses the examined call: ValueError: MiniMax uses cache",
     "bert": "what its attention gives is projected outside of it",
     "bart": "steps after a prompt hang on how much the cache holds",
-    "git": "its attention mask is made of more than positions",
+    "git": "are of another formula",
 }
 
 
