@@ -81,10 +81,11 @@ def _found(visible: Callable[..., Any]) -> int | None:
     found = next(iter(fewer.values()))
     if all(count == found for query, count in counts.items() if query >= min(fewer)):
         return found
-    chunk = math.gcd(*(query + 1 - count for query, count in fewer.items()))
-    if all(count == query % chunk + 1 for query, count in counts.items()):
-        if _count(visible, chunk - 1) == chunk and _count(visible, chunk) == 1:
-            return Chunk(chunk)
+    common, least = math.gcd(*(query + 1 - count for query, count in fewer.items())), max(counts.values())
+    for chunk in (common // parts for parts in range(1, common // least + 1) if common % parts == 0):
+        if all(count == query % chunk + 1 for query, count in counts.items()):
+            if _count(visible, chunk - 1) == chunk and _count(visible, chunk) == 1:
+                return Chunk(chunk)
     raise NotUnderstood("its attention mask is not one sliding window")
 
 

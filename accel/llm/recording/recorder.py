@@ -37,6 +37,7 @@ from accel.quantization.experts import holds_numbers
 
 NAME = "accel_recording"
 ROWS = 2
+LONG = 1 << 17  # tokens, where the configuration does not say how many a text may have
 AMPLIFIED = {torch.float16: 8.0}  # which a gated MLP multiplies by itself
 
 
@@ -145,6 +146,7 @@ def record(
     scores: bool = False,
     amplified: bool = False,
     last: bool = False,
+    far: bool = False,
     own: bool = False,
     known: Record | None = None,
 ) -> Record:
@@ -152,9 +154,10 @@ def record(
 
     look: is shown every layer as soon as it has run; then its record forgets the tensors, but for queries and keys
     where `scores` says so. amplified: outputs of linear layers inside the layers are made many times larger, so that a
-    clamp or another bend far from zero shows. last: the tokens stand at the last positions. known: an earlier run,
-    whose mask functions, where they are the same, are not asked again. own: the model keeps its own attention, for
-    those that do not ask transformers for one; its masks are made by the functions of the earlier run.
+    clamp or another bend far from zero shows. last: the tokens stand at late positions. far: layers are told that the
+    cache holds a long text. known: an earlier run, whose mask functions, where they are the same, are not asked again.
+    own: the model keeps its own attention, for those that do not ask transformers for one; its masks are made by the
+    functions of the earlier run.
     """
     path, layers = decoder_layers(model)
     foreign = foreign_attention([model, *layers.modules()])
@@ -177,7 +180,7 @@ def record(
             recorder.until_shown.enter_context(table)
             forward = type(model).forward
             given = cache_given(forward, recorder.cache) | (last_positions(model, ids) if last else {})
-            recorder.length = (most_configured(model) or 0) - ids.shape[1] if last else 0
+            recorder.length = (most_configured(model) or LONG) - ids.shape[1] if far else 0
             forward(model, input_ids=ids, use_cache=True, **given)
     except Exception as error:  # whatever a forward may raise: a model that cannot run this call is not one we know
         raise NotUnderstood(f"{_refused(error)}: {reason_of(error)}") from error

@@ -114,8 +114,11 @@ def formulas(
             )
     keywords = {word for _, spec in found if spec.attention is not None for word in spec.attention.keywords}
     # What looks up positions in a table could be led outside of it, which on a GPU ends the process.
-    rotated = bool(keywords) and "position_ids" not in keywords and seen.layers[0].most_positions is None
-    _confirm_where_large(model, layers, seen, last=rotated and not unknown)
+    free = seen.layers[0].most_positions is None
+    if not free and any(layer.shown_length is not None for layer in seen.layers):
+        raise NotUnderstood("its layers ask how much the cache holds")
+    rotated = bool(keywords) and "position_ids" not in keywords and free
+    _confirm_where_large(model, layers, seen, last=rotated and not unknown, far=free)
     found = [(layer, spec) for layer, _ in found if isinstance(spec := layers[layer.path], LayerSpec)]
     if len(set(places)) < len(places) or (not unknown and not _in_order(found, places)):
         raise NotUnderstood("layers that share a place in the cache")
@@ -141,10 +144,12 @@ def _formula(layer: LayerRecord, seen: Record) -> LayerSpec | str:
         return str(reason)
 
 
-def _confirm_where_large(model: PreTrainedModel, layers: dict[str, LayerSpec | str], seen: Record, last: bool) -> None:
+def _confirm_where_large(
+    model: PreTrainedModel, layers: dict[str, LayerSpec | str], seen: Record, last: bool, far: bool
+) -> None:
     """Finds the same formulas once more where all numbers are large; one layer of each make tells for the others.
-    last: and at the last positions, since some models scale queries from a position on. Raises NotUnderstood where it
-    finds another. layers: get what shows in that run alone.
+    last: and at late positions, since some models scale queries from a position on; far: or by what the cache holds.
+    Raises NotUnderstood where it finds another. layers: get what shows in that run alone.
     """
     makes: dict[tuple, LayerSpec] = {}
     others: list[str] = []
@@ -167,7 +172,7 @@ def _confirm_where_large(model: PreTrainedModel, layers: dict[str, LayerSpec | s
         if make in makes:
             layers[layer.path] = _completed(spec, makes[make])
 
-    record(model, look, amplified=True, last=last, own=seen.own, known=seen)
+    record(model, look, amplified=True, last=last, far=far, own=seen.own, known=seen)
     for path in others:
         layers[path] = "it computes something else where numbers are large"
         raise NotUnderstood(f"{path}: {layers[path]}")

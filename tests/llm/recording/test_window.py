@@ -10,7 +10,7 @@ from transformers.masking_utils import (
 )
 
 import accel
-from accel.llm.recording.record import BLOCK, NotUnderstood, Record, window
+from accel.llm.recording.record import BLOCK, Chunk, NotUnderstood, Record, window
 from accel.llm.recording.recorder import NAME
 from support.llm.edits.modules import llama_with
 from support.llm.families import make
@@ -28,6 +28,16 @@ def test_how_many_keys_are_seen(size):
     assert window(causal if size is None else sliding) == size
 
 
+def chunked(size):
+    return lambda row, head, query, key: causal(row, head, query, key) & (key // size == query // size)
+
+
+@pytest.mark.parametrize("size", [1, 3, 6, 4096, 8192, 12_345])
+def test_chunks_are_seen(size):
+    found = window(chunked(size))
+    assert found == size and isinstance(found, Chunk) == (size > 1)
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -35,11 +45,14 @@ def test_how_many_keys_are_seen(size):
         lambda row, head, query, key: causal(row, head, query, key) & (key != 0) & (query > 40_009),
         lambda row, head, query, key: key <= query + 1,
         lambda row, head, query, key: key < query,
-        lambda row, head, query, key: causal(row, head, query, key) & (key // 4096 == query // 4096),
+        lambda row, head, query, key: causal(row, head, query, key) & ((key + 7) // 4096 == (query + 7) // 4096),
+        lambda row, head, query, key: (
+            chunked(4096)(row, head, query, key) | (causal(row, head, query, key) & (key < 4))
+        ),
         lambda row, head, query, key: causal(row, head, query, key) & ((key > query - 9) | (key < 4)),
         lambda row, head, query, key: key < 0,
     ],
-    ids=["one left out", "blind", "the next", "not itself", "chunks", "sinks", "nothing"],
+    ids=["one left out", "blind", "the next", "not itself", "begun chunks", "chunks and sinks", "sinks", "nothing"],
 )
 def test_any_other_view_is_not_understood(other):
     with pytest.raises(NotUnderstood):
