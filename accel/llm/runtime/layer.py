@@ -92,7 +92,7 @@ class LayerSpec:
         mixer = () if attention is None else (*attention.projections, *attention.inner, attention.out)
         if mlp is None:
             return mixer
-        return (*mixer, *mlp.first, mlp.down) if mlp.first else (*mixer, mlp.whole)
+        return (*mixer, *mlp.called)
 
 
 def understand_layer(layer: LayerRecord, record: Record) -> LayerSpec:

@@ -1,13 +1,14 @@
 """One MLP: gated, dense, or in a way of its own and then called as a module."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from accel_kernels.norm.norm import ACTIVATIONS
 from torch import nn
 
-from accel.comparison import agree
+from accel.comparison import agree, is_sum
 from accel.errors import reason_of
 from accel.llm.parts.linear import Weights
 from accel.llm.parts.part import BoundLinear, NormedInput, part_product
@@ -19,12 +20,29 @@ from accel.tolerances import ACTIVATION
 
 
 @dataclass(frozen=True)
+class Mixture:
+    """A mixture of experts, and an expert that all tokens share, whose results are added.
+
+    router: is given tokens, in one row where `flat`, and gives choices and shares at the places `chosen` of its result.
+    experts: are given tokens in one row, and these. gate: a linear whose sigmoid scales the shared expert; "" for none.
+    """
+
+    router: str
+    experts: str
+    flat: bool
+    chosen: tuple[int, int]
+    shared: "MlpSpec"
+    gate: str
+
+
+@dataclass(frozen=True)
 class MlpSpec:
     """One MLP. first: the projections of the input: one, or gate and up; down: the last; empty where `whole` is called.
 
     halves: the one projection gives gate and up, True for gate first, False for up first; None for no gate in it.
     whole: the module of them all, where there is one; alone: it takes the input and nothing else. settings: of that
-    module and of the activation's. All by name, from the layer; "" for what there is not.
+    module and of the activation's. All by name, from the layer; "" for what there is not. mixture: what the module
+    does, where its parts are called instead.
     """
 
     whole: str = ""
@@ -34,6 +52,15 @@ class MlpSpec:
     activation: str = ""
     settings: tuple[tuple[str, tuple], ...] = ()
     halves: bool | None = None
+    mixture: Mixture | None = None
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """Linears, and modules that are called as a whole."""
+        if self.mixture is not None:
+            gates = (self.mixture.gate,) if self.mixture.gate else ()
+            return self.mixture.router, self.mixture.experts, *self.mixture.shared.called, *gates
+        return (*self.first, self.down) if self.first else (self.whole,)
 
 
 def understand_mlp(layer: LayerRecord) -> tuple[MlpSpec | None, tuple[Call, ...]]:
@@ -60,7 +87,45 @@ def understand_mlp(layer: LayerRecord) -> tuple[MlpSpec | None, tuple[Call, ...]
         raise NotUnderstood(NOTHING_STORED)  # but it is given a cache, or something else than its input
     if not whole.alone or whole.made is None:
         raise NotUnderstood("its MLP takes more than one tensor")
-    return MlpSpec(layer.name(whole.module)), (whole, whole)
+    known = None if layer.known is None else layer.known.mlp
+    spec = _mixture(layer, whole) if layer.known is None or (known is not None and known.mixture is not None) else None
+    return spec or MlpSpec(layer.name(whole.module)), (whole, whole)
+
+
+def _mixture(layer: LayerRecord, whole: Call) -> MlpSpec | None:
+    """A module that adds what experts give and what an MLP beside them gives, both of its own input."""
+    x, y, calls = whole.input, whole.output.held, layer.inside(whole.module)
+    width = y.shape[-1]
+    sized = [call for call in calls if call.made is not None and call.output.held.numel() == y.numel()]
+    alone = [call for call in calls if call.alone and call.input.same(x)]
+    gates = [call for call in alone if call.made is not None and call.output.held.numel() * width == y.numel()]
+    for experts in (call for call in sized if len(call.args) == 3 and not call.kwargs and call.input.same(x)):
+        for router, shared, gate in product(
+            alone, [call for call in sized if call.alone and call.input.same(x)], (None, *gates)
+        ):
+            results = router.result if isinstance(router.result, tuple) else ()
+            places = [n for arg in experts.args[1:] for n, one in enumerate(results) if one is arg]
+            found = _formula(layer, layer.inside(shared.module), shared) if len(places) == 2 else None
+            if found is None or not isinstance(whole.result, torch.Tensor) or experts.input.held.dim() != 2:
+                continue
+            spec, (first, down, *_) = found
+            given = shared.output.held.reshape(-1, width)
+            if gate is not None:
+                given = gate.output.held.reshape(-1, 1).sigmoid() * given
+            base, total = experts.output.held.reshape(given.shape), y.reshape(given.shape)
+            added = torch.equal(base + given, total) if layer.known is None else is_sum(base, given, 1.0, total)
+            if added and first.input.same(x) and down.output.same(shared.made):
+                own = (layer.name(whole.module), plain_settings(whole.module))
+                mixture = Mixture(
+                    layer.name(router.module),
+                    layer.name(experts.module),
+                    flat=router.input.held.dim() == 2,
+                    chosen=(places[0], places[1]),
+                    shared=replace(spec, settings=()),
+                    gate="" if gate is None else layer.name(gate.module),
+                )
+                return MlpSpec(own[0], settings=(own, *spec.settings), mixture=mixture)
+    return None
 
 
 def _matrices(module: nn.Module) -> bool:
@@ -132,11 +197,17 @@ class BoundMlp:
         self.spec = spec
         self.module: nn.Module | None = None  # called as it is
         self.times = 1
+        self.mixture: tuple[nn.Module, nn.Module, BoundMlp, BoundLinear | None] | None = None
         known = (as_understood(layer.get_submodule(name), settings) for name, settings in spec.settings)
         if not spec.first or not all(known):
             if not spec.whole or not spec.alone:
                 raise NotUnderstood("what its MLP was understood to be has changed")
             self.module = layer.get_submodule(spec.whole)
+            if spec.mixture is not None and all(known):
+                mixture = spec.mixture
+                router, experts = (layer.get_submodule(name) for name in (mixture.router, mixture.experts))
+                gate = BoundLinear(layer.get_submodule(mixture.gate)) if mixture.gate else None
+                self.mixture = router, experts, BoundMlp(layer, mixture.shared), gate
             return
         self.first = [BoundLinear(layer.get_submodule(name)) for name in spec.first]
         self.down = BoundLinear(layer.get_submodule(spec.down))
@@ -156,11 +227,26 @@ class BoundMlp:
         self, kernels: Kernels, before: NormedInput, residual: torch.Tensor | None = None, scale: float = 1.0
     ) -> torch.Tensor:
         """residual + scale * mlp(norm(x))."""
+        if self.mixture is not None:
+            y = self._mixed(kernels, before.normed())
+            return y if residual is None else torch.add(residual, y, alpha=scale)
         if self.module is None:
             return self.down(kernels, NormedInput(self._middle(kernels, before)), residual=residual, scale=scale)
         y = self.module(before.normed())
         y = y[0] if isinstance(y, tuple) else y
         return y if residual is None else torch.add(residual, y, alpha=scale)
+
+    def _mixed(self, kernels: Kernels, x: torch.Tensor) -> torch.Tensor:
+        """Of (rows, new, C), normed: what experts give and what the shared one gives."""
+        mixture, parts, tokens = self.spec.mixture, self.mixture, x.flatten(0, -2)
+        assert mixture is not None and parts is not None
+        router, experts, shared, gate = parts
+        result = router(tokens if mixture.flat else x)
+        y = experts(tokens, *(result[place] for place in mixture.chosen))
+        y, given = y.view(x.shape), NormedInput(x)
+        if gate is None:
+            return shared(kernels, given, residual=y)
+        return torch.addcmul(y, gate(kernels, given).sigmoid(), shared(kernels, given))
 
     def _middle(self, kernels: Kernels, before: NormedInput) -> torch.Tensor:
         name = self.spec.activation
