@@ -17,7 +17,8 @@ from accel.llm.runtime.borrowed_attention import BorrowedSpec, NormedValuesSpec
 from accel.llm.runtime.gated_attention import GatedSpec, QueryGatedSpec
 from accel.llm.runtime.latent_attention import LatentSpec
 from accel.llm.runtime.linear_attention import LinearSpec
-from accel.llm.runtime.mlp import MlpSpec, bound_mlp, understand_mlp
+from accel.llm.runtime.mlp import MlpSpec, bound_mlp
+from accel.llm.runtime.mlp_formula import understand_mlp
 from accel.llm.runtime.selective_scan import SelectiveScanSpec
 from accel.llm.runtime.short_convolution import ShortConvolutionSpec
 from accel.llm.runtime.softmax_attention import SoftmaxSpec

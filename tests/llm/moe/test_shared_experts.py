@@ -1,0 +1,85 @@
+"""An expert that all tokens share: understood beside the mixture, or the whole module is called as it is."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import accel
+from accel.llm.runtime.analyze import formulas
+from support.llm.families import make, padded
+from support.llm.outputs import generate, same
+from support.llm.quantized import rounded
+
+GATED = {"deepseek-v3": False, "deepseek-v2": False, "qwen2-moe": True, "qwen3.5-moe-attention": True}
+
+
+def mixtures(model) -> list:
+    return [spec.mlp.mixture for _, spec in formulas(model, {}) if not spec.mlp.first]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", GATED)
+def test_it_is_understood(name, dtype):
+    found = mixtures(make(name, dtype=dtype))
+    assert found and all(one is not None and bool(one.gate) == GATED[name] for one in found)
+    assert {one.router for one in found} == {"mlp.gate"} and {one.chosen for one in found} == {(2, 1)}
+
+
+def doubled(before):
+    return lambda self, x: 2 * before(self, x)
+
+
+def scaled(before):
+    """By how long the text is: a token alone as before."""
+    return lambda self, x: before(self, x) + 0.1 * x.mean(-2, keepdim=True)
+
+
+@pytest.mark.parametrize("change", [doubled, scaled])
+@pytest.mark.parametrize("name", ["deepseek-v2", "qwen2-moe"])
+def test_a_module_that_does_more_is_called_as_a_whole(name, change, monkeypatch):
+    stock = make(name)
+    kind = type(stock.model.layers[1].mlp)
+    monkeypatch.setattr(kind, "forward", change(kind.forward))
+    assert not any(mixtures(stock))
+    ours = accel.optimize(copy.deepcopy(stock))
+    ids, mask = padded()
+    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    assert not accel.report(ours).fallbacks
+
+
+def another(module, attribute, kind):
+    held = getattr(module, attribute)
+    held.__class__ = type("Another", (type(held),), {"forward": kind(type(held).forward)})
+
+
+CHANGES = {
+    "its weights": lambda mlp: mlp.shared_experts.down_proj.weight.data.mul_(1.5),
+    "the shared expert": lambda mlp: another(mlp, "shared_experts", doubled),
+    "its activation": lambda mlp: setattr(mlp.shared_experts, "act_fn", nn.GELU()),
+    "all of it": lambda mlp: setattr(mlp, "forward", lambda x: x.clone()),
+    "hooks": lambda mlp: mlp.shared_experts.up_proj.register_forward_hook(lambda module, args, y: 2 * y),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.share(1)
+def test_what_changes_after_counts(change):
+    stock = make("deepseek-v2")
+    ours = accel.optimize(copy.deepcopy(stock))
+    ids, mask = padded()
+    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    for model in (ours, stock):
+        CHANGES[change](model.model.layers[1].mlp)
+    same(generate(ours, ids, mask), generate(stock, ids, mask))
+
+
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_its_products_are_fused(weights):
+    stock = make("deepseek-v2", moe_intermediate_size=64)
+    ours = accel.optimize(copy.deepcopy(stock), weights=weights)
+    ids, mask = padded()
+    same(generate(ours, ids, mask), generate(rounded(stock, ours), ids, mask))
+    *_, shared, gate = vars(ours.model.layers[1])["forward"].bound.mlp.mixture
+    assert shared.gate is not None and shared.gate.quantized == bool(weights) and gate is None
