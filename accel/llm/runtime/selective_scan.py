@@ -49,7 +49,7 @@ class ScanFormula(NamedTuple):
     gate_first: bool
     parts: str
     size: int
-    part_norms: tuple[NormSpec | None, NormSpec | None, NormSpec | None]
+    part_norms: tuple[NormSpec | None, ...]
     time: str
     a_log: str
     skip: str | None
@@ -181,12 +181,14 @@ class _ScanFinder:
                 if parts.input.held.shape != x.shape or rank < 1 or parts.output.held.dim() != 3:
                     continue
                 if agree(convolved(convolution, x, activation), parts.input.held):
-                    sizes = channels, convolution.kernel_size[0], activation, gate_first
-                    names = self.layer.name(convolution), *sizes, self.layer.name(parts.module), size
-                    for scan, out in self._scans(parts, gate):
-                        yield ScanFormula(*names, *scan, self._anew()), first, out
+                    own = self.layer.name(convolution), channels, convolution.kernel_size[0], activation, gate_first
+                    name = self.layer.name(parts.module)
+                    for norms, time, rate, skip, out in self._scans(parts, gate):
+                        yield ScanFormula(*own, name, size, norms, time, rate, skip, self._anew()), first, out
 
-    def _scans(self, parts: Call, gate: torch.Tensor) -> Iterator[tuple[tuple[Any, ...], Call]]:
+    def _scans(
+        self, parts: Call, gate: torch.Tensor
+    ) -> Iterator[tuple[tuple[NormSpec | None, ...], str, str, str | None, Call]]:
         """part_norms, time, a_log and skip of formulas that hold, and the calls of the last projection."""
         layer, attention, state, x = self.layer, self.kept.attention, self.kept.state, parts.input.held
         assert state is not None
@@ -198,13 +200,8 @@ class _ScanFinder:
         rates = [(name, p) for name, p in own if p.shape == (channels, size)]
         skips = [(name, p) for name, p in own if p.shape == (channels,)]
         called = [call.module for call in self.calls]
-        times = [
-            module
-            for module in attention.modules()
-            if type(module) in (nn.Linear, QuantizedLinear)
-            and module not in called
-            and module.weight.shape == (channels, dt.shape[-1])
-        ]
+        linears = [m for m in attention.modules() if isinstance(m, nn.Linear | QuantizedLinear) and m not in called]
+        times = [linear for linear in linears if linear.weight.shape == (channels, dt.shape[-1])]
         for time, rate, skip in product(times, rates, (*skips, (None, None))):
             slots = torch.arange(x.shape[0], device=x.device)
             kept = torch.zeros_like(state)
@@ -215,7 +212,7 @@ class _ScanFinder:
             if agree(kept, state, slack=_slack(x)):
                 for out in self.calls:
                     if out.input.held.shape == got.shape and agree(got, out.input.held, slack=2.0):
-                        yield (norms, layer.name(time), rate[0], skip[0]), out
+                        yield norms, layer.name(time), rate[0], skip[0], out
 
     def _norm(self, part: torch.Tensor) -> tuple[NormSpec | None, torch.Tensor]:
         """The norm that was given this, and what it gave; nothing, and this itself."""

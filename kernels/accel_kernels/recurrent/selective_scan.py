@@ -13,12 +13,12 @@ from accel_kernels.recurrent.recurrence import wide
 
 
 class Widening(NamedTuple):
-    """What makes steps in time, keys and queries of one token's few numbers: an RMSNorm of each, or None; then the
-    product of the steps, (..., R), with weight (C, R).
+    """What makes steps in time, keys and queries of one token's few numbers: an RMSNorm of each of the three, or None;
+    then the product of the steps, (..., R), with weight (C, R).
     """
 
     weight: torch.Tensor
-    norms: tuple[Norm | None, Norm | None, Norm | None] = (None, None, None)
+    norms: tuple[Norm | None, ...] = (None, None, None)
 
 
 def reference(x, dt, a_log, k, q, state, sequences, *, bias=None, skip=None, gate=None, anew=False, widening=None):

@@ -11,19 +11,12 @@ from accel.llm.generation.decoder import DecoderForward
 from accel.llm.kv_cache.cache import store_of
 from accel.llm.kv_cache.state_layer import StateLayer
 from accel.llm.runtime.layer import LayerForward
-from support.llm.families import MHA, Family, make, padded
 from support.llm.families import layers as layers_of
+from support.llm.families import make, padded
+from support.llm.mambas import MAMBAS
 from support.llm.outputs import same
 
 HYBRIDS = ("qwen3.5", "bamba")
-# Without any attention: transformers does not know the length of its cache, and refuses most modes.
-ALONE = MHA | {"intermediate_size": None, "num_attention_heads": None, "max_position_embeddings": None}
-MAMBAS = (
-    Family("mamba", "mamba", ALONE | {"state_size": 8, "time_step_rank": 6}),
-    Family("falcon-mamba", "falcon_mamba", ALONE | {"state_size": 8, "time_step_rank": 6}),
-    Family("mamba2", "mamba2", ALONE | {"num_heads": 8, "head_dim": 16, "expand": 2, "state_size": 24, "n_groups": 2,
-                                        "chunk_size": 16}),
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=HYBRIDS)
