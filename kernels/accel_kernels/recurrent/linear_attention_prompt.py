@@ -28,7 +28,7 @@ def reference(
     g, strength = gates(a.flatten(1, 2), decay, b, beta_scale)
     q, k, v = prepared(q, k, v, scale, key_eps)
     read, written = sequences.pools(state, sequences.other_state)
-    for begin, end, slot, position, first in sequences.each(tokens):
+    for begin, end, slot, position, first, into in sequences.each(tokens):
         kept = read[slot].to(q.dtype) if position > first else torch.zeros_like(read[slot], dtype=q.dtype)
         for start in range(begin, end, CHUNK):
             part = slice(start, min(end, start + CHUNK))
@@ -36,7 +36,7 @@ def reference(
             y, kept = chunk(tokens_of, kept, b is not None)
             y = y.transpose(0, 1)
             out[part] = (y if skip is None else y + skip[:, None] * v[part]).to(out.dtype)
-        written[slot] = kept.to(state.dtype)
+        written[into] = kept.to(state.dtype)
     return out.view(batch, tokens, key_heads * repeat, value_dim)
 
 
@@ -58,7 +58,7 @@ def _shared_bytes(dtype, key_dim, decay) -> int:
 
 @random_cases
 def _case(rand, batch, tokens, heads, repeat, key_dim, value_dim, positions, *, spans=None, longest=None, skip=False,
-          order="qkv", key_eps=1e-6, idle=(), alike=False, stored=None, firsts=None, last=None,
+          order="qkv", key_eps=1e-6, idle=(), alike=False, stored=None, firsts=None, last=None, apart=False,
           **gating):  # fmt: skip
     """alike: all keys are nearly the same, as of a text that repeats itself."""
 
@@ -70,11 +70,11 @@ def _case(rand, batch, tokens, heads, repeat, key_dim, value_dim, positions, *, 
     v = v.unflatten(2, (heads, repeat, value_dim))
     a, decay, more = gate_arguments(rand, (batch, tokens), heads, repeat, key_dim, **gating)
     count = len(positions) if stored is None else batch - 2
-    state = rand(count + 2, heads * repeat, key_dim, value_dim, dtype=torch.float32)
+    state = rand(count * (1 + apart) + 2, heads * repeat, key_dim, value_dim, dtype=torch.float32)
     if order == "vkq":
         state = state.transpose(2, 3).contiguous().transpose(2, 3)
     if stored is None:
-        sequences = some_sequences(rand, count, positions, spans, longest, idle)
+        sequences = some_sequences(rand, count, positions, spans, longest, idle, (state, None) if apart else None)
     else:
         sequences = some_rows(rand, stored, state, None, firsts, last)
     if skip:
@@ -91,6 +91,7 @@ CASES = (
     _case("kimi", 1, 90, 2, 1, 32, 16, [3], channels=True, small=True),
     _case("bounded", 1, 40, 1, 1, 20, 24, [0], channels=True, lower_bound=-5.0, rounded=True, small=True),
     _case("packed", 1, 150, 1, 1, 16, 16, [0, 8, 3], spans=[(2, 70), (70, 70), (75, 148)], small=True),
+    _case("apart", 1, 150, 1, 1, 16, 16, [0, 8, 3], spans=[(2, 70), (70, 71), (75, 148)], apart=True, small=True),
     _case("padded", 2, 40, 1, 1, 16, 16, [0, 0], spans=[(7, 40), (40, 70)], small=True),
     _case("space", 2, 70, 1, 2, 32, 24, [0, 5], small=True, **SPACE),
     _case("rows", 2, 70, 1, 2, 16, 16, [], stored=0, last=66, small=True),

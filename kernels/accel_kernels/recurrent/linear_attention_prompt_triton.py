@@ -155,7 +155,7 @@ def chunk_products_kernel(
     """
     head, number = tl.program_id(0), tl.program_id(1)
     key_head, repeated = head // REPEAT, head % REPEAT
-    begin, room, length, _, _, _ = sequence_of(
+    begin, room, length, _, _, _, _ = sequence_of(
         spans_ptr, slots_ptr, positions_ptr, metadata_ptr, last_ptr, tokens, tl.program_id(2), PADDED
     )
     if number * SIZE >= room:
@@ -233,7 +233,7 @@ def chunk_states_kernel(
     """
     head = tl.program_id(1)
     key_head, repeated = head // REPEAT, head % REPEAT
-    begin, room, length, slot, position, start = sequence_of(
+    begin, room, length, slot, position, start, into = sequence_of(
         spans_ptr, slots_ptr, positions_ptr, metadata_ptr, last_ptr, tokens, tl.program_id(2), PADDED
     )
     state_ptr, written_ptr = pools_at(metadata_ptr, layer, state_ptr, AT_STATE)
@@ -243,10 +243,9 @@ def chunk_states_kernel(
     k_mask = k_idx < KEY_DIM
     v_idx = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     v_mask = v_idx < VALUE_DIM
-    places = slot * state_strides[0] + head * state_strides[1]
-    places += k_idx * state_strides[2] + v_idx[:, None] * state_strides[3]
+    places = head * state_strides[1] + k_idx * state_strides[2] + v_idx[:, None] * state_strides[3]
     stored = (k_idx < tl.where((length > 0) & (position > start), KEY_DIM, 0)) & v_mask[:, None]
-    state = tl.load(state_ptr + places, mask=stored, other=0.0)
+    state = tl.load(state_ptr + slot * state_strides[0] + places, mask=stored, other=0.0)
     q_ptr += begin * q_strides[0] + key_head * q_strides[1]
     k_ptr += begin * k_strides[0] + key_head * k_strides[1]
     v_ptr += begin * v_strides[0] + key_head * v_strides[1] + repeated * v_strides[2]
@@ -301,7 +300,7 @@ def chunk_states_kernel(
         v_ptr += SIZE * v_strides[0].to(tl.int64)
         o_ptr += SIZE * heads * VALUE_DIM
     kept = (k_idx < tl.where(length > 0, KEY_DIM, 0)) & v_mask[:, None]
-    tl.store(written_ptr + places, state, mask=kept)
+    tl.store(written_ptr + into * state_strides[0] + places, state, mask=kept)
 
 
 def linear_attention_prompt(

@@ -18,17 +18,21 @@ CHUNK = 64  # tokens whose products are taken together in a prompt, as in transf
 class Sequences(NamedTuple):
     """Which tokens are one sequence, which row of the pools of states it has, and how far it has come.
 
-    slots: (S,) integers, rows of the pools. A negative one is idle: it gives zeros, and nothing is kept.
+    slots: (S,) integers, rows of the pools. A negative one is idle: it gives zeros, and nothing is kept. Or (S, 2): the
+    row that is read, and that which is written in its place, so that the call may be repeated.
     positions: (S,) integers, tokens seen before this call. At 0 the pools are not read: states are zero.
     spans: (S, 2) integers, in order: a sequence's first token and the one behind its last, of the call's tokens row by
     row. Tokens of no sequence give zeros. Without spans each row is a sequence.
     longest: tokens that a sequence has at most, where spans may reach over rows. Without it, those of a row.
+    metadata: as of `RowStates`, by which kernels find the pools; None where they lie as they are given. layer: there.
     """
 
     slots: torch.Tensor
     positions: torch.Tensor
     spans: torch.Tensor | None = None
     longest: int | None = None
+    metadata: torch.Tensor | None = None
+    layer: int = 0
 
     @property
     def number(self) -> int:
@@ -52,18 +56,24 @@ class Sequences(NamedTuple):
 
     def pointers(self) -> tuple:
         """The first arguments of `sequence_of` in kernels."""
-        return self.spans, self.slots, self.positions, None, 0, None
+        return self.spans, self.pairs.contiguous(), self.positions, self.metadata, self.layer, None
 
-    def each(self, tokens: int) -> Iterator[tuple[int, int, int, int, int]]:
-        """First token, token behind the last, slot, position of sequences that are not idle, and 0.
+    @property
+    def pairs(self) -> torch.Tensor:
+        """(S, 2): the row of the pools that is read, and that which is written."""
+        return self.slots if self.slots.dim() == 2 else self.slots.unsqueeze(1).expand(-1, 2)
+
+    def each(self, tokens: int) -> Iterator[tuple[int, int, int, int, int, int]]:
+        """First token, token behind the last, slot, position of sequences that are not idle, 0, and the slot to write.
 
         tokens: of a row.
         """
         spans = [(n * tokens, (n + 1) * tokens) for n in range(self.number)]
         spans = spans if self.spans is None else self.spans.tolist()
-        for (begin, end), slot, position in zip(spans, self.slots.tolist(), self.positions.tolist(), strict=True):
+        pairs = self.pairs.tolist()
+        for (begin, end), (slot, written), position in zip(spans, pairs, self.positions.tolist(), strict=True):
             if slot >= 0 and end > begin:
-                yield begin, end, slot, position, 0
+                yield begin, end, slot, position, 0, written
 
 
 class RowSequences(NamedTuple):
@@ -103,15 +113,15 @@ class RowSequences(NamedTuple):
         """The first arguments of `sequence_of` in kernels."""
         return None, None, None, self.metadata, self.layer, self.last
 
-    def each(self, tokens: int) -> Iterator[tuple[int, int, int, int, int]]:
-        """As `Sequences.each`. The last number is the position of the row's first token: at it states are zero."""
+    def each(self, tokens: int) -> Iterator[tuple[int, int, int, int, int, int]]:
+        """As `Sequences.each`. The last but one is the position of the row's first token: at it states are zero."""
         stored = int(self.metadata[LENGTH])
         end = tokens if self.last is None else min(int(self.last) + 1, tokens)
         firsts = self.firsts.tolist() if self.padded and self.firsts is not None else [0] * self.rows
         for row, first in enumerate(firsts):
             begin = max(first - stored, 0)
             if begin < end:
-                yield row * tokens + begin, row * tokens + end, row, stored + begin, first
+                yield row * tokens + begin, row * tokens + end, row, stored + begin, first, row
 
 
 class RowStates(NamedTuple):
