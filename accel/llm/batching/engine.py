@@ -28,17 +28,17 @@ CANCELLED = "the request was cancelled"
 class Engine:
     """Runs requests of one model together, a step at a time. For one thread, without gradients.
 
-    Holds memory for keys and values until `close`. runner: of CUDA graphs, None for none; it may outlive the engine, as
+    Holds memory for what layers keep until `close`. asked, limits: as given, and as there is room for. runner: of CUDA graphs, None for none; it may outlive the engine, as
     graphs hold for any pool. Raises torch.OutOfMemoryError where there is no memory, and Unfit where the model cannot
     run so.
     """
 
     def __init__(self, forward: DecoderForward, limits: Limits, runner: GraphRunner | StretchGraphs | None = None):
-        self.forward, self.limits = forward, limits
         shapes, sets = forward.shapes(), sets_of(forward)
-        blocks = limits.block_count(shapes, sets)
-        self.allocator = BlockAllocator(sets, blocks, limits.rows, limits.columns, limits.share)
-        self.kv_cache = PagedKVCache(shapes, sets, blocks, limits.rows, limits.columns)
+        self.forward, self.asked, self.limits = forward, limits, limits.fitted(shapes, sets)
+        limits, blocks = self.limits, (self.limits.blocks or 0) + 1
+        self.allocator = BlockAllocator(sets, blocks, limits.rows, limits.columns, limits.share, limits.slots)
+        self.kv_cache = PagedKVCache(shapes, sets, blocks, limits.rows, limits.columns, limits.slots or 0)
         self.rows = RunningRows(limits.rows)
         self.sampler = Sampler(limits.rows, head_size(forward), head_device(forward))
         self.micro_batches = MicroBatchStreams(

@@ -34,6 +34,7 @@ class StepPlan:
     (tokens,) int64 of all sequences in turn, LATEST for those of decodes. sources, draw_rows, serials: (n,) int64, the
     sequences whose last token is followed by a draw, the row it is drawn for, and which occupant of the row that is.
     copies: blocks to copy once the step is launched. opened: rows whose requests are new. micro_batch: its number.
+    slots: (sequences, 2), of states that each reads and writes; None where no layer keeps any, or for nobody's.
     """
 
     rows: np.ndarray
@@ -47,6 +48,7 @@ class StepPlan:
     copies: list[tuple[int, int]]
     opened: list[int]
     micro_batch: int = 0
+    slots: np.ndarray | None = None
 
 
 class Scheduler:
@@ -57,6 +59,7 @@ class Scheduler:
 
     decoding: rows that have their first token or a step planned for it, in the order in which they came to that.
     prefilling: by row all tokens that it begins with, in the order of arrival. failed: requests that can never run.
+    ends: by row the lengths at which a part of its prompt ends, so that its states then can be kept.
     """
 
     def __init__(self, allocator: BlockAllocator, rows: RunningRows, limits: Limits, micro_batches: int = 1):
@@ -64,6 +67,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.decoding = np.empty(0, np.int64)
         self.prefilling: dict[int, list[int]] = {}
+        self.ends: dict[int, list[int]] = {}
         self.failed: list[Request] = []
         self.preempted = 0
         self._opened: list[int] = []  # rows that were taken since the last plan
@@ -104,16 +108,19 @@ class Scheduler:
             self.allocator.commit(row, tokens[: min(len(tokens) - 1, int(self.rows.stored[row]))])
         self.allocator.close(row)
         self.prefilling.pop(row, None)
+        self.ends.pop(row, None)
         self.decoding = self.decoding[self.decoding != row]
         return self.rows.close(row)
 
     def undo(self, plan: StepPlan) -> None:
-        """The step just planned was not launched: its keys and values do not exist, and no request may find them.
+        """The step just planned was not launched: what it would have stored does not exist, and no request may find it.
 
         After its prompts are closed.
         """
         self.allocator.forget()
         self.rows.stored[plan.rows] = plan.lengths
+        if self.allocator.states is not None:
+            self.allocator.states.undo(np.array([row for row in plan.rows.tolist() if row in self.rows.requests], int))
 
     def _decodes(self, micro_batch: int, unread: bool) -> np.ndarray:
         """Rows that get one more token, and have the block for it."""
@@ -147,7 +154,8 @@ class Scheduler:
         while budget > 0 and (row := next(prompts, None)) is not None:
             tokens, start = self.prefilling[row], int(self.rows.stored[row])
             reach = int(self.allocator.held[row] + self.allocator.free // len(self.allocator.sets)) * BLOCK
-            end = min(len(tokens), start + budget, reach)
+            ends = [end for end in self.ends[row] if end > start]
+            end = min(len(tokens), start + budget, reach, *ends[:1])
             if end <= start or not self.allocator.extend(row, end):
                 return
             budget -= end - start
@@ -188,7 +196,7 @@ class Scheduler:
             self._blocked = request, self.allocator.free
             return None
         self.waiting.popleft()
-        self.prefilling[row] = tokens
+        self.prefilling[row], self.ends[row] = tokens, self.allocator.ends(tokens, found)
         return self._take(request, found, micro_batch)
 
     def _take(self, request: Request, stored: int, micro_batch: int) -> int:
@@ -208,6 +216,7 @@ class Scheduler:
         self.rows.stored[decodes] += 1
         sources, drawn = list(range(len(decodes))), decodes.tolist()
         copies: list[tuple[int, int]] = []
+        slots = None if self.allocator.states is None else self.allocator.states.step(rows)
         for place, (row, _, _) in enumerate(chunks, len(decodes)):
             if row not in self.prefilling:
                 self.rows.requests[row].status = RequestStatus.DECODING
@@ -215,11 +224,14 @@ class Scheduler:
                 drawn += answers
                 sources += [place] * len(answers)
         takers = np.array(drawn, np.int64)
+        for row, start, part in chunks:
+            if start + len(part) in self.ends[row]:
+                self.allocator.keep(row, start + len(part))
         opened = [row for row in dict.fromkeys(self._opened) if row in self.rows.requests]
         self._opened.clear()
         return StepPlan(
             rows, lengths, query_lengths, len(decodes), tokens, np.array(sources, np.int64), takers,
-            self.rows.serial[takers], copies, opened, micro_batch,
+            self.rows.serial[takers], copies, opened, micro_batch, slots,
         )  # fmt: skip
 
     def _children(self, row: int, copies: list[tuple[int, int]]) -> Iterator[int]:

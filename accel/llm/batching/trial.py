@@ -42,7 +42,8 @@ def refusal(forward: DecoderForward) -> str | None:
         return "it goes on with positions that it counted before, of one batch"
     if forward.log.runs_stock_on_cpu((forward.embeddings(),), {}):
         return "it runs stock on a CPU"
-    reason = forward.mode()
+    kinds = (layer.spec.attention.unbatched for layer in forward.layers if layer.spec.attention is not None)
+    reason = forward.mode() or next(filter(None, kinds), None)
     if reason is not None:
         return reason
     if not within_positions(forward.most_positions, tuple(map(max, STEPS)))[0]:
@@ -65,7 +66,11 @@ def _difference(forward: DecoderForward) -> str | None:
     ids = example_ids(forward.module, sum(map(max, STEPS)), seed=4)[:2]
     lengths = np.cumsum([[0, 0], *STEPS], axis=0)
     modules, wholes = routing_modules(forward), routed_modules(forward)
-    steps, plans = _engine(forward).steps, [_step_plan(ids.cpu().numpy(), *step) for step in pairwise(lengths)]
+    engine = _engine(forward)
+    steps, plans = engine.steps, [_step_plan(ids.cpu().numpy(), *step) for step in pairwise(lengths)]
+    if engine.allocator.states is not None:
+        for plan in plans:
+            plan.slots = engine.allocator.states.step(plan.rows)
     run_alone = partial(_alone, ids, lengths, partial(_fused_logits, forward))
     steps.warm_up([*plans, *_large()], run_alone)
     with noting(1, modules) as found:

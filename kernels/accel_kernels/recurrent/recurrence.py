@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from accel_kernels.attention.paged.kv import HALF, LENGTH
+from accel_kernels.attention.paged.ragged import Ragged
 
 CHUNK = 64  # tokens whose products are taken together in a prompt, as in transformers
 
@@ -140,6 +141,9 @@ class RowStates(NamedTuple):
     firsts: (rows,) int64 on the device, tokens of padding before each row's first one. Kernels find it by address, and
         take it for zeros where that is 0; the reference needs it if `padded`.
 
+    ragged: the sequences of a call in which they have different lengths, and which rows of state and window are theirs;
+        None where the rows of the call are those of the states. With it the fields from `is_prefill` on say nothing.
+
     Of tokens that do not count zeros come out, and nothing is kept of them. Nothing older than a row's first token is
     ever read. Kernels may read states before the kernel in front has ended (`programmatic`): between two calls of
     one layer there must be another kernel, as that which moves the LENGTH on.
@@ -155,14 +159,31 @@ class RowStates(NamedTuple):
     firsts: torch.Tensor | None = None
     other_state: torch.Tensor | None = None
     other_window: torch.Tensor | None = None
+    ragged: Ragged | None = None
 
-    def sequences(self) -> RowSequences:
-        """What operations take beside state and window."""
+    def sequences(self) -> RowSequences | Sequences:
+        """What operations take beside state and window; all sequences."""
+        if self.ragged is not None:
+            return self._some(slice(None))
         kept = self.window if self.state is None else self.state
         if kept is None:
             raise ValueError("neither a state nor a window")
         others = self.other_state, self.other_window
         return RowSequences(kept.shape[0], self.metadata, self.layer, self.last, self.padded, self.firsts, *others)
+
+    def decodes(self, ragged: Ragged) -> Sequences:
+        """Of `ragged` those of one token each, for the first tokens of the call."""
+        return self._some(slice(ragged.most_decodes))._replace(spans=None)
+
+    def prefills(self, ragged: Ragged) -> Sequences:
+        """The others."""
+        assert ragged.states is not None
+        return self._some(slice(len(ragged.states.slots) - ragged.most_prefills, None))
+
+    def _some(self, places: slice) -> Sequences:
+        assert self.ragged is not None and self.ragged.states is not None
+        slots, positions, spans = (one[places] for one in self.ragged.states)
+        return Sequences(slots, positions, spans, None, self.metadata, self.layer)
 
 
 class Decay(NamedTuple):
