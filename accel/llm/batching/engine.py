@@ -28,9 +28,9 @@ CANCELLED = "the request was cancelled"
 class Engine:
     """Runs requests of one model together, a step at a time. For one thread, without gradients.
 
-    Holds memory for what layers keep until `close`. asked, limits: as given, and as there is room for. runner: of CUDA graphs, None for none; it may outlive the engine, as
-    graphs hold for any pool. Raises torch.OutOfMemoryError where there is no memory, and Unfit where the model cannot
-    run so.
+    Holds memory for what layers keep until `close`. asked: the limits as given; limits: as there is room for. runner:
+    of CUDA graphs, None for none; it may outlive the engine, as graphs hold for any pool. Raises torch.OutOfMemoryError
+    where there is no memory, and Unfit where the model cannot run so.
     """
 
     def __init__(self, forward: DecoderForward, limits: Limits, runner: GraphRunner | StretchGraphs | None = None):

@@ -166,8 +166,9 @@ class InitContinuousBatching(MethodHook):
             room = partial(limits.fitted, shapes, sets_of(self.forward))
             own = self.lockstep.all_do("memory for keys and values", room)
             rows, blocks, slots = map(self.lockstep.least, (own.rows, own.blocks or 0, own.slots or 0))
-            limits = replace(limits, rows=rows, blocks=blocks, slots=slots if own.slots else None)
-            engine = self.lockstep.all_do("an engine", partial(engine_of, limits=limits))
+            fitted = replace(limits, rows=rows, blocks=blocks, slots=slots if own.slots else None)
+            engine = self.lockstep.all_do("an engine", partial(engine_of, limits=fitted))
+            engine.asked = limits
         engine.sampler.prepare(self.forward.embeddings().dtype)
         self.sizes = engine.sizes()
         return engine

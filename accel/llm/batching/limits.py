@@ -25,11 +25,11 @@ STATES = 0.5  # of that memory at most, but for what blocks of keys and values h
 class Limits:
     """Bounds of an `Engine`.
 
-    rows: requests that run at a time; fewer where layers keep states and there is no memory for theirs. tokens: new tokens of one step; longer prompts are read in several. context:
-    tokens that a request may come to, prompt and answer. memory: the share of each device's free memory for keys and
-    values. blocks: of 64 tokens and one set of layers each, None for as many as fit and can be of use. share: whether
-    requests share what their prompts begin with. logprobs: whether log probabilities of drawn tokens are wanted. slots:
-    for states, None for as many as fit and can be of use.
+    rows: requests that run at a time; fewer where there is no memory for the states of so many. tokens: new tokens of
+    one step; longer prompts are read in several. context: tokens that a request may come to, prompt and answer. memory:
+    the share of each device's free memory for what layers keep. blocks: of 64 tokens and one set of layers each, None
+    for as many as fit and can be of use. share: whether requests share what their prompts begin with. logprobs: whether
+    log probabilities of drawn tokens are wanted. slots: for states, None for as many as fit and can be of use.
 
     Raises ValueError naming the value that makes no sense.
     """

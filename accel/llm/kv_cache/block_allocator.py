@@ -19,7 +19,8 @@ from accel.llm.kv_cache.state_slots import StateSlots
 class BlockAllocator:
     """Blocks 1 to `blocks` - 1, for `rows` rows of up to `columns` each. Block 0 belongs to no row. For one thread.
 
-    share: whether rows share blocks of prompts that begin alike. slots: for states, None where layers keep none. Raises ValueError where no row could hold one block.
+    share: whether rows share blocks of prompts that begin alike. slots: for states, None where layers keep none. Raises
+    ValueError where no row could hold one block, or not all rows their states.
 
     A row is opened, extended before its tokens are stored, committed, and closed; wrong order raises ValueError.
     table: (sets, rows, columns) int32, as kernels read it; 0 where a row holds nothing. held: (rows,) int64, columns

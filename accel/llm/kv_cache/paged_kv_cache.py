@@ -39,12 +39,13 @@ class DeviceTables(NamedTuple):
 class PagedKVCache:
     """`blocks` blocks, and tables by which `rows` rows find theirs, up to `columns` in each set.
 
-    shapes: one a layer, with its device; layers with keys and values are in one set each, the others in none. slots: for
-    states; each holds one of every layer. states: as `by_states`, where they are there already. Raises torch.OutOfMemoryError, and then holds nothing;
-    ValueError where a layer with keys is in no set or in several. Usable in and out of inference mode.
+    shapes: one a layer, with its device; layers with keys and values are in one set each, the others in none. slots: of
+    states, each has one of every layer. states: as `by_states`, where they are there already. Usable in and out of
+    inference mode. Raises torch.OutOfMemoryError, and then holds nothing; ValueError where a layer with keys is in no
+    set or in several.
 
-    halves: how many times there are slots. If `spare`, block 0 belongs to no row and begins as zeros: padding is written there, and empty table entries point
-    there. Other blocks and all states begin undefined.
+    If `spare`, block 0 belongs to no row and begins as zeros: padding is written there, and empty table entries point
+    there. Other blocks and all states begin undefined. halves: how many slots there are of each number.
 
     tables: by device. by_shape: the allocations, each (layers of a set, 2, blocks, BLOCK, heads, dim), or without dim
     for scales; kept: all of them. by_states: states and windows by shape, each (layers * halves, slots, ...).
@@ -251,9 +252,7 @@ def states_by_layer(
     views: dict[int, tuple[torch.Tensor | None, ...]] = {}
     for layer, shape in enumerate(shapes):
         if isinstance(shape, StateShape):
-            at = taken[shape]
-            views[layer] = tuple(
-                None if one is None else one[half] for half in (at, at + halves - 1) for one in kept[shape]
-            )
+            places = taken[shape], taken[shape] + halves - 1
+            views[layer] = tuple(None if one is None else one[at] for at in places for one in kept[shape])
             taken[shape] += halves
     return views
