@@ -5,7 +5,7 @@ from collections import deque
 
 from accel.cuda_graphs.runner import GraphRunner
 from accel.errors import reason_of
-from accel.llm.batching.limits import Limits, sets_of
+from accel.llm.batching.limits import Limits, limits_prompts, sets_of
 from accel.llm.batching.request import CUT, Request, failed, finish
 from accel.llm.batching.rows import RunningRows
 from accel.llm.batching.sampler import Sampler
@@ -44,7 +44,8 @@ class Engine:
         self.micro_batches = MicroBatchStreams(
             (*self.kv_cache.tables, forward.embeddings().device, self.sampler.device), micro_batch_count(forward)
         )
-        self.scheduler = Scheduler(self.allocator, self.rows, limits, self.micro_batches.count)
+        apart = limits_prompts(forward)
+        self.scheduler = Scheduler(self.allocator, self.rows, limits, self.micro_batches.count, apart)
         self.steps = step_runner(forward, self.kv_cache, self.sampler, limits.rows, runner, self.micro_batches)
         self.launched: deque[LaunchedStep] = deque()  # the oldest first; one a micro-batch, and one more at times
         self.weights = self._weights()  # with which the stored keys and values were computed

@@ -160,3 +160,8 @@ def sets_of(forward: DecoderForward) -> tuple[LayerSet, ...]:
     windows = {layer.spec.place: layer.spec.window for layer in forward.layers}
     some = windows[forward.places[0]]  # for places where nothing is kept
     return layer_sets(shapes, [windows.get(place, some) for place in range(len(shapes))])
+
+
+def limits_prompts(forward: DecoderForward) -> bool:
+    """Whether a layer computes something else of a token in a prompt than of one in an answer."""
+    return any(layer.spec.attention is not None and layer.spec.attention.limits_prompts for layer in forward.layers)

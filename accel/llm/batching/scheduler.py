@@ -19,6 +19,7 @@ from accel.llm.batching.rows import RunningRows
 from accel.llm.kv_cache.block_allocator import BlockAllocator
 from accel.llm.kv_cache.shape import BLOCK
 
+ANSWER = 2**40  # added to tokens of answers, where layers compute something else of them than of those of prompts
 LATEST = -1  # in place of a token: the last one that was drawn for its row, which the host may not know yet
 
 
@@ -35,6 +36,7 @@ class StepPlan:
     sequences whose last token is followed by a draw, the row it is drawn for, and which occupant of the row that is.
     copies: blocks to copy once the step is launched. opened: rows whose requests are new. micro_batch: its number.
     slots: (sequences, 2), of states that each reads and writes; None where no layer keeps any, or for nobody's.
+    prompts: (sequences,), tokens of the prompt of each that is no decode; None where that does not matter.
     """
 
     rows: np.ndarray
@@ -49,21 +51,26 @@ class StepPlan:
     opened: list[int]
     micro_batch: int = 0
     slots: np.ndarray | None = None
+    prompts: np.ndarray | None = None
 
 
 class Scheduler:
     """The requests of one engine, those that wait and those that have a row. For one thread.
 
     micro_batches: how many those with a row are divided into. A step is of one micro-batch, and they take turns. A
-    request goes to one that has less than its share, and stays there.
+    request goes to one that has less than its share, and stays there. apart: whether what is stored of an answer is
+    found for no prompt.
 
     decoding: rows that have their first token or a step planned for it, in the order in which they came to that.
     prefilling: by row all tokens that it begins with, in the order of arrival. failed: requests that can never run.
     ends: by row the lengths at which a part of its prompt ends, so that its states then can be kept.
     """
 
-    def __init__(self, allocator: BlockAllocator, rows: RunningRows, limits: Limits, micro_batches: int = 1):
+    def __init__(
+        self, allocator: BlockAllocator, rows: RunningRows, limits: Limits, micro_batches: int = 1, apart: bool = False
+    ):
         self.allocator, self.rows, self.limits, self.micro_batches = allocator, rows, limits, micro_batches
+        self.apart = apart
         self.waiting: deque[Request] = deque()
         self.decoding = np.empty(0, np.int64)
         self.prefilling: dict[int, list[int]] = {}
@@ -104,7 +111,7 @@ class Scheduler:
     def close(self, row: int, keep: bool) -> Request:
         """The request leaves its row. keep: others may find what it has stored."""
         if keep:
-            tokens = self.rows.tokens(row)
+            tokens = self._keys(self.rows.requests[row], self.rows.tokens(row))
             self.allocator.commit(row, tokens[: min(len(tokens) - 1, int(self.rows.stored[row]))])
         self.allocator.close(row)
         self.prefilling.pop(row, None)
@@ -161,7 +168,7 @@ class Scheduler:
             budget -= end - start
             self.rows.stored[row] = end
             if end // BLOCK > self.allocator.committed[row]:
-                self.allocator.commit(row, tokens[:end])
+                self.allocator.commit(row, self._keys(self.rows.requests[row], tokens[:end]))
             if end == len(tokens):
                 del self.prefilling[row]
                 self.decoding = np.append(self.decoding, row)
@@ -188,7 +195,8 @@ class Scheduler:
             if self.allocator.free <= self._blocked[1]:
                 return None
         tokens, row = request.prompt + request.tokens, self.rows.idle[-1]
-        found = self.allocator.open(row, tokens)
+        keys = self._keys(request, tokens)
+        found = self.allocator.open(row, keys)
         # One more block for each that runs: else they would preempt each other at once.
         wanted = (len(tokens) // BLOCK + 1 - found // BLOCK) * len(self.allocator.sets) + running
         if running and self.allocator.free < wanted:
@@ -196,8 +204,15 @@ class Scheduler:
             self._blocked = request, self.allocator.free
             return None
         self.waiting.popleft()
-        self.prefilling[row], self.ends[row] = tokens, self.allocator.ends(tokens, found)
+        self.prefilling[row], self.ends[row] = tokens, self.allocator.ends(keys, found)
         return self._take(request, found, micro_batch)
+
+    def _keys(self, request: Request, tokens: list[int]) -> list[int]:
+        """By which the tokens of a request, from the first on, are found."""
+        if not self.apart:
+            return tokens
+        prompt = len(request.prompt)
+        return tokens[:prompt] + [token + ANSWER for token in tokens[prompt:]]
 
     def _take(self, request: Request, stored: int, micro_batch: int) -> int:
         """The request has a row, in this micro-batch, from now on."""
@@ -217,6 +232,7 @@ class Scheduler:
         sources, drawn = list(range(len(decodes))), decodes.tolist()
         copies: list[tuple[int, int]] = []
         slots = None if self.allocator.states is None else self.allocator.states.step(rows)
+        prompts = _behind(np.zeros_like(decodes), [len(self.rows.requests[row].prompt) for row, _, _ in chunks])
         for place, (row, _, _) in enumerate(chunks, len(decodes)):
             if row not in self.prefilling:
                 self.rows.requests[row].status = RequestStatus.DECODING
@@ -231,7 +247,7 @@ class Scheduler:
         self._opened.clear()
         return StepPlan(
             rows, lengths, query_lengths, len(decodes), tokens, np.array(sources, np.int64), takers,
-            self.rows.serial[takers], copies, opened, micro_batch, slots,
+            self.rows.serial[takers], copies, opened, micro_batch, slots, prompts,
         )  # fmt: skip
 
     def _children(self, row: int, copies: list[tuple[int, int]]) -> Iterator[int]:

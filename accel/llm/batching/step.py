@@ -87,8 +87,8 @@ class StepSize(NamedTuple):
         given, states = tensors[: len(Pointers._fields)], tensors[len(Pointers._fields) :]
         kept = None
         if states:
-            slots, positions, spans = states
-            kept = RaggedStates(slots.view(-1, 2), positions, spans.view(-1, 2))
+            slots, positions, spans, prompts = states
+            kept = RaggedStates(slots.view(-1, 2), positions, spans.view(-1, 2), prompts)
         return Ragged(*Pointers(*given), self.decodes, self.prefills, kept)
 
 
@@ -251,10 +251,12 @@ class StepInputs:
             at = np.arange(len(plan.rows))
             at[plan.decodes :] += first - plan.decodes
             slots, spans = np.full((first + size.prefills, 2), NONE), np.full((first + size.prefills, 2), count)
-            positions = np.zeros(first + size.prefills, np.int64)
+            positions, prompts = np.zeros((2, first + size.prefills), np.int64)
             slots[at] = NONE if plan.slots is None else plan.slots
             positions[at], spans[at] = plan.lengths, np.stack([starts[:-1], starts[1:]], axis=1)
-            self._int32 |= {"slots": slots.ravel(), "stored": positions, "spans": spans.ravel()}
+            prompts[at] = 0 if plan.prompts is None else plan.prompts
+            kept = slots.ravel(), positions, spans.ravel(), prompts
+            self._int32 |= dict(zip(RaggedStates._fields, kept, strict=True))
         self._there: dict[tuple, dict[str, torch.Tensor]] = {}
 
     def int64_on(self, device: torch.device) -> dict[str, torch.Tensor]:

@@ -67,7 +67,8 @@ def _difference(forward: DecoderForward) -> str | None:
     lengths = np.cumsum([[0, 0], *STEPS], axis=0)
     modules, wholes = routing_modules(forward), routed_modules(forward)
     engine = _engine(forward)
-    steps, plans = engine.steps, [_step_plan(ids.cpu().numpy(), *step) for step in pairwise(lengths)]
+    apart = engine.scheduler.apart  # else some tokens would be computed as those of answers, and not as alone
+    steps, plans = engine.steps, [_step_plan(ids.cpu().numpy(), *step, apart) for step in pairwise(lengths)]
     if engine.allocator.states is not None:
         for plan in plans:
             plan.slots = engine.allocator.states.step(plan.rows)
@@ -157,11 +158,14 @@ def _large() -> list[StepPlan]:
     return plans
 
 
-def _step_plan(ids: np.ndarray, before: np.ndarray, after: np.ndarray) -> StepPlan:
-    """Of both texts, a row each; both draw."""
+def _step_plan(ids: np.ndarray, before: np.ndarray, after: np.ndarray, prompts: bool) -> StepPlan:
+    """Of both texts, a row each; both draw. prompts: all tokens are those of prompts."""
     both, new = np.arange(2), after - before
     tokens = np.concatenate([text[start:end] for text, start, end in zip(ids, before, after, strict=True)])
-    return _plan(both, before, new, int((new == 1).sum()) if before.any() else 0, tokens, both)
+    decodes = int((new == 1).sum()) if before.any() and not prompts else 0
+    plan = _plan(both, before, new, decodes, tokens, both)
+    plan.prompts = after
+    return plan
 
 
 def _plan(

@@ -44,9 +44,11 @@ class LinearSpec(AttentionSpec):
         return True
 
     @property
-    def unbatched(self) -> str | None:
-        if self.formula.limits != UNLIMITED:
-            return "steps in time of a prompt are held between limits, and those of a single token are not"
+    def limits_prompts(self) -> bool:
+        return self.formula.limits != UNLIMITED
+
+    @property
+    def unbatched(self) -> None:
         return None
 
     @classmethod
@@ -124,7 +126,9 @@ class BoundLinearAttention:
         each = {name: part[0, : decodes.number] for name, part in parts.items()}
         if not ragged.most_prefills:
             return self._token(kernels, each, states, decodes, self.decay_of_steps).unsqueeze(0)
-        y = self._tokens(kernels, parts, states, states.prefills(ragged))
+        prefills = states.prefills(ragged)
+        limited = prefills.limited if self.spec.limits_prompts else None
+        y = self._tokens(kernels, parts, states, prefills._replace(limited=limited))
         if decodes.number:
             found, tokens = self._token(kernels, each, states, decodes, self.decay_of_steps), y[0, : decodes.number]
             torch.where(decodes.slots[:, :1] < 0, tokens, found, out=tokens)

@@ -142,8 +142,8 @@ def _channel_products(
 @triton.jit(do_not_specialize=("layer", "tokens"))
 def chunk_products_kernel(
     q_ptr, k_ptr, a_ptr, b_ptr, q_strides, k_strides, a_strides, b_strides, a_log_ptr, bias_ptr, lower_bound, low,
-    high, beta_scale, scale, key_eps, spans_ptr, slots_ptr, positions_ptr, metadata_ptr, layer, last_ptr, tokens,
-    mixing_ptr, scores_ptr, factors_ptr, total_ptr, heads, PADDED: tl.constexpr, KEY_DIM: tl.constexpr,
+    high, beta_scale, scale, key_eps, limited_ptr, spans_ptr, slots_ptr, positions_ptr, metadata_ptr, layer, last_ptr,
+    tokens, mixing_ptr, scores_ptr, factors_ptr, total_ptr, heads, PADDED: tl.constexpr, KEY_DIM: tl.constexpr,
     REPEAT: tl.constexpr, BLOCK_K: tl.constexpr, SIZE: tl.constexpr, CHANNEL_DECAY: tl.constexpr,
     ROUND_DECAY: tl.constexpr, PRECISION: tl.constexpr, PAIR: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -155,7 +155,7 @@ def chunk_products_kernel(
     """
     head, number = tl.program_id(0), tl.program_id(1)
     key_head, repeated = head // REPEAT, head % REPEAT
-    begin, room, length, _, _, _, _ = sequence_of(
+    begin, room, length, _, position, _, _ = sequence_of(
         spans_ptr, slots_ptr, positions_ptr, metadata_ptr, last_ptr, tokens, tl.program_id(2), PADDED
     )
     if number * SIZE >= room:
@@ -195,6 +195,9 @@ def chunk_products_kernel(
     else:
         bias = tl.load(bias_ptr + head).to(tl.float32)
         a = tl.load(a_ptr + t_idx * a_strides[0], mask=counted, other=0.0)
+        if limited_ptr is not None:
+            limited = position + number * SIZE + t_idx < tl.load(limited_ptr + tl.program_id(2))
+            low, high = tl.where(limited, low, 0.0), tl.where(limited, high, float("inf"))
         g, dt = decay_gate(a, a_log, bias, lower_bound, low, high, ROUND_DECAY, DELTA)
         g = tl.where(counted, g, 0.0)
         total = tl.cumsum(g, axis=0)
@@ -330,7 +333,7 @@ def linear_attention_prompt(
     launch(
         chunk_products_kernel, (heads, chunks, count),
         q, k, a, b, *(() if t is None else t.stride() for t in (q, k, a, b)), decay.a_log, decay.bias,
-        decay.lower_bound, *decay.limits, beta_scale, scale, key_eps, *where,
+        decay.lower_bound, *decay.limits, beta_scale, scale, key_eps, sequences.limited, *where,
         key_dim, repeat, block_k, CHUNK, channel_decay, decay.rounded, precision, pair, upcast(q.dtype),
         num_warps=8 if channel_decay else 4,
     )  # fmt: skip

@@ -26,6 +26,7 @@ class Sequences(NamedTuple):
     row. Tokens of no sequence give zeros. Without spans each row is a sequence.
     longest: tokens that a sequence has at most, where spans may reach over rows. Without it, those of a row.
     metadata: as of `RowStates`, by which kernels find the pools; None where they lie as they are given. layer: there.
+    limited: (S,) integers, the position from which on `Decay.limits` do not hold; None where they do everywhere.
     """
 
     slots: torch.Tensor
@@ -34,6 +35,7 @@ class Sequences(NamedTuple):
     longest: int | None = None
     metadata: torch.Tensor | None = None
     layer: int = 0
+    limited: torch.Tensor | None = None
 
     @property
     def number(self) -> int:
@@ -106,9 +108,7 @@ class RowSequences(NamedTuple):
     def spans(self) -> None:
         return None
 
-    @property
-    def longest(self) -> None:
-        return None
+    longest = limited = spans
 
     def pointers(self) -> tuple:
         """The first arguments of `sequence_of` in kernels."""
@@ -162,9 +162,9 @@ class RowStates(NamedTuple):
     ragged: Ragged | None = None
 
     def sequences(self) -> RowSequences | Sequences:
-        """What operations take beside state and window; all sequences."""
+        """What operations take beside state and window; all sequences, with limits everywhere."""
         if self.ragged is not None:
-            return self._some(slice(None))
+            return self._some(slice(None))._replace(limited=None)
         kept = self.window if self.state is None else self.state
         if kept is None:
             raise ValueError("neither a state nor a window")
@@ -173,7 +173,7 @@ class RowStates(NamedTuple):
 
     def decodes(self, ragged: Ragged) -> Sequences:
         """Of `ragged` those of one token each, for the first tokens of the call."""
-        return self._some(slice(ragged.most_decodes))._replace(spans=None)
+        return self._some(slice(ragged.most_decodes))._replace(spans=None, limited=None)
 
     def prefills(self, ragged: Ragged) -> Sequences:
         """The others."""
@@ -182,8 +182,8 @@ class RowStates(NamedTuple):
 
     def _some(self, places: slice) -> Sequences:
         assert self.ragged is not None and self.ragged.states is not None
-        slots, positions, spans = (one[places] for one in self.ragged.states)
-        return Sequences(slots, positions, spans, None, self.metadata, self.layer)
+        slots, positions, spans, prompts = (one[places] for one in self.ragged.states)
+        return Sequences(slots, positions, spans, None, self.metadata, self.layer, prompts)
 
 
 class Decay(NamedTuple):

@@ -187,7 +187,20 @@ def random_requests(vocabulary: int, most: int, chosen: random.Random) -> list:
 
 
 # One of each kind of layer: windows, biases by distance, learned positions, other rotations, sinks, experts.
-KINDS = ("gemma2", "bloom", "gpt2", "gpt-neox", "glm", "gpt-oss", "qwen3-moe", "opt", "cohere", "mistral")
+KINDS = (
+    "qwen3.5",
+    "bamba",
+    "gemma2",
+    "bloom",
+    "gpt2",
+    "gpt-neox",
+    "glm",
+    "gpt-oss",
+    "qwen3-moe",
+    "opt",
+    "cohere",
+    "mistral",
+)
 NAMES = dict.fromkeys([*WINDOWS, *(one for one in KINDS if one in FAST), *(name for (name,) in every(12, FAST))])
 
 

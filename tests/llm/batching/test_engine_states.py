@@ -148,6 +148,20 @@ def test_a_step_that_fails_half_way_is_as_if_it_had_not_been(hybrid, monkeypatch
     as_alone(stock, asked[:1])
 
 
+def test_steps_in_time_that_are_held_between_limits_in_prompts_alone(pair):
+    """Answers that are computed again are none; nor are what others find."""
+    model, stock = pair("bamba", time_step_limit=(0.5, 0.8))
+    assert refusal(forward_of(model)) is None and forward_of(model).layers[0].spec.attention.limits_prompts
+    asked, engine = requests((50, 30, 61, 10), 70, 2), engine_of(model, blocks=5, tokens=512, context=512)
+    finished(engine, asked)
+    assert engine.scheduler.preempted > 0
+    turn, one = request("turn", asked[0].prompt + asked[0].tokens + [3] * 20, 6), request("one", [5], 9)
+    assert counted(engine, [turn, one]) == 145 + 9  # of the first text nothing
+    again = request("again", turn.prompt, 6)
+    assert counted(engine, [again]) == 145 - 2 * BLOCK
+    as_alone(stock, [*asked, turn, one, again])
+
+
 def test_other_weights(pair):
     """No states are found that were computed with others."""
     model, stock = pair("bamba")

@@ -21,11 +21,13 @@ class RaggedStates(NamedTuple):
     First come the places of decodes, then, as the last ones, those of prefills; in between there may be idle ones.
     slots: (places, 2), the rows of the pools that a sequence reads and writes, negative for none.
     positions: (places,), tokens stored before. spans: (places, 2), first token and the one behind the last.
+    prompts: (places,), of prefills, how many tokens their prompts have. Those behind are of answers, computed again.
     """
 
     slots: torch.Tensor
     positions: torch.Tensor
     spans: torch.Tensor
+    prompts: torch.Tensor
 
 
 class Ragged(NamedTuple):
