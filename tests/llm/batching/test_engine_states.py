@@ -142,8 +142,9 @@ def test_a_step_that_fails_half_way_is_as_if_it_had_not_been(hybrid, monkeypatch
 
     monkeypatch.setattr(BoundLayer, "__call__", fails)
     engine.add(asked[1])
+    before = int(engine.allocator.states.current[0])
     step(engine)
-    assert "bad luck" in asked[1].error
+    assert "bad luck" in asked[1].error and engine.allocator.states.current[0] == before
     finished(engine)
     as_alone(stock, asked[:1])
 
