@@ -71,14 +71,14 @@ class Limits:
         sizes = _slot_bytes(shapes)
         if not sizes or self.slots is not None:
             return self.slots if sizes else None
-        useful, rooms = self._useful(sets), {}
+        rooms, least = {}, 0.0 if self.blocks is not None else STATES
+        blocks = self._useful(sets) if self.blocks is None else self.blocks + 1
         for device, size in sizes.items():
             free = int(self.memory * free_bytes(device))
-            rooms[device] = max(int(STATES * free), free - useful * block_bytes(shapes, sets, device)) // size
-        least = min(rooms, key=lambda one: rooms[one])
-        if rooms[least] < SLOTS:
-            raise self._no_memory("states", SLOTS * sizes[least], rooms)
-        return min(rooms[least], int(self.rows * SLOTS * self._spare) + 1)
+            rooms[device] = max(int(least * free), free - blocks * block_bytes(shapes, sets, device)) // size
+        if min(rooms.values()) < SLOTS:
+            raise self._no_memory("states", SLOTS * max(sizes.values()), rooms)
+        return min(*rooms.values(), int(self.rows * SLOTS * self._spare) + 1)
 
     def block_count(self, shapes: Sequence[LayerShape], sets: Sequence[LayerSet]) -> int:
         """Blocks to allocate, block 0 included: as many as fit beside `slots`, on the device that has room for the

@@ -15,6 +15,8 @@ from accel.llm.kv_cache.prefix_index import PrefixIndex, block_digest
 from accel.llm.kv_cache.shape import BLOCK
 from accel.llm.kv_cache.state_slots import StateSlots
 
+WORTH = 2 * BLOCK  # tokens that kept states have to save who finds them: to keep them, a prompt takes one more step
+
 
 class BlockAllocator:
     """Blocks 1 to `blocks` - 1, for `rows` rows of up to `columns` each. Block 0 belongs to no row. For one thread.
@@ -193,13 +195,13 @@ class BlockAllocator:
         return copies
 
     def ends(self, tokens: Sequence[int], start: int) -> list[int]:
-        """At which lengths beyond `start` states of this text are worth keeping: where it parts from others, and behind
-        its last full block, in order.
+        """At which lengths states of this text are worth keeping, in order: where it parts from others, and behind its
+        last full block. start: how many of its tokens are found.
         """
         if self.states is None or not self.share:
             return []
         full = {len(self.index.known(tokens)) * BLOCK, (len(tokens) - 1) // BLOCK * BLOCK}
-        return sorted(end for end in full if end > start)
+        return sorted(end for end in full if end - start >= WORTH)
 
     def keep(self, row: int, length: int) -> None:
         """Lets others find the states of a row behind its first tokens, which fill blocks that have been committed.

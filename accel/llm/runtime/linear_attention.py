@@ -106,8 +106,8 @@ class BoundLinearAttention:
         """See `BoundAttention`."""
         states, joint = step.states(self.spec.index), self.projected(kernels, h)
         if self.spec.formula.rule != DELTA:  # the library keeps values before keys
-            pools = (None if one is None else one.transpose(2, 3) for one in (states.state, states.other_state))
-            states = states._replace(**dict(zip(("state", "other_state"), pools, strict=True)))
+            state, other = (None if t is None else t.transpose(2, 3) for t in (states.state, states.other_state))
+            states = states._replace(state=state, other_state=other)
         parts, ragged = parts_of(self.spec.formula, joint), states.ragged
         if ragged is not None:
             return self._ragged(kernels, parts, states, ragged)

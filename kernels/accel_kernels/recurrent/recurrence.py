@@ -108,7 +108,13 @@ class RowSequences(NamedTuple):
     def spans(self) -> None:
         return None
 
-    longest = limited = spans
+    @property
+    def longest(self) -> None:
+        return None
+
+    @property
+    def limited(self) -> None:
+        return None
 
     def pointers(self) -> tuple:
         """The first arguments of `sequence_of` in kernels."""

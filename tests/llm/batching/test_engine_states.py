@@ -12,6 +12,7 @@ import accel
 from accel.llm.batching import limits
 from accel.llm.batching.limits import Limits, sets_of
 from accel.llm.batching.trial import refusal
+from accel.llm.kv_cache import block_allocator
 from accel.llm.kv_cache.paged_kv_cache import block_bytes
 from accel.llm.kv_cache.shape import BLOCK
 from accel.llm.runtime.layer import BoundLayer
@@ -30,6 +31,11 @@ from support.llm.families import VOCAB
 
 LENGTHS, NEWS = (1, 5, 64, 17, 130, 40, 63, 65), (9, 28, 1, 5, 12, 7, 3, 20)
 HYBRIDS = ("qwen3.5", "bamba")  # the delta rule, a state space
+
+
+@pytest.fixture(autouse=True)
+def short_texts_are_worth_it(monkeypatch):
+    monkeypatch.setattr(block_allocator, "WORTH", BLOCK)
 
 
 @pytest.fixture(params=HYBRIDS)
