@@ -20,8 +20,10 @@ AT_FIRSTS, AT_HALF, AT_STATE, AT_WINDOW = (tl.constexpr(i) for i in (FIRSTS, HAL
 def sequence_of(
     spans_ptr, slots_ptr, positions_ptr, metadata_ptr, last_ptr, tokens, sequence, PADDED: tl.constexpr
 ):  # fmt: skip
-    """Of a sequence: first token that counts, tokens from there on, those of them that count, slot, position of the
-    first one, the position at which nothing has been before, and the slot to write. Of an idle one no token counts.
+    """Of a sequence: first token that counts, tokens from there on, those of them that count, and slot.
+
+    Then the position of the first one, that at which nothing has been before, and the slot to write. Of an idle one no
+    token counts.
 
     The first arguments but for the layer are `pointers` of `Sequences` or `RowSequences`.
     """
