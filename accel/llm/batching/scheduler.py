@@ -240,6 +240,7 @@ class Scheduler:
                 drawn += answers
                 sources += [place] * len(answers)
         takers = np.array(drawn, np.int64)
+        self.allocator.note(decodes, self.rows.stored[decodes])
         for row, start, part in chunks:
             if start + len(part) in self.ends[row]:
                 self.allocator.keep(row, start + len(part))

@@ -153,13 +153,14 @@ class BlockAllocator:
         """Gives all blocks of the row back. Those with a hash can be found until evicted, the last of the row first."""
         self._expect(row, opened=True)
         held = int(self.held[row])
+        if self.states is not None:
+            digests, noted = self.digests[row] or [], int(self.states.noted[row]) // BLOCK
+            self.states.close(row, digests[noted - 1] if 0 < noted <= len(digests) else None)
         blocks = self.table[:, row, :held][:, ::-1].T.flatten()
         where = np.nonzero(self.table[:, row, :held])
         self._set(where[0], row, where[1], 0)
         self.opened[row], self.held[row], self.committed[row], self.first[:, row] = False, 0, 0, 0
         self.digests[row] = None
-        if self.states is not None:
-            self.states.close(row)
         self._release(blocks[blocks > 0])
 
     def fork(self, row: int, other: int, length: int) -> list[tuple[int, int]] | None:
@@ -211,6 +212,15 @@ class BlockAllocator:
         digests = self.digests[row]
         if self.states is not None and digests is not None:
             self.states.keep(row, digests[length // BLOCK - 1])
+
+    def note(self, rows: np.ndarray, lengths: np.ndarray) -> None:
+        """The same of rows whose last tokens are not known yet, where they come to the end of a block: others may find
+        their states once they are closed.
+        """
+        if self.states is not None and self.share:
+            at_ends = lengths % BLOCK == 0
+            for row, length in zip(rows[at_ends].tolist(), lengths[at_ends].tolist(), strict=True):
+                self.states.note(row, length)
 
     def forget(self) -> None:
         """Forgets all hashes, since the weights have changed."""

@@ -15,7 +15,8 @@ class StateSlots:
 
     references: (slots,) int64, rows that read or write it, and whether it is kept. current, spare: (rows,) int64, the
     slot of the state after all planned steps, and that which the next step writes. kept: slots by hash, the least
-    recently used first. For one thread. Raises ValueError for too few slots.
+    recently used first; by the row's number where the hash is not known yet. noted: (rows,) int64, the length of that.
+    For one thread. Raises ValueError for too few slots.
     """
 
     def __init__(self, rows: int, slots: int):
@@ -23,8 +24,8 @@ class StateSlots:
             raise ValueError(f"{slots} slots for states, where {rows} rows need {2 * rows}")
         self.references = np.zeros(slots, np.int64)
         self.unused = list(range(slots - 1, -1, -1))
-        self.current, self.spare = np.zeros((2, rows), np.int64)
-        self.kept: OrderedDict[bytes, int] = OrderedDict()
+        self.current, self.spare, self.noted = np.zeros((3, rows), np.int64)
+        self.kept: OrderedDict[bytes | int, int] = OrderedDict()
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self.kept
@@ -39,7 +40,14 @@ class StateSlots:
         """The row `other` begins with what this one has come to."""
         self._begin(other, int(self.current[row]))
 
-    def close(self, row: int) -> None:
+    def close(self, row: int, digest: bytes | None = None) -> None:
+        """Ends a row. digest: of the tokens whose state was noted last, which is then kept."""
+        slot = self.kept.pop(row, None)
+        if slot is not None:
+            if digest is None or digest in self.kept:
+                self._release(slot)
+            else:
+                self.kept[digest] = slot
         self._release(int(self.current[row]))
         self._release(int(self.spare[row]))
 
@@ -58,11 +66,15 @@ class StateSlots:
     def keep(self, row: int, digest: bytes) -> None:
         """What the row has come to is kept under the hash of its last block, once the planned steps have run."""
         if digest not in self.kept:
-            slot = int(self.current[row])
-            self.kept[digest] = slot
-            self.references[slot] += 1
+            self._keep(row, digest)
 
-    def drop(self, digest: bytes) -> None:
+    def note(self, row: int, length: int) -> None:
+        """The same where the hash of so many tokens is not known yet: `close` has it. In place of what was noted."""
+        self.drop(row)
+        self._keep(row, row)
+        self.noted[row] = length
+
+    def drop(self, digest: bytes | int) -> None:
         """Does not keep the state of this hash any longer, if it did."""
         slot = self.kept.pop(digest, None)
         if slot is not None:
@@ -78,6 +90,10 @@ class StateSlots:
             self.references[slot] += 1
         self.current[row] = self._take() if slot is None else slot
         self.spare[row] = self._take()
+
+    def _keep(self, row: int, digest: bytes | int) -> None:
+        self.kept[digest] = slot = int(self.current[row])
+        self.references[slot] += 1
 
     def _turn(self, rows: np.ndarray) -> None:
         self.current[rows], self.spare[rows] = self.spare[rows], self.current[rows]

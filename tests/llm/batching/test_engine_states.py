@@ -95,12 +95,16 @@ def test_states_are_found_at_ends_of_blocks(hybrid):
     assert counted(engine, [alike]) == 185 - 2 * BLOCK
     turn = request("e", whole + first.tokens + tails[2], 6)
     assert counted(engine, [turn]) == 281 - 3 * BLOCK
+    told = request("told", tails[0], 110)
+    assert counted(engine, [told]) == 139
+    reply = request("reply", told.prompt + told.tokens + tails[1], 6)
+    assert counted(engine, [reply]) == 175 - 2 * BLOCK  # an answer is gone on with too
     engine.resumed()
     anew = request("f", whole, 6)
     assert counted(engine, [anew]) == 205
     apart, unshared = request("g", whole, 6), engine_of(model, tokens=512, context=512, share=False)
     assert counted(unshared, [apart]) == 205 and not unshared.allocator.states.kept
-    as_alone(stock, [first, again, parted, alike, turn, anew, apart])
+    as_alone(stock, [first, again, parted, alike, turn, told, reply, anew, apart])
 
 
 def test_where_blocks_and_slots_run_out(hybrid):

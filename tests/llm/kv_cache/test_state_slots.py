@@ -16,15 +16,15 @@ from support.llm.kv_cache.blocks import check_blocks, check_slots
 def test_every_row_reads_what_it_has_come_to(slots):
     """Random rows at random times; a slot is named by the text that it holds."""
     states, chosen = StateSlots(3, slots), random.Random(slots)
-    texts, held, kept = {}, {}, {}
+    texts, held, kept, noted = {}, {}, {}, {}
 
     def named():
-        return {digest: kept[digest] for digest in states.kept}
+        return {digest: (noted if isinstance(digest, int) else kept)[digest] for digest in states.kept}
 
     for number in range(600):
         idle, way = [row for row in range(3) if row not in texts], chosen.random()
         if way < 0.2 and idle:
-            digest = chosen.choice([None, *states.kept])
+            digest = chosen.choice([None, *(one for one in states.kept if isinstance(one, bytes))])
             states.open(idle[0], digest)
             texts[idle[0]] = () if digest is None else kept[digest]
         elif way < 0.3 and idle and texts:
@@ -32,8 +32,9 @@ def test_every_row_reads_what_it_has_come_to(slots):
             states.fork(row, idle[0])
             texts[idle[0]] = texts[row]
         elif way < 0.4 and texts:
-            row = chosen.choice(list(texts))
-            states.close(row)
+            row, digest = chosen.choice(list(texts)), bytes(f"answer {number}", "ascii") if way < 0.37 else None
+            kept |= {} if digest is None else {digest: noted.get(row)}
+            states.close(row, digest)
             del texts[row]
         elif texts:
             rows = np.array(chosen.sample(list(texts), chosen.randint(1, len(texts))))
@@ -45,7 +46,10 @@ def test_every_row_reads_what_it_has_come_to(slots):
                 continue
             for row, (_, written) in zip(rows.tolist(), pairs, strict=True):
                 texts[row] = held[written] = (*texts[row], number)
-            if way < 0.8:
+            if way < 0.6:
+                noted[int(rows[-1])] = texts[int(rows[-1])]
+                states.note(int(rows[-1]), number)
+            elif way < 0.8:
                 kept[bytes(str(number), "ascii")] = texts[int(rows[0])]
                 states.keep(int(rows[0]), bytes(str(number), "ascii"))
         if way > 0.99:
