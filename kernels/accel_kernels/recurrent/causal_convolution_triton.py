@@ -122,6 +122,9 @@ def causal_convolution_kernel(
     begin, room, length, slot, position, first, into = sequence_of(
         spans_ptr, slots_ptr, positions_ptr, metadata_ptr, last_ptr, tokens, sequence, PADDED
     )
+    if BLOCK_T > 1:  # spans are shorter than all tokens together
+        if tl.program_id(0) * BLOCK_T >= room:
+            return
     window_ptr, written_ptr = pools_at(metadata_ptr, layer, window_ptr, AT_WINDOW)
     t_idx = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
     c_idx = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]
