@@ -59,7 +59,7 @@ class BlockAllocator:
 
     def open(self, row: int, tokens: Sequence[int]) -> int:
         """Gives a row to a request with this prompt. Returns how many of its tokens are cached: a multiple of BLOCK,
-        less than len(tokens). Evicts nothing.
+        less than len(tokens). Evicts no block.
         """
         self._expect(row, opened=False)
         if len(tokens) > self.table.shape[2] * BLOCK:
