@@ -1,10 +1,11 @@
 """The MLP of a recorded layer: projections around an activation, a sum of blocks, or a mixture of experts."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
 import torch
+from accel_kernels.norm.norm import ACTIVATIONS
 from torch import nn
 
 from accel.comparison import agree, is_sum
@@ -14,6 +15,8 @@ from accel.llm.recording.record import NOTHING_STORED, Call, LayerRecord, NotUnd
 from accel.llm.runtime.mlp import Mixture, MlpSpec
 from accel.patching.guard import plain_settings
 from accel.quantization.experts import holds_numbers
+
+IN_CODE = ("silu", "relu", "relu2")
 
 
 def understand_mlp(layer: LayerRecord, others: Sequence[Call] = ()) -> tuple[MlpSpec | None, tuple[Call, ...]]:
@@ -154,18 +157,17 @@ def _router(call: Call, others: list[Call]) -> tuple[Call, tuple[int, ...]] | No
 def _formula(layer: LayerRecord, calls: list[Call], whole: Call | None) -> tuple[MlpSpec, tuple[Call, ...]] | None:
     calls = [call for call in calls if call.alone and call.made is not None]
     products = [call for call in calls if _matrices(call.module) and call.output.held.shape[-1] > 1]
-    for act in calls:
-        name = None if list(act.module.parameters()) else activation_name(act.module)
-        for down in products if name is not None else ():
-            first, halves = _before(act, down, [call for call in products if call is not down])
+    for name, given, acted, act in _activations(calls, products, whole):
+        for down in products:
+            first, halves = _before(given, acted, down, [call for call in products if call is not down])
             if first:
-                looked_at = (act,) if whole is None else (act, whole)
+                looked_at = (*act, *(() if whole is None else (whole,)))
                 spec = MlpSpec(
                     "" if whole is None else layer.name(whole.module),
                     alone=whole is None or whole.alone,
                     first=tuple(layer.name(call.module) for call in first),
                     down=layer.name(down.module),
-                    activation=name or "",
+                    activation=name,
                     settings=tuple((layer.name(call.module), plain_settings(call.module)) for call in looked_at),
                     halves=halves,
                 )
@@ -173,12 +175,32 @@ def _formula(layer: LayerRecord, calls: list[Call], whole: Call | None) -> tuple
     return None
 
 
-def _before(act: Call, down: Call, products: list[Call]) -> tuple[tuple[Call, ...], bool | None]:
+def _activations(
+    calls: list[Call], products: list[Call], whole: Call | None
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, tuple[Call, ...]]]:
+    """Names of activations, what each is given and what it gives; and its call, where a module computes it.
+
+    In a module's own code only those of IN_CODE are looked for, which rounding does not take for one another.
+    """
+    for act in calls:
+        name = None if list(act.module.parameters()) else activation_name(act.module)
+        if name is not None:
+            yield name, act.input.held, act.output.held, (act,)
+    for call in products if whole is not None else ():
+        y = call.output.held
+        for given in (y, *y.chunk(2, dim=-1)):
+            for name in IN_CODE:
+                yield name, given, ACTIVATIONS[name](given), ()
+
+
+def _before(
+    given: torch.Tensor, acted: torch.Tensor, down: Call, products: list[Call]
+) -> tuple[tuple[Call, ...], bool | None]:
     """The projections between the MLP's input and what `down` takes, and whether one holds both gate and up."""
-    acted, taken = act.output.held, down.input.held
+    taken = down.input.held
     for gate in products:
         y = gate.output.held
-        if torch.equal(act.input.held, y):
+        if torch.equal(given, y):
             if agree(acted, taken):
                 return (gate,), None
             for up in products:
@@ -186,7 +208,7 @@ def _before(act: Call, down: Call, products: list[Call]) -> tuple[tuple[Call, ..
                     if agree(acted * up.output.held, taken):
                         return (gate, up), None
         for gate_first, (first, second) in ((True, y.chunk(2, dim=-1)), (False, reversed(y.chunk(2, dim=-1)))):
-            if first.shape == acted.shape == taken.shape and torch.equal(first, act.input.held):
+            if first.shape == acted.shape == taken.shape and torch.equal(first, given):
                 if agree(acted * second, taken):
                     return (gate,), gate_first
     return (), None
