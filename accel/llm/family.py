@@ -13,6 +13,7 @@ from accel.fusion.stacked_linears import Stacked
 from accel.libraries.versions import newer_than_tested
 from accel.llm.batching.hook import batching_hook
 from accel.llm.generation.decoder import DecoderForward
+from accel.llm.generation.layer_forward import LayerForward
 from accel.llm.generation.loop.hooks import generate_hooks
 from accel.llm.generation.mixed import MixedForward
 from accel.llm.generation.prefill import Prompts, kernel_key_of
@@ -28,7 +29,7 @@ from accel.llm.recording.record import LayerRecord, NotUnderstood
 from accel.llm.recording.recorder import decoder_layers
 from accel.llm.runtime.analyze import Analysis
 from accel.llm.runtime.kv_quantization import choose_kv_dtypes, described
-from accel.llm.runtime.layer import LayerForward, LayerSpec
+from accel.llm.runtime.layer import LayerSpec
 from accel.llm.runtime.lm_head import OutputHead, match_head, match_table
 from accel.parallel.agreement import all_agree
 from accel.patching.rule import Context, ForwardPatch, Match, Rule, Site, Skip
@@ -117,6 +118,9 @@ def _bind(
     forward = DecoderForward(*whole) if placement is None else SpreadForward(*whole, placement=placement)
     forward.experts, forward.routers = _inside(forwards, context)
     forward.most_positions = specs[0][0].most_positions
+    divided = placement is not None or forward.ranks is not None
+    if divided and any(spec.borrows or spec.around for _, spec in specs):
+        raise NotUnderstood("layers read other layers' keys, or run code of their own, and the model is divided")
     if forward.ranks is not None:
         inside = [one.path for one in (*forward.experts, *forward.routers)]
         if not all_agree(forward.ranks, "what experts and routers compute", inside):
@@ -168,9 +172,8 @@ def _graphs(forward: SpreadForward, context: Context, keep: bool) -> StretchGrap
 def _inside(layers: list[LayerForward], context: Context) -> tuple[list[ExpertsForward], list[RouterForward]]:
     """Experts and routers inside the layers, which are tried with them."""
     found = context.of(DecoderLayers)
-    sites = [
-        Site(f"{layer.path}.{name}", one) for layer in layers for name, one in layer.module.named_modules() if name
-    ]
+    whole = (layer for layer in layers if layer.inner is None)  # others call them from code of their own
+    sites = [Site(f"{layer.path}.{name}", one) for layer in whole for name, one in layer.module.named_modules() if name]
     for site, rule in product(sites, MIXTURES):
         answer = rule.answer(site, context)
         if answer is not None:
@@ -189,7 +192,7 @@ def _inside(layers: list[LayerForward], context: Context) -> tuple[list[ExpertsF
 def _round(forward: DecoderForward, specs: list, kind: str, strict: bool) -> str:
     """Once the exact forward agrees with stock: keeps keys and values as kv_cache says. For the report."""
     device = forward.shapes()[0].device
-    layers = ((layer, spec.attention) for layer, spec in specs if spec.attention is not None)
+    layers = ((layer, spec.attention) for layer, spec in specs if spec.attention is not None and not spec.borrows)
     kv_dtypes, left = choose_kv_dtypes(kind, device, layers, forward.ranks)
     forward.round(kv_dtypes)
     note = described(kind, forward.shapes(), left)
@@ -209,10 +212,16 @@ def match_layer(site: Site, context: Context) -> Match | Skip | None:
     layers = context.of(DecoderLayers)
     inside = {path: one for path, one in layers.inside.items() if path.startswith(f"{site.path}.")}
     forwards = {path: one for path, one in inside.items() if not isinstance(one, str)}
-    patches = tuple(ForwardPatch(one.module, one) for one in forwards.values())
+    mine = [*forwards.values(), *([] if found.inner is None else [found.inner])]
+    patches = tuple(ForwardPatch(one.module, one) for one in mine)
     stock = {layers.rules[path]: one for path, one in inside.items() if isinstance(one, str)}
     note = "; ".join(f"{name} run{'' if name == 'experts' else 's'} stock: {reason}" for name, reason in stock.items())
-    return Match(found, patches, covers=None, note=note, inside=tuple((path, layers.rules[path]) for path in forwards))
+    covers = None
+    if found.inner is not None and found.spec.attention is not None:
+        covers, note = (found.spec.attention.name.partition(".")[0],), "its own code runs around its attention"
+    return Match(
+        found, patches, covers=covers, note=note, inside=tuple((path, layers.rules[path]) for path in forwards)
+    )
 
 
 MIXTURES = (Rule("experts", match_experts), Rule("router", match_router))

@@ -25,11 +25,13 @@ from accel_kernels import (
     linear_attention_prompt,
     linear_attention_step,
     linear_geglu,
+    norm_add,
     paged_attention,
     quantized_linear,
     rms_norm,
     route,
     rowwise,
+    selective_scan,
     upsample_convolve,
 )
 from accel_kernels.attention.backends import AttentionChooser
@@ -99,9 +101,11 @@ class Kernels:
     linear_geglu: Any = linear_geglu
     fused_linear: Any = fused_linear
     quantized_linear: Any = quantized_linear
+    norm_add: Any = norm_add
     rms_norm: Any = rms_norm
     route: Any = route
     rowwise: Any = rowwise
+    selective_scan: Any = selective_scan
     upsample_convolve: Any = upsample_convolve
 
     def plain(self) -> "Kernels":

@@ -47,12 +47,13 @@ def with_noise(sizes: Iterable[tuple[nn.Module, float]]) -> Iterator[None]:
 
 
 @contextmanager
-def with_rounding(modules: Iterable[nn.Module], size: float) -> Iterator[None]:
-    """Inside, every number that a module gives is moved by so many eps of its dtype: large channels or tokens do not
-    move others. Each module has noise of its own: equal noise would add up from layer to layer, as rounding does not.
+def with_rounding(modules: Iterable[nn.Module], size: float, dtype: torch.dtype | None = None) -> Iterator[None]:
+    """Inside, every number that a module gives is moved by so many eps of its dtype, or of this one: large channels or
+    tokens do not move others. Each module has noise of its own: equal noise would add up from layer to layer, as
+    rounding does not.
     """
     with ExitStack() as undo:
         for seed, module in enumerate(modules):
-            noise = Noise(lambda value: size * torch.finfo(value.dtype).eps * value.abs(), seed)
+            noise = Noise(lambda value: size * torch.finfo(dtype or value.dtype).eps * value.abs(), seed)
             undo.callback(module.register_forward_hook(Here(noise)).remove)
         yield

@@ -28,13 +28,14 @@ from accel_kernels.moe.route import Routing, route
 from accel_kernels.norm.group_norm import group_norm
 from accel_kernels.norm.layer_norm import layer_norm
 from accel_kernels.norm.norm import Norm
+from accel_kernels.norm.norm_add import norm_add
 from accel_kernels.norm.rms_norm import rms_norm
 from accel_kernels.op import Case, Op
 from accel_kernels.recurrent.causal_convolution import causal_convolution
 from accel_kernels.recurrent.linear_attention_prompt import linear_attention_prompt
 from accel_kernels.recurrent.linear_attention_step import Convolution, GatedNorm, linear_attention_step
 from accel_kernels.recurrent.recurrence import Decay, RowStates, Sequences
-from accel_kernels.recurrent.selective_scan import selective_scan
+from accel_kernels.recurrent.selective_scan import Widening, selective_scan
 from accel_kernels.rowwise.program import RowOp, RowProgram
 from accel_kernels.rowwise.rowwise import rowwise
 from accel_kernels.sampling.sample import sample
@@ -61,6 +62,7 @@ __all__ = [
     "RowStates",
     "SamplingTable",
     "Sequences",
+    "Widening",
     "attention",
     "causal_convolution",
     "convolution_frames",
@@ -80,6 +82,7 @@ __all__ = [
     "linear_attention_prompt",
     "linear_attention_step",
     "linear_geglu",
+    "norm_add",
     "paged_attention",
     "quantize_rows",
     "quantized_linear",

@@ -1,5 +1,7 @@
 """Cases of products, which tests and benchmarks run: with weights of any kind, and what stands before and after."""
 
+import torch
+
 from accel_kernels.norm.norm import Norm
 from accel_kernels.op import Random, random_cases
 
@@ -7,16 +9,18 @@ from accel_kernels.op import Random, random_cases
 @random_cases
 def product_case(
     rand, shape, n, *, weight=None, rows=None, norm=None, bias=False, gate=False, activation=None, residual=False,
-    scale=1.0, modulation=False,
+    scale=1.0, modulation=False, wide=False,
 ):  # fmt: skip
     """x of this shape times a weight (n, shape[-1]).
 
     weight, rows: what the op takes in place of a weight in full and of x. norm: "rms", "gemma" or "layer". bias, gate,
-    residual, modulation: whether there is one, the last for each of shape[0] parts.
+    residual, modulation: whether there is one, the last for each of shape[0] parts. wide: x and residual
+    are float32, or "residual" alone.
     """
     k = shape[-1]
+    sums = {"dtype": torch.float32} if wide else {}
 
-    def wide():
+    def matrix():
         full = rand(n, k, spread=k**-0.5)
         return full if weight is None else weight(full)
 
@@ -24,13 +28,13 @@ def product_case(
     if norm is not None:
         given["norm"] = case_norm(norm, rand, k)
     if gate:
-        given |= {"up": wide(), "up_bias": rand(n) if bias else None}
+        given |= {"up": matrix(), "up_bias": rand(n) if bias else None}
     if residual:
-        given["residual"] = rand(*shape[:-1], n)
+        given["residual"] = rand(*shape[:-1], n, **sums)
     if modulation:
         given["modulation"] = rand(shape[0], n)
-    x = rand(*shape)
-    return (x if rows is None else rows(x), wide(), rand(n) if bias else None), given
+    x = rand(*shape, **(sums if wide is True else {}))
+    return (x if rows is None else rows(x), matrix(), rand(n) if bias else None), given
 
 
 def case_norm(kind: str | None, rand: Random, channels: int) -> Norm | None:

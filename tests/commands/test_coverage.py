@@ -12,21 +12,23 @@ import accel
 from accel.bench.llm import coverage, tiny
 from support.command_line import run_command
 
+PART = "minimax_m3_vl_text"
+
 
 def test_three_kinds_of_layers(tmp_path):
-    """Attention alone, convolutions between attention layers, and no attention."""
+    """Attention alone, a kind that is not known between others, and no cache."""
     page = tmp_path / "page.md"
-    result = run_command("coverage", "qwen3", "lfm2", "mamba", "--out", tmp_path, "--page", page, "--jobs", "2")
+    result = run_command("coverage", "qwen3", PART, "rwkv", "--out", tmp_path, "--page", page, "--jobs", "2")
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "coverage.json").read_text())
     rows = {row["types"][0]: row for row in found["rows"]}
-    assert {name: row["outcome"] for name, row in rows.items()} == {"qwen3": "whole", "lfm2": "part", "mamba": "stock"}
-    assert {*rows["lfm2"]["layers"]} == {"conv", "full_attention"}
-    assert not rows["qwen3"]["reasons"] and rows["lfm2"]["reasons"] and rows["mamba"]["reasons"]
+    assert {name: row["outcome"] for name, row in rows.items()} == {"qwen3": "whole", PART: "part", "rwkv": "stock"}
+    assert {*rows[PART]["layers"]} == {"full_attention", "minimax_m3_sparse"}
+    assert not rows["qwen3"]["reasons"] and rows[PART]["reasons"] and rows["rwkv"]["reasons"]
     assert not any(row["fallbacks"] or "not compared" in row for row in rows.values())
     assert found["counts"] | {"whole": 1, "part": 1, "stock": 1} == found["counts"]
     assert sum(found["counts"].values()) == found["classes"] == 3
-    assert found["machine"]["transformers"] in page.read_text() and "mamba" in result.output
+    assert found["machine"]["transformers"] in page.read_text() and "rwkv" in result.output
     assert "| qwen3 | whole |  |" in page.read_text()
 
 

@@ -185,7 +185,7 @@ CASES = {
     "step cache of a dit": (lambda: called(dit), {"step_cache": 3}),
     "quantized unet": (lambda: called(unet), {"weights": "int8"}),
     "generate": (generating, {}),
-    "generate, not all layers": (lambda: generating("lfm2"), {}),
+    "generate, not all layers": (lambda: generating("lfm2-biases"), {}),
     "generate_batch": (batching, {}),
     "quantized language model": (generating, {"weights": "int8"}),
     "pipeline": (drawing, {}),

@@ -1,5 +1,6 @@
 """How a model wants to be called: what is found out about it by trying, beside the formulas of its layers."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -7,6 +8,8 @@ import torch
 from torch import nn
 
 from accel.libraries.generation import ARGUMENTS, LABELS, OUTPUTS
+from accel.llm.generation.shown_cache import empty
+from accel.llm.parts.step import Step
 from accel.llm.recording.record import is_absent
 
 IN_ORDER, BY_MASK = "0, 1, 2 ..", "counted by the mask"  # positions a model gives itself where it is given none
@@ -80,7 +83,8 @@ class CallingConvention:
     counts_positions: without mask and position_ids it counts 0, 1, 2 .. itself. position_parts: positions may also be
     (parts, rows, new), with one of these numbers of parts, as of time, height and width. unused_in_steps: arguments, by
     name and form, that change nothing in a step of one token. unused_if_zero: marks of tokens that change nothing where
-    all are zero. kept_tensors: what generate() leaves in the model while it counts positions.
+    all are zero. kept_tensors: what generate() leaves in the model while it counts positions. shown: makes the cache
+    that its own code is shown.
     """
 
     output: type
@@ -93,6 +97,7 @@ class CallingConvention:
     unused_in_steps: frozenset[tuple[str, str]] = frozenset()
     unused_if_zero: frozenset[str] = frozenset()
     kept_tensors: tuple[Kept, ...] = ()
+    shown: Callable[[Step], Any] = empty
 
     @property
     def ignored_attributes(self) -> tuple[tuple[str, str], ...]:

@@ -24,6 +24,7 @@ from accel.llm.generation.calling_convention import (
     tokens_of,
     wanted_of,
 )
+from accel.llm.generation.layer_forward import LayerForward
 from accel.llm.generation.layer_inputs import NOT_CAUSAL, CheckedStep
 from accel.llm.generation.model_guard import ModelGuard
 from accel.llm.generation.prefill import Prompts, by_graph
@@ -35,7 +36,6 @@ from accel.llm.moe.experts import ExpertsForward
 from accel.llm.moe.router import RouterForward
 from accel.llm.parts.step import ForwardContext, Step
 from accel.llm.recording.implementation import unpaged
-from accel.llm.runtime.layer import LayerForward
 from accel.parallel.ranks import Ranks
 from accel.parallel.sharded_layers import ranks_of
 from accel.patching.fallback_log import FallbackLog
@@ -49,6 +49,7 @@ class DecoderForward(FastForward):
     forgotten = ("seen",)
     convention: CallingConvention  # once the model is tried
     partial = False  # whether some layers of the stack are not among `layers`
+    masks_steps = True  # whether stock takes a mask with tokens that stand behind others
     most_positions: int | None = None  # of the model's table, beyond which a GPU would fail for good
 
     def __init__(
@@ -137,6 +138,8 @@ class DecoderForward(FastForward):
         if type(keep) is not int:
             raise Unfit("logits_to_keep is no number")
         try:
+            if start and not self.masks_steps and given("attention_mask") is not None:
+                raise Unfit("a mask behind other tokens, which it multiplies them by")
             mask = self.convention.read_mask(given("attention_mask"), rows, start, new, self.left_padded(new))
             positions = None
             if "position_ids" in self.names:
@@ -230,7 +233,7 @@ class DecoderForward(FastForward):
             kept = {
                 spec.index: spec.cache_layout(weight.dtype, self.device(layer, weight), self.kv_dtypes.get(spec.index))
                 for layer in self.layers
-                if (spec := layer.spec.attention) is not None
+                if (spec := layer.spec.attention) is not None and not spec.borrows
             }
             nothing = kept[self.places[0]].nothing
             shapes = tuple(kept.get(place, nothing) for place in self._cached())
@@ -303,7 +306,7 @@ class DecoderForward(FastForward):
     ) -> torch.Tensor:
         """The logits of one forward by the model's own code, after `ready`."""
         name = "input_ids" if tokens.dim() == 2 else "inputs_embeds"
-        given = {name: tokens} | self.given_cache(DynamicCache())
+        given = {name: tokens} | self.given_cache(self.convention.shown(step))
         given |= {} if positions is None else {"position_ids": positions}
         if isinstance(keep, torch.Tensor) or keep != 0 or "logits_to_keep" in self.names:
             given["logits_to_keep"] = keep

@@ -13,9 +13,10 @@ from accel_kernels import KV, RowStates
 
 from accel.libraries.cache import Cache
 from accel.llm.generation.calling_convention import Unfit
+from accel.llm.generation.layer_forward import LayerForward
 from accel.llm.parts.step import Step
-from accel.llm.recording.record import is_absent
-from accel.llm.runtime.layer import LayerForward, LayerSpec, form
+from accel.llm.recording.record import Chunk, is_absent
+from accel.llm.runtime.layer import LayerSpec, form
 
 HIDDEN_STATES, MASK = "hidden_states", "attention_mask"  # as decoder layers of transformers name them
 NOT_CAUSAL = "its attention mask is not causal"
@@ -62,12 +63,13 @@ class CheckedStep(Step):
     def _unlike(self, spec: LayerSpec, args: tuple, kwargs: dict) -> str | None:
         """What a layer is given that no text gives it."""
         x = args[0] if args else kwargs[HIDDEN_STATES]
-        if (*x.shape[:2], x.dtype) != self.given or not all(map(is_absent, args[1:])):
-            return "its layers are given other tokens than the model, or more than these by place"
+        rows, new, dtype = self.given
+        if x.shape[:2] != (rows, new) or x.dtype not in (dtype, spec.widths.total):
+            return "its layers are given other tokens than the model"
         if not any(value is self.cache for value in kwargs.values()):
             return "its layers are given another cache than the model"
         known = dict(spec.given)
-        read = () if spec.attention is None else spec.attention.keywords
+        read = spec.keywords
         for name in {*read, *kwargs}:
             value = kwargs.get(name)
             unread = name not in read and (name in PLACES or is_absent(value))
@@ -117,9 +119,12 @@ class CheckedStep(Step):
         keys = torch.arange(end, device=mask.device)
         queries = keys[self.start :, None]
         visible = (keys <= queries)[None, None]
-        if window is not None:
-            visible = visible & (queries - keys < window)
         real = torch.ones(1, end, dtype=torch.bool, device=mask.device) if self.mask is None else self.mask.bool()
         visible = visible & real[:, None, None]
+        if isinstance(window, Chunk):
+            first = (real.cumsum(1) == 0).sum(1)[:, None, None, None]
+            visible = visible & ((queries - first) // window == (keys - first) // window)
+        elif window is not None:
+            visible = visible & (queries - keys < window)
         shown = torch.nn.functional.pad(shown, (end - mask.shape[3], 0))  # keys that a cache with a window has no more
         return not bool(((visible ^ shown) & real[:, None, self.start :, None]).any())

@@ -54,7 +54,7 @@ class Choices:
 def routed_modules(forward: DecoderForward) -> list[nn.Module]:
     """The mixtures of experts in layers that are understood, called as a whole."""
     mlps = [(layer.module, layer.spec.mlp) for layer in forward.layers if layer.spec.mlp is not None]
-    return [module.get_submodule(mlp.whole) for module, mlp in mlps if not mlp.first]
+    return [module.get_submodule(name) for module, mlp in mlps for name in mlp.wholes]
 
 
 def routing_modules(forward: DecoderForward) -> list[nn.Module]:
@@ -62,7 +62,7 @@ def routing_modules(forward: DecoderForward) -> list[nn.Module]:
 
     Modules whose work a fused forward does are left out.
     """
-    mine = {layer.module for layer in forward.layers}
+    mine = {layer.module for layer in forward.layers if layer.inner is None}
     routers = {module for one in forward.routers for module in one.module.modules()}
     others = [layer for layer in forward.module.get_submodule(forward.stack).children() if layer not in mine]
     wholes = (*routed_modules(forward), *others)

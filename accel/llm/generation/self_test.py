@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,6 +17,7 @@ from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.mixed import MixedForward
 from accel.llm.generation.model_guard import ModelGuard, reading, relevant
 from accel.llm.generation.routing import noting, repeating, routed_modules
+from accel.llm.generation.shown_cache import counted, empty, watched
 from accel.llm.generation.teacher_forcing import differing_part
 from accel.llm.generation.trial import (
     PADDING,
@@ -26,6 +28,7 @@ from accel.llm.generation.trial import (
     fused_layers,
     fused_logits,
     logits_over_pieces,
+    masks_steps,
     pieces_of,
     plainly,
     short_prompt,
@@ -49,6 +52,7 @@ def find_convention(forward: DecoderForward) -> CallingConvention:
     """How the model is to be called so that the fused forward gives its logits. Raises NotUnderstood."""
     model = forward.module
     try:
+        forward.masks_steps = masks_steps(forward)
         lengths = trial_lengths(forward)
         # No activation is rounded: numbers next to a half would fall to either side, and the errors of a formula drown.
         with resting(model), unrounded(model):
@@ -80,11 +84,12 @@ def _convention(
 ) -> CallingConvention:
     errors: list[str] = []
     far: list[torch.Tensor] = []
-    for mask in (True, False):
+    ways: list[tuple[bool, Callable]] = [(True, empty), (False, empty)]
+    for mask, shown in ways:
         if not mask:
             with _warming_up(forward, lengths, mask):
                 pass
-        forward.convention = CallingConvention(output, mask, None)
+        forward.convention = CallingConvention(output, mask, None, shown=shown)
         try:
             with fused_layers(forward):
                 fused = partial(fused_logits, forward, lengths)
@@ -93,15 +98,18 @@ def _convention(
                 if wanted.agrees(got):
                     apart = None if wanted.near(got) else differing_part(forward, lengths, fused)
                     if apart is None:
-                        own = _own_positions(forward, lengths, mask, output, alone)
-                        found = CallingConvention(
-                            output, mask, own, pads_prompts=_pads_prompts(forward, lengths, wanted)
-                        )
-                        return find_arguments(forward, found)
+                        if shown is watched:
+                            shown = counted
+                        forward.convention = convention = CallingConvention(output, mask, None, shown=shown)
+                        own = _own_positions(forward, lengths, convention, alone)
+                        pads = _pads_prompts(forward, lengths, wanted)
+                        return find_arguments(forward, replace(convention, positions=own, pads_prompts=pads))
                     errors.append(apart)
                     far.append(got)
                 elif wanted.first(prompt).near(got[:, :prompt]):
                     errors.append("steps after a prompt hang on how much the cache holds")
+                    if mask and shown is empty:
+                        ways.append((True, watched))
                 else:
                     far.append(got)
         except Exception as error:  # a model that makes something else of its mask
@@ -114,10 +122,12 @@ def _convention(
     raise NotUnderstood(f"{DIFFERS}: {'; '.join(dict.fromkeys(errors))}")
 
 
-def _own_positions(forward: DecoderForward, lengths: tuple, mask: bool, output: type, wanted: Expected) -> str | None:
+def _own_positions(
+    forward: DecoderForward, lengths: tuple, convention: CallingConvention, wanted: Expected
+) -> str | None:
     """What positions the model counts for itself where it is given a mask alone."""
     for positions in (IN_ORDER, BY_MASK):
-        forward.convention = CallingConvention(output, mask, positions)
+        forward.convention = replace(convention, positions=positions)
         ids, padding, _ = trial_inputs(forward, short_prompt(lengths))
         try:
             with wanted.routed():
@@ -148,7 +158,7 @@ def _pads_prompts(forward: DecoderForward, lengths: tuple, wanted: Expected) -> 
             full = _begun(forward, lengths, fill=True)
     except (NotUnderstood, TypeError, ValueError, IndexError, RuntimeError):
         return False  # it slices its hidden states in a way of its own
-    return all(Expected(one, choices, moved=wanted.moved).agrees(got) for one, got in zip(plain, full, strict=True))
+    return all(replace(wanted, logits=one, choices=choices).agrees(got) for one, got in zip(plain, full, strict=True))
 
 
 def _begun(forward: DecoderForward, lengths: tuple, fill: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -176,6 +186,7 @@ def try_partial(forward: MixedForward) -> None:
             raise NotUnderstood(f"layer {place} is not understood, and drops what its window has passed")
     if forward.biased:
         raise NotUnderstood("biases by distance, and not all layers are understood")
+    forward.masks_steps = masks_steps(forward)
     lengths = trial_lengths(forward)
 
     def unmasked(call: Callable, rows: int = ROWS) -> torch.Tensor:
@@ -241,7 +252,8 @@ def guard_of(forward: DecoderForward) -> ModelGuard:
 @contextmanager
 def _calls_noted(forward: DecoderForward) -> Iterator[set[str]]:
     """Inside, notes the paths of modules that are called, but for those inside layers."""
-    inside = {module for layer in forward.layers for module in layer.module.modules() if module is not layer.module}
+    whole = [layer.module for layer in forward.layers if layer.inner is None]
+    inside = {module for layer in whole for module in layer.modules() if module is not layer}
     found: set[str] = set()
     with ExitStack() as undo:
         for path, module in forward.module.named_modules():

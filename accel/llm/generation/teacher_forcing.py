@@ -16,8 +16,8 @@ from torch.linalg import vector_norm
 from accel.comparison import relative_rms_by_token
 from accel.in_flight import Here
 from accel.llm.generation.decoder import DecoderForward
+from accel.llm.generation.layer_forward import LayerForward
 from accel.llm.generation.trial import PADDING, stock_logits
-from accel.llm.runtime.layer import LayerForward
 from accel.tolerances import ADDED, FORMULA, SUM_EPS, bound
 
 Outputs = dict[nn.Module, list[torch.Tensor]]
@@ -36,7 +36,7 @@ def differing_part(forward: DecoderForward, lengths: tuple[int, ...], fused: Cal
     if apart is not None:
         return f"{apart} gives something else than stock's of the same input"
     # NaN is no number to compare: what is not near is far.
-    if not bool((relative_rms_by_token(got, wanted.logits) <= bound(FORMULA, wanted.logits.dtype)).all()):
+    if not bool((relative_rms_by_token(got, wanted.logits) <= bound(FORMULA, forward.embeddings().dtype)).all()):
         return "logits are others where the last layer gives what stock's gives"
     return None
 
@@ -44,8 +44,8 @@ def differing_part(forward: DecoderForward, lengths: tuple[int, ...], fused: Cal
 class Follower:
     """Takes the place of `LayerForward.bound`: compares its output with stock's, and passes on stock's."""
 
-    def __init__(self, layer: LayerForward, outputs: list[torch.Tensor]):
-        self.layer, self.bound, self.outputs = layer, layer.bound, outputs
+    def __init__(self, layer: LayerForward, outputs: list[torch.Tensor], dtype: torch.dtype):
+        self.layer, self.bound, self.outputs, self.dtype = layer, layer.bound, outputs, dtype
         self.calls, self.agrees = 0, True
 
     def agreed(self) -> bool:
@@ -55,23 +55,26 @@ class Follower:
     def __call__(self, kernels: Any, step: Any, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
         wanted = self.outputs[self.calls].to(x.device)
         added = vector_norm(wanted.double() - x.double(), dim=-1)  # before: a layer may add to its input in place
-        near = _near(self.bound(kernels, step, x, kwargs), wanted, added)
+        near = _near(self.bound(kernels, step, x, kwargs), wanted, added, self.dtype)
         hidden = 0 if self.calls else PADDING
         self.calls, self.agrees = self.calls + 1, self.agrees and bool(near[:, hidden:].all())
         return wanted
 
 
-def _near(got: torch.Tensor, wanted: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
-    """By token, whether rounding explains the difference. added: the norm of what stock's layer added to its input."""
+def _near(got: torch.Tensor, wanted: torch.Tensor, added: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """By token, whether rounding explains the difference. added: the norm of what stock's layer added to its input.
+
+    dtype: in which layers compute; what they give may be wider.
+    """
     error, whole = vector_norm(got.double() - wanted.double(), dim=-1), vector_norm(wanted.double(), dim=-1)
-    return error <= SUM_EPS * torch.finfo(wanted.dtype).eps * whole + bound(ADDED, wanted.dtype) * added
+    return error <= SUM_EPS * torch.finfo(wanted.dtype).eps * whole + bound(ADDED, dtype) * added
 
 
 @contextmanager
 def _following(forward: DecoderForward, outputs: Outputs) -> Iterator[list[Follower]]:
     """Inside, layers pass on what stock's gave."""
     forward.ready(stack=False)
-    followers = [Follower(layer, outputs[layer.module]) for layer in forward.layers]
+    followers = [Follower(layer, outputs[layer.module], forward.embeddings().dtype) for layer in forward.layers]
     try:
         for one in followers:
             one.layer.bound = one

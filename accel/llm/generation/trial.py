@@ -7,16 +7,17 @@ from functools import cache
 
 import torch
 
-from accel.comparison import relative_rms_by_token
+from accel.comparison import agree, relative_rms_by_token
 from accel.errors import reason_of
 from accel.libraries.cache import DynamicCache, cache_of
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.prefill import bucket_for, pad_to_bucket
 from accel.llm.generation.routing import Choices, noting, repeating, routed_modules, routing_modules
+from accel.llm.kv_cache.shape import kv_layers
 from accel.llm.kv_cache.store import Store
 from accel.llm.recording.inputs import within_positions
 from accel.llm.recording.record import NotUnderstood
-from accel.llm.recording.recorder import ROWS, example_ids
+from accel.llm.recording.recorder import ROWS, example_ids, resting
 from accel.patching.fast_forward import as_written
 from accel.patching.rule import ForwardPatch
 from accel.quantization.module import dequantizing
@@ -33,12 +34,14 @@ class Expected:
 
     median: judge the median token of a row, since some choices could not be noted, and rounding may send tokens to
     other experts. moved: how far rounding moves these logits, which takes another stock run; None where unknown.
+    dtype: in which the model computes, where the logits are wider.
     """
 
     logits: torch.Tensor
     choices: Choices
     median: bool = False
     moved: Callable[[], float] | None = None
+    dtype: torch.dtype | None = None
 
     def routed(self) -> AbstractContextManager[None]:
         """Inside, routers choose what they chose here."""
@@ -50,7 +53,7 @@ class Expected:
 
     def near(self, got: torch.Tensor) -> bool:
         """Whether these logits differ by no more than rounding does in a model of any depth."""
-        return self.off(got) <= bound(LOGITS, self.logits.dtype)
+        return self.off(got) <= bound(LOGITS, self.dtype or self.logits.dtype)
 
     def agrees(self, got: torch.Tensor) -> bool:
         """Whether they differ by no more than rounding, which layer after layer of this model may amplify.
@@ -96,22 +99,22 @@ def expected(forward: DecoderForward, run: Callable[[], torch.Tensor]) -> Expect
     repeated, noise would measure other experts, and not rounding.
     """
     with noting(ROWS, routing_modules(forward)) as choices:
-        logits = run()
+        logits, dtype = run(), forward.embeddings().dtype
     if not choices.cover(routed_modules(forward)):
-        return Expected(logits, choices, median=True)
-    stock = Expected(logits, choices)
+        return Expected(logits, choices, median=True, dtype=dtype)
+    stock = Expected(logits, choices, dtype=dtype)
     stack = forward.module.get_submodule(forward.stack)
 
     @cache
     def moved() -> float:
         try:
-            with stock.routed(), with_rounding(stack.children(), LAYER_NOISE):
+            with stock.routed(), with_rounding(stack.children(), LAYER_NOISE, dtype):
                 return stock.row_off(run())
         except Exception as error:  # of layers that are called in a way of their own: the bound of any model holds
             reason_of(error)
             return 0.0
 
-    return Expected(logits, choices, moved=moved)
+    return replace(stock, moved=moved)
 
 
 def trial_lengths(forward: DecoderForward) -> tuple[int, ...]:
@@ -145,10 +148,32 @@ def pieces_of(forward: DecoderForward, lengths: tuple, seed: int = 1) -> Iterato
     end = 0
     for length in lengths:
         start, end = end, end + length
-        given = {"input_ids": ids[:, start:end], "attention_mask": mask[:, :end]}
+        shown = mask[:, :end] if forward.masks_steps or not start else None
+        given = {"input_ids": ids[:, start:end], "attention_mask": shown}
         if "position_ids" in forward.names:
             given["position_ids"] = positions[:, start:end].contiguous()
         yield given
+
+
+def masks_steps(forward: DecoderForward) -> bool:
+    """Whether stock may be given a mask of all tokens with those that stand behind others.
+
+    Some models multiply the new tokens by it, and are called without one there: Mamba, where no layer has keys.
+    """
+    if kv_layers(forward.shapes()):
+        return True
+    prompt, step = pieces_of(forward, (PROMPT, 1))
+    found = []
+    with resting(forward.module), plainly(forward):
+        for mask in (None, step["attention_mask"]):
+            given = forward.given_cache(DynamicCache(config=forward.module.config))
+            forward.reference(**prompt, **given)
+            try:
+                found.append(forward.reference(**step | {"attention_mask": mask}, **given).logits)
+            except Exception as error:  # of shapes that do not fit
+                reason_of(error)
+                return False
+    return agree(*found)
 
 
 def logits_over_pieces(forward: DecoderForward, call: Callable, pieces: Iterable[dict]) -> torch.Tensor:
@@ -228,7 +253,9 @@ def fill_prompt(
 @contextmanager
 def fused_layers(forward: DecoderForward) -> Iterator[None]:
     """Inside, the layers have their fused forwards, and the experts and routers in them."""
-    patches = [ForwardPatch(one.module, one) for one in (*forward.layers, *forward.experts, *forward.routers)]
+    attentions = [layer.inner for layer in forward.layers if layer.inner is not None]
+    fused = (*forward.layers, *attentions, *forward.experts, *forward.routers)
+    patches = [ForwardPatch(one.module, one) for one in fused]
     done = []
     try:
         for patch in patches:

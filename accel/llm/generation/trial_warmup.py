@@ -11,6 +11,7 @@ from accel_kernels.warmup import Warmup
 from accel.errors import reason_of
 from accel.libraries.cache import DynamicCache
 from accel.llm.generation.decoder import DecoderForward
+from accel.llm.generation.layer_forward import LayerForward
 from accel.llm.generation.prefill import STEP
 from accel.llm.generation.trial import (
     fill_prompt,
@@ -23,7 +24,6 @@ from accel.llm.generation.trial import (
 )
 from accel.llm.kv_cache.shape import LayerShape
 from accel.llm.recording.recorder import resting
-from accel.llm.runtime.layer import LayerForward
 from accel.quantization.activation_quantization import rounding_linears
 
 LONGER = 320  # tokens of a prompt that is more than a few rows
@@ -95,10 +95,11 @@ def _one_of_a_kind(forward: DecoderForward) -> Iterator[None]:
     """Inside, a layer that launches the same kernels as an earlier one only passes its input on."""
     forward.ready(stack=False)
     kinds, shapes = set(), list(forward.shapes())
+    lent = {layer.spec.attention.index for layer in forward.layers if layer.spec.attention and layer.spec.borrows}
     for layer in forward.layers:
         place = layer.spec.place
         kind = _kind(layer, None if place is None else shapes[place])
-        again = kind in kinds
+        again = kind in kinds and place not in lent
         layer.repeats = again and forward.ranks is None  # exchanges run in a dry run too, as many on every rank
         if again:
             layer.bound = _passed_on

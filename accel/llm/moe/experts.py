@@ -13,8 +13,8 @@ import torch
 from accel_kernels.moe.weights import ExpertWeights, Gating
 from torch import nn
 
+from accel.llm.parts.activation import activation_name
 from accel.llm.recording.implementation import foreign_experts
-from accel.llm.runtime.mlp import activation_name
 from accel.parallel.sharded_layers import Sharding, expert_sharding, local
 from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import FastForward, Kernels
@@ -74,16 +74,18 @@ def expert_formulas(module: nn.Module) -> Iterator[ExpertFormula]:
     own = _shapes(module)
     stacks, others = ([name for name, shape in own.items() if (len(shape) == 3) is three] for three in (True, False))
     gatings = list(_gatings(module))
+    plain = [(False, Gating(name, gated=False)) for name in dict.fromkeys(one.activation for one in gatings)]
     for (first, second), biases in product(permutations(stacks), permutations(others)):
         experts, *sizes = own[second]
         for transposed in (False, True):
             inner, hidden = sizes if transposed else reversed(sizes)
-            wide = (experts, hidden, 2 * inner) if transposed else (experts, 2 * inner, hidden)
-            shapes = [own[name] for name in biases]
-            if own[first] != wide or shapes not in ([], [(experts, 2 * inner), (experts, hidden)]):
-                continue
-            for interleaved, gating in product((False, True), gatings):
-                yield ExpertFormula((first, second), biases, transposed, interleaved, gating)
+            for gated, many in ((True, 2 * inner), (False, inner)):
+                wide = (experts, hidden, many) if transposed else (experts, many, hidden)
+                shapes = [own[name] for name in biases]
+                if own[first] != wide or shapes not in ([], [(experts, many), (experts, hidden)]):
+                    continue
+                for interleaved, gating in product((False, True), gatings) if gated else plain:
+                    yield ExpertFormula((first, second), biases, transposed, interleaved, gating)
 
 
 def numbers(module: nn.Module) -> list[float]:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from accel_kernels import Norm, Quantized
+from accel_kernels import Norm, Quantized, fused_linear
 from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.norm.norm import ACTIVATIONS
 from torch import nn
@@ -34,6 +34,28 @@ class BoundNorm:
         return self.call(x) if self.norm is None else apply_norm(x.contiguous(), self.norm)
 
 
+def added(
+    kernels: Kernels,
+    part: Callable[..., torch.Tensor],
+    h: "NormedInput",
+    residual: torch.Tensor,
+    scale: float,
+    post: BoundNorm | None,
+    factor: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """(residual + scale * post(part(h))) * factor."""
+    wide = residual.dtype != h.x.dtype and not (isinstance(part, BoundLinear) and part.takes_wide(kernels))
+    if post is None and not wide:
+        y = part(kernels, h, residual=residual, scale=scale)
+    elif wide or post is None or post.norm is None or post.norm.centered or post.norm.bias is not None:
+        y = part(kernels, h)
+        y = torch.add(residual, y if post is None else post(y), alpha=scale)
+    else:
+        y = part(kernels, h).view(residual.shape)
+        return kernels.norm_add(y.contiguous(), post.norm, residual.contiguous(), scale=scale, factor=factor)
+    return y if factor is None else y * factor
+
+
 def users_norm(kernels: Kernels, norm: Norm) -> Callable | None:
     """The user's function that computes this norm by itself; None where the user registered none."""
     centered = norm.centered and norm.offset == 0.0
@@ -48,10 +70,12 @@ def users_norm(kernels: Kernels, norm: Norm) -> Callable | None:
 class BoundHeadNorm:
     """One norm of queries or keys: `fused` for the attention to do, or None; then calling it gives the normed heads."""
 
-    def __init__(self, kernels: Kernels, layer: nn.Module, spec: HeadNorm):
+    def __init__(self, kernels: Kernels, layer: nn.Module, spec: HeadNorm, dim: int, device: torch.device):
         self.bound, self.layout = BoundNorm(kernels, layer, spec.norm), spec.layout
         norm = self.bound.norm
         inside = norm is not None and not norm.centered and norm.bias is None and spec.layout != FLAT
+        if norm is not None and norm.weight is None:
+            norm = norm._replace(weight=torch.ones(dim, device=device))
         self.fused = norm if inside else None
 
     def __call__(self, t: torch.Tensor) -> torch.Tensor:
@@ -131,6 +155,11 @@ class BoundLinear:
 
     def __init__(self, module: nn.Module):
         self.module, self.weights = module, weights(module)
+
+    def takes_wide(self, kernels: Kernels) -> bool:
+        """Whether its product takes an input and a residual in float32 beside weights in 16 bits."""
+        own = kernels.fused_linear in (fused_linear, fused_linear.reference)  # and not a user's
+        return own and self.weights is not None and not self.weights.quantized and self.weights.ranks is None
 
     def __call__(
         self,

@@ -11,12 +11,17 @@ from accel.fusion.loop import PerThread
 
 
 class Step:
-    """One fast forward. kvs: every layer's store, by its place in the cache. `angles`: rotations made once for all."""
+    """One fast forward. kvs: every layer's store, by its place in the cache. written: how many tokens went into each.
+    around: of the layer whose own code runs around its attention, what computes that. `angles`: rotations made once for
+    all.
+    """
 
-    __slots__ = ("_angles", "kvs")
+    __slots__ = ("_angles", "around", "kvs", "written")
 
     def __init__(self, kvs: Mapping[int, KV | RowStates]):
         self.kvs = kvs
+        self.written: dict[int, int] = {}
+        self.around: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._angles: dict[tuple, tuple] = {}
 
     def runs_stock(self, layer: Any, args: tuple, kwargs: dict) -> bool:

@@ -13,6 +13,7 @@ from accel_kernels import KV
 
 from accel.llm.generation.calling_convention import Unfit
 from accel.llm.generation.decoder import DecoderForward
+from accel.llm.generation.layer_forward import LayerForward
 from accel.llm.kv_cache.store import Store
 from accel.llm.pipeline.device_hooks import device_of, other_hook, wrapper_of
 from accel.llm.pipeline.placement import Placement
@@ -26,7 +27,6 @@ from accel.llm.pipeline.stretch import (
     StretchStep,
     Unchained,
 )
-from accel.llm.runtime.layer import LayerForward
 from accel.patching.guard import changed_since
 
 

@@ -16,9 +16,9 @@ from torch import nn
 
 from accel.cuda_graphs.rule import obstacle
 from accel.cuda_graphs.runner import GraphRunner
+from accel.llm.generation.layer_forward import LayerForward
 from accel.llm.parts.step import Step
 from accel.llm.pipeline.device_hooks import moved_to
-from accel.llm.runtime.layer import LayerForward
 from accel.patching.structure import foreign_hooks
 
 

@@ -76,8 +76,14 @@ def most_configured(model: "PreTrainedModel") -> int | None:
 
 
 def last_positions(model: "PreTrainedModel", ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The keyword that puts these tokens at the last positions that the configuration names; none where it does not."""
+    """The keyword that puts these tokens at late positions; none where the configuration does not name the last.
+
+    They are the last, and those around a half, a quarter and an eighth, from which on a model may do otherwise.
+    """
     most = most_configured(model)
     if most is None or "position_ids" not in inspect.signature(type(model).forward).parameters:
         return {}
-    return {"position_ids": torch.arange(most - ids.shape[1], most, device=ids.device).expand(ids.shape)}
+    tokens = ids.shape[1]
+    places = sorted({at for part in (1, 2, 4, 8) for at in (most // part - 1, most // part) if 0 <= at < most})
+    late = places[-tokens:] if len(places) >= tokens else range(most - tokens, most)
+    return {"position_ids": torch.tensor(late, device=ids.device).expand(ids.shape)}

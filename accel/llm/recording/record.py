@@ -1,9 +1,11 @@
 """A recorded run as data: which modules were called with what, layer by layer."""
 
+import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from types import CodeType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,11 +21,43 @@ QUERIES = (3, 77, 1500, 5003, 40_009, 200_003, 1_100_009)  # positions of querie
 BLOCK = 1 << 15  # keys asked about at once: what is made of them on the way stays in a core's cache
 
 
+class Chunk(int):
+    """A window of another kind: a query sees the keys of its own run of so many tokens, as in Llama 4."""
+
+    def __repr__(self) -> str:
+        return f"Chunk({int(self)})"
+
+
 def window(visible: Callable[..., Any]) -> int | None:
-    """How many keys a query sees at most, itself included; None for all. Raises NotUnderstood for any other view."""
+    """How many keys a query sees at most, itself included, or of which `Chunk`; None for all. Raises NotUnderstood for
+    any other view.
+    """
     if isinstance(visible, FunctionType) and _reads_nothing_else(visible):
         return _window_of(visible.__code__)
-    return _found(visible)
+    return _found(_of_any_length(visible))
+
+
+class _Nowhere:
+    """In the place of a tensor of numbers of blocks, all -1: no position is in a block, however far it is."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        places = index if isinstance(index, tuple) else (index,)
+        return self.tensor.flatten()[0].cpu().expand(torch.broadcast_shapes(*(one.shape for one in places)))
+
+
+def _of_any_length(value: Any) -> Any:
+    """The same function where blocks of images and the like, of which a text has none, are asked about any position."""
+    if isinstance(value, tuple):
+        return tuple(map(_of_any_length, value))
+    if isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32) and value.dim() and value.numel():
+        return _Nowhere(value) if bool((value == -1).all()) else value
+    if not isinstance(value, FunctionType) or not value.__closure__:
+        return value
+    cells = tuple(CellType(_of_any_length(cell.cell_contents)) for cell in value.__closure__)
+    return FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
 
 
 def _reads_nothing_else(function: FunctionType) -> bool:
@@ -40,14 +74,19 @@ def _window_of(code: CodeType) -> int | None:
 
 
 def _found(visible: Callable[..., Any]) -> int | None:
-    found = None
-    for query in QUERIES:
-        count = _count(visible, query)
-        if found is not None and count != found:
-            raise NotUnderstood("its attention mask is not one sliding window")
-        if count < query + 1:
-            found = count
-    return found
+    counts = {query: _count(visible, query) for query in QUERIES}
+    fewer = {query: count for query, count in counts.items() if count < query + 1}
+    if not fewer:
+        return None
+    found = next(iter(fewer.values()))
+    if all(count == found for query, count in counts.items() if query >= min(fewer)):
+        return found
+    common, least = math.gcd(*(query + 1 - count for query, count in fewer.items())), max(counts.values())
+    for chunk in (common // parts for parts in range(1, common // least + 1) if common % parts == 0):
+        if all(count == query % chunk + 1 for query, count in counts.items()):
+            if _count(visible, chunk - 1) == chunk and _count(visible, chunk) == 1:
+                return Chunk(chunk)
+    raise NotUnderstood("its attention mask is not one sliding window")
 
 
 def _count(visible: Callable[..., Any], query: int) -> int:
@@ -90,6 +129,11 @@ class Value:
         )
 
 
+def given_names(module: nn.Module) -> tuple[str, ...]:
+    """What a module's forward calls its arguments behind the first."""
+    return tuple(inspect.signature(type(module).forward).parameters)[2:]
+
+
 @dataclass
 class Call:
     """One call of a module inside a layer. taken, made: the first tensors that it was given and gave; None for none."""
@@ -101,6 +145,11 @@ class Call:
     taken: Value | None
     made: Value | None = None
     result: object = None
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """All that it was given behind the first argument, by name."""
+        return dict(zip(given_names(self.module), self.args[1:], strict=False)) | self.kwargs
 
     @property
     def input(self) -> Value:
@@ -169,7 +218,9 @@ class LayerRecord:
     """One layer's run. ran: the call of the layer itself; calls: those of modules inside.
 
     kinds: norm kinds by settings, shared by the records of all layers. known: in an amplified record, the formula found
-    in an ordinary one. most_positions: rows of the model's table of positions, None without one.
+    in an ordinary one. borrowed: what an earlier layer stored and this one attends to. most_positions: rows of the
+    model's table of positions, None without one. shown_length: how many tokens the cache said it holds when the layer
+    asked, None where it did not.
     """
 
     layer: nn.Module
@@ -179,13 +230,15 @@ class LayerRecord:
     ran: Call | None = None
     calls: list[Call] = field(default_factory=list)
     stored: Stored | None = None
+    borrowed: Stored | None = None
     kept: KeptState | None = None
     attended: Attended | None = None
     most_positions: int | None = None
+    shown_length: int | None = None
 
     def forget(self, scores: bool) -> None:
         """Drops what was seen, which in all layers is hundreds of megabytes; `scores`: but for queries and keys."""
-        self.ran, self.calls, self.kept = None, [], None
+        self.ran, self.calls, self.kept, self.borrowed = None, [], None, None
         if not scores:
             self.stored = self.attended = None
             return
@@ -203,15 +256,16 @@ class LayerRecord:
 
     @property
     def cached(self) -> Stored:
-        """What it put into the cache. Raises NotUnderstood where that is nothing."""
-        if self.stored is None:
+        """What it put into the cache, or found there. Raises NotUnderstood where that is nothing."""
+        found = self.borrowed if self.stored is None else self.stored
+        if found is None:
             raise NotUnderstood(NOTHING_STORED)
-        return self.stored
+        return found
 
     @property
     def mixes(self) -> bool:
-        """Whether it put something into the cache."""
-        return self.stored is not None or self.kept is not None
+        """Whether it put something into the cache, or reads what another layer put there."""
+        return not (self.stored is None and self.kept is None and self.borrowed is None)
 
     @property
     def attention(self) -> nn.Module:
@@ -232,7 +286,7 @@ class Record:
     """A whole run: the layers, and by which function (row, head, query, key) -> bool each mask was made.
 
     own: the model kept its own attention, and the masks are those of an earlier run. asked: it called transformers'
-    attention interface.
+    attention interface. tables: see `mask_tables.narrowed`.
     """
 
     layers: list[LayerRecord]
@@ -240,13 +294,14 @@ class Record:
     asked: bool = False
     masks: list[tuple[torch.Tensor | None, Callable]] = field(default_factory=list)
     windows: dict[int, int | None] = field(default_factory=dict)  # by the function's id
+    tables: dict[int, int] = field(default_factory=dict)
 
     def window(self, mask: torch.Tensor | None) -> int | None:
         """How many keys a query sees through a mask, see `window`. Raises NotUnderstood for one not made that way.
 
         Where the model keeps its attention, something may have been added to the mask: then all must be alike.
         """
-        functions = [function for made, function in self.masks if self.own or made is mask]
+        functions = [function for made, function in self.masks if self.own or _is(made, mask)]
         for function in functions:
             if id(function) not in self.windows:
                 self.windows[id(function)] = window(function)
@@ -256,4 +311,11 @@ class Record:
         return windows.pop()
 
     def made(self, mask: object) -> bool:
-        return any(made is mask for made, _ in self.masks)
+        return any(_is(made, mask) for made, _ in self.masks)
+
+
+def _is(made: torch.Tensor | None, mask: object) -> bool:
+    """Whether a mask is the one that was made, or a view of all of it."""
+    if not isinstance(made, torch.Tensor) or not isinstance(mask, torch.Tensor):
+        return made is mask
+    return made is mask or (made.data_ptr() == mask.data_ptr() and made.shape == mask.shape)

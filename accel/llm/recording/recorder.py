@@ -22,12 +22,12 @@ from transformers import Conv1D, PretrainedConfig, PreTrainedModel
 from accel.errors import reason_of
 from accel.in_flight import Here, alone
 from accel.libraries.attention import eager_mask, lent_attention
-from accel.libraries.cache import DynamicCache, LinearAttentionLayer, cache_given
+from accel.libraries.cache import cache_given
 from accel.libraries.tensor_parallel import pipeline_stage
-from accel.llm.kv_cache.cache import STOCK
 from accel.llm.pipeline.device_hooks import StockHere, device_of, moved_to, other_hook
 from accel.llm.recording.implementation import foreign_attention, lent_configs, unpaged
-from accel.llm.recording.inputs import few, last_positions
+from accel.llm.recording.inputs import few, last_positions, most_configured
+from accel.llm.recording.mask_tables import narrowed
 from accel.llm.recording.plain_attention import plain_attention
 from accel.llm.recording.position_table import PositionTable
 from accel.llm.recording.record import Attended, Call, KeptState, LayerRecord, NotUnderstood, Record, Stored, Value
@@ -37,6 +37,7 @@ from accel.quantization.experts import holds_numbers
 
 NAME = "accel_recording"
 ROWS = 2
+LONG = 1 << 17  # tokens, where the configuration does not say how many a text may have
 AMPLIFIED = {torch.float16: 8.0}  # which a gated MLP multiplies by itself
 
 
@@ -78,13 +79,6 @@ def _last_to_run(model: PreTrainedModel, stacks: dict[str, nn.ModuleList]) -> st
             except Exception as error:  # whatever a forward may raise
                 reason_of(error)
     return order[-1] if order else next(iter(stacks))
-
-
-def keeps_more(model: PreTrainedModel) -> str | None:
-    """What the model's cache keeps besides keys and values or a state a layer, in a reason; None for nothing else."""
-    kinds = {type(layer) for layer in DynamicCache(config=model.config).layers} - {*STOCK, LinearAttentionLayer}
-    names = ", ".join(sorted(kind.__name__ for kind in kinds))
-    return f"its cache keeps more than keys and values: {names}" if kinds else None
 
 
 def example_ids(model: PreTrainedModel, tokens: int, seed: int = 0) -> torch.Tensor:
@@ -152,6 +146,7 @@ def record(
     scores: bool = False,
     amplified: bool = False,
     last: bool = False,
+    far: bool = False,
     own: bool = False,
     known: Record | None = None,
 ) -> Record:
@@ -159,9 +154,10 @@ def record(
 
     look: is shown every layer as soon as it has run; then its record forgets the tensors, but for queries and keys
     where `scores` says so. amplified: outputs of linear layers inside the layers are made many times larger, so that a
-    clamp or another bend far from zero shows. last: the tokens stand at the last positions. known: an earlier run,
-    whose mask functions, where they are the same, are not asked again. own: the model keeps its own attention, for
-    those that do not ask transformers for one; its masks are made by the functions of the earlier run.
+    clamp or another bend far from zero shows. last: the tokens stand at late positions. far: layers are told that the
+    cache holds a long text. known: an earlier run, whose mask functions, where they are the same, are not asked again.
+    own: the model keeps its own attention, for those that do not ask transformers for one; its masks are made by the
+    functions of the earlier run.
     """
     path, layers = decoder_layers(model)
     foreign = foreign_attention([model, *layers.modules()])
@@ -179,10 +175,12 @@ def record(
     ids = example_ids(model, few(model))
     table = PositionTable(model, ids.shape[1])
     try:
-        with resting(model), MathAttention(), recorder.attached(model), recorder.until_shown:
+        with resting(model), MathAttention(), recorder.attached(model), recorder.until_shown, narrowed(layers) as held:
+            seen.tables = held
             recorder.until_shown.enter_context(table)
             forward = type(model).forward
             given = cache_given(forward, recorder.cache) | (last_positions(model, ids) if last else {})
+            recorder.length = (most_configured(model) or LONG) - ids.shape[1] if far else 0
             forward(model, input_ids=ids, use_cache=True, **given)
     except Exception as error:  # whatever a forward may raise: a model that cannot run this call is not one we know
         raise NotUnderstood(f"{_refused(error)}: {reason_of(error)}") from error
@@ -205,7 +203,7 @@ class Recorder:
     """Gathers a record while attached, and shows its layers to `look`. Calls on other threads are not its own.
 
     open: the calls under way, of a layer and of modules inside; current: the record of that layer. until_shown:
-    contexts that end when the first layer has run.
+    contexts that end when the first layer has run. length: of the cache, as layers are told.
     """
 
     current: LayerRecord
@@ -213,8 +211,10 @@ class Recorder:
     def __init__(self, record: Record, look: Look, scores: bool, amplified: float, config: PretrainedConfig):
         self.record, self.look, self.scores, self.amplified = record, look, scores, amplified
         self.open: list[Call] = []
+        self.length = 0
         self.looking = False  # whoever looks may run modules
         self.until_shown = ExitStack()
+        self.lent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what the cache gave, by its layers
         self.cache = RecordingCache(self, config)
         self.thread, self.name = threading.get_ident(), f"{NAME}_{id(self):x}"
 
@@ -325,6 +325,9 @@ class Recorder:
         if not self._elsewhere():
             self.record.asked = True
             self.current.attended = Attended(query.clone(), attention_mask, options, output.clone())
+            mine = self.current.stored is None
+            for place in (n for n, (k, v) in self.lent.items() if mine and k is key and v is value):
+                self.current.borrowed = Stored(module, place, key.clone(), value.clone())
         return output, None
 
 

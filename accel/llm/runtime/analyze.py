@@ -1,6 +1,6 @@
 """The formulas of all layers of a model: found in a run, and found again in one where all numbers are large."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -9,9 +9,12 @@ from transformers import PreTrainedModel
 from accel.libraries.cache import SOUGHT, cache_argument
 from accel.libraries.versions import newer_than_tested
 from accel.llm.pipeline.placement import layer_placement
+from accel.llm.recording.mask_tables import hides_keys
 from accel.llm.recording.record import LayerRecord, NotUnderstood, Record
-from accel.llm.recording.recorder import keeps_more, model_side_effects, record
+from accel.llm.recording.recorder import model_side_effects, record
+from accel.llm.recording.recording_cache import keeps_more
 from accel.llm.runtime.layer import LayerSpec, understand_layer
+from accel.llm.runtime.softmax_attention import SoftmaxSpec
 from accel.patching.guard import plain_settings
 from accel.patching.structure import meta_weights
 
@@ -102,10 +105,21 @@ def formulas(
         raise NotUnderstood(keeps_more(model) or unknown[0])
     if not places:
         raise NotUnderstood("no layer stores keys and values")
+    windows = {spec.place: spec.window for _, spec in found}
+    for layer, spec in found:
+        place = spec.attention.index if spec.attention is not None and spec.borrows else None
+        if place is not None and (unknown or spec.window != windows.get(place, -1)):
+            raise NotUnderstood(
+                unknown[0] if unknown else f"{layer.path}: it sees other keys of a layer than that layer itself"
+            )
     keywords = {word for _, spec in found if spec.attention is not None for word in spec.attention.keywords}
     # What looks up positions in a table could be led outside of it, which on a GPU ends the process.
-    rotated = bool(keywords) and "position_ids" not in keywords and seen.layers[0].most_positions is None
-    _confirm_where_large(model, layers, seen, last=rotated and not unknown)
+    free = seen.layers[0].most_positions is None
+    if not free and any(layer.shown_length is not None for layer in seen.layers):
+        raise NotUnderstood("its layers ask how much the cache holds")
+    rotated = bool(keywords) and "position_ids" not in keywords and free
+    _confirm_where_large(model, layers, seen, last=rotated and not unknown, far=free)
+    found = [(layer, spec) for layer, _ in found if isinstance(spec := layers[layer.path], LayerSpec)]
     if len(set(places)) < len(places) or (not unknown and not _in_order(found, places)):
         raise NotUnderstood("layers that share a place in the cache")
     return found
@@ -120,44 +134,54 @@ def _in_order(found: list[tuple[LayerRecord, LayerSpec]], places: list[int]) -> 
 def _formula(layer: LayerRecord, seen: Record) -> LayerSpec | str:
     """The formula of a layer, or why it is not known."""
     try:
-        if any(map(_hides_keys, layer.layer.buffers())):
+        spec = understand_layer(layer, seen)
+        read = layer.attention if isinstance(spec.attention, SoftmaxSpec) else None
+        others = [module for module in layer.layer.modules() if module is not read]
+        if any(hides_keys(table) for module in others for table in module._buffers.values()):
             raise NotUnderstood("it holds a mask that is not causal")
-        return understand_layer(layer, seen)
+        return spec
     except NotUnderstood as reason:
         return str(reason)
 
 
-def _hides_keys(table: torch.Tensor) -> bool:
-    """Whether it says which keys each query sees, and leaves out earlier ones. A window longer than the run that is
-    looked at would not show in it.
-    """
-    if table.dtype != torch.bool or table.dim() < 2 or not 1 < table.shape[-2] == table.shape[-1]:
-        return False
-    return not bool((table | torch.ones_like(table).triu(1)).all())
-
-
-def _confirm_where_large(model: PreTrainedModel, layers: dict[str, LayerSpec | str], seen: Record, last: bool) -> None:
+def _confirm_where_large(
+    model: PreTrainedModel, layers: dict[str, LayerSpec | str], seen: Record, last: bool, far: bool
+) -> None:
     """Finds the same formulas once more where all numbers are large; one layer of each make tells for the others.
-    last: and at the last positions, since some models scale queries from a position on. Raises NotUnderstood where it
-    finds another.
+    last: and at late positions, since some models scale queries from a position on; far: or by what the cache holds.
+    Raises NotUnderstood where it finds another. layers: get what shows in that run alone.
     """
-    makes: set[tuple] = set()
+    makes: dict[tuple, LayerSpec] = {}
     others: list[str] = []
 
     def look(layer: LayerRecord, amplified: Record) -> None:
-        make, spec = tuple(map(_make, layer.layer.modules())), layers[layer.path]
-        if isinstance(spec, str) or make in makes or others or layer.call.made is None:
+        spec = layers[layer.path]
+        if isinstance(spec, str) or others or layer.call.made is None:
             return
-        if bool(layer.call.output.held.isfinite().all()):
-            makes.add(make)
+        kind = None if spec.attention is None else spec.attention.kernel_key()
+        make = (kind, *map(_make, layer.layer.modules()))
+        through = (layer.call.input.held, layer.call.output.held)  # beyond these a norm gives zeros
+        finite = all(bool(one.float().square().sum(-1).isfinite().all()) for one in through)
+        if make not in makes and finite:
             layer.known = spec
-            if _formula(layer, amplified) != spec:
+            found = _formula(layer, amplified)
+            if isinstance(found, str) or _completed(spec, found) != found:
                 others.append(layer.path)
+                return
+            makes[make] = found
+        if make in makes:
+            layers[layer.path] = _completed(spec, makes[make])
 
-    record(model, look, amplified=True, last=last, own=seen.own, known=seen)
+    record(model, look, amplified=True, last=last, far=far, own=seen.own, known=seen)
     for path in others:
         layers[path] = "it computes something else where numbers are large"
         raise NotUnderstood(f"{path}: {layers[path]}")
+
+
+def _completed(spec: LayerSpec, found: LayerSpec) -> LayerSpec:
+    if spec.attention is None or found.attention is None:
+        return spec
+    return replace(spec, attention=spec.attention.completed(found.attention))
 
 
 def _make(module: nn.Module) -> tuple:

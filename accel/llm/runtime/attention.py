@@ -68,9 +68,18 @@ class AttentionSpec:
         return False
 
     @property
+    def borrows(self) -> bool:
+        """Whether it stores nothing, and attends to what another layer has at its place in the cache."""
+        return False
+
+    @property
     def keywords(self) -> tuple[str, ...]:
         """The keywords of its layer's call that it computes by, as of positions."""
         return ()
+
+    def completed(self, found: "AttentionSpec") -> "AttentionSpec":
+        """With what shows only at late positions, as `found` there."""
+        return self
 
     def kernel_key(self) -> str:
         """Equal for attentions that launch the same kernels."""

@@ -1,7 +1,7 @@
-"""Softmax attention whose result a gate scales before its last projection: out(attention(x) * sigmoid(gate)).
+"""Softmax attention whose result a gate scales before its last projection: out(attention(x) * activation(gate)).
 
 Qiu et al., "Gated Attention for Large Language Models", 2025. The gate has a projection of its own, as in AFMoE, or
-comes out of that of the queries, as in Qwen3-Next.
+comes out of that of the queries, as in Qwen3-Next; it has a number for each channel, or for each head, as in Laguna.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,17 +9,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from accel.comparison import agree
 from accel.llm.recording.record import Call, LayerRecord
-from accel.llm.runtime.softmax_attention import BoundSoftmaxAttention, Formula, Parts, SoftmaxSpec, split
+from accel.llm.runtime.projections import split
+from accel.llm.runtime.softmax_attention import BoundSoftmaxAttention, Formula, Parts, SoftmaxSpec
 from accel.patching.fast_forward import Kernels
+
+ACTIVATIONS = {"sigmoid": torch.sigmoid, "softplus": F.softplus}
 
 
 @dataclass(frozen=True)
 class GatedSpec(SoftmaxSpec):
-    """The last of the projections is the gate's."""
+    """The last of the projections is the gate's. activation: of the gate."""
+
+    activation: str = "sigmoid"
 
     @classmethod
     def ending(cls, layer: LayerRecord, calls: list[Call], found: Formula) -> tuple[Call, ...] | None:
@@ -29,8 +35,13 @@ class GatedSpec(SoftmaxSpec):
                 continue
             if layer.known is not None and layer.name(one.module) != layer.known.attention.projections[-1]:
                 continue
-            for out in _ends(layer, calls, found.got, one.output.held):
-                return out, one
+            gate, heads = one.output.held, found.fields["heads"]
+            if gate.shape[-1] not in (heads, heads * found.fields["dim"]):
+                continue
+            for activation in ACTIVATIONS if layer.known is None else (layer.known.attention.activation,):
+                for out in _ends(layer, calls, found.got, gate, activation):
+                    found.fields["activation"] = activation
+                    return out, one
         return None
 
     def bind(self, kernels: Kernels, layer: nn.Module, stack: bool) -> "BoundGatedAttention":
@@ -43,7 +54,7 @@ class BoundGatedAttention(BoundSoftmaxAttention):
     def parts(self, outputs: Sequence[torch.Tensor]) -> Parts:
         """See `BoundSoftmaxAttention`."""
         *others, gate = outputs
-        return (*split(others, *self.layout), gate.unflatten(-1, (-1, self.spec.dim)))
+        return (*split(others, *self.layout), gate.unflatten(-1, (self.spec.heads, -1)))
 
 
 @dataclass(frozen=True)
@@ -84,12 +95,19 @@ def _beside(outputs: Sequence[torch.Tensor], *layout: Any) -> Parts:
     return q, k, v, gate
 
 
-def _ends(layer: LayerRecord, calls: list[Call], got: torch.Tensor | None, gate: torch.Tensor) -> Iterator[Call]:
-    """The calls whose input is what attention gives times sigmoid(gate). got: as of `Formula`."""
+def _ends(
+    layer: LayerRecord, calls: list[Call], got: torch.Tensor | None, gate: torch.Tensor, activation: str = "sigmoid"
+) -> Iterator[Call]:
+    """The calls whose input is what attention gives times activation(gate). got: as of `Formula`."""
     if got is None and layer.attended is not None:
         got = layer.attended.output.flatten(2)
     for out in (call for call in calls if call.alone):
         if layer.known is not None and layer.name(out.module) != layer.known.attention.out:
             continue
-        if got is None or (got.shape == gate.shape and agree(got * gate.sigmoid(), out.input.held, slack=2.0)):
+        if got is None or agree(_gated(got, gate, activation), out.input.held, slack=2.0):
             yield out
+
+
+def _gated(got: torch.Tensor, gate: torch.Tensor, activation: str) -> torch.Tensor:
+    """got: (rows, tokens, heads * D); gate: the same, or (rows, tokens, heads)."""
+    return (got.unflatten(-1, (gate.shape[2], -1)) * ACTIVATIONS[activation](gate)[..., None]).flatten(2)

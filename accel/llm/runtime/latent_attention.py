@@ -76,7 +76,7 @@ class LatentSpec(AttentionSpec):
         attended = layer.attended
         if attended is None:
             raise NotUnderstood("its latents are not attended to by transformers' own functions")
-        options, window = told(layer, record)
+        options, window, _ = told(layer, record)
         if window is not None:
             raise NotUnderstood("its latents are seen through a sliding window")
         if any(options.get(name) is not None for name in ("softcap", "s_aux")):

@@ -1,33 +1,51 @@
 """One decoder layer: how it is put together, found by comparing with a record, and a few fused operations for it."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
-from accel_kernels.warmup import warming_up
 from torch import nn
 
 from accel.comparison import factor, is_sum, named_factor
-from accel.fusion.stacked_linears import can_stack
-from accel.llm.parts.linear import weights
-from accel.llm.parts.norm import NormSpec, norm_spec
-from accel.llm.parts.part import BoundLinear, BoundNorm, NormedInput
-from accel.llm.parts.step import ForwardContext, Step
+from accel.llm.parts.norm import NormSpec, norm_spec, normlike
+from accel.llm.parts.part import BoundLinear, BoundNorm, NormedInput, added
+from accel.llm.parts.residual import Widths, narrowed_to, reads_wide, rounded
+from accel.llm.parts.step import Step
+from accel.llm.parts.tail import BoundTail, TailSpec, tails
 from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record, Value, is_absent
 from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
+from accel.llm.runtime.borrowed_attention import BorrowedSpec, NormedValuesSpec
 from accel.llm.runtime.gated_attention import GatedSpec, QueryGatedSpec
 from accel.llm.runtime.latent_attention import LatentSpec
 from accel.llm.runtime.linear_attention import LinearSpec
-from accel.llm.runtime.mlp import BoundMlp, MlpSpec, understand_mlp
+from accel.llm.runtime.mlp import MlpSpec, bound_mlp
+from accel.llm.runtime.mlp_formula import understand_mlp
+from accel.llm.runtime.selective_scan import SelectiveScanSpec
+from accel.llm.runtime.short_convolution import ShortConvolutionSpec
 from accel.llm.runtime.softmax_attention import SoftmaxSpec
-from accel.patching.fallback_log import FallbackLog
-from accel.patching.fast_forward import FastForward, Kernels
-from accel.patching.guard import LayerGuard, changed_since, plain_settings
-from accel.quantization.experts import holds_numbers
+from accel.patching.fast_forward import Kernels
+from accel.patching.guard import plain_settings
 
 # Tried in turn.
-ATTENTION_KINDS: tuple[type[AttentionSpec], ...] = (LinearSpec, LatentSpec, SoftmaxSpec, GatedSpec, QueryGatedSpec)
+ATTENTION_KINDS: tuple[type[AttentionSpec], ...] = (
+    LinearSpec,
+    ShortConvolutionSpec,
+    SelectiveScanSpec,
+    LatentSpec,
+    SoftmaxSpec,
+    GatedSpec,
+    QueryGatedSpec,
+    NormedValuesSpec,
+    BorrowedSpec,
+)
+
+
+@dataclass(frozen=True)
+class Behind:
+    """What a module gives in a tuple behind its output: names of its parameters and buffers, "" for None, which stands
+    for weights of the attention too; no tuple where it is None.
+    """
+
+    rest: tuple[str, ...] | None
 
 
 @dataclass(frozen=True)
@@ -37,11 +55,12 @@ class LayerSpec:
         a = post_attention(attention(before_attention(x)))       each norm left out where it is None
         s = x + scales[0] * a, through after_attention           s = x where there is no attention
         m = post_mlp(mlp(before_mlp(s, or x where `parallel`)))
-        y = s + scales[1] * m, through after_mlp                 y = s where there is no MLP
+        y = s + scales[1] * m, through after_mlp                 y = s where there is no MLP; then through `tail`
 
-    shared: attention and MLP get the output of the one norm `before_attention`. returns: how many things the layer's
-    forward gives back as a tuple, y first; None for y alone. settings: of the layer itself. given: the
-    keywords that carry a value when the model reads plain text, each with the `form` of that value.
+    shared: attention and MLP get the output of the one norm `before_attention`. widths: of a and y. returns: how many
+    things the layer's forward gives back as a tuple, y first; None for y alone. around: where the rest is not known,
+    and the layer's own code runs around its attention: what that module gives behind its output. settings: of the layer
+    itself. given: the keywords that carry a value when the model reads plain text, each with the `form` of that value.
     """
 
     settings: tuple
@@ -53,16 +72,30 @@ class LayerSpec:
     before_mlp: NormSpec | None
     post_mlp: NormSpec | None
     after_mlp: NormSpec | None
+    tail: TailSpec | None
     parallel: bool
     shared: bool
     scales: tuple[float, float]
+    widths: Widths = field(compare=False, repr=False)  # of the dtypes of this run
     returns: int | None
+    around: "Behind | None"
     given: frozenset[tuple[str, object]]
 
     @property
     def place(self) -> int | None:
         """In the cache; None for a layer that keeps nothing there."""
-        return None if self.attention is None else self.attention.index
+        return None if self.attention is None or self.borrows else self.attention.index
+
+    @property
+    def borrows(self) -> bool:
+        """Whether its attention reads what another layer has stored."""
+        return self.attention is not None and self.attention.borrows
+
+    @property
+    def keywords(self) -> tuple[str, ...]:
+        """Those of the layer's call that it computes by."""
+        mine = (self.tail.embedding,) if self.tail is not None and self.tail.embedding else ()
+        return mine if self.attention is None else (*self.attention.keywords, *mine)
 
     @property
     def window(self) -> int | None:
@@ -81,8 +114,9 @@ class LayerSpec:
     def norms(self) -> list[NormSpec]:
         """All there are, those inside the attention too."""
         around = (self.before_attention, self.post_attention, self.after_attention)
-        mine = (*around, self.before_mlp, self.post_mlp, self.after_mlp)
-        inside = () if self.attention is None else self.attention.norms
+        mine = (*around, self.before_mlp, self.post_mlp, self.after_mlp, *(() if self.mlp is None else self.mlp.norms))
+        inside = [] if self.attention is None else [*self.attention.norms]
+        inside += [] if self.tail is None or self.tail.norm is None else [self.tail.norm]
         return [norm for norm in (*mine, *inside) if norm is not None]
 
     @property
@@ -90,9 +124,8 @@ class LayerSpec:
         """The names of all linears, and of an MLP that is called as a whole."""
         attention, mlp = self.attention, self.mlp
         mixer = () if attention is None else (*attention.projections, *attention.inner, attention.out)
-        if mlp is None:
-            return mixer
-        return (*mixer, *mlp.called)
+        tail = () if self.tail is None else self.tail.linears
+        return (*mixer, *tail) if mlp is None else (*mixer, *mlp.called, *tail)
 
 
 def understand_layer(layer: LayerRecord, record: Record) -> LayerSpec:
@@ -100,11 +133,58 @@ def understand_layer(layer: LayerRecord, record: Record) -> LayerSpec:
     if layer.call.made is None:
         raise NotUnderstood("it did not run")
     mixer = understand_attention(layer, record) if layer.mixes else None
-    mlp, mlp_calls = understand_mlp(layer)
-    x, y = layer.call.input, layer.call.output
+    reason = ""
+    for tail, y, calls in tails(layer):
+        try:
+            if layer.known is None or (tail == layer.known.tail and layer.known.around is None):
+                return _put_together(layer, mixer, tail, y, calls)
+        except NotUnderstood as error:
+            reason = str(error)
+    around = None if mixer is None else _around(layer, mixer)
+    if mixer is None or around is None:
+        raise NotUnderstood(reason)
+    own, result, no = plain_settings(layer.layer), layer.call.result, None
+    widths = Widths(mixer.last.output.held.dtype, layer.call.output.held.dtype)
+    returns = len(result) if isinstance(result, tuple) else None
+    given = _given(layer)
+    return LayerSpec(
+        own, mixer.spec, no, no, no, no, no, no, no, no, False, False, (1.0, 1.0), widths, returns, around, given
+    )
+
+
+def _given(layer: LayerRecord) -> frozenset[tuple[str, object]]:
+    return frozenset((name, form(value)) for name, value in layer.call.named.items() if not is_absent(value))
+
+
+def _around(layer: LayerRecord, mixer: UnderstoodAttention) -> Behind | None:
+    """What the module of the attention gives behind its output; None where it does more than the attention, or where
+    the layer keeps a state besides.
+    """
+    calls = [call for call in layer.calls if call.module is layer.attention]
+    if len(calls) != 1 or (layer.kept is not None and layer.stored is not None):
+        return None
+    call, own = calls[0], {**layer.attention._parameters, **layer.attention._buffers}
+    if call.made is None or not mixer.first.input.same(call.taken) or not mixer.last.output.same(call.made):
+        return None
+    if isinstance(call.result, torch.Tensor):
+        return Behind(None)
+    if not isinstance(call.result, tuple) or call.result[0] is not call.made.tensor:
+        return None
+    return Behind(tuple(next((n for n, one in own.items() if one is value), "") for value in call.result[1:]))
+
+
+def _put_together(
+    layer: LayerRecord, mixer: UnderstoodAttention | None, tail: TailSpec | None, y: Value, tail_calls: list[Call]
+) -> LayerSpec:
+    """The formula of a layer with this attention and tail, y being the sum before the tail. Raises NotUnderstood."""
+    mlp, mlp_calls = understand_mlp(layer, tail_calls)
+    x = layer.call.input
     mlp_modules = [call.module for call in mlp_calls]
     holders = (layer.layer, *((layer.attention,) if layer.mixes else ()), *mlp_modules)
-    norms = [call for call in layer.inside(layer.layer) if call.module not in mlp_modules and _normlike(call)]
+    parts = (mlp_modules, [layer.attention] if layer.mixes else [])
+    within = {one for part in parts for module in part for one in module.modules()}
+    within |= {call.module for call in tail_calls}
+    norms = [call for call in layer.calls if call.module not in within and normlike(call)]
 
     def producer(value: Value) -> Call | None:
         """The last norm that made this."""
@@ -135,7 +215,7 @@ def understand_layer(layer: LayerRecord, record: Record) -> LayerSpec:
         made = producer(part.input)
         if made is None and not part.input.same(x):
             raise NotUnderstood(f"the {name}'s input is not the layer's, nor a norm of it")
-        if made is not None and not made.input.same(x):
+        if made is not None and not (made.input.same(x) or rounded(made.input, x)):
             raise NotUnderstood(f"the norm before the {name} is not of the layer's input")
         return made
 
@@ -196,11 +276,14 @@ def understand_layer(layer: LayerRecord, record: Record) -> LayerSpec:
         before_mlp=norm(before_mlp),
         post_mlp=norm(post_mlp),
         after_mlp=norm(after_mlp),
+        tail=tail,
         parallel=parallel,
         shared=shared,
         scales=(first_scale, second_scale),
+        widths=Widths((mixer.last if mixer is not None else mlp_calls[1]).output.held.dtype, y.held.dtype),
         returns=len(result) if isinstance(result, tuple) else None,
-        given=frozenset((name, form(v)) for name, v in layer.call.kwargs.items() if not is_absent(v)),
+        around=None,
+        given=_given(layer),
     )
 
 
@@ -225,81 +308,6 @@ def form(value: object) -> object:
     return (value.dim(), value.is_floating_point()) if isinstance(value, torch.Tensor) else type(value)
 
 
-def _normlike(call: Call) -> bool:
-    """Whether a call may be a norm's: one tensor to another of its shape, without matrices; no dropout at rest."""
-    if not call.alone or call.made is None or call.output.held.shape != call.input.held.shape:
-        return False
-    if holds_numbers(call.module):
-        return False
-    parameters = list(call.module.parameters())
-    return all(p.dim() == 1 for p in parameters) and not torch.equal(call.output.held, call.input.held)
-
-
-class LayerForward(FastForward):
-    """Computes its layer while a step is under way on this thread; outside of one the stock forward runs.
-
-    Whether it may is asked for all layers before a forward, in `obstacle`: half a forward cannot fall back.
-    """
-
-    bound: Callable[..., torch.Tensor]  # a BoundLayer
-    repeats = False  # another layer launches the same kernels, so that a dry run skips this one
-
-    def __init__(
-        self,
-        module: nn.Module,
-        path: str,
-        kernels: Kernels,
-        log: FallbackLog,
-        spec: LayerSpec,
-        steps: ForwardContext,
-    ) -> None:
-        super().__init__(module, path, kernels, log)
-        self.spec, self.steps = spec, steps
-        of_mlp = () if spec.mlp is None else spec.mlp.settings
-        looked_at = (*(norm.name for norm in spec.norms), *(name for name, _ in of_mlp))
-        self.layer_guard = LayerGuard(module, spec.called, looked_at)
-
-    def stacks(self) -> list[nn.Linear]:
-        """The projections of queries, keys and values whose weights one product can take: all plain, or none."""
-        attention = self.spec.attention
-        modules = [self.module.get_submodule(name) for name in (attention.projections if attention else ())]
-        linears = [module for module in modules if type(module) is nn.Linear and weights(module) is not None]
-        together = len(linears) == len(modules) > 1 and all(can_stack(linears[0], linear) for linear in linears)
-        return linears if together else []
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name != "bound"}
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        step = None if torch.compiler.is_compiling() else self.steps.current
-        if step is None or step.runs_stock(self, args, kwargs):
-            return self.stock(*args, **kwargs)
-        return self.fast(step, *args, **kwargs)
-
-    def bind(self, stack: bool) -> str | None:
-        """Takes the weights as they lie now, or says why the layer is no longer what was understood.
-
-        stack: those of queries, keys and values may be moved into one storage, should they not be there.
-        """
-        reason = self._changed()
-        if reason is None:
-            try:
-                self.bound = BoundLayer(self.kernels, self.module, self.spec, stack)
-            except (NotUnderstood, AttributeError) as error:  # or a module is gone
-                reason = str(error)
-        return None if reason is None else f"{self.path}: {reason}"
-
-    def _changed(self) -> str | None:
-        if vars(self.module).get("forward") is not self:
-            return changed_since("its forward")
-        return self.layer_guard.changed(self.module)
-
-    def fast(self, step: Step, *args: Any, **kwargs: Any) -> Any:
-        x = args[0] if args else kwargs["hidden_states"]
-        y = x if self.repeats and warming_up() else self.bound(self.kernels, step, x.contiguous(), kwargs)
-        return y if self.spec.returns is None else (y, *(None,) * (self.spec.returns - 1))
-
-
 class BoundLayer:
     """A layer's operations with the tensors they read."""
 
@@ -314,34 +322,41 @@ class BoundLayer:
         self.after_attention, self.after_mlp = norm(spec.after_attention), norm(spec.after_mlp)
         self.attention = None if spec.attention is None else spec.attention.bind(kernels, layer, stack)
         self.out = None if spec.attention is None else BoundLinear(layer.get_submodule(spec.attention.out))
-        self.mlp = None if spec.mlp is None else BoundMlp(layer, spec.mlp)
+        self.mlp = None if spec.mlp is None else bound_mlp(kernels, layer, spec.mlp)
+        alone = self.attention is None or self.mlp is None
+        self.narrow = narrowed_to(spec.widths, layer, spec.before_attention or spec.before_mlp, alone)
+        self.reads_wide = reads_wide(kernels, self.before_attention, self.attention)
+        tail = None if spec.tail is None else BoundTail(kernels, layer, spec.tail)
+        alone = tail is not None and not tail.linears and self.mlp is not None and self.after_mlp is None
+        self.tail = None if alone else tail
+        self.factor = tail.factor if alone and tail is not None else None  # of the last sum
+
+    def attended(self, kernels: Kernels, step: Step, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
+        """What the module of the attention makes of its input x, (rows, new, C). kwargs: of the layer."""
+        assert self.attention is not None and self.out is not None
+        return self.out(kernels, NormedInput(self.attention(kernels, step, NormedInput(x), kwargs)))
 
     def __call__(self, kernels: Kernels, step: Step, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
         """x: (rows, new, C). kwargs: what the layer was called with."""
+        y = self._sum(kernels, step, x, kwargs)
+        return y if self.tail is None else self.tail(kernels, y, kwargs)
+
+    def _sum(self, kernels: Kernels, step: Step, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
         spec, (first, second), middle, h = self.spec, self.spec.scales, x, None
+        if self.narrow is not None:
+            x, middle = (
+                x if self.reads_wide and x.shape[:2].numel() == 1 else x.to(self.narrow),
+                x.to(spec.widths.total),
+            )
         if self.attention is not None and self.out is not None:
             h = NormedInput(x, self.before_attention, len(self.attention.projections) + spec.shared)
             attended = NormedInput(self.attention(kernels, step, h, kwargs))
-            middle = _added(kernels, self.out, attended, x, first, self.post_attention)
+            middle = added(kernels, self.out, attended, middle, first, self.post_attention)
             if self.after_attention is not None:
                 middle = self.after_attention(middle)
         if self.mlp is None:
             return middle
         if h is None or not spec.shared:
-            h = NormedInput(x if spec.parallel else middle, self.before_mlp, self.mlp.times)
-        y = _added(kernels, self.mlp, h, middle, second, self.post_mlp)
+            h = NormedInput(x if spec.parallel or spec.attention is None else middle, self.before_mlp, self.mlp.times)
+        y = added(kernels, self.mlp, h, middle, second, self.post_mlp, self.factor)
         return y if self.after_mlp is None else self.after_mlp(y)
-
-
-def _added(
-    kernels: Kernels,
-    part: BoundLinear | BoundMlp,
-    h: NormedInput,
-    residual: torch.Tensor,
-    scale: float,
-    post: BoundNorm | None,
-) -> torch.Tensor:
-    """residual + scale * post(part(h))."""
-    if post is None:
-        return part(kernels, h, residual=residual, scale=scale)
-    return torch.add(residual, post(part(kernels, h)), alpha=scale)

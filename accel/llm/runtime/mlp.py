@@ -1,22 +1,17 @@
 """One MLP: gated, dense, or in a way of its own and then called as a module."""
 
-import copy
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import dataclass
 
 import torch
 from accel_kernels.norm.norm import ACTIVATIONS
 from torch import nn
 
-from accel.comparison import agree, is_sum
-from accel.errors import reason_of
 from accel.llm.parts.linear import Weights
-from accel.llm.parts.part import BoundLinear, NormedInput, part_product
-from accel.llm.recording.record import NOTHING_STORED, Call, LayerRecord, NotUnderstood, is_absent
+from accel.llm.parts.norm import NormSpec
+from accel.llm.parts.part import BoundLinear, BoundNorm, NormedInput, part_product
+from accel.llm.recording.record import NotUnderstood
 from accel.patching.fast_forward import Kernels
-from accel.patching.guard import as_understood, plain_settings
-from accel.quantization.experts import holds_numbers
-from accel.tolerances import ACTIVATION
+from accel.patching.guard import as_understood
 
 
 @dataclass(frozen=True)
@@ -41,8 +36,11 @@ class MlpSpec:
 
     halves: the one projection gives gate and up, True for gate first, False for up first; None for no gate in it.
     whole: the module of them all, where there is one; alone: it takes the input and nothing else. settings: of that
-    module and of the activation's. All by name, from the layer; "" for what there is not. mixture: what the module
-    does, where its parts are called instead.
+    module and of the activation's. All by name, from the layer; "" for what there is not.
+
+    beside: blocks whose results are added to this one's. before, post: norms of one of these blocks alone. router: it
+    is given what the norm is, and gives choices and shares, at the places `chosen` of its result, which `whole` takes.
+    mixture: what the module does, where its parts are called instead.
     """
 
     whole: str = ""
@@ -52,142 +50,75 @@ class MlpSpec:
     activation: str = ""
     settings: tuple[tuple[str, tuple], ...] = ()
     halves: bool | None = None
+    beside: "tuple[MlpSpec, ...]" = ()
+    before: NormSpec | None = None
+    post: NormSpec | None = None
+    router: str = ""
+    chosen: tuple[int, ...] = ()
     mixture: Mixture | None = None
+
+    @property
+    def blocks(self) -> "tuple[MlpSpec, ...]":
+        return (self, *self.beside)
 
     @property
     def called(self) -> tuple[str, ...]:
         """Linears, and modules that are called as a whole."""
-        if self.mixture is not None:
-            gates = (self.mixture.gate,) if self.mixture.gate else ()
-            return self.mixture.router, self.mixture.experts, *self.mixture.shared.called, *gates
-        return (*self.first, self.down) if self.first else (self.whole,)
+        found: list[str] = []
+        for one in self.blocks:
+            mixture = one.mixture
+            if mixture is not None:
+                found += [mixture.router, mixture.experts, *mixture.shared.called, mixture.gate]
+            else:
+                found += [*one.first, one.down] if one.first else [one.whole, one.router]
+        return tuple(filter(None, found))
+
+    @property
+    def wholes(self) -> tuple[str, ...]:
+        """Modules that are called as a whole, without routers."""
+        return tuple(one.whole for one in self.blocks if not one.first)
+
+    @property
+    def norms(self) -> list[NormSpec]:
+        return [norm for one in self.blocks for norm in (one.before, one.post) if norm is not None]
 
 
-def understand_mlp(layer: LayerRecord) -> tuple[MlpSpec | None, tuple[Call, ...]]:
-    """The MLP of a recorded layer, and the calls of its modules: first the one that is given its input and the one that
-    gives its output. None where the layer has nothing besides the attention that could be one. Raises NotUnderstood
-    where it has none that can be told from the rest, or neither.
-    """
-    mixer = layer.attention if layer.mixes else None
-    around = {module for module in layer.layer.modules() if any(m is mixer for m in module.modules())}
-    mine = [call for call in layer.inside(layer.layer) if call.module not in around]
-    if mixer is not None and not any(_matrices(call.module) for call in mine):
-        return None, ()
-    containers = [call for call in mine if _matrices(call.module) and vars(call.module)["_modules"]]
-    if len(containers) > 1:
-        raise NotUnderstood(NOTHING_STORED if mixer is None else "more than one block besides the attention")
-    whole = containers[0] if containers else None
-    found = _formula(layer, mine if whole is None else layer.inside(whole.module), whole)
-    if found is not None:
-        return found
-    if whole is None:
-        raise NotUnderstood(NOTHING_STORED if mixer is None else "no MLP that is known")
-    given = (*whole.args, *whole.kwargs.values())
-    if mixer is None and not all(is_absent(value) or isinstance(value, torch.Tensor) for value in given):
-        raise NotUnderstood(NOTHING_STORED)  # but it is given a cache, or something else than its input
-    if not whole.alone or whole.made is None:
-        raise NotUnderstood("its MLP takes more than one tensor")
-    known = None if layer.known is None else layer.known.mlp
-    spec = _mixture(layer, whole) if layer.known is None or (known is not None and known.mixture is not None) else None
-    return spec or MlpSpec(layer.name(whole.module)), (whole, whole)
+def bound_mlp(kernels: Kernels, layer: nn.Module, spec: MlpSpec) -> "BoundMlp | BoundSum":
+    """With the tensors of a layer."""
+    alone = not spec.beside
+    return BoundMlp(layer, spec) if alone else BoundSum(kernels, layer, spec)
 
 
-def _mixture(layer: LayerRecord, whole: Call) -> MlpSpec | None:
-    """A module that adds what experts give and what an MLP beside them gives, both of its own input."""
-    x, y, calls = whole.input, whole.output.held, layer.inside(whole.module)
-    width = y.shape[-1]
-    sized = [call for call in calls if call.made is not None and call.output.held.numel() == y.numel()]
-    alone = [call for call in calls if call.alone and call.input.same(x)]
-    gates = [call for call in alone if call.made is not None and call.output.held.numel() * width == y.numel()]
-    for experts in (call for call in sized if len(call.args) == 3 and not call.kwargs and call.input.same(x)):
-        for router, shared, gate in product(
-            alone, [call for call in sized if call.alone and call.input.same(x)], (None, *gates)
-        ):
-            results = router.result if isinstance(router.result, tuple) else ()
-            places = [n for arg in experts.args[1:] for n, one in enumerate(results) if one is arg]
-            found = _formula(layer, layer.inside(shared.module), shared) if len(places) == 2 else None
-            if found is None or not isinstance(whole.result, torch.Tensor) or experts.input.held.dim() != 2:
+class BoundSum:
+    """Several blocks with the tensors they read."""
+
+    def __init__(self, kernels: Kernels, layer: nn.Module, spec: MlpSpec):
+        def norm(one: NormSpec | None) -> BoundNorm | None:
+            return None if one is None else BoundNorm(kernels, layer, one)
+
+        self.blocks = [(BoundMlp(layer, one), norm(one.before), norm(one.post)) for one in spec.blocks]
+        self.routers = [layer.get_submodule(one.router) if one.router else None for one in spec.blocks]
+        self.times = sum(block.times for block, _, _ in self.blocks)
+
+    def __call__(
+        self, kernels: Kernels, before: NormedInput, residual: torch.Tensor | None = None, scale: float = 1.0
+    ) -> torch.Tensor:
+        """residual + scale * the sum of all blocks."""
+        total: torch.Tensor | None = None
+        for (block, norm, post), router in zip(self.blocks, self.routers, strict=True):
+            h = before if norm is None else NormedInput(before.normed(), norm, block.times)
+            if router is not None:
+                chosen = router(before.normed().flatten(0, -2))
+                y = block.routed(h.normed(), chosen)
+            elif post is None:
+                total = block(kernels, h, residual=total)
                 continue
-            spec, (first, down, *_) = found
-            given = shared.output.held.reshape(-1, width)
-            if gate is not None:
-                given = gate.output.held.reshape(-1, 1).sigmoid() * given
-            base, total = experts.output.held.reshape(given.shape), y.reshape(given.shape)
-            added = torch.equal(base + given, total) if layer.known is None else is_sum(base, given, 1.0, total)
-            if added and first.input.same(x) and down.output.same(shared.made):
-                own = (layer.name(whole.module), plain_settings(whole.module))
-                mixture = Mixture(
-                    layer.name(router.module),
-                    layer.name(experts.module),
-                    flat=router.input.held.dim() == 2,
-                    chosen=(places[0], places[1]),
-                    shared=replace(spec, settings=()),
-                    gate="" if gate is None else layer.name(gate.module),
-                )
-                return MlpSpec(own[0], settings=(own, *spec.settings), mixture=mixture)
-    return None
-
-
-def _matrices(module: nn.Module) -> bool:
-    return any(p.dim() >= 2 for p in module.parameters()) or any(map(holds_numbers, module.modules()))
-
-
-def _formula(layer: LayerRecord, calls: list[Call], whole: Call | None) -> tuple[MlpSpec, tuple[Call, ...]] | None:
-    calls = [call for call in calls if call.alone and call.made is not None]
-    products = [call for call in calls if _matrices(call.module)]
-    for act in calls:
-        name = None if list(act.module.parameters()) else activation_name(act.module)
-        for down in products if name is not None else ():
-            first, halves = _before(act, down, [call for call in products if call is not down])
-            if first:
-                looked_at = (act,) if whole is None else (act, whole)
-                spec = MlpSpec(
-                    "" if whole is None else layer.name(whole.module),
-                    alone=whole is None or whole.alone,
-                    first=tuple(layer.name(call.module) for call in first),
-                    down=layer.name(down.module),
-                    activation=name or "",
-                    settings=tuple((layer.name(call.module), plain_settings(call.module)) for call in looked_at),
-                    halves=halves,
-                )
-                return spec, (first[0], down, *first[1:], *looked_at)
-    return None
-
-
-def _before(act: Call, down: Call, products: list[Call]) -> tuple[tuple[Call, ...], bool | None]:
-    """The projections between the MLP's input and what `down` takes, and whether one holds both gate and up."""
-    acted, taken = act.output.held, down.input.held
-    for gate in products:
-        y = gate.output.held
-        if torch.equal(act.input.held, y):
-            if agree(acted, taken):
-                return (gate,), None
-            for up in products:
-                if up is not gate and up.input.same(gate.input) and up.output.held.shape == y.shape:
-                    if agree(acted * up.output.held, taken):
-                        return (gate, up), None
-        for gate_first, (first, second) in ((True, y.chunk(2, dim=-1)), (False, reversed(y.chunk(2, dim=-1)))):
-            if first.shape == acted.shape == taken.shape and torch.equal(first, act.input.held):
-                if agree(acted * second, taken):
-                    return (gate,), gate_first
-    return (), None
-
-
-def activation_name(module: nn.Module) -> str | None:
-    """The name of the activation a module without weights computes, or None."""
-    x = torch.linspace(-9, 9, 2001, dtype=torch.float64, device="cpu")
-    probe = copy.copy(module)
-    vars(probe)["training"] = False
-    try:
-        with torch.no_grad():
-            y = type(module).forward(probe, x)
-    except Exception as error:  # whatever it may be, it is not a function of one tensor
-        reason_of(error)
-        return None
-    if not isinstance(y, torch.Tensor) or y.shape != x.shape:
-        return None
-    close = (name for name, f in ACTIVATIONS.items() if float((f(x) - y).abs().max()) <= ACTIVATION)
-    return next(close, None)
+            else:
+                y = block(kernels, h)
+            y = y if post is None else post(y)
+            total = y if total is None else total + y
+        assert total is not None
+        return total if residual is None else torch.add(residual, total, alpha=scale)
 
 
 class BoundMlp:
@@ -233,8 +164,13 @@ class BoundMlp:
         if self.module is None:
             return self.down(kernels, NormedInput(self._middle(kernels, before)), residual=residual, scale=scale)
         y = self.module(before.normed())
-        y = y[0] if isinstance(y, tuple) else y
+        y = (y[0] if isinstance(y, tuple) else y).reshape(before.x.shape)  # Llama 4's experts give rows of tokens
         return y if residual is None else torch.add(residual, y, alpha=scale)
+
+    def routed(self, h: torch.Tensor, chosen: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """What experts make of h, (rows, new, C). chosen: what their router gave."""
+        assert self.module is not None
+        return self.module(h.flatten(0, -2), *(chosen[place] for place in self.spec.chosen)).view(h.shape)
 
     def _mixed(self, kernels: Kernels, x: torch.Tensor) -> torch.Tensor:
         """Of (rows, new, C), normed: what experts give and what the shared one gives."""

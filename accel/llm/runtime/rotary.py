@@ -1,15 +1,20 @@
-"""How a layer's queries and keys are rotated by their positions (RoPE, Su et al. 2021)."""
+"""How queries and keys become those that attention is given: normed per head, and rotated by their positions (RoPE, Su
+et al. 2021), in either order.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
 from typing import Any
 
 import torch
-from accel_kernels import KV, paged_attention
+from accel_kernels import KV, Norm, paged_attention
 from torch import nn
 
 from accel.comparison import agree
-from accel.llm.recording.record import LayerRecord
+from accel.llm.parts.norm import HEADS, TURNED, HeadNorm, given, given_back, head_norm, norm_spec
+from accel.llm.recording.record import Call, LayerRecord
 
 
 class SmallStore:
@@ -29,20 +34,16 @@ class SmallStore:
         return paged_attention.reference(q, k, v, self.kv, scale, **more)
 
 
-HALF, EVEN, WHOLE, COMPLEX = (
-    "first half",
-    "even channels",
-    "all",
-    "complex numbers",
-)  # where a table of cosines holds one of each pair's
+HALF, EVEN, WHOLE = "first half", "even channels", "all"  # where a table of cosines holds one of each pair's
 
 
 @dataclass(frozen=True)
 class Rotary:
     """One rotation. form: where in its tables one angle a pair is found. interleaved: pairs are neighbors, not halves.
 
-    name: of the keyword under which the layer is handed (cos, sin), or (sin, cos) with sine_first; or, where they are
-    not `given`, of the attention's buffer, a table (positions, sin | cos), as in GPT-J.
+    name: of the keyword under which the layer is handed (cos, sin), or (sin, cos) with sine_first, or cos + i sin; or,
+    where they are not `given`, of the attention's buffer, a table (positions, sin | cos), as in GPT-J. backward: turned
+    the other way, as in NanoChat.
     """
 
     name: str
@@ -50,21 +51,21 @@ class Rotary:
     form: str
     interleaved: bool
     sine_first: bool = False
+    backward: bool = False
 
     def angles(self, kwargs: dict, attention: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
         """cos, sin of one angle a pair, (1 or rows, new, R / 2)."""
         cos, sin = self._tables(kwargs, attention)
-        return self._one_a_pair(cos), self._one_a_pair(sin)
+        return self._one_a_pair(cos), self._one_a_pair(-sin if self.backward else sin)
 
     def source(self, kwargs: dict, attention: nn.Module) -> object:
         """What the angles are made from; the same object in two layers means the same angles."""
         return kwargs[self.name] if self.given else attention._buffers[self.name]
 
     def _tables(self, kwargs: dict, attention: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.form == COMPLEX:
-            return kwargs[self.name].real, kwargs[self.name].imag
         if self.given:
-            first, second = kwargs[self.name]
+            value = kwargs[self.name]
+            first, second = (value.real, value.imag) if isinstance(value, torch.Tensor) else value
             return (second, first) if self.sine_first else (first, second)
         table: Any = attention._buffers[self.name]
         sin, cos = table[kwargs["position_ids"]].chunk(2, dim=-1)
@@ -80,7 +81,7 @@ def rotaries(layer: LayerRecord, k: torch.Tensor, keys: torch.Tensor) -> Iterato
     """The rotations, None among them, that turn k, (rows, tokens, heads, D), into the stored keys."""
     if agree(k, keys.transpose(1, 2)):
         yield None
-    kwargs = layer.call.kwargs
+    kwargs = layer.call.named
     for rotary in rotary_candidates(layer):
         cos, sin = rotary.angles(kwargs, layer.attention)
         if 0 < 2 * cos.shape[-1] <= k.shape[-1]:
@@ -92,12 +93,12 @@ def rotaries(layer: LayerRecord, k: torch.Tensor, keys: torch.Tensor) -> Iterato
 
 def rotary_candidates(layer: LayerRecord) -> list[Rotary]:
     """All ways to read what the layer was handed as a table of angles."""
-    kwargs = layer.call.kwargs
+    kwargs = layer.call.named
     candidates = [
-        Rotary(name, True, form, interleaved, sine_first)
-        for sine_first in (False, True)
+        Rotary(name, True, form, interleaved, sine_first, backward)
+        for sine_first, backward in product((False, True), (False, True))
         for name, value in kwargs.items()
-        if isinstance(value, tuple | list) and len(value) == 2 and all(_table(t) for t in value)
+        if _tables(value)
         for form, interleaved in (
             (HALF, False),
             (EVEN, True),
@@ -111,16 +112,87 @@ def rotary_candidates(layer: LayerRecord) -> list[Rotary]:
         candidates += [
             Rotary(name, False, WHOLE, interleaved)
             for name, table in layer.attention.named_buffers(recurse=False)
-            if table is not None and table.dim() == 2
+            if table is not None and table.dim() == 2 and table.shape[1] > 1
             for interleaved in (True, False)
         ]
-    return candidates + [
-        Rotary(name, True, COMPLEX, interleaved)
-        for name, value in kwargs.items()
-        if isinstance(value, torch.Tensor) and value.dim() == 3 and value.is_complex()
-        for interleaved in (True, False)
-    ]
+    return candidates
 
 
-def _table(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 3 and value.is_floating_point()
+def _tables(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 3 and value.is_complex()
+    tables = value if isinstance(value, tuple | list) and len(value) == 2 else ()
+    return bool(tables) and all(isinstance(t, torch.Tensor) and t.dim() == 3 and t.is_floating_point() for t in tables)
+
+
+@dataclass(frozen=True)
+class Turning:
+    """One way that fits the stored keys. fields: of a `SoftmaxSpec`. q, k: (rows, tokens, heads, D), and arguments, as
+    `accel_kernels.paged_attention` takes them; norms before the rotation have been applied to them.
+    """
+
+    fields: dict[str, Any]
+    q: torch.Tensor
+    k: torch.Tensor
+    arguments: dict[str, Any]
+
+    @cached_property
+    def queries(self) -> torch.Tensor:
+        """Normed and rotated."""
+        norm = self.arguments.get("q_norm")
+        return _stored(self.q, self.arguments | {"k_norm": norm})
+
+
+def turnings(layer: LayerRecord, calls: list[Call], q: torch.Tensor, k: torch.Tensor) -> Iterator[Turning]:
+    """Of what projections give, q and k, (rows, tokens, heads, D)."""
+    keys = layer.cached.keys
+    for k_norm, normed_k in head_norm(layer, calls, k):
+        for rotary in rotaries(layer, normed_k, keys):
+            for q_norm, normed_q in head_norm(layer, calls, q):
+                yield Turning(_fields(rotary, q_norm, k_norm), normed_q, normed_k, _angles(layer, rotary, q))
+    for k_call, layout in _norms(calls, keys.transpose(1, 2), made=True):
+        k_norm, k_formula = _fused(layer, k_call, layout)
+        rotated = given_back(k_call.input.held, layout, k.shape[-1])
+        for rotary in rotaries(layer, k, rotated.transpose(1, 2)) if k_formula is not None else ():
+            angles = _angles(layer, rotary, q)
+            for q_call, q_layout in _norms(calls, _stored(q, angles), made=False):
+                q_norm, q_formula = _fused(layer, q_call, q_layout)
+                if q_formula is not None:
+                    norms = {"q_norm": q_formula, "k_norm": k_formula, "norms_after": True}
+                    yield Turning(_fields(rotary, q_norm, k_norm, after=True), q, k, angles | norms)
+
+
+def _fields(rotary: Rotary | None, q_norm: HeadNorm | None, k_norm: HeadNorm | None, after: bool = False) -> dict:
+    return {"q_norm": q_norm, "k_norm": k_norm, "rotary": rotary, "norms_after": after}
+
+
+def _angles(layer: LayerRecord, rotary: Rotary | None, q: torch.Tensor) -> dict[str, Any]:
+    if rotary is None:
+        return {}
+    cos, sin = (t.to(q.dtype) for t in rotary.angles(layer.call.named, layer.attention))
+    return {"cos": cos, "sin": sin, "interleaved": rotary.interleaved}
+
+
+def _stored(t: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
+    store = SmallStore(t)
+    store(t, t, t, 1.0, **arguments)
+    return store.keys
+
+
+def _norms(calls: list[Call], t: torch.Tensor, made: bool) -> Iterator[tuple[Call, str]]:
+    """Calls that gave t, (rows, tokens, heads, D), or were given what rounding makes of it; each with its layout."""
+    for call in calls:
+        if not call.alone or call.made is None or call.output.held.shape != call.input.held.shape:
+            continue
+        for layout in (HEADS, TURNED):
+            wanted, held = given(t, layout), call.output.held if made else call.input.held
+            if held.shape == wanted.shape and (torch.equal(held, wanted) if made else agree(wanted, held)):
+                yield call, layout
+
+
+def _fused(layer: LayerRecord, call: Call, layout: str) -> tuple[HeadNorm, Norm | None]:
+    """A norm of heads, and its formula if attention can apply it."""
+    norm = HeadNorm(norm_spec(layer, call), layout)
+    kind = norm.norm.kind
+    fits = kind is not None and not kind.centered and kind.bias is None
+    return norm, kind.of(call.module) if kind is not None and fits else None

@@ -14,22 +14,21 @@ from torch import nn
 from accel.comparison import agree, factor, named_factor
 from accel.libraries.attention import KNOWN_ARGUMENTS
 from accel.llm.kv_cache.shape import Shape
-from accel.llm.parts.norm import HeadNorm, NormSpec, head_norm
+from accel.llm.parts.norm import HeadNorm, NormSpec
 from accel.llm.parts.part import BoundHeadNorm, BoundLinear, NormedInput, part_product, stacked
 from accel.llm.parts.step import Step
+from accel.llm.recording.mask_tables import window_of_table
 from accel.llm.recording.plain_attention import plain_attention
-from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record
+from accel.llm.recording.record import Call, Chunk, LayerRecord, NotUnderstood, Record
 from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
-from accel.llm.runtime.rotary import Rotary, SmallStore, rotaries
-from accel.llm.runtime.slopes import slopes_given
+from accel.llm.runtime.position_terms import POSITIONS, QueryScale, query_scale, slopes_given
+from accel.llm.runtime.projections import projections_of, split
+from accel.llm.runtime.rotary import Rotary, SmallStore, Turning, turnings
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import plain_settings
 
-# How the outputs of the projections hold heads: three projections; one, queries before keys before values; one, in
-# groups of some queries, their key, their value (one query a group in GPT-NeoX and Bloom).
-SEPARATE, JOINED, GROUPED = "separate", "joined", "grouped"
 Parts = tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None
+    torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None
 ]  # queries, keys, values and a gate, by heads
 
 
@@ -50,8 +49,8 @@ class SoftmaxSpec(AttentionSpec):
     """Queries over stored keys and values. projections: of queries, keys and values, or one for all.
 
     groups: heads of keys in the projections; kv_heads: in the store, a multiple of it where a model repeats them, as
-    Falcon does. scale, window, softcap, slopes: as `accel_kernels.paged_attention` takes them; sinks: the name of that
-    parameter.
+    Falcon does. norms_after, scale, window, softcap, slopes: as `accel_kernels.paged_attention` takes them; sinks: the
+    name of that parameter.
     """
 
     layout: str
@@ -62,10 +61,14 @@ class SoftmaxSpec(AttentionSpec):
     q_norm: HeadNorm | None
     k_norm: HeadNorm | None
     rotary: Rotary | None
+    norms_after: bool
+    q_scale: QueryScale | None
     scale: float
     softcap: float | None
     sinks: str | None
     slopes: torch.Tensor | None
+
+    activation = "sigmoid"  # of a gate, where there is one
 
     @property
     def norms(self) -> tuple[NormSpec, ...]:
@@ -77,9 +80,14 @@ class SoftmaxSpec(AttentionSpec):
 
     @property
     def keywords(self) -> tuple[str, ...]:
+        positions = self.q_scale is not None and not self.q_scale.counted
+        scaled = (POSITIONS,) if positions else ()
         if self.rotary is None:
-            return ()
-        return (self.rotary.name if self.rotary.given else "position_ids",)
+            return scaled
+        return (self.rotary.name if self.rotary.given else POSITIONS, *scaled)
+
+    def completed(self, found: AttentionSpec) -> AttentionSpec:
+        return replace(self, q_scale=found.q_scale) if isinstance(found, SoftmaxSpec) else self
 
     def kernel_key(self) -> str:
         return repr((replace(self, index=0, settings=(), slopes=None), self.slopes is None))
@@ -89,8 +97,8 @@ class SoftmaxSpec(AttentionSpec):
         stored, calls = layer.cached, layer.inside(layer.attention)
         if stored.values.shape != stored.keys.shape:
             raise NotUnderstood("keys and values of different sizes")
-        options, window = told(layer, record)
-        for found in _formulas(layer, calls, options, window, cls.parts):
+        options, window, now = told(layer, record)
+        for found in formulas_of(layer, calls, options, now, cls.parts):
             ending = cls.ending(layer, calls, found)
             if ending is not None:
                 out, *further = ending
@@ -111,8 +119,11 @@ class SoftmaxSpec(AttentionSpec):
         """The calls of the last projection, and of projections besides those of queries, keys and values."""
         got = found.got
         if got is None:
-            return next(((call,) for call in calls if layer.name(call.module) == layer.known.attention.out), None)
-        return next(((call,) for call in calls if call.alone and agree(got, call.input.held, slack=2.0)), None)
+            return next(((one,) for one in layer.calls if layer.name(one.module) == layer.known.attention.out), None)
+        behind = [
+            call for call in layer.calls if call.parent is not layer.attention and not any(call.module.children())
+        ]
+        return next(((one,) for one in (*calls, *behind) if one.alone and agree(got, one.input.held, slack=2.0)), None)
 
     def bind(self, kernels: Kernels, layer: nn.Module, stack: bool) -> "BoundSoftmaxAttention":
         return BoundSoftmaxAttention(kernels, layer, self, stack)
@@ -125,8 +136,14 @@ class BoundSoftmaxAttention:
     """One attention with the tensors it reads."""
 
     def __init__(self, kernels: Kernels, layer: nn.Module, spec: SoftmaxSpec, stack: bool):
+        out = layer.get_submodule(spec.out)
+        self.device = next(chain(out.parameters(), out.buffers())).device
+
         def head_norm(one: HeadNorm | None) -> BoundHeadNorm | None:
-            return None if one is None else BoundHeadNorm(kernels, layer, one)
+            norm = None if one is None else BoundHeadNorm(kernels, layer, one, spec.dim, self.device)
+            if norm is not None and norm.fused is None and spec.norms_after:
+                raise NotUnderstood("a norm behind the rotation that must be called")
+            return norm
 
         self.spec, self.module = spec, layer.get_submodule(spec.name)
         self.q_norm, self.k_norm = head_norm(spec.q_norm), head_norm(spec.k_norm)
@@ -136,9 +153,7 @@ class BoundSoftmaxAttention:
             None if self.joint is None else [linear.weights.outputs for linear in self.projections if linear.weights]
         )
         self.layout = (spec.layout, spec.heads, spec.groups, spec.kv_heads, spec.dim)
-        out = layer.get_submodule(spec.out)
-        device = next(chain(out.parameters(), out.buffers())).device
-        self.slopes = None if spec.slopes is None else spec.slopes.to(device)
+        self.slopes = None if spec.slopes is None else spec.slopes.to(self.device)
         self.sinks = None if spec.sinks is None else self.module._parameters[spec.sinks]
 
     def __call__(self, kernels: Kernels, step: Step, h: NormedInput, kwargs: dict) -> torch.Tensor:
@@ -159,7 +174,19 @@ class BoundSoftmaxAttention:
         """Of queries, keys and values, neither normed nor rotated; times sigmoid(gate)."""
         spec = self.spec
         q, k, v, gate = parts
-        gating = {} if gate is None else {"gate": gate}
+        more: dict[str, Any] = {} if gate is None else {"gate": gate}
+        if k is None:
+            more["skipped"] = step.written[spec.index] - q.shape[1]
+        else:
+            step.written[spec.index] = k.shape[1]
+        if spec.activation != "sigmoid":
+            more["gate_activation"] = spec.activation
+        if isinstance(spec.window, Chunk):
+            more["chunked"] = True
+        if spec.norms_after:
+            more["norms_after"] = True
+        if spec.q_scale is not None:
+            more["q_scales"] = spec.q_scale.of_step(step, spec.index, kwargs, q)
         q, q_norm = _normed(q, self.q_norm)
         k, k_norm = _normed(k, self.k_norm)
         cos = sin = None
@@ -171,57 +198,37 @@ class BoundSoftmaxAttention:
         return kernels.paged_attention(
             q, k, v, step.kvs[spec.index], spec.scale, cos=cos, sin=sin, interleaved=interleaved, q_norm=q_norm,
             k_norm=k_norm, window=spec.window, softcap=spec.softcap, sinks=self.sinks, slopes=self.slopes,
-            dense=kernels.prompt, **gating,
+            dense=kernels.prompt, **more,
         )  # fmt: skip
 
 
-def _normed(t: torch.Tensor, norm: BoundHeadNorm | None) -> tuple:
+def _normed(t: torch.Tensor | None, norm: BoundHeadNorm | None) -> tuple:
     """(t, the norm left to the attention), or t already normed and None."""
-    if norm is None or norm.fused is not None:
+    if t is None or norm is None or norm.fused is not None:
         return t, None if norm is None else norm.fused
     return norm(t), None
 
 
-def split(
-    outputs: Sequence[torch.Tensor], layout: str, heads: int, groups: int, kv_heads: int, dim: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Outputs of the projections, (rows, new, N), as queries, keys and values, (rows, new, heads, D)."""
-    if layout == SEPARATE:
-        q, k, v = (y.unflatten(-1, (-1, dim)) for y in outputs)
-    elif layout == JOINED:
-        q, k, v = outputs[0].unflatten(-1, (-1, dim)).split([heads, groups, groups], dim=-2)
-    else:
-        y = outputs[0].unflatten(-1, (groups, -1, dim))
-        q, k, v = y[..., :-2, :].flatten(-3, -2), y[..., -2, :], y[..., -1, :]
-    if groups != kv_heads:
-        k, v = (t.repeat_interleave(kv_heads // groups, dim=-2) for t in (k, v))
-    return q, k, v
-
-
-def _formulas(
+def formulas_of(
     layer: LayerRecord, calls: list[Call], options: dict, window: int | None, parts: Callable
 ) -> Iterator[Formula]:
     """Those that fit the recorded queries and keys. parts: see `SoftmaxSpec.parts`."""
-    for projections, layout in _projections(calls, layer):
+    for projections, layout in projections_of(calls, layer):
         found_parts = parts(layer, [call.output.held for call in projections], layout)
         if found_parts is None:
             continue
         (q, k, v, gate), more = found_parts
-        for k_norm, normed_k in head_norm(layer, calls, k):
-            for rotary in rotaries(layer, normed_k, layer.cached.keys):
-                for q_norm, normed_q in head_norm(layer, calls, q):
-                    found = layout | {"q_norm": q_norm, "k_norm": k_norm, "rotary": rotary} | more
-                    for scores, got in _results(layer, options, window, rotary, normed_q, normed_k, v):
-                        yield Formula(projections, found | scores, got, gate)
+        for turned in turnings(layer, calls, q, k):
+            for scores, got in _results(layer, options, window, turned, v):
+                yield Formula(projections, layout | turned.fields | more | scores, got, gate)
 
 
 def _reason(layer: LayerRecord, calls: list[Call]) -> str:
     """In which of its steps an attention of no known formula is another."""
     projected = rotated = False
-    for projections, layout in _projections(calls, layer):
+    for projections, layout in projections_of(calls, layer):
         projected, (_, k, _) = True, split([call.output.held for call in projections], **layout)
-        normed = (one for _, one in head_norm(layer, calls, k))
-        rotated = rotated or any(True for one in normed for _ in rotaries(layer, one, layer.cached.keys))
+        rotated = rotated or any(True for _ in turnings(layer, calls, k, k))
     if not rotated:
         if projected:
             return "its keys are not what projection, norm and rotation give"
@@ -240,8 +247,8 @@ def _reason(layer: LayerRecord, calls: list[Call]) -> str:
     return "what its attention gives is changed before it is projected"
 
 
-def told(layer: LayerRecord, record: Record) -> tuple[dict, int | None]:
-    """What the attention function was told, and the sliding window of the mask."""
+def told(layer: LayerRecord, record: Record) -> tuple[dict, int | None, int | None]:
+    """What the attention function was told, the sliding window, and the window in the run that was recorded."""
     if layer.attended is not None:
         options, mask = layer.attended.options, layer.attended.mask
         for name, value in options.items():
@@ -254,65 +261,34 @@ def told(layer: LayerRecord, record: Record) -> tuple[dict, int | None]:
         options, calls = {}, [call for call in layer.calls if call.module is layer.attention]
         given = [value for call in (*calls, layer.call) for value in (*call.args, *call.kwargs.values())]
         mask = next((value for value in given if record.made(value)), None)
-    return options, record.window(mask)
-
-
-def _projections(calls: list[Call], layer: LayerRecord) -> Iterator[tuple[tuple[Call, ...], dict]]:
-    """Calls whose outputs may hold queries, keys and values, and the arguments of `split` for them."""
-    rows, stored, tokens, d = layer.cached.values.shape
-    values = layer.cached.values.transpose(1, 2)  # (rows, tokens, heads, D)
-
-    def flat(call: Call) -> bool:
-        return call.alone and call.made is not None and call.output.held.shape[:2] == (rows, tokens)
-
-    def layout(kind: str, heads: int, groups: int) -> dict[str, Any]:
-        return {"layout": kind, "heads": heads, "groups": groups, "kv_heads": stored, "dim": d}
-
-    whole = [call for call in calls if flat(call) and call.output.held.dim() == 3]
-    for call in whole:
-        y = call.output.held
-        total, rest = divmod(y.shape[-1], d)
-        if rest:
-            continue
-        if total == stored and torch.equal(y.unflatten(-1, (-1, d)), values):
-            siblings = [c for c in whole if c is not call and c.input.same(call.input)]
-            for k in (c for c in siblings if c.output.held.shape[-1] == stored * d):
-                for q in (c for c in siblings if c is not k and c.output.held.shape[-1] % (stored * d) == 0):
-                    yield (q, k, call), layout(SEPARATE, q.output.held.shape[-1] // d, stored)
-        if total > 2 * stored and torch.equal(y[..., -stored * d :].unflatten(-1, (-1, d)), values):
-            yield (call,), layout(JOINED, total - 2 * stored, stored)
-        for groups in (g for g in range(1, total // 3 + 1) if total % g == 0 and stored % g == 0):
-            mine = y.unflatten(-1, (groups, -1, d))[..., -1, :]
-            if torch.equal(mine.repeat_interleave(stored // groups, dim=-2), values):
-                yield (call,), layout(GROUPED, total - 2 * groups, groups)
+    by_table, now = window_of_table(layer.attention, record.tables.get(id(layer.attention)))
+    window = min(filter(None, (record.window(mask), by_table)), default=None)
+    return options, window, now or window
 
 
 def _results(
     layer: LayerRecord,
     options: dict,
     window: int | None,
-    rotary: Rotary | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
+    turned: Turning,
     v: torch.Tensor,
 ) -> Iterator[tuple[dict[str, Any], torch.Tensor | None]]:
     """Scale and the like, and what attention with these gives; None for that where they are known already."""
     holders = (layer.attention, layer.layer)
-    angles = {}
-    if rotary is not None:
-        cos, sin = (t.to(q.dtype) for t in rotary.angles(layer.call.kwargs, layer.attention))
-        angles = {"cos": cos, "sin": sin, "interleaved": rotary.interleaved}
+    q, turning = turned.q, turned.arguments
+    q_scale = None
     usual = q.shape[-1] ** -0.5
     if layer.attended is None:
         scales = [usual, 1.0, *(x for holder in holders for x in vars(holder).values() if type(x) is float)]
     else:
-        after_rope, wanted = SmallStore(q), layer.attended.query.transpose(1, 2)
-        after_rope(q, q, q, 1.0, **angles)
-        if after_rope.keys.numel() != wanted.numel():  # a gate comes out of the same projection
+        made, wanted = turned.queries, layer.attended.query.transpose(1, 2)
+        if made.numel() != wanted.numel():  # a gate comes out of the same projection
             return
-        before = named_factor(factor(after_rope.keys, wanted), q.dtype, holders)  # OPT scales queries, not scores
-        if before is None or not agree(after_rope.keys * before, wanted):
-            return
+        before = named_factor(factor(made, wanted), q.dtype, holders)  # OPT scales queries, not scores
+        if before is None or not agree(made * before, wanted):
+            q_scale, before = None if layer.known is None else query_scale(layer, made, wanted), 1.0
+            if q_scale is None:
+                return
         told = options.get("scaling")
         scales = [before * (usual if told is None else told)]
     sinks, softcap = options.get("s_aux"), options.get("softcap")
@@ -320,10 +296,12 @@ def _results(
     if sinks is not None and name is None:
         return
     if layer.known is not None:  # scores this large choose one key, which rounding may tip
-        yield {name: getattr(layer.known.attention, name) for name in ("scale", "softcap", "sinks", "slopes")}, None
+        same = {name: getattr(layer.known.attention, name) for name in ("scale", "softcap", "sinks", "slopes")}
+        yield same | {"q_scale": q_scale}, None
         return
-    store = SmallStore(k)
+    store = SmallStore(turned.k)
     for scale in dict.fromkeys(scales):
         for slopes in slopes_given(layer, q.shape[2], scale):
-            got = store(q, k, v, scale, slopes=slopes, window=window, softcap=softcap, sinks=sinks, **angles)
-            yield {"scale": scale, "softcap": softcap, "sinks": name, "slopes": slopes}, got
+            scores = {"softcap": softcap, "slopes": slopes, "window": window, "chunked": isinstance(window, Chunk)}
+            got = store(q, turned.k, v, scale, **scores, sinks=sinks, **turning)
+            yield {"q_scale": None, "scale": scale, "softcap": softcap, "sinks": name, "slopes": slopes}, got

@@ -22,8 +22,10 @@ MOST_ROWS = 64
 def reference(x, weight, bias=None, *, norm=None, **after):
     """x: (..., K); weight: (N, K). Returns (..., N).
 
-    norm: a Norm over K, or None. bias, after: the fields of `Epilogue`.
+    norm: a Norm over K, or None. bias, after: the fields of `Epilogue`. Beside weights in 16 bits x may be float32, and
+    is rounded to their dtype first; so may the residual, which then is the dtype of the result.
     """
+    x = x.to(weight.dtype)
     h = x if norm is None else norms.reference(x, norm)
     return Epilogue(bias, **after).exact(weight, lambda one, shift: F.linear(h, one, shift))
 
@@ -33,9 +35,9 @@ def in_passes(x, weight, bias=None, *, norm=None, linear=torch_linear, **after):
 
     linear: what multiplies, as `torch_linear`.
     """
-    epilogue = Epilogue(bias, **after)
+    epilogue, x = Epilogue(bias, **after), x.to(weight.dtype)
     h = x if norm is None else apply_norm(x, norm)
-    if epilogue._replace(bias=None).plain:
+    if epilogue._replace(bias=None).plain and (epilogue.residual is None or epilogue.residual.dtype == h.dtype):
         return linear(h, weight, epilogue.bias, epilogue.residual)
     return epilogue.in_passes(weight, lambda one, shift: linear(h, one, shift))
 
@@ -67,8 +69,10 @@ def supports(x, weight, bias=None, *, norm=None, **after) -> str | None:
         return f"{weight.shape[1]} inputs, not a multiple of 8"
     if (reason := contiguous_reason(x=x, weight=weight, up=up, residual=residual)) is not None:
         return reason
-    if weight.dtype != x.dtype or (residual is not None and residual.dtype != x.dtype):
-        return "x, weight and residual of different dtypes"
+    if x.dtype not in (weight.dtype, torch.float32 if rows == 1 else weight.dtype):
+        return "x and weight of different dtypes"
+    if residual is not None and residual.dtype not in (weight.dtype, torch.float32):
+        return "residual of another dtype, and not float32"
     return dtype_reason(x, weight, bias, up, epilogue.up_bias, residual, *norm_weights(norm))
 
 
@@ -81,6 +85,8 @@ CASES = (
     product_case("gate-bias", (1, 64), 37, gate=True, bias=True, activation="gelu", small=True),
     product_case("rows-3", (3, 88), 41, norm="rms", residual=True, small=True),
     product_case("rows-5-gate", (5, 96), 35, norm="layer", gate=True, activation="silu", small=True),
+    product_case("wide", (1, 72), 33, norm="rms", residual=True, wide=True, small=True),
+    product_case("rows-4-wide-residual", (4, 72), 33, residual=True, wide="residual", small=True),
     product_case("rows-17", (17, 128), 33, bias=True, activation="relu", small=True),
     product_case("llama-qkv", (1, 4096), 6144, norm="rms"),
     product_case("llama-out", (1, 4096), 4096, residual=True),

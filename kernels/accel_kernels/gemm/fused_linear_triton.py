@@ -154,8 +154,9 @@ def fused_linear(x, weight, bias=None, *, norm=None, shape=None, **after):
     """Same arguments and result as the reference; up to 64 rows. shape: a Shape, else chosen by size."""
     n, k = weight.shape
     rows = x.numel() // k
-    y = torch.empty((*x.shape[:-1], n), device=x.device, dtype=x.dtype)
     epilogue = Epilogue(bias, **after)
+    dtype = weight.dtype if epilogue.residual is None else epilogue.residual.dtype
+    y = torch.empty((*x.shape[:-1], n), device=x.device, dtype=dtype)
     up, gate = epilogue.up, epilogue.up is not None
     if rows == 1:
         shape = shape or gemv_shape(n, k, gate, norm is not None)

@@ -75,16 +75,24 @@ def _case(rand, tokens, experts, chosen, hidden, inner, gating=None, *, transpos
 
     index = rand.uniform(tokens, experts).topk(chosen).indices
     shares = rand.uniform(tokens, chosen).to(rand.dtype)
-    biases = (rand(experts, 2 * inner), rand(experts, hidden)) if bias else (None, None)
-    stacks = stack(2 * inner, hidden), stack(hidden, inner)
-    weights = ExpertWeights(*stacks, gating or Gating(), interleaved, *biases)
+    gating = gating or Gating()
+    wide = inner * (1 + gating.gated)
+    biases = (rand(experts, wide), rand(experts, hidden)) if bias else (None, None)
+    weights = ExpertWeights(stack(wide, hidden), stack(hidden, inner), gating, interleaved, *biases)
     return (rand(tokens, hidden), index, shares, weights), {}
 
 
 INT8, INT4, FP8 = {"quantized": (torch.int8,)}, {"quantized": (torch.int32, 32)}, {"quantized": (torch.float8_e4m3fn,)}
 INT8_ZEROS = {"quantized": (torch.int8, 0, True)}
 GPT_OSS = {"gating": CLAMPED, "transposed": True, "interleaved": True, "bias": True}
+UNGATED = Gating("relu2", gated=False)
 CASES = (
+    _case("ungated", 2, 4, 2, 72, 40, UNGATED, small=True),
+    _case("ungated-transposed", 1, 3, 2, 72, 40, UNGATED, transposed=True, bias=True, small=True),
+    _case("ungated-int8", 2, 4, 2, 72, 40, UNGATED, small=True, **INT8),
+    _case("grouped-ungated", 19, 5, 2, 72, 40, UNGATED, bias=True, small=True),
+    _case("grouped-ungated-transposed", 17, 3, 2, 72, 40, Gating("gelu", gated=False), transposed=True, small=True),
+    _case("grouped-ungated-int4", 18, 3, 2, 96, 64, UNGATED, small=True, **INT4),
     _case("tiny", 1, 4, 2, 64, 48, small=True),
     _case("several", 3, 5, 2, 72, 40, Gating("gelu_tanh"), small=True),
     _case("all", 2, 3, 3, 40, 56, small=True),
@@ -119,6 +127,8 @@ CASES = (
     _case("qwen3-moe-128", 128, 128, 8, 2048, 768),
     _case("qwen3-moe-2048", 2048, 128, 8, 2048, 768),
     _case("mixtral-512", 512, 8, 2, 4096, 14336),
+    _case("nemotron-3", 1, 128, 6, 2688, 1856, UNGATED),
+    _case("nemotron-3-128", 128, 128, 6, 2688, 1856, UNGATED),
     _case("qwen3-moe-int8", 1, 128, 8, 2048, 768, **INT8),
     _case("qwen3-moe-int4", 1, 128, 8, 2048, 768, quantized=(torch.int32, 128)),
     _case("qwen3-moe-2048-int8", 2048, 128, 8, 2048, 768, **INT8),

@@ -49,16 +49,14 @@ def experts(x, index, shares, weights, *, tile=None):
 
 def _dequantized(weights, dtype):
     """Experts in fewer bits as stacks in dtype."""
-    shapes = (2 * weights.inner, weights.hidden), (weights.hidden, weights.inner)
+    shapes = (weights.wide, weights.hidden), (weights.hidden, weights.inner)
     stacks = [dequantize.triton(one, dtype).view(-1, *shape) for one, shape in zip(weights[:2], shapes, strict=True)]
     return weights._replace(gate_up=stacks[0], down=stacks[1])
 
 
 def _first_expert(weights):
     """The stacks of one of them, as kernels are compiled for: the same for any number."""
-    return weights._replace(
-        gate_up=weights.gate_up.rows(0, 2 * weights.inner), down=weights.down.rows(0, weights.hidden)
-    )
+    return weights._replace(gate_up=weights.gate_up.rows(0, weights.wide), down=weights.down.rows(0, weights.hidden))
 
 
 def _one_by_one(x, index, shares, weights, columns=None):
@@ -66,7 +64,7 @@ def _one_by_one(x, index, shares, weights, columns=None):
     pairs, pdl = tokens * chosen, programmatic(x.device)
     h = torch.empty((pairs, inner), device=x.device, dtype=x.dtype)
     up_by_rows, down_by_rows = weights.by_rows
-    shape = _shape(weights.gate_up, up_by_rows, pairs, columns, 2)
+    shape = _shape(weights.gate_up, up_by_rows, pairs, columns, 1 + weights.gating.gated)
     launch(
         expert_up_kernel, (cdiv(inner, shape["BLOCK_N"]), pairs), x, index, packed(weights.gate_up),
         weights.gate_up_bias, h, chosen, many, inner,

@@ -36,11 +36,17 @@ def expert_up_kernel(
     n_mask = n_idx < inner
     k_idx = tl.arange(0, BLOCK_K)
     x_ptr += (choice // chosen) * K
+    PRODUCTS: tl.constexpr = 2 if GATING.gated else 1
     if TRANSPOSED:
-        w_ptr = weight.words + expert * 2 * inner * K
+        w_ptr = weight.words + expert * PRODUCTS * inner * K
         if bias_ptr is not None:
-            bias_ptr += expert * 2 * inner
-        if INTERLEAVED:  # both in one stretch of memory, told apart at the end
+            bias_ptr += expert * PRODUCTS * inner
+        if PRODUCTS == 1:
+            up = sum_across(x_ptr, w_ptr + n_idx[None, :], n_mask, k_idx, inner, 1, K, False)
+            if bias_ptr is not None:
+                up += tl.load(bias_ptr + n_idx, mask=n_mask, other=0.0).to(tl.float32)
+            gate = up
+        elif INTERLEAVED:  # both in one stretch of memory, told apart at the end
             wide_idx = tl.program_id(0) * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)
             wide = sum_across(x_ptr, w_ptr + wide_idx[None, :], wide_idx < 2 * inner, k_idx, inner, 2, K, False)
             if bias_ptr is not None:
@@ -69,13 +75,14 @@ def expert_up_kernel(
                 gate += tl.load(bias_ptr + n_idx, mask=n_mask, other=0.0).to(tl.float32)
                 up += tl.load(bias_ptr + inner + n_idx, mask=n_mask, other=0.0).to(tl.float32)
     else:
-        gate_row, up_row = gate_and_up_rows(expert, n_idx, inner, INTERLEAVED)
+        gate_row, up_row = gate_and_up_rows(expert, n_idx, inner, INTERLEAVED, PRODUCTS)
         gate_sum = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
         up_sum = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
         if weight.scales is not None:
             for start in range(0, K // UNIT, BLOCK_K):
                 at = start + k_idx
-                gate_sum += quantized_dot(x_ptr, weight, gate_row, at, K, UNIT, GROUPS)
+                if PRODUCTS == 2:
+                    gate_sum += quantized_dot(x_ptr, weight, gate_row, at, K, UNIT, GROUPS)
                 up_sum += quantized_dot(x_ptr, weight, up_row, at, K, UNIT, GROUPS)
         else:
             gate_place, up_place = weight.words + gate_row[:, None] * K, weight.words + up_row[:, None] * K
@@ -83,7 +90,8 @@ def expert_up_kernel(
                 at = start + k_idx
                 mask = (at < K)[None, :]
                 x = tl.load(x_ptr + at, mask=at < K, other=0.0).to(tl.float32)[None, :]
-                gate_sum += tl.load(gate_place + at[None, :], mask=mask, other=0.0).to(tl.float32) * x
+                if PRODUCTS == 2:
+                    gate_sum += tl.load(gate_place + at[None, :], mask=mask, other=0.0).to(tl.float32) * x
                 up_sum += tl.load(up_place + at[None, :], mask=mask, other=0.0).to(tl.float32) * x
         gate, up = tl.sum(gate_sum, axis=1), tl.sum(up_sum, axis=1)
         gate, up = scaled(gate, weight, gate_row, GROUPS), scaled(up, weight, up_row, GROUPS)

@@ -104,18 +104,33 @@ def up_rows(
     k_idx = tl.arange(0, DEPTH)
     expert = expert.to(tl.int64)
     w_ptr = weight.words
+    PRODUCTS: tl.constexpr = 2 if GATING.gated else 1
     x_place = x_ptr + token.to(tl.int64)[:, None] * K + k_idx[None, :]
     if weight.scales is not None:
-        gate_row, up_row = gate_and_up_rows(expert, n_idx, inner, INTERLEAVED)
+        gate_row, up_row = gate_and_up_rows(expert, n_idx, inner, INTERLEAVED, PRODUCTS)
         x_row = x_ptr + token.to(tl.int64) * K
         gate = tl.zeros((ROWS, COLUMNS), tl.float32)
         up = tl.zeros((ROWS, COLUMNS), tl.float32)
         for step in range(0, K, DEPTH):
             x = inputs_at(x_row, row_mask, step, K, DEPTH, UPCAST)
-            gate = add_quantized(gate, x, weight, gate_row, step, K, UNIT, GROUPS, DEPTH)
+            if PRODUCTS == 2:
+                gate = add_quantized(gate, x, weight, gate_row, step, K, UNIT, GROUPS, DEPTH)
             up = add_quantized(up, x, weight, up_row, step, K, UNIT, GROUPS, DEPTH)
         gate, up = scaled(gate, weight, gate_row, GROUPS), scaled(up, weight, up_row, GROUPS)
         gate, up = shifted(gate, bias_ptr, gate_row), shifted(up, bias_ptr, up_row)
+    elif PRODUCTS == 1:
+        up = tl.zeros((ROWS, COLUMNS), tl.float32)
+        w_place = stack_places(w_ptr, expert, n_idx, k_idx, inner, K, TRANSPOSED)
+        for step in range(0, K, DEPTH):
+            k_mask = k_idx < K - step
+            x = loaded_tile(x_place + step, row_mask[:, None], k_mask[None, :], K, DEPTH)
+            w = loaded_tile(along_inputs(w_place, step, inner, TRANSPOSED), n_mask[None, :], k_mask[:, None], K, DEPTH)
+            if UPCAST:
+                x, w = x.to(tl.float32), w.to(tl.float32)
+            up = tl.dot(x, w, up, input_precision="ieee")
+        if bias_ptr is not None:
+            up += tl.load(bias_ptr + expert * inner + n_idx, mask=n_mask, other=0.0).to(tl.float32)[None, :]
+        gate = up
     elif INTERLEAVED:  # gates and ups in one product, told apart at the end
         wide_idx = tl.program_id(1) * 2 * COLUMNS + tl.arange(0, 2 * COLUMNS)
         wide_mask = wide_idx < 2 * inner

@@ -10,6 +10,7 @@ from accel_kernels.norm.norm import ACTIVATIONS
 
 class Gating(NamedTuple):
     """(up + shift) * act(gate), where gate is at most `limit`, and up between -limit and limit, if there is one.
+    Where it is not `gated`, act(up), and nothing else.
 
     activation: a name of ACTIVATIONS. alpha: other than 1 only with "silu", which is then gate * sigmoid(alpha * gate),
     as GPT-OSS has it (OpenAI, "gpt-oss-120b & gpt-oss-20b model card", 2025: alpha 1.702, limit 7, shift 1).
@@ -19,9 +20,12 @@ class Gating(NamedTuple):
     alpha: float = 1.0
     limit: float | None = None
     shift: float = 0.0
+    gated: bool = True
 
     def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """In plain torch."""
+        if not self.gated:
+            return ACTIVATIONS[self.activation](up)
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         act = ACTIVATIONS[self.activation](gate) if self.alpha == 1.0 else gate * torch.sigmoid(self.alpha * gate)
@@ -37,10 +41,10 @@ class Gating(NamedTuple):
 class ExpertWeights(NamedTuple):
     """Experts e = 0 .. E-1 of H inputs and outputs and I inner channels: down_e (gating(gate_e x, up_e x)).
 
-    gate_up: (E, 2 I, H), gates before ups, or in turn (gate, up, gate, ...) where `interleaved`. down: (E, H, I). Both
-    contiguous, or transposed views of what is: of stacks that are stored as (E, inputs, outputs). Or both `Quantized`,
-    the rows of all experts behind each other: (E 2 I, H) and (E H, I). gate_up_bias: (E, 2 I) in the same order;
-    down_bias: (E, H); both or none.
+    gate_up: (E, 2 I, H), gates before ups, or in turn (gate, up, gate, ...) where `interleaved`; (E, I, H) without
+    gates. down: (E, H, I). Both contiguous, or transposed views of what is: of stacks that are stored as (E, inputs,
+    outputs). Or both `Quantized`, the rows of all experts behind each other: (E 2 I, H) and (E H, I). gate_up_bias:
+    (E, 2 I) in the same order; down_bias: (E, H); both or none.
     """
 
     gate_up: torch.Tensor | Quantized
@@ -63,6 +67,11 @@ class ExpertWeights(NamedTuple):
         return self.down.shape[-1]
 
     @property
+    def wide(self) -> int:
+        """Rows of `gate_up` of an expert."""
+        return self.inner * (1 + self.gating.gated)
+
+    @property
     def by_rows(self) -> tuple[bool, bool]:
         """Whether each of the stacks is stored by rows; else transposed."""
         up, down = (one.data if isinstance(one, Quantized) else one for one in (self.gate_up, self.down))
@@ -70,7 +79,7 @@ class ExpertWeights(NamedTuple):
 
     def matrices(self, expert: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Both matrices of one expert, (2 I, H) and (H, I); quantized ones in this dtype."""
-        pairs = ((self.gate_up, 2 * self.inner), (self.down, self.hidden))
+        pairs = ((self.gate_up, self.wide), (self.down, self.hidden))
         up, down = (
             one.rows(expert * rows, (expert + 1) * rows).dequantized(dtype)
             if isinstance(one, Quantized)
@@ -80,7 +89,9 @@ class ExpertWeights(NamedTuple):
         return up, down
 
     def split(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gates and ups of what `gate_up` gives, (..., 2 I)."""
+        """Gates and ups of what `gate_up` gives, (..., 2 I); without gates the ups twice."""
+        if not self.gating.gated:
+            return y, y
         gate, up = (y[..., ::2], y[..., 1::2]) if self.interleaved else y.chunk(2, dim=-1)
         return gate, up
 
@@ -94,7 +105,7 @@ class ExpertWeights(NamedTuple):
             return reason
         if (self.gate_up_bias is None) != (self.down_bias is None):
             return "one bias of two"
-        for name, bias, outputs in (("gate_up", self.gate_up_bias, 2 * inner), ("down", self.down_bias, hidden)):
+        for name, bias, outputs in (("gate_up", self.gate_up_bias, self.wide), ("down", self.down_bias, hidden)):
             if bias is not None and (bias.shape != (experts, outputs) or not bias.is_contiguous()):
                 return f"a bias of {name} of another shape, or not contiguous"
         return self.gating.reason()
@@ -104,7 +115,7 @@ def _plain_reason(weights: ExpertWeights, dtype: torch.dtype) -> str | None:
     up, down = weights.gate_up, weights.down
     if not isinstance(up, torch.Tensor) or not isinstance(down, torch.Tensor):
         return "one stack of two is quantized"
-    if up.shape != (len(down), 2 * weights.inner, weights.hidden) or down.shape[1] != weights.hidden:
+    if up.shape != (len(down), weights.wide, weights.hidden) or down.shape[1] != weights.hidden:
         return f"stacks that do not fit: {tuple(up.shape)} and {tuple(down.shape)}"
     if up.dtype != dtype or down.dtype != dtype:
         return "x and experts of different dtypes"
@@ -118,7 +129,7 @@ def _quantized_reason(weights: ExpertWeights) -> str | None:
     up, down = weights.gate_up, weights.down
     if not isinstance(up, Quantized) or not isinstance(down, Quantized):
         return "one stack of two is quantized"
-    if up.shape[0] != weights.experts * 2 * weights.inner or down.shape[0] % weights.hidden:
+    if up.shape[0] != weights.experts * weights.wide or down.shape[0] % weights.hidden:
         return f"stacks that do not fit: {up.shape} and {down.shape}, all experts in one"
     if up.data.dtype != down.data.dtype or (up.zeros is None) != (down.zeros is None):
         return "stacks of different numbers"

@@ -5,6 +5,7 @@ import torch
 from accel_kernels.attention.paged.paged_attention_triton import SHORT
 
 import accel
+from accel.llm.generation import layer_forward
 from accel.llm.generation import trial_warmup as check
 from accel.llm.generation.prefill import bucket_for
 from accel.llm.generation.routing import Choices
@@ -255,7 +256,7 @@ def test_one_layer_of_a_kind_runs(pair_of, name, kinds, monkeypatch):
     assert sum(passing) == 0 or not torch.equal(warmed_up, fused_logits(forward, (9, 1)))
     run, ran = layer_file.BoundLayer.__call__, set()
     monkeypatch.setattr(layer_file.BoundLayer, "__call__", lambda self, *given: ran.add(id(self)) or run(self, *given))
-    monkeypatch.setattr(layer_file, "warming_up", lambda: True)
+    monkeypatch.setattr(layer_forward, "warming_up", lambda: True)
     fused_logits(forward, (9, 1))
     assert len(ran) == kinds
     monkeypatch.undo()

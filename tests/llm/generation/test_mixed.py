@@ -120,7 +120,7 @@ def test_code_that_fused_layers_stand_in_for_is_looked_at(both, monkeypatch):
 
 
 def test_another_attention_implementation_runs_stock(pair):
-    ours, stock = pair("lfm2")
+    ours, stock = pair("lfm2-biases")
     before = logits(stock)
     AttentionInterface.register("halved", lambda *given, **more: (sdpa_attention_forward(*given, **more)[0] / 2, None))
     for model in (ours, stock):
@@ -143,12 +143,12 @@ def test_restored_it_is_stock(both):
 
 
 def test_options_for_whole_models_leave_it_stock():
-    model = accel.optimize(make("lfm2"), weights="int8")
+    model = accel.optimize(make("lfm2-biases"), weights="int8")
     assert "forward" not in vars(model) and accel.report(model).weights
 
 
 def test_verify_passes():
-    model = accel.optimize(make("lfm2"))
+    model = accel.optimize(make("lfm2-biases"))
     ids, mask = padded()
     assert accel.verify(model, input_ids=ids, attention_mask=mask).passed
 

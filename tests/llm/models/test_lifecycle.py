@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import accel
-from accel.llm.runtime.layer import LayerForward
+from accel.llm.generation.layer_forward import LayerForward
 from support.llm.families import FAMILIES, SIZES, TOKENS, layers, make, padded, prompt
 from support.llm.outputs import generate, same
 from support.patched import sites
@@ -200,7 +200,6 @@ ADAPTERS = {
     "tokens": ("TrainableTokens", {"token_indices": [1, 2]}),
     "waveft": ("WaveFT", AT | {"n_frequency": 10}),
 }
-UNKNOWN = {"adaption-prompt": "what follows the attention is not the sum of it"}  # of which the report says why
 
 
 def adapted(name: str, seed: int = 0):
@@ -247,10 +246,8 @@ def test_every_kind_of_adapter(name, layers_ran):
         equal(ours, stock)
     equal(ours, stock)
     (told,) = sites(ours, "language model").values()
-    if name in UNKNOWN:
-        assert told[0] == "skipped" and UNKNOWN[name] in told[1]
-    else:
-        assert told[0] == "patched" and layers_ran and accel.report(ours).fallbacks == []
+    moved = name == "adaption-prompt"  # which takes its modules out of the layers while it is off
+    assert told[0] == "patched" and layers_ran and bool(accel.report(ours).fallbacks) is moved
     accel.restore(ours)
     for model in (ours, stock):  # where PEFT leaves the method of the class
         vars(model.base_model).pop("prepare_inputs_for_generation", None)

@@ -2,10 +2,15 @@
 
 import pytest
 import torch
-from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+from transformers.masking_utils import (
+    blockwise_overlay,
+    causal_mask_function,
+    or_masks,
+    sliding_window_causal_mask_function,
+)
 
 import accel
-from accel.llm.recording.record import BLOCK, NotUnderstood, Record, window
+from accel.llm.recording.record import BLOCK, Chunk, NotUnderstood, Record, window
 from accel.llm.recording.recorder import NAME
 from support.llm.edits.modules import llama_with
 from support.llm.families import make
@@ -23,6 +28,16 @@ def test_how_many_keys_are_seen(size):
     assert window(causal if size is None else sliding) == size
 
 
+def chunked(size):
+    return lambda row, head, query, key: causal(row, head, query, key) & (key // size == query // size)
+
+
+@pytest.mark.parametrize("size", [1, 3, 6, 4096, 8192, 12_345])
+def test_chunks_are_seen(size):
+    found = window(chunked(size))
+    assert found == size and isinstance(found, Chunk) == (size > 1)
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -30,11 +45,14 @@ def test_how_many_keys_are_seen(size):
         lambda row, head, query, key: causal(row, head, query, key) & (key != 0) & (query > 40_009),
         lambda row, head, query, key: key <= query + 1,
         lambda row, head, query, key: key < query,
-        lambda row, head, query, key: causal(row, head, query, key) & (key // 4096 == query // 4096),
+        lambda row, head, query, key: causal(row, head, query, key) & ((key + 7) // 4096 == (query + 7) // 4096),
+        lambda row, head, query, key: (
+            chunked(4096)(row, head, query, key) | (causal(row, head, query, key) & (key < 4))
+        ),
         lambda row, head, query, key: causal(row, head, query, key) & ((key > query - 9) | (key < 4)),
         lambda row, head, query, key: key < 0,
     ],
-    ids=["one left out", "blind", "the next", "not itself", "chunks", "sinks", "nothing"],
+    ids=["one left out", "blind", "the next", "not itself", "begun chunks", "chunks and sinks", "sinks", "nothing"],
 )
 def test_any_other_view_is_not_understood(other):
     with pytest.raises(NotUnderstood):
@@ -51,7 +69,7 @@ def test_a_model_that_keeps_its_attention_is_judged_by_all_masks_it_makes():
     assert Record([], masks=[*alike, (None, sliding)]).window(zeros) is None
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "falcon-alibi", "llama-rope-dynamic", "phi3-longrope", "mamba"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "falcon-alibi", "llama-rope-dynamic", "phi3-longrope", "jamba"])
 def test_looking_leaves_no_trace(name, tiny):
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
@@ -89,3 +107,17 @@ def test_optimizing_twice_plans_anew(tiny):
     assert accel.report(model).summary().startswith("5 sites patched, 0 skipped")
     accel.restore(model)
     tiny.assert_same_state(before, tiny.snapshot(model))
+
+
+@pytest.mark.parametrize("width", [None, 5])
+@pytest.mark.share(1)
+def test_blocks_of_images_that_a_text_has_none_of_change_nothing(width):
+    plain = causal_mask_function if width is None else sliding_window_causal_mask_function(width)
+    assert window(or_masks(plain, blockwise_overlay(torch.full((2, 9), -1)))) == width
+
+
+@pytest.mark.parametrize("block", [0, 3])
+@pytest.mark.share(1)
+def test_blocks_that_a_text_is_in_are_not_understood(block):
+    with pytest.raises(NotUnderstood, match="attention mask"):
+        window(or_masks(causal_mask_function, blockwise_overlay(torch.full((2, 9), block))))

@@ -9,7 +9,7 @@ from torch import nn
 import accel
 from support.compatibility.tiny_language_models import build
 from support.llm.edits.modules import llama_with
-from support.llm.families import Family, available, layers, make, padded, prompt
+from support.llm.families import available, layers, make, padded, prompt
 from support.llm.outputs import generate, same
 
 
@@ -21,7 +21,7 @@ class Louder(nn.Linear):
 
 
 def test_strict_raises_the_reason_and_changes_nothing(tiny):
-    model = replaced(1, mlp=Scaled)
+    model = replaced(1, self_attn=Bent)
     before = tiny.snapshot(model)
     with pytest.raises(ValueError, match="strict=True: .*model.layers.1"):
         accel.optimize(model, strict=True)
@@ -73,10 +73,9 @@ def test_an_attention_that_is_told_something_unknown_is_refused(value):
 
 REASONS = {
     "jetmoe": "no projection gives the values it stores, beside queries and keys in an order that is known",
-    "mamba": "it stores no keys and values",
+    "recurrent_gemma": "it stores no keys and values",
     "minimax": "its forward refuses the examined call: ValueError: MiniMax uses cache",
-    "bert": "what its attention gives is projected outside of it",
-    "bart": "steps after a prompt hang on how much the cache holds",
+    "diffllama": "what its attention gives is changed before it is projected",
     "git": "its attention mask is made of more than positions",
 }
 
@@ -90,28 +89,6 @@ def test_the_reason_is_true(kind):
     (reason,) = (reason for _, rule, _, reason in accel.report(ours).sites if rule == "language model")
     assert REASONS[kind] in reason, reason
     ids, mask = padded()
-    same(generate(ours, ids, mask), generate(stock, ids, mask))
-
-
-def test_a_window_longer_than_what_is_looked_at():
-    """It stands in a table of the layer's own, which hides no key of a short run."""
-    stock = make("gpt-neo", window_size=32)
-    ours = accel.optimize(copy.deepcopy(stock))
-    reasons = {path: reason for path, rule, _, reason in accel.report(ours).sites if rule == "decoder layer"}
-    assert reasons == {"transformer.h.0": "", "transformer.h.1": "it holds a mask that is not causal"}
-    ids, mask = padded((60, 45))
-    same(generate(ours, ids, mask), generate(stock, ids, mask))
-
-
-def test_queries_that_are_scaled_from_a_position_on():
-    """Beyond those of the run that is looked at."""
-    rope = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.5}
-    rope["original_max_position_embeddings"] = 32
-    stock = make(Family("ministral3", "ministral3", {"head_dim": 16, "sliding_window": None, "rope_parameters": rope}))
-    ours = accel.optimize(copy.deepcopy(stock))
-    (reason,) = (reason for _, rule, _, reason in accel.report(ours).sites if rule == "language model")
-    assert "something else where numbers are large" in reason
-    ids, mask = padded((60, 45))
     same(generate(ours, ids, mask), generate(stock, ids, mask))
 
 
@@ -220,8 +197,8 @@ class NoisyKeys:
 PARTS = [
     ((), {"self_attn": Gated}, "what follows the attention is not the sum"),
     ((1,), {"self_attn": Bent}, "what follows the attention is not the sum"),
-    ((), {"mlp": Clamped}, "is not the sum of its input, attention and MLP"),
-    ((1,), {"mlp": Scaled}, "is not the sum of its input, attention and MLP"),
+    ((), {"mlp": Clamped}, None),  # the layer's own code runs around a fused attention
+    ((1,), {"mlp": Scaled}, None),
     ((1,), {"mlp": Bending}, "something else where numbers are large"),
     ((), {"input_layernorm": Shifted}, None),
     ((), {"layer": Scaled}, None),

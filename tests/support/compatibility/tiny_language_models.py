@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from support.compatibility.tiny_configs import tiny, tiny_of
-from support.llm.families import randomize
+from support.llm.random_weights import randomize
 
 ROWS, TOKENS, STEPS, WORDS = 2, 11, 4, 80  # ids below WORDS mean nothing special
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from support.everything import EVERYTHING
+from support.llm.random_weights import randomize
 
 VOCAB = 99
 EVEN_VOCAB = 100  # for ranks: transformers before 5.18 divides no other number of words
@@ -50,6 +51,10 @@ LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope
           "num_key_value_heads": 4}  # fmt: skip
 LATENT_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
                   "moe_intermediate_size": 48}  # fmt: skip
+
+
+GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "sliding_window": 5, "vocab_size_per_layer_input": VOCAB,
+          "layer_types": ["sliding_attention", "full_attention"]}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -133,6 +138,19 @@ FAMILIES = (
            attention="eager", core=True),
     Family("gemma3", "gemma3_text", {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 10,
                                      "layer_types": ["sliding_attention", "full_attention"]}),
+    # The last two layers attend to what the first two have stored; each has an embedding of its own.
+    Family("gemma4-shared", "gemma4_text", GEMMA4 | {
+        "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}),
+    # Keys that are values, and experts beside the MLP.
+    Family("gemma4-experts", "gemma4_text", GEMMA4 | {
+        "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+        "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48}),
+    # Code of its own runs around the attention of every layer.
+    Family("gemma3n", "gemma3n_text", {
+        "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "head_dim": 16,
+        "sliding_window": 5, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB, "laurel_rank": 8,
+        "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.5, 0.0] * 2}, expected="either"),
     Family("granite", "granite", {"embedding_multiplier": 0.5, "logits_scaling": 2.0, "residual_multiplier": 0.4,
                                   "attention_multiplier": 0.2}),
     Family("olmo", "olmo"),
@@ -152,10 +170,9 @@ FAMILIES = (
     Family("gpt-neox", "gpt_neox", MHA | {"use_parallel_residual": True}, core=True),
     Family("gpt-neox-sequential", "gpt_neox", MHA | {"use_parallel_residual": False}),
     Family("gpt-neo", "gpt_neo", {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]],
-                                  "window_size": 5, "num_hidden_layers": None, "num_attention_heads": None} | MHA,
-           expected="some"),
+                                  "window_size": 5, "num_hidden_layers": None, "num_attention_heads": None} | MHA),
     Family("gptj", "gptj", GPT2 | {"rotary_dim": 8}),
-    Family("codegen", "codegen", GPT2 | {"rotary_dim": 8, "n_ctx": LONG}, expected="either"),
+    Family("codegen", "codegen", GPT2 | {"rotary_dim": 8, "n_ctx": LONG}),
     Family("opt", "opt", MHA | {"ffn_dim": 96, "word_embed_proj_dim": 64, "intermediate_size": None}),
     Family("opt-post-norm", "opt", MHA | {"ffn_dim": 96, "word_embed_proj_dim": 32, "do_layer_norm_before": False,
                                           "intermediate_size": None}),
@@ -170,8 +187,8 @@ FAMILIES = (
     Family("bloom", "bloom", {"n_layer": 2, "n_head": 4, "num_hidden_layers": None, "num_attention_heads": None,
                               "intermediate_size": None, "max_position_embeddings": None} | MHA, core=True),
     Family("mpt", "mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2, "max_seq_len": LONG,
-                          "hidden_size": None, "num_hidden_layers": None, "num_attention_heads": None,
-                          "intermediate_size": None, "max_position_embeddings": None} | MHA, expected="either"),
+                          "use_cache": True, "hidden_size": None, "num_hidden_layers": None, "intermediate_size": None,
+                          "num_attention_heads": None, "max_position_embeddings": None} | MHA),
     Family("cohere", "cohere", {"logit_scale": 0.5}),
     Family("cohere-qk-norm", "cohere", {"logit_scale": 0.5, "use_qk_norm": True}),
     Family("cohere2", "cohere2", {"logit_scale": 0.5, "sliding_window": 5,
@@ -212,8 +229,12 @@ FAMILIES = (
     Family("granite-moe", "granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2,
                                          "residual_multiplier": 0.4}),
     Family("phi-moe", "phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    # Queries of its second layer grow by how much the cache holds, those of Ministral 3 by position.
     Family("llama4", "llama4_text", {"head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 96,
-                                     "attention_chunk_size": 6, "no_rope_layers": [1, 0]}, expected="either"),
+                                     "attention_chunk_size": 6, "no_rope_layers": [1, 0], "floor_scale": 9,
+                                     "attn_scale": 0.7}, core=True),
+    Family("ministral3", "ministral3", {"head_dim": 16, "rope_parameters": ROTARY | {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 9, "llama_4_scaling_beta": 0.7}}),
     Family("glm4-moe", "glm4_moe", {"head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2,
                                     "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1,
                                     "moe_intermediate_size": 48}, expected="either"),
@@ -233,7 +254,19 @@ FAMILIES = (
            expected="either"),
     Family("modernbert-decoder", "modernbert-decoder", {"local_attention": 10, "cls_token_id": 1, "sep_token_id": 2},
            expected="either"),
-    Family("hunyuan", "hunyuan_v1_dense", {"head_dim": 16}, expected="either"),
+    Family("hunyuan", "hunyuan_v1_dense", {"head_dim": 16}),
+    Family("nanochat", "nanochat"),
+    Family("laguna", "laguna", {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5,
+                                "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48,
+                                "mlp_layer_types": ["dense", "sparse"], "num_attention_heads_per_layer": [4, 2],
+                                "layer_types": ["full_attention", "sliding_attention"]}),
+    Family("bert", "bert", MHA | {"is_decoder": True}),
+    Family("roberta-pre-norm", "roberta-prelayernorm", MHA | {"is_decoder": True}),
+    # It counts positions by what its cache holds.
+    Family("bart", "bart", MHA | {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "decoder_attention_heads": 4,
+                                  "decoder_ffn_dim": 96, "is_decoder": True, "is_encoder_decoder": False,
+                                  "hidden_size": None, "intermediate_size": None, "num_hidden_layers": None,
+                                  "num_attention_heads": None}, core=True),
     Family("diffllama", "diffllama", expected="stock"),
     Family("deepseek-v3", "deepseek_v3", LATENT | LATENT_EXPERTS | {"n_group": 2, "topk_group": 1}, core=True),
     Family("qwen3.5-moe-attention", "qwen3_5_moe_text", {
@@ -248,14 +281,20 @@ FAMILIES = (
                               "attn_layer_indices": [1], "mamba_chunk_size": 16}, stateful=True, core=True),
     Family("deepseek-v2", "deepseek_v2", LATENT | LATENT_EXPERTS | {"q_lora_rank": ..., "head_dim": 8}),
     Family("minicpm3", "minicpm3", LATENT | {"head_dim": 8, "scale_depth": 0.7}),
-    Family("mamba", "mamba", MHA | {"state_size": 8, "intermediate_size": None, "num_attention_heads": None,
-                                    "max_position_embeddings": None}, expected="stock"),
+    Family("granite-hybrid", "granitemoehybrid", {
+        "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24, "mamba_chunk_size": 16,
+        "layer_types": ["mamba", "attention"], "num_local_experts": 4, "num_experts_per_tok": 2,
+        "shared_intermediate_size": 80, "residual_multiplier": 0.4}, stateful=True),
+    Family("jamba", "jamba", {"mamba_d_state": 8, "mamba_dt_rank": 6, "attn_layer_offset": 1, "attn_layer_period": 2,
+                              "expert_layer_offset": 1, "expert_layer_period": 2, "num_experts": 4}, stateful=True),
     Family("rwkv", "rwkv", MHA | {"num_attention_heads": None, "max_position_embeddings": None,
                                   "context_length": LONG}, expected="stock"),
     Family("recurrent-gemma", "recurrent_gemma", {"attention_window_size": 5, "lru_width": 64, "head_dim": 16,
                                                   "block_types": ["recurrent", "attention"]}, expected="stock"),
     Family("lfm2", "lfm2", {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2,
-                            "block_auto_adjust_ff_dim": False}, expected="some"),
+                            "block_auto_adjust_ff_dim": False}),
+    Family("lfm2-biases", "lfm2", {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2,
+                                   "block_auto_adjust_ff_dim": False, "conv_bias": True}, expected="some"),
     *(ALIKE if EVERYTHING else ()),
 )  # fmt: skip
 BY_NAME = {family.name: family for family in FAMILIES}
@@ -282,25 +321,13 @@ def make(family: Family | str, dtype: torch.dtype = torch.float32, seed: int = 1
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     for name, parameter in model.named_parameters():
         randomize(model.get_submodule(name.rpartition(".")[0]), parameter.data, generator, 0.05 if tied else 1.0)
+    for name, buffer in model.named_buffers():
+        if buffer.numel() == 1 and name in model.state_dict():
+            buffer.fill_(0.7)  # a factor of a layer
     # A random model would end a text at once, or never; tests that want an end ask for it.
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model.to(dtype)
-
-
-def randomize(module: nn.Module, weight: torch.Tensor, generator: torch.Generator, words: float) -> None:
-    """Weights of norms and biases that are not ones and zeros, matrices that keep the size of what they are given.
-
-    Transformers' own are so small that attention is a mean over all positions, and a mistake in it hardly shows.
-    """
-    noise = torch.randn(weight.shape, generator=generator)
-    if weight.dim() < 2:
-        weight += 0.2 * noise
-    elif isinstance(module, nn.Embedding):
-        weight.copy_(words * noise)
-    else:
-        inputs = weight.shape[-2] if type(module).__name__ == "Conv1D" else weight.shape[-1]
-        weight.copy_(1.6 * noise * inputs**-0.5)
 
 
 @functools.cache

@@ -18,7 +18,8 @@ from accel.llm.ptq.calibration.linears import put, weight_matrix
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.runtime.analyze import formulas
 from accel.llm.runtime.layer import LayerSpec
-from accel.llm.runtime.softmax_attention import SEPARATE, SoftmaxSpec, split
+from accel.llm.runtime.projections import KEYS, SEPARATE, split
+from accel.llm.runtime.softmax_attention import SoftmaxSpec
 from accel.patching.rule import set_data
 from accel.quantization.linears import Dense
 
@@ -188,13 +189,15 @@ class _Layer:
         return self._norm(self.spec.before_attention)
 
     def _in_parts(self) -> None:
-        if self.spec.mlp is not None and not self.spec.mlp.first:
-            raise NotUnderstood(f"{self.spec.mlp.whole} is called as a whole")
+        if self.spec.mlp is not None and self.spec.mlp.wholes:
+            raise NotUnderstood(f"{self.spec.mlp.wholes[0]} is called as a whole")
+        if self.spec.mlp is not None and self.spec.mlp.beside:
+            raise NotUnderstood("several blocks take its input")
 
     def _values(self) -> BeforeRows:
         """Every head's result is a mean of values."""
         spec = self.spec.attention
-        if type(spec) is not SoftmaxSpec:
+        if type(spec) is not SoftmaxSpec or spec.layout == KEYS:
             raise NotUnderstood("its attention is no mean of values")
         self._own(spec.projections)
         modules = [self.layer.get_submodule(name) for name in spec.projections]

@@ -8,10 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.attention.paged.rotary_store_triton import apply_rope
+from accel_kernels.attention.paged.rotary_store_triton import apply_rope, norms_of_heads
 from accel_kernels.attention.paged.store_triton import AT_LAYERS, AT_LENGTH, OF_EACH, stored_at, table_row
 from accel_kernels.device import programmatic, upcast
-from accel_kernels.norm.norm import NormArguments, kernel_arguments
+from accel_kernels.norm.norm import kernel_arguments
 from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch
 
@@ -87,7 +87,7 @@ def latent_store_kernel(
         rstd = tl.rsqrt(tl.sum(x * x, axis=1) / RANK + norm.eps)
         gain = tl.load(norm.weight + r_idx, mask=r_mask, other=0.0).to(tl.float32) + norm.offset
         x *= rstd[:, None] * gain[None, :]
-        shared = apply_rope(latents + RANK, no_norm, turning, of, mate, p_mask, cos, sin, sign, ROPE, HALF * ROTATES)
+        shared = apply_rope(latents + RANK, no_norm, t, turning, of, mate, p_mask, cos, sin, sign, ROPE, HALF * ROTATES)
         if ragged is None:
             at = tl.load(metadata_ptr + AT_LENGTH) + s
             stored_row, stores = b, in_use
@@ -121,7 +121,7 @@ def latent_store_kernel(
             absorbed_to = absorbed_ptr + (t * HEADS + head)[:, None] * RANK + c_idx[None, :]
             tl.store(absorbed_to, absorbed.to(element), mask=in_use[:, None] & (c_idx < RANK)[None, :])
         if chunk == 0:
-            y = apply_rope(q_heads + NOPE, no_norm, turning, of, mate, p_mask, cos, sin, sign, ROPE, HALF * ROTATES)
+            y = apply_rope(q_heads + NOPE, no_norm, t, turning, of, mate, p_mask, cos, sin, sign, ROPE, HALF * ROTATES)
             there = in_use[:, None] & p_mask[None, :]
             tl.store(turned + (WIDTH - ROPE) + p_idx[None, :], y.to(element), mask=there)
 
@@ -144,8 +144,9 @@ def latent_store(q, compressed, kv, up, absorbs, *, norm, cos=None, sin=None, in
     grid = (cdiv(rows * new, TOKENS), 1 + heads * (cdiv(rank, CHANNELS) if absorbs else 1))
     launch(
         latent_store_kernel, grid, q, compressed, up if absorbs else None, cos, sin, kernel_arguments(norm)[0],
-        NormArguments(), kv.metadata, None if kv.ragged is None else kv.ragged.pointers(), kv.last, absorbed, turned,
-        stored, *q.stride()[:3], *compressed.stride()[:2], *angles, kv.layer, new, rows * new,
+        norms_of_heads(None, None, False, None)[0], kv.metadata, None if kv.ragged is None else kv.ragged.pointers(),
+        kv.last, absorbed, turned, stored, *q.stride()[:3], *compressed.stride()[:2], *angles, kv.layer, new,
+        rows * new,
         NOPE=nope, VALUES=up.shape[1] - nope, RANK=rank, ROPE=rope, ROTATES=cos is not None, INTERLEAVED=interleaved,
         TO_HALVES=to_halves, HEADS=heads, STORE_BLOCK=kv.block, BLOCK_T=TOKENS, BLOCK_N=max(16, power_of_two(nope)),
         BLOCK_C=CHANNELS, BLOCK_R=power_of_two(rank), BLOCK_P=max(16, power_of_two(rope)), UPCAST=upcast(q.dtype),

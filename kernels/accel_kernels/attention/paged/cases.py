@@ -38,22 +38,32 @@ class Numbers(Random):
             given["cos"], given["sin"] = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
         if qk_norm:
             given["q_norm"], given["k_norm"] = Norm(self(dim), None, 1e-6), Norm(self(dim), None, 1e-6)
+        if given.get("q_scales"):
+            given["q_scales"] = self.uniform(rows, new).float() + 0.5
         for one in ("sinks", "slopes"):
             if given.get(one):
                 given[one] = (self.uniform(heads) - 0.5).to(self.dtype)
         return given
 
 
-def beside(q: torch.Tensor, gate: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Queries, and the gate that stands behind each head of them in one projection, (rows, new, 2 heads, D)."""
-    return q.unflatten(2, (-1, 2)).unbind(3) if gate else (q, None)
+def beside(q: torch.Tensor, gate: bool | int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Queries, and the gate that stands behind each head of them in one projection, (rows, new, 2 heads, D).
+
+    gate: True, or how many of a head's numbers there are.
+    """
+    if not gate:
+        return q, None
+    q, found = q.unflatten(2, (-1, 2)).unbind(3)
+    return q, found if gate is True else found[..., :gate]
 
 
 def _attention_case(numbers, rows, stored, new, heads, kv_heads, dim, *, rotary=None, block=16, room=None,
                    padding_mask=False, hole=1, shuffled=False, qk_norm=False, kv_dtype=None, last=None,
-                   gate=False, **more):  # fmt: skip
-    """Rows of `stored` tokens each, and `new` more. hole: a token of the first row that a padding mask hides."""
-    columns = -(-(room or stored + new) // block)
+                   gate=False, borrowed=False, **more):  # fmt: skip
+    """Rows of `stored` tokens each, and `new` more. hole: a token of the first row that a padding mask hides. borrowed:
+    the store has the new ones already.
+    """
+    columns = -(-(room or stored + new + more.get("skipped", 0)) // block)
     kv = numbers.store(rows, columns, block, kv_heads, dim, shuffled, kv_dtype)
     mask = None
     if padding_mask:  # left padding of row r by r tokens
@@ -66,12 +76,13 @@ def _attention_case(numbers, rows, stored, new, heads, kv_heads, dim, *, rotary=
     kv = kv._replace(padding_mask=mask, is_prefill=stored == 0)
     if last is not None:
         kv = kv._replace(last=torch.tensor([last], device=numbers.device), by_address=True)
-    q_heads = heads * (1 + gate)
+    q_heads = heads * (1 + bool(gate))
     both = numbers(rows, new, (q_heads + 2 * kv_heads) * dim)
     if last is not None:
         both[:, last + 1 :] = float("inf")
     q, k, v = (t.unflatten(-1, (-1, dim)) for t in both.split([q_heads * dim, kv_heads * dim, kv_heads * dim], -1))
     q, more["gate"] = beside(q, gate)
+    k, v = (None, None) if borrowed else (k, v)
     return (q, k, v, kv, dim**-0.5), numbers.given(rows, new, heads, dim, rotary, qk_norm, more)
 
 
@@ -100,16 +111,17 @@ def ragged_of(sequences: list[tuple[int, int]], idle: int, fill: int, device: to
 
 
 def _ragged_case(numbers, sequences, heads, kv_heads, dim, *, idle=0, fill=0, rotary=None, block=16, qk_norm=False,
-                 kv_dtype=None, gate=False, **more):  # fmt: skip
+                 kv_dtype=None, gate=False, borrowed=False, **more):  # fmt: skip
     """As `ragged_of`; tokens that fill the call up are of infinities."""
     columns = -(-max((sum(one) for one in sequences), default=1) // block)
     kv = numbers.store(len(sequences) + 1, columns, block, kv_heads, dim, True, kv_dtype)
     used = sum(new for _, new in sequences)
-    q_heads = heads * (1 + gate)
+    q_heads = heads * (1 + bool(gate))
     both = numbers(1, used + fill, q_heads + 2 * kv_heads, dim)
     both[:, used:] = float("inf")
     q, k, v = both.split([q_heads, kv_heads, kv_heads], dim=2)
     q, more["gate"] = beside(q, gate)
+    k, v = (None, None) if borrowed else (k, v)
     kv = kv._replace(ragged=ragged_of(sequences, idle, fill, numbers.device))
     return (q, k, v, kv, dim**-0.5), numbers.given(1, used + fill, heads, dim, rotary, qk_norm, more)
 

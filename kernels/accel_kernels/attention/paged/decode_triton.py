@@ -21,7 +21,7 @@ from accel_kernels.attention.paged.online_softmax_triton import (
     in_base_2,
     load_block,
 )
-from accel_kernels.attention.paged.rotary_store_triton import angle_of, apply_rope, mates
+from accel_kernels.attention.paged.rotary_store_triton import angle_of, apply_rope, mates, norms_of_heads
 from accel_kernels.attention.paged.split_kv import (
     FILL,
     KV8_BLOCKS,
@@ -34,9 +34,8 @@ from accel_kernels.attention.paged.split_kv import (
     split_count,
     tile_of,
 )
-from accel_kernels.attention.paged.store_triton import padding_mask_of, share_of, store_of
+from accel_kernels.attention.paged.store_triton import padding_mask_of, seen_of_chunk, share_of, store_of
 from accel_kernels.device import AMPERE, interpreted, programmatic, reaches, upcast
-from accel_kernels.norm.norm import kernel_arguments
 from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
 
@@ -65,7 +64,7 @@ def decode_kernel(
     GROUP: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
     HAS_PADDING_MASK: tl.constexpr, LEAST: tl.constexpr, KV_DTYPE: tl.constexpr, STORE_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, COMBINE: tl.constexpr, PACKED: tl.constexpr,
-    UPCAST: tl.constexpr, PDL: tl.constexpr,
+    UPCAST: tl.constexpr, CHUNKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     element = q.data.dtype.element_ty
     SPLIT: tl.constexpr = scratch.sums is not None
@@ -90,9 +89,18 @@ def decode_kernel(
     if HAS_PADDING_MASK:
         padding_mask_ptr = padding_mask_of(metadata_ptr, b, STORE_BLOCK)
     stored = store.length
+    if CHUNKED:
+        window = seen_of_chunk(stored, window, stored, padding_mask_ptr)
+    reach = window
+    if k is None:  # the new token is stored already, by a kernel that may not have ended
+        stored += 1
+        if window is not None:
+            reach = window + 1
+        if PDL:
+            tl.extra.cuda.gdc_wait()
     d_idx = tl.arange(0, BLOCK_D)
     d_mask = d_idx < DIM
-    blocks, start, stop, active = share_of(stored, window, split, splits, few_splits, SPLIT, BLOCK_N, LEAST)
+    blocks, start, stop, active = share_of(stored, reach, split, splits, few_splits, SPLIT, BLOCK_N, LEAST)
     n_idx = tl.minimum(start, tl.maximum(blocks - 1, 0)) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_mask = n_idx < tl.where(start < stop, stored, 0)
     block_k, block_v, k_scale, v_scale = load_block(
@@ -113,7 +121,7 @@ def decode_kernel(
     cos, sin = angle_of(angles.cos, angles.sin, b * angles.row + pair * angles.pair, d_idx, PAIRS)
     q_heads = q.data + b * q.row + head[:, None] * q.head
     q_mask = m_mask[:, None] & d_mask[None, :]
-    query = apply_rope(q_heads, q_norm, q_mask, d_idx, mate, d_mask, cos, sin, sign, DIM, PAIRS)
+    query = apply_rope(q_heads, q_norm, b, q_mask, d_idx, mate, d_mask, cos, sin, sign, DIM, PAIRS)
     query = query.to(element)
     if UPCAST:
         query = query.to(tl.float32)
@@ -121,7 +129,7 @@ def decode_kernel(
     if PACKED is not None:
         q_in, unit = fitted(query)
         q_scale = (unit * scale)[:, None]
-    at = tl.full((BLOCK_M,), 0, tl.int32) + stored
+    at = tl.full((BLOCK_M,), 0, tl.int32) + store.length
     if start < stop:
         row_max, row_sum, acc, odd = attention_block(
             q_in, block_k, block_v, k_scale, v_scale, n_idx, n_mask, at, row_max, row_sum, acc, odd, q_scale, window,
@@ -139,11 +147,11 @@ def decode_kernel(
         )  # fmt: skip
     if PACKED is not None:
         acc = tl.join(acc, odd).reshape(BLOCK_M, BLOCK_D)
-    if split == active - 1:
+    if k is not None and split == active - 1:
         one = tl.arange(0, 1)[:, None]
         new_mask = (one == 0) & d_mask[None, :]
         k_head = k.data + b * k.row + (g + one) * k.head
-        k_new = apply_rope(k_head, k_norm, new_mask, d_idx, mate, d_mask, cos, sin, sign, DIM, PAIRS)
+        k_new = apply_rope(k_head, k_norm, b, new_mask, d_idx, mate, d_mask, cos, sin, sign, DIM, PAIRS)
         k_new = k_new.to(element)
         v_new = tl.load(v.data + b * v.row + (g + one) * v.head + d_idx[None, :], mask=new_mask, other=0.0)
         block = tl.load(store.table + stored // STORE_BLOCK).to(tl.int64)
@@ -169,9 +177,9 @@ def decode_kernel(
     )  # fmt: skip
 
 
-def decodes_kv8(q, cos, kv) -> bool:
+def decodes_kv8(q, k, cos, kv) -> bool:
     """Whether `kv8_decode_kernel` takes a call."""
-    if kv.key_scales is None or interpreted() or not reaches(q.device, AMPERE):
+    if kv.key_scales is None or k is None or interpreted() or not reaches(q.device, AMPERE):
         return False
     heads, dim = q.shape[2:]
     few = heads // kv.keys.shape[2] <= HEADS and (cos is None or 2 * cos.shape[-1] == dim)
@@ -180,14 +188,15 @@ def decodes_kv8(q, cos, kv) -> bool:
 
 def decode(
     q, k, v, kv, scale, out=None, kv8=None, *, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None,
-    window=None, softcap=None, sinks=None, slopes=None, gate=None,
+    window=None, softcap=None, sinks=None, slopes=None, gate=None, gate_activation="sigmoid", norms_after=False,
+    q_scales=None, chunked=False,
 ):  # fmt: skip
     """`paged_attention` for one new token a row, or a sequence. kv8: whether by `kv8_decode_kernel`; None: where that
     takes it.
     """
-    (rows, _, heads, dim), kv_heads = q.shape, k.shape[2]
+    (rows, _, heads, dim), kv_heads = q.shape, kv.keys.shape[2]
     units, group = rows * kv_heads, heads // kv_heads
-    kv8 = decodes_kv8(q, cos, kv) if kv8 is None else kv8
+    kv8 = not chunked and decodes_kv8(q, k, cos, kv) if kv8 is None else kv8
     packed = packing(kv.key_scales, kv.values, q.dtype)
     most = KV8_MOST_SPLITS if kv8 else MOST_SPLITS
     few = split_count(units, q.device, FILL, most)
@@ -203,10 +212,10 @@ def decode(
         kernel, kept, channels = decode_kernel, units * tile.queries * most, tile.channels
         small = packed is not None and tile.queries == 16 and channels <= 128
         meta = {"num_warps": tile.warps, "num_stages": tile.stages}
-        inside = (gate_of(gate),)
+        inside = (gate_of(gate, gate_activation),)
         constants |= {
             "STORE_BLOCK": kv.block, "BLOCK_M": tile.queries, "BLOCK_N": tile.keys, "BLOCK_D": channels,
-            "COMBINE": combined_rows(group), "PACKED": packed, "UPCAST": upcast(q.dtype),
+            "COMBINE": combined_rows(group, dim), "PACKED": packed, "UPCAST": upcast(q.dtype), "CHUNKED": chunked,
         }  # fmt: skip
     if small:
         meta["maxnreg"] = KV8_REGISTERS
@@ -214,13 +223,13 @@ def decode(
     angles = Angles(None, None)
     if cos is not None:
         angles = Angles(cos, sin, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(2))
+    given = (None if t is None else Heads(t, t.stride(0), t.stride(2)) for t in (q, k, v))
     launch(
-        kernel, (units, splits), *(Heads(t, t.stride(0), t.stride(2)) for t in (q, k, v)), out, angles,
-        kernel_arguments(q_norm)[0], kernel_arguments(k_norm)[0],
+        kernel, (units, splits), *given, out, angles, *norms_of_heads(q_norm, k_norm, norms_after, q_scales),
         scratch_of(units, splits, kept, channels, q.device, kv.split_counters), sinks, slopes, kv.metadata,
         None if kv.ragged is None else kv.ragged.pointers(), *inside, kv.layer, heads, kv_heads, float(scale), window,
         None if softcap is None else float(softcap), splits, few,
         GROUP=group, DIM=dim, PAIRS=0 if cos is None else cos.shape[-1], INTERLEAVED=interleaved,
         HAS_PADDING_MASK=kv.padding_mask is not None, **constants, **meta, **programmatic(q.device),
     )  # fmt: skip
-    return out if inside else apply_gate(out, gate)
+    return out if inside else apply_gate(out, gate, gate_activation)

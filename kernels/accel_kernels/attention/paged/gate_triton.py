@@ -1,4 +1,6 @@
-"""What attention gives times sigmoid(gate): where it is written, or in a pass of its own; rounded as by torch."""
+"""What attention gives times sigmoid(gate) or softplus(gate): where it is written, or in a pass of its own; rounded as
+by torch.
+"""
 
 from typing import NamedTuple
 
@@ -14,25 +16,46 @@ MOST_NUMBERS = 4096  # to a program
 
 
 class OutputGate(NamedTuple):
-    """A gate of each number, (rows, new, heads, D), and the steps from token to token and from head to head."""
+    """A gate of each number, (rows, new, heads, D), or of each head, and the steps between tokens, heads and channels.
+
+    sigmoid: 1, a constant to the compiler, or 0 for softplus. Triton 3.6 takes no None here.
+    """
 
     data: torch.Tensor
     token: int
     head: int
+    channel: int
+    sigmoid: int
 
 
-def gate_of(gate: torch.Tensor | None) -> OutputGate | None:
+def gate_of(gate: torch.Tensor | None, activation: str) -> OutputGate | None:
     """As kernels take it."""
-    return None if gate is None else OutputGate(gate, gate.stride(1 if gate.shape[1] > 1 else 0), gate.stride(2))
+    if gate is None:
+        return None
+    steps = gate.stride(1 if gate.shape[1] > 1 else 0), gate.stride(2), int(gate.shape[3] > 1)
+    return OutputGate(gate, *steps, int(activation == "sigmoid"))
 
 
 @triton.jit
-def times_sigmoid(y, gate, token, head, d_idx, mask, element: tl.constexpr):
+def _softplus(x):
+    """log(1 + exp(x)), as exact where exp(x) is small: the rounding of 1 + exp(x) cancels (Kahan)."""
+    z = tl.exp(tl.minimum(x, 20.0))
+    u = 1.0 + z
+    small = tl.log(u) * (z / tl.where(u == 1.0, 1.0, u - 1.0))
+    return tl.where(x > 20.0, x, tl.where(u == 1.0, z, small))
+
+
+@triton.jit
+def times_gate(y, gate, token, head, d_idx, mask, element: tl.constexpr):
     """y in fp32, (M, D): of these heads of these tokens, (M,). Without a gate y itself."""
     if gate is not None:
-        place = token[:, None] * gate.token + head[:, None] * gate.head + d_idx[None, :]
+        place = token[:, None] * gate.token + head[:, None] * gate.head + d_idx[None, :] * gate.channel
         x = tl.load(gate.data + place, mask=mask, other=0.0).to(tl.float32)
-        y = y.to(element).to(tl.float32) * (1.0 / (1.0 + tl.exp(-x))).to(element).to(tl.float32)
+        if gate.sigmoid == 1:
+            x = 1.0 / (1.0 + tl.exp(-x))
+        else:
+            x = _softplus(x)
+        y = y.to(element).to(tl.float32) * x.to(element).to(tl.float32)
     return y
 
 
@@ -48,20 +71,21 @@ def gate_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     y = tl.load(o_ptr + place, mask=mask, other=0.0).to(tl.float32)
-    y = times_sigmoid(y, gate, m_idx // heads, m_idx % heads, d_idx, mask, o_ptr.dtype.element_ty)
+    y = times_gate(y, gate, m_idx // heads, m_idx % heads, d_idx, mask, o_ptr.dtype.element_ty)
     tl.store(o_ptr + place, y.to(o_ptr.dtype.element_ty), mask=mask)
 
 
-def apply_gate(out: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+def apply_gate(out: torch.Tensor, gate: torch.Tensor | None, activation: str = "sigmoid") -> torch.Tensor:
     """out, (rows, new, heads * D) contiguous, multiplied in place."""
     if gate is None:
         return out
-    rows, new, heads, dim = gate.shape
+    rows, new, heads, _ = gate.shape
+    dim = out.shape[2] // heads
     channels = power_of_two(dim)
     block = max(1, MOST_NUMBERS // channels)
     count = rows * new * heads
     launch(
-        gate_kernel, (cdiv(count, block),), out, gate_of(gate), count, heads,
+        gate_kernel, (cdiv(count, block),), out, gate_of(gate, activation), count, heads,
         DIM=dim, BLOCK_M=block, BLOCK_D=channels, num_warps=8, **programmatic(out.device),
     )  # fmt: skip
     return out

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from accel_kernels.attention.paged import split_kv
-from accel_kernels.attention.paged.gate_triton import times_sigmoid
+from accel_kernels.attention.paged.gate_triton import times_gate
 from accel_kernels.attention.paged.kv_quantization_triton import halves, low_and_high
 
 MOST_SPLITS = tl.constexpr(split_kv.MOST_SPLITS)
@@ -176,7 +176,7 @@ def finish(
     if (scratch.sums is None) or (active <= 1):
         if split == 0:
             y = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
-            y = times_sigmoid(y, gate, token + m_idx // GROUP, g * GROUP + m_idx % GROUP, d_idx, mask, element)
+            y = times_gate(y, gate, token + m_idx // GROUP, g * GROUP + m_idx % GROUP, d_idx, mask, element)
             tl.store(o_ptr + place, y.to(element), mask=mask)
     elif split < active:
         mine = (unit * BLOCK_M + rows) * MOST_SPLITS + split
@@ -207,5 +207,5 @@ def finish(
                 y = tl.sum(parts * weights[:, :, None], axis=1) / tl.where(total == 0.0, 1.0, total)[:, None]
                 out = ((token + m // GROUP) * heads + g * GROUP + m % GROUP)[:, None] * DIM + d_idx[None, :]
                 keep = ((m < new * GROUP) & (row < USED))[:, None] & (d_idx < DIM)[None, :]
-                y = times_sigmoid(y, gate, token + m // GROUP, g * GROUP + m % GROUP, d_idx, keep, element)
+                y = times_gate(y, gate, token + m // GROUP, g * GROUP + m % GROUP, d_idx, keep, element)
                 tl.store(o_ptr + out, y.to(element), mask=keep)

@@ -14,63 +14,92 @@ from accel_kernels.op import dtype_reason, make_op
 
 def reference(
     q, k, v, kv, scale, *, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None, window=None, softcap=None,
-    sinks=None, slopes=None, gate=None, dense=None,
+    sinks=None, slopes=None, gate=None, gate_activation="sigmoid", norms_after=False, q_scales=None,
+    chunked=False, dense=None, skipped=0,
 ):  # fmt: skip
     """q: (rows, new, heads, D); k, v: (rows, new, kv heads, D); any strides, the last 1. Gives (rows, new, heads * D).
 
     Tokens T .. T + new - 1 are added to every row of the store, T = kv.metadata[LENGTH], which the caller moves on.
     With kv.ragged the one row of q holds the new tokens of several sequences, see `Ragged`.
     cos, sin: (1 or rows, new, R / 2), one angle for each pair of the first R channels. Pairs are (i, i + R/2), or with
-    `interleaved` (2 i, 2 i + 1). q_norm, k_norm: a Norm over D before the rotation. scale: of the scores. window: a
-    query at t sees keys above t - window. softcap: scores become softcap * tanh(scores / softcap) (Gemma 2). sinks:
+    `interleaved` (2 i, 2 i + 1). q_norm, k_norm: a Norm over D before the rotation; behind it with `norms_after`.
+    q_scales: (rows, new) contiguous float32, a factor of each token's queries. scale: of the scores. window: a query at
+    t sees keys above t - window; `chunked`: those of its own chunk of so many, of which the first begins behind the
+    padding on the left. softcap: scores become softcap * tanh(scores / softcap) (Gemma 2). sinks:
     (heads,), a score that takes part in the softmax with no value (gpt-oss). slopes: (heads,), adds slope * key
-    position (ALiBi, Press et al. 2022; in a softmax the same as a penalty by distance). gate: like q, what comes out is
-    multiplied by its sigmoid (Qiu et al., "Gated Attention for Large Language Models", 2025). Keys that kv.padding_mask
+    position (ALiBi, Press et al. 2022; in a softmax the same as a penalty by distance). gate: like q, or one a head,
+    (rows, new, heads, 1); what comes out is multiplied by its sigmoid (Qiu et al., "Gated Attention for Large Language
+    Models", 2025), or softplus by `gate_activation`. Keys that kv.padding_mask
     forbids are not seen; a query that sees none gives zeros. dense: a PromptAttention that the calls of a model share,
-    for prompts without past. Where the store rounds keys and values to 8 bits, queries see the rounded ones, their own
-    token's too: what comes out does not depend on how many tokens come at once.
+    for prompts without past. k, v: None where an earlier call with the same kv has stored the new tokens; q then has
+    those behind the first `skipped`. Where the store rounds keys and values to 8 bits, queries see the rounded ones,
+    their own token's too: what comes out does not depend on how many tokens come at once.
     """
     if gate is not None:
         given = {"cos": cos, "sin": sin, "interleaved": interleaved, "q_norm": q_norm, "k_norm": k_norm,
-                 "window": window, "softcap": softcap, "sinks": sinks, "slopes": slopes}  # fmt: skip
-        return reference(q, k, v, kv, scale, **given) * gate.sigmoid().flatten(2)
+                 "window": window, "softcap": softcap, "sinks": sinks, "slopes": slopes, "norms_after": norms_after,
+                 "q_scales": q_scales, "chunked": chunked, "skipped": skipped}  # fmt: skip
+        out = reference(q, k, v, kv, scale, **given).unflatten(-1, (q.shape[2], -1))
+        return (out * _gated(gate, gate_activation)).flatten(2)
     if kv.ragged is not None:
         given = {"interleaved": interleaved, "q_norm": q_norm, "k_norm": k_norm, "window": window, "softcap": softcap,
-                 "sinks": sinks, "slopes": slopes}  # fmt: skip
-        return _by_sequence(q, k, v, kv, scale, cos, sin, given)
+                 "sinks": sinks, "slopes": slopes, "norms_after": norms_after, "chunked": chunked}  # fmt: skip
+        return _by_sequence(q, k, v, kv, scale, {"cos": cos, "sin": sin, "q_scales": q_scales}, given)
     if kv.last is not None:
         behind = (torch.arange(q.shape[1], device=q.device) > kv.last).view(1, -1, 1, 1)
-        q, k, v = (t.masked_fill(behind, 0) for t in (q, k, v))
-    if q_norm is not None:
-        q = norms.reference(q, q_norm)
-    if k_norm is not None:
-        k = norms.reference(k, k_norm)
-    if cos is not None:
+        q, k, v = (None if t is None else t.masked_fill(behind, 0) for t in (q, k, v))
+    if not norms_after:
+        q, k = _normed(q, q_norm), _normed(k, k_norm)
+    if cos is not None and k is None:
+        q = rotated(q, cos, sin, interleaved)
+    elif cos is not None:
         q, k = rotated(torch.cat((q, k), dim=2), cos, sin, interleaved).split([q.shape[2], k.shape[2]], dim=2)
-    start = kv.stored()
+    if norms_after:
+        q, k = _normed(q, q_norm), _normed(k, k_norm)
+    if q_scales is not None:
+        q = (q * q_scales[..., None, None]).to(q.dtype)
+    start = kv.stored() + skipped
     end = start + q.shape[1]
-    kv.write(start, k, v)
+    if k is not None:
+        kv.write(start, k, v)
     keys, values = kv.read(end, q.dtype)
     if softcap is None and sinks is None and slopes is None:
         all_seen = window is None and kv.padding_mask is None and q.shape[1] == 1
-        seen = None if all_seen else seen_keys(q, end, start, kv.padding_mask, window)
+        seen = None if all_seen else seen_keys(q, end, start, kv.padding_mask, window, chunked)
         return standard_attention(q, keys, values, seen, scale)
-    return _attention(q, keys, values, seen_keys(q, end, start, kv.padding_mask, window), scale, softcap, sinks, slopes)
+    seen = seen_keys(q, end, start, kv.padding_mask, window, chunked)
+    return _attention(q, keys, values, seen, scale, softcap, sinks, slopes)
 
 
-def _by_sequence(q, k, v, kv, scale, cos, sin, given):
+def _gated(gate, activation):
+    if activation == "sigmoid":
+        return gate.sigmoid()
+    return F.softplus(gate if gate.dtype == torch.float64 else gate.float()).to(gate.dtype)
+
+
+def _normed(t, norm):
+    return t if norm is None else norms.reference(t, norm)
+
+
+def _by_sequence(q, k, v, kv, scale, by_token, given):
     """Each sequence of a `Ragged` by itself; zeros for what fills the call up."""
     out = q.new_zeros(1, q.shape[1], q.shape[2] * q.shape[3])
     for new, alone in kv.sequences():
-        angles = {} if cos is None else {"cos": cos[:, new], "sin": sin[:, new]}
-        out[:, new] = reference(q[:, new], k[:, new], v[:, new], alone, scale, **angles, **given)
+        mine = {name: t if t is None else t[:, new] for name, t in by_token.items()}
+        new_q, new_k, new_v = (None if t is None else t[:, new] for t in (q, k, v))
+        out[:, new] = reference(new_q, new_k, new_v, alone, scale, **mine, **given)
     return out
 
 
-def seen_keys(q, end, start, padding_mask, window):
+def seen_keys(q, end, start, padding_mask, window, chunked=False):
     """(rows or 1, 1, new, end): which keys a query sees."""
     at = torch.arange(end, device=q.device)
     seen = at <= at[start:, None]
+    if chunked:
+        mask = None if padding_mask is None else padding_mask[:, :end].bool()
+        first = 0 if mask is None else (mask.cumsum(1) == 0).sum(1)[:, None, None, None]
+        seen = seen & ((at - first) // window == (at[start:, None] - first) // window)
+        return seen[None, None] if mask is None else seen & mask[:, None, None]
     if window is not None:
         seen = seen & (at > at[start:, None] - window)
     return seen[None, None] if padding_mask is None else seen & padding_mask[:, None, None, :end].bool()
@@ -123,38 +152,43 @@ def rotated(t: torch.Tensor, cos, sin, interleaved: bool) -> torch.Tensor:
 
 def supports(
     q, k, v, kv, scale, *, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None, window=None, softcap=None,
-    sinks=None, slopes=None, gate=None, dense=None,
+    sinks=None, slopes=None, gate=None, gate_activation="sigmoid", norms_after=False, q_scales=None,
+    chunked=False, dense=None, skipped=0,
 ) -> str | None:  # fmt: skip
     if q.numel() == 0:
         return "empty"
-    if q.shape[-1] > 256:
-        return f"head dimension {q.shape[-1]}, more than 256"
-    if v.shape[-1] != q.shape[-1]:
+    if q.shape[-1] > 512:
+        return f"head dimension {q.shape[-1]}, more than 512"
+    if v is not None and v.shape[-1] != q.shape[-1]:
         return f"values of {v.shape[-1]} channels, keys of {q.shape[-1]}"
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.stride(-1) != 1:
+        if tensor is not None and tensor.stride(-1) != 1:
             return f"{name}: channels not next to each other"
-    if (kv.key_scales is None and kv.keys.dtype != q.dtype) or k.dtype != q.dtype or v.dtype != q.dtype:
+    if (kv.key_scales is None and kv.keys.dtype != q.dtype) or any(
+        t is not None and t.dtype != q.dtype for t in (k, v)
+    ):
         return "queries and stored keys of different dtypes"
     if (reason := float8_reason(q.device, kv.keys.dtype)) is not None:
         return reason
     if kv.ragged is not None and (q.shape[0] != 1 or kv.padding_mask is not None):
         return "sequences of different lengths in several rows, or with a padding mask"
-    if kv.ragged is not None and q.shape[2] // k.shape[2] > 128:
-        return f"{q.shape[2] // k.shape[2]} heads a group, more than 128, of sequences of different lengths"
+    if kv.ragged is not None and (q.shape[2] // kv.keys.shape[2] > 128 or skipped):
+        return f"{q.shape[2] // kv.keys.shape[2]} heads a group, more than 128, of sequences of different lengths"
     if gate is not None and (reason := _gate_reason(q, gate)) is not None:
         return reason
+    if q_scales is not None and (q_scales.shape != q.shape[:2] or not q_scales.is_contiguous()):
+        return "factors of queries of another form than (rows, new)"
     for norm in (q_norm, k_norm):
         if norm is not None and (norm.centered or norm.bias is not None or norm.weight is None):
             return "a query or key norm with a mean or bias, or without a weight"
-    return dtype_reason(q, k, v, cos, sin, sinks, slopes, gate)
+    return dtype_reason(q, k, v, cos, sin, sinks, slopes, gate, q_scales)
 
 
 def _gate_reason(q, gate) -> str | None:
     """Why a gate cannot be read where the output is written."""
-    if gate.shape != q.shape or gate.dtype != q.dtype:
+    if gate.shape not in (q.shape, (*q.shape[:3], 1)) or gate.dtype != q.dtype:
         return "a gate of another shape or dtype than the queries"
-    if gate.stride(-1) != 1:
+    if gate.shape[3] > 1 and gate.stride(-1) != 1:
         return "gate: channels not next to each other"
     rows, new = gate.shape[:2]
     if rows > 1 and new > 1 and gate.stride(0) != new * gate.stride(1):
@@ -196,6 +230,15 @@ CASES = (
     _small("prefill-all", 2, 9, 20, 4, 2, 32, sinks=True, slopes=True, softcap=4.0, padding_mask=True),
     _small("prefill-gate", 2, 0, 23, 4, 2, 32, rotary=16, qk_norm=True, gate=True),
     _small("prefill-gate-more", 2, 19, 5, 3, 3, 20, window=11, gate=True, shuffled=True),
+    _small("borrowed-decode", 2, 37, 1, 4, 2, 32, rotary=32, borrowed=True, shuffled=True),
+    _small("borrowed-decode-window", 1, 64, 1, 4, 2, 32, window=17, padding_mask=True, borrowed=True),
+    _small("borrowed-decode-partial", 1, 15, 1, 4, 2, 32, rotary=16, window=16, borrowed=True),
+    _small("borrowed-prefill", 2, 0, 23, 4, 2, 32, rotary=32, last=18, borrowed=True),
+    _small("borrowed-prefill-end", 2, 0, 1, 4, 2, 32, rotary=32, window=9, skipped=22, borrowed=True),
+    _small("borrowed-verify-end", 1, 19, 3, 4, 1, 32, rotary=32, skipped=14, padding_mask=True, borrowed=True),
+    _small("int8-borrowed-decode", 2, 37, 1, 4, 2, 32, rotary=32, window=20, borrowed=True, **INT8),
+    _small("decode-512", 1, 37, 1, 4, 1, 272, rotary=272),
+    _small("prefill-512", 1, 0, 19, 4, 2, 512, rotary=512, padding_mask=True),
     _small("int8-decode-gate", 1, 37, 1, 4, 2, 32, rotary=32, gate=True, **INT8),
     _small("int8-decode", 2, 37, 1, 4, 2, 32, rotary=32, padding_mask=True, shuffled=True, **INT8),
     _small("int8-decode-odd", 1, 21, 1, 3, 3, 20, rotary=10, window=9, sinks=True, **INT8),
@@ -216,6 +259,9 @@ CASES = (
     _large("int8-decode-interleaved", 2, 190, 1, 8, 2, 128, rotary=128, interleaved=True, **INT8),
     _large("int8-decode-softcap", 2, 190, 1, 8, 1, 128, softcap=5.0, slopes=True, **INT8),
     _large("int8-decode-qk-norm", 1, 64, 1, 3, 3, 64, rotary=64, qk_norm=True, **INT8),
+    _large(
+        "int8-decode-norm-after", 2, 64, 1, 3, 3, 64, rotary=64, qk_norm=True, norms_after=True, q_scales=True, **INT8
+    ),
     _llama("llama-prefill-int8", 1, 0, 700, **INT8),
     _llama("llama-prefill", 1, 0, 2048),
     _llama("llama-prefill-filled", 1, 0, 704, last=661),
@@ -245,12 +291,37 @@ CASES = (
     _ragged("ragged-none", [], 2, 1, 32, rotary=32, idle=2, fill=4),
     _ragged("ragged-all", [(9, 1), (30, 20)], 4, 4, 32, sinks=True, slopes=True, softcap=4.0),
     _ragged("ragged-gate", [(37, 1), (60, 1), (0, 23), (5, 3)], 4, 2, 32, rotary=32, qk_norm=True, gate=True, fill=2),
+    _ragged("ragged-borrowed", [(37, 1), (60, 1), (0, 23), (5, 3)], 4, 2, 32, rotary=32, window=18, borrowed=True),
+    _ragged(
+        "ragged-norm-after",
+        [(37, 1), (60, 1), (0, 23)],
+        4,
+        2,
+        32,
+        rotary=32,
+        qk_norm=True,
+        norms_after=True,
+        q_scales=True,
+    ),
     _ragged("ragged-int8", [(37, 1), (0, 23), (5, 3)], 4, 2, 32, rotary=32, fill=2, **INT8),
     ragged_case("ragged-fp8", [(37, 1), (9, 23)], 4, 2, 64, rotary=64, **FP8),
     _large_ragged("ragged-int8-decode", [(317, 1), (64, 1), (9, 1)], 8, 2, 128, rotary=128, idle=5, fill=5, **INT8),
+    _large("gemma4-decode", 1, 900, 1, 8, 1, 512, rotary=512, qk_norm=True),
+    _large("gemma4-prefill", 1, 0, 700, 8, 1, 512, rotary=512, qk_norm=True),
+    _large("gemma4-borrowed-decode", 2, 900, 1, 8, 2, 256, rotary=256, window=512, borrowed=True),
+    _large("gemma4-borrowed-prefill", 1, 0, 300, 8, 2, 256, rotary=256, window=200, borrowed=True),
+    _large("gemma4-borrowed-end", 1, 0, 1, 8, 2, 512, rotary=512, skipped=700, borrowed=True),
     _llama_ragged("ragged-llama", [*[(100 * i, 1) for i in range(20)], (0, 700), (64, 300)], idle=4, fill=4),
     _large_ragged("ragged-gemma2", [(700, 1), (0, 300)], 8, 4, 256, rotary=256, window=512, softcap=50.0),
     _large_ragged("ragged-phi-80", [(300, 1), (20, 150)], 32, 32, 80, rotary=32),
+    _small("decode-norm-after", 2, 30, 1, 4, 2, 32, rotary=32, qk_norm=True, norms_after=True, q_scales=True),
+    _small("prefill-norm-after", 2, 9, 20, 4, 2, 20, rotary=10, qk_norm=True, norms_after=True, q_scales=True),
+    _small("decode-chunked", 3, 57, 1, 4, 2, 32, window=11, chunked=True, padding_mask=True, hole=40),
+    _small("prefill-chunked", 3, 19, 23, 4, 2, 32, window=11, chunked=True, padding_mask=True, hole=40),
+    _small("decode-softplus", 2, 37, 1, 4, 2, 32, rotary=32, gate=1, gate_activation="softplus"),
+    _small("prefill-softplus", 2, 19, 5, 3, 3, 20, gate=20, gate_activation="softplus"),
+    _ragged("ragged-chunked", [(37, 1), (60, 1), (0, 23), (9, 7)], 4, 2, 32, rotary=32, window=11, chunked=True),
+    _ragged("ragged-softplus", [(37, 1), (60, 1), (0, 23)], 4, 2, 32, gate=1, gate_activation="softplus"),
 )
 
 paged_attention = make_op("paged_attention", reference, supports, CASES)

@@ -20,7 +20,7 @@ from accel_kernels.attention.paged.online_softmax_triton import (
 )
 from accel_kernels.attention.paged.rotary_store_triton import rotary_store
 from accel_kernels.attention.paged.split_kv import MOST_SPLITS, combined_rows, scratch_of, split_count, tile_of
-from accel_kernels.attention.paged.store_triton import padding_mask_of, store_of
+from accel_kernels.attention.paged.store_triton import padding_mask_of, seen_of_chunk, store_of
 from accel_kernels.attention.prefill_attention import PromptAttention
 from accel_kernels.device import programmatic, upcast
 from accel_kernels.sizes import cdiv, power_of_two
@@ -59,13 +59,13 @@ def sequence_of_tile(tile, ragged, TOKENS: tl.constexpr, PREFILLS: tl.constexpr,
     return low.to(tl.int64), place, start.to(tl.int64), tl.where(low < last, end - start, 0)
 
 
-@triton.jit(do_not_specialize=("layer", "new", "window", "splits"))
+@triton.jit(do_not_specialize=("layer", "new", "window", "splits", "skipped"))
 def paged_attention_kernel(
     q_ptr, o_ptr, gate, scratch, sinks_ptr, slopes_ptr, metadata_ptr,
-    ragged, layer, new, heads, kv_heads, scale, window, softcap, splits,
+    ragged, layer, new, heads, kv_heads, scale, window, softcap, splits, skipped,
     GROUP: tl.constexpr, DIM: tl.constexpr, HAS_PADDING_MASK: tl.constexpr, STORE_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, COMBINE: tl.constexpr, KV_DTYPE: tl.constexpr,
-    PREFILLS: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    PREFILLS: tl.constexpr, UPCAST: tl.constexpr, CHUNKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     element = q_ptr.dtype.element_ty
     stored_as: tl.constexpr = element if KV_DTYPE is None else KV_DTYPE
@@ -88,7 +88,7 @@ def paged_attention_kernel(
     padding_mask_ptr = None
     if HAS_PADDING_MASK:
         padding_mask_ptr = padding_mask_of(metadata_ptr, b, STORE_BLOCK)
-    stored = store.length
+    stored = store.length + skipped
     m_idx = tile * USED + tl.arange(0, BLOCK_M)
     d_idx = tl.arange(0, BLOCK_D)
     d_mask = d_idx < DIM
@@ -105,7 +105,12 @@ def paged_attention_kernel(
     end = stored + tl.minimum((tile * USED + USED - 1) // GROUP, new - 1) + 1
     first = 0
     if window is not None:
-        first = tl.maximum(0, stored + (tile * USED) // GROUP + 1 - window) // BLOCK_N
+        begins = stored + (tile * USED) // GROUP
+        if CHUNKED:
+            first = tl.maximum(0, begins + 1 - seen_of_chunk(begins, window, end, padding_mask_ptr)) // BLOCK_N
+            window = seen_of_chunk(at, window, end, padding_mask_ptr)[:, None]
+        else:
+            first = tl.maximum(0, begins + 1 - window) // BLOCK_N
     blocks = tl.cdiv(end, BLOCK_N)
     share = blocks - first
     if scratch.sums is not None:
@@ -138,60 +143,70 @@ def paged_attention_kernel(
 
 def paged_attention(
     q, k, v, kv, scale, *, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None, window=None, softcap=None,
-    sinks=None, slopes=None, gate=None, dense=None,
+    sinks=None, slopes=None, gate=None, gate_activation="sigmoid", norms_after=False, q_scales=None,
+    chunked=False, dense=None, skipped=0,
 ):  # fmt: skip
-    """Same arguments and result as the reference; head dimension up to 256."""
+    """Same arguments and result as the reference; head dimension up to 512."""
     turning = {"cos": cos, "sin": sin, "interleaved": interleaved, "q_norm": q_norm, "k_norm": k_norm}
+    turning |= {"norms_after": norms_after, "q_scales": q_scales}
     scores = {"window": window, "softcap": softcap, "sinks": sinks, "slopes": slopes, "gate": gate}
+    scores |= {"gate_activation": gate_activation, "chunked": chunked}
     if kv.ragged is not None:
         return ragged_attention(q, k, v, kv, scale, turning, scores)
-    if q.shape[1] == 1:
+    if q.shape[1] == 1 and not skipped:
         return decode(q, k, v, kv, scale, **turning, **scores)
-    (rows, new, heads, dim), kv_heads = q.shape, k.shape[2]
+    (rows, new, heads, dim), kv_heads = q.shape, kv.keys.shape[2]
     extras = (kv.padding_mask, softcap, sinks, slopes)
     plain = all(e is None for e in extras) and (window is None or window >= new)
-    torchs = new > 1 if not kv.by_address else new > SHORT and dim % 8 == 0  # of other sizes it keeps all scores
+    # Of other sizes it keeps all scores; and keys that are stored already a graph does not know.
+    torchs = new > 1 if not kv.by_address else new > SHORT and dim % 8 == 0 and k is not None
+    torchs = torchs and dim <= 256 and not skipped
     if kv.is_prefill and plain and q.is_cuda and torchs:
         out = _fresh(q, k, v, kv, scale, dense or PromptAttention(), **turning)
-        return apply_gate(out, gate)
+        return apply_gate(out, gate, gate_activation)
     q = rotary_store(q, k, v, kv, **turning)
     out = torch.empty((rows, new, heads * dim), device=q.device, dtype=q.dtype)
     tile = tile_of(new * (heads // kv_heads), kv.block, dim, q.dtype)
     tiles = cdiv(new * (heads // kv_heads), tile.queries)
     # A prompt in a graph has few keys to a query, and room for shares would stay with the graph.
     splits = 1 if kv.is_prefill and kv.by_address else split_count(rows * kv_heads * tiles, q.device)
-    attend_tiles(q, out, kv, scale, (tiles, rows * kv_heads, splits), tile, **scores)
+    attend_tiles(q, out, kv, scale, (tiles, rows * kv_heads, splits), tile, skipped=skipped, **scores)
     return out
 
 
-def attend_tiles(q, out, kv, scale, grid, tile, prefills=False, *, window, softcap, sinks, slopes, gate):
+def attend_tiles(
+    q, out, kv, scale, grid, tile, prefills=False, skipped=0, *, window, softcap, sinks, slopes, gate, gate_activation,
+    chunked,
+):  # fmt: skip
     """Launches the kernel over tiles of queries, which are stored and rotated already. prefills: see `rotary_store`."""
     _, new, heads, dim = q.shape
     tiles, units, splits = grid
     kv_heads = kv.keys.shape[2]
+    group = heads // kv_heads
     kept = units * tiles * tile.queries * MOST_SPLITS
     scratch = scratch_of(units * tiles, splits, kept, tile.channels, q.device, kv.split_counters)
     launch(
-        paged_attention_kernel, grid, q, out, gate_of(gate), scratch, sinks, slopes, kv.metadata,
+        paged_attention_kernel, grid, q, out, gate_of(gate, gate_activation), scratch, sinks, slopes, kv.metadata,
         None if kv.ragged is None else kv.ragged.pointers(), kv.layer, new, heads, kv_heads, float(scale), window,
-        None if softcap is None else float(softcap), splits,
-        GROUP=heads // kv_heads, DIM=dim, HAS_PADDING_MASK=kv.padding_mask is not None, STORE_BLOCK=kv.block,
-        BLOCK_M=tile.queries, BLOCK_N=tile.keys, BLOCK_D=tile.channels, COMBINE=combined_rows(heads // kv_heads * new),
-        KV_DTYPE=kv_dtype_of(kv.key_scales, kv.keys), PREFILLS=prefills, UPCAST=upcast(q.dtype), num_warps=tile.warps,
-        num_stages=tile.stages, **programmatic(q.device),
+        None if softcap is None else float(softcap), splits, skipped,
+        GROUP=group, DIM=dim, HAS_PADDING_MASK=kv.padding_mask is not None, STORE_BLOCK=kv.block,
+        BLOCK_M=tile.queries, BLOCK_N=tile.keys, BLOCK_D=tile.channels, COMBINE=combined_rows(group * new, dim),
+        KV_DTYPE=kv_dtype_of(kv.key_scales, kv.keys), PREFILLS=prefills, UPCAST=upcast(q.dtype), CHUNKED=chunked,
+        num_warps=tile.warps, num_stages=tile.stages, **programmatic(q.device),
     )  # fmt: skip
 
 
 def ragged_attention(q, k, v, kv, scale, turning, scores):
     """`paged_attention` of a `Ragged`. turning: angles and norms of heads; scores: what changes them, and the gate."""
     ragged, (tokens, heads, dim) = kv.ragged, q.shape[1:]
-    group = heads // k.shape[2]
+    kv_heads = kv.keys.shape[2]
+    group = heads // kv_heads
     # Tiles write only rows of sequences; the kernel of the decodes writes every row that it is launched for.
     make = torch.zeros if ragged.most_prefills or ragged.most_decodes < tokens else torch.empty
     out = make((1, tokens, heads * dim), device=q.device, dtype=q.dtype)
     most = min(ragged.most_decodes, tokens)
     if most > 0:
-        single = [t.transpose(0, 1)[:most] for t in (q, k, v)]
+        single = [None if t is None else t.transpose(0, 1)[:most] for t in (q, k, v)]
         angles = {name: None if turning[name] is None else turning[name].transpose(0, 1)[:most] for name in ANGLES}
         gates = None if scores["gate"] is None else scores["gate"].transpose(0, 1)[:most]
         decode(*single, kv, scale, out.view(tokens, 1, -1), **turning | angles, **scores | {"gate": gates})
@@ -200,7 +215,7 @@ def ragged_attention(q, k, v, kv, scale, turning, scores):
         tile = tile_of(group * tokens, kv.block, dim, q.dtype)
         tile = tile._replace(queries=max(tile.queries, power_of_two(group)))
         tiles = tokens // (tile.queries // group) + ragged.most_prefills
-        attend_tiles(q, out, kv, scale, (tiles, k.shape[2], 1), tile, most > 0, **scores)
+        attend_tiles(q, out, kv, scale, (tiles, kv_heads, 1), tile, most > 0, **scores)
     return out
 
 

@@ -3,6 +3,8 @@
 A program takes one token's block of heads of one kind. The store is found by address, see `paged.kv`.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -10,11 +12,32 @@ import triton.language as tl
 from accel_kernels.attention.paged.kv_quantization_triton import kv_dtype_of, rounded
 from accel_kernels.attention.paged.store_triton import AT_LAYERS, AT_LENGTH, OF_EACH, stored_at, table_row
 from accel_kernels.device import programmatic
-from accel_kernels.norm.norm import kernel_arguments
+from accel_kernels.norm.norm import Norm
 from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch
 
 MOST_HEADS = 32  # to a program
+
+
+class HeadNormArguments(NamedTuple):
+    """A norm of heads as kernels take it: its weight before the rotation, or behind it; factors: one of each token."""
+
+    before: torch.Tensor | None = None
+    behind: torch.Tensor | None = None
+    factors: torch.Tensor | None = None
+    eps: float = 0.0
+    offset: float = 0.0
+
+
+def norms_of_heads(
+    q_norm: Norm | None, k_norm: Norm | None, after: bool, q_scales: torch.Tensor | None
+) -> tuple[HeadNormArguments, HeadNormArguments]:
+    """Those of queries and keys, see `paged_attention`."""
+    made = []
+    for norm, factors in ((q_norm, q_scales), (k_norm, None)):
+        weight, eps, offset = (None, 0.0, 0.0) if norm is None else (norm.weight, norm.eps, norm.offset)
+        made.append(HeadNormArguments(*((None, weight) if after else (weight, None)), factors, eps, offset))
+    return made[0], made[1]
 
 
 @triton.jit(do_not_specialize=("layer", "new"))
@@ -60,18 +83,20 @@ def rotary_store_kernel(
         tl.extra.cuda.gdc_wait()
     angle = b * stride_cb + s * stride_cs + pair * stride_cp
     cos, sin = angle_of(cos_ptr, sin_ptr, angle, d_idx, PAIRS)
-    element = v_ptr.dtype.element_ty
+    element = o_ptr.dtype.element_ty
     if part < q_blocks:
         h = part * BLOCK_H + h_idx
         mask, there = (h < heads)[:, None] & d_mask[None, :], (h < read)[:, None] & d_mask[None, :]
         heads_ptr = q_ptr + b * stride_qb + s * stride_qs + h[:, None] * stride_qh
-        q = apply_rope(heads_ptr, q_norm, there, d_idx, mate, d_mask, cos, sin, sign, DIM, PAIRS)
+        q = apply_rope(heads_ptr, q_norm, b * new + s, there, d_idx, mate, d_mask, cos, sin, sign, DIM, PAIRS)
         tl.store(o_ptr + ((b * new + s) * heads + h[:, None]) * DIM + d_idx[None, :], q.to(element), mask=mask)
+    elif k_ptr is None:
+        pass
     elif part < q_blocks + k_blocks:
         h = (part - q_blocks) * BLOCK_H + h_idx
         mask, there = (h < kv_heads)[:, None] & d_mask[None, :], (h < kv_read)[:, None] & d_mask[None, :]
         heads_ptr = k_ptr + b * stride_kb + s * stride_ks + h[:, None] * stride_kh
-        k = apply_rope(heads_ptr, k_norm, there, d_idx, mate, d_mask, cos, sin, sign, DIM, PAIRS)
+        k = apply_rope(heads_ptr, k_norm, b * new + s, there, d_idx, mate, d_mask, cos, sin, sign, DIM, PAIRS)
         put(
             k.to(element), metadata_ptr, layer, 0, block, slot, token, h, d_idx, mask, kv_heads, b * new + s,
             shown_k_ptr, DIM, STORE_BLOCK, KV_DTYPE,
@@ -141,44 +166,55 @@ def angle_of(cos_ptr, sin_ptr, place, d_idx, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def apply_rope(heads_ptr, norm, mask, d_idx, mate, d_mask, cos, sin, sign, DIM: tl.constexpr, PAIRS: tl.constexpr):
-    """A block of heads, normed and rotated, in fp32."""
+def apply_rope(
+    heads_ptr, norm, token, mask, d_idx, mate, d_mask, cos, sin, sign, DIM: tl.constexpr, PAIRS: tl.constexpr
+):  # fmt: skip
+    """A block of a token's heads, normed and rotated, in fp32. norm: `HeadNormArguments`."""
     x = tl.load(heads_ptr + d_idx[None, :], mask=mask, other=0.0).to(tl.float32)
     rstd = 1.0
-    if norm.weight is not None:
+    if norm.before is not None:
         rstd = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + norm.eps)[:, None]
-        x *= rstd * (tl.load(norm.weight + d_idx, mask=d_mask, other=0.0).to(tl.float32) + norm.offset)[None, :]
+        x *= rstd * (tl.load(norm.before + d_idx, mask=d_mask, other=0.0).to(tl.float32) + norm.offset)[None, :]
     if PAIRS > 0:
         y = tl.load(heads_ptr + mate[None, :], mask=mask, other=0.0).to(tl.float32)
-        if norm.weight is not None:
-            y *= rstd * (tl.load(norm.weight + mate, mask=d_mask, other=0.0).to(tl.float32) + norm.offset)[None, :]
+        if norm.before is not None:
+            y *= rstd * (tl.load(norm.before + mate, mask=d_mask, other=0.0).to(tl.float32) + norm.offset)[None, :]
         x = x * cos + sign[None, :] * y * sin
+    if norm.behind is not None:
+        rstd = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + norm.eps)[:, None]
+        x *= rstd * (tl.load(norm.behind + d_idx, mask=d_mask, other=0.0).to(tl.float32) + norm.offset)[None, :]
+    if norm.factors is not None:
+        x *= tl.load(norm.factors + token)
     return x
 
 
 def rotary_store(
-    q, k, v, kv, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None, shown=False, prefills=False
-):
+    q, k, v, kv, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None, norms_after=False, q_scales=None,
+    shown=False, prefills=False,
+):  # fmt: skip
     """Stores the new keys and values; returns the queries, (rows, new, heads, D) contiguous.
 
     Arguments as `paged_attention`.
+
+    k, v: None where nothing is to be stored.
 
     shown: returns (queries, keys, values), the last two as the store has them, rounded where it rounds them,
     (rows, new, kv heads, D) contiguous. prefills: of a `Ragged`, leaves the decodes out.
     """
     rows, new, heads, dim = q.shape
-    kv_heads = k.shape[2]
+    kv_heads = kv.keys.shape[2]
     out = torch.empty(q.shape, device=q.device, dtype=q.dtype)
+    strides = [(0, 0, 0) if t is None else t.stride()[:3] for t in (q, k, v)]
     keys, values = (torch.empty(k.shape, device=q.device, dtype=q.dtype) if shown else None for _ in range(2))
     pairs = 0 if cos is None else cos.shape[-1]
     angles = (0, 0, 0) if cos is None else (cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), cos.stride(2))
     block_h = min(MOST_HEADS, power_of_two(max(heads, kv_heads)))
-    grid = (rows * new, cdiv(heads, block_h) + 2 * cdiv(kv_heads, block_h))
+    grid = (rows * new, cdiv(heads, block_h) + (0 if k is None else 2 * cdiv(kv_heads, block_h)))
     launch(
         rotary_store_kernel, grid,
-        q, k, v, out, cos, sin, kernel_arguments(q_norm)[0], kernel_arguments(k_norm)[0], kv.metadata,
-        None if kv.ragged is None else kv.ragged.pointers(), kv.last, keys, values, *q.stride()[:3], *k.stride()[:3],
-        *v.stride()[:3], *angles, kv.layer, new, heads, kv_heads,
+        q, k, v, out, cos, sin, *norms_of_heads(q_norm, k_norm, norms_after, q_scales), kv.metadata,
+        None if kv.ragged is None else kv.ragged.pointers(), kv.last, keys, values, *strides[0], *strides[1],
+        *strides[2], *angles, kv.layer, new, heads, kv_heads,
         DIM=dim, PAIRS=pairs, INTERLEAVED=interleaved, STORE_BLOCK=kv.block, BLOCK_H=block_h, BLOCK_D=power_of_two(dim),
         KV_DTYPE=kv_dtype_of(kv.key_scales, kv.keys), PREFILLS=prefills, num_warps=4, **programmatic(q.device),
     )  # fmt: skip

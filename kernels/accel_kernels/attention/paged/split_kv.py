@@ -29,6 +29,9 @@ def tile_of(queries: int, store_block: int, dim: int, dtype: torch.dtype) -> Til
     """As measured on an H200. A block of keys never crosses a block of the store."""
     channels = max(16, power_of_two(dim))
     wide = dtype == torch.float32
+    if channels > 256:
+        few = queries <= 16 or wide
+        return Tile(16 if few else 32, min(store_block, 16), channels, 4 if few else 8, 1 if wide else 2)
     keys = min(store_block, 32 if wide or channels > 128 else 64)
     if queries <= 16:
         return Tile(16, keys, channels, 4, 2 if wide else 3)
@@ -42,9 +45,9 @@ def split_count(units: int, device: torch.device, fill: int = FILL, most: int = 
     return min(most, max(1, fill * multiprocessors(device) // units))
 
 
-def combined_rows(rows: int) -> int:
+def combined_rows(rows: int, dim: int = 0) -> int:
     """Rows of queries whose shares are put together at once: as many as fit the registers."""
-    return min(4, power_of_two(rows))
+    return 1 if dim > 256 else min(4, power_of_two(rows))
 
 
 class Scratch(NamedTuple):

@@ -50,6 +50,20 @@ def row_of(metadata_ptr, layer, b, ragged):
 
 
 @triton.jit
+def seen_of_chunk(at, chunk, stored, padding_mask_ptr):
+    """How many keys queries at `at` see of their chunk, their own included; the first begins behind the padding."""
+    first = 0
+    if padding_mask_ptr is not None:
+        idx = tl.arange(0, 128)
+        hidden = 128
+        while (hidden == 128) & (first < stored):
+            mask = tl.load(padding_mask_ptr + first + idx, mask=first + idx < stored, other=1)
+            hidden = tl.min(tl.where(mask != 0, idx, 128), axis=0)
+            first += hidden
+    return (at - first) % chunk + 1
+
+
+@triton.jit
 def share_of(stored, window, split, splits, few_splits, SPLIT: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr):
     """For one new token: blocks stored, where this share of them starts and stops, and how many shares there are.
 

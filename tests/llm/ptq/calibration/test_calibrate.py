@@ -81,7 +81,7 @@ def test_where_the_model_does_something_between_its_layers_they_are_given_that()
 
 
 @pytest.mark.parametrize(("method", "scheme"), ALL, ids=METHODS)
-@pytest.mark.parametrize("name", ["llama-biases", "gpt2", "phi", "mixtral", "qwen2-moe", "codegen", "mamba"])
+@pytest.mark.parametrize("name", ["llama-biases", "gpt2", "phi", "mixtral", "qwen2-moe", "codegen", "jamba"])
 @pytest.mark.share(6)
 def test_the_model_is_left_as_the_results_say_and_nothing_else_is_changed(name, method, scheme):
     stock = make(name)

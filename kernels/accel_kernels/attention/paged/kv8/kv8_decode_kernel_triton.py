@@ -131,7 +131,7 @@ def kv8_decode_kernel(
     head = g * GROUP + m_idx
     q_heads = q.data + b * q.row + gl.expand_dims(head, 1) * q.head
     q_mask = gl.expand_dims(m_mask, 1) & gl.expand_dims(d_mask, 0)
-    query = apply_rope(q_heads, q_norm, q_mask, d_idx, mate, d_mask, cos, sin, sign, DIM, PAIRS)
+    query = apply_rope(q_heads, q_norm, b, q_mask, d_idx, mate, d_mask, cos, sin, sign, DIM, PAIRS)
     query = query.to(element)
     halves, unit = fitted(query)
     halves = gl.convert_layout(halves, FRAGMENT).to(gl.int16, bitcast=True)

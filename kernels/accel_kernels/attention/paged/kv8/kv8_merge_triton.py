@@ -25,7 +25,7 @@ def add_new(
     one = gl.arange(0, 1, gl.SliceLayout(1, WIDE))
     row = gl.expand_dims(one, 1)
     mask = (row == 0) & gl.expand_dims(d_idx < DIM, 0)
-    k_new = apply_rope(k_ptr + row, k_norm, mask, d_idx, mate, d_idx < DIM, cos, sin, sign, DIM, PAIRS)
+    k_new = apply_rope(k_ptr + row, k_norm, g, mask, d_idx, mate, d_idx < DIM, cos, sin, sign, DIM, PAIRS)
     v_new = gl.load(v_ptr + row + gl.expand_dims(d_idx, 0), mask=mask, other=0.0)
     k_new, k_scale = rounded(k_new.to(element).to(gl.float32), KV_DTYPE)
     v_new, v_scale = rounded(v_new.to(gl.float32), KV_DTYPE)

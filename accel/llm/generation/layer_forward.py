@@ -1,0 +1,138 @@
+"""The fused forward of one decoder layer, which runs while a step of the whole model is under way."""
+
+from typing import Any
+
+import torch
+from accel_kernels.warmup import warming_up
+from torch import nn
+
+from accel.fusion.stacked_linears import can_stack
+from accel.llm.parts.linear import weights
+from accel.llm.parts.step import ForwardContext, Step
+from accel.llm.recording.record import NotUnderstood
+from accel.llm.runtime.layer import BoundLayer, LayerSpec
+from accel.patching.fallback_log import FallbackLog
+from accel.patching.fast_forward import FastForward, Kernels
+from accel.patching.guard import LayerGuard, changed_since
+
+
+class LayerForward(FastForward):
+    """Computes its layer while a step is under way on this thread; outside of one the stock forward runs.
+
+    Whether it may is asked for all layers before a forward, in `obstacle`: half a forward cannot fall back.
+    """
+
+    bound: Any  # a BoundLayer
+    repeats = False  # another layer launches the same kernels, so that a dry run skips this one
+
+    def __init__(
+        self,
+        module: nn.Module,
+        path: str,
+        kernels: Kernels,
+        log: FallbackLog,
+        spec: LayerSpec,
+        steps: ForwardContext,
+    ) -> None:
+        super().__init__(module, path, kernels, log)
+        self.spec, self.steps = spec, steps
+        acting = [] if spec.mlp is None else [pair for one in spec.mlp.blocks for pair in one.settings]
+        acting += [] if spec.tail is None else spec.tail.settings
+        looked_at = (*(norm.name for norm in spec.norms), *(name for name, _ in acting))
+        live = spec.called
+        self.inner: InnerAttention | None = None
+        if spec.around is not None and spec.attention is not None:
+            name = spec.attention.name
+            others = (one for one, _ in module.named_modules() if one and not _within(one, name) | _within(name, one))
+            live = (*live, *others)
+            inner = module.get_submodule(name)
+            self.inner = InnerAttention(inner, f"{path}.{name}", kernels, log, spec.around.rest, steps)
+        self.layer_guard = LayerGuard(module, live, looked_at)
+
+    def stacks(self) -> list[nn.Linear]:
+        """The projections of queries, keys and values whose weights one product can take: all plain, or none."""
+        attention = self.spec.attention
+        modules = [self.module.get_submodule(name) for name in (attention.projections if attention else ())]
+        linears = [module for module in modules if type(module) is nn.Linear and weights(module) is not None]
+        together = len(linears) == len(modules) > 1 and all(can_stack(linears[0], linear) for linear in linears)
+        return linears if together else []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name != "bound"}
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        step = None if torch.compiler.is_compiling() else self.steps.current
+        if step is None:
+            return self.stock(*args, **kwargs)
+        named = dict(zip(self.names[1:], args[1:], strict=False)) | kwargs
+        if step.runs_stock(self, args[:1], named):
+            return self.stock(*args, **kwargs)
+        return self.fast(step, *args[:1], **named)
+
+    def bind(self, stack: bool) -> str | None:
+        """Takes the weights as they lie now, or says why the layer is no longer what was understood.
+
+        stack: those of queries, keys and values may be moved into one storage, should they not be there.
+        """
+        reason = self._changed()
+        if reason is None:
+            try:
+                self.bound = BoundLayer(self.kernels, self.module, self.spec, stack)
+            except (NotUnderstood, AttributeError) as error:  # or a module is gone
+                reason = str(error)
+        return None if reason is None else f"{self.path}: {reason}"
+
+    def _changed(self) -> str | None:
+        if vars(self.module).get("forward") is not self:
+            return changed_since("its forward")
+        if self.inner is not None and vars(self.inner.module).get("forward") is not self.inner:
+            return changed_since("the forward of its attention")
+        return self.layer_guard.changed(self.module)
+
+    def fast(self, step: Step, *args: Any, **kwargs: Any) -> Any:
+        if self.inner is not None and not (self.repeats and warming_up()):
+            step.around = lambda x: self.bound.attended(self.kernels, step, x.contiguous(), kwargs)
+            try:
+                return self.stock(*args, **kwargs)
+            finally:
+                step.around = None
+        x = args[0] if args else kwargs["hidden_states"]
+        y = x if self.repeats and warming_up() else self.bound(self.kernels, step, x.contiguous(), kwargs)
+        return y if self.spec.returns is None else (y, *(None,) * (self.spec.returns - 1))
+
+
+class InnerAttention(FastForward):
+    """Of the attention of a layer whose own code runs around it: does its work while that layer runs in a step.
+
+    rest: what it gives behind its output, as of `Behind`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        path: str,
+        kernels: Kernels,
+        log: FallbackLog,
+        rest: tuple[str, ...] | None,
+        steps: ForwardContext,
+    ) -> None:
+        super().__init__(module, path, kernels, log)
+        self.rest, self.steps = rest, steps
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        step = None if torch.compiler.is_compiling() else self.steps.current
+        if step is None or step.around is None:
+            return self.stock(*args, **kwargs)
+        y = step.around(next(one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)))
+        if self.rest is None:
+            return y
+        return (y, *(getattr(self.module, name) if name else None for name in self.rest))
+
+    def fast(self, *args: Any, **kwargs: Any) -> Any:
+        """Not asked: see `call`."""
+        return self.call(*args, **kwargs)
+
+
+def _within(name: str, other: str) -> bool:
+    """Whether a module's name is another's, or of one inside of it."""
+    return f"{name}.".startswith(f"{other}.")

@@ -1,0 +1,151 @@
+"""Softmax attention as of Gemma 4: values that are normed; layers that attend to what an earlier one has stored."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel.comparison import agree
+from accel.llm.parts.norm import HEADS, TURNED, HeadNorm, NormSpec, given_back, head_norm, norm_spec
+from accel.llm.parts.part import BoundHeadNorm
+from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record
+from accel.llm.runtime.attention import UnderstoodAttention
+from accel.llm.runtime.projections import SEPARATE
+from accel.llm.runtime.rotary import SmallStore, rotaries
+from accel.llm.runtime.softmax_attention import (
+    BoundSoftmaxAttention,
+    Parts,
+    SoftmaxSpec,
+    formulas_of,
+    told,
+)
+from accel.patching.fast_forward import Kernels
+from accel.patching.guard import plain_settings
+
+
+@dataclass(frozen=True)
+class NormedValuesSpec(SoftmaxSpec):
+    """What is stored as values has gone through v_norm."""
+
+    v_norm: HeadNorm
+
+    @property
+    def norms(self) -> tuple[NormSpec, ...]:
+        return (*super().norms, self.v_norm.norm)
+
+    @classmethod
+    def understand(cls, layer: LayerRecord, record: Record) -> UnderstoodAttention | None:
+        stored, calls = layer.stored, layer.inside(layer.attention)
+        if stored is None or stored.values.shape != stored.keys.shape:
+            return None
+        options, window, now = told(layer, record)
+        for v_norm, before in _value_norms(layer, calls, stored.values.transpose(1, 2)):
+            plain = replace(layer, stored=stored._replace(values=before.transpose(1, 2)))
+            for found in formulas_of(plain, calls, options, now, partial(_normed_parts, stored.values, v_norm)):
+                if (ending := cls.ending(layer, calls, found)) is not None:
+                    names = tuple(layer.name(one.module) for one in found.projections)
+                    own = layer.name(layer.attention), plain_settings(layer.attention), names
+                    spec = cls(*own, layer.name(ending[0].module), stored.place, window, **found.fields)
+                    return UnderstoodAttention(spec, found.projections[0], ending[0])
+        return None
+
+    def bind(self, kernels: Kernels, layer: nn.Module, stack: bool) -> "BoundNormedValues":
+        return BoundNormedValues(kernels, layer, self, stack)
+
+
+def _value_norms(
+    layer: LayerRecord, calls: list[Call], values: torch.Tensor
+) -> Iterator[tuple[HeadNorm, torch.Tensor]]:
+    """The norms that gave these values, (rows, tokens, heads, D), and what they were given, likewise."""
+    for call in (call for call in calls if call.alone and call.made is not None):
+        if call.input.held.shape != call.output.held.shape or call.output.held.dim() != 4:
+            continue
+        for layout in (HEADS, TURNED):
+            before, after = (given_back(one.held, layout, values.shape[-1]) for one in (call.input, call.output))
+            if torch.equal(after, values):
+                yield HeadNorm(norm_spec(layer, call), layout), before
+
+
+def _normed_parts(
+    values: torch.Tensor, v_norm: HeadNorm, layer: LayerRecord, outputs: list[torch.Tensor], layout: dict[str, Any]
+) -> tuple[Parts, dict[str, Any]] | None:
+    """As `SoftmaxSpec.parts`, with values as they are stored."""
+    found = SoftmaxSpec.parts(layer, outputs, layout)
+    if found is None:
+        return None
+    (q, k, _, gate), more = found
+    return (q, k, values.transpose(1, 2), gate), more | {"v_norm": v_norm}
+
+
+class BoundNormedValues(BoundSoftmaxAttention):
+    """The same, with a norm of values."""
+
+    def __init__(self, kernels: Kernels, layer: nn.Module, spec: NormedValuesSpec, stack: bool):
+        super().__init__(kernels, layer, spec, stack)
+        self.v_norm = BoundHeadNorm(kernels, layer, spec.v_norm, spec.dim, self.device)
+
+    def parts(self, outputs: Sequence[torch.Tensor]) -> Parts:
+        """See `BoundSoftmaxAttention`."""
+        q, k, v, gate = super().parts(outputs)
+        return q, k, None if v is None else self.v_norm(v), gate
+
+
+@dataclass(frozen=True)
+class BorrowedSpec(SoftmaxSpec):
+    """Queries over what the layer at place `index` has stored, this call's tokens too. One projection, of queries."""
+
+    @property
+    def borrows(self) -> bool:
+        return True
+
+    @classmethod
+    def understand(cls, layer: LayerRecord, record: Record) -> UnderstoodAttention | None:
+        lent, attended, known = layer.borrowed, layer.attended, layer.known
+        if lent is None or attended is None:
+            return None
+        options, window, now = told(layer, record)
+        calls = layer.inside(layer.attention)
+        _, kv_heads, _, dim = lent.keys.shape
+        if lent.values.shape != lent.keys.shape or options.get("s_aux") is not None:
+            raise NotUnderstood("it reads another layer's keys and values in a way of its own")
+        softcap, scale = options.get("softcap"), options.get("scaling")
+        scale = dim**-0.5 if scale is None else scale
+        q, k, v = (one.transpose(1, 2) for one in (attended.query, lent.keys, lent.values))
+        got = None if known is not None else SmallStore(k)(q, k, v, scale, window=now, softcap=softcap)
+        for call in (call for call in calls if call.alone and call.made is not None and call.output.held.dim() == 3):
+            y = call.output.held
+            if y.shape[-1] != attended.query.shape[1] * dim:
+                continue
+            for q_norm, normed in head_norm(layer, calls, y.unflatten(-1, (-1, dim))):
+                for rotary in rotaries(layer, normed, attended.query):
+                    out = _last(layer, calls, got)
+                    if out is not None:
+                        own = layer.name(layer.attention), plain_settings(layer.attention), (layer.name(call.module),)
+                        heads = attended.query.shape[1], kv_heads, kv_heads, dim
+                        spec = cls(
+                            *own, layer.name(out.module), lent.place, window, SEPARATE, *heads, q_norm, None, rotary,
+                            False, None, scale, softcap, None, None,
+                        )  # fmt: skip
+                        return UnderstoodAttention(spec, call, out)
+        raise NotUnderstood("its queries, scores or result are of another formula")
+
+    def bind(self, kernels: Kernels, layer: nn.Module, stack: bool) -> "BoundBorrowedAttention":
+        return BoundBorrowedAttention(kernels, layer, self, stack)
+
+
+class BoundBorrowedAttention(BoundSoftmaxAttention):
+    """The same, of queries alone."""
+
+    def parts(self, outputs: Sequence[torch.Tensor]) -> Parts:
+        """See `BoundSoftmaxAttention`."""
+        return outputs[0].unflatten(-1, (-1, self.spec.dim)), None, None, None
+
+
+def _last(layer: LayerRecord, calls: list[Call], got: torch.Tensor | None) -> Call | None:
+    """The call of the last projection, whose input is what attention gives; the known one in an amplified record."""
+    if got is None:
+        return next((call for call in calls if layer.name(call.module) == layer.known.attention.out), None)
+    return next((call for call in calls if call.alone and agree(got, call.input.held, slack=2.0)), None)

@@ -1,0 +1,105 @@
+"""What hangs on positions beyond those of the run that is looked at: windows in tables, growing queries, chunks."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import accel
+from support.llm.families import Family, layers, make, padded
+from support.llm.outputs import generate, same
+
+GROWING = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.5}
+MINISTRAL = Family("ministral3", "ministral3", {
+    "head_dim": 16, "sliding_window": None,
+    "rope_parameters": GROWING | {"original_max_position_embeddings": 32}})  # fmt: skip
+
+
+def reasons(model: nn.Module, rule: str = "language model") -> list[str]:
+    """Why sites of the optimized model are not patched; "" for one that is."""
+    sites = accel.report(model).sites
+    return ["" if status == "patched" else reason for _, name, status, reason in sites if name == rule]
+
+
+def long_texts_are_the_same(ours: nn.Module, stock: nn.Module) -> None:
+    ids, mask = padded((60, 45))
+    same(generate(ours, ids, mask), generate(stock, ids, mask))
+
+
+def test_a_window_in_a_table_of_the_layer_s_own():
+    """It hides no key of a short run."""
+    stock = make("gpt-neo", window_size=32)
+    ours = accel.optimize(copy.deepcopy(stock), cpu="fuse")
+    assert reasons(ours, "decoder layer") == ["", ""]
+    assert [bool(layer.attn.attention.bias.all(-1).any()) for layer in layers(ours).values()] == [True, False]
+    long_texts_are_the_same(ours, stock)
+    assert not accel.report(ours).fallbacks
+
+
+def test_a_table_that_nobody_reads_is_no_window():
+    class Unread:
+        def _attn(self, query, key, value, attention_mask=None):
+            table = self.bias
+            self.bias = torch.ones_like(table).tril()
+            try:
+                return super()._attn(query, key, value, attention_mask)
+            finally:
+                self.bias = table
+
+    stock = make("gpt-neo", window_size=32)
+    attention = stock.transformer.h[1].attn.attention
+    attention.__class__ = type("Unread", (Unread, type(attention)), {})
+    ours = accel.optimize(copy.deepcopy(stock), cpu="fuse")
+    assert "" in reasons(ours, "decoder layer") and any(reasons(ours, "decoder layer"))
+    long_texts_are_the_same(ours, stock)
+
+
+def test_queries_that_grow_with_their_position():
+    stock = make(MINISTRAL)
+    ours = accel.optimize(copy.deepcopy(stock), cpu="fuse")
+    assert reasons(ours) == [""]
+    long_texts_are_the_same(ours, stock)
+    assert not accel.report(ours).fallbacks
+
+
+@pytest.mark.parametrize("growth", [lambda steps: steps.sqrt(), lambda steps: torch.log(1 + steps).clamp(max=1)])
+def test_queries_that_grow_in_another_way(monkeypatch, growth):
+    from transformers.models.ministral3 import modeling_ministral3
+
+    def scale(positions, beta, most):
+        return (1 + beta * growth(torch.floor(positions / most)))[:, None, :, None]
+
+    monkeypatch.setattr(modeling_ministral3, "get_llama_4_attn_scale", scale)
+    stock = make(MINISTRAL)
+    ours = accel.optimize(copy.deepcopy(stock), cpu="fuse")
+    assert "something else where numbers are large" in reasons(ours)[0]
+    long_texts_are_the_same(ours, stock)
+
+
+def test_queries_that_grow_with_what_the_cache_holds():
+    """And chunks, which begin behind the padding."""
+    stock = make("llama4", floor_scale=32, attention_chunk_size=24)
+    ours = accel.optimize(copy.deepcopy(stock), cpu="fuse")
+    assert reasons(ours) == [""]
+    long_texts_are_the_same(ours, stock)
+    assert not accel.report(ours).fallbacks
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_positions_that_are_counted_by_what_the_cache_holds(on_host):
+    """A number that the model's code reads would stay in a CUDA graph."""
+    stock = make("bart")
+    if on_host:
+
+        class Reads:
+            def forward(self, input_ids, *lengths, position_ids=None, **more):
+                first = int(position_ids.flatten()[0])
+                return super().forward(input_ids, position_ids=torch.arange(first, first + input_ids.shape[1]))
+
+        table = stock.model.decoder.embed_positions
+        table.__class__ = type("Reads", (Reads, type(table)), {})
+    ours = accel.optimize(copy.deepcopy(stock), cpu="fuse")
+    (reason,) = reasons(ours)
+    assert "positions are read on the host" in reason if on_host else not reason, reason
+    long_texts_are_the_same(ours, stock)
