@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import permutations, product
 
 import torch
+from accel_kernels.norm.norm import ACTIVATIONS
 from torch import nn
 
 from accel.comparison import agree, is_sum
@@ -48,6 +49,8 @@ def understand_mlp(layer: LayerRecord, others: Sequence[Call] = ()) -> tuple[Mlp
         raise NotUnderstood(NOTHING_STORED)  # but it is given a cache, or something else than its input
     if not whole.alone or whole.made is None:
         raise NotUnderstood("its MLP takes more than one tensor")
+    if (found := _unnamed(layer, whole)) is not None:
+        return found
     known = None if layer.known is None else layer.known.mlp
     spec = _mixture(layer, whole) if layer.known is None or (known is not None and known.mixture is not None) else None
     return spec or MlpSpec(layer.name(whole.module)), (whole, whole)
@@ -170,6 +173,26 @@ def _formula(layer: LayerRecord, calls: list[Call], whole: Call | None) -> tuple
                     halves=halves,
                 )
                 return spec, (first[0], down, *first[1:], *looked_at)
+    return None
+
+
+def _unnamed(layer: LayerRecord, whole: Call) -> tuple[MlpSpec, tuple[Call, ...]] | None:
+    """A gated MLP whose activation is no module: the only one by which its projections give what its last one takes."""
+    calls = [call for call in layer.inside(whole.module) if call.alone and call.made is not None]
+    first = [call for call in calls if call.input.same(whole.input)]
+    known = None if layer.known is None or layer.known.mlp is None else layer.known.mlp.activation
+    for down in (call for call in calls if call.output.same(whole.made) and len(calls) == 3):
+        for gate, up in permutations(first, 2):
+            y, given = gate.output.held, up.output.held
+            if not y.shape == given.shape == down.input.held.shape:
+                continue
+            names = [name for name, f in ACTIVATIONS.items() if agree(f(y) * given, down.input.held)]
+            if known in names or (layer.known is None and len(names) == 1):
+                own = (layer.name(whole.module), plain_settings(whole.module))
+                named = tuple(layer.name(call.module) for call in (gate, up))
+                chosen = names[0] if known is None else known
+                spec = MlpSpec(own[0], first=named, down=layer.name(down.module), activation=chosen, settings=(own,))
+                return spec, (gate, down, up, whole)
     return None
 
 
