@@ -5,7 +5,7 @@ from collections import deque
 
 from accel.cuda_graphs.runner import GraphRunner
 from accel.errors import reason_of
-from accel.llm.batching.limits import Limits, sets_of
+from accel.llm.batching.limits import Limits, limits_prompts, sets_of
 from accel.llm.batching.request import CUT, Request, failed, finish
 from accel.llm.batching.rows import RunningRows
 from accel.llm.batching.sampler import Sampler
@@ -28,23 +28,24 @@ CANCELLED = "the request was cancelled"
 class Engine:
     """Runs requests of one model together, a step at a time. For one thread, without gradients.
 
-    Holds memory for keys and values until `close`. runner: of CUDA graphs, None for none; it may outlive the engine, as
-    graphs hold for any pool. Raises torch.OutOfMemoryError where there is no memory, and Unfit where the model cannot
-    run so.
+    Holds memory for what layers keep until `close`. asked: the limits as given; limits: as there is room for. runner:
+    of CUDA graphs, None for none; it may outlive the engine, as graphs hold for any pool. Raises torch.OutOfMemoryError
+    where there is no memory, and Unfit where the model cannot run so.
     """
 
     def __init__(self, forward: DecoderForward, limits: Limits, runner: GraphRunner | StretchGraphs | None = None):
-        self.forward, self.limits = forward, limits
         shapes, sets = forward.shapes(), sets_of(forward)
-        blocks = limits.block_count(shapes, sets)
-        self.allocator = BlockAllocator(sets, blocks, limits.rows, limits.columns, limits.share)
-        self.kv_cache = PagedKVCache(shapes, sets, blocks, limits.rows, limits.columns)
+        self.forward, self.asked, self.limits = forward, limits, limits.fitted(shapes, sets)
+        limits, blocks = self.limits, (self.limits.blocks or 0) + 1
+        self.allocator = BlockAllocator(sets, blocks, limits.rows, limits.columns, limits.share, limits.slots)
+        self.kv_cache = PagedKVCache(shapes, sets, blocks, limits.rows, limits.columns, limits.slots or 0)
         self.rows = RunningRows(limits.rows)
         self.sampler = Sampler(limits.rows, head_size(forward), head_device(forward))
         self.micro_batches = MicroBatchStreams(
             (*self.kv_cache.tables, forward.embeddings().device, self.sampler.device), micro_batch_count(forward)
         )
-        self.scheduler = Scheduler(self.allocator, self.rows, limits, self.micro_batches.count)
+        apart = limits_prompts(forward)
+        self.scheduler = Scheduler(self.allocator, self.rows, limits, self.micro_batches.count, apart)
         self.steps = step_runner(forward, self.kv_cache, self.sampler, limits.rows, runner, self.micro_batches)
         self.launched: deque[LaunchedStep] = deque()  # the oldest first; one a micro-batch, and one more at times
         self.weights = self._weights()  # with which the stored keys and values were computed

@@ -22,7 +22,6 @@ from accel.llm.batching.trial import refusal
 from accel.llm.generation.calling_convention import Unfit
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.loop.hooks import MethodHook
-from accel.llm.kv_cache.shape import Shape
 from accel.llm.pipeline.stretch import StretchGraphs
 from accel.parallel.agreement import require_agreement
 from accel.parallel.lockstep import Lockstep
@@ -164,10 +163,12 @@ class InitContinuousBatching(MethodHook):
         if self.lockstep is None:
             engine = engine_of(limits=limits)
         else:
-            room = partial(limits.block_count, shapes, sets_of(self.forward))
-            blocks = self.lockstep.least(self.lockstep.all_do("memory for keys and values", room))
-            limits = replace(limits, blocks=blocks - 1)
-            engine = self.lockstep.all_do("an engine", partial(engine_of, limits=limits))
+            room = partial(limits.fitted, shapes, sets_of(self.forward))
+            own = self.lockstep.all_do("memory for keys and values", room)
+            rows, blocks, slots = map(self.lockstep.least, (own.rows, own.blocks or 0, own.slots or 0))
+            fitted = replace(limits, rows=rows, blocks=blocks, slots=slots if own.slots else None)
+            engine = self.lockstep.all_do("an engine", partial(engine_of, limits=fitted))
+            engine.asked = limits
         engine.sampler.prepare(self.forward.embeddings().dtype)
         self.sizes = engine.sizes()
         return engine
@@ -180,7 +181,7 @@ class InitContinuousBatching(MethodHook):
         """Where the engine it keeps is too small for what comes, it makes another one at its next start."""
         engine, config = manager.engine, manager.continuous_batching_config
         if hints is not None and engine is not None and not manager.is_running():
-            wanted, has = limits_of(self.forward, config, hints), engine.limits
+            wanted, has = limits_of(self.forward, config, hints), engine.asked
             if wanted.context > has.context or wanted.rows > has.rows:
                 manager.rebuild(partial(self.build, config, hints))
 
@@ -211,12 +212,8 @@ class BatchingPatch(Patch):
 def batching_hook(
     model: PreTrainedModel, forward: DecoderForward, runner: GraphRunner | StretchGraphs | None = None
 ) -> list[Patch]:
-    """For a model whose class has the method and whose layers all keep keys and values: transformers batches no other.
-
-    Not where somebody put another method on the model.
-    """
-    paged = all(isinstance(shape, Shape) for shape in forward.shapes())
-    if INIT in vars(model) or not hasattr(type(model), INIT) or not paged:
+    """For a model whose class has the method. Not where somebody put another method on the model."""
+    if INIT in vars(model) or not hasattr(type(model), INIT):
         return []
     return [BatchingPatch(model, INIT, InitContinuousBatching(model, forward, runner))]
 

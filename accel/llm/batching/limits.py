@@ -1,7 +1,8 @@
-"""What continuous batching may use of a device: requests at a time, tokens a step, memory for keys and values."""
+"""What continuous batching may use of a device: requests at a time, tokens a step, memory for what layers keep."""
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,16 +17,19 @@ from accel.llm.recording.inputs import most_configured
 
 CPU_BYTES = 2**30  # for keys and values on a CPU, whose free memory is others' too
 SPARE = 1.25  # blocks by those that the requests at a time can fill: prompts that begin alike stay findable
+SLOTS = 2  # of states that a request needs: one is read and another written
+STATES = 0.5  # of that memory at most, but for what blocks of keys and values have no use for
 
 
 @dataclass(frozen=True)
 class Limits:
     """Bounds of an `Engine`.
 
-    rows: requests that run at a time. tokens: new tokens of one step; longer prompts are read in several. context:
-    tokens that a request may come to, prompt and answer. memory: the share of each device's free memory for keys and
-    values. blocks: of 64 tokens and one set of layers each, None for as many as fit and can be of use. share: whether
-    requests share what their prompts begin with. logprobs: whether log probabilities of drawn tokens are wanted.
+    rows: requests that run at a time; fewer where there is no memory for the states of so many. tokens: new tokens of
+    one step; longer prompts are read in several. context: tokens that a request may come to, prompt and answer. memory:
+    the share of each device's free memory for what layers keep. blocks: of 64 tokens and one set of layers each, None
+    for as many as fit and can be of use. share: whether requests share what their prompts begin with. logprobs: whether
+    log probabilities of drawn tokens are wanted. slots: for states, None for as many as fit and can be of use.
 
     Raises ValueError naming the value that makes no sense.
     """
@@ -37,6 +41,7 @@ class Limits:
     blocks: int | None = None
     share: bool = True
     logprobs: bool = False
+    slots: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("rows", "tokens", "context"):
@@ -52,24 +57,68 @@ class Limits:
         """Blocks of one set that a request may come to."""
         return -(-self.context // BLOCK)
 
+    def fitted(self, shapes: Sequence[LayerShape], sets: Sequence[LayerSet]) -> "Limits":
+        """The same with rows, slots and blocks as there is room for. Raises torch.OutOfMemoryError where there is none
+        for one request, or for one block.
+        """
+        slots = self.slot_count(shapes, sets)
+        rows = self.rows if slots is None else min(self.rows, max(1, int(slots / (SLOTS * self._spare))))
+        fitted = replace(self, rows=rows, slots=slots)
+        return replace(fitted, blocks=fitted.block_count(shapes, sets) - 1)
+
+    def slot_count(self, shapes: Sequence[LayerShape], sets: Sequence[LayerSet]) -> int | None:
+        """Slots to allocate for states; None where no layer keeps any."""
+        sizes = _slot_bytes(shapes)
+        if not sizes or self.slots is not None:
+            return self.slots if sizes else None
+        rooms, least = {}, 0.0 if self.blocks is not None else STATES
+        blocks = self._useful(sets) if self.blocks is None else self.blocks + 1
+        for device, size in sizes.items():
+            free = int(self.memory * free_bytes(device))
+            rooms[device] = max(int(least * free), free - blocks * block_bytes(shapes, sets, device)) // size
+        if min(rooms.values()) < SLOTS:
+            raise self._no_memory("states", SLOTS * max(sizes.values()), rooms)
+        return min(*rooms.values(), int(self.rows * SLOTS * self._spare) + 1)
+
     def block_count(self, shapes: Sequence[LayerShape], sets: Sequence[LayerSet]) -> int:
-        """Blocks to allocate, block 0 included: as many as fit on the device that has room for the fewest. Raises
-        torch.OutOfMemoryError where not one block fits.
+        """Blocks to allocate, block 0 included: as many as fit beside `slots`, on the device that has room for the
+        fewest. Raises torch.OutOfMemoryError where not one block fits.
         """
         if self.blocks is not None:
             return self.blocks + 1
-        devices = dict.fromkeys(shape.device for shape in shapes)
-        rooms = {one: int(self.memory * free_bytes(one)) // block_bytes(shapes, sets, one) for one in devices}
+        useful, states, rooms = self._useful(sets), _slot_bytes(shapes), {}
+        for device in dict.fromkeys(shape.device for shape in shapes):
+            free = int(self.memory * free_bytes(device)) - (self.slots or 0) * states[device]
+            size = block_bytes(shapes, sets, device)
+            rooms[device] = free // size if size else useful
         least = min(rooms, key=lambda one: rooms[one])
-        room = rooms[least]
-        if room <= len(sets):
-            need = block_bytes(shapes, sets, least) * (len(sets) + 1) / 2**20
-            raise torch.OutOfMemoryError(
-                f"no memory for keys and values: {need:.0f} MiB are the least, "
-                f"and {self.memory:.0%} of what is free on {'the device' if len(rooms) == 1 else least} is less"
-            )
-        useful = int(self.rows * self.columns * len(sets) * (SPARE if self.share else 1)) + 1
-        return min(room, max(useful, len(sets) + 1))
+        if rooms[least] <= len(sets):
+            raise self._no_memory("keys and values", block_bytes(shapes, sets, least) * (len(sets) + 1), rooms)
+        return min(rooms[least], useful)
+
+    @property
+    def _spare(self) -> float:
+        return SPARE if self.share else 1
+
+    def _useful(self, sets: Sequence[LayerSet]) -> int:
+        """Blocks that can be of use, and block 0."""
+        return max(int(self.rows * self.columns * len(sets) * self._spare), len(sets)) + 1
+
+    def _no_memory(self, what: str, need: int, rooms: dict[torch.device, int]) -> torch.OutOfMemoryError:
+        where = "the device" if len(rooms) == 1 else min(rooms, key=lambda one: rooms[one])
+        return torch.OutOfMemoryError(
+            f"no memory for {what}: {need / 2**20:.0f} MiB are the least, "
+            f"and {self.memory:.0%} of what is free on {where} is less"
+        )
+
+
+def _slot_bytes(shapes: Sequence[LayerShape]) -> Counter[torch.device]:
+    """Of the states of all layers, by device."""
+    sizes: Counter[torch.device] = Counter()
+    for shape in shapes:
+        if isinstance(shape, StateShape) and shape.keeps:
+            sizes[shape.device] += shape.slot_bytes
+    return sizes
 
 
 def free_bytes(device: torch.device) -> int:
@@ -106,10 +155,13 @@ def limits_of(forward: DecoderForward, config: ContinuousBatchingConfig, hints: 
 
 
 def sets_of(forward: DecoderForward) -> tuple[LayerSet, ...]:
-    """The sets of layers that share blocks. Raises ValueError where a layer keeps no keys and values."""
-    shapes = [shape for shape in forward.shapes() if not isinstance(shape, StateShape)]
-    if len(shapes) < len(forward.shapes()):
-        raise ValueError("requests are not batched where a layer keeps a state of a row")
+    """The sets of layers that share blocks."""
+    shapes = forward.shapes()
     windows = {layer.spec.place: layer.spec.window for layer in forward.layers}
     some = windows[forward.places[0]]  # for places where nothing is kept
     return layer_sets(shapes, [windows.get(place, some) for place in range(len(shapes))])
+
+
+def limits_prompts(forward: DecoderForward) -> bool:
+    """Whether a layer computes something else of a token in a prompt than of one in an answer."""
+    return any(layer.spec.attention is not None and layer.spec.attention.limits_prompts for layer in forward.layers)

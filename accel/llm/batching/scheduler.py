@@ -19,6 +19,7 @@ from accel.llm.batching.rows import RunningRows
 from accel.llm.kv_cache.block_allocator import BlockAllocator
 from accel.llm.kv_cache.shape import BLOCK
 
+ANSWER = 2**40  # added to tokens of answers, where layers compute something else of them than of those of prompts
 LATEST = -1  # in place of a token: the last one that was drawn for its row, which the host may not know yet
 
 
@@ -34,6 +35,8 @@ class StepPlan:
     (tokens,) int64 of all sequences in turn, LATEST for those of decodes. sources, draw_rows, serials: (n,) int64, the
     sequences whose last token is followed by a draw, the row it is drawn for, and which occupant of the row that is.
     copies: blocks to copy once the step is launched. opened: rows whose requests are new. micro_batch: its number.
+    slots: (sequences, 2), of states that each reads and writes; None where no layer keeps any, or for nobody's.
+    prompts: (sequences,), tokens of the prompt of each that is no decode; None where that does not matter.
     """
 
     rows: np.ndarray
@@ -47,23 +50,31 @@ class StepPlan:
     copies: list[tuple[int, int]]
     opened: list[int]
     micro_batch: int = 0
+    slots: np.ndarray | None = None
+    prompts: np.ndarray | None = None
 
 
 class Scheduler:
     """The requests of one engine, those that wait and those that have a row. For one thread.
 
     micro_batches: how many those with a row are divided into. A step is of one micro-batch, and they take turns. A
-    request goes to one that has less than its share, and stays there.
+    request goes to one that has less than its share, and stays there. apart: whether what is stored of an answer is
+    found for no prompt.
 
     decoding: rows that have their first token or a step planned for it, in the order in which they came to that.
     prefilling: by row all tokens that it begins with, in the order of arrival. failed: requests that can never run.
+    ends: by row the lengths at which a part of its prompt ends, so that its states then can be kept.
     """
 
-    def __init__(self, allocator: BlockAllocator, rows: RunningRows, limits: Limits, micro_batches: int = 1):
+    def __init__(
+        self, allocator: BlockAllocator, rows: RunningRows, limits: Limits, micro_batches: int = 1, apart: bool = False
+    ):
         self.allocator, self.rows, self.limits, self.micro_batches = allocator, rows, limits, micro_batches
+        self.apart = apart
         self.waiting: deque[Request] = deque()
         self.decoding = np.empty(0, np.int64)
         self.prefilling: dict[int, list[int]] = {}
+        self.ends: dict[int, list[int]] = {}
         self.failed: list[Request] = []
         self.preempted = 0
         self._opened: list[int] = []  # rows that were taken since the last plan
@@ -100,20 +111,23 @@ class Scheduler:
     def close(self, row: int, keep: bool) -> Request:
         """The request leaves its row. keep: others may find what it has stored."""
         if keep:
-            tokens = self.rows.tokens(row)
+            tokens = self._keys(self.rows.requests[row], self.rows.tokens(row))
             self.allocator.commit(row, tokens[: min(len(tokens) - 1, int(self.rows.stored[row]))])
         self.allocator.close(row)
         self.prefilling.pop(row, None)
+        self.ends.pop(row, None)
         self.decoding = self.decoding[self.decoding != row]
         return self.rows.close(row)
 
     def undo(self, plan: StepPlan) -> None:
-        """The step just planned was not launched: its keys and values do not exist, and no request may find them.
+        """The step just planned was not launched: what it would have stored does not exist, and no request may find it.
 
         After its prompts are closed.
         """
         self.allocator.forget()
         self.rows.stored[plan.rows] = plan.lengths
+        if self.allocator.states is not None:
+            self.allocator.states.undo(np.array([row for row in plan.rows.tolist() if row in self.rows.requests], int))
 
     def _decodes(self, micro_batch: int, unread: bool) -> np.ndarray:
         """Rows that get one more token, and have the block for it."""
@@ -147,13 +161,14 @@ class Scheduler:
         while budget > 0 and (row := next(prompts, None)) is not None:
             tokens, start = self.prefilling[row], int(self.rows.stored[row])
             reach = int(self.allocator.held[row] + self.allocator.free // len(self.allocator.sets)) * BLOCK
-            end = min(len(tokens), start + budget, reach)
+            ends = [end for end in self.ends[row] if end > start]
+            end = min(len(tokens), start + budget, reach, *ends[:1])
             if end <= start or not self.allocator.extend(row, end):
                 return
             budget -= end - start
             self.rows.stored[row] = end
             if end // BLOCK > self.allocator.committed[row]:
-                self.allocator.commit(row, tokens[:end])
+                self.allocator.commit(row, self._keys(self.rows.requests[row], tokens[:end]))
             if end == len(tokens):
                 del self.prefilling[row]
                 self.decoding = np.append(self.decoding, row)
@@ -180,7 +195,8 @@ class Scheduler:
             if self.allocator.free <= self._blocked[1]:
                 return None
         tokens, row = request.prompt + request.tokens, self.rows.idle[-1]
-        found = self.allocator.open(row, tokens)
+        keys = self._keys(request, tokens)
+        found = self.allocator.open(row, keys)
         # One more block for each that runs: else they would preempt each other at once.
         wanted = (len(tokens) // BLOCK + 1 - found // BLOCK) * len(self.allocator.sets) + running
         if running and self.allocator.free < wanted:
@@ -188,8 +204,15 @@ class Scheduler:
             self._blocked = request, self.allocator.free
             return None
         self.waiting.popleft()
-        self.prefilling[row] = tokens
+        self.prefilling[row], self.ends[row] = tokens, self.allocator.ends(keys, found)
         return self._take(request, found, micro_batch)
+
+    def _keys(self, request: Request, tokens: list[int]) -> list[int]:
+        """By which the tokens of a request, from the first on, are found."""
+        if not self.apart:
+            return tokens
+        prompt = len(request.prompt)
+        return tokens[:prompt] + [token + ANSWER for token in tokens[prompt:]]
 
     def _take(self, request: Request, stored: int, micro_batch: int) -> int:
         """The request has a row, in this micro-batch, from now on."""
@@ -208,6 +231,8 @@ class Scheduler:
         self.rows.stored[decodes] += 1
         sources, drawn = list(range(len(decodes))), decodes.tolist()
         copies: list[tuple[int, int]] = []
+        slots = None if self.allocator.states is None else self.allocator.states.step(rows)
+        prompts = _behind(np.zeros_like(decodes), [len(self.rows.requests[row].prompt) for row, _, _ in chunks])
         for place, (row, _, _) in enumerate(chunks, len(decodes)):
             if row not in self.prefilling:
                 self.rows.requests[row].status = RequestStatus.DECODING
@@ -215,11 +240,15 @@ class Scheduler:
                 drawn += answers
                 sources += [place] * len(answers)
         takers = np.array(drawn, np.int64)
+        self.allocator.note(decodes, self.rows.stored[decodes])
+        for row, start, part in chunks:
+            if start + len(part) in self.ends[row]:
+                self.allocator.keep(row, start + len(part))
         opened = [row for row in dict.fromkeys(self._opened) if row in self.rows.requests]
         self._opened.clear()
         return StepPlan(
             rows, lengths, query_lengths, len(decodes), tokens, np.array(sources, np.int64), takers,
-            self.rows.serial[takers], copies, opened, micro_batch,
+            self.rows.serial[takers], copies, opened, micro_batch, slots, prompts,
         )  # fmt: skip
 
     def _children(self, row: int, copies: list[tuple[int, int]]) -> Iterator[int]:

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from accel_kernels import KV
-from accel_kernels.attention.paged.ragged import Pointers, Ragged
 
 from accel.llm.batching.sampler import Sampler
 from accel.llm.batching.scheduler import StepPlan
@@ -103,11 +102,11 @@ class StoresOfStep:
         self.sequences = {device: tuple(inputs.int32_on(device)) for device in runner.kv_cache.tables}
 
     def metadata(self, stretch: Stretch) -> tuple[torch.Tensor, ...]:
-        """That of KV, and the tensors of a `Ragged`."""
+        """That of KV, and the tensors of the sequences."""
         return (self.runner.kv_cache.tables[stretch.device].metadata, *self.sequences[stretch.device])
 
     def kvs(self, stretch: Stretch, x: torch.Tensor, metadata: tuple[torch.Tensor, ...]) -> dict[int, KV]:
-        ragged = Ragged(*Pointers(*metadata[1:]), self.size.decodes, self.size.prefills)
+        ragged = self.size.ragged(metadata[1:])
         layers = [layer.spec.place for layer in stretch.layers if layer.spec.place is not None]
         return self.runner.kv_cache.of_step(layers, x.shape[1], metadata=metadata[0], by_address=True, ragged=ragged)
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from accel_kernels.attention.paged.ragged import Pointers, Ragged
+from accel_kernels.attention.paged.ragged import Pointers, Ragged, RaggedStates
 from accel_kernels.warmup import warmup
 
 from accel.cuda_graphs.runner import GraphRunner
@@ -82,6 +82,15 @@ class StepSize(NamedTuple):
         draws = most + MOST_PREFILLS
         return cls(fit, most, MOST_PREFILLS, draws) if len(plan.draw_rows) <= draws else None
 
+    def ragged(self, tensors: Sequence[torch.Tensor]) -> Ragged:
+        """The sequences of a step of this size. tensors: as `StepInputs.int32_on` gives them."""
+        given, states = tensors[: len(Pointers._fields)], tensors[len(Pointers._fields) :]
+        kept = None
+        if states:
+            slots, positions, spans, prompts = states
+            kept = RaggedStates(slots.view(-1, 2), positions, spans.view(-1, 2), prompts)
+        return Ragged(*Pointers(*given), self.decodes, self.prefills, kept)
+
 
 def bucket_of(sequences: int) -> int:
     """How many sequences of one token so many are filled up to."""
@@ -116,7 +125,7 @@ class StepRunner:
         """
         filled = None if self.runner is None else self._filled(plan)
         size = StepSize.exact(plan) if filled is None else filled
-        inputs = StepInputs(plan, size, self.rows)
+        inputs = self._inputs(plan, size)
         logits = self._logits(inputs, size, by_graph=filled is not None, check=check)[0]
         return self._draw(plan, logits, inputs, tokens_of, logprobs)
 
@@ -127,7 +136,10 @@ class StepRunner:
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Of the last token of each sequence of plan.sources, (n, vocabulary), computed without a graph."""
         size = StepSize.exact(plan)
-        return self._logits(StepInputs(plan, size, self.rows), size, by_graph=False, check=True)[0]
+        return self._logits(self._inputs(plan, size), size, by_graph=False, check=True)[0]
+
+    def _inputs(self, plan: StepPlan, size: StepSize) -> "StepInputs":
+        return StepInputs(plan, size, self.rows, bool(self.kv_cache.by_states))
 
     def warm_up(self, plans: Iterable[StepPlan], beside: Callable[[], object]) -> None:
         """Compiles side by side what these steps, and beside(), launch on a GPU; nothing of them comes out."""
@@ -167,13 +179,11 @@ class StepRunner:
         metadata: torch.Tensor,
         *sequences: torch.Tensor,
     ) -> torch.Tensor:
-        """Logits of the tokens at `keep`, (1, n, vocabulary), or of all where it is 0. sequences: of a `Ragged`."""
+        """Logits of the tokens at `keep`, (1, n, vocabulary), or of all where it is 0. sequences: `StepSize.ragged`."""
         forward = self.forward
         forward.ready()
-        ragged = Ragged(*Pointers(*sequences), size.decodes, size.prefills)
-        kvs = self.kv_cache.of_step(
-            range(len(forward.layers)), tokens.shape[1], metadata=metadata, by_address=True, ragged=ragged
-        )
+        given = {"metadata": metadata, "by_address": True, "ragged": size.ragged(sequences)}
+        kvs = self.kv_cache.of_step(forward.places, tokens.shape[1], **given)
         return forward.logits_of(Step(kvs), tokens, positions, keep)
 
     def _draw(
@@ -212,10 +222,11 @@ def head_size(forward: DecoderForward) -> int:
 class StepInputs:
     """All numbers of a step, on the host in two arrays, on a device views of two tensors.
 
-    draw_rows: as in StepPlan, filled up. nobody: the place in `StepRunner.last` that is no row's.
+    draw_rows: as in StepPlan, filled up. nobody: the place in `StepRunner.last` that is no row's. states: whether a
+    layer keeps any.
     """
 
-    def __init__(self, plan: StepPlan, size: StepSize, nobody: int):
+    def __init__(self, plan: StepPlan, size: StepSize, nobody: int, states: bool = False):
         starts, count = np.concatenate([np.zeros(1, np.int64), np.cumsum(plan.query_lengths)]), len(plan.tokens)
         of_token = np.repeat(np.arange(len(plan.rows)), plan.query_lengths)
         sequences = size.decodes + size.prefills
@@ -235,6 +246,17 @@ class StepInputs:
             "token_sequences": _fill(of_token, size.tokens, NONE),
             "counts": np.array([plan.decodes, len(plan.rows)]),
         }
+        if states:  # those of prefills begin at a multiple of 16 bytes too
+            first = -(-size.decodes // ALIGNED) * ALIGNED
+            at = np.arange(len(plan.rows))
+            at[plan.decodes :] += first - plan.decodes
+            slots, spans = np.full((first + size.prefills, 2), NONE), np.full((first + size.prefills, 2), count)
+            positions, prompts = np.zeros((2, first + size.prefills), np.int64)
+            slots[at] = NONE if plan.slots is None else plan.slots
+            positions[at], spans[at] = plan.lengths, np.stack([starts[:-1], starts[1:]], axis=1)
+            prompts[at] = 0 if plan.prompts is None else plan.prompts
+            kept = slots.ravel(), positions, spans.ravel(), prompts
+            self._int32 |= dict(zip(RaggedStates._fields, kept, strict=True))
         self._there: dict[tuple, dict[str, torch.Tensor]] = {}
 
     def int64_on(self, device: torch.device) -> dict[str, torch.Tensor]:
@@ -242,7 +264,7 @@ class StepInputs:
         return self._on(device, self._int64, np.int64)
 
     def int32_on(self, device: torch.device) -> Iterable[torch.Tensor]:
-        """The tensors of a `Ragged`, in its order."""
+        """The tensors of a `Ragged`, in its order, and flat ones of its states."""
         return self._on(device, self._int32, np.int32).values()
 
     def _on(self, device: torch.device, parts: dict[str, np.ndarray], dtype: type) -> dict[str, torch.Tensor]:

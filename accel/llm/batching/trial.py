@@ -45,7 +45,8 @@ def refusal(forward: DecoderForward) -> str | None:
         return "it counts positions by how much its cache holds, of one batch"
     if forward.log.runs_stock_on_cpu((forward.embeddings(),), {}):
         return "it runs stock on a CPU"
-    reason = forward.mode()
+    kinds = (layer.spec.attention.unbatched for layer in forward.layers if layer.spec.attention is not None)
+    reason = forward.mode() or next(filter(None, kinds), None)
     if reason is not None:
         return reason
     if not within_positions(forward.most_positions, tuple(map(max, STEPS)))[0]:
@@ -68,7 +69,12 @@ def _difference(forward: DecoderForward) -> str | None:
     ids = example_ids(forward.module, sum(map(max, STEPS)), seed=4)[:2]
     lengths = np.cumsum([[0, 0], *STEPS], axis=0)
     modules, wholes = routing_modules(forward), routed_modules(forward)
-    steps, plans = _engine(forward).steps, [_step_plan(ids.cpu().numpy(), *step) for step in pairwise(lengths)]
+    engine = _engine(forward)
+    apart = engine.scheduler.apart  # else some tokens would be computed as those of answers, and not as alone
+    steps, plans = engine.steps, [_step_plan(ids.cpu().numpy(), *step, apart) for step in pairwise(lengths)]
+    if engine.allocator.states is not None:
+        for plan in plans:
+            plan.slots = engine.allocator.states.step(plan.rows)
     run_alone = partial(_alone, ids, lengths, partial(_fused_logits, forward))
     steps.warm_up([*plans, *_large()], run_alone)
     with noting(1, modules) as found:
@@ -155,11 +161,14 @@ def _large() -> list[StepPlan]:
     return plans
 
 
-def _step_plan(ids: np.ndarray, before: np.ndarray, after: np.ndarray) -> StepPlan:
-    """Of both texts, a row each; both draw."""
+def _step_plan(ids: np.ndarray, before: np.ndarray, after: np.ndarray, prompts: bool) -> StepPlan:
+    """Of both texts, a row each; both draw. prompts: all tokens are those of prompts."""
     both, new = np.arange(2), after - before
     tokens = np.concatenate([text[start:end] for text, start, end in zip(ids, before, after, strict=True)])
-    return _plan(both, before, new, int((new == 1).sum()) if before.any() else 0, tokens, both)
+    decodes = int((new == 1).sum()) if before.any() and not prompts else 0
+    plan = _plan(both, before, new, decodes, tokens, both)
+    plan.prompts = after
+    return plan
 
 
 def _plan(

@@ -5,90 +5,33 @@ prompt begins alike takes it over, until the block is needed. The least recently
 caching, as in vLLM: Kwon et al., 2023, "PagedAttention").
 """
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from hashlib import blake2b
-from itertools import accumulate
 
 import numpy as np
 
 from accel.llm.kv_cache.layer_sets import LayerSet
+from accel.llm.kv_cache.prefix_index import PrefixIndex, block_digest
 from accel.llm.kv_cache.shape import BLOCK
+from accel.llm.kv_cache.state_slots import StateSlots
 
-
-def block_digest(before: bytes, tokens: Sequence[int]) -> bytes:
-    """The hash of a block of token ids that follows the block with the hash `before`, empty for the first block.
-
-    BLAKE2b of 128 bits, so collisions do not occur. Raises ValueError for a negative id, a token not known yet.
-    """
-    if min(tokens) < 0:
-        raise ValueError(f"token ids from 0 on have a hash, not {min(tokens)}")
-    return blake2b(before + array("q", tokens).tobytes(), digest_size=16).digest()
-
-
-class PrefixIndex:
-    """Full blocks by set and hash. A block has one hash at most, a hash one block of each set."""
-
-    def __init__(self, sets: Sequence[LayerSet]):
-        self.sets = tuple(sets)
-        self.blocks: list[dict[bytes, int]] = [{} for _ in sets]
-        self.entries: dict[int, tuple[int, bytes]] = {}  # by block: set and hash
-        # A hit goes only as far as a set without window knows every hash; 0 where all have windows.
-        self.whole = next((place for place, one in enumerate(self.sets) if one.window is None), None)
-
-    def __contains__(self, block: int) -> bool:
-        return block in self.entries
-
-    def add(self, place: int, digest: bytes, block: int) -> None:
-        """The block of set `place` has this hash, unless another block has it already."""
-        if digest not in self.blocks[place]:
-            self.blocks[place][digest] = block
-            self.entries[block] = place, digest
-
-    def remove(self, block: int) -> None:
-        place, digest = self.entries.pop(block)
-        del self.blocks[place][digest]
-
-    def clear(self) -> None:
-        self.entries.clear()
-        for blocks in self.blocks:
-            blocks.clear()
-
-    def prefix(self, tokens: Sequence[int]) -> list[bytes]:
-        """Hashes of the longest cached run of full blocks at the beginning of these tokens.
-
-        Every set must hold the blocks that later tokens see. At least one token is left to compute.
-        """
-        digests: list[bytes] = []
-        for column in range((len(tokens) - 1) // BLOCK if self.entries else 0):
-            digest = block_digest(digests[-1] if digests else b"", tokens[column * BLOCK : (column + 1) * BLOCK])
-            if self.whole is not None and digest not in self.blocks[self.whole]:
-                break
-            digests.append(digest)
-        # How many columns in a row each set holds, up to and with each column.
-        runs = [
-            list(accumulate((digest in blocks for digest in digests), lambda run, held: (run + 1) * held, initial=0))
-            for blocks in self.blocks
-        ]
-        for columns in range(len(digests), 0, -1):
-            needed = (columns - one.first_seen(columns * BLOCK) for one in self.sets)
-            if all(run[columns] >= need for run, need in zip(runs, needed, strict=True)):
-                return digests[:columns]
-        return []
+WORTH = 2 * BLOCK  # tokens that kept states have to save who finds them: to keep them, a prompt takes one more step
 
 
 class BlockAllocator:
     """Blocks 1 to `blocks` - 1, for `rows` rows of up to `columns` each. Block 0 belongs to no row. For one thread.
 
-    share: whether rows share blocks of prompts that begin alike. Raises ValueError where no row could hold one block.
+    share: whether rows share blocks of prompts that begin alike. slots: for states, None where layers keep none. Raises
+    ValueError where no row could hold one block, or not all rows their states.
 
     A row is opened, extended before its tokens are stored, committed, and closed; wrong order raises ValueError.
     table: (sets, rows, columns) int32, as kernels read it; 0 where a row holds nothing. held: (rows,) int64, columns
     up to the row's end, also those that `slide_all` gave back. committed: (rows,) int64, columns that others may find.
     """
 
-    def __init__(self, sets: Sequence[LayerSet], blocks: int, rows: int, columns: int, share: bool):
+    def __init__(
+        self, sets: Sequence[LayerSet], blocks: int, rows: int, columns: int, share: bool, slots: int | None = None
+    ):
         self.sets, self.blocks, self.share = tuple(sets), blocks, share
         if blocks <= len(self.sets):
             raise ValueError(
@@ -103,7 +46,8 @@ class BlockAllocator:
         self.references = np.zeros(blocks, np.int64)
         self.unused = list(range(blocks - 1, 0, -1))
         self.cached: OrderedDict[int, None] = OrderedDict()  # the least recently used first
-        self.index = PrefixIndex(self.sets)
+        self.states = None if slots is None else StateSlots(rows, slots)
+        self.index = PrefixIndex(self.sets, self.states)
         self.sliding = np.array([place for place, one in enumerate(self.sets) if one.window is not None], np.int64)
         self.windows = np.array([[one.window] for one in self.sets if one.window is not None], np.int64)
         self._changed: list[np.ndarray] = []
@@ -115,7 +59,7 @@ class BlockAllocator:
 
     def open(self, row: int, tokens: Sequence[int]) -> int:
         """Gives a row to a request with this prompt. Returns how many of its tokens are cached: a multiple of BLOCK,
-        less than len(tokens). Evicts nothing.
+        less than len(tokens). Evicts no block.
         """
         self._expect(row, opened=False)
         if len(tokens) > self.table.shape[2] * BLOCK:
@@ -131,6 +75,8 @@ class BlockAllocator:
                 self.cached.pop(block, None)
             self.references[blocks] += 1
             self._set(place, row, np.arange(first, columns), blocks)
+        if self.states is not None:
+            self.states.open(row, digests[-1] if digests else None)
         return columns * BLOCK
 
     def extend(self, row: int, length: int) -> bool:
@@ -207,6 +153,9 @@ class BlockAllocator:
         """Gives all blocks of the row back. Those with a hash can be found until evicted, the last of the row first."""
         self._expect(row, opened=True)
         held = int(self.held[row])
+        if self.states is not None:
+            digests, noted = self.digests[row] or [], int(self.states.noted[row]) // BLOCK
+            self.states.close(row, digests[noted - 1] if 0 < noted <= len(digests) else None)
         blocks = self.table[:, row, :held][:, ::-1].T.flatten()
         where = np.nonzero(self.table[:, row, :held])
         self._set(where[0], row, where[1], 0)
@@ -242,7 +191,36 @@ class BlockAllocator:
         self.committed[other] = min(self.committed[row], full)
         digests = self.digests[row]
         self.digests[other] = None if digests is None else digests[:full]
+        if self.states is not None:
+            self.states.fork(row, other)
         return copies
+
+    def ends(self, tokens: Sequence[int], start: int) -> list[int]:
+        """At which lengths states of this text are worth keeping, in order: where it parts from others, and behind its
+        last full block. start: how many of its tokens are found.
+        """
+        if self.states is None or not self.share:
+            return []
+        full = {len(self.index.known(tokens)) * BLOCK, (len(tokens) - 1) // BLOCK * BLOCK}
+        return sorted(end for end in full if end - start >= WORTH)
+
+    def keep(self, row: int, length: int) -> None:
+        """Lets others find the states of a row behind its first tokens, which fill blocks that have been committed.
+
+        Once a step is planned in which the row comes to that length, and before another one is.
+        """
+        digests = self.digests[row]
+        if self.states is not None and digests is not None:
+            self.states.keep(row, digests[length // BLOCK - 1])
+
+    def note(self, rows: np.ndarray, lengths: np.ndarray) -> None:
+        """The same of rows whose last tokens are not known yet, where they come to the end of a block: others may find
+        their states once they are closed.
+        """
+        if self.states is not None and self.share:
+            at_ends = lengths % BLOCK == 0
+            for row, length in zip(rows[at_ends].tolist(), lengths[at_ends].tolist(), strict=True):
+                self.states.note(row, length)
 
     def forget(self) -> None:
         """Forgets all hashes, since the weights have changed."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from accel.llm.kv_cache.shape import BLOCK, PagedShape
+from accel.llm.kv_cache.shape import BLOCK, LayerShape, kv_layers
 
 WASTE = 0.1  # share of the memory that may be lost to sets that do not fill their blocks
 LONG = 8  # windows; how long a text is taken to be where what windows give back counts
@@ -28,22 +28,22 @@ class LayerSet(NamedTuple):
         return 0 if self.window is None else max(0, (length - self.window + 1) // BLOCK)
 
 
-def layer_sets(shapes: Sequence[PagedShape], windows: Sequence[int | None]) -> tuple[LayerSet, ...]:
-    """Divides layers into sets; every layer is in one.
+def layer_sets(shapes: Sequence[LayerShape], windows: Sequence[int | None]) -> tuple[LayerSet, ...]:
+    """Divides layers into sets; every layer with keys and values is in one. Without any there is a set of none.
 
     shapes, windows: one a layer, by its place in the cache; where several layers read one place, their widest window.
     A block is as large as the largest set needs. So there are as few sets as waste at most WASTE of the memory, for
     short texts and for texts of LONG windows. Else those that waste least: perhaps one set, with the widest window.
     """
     kinds: dict[int | None, list[int]] = {}
-    for layer, window in enumerate(windows):
-        kinds.setdefault(window, []).append(layer)
+    for layer in kv_layers(shapes):
+        kinds.setdefault(windows[layer], []).append(layer)
     widest = None if None in kinds else max((window for window in kinds if window is not None), default=None)
-    whole = LayerSet(tuple(range(len(shapes))), widest)
-    if len(kinds) == 1 or len(kinds) > MOST_SETS:
+    whole = LayerSet(tuple(kv_layers(shapes)), widest)
+    if len(kinds) <= 1 or len(kinds) > MOST_SETS:
         return (whole,)
 
-    distinct = list(dict.fromkeys(shapes))
+    distinct = list(dict.fromkeys(shapes[layer] for layer in whole.layers))
     sizes = np.array([shape.size for shape in distinct])
     held = np.array([[sum(shapes[layer] == s for layer in layers) for s in distinct] for layers in kinds.values()])
     # Tokens kept of a short text, and of a long one, where a window ends within a block: (2, kinds).

@@ -1,4 +1,4 @@
-"""Memory for keys and values: blocks of BLOCK tokens, found through tables; and for states, one a row.
+"""Memory for keys and values: blocks of BLOCK tokens, found through tables; and for states, in slots.
 
 A block holds tokens of all layers of one set. Block b is the b-th in each layer's keys and values. The j-th layers of
 all sets share memory, since only one set has the block. `block_allocator` decides on the host which row has which
@@ -39,19 +39,20 @@ class DeviceTables(NamedTuple):
 class PagedKVCache:
     """`blocks` blocks, and tables by which `rows` rows find theirs, up to `columns` in each set.
 
-    shapes: one a layer, with its device; layers with keys and values are in one set each, the others in none. states:
-    of all rows, as `by_states`, where they are there already. Raises torch.OutOfMemoryError, and then holds nothing;
-    ValueError where a layer with keys is in no set or in several. Usable in and out of inference mode.
+    shapes: one a layer, with its device; layers with keys and values are in one set each, the others in none. slots: of
+    states, each has one of every layer. states: as `by_states`, where they are there already. Usable in and out of
+    inference mode. Raises torch.OutOfMemoryError, and then holds nothing; ValueError where a layer with keys is in no
+    set or in several.
 
     If `spare`, block 0 belongs to no row and begins as zeros: padding is written there, and empty table entries point
-    there. Other blocks and all states begin undefined.
+    there. Other blocks and all states begin undefined. halves: how many slots there are of each number.
 
     tables: by device. by_shape: the allocations, each (layers of a set, 2, blocks, BLOCK, heads, dim), or without dim
-    for scales; kept: all of them. by_states: states and windows by shape, each (layers, rows, ...). block_bytes: of
-    one block.
+    for scales; kept: all of them. by_states: states and windows by shape, each (layers * halves, slots, ...).
+    block_bytes: of one block.
     """
 
-    spare = True
+    spare, halves = True, 1
 
     def __init__(
         self,
@@ -60,6 +61,7 @@ class PagedKVCache:
         blocks: int,
         rows: int,
         columns: int,
+        slots: int = 0,
         states: dict[StateShape, States] | None = None,
     ):
         if sorted(layer for one in sets for layer in one.layers) != (paged := kv_layers(shapes)):
@@ -67,23 +69,24 @@ class PagedKVCache:
         layers = _layers_of_a_block(shapes, sets)
         self.shapes, self.block_bytes, self.table_size = tuple(shapes), _bytes_of(layers), rows * columns
         with torch.inference_mode(False), torch.no_grad():  # entered once: each generate() makes such a cache
-            flat = self._allocate(layers, blocks, len(sets), rows, states)
+            flat = self._allocate(layers, blocks, len(sets), slots, states)
             self._locate(sets, flat, rows, columns)
 
     def _allocate(
-        self, layers: Counter[PagedShape], blocks: int, sets: int, rows: int, states: dict[StateShape, States] | None
+        self, layers: Counter[PagedShape], blocks: int, sets: int, slots: int, states: dict[StateShape, States] | None
     ) -> dict[torch.device, torch.Tensor]:
         """All memory; returns the tables by device."""
         devices = dict.fromkeys(shape.device for shape in self.shapes)
-        wanted = Counter() if states else Counter(one for one in self.shapes if isinstance(one, StateShape))
+        shapes = () if states else self.halves * self.shapes
+        wanted = Counter(one for one in shapes if isinstance(one, StateShape))
         try:
-            self.by_shape, flat, made = _allocated(layers, blocks, sets, self.table_size, devices, wanted, rows)
+            self.by_shape, flat, made = _allocated(layers, blocks, sets, self.table_size, devices, wanted, slots)
         except RuntimeError as error:  # on a CPU torch raises nothing more special
             if not (out_of_memory(error) or "can't allocate memory" in str(error)):
                 raise
             traceback.clear_frames(error.__traceback__)  # they hold what was allocated
-            of_states = rows * sum(shape.row_bytes * number for shape, number in wanted.items())
-            named = f"{blocks} blocks of {BLOCK} tokens" + (f" and states of {rows} rows" if of_states else "")
+            of_states = slots * sum(shape.slot_bytes * number for shape, number in wanted.items())
+            named = f"{blocks} blocks of {BLOCK} tokens" + (f" and states of {slots} rows" if of_states else "")
             size = (self.block_bytes * blocks + of_states) / 2**30
             raise torch.OutOfMemoryError(f"no memory for keys and values of {named}: {size:.2f} GiB wanted") from error
         self.by_states = states or made
@@ -102,7 +105,7 @@ class PagedKVCache:
     ) -> None:
         """The tables, and what the attention operation is given of each layer."""
         views, self.tables, self._kv = views_by_layer(self.shapes, sets, self.by_shape), {}, {}
-        states = states_by_layer(self.shapes, self.by_states)
+        states = states_by_layer(self.shapes, self.by_states, self.halves)
         self._states: dict[int, RowStates] = {}
         set_of = {layer: place for place, one in enumerate(sets) for layer in one.layers}
         for device, one in flat.items():
@@ -206,7 +209,7 @@ def _allocated(
     table_size: int,
     devices: Iterable[torch.device],
     states: Counter[StateShape],
-    rows: int,
+    slots: int,
 ) -> tuple[dict[PagedShape, tuple[torch.Tensor, ...]], dict[torch.device, torch.Tensor], dict[StateShape, States]]:
     """By shape keys, values and any scales; by device all tables, padded; by shape states. A function of its own, so
     that an allocation that fails leaves no part behind.
@@ -214,7 +217,7 @@ def _allocated(
     kept = {shape: shape.empty(number, blocks) for shape, number in layers.items()}
     padded = -(-table_size // ALIGNED) * ALIGNED
     tables = {device: torch.zeros(sets, padded, dtype=torch.int32, device=device) for device in devices}
-    return kept, tables, {shape: shape.empty(2 * number, rows) for shape, number in states.items()}
+    return kept, tables, {shape: shape.empty(number, slots) for shape, number in states.items()}
 
 
 def _by_layer(tensor: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
@@ -242,14 +245,16 @@ def views_by_layer(
 
 
 def states_by_layer(
-    shapes: Sequence[LayerShape], kept: dict[StateShape, States]
+    shapes: Sequence[LayerShape], kept: dict[StateShape, States], halves: int
 ) -> dict[int, tuple[torch.Tensor | None, ...]]:
-    """State and window of every layer that keeps any, and both of the other half; each (rows, ...) and contiguous."""
+    """State and window of every layer that keeps any, and both of the other half, if there is one; each (slots, ...)
+    and contiguous.
+    """
     taken: Counter[StateShape] = Counter()
     views: dict[int, tuple[torch.Tensor | None, ...]] = {}
     for layer, shape in enumerate(shapes):
         if isinstance(shape, StateShape):
-            at = taken[shape]
-            views[layer] = tuple(None if one is None else one[half] for half in (at, at + 1) for one in kept[shape])
-            taken[shape] += 2
+            places = taken[shape], taken[shape] + halves - 1
+            views[layer] = tuple(None if one is None else one[at] for at in places for one in kept[shape])
+            taken[shape] += halves
     return views

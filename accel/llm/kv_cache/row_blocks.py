@@ -25,7 +25,7 @@ class RowBlocks(PagedKVCache):
     next forward writes the other.
     """
 
-    spare = False  # rows own all blocks
+    spare, halves = False, 2  # rows own all blocks, and a slot of each half
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class RowBlocks(PagedKVCache):
         columns: int,
         states: dict[StateShape, States] | None = None,
     ):
-        super().__init__(shapes, _one_set(shapes), rows * columns, rows, columns, states)
+        super().__init__(shapes, _one_set(shapes), rows * columns, rows, columns, rows, states)
         self.rows, self.columns = rows, columns
         self.shared = self.masked = self.half = 0
         self.padding_masks: dict[torch.device, torch.Tensor] = {}
@@ -238,7 +238,7 @@ class RowBlocks(PagedKVCache):
         RowBlocks.__init__(self, shapes, state["rows"], state["columns"])
         self.half = state.get("half", 0)
         before, now = (
-            views_by_layer(s, _one_set(s), k) | states_by_layer(s, states_)
+            views_by_layer(s, _one_set(s), k) | states_by_layer(s, states_, self.halves)
             for s, k, states_ in ((state["shapes"], kept, states), (shapes, self.by_shape, self.by_states))
         )
         for layer, views in now.items():

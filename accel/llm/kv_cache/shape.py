@@ -168,9 +168,15 @@ class StateShape(NamedTuple):
         return self.row_bytes
 
     @property
-    def row_bytes(self) -> int:
+    def slot_bytes(self) -> int:
+        """Of one state."""
         sizes = ((self.state, STATE), (self.window, self.dtype))
-        return 2 * sum(prod(kept) * dtype.itemsize for kept, dtype in sizes if kept is not None)  # two halves
+        return sum(prod(kept) * dtype.itemsize for kept, dtype in sizes if kept is not None)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of the state that a forward reads, and of that which it writes."""
+        return 2 * self.slot_bytes
 
     @property
     def exact(self) -> "StateShape":

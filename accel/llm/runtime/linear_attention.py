@@ -7,8 +7,10 @@ gates. A rule updates the state with each token. A step is one product, one kern
 from dataclasses import dataclass
 
 import torch
-from accel_kernels import Convolution, GatedNorm
+from accel_kernels import Convolution, Decay, GatedNorm, RowStates, Sequences
+from accel_kernels.attention.paged.ragged import Ragged
 from accel_kernels.norm.rms_norm import Gate
+from accel_kernels.recurrent.recurrence import RowSequences
 from torch import nn
 
 from accel.llm.kv_cache.shape import StateShape
@@ -18,6 +20,7 @@ from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record
 from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
 from accel.llm.runtime.linear_formula import (
     DELTA,
+    UNLIMITED,
     FormulaFinder,
     LinearFormula,
     OutputNorm,
@@ -39,6 +42,14 @@ class LinearSpec(AttentionSpec):
     @property
     def keeps_state(self) -> bool:
         return True
+
+    @property
+    def limits_prompts(self) -> bool:
+        return self.formula.limits != UNLIMITED
+
+    @property
+    def unbatched(self) -> None:
+        return None
 
     @classmethod
     def understand(cls, layer: LayerRecord, record: Record) -> UnderstoodAttention | None:
@@ -93,32 +104,68 @@ class BoundLinearAttention:
 
     def __call__(self, kernels: Kernels, step: Step, h: NormedInput, kwargs: dict) -> torch.Tensor:
         """See `BoundAttention`."""
-        formula, states = self.spec.formula, step.states(self.spec.index)
-        joint = self.projected(kernels, h)
-        parts = parts_of(formula, joint)
-        state, window, sequences = states.state, states.window, states.sequences()
-        assert state is not None and window is not None
-        if formula.rule != DELTA:  # the library keeps values before keys
-            other = sequences.other_state
-            sequences = sequences._replace(other_state=None if other is None else other.transpose(2, 3))
-            state = state.transpose(2, 3)
+        states, joint = step.states(self.spec.index), self.projected(kernels, h)
+        if self.spec.formula.rule != DELTA:  # the library keeps values before keys
+            state, other = (None if t is None else t.transpose(2, 3) for t in (states.state, states.other_state))
+            states = states._replace(state=state, other_state=other)
+        parts, ragged = parts_of(self.spec.formula, joint), states.ragged
+        if ragged is not None:
+            return self._ragged(kernels, parts, states, ragged)
         if joint.shape[1] > 1:
-            ops = kernels.causal_convolution, kernels.linear_attention_prompt
-            y = attended_prompt(*ops, formula, self.tensors, parts, state, window, sequences)
-            return self._normed(kernels, y.flatten(2), parts["gate"].flatten(2)).to(joint.dtype)
-        weight, bias, _, skip = self.tensors
-        q, k, v, gate, a = (parts[name][:, 0] for name in ("q", "k", "v", "gate", "a"))
+            return self._tokens(kernels, parts, states, states.sequences())
+        each = {name: part[:, 0] for name, part in parts.items()}
         # Stock takes the only token of a text for a prompt.
         decay = self.tensors.decay if states.is_prefill else self.decay_of_steps
+        return self._token(kernels, each, states, states.sequences(), decay).unsqueeze(1)
+
+    def _ragged(
+        self, kernels: Kernels, parts: dict[str, torch.Tensor], states: RowStates, ragged: Ragged
+    ) -> torch.Tensor:
+        """Of sequences of different lengths in one row."""
+        decodes = states.decodes(ragged)
+        each = {name: part[0, : decodes.number] for name, part in parts.items()}
+        if not ragged.most_prefills:
+            return self._token(kernels, each, states, decodes, self.decay_of_steps).unsqueeze(0)
+        prefills = states.prefills(ragged)
+        limited = prefills.limited if self.spec.limits_prompts else None
+        y = self._tokens(kernels, parts, states, prefills._replace(limited=limited))
+        if decodes.number:
+            found, tokens = self._token(kernels, each, states, decodes, self.decay_of_steps), y[0, : decodes.number]
+            torch.where(decodes.slots[:, :1] < 0, tokens, found, out=tokens)
+        return y
+
+    def _tokens(
+        self, kernels: Kernels, parts: dict[str, torch.Tensor], states: RowStates, sequences: Sequences | RowSequences
+    ) -> torch.Tensor:
+        """(rows, tokens, K), zeros of tokens that do not count."""
+        assert states.state is not None and states.window is not None
+        ops = kernels.causal_convolution, kernels.linear_attention_prompt
+        y = attended_prompt(*ops, self.spec.formula, self.tensors, parts, states.state, states.window, sequences)
+        return self._normed(kernels, y.flatten(2), parts["gate"].flatten(2)).to(parts["joint"].dtype)
+
+    def _token(
+        self,
+        kernels: Kernels,
+        parts: dict[str, torch.Tensor],
+        states: RowStates,
+        sequences: Sequences | RowSequences,
+        decay: Decay,
+    ) -> torch.Tensor:
+        """(sequences, K), of one token of each. parts: of these tokens, without a dimension for them."""
+        formula, (weight, bias, _, skip) = self.spec.formula, self.tensors
+        assert states.state is not None and states.window is not None
+        q, k, v, gate, a = (parts[name] for name in ("q", "k", "v", "gate", "a"))
         norm = None
         if self.inside:
             norm = GatedNorm(gate, self.weight, self.spec.norm.eps, self.spec.norm.activation, self.spec.norm.rounded)
         y = kernels.linear_attention_step(
-            q, k, v, a.squeeze(-1), decay, state, sequences, skip=skip, norm=norm, **formula.options,
-            b=parts["b"][:, 0].squeeze(-1) if "b" in parts else None,
-            convolution=Convolution(weight, window, bias, formula.activation, formula.order),
-        ).unsqueeze(1)  # fmt: skip
-        return y if self.inside else self._normed(kernels, y, gate.flatten(1).unsqueeze(1)).to(joint.dtype)
+            q, k, v, a.squeeze(-1), decay, states.state, sequences, skip=skip, norm=norm, **formula.options,
+            b=parts["b"].squeeze(-1) if "b" in parts else None,
+            convolution=Convolution(weight, states.window, bias, formula.activation, formula.order),
+        )  # fmt: skip
+        if self.inside:
+            return y
+        return self._normed(kernels, y.unsqueeze(0), gate.flatten(1).unsqueeze(0))[0].to(parts["joint"].dtype)
 
     def projected(self, kernels: Kernels, h: NormedInput) -> torch.Tensor:
         """(rows, new, N): the outputs of all projections side by side."""

@@ -22,6 +22,7 @@ from accel.tolerances import FORMULA, bound
 DELTA, SPACE = "gated delta rule", "state space"
 ORDER = {DELTA: "qkv", SPACE: "vkq"}  # of the channels of the convolution
 CANCELLED = 2e-3  # of a result, may be off where decays are sums of large numbers; without a limit it is 0.07
+UNLIMITED = (0.0, float("inf"))
 KEY_EPS = 1e-6  # beside the square of a key's length, in all that divide by it
 
 
@@ -103,7 +104,7 @@ class Tensors(NamedTuple):
 
 def of_steps(decay: Decay) -> Decay:
     """transformers holds the decay of a prompt between limits, and that of a single token between none."""
-    return decay._replace(limits=(0.0, float("inf")))
+    return decay._replace(limits=UNLIMITED)
 
 
 class OutputNorm(NamedTuple):
@@ -208,7 +209,7 @@ class FormulaFinder:
         picks = sorted(permutations(names, 2 if rule == DELTA else 3), key=_unusual)
         betas = (1.0, 2.0) if rule == DELTA else (1.0,)
         given = self.layer.name(self.convolution), self.convolution.kernel_size[0]
-        for pick, limits, beta, activation in product(picks, (*held, (0.0, float("inf"))), betas, ("silu", None)):
+        for pick, limits, beta, activation in product(picks, (*held, UNLIMITED), betas, ("silu", None)):
             skip, wide = (pick[2] if len(pick) > 2 else None), self.core.dtype != self.joint.dtype
             places_of = tuple(columns.items())
             yield LinearFormula(rule, heads, places_of, *given, activation, pick[0], pick[1], skip, limits, beta, wide)

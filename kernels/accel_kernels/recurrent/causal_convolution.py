@@ -25,7 +25,7 @@ def reference(x, weight, window, sequences, *, bias=None, activation=None, befor
     flat = x.reshape(-1, channels)
     out = torch.zeros_like(flat)
     read, written = sequences.pools(window, sequences.other_window)
-    for begin, end, slot, position, first in sequences.each(tokens):
+    for begin, end, slot, position, first, into in sequences.each(tokens):
         places = torch.arange(position - taps + 1, position, device=x.device)
         past = torch.where(places[:, None] < first, 0, read[slot, places % taps])
         row = torch.cat((past, flat[begin:end])).to(kind)
@@ -34,8 +34,8 @@ def reference(x, weight, window, sequences, *, bias=None, activation=None, befor
         y = y if activation is None else ACTIVATIONS[activation](y.to(kind)).to(weight.dtype)
         out[begin:end] = y if after is None else y.to(out.dtype) * after.flatten(0, 1)[begin:end]
         newest = torch.arange(max(end - begin - taps, 0), end - begin, device=x.device)
-        written[slot] = read[slot]
-        written[slot, (position + newest) % taps] = flat[begin:end][newest]
+        written[into] = read[slot]
+        written[into, (position + newest) % taps] = flat[begin:end][newest]
     return out.view(x.shape)
 
 
@@ -54,15 +54,21 @@ def supports(x, weight, window, sequences, *, bias=None, activation=None, before
     return dtype_reason(x, weight, window, bias, before, after)
 
 
-def some_sequences(rand, rows, positions, spans=None, longest=None, idle=()):
-    """Sequences in slots of a pool of rows + 2, the last one first."""
+def some_sequences(rand, rows, positions, spans=None, longest=None, idle=(), apart=None):
+    """Sequences in slots of a pool of rows + 2, the last one first.
+
+    apart: state and window, pools of 2 * rows + 2, found by metadata: each sequence is written into another slot.
+    """
 
     def numbers(values):
         return torch.tensor(values, device=rand.device)
 
     slots = [-1 if n in idle else rows - n for n in range(rows)]
-    spans = None if spans is None else numbers(spans)
-    return Sequences(numbers(slots), numbers(positions), spans, longest)
+    spans, metadata = None if spans is None else numbers(spans), None
+    if apart is not None:
+        slots = [(slot, slot + rows) for slot in slots]
+        metadata = metadata_of(0, [(None, None, None), (None, *apart, *apart)], rand.device)
+    return Sequences(numbers(slots), numbers(positions), spans, longest, metadata, 1)
 
 
 def some_rows(rand, stored, state, window, firsts=None, last=None):
@@ -92,19 +98,19 @@ def some_rows(rand, stored, state, window, firsts=None, last=None):
 
 @random_cases
 def _case(rand, batch, tokens, channels, taps, positions, *, spans=None, longest=None, bias=False, gates=False,
-          activation=None, idle=(), stored=None, **rows):  # fmt: skip
+          activation=None, idle=(), stored=None, apart=False, **rows):  # fmt: skip
     """stored: tokens in a store whose rows are the sequences, see `some_rows`."""
     count = len(positions) if stored is None else batch - 2
     x, *factors = rand(batch, tokens, 3 * channels).chunk(3, dim=-1)
     weight, window = (
         rand(taps, channels, spread=0.5).t() if taps == 4 else rand(channels, taps, spread=0.5),
-        rand(count + 2, taps, channels),
+        rand(count * (1 + apart) + 2, taps, channels),
     )
     more = {"bias": rand(channels) if bias else None, "activation": activation}
     if gates:
         more |= {"before": factors[0], "after": factors[1]}
     if stored is None:
-        sequences = some_sequences(rand, count, positions, spans, longest, idle)
+        sequences = some_sequences(rand, count, positions, spans, longest, idle, (None, window) if apart else None)
     else:
         sequences = some_rows(rand, stored, None, window, **rows)
     return (x, weight, window, sequences), more
@@ -116,6 +122,7 @@ CASES = (
     _case("step", 3, 1, 40, 3, [7, 0, 5], gates=True, idle=(2,), small=True),
     _case("gates", 2, 33, 24, 3, [5, 0], gates=True, bias=True, small=True),
     _case("packed", 1, 60, 16, 2, [0, 8, 3], spans=[(2, 19), (19, 19), (30, 57)], activation="silu", small=True),
+    _case("apart", 1, 60, 16, 4, [0, 8, 3], spans=[(2, 19), (19, 20), (30, 57)], apart=True, small=True),
     _case("padded", 2, 40, 16, 4, [0, 0], spans=[(7, 40), (40, 70)], activation="silu", idle=(), small=True),
     _case("row-step", 3, 1, 40, 4, [], gates=True, bias=True, stored=2, firsts=[1, 2, 3], small=True),
     _case("rows", 2, 35, 20, 4, [], activation="silu", stored=0, small=True),

@@ -20,25 +20,29 @@ AT_FIRSTS, AT_HALF, AT_STATE, AT_WINDOW = (tl.constexpr(i) for i in (FIRSTS, HAL
 def sequence_of(
     spans_ptr, slots_ptr, positions_ptr, metadata_ptr, last_ptr, tokens, sequence, PADDED: tl.constexpr
 ):  # fmt: skip
-    """Of a sequence: first token that counts, tokens from there on, those of them that count, slot, position of the
-    first one, and the position at which nothing has been before. Of an idle one no token counts.
+    """Of a sequence: first token that counts, tokens from there on, those of them that count, and slot.
+
+    Then the position of the first one, that at which nothing has been before, and the slot to write. Of an idle one no
+    token counts.
 
     The first arguments but for the layer are `pointers` of `Sequences` or `RowSequences`.
     """
-    if metadata_ptr is None:
+    if slots_ptr is not None:
         if spans_ptr is None:
             begin = (sequence * tokens).to(tl.int64)
             end = begin + tokens
         else:
             begin = tl.load(spans_ptr + 2 * sequence).to(tl.int64)
             end = tl.load(spans_ptr + 2 * sequence + 1).to(tl.int64)
-        slot = tl.load(slots_ptr + sequence).to(tl.int64)
+        slot = tl.load(slots_ptr + 2 * sequence).to(tl.int64)
+        into = tl.load(slots_ptr + 2 * sequence + 1).to(tl.int64)
         position = tl.load(positions_ptr + sequence).to(tl.int64)
         room = end - begin
         length = tl.where(slot < 0, 0, room)
         first = position * 0
     else:
         slot = sequence.to(tl.int64)
+        into = slot
         begin = slot * tokens
         position = tl.load(metadata_ptr + AT_LENGTH)
         first = position * 0
@@ -55,7 +59,7 @@ def sequence_of(
             room -= before
             length -= before
         length = tl.maximum(length, 0)
-    return begin, room, length, slot, position, first
+    return begin, room, length, slot, position, first, into
 
 
 @triton.jit
@@ -108,30 +112,33 @@ def causal_convolution_kernel(
 ):  # fmt: skip
     """The program of a sequence's first tokens reads its window, and then writes it.
 
-    One token's window, found through metadata, is read before the kernel in front has ended, see `RowStates`.
+    One token's window, of a row, is read before the kernel in front has ended, see `RowStates`.
     """
     sequence = tl.program_id(2)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    if PDL and metadata_ptr is None:
+    if PDL and slots_ptr is not None:
         tl.extra.cuda.gdc_wait()
-    begin, room, length, slot, position, first = sequence_of(
+    begin, room, length, slot, position, first, into = sequence_of(
         spans_ptr, slots_ptr, positions_ptr, metadata_ptr, last_ptr, tokens, sequence, PADDED
     )
+    if BLOCK_T > 1:  # spans are shorter than all tokens together
+        if tl.program_id(0) * BLOCK_T >= room:
+            return
     window_ptr, written_ptr = pools_at(metadata_ptr, layer, window_ptr, AT_WINDOW)
     t_idx = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
     c_idx = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]
     inside = c_idx < channels
     mask = (t_idx < length) & inside
     window_ptr += slot * TAPS * channels
-    written_ptr += slot * TAPS * channels
+    written_ptr += into * TAPS * channels
     total = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
     if BLOCK_T == 1:
         there = tl.where(length > 0, channels, 0)
         total = _taps_before(
             total, window_ptr, weight_ptr, weight_strides, position, first, channels, there, c_idx, TAPS
         )
-    if PDL and metadata_ptr is not None:
+    if PDL and slots_ptr is None:
         tl.extra.cuda.gdc_wait()
     for tap in tl.static_range(TAPS - 1 if BLOCK_T == 1 else 0, TAPS):
         at = t_idx + tap - (TAPS - 1)
@@ -156,13 +163,12 @@ def causal_convolution_kernel(
         kept = inside & (last >= 0) & (last >= length - TAPS)
         newest = _inputs(x_ptr, before_ptr, begin + last, x_row, before_row, c_idx, kept)
         tl.store(written_ptr + (position + last) % TAPS * channels + c_idx, newest, mask=kept)
-        if metadata_ptr is not None:  # what is older goes to the other half too
-            past = position + last
-            place = past % TAPS
-            oldest = tl.where(length > 0, length - TAPS, length)  # of a row without tokens none
-            kept = inside & (last < 0) & (last >= oldest) & (past >= first)
-            older = tl.load(window_ptr + place * channels + c_idx, mask=kept, other=0.0)
-            tl.store(written_ptr + place * channels + c_idx, older, mask=kept)
+        past = position + last  # what is older goes there too
+        place = past % TAPS
+        oldest = tl.where(length > 0, length - TAPS, length)  # of a row without tokens none
+        kept = inside & (last < 0) & (last >= oldest) & (past >= first)
+        older = tl.load(window_ptr + place * channels + c_idx, mask=kept, other=0.0)
+        tl.store(written_ptr + place * channels + c_idx, older, mask=kept)
 
 
 def rows_of(t: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:

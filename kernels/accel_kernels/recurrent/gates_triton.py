@@ -55,10 +55,10 @@ def after_taps(total, kind: tl.constexpr, ACTIVATION: tl.constexpr):
 @triton.jit
 def past_taps(
     x_ptr, idx, mask, window_ptr, written_ptr, weight_ptr, weight_strides, bias_ptr, first_channel, position, first,
-    channels, TAPS: tl.constexpr, BLOCK_TAPS: tl.constexpr, HALVES: tl.constexpr,
+    channels, TAPS: tl.constexpr, BLOCK_TAPS: tl.constexpr,
 ):  # fmt: skip
     """What a convolution of one token reads but for the token: inputs before it and weights (BLOCK_TAPS, channels),
-    bias; and where all of them are to be kept, and which are: with HALVES those before it too.
+    bias; and where all of them are to be kept, and which are.
 
     x_ptr: of channels `first_channel` and up. Without a window the token stands alone. Taps are rows of one tile: as
     vectors that are loaded one by one they would be loaded by all threads. The token's place in the window is that of
@@ -75,9 +75,7 @@ def past_taps(
         inputs = tl.load(window_ptr + at % TAPS * channels + row, mask=stored, other=0.0).to(tl.float32)
         weight_ptr += (first_channel + row) * weight_strides[0] + tap * weight_strides[1]
         weights = tl.load(weight_ptr, mask=rows, other=0.0).to(tl.float32)
-        kept = rows & (tap == TAPS - 1)
-        if HALVES:
-            kept = kept | stored
+        kept = rows & (tap == TAPS - 1) | stored
         places = written_ptr + first_channel + at % TAPS * channels + row
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + first_channel + idx, mask=mask, other=0.0).to(tl.float32)

@@ -26,9 +26,16 @@ def reference(
     q, k, v, a = (t.flatten(0, 1) for t in (q, k, v, a))
     b = None if b is None else b.flatten(0, 1).flatten(1)
     g, strength = gates(a.flatten(1, 2), decay, b, beta_scale)
+    if sequences.limited is not None:
+        free = gates(a.flatten(1, 2), decay._replace(limits=(0.0, float("inf"))), b, beta_scale)
+        limited = torch.ones(batch * tokens, 1, dtype=torch.bool, device=q.device)
+        spans = sequences.spans.tolist()
+        for (begin, end), position, until in zip(spans, sequences.positions, sequences.limited, strict=True):
+            limited[begin:end, 0] = position + torch.arange(end - begin, device=q.device) < until
+        g, strength = torch.where(limited[..., None], g, free[0]), torch.where(limited, strength, free[1])
     q, k, v = prepared(q, k, v, scale, key_eps)
     read, written = sequences.pools(state, sequences.other_state)
-    for begin, end, slot, position, first in sequences.each(tokens):
+    for begin, end, slot, position, first, into in sequences.each(tokens):
         kept = read[slot].to(q.dtype) if position > first else torch.zeros_like(read[slot], dtype=q.dtype)
         for start in range(begin, end, CHUNK):
             part = slice(start, min(end, start + CHUNK))
@@ -36,7 +43,7 @@ def reference(
             y, kept = chunk(tokens_of, kept, b is not None)
             y = y.transpose(0, 1)
             out[part] = (y if skip is None else y + skip[:, None] * v[part]).to(out.dtype)
-        written[slot] = kept.to(state.dtype)
+        written[into] = kept.to(state.dtype)
     return out.view(batch, tokens, key_heads * repeat, value_dim)
 
 
@@ -45,6 +52,8 @@ def supports(
 ) -> str | None:  # fmt: skip
     if q.is_cuda and not reaches(q.device, HOPPER) and (q.dtype == torch.float32 or decay.bias.dim() == 2):
         return "float32, or decays of channels, below compute capability 9.0"  # more than its registers hold
+    if sequences.limited is not None and (decay.bias.dim() == 2 or sequences.spans is None):
+        return "limits up to a position, of decays of channels or without spans"
     if (needed := _shared_bytes(q.dtype, k.shape[-1], decay)) > shared_memory(q.device):
         return f"less than {needed} bytes of shared memory"
     return state_reason(q, k, v, a, decay, state, b)
@@ -58,8 +67,8 @@ def _shared_bytes(dtype, key_dim, decay) -> int:
 
 @random_cases
 def _case(rand, batch, tokens, heads, repeat, key_dim, value_dim, positions, *, spans=None, longest=None, skip=False,
-          order="qkv", key_eps=1e-6, idle=(), alike=False, stored=None, firsts=None, last=None,
-          **gating):  # fmt: skip
+          order="qkv", key_eps=1e-6, idle=(), alike=False, stored=None, firsts=None, last=None, apart=False,
+          limited=None, **gating):  # fmt: skip
     """alike: all keys are nearly the same, as of a text that repeats itself."""
 
     channels = (heads * key_dim, heads * key_dim, heads * repeat * value_dim)
@@ -70,13 +79,16 @@ def _case(rand, batch, tokens, heads, repeat, key_dim, value_dim, positions, *, 
     v = v.unflatten(2, (heads, repeat, value_dim))
     a, decay, more = gate_arguments(rand, (batch, tokens), heads, repeat, key_dim, **gating)
     count = len(positions) if stored is None else batch - 2
-    state = rand(count + 2, heads * repeat, key_dim, value_dim, dtype=torch.float32)
+    state = rand(count * (1 + apart) + 2, heads * repeat, key_dim, value_dim, dtype=torch.float32)
     if order == "vkq":
         state = state.transpose(2, 3).contiguous().transpose(2, 3)
     if stored is None:
-        sequences = some_sequences(rand, count, positions, spans, longest, idle)
+        sequences = some_sequences(rand, count, positions, spans, longest, idle, (state, None) if apart else None)
     else:
         sequences = some_rows(rand, stored, state, None, firsts, last)
+    if limited is not None:
+        decay = decay._replace(limits=(0.1, 0.3))
+        sequences = sequences._replace(limited=torch.tensor(limited, device=rand.device))
     if skip:
         more["skip"] = rand(heads * repeat)
     more |= {"scale": key_dim**-0.5, "key_eps": key_eps}
@@ -91,6 +103,8 @@ CASES = (
     _case("kimi", 1, 90, 2, 1, 32, 16, [3], channels=True, small=True),
     _case("bounded", 1, 40, 1, 1, 20, 24, [0], channels=True, lower_bound=-5.0, rounded=True, small=True),
     _case("packed", 1, 150, 1, 1, 16, 16, [0, 8, 3], spans=[(2, 70), (70, 70), (75, 148)], small=True),
+    _case("apart", 1, 150, 1, 1, 16, 16, [0, 8, 3], spans=[(2, 70), (70, 71), (75, 148)], apart=True, small=True),
+    _case("limited", 1, 150, 1, 1, 16, 16, [0, 8], spans=[(2, 70), (75, 148)], limited=[65, 20], small=True, **SPACE),
     _case("padded", 2, 40, 1, 1, 16, 16, [0, 0], spans=[(7, 40), (40, 70)], small=True),
     _case("space", 2, 70, 1, 2, 32, 24, [0, 5], small=True, **SPACE),
     _case("rows", 2, 70, 1, 2, 16, 16, [], stored=0, last=66, small=True),

@@ -142,8 +142,8 @@ def _channel_products(
 @triton.jit(do_not_specialize=("layer", "tokens"))
 def chunk_products_kernel(
     q_ptr, k_ptr, a_ptr, b_ptr, q_strides, k_strides, a_strides, b_strides, a_log_ptr, bias_ptr, lower_bound, low,
-    high, beta_scale, scale, key_eps, spans_ptr, slots_ptr, positions_ptr, metadata_ptr, layer, last_ptr, tokens,
-    mixing_ptr, scores_ptr, factors_ptr, total_ptr, heads, PADDED: tl.constexpr, KEY_DIM: tl.constexpr,
+    high, beta_scale, scale, key_eps, limited_ptr, spans_ptr, slots_ptr, positions_ptr, metadata_ptr, layer, last_ptr,
+    tokens, mixing_ptr, scores_ptr, factors_ptr, total_ptr, heads, PADDED: tl.constexpr, KEY_DIM: tl.constexpr,
     REPEAT: tl.constexpr, BLOCK_K: tl.constexpr, SIZE: tl.constexpr, CHANNEL_DECAY: tl.constexpr,
     ROUND_DECAY: tl.constexpr, PRECISION: tl.constexpr, PAIR: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -155,7 +155,7 @@ def chunk_products_kernel(
     """
     head, number = tl.program_id(0), tl.program_id(1)
     key_head, repeated = head // REPEAT, head % REPEAT
-    begin, room, length, _, _, _ = sequence_of(
+    begin, room, length, _, position, _, _ = sequence_of(
         spans_ptr, slots_ptr, positions_ptr, metadata_ptr, last_ptr, tokens, tl.program_id(2), PADDED
     )
     if number * SIZE >= room:
@@ -195,6 +195,9 @@ def chunk_products_kernel(
     else:
         bias = tl.load(bias_ptr + head).to(tl.float32)
         a = tl.load(a_ptr + t_idx * a_strides[0], mask=counted, other=0.0)
+        if limited_ptr is not None:
+            limited = position + number * SIZE + t_idx < tl.load(limited_ptr + tl.program_id(2))
+            low, high = tl.where(limited, low, 0.0), tl.where(limited, high, float("inf"))
         g, dt = decay_gate(a, a_log, bias, lower_bound, low, high, ROUND_DECAY, DELTA)
         g = tl.where(counted, g, 0.0)
         total = tl.cumsum(g, axis=0)
@@ -233,7 +236,7 @@ def chunk_states_kernel(
     """
     head = tl.program_id(1)
     key_head, repeated = head // REPEAT, head % REPEAT
-    begin, room, length, slot, position, start = sequence_of(
+    begin, room, length, slot, position, start, into = sequence_of(
         spans_ptr, slots_ptr, positions_ptr, metadata_ptr, last_ptr, tokens, tl.program_id(2), PADDED
     )
     state_ptr, written_ptr = pools_at(metadata_ptr, layer, state_ptr, AT_STATE)
@@ -243,10 +246,9 @@ def chunk_states_kernel(
     k_mask = k_idx < KEY_DIM
     v_idx = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     v_mask = v_idx < VALUE_DIM
-    places = slot * state_strides[0] + head * state_strides[1]
-    places += k_idx * state_strides[2] + v_idx[:, None] * state_strides[3]
+    places = head * state_strides[1] + k_idx * state_strides[2] + v_idx[:, None] * state_strides[3]
     stored = (k_idx < tl.where((length > 0) & (position > start), KEY_DIM, 0)) & v_mask[:, None]
-    state = tl.load(state_ptr + places, mask=stored, other=0.0)
+    state = tl.load(state_ptr + slot * state_strides[0] + places, mask=stored, other=0.0)
     q_ptr += begin * q_strides[0] + key_head * q_strides[1]
     k_ptr += begin * k_strides[0] + key_head * k_strides[1]
     v_ptr += begin * v_strides[0] + key_head * v_strides[1] + repeated * v_strides[2]
@@ -301,7 +303,7 @@ def chunk_states_kernel(
         v_ptr += SIZE * v_strides[0].to(tl.int64)
         o_ptr += SIZE * heads * VALUE_DIM
     kept = (k_idx < tl.where(length > 0, KEY_DIM, 0)) & v_mask[:, None]
-    tl.store(written_ptr + places, state, mask=kept)
+    tl.store(written_ptr + into * state_strides[0] + places, state, mask=kept)
 
 
 def linear_attention_prompt(
@@ -331,7 +333,7 @@ def linear_attention_prompt(
     launch(
         chunk_products_kernel, (heads, chunks, count),
         q, k, a, b, *(() if t is None else t.stride() for t in (q, k, a, b)), decay.a_log, decay.bias,
-        decay.lower_bound, *decay.limits, beta_scale, scale, key_eps, *where,
+        decay.lower_bound, *decay.limits, beta_scale, scale, key_eps, sequences.limited, *where,
         key_dim, repeat, block_k, CHUNK, channel_decay, decay.rounded, precision, pair, upcast(q.dtype),
         num_warps=8 if channel_decay else 4,
     )  # fmt: skip

@@ -58,16 +58,16 @@ def reference(
     if convolution is not None:
         q, k, v = _convolved(q, k, v, convolution, sequences)
     out = v.new_zeros(v.shape[0], v.shape[1] * v.shape[2], v.shape[3], dtype=dtype)
-    live = [(begin, slot, position > first) for begin, _, slot, position, first in sequences.each(1)]
+    live = [(begin, slot, position > first, into) for begin, _, slot, position, first, into in sequences.each(1)]
     if live:
-        rows, slots, begun = torch.tensor(live, device=q.device).unbind(1)
+        rows, slots, begun, into = torch.tensor(live, device=q.device).unbind(1)
         g, strength = gates(a.flatten(1, 2)[rows], decay, None if b is None else b.flatten(1, 2)[rows], beta_scale)
         parts = (*prepared(q[rows], k[rows], v[rows], scale, key_eps), g, strength)
         tokens_of = [t.flatten(0, 1).unsqueeze(1) for t in parts]  # rows and heads as one, of one token
         read, written = sequences.pools(state, sequences.other_state)
         before = torch.where(begun.view(-1, 1, 1, 1) > 0, read[slots], 0).to(parts[0].dtype)
         y, after = chunk(tokens_of, before.flatten(0, 1), b is not None)
-        written[slots] = after.view(before.shape).to(state.dtype)
+        written[into] = after.view(before.shape).to(state.dtype)
         y = y.view(before.shape[0], *out.shape[1:])
         out[rows] = (y if skip is None else y + skip[:, None] * parts[2]).to(out.dtype)
         if norm is not None:
@@ -148,7 +148,7 @@ def gate_arguments(rand, rows, heads, repeat, key_dim, *, channels=False, delta=
 
 @random_cases
 def _case(rand, rows, heads, repeat, key_dim, value_dim, *, taps=4, fused=True, norm=None, skip=False, idle=(),
-          positions=None, order="qkv", key_eps=1e-6, stored=None, firsts=None, **gating):  # fmt: skip
+          positions=None, order="qkv", key_eps=1e-6, stored=None, firsts=None, apart=False, **gating):  # fmt: skip
     """norm: its activation and whether it is rounded."""
 
     channels = (heads * key_dim, heads * key_dim, heads * repeat * value_dim, heads * repeat * value_dim)
@@ -156,7 +156,7 @@ def _case(rand, rows, heads, repeat, key_dim, value_dim, *, taps=4, fused=True, 
     q, k = (t.unflatten(1, (heads, key_dim)) for t in (q, k))
     v, gate = (t.unflatten(1, (heads, repeat, value_dim)) for t in (v, gate))
     a, decay, more = gate_arguments(rand, (rows,), heads, repeat, key_dim, **gating)
-    pool = rows + 2 if stored is None else rows
+    pool = rows * (1 + apart) + 2 if stored is None else rows
     state = rand(pool, heads * repeat, key_dim, value_dim, dtype=torch.float32)
     if fused:
         width = sum(channels[:3])
@@ -166,7 +166,9 @@ def _case(rand, rows, heads, repeat, key_dim, value_dim, *, taps=4, fused=True, 
     if order == "vkq":
         state = state.transpose(2, 3).contiguous().transpose(2, 3)
     if stored is None:
-        sequences = some_sequences(rand, rows, positions or [n + 3 for n in range(rows)], idle=idle)
+        pools = (state, more["convolution"].window) if apart else None
+        positions = positions or [n + 3 for n in range(rows)]
+        sequences = some_sequences(rand, rows, positions, idle=idle, apart=pools)
     else:
         sequences = some_rows(rand, stored, state, more["convolution"].window if fused else None, firsts)
     if norm is not None:
@@ -181,6 +183,7 @@ SPACE = {"delta": False, "key_eps": None, "skip": True, "order": "vkq", "rounded
 CASES = (
     _case("qwen", 2, 2, 2, 32, 32, norm=("silu", True), small=True),
     _case("odd", 3, 1, 3, 20, 28, norm=("silu", False), positions=[0, 1, 9], idle=(2,), small=True),
+    _case("apart", 3, 1, 2, 16, 32, norm=("silu", True), idle=(1,), apart=True, small=True),
     _case("kimi", 2, 3, 1, 32, 16, channels=True, norm=("sigmoid", False), small=True),
     _case("bounded", 2, 2, 1, 16, 48, channels=True, lower_bound=-5.0, rounded=True, small=True),
     _case("bare", 1, 2, 2, 16, 16, fused=False, small=True),

@@ -33,7 +33,7 @@ def linear_attention_step_kernel(
 ):  # fmt: skip
     """Of the value heads of a key head, and of the blocks of a head, the first ones keep what is theirs in common.
 
-    State and window found through metadata are read before the kernel in front has ended, see `RowStates`.
+    State and window of a row are read before the kernel in front has ended, see `RowStates`.
     """
     row = (tl.program_id(0) // (key_heads * REPEAT)).to(tl.int64)
     head = tl.program_id(0) % (key_heads * REPEAT)
@@ -54,44 +54,44 @@ def linear_attention_step_kernel(
         bias = tl.load(decay_bias_ptr + head * KEY_DIM + k_idx, mask=k_mask, other=0.0).to(tl.float32)
     else:
         bias = tl.load(decay_bias_ptr + head).to(tl.float32)
-    if PDL and metadata_ptr is None:
+    if PDL and slots_ptr is not None:
         tl.extra.cuda.gdc_wait()
-    _, _, length, slot, position, first = sequence_of(
+    _, _, length, slot, position, first, into = sequence_of(
         spans_ptr, slots_ptr, positions_ptr, metadata_ptr, last_ptr, 1, row, PADDED
     )
     o_ptr += (row * key_heads * REPEAT + head) * VALUE_DIM
     if length <= 0:
-        if PDL and metadata_ptr is not None:
+        if PDL and slots_ptr is None:
             tl.extra.cuda.gdc_wait()
         tl.store(o_ptr + v_idx, tl.zeros((BLOCK_V,), tl.float32).to(kind), mask=v_mask)
         return
     state_ptr, written_ptr = pools_at(metadata_ptr, layer, state_ptr, AT_STATE)
-    places = slot * slot_stride + head * head_stride
-    HALVES: tl.constexpr = metadata_ptr is not None
+    state_ptr += slot * slot_stride
+    written_ptr += into * slot_stride
     kept_ptr = window_ptr
     if window_ptr is not None:
         window_ptr, kept_ptr = pools_at(metadata_ptr, layer, window_ptr, AT_WINDOW)
         window_ptr += slot * TAPS * channels
-        kept_ptr += slot * TAPS * channels
+        kept_ptr += into * TAPS * channels
     q_ptr += row * q_strides[0] + key_head * q_strides[1]
     k_ptr += row * k_strides[0] + key_head * k_strides[1]
     v_ptr = _row(v_ptr, v_strides, row, key_head, repeated)
     q_taps, q_weights, q_bias, q_places, q_kept = past_taps(
         q_ptr, k_idx, k_mask, window_ptr, kept_ptr, weight_ptr, weight_strides, bias_ptr,
-        q_first + key_head * KEY_DIM, position, first, channels, TAPS, BLOCK_TAPS, HALVES,
+        q_first + key_head * KEY_DIM, position, first, channels, TAPS, BLOCK_TAPS,
     )  # fmt: skip
     k_taps, k_weights, k_bias, k_places, k_kept = past_taps(
         k_ptr, k_idx, k_mask, window_ptr, kept_ptr, weight_ptr, weight_strides, bias_ptr,
-        k_first + key_head * KEY_DIM, position, first, channels, TAPS, BLOCK_TAPS, HALVES,
+        k_first + key_head * KEY_DIM, position, first, channels, TAPS, BLOCK_TAPS,
     )  # fmt: skip
     v_taps, v_weights, v_bias, v_places, v_kept = past_taps(
         v_ptr, v_idx, v_mask, window_ptr, kept_ptr, weight_ptr, weight_strides, bias_ptr,
-        v_first + head * VALUE_DIM, position, first, channels, TAPS, BLOCK_TAPS, HALVES,
+        v_first + head * VALUE_DIM, position, first, channels, TAPS, BLOCK_TAPS,
     )  # fmt: skip
-    places += k_idx[:, None] * KEY_STRIDE + v_idx[None, :] * VALUE_STRIDE
+    places = head * head_stride + k_idx[:, None] * KEY_STRIDE + v_idx[None, :] * VALUE_STRIDE
     whole = k_mask[:, None] & v_mask[None, :]
     stored = whole & (k_idx < tl.where(position > first, KEY_DIM, 0))[:, None]
-    if metadata_ptr is not None:
+    if slots_ptr is None:
         state = tl.load(state_ptr + places, mask=stored, other=0.0)
         if PDL:
             tl.extra.cuda.gdc_wait()
@@ -108,7 +108,7 @@ def linear_attention_step_kernel(
     if norm_ptr is not None:
         gate_ptr = _row(gate_ptr, gate_strides, row, key_head, repeated)
         gate = tl.load(gate_ptr + v_idx, mask=v_mask, other=0.0).to(tl.float32)
-    if metadata_ptr is None:  # the last of all large loads, whose layout Triton therefore gives to what follows
+    if slots_ptr is not None:  # the last of all large loads, whose layout Triton therefore gives to what follows
         state = tl.load(state_ptr + places, mask=stored, other=0.0)
 
     inputs: tl.constexpr = q_ptr.dtype.element_ty

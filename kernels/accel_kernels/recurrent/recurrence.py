@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from accel_kernels.attention.paged.kv import HALF, LENGTH
+from accel_kernels.attention.paged.ragged import Ragged
 
 CHUNK = 64  # tokens whose products are taken together in a prompt, as in transformers
 
@@ -18,17 +19,23 @@ CHUNK = 64  # tokens whose products are taken together in a prompt, as in transf
 class Sequences(NamedTuple):
     """Which tokens are one sequence, which row of the pools of states it has, and how far it has come.
 
-    slots: (S,) integers, rows of the pools. A negative one is idle: it gives zeros, and nothing is kept.
+    slots: (S,) integers, rows of the pools. A negative one is idle: it gives zeros, and nothing is kept. Or (S, 2): the
+    row that is read, and that which is written in its place, so that the call may be repeated.
     positions: (S,) integers, tokens seen before this call. At 0 the pools are not read: states are zero.
     spans: (S, 2) integers, in order: a sequence's first token and the one behind its last, of the call's tokens row by
     row. Tokens of no sequence give zeros. Without spans each row is a sequence.
     longest: tokens that a sequence has at most, where spans may reach over rows. Without it, those of a row.
+    metadata: as of `RowStates`, by which kernels find the pools; None where they lie as they are given. layer: there.
+    limited: (S,) integers, the position from which on `Decay.limits` do not hold; None where they do everywhere.
     """
 
     slots: torch.Tensor
     positions: torch.Tensor
     spans: torch.Tensor | None = None
     longest: int | None = None
+    metadata: torch.Tensor | None = None
+    layer: int = 0
+    limited: torch.Tensor | None = None
 
     @property
     def number(self) -> int:
@@ -52,18 +59,24 @@ class Sequences(NamedTuple):
 
     def pointers(self) -> tuple:
         """The first arguments of `sequence_of` in kernels."""
-        return self.spans, self.slots, self.positions, None, 0, None
+        return self.spans, self.pairs.contiguous(), self.positions, self.metadata, self.layer, None
 
-    def each(self, tokens: int) -> Iterator[tuple[int, int, int, int, int]]:
-        """First token, token behind the last, slot, position of sequences that are not idle, and 0.
+    @property
+    def pairs(self) -> torch.Tensor:
+        """(S, 2): the row of the pools that is read, and that which is written."""
+        return self.slots if self.slots.dim() == 2 else self.slots.unsqueeze(1).expand(-1, 2)
+
+    def each(self, tokens: int) -> Iterator[tuple[int, int, int, int, int, int]]:
+        """First token, token behind the last, slot, position of sequences that are not idle, 0, and the slot to write.
 
         tokens: of a row.
         """
         spans = [(n * tokens, (n + 1) * tokens) for n in range(self.number)]
         spans = spans if self.spans is None else self.spans.tolist()
-        for (begin, end), slot, position in zip(spans, self.slots.tolist(), self.positions.tolist(), strict=True):
+        pairs = self.pairs.tolist()
+        for (begin, end), (slot, written), position in zip(spans, pairs, self.positions.tolist(), strict=True):
             if slot >= 0 and end > begin:
-                yield begin, end, slot, position, 0
+                yield begin, end, slot, position, 0, written
 
 
 class RowSequences(NamedTuple):
@@ -99,19 +112,23 @@ class RowSequences(NamedTuple):
     def longest(self) -> None:
         return None
 
+    @property
+    def limited(self) -> None:
+        return None
+
     def pointers(self) -> tuple:
         """The first arguments of `sequence_of` in kernels."""
         return None, None, None, self.metadata, self.layer, self.last
 
-    def each(self, tokens: int) -> Iterator[tuple[int, int, int, int, int]]:
-        """As `Sequences.each`. The last number is the position of the row's first token: at it states are zero."""
+    def each(self, tokens: int) -> Iterator[tuple[int, int, int, int, int, int]]:
+        """As `Sequences.each`. The last but one is the position of the row's first token: at it states are zero."""
         stored = int(self.metadata[LENGTH])
         end = tokens if self.last is None else min(int(self.last) + 1, tokens)
         firsts = self.firsts.tolist() if self.padded and self.firsts is not None else [0] * self.rows
         for row, first in enumerate(firsts):
             begin = max(first - stored, 0)
             if begin < end:
-                yield row * tokens + begin, row * tokens + end, row, stored + begin, first
+                yield row * tokens + begin, row * tokens + end, row, stored + begin, first, row
 
 
 class RowStates(NamedTuple):
@@ -130,6 +147,9 @@ class RowStates(NamedTuple):
     firsts: (rows,) int64 on the device, tokens of padding before each row's first one. Kernels find it by address, and
         take it for zeros where that is 0; the reference needs it if `padded`.
 
+    ragged: the sequences of a call in which they have different lengths, and which rows of state and window are theirs;
+        None where the rows of the call are those of the states. With it the fields from `is_prefill` on say nothing.
+
     Of tokens that do not count zeros come out, and nothing is kept of them. Nothing older than a row's first token is
     ever read. Kernels may read states before the kernel in front has ended (`programmatic`): between two calls of
     one layer there must be another kernel, as that which moves the LENGTH on.
@@ -145,14 +165,31 @@ class RowStates(NamedTuple):
     firsts: torch.Tensor | None = None
     other_state: torch.Tensor | None = None
     other_window: torch.Tensor | None = None
+    ragged: Ragged | None = None
 
-    def sequences(self) -> RowSequences:
-        """What operations take beside state and window."""
+    def sequences(self) -> RowSequences | Sequences:
+        """What operations take beside state and window; all sequences, with limits everywhere."""
+        if self.ragged is not None:
+            return self._some(slice(None))._replace(limited=None)
         kept = self.window if self.state is None else self.state
         if kept is None:
             raise ValueError("neither a state nor a window")
         others = self.other_state, self.other_window
         return RowSequences(kept.shape[0], self.metadata, self.layer, self.last, self.padded, self.firsts, *others)
+
+    def decodes(self, ragged: Ragged) -> Sequences:
+        """Of `ragged` those of one token each, for the first tokens of the call."""
+        return self._some(slice(ragged.most_decodes))._replace(spans=None, limited=None)
+
+    def prefills(self, ragged: Ragged) -> Sequences:
+        """The others."""
+        assert ragged.states is not None
+        return self._some(slice(len(ragged.states.slots) - ragged.most_prefills, None))
+
+    def _some(self, places: slice) -> Sequences:
+        assert self.ragged is not None and self.ragged.states is not None
+        slots, positions, spans, prompts = (one[places] for one in self.ragged.states)
+        return Sequences(slots, positions, spans, None, self.metadata, self.layer, prompts)
 
 
 class Decay(NamedTuple):

@@ -39,7 +39,7 @@ def reference(x, dt, a_log, k, q, state, sequences, *, bias=None, skip=None, gat
     dt, gate_of = dt.flatten(0, 1), None if gate is None else gate.to(kind).flatten(0, 1)
     out = torch.zeros_like(x_of)
     read, written = sequences.pools(state, sequences.other_state)
-    for begin, end, slot, position, first in sequences.each(tokens):
+    for begin, end, slot, position, first, into in sequences.each(tokens):
         kept = read[slot].to(kind) if position > first and not anew else torch.zeros_like(read[slot], dtype=kind)
         for token in range(begin, end):
             step = dt[token, :, None]
@@ -49,7 +49,7 @@ def reference(x, dt, a_log, k, q, state, sequences, *, bias=None, skip=None, gat
                 out[token] += skip.to(kind) * x_of[token]
             if gate_of is not None:
                 out[token] *= F.silu(gate_of[token])
-        written[slot] = kept.to(state.dtype)
+        written[into] = kept.to(state.dtype)
     return out.view(x.shape).to(x.dtype)
 
 
@@ -79,13 +79,13 @@ def supports(
 @random_cases
 def _case(
     rand, batch, tokens, channels, size, positions, *, spans=None, idle=(), gate=True, stored=None, anew=False,
-    rank=None, norms=False, **rows
+    rank=None, norms=False, apart=False, **rows
 ):  # fmt: skip
     """rank: of steps that are to be widened; norms: the steps' and the queries' with a weight, the keys' without."""
     count = len(positions) if stored is None else batch - 2
     x, dt, by = rand(batch, tokens, 3 * channels).chunk(3, dim=-1)
     k, q = rand(batch, tokens, 2 * size).chunk(2, dim=-1)
-    state = rand(count + 2, channels, size, dtype=torch.float32)
+    state = rand(count * (1 + apart) + 2, channels, size, dtype=torch.float32)
     more = {"bias": rand(channels, mean=-2.0), "skip": rand(channels), "gate": by if gate else None}
     more |= {"anew": True} if anew else {}
     if rank is not None:
@@ -93,7 +93,7 @@ def _case(
         given = (rand(channels, rank, spread=rank**-0.5), *((beside,) if norms else ()))
         dt, more["widening"] = rand(batch, tokens, rank), Widening(*given)
     if stored is None:
-        sequences = some_sequences(rand, count, positions, spans, None, idle)
+        sequences = some_sequences(rand, count, positions, spans, None, idle, (state, None) if apart else None)
     else:
         sequences = some_rows(rand, stored, state, None, **rows)
     return (x, dt, rand(channels, size, spread=0.5), k, q, state, sequences), more
@@ -103,6 +103,7 @@ CASES = (
     _case("odd", 2, 9, 37, 16, [0, 4], small=True),
     _case("step", 3, 1, 40, 12, [3, 0, 7], idle=(2,), small=True),
     _case("packed", 1, 20, 16, 4, [0, 3], spans=[(2, 9), (10, 19)], gate=False, small=True),
+    _case("apart", 1, 20, 16, 4, [0, 3], spans=[(2, 9), (10, 19)], apart=True, small=True),
     _case("row-step", 3, 1, 40, 12, [], stored=2, firsts=[0, 2, 3], small=True),
     _case("widened", 3, 1, 40, 12, [3, 0, 7], rank=6, idle=(2,), small=True),
     _case("widened-row", 3, 1, 37, 4, [], rank=20, norms=True, stored=2, firsts=[0, 2, 3], small=True),

@@ -33,7 +33,7 @@ def selective_scan_kernel(
 
     NORMS: whether there is one of dt, of k and of q.
 
-    States found through metadata are read before the kernel in front has ended, see `RowStates`.
+    States of rows are read before the kernel in front has ended, see `RowStates`.
     """
     c_idx = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     n_idx = tl.arange(0, BLOCK_N)
@@ -54,16 +54,16 @@ def selective_scan_kernel(
         time = tl.load(
             time_ptr + c_idx[:, None] * RANK + r_idx[None, :], mask=c_mask[:, None] & r_mask[None, :], other=0.0
         )
-    if PDL and metadata_ptr is None:
+    if PDL and slots_ptr is not None:
         tl.extra.cuda.gdc_wait()
-    begin, room, length, slot, position, first = sequence_of(
+    begin, room, length, slot, position, first, into = sequence_of(
         spans_ptr, slots_ptr, positions_ptr, metadata_ptr, last_ptr, tokens, tl.program_id(1), PADDED
     )
     state_ptr, written_ptr = pools_at(metadata_ptr, layer, state_ptr, AT_STATE)
-    places = slot * slot_stride + c_idx[:, None] * CHANNEL_STRIDE + n_idx[None, :] * STATE_STRIDE
+    places = c_idx[:, None] * CHANNEL_STRIDE + n_idx[None, :] * STATE_STRIDE
     stored = (c_idx < tl.where((length > 0) & (position > first) & (not ANEW), channels, 0))[:, None] & n_mask[None, :]
-    state = tl.load(state_ptr + places, mask=stored, other=0.0)
-    if PDL and metadata_ptr is not None:
+    state = tl.load(state_ptr + slot * slot_stride + places, mask=stored, other=0.0)
+    if PDL and slots_ptr is None:
         tl.extra.cuda.gdc_wait()
     x_ptr += begin * x_row + c_idx
     dt_ptr += begin * dt_row
@@ -110,7 +110,7 @@ def selective_scan_kernel(
         tl.store(y_ptr, tl.zeros((BLOCK_C,), tl.float32).to(y_ptr.dtype.element_ty), mask=c_mask)
         y_ptr += channels
     kept = (c_idx < tl.where(length > 0, channels, 0))[:, None] & n_mask[None, :]
-    tl.store(written_ptr + places, state, mask=kept)
+    tl.store(written_ptr + into * slot_stride + places, state, mask=kept)
 
 
 def selective_scan(

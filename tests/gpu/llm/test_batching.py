@@ -29,9 +29,10 @@ def test_each_request_gets_what_it_gets_alone(name):
     assert accel.report(ours).fallbacks == [] and (batched(ours) or name in WAITS), accel.report(ours)
 
 
-def test_steps_come_from_graphs_and_pools_from_anywhere():
+@pytest.mark.parametrize("name", ["llama", "qwen3.5", "bamba"])
+def test_steps_come_from_graphs_and_pools_from_anywhere(name):
     """A pool is freed with its manager; the graphs of one call serve the next."""
-    ours, stock = new_pair("llama", max_position_embeddings=2048)
+    ours, stock = new_pair(name, max_position_embeddings=2048)
     prompts = prompts_of(LENGTHS, 99)
     for new in (30, 20, 40, *BATCH_EAGER_CALLS * [30]):  # until no size of the next call is seen too seldom for a graph
         assert batch(ours, prompts, new) == [alone(stock, prompt, new) for prompt in prompts]
@@ -51,7 +52,7 @@ def test_many_requests(rows):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-neox", "glm", "qwen3-moe", "deepseek-v2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-neox", "glm", "qwen3-moe", "qwen3.5", "bamba", "deepseek-v2"])
 def test_in_half_precision_every_token_is_the_best_but_for_rounding(name, dtype):
     """To float32, but for twice what stock's logits in 16 bits are off."""
     ours, stock = new_pair(name, dtype)

@@ -188,6 +188,8 @@ def random_requests(vocabulary: int, most: int, chosen: random.Random) -> list:
 
 # One of each kind of layer: windows, biases by distance, learned positions, other rotations, sinks, experts.
 KINDS = (
+    "qwen3.5",
+    "bamba",
     "gemma2",
     "bloom",
     "gpt2",

@@ -11,7 +11,9 @@ from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.trial import Expected
 from accel.llm.moe.experts import ExpertsForward
 from accel.llm.moe.router import RouterForward
+from accel.llm.runtime.attention import AttentionSpec
 from accel.llm.runtime.layer import BoundLayer
+from accel.llm.runtime.linear_attention import LinearSpec
 from accel.patching.fallback_log import FallbackLog
 from support.everything import EVERYTHING
 from support.llm.batching.engines import engine_of, forward_of
@@ -51,6 +53,7 @@ REFUSED = [
     ("mixtral", by_company, RouterForward, "fast", "together, routers choose other experts"),
     ("mixtral", by_another, ExpertsForward, "fast", "together, texts come out as others"),
     ("llama", lambda own: lambda *_: 1 / 0, DecoderForward, "logits_of", "could not be tried: ZeroDivisionError"),
+    ("qwen3.5", lambda own: AttentionSpec.unbatched, LinearSpec, "unbatched", "states are kept in a way"),
     ("llama", lambda own: lambda *_: True, FallbackLog, "runs_stock_on_cpu", "it runs stock on a CPU"),
 ]
 

@@ -5,8 +5,9 @@ import sys
 import numpy as np
 import pytest
 
-from accel.llm.kv_cache.block_allocator import BlockAllocator, block_digest
+from accel.llm.kv_cache.block_allocator import BlockAllocator
 from accel.llm.kv_cache.layer_sets import LayerSet
+from accel.llm.kv_cache.prefix_index import block_digest
 from accel.llm.kv_cache.shape import BLOCK
 from support.llm.batching.engines import FULL, NARROW, ROWS, text
 from support.llm.kv_cache.blocks import check_blocks

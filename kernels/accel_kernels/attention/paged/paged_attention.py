@@ -260,7 +260,7 @@ CASES = (
     _large("int8-decode-softcap", 2, 190, 1, 8, 1, 128, softcap=5.0, slopes=True, **INT8),
     _large("int8-decode-qk-norm", 1, 64, 1, 3, 3, 64, rotary=64, qk_norm=True, **INT8),
     _large(
-        "int8-decode-norm-after", 2, 64, 1, 3, 3, 64, rotary=64, qk_norm=True, norms_after=True, q_scales=True, **INT8
+        "int8-decode-norm-after", 2, 190, 1, 3, 3, 64, rotary=64, qk_norm=True, norms_after=True, q_scales=True, **INT8
     ),
     _llama("llama-prefill-int8", 1, 0, 700, **INT8),
     _llama("llama-prefill", 1, 0, 2048),

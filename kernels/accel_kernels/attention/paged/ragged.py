@@ -15,6 +15,21 @@ class Pointers(NamedTuple):
     counts: torch.Tensor
 
 
+class RaggedStates(NamedTuple):
+    """Which states the sequences of a `Ragged` have, where layers keep some. All int32, contiguous.
+
+    First come the places of decodes, then, as the last ones, those of prefills; in between there may be idle ones.
+    slots: (places, 2), the rows of the pools that a sequence reads and writes, negative for none.
+    positions: (places,), tokens stored before. spans: (places, 2), first token and the one behind the last.
+    prompts: (places,), of prefills, how many tokens their prompts have. Those behind are of answers, computed again.
+    """
+
+    slots: torch.Tensor
+    positions: torch.Tensor
+    spans: torch.Tensor
+    prompts: torch.Tensor
+
+
 class Ragged(NamedTuple):
     """The sequences of one call with queries (1, tokens, heads, D). All tensors are int32, on the device of the store.
 
@@ -30,6 +45,7 @@ class Ragged(NamedTuple):
         nothing is stored for them, and zeros come out.
     counts: (2,), how many sequences are decodes, and how many are in use.
     most_decodes, most_prefills: bounds of the two kinds, by which kernels are launched.
+    states: None where no layer keeps any.
     """
 
     starts: torch.Tensor
@@ -39,6 +55,7 @@ class Ragged(NamedTuple):
     counts: torch.Tensor
     most_decodes: int
     most_prefills: int
+    states: RaggedStates | None = None
 
     def pointers(self) -> Pointers:
         return Pointers(*self[:5])

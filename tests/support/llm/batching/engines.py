@@ -40,11 +40,15 @@ def requests(lengths: Sequence[int], news: Sequence[int] | int, seed: int = 0, *
 
 
 def step(engine: Engine) -> list[Request]:
-    """What a step tells. Every block is accounted for; what nobody holds becomes NaN, or codes scaled by it."""
+    """What a step tells. Blocks and slots are accounted for; what nobody holds becomes NaN, or codes scaled by it."""
     told = engine.step()
     check_blocks(engine.allocator)
     for kept in engine.kv_cache.kept:
         kept[:, :, engine.allocator.unused] = torch.nan if kept.is_floating_point() else -128
+    for several in engine.kv_cache.by_states.values():
+        for states in several:
+            if states is not None:
+                states[:, engine.allocator.states.unused] = torch.nan
     return told
 
 
@@ -56,6 +60,7 @@ def stepped(engine: Engine, most: int = 2000) -> list[Request]:
             break
         told += step(engine)
     assert not engine.busy and engine.allocator.free == engine.allocator.blocks - 1
+    assert len(engine.rows.idle) == engine.limits.rows
     return told
 
 

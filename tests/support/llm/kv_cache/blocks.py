@@ -1,12 +1,13 @@
-"""Whether every block of an allocator is accounted for."""
+"""Whether every block and every slot of an allocator is accounted for."""
 
 import numpy as np
 
 from accel.llm.kv_cache.block_allocator import BlockAllocator
+from accel.llm.kv_cache.state_slots import StateSlots
 
 
 def check_blocks(pool: BlockAllocator) -> None:
-    """Raises AssertionError unless every block is accounted for exactly once. It looks at everything."""
+    """Raises AssertionError unless every block and slot is accounted for exactly once. It looks at everything."""
     columns = np.arange(pool.table.shape[2])
     there = (pool.first[:, :, None] <= columns) & (columns < pool.held[:, None])
     assert np.array_equal(pool.table > 0, there), "a row holds other columns than it should"
@@ -24,3 +25,12 @@ def check_blocks(pool: BlockAllocator) -> None:
     assert not any(block in pool.index for block in pool.unused)
     found = [(block, (p, one)) for p, by_digest in enumerate(pool.index.blocks) for one, block in by_digest.items()]
     assert len(found) == len(pool.index.entries) and dict(found) == pool.index.entries
+    if pool.states is not None:
+        check_slots(pool.states, np.flatnonzero(pool.opened))
+
+
+def check_slots(states: StateSlots, rows: np.ndarray) -> None:
+    """The same of slots for states. rows: that are open."""
+    held = [*states.current[rows].tolist(), *states.spare[rows].tolist(), *states.kept.values()]
+    assert np.array_equal(states.references, np.bincount(held, minlength=len(states.references)))
+    assert sorted(states.unused) == np.flatnonzero(states.references == 0).tolist(), "a slot is lost, or free twice"

@@ -50,7 +50,7 @@ def forward(store: Store, tokens: int, new: list | None = None) -> list:
         (state, state_after), (window, window_after) = (
             sequences.pools(one, other) for one, other in ((kv.state, kv.other_state), (kv.window, kv.other_window))
         )
-        for begin, end, r, position, begun in sequences.each(tokens):
+        for begin, end, r, position, begun, _ in sequences.each(tokens):
             if first is not None:
                 window_after[r] = window[r]
                 for t in range(begin - r * tokens, end - r * tokens):
