@@ -1,8 +1,8 @@
 """The MLP of a recorded layer: projections around an activation, a sum of blocks, or a mixture of experts."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import permutations, product
 
 import torch
 from accel_kernels.norm.norm import ACTIVATIONS
@@ -15,8 +15,6 @@ from accel.llm.recording.record import NOTHING_STORED, Call, LayerRecord, NotUnd
 from accel.llm.runtime.mlp import Mixture, MlpSpec
 from accel.patching.guard import plain_settings
 from accel.quantization.experts import holds_numbers
-
-IN_CODE = ("silu", "relu", "relu2")
 
 
 def understand_mlp(layer: LayerRecord, others: Sequence[Call] = ()) -> tuple[MlpSpec | None, tuple[Call, ...]]:
@@ -51,6 +49,8 @@ def understand_mlp(layer: LayerRecord, others: Sequence[Call] = ()) -> tuple[Mlp
         raise NotUnderstood(NOTHING_STORED)  # but it is given a cache, or something else than its input
     if not whole.alone or whole.made is None:
         raise NotUnderstood("its MLP takes more than one tensor")
+    if (found := _unnamed(layer, whole)) is not None:
+        return found
     known = None if layer.known is None else layer.known.mlp
     spec = _mixture(layer, whole) if layer.known is None or (known is not None and known.mixture is not None) else None
     return spec or MlpSpec(layer.name(whole.module)), (whole, whole)
@@ -157,17 +157,18 @@ def _router(call: Call, others: list[Call]) -> tuple[Call, tuple[int, ...]] | No
 def _formula(layer: LayerRecord, calls: list[Call], whole: Call | None) -> tuple[MlpSpec, tuple[Call, ...]] | None:
     calls = [call for call in calls if call.alone and call.made is not None]
     products = [call for call in calls if _matrices(call.module) and call.output.held.shape[-1] > 1]
-    for name, given, acted, act in _activations(calls, products, whole):
-        for down in products:
-            first, halves = _before(given, acted, down, [call for call in products if call is not down])
+    for act in calls:
+        name = None if list(act.module.parameters()) else activation_name(act.module)
+        for down in products if name is not None else ():
+            first, halves = _before(act, down, [call for call in products if call is not down])
             if first:
-                looked_at = (*act, *(() if whole is None else (whole,)))
+                looked_at = (act,) if whole is None else (act, whole)
                 spec = MlpSpec(
                     "" if whole is None else layer.name(whole.module),
                     alone=whole is None or whole.alone,
                     first=tuple(layer.name(call.module) for call in first),
                     down=layer.name(down.module),
-                    activation=name,
+                    activation=name or "",
                     settings=tuple((layer.name(call.module), plain_settings(call.module)) for call in looked_at),
                     halves=halves,
                 )
@@ -175,32 +176,32 @@ def _formula(layer: LayerRecord, calls: list[Call], whole: Call | None) -> tuple
     return None
 
 
-def _activations(
-    calls: list[Call], products: list[Call], whole: Call | None
-) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, tuple[Call, ...]]]:
-    """Names of activations, what each is given and what it gives; and its call, where a module computes it.
+def _unnamed(layer: LayerRecord, whole: Call) -> tuple[MlpSpec, tuple[Call, ...]] | None:
+    """A gated MLP whose activation is no module: the only one by which its projections give what its last one takes."""
+    calls = [call for call in layer.inside(whole.module) if call.alone and call.made is not None]
+    first = [call for call in calls if call.input.same(whole.input)]
+    known = None if layer.known is None or layer.known.mlp is None else layer.known.mlp.activation
+    for down in (call for call in calls if call.output.same(whole.made) and len(calls) == 3):
+        for gate, up in permutations(first, 2):
+            y, given = gate.output.held, up.output.held
+            if not y.shape == given.shape == down.input.held.shape:
+                continue
+            names = [name for name, f in ACTIVATIONS.items() if agree(f(y) * given, down.input.held)]
+            if known in names or (layer.known is None and len(names) == 1):
+                own = (layer.name(whole.module), plain_settings(whole.module))
+                named = tuple(layer.name(call.module) for call in (gate, up))
+                chosen = names[0] if known is None else known
+                spec = MlpSpec(own[0], first=named, down=layer.name(down.module), activation=chosen, settings=(own,))
+                return spec, (gate, down, up, whole)
+    return None
 
-    In a module's own code only those of IN_CODE are looked for, which rounding does not take for one another.
-    """
-    for act in calls:
-        name = None if list(act.module.parameters()) else activation_name(act.module)
-        if name is not None:
-            yield name, act.input.held, act.output.held, (act,)
-    for call in products if whole is not None else ():
-        y = call.output.held
-        for given in (y, *y.chunk(2, dim=-1)):
-            for name in IN_CODE:
-                yield name, given, ACTIVATIONS[name](given), ()
 
-
-def _before(
-    given: torch.Tensor, acted: torch.Tensor, down: Call, products: list[Call]
-) -> tuple[tuple[Call, ...], bool | None]:
+def _before(act: Call, down: Call, products: list[Call]) -> tuple[tuple[Call, ...], bool | None]:
     """The projections between the MLP's input and what `down` takes, and whether one holds both gate and up."""
-    taken = down.input.held
+    acted, taken = act.output.held, down.input.held
     for gate in products:
         y = gate.output.held
-        if torch.equal(given, y):
+        if torch.equal(act.input.held, y):
             if agree(acted, taken):
                 return (gate,), None
             for up in products:
@@ -208,7 +209,7 @@ def _before(
                     if agree(acted * up.output.held, taken):
                         return (gate, up), None
         for gate_first, (first, second) in ((True, y.chunk(2, dim=-1)), (False, reversed(y.chunk(2, dim=-1)))):
-            if first.shape == acted.shape == taken.shape and torch.equal(first, given):
+            if first.shape == acted.shape == taken.shape and torch.equal(first, act.input.held):
                 if agree(acted * second, taken):
                     return (gate,), gate_first
     return (), None

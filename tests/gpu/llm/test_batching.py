@@ -52,7 +52,7 @@ def test_many_requests(rows):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-neox", "glm", "qwen3-moe", "qwen3.5", "bamba"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-neox", "glm", "qwen3-moe", "qwen3.5", "bamba", "deepseek-v2"])
 def test_in_half_precision_every_token_is_the_best_but_for_rounding(name, dtype):
     """To float32, but for twice what stock's logits in 16 bits are off."""
     ours, stock = new_pair(name, dtype)

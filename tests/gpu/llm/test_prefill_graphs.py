@@ -42,7 +42,7 @@ def test_generate_uses_them():
     assert rows == {"1x16", "3x16", "1x320"}, accel.report(ours)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "gpt-oss"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "gpt-oss", "deepseek-v2"])
 def test_experts_are_in_them_and_in_steps_of_many_rows(name):
     ours, stock = new_pair(name, max_position_embeddings=2048)
     on_cpu = copy.deepcopy(stock).cpu()

@@ -1,9 +1,12 @@
 """The parts of a layer, and the kernels measured for its products."""
 
 import copy
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from accel_kernels import fused_linear, quantized_linear
 from accel_kernels.gemm.linear import torch_linear
 from accel_kernels.trials import Trials
@@ -12,7 +15,7 @@ import accel
 from accel.llm.parts.linear import MOST_MEASURED_ROWS, product_for
 from accel.patching.fast_forward import Kernels
 from support.llm.families import BY_NAME, FAMILIES, layers, make, padded, prompt
-from support.llm.outputs import same
+from support.llm.outputs import generate, same
 from support.module_changes import CHANGES, answers, dropping
 
 IDS, MASK = padded((4, 3))
@@ -20,6 +23,30 @@ IDS, MASK = padded((4, 3))
 
 def called(model) -> dict[str, torch.Tensor]:
     return {"logits": model(input_ids=IDS, attention_mask=MASK, use_cache=True).logits[:, -1]}
+
+
+WAYS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "": lambda x: x * torch.sigmoid(1.7 * x),
+    "bent": lambda x: F.silu(x.clamp(-60, 60)),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.share(1)
+def test_an_activation_that_is_no_module(name, monkeypatch):
+    """Found by its numbers, or its MLP is called as a whole."""
+    stock = make("lfm2")
+    modeling = sys.modules[type(stock.model.layers[0]).__module__]
+    monkeypatch.setattr(modeling, "F", SimpleNamespace(**vars(F) | {"silu": WAYS[name]}))
+    ours = accel.optimize(copy.deepcopy(stock))
+    forward = vars(ours).get("forward")
+    if name == "bent":  # as silu where it was looked at, and not where numbers are large
+        assert forward is None
+    else:
+        assert {layer.spec.mlp.activation for layer in forward.layers} == {name}
+    same(generate(ours, IDS, MASK), generate(stock, IDS, MASK))
 
 
 TABLE = [(family, change) for family in FAMILIES if family.expected != "stock" for change in CHANGES]
