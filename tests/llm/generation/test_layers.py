@@ -64,6 +64,7 @@ def test_such_layers_are_restored(pair):
 @pytest.mark.share(1)
 def test_the_factor_of_a_layer_is_read_as_it_is(pair, name):
     ours, stock = pair(name)
+    assert [status for _, rule, status, _ in accel.report(ours).sites if rule == "language model"] == ["patched"]
     before = generate(ours, prompt(), None)["sequences"]
     for model in (ours, stock):
         for number, layer in enumerate(layers(model).values()):
