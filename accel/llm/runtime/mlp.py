@@ -11,6 +11,7 @@ from accel.comparison import agree
 from accel.llm.parts.activation import activation_name
 from accel.llm.parts.linear import Weights
 from accel.llm.parts.norm import NormSpec, norm_spec, normlike
+from accel.llm.parts.normed_router import BoundRouter, NormedRouterSpec, called_router, understand_router
 from accel.llm.parts.part import BoundLinear, BoundNorm, NormedInput, part_product
 from accel.llm.recording.record import NOTHING_STORED, Call, LayerRecord, NotUnderstood, Value, is_absent
 from accel.patching.fast_forward import Kernels
@@ -28,6 +29,7 @@ class MlpSpec:
 
     beside: blocks whose results are added to this one's. before, post: norms of one of these blocks alone. router: it
     is given what the norm is, and gives choices and shares, at the places `chosen` of its result, which `whole` takes.
+    route: what it computes, None where it is called.
     """
 
     whole: str = ""
@@ -42,6 +44,7 @@ class MlpSpec:
     post: NormSpec | None = None
     router: str = ""
     chosen: tuple[int, ...] = ()
+    route: NormedRouterSpec | None = None
 
     @property
     def blocks(self) -> "tuple[MlpSpec, ...]":
@@ -50,8 +53,9 @@ class MlpSpec:
     @property
     def called(self) -> tuple[str, ...]:
         """Linears, and modules that are called as a whole."""
-        of_each = ((*one.first, one.down) if one.first else (one.whole, one.router) for one in self.blocks)
-        return tuple(name for names in of_each for name in names if name)
+        routers = [one.router if one.route is None else one.route.product for one in self.blocks]
+        of_each = ((*one.first, one.down) if one.first else (one.whole,) for one in self.blocks)
+        return tuple(name for names in (*of_each, routers) for name in names if name)
 
     @property
     def wholes(self) -> tuple[str, ...]:
@@ -60,7 +64,8 @@ class MlpSpec:
 
     @property
     def norms(self) -> list[NormSpec]:
-        return [norm for one in self.blocks for norm in (one.before, one.post) if norm is not None]
+        routers = [one.route.norm for one in self.blocks if one.route is not None]
+        return [*(norm for one in self.blocks for norm in (one.before, one.post) if norm is not None), *routers]
 
 
 def understand_mlp(layer: LayerRecord, others: Sequence[Call] = ()) -> tuple[MlpSpec | None, tuple[Call, ...]]:
@@ -113,7 +118,8 @@ def _several(layer: LayerRecord, mine: list[Call], containers: list[Call]) -> tu
         spec, (begin, end, *more) = MlpSpec(layer.name(call.module)), (call, call)
         if id(call) in routed:
             router, chosen = routed[id(call)]
-            spec = replace(spec, router=layer.name(router.module), chosen=chosen)
+            route = understand_router(layer, router)
+            spec = replace(spec, router=layer.name(router.module), chosen=chosen, route=route)
             more = [router]
         elif not call.alone or call.made is None:
             return None
@@ -211,7 +217,11 @@ class BoundSum:
             return None if one is None else BoundNorm(kernels, layer, one)
 
         self.blocks = [(BoundMlp(layer, one), norm(one.before), norm(one.post)) for one in spec.blocks]
-        self.routers = [layer.get_submodule(one.router) if one.router else None for one in spec.blocks]
+        self.routers = [
+            BoundRouter(kernels, layer, one.route) if one.route is not None
+            else called_router(layer.get_submodule(one.router)) if one.router else None
+            for one in spec.blocks
+        ]  # fmt: skip
         self.times = sum(block.times for block, _, _ in self.blocks)
 
     def __call__(
@@ -222,8 +232,7 @@ class BoundSum:
         for (block, norm, post), router in zip(self.blocks, self.routers, strict=True):
             h = before if norm is None else NormedInput(before.normed(), norm, block.times)
             if router is not None:
-                chosen = router(before.normed().flatten(0, -2))
-                y = block.routed(h.normed(), chosen)
+                y = block.routed(h.normed(), router(kernels, before.normed().flatten(0, -2)))
             elif post is None:
                 total = block(kernels, h, residual=total)
                 continue
@@ -272,7 +281,7 @@ class BoundMlp:
         y = y[0] if isinstance(y, tuple) else y
         return y if residual is None else torch.add(residual, y, alpha=scale)
 
-    def routed(self, h: torch.Tensor, chosen: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def routed(self, h: torch.Tensor, chosen: tuple | dict[int, torch.Tensor]) -> torch.Tensor:
         """What experts make of h, (rows, new, C). chosen: what their router gave."""
         assert self.module is not None
         return self.module(h.flatten(0, -2), *(chosen[place] for place in self.spec.chosen)).view(h.shape)
