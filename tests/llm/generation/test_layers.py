@@ -95,3 +95,21 @@ def test_keys_that_a_caller_asks_for_are_stocks(pair):
     for name, kept in wanted.items():
         for one, other in zip(found[name], kept, strict=True):
             torch.testing.assert_close(one, other)
+
+
+@pytest.mark.share(1)
+def test_gates_below_a_cut_do_not_count(pair):
+    """Stock makes the cut on the host in every call, which no CUDA graph can hold."""
+    ours, stock = pair("gemma3n")
+    found = {
+        path for path, rule, status, _ in accel.report(ours).sites if (rule, status) == ("thresholded MLP", "patched")
+    }
+    assert len(found) == 2
+    mlp = layers(ours)["model.layers.0"].mlp
+    x = 3 * torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(mlp(x), layers(stock)["model.layers.0"].mlp(x))
+        for model in (ours, stock):
+            layers(model)["model.layers.0"].mlp.activation_sparsity = 0.9
+        torch.testing.assert_close(mlp(x), layers(stock)["model.layers.0"].mlp(x))
+    same(generate(ours, prompt(), None), generate(stock, prompt(), None))
