@@ -75,30 +75,29 @@ def match_thresholded_mlp(site: Site, context: Context) -> Match | Skip | None:
         return None
     for linears, activation, share in _formulas(module, shares):
         forward = ThresholdedMlpForward(module, site.path, context.kernels, context.log, linears, activation, share)
-        if all(context.probe.disagreement(module, forward.fast, given, variant=key) is None
-               for key, given in _inputs(module, linears, share)):  # fmt: skip
+        inputs = {size: partial(_scaled, module, linears[0], size) for size in (1.0, LARGE)}
+        key = linears, share
+        found = [context.probe.disagreement(module, forward.fast, x, variant=(*key, n)) for n, x in inputs.items()]
+        if found == [None, None]:
             return Match(forward)
     return None
 
 
 def _formulas(module: nn.Module, shares: list[str]) -> Iterator[tuple[tuple[str, ...], str, str]]:
-    linears = [name for name, child in module.named_children() if type(child) is nn.Linear]
+    linears = {name: child.weight.shape for name, child in module.named_children() if type(child) is nn.Linear}
     others = [child for child in module.children() if type(child) is not nn.Linear]
     name = activation_name(others[0]) if len(others) == 1 and not list(others[0].parameters()) else None
     if len(linears) != 3 or name is None:
         return
     for share in shares:
         for order in permutations(linears):
-            gate, up, down = (module.get_submodule(one).weight.shape for one in order)
+            gate, up, down = (linears[one] for one in order)
             if gate == up == down[::-1]:
                 yield order, name, share
 
 
-def _inputs(module: nn.Module, linears: tuple[str, ...], share: str) -> Iterator[tuple[tuple, Any]]:
-    for size in (1.0, LARGE):
-        hidden = module.get_submodule(linears[0]).weight.shape[1]
-        yield (linears, share, size), partial(_scaled, module, hidden, size)
-
-
-def _scaled(module: nn.Module, hidden: int, size: float) -> tuple[torch.Tensor]:
-    return (example(module, PROBED, hidden) * size,)
+def _scaled(module: nn.Module, linear: str, size: float) -> tuple[torch.Tensor]:
+    """Tokens for a linear of the module, so many times as large as ordinary ones."""
+    found = module.get_submodule(linear)
+    assert isinstance(found, nn.Linear)
+    return (example(module, PROBED, found.in_features) * size,)
