@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import accel
 from accel.llm.generation.layer_forward import InnerAttention
@@ -113,3 +114,16 @@ def test_gates_below_a_cut_do_not_count(pair):
             layers(model)["model.layers.0"].mlp.activation_sparsity = 0.9
         torch.testing.assert_close(mlp(x), layers(stock)["model.layers.0"].mlp(x))
     same(generate(ours, prompt(), None), generate(stock, prompt(), None))
+
+
+@pytest.mark.parametrize("name", ["gemma4-shared", "gemma3n"])
+def test_requests_of_such_layers_are_batched(pair, name):
+    ours, stock = pair(name)
+    prompts = [prompt(1, length, seed=length)[0].tolist() for length in (5, 13, 30)]
+    config = GenerationConfig(max_new_tokens=8, eos_token_id=-1, pad_token_id=0)
+    blocks = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
+    found = ours.generate_batch(prompts, generation_config=config, continuous_batching_config=blocks)
+    for number, ids in enumerate(prompts):
+        wanted = stock.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False, eos_token_id=-1)
+        assert found[f"req_{number}"].generated_tokens == wanted[0, len(ids) :].tolist()
+    assert len(accel.report(ours).batching) == 1 and accel.report(ours).fallbacks == []
