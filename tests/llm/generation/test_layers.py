@@ -9,7 +9,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import accel
 from accel.llm.generation.layer_forward import InnerAttention
-from support.llm.families import layers, padded, prompt
+from support.llm.families import layers, make, padded, prompt
 from support.llm.outputs import generate, same
 
 
@@ -127,3 +127,14 @@ def test_requests_of_such_layers_are_batched(pair, name):
         wanted = stock.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False, eos_token_id=-1)
         assert found[f"req_{number}"].generated_tokens == wanted[0, len(ids) :].tolist()
     assert len(accel.report(ours).batching) == 1 and accel.report(ours).fallbacks == []
+
+
+def test_a_linear_that_chooses_experts_is_not_rounded():
+    ours = accel.optimize(make("gemma4-experts", num_experts=32), weights="int8")
+    left = {
+        path: reason
+        for path, rule, status, reason in accel.report(ours).sites
+        if (rule, status) == ("weights", "skipped")
+    }
+    assert len(left) == 2 and set(left.values()) == {"it chooses experts"}
+    assert all(type(layer.router.proj) is torch.nn.Linear for layer in layers(ours).values())
