@@ -34,6 +34,11 @@ class Analysis:
         known = tuple(path for path, found in self.layers.items() if not isinstance(found, str))
         return known, self.reason is None
 
+    def routers(self) -> frozenset[str]:
+        """Paths of linears by which layers choose experts."""
+        blocks = ((record.path, one) for record, spec in self.specs if spec.mlp is not None for one in spec.mlp.blocks)
+        return frozenset(f"{path}.{one.route.product}" for path, one in blocks if one.route is not None)
+
     def unknown(self) -> str | None:
         """The first layer that is not understood, and why."""
         return next((f"{path}: {found}" for path, found in self.layers.items() if isinstance(found, str)), None)

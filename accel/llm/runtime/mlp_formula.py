@@ -11,6 +11,7 @@ from torch import nn
 from accel.comparison import agree, is_sum
 from accel.llm.parts.activation import activation_name
 from accel.llm.parts.norm import norm_spec, normlike
+from accel.llm.parts.normed_router import understand_router
 from accel.llm.recording.record import NOTHING_STORED, Call, LayerRecord, NotUnderstood, Value, is_absent
 from accel.llm.runtime.mlp import Mixture, MlpSpec
 from accel.patching.guard import plain_settings
@@ -111,7 +112,8 @@ def _several(layer: LayerRecord, mine: list[Call], containers: list[Call]) -> tu
         spec, (begin, end, *more) = MlpSpec(layer.name(call.module)), (call, call)
         if id(call) in routed:
             router, chosen = routed[id(call)]
-            spec = replace(spec, router=layer.name(router.module), chosen=chosen)
+            route = understand_router(layer, router)
+            spec = replace(spec, router=layer.name(router.module), chosen=chosen, route=route)
             more = [router]
         elif not call.alone or call.made is None:
             return None
