@@ -1,5 +1,6 @@
 """A recorded run as data: which modules were called with what, layer by layer."""
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -87,6 +88,16 @@ def _count(visible: Callable[..., Any], query: int) -> int:
 def is_absent(value: object) -> bool:
     """Whether an argument means the same as one that is not given."""
     return value is None or value is False or (isinstance(value, dict | list | tuple) and not value)
+
+
+@lru_cache(maxsize=256)
+def _names(forward: Callable) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[2:]
+
+
+def named_arguments(forward: Callable, args: tuple) -> dict[str, Any]:
+    """What a layer is given by place behind its input, by the names that its forward has for it."""
+    return dict(zip(_names(forward), args[1:], strict=False)) if len(args) > 1 else {}
 
 
 class Value:

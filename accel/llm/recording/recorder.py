@@ -30,14 +30,23 @@ from accel.llm.recording.inputs import few, last_positions, most_configured
 from accel.llm.recording.mask_tables import narrowed
 from accel.llm.recording.plain_attention import plain_attention
 from accel.llm.recording.position_table import PositionTable
-from accel.llm.recording.record import Attended, Call, KeptState, LayerRecord, NotUnderstood, Record, Stored, Value
+from accel.llm.recording.record import (
+    Attended,
+    Call,
+    KeptState,
+    LayerRecord,
+    NotUnderstood,
+    Record,
+    Stored,
+    Value,
+    named_arguments,
+)
 from accel.llm.recording.recording_cache import RecordingCache
 from accel.patching.structure import foreign_hooks, placement
 from accel.quantization.experts import holds_numbers
 
 NAME = "accel_recording"
 ROWS = 2
-LONG = 1 << 17  # tokens, where the configuration does not say how many a text may have
 AMPLIFIED = {torch.float16: 8.0}  # which a gated MLP multiplies by itself
 
 
@@ -83,11 +92,8 @@ def _last_to_run(model: PreTrainedModel, stacks: dict[str, nn.ModuleList]) -> st
 
 def example_ids(model: PreTrainedModel, tokens: int, seed: int = 0) -> torch.Tensor:
     """(ROWS, tokens) random token numbers, from a generator of their own."""
-    device, _ = placement(model)
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    return torch.randint(vocabulary, (ROWS, tokens), generator=torch.Generator().manual_seed(seed), device="cpu").to(
-        device
-    )
+    vocabulary, generator = model.get_input_embeddings().weight.shape[0], torch.Generator().manual_seed(seed)
+    return torch.randint(vocabulary, (ROWS, tokens), generator=generator, device="cpu").to(placement(model)[0])
 
 
 @contextmanager
@@ -180,7 +186,7 @@ def record(
             recorder.until_shown.enter_context(table)
             forward = type(model).forward
             given = cache_given(forward, recorder.cache) | (last_positions(model, ids) if last else {})
-            recorder.length = (most_configured(model) or LONG) - ids.shape[1] if far else 0
+            recorder.length = (most_configured(model) or 1 << 17) - ids.shape[1] if far else 0
             forward(model, input_ids=ids, use_cache=True, **given)
     except Exception as error:  # whatever a forward may raise: a model that cannot run this call is not one we know
         raise NotUnderstood(f"{_refused(error)}: {reason_of(error)}") from error
@@ -259,6 +265,7 @@ class Recorder:
             return
         if not self.open:
             self.current = next(record for record in self.record.layers if record.layer is module)
+            kwargs = named_arguments(type(module).forward, args) | kwargs
         given = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)), None)
         parent = self.open[-1].module if self.open else None
         self.open.append(Call(module, parent, args, dict(kwargs), None if given is None else Value(given)))

@@ -110,7 +110,8 @@ def formulas(
     free = seen.layers[0].most_positions is None
     if not free and any(layer.shown_length is not None for layer in seen.layers):
         raise NotUnderstood("its layers ask how much the cache holds")
-    rotated = bool(keywords) and "position_ids" not in keywords and free
+    tables = any(isinstance(one, SoftmaxSpec) and one.reads_table for one in (spec.attention for _, spec in found))
+    rotated = bool(keywords) and not tables and free
     _confirm_where_large(model, layers, seen, last=rotated and not unknown, far=free)
     found = [(layer, spec) for layer, _ in found if isinstance(spec := layers[layer.path], LayerSpec)]
     if len(set(places)) < len(places) or (not unknown and not _in_order(found, places)):

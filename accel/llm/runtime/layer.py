@@ -14,7 +14,7 @@ from accel.llm.parts.linear import weights
 from accel.llm.parts.norm import NormSpec, norm_spec
 from accel.llm.parts.part import BoundLinear, BoundNorm, NormedInput
 from accel.llm.parts.step import ForwardContext, Step
-from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record, Value, is_absent
+from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record, Value, is_absent, named_arguments
 from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
 from accel.llm.runtime.gated_attention import GatedSpec, QueryGatedSpec
 from accel.llm.runtime.linear_attention import LinearSpec
@@ -274,9 +274,10 @@ class LayerForward(FastForward):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         step = None if torch.compiler.is_compiling() else self.steps.current
-        if step is None or step.runs_stock(self, args, kwargs):
+        named = kwargs if step is None else named_arguments(type(self.module).forward, args) | kwargs
+        if step is None or step.runs_stock(self, args[:1], named):
             return self.stock(*args, **kwargs)
-        return self.fast(step, *args, **kwargs)
+        return self.fast(step, *args[:1], **named)
 
     def bind(self, stack: bool) -> str | None:
         """Takes the weights as they lie now, or says why the layer is no longer what was understood.

@@ -15,6 +15,7 @@ from torch import nn
 from accel.comparison import agree
 from accel.llm.parts.norm import HEADS, TURNED, HeadNorm, given, given_back, head_norm, norm_spec
 from accel.llm.recording.record import Call, LayerRecord
+from accel.patching.guard import plain_settings
 
 
 class SmallStore:
@@ -41,9 +42,10 @@ HALF, EVEN, WHOLE = "first half", "even channels", "all"  # where a table of cos
 class Rotary:
     """One rotation. form: where in its tables one angle a pair is found. interleaved: pairs are neighbors, not halves.
 
-    name: of the keyword under which the layer is handed (cos, sin), or (sin, cos) with sine_first, or cos + i sin; or,
-    where they are not `given`, of the attention's buffer, a table (positions, sin | cos), as in GPT-J. backward: turned
-    the other way, as in NanoChat.
+    name: of the keyword under which the layer is handed (cos, sin), or (sin, cos) with sine_first, also as halves of one
+    tensor, or cos + i sin; or, where they are not `given`, of the attention's buffer, a table (positions, sin | cos) as
+    in GPT-J, or of its module that makes them, as in Moshi. backward: turned the other way, as in NanoChat. maker: that
+    module's class, settings and buffers; equal ones make equal angles.
     """
 
     name: str
@@ -52,6 +54,12 @@ class Rotary:
     interleaved: bool
     sine_first: bool = False
     backward: bool = False
+    maker: tuple | None = None
+
+    @property
+    def table(self) -> bool:
+        """Whether positions are looked up in a table of the layer's."""
+        return not self.given and self.maker is None
 
     def angles(self, kwargs: dict, attention: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
         """cos, sin of one angle a pair, (1 or rows, new, R / 2)."""
@@ -60,16 +68,23 @@ class Rotary:
 
     def source(self, kwargs: dict, attention: nn.Module) -> object:
         """What the angles are made from; the same object in two layers means the same angles."""
+        if self.maker is not None:
+            return kwargs["position_ids"]
         return kwargs[self.name] if self.given else attention._buffers[self.name]
 
     def _tables(self, kwargs: dict, attention: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.given:
-            value = kwargs[self.name]
-            first, second = (value.real, value.imag) if isinstance(value, torch.Tensor) else value
+        if self.given or self.maker is not None:
+            value = kwargs[self.name] if self.given else self._made(kwargs["position_ids"], attention)
+            if isinstance(value, torch.Tensor):
+                value = (value.real, value.imag) if value.is_complex() else value[:, 0].chunk(2, dim=-1)
+            first, second = value
             return (second, first) if self.sine_first else (first, second)
         table: Any = attention._buffers[self.name]
         sin, cos = table[kwargs["position_ids"]].chunk(2, dim=-1)
         return cos, sin
+
+    def _made(self, positions: torch.Tensor, attention: nn.Module) -> Any:
+        return attention.get_submodule(self.name)(positions.new_empty(0, dtype=torch.float32), positions)
 
     def _one_a_pair(self, table: torch.Tensor) -> torch.Tensor:
         if self.form == HALF:
@@ -82,11 +97,12 @@ def rotaries(layer: LayerRecord, k: torch.Tensor, keys: torch.Tensor) -> Iterato
     if agree(k, keys.transpose(1, 2)):
         yield None
     kwargs = layer.call.kwargs
+    named = [(name, None) for name, value in kwargs.items() if _tables(value)]
+    made = [(layer.attention, call) for call in layer.inside(layer.attention) if _makes_angles(call, kwargs)]
     candidates = [
-        Rotary(name, True, form, interleaved, sine_first, backward)
+        Rotary(name, maker is None, form, interleaved, sine_first, backward, maker)
         for sine_first, backward in product((False, True), (False, True))
-        for name, value in kwargs.items()
-        if _tables(value)
+        for name, maker in (*named, *(_maker(*one) for one in made))
         for form, interleaved in (
             (HALF, False),
             (EVEN, True),
@@ -112,9 +128,23 @@ def rotaries(layer: LayerRecord, k: torch.Tensor, keys: torch.Tensor) -> Iterato
                 yield rotary
 
 
+def _makes_angles(call: Call, kwargs: dict) -> bool:
+    """Whether a module made them of something and the layer's positions."""
+    positions = kwargs.get("position_ids")
+    return positions is not None and len(call.args) == 2 and call.args[1] is positions and _tables(call.result)
+
+
+def _maker(attention: nn.Module, call: Call) -> tuple[str, tuple]:
+    """The name and identity of the module that made angles."""
+    name = next(name for name, module in attention.named_children() if module is call.module)
+    buffers = tuple((one, tuple(t.flatten().tolist())) for one, t in call.module.named_buffers())
+    return name, (type(call.module), plain_settings(call.module), buffers)
+
+
 def _tables(value: object) -> bool:
     if isinstance(value, torch.Tensor):
-        return value.dim() == 3 and value.is_complex()
+        halves = value.is_floating_point() and value.dim() == 4 and value.shape[1] == 1 and value.shape[-1] % 2 == 0
+        return halves or (value.dim() == 3 and value.is_complex())
     tables = value if isinstance(value, tuple | list) and len(value) == 2 else ()
     return bool(tables) and all(isinstance(t, torch.Tensor) and t.dim() == 3 and t.is_floating_point() for t in tables)
 

@@ -79,6 +79,11 @@ class SoftmaxSpec(AttentionSpec):
         return self.slopes is not None
 
     @property
+    def reads_table(self) -> bool:
+        """Whether it looks up positions in a table of its own."""
+        return self.rotary is not None and self.rotary.table
+
+    @property
     def keywords(self) -> tuple[str, ...]:
         positions = self.q_scale is not None and not self.q_scale.counted
         scaled = (POSITIONS,) if positions else ()
