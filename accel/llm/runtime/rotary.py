@@ -42,7 +42,7 @@ HALF, EVEN, WHOLE = "first half", "even channels", "all"  # where a table of cos
 class Rotary:
     """One rotation. form: where in its tables one angle a pair is found. interleaved: pairs are neighbors, not halves.
 
-    name: of the keyword under which the layer is handed (cos, sin), or (sin, cos) with sine_first, also as halves of one
+    name: of the keyword by which the layer is handed (cos, sin), or (sin, cos) with sine_first, also as halves of one
     tensor, or cos + i sin; or, where they are not `given`, of the attention's buffer, a table (positions, sin | cos) as
     in GPT-J, or of its module that makes them, as in Moshi. backward: turned the other way, as in NanoChat. maker: that
     module's class, settings and buffers; equal ones make equal angles.
