@@ -6,6 +6,7 @@ A model that counts positions by what its cache holds, as BART, is told that as 
 from typing import Any
 
 import torch
+from accel_kernels import KV
 from accel_kernels.attention.paged.kv import LENGTH
 from torch.utils._pytree import tree_map_only
 
@@ -97,4 +98,11 @@ def watched(step: Step) -> DynamicCache:
 
 
 def _length(step: Step) -> torch.Tensor:
-    return next(iter(step.kvs.values())).metadata[LENGTH].clone()
+    """(), or (tokens,) where one row holds several sequences: what their places in it are to be increased by."""
+    kv = next(iter(step.kvs.values()))
+    ragged = kv.ragged if isinstance(kv, KV) else None
+    if ragged is None:
+        return kv.metadata[LENGTH].clone()
+    ahead, sequences = ragged.lengths - ragged.starts[: len(ragged.lengths)], ragged.token_sequences
+    unused = -torch.arange(len(sequences), device=sequences.device)  # to place 0
+    return torch.where(sequences < 0, unused, ahead[sequences.clamp(min=0)])
