@@ -106,7 +106,7 @@ def understand_layer(layer: LayerRecord, record: Record) -> LayerSpec:
     within = {
         one for part in (mlp_modules, [layer.attention] if layer.mixes else []) for m in part for one in m.modules()
     }
-    norms = [call for call in layer.calls if call.module not in within and _normlike(call)]
+    norms = [call for call in layer.calls if call.module not in within and _normlike(layer, call)]
 
     def producer(value: Value) -> Call | None:
         """The last norm that made this."""
@@ -227,14 +227,13 @@ def form(value: object) -> object:
     return (value.dim(), value.is_floating_point()) if isinstance(value, torch.Tensor) else type(value)
 
 
-def _normlike(call: Call) -> bool:
+def _normlike(layer: LayerRecord, call: Call) -> bool:
     """Whether a call may be a norm's: one tensor to another of its shape, without matrices; no dropout at rest."""
     if not call.alone or call.made is None or call.output.held.shape != call.input.held.shape:
         return False
-    if holds_numbers(call.module):
+    if holds_numbers(call.module) or not all(p.dim() == 1 for p in call.module.parameters()):
         return False
-    parameters = list(call.module.parameters())
-    return all(p.dim() == 1 for p in parameters) and not torch.equal(call.output.held, call.input.held)
+    return not torch.equal(call.output.held, call.input.held) or norm_spec(layer, call).kind is not None
 
 
 class LayerForward(FastForward):

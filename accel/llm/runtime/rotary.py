@@ -36,6 +36,7 @@ class SmallStore:
 
 
 HALF, EVEN, WHOLE = "first half", "even channels", "all"  # where a table of cosines holds one of each pair's
+FORMS = ((HALF, False), (EVEN, True), (HALF, True), (EVEN, False), (WHOLE, False), (WHOLE, True))
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,16 @@ class Rotary:
         """cos, sin of one angle a pair, (1 or rows, new, R / 2)."""
         cos, sin = self._tables(kwargs, attention)
         return self._one_a_pair(cos), self._one_a_pair(-sin if self.backward else sin)
+
+    def fits(self, kwargs: dict, attention: nn.Module) -> bool:
+        """Whether the table holds each angle as often as the form says: small angles hardly differ from none."""
+        table = self._tables(kwargs, attention)[1]
+        alike = set()
+        if table.shape[-1] % 2 == 0:
+            halves, pairs = table.unflatten(-1, (2, -1)), table.unflatten(-1, (-1, 2))
+            alike |= {HALF} if torch.equal(halves[..., 0, :], halves[..., 1, :]) else set()
+            alike |= {EVEN} if torch.equal(pairs[..., 0], pairs[..., 1]) else set()
+        return self.form in (alike or {WHOLE})
 
     def source(self, kwargs: dict, attention: nn.Module) -> object:
         """What the angles are made from; the same object in two layers means the same angles."""
@@ -103,14 +114,7 @@ def rotaries(layer: LayerRecord, k: torch.Tensor, keys: torch.Tensor) -> Iterato
         Rotary(name, maker is None, form, interleaved, sine_first, backward, maker)
         for sine_first, backward in product((False, True), (False, True))
         for name, maker in (*named, *(_maker(*one) for one in made))
-        for form, interleaved in (
-            (HALF, False),
-            (EVEN, True),
-            (HALF, True),
-            (EVEN, False),
-            (WHOLE, False),
-            (WHOLE, True),
-        )
+        for form, interleaved in FORMS
     ]
     if isinstance(kwargs.get("position_ids"), torch.Tensor):
         candidates += [
@@ -119,7 +123,7 @@ def rotaries(layer: LayerRecord, k: torch.Tensor, keys: torch.Tensor) -> Iterato
             if table is not None and table.dim() == 2 and table.shape[1] > 1
             for interleaved in (True, False)
         ]
-    for rotary in candidates:
+    for rotary in (one for one in candidates if one.fits(kwargs, layer.attention)):
         cos, sin = rotary.angles(kwargs, layer.attention)
         if 0 < 2 * cos.shape[-1] <= k.shape[-1]:
             store = SmallStore(k)

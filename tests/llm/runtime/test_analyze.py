@@ -30,6 +30,7 @@ CALLED = {
     "granite-moe",
     "phi-moe",
     "qwen3.5-moe-attention",
+    "llama4",
 }  # experts are called
 FAST = [family for family in FAMILIES if family.expected == "fast"]
 EACH = 1 if EVERYTHING else 3  # of so many families one
