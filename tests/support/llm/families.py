@@ -5,6 +5,7 @@ A new family is a line here; test_generate.py and tests/gpu/llm/test_generate.py
 
 import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -57,6 +58,7 @@ class Family:
     attention: the implementation asked for, where the default one is not the one to compare with.
     stateful: transformers refuses some modes, as tokens cannot be taken back; of some of these families others too.
     core: structurally unlike the others that are: these run the whole product of families and modes.
+    edit: changes the model once it is made.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Family:
     attention: str | None = None
     stateful: bool = False
     core: bool = False
+    edit: Callable | None = None
 
     def takes(self, mode: str) -> bool:
         """Whether stock can do what a mode of this name asks for."""
@@ -80,6 +83,12 @@ class Family:
 
 def llama(name: str, **config) -> Family:
     return Family(f"llama-{name}", "llama", config)
+
+
+def with_holes(model: nn.Module) -> None:
+    """The tables of every other layer of a GPT-Neo hide another key than a window does."""
+    for layer in model.transformer.h[1::2]:
+        layer.attn.attention.bias[..., 100, 99] = False
 
 
 def scaled(kind: str, **parameters) -> dict:
@@ -144,6 +153,9 @@ FAMILIES = (
     Family("gpt-neox-sequential", "gpt_neox", MHA | {"use_parallel_residual": False}),
     Family("gpt-neo", "gpt_neo", {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]],
                                   "window_size": 5, "num_hidden_layers": None, "num_attention_heads": None} | MHA),
+    Family("gpt-neo-holes", "gpt_neo", {"num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]],
+                                        "num_hidden_layers": None, "num_attention_heads": None} | MHA,
+           expected="some", edit=with_holes),
     Family("gptj", "gptj", GPT2 | {"rotary_dim": 8}),
     Family("codegen", "codegen", GPT2 | {"rotary_dim": 8, "n_ctx": LONG}),
     Family("opt", "opt", MHA | {"ffn_dim": 96, "word_embed_proj_dim": 64, "intermediate_size": None}),
@@ -282,6 +294,8 @@ def make(family: Family | str, dtype: torch.dtype = torch.float32, seed: int = 1
     how = {"attn_implementation": family.attention} if family.attention else {}
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, **how).eval()
+    if family.edit is not None:
+        family.edit(model)
     generator = torch.Generator().manual_seed(seed)
     # Where words are read out by the matrix they are read in by, a large one has every word follow itself.
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
