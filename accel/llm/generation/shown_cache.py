@@ -66,7 +66,7 @@ class DeviceNumber(torch.Tensor):
     """Integers that stay on the device, and so does what is made of them: raises HostRead where one is read."""
 
     held: torch.Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, held: torch.Tensor) -> "DeviceNumber":
@@ -75,7 +75,9 @@ class DeviceNumber(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub has it as no class method
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             raise HostRead("positions are read on the host")
         args, kwargs = tree_map_only(cls, lambda one: one.held, (args, kwargs or {}))
@@ -84,6 +86,7 @@ class DeviceNumber(torch.Tensor):
 
 
 def empty(step: Step) -> DynamicCache:
+    """Says that nothing is stored."""
     return DynamicCache()
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 
 import torch
+from accel_kernels import KV
 from accel_kernels.attention.paged.kv import LENGTH
 from torch import nn
 from transformers import PretrainedConfig
@@ -38,11 +39,12 @@ class QueryScale:
     def of_step(self, step: Step, place: int, kwargs: dict, q: torch.Tensor) -> torch.Tensor:
         """(rows, new) float32, made once for all layers. q: (rows, new, heads, D). kwargs: of the layer."""
         kv, given = step.kvs[place], kwargs.get(POSITIONS)
-        counted = self.counted and kv.ragged is None
+        counted = self.counted and not (isinstance(kv, KV) and kv.ragged is not None)
         rows, new = q.shape[:2]
 
         def make() -> tuple[torch.Tensor]:
             positions = kv.metadata[LENGTH] + torch.arange(new, device=q.device) if counted else given
+            assert positions is not None
             return (self.at(positions).expand(rows, new).contiguous(),)
 
         return step.angles(kv.metadata if counted else given, (self, rows), make)[0]

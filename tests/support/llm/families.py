@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from support.everything import EVERYTHING
+from support.llm.random_weights import randomize
 
 VOCAB = 99
 EVEN_VOCAB = 100  # for ranks: transformers before 5.18 divides no other number of words
@@ -37,6 +38,7 @@ GPT2 = {
     **dict.fromkeys(SIZES.keys() - {"vocab_size"}),
 }
 MHA = {"num_key_value_heads": None}
+NO_SIZES = dict.fromkeys(SIZES.keys() - {"vocab_size", "max_position_embeddings"})
 ROTARY = {"rope_theta": 10000.0}
 UNTAKEN = (
     "assisted",
@@ -171,9 +173,8 @@ FAMILIES = (
                                             "new_decoder_architecture": False, "ffn_hidden_size": 96}),
     Family("bloom", "bloom", {"n_layer": 2, "n_head": 4, "num_hidden_layers": None, "num_attention_heads": None,
                               "intermediate_size": None, "max_position_embeddings": None} | MHA, core=True),
-    Family("mpt", "mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2, "max_seq_len": LONG,
-                          "use_cache": True, "hidden_size": None, "num_hidden_layers": None, "intermediate_size": None,
-                          "num_attention_heads": None, "max_position_embeddings": None} | MHA),
+    Family("mpt", "mpt", NO_SIZES | {"d_model": 64, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2,
+                                     "max_seq_len": LONG, "use_cache": True, "max_position_embeddings": None}),
     Family("cohere", "cohere", {"logit_scale": 0.5}),
     Family("cohere-qk-norm", "cohere", {"logit_scale": 0.5, "use_qk_norm": True}),
     Family("cohere2", "cohere2", {"logit_scale": 0.5, "sliding_window": 5,
@@ -214,7 +215,6 @@ FAMILIES = (
     Family("granite-moe", "granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2,
                                          "residual_multiplier": 0.4}),
     Family("phi-moe", "phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
-    # Queries of its second layer grow by how much the cache holds, those of Ministral 3 by position.
     Family("llama4", "llama4_text", {"head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 96,
                                      "attention_chunk_size": 6, "no_rope_layers": [1, 0], "floor_scale": 9,
                                      "attn_scale": 0.7}, core=True),
@@ -241,17 +241,14 @@ FAMILIES = (
            expected="either"),
     Family("hunyuan", "hunyuan_v1_dense", {"head_dim": 16}),
     Family("nanochat", "nanochat"),
-    Family("laguna", "laguna", {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5,
-                                "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48,
-                                "mlp_layer_types": ["dense", "sparse"], "num_attention_heads_per_layer": [4, 2],
+    Family("laguna", "laguna", {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+                                "shared_expert_intermediate_size": 48, "mlp_layer_types": ["dense", "sparse"],
+                                "sliding_window": 5, "num_attention_heads_per_layer": [4, 2],
                                 "layer_types": ["full_attention", "sliding_attention"]}),
     Family("bert", "bert", MHA | {"is_decoder": True}),
-    Family("roberta-pre-norm", "roberta-prelayernorm", MHA | {"is_decoder": True}),
-    # It counts positions by what its cache holds.
-    Family("bart", "bart", MHA | {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "decoder_attention_heads": 4,
-                                  "decoder_ffn_dim": 96, "is_decoder": True, "is_encoder_decoder": False,
-                                  "hidden_size": None, "intermediate_size": None, "num_hidden_layers": None,
-                                  "num_attention_heads": None}, core=True),
+    Family("bart", "bart", NO_SIZES | {
+        "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "decoder_ffn_dim": 96, "decoder_attention_heads": 4,
+        "is_decoder": True, "is_encoder_decoder": False}, core=True),
     Family("diffllama", "diffllama", expected="stock"),
     Family("deepseek-v3", "deepseek_v3", {
         "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12,
@@ -305,21 +302,6 @@ def make(family: Family | str, dtype: torch.dtype = torch.float32, seed: int = 1
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model.to(dtype)
-
-
-def randomize(module: nn.Module, weight: torch.Tensor, generator: torch.Generator, words: float) -> None:
-    """Weights of norms and biases that are not ones and zeros, matrices that keep the size of what they are given.
-
-    Transformers' own are so small that attention is a mean over all positions, and a mistake in it hardly shows.
-    """
-    noise = torch.randn(weight.shape, generator=generator)
-    if weight.dim() < 2:
-        weight += 0.2 * noise
-    elif isinstance(module, nn.Embedding):
-        weight.copy_(words * noise)
-    else:
-        inputs = weight.shape[-2] if type(module).__name__ == "Conv1D" else weight.shape[-1]
-        weight.copy_(1.6 * noise * inputs**-0.5)
 
 
 @functools.cache
