@@ -216,7 +216,7 @@ FAMILIES = (
     Family("phi-moe", "phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     Family("llama4", "llama4_text", {"head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 96,
                                      "attention_chunk_size": 6, "no_rope_layers": [1, 0], "floor_scale": 9,
-                                     "attn_scale": 0.7}, core=True),
+                                     "attn_scale": 0.7}),
     Family("ministral3", "ministral3", {"head_dim": 16, "rope_parameters": ROTARY | {
         "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 9, "llama_4_scaling_beta": 0.7}}),
     Family("glm4-moe", "glm4_moe", {"head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2,
@@ -247,7 +247,7 @@ FAMILIES = (
     Family("bert", "bert", MHA | {"is_decoder": True}),
     Family("bart", "bart", NO_SIZES | {
         "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "decoder_ffn_dim": 96, "decoder_attention_heads": 4,
-        "is_decoder": True, "is_encoder_decoder": False}, core=True),
+        "is_decoder": True, "is_encoder_decoder": False}),
     Family("diffllama", "diffllama", expected="stock"),
     Family("deepseek-v3", "deepseek_v3", {
         "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12,
@@ -298,8 +298,7 @@ def make(family: Family | str, dtype: torch.dtype = torch.float32, seed: int = 1
     for name, parameter in model.named_parameters():
         randomize(model.get_submodule(name.rpartition(".")[0]), parameter.data, generator, 0.05 if tied else 1.0)
     # A random model would end a text at once, or never; tests that want an end ask for it.
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
+    model.generation_config.update(eos_token_id=None, forced_eos_token_id=None, pad_token_id=0)
     return model.to(dtype)
 
 
