@@ -92,7 +92,10 @@ class SoftmaxSpec(AttentionSpec):
         return (self.rotary.name if self.rotary.given else POSITIONS, *scaled)
 
     def completed(self, found: AttentionSpec) -> AttentionSpec:
-        return replace(self, q_scale=found.q_scale) if isinstance(found, SoftmaxSpec) else self
+        known, scale = self.q_scale, found.q_scale if isinstance(found, SoftmaxSpec) else None
+        if isinstance(known, QueryScale) and isinstance(scale, QueryScale):
+            return replace(self, q_scale=replace(known, first=scale.first))
+        return replace(self, q_scale=scale) if known is None else self
 
     def kernel_key(self) -> str:
         return repr((replace(self, index=0, settings=(), slopes=None), self.slopes is None))

@@ -79,9 +79,10 @@ def test_queries_that_grow_in_another_way(monkeypatch, growth):
     long_texts_are_the_same(ours, stock)
 
 
-def test_queries_that_grow_with_what_the_cache_holds():
-    """And chunks, which begin behind the padding."""
-    stock = make("llama4", floor_scale=32, attention_chunk_size=24)
+@pytest.mark.parametrize("every", [32, 40])
+def test_queries_that_grow_with_what_the_cache_holds(every):
+    """And chunks, which begin behind the padding. A scale that grows every 40 tokens does not at the last position."""
+    stock = make("llama4", floor_scale=every, attention_chunk_size=24)
     ours = accel.optimize(copy.deepcopy(stock), cpu="fuse")
     assert reasons(ours) == [""]
     long_texts_are_the_same(ours, stock)
