@@ -40,7 +40,7 @@ def understand_router(layer: LayerRecord, call: Call) -> NormedRouterSpec | None
     own = {name: one.detach() for name, one in call.module._parameters.items() if one is not None and one.dim() == 1}
     inside = layer.inside(call.module)
     index = next((place for place, one in enumerate(found) if one.dtype == torch.int64), None)
-    for norm in (one for one in inside if normlike(one) and one.input.same(call.taken)):
+    for norm in (one for one in inside if normlike(layer, one) and one.input.same(call.taken)):
         for product in (one for one in inside if type(one.module) is nn.Linear and one.alone and one.made is not None):
             for scale, by in own.items():
                 if by.shape != norm.output.held.shape[-1:] or product.input.held.shape != norm.output.held.shape:

@@ -99,7 +99,7 @@ def _matrices(module: nn.Module) -> bool:
 
 def _several(layer: LayerRecord, mine: list[Call], containers: list[Call]) -> tuple[MlpSpec, tuple[Call, ...]] | None:
     """Blocks that all take the same, or norms of it, and whose results, or norms of these, are added."""
-    norms = [call for call in mine if normlike(call)]
+    norms = [call for call in mine if normlike(layer, call)]
     routed = {id(call): found for call in containers if (found := _router(call, containers)) is not None}
     routers = [router for router, _ in routed.values()]
     specs: list[MlpSpec] = []
