@@ -11,6 +11,7 @@ import accel
 from accel.llm.generation.calling_convention import Unfit
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.layer_inputs import NOT_CAUSAL, CheckedStep
+from accel.llm.parts.residual import Widths
 from support.llm.families import make, prompt
 from support.llm.outputs import flat, same
 
@@ -81,7 +82,8 @@ def step(mask: torch.Tensor | None = None, bare: bool = True) -> CheckedStep:
 def layer(given: dict | None = None, window: int | None = None) -> SimpleNamespace:
     known = dict(given or {})
     attention = SimpleNamespace(keeps_state=False, window=window, keywords=tuple(known.pop("reads", ())))
-    return SimpleNamespace(spec=SimpleNamespace(given=frozenset(known.items()), attention=attention))
+    widths = Widths(torch.float32, torch.float32)
+    return SimpleNamespace(spec=SimpleNamespace(given=frozenset(known.items()), attention=attention, widths=widths))
 
 
 X = torch.zeros(2, NEW, 8)
