@@ -34,8 +34,8 @@ def understand_mlp(layer: LayerRecord, others: Sequence[Call] = ()) -> tuple[Mlp
         inside = {module for call in containers for module in call.module.modules()}
         several = None
         if mixer is not None:
-            several = _formula(layer, [call for call in layer.calls if call.module in inside], None)
-            several = several or _several(layer, mine, containers)
+            several = _several(layer, mine, containers)
+            several = several or _formula(layer, [call for call in layer.calls if call.module in inside], None)
         if several is None:
             raise NotUnderstood(NOTHING_STORED if mixer is None else "more than one block besides the attention")
         return several
