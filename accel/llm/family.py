@@ -22,6 +22,7 @@ from accel.llm.generation.trial_warmup import warm_up
 from accel.llm.moe.experts import ExpertsForward, match_experts
 from accel.llm.moe.router import RouterForward, match_router
 from accel.llm.parts.step import ForwardContext
+from accel.llm.parts.thresholded_mlp import match_thresholded_mlp
 from accel.llm.pipeline.forward import SpreadForward
 from accel.llm.pipeline.placement import Placement
 from accel.llm.pipeline.stretch import StretchGraphs, StretchLayer
@@ -231,6 +232,7 @@ RULES = (
     Rule("output head", match_head),
     Rule("word embeddings", match_table),
     *MIXTURES,
+    Rule("thresholded MLP", match_thresholded_mlp),
     Rule("RMS norm", match_rms_norm),
     Rule("layer norm", match_layer_norm),
 )

@@ -99,7 +99,7 @@ def quantize(model: nn.Module, context: Context) -> StageResult:
     # A model that was not understood runs stock code over its quantized linears: that is tried.
     find = partial(find_formula, context=context, kernels=(context.kernels.plain(),))
     tried = context.of(Analysis).reason is not None
-    found = LanguageModelQuantization(model, weights, context.options, find, tried)
+    found = LanguageModelQuantization(model, weights, context.options, find, tried, context.of(Analysis).routers())
 
     def report() -> StageReport:
         rows = [Row(path, RULE, status, reason) for path, status, reason in found.rows]

@@ -52,7 +52,8 @@ from accel.patching.structure import (
 )
 
 BASE = frozenset(vars(nn.Module()))  # what every module has; of these hooks and submodules are looked at
-IRRELEVANT = {*GRADIENTS, "forward", "config", OWNER, GATE}
+# The last two: on which thread a quantized linear computes in another way, see `quantization/module.py`.
+IRRELEVANT = {*GRADIENTS, "forward", "config", OWNER, GATE, "exact_on", "unrounded_on"}
 THERE = "there"
 ABSENT = object()
 

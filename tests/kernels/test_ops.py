@@ -75,6 +75,9 @@ ALONE = [
     ("paged_attention", "ragged-many-decodes"),
     ("paged_attention", "ragged-mixed-idle"),
     ("paged_attention", "ragged-none"),
+    ("paged_attention", "decode-norm-after"),
+    ("paged_attention", "decode-chunked"),
+    ("paged_attention", "decode-softplus"),
 ]
 
 

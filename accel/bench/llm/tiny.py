@@ -175,7 +175,11 @@ def shrunk(config_class: "type[PreTrainedConfig]", kind: "type[PreTrainedModel]"
             changed |= {name: fitting[0]} if fitting else {}
     if "is_decoder" in declared:
         changed["is_decoder"] = True
-    return config_class(**changed)
+    config = config_class(**changed)
+    if getattr(config, "rope_parameters", None) == {} and getattr(config, "layer_types", None):
+        rotary = {"rope_type": "default", "rope_theta": 10000.0}  # published ones say it of each kind of layer
+        config.rope_parameters = {one: dict(rotary) for one in config.layer_types}
+    return config
 
 
 def layers_of(found: dict[str, Any]) -> tuple[int, dict[str, Any]]:

@@ -17,7 +17,6 @@ from accel.llm.generation.calling_convention import Unfit
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.mixed import MixedForward
 from accel.llm.generation.routing import Choices, noting, repeating, routed_modules, routing_modules
-from accel.llm.generation.shown_cache import empty
 from accel.llm.generation.trial import Expected, expected, plainly
 from accel.llm.kv_cache.shape import BLOCK
 from accel.llm.pipeline.forward import SpreadForward
@@ -41,8 +40,6 @@ def refusal(forward: DecoderForward) -> str | None:
         return "its layers are spread over devices of several kinds"
     if forward.convention.kept_tensors:
         return "it goes on with positions that it counted before, of one batch"
-    if forward.convention.shown is not empty:
-        return "it counts positions by how much its cache holds, of one batch"
     if forward.log.runs_stock_on_cpu((forward.embeddings(),), {}):
         return "it runs stock on a CPU"
     kinds = (layer.spec.attention.unbatched for layer in forward.layers if layer.spec.attention is not None)

@@ -9,6 +9,7 @@ from torch import nn
 
 from accel.libraries.generation import ARGUMENTS, LABELS, OUTPUTS
 from accel.llm.generation.shown_cache import empty
+from accel.llm.kv_cache.store import Store
 from accel.llm.parts.step import Step
 from accel.llm.recording.record import is_absent
 
@@ -49,10 +50,12 @@ def tokens_of(kwargs: dict, width: int, dtype: torch.dtype) -> torch.Tensor:
     return tokens
 
 
-def padding_of(mask: Any, rows: int, tokens: int) -> torch.Tensor | None:
+def padding_of(mask: Any, store: Store, rows: int, tokens: int) -> torch.Tensor | None:
     """The mask of a call, (rows, tokens), if it has one. Raises Unfit for one of another form."""
     if mask is not None and (type(mask) is not torch.Tensor or mask.shape != (rows, tokens)):
         raise Unfit("an attention mask of another form than (rows, tokens)")
+    if mask is not None and store.hides_behind_first(mask):
+        raise Unfit("an attention mask that hides tokens behind one of padding that was read alone, without a mask")
     return mask
 
 
@@ -123,12 +126,14 @@ class CallingConvention:
         # Waits for the GPU, once a prompt.
         return name in self.unused_if_zero and value.shape == (rows, new) and not bool(value.any())
 
-    def read_mask(self, mask: Any, rows: int, start: int, new: int, left_padded: bool) -> torch.Tensor | None:
+    def read_mask(
+        self, mask: Any, store: Store, rows: int, start: int, new: int, left_padded: bool
+    ) -> torch.Tensor | None:
         """The mask of a call, (rows, start + new), if it has one. left_padded: it may only hide first tokens.
 
         Raises Unfit.
         """
-        mask = padding_of(mask, rows, start + new)
+        mask = padding_of(mask, store, rows, start + new)
         if mask is None:
             if new > 1 and not self.unmasked_alike:
                 raise Unfit("without a mask it reads a prompt in a way of its own")

@@ -138,9 +138,9 @@ class DecoderForward(FastForward):
         if type(keep) is not int:
             raise Unfit("logits_to_keep is no number")
         try:
-            if start and not self.masks_steps and given("attention_mask") is not None:
-                raise Unfit("a mask behind other tokens, which it multiplies them by")
-            mask = self.convention.read_mask(given("attention_mask"), rows, start, new, self.left_padded(new))
+            if (start or new == 1) and not self.masks_steps and given("attention_mask") is not None:
+                raise Unfit("a mask of a step, which it multiplies tokens by")
+            mask = self.convention.read_mask(given("attention_mask"), store, rows, start, new, self.left_padded(new))
             positions = None
             if "position_ids" in self.names:
                 where = mask, rows, start, new, tokens.device
@@ -189,7 +189,7 @@ class DecoderForward(FastForward):
         checked: layers run stock unless they are given what a text gives them. Raises Unfit.
         """
         (rows, new), start = tokens.shape[:2], store.length
-        mask = padding_of(kwargs.get("attention_mask"), rows, start + new)
+        mask = padding_of(kwargs.get("attention_mask"), store, rows, start + new)
         if checked and mask is not None and bool(mask.all()):
             mask = None
         store.take()

@@ -62,13 +62,18 @@ def routing_modules(forward: DecoderForward) -> list[nn.Module]:
 
     Modules whose work a fused forward does are left out.
     """
-    mine = {layer.module for layer in forward.layers if layer.inner is None}
+    mine = {layer.module for layer in forward.layers if layer.inner is None or not _stacks(layer.module)}
     routers = {module for one in forward.routers for module in one.module.modules()}
     others = [layer for layer in forward.module.get_submodule(forward.stack).children() if layer not in mine]
     wholes = (*routed_modules(forward), *others)
     inside = (module for whole in wholes for module in whole.modules() if module is not whole)
     holding = (module for module in inside if any(True for _ in chain(module.parameters(), module.buffers())))
     return [module for module in holding if module not in routers]
+
+
+def _stacks(module: nn.Module) -> bool:
+    """Whether there are stacks of matrices in it, as of experts."""
+    return any(parameter.dim() == 3 for parameter in module.parameters())
 
 
 @contextmanager

@@ -6,6 +6,7 @@ A model that counts positions by what its cache holds, as BART, is told that as 
 from typing import Any
 
 import torch
+from accel_kernels import KV
 from accel_kernels.attention.paged.kv import LENGTH
 from torch.utils._pytree import tree_map_only
 
@@ -65,7 +66,7 @@ class DeviceNumber(torch.Tensor):
     """Integers that stay on the device, and so does what is made of them: raises HostRead where one is read."""
 
     held: torch.Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, held: torch.Tensor) -> "DeviceNumber":
@@ -74,7 +75,9 @@ class DeviceNumber(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub has it as no class method
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             raise HostRead("positions are read on the host")
         args, kwargs = tree_map_only(cls, lambda one: one.held, (args, kwargs or {}))
@@ -83,6 +86,7 @@ class DeviceNumber(torch.Tensor):
 
 
 def empty(step: Step) -> DynamicCache:
+    """Says that nothing is stored."""
     return DynamicCache()
 
 
@@ -97,4 +101,11 @@ def watched(step: Step) -> DynamicCache:
 
 
 def _length(step: Step) -> torch.Tensor:
-    return next(iter(step.kvs.values())).metadata[LENGTH].clone()
+    """(), or (tokens,) where one row holds several sequences: what their places in it are to be increased by."""
+    kv = next(iter(step.kvs.values()))
+    ragged = kv.ragged if isinstance(kv, KV) else None
+    if ragged is None:
+        return kv.metadata[LENGTH].clone()
+    ahead, sequences = ragged.lengths - ragged.starts[: len(ragged.lengths)], ragged.token_sequences
+    unused = -torch.arange(len(sequences), device=sequences.device)  # to place 0
+    return torch.where(sequences < 0, unused, ahead[sequences.clamp(min=0)])

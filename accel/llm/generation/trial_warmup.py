@@ -98,7 +98,9 @@ def _one_of_a_kind(forward: DecoderForward) -> Iterator[None]:
     lent = {layer.spec.attention.index for layer in forward.layers if layer.spec.attention and layer.spec.borrows}
     for layer in forward.layers:
         place = layer.spec.place
-        kind = _kind(layer, None if place is None else shapes[place])
+        # The first layer is given words, which are no wider than weights.
+        first = layer is forward.layers[0] and layer.spec.widths.wide
+        kind = _kind(layer, None if place is None else shapes[place]), first
         again = kind in kinds and place not in lent
         layer.repeats = again and forward.ranks is None  # exchanges run in a dry run too, as many on every rank
         if again:

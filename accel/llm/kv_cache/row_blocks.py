@@ -132,8 +132,9 @@ class RowBlocks(PagedKVCache):
         self.unmask(tokens)
         self.masked = tokens
 
-    def set_firsts(self, length: int) -> None:
+    def set_firsts(self, length: int, masked: bool = True) -> None:
         """Notes where each row begins, by the padding mask, before the call that follows `length` stored tokens.
+        masked: else all rows begin there.
 
         A row that has begun keeps its beginning. Where tokens are hidden, states of rows that have not begun become
         zero: what a row has in front of its first token can then be read, as in transformers.
@@ -142,7 +143,7 @@ class RowBlocks(PagedKVCache):
             mask = self.padding_masks.get(device)
             if one.firsts is None:
                 continue
-            if mask is None:
+            if mask is None or not masked:
                 one.firsts.fill_(length)
                 continue
             hidden = mask[:, : self.masked].cumsum(1).eq(0).sum(1).clamp(min=length)

@@ -272,8 +272,20 @@ class Store:
         its new ones changes nothing in states, as in transformers, which reads no mask for a single token.
         """
         self.blocks.set_padding_mask(mask)
-        if not self.length or (mask is not None and mask.shape[1] > self.length + 1):
-            self.blocks.set_firsts(self.length)
+        several = mask is not None and mask.shape[1] > self.length + 1
+        if several or not self.length:
+            self.blocks.set_firsts(self.length, masked=several)
+
+    def hides_behind_first(self, mask: torch.Tensor) -> bool:
+        """Whether the next forward is to hide some of its tokens in a row whose states have begun. Waits for the GPU.
+
+        transformers reads no mask for a single token, so that one of padding begins a row.
+        """
+        if not self.length or mask.shape[1] <= self.length + 1:
+            return False
+        hidden = mask[:, self.length :].eq(0).any(1)
+        firsts = (one.firsts for one in self.blocks.tables.values() if one.firsts is not None)
+        return any(bool((hidden.to(first.device) & first.lt(self.length)).any()) for first in firsts)
 
     def _set_length(self) -> None:
         length = self.length

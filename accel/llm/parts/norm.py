@@ -30,14 +30,13 @@ def norm_spec(layer: LayerRecord, call: Call) -> NormSpec:
     return NormSpec(layer.name(call.module), layer.kinds[key], found)
 
 
-def normlike(call: Call) -> bool:
+def normlike(layer: LayerRecord, call: Call) -> bool:
     """Whether a call may be a norm's: one tensor to another of its shape, without matrices; no dropout at rest."""
     if not call.alone or call.made is None or call.output.held.shape != call.input.held.shape:
         return False
-    if holds_numbers(call.module):
+    if holds_numbers(call.module) or not all(p.dim() == 1 for p in call.module.parameters()):
         return False
-    parameters = list(call.module.parameters())
-    return all(p.dim() == 1 for p in parameters) and not torch.equal(call.output.held, call.input.held)
+    return not torch.equal(call.output.held, call.input.held) or norm_spec(layer, call).kind is not None
 
 
 FLAT, HEADS, TURNED = "(rows, new, heads * D)", "(rows, new, heads, D)", "(rows, heads, new, D)"

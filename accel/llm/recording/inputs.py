@@ -75,10 +75,11 @@ def most_configured(model: "PreTrainedModel") -> int | None:
     return most if isinstance(most, int) and most > 0 else None
 
 
-def last_positions(model: "PreTrainedModel", ids: torch.Tensor) -> dict[str, torch.Tensor]:
+def last_positions(model: "PreTrainedModel", ids: torch.Tensor, begin: int | None = None) -> dict[str, torch.Tensor]:
     """The keyword that puts these tokens at late positions; none where the configuration does not name the last.
 
-    They are the last, and those around a half, a quarter and an eighth, from which on a model may do otherwise.
+    They are those from `begin` on; without, the last, and those around a half, a quarter and an eighth, from which on a
+    model may do otherwise.
     """
     most = most_configured(model)
     if most is None or "position_ids" not in inspect.signature(type(model).forward).parameters:
@@ -86,4 +87,5 @@ def last_positions(model: "PreTrainedModel", ids: torch.Tensor) -> dict[str, tor
     tokens = ids.shape[1]
     places = sorted({at for part in (1, 2, 4, 8) for at in (most // part - 1, most // part) if 0 <= at < most})
     late = places[-tokens:] if len(places) >= tokens else range(most - tokens, most)
+    late = late if begin is None else range(begin, begin + tokens)
     return {"position_ids": torch.tensor(late, device=ids.device).expand(ids.shape)}

@@ -30,14 +30,22 @@ from accel.llm.recording.inputs import few, last_positions, most_configured
 from accel.llm.recording.mask_tables import narrowed
 from accel.llm.recording.plain_attention import plain_attention
 from accel.llm.recording.position_table import PositionTable
-from accel.llm.recording.record import Attended, Call, KeptState, LayerRecord, NotUnderstood, Record, Stored, Value
+from accel.llm.recording.record import (
+    Attended,
+    Call,
+    KeptState,
+    LayerRecord,
+    NotUnderstood,
+    Record,
+    Stored,
+    Value,
+)
 from accel.llm.recording.recording_cache import RecordingCache
 from accel.patching.structure import foreign_hooks, placement
 from accel.quantization.experts import holds_numbers
 
 NAME = "accel_recording"
 ROWS = 2
-LONG = 1 << 17  # tokens, where the configuration does not say how many a text may have
 AMPLIFIED = {torch.float16: 8.0}  # which a gated MLP multiplies by itself
 
 
@@ -83,11 +91,8 @@ def _last_to_run(model: PreTrainedModel, stacks: dict[str, nn.ModuleList]) -> st
 
 def example_ids(model: PreTrainedModel, tokens: int, seed: int = 0) -> torch.Tensor:
     """(ROWS, tokens) random token numbers, from a generator of their own."""
-    device, _ = placement(model)
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    return torch.randint(vocabulary, (ROWS, tokens), generator=torch.Generator().manual_seed(seed), device="cpu").to(
-        device
-    )
+    vocabulary, generator = model.get_input_embeddings().weight.shape[0], torch.Generator().manual_seed(seed)
+    return torch.randint(vocabulary, (ROWS, tokens), generator=generator, device="cpu").to(placement(model)[0])
 
 
 @contextmanager
@@ -147,6 +152,7 @@ def record(
     amplified: bool = False,
     last: bool = False,
     far: bool = False,
+    begin: int | None = None,
     own: bool = False,
     known: Record | None = None,
 ) -> Record:
@@ -154,10 +160,10 @@ def record(
 
     look: is shown every layer as soon as it has run; then its record forgets the tensors, but for queries and keys
     where `scores` says so. amplified: outputs of linear layers inside the layers are made many times larger, so that a
-    clamp or another bend far from zero shows. last: the tokens stand at late positions. far: layers are told that the
-    cache holds a long text. known: an earlier run, whose mask functions, where they are the same, are not asked again.
-    own: the model keeps its own attention, for those that do not ask transformers for one; its masks are made by the
-    functions of the earlier run.
+    clamp or another bend far from zero shows. last: the tokens stand at late positions, from `begin` on. far: layers
+    are told that the cache holds as many, or a long text. known: an earlier run, whose mask functions, where they are
+    the same, are not asked again. own: the model keeps its own attention, for those that do not ask transformers for
+    one; its masks are made by the functions of the earlier run.
     """
     path, layers = decoder_layers(model)
     foreign = foreign_attention([model, *layers.modules()])
@@ -179,8 +185,9 @@ def record(
             seen.tables = held
             recorder.until_shown.enter_context(table)
             forward = type(model).forward
-            given = cache_given(forward, recorder.cache) | (last_positions(model, ids) if last else {})
-            recorder.length = (most_configured(model) or LONG) - ids.shape[1] if far else 0
+            given = cache_given(forward, recorder.cache) | (last_positions(model, ids, begin) if last else {})
+            told = (most_configured(model) or 1 << 17) - ids.shape[1] if begin is None else begin
+            recorder.length = told if far else 0
             forward(model, input_ids=ids, use_cache=True, **given)
     except Exception as error:  # whatever a forward may raise: a model that cannot run this call is not one we know
         raise NotUnderstood(f"{_refused(error)}: {reason_of(error)}") from error

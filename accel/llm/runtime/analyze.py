@@ -9,11 +9,13 @@ from transformers import PreTrainedModel
 from accel.libraries.cache import SOUGHT, cache_argument
 from accel.libraries.versions import newer_than_tested
 from accel.llm.pipeline.placement import layer_placement
+from accel.llm.recording.inputs import few
 from accel.llm.recording.mask_tables import hides_keys
 from accel.llm.recording.record import LayerRecord, NotUnderstood, Record
 from accel.llm.recording.recorder import model_side_effects, record
 from accel.llm.recording.recording_cache import keeps_more
 from accel.llm.runtime.layer import LayerSpec, understand_layer
+from accel.llm.runtime.position_terms import QueryScale
 from accel.llm.runtime.softmax_attention import SoftmaxSpec
 from accel.patching.guard import plain_settings
 from accel.patching.structure import meta_weights
@@ -33,6 +35,11 @@ class Analysis:
         """Which layers are understood, and why all are not: without numbers, which other ranks have others of."""
         known = tuple(path for path, found in self.layers.items() if not isinstance(found, str))
         return known, self.reason is None
+
+    def routers(self) -> frozenset[str]:
+        """Paths of linears by which layers choose experts."""
+        blocks = ((record.path, one) for record, spec in self.specs if spec.mlp is not None for one in spec.mlp.blocks)
+        return frozenset(f"{path}.{one.route.product}" for path, one in blocks if one.route is not None)
 
     def unknown(self) -> str | None:
         """The first layer that is not understood, and why."""
@@ -117,7 +124,8 @@ def formulas(
     free = seen.layers[0].most_positions is None
     if not free and any(layer.shown_length is not None for layer in seen.layers):
         raise NotUnderstood("its layers ask how much the cache holds")
-    rotated = bool(keywords) and "position_ids" not in keywords and free
+    tables = any(isinstance(one, SoftmaxSpec) and one.reads_table for one in (spec.attention for _, spec in found))
+    rotated = bool(keywords) and not tables and free
     _confirm_where_large(model, layers, seen, last=rotated and not unknown, far=free)
     found = [(layer, spec) for layer, _ in found if isinstance(spec := layers[layer.path], LayerSpec)]
     if len(set(places)) < len(places) or (not unknown and not _in_order(found, places)):
@@ -149,7 +157,8 @@ def _confirm_where_large(
 ) -> None:
     """Finds the same formulas once more where all numbers are large; one layer of each make tells for the others.
     last: and at late positions, since some models scale queries from a position on; far: or by what the cache holds.
-    Raises NotUnderstood where it finds another. layers: get what shows in that run alone.
+    Raises NotUnderstood where it finds another. layers: get what shows in that run alone; where it is a factor of
+    queries, a run more shows from which position on it is the next.
     """
     makes: dict[tuple, LayerSpec] = {}
     others: list[str] = []
@@ -173,6 +182,12 @@ def _confirm_where_large(
             layers[layer.path] = _completed(spec, makes[make])
 
     record(model, look, amplified=True, last=last, far=far, own=seen.own, known=seen)
+    attentions = [spec.attention for spec in layers.values() if not isinstance(spec, str)]
+    scales = {one.q_scale for one in attentions if isinstance(one, SoftmaxSpec)}
+    for length in {scale.length for scale in scales if isinstance(scale, QueryScale)}:
+        makes.clear()
+        begin = max(0, int(length) - few(model) // 2 - 1)
+        record(model, look, amplified=True, last=last, far=far, begin=begin, own=seen.own, known=seen)
     for path in others:
         layers[path] = "it computes something else where numbers are large"
         raise NotUnderstood(f"{path}: {layers[path]}")

@@ -4,8 +4,9 @@ Qiu et al., "Gated Attention for Large Language Models", 2025. The gate has a pr
 comes out of that of the queries, as in Qwen3-Next; it has a number for each channel, or for each head, as in Laguna.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,14 +19,17 @@ from accel.llm.runtime.projections import split
 from accel.llm.runtime.softmax_attention import BoundSoftmaxAttention, Formula, Parts, SoftmaxSpec
 from accel.patching.fast_forward import Kernels
 
-ACTIVATIONS = {"sigmoid": torch.sigmoid, "softplus": F.softplus}
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"sigmoid": torch.sigmoid, "softplus": F.softplus}
 
 
 @dataclass(frozen=True)
 class GatedSpec(SoftmaxSpec):
-    """The last of the projections is the gate's. activation: of the gate."""
+    """The last of the projections is the gate's. activation: of the gate; bias: the attention's parameter, one number a
+    head, that is added to it before, or "".
+    """
 
     activation: str = "sigmoid"
+    bias: str = ""
 
     @classmethod
     def ending(cls, layer: LayerRecord, calls: list[Call], found: Formula) -> tuple[Call, ...] | None:
@@ -38,11 +42,18 @@ class GatedSpec(SoftmaxSpec):
             gate, heads = one.output.held, found.fields["heads"]
             if gate.shape[-1] not in (heads, heads * found.fields["dim"]):
                 continue
-            for activation in ACTIVATIONS if layer.known is None else (layer.known.attention.activation,):
-                for out in _ends(layer, calls, found.got, gate, activation):
-                    found.fields["activation"] = activation
+            biases = [(name, p) for name, p in layer.attention.named_parameters(recurse=False) if p.shape == (heads,)]
+            for (name, bias), activation in product([("", None), *biases], ACTIVATIONS):
+                if layer.known is not None and (name, activation) != layer.known.attention.gating:
+                    continue
+                for out in _ends(layer, calls, found.got, _shifted(gate, bias), activation):
+                    found.fields["activation"], found.fields["bias"] = activation, name
                     return out, one
         return None
+
+    @property
+    def gating(self) -> tuple[str, str]:
+        return self.bias, self.activation
 
     def bind(self, kernels: Kernels, layer: nn.Module, stack: bool) -> "BoundGatedAttention":
         return BoundGatedAttention(kernels, layer, self, stack)
@@ -54,6 +65,7 @@ class BoundGatedAttention(BoundSoftmaxAttention):
     def parts(self, outputs: Sequence[torch.Tensor]) -> Parts:
         """See `BoundSoftmaxAttention`."""
         *others, gate = outputs
+        gate = _shifted(gate, self.module._parameters[self.spec.bias] if self.spec.bias else None)
         return (*split(others, *self.layout), gate.unflatten(-1, (self.spec.heads, -1)))
 
 
@@ -106,6 +118,11 @@ def _ends(
             continue
         if got is None or agree(_gated(got, gate, activation), out.input.held, slack=2.0):
             yield out
+
+
+def _shifted(gate: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """gate: (rows, tokens, heads or heads * D); bias: (heads,)."""
+    return gate if bias is None else (gate.unflatten(-1, (len(bias), -1)) + bias[:, None]).flatten(-2)
 
 
 def _gated(got: torch.Tensor, gate: torch.Tensor, activation: str) -> torch.Tensor:

@@ -193,7 +193,7 @@ def _turned(layer: LayerRecord, t: torch.Tensor, rotary: Rotary | None, to_halve
     """(rows, tokens, heads, P) rotated by the positions of a record; with `to_halves` pairs come apart."""
     if rotary is None:
         return t
-    t = rotated(t, *rotary.angles(layer.call.kwargs, layer.attention), rotary.interleaved)
+    t = rotated(t, *rotary.angles(layer.call.named, layer.attention), rotary.interleaved)
     return torch.cat((t[..., ::2], t[..., 1::2]), dim=-1) if to_halves else t
 
 
@@ -202,7 +202,7 @@ def _rotations(layer: LayerRecord, t: torch.Tensor, wanted: torch.Tensor) -> Ite
     if agree(t, wanted):
         yield None, False
     for rotary in rotary_candidates(layer):
-        if 2 * rotary.angles(layer.call.kwargs, layer.attention)[0].shape[-1] != t.shape[-1]:
+        if 2 * rotary.angles(layer.call.named, layer.attention)[0].shape[-1] != t.shape[-1]:
             continue
         for to_halves in (False, True)[: 1 + rotary.interleaved]:
             if agree(_turned(layer, t, rotary, to_halves), wanted):

@@ -184,7 +184,7 @@ def _put_together(
     parts = (mlp_modules, [layer.attention] if layer.mixes else [])
     within = {one for part in parts for module in part for one in module.modules()}
     within |= {call.module for call in tail_calls}
-    norms = [call for call in layer.calls if call.module not in within and normlike(call)]
+    norms = [call for call in layer.calls if call.module not in within and normlike(layer, call)]
 
     def producer(value: Value) -> Call | None:
         """The last norm that made this."""

@@ -8,6 +8,7 @@ from torch import nn
 
 from accel.llm.parts.linear import Weights
 from accel.llm.parts.norm import NormSpec
+from accel.llm.parts.normed_router import BoundRouter, NormedRouterSpec, called_router
 from accel.llm.parts.part import BoundLinear, BoundNorm, NormedInput, part_product
 from accel.llm.recording.record import NotUnderstood
 from accel.patching.fast_forward import Kernels
@@ -40,7 +41,8 @@ class MlpSpec:
 
     beside: blocks whose results are added to this one's. before, post: norms of one of these blocks alone. router: it
     is given what the norm is, and gives choices and shares, at the places `chosen` of its result, which `whole` takes.
-    mixture: what the module does, where its parts are called instead.
+    mixture: what the module does, where its parts are called instead. route: what the router computes, None where it
+    is called.
     """
 
     whole: str = ""
@@ -56,6 +58,7 @@ class MlpSpec:
     router: str = ""
     chosen: tuple[int, ...] = ()
     mixture: Mixture | None = None
+    route: NormedRouterSpec | None = None
 
     @property
     def blocks(self) -> "tuple[MlpSpec, ...]":
@@ -70,7 +73,8 @@ class MlpSpec:
             if mixture is not None:
                 found += [mixture.router, mixture.experts, *mixture.shared.called, mixture.gate]
             else:
-                found += [*one.first, one.down] if one.first else [one.whole, one.router]
+                found += [*one.first, one.down] if one.first else [one.whole]
+                found.append(one.router if one.route is None else one.route.product)
         return tuple(filter(None, found))
 
     @property
@@ -80,7 +84,8 @@ class MlpSpec:
 
     @property
     def norms(self) -> list[NormSpec]:
-        return [norm for one in self.blocks for norm in (one.before, one.post) if norm is not None]
+        routers = [one.route.norm for one in self.blocks if one.route is not None]
+        return [*(norm for one in self.blocks for norm in (one.before, one.post) if norm is not None), *routers]
 
 
 def bound_mlp(kernels: Kernels, layer: nn.Module, spec: MlpSpec) -> "BoundMlp | BoundSum":
@@ -97,7 +102,11 @@ class BoundSum:
             return None if one is None else BoundNorm(kernels, layer, one)
 
         self.blocks = [(BoundMlp(layer, one), norm(one.before), norm(one.post)) for one in spec.blocks]
-        self.routers = [layer.get_submodule(one.router) if one.router else None for one in spec.blocks]
+        self.routers = [
+            BoundRouter(kernels, layer, one.route) if one.route is not None
+            else called_router(layer.get_submodule(one.router)) if one.router else None
+            for one in spec.blocks
+        ]  # fmt: skip
         self.times = sum(block.times for block, _, _ in self.blocks)
 
     def __call__(
@@ -108,8 +117,7 @@ class BoundSum:
         for (block, norm, post), router in zip(self.blocks, self.routers, strict=True):
             h = before if norm is None else NormedInput(before.normed(), norm, block.times)
             if router is not None:
-                chosen = router(before.normed().flatten(0, -2))
-                y = block.routed(h.normed(), chosen)
+                y = block.routed(h.normed(), router(kernels, before.normed().flatten(0, -2)))
             elif post is None:
                 total = block(kernels, h, residual=total)
                 continue
@@ -167,7 +175,7 @@ class BoundMlp:
         y = (y[0] if isinstance(y, tuple) else y).reshape(before.x.shape)  # Llama 4's experts give rows of tokens
         return y if residual is None else torch.add(residual, y, alpha=scale)
 
-    def routed(self, h: torch.Tensor, chosen: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def routed(self, h: torch.Tensor, chosen: tuple | dict[int, torch.Tensor]) -> torch.Tensor:
         """What experts make of h, (rows, new, C). chosen: what their router gave."""
         assert self.module is not None
         return self.module(h.flatten(0, -2), *(chosen[place] for place in self.spec.chosen)).view(h.shape)

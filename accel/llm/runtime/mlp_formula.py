@@ -11,6 +11,7 @@ from torch import nn
 from accel.comparison import agree, is_sum
 from accel.llm.parts.activation import activation_name
 from accel.llm.parts.norm import norm_spec, normlike
+from accel.llm.parts.normed_router import understand_router
 from accel.llm.recording.record import NOTHING_STORED, Call, LayerRecord, NotUnderstood, Value, is_absent
 from accel.llm.runtime.mlp import Mixture, MlpSpec
 from accel.patching.guard import plain_settings
@@ -98,7 +99,7 @@ def _matrices(module: nn.Module) -> bool:
 
 def _several(layer: LayerRecord, mine: list[Call], containers: list[Call]) -> tuple[MlpSpec, tuple[Call, ...]] | None:
     """Blocks that all take the same, or norms of it, and whose results, or norms of these, are added."""
-    norms = [call for call in mine if normlike(call)]
+    norms = [call for call in mine if normlike(layer, call)]
     routed = {id(call): found for call in containers if (found := _router(call, containers)) is not None}
     routers = [router for router, _ in routed.values()]
     specs: list[MlpSpec] = []
@@ -111,7 +112,8 @@ def _several(layer: LayerRecord, mine: list[Call], containers: list[Call]) -> tu
         spec, (begin, end, *more) = MlpSpec(layer.name(call.module)), (call, call)
         if id(call) in routed:
             router, chosen = routed[id(call)]
-            spec = replace(spec, router=layer.name(router.module), chosen=chosen)
+            route = understand_router(layer, router)
+            spec = replace(spec, router=layer.name(router.module), chosen=chosen, route=route)
             more = [router]
         elif not call.alone or call.made is None:
             return None

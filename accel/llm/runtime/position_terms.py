@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 
 import torch
+from accel_kernels import KV
 from accel_kernels.attention.paged.kv import LENGTH
 from torch import nn
 from transformers import PretrainedConfig
@@ -35,17 +36,46 @@ class QueryScale:
         steps = torch.floor((positions.float() + self.first) / self.length)
         return self.growth * torch.log1p(steps) + 1.0
 
+    @property
+    def keyword(self) -> str | None:
+        """Of its layer's call."""
+        return None if self.counted else POSITIONS
+
     def of_step(self, step: Step, place: int, kwargs: dict, q: torch.Tensor) -> torch.Tensor:
         """(rows, new) float32, made once for all layers. q: (rows, new, heads, D). kwargs: of the layer."""
         kv, given = step.kvs[place], kwargs.get(POSITIONS)
-        counted = self.counted and kv.ragged is None
+        counted = self.counted and not (isinstance(kv, KV) and kv.ragged is not None)
         rows, new = q.shape[:2]
 
         def make() -> tuple[torch.Tensor]:
             positions = kv.metadata[LENGTH] + torch.arange(new, device=q.device) if counted else given
+            assert positions is not None
             return (self.at(positions).expand(rows, new).contiguous(),)
 
         return step.angles(kv.metadata if counted else given, (self, rows), make)[0]
+
+
+@dataclass(frozen=True)
+class GivenScale:
+    """The factors are handed to the layer by a keyword, (1 or rows, 1, new, 1)."""
+
+    keyword: str
+
+    def of_step(self, step: Step, place: int, kwargs: dict, q: torch.Tensor) -> torch.Tensor:
+        """As of `QueryScale`."""
+        rows, new, given = *q.shape[:2], kwargs[self.keyword]
+        return step.angles(given, (self, rows), lambda: (given[:, 0, :, 0].float().expand(rows, new).contiguous(),))[0]
+
+
+def given_scale(layer: LayerRecord, turned: torch.Tensor, wanted: torch.Tensor) -> GivenScale | None:
+    """As `query_scale`."""
+    rows, tokens = turned.shape[:2]
+    for name, value in layer.call.named.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            if value.shape in ((1, 1, tokens, 1), (rows, 1, tokens, 1)):
+                if agree((turned * value.transpose(1, 2)).to(wanted.dtype), wanted):
+                    return GivenScale(name)
+    return None
 
 
 def query_scale(layer: LayerRecord, turned: torch.Tensor, wanted: torch.Tensor) -> QueryScale | None:

@@ -15,6 +15,7 @@ from torch import nn
 from accel.comparison import agree
 from accel.llm.parts.norm import HEADS, TURNED, HeadNorm, given, given_back, head_norm, norm_spec
 from accel.llm.recording.record import Call, LayerRecord
+from accel.patching.guard import plain_settings
 
 
 class SmallStore:
@@ -35,15 +36,17 @@ class SmallStore:
 
 
 HALF, EVEN, WHOLE = "first half", "even channels", "all"  # where a table of cosines holds one of each pair's
+FORMS = ((HALF, False), (EVEN, True), (HALF, True), (EVEN, False), (WHOLE, False), (WHOLE, True))
 
 
 @dataclass(frozen=True)
 class Rotary:
     """One rotation. form: where in its tables one angle a pair is found. interleaved: pairs are neighbors, not halves.
 
-    name: of the keyword under which the layer is handed (cos, sin), or (sin, cos) with sine_first, or cos + i sin; or,
-    where they are not `given`, of the attention's buffer, a table (positions, sin | cos), as in GPT-J. backward: turned
-    the other way, as in NanoChat.
+    name: of the keyword by which the layer is handed (cos, sin), or (sin, cos) with sine_first, also as halves of one
+    tensor, or cos + i sin; or, where they are not `given`, of the attention's buffer, a table (positions, sin | cos) as
+    in GPT-J, or of its module that makes them, as in Moshi. backward: turned the other way, as in NanoChat. maker: that
+    module's class, settings and buffers; equal ones make equal angles.
     """
 
     name: str
@@ -52,24 +55,47 @@ class Rotary:
     interleaved: bool
     sine_first: bool = False
     backward: bool = False
+    maker: tuple | None = None
+
+    @property
+    def table(self) -> bool:
+        """Whether positions are looked up in a table of the layer's."""
+        return not self.given and self.maker is None
 
     def angles(self, kwargs: dict, attention: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
         """cos, sin of one angle a pair, (1 or rows, new, R / 2)."""
         cos, sin = self._tables(kwargs, attention)
         return self._one_a_pair(cos), self._one_a_pair(-sin if self.backward else sin)
 
+    def fits(self, kwargs: dict, attention: nn.Module) -> bool:
+        """Whether the table holds each angle as often as the form says: small angles hardly differ from none."""
+        table = self._tables(kwargs, attention)[1]
+        alike = set()
+        if table.shape[-1] % 2 == 0:
+            halves, pairs = table.unflatten(-1, (2, -1)), table.unflatten(-1, (-1, 2))
+            alike |= {HALF} if torch.equal(halves[..., 0, :], halves[..., 1, :]) else set()
+            alike |= {EVEN} if torch.equal(pairs[..., 0], pairs[..., 1]) else set()
+        return self.form in (alike or {WHOLE})
+
     def source(self, kwargs: dict, attention: nn.Module) -> object:
         """What the angles are made from; the same object in two layers means the same angles."""
+        if self.maker is not None:
+            return kwargs["position_ids"]
         return kwargs[self.name] if self.given else attention._buffers[self.name]
 
     def _tables(self, kwargs: dict, attention: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.given:
-            value = kwargs[self.name]
-            first, second = (value.real, value.imag) if isinstance(value, torch.Tensor) else value
+        if self.given or self.maker is not None:
+            value = kwargs[self.name] if self.given else self._made(kwargs["position_ids"], attention)
+            if isinstance(value, torch.Tensor):
+                value = (value.real, value.imag) if value.is_complex() else value[:, 0].chunk(2, dim=-1)
+            first, second = value
             return (second, first) if self.sine_first else (first, second)
         table: Any = attention._buffers[self.name]
         sin, cos = table[kwargs["position_ids"]].chunk(2, dim=-1)
         return cos, sin
+
+    def _made(self, positions: torch.Tensor, attention: nn.Module) -> Any:
+        return attention.get_submodule(self.name)(positions.new_empty(0, dtype=torch.float32), positions)
 
     def _one_a_pair(self, table: torch.Tensor) -> torch.Tensor:
         if self.form == HALF:
@@ -82,7 +108,7 @@ def rotaries(layer: LayerRecord, k: torch.Tensor, keys: torch.Tensor) -> Iterato
     if agree(k, keys.transpose(1, 2)):
         yield None
     kwargs = layer.call.named
-    for rotary in rotary_candidates(layer):
+    for rotary in (one for one in rotary_candidates(layer) if one.fits(kwargs, layer.attention)):
         cos, sin = rotary.angles(kwargs, layer.attention)
         if 0 < 2 * cos.shape[-1] <= k.shape[-1]:
             store = SmallStore(k)
@@ -94,19 +120,13 @@ def rotaries(layer: LayerRecord, k: torch.Tensor, keys: torch.Tensor) -> Iterato
 def rotary_candidates(layer: LayerRecord) -> list[Rotary]:
     """All ways to read what the layer was handed as a table of angles."""
     kwargs = layer.call.named
+    named = [(name, None) for name, value in kwargs.items() if _tables(value)]
+    made = [(layer.attention, call) for call in layer.inside(layer.attention) if _makes_angles(call, kwargs)]
     candidates = [
-        Rotary(name, True, form, interleaved, sine_first, backward)
+        Rotary(name, maker is None, form, interleaved, sine_first, backward, maker)
         for sine_first, backward in product((False, True), (False, True))
-        for name, value in kwargs.items()
-        if _tables(value)
-        for form, interleaved in (
-            (HALF, False),
-            (EVEN, True),
-            (HALF, True),
-            (EVEN, False),
-            (WHOLE, False),
-            (WHOLE, True),
-        )
+        for name, maker in (*named, *(_maker(*one) for one in made))
+        for form, interleaved in FORMS
     ]
     if isinstance(kwargs.get("position_ids"), torch.Tensor):
         candidates += [
@@ -118,9 +138,23 @@ def rotary_candidates(layer: LayerRecord) -> list[Rotary]:
     return candidates
 
 
+def _makes_angles(call: Call, kwargs: dict) -> bool:
+    """Whether a module made them of something and the layer's positions."""
+    positions = kwargs.get("position_ids")
+    return positions is not None and len(call.args) == 2 and call.args[1] is positions and _tables(call.result)
+
+
+def _maker(attention: nn.Module, call: Call) -> tuple[str, tuple]:
+    """The name and identity of the module that made angles."""
+    name = next(name for name, module in attention.named_children() if module is call.module)
+    buffers = tuple((one, tuple(t.flatten().tolist())) for one, t in call.module.named_buffers())
+    return name, (type(call.module), plain_settings(call.module), buffers)
+
+
 def _tables(value: object) -> bool:
     if isinstance(value, torch.Tensor):
-        return value.dim() == 3 and value.is_complex()
+        halves = value.is_floating_point() and value.dim() == 4 and value.shape[1] == 1 and value.shape[-1] % 2 == 0
+        return halves or (value.dim() == 3 and value.is_complex())
     tables = value if isinstance(value, tuple | list) and len(value) == 2 else ()
     return bool(tables) and all(isinstance(t, torch.Tensor) and t.dim() == 3 and t.is_floating_point() for t in tables)
 

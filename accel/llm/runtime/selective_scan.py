@@ -129,15 +129,17 @@ class BoundSelectiveScan:
         )  # fmt: skip
         dt, k, q = _cut(self.parts(kernels, NormedInput(x)), formula.size)
         scan: dict[str, Any] = {"skip": self.skip, "gate": gate, "anew": formula.anew and x.shape[1] > 1}
-        if self.inside and x.shape[:2].numel() <= WIDENED and x.shape[1] == 1:
-            weight, scan["bias"] = self.time.operands()
-            norms = (None if one is None else one.norm for one in self.norms)
-            return kernels.selective_scan(
-                x, dt, self.a_log, k, q, state, sequences, widening=Widening(weight, (*norms,)), **scan
-            )  # fmt: skip
         of_time, of_keys, of_queries = self.norms
-        k, q = (t if norm is None else norm(t) for t, norm in ((k, of_keys), (q, of_queries)))
-        dt = part_product(kernels, self.time, NormedInput(dt.contiguous(), of_time))
+        inside = [None if one is None else one.norm for one in self.norms]
+        if self.inside and x.shape[1] == 1 and x.shape[0] <= WIDENED:
+            weight, scan["bias"] = self.time.operands()
+            scan["widening"] = Widening(weight, (*inside,))
+        else:
+            dt = part_product(kernels, self.time, NormedInput(dt.contiguous(), of_time))
+            if self.inside:
+                scan["widening"] = Widening(None, (None, *inside[1:]))
+            else:
+                k, q = (t if norm is None else norm(t) for t, norm in ((k, of_keys), (q, of_queries)))
         return kernels.selective_scan(x, dt, self.a_log, k, q, state, sequences, **scan)
 
 

@@ -21,7 +21,7 @@ from accel.llm.recording.mask_tables import window_of_table
 from accel.llm.recording.plain_attention import plain_attention
 from accel.llm.recording.record import Call, Chunk, LayerRecord, NotUnderstood, Record
 from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
-from accel.llm.runtime.position_terms import POSITIONS, QueryScale, query_scale, slopes_given
+from accel.llm.runtime.position_terms import POSITIONS, GivenScale, QueryScale, given_scale, query_scale, slopes_given
 from accel.llm.runtime.projections import projections_of, split
 from accel.llm.runtime.rotary import Rotary, SmallStore, Turning, turnings
 from accel.patching.fast_forward import Kernels
@@ -62,7 +62,7 @@ class SoftmaxSpec(AttentionSpec):
     k_norm: HeadNorm | None
     rotary: Rotary | None
     norms_after: bool
-    q_scale: QueryScale | None
+    q_scale: QueryScale | GivenScale | None
     scale: float
     softcap: float | None
     sinks: str | None
@@ -79,15 +79,23 @@ class SoftmaxSpec(AttentionSpec):
         return self.slopes is not None
 
     @property
+    def reads_table(self) -> bool:
+        """Whether it looks up positions in a table of its own."""
+        return self.rotary is not None and self.rotary.table
+
+    @property
     def keywords(self) -> tuple[str, ...]:
-        positions = self.q_scale is not None and not self.q_scale.counted
-        scaled = (POSITIONS,) if positions else ()
+        name = None if self.q_scale is None else self.q_scale.keyword
+        scaled = () if name is None else (name,)
         if self.rotary is None:
             return scaled
         return (self.rotary.name if self.rotary.given else POSITIONS, *scaled)
 
     def completed(self, found: AttentionSpec) -> AttentionSpec:
-        return replace(self, q_scale=found.q_scale) if isinstance(found, SoftmaxSpec) else self
+        known, scale = self.q_scale, found.q_scale if isinstance(found, SoftmaxSpec) else None
+        if isinstance(known, QueryScale) and isinstance(scale, QueryScale):
+            return replace(self, q_scale=replace(known, first=scale.first))
+        return replace(self, q_scale=scale) if known is None else self
 
     def kernel_key(self) -> str:
         return repr((replace(self, index=0, settings=(), slopes=None), self.slopes is None))
@@ -276,7 +284,7 @@ def _results(
     """Scale and the like, and what attention with these gives; None for that where they are known already."""
     holders = (layer.attention, layer.layer)
     q, turning = turned.q, turned.arguments
-    q_scale = None
+    q_scale: QueryScale | GivenScale | None = None
     usual = q.shape[-1] ** -0.5
     if layer.attended is None:
         scales = [usual, 1.0, *(x for holder in holders for x in vars(holder).values() if type(x) is float)]
@@ -286,7 +294,9 @@ def _results(
             return
         before = named_factor(factor(made, wanted), q.dtype, holders)  # OPT scales queries, not scores
         if before is None or not agree(made * before, wanted):
-            q_scale, before = None if layer.known is None else query_scale(layer, made, wanted), 1.0
+            q_scale, before = given_scale(layer, made, wanted), 1.0
+            if q_scale is None and layer.known is not None:
+                q_scale = query_scale(layer, made, wanted)
             if q_scale is None:
                 return
         told = options.get("scaling")
@@ -299,9 +309,11 @@ def _results(
         same = {name: getattr(layer.known.attention, name) for name in ("scale", "softcap", "sinks", "slopes")}
         yield same | {"q_scale": q_scale}, None
         return
-    store = SmallStore(turned.k)
+    store, scaled = SmallStore(turned.k), {}
+    if isinstance(q_scale, GivenScale):
+        scaled["q_scales"] = layer.call.named[q_scale.keyword][:, 0, :, 0].expand(q.shape[:2])
     for scale in dict.fromkeys(scales):
         for slopes in slopes_given(layer, q.shape[2], scale):
             scores = {"softcap": softcap, "slopes": slopes, "window": window, "chunked": isinstance(window, Chunk)}
-            got = store(q, turned.k, v, scale, **scores, sinks=sinks, **turning)
-            yield {"q_scale": None, "scale": scale, "softcap": softcap, "sinks": name, "slopes": slopes}, got
+            got = store(q, turned.k, v, scale, **scores, sinks=sinks, **turning, **scaled)
+            yield {"q_scale": q_scale, "scale": scale, "softcap": softcap, "sinks": name, "slopes": slopes}, got

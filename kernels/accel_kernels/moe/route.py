@@ -51,8 +51,9 @@ class Routing(NamedTuple):
         return None
 
 
-def reference(logits, routing, bias=None, dtype=None):
-    """logits: (T, E) of floats, computed in fp32; routing: Routing; bias: (E,), added for the choice alone.
+def reference(logits, routing, bias=None, dtype=None, *, gains=None):
+    """logits: (T, E) of floats, computed in fp32; routing: Routing; bias: (E,), added for the choice alone; gains:
+    (E,), by which shares are multiplied at last.
 
     Returns (index, shares): (T, k) int64, the largest first, and (T, k) in `dtype`, that of the logits where None. Of
     equal scores the lower index comes first. Where nothing is added and nothing is grouped, logits are compared
@@ -61,7 +62,9 @@ def reference(logits, routing, bias=None, dtype=None):
     wide = logits if logits.dtype == torch.float64 else logits.float()
     scores = scores_of(wide, routing, logits.dtype)
     index = _largest(preferences_of(wide, scores, routing, bias), routing.chosen)
-    return index, shares_of(wide, scores, index, routing).to(dtype or logits.dtype)
+    shares = shares_of(wide, scores, index, routing)
+    shares = shares if gains is None else shares * gains.to(shares.dtype)[index]
+    return index, shares.to(dtype or logits.dtype)
 
 
 def scores_of(logits: torch.Tensor, routing: Routing, dtype: torch.dtype) -> torch.Tensor:
@@ -102,7 +105,7 @@ def _largest(x: torch.Tensor, many: int) -> torch.Tensor:
     return x.sort(dim=-1, descending=True, stable=True).indices[..., :many]
 
 
-def supports(logits, routing, bias=None, dtype=None) -> str | None:
+def supports(logits, routing, bias=None, dtype=None, *, gains=None) -> str | None:
     if logits.dim() != 2 or logits.numel() == 0:
         return f"logits of shape {tuple(logits.shape)}"
     experts = logits.shape[1]
@@ -114,14 +117,17 @@ def supports(logits, routing, bias=None, dtype=None) -> str | None:
         return "experts not contiguous"
     if bias is not None and (bias.shape != (experts,) or not bias.is_contiguous()):
         return "a bias of another shape than (E,), or not contiguous"
-    return dtype_reason(logits, bias, torch.empty(0, dtype=dtype or logits.dtype, device=logits.device))
+    if gains is not None and (gains.shape != (experts,) or not gains.is_contiguous()):
+        return "gains of another shape than (E,), or not contiguous"
+    return dtype_reason(logits, bias, gains, torch.empty(0, dtype=dtype or logits.dtype, device=logits.device))
 
 
 @random_cases
-def _case(rand, tokens, experts, routing, bias=False, dtype=None, wide=1):
+def _case(rand, tokens, experts, routing, bias=False, dtype=None, wide=1, gains=False):
     """wide: times the experts, the logits being a part of wider rows."""
     logits = rand(tokens, wide * experts, spread=2.0)[:, :experts]
-    return (logits, routing, rand.uniform(experts) - 0.5 if bias else None, dtype), {}
+    more = {"gains": rand(experts)} if gains else {}
+    return (logits, routing, rand.uniform(experts) - 0.5 if bias else None, dtype), more
 
 
 DEEPSEEK = Routing(8, "sigmoid", "sum", eps=1e-20, scale=2.5, groups=8, kept=4)
@@ -134,6 +140,7 @@ CASES = (
     _case("logits", 2, 33, Routing(3, "none"), bias=True, small=True),
     _case("deepseek-v3", 2, 40, DEEPSEEK, bias=True, dtype=torch.float32, small=True),
     _case("deepseek-v2", 2, 18, Routing(3, scale=16.0, groups=3, kept=2, best=1, outside=0.0), small=True),
+    _case("gemma4", 3, 12, Routing(3, share="sum"), dtype=torch.float32, gains=True, small=True),
     _case("ernie", 3, 12, Routing(3, share="sum", floor=1e-12), bias=True, small=True),
     _case("qwen3-moe", 1, 128, Routing(8, share="sum")),
     _case("qwen3-moe-512", 512, 128, Routing(8, share="sum")),

@@ -44,9 +44,9 @@ def keep_groups(value, there, g_idx, j_idx, groups, kept, best, outside, GROUPS:
 
 @triton.jit(do_not_specialize=("stride", "experts", "chosen", "groups", "kept", "best"))
 def route_kernel(
-    logits_ptr, bias_ptr, index_ptr, shares_ptr, stride, experts, chosen, groups, kept, best, outside, eps, floor,
-    scale, SCORE: tl.constexpr, SHARE: tl.constexpr, ROUNDED: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
-    PDL: tl.constexpr,
+    logits_ptr, bias_ptr, gains_ptr, index_ptr, shares_ptr, stride, experts, chosen, groups, kept, best, outside, eps,
+    floor, scale, SCORE: tl.constexpr, SHARE: tl.constexpr, ROUNDED: tl.constexpr, GROUPS: tl.constexpr,
+    SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """GROUPS, SIZE: powers of two that hold the groups and the experts of one."""
     token = tl.program_id(0).to(tl.int64)
@@ -93,12 +93,14 @@ def route_kernel(
         total = tl.sum(tl.sum(tl.where(taken, score, 0.0), axis=1), axis=0) + eps
         share = share / tl.where(total < floor, floor, total)
     share *= scale
+    if gains_ptr is not None:
+        share *= tl.load(gains_ptr + expert, mask=there, other=0.0).to(tl.float32)
     at = token * chosen + rank
     tl.store(index_ptr + at, expert.to(tl.int64), mask=taken)
     tl.store(shares_ptr + at, share.to(shares_ptr.dtype.element_ty), mask=taken)
 
 
-def route(logits, routing, bias=None, dtype=None):
+def route(logits, routing, bias=None, dtype=None, *, gains=None):
     """Same arguments and result as the reference."""
     tokens, experts = logits.shape
     index = torch.empty((tokens, routing.chosen), device=logits.device, dtype=torch.int64)
@@ -110,8 +112,8 @@ def route(logits, routing, bias=None, dtype=None):
     # The kernel is not specialized on numbers: settings of one kind of router share one.
     numbers = map(float, (routing.outside, routing.eps, routing.floor, routing.scale))
     launch(
-        route_kernel, (tokens,), logits, bias, index, shares, logits.stride(0), experts, routing.chosen, routing.groups,
-        routing.kept, routing.best, *numbers, routing.score, routing.share, routing.rounded, groups, size,
-        num_warps=max(1, groups * size // HELD), **programmatic(logits.device),
+        route_kernel, (tokens,), logits, bias, gains, index, shares, logits.stride(0), experts, routing.chosen,
+        routing.groups, routing.kept, routing.best, *numbers, routing.score, routing.share, routing.rounded, groups,
+        size, num_warps=max(1, groups * size // HELD), **programmatic(logits.device),
     )  # fmt: skip
     return index, shares

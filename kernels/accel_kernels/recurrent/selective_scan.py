@@ -13,11 +13,11 @@ from accel_kernels.recurrent.recurrence import wide
 
 
 class Widening(NamedTuple):
-    """What makes steps in time, keys and queries of one token's few numbers: an RMSNorm of each of the three, or None;
-    then the product of the steps, (..., R), with weight (C, R).
+    """What makes steps in time, keys and queries: an RMSNorm of each of the three, or None; then, of one token, the
+    product of the steps, (..., R), with weight (C, R). Without weight, steps have no norm.
     """
 
-    weight: torch.Tensor
+    weight: torch.Tensor | None = None
     norms: tuple[Norm | None, ...] = (None, None, None)
 
 
@@ -32,7 +32,7 @@ def reference(x, dt, a_log, k, q, state, sequences, *, bias=None, skip=None, gat
     if widening is not None:
         given = zip((dt, k, q), widening.norms, strict=True)
         dt, k, q = (t if one is None else norm.reference(t, one) for t, one in given)
-        dt = F.linear(dt, widening.weight)
+        dt = dt if widening.weight is None else F.linear(dt, widening.weight)
     dt = F.softplus(dt if bias is None else dt + bias.to(dt.dtype)).to(kind)
     rate = -a_log.to(kind).exp()
     x_of, k_of, q_of = (t.to(kind).flatten(0, 1) for t in (x, k, q))
@@ -58,10 +58,12 @@ def supports(
 ) -> str | None:  # fmt: skip
     if x.numel() == 0:
         return "empty"
-    beside = () if widening is None else widening.norms
+    matrix, beside = Widening() if widening is None else widening
     if any(one is not None and (one.centered or one.bias is not None or one.offset) for one in beside):
         return "a norm with a mean, a bias or an offset"
-    if widening is not None and (x.shape[1] > 1 or dt.shape[-1] > 1024 or not widening.weight.is_contiguous()):
+    if matrix is None and beside[0] is not None:
+        return "a norm of wide steps"
+    if matrix is not None and (x.shape[1] > 1 or dt.shape[-1] > 1024 or not matrix.is_contiguous()):
         return "steps to be widened of several tokens, or of more than 1024 numbers"
     if any(t is not None and t.stride(-1) != 1 for t in (x, dt, k, q, gate)):
         return "channels not next to each other"
@@ -72,7 +74,6 @@ def supports(
     if not a_log.is_contiguous():
         return "a_log not contiguous"
     weights = [weight for one in beside for weight in norm_weights(one)]
-    matrix = None if widening is None else widening.weight
     return dtype_reason(x, dt, a_log, k, q, state, bias, skip, gate, matrix, *weights)
 
 
@@ -92,6 +93,8 @@ def _case(
         beside = (Norm(rand(rank), None, 1e-5), Norm(None, None, 1e-6), Norm(rand(size), None, 1e-5))
         given = (rand(channels, rank, spread=rank**-0.5), *((beside,) if norms else ()))
         dt, more["widening"] = rand(batch, tokens, rank), Widening(*given)
+    elif norms:
+        more["widening"] = Widening(None, (None, Norm(rand(size), None, 1e-5), Norm(rand(size), None, 1e-5)))
     if stored is None:
         sequences = some_sequences(rand, count, positions, spans, None, idle, (state, None) if apart else None)
     else:
@@ -108,6 +111,7 @@ CASES = (
     _case("widened", 3, 1, 40, 12, [3, 0, 7], rank=6, idle=(2,), small=True),
     _case("widened-row", 3, 1, 37, 4, [], rank=20, norms=True, stored=2, firsts=[0, 2, 3], small=True),
     _case("rows-padded", 3, 9, 20, 4, [], stored=0, firsts=[8, 0, 3], last=6, small=True),
+    _case("normed", 2, 9, 20, 12, [0, 4], norms=True, small=True),
     _case("rows-go-on", 2, 9, 20, 4, [], stored=5, last=6, small=True),
     _case("rows-begin-anew", 2, 9, 20, 4, [], stored=5, anew=True, small=True),
     _case("falcon-mamba-step", 1, 1, 8192, 16, [500]),

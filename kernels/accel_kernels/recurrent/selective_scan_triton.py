@@ -7,6 +7,7 @@ from accel_kernels.device import programmatic
 from accel_kernels.norm.norm import kernel_arguments
 from accel_kernels.recurrent.causal_convolution_triton import AT_STATE, empty_output, pools_at, rows_of, sequence_of
 from accel_kernels.recurrent.gates_triton import softplus
+from accel_kernels.recurrent.selective_scan import Widening
 from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch
 
@@ -121,7 +122,7 @@ def selective_scan(
     y = empty_output(x, x.shape, sequences)
     rows = [rows_of(t) for t in (x, dt, k, q, gate)]
     size = k.shape[-1]
-    time, beside = (None, (None, None, None)) if widening is None else widening
+    time, beside = Widening() if widening is None else widening
     rank = 1 if time is None else time.shape[1]
     block_n, block_r = power_of_two(size), power_of_two(rank)
     block_c = max(1, min(power_of_two(channels), 512 // block_n, 8192 // block_r))

@@ -1,6 +1,7 @@
 """Hybrids with linear attention beyond the table of modes: what padding may be, looks at states, repeated forwards."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -112,6 +113,28 @@ def test_a_model_of_states_alone_writes_what_stock_writes(family, beams):
     call = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "num_beams": beams}
     assert torch.equal(ours.generate(ids, **call), stock.generate(ids, **call))
     assert "forward" in vars(ours) and not fallbacks(ours)
+
+
+def test_a_token_at_a_time_padding_is_read_as_stock_reads_it(pair):
+    """No mask is made of a single token, at the beginning neither."""
+    ids, mask = padded((9, 7))
+    call = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "prefill_chunk_size": 1}
+    assert torch.equal(*(model.generate(ids, **call) for model in pair))
+
+
+@pytest.mark.parametrize("cuts", [(1, 9, 14), (2, 7, 8, 11), (3, 8, 16)], ids=str)
+def test_pieces_of_a_padded_text_are_read_as_stock_reads_them(pair, cuts):
+    """Padding that was read alone counts as words, and then a mask hides more of it."""
+    ids, mask = padded((20, 8))
+    found, positions = [], (mask.cumsum(1) - 1).clamp_min(0)
+    for model in pair:
+        cache, pieces = None, []
+        for start, end in itertools.pairwise((0, *cuts, 20)):
+            output = logits(model, ids[:, start:end], mask[:, :end], cache, positions[:, start:end])
+            cache = output["cache"] if "cache" in output else output["past_key_values"]
+            pieces.append(output.logits)
+        found.append(torch.cat(pieces, 1)[mask.bool()])
+    same({"logits": found[0]}, {"logits": found[1]}, 4e-5)
 
 
 def error(model, ids, wanted):

@@ -5,10 +5,11 @@ import sys
 
 import pytest
 import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import accel
 from accel.llm.generation.layer_forward import InnerAttention
-from support.llm.families import layers, padded, prompt
+from support.llm.families import layers, make, padded, prompt
 from support.llm.outputs import generate, same
 
 
@@ -64,6 +65,7 @@ def test_such_layers_are_restored(pair):
 @pytest.mark.share(1)
 def test_the_factor_of_a_layer_is_read_as_it_is(pair, name):
     ours, stock = pair(name)
+    assert [status for _, rule, status, _ in accel.report(ours).sites if rule == "language model"] == ["patched"]
     before = generate(ours, prompt(), None)["sequences"]
     for model in (ours, stock):
         for number, layer in enumerate(layers(model).values()):
@@ -94,3 +96,45 @@ def test_keys_that_a_caller_asks_for_are_stocks(pair):
     for name, kept in wanted.items():
         for one, other in zip(found[name], kept, strict=True):
             torch.testing.assert_close(one, other)
+
+
+@pytest.mark.share(1)
+def test_gates_below_a_cut_do_not_count(pair):
+    """Stock makes the cut on the host in every call, which no CUDA graph can hold."""
+    ours, stock = pair("gemma3n")
+    found = {
+        path for path, rule, status, _ in accel.report(ours).sites if (rule, status) == ("thresholded MLP", "patched")
+    }
+    assert len(found) == 2
+    mlp = layers(ours)["model.layers.0"].mlp
+    x = 3 * torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(mlp(x), layers(stock)["model.layers.0"].mlp(x))
+        for model in (ours, stock):
+            layers(model)["model.layers.0"].mlp.activation_sparsity = 0.9
+        torch.testing.assert_close(mlp(x), layers(stock)["model.layers.0"].mlp(x))
+    same(generate(ours, prompt(), None), generate(stock, prompt(), None))
+
+
+@pytest.mark.parametrize("name", ["gemma4-shared", "gemma3n"])
+def test_requests_of_such_layers_are_batched(pair, name):
+    ours, stock = pair(name)
+    prompts = [prompt(1, length, seed=length)[0].tolist() for length in (5, 13, 30)]
+    config = GenerationConfig(max_new_tokens=8, eos_token_id=-1, pad_token_id=0)
+    blocks = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
+    found = ours.generate_batch(prompts, generation_config=config, continuous_batching_config=blocks)
+    for number, ids in enumerate(prompts):
+        wanted = stock.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False, eos_token_id=-1)
+        assert found[f"req_{number}"].generated_tokens == wanted[0, len(ids) :].tolist()
+    assert len(accel.report(ours).batching) == 1 and accel.report(ours).fallbacks == []
+
+
+def test_a_linear_that_chooses_experts_is_not_rounded():
+    ours = accel.optimize(make("gemma4-experts", num_experts=32), weights="int8")
+    left = {
+        path: reason
+        for path, rule, status, reason in accel.report(ours).sites
+        if (rule, status) == ("weights", "skipped")
+    }
+    assert len(left) == 2 and set(left.values()) == {"it chooses experts"}
+    assert all(type(layer.router.proj) is torch.nn.Linear for layer in layers(ours).values())

@@ -155,7 +155,7 @@ def test_verify_passes():
 
 def test_a_crop_takes_from_all_layers(pair):
     caches = []
-    for model in pair("gpt-neo"):
+    for model in pair("gpt-neo-holes"):
         cache = DynamicCache(config=model.config)
         logits(model, cache)
         cache.crop(-3)

@@ -30,7 +30,13 @@ FAST = [family.name for family in FAMILIES if family.expected == "fast"]
 # What stock itself cannot do with some of the families that we must have fast; ours may.
 REFUSED = {"early-exit", "static", "static-object", "cropped"}
 # What it says of that which it does with no model of a family.
-NEVER = ("stateful models", "have its forwarding implemented", "has no attribute 'batch_", "list index out of range")
+NEVER = (
+    "stateful models",
+    "have its forwarding implemented",
+    "has no attribute 'batch_",
+    "list index out of range",
+    "(8) must match the size of tensor b (6)",
+)  # candidates by chunks before 5.24
 # These must be fast from beginning to end.
 ALL_FAST = ("greedy", "greedy-padded", "greedy-ends", "sample-top", "beam", "assisted", "prompt-lookup", "continued",
             "chunked-prefill", "embeddings", "streamer", "inference-mode")  # fmt: skip

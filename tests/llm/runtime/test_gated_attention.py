@@ -39,7 +39,7 @@ def test_where_a_gate_comes_from_is_recognized(name, dtype):
 @pytest.mark.parametrize("how", ["tanh", "twice", "other rows"])
 def test_another_gate_is_not_taken_for_a_sigmoid(how, monkeypatch):
     modeling = sys.modules[type(make("afmoe").model.layers[0]).__module__]
-    ways = {"tanh": torch.tanh, "twice": lambda x: 2 * torch.sigmoid(x), "other rows": lambda x: x.sigmoid().flip(-1)}
+    ways = {"tanh": torch.tanh, "twice": lambda x: 2 * x.sigmoid(), "other rows": lambda x: x.sigmoid().flip(-1)}
     monkeypatch.setattr(modeling.torch, "sigmoid", ways[how])
     with pytest.raises(NotUnderstood, match="changed before it is projected"):
         formulas(make("afmoe"), {})

@@ -59,7 +59,7 @@ def test_a_changed_module_inside_a_layer_is_noticed(family, change):
 
 
 def test_a_mask_that_was_read_once_is_noticed():
-    go_through(BY_NAME["gpt-neo"], "contents")
+    go_through(BY_NAME["gpt-neo-holes"], "contents")
 
 
 def go_through(family, change):

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import accel
+from accel.llm.runtime.position_terms import GivenScale
+from support.compatibility.tiny_language_models import build
 from support.llm.families import Family, layers, make, padded
 from support.llm.outputs import generate, same
 
@@ -77,9 +79,10 @@ def test_queries_that_grow_in_another_way(monkeypatch, growth):
     long_texts_are_the_same(ours, stock)
 
 
-def test_queries_that_grow_with_what_the_cache_holds():
-    """And chunks, which begin behind the padding."""
-    stock = make("llama4", floor_scale=32, attention_chunk_size=24)
+@pytest.mark.parametrize("every", [32, 40])
+def test_queries_that_grow_with_what_the_cache_holds(every):
+    """And chunks, which begin behind the padding. A scale that grows every 40 tokens does not at the last position."""
+    stock = make("llama4", floor_scale=every, attention_chunk_size=24)
     ours = accel.optimize(copy.deepcopy(stock), cpu="fuse")
     assert reasons(ours) == [""]
     long_texts_are_the_same(ours, stock)
@@ -103,3 +106,18 @@ def test_positions_that_are_counted_by_what_the_cache_holds(on_host):
     (reason,) = reasons(ours)
     assert "positions are read on the host" in reason if on_host else not reason, reason
     long_texts_are_the_same(ours, stock)
+
+
+def test_factors_that_layers_are_given_and_a_gate_with_a_bias(monkeypatch):
+    """As Beam, but for its residuals, which have factors of their own."""
+    beam = pytest.importorskip("transformers.models.beam.modeling_beam")
+    monkeypatch.setattr(beam, "depth_scaled_residual_add", lambda branch, residual, _: residual + branch)
+    stock = build("beam", "language")
+    for layer in layers(stock).values():
+        layer.self_attn.gate_bias.data += torch.linspace(-2, 2, len(layer.self_attn.gate_bias))
+    ours = accel.optimize(copy.deepcopy(stock), cpu="fuse")
+    assert reasons(ours) == [""]
+    specs = [vars(layer)["forward"].spec.attention for layer in layers(ours).values()]
+    assert {spec.bias for spec in specs} == {"gate_bias"} and any(isinstance(s.q_scale, GivenScale) for s in specs)
+    long_texts_are_the_same(ours, stock)
+    assert not accel.report(ours).fallbacks

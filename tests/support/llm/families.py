@@ -5,6 +5,7 @@ A new family is a line here; test_generate.py and tests/gpu/llm/test_generate.py
 
 import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -37,6 +38,7 @@ GPT2 = {
     **dict.fromkeys(SIZES.keys() - {"vocab_size"}),
 }
 MHA = {"num_key_value_heads": None}
+NO_SIZES = dict.fromkeys(SIZES.keys() - {"vocab_size", "max_position_embeddings"})
 ROTARY = {"rope_theta": 10000.0}
 UNTAKEN = (
     "assisted",
@@ -66,6 +68,7 @@ class Family:
     attention: the implementation asked for, where the default one is not the one to compare with.
     stateful: transformers refuses some modes, as tokens cannot be taken back; of some of these families others too.
     core: structurally unlike the others that are: these run the whole product of families and modes.
+    edit: changes the model once it is made.
     """
 
     name: str
@@ -75,6 +78,7 @@ class Family:
     attention: str | None = None
     stateful: bool = False
     core: bool = False
+    edit: Callable | None = None
 
     def takes(self, mode: str) -> bool:
         """Whether stock can do what a mode of this name asks for."""
@@ -89,6 +93,12 @@ class Family:
 
 def llama(name: str, **config) -> Family:
     return Family(f"llama-{name}", "llama", config)
+
+
+def with_holes(model: nn.Module) -> None:
+    """The tables of every other layer of a GPT-Neo hide another key than a window does."""
+    for layer in model.transformer.h[1::2]:
+        layer.attn.attention.bias[..., 100, 99] = False
 
 
 def scaled(kind: str, **parameters) -> dict:
@@ -171,6 +181,9 @@ FAMILIES = (
     Family("gpt-neox-sequential", "gpt_neox", MHA | {"use_parallel_residual": False}),
     Family("gpt-neo", "gpt_neo", {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]],
                                   "window_size": 5, "num_hidden_layers": None, "num_attention_heads": None} | MHA),
+    Family("gpt-neo-holes", "gpt_neo", {"num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]],
+                                        "num_hidden_layers": None, "num_attention_heads": None} | MHA,
+           expected="some", edit=with_holes),
     Family("gptj", "gptj", GPT2 | {"rotary_dim": 8}),
     Family("codegen", "codegen", GPT2 | {"rotary_dim": 8, "n_ctx": LONG}),
     Family("opt", "opt", MHA | {"ffn_dim": 96, "word_embed_proj_dim": 64, "intermediate_size": None}),
@@ -186,9 +199,8 @@ FAMILIES = (
                                             "new_decoder_architecture": False, "ffn_hidden_size": 96}),
     Family("bloom", "bloom", {"n_layer": 2, "n_head": 4, "num_hidden_layers": None, "num_attention_heads": None,
                               "intermediate_size": None, "max_position_embeddings": None} | MHA, core=True),
-    Family("mpt", "mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2, "max_seq_len": LONG,
-                          "use_cache": True, "hidden_size": None, "num_hidden_layers": None, "intermediate_size": None,
-                          "num_attention_heads": None, "max_position_embeddings": None} | MHA),
+    Family("mpt", "mpt", NO_SIZES | {"d_model": 64, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2,
+                                     "max_seq_len": LONG, "use_cache": True, "max_position_embeddings": None}),
     Family("cohere", "cohere", {"logit_scale": 0.5}),
     Family("cohere-qk-norm", "cohere", {"logit_scale": 0.5, "use_qk_norm": True}),
     Family("cohere2", "cohere2", {"logit_scale": 0.5, "sliding_window": 5,
@@ -211,8 +223,7 @@ FAMILIES = (
     Family("gpt-bigcode", "gpt_bigcode", GPT2 | {"multi_query": True}),
     Family("persimmon", "persimmon", MHA),
     Family("biogpt", "biogpt", MHA),
-    Family("xglm", "xglm", {"d_model": 64, "ffn_dim": 96, "attention_heads": 4, "num_layers": 2, "hidden_size": None,
-                            "num_hidden_layers": None, "num_attention_heads": None, "intermediate_size": None} | MHA),
+    Family("xglm", "xglm", NO_SIZES | {"d_model": 64, "ffn_dim": 96, "attention_heads": 4, "num_layers": 2}),
     Family("gpt-oss", "gpt_oss", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5,
                                   "layer_types": ["sliding_attention", "full_attention"],
                                   "rope_parameters": ROTARY | {"rope_type": "default"}}, attention="eager"),
@@ -229,10 +240,9 @@ FAMILIES = (
     Family("granite-moe", "granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2,
                                          "residual_multiplier": 0.4}),
     Family("phi-moe", "phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
-    # Queries of its second layer grow by how much the cache holds, those of Ministral 3 by position.
     Family("llama4", "llama4_text", {"head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 96,
                                      "attention_chunk_size": 6, "no_rope_layers": [1, 0], "floor_scale": 9,
-                                     "attn_scale": 0.7}, core=True),
+                                     "attn_scale": 0.7}),
     Family("ministral3", "ministral3", {"head_dim": 16, "rope_parameters": ROTARY | {
         "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 9, "llama_4_scaling_beta": 0.7}}),
     Family("glm4-moe", "glm4_moe", {"head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2,
@@ -256,17 +266,14 @@ FAMILIES = (
            expected="either"),
     Family("hunyuan", "hunyuan_v1_dense", {"head_dim": 16}),
     Family("nanochat", "nanochat"),
-    Family("laguna", "laguna", {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5,
-                                "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48,
-                                "mlp_layer_types": ["dense", "sparse"], "num_attention_heads_per_layer": [4, 2],
+    Family("laguna", "laguna", {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+                                "shared_expert_intermediate_size": 48, "mlp_layer_types": ["dense", "sparse"],
+                                "sliding_window": 5, "num_attention_heads_per_layer": [4, 2],
                                 "layer_types": ["full_attention", "sliding_attention"]}),
     Family("bert", "bert", MHA | {"is_decoder": True}),
-    Family("roberta-pre-norm", "roberta-prelayernorm", MHA | {"is_decoder": True}),
-    # It counts positions by what its cache holds.
-    Family("bart", "bart", MHA | {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "decoder_attention_heads": 4,
-                                  "decoder_ffn_dim": 96, "is_decoder": True, "is_encoder_decoder": False,
-                                  "hidden_size": None, "intermediate_size": None, "num_hidden_layers": None,
-                                  "num_attention_heads": None}, core=True),
+    Family("bart", "bart", NO_SIZES | {
+        "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "decoder_ffn_dim": 96, "decoder_attention_heads": 4,
+        "is_decoder": True, "is_encoder_decoder": False}),
     Family("diffllama", "diffllama", expected="stock"),
     Family("deepseek-v3", "deepseek_v3", LATENT | LATENT_EXPERTS | {"n_group": 2, "topk_group": 1}, core=True),
     Family("qwen3.5-moe-attention", "qwen3_5_moe_text", {
@@ -316,6 +323,8 @@ def make(family: Family | str, dtype: torch.dtype = torch.float32, seed: int = 1
     how = {"attn_implementation": family.attention} if family.attention else {}
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, **how).eval()
+    if family.edit is not None:
+        family.edit(model)
     generator = torch.Generator().manual_seed(seed)
     # Where words are read out by the matrix they are read in by, a large one has every word follow itself.
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
@@ -325,8 +334,7 @@ def make(family: Family | str, dtype: torch.dtype = torch.float32, seed: int = 1
         if buffer.numel() == 1 and name in model.state_dict():
             buffer.fill_(0.7)  # a factor of a layer
     # A random model would end a text at once, or never; tests that want an end ask for it.
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
+    model.generation_config.update(eos_token_id=None, forced_eos_token_id=None, pad_token_id=0)
     return model.to(dtype)
 
 

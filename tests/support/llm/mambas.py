@@ -1,4 +1,4 @@
-"""Models of states alone, in miniature: transformers does not know the length of their cache, and refuses most modes."""
+"""Models of states alone, in miniature. transformers does not know how long their cache is, and refuses most modes."""
 
 from support.llm.families import MHA, Family
 
