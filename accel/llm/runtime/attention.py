@@ -53,9 +53,9 @@ class AttentionSpec:
         return ()
 
     @property
-    def inner(self) -> tuple[str, ...]:
-        """Linears between its projections and the last one."""
-        return ()
+    def linears(self) -> tuple[str, ...]:
+        """All, by name."""
+        return (*self.projections, self.out)
 
     @property
     def has_position_bias(self) -> bool:

@@ -53,8 +53,8 @@ class LatentSpec(AttentionSpec):
         return (self.norm,) if self.q_norm is None else (self.q_norm, self.norm)
 
     @property
-    def inner(self) -> tuple[str, ...]:
-        return (self.up,) if self.q_up is None else (self.q_up, self.up)
+    def linears(self) -> tuple[str, ...]:
+        return (*super().linears, self.up, *(() if self.q_up is None else (self.q_up,)))
 
     @property
     def keywords(self) -> tuple[str, ...]:

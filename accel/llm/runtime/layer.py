@@ -123,7 +123,7 @@ class LayerSpec:
     def called(self) -> tuple[str, ...]:
         """The names of all linears, and of an MLP that is called as a whole."""
         attention, mlp = self.attention, self.mlp
-        mixer = () if attention is None else (*attention.projections, *attention.inner, attention.out)
+        mixer = () if attention is None else attention.linears
         tail = () if self.tail is None else self.tail.linears
         return (*mixer, *tail) if mlp is None else (*mixer, *mlp.called, *tail)
 

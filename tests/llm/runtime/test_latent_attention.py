@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig
 
 import accel
 from accel.llm.kv_cache.cache import adopt, store_of
@@ -173,3 +173,15 @@ def test_latents_are_not_rounded():
     assert "nothing in int8: latents" in next(row[3] for row in accel.report(ours).sites if row[1] == "language model")
     ids, mask = padded()
     same(generate(ours, ids, mask), generate(stock, ids, mask))
+
+
+def test_requests_are_batched():
+    """Which transformers' own cache of pages has no room for."""
+    stock = make("deepseek-v2")
+    ours = accel.optimize(copy.deepcopy(stock))
+    prompts = [prompt(1, length, seed=length)[0].tolist() for length in (5, 70, 9)]
+    config = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    found = {tuple(one.prompt_ids): one for one in ours.generate_batch(prompts, generation_config=config).values()}
+    for ids in prompts:
+        wanted = stock.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False)[0, len(ids) :].tolist()
+        assert found[tuple(ids)].generated_tokens == wanted and found[tuple(ids)].error is None
