@@ -161,10 +161,10 @@ def record(
 
     look: is shown every layer as soon as it has run; then its record forgets the tensors, but for queries and keys
     where `scores` says so. amplified: outputs of linear layers inside the layers are made many times larger, so that a
-    clamp or another bend far from zero shows. last: the tokens stand at late positions, from `begin` on. far: layers are
-    told that the cache holds as many, or a long text. known: an earlier run, whose mask functions, where they are the
-    same, are not asked again. own: the model keeps its own attention, for those that do not ask transformers for one; its
-    masks are made by the functions of the earlier run.
+    clamp or another bend far from zero shows. last: the tokens stand at late positions, from `begin` on. far: layers
+    are told that the cache holds as many, or a long text. known: an earlier run, whose mask functions, where they are
+    the same, are not asked again. own: the model keeps its own attention, for those that do not ask transformers for
+    one; its masks are made by the functions of the earlier run.
     """
     path, layers = decoder_layers(model)
     foreign = foreign_attention([model, *layers.modules()])
