@@ -24,7 +24,7 @@ def hides_keys(table: torch.Tensor | None) -> bool:
 
 @contextmanager
 def narrowed(layers: nn.ModuleList) -> Iterator[dict[int, int]]:
-    """Inside, tables of sliding windows in these layers are windows of NARROW keys; other threads wait. Yields how many
+    """Inside, tables of windows in these layers are windows of NARROW keys at most; other threads wait. Yields how many
     keys a query sees in truth, by the id of the module that holds the table.
     """
     found: dict[int, int] = {}
@@ -36,10 +36,10 @@ def narrowed(layers: nn.ModuleList) -> Iterator[dict[int, int]]:
             undo.enter_context(alone(layers))
         for module, buffers, name, table in tables:
             window = int(table.reshape(-1, table.shape[-1])[-1].sum())
-            if id(module) not in found and window > NARROW and torch.equal(table, _window_like(table, window)):
+            if id(module) not in found and torch.equal(table, _window_like(table, window)):
                 found[id(module)] = window
                 undo.callback(buffers.__setitem__, name, table)
-                buffers[name] = _window_like(table, NARROW)
+                buffers[name] = _window_like(table, min(window, NARROW))
         yield found
 
 
@@ -53,7 +53,7 @@ def window_of_table(module: nn.Module, truly: int | None) -> tuple[int | None, i
         return None, None
     if truly is None or len(tables) > 1:
         raise NotUnderstood("it holds a mask that is not causal")
-    return truly, NARROW
+    return truly, min(truly, NARROW)
 
 
 def _window_like(table: torch.Tensor, window: int) -> torch.Tensor:

@@ -81,13 +81,16 @@ def given_scale(layer: LayerRecord, turned: torch.Tensor, wanted: torch.Tensor) 
 def query_scale(layer: LayerRecord, turned: torch.Tensor, wanted: torch.Tensor) -> QueryScale | None:
     """The one that makes the queries that attention was given, both (rows, tokens, heads, D); None where none does.
 
-    Its numbers are among those that the attention or its configuration holds.
+    Its numbers are among those that the attention or its configuration holds. layer: of which a formula is known.
     """
     grown = (
         torch.tensor([factor(*one) for one in zip(turned.unbind(1), wanted.unbind(1), strict=True)], device="cpu") - 1.0
     )
     numbers = _numbers(layer.attention)
+    known = layer.known.attention.q_scale
     for counted, positions in _positions(layer):
+        if isinstance(known, QueryScale) and counted is not known.counted:
+            continue
         for length, first in product((one for one in numbers if one > len(positions)), (0, 1)):
             unit = QueryScale(1.0, length, first, counted).at(positions) - 1.0
             found = factor(unit, grown)

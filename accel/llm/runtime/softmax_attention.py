@@ -68,7 +68,7 @@ class SoftmaxSpec(AttentionSpec):
     sinks: str | None
     slopes: torch.Tensor | None
 
-    activation = "sigmoid"  # of a gate, where there is one
+    activation, bias = "sigmoid", ""  # of a gate, where there is one, see `GatedSpec`
 
     @property
     def norms(self) -> tuple[NormSpec, ...]:
