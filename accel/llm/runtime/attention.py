@@ -48,6 +48,11 @@ class AttentionSpec:
     window: int | None
 
     @property
+    def linears(self) -> tuple[str, ...]:
+        """All, by name."""
+        return (*self.projections, self.out)
+
+    @property
     def norms(self) -> tuple[NormSpec, ...]:
         """Those inside, as of queries and keys."""
         return ()

@@ -88,7 +88,7 @@ class LayerSpec:
     def called(self) -> tuple[str, ...]:
         """The names of all linears, and of an MLP that is called as a whole."""
         attention, mlp = self.attention, self.mlp
-        mixer = () if attention is None else (*attention.projections, attention.out)
+        mixer = () if attention is None else attention.linears
         if mlp is None:
             return mixer
         return (*mixer, *mlp.first, mlp.down) if mlp.first else (*mixer, mlp.whole)

@@ -40,6 +40,10 @@ class LinearSpec(AttentionSpec):
     def keeps_state(self) -> bool:
         return True
 
+    @property
+    def linears(self) -> tuple[str, ...]:
+        return (*super().linears, *(pair.name for pair in self.formula.pairs))
+
     @classmethod
     def understand(cls, layer: LayerRecord, record: Record) -> UnderstoodAttention | None:
         kept = layer.kept
@@ -52,9 +56,15 @@ class LinearSpec(AttentionSpec):
         if norm is None or out is None:
             raise NotUnderstood("what its state gives goes to its last projection without a gated norm")
         flat = [call for call in calls if call is not out and call.alone and call.made is not None]
-        flat = [call for call in flat if call.output.held.shape[:-1] == flat[0].input.held.shape[:-1]]
+        tokens = flat[0].input.held.shape[:-1]
+        gates = [call for call in flat if call.output.held.shape[:-1] != tokens and layer.inside(call.module)]
+        inside = [one for call in gates for one in layer.inside(call.module)]  # of a module of its own for decays
+        flat = [call for call in (*flat, *inside) if call.alone and call.made is not None]
+        flat = [call for call in flat if call.output.held.shape[:-1] == tokens]
         projections = [call for call in flat if call.input.same(flat[0].input)]
-        finder = FormulaFinder(layer, kept, projections, norm)
+        calls = [*(call for call in calls if all(call is not gate for gate in gates)), *inside]
+        rounded = bool(gates) and all(gate.output.held.dtype == flat[0].output.held.dtype for gate in gates)
+        finder = FormulaFinder(layer, kept, calls, projections, norm, rounded)
         for formula in finder.formulas():
             for found in finder.norms(formula.heads):
                 own = layer.name(kept.attention), plain_settings(kept.attention)
@@ -85,6 +95,7 @@ class BoundLinearAttention:
         self.spec = spec
         self.projections = [BoundLinear(layer.get_submodule(name)) for name in spec.projections]
         self.joint = stacked(self.projections, stack)
+        self.seconds = [(BoundLinear(layer.get_submodule(pair.name)), pair.taken) for pair in spec.formula.pairs]
         self.weight: torch.Tensor = layer.get_submodule(spec.norm.name).get_parameter(spec.norm.weight)
         self.tensors = spec.formula.tensors(layer)
         self.decay_of_steps = of_steps(self.tensors.decay)
@@ -95,7 +106,8 @@ class BoundLinearAttention:
         """See `BoundAttention`."""
         formula, states = self.spec.formula, step.states(self.spec.index)
         joint = self.projected(kernels, h)
-        parts = parts_of(formula, joint)
+        seconds = (second(kernels, NormedInput(joint[..., slice(*taken)].contiguous())) for second, taken in self.seconds)
+        parts = parts_of(formula, joint, *seconds)
         state, window, sequences = states.state, states.window, states.sequences()
         assert state is not None and window is not None
         if formula.rule != DELTA:  # the library keeps values before keys

@@ -1,11 +1,11 @@
 """The formula of linear attention in a recorded layer: candidates, compared with what the record holds.
 
-Two rules are known: the gated delta rule, Yang et al., "Gated Delta Networks", 2024; and that of state space models,
-Dao and Gu, "Transformers are SSMs", 2024 (Mamba-2).
+Two rules are known: the gated delta rule, Yang et al., "Gated Delta Networks", 2024, with a decay of each channel Kimi
+Linear, 2025; and that of state space models, Dao and Gu, "Transformers are SSMs", 2024 (Mamba-2).
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import permutations, product
+from itertools import accumulate, permutations, product
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 
 from accel.comparison import agree
 from accel.llm.recording.record import Call, KeptState, LayerRecord
+from accel.llm.runtime.mlp import matrices
 from accel.llm.runtime.columns import HeadColumns, places, strided
 from accel.tolerances import FORMULA, bound
 
@@ -42,13 +43,22 @@ class Heads(NamedTuple):
         return self.values * self.value_dim if part == "v" else self.keys * self.key_dim
 
 
+class Pair(NamedTuple):
+    """A projection of what another gave. taken, given: from and to which column, of the outputs of all side by side."""
+
+    name: str
+    taken: tuple[int, int]
+    given: tuple[int, int]
+
+
 class LinearFormula(NamedTuple):
     """What one linear attention computes, but for its last norm and projection.
 
-    columns: where the heads of q, k, v, gate, a and perhaps b lie in the outputs of all projections, side by side.
+    columns: where the heads of q, k, v, gate, a and perhaps b lie in the outputs of all projections, side by side,
+    behind which stand those of `pairs`.
     convolution: the name of a Conv1d with so many taps, and its activation. a_log, bias, skip: names of parameters.
-    scale, key_eps, beta_scale: as the operations of linear attention take them; limits: as `Decay`. wide: the norm is
-    given what the rule gives in float32, whatever the dtype of the input.
+    scale, key_eps, beta_scale: as the operations of linear attention take them; limits, lower_bound, rounded: as
+    `Decay`. wide: the norm is given what the rule gives in float32, whatever the dtype of the input.
     """
 
     rule: str
@@ -63,6 +73,9 @@ class LinearFormula(NamedTuple):
     limits: tuple[float, float]
     beta_scale: float
     wide: bool
+    rounded: bool
+    lower_bound: float | None
+    pairs: tuple[Pair, ...]
 
     @property
     def order(self) -> str:
@@ -87,7 +100,9 @@ class LinearFormula(NamedTuple):
         weight, bias = convolution["weight"], convolution["bias"]
         assert weight is not None
         a_log, decay_bias = (layer.get_parameter(name).flatten() for name in (self.a_log, self.bias))
-        decay = Decay(a_log, decay_bias, limits=self.limits, rounded=self.rule == SPACE)  # of prompts, see `of_steps`
+        if decay_bias.numel() > a_log.numel():
+            decay_bias = decay_bias.view(a_log.numel(), -1)
+        decay = Decay(a_log, decay_bias, self.lower_bound, self.limits, self.rounded)  # of prompts, see `of_steps`
         skip = None if self.skip is None else layer.get_parameter(self.skip).flatten()
         return Tensors(weight.squeeze(1), bias, decay, skip)
 
@@ -161,19 +176,36 @@ def _side_by_side(formula: LinearFormula, parts: dict[str, torch.Tensor]) -> tor
 
 
 class FormulaFinder:
-    """Looks for the formula of one record. projections: calls that were given the same input. norm: the call with a
-    gate, of what the rule gave.
+    """Looks for the formula of one record. calls: of all modules that belong to it; projections: those that were given
+    the same input. norm: the call with a gate, of what the rule gave. rounded: see `Decay`.
     """
 
-    def __init__(self, layer: LayerRecord, kept: KeptState, projections: Sequence[Call], norm: Call):
-        self.layer, self.kept, self.norm = layer, kept, norm
-        self.joint = torch.cat([call.output.held for call in projections], -1)
+    def __init__(
+        self,
+        layer: LayerRecord,
+        kept: KeptState,
+        calls: Sequence[Call],
+        projections: Sequence[Call],
+        norm: Call,
+        rounded: bool,
+    ):
+        self.layer, self.kept, self.norm, self.rounded = layer, kept, norm, rounded
+        linear = [call for call in calls if call.alone and call.made is not None and matrices(call.module)]
+        seconds = [call for call in linear if any(one.output.same(call.input) for one in projections)]
+        every = [*projections, *seconds]
+        self.joint = torch.cat([call.output.held for call in every], -1)
+        ends = list(accumulate(call.output.held.shape[-1] for call in every))
+        spans = list(zip([0, *ends], ends, strict=False))
+        self.direct = ends[len(projections) - 1]  # columns
+        taken = [next(n for n, one in enumerate(projections) if one.output.same(call.input)) for call in seconds]
+        given = zip(seconds, taken, spans[len(projections) :], strict=True)
+        self.pairs = tuple(Pair(layer.name(call.module), spans[first], span) for call, first, span in given)
         gate = next(one for one in norm.tensors if one is not norm.input.tensor)
         given = (gate, norm.input.held, norm.output.held)
         self.gate, self.core, self.wanted = (t.reshape(*self.joint.shape[:2], -1) for t in given)
         self.slack = bound(FORMULA, self.joint.dtype) / bound(FORMULA, self.core.dtype)  # what is wide was rounded too
         convolutions = [m for m in kept.attention.modules() if isinstance(m, nn.Conv1d)]
-        called = (call.module for call in layer.inside(kept.attention))
+        called = (call.module for call in calls)
         beside = {id(p) for module in (*called, *convolutions) for p in module.parameters()}
         self.convolution = convolutions[0] if len(convolutions) == 1 else None
         self.parameters = {name: p for name, p in layer.layer.named_parameters() if id(p) not in beside}
@@ -189,7 +221,11 @@ class FormulaFinder:
         if mixed is None or gate is None:
             return
         left = torch.ones(self.joint.shape[-1], dtype=torch.bool, device="cpu")
+        if int(mixed.max()) >= self.direct:
+            return
         left[mixed], left[gate] = False, False
+        for pair in self.pairs:
+            left[slice(*pair.taken)] = False
         for rule in (DELTA, SPACE):
             values, *pair = self.kept.state.shape[1:]
             key_dim, value_dim = pair if rule == DELTA else pair[::-1]
@@ -203,15 +239,23 @@ class FormulaFinder:
     def _candidates(self, rule: str, heads: Heads, columns: dict[str, HeadColumns]) -> Iterator[LinearFormula]:
         assert self.convolution is not None
         held = [(float(low), float(high)) for low, high in _pairs(self.kept.attention)]
-        names = [name for name, p in self.parameters.items() if p.numel() == heads.values]
+        decays = columns["a"].sizes[2]  # of a head
+        names, beside = (
+            [name for name, p in self.parameters.items() if p.numel() == heads.values * size] for size in (1, decays)
+        )
+        found = product(names, beside) if decays > 1 else permutations(names, 2 if rule == DELTA else 3)
         # Of parameters that hold the same numbers, those with the usual names.
-        picks = sorted(permutations(names, 2 if rule == DELTA else 3), key=_unusual)
+        picks = sorted(found, key=_unusual)
         betas = (1.0, 2.0) if rule == DELTA else (1.0,)
+        below = [x for module in self.kept.attention.modules() for x in vars(module).values() if _is_float(x) and x < 0]
         given = self.layer.name(self.convolution), self.convolution.kernel_size[0]
-        for pick, limits, beta, activation in product(picks, (*held, (0.0, float("inf"))), betas, ("silu", None)):
+        decays_of = (*((limits, None) for limits in (*held, (0.0, float("inf")))), *(((0.0, float("inf")), x) for x in below))
+        for pick, (limits, bound), beta, activation in product(picks, decays_of, betas, ("silu", None)):
             skip, wide = (pick[2] if len(pick) > 2 else None), self.core.dtype != self.joint.dtype
-            places_of = tuple(columns.items())
-            yield LinearFormula(rule, heads, places_of, *given, activation, pick[0], pick[1], skip, limits, beta, wide)
+            places_of, rounded = tuple(columns.items()), self.rounded or rule == SPACE
+            names = pick[0], pick[1], skip
+            ending = limits, beta, wide, rounded, bound, self.pairs
+            yield LinearFormula(rule, heads, places_of, *given, activation, *names, *ending)
 
     def _holds(self, formula: LinearFormula) -> bool:
         joint, state, heads = self.joint, self.kept.state, formula.heads
@@ -249,9 +293,16 @@ class FormulaFinder:
         return [one for _, one in sorted(found, key=lambda pair: pair[0])]
 
 
-def parts_of(formula: LinearFormula, joint: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Views of (rows, tokens, columns): by part (rows, tokens, heads, repeats, channels), q and k without repeats."""
-    parts = {name: columns.of(joint) for name, columns in formula.columns}
+def parts_of(formula: LinearFormula, joint: torch.Tensor, *seconds: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Views of (rows, tokens, columns): by part (rows, tokens, heads, repeats, channels), q and k without repeats.
+
+    seconds: what the pairs give; without them it is in `joint`.
+    """
+    behind = [(pair.given[0], second) for pair, second in zip(formula.pairs, seconds, strict=bool(seconds))]
+    parts = {}
+    for name, columns in formula.columns:
+        at, tensor = next((one for one in reversed(behind) if columns.first >= one[0]), (0, joint))
+        parts[name] = columns._replace(first=columns.first - at).of(tensor)
     return parts | {"q": parts["q"].squeeze(3), "k": parts["k"].squeeze(3), "joint": joint}
 
 
@@ -280,8 +331,11 @@ def _columns(
     elif rule == DELTA and rest.numel() == 2 * heads.values:
         by_key = rest.view(heads.keys, 2, heads.repeat).unbind(1)
         candidates = [*permutations(rest.view(2, -1).unbind()), *permutations(by_key)]
+    elif rule == DELTA and rest.numel() == heads.values * (heads.key_dim + 1):
+        few = heads.values
+        candidates = [(rest[few:], rest[:few]), (rest[:-few], rest[-few:])]
     for parts in candidates:
-        beside = {n: strided(part.reshape(heads.keys, heads.repeat, 1)) for n, part in zip("ab", parts, strict=False)}
+        beside = {n: strided(part.reshape(heads.keys, heads.repeat, -1)) for n, part in zip("ab", parts, strict=False)}
         every = {name: columns for name, columns in (found | beside).items() if columns is not None}
         if len(every) == len(found) + len(beside):
             yield every
