@@ -189,7 +189,8 @@ def _inside(layers: list[LayerForward], context: Context) -> tuple[list[ExpertsF
 def _round(forward: DecoderForward, specs: list, kind: str, strict: bool) -> str:
     """Once the exact forward agrees with stock: keeps keys and values as kv_cache says. For the report."""
     device = forward.shapes()[0].device
-    layers = ((layer, spec.attention) for layer, spec in specs if spec.attention is not None)
+    attentions = ((layer, spec.attention) for layer, spec in specs if spec.attention is not None)
+    layers = ((layer, part) for layer, attention in attentions for part in attention.mixers)
     kv_dtypes, left = choose_kv_dtypes(kind, device, layers, forward.ranks)
     forward.round(kv_dtypes)
     note = described(kind, forward.shapes(), left)

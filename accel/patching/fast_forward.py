@@ -16,6 +16,7 @@ from accel_kernels import (
     causal_convolution,
     convolution_frames,
     experts,
+    gated,
     fused_linear,
     group_norm,
     image_concat,
@@ -88,6 +89,7 @@ class Kernels:
     causal_convolution: Any = causal_convolution
     convolution_frames: Any = convolution_frames
     experts: Any = experts
+    gated: Any = gated
     group_norm: Any = group_norm
     image_concat: Any = image_concat
     image_sum: Any = image_sum

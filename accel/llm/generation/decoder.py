@@ -29,7 +29,7 @@ from accel.llm.generation.model_guard import ModelGuard
 from accel.llm.generation.prefill import Prompts, by_graph
 from accel.llm.kv_cache.cache import adopt, tokens_in
 from accel.llm.kv_cache.pending_step import LatestForward
-from accel.llm.kv_cache.shape import LayerShape
+from accel.llm.kv_cache.shape import LayerShape, StateShape
 from accel.llm.kv_cache.store import Store
 from accel.llm.moe.experts import ExpertsForward
 from accel.llm.moe.router import RouterForward
@@ -63,7 +63,7 @@ class DecoderForward(FastForward):
     ) -> None:
         super().__init__(module, path, kernels, log)
         self.stack, self.layers, self.steps = stack, layers, steps
-        self.places = sorted(layer.spec.place for layer in layers if layer.spec.place is not None)  # in the cache
+        self.places = sorted(place for layer in layers for place in layer.spec.places)  # in a store
         self.biased = any(layer.spec.has_position_bias for layer in layers)  # scores, by distance
         self.keeps_state = any(layer.spec.keeps_state for layer in layers)
         self.experts: list[ExpertsForward] = []  # those in the layers that are fused
@@ -227,12 +227,15 @@ class DecoderForward(FastForward):
         weight = self.embeddings()
         dtype, device, shapes = self.stored
         if dtype is not weight.dtype or device != weight.device:
-            kept = {
+            kept: dict[int, LayerShape] = {
                 spec.index: spec.cache_layout(weight.dtype, self.device(layer, weight), self.kv_dtypes.get(spec.index))
                 for layer in self.layers
-                if (spec := layer.spec.attention) is not None
+                if layer.spec.attention is not None
+                for spec in layer.spec.attention.mixers
             }
-            nothing = kept[self.places[0]].nothing
+            nothing, number = kept[self.places[0]].nothing, len(DynamicCache(config=self.module.config).layers)
+            beside = ((place, shape) for place, shape in kept.items() if place >= number)
+            kept |= {place: shape._replace(beside=number) for place, shape in beside if isinstance(shape, StateShape)}
             shapes = tuple(kept.get(place, nothing) for place in self._cached())
             self.stored = weight.dtype, weight.device, shapes
         return shapes

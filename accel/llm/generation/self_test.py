@@ -8,7 +8,7 @@ import torch
 
 from accel.errors import reason_of
 from accel.in_flight import Here
-from accel.libraries.cache import DynamicCache, LinearAttentionLayer
+from accel.libraries.cache import DynamicCache
 from accel.libraries.generation import ARGUMENTS, OUTPUTS
 from accel.llm.generation.arguments import find_arguments
 from accel.llm.generation.calling_convention import BY_MASK, IN_ORDER, CallingConvention, Unfit
@@ -36,7 +36,7 @@ from accel.llm.generation.trial import (
     written,
 )
 from accel.llm.generation.trial_warmup import warming_up_trial
-from accel.llm.kv_cache.cache import STOCK
+from accel.llm.kv_cache.cache import OF_STATES, STOCK
 from accel.llm.recording.inputs import within_positions
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import ROWS, resting
@@ -170,7 +170,7 @@ def try_partial(forward: MixedForward) -> None:
     """
     model = forward.module
     for place, layer in enumerate(DynamicCache(config=model.config).layers):
-        if place in forward.places and type(layer) not in (*STOCK, LinearAttentionLayer):
+        if place in forward.places and type(layer) not in (*STOCK, *OF_STATES):
             raise NotUnderstood(f"layer {place} keeps more than keys and values")
         if place not in forward.places and type(layer) is STOCK[1]:
             raise NotUnderstood(f"layer {place} is not understood, and drops what its window has passed")

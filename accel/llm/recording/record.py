@@ -153,7 +153,8 @@ class Stored(NamedTuple):
 
 @dataclass
 class KeptState:
-    """What a layer of linear attention kept for a row, by which module, and which layer of the cache that is.
+    """What a layer of linear attention kept for a row, by which module, and which layer of the cache that is; where it
+    has keys and values too, as many further as the cache has layers.
 
     inputs: (rows, channels, tokens), of its convolution; state: (rows, ...), behind the last token. None for none.
     """
@@ -212,6 +213,11 @@ class LayerRecord:
     def mixes(self) -> bool:
         """Whether it put something into the cache."""
         return self.stored is not None or self.kept is not None
+
+    @property
+    def mixers(self) -> tuple[nn.Module, ...]:
+        """The modules that put something into the cache."""
+        return tuple(one.attention for one in (self.stored, self.kept) if one is not None)
 
     @property
     def attention(self) -> nn.Module:

@@ -22,9 +22,9 @@ from transformers import Conv1D, PretrainedConfig, PreTrainedModel
 from accel.errors import reason_of
 from accel.in_flight import Here, alone
 from accel.libraries.attention import eager_mask, lent_attention
-from accel.libraries.cache import DynamicCache, LinearAttentionLayer, cache_given
+from accel.libraries.cache import DynamicCache, DynamicLayer, cache_given
 from accel.libraries.tensor_parallel import pipeline_stage
-from accel.llm.kv_cache.cache import STOCK
+from accel.llm.kv_cache.cache import OF_STATES, PAIRS, STOCK
 from accel.llm.pipeline.device_hooks import StockHere, device_of, moved_to, other_hook
 from accel.llm.recording.implementation import foreign_attention, lent_configs, unpaged
 from accel.llm.recording.inputs import few, last_positions
@@ -82,7 +82,7 @@ def _last_to_run(model: PreTrainedModel, stacks: dict[str, nn.ModuleList]) -> st
 
 def keeps_more(model: PreTrainedModel) -> str | None:
     """What the model's cache keeps besides keys and values or a state a layer, in a reason; None for nothing else."""
-    kinds = {type(layer) for layer in DynamicCache(config=model.config).layers} - {*STOCK, LinearAttentionLayer}
+    kinds = {type(layer) for layer in DynamicCache(config=model.config).layers} - {*STOCK, *OF_STATES, *PAIRS}
     names = ", ".join(sorted(kind.__name__ for kind in kinds))
     return f"its cache keeps more than keys and values: {names}" if kinds else None
 
@@ -299,6 +299,8 @@ class Recorder:
         """Called by the cache with the inputs of a convolution, or a state. number: of several that a layer keeps."""
         if not self.open or number:
             raise NotUnderstood("a layer keeps several states, or something else does")
+        if isinstance(self.cache.layers[index], DynamicLayer):  # beside keys and values: behind all layers
+            index += len(self.cache.layers)
         kept = self.current.kept
         if kept is None:
             kept = self.current.kept = KeptState(self.open[-1].module, index)

@@ -18,6 +18,7 @@ from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record,
 from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
 from accel.llm.runtime.gated_attention import GatedSpec, QueryGatedSpec
 from accel.llm.runtime.linear_attention import LinearSpec
+from accel.llm.runtime.mixer_pair import understand_pair
 from accel.llm.runtime.mlp import BoundMlp, MlpSpec, understand_mlp
 from accel.llm.runtime.softmax_attention import SoftmaxSpec
 from accel.patching.fallback_log import FallbackLog
@@ -64,6 +65,11 @@ class LayerSpec:
         return None if self.attention is None else self.attention.index
 
     @property
+    def places(self) -> tuple[int, ...]:
+        """All that it has in a store, see `KeptState`."""
+        return () if self.attention is None else tuple(part.index for part in self.attention.mixers)
+
+    @property
     def window(self) -> int | None:
         """How many tokens back it sees; None for all, or where that does not matter."""
         return None if self.attention is None else self.attention.window
@@ -102,7 +108,7 @@ def understand_layer(layer: LayerRecord, record: Record) -> LayerSpec:
     mlp, mlp_calls = understand_mlp(layer)
     x, y = layer.call.input, layer.call.output
     mlp_modules = [call.module for call in mlp_calls]
-    holders = (layer.layer, *((layer.attention,) if layer.mixes else ()), *mlp_modules)
+    holders = (layer.layer, *layer.mixers, *mlp_modules)
     norms = [call for call in layer.inside(layer.layer) if call.module not in mlp_modules and _normlike(call)]
 
     def producer(value: Value) -> Call | None:
@@ -205,6 +211,8 @@ def understand_layer(layer: LayerRecord, record: Record) -> LayerSpec:
 
 def understand_attention(layer: LayerRecord, record: Record) -> UnderstoodAttention:
     """By the first kind that knows it. Raises NotUnderstood, with the reason of the first kind that has one."""
+    if len(layer.mixers) > 1:
+        return understand_pair(layer, record, understand_attention)
     reasons = []
     for kind in ATTENTION_KINDS if layer.known is None else (type(layer.known.attention),):
         try:
@@ -312,7 +320,7 @@ class BoundLayer:
         self.post_attention, self.post_mlp = norm(spec.post_attention), norm(spec.post_mlp)
         self.after_attention, self.after_mlp = norm(spec.after_attention), norm(spec.after_mlp)
         self.attention = None if spec.attention is None else spec.attention.bind(kernels, layer, stack)
-        self.out = None if spec.attention is None else BoundLinear(layer.get_submodule(spec.attention.out))
+        self.out = None if spec.attention is None else spec.attention.bind_out(layer)
         self.mlp = None if spec.mlp is None else BoundMlp(layer, spec.mlp)
 
     def __call__(self, kernels: Kernels, step: Step, x: torch.Tensor, kwargs: dict) -> torch.Tensor:

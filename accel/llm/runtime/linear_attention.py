@@ -25,16 +25,18 @@ from accel.llm.runtime.linear_formula import (
     of_steps,
     parts_of,
 )
+from accel.llm.runtime.mlp import matrices
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import plain_settings
 
 
 @dataclass(frozen=True)
 class LinearSpec(AttentionSpec):
-    """A rule over a state, and the norm of what it gives."""
+    """A rule over a state, and the norm of what it gives. factor: by which all that projections give is multiplied."""
 
     formula: LinearFormula
     norm: OutputNorm
+    factor: float = 1.0
 
     @property
     def keeps_state(self) -> bool:
@@ -54,7 +56,9 @@ class LinearSpec(AttentionSpec):
         pairs = ((norm, out) for norm in gated for out in calls if out.alone and _follows(out, norm))
         norm, out = next(pairs, (None, None))
         if norm is None or out is None:
-            raise NotUnderstood("what its state gives goes to its last projection without a gated norm")
+            out = next((call for call in reversed(calls) if call.alone and matrices(call.module)), None)
+            if out is None:
+                raise NotUnderstood("nothing projects what its state gives")
         flat = [call for call in calls if call is not out and call.alone and call.made is not None]
         tokens = flat[0].input.held.shape[:-1]
         gates = [call for call in flat if call.output.held.shape[:-1] != tokens and layer.inside(call.module)]
@@ -64,9 +68,9 @@ class LinearSpec(AttentionSpec):
         projections = [call for call in flat if call.input.same(flat[0].input)]
         calls = [*(call for call in calls if all(call is not gate for gate in gates)), *inside]
         rounded = bool(gates) and all(gate.output.held.dtype == flat[0].output.held.dtype for gate in gates)
-        finder = FormulaFinder(layer, kept, calls, projections, norm, rounded)
+        finder = FormulaFinder(layer, kept, calls, projections, norm, out, rounded)
         for formula in finder.formulas():
-            for found in finder.norms(formula.heads):
+            for found in finder.norms(formula):
                 own = layer.name(kept.attention), plain_settings(kept.attention)
                 names = tuple(layer.name(call.module) for call in projections)
                 spec = cls(*own, names, layer.name(out.module), kept.place, None, formula, found)
@@ -96,17 +100,27 @@ class BoundLinearAttention:
         self.projections = [BoundLinear(layer.get_submodule(name)) for name in spec.projections]
         self.joint = stacked(self.projections, stack)
         self.seconds = [(BoundLinear(layer.get_submodule(pair.name)), pair.taken) for pair in spec.formula.pairs]
-        self.weight: torch.Tensor = layer.get_submodule(spec.norm.name).get_parameter(spec.norm.weight)
+        self.weight: torch.Tensor | None = None
+        if spec.norm.name:
+            self.weight = layer.get_submodule(spec.norm.name).get_parameter(spec.norm.weight)
         self.tensors = spec.formula.tensors(layer)
+        self.factor: torch.Tensor | float = spec.factor
+        if spec.formula.multiplier is not None:
+            self.factor = layer.get_buffer(spec.formula.multiplier).flatten().float() * spec.factor
         self.decay_of_steps = of_steps(self.tensors.decay)
         # Within the kernel of a step, where each head has a norm of its own with the gate behind it.
-        self.inside = spec.norm.groups == spec.formula.heads.values and not (spec.norm.first or spec.formula.wide)
+        of_heads = self.weight is not None and spec.norm.groups == spec.formula.heads.values
+        self.inside = of_heads and not (spec.norm.first or spec.formula.wide)
 
     def __call__(self, kernels: Kernels, step: Step, h: NormedInput, kwargs: dict) -> torch.Tensor:
         """See `BoundAttention`."""
         formula, states = self.spec.formula, step.states(self.spec.index)
         joint = self.projected(kernels, h)
-        seconds = (second(kernels, NormedInput(joint[..., slice(*taken)].contiguous())) for second, taken in self.seconds)
+        if isinstance(self.factor, torch.Tensor) or self.factor != 1.0:
+            joint.mul_(self.factor)
+        seconds = (
+            second(kernels, NormedInput(joint[..., slice(*taken)].contiguous())) for second, taken in self.seconds
+        )
         parts = parts_of(formula, joint, *seconds)
         state, window, sequences = states.state, states.window, states.sequences()
         assert state is not None and window is not None
@@ -123,7 +137,7 @@ class BoundLinearAttention:
         # Stock takes the only token of a text for a prompt.
         decay = self.tensors.decay if states.is_prefill else self.decay_of_steps
         norm = None
-        if self.inside:
+        if self.inside and self.weight is not None:
             norm = GatedNorm(gate, self.weight, self.spec.norm.eps, self.spec.norm.activation, self.spec.norm.rounded)
         y = kernels.linear_attention_step(
             q, k, v, a.squeeze(-1), decay, state, sequences, skip=skip, norm=norm, **formula.options,
@@ -142,6 +156,8 @@ class BoundLinearAttention:
     def _normed(self, kernels: Kernels, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         norm, heads = self.spec.norm, self.spec.formula.heads
         weight = self.weight
+        if weight is None:
+            return kernels.gated(gate, y.contiguous(), norm.activation)
         if weight.numel() < y.shape[-1]:  # of one head, and all have the same
             weight = weight.repeat(heads.values)
         return kernels.rms_norm(y, weight, norm.eps, groups=norm.groups, gate=Gate(gate, norm.activation, norm.first))

@@ -58,7 +58,8 @@ class LinearFormula(NamedTuple):
     behind which stand those of `pairs`.
     convolution: the name of a Conv1d with so many taps, and its activation. a_log, bias, skip: names of parameters.
     scale, key_eps, beta_scale: as the operations of linear attention take them; limits, lower_bound, rounded: as
-    `Decay`. wide: the norm is given what the rule gives in float32, whatever the dtype of the input.
+    `Decay`. wide: the norm is given what the rule gives in float32, whatever the dtype of the input. multiplier: the name
+    of a buffer by which the columns are multiplied first.
     """
 
     rule: str
@@ -76,6 +77,7 @@ class LinearFormula(NamedTuple):
     rounded: bool
     lower_bound: float | None
     pairs: tuple[Pair, ...]
+    multiplier: str | None
 
     @property
     def order(self) -> str:
@@ -125,7 +127,7 @@ class OutputNorm(NamedTuple):
     """The RMS norm of what the rule gives, with a gate. weight: the name of that parameter of the module `name`.
 
     activation: of the gate, a name of GATES; first: it multiplies the norm's input, not its output. groups: the mean
-    square is taken over each of so many equal parts. rounded: as of `GatedNorm`.
+    square is taken over each of so many equal parts. rounded: as of `GatedNorm`. name: "" for a gate and no norm.
     """
 
     name: str
@@ -177,7 +179,8 @@ def _side_by_side(formula: LinearFormula, parts: dict[str, torch.Tensor]) -> tor
 
 class FormulaFinder:
     """Looks for the formula of one record. calls: of all modules that belong to it; projections: those that were given
-    the same input. norm: the call with a gate, of what the rule gave. rounded: see `Decay`.
+    the same input. norm: the call with a gate, of what the rule gave; None where the gate multiplies that and `out` is
+    given it. rounded: see `Decay`.
     """
 
     def __init__(
@@ -186,28 +189,33 @@ class FormulaFinder:
         kept: KeptState,
         calls: Sequence[Call],
         projections: Sequence[Call],
-        norm: Call,
+        norm: Call | None,
+        out: Call,
         rounded: bool,
     ):
         self.layer, self.kept, self.norm, self.rounded = layer, kept, norm, rounded
         linear = [call for call in calls if call.alone and call.made is not None and matrices(call.module)]
         seconds = [call for call in linear if any(one.output.same(call.input) for one in projections)]
         every = [*projections, *seconds]
-        self.joint = torch.cat([call.output.held for call in every], -1)
+        self.joint = self.given = torch.cat([call.output.held for call in every], -1)
         ends = list(accumulate(call.output.held.shape[-1] for call in every))
         spans = list(zip([0, *ends], ends, strict=False))
         self.direct = ends[len(projections) - 1]  # columns
         taken = [next(n for n, one in enumerate(projections) if one.output.same(call.input)) for call in seconds]
         given = zip(seconds, taken, spans[len(projections) :], strict=True)
         self.pairs = tuple(Pair(layer.name(call.module), spans[first], span) for call, first, span in given)
-        gate = next(one for one in norm.tensors if one is not norm.input.tensor)
-        given = (gate, norm.input.held, norm.output.held)
-        self.gate, self.core, self.wanted = (t.reshape(*self.joint.shape[:2], -1) for t in given)
-        self.slack = bound(FORMULA, self.joint.dtype) / bound(FORMULA, self.core.dtype)  # what is wide was rounded too
+        seen: list[torch.Tensor | None] = [None, None, out.input.held]
+        if norm is not None:
+            seen = [next(t for t in norm.tensors if t is not norm.input.tensor), norm.input.held, norm.output.held]
+        self.gate, self.core, self.wanted = (None if t is None else t.reshape(*self.joint.shape[:2], -1) for t in seen)
+        core = self.joint if self.core is None else self.core
+        self.slack = bound(FORMULA, self.joint.dtype) / bound(FORMULA, core.dtype)  # what is wide was rounded too
         convolutions = [m for m in kept.attention.modules() if isinstance(m, nn.Conv1d)]
         called = (call.module for call in calls)
         beside = {id(p) for module in (*called, *convolutions) for p in module.parameters()}
         self.convolution = convolutions[0] if len(convolutions) == 1 else None
+        buffers = layer.layer.named_buffers()
+        self.multipliers = [name for name, t in buffers if t.numel() == t.shape[-1] == self.joint.shape[-1]]
         self.parameters = {name: p for name, p in layer.layer.named_parameters() if id(p) not in beside}
 
     def formulas(self) -> Iterator[LinearFormula]:
@@ -217,26 +225,35 @@ class FormulaFinder:
         channels = inputs.shape[1]
         if convolution is None or convolution.groups != channels or convolution.out_channels != channels:
             return
-        mixed, gate = places(inputs.transpose(1, 2), self.joint), places(self.gate, self.joint)
-        if mixed is None or gate is None:
-            return
+        for multiplier in (*self.multipliers, None):
+            self.joint = self.given if multiplier is None else self.given * self.layer.layer.get_buffer(multiplier)
+            mixed = places(inputs.transpose(1, 2), self.joint)
+            gate = None if self.gate is None else places(self.gate, self.joint)
+            if mixed is not None and int(mixed.max()) < self.direct and (gate is None) == (self.gate is None):
+                yield from self._with(mixed, gate, multiplier)
+
+    def _with(self, mixed: torch.Tensor, gate: torch.Tensor | None, multiplier: str | None) -> Iterator[LinearFormula]:
+        """mixed, gate: columns of what goes into the convolution, and of the gate where that is known."""
+        assert self.kept.state is not None
         left = torch.ones(self.joint.shape[-1], dtype=torch.bool, device="cpu")
-        if int(mixed.max()) >= self.direct:
-            return
-        left[mixed], left[gate] = False, False
+        left[mixed] = False
+        if gate is not None:
+            left[gate] = False
         for pair in self.pairs:
             left[slice(*pair.taken)] = False
         for rule in (DELTA, SPACE):
             values, *pair = self.kept.state.shape[1:]
             key_dim, value_dim = pair if rule == DELTA else pair[::-1]
-            keys, rest = divmod(channels - values * value_dim, 2 * key_dim)
-            if rest or keys < 1 or values % keys or gate.numel() != values * value_dim:
+            keys, rest = divmod(len(mixed) - values * value_dim, 2 * key_dim)
+            if rest or keys < 1 or values % keys or (gate is not None and gate.numel() != values * value_dim):
                 continue
             heads = Heads(keys, values // keys, key_dim, value_dim)
             for columns in _columns(rule, heads, mixed, gate, left.nonzero().flatten()):
-                yield from filter(self._holds, self._candidates(rule, heads, columns))
+                yield from filter(self._holds, self._candidates(rule, heads, columns, multiplier))
 
-    def _candidates(self, rule: str, heads: Heads, columns: dict[str, HeadColumns]) -> Iterator[LinearFormula]:
+    def _candidates(
+        self, rule: str, heads: Heads, columns: dict[str, HeadColumns], multiplier: str | None
+    ) -> Iterator[LinearFormula]:
         assert self.convolution is not None
         held = [(float(low), float(high)) for low, high in _pairs(self.kept.attention)]
         decays = columns["a"].sizes[2]  # of a head
@@ -249,12 +266,16 @@ class FormulaFinder:
         betas = (1.0, 2.0) if rule == DELTA else (1.0,)
         below = [x for module in self.kept.attention.modules() for x in vars(module).values() if _is_float(x) and x < 0]
         given = self.layer.name(self.convolution), self.convolution.kernel_size[0]
-        decays_of = (*((limits, None) for limits in (*held, (0.0, float("inf")))), *(((0.0, float("inf")), x) for x in below))
+        decays_of = (
+            *((limits, None) for limits in (*held, (0.0, float("inf")))),
+            *(((0.0, float("inf")), x) for x in below),
+        )
         for pick, (limits, bound), beta, activation in product(picks, decays_of, betas, ("silu", None)):
-            skip, wide = (pick[2] if len(pick) > 2 else None), self.core.dtype != self.joint.dtype
+            skip = pick[2] if len(pick) > 2 else None
+            wide = self.core is not None and self.core.dtype != self.joint.dtype
             places_of, rounded = tuple(columns.items()), self.rounded or rule == SPACE
             names = pick[0], pick[1], skip
-            ending = limits, beta, wide, rounded, bound, self.pairs
+            ending = limits, beta, wide, rounded, bound, self.pairs, multiplier
             yield LinearFormula(rule, heads, places_of, *given, activation, *names, *ending)
 
     def _holds(self, formula: LinearFormula) -> bool:
@@ -269,15 +290,23 @@ class FormulaFinder:
         ops = causal_convolution.reference, linear_attention_prompt.reference
         got = attended_prompt(*ops, formula, tensors, parts, kept, window, sequences)
         kept = kept if formula.rule == DELTA else kept.transpose(2, 3)
-        # Where all numbers are large, sums of decays cancel.
-        least = 0.0 if self.layer.known is None else CANCELLED / bound(FORMULA, joint.dtype)
+        self.got = got.flatten(2)
         slack = 2.0 * bound(FORMULA, joint.dtype) / bound(FORMULA, state.dtype)
-        same = agree(got.flatten(2), self.core, slack=max(1.0, least) * self.slack)
-        return same and agree(kept, state, slack=max(1.0, least) * slack)
+        same = self.core is None or agree(self.got, self.core, slack=self._allowed() * self.slack)
+        return same and agree(kept, state, slack=self._allowed() * slack)
 
-    def norms(self, heads: Heads) -> list[OutputNorm]:
-        """Those that give what was seen, the nearest first."""
-        module, wanted = self.norm.module, self.wanted
+    def _allowed(self) -> float:
+        """Where all numbers are large, sums of decays cancel."""
+        return 1.0 if self.layer.known is None else max(1.0, CANCELLED / bound(FORMULA, self.joint.dtype))
+
+    def norms(self, formula: LinearFormula) -> list[OutputNorm]:
+        """Those that give what was seen, the nearest first. formula: the last of `formulas`."""
+        heads, wanted = formula.heads, self.wanted
+        if self.norm is None or self.core is None or self.gate is None:
+            gate = parts_of(formula, self.joint)["gate"].flatten(2)
+            fit = (name for name, act in GATES.items() if agree(self.got * act(gate), wanted, slack=self._allowed()))
+            return [OutputNorm("", "", 0.0, name, False, heads.values, False) for name in fit]
+        module = self.norm.module
         parameters = dict(module.named_parameters(recurse=False))
         found: list[tuple[bool, OutputNorm]] = []
         for (name, weight), eps in product(parameters.items(), filter(_is_float, vars(module).values())):
@@ -317,25 +346,30 @@ def _normed(norm: OutputNorm, x: torch.Tensor, gate: torch.Tensor, weight: torch
 
 
 def _columns(
-    rule: str, heads: Heads, mixed: torch.Tensor, gate: torch.Tensor, rest: torch.Tensor
+    rule: str, heads: Heads, mixed: torch.Tensor, gate: torch.Tensor | None, rest: torch.Tensor
 ) -> Iterator[dict[str, HeadColumns]]:
     """Where all parts lie; of those columns that are left, in the orders that occur."""
     found: dict[str, HeadColumns | None] = {}
     cut = mixed.split([heads.channels(part) for part in ORDER[rule]])
     for part, index in zip(ORDER[rule], cut, strict=True):
         found[part] = strided(index.view(heads.keys, heads.repeat if part == "v" else 1, -1))
-    found["gate"] = strided(gate.view(heads.keys, heads.repeat, -1))
+    names, few = "ab", heads.values
     candidates: list[tuple[torch.Tensor, ...]] = []
-    if rule == SPACE and rest.numel() == heads.values:
+    if gate is not None:
+        found["gate"] = strided(gate.view(heads.keys, heads.repeat, -1))
+    elif rule == SPACE and rest.numel() == few * (heads.value_dim + 1):
+        names, candidates = ("a", "gate"), [(rest[-few:], rest[:-few]), (rest[:few], rest[few:])]
+    if gate is None:
+        pass
+    elif rule == SPACE and rest.numel() == heads.values:
         candidates = [(rest,)]
     elif rule == DELTA and rest.numel() == 2 * heads.values:
         by_key = rest.view(heads.keys, 2, heads.repeat).unbind(1)
         candidates = [*permutations(rest.view(2, -1).unbind()), *permutations(by_key)]
     elif rule == DELTA and rest.numel() == heads.values * (heads.key_dim + 1):
-        few = heads.values
         candidates = [(rest[few:], rest[:few]), (rest[:-few], rest[-few:])]
     for parts in candidates:
-        beside = {n: strided(part.reshape(heads.keys, heads.repeat, -1)) for n, part in zip("ab", parts, strict=False)}
+        beside = {n: strided(part.reshape(heads.keys, heads.repeat, -1)) for n, part in zip(names, parts, strict=False)}
         every = {name: columns for name, columns in (found | beside).items() if columns is not None}
         if len(every) == len(found) + len(beside):
             yield every

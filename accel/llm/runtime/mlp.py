@@ -23,6 +23,7 @@ class MlpSpec:
     """One MLP. first: the projections of the input: one, or gate and up; down: the last; empty where `whole` is called.
 
     halves: the one projection gives gate and up, True for gate first, False for up first; None for no gate in it.
+    scale: by which the gate is multiplied before its activation.
     whole: the module of them all, where there is one; alone: it takes the input and nothing else. settings: of that
     module and of the activation's. All by name, from the layer; "" for what there is not.
     """
@@ -34,6 +35,7 @@ class MlpSpec:
     activation: str = ""
     settings: tuple[tuple[str, tuple], ...] = ()
     halves: bool | None = None
+    scale: float = 1.0
 
 
 def understand_mlp(layer: LayerRecord) -> tuple[MlpSpec | None, tuple[Call, ...]]:
@@ -42,7 +44,7 @@ def understand_mlp(layer: LayerRecord) -> tuple[MlpSpec | None, tuple[Call, ...]
     where it has none that can be told from the rest, or neither.
     """
     mixer = layer.attention if layer.mixes else None
-    around = {module for module in layer.layer.modules() if any(m is mixer for m in module.modules())}
+    around = {module for module in layer.layer.modules() if any(m in layer.mixers for m in module.modules())}
     mine = [call for call in layer.inside(layer.layer) if call.module not in around]
     if mixer is not None and not any(matrices(call.module) for call in mine):
         return None, ()
@@ -74,7 +76,7 @@ def _formula(layer: LayerRecord, calls: list[Call], whole: Call | None) -> tuple
     for act in calls:
         name = None if list(act.module.parameters()) else activation_name(act.module)
         for down in products if name is not None else ():
-            first, halves = _before(act, down, [call for call in products if call is not down])
+            first, halves, scale = _before(act, down, [call for call in products if call is not down], whole)
             if first:
                 looked_at = (act,) if whole is None else (act, whole)
                 spec = MlpSpec(
@@ -85,28 +87,36 @@ def _formula(layer: LayerRecord, calls: list[Call], whole: Call | None) -> tuple
                     activation=name or "",
                     settings=tuple((layer.name(call.module), plain_settings(call.module)) for call in looked_at),
                     halves=halves,
+                    scale=scale,
                 )
                 return spec, (first[0], down, *first[1:], *looked_at)
     return None
 
 
-def _before(act: Call, down: Call, products: list[Call]) -> tuple[tuple[Call, ...], bool | None]:
-    """The projections between the MLP's input and what `down` takes, and whether one holds both gate and up."""
+def _before(
+    act: Call, down: Call, products: list[Call], whole: Call | None
+) -> tuple[tuple[Call, ...], bool | None, float]:
+    """The projections between the MLP's input and what `down` takes, whether one holds both gate and up, and the scale
+    of the gate.
+    """
     acted, taken = act.output.held, down.input.held
+    held = () if whole is None else (x for x in vars(whole.module).values() if type(x) is float)
+    numbers = tuple(dict.fromkeys((1.0, *held)))
     for gate in products:
         y = gate.output.held
-        if torch.equal(act.input.held, y):
-            if agree(acted, taken):
-                return (gate,), None
+        scale = next((x for x in numbers if y.shape == acted.shape and torch.equal(act.input.held, y * x)), None)
+        if scale is not None:
+            if scale == 1.0 and agree(acted, taken):
+                return (gate,), None, scale
             for up in products:
                 if up is not gate and up.input.same(gate.input) and up.output.held.shape == y.shape:
                     if agree(acted * up.output.held, taken):
-                        return (gate, up), None
+                        return (gate, up), None, scale
         for gate_first, (first, second) in ((True, y.chunk(2, dim=-1)), (False, reversed(y.chunk(2, dim=-1)))):
             if first.shape == acted.shape == taken.shape and torch.equal(first, act.input.held):
                 if agree(acted * second, taken):
-                    return (gate,), gate_first
-    return (), None
+                    return (gate,), gate_first, 1.0
+    return (), None, 1.0
 
 
 def activation_name(module: nn.Module) -> str | None:
@@ -145,7 +155,7 @@ class BoundMlp:
         self.up: Weights | None = None
         parts = [linear.weights for linear in self.first if linear.weights is not None]
         plain = len(parts) == len(self.first)
-        if plain and len(parts) == 2 and parts[0].fits(parts[1]):
+        if plain and len(parts) == 2 and parts[0].fits(parts[1]) and spec.scale == 1.0:
             self.gate, self.up = parts
         elif plain and spec.halves is not None and parts[0].ranks is None:
             n = parts[0].outputs // 2
@@ -171,6 +181,8 @@ class BoundMlp:
             return self.first[0](kernels, before, activation=name)
         if self.spec.halves is None:
             gate, up = (linear(kernels, before) for linear in self.first)
+            if self.spec.scale != 1.0:
+                return kernels.gated(gate * self.spec.scale, up, name)
         else:
             gate, up = self.first[0](kernels, before).chunk(2, dim=-1)
             gate, up = (gate, up) if self.spec.halves else (up, gate)

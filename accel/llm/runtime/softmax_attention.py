@@ -51,7 +51,7 @@ class SoftmaxSpec(AttentionSpec):
 
     groups: heads of keys in the projections; kv_heads: in the store, a multiple of it where a model repeats them, as
     Falcon does. scale, window, softcap, slopes: as `accel_kernels.paged_attention` takes them; sinks: the name of that
-    parameter.
+    parameter. key_scale: by which keys are multiplied before they are rotated.
     """
 
     layout: str
@@ -66,6 +66,7 @@ class SoftmaxSpec(AttentionSpec):
     softcap: float | None
     sinks: str | None
     slopes: torch.Tensor | None
+    key_scale: float = 1.0
 
     @property
     def norms(self) -> tuple[NormSpec, ...]:
@@ -162,6 +163,8 @@ class BoundSoftmaxAttention:
         gating = {} if gate is None else {"gate": gate}
         q, q_norm = _normed(q, self.q_norm)
         k, k_norm = _normed(k, self.k_norm)
+        if spec.key_scale != 1.0:
+            k, k_norm = (k if k_norm is None or self.k_norm is None else self.k_norm(k)) * spec.key_scale, None
         cos = sin = None
         rotary = spec.rotary
         if rotary is not None:
@@ -208,11 +211,21 @@ def _formulas(
             continue
         (q, k, v, gate), more = found_parts
         for k_norm, normed_k in head_norm(layer, calls, k):
-            for rotary in rotaries(layer, normed_k, layer.cached.keys):
+            for key_scale, rotary in _rotations(layer, normed_k):
                 for q_norm, normed_q in head_norm(layer, calls, q):
-                    found = layout | {"q_norm": q_norm, "k_norm": k_norm, "rotary": rotary} | more
-                    for scores, got in _results(layer, options, window, rotary, normed_q, normed_k, v):
+                    norms = {"q_norm": q_norm, "k_norm": k_norm, "key_scale": key_scale}
+                    found = layout | norms | {"rotary": rotary} | more
+                    for scores, got in _results(layer, options, window, rotary, normed_q, normed_k * key_scale, v):
                         yield Formula(projections, found | scores, got, gate)
+
+
+def _rotations(layer: LayerRecord, k: torch.Tensor) -> Iterator[tuple[float, Rotary | None]]:
+    """By what keys are multiplied, and how they are rotated, to be those that are stored."""
+    keys = layer.cached.keys
+    length = float(keys.double().norm() / k.double().norm().clamp_min(1e-30))  # which no rotation changes
+    for number in dict.fromkeys((1.0, named_factor(length, keys.dtype, (layer.attention, layer.layer)) or 1.0)):
+        for rotary in rotaries(layer, k * number, keys):
+            yield number, rotary
 
 
 def _reason(layer: LayerRecord, calls: list[Call]) -> str:
@@ -221,7 +234,7 @@ def _reason(layer: LayerRecord, calls: list[Call]) -> str:
     for projections, layout in _projections(calls, layer):
         projected, (_, k, _) = True, split([call.output.held for call in projections], **layout)
         normed = (one for _, one in head_norm(layer, calls, k))
-        rotated = rotated or any(True for one in normed for _ in rotaries(layer, one, layer.cached.keys))
+        rotated = rotated or any(True for one in normed for _ in _rotations(layer, one))
     if not rotated:
         if projected:
             return "its keys are not what projection, norm and rotation give"
