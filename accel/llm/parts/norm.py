@@ -8,6 +8,7 @@ import torch
 from accel.fusion.norm_kind import NormKind, norm_kind
 from accel.llm.recording.record import Call, LayerRecord
 from accel.patching.guard import plain_settings
+from accel.quantization.experts import holds_numbers
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,16 @@ def norm_spec(layer: LayerRecord, call: Call) -> NormSpec:
     if key not in layer.kinds:
         layer.kinds[key] = norm_kind(call.module, width)
     return NormSpec(layer.name(call.module), layer.kinds[key], found)
+
+
+def normlike(call: Call) -> bool:
+    """Whether a call may be a norm's: one tensor to another of its shape, without matrices; no dropout at rest."""
+    if not call.alone or call.made is None or call.output.held.shape != call.input.held.shape:
+        return False
+    if holds_numbers(call.module):
+        return False
+    parameters = list(call.module.parameters())
+    return all(p.dim() == 1 for p in parameters) and not torch.equal(call.output.held, call.input.held)
 
 
 FLAT, HEADS, TURNED = "(rows, new, heads * D)", "(rows, new, heads, D)", "(rows, heads, new, D)"

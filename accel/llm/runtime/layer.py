@@ -11,7 +11,7 @@ from torch import nn
 from accel.comparison import factor, is_sum, named_factor
 from accel.fusion.stacked_linears import can_stack
 from accel.llm.parts.linear import weights
-from accel.llm.parts.norm import NormSpec, norm_spec
+from accel.llm.parts.norm import NormSpec, norm_spec, normlike
 from accel.llm.parts.part import BoundLinear, BoundNorm, NormedInput
 from accel.llm.parts.step import ForwardContext, Step
 from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record, Value, is_absent
@@ -24,7 +24,6 @@ from accel.llm.runtime.softmax_attention import SoftmaxSpec
 from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.guard import LayerGuard, changed_since, plain_settings
-from accel.quantization.experts import holds_numbers
 
 # Tried in turn.
 ATTENTION_KINDS: tuple[type[AttentionSpec], ...] = (LinearSpec, SoftmaxSpec, GatedSpec, QueryGatedSpec)
@@ -109,7 +108,7 @@ def understand_layer(layer: LayerRecord, record: Record) -> LayerSpec:
     x, y = layer.call.input, layer.call.output
     mlp_modules = [call.module for call in mlp_calls]
     holders = (layer.layer, *layer.mixers, *mlp_modules)
-    norms = [call for call in layer.inside(layer.layer) if call.module not in mlp_modules and _normlike(call)]
+    norms = [call for call in layer.inside(layer.layer) if call.module not in mlp_modules and normlike(call)]
 
     def producer(value: Value) -> Call | None:
         """The last norm that made this."""
@@ -230,16 +229,6 @@ def form(value: object) -> object:
     if isinstance(value, tuple | list):
         return tuple(map(form, value))
     return (value.dim(), value.is_floating_point()) if isinstance(value, torch.Tensor) else type(value)
-
-
-def _normlike(call: Call) -> bool:
-    """Whether a call may be a norm's: one tensor to another of its shape, without matrices; no dropout at rest."""
-    if not call.alone or call.made is None or call.output.held.shape != call.input.held.shape:
-        return False
-    if holds_numbers(call.module):
-        return False
-    parameters = list(call.module.parameters())
-    return all(p.dim() == 1 for p in parameters) and not torch.equal(call.output.held, call.input.held)
 
 
 class LayerForward(FastForward):

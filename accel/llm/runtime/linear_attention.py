@@ -16,9 +16,9 @@ from accel.llm.parts.part import BoundLinear, NormedInput, part_product, stacked
 from accel.llm.parts.step import Step
 from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record
 from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
+from accel.llm.runtime.linear_finder import FormulaFinder
 from accel.llm.runtime.linear_formula import (
     DELTA,
-    FormulaFinder,
     LinearFormula,
     OutputNorm,
     attended_prompt,
@@ -99,7 +99,7 @@ class BoundLinearAttention:
         self.spec = spec
         self.projections = [BoundLinear(layer.get_submodule(name)) for name in spec.projections]
         self.joint = stacked(self.projections, stack)
-        self.seconds = [(BoundLinear(layer.get_submodule(pair.name)), pair.taken) for pair in spec.formula.pairs]
+        self.seconds = [BoundLinear(layer.get_submodule(pair.name)) for pair in spec.formula.pairs]
         self.weight: torch.Tensor | None = None
         if spec.norm.name:
             self.weight = layer.get_submodule(spec.norm.name).get_parameter(spec.norm.weight)
@@ -118,9 +118,8 @@ class BoundLinearAttention:
         joint = self.projected(kernels, h)
         if isinstance(self.factor, torch.Tensor) or self.factor != 1.0:
             joint.mul_(self.factor)
-        seconds = (
-            second(kernels, NormedInput(joint[..., slice(*taken)].contiguous())) for second, taken in self.seconds
-        )
+        taken = (NormedInput(joint[..., slice(*pair.taken)].contiguous()) for pair in formula.pairs)
+        seconds = (second(kernels, given) for second, given in zip(self.seconds, taken, strict=True))
         parts = parts_of(formula, joint, *seconds)
         state, window, sequences = states.state, states.window, states.sequences()
         assert state is not None and window is not None

@@ -47,6 +47,11 @@ UNTAKEN = (
 DELTA = {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2,
          "linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_conv_kernel_dim": 4}  # fmt: skip
 
+KIMI = {"layer_types": ["linear_attention", "full_attention"], "linear_head_dim": 16, "linear_num_heads": 4,
+        "q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+        "num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+        "moe_intermediate_size": 48, "max_position_embeddings": None}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Family:
@@ -240,6 +245,18 @@ FAMILIES = (
     Family("olmo-hybrid", "olmo_hybrid", DELTA, stateful=True, core=True),
     Family("bamba", "bamba", {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24,
                               "attn_layer_indices": [1], "mamba_chunk_size": 16}, stateful=True, core=True),
+    Family("falcon-h1", "falcon_h1", {
+        "head_dim": 16, "mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2,
+        "mamba_d_state": 24, "mamba_chunk_size": 16, "ssm_multipliers": [0.4, 0.3, 1.7, 0.6, 0.5],
+        "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.7, "attention_in_multiplier": 0.8,
+        "attention_out_multiplier": 0.9, "key_multiplier": 0.6, "mlp_multipliers": [0.9, 0.6]},
+        stateful=True, core=True),
+    Family("falcon-h1-normed", "falcon_h1", {
+        "head_dim": 16, "mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2,
+        "mamba_d_state": 24, "mamba_chunk_size": 16, "mamba_rms_norm": True}, stateful=True),
+    Family("kimi-linear", "kimi_linear", KIMI, expected="either", stateful=True),
+    Family("bailing-hybrid", "bailing_hybrid", KIMI | {"max_position_embeddings": LONG}, expected="either",
+           stateful=True),
     Family("mamba", "mamba", MHA | {"state_size": 8, "intermediate_size": None, "num_attention_heads": None,
                                     "max_position_embeddings": None}, expected="stock"),
     Family("rwkv", "rwkv", MHA | {"num_attention_heads": None, "max_position_embeddings": None,
