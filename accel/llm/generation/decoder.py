@@ -186,7 +186,7 @@ class DecoderForward(FastForward):
         checked: layers run stock unless they are given what a text gives them. Raises Unfit.
         """
         (rows, new), start = tokens.shape[:2], store.length
-        mask = padding_of(kwargs.get("attention_mask"), rows, start + new)
+        mask = padding_of(kwargs.get("attention_mask"), rows, start + new, self.partial and self.left_padded(new))
         if checked and mask is not None and bool(mask.all()):
             mask = None
         store.take()
