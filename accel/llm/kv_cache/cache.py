@@ -102,11 +102,8 @@ def _foreign(cache: Any, shapes: Sequence[LayerShape]) -> str | None:
     places = [at for at, shape in enumerate(shapes) if shape.keeps and at % number < len(layers)]
     kept = [(layers[at % number], shapes[at]) for at in places]
     for at, (layer, shape) in zip(places, kept, strict=True):
-        if at >= number or at + number in places:
-            known = PAIRS
-        else:
-            known = OF_STATES if isinstance(shape, StateShape) else (*STOCK, StoreLayer, SlidingStoreLayer)
-        if type(layer) not in known:
+        known = OF_STATES if isinstance(shape, StateShape) else (*STOCK, StoreLayer, SlidingStoreLayer)
+        if type(layer) not in (PAIRS if at >= number or at + number in places else known):
             return f"a cache layer of another kind: {type(layer).__name__}"
         if isinstance(shape, StateShape) and layer.number_of_states != 1:
             return "a cache layer with several states"

@@ -58,15 +58,17 @@ class FormulaFinder:
         seen: list[torch.Tensor | None] = [None, None, out.input.held]
         if norm is not None:
             seen = [next(t for t in norm.tensors if t is not norm.input.tensor), norm.input.held, norm.output.held]
-        self.gate, self.core, self.wanted = (None if t is None else t.reshape(*self.joint.shape[:2], -1) for t in seen)
+        self.gate, self.core, wanted = (None if t is None else t.reshape(*self.joint.shape[:2], -1) for t in seen)
+        assert wanted is not None
+        self.wanted = wanted
         core = self.joint if self.core is None else self.core
         self.slack = bound(FORMULA, self.joint.dtype) / bound(FORMULA, core.dtype)  # what is wide was rounded too
         convolutions = [m for m in kept.attention.modules() if isinstance(m, nn.Conv1d)]
         called = (call.module for call in calls)
         beside = {id(p) for module in (*called, *convolutions) for p in module.parameters()}
         self.convolution = convolutions[0] if len(convolutions) == 1 else None
-        buffers = layer.layer.named_buffers()
-        self.multipliers = [name for name, t in buffers if t.numel() == t.shape[-1] == self.joint.shape[-1]]
+        buffers = [] if self.pairs else list(layer.layer.named_buffers())
+        self.multipliers = [name for name, t in buffers if t.dim() and t.numel() == t.shape[-1] == self.direct]
         self.parameters = {name: p for name, p in layer.layer.named_parameters() if id(p) not in beside}
 
     def formulas(self) -> Iterator[LinearFormula]:
@@ -93,8 +95,8 @@ class FormulaFinder:
         for pair in self.pairs:
             left[slice(*pair.taken)] = False
         for rule in (DELTA, SPACE):
-            values, *pair = self.kept.state.shape[1:]
-            key_dim, value_dim = pair if rule == DELTA else pair[::-1]
+            values, *sizes = self.kept.state.shape[1:]
+            key_dim, value_dim = sizes if rule == DELTA else sizes[::-1]
             keys, rest = divmod(len(mixed) - values * value_dim, 2 * key_dim)
             if rest or keys < 1 or values % keys or (gate is not None and gate.numel() != values * value_dim):
                 continue
@@ -120,10 +122,11 @@ class FormulaFinder:
         given = self.layer.name(self.convolution), self.convolution.kernel_size[0]
         wide = self.core is not None and self.core.dtype != self.joint.dtype
         for pick, (limits, least), beta, activation in product(picks, decays, betas, ("silu", None)):
-            skip = pick[2] if len(pick) > 2 else None
-            tensors = *given, activation, pick[0], pick[1], skip
-            rest = limits, beta, wide, self.rounded or rule == SPACE, least, self.pairs, multiplier
-            yield LinearFormula(rule, heads, tuple(columns.items()), *tensors, *rest)
+            a_log, bias, *skips = pick
+            yield LinearFormula(
+                rule, heads, tuple(columns.items()), *given, activation, a_log, bias, skips[0] if skips else None,
+                limits, beta, wide, self.rounded or rule == SPACE, least, self.pairs, multiplier,
+            )  # fmt: skip
 
     def _holds(self, formula: LinearFormula) -> bool:
         joint, state, heads = self.joint, self.kept.state, formula.heads
@@ -187,7 +190,7 @@ def _columns(
     cut = mixed.split([heads.channels(part) for part in ORDER[rule]])
     for part, index in zip(ORDER[rule], cut, strict=True):
         found[part] = strided(index.view(heads.keys, heads.repeat if part == "v" else 1, -1))
-    names, few = "ab", heads.values
+    names, few = ("a", "b"), heads.values
     candidates: list[tuple[torch.Tensor, ...]] = []
     if gate is not None:
         found["gate"] = strided(gate.view(heads.keys, heads.repeat, -1))
