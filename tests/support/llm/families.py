@@ -251,9 +251,6 @@ FAMILIES = (
         "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.7, "attention_in_multiplier": 0.8,
         "attention_out_multiplier": 0.9, "key_multiplier": 0.6, "mlp_multipliers": [0.9, 0.6]},
         stateful=True, core=True),
-    Family("falcon-h1-normed", "falcon_h1", {
-        "head_dim": 16, "mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2,
-        "mamba_d_state": 24, "mamba_chunk_size": 16, "mamba_rms_norm": True}, stateful=True),
     Family("kimi-linear", "kimi_linear", KIMI, expected="either", stateful=True),
     Family("bailing-hybrid", "bailing_hybrid", KIMI | {"max_position_embeddings": LONG}, expected="either",
            stateful=True),
