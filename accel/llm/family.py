@@ -1,6 +1,7 @@
 """The rules for causal language models."""
 
 from itertools import product
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -27,6 +28,7 @@ from accel.llm.pipeline.stretch import StretchGraphs, StretchLayer
 from accel.llm.recording.record import LayerRecord, NotUnderstood
 from accel.llm.recording.recorder import decoder_layers
 from accel.llm.runtime.analyze import Analysis
+from accel.llm.runtime.framed_layer import FramedForward
 from accel.llm.runtime.kv_quantization import choose_kv_dtypes, described
 from accel.llm.runtime.layer import LayerForward, LayerSpec
 from accel.llm.runtime.lm_head import OutputHead, match_head, match_table
@@ -86,7 +88,7 @@ def _match_some(model: PreTrainedModel, context: Context, layers: dict, specs: l
     """Some layers of the model fused, between others that run stock."""
     stack, _ = decoder_layers(model)
     steps, parts = ForwardContext(), (context.kernels, context.log)
-    forwards = [LayerForward(layer.layer, layer.path, *parts, spec, steps) for layer, spec in specs]
+    forwards = [_forward(layer, spec, *parts, steps) for layer, spec in specs]
     forward = MixedForward(model, "", *parts, stack, forwards, steps)
     forward.experts, forward.routers = _inside(forwards, context)
     forward.most_positions = specs[0][0].most_positions
@@ -101,6 +103,12 @@ def _match_some(model: PreTrainedModel, context: Context, layers: dict, specs: l
     return Match(forward, tuple(Stacked(linears) for linears in stacks if linears), (), note)
 
 
+def _forward(layer: LayerRecord, spec: LayerSpec, *parts: Any) -> LayerForward:
+    """Of one layer."""
+    kind, (kernels, log, steps) = FramedForward if spec.framed else LayerForward, parts
+    return kind(layer.layer, layer.path, kernels, log, spec, steps)
+
+
 def _bind(
     model: PreTrainedModel, context: Context, specs: list[tuple[LayerRecord, LayerSpec]]
 ) -> tuple[DecoderForward, tuple, str]:
@@ -111,8 +119,12 @@ def _bind(
     stack, _ = decoder_layers(model)
     steps = ForwardContext()
     parts, placement = (context.kernels, context.log), context.find(Placement)
-    kind = LayerForward if placement is None else StretchLayer
-    forwards = [kind(layer.layer, layer.path, *parts, spec, steps) for layer, spec in specs]
+    if placement is None:
+        forwards = [_forward(layer, spec, *parts, steps) for layer, spec in specs]
+    else:
+        if any(spec.framed for _, spec in specs):
+            raise NotUnderstood("layers whose own code runs around fused attention, over several devices")
+        forwards = [StretchLayer(layer.layer, layer.path, *parts, spec, steps) for layer, spec in specs]
     whole = (model, "", *parts, stack, forwards, steps)
     forward = DecoderForward(*whole) if placement is None else SpreadForward(*whole, placement=placement)
     forward.experts, forward.routers = _inside(forwards, context)
@@ -210,10 +222,13 @@ def match_layer(site: Site, context: Context) -> Match | Skip | None:
     layers = context.of(DecoderLayers)
     inside = {path: one for path, one in layers.inside.items() if path.startswith(f"{site.path}.")}
     forwards = {path: one for path, one in inside.items() if not isinstance(one, str)}
-    patches = tuple(ForwardPatch(one.module, one) for one in forwards.values())
+    patches = tuple(ForwardPatch(one.module, one) for one in (*found.inner, *forwards.values()))
     stock = {layers.rules[path]: one for path, one in inside.items() if isinstance(one, str)}
     note = "; ".join(f"{name} run{'' if name == 'experts' else 's'} stock: {reason}" for name, reason in stock.items())
-    return Match(found, patches, covers=None, note=note, inside=tuple((path, layers.rules[path]) for path in forwards))
+    covers = () if found.spec.framed else None
+    return Match(
+        found, patches, covers=covers, note=note, inside=tuple((path, layers.rules[path]) for path in forwards)
+    )
 
 
 MIXTURES = (Rule("experts", match_experts), Rule("router", match_router))

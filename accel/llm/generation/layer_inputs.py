@@ -14,8 +14,8 @@ from accel_kernels import KV, RowStates
 from accel.libraries.cache import Cache
 from accel.llm.generation.calling_convention import Unfit
 from accel.llm.parts.step import Step
-from accel.llm.recording.record import is_absent
-from accel.llm.runtime.layer import LayerForward, LayerSpec, form
+from accel.llm.recording.record import form, is_absent
+from accel.llm.runtime.layer import LayerForward, LayerSpec
 
 HIDDEN_STATES, MASK = "hidden_states", "attention_mask"  # as decoder layers of transformers name them
 NOT_CAUSAL = "its attention mask is not causal"

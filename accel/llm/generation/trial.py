@@ -228,7 +228,9 @@ def fill_prompt(
 @contextmanager
 def fused_layers(forward: DecoderForward) -> Iterator[None]:
     """Inside, the layers have their fused forwards, and the experts and routers in them."""
-    patches = [ForwardPatch(one.module, one) for one in (*forward.layers, *forward.experts, *forward.routers)]
+    inner = [one for layer in forward.layers for one in layer.inner]
+    every = (*forward.layers, *inner, *forward.experts, *forward.routers)
+    patches = [ForwardPatch(one.module, one) for one in every]
     done = []
     try:
         for patch in patches:

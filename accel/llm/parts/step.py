@@ -11,12 +11,16 @@ from accel.fusion.loop import PerThread
 
 
 class Step:
-    """One fast forward. kvs: every layer's store, by its place in the cache. `angles`: rotations made once for all."""
+    """One fast forward. kvs: every layer's store, by its place in the cache. `angles`: rotations made once for all.
 
-    __slots__ = ("_angles", "kvs")
+    frame: what the layer was called with whose own code runs around fused attention; None outside of such.
+    """
+
+    __slots__ = ("_angles", "frame", "kvs")
 
     def __init__(self, kvs: Mapping[int, KV | RowStates]):
         self.kvs = kvs
+        self.frame: dict | None = None
         self._angles: dict[tuple, tuple] = {}
 
     def runs_stock(self, layer: Any, args: tuple, kwargs: dict) -> bool:

@@ -74,6 +74,13 @@ def is_absent(value: object) -> bool:
     return value is None or value is False or (isinstance(value, dict | list | tuple) and not value)
 
 
+def form(value: object) -> object:
+    """What an argument is like: a tensor's number of dimensions and whether it is floating-point; else its type."""
+    if isinstance(value, tuple | list):
+        return tuple(map(form, value))
+    return (value.dim(), value.is_floating_point()) if isinstance(value, torch.Tensor) else type(value)
+
+
 class Value:
     """A tensor that was seen: itself, to recognize its memory later, and a copy of its values at that time."""
 

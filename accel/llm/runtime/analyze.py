@@ -11,6 +11,7 @@ from accel.libraries.versions import newer_than_tested
 from accel.llm.pipeline.placement import layer_placement
 from accel.llm.recording.record import LayerRecord, NotUnderstood, Record
 from accel.llm.recording.recorder import keeps_more, model_side_effects, record
+from accel.llm.runtime.framed_layer import understand_framed
 from accel.llm.runtime.layer import LayerSpec, understand_layer
 from accel.patching.guard import plain_settings
 from accel.patching.structure import meta_weights
@@ -122,9 +123,15 @@ def _formula(layer: LayerRecord, seen: Record) -> LayerSpec | str:
     try:
         if any(map(_hides_keys, layer.layer.buffers())):
             raise NotUnderstood("it holds a mask that is not causal")
-        return understand_layer(layer, seen)
-    except NotUnderstood as reason:
-        return str(reason)
+        try:
+            if layer.known is None or not layer.known.framed:
+                return understand_layer(layer, seen)
+            reason = "its attention is of no kind that is known"
+        except NotUnderstood as error:
+            reason = str(error)
+        return understand_framed(layer, seen) or reason
+    except NotUnderstood as error:
+        return str(error)
 
 
 def _hides_keys(table: torch.Tensor) -> bool:

@@ -1,6 +1,6 @@
 """One decoder layer: how it is put together, found by comparing with a record, and a few fused operations for it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from accel.llm.parts.linear import weights
 from accel.llm.parts.norm import NormSpec, norm_spec, normlike
 from accel.llm.parts.part import BoundLinear, BoundNorm, NormedInput
 from accel.llm.parts.step import ForwardContext, Step
-from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record, Value, is_absent
+from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record, Value, form, is_absent
 from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
 from accel.llm.runtime.gated_attention import GatedSpec, QueryGatedSpec
 from accel.llm.runtime.linear_attention import LinearSpec
@@ -40,7 +40,8 @@ class LayerSpec:
 
     shared: attention and MLP get the output of the one norm `before_attention`. returns: how many things the layer's
     forward gives back as a tuple, y first; None for y alone. settings: of the layer itself. given: the
-    keywords that carry a value when the model reads plain text, each with the `form` of that value.
+    keywords that carry a value when the model reads plain text, each with the `form` of that value. framed: the layer's
+    own code runs, and only attention is known; how many things the module of each returns, 0 for a tensor alone.
     """
 
     settings: tuple
@@ -57,6 +58,7 @@ class LayerSpec:
     scales: tuple[float, float]
     returns: int | None
     given: frozenset[tuple[str, object]]
+    framed: tuple[int, ...] = ()
 
     @property
     def place(self) -> int | None:
@@ -224,13 +226,6 @@ def understand_attention(layer: LayerRecord, record: Record) -> UnderstoodAttent
     raise NotUnderstood(reasons[0] if reasons else "its attention is of no kind that is known")
 
 
-def form(value: object) -> object:
-    """What an argument is like: a tensor's number of dimensions and whether it is floating-point; else its type."""
-    if isinstance(value, tuple | list):
-        return tuple(map(form, value))
-    return (value.dim(), value.is_floating_point()) if isinstance(value, torch.Tensor) else type(value)
-
-
 class LayerForward(FastForward):
     """Computes its layer while a step is under way on this thread; outside of one the stock forward runs.
 
@@ -280,10 +275,19 @@ class LayerForward(FastForward):
         reason = self._changed()
         if reason is None:
             try:
-                self.bound = BoundLayer(self.kernels, self.module, self.spec, stack)
+                self.take(stack)
             except (NotUnderstood, AttributeError) as error:  # or a module is gone
                 reason = str(error)
         return None if reason is None else f"{self.path}: {reason}"
+
+    @property
+    def inner(self) -> Iterable[FastForward]:
+        """Forwards of modules inside, which are patched with it."""
+        return ()
+
+    def take(self, stack: bool) -> None:
+        """As `bind`, of a layer that is as it was."""
+        self.bound = BoundLayer(self.kernels, self.module, self.spec, stack)
 
     def _changed(self) -> str | None:
         if vars(self.module).get("forward") is not self:

@@ -6,6 +6,7 @@ takes the pair for one attention; what it gives is added as it is.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -70,8 +71,7 @@ class PairSpec(AttentionSpec):
 
 def understand_pair(layer: LayerRecord, record: Record, understand: Callable) -> UnderstoodAttention:
     """understand: of each part alone. Raises NotUnderstood."""
-    known = [None, None] if layer.known is None else [replace(layer.known, attention=p) for p in _known(layer).both]
-    alone = replace(layer, kept=None, known=known[0]), replace(layer, stored=None, known=known[1])
+    alone = views(layer)
     found: list[UnderstoodAttention] = [understand(view, record) for view in alone]
     holders = (layer.layer, *(view.attention for view in alone))
     taken, inputs = _input(layer, found, holders)
@@ -85,12 +85,25 @@ def understand_pair(layer: LayerRecord, record: Record, understand: Callable) ->
         if isinstance(spec, LinearSpec) and number != 1.0 and not _biased(layer.layer, spec.projections):
             spec, inputs[place] = replace(spec, factor=number), 1.0  # of what its projections give
         parts.append(spec)
-    first, projections = parts[0], tuple(name for part in parts for name in part.projections)
-    own = first.name, first.settings, projections, first.out, first.index, first.window
-    spec = PairSpec(*own, tuple(parts), tuple(inputs), outputs)
+    spec = replace(joined(parts), inputs=tuple(inputs), outputs=outputs)
     total = torch.stack([number * one.double() for number, one in zip(outputs, branches, strict=True)]).sum(0)
     begin, end = replace(found[0].first, taken=taken), replace(found[0].last, made=Value(total))
     return UnderstoodAttention(spec, begin, end)
+
+
+def views(layer: LayerRecord) -> tuple[LayerRecord, ...]:
+    """The record with one attention each."""
+    if len(layer.mixers) < 2:
+        return (layer,)
+    known = [None, None] if layer.known is None else [replace(layer.known, attention=p) for p in _known(layer).both]
+    return replace(layer, kept=None, known=known[0]), replace(layer, stored=None, known=known[1])
+
+
+def joined(parts: list[AttentionSpec]) -> Any:
+    """One spec of all, without what is done to inputs and outputs."""
+    first, projections = parts[0], tuple(name for part in parts for name in part.projections)
+    own = first.name, first.settings, projections, first.out, first.index, first.window
+    return first if len(parts) == 1 else PairSpec(*own, tuple(parts), (), ())
 
 
 def _known(layer: LayerRecord) -> PairSpec:
