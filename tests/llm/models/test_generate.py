@@ -93,7 +93,7 @@ def test_what_is_fast_is_so_and_what_is_stock_says_why(name, pair_of):
     assert runs(stock, lambda: generate(stock, ids, mask)) > 0
     count = runs(ours, lambda: generate(ours, ids, mask))
     if BY_NAME[name].expected == "fast":
-        assert count == 0, [site for site in sites if site[2] == "skipped"]
+        assert BY_NAME[name].framed or count == 0, [site for site in sites if site[2] == "skipped"]
         assert {path for path, _, status, _ in own if status == "patched"} == set(layers(ours))
     elif BY_NAME[name].expected == "some":
         fused = {path for path, _, status, _ in own if status == "patched"}

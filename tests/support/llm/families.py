@@ -61,6 +61,7 @@ class Family:
     none is, and the report says why; "either", only what it computes matters.
     attention: the implementation asked for, where the default one is not the one to compare with.
     stateful: transformers refuses some modes, as tokens cannot be taken back; of some of these families others too.
+    framed: code of some layers runs, around attention that is fused.
     core: structurally unlike the others that are: these run the whole product of families and modes.
     """
 
@@ -70,6 +71,7 @@ class Family:
     expected: str = "fast"
     attention: str | None = None
     stateful: bool = False
+    framed: bool = False
     core: bool = False
 
     def takes(self, mode: str) -> bool:
@@ -251,6 +253,10 @@ FAMILIES = (
         "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.7, "attention_in_multiplier": 0.8,
         "attention_out_multiplier": 0.9, "key_multiplier": 0.6, "mlp_multipliers": [0.9, 0.6]},
         stateful=True, core=True),
+    Family("zamba2", "zamba2", {
+        "layer_types": ["linear_attention", "hybrid"], "hybrid_layer_ids": [1], "num_mem_blocks": 1,
+        "n_mamba_heads": 8, "mamba_d_state": 24, "mamba_ngroups": 2, "chunk_size": 16, "use_mem_rope": True,
+        "num_key_value_heads": 4}, stateful=True, framed=True),
     Family("kimi-linear", "kimi_linear", KIMI, expected="either", stateful=True),
     Family("bailing-hybrid", "bailing_hybrid", KIMI | {"max_position_embeddings": LONG}, expected="either",
            stateful=True),
