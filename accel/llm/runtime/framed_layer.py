@@ -1,6 +1,8 @@
-"""Layers whose own code runs around attention that is fused: what they do else is of no form that is known.
+"""Layers with two attentions whose own code runs around them: what they do else is of no form that is known.
 
-As in Zamba2 (Zyphra, 2024), where a shared block of attention stands beside each mixer and is given other inputs.
+As in Zamba2 (Zyphra, 2024), where a shared block with softmax attention gives the linear one another input. Whether
+such code looks at the cache or a mask cannot be seen, and would matter: in a forward of fused layers both are made up.
+So it is given objects that refuse to be looked at.
 """
 
 import inspect
@@ -11,25 +13,28 @@ import torch
 from accel_kernels.warmup import warming_up
 from torch import nn
 
+from accel.libraries.cache import Cache
 from accel.llm.parts.part import NormedInput
 from accel.llm.parts.step import ForwardContext, Step
 from accel.llm.recording.record import LayerRecord, NotUnderstood, Record, form, is_absent
 from accel.llm.runtime.attention import AttentionSpec, BoundAttention
 from accel.llm.runtime.layer import LayerForward, LayerSpec, understand_attention
-from accel.llm.runtime.mixer_pair import joined, views
+from accel.llm.runtime.mixer_pair import each_alone, joined
 from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.guard import plain_settings
 
 
 def understand_framed(layer: LayerRecord, record: Record) -> LayerSpec | None:
-    """What is known of a layer of which all attention is; None where that is not so, or not of modules of their own."""
+    """What is known of a layer of which both attentions are; None where they are not, or no modules of their own."""
     known = layer.known
-    if not layer.mixes or (known is not None and not known.framed) or layer.call.args[len(_names(layer.layer)) :]:
+    if len(layer.mixers) < 2 or (known is not None and not known.framed):
+        return None
+    if layer.call.args[len(_names(layer.layer)) :]:
         return None
     parts: list[AttentionSpec] = []
     returns: list[int] = []
-    for view in views(layer):
+    for view in each_alone(layer):
         calls = [call for call in layer.calls if call.module is view.attention]
         try:
             found = understand_attention(view, record)
@@ -51,6 +56,7 @@ def understand_framed(layer: LayerRecord, record: Record) -> LayerSpec | None:
     )  # fmt: skip
 
 
+MASK = "mask"  # in the names of arguments
 NORMS = ("before_attention", "post_attention", "after_attention", "before_mlp", "post_mlp", "after_mlp")
 
 
@@ -58,6 +64,15 @@ def _names(layer: nn.Module) -> list[str]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     given = inspect.signature(type(layer).forward).parameters.values()
     return [one.name for one in given if one.kind in kinds][1:]
+
+
+class Unseen:
+    """Stands for a cache or a mask. Raises NotUnderstood where it is looked at."""
+
+    def _refuse(self, *args: Any) -> Any:
+        raise NotUnderstood("its layers look at the cache or a mask beside their attention")
+
+    __getattr__ = __getitem__ = __len__ = __bool__ = __iter__ = _refuse
 
 
 class MixerForward(FastForward):
@@ -102,7 +117,7 @@ class FramedForward(LayerForward):
     def __init__(self, module: nn.Module, path: str, *parts: Any) -> None:
         super().__init__(module, path, *parts)
         kernels, log, spec, steps = parts
-        self.names = _names(module)
+        self.parameters = tuple(_names(module))
         self.mixers = [
             MixerForward(module.get_submodule(one.name), f"{path}.{one.name}", kernels, log, one, returns, steps)
             for one, returns in zip(spec.attention.mixers, spec.framed, strict=True)
@@ -119,16 +134,17 @@ class FramedForward(LayerForward):
         self.bound = self.framed
 
     def fast(self, step: Step, *args: Any, **kwargs: Any) -> Any:
-        named = dict(zip(self.names, args, strict=False)) | kwargs
-        x = named.pop(self.names[0])
+        named = dict(zip(self.parameters, args, strict=False)) | kwargs
+        x = named.pop(self.parameters[0])
         y = x if self.repeats and warming_up() else self.bound(self.kernels, step, x, named)
         return y if self.spec.returns is None else (y, *(None,) * (self.spec.returns - 1))
 
     def framed(self, kernels: Kernels, step: Step, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
         """As `BoundLayer`."""
         before, step.frame = step.frame, kwargs
+        hidden = [name for name, one in kwargs.items() if isinstance(one, Cache) or (MASK in name and one is not None)]
         try:
-            y = self.stock(x, **kwargs)
+            y = self.stock(x, **kwargs | dict.fromkeys(hidden, Unseen()))
         finally:
             step.frame = before
         return y[0] if isinstance(y, tuple) else y

@@ -16,7 +16,7 @@ from accel.llm.parts.part import BoundLinear, NormedInput, part_product, stacked
 from accel.llm.parts.step import Step
 from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record
 from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
-from accel.llm.runtime.linear_finder import FormulaFinder
+from accel.llm.runtime.linear_finder import FormulaFinder, multiplies
 from accel.llm.runtime.linear_formula import (
     DELTA,
     LinearFormula,
@@ -25,7 +25,6 @@ from accel.llm.runtime.linear_formula import (
     of_steps,
     parts_of,
 )
-from accel.llm.runtime.mlp import matrices
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import plain_settings
 
@@ -56,7 +55,7 @@ class LinearSpec(AttentionSpec):
         pairs = ((norm, out) for norm in gated for out in calls if out.alone and _follows(out, norm))
         norm, out = next(pairs, (None, None))
         if norm is None or out is None:
-            out = next((call for call in reversed(calls) if call.alone and matrices(call.module)), None)
+            out = next((call for call in reversed(calls) if call.alone and multiplies(call.module)), None)
             if out is None:
                 raise NotUnderstood("nothing projects what its state gives")
         flat = [call for call in calls if call is not out and call.alone and call.made is not None]

@@ -10,19 +10,21 @@ from torch import nn
 
 from accel.comparison import agree
 from accel.llm.recording.record import Call, KeptState, LayerRecord
-from accel.llm.runtime.columns import HeadColumns, places, strided
 from accel.llm.runtime.linear_formula import (
     DELTA,
     ORDER,
     SPACE,
+    HeadColumns,
     Heads,
     LinearFormula,
     OutputNorm,
     Pair,
     attended_prompt,
     parts_of,
+    places,
+    strided,
 )
-from accel.llm.runtime.mlp import matrices
+from accel.quantization.experts import holds_numbers
 from accel.tolerances import FORMULA, bound
 
 CANCELLED = 2e-3  # of a result, may be off where decays are sums of large numbers; without a limit it is 0.07
@@ -45,7 +47,7 @@ class FormulaFinder:
         rounded: bool,
     ):
         self.layer, self.kept, self.norm, self.rounded = layer, kept, norm, rounded
-        linear = [call for call in calls if call.alone and call.made is not None and matrices(call.module)]
+        linear = [call for call in calls if call.alone and call.made is not None and multiplies(call.module)]
         seconds = [call for call in linear if any(one.output.same(call.input) for one in projections)]
         every = [*projections, *seconds]
         self.joint = self.given = torch.cat([call.output.held for call in every], -1)
@@ -170,6 +172,11 @@ class FormulaFinder:
                 if agree(got, wanted, slack=self.slack):
                     found.append((not torch.equal(got, wanted), one))
         return [one for _, one in sorted(found, key=lambda pair: pair[0])]
+
+
+def multiplies(module: nn.Module) -> bool:
+    """Whether it has a matrix, here or inside."""
+    return any(p.dim() >= 2 for p in module.parameters()) or any(map(holds_numbers, module.modules()))
 
 
 def _normed(norm: OutputNorm, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

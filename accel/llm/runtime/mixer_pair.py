@@ -6,7 +6,6 @@ takes the pair for one attention; what it gives is added as it is.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -71,9 +70,8 @@ class PairSpec(AttentionSpec):
 
 def understand_pair(layer: LayerRecord, record: Record, understand: Callable) -> UnderstoodAttention:
     """understand: of each part alone. Raises NotUnderstood."""
-    alone = views(layer)
-    found: list[UnderstoodAttention] = [understand(view, record) for view in alone]
-    holders = (layer.layer, *(view.attention for view in alone))
+    found: list[UnderstoodAttention] = [understand(one, record) for one in each_alone(layer)]
+    holders = (layer.layer, *layer.mixers)
     taken, inputs = _input(layer, found, holders)
     branches = [one.last.output.held for one in found]
     outputs = next(_shares(layer, branches, holders), None)
@@ -91,19 +89,17 @@ def understand_pair(layer: LayerRecord, record: Record, understand: Callable) ->
     return UnderstoodAttention(spec, begin, end)
 
 
-def views(layer: LayerRecord) -> tuple[LayerRecord, ...]:
+def each_alone(layer: LayerRecord) -> tuple[LayerRecord, ...]:
     """The record with one attention each."""
-    if len(layer.mixers) < 2:
-        return (layer,)
     known = [None, None] if layer.known is None else [replace(layer.known, attention=p) for p in _known(layer).both]
     return replace(layer, kept=None, known=known[0]), replace(layer, stored=None, known=known[1])
 
 
-def joined(parts: list[AttentionSpec]) -> Any:
-    """One spec of all, without what is done to inputs and outputs."""
+def joined(parts: list[AttentionSpec]) -> PairSpec:
+    """One spec of both, without what is done to inputs and outputs."""
     first, projections = parts[0], tuple(name for part in parts for name in part.projections)
     own = first.name, first.settings, projections, first.out, first.index, first.window
-    return first if len(parts) == 1 else PairSpec(*own, tuple(parts), (), ())
+    return PairSpec(*own, tuple(parts), (), ())
 
 
 def _known(layer: LayerRecord) -> PairSpec:

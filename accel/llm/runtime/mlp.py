@@ -46,9 +46,9 @@ def understand_mlp(layer: LayerRecord) -> tuple[MlpSpec | None, tuple[Call, ...]
     mixer = layer.attention if layer.mixes else None
     around = {module for module in layer.layer.modules() if any(m in layer.mixers for m in module.modules())}
     mine = [call for call in layer.inside(layer.layer) if call.module not in around]
-    if mixer is not None and not any(matrices(call.module) for call in mine):
+    if mixer is not None and not any(_matrices(call.module) for call in mine):
         return None, ()
-    containers = [call for call in mine if matrices(call.module) and vars(call.module)["_modules"]]
+    containers = [call for call in mine if _matrices(call.module) and vars(call.module)["_modules"]]
     if len(containers) > 1:
         raise NotUnderstood(NOTHING_STORED if mixer is None else "more than one block besides the attention")
     whole = containers[0] if containers else None
@@ -65,14 +65,13 @@ def understand_mlp(layer: LayerRecord) -> tuple[MlpSpec | None, tuple[Call, ...]
     return MlpSpec(layer.name(whole.module)), (whole, whole)
 
 
-def matrices(module: nn.Module) -> bool:
-    """Whether it multiplies by a matrix, here or inside."""
+def _matrices(module: nn.Module) -> bool:
     return any(p.dim() >= 2 for p in module.parameters()) or any(map(holds_numbers, module.modules()))
 
 
 def _formula(layer: LayerRecord, calls: list[Call], whole: Call | None) -> tuple[MlpSpec, tuple[Call, ...]] | None:
     calls = [call for call in calls if call.alone and call.made is not None]
-    products = [call for call in calls if matrices(call.module)]
+    products = [call for call in calls if _matrices(call.module)]
     for act in calls:
         name = None if list(act.module.parameters()) else activation_name(act.module)
         for down in products if name is not None else ():

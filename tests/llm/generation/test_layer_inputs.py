@@ -81,6 +81,7 @@ def step(mask: torch.Tensor | None = None, bare: bool = True) -> CheckedStep:
 def layer(given: dict | None = None, window: int | None = None) -> SimpleNamespace:
     known = dict(given or {})
     attention = SimpleNamespace(keeps_state=False, window=window, keywords=tuple(known.pop("reads", ())))
+    attention.mixers = (attention,)
     return SimpleNamespace(spec=SimpleNamespace(given=frozenset(known.items()), attention=attention))
 
 

@@ -37,20 +37,13 @@ GPT2 = {
 }
 MHA = {"num_key_value_heads": None}
 ROTARY = {"rope_theta": 10000.0}
-UNTAKEN = (
-    "assisted",
-    "embeddings",
-    "fanned-out",
-    "given-cache-plain",
-    "prompt-lookup",
-)  # by stock, of what is stateful
+# By stock, of what is stateful.
+UNTAKEN = ("assisted", "embeddings", "fanned-out", "given-cache-plain", "prompt-lookup")
 DELTA = {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2,
          "linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_conv_kernel_dim": 4}  # fmt: skip
-
 KIMI = {"layer_types": ["linear_attention", "full_attention"], "linear_head_dim": 16, "linear_num_heads": 4,
-        "q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
-        "num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
-        "moe_intermediate_size": 48, "max_position_embeddings": None}  # fmt: skip
+        "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "max_position_embeddings": None}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -76,10 +69,7 @@ class Family:
 
     def takes(self, mode: str) -> bool:
         """Whether stock can do what a mode of this name asks for."""
-        return not (
-            self.stateful
-            and mode.startswith(("assisted", "embeddings", "fanned-out", "given-cache-plain", "prompt-lookup"))
-        )
+        return not (self.stateful and mode.startswith(UNTAKEN))
 
     def __str__(self) -> str:
         return self.name
