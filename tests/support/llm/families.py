@@ -43,7 +43,7 @@ DELTA = {"layer_types": ["linear_attention", "full_attention"], "linear_num_valu
          "linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_conv_kernel_dim": 4}  # fmt: skip
 KIMI = {"layer_types": ["linear_attention", "full_attention"], "linear_head_dim": 16, "linear_num_heads": 4,
         "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4,
-        "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "max_position_embeddings": None}  # fmt: skip
+        "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -248,8 +248,7 @@ FAMILIES = (
         "n_mamba_heads": 8, "mamba_d_state": 24, "mamba_ngroups": 2, "chunk_size": 16, "use_mem_rope": True,
         "num_key_value_heads": 4}, stateful=True, framed=True),
     Family("kimi-linear", "kimi_linear", KIMI, expected="either", stateful=True),
-    Family("bailing-hybrid", "bailing_hybrid", KIMI | {"max_position_embeddings": LONG}, expected="either",
-           stateful=True),
+    Family("bailing-hybrid", "bailing_hybrid", KIMI, expected="either", stateful=True),
     Family("mamba", "mamba", MHA | {"state_size": 8, "intermediate_size": None, "num_attention_heads": None,
                                     "max_position_embeddings": None}, expected="stock"),
     Family("rwkv", "rwkv", MHA | {"num_attention_heads": None, "max_position_embeddings": None,
