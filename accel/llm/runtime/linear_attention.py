@@ -103,9 +103,8 @@ class BoundLinearAttention:
         if spec.norm.name:
             self.weight = layer.get_submodule(spec.norm.name).get_parameter(spec.norm.weight)
         self.tensors = spec.formula.tensors(layer)
-        self.factor: torch.Tensor | float = spec.factor
-        if spec.formula.multiplier is not None:
-            self.factor = layer.get_buffer(spec.formula.multiplier).flatten().float() * spec.factor
+        self.multiplier = None if spec.formula.multiplier is None else layer.get_buffer(spec.formula.multiplier)
+        self.zero = None if self.multiplier is None else self.multiplier.new_zeros(())
         self.decay_of_steps = of_steps(self.tensors.decay)
         # Within the kernel of a step, where each head has a norm of its own with the gate behind it.
         of_heads = self.weight is not None and spec.norm.groups == spec.formula.heads.values
@@ -115,8 +114,10 @@ class BoundLinearAttention:
         """See `BoundAttention`."""
         formula, states = self.spec.formula, step.states(self.spec.index)
         joint = self.projected(kernels, h)
-        if isinstance(self.factor, torch.Tensor) or self.factor != 1.0:
-            joint.mul_(self.factor)
+        if self.multiplier is not None and self.zero is not None:
+            joint = torch.addcmul(self.zero, joint, self.multiplier, value=self.spec.factor)
+        elif self.spec.factor != 1.0:
+            joint = joint * self.spec.factor
         taken = (NormedInput(joint[..., slice(*pair.taken)].contiguous()) for pair in formula.pairs)
         seconds = (second(kernels, given) for second, given in zip(self.seconds, taken, strict=True))
         parts = parts_of(formula, joint, *seconds)

@@ -69,8 +69,8 @@ class FormulaFinder:
         called = (call.module for call in calls)
         beside = {id(p) for module in (*called, *convolutions) for p in module.parameters()}
         self.convolution = convolutions[0] if len(convolutions) == 1 else None
-        buffers = [] if self.pairs else list(layer.layer.named_buffers())
-        self.multipliers = [name for name, t in buffers if t.dim() and t.numel() == t.shape[-1] == self.direct]
+        held = [(name, t) for name, t in layer.layer.named_buffers() if t.dtype == self.joint.dtype and not self.pairs]
+        self.multipliers = [name for name, t in held if t.dim() and t.numel() == t.shape[-1] == self.direct]
         self.parameters = {name: p for name, p in layer.layer.named_parameters() if id(p) not in beside}
 
     def formulas(self) -> Iterator[LinearFormula]:

@@ -24,7 +24,7 @@ class MlpSpec:
 
     halves: the one projection gives gate and up, True for gate first, False for up first; None for no gate in it.
     scale: by which the gate is multiplied before its activation.
-    whole: the module of them all, where there is one; alone: it takes the input and nothing else. settings: of that
+    whole: the module of them all, where there is one; alone: it takes the input alone, and gives what `down` does. settings: of that
     module and of the activation's. All by name, from the layer; "" for what there is not.
     """
 
@@ -80,7 +80,7 @@ def _formula(layer: LayerRecord, calls: list[Call], whole: Call | None) -> tuple
                 looked_at = (act,) if whole is None else (act, whole)
                 spec = MlpSpec(
                     "" if whole is None else layer.name(whole.module),
-                    alone=whole is None or whole.alone,
+                    alone=whole is None or (whole.alone and _gives(whole, down)),
                     first=tuple(layer.name(call.module) for call in first),
                     down=layer.name(down.module),
                     activation=name or "",
@@ -90,6 +90,12 @@ def _formula(layer: LayerRecord, calls: list[Call], whole: Call | None) -> tuple
                 )
                 return spec, (first[0], down, *first[1:], *looked_at)
     return None
+
+
+def _gives(whole: Call, down: Call) -> bool:
+    """Whether the module gives what its last projection does, and not a multiple of it."""
+    given, made = down.output.held, None if whole.made is None else whole.made.held
+    return made is not None and made.numel() == given.numel() and torch.equal(made.flatten(), given.flatten())
 
 
 def _before(
