@@ -65,7 +65,7 @@ class DeviceNumber(torch.Tensor):
     """Integers that stay on the device, and so does what is made of them: raises HostRead where one is read."""
 
     held: torch.Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, held: torch.Tensor) -> "DeviceNumber":
@@ -74,7 +74,7 @@ class DeviceNumber(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten._local_scalar_dense.default:
             raise HostRead("positions are read on the host")
         args, kwargs = tree_map_only(cls, lambda one: one.held, (args, kwargs or {}))

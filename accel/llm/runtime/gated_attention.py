@@ -4,7 +4,7 @@ Qiu et al., "Gated Attention for Large Language Models", 2025. The gate has a pr
 comes out of that of the queries, as in Qwen3-Next; it has a number for each channel, or for each head, as in Laguna.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from accel.llm.runtime.projections import split
 from accel.llm.runtime.softmax_attention import BoundSoftmaxAttention, Formula, Parts, SoftmaxSpec
 from accel.patching.fast_forward import Kernels
 
-ACTIVATIONS = {"sigmoid": torch.sigmoid, "softplus": F.softplus}
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"sigmoid": torch.sigmoid, "softplus": F.softplus}
 
 
 @dataclass(frozen=True)

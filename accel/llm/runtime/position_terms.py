@@ -5,6 +5,7 @@ texts, as of Llama 4 and Ministral 3.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 from accel_kernels.attention.paged.kv import LENGTH
@@ -42,7 +43,7 @@ class QueryScale:
         rows, new = q.shape[:2]
 
         def make() -> tuple[torch.Tensor]:
-            positions = kv.metadata[LENGTH] + torch.arange(new, device=q.device) if counted else given
+            positions: Any = kv.metadata[LENGTH] + torch.arange(new, device=q.device) if counted else given
             return (self.at(positions).expand(rows, new).contiguous(),)
 
         return step.angles(kv.metadata if counted else given, (self, rows), make)[0]

@@ -11,6 +11,7 @@ import accel
 from accel.llm.generation.calling_convention import Unfit
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.layer_inputs import NOT_CAUSAL, CheckedStep
+from accel.llm.parts.residual import Widths
 from support.llm.families import make, prompt
 from support.llm.outputs import flat, same
 
@@ -82,7 +83,9 @@ def layer(given: dict | None = None, window: int | None = None) -> SimpleNamespa
     known = dict(given or {})
     keywords = tuple(known.pop("reads", ()))
     attention = SimpleNamespace(keeps_state=False, window=window)
-    return SimpleNamespace(spec=SimpleNamespace(given=frozenset(known.items()), attention=attention, keywords=keywords))
+    attention.mixers = (attention,)
+    given, widths = frozenset(known.items()), Widths(torch.float32, torch.float32)
+    return SimpleNamespace(spec=SimpleNamespace(given=given, attention=attention, keywords=keywords, widths=widths))
 
 
 X = torch.zeros(2, NEW, 8)

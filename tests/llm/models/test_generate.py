@@ -30,7 +30,10 @@ FAST = [family.name for family in FAMILIES if family.expected == "fast"]
 # What stock itself cannot do with some of the families that we must have fast; ours may.
 REFUSED = {"early-exit", "static", "static-object", "cropped"}
 # What it says of that which it does with no model of a family.
-NEVER = ("stateful models", "have its forwarding implemented", "has no attribute 'batch_", "list index out of range")
+NEVER = (
+    "stateful models", "have its forwarding implemented", "has no attribute 'batch_", "list index out of range",
+    "Sizes of tensors must match except in dimension 2",  # where keys and values are repeated, and states are not
+)  # fmt: skip
 # These must be fast from beginning to end.
 ALL_FAST = ("greedy", "greedy-padded", "greedy-ends", "sample-top", "beam", "assisted", "prompt-lookup", "continued",
             "chunked-prefill", "embeddings", "streamer", "inference-mode")  # fmt: skip

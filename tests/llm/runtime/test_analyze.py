@@ -32,6 +32,7 @@ CALLED = {
     "qwen3-next",
     "qwen3.5-moe-attention",
     "granite-hybrid",
+    "llama4",
 }  # experts are called
 FAST = [family for family in FAMILIES if family.expected == "fast"]
 EACH = 1 if EVERYTHING else 3  # of so many families one
