@@ -22,7 +22,7 @@ from accel.llm.runtime.layer import LayerForward, LayerSpec, understand_attentio
 from accel.llm.runtime.mixer_pair import each_alone, joined
 from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import FastForward, Kernels
-from accel.patching.guard import plain_settings
+from accel.patching.guard import LayerGuard, plain_settings
 
 
 def understand_framed(layer: LayerRecord, record: Record) -> LayerSpec | None:
@@ -64,6 +64,11 @@ def _names(layer: nn.Module) -> list[str]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     given = inspect.signature(type(layer).forward).parameters.values()
     return [one.name for one in given if one.kind in kinds][1:]
+
+
+def _related(name: str, other: str) -> bool:
+    """Whether one module is in the other, of names that end with a dot; all are in the layer."""
+    return name == "." or name.startswith(other) or other.startswith(name)
 
 
 class Unseen:
@@ -118,6 +123,9 @@ class FramedForward(LayerForward):
         super().__init__(module, path, *parts)
         kernels, log, spec, steps = parts
         self.parameters = tuple(_names(module))
+        mine = [f"{one.name}." for one in spec.attention.mixers]
+        apart = [name for name, _ in module.named_modules() if not any(_related(f"{name}.", one) for one in mine)]
+        self.layer_guard = LayerGuard(module, (*spec.called, *apart), ())
         self.mixers = [
             MixerForward(module.get_submodule(one.name), f"{path}.{one.name}", kernels, log, one, returns, steps)
             for one, returns in zip(spec.attention.mixers, spec.framed, strict=True)

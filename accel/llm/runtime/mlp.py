@@ -24,8 +24,8 @@ class MlpSpec:
 
     halves: the one projection gives gate and up, True for gate first, False for up first; None for no gate in it.
     scale: by which the gate is multiplied before its activation.
-    whole: the module of them all, where there is one; alone: it takes the input alone, and gives what `down` does. settings: of that
-    module and of the activation's. All by name, from the layer; "" for what there is not.
+    whole: the module of them all, where there is one; alone: it takes the input alone, and gives what `down` does.
+    settings: of that module and of the activation's. All by name, from the layer; "" for what there is not.
     """
 
     whole: str = ""

