@@ -85,12 +85,10 @@ def test_two_attentions_are_understood_with_their_multipliers(scaled, dtype):
 @pytest.mark.parametrize("first", [True, False])
 def test_a_norm_behind_the_gate_or_before_it_writes_what_stock_writes(first):
     config = NORMED | {"mamba_norm_before_gate": first}
-    stock = make("falcon-h1", **config)
-    try:
-        generate(stock, prompt(2, 9), None)
-    except RuntimeError as error:
-        pytest.skip(f"this transformers takes no step of several rows: {error}")
-    ours = accel.optimize(make("falcon-h1", **config))
+    ours, stock = accel.optimize(make("falcon-h1", **config)), make("falcon-h1", **config)
+    told = next(reason for path, _, _, reason in accel.report(ours).sites if not path)
+    if "could not be tried: RuntimeError: The size of tensor" in told:
+        pytest.skip("this transformers multiplies each row by the gates of all, in a step")
     same(generate(ours, prompt(1, 9), None), generate(stock, prompt(1, 9), None))
     assert "forward" in vars(ours) and not accel.report(ours).fallbacks
 
