@@ -16,10 +16,18 @@ from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
 )
 
-__all__ = ["Cache", "DynamicCache", "DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer"]
+__all__ = [
+    "Cache",
+    "DynamicCache",
+    "DynamicLayer",
+    "DynamicSlidingWindowLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionLayer",
+]
 
 NAMES = ("cache", "past_key_values", "cache_params")  # of arguments and fields, the newest first
 SOUGHT = f"no parameter is annotated as one, or named {', '.join(NAMES[:-1])} or {NAMES[-1]}"

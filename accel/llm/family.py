@@ -173,7 +173,7 @@ def _graphs(forward: SpreadForward, context: Context, keep: bool) -> StretchGrap
 def _inside(layers: list[LayerForward], context: Context) -> tuple[list[ExpertsForward], list[RouterForward]]:
     """Experts and routers inside the layers, which are tried with them."""
     found = context.of(DecoderLayers)
-    whole = (layer for layer in layers if layer.inner is None)  # others call them from code of their own
+    whole = (layer for layer in layers if not layer.inner)  # others call them from code of their own
     sites = [Site(f"{layer.path}.{name}", one) for layer in whole for name, one in layer.module.named_modules() if name]
     for site, rule in product(sites, MIXTURES):
         answer = rule.answer(site, context)
@@ -193,7 +193,7 @@ def _inside(layers: list[LayerForward], context: Context) -> tuple[list[ExpertsF
 def _round(forward: DecoderForward, specs: list, kind: str, strict: bool) -> str:
     """Once the exact forward agrees with stock: keeps keys and values as kv_cache says. For the report."""
     device = forward.shapes()[0].device
-    layers = ((layer, spec.attention) for layer, spec in specs if spec.attention is not None and not spec.borrows)
+    layers = ((layer, one) for layer, spec in specs for one in spec.stored)
     kv_dtypes, left = choose_kv_dtypes(kind, device, layers, forward.ranks)
     forward.round(kv_dtypes)
     note = described(kind, forward.shapes(), left)
@@ -213,13 +213,13 @@ def match_layer(site: Site, context: Context) -> Match | Skip | None:
     layers = context.of(DecoderLayers)
     inside = {path: one for path, one in layers.inside.items() if path.startswith(f"{site.path}.")}
     forwards = {path: one for path, one in inside.items() if not isinstance(one, str)}
-    mine = [*forwards.values(), *([] if found.inner is None else [found.inner])]
-    patches = tuple(ForwardPatch(one.module, one) for one in mine)
+    patches = tuple(ForwardPatch(one.module, one) for one in (*forwards.values(), *found.inner))
     stock = {layers.rules[path]: one for path, one in inside.items() if isinstance(one, str)}
     note = "; ".join(f"{name} run{'' if name == 'experts' else 's'} stock: {reason}" for name, reason in stock.items())
     covers = None
-    if found.inner is not None and found.spec.attention is not None:
-        covers, note = (found.spec.attention.name.partition(".")[0],), "its own code runs around its attention"
+    if found.inner:
+        covers = tuple(one.path.removeprefix(f"{site.path}.") for one in found.inner)
+        note = "its own code runs around its attention"
     return Match(
         found, patches, covers=covers, note=note, inside=tuple((path, layers.rules[path]) for path in forwards)
     )

@@ -17,6 +17,7 @@ from accel_kernels import (
     convolution_frames,
     experts,
     fused_linear,
+    gated,
     group_norm,
     image_concat,
     image_sum,
@@ -91,6 +92,7 @@ class Kernels:
     causal_convolution: Any = causal_convolution
     convolution_frames: Any = convolution_frames
     experts: Any = experts
+    gated: Any = gated
     group_norm: Any = group_norm
     image_concat: Any = image_concat
     image_sum: Any = image_sum

@@ -212,7 +212,7 @@ def unshare(tensor: torch.Tensor) -> None:
 class Match:
     """Apply `patches`, then replace this site's forward.
 
-    covers: names of the children whose work the new forward does, so that no other rule sees them; None for all.
+    covers: names of the modules inside whose work the new forward does, so that no other rule sees them; None for all.
     inside: path and rule of those that `patches` give a forward, for the report.
     """
 

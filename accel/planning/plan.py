@@ -91,11 +91,11 @@ class Matching:
         self.lone = LoneSites(root, context.options)
         self.found: list[tuple[tuple, Row, ForwardPatch]] = []  # of lone sites, each with its kind
 
-    def visit(self, site: Site, captured: bool = False) -> None:
+    def visit(self, site: Site, captured: bool = False, covered: set[str] | None = None) -> None:
         """Asks about the site, then about its children that no rule covers. captured: the site runs inside of CUDA
-        graphs.
+        graphs. covered: children, and parts of these, whose work a rule does already.
         """
-        covered: set[str] | None = set()
+        covered = set() if covered is None else covered
         for rule in self.rules:
             answer = rule.answer(site, self.context)
             if isinstance(answer, Match) and answer.forward is not None:
@@ -119,8 +119,10 @@ class Matching:
         if covered is None or not isinstance(site.module, nn.Module):
             return
         for child in site.children():
-            if child.path.rpartition(".")[2] not in covered:
-                self.visit(child, captured)
+            name = child.path.rpartition(".")[2]
+            if name not in covered:
+                inside = {one.removeprefix(f"{name}.") for one in covered if one.startswith(f"{name}.")}
+                self.visit(child, captured, inside)
 
     def leave_out_what_would_not_pay(self) -> None:
         """Takes out the patches of lone sites that are not faster."""

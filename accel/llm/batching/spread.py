@@ -107,7 +107,7 @@ class StoresOfStep:
 
     def kvs(self, stretch: Stretch, x: torch.Tensor, metadata: tuple[torch.Tensor, ...]) -> dict[int, KV]:
         ragged = self.size.ragged(metadata[1:])
-        layers = [layer.spec.place for layer in stretch.layers if layer.spec.place is not None]
+        layers = [place for layer in stretch.layers for place in layer.spec.places]
         return self.runner.kv_cache.of_step(layers, x.shape[1], metadata=metadata[0], by_address=True, ragged=ragged)
 
     def turn(self, stretch: Stretch) -> AbstractContextManager:

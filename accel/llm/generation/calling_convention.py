@@ -50,12 +50,16 @@ def tokens_of(kwargs: dict, width: int, dtype: torch.dtype) -> torch.Tensor:
     return tokens
 
 
-def padding_of(mask: Any, store: Store, rows: int, tokens: int) -> torch.Tensor | None:
-    """The mask of a call, (rows, tokens), if it has one. Raises Unfit for one of another form."""
+def padding_of(mask: Any, store: Store, rows: int, tokens: int, left_padded: bool = False) -> torch.Tensor | None:
+    """The mask of a call, (rows, tokens), if it has one. left_padded: it may only hide first tokens, which waits for
+    the device. Raises Unfit for one of another form.
+    """
     if mask is not None and (type(mask) is not torch.Tensor or mask.shape != (rows, tokens)):
         raise Unfit("an attention mask of another form than (rows, tokens)")
     if mask is not None and store.hides_behind_first(mask):
         raise Unfit("an attention mask that hides tokens behind one of padding that was read alone, without a mask")
+    if left_padded and mask is not None and not bool((mask.bool().int().diff() >= 0).all()):
+        raise Unfit("an attention mask with gaps, where only padding on the left is understood")
     return mask
 
 
@@ -133,15 +137,13 @@ class CallingConvention:
 
         Raises Unfit.
         """
-        mask = padding_of(mask, store, rows, start + new)
+        # A bias by distance is counted by the mask in stock; with padding on the left alone the two differ by a
+        # constant, which the softmax does not see.
+        mask = padding_of(mask, store, rows, start + new, left_padded)
         if mask is None:
             if new > 1 and not self.unmasked_alike:
                 raise Unfit("without a mask it reads a prompt in a way of its own")
             return None
-        # A bias by distance is counted by the mask in stock; with padding on the left alone the two differ by a
-        # constant, which the softmax does not see. Waits for the device.
-        if left_padded and not bool((mask.bool().int().diff() >= 0).all()):
-            raise Unfit("an attention mask with gaps, where only padding on the left is understood")
         if new > 1 and not self.unmasked_alike and bool(mask.all()):
             raise Unfit("where nothing is hidden it reads a prompt in a way of its own")
         return mask

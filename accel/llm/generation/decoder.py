@@ -30,7 +30,7 @@ from accel.llm.generation.model_guard import ModelGuard
 from accel.llm.generation.prefill import Prompts, by_graph
 from accel.llm.kv_cache.cache import adopt, tokens_in
 from accel.llm.kv_cache.pending_step import LatestForward
-from accel.llm.kv_cache.shape import LayerShape
+from accel.llm.kv_cache.shape import LayerShape, StateShape
 from accel.llm.kv_cache.store import Store
 from accel.llm.moe.experts import ExpertsForward
 from accel.llm.moe.router import RouterForward
@@ -64,7 +64,7 @@ class DecoderForward(FastForward):
     ) -> None:
         super().__init__(module, path, kernels, log)
         self.stack, self.layers, self.steps = stack, layers, steps
-        self.places = sorted(layer.spec.place for layer in layers if layer.spec.place is not None)  # in the cache
+        self.places = sorted(place for layer in layers for place in layer.spec.places)  # in a store
         self.biased = any(layer.spec.has_position_bias for layer in layers)  # scores, by distance
         self.keeps_state = any(layer.spec.keeps_state for layer in layers)
         self.experts: list[ExpertsForward] = []  # those in the layers that are fused
@@ -189,18 +189,17 @@ class DecoderForward(FastForward):
         checked: layers run stock unless they are given what a text gives them. Raises Unfit.
         """
         (rows, new), start = tokens.shape[:2], store.length
-        mask = padding_of(kwargs.get("attention_mask"), store, rows, start + new)
+        left = self.partial and self.left_padded(new)
+        mask = padding_of(kwargs.get("attention_mask"), store, rows, start + new, left)
         if checked and mask is not None and bool(mask.all()):
             mask = None
         store.take()
         store.reserve(rows, start + new)
         store.set_padding_mask(mask)
         mine = range(len(self.places)) if self.partial else self.places  # in the store
-        stores = store.kvs(mine, rows * new, is_prefill=start == 0)
-        kvs = dict(zip(self.places, stores.values(), strict=True))
-        step = CheckedStep(
-            kvs, cache, tokens, self.shapes()[0].dtype, start, mask, self.convention.unmasked_alike, checked
-        )
+        kvs = dict(zip(self.places, store.kvs(mine, rows * new, is_prefill=start == 0).values(), strict=True))
+        given = self.shapes()[0].dtype, start, mask, self.convention.unmasked_alike, checked
+        step = CheckedStep(kvs, cache, tokens, *given)
         try:
             with self.steps.taken(step), nullcontext() if self.ranks is None else self.ranks.forward():
                 output = self.stock(**kwargs, **{self.cache_name: cache})
@@ -230,12 +229,14 @@ class DecoderForward(FastForward):
         weight = self.embeddings()
         dtype, device, shapes = self.stored
         if dtype is not weight.dtype or device != weight.device:
-            kept = {
-                spec.index: spec.cache_layout(weight.dtype, self.device(layer, weight), self.kv_dtypes.get(spec.index))
+            kept: dict[int, LayerShape] = {
+                one.index: one.cache_layout(weight.dtype, self.device(layer, weight), self.kv_dtypes.get(one.index))
                 for layer in self.layers
-                if (spec := layer.spec.attention) is not None and not spec.borrows
+                for one in layer.spec.stored
             }
-            nothing = kept[self.places[0]].nothing
+            nothing, number = kept[self.places[0]].nothing, len(DynamicCache(config=self.module.config).layers)
+            beside = ((place, shape) for place, shape in kept.items() if place >= number)
+            kept |= {place: shape._replace(beside=number) for place, shape in beside if isinstance(shape, StateShape)}
             shapes = tuple(kept.get(place, nothing) for place in self._cached())
             self.stored = weight.dtype, weight.device, shapes
         return shapes

@@ -7,9 +7,12 @@ from accel_kernels.warmup import warming_up
 from torch import nn
 
 from accel.fusion.stacked_linears import can_stack
+from accel.libraries.cache import Cache
 from accel.llm.parts.linear import weights
+from accel.llm.parts.part import NormedInput
 from accel.llm.parts.step import ForwardContext, Step
 from accel.llm.recording.record import NotUnderstood
+from accel.llm.runtime.attention import AttentionSpec, BoundAttention
 from accel.llm.runtime.layer import BoundLayer, LayerSpec
 from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import FastForward, Kernels
@@ -40,13 +43,15 @@ class LayerForward(FastForward):
         acting += [] if spec.tail is None else spec.tail.settings
         looked_at = (*(norm.name for norm in spec.norms), *(name for name, _ in acting))
         live = spec.called
-        self.inner: InnerAttention | None = None
-        if spec.around is not None and spec.attention is not None:
-            name = spec.attention.name
-            others = (one for one, _ in module.named_modules() if one and not _within(one, name) | _within(name, one))
-            live = (*live, *others)
-            inner = module.get_submodule(name)
-            self.inner = InnerAttention(inner, f"{path}.{name}", kernels, log, spec.around.rest, steps)
+        parts = zip(spec.attention.mixers, spec.around, strict=True) if spec.attention and spec.around else ()
+        self.inner = [
+            InnerAttention(module.get_submodule(one.name), f"{path}.{one.name}", kernels, log, one, behind.rest, steps)
+            for one, behind in parts
+        ]
+        if self.inner:
+            names = [one.spec.name for one in self.inner]
+            every = (name for name, _ in module.named_modules() if name)
+            live = (*live, *(one for one in every if not any(_within(one, n) or _within(n, one) for n in names)))
         self.layer_guard = LayerGuard(module, live, looked_at)
 
     def stacks(self) -> list[nn.Linear]:
@@ -77,7 +82,10 @@ class LayerForward(FastForward):
         reason = self._changed()
         if reason is None:
             try:
-                self.bound = BoundLayer(self.kernels, self.module, self.spec, stack)
+                for one in self.inner:
+                    one.bind(self.module, stack)
+                if not self.inner:
+                    self.bound = BoundLayer(self.kernels, self.module, self.spec, stack)
             except (NotUnderstood, AttributeError) as error:  # or a module is gone
                 reason = str(error)
         return None if reason is None else f"{self.path}: {reason}"
@@ -85,27 +93,52 @@ class LayerForward(FastForward):
     def _changed(self) -> str | None:
         if vars(self.module).get("forward") is not self:
             return changed_since("its forward")
-        if self.inner is not None and vars(self.inner.module).get("forward") is not self.inner:
+        if any(vars(one.module).get("forward") is not one for one in self.inner):
             return changed_since("the forward of its attention")
         return self.layer_guard.changed(self.module)
 
     def fast(self, step: Step, *args: Any, **kwargs: Any) -> Any:
-        if self.inner is not None and not (self.repeats and warming_up()):
-            step.around = lambda x: self.bound.attended(self.kernels, step, x.contiguous(), kwargs)
-            try:
-                return self.stock(*args, **kwargs)
-            finally:
-                step.around = None
         x = args[0] if args else kwargs["hidden_states"]
-        y = x if self.repeats and warming_up() else self.bound(self.kernels, step, x.contiguous(), kwargs)
+        if self.repeats and warming_up():
+            y = x
+        elif self.inner:
+            y = self._own_code(step, args, kwargs)
+        else:
+            y = self.bound(self.kernels, step, x.contiguous(), kwargs)
         return y if self.spec.returns is None else (y, *(None,) * (self.spec.returns - 1))
+
+    def _own_code(self, step: Step, args: tuple, kwargs: dict) -> torch.Tensor:
+        hidden = [name for name, one in kwargs.items() if isinstance(one, Cache) or (MASK in name and one is not None)]
+        step.around = kwargs
+        try:
+            y = self.stock(*args, **kwargs | dict.fromkeys(hidden, Unseen()))
+        finally:
+            step.around = None
+        return y[0] if isinstance(y, tuple) else y
+
+
+MASK = "mask"  # in the names of arguments
+
+
+class Unseen:
+    """Stands for a cache or a mask in a layer's own code: in a forward of fused layers both are made up. Raises
+    NotUnderstood where it is looked at.
+    """
+
+    def _refuse(self, *args: Any) -> Any:
+        raise NotUnderstood("its layers look at the cache or a mask beside their attention")
+
+    __getattr__ = __getitem__ = __len__ = __bool__ = __iter__ = _refuse
 
 
 class InnerAttention(FastForward):
-    """Of the attention of a layer whose own code runs around it: does its work while that layer runs in a step.
+    """Of an attention of a layer whose own code runs around it: does its work while that layer runs in a step.
 
-    rest: what it gives behind its output, as of `Behind`.
+    rest: what its module gives behind its output, as of `Behind`.
     """
+
+    bound: BoundAttention
+    out: Any
 
     def __init__(
         self,
@@ -113,17 +146,27 @@ class InnerAttention(FastForward):
         path: str,
         kernels: Kernels,
         log: FallbackLog,
+        spec: AttentionSpec,
         rest: tuple[str, ...] | None,
         steps: ForwardContext,
     ) -> None:
         super().__init__(module, path, kernels, log)
-        self.rest, self.steps = rest, steps
+        self.spec, self.rest, self.steps = spec, rest, steps
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name not in ("bound", "out")}
+
+    def bind(self, layer: nn.Module, stack: bool) -> None:
+        """Takes the weights as they lie now. stack: as of `LayerForward`."""
+        self.bound, self.out = self.spec.bind(self.kernels, layer, stack), self.spec.bind_out(layer)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         step = None if torch.compiler.is_compiling() else self.steps.current
         if step is None or step.around is None:
             return self.stock(*args, **kwargs)
-        y = step.around(next(one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)))
+        x = next(one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)).contiguous()
+        attended = self.bound(self.kernels, step, NormedInput(x), step.around)
+        y = self.out(self.kernels, NormedInput(attended))
         if self.rest is None:
             return y
         return (y, *(getattr(self.module, name) if name else None for name in self.rest))

@@ -15,8 +15,8 @@ from accel.libraries.cache import Cache
 from accel.llm.generation.calling_convention import Unfit
 from accel.llm.generation.layer_forward import LayerForward
 from accel.llm.parts.step import Step
-from accel.llm.recording.record import Chunk, is_absent
-from accel.llm.runtime.layer import LayerSpec, form
+from accel.llm.recording.record import Chunk, form, is_absent
+from accel.llm.runtime.layer import LayerSpec
 
 HIDDEN_STATES, MASK = "hidden_states", "attention_mask"  # as decoder layers of transformers name them
 NOT_CAUSAL = "its attention mask is not causal"
@@ -78,10 +78,15 @@ class CheckedStep(Step):
             return f"its layers are given {name} as no text gives it"
         if spec.attention is None:
             return None
-        mask, window, keeps_state = kwargs.get(MASK), spec.attention.window, spec.attention.keeps_state
-        key = id(mask), window, keeps_state
+        mask, window, parts = kwargs.get(MASK), spec.attention.window, spec.attention.mixers
+        key = id(mask), window, tuple(part.keeps_state for part in parts)
         if key not in self.seen:
-            self.seen[key] = mask, self._of_padding(mask) if keeps_state else self._causal(mask, window)
+            alone = len(parts) == 1  # else a state's own mask has another name, and no text gives one
+            shown = (
+                self._of_padding(mask if alone else None) if part.keeps_state else self._causal(mask, window)
+                for part in parts
+            )
+            self.seen[key] = mask, all(shown)
         return None if self.seen[key][1] else NOT_CAUSAL
 
     def _of_padding(self, mask: Any) -> bool:

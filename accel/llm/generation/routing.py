@@ -62,7 +62,7 @@ def routing_modules(forward: DecoderForward) -> list[nn.Module]:
 
     Modules whose work a fused forward does are left out.
     """
-    mine = {layer.module for layer in forward.layers if layer.inner is None or not _stacks(layer.module)}
+    mine = {layer.module for layer in forward.layers if not layer.inner or not _stacks(layer.module)}
     routers = {module for one in forward.routers for module in one.module.modules()}
     others = [layer for layer in forward.module.get_submodule(forward.stack).children() if layer not in mine]
     wholes = (*routed_modules(forward), *others)

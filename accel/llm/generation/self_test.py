@@ -9,7 +9,7 @@ import torch
 
 from accel.errors import reason_of
 from accel.in_flight import Here
-from accel.libraries.cache import DynamicCache, LinearAttentionLayer
+from accel.libraries.cache import DynamicCache
 from accel.libraries.generation import ARGUMENTS, OUTPUTS
 from accel.llm.generation.arguments import find_arguments
 from accel.llm.generation.calling_convention import BY_MASK, IN_ORDER, CallingConvention, Unfit
@@ -39,7 +39,7 @@ from accel.llm.generation.trial import (
     written,
 )
 from accel.llm.generation.trial_warmup import warming_up_trial
-from accel.llm.kv_cache.cache import STOCK
+from accel.llm.kv_cache.cache import OF_STATES, STOCK
 from accel.llm.recording.inputs import within_positions
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import ROWS, resting
@@ -180,7 +180,7 @@ def try_partial(forward: MixedForward) -> None:
     """
     model = forward.module
     for place, layer in enumerate(DynamicCache(config=model.config).layers):
-        if place in forward.places and type(layer) not in (*STOCK, LinearAttentionLayer):
+        if place in forward.places and type(layer) not in (*STOCK, *OF_STATES):
             raise NotUnderstood(f"layer {place} keeps more than keys and values")
         if place not in forward.places and type(layer) is STOCK[1]:
             raise NotUnderstood(f"layer {place} is not understood, and drops what its window has passed")
@@ -252,7 +252,7 @@ def guard_of(forward: DecoderForward) -> ModelGuard:
 @contextmanager
 def _calls_noted(forward: DecoderForward) -> Iterator[set[str]]:
     """Inside, notes the paths of modules that are called, but for those inside layers."""
-    whole = [layer.module for layer in forward.layers if layer.inner is None]
+    whole = [layer.module for layer in forward.layers if not layer.inner]
     inside = {module for layer in whole for module in layer.modules() if module is not layer}
     found: set[str] = set()
     with ExitStack() as undo:

@@ -253,7 +253,7 @@ def fill_prompt(
 @contextmanager
 def fused_layers(forward: DecoderForward) -> Iterator[None]:
     """Inside, the layers have their fused forwards, and the experts and routers in them."""
-    attentions = [layer.inner for layer in forward.layers if layer.inner is not None]
+    attentions = (one for layer in forward.layers for one in layer.inner)
     fused = (*forward.layers, *attentions, *forward.experts, *forward.routers)
     patches = [ForwardPatch(one.module, one) for one in fused]
     done = []

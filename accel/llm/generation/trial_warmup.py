@@ -97,15 +97,15 @@ def _one_of_a_kind(forward: DecoderForward) -> Iterator[None]:
     kinds, shapes = set(), list(forward.shapes())
     lent = {layer.spec.attention.index for layer in forward.layers if layer.spec.attention and layer.spec.borrows}
     for layer in forward.layers:
-        place = layer.spec.place
+        places = layer.spec.places
         # The first layer is given words, which are no wider than weights.
         first = layer is forward.layers[0] and layer.spec.widths.wide
-        kind = _kind(layer, None if place is None else shapes[place]), first
-        again = kind in kinds and place not in lent
+        kind = _kind(layer, [shapes[place] for place in places]), first
+        again = kind in kinds and lent.isdisjoint(places)
         layer.repeats = again and forward.ranks is None  # exchanges run in a dry run too, as many on every rank
         if again:
             layer.bound = _passed_on
-        if again and place is not None:
+        for place in places if again else ():
             shapes[place] = shapes[place].nothing
         kinds.add(kind)
     stored, forward.stored = forward.stored, (*forward.stored[:2], tuple(shapes))
@@ -116,7 +116,7 @@ def _one_of_a_kind(forward: DecoderForward) -> Iterator[None]:
         forward.seen = None  # to be bound anew
 
 
-def _kind(layer: LayerForward, kept: LayerShape | None) -> tuple:
+def _kind(layer: LayerForward, kept: list[LayerShape]) -> tuple:
     """What decides which kernels a layer launches: its formula, but for its place, its weights and what it keeps."""
     spec = layer.spec
     mlp = None if spec.mlp is None else replace(spec.mlp, settings=())
@@ -124,7 +124,7 @@ def _kind(layer: LayerForward, kept: LayerShape | None) -> tuple:
     attention = None if spec.attention is None else spec.attention.kernel_key()
     tensors = (*layer.module.named_parameters(), *layer.module.named_buffers())
     weights = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
-    return repr(formula), attention, repr(weights), kept
+    return repr(formula), attention, repr(weights), tuple(kept)
 
 
 def _passed_on(kernels: object, step: object, x: torch.Tensor, kwargs: dict) -> torch.Tensor:

@@ -6,14 +6,21 @@ from typing import Any
 
 import torch
 
-from accel.libraries.cache import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
-from accel.llm.kv_cache.shape import STATE, LayerShape, StateShape
-from accel.llm.kv_cache.state_layer import StateLayer
+from accel.libraries.cache import (
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
+from accel.llm.kv_cache.shape import STATE, LayerShape, StateShape, cache_layers
+from accel.llm.kv_cache.state_layer import PairLayer, StateLayer
 from accel.llm.kv_cache.store import Store
 from accel.llm.kv_cache.store_layer import SlidingStoreLayer, StoreLayer
 
 STOCK = (DynamicLayer, DynamicSlidingWindowLayer)
-OURS = (StoreLayer, SlidingStoreLayer, StateLayer)
+OF_STATES, PAIRS = (LinearAttentionLayer, StateLayer), (LinearAttentionAndFullAttentionLayer, PairLayer)
+OURS = (StoreLayer, SlidingStoreLayer, StateLayer, PairLayer)
 
 
 def _store_layer(store: Store, index: int, before: Any) -> Any:
@@ -22,6 +29,8 @@ def _store_layer(store: Store, index: int, before: Any) -> Any:
         return DynamicLayer() if before is None else before
     if isinstance(store.shapes[index], StateShape):
         return StateLayer(store, index)
+    if index + cache_layers(store.shapes) in store.kept:
+        return PairLayer(store, index)
     if not isinstance(before, DynamicSlidingWindowLayer):
         return StoreLayer(store, index)
     recorded = before.recorded_from if isinstance(before, SlidingStoreLayer) else None
@@ -35,11 +44,12 @@ def store_of(cache: Any) -> Store | None:
     if type(cache) is not DynamicCache:
         return None
     store = next((layer.store for layer in cache.layers if type(layer) in OURS), None)
-    if store is None or len(cache.layers) != len(store.shapes):
+    if store is None or len(cache.layers) != (number := cache_layers(store.shapes)):
         return None
-    layers = [cache.layers[index] for index in store.kept]
+    places = [index for index in store.kept if index < number]
+    layers = [cache.layers[index] for index in places]
     mine = all(type(layer) in OURS and layer.store is store for layer in layers)
-    in_order = mine and [layer.index for layer in layers] == store.kept
+    in_order = mine and [layer.index for layer in layers] == places
     return store if in_order and store.consistent else None
 
 
@@ -59,7 +69,7 @@ def adopt(cache: Any, shapes: Sequence[LayerShape], expected_tokens: int = 0) ->
             _fill(store, cache)
         except torch.OutOfMemoryError:
             return "no memory to take the cache over"
-        before = [*cache.layers, *(None for _ in range(len(shapes) - len(cache.layers)))]
+        before = [*cache.layers, *(None for _ in range(cache_layers(shapes) - len(cache.layers)))]
         cache.layers[:] = [_store_layer(store, index, layer) for index, layer in enumerate(before)]
         store.cache_ref = weakref.ref(cache)
     store.expected_tokens = expected_tokens or store.expected_tokens
@@ -73,11 +83,11 @@ def tokens_in(cache: DynamicCache) -> int:
     return max((layer.store.lengths[layer.index] for layer in cache.layers if type(layer) is StateLayer), default=0)
 
 
-def _length(layer: Any) -> int | None:
-    """Tokens that a layer has seen; None for a stock layer of states, or of nothing, which does not know."""
-    if type(layer) is StateLayer:
-        return layer.store.lengths[layer.index]
-    return layer.get_seq_length() if isinstance(layer, DynamicLayer) else None
+def _length(layer: Any, shape: LayerShape) -> int | None:
+    """Tokens that a layer has seen; None for states of a stock layer, which does not know."""
+    if not isinstance(shape, StateShape):
+        return layer.get_seq_length()
+    return layer.store.lengths[layer.states_at] if isinstance(layer, StateLayer) else None
 
 
 def _foreign(cache: Any, shapes: Sequence[LayerShape]) -> str | None:
@@ -86,25 +96,26 @@ def _foreign(cache: Any, shapes: Sequence[LayerShape]) -> str | None:
         return f"a cache of another kind: {type(cache).__name__}"
     if cache.offloading:
         return "an offloaded cache"
-    layers = cache.layers
-    if len(layers) > len(shapes) or (len(layers) < len(shapes) and cache.layer_class_to_replicate is not DynamicLayer):
+    layers, number = cache.layers, cache_layers(shapes)
+    if len(layers) > number or (len(layers) < number and cache.layer_class_to_replicate is not DynamicLayer):
         return "a cache of another number of layers"
-    kept = [(layer, shape) for layer, shape in zip(layers, shapes, strict=False) if shape.keeps]
-    for layer, shape in kept:
-        of_states = (LinearAttentionLayer, StateLayer)
-        if type(layer) not in (of_states if isinstance(shape, StateShape) else (*STOCK, StoreLayer, SlidingStoreLayer)):
+    places = [at for at, shape in enumerate(shapes) if shape.keeps and at % number < len(layers)]
+    kept = [(layers[at % number], shapes[at]) for at in places]
+    for at, (layer, shape) in zip(places, kept, strict=True):
+        known = OF_STATES if isinstance(shape, StateShape) else (*STOCK, StoreLayer, SlidingStoreLayer)
+        if type(layer) not in (PAIRS if at >= number or at + number in places else known):
             return f"a cache layer of another kind: {type(layer).__name__}"
         if isinstance(shape, StateShape) and layer.number_of_states != 1:
             return "a cache layer with several states"
         if isinstance(shape, StateShape) and layer.record_past:
             return "a cache that records the past of its states"
-    lengths = [length for layer, _ in kept if (length := _length(layer)) is not None]
+    lengths = [length for layer, shape in kept if (length := _length(layer, shape)) is not None]
     if not any(lengths):
-        begun = any(type(layer) is LinearAttentionLayer and layer.has_previous_state[0] for layer, _ in kept)
+        begun = any(isinstance(shape, StateShape) and layer.has_previous_state[0] for layer, shape in kept)
         return "states of a text of unknown length" if begun else None
     if len(set(lengths)) > 1 or len(kept) < sum(shape.keeps for shape in shapes):
         return "cache layers of different lengths"
-    held = [_held(layer) for layer, _ in kept]
+    held = [_held(layer, shape) for layer, shape in kept]
     if len({kept.shape[0] for several in held for kept in several if kept is not None}) > 1:
         return "cache layers of different batch sizes"
     tokens = (_foreign_tokens(layer, one, shape) for (layer, shape), one in zip(kept, held, strict=True))
@@ -133,23 +144,23 @@ def _fill(store: Store, cache: DynamicCache) -> None:
     tokens = tokens_in(cache)
     if not tokens:
         return
-    layers = [(index, cache.layers[index]) for index in store.kept]
-    rows = next(kept.shape[0] for _, layer in layers for kept in _held(layer) if kept is not None)
+    layers = [(index, store.shapes[index], cache.layers[index % len(cache.layers)]) for index in store.kept]
+    rows = next(kept.shape[0] for _, shape, layer in layers for kept in _held(layer, shape) if kept is not None)
     store.reserve(rows, tokens)
     with torch.no_grad():
-        for index, layer in layers:
-            if isinstance(store.shapes[index], StateShape):
-                store.write_state(index, *_held(layer), tokens)
+        for index, shape, layer in layers:
+            if isinstance(shape, StateShape):
+                store.write_state(index, *_held(layer, shape), tokens)
             else:
-                store.write(index, *_held(layer))
+                store.write(index, *_held(layer, shape))
 
 
-def _held(layer: Any) -> tuple[Any, Any]:
+def _held(layer: Any, shape: LayerShape) -> tuple[Any, Any]:
     """All keys and values, or inputs and state, of a layer, not to be edited: a look at them makes no stock layer of
     one of ours. None for states that are zero.
     """
-    if type(layer) is StateLayer:
-        return layer.store.read_state(layer.index)
-    if type(layer) is LinearAttentionLayer:
+    if isinstance(shape, StateShape):
+        if isinstance(layer, StateLayer):
+            return layer.store.read_state(layer.states_at)
         return (layer.conv_states[0], layer.recurrent_states[0]) if layer.has_previous_state[0] else (None, None)
     return layer.store.read(layer.index) if type(layer) in OURS else (layer.keys, layer.values)

@@ -145,13 +145,15 @@ class StateShape(NamedTuple):
     """What one layer keeps for a row, however long it is: a state and the last inputs of a convolution, or one of them.
 
     state: sizes of the recurrent state as transformers keeps it, without rows; float32. window: (taps, channels) in
-    `dtype`; the input of position p lies at p % taps.
+    `dtype`; the input of position p lies at p % taps. beside: not 0 where the layer keeps keys and values too; so many
+    shapes before this is that of these, and so many layers the cache has.
     """
 
     state: tuple[int, ...] | None
     window: tuple[int, int] | None
     dtype: torch.dtype
     device: torch.device
+    beside: int = 0
 
     @property
     def kv_dtype(self) -> None:
@@ -207,6 +209,11 @@ class StateShape(NamedTuple):
 PagedShape = Shape | LatentShape
 LayerShape = PagedShape | StateShape
 States = tuple[torch.Tensor | None, torch.Tensor | None]  # state and window: of a layer, or of all of one shape
+
+
+def cache_layers(shapes: Sequence[LayerShape]) -> int:
+    """How many layers a cache has of which a store has these shapes."""
+    return next((shape.beside for shape in shapes if isinstance(shape, StateShape) and shape.beside), len(shapes))
 
 
 def kv_layers(shapes: Sequence[LayerShape]) -> list[int]:

@@ -12,7 +12,7 @@ from accel.fusion.loop import PerThread
 
 class Step:
     """One fast forward. kvs: every layer's store, by its place in the cache. written: how many tokens went into each.
-    around: of the layer whose own code runs around its attention, what computes that. `angles`: rotations made once for
+    around: what the layer is called with whose own code runs around its attentions. `angles`: rotations made once for
     all.
     """
 
@@ -21,7 +21,7 @@ class Step:
     def __init__(self, kvs: Mapping[int, KV | RowStates]):
         self.kvs = kvs
         self.written: dict[int, int] = {}
-        self.around: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self.around: dict[str, Any] | None = None
         self._angles: dict[tuple, tuple] = {}
 
     def runs_stock(self, layer: Any, args: tuple, kwargs: dict) -> bool:

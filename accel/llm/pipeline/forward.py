@@ -149,7 +149,7 @@ class StoresOfOneForward:
         return nullcontext()
 
     def kvs(self, stretch: Stretch, x: torch.Tensor, metadata: tuple[torch.Tensor, ...]) -> dict[int, KV]:
-        indices = [layer.spec.place for layer in stretch.layers if layer.spec.place is not None]
+        indices = [place for layer in stretch.layers for place in layer.spec.places]
         last = None if self.last is None else self.last.to(stretch.device)
         given = {"is_prefill": self.is_prefill, "metadata": metadata[0], "by_address": last is not None, "last": last}
         return self.store.kvs(indices, x.shape[0] * x.shape[1], **given)

@@ -113,6 +113,13 @@ def is_absent(value: object) -> bool:
     return value is None or value is False or (isinstance(value, dict | list | tuple) and not value)
 
 
+def form(value: object) -> object:
+    """What an argument is like: a tensor's number of dimensions and whether it is floating-point; else its type."""
+    if isinstance(value, tuple | list):
+        return tuple(map(form, value))
+    return (value.dim(), value.is_floating_point()) if isinstance(value, torch.Tensor) else type(value)
+
+
 class Value:
     """A tensor that was seen: itself, to recognize its memory later, and a copy of its values at that time."""
 
@@ -202,7 +209,8 @@ class Stored(NamedTuple):
 
 @dataclass
 class KeptState:
-    """What a layer of linear attention kept for a row, by which module, and which layer of the cache that is.
+    """What a layer of linear attention kept for a row, by which module, and which layer of the cache that is; where it
+    has keys and values too, as many further as the cache has layers.
 
     inputs: (rows, channels, tokens), of its convolution; state: (rows, ...), behind the last token. None for none.
     """
@@ -266,6 +274,12 @@ class LayerRecord:
     def mixes(self) -> bool:
         """Whether it put something into the cache, or reads what another layer put there."""
         return not (self.stored is None and self.kept is None and self.borrowed is None)
+
+    @property
+    def mixers(self) -> tuple[nn.Module, ...]:
+        """The modules that put something into the cache, or read what another layer put there."""
+        found = self.borrowed if self.stored is None else self.stored, self.kept
+        return tuple(one.attention for one in found if one is not None)
 
     @property
     def attention(self) -> nn.Module:

@@ -22,7 +22,7 @@ from transformers import Conv1D, PretrainedConfig, PreTrainedModel
 from accel.errors import reason_of
 from accel.in_flight import Here, alone
 from accel.libraries.attention import eager_mask, lent_attention
-from accel.libraries.cache import cache_given
+from accel.libraries.cache import DynamicLayer, cache_given
 from accel.libraries.tensor_parallel import pipeline_stage
 from accel.llm.pipeline.device_hooks import StockHere, device_of, moved_to, other_hook
 from accel.llm.recording.implementation import foreign_attention, lent_configs, unpaged
@@ -306,6 +306,8 @@ class Recorder:
         """Called by the cache with the inputs of a convolution, or a state. number: of several that a layer keeps."""
         if not self.open or number:
             raise NotUnderstood("a layer keeps several states, or something else does")
+        if isinstance(self.cache.layers[index], DynamicLayer):  # beside keys and values: behind all layers
+            index += len(self.cache.layers)
         kept = self.current.kept
         if kept is None:
             kept = self.current.kept = KeptState(self.open[-1].module, index)

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from accel.libraries.cache import DynamicCache, LinearAttentionLayer
-from accel.llm.kv_cache.cache import STOCK
+from accel.libraries.cache import DynamicCache
+from accel.llm.kv_cache.cache import OF_STATES, PAIRS, STOCK
 
 
 class RecordingCache(DynamicCache):
@@ -46,6 +46,6 @@ class RecordingCache(DynamicCache):
 
 def keeps_more(model: PreTrainedModel) -> str | None:
     """What the model's cache keeps besides keys and values or a state a layer, in a reason; None for nothing else."""
-    kinds = {type(layer) for layer in DynamicCache(config=model.config).layers} - {*STOCK, LinearAttentionLayer}
+    kinds = {type(layer) for layer in DynamicCache(config=model.config).layers} - {*STOCK, *OF_STATES, *PAIRS}
     names = ", ".join(sorted(kind.__name__ for kind in kinds))
     return f"its cache keeps more than keys and values: {names}" if kinds else None

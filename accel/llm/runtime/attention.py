@@ -5,14 +5,14 @@ A kind is a class of specs in a file of its own, and a name in `ATTENTION_KINDS`
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from accel.llm.kv_cache.shape import LayerShape
 from accel.llm.parts.norm import NormSpec
-from accel.llm.parts.part import NormedInput
+from accel.llm.parts.part import BoundLinear, NormedInput
 from accel.llm.parts.step import Step
 from accel.llm.recording.record import Call, LayerRecord, Record
 from accel.patching.fast_forward import Kernels
@@ -46,6 +46,11 @@ class AttentionSpec:
     out: str
     index: int
     window: int | None
+
+    @property
+    def mixers(self) -> "tuple[AttentionSpec, ...]":
+        """Those that it is made of, each with a place of its own."""
+        return (self,)
 
     @property
     def norms(self) -> tuple[NormSpec, ...]:
@@ -103,6 +108,10 @@ class AttentionSpec:
     def bind(self, kernels: Kernels, layer: nn.Module, stack: bool) -> BoundAttention:
         """With the tensors of a layer. stack: weights may be moved into one storage."""
         raise NotImplementedError
+
+    def bind_out(self, layer: nn.Module) -> Any:
+        """The last projection, called as a `BoundLinear`."""
+        return BoundLinear(layer.get_submodule(self.out))
 
     def cache_layout(self, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None) -> LayerShape:
         """What the layer's store holds for each token, or for a row."""

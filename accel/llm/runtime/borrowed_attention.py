@@ -126,8 +126,8 @@ class BorrowedSpec(SoftmaxSpec):
                         own = layer.name(layer.attention), plain_settings(layer.attention), (layer.name(call.module),)
                         heads = attended.query.shape[1], kv_heads, kv_heads, dim
                         spec = cls(
-                            *own, layer.name(out.module), lent.place, window, SEPARATE, *heads, q_norm, None, rotary,
-                            False, None, scale, softcap, None, None,
+                            *own, layer.name(out.module), lent.place, window, SEPARATE, *heads, q_norm, None, 1.0,
+                            rotary, False, None, scale, softcap, None, None,
                         )  # fmt: skip
                         return UnderstoodAttention(spec, call, out)
         raise NotUnderstood("its queries, scores or result are of another formula")

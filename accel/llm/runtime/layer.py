@@ -7,16 +7,17 @@ from torch import nn
 
 from accel.comparison import factor, is_sum, named_factor
 from accel.llm.parts.norm import NormSpec, norm_spec, normlike
-from accel.llm.parts.part import BoundLinear, BoundNorm, NormedInput, added
+from accel.llm.parts.part import BoundNorm, NormedInput, added
 from accel.llm.parts.residual import Widths, narrowed_to, reads_wide, rounded
 from accel.llm.parts.step import Step
 from accel.llm.parts.tail import BoundTail, TailSpec, tails
-from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record, Value, is_absent
+from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record, Value, form, is_absent
 from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
 from accel.llm.runtime.borrowed_attention import BorrowedSpec, NormedValuesSpec
 from accel.llm.runtime.gated_attention import GatedSpec, QueryGatedSpec
 from accel.llm.runtime.latent_attention import LatentSpec
 from accel.llm.runtime.linear_attention import LinearSpec
+from accel.llm.runtime.mixer_pair import each_alone, joined, understand_pair
 from accel.llm.runtime.mlp import MlpSpec, bound_mlp
 from accel.llm.runtime.mlp_formula import understand_mlp
 from accel.llm.runtime.selective_scan import SelectiveScanSpec
@@ -59,8 +60,8 @@ class LayerSpec:
 
     shared: attention and MLP get the output of the one norm `before_attention`. widths: of a and y. returns: how many
     things the layer's forward gives back as a tuple, y first; None for y alone. around: where the rest is not known,
-    and the layer's own code runs around its attention: what that module gives behind its output. settings: of the layer
-    itself. given: the keywords that carry a value when the model reads plain text, each with the `form` of that value.
+    and the layer's own code runs around its attentions: what the module of each gives behind its output. settings: of
+    the layer itself. given: the keywords that carry a value when the model reads plain text, each with its `form`.
     """
 
     settings: tuple
@@ -78,13 +79,23 @@ class LayerSpec:
     scales: tuple[float, float]
     widths: Widths = field(compare=False, repr=False)  # of the dtypes of this run
     returns: int | None
-    around: "Behind | None"
+    around: tuple[Behind, ...]
     given: frozenset[tuple[str, object]]
 
     @property
     def place(self) -> int | None:
         """In the cache; None for a layer that keeps nothing there."""
-        return None if self.attention is None or self.borrows else self.attention.index
+        return next(iter(self.places), None)
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """All that it has in a store, see `KeptState`."""
+        return tuple(one.index for one in self.stored)
+
+    @property
+    def stored(self) -> tuple[AttentionSpec, ...]:
+        """The attentions that have something in a store."""
+        return () if self.attention is None or self.borrows else self.attention.mixers
 
     @property
     def borrows(self) -> bool:
@@ -123,7 +134,8 @@ class LayerSpec:
     def called(self) -> tuple[str, ...]:
         """The names of all linears, and of an MLP that is called as a whole."""
         attention, mlp = self.attention, self.mlp
-        mixer = () if attention is None else attention.linears
+        parts = () if attention is None else attention.mixers
+        mixer = [name for part in parts for name in (*part.projections, *part.inner, part.out)]
         tail = () if self.tail is None else self.tail.linears
         return (*mixer, *tail) if mlp is None else (*mixer, *mlp.called, *tail)
 
@@ -132,39 +144,37 @@ def understand_layer(layer: LayerRecord, record: Record) -> LayerSpec:
     """The formula of a recorded layer. Raises NotUnderstood."""
     if layer.call.made is None:
         raise NotUnderstood("it did not run")
-    mixer = understand_attention(layer, record) if layer.mixes else None
+    found = [understand_attention(one, record) for one in each_alone(layer)]
     reason = ""
     for tail, y, calls in tails(layer):
         try:
-            if layer.known is None or (tail == layer.known.tail and layer.known.around is None):
-                return _put_together(layer, mixer, tail, y, calls)
+            if layer.known is None or (tail == layer.known.tail and not layer.known.around):
+                return _put_together(layer, found, tail, y, calls)
         except NotUnderstood as error:
             reason = str(error)
-    around = None if mixer is None else _around(layer, mixer)
-    if mixer is None or around is None:
+    pairs = zip(layer.mixers, found, strict=True)
+    around = tuple(one for module, mixer in pairs if (one := _behind(layer, module, mixer)) is not None)
+    if not found or len(around) < len(found):
         raise NotUnderstood(reason)
     own, result, no = plain_settings(layer.layer), layer.call.result, None
-    widths = Widths(mixer.last.output.held.dtype, layer.call.output.held.dtype)
+    mixer, given = joined([one.spec for one in found]) if len(found) > 1 else found[0].spec, _given(layer)
+    widths = Widths(found[-1].last.output.held.dtype, layer.call.output.held.dtype)
     returns = len(result) if isinstance(result, tuple) else None
-    given = _given(layer)
-    return LayerSpec(
-        own, mixer.spec, no, no, no, no, no, no, no, no, False, False, (1.0, 1.0), widths, returns, around, given
-    )
+    plain = False, False, (1.0, 1.0), widths
+    return LayerSpec(own, mixer, no, no, no, no, no, no, no, no, *plain, returns, around, given)
 
 
 def _given(layer: LayerRecord) -> frozenset[tuple[str, object]]:
     return frozenset((name, form(value)) for name, value in layer.call.named.items() if not is_absent(value))
 
 
-def _around(layer: LayerRecord, mixer: UnderstoodAttention) -> Behind | None:
-    """What the module of the attention gives behind its output; None where it does more than the attention, or where
-    the layer keeps a state besides.
-    """
-    calls = [call for call in layer.calls if call.module is layer.attention]
-    if len(calls) != 1 or (layer.kept is not None and layer.stored is not None):
+def _behind(layer: LayerRecord, module: nn.Module, mixer: UnderstoodAttention) -> Behind | None:
+    """What the module of an attention gives behind its output; None where it does more than the attention."""
+    calls, own = [call for call in layer.calls if call.module is module], {**module._parameters, **module._buffers}
+    call = calls[0]
+    if len(calls) != 1 or call.made is None:
         return None
-    call, own = calls[0], {**layer.attention._parameters, **layer.attention._buffers}
-    if call.made is None or not mixer.first.input.same(call.taken) or not mixer.last.output.same(call.made):
+    if not mixer.first.input.same(call.taken) or not mixer.last.output.same(call.made):
         return None
     if isinstance(call.result, torch.Tensor):
         return Behind(None)
@@ -174,15 +184,15 @@ def _around(layer: LayerRecord, mixer: UnderstoodAttention) -> Behind | None:
 
 
 def _put_together(
-    layer: LayerRecord, mixer: UnderstoodAttention | None, tail: TailSpec | None, y: Value, tail_calls: list[Call]
+    layer: LayerRecord, found: list[UnderstoodAttention], tail: TailSpec | None, y: Value, tail_calls: list[Call]
 ) -> LayerSpec:
-    """The formula of a layer with this attention and tail, y being the sum before the tail. Raises NotUnderstood."""
+    """The formula of a layer with these attentions and tail, y being the sum before the tail. Raises NotUnderstood."""
+    mixer = understand_pair(layer, found) if len(found) > 1 else next(iter(found), None)
     mlp, mlp_calls = understand_mlp(layer, tail_calls)
     x = layer.call.input
     mlp_modules = [call.module for call in mlp_calls]
-    holders = (layer.layer, *((layer.attention,) if layer.mixes else ()), *mlp_modules)
-    parts = (mlp_modules, [layer.attention] if layer.mixes else [])
-    within = {one for part in parts for module in part for one in module.modules()}
+    holders = (layer.layer, *layer.mixers, *mlp_modules)
+    within = {one for module in (*layer.mixers, *mlp_modules) for one in module.modules()}
     within |= {call.module for call in tail_calls}
     norms = [call for call in layer.calls if call.module not in within and normlike(layer, call)]
 
@@ -282,7 +292,7 @@ def _put_together(
         scales=(first_scale, second_scale),
         widths=Widths((mixer.last if mixer is not None else mlp_calls[1]).output.held.dtype, y.held.dtype),
         returns=len(result) if isinstance(result, tuple) else None,
-        around=None,
+        around=(),
         given=_given(layer),
     )
 
@@ -301,13 +311,6 @@ def understand_attention(layer: LayerRecord, record: Record) -> UnderstoodAttent
     raise NotUnderstood(reasons[0] if reasons else "its attention is of no kind that is known")
 
 
-def form(value: object) -> object:
-    """What an argument is like: a tensor's number of dimensions and whether it is floating-point; else its type."""
-    if isinstance(value, tuple | list):
-        return tuple(map(form, value))
-    return (value.dim(), value.is_floating_point()) if isinstance(value, torch.Tensor) else type(value)
-
-
 class BoundLayer:
     """A layer's operations with the tensors they read."""
 
@@ -321,7 +324,7 @@ class BoundLayer:
         self.post_attention, self.post_mlp = norm(spec.post_attention), norm(spec.post_mlp)
         self.after_attention, self.after_mlp = norm(spec.after_attention), norm(spec.after_mlp)
         self.attention = None if spec.attention is None else spec.attention.bind(kernels, layer, stack)
-        self.out = None if spec.attention is None else BoundLinear(layer.get_submodule(spec.attention.out))
+        self.out = None if spec.attention is None else spec.attention.bind_out(layer)
         self.mlp = None if spec.mlp is None else bound_mlp(kernels, layer, spec.mlp)
         alone = self.attention is None or self.mlp is None
         self.narrow = narrowed_to(spec.widths, layer, spec.before_attention or spec.before_mlp, alone)
@@ -330,11 +333,6 @@ class BoundLayer:
         alone = tail is not None and not tail.linears and self.mlp is not None and self.after_mlp is None
         self.tail = None if alone else tail
         self.factor = tail.factor if alone and tail is not None else None  # of the last sum
-
-    def attended(self, kernels: Kernels, step: Step, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
-        """What the module of the attention makes of its input x, (rows, new, C). kwargs: of the layer."""
-        assert self.attention is not None and self.out is not None
-        return self.out(kernels, NormedInput(self.attention(kernels, step, NormedInput(x), kwargs)))
 
     def __call__(self, kernels: Kernels, step: Step, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
         """x: (rows, new, C). kwargs: what the layer was called with."""

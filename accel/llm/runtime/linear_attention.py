@@ -18,10 +18,10 @@ from accel.llm.parts.part import BoundLinear, NormedInput, part_product, stacked
 from accel.llm.parts.step import Step
 from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record
 from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
+from accel.llm.runtime.linear_finder import FormulaFinder, multiplies
 from accel.llm.runtime.linear_formula import (
     DELTA,
     UNLIMITED,
-    FormulaFinder,
     LinearFormula,
     OutputNorm,
     attended_prompt,
@@ -34,10 +34,11 @@ from accel.patching.guard import plain_settings
 
 @dataclass(frozen=True)
 class LinearSpec(AttentionSpec):
-    """A rule over a state, and the norm of what it gives."""
+    """A rule over a state, and the norm of what it gives. factor: by which all that projections give is multiplied."""
 
     formula: LinearFormula
     norm: OutputNorm
+    factor: float = 1.0
 
     @property
     def keeps_state(self) -> bool:
@@ -51,6 +52,10 @@ class LinearSpec(AttentionSpec):
     def unbatched(self) -> None:
         return None
 
+    @property
+    def inner(self) -> tuple[str, ...]:
+        return tuple(pair.name for pair in self.formula.pairs)
+
     @classmethod
     def understand(cls, layer: LayerRecord, record: Record) -> UnderstoodAttention | None:
         kept = layer.kept
@@ -61,13 +66,21 @@ class LinearSpec(AttentionSpec):
         pairs = ((norm, out) for norm in gated for out in calls if out.alone and _follows(out, norm))
         norm, out = next(pairs, (None, None))
         if norm is None or out is None:
-            raise NotUnderstood("what its state gives goes to its last projection without a gated norm")
+            out = next((call for call in reversed(calls) if call.alone and multiplies(call.module)), None)
+            if out is None:
+                raise NotUnderstood("nothing projects what its state gives")
         flat = [call for call in calls if call is not out and call.alone and call.made is not None]
-        flat = [call for call in flat if call.output.held.shape[:-1] == flat[0].input.held.shape[:-1]]
+        tokens = flat[0].input.held.shape[:-1]
+        gates = [call for call in flat if call.output.held.shape[:-1] != tokens and layer.inside(call.module)]
+        inside = [one for call in gates for one in layer.inside(call.module)]  # of a module of its own for decays
+        flat = [call for call in (*flat, *inside) if call.alone and call.made is not None]
+        flat = [call for call in flat if call.output.held.shape[:-1] == tokens]
         projections = [call for call in flat if call.input.same(flat[0].input)]
-        finder = FormulaFinder(layer, kept, projections, norm)
+        calls = [*(call for call in calls if all(call is not gate for gate in gates)), *inside]
+        rounded = bool(gates) and all(gate.output.held.dtype == flat[0].output.held.dtype for gate in gates)
+        finder = FormulaFinder(layer, kept, calls, projections, norm, out, rounded)
         for formula in finder.formulas():
-            for found in finder.norms(formula.heads):
+            for found in finder.norms(formula):
                 own = layer.name(kept.attention), plain_settings(kept.attention)
                 names = tuple(layer.name(call.module) for call in projections)
                 spec = cls(*own, names, layer.name(out.module), kept.place, None, formula, found)
@@ -96,19 +109,31 @@ class BoundLinearAttention:
         self.spec = spec
         self.projections = [BoundLinear(layer.get_submodule(name)) for name in spec.projections]
         self.joint = stacked(self.projections, stack)
-        self.weight: torch.Tensor = layer.get_submodule(spec.norm.name).get_parameter(spec.norm.weight)
+        self.seconds = [BoundLinear(layer.get_submodule(pair.name)) for pair in spec.formula.pairs]
+        self.weight: torch.Tensor | None = None
+        if spec.norm.name:
+            self.weight = layer.get_submodule(spec.norm.name).get_parameter(spec.norm.weight)
         self.tensors = spec.formula.tensors(layer)
+        self.multiplier = None if spec.formula.multiplier is None else layer.get_buffer(spec.formula.multiplier)
+        self.zero = None if self.multiplier is None else self.multiplier.new_zeros(())
         self.decay_of_steps = of_steps(self.tensors.decay)
         # Within the kernel of a step, where each head has a norm of its own with the gate behind it.
-        self.inside = spec.norm.groups == spec.formula.heads.values and not (spec.norm.first or spec.formula.wide)
+        of_heads = self.weight is not None and spec.norm.groups == spec.formula.heads.values
+        self.inside = of_heads and not (spec.norm.first or spec.formula.wide)
 
     def __call__(self, kernels: Kernels, step: Step, h: NormedInput, kwargs: dict) -> torch.Tensor:
         """See `BoundAttention`."""
         states, joint = step.states(self.spec.index), self.projected(kernels, h)
+        if self.multiplier is not None and self.zero is not None:
+            joint = torch.addcmul(self.zero, joint, self.multiplier, value=self.spec.factor)
+        elif self.spec.factor != 1.0:
+            joint = joint * self.spec.factor
+        taken = (NormedInput(joint[..., slice(*pair.taken)].contiguous()) for pair in self.spec.formula.pairs)
+        seconds = (second(kernels, given) for second, given in zip(self.seconds, taken, strict=True))
         if self.spec.formula.rule != DELTA:  # the library keeps values before keys
             state, other = (None if t is None else t.transpose(2, 3) for t in (states.state, states.other_state))
             states = states._replace(state=state, other_state=other)
-        parts, ragged = parts_of(self.spec.formula, joint), states.ragged
+        parts, ragged = parts_of(self.spec.formula, joint, *seconds), states.ragged
         if ragged is not None:
             return self._ragged(kernels, parts, states, ragged)
         if joint.shape[1] > 1:
@@ -156,7 +181,7 @@ class BoundLinearAttention:
         assert states.state is not None and states.window is not None
         q, k, v, gate, a = (parts[name] for name in ("q", "k", "v", "gate", "a"))
         norm = None
-        if self.inside:
+        if self.inside and self.weight is not None:
             norm = GatedNorm(gate, self.weight, self.spec.norm.eps, self.spec.norm.activation, self.spec.norm.rounded)
         y = kernels.linear_attention_step(
             q, k, v, a.squeeze(-1), decay, states.state, sequences, skip=skip, norm=norm, **formula.options,
@@ -177,6 +202,8 @@ class BoundLinearAttention:
     def _normed(self, kernels: Kernels, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         norm, heads = self.spec.norm, self.spec.formula.heads
         weight = self.weight
+        if weight is None:
+            return kernels.gated(gate, y.contiguous(), norm.activation)
         if weight.numel() < y.shape[-1]:  # of one head, and all have the same
             weight = weight.repeat(heads.values)
         return kernels.rms_norm(y, weight, norm.eps, groups=norm.groups, gate=Gate(gate, norm.activation, norm.first))

@@ -1,27 +1,21 @@
-"""The formula of linear attention in a recorded layer: candidates, compared with what the record holds.
+"""The formula of linear attention, and what it computes of a prompt.
 
-Two rules are known: the gated delta rule, Yang et al., "Gated Delta Networks", 2024; and that of state space models,
-Dao and Gu, "Transformers are SSMs", 2024 (Mamba-2).
+Two rules are known: the gated delta rule, Yang et al., "Gated Delta Networks", 2024, with a decay of each channel Kimi
+Linear, 2025; and that of state space models, Dao and Gu, "Transformers are SSMs", 2024 (Mamba-2).
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import permutations, product
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from accel_kernels import Decay, Sequences, causal_convolution, linear_attention_prompt
-from accel_kernels.norm.rms_norm import GATES
+from accel_kernels import Decay, Sequences
 from accel_kernels.recurrent.recurrence import RowSequences
 from torch import nn
 
-from accel.comparison import agree
-from accel.llm.recording.record import Call, KeptState, LayerRecord
-from accel.llm.runtime.columns import HeadColumns, places, strided
-from accel.tolerances import FORMULA, bound
+from accel.llm.runtime.columns import HeadColumns
 
 DELTA, SPACE = "gated delta rule", "state space"
 ORDER = {DELTA: "qkv", SPACE: "vkq"}  # of the channels of the convolution
-CANCELLED = 2e-3  # of a result, may be off where decays are sums of large numbers; without a limit it is 0.07
 UNLIMITED = (0.0, float("inf"))
 KEY_EPS = 1e-6  # beside the square of a key's length, in all that divide by it
 
@@ -43,13 +37,23 @@ class Heads(NamedTuple):
         return self.values * self.value_dim if part == "v" else self.keys * self.key_dim
 
 
+class Pair(NamedTuple):
+    """A projection of what another gave. taken, given: from and to which column, of the outputs of all side by side."""
+
+    name: str
+    taken: tuple[int, int]
+    given: tuple[int, int]
+
+
 class LinearFormula(NamedTuple):
     """What one linear attention computes, but for its last norm and projection.
 
-    columns: where the heads of q, k, v, gate, a and perhaps b lie in the outputs of all projections, side by side.
+    columns: where the heads of q, k, v, gate, a and perhaps b lie in the outputs of all projections, side by side,
+    behind which stand those of `pairs`.
     convolution: the name of a Conv1d with so many taps, and its activation. a_log, bias, skip: names of parameters.
-    scale, key_eps, beta_scale: as the operations of linear attention take them; limits: as `Decay`. wide: the norm is
-    given what the rule gives in float32, whatever the dtype of the input.
+    scale, key_eps, beta_scale: as the operations of linear attention take them; limits, lower_bound, rounded: as
+    `Decay`. wide: the norm is given what the rule gives in float32, whatever the dtype of the input. multiplier: the
+    name of a buffer by which the columns are multiplied first.
     """
 
     rule: str
@@ -64,6 +68,10 @@ class LinearFormula(NamedTuple):
     limits: tuple[float, float]
     beta_scale: float
     wide: bool
+    rounded: bool
+    lower_bound: float | None
+    pairs: tuple[Pair, ...]
+    multiplier: str | None
 
     @property
     def order(self) -> str:
@@ -88,7 +96,9 @@ class LinearFormula(NamedTuple):
         weight, bias = convolution["weight"], convolution["bias"]
         assert weight is not None
         a_log, decay_bias = (layer.get_parameter(name).flatten() for name in (self.a_log, self.bias))
-        decay = Decay(a_log, decay_bias, limits=self.limits, rounded=self.rule == SPACE)  # of prompts, see `of_steps`
+        if decay_bias.numel() > a_log.numel():
+            decay_bias = decay_bias.view(a_log.numel(), -1)
+        decay = Decay(a_log, decay_bias, self.lower_bound, self.limits, self.rounded)  # of prompts, see `of_steps`
         skip = None if self.skip is None else layer.get_parameter(self.skip).flatten()
         return Tensors(weight.squeeze(1), bias, decay, skip)
 
@@ -111,7 +121,7 @@ class OutputNorm(NamedTuple):
     """The RMS norm of what the rule gives, with a gate. weight: the name of that parameter of the module `name`.
 
     activation: of the gate, a name of GATES; first: it multiplies the norm's input, not its output. groups: the mean
-    square is taken over each of so many equal parts. rounded: as of `GatedNorm`.
+    square is taken over each of so many equal parts. rounded: as of `GatedNorm`. name: "" for a gate and no norm.
     """
 
     name: str
@@ -161,144 +171,14 @@ def _side_by_side(formula: LinearFormula, parts: dict[str, torch.Tensor]) -> tor
     return HeadColumns(columns[formula.order[0]].first, 0, 0, (1, 1, formula.channels)).of(parts["joint"]).flatten(2)
 
 
-class FormulaFinder:
-    """Looks for the formula of one record. projections: calls that were given the same input. norm: the call with a
-    gate, of what the rule gave.
+def parts_of(formula: LinearFormula, joint: torch.Tensor, *seconds: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Views of (rows, tokens, columns): by part (rows, tokens, heads, repeats, channels), q and k without repeats.
+
+    seconds: what the pairs give; without them it is in `joint`.
     """
-
-    def __init__(self, layer: LayerRecord, kept: KeptState, projections: Sequence[Call], norm: Call):
-        self.layer, self.kept, self.norm = layer, kept, norm
-        self.joint = torch.cat([call.output.held for call in projections], -1)
-        gate = next(one for one in norm.tensors if one is not norm.input.tensor)
-        given = (gate, norm.input.held, norm.output.held)
-        self.gate, self.core, self.wanted = (t.reshape(*self.joint.shape[:2], -1) for t in given)
-        self.slack = bound(FORMULA, self.joint.dtype) / bound(FORMULA, self.core.dtype)  # what is wide was rounded too
-        convolutions = [m for m in kept.attention.modules() if isinstance(m, nn.Conv1d)]
-        called = (call.module for call in layer.inside(kept.attention))
-        beside = {id(p) for module in (*called, *convolutions) for p in module.parameters()}
-        self.convolution = convolutions[0] if len(convolutions) == 1 else None
-        self.parameters = {name: p for name, p in layer.layer.named_parameters() if id(p) not in beside}
-
-    def formulas(self) -> Iterator[LinearFormula]:
-        """Those that give the result and the state that were seen."""
-        convolution, inputs = self.convolution, self.kept.inputs
-        assert inputs is not None and self.kept.state is not None
-        channels = inputs.shape[1]
-        if convolution is None or convolution.groups != channels or convolution.out_channels != channels:
-            return
-        mixed, gate = places(inputs.transpose(1, 2), self.joint), places(self.gate, self.joint)
-        if mixed is None or gate is None:
-            return
-        left = torch.ones(self.joint.shape[-1], dtype=torch.bool, device="cpu")
-        left[mixed], left[gate] = False, False
-        for rule in (DELTA, SPACE):
-            values, *pair = self.kept.state.shape[1:]
-            key_dim, value_dim = pair if rule == DELTA else pair[::-1]
-            keys, rest = divmod(channels - values * value_dim, 2 * key_dim)
-            if rest or keys < 1 or values % keys or gate.numel() != values * value_dim:
-                continue
-            heads = Heads(keys, values // keys, key_dim, value_dim)
-            for columns in _columns(rule, heads, mixed, gate, left.nonzero().flatten()):
-                yield from filter(self._holds, self._candidates(rule, heads, columns))
-
-    def _candidates(self, rule: str, heads: Heads, columns: dict[str, HeadColumns]) -> Iterator[LinearFormula]:
-        assert self.convolution is not None
-        held = [(float(low), float(high)) for low, high in _pairs(self.kept.attention)]
-        names = [name for name, p in self.parameters.items() if p.numel() == heads.values]
-        # Of parameters that hold the same numbers, those with the usual names.
-        picks = sorted(permutations(names, 2 if rule == DELTA else 3), key=_unusual)
-        betas = (1.0, 2.0) if rule == DELTA else (1.0,)
-        given = self.layer.name(self.convolution), self.convolution.kernel_size[0]
-        for pick, limits, beta, activation in product(picks, (*held, UNLIMITED), betas, ("silu", None)):
-            skip, wide = (pick[2] if len(pick) > 2 else None), self.core.dtype != self.joint.dtype
-            places_of = tuple(columns.items())
-            yield LinearFormula(rule, heads, places_of, *given, activation, pick[0], pick[1], skip, limits, beta, wide)
-
-    def _holds(self, formula: LinearFormula) -> bool:
-        joint, state, heads = self.joint, self.kept.state, formula.heads
-        assert state is not None
-        rows, device = joint.shape[0], joint.device
-        kept = torch.zeros(rows, heads.values, heads.key_dim, heads.value_dim, device=device)
-        window = joint.new_zeros(rows, formula.taps, formula.channels)
-        slots = torch.arange(rows, device=device)
-        parts = parts_of(formula, joint)
-        tensors, sequences = formula.tensors(self.layer.layer), Sequences(slots, 0 * slots)
-        ops = causal_convolution.reference, linear_attention_prompt.reference
-        got = attended_prompt(*ops, formula, tensors, parts, kept, window, sequences)
-        kept = kept if formula.rule == DELTA else kept.transpose(2, 3)
-        # Where all numbers are large, sums of decays cancel.
-        least = 0.0 if self.layer.known is None else CANCELLED / bound(FORMULA, joint.dtype)
-        slack = 2.0 * bound(FORMULA, joint.dtype) / bound(FORMULA, state.dtype)
-        same = agree(got.flatten(2), self.core, slack=max(1.0, least) * self.slack)
-        return same and agree(kept, state, slack=max(1.0, least) * slack)
-
-    def norms(self, heads: Heads) -> list[OutputNorm]:
-        """Those that give what was seen, the nearest first."""
-        module, wanted = self.norm.module, self.wanted
-        parameters = dict(module.named_parameters(recurse=False))
-        found: list[tuple[bool, OutputNorm]] = []
-        for (name, weight), eps in product(parameters.items(), filter(_is_float, vars(module).values())):
-            if weight.numel() not in (heads.value_dim, heads.values * heads.value_dim) or len(parameters) > 1:
-                continue
-            whole = weight.numel() == heads.values * heads.value_dim != heads.value_dim
-            groups = tuple(dict.fromkeys((heads.keys, 1, heads.values))) if whole else (heads.values,)
-            for activation, first, parts, rounded in product(GATES, (False, True), groups, (True, False)):
-                one = OutputNorm(self.layer.name(module), name, eps, activation, first, parts, rounded)
-                got = _normed(one, self.core, self.gate, weight)
-                if agree(got, wanted, slack=self.slack):
-                    found.append((not torch.equal(got, wanted), one))
-        return [one for _, one in sorted(found, key=lambda pair: pair[0])]
-
-
-def parts_of(formula: LinearFormula, joint: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Views of (rows, tokens, columns): by part (rows, tokens, heads, repeats, channels), q and k without repeats."""
-    parts = {name: columns.of(joint) for name, columns in formula.columns}
+    behind = [(pair.given[0], second) for pair, second in zip(formula.pairs, seconds, strict=bool(seconds))]
+    parts = {}
+    for name, columns in formula.columns:
+        at, tensor = next((one for one in reversed(behind) if columns.first >= one[0]), (0, joint))
+        parts[name] = columns._replace(first=columns.first - at).of(tensor)
     return parts | {"q": parts["q"].squeeze(3), "k": parts["k"].squeeze(3), "joint": joint}
-
-
-def _normed(norm: OutputNorm, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """In torch, (rows, tokens, heads * Dv)."""
-    y, factor = x.float(), GATES[norm.activation](gate.float())
-    y = (y * factor if norm.first else y).unflatten(-1, (norm.groups, -1))
-    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + norm.eps)
-    y = y.unflatten(-1, (-1, weight.numel())) if weight.numel() <= y.shape[-1] else y.flatten(2).unsqueeze(2)
-    y = (weight * y.to(x.dtype) if norm.rounded else weight.float() * y).reshape(x.shape)
-    return (y if norm.first else y * factor).to(x.dtype)
-
-
-def _columns(
-    rule: str, heads: Heads, mixed: torch.Tensor, gate: torch.Tensor, rest: torch.Tensor
-) -> Iterator[dict[str, HeadColumns]]:
-    """Where all parts lie; of those columns that are left, in the orders that occur."""
-    found: dict[str, HeadColumns | None] = {}
-    cut = mixed.split([heads.channels(part) for part in ORDER[rule]])
-    for part, index in zip(ORDER[rule], cut, strict=True):
-        found[part] = strided(index.view(heads.keys, heads.repeat if part == "v" else 1, -1))
-    found["gate"] = strided(gate.view(heads.keys, heads.repeat, -1))
-    candidates: list[tuple[torch.Tensor, ...]] = []
-    if rule == SPACE and rest.numel() == heads.values:
-        candidates = [(rest,)]
-    elif rule == DELTA and rest.numel() == 2 * heads.values:
-        by_key = rest.view(heads.keys, 2, heads.repeat).unbind(1)
-        candidates = [*permutations(rest.view(2, -1).unbind()), *permutations(by_key)]
-    for parts in candidates:
-        beside = {n: strided(part.reshape(heads.keys, heads.repeat, 1)) for n, part in zip("ab", parts, strict=False)}
-        every = {name: columns for name, columns in (found | beside).items() if columns is not None}
-        if len(every) == len(found) + len(beside):
-            yield every
-
-
-def _unusual(pick: tuple[str, ...]) -> int:
-    """How many names are not what a_log, bias and skip are usually called."""
-    return sum(not name.lower().endswith(usual) for name, usual in zip(pick, ("a_log", "bias", "d"), strict=False))
-
-
-def _pairs(attention: nn.Module) -> Iterator[tuple[float, float]]:
-    """Pairs of numbers among its attributes, between which steps in time may be held."""
-    for value in vars(attention).values():
-        if isinstance(value, tuple | list) and len(value) == 2 and all(map(_is_float, value)):
-            yield tuple(value)
-
-
-def _is_float(value: object) -> bool:
-    return type(value) is float

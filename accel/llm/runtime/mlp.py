@@ -36,8 +36,9 @@ class MlpSpec:
     """One MLP. first: the projections of the input: one, or gate and up; down: the last; empty where `whole` is called.
 
     halves: the one projection gives gate and up, True for gate first, False for up first; None for no gate in it.
-    whole: the module of them all, where there is one; alone: it takes the input and nothing else. settings: of that
-    module and of the activation's. All by name, from the layer; "" for what there is not.
+    scale: by which the gate is multiplied before its activation. whole: the module of them all, where there is one;
+    alone: it takes the input and nothing else, and gives what `down` does. settings: of that module and of the
+    activation's. All by name, from the layer; "" for what there is not.
 
     beside: blocks whose results are added to this one's. before, post: norms of one of these blocks alone. router: it
     is given what the norm is, and gives choices and shares, at the places `chosen` of its result, which `whole` takes.
@@ -52,6 +53,7 @@ class MlpSpec:
     activation: str = ""
     settings: tuple[tuple[str, tuple], ...] = ()
     halves: bool | None = None
+    scale: float = 1.0
     beside: "tuple[MlpSpec, ...]" = ()
     before: NormSpec | None = None
     post: NormSpec | None = None
@@ -154,7 +156,7 @@ class BoundMlp:
         self.up: Weights | None = None
         parts = [linear.weights for linear in self.first if linear.weights is not None]
         plain = len(parts) == len(self.first)
-        if plain and len(parts) == 2 and parts[0].fits(parts[1]):
+        if plain and len(parts) == 2 and parts[0].fits(parts[1]) and spec.scale == 1.0:
             self.gate, self.up = parts
         elif plain and spec.halves is not None and parts[0].ranks is None:
             n = parts[0].outputs // 2
@@ -200,6 +202,8 @@ class BoundMlp:
             return self.first[0](kernels, before, activation=name)
         if self.spec.halves is None:
             gate, up = (linear(kernels, before) for linear in self.first)
+            if self.spec.scale != 1.0:
+                return kernels.gated(gate * self.spec.scale, up, name)
         else:
             gate, up = self.first[0](kernels, before).chunk(2, dim=-1)
             gate, up = (gate, up) if self.spec.halves else (up, gate)

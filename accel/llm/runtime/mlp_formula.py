@@ -23,8 +23,8 @@ def understand_mlp(layer: LayerRecord, others: Sequence[Call] = ()) -> tuple[Mlp
     gives its output. others: calls of something else. None where the layer has nothing besides the attention that could
     be one. Raises NotUnderstood where it has none that can be told from the rest, or neither.
     """
-    mixer = layer.attention if layer.mixes else None
-    around = {module for module in layer.layer.modules() if any(m is mixer for m in module.modules())}
+    mixer = layer.mixers[-1] if layer.mixes else None
+    around = {module for module in layer.layer.modules() if any(m in layer.mixers for m in module.modules())}
     around |= {call.module for call in others}
     mine = [call for call in layer.inside(layer.layer) if call.module not in around]
     if mixer is not None and not any(_matrices(call.module) for call in mine):
@@ -162,17 +162,18 @@ def _formula(layer: LayerRecord, calls: list[Call], whole: Call | None) -> tuple
     for act in calls:
         name = None if list(act.module.parameters()) else activation_name(act.module)
         for down in products if name is not None else ():
-            first, halves = _before(act, down, [call for call in products if call is not down])
+            first, halves, scale = _before(act, down, [call for call in products if call is not down], whole)
             if first:
                 looked_at = (act,) if whole is None else (act, whole)
                 spec = MlpSpec(
                     "" if whole is None else layer.name(whole.module),
-                    alone=whole is None or whole.alone,
+                    alone=whole is None or (whole.alone and _gives(whole, down)),
                     first=tuple(layer.name(call.module) for call in first),
                     down=layer.name(down.module),
                     activation=name or "",
                     settings=tuple((layer.name(call.module), plain_settings(call.module)) for call in looked_at),
                     halves=halves,
+                    scale=scale,
                 )
                 return spec, (first[0], down, *first[1:], *looked_at)
     return None
@@ -198,20 +199,33 @@ def _unnamed(layer: LayerRecord, whole: Call) -> tuple[MlpSpec, tuple[Call, ...]
     return None
 
 
-def _before(act: Call, down: Call, products: list[Call]) -> tuple[tuple[Call, ...], bool | None]:
-    """The projections between the MLP's input and what `down` takes, and whether one holds both gate and up."""
+def _gives(whole: Call, down: Call) -> bool:
+    """Whether the module gives what its last projection does, and not a multiple of it."""
+    given, made = down.output.held, None if whole.made is None else whole.made.held
+    return made is not None and made.numel() == given.numel() and torch.equal(made.flatten(), given.flatten())
+
+
+def _before(
+    act: Call, down: Call, products: list[Call], whole: Call | None
+) -> tuple[tuple[Call, ...], bool | None, float]:
+    """The projections between the MLP's input and what `down` takes, whether one holds both gate and up, and the scale
+    of the gate.
+    """
     acted, taken = act.output.held, down.input.held
+    held = () if whole is None else (x for x in vars(whole.module).values() if type(x) is float)
+    numbers = tuple(dict.fromkeys((1.0, *held)))
     for gate in products:
         y = gate.output.held
-        if torch.equal(act.input.held, y):
-            if agree(acted, taken):
-                return (gate,), None
+        scale = next((x for x in numbers if y.shape == acted.shape and torch.equal(act.input.held, y * x)), None)
+        if scale is not None:
+            if scale == 1.0 and agree(acted, taken):
+                return (gate,), None, scale
             for up in products:
                 if up is not gate and up.input.same(gate.input) and up.output.held.shape == y.shape:
                     if agree(acted * up.output.held, taken):
-                        return (gate, up), None
+                        return (gate, up), None, scale
         for gate_first, (first, second) in ((True, y.chunk(2, dim=-1)), (False, reversed(y.chunk(2, dim=-1)))):
             if first.shape == acted.shape == taken.shape and torch.equal(first, act.input.held):
                 if agree(acted * second, taken):
-                    return (gate,), gate_first
-    return (), None
+                    return (gate,), gate_first, 1.0
+    return (), None, 1.0

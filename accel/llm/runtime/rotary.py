@@ -12,7 +12,7 @@ import torch
 from accel_kernels import KV, Norm, paged_attention
 from torch import nn
 
-from accel.comparison import agree
+from accel.comparison import agree, named_factor
 from accel.llm.parts.norm import HEADS, TURNED, HeadNorm, given, given_back, head_norm, norm_spec
 from accel.llm.recording.record import Call, LayerRecord
 from accel.patching.guard import plain_settings
@@ -181,9 +181,10 @@ def turnings(layer: LayerRecord, calls: list[Call], q: torch.Tensor, k: torch.Te
     """Of what projections give, q and k, (rows, tokens, heads, D)."""
     keys = layer.cached.keys
     for k_norm, normed_k in head_norm(layer, calls, k):
-        for rotary in rotaries(layer, normed_k, keys):
+        for key_scale, rotary in _scaled(layer, normed_k):
             for q_norm, normed_q in head_norm(layer, calls, q):
-                yield Turning(_fields(rotary, q_norm, k_norm), normed_q, normed_k, _angles(layer, rotary, q))
+                fields = _fields(rotary, q_norm, k_norm, key_scale)
+                yield Turning(fields, normed_q, normed_k * key_scale, _angles(layer, rotary, q))
     for k_call, layout in _norms(calls, keys.transpose(1, 2), made=True):
         k_norm, k_formula = _fused(layer, k_call, layout)
         rotated = given_back(k_call.input.held, layout, k.shape[-1])
@@ -193,11 +194,22 @@ def turnings(layer: LayerRecord, calls: list[Call], q: torch.Tensor, k: torch.Te
                 q_norm, q_formula = _fused(layer, q_call, q_layout)
                 if q_formula is not None:
                     norms = {"q_norm": q_formula, "k_norm": k_formula, "norms_after": True}
-                    yield Turning(_fields(rotary, q_norm, k_norm, after=True), q, k, angles | norms)
+                    yield Turning(_fields(rotary, q_norm, k_norm, 1.0, after=True), q, k, angles | norms)
 
 
-def _fields(rotary: Rotary | None, q_norm: HeadNorm | None, k_norm: HeadNorm | None, after: bool = False) -> dict:
-    return {"q_norm": q_norm, "k_norm": k_norm, "rotary": rotary, "norms_after": after}
+def _scaled(layer: LayerRecord, k: torch.Tensor) -> Iterator[tuple[float, Rotary | None]]:
+    """By what keys are multiplied, and how they are rotated, to be those that are stored."""
+    keys = layer.cached.keys
+    length = float(keys.double().norm() / k.double().norm().clamp_min(1e-30))  # which no rotation changes
+    for number in dict.fromkeys((1.0, named_factor(length, keys.dtype, (layer.attention, layer.layer)) or 1.0)):
+        for rotary in rotaries(layer, k * number, keys):
+            yield number, rotary
+
+
+def _fields(
+    rotary: Rotary | None, q_norm: HeadNorm | None, k_norm: HeadNorm | None, key_scale: float, after: bool = False
+) -> dict[str, Any]:
+    return {"q_norm": q_norm, "k_norm": k_norm, "key_scale": key_scale, "rotary": rotary, "norms_after": after}
 
 
 def _angles(layer: LayerRecord, rotary: Rotary | None, q: torch.Tensor) -> dict[str, Any]:

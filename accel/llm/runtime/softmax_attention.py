@@ -50,7 +50,7 @@ class SoftmaxSpec(AttentionSpec):
 
     groups: heads of keys in the projections; kv_heads: in the store, a multiple of it where a model repeats them, as
     Falcon does. norms_after, scale, window, softcap, slopes: as `accel_kernels.paged_attention` takes them; sinks: the
-    name of that parameter.
+    name of that parameter. key_scale: by which keys are multiplied before they are rotated.
     """
 
     layout: str
@@ -60,6 +60,7 @@ class SoftmaxSpec(AttentionSpec):
     dim: int
     q_norm: HeadNorm | None
     k_norm: HeadNorm | None
+    key_scale: float
     rotary: Rotary | None
     norms_after: bool
     q_scale: QueryScale | GivenScale | None
@@ -197,6 +198,8 @@ class BoundSoftmaxAttention:
             more["q_scales"] = spec.q_scale.of_step(step, spec.index, kwargs, q)
         q, q_norm = _normed(q, self.q_norm)
         k, k_norm = _normed(k, self.k_norm)
+        if k is not None and spec.key_scale != 1.0:
+            k, k_norm = (k if k_norm is None or self.k_norm is None else self.k_norm(k)) * spec.key_scale, None
         cos = sin = None
         rotary = spec.rotary
         if rotary is not None:

@@ -9,15 +9,15 @@ import torch
 import accel
 from accel.comparison import relative_rms_by_token
 from accel.llm.generation.decoder import DecoderForward
+from accel.llm.generation.layer_forward import LayerForward
 from accel.llm.kv_cache.cache import store_of
 from accel.llm.kv_cache.state_layer import StateLayer
-from accel.llm.runtime.layer import LayerForward
 from support.llm.families import layers as layers_of
 from support.llm.families import make, padded
 from support.llm.mambas import MAMBAS
 from support.llm.outputs import same
 
-HYBRIDS = ("qwen3.5", "bamba")
+HYBRIDS = ("qwen3.5", "bamba", "falcon-h1")
 
 
 @pytest.fixture(scope="module", params=HYBRIDS)
@@ -54,16 +54,16 @@ def test_looking_at_states_makes_a_stock_layer_which_is_taken_back(pair):
     found = [logits(model, ids, mask, positions=(mask.cumsum(1) - 1).clamp_min(0)) for model in pair]
     caches = [one["cache"] if "cache" in one else one["past_key_values"] for one in found]
     layer = caches[0].layers[0]
-    assert type(layer) is StateLayer and store_of(caches[0]) is not None
+    assert isinstance(layer, StateLayer) and store_of(caches[0]) is not None
     held = layer.recurrent_states[0]
-    assert type(layer) is not StateLayer and store_of(caches[0]) is None
+    assert not isinstance(layer, StateLayer) and store_of(caches[0]) is None
     torch.testing.assert_close(held, caches[1].layers[0].recurrent_states[0], rtol=2e-4, atol=2e-5)
     more = torch.cat((mask, torch.ones_like(mask[:, :1])), 1)
     given = ids[:, :1], more
     place = (more.cumsum(1) - 1)[:, -1:]
     mine, theirs = (logits(m, *given, cache, place).logits for m, cache in zip(pair, caches, strict=True))
     same({"logits": mine}, {"logits": theirs}, 4e-5)
-    assert type(caches[0].layers[0]) is StateLayer and not fallbacks(ours).get("a cache layer of another kind")
+    assert isinstance(caches[0].layers[0], StateLayer) and not fallbacks(ours).get("a cache layer of another kind")
 
 
 def test_a_step_may_be_repeated_and_taken_back(pair):

@@ -83,6 +83,7 @@ def layer(given: dict | None = None, window: int | None = None) -> SimpleNamespa
     known = dict(given or {})
     keywords = tuple(known.pop("reads", ()))
     attention = SimpleNamespace(keeps_state=False, window=window)
+    attention.mixers = (attention,)
     given, widths = frozenset(known.items()), Widths(torch.float32, torch.float32)
     return SimpleNamespace(spec=SimpleNamespace(given=given, attention=attention, keywords=keywords, widths=widths))
 

@@ -35,6 +35,7 @@ NEVER = (
     "have its forwarding implemented",
     "has no attribute 'batch_",
     "list index out of range",
+    "Sizes of tensors must match except in dimension 2",  # where keys and values are repeated, and states are not
     "(8) must match the size of tensor b (6)",
 )  # candidates by chunks before 5.24
 # These must be fast from beginning to end.

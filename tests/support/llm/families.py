@@ -40,13 +40,8 @@ GPT2 = {
 MHA = {"num_key_value_heads": None}
 NO_SIZES = dict.fromkeys(SIZES.keys() - {"vocab_size", "max_position_embeddings"})
 ROTARY = {"rope_theta": 10000.0}
-UNTAKEN = (
-    "assisted",
-    "embeddings",
-    "fanned-out",
-    "given-cache-plain",
-    "prompt-lookup",
-)  # by stock, of what is stateful
+# By stock, of what is stateful.
+UNTAKEN = ("assisted", "embeddings", "fanned-out", "given-cache-plain", "prompt-lookup")
 DELTA = {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2,
          "linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_conv_kernel_dim": 4}  # fmt: skip
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12,
@@ -57,6 +52,9 @@ LATENT_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_exp
 
 GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "sliding_window": 5, "vocab_size_per_layer_input": VOCAB,
           "layer_types": ["sliding_attention", "full_attention"]}  # fmt: skip
+KIMI = {"layer_types": ["linear_attention", "full_attention"], "linear_head_dim": 16, "linear_num_heads": 4,
+        "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -82,10 +80,7 @@ class Family:
 
     def takes(self, mode: str) -> bool:
         """Whether stock can do what a mode of this name asks for."""
-        return not (
-            self.stateful
-            and mode.startswith(("assisted", "embeddings", "fanned-out", "given-cache-plain", "prompt-lookup"))
-        )
+        return not (self.stateful and mode.startswith(UNTAKEN))
 
     def __str__(self) -> str:
         return self.name
@@ -294,6 +289,18 @@ FAMILIES = (
         "shared_intermediate_size": 80, "residual_multiplier": 0.4}, stateful=True),
     Family("jamba", "jamba", {"mamba_d_state": 8, "mamba_dt_rank": 6, "attn_layer_offset": 1, "attn_layer_period": 2,
                               "expert_layer_offset": 1, "expert_layer_period": 2, "num_experts": 4}, stateful=True),
+    Family("falcon-h1", "falcon_h1", {
+        "head_dim": 16, "mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2,
+        "mamba_d_state": 24, "mamba_chunk_size": 16, "ssm_multipliers": [0.4, 0.3, 1.7, 0.6, 0.5],
+        "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.7, "attention_in_multiplier": 0.8,
+        "attention_out_multiplier": 0.9, "key_multiplier": 0.6, "mlp_multipliers": [0.9, 0.6]},
+        stateful=True, core=True),
+    Family("zamba2", "zamba2", {
+        "layer_types": ["linear_attention", "hybrid"], "hybrid_layer_ids": [1], "num_mem_blocks": 1,
+        "n_mamba_heads": 8, "mamba_d_state": 24, "mamba_ngroups": 2, "chunk_size": 16, "use_mem_rope": True,
+        "num_key_value_heads": 4}, expected="either", stateful=True),
+    Family("kimi-linear", "kimi_linear", KIMI, expected="either", stateful=True),
+    Family("bailing-hybrid", "bailing_hybrid", KIMI, expected="either", stateful=True),
     Family("rwkv", "rwkv", MHA | {"num_attention_heads": None, "max_position_embeddings": None,
                                   "context_length": LONG}, expected="stock"),
     Family("recurrent-gemma", "recurrent_gemma", {"attention_window_size": 5, "lru_width": 64, "head_dim": 16,

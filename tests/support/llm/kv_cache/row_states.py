@@ -19,6 +19,8 @@ KINDS = {
     "windows": (WINDOW, WINDOW),
     "states": (BOTH, WINDOW, BOTH),
     "matrix": (MATRIX,),
+    "pairs": (KEYS, KEYS, BOTH._replace(beside=2), BOTH._replace(beside=2)),
+    "one pair": (WINDOW, KEYS, KEYS.nothing, BOTH._replace(beside=2)),
     "devices": (MATRIX, KEYS, WINDOW._replace(device=OTHER)),
 }
 
