@@ -135,7 +135,7 @@ class LayerSpec:
         """The names of all linears, and of an MLP that is called as a whole."""
         attention, mlp = self.attention, self.mlp
         parts = () if attention is None else attention.mixers
-        mixer = [name for part in parts for name in (*part.projections, *part.inner, part.out)]
+        mixer = [name for part in parts for name in part.linears]
         tail = () if self.tail is None else self.tail.linears
         return (*mixer, *tail) if mlp is None else (*mixer, *mlp.called, *tail)
 

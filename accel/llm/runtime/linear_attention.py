@@ -53,8 +53,8 @@ class LinearSpec(AttentionSpec):
         return None
 
     @property
-    def inner(self) -> tuple[str, ...]:
-        return tuple(pair.name for pair in self.formula.pairs)
+    def linears(self) -> tuple[str, ...]:
+        return (*super().linears, *(pair.name for pair in self.formula.pairs))
 
     @classmethod
     def understand(cls, layer: LayerRecord, record: Record) -> UnderstoodAttention | None:

@@ -71,8 +71,8 @@ class SelectiveScanSpec(AttentionSpec):
         return tuple(norm for norm in self.formula.part_norms if norm is not None)
 
     @property
-    def inner(self) -> tuple[str, ...]:
-        return self.formula.parts, self.formula.time
+    def linears(self) -> tuple[str, ...]:
+        return (*super().linears, self.formula.parts, self.formula.time)
 
     @classmethod
     def understand(cls, layer: LayerRecord, record: Record) -> UnderstoodAttention | None:
