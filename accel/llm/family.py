@@ -30,7 +30,7 @@ from accel.llm.recording.record import LayerRecord, NotUnderstood
 from accel.llm.recording.recorder import decoder_layers
 from accel.llm.runtime.analyze import Analysis
 from accel.llm.runtime.kv_quantization import choose_kv_dtypes, described
-from accel.llm.runtime.layer import LayerSpec
+from accel.llm.runtime.layer_spec import LayerSpec
 from accel.llm.runtime.lm_head import OutputHead, match_head, match_table
 from accel.parallel.agreement import all_agree
 from accel.patching.rule import Context, ForwardPatch, Match, Rule, Site, Skip

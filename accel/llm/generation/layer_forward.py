@@ -8,12 +8,13 @@ from torch import nn
 
 from accel.fusion.stacked_linears import can_stack
 from accel.libraries.cache import Cache
+from accel.llm.attention.attention import AttentionSpec, BoundAttention
 from accel.llm.parts.linear import weights
 from accel.llm.parts.part import NormedInput
 from accel.llm.parts.step import ForwardContext, Step
 from accel.llm.recording.record import NotUnderstood
-from accel.llm.runtime.attention import AttentionSpec, BoundAttention
-from accel.llm.runtime.layer import BoundLayer, LayerSpec
+from accel.llm.runtime.layer import BoundLayer
+from accel.llm.runtime.layer_spec import LayerSpec
 from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.guard import LayerGuard, changed_since

@@ -16,7 +16,7 @@ from accel.llm.generation.calling_convention import Unfit
 from accel.llm.generation.layer_forward import LayerForward
 from accel.llm.parts.step import Step
 from accel.llm.recording.record import Chunk, form, is_absent
-from accel.llm.runtime.layer import LayerSpec
+from accel.llm.runtime.layer_spec import LayerSpec
 
 HIDDEN_STATES, MASK = "hidden_states", "attention_mask"  # as decoder layers of transformers name them
 NOT_CAUSAL = "its attention mask is not causal"

@@ -8,15 +8,16 @@ from transformers import PreTrainedModel
 
 from accel.libraries.cache import SOUGHT, cache_argument
 from accel.libraries.versions import newer_than_tested
+from accel.llm.attention.position_terms import QueryScale
+from accel.llm.attention.softmax_attention import SoftmaxSpec
 from accel.llm.pipeline.placement import layer_placement
 from accel.llm.recording.inputs import few
 from accel.llm.recording.mask_tables import hides_keys
 from accel.llm.recording.record import LayerRecord, NotUnderstood, Record
 from accel.llm.recording.recorder import model_side_effects, record
 from accel.llm.recording.recording_cache import keeps_more
-from accel.llm.runtime.layer import LayerSpec, understand_layer
-from accel.llm.runtime.position_terms import QueryScale
-from accel.llm.runtime.softmax_attention import SoftmaxSpec
+from accel.llm.runtime.layer import understand_layer
+from accel.llm.runtime.layer_spec import LayerSpec
 from accel.patching.guard import plain_settings
 from accel.patching.structure import meta_weights
 

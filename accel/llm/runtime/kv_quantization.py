@@ -13,9 +13,9 @@ from accel_kernels.attention.paged.kv_quantization import restored, rounded
 from accel_kernels.device import FLOAT8, capability
 
 from accel.errors import Refused
+from accel.llm.attention.attention import AttentionSpec
+from accel.llm.attention.softmax_attention import SoftmaxSpec
 from accel.llm.recording.record import LayerRecord
-from accel.llm.runtime.attention import AttentionSpec
-from accel.llm.runtime.softmax_attention import SoftmaxSpec
 from accel.parallel.ranks import Ranks
 
 KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}

@@ -1,143 +1,23 @@
 """One decoder layer: how it is put together, found by comparing with a record, and a few fused operations for it."""
 
-from dataclasses import dataclass, field
-
 import torch
 from torch import nn
 
 from accel.comparison import factor, is_sum, named_factor
+from accel.llm.attention.attention import UnderstoodAttention
+from accel.llm.attention.kinds import understand_attention
+from accel.llm.attention.mixer_pair import each_alone, joined, understand_pair
 from accel.llm.parts.norm import NormSpec, norm_spec, normlike
 from accel.llm.parts.part import BoundNorm, NormedInput, added
 from accel.llm.parts.residual import Widths, narrowed_to, reads_wide, rounded
 from accel.llm.parts.step import Step
 from accel.llm.parts.tail import BoundTail, TailSpec, tails
 from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record, Value, form, is_absent
-from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
-from accel.llm.runtime.borrowed_attention import BorrowedSpec, NormedValuesSpec
-from accel.llm.runtime.gated_attention import GatedSpec, QueryGatedSpec
-from accel.llm.runtime.latent_attention import LatentSpec
-from accel.llm.runtime.linear_attention import LinearSpec
-from accel.llm.runtime.mixer_pair import each_alone, joined, understand_pair
-from accel.llm.runtime.mlp import MlpSpec, bound_mlp
+from accel.llm.runtime.layer_spec import Behind, LayerSpec
+from accel.llm.runtime.mlp import bound_mlp
 from accel.llm.runtime.mlp_formula import understand_mlp
-from accel.llm.runtime.selective_scan import SelectiveScanSpec
-from accel.llm.runtime.short_convolution import ShortConvolutionSpec
-from accel.llm.runtime.softmax_attention import SoftmaxSpec
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import plain_settings
-
-# Tried in turn.
-ATTENTION_KINDS: tuple[type[AttentionSpec], ...] = (
-    LinearSpec,
-    ShortConvolutionSpec,
-    SelectiveScanSpec,
-    LatentSpec,
-    SoftmaxSpec,
-    GatedSpec,
-    QueryGatedSpec,
-    NormedValuesSpec,
-    BorrowedSpec,
-)
-
-
-@dataclass(frozen=True)
-class Behind:
-    """What a module gives in a tuple behind its output: names of its parameters and buffers, "" for None, which stands
-    for weights of the attention too; no tuple where it is None.
-    """
-
-    rest: tuple[str, ...] | None
-
-
-@dataclass(frozen=True)
-class LayerSpec:
-    """One decoder layer, on input x:
-
-        a = post_attention(attention(before_attention(x)))       each norm left out where it is None
-        s = x + scales[0] * a, through after_attention           s = x where there is no attention
-        m = post_mlp(mlp(before_mlp(s, or x where `parallel`)))
-        y = s + scales[1] * m, through after_mlp                 y = s where there is no MLP; then through `tail`
-
-    shared: attention and MLP get the output of the one norm `before_attention`. widths: of a and y. returns: how many
-    things the layer's forward gives back as a tuple, y first; None for y alone. around: where the rest is not known,
-    and the layer's own code runs around its attentions: what the module of each gives behind its output. settings: of
-    the layer itself. given: the keywords that carry a value when the model reads plain text, each with its `form`.
-    """
-
-    settings: tuple
-    attention: AttentionSpec | None
-    mlp: MlpSpec | None
-    before_attention: NormSpec | None
-    post_attention: NormSpec | None
-    after_attention: NormSpec | None
-    before_mlp: NormSpec | None
-    post_mlp: NormSpec | None
-    after_mlp: NormSpec | None
-    tail: TailSpec | None
-    parallel: bool
-    shared: bool
-    scales: tuple[float, float]
-    widths: Widths = field(compare=False, repr=False)  # of the dtypes of this run
-    returns: int | None
-    around: tuple[Behind, ...]
-    given: frozenset[tuple[str, object]]
-
-    @property
-    def place(self) -> int | None:
-        """In the cache; None for a layer that keeps nothing there."""
-        return next(iter(self.places), None)
-
-    @property
-    def places(self) -> tuple[int, ...]:
-        """All that it has in a store, see `KeptState`."""
-        return tuple(one.index for one in self.stored)
-
-    @property
-    def stored(self) -> tuple[AttentionSpec, ...]:
-        """The attentions that have something in a store."""
-        return () if self.attention is None or self.borrows else self.attention.mixers
-
-    @property
-    def borrows(self) -> bool:
-        """Whether its attention reads what another layer has stored."""
-        return self.attention is not None and self.attention.borrows
-
-    @property
-    def keywords(self) -> tuple[str, ...]:
-        """Those of the layer's call that it computes by."""
-        mine = (self.tail.embedding,) if self.tail is not None and self.tail.embedding else ()
-        return mine if self.attention is None else (*self.attention.keywords, *mine)
-
-    @property
-    def window(self) -> int | None:
-        """How many tokens back it sees; None for all, or where that does not matter."""
-        return None if self.attention is None else self.attention.window
-
-    @property
-    def has_position_bias(self) -> bool:
-        return self.attention is not None and self.attention.has_position_bias
-
-    @property
-    def keeps_state(self) -> bool:
-        return self.attention is not None and self.attention.keeps_state
-
-    @property
-    def norms(self) -> list[NormSpec]:
-        """All there are, those inside the attention too."""
-        around = (self.before_attention, self.post_attention, self.after_attention)
-        mine = (*around, self.before_mlp, self.post_mlp, self.after_mlp, *(() if self.mlp is None else self.mlp.norms))
-        inside = [] if self.attention is None else [*self.attention.norms]
-        inside += [] if self.tail is None or self.tail.norm is None else [self.tail.norm]
-        return [norm for norm in (*mine, *inside) if norm is not None]
-
-    @property
-    def called(self) -> tuple[str, ...]:
-        """The names of all linears, and of an MLP that is called as a whole."""
-        attention, mlp = self.attention, self.mlp
-        parts = () if attention is None else attention.mixers
-        mixer = [name for part in parts for name in part.linears]
-        tail = () if self.tail is None else self.tail.linears
-        return (*mixer, *tail) if mlp is None else (*mixer, *mlp.called, *tail)
 
 
 def understand_layer(layer: LayerRecord, record: Record) -> LayerSpec:
@@ -295,20 +175,6 @@ def _put_together(
         around=(),
         given=_given(layer),
     )
-
-
-def understand_attention(layer: LayerRecord, record: Record) -> UnderstoodAttention:
-    """By the first kind that knows it. Raises NotUnderstood, with the reason of the first kind that has one."""
-    reasons = []
-    for kind in ATTENTION_KINDS if layer.known is None else (type(layer.known.attention),):
-        try:
-            found = kind.understand(layer, record)
-        except NotUnderstood as reason:
-            reasons.append(str(reason))  # an error kept here would keep this frame, and with it the model
-        else:
-            if found is not None:
-                return found
-    raise NotUnderstood(reasons[0] if reasons else "its attention is of no kind that is known")
 
 
 class BoundLayer:

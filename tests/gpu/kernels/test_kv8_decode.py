@@ -10,8 +10,8 @@ from accel_kernels.attention.paged.decode_triton import decode, decodes_kv8
 from accel_kernels.attention.paged.kv import LENGTH, PADDING_MASK, metadata_of
 from accel_kernels.attention.paged.kv_quantization import rounded
 
+from accel.llm.attention.rotary import SmallStore
 from accel.llm.runtime.kv_quantization import KV_DTYPES
-from accel.llm.runtime.rotary import SmallStore
 
 ROWS, COLUMNS, KV_HEADS = 3, 129, 8
 KINDS = ("int8", "fp8")

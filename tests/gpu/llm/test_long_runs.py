@@ -13,9 +13,9 @@ from accel_kernels.attention.paged.kv_quantization import restored, rounded
 from transformers import DynamicCache
 
 import accel
+from accel.llm.attention.rotary import SmallStore
 from accel.llm.kv_cache.cache import store_of
 from accel.llm.runtime.kv_quantization import KV_DTYPES
-from accel.llm.runtime.rotary import SmallStore
 from support.device_memory import allocated
 from support.kernels.code_kernel import run, ties
 from support.llm.calls import random_calls

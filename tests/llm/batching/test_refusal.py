@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import accel
+from accel.llm.attention.attention import AttentionSpec
+from accel.llm.attention.linear_attention import LinearSpec
 from accel.llm.batching.step import StepSize
 from accel.llm.batching.trial import _large, refusal
 from accel.llm.generation import routing, trial
@@ -11,9 +13,7 @@ from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.trial import Expected
 from accel.llm.moe.experts import ExpertsForward
 from accel.llm.moe.router import RouterForward
-from accel.llm.runtime.attention import AttentionSpec
 from accel.llm.runtime.layer import BoundLayer
-from accel.llm.runtime.linear_attention import LinearSpec
 from accel.patching.fallback_log import FallbackLog
 from support.everything import EVERYTHING
 from support.llm.batching.engines import engine_of, forward_of

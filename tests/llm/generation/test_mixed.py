@@ -9,6 +9,7 @@ from transformers import AttentionInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import accel
+from accel.llm.attention.softmax_attention import BoundSoftmaxAttention
 from accel.llm.generation import routing, self_test
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.mixed import MixedForward
@@ -18,7 +19,6 @@ from accel.llm.kv_cache.cache import OURS
 from accel.llm.moe.experts import ExpertsForward
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import resting
-from accel.llm.runtime.softmax_attention import BoundSoftmaxAttention
 from support.llm.families import BY_NAME, layers, make, padded, prompt
 from support.llm.near_ties import deep_gpt_oss
 

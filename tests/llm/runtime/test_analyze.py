@@ -9,15 +9,15 @@ import torch
 
 import accel
 from accel.libraries.cache import cache_of
+from accel.llm.attention import kinds as all_kinds
+from accel.llm.attention.attention import AttentionSpec
+from accel.llm.attention.softmax_attention import SoftmaxSpec
 from accel.llm.kv_cache.state_layer import StateLayer
 from accel.llm.kv_cache.store_layer import StoreLayer
 from accel.llm.recording.inputs import FEW
 from accel.llm.recording.record import LayerRecord, NotUnderstood
 from accel.llm.recording.recorder import example_ids
-from accel.llm.runtime import layer
 from accel.llm.runtime.analyze import formulas
-from accel.llm.runtime.attention import AttentionSpec
-from accel.llm.runtime.softmax_attention import SoftmaxSpec
 from support.everything import EVERYTHING
 from support.llm.families import FAMILIES, layers, make, prompt
 
@@ -118,9 +118,9 @@ YES, ALSO = kind("yes"), kind("not asked")
     ],
 )
 def test_the_first_kind_that_knows_it_answers_else_the_first_reason_is_told(kinds, found, monkeypatch):
-    monkeypatch.setattr(layer, "ATTENTION_KINDS", kinds)
+    monkeypatch.setattr(all_kinds, "ATTENTION_KINDS", kinds)
     with nullcontext() if YES in kinds else pytest.raises(NotUnderstood, match=found):
-        assert layer.understand_attention(LayerRecord(None, "", {}), None) == found
+        assert all_kinds.understand_attention(LayerRecord(None, "", {}), None) == found
 
 
 MADE: list[tuple[str, int]] = []
@@ -144,7 +144,7 @@ class FirstLayerSpec(SoftmaxSpec):
 
 
 def test_kinds_stand_side_by_side_in_one_model(monkeypatch):
-    monkeypatch.setattr(layer, "ATTENTION_KINDS", (FirstLayerSpec, SoftmaxSpec))
+    monkeypatch.setattr(all_kinds, "ATTENTION_KINDS", (FirstLayerSpec, SoftmaxSpec))
     MADE.clear()
     stock = make("llama")
     model = accel.optimize(make("llama"))

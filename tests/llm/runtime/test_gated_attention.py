@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import accel
+from accel.llm.attention.gated_attention import GatedSpec, QueryGatedSpec
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.runtime.analyze import formulas
-from accel.llm.runtime.gated_attention import GatedSpec, QueryGatedSpec
 from support.llm.families import make, padded
 from support.llm.modes import MODES
 from support.llm.outputs import same

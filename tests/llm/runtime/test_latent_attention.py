@@ -8,10 +8,10 @@ from torch import nn
 from transformers import DynamicCache, GenerationConfig
 
 import accel
+from accel.llm.attention.latent_attention import LatentSpec
 from accel.llm.kv_cache.cache import adopt, store_of
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.runtime.analyze import formulas
-from accel.llm.runtime.latent_attention import LatentSpec
 from support.everything import EVERYTHING
 from support.llm.families import BY_NAME, make, padded, prompt
 from support.llm.outputs import generate, same

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import accel
+from accel.llm.attention.linear_attention import LinearSpec
+from accel.llm.attention.mixer_pair import PairSpec
+from accel.llm.attention.softmax_attention import SoftmaxSpec
 from accel.llm.runtime.analyze import analyze
-from accel.llm.runtime.linear_attention import LinearSpec
-from accel.llm.runtime.mixer_pair import PairSpec
-from accel.llm.runtime.softmax_attention import SoftmaxSpec
 from support.llm.families import make, prompt
 from support.llm.outputs import generate, same
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import accel
+from accel.llm.attention.selective_scan import SelectiveScanSpec
+from accel.llm.attention.short_convolution import ShortConvolutionSpec
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.runtime.analyze import formulas
-from accel.llm.runtime.selective_scan import SelectiveScanSpec
-from accel.llm.runtime.short_convolution import ShortConvolutionSpec
 from support.llm.families import make, padded
 from support.llm.mambas import MAMBAS
 from support.llm.outputs import generate, same

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from accel.fusion.norm_kind import NormKind
+from accel.llm.attention.projections import KEYS, SEPARATE, split
+from accel.llm.attention.softmax_attention import SoftmaxSpec
 from accel.llm.parts.linear import weights
 from accel.llm.parts.norm import NormSpec
 from accel.llm.ptq.calibration.linears import put, weight_matrix
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.runtime.analyze import formulas
-from accel.llm.runtime.layer import LayerSpec
-from accel.llm.runtime.projections import KEYS, SEPARATE, split
-from accel.llm.runtime.softmax_attention import SoftmaxSpec
+from accel.llm.runtime.layer_spec import LayerSpec
 from accel.patching.rule import set_data
 from accel.quantization.linears import Dense
 

@@ -12,11 +12,11 @@ from accel_kernels import Sequences, causal_convolution
 from torch import nn
 
 from accel.comparison import agree
+from accel.llm.attention.attention import AttentionSpec, UnderstoodAttention
 from accel.llm.kv_cache.shape import StateShape
 from accel.llm.parts.part import BoundLinear, NormedInput
 from accel.llm.parts.step import Step
 from accel.llm.recording.record import Call, KeptState, LayerRecord, NotUnderstood, Record
-from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import plain_settings
 

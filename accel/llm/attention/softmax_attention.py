@@ -13,6 +13,10 @@ from torch import nn
 
 from accel.comparison import agree, factor, named_factor
 from accel.libraries.attention import KNOWN_ARGUMENTS
+from accel.llm.attention.attention import AttentionSpec, UnderstoodAttention
+from accel.llm.attention.position_terms import POSITIONS, GivenScale, QueryScale, given_scale, query_scale, slopes_given
+from accel.llm.attention.projections import projections_of, split
+from accel.llm.attention.rotary import Rotary, SmallStore, Turning, turnings
 from accel.llm.kv_cache.shape import Shape
 from accel.llm.parts.norm import HeadNorm, NormSpec
 from accel.llm.parts.part import BoundHeadNorm, BoundLinear, NormedInput, part_product, stacked
@@ -20,10 +24,6 @@ from accel.llm.parts.step import Step
 from accel.llm.recording.mask_tables import window_of_table
 from accel.llm.recording.plain_attention import plain_attention
 from accel.llm.recording.record import Call, Chunk, LayerRecord, NotUnderstood, Record
-from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
-from accel.llm.runtime.position_terms import POSITIONS, GivenScale, QueryScale, given_scale, query_scale, slopes_given
-from accel.llm.runtime.projections import projections_of, split
-from accel.llm.runtime.rotary import Rotary, SmallStore, Turning, turnings
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import plain_settings
 

@@ -1,8 +1,10 @@
-"""How the outputs of projections hold queries, keys and values, by heads."""
+"""How the outputs of projections hold queries, keys and values, by heads; and which columns of one tensor are those of
+another, seen in their numbers.
+"""
 
 from collections.abc import Iterator, Sequence
 from itertools import permutations
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,6 +15,7 @@ from accel.llm.recording.record import Call, LayerRecord
 # in 4 groups of queries, as many values, as many keys. Or two projections: of queries, and of keys that are values too,
 # before the norms of both.
 SEPARATE, JOINED, GROUPED, KEYS = "separate", "joined", "grouped", "keys"
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
 
 
 def split(
@@ -73,3 +76,47 @@ def projections_of(calls: list[Call], layer: LayerRecord) -> Iterator[tuple[tupl
             for order in map("".join, permutations("qkv")):
                 if torch.equal(parts[order.index("v")].flatten(-3, -2), values):
                     yield (call,), layout(f"{order} {shards}", stored, stored)
+
+
+class HeadColumns(NamedTuple):
+    """Heads among columns: that of head h, repeat r and channel c is first + h * head + r * repeat + c.
+
+    sizes: (heads, repeats, channels).
+    """
+
+    first: int
+    head: int
+    repeat: int
+    sizes: tuple[int, int, int]
+
+    def of(self, joint: torch.Tensor) -> torch.Tensor:
+        """These of (rows, tokens, columns), without a copy: (rows, tokens, heads, repeats, channels)."""
+        *outer, last = joint.stride()
+        place = joint.storage_offset() + self.first * last
+        strides = (*outer, self.head * last, self.repeat * last, last)
+        return joint.as_strided((*joint.shape[:2], *self.sizes), strides, place)
+
+
+def places(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor | None:
+    """Of each column of `part` which one of `whole` it is to the bit, (columns,); None where one is none.
+
+    Both (rows, tokens, columns). Where `part` has fewer tokens, the last ones are compared.
+    """
+    whole = whole[:, whole.shape[1] - part.shape[1] :]
+    kind = BITS[part.element_size()]
+    mine, all_columns = (t.flatten(0, 1).contiguous().view(kind).cpu().long() for t in (part, whole))
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randint(1 << 62, (mine.shape[0], 1), generator=generator, device="cpu") | 1
+    sums, order = (all_columns * weights).sum(0).sort()  # numbers that only equal columns share, but by chance
+    found = order[torch.searchsorted(sums, (mine * weights).sum(0)).clamp_max(len(order) - 1)]
+    return found if torch.equal(all_columns[:, found], mine) else None
+
+
+def strided(index: torch.Tensor) -> HeadColumns | None:
+    """index: (heads, repeats, channels). None where the columns are not evenly spaced."""
+    first = int(index[0, 0, 0])
+    head, repeat = (int(index.select(dim, 1)[0, 0]) - first if index.shape[dim] > 1 else 0 for dim in (0, 1))
+    sizes = (index.shape[0], index.shape[1], index.shape[2])
+    heads, repeats, channels = (torch.arange(size, device="cpu") for size in sizes)
+    even = first + heads[:, None, None] * head + repeats[:, None] * repeat + channels
+    return HeadColumns(first, head, repeat, sizes) if torch.equal(index, even) else None

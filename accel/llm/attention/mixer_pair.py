@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from accel.comparison import is_sum, named_factor
+from accel.llm.attention.attention import AttentionSpec, UnderstoodAttention
+from accel.llm.attention.linear_attention import LinearSpec
 from accel.llm.kv_cache.shape import LayerShape
 from accel.llm.parts.norm import NormSpec
 from accel.llm.parts.part import BoundLinear, NormedInput
 from accel.llm.parts.step import Step
 from accel.llm.recording.record import LayerRecord, NotUnderstood, Value
-from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
-from accel.llm.runtime.linear_attention import LinearSpec
 from accel.patching.fast_forward import Kernels
 
 

@@ -1,6 +1,6 @@
 """What every kind of attention says of itself: how it is understood, bound to weights, and laid out in a cache.
 
-A kind is a class of specs in a file of its own, and a name in `ATTENTION_KINDS` of `layer.py`.
+A kind is a class of specs in a file of its own, and a name in `ATTENTION_KINDS` of `kinds.py`.
 """
 
 from collections.abc import Sequence

@@ -16,14 +16,14 @@ from torch import nn
 
 from accel.comparison import agree
 from accel.libraries.cache import Cache, DynamicCache, LinearAttentionLayer
+from accel.llm.attention.attention import AttentionSpec, UnderstoodAttention
+from accel.llm.attention.short_convolution import ACTIVATIONS, BIASED, convolved, depthwise, taps_of
 from accel.llm.kv_cache.shape import STATE, StateShape
 from accel.llm.parts.linear import weights
 from accel.llm.parts.norm import NormSpec, norm_spec
 from accel.llm.parts.part import BoundLinear, BoundNorm, NormedInput, part_product
 from accel.llm.parts.step import Step
 from accel.llm.recording.record import Call, KeptState, LayerRecord, NotUnderstood, Record
-from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
-from accel.llm.runtime.short_convolution import ACTIVATIONS, BIASED, convolved, depthwise, taps_of
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import changed_since, plain_settings
 from accel.quantization.module import QuantizedLinear

@@ -13,13 +13,9 @@ from accel_kernels.norm.rms_norm import Gate
 from accel_kernels.recurrent.recurrence import RowSequences
 from torch import nn
 
-from accel.llm.kv_cache.shape import StateShape
-from accel.llm.parts.part import BoundLinear, NormedInput, part_product, stacked
-from accel.llm.parts.step import Step
-from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record
-from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
-from accel.llm.runtime.linear_finder import FormulaFinder, multiplies
-from accel.llm.runtime.linear_formula import (
+from accel.llm.attention.attention import AttentionSpec, UnderstoodAttention
+from accel.llm.attention.linear_finder import FormulaFinder, multiplies
+from accel.llm.attention.linear_formula import (
     DELTA,
     UNLIMITED,
     LinearFormula,
@@ -28,6 +24,10 @@ from accel.llm.runtime.linear_formula import (
     of_steps,
     parts_of,
 )
+from accel.llm.kv_cache.shape import StateShape
+from accel.llm.parts.part import BoundLinear, NormedInput, part_product, stacked
+from accel.llm.parts.step import Step
+from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import plain_settings
 

@@ -12,6 +12,9 @@ from accel_kernels.attention.paged.paged_attention import rotated
 from torch import nn
 
 from accel.comparison import agree, factor, named_factor
+from accel.llm.attention.attention import AttentionSpec, UnderstoodAttention
+from accel.llm.attention.rotary import Rotary, rotary_candidates
+from accel.llm.attention.softmax_attention import told
 from accel.llm.kv_cache.shape import LatentShape
 from accel.llm.parts.linear import weights
 from accel.llm.parts.norm import NormSpec, norm_spec
@@ -19,9 +22,6 @@ from accel.llm.parts.part import BoundLinear, BoundNorm, NormedInput, part_produ
 from accel.llm.parts.step import Step
 from accel.llm.recording.plain_attention import plain_attention
 from accel.llm.recording.record import Attended, Call, LayerRecord, NotUnderstood, Record
-from accel.llm.runtime.attention import AttentionSpec, UnderstoodAttention
-from accel.llm.runtime.rotary import Rotary, rotary_candidates
-from accel.llm.runtime.softmax_attention import told
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import as_understood, plain_settings
 

@@ -9,9 +9,7 @@ from accel_kernels.norm.rms_norm import GATES
 from torch import nn
 
 from accel.comparison import agree
-from accel.llm.recording.record import Call, KeptState, LayerRecord
-from accel.llm.runtime.columns import HeadColumns, places, strided
-from accel.llm.runtime.linear_formula import (
+from accel.llm.attention.linear_formula import (
     DELTA,
     ORDER,
     SPACE,
@@ -23,6 +21,8 @@ from accel.llm.runtime.linear_formula import (
     attended_prompt,
     parts_of,
 )
+from accel.llm.attention.projections import HeadColumns, places, strided
+from accel.llm.recording.record import Call, KeptState, LayerRecord
 from accel.quantization.experts import holds_numbers
 from accel.tolerances import FORMULA, bound
 

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from accel.comparison import agree
+from accel.llm.attention.projections import split
+from accel.llm.attention.softmax_attention import BoundSoftmaxAttention, Formula, Parts, SoftmaxSpec
 from accel.llm.recording.record import Call, LayerRecord
-from accel.llm.runtime.projections import split
-from accel.llm.runtime.softmax_attention import BoundSoftmaxAttention, Formula, Parts, SoftmaxSpec
 from accel.patching.fast_forward import Kernels
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"sigmoid": torch.sigmoid, "softplus": F.softplus}

@@ -12,7 +12,7 @@ from accel_kernels import Decay, Sequences
 from accel_kernels.recurrent.recurrence import RowSequences
 from torch import nn
 
-from accel.llm.runtime.columns import HeadColumns
+from accel.llm.attention.projections import HeadColumns
 
 DELTA, SPACE = "gated delta rule", "state space"
 ORDER = {DELTA: "qkv", SPACE: "vkq"}  # of the channels of the convolution

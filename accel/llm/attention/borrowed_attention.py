@@ -9,19 +9,19 @@ import torch
 from torch import nn
 
 from accel.comparison import agree
-from accel.llm.parts.norm import HEADS, TURNED, HeadNorm, NormSpec, given_back, head_norm, norm_spec
-from accel.llm.parts.part import BoundHeadNorm
-from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record
-from accel.llm.runtime.attention import UnderstoodAttention
-from accel.llm.runtime.projections import SEPARATE
-from accel.llm.runtime.rotary import SmallStore, rotaries
-from accel.llm.runtime.softmax_attention import (
+from accel.llm.attention.attention import UnderstoodAttention
+from accel.llm.attention.projections import SEPARATE
+from accel.llm.attention.rotary import SmallStore, rotaries
+from accel.llm.attention.softmax_attention import (
     BoundSoftmaxAttention,
     Parts,
     SoftmaxSpec,
     formulas_of,
     told,
 )
+from accel.llm.parts.norm import HEADS, TURNED, HeadNorm, NormSpec, given_back, head_norm, norm_spec
+from accel.llm.parts.part import BoundHeadNorm
+from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import plain_settings
 
