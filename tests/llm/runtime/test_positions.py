@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import accel
-from accel.llm.runtime.position_terms import GivenScale
+from accel.llm.attention.position_terms import GivenScale
 from support.compatibility.tiny_language_models import build
 from support.llm.families import Family, layers, make, padded
 from support.llm.outputs import generate, same
