@@ -74,7 +74,9 @@ class DeviceNumber(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub has it as no class method
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             raise HostRead("positions are read on the host")
         args, kwargs = tree_map_only(cls, lambda one: one.held, (args, kwargs or {}))
@@ -83,6 +85,7 @@ class DeviceNumber(torch.Tensor):
 
 
 def empty(step: Step) -> DynamicCache:
+    """Says that nothing is stored."""
     return DynamicCache()
 
 

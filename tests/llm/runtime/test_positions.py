@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import accel
-from support.llm.families import Family, layers, make, padded
+from support.llm.families import layers, make, padded
+from support.llm.miniatures.family import Family
 from support.llm.outputs import generate, same
 
 GROWING = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.5}
