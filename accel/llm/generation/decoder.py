@@ -25,7 +25,7 @@ from accel.llm.generation.calling_convention import (
     wanted_of,
 )
 from accel.llm.generation.layer_forward import LayerForward
-from accel.llm.generation.layer_inputs import NOT_CAUSAL, CheckedStep
+from accel.llm.generation.layer_inputs import MASK, NOT_CAUSAL, CheckedStep
 from accel.llm.generation.model_guard import ModelGuard
 from accel.llm.generation.prefill import Prompts, by_graph
 from accel.llm.kv_cache.cache import adopt, tokens_in
@@ -138,9 +138,9 @@ class DecoderForward(FastForward):
         if type(keep) is not int:
             raise Unfit("logits_to_keep is no number")
         try:
-            if (start or new == 1) and not self.masks_steps and given("attention_mask") is not None:
+            if (start or new == 1) and not self.masks_steps and given(MASK) is not None:
                 raise Unfit("a mask of a step, which it multiplies tokens by")
-            mask = self.convention.read_mask(given("attention_mask"), store, rows, start, new, self.left_padded(new))
+            mask = self.convention.read_mask(given(MASK), store, rows, start, new, self.left_padded(new))
             positions = None
             if "position_ids" in self.names:
                 where = mask, rows, start, new, tokens.device
@@ -189,8 +189,7 @@ class DecoderForward(FastForward):
         checked: layers run stock unless they are given what a text gives them. Raises Unfit.
         """
         (rows, new), start = tokens.shape[:2], store.length
-        left = self.partial and self.left_padded(new)
-        mask = padding_of(kwargs.get("attention_mask"), store, rows, start + new, left)
+        mask = padding_of(kwargs.get(MASK), store, rows, start + new, self.partial and self.left_padded(new))
         if checked and mask is not None and bool(mask.all()):
             mask = None
         store.take()
@@ -312,7 +311,7 @@ class DecoderForward(FastForward):
         if isinstance(keep, torch.Tensor) or keep != 0 or "logits_to_keep" in self.names:
             given["logits_to_keep"] = keep
         if self.convention.mask:
-            given["attention_mask"] = torch.zeros((), device=tokens.device).expand(1, 1, 1, 1)
+            given[MASK] = torch.zeros((), device=tokens.device).expand(1, 1, 1, 1)
         with self.steps.taken(step), nullcontext() if self.ranks is None else self.ranks.forward():
             return type(self.module).forward(self.module, **given).logits
 

@@ -158,12 +158,11 @@ def record(
 ) -> Record:
     """One stock forward of the model on random tokens. Raises NotUnderstood where it cannot be run to be looked at.
 
-    look: is shown every layer as soon as it has run; then its record forgets the tensors, but for queries and keys
-    where `scores` says so. amplified: outputs of linear layers inside the layers are made many times larger, so that a
-    clamp or another bend far from zero shows. last: the tokens stand at late positions, from `begin` on. far: layers
-    are told that the cache holds as many, or a long text. known: an earlier run, whose mask functions, where they are
-    the same, are not asked again. own: the model keeps its own attention, for those that do not ask transformers for
-    one; its masks are made by the functions of the earlier run.
+    look: is shown every layer as soon as it has run; its record then forgets tensors, but for queries and keys with
+    `scores`. amplified: outputs of linears are made many times larger, so that bends far from zero show. last: tokens
+    stand at late positions, from `begin` on. far: layers are told that the cache holds as many, or a long text. known:
+    an earlier run, whose mask functions are not asked again. own: the model keeps its own attention; its masks are made
+    by the functions of the earlier run.
     """
     path, layers = decoder_layers(model)
     foreign = foreign_attention([model, *layers.modules()])
@@ -175,9 +174,8 @@ def record(
         seen.windows.update(known.windows)
     if own and known is not None:
         seen.masks += known.masks
-    recorder = Recorder(
-        seen, look, scores, AMPLIFIED.get(placement(model)[1], 64.0) if amplified else 1.0, model.config
-    )
+    factor = AMPLIFIED.get(placement(model)[1], 64.0) if amplified else 1.0
+    recorder = Recorder(seen, look, scores, factor, model.config)
     ids = example_ids(model, few(model))
     table = PositionTable(model, ids.shape[1])
     try:

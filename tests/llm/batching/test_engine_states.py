@@ -27,7 +27,7 @@ from support.llm.batching.engines import (
     requests,
     step,
 )
-from support.llm.families import VOCAB
+from support.llm.miniatures.family import VOCAB
 
 LENGTHS, NEWS = (1, 5, 64, 17, 130, 40, 63, 65), (9, 28, 1, 5, 12, 7, 3, 20)
 HYBRIDS = ("qwen3.5", "bamba")  # the delta rule, a state space

@@ -12,7 +12,8 @@ from accel.llm.generation.routing import Choices
 from accel.llm.generation.trial import Expected, fused_logits
 from accel.llm.runtime import layer as layer_file
 from support.llm.calls import new_cache
-from support.llm.families import FAMILIES, VOCAB, make, padded, prompt
+from support.llm.families import FAMILIES, make, padded, prompt
+from support.llm.miniatures.family import VOCAB
 from support.llm.outputs import both, flat, same, second, shown
 
 CORE = [family.name for family in FAMILIES if family.core]

@@ -14,7 +14,7 @@ from accel.llm.kv_cache.cache import store_of
 from accel.llm.kv_cache.state_layer import StateLayer
 from support.llm.families import layers as layers_of
 from support.llm.families import make, padded
-from support.llm.mambas import MAMBAS
+from support.llm.miniatures.mambas import MAMBAS
 from support.llm.outputs import same
 
 HYBRIDS = ("qwen3.5", "bamba", "falcon-h1")

@@ -8,7 +8,8 @@ import torch
 
 import accel
 from accel.llm.generation.layer_forward import LayerForward
-from support.llm.families import FAMILIES, SIZES, TOKENS, layers, make, padded, prompt
+from support.llm.families import FAMILIES, layers, make, padded, prompt
+from support.llm.miniatures.family import SIZES, TOKENS
 from support.llm.outputs import generate, same
 from support.patched import sites
 from support.state import differences

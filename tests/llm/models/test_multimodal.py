@@ -189,7 +189,7 @@ def test_the_tower_that_writes_is_found_wherever_it_is():
     """The first list of the right length is another, or the last is."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from support.llm.families import SIZES, TOKENS
+    from support.llm.miniatures.family import SIZES, TOKENS
 
     for before in (True, False):
         model = LlamaForCausalLM(LlamaConfig(**SIZES, **TOKENS)).eval()

@@ -10,7 +10,8 @@ from torch import nn
 import accel
 from support.everything import EVERYTHING
 from support.llm.changes import CHANGES
-from support.llm.families import SIZES, TOKENS, make, padded, prompt
+from support.llm.families import make, padded, prompt
+from support.llm.miniatures.family import SIZES, TOKENS
 from support.llm.outputs import generate, same
 from support.llm.random_weights import randomize
 

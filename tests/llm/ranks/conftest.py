@@ -4,7 +4,8 @@ import functools
 
 import pytest
 
-from support.llm.families import EVEN_VOCAB, make
+from support.llm.families import make
+from support.llm.miniatures.family import EVEN_VOCAB
 
 
 @pytest.fixture

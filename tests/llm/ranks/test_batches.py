@@ -8,7 +8,8 @@ from torch.distributed.tensor import placement_types
 
 import accel
 from support.llm.batching.engines import alone
-from support.llm.families import BY_NAME, VOCAB, every
+from support.llm.families import BY_NAME, every
+from support.llm.miniatures.family import VOCAB
 from support.llm.parallel import batches
 
 PROMPTS = [[5, 6, 7], [9] * 9, [3, 4], [8] * 20, [5, 6, 7, 8]]

@@ -11,6 +11,7 @@ import accel
 from accel.tolerances import DRIFT, LOGITS
 from support.llm import families
 from support.llm.batching.engines import alone
+from support.llm.miniatures.family import EVEN_VOCAB
 from support.llm.near_ties import model_of
 from support.llm.parallel import faults, ranks
 from support.llm.parallel.modes import STOCK, ahead, all_modes
@@ -99,7 +100,7 @@ def test_ranks_write_the_tokens_of_one_process(name, size, divided, options, ran
 
 def test_a_deep_model_whose_rounding_is_beyond_the_bound(rank_pool, tmp_path):
     """What each rank measures is the same to the bit, and so is what it does after."""
-    model_of("llama", num_hidden_layers=10, vocab_size=families.EVEN_VOCAB).save_pretrained(tmp_path)
+    model_of("llama", num_hidden_layers=10, vocab_size=EVEN_VOCAB).save_pretrained(tmp_path)
     found = rank_pool(2).run(ranks.trial, str(tmp_path), {"tp_size": 2}, (9, 1, 1, 3))
     assert found[0] == found[1] and ("", "language model", "patched") in {row[:3] for row in found[0]["sites"]}
     assert found[0]["off"] > LOGITS[torch.bfloat16] and 0 < found[0]["row"] <= DRIFT * found[0]["moves"]

@@ -9,7 +9,8 @@ from torch import nn
 import accel
 from accel.llm.attention.position_terms import GivenScale
 from support.compatibility.tiny_language_models import build
-from support.llm.families import Family, layers, make, padded
+from support.llm.families import layers, make, padded
+from support.llm.miniatures.family import Family
 from support.llm.outputs import generate, same
 
 GROWING = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.5}

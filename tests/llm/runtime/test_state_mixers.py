@@ -12,7 +12,7 @@ from accel.llm.attention.short_convolution import ShortConvolutionSpec
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.runtime.analyze import formulas
 from support.llm.families import make, padded
-from support.llm.mambas import MAMBAS
+from support.llm.miniatures.mambas import MAMBAS
 from support.llm.outputs import generate, same
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

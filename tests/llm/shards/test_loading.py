@@ -18,6 +18,7 @@ from accel.parallel.division import Division, spans_of, taken
 from support import shards
 from support.llm import families
 from support.llm.held_out import LiveBytes
+from support.llm.miniatures.family import EVEN_VOCAB
 from support.llm.parallel.ranks import padded_call
 
 STEPS = 6
@@ -39,7 +40,7 @@ def saved(tmp_path):
     """A folder with a model, quantized where a scheme is given."""
 
     def save(name: str, scheme: str | None = None, **changes):
-        model, folder = families.make(name, **{"vocab_size": families.EVEN_VOCAB} | changes), tmp_path / "whole"
+        model, folder = families.make(name, **{"vocab_size": EVEN_VOCAB} | changes), tmp_path / "whole"
         if scheme is None:
             model.save_pretrained(folder)
         else:

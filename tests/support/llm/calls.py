@@ -9,7 +9,8 @@ import functools
 import torch
 
 from accel.llm.generation.loop import token_loop
-from support.llm.families import VOCAB, make, padded, prompt
+from support.llm.families import make, padded, prompt
+from support.llm.miniatures.family import VOCAB
 from support.llm.outputs import flat, generate
 
 

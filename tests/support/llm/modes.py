@@ -12,7 +12,7 @@ from transformers import WatermarkingConfig
 
 from support.llm import calls
 from support.llm.calls import LOGITS
-from support.llm.families import VOCAB
+from support.llm.miniatures.family import VOCAB
 from support.llm.outputs import generate
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 import torch
 import transformers
 
-from support.llm.families import SIZES, TOKENS, prompt
+from support.llm.families import prompt
+from support.llm.miniatures.family import SIZES, TOKENS
 from support.llm.random_weights import randomize
 
 IMAGE, SPECIAL = 90, 80  # the token that stands for a piece of an image; from here on no text has tokens

@@ -8,8 +8,9 @@ from torch.nn.functional import linear
 
 from accel.llm.moe.router import RouterForward
 from accel.llm.moe.router_formula import RouterFormula
-from support.llm.families import ROTARY, make, prompt
+from support.llm.families import make, prompt
 from support.llm.gpu import talk
+from support.llm.miniatures.family import ROTARY
 
 LEAST = 1e-4  # of the largest logit: a hundred times what the order of sums moves logits in float32
 

@@ -15,7 +15,7 @@ import accel
 from accel.llm.batching.hook import CACHED, INIT, InitContinuousBatching
 from accel.llm.batching.limits import limits_of
 from accel.llm.batching.manager import BatchManager
-from support.llm.families import VOCAB
+from support.llm.miniatures.family import VOCAB
 
 CONFIG = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
 LOGPROBS = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64, return_logprobs=True)

@@ -12,8 +12,8 @@ from accel.llm.batching.sampling import Sampling
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.kv_cache.layer_sets import LayerSet
 from accel.llm.kv_cache.shape import BLOCK
-from support.llm.families import VOCAB
 from support.llm.kv_cache.blocks import check_blocks
+from support.llm.miniatures.family import VOCAB
 
 GREEDY = Sampling()
 

@@ -1,6 +1,6 @@
 """Models of states alone, in miniature. transformers does not know how long their cache is, and refuses most modes."""
 
-from support.llm.families import MHA, Family
+from support.llm.miniatures.family import MHA, Family
 
 ALONE = MHA | {"intermediate_size": None, "num_attention_heads": None, "max_position_embeddings": None}
 MAMBAS = (

@@ -1,0 +1,1 @@
+"""What small language models are made of."""
