@@ -30,16 +30,7 @@ from accel.llm.recording.inputs import few, last_positions, most_configured
 from accel.llm.recording.mask_tables import narrowed
 from accel.llm.recording.plain_attention import plain_attention
 from accel.llm.recording.position_table import PositionTable
-from accel.llm.recording.record import (
-    Attended,
-    Call,
-    KeptState,
-    LayerRecord,
-    NotUnderstood,
-    Record,
-    Stored,
-    Value,
-)
+from accel.llm.recording.record import Attended, Call, KeptState, LayerRecord, NotUnderstood, Record, Stored, Value
 from accel.llm.recording.recording_cache import RecordingCache
 from accel.patching.structure import foreign_hooks, placement
 from accel.quantization.experts import holds_numbers
@@ -111,11 +102,11 @@ def _resting(model: nn.Module) -> Iterator[None]:
     attributes = [(vars(module), dict(vars(module))) for module in modules]
     changing = [module for module in modules if not holds_numbers(module)]  # whose buffers are their weights
     buffers = [(module._buffers, {n: _copied(b) for n, b in module._buffers.items()}) for module in changing]
-    device, _ = placement(model)
     try:
         for module in modules:
             module.training = False
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        kind = placement(model)[0].type
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(kind, enabled=False):
             yield
     finally:
         for now, before in attributes:

@@ -105,7 +105,7 @@ def first_louder(self, own, *args, **kwargs):
         ("mamba", louder, "is not the sum of them and the layer's input"),
         ("feed_forward.act_fn", squared, None),
     ],
-    ids=str,
+    ids=["attention", "state", "activation"],
 )
 def test_what_follows_two_attentions_is_compared(part, change, reason):
     found = first_layer("falcon-h1", instead(part, change))

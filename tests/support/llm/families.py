@@ -20,6 +20,7 @@ from support.llm.miniatures.family import (
     LATENT_EXPERTS,
     LONG,
     MHA,
+    NO_SIZES,
     ROTARY,
     SIZES,
     TOKENS,
@@ -27,6 +28,7 @@ from support.llm.miniatures.family import (
     Family,
     llama,
     scaled,
+    with_holes,
 )
 from support.llm.random_weights import randomize
 

@@ -1,5 +1,6 @@
 """One family of causal LMs in miniature: its sizes, and what is expected of it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 VOCAB = 99
@@ -25,6 +26,7 @@ GPT2 = {
     **dict.fromkeys(SIZES.keys() - {"vocab_size"}),
 }
 MHA = {"num_key_value_heads": None}
+NO_SIZES = dict.fromkeys(SIZES.keys() - {"vocab_size", "max_position_embeddings"})
 ROTARY = {"rope_theta": 10000.0}
 # By stock, of what is stateful.
 UNTAKEN = ("assisted", "embeddings", "fanned-out", "given-cache-plain", "prompt-lookup")
@@ -49,6 +51,7 @@ class Family:
     none is, and the report says why; "either", only what it computes matters.
     attention: the implementation asked for, where the default one is not the one to compare with.
     stateful: transformers refuses some modes, as tokens cannot be taken back; of some of these families others too.
+    edit: changes the model once it is made.
     core: structurally unlike the others that are: these run the whole product of families and modes.
     """
 
@@ -58,6 +61,7 @@ class Family:
     expected: str = "fast"
     attention: str | None = None
     stateful: bool = False
+    edit: Callable | None = None
     core: bool = False
 
     def takes(self, mode: str) -> bool:
@@ -70,6 +74,12 @@ class Family:
 
 def llama(name: str, **config) -> Family:
     return Family(f"llama-{name}", "llama", config)
+
+
+def with_holes(model) -> None:
+    """The tables of every other layer of a GPT-Neo hide another key than a window does."""
+    for layer in model.transformer.h[1::2]:
+        layer.attn.attention.bias[..., 100, 99] = False
 
 
 def scaled(kind: str, **parameters) -> dict:
