@@ -85,8 +85,8 @@ class LayerForward(FastForward):
             try:
                 for one in self.inner:
                     one.bind(self.module, stack)
-                if not self.inner:
-                    self.bound = BoundLayer(self.kernels, self.module, self.spec, stack)
+                whole = BoundLayer(self.kernels, self.module, self.spec, stack) if not self.inner else None
+                self.bound = whole or self._own_code
             except (NotUnderstood, AttributeError) as error:  # or a module is gone
                 reason = str(error)
         return None if reason is None else f"{self.path}: {reason}"
@@ -99,20 +99,16 @@ class LayerForward(FastForward):
         return self.layer_guard.changed(self.module)
 
     def fast(self, step: Step, *args: Any, **kwargs: Any) -> Any:
-        x = args[0] if args else kwargs["hidden_states"]
-        if self.repeats and warming_up():
-            y = x
-        elif self.inner:
-            y = self._own_code(step, args, kwargs)
-        else:
-            y = self.bound(self.kernels, step, x.contiguous(), kwargs)
+        x = args[0] if args else kwargs.pop("hidden_states")
+        y = x if self.repeats and warming_up() else self.bound(self.kernels, step, x.contiguous(), kwargs)
         return y if self.spec.returns is None else (y, *(None,) * (self.spec.returns - 1))
 
-    def _own_code(self, step: Step, args: tuple, kwargs: dict) -> torch.Tensor:
+    def _own_code(self, kernels: Kernels, step: Step, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
+        """What the layer's own code makes of its input, around fused attention."""
         hidden = [name for name, one in kwargs.items() if isinstance(one, Cache) or (MASK in name and one is not None)]
         step.around = kwargs
         try:
-            y = self.stock(*args, **kwargs | dict.fromkeys(hidden, Unseen()))
+            y = self.stock(x, **kwargs | dict.fromkeys(hidden, Unseen()))
         finally:
             step.around = None
         return y[0] if isinstance(y, tuple) else y
