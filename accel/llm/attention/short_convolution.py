@@ -40,6 +40,10 @@ class ShortConvolutionSpec(AttentionSpec):
     def keeps_state(self) -> bool:
         return True
 
+    @property
+    def unbatched(self) -> None:
+        return None
+
     @classmethod
     def understand(cls, layer: LayerRecord, record: Record) -> UnderstoodAttention | None:
         kept = layer.kept

@@ -200,6 +200,7 @@ KINDS = (
     "opt",
     "cohere",
     "mistral",
+    "lfm2",
     "deepseek-v2",
     "deepseek-v3",
     "minicpm3",
