@@ -52,8 +52,9 @@ from accel.patching.structure import (
 )
 
 BASE = frozenset(vars(nn.Module()))  # what every module has; of these hooks and submodules are looked at
-# The last two: on which thread a quantized linear computes in another way, see `quantization/module.py`.
-IRRELEVANT = {*GRADIENTS, "forward", "config", OWNER, GATE, "exact_on", "unrounded_on"}
+IRRELEVANT = {*GRADIENTS, "forward", "config", OWNER, GATE}
+# On which thread a quantized linear computes in another way, see `quantization/module.py`.
+OTHERWISE = {"exact_on", "unrounded_on"}
 THERE = "there"
 ABSENT = object()
 
@@ -205,7 +206,7 @@ class LayerGuard:
             if module is None:
                 return changed_since(f"{name}, which is gone,")
             now = _record_with_buffers(module)
-            others = before.others(now)
+            others = set(before.others(now)) - OTHERWISE  # of linears that the layer does not use
             if name in self.answered:
                 values = (record.settings.get(other, ABSENT) for other in others for record in (before, now))
                 if now.kind is not before.kind or any(map(plain_value, values)):

@@ -200,8 +200,9 @@ def quantizable(model) -> set[str]:
     found = set()
     for path, layer in layers(model).items():
         for name, module in layer.named_modules():
-            if name.endswith("experts") and hasattr(module, "gate_up_proj") and "Llama4" not in type(module).__name__:
-                found |= {f"{path}.{name}.gate_up_proj", f"{path}.{name}.down_proj"}
+            if name.endswith("experts") and "Llama4" not in type(module).__name__:
+                stacks = {one for one, p in module.named_parameters(recurse=False) if p.dim() == 3}
+                found |= {f"{path}.{name}.{one}" for one in stacks}
             if type(module).__name__ in ("Linear", "Conv1D", "FalconLinear") and max(module.weight.shape) >= 16:
                 found |= {f"{path}.{name}"} if min(module.weight.shape) >= 16 else set()
     return found

@@ -28,7 +28,7 @@ def test_each_is_found_in_each_dtype(name, kind, dtype):
     if name == "jamba":
         formula = first.attention.formula
         assert formula.anew and None not in formula.part_norms and formula.time == "mamba.dt_proj"
-        assert set(first.attention.inner) <= set(first.called)
+        assert set(first.attention.linears) <= set(first.called)
 
 
 def changed(function, how):
