@@ -6,6 +6,7 @@ takes the pair for one attention; what it gives is added as it is.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from torch import nn
@@ -149,14 +150,16 @@ def _shares(
     given = [call.input.held for call in layer.inside(layer.layer) if call.alone]
     for total in (*(one for one in given if one.shape == x.shape), layer.call.output.held):
         if layer.known is not None:  # of a branch that rounding hides, any number would do
-            numbers = _known(layer).outputs
+            candidates = [_known(layer).outputs]
         else:
             size = total.double().norm(dim=-1, keepdim=True).clamp_min(1e-30)  # no token counts more than another
             columns = torch.stack([(one / size).flatten() for one in branches], 1)
             solved = torch.linalg.lstsq(columns, ((total.double() - x) / size).flatten()[:, None]).solution
             named = [named_factor(float(one), total.dtype, holders) for one in solved.flatten()]
-            numbers = tuple(one for one in named if one)
-        if len(numbers) == len(branches):
+            found = tuple(one for one in named if one)
+            # Where the branches are small beside the input, rounding hides what the numbers are near.
+            candidates = [(1.0, 1.0), found, *product(dict.fromkeys(_held(holders)), repeat=2)]
+        for numbers in (one for one in candidates if len(one) == len(branches)):
             both = torch.stack([number * one for number, one in zip(numbers, branches, strict=True)]).sum(0)
             if is_sum(x, both, 1.0, total):
                 yield numbers
