@@ -111,7 +111,7 @@ def test_attention_that_does_not_store_its_keys_is_refused():
 
 
 def test_other_names_are_refused_with_those_that_can_be_replaced():
-    with pytest.raises(ValueError, match="'rmsnorm'.*fused_linear, group_norm.*rms_norm"):
+    with pytest.raises(ValueError, match="'rmsnorm'.*fused_linear, gated, group_norm.*rms_norm"):
         accel.register_op("rmsnorm", rms_norm.reference)
 
 
