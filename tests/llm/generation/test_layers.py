@@ -1,5 +1,6 @@
 """Layers put together in ways of their own: code around an attention, another layer's keys and values, factors."""
 
+import functools
 import inspect
 import sys
 
@@ -8,6 +9,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import accel
+from accel.libraries.cache import NAMES
 from accel.llm.generation.layer_forward import InnerAttention
 from support.llm.families import layers, make, padded, prompt
 from support.llm.outputs import generate, same
@@ -53,6 +55,35 @@ def test_another_attention_in_such_a_layer_runs_stock(pair):
     ids, mask = padded()
     same(generate(ours, ids, mask), generate(stock, ids, mask))
     assert any("has a replaced forward" in reason for _, reason, _ in accel.report(ours).fallbacks)
+
+
+def counting(given: dict) -> float:
+    cache = next((given[name] for name in NAMES if name in given), None)
+    return 0.0 if cache is None else cache.get_seq_length()
+
+
+def masking(given: dict) -> float:
+    return sum(one.numel() for name, one in given.items() if "mask" in name and one is not None)
+
+
+@pytest.mark.parametrize(("name", "look"), [("gemma3n", counting), ("gemma3n", masking), ("zamba2", counting)])
+@pytest.mark.share(1)
+def test_their_own_code_may_not_look_at_the_cache_or_a_mask(name, look):
+    ours, stock = make(name), make(name)
+    for model in (ours, stock):
+        layer = list(layers(model).values())[1]
+
+        @functools.wraps(own := type(layer).forward)
+        def forward(self, *args, own=own, **kwargs):
+            found = own(self, *args, **kwargs)
+            return (1.0 + 0.01 * look(kwargs)) * found
+
+        layer.__class__ = type("Looking", (type(layer),), {"forward": forward})
+    accel.optimize(ours)
+    ids, mask = padded()
+    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    told = next(reason for path, _, _, reason in accel.report(ours).sites if not path)
+    assert "look at the cache or a mask" in told
 
 
 def test_such_layers_are_restored(pair):
