@@ -148,7 +148,8 @@ def _shares(
     x = layer.call.input.held
     branches = [one.reshape(x.shape).double() for one in branches]
     given = [call.input.held for call in layer.inside(layer.layer) if call.alone]
-    for total in (*(one for one in given if one.shape == x.shape), layer.call.output.held):
+    totals = [one for one in given if one.shape == x.shape and not torch.equal(one, x)]
+    for total in (*totals, layer.call.output.held):
         if layer.known is not None:  # of a branch that rounding hides, any number would do
             candidates = [_known(layer).outputs]
         else:
