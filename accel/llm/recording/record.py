@@ -49,11 +49,13 @@ class _Nowhere:
 
 
 def _of_any_length(value: Any) -> Any:
-    """The same function where blocks of images and the like, of which a text has none, are asked about any position."""
+    """The same function on a CPU, where blocks of images and the like, of which a text has none, are asked about any
+    position.
+    """
     if isinstance(value, tuple):
         return tuple(map(_of_any_length, value))
     if isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32) and value.dim() and value.numel():
-        return _Nowhere(value) if bool((value == -1).all()) else value
+        return _Nowhere(value) if bool((value == -1).all()) else value.cpu()  # where positions are counted
     if not isinstance(value, FunctionType) or not value.__closure__:
         return value
     cells = tuple(CellType(_of_any_length(cell.cell_contents)) for cell in value.__closure__)

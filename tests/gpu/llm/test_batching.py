@@ -21,7 +21,8 @@ LENGTHS = (1, 5, 64, 17, 100, 40, 63, 65, 3, 90)
 pytestmark = pytest.mark.usefixtures("exact")
 
 
-@pytest.mark.parametrize("name", CORE)
+# Layers with two attentions are not batched, by stock neither.
+@pytest.mark.parametrize("name", [name for name in CORE if name != "falcon-h1"])
 def test_each_request_gets_what_it_gets_alone(name):
     ours, stock = new_pair(name)
     prompts = prompts_of([min(length, 40) for length in LENGTHS], stock.config.get_text_config().vocab_size)
