@@ -39,7 +39,7 @@ FALCON: dict = dict(head_dim=128, mamba_d_ssm=3072, mamba_n_heads=24, mamba_d_he
 GRANITE: dict = dict(shared_intermediate_size=1536, num_local_experts=72, num_experts_per_tok=10, mamba_d_state=128)
 GRANITE |= dict(layer_types=["full_attention" if i % 10 == 5 else "linear_attention" for i in range(40)])
 MAMBA: dict = dict(hidden_size=2560, num_hidden_layers=64, num_heads=80, state_size=128, n_groups=1, vocab_size=50288)
-MAMBA |= dict(tie_word_embeddings=True)
+MAMBA |= dict(tie_word_embeddings=True, initializer_range=0.02)  # with 0.1, rounding alone makes logits unrelated
 V2_LITE: dict = dict(q_lora_rank=None, first_k_dense_replace=1, moe_intermediate_size=1408, num_experts_per_tok=6)
 V2_LITE |= dict(max_position_embeddings=163840, rope_parameters=_plain_rope(1e4) | YARN)
 TINY = dict(max_position_embeddings=2048, rope_parameters=_plain_rope(1e4))

@@ -211,7 +211,7 @@ FAMILIES = (
         "shared_expert_intermediate_size": 48}, stateful=True),
     Family("qwen3.5", "qwen3_5_text", DELTA | {"head_dim": 16}, stateful=True, core=True),
     Family("olmo-hybrid", "olmo_hybrid", DELTA, stateful=True, core=True),
-    Family("bamba", "bamba", {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24,
+    Family("bamba", "bamba", {"mamba_n_heads": 16, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 24,
                               "attn_layer_indices": [1], "mamba_chunk_size": 16}, stateful=True, core=True),
     Family("deepseek-v2", "deepseek_v2", LATENT | LATENT_EXPERTS | {"q_lora_rank": ..., "head_dim": 8}),
     Family("minicpm3", "minicpm3", LATENT | {"head_dim": 8, "scale_depth": 0.7}),
