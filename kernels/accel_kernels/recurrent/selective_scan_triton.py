@@ -13,12 +13,13 @@ from accel_kernels.warmup import launch
 
 
 @triton.jit
-def _normed(x, weight_ptr, eps, idx, mask, size, NORM: tl.constexpr):
-    """The RMSNorm of a vector of `size` numbers, in fp32."""
+def _normed(x, weight_ptr, eps, idx, mask, size, NORM: tl.constexpr, kind: tl.constexpr):
+    """The RMSNorm of a vector of `size` numbers, in fp32, rounded to `kind`."""
     if NORM:
         x = x * tl.rsqrt(tl.sum(x * x, axis=0) / size + eps)
         if weight_ptr is not None:
             x *= tl.load(weight_ptr + idx, mask=mask, other=0.0).to(tl.float32)
+        x = x.to(kind).to(tl.float32)
     return x
 
 
@@ -82,13 +83,13 @@ def selective_scan_kernel(
     else:
         here = r_idx < tl.where(length > 0, RANK, 0)
         narrow = tl.load(dt_ptr + r_idx, mask=here, other=0.0).to(tl.float32)
-        narrow = _normed(narrow, dt_norm.weight, dt_norm.eps, r_idx, r_mask, RANK, NORMS[0])
+        narrow = _normed(narrow, dt_norm.weight, dt_norm.eps, r_idx, r_mask, RANK, NORMS[0], kind)
         dt = tl.sum(time.to(tl.float32) * narrow[None, :], axis=1).to(kind)
     for token in range(0, length.to(tl.int32)):
         k = tl.load(k_ptr, mask=n_mask, other=0.0).to(tl.float32)
         q = tl.load(q_ptr, mask=n_mask, other=0.0).to(tl.float32)
-        k = _normed(k, k_norm.weight, k_norm.eps, n_idx, n_mask, SIZE, NORMS[1])
-        q = _normed(q, q_norm.weight, q_norm.eps, n_idx, n_mask, SIZE, NORMS[2])
+        k = _normed(k, k_norm.weight, k_norm.eps, n_idx, n_mask, SIZE, NORMS[1], kind)
+        q = _normed(q, q_norm.weight, q_norm.eps, n_idx, n_mask, SIZE, NORMS[2], kind)
         this_x, this_dt = x.to(tl.float32), dt.to(tl.float32)
         if time_ptr is None:
             x_ptr += x_row
