@@ -19,7 +19,7 @@ from accel.llm.attention.softmax_attention import BoundSoftmaxAttention, Formula
 from accel.llm.recording.record import Call, LayerRecord
 from accel.patching.fast_forward import Kernels
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"sigmoid": torch.sigmoid, "softplus": F.softplus}
+GATE_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"sigmoid": torch.sigmoid, "softplus": F.softplus}
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class GatedSpec(SoftmaxSpec):
             if gate.shape[-1] not in (heads, heads * found.fields["dim"]):
                 continue
             biases = [(name, p) for name, p in layer.attention.named_parameters(recurse=False) if p.shape == (heads,)]
-            for (name, bias), activation in product([("", None), *biases], ACTIVATIONS):
+            for (name, bias), activation in product([("", None), *biases], GATE_ACTIVATIONS):
                 if layer.known is not None and (name, activation) != layer.known.attention.gating:
                     continue
                 for out in _ends(layer, calls, found.got, _shifted(gate, bias), activation):
@@ -127,4 +127,4 @@ def _shifted(gate: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
 
 def _gated(got: torch.Tensor, gate: torch.Tensor, activation: str) -> torch.Tensor:
     """got: (rows, tokens, heads * D); gate: the same, or (rows, tokens, heads)."""
-    return (got.unflatten(-1, (gate.shape[2], -1)) * ACTIVATIONS[activation](gate)[..., None]).flatten(2)
+    return (got.unflatten(-1, (gate.shape[2], -1)) * GATE_ACTIVATIONS[activation](gate)[..., None]).flatten(2)

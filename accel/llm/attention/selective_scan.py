@@ -17,7 +17,7 @@ from torch import nn
 from accel.comparison import agree
 from accel.libraries.cache import Cache, DynamicCache, LinearAttentionLayer
 from accel.llm.attention.attention import AttentionSpec, UnderstoodAttention
-from accel.llm.attention.short_convolution import ACTIVATIONS, BIASED, convolved, depthwise, taps_of
+from accel.llm.attention.short_convolution import BIASED, CONV_ACTIVATIONS, convolved, depthwise, taps_of
 from accel.llm.kv_cache.shape import STATE, StateShape
 from accel.llm.parts.linear import weights
 from accel.llm.parts.norm import NormSpec, norm_spec
@@ -178,7 +178,7 @@ class _ScanFinder:
             x, gate = _halves(first.output.held, gate_first)
             if not torch.equal(x, inputs):
                 continue
-            for activation, parts in product(ACTIVATIONS, self.calls):
+            for activation, parts in product(CONV_ACTIVATIONS, self.calls):
                 rank = parts.output.held.shape[-1] - 2 * size
                 if parts.input.held.shape != x.shape or rank < 1 or parts.output.held.dim() != 3:
                     continue

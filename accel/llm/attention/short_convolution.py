@@ -20,7 +20,7 @@ from accel.llm.recording.record import Call, KeptState, LayerRecord, NotUndersto
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import plain_settings
 
-ACTIVATIONS = (None, "silu")  # behind a convolution
+CONV_ACTIVATIONS = (None, "silu")  # behind a convolution
 BIASED = "padding goes through the bias of its first projection"
 
 
@@ -99,7 +99,7 @@ def _formulas(
     if first.output.held.shape != (*inputs.shape[:2], 3 * channels) or given.shape != inputs.shape:
         return
     thirds = first.output.held.chunk(3, dim=-1)
-    for order, activation in product(((0, 1, 2), (0, 2, 1), (1, 0, 2)), ACTIVATIONS):
+    for order, activation in product(((0, 1, 2), (0, 2, 1), (1, 0, 2)), CONV_ACTIVATIONS):
         before, after, x = (thirds[third] for third in order)
         if torch.equal(before * x, inputs):
             got = convolved(convolution, x, activation, before=before, after=after)

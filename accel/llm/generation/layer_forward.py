@@ -85,8 +85,7 @@ class LayerForward(FastForward):
             try:
                 for one in self.inner:
                     one.bind(self.module, stack)
-                whole = BoundLayer(self.kernels, self.module, self.spec, stack) if not self.inner else None
-                self.bound = whole or self._own_code
+                self.bound = self._own_code if self.inner else BoundLayer(self.kernels, self.module, self.spec, stack)
             except (NotUnderstood, AttributeError) as error:  # or a module is gone
                 reason = str(error)
         return None if reason is None else f"{self.path}: {reason}"
@@ -105,16 +104,15 @@ class LayerForward(FastForward):
 
     def _own_code(self, kernels: Kernels, step: Step, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
         """What the layer's own code makes of its input, around fused attention."""
-        hidden = [name for name, one in kwargs.items() if isinstance(one, Cache) or (MASK in name and one is not None)]
+        hidden = [
+            name for name, one in kwargs.items() if isinstance(one, Cache) or ("mask" in name and one is not None)
+        ]
         step.around = kwargs
         try:
             y = self.stock(x, **kwargs | dict.fromkeys(hidden, Unseen()))
         finally:
             step.around = None
         return y[0] if isinstance(y, tuple) else y
-
-
-MASK = "mask"  # in the names of arguments
 
 
 class Unseen:

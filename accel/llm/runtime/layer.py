@@ -1,5 +1,7 @@
 """One decoder layer: how it is put together, found by comparing with a record, and a few fused operations for it."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -36,16 +38,22 @@ def understand_layer(layer: LayerRecord, record: Record) -> LayerSpec:
     around = tuple(one for module, mixer in pairs if (one := _behind(layer, module, mixer)) is not None)
     if not found or len(around) < len(found):
         raise NotUnderstood(reason)
-    own, result, no = plain_settings(layer.layer), layer.call.result, None
-    mixer, given = joined([one.spec for one in found]) if len(found) > 1 else found[0].spec, _given(layer)
-    widths = Widths(found[-1].last.output.held.dtype, layer.call.output.held.dtype)
-    returns = len(result) if isinstance(result, tuple) else None
-    plain = False, False, (1.0, 1.0), widths
-    return LayerSpec(own, mixer, no, no, no, no, no, no, no, no, *plain, returns, around, given)
+    return LayerSpec(
+        **_own(layer),
+        attention=joined([one.spec for one in found]) if len(found) > 1 else found[0].spec,
+        widths=Widths(found[-1].last.output.held.dtype, layer.call.output.held.dtype),
+        around=around,
+    )
 
 
-def _given(layer: LayerRecord) -> frozenset[tuple[str, object]]:
-    return frozenset((name, form(value)) for name, value in layer.call.named.items() if not is_absent(value))
+def _own(layer: LayerRecord) -> dict[str, Any]:
+    """What a spec says of the layer itself and of its call."""
+    result = layer.call.result
+    return {
+        "settings": plain_settings(layer.layer),
+        "returns": len(result) if isinstance(result, tuple) else None,
+        "given": frozenset((name, form(value)) for name, value in layer.call.named.items() if not is_absent(value)),
+    }
 
 
 def _behind(layer: LayerRecord, module: nn.Module, mixer: UnderstoodAttention) -> Behind | None:
@@ -155,11 +163,10 @@ def _put_together(
     if second_scale is None:
         parts = "an MLP, and it stores no keys and values" if mixer is None else "attention and MLP"
         raise NotUnderstood(f"its output is not the sum of its input, {parts}")
-    result = layer.call.result
     return LayerSpec(
-        plain_settings(layer.layer),
-        None if mixer is None else mixer.spec,
-        mlp,
+        **_own(layer),
+        attention=None if mixer is None else mixer.spec,
+        mlp=mlp,
         before_attention=norm(before_attention),
         post_attention=norm(post_attention),
         after_attention=norm(after_attention),
@@ -171,9 +178,6 @@ def _put_together(
         shared=shared,
         scales=(first_scale, second_scale),
         widths=Widths((mixer.last if mixer is not None else mlp_calls[1]).output.held.dtype, y.held.dtype),
-        returns=len(result) if isinstance(result, tuple) else None,
-        around=(),
-        given=_given(layer),
     )
 
 
@@ -192,13 +196,13 @@ class BoundLayer:
         self.attention = None if spec.attention is None else spec.attention.bind(kernels, layer, stack)
         self.out = None if spec.attention is None else spec.attention.bind_out(layer)
         self.mlp = None if spec.mlp is None else bound_mlp(kernels, layer, spec.mlp)
-        alone = self.attention is None or self.mlp is None
-        self.narrow = narrowed_to(spec.widths, layer, spec.before_attention or spec.before_mlp, alone)
+        one_branch = self.attention is None or self.mlp is None
+        self.narrow = narrowed_to(spec.widths, layer, spec.before_attention or spec.before_mlp, one_branch)
         self.reads_wide = reads_wide(kernels, self.before_attention, self.attention)
         tail = None if spec.tail is None else BoundTail(kernels, layer, spec.tail)
-        alone = tail is not None and not tail.linears and self.mlp is not None and self.after_mlp is None
-        self.tail = None if alone else tail
-        self.factor = tail.factor if alone and tail is not None else None  # of the last sum
+        in_sum = tail is not None and not tail.linears and self.mlp is not None and self.after_mlp is None
+        self.tail = None if in_sum else tail
+        self.factor = tail.factor if in_sum and tail is not None else None  # of the last sum
 
     def __call__(self, kernels: Kernels, step: Step, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
         """x: (rows, new, C). kwargs: what the layer was called with."""
@@ -208,10 +212,8 @@ class BoundLayer:
     def _sum(self, kernels: Kernels, step: Step, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
         spec, (first, second), middle, h = self.spec, self.spec.scales, x, None
         if self.narrow is not None:
-            x, middle = (
-                x if self.reads_wide and x.shape[:2].numel() == 1 else x.to(self.narrow),
-                x.to(spec.widths.total),
-            )
+            middle = x.to(spec.widths.total)
+            x = x if self.reads_wide and x.shape[:2].numel() == 1 else x.to(self.narrow)
         if self.attention is not None and self.out is not None:
             h = NormedInput(x, self.before_attention, len(self.attention.projections) + spec.shared)
             attended = NormedInput(self.attention(kernels, step, h, kwargs))

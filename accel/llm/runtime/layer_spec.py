@@ -18,7 +18,7 @@ class Behind:
     rest: tuple[str, ...] | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerSpec:
     """One decoder layer, on input x:
 
@@ -35,20 +35,20 @@ class LayerSpec:
 
     settings: tuple
     attention: AttentionSpec | None
-    mlp: MlpSpec | None
-    before_attention: NormSpec | None
-    post_attention: NormSpec | None
-    after_attention: NormSpec | None
-    before_mlp: NormSpec | None
-    post_mlp: NormSpec | None
-    after_mlp: NormSpec | None
-    tail: TailSpec | None
-    parallel: bool
-    shared: bool
-    scales: tuple[float, float]
+    mlp: MlpSpec | None = None
+    before_attention: NormSpec | None = None
+    post_attention: NormSpec | None = None
+    after_attention: NormSpec | None = None
+    before_mlp: NormSpec | None = None
+    post_mlp: NormSpec | None = None
+    after_mlp: NormSpec | None = None
+    tail: TailSpec | None = None
+    parallel: bool = False
+    shared: bool = False
+    scales: tuple[float, float] = (1.0, 1.0)
     widths: Widths = field(compare=False, repr=False)  # of the dtypes of this run
     returns: int | None
-    around: tuple[Behind, ...]
+    around: tuple[Behind, ...] = ()
     given: frozenset[tuple[str, object]]
 
     @property

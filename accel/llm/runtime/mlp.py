@@ -92,8 +92,7 @@ class MlpSpec:
 
 def bound_mlp(kernels: Kernels, layer: nn.Module, spec: MlpSpec) -> "BoundMlp | BoundSum":
     """With the tensors of a layer."""
-    alone = not spec.beside
-    return BoundMlp(layer, spec) if alone else BoundSum(kernels, layer, spec)
+    return BoundSum(kernels, layer, spec) if spec.beside else BoundMlp(layer, spec)
 
 
 class BoundSum:

@@ -43,9 +43,7 @@ def latent_store_kernel(
     p_idx = tl.arange(0, BLOCK_P)
     n_mask, p_mask = n_idx < NOPE, p_idx < ROPE
     # Channel p of the result is first * cos - second * sin of a pair, or second * cos + first * sin.
-    if INTERLEAVED and TO_HALVES:
-        pair, odd = p_idx % HALF, p_idx >= HALF
-    elif INTERLEAVED:
+    if INTERLEAVED and not TO_HALVES:
         pair, odd = p_idx // 2, p_idx % 2 == 1
     else:
         pair, odd = p_idx % HALF, p_idx >= HALF
