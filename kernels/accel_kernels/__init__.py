@@ -38,6 +38,7 @@ from accel_kernels.recurrent.recurrence import Decay, RowStates, Sequences
 from accel_kernels.recurrent.selective_scan import Widening, selective_scan
 from accel_kernels.rowwise.program import RowOp, RowProgram
 from accel_kernels.rowwise.rowwise import rowwise
+from accel_kernels.sampling.argmax import argmax
 from accel_kernels.sampling.sample import sample
 from accel_kernels.sampling.table import SamplingTable
 
@@ -63,6 +64,7 @@ __all__ = [
     "SamplingTable",
     "Sequences",
     "Widening",
+    "argmax",
     "attention",
     "causal_convolution",
     "convolution_frames",

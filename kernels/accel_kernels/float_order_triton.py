@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+NEVER = tl.constexpr(-(2**63))  # below the order of every number, with its place
+
 
 @triton.jit
 def order_of(x):
@@ -14,3 +16,10 @@ def order_of(x):
 @triton.jit
 def from_order(order):
     return tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def in_order(x, place):
+    """Integers in the order of x, fp32: NaN above all, zeros equal, and of equals the lower place above."""
+    order = tl.where(x != x, 0x7FFFFFFF, order_of(x))
+    return (order.to(tl.int64) << 32) | (0x7FFFFFFF - place).to(tl.int64)

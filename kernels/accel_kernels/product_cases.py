@@ -9,19 +9,19 @@ from accel_kernels.op import Random, random_cases
 @random_cases
 def product_case(
     rand, shape, n, *, weight=None, rows=None, norm=None, bias=False, gate=False, activation=None, residual=False,
-    scale=1.0, modulation=False, wide=False,
+    scale=1.0, modulation=False, wide=False, addend=False, share=False,
 ):  # fmt: skip
     """x of this shape times a weight (n, shape[-1]).
 
     weight, rows: what the op takes in place of a weight in full and of x. norm: "rms", "gemma" or "layer". bias, gate,
-    residual, modulation: whether there is one, the last for each of shape[0] parts. wide: x and residual
-    are float32, or "residual" alone.
+    residual, modulation, addend, share: whether there is one, the modulation for each of shape[0] parts. wide: x and
+    residual are float32, or "residual" or "weight" alone.
     """
     k = shape[-1]
     sums = {"dtype": torch.float32} if wide else {}
 
     def matrix():
-        full = rand(n, k, spread=k**-0.5)
+        full = rand(n, k, spread=k**-0.5, **(sums if wide == "weight" else {}))
         return full if weight is None else weight(full)
 
     given = {"activation": activation, "scale": scale}
@@ -33,6 +33,10 @@ def product_case(
         given["residual"] = rand(*shape[:-1], n, **sums)
     if modulation:
         given["modulation"] = rand(shape[0], n)
+    if addend:
+        given["addend"] = rand(*shape[:-1], n)
+    if share:
+        given["share"] = rand(*shape[:-1], 1)
     x = rand(*shape, **(sums if wide is True else {}))
     return (x if rows is None else rows(x), matrix(), rand(n) if bias else None), given
 

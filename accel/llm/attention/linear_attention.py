@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from accel_kernels import Convolution, Decay, GatedNorm, RowStates, Sequences
 from accel_kernels.attention.paged.ragged import Ragged
+from accel_kernels.gemm.fused_linear import MOST_ROWS
 from accel_kernels.norm.rms_norm import Gate
 from accel_kernels.recurrent.recurrence import RowSequences
 from torch import nn
@@ -124,10 +125,6 @@ class BoundLinearAttention:
     def __call__(self, kernels: Kernels, step: Step, h: NormedInput, kwargs: dict) -> torch.Tensor:
         """See `BoundAttention`."""
         states, joint = step.states(self.spec.index), self.projected(kernels, h)
-        if self.multiplier is not None and self.zero is not None:
-            joint = torch.addcmul(self.zero, joint, self.multiplier, value=self.spec.factor)
-        elif self.spec.factor != 1.0:
-            joint = joint * self.spec.factor
         taken = (NormedInput(joint[..., slice(*pair.taken)].contiguous()) for pair in self.spec.formula.pairs)
         seconds = (second(kernels, given) for second, given in zip(self.seconds, taken, strict=True))
         if self.spec.formula.rule != DELTA:  # the library keeps values before keys
@@ -166,7 +163,7 @@ class BoundLinearAttention:
         assert states.state is not None and states.window is not None
         ops = kernels.causal_convolution, kernels.linear_attention_prompt
         y = attended_prompt(*ops, self.spec.formula, self.tensors, parts, states.state, states.window, sequences)
-        return self._normed(kernels, y.flatten(2), parts["gate"].flatten(2)).to(parts["joint"].dtype)
+        return self._normed(kernels, y.flatten(2), parts["gate"].flatten(2), parts["joint"].dtype)
 
     def _token(
         self,
@@ -190,20 +187,29 @@ class BoundLinearAttention:
         )  # fmt: skip
         if self.inside:
             return y
-        return self._normed(kernels, y.unsqueeze(0), gate.flatten(1).unsqueeze(0))[0].to(parts["joint"].dtype)
+        return self._normed(kernels, y.unsqueeze(0), gate.flatten(1).unsqueeze(0), parts["joint"].dtype)[0]
 
     def projected(self, kernels: Kernels, h: NormedInput) -> torch.Tensor:
-        """(rows, new, N): the outputs of all projections side by side."""
+        """(rows, new, N): the outputs of all projections side by side, times multiplier and factor."""
+        factor, multiplier = self.spec.factor, self.multiplier
+        only = self.projections[0]
+        if len(self.projections) == 1 and h.x.shape[:-1].numel() <= MOST_ROWS and only.takes_wide(kernels):
+            return only(kernels, h, scale=factor, modulation=None if multiplier is None else multiplier.view(1, -1))
         if self.joint is not None:
-            return part_product(kernels, self.joint, h)
-        outputs = [linear(kernels, h) for linear in self.projections]
-        return torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0].contiguous()
+            joint = part_product(kernels, self.joint, h)
+        else:
+            outputs = [linear(kernels, h) for linear in self.projections]
+            joint = torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0].contiguous()
+        if multiplier is not None and self.zero is not None:
+            return torch.addcmul(self.zero, joint, multiplier, value=factor)
+        return joint if factor == 1.0 else joint * factor
 
-    def _normed(self, kernels: Kernels, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    def _normed(self, kernels: Kernels, y: torch.Tensor, gate: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         norm, heads = self.spec.norm, self.spec.formula.heads
         weight = self.weight
         if weight is None:
-            return kernels.gated(gate, y.contiguous(), norm.activation)
+            return kernels.gated(gate, y.contiguous(), norm.activation).to(dtype)
         if weight.numel() < y.shape[-1]:  # of one head, and all have the same
             weight = weight.repeat(heads.values)
-        return kernels.rms_norm(y, weight, norm.eps, groups=norm.groups, gate=Gate(gate, norm.activation, norm.first))
+        by = Gate(gate, norm.activation, norm.first)
+        return kernels.rms_norm(y, weight, norm.eps, groups=norm.groups, gate=by, dtype=dtype)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 import torch
+from accel_kernels import argmax
 from accel_kernels.warmup import Warmup
 
 from accel.errors import reason_of
@@ -82,7 +83,8 @@ def _run_through(forward: DecoderForward, lengths: tuple, longer: tuple) -> None
                 given = positions[:1, piece] if "position_ids" in forward.names else None
                 mask = ids.new_ones(rows, piece.stop) if rows > 1 else None
                 tokens = ids[:1, piece].repeat(rows, 1)
-                forward.run(store, tokens, given, mask, 1 if "logits_to_keep" in forward.names else 0)
+                logits = forward.run(store, tokens, given, mask, 1 if "logits_to_keep" in forward.names else 0)
+                argmax(logits[:, -1])  # what a greedy step chooses
         if {"position_ids", "logits_to_keep"} <= set(forward.names):
             for length in PADDED:
                 for mask in (None, ids.new_ones(1, length)):

@@ -100,6 +100,8 @@ class RouterForward(FastForward):
         if not formula.wide:
             logits = product_for(self.kernels, x)(x, weight, bias)
             return logits if formula.logits is None else logits.to(formula.logits)
+        if weight.dtype == torch.float32 and (bias is None or bias.dtype == torch.float32):
+            return self.kernels.fused_linear(x, weight, bias)
         if x.is_cuda and bias is None and x.dtype == weight.dtype != torch.float32:
             return torch.mm(x, weight.t(), out_dtype=torch.float32)  # products of 16 bits are exact in it
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float())

@@ -115,17 +115,19 @@ def part_product(
     activation: str | None = None,
     residual: torch.Tensor | None = None,
     scale: float = 1.0,
+    **mixed: torch.Tensor | None,
 ) -> torch.Tensor:
     """residual + scale * activation(linear(norm(x))), or with weights `up` the gated product of both.
 
-    Where the inputs are divided among ranks, the sum over all of them stands for the product.
+    mixed: addend, share and modulation of `Epilogue`, of a linear that `takes_wide`. Where the inputs are divided among
+    ranks, the sum over all of them stands for the product.
     """
     weight, bias = weights.operands()
     if weights.ranks is not None:
         part = _product(kernels, weights, before, weight, None)
         act = None if activation is None else ACTIVATIONS[activation]
         return weights.ranks.reduce(part, bias, act, residual, scale)
-    given: dict[str, Any] = {"activation": activation, "residual": residual, "scale": scale}
+    given: dict[str, Any] = {"activation": activation, "residual": residual, "scale": scale, **mixed}
     if up is not None:
         given["up"], given["up_bias"] = up.operands()
     return _product(kernels, weights, before, weight, bias, **given)
@@ -157,7 +159,7 @@ class BoundLinear:
         self.module, self.weights = module, weights(module)
 
     def takes_wide(self, kernels: Kernels) -> bool:
-        """Whether its product takes an input and a residual in float32 beside weights in 16 bits."""
+        """Whether its product takes all of `Epilogue`, and float32 beside weights in 16 bits."""
         own = kernels.fused_linear in (fused_linear, fused_linear.reference)  # and not a user's
         return own and self.weights is not None and not self.weights.quantized and self.weights.ranks is None
 
@@ -168,10 +170,12 @@ class BoundLinear:
         activation: str | None = None,
         residual: torch.Tensor | None = None,
         scale: float = 1.0,
+        **mixed: torch.Tensor | None,
     ) -> torch.Tensor:
-        """residual + scale * activation(linear(norm(x)))."""
+        """residual + scale * activation(linear(norm(x))). mixed: as of `part_product`."""
         if self.weights is not None:
-            return part_product(kernels, self.weights, before, activation=activation, residual=residual, scale=scale)
+            given = {"activation": activation, "residual": residual, "scale": scale, **mixed}
+            return part_product(kernels, self.weights, before, **given)
         y = self.module(before.normed())
         if activation is not None:
             y = ACTIVATIONS[activation](y)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from accel_kernels.gemm.fused_linear import MOST_ROWS
 from accel_kernels.norm.norm import ACTIVATIONS
 from torch import nn
 
@@ -120,6 +121,9 @@ class BoundSum:
             if router is not None:
                 y = block.routed(h.normed(), router(kernels, before.normed().flatten(0, -2)))
             elif post is None:
+                if total is not None and residual is not None and block.takes_addend(kernels, h.x):
+                    if block is self.blocks[-1][0]:
+                        return block(kernels, h, residual=residual, scale=scale, addend=total)
                 total = block(kernels, h, residual=total)
                 continue
             else:
@@ -164,14 +168,19 @@ class BoundMlp:
         self.times = len(self.first)
 
     def __call__(
-        self, kernels: Kernels, before: NormedInput, residual: torch.Tensor | None = None, scale: float = 1.0
+        self,
+        kernels: Kernels,
+        before: NormedInput,
+        residual: torch.Tensor | None = None,
+        scale: float = 1.0,
+        **mixed: torch.Tensor | None,
     ) -> torch.Tensor:
-        """residual + scale * mlp(norm(x))."""
+        """residual + scale * mlp(norm(x)). mixed: as of `part_product`, where it `takes_addend`."""
         if self.mixture is not None:
-            y = self._mixed(kernels, before.normed())
-            return y if residual is None else torch.add(residual, y, alpha=scale)
+            return self._mixed(kernels, before.normed(), residual, scale)
         if self.module is None:
-            return self.down(kernels, NormedInput(self._middle(kernels, before)), residual=residual, scale=scale)
+            middle = NormedInput(self._middle(kernels, before))
+            return self.down(kernels, middle, residual=residual, scale=scale, **mixed)
         y = self.module(before.normed())
         y = (y[0] if isinstance(y, tuple) else y).reshape(before.x.shape)  # Llama 4's experts give rows of tokens
         return y if residual is None else torch.add(residual, y, alpha=scale)
@@ -181,17 +190,26 @@ class BoundMlp:
         assert self.module is not None
         return self.module(h.flatten(0, -2), *(chosen[place] for place in self.spec.chosen)).view(h.shape)
 
-    def _mixed(self, kernels: Kernels, x: torch.Tensor) -> torch.Tensor:
-        """Of (rows, new, C), normed: what experts give and what the shared one gives."""
+    def takes_addend(self, kernels: Kernels, x: torch.Tensor) -> bool:
+        """Whether its last product adds more than one tensor: of few tokens, whose products are kernels of ours."""
+        return self.module is None and x.shape[:-1].numel() <= MOST_ROWS and self.down.takes_wide(kernels)
+
+    def _mixed(self, kernels: Kernels, x: torch.Tensor, residual: torch.Tensor | None, scale: float) -> torch.Tensor:
+        """residual + scale * (what experts and the shared one give of (rows, new, C), normed)."""
         mixture, parts, tokens = self.spec.mixture, self.mixture, x.flatten(0, -2)
         assert mixture is not None and parts is not None
         router, experts, shared, gate = parts
         result = router(tokens if mixture.flat else x)
         y = experts(tokens, *(result[place] for place in mixture.chosen))
         y, given = y.view(x.shape), NormedInput(x)
-        if gate is None:
-            return shared(kernels, given, residual=y)
-        return torch.addcmul(y, gate(kernels, given).sigmoid(), shared(kernels, given))
+        share = None if gate is None else gate(kernels, given)
+        if residual is not None and shared.takes_addend(kernels, x):
+            return shared(kernels, given, residual=residual, scale=scale, addend=y, share=share)
+        if share is None:
+            y = shared(kernels, given, residual=y)
+        else:
+            y = torch.addcmul(y, share.sigmoid(), shared(kernels, given))
+        return y if residual is None else torch.add(residual, y, alpha=scale)
 
     def _middle(self, kernels: Kernels, before: NormedInput) -> torch.Tensor:
         name = self.spec.activation

@@ -4,18 +4,23 @@ import torch
 import triton
 import triton.language as tl
 
+from accel_kernels.device import programmatic
 from accel_kernels.elementwise.activations_triton import activate
 from accel_kernels.sizes import cdiv
 from accel_kernels.warmup import launch
 
 WARPS = 4
+FEW = 64  # rows, whose next product may load its weights meanwhile
 
 
 @triton.jit(do_not_specialize=("rows",))
 def gated_kernel(
     gate_ptr, up_ptr, y_ptr, stride_g, stride_u, rows, width,
-    ACTIVATION: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_I: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_I: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     r_idx = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     i_idx = (tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I))[None, :]
     mask = (r_idx < rows)[:, None] & (i_idx < width)
@@ -43,5 +48,6 @@ def _gated(gate, up, activation, block_r, block_i):
     y = torch.empty(gate.shape, device=gate.device, dtype=gate.dtype)
     strides = (gate.stride(-2) if gate.dim() > 1 else width, up.stride(-2) if up.dim() > 1 else width)
     grid = (cdiv(rows, block_r), cdiv(width, block_i))
-    launch(gated_kernel, grid, gate, up, y, *strides, rows, width, activation, block_r, block_i, num_warps=WARPS)
+    pdl = programmatic(gate.device, rows <= FEW)
+    launch(gated_kernel, grid, gate, up, y, *strides, rows, width, activation, block_r, block_i, num_warps=WARPS, **pdl)
     return y

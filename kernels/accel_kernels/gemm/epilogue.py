@@ -10,12 +10,18 @@ from accel_kernels.norm.norm import ACTIVATIONS
 
 
 class EpilogueArguments(NamedTuple):
-    """An epilogue as kernels take it, all but the gate's weight in one argument. With a gate two biases, or none."""
+    """An epilogue as kernels take it, all but the gate's weight in one argument. With a gate two biases, or none.
+
+    modulation: one row of it for all.
+    """
 
     bias: torch.Tensor | None
     up_bias: torch.Tensor | None
     residual: torch.Tensor | None
     scale: float
+    addend: torch.Tensor | None = None
+    share: torch.Tensor | None = None
+    modulation: torch.Tensor | None = None
 
 
 def by_part(y: torch.Tensor, modulation: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -27,14 +33,14 @@ def by_part(y: torch.Tensor, modulation: torch.Tensor, residual: torch.Tensor | 
 
 
 class Epilogue(NamedTuple):
-    """y = residual + modulation * scale * h; h = act(product + bias), or with a gate
+    """y = residual + modulation * scale * (addend + sigmoid(share) * h); h = act(product + bias), or with a gate
     act(product + bias) * (up product + up_bias).
 
     bias, up_bias: (N,) or None. up: a second weight, of the kind and shape of the product's own, or None.
     activation: a name of ACTIVATIONS or None; needed with `up`. residual: (..., N), of the dtype of the result, or
     None. scale: a float, the multiplier of what is added to the residual. modulation: (B, N) or None, a row of it for
     each of B equal parts of the rows of x: the gate of an adaptive norm (Peebles and Xie, "Scalable diffusion models
-    with transformers", 2023).
+    with transformers", 2023). addend: (..., N) or None, what others give to the same sum. share: (..., 1) or None.
 
     A sum over ranks, where each has a part of the columns, belongs between the gate and the residual.
     """
@@ -46,11 +52,14 @@ class Epilogue(NamedTuple):
     residual: torch.Tensor | None = None
     scale: float = 1.0
     modulation: torch.Tensor | None = None
+    addend: torch.Tensor | None = None
+    share: torch.Tensor | None = None
 
     @property
     def plain(self) -> bool:
         """Whether a residual is all there may be."""
-        nothing = all(one is None for one in (self.bias, self.up, self.activation, self.modulation))
+        others = self.bias, self.up, self.activation, self.modulation, self.addend, self.share
+        nothing = all(one is None for one in others)
         return nothing and self.scale == 1.0
 
     def weights(self, weight: Any) -> Iterator[Any]:
@@ -66,6 +75,7 @@ class Epilogue(NamedTuple):
             y = ACTIVATIONS[self.activation](y)
         if self.up is not None:
             y = y * product(self.up, self.up_bias)
+        y = self._mixed(y)
         if self.scale != 1.0:
             y = y * self.scale
         if self.modulation is not None:
@@ -81,6 +91,7 @@ class Epilogue(NamedTuple):
             y = gated(y, product(self.up, self.up_bias), self.activation)
         elif self.activation is not None:
             y = ACTIVATIONS[self.activation](y)
+        y = self._mixed(y)
         if self.residual is None or self.modulation is not None:
             y = y if self.scale == 1.0 else y * self.scale
         if self.modulation is not None:
@@ -89,10 +100,22 @@ class Epilogue(NamedTuple):
             return y
         return torch.add(self.residual, y, alpha=self.scale)
 
-    def refusal(self, weight: torch.Tensor, modulated: bool = False) -> str | None:
-        """Why no kernel takes it; weight: the product's own, or its numbers. modulated: whether this kernel can."""
+    def _mixed(self, y: torch.Tensor) -> torch.Tensor:
+        """With what others give to the sum."""
+        share = None if self.share is None else self.share.sigmoid()
+        if self.addend is None or share is None:
+            y = y if share is None else y * share
+            return y if self.addend is None else self.addend + y
+        return torch.addcmul(self.addend, share, y)
+
+    def refusal(self, weight: torch.Tensor, modulated: bool = False, mixed: bool = False) -> str | None:
+        """Why no kernel takes it; weight: the product's own, or its numbers. modulated, mixed: whether this kernel can
+        take a modulation, or an addend and a share.
+        """
         if self.modulation is not None and not modulated:
             return "a modulation"
+        if (self.addend is not None or self.share is not None) and not mixed:
+            return "an addend or a share"
         if self.activation is not None and self.activation not in ACTIVATIONS:
             return f"activation {self.activation!r}"
         up = None if self.up is None else getattr(self.up, "data", self.up)
@@ -117,7 +140,7 @@ class Epilogue(NamedTuple):
             bias = torch.zeros_like(up_bias)
         elif self.up is not None and bias is not None and up_bias is None:
             up_bias = torch.zeros_like(bias)
-        return EpilogueArguments(bias, up_bias, self.residual, float(self.scale))
+        return EpilogueArguments(bias, up_bias, self.residual, float(self.scale), *self[7:9], self.modulation)
 
     @property
     def flags(self) -> dict[str, object]:

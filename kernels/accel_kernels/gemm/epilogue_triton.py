@@ -16,7 +16,7 @@ def tile_place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 @triton.jit
 def epilogue(y, other, n_idx, n_mask, scales_ptr, up_scales_ptr, after, GATE: tl.constexpr, ACTIVATION: tl.constexpr):
-    """Scales, bias, activation, gate and scale of a block of sums; `store_sum` adds the residual.
+    """Scales, bias, activation, gate, scale and modulation of a block of sums; `store_sum` adds what is added.
 
     y, other: the sums of the weight and of its gate's. n_idx: rows of the weight, as they lie in y. scales_ptr,
     up_scales_ptr: scales of those rows, which the sums still lack, or None. after: `EpilogueArguments`.
@@ -32,12 +32,23 @@ def epilogue(y, other, n_idx, n_mask, scales_ptr, up_scales_ptr, after, GATE: tl
         if after.bias is not None:
             other += tl.load(after.up_bias + n_idx, mask=n_mask, other=0.0).to(tl.float32)
         y *= other
-    return y * after.scale
+    y *= after.scale
+    if after.modulation is not None:
+        y *= tl.load(after.modulation + n_idx, mask=n_mask, other=0.0).to(tl.float32)
+    return y
+
+
+@triton.jit
+def share_of(after, m_idx, m_mask):
+    """By what the sums of these rows are multiplied."""
+    return 1.0 / (1.0 + tl.exp(-tl.load(after.share + m_idx, mask=m_mask, other=0.0).to(tl.float32)))
 
 
 @triton.jit
 def store_sum(y, place, mask, after, y_ptr):
-    """Stores at `place` what `epilogue` gives, plus the residual that lies at the same place."""
+    """Stores at `place` what `epilogue` gives, plus the addend and the residual that lie at the same place."""
+    if after.addend is not None:
+        y += tl.load(after.addend + place, mask=mask, other=0.0).to(tl.float32) * after.scale
     if after.residual is not None:
         y += tl.load(after.residual + place, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)

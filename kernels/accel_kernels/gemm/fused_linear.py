@@ -22,8 +22,9 @@ MOST_ROWS = 64
 def reference(x, weight, bias=None, *, norm=None, **after):
     """x: (..., K); weight: (N, K). Returns (..., N).
 
-    norm: a Norm over K, or None. bias, after: the fields of `Epilogue`. Beside weights in 16 bits x may be float32, and
-    is rounded to their dtype first; so may the residual, which then is the dtype of the result.
+    norm: a Norm over K, or None. bias, after: the fields of `Epilogue`. x may be of another dtype than the weight, of
+    which the result is: one row is, of float32 beside 16 bits, which is rounded first, or the other way round. Beside
+    weights in 16 bits the residual may be float32, which then is the dtype of the result.
     """
     x = x.to(weight.dtype)
     h = x if norm is None else norms.reference(x, norm)
@@ -61,19 +62,24 @@ def supports(x, weight, bias=None, *, norm=None, **after) -> str | None:
         return f"{rows} rows, more than {MOST_ROWS}"
     if rows > 1 and x.dtype == torch.float32:
         return "several rows of float32, which cuBLAS adds up with less error"
-    if (reason := epilogue.refusal(weight)) is not None:
+    alike = epilogue.modulation is not None and len(epilogue.modulation) == 1 and epilogue.addend is None
+    if (reason := epilogue.refusal(weight, modulated=alike, mixed=True)) is not None:
         return reason
     if (reason := norm_reason(norm)) is not None:
         return reason
     if weight.shape[1] % 8 or x.shape[-1] != weight.shape[1]:
         return f"{weight.shape[1]} inputs, not a multiple of 8"
-    if (reason := contiguous_reason(x=x, weight=weight, up=up, residual=residual)) is not None:
+    if any(one is not None and one.numel() != rows * n for one, n in
+           ((epilogue.addend, weight.shape[0]), (epilogue.share, 1))):  # fmt: skip
+        return "an addend or a share of another shape"
+    given = {name: getattr(epilogue, name) for name in ("residual", "addend", "share", "modulation")}
+    if (reason := contiguous_reason(x=x, weight=weight, up=up, **given)) is not None:
         return reason
-    if x.dtype not in (weight.dtype, torch.float32 if rows == 1 else weight.dtype):
+    if x.dtype != weight.dtype and (rows > 1 or torch.float32 not in (x.dtype, weight.dtype)):
         return "x and weight of different dtypes"
     if residual is not None and residual.dtype not in (weight.dtype, torch.float32):
         return "residual of another dtype, and not float32"
-    return dtype_reason(x, weight, bias, up, epilogue.up_bias, residual, *norm_weights(norm))
+    return dtype_reason(x, weight, bias, up, epilogue.up_bias, *given.values(), *norm_weights(norm))
 
 
 CASES = (
@@ -86,7 +92,13 @@ CASES = (
     product_case("rows-3", (3, 88), 41, norm="rms", residual=True, small=True),
     product_case("rows-5-gate", (5, 96), 35, norm="layer", gate=True, activation="silu", small=True),
     product_case("wide", (1, 72), 33, norm="rms", residual=True, wide=True, small=True),
+    product_case("wide-weight", (1, 72), 33, wide="weight", small=True),
     product_case("rows-4-wide-residual", (4, 72), 33, residual=True, wide="residual", small=True),
+    product_case("mixed", (1, 72), 33, residual=True, addend=True, share=True, scale=0.5, small=True),
+    product_case("addend", (1, 72), 33, norm="rms", residual=True, addend=True, small=True),
+    product_case("rows-5-mixed", (5, 72), 33, residual=True, addend=True, share=True, small=True),
+    product_case("modulated", (1, 72), 33, norm="rms", modulation=True, residual=True, scale=0.5, small=True),
+    product_case("rows-3-modulated", (1, 3, 72), 33, modulation=True, small=True),
     product_case("rows-17", (17, 128), 33, bias=True, activation="relu", small=True),
     product_case("llama-qkv", (1, 4096), 6144, norm="rms"),
     product_case("llama-out", (1, 4096), 4096, residual=True),

@@ -19,7 +19,7 @@ from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch, warming_up
 
 ROWS, COLUMNS, WARPS = 4, 1024, 4  # of a weight stored by rows to a program and step of the GEMV
-ALONG, STEP, STEPS = 256, 8192, 4  # of its second product: inputs and bytes to a step, steps under way
+OUTPUTS, ALONG = 4, 2048  # of its second product: rows, and bytes of each, to a step
 BLOCK = 8192  # weights of a transposed one, likewise
 ACROSS = (16, 32)  # neighboring outputs of it: few to fill the GPU, or 64 bytes of each input's
 SORTED = ((128, 1), (1024, 4), (4096, 16))  # pairs at a time, by so many warps
@@ -71,10 +71,11 @@ def _one_by_one(x, index, shares, weights, columns=None):
         **_numbers(weights.gate_up), **_gating(weights), TRANSPOSED=not up_by_rows, **shape, **pdl,
     )  # fmt: skip
     if down_by_rows and not isinstance(weights.down, Quantized):
-        y, shape = torch.empty_like(x), _down_shape(chosen, inner, x.itemsize)
+        y, block = torch.empty_like(x), min(ALONG // x.itemsize, power_of_two(inner))
         launch(
-            expert_rows_down_kernel, (cdiv(hidden, shape["BLOCK_N"]), tokens), h, index, shares,
-            weights.down, weights.down_bias, y, chosen, many, hidden, K=inner, **shape, **pdl,
+            expert_rows_down_kernel, (cdiv(hidden, OUTPUTS), tokens), h, index, shares, weights.down,
+            weights.down_bias, y, many, hidden, K=inner, CHOSEN=chosen, BLOCK_N=OUTPUTS, BLOCK_K=block,
+            num_warps=2 if block * x.itemsize == ALONG else WARPS, **pdl,
         )  # fmt: skip
         return y
     given = torch.empty((pairs, hidden), device=x.device, dtype=torch.float32)
@@ -95,17 +96,6 @@ def _summed(given, x, index, shares, many: int):
         CHOICES=power_of_two(chosen), BLOCK=block, num_warps=2, **programmatic(x.device),
     )  # fmt: skip
     return y
-
-
-def _down_shape(chosen: int, inner: int, size: int) -> dict[str, int]:
-    """Of the second GEMV by rows: all of a token's choices, and as many outputs as make a step; a warp to a row.
-
-    size: bytes of a weight.
-    """
-    choices, block = power_of_two(chosen), min(ALONG, power_of_two(inner))
-    outputs = max(1, STEP // (size * choices * block))
-    steps = min(STEPS, cdiv(inner, block))
-    return {"CHOICES": choices, "BLOCK_N": outputs, "BLOCK_K": block, "STEPS": steps, "num_warps": WARPS}
 
 
 def _across(outputs: int, many: int, device: torch.device) -> int:

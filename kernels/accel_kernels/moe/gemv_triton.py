@@ -123,44 +123,55 @@ def sum_across(x_ptr, place, n_mask, k_idx, outputs, PRODUCTS: tl.constexpr, K: 
     return tl.sum(acc, axis=0)
 
 
-@triton.jit(do_not_specialize=("chosen", "experts"))
-def expert_rows_down_kernel(
-    h_ptr, index_ptr, shares_ptr, w_ptr, bias_ptr, y_ptr, chosen, experts, hidden,
-    K: tl.constexpr, CHOICES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr,
-    PDL: tl.constexpr,
+@triton.jit
+def weight_of_step(
+    w_ptr, index_ptr, n_row, k_idx, experts, hidden,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """All of a token's choices at once, so that no choice's weights wait for another's.
+    """Of a choice and a block of inputs, counted by STEP; zeros where there is no expert of that number."""
+    expert, there = expert_of(index_ptr, STEP // BLOCKS, experts)
+    at = STEP % BLOCKS * BLOCK_K + k_idx
+    place = (expert * hidden + n_row)[:, None] * K + at[None, :]
+    return tl.load(w_ptr + place, mask=(at < tl.where(there, K, 0))[None, :], other=0.0)
 
-    CHOICES: a power of two that holds them. STEPS: unrolled, so that their weights are loaded ahead.
-    """
+
+@triton.jit(do_not_specialize=("experts",))
+def expert_rows_down_kernel(
+    h_ptr, index_ptr, shares_ptr, w_ptr, bias_ptr, y_ptr, experts, hidden,
+    K: tl.constexpr, CHOSEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A token's choices one after another, unrolled: the weights of two steps are loaded ahead."""
     token = tl.program_id(1).to(tl.int64)
     n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_row = tl.minimum(n_idx, hidden - 1)
-    c_idx = tl.arange(0, CHOICES)
-    choice = token * chosen + c_idx
-    expert = tl.load(index_ptr + choice, mask=c_idx < chosen, other=-1, cache_modifier=".cg")
-    share = tl.load(shares_ptr + choice, mask=c_idx < chosen, other=0.0, cache_modifier=".cg").to(tl.float32)
-    there = (expert >= 0) & (expert < experts)
-    row = tl.where(there, expert, 0)[None, :] * hidden + n_row[:, None]  # (outputs, choices), as all below
-    place = w_ptr + row[:, :, None] * K
     k_idx = tl.arange(0, BLOCK_K)
-    w = tl.load(place + k_idx[None, None, :], mask=there[None, :, None] & (k_idx < K)[None, None, :], other=0.0)
+    BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    STEPS: tl.constexpr = CHOSEN * BLOCKS
+    index_ptr += token * CHOSEN
+    shares_ptr += token * CHOSEN
+    h_ptr += token * CHOSEN * K
+    w = weight_of_step(w_ptr, index_ptr, n_row, k_idx, experts, hidden, K, BLOCK_K, BLOCKS, 0)
+    next_w = weight_of_step(w_ptr, index_ptr, n_row, k_idx, experts, hidden, K, BLOCK_K, BLOCKS, min(1, STEPS - 1))
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    acc = tl.zeros((BLOCK_N, CHOICES, BLOCK_K), tl.float32)
-    for start in range(0, K, STEPS * BLOCK_K):
-        for step in tl.static_range(STEPS):
-            at = start + step * BLOCK_K + k_idx
-            mask = there[:, None] & (at < K)[None, :]
-            h = tl.load(h_ptr + choice[:, None] * K + at[None, :], mask=mask, other=0.0).to(tl.float32)
-            acc += w.to(tl.float32) * h[None, :, :]
-            at += BLOCK_K
-            w = tl.load(place + at[None, None, :], mask=there[None, :, None] & (at < K)[None, None, :], other=0.0)
-    y = tl.sum(acc, axis=2)
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + row).to(tl.float32)
-    y = tl.sum(tl.where(there[None, :], y * share[None, :], 0.0), axis=1)
+    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    shift = tl.zeros((BLOCK_N,), tl.float32)
+    for step in tl.static_range(STEPS):
+        later_w = next_w
+        if step + 2 < STEPS:
+            later_w = weight_of_step(w_ptr, index_ptr, n_row, k_idx, experts, hidden, K, BLOCK_K, BLOCKS, step + 2)
+        at = step % BLOCKS * BLOCK_K + k_idx
+        share = tl.load(shares_ptr + step // BLOCKS, cache_modifier=".cg").to(tl.float32)
+        h = tl.load(h_ptr + step // BLOCKS * K + at, mask=at < K, other=0.0).to(tl.float32) * share
+        acc += w.to(tl.float32) * h[None, :]
+        w = next_w
+        next_w = later_w
+        if bias_ptr is not None and step % BLOCKS == 0:
+            expert, there = expert_of(index_ptr, step // BLOCKS, experts)
+            bias = tl.load(bias_ptr + expert * hidden + n_row).to(tl.float32)
+            shift += tl.where(there, bias * share, 0.0)
+    y = tl.sum(acc, axis=1) + shift
     tl.store(y_ptr + token * hidden + n_idx, y.to(y_ptr.dtype.element_ty), mask=n_idx < hidden)
 
 

@@ -9,19 +9,11 @@ import triton
 import triton.language as tl
 
 from accel_kernels.device import programmatic
-from accel_kernels.float_order_triton import order_of
+from accel_kernels.float_order_triton import NEVER, in_order
 from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch, warming_up
 
 HELD = 512  # experts to a warp
-NEVER = tl.constexpr(-(2**63))  # below the order of every number
-
-
-@triton.jit
-def in_order(x, place):
-    """Integers in the order of x, fp32: NaN above all, zeros equal, and of equals the lower place above."""
-    order = tl.where(x != x, 0x7FFFFFFF, order_of(x))
-    return (order.to(tl.int64) << 32) | (0x7FFFFFFF - place).to(tl.int64)
 
 
 @triton.jit

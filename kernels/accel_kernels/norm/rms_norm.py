@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from accel_kernels.norm import norm as norms
 from accel_kernels.norm.norm import Norm
-from accel_kernels.op import dtype_reason, make_op, random_cases, rows_reason
+from accel_kernels.op import FLOATS, dtype_reason, make_op, random_cases, rows_reason
 
 GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
@@ -27,10 +27,11 @@ class Gate(NamedTuple):
     first: bool
 
 
-def reference(x, weight, eps, *, offset=0.0, residual=None, groups=1, gate=None):
+def reference(x, weight, eps, *, offset=0.0, residual=None, groups=1, gate=None, dtype=None):
     """x, residual: (..., C); weight: (C,) or None; multiplied as weight + offset. Returns y, or (y, x + residual).
 
-    groups: the mean square is taken over each of so many equal parts of C. gate: a `Gate`. Rounded once.
+    groups: the mean square is taken over each of so many equal parts of C. gate: a `Gate`. dtype: of y, that of x where
+    None; rounded to both.
     """
     h = x if residual is None else x + residual
     if gate is None and groups == 1:
@@ -44,13 +45,16 @@ def reference(x, weight, eps, *, offset=0.0, residual=None, groups=1, gate=None)
         y = norms.reference(y.unflatten(-1, (groups, -1)), Norm(None, None, eps)).flatten(-2)
         y = y if weight is None else y * (weight.to(kind) + offset)
         y = (y if gate is None or gate.first else y * factor).to(x.dtype)
+    y = y.to(dtype or y.dtype)
     return y if residual is None else (y, h)
 
 
-def supports(x, weight, eps, *, offset=0.0, residual=None, groups=1, gate=None) -> str | None:
+def supports(x, weight, eps, *, offset=0.0, residual=None, groups=1, gate=None, dtype=None) -> str | None:
     reason = rows_reason(x, residual) or dtype_reason(x, weight, residual)
     if reason is not None:
         return reason
+    if dtype is not None and dtype not in FLOATS:
+        return f"dtype {dtype} is not float16, bfloat16 or float32"
     if x.shape[-1] % groups:
         return f"{x.shape[-1]} channels in {groups} groups"
     if gate is None:

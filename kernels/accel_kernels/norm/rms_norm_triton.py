@@ -46,14 +46,15 @@ def rms_norm_kernel(
         y *= weight
     if GATE == "last":
         y *= factor
+    y = y.to(x_ptr.dtype.element_ty)
     tl.store(y_ptr + row + c_idx, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def rms_norm(x, weight, eps, *, offset=0.0, residual=None, groups=1, gate=None):
+def rms_norm(x, weight, eps, *, offset=0.0, residual=None, groups=1, gate=None, dtype=None):
     """Same arguments and result as the reference; x contiguous, up to 16384 channels."""
     channels = x.shape[-1] // groups
-    y = torch.empty_like(x)
-    total = y if residual is None else torch.empty_like(x)
+    y = torch.empty_like(x, dtype=dtype)
+    total = x if residual is None else torch.empty_like(x)
     rows = x if gate is None else gate.by.reshape(-1, x.shape[-1])  # a view wherever rows are evenly spaced
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     when = None if gate is None else "first" if gate.first else "last"

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from accel_kernels import argmax
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
@@ -212,12 +213,13 @@ class TokenLoop:
         """Launches the step that takes the last token, and the choice of one more."""
         random = None if self.random is None else self.random.mark()
         logits = self._logits(token.ids)
-        scores = logits[:, -1].to(copy=True, dtype=torch.float32, device=token.ids.device)
+        scores, wrong = logits[:, -1].to(device=token.ids.device), None
+        if self.random is not None or self.request.processors:
+            scores = scores.to(copy=True, dtype=torch.float32)
         for process in self.request.processors:
             scores = process(token.ids, scores)
-        wrong = None
         if self.random is None:
-            chosen = torch.argmax(scores, dim=-1)
+            chosen = argmax(scores)
         else:
             chosen, wrong = draw(nn.functional.softmax(scores, dim=-1))
         if self.pads:
