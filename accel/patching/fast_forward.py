@@ -26,6 +26,7 @@ from accel_kernels import (
     linear_attention_prompt,
     linear_attention_step,
     linear_geglu,
+    mixture,
     norm_add,
     paged_attention,
     quantized_linear,
@@ -101,6 +102,7 @@ class Kernels:
     linear_attention_prompt: Any = linear_attention_prompt
     linear_attention_step: Any = linear_attention_step
     linear_geglu: Any = linear_geglu
+    mixture: Any = mixture
     fused_linear: Any = fused_linear
     quantized_linear: Any = quantized_linear
     norm_add: Any = norm_add

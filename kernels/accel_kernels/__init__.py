@@ -24,6 +24,7 @@ from accel_kernels.image.image_sum import image_concat, image_sum
 from accel_kernels.image.upsample import upsample
 from accel_kernels.image.upsample_convolve import upsample_convolve
 from accel_kernels.moe.experts import experts
+from accel_kernels.moe.mixture import SharedExpert, mixture
 from accel_kernels.moe.route import Routing, route
 from accel_kernels.norm.group_norm import group_norm
 from accel_kernels.norm.layer_norm import layer_norm
@@ -63,6 +64,7 @@ __all__ = [
     "RowStates",
     "SamplingTable",
     "Sequences",
+    "SharedExpert",
     "Widening",
     "argmax",
     "attention",
@@ -84,6 +86,7 @@ __all__ = [
     "linear_attention_prompt",
     "linear_attention_step",
     "linear_geglu",
+    "mixture",
     "norm_add",
     "paged_attention",
     "quantize_rows",

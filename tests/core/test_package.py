@@ -23,7 +23,7 @@ ROOMS = """
     diffusion.inputs diffusion.blocks diffusion.dit diffusion.step_cache
     diffusion.linears diffusion.parallel diffusion
     llm.kv_cache llm.pipeline.device_hooks llm.recording llm.pipeline.placement
-    llm.parts llm.attention llm.runtime llm.moe
+    llm.parts llm.moe llm.attention llm.runtime
     llm.generation llm.pipeline llm.generation.loop llm.batching
     llm.ptq.calibration llm.ptq.algorithms llm.ptq.formats llm.ptq llm.shards llm
     report families api

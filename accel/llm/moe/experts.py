@@ -10,6 +10,7 @@ from itertools import permutations, product
 from typing import Any
 
 import torch
+from accel_kernels import SharedExpert
 from accel_kernels.moe.weights import ExpertWeights, Gating
 from torch import nn
 
@@ -162,6 +163,25 @@ class ExpertsForward(FastForward):
             index = index - sharding.first
         y = self.kernels.experts(x.contiguous(), index.contiguous(), shares.contiguous(), self._weights())
         return y if sharding is None else sharding.ranks.reduce(y)
+
+    def with_shared(
+        self,
+        given: tuple[torch.Tensor, ...],
+        shared: SharedExpert,
+        activation: str,
+        residual: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor | None:
+        """The op `mixture`: what a shared expert gives too, and the sum with what goes past both; None where no kernel
+        does it. given: tokens, choices and shares of a call that this forward takes.
+        """
+        weights = self._weights()
+        arguments = (*(one.contiguous() for one in given), weights, shared, residual, scale)
+        if self.sharding is not None or weights.gating != Gating(activation) or not given[0].is_cuda:
+            return None
+        if self.kernels.mixture.supports(*arguments) is not None:
+            return None
+        return self.kernels.mixture(*arguments)
 
     def _given(self, args: tuple, kwargs: dict) -> tuple:
         """Tokens, choices and shares, however they are given; None for what is not."""

@@ -174,7 +174,7 @@ class BoundLinear:
     ) -> torch.Tensor:
         """residual + scale * activation(linear(norm(x))). mixed: as of `part_product`."""
         if self.weights is not None:
-            given = {"activation": activation, "residual": residual, "scale": scale, **mixed}
+            given: dict[str, Any] = {"activation": activation, "residual": residual, "scale": scale, **mixed}
             return part_product(kernels, self.weights, before, **given)
         y = self.module(before.normed())
         if activation is not None:

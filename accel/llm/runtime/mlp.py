@@ -1,12 +1,15 @@
 """One MLP: gated, dense, or in a way of its own and then called as a module."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from accel_kernels import SharedExpert
 from accel_kernels.gemm.fused_linear import MOST_ROWS
 from accel_kernels.norm.norm import ACTIVATIONS
 from torch import nn
 
+from accel.llm.moe.experts import ExpertsForward
 from accel.llm.parts.linear import Weights
 from accel.llm.parts.norm import NormSpec
 from accel.llm.parts.normed_router import BoundRouter, NormedRouterSpec, called_router
@@ -140,6 +143,8 @@ class BoundMlp:
     def __init__(self, layer: nn.Module, spec: MlpSpec):
         self.spec = spec
         self.module: nn.Module | None = None  # called as it is
+        self.gate: Weights | None = None
+        self.up: Weights | None = None
         self.times = 1
         self.mixture: tuple[nn.Module, nn.Module, BoundMlp, BoundLinear | None] | None = None
         known = (as_understood(layer.get_submodule(name), settings) for name, settings in spec.settings)
@@ -155,8 +160,6 @@ class BoundMlp:
             return
         self.first = [BoundLinear(layer.get_submodule(name)) for name in spec.first]
         self.down = BoundLinear(layer.get_submodule(spec.down))
-        self.gate: Weights | None = None
-        self.up: Weights | None = None
         parts = [linear.weights for linear in self.first if linear.weights is not None]
         plain = len(parts) == len(self.first)
         if plain and len(parts) == 2 and parts[0].fits(parts[1]) and spec.scale == 1.0:
@@ -173,7 +176,7 @@ class BoundMlp:
         before: NormedInput,
         residual: torch.Tensor | None = None,
         scale: float = 1.0,
-        **mixed: torch.Tensor | None,
+        **mixed: Any,
     ) -> torch.Tensor:
         """residual + scale * mlp(norm(x)). mixed: as of `part_product`, where it `takes_addend`."""
         if self.mixture is not None:
@@ -190,6 +193,15 @@ class BoundMlp:
         assert self.module is not None
         return self.module(h.flatten(0, -2), *(chosen[place] for place in self.spec.chosen)).view(h.shape)
 
+    def as_expert(self, share: BoundLinear | None) -> SharedExpert | None:
+        """As the shared expert of a mixture, with this linear for its share; None where they are not plain."""
+        linears = [self.gate, self.up, None if self.module is not None else self.down.weights]
+        linears += [] if share is None else [share.weights]
+        given = [None if one is None or one.ranks is not None else one.operands() for one in linears]
+        if any(one is None or one[1] is not None for one in given):
+            return None
+        return SharedExpert(*(one[0] for one in given if one is not None))
+
     def takes_addend(self, kernels: Kernels, x: torch.Tensor) -> bool:
         """Whether its last product adds more than one tensor: of few tokens, whose products are kernels of ours."""
         return self.module is None and x.shape[:-1].numel() <= MOST_ROWS and self.down.takes_wide(kernels)
@@ -200,7 +212,15 @@ class BoundMlp:
         assert mixture is not None and parts is not None
         router, experts, shared, gate = parts
         result = router(tokens if mixture.flat else x)
-        y = experts(tokens, *(result[place] for place in mixture.chosen))
+        chosen = tuple(result[place] for place in mixture.chosen)
+        if residual is not None and len(tokens) == 1:
+            forward, beside = ExpertsForward.taken(experts, tokens, *chosen), shared.as_expert(gate)
+            if forward is not None and beside is not None:
+                name, past = shared.spec.activation, residual.flatten(0, -2)
+                total = forward.with_shared((tokens, *chosen), beside, name, past, scale)
+                if total is not None:
+                    return total.view(residual.shape)
+        y = experts(tokens, *chosen)
         y, given = y.view(x.shape), NormedInput(x)
         share = None if gate is None else gate(kernels, given)
         if residual is not None and shared.takes_addend(kernels, x):

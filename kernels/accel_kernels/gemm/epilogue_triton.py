@@ -39,7 +39,7 @@ def epilogue(y, other, n_idx, n_mask, scales_ptr, up_scales_ptr, after, GATE: tl
 
 
 @triton.jit
-def share_of(after, m_idx, m_mask):
+def sigmoid_share(after, m_idx, m_mask):
     """By what the sums of these rows are multiplied."""
     return 1.0 / (1.0 + tl.exp(-tl.load(after.share + m_idx, mask=m_mask, other=0.0).to(tl.float32)))
 

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from accel_kernels.device import multiprocessors, programmatic, shared_memory, upcast
 from accel_kernels.gemm.epilogue import Epilogue
-from accel_kernels.gemm.epilogue_triton import epilogue, share_of, store_sum
+from accel_kernels.gemm.epilogue_triton import epilogue, sigmoid_share, store_sum
 from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.norm.norm import kernel_arguments
 from accel_kernels.sizes import cdiv, power_of_two
@@ -100,7 +100,7 @@ def gemv_kernel(
             other *= rstd
     y = epilogue(y, other, n_idx, n_mask, None, None, after, GATE, ACTIVATION)
     if after.share is not None:
-        y *= share_of(after, 0, True)
+        y *= sigmoid_share(after, 0, True)
     store_sum(y, n_idx, n_mask, after, y_ptr)
 
 
@@ -150,7 +150,7 @@ def skinny_kernel(
     n_col, n_col_mask = n_idx[:, None], n_mask[:, None]
     y = epilogue(acc, acc_u, n_col, n_col_mask, None, None, after, GATE, ACTIVATION)
     if after.share is not None:
-        y *= share_of(after, m_idx, m_mask)[None, :]
+        y *= sigmoid_share(after, m_idx, m_mask)[None, :]
     store_sum(y, m_idx[None, :].to(tl.int64) * n + n_col, m_mask[None, :] & n_col_mask, after, y_ptr)
 
 

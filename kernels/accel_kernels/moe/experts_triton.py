@@ -12,8 +12,9 @@ from accel_kernels.device import multiprocessors, programmatic, shared_memory, u
 from accel_kernels.gemm.quantized.dequantize import dequantize
 from accel_kernels.gemm.quantized_weight import PackedWeight, Quantized
 from accel_kernels.moe.chooser import itemsize_of, likely_way
-from accel_kernels.moe.gemv_triton import expert_down_kernel, expert_rows_down_kernel, expert_up_kernel
+from accel_kernels.moe.gemv_triton import expert_down_kernel, expert_up_kernel
 from accel_kernels.moe.grouped_triton import group_kernel, grouped_down_kernel, grouped_up_kernel, shared_sum_kernel
+from accel_kernels.moe.rows_triton import expert_rows_down_kernel, mixture_up_kernel
 from accel_kernels.moe.tiles import DEQUANTIZED, GEMV, TILES, Tile
 from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch, warming_up
@@ -71,13 +72,7 @@ def _one_by_one(x, index, shares, weights, columns=None):
         **_numbers(weights.gate_up), **_gating(weights), TRANSPOSED=not up_by_rows, **shape, **pdl,
     )  # fmt: skip
     if down_by_rows and not isinstance(weights.down, Quantized):
-        y, block = torch.empty_like(x), min(ALONG // x.itemsize, power_of_two(inner))
-        launch(
-            expert_rows_down_kernel, (cdiv(hidden, OUTPUTS), tokens), h, index, shares, weights.down,
-            weights.down_bias, y, many, hidden, K=inner, CHOSEN=chosen, BLOCK_N=OUTPUTS, BLOCK_K=block,
-            num_warps=2 if block * x.itemsize == ALONG else WARPS, **pdl,
-        )  # fmt: skip
-        return y
+        return _summed_by_rows(torch.empty_like(x), h, index, shares, weights)
     given = torch.empty((pairs, hidden), device=x.device, dtype=torch.float32)
     shape = _shape(weights.down, down_by_rows, pairs, columns, 1)
     launch(
@@ -85,6 +80,33 @@ def _one_by_one(x, index, shares, weights, columns=None):
         weights.down_bias, given, many, hidden, **_numbers(weights.down), **shape, **pdl,
     )  # fmt: skip
     return _summed(given, x, index, shares, many)
+
+
+def mixture(x, index, shares, weights, shared, residual, scale=1.0):
+    """Same arguments and result as the reference."""
+    chosen, inner, hidden = index.shape[1], weights.inner, weights.hidden
+    many, pdl = shared.down.shape[1] // inner, programmatic(x.device)
+    h = torch.empty((many + chosen, inner), device=x.device, dtype=x.dtype)
+    launch(
+        mixture_up_kernel, (cdiv(inner, ROWS), many + chosen), x, index, weights.gate_up, shared.gate, shared.up, h,
+        weights.experts, inner, K=hidden, SHARED=many, **_gating(weights), BLOCK_N=ROWS,
+        BLOCK_K=min(COLUMNS, power_of_two(hidden)), num_warps=WARPS, **pdl,
+    )  # fmt: skip
+    return _summed_by_rows(torch.empty_like(residual), h, index, shares, weights, shared, x, residual, scale)
+
+
+def _summed_by_rows(y, h, index, shares, weights, shared=None, x=None, residual=None, scale=1.0):
+    """The second product of experts stored by rows, into y, and what is added to it."""
+    (tokens, chosen), inner, hidden = index.shape, weights.inner, weights.hidden
+    block = min(ALONG // h.itemsize, power_of_two(inner))
+    down, share = (None, None) if shared is None else (shared.down, shared.share)
+    launch(
+        expert_rows_down_kernel, (cdiv(hidden, OUTPUTS), tokens), h, index, shares, weights.down, weights.down_bias,
+        down, share, x, residual, y, weights.experts, hidden, float(scale), K=inner, CHOSEN=chosen,
+        SHARED=0 if down is None else down.shape[1] // inner, BLOCK_N=OUTPUTS, BLOCK_K=block,
+        BLOCK_H=power_of_two(hidden), num_warps=2 if block * h.itemsize == ALONG else WARPS, **programmatic(h.device),
+    )  # fmt: skip
+    return y
 
 
 def _summed(given, x, index, shares, many: int):

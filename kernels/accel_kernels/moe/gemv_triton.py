@@ -1,7 +1,7 @@
 """Few tokens: gates and ups of every choice, then downs, summed over a token's choices; on the CUDA cores.
 
-Every choice reads its expert's weights for itself. Weights stored by rows are multiplied a few rows at a time. Weights
-stored transposed are multiplied a few columns at a time, while the next inputs are loaded.
+Every choice reads its expert's weights for itself. Weights stored by rows are multiplied a few rows at a time, see also
+`rows_triton.py`. Weights stored transposed are multiplied a few columns at a time, while the next inputs are loaded.
 
 On who may start early, see `grouped_triton.py`. UNIT, GROUPS: see `quantized_products_triton.py`.
 """
@@ -11,14 +11,7 @@ import triton.language as tl
 
 from accel_kernels.moe.gating_triton import apply_gating, gate_and_up_rows
 from accel_kernels.moe.quantized_products_triton import quantized_dot, scaled, shifted
-
-
-@triton.jit
-def expert_of(index_ptr, choice, experts):
-    """The expert of a choice, and whether there is one of that number; the first where there is not."""
-    expert = tl.load(index_ptr + choice, cache_modifier=".cg")
-    there = (expert >= 0) & (expert < experts)
-    return tl.where(there, expert, 0), there
+from accel_kernels.moe.rows_triton import expert_of
 
 
 @triton.jit(do_not_specialize=("chosen", "experts"))
@@ -121,58 +114,6 @@ def sum_across(x_ptr, place, n_mask, k_idx, outputs, PRODUCTS: tl.constexpr, K: 
         acc += w.to(tl.float32) * x
         w = next_w
     return tl.sum(acc, axis=0)
-
-
-@triton.jit
-def weight_of_step(
-    w_ptr, index_ptr, n_row, k_idx, experts, hidden,
-    K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """Of a choice and a block of inputs, counted by STEP; zeros where there is no expert of that number."""
-    expert, there = expert_of(index_ptr, STEP // BLOCKS, experts)
-    at = STEP % BLOCKS * BLOCK_K + k_idx
-    place = (expert * hidden + n_row)[:, None] * K + at[None, :]
-    return tl.load(w_ptr + place, mask=(at < tl.where(there, K, 0))[None, :], other=0.0)
-
-
-@triton.jit(do_not_specialize=("experts",))
-def expert_rows_down_kernel(
-    h_ptr, index_ptr, shares_ptr, w_ptr, bias_ptr, y_ptr, experts, hidden,
-    K: tl.constexpr, CHOSEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """A token's choices one after another, unrolled: the weights of two steps are loaded ahead."""
-    token = tl.program_id(1).to(tl.int64)
-    n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    n_row = tl.minimum(n_idx, hidden - 1)
-    k_idx = tl.arange(0, BLOCK_K)
-    BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    STEPS: tl.constexpr = CHOSEN * BLOCKS
-    index_ptr += token * CHOSEN
-    shares_ptr += token * CHOSEN
-    h_ptr += token * CHOSEN * K
-    w = weight_of_step(w_ptr, index_ptr, n_row, k_idx, experts, hidden, K, BLOCK_K, BLOCKS, 0)
-    next_w = weight_of_step(w_ptr, index_ptr, n_row, k_idx, experts, hidden, K, BLOCK_K, BLOCKS, min(1, STEPS - 1))
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    shift = tl.zeros((BLOCK_N,), tl.float32)
-    for step in tl.static_range(STEPS):
-        later_w = next_w
-        if step + 2 < STEPS:
-            later_w = weight_of_step(w_ptr, index_ptr, n_row, k_idx, experts, hidden, K, BLOCK_K, BLOCKS, step + 2)
-        at = step % BLOCKS * BLOCK_K + k_idx
-        share = tl.load(shares_ptr + step // BLOCKS, cache_modifier=".cg").to(tl.float32)
-        h = tl.load(h_ptr + step // BLOCKS * K + at, mask=at < K, other=0.0).to(tl.float32) * share
-        acc += w.to(tl.float32) * h[None, :]
-        w = next_w
-        next_w = later_w
-        if bias_ptr is not None and step % BLOCKS == 0:
-            expert, there = expert_of(index_ptr, step // BLOCKS, experts)
-            bias = tl.load(bias_ptr + expert * hidden + n_row).to(tl.float32)
-            shift += tl.where(there, bias * share, 0.0)
-    y = tl.sum(acc, axis=1) + shift
-    tl.store(y_ptr + token * hidden + n_idx, y.to(y_ptr.dtype.element_ty), mask=n_idx < hidden)
 
 
 @triton.jit(do_not_specialize=("experts",))

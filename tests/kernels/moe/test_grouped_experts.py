@@ -9,8 +9,8 @@ pytest.importorskip("triton")
 
 from accel_kernels.moe import experts_triton
 from accel_kernels.moe.experts import CASES, experts
-from accel_kernels.moe.gemv_triton import expert_rows_down_kernel
 from accel_kernels.moe.grouped_triton import group_kernel
+from accel_kernels.moe.rows_triton import expert_rows_down_kernel
 from accel_kernels.moe.tiles import GEMV, Tile, likely_tile
 
 from support.kernels.waiting import NothingWaits
