@@ -39,9 +39,13 @@ MARKS = ("token_type_ids", "mm_token_type_ids")  # one number a token: 0 for tex
 GRIDS = ("image_grid_thw", "video_grid_thw")  # (images, 3): frames, rows and columns of each
 
 
-def predictable(model: PreTrainedModel) -> bool:
-    """Whether the loop around this model is GenerationMixin's: one token more, one position, one 1 of the mask."""
-    return stock_methods(model, PREPARE, *STEPS) and not any(name in vars(model) for name in STEPS)
+def predictable(model: PreTrainedModel, prepared: Any = None) -> bool:
+    """Whether the loop around this model is GenerationMixin's: one token more, one position, one 1 of the mask.
+
+    prepared: a function of its class that prepares inputs alike.
+    """
+    usual = getattr(type(model), PREPARE, None) in (AS_IMPORTED[PREPARE], prepared)
+    return usual and stock_methods(model, *STEPS) and not any(name in vars(model) for name in STEPS)
 
 
 def stock_methods(model: PreTrainedModel, *names: str) -> bool:

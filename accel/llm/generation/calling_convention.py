@@ -91,7 +91,7 @@ class CallingConvention:
     (parts, rows, new), with one of these numbers of parts, as of time, height and width. unused_in_steps: arguments, by
     name and form, that change nothing in a step of one token. unused_if_zero: marks of tokens that change nothing where
     all are zero. kept_tensors: what generate() leaves in the model while it counts positions. shown: makes the cache
-    that its own code is shown.
+    that its own code is shown. prepared: a function of its class that prepares inputs of a step as the library's does.
     """
 
     output: type
@@ -105,6 +105,7 @@ class CallingConvention:
     unused_if_zero: frozenset[str] = frozenset()
     kept_tensors: tuple[Kept, ...] = ()
     shown: Callable[[Step], Any] = empty
+    prepared: Callable | None = None
 
     @property
     def ignored_attributes(self) -> tuple[tuple[str, str], ...]:

@@ -177,7 +177,7 @@ class ExpertsForward(FastForward):
         """
         weights = self._weights()
         arguments = (*(one.contiguous() for one in given), weights, shared, residual, scale)
-        if self.sharding is not None or weights.gating != Gating(activation) or not given[0].is_cuda:
+        if self.sharding is not None or weights.gating != Gating(activation):
             return None
         if self.kernels.mixture.supports(*arguments) is not None:
             return None

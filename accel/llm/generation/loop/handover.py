@@ -17,7 +17,6 @@ import weakref
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import GenerationConfig, StoppingCriteriaList
 
 from accel.cuda_graphs.runner import PATIENCE, GraphRunner
@@ -90,14 +89,14 @@ class Handover:
         return True
 
 
-def begin(model: nn.Module, runner: GraphRunner, store: Store, ids: torch.Tensor) -> PendingStep | None:
+def begin(forward: DecoderForward, runner: GraphRunner, store: Store, ids: torch.Tensor) -> PendingStep | None:
     """Launches the step for the last of ids, (rows, tokens), if there is a graph for it; `store.pending` holds it."""
-    latest, rows = store.latest, store.rows
+    latest, rows, model = store.latest, store.rows, forward.module
     if latest is None:
         return None
     if not (store.consistent and 0 < store.length < store.capacity):
         return None
-    if not (ids.is_cuda and ids.shape[0] == rows and predictable(model)):
+    if not (ids.is_cuda and ids.shape[0] == rows and predictable(model, forward.convention.prepared)):
         return None
     if vars(model)["_forward_pre_hooks"] or torch.cuda.is_current_stream_capturing():
         return None
@@ -179,4 +178,4 @@ class Lookahead(StoppingCriteriaList):
         if isinstance(runner, StretchGraphs):  # on streams of several devices, of which only one would be waited for
             return
         if self.forward.mode() is None:
-            self.pending = begin(self.forward.module, runner, store, input_ids)
+            self.pending = begin(self.forward, runner, store, input_ids)

@@ -4,6 +4,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,12 +14,14 @@ from accel.fusion.loop import PerThread
 from accel.libraries import generation
 from accel.libraries.cache import generating_cache
 from accel.libraries.generation import DECODING, PREPARE, UNFINISHED, GenerationMode, predictable, stock_methods
+from accel.libraries.step_inputs import prepares_as_stock
 from accel.llm.generation.calling_convention import Unfit
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.loop.agreement import agree_on_tokens, agree_to_generate, digest, refuse_clocks
 from accel.llm.generation.loop.handover import Handover, Lookahead, asks_for_tokens_alone
 from accel.llm.generation.loop.token_loop import GenerateRequest
 from accel.llm.kv_cache.cache import store_of
+from accel.llm.kv_cache.shape import StateShape
 from accel.llm.kv_cache.store import Store
 from accel.patching.owner import InstanceMethod
 from accel.patching.rule import Patch
@@ -233,7 +236,12 @@ def generate_hooks(model: PreTrainedModel, forward: DecoderForward) -> list[Patc
     hooks: dict[str, HookFunction] = {generation.CACHE: prepare_cache}
     if forward.ranks is not None:
         hooks |= OF_RANKS
-    if forward.runner is not None and predictable(model) and PREPARE not in vars(model):
+    own = getattr(type(model), PREPARE)
+    if forward.runner is not None and not predictable(model) and predictable(model, own):
+        attends = any(shape.keeps and not isinstance(shape, StateShape) for shape in forward.shapes())
+        if prepares_as_stock(model, attends):
+            forward.convention = replace(forward.convention, prepared=own)
+    if forward.runner is not None and predictable(model, forward.convention.prepared) and PREPARE not in vars(model):
         hooks |= LOOKING_AHEAD
         free = not any(name in vars(model) for name in (generation.CACHE, generation.CRITERIA, *LOOPING))
         if free and stock_methods(model, UNFINISHED, DECODING):

@@ -88,7 +88,7 @@ def undisturbed(forward: DecoderForward) -> bool:
     model, attributes = forward.module, vars(forward.module)
     return (
         attributes.get("forward") is forward
-        and predictable(model)
+        and predictable(model, forward.convention.prepared)
         and isinstance(attributes.get(PREPARE), InstanceMethod)  # our hook, which nobody has replaced
         and type(model).__call__ is nn.Module.__call__
         and not (attributes["_forward_pre_hooks"] or attributes["_forward_hooks"])
