@@ -167,9 +167,9 @@ def linear_attention_step(
     taps = 1 if weight is None else weight.shape[1]
     firsts = (0, keys, 2 * keys) if order == "qkv" else (values + keys, values, 0)
     block_k, block_v = (max(16, power_of_two(size)) for size in (key_dim, value_dim))
+    few = rows * key_heads * repeat < 2 * multiprocessors(q.device)
     if norm is None:
-        few = rows * key_heads * repeat < 2 * multiprocessors(q.device)
-        block_v = min(block_v, max(16, (4096 if few else 8192) // block_k))
+        block_v = min(block_v, max(16, (2048 if few else 8192) // block_k))
     launch(
         linear_attention_step_kernel, (rows * key_heads * repeat, cdiv(value_dim, block_v)),
         q, k, v, a, b, gate, out, *(() if t is None else t.stride() for t in (q, k, v, a, b, gate)),
@@ -179,7 +179,7 @@ def linear_attention_step(
         norm_weight, eps, scale, key_eps, key_heads, sequences.padded, *state.stride()[2:],
         key_dim, value_dim, repeat, block_k, block_v, taps, power_of_two(taps), activation,
         decay.bias.dim() == 2, decay.rounded, gate_activation == "silu", round_norm,
-        num_warps=max(1, min(16, block_k * block_v // 2048)), maxnreg=128,
+        num_warps=max(1, min(16, block_k * block_v // (4096 if few else 2048))), maxnreg=255 if few else 128,
         **programmatic(q.device),
     )  # fmt: skip
     return out
