@@ -17,14 +17,15 @@ from accel_kernels.op import contiguous_reason, dtype_reason, make_op
 from accel_kernels.product_cases import product_case
 
 MOST_ROWS = 64
+FEW_ROWS = 16  # that are multiplied one by one where the weight is wider, as of routers, which are small
 
 
 def reference(x, weight, bias=None, *, norm=None, **after):
     """x: (..., K); weight: (N, K). Returns (..., N).
 
     norm: a Norm over K, or None. bias, after: the fields of `Epilogue`. x may be of another dtype than the weight, of
-    which the result is: one row is, of float32 beside 16 bits, which is rounded first, or the other way round. Beside
-    weights in 16 bits the residual may be float32, which then is the dtype of the result.
+    which the result is: one row in float32 beside 16 bits, which is rounded first, or few rows the other way round.
+    Beside weights in 16 bits the residual may be float32, which then is the dtype of the result.
     """
     x = x.to(weight.dtype)
     h = x if norm is None else norms.reference(x, norm)
@@ -75,7 +76,8 @@ def supports(x, weight, bias=None, *, norm=None, **after) -> str | None:
     given = {name: getattr(epilogue, name) for name in ("residual", "addend", "share", "modulation")}
     if (reason := contiguous_reason(x=x, weight=weight, up=up, **given)) is not None:
         return reason
-    if x.dtype != weight.dtype and (rows > 1 or torch.float32 not in (x.dtype, weight.dtype)):
+    most = FEW_ROWS if weight.dtype == torch.float32 else 1
+    if x.dtype != weight.dtype and (rows > most or torch.float32 not in (x.dtype, weight.dtype)):
         return "x and weight of different dtypes"
     if residual is not None and residual.dtype not in (weight.dtype, torch.float32):
         return "residual of another dtype, and not float32"
@@ -93,6 +95,7 @@ CASES = (
     product_case("rows-5-gate", (5, 96), 35, norm="layer", gate=True, activation="silu", small=True),
     product_case("wide", (1, 72), 33, norm="rms", residual=True, wide=True, small=True),
     product_case("wide-weight", (1, 72), 33, wide="weight", small=True),
+    product_case("rows-3-wide-weight", (3, 72), 33, bias=True, wide="weight", small=True),
     product_case("rows-4-wide-residual", (4, 72), 33, residual=True, wide="residual", small=True),
     product_case("mixed", (1, 72), 33, residual=True, addend=True, share=True, scale=0.5, small=True),
     product_case("addend", (1, 72), 33, norm="rms", residual=True, addend=True, small=True),

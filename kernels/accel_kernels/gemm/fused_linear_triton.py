@@ -1,7 +1,8 @@
 """Linear layers of few rows, at the speed at which memory gives the weights.
 
-One row: a program multiplies a few rows of the weight on the CUDA cores, with the norm of x computed on the way. Two to
-64 rows: the tensor cores, with weights as the left factor, whose larger side few rows would waste.
+One row, or few beside a wider weight: a program multiplies a few rows of the weight on the CUDA cores, with the norm of
+x computed on the way. Two to 64 rows: the tensor cores, with weights as the left factor, whose larger side few rows
+would waste.
 """
 
 from typing import NamedTuple
@@ -34,6 +35,8 @@ def gemv_kernel(
     x_ptr, weight_ptr, up_ptr, norm, after, y_ptr, n, K: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
     ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    m = tl.program_id(1)
+    x_ptr += m * K
     n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_mask = n_idx < n
     k_idx = tl.arange(0, BLOCK_K)
@@ -100,8 +103,8 @@ def gemv_kernel(
             other *= rstd
     y = epilogue(y, other, n_idx, n_mask, None, None, after, GATE, ACTIVATION)
     if after.share is not None:
-        y *= sigmoid_share(after, 0, True)
-    store_sum(y, n_idx, n_mask, after, y_ptr)
+        y *= sigmoid_share(after, m, True)
+    store_sum(y, m * n + n_idx, n_mask, after, y_ptr)
 
 
 @triton.jit(do_not_specialize=("m",))
@@ -162,11 +165,11 @@ def fused_linear(x, weight, bias=None, *, norm=None, shape=None, **after):
     dtype = weight.dtype if epilogue.residual is None else epilogue.residual.dtype
     y = torch.empty((*x.shape[:-1], n), device=x.device, dtype=dtype)
     up, gate = epilogue.up, epilogue.up is not None
-    if rows == 1:
+    if rows == 1 or x.dtype != weight.dtype:
         shape = shape or gemv_shape(n, k, gate, norm is not None)
         before, kind = kernel_arguments(norm)
         launch(
-            gemv_kernel, (cdiv(n, shape.rows),), x, weight, up, before, epilogue.arguments, y, n,
+            gemv_kernel, (cdiv(n, shape.rows), rows), x, weight, up, before, epilogue.arguments, y, n,
             K=k, NORM=kind, **epilogue.flags, BLOCK_N=shape.rows, BLOCK_K=shape.columns, 
             num_warps=shape.warps, **programmatic(x.device),
         )  # fmt: skip
