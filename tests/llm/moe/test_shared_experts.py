@@ -1,6 +1,7 @@
 """An expert that all tokens share: understood beside the mixture, or the whole module is called as it is."""
 
 import copy
+from importlib import import_module
 
 import pytest
 import torch
@@ -8,10 +9,12 @@ from torch import nn
 
 import accel
 from accel.llm.runtime.analyze import formulas
-from support.llm.families import make, padded
+from support.llm.families import make, padded, prompt
 from support.llm.outputs import generate, same
 from support.llm.quantized import rounded
+from support.noted import noted
 
+mixture = import_module("accel_kernels.moe.mixture")  # the package has an operation of that name
 GATED = {"deepseek-v3": False, "deepseek-v2": False, "qwen2-moe": True, "qwen3.5-moe-attention": True}
 
 
@@ -73,6 +76,16 @@ def test_what_changes_after_counts(change):
     for model in (ours, stock):
         CHANGES[change](model.model.layers[1].mlp)
     same(generate(ours, ids, mask), generate(stock, ids, mask))
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2", "qwen2-moe"])
+def test_a_step_of_one_row_adds_everything_at_once(name, monkeypatch):
+    stock = make(name, **{"qwen2-moe": {"shared_expert_intermediate_size": 96}}.get(name, {}))
+    ours = accel.optimize(copy.deepcopy(stock))
+    found = noted(monkeypatch, mixture, "_added", lambda x, y, weights, shared, *_: shared.share is not None)
+    call = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    assert torch.equal(ours.generate(prompt(1, 7), **call), stock.generate(prompt(1, 7), **call))
+    assert found == 5 * len(mixtures(stock)) * [GATED[name]] and not accel.report(ours).fallbacks
 
 
 @pytest.mark.parametrize("weights", [None, "int8"])
