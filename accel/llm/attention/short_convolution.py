@@ -95,19 +95,16 @@ def window_moved(
     assert window is not None
     if ragged is None:
         return kernels.causal_convolution(x, weight, window, states.sequences(), **given)
-    y = None
     if ragged.most_prefills:
         y = kernels.causal_convolution(x, weight, window, states.prefills(ragged), **given)
-    if not ragged.most_decodes:
-        return y
+        if not ragged.most_decodes:
+            return y
     decodes = states.decodes(ragged)
-    x, *gates = (
-        None if t is None else t[:, : decodes.number].transpose(0, 1)
-        for t in (x, given.get("before"), given.get("after"))
-    )
-    given |= dict(zip(("before", "after"), gates, strict=True))
-    found = kernels.causal_convolution(x, weight, window, decodes, **given).transpose(0, 1)
-    if y is None:
+    gates = {name: given[name] for name in ("before", "after") if given.get(name) is not None}
+    given |= {name: gate[:, : decodes.number].transpose(0, 1) for name, gate in gates.items()}
+    found = kernels.causal_convolution(x[:, : decodes.number].transpose(0, 1), weight, window, decodes, **given)
+    found = found.transpose(0, 1)
+    if not ragged.most_prefills:
         return found
     tokens = y[:, : decodes.number]
     torch.where(decodes.slots[:, :1] < 0, tokens, found, out=tokens)

@@ -163,8 +163,10 @@ def _pads_prompts(forward: DecoderForward, lengths: tuple, wanted: Expected) -> 
 def _begun(forward: DecoderForward, lengths: tuple, fill: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of a prompt's last token and of the step after it; fill: as a graph is captured from it."""
     store = forward.adopt(DynamicCache())
-    names = ("input_ids", "position_ids", "attention_mask")
-    prompt, step = (map(piece.get, names) for piece in pieces_of(forward, (short_prompt(lengths), 1)))
+    prompt, step = (
+        (piece["input_ids"], piece.get("position_ids"), piece["attention_mask"])
+        for piece in pieces_of(forward, (short_prompt(lengths), 1))
+    )
     first = fill_prompt(forward, store, *prompt) if fill else forward.run(store, *prompt, 1)
     return first, forward.run(store, *step, 1)
 
