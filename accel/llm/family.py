@@ -148,7 +148,7 @@ def _bind(
         runners = [forward.runner, batches]
         if forward.convention.pads_prompts:
             runners.append(GraphRunner(model, *graphs))
-            forward.prompts = Prompts(runners[-1])
+            forward.prompts = Prompts(runners[-1], None if "position_ids" in forward.names else forward.most_positions)
         for runner in runners:
             runner.ranks = forward.ranks
             runner.ignored, runner.watched, runner.kernel_key = (

@@ -83,11 +83,6 @@ class AttentionSpec:
         return False
 
     @property
-    def unbatched(self) -> str | None:
-        """Why it cannot compute several sequences of different lengths in one row; None where it can."""
-        return "states are kept in a way that sequences of different lengths do not share" if self.keeps_state else None
-
-    @property
     def keywords(self) -> tuple[str, ...]:
         """The keywords of its layer's call that it computes by, as of positions."""
         return ()

@@ -23,7 +23,7 @@ from accel.llm.parts.step import Step
 from accel.llm.recording.plain_attention import plain_attention
 from accel.llm.recording.record import Attended, Call, LayerRecord, NotUnderstood, Record
 from accel.patching.fast_forward import Kernels
-from accel.patching.guard import as_understood, plain_settings
+from accel.patching.guard import as_understood, changed_since, plain_settings
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,17 @@ class LatentSpec(AttentionSpec):
         return BoundLatentAttention(kernels, layer, self, stack)
 
     def cache_layout(self, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None) -> LatentShape:
-        return LatentShape(self.rank, self.rope, self.heads, dtype, device)
+        return LatentShape(self.rank, self.rope, self.heads, dtype, device, kv_dtype)
+
+    def products(self, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+        """What makes a head's own part of keys, (heads, nope, rank), and its values, (heads, values, rank)."""
+        up = weights(layer.get_submodule(self.up))
+        weight = None if up is None else up.operands()[0]
+        if weight is None:
+            raise NotUnderstood(changed_since(self.up))
+        plain = weight if isinstance(weight, torch.Tensor) else weight.dequantized(torch.float32)
+        keys, values = plain.unflatten(0, (-1, self.nope + self.values)).split((self.nope, self.values), dim=1)
+        return keys, values
 
 
 class BoundLatentAttention:

@@ -50,10 +50,6 @@ class LinearSpec(AttentionSpec):
         return self.formula.limits != UNLIMITED
 
     @property
-    def unbatched(self) -> None:
-        return None
-
-    @property
     def linears(self) -> tuple[str, ...]:
         return (*super().linears, *(pair.name for pair in self.formula.pairs))
 

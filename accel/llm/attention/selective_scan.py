@@ -17,7 +17,7 @@ from torch import nn
 from accel.comparison import agree
 from accel.libraries.cache import Cache, DynamicCache, LinearAttentionLayer
 from accel.llm.attention.attention import AttentionSpec, UnderstoodAttention
-from accel.llm.attention.short_convolution import BIASED, CONV_ACTIVATIONS, convolved, depthwise, taps_of
+from accel.llm.attention.short_convolution import BIASED, CONV_ACTIVATIONS, convolved, depthwise, taps_of, window_moved
 from accel.llm.kv_cache.shape import STATE, StateShape
 from accel.llm.parts.linear import weights
 from accel.llm.parts.norm import NormSpec, norm_spec
@@ -122,13 +122,15 @@ class BoundSelectiveScan:
         """See `BoundAttention`."""
         formula, states = self.spec.formula, step.states(self.spec.index)
         x, gate = _halves(self.projections[0](kernels, h), formula.gate_first)
-        state, window, sequences = states.state, states.window, states.sequences()
-        assert state is not None and window is not None
-        x = kernels.causal_convolution(
-            x, self.weight, window, sequences, bias=self.bias, activation=formula.activation
-        )  # fmt: skip
+        state, sequences, ragged = states.state, states.sequences(), states.ragged
+        assert state is not None
+        x = window_moved(kernels, states, x, self.weight, bias=self.bias, activation=formula.activation)
+        several = x.shape[1] > 1 and ragged is None
+        steps = ragged is not None and not ragged.most_prefills
+        if ragged is not None and steps:
+            x, gate, sequences = x.transpose(0, 1), gate.transpose(0, 1), states.decodes(ragged)
         dt, k, q = _cut(self.parts(kernels, NormedInput(x)), formula.size)
-        scan: dict[str, Any] = {"skip": self.skip, "gate": gate, "anew": formula.anew and x.shape[1] > 1}
+        scan: dict[str, Any] = {"skip": self.skip, "gate": gate, "anew": formula.anew and several}
         of_time, of_keys, of_queries = self.norms
         inside = [None if one is None else one.norm for one in self.norms]
         if self.inside and x.shape[1] == 1 and x.shape[0] <= WIDENED:
@@ -140,7 +142,8 @@ class BoundSelectiveScan:
                 scan["widening"] = Widening(None, (None, *inside[1:]))
             else:
                 k, q = (t if norm is None else norm(t) for t, norm in ((k, of_keys), (q, of_queries)))
-        return kernels.selective_scan(x, dt, self.a_log, k, q, state, sequences, **scan)
+        y = kernels.selective_scan(x, dt, self.a_log, k, q, state, sequences, **scan)
+        return y.transpose(0, 1) if steps else y
 
 
 def _is_root_mean_square(bound: BoundNorm) -> bool:

@@ -6,9 +6,10 @@ LFM2 (Liquid AI, 2025). Its layer keeps the last inputs of the convolution and n
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
-from accel_kernels import Sequences, causal_convolution
+from accel_kernels import RowStates, Sequences, causal_convolution
 from torch import nn
 
 from accel.comparison import agree
@@ -39,10 +40,6 @@ class ShortConvolutionSpec(AttentionSpec):
     @property
     def keeps_state(self) -> bool:
         return True
-
-    @property
-    def unbatched(self) -> None:
-        return None
 
     @classmethod
     def understand(cls, layer: LayerRecord, record: Record) -> UnderstoodAttention | None:
@@ -81,14 +78,37 @@ class BoundShortConvolution:
 
     def __call__(self, kernels: Kernels, step: Step, h: NormedInput, kwargs: dict) -> torch.Tensor:
         """See `BoundAttention`."""
-        states = step.states(self.spec.index)
         thirds = self.projections[0](kernels, h).chunk(3, dim=-1)
         before, after, x = (thirds[third] for third in self.spec.order)
-        assert states.window is not None
-        return kernels.causal_convolution(
-            x, self.weight, states.window, states.sequences(), bias=self.bias, activation=self.spec.activation,
-            before=before, after=after,
-        )  # fmt: skip
+        given = {"bias": self.bias, "activation": self.spec.activation, "before": before, "after": after}
+        return window_moved(kernels, step.states(self.spec.index), x, self.weight, **given)
+
+
+def window_moved(
+    kernels: Kernels, states: RowStates, x: torch.Tensor, weight: torch.Tensor, **given: Any
+) -> torch.Tensor:
+    """The convolution of new tokens behind their windows. given: as of the operation.
+
+    Of sequences of different lengths, those of one token each apart from the others: a program takes many tokens.
+    """
+    ragged, window = states.ragged, states.window
+    assert window is not None
+    if ragged is None:
+        return kernels.causal_convolution(x, weight, window, states.sequences(), **given)
+    if ragged.most_prefills:
+        y = kernels.causal_convolution(x, weight, window, states.prefills(ragged), **given)
+        if not ragged.most_decodes:
+            return y
+    decodes = states.decodes(ragged)
+    gates = {name: given[name] for name in ("before", "after") if given.get(name) is not None}
+    given |= {name: gate[:, : decodes.number].transpose(0, 1) for name, gate in gates.items()}
+    found = kernels.causal_convolution(x[:, : decodes.number].transpose(0, 1), weight, window, decodes, **given)
+    found = found.transpose(0, 1)
+    if not ragged.most_prefills:
+        return found
+    tokens = y[:, : decodes.number]
+    torch.where(decodes.slots[:, :1] < 0, tokens, found, out=tokens)
+    return y
 
 
 def _formulas(

@@ -42,8 +42,7 @@ def refusal(forward: DecoderForward) -> str | None:
         return "it goes on with positions that it counted before, of one batch"
     if forward.log.runs_stock_on_cpu((forward.embeddings(),), {}):
         return "it runs stock on a CPU"
-    kinds = (layer.spec.attention.unbatched for layer in forward.layers if layer.spec.attention is not None)
-    reason = forward.mode() or next(filter(None, kinds), None)
+    reason = forward.mode()
     if reason is not None:
         return reason
     if not within_positions(forward.most_positions, tuple(map(max, STEPS)))[0]:

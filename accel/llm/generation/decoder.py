@@ -260,7 +260,7 @@ class DecoderForward(FastForward):
         start, pending = store.length, store.take()
         step = None if pending is None else pending.take(start, tokens, positions, mask, keep)
         prompts = None if start else self.prompts
-        bucket = None if prompts is None else prompts.bucket(self.module, tokens, positions, keep)
+        bucket = None if prompts is None else prompts.bucket(self.module, tokens, keep)
         store.reserve(rows, start + (bucket or new))
         if mask is not None and start == 0 and bool(mask.all()):
             mask = None  # waits for the GPU, once a prompt: attention without a mask is faster
@@ -271,7 +271,7 @@ class DecoderForward(FastForward):
         if start and self.runner is not None and by_graph(rows, new) and free:
             variant = () if store.padding_mask is None else ("mask",)
             logits = self.runner(eager, arguments, {}, variant, pending=step)
-        elif prompts is not None and bucket is not None and positions is not None:
+        elif prompts is not None and bucket is not None:
             plain, masked = partial(eager, *arguments), store.padding_mask is not None
             logits = prompts(eager, plain, tokens, positions, metadata, bucket, masked)
         else:

@@ -2,7 +2,7 @@
 
 Causal attention hides what stands behind a token, so padding changes nothing for the prompt itself. It repeats the last
 token at the last position, which are valid wherever the prompt is. What it writes into the store lies beyond the stored
-length, where a later token overwrites it before it is read.
+length, where a later token overwrites it before it is read. States are moved by the real tokens alone.
 """
 
 from collections.abc import Callable
@@ -62,47 +62,50 @@ def bucket_for(rows: int, new: int) -> int | None:
 
 
 def pad_to_bucket(
-    tokens: torch.Tensor, positions: torch.Tensor, bucket: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """tokens: (rows, new) numbers or (rows, new, C) embeddings; positions: (1 or rows, new), or parts of that shape.
+    tokens: torch.Tensor, positions: torch.Tensor | None, bucket: int
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """tokens: (rows, new) numbers or (rows, new, C) embeddings; positions: (1 or rows, new), or parts of that shape, or
+    None of a model that takes none.
 
     Gives both with `bucket` tokens, and the place of the last real one, (1,) int64, without waiting for the GPU.
     """
     new = tokens.shape[1]
     last = torch.full((1,), new - 1, dtype=torch.int64, device=tokens.device)
-    if new == bucket:
-        return tokens.contiguous(), positions.contiguous(), last
-    return _longer(tokens, 1, bucket), _longer(positions, positions.dim() - 1, bucket), last
+    places = None if positions is None else _longer(positions, positions.dim() - 1, bucket)
+    return _longer(tokens, 1, bucket), places, last
 
 
 def _longer(t: torch.Tensor, dim: int, bucket: int) -> torch.Tensor:
     """t with its last slice along dim repeated until there are `bucket`."""
+    if t.shape[dim] == bucket:
+        return t.contiguous()
     end = t.narrow(dim, t.shape[dim] - 1, 1)
     return torch.cat((t, end.expand(*t.shape[:dim], bucket - t.shape[dim], *t.shape[dim + 1 :])), dim=dim)
 
 
 class Prompts:
-    """Reads short prompts of one model. runner: has graphs of its own, which never evict those of decode steps."""
+    """Reads short prompts of one model. runner: has graphs of its own, which never evict those of decode steps.
 
-    def __init__(self, runner: GraphRunner):
-        self.runner = runner
+    most: tokens that a prompt may be padded to, of a model that counts positions itself and has so many.
+    """
+
+    def __init__(self, runner: GraphRunner, most: int | None = None):
+        self.runner, self.most = runner, most
         # The model as it was, and how many tokens were too many for a graph to gain.
         self.missed: tuple[Fingerprint, int] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"runner": self.runner, "missed": None}
+        return {"runner": self.runner, "most": self.most, "missed": None}
 
     def forget(self) -> None:
         self.missed = None
 
-    def bucket(
-        self, module: PreTrainedModel, tokens: torch.Tensor, positions: torch.Tensor | None, keep: int
-    ) -> int | None:
+    def bucket(self, module: PreTrainedModel, tokens: torch.Tensor, keep: int) -> int | None:
         """The length to pad to, or None for a prompt that is read as it is.
 
         Only where the last token's logits alone are wanted: every graph would keep all logits, and copy them.
         """
-        if positions is None or keep != 1 or not self.captures(tokens):
+        if keep != 1 or not self.captures(tokens):
             return None
         rows, new = tokens.shape[:2]
         bucket = bucket_for(rows, new)
@@ -110,8 +113,9 @@ class Prompts:
             fingerprint, least = self.missed
             if fingerprint is self.runner.fingerprint and rows * bucket >= least and fingerprint.holds():
                 return None
-        most = getattr(module.config.get_text_config(), "max_position_embeddings", None)
-        if bucket is None or not isinstance(most, int) or bucket <= most:
+        known = getattr(module.config.get_text_config(), "max_position_embeddings", None), self.most
+        most = min((one for one in known if isinstance(one, int)), default=MOST_PROMPT)
+        if bucket is None or bucket <= most:
             return bucket
         return most if new <= most else None  # no more tokens than the model may have tables for
 
@@ -124,7 +128,7 @@ class Prompts:
         eager: Callable,
         plain: Callable,
         tokens: torch.Tensor,
-        positions: torch.Tensor,
+        positions: torch.Tensor | None,
         metadata: torch.Tensor,
         bucket: int,
         masked: bool,

@@ -73,7 +73,8 @@ def routing_modules(forward: DecoderForward) -> list[nn.Module]:
 
 def _stacks(module: nn.Module) -> bool:
     """Whether there are stacks of matrices in it, as of experts."""
-    return any(parameter.dim() == 3 for parameter in module.parameters())
+    holding = (one for one in module.modules() if not isinstance(one, nn.Conv1d))
+    return any(parameter.dim() == 3 for one in holding for parameter in one.parameters(recurse=False))
 
 
 @contextmanager

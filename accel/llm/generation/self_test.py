@@ -143,13 +143,12 @@ def _own_positions(
 def _pads_prompts(forward: DecoderForward, lengths: tuple, wanted: Expected) -> bool:
     """Whether a prompt padded on the right, and the step after it, give what they give without padding.
 
-    Not with experts that stock code computes: it groups tokens on the host. Not without position_ids: those of the
-    padding could be beyond the model's tables.
+    Not with experts that stock code computes: it groups tokens on the host.
     """
     fused = [one.module for one in forward.experts]
     if wanted.median or not all(any(one in fused for one in whole.modules()) for whole in routed_modules(forward)):
         return False
-    if not {"position_ids", "logits_to_keep"} <= set(forward.names):
+    if "logits_to_keep" not in forward.names:
         return False
     try:
         with noting(ROWS, wanted.choices.notes) as choices:
@@ -164,14 +163,12 @@ def _pads_prompts(forward: DecoderForward, lengths: tuple, wanted: Expected) -> 
 def _begun(forward: DecoderForward, lengths: tuple, fill: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of a prompt's last token and of the step after it; fill: as a graph is captured from it."""
     store = forward.adopt(DynamicCache())
-    prompt, step = (tuple(piece.values()) for piece in pieces_of(forward, (short_prompt(lengths), 1)))
-    tokens, mask, positions = prompt
-    if fill:
-        first = fill_prompt(forward, store, tokens, positions, mask)
-    else:
-        first = forward.run(store, tokens, positions, mask, 1)
-    tokens, mask, positions = step
-    return first, forward.run(store, tokens, positions, mask, 1)
+    prompt, step = (
+        (piece["input_ids"], piece.get("position_ids"), piece["attention_mask"])
+        for piece in pieces_of(forward, (short_prompt(lengths), 1))
+    )
+    first = fill_prompt(forward, store, *prompt) if fill else forward.run(store, *prompt, 1)
+    return first, forward.run(store, *step, 1)
 
 
 def try_partial(forward: MixedForward) -> None:

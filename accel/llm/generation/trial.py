@@ -11,7 +11,7 @@ from accel.comparison import agree, relative_rms_by_token
 from accel.errors import reason_of
 from accel.libraries.cache import DynamicCache, cache_of
 from accel.llm.generation.decoder import DecoderForward
-from accel.llm.generation.prefill import bucket_for, pad_to_bucket
+from accel.llm.generation.prefill import MOST_PROMPT, bucket_for, pad_to_bucket
 from accel.llm.generation.routing import Choices, noting, repeating, routed_modules, routing_modules
 from accel.llm.kv_cache.shape import kv_layers
 from accel.llm.kv_cache.store import Store
@@ -237,11 +237,16 @@ def written(forward: DecoderForward, pieces: Iterable[dict]) -> torch.Tensor:
 
 
 def fill_prompt(
-    forward: DecoderForward, store: Store, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None
+    forward: DecoderForward,
+    store: Store,
+    tokens: torch.Tensor,
+    positions: torch.Tensor | None,
+    mask: torch.Tensor | None,
 ) -> torch.Tensor:
     """The logits of a prompt that is filled up to the size of a graph."""
     rows, new = tokens.shape
-    bucket = bucket_for(rows, new) or new
+    most = None if "position_ids" in forward.names else forward.most_positions
+    bucket = min(bucket_for(rows, new) or new, most or MOST_PROMPT)
     store.reserve(rows, bucket)
     store.set_padding_mask(mask)
     tokens, positions, last = pad_to_bucket(tokens, positions, bucket)

@@ -74,22 +74,25 @@ def _run_through(forward: DecoderForward, lengths: tuple, longer: tuple) -> None
             padded, hidden, _ = trial_inputs(forward, short)
             written(forward, [{"input_ids": padded, "attention_mask": hidden}])
         positions %= short  # a model with a table of positions may have fewer than that
-        fit = [length for length in (LONGER, *longer) if "position_ids" in forward.names or not most or length < most]
-        prompts = [(1, short, (1, SEVERAL)), *((1, length, (1,)) for length in fit), *((n, short, (1,)) for n in WIDE)]
+        counted = positions[:1] if "position_ids" in forward.names else None
+        fit = {length for length in (*PADDED, LONGER, *longer) if counted is not None or not most or length < most}
+        few = [(1, short, (1, SEVERAL)), *((1, length, (1,)) for length in (LONGER, *longer) if length in fit)]
+        prompts = [*few, *((rows, short, (1,)) for rows in WIDE)]
         for rows, prompt, steps in prompts:
             store = forward.adopt(DynamicCache())
             ends = list(accumulate((0, prompt, *steps)))
             for piece in map(slice, ends, ends[1:]):
-                given = positions[:1, piece] if "position_ids" in forward.names else None
+                given = None if counted is None else counted[:, piece]
                 mask = ids.new_ones(rows, piece.stop) if rows > 1 else None
                 tokens = ids[:1, piece].repeat(rows, 1)
                 logits = forward.run(store, tokens, given, mask, 1 if "logits_to_keep" in forward.names else 0)
                 argmax(logits[:, -1])  # what a greedy step chooses
-        if {"position_ids", "logits_to_keep"} <= set(forward.names):
-            for length in PADDED:
+        if "logits_to_keep" in forward.names:
+            for length in filter(fit.__contains__, PADDED):
                 for mask in (None, ids.new_ones(1, length)):
                     store = forward.adopt(DynamicCache())
-                    fill_prompt(forward, store, ids[:1, :length], positions[:1, :length], mask)
+                    given = None if counted is None else counted[:, :length]
+                    fill_prompt(forward, store, ids[:1, :length], given, mask)
 
 
 @contextmanager

@@ -124,7 +124,7 @@ class PagedKVCache:
                     self._states[layer] = kept_states._replace(other_state=others[0], other_window=others[1])
                     continue
                 table, keys, values, *scales = kept[layer]
-                named = {"key_scales": scales[0], "value_scales": scales[1]} if scales else {}
+                named = dict(zip(("key_scales", "value_scales"), scales, strict=False))
                 self._kv[layer] = KV(keys, values, table, None, metadata, layer, **named)
 
     @property

@@ -83,7 +83,8 @@ class LatentShape(NamedTuple):
     """What one layer of latent attention keeps for a token: the latent, and the part of the key that its heads share.
 
     In a cache of transformers these are keys and values of one head, of `rank` and `rope` channels. A store has them
-    side by side; what it takes for values are the first `rank` channels of that. heads: of queries.
+    side by side; what it takes for values are the first `rank` channels of that. heads: of queries. kv_dtype: as of
+    `Shape`, of latents, with a scale for each token; then a store has the shared parts for values.
     """
 
     rank: int
@@ -91,16 +92,13 @@ class LatentShape(NamedTuple):
     heads: int
     dtype: torch.dtype
     device: torch.device
-
-    @property
-    def kv_dtype(self) -> None:
-        """Nothing is rounded."""
-        return None
+    kv_dtype: torch.dtype | None = None
 
     @property
     def size(self) -> int:
         """Bytes a token."""
-        return (self.rank + self.rope) * self.dtype.itemsize
+        latent = self.rank * self.dtype.itemsize if self.kv_dtype is None else self.rank + SCALE.itemsize
+        return latent + self.rope * self.dtype.itemsize
 
     def bytes_for(self, tokens: int) -> int:
         """Of one row."""
@@ -108,7 +106,7 @@ class LatentShape(NamedTuple):
 
     @property
     def exact(self) -> "LatentShape":
-        return self
+        return self._replace(kv_dtype=None)
 
     @property
     def nothing(self) -> "LatentShape":
@@ -120,8 +118,15 @@ class LatentShape(NamedTuple):
         return self.rank > 0
 
     def empty(self, layers: int, blocks: int) -> tuple[torch.Tensor, ...]:
-        """Room for latents, (layers, 1, blocks, BLOCK, 1, rank + rope)."""
-        return (torch.empty(layers, 1, blocks, BLOCK, 1, self.rank + self.rope, dtype=self.dtype, device=self.device),)
+        """Room for latents, (layers, 1, blocks, BLOCK, 1, rank + rope); or for codes, shared parts, and scales, which
+        have no last dimension.
+        """
+        sizes = layers, 1, blocks, BLOCK, 1
+        if self.kv_dtype is None:
+            return (torch.empty(*sizes, self.rank + self.rope, dtype=self.dtype, device=self.device),)
+        codes = torch.empty(*sizes, self.rank, dtype=self.kv_dtype, device=self.device)
+        shared = torch.empty(*sizes, self.rope, dtype=self.dtype, device=self.device)
+        return codes, shared, torch.empty(sizes, dtype=SCALE, device=self.device)
 
     def takes(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """As of `Shape`."""
@@ -130,15 +135,15 @@ class LatentShape(NamedTuple):
 
     def views(self, kept: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """As of `Shape`."""
-        return kept[0], kept[0][..., : self.rank]
+        return (kept[0], kept[0][..., : self.rank]) if self.kv_dtype is None else tuple(kept)
 
     def stored(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As of `Shape`."""
-        return torch.cat((keys, values), dim=-1), keys
+        return (torch.cat((keys, values), dim=-1), keys) if self.kv_dtype is None else (keys, values)
 
     def shown(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As of `Shape`."""
-        return values, keys[..., self.rank :]
+        return (values, keys[..., self.rank :]) if self.kv_dtype is None else (keys, values)
 
 
 class StateShape(NamedTuple):

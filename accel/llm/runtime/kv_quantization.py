@@ -14,6 +14,7 @@ from accel_kernels.device import FLOAT8, capability
 
 from accel.errors import Refused
 from accel.llm.attention.attention import AttentionSpec
+from accel.llm.attention.latent_attention import LatentSpec
 from accel.llm.attention.softmax_attention import SoftmaxSpec
 from accel.llm.recording.record import LayerRecord
 from accel.parallel.ranks import Ranks
@@ -37,8 +38,10 @@ def kv_dtype_for(kind: str, device: torch.device) -> torch.dtype:
     return KV_DTYPES[kind]
 
 
-def key_decibels(query: torch.Tensor, keys: torch.Tensor, scale: float, kv_dtype: torch.dtype) -> float:
-    """What rounding leaves of the scores of the worst head; inf where it changes none by more than HARMLESS.
+def key_decibels(
+    query: torch.Tensor, keys: torch.Tensor, scale: float, kv_dtype: torch.dtype, harmless: float = HARMLESS
+) -> float:
+    """What rounding leaves of the scores of the worst head; inf where it changes none by more than `harmless`.
 
     query: (rows, heads, tokens, D), keys: (rows, kv heads, tokens, D), of at least two different rows. Signal is the
     difference between the keys of two rows at the same position: what depends on the position alone cancels.
@@ -54,7 +57,7 @@ def key_decibels(query: torch.Tensor, keys: torch.Tensor, scale: float, kv_dtype
         return (q @ k.mT).square().mean((1, 2))
 
     noise, signal = power(rounded_keys - keys), power(keys - keys.roll(1, 0)) / 2
-    found = torch.where(noise.sqrt() <= HARMLESS, torch.inf, 10 * torch.log10(signal / noise))
+    found = torch.where(noise.sqrt() <= harmless, torch.inf, 10 * torch.log10(signal / noise))
     return float(found.min())
 
 
@@ -69,11 +72,14 @@ def choose_kv_dtypes(
     kv_dtype, left = kv_dtype_for(kind, device), []
     chosen: dict[int, torch.dtype | None] = {}
     for layer, spec in layers:
-        if not isinstance(spec, SoftmaxSpec):  # it keeps states or latents, which are not rounded
+        if isinstance(spec, LatentSpec):
+            found = _latent_decibels(layer, spec, kv_dtype)
+        elif isinstance(spec, SoftmaxSpec):
+            query, scale = _queries(layer, spec)
+            found = key_decibels(query, layer.cached.keys, scale, kv_dtype)
+        else:  # it keeps states, which are not rounded
             chosen[spec.index] = None
             continue
-        query, scale = _queries(layer, spec)
-        found = key_decibels(query, layer.cached.keys, scale, kv_dtype)
         if ranks is not None:
             found = -float(ranks.largest(torch.tensor(-found, dtype=torch.float64, device=device)))
         chosen[spec.index] = kv_dtype if found >= LEAST else None
@@ -93,11 +99,22 @@ def _queries(layer: LayerRecord, spec: SoftmaxSpec) -> tuple[torch.Tensor, float
     return query.to(layer.cached.keys), spec.scale
 
 
+def _latent_decibels(layer: LayerRecord, spec: LatentSpec, kv_dtype: torch.dtype) -> float:
+    """The least of what rounding leaves of scores and of values, as `key_decibels`, both products with latents."""
+    assert layer.attended is not None
+    query, latents, given = layer.attended.query, layer.cached.keys, layer.attended.options.get("scaling")
+    keys, values = (product.double() for product in spec.products(layer.layer))
+    absorbed = query[..., : spec.nope].double() @ keys
+    scale = query.shape[-1] ** -0.5 if given is None else given
+    of_values = key_decibels(values[None], latents, 1.0, kv_dtype, harmless=0.0)
+    return min(key_decibels(absorbed, latents, scale, kv_dtype), of_values)
+
+
 def described(kind: str, shapes: tuple, left: list[str]) -> str:
     """For the report: what a token takes, and which layers are left as they are."""
     now, before = (sum(s.size for s in some) for some in (shapes, [shape.exact for shape in shapes]))
     if now == before and not left:
-        return f"nothing in {kind}: latents and states stay as they are"
+        return f"nothing in {kind}: states stay as they are"
     text = f"keys and values in {kind}: {now} bytes a token instead of {before}"
     if not left:
         return text

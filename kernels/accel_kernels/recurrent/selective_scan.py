@@ -107,6 +107,8 @@ CASES = (
     _case("step", 3, 1, 40, 12, [3, 0, 7], idle=(2,), small=True),
     _case("packed", 1, 20, 16, 4, [0, 3], spans=[(2, 9), (10, 19)], gate=False, small=True),
     _case("apart", 1, 20, 16, 4, [0, 3], spans=[(2, 9), (10, 19)], apart=True, small=True),
+    _case("ragged", 1, 24, 20, 4, [5, 0, 2], spans=[(0, 1), (2, 2), (3, 22)], norms=True, apart=True, small=True),
+    _case("ragged-step", 3, 1, 40, 12, [3, 0, 7], rank=6, idle=(2,), apart=True, small=True),
     _case("row-step", 3, 1, 40, 12, [], stored=2, firsts=[0, 2, 3], small=True),
     _case("widened", 3, 1, 40, 12, [3, 0, 7], rank=6, idle=(2,), small=True),
     _case("widened-row", 3, 1, 37, 4, [], rank=20, norms=True, stored=2, firsts=[0, 2, 3], small=True),

@@ -13,6 +13,7 @@ from accel.cuda_graphs.runner import PATIENCE
 from accel.llm.generation.prefill import MOST_PROMPT, STEP, bucket_for
 from support.llm.families import make, padded, prompt
 from support.llm.gpu import decode_graphs, new_pair, on_gpu, prefill_graphs, talk
+from support.llm.miniatures.mambas import MAMBAS
 from support.llm.near_ties import clear_seeds
 from support.llm.outputs import generate, same
 
@@ -40,6 +41,19 @@ def test_generate_uses_them():
             same(generate(ours, ids, mask, **call), generate(stock, ids, mask, **call))
     rows = {row["inputs"].split(",")[0] for row in prefill_graphs(ours)}
     assert rows == {"1x16", "3x16", "1x320"}, accel.report(ours)
+
+
+@pytest.mark.parametrize("family", MAMBAS, ids=str)
+def test_models_that_take_no_positions(family):
+    """Their states are moved by the prompt alone, not by what it is filled up with."""
+    ours, stock = new_pair(family)
+    for lengths in ((9,), (12,), (300,), (16, 9), (33, 20)):
+        for seed in range(3):
+            ids, mask = on_gpu(*padded(lengths, seed))
+            same(generate(ours, ids, mask), generate(stock, ids, mask))
+    rows = {row["inputs"].split(",")[0] for row in prefill_graphs(ours)}
+    assert rows == {"1x16", "1x320", "2x16", f"2x{bucket_for(2, 33)}"}, accel.report(ours)
+    assert accel.report(ours).fallbacks == []
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "gpt-oss", "deepseek-v2"])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from accel_kernels import KV, Norm, latent_attention
 from accel_kernels.attention.paged.kv import LENGTH, PADDING_MASK, metadata_of
+from accel_kernels.attention.paged.kv_quantization import restored
 from transformers import AutoConfig, DynamicCache
 
 from support.everything import EVERYTHING
@@ -29,8 +30,18 @@ def made(case):
     behind = torch.ones(kv.keys.shape[:2], dtype=torch.bool)
     for alone in [kv] if kv.ragged is None else [alone for _, alone in kv.sequences()]:
         behind[alone.slots(0, alone.stored())] = False
-    kv.keys[behind] = float("nan")
+    for tensor in (kv.keys, kv.values) if kv.key_scales is None else (kv.key_scales, kv.values):
+        tensor[behind] = float("nan")
     return (q, compressed, kv, *rest), kwargs
+
+
+def same_store(found, wanted):
+    """Codes by what they stand for."""
+    kept = [one.values if one.key_scales is None else restored(one.keys, one.key_scales, torch.float32)
+            for one in (found, wanted)]  # fmt: skip
+    torch.testing.assert_close(*kept, rtol=1e-5, atol=1e-6, equal_nan=True)
+    kept = [one.keys if one.key_scales is None else one.values for one in (found, wanted)]
+    torch.testing.assert_close(*kept, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
@@ -39,19 +50,20 @@ def test_new_latents_are_stored_where_the_table_says_and_nowhere_else(case):
     (theirs, kwargs), (ours, _) = made(case), made(case)
     wanted, found = latent_attention.reference(*theirs, **kwargs), latent_attention.triton(*ours, **kwargs)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(ours[2].keys, theirs[2].keys, rtol=1e-5, atol=1e-6, equal_nan=True)
+    same_store(ours[2], theirs[2])
 
 
 @pytest.mark.parametrize("case", FRESH if EVERYTHING else FRESH[:2], ids=lambda case: case.name)
 def test_a_graph_finds_latents_by_their_addresses(case):
     """What it is shown besides is another store's."""
     (theirs, kwargs), ((q, compressed, kv, *rest), _) = made(case), made(case)
-    other = torch.full_like(kv.keys, float("nan"))
-    shown = kv._replace(by_address=True, keys=other, values=other[..., : kv.values.shape[-1]])
+    parts = {name: getattr(kv, name) for name in ("keys", "values", "key_scales")}
+    other = {name: t if t is None else torch.full_like(t, 99) for name, t in parts.items()}
+    shown = kv._replace(by_address=True, **other)
     found = latent_attention.triton(q, compressed, shown, *rest, **kwargs)
     torch.testing.assert_close(found, latent_attention.reference(*theirs, **kwargs), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(kv.keys, theirs[2].keys, rtol=1e-5, atol=1e-6, equal_nan=True)
-    assert other.isnan().all()
+    same_store(kv, theirs[2])
+    assert all(t is None or bool((t == 99).all()) for t in other.values())
 
 
 @pytest.mark.parametrize("tile", [(64, 16, 32, 8, 2), (32, 8, 32, 8, 3)], ids=str)

@@ -27,7 +27,9 @@ from support.llm.batching.engines import (
     requests,
     step,
 )
+from support.llm.families import every, make
 from support.llm.miniatures.family import VOCAB
+from support.llm.miniatures.mambas import MAMBAS
 
 LENGTHS, NEWS = (1, 5, 64, 17, 130, 40, 63, 65), (9, 28, 1, 5, 12, 7, 3, 20)
 HYBRIDS = ("qwen3.5", "bamba")  # the delta rule, a state space
@@ -105,6 +107,27 @@ def test_states_are_found_at_ends_of_blocks(hybrid):
     apart, unshared = request("g", whole, 6), engine_of(model, tokens=512, context=512, share=False)
     assert counted(unshared, [apart]) == 205 and not unshared.allocator.states.kept
     as_alone(stock, [first, again, parted, alike, turn, told, reply, anew, apart])
+
+
+@pytest.mark.parametrize(("kind",), every(2, [MAMBAS[0], "jamba", "falcon-h1", "zamba2", MAMBAS[2]]), ids=str)
+def test_scans_and_layers_with_keys_beside_their_state(kind):
+    """A state a channel, alone or between layers with keys; two attentions a layer. Prompts are cut and shared too."""
+    stock = make(kind)
+    model = accel.optimize(copy.deepcopy(stock))
+    assert refusal(forward_of(model)) is None
+    asked, engine = requests((1, 40, 130, 17), (9, 20, 5, 12)), engine_of(model, tokens=32, context=256)
+    for one in asked[:2]:
+        engine.add(one)
+    for _ in range(3):
+        step(engine)
+    finished(engine, asked[2:])
+    again = dataclasses.replace(asked[2], id="again", tokens=[])
+    assert counted(engine, [again]) == 134 - 2 * BLOCK
+    engine.steps.runner = Repeats()
+    more = requests((3, 70, 9), 7, 5)
+    finished(engine, more)
+    as_alone(stock, [*asked, again, *more])
+    assert not accel.report(model).fallbacks
 
 
 def test_where_blocks_and_slots_run_out(hybrid):

@@ -4,8 +4,6 @@ import pytest
 import torch
 
 import accel
-from accel.llm.attention.attention import AttentionSpec
-from accel.llm.attention.linear_attention import LinearSpec
 from accel.llm.batching.step import StepSize
 from accel.llm.batching.trial import _large, refusal
 from accel.llm.generation import routing, trial
@@ -53,7 +51,6 @@ REFUSED = [
     ("mixtral", by_company, RouterForward, "fast", "together, routers choose other experts"),
     ("mixtral", by_another, ExpertsForward, "fast", "together, texts come out as others"),
     ("llama", lambda own: lambda *_: 1 / 0, DecoderForward, "logits_of", "could not be tried: ZeroDivisionError"),
-    ("qwen3.5", lambda own: AttentionSpec.unbatched, LinearSpec, "unbatched", "states are kept in a way"),
     ("llama", lambda own: lambda *_: True, FallbackLog, "runs_stock_on_cpu", "it runs stock on a CPU"),
 ]
 

@@ -115,6 +115,14 @@ def test_a_model_of_states_alone_writes_what_stock_writes(family, beams):
     assert "forward" in vars(ours) and not fallbacks(ours)
 
 
+def test_states_are_not_rounded():
+    ours, stock = accel.optimize(make(MAMBAS[2]), kv_cache="int8"), make(MAMBAS[2])
+    told = next(row[3] for row in accel.report(ours).sites if row[1] == "language model")
+    assert told.startswith("nothing in int8: states stay as they are")
+    call = {"max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(ours.generate(padded()[0], **call), stock.generate(padded()[0], **call))
+
+
 def test_a_token_at_a_time_padding_is_read_as_stock_reads_it(pair):
     """No mask is made of a single token, at the beginning neither."""
     ids, mask = padded((9, 7))

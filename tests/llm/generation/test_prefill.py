@@ -4,13 +4,16 @@ import pytest
 import torch
 from accel_kernels.attention.paged.kv import LENGTH
 
+import accel
+from accel.libraries.cache import cache_argument
 from accel.llm.generation import prefill as short
 from accel.llm.generation.prefill import MOST_PROMPT, bucket_for
 from support.llm.calls import new_cache
-from support.llm.families import FAMILIES, every, padded, prompt
-from support.llm.filled_prefill import new_pair, shapes, talk
+from support.llm.families import FAMILIES, every, make, padded, prompt
+from support.llm.filled_prefill import filled, new_pair, shapes, talk
+from support.llm.miniatures.mambas import MAMBAS
 from support.llm.modes import MODES
-from support.llm.outputs import same
+from support.llm.outputs import generate, same
 
 FAST = [family.name for family in FAMILIES if family.expected == "fast"]
 # Rotated, with a table of positions, with a window, with a softcap, with biases by distance, side by side, rotated by a
@@ -121,6 +124,35 @@ def test_bit_for_bit_whatever_it_is_filled_up_with(name, lengths, value, pair_of
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
     assert all(map(torch.equal, held, kept)) and all(t.isfinite().all() for t in held)
     assert set(found["length"].tolist()) == {max(lengths) + 1}
+
+
+@pytest.mark.parametrize("family", MAMBAS, ids=str)
+def test_states_of_a_model_that_takes_no_positions(family, monkeypatch):
+    """Its texts are stock's, and no bit of what it says and keeps hangs on what a prompt is filled up with."""
+    stock = make(family)
+    ours = filled(accel.optimize(make(family)))
+    for lengths in ((9,), (16,), (9, 5), (31, 33)):
+        same(generate(ours, *padded(lengths)), generate(stock, *padded(lengths)))
+    assert shapes(ours) == [
+        ((len(lengths), bucket_for(len(lengths), max(lengths))), ("prompt", "mask") if masked else ("prompt",))
+        for lengths, masked in (((9,), False), ((16,), False), ((9, 5), True), ((31, 33), True))
+    ]
+    whole, found, name = short.pad_to_bucket, [], cache_argument(type(ours).forward)
+    for value in (0.0, float("nan")):
+
+        def other(tokens, positions, bucket, value=value):
+            filled_up, places, last = whole(tokens, positions, bucket)
+            filled_up[:, tokens.shape[1] :] = value
+            return filled_up, places, last
+
+        monkeypatch.setattr(short, "pad_to_bucket", other)
+        ids, mask = padded((9, 5))
+        cache, embeds = new_cache(ours), ours.get_input_embeddings()(ids).detach()
+        given = {"attention_mask": mask, name: cache, "logits_to_keep": 1, "use_cache": True}
+        logits = ours(inputs_embeds=embeds, **given).logits
+        kept = [state for layer in cache.layers for state in (layer.conv_states[0], layer.recurrent_states[0])]
+        found.append([logits, *(state.clone() for state in kept)])
+    assert all(map(torch.equal, *found)) and all(one.isfinite().all() for one in found[0])
 
 
 def test_two_lengths_of_one_room_in_turn(pair_of):

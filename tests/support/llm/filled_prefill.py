@@ -16,7 +16,7 @@ class Eager:
 
     def __call__(self, eager, args, kwargs, variant=(), without_graph=None):
         self.shapes.append((tuple(args[0].shape[:2]), variant))
-        return eager(*(each.clone() for each in args), **kwargs)
+        return eager(*(each if each is None else each.clone() for each in args), **kwargs)
 
 
 class Anywhere(Prompts):
@@ -30,9 +30,15 @@ class Anywhere(Prompts):
 def new_pair(name: str, **changes):
     """(optimized, and every short prompt of it filled up; stock)."""
     ours, stock = optimized_models.pair(name, changes=tuple(changes.items()))
-    if vars(ours)["forward"].prompts is not None:
-        vars(ours)["forward"].prompts = Anywhere(Eager())
-    return ours, stock
+    return filled(ours), stock
+
+
+def filled(ours):
+    """An optimized model, every short prompt of it filled up from now on."""
+    prompts = vars(ours)["forward"].prompts
+    if prompts is not None:
+        vars(ours)["forward"].prompts = Anywhere(Eager(), prompts.most)
+    return ours
 
 
 def shapes(model) -> list:

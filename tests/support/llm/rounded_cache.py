@@ -17,12 +17,14 @@ from support.llm.families import prompt
 
 @contextmanager
 def rounding(codes: torch.dtype, except_layer: int | None = None):
-    """Inside, every dynamic cache rounds what it is given."""
+    """Inside, every dynamic cache rounds what it is given, but for what stands beside latents, of another size."""
     update, init = DynamicCache.update, DynamicCache.__init__
 
     def rounds(self, keys, values, layer, *args, **kwargs):
         if layer != except_layer:
-            keys, values = (restored(*rounded(t, codes), t.dtype) for t in (keys, values))
+            whole = keys.shape[-1] == values.shape[-1]
+            keys = restored(*rounded(keys, codes), keys.dtype)
+            values = restored(*rounded(values, codes), values.dtype) if whole else values
         return update(self, keys, values, layer, *args, **kwargs)
 
     def plain(self, *args, config=None, **kwargs):  # layers with a window forget, and ours keep; masks hide the rest
@@ -40,9 +42,9 @@ def pair(name: str, kind: str):
     return optimized_models.pair(name, kv_cache=kind)
 
 
-def held(kind: str = "int8", rows: int = 2, tokens: int = 9):
+def held(kind: str = "int8", rows: int = 2, tokens: int = 9, name: str = "llama"):
     """An optimized model, a cache that it has filled, and its tokens."""
-    ours, stock = pair("llama", kind)
+    ours, stock = pair(name, kind)
     ids, cache = prompt(rows, tokens), DynamicCache()
     ours(ids, past_key_values=cache)
     return ours, stock, ids, cache

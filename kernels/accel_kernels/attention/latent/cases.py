@@ -4,6 +4,7 @@ import torch
 
 from accel_kernels.attention.paged.cases import ragged_of
 from accel_kernels.attention.paged.kv import KV, LENGTH, PADDING_MASK, metadata_of
+from accel_kernels.attention.paged.kv_quantization import rounded
 from accel_kernels.norm.norm import Norm
 from accel_kernels.op import Random, random_cases
 
@@ -11,13 +12,17 @@ from accel_kernels.op import Random, random_cases
 class LatentNumbers(Random):
     """Random stores of latents and arguments of calls."""
 
-    def store(self, rows: int, columns: int, block: int, rank: int, rope: int, shuffled: bool) -> KV:
+    def store(self, rows, columns, block, rank, rope, shuffled, kv_dtype=None) -> KV:
         blocks = rows * columns
         order = torch.arange(blocks, device="cpu")
         if shuffled:
             order = torch.randperm(blocks, generator=self.generator, device="cpu")
         table = order.view(rows, columns).to(self.device, torch.int32)
         latents = self(blocks, block, 1, rank + rope)
+        if kv_dtype is not None:
+            (codes, scales), shared = rounded(latents[..., :rank], kv_dtype), latents[..., rank:].contiguous()
+            metadata = metadata_of(columns, [(table, codes, shared, scales)], table.device)
+            return KV(codes, shared, table, None, metadata, 0, key_scales=scales)
         return KV(latents, latents[..., :rank], table, None, metadata_of(columns, [(table, latents)], table.device), 0)
 
     def call(self, kv, rows, new, heads, nope, values, rank, rope, rotates, more, behind=None):
@@ -35,10 +40,11 @@ class LatentNumbers(Random):
 
 
 def _latent_case(numbers, rows, stored, new, *, heads=4, nope=16, values=12, rank=32, rope=8, block=16, room=None,
-                 padding_mask=False, hole=1, shuffled=False, last=None, rotates=True, **more):  # fmt: skip
+                 padding_mask=False, hole=1, shuffled=False, last=None, rotates=True, kv_dtype=None,
+                 **more):  # fmt: skip
     """Rows of `stored` tokens each, and `new` more. hole: a token of the first row that a padding mask hides."""
     columns = -(-(room or stored + new) // block)
-    kv = numbers.store(rows, columns, block, rank, rope, shuffled)
+    kv = numbers.store(rows, columns, block, rank, rope, shuffled, kv_dtype)
     mask = None
     if padding_mask:  # left padding of row r by r tokens
         tokens = torch.arange(columns * block, device="cpu")
@@ -54,10 +60,10 @@ def _latent_case(numbers, rows, stored, new, *, heads=4, nope=16, values=12, ran
 
 
 def _ragged_case(numbers, sequences, *, heads=4, nope=16, values=12, rank=32, rope=8, block=16, rotates=True, idle=0,
-                 fill=0, **more):  # fmt: skip
+                 fill=0, kv_dtype=None, **more):  # fmt: skip
     """As `ragged_of`; tokens that fill the call up are of infinities."""
     columns = -(-max((sum(one) for one in sequences), default=1) // block)
-    kv = numbers.store(len(sequences) + 1, columns, block, rank, rope, True)
+    kv = numbers.store(len(sequences) + 1, columns, block, rank, rope, True, kv_dtype)
     kv = kv._replace(ragged=ragged_of(sequences, idle, fill, numbers.device))
     used = sum(new for _, new in sequences)
     return numbers.call(kv, 1, used + fill, heads, nope, values, rank, rope, rotates, more, used)

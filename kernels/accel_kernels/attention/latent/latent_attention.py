@@ -6,7 +6,7 @@ import torch
 
 from accel_kernels.attention.latent.cases import latent_case, ragged_latent_case
 from accel_kernels.attention.paged.paged_attention import rotated, seen_keys, standard_attention
-from accel_kernels.device import shared_memory
+from accel_kernels.device import float8_reason, shared_memory
 from accel_kernels.norm import norm as norms
 from accel_kernels.op import dtype_reason, make_op
 
@@ -20,8 +20,10 @@ def reference(
     share; any strides, the last 1. up: (heads, N + V, R) contiguous, the product that makes a head's key and value of
     a latent. The key of a head is its N channels and the P shared ones, of which queries and keys are rotated.
     kv: its keys are (blocks, block, 1, R + P), a token's normed latent and rotated part, and its values their first R
-    channels, a view. New tokens are those behind kv.metadata[LENGTH], which the caller moves on. With kv.ragged the one
-    row of q holds the new tokens of several sequences, see `Ragged`.
+    channels, a view. Or keys are codes of latents, (blocks, block, 1, R), with kv.key_scales, one a token, and values
+    are the rotated parts, (blocks, block, 1, P); new tokens are attended to as they are stored. New tokens are those
+    behind kv.metadata[LENGTH], which the caller moves on. With kv.ragged the one row of q holds the new tokens of
+    several sequences, see `Ragged`.
     norm: an RMS norm over R. cos, sin: (1 or rows, new, P / 2), or None for no rotation. Pairs are (i, i + P/2), or
     with `interleaved` (2 i, 2 i + 1); with `to_halves` besides, rotated ones are stored as (i, i + P/2). scale: of the
     scores. Keys that kv.padding_mask forbids are not seen; a query that sees none gives zeros. dense: a PromptAttention
@@ -46,13 +48,13 @@ def reference(
         turning = rotated(turning, cos, sin, interleaved)
         if to_halves:
             turning = torch.cat((turning[..., ::2], turning[..., 1::2]), dim=-1)
-    row = torch.cat((latent.unsqueeze(2), turning[:, :, -1:]), dim=-1)
+    parts = latent.unsqueeze(2), turning[:, :, -1:]
     start = kv.stored()
     end = start + q.shape[1]
-    kv.write(start, row, row[..., :rank])
-    stored, _ = kv.read(end, q.dtype)
+    kv.write(start, *(parts if kv.key_scales is not None else (torch.cat(parts, dim=-1), parts[0])))
+    stored, shared = kv.read(end, q.dtype)
+    shared = (stored[..., rank:] if kv.key_scales is None else shared).expand(-1, -1, up.shape[0], -1)
     expanded = torch.einsum("btr,hcr->bthc", stored[:, :, 0, :rank], up)
-    shared = stored[..., rank:].expand(-1, -1, up.shape[0], -1)
     keys = torch.cat((expanded[..., :nope], shared), dim=-1)
     queries = torch.cat((q[..., :nope], turning[:, :, :-1]), dim=-1)
     all_seen = kv.padding_mask is None and q.shape[1] == 1
@@ -77,8 +79,10 @@ def supports(
         return f"{2 * cos.shape[-1]} of {rope} shared channels rotated"
     if q.stride(-1) != 1 or compressed.stride(-1) != 1 or not up.is_contiguous():
         return "channels not next to each other"
-    if not (q.dtype == compressed.dtype == up.dtype == kv.keys.dtype):
+    if not (q.dtype == compressed.dtype == up.dtype == kv.values.dtype):
         return "queries, latents and the weight of different dtypes"
+    if (reason := float8_reason(q.device, kv.keys.dtype)) is not None:
+        return reason
     if kv.ragged is not None and (q.shape[0] != 1 or kv.padding_mask is not None):
         return "sequences of different lengths in several rows, or with a padding mask"
     if norm.centered or norm.bias is not None or norm.weight is None:
@@ -99,6 +103,11 @@ CASES = (
     _small("decode-valid", 3, 33, 1, padding_mask=True, shuffled=True),
     _small("decode-hidden", 2, 21, 1, padding_mask=True, hole=21),
     _small("decode-many-rows", 70, 5, 1, heads=2),
+    _small("decode-int8", 3, 60, 1, interleaved=True, to_halves=True, shuffled=True, kv_dtype=torch.int8),
+    _small("decode-int8-odd", 2, 21, 1, heads=3, nope=5, values=7, rank=20, rope=6, kv_dtype=torch.int8),
+    _small("verify-int8-valid", 2, 30, 16, heads=3, padding_mask=True, kv_dtype=torch.int8),
+    _small("prefill-int8-filled", 2, 0, 23, last=18, kv_dtype=torch.int8),
+    _small("prefill-int8-more", 1, 19, 70, heads=3, interleaved=True, kv_dtype=torch.int8),
     _small("verify", 1, 37, 5, heads=5, shuffled=True, interleaved=True),
     _small("verify-valid", 2, 30, 16, heads=3, padding_mask=True),
     _small("prefill-few", 2, 0, 7, interleaved=True, to_halves=True),
@@ -112,12 +121,19 @@ CASES = (
     _ragged("ragged-decode", [(37, 1), (0, 1), (16, 1), (90, 1)], idle=2, fill=2, interleaved=True),
     _ragged("ragged-decode-wide", [(21, 1), (4, 1)], heads=20, rotates=False),
     _ragged("ragged-mixed", [(37, 1), (60, 1), (0, 23), (16, 9), (5, 1)], heads=3, interleaved=True, to_halves=True),
+    _ragged("ragged-mixed-int8", [(37, 1), (0, 23), (16, 9)], heads=3, idle=2, fill=3, kv_dtype=torch.int8),
     _ragged("ragged-mixed-idle", [(9, 1), (0, 70)], idle=3, fill=9),
     _ragged("ragged-none", [], idle=2, fill=4),
     latent_case("v2-lite-decode", 1, 2047, 1, **V2_LITE),
     latent_case("v2-lite-decode-b8", 8, 2047, 1, **V2_LITE),
     latent_case("v2-lite-decode-32k", 1, 32767, 1, **V2_LITE),
     latent_case("v2-lite-decode-32k-b8", 8, 32767, 1, **V2_LITE),
+    latent_case("v2-lite-decode-int8", 1, 2047, 1, kv_dtype=torch.int8, **V2_LITE),
+    latent_case("v2-lite-decode-fp8", 1, 2047, 1, kv_dtype=torch.float8_e4m3fn, **V2_LITE),
+    latent_case("v2-lite-decode-32k-int8", 1, 32767, 1, kv_dtype=torch.int8, **V2_LITE),
+    latent_case("v2-lite-decode-32k-int8-b8", 8, 32767, 1, kv_dtype=torch.int8, **V2_LITE),
+    latent_case("v2-lite-prefill-int8", 1, 0, 2048, kv_dtype=torch.int8, **V2_LITE),
+    latent_case("v2-lite-prefill-int8-more", 1, 1000, 300, kv_dtype=torch.int8, **V2_LITE),
     latent_case("v2-lite-decode-valid", 3, 300, 1, padding_mask=True, shuffled=True, **V2_LITE),
     latent_case("v2-lite-decode-b160", 160, 150, 1, **V2_LITE),
     latent_case("v2-lite-verify", 2, 1000, 5, shuffled=True, **V2_LITE),

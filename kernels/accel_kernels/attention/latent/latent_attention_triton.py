@@ -11,6 +11,7 @@ import triton.language as tl
 
 from accel_kernels.attention.latent.latent_store_triton import latent_store
 from accel_kernels.attention.latent.latent_values_triton import latent_values, share_of_tile
+from accel_kernels.attention.paged.kv_quantization_triton import kv_dtype_of
 from accel_kernels.attention.paged.online_softmax_triton import IN_BASE_2
 from accel_kernels.attention.paged.paged_attention_triton import sequence_of_tile
 from accel_kernels.attention.paged.split_kv import Tile, split_count
@@ -51,8 +52,11 @@ def latent_attention_kernel(
     q_ptr, turned_ptr, o_ptr, sums_ptr, stats_ptr, metadata_ptr, ragged, layer, new, stride_turned, scale, splits,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, HAS_PADDING_MASK: tl.constexpr,
     STORE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_P: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_P: tl.constexpr, UPCAST: tl.constexpr, KV_DTYPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """KV_DTYPE: None, or of codes, which are read as what they stand for: products with codes themselves would put the
+    scales on weights, which fp16 has no room for.
+    """
     element = q_ptr.dtype.element_ty
     tile = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
@@ -63,7 +67,17 @@ def latent_attention_kernel(
     if ragged is not None:
         b, tile, first_token, new = sequence_of_tile(tile, ragged, BLOCK_M, False, HEADS)
     stored, table = row_of(metadata_ptr, layer, b, ragged)
-    latents = stored_at(metadata_ptr, AT_LAYERS + OF_EACH * layer, element)
+    place = AT_LAYERS + OF_EACH * layer
+    STRIDE: tl.constexpr = RANK + ROPE if KV_DTYPE is None else RANK
+    APART: tl.constexpr = RANK + ROPE if KV_DTYPE is None else ROPE
+    if KV_DTYPE is None:
+        latents = stored_at(metadata_ptr, place, element)
+        parts = latents + RANK
+        factors = None
+    else:
+        latents = stored_at(metadata_ptr, place, KV_DTYPE)
+        parts = stored_at(metadata_ptr, place + 1, element)
+        factors = stored_at(metadata_ptr, place + 2, tl.float32)
     padding_mask_ptr = None
     if HAS_PADDING_MASK:
         padding_mask_ptr = padding_mask_of(metadata_ptr, b, STORE_BLOCK)
@@ -91,12 +105,17 @@ def latent_attention_kernel(
     for i in range(start, tl.where(tile * BLOCK_M < new * HEADS, stop, start)):  # no sequence may have this tile
         n_idx = i * BLOCK_N + tl.arange(0, BLOCK_N)
         n_mask = n_idx < end
-        slot = (block * STORE_BLOCK + n_idx % STORE_BLOCK) * (RANK + ROPE)
-        latent = tl.load(latents + slot[:, None] + r_idx[None, :], mask=n_mask[:, None] & r_mask[None, :], other=0.0)
+        slot = block * STORE_BLOCK + n_idx % STORE_BLOCK
+        latent = tl.load(
+            latents + slot[:, None] * STRIDE + r_idx[None, :], mask=n_mask[:, None] & r_mask[None, :], other=0.0
+        )
         shared = tl.load(
-            latents + RANK + slot[:, None] + p_idx[None, :], mask=n_mask[:, None] & p_mask[None, :], other=0.0
+            parts + slot[:, None] * APART + p_idx[None, :], mask=n_mask[:, None] & p_mask[None, :], other=0.0
         )
         block = tl.load(table + tl.minimum(i + 1, stop - 1) * BLOCK_N // STORE_BLOCK).to(tl.int64)
+        if KV_DTYPE is not None:
+            factor = tl.load(factors + slot, mask=n_mask, other=0.0)
+            latent = (latent.to(tl.float32) * factor[:, None]).to(element)
         if UPCAST:
             latent, shared = latent.to(tl.float32), shared.to(tl.float32)
         scores = tl.dot(q, tl.trans(latent), input_precision="ieee")
@@ -163,8 +182,9 @@ def latent_attention(
         None if ragged is None else ragged.pointers(), kv.layer, new, turned.stride(2), float(scale), splits,
         HEADS=heads, RANK=rank, ROPE=width - nope, HAS_PADDING_MASK=kv.padding_mask is not None, STORE_BLOCK=kv.block,
         BLOCK_M=tile.queries, BLOCK_N=tile.keys, BLOCK_R=tile.channels,
-        BLOCK_P=max(16, power_of_two(width - nope)), UPCAST=upcast(q.dtype), num_warps=tile.warps,
-        num_stages=tile.stages, **programmatic(q.device),
+        BLOCK_P=max(16, power_of_two(width - nope)), UPCAST=upcast(q.dtype),
+        KV_DTYPE=kv_dtype_of(kv.key_scales, kv.keys), num_warps=tile.warps, num_stages=tile.stages,
+        **programmatic(q.device),
     )  # fmt: skip
     if sums is not None:
         expands = rows * new <= MOST_EXPANDED

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from accel_kernels.attention.paged.kv_quantization_triton import kv_dtype_of, rounded
 from accel_kernels.attention.paged.rotary_store_triton import apply_rope, norms_of_heads
 from accel_kernels.attention.paged.store_triton import AT_LAYERS, AT_LENGTH, OF_EACH, stored_at, table_row
 from accel_kernels.device import programmatic, upcast
@@ -26,7 +27,7 @@ def latent_store_kernel(
     NOPE: tl.constexpr, VALUES: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, ROTATES: tl.constexpr,
     INTERLEAVED: tl.constexpr, TO_HALVES: tl.constexpr, HEADS: tl.constexpr, STORE_BLOCK: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
-    UPCAST: tl.constexpr, PDL: tl.constexpr,
+    UPCAST: tl.constexpr, KV_DTYPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (i, 0) stores the latents of BLOCK_T tokens; (i, 1 + head * parts + part) takes the queries of a head,
     and BLOCK_C channels of the absorbed ones. up_ptr: None where nothing is absorbed: turned_ptr has whole queries.
@@ -96,11 +97,22 @@ def latent_store_kernel(
             stores = counts
         table = table_row(metadata_ptr, layer, stored_row)
         block = tl.load(table + at // STORE_BLOCK, mask=stores, other=0).to(tl.int64)
-        slot = (block * STORE_BLOCK + at % STORE_BLOCK)[:, None] * (RANK + ROPE)
-        stored = stored_at(metadata_ptr, AT_LAYERS + OF_EACH * layer, element) + slot
+        slot = block * STORE_BLOCK + at % STORE_BLOCK
         x_mask, shared_mask = stores[:, None] & r_mask[None, :], stores[:, None] & p_mask[None, :]
-        tl.store(stored + r_idx[None, :], x.to(element), mask=x_mask)
-        tl.store(stored + RANK + p_idx[None, :], shared.to(element), mask=shared_mask)
+        address = AT_LAYERS + OF_EACH * layer
+        if KV_DTYPE is None:
+            stored = stored_at(metadata_ptr, address, element) + slot[:, None] * (RANK + ROPE)
+            tl.store(stored + r_idx[None, :], x.to(element), mask=x_mask)
+            stored_part = stored + RANK
+        else:
+            codes, factors = rounded(x.to(element).to(tl.float32), KV_DTYPE)
+            tl.store(
+                stored_at(metadata_ptr, address, KV_DTYPE) + slot[:, None] * RANK + r_idx[None, :], codes, mask=x_mask
+            )
+            tl.store(stored_at(metadata_ptr, address + 2, tl.float32) + slot, factors, mask=stores)
+            stored_part = stored_at(metadata_ptr, address + 1, element) + slot[:, None] * ROPE
+            x = codes.to(tl.float32) * factors[:, None]
+        tl.store(stored_part + p_idx[None, :], shared.to(element), mask=shared_mask)
         if row_ptr is not None:
             row = row_ptr + t[:, None] * (RANK + ROPE)
             tl.store(row + r_idx[None, :], x.to(element), mask=x_mask)
@@ -129,7 +141,7 @@ def latent_store(q, compressed, kv, up, absorbs, *, norm, cos=None, sin=None, in
 
     absorbs: whether absorbed are the queries times `up`, (rows, new, heads, R), and turned their rotated part alone,
     (rows, new, heads, P). Else absorbed is None, and turned are whole queries, (rows, new, heads, N + P).
-    rows: what is stored for the new tokens, (rows, new, R + P), or None where `absorbs`.
+    rows: what is stored for the new tokens, as it is read, (rows, new, R + P), or None where `absorbs`.
     """
     (rows, new, heads, width), rank = q.shape, up.shape[-1]
     rope = compressed.shape[-1] - rank
@@ -148,6 +160,6 @@ def latent_store(q, compressed, kv, up, absorbs, *, norm, cos=None, sin=None, in
         NOPE=nope, VALUES=up.shape[1] - nope, RANK=rank, ROPE=rope, ROTATES=cos is not None, INTERLEAVED=interleaved,
         TO_HALVES=to_halves, HEADS=heads, STORE_BLOCK=kv.block, BLOCK_T=TOKENS, BLOCK_N=max(16, power_of_two(nope)),
         BLOCK_C=CHANNELS, BLOCK_R=power_of_two(rank), BLOCK_P=max(16, power_of_two(rope)), UPCAST=upcast(q.dtype),
-        num_warps=4, **programmatic(q.device),
+        KV_DTYPE=kv_dtype_of(kv.key_scales, kv.keys), num_warps=4, **programmatic(q.device),
     )  # fmt: skip
     return absorbed, turned, stored

@@ -60,7 +60,8 @@ class KV(NamedTuple):
     last: int64 (1,), the index of the last new token that counts. Those behind it pad the prompt: their queries, keys
         and values are taken for zeros, since a hidden infinity would become NaN. None where all count.
     key_scales, value_scales: (blocks, block, kv heads) float32, with the tokens of a block and head next to each other
-        in memory, so that one load reads them. None where keys and values are stored in the dtype of the model.
+        in memory, so that one load reads them. None where keys and values are stored in the dtype of the model; latents
+        have key_scales alone.
     ragged: the sequences of a call in which they have different lengths, see `Ragged`; None where all rows have one.
     """
 
@@ -121,14 +122,13 @@ class KV(NamedTuple):
         dtype: in which rounded ones are restored; others are given as they are stored.
         """
         # Without another method of its own: a compiler that traces it follows none.
-        (rows, columns), exact = self.table.shape, self.key_scales is None
-        kept: list[Any] = [self.keys, self.values]
-        if not exact:
-            kept += [self.key_scales, self.value_scales]
+        rows, columns = self.table.shape
+        kept: list[Any] = [t for t in (self.keys, self.values, self.key_scales, self.value_scales) if t is not None]
         if self.ordered:
             kept = [t[: rows * columns] for t in kept]
         else:
             blocks = self.table.flatten().long()
             kept = [t[blocks] for t in kept]
         keys, values, *scales = (t.unflatten(0, (rows, columns)).flatten(1, 2)[:, :end] for t in kept)
-        return (keys, values) if exact else (restored(keys, scales[0], dtype), restored(values, scales[1], dtype))
+        keys = restored(keys, scales[0], dtype) if scales else keys
+        return keys, restored(values, scales[1], dtype) if len(scales) > 1 else values
