@@ -97,7 +97,8 @@ def _match_some(model: PreTrainedModel, context: Context, layers: dict, specs: l
         forward.model_guard = guard_of(forward)
     except NotUnderstood as reason:
         return _stock(str(reason), context)
-    note = f"{len(forwards)} of {len(layers)} layers fused, the others run stock between them, without CUDA graphs"
+    among = "" if len(forwards) == len(layers) else f"{len(forwards)} of {len(layers)} layers fused, the others run stock between them, "
+    note = f"{among}without CUDA graphs"
     layers.update({layer.path: layer for layer in forwards})
     stacks = (layer.stacks() for layer in forwards)
     return Match(forward, tuple(Stacked(linears) for linears in stacks if linears), (), note)
@@ -174,7 +175,7 @@ def _inside(layers: list[LayerForward], context: Context) -> tuple[list[ExpertsF
     """Experts and routers inside the layers, which are tried with them."""
     found = context.of(DecoderLayers)
     whole = (layer for layer in layers if not layer.inner)  # others call them from code of their own
-    sites = [Site(f"{layer.path}.{name}", one) for layer in whole for name, one in layer.module.named_modules() if name]
+    sites = [Site(f"{layer.path}.{name}", one) for layer in whole for name, one in layer.own_modules()]
     for site, rule in product(sites, MIXTURES):
         answer = rule.answer(site, context)
         if answer is not None:
@@ -217,9 +218,14 @@ def match_layer(site: Site, context: Context) -> Match | Skip | None:
     stock = {layers.rules[path]: one for path, one in inside.items() if isinstance(one, str)}
     note = "; ".join(f"{name} run{'' if name == 'experts' else 's'} stock: {reason}" for name, reason in stock.items())
     covers = None
+    mixer = found.spec.attention
     if found.inner:
         covers = tuple(one.path.removeprefix(f"{site.path}.") for one in found.inner)
         note = "its own code runs around its attention"
+    elif mixer is not None and (reason := found.spec.runs_stock) is not None:
+        names = (name for name, _ in found.own_modules())
+        covers = tuple(one for one in names if not f"{mixer.name}.".startswith(f"{one}."))
+        note = "; ".join(filter(None, (f"attention runs stock: {reason}", note)))
     return Match(
         found, patches, covers=covers, note=note, inside=tuple((path, layers.rules[path]) for path in forwards)
     )

@@ -76,7 +76,7 @@ class CheckedStep(Step):
             if name in (HIDDEN_STATES, MASK) or value is self.cache or unread or form(value) == known.get(name):
                 continue
             return f"its layers are given {name} as no text gives it"
-        if spec.attention is None:
+        if spec.attention is None or spec.runs_stock:
             return None
         mask, window, parts = kwargs.get(MASK), spec.attention.window, spec.attention.mixers
         key = id(mask), window, tuple(part.keeps_state for part in parts)

@@ -182,7 +182,7 @@ def try_partial(forward: MixedForward) -> None:
     for place, layer in enumerate(DynamicCache(config=model.config).layers):
         if place in forward.places and type(layer) not in (*STOCK, *OF_STATES):
             raise NotUnderstood(f"layer {place} keeps more than keys and values")
-        if place not in forward.places and type(layer) is STOCK[1]:
+        if forward.places and place not in forward.places and type(layer) is STOCK[1]:
             raise NotUnderstood(f"layer {place} is not understood, and drops what its window has passed")
     if forward.biased:
         raise NotUnderstood("biases by distance, and not all layers are understood")

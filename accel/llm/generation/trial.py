@@ -160,7 +160,7 @@ def masks_steps(forward: DecoderForward) -> bool:
 
     Some models multiply the new tokens by it, and are called without one there: Mamba, where no layer has keys.
     """
-    if kv_layers(forward.shapes()):
+    if kv_layers(forward.shapes()) or not forward.places:
         return True
     prompt, step = pieces_of(forward, (PROMPT, 1))
     found = []

@@ -1,5 +1,6 @@
 """One decoder layer: how it is put together, found by comparing with a record, and a few fused operations for it."""
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from accel.comparison import factor, is_sum, named_factor
 from accel.llm.attention.attention import UnderstoodAttention
 from accel.llm.attention.kinds import understand_attention
 from accel.llm.attention.mixer_pair import each_alone, joined, understand_pair
+from accel.llm.attention.stock_attention import stock_attentions
 from accel.llm.parts.norm import NormSpec, norm_spec, normlike
 from accel.llm.parts.part import BoundNorm, NormedInput, added
 from accel.llm.parts.residual import Widths, narrowed_to, reads_wide, rounded
@@ -44,6 +46,18 @@ def understand_layer(layer: LayerRecord, record: Record) -> LayerSpec:
         widths=Widths(found[-1].last.output.held.dtype, layer.call.output.held.dtype),
         around=around,
     )
+
+
+def understand_around(layer: LayerRecord, reason: str) -> LayerSpec | None:
+    """The formula of a layer around an attention that is not understood, for this reason; None where that is not
+    either.
+    """
+    for alone, attention in stock_attentions(layer, reason):
+        for tail, y, calls in tails(alone):
+            if layer.known is None or tail == layer.known.tail:
+                with suppress(NotUnderstood):
+                    return _put_together(alone, [attention], tail, y, calls)
+    return None
 
 
 def _own(layer: LayerRecord) -> dict[str, Any]:
