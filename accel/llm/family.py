@@ -85,7 +85,19 @@ def _stock(reason: str, context: Context) -> Skip:
 
 
 def _match_some(model: PreTrainedModel, context: Context, layers: dict, specs: list) -> Match | Skip:
-    """Some layers of the model fused, between others that run stock."""
+    """Some layers of the model fused, between others that run stock. Where they do not agree with stock, those whose
+    attention runs stock inside are left out.
+    """
+    answer = _tried(model, context, layers, specs)
+    understood = [(layer, spec) for layer, spec in specs if not spec.runs_stock]
+    if isinstance(answer, Match) or len(understood) in (0, len(specs)):
+        return answer
+    layers.update({layer.path: spec.runs_stock for layer, spec in specs if spec.runs_stock})
+    return _tried(model, context, layers, understood)
+
+
+def _tried(model: PreTrainedModel, context: Context, layers: dict, specs: list) -> Match | Skip:
+    """These layers fused."""
     stack, _ = decoder_layers(model)
     steps, parts = ForwardContext(), (context.kernels, context.log)
     forwards = [LayerForward(layer.layer, layer.path, *parts, spec, steps) for layer, spec in specs]
@@ -97,8 +109,9 @@ def _match_some(model: PreTrainedModel, context: Context, layers: dict, specs: l
         forward.model_guard = guard_of(forward)
     except NotUnderstood as reason:
         return _stock(str(reason), context)
-    among = "" if len(forwards) == len(layers) else f"{len(forwards)} of {len(layers)} layers fused, the others run stock between them, "
-    note = f"{among}without CUDA graphs"
+    note = "without CUDA graphs"
+    if len(forwards) < len(layers):
+        note = f"{len(forwards)} of {len(layers)} layers fused, the others run stock between them, {note}"
     layers.update({layer.path: layer for layer in forwards})
     stacks = (layer.stacks() for layer in forwards)
     return Match(forward, tuple(Stacked(linears) for linears in stacks if linears), (), note)

@@ -67,7 +67,9 @@ class BoundStockAttention:
 def stock_attentions(layer: LayerRecord, reason: str) -> Iterator[tuple[LayerRecord, UnderstoodAttention]]:
     """The modules that hold all of the attention of a layer, the smallest first: a record in which each is that."""
     mixers = set(layer.mixers)
-    whole = [call for call in reversed(layer.calls) if mixers and mixers <= set(call.module.modules())]
+    whole = [call for call in layer.calls if mixers and mixers <= set(call.module.modules())]
+    if not mixers:  # what it keeps is its own, or is kept in a way that is not seen
+        whole = [call for call in layer.inside(layer.layer) if any(isinstance(one, Cache) for one in _given(call))]
     for call in sorted(whole, key=lambda one: sum(1 for _ in one.module.modules())):
         if sum(one.module is call.module for one in layer.calls) > 1 or _cached_elsewhere(layer, call.module):
             continue
@@ -82,7 +84,11 @@ def _cached_elsewhere(layer: LayerRecord, attention: nn.Module) -> bool:
     """Whether a module beside the attention is given the cache."""
     inside = set(attention.modules())
     others = (call for call in layer.calls if call.module not in inside and attention not in call.module.modules())
-    return any(isinstance(value, Cache) for call in others for value in (*call.args, *call.kwargs.values()))
+    return any(isinstance(value, Cache) for call in others for value in _given(call))
+
+
+def _given(call: Call) -> tuple:
+    return (*call.args, *call.kwargs.values())
 
 
 def _spec(layer: LayerRecord, call: Call, reason: str) -> StockSpec | None:

@@ -1,5 +1,6 @@
 """One decoder layer: how it is put together, found by comparing with a record, and a few fused operations for it."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -53,11 +54,20 @@ def understand_around(layer: LayerRecord, reason: str) -> LayerSpec | None:
     either.
     """
     for alone, attention in stock_attentions(layer, reason):
+        inside = set(attention.first.module.modules())
+        gated = [call for call in layer.inside(layer.layer) if call.module not in inside and _gated(layer, call)]
         for tail, y, calls in tails(alone):
             if layer.known is None or tail == layer.known.tail:
                 with suppress(NotUnderstood):
-                    return _put_together(alone, [attention], tail, y, calls)
+                    return _put_together(alone, [attention], tail, y, calls, gated)
     return None
+
+
+def _gated(layer: LayerRecord, call: Call) -> bool:
+    """Whether a call may be of a norm with a gate of its own, which is called as it is."""
+    if not call.alone or call.made is None or call.output.held.shape != call.input.held.shape:
+        return False
+    return any(normlike(layer, one) and one.input.same(call.input) for one in layer.inside(call.module))
 
 
 def _own(layer: LayerRecord) -> dict[str, Any]:
@@ -86,17 +96,27 @@ def _behind(layer: LayerRecord, module: nn.Module, mixer: UnderstoodAttention) -
 
 
 def _put_together(
-    layer: LayerRecord, found: list[UnderstoodAttention], tail: TailSpec | None, y: Value, tail_calls: list[Call]
+    layer: LayerRecord,
+    found: list[UnderstoodAttention],
+    tail: TailSpec | None,
+    y: Value,
+    tail_calls: list[Call],
+    gated: Sequence[Call] = (),
 ) -> LayerSpec:
-    """The formula of a layer with these attentions and tail, y being the sum before the tail. Raises NotUnderstood."""
+    """The formula of a layer with these attentions and tail, y being the sum before the tail. gated: calls that may be
+    of norms too. Raises NotUnderstood.
+    """
     mixer = understand_pair(layer, found) if len(found) > 1 else next(iter(found), None)
-    mlp, mlp_calls = understand_mlp(layer, tail_calls)
+    mlp, mlp_calls = understand_mlp(layer, [*tail_calls, *gated])
     x = layer.call.input
     mlp_modules = [call.module for call in mlp_calls]
     holders = (layer.layer, *layer.mixers, *mlp_modules)
     within = {one for module in (*layer.mixers, *mlp_modules) for one in module.modules()}
     within |= {call.module for call in tail_calls}
-    norms = [call for call in layer.calls if call.module not in within and normlike(layer, call)]
+    others = set(map(id, gated))
+    norms = [
+        call for call in layer.calls if call.module not in within and (normlike(layer, call) or id(call) in others)
+    ]
 
     def producer(value: Value) -> Call | None:
         """The last norm that made this."""
