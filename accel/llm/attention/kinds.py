@@ -3,6 +3,7 @@
 from accel.llm.attention.attention import AttentionSpec, UnderstoodAttention
 from accel.llm.attention.borrowed_attention import BorrowedSpec, NormedValuesSpec
 from accel.llm.attention.gated_attention import GatedSpec, QueryGatedSpec
+from accel.llm.attention.indexed_attention import IndexedSpec
 from accel.llm.attention.latent_attention import LatentSpec
 from accel.llm.attention.linear_attention import LinearSpec
 from accel.llm.attention.selective_scan import SelectiveScanSpec
@@ -15,6 +16,7 @@ ATTENTION_KINDS: tuple[type[AttentionSpec], ...] = (
     LinearSpec,
     ShortConvolutionSpec,
     SelectiveScanSpec,
+    IndexedSpec,
     LatentSpec,
     SoftmaxSpec,
     GatedSpec,

@@ -39,6 +39,10 @@ class StockSpec(AttentionSpec):
     def linears(self) -> tuple[str, ...]:
         return (self.name,)
 
+    @property
+    def keeps_more(self) -> str | None:
+        return self.reason
+
     def bind(self, kernels: Kernels, layer: nn.Module, stack: bool) -> "BoundStockAttention":
         return BoundStockAttention(layer, self)
 

@@ -39,7 +39,7 @@ from accel.llm.generation.trial import (
     written,
 )
 from accel.llm.generation.trial_warmup import warming_up_trial
-from accel.llm.kv_cache.cache import OF_STATES, STOCK
+from accel.llm.kv_cache.cache import INDEXED, OF_STATES, STOCK
 from accel.llm.recording.inputs import within_positions
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import ROWS, resting
@@ -179,8 +179,10 @@ def try_partial(forward: MixedForward) -> None:
     NotUnderstood.
     """
     model = forward.module
+    indexed = {layer.spec.place: layer.spec.keeps_more for layer in forward.layers}
     for place, layer in enumerate(DynamicCache(config=model.config).layers):
-        if place in forward.places and type(layer) not in (*STOCK, *OF_STATES):
+        known = (*STOCK, *OF_STATES, *(INDEXED if indexed.get(place) else ()))
+        if place in forward.places and type(layer) not in known:
             raise NotUnderstood(f"layer {place} keeps more than keys and values")
         if forward.places and place not in forward.places and type(layer) is STOCK[1]:
             raise NotUnderstood(f"layer {place} is not understood, and drops what its window has passed")

@@ -43,8 +43,8 @@ class Analysis:
         return frozenset(f"{path}.{one.route.product}" for path, one in blocks if one.route is not None)
 
     def unknown(self) -> str | None:
-        """The first layer that is not understood, or whose attention is not, and why."""
-        found = ((path, one if isinstance(one, str) else one.runs_stock) for path, one in self.layers.items())
+        """The first layer that is not understood, or of which no store keeps all, and why."""
+        found = ((path, one if isinstance(one, str) else one.keeps_more) for path, one in self.layers.items())
         return next((f"{path}: {reason}" for path, reason in found if reason is not None), None)
 
 
@@ -110,7 +110,7 @@ def formulas(
     unknown: list[str] = []
     for layer in seen.layers:
         spec = layers[layer.path]
-        reason = spec if isinstance(spec, str) else spec.runs_stock
+        reason = spec if isinstance(spec, str) else spec.keeps_more
         if reason is not None:
             unknown.append(f"{layer.path}: {reason}")
         if not isinstance(spec, str):

@@ -68,6 +68,11 @@ class LayerSpec:
         return () if self.attention is None or self.borrows or self.runs_stock else self.attention.mixers
 
     @property
+    def keeps_more(self) -> str | None:
+        """As of its attention."""
+        return None if self.attention is None else self.attention.keeps_more
+
+    @property
     def runs_stock(self) -> str | None:
         """Why its attention runs stock; None where it does not."""
         return self.attention.reason if isinstance(self.attention, StockSpec) else None
