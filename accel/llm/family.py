@@ -37,6 +37,7 @@ from accel.patching.rule import Context, ForwardPatch, Match, Rule, Site, Skip
 from accel.quantization.activation_quantization import rounding_linears
 
 PARTIAL = "understood, but not the whole model"
+ATTENTION_STOCK = "attention runs stock"
 BATCH_EAGER_CALLS = 4  # of a step size, before its graph is captured: many sizes of batches come a few times only
 
 
@@ -238,7 +239,9 @@ def match_layer(site: Site, context: Context) -> Match | Skip | None:
     elif mixer is not None and (reason := found.spec.runs_stock) is not None:
         names = (name for name, _ in found.own_modules())
         covers = tuple(one for one in names if not f"{mixer.name}.".startswith(f"{one}."))
-        note = "; ".join(filter(None, (f"attention runs stock: {reason}", note)))
+        note = "; ".join(filter(None, (f"{ATTENTION_STOCK}: {reason}", note)))
+    elif found.spec.keeps_more is not None:
+        note = "; ".join(filter(None, (found.spec.keeps_more, note)))
     return Match(
         found, patches, covers=covers, note=note, inside=tuple((path, layers.rules[path]) for path in forwards)
     )

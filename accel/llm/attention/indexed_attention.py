@@ -30,7 +30,7 @@ INPUT, QUERIES, MASK = "the layer's input", "what queries are made of", "the mas
 
 @dataclass(frozen=True, kw_only=True)
 class IndexedSpec(LatentSpec):
-    """indexer: the module that chooses; "" where the layer is told by the argument `chosen`. given: the places and names
+    """indexer: the module that chooses; "" where the layer is told by the argument `chosen`. given: places and names
     of what it is called with, each INPUT, QUERIES, MASK without heads, or an argument of the layer, None for nothing.
     mask: the layer's argument. behind: what the layer gives behind its output, whether it is the choice or nothing.
     """

@@ -65,6 +65,11 @@ class MixedForward(DecoderForward):
             cache.layers[place] = layer
         return store
 
+    def why_stock(self, kwargs: dict, unknown: str) -> str | None:
+        """As of all layers; but where code within them writes to the cache, no call may run stock halfway through."""
+        within = any(layer.spec.keeps_more for layer in self.layers)
+        return unknown if within else super().why_stock(kwargs, unknown)
+
     def shapes(self) -> tuple[LayerShape, ...]:
         return super().shapes() if self.places else ()
 

@@ -24,9 +24,11 @@ from accel.llm.generation.trial import (
     PROMPT,
     Expected,
     expected,
+    few_chosen,
     fill_prompt,
     fused_layers,
     fused_logits,
+    indexers,
     logits_over_pieces,
     masks_steps,
     pieces_of,
@@ -199,29 +201,35 @@ def try_partial(forward: MixedForward) -> None:
         with plainly(forward):
             return unmasked(forward.reference)
 
+    def compare() -> None:
+        wanted, _ = stock_logits(forward, lengths)
+        bare = expected(forward, stock_unmasked)
+        fused = partial(fused_logits, forward, lengths)
+        with fused_layers(forward):
+            with wanted.routed():
+                got = fused()
+            with bare.routed():
+                plain = unmasked(forward.fast)
+            if wanted.logits.is_cuda:  # what one row launches is compiled now, and not in a user's call
+                unmasked(forward.fast, rows=1)
+            agrees = wanted.agrees(got) and bare.agrees(plain)
+            apart = differing_part(forward, lengths, fused) if agrees and not wanted.near(got) else None
+        if not agrees or apart is not None:
+            raise NotUnderstood(": ".join(filter(None, (DIFFERS, apart))))
+
     forward.apart = True
     try:
         with resting(model), unrounded(model):
-            wanted, _ = stock_logits(forward, lengths)
-            bare = expected(forward, stock_unmasked)
-            fused = partial(fused_logits, forward, lengths)
-            with fused_layers(forward):
-                with wanted.routed():
-                    got = fused()
-                with bare.routed():
-                    plain = unmasked(forward.fast)
-                if wanted.logits.is_cuda:  # what one row launches is compiled now, and not in a user's call
-                    unmasked(forward.fast, rows=1)
-                agrees = wanted.agrees(got) and bare.agrees(plain)
-                apart = differing_part(forward, lengths, fused) if agrees and not wanted.near(got) else None
+            compare()
+            if any(indexers(forward)):
+                with few_chosen(forward):
+                    compare()
     except NotUnderstood:
         raise
     except Exception as error:  # whatever a forward may raise
         raise NotUnderstood(f"could not be tried: {reason_of(error)}") from error
     finally:
         forward.apart, forward.seen = False, None
-    if not agrees or apart is not None:
-        raise NotUnderstood(": ".join(filter(None, (DIFFERS, apart))))
 
 
 def guard_of(forward: DecoderForward) -> ModelGuard:
