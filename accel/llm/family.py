@@ -225,6 +225,8 @@ def match_layer(site: Site, context: Context) -> Match | Skip | None:
         return None
     if not isinstance(found, LayerForward):
         return Skip(found)
+    if found.spec.runs_stock is not None and context.options.strict:
+        return Skip(f"{ATTENTION_STOCK}: {found.spec.runs_stock}")
     layers = context.of(DecoderLayers)
     inside = {path: one for path, one in layers.inside.items() if path.startswith(f"{site.path}.")}
     forwards = {path: one for path, one in inside.items() if not isinstance(one, str)}

@@ -56,7 +56,13 @@ def analyze(model: PreTrainedModel, scores: bool = False, whole: bool = False) -
     try:
         if (reason := _obstacle(model)) is not None:
             raise NotUnderstood(reason)
-        found.specs = formulas(model, found.layers, scores, some=True)
+        try:
+            found.specs = formulas(model, found.layers, scores, some=True, around=not whole)
+        except NotUnderstood:
+            if not any(not isinstance(one, str) and one.runs_stock for one in found.layers.values()):
+                raise
+            found.layers.clear()
+            found.specs = formulas(model, found.layers, scores, some=True)
         found.reason = found.unknown() if whole else None
     except NotUnderstood as error:
         found.reason = str(error)
@@ -79,24 +85,28 @@ def _obstacle(model: PreTrainedModel) -> str | None:
 
 
 def formulas(
-    model: PreTrainedModel, layers: dict[str, LayerSpec | str], scores: bool = False, some: bool = False
+    model: PreTrainedModel,
+    layers: dict[str, LayerSpec | str],
+    scores: bool = False,
+    some: bool = False,
+    around: bool = False,
 ) -> list[tuple[LayerRecord, LayerSpec]]:
     """Every layer's record and formula, all of them known; with `some`, of those that are, of which one at least stores
-    keys and values. Raises NotUnderstood.
+    keys and values. around: of others too what is around their attention, which runs stock. Raises NotUnderstood.
 
     layers: filled with the formula of every layer by its path, or why it is not known. scores: the records still hold
     queries and keys; nothing else of the run does.
     """
 
-    around: dict[str, LayerSpec] = {}
+    known_around: dict[str, LayerSpec] = {}
 
     def run(known: Record | None = None) -> Record:
         found: dict[str, LayerSpec | str] = {}
 
         def look(layer: LayerRecord, seen: Record) -> None:
             found[layer.path] = one = _formula(layer, seen)
-            if some and isinstance(one, str) and (spec := understand_around(layer, one)) is not None:
-                around[layer.path] = spec
+            if around and isinstance(one, str) and (spec := understand_around(layer, one)) is not None:
+                known_around[layer.path] = spec
 
         seen = record(model, look, scores, own=known is not None, known=known)
         layers.update({layer.path: found.get(layer.path, "it did not run") for layer in seen.layers})
@@ -105,7 +115,7 @@ def formulas(
     seen = run()
     if not seen.asked and any(isinstance(one, str) for one in layers.values()):
         seen = run(known=seen)
-    layers.update({path: spec for path, spec in around.items() if isinstance(layers[path], str)})
+    layers.update({path: spec for path, spec in known_around.items() if isinstance(layers[path], str)})
     found: list[tuple[LayerRecord, LayerSpec]] = []
     unknown: list[str] = []
     for layer in seen.layers:

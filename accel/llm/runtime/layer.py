@@ -131,6 +131,8 @@ def _put_together(
 
     def scale(base: torch.Tensor, branch: torch.Tensor, total: torch.Tensor, place: int) -> float | None:
         """The number s, held by the layer or 1, with total = base + s * branch; `place`: of s among the scales."""
+        if not base.numel() == branch.numel() == total.numel():
+            return None
         base, branch = base.reshape(total.shape), branch.reshape(total.shape)
         known = layer.known
         if known is not None and is_sum(base, branch, known.scales[place], total):
