@@ -19,7 +19,7 @@ from accel.llm.kv_cache.cache import OURS
 from accel.llm.moe.experts import ExpertsForward
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import resting
-from support.llm.families import BY_NAME, layers, make, padded, prompt
+from support.llm.families import layers, make, padded, prompt
 from support.llm.near_ties import deep_gpt_oss
 
 MIXED = ["gpt-neo-louder", "gpt-neo-holes", "lfm2-biases", "deepseek-v32"]
