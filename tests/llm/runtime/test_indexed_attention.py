@@ -1,0 +1,84 @@
+"""Attention to the tokens that an indexer chooses, and attention that runs stock inside a fused layer."""
+
+import copy
+
+import pytest
+import torch
+
+import accel
+from accel.llm.attention import indexed_attention
+from accel.llm.attention.indexed_attention import BoundIndexedAttention, IndexedSpec
+from accel.llm.attention.stock_attention import StockSpec
+from accel.llm.runtime.analyze import analyze
+from support.llm.families import available, layers, make, padded
+from support.llm.outputs import generate, same
+
+
+def told(model) -> set[str]:
+    return {reason for _, rule, _, reason in accel.report(model).sites if rule == "decoder layer"}
+
+
+def test_the_choice_is_of_an_indexer_or_of_the_layer_before():
+    if not available("glm_moe_dsa"):
+        pytest.skip("this transformers has no glm_moe_dsa")
+    index = {"index_topk": 6, "index_n_heads": 2, "index_head_dim": 16}
+    sizes = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+    model = make("deepseek-v32")
+    first, second = (layer.attention for layer in analyze(model).layers.values())
+    assert isinstance(first, IndexedSpec) and first.indexer == second.indexer == "self_attn.indexer"
+    assert first.behind == () and first.rank == sizes["kv_lora_rank"] and index["index_topk"] == 6
+    assert told(accel.optimize(model)) == {"it chooses tokens by an index, which runs stock"}
+
+
+@pytest.mark.parametrize("blind", ["steps", "prompts"])
+def test_a_choice_that_is_not_followed_shows(blind, monkeypatch):
+    """Though all texts that it is tried with are shorter than what the indexers choose of."""
+    if blind == "steps":
+        monkeypatch.setattr(indexed_attention, "_hidden", lambda kv, shown: kv)
+    else:
+        by_mask = BoundIndexedAttention._by_mask
+
+        def unmasked(self, q, compressed, kv, seen, angles):
+            causal = torch.ones_like(seen).tril(seen.shape[-1] - seen.shape[-2])
+            return by_mask(self, q, compressed, kv, causal, angles)
+
+        monkeypatch.setattr(BoundIndexedAttention, "_by_mask", unmasked)
+    ours = accel.optimize(make("deepseek-v32", index_topk=64))
+    assert "forward" not in vars(ours)
+
+
+class Squared:
+    """Attention that nobody knows."""
+
+    def forward(self, *args, **kwargs):
+        y, weights = super().forward(*args, **kwargs)
+        return y * y.abs(), weights
+
+
+def llama(**parts):
+    model = make("llama")
+    for layer in layers(model).values():
+        for name, kind in parts.items():
+            module = layer if name == "layer" else layer.get_submodule(name)
+            module.__class__ = type(kind.__name__, (kind, type(module)), {})
+    return model
+
+
+def test_around_an_attention_that_nobody_knows_a_layer_is_fused():
+    stock = llama(self_attn=Squared)
+    found = [layer.attention for layer in analyze(stock).layers.values()]
+    assert all(isinstance(one, StockSpec) and one.name == "self_attn" for one in found)
+    ours = accel.optimize(copy.deepcopy(stock))
+    assert len(told(ours)) == 1 and next(iter(told(ours))).startswith("attention runs stock: ")
+    ids, mask = padded()
+    for call in ({}, {"num_beams": 3}):
+        same(generate(ours, ids, mask, **call), generate(stock, ids, mask, **call))
+    assert not accel.report(ours).fallbacks
+    for call in ({"output_hidden_states": True}, {"output_attentions": True}):
+        given = {"input_ids": ids, "attention_mask": mask, **call}
+        assert torch.equal(ours(**given).logits, stock(**given).logits)
+
+
+def test_strict_allows_no_stock_attention():
+    with pytest.raises(ValueError, match="strict=True: .*attention runs stock"):
+        accel.optimize(llama(self_attn=Squared), strict=True)
