@@ -6,30 +6,38 @@ import pytest
 import torch
 
 import accel
+from accel.libraries.cache import DynamicIndexedLayer
 from accel.llm.attention import indexed_attention
 from accel.llm.attention.indexed_attention import BoundIndexedAttention, IndexedSpec
 from accel.llm.attention.stock_attention import StockSpec
 from accel.llm.runtime.analyze import analyze
-from support.llm.families import available, layers, make, padded
+from support.llm.families import ALIKE, layers, make, padded
 from support.llm.outputs import generate, same
+
+SHARED = next(family for family in ALIKE if family.name == "glm-moe-dsa")
+latents = pytest.mark.skipif(
+    not hasattr(DynamicIndexedLayer(), "indexer_position_ids"),
+    reason="before 5.24 models with an index keep no latents",
+)
 
 
 def told(model) -> set[str]:
     return {reason for _, rule, _, reason in accel.report(model).sites if rule == "decoder layer"}
 
 
+@latents
 def test_the_choice_is_of_an_indexer_or_of_the_layer_before():
-    if not available("glm_moe_dsa"):
-        pytest.skip("this transformers has no glm_moe_dsa")
-    index = {"index_topk": 6, "index_n_heads": 2, "index_head_dim": 16}
-    sizes = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
     model = make("deepseek-v32")
     first, second = (layer.attention for layer in analyze(model).layers.values())
     assert isinstance(first, IndexedSpec) and first.indexer == second.indexer == "self_attn.indexer"
-    assert first.behind == () and first.rank == sizes["kv_lora_rank"] and index["index_topk"] == 6
+    assert first.behind == () and first.chosen is None
     assert told(accel.optimize(model)) == {"it chooses tokens by an index, which runs stock"}
+    first, second = (layer.attention for layer in analyze(make(SHARED)).layers.values())
+    assert first.indexer == "self_attn.indexer" and (second.indexer, second.chosen) == ("", "prev_topk_indices")
+    assert first.behind == second.behind == (True,)
 
 
+@latents
 @pytest.mark.parametrize("blind", ["steps", "prompts"])
 def test_a_choice_that_is_not_followed_shows(blind, monkeypatch):
     """Though all texts that it is tried with are shorter than what the indexers choose of."""
