@@ -18,6 +18,7 @@ from torch import nn
 
 from accel.llm.attention.attention import UnderstoodAttention
 from accel.llm.attention.latent_attention import BoundLatentAttention, LatentSpec
+from accel.llm.attention.stock_attention import INPUT, Arguments, called
 from accel.llm.parts.part import NormedInput
 from accel.llm.parts.step import Step
 from accel.llm.recording.record import LayerRecord, NotUnderstood, Record, Value
@@ -25,19 +26,18 @@ from accel.patching.fast_forward import Kernels
 from accel.patching.guard import plain_value
 
 INDICES = "indices"  # as transformers' attention functions are told which tokens count
-INPUT, QUERIES, MASK = "the layer's input", "what queries are made of", "the mask"
+QUERIES, MASK = "what queries are made of", "the mask without heads"
 
 
 @dataclass(frozen=True, kw_only=True)
 class IndexedSpec(LatentSpec):
-    """indexer: the module that chooses; "" where the layer is told by the argument `chosen`. given: places and names
-    of what it is called with, each INPUT, QUERIES, MASK without heads, or an argument of the layer, None for nothing.
-    mask: the layer's argument. behind: what the layer gives behind its output, whether it is the choice or nothing.
+    """indexer: the module that chooses; "" where the layer is told by its argument `chosen`. given: see `called`. mask:
+    the layer's argument. behind: of what the layer gives behind its output, whether it is the choice; else nothing.
     """
 
     indexer: str
-    given: tuple[tuple[int | str, str | None], ...]
-    chosen: str | None
+    given: Arguments
+    chosen: str
     mask: str
     behind: tuple[bool, ...]
 
@@ -104,8 +104,7 @@ class BoundIndexedAttention(BoundLatentAttention):
         """(rows, new, number) integers, the tokens that each new one sees."""
         if self.indexer is None:
             return named[self.spec.chosen]
-        args = [named.get(source) for name, source in self.spec.given if isinstance(name, int)]
-        return self.indexer(*args, **{n: named.get(source) for n, source in self.spec.given if isinstance(n, str)})
+        return called(self.indexer, self.spec.given, named)
 
     def _by_mask(
         self,
@@ -132,8 +131,8 @@ class BoundIndexedAttention(BoundLatentAttention):
         keys = torch.cat((expanded[..., : spec.nope], shared), dim=-1)
         queries = torch.cat((q[..., : spec.nope], turning[:, :, :-1]), dim=-1)
         seen = seen | ~seen.any(-1, keepdim=True)  # of padding, whose result nobody reads, no NaN
-        heads = (one.transpose(1, 2) for one in (queries, keys, expanded[..., spec.nope :]))
-        return F.scaled_dot_product_attention(*heads, attn_mask=seen, scale=spec.scale).transpose(1, 2).flatten(2)
+        q, k, v = (one.transpose(1, 2) for one in (queries, keys, expanded[..., spec.nope :]))
+        return F.scaled_dot_product_attention(q, k, v, seen, scale=spec.scale).transpose(1, 2).flatten(2)
 
 
 def _hidden(kv: KV, shown: torch.Tensor) -> KV:
@@ -162,20 +161,20 @@ def _told(
         return None
     norm = "" if spec.q_norm is None else spec.q_norm.name
     made = {call.made.tensor.data_ptr() for call in layer.calls if call.made and layer.name(call.module) == norm}
-    given: list[tuple[int | str, str | None]] = []
+    given: list[tuple[int | str, str]] = []
     for name, value in (*enumerate(call.args), *call.kwargs.items()):
-        source = next((one for one, held in of_layer.items() if value is held and not plain_value(value)), None)
-        if isinstance(value, torch.Tensor) and source is None:
+        source = next((one for one, held in of_layer.items() if value is held and not plain_value(value)), "")
+        if isinstance(value, torch.Tensor) and not source:
             if found.first.input.same(Value(value)):
                 source = INPUT
             elif value.data_ptr() in made:
                 source = QUERIES
             elif value.data_ptr() == of_layer[mask].data_ptr() and value.shape == of_layer[mask][:, 0].shape:
                 source = MASK
-        if source is None and value is not None:
+        if not source and value is not None:
             return None
         given.append((name, source))
-    return {"indexer": layer.name(call.module), "given": tuple(given), "chosen": None, "mask": mask}
+    return {"indexer": layer.name(call.module), "given": tuple(given), "chosen": "", "mask": mask}
 
 
 def _behind(layer: LayerRecord, indices: torch.Tensor) -> tuple[bool, ...] | None:

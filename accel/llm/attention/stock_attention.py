@@ -4,7 +4,7 @@ Norms, sums, MLP or experts of the layer are fused around it. What it is called 
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -17,20 +17,28 @@ from accel.llm.attention.attention import AttentionSpec, UnderstoodAttention
 from accel.llm.attention.mixer_pair import AsItIs
 from accel.llm.parts.part import NormedInput
 from accel.llm.parts.step import Step
-from accel.llm.recording.record import Call, LayerRecord, Stored
+from accel.llm.recording.record import Call, LayerRecord, Stored, given_names
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import plain_settings, plain_value
+
+INPUT = "the normed input"
+Arguments = tuple[tuple[int | str, str], ...]
+
+
+def called(module: nn.Module, given: Arguments, named: dict[str, Any]) -> Any:
+    """What a module gives for these arguments: by place or name, which of `named` each is; "" for None."""
+    args = [named.get(source) for place, source in given if isinstance(place, int)]
+    told = ((name, source) for name, source in given if isinstance(name, str) and (not source or source in named))
+    return module(*args, **{name: named.get(source) for name, source in told})
 
 
 @dataclass(frozen=True)
 class StockSpec(AttentionSpec):
-    """taken: the argument that is the normed input. given: the others, each with that of the layer which it is, None
-    for nothing. several: it gives a tuple, the first of which is added. behind: which of that the layer gives behind
-    its output, None for nothing. reason: why it is not understood.
+    """given: see `called`. several: it gives a tuple, the first of which is added. behind: which of that the layer
+    gives behind its output, None for nothing. reason: why it is not understood.
     """
 
-    taken: str
-    given: tuple[tuple[str, str | None], ...]
+    given: "Arguments"
     several: bool
     behind: tuple[int | None, ...]
     reason: str = field(compare=False, repr=False)
@@ -56,13 +64,12 @@ class BoundStockAttention:
     projections = ()
 
     def __init__(self, layer: nn.Module, spec: StockSpec):
-        self.spec, self.module, self.defaults = spec, layer.get_submodule(spec.name), _defaults(type(layer))
+        self.spec, self.module, self.defaults = spec, layer.get_submodule(spec.name), _defaults(type(layer).forward)
 
     def __call__(self, kernels: Kernels, step: Step, h: NormedInput, kwargs: dict) -> torch.Tensor:
         """See `BoundAttention`."""
-        spec, named = self.spec, self.defaults | kwargs
-        given = {name: named.get(source) for name, source in spec.given if source is None or source in named}
-        found = self.module(**{spec.taken: h.normed()}, **given)
+        spec, named = self.spec, self.defaults | kwargs | {INPUT: h.normed()}
+        found = called(self.module, spec.given, named)
         if spec.behind:
             step.behind = tuple(None if place is None else found[place] for place in spec.behind)
         return found[0] if spec.several else found
@@ -97,22 +104,21 @@ def _given(call: Call) -> tuple:
 
 def _spec(layer: LayerRecord, call: Call, reason: str) -> StockSpec | None:
     """None where it is called with something else than the layer is, or the layer gives more than it does."""
-    names = [name for name, one in inspect.signature(type(call.module).forward).parameters.items() if _named(one)][1:]
-    if call.taken is None or call.made is None or len(call.args) > len(names):
+    if call.taken is None or call.made is None:
         return None
-    named = dict(zip(names, call.args, strict=False)) | call.kwargs
-    taken = next(name for name, one in named.items() if isinstance(one, torch.Tensor))
-    of_layer = _defaults(type(layer.layer)) | layer.call.named
-    given = []
-    for name, value in named.items():
-        if name == taken:
+    names, of_layer = ("", *given_names(call.module)), _defaults(type(layer.layer).forward) | layer.call.named
+    given: list[tuple[int | str, str]] = []
+    for place, value in (*enumerate(call.args), *call.kwargs.items()):
+        if value is call.taken.tensor:
+            given.append((place, INPUT))
             continue
+        name = place if isinstance(place, str) else next(iter(names[place : place + 1]), "")
         others = () if plain_value(value) else of_layer  # a number may equal one that it is not
         sources = [one for one in (name, *others) if one in of_layer and of_layer[one] is value]
         if not sources and value is not None:
             return None
-        given.append((name, sources[0] if sources else None))
-    made = call.result
+        given.append((place, sources[0] if sources else ""))
+    made: Any = call.result
     several = isinstance(made, tuple)
     if not (made is call.made.tensor or (several and made[0] is call.made.tensor)):
         return None
@@ -123,15 +129,11 @@ def _spec(layer: LayerRecord, call: Call, reason: str) -> StockSpec | None:
             return None
         behind.append(None if value is None else place)
     own = layer.name(call.module), plain_settings(call.module), (), layer.name(call.module), 0, None
-    return StockSpec(*own, taken, tuple(given), several, tuple(behind), reason)
-
-
-def _named(parameter: inspect.Parameter) -> bool:
-    return parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return StockSpec(*own, tuple(given), several, tuple(behind), reason)
 
 
 @lru_cache(maxsize=64)
-def _defaults(kind: type[nn.Module]) -> dict[str, Any]:
+def _defaults(forward: Callable) -> dict[str, Any]:
     """What a layer's forward takes for arguments that it is not given."""
-    parameters = inspect.signature(kind.forward).parameters.values()
+    parameters = inspect.signature(forward).parameters.values()
     return {one.name: one.default for one in parameters if one.default is not inspect.Parameter.empty}

@@ -12,16 +12,18 @@ from accel.llm.kv_cache.store_layer import StoreLayer
 
 
 class IndexedStoreLayer(StoreLayer, DynamicIndexedLayer):
-    """One layer of a Store, used as a DynamicIndexedLayer. before: that in whose place it stands; index: a stock layer
-    that has its index keys alone, and does with them what stock does.
+    """One layer of a Store, used as a DynamicIndexedLayer, in the place of `before`.
+
+    keys_of_index: a stock layer that has index keys alone, and does with them what stock does.
     """
 
     offload, prefetch = LayerOfStore.offload, LayerOfStore.prefetch
 
     def __init__(self, store: Store, place: int, before: DynamicIndexedLayer):
         super().__init__(store, place)
-        self.keys_of_index = before.keys_of_index if isinstance(before, IndexedStoreLayer) else copy.copy(before)
-        if not isinstance(before, IndexedStoreLayer):
+        mine = isinstance(before, IndexedStoreLayer)
+        self.keys_of_index: DynamicIndexedLayer = before.keys_of_index if mine else copy.copy(before)
+        if not mine:
             self.keys_of_index.keys = self.keys_of_index.values = None
             self.keys_of_index.is_initialized = False
 

@@ -30,7 +30,7 @@ def test_the_choice_is_of_an_indexer_or_of_the_layer_before():
     model = make("deepseek-v32")
     first, second = (layer.attention for layer in analyze(model).layers.values())
     assert isinstance(first, IndexedSpec) and first.indexer == second.indexer == "self_attn.indexer"
-    assert first.behind == () and first.chosen is None
+    assert first.behind == () and first.chosen == ""
     assert told(accel.optimize(model)) == {"it chooses tokens by an index, which runs stock"}
     first, second = (layer.attention for layer in analyze(make(SHARED)).layers.values())
     assert first.indexer == "self_attn.indexer" and (second.indexer, second.chosen) == ("", "prev_topk_indices")
