@@ -3,12 +3,12 @@
 from accel.llm.attention.attention import AttentionSpec, UnderstoodAttention
 from accel.llm.attention.borrowed_attention import BorrowedSpec, NormedValuesSpec
 from accel.llm.attention.gated_attention import GatedSpec, QueryGatedSpec
-from accel.llm.attention.indexed_attention import IndexedSpec
 from accel.llm.attention.latent_attention import LatentSpec
 from accel.llm.attention.linear_attention import LinearSpec
 from accel.llm.attention.selective_scan import SelectiveScanSpec
 from accel.llm.attention.short_convolution import ShortConvolutionSpec
 from accel.llm.attention.softmax_attention import SoftmaxSpec
+from accel.llm.attention.stock.indexed_attention import IndexedSpec
 from accel.llm.recording.record import LayerRecord, NotUnderstood, Record
 
 # Tried in turn.

@@ -12,7 +12,7 @@ import torch
 from accel_kernels import KV, RowStates
 
 from accel.libraries.cache import Cache
-from accel.llm.attention.stock_attention import StockSpec
+from accel.llm.attention.stock.stock_attention import StockSpec
 from accel.llm.generation.calling_convention import Unfit
 from accel.llm.generation.layer_forward import LayerForward
 from accel.llm.parts.step import Step

@@ -12,7 +12,7 @@ from accel.comparison import agree, relative_rms_by_token
 from accel.errors import reason_of
 from accel.in_flight import Here
 from accel.libraries.cache import DynamicCache, cache_of
-from accel.llm.attention.indexed_attention import IndexedSpec
+from accel.llm.attention.stock.indexed_attention import IndexedSpec
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.prefill import bucket_for, pad_to_bucket
 from accel.llm.generation.routing import Choices, noting, repeating, routed_modules, routing_modules

@@ -11,7 +11,7 @@ from accel.comparison import factor, is_sum, named_factor
 from accel.llm.attention.attention import UnderstoodAttention
 from accel.llm.attention.kinds import understand_attention
 from accel.llm.attention.mixer_pair import each_alone, joined, understand_pair
-from accel.llm.attention.stock_attention import stock_attentions
+from accel.llm.attention.stock.stock_attention import stock_attentions
 from accel.llm.parts.norm import NormSpec, norm_spec, normlike
 from accel.llm.parts.part import BoundNorm, NormedInput, added
 from accel.llm.parts.residual import Widths, narrowed_to, reads_wide, rounded

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from accel.llm.attention.attention import AttentionSpec
-from accel.llm.attention.stock_attention import StockSpec
+from accel.llm.attention.stock.stock_attention import StockSpec
 from accel.llm.parts.norm import NormSpec
 from accel.llm.parts.residual import Widths
 from accel.llm.parts.tail import TailSpec

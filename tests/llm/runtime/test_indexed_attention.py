@@ -7,9 +7,9 @@ import torch
 
 import accel
 from accel.libraries.cache import DynamicIndexedLayer
-from accel.llm.attention import indexed_attention
-from accel.llm.attention.indexed_attention import BoundIndexedAttention, IndexedSpec
-from accel.llm.attention.stock_attention import StockSpec
+from accel.llm.attention.stock import indexed_attention
+from accel.llm.attention.stock.indexed_attention import BoundIndexedAttention, IndexedSpec
+from accel.llm.attention.stock.stock_attention import StockSpec
 from accel.llm.runtime.analyze import analyze
 from support.llm.families import ALIKE, layers, make, padded
 from support.llm.outputs import generate, same

@@ -18,7 +18,7 @@ from torch import nn
 
 from accel.llm.attention.attention import UnderstoodAttention
 from accel.llm.attention.latent_attention import BoundLatentAttention, LatentSpec
-from accel.llm.attention.stock_attention import INPUT, Arguments, called
+from accel.llm.attention.stock.stock_attention import INPUT, Arguments, called
 from accel.llm.parts.part import NormedInput
 from accel.llm.parts.step import Step
 from accel.llm.recording.record import LayerRecord, NotUnderstood, Record, Value
