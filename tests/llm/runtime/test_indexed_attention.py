@@ -90,3 +90,24 @@ def test_around_an_attention_that_nobody_knows_a_layer_is_fused():
 def test_strict_allows_no_stock_attention():
     with pytest.raises(ValueError, match="strict=True: .*attention runs stock"):
         accel.optimize(llama(self_attn=Squared), strict=True)
+
+
+class Fickle:
+    """A layer that hands its attention something of its own, in steps alone."""
+
+    def forward(self, hidden_states, **kwargs):
+        if hidden_states.shape[1] == 1:
+            kwargs["position_embeddings"] = tuple(2 * one for one in kwargs["position_embeddings"])
+        return super().forward(hidden_states, **kwargs)
+
+
+def test_where_that_does_not_agree_the_other_layers_are_fused():
+    stock = llama(self_attn=Squared)
+    first, second = layers(stock).values()
+    first.self_attn.__class__ = type(second.self_attn).__bases__[1]
+    second.__class__ = type("Layer", (Fickle, type(second)), {})
+    ours = accel.optimize(copy.deepcopy(stock))
+    sites = {path: status for path, rule, status, _ in accel.report(ours).sites if rule == "decoder layer"}
+    assert list(sites.values()) == ["patched", "skipped"]
+    ids, mask = padded()
+    same(generate(ours, ids, mask), generate(stock, ids, mask))
