@@ -90,10 +90,14 @@ def _match_some(model: PreTrainedModel, context: Context, layers: dict, specs: l
     attention runs stock inside are left out.
     """
     answer = _tried(model, context, layers, specs)
-    understood = [(layer, spec) for layer, spec in specs if not spec.runs_stock]
-    if isinstance(answer, Match) or len(understood) in (0, len(specs)):
+    around = {layer.path: spec.runs_stock for layer, spec in specs if spec.runs_stock}
+    if isinstance(answer, Match) or not around:
         return answer
-    layers.update({layer.path: spec.runs_stock for layer, spec in specs if spec.runs_stock})
+    layers.update(around)
+    understood = [(layer, spec) for layer, spec in specs if not spec.runs_stock]
+    if not understood:
+        path, reason = next(iter(around.items()))
+        return _stock(f"{path}: {reason}", context)
     return _tried(model, context, layers, understood)
 
 

@@ -249,7 +249,7 @@ FAMILIES = (
     Family("rwkv", "rwkv", MHA | {"num_attention_heads": None, "max_position_embeddings": None,
                                   "context_length": LONG}, expected="stock"),
     Family("recurrent-gemma", "recurrent_gemma", {"attention_window_size": 5, "lru_width": 64, "head_dim": 16,
-                                                  "block_types": ["recurrent", "attention"]}, expected="around"),
+                                                  "block_types": ["recurrent", "attention"]}, expected="either"),
     Family("lfm2", "lfm2", {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2,
                             "block_auto_adjust_ff_dim": False}),
     Family("lfm2-biases", "lfm2", {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2,
