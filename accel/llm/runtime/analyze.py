@@ -18,6 +18,7 @@ from accel.llm.recording.recorder import model_side_effects, record
 from accel.llm.recording.recording_cache import keeps_more
 from accel.llm.runtime.layer import understand_around, understand_layer
 from accel.llm.runtime.layer_spec import LayerSpec
+from accel.parallel.sharded_layers import ranks_of
 from accel.patching.guard import plain_settings
 from accel.patching.structure import meta_weights
 
@@ -57,7 +58,8 @@ def analyze(model: PreTrainedModel, scores: bool = False, whole: bool = False) -
         if (reason := _obstacle(model)) is not None:
             raise NotUnderstood(reason)
         try:
-            found.specs = formulas(model, found.layers, scores, some=True, around=not whole)
+            around = not whole and ranks_of(model) is None  # each of which would try them alone
+            found.specs = formulas(model, found.layers, scores, some=True, around=around)
         except NotUnderstood:
             if not any(not isinstance(one, str) and one.runs_stock for one in found.layers.values()):
                 raise
