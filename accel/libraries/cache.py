@@ -14,6 +14,7 @@ from typing import Any
 from transformers.cache_utils import (
     Cache,
     DynamicCache,
+    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -23,6 +24,7 @@ from transformers.cache_utils import (
 __all__ = [
     "Cache",
     "DynamicCache",
+    "DynamicIndexedLayer",
     "DynamicLayer",
     "DynamicSlidingWindowLayer",
     "LinearAttentionAndFullAttentionLayer",

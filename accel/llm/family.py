@@ -37,6 +37,7 @@ from accel.patching.rule import Context, ForwardPatch, Match, Rule, Site, Skip
 from accel.quantization.activation_quantization import rounding_linears
 
 PARTIAL = "understood, but not the whole model"
+ATTENTION_STOCK = "attention runs stock"
 BATCH_EAGER_CALLS = 4  # of a step size, before its graph is captured: many sizes of batches come a few times only
 
 
@@ -85,7 +86,23 @@ def _stock(reason: str, context: Context) -> Skip:
 
 
 def _match_some(model: PreTrainedModel, context: Context, layers: dict, specs: list) -> Match | Skip:
-    """Some layers of the model fused, between others that run stock."""
+    """Some layers of the model fused, between others that run stock. Where they do not agree with stock, those whose
+    attention runs stock inside are left out.
+    """
+    answer = _tried(model, context, layers, specs)
+    around = {layer.path: spec.runs_stock for layer, spec in specs if spec.runs_stock}
+    if isinstance(answer, Match) or not around:
+        return answer
+    layers.update(around)
+    understood = [(layer, spec) for layer, spec in specs if not spec.runs_stock]
+    if not understood:
+        path, reason = next(iter(around.items()))
+        return _stock(f"{path}: {reason}", context)
+    return _tried(model, context, layers, understood)
+
+
+def _tried(model: PreTrainedModel, context: Context, layers: dict, specs: list) -> Match | Skip:
+    """These layers fused."""
     stack, _ = decoder_layers(model)
     steps, parts = ForwardContext(), (context.kernels, context.log)
     forwards = [LayerForward(layer.layer, layer.path, *parts, spec, steps) for layer, spec in specs]
@@ -97,7 +114,9 @@ def _match_some(model: PreTrainedModel, context: Context, layers: dict, specs: l
         forward.model_guard = guard_of(forward)
     except NotUnderstood as reason:
         return _stock(str(reason), context)
-    note = f"{len(forwards)} of {len(layers)} layers fused, the others run stock between them, without CUDA graphs"
+    note = "without CUDA graphs"
+    if len(forwards) < len(layers):
+        note = f"{len(forwards)} of {len(layers)} layers fused, the others run stock between them, {note}"
     layers.update({layer.path: layer for layer in forwards})
     stacks = (layer.stacks() for layer in forwards)
     return Match(forward, tuple(Stacked(linears) for linears in stacks if linears), (), note)
@@ -174,7 +193,7 @@ def _inside(layers: list[LayerForward], context: Context) -> tuple[list[ExpertsF
     """Experts and routers inside the layers, which are tried with them."""
     found = context.of(DecoderLayers)
     whole = (layer for layer in layers if not layer.inner)  # others call them from code of their own
-    sites = [Site(f"{layer.path}.{name}", one) for layer in whole for name, one in layer.module.named_modules() if name]
+    sites = [Site(f"{layer.path}.{name}", one) for layer in whole for name, one in layer.own_modules()]
     for site, rule in product(sites, MIXTURES):
         answer = rule.answer(site, context)
         if answer is not None:
@@ -210,6 +229,8 @@ def match_layer(site: Site, context: Context) -> Match | Skip | None:
         return None
     if not isinstance(found, LayerForward):
         return Skip(found)
+    if found.spec.runs_stock is not None and context.options.strict:
+        return Skip(f"{ATTENTION_STOCK}: {found.spec.runs_stock}")
     layers = context.of(DecoderLayers)
     inside = {path: one for path, one in layers.inside.items() if path.startswith(f"{site.path}.")}
     forwards = {path: one for path, one in inside.items() if not isinstance(one, str)}
@@ -217,9 +238,16 @@ def match_layer(site: Site, context: Context) -> Match | Skip | None:
     stock = {layers.rules[path]: one for path, one in inside.items() if isinstance(one, str)}
     note = "; ".join(f"{name} run{'' if name == 'experts' else 's'} stock: {reason}" for name, reason in stock.items())
     covers = None
+    mixer = found.spec.attention
     if found.inner:
         covers = tuple(one.path.removeprefix(f"{site.path}.") for one in found.inner)
         note = "its own code runs around its attention"
+    elif mixer is not None and (reason := found.spec.runs_stock) is not None:
+        names = (name for name, _ in found.own_modules())
+        covers = tuple(one for one in names if not f"{mixer.name}.".startswith(f"{one}."))
+        note = "; ".join(filter(None, (f"{ATTENTION_STOCK}: {reason}", note)))
+    elif found.spec.keeps_more is not None:
+        note = "; ".join(filter(None, (found.spec.keeps_more, note)))
     return Match(
         found, patches, covers=covers, note=note, inside=tuple((path, layers.rules[path]) for path in forwards)
     )

@@ -22,12 +22,13 @@ if TYPE_CHECKING:
 WHOLE, PART, STOCK, WRONG, NOT_BUILT, ENDED = OUTCOMES = ("whole", "part", "stock", "wrong", "not built", "ended")
 MEANING = {
     WHOLE: "every decoder layer is fused, and the model's own forward runs them",
-    PART: "some decoder layers are fused, between others that run stock",
+    PART: "some decoder layers are fused, between others that run stock; or around attention that does",
     STOCK: "no decoder layer is fused; norms and experts may be",
     WRONG: "generate() gives other tokens than stock, or raises where stock does not",
     NOT_BUILT: "no tiny configuration of the class was found that runs",
     ENDED: "the process took too long, or died",
 }
+AROUND = "attention runs stock"
 NEW = 8
 FAR = 1e-3  # of the largest logit: further from stock in float32 is no rounding
 PRELOADED = ["torch", "transformers", "accel", "accel.llm.stages", "accel.bench.llm.tiny", __name__]
@@ -201,7 +202,8 @@ def judged(sites: list[tuple[str, str, str, str]]) -> dict[str, Any]:
     if not fused:
         told = whole[0][1] if whole else "not taken for a causal language model that keeps a cache"
         reasons = {generalized(told): None}
-    outcome = STOCK if not fused else PART if layers["skipped"] else WHOLE
+    around = any(rule == "decoder layer" and AROUND in (reason or "") for _, rule, _, reason in sites)
+    outcome = STOCK if not fused else PART if layers["skipped"] or around else WHOLE
     return {"outcome": outcome, "reasons": [*reasons], "patched": dict(patched)}
 
 

@@ -78,6 +78,11 @@ class AttentionSpec:
         return False
 
     @property
+    def keeps_more(self) -> str | None:
+        """Why the caller's cache keeps something of it that no store does; None where a store keeps all."""
+        return None
+
+    @property
     def limits_prompts(self) -> bool:
         """Whether it computes something else of a token in a prompt than of one that comes alone."""
         return False

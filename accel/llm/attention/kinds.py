@@ -8,6 +8,7 @@ from accel.llm.attention.linear_attention import LinearSpec
 from accel.llm.attention.selective_scan import SelectiveScanSpec
 from accel.llm.attention.short_convolution import ShortConvolutionSpec
 from accel.llm.attention.softmax_attention import SoftmaxSpec
+from accel.llm.attention.stock.indexed_attention import IndexedSpec
 from accel.llm.recording.record import LayerRecord, NotUnderstood, Record
 
 # Tried in turn.
@@ -15,6 +16,7 @@ ATTENTION_KINDS: tuple[type[AttentionSpec], ...] = (
     LinearSpec,
     ShortConvolutionSpec,
     SelectiveScanSpec,
+    IndexedSpec,
     LatentSpec,
     SoftmaxSpec,
     GatedSpec,

@@ -6,6 +6,7 @@ heads are products of the latent, which the kernel never writes for a step.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accel_kernels.attention.paged.paged_attention import rotated
@@ -162,22 +163,39 @@ class BoundLatentAttention:
 
     def __call__(self, kernels: Kernels, step: Step, h: NormedInput, kwargs: dict) -> torch.Tensor:
         """See `BoundAttention`."""
-        spec = self.spec
+        q, compressed = self.projected(kernels, h)
+        if self.q_up is not None:
+            q = self.q_up(kernels, NormedInput(q.contiguous(), self.q_norm))
+        return self.attended(kernels, step, q, compressed, step.kvs[self.spec.index], kwargs)
+
+    def projected(self, kernels: Kernels, h: NormedInput) -> tuple[torch.Tensor, torch.Tensor]:
+        """What queries are made of, and the latents before their norm with the shared parts of keys."""
         if self.joint is None:
             q, compressed = (linear(kernels, h) for linear in self.projections)
         else:
             q, compressed = part_product(kernels, self.joint, h).split(self.sizes, dim=-1)
-        if self.q_up is not None:
-            q = self.q_up(kernels, NormedInput(q.contiguous(), self.q_norm))
-        cos = sin = None
-        rotary = spec.rotary
-        if rotary is not None:
-            source = rotary.source(kwargs, self.module)
-            cos, sin = step.angles(source, rotary, lambda: rotary.angles(kwargs, self.module))
-        up = self.up.operands()[0] if self.written is None else self.written
+        return q, compressed
+
+    def angles(self, step: Step, kwargs: dict) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Cosines and sines; None without a rotation."""
+        rotary = self.spec.rotary
+        if rotary is None:
+            return None, None
+        return step.angles(rotary.source(kwargs, self.module), rotary, lambda: rotary.angles(kwargs, self.module))
+
+    def weight(self) -> torch.Tensor:
+        """That makes keys and values of latents."""
+        return self.up.operands()[0] if self.written is None else self.written
+
+    def attended(
+        self, kernels: Kernels, step: Step, q: torch.Tensor, compressed: torch.Tensor, kv: Any, kwargs: dict
+    ) -> torch.Tensor:
+        """What queries see of a store, once the new latents are in it."""
+        spec, rotary = self.spec, self.spec.rotary
+        cos, sin = self.angles(step, kwargs)
         return kernels.latent_attention(
-            q.unflatten(-1, (-1, spec.nope + spec.rope)), compressed, step.kvs[spec.index],
-            up.unflatten(0, (-1, spec.nope + spec.values)), spec.scale, norm=self.norm, cos=cos, sin=sin,
+            q.unflatten(-1, (-1, spec.nope + spec.rope)), compressed, kv,
+            self.weight().unflatten(0, (-1, spec.nope + spec.values)), spec.scale, norm=self.norm, cos=cos, sin=sin,
             interleaved=rotary is not None and rotary.interleaved, to_halves=spec.to_halves, dense=kernels.prompt,
         )  # fmt: skip
 

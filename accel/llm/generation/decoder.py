@@ -116,7 +116,7 @@ class DecoderForward(FastForward):
         kwargs, cache = self.split_cache(args, kwargs)
         given = kwargs.get
         use_cache, as_dict = wanted_of(kwargs, self.module.config)
-        tokens = tokens_of(kwargs, self.embeddings().shape[1], self.shapes()[0].dtype)
+        tokens = tokens_of(kwargs, self.embeddings().shape[1], self.embeddings().dtype)
         if not use_cache and (cache is None or self.partial):
             raise Unfit("no cache")
         cache = DynamicCache(config=self.module.config) if cache is None else cache
@@ -130,7 +130,7 @@ class DecoderForward(FastForward):
             self.ready()
         store = self.adopt(cache)
         start = store.length
-        if tokens.device != self.embeddings().device or (start and rows != store.rows):
+        if tokens.device != self.embeddings().device or (start and store.rows not in (0, rows)):
             raise Unfit("inputs on another device, or of another number of rows, than the cache")
         if self.partial or unknown is not None:
             return self.run_own_code(store, cache, tokens, kwargs, checked=unknown is not None)
@@ -197,7 +197,7 @@ class DecoderForward(FastForward):
         store.set_padding_mask(mask)
         mine = range(len(self.places)) if self.partial else self.places  # in the store
         kvs = dict(zip(self.places, store.kvs(mine, rows * new, is_prefill=start == 0).values(), strict=True))
-        given = self.shapes()[0].dtype, start, mask, self.convention.unmasked_alike, checked
+        given = self.embeddings().dtype, start, mask, self.convention.unmasked_alike, checked
         step = CheckedStep(kvs, cache, tokens, *given)
         try:
             with self.steps.taken(step), nullcontext() if self.ranks is None else self.ranks.forward():

@@ -55,6 +55,12 @@ class LayerForward(FastForward):
             live = (*live, *(one for one in every if not any(_within(one, n) or _within(n, one) for n in names)))
         self.layer_guard = LayerGuard(module, live, looked_at)
 
+    def own_modules(self) -> list[tuple[str, nn.Module]]:
+        """The modules inside by name, but for those of an attention that runs stock."""
+        attention = self.spec.attention.name if self.spec.attention and self.spec.runs_stock else None
+        every = ((name, one) for name, one in self.module.named_modules() if name)
+        return [(name, one) for name, one in every if attention is None or not _within(name, attention)]
+
     def stacks(self) -> list[nn.Linear]:
         """The projections of queries, keys and values whose weights one product can take: all plain, or none."""
         attention = self.spec.attention
@@ -100,7 +106,10 @@ class LayerForward(FastForward):
     def fast(self, step: Step, *args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else kwargs.pop("hidden_states")
         y = x if self.repeats and warming_up() else self.bound(self.kernels, step, x.contiguous(), kwargs)
-        return y if self.spec.returns is None else (y, *(None,) * (self.spec.returns - 1))
+        if self.spec.returns is None:
+            return y
+        behind, step.behind = step.behind, None
+        return (y, *(behind or (None,) * (self.spec.returns - 1)))
 
     def _own_code(self, kernels: Kernels, step: Step, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
         """What the layer's own code makes of its input, around fused attention."""

@@ -12,6 +12,7 @@ import torch
 from accel_kernels import KV, RowStates
 
 from accel.libraries.cache import Cache
+from accel.llm.attention.stock.stock_attention import StockSpec
 from accel.llm.generation.calling_convention import Unfit
 from accel.llm.generation.layer_forward import LayerForward
 from accel.llm.parts.step import Step
@@ -76,7 +77,7 @@ class CheckedStep(Step):
             if name in (HIDDEN_STATES, MASK) or value is self.cache or unread or form(value) == known.get(name):
                 continue
             return f"its layers are given {name} as no text gives it"
-        if spec.attention is None:
+        if spec.attention is None or isinstance(spec.attention, StockSpec):
             return None
         mask, window, parts = kwargs.get(MASK), spec.attention.window, spec.attention.mixers
         key = id(mask), window, tuple(part.keeps_state for part in parts)

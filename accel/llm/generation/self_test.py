@@ -24,9 +24,11 @@ from accel.llm.generation.trial import (
     PROMPT,
     Expected,
     expected,
+    few_chosen,
     fill_prompt,
     fused_layers,
     fused_logits,
+    indexers,
     logits_over_pieces,
     masks_steps,
     pieces_of,
@@ -39,7 +41,7 @@ from accel.llm.generation.trial import (
     written,
 )
 from accel.llm.generation.trial_warmup import warming_up_trial
-from accel.llm.kv_cache.cache import OF_STATES, STOCK
+from accel.llm.kv_cache.cache import INDEXED, OF_STATES, STOCK
 from accel.llm.recording.inputs import within_positions
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import ROWS, resting
@@ -176,10 +178,12 @@ def try_partial(forward: MixedForward) -> None:
     NotUnderstood.
     """
     model = forward.module
+    indexed = {layer.spec.place: layer.spec.keeps_more for layer in forward.layers}
     for place, layer in enumerate(DynamicCache(config=model.config).layers):
-        if place in forward.places and type(layer) not in (*STOCK, *OF_STATES):
+        known = (*STOCK, *OF_STATES, *(INDEXED if indexed.get(place) else ()))
+        if place in forward.places and type(layer) not in known:
             raise NotUnderstood(f"layer {place} keeps more than keys and values")
-        if place not in forward.places and type(layer) is STOCK[1]:
+        if forward.places and place not in forward.places and type(layer) is STOCK[1]:
             raise NotUnderstood(f"layer {place} is not understood, and drops what its window has passed")
     if forward.biased:
         raise NotUnderstood("biases by distance, and not all layers are understood")
@@ -194,29 +198,35 @@ def try_partial(forward: MixedForward) -> None:
         with plainly(forward):
             return unmasked(forward.reference)
 
+    def compare() -> None:
+        wanted, _ = stock_logits(forward, lengths)
+        bare = expected(forward, stock_unmasked)
+        fused = partial(fused_logits, forward, lengths)
+        with fused_layers(forward):
+            with wanted.routed():
+                got = fused()
+            with bare.routed():
+                plain = unmasked(forward.fast)
+            if wanted.logits.is_cuda:  # what one row launches is compiled now, and not in a user's call
+                unmasked(forward.fast, rows=1)
+            agrees = wanted.agrees(got) and bare.agrees(plain)
+            apart = differing_part(forward, lengths, fused) if agrees and not wanted.near(got) else None
+        if not agrees or apart is not None:
+            raise NotUnderstood(": ".join(filter(None, (DIFFERS, apart))))
+
     forward.apart = True
     try:
         with resting(model), unrounded(model):
-            wanted, _ = stock_logits(forward, lengths)
-            bare = expected(forward, stock_unmasked)
-            fused = partial(fused_logits, forward, lengths)
-            with fused_layers(forward):
-                with wanted.routed():
-                    got = fused()
-                with bare.routed():
-                    plain = unmasked(forward.fast)
-                if wanted.logits.is_cuda:  # what one row launches is compiled now, and not in a user's call
-                    unmasked(forward.fast, rows=1)
-                agrees = wanted.agrees(got) and bare.agrees(plain)
-                apart = differing_part(forward, lengths, fused) if agrees and not wanted.near(got) else None
+            compare()
+            if any(indexers(forward)):
+                with few_chosen(forward):
+                    compare()
     except NotUnderstood:
         raise
     except Exception as error:  # whatever a forward may raise
         raise NotUnderstood(f"could not be tried: {reason_of(error)}") from error
     finally:
         forward.apart, forward.seen = False, None
-    if not agrees or apart is not None:
-        raise NotUnderstood(": ".join(filter(None, (DIFFERS, apart))))
 
 
 def guard_of(forward: DecoderForward) -> ModelGuard:

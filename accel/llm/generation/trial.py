@@ -1,15 +1,18 @@
 """Runs in which a whole model is tried: stock and fused over one text, with one routing for both."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
+from torch import nn
 
 from accel.comparison import agree, relative_rms_by_token
 from accel.errors import reason_of
+from accel.in_flight import Here
 from accel.libraries.cache import DynamicCache, cache_of
+from accel.llm.attention.stock.indexed_attention import IndexedSpec
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.prefill import MOST_PROMPT, bucket_for, pad_to_bucket
 from accel.llm.generation.routing import Choices, noting, repeating, routed_modules, routing_modules
@@ -25,6 +28,7 @@ from accel.tolerances import DRIFT, LAYER_NOISE, LOGITS, MOST_MOVED, bound
 from accel.verification.noise import with_rounding
 
 PROMPT, PADDING, STEPS = 9, 3, (1, 1, 3)
+CHOSEN = 4
 LONGEST = 150  # a window up to here is filled, to see it at work
 
 
@@ -127,6 +131,22 @@ def trial_lengths(forward: DecoderForward) -> tuple[int, ...]:
     return lengths
 
 
+def indexers(forward: DecoderForward) -> list[nn.Module]:
+    """Modules that choose the tokens which layers see."""
+    attentions = ((layer.module, layer.spec.attention) for layer in forward.layers)
+    named = ((layer, one.indexer) for layer, one in attentions if isinstance(one, IndexedSpec))
+    return [layer.get_submodule(name) for layer, name in named if name]
+
+
+@contextmanager
+def few_chosen(forward: DecoderForward) -> Iterator[None]:
+    """Inside, they choose few tokens, the best first, so that a short text shows what becomes of the others."""
+    with ExitStack() as undo:
+        for module in indexers(forward):
+            undo.callback(module.register_forward_hook(Here(lambda *given: given[-1][..., :CHOSEN])).remove)
+        yield
+
+
 def short_prompt(lengths: tuple[int, ...]) -> int:
     """Tokens of a prompt that need not fill a window."""
     return min(PROMPT, lengths[0])
@@ -160,7 +180,7 @@ def masks_steps(forward: DecoderForward) -> bool:
 
     Some models multiply the new tokens by it, and are called without one there: Mamba, where no layer has keys.
     """
-    if kv_layers(forward.shapes()):
+    if kv_layers(forward.shapes()) or not forward.places:
         return True
     prompt, step = pieces_of(forward, (PROMPT, 1))
     found = []

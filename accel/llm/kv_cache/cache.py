@@ -8,11 +8,13 @@ import torch
 
 from accel.libraries.cache import (
     DynamicCache,
+    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
 )
+from accel.llm.kv_cache.indexed_layer import IndexedStoreLayer
 from accel.llm.kv_cache.shape import STATE, LayerShape, StateShape, cache_layers
 from accel.llm.kv_cache.state_layer import PairLayer, StateLayer
 from accel.llm.kv_cache.store import Store
@@ -20,7 +22,8 @@ from accel.llm.kv_cache.store_layer import SlidingStoreLayer, StoreLayer
 
 STOCK = (DynamicLayer, DynamicSlidingWindowLayer)
 OF_STATES, PAIRS = (LinearAttentionLayer, StateLayer), (LinearAttentionAndFullAttentionLayer, PairLayer)
-OURS = (StoreLayer, SlidingStoreLayer, StateLayer, PairLayer)
+INDEXED = (DynamicIndexedLayer, IndexedStoreLayer)
+OURS = (StoreLayer, SlidingStoreLayer, StateLayer, PairLayer, IndexedStoreLayer)
 
 
 def _store_layer(store: Store, index: int, before: Any) -> Any:
@@ -31,6 +34,8 @@ def _store_layer(store: Store, index: int, before: Any) -> Any:
         return StateLayer(store, index)
     if index + cache_layers(store.shapes) in store.kept:
         return PairLayer(store, index)
+    if isinstance(before, INDEXED):
+        return IndexedStoreLayer(store, index, before)
     if not isinstance(before, DynamicSlidingWindowLayer):
         return StoreLayer(store, index)
     recorded = before.recorded_from if isinstance(before, SlidingStoreLayer) else None
@@ -102,7 +107,7 @@ def _foreign(cache: Any, shapes: Sequence[LayerShape]) -> str | None:
     places = [at for at, shape in enumerate(shapes) if shape.keeps and at % number < len(layers)]
     kept = [(layers[at % number], shapes[at]) for at in places]
     for at, (layer, shape) in zip(places, kept, strict=True):
-        known = OF_STATES if isinstance(shape, StateShape) else (*STOCK, StoreLayer, SlidingStoreLayer)
+        known = OF_STATES if isinstance(shape, StateShape) else (*STOCK, *INDEXED, StoreLayer, SlidingStoreLayer)
         if type(layer) not in (PAIRS if at >= number or at + number in places else known):
             return f"a cache layer of another kind: {type(layer).__name__}"
         if isinstance(shape, StateShape) and layer.number_of_states != 1:
@@ -133,6 +138,9 @@ def _foreign_tokens(layer: Any, held: Any, shape: LayerShape) -> str | None:
     keys, values = held
     if keys.shape[2] != layer.get_seq_length():
         return "a sliding window has dropped tokens of the cache"
+    index = layer.indexer_keys if isinstance(layer, INDEXED) else None
+    if index is not None and index.shape[:2] != keys.shape[:3:2]:
+        return "index keys of other rows or another length"
     if keys.shape[:3] != values.shape[:3] or keys.dtype != values.dtype or keys.device != values.device:
         return "keys and values of different shapes"
     if not shape.takes(keys, values):

@@ -12,16 +12,17 @@ from accel.fusion.loop import PerThread
 
 class Step:
     """One fast forward. kvs: every layer's store, by its place in the cache. written: how many tokens went into each.
-    around: what the layer is called with whose own code runs around its attentions. `angles`: rotations made once for
-    all.
+    around: what the layer is called with whose own code runs around its attentions. behind: what a layer gives behind
+    its output, None for nothing. `angles`: rotations made once for all.
     """
 
-    __slots__ = ("_angles", "around", "kvs", "written")
+    __slots__ = ("_angles", "around", "behind", "kvs", "written")
 
     def __init__(self, kvs: Mapping[int, KV | RowStates]):
         self.kvs = kvs
         self.written: dict[int, int] = {}
         self.around: dict[str, Any] | None = None
+        self.behind: tuple | None = None
         self._angles: dict[tuple, tuple] = {}
 
     def runs_stock(self, layer: Any, args: tuple, kwargs: dict) -> bool:

@@ -16,8 +16,9 @@ from accel.llm.recording.mask_tables import hides_keys
 from accel.llm.recording.record import LayerRecord, NotUnderstood, Record
 from accel.llm.recording.recorder import model_side_effects, record
 from accel.llm.recording.recording_cache import keeps_more
-from accel.llm.runtime.layer import understand_layer
+from accel.llm.runtime.layer import understand_around, understand_layer
 from accel.llm.runtime.layer_spec import LayerSpec
+from accel.parallel.sharded_layers import ranks_of
 from accel.patching.guard import plain_settings
 from accel.patching.structure import meta_weights
 
@@ -43,8 +44,9 @@ class Analysis:
         return frozenset(f"{path}.{one.route.product}" for path, one in blocks if one.route is not None)
 
     def unknown(self) -> str | None:
-        """The first layer that is not understood, and why."""
-        return next((f"{path}: {found}" for path, found in self.layers.items() if isinstance(found, str)), None)
+        """The first layer that is not understood, or of which no store keeps all, and why."""
+        found = ((path, one if isinstance(one, str) else one.keeps_more) for path, one in self.layers.items())
+        return next((f"{path}: {reason}" for path, reason in found if reason is not None), None)
 
 
 def analyze(model: PreTrainedModel, scores: bool = False, whole: bool = False) -> Analysis:
@@ -55,7 +57,14 @@ def analyze(model: PreTrainedModel, scores: bool = False, whole: bool = False) -
     try:
         if (reason := _obstacle(model)) is not None:
             raise NotUnderstood(reason)
-        found.specs = formulas(model, found.layers, scores, some=True)
+        try:
+            around = not whole and ranks_of(model) is None  # each of which would try them alone
+            found.specs = formulas(model, found.layers, scores, some=True, around=around)
+        except NotUnderstood:
+            if not any(not isinstance(one, str) and one.runs_stock for one in found.layers.values()):
+                raise
+            found.layers.clear()
+            found.specs = formulas(model, found.layers, scores, some=True)
         found.reason = found.unknown() if whole else None
     except NotUnderstood as error:
         found.reason = str(error)
@@ -78,20 +87,28 @@ def _obstacle(model: PreTrainedModel) -> str | None:
 
 
 def formulas(
-    model: PreTrainedModel, layers: dict[str, LayerSpec | str], scores: bool = False, some: bool = False
+    model: PreTrainedModel,
+    layers: dict[str, LayerSpec | str],
+    scores: bool = False,
+    some: bool = False,
+    around: bool = False,
 ) -> list[tuple[LayerRecord, LayerSpec]]:
     """Every layer's record and formula, all of them known; with `some`, of those that are, of which one at least stores
-    keys and values. Raises NotUnderstood.
+    keys and values. around: of others too what is around their attention, which runs stock. Raises NotUnderstood.
 
     layers: filled with the formula of every layer by its path, or why it is not known. scores: the records still hold
     queries and keys; nothing else of the run does.
     """
 
+    known_around: dict[str, LayerSpec] = {}
+
     def run(known: Record | None = None) -> Record:
         found: dict[str, LayerSpec | str] = {}
 
         def look(layer: LayerRecord, seen: Record) -> None:
-            found[layer.path] = _formula(layer, seen)
+            found[layer.path] = one = _formula(layer, seen)
+            if around and isinstance(one, str) and (spec := understand_around(layer, one)) is not None:
+                known_around[layer.path] = spec
 
         seen = record(model, look, scores, own=known is not None, known=known)
         layers.update({layer.path: found.get(layer.path, "it did not run") for layer in seen.layers})
@@ -100,18 +117,21 @@ def formulas(
     seen = run()
     if not seen.asked and any(isinstance(one, str) for one in layers.values()):
         seen = run(known=seen)
+    layers.update({path: spec for path, spec in known_around.items() if isinstance(layers[path], str)})
     found: list[tuple[LayerRecord, LayerSpec]] = []
     unknown: list[str] = []
     for layer in seen.layers:
         spec = layers[layer.path]
-        if isinstance(spec, str):
-            unknown.append(f"{layer.path}: {spec}")
-        else:
+        reason = spec if isinstance(spec, str) else spec.keeps_more
+        if reason is not None:
+            unknown.append(f"{layer.path}: {reason}")
+        if not isinstance(spec, str):
             found.append((layer, spec))
     places = sorted(spec.place for _, spec in found if spec.place is not None)
-    if unknown and not (some and places):
+    stock = any(spec.runs_stock for _, spec in found)
+    if unknown and not (some and (places or stock)):
         raise NotUnderstood(keeps_more(model) or unknown[0])
-    if not places:
+    if not places and not stock:
         raise NotUnderstood("no layer stores keys and values")
     windows = {spec.place: spec.window for _, spec in found}
     for layer, spec in found:
@@ -142,10 +162,17 @@ def _in_order(found: list[tuple[LayerRecord, LayerSpec]], places: list[int]) -> 
 
 def _formula(layer: LayerRecord, seen: Record) -> LayerSpec | str:
     """The formula of a layer, or why it is not known."""
+    known = None if layer.known is None else layer.known.runs_stock
     try:
-        spec = understand_layer(layer, seen)
-        read = layer.attention if isinstance(spec.attention, SoftmaxSpec) else None
-        others = [module for module in layer.layer.modules() if module is not read]
+        spec = understand_layer(layer, seen) if known is None else understand_around(layer, known)
+        if spec is None:
+            return "it computes something else around its attention"
+        mixer, read = spec.attention, []
+        if isinstance(mixer, SoftmaxSpec):
+            read = [layer.attention]
+        elif mixer is not None and spec.runs_stock:
+            read = list(layer.layer.get_submodule(mixer.name).modules())
+        others = [module for module in layer.layer.modules() if module not in read]
         if any(hides_keys(table) for module in others for table in module._buffers.values()):
             raise NotUnderstood("it holds a mask that is not causal")
         return spec

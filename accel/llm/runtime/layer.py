@@ -1,5 +1,7 @@
 """One decoder layer: how it is put together, found by comparing with a record, and a few fused operations for it."""
 
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from accel.comparison import factor, is_sum, named_factor
 from accel.llm.attention.attention import UnderstoodAttention
 from accel.llm.attention.kinds import understand_attention
 from accel.llm.attention.mixer_pair import each_alone, joined, understand_pair
+from accel.llm.attention.stock.stock_attention import stock_attentions
 from accel.llm.parts.norm import NormSpec, norm_spec, normlike
 from accel.llm.parts.part import BoundNorm, NormedInput, added
 from accel.llm.parts.residual import Widths, narrowed_to, reads_wide, rounded
@@ -46,6 +49,27 @@ def understand_layer(layer: LayerRecord, record: Record) -> LayerSpec:
     )
 
 
+def understand_around(layer: LayerRecord, reason: str) -> LayerSpec | None:
+    """The formula of a layer around an attention that is not understood, for this reason; None where that is not
+    either.
+    """
+    for alone, attention in stock_attentions(layer, reason):
+        inside = set(attention.first.module.modules())
+        gated = [call for call in layer.inside(layer.layer) if call.module not in inside and _gated(layer, call)]
+        for tail, y, calls in tails(alone):
+            if layer.known is None or tail == layer.known.tail:
+                with suppress(NotUnderstood):
+                    return _put_together(alone, [attention], tail, y, calls, gated)
+    return None
+
+
+def _gated(layer: LayerRecord, call: Call) -> bool:
+    """Whether a call may be of a norm with a gate of its own, which is called as it is."""
+    if not call.alone or call.made is None or call.output.held.shape != call.input.held.shape:
+        return False
+    return any(normlike(layer, one) and one.input.same(call.input) for one in layer.inside(call.module))
+
+
 def _own(layer: LayerRecord) -> dict[str, Any]:
     """What a spec says of the layer itself and of its call."""
     result = layer.call.result
@@ -72,17 +96,27 @@ def _behind(layer: LayerRecord, module: nn.Module, mixer: UnderstoodAttention) -
 
 
 def _put_together(
-    layer: LayerRecord, found: list[UnderstoodAttention], tail: TailSpec | None, y: Value, tail_calls: list[Call]
+    layer: LayerRecord,
+    found: list[UnderstoodAttention],
+    tail: TailSpec | None,
+    y: Value,
+    tail_calls: list[Call],
+    gated: Sequence[Call] = (),
 ) -> LayerSpec:
-    """The formula of a layer with these attentions and tail, y being the sum before the tail. Raises NotUnderstood."""
+    """The formula of a layer with these attentions and tail, y being the sum before the tail. gated: calls that may be
+    of norms too. Raises NotUnderstood.
+    """
     mixer = understand_pair(layer, found) if len(found) > 1 else next(iter(found), None)
-    mlp, mlp_calls = understand_mlp(layer, tail_calls)
+    mlp, mlp_calls = understand_mlp(layer, [*tail_calls, *gated])
     x = layer.call.input
     mlp_modules = [call.module for call in mlp_calls]
     holders = (layer.layer, *layer.mixers, *mlp_modules)
     within = {one for module in (*layer.mixers, *mlp_modules) for one in module.modules()}
     within |= {call.module for call in tail_calls}
-    norms = [call for call in layer.calls if call.module not in within and normlike(layer, call)]
+    others = set(map(id, gated))
+    norms = [
+        call for call in layer.calls if call.module not in within and (normlike(layer, call) or id(call) in others)
+    ]
 
     def producer(value: Value) -> Call | None:
         """The last norm that made this."""
@@ -97,6 +131,8 @@ def _put_together(
 
     def scale(base: torch.Tensor, branch: torch.Tensor, total: torch.Tensor, place: int) -> float | None:
         """The number s, held by the layer or 1, with total = base + s * branch; `place`: of s among the scales."""
+        if not base.numel() == branch.numel() == total.numel():
+            return None
         base, branch = base.reshape(total.shape), branch.reshape(total.shape)
         known = layer.known
         if known is not None and is_sum(base, branch, known.scales[place], total):

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from accel.llm.attention.attention import AttentionSpec
+from accel.llm.attention.stock.stock_attention import StockSpec
 from accel.llm.parts.norm import NormSpec
 from accel.llm.parts.residual import Widths
 from accel.llm.parts.tail import TailSpec
@@ -64,7 +65,17 @@ class LayerSpec:
     @property
     def stored(self) -> tuple[AttentionSpec, ...]:
         """The attentions that have something in a store."""
-        return () if self.attention is None or self.borrows else self.attention.mixers
+        return () if self.attention is None or self.borrows or self.runs_stock else self.attention.mixers
+
+    @property
+    def keeps_more(self) -> str | None:
+        """As of its attention."""
+        return None if self.attention is None else self.attention.keeps_more
+
+    @property
+    def runs_stock(self) -> str | None:
+        """Why its attention runs stock; None where it does not."""
+        return self.attention.reason if isinstance(self.attention, StockSpec) else None
 
     @property
     def borrows(self) -> bool:

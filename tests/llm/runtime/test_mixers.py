@@ -20,7 +20,8 @@ NORMED = PLAIN | {"mamba_rms_norm": True}
 def first_layer(name: str, change=lambda layer: None, dtype: torch.dtype = torch.float32, **config):
     model = make(name, dtype=dtype, **config)
     change(model.get_submodule(FIRST))
-    return analyze(model).layers[FIRST]
+    found = analyze(model).layers[FIRST]
+    return found if isinstance(found, str) else found.runs_stock or found
 
 
 def instead(part: str, forward):

@@ -86,8 +86,8 @@ def test_the_reason_is_true(kind):
         pytest.skip(f"this transformers has no {kind}")
     stock = build(kind, "language")
     ours = accel.optimize(copy.deepcopy(stock))
-    (reason,) = (reason for _, rule, _, reason in accel.report(ours).sites if rule == "language model")
-    assert REASONS[kind] in reason, reason
+    reasons = [reason for _, rule, _, reason in accel.report(ours).sites if rule in ("language model", "decoder layer")]
+    assert any(REASONS[kind] in reason for reason in reasons), reasons
     ids, mask = padded()
     same(generate(ours, ids, mask), generate(stock, ids, mask))
 
@@ -220,7 +220,7 @@ def test_a_part_that_computes_something_else(numbers, classes, reason):
         told = [told for path, rule, _, told in sites if (path, rule) == ("model.layers.1", "decoder layer")]
         assert len(told) == 1 and reason in told[0], told
         patched = [path for path, rule, status, _ in sites if rule == "decoder layer" and status == "patched"]
-        assert patched in ([], ["model.layers.0"])
+        assert patched in ([], ["model.layers.0"]) or told[0].startswith("attention runs stock")
     for layer in (*layers(stock).values(), *layers(ours).values()):
         layer.calls = 0  # what optimize tries out counts too
     ids, mask = padded()

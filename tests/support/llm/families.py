@@ -15,6 +15,7 @@ from support.llm.miniatures.family import (
     DELTA,
     GEMMA4,
     GPT2,
+    INDEX,
     KIMI,
     LATENT,
     LATENT_EXPERTS,
@@ -29,6 +30,7 @@ from support.llm.miniatures.family import (
     llama,
     scaled,
     with_holes,
+    with_louder_holes,
 )
 from support.llm.random_weights import randomize
 
@@ -36,6 +38,14 @@ ALIKE = (  # of the same parts as others
     Family("glm4-moe-lite", "glm4_moe_lite", LATENT | LATENT_EXPERTS | {"n_group": 1, "topk_group": 1}),
     Family("youtu", "youtu", LATENT | {"rope_interleave": False}),
     Family("axk1", "axk1", LATENT | LATENT_EXPERTS | {"n_group": 2, "topk_group": 1}),
+    # The second layer sees what the first has chosen.
+    Family(
+        "glm-moe-dsa",
+        "glm_moe_dsa",
+        LATENT | LATENT_EXPERTS | INDEX | {"indexer_types": ["full", "shared"]},
+        expected="around",
+    ),
+    Family("axk2", "axk2", LATENT | LATENT_EXPERTS | INDEX | {"gated_norm_rank": 8}, expected="around"),
 )
 FAMILIES = (
     Family("llama", "llama", core=True),
@@ -110,7 +120,10 @@ FAMILIES = (
                                   "window_size": 5, "num_hidden_layers": None, "num_attention_heads": None} | MHA),
     Family("gpt-neo-holes", "gpt_neo", {"num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]],
                                         "num_hidden_layers": None, "num_attention_heads": None} | MHA,
-           expected="some", edit=with_holes),
+           expected="around", edit=with_holes),
+    Family("gpt-neo-louder", "gpt_neo", {"num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]],
+                                        "num_hidden_layers": None, "num_attention_heads": None} | MHA,
+           expected="some", edit=with_louder_holes),
     Family("gptj", "gptj", GPT2 | {"rotary_dim": 8}),
     Family("codegen", "codegen", GPT2 | {"rotary_dim": 8, "n_ctx": LONG}),
     Family("opt", "opt", MHA | {"ffn_dim": 96, "word_embed_proj_dim": 64, "intermediate_size": None}),
@@ -201,7 +214,7 @@ FAMILIES = (
     Family("bart", "bart", NO_SIZES | {
         "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "decoder_ffn_dim": 96, "decoder_attention_heads": 4,
         "is_decoder": True, "is_encoder_decoder": False}),
-    Family("diffllama", "diffllama", expected="stock"),
+    Family("diffllama", "diffllama", expected="around"),
     Family("deepseek-v3", "deepseek_v3", LATENT | LATENT_EXPERTS | {"n_group": 2, "topk_group": 1}, core=True),
     Family("qwen3.5-moe-attention", "qwen3_5_moe_text", {
         "layer_types": ["full_attention"] * 2, "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2,
@@ -236,11 +249,13 @@ FAMILIES = (
     Family("rwkv", "rwkv", MHA | {"num_attention_heads": None, "max_position_embeddings": None,
                                   "context_length": LONG}, expected="stock"),
     Family("recurrent-gemma", "recurrent_gemma", {"attention_window_size": 5, "lru_width": 64, "head_dim": 16,
-                                                  "block_types": ["recurrent", "attention"]}, expected="stock"),
+                                                  "block_types": ["recurrent", "attention"]}, expected="either"),
     Family("lfm2", "lfm2", {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2,
                             "block_auto_adjust_ff_dim": False}),
     Family("lfm2-biases", "lfm2", {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2,
-                                   "block_auto_adjust_ff_dim": False, "conv_bias": True}, expected="some"),
+                                   "block_auto_adjust_ff_dim": False, "conv_bias": True}, expected="around"),
+    Family("deepseek-v32", "deepseek_v32", LATENT | LATENT_EXPERTS | INDEX | {"n_group": 2, "topk_group": 1},
+           expected="around"),
     *(ALIKE if EVERYTHING else ()),
 )  # fmt: skip
 BY_NAME = {family.name: family for family in FAMILIES}

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoBlock
+
 VOCAB = 99
 EVEN_VOCAB = 100  # for ranks: transformers before 5.18 divides no other number of words
 LONG = 128  # positions
@@ -36,6 +38,7 @@ LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope
           "num_key_value_heads": 4}  # fmt: skip
 LATENT_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
                   "moe_intermediate_size": 48}  # fmt: skip
+INDEX = {"index_topk": 6, "index_n_heads": 2, "index_head_dim": 16}
 GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "sliding_window": 5, "vocab_size_per_layer_input": VOCAB,
           "layer_types": ["sliding_attention", "full_attention"]}  # fmt: skip
 KIMI = {"layer_types": ["linear_attention", "full_attention"], "linear_head_dim": 16, "linear_num_heads": 4,
@@ -47,7 +50,8 @@ KIMI = {"layer_types": ["linear_attention", "full_attention"], "linear_head_dim"
 class Family:
     """kind: transformers' model_type. config: what differs from SIZES; None leaves a key out, ... is None.
 
-    expected: "fast", every decoder layer is patched; "some", some are, and the others run stock between them; "stock",
+    expected: "fast", every decoder layer is patched; "around", so they are, but something in them runs stock over the
+    caller's cache; "some", some are, and the others run stock between them; "stock",
     none is, and the report says why; "either", only what it computes matters.
     attention: the implementation asked for, where the default one is not the one to compare with.
     stateful: transformers refuses some modes, as tokens cannot be taken back; of some of these families others too.
@@ -80,6 +84,21 @@ def with_holes(model) -> None:
     """The tables of every other layer of a GPT-Neo hide another key than a window does."""
     for layer in model.transformer.h[1::2]:
         layer.attn.attention.bias[..., 100, 99] = False
+
+
+class LouderBlock(GPTNeoBlock):
+    """A layer around whose attention something else happens."""
+
+    def forward(self, *args, **kwargs):
+        result = super().forward(*args, **kwargs)
+        return (self.louder * result[0], *result[1:]) if isinstance(result, tuple) else self.louder * result
+
+
+def with_louder_holes(model) -> None:
+    """The same, in louder layers."""
+    with_holes(model)
+    for number, layer in enumerate(model.transformer.h):
+        layer.__class__, layer.louder = LouderBlock, 1.0 + number % 2
 
 
 def scaled(kind: str, **parameters) -> dict:

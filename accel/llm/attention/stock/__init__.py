@@ -1,0 +1,1 @@
+"""Kinds of attention that call modules of the model as they are."""
