@@ -232,7 +232,7 @@ FAMILIES = (
         "n_mamba_heads": 8, "mamba_d_state": 24, "mamba_ngroups": 2, "chunk_size": 16, "use_mem_rope": True,
         "num_key_value_heads": 4}, expected="either", stateful=True),
     Family("kimi-linear", "kimi_linear", KIMI, expected="either", stateful=True),
-    Family("bailing-hybrid", "bailing_hybrid", KIMI, expected="either", stateful=True),
+    Family("bailing-hybrid", "bailing_hybrid", KIMI, stateful=True),
     Family("rwkv", "rwkv", MHA | {"num_attention_heads": None, "max_position_embeddings": None,
                                   "context_length": LONG}, expected="stock"),
     Family("recurrent-gemma", "recurrent_gemma", {"attention_window_size": 5, "lru_width": 64, "head_dim": 16,
