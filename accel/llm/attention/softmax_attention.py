@@ -221,10 +221,15 @@ def _normed(t: torch.Tensor | None, norm: BoundHeadNorm | None) -> tuple:
 
 
 def formulas_of(
-    layer: LayerRecord, calls: list[Call], options: dict, window: int | None, parts: Callable
+    layer: LayerRecord,
+    calls: list[Call],
+    options: dict,
+    window: int | None,
+    parts: Callable,
+    sought: Callable = projections_of,
 ) -> Iterator[Formula]:
-    """Those that fit the recorded queries and keys. parts: see `SoftmaxSpec.parts`."""
-    for projections, layout in projections_of(calls, layer):
+    """Those that fit the recorded queries and keys. parts: see `SoftmaxSpec.parts`; sought: see `projections_of`."""
+    for projections, layout in sought(calls, layer):
         found_parts = parts(layer, [call.output.held for call in projections], layout)
         if found_parts is None:
             continue

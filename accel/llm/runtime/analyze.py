@@ -108,7 +108,7 @@ def formulas(
             unknown.append(f"{layer.path}: {spec}")
         else:
             found.append((layer, spec))
-    places = sorted(spec.place for _, spec in found if spec.place is not None)
+    places = sorted(place for _, spec in found for place in spec.cached)
     if unknown and not (some and places):
         raise NotUnderstood(keeps_more(model) or unknown[0])
     if not places:

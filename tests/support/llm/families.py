@@ -233,6 +233,15 @@ FAMILIES = (
         "num_key_value_heads": 4}, expected="either", stateful=True),
     Family("kimi-linear", "kimi_linear", KIMI, expected="either", stateful=True),
     Family("bailing-hybrid", "bailing_hybrid", KIMI, stateful=True),
+    # Values of fewer channels than keys, which are multiplied; sinks.
+    Family("mimo", "mimo_v2_flash", {
+        "head_dim": 16, "v_head_dim": 12, "attention_value_scale": 0.7, "sliding_window": 5, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 48,
+        "mlp_layer_types": ["dense", "sparse"], "layer_types": ["full_attention", "sliding_attention"]}),
+    # Two attentions a layer, each with a place in the cache; experts of which some give what they are given.
+    Family("longcat", "longcat_flash", LATENT | {
+        "num_layers": 2, "num_hidden_layers": 4, "ffn_hidden_size": 96, "n_routed_experts": 4, "zero_expert_num": 2,
+        "moe_topk": 3, "expert_ffn_hidden_size": 48, "head_dim": 8}, expected="either"),
     Family("rwkv", "rwkv", MHA | {"num_attention_heads": None, "max_position_embeddings": None,
                                   "context_length": LONG}, expected="stock"),
     Family("recurrent-gemma", "recurrent_gemma", {"attention_window_size": 5, "lru_width": 64, "head_dim": 16,
