@@ -3,7 +3,7 @@ values of fewer channels than keys, as of MiMo-V2.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from accel.llm.attention.softmax_attention import (
 )
 from accel.llm.kv_cache.shape import Shape
 from accel.llm.parts.norm import HEADS, TURNED, HeadNorm, NormSpec, given_back, head_norm, norm_spec
-from accel.llm.parts.part import BoundHeadNorm, NormedInput
+from accel.llm.parts.part import BoundHeadNorm
 from accel.llm.parts.step import Step
 from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record
 from accel.patching.fast_forward import Kernels
@@ -36,7 +36,7 @@ from accel.patching.guard import plain_settings
 class NormedValuesSpec(SoftmaxSpec):
     """What is stored as values has gone through v_norm."""
 
-    v_norm: HeadNorm
+    v_norm: HeadNorm = field(kw_only=True)
 
     @property
     def norms(self) -> tuple[NormSpec, ...]:
@@ -105,8 +105,8 @@ class NarrowValuesSpec(SoftmaxSpec):
     kernels are given zeros behind them.
     """
 
-    values: int
-    value_scale: float
+    values: int = field(kw_only=True)
+    value_scale: float = field(kw_only=True)
 
     @classmethod
     def understand(cls, layer: LayerRecord, record: Record) -> UnderstoodAttention | None:
@@ -175,9 +175,9 @@ class BoundNarrowValues(BoundSoftmaxAttention):
 
     spec: NarrowValuesSpec
 
-    def __call__(self, kernels: Kernels, step: Step, h: NormedInput, kwargs: dict) -> torch.Tensor:
-        """See `BoundAttention`."""
-        return _cut(super().__call__(kernels, step, h, kwargs), self.spec.dim, self.spec.values)
+    def attended(self, kernels: Kernels, step: Step, parts: Parts, kwargs: dict) -> torch.Tensor:
+        """See `BoundSoftmaxAttention`."""
+        return _cut(super().attended(kernels, step, parts, kwargs), self.spec.dim, self.spec.values)
 
     def parts(self, outputs: Sequence[torch.Tensor]) -> Parts:
         """See `BoundSoftmaxAttention`."""

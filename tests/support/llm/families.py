@@ -233,6 +233,8 @@ FAMILIES = (
         "num_key_value_heads": 4}, expected="either", stateful=True),
     Family("kimi-linear", "kimi_linear", KIMI, expected="either", stateful=True),
     Family("bailing-hybrid", "bailing_hybrid", KIMI, stateful=True),
+    # Norms before the last projection of attention and of the MLP.
+    Family("bitnet", "bitnet"),
     # Values of fewer channels than keys, which are multiplied; sinks.
     Family("mimo", "mimo_v2_flash", {
         "head_dim": 16, "v_head_dim": 12, "attention_value_scale": 0.7, "sliding_window": 5, "n_routed_experts": 4,
