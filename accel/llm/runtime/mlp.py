@@ -36,9 +36,9 @@ class MlpSpec:
     """One MLP. first: the projections of the input: one, or gate and up; down: the last; empty where `whole` is called.
 
     halves: the one projection gives gate and up, True for gate first, False for up first; None for no gate in it.
-    scale: by which the gate is multiplied before its activation. inner: a norm of what `down` is given. whole: the module of them all, where there is one;
-    alone: it takes the input and nothing else, and gives what `down` does. settings: of that module and of the
-    activation's. All by name, from the layer; "" for what there is not.
+    scale: by which the gate is multiplied before its activation. inner: a norm of what `down` is given. whole: the
+    module of them all, where there is one; alone: it takes the input and nothing else, and gives what `down` does.
+    settings: of that module and of the activation's. All by name, from the layer; "" for what there is not.
 
     beside: blocks whose results are added to this one's. before, post: norms of one of these blocks alone. router: it
     is given what the norm is, and gives choices and shares, at the places `chosen` of its result, which `whole` takes.
@@ -88,7 +88,10 @@ class MlpSpec:
     @property
     def norms(self) -> list[NormSpec]:
         routers = [one.route.norm for one in self.blocks if one.route is not None]
-        return [*(norm for one in self.blocks for norm in (one.before, one.inner, one.post) if norm is not None), *routers]
+        return [
+            *(norm for one in self.blocks for norm in (one.before, one.inner, one.post) if norm is not None),
+            *routers,
+        ]
 
 
 def bound_mlp(kernels: Kernels, layer: nn.Module, spec: MlpSpec) -> "BoundMlp | BoundSum":
