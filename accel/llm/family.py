@@ -177,8 +177,7 @@ def _inside(
 ) -> tuple[list[ExpertsForward | ScaledInputsForward], list[RouterForward]]:
     """Experts and routers inside the layers, which are tried with them."""
     found = context.of(DecoderLayers)
-    whole = (layer for layer in layers if not layer.inner)  # others call them from code of their own
-    sites = [Site(f"{layer.path}.{name}", one) for layer in whole for name, one in layer.module.named_modules() if name]
+    sites = [Site(f"{layer.path}.{name}", m) for layer in layers for name, m in layer.module.named_modules() if name]
     mixtures: list[str] = []  # of which one forward does the whole work
     for site, rule in product(sites, MIXTURES):
         answer = None if site.path.startswith(tuple(mixtures)) else rule.answer(site, context)
@@ -224,8 +223,8 @@ def match_layer(site: Site, context: Context) -> Match | Skip | None:
     note = "; ".join(f"{name} run{'' if name == 'experts' else 's'} stock: {reason}" for name, reason in stock.items())
     covers = None
     if found.inner:
-        covers = tuple(one.path.removeprefix(f"{site.path}.") for one in found.inner)
-        note = "its own code runs around its attention"
+        covers = tuple(one.removeprefix(f"{site.path}.") for one in (*inside, *(one.path for one in found.inner)))
+        note = "; ".join(filter(None, ("its own code runs around its attention", note)))
     return Match(
         found, patches, covers=covers, note=note, inside=tuple((path, layers.rules[path]) for path in forwards)
     )

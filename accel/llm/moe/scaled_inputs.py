@@ -26,6 +26,7 @@ from accel.patching.probe import example
 from accel.patching.rule import Context, Match, Site, Skip, foreign_forward
 from accel.patching.structure import hooked, meta_weights, side_effects
 from accel.quantization.experts import stock_parameters
+from accel.quantization.module import QuantizedLinear
 from accel.tolerances import SHARES, bound
 
 TOKENS = 4  # of a probe
@@ -122,7 +123,8 @@ def _children(module: nn.Module) -> tuple[str, str, str] | None:
 
 def _mlps(module: nn.Module) -> Iterator[MlpSpec]:
     """Gated MLPs that this may be."""
-    linears = {name: one.weight.shape for name, one in module.named_children() if type(one) is nn.Linear}
+    kinds = nn.Linear, QuantizedLinear
+    linears = {name: one.weight.shape for name, one in module.named_children() if type(one) in kinds}
     acts = {name: one for name, one in module.named_children() if name not in linears}
     for name, act in acts.items():
         known = activation_name(act) if not act._parameters and len(acts) == 1 and len(linears) == 3 else None
