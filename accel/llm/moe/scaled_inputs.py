@@ -75,8 +75,8 @@ class ScaledInputsForward(FastForward):
         index, shares = self.kernels.route(logits, Routing(self.chosen, "sigmoid"))
         scaled = (x.unsqueeze(1) * shares.unsqueeze(2)).flatten(0, 1)
         weights = self.formula.weights(stacks)
-        ones = torch.ones_like(shares).view(-1, 1)
-        y = self.kernels.experts(scaled, index.view(-1, 1), ones, weights).view(len(x), -1, x.shape[-1])
+        ones = torch.ones_like(shares).reshape(-1, 1)
+        y = self.kernels.experts(scaled, index.reshape(-1, 1), ones, weights).view(len(x), -1, x.shape[-1])
         y = y.squeeze(1) if self.chosen == 1 else y.sum(1)
         if self.shared is not None:
             y = BoundMlp(self.kernels, shared, self.shared)(self.kernels, NormedInput(x), residual=y)

@@ -233,6 +233,10 @@ FAMILIES = (
         "num_key_value_heads": 4}, expected="either", stateful=True),
     Family("kimi-linear", "kimi_linear", KIMI, expected="either", stateful=True),
     Family("bailing-hybrid", "bailing_hybrid", KIMI, stateful=True),
+    # Experts are chosen by logits and a bias, their shares are sigmoids.
+    Family("kolibri", "kolibri1", {
+        "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 48}, expected="either"),
     # Norms before the last projection of attention and of the MLP.
     Family("bitnet", "bitnet"),
     # Values of fewer channels than keys, which are multiplied; sinks.
