@@ -34,6 +34,7 @@ from accel.llm.runtime.kv_quantization import choose_kv_dtypes, described
 from accel.llm.runtime.layer_spec import LayerSpec
 from accel.llm.runtime.lm_head import OutputHead, match_head, match_table
 from accel.parallel.agreement import all_agree
+from accel.patching.fast_forward import FastForward
 from accel.patching.rule import Context, ForwardPatch, Match, Rule, Site, Skip
 from accel.quantization.activation_quantization import rounding_linears
 
@@ -172,9 +173,7 @@ def _graphs(forward: SpreadForward, context: Context, keep: bool) -> StretchGrap
     return graphs
 
 
-def _inside(
-    layers: list[LayerForward], context: Context
-) -> tuple[list[ExpertsForward | ScaledInputsForward], list[RouterForward]]:
+def _inside(layers: list[LayerForward], context: Context) -> tuple[list[FastForward], list[RouterForward]]:
     """Experts and routers inside the layers, which are tried with them."""
     found = context.of(DecoderLayers)
     sites = [Site(f"{layer.path}.{name}", m) for layer in layers for name, m in layer.module.named_modules() if name]

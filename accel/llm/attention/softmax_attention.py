@@ -129,8 +129,9 @@ class SoftmaxSpec(AttentionSpec):
     @classmethod
     def ending(cls, layer: LayerRecord, calls: list[Call], found: Formula) -> tuple[Call, ...] | None:
         """The calls of the last projection, and of projections besides those of queries, keys and values."""
-        got, known = found.got, None if layer.known is None else layer.known.attention
-        if got is None and known is not None:
+        got = found.got
+        if got is None:
+            known = layer.known.attention
             named = {layer.name(one.module): one for one in layer.calls}
             norm = None if known.out_norm is None else named.get(known.out_norm.name)
             out, end = named.get(known.out), norm

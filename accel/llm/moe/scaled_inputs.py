@@ -46,17 +46,18 @@ class ScaledInputsForward(FastForward):
         log: FallbackLog,
         names: tuple[str, str, str],
         formula: ExpertFormula,
-        shared: MlpSpec | None,
+        mlp: MlpSpec | None,
         chosen: int,
     ) -> None:
         super().__init__(module, path, kernels, log)
-        self.children, self.formula, self.shared, self.chosen = names, formula, shared, chosen
+        self.children, self.formula, self.mlp, self.chosen = names, formula, mlp, chosen
         self.routing = plain_settings(getattr(module, names[0]))
 
     def parts(self) -> Parts:
         acts = [one for one in self.module.modules() if not one._modules and not one._parameters]
         router, stacks = (getattr(self.module, name) for name in self.children[:2])
-        unhooked = type(router).__new__(type(router))  # hooks on the router itself are no reason
+        kind: type[nn.Module] = type(router)
+        unhooked = kind.__new__(kind)  # hooks on the router itself are no reason
         nn.Module.__init__(unhooked)
         return Parts((self.module, stacks, *acts), (unhooked,))
 
@@ -69,7 +70,7 @@ class ScaledInputsForward(FastForward):
     def fast(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         given: torch.Tensor = next(iter((*args, *kwargs.values())))
         x = given.reshape(-1, given.shape[-1]).contiguous()
-        router, stacks, shared = (getattr(self.module, name) if name else None for name in self.children)
+        router, stacks = (getattr(self.module, name) for name in self.children[:2])
         plain = not hooked(router) and "forward" not in vars(router)
         logits = product_for(self.kernels, x)(x, router.weight, router.bias) if plain else router(x)[1]
         index, shares = self.kernels.route(logits, Routing(self.chosen, "sigmoid"))
@@ -78,8 +79,9 @@ class ScaledInputsForward(FastForward):
         ones = torch.ones_like(shares).reshape(-1, 1)
         y = self.kernels.experts(scaled, index.reshape(-1, 1), ones, weights).view(len(x), -1, x.shape[-1])
         y = y.squeeze(1) if self.chosen == 1 else y.sum(1)
-        if self.shared is not None:
-            y = BoundMlp(self.kernels, shared, self.shared)(self.kernels, NormedInput(x), residual=y)
+        if self.mlp is not None:
+            shared = BoundMlp(self.kernels, getattr(self.module, self.children[2]), self.mlp)
+            y = shared(self.kernels, NormedInput(x), residual=y)
         return y, logits
 
 
@@ -91,10 +93,10 @@ def match_scaled_inputs(site: Site, context: Context) -> Match | Skip | None:
         return None
     if (reason := foreign_forward(module) or side_effects(module)) is not None:
         return Skip(reason)
-    router, stacks, shared = (getattr(module, name) if name else None for name in names)
+    router, stacks = (getattr(module, name) for name in names[:2])
     whole = {value for one in (router, module) for value in vars(one).values() if type(value) is int}
     counts = sorted(value for value in whole if 1 <= value < router.out_features)
-    mlps = [None] if shared is None else list(_mlps(shared))
+    mlps = list(_mlps(getattr(module, names[2]))) if names[2] else [None]
     for formula, mlp, chosen in product(expert_formulas(stacks), mlps, counts):
         parts = site.path, context.kernels, context.log, names, formula, mlp, chosen
         forward = ScaledInputsForward(module, *parts)
@@ -124,7 +126,7 @@ def _children(module: nn.Module) -> tuple[str, str, str] | None:
 def _mlps(module: nn.Module) -> Iterator[MlpSpec]:
     """Gated MLPs that this may be."""
     kinds = nn.Linear, QuantizedLinear
-    linears = {name: one.weight.shape for name, one in module.named_children() if type(one) in kinds}
+    linears = {name: one.weight.shape for name, one in module.named_children() if isinstance(one, kinds)}
     acts = {name: one for name, one in module.named_children() if name not in linears}
     for name, act in acts.items():
         known = activation_name(act) if not act._parameters and len(acts) == 1 and len(linears) == 3 else None
@@ -147,7 +149,7 @@ def _agrees(context: Context, forward: ScaledInputsForward, size: float, variant
 
     for kernels in (context.kernels.plain(), context.kernels):
         candidate = ScaledInputsForward(
-            module, "", kernels, context.log, forward.children, forward.formula, forward.shared, forward.chosen
+            module, "", kernels, context.log, forward.children, forward.formula, forward.mlp, forward.chosen
         ).fast
         plain = kernels is not context.kernels
         found = (

@@ -51,9 +51,11 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     except ValueError as error:  # several texts
         raise NotUnderstood(f"its configuration names no one text model: {error}") from error
     lists = {path: module for path, module in model.named_modules() if type(module) is nn.ModuleList and len(module)}
-    most = depth if depth in map(len, lists.values()) else max(map(len, lists.values()), default=0)
-    parts = isinstance(depth, int) and depth % max(most, 1) == 0
-    stacks = {path: module for path, module in lists.items() if len(module) == most and parts}
+    lengths = {len(module) for module in lists.values()}
+    most = depth if depth in lengths else max(lengths, default=0)
+    if not isinstance(depth, int) or (most and depth % most):
+        lists = {}
+    stacks = {path: module for path, module in lists.items() if len(module) == most}
     stacks = {path: stacks[path] for path in stacks if not any(path.startswith(f"{other}.") for other in stacks)}
     if not stacks:
         raise NotUnderstood(f"no list of {depth} layers")

@@ -81,7 +81,7 @@ def test_experts_of_scaled_inputs_compute_what_they_are_chosen_for():
     stock = make("llama4", num_local_experts=6, num_experts_per_tok=2)
     ours = accel.optimize(copy.deepcopy(stock), cpu="fuse")
     forward = vars(mixture(ours))["forward"]
-    assert type(forward) is ScaledInputsForward and forward.chosen == 2 and forward.shared is not None
+    assert type(forward) is ScaledInputsForward and forward.chosen == 2 and forward.mlp is not None
     x = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         for change in (lambda m: None, lambda m: m.router.weight.mul_(1.5), lambda m: m.experts.down_proj.mul_(1.5)):

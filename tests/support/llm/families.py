@@ -301,12 +301,11 @@ def available(kind: str) -> bool:
 
 
 def layers(model) -> dict[str, nn.Module]:
-    """The decoder layers by path: the first list of modules as long as the model is deep."""
+    """The decoder layers by path: the first list of modules as long as the model is deep, or the longest there is."""
     depth = model.config.get_text_config().num_hidden_layers
-    for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == depth:
-            return {f"{path}.{name}": layer for name, layer in module.named_children()}
-    raise LookupError("no list of layers")
+    lists = {path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    path = max(lists, key=lambda one: (len(lists[one]) == depth, len(lists[one])))
+    return {f"{path}.{name}": layer for name, layer in lists[path].named_children()}
 
 
 def prompt(batch: int = 1, length: int = 9, seed: int = 0) -> torch.Tensor:
