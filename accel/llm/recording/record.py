@@ -279,10 +279,15 @@ class LayerRecord:
         return not (self.stored is None and self.kept is None and self.borrowed is None)
 
     @property
+    def writes(self) -> tuple[Stored, ...]:
+        """All that it put into the cache, of each of its attentions."""
+        return (*(one for one, _ in self.earlier), *(() if self.stored is None else (self.stored,)))
+
+    @property
     def mixers(self) -> tuple[nn.Module, ...]:
         """The modules that put something into the cache, or read what another layer put there."""
-        found = self.borrowed if self.stored is None else self.stored, self.kept
-        return tuple(one.attention for one in (*(before for before, _ in self.earlier), *found) if one is not None)
+        found = (*(self.writes or (self.borrowed,)), self.kept)
+        return tuple(one.attention for one in found if one is not None)
 
     @property
     def attention(self) -> nn.Module:

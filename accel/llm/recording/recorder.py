@@ -290,11 +290,9 @@ class Recorder:
 
     def stored(self, keys: torch.Tensor, values: torch.Tensor, index: int) -> None:
         """Called by the cache with what a layer stores."""
-        before = self.current.stored if self.open else None
-        known = [one.attention for one, _ in self.current.earlier] if self.open else []
-        if not self.open or self.open[-1].module in (*known, before and before.attention):
+        if not self.open or any(one.attention is self.open[-1].module for one in self.current.writes):
             raise NotUnderstood("a layer stores keys and values twice, or something else does")
-        if before is not None:
+        if (before := self.current.stored) is not None:
             self.current.earlier.append((before, self.current.attended))
             self.current.attended = None
         self.current.stored = Stored(self.open[-1].module, index, keys.clone(), values.clone())
