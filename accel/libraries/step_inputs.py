@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from accel.errors import reason_of
-from accel.libraries.cache import cache_argument
+from accel.libraries.cache import NAMES, cache_argument
 from accel.libraries.generation import AS_IMPORTED, PREPARE
 
 MASK, KEEP = "attention_mask", "logits_to_keep"
@@ -36,7 +36,7 @@ def prepares_as_stock(model: PreTrainedModel, attends: bool) -> bool:
     """
     own = partial(getattr(type(model), PREPARE), model)
     usual = partial(AS_IMPORTED[PREPARE], model)
-    name = cache_argument(AS_IMPORTED[PREPARE])
+    name = cache_argument(AS_IMPORTED[PREPARE]) or NAMES[0]
     numbers = {number + more for number in _numbers(model.config.to_dict()) for more in (-1, 0, 1, 2)}
     added: dict[str, Any] | None = None
     try:

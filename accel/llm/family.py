@@ -21,6 +21,7 @@ from accel.llm.generation.self_test import find_convention, guard_of, try_partia
 from accel.llm.generation.trial_warmup import warm_up
 from accel.llm.moe.experts import ExpertsForward, match_experts
 from accel.llm.moe.router import RouterForward, match_router
+from accel.llm.moe.scaled_inputs import ScaledInputsForward, match_scaled_inputs
 from accel.llm.parts.step import ForwardContext
 from accel.llm.parts.thresholded_mlp import match_thresholded_mlp
 from accel.llm.pipeline.forward import SpreadForward
@@ -33,9 +34,11 @@ from accel.llm.runtime.kv_quantization import choose_kv_dtypes, described
 from accel.llm.runtime.layer_spec import LayerSpec
 from accel.llm.runtime.lm_head import OutputHead, match_head, match_table
 from accel.parallel.agreement import all_agree
+from accel.patching.fast_forward import FastForward
 from accel.patching.rule import Context, ForwardPatch, Match, Rule, Site, Skip
 from accel.quantization.activation_quantization import rounding_linears
 
+Mixing = ExpertsForward | RouterForward | ScaledInputsForward
 PARTIAL = "understood, but not the whole model"
 ATTENTION_STOCK = "attention runs stock"
 BATCH_EAGER_CALLS = 4  # of a step size, before its graph is captured: many sizes of batches come a few times only
@@ -48,7 +51,7 @@ class DecoderLayers:
 
     def __init__(self) -> None:
         self.found: dict[str, LayerForward | str] = {}
-        self.inside: dict[str, ExpertsForward | RouterForward | str] = {}
+        self.inside: dict[str, Mixing | str] = {}
         self.rules: dict[str, str] = {}  # by which rule
 
 
@@ -189,22 +192,23 @@ def _graphs(forward: SpreadForward, context: Context, keep: bool) -> StretchGrap
     return graphs
 
 
-def _inside(layers: list[LayerForward], context: Context) -> tuple[list[ExpertsForward], list[RouterForward]]:
+def _inside(layers: list[LayerForward], context: Context) -> tuple[list[FastForward], list[RouterForward]]:
     """Experts and routers inside the layers, which are tried with them."""
     found = context.of(DecoderLayers)
-    whole = (layer for layer in layers if not layer.inner)  # others call them from code of their own
-    sites = [Site(f"{layer.path}.{name}", one) for layer in whole for name, one in layer.own_modules()]
+    sites = [Site(f"{layer.path}.{name}", one) for layer in layers for name, one in layer.own_modules()]
+    mixtures: list[str] = []  # of which one forward does the whole work
     for site, rule in product(sites, MIXTURES):
-        answer = rule.answer(site, context)
+        answer = None if site.path.startswith(tuple(mixtures)) else rule.answer(site, context)
         if answer is not None:
             found.rules[site.path] = rule.name
-        if isinstance(answer, Match) and isinstance(answer.forward, ExpertsForward | RouterForward):
+        if isinstance(answer, Match) and isinstance(answer.forward, Mixing):
             found.inside[site.path] = answer.forward
+            mixtures += [f"{site.path}."] if isinstance(answer.forward, ScaledInputsForward) else []
         elif isinstance(answer, Skip):
             found.inside[site.path] = answer.reason
     forwards = found.inside.values()
     return (
-        [one for one in forwards if isinstance(one, ExpertsForward)],
+        [one for one in forwards if isinstance(one, ExpertsForward | ScaledInputsForward)],
         [one for one in forwards if isinstance(one, RouterForward)],
     )
 
@@ -240,8 +244,8 @@ def match_layer(site: Site, context: Context) -> Match | Skip | None:
     covers = None
     mixer = found.spec.attention
     if found.inner:
-        covers = tuple(one.path.removeprefix(f"{site.path}.") for one in found.inner)
-        note = "its own code runs around its attention"
+        covers = tuple(one.removeprefix(f"{site.path}.") for one in (*inside, *(one.path for one in found.inner)))
+        note = "; ".join(filter(None, ("its own code runs around its attention", note)))
     elif mixer is not None and (reason := found.spec.runs_stock) is not None:
         names = (name for name, _ in found.own_modules())
         covers = tuple(one for one in names if not f"{mixer.name}.".startswith(f"{one}."))
@@ -253,7 +257,11 @@ def match_layer(site: Site, context: Context) -> Match | Skip | None:
     )
 
 
-MIXTURES = (Rule("experts", match_experts), Rule("router", match_router))
+MIXTURES = (
+    Rule("mixture", match_scaled_inputs),
+    Rule("experts", match_experts),
+    Rule("router", match_router),
+)
 RULES = (
     Rule("language model", match_decoder),
     Rule("decoder layer", match_layer),

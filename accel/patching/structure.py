@@ -40,10 +40,12 @@ def transformers_hook(hook: object) -> bool:
     return comes_from(hook, "transformers")
 
 
-def foreign_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks other than those by which transformers collects hidden states into its outputs."""
+def foreign_hooks(module: nn.Module, own: type | tuple = ()) -> bool:
+    """Whether a module has hooks other than those by which transformers collects hidden states into its outputs, and
+    those of a class of our own.
+    """
     hooks = (*vars(module)["_forward_hooks"].values(), *vars(module)["_forward_pre_hooks"].values())
-    return not all(map(transformers_hook, hooks))
+    return not all(isinstance(hook, own) or transformers_hook(hook) for hook in hooks)
 
 
 def tampered(module: nn.Module, stored: bool = False) -> str | None:

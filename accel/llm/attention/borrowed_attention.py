@@ -1,26 +1,32 @@
-"""Softmax attention as of Gemma 4: values that are normed; layers that attend to what an earlier one has stored."""
+"""Softmax attention as of Gemma 4: values that are normed; layers that attend to what an earlier one has stored. And
+values of fewer channels than keys, as of MiMo-V2.
+"""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from accel.comparison import agree
+from accel.comparison import agree, factor, named_factor
 from accel.llm.attention.attention import UnderstoodAttention
 from accel.llm.attention.projections import SEPARATE
 from accel.llm.attention.rotary import SmallStore, rotaries
 from accel.llm.attention.softmax_attention import (
     BoundSoftmaxAttention,
+    Formula,
     Parts,
     SoftmaxSpec,
     formulas_of,
     told,
 )
+from accel.llm.kv_cache.shape import Shape
 from accel.llm.parts.norm import HEADS, TURNED, HeadNorm, NormSpec, given_back, head_norm, norm_spec
 from accel.llm.parts.part import BoundHeadNorm
+from accel.llm.parts.step import Step
 from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import plain_settings
@@ -30,7 +36,7 @@ from accel.patching.guard import plain_settings
 class NormedValuesSpec(SoftmaxSpec):
     """What is stored as values has gone through v_norm."""
 
-    v_norm: HeadNorm
+    v_norm: HeadNorm = field(kw_only=True)
 
     @property
     def norms(self) -> tuple[NormSpec, ...]:
@@ -91,6 +97,91 @@ class BoundNormedValues(BoundSoftmaxAttention):
         """See `BoundSoftmaxAttention`."""
         q, k, v, gate = super().parts(outputs)
         return q, k, None if v is None else self.v_norm(v), gate
+
+
+@dataclass(frozen=True)
+class NarrowValuesSpec(SoftmaxSpec):
+    """Values have `values` channels, no more than keys, and are multiplied by value_scale before they are stored. The
+    kernels are given zeros behind them.
+    """
+
+    values: int = field(kw_only=True)
+    value_scale: float = field(kw_only=True)
+
+    @classmethod
+    def understand(cls, layer: LayerRecord, record: Record) -> UnderstoodAttention | None:
+        stored, calls = layer.stored, layer.inside(layer.attention)
+        if stored is None or stored.values.shape[:3] != stored.keys.shape[:3]:
+            return None
+        options, window, now = told(layer, record)
+        for found in formulas_of(layer, calls, options, now, _narrow_parts, _narrow):
+            if (ending := cls.ending(layer, calls, found)) is not None:
+                names = tuple(layer.name(one.module) for one in found.projections)
+                own = layer.name(layer.attention), plain_settings(layer.attention), names
+                spec = cls(*own, layer.name(ending[0].module), stored.place, window, **found.fields)
+                return UnderstoodAttention(spec, found.projections[0], ending[0])
+        return None
+
+    @classmethod
+    def ending(cls, layer: LayerRecord, calls: list[Call], found: Formula) -> tuple[Call, ...] | None:
+        """See `SoftmaxSpec`."""
+        got = None if found.got is None else _cut(found.got, found.fields["dim"], found.fields["values"])
+        return super().ending(layer, calls, found._replace(got=got))
+
+    def bind(self, kernels: Kernels, layer: nn.Module, stack: bool) -> "BoundNarrowValues":
+        return BoundNarrowValues(kernels, layer, self, stack)
+
+    def cache_layout(self, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None) -> Shape:
+        return super().cache_layout(dtype, device, kv_dtype)._replace(values=self.values)
+
+
+def _narrow(calls: list[Call], layer: LayerRecord) -> Iterator[tuple[tuple[Call, ...], dict]]:
+    """See `projections_of`."""
+    stored = layer.cached
+    values, (_, heads, _, dim) = stored.values.transpose(1, 2).flatten(2), stored.keys.shape
+    whole = [call for call in calls if call.alone and call.made is not None and call.output.held.dim() == 3]
+    for v in (call for call in whole if call.output.held.shape == values.shape):
+        scale = named_factor(factor(v.output.held, values), values.dtype, (layer.attention,))
+        if scale is None or not torch.equal(v.output.held * scale, values):
+            continue
+        beside = [call for call in whole if call is not v and call.input.same(v.input)]
+        for k in (call for call in beside if call.output.held.shape[-1] == heads * dim):
+            for q in (call for call in beside if call is not k and call.output.held.shape[-1] % (heads * dim) == 0):
+                layout = {"layout": SEPARATE, "heads": q.output.held.shape[-1] // dim, "groups": heads}
+                more = {"values": stored.values.shape[3], "value_scale": scale}
+                yield (q, k, v), layout | {"kv_heads": heads, "dim": dim} | more
+
+
+def _narrow_parts(
+    layer: LayerRecord, outputs: list[torch.Tensor], layout: dict[str, Any]
+) -> tuple[Parts, dict[str, Any]] | None:
+    """See `SoftmaxSpec.parts`."""
+    narrow = layout["values"] <= layout["dim"]
+    return (_widened(outputs, layout["dim"], layout["values"], layout["value_scale"]), {}) if narrow else None
+
+
+def _widened(outputs: Sequence[torch.Tensor], dim: int, values: int, scale: float) -> Parts:
+    q, k, v = (y.unflatten(-1, (-1, size)) for y, size in zip(outputs, (dim, dim, values), strict=True))
+    return q, k, F.pad(v if scale == 1.0 else v * scale, (0, dim - values)), None
+
+
+def _cut(y: torch.Tensor, dim: int, values: int) -> torch.Tensor:
+    """Of what attention gives, (rows, tokens, heads * dim), the channels that values have."""
+    return y.unflatten(-1, (-1, dim))[..., :values].flatten(-2)
+
+
+class BoundNarrowValues(BoundSoftmaxAttention):
+    """The same, with values of fewer channels."""
+
+    spec: NarrowValuesSpec
+
+    def attended(self, kernels: Kernels, step: Step, parts: Parts, kwargs: dict) -> torch.Tensor:
+        """See `BoundSoftmaxAttention`."""
+        return _cut(super().attended(kernels, step, parts, kwargs), self.spec.dim, self.spec.values)
+
+    def parts(self, outputs: Sequence[torch.Tensor]) -> Parts:
+        """See `BoundSoftmaxAttention`."""
+        return _widened(outputs, self.spec.dim, self.spec.values, self.spec.value_scale)
 
 
 @dataclass(frozen=True)

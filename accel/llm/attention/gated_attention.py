@@ -46,7 +46,7 @@ class GatedSpec(SoftmaxSpec):
             for (name, bias), activation in product([("", None), *biases], GATE_ACTIVATIONS):
                 if layer.known is not None and (name, activation) != layer.known.attention.gating:
                     continue
-                for out in _ends(layer, calls, found.got, _shifted(gate, bias), activation):
+                for out in gated_ends(layer, calls, found.got, _shifted(gate, bias), activation):
                     found.fields["activation"], found.fields["bias"] = activation, name
                     return out, one
         return None
@@ -85,7 +85,11 @@ class QueryGatedSpec(SoftmaxSpec):
     @classmethod
     def ending(cls, layer: LayerRecord, calls: list[Call], found: Formula) -> tuple[Call, ...] | None:
         gate = found.gate
-        return None if gate is None else next(((out,) for out in _ends(layer, calls, found.got, gate.flatten(2))), None)
+        return (
+            None
+            if gate is None
+            else next(((out,) for out in gated_ends(layer, calls, found.got, gate.flatten(2))), None)
+        )
 
     def bind(self, kernels: Kernels, layer: nn.Module, stack: bool) -> "BoundQueryGatedAttention":
         return BoundQueryGatedAttention(kernels, layer, self, stack)
@@ -107,7 +111,7 @@ def _beside(outputs: Sequence[torch.Tensor], *layout: Any) -> Parts:
     return q, k, v, gate
 
 
-def _ends(
+def gated_ends(
     layer: LayerRecord, calls: list[Call], got: torch.Tensor | None, gate: torch.Tensor, activation: str = "sigmoid"
 ) -> Iterator[Call]:
     """The calls whose input is what attention gives times activation(gate). got: as of `Formula`."""
@@ -116,7 +120,7 @@ def _ends(
     for out in (call for call in calls if call.alone):
         if layer.known is not None and layer.name(out.module) != layer.known.attention.out:
             continue
-        if got is None or agree(_gated(got, gate, activation), out.input.held, slack=2.0):
+        if got is None or agree(gated_result(got, gate, activation), out.input.held, slack=2.0):
             yield out
 
 
@@ -125,6 +129,6 @@ def _shifted(gate: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return gate if bias is None else (gate.unflatten(-1, (len(bias), -1)) + bias[:, None]).flatten(-2)
 
 
-def _gated(got: torch.Tensor, gate: torch.Tensor, activation: str) -> torch.Tensor:
+def gated_result(got: torch.Tensor, gate: torch.Tensor, activation: str) -> torch.Tensor:
     """got: (rows, tokens, heads * D); gate: the same, or (rows, tokens, heads)."""
     return (got.unflatten(-1, (gate.shape[2], -1)) * GATE_ACTIVATIONS[activation](gate)[..., None]).flatten(2)

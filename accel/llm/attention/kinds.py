@@ -1,7 +1,7 @@
 """All kinds of attention, and the search among them."""
 
 from accel.llm.attention.attention import AttentionSpec, UnderstoodAttention
-from accel.llm.attention.borrowed_attention import BorrowedSpec, NormedValuesSpec
+from accel.llm.attention.borrowed_attention import BorrowedSpec, NarrowValuesSpec, NormedValuesSpec
 from accel.llm.attention.gated_attention import GatedSpec, QueryGatedSpec
 from accel.llm.attention.latent_attention import LatentSpec
 from accel.llm.attention.linear_attention import LinearSpec
@@ -22,6 +22,7 @@ ATTENTION_KINDS: tuple[type[AttentionSpec], ...] = (
     GatedSpec,
     QueryGatedSpec,
     NormedValuesSpec,
+    NarrowValuesSpec,
     BorrowedSpec,
 )
 

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accel_kernels import Norm
 from accel_kernels.attention.paged.paged_attention import rotated
 from torch import nn
 
 from accel.comparison import agree, factor, named_factor
 from accel.llm.attention.attention import AttentionSpec, UnderstoodAttention
+from accel.llm.attention.gated_attention import GATE_ACTIVATIONS, gated_ends, gated_result
 from accel.llm.attention.rotary import Rotary, rotary_candidates
 from accel.llm.attention.softmax_attention import told
 from accel.llm.kv_cache.shape import LatentShape
@@ -29,11 +31,13 @@ from accel.patching.guard import as_understood, changed_since, plain_settings
 
 @dataclass(frozen=True)
 class LatentSpec(AttentionSpec):
-    """Queries over stored latents. projections: of queries, or to what these are made of, and to the latent.
+    """Queries over stored latents. projections: of queries, or to what these are made of, to the latent, and perhaps of
+    a gate, with an `activation`, for what each head or each channel gives.
 
     q_norm, q_up: of queries that come from a projection of low rank, its norm and the linear behind it; else None.
-    norm: of the latent. up: the linear that makes a head's key and value of a latent. heads: of `nope` channels of
-    their own and `rope` shared ones, and of `values`. rank, rotary, to_halves, scale: as `latent_attention` takes them.
+    norm: of the latent, which is then multiplied by norm_scale. up: the linear that makes a head's key and value of a
+    latent. heads: of `nope` channels of their own and `rope` shared ones, and of `values`. rank, rotary, to_halves,
+    scale: as `latent_attention` takes them.
     """
 
     q_norm: NormSpec | None
@@ -48,6 +52,8 @@ class LatentSpec(AttentionSpec):
     rotary: Rotary | None
     to_halves: bool
     scale: float
+    norm_scale: float = 1.0
+    activation: str | None = None
 
     @property
     def norms(self) -> tuple[NormSpec, ...]:
@@ -73,7 +79,7 @@ class LatentSpec(AttentionSpec):
         latents = next(_latents(layer, calls), None)
         if latents is None:
             return None
-        down, normed = latents
+        down, normed, norm_scale = latents
         attended = layer.attended
         if attended is None:
             raise NotUnderstood("its latents are not attended to by transformers' own functions")
@@ -91,16 +97,16 @@ class LatentSpec(AttentionSpec):
         for rotary, to_halves in _rotations(layer, shared, stored.values.transpose(1, 2)):
             for q, before in _queries(layer, calls, attended, width - rope, rotary, to_halves):
                 for up, values, got in _attended(calls, stored.keys, stored.values, attended, width - rope):
-                    out = next((c for c in calls if c.alone and agree(got, c.input.held, slack=2.0)), None)
-                    ways = _ways(calls, q, down)
-                    if out is None or ways is None:
+                    ending, ways = next(_endings(layer, calls, got, down, heads), None), _ways(calls, q, down)
+                    if ending is None or ways is None:
                         continue
-                    first, q_normed = ways
+                    (out, gate, activation), (first, q_normed) = ending, ways
+                    projections = (first, down, *([] if gate is None else [gate]))
                     told_scale = options.get("scaling")
                     spec = cls(
                         layer.name(stored.attention),
                         plain_settings(stored.attention),
-                        (layer.name(first.module), layer.name(down.module)),
+                        tuple(layer.name(call.module) for call in projections),
                         layer.name(out.module),
                         stored.place,
                         None,
@@ -116,6 +122,8 @@ class LatentSpec(AttentionSpec):
                         rotary=rotary,
                         to_halves=to_halves,
                         scale=before * (width**-0.5 if told_scale is None else told_scale),
+                        norm_scale=norm_scale,
+                        activation=activation,
                     )
                     return UnderstoodAttention(spec, first, out)
         raise NotUnderstood("its queries, scores or result are of another formula than latent attention's")
@@ -163,18 +171,18 @@ class BoundLatentAttention:
 
     def __call__(self, kernels: Kernels, step: Step, h: NormedInput, kwargs: dict) -> torch.Tensor:
         """See `BoundAttention`."""
-        q, compressed = self.projected(kernels, h)
+        q, compressed, *gate = self.projected(kernels, h)
         if self.q_up is not None:
             q = self.q_up(kernels, NormedInput(q.contiguous(), self.q_norm))
-        return self.attended(kernels, step, q, compressed, step.kvs[self.spec.index], kwargs)
+        return self.gated(self.attended(kernels, step, q, compressed, step.kvs[self.spec.index], kwargs), *gate)
 
-    def projected(self, kernels: Kernels, h: NormedInput) -> tuple[torch.Tensor, torch.Tensor]:
-        """What queries are made of, and the latents before their norm with the shared parts of keys."""
+    def projected(self, kernels: Kernels, h: NormedInput) -> tuple[torch.Tensor, ...]:
+        """What queries are made of, the latents before their norm with the shared parts of keys, and any gate."""
         if self.joint is None:
-            q, compressed = (linear(kernels, h) for linear in self.projections)
+            q, compressed, *gate = (linear(kernels, h) for linear in self.projections)
         else:
-            q, compressed = part_product(kernels, self.joint, h).split(self.sizes, dim=-1)
-        return q, compressed
+            q, compressed, *gate = part_product(kernels, self.joint, h).split(self.sizes, dim=-1)
+        return q, compressed, *gate
 
     def angles(self, step: Step, kwargs: dict) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Cosines and sines; None without a rotation."""
@@ -187,6 +195,15 @@ class BoundLatentAttention:
         """That makes keys and values of latents."""
         return self.up.operands()[0] if self.written is None else self.written
 
+    def scaled_norm(self) -> Norm:
+        """Of the latents; made anew where they are multiplied, as the weight may change in place."""
+        norm, scale = self.norm, self.spec.norm_scale
+        return norm if scale == 1.0 or norm.weight is None else norm._replace(weight=norm.weight.float() * scale)
+
+    def gated(self, y: torch.Tensor, *gate: torch.Tensor) -> torch.Tensor:
+        """What is projected."""
+        return y if self.spec.activation is None else gated_result(y, gate[0], self.spec.activation)
+
     def attended(
         self, kernels: Kernels, step: Step, q: torch.Tensor, compressed: torch.Tensor, kv: Any, kwargs: dict
     ) -> torch.Tensor:
@@ -195,26 +212,45 @@ class BoundLatentAttention:
         cos, sin = self.angles(step, kwargs)
         return kernels.latent_attention(
             q.unflatten(-1, (-1, spec.nope + spec.rope)), compressed, kv,
-            self.weight().unflatten(0, (-1, spec.nope + spec.values)), spec.scale, norm=self.norm, cos=cos, sin=sin,
+            self.weight().unflatten(0, (-1, spec.nope + spec.values)), spec.scale, norm=self.scaled_norm(),
+            cos=cos, sin=sin,
             interleaved=rotary is not None and rotary.interleaved, to_halves=spec.to_halves, dense=kernels.prompt,
         )  # fmt: skip
 
 
-def _latents(layer: LayerRecord, calls: list[Call]) -> Iterator[tuple[Call, Call]]:
-    """The projection of latents and shared parts of keys, and the norm whose output is stored."""
+def _latents(layer: LayerRecord, calls: list[Call]) -> Iterator[tuple[Call, Call, float]]:
+    """The projection of latents and shared parts of keys, and the norm of which a multiple is stored."""
     stored = layer.cached
     rows, _, tokens, rank = stored.keys.shape
     flat = [call for call in calls if call.alone and call.made is not None]
     for normed in flat:
         made = normed.output.held
-        if made.numel() != stored.keys.numel() or not torch.equal(made.reshape(stored.keys.shape), stored.keys):
+        if made.numel() != stored.keys.numel():
+            continue
+        made = made.reshape(stored.keys.shape)
+        scale = named_factor(factor(made, stored.keys), made.dtype, (layer.attention,))
+        if scale is None or not torch.equal(made * scale, stored.keys):
             continue
         for down in flat:
             y = down.output.held
             if y.shape != (rows, tokens, rank + stored.values.shape[3]):
                 continue
             if torch.equal(y[..., :rank].flatten(), normed.input.held.flatten()):
-                yield down, normed
+                yield down, normed, scale
+
+
+def _endings(
+    layer: LayerRecord, calls: list[Call], got: torch.Tensor, down: Call, heads: int
+) -> Iterator[tuple[Call, Call | None, str | None]]:
+    """The last projection, and the one of a gate of what it is given, with its activation; None for no gate."""
+    known = None if layer.known is None else layer.known.attention
+    yield from ((c, None, None) for c in calls if c.alone and agree(got, c.input.held, slack=2.0))
+    for gate in (call for call in calls if call.alone and call.made is not None and call.input.same(down.input)):
+        if gate is down or gate.output.held.shape[-1] not in (heads, got.shape[-1]):
+            continue
+        for activation in GATE_ACTIVATIONS if known is None else filter(None, [known.activation]):
+            for out in gated_ends(layer, calls, got, gate.output.held, activation):
+                yield out, gate, activation
 
 
 def _turned(layer: LayerRecord, t: torch.Tensor, rotary: Rotary | None, to_halves: bool) -> torch.Tensor:

@@ -24,8 +24,9 @@ from accel.patching.fast_forward import Kernels
 
 @dataclass(frozen=True)
 class PairSpec(AttentionSpec):
-    """both: the one with keys and values, and the one with a state; its other fields are those of the first, but for
-    the projections of both. inputs, outputs: by what the input of each is multiplied, and what it gives.
+    """both: the one with keys and values, and the one with a state, or several of one kind, one behind the other; its
+    other fields are those of the first, but for the projections of all. inputs, outputs: by what the input of each is
+    multiplied, and what it gives.
     """
 
     both: tuple[AttentionSpec, ...]
@@ -46,7 +47,7 @@ class PairSpec(AttentionSpec):
 
     @property
     def keeps_state(self) -> bool:
-        return True
+        return any(part.keeps_state for part in self.both)
 
     @property
     def keywords(self) -> tuple[str, ...]:
@@ -98,12 +99,18 @@ def each_alone(layer: LayerRecord) -> tuple[LayerRecord, ...]:
     """The record with one attention each."""
     if len(layer.mixers) < 2:
         return (layer,) if layer.mixers else ()
-    known = [None, None] if layer.known is None else [replace(layer.known, attention=p) for p in _known(layer).both]
-    return replace(layer, kept=None, known=known[0]), replace(layer, stored=None, known=known[1])
+    alone = [replace(layer, kept=None, stored=one, attended=attended, earlier=[]) for one, attended in layer.earlier]
+    alone.append(replace(layer, kept=None, earlier=[]))
+    alone += [] if layer.kept is None else [replace(layer, stored=None, attended=None, earlier=[])]
+    known = [None] * len(alone)
+    known = known if layer.known is None else [replace(layer.known, attention=one) for one in _known(layer).both]
+    return tuple(replace(one, known=knows) for one, knows in zip(alone, known, strict=True))
 
 
 def joined(parts: list[AttentionSpec]) -> PairSpec:
-    """One spec of both, without what is done to inputs and outputs."""
+    """One spec of all, without what is done to inputs and outputs. Raises NotUnderstood."""
+    if len({one.window for one in parts if not one.keeps_state}) > 1:
+        raise NotUnderstood("its attentions see other keys")
     first, projections = parts[0], tuple(name for part in parts for name in part.projections)
     own = first.name, first.settings, projections, first.out, first.index, first.window
     return PairSpec(*own, tuple(parts), (), ())

@@ -18,8 +18,8 @@ from accel.llm.attention.position_terms import POSITIONS, GivenScale, QueryScale
 from accel.llm.attention.projections import projections_of, split
 from accel.llm.attention.rotary import Rotary, SmallStore, Turning, turnings
 from accel.llm.kv_cache.shape import Shape
-from accel.llm.parts.norm import HeadNorm, NormSpec
-from accel.llm.parts.part import BoundHeadNorm, BoundLinear, NormedInput, part_product, stacked
+from accel.llm.parts.norm import HeadNorm, NormSpec, norm_spec, normlike
+from accel.llm.parts.part import BoundHeadNorm, BoundLinear, BoundNorm, NormedInput, part_product, stacked
 from accel.llm.parts.step import Step
 from accel.llm.recording.mask_tables import window_of_table
 from accel.llm.recording.plain_attention import plain_attention
@@ -50,7 +50,8 @@ class SoftmaxSpec(AttentionSpec):
 
     groups: heads of keys in the projections; kv_heads: in the store, a multiple of it where a model repeats them, as
     Falcon does. norms_after, scale, window, softcap, slopes: as `accel_kernels.paged_attention` takes them; sinks: the
-    name of that parameter. key_scale: by which keys are multiplied before they are rotated.
+    name of that parameter. key_scale: by which keys are multiplied before they are rotated. out_norm: of what the last
+    projection is given, as in BitNet.
     """
 
     layout: str
@@ -68,12 +69,14 @@ class SoftmaxSpec(AttentionSpec):
     softcap: float | None
     sinks: str | None
     slopes: torch.Tensor | None
+    out_norm: NormSpec | None = None
 
     activation, bias = "sigmoid", ""  # of a gate, where there is one, see `GatedSpec`
 
     @property
     def norms(self) -> tuple[NormSpec, ...]:
-        return tuple(one.norm for one in (self.q_norm, self.k_norm) if one is not None)
+        heads = (one.norm for one in (self.q_norm, self.k_norm) if one is not None)
+        return (*heads, *(() if self.out_norm is None else (self.out_norm,)))
 
     @property
     def has_position_bias(self) -> bool:
@@ -128,11 +131,24 @@ class SoftmaxSpec(AttentionSpec):
         """The calls of the last projection, and of projections besides those of queries, keys and values."""
         got = found.got
         if got is None:
-            return next(((one,) for one in layer.calls if layer.name(one.module) == layer.known.attention.out), None)
-        behind = [
-            call for call in layer.calls if call.parent is not layer.attention and not any(call.module.children())
-        ]
-        return next(((one,) for one in (*calls, *behind) if one.alone and agree(got, one.input.held, slack=2.0)), None)
+            known = layer.known.attention
+            named = {layer.name(one.module): one for one in layer.calls}
+            norm = None if known.out_norm is None else named.get(known.out_norm.name)
+            out, end = named.get(known.out), norm
+        else:
+            behind = [one for one in layer.calls if one.parent is not layer.attention]
+            behind = [one for one in behind if not any(one.module.children())]
+            given = (one for one in (*calls, *behind) if one.alone and agree(got, one.input.held, slack=2.0))
+            out = end = next(given, None)
+            if end is not None and normlike(layer, end):
+                out = next((one for one in calls if one.alone and end.output.same(one.taken)), None)
+        if out is None:
+            return None
+        if end is not None and end is not out:
+            if not end.output.same(out.taken):
+                return None
+            found.fields["out_norm"] = norm_spec(layer, end)
+        return (out,)
 
     def bind(self, kernels: Kernels, layer: nn.Module, stack: bool) -> "BoundSoftmaxAttention":
         return BoundSoftmaxAttention(kernels, layer, self, stack)
@@ -156,6 +172,7 @@ class BoundSoftmaxAttention:
 
         self.spec, self.module = spec, layer.get_submodule(spec.name)
         self.q_norm, self.k_norm = head_norm(spec.q_norm), head_norm(spec.k_norm)
+        self.out_norm = None if spec.out_norm is None else BoundNorm(kernels, layer, spec.out_norm)
         self.projections = [BoundLinear(layer.get_submodule(name)) for name in spec.projections]
         self.joint = stacked(self.projections, stack)
         self.sizes = (
@@ -167,7 +184,8 @@ class BoundSoftmaxAttention:
 
     def __call__(self, kernels: Kernels, step: Step, h: NormedInput, kwargs: dict) -> torch.Tensor:
         """See `BoundAttention`."""
-        return self.attended(kernels, step, self.parts(self.projected(kernels, h)), kwargs)
+        y = self.attended(kernels, step, self.parts(self.projected(kernels, h)), kwargs)
+        return y if self.out_norm is None else self.out_norm(y)
 
     def parts(self, outputs: Sequence[torch.Tensor]) -> Parts:
         """What the projections give, by heads."""
@@ -221,10 +239,15 @@ def _normed(t: torch.Tensor | None, norm: BoundHeadNorm | None) -> tuple:
 
 
 def formulas_of(
-    layer: LayerRecord, calls: list[Call], options: dict, window: int | None, parts: Callable
+    layer: LayerRecord,
+    calls: list[Call],
+    options: dict,
+    window: int | None,
+    parts: Callable,
+    sought: Callable = projections_of,
 ) -> Iterator[Formula]:
-    """Those that fit the recorded queries and keys. parts: see `SoftmaxSpec.parts`."""
-    for projections, layout in projections_of(calls, layer):
+    """Those that fit the recorded queries and keys. parts: see `SoftmaxSpec.parts`; sought: see `projections_of`."""
+    for projections, layout in sought(calls, layer):
         found_parts = parts(layer, [call.output.held for call in projections], layout)
         if found_parts is None:
             continue

@@ -32,7 +32,6 @@ from accel.llm.kv_cache.cache import adopt, tokens_in
 from accel.llm.kv_cache.pending_step import LatestForward
 from accel.llm.kv_cache.shape import LayerShape, StateShape
 from accel.llm.kv_cache.store import Store
-from accel.llm.moe.experts import ExpertsForward
 from accel.llm.moe.router import RouterForward
 from accel.llm.parts.step import ForwardContext, Step
 from accel.llm.recording.implementation import unpaged
@@ -67,7 +66,7 @@ class DecoderForward(FastForward):
         self.places = sorted(place for layer in layers for place in layer.spec.places)  # in a store
         self.biased = any(layer.spec.has_position_bias for layer in layers)  # scores, by distance
         self.keeps_state = any(layer.spec.keeps_state for layer in layers)
-        self.experts: list[ExpertsForward] = []  # those in the layers that are fused
+        self.experts: list[FastForward] = []  # those in the layers that are fused
         self.routers: list[RouterForward] = []
         self.model_guard: ModelGuard | None = None  # once the model has been tried
         self.runner: GraphRunner | None = None

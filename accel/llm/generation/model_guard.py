@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from accel.cuda_graphs.fingerprint import VERSION
+from accel.in_flight import Here
 from accel.libraries.attention import ATTENTION, PAGED
 from accel.libraries.experts import CHOSEN, EXPERTS
 from accel.llm.recording.implementation import foreign_experts, lent_configs, undecorated
@@ -90,7 +91,7 @@ class ModelGuard:
     def _has_hooks(self, modules: dict[str, nn.Module]) -> str | None:
         """Why code of the user's would see arguments that stock does not pass. Hooks of transformers read none."""
         for path, (_, plain) in self.shown.items():
-            reason = "forward hooks" if foreign_hooks(modules[path]) else None
+            reason = "forward hooks" if foreign_hooks(modules[path], own=Here) else None
             reason = reason or (replaced_forward(modules[path]) if plain else None)
             if reason is not None:
                 return f"{path} has {reason}, which would be shown an empty cache"

@@ -63,12 +63,14 @@ def routing_modules(forward: DecoderForward) -> list[nn.Module]:
     Modules whose work a fused forward does are left out.
     """
     mine = {layer.module for layer in forward.layers if not layer.inner or not _stacks(layer.module)}
-    routers = {module for one in forward.routers for module in one.module.modules()}
+    done = {module for one in forward.routers for module in one.module.modules()}
+    done |= {module for one in forward.experts for module in one.module.modules() if module is not one.module}
+    inner = {module for layer in forward.layers for one in layer.inner for module in one.module.modules()}
     others = [layer for layer in forward.module.get_submodule(forward.stack).children() if layer not in mine]
     wholes = (*routed_modules(forward), *others)
     inside = (module for whole in wholes for module in whole.modules() if module is not whole)
     holding = (module for module in inside if any(True for _ in chain(module.parameters(), module.buffers())))
-    return [module for module in holding if module not in routers]
+    return [module for module in holding if module not in done and inner.isdisjoint(module.modules())]
 
 
 def _stacks(module: nn.Module) -> bool:

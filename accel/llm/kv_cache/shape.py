@@ -16,7 +16,8 @@ class Shape(NamedTuple):
     """What one layer keeps for a token: keys and values of (heads, dim) each.
 
     dtype: of what goes in and comes out. kv_dtype: the 8-bit dtype in which they are stored, with a float32 scale for
-    each token and head, see `accel_kernels.attention.paged.kv_quantization`; None: they are stored as they are.
+    each token and head, see `accel_kernels.attention.paged.kv_quantization`; None: they are stored as they are. values:
+    channels of a value where these are fewer, and zeros are stored behind them; else 0.
     """
 
     heads: int
@@ -24,6 +25,7 @@ class Shape(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     kv_dtype: torch.dtype | None = None
+    values: int = 0
 
     @property
     def size(self) -> int:
@@ -63,8 +65,8 @@ class Shape(NamedTuple):
 
     def takes(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Whether these, (rows, heads, tokens, dim) each, are such keys and values."""
-        mine = (self.heads, self.dim, self.dtype, self.device)
-        return all((t.shape[1], t.shape[3], t.dtype, t.device) == mine for t in (keys, values))
+        found = [(t.shape[1], t.shape[3], t.dtype, t.device) for t in (keys, values)]
+        return found == [(self.heads, dim, self.dtype, self.device) for dim in (self.dim, self.values or self.dim)]
 
     def views(self, kept: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Keys, values and any scales of one layer, of its parts of each tensor of `empty`."""
@@ -72,11 +74,11 @@ class Shape(NamedTuple):
 
     def stored(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As a store takes them, (rows, tokens, heads, dim) each."""
-        return keys, values
+        return keys, torch.nn.functional.pad(values, (0, self.dim - self.values)) if self.values else values
 
     def shown(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The reverse of `stored`, as views."""
-        return keys, values
+        return keys, values[..., : self.values or self.dim]
 
 
 class LatentShape(NamedTuple):

@@ -35,7 +35,8 @@ BEYOND = 4.0  # in times of the largest number that the module holds, which may 
 class ExpertFormula:
     """Which parameters hold what, by name. stacks: gates and ups, then downs; biases: of both, or none.
 
-    transposed: stored as (experts, inputs, outputs). interleaved: see `ExpertWeights`.
+    transposed: stored as (experts, inputs, outputs). interleaved: see `ExpertWeights`. idle: of experts, which stand
+    behind the others and give what they are given, as in LongCat.
     """
 
     stacks: tuple[str, str]
@@ -43,6 +44,7 @@ class ExpertFormula:
     transposed: bool
     interleaved: bool
     gating: Gating
+    idle: int = 0
 
     def weights(self, module: nn.Module) -> ExpertWeights:
         """As the module holds them now."""
@@ -54,13 +56,14 @@ class ExpertFormula:
         else:
             parts = (local(own[name]) for name in self.stacks)
             gate_up, down = (part.transpose(1, 2) if self.transposed else part for part in parts)
+            gate_up = gate_up[: len(down)]
         return ExpertWeights(gate_up, down, self.gating, self.interleaved, *(local(own[name]) for name in self.biases))
 
 
 def holds_experts(module: nn.Module) -> bool:
     """Whether a module has two stacks of matrices, and takes tokens, choices and shares."""
-    stacks = [shape[0] for shape in _shapes(module).values() if len(shape) == 3]
-    return len(stacks) == 2 and len(set(stacks)) == 1 and len(stock_parameters(module)) == 3
+    stacks = [shape for shape in _shapes(module).values() if len(shape) == 3]
+    return len(stacks) == 2 and len(stock_parameters(module)) == 3
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -81,12 +84,14 @@ def expert_formulas(module: nn.Module) -> Iterator[ExpertFormula]:
         for transposed in (False, True):
             inner, hidden = sizes if transposed else reversed(sizes)
             for gated, many in ((True, 2 * inner), (False, inner)):
-                wide = (experts, hidden, many) if transposed else (experts, many, hidden)
+                idle, *wide = own[first][0] - experts, *((hidden, many) if transposed else (many, hidden))
                 shapes = [own[name] for name in biases]
-                if own[first] != wide or shapes not in ([], [(experts, many), (experts, hidden)]):
+                if [*own[first][1:]] != wide or shapes not in ([], [(experts, many), (experts, hidden)]):
+                    continue
+                if idle < 0 or (idle and biases):
                     continue
                 for interleaved, gating in product((False, True), gatings) if gated else plain:
-                    yield ExpertFormula((first, second), biases, transposed, interleaved, gating)
+                    yield ExpertFormula((first, second), biases, transposed, interleaved, gating, idle)
 
 
 def numbers(module: nn.Module) -> list[float]:
@@ -95,7 +100,7 @@ def numbers(module: nn.Module) -> list[float]:
 
 
 def _gatings(module: nn.Module) -> Iterator[Gating]:
-    acts = list(module.children())
+    acts = [one for one in module.children() if type(one) is not nn.Identity]
     if len(acts) > 1 or any(True for act in acts for _ in act.parameters()):
         return
     name = activation_name(acts[0]) if acts else "silu"
@@ -161,7 +166,10 @@ class ExpertsForward(FastForward):
         sharding = self.sharding
         if sharding is not None and sharding.first:
             index = index - sharding.first
-        y = self.kernels.experts(x.contiguous(), index.contiguous(), shares.contiguous(), self._weights())
+        weights = self._weights()
+        y = self.kernels.experts(x.contiguous(), index.contiguous(), shares.contiguous(), weights)
+        if self.formula.idle:
+            y = torch.addcmul(y, x, (shares * (index >= weights.experts)).sum(-1, keepdim=True).to(x.dtype))
         return y if sharding is None else sharding.ranks.reduce(y)
 
     def with_shared(
@@ -201,6 +209,8 @@ def match_experts(site: Site, context: Context) -> Match | Skip | None:
     found = find_formula(whole, context, (context.kernels.plain(), context.kernels))
     if isinstance(found, str):
         return Skip(found)
+    if sharding is not None and found.idle:
+        return Skip("experts that give what they are given, divided among ranks")
     return Match(ExpertsForward(module, site.path, context.kernels, context.log, found, sharding))
 
 
@@ -233,6 +243,8 @@ def _disagreement(
         """size: root mean square of gates and ups of the first expert, without biases."""
         x = example(module, PROBED, weights.hidden)
         index = torch.arange(2 * PROBED, device=x.device).view(PROBED, 2) % weights.experts
+        if formula.idle:
+            index[1:, 1] = torch.tensor([0, formula.idle - 1], device=x.device) + weights.experts
         shares = torch.rand(PROBED, 2, generator=torch.Generator().manual_seed(0), device="cpu").to(x)
         gate_up, _ = weights.matrices(0, x.dtype)
         first = (x.float() @ gate_up.detach().float().t()).square().mean().sqrt()

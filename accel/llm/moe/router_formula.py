@@ -271,7 +271,7 @@ def _ways_to_choose(module: nn.Module, chosen: int, experts: int) -> Iterator[Ro
         if 1 < groups < experts and 1 <= kept < groups and experts % groups == 0 and best <= experts // groups
         if kept * (experts // groups) >= chosen
     ]
-    for more, score in product(({}, *grouped), ("none", "softmax", "sigmoid")):
+    for more, score in product(({}, *grouped, {"by_logits": True}), ("none", "softmax", "sigmoid")):
         yield Routing(chosen, score, **more)
 
 

@@ -44,6 +44,8 @@ def experts(model: PreTrainedModel, scheme: Scheme, find: Find) -> tuple[dict[st
         if not holds_experts(module):
             continue
         found = _refuses(where, module) or _unread(next(module.parameters()).device, scheme) or find(_whole(module))
+        if isinstance(found, ExpertFormula) and found.idle:
+            found = "some of its experts have no matrices of their own"
         if isinstance(found, ExpertFormula):
             stacks = ExpertStacks(module, found.stacks, found.transposed)
             refused = [f"{name}: {why}" for name in stacks.names if (why := scheme.refuses(stacks.inputs(name)))]

@@ -228,9 +228,9 @@ class LayerRecord:
     """One layer's run. ran: the call of the layer itself; calls: those of modules inside.
 
     kinds: norm kinds by settings, shared by the records of all layers. known: in an amplified record, the formula found
-    in an ordinary one. borrowed: what an earlier layer stored and this one attends to. most_positions: rows of the
-    model's table of positions, None without one. shown_length: how many tokens the cache said it holds when the layer
-    asked, None where it did not.
+    in an ordinary one. borrowed: what an earlier layer stored and this one attends to. earlier: what attentions before
+    the last one stored and were given, where it has several. most_positions: rows of the model's table of positions,
+    None without one. shown_length: how many tokens the cache said it holds when the layer asked, None where it did not.
     """
 
     layer: nn.Module
@@ -243,12 +243,13 @@ class LayerRecord:
     borrowed: Stored | None = None
     kept: KeptState | None = None
     attended: Attended | None = None
+    earlier: list[tuple[Stored, Attended | None]] = field(default_factory=list)
     most_positions: int | None = None
     shown_length: int | None = None
 
     def forget(self, scores: bool) -> None:
         """Drops what was seen, which in all layers is hundreds of megabytes; `scores`: but for queries and keys."""
-        self.ran, self.calls, self.kept, self.borrowed = None, [], None, None
+        self.ran, self.calls, self.kept, self.borrowed, self.earlier = None, [], None, None, []
         if not scores:
             self.stored = self.attended = None
             return
@@ -278,9 +279,14 @@ class LayerRecord:
         return not (self.stored is None and self.kept is None and self.borrowed is None)
 
     @property
+    def writes(self) -> tuple[Stored, ...]:
+        """All that it put into the cache, of each of its attentions."""
+        return (*(one for one, _ in self.earlier), *(() if self.stored is None else (self.stored,)))
+
+    @property
     def mixers(self) -> tuple[nn.Module, ...]:
         """The modules that put something into the cache, or read what another layer put there."""
-        found = self.borrowed if self.stored is None else self.stored, self.kept
+        found = (*(self.writes or (self.borrowed,)), self.kept)
         return tuple(one.attention for one in found if one is not None)
 
     @property

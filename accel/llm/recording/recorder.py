@@ -44,15 +44,18 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """The stack of layers and its path: the ModuleList as long as the model is deep that a text goes through.
 
     Where there are several of that length, as of a vision and a text tower, the one that runs last before the output
-    head. Raises NotUnderstood.
+    head; where there is none, as layers have several attentions that count each, the longest. Raises NotUnderstood.
     """
     try:
         depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     except ValueError as error:  # several texts
         raise NotUnderstood(f"its configuration names no one text model: {error}") from error
-    stacks = {
-        path: module for path, module in model.named_modules() if type(module) is nn.ModuleList and len(module) == depth
-    }
+    lists = {path: module for path, module in model.named_modules() if type(module) is nn.ModuleList and len(module)}
+    lengths = {len(module) for module in lists.values()}
+    most = depth if depth in lengths else max(lengths, default=0)
+    if not isinstance(depth, int) or (most and depth % most):
+        lists = {}
+    stacks = {path: module for path, module in lists.items() if len(module) == most}
     stacks = {path: stacks[path] for path in stacks if not any(path.startswith(f"{other}.") for other in stacks)}
     if not stacks:
         raise NotUnderstood(f"no list of {depth} layers")
@@ -287,8 +290,11 @@ class Recorder:
 
     def stored(self, keys: torch.Tensor, values: torch.Tensor, index: int) -> None:
         """Called by the cache with what a layer stores."""
-        if not self.open or self.current.stored is not None:
+        if not self.open or any(one.attention is self.open[-1].module for one in self.current.writes):
             raise NotUnderstood("a layer stores keys and values twice, or something else does")
+        if (before := self.current.stored) is not None:
+            self.current.earlier.append((before, self.current.attended))
+            self.current.attended = None
         self.current.stored = Stored(self.open[-1].module, index, keys.clone(), values.clone())
 
     def kept(self, part: str, tensor: torch.Tensor, index: int, number: int) -> None:

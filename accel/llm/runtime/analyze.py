@@ -127,7 +127,7 @@ def formulas(
             unknown.append(f"{layer.path}: {reason}")
         if not isinstance(spec, str):
             found.append((layer, spec))
-    places = sorted(spec.place for _, spec in found if spec.place is not None)
+    places = sorted(place for _, spec in found for place in spec.cached)
     stock = any(spec.runs_stock for _, spec in found)
     if unknown and not (some and (places or stock)):
         raise NotUnderstood(keeps_more(model) or unknown[0])

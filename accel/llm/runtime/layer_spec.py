@@ -63,6 +63,12 @@ class LayerSpec:
         return tuple(one.index for one in self.stored)
 
     @property
+    def cached(self) -> tuple[int, ...]:
+        """Those of layers of the cache: a state beside keys and values has none of its own."""
+        several = len(self.stored) > 1
+        return tuple(one.index for one in self.stored if not (several and one.keeps_state))
+
+    @property
     def stored(self) -> tuple[AttentionSpec, ...]:
         """The attentions that have something in a store."""
         return () if self.attention is None or self.borrows or self.runs_stock else self.attention.mixers

@@ -40,9 +40,9 @@ class MlpSpec:
     """One MLP. first: the projections of the input: one, or gate and up; down: the last; empty where `whole` is called.
 
     halves: the one projection gives gate and up, True for gate first, False for up first; None for no gate in it.
-    scale: by which the gate is multiplied before its activation. whole: the module of them all, where there is one;
-    alone: it takes the input and nothing else, and gives what `down` does. settings: of that module and of the
-    activation's. All by name, from the layer; "" for what there is not.
+    scale: by which the gate is multiplied before its activation. inner: a norm of what `down` is given. whole: the
+    module of them all, where there is one; alone: it takes the input and nothing else, and gives what `down` does.
+    settings: of that module and of the activation's. All by name, from the layer; "" for what there is not.
 
     beside: blocks whose results are added to this one's. before, post: norms of one of these blocks alone. router: it
     is given what the norm is, and gives choices and shares, at the places `chosen` of its result, which `whole` takes.
@@ -65,6 +65,7 @@ class MlpSpec:
     chosen: tuple[int, ...] = ()
     mixture: Mixture | None = None
     route: NormedRouterSpec | None = None
+    inner: NormSpec | None = None
 
     @property
     def blocks(self) -> "tuple[MlpSpec, ...]":
@@ -91,12 +92,15 @@ class MlpSpec:
     @property
     def norms(self) -> list[NormSpec]:
         routers = [one.route.norm for one in self.blocks if one.route is not None]
-        return [*(norm for one in self.blocks for norm in (one.before, one.post) if norm is not None), *routers]
+        return [
+            *(norm for one in self.blocks for norm in (one.before, one.inner, one.post) if norm is not None),
+            *routers,
+        ]
 
 
 def bound_mlp(kernels: Kernels, layer: nn.Module, spec: MlpSpec) -> "BoundMlp | BoundSum":
     """With the tensors of a layer."""
-    return BoundSum(kernels, layer, spec) if spec.beside else BoundMlp(layer, spec)
+    return BoundSum(kernels, layer, spec) if spec.beside else BoundMlp(kernels, layer, spec)
 
 
 class BoundSum:
@@ -106,7 +110,7 @@ class BoundSum:
         def norm(one: NormSpec | None) -> BoundNorm | None:
             return None if one is None else BoundNorm(kernels, layer, one)
 
-        self.blocks = [(BoundMlp(layer, one), norm(one.before), norm(one.post)) for one in spec.blocks]
+        self.blocks = [(BoundMlp(kernels, layer, one), norm(one.before), norm(one.post)) for one in spec.blocks]
         self.routers = [
             BoundRouter(kernels, layer, one.route) if one.route is not None
             else called_router(layer.get_submodule(one.router)) if one.router else None
@@ -140,7 +144,7 @@ class BoundSum:
 class BoundMlp:
     """One MLP with the tensors it reads. gate, up: weights of one gated product, where they are plain."""
 
-    def __init__(self, layer: nn.Module, spec: MlpSpec):
+    def __init__(self, kernels: Kernels, layer: nn.Module, spec: MlpSpec):
         self.spec = spec
         self.module: nn.Module | None = None  # called as it is
         self.gate: Weights | None = None
@@ -156,10 +160,11 @@ class BoundMlp:
                 mixture = spec.mixture
                 router, experts = (layer.get_submodule(name) for name in (mixture.router, mixture.experts))
                 gate = BoundLinear(layer.get_submodule(mixture.gate)) if mixture.gate else None
-                self.mixture = router, experts, BoundMlp(layer, mixture.shared), gate
+                self.mixture = router, experts, BoundMlp(kernels, layer, mixture.shared), gate
             return
         self.first = [BoundLinear(layer.get_submodule(name)) for name in spec.first]
         self.down = BoundLinear(layer.get_submodule(spec.down))
+        self.inner = None if spec.inner is None else BoundNorm(kernels, layer, spec.inner)
         parts = [linear.weights for linear in self.first if linear.weights is not None]
         plain = len(parts) == len(self.first)
         if plain and len(parts) == 2 and parts[0].fits(parts[1]) and spec.scale == 1.0:
@@ -182,7 +187,7 @@ class BoundMlp:
         if self.mixture is not None:
             return self._mixed(kernels, before.normed(), residual, scale)
         if self.module is None:
-            middle = NormedInput(self._middle(kernels, before))
+            middle = NormedInput(self._middle(kernels, before), self.inner)
             return self.down(kernels, middle, residual=residual, scale=scale, **mixed)
         y = self.module(before.normed())
         y = (y[0] if isinstance(y, tuple) else y).reshape(before.x.shape)  # Llama 4's experts give rows of tokens

@@ -162,7 +162,11 @@ def _formula(layer: LayerRecord, calls: list[Call], whole: Call | None) -> tuple
     for act in calls:
         name = None if list(act.module.parameters()) else activation_name(act.module)
         for down in products if name is not None else ():
-            first, halves, scale = _before(act, down, [call for call in products if call is not down], whole)
+            others = [call for call in products if call is not down]
+            first, halves, scale = _before(act, down, others, whole)
+            inner = None if first else next((one for one in calls if one.output.same(down.taken)), None)
+            if inner is not None and normlike(layer, inner):
+                first, halves, scale = _before(act, inner, others, whole)
             if first:
                 looked_at = (act,) if whole is None else (act, whole)
                 spec = MlpSpec(
@@ -174,8 +178,9 @@ def _formula(layer: LayerRecord, calls: list[Call], whole: Call | None) -> tuple
                     settings=tuple((layer.name(call.module), plain_settings(call.module)) for call in looked_at),
                     halves=halves,
                     scale=scale,
+                    inner=None if inner is None else norm_spec(layer, inner),
                 )
-                return spec, (first[0], down, *first[1:], *looked_at)
+                return spec, (first[0], down, *first[1:], *looked_at, *([] if inner is None else [inner]))
     return None
 
 
@@ -208,8 +213,8 @@ def _gives(whole: Call, down: Call) -> bool:
 def _before(
     act: Call, down: Call, products: list[Call], whole: Call | None
 ) -> tuple[tuple[Call, ...], bool | None, float]:
-    """The projections between the MLP's input and what `down` takes, whether one holds both gate and up, and the scale
-    of the gate.
+    """The projections between the MLP's input and what `down`, or a norm before that, takes, whether one holds both
+    gate and up, and the scale of the gate.
     """
     acted, taken = act.output.held, down.input.held
     held = () if whole is None else (x for x in vars(whole.module).values() if type(x) is float)

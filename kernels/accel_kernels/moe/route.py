@@ -23,7 +23,7 @@ class Routing(NamedTuple):
     is, "sum" divided by max(sum of the chosen + eps, floor), "softmax" over the logits of the chosen. scale: all shares
     times this. groups: experts stand in so many groups of equal size. Only the `kept` groups with the largest sum of
     their `best` largest s + bias are chosen from; of all others s + bias counts as `outside`. rounded: scores are
-    rounded to the dtype of the logits.
+    rounded to the dtype of the logits. by_logits: the bias is added to logits, not to s; of one group.
     """
 
     chosen: int
@@ -37,6 +37,7 @@ class Routing(NamedTuple):
     best: int = 2
     outside: float = -torch.inf
     rounded: bool = False
+    by_logits: bool = False
 
     def reason(self, experts: int) -> str | None:
         """Why so many experts cannot be chosen from like this."""
@@ -46,6 +47,8 @@ class Routing(NamedTuple):
             return f"{self.chosen} of {experts} experts"
         if self.groups < 1 or experts % self.groups or not 1 <= self.kept <= self.groups:
             return f"{self.kept} of {self.groups} groups of {experts} experts"
+        if self.groups > 1 and self.by_logits:
+            return "groups by logits"
         if self.groups > 1 and self.best not in range(1, experts // self.groups + 1):
             return f"the {self.best} best of {experts // self.groups} experts in a group"
         return None
@@ -81,7 +84,8 @@ def preferences_of(
     """What the largest k of are chosen, (T, E)."""
     if bias is None and routing.groups == 1:
         return logits
-    found = scores if bias is None else scores + bias.to(scores.dtype)
+    found = logits if routing.by_logits else scores
+    found = found if bias is None else found + bias.to(found.dtype)
     if routing.groups == 1:
         return found
     grouped = found.view(len(found), routing.groups, -1)
@@ -142,6 +146,7 @@ CASES = (
     _case("deepseek-v2", 2, 18, Routing(3, scale=16.0, groups=3, kept=2, best=1, outside=0.0), small=True),
     _case("gemma4", 3, 12, Routing(3, share="sum"), dtype=torch.float32, gains=True, small=True),
     _case("ernie", 3, 12, Routing(3, share="sum", floor=1e-12), bias=True, small=True),
+    _case("by-logits", 3, 12, Routing(3, "sigmoid", "sum", by_logits=True), bias=True, small=True),
     _case("qwen3-moe", 1, 128, Routing(8, share="sum")),
     _case("qwen3-moe-512", 512, 128, Routing(8, share="sum")),
     _case("qwen3-next", 32, 512, Routing(10, share="sum")),

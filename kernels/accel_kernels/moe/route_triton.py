@@ -37,8 +37,8 @@ def keep_groups(value, there, g_idx, j_idx, groups, kept, best, outside, GROUPS:
 @triton.jit(do_not_specialize=("stride", "experts", "chosen", "groups", "kept", "best"))
 def route_kernel(
     logits_ptr, bias_ptr, gains_ptr, index_ptr, shares_ptr, stride, experts, chosen, groups, kept, best, outside, eps,
-    floor, scale, SCORE: tl.constexpr, SHARE: tl.constexpr, ROUNDED: tl.constexpr, GROUPS: tl.constexpr,
-    SIZE: tl.constexpr, PDL: tl.constexpr,
+    floor, scale, SCORE: tl.constexpr, SHARE: tl.constexpr, ROUNDED: tl.constexpr, BY_LOGITS: tl.constexpr,
+    GROUPS: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """GROUPS, SIZE: powers of two that hold the groups and the experts of one."""
     token = tl.program_id(0).to(tl.int64)
@@ -61,7 +61,7 @@ def route_kernel(
         score = score.to(logits_ptr.dtype.element_ty).to(tl.float32)
     value = logits
     if bias_ptr is not None:
-        value = score + tl.load(bias_ptr + expert, mask=there, other=0.0).to(tl.float32)
+        value = (logits if BY_LOGITS else score) + tl.load(bias_ptr + expert, mask=there, other=0.0).to(tl.float32)
     if GROUPS > 1:
         if bias_ptr is None:
             value = score
@@ -105,7 +105,7 @@ def route(logits, routing, bias=None, dtype=None, *, gains=None):
     numbers = map(float, (routing.outside, routing.eps, routing.floor, routing.scale))
     launch(
         route_kernel, (tokens,), logits, bias, gains, index, shares, logits.stride(0), experts, routing.chosen,
-        routing.groups, routing.kept, routing.best, *numbers, routing.score, routing.share, routing.rounded, groups,
-        size, num_warps=max(1, groups * size // HELD), **programmatic(logits.device),
+        routing.groups, routing.kept, routing.best, *numbers, routing.score, routing.share, routing.rounded,
+        routing.by_logits, groups, size, num_warps=max(1, groups * size // HELD), **programmatic(logits.device),
     )  # fmt: skip
     return index, shares

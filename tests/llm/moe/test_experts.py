@@ -1,5 +1,7 @@
 """Experts of a mixture: recognized however they are stored, taken for any number of tokens, left where they changed."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from accel_kernels import experts
@@ -16,6 +18,7 @@ from support.llm.optimized_models import optimized, pair
 from support.noted import noted
 
 BY_ROWS = ExpertFormula(("gate_up_proj", "down_proj"), (), False, False, Gating())
+BY_ROWS_AND_IDLE = replace(BY_ROWS, idle=2)
 GPT_OSS = ExpertFormula(
     ("gate_up_proj", "down_proj"),
     ("gate_up_proj_bias", "down_proj_bias"),
@@ -36,6 +39,7 @@ FORMULAS = {
     "deepseek-v3": (BY_ROWS, 1),  # beside an expert that all share
     "qwen3-next": (BY_ROWS, 2),
     "gpt-oss": (GPT_OSS, 2),
+    "longcat": (BY_ROWS_AND_IDLE, 2),
 }
 
 

@@ -32,6 +32,8 @@ ROUTINGS = {
     "ernie-moe": (Routing(2, share="sum"), 1),
     "deepseek-v3": (GROUPED._replace(scale=2.5), 1),
     "qwen3-next": (AFTER, 2),
+    "longcat": (Routing(3, scale=6.0), 2),
+    "kolibri": (Routing(2, "sigmoid", by_logits=True), 2),
 }
 
 

@@ -245,7 +245,22 @@ FAMILIES = (
         "n_mamba_heads": 8, "mamba_d_state": 24, "mamba_ngroups": 2, "chunk_size": 16, "use_mem_rope": True,
         "num_key_value_heads": 4}, expected="either", stateful=True),
     Family("kimi-linear", "kimi_linear", KIMI, expected="either", stateful=True),
-    Family("bailing-hybrid", "bailing_hybrid", KIMI, expected="either", stateful=True),
+    Family("bailing-hybrid", "bailing_hybrid", KIMI, stateful=True),
+    # Experts are chosen by logits and a bias, their shares are sigmoids.
+    Family("kolibri", "kolibri1", {
+        "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 48}, expected="either"),
+    # Norms before the last projection of attention and of the MLP.
+    Family("bitnet", "bitnet"),
+    # Values of fewer channels than keys, which are multiplied; sinks.
+    Family("mimo", "mimo_v2_flash", {
+        "head_dim": 16, "v_head_dim": 12, "attention_value_scale": 0.7, "sliding_window": 5, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 48,
+        "mlp_layer_types": ["dense", "sparse"], "layer_types": ["full_attention", "sliding_attention"]}),
+    # Two attentions a layer, each with a place in the cache; experts of which some give what they are given.
+    Family("longcat", "longcat_flash", LATENT | {
+        "num_layers": 2, "num_hidden_layers": 4, "ffn_hidden_size": 96, "n_routed_experts": 4, "zero_expert_num": 2,
+        "moe_topk": 3, "expert_ffn_hidden_size": 48, "head_dim": 8}, expected="either"),
     Family("rwkv", "rwkv", MHA | {"num_attention_heads": None, "max_position_embeddings": None,
                                   "context_length": LONG}, expected="stock"),
     Family("recurrent-gemma", "recurrent_gemma", {"attention_window_size": 5, "lru_width": 64, "head_dim": 16,
@@ -301,12 +316,11 @@ def available(kind: str) -> bool:
 
 
 def layers(model) -> dict[str, nn.Module]:
-    """The decoder layers by path: the first list of modules as long as the model is deep."""
+    """The decoder layers by path: the first list of modules as long as the model is deep, or the longest there is."""
     depth = model.config.get_text_config().num_hidden_layers
-    for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == depth:
-            return {f"{path}.{name}": layer for name, layer in module.named_children()}
-    raise LookupError("no list of layers")
+    lists = {path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    path = max(lists, key=lambda one: (len(lists[one]) == depth, len(lists[one])))
+    return {f"{path}.{name}": layer for name, layer in lists[path].named_children()}
 
 
 def prompt(batch: int = 1, length: int = 9, seed: int = 0) -> torch.Tensor:

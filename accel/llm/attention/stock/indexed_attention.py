@@ -81,7 +81,7 @@ class BoundIndexedAttention(BoundLatentAttention):
         """See `BoundAttention`."""
         x, spec, kv = h.normed(), self.spec, step.kvs[self.spec.index]
         assert isinstance(kv, KV)
-        low, compressed = self.projected(kernels, NormedInput(x))
+        low, compressed, *gate = self.projected(kernels, NormedInput(x))
         q = low = low.contiguous()
         if self.q_up is not None and self.q_norm is not None:
             low = self.q_norm(low)
@@ -92,13 +92,13 @@ class BoundIndexedAttention(BoundLatentAttention):
             step.behind = tuple(chosen if one else None for one in spec.behind)
         tokens = mask.shape[-1]
         if chosen.shape[-1] == tokens:
-            return self.attended(kernels, step, q, compressed, kv, kwargs)
+            return self.gated(self.attended(kernels, step, q, compressed, kv, kwargs), *gate)
         shown = torch.zeros(*chosen.shape[:2], tokens, dtype=torch.bool, device=x.device)
         shown.scatter_(-1, chosen.long(), True)
         if shown.shape[1] == 1:
-            return self.attended(kernels, step, q, compressed, _hidden(kv, shown[:, 0]), kwargs)
+            return self.gated(self.attended(kernels, step, q, compressed, _hidden(kv, shown[:, 0]), kwargs), *gate)
         seen = (mask if mask.dtype == torch.bool else mask == 0) & shown.unsqueeze(1)
-        return self._by_mask(q, compressed, kv, seen, self.angles(step, kwargs))
+        return self.gated(self._by_mask(q, compressed, kv, seen, self.angles(step, kwargs)), *gate)
 
     def _chosen(self, named: dict[str, Any]) -> torch.Tensor:
         """(rows, new, number) integers, the tokens that each new one sees."""
@@ -122,7 +122,7 @@ class BoundIndexedAttention(BoundLatentAttention):
             turning = rotated(turning, *angles, spec.rotary.interleaved)
         if spec.rotary is not None and spec.to_halves:
             turning = torch.cat((turning[..., ::2], turning[..., 1::2]), dim=-1)
-        latent = apply_norm(compressed[..., : spec.rank].contiguous(), self.norm).unsqueeze(2)
+        latent = apply_norm(compressed[..., : spec.rank].contiguous(), self.scaled_norm()).unsqueeze(2)
         new, tokens = seen.shape[-2:]
         kv.write(tokens - new, torch.cat((latent, turning[:, :, -1:]), dim=-1), latent)
         stored, latents = kv.read(tokens, q.dtype)
