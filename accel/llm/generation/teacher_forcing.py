@@ -63,7 +63,8 @@ class Follower:
         for number, (wide, stock, (got, added)) in enumerate(zip(exact, self.outputs, self.given, strict=True)):
             pair = [vector_norm(one.double() - wide.double(), dim=-1) / added.clamp_min(1e-30) for one in (stock, got)]
             errors.append(torch.stack(pair)[:, :, 0 if number else PADDING :])
-        return as_good(*torch.cat(errors, dim=2), bound(ADDED, self.dtype))
+        own, ours = torch.cat(errors, dim=2)
+        return as_good(own, ours, bound(ADDED, self.dtype))
 
     def __call__(self, kernels: Any, step: Any, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
         wanted = self.outputs[self.calls].to(x.device)

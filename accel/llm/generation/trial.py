@@ -77,7 +77,7 @@ class Expected:
 
     def is_as_good(self, got: torch.Tensor) -> bool:
         """Whether these logits are as near to full precision as stock's are."""
-        if self.exact is None:
+        if self.row_off(got) > 2 * MOST_MOVED or self.exact is None:
             return False
         own, ours = (by_token(one, self.exact) for one in (self.logits, got))
         return as_good(own, ours, bound(LOGITS, self.dtype or self.logits.dtype))
