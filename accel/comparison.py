@@ -8,6 +8,7 @@ from torch.linalg import vector_norm
 from accel.tolerances import FORMULA, SHARES, SUM_EPS, bound
 
 TOKENS = 16  # at once: in float64, logits of a long text are large
+STEPS, CLEAR, SURE = 8, 64, 6  # steps of rounding, least numbers and standard deviations of `is_plain_sum`
 
 
 def relative_rms(got: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -87,8 +88,12 @@ def factor(part: torch.Tensor, wanted: torch.Tensor) -> float:
 def named_factor(found: float, dtype: torch.dtype, holders: tuple) -> float | None:
     """`found` as a number the model holds: 1, or a float among the attributes of `holders`; None for any other."""
     slack = bound(FORMULA, dtype)
-    held = [value for holder in holders for value in vars(holder).values() if type(value) is float]
-    return next((value for value in (1.0, *held) if abs(found - value) <= slack * abs(value)), None)
+    return next((value for value in (1.0, *held_floats(holders)) if abs(found - value) <= slack * abs(value)), None)
+
+
+def held_floats(holders: tuple) -> list[float]:
+    """Those among the attributes of these objects."""
+    return [value for holder in holders for value in vars(holder).values() if type(value) is float]
 
 
 def is_sum(base: torch.Tensor, branch: torch.Tensor, scale: float, total: torch.Tensor) -> bool:
@@ -101,3 +106,21 @@ def is_sum(base: torch.Tensor, branch: torch.Tensor, scale: float, total: torch.
     error, large, small = (tensor.norm(dim=-1) for tensor in (exact - base - branch, exact, branch))
     eps = torch.finfo(total.dtype).eps
     return bool((error <= SUM_EPS * eps * large + eps * small).all())
+
+
+def is_plain_sum(base: torch.Tensor, branch: torch.Tensor, total: torch.Tensor) -> bool:
+    """`is_sum` with a scale of 1, and none close to it: all numbers together tell it better than one of them is held.
+
+    They are those of a few steps of rounding of the sum: what is smaller may be lost as a whole.
+    """
+    if not is_sum(base, branch, 1.0, total):
+        return False
+    base, branch, total, eps = base.double(), branch.double(), total.double(), torch.finfo(total.dtype).eps
+    size = torch.maximum(base.abs(), total.abs()).clamp_min(1e-30)
+    clear = branch.abs() >= STEPS * eps * size
+    x, y = (branch / size)[clear], ((total - base) / size)[clear]
+    if len(x) < CLEAR:
+        return True
+    # Rounding of the sum and of what is added is uniform, and of no sign: so far it may put the mean off.
+    rounding = SURE * eps * ((1 + x.square()) / 12).sqrt()
+    return bool((x @ (y - x)).abs() <= (x * rounding).norm() + (eps / 64 + 1e-7) * (x @ x))

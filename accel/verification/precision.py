@@ -1,5 +1,8 @@
 """A module in another precision than its own, without a change to it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -9,6 +12,8 @@ from accel.patching.fast_forward import FastForward
 from accel.patching.structure import twin
 
 PLAIN = (torch.Tensor, nn.Parameter)  # weights of other types are packed: quantized, sharded
+WHOLE = (torch.int64, torch.bool)  # of tensors that are no weights, where none are quantized
+MOST_WEIGHTS = 2**27  # of a model that is held once more to see whether it may be fused
 
 
 def finer(dtype: torch.dtype) -> torch.dtype:
@@ -35,3 +40,24 @@ def upcast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
             if tensor is not None and (tensor.is_meta or type(tensor) not in PLAIN):
                 raise ValueError(f"the weights of {where} are not plain tensors on a device")
     return twin(module, lambda tensor: tensor.detach().to(dtype) if tensor.is_floating_point() else tensor)
+
+
+@contextmanager
+def widened(forward: FastForward, dtype: torch.dtype) -> Iterator[nn.Module]:
+    """Inside, the module of this forward, in dtype, is a twin in float32, which is given. Nobody may call it meanwhile.
+
+    Raises ValueError, with the reason, where there is none.
+    """
+    module = forward.module
+    held = [*chain(module.parameters(), module.buffers())]
+    if dtype.itemsize != 2 or forward.around is not None:
+        raise ValueError("not in 16 bits, or called by way of another library")
+    if any(one.dtype not in WHOLE and (not one.is_floating_point() or one.itemsize < 2) for one in held):
+        raise ValueError("its weights are quantized")
+    if sum(one.numel() for one in held) > MOST_WEIGHTS:
+        raise ValueError(f"more than {MOST_WEIGHTS:,} weights")
+    forward.module = upcast(module, torch.float32)
+    try:
+        yield forward.module
+    finally:
+        forward.module = module

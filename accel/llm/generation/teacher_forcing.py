@@ -17,7 +17,7 @@ from accel.comparison import relative_rms_by_token
 from accel.in_flight import Here
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.layer_forward import LayerForward
-from accel.llm.generation.trial import PADDING, stock_logits
+from accel.llm.generation.trial import PADDING, Expected, as_good, stock_logits
 from accel.tolerances import ADDED, FORMULA, SUM_EPS, bound
 
 Outputs = dict[nn.Module, list[torch.Tensor]]
@@ -32,7 +32,9 @@ def differing_part(forward: DecoderForward, lengths: tuple[int, ...], fused: Cal
         wanted, _ = stock_logits(forward, lengths)
     with wanted.routed(), _following(forward, outputs) as followers:
         got = fused()
-    apart = next((one.layer.path for one in followers if not one.agreed()), None)
+    far = [one for one in followers if not one.agreed()]
+    exact = _exact(forward, outputs, wanted) if far else {}
+    apart = next((one.layer.path for one in far if not one.is_as_good(exact.get(one.layer.module, []))), None)
     if apart is not None:
         return f"{apart} gives something else than stock's of the same input"
     # NaN is no number to compare: what is not near is far.
@@ -47,17 +49,31 @@ class Follower:
     def __init__(self, layer: LayerForward, outputs: list[torch.Tensor], dtype: torch.dtype):
         self.layer, self.bound, self.outputs, self.dtype = layer, layer.bound, outputs, dtype
         self.calls, self.agrees = 0, True
+        self.given: list[tuple[torch.Tensor, torch.Tensor]] = []  # what it gave, and the norms of what stock's added
 
     def agreed(self) -> bool:
         """Whether it was called as often as stock's, with the same results."""
         return self.agrees and self.calls == len(self.outputs)
 
+    def is_as_good(self, exact: list[torch.Tensor]) -> bool:
+        """Whether it is as near as stock's to what full precision gives, by what a layer adds to a token."""
+        if not self.calls == len(self.outputs) == len(exact):
+            return False
+        errors = []
+        for number, (wide, stock, (got, added)) in enumerate(zip(exact, self.outputs, self.given, strict=True)):
+            pair = [vector_norm(one.double() - wide.double(), dim=-1) / added.clamp_min(1e-30) for one in (stock, got)]
+            errors.append(torch.stack(pair)[:, :, 0 if number else PADDING :])
+        own, ours = torch.cat(errors, dim=2)
+        return as_good(own, ours, bound(ADDED, self.dtype))
+
     def __call__(self, kernels: Any, step: Any, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
         wanted = self.outputs[self.calls].to(x.device)
         added = vector_norm(wanted.double() - x.double(), dim=-1)  # before: a layer may add to its input in place
-        near = _near(self.bound(kernels, step, x, kwargs), wanted, added, self.dtype)
+        got = self.bound(kernels, step, x, kwargs)
+        near = _near(got, wanted, added, self.dtype)
         hidden = 0 if self.calls else PADDING
         self.calls, self.agrees = self.calls + 1, self.agrees and bool(near[:, hidden:].all())
+        self.given.append((got, added))
         return wanted
 
 
@@ -68,6 +84,29 @@ def _near(got: torch.Tensor, wanted: torch.Tensor, added: torch.Tensor, dtype: t
     """
     error, whole = vector_norm(got.double() - wanted.double(), dim=-1), vector_norm(wanted.double(), dim=-1)
     return error <= SUM_EPS * torch.finfo(wanted.dtype).eps * whole + bound(ADDED, dtype) * added
+
+
+def _exact(forward: DecoderForward, outputs: Outputs, wanted: Expected) -> Outputs:
+    """What each layer gives in full precision behind stock's layers in 16 bits; empty where that cannot be had."""
+    found: Outputs = {module: [] for module in outputs}
+    paths = {module: path for path, module in forward.module.named_modules()}
+
+    @contextmanager
+    def forced(twin: nn.Module) -> Iterator[None]:
+        with ExitStack() as undo:
+            for module, notes in outputs.items():
+                hook = Here(partial(_note_and_force, found[module], iter(notes)))
+                undo.callback(twin.get_submodule(paths[module]).register_forward_hook(hook).remove)
+            yield
+
+    return {} if wanted.exactly is None or wanted.exactly(forced) is None else found
+
+
+def _note_and_force(notes: list, forced: Iterator, module: nn.Module, args: tuple, output: Any) -> Any:
+    first = output[0] if isinstance(output, tuple) else output
+    notes.append(first.clone())
+    other = next(forced).to(first.dtype)
+    return (other, *output[1:]) if isinstance(output, tuple) else other
 
 
 @contextmanager

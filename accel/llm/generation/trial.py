@@ -1,9 +1,9 @@
 """Runs in which a whole model is tried: stock and fused over one text, with one routing for both."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property, partial
 
 import torch
 from torch import nn
@@ -24,8 +24,9 @@ from accel.llm.recording.recorder import ROWS, example_ids, resting
 from accel.patching.fast_forward import as_written
 from accel.patching.rule import ForwardPatch
 from accel.quantization.module import dequantizing
-from accel.tolerances import DRIFT, LAYER_NOISE, LOGITS, MOST_MOVED, bound
+from accel.tolerances import AS_GOOD, AS_GOOD_SHARE, DRIFT, LAYER_NOISE, LOGITS, MOST_MOVED, bound
 from accel.verification.noise import with_rounding
+from accel.verification.precision import widened
 
 PROMPT, PADDING, STEPS = 9, 3, (1, 1, 3)
 CHOSEN = 4
@@ -38,7 +39,8 @@ class Expected:
 
     median: judge the median token of a row, since some choices could not be noted, and rounding may send tokens to
     other experts. moved: how far rounding moves these logits, which takes another stock run; None where unknown.
-    dtype: in which the model computes, where the logits are wider.
+    dtype: in which the model computes, where the logits are wider. exactly: gives the same run in full precision, or
+    None, see `_in_full_precision`.
     """
 
     logits: torch.Tensor
@@ -46,6 +48,7 @@ class Expected:
     median: bool = False
     moved: Callable[[], float] | None = None
     dtype: torch.dtype | None = None
+    exactly: Callable[..., torch.Tensor | None] | None = None
 
     def routed(self) -> AbstractContextManager[None]:
         """Inside, routers choose what they chose here."""
@@ -53,7 +56,7 @@ class Expected:
 
     def first(self, tokens: int) -> "Expected":
         """The same of the first tokens."""
-        return replace(self, logits=self.logits[:, :tokens])
+        return replace(self, logits=self.logits[:, :tokens], exactly=None)
 
     def near(self, got: torch.Tensor) -> bool:
         """Whether these logits differ by no more than rounding does in a model of any depth."""
@@ -66,7 +69,25 @@ class Expected:
         """
         if self.near(got):
             return True
-        return self.off(got) <= MOST_MOVED and self.row_off(got) <= DRIFT * self.moves()
+        if self.off(got) <= MOST_MOVED and self.row_off(got) <= DRIFT * self.moves():
+            return True
+        return self.is_as_good(got)
+
+    @cached_property
+    def exact(self) -> torch.Tensor | None:
+        """These logits in full precision, where that can be computed."""
+        return None if self.exactly is None else self.exactly()
+
+    def is_as_good(self, got: torch.Tensor) -> bool:
+        """Whether these logits are as near to full precision as stock's are."""
+        if self.row_off(got) > 2 * MOST_MOVED or self.exact is None:
+            return False
+        own, ours = (by_token(one, self.exact) for one in (self.logits, got))
+        return as_good(own, ours, bound(LOGITS, self.dtype or self.logits.dtype))
+
+    def rounding(self) -> float:
+        """How far rounding puts a row of these logits, by noise and by full precision."""
+        return max(self.moves(), 0.0 if self.exact is None else self.row_off(self.exact))
 
     def moves(self) -> float:
         """How far rounding moves these logits, as `row_off` measures; 0 where it is not to be known."""
@@ -81,19 +102,42 @@ class Expected:
 
     def off(self, got: torch.Tensor) -> float:
         """How far the logits of the worse row are apart: of its worst token, or of its median one."""
-        rows = self._by_token(got).tolist()
+        rows = by_token(got, self.logits).tolist()
         return max(sorted(row)[len(row) // 2] if self.median else max(row) for row in rows)
 
     def row_off(self, got: torch.Tensor) -> float:
         """Of the worse row, root mean square of its tokens: how far rounding puts a single one is chance."""
-        return float(self._by_token(got).square().mean(-1).sqrt().max())
+        return float(_row_rms(by_token(got, self.logits)).max())
 
-    def _by_token(self, got: torch.Tensor) -> torch.Tensor:
-        if got.shape != self.logits.shape:
-            return torch.full((1, 1), float("inf"), device="cpu")
-        found = relative_rms_by_token(got, self.logits)
-        # NaN is no number to compare: max([0, NaN]) is 0.
-        return found.masked_fill(found.isnan(), float("inf"))
+
+def by_token(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """`relative_rms_by_token`, and inf where it is no number or the shapes differ."""
+    if got.shape != wanted.shape:
+        return torch.full((1, 1), float("inf"), device="cpu")
+    found = relative_rms_by_token(got, wanted)
+    # NaN is no number to compare: max([0, NaN]) is 0.
+    return found.masked_fill(found.isnan(), float("inf"))
+
+
+def as_good(own: torch.Tensor, ours: torch.Tensor, allowed: float) -> bool:
+    """Whether errors (rows, tokens) of our logits, or of a layer, are those of stock's in each row, see `AS_GOOD`.
+
+    allowed: the bound of their difference where that is no question.
+    """
+    if own.shape != ours.shape:
+        return False
+    pair = own, ours
+    (mean, our_mean), (rms, our_rms) = map(_row_means, pair), map(_row_rms, pair)
+    near = our_mean <= AS_GOOD * mean + AS_GOOD_SHARE * allowed
+    return bool((near & (our_rms <= DRIFT * rms + AS_GOOD_SHARE * allowed) & (mean <= MOST_MOVED)).all())
+
+
+def _row_means(found: torch.Tensor) -> torch.Tensor:
+    return found.clamp_min(1e-6).log().mean(-1).exp()
+
+
+def _row_rms(found: torch.Tensor) -> torch.Tensor:
+    return found.square().mean(-1).sqrt()
 
 
 def expected(forward: DecoderForward, run: Callable[[], torch.Tensor]) -> Expected:
@@ -118,7 +162,28 @@ def expected(forward: DecoderForward, run: Callable[[], torch.Tensor]) -> Expect
             reason_of(error)
             return 0.0
 
-    return replace(stock, moved=moved)
+    alone = forward.partial or forward.ranks is not None
+    exactly = None if alone else partial(_in_full_precision, forward, choices, run)
+    return replace(stock, moved=moved, exactly=exactly)
+
+
+def _in_full_precision(
+    forward: DecoderForward,
+    choices: Choices,
+    run: Callable[[], torch.Tensor],
+    around: Callable[[nn.Module], AbstractContextManager] = nullcontext,
+) -> torch.Tensor | None:
+    """What run() gives of a twin of the model in float32, with these choices of routers; None where there is no twin.
+
+    around: a context in which it runs, made of the twin.
+    """
+    model, dtype = forward.module, forward.embeddings().dtype
+    try:
+        with widened(forward, dtype) as twin, repeating(choices.carried(model, twin)), around(twin):
+            return run()
+    except Exception as error:  # of code that counts on a dtype
+        reason_of(error)
+        return None
 
 
 def trial_lengths(forward: DecoderForward) -> tuple[int, ...]:
@@ -185,7 +250,7 @@ def masks_steps(forward: DecoderForward) -> bool:
     prompt, step = pieces_of(forward, (PROMPT, 1))
     found = []
     with resting(forward.module), plainly(forward):
-        for mask in (None, step["attention_mask"]):
+        for mask in (None, trial_inputs(forward, PROMPT + 1)[1]):
             given = forward.given_cache(DynamicCache(config=forward.module.config))
             forward.reference(**prompt, **given)
             try:

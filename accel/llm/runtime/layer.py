@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel.comparison import factor, is_sum, named_factor
+from accel.comparison import factor, held_floats, is_plain_sum, is_sum, named_factor
 from accel.llm.attention.attention import UnderstoodAttention
 from accel.llm.attention.kinds import understand_attention
 from accel.llm.attention.mixer_pair import each_alone, joined, understand_pair
@@ -137,11 +137,13 @@ def _put_together(
         known = layer.known
         if known is not None and is_sum(base, branch, known.scales[place], total):
             return known.scales[place]  # of a branch that rounding hides, any number would do
-        if is_sum(base, branch, 1.0, total):
+        if is_plain_sum(base, branch, total):
             return 1.0
         size = total.double().norm(dim=-1, keepdim=True).clamp_min(1e-30)  # no token counts more than another
         found = factor(branch / size, (total.double() - base.double()) / size)
         named = named_factor(found, total.dtype, holders)
+        if named == 1.0:  # which it is not, though it is as close as numbers of its dtype are
+            return next((one for one in held_floats(holders) if is_plain_sum(base, branch * one, total)), None)
         return named if named is not None and is_sum(base, branch, named, total) else None
 
     def before(part: Call, name: str) -> Call | None:

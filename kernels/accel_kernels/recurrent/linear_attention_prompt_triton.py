@@ -10,7 +10,7 @@ import triton.language as tl
 
 from accel_kernels.device import interpreted, shared_memory, upcast
 from accel_kernels.recurrent.causal_convolution_triton import AT_STATE, empty_output, pools_at, sequence_of
-from accel_kernels.recurrent.gates_triton import beta_gate, decay_gate
+from accel_kernels.recurrent.gates_triton import beta_gate, decay_gate, decay_sums
 from accel_kernels.recurrent.recurrence import CHUNK
 from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch
@@ -200,14 +200,13 @@ def chunk_products_kernel(
             low, high = tl.where(limited, low, 0.0), tl.where(limited, high, float("inf"))
         g, dt = decay_gate(a, a_log, bias, lower_bound, low, high, ROUND_DECAY, DELTA)
         g = tl.where(counted, g, 0.0)
-        total = tl.cumsum(g, axis=0)
-        last = tl.sum(g, axis=0)
+        total, last, until, between = decay_sums(g, PAIR)
         tl.store(total_ptr + unit, last)
-        between = tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0)) * k_factor[None, :]
+        between = tl.exp(tl.minimum(between, 0.0)) * k_factor[None, :]
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * between * q_factor[:, None]
         if DELTA:
             keys = tl.dot(k, tl.trans(k), input_precision=PRECISION) * between * k_factor[:, None]
-        tl.store(factors_ptr + 2 * SIZE + t_idx, k_factor * tl.exp(last - total))
+        tl.store(factors_ptr + 2 * SIZE + t_idx, k_factor * tl.exp(until))
         k_factor *= tl.exp(total)
         q_factor *= tl.exp(total)
     tl.store(factors_ptr + t_idx, k_factor)

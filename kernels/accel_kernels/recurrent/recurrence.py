@@ -252,9 +252,11 @@ def chunk(tokens, state, delta):
     delta rule, whose new values need the inverse of a unit lower triangle ("UT transform"). All in one dtype.
     """
     q, k, v, g, strength = tokens
-    total = g.cumsum(1)
+    # In float32 differences of large sums would be off by as much as the sums are; of channels there are too many.
+    total = g.cumsum(1, dtype=torch.float64 if g.shape[-1] == 1 else g.dtype)
     later = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).triu(1)
-    between = (total[:, :, None] - total[:, None]).masked_fill(later[..., None], float("-inf")).exp()
+    between = (total[:, :, None] - total[:, None]).masked_fill(later[..., None], float("-inf")).to(q.dtype).exp()
+    past, until = (one.to(q.dtype).exp() for one in (total, total[:, -1:] - total))
 
     def products(x):
         if between.shape[-1] == 1:
@@ -263,9 +265,8 @@ def chunk(tokens, state, delta):
 
     new = v * strength[..., None]
     if delta:
-        new = new - strength[..., None] * ((k * total.exp()) @ state)
+        new = new - strength[..., None] * ((k * past) @ state)
         system = products(k) * strength[..., None]
         new = torch.linalg.solve_triangular(system, new, upper=False, unitriangular=True)
-    out = (q * total.exp()) @ state + products(q) @ new
-    last = total[:, -1:]
-    return out, state * last.exp().transpose(1, 2) + (k * (last - total).exp()).transpose(1, 2) @ new
+    out = (q * past) @ state + products(q) @ new
+    return out, state * past[:, -1:].transpose(1, 2) + (k * until).transpose(1, 2) @ new

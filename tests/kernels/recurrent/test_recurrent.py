@@ -8,6 +8,8 @@ import torch
 pytest.importorskip("triton")
 
 from accel_kernels import causal_convolution, linear_attention_prompt, linear_attention_step, selective_scan
+from accel_kernels.accuracy import in_float64
+from torch.utils._pytree import tree_map
 
 from support.everything import EVERYTHING
 from support.kernels.recurrent import assert_states_as_good_as_torch
@@ -81,6 +83,19 @@ def test_a_prompt_is_its_tokens_one_by_one(name):
             outputs.append(linear_attention_prompt(*given, decay, left, at, **more | {"b": b} if "b" in more else more))
     torch.testing.assert_close(torch.cat(outputs, 1), found, rtol=2e-4, atol=2e-5)
     torch.testing.assert_close(left, whole, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("kernel", [False, pytest.param(True, marks=compiled)], ids=["reference", "kernel"])
+def test_sums_of_many_decays_keep_what_is_between_them(kernel):
+    """Of 64 tokens, of which each halves the state several times, float32 holds a sum to 1e-5, and its decay as far."""
+    made = [named(linear_attention_prompt, "space") for _ in range(2)]
+    for args, _ in made:
+        args[4].bias.fill_(4.0)
+    (args, more), (exact, wide) = made[0], tree_map(in_float64, made[1])
+    op = linear_attention_prompt.triton if kernel else linear_attention_prompt.reference
+    found, wanted = op(*args, **more), linear_attention_prompt.reference(*exact, **wide)
+    for ours, truth in ((found, wanted), (args[5], exact[5])):
+        assert float((ours.double() - truth).abs().max() / truth.abs().max()) < 5e-7
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)

@@ -2,11 +2,14 @@
 
 import copy
 import re
+from dataclasses import replace
 
 import pytest
 import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MambaConfig
 
 import accel
+from accel.bench.llm.tiny import build_tiny
 from accel.llm.generation import arguments, self_test, trial
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.mixed import MixedForward
@@ -214,6 +217,7 @@ def test_what_else_a_deep_model_takes_is_found_by_the_same_bound(deep, monkeypat
         assert arguments._agrees(deep, pieces)
         with monkeypatch.context() as patch:
             patch.setattr(trial, "LAYER_NOISE", 0.0)
+            patch.setattr(trial, "AS_GOOD", 0.0)
             assert not arguments._agrees(deep, pieces)
         for error in ("no mask", "mask", "positions", "first layer"):
             with monkeypatch.context() as patch:
@@ -232,3 +236,34 @@ def test_some_layers_of_a_deep_model(monkeypatch):
     assert type(vars(model())["forward"]) is MixedForward and looked == [None]
     monkeypatch.setattr(BoundLayer, "__call__", with_share(0.5, LAYERS - 2))
     assert f"transformer.h.{LAYERS - 2} gives something else than stock's" in told(model()) and looked[1] is not None
+
+
+# -- Layers that amplify the rounding inside them --
+
+
+@pytest.fixture(scope="module")
+def sensitive():
+    """A Mamba of random weights in bfloat16: three times as far off as noise in what its layers give moves it."""
+    model = build_tiny(MODEL_FOR_CAUSAL_LM_MAPPING[MambaConfig]).to(torch.bfloat16).requires_grad_(False)
+    return vars(accel.optimize(model, cpu="fuse"))["forward"]
+
+
+def test_what_is_as_near_to_full_precision_as_stock_is_fused(sensitive, monkeypatch):
+    assert type(sensitive) is DecoderForward
+    model = sensitive.module
+    with resting(model):
+        wanted, _ = stock_logits(sensitive, LENGTHS)
+        with fused_layers(sensitive), wanted.routed():
+            got = fused_logits(sensitive, LENGTHS)
+    assert wanted.row_off(got) > DRIFT * wanted.moves() and wanted.agrees(got)
+    assert sensitive.module is model and wanted.exact.dtype == torch.float32
+    assert not wanted.is_as_good(got + (got - wanted.exact)) and not wanted.is_as_good(got * float("nan"))
+    monkeypatch.setattr("accel.verification.precision.MOST_WEIGHTS", 0)
+    assert not replace(wanted).agrees(got)
+
+
+@pytest.mark.parametrize("error", [name for name in ERRORS | SMALL if name != "positions"])
+def test_errors_where_rounding_is_as_large(error, sensitive, monkeypatch):
+    last = (BoundLayer, "__call__", with_share(0.5, len(sensitive.layers) - 1))
+    monkeypatch.setattr(*(last if error == "last layer" else (ERRORS | SMALL)[error][0]))
+    assert refused(sensitive)

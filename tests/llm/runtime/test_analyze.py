@@ -54,6 +54,18 @@ def test_multipliers_of_the_residual_are_recognized(name, dtype, times):
     assert {spec.scales for _, spec in formulas(model, {})} == {(0.4, 0.4)}
 
 
+@pytest.mark.parametrize("multiplier", [0.995, 1.004, 1.0])
+def test_a_multiplier_of_the_residual_close_to_one_is_not_one(multiplier):
+    """In bfloat16, whose numbers are further apart."""
+    model = make("granite", dtype=torch.bfloat16)
+    for layer in layers(model).values():
+        layer.residual_multiplier = multiplier
+    assert {spec.scales for _, spec in formulas(model, {})} == {(multiplier, multiplier)}
+    for layer in layers(model).values():
+        layer.residual_multiplier = torch.tensor(multiplier)  # nobody's number
+    assert {bool(spec.around) for _, spec in formulas(model, {})} == {multiplier != 1.0}
+
+
 @pytest.mark.parametrize("family", FAST[::EACH], ids=str)
 @pytest.mark.share(2)
 def test_formulas_are_the_same_in_the_coarsest_precision(family):
