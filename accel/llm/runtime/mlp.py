@@ -16,22 +16,6 @@ from accel.patching.guard import as_understood
 
 
 @dataclass(frozen=True)
-class Mixture:
-    """A mixture of experts, and an expert that all tokens share, whose results are added.
-
-    router: is given tokens, in one row where `flat`, and gives choices and shares at the places `chosen` of its result.
-    experts: are given tokens in one row, and these. gate: a linear whose sigmoid scales the shared expert; "" for none.
-    """
-
-    router: str
-    experts: str
-    flat: bool
-    chosen: tuple[int, int]
-    shared: "MlpSpec"
-    gate: str
-
-
-@dataclass(frozen=True)
 class MlpSpec:
     """One MLP. first: the projections of the input: one, or gate and up; down: the last; empty where `whole` is called.
 
@@ -40,10 +24,10 @@ class MlpSpec:
     alone: it takes the input and nothing else, and gives what `down` does. settings: of that module and of the
     activation's. All by name, from the layer; "" for what there is not.
 
-    beside: blocks whose results are added to this one's. before, post: norms of one of these blocks alone. router: it
-    is given what the norm is, and gives choices and shares, at the places `chosen` of its result, which `whole` takes.
-    mixture: what the module does, where its parts are called instead. route: what the router computes, None where it
-    is called.
+    beside: blocks whose results are added to this one's. around: the module that does what they all do, called where
+    their settings have changed. before, post: norms of one of these blocks alone. router: it is given what the norm is,
+    in one row of tokens where `flat`, and gives choices and shares, at the places `chosen` of its result, which `whole`
+    takes. route: what the router computes, None where it is called. gate: a linear whose sigmoid scales the result.
     """
 
     whole: str = ""
@@ -55,12 +39,14 @@ class MlpSpec:
     halves: bool | None = None
     scale: float = 1.0
     beside: "tuple[MlpSpec, ...]" = ()
+    around: str = ""
     before: NormSpec | None = None
     post: NormSpec | None = None
     router: str = ""
+    flat: bool = True
     chosen: tuple[int, ...] = ()
-    mixture: Mixture | None = None
     route: NormedRouterSpec | None = None
+    gate: str = ""
 
     @property
     def blocks(self) -> "tuple[MlpSpec, ...]":
@@ -71,18 +57,14 @@ class MlpSpec:
         """Linears, and modules that are called as a whole."""
         found: list[str] = []
         for one in self.blocks:
-            mixture = one.mixture
-            if mixture is not None:
-                found += [mixture.router, mixture.experts, *mixture.shared.called, mixture.gate]
-            else:
-                found += [*one.first, one.down] if one.first else [one.whole]
-                found.append(one.router if one.route is None else one.route.product)
+            found += [*one.first, one.down] if one.first else [one.whole]
+            found += [one.router if one.route is None else one.route.product, one.gate]
         return tuple(filter(None, found))
 
     @property
     def wholes(self) -> tuple[str, ...]:
         """Modules that are called as a whole, without routers."""
-        return tuple(one.whole for one in self.blocks if not one.first)
+        return (self.around,) if self.around else tuple(one.whole for one in self.blocks if not one.first)
 
     @property
     def norms(self) -> list[NormSpec]:
@@ -92,6 +74,8 @@ class MlpSpec:
 
 def bound_mlp(kernels: Kernels, layer: nn.Module, spec: MlpSpec) -> "BoundMlp | BoundSum":
     """With the tensors of a layer."""
+    if spec.around and not all(as_understood(layer.get_submodule(name), had) for name, had in spec.settings):
+        spec = MlpSpec(spec.around)
     return BoundSum(kernels, layer, spec) if spec.beside else BoundMlp(layer, spec)
 
 
@@ -105,20 +89,27 @@ class BoundSum:
         self.blocks = [(BoundMlp(layer, one), norm(one.before), norm(one.post)) for one in spec.blocks]
         self.routers = [
             BoundRouter(kernels, layer, one.route) if one.route is not None
-            else called_router(layer.get_submodule(one.router)) if one.router else None
+            else called_router(layer.get_submodule(one.router), one.flat) if one.router else None
             for one in spec.blocks
         ]  # fmt: skip
+        self.gates = [BoundLinear(layer.get_submodule(one.gate)) if one.gate else None for one in spec.blocks]
         self.times = sum(block.times for block, _, _ in self.blocks)
+        self.normed = bool(spec.around)  # once, as there
 
     def __call__(
         self, kernels: Kernels, before: NormedInput, residual: torch.Tensor | None = None, scale: float = 1.0
     ) -> torch.Tensor:
         """residual + scale * the sum of all blocks."""
         total: torch.Tensor | None = None
-        for (block, norm, post), router in zip(self.blocks, self.routers, strict=True):
+        before = NormedInput(before.normed()) if self.normed else before
+        for (block, norm, post), router, gate in zip(self.blocks, self.routers, self.gates, strict=True):
             h = before if norm is None else NormedInput(before.normed(), norm, block.times)
             if router is not None:
-                y = block.routed(h.normed(), router(kernels, before.normed().flatten(0, -2)))
+                y = block.routed(h.normed(), router(kernels, before.normed()))
+            elif gate is not None:
+                assert total is not None
+                total = torch.addcmul(total, gate(kernels, h).sigmoid(), block(kernels, h))
+                continue
             elif post is None:
                 total = block(kernels, h, residual=total)
                 continue
@@ -137,17 +128,11 @@ class BoundMlp:
         self.spec = spec
         self.module: nn.Module | None = None  # called as it is
         self.times = 1
-        self.mixture: tuple[nn.Module, nn.Module, BoundMlp, BoundLinear | None] | None = None
         known = (as_understood(layer.get_submodule(name), settings) for name, settings in spec.settings)
         if not spec.first or not all(known):
             if not spec.whole or not spec.alone:
                 raise NotUnderstood("what its MLP was understood to be has changed")
             self.module = layer.get_submodule(spec.whole)
-            if spec.mixture is not None and all(known):
-                mixture = spec.mixture
-                router, experts = (layer.get_submodule(name) for name in (mixture.router, mixture.experts))
-                gate = BoundLinear(layer.get_submodule(mixture.gate)) if mixture.gate else None
-                self.mixture = router, experts, BoundMlp(layer, mixture.shared), gate
             return
         self.first = [BoundLinear(layer.get_submodule(name)) for name in spec.first]
         self.down = BoundLinear(layer.get_submodule(spec.down))
@@ -167,9 +152,6 @@ class BoundMlp:
         self, kernels: Kernels, before: NormedInput, residual: torch.Tensor | None = None, scale: float = 1.0
     ) -> torch.Tensor:
         """residual + scale * mlp(norm(x))."""
-        if self.mixture is not None:
-            y = self._mixed(kernels, before.normed())
-            return y if residual is None else torch.add(residual, y, alpha=scale)
         if self.module is None:
             return self.down(kernels, NormedInput(self._middle(kernels, before)), residual=residual, scale=scale)
         y = self.module(before.normed())
@@ -180,18 +162,6 @@ class BoundMlp:
         """What experts make of h, (rows, new, C). chosen: what their router gave."""
         assert self.module is not None
         return self.module(h.flatten(0, -2), *(chosen[place] for place in self.spec.chosen)).view(h.shape)
-
-    def _mixed(self, kernels: Kernels, x: torch.Tensor) -> torch.Tensor:
-        """Of (rows, new, C), normed: what experts give and what the shared one gives."""
-        mixture, parts, tokens = self.spec.mixture, self.mixture, x.flatten(0, -2)
-        assert mixture is not None and parts is not None
-        router, experts, shared, gate = parts
-        result = router(tokens if mixture.flat else x)
-        y = experts(tokens, *(result[place] for place in mixture.chosen))
-        y, given = y.view(x.shape), NormedInput(x)
-        if gate is None:
-            return shared(kernels, given, residual=y)
-        return torch.addcmul(y, gate(kernels, given).sigmoid(), shared(kernels, given))
 
     def _middle(self, kernels: Kernels, before: NormedInput) -> torch.Tensor:
         name = self.spec.activation
