@@ -93,7 +93,7 @@ def match_head(site: Site, context: Context) -> Match | None:
         return None
     found = sharding(head)
     known = weights(head) is not None if found is None else found.dim == OUTPUTS and found.gathers
-    return Match(HeadForward(head, site.path, context.kernels, context.log, found)) if known else None
+    return Match(HeadForward(head, site.path, context.kernels, context.log, sharding=found)) if known else None
 
 
 def match_table(site: Site, context: Context) -> Match | None:
@@ -103,4 +103,4 @@ def match_table(site: Site, context: Context) -> Match | None:
     found = sharding(site.module)
     if found is None or found.dim != OUTPUTS or found.gathers:
         return None
-    return Match(TableForward(site.module, site.path, context.kernels, context.log, found))
+    return Match(TableForward(site.module, site.path, context.kernels, context.log, sharding=found))
