@@ -106,7 +106,7 @@ def test_a_model_without_weights():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", CORE)
-@pytest.mark.share(3)
+@pytest.mark.share(5)
 def test_half_precision_is_as_near_to_the_truth_as_stock(name, dtype):
     """A prompt and steps after it; at most twice stock's own error, and a part of a rounding of the largest logit."""
     stock = make(name).to(dtype)

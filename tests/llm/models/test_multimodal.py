@@ -46,7 +46,7 @@ def fallbacks(model) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.share(2)
+@pytest.mark.share(4)
 def test_text_and_image(name, steps):
     ours, stock, text, image = pair(name)
     sites = [site for site in accel.report(ours).sites if site[1] == "decoder layer"]

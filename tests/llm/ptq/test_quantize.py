@@ -34,7 +34,7 @@ def by_option(name: str, scheme: str):
 
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32-asym", "fp8"])
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "llama-biases", "gpt2", "falcon-grouped", "mixtral", "mpt"])
-@pytest.mark.share(6)
+@pytest.mark.share(10)
 def test_it_is_what_the_option_makes_and_stays(name, scheme):
     model, wanted = make(name), by_option(name, scheme)
     assert accel.quantize(model, scheme) is model
@@ -216,7 +216,7 @@ def quantizable(model) -> set[str]:
         for name in FAST[:: 1 if EVERYTHING else 3 if mode != "beam" else 12]
     ],
 )
-@pytest.mark.share(5)
+@pytest.mark.share(8)
 def test_every_fast_family(name, mode, monkeypatch):
     ours, reference = quantized(name, "int8")
     assert {row["path"] for row in accel.report(ours).weights} == quantizable(reference)
@@ -243,7 +243,7 @@ def test_every_mode(name, mode):
 
 
 @pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_those_not_understood_run_their_own_code_over_quantized_linears(name):
     ours, reference = quantized(name, "int8")
     ids, mask = padded((9, 9))
