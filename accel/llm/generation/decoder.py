@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from accel_kernels.attention.math_attention import MathAttention
+from accel_kernels.attention.math_attention import math_attention
 from torch import nn
 from torch.nn.modules import module as torch_module
 
@@ -94,7 +94,7 @@ class DecoderForward(FastForward):
         return self.stock(*args, **kwargs)
 
     def reference(self, **kwargs: Any) -> Any:
-        with unpaged(self.module), MathAttention():
+        with unpaged(self.module), math_attention():
             return self.stock(**kwargs)
 
     def mode(self) -> str | None:
