@@ -24,7 +24,7 @@ from support.kernels.absent_gpu import GPU, SHARED, absent_gpu
 from triton.backends.nvidia.compiler import CUDABackend
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-make_llir, make_cubin = CUDABackend.make_llir, CUDABackend.make_cubin
+make_llir, make_ptx, make_cubin = CUDABackend.make_llir, CUDABackend.make_ptx, CUDABackend.make_cubin
 assembled = 0
 everything = sys.argv[1:] == ["all"]
 elsewhere = set() if everything else {"skinny_wgmma_kernel", "gemv_mma_kernel"}  # tests of their own do it
@@ -37,6 +37,13 @@ def lower(self, src, *args):
     return make_llir(self, src, *args)
 
 
+def write(self, src, metadata, *args):
+    if everything or self.written_out:
+        return make_ptx(self, src, metadata, *args)
+    metadata["name"] = "not written"
+    return ""
+
+
 def assemble(self, src, *args):
     global assembled
     if not (everything or self.written_out):
@@ -45,7 +52,7 @@ def assemble(self, src, *args):
     return make_cubin(self, src, *args)
 
 
-CUDABackend.make_llir, CUDABackend.make_cubin = lower, assemble
+CUDABackend.make_llir, CUDABackend.make_ptx, CUDABackend.make_cubin = lower, write, assemble
 
 
 launched_by = {}  # by the name of a kernel, an operation
