@@ -155,7 +155,7 @@ def test_restore_is_exact(name, tiny):
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2", "bloom", "mixtral"])
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 def test_a_random_walk(name, seed, pair_of):
     ours, stock = pair_of(name)
     assert ("", "language model", "patched") in {site[:3] for site in accel.report(ours).sites}

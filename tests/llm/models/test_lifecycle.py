@@ -19,7 +19,7 @@ CORE = [family.name for family in FAMILIES if family.core]
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 @pytest.mark.parametrize("name", CORE)
-@pytest.mark.share(3)
+@pytest.mark.share(5)
 def test_a_copy_is_a_model_of_its_own(name, way, pair):
     """Made while a cache is in use; it keeps its own weights, is fast, and is restored by itself."""
     ours, stock = pair(name)
