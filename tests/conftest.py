@@ -105,6 +105,7 @@ def table(item):
 
 def pytest_collection_finish(session):
     gc.freeze()
+    gc.set_threshold(20_000)  # at 700 new objects, what is set in here for each, a twentieth of all the time goes there
     gc.enable()
 
 

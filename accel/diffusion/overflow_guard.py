@@ -25,9 +25,8 @@ class OverflowGuard(FastForward):
     redoes runs the stock forwards, of float16 those of an upcast twin, so neither weights nor graphs notice.
     """
 
-    def __init__(self, *place: Any, inner: FastForward | None, half: HalfOperands) -> None:
-        super().__init__(*place)
-        self.inner, self.half = inner, half  # None: the stock forward
+    inner: FastForward | None  # None: the stock forward
+    half: HalfOperands
 
     def fast(self, *args: Any, **kwargs: Any) -> Any:
         output = (self.inner or self.stock)(*args, **kwargs)

@@ -1,5 +1,6 @@
 """The rules for causal language models."""
 
+from functools import partial
 from itertools import product
 
 from transformers import PreTrainedModel
@@ -108,8 +109,8 @@ def _tried(model: PreTrainedModel, context: Context, layers: dict, specs: list) 
     """These layers fused."""
     stack, _ = decoder_layers(model)
     steps, parts = ForwardContext(), (context.kernels, context.log)
-    forwards = [LayerForward(layer.layer, layer.path, *parts, spec, steps) for layer, spec in specs]
-    forward = MixedForward(model, "", *parts, stack, forwards, steps)
+    forwards = [LayerForward(layer.layer, layer.path, *parts, spec=spec, steps=steps) for layer, spec in specs]
+    forward = MixedForward(model, "", *parts, stack=stack, layers=forwards, steps=steps)
     forward.experts, forward.routers = _inside(forwards, context)
     forward.most_positions = specs[0][0].most_positions
     try:
@@ -136,9 +137,9 @@ def _bind(
     steps = ForwardContext()
     parts, placement = (context.kernels, context.log), context.find(Placement)
     kind = LayerForward if placement is None else StretchLayer
-    forwards = [kind(layer.layer, layer.path, *parts, spec, steps) for layer, spec in specs]
-    whole = (model, "", *parts, stack, forwards, steps)
-    forward = DecoderForward(*whole) if placement is None else SpreadForward(*whole, placement=placement)
+    forwards = [kind(layer.layer, layer.path, *parts, spec=spec, steps=steps) for layer, spec in specs]
+    whole = DecoderForward if placement is None else partial(SpreadForward, placement=placement)
+    forward = whole(model, "", *parts, stack=stack, layers=forwards, steps=steps)
     forward.experts, forward.routers = _inside(forwards, context)
     forward.most_positions = specs[0][0].most_positions
     divided = placement is not None or forward.ranks is not None

@@ -148,8 +148,9 @@ class FastForward(InstanceMethod):
     code: type[Code] = ClassCode  # of its parts, that it relies on
     example_rows: tuple[int, int] = (1, 2048)  # few and many of a call, see `example`
 
-    def __init__(self, module: nn.Module, path: str, kernels: Kernels, log: FallbackLog):
-        given = {"module": module, "path": path, "kernels": kernels, "log": log}
+    def __init__(self, module: nn.Module, path: str, kernels: Kernels, log: FallbackLog, **held: Any):
+        """held: attributes that the subclass declares."""
+        given = {"module": module, "path": path, "kernels": kernels, "log": log} | held
         self.__setstate__(given | {"kind": type(module), "guard": None, "stale": None})
 
     def __getstate__(self) -> dict[str, Any]:

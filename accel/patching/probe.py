@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from accel_kernels.attention.math_attention import MathAttention
+from accel_kernels.attention.math_attention import math_attention
 from accel_kernels.warmup import warmup
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -56,7 +56,7 @@ class Probe:
             given = args() if callable(args) else args, kwargs or {}
             if ahead:
                 compile_ahead(partial(candidate, *given[0], **given[1]), placement(module)[0])
-            with alone(module), cast_up(casts_of(module.modules())), MathAttention():
+            with alone(module), cast_up(casts_of(module.modules())), math_attention():
                 own = _compare(module, candidate, *given, BLOCK)
                 self.verdicts[key] = own or _compare_widened(module, candidate, *given)
         return self.verdicts[key]

@@ -135,7 +135,7 @@ NOTHING = {
 
 
 @pytest.mark.parametrize("name", NOTHING)
-@pytest.mark.share(1)
+@pytest.mark.share(2)
 @pytest.mark.filterwarnings("ignore")
 def test_what_holds_none_is_told_what_to_give(name):
     made, kind, told = NOTHING[name]

@@ -30,9 +30,7 @@ class AttentionForward(FastForward):
 
     stack = False  # whether weights may be moved into one storage; a probe touches none
 
-    def __init__(self, *place: Any, prompt: StackedLinears) -> None:
-        super().__init__(*place)
-        self.prompt = prompt  # the projections of the prompt in all of the model
+    prompt: StackedLinears  # the projections of the prompt in all of the model
 
     def unfit(
         self, hidden_states: Any, encoder_hidden_states: Any = None, attention_mask: Any = None, **kwargs: Any

@@ -16,7 +16,6 @@ from accel.casting import cast_up
 from accel.diffusion.blocks.attention import AttentionForward
 from accel.fusion.channels_last import as_image, as_image_like, as_rows, keep_channel_stats, nhwc, normalize, project
 from accel.libraries.diffusion import image_output
-from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import NOTHING, FastForward, Kernels
 from accel.patching.guard import Guard, Parts
 from accel.patching.probe import example
@@ -69,8 +68,8 @@ class TransformerBlockForward(FastForward):
     A sublayer's output and bias are added by the norm after it, or by the product itself where rows are rounded.
     """
 
-    def __init__(self, module: nn.Module, path: str, kernels: Kernels, log: FallbackLog) -> None:
-        super().__init__(module, path, kernels, log)
+    def __init__(self, *place: Any) -> None:
+        super().__init__(*place)
         self.feed_forward = Guard(self.feed_forward_parts())
 
     def unfit(self, hidden_states: Any, *args: Any, cross_attention_kwargs: Any = None, **kwargs: Any) -> str | None:

@@ -50,9 +50,7 @@ def convolve_written(
 class VideoConvolutionForward(FastForward):
     """(N, C, T, H, W) -> (N, C', T', H', W'), channels-last on a GPU; and the last frames, where stock returns them."""
 
-    def __init__(self, *place: Any, convolution: VideoConvolution):
-        super().__init__(*place)
-        self.convolution = convolution
+    convolution: VideoConvolution
 
     def parts(self) -> Parts:
         return Parts(self.convolution.parts(self.module))

@@ -148,9 +148,7 @@ def _agrees(kind: VideoNorm, trial: nn.Module, x: torch.Tensor, wanted: torch.Te
 class VideoNormForward(FastForward):
     """A norm over (N, C, T, H, W), or (N, C, H, W) of single frames, or with channels last, through one pass."""
 
-    def __init__(self, *place: Any, norm: VideoNorm):
-        super().__init__(*place)
-        self.norm = norm
+    norm: VideoNorm
 
     def parts(self) -> Parts:
         return Parts(self.norm.parts(self.module))

@@ -43,9 +43,7 @@ class VideoResnetForward(FastForward):
     on.
     """
 
-    def __init__(self, *place: Any, made: BlockParts):
-        super().__init__(*place)
-        self.made = made
+    made: BlockParts
 
     def parts(self) -> Parts:
         m, made = self.module, self.made

@@ -18,9 +18,8 @@ from accel.patching.fast_forward import FastForward
 class CachedBlock(FastForward):
     """Outside of a call of the cache it runs its fast forward, `inner`, or stock where it has none."""
 
-    def __init__(self, *place: Any, state: StepCacheState, inner: FastForward | None) -> None:
-        super().__init__(*place)
-        self.state, self.inner = state, inner
+    state: StepCacheState
+    inner: FastForward | None
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         call = None if torch.compiler.is_compiling() else self.state.current

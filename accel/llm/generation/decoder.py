@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from accel_kernels.attention.math_attention import MathAttention
+from accel_kernels.attention.math_attention import math_attention
 from torch import nn
 from torch.nn.modules import module as torch_module
 
@@ -37,8 +37,7 @@ from accel.llm.parts.step import ForwardContext, Step
 from accel.llm.recording.implementation import unpaged
 from accel.parallel.ranks import Ranks
 from accel.parallel.sharded_layers import ranks_of
-from accel.patching.fallback_log import FallbackLog
-from accel.patching.fast_forward import AS_WRITTEN, FastForward, Kernels
+from accel.patching.fast_forward import AS_WRITTEN, FastForward
 from accel.patching.guard import changed_since
 
 
@@ -51,17 +50,8 @@ class DecoderForward(FastForward):
     masks_steps = True  # whether stock takes a mask with tokens that stand behind others
     most_positions: int | None = None  # of the model's table, beyond which a GPU would fail for good
 
-    def __init__(
-        self,
-        module: nn.Module,
-        path: str,
-        kernels: Kernels,
-        log: FallbackLog,
-        stack: str,
-        layers: list[LayerForward],
-        steps: ForwardContext,
-    ) -> None:
-        super().__init__(module, path, kernels, log)
+    def __init__(self, *place: Any, stack: str, layers: list[LayerForward], steps: ForwardContext) -> None:
+        super().__init__(*place)
         self.stack, self.layers, self.steps = stack, layers, steps
         self.places = sorted(place for layer in layers for place in layer.spec.places)  # in a store
         self.biased = any(layer.spec.has_position_bias for layer in layers)  # scores, by distance
@@ -72,7 +62,7 @@ class DecoderForward(FastForward):
         self.runner: GraphRunner | None = None
         self.prompts: Prompts | None = None
         self.kv_dtypes: dict[int, torch.dtype | None] = {}  # of 8 bits, by place in the cache
-        self.ranks: Ranks | None = ranks_of(module)  # that share the model
+        self.ranks: Ranks | None = ranks_of(self.module)  # that share the model
         self.__setstate__(vars(self))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -103,7 +93,7 @@ class DecoderForward(FastForward):
         return self.stock(*args, **kwargs)
 
     def reference(self, **kwargs: Any) -> Any:
-        with unpaged(self.module), MathAttention():
+        with unpaged(self.module), math_attention():
             return self.stock(**kwargs)
 
     def mode(self) -> str | None:

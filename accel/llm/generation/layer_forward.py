@@ -15,7 +15,6 @@ from accel.llm.parts.step import ForwardContext, Step
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.runtime.layer import BoundLayer
 from accel.llm.runtime.layer_spec import LayerSpec
-from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.guard import LayerGuard, changed_since
 
@@ -29,16 +28,8 @@ class LayerForward(FastForward):
     bound: Any  # a BoundLayer
     repeats = False  # another layer launches the same kernels, so that a dry run skips this one
 
-    def __init__(
-        self,
-        module: nn.Module,
-        path: str,
-        kernels: Kernels,
-        log: FallbackLog,
-        spec: LayerSpec,
-        steps: ForwardContext,
-    ) -> None:
-        super().__init__(module, path, kernels, log)
+    def __init__(self, module: nn.Module, *place: Any, spec: LayerSpec, steps: ForwardContext) -> None:
+        super().__init__(module, *place)
         self.spec, self.steps = spec, steps
         acting = [] if spec.mlp is None else [pair for one in spec.mlp.blocks for pair in one.settings]
         acting += [] if spec.tail is None else spec.tail.settings
@@ -46,7 +37,15 @@ class LayerForward(FastForward):
         live = spec.called
         parts = zip(spec.attention.mixers, spec.around, strict=True) if spec.attention and spec.around else ()
         self.inner = [
-            InnerAttention(module.get_submodule(one.name), f"{path}.{one.name}", kernels, log, one, behind.rest, steps)
+            InnerAttention(
+                module.get_submodule(one.name),
+                f"{self.path}.{one.name}",
+                self.kernels,
+                self.log,
+                spec=one,
+                rest=behind.rest,
+                steps=steps,
+            )
             for one, behind in parts
         ]
         if self.inner:
@@ -141,21 +140,11 @@ class InnerAttention(FastForward):
     rest: what its module gives behind its output, as of `Behind`.
     """
 
+    spec: AttentionSpec
+    rest: tuple[str, ...] | None
+    steps: ForwardContext
     bound: BoundAttention
     out: Any
-
-    def __init__(
-        self,
-        module: nn.Module,
-        path: str,
-        kernels: Kernels,
-        log: FallbackLog,
-        spec: AttentionSpec,
-        rest: tuple[str, ...] | None,
-        steps: ForwardContext,
-    ) -> None:
-        super().__init__(module, path, kernels, log)
-        self.spec, self.rest, self.steps = spec, rest, steps
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in super().__getstate__().items() if name not in ("bound", "out")}

@@ -17,7 +17,6 @@ from torch import nn
 from accel.llm.parts.activation import activation_name
 from accel.llm.recording.implementation import foreign_experts
 from accel.parallel.sharded_layers import Sharding, expert_sharding, local
-from accel.patching.fallback_log import FallbackLog
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.guard import Parts, changed_since
 from accel.patching.probe import example
@@ -119,15 +118,9 @@ class ExpertsForward(FastForward):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        path: str,
-        kernels: Kernels,
-        log: FallbackLog,
-        formula: ExpertFormula,
-        sharding: Sharding | None = None,
+        self, module: nn.Module, *place: Any, formula: ExpertFormula, sharding: Sharding | None = None
     ) -> None:
-        super().__init__(module, path, kernels, log)
+        super().__init__(module, *place)
         self.formula, self.names, self.sharding = formula, stock_parameters(module), sharding
         self.parameters = tuple(module._parameters)
         if sharding is not None:
@@ -211,7 +204,7 @@ def match_experts(site: Site, context: Context) -> Match | Skip | None:
         return Skip(found)
     if sharding is not None and found.idle:
         return Skip("experts that give what they are given, divided among ranks")
-    return Match(ExpertsForward(module, site.path, context.kernels, context.log, found, sharding))
+    return Match(ExpertsForward(module, site.path, context.kernels, context.log, formula=found, sharding=sharding))
 
 
 def find_formula(module: nn.Module, context: Context, kernels: tuple[Kernels, ...]) -> ExpertFormula | str:
@@ -251,7 +244,7 @@ def _disagreement(
         return x * float(size / first.clamp_min(1e-6)), index, shares
 
     for place, kernels in enumerate(tried):
-        candidate = ExpertsForward(module, "", kernels, context.log, formula).fast
+        candidate = ExpertsForward(module, "", kernels, context.log, formula=formula).fast
         for size in (ORDINARY, large):
             given, variant = partial(inputs, size), (formula, size, place, *how)
             reason = context.probe.disagreement(module, candidate, given, variant=variant, ahead=True)

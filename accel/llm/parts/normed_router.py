@@ -74,9 +74,9 @@ def _shares(logits: torch.Tensor, found: tuple, index: int, own: dict) -> list[t
     ]
 
 
-def called_router(module: nn.Module) -> Callable[[Kernels, torch.Tensor], tuple]:
-    """A router that is called as it is, as `BoundRouter` is."""
-    return lambda kernels, x: module(x)
+def called_router(module: nn.Module, flat: bool) -> Callable[[Kernels, torch.Tensor], tuple]:
+    """A router that is called as it is, as `BoundRouter` is. flat: with tokens in one row."""
+    return lambda kernels, x: module(x.flatten(0, -2) if flat else x)
 
 
 class BoundRouter:
@@ -91,8 +91,8 @@ class BoundRouter:
             self.norm.norm = self.norm.norm._replace(weight=self.scale)
 
     def __call__(self, kernels: Kernels, x: torch.Tensor) -> tuple | dict[int, torch.Tensor]:
-        """Choices and shares by their places; x: (T, H)."""
-        weights, spec = self.product.weights, self.spec
+        """Choices and shares by their places; x: (rows, new, H)."""
+        weights, spec, x = self.product.weights, self.spec, x.flatten(0, -2)
         if weights is None or self.norm.norm is None:
             return self.module(x)
         logits = part_product(kernels, weights, NormedInput(x, self.norm), scale=spec.factor)

@@ -15,8 +15,7 @@ from torch import nn
 
 from accel.llm.parts.activation import activation_name
 from accel.llm.parts.part import BoundLinear, NormedInput
-from accel.patching.fallback_log import FallbackLog
-from accel.patching.fast_forward import FastForward, Kernels
+from accel.patching.fast_forward import FastForward
 from accel.patching.guard import Parts
 from accel.patching.probe import example
 from accel.patching.rule import Context, Match, Site, Skip
@@ -29,18 +28,9 @@ PROBED = 3  # tokens
 class ThresholdedMlpForward(FastForward):
     """names of its linears: gate, up, down; share: the name of the number of gates that do not count."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        path: str,
-        kernels: Kernels,
-        log: FallbackLog,
-        linears: tuple[str, ...],
-        activation: str,
-        share: str,
-    ) -> None:
-        super().__init__(module, path, kernels, log)
-        self.linears, self.activation, self.share = linears, activation, share
+    linears: tuple[str, ...]
+    activation: str
+    share: str
 
     def parts(self) -> Parts:
         acts = [one for name, one in self.module.named_children() if name not in self.linears]
@@ -70,7 +60,8 @@ def match_thresholded_mlp(site: Site, context: Context) -> Match | Skip | None:
     if not shares or meta_weights(module):
         return None
     for linears, activation, share in _formulas(module, shares):
-        forward = ThresholdedMlpForward(module, site.path, context.kernels, context.log, linears, activation, share)
+        held = {"linears": linears, "activation": activation, "share": share}
+        forward = ThresholdedMlpForward(module, site.path, context.kernels, context.log, **held)
         inputs = {size: partial(_scaled, module, linears[0], size) for size in (1.0, LARGE)}
         key = linears, share
         found = [context.probe.disagreement(module, forward.fast, x, variant=(*key, n)) for n, x in inputs.items()]

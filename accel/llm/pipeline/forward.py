@@ -36,8 +36,8 @@ class SpreadForward(DecoderForward):
     layers: list[StretchLayer]  # type: ignore[assignment]
     runner: StretchGraphs | None  # type: ignore[assignment]
 
-    def __init__(self, *args: Any, placement: Placement) -> None:
-        super().__init__(*args)
+    def __init__(self, *place: Any, placement: Placement, **held: Any) -> None:
+        super().__init__(*place, **held)
         self.stretches = [
             Stretch(self.layers[one.start : one.stop], placement.devices[one.start]) for one in placement.stretches()
         ]

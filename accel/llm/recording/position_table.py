@@ -11,7 +11,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 ATEN = torch.ops.aten
 
@@ -32,11 +31,10 @@ class PositionTable(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        given = [*_tensors(args), *_tensors((kwargs or {}).values())]
         if given and all(map(self._holds, given)):
-            for one in tree_leaves(result):
-                if isinstance(one, torch.Tensor):
-                    self._hold(one)
+            for one in _tensors((result,)):
+                self._hold(one)
         for table, dim, numbers in _reads(func.overloadpacket, args):
             first = self._first(numbers) if self._holds(table) else None
             if first is not None:
@@ -61,6 +59,15 @@ class PositionTable(TorchDispatchMode):
             return None
         texts = numbers.reshape(-1, self.tokens)
         return int(texts[0, 0]) if bool((texts.diff() == 1).all()) else None
+
+
+def _tensors(values: Iterable) -> Iterator[torch.Tensor]:
+    """Those among the arguments or results of an operation, and in its lists."""
+    for one in values:
+        if isinstance(one, torch.Tensor):
+            yield one
+        elif isinstance(one, list | tuple):
+            yield from _tensors(one)
 
 
 def _reads(function: Callable, args: tuple) -> Iterator[tuple[torch.Tensor, int, torch.Tensor]]:

@@ -15,7 +15,7 @@ from operator import is_
 from typing import Any
 
 import torch
-from accel_kernels.attention.math_attention import MathAttention
+from accel_kernels.attention.math_attention import math_attention
 from torch import nn
 from transformers import Conv1D, PretrainedConfig, PreTrainedModel
 
@@ -173,7 +173,7 @@ def record(
     ids = example_ids(model, few(model))
     table = PositionTable(model, ids.shape[1])
     try:
-        with resting(model), MathAttention(), recorder.attached(model), recorder.until_shown, narrowed(layers) as held:
+        with resting(model), math_attention(), recorder.attached(model), recorder.until_shown, narrowed(layers) as held:
             seen.tables = held
             recorder.until_shown.enter_context(table)
             forward = type(model).forward

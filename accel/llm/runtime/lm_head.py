@@ -10,8 +10,7 @@ from torch import nn
 from accel.llm.parts.linear import weights
 from accel.parallel.ranks import chunk_sizes
 from accel.parallel.sharded_layers import OUTPUTS, Sharding, local, sharding
-from accel.patching.fallback_log import FallbackLog
-from accel.patching.fast_forward import FastForward, Kernels
+from accel.patching.fast_forward import FastForward
 from accel.patching.guard import changed_since
 from accel.patching.rule import Context, Match, Site
 
@@ -28,10 +27,8 @@ class WeightForward(FastForward):
     goes to the closure that transformers put in the place of the module's forward.
     """
 
-    def __init__(
-        self, module: nn.Module, path: str, kernels: Kernels, log: FallbackLog, sharding: Sharding | None = None
-    ) -> None:
-        super().__init__(module, path, kernels, log)
+    def __init__(self, module: nn.Module, *place: Any, sharding: Sharding | None = None) -> None:
+        super().__init__(module, *place)
         self.sharding = sharding
         if sharding is not None:
             self.around = vars(module)["forward"]
@@ -96,7 +93,7 @@ def match_head(site: Site, context: Context) -> Match | None:
         return None
     found = sharding(head)
     known = weights(head) is not None if found is None else found.dim == OUTPUTS and found.gathers
-    return Match(HeadForward(head, site.path, context.kernels, context.log, found)) if known else None
+    return Match(HeadForward(head, site.path, context.kernels, context.log, sharding=found)) if known else None
 
 
 def match_table(site: Site, context: Context) -> Match | None:
@@ -106,4 +103,4 @@ def match_table(site: Site, context: Context) -> Match | None:
     found = sharding(site.module)
     if found is None or found.dim != OUTPUTS or found.gathers:
         return None
-    return Match(TableForward(site.module, site.path, context.kernels, context.log, found))
+    return Match(TableForward(site.module, site.path, context.kernels, context.log, sharding=found))

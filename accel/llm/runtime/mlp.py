@@ -20,22 +20,6 @@ from accel.patching.guard import as_understood
 
 
 @dataclass(frozen=True)
-class Mixture:
-    """A mixture of experts, and an expert that all tokens share, whose results are added.
-
-    router: is given tokens, in one row where `flat`, and gives choices and shares at the places `chosen` of its result.
-    experts: are given tokens in one row, and these. gate: a linear whose sigmoid scales the shared expert; "" for none.
-    """
-
-    router: str
-    experts: str
-    flat: bool
-    chosen: tuple[int, int]
-    shared: "MlpSpec"
-    gate: str
-
-
-@dataclass(frozen=True)
 class MlpSpec:
     """One MLP. first: the projections of the input: one, or gate and up; down: the last; empty where `whole` is called.
 
@@ -44,10 +28,10 @@ class MlpSpec:
     module of them all, where there is one; alone: it takes the input and nothing else, and gives what `down` does.
     settings: of that module and of the activation's. All by name, from the layer; "" for what there is not.
 
-    beside: blocks whose results are added to this one's. before, post: norms of one of these blocks alone. router: it
-    is given what the norm is, and gives choices and shares, at the places `chosen` of its result, which `whole` takes.
-    mixture: what the module does, where its parts are called instead. route: what the router computes, None where it
-    is called.
+    beside: blocks whose results are added to this one's. around: the module that does what they all do, called where
+    their settings have changed. before, post: norms of one of these blocks alone. router: it is given what the norm is,
+    in one row of tokens where `flat`, and gives choices and shares, at the places `chosen` of its result, which `whole`
+    takes. route: what the router computes, None where it is called. gate: a linear whose sigmoid scales the result.
     """
 
     whole: str = ""
@@ -59,13 +43,15 @@ class MlpSpec:
     halves: bool | None = None
     scale: float = 1.0
     beside: "tuple[MlpSpec, ...]" = ()
+    around: str = ""
     before: NormSpec | None = None
     post: NormSpec | None = None
     router: str = ""
+    flat: bool = True
     chosen: tuple[int, ...] = ()
-    mixture: Mixture | None = None
     route: NormedRouterSpec | None = None
     inner: NormSpec | None = None
+    gate: str = ""
 
     @property
     def blocks(self) -> "tuple[MlpSpec, ...]":
@@ -76,18 +62,14 @@ class MlpSpec:
         """Linears, and modules that are called as a whole."""
         found: list[str] = []
         for one in self.blocks:
-            mixture = one.mixture
-            if mixture is not None:
-                found += [mixture.router, mixture.experts, *mixture.shared.called, mixture.gate]
-            else:
-                found += [*one.first, one.down] if one.first else [one.whole]
-                found.append(one.router if one.route is None else one.route.product)
+            found += [*one.first, one.down] if one.first else [one.whole]
+            found += [one.router if one.route is None else one.route.product, one.gate]
         return tuple(filter(None, found))
 
     @property
     def wholes(self) -> tuple[str, ...]:
         """Modules that are called as a whole, without routers."""
-        return tuple(one.whole for one in self.blocks if not one.first)
+        return (self.around,) if self.around else tuple(one.whole for one in self.blocks if not one.first)
 
     @property
     def norms(self) -> list[NormSpec]:
@@ -100,6 +82,8 @@ class MlpSpec:
 
 def bound_mlp(kernels: Kernels, layer: nn.Module, spec: MlpSpec) -> "BoundMlp | BoundSum":
     """With the tensors of a layer."""
+    if spec.around and not all(as_understood(layer.get_submodule(name), had) for name, had in spec.settings):
+        spec = MlpSpec(spec.around)
     return BoundSum(kernels, layer, spec) if spec.beside else BoundMlp(kernels, layer, spec)
 
 
@@ -113,24 +97,37 @@ class BoundSum:
         self.blocks = [(BoundMlp(kernels, layer, one), norm(one.before), norm(one.post)) for one in spec.blocks]
         self.routers = [
             BoundRouter(kernels, layer, one.route) if one.route is not None
-            else called_router(layer.get_submodule(one.router)) if one.router else None
+            else called_router(layer.get_submodule(one.router), one.flat) if one.router else None
             for one in spec.blocks
         ]  # fmt: skip
+        self.gates = [BoundLinear(layer.get_submodule(one.gate)) if one.gate else None for one in spec.blocks]
         self.times = sum(block.times for block, _, _ in self.blocks)
+        self.normed = bool(spec.around)  # once, as there
+        bare = all(norm is None and post is None for _, norm, post in self.blocks)
+        self.mixes = bare and [router is not None for router in self.routers] == [True, False]
 
     def __call__(
         self, kernels: Kernels, before: NormedInput, residual: torch.Tensor | None = None, scale: float = 1.0
     ) -> torch.Tensor:
         """residual + scale * the sum of all blocks."""
         total: torch.Tensor | None = None
-        for (block, norm, post), router in zip(self.blocks, self.routers, strict=True):
+        before = NormedInput(before.normed()) if self.normed else before
+        for (block, norm, post), router, gate in zip(self.blocks, self.routers, self.gates, strict=True):
             h = before if norm is None else NormedInput(before.normed(), norm, block.times)
+            last = block is self.blocks[-1][0] and residual is not None and total is not None and post is None
             if router is not None:
-                y = block.routed(h.normed(), router(kernels, before.normed().flatten(0, -2)))
+                x, chosen = h.normed(), router(kernels, before.normed())
+                if residual is not None and (y := self._at_once(x, chosen, residual, scale)) is not None:
+                    return y
+                y = block.routed(x, chosen)
+            elif last and block.takes_addend(kernels, h.x):
+                share = None if gate is None else gate(kernels, h)
+                return block(kernels, h, residual=residual, scale=scale, addend=total, share=share)
+            elif gate is not None:
+                assert total is not None
+                total = torch.addcmul(total, gate(kernels, h).sigmoid(), block(kernels, h))
+                continue
             elif post is None:
-                if total is not None and residual is not None and block.takes_addend(kernels, h.x):
-                    if block is self.blocks[-1][0]:
-                        return block(kernels, h, residual=residual, scale=scale, addend=total)
                 total = block(kernels, h, residual=total)
                 continue
             else:
@@ -139,6 +136,20 @@ class BoundSum:
             total = y if total is None else total + y
         assert total is not None
         return total if residual is None else torch.add(residual, total, alpha=scale)
+
+    def _at_once(
+        self, x: torch.Tensor, chosen: tuple | dict[int, torch.Tensor], residual: torch.Tensor, scale: float
+    ) -> torch.Tensor | None:
+        """The sum for one token of experts and of one that all tokens share; None where that is no one operation."""
+        (experts, *_), (shared, *_) = self.blocks[0], self.blocks[-1]
+        if not self.mixes or experts.module is None or x.shape[:-1].numel() != 1:
+            return None
+        given = x.flatten(0, -2), *(chosen[place] for place in experts.spec.chosen)
+        forward, beside = ExpertsForward.taken(experts.module, *given), shared.as_expert(self.gates[1])
+        if forward is None or beside is None:
+            return None
+        total = forward.with_shared(given, beside, shared.spec.activation, residual.flatten(0, -2), scale)
+        return None if total is None else total.view(residual.shape)
 
 
 class BoundMlp:
@@ -150,17 +161,11 @@ class BoundMlp:
         self.gate: Weights | None = None
         self.up: Weights | None = None
         self.times = 1
-        self.mixture: tuple[nn.Module, nn.Module, BoundMlp, BoundLinear | None] | None = None
         known = (as_understood(layer.get_submodule(name), settings) for name, settings in spec.settings)
         if not spec.first or not all(known):
             if not spec.whole or not spec.alone:
                 raise NotUnderstood("what its MLP was understood to be has changed")
             self.module = layer.get_submodule(spec.whole)
-            if spec.mixture is not None and all(known):
-                mixture = spec.mixture
-                router, experts = (layer.get_submodule(name) for name in (mixture.router, mixture.experts))
-                gate = BoundLinear(layer.get_submodule(mixture.gate)) if mixture.gate else None
-                self.mixture = router, experts, BoundMlp(kernels, layer, mixture.shared), gate
             return
         self.first = [BoundLinear(layer.get_submodule(name)) for name in spec.first]
         self.down = BoundLinear(layer.get_submodule(spec.down))
@@ -184,8 +189,6 @@ class BoundMlp:
         **mixed: Any,
     ) -> torch.Tensor:
         """residual + scale * mlp(norm(x)). mixed: as of `part_product`, where it `takes_addend`."""
-        if self.mixture is not None:
-            return self._mixed(kernels, before.normed(), residual, scale)
         if self.module is None:
             middle = NormedInput(self._middle(kernels, before), self.inner)
             return self.down(kernels, middle, residual=residual, scale=scale, **mixed)
@@ -203,38 +206,13 @@ class BoundMlp:
         linears = [self.gate, self.up, None if self.module is not None else self.down.weights]
         linears += [] if share is None else [share.weights]
         given = [None if one is None or one.ranks is not None else one.operands() for one in linears]
-        if any(one is None or one[1] is not None for one in given):
+        if self.spec.inner is not None or any(one is None or one[1] is not None for one in given):
             return None
         return SharedExpert(*(one[0] for one in given if one is not None))
 
     def takes_addend(self, kernels: Kernels, x: torch.Tensor) -> bool:
         """Whether its last product adds more than one tensor: of few tokens, whose products are kernels of ours."""
         return self.module is None and x.shape[:-1].numel() <= MOST_ROWS and self.down.takes_wide(kernels)
-
-    def _mixed(self, kernels: Kernels, x: torch.Tensor, residual: torch.Tensor | None, scale: float) -> torch.Tensor:
-        """residual + scale * (what experts and the shared one give of (rows, new, C), normed)."""
-        mixture, parts, tokens = self.spec.mixture, self.mixture, x.flatten(0, -2)
-        assert mixture is not None and parts is not None
-        router, experts, shared, gate = parts
-        result = router(tokens if mixture.flat else x)
-        chosen = tuple(result[place] for place in mixture.chosen)
-        if residual is not None and len(tokens) == 1:
-            forward, beside = ExpertsForward.taken(experts, tokens, *chosen), shared.as_expert(gate)
-            if forward is not None and beside is not None:
-                name, past = shared.spec.activation, residual.flatten(0, -2)
-                total = forward.with_shared((tokens, *chosen), beside, name, past, scale)
-                if total is not None:
-                    return total.view(residual.shape)
-        y = experts(tokens, *chosen)
-        y, given = y.view(x.shape), NormedInput(x)
-        share = None if gate is None else gate(kernels, given)
-        if residual is not None and shared.takes_addend(kernels, x):
-            return shared(kernels, given, residual=residual, scale=scale, addend=y, share=share)
-        if share is None:
-            y = shared(kernels, given, residual=y)
-        else:
-            y = torch.addcmul(y, share.sigmoid(), shared(kernels, given))
-        return y if residual is None else torch.add(residual, y, alpha=scale)
 
     def _middle(self, kernels: Kernels, before: NormedInput) -> torch.Tensor:
         name = self.spec.activation

@@ -13,7 +13,7 @@ from accel.llm.parts.activation import activation_name
 from accel.llm.parts.norm import norm_spec, normlike
 from accel.llm.parts.normed_router import understand_router
 from accel.llm.recording.record import NOTHING_STORED, Call, LayerRecord, NotUnderstood, Value, is_absent
-from accel.llm.runtime.mlp import Mixture, MlpSpec
+from accel.llm.runtime.mlp import MlpSpec
 from accel.patching.guard import plain_settings
 from accel.quantization.experts import holds_numbers
 
@@ -53,7 +53,7 @@ def understand_mlp(layer: LayerRecord, others: Sequence[Call] = ()) -> tuple[Mlp
     if (found := _unnamed(layer, whole)) is not None:
         return found
     known = None if layer.known is None else layer.known.mlp
-    spec = _mixture(layer, whole) if layer.known is None or (known is not None and known.mixture is not None) else None
+    spec = _mixture(layer, whole) if layer.known is None or (known is not None and known.around) else None
     return spec or MlpSpec(layer.name(whole.module)), (whole, whole)
 
 
@@ -81,15 +81,15 @@ def _mixture(layer: LayerRecord, whole: Call) -> MlpSpec | None:
             added = torch.equal(base + given, total) if layer.known is None else is_sum(base, given, 1.0, total)
             if added and first.input.same(x) and down.output.same(shared.made):
                 own = (layer.name(whole.module), plain_settings(whole.module))
-                mixture = Mixture(
-                    layer.name(router.module),
+                return MlpSpec(
                     layer.name(experts.module),
+                    settings=(own, *spec.settings),
+                    beside=(replace(spec, settings=(), gate="" if gate is None else layer.name(gate.module)),),
+                    around=own[0],
+                    router=layer.name(router.module),
                     flat=router.input.held.dim() == 2,
                     chosen=(places[0], places[1]),
-                    shared=replace(spec, settings=()),
-                    gate="" if gate is None else layer.name(gate.module),
                 )
-                return MlpSpec(own[0], settings=(own, *spec.settings), mixture=mixture)
     return None
 
 

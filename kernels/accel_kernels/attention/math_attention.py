@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +24,11 @@ class MathAttention(TorchFunctionMode):
         if func is F.scaled_dot_product_attention and args and args[0].is_cuda:
             return _attention(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def math_attention() -> AbstractContextManager:
+    """`MathAttention` where a query can be on a GPU; elsewhere it would only slow every operation down."""
+    return MathAttention() if torch.cuda.is_initialized() else nullcontext()
 
 
 def _attention(

@@ -35,7 +35,7 @@ WAYS = [
 
 @pytest.mark.parametrize(("weights", "activations"), WAYS)
 @pytest.mark.parametrize("name", [*UNETS, *DITS])
-@pytest.mark.share(3)
+@pytest.mark.share(8)
 def test_equals_stock_over_its_weights_and_rows(name, weights, activations, tiny, unet_and_inputs, in_double):
     """In float64 where rows are rounded: rounding before it would put numbers next to a half to the other side."""
     rounds = activations is not None

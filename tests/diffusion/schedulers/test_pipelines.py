@@ -168,7 +168,7 @@ def check(got, wanted, scheduler, dtype=torch.float32, **call):
 
 
 @pytest.mark.parametrize(("name", "case"), all_cases(), ids=label)
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_every_option(name, case):
     config, call = split(case)
     scheduler = make(name, **config)
@@ -183,7 +183,7 @@ def test_every_option(name, case):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.share(3)
+@pytest.mark.share(5)
 def test_stock_is_seen_to_read(name):
     """The emulated device tells: else all of the above would hold for stock too."""
     scheduler = make(name)
@@ -195,7 +195,7 @@ def test_stock_is_seen_to_read(name):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", always(NAMES, "UniPCMultistep"))
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_half_precision(name, dtype):
     scheduler = make(name)
     wanted, _ = denoise(copy.deepcopy(scheduler), dtype=dtype)

@@ -33,7 +33,7 @@ def sample_of(call):
 @pytest.mark.parametrize(
     "pair", [*itertools.product(FAMILIES, (2, 3)), *STACKS, (FLUX, 2), (SD3, 4)], indirect=True, ids=str
 )
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 def test_equals_the_oracle_over_loops(pair):
     model, oracle, calls = pair
     for count in (5, 2, 7):  # each begins whole, as the timestep goes up
@@ -138,7 +138,7 @@ def test_nothing_of_a_loop_that_overflowed_comes_through(pair):
 
 @unet_and_flux
 @pytest.mark.parametrize("how", ["training", "gradients", "autocast"])
-@pytest.mark.share(2)
+@pytest.mark.share(3)
 def test_other_modes_are_computed_whole(pair, how):
     model, oracle, calls = pair
     agree(model, oracle, calls[:2])

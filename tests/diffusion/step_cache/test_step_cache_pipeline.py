@@ -71,7 +71,7 @@ def follows(pipe, interval, calls, of=lambda pipe: pipe):
 
 
 @pytest.mark.parametrize("scheduler", ["DDIM", "PNDM", "HeunDiscrete", "DPMSolverMultistep", "EulerAncestralDiscrete"])
-@pytest.mark.share(3)
+@pytest.mark.share(5)
 def test_equals_the_oracle_under_every_scheduler(pipe, scheduler):
     calls = [{"prompts": prompt, "steps": 8} for prompt in (SEVEN, "two")]
     assert follows(scheduled(pipe, scheduler), 3, calls) == []
@@ -86,7 +86,7 @@ def test_a_controlnet_pipeline_equals_the_oracle(pipe, live, tmp_path):
     assert follows(steered, 3, [{"image": live.page()}] * 2) == []
 
 
-@pytest.mark.share(6)
+@pytest.mark.share(10)
 def test_equals_the_oracle_after_every_change(pipe, change, live, tmp_path):
     if change.cpu or change.name == "model-offload":
         pytest.skip(change.cpu or "from CPU to CPU, accelerate copies prompt and timestep at every step: all are whole")

@@ -89,7 +89,7 @@ def runs(model, action) -> int:
 
 
 @pytest.mark.parametrize("name", always(NAMES, "gpt-neox", "granite"))
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_what_is_fast_is_so_and_what_is_stock_says_why(name, pair_of):
     ours, stock = pair_of(name)
     ids, mask = padded()
@@ -120,7 +120,7 @@ def test_beside_a_lora_that_is_not_merged_all_stays_fused(pair):
 
 
 @pytest.mark.parametrize("name", FAST)
-@pytest.mark.share(5)
+@pytest.mark.share(8)
 def test_nothing_falls_back_where_nothing_has_to(name, pair_of):
     """In every fourth of the modes that the product of families and modes leaves out."""
     ours, _ = pair_of(name)
@@ -155,7 +155,7 @@ def test_restore_is_exact(name, tiny):
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2", "bloom", "mixtral"])
-@pytest.mark.share(3)
+@pytest.mark.share(6)
 def test_a_random_walk(name, seed, pair_of):
     ours, stock = pair_of(name)
     assert ("", "language model", "patched") in {site[:3] for site in accel.report(ours).sites}

@@ -19,14 +19,14 @@ GATED = {"deepseek-v3": False, "deepseek-v2": False, "qwen2-moe": True, "qwen3.5
 
 
 def mixtures(model) -> list:
-    return [spec.mlp.mixture for _, spec in formulas(model, {}) if not spec.mlp.first]
+    return [spec.mlp for _, spec in formulas(model, {}) if not spec.mlp.first]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", GATED)
 def test_it_is_understood(name, dtype):
     found = mixtures(make(name, dtype=dtype))
-    assert found and all(one is not None and bool(one.gate) == GATED[name] for one in found)
+    assert found and all(one.around and bool(one.beside[0].gate) == GATED[name] for one in found)
     assert {one.router for one in found} == {"mlp.gate"} and {one.chosen for one in found} == {(2, 1)}
 
 
@@ -45,7 +45,7 @@ def test_a_module_that_does_more_is_called_as_a_whole(name, change, monkeypatch)
     stock = make(name)
     kind = type(stock.model.layers[1].mlp)
     monkeypatch.setattr(kind, "forward", change(kind.forward))
-    assert not any(mixtures(stock))
+    assert not any(one.beside for one in mixtures(stock))
     ours = accel.optimize(copy.deepcopy(stock))
     ids, mask = padded()
     same(generate(ours, ids, mask), generate(stock, ids, mask))
@@ -94,5 +94,6 @@ def test_its_products_are_fused(weights):
     ours = accel.optimize(copy.deepcopy(stock), weights=weights)
     ids, mask = padded()
     same(generate(ours, ids, mask), generate(rounded(stock, ours), ids, mask))
-    *_, shared, gate = vars(ours.model.layers[1])["forward"].bound.mlp.mixture
-    assert shared.gate is not None and shared.gate.quantized == bool(weights) and gate is None
+    bound = vars(ours.model.layers[1])["forward"].bound.mlp
+    shared = bound.blocks[1][0]
+    assert shared.gate is not None and shared.gate.quantized == bool(weights) and bound.gates == [None, None]

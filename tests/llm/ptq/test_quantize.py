@@ -34,7 +34,7 @@ def by_option(name: str, scheme: str):
 
 @pytest.mark.parametrize("scheme", ["int8", "int4-g32-asym", "fp8"])
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "llama-biases", "gpt2", "falcon-grouped", "mixtral", "mpt"])
-@pytest.mark.share(6)
+@pytest.mark.share(10)
 def test_it_is_what_the_option_makes_and_stays(name, scheme):
     model, wanted = make(name), by_option(name, scheme)
     assert accel.quantize(model, scheme) is model
@@ -216,7 +216,7 @@ def quantizable(model) -> set[str]:
         for name in FAST[:: 1 if EVERYTHING else 3 if mode != "beam" else 12]
     ],
 )
-@pytest.mark.share(5)
+@pytest.mark.share(8)
 def test_every_fast_family(name, mode, monkeypatch):
     ours, reference = quantized(name, "int8")
     assert {row["path"] for row in accel.report(ours).weights} == quantizable(reference)
@@ -228,7 +228,7 @@ def test_every_fast_family(name, mode, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "mode"), every(3, [*CORE, *WITH_HEADS], USED))
-@pytest.mark.share(5)
+@pytest.mark.share(8)
 def test_every_mode(name, mode):
     table = (*HEADS, *SCHEMES) if name in CORE else HEADS
     weights = table[([*CORE, *WITH_HEADS].index(name) + USED.index(mode)) % len(table)]
@@ -243,7 +243,7 @@ def test_every_mode(name, mode):
 
 
 @pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_those_not_understood_run_their_own_code_over_quantized_linears(name):
     ours, reference = quantized(name, "int8")
     ids, mask = padded((9, 9))
@@ -263,7 +263,7 @@ def test_those_not_understood_run_their_own_code_over_quantized_linears(name):
     every(5, CORE, (*SCHEMES, *HEADS[:3]), (torch.bfloat16, torch.float16)),
     ids=str,
 )
-@pytest.mark.share(4)
+@pytest.mark.share(8)
 def test_in_half_precision_as_good_as_stock_over_the_same_weights(name, dtype, weights):
     ours, reference = quantized(name, weights, dtype)
     exact = rounded(reference, ours, torch.float32)  # not even rounded to half precision

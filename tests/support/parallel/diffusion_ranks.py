@@ -13,7 +13,7 @@ from accel.errors import Refused
 from support.diffusion import tiny_models
 from support.diffusion.drawing import shipped
 
-PROMPT, STEPS = "a handwritten seven", 6
+PROMPT, STEPS = "a handwritten seven", 4
 
 
 class Rows:

@@ -37,7 +37,7 @@ def same(first, second) -> bool:
 
 
 @pytest.mark.parametrize("name", [str(family) for family in FAMILIES])
-@pytest.mark.share(5)
+@pytest.mark.share(8)
 def test_every_layer_is_given_what_the_model_gives_it(name):
     model = make(name)
     try:

@@ -59,7 +59,7 @@ def test_every_family(name, weights):
 
 @pytest.mark.parametrize(("name", "weights"), [("qwen3-moe", "int4-g32"), ("gpt-oss", "fp8")])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.share(2)
+@pytest.mark.share(3)
 def test_in_16_bits_as_near_as_stock_over_the_same_values(name, weights, dtype):
     """Each expert by itself: a router may choose otherwise by rounding."""
     ours, twin = quantized(name, weights, dtype)

@@ -14,7 +14,7 @@ from accel.llm.generation.loop import handover
 from accel.llm.generation.loop.token_loop import TokenLoop
 from support.llm.parallel.ranks import counted, load
 
-PLAIN = {"max_new_tokens": 8, "eos_token_id": None, "pad_token_id": 0}
+PLAIN = {"max_new_tokens": 5, "eos_token_id": None, "pad_token_id": 0}
 SEED = 7
 
 
