@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoBlock
-
 VOCAB = 99
 EVEN_VOCAB = 100  # for ranks: transformers before 5.18 divides no other number of words
 LONG = 128  # positions
@@ -86,16 +84,10 @@ def with_holes(model) -> None:
         layer.attn.attention.bias[..., 100, 99] = False
 
 
-class LouderBlock(GPTNeoBlock):
-    """A layer around whose attention something else happens."""
-
-    def forward(self, *args, **kwargs):
-        result = super().forward(*args, **kwargs)
-        return (self.louder * result[0], *result[1:]) if isinstance(result, tuple) else self.louder * result
-
-
 def with_louder_holes(model) -> None:
     """The same, in louder layers."""
+    from support.llm.miniatures.louder_block import LouderBlock  # which imports Triton, whose interpreter comes first
+
     with_holes(model)
     for number, layer in enumerate(model.transformer.h):
         layer.__class__, layer.louder = LouderBlock, 1.0 + number % 2
