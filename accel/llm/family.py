@@ -22,7 +22,6 @@ from accel.llm.generation.self_test import find_convention, guard_of, try_partia
 from accel.llm.generation.trial_warmup import warm_up
 from accel.llm.moe.experts import ExpertsForward, match_experts
 from accel.llm.moe.router import RouterForward, match_router
-from accel.llm.moe.scaled_inputs import ScaledInputsForward, match_scaled_inputs
 from accel.llm.parts.step import ForwardContext
 from accel.llm.parts.thresholded_mlp import match_thresholded_mlp
 from accel.llm.pipeline.forward import SpreadForward
@@ -34,6 +33,7 @@ from accel.llm.runtime.analyze import Analysis
 from accel.llm.runtime.kv_quantization import choose_kv_dtypes, described
 from accel.llm.runtime.layer_spec import LayerSpec
 from accel.llm.runtime.lm_head import OutputHead, match_head, match_table
+from accel.llm.runtime.scaled_inputs import ScaledInputsForward, match_scaled_inputs
 from accel.parallel.agreement import all_agree
 from accel.patching.fast_forward import FastForward
 from accel.patching.rule import Context, ForwardPatch, Match, Rule, Site, Skip

@@ -132,7 +132,7 @@ class SoftmaxSpec(AttentionSpec):
         got = found.got
         if got is None:
             known = layer.known.attention
-            named = {layer.name(one.module): one for one in layer.calls}
+            named = {layer.name(one.module): one for one in reversed(layer.calls)}  # the first call of each
             norm = None if known.out_norm is None else named.get(known.out_norm.name)
             out, end = named.get(known.out), norm
         else:

@@ -15,8 +15,11 @@ import torch
 from torch import nn
 
 from accel.in_flight import Here
+from accel.llm.attention.stock.indexed_attention import IndexedSpec
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.recording.record import NotUnderstood
+
+CHOSEN = 4  # tokens that an index chooses in a trial
 
 
 class Choices:
@@ -157,3 +160,19 @@ def _chosen(args: tuple, kwargs: dict) -> tuple[int, int] | None:
             if len(same) == 1:
                 return place, same[0]
     return None
+
+
+def indexers(forward: DecoderForward) -> list[nn.Module]:
+    """Modules that choose the tokens which layers see."""
+    attentions = ((layer.module, layer.spec.attention) for layer in forward.layers)
+    named = ((layer, one.indexer) for layer, one in attentions if isinstance(one, IndexedSpec))
+    return [layer.get_submodule(name) for layer, name in named if name]
+
+
+@contextmanager
+def few_chosen(forward: DecoderForward) -> Iterator[None]:
+    """Inside, they choose few tokens, the best first, so that a short text shows what becomes of the others."""
+    with ExitStack() as undo:
+        for module in indexers(forward):
+            undo.callback(module.register_forward_hook(Here(lambda *given: given[-1][..., :CHOSEN])).remove)
+        yield

@@ -16,7 +16,7 @@ from accel.llm.generation.calling_convention import BY_MASK, IN_ORDER, CallingCo
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.mixed import MixedForward
 from accel.llm.generation.model_guard import ModelGuard, reading, relevant
-from accel.llm.generation.routing import noting, repeating, routed_modules
+from accel.llm.generation.routing import few_chosen, indexers, noting, repeating, routed_modules
 from accel.llm.generation.shown_cache import counted, empty, watched
 from accel.llm.generation.teacher_forcing import differing_part
 from accel.llm.generation.trial import (
@@ -24,11 +24,9 @@ from accel.llm.generation.trial import (
     PROMPT,
     Expected,
     expected,
-    few_chosen,
     fill_prompt,
     fused_layers,
     fused_logits,
-    indexers,
     logits_over_pieces,
     masks_steps,
     pieces_of,

@@ -1,7 +1,7 @@
 """Runs in which a whole model is tried: stock and fused over one text, with one routing for both."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 
@@ -10,9 +10,7 @@ from torch import nn
 
 from accel.comparison import agree, relative_rms_by_token
 from accel.errors import reason_of
-from accel.in_flight import Here
 from accel.libraries.cache import DynamicCache, cache_of
-from accel.llm.attention.stock.indexed_attention import IndexedSpec
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.prefill import MOST_PROMPT, bucket_for, pad_to_bucket
 from accel.llm.generation.routing import Choices, noting, repeating, routed_modules, routing_modules
@@ -29,7 +27,6 @@ from accel.verification.noise import with_rounding
 from accel.verification.precision import widened
 
 PROMPT, PADDING, STEPS = 9, 3, (1, 1, 3)
-CHOSEN = 4
 LONGEST = 150  # a window up to here is filled, to see it at work
 
 
@@ -194,22 +191,6 @@ def trial_lengths(forward: DecoderForward) -> tuple[int, ...]:
     if not lengths[0]:
         raise NotUnderstood("too few positions to try it")
     return lengths
-
-
-def indexers(forward: DecoderForward) -> list[nn.Module]:
-    """Modules that choose the tokens which layers see."""
-    attentions = ((layer.module, layer.spec.attention) for layer in forward.layers)
-    named = ((layer, one.indexer) for layer, one in attentions if isinstance(one, IndexedSpec))
-    return [layer.get_submodule(name) for layer, name in named if name]
-
-
-@contextmanager
-def few_chosen(forward: DecoderForward) -> Iterator[None]:
-    """Inside, they choose few tokens, the best first, so that a short text shows what becomes of the others."""
-    with ExitStack() as undo:
-        for module in indexers(forward):
-            undo.callback(module.register_forward_hook(Here(lambda *given: given[-1][..., :CHOSEN])).remove)
-        yield
 
 
 def short_prompt(lengths: tuple[int, ...]) -> int:

@@ -177,8 +177,8 @@ def test_where_a_graph_gains_nothing_longer_ones_are_not_tried():
     prompts, model = Anywhere(Bound()), make("llama", max_position_embeddings=MOST_PROMPT)
 
     def rooms(prompts):
-        given = [(torch.zeros(1, new, dtype=torch.long), torch.zeros(1, new)) for new in (9, 64, 120, 128, 700)]
-        return [prompts.bucket(model, *each, 1) for each in given]
+        given = [torch.zeros(1, new, dtype=torch.long) for new in (9, 64, 120, 128, 700)]
+        return [prompts.bucket(model, each, 1) for each in given]
 
     def called(new):
         tokens = torch.zeros(1, new, dtype=torch.long)
@@ -204,13 +204,13 @@ def test_what_will_pass_is_no_reason_to_try_no_longer():
         return prompts(lambda *args: ["graph"], lambda: ["plain"], tokens, tokens, None, 128, False)[0]
 
     prompts.runner.reason = "forward hooks on it would not run"
-    assert called() == "plain" and prompts.bucket(model, tokens, tokens, 1) == 128
+    assert called() == "plain" and prompts.bucket(model, tokens, 1) == 128
     prompts.runner.reason = None
-    assert called() == "plain" and prompts.bucket(model, tokens, tokens, 1) is None
+    assert called() == "plain" and prompts.bucket(model, tokens, 1) is None
     handle = model.register_forward_hook(lambda *args: None)
-    assert prompts.bucket(model, tokens, tokens, 1) == 128
+    assert prompts.bucket(model, tokens, 1) == 128
     handle.remove()
-    assert prompts.bucket(model, tokens, tokens, 1) is None
+    assert prompts.bucket(model, tokens, 1) is None
 
 
 def test_tables_of_positions_are_not_left():
@@ -233,8 +233,8 @@ def test_not_under_the_options_and_in_models_that_forbid_it():
     assert vars(accel.optimize(make("llama"), graphs=False))["forward"].prompts is None
     assert vars(accel.optimize(make("llama"), graphs=True))["forward"].prompts is not None
     assert vars(accel.optimize(make("mixtral")))["forward"].prompts is not None
-    model = accel.optimize(make("bloom"))  # no position_ids
-    assert not vars(model)["forward"].convention.pads_prompts and vars(model)["forward"].prompts is None
+    model = accel.optimize(make("bloom"))  # no position_ids: it counts them itself
+    assert vars(model)["forward"].convention.pads_prompts and vars(model)["forward"].prompts is not None
 
 
 def test_a_class_that_slices_its_logits_otherwise_stays_out():

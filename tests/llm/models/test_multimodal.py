@@ -223,6 +223,7 @@ def test_an_error_that_says_nothing_of_what_a_model_takes_is_told(error, monkeyp
     module = nn.ModuleDict({"layers": nn.ModuleList()})
     module.config = None
     given = {"reference": stock, "fast": fast, "experts": [], "routers": [], "given_cache": lambda cache: {}}
+    given |= {"partial": False, "ranks": None}
     given["embeddings"] = lambda: torch.zeros(1)
     monkeypatch.setattr(arguments, "DynamicCache", lambda config: None)
     with pytest.raises(type(error), match="no such thing"):

@@ -9,9 +9,9 @@ from transformers import DynamicCache
 
 import accel
 from accel.llm.attention.borrowed_attention import NarrowValuesSpec
-from accel.llm.moe.scaled_inputs import ScaledInputsForward
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.runtime.analyze import formulas
+from accel.llm.runtime.scaled_inputs import ScaledInputsForward
 from support.llm.families import make, padded, prompt
 from support.llm.outputs import generate, same
 

@@ -39,12 +39,8 @@ ALIKE = (  # of the same parts as others
     Family("youtu", "youtu", LATENT | {"rope_interleave": False}),
     Family("axk1", "axk1", LATENT | LATENT_EXPERTS | {"n_group": 2, "topk_group": 1}),
     # The second layer sees what the first has chosen.
-    Family(
-        "glm-moe-dsa",
-        "glm_moe_dsa",
-        LATENT | LATENT_EXPERTS | INDEX | {"indexer_types": ["full", "shared"]},
-        expected="around",
-    ),
+    Family("glm-moe-dsa", "glm_moe_dsa", LATENT | LATENT_EXPERTS | INDEX | {"indexer_types": ["full", "shared"]},
+           expected="around"),
     Family("axk2", "axk2", LATENT | LATENT_EXPERTS | INDEX | {"gated_norm_rank": 8}, expected="around"),
     llama("three-to-one", hidden_size=96, num_attention_heads=6),
     Family("mistral-wide", "mistral", {"sliding_window": None}),
