@@ -101,6 +101,7 @@ CASES = (
     _case("short", 3, 3, 1, 2, 16, 16, [0, 1, 0], idle=(2,), small=True),
     _case("alike", 1, 64, 1, 1, 32, 16, [0], alike=True, small=True),
     _case("kimi", 1, 90, 2, 1, 32, 16, [3], channels=True, small=True),
+    _case("narrow", 2, 9, 4, 1, 16, 16, [], channels=True, stored=0, firsts=[0, 3], small=True),
     _case("bounded", 1, 40, 1, 1, 20, 24, [0], channels=True, lower_bound=-5.0, rounded=True, small=True),
     _case("packed", 1, 150, 1, 1, 16, 16, [0, 8, 3], spans=[(2, 70), (70, 70), (75, 148)], small=True),
     _case("apart", 1, 150, 1, 1, 16, 16, [0, 8, 3], spans=[(2, 70), (70, 71), (75, 148)], apart=True, small=True),

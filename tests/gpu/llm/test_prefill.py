@@ -27,20 +27,30 @@ pytestmark = pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", FAST)
 def test_logits_are_as_near_to_the_truth_as_stocks(name, dtype):
-    """Against the same weights in float32; the root mean square over many prompts, at most twice stock's own."""
+    """Against the same weights in float32; the root mean square over many prompts, at most twice stock's own.
+
+    Of the median token where rounding may send some to other experts, in stock as in ours.
+    """
     ours, stock = new_pair(name, dtype)
+    assert "forward" in vars(ours), accel.report(ours)
+    parts = [layer.spec.mlp for layer in vars(ours)["forward"].layers]
+    chooses = any(mlp.wholes for mlp in parts if mlp is not None)
     wide = copy.deepcopy(stock).float()
     talks = [on_gpu(*padded(lengths, seed)) for seed, lengths in enumerate([(9,), (16,), (50,), (90,), (40, 33)])]
 
     def logits(model):
-        return torch.cat([one.flatten().float() for ids, mask in talks for one in talk(model, ids, mask).values()])
+        found = [one.flatten(0, -2).float() for ids, mask in talks for one in talk(model, ids, mask).values()]
+        return torch.cat(found)
+
+    def off(found):
+        of_tokens = (found - truth).pow(2).mean(-1)
+        return float((of_tokens.median() if chooses else of_tokens.mean()).sqrt())
 
     truth = logits(wide)
-    allowed = float((logits(stock) - truth).pow(2).mean().sqrt())
+    allowed = off(logits(stock))
     for _ in range(3):  # eager, capture, replay
-        error = float((logits(ours) - truth).pow(2).mean().sqrt())
+        error = off(logits(ours))
         assert error <= 2 * allowed + 1e-6, f"{error:.2e}, stock's own {allowed:.2e}"
-    assert "forward" in vars(ours), accel.report(ours)
     fills = vars(ours)["forward"].convention.pads_prompts
     assert name in SOMETIMES or bool(prefill_graphs(ours)) == (fills and name not in WAITS), accel.report(ours)
 
