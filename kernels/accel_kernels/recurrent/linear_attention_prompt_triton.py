@@ -328,9 +328,7 @@ def linear_attention_prompt(
     factors = state.new_empty(units, 4, CHUNK)
     total = state.new_empty(units, CHUNK * key_dim if channel_decay else 1)
     where = (*sequences.pointers(), tokens, mixing, scores, factors, total, heads, sequences.padded)
-    # 16 keys with decays of channels read where they may not in bfloat16 (H100, Triton 3.6).
-    block_k = max(32 if channel_decay else 16, power_of_two(key_dim))
-    block_v = 128 if channel_decay and value_dim > 64 else 64
+    block_k, block_v = max(16, power_of_two(key_dim)), 128 if channel_decay and value_dim > 64 else 64
     launch(
         chunk_products_kernel, (heads, chunks, count),
         q, k, a, b, *(() if t is None else t.stride() for t in (q, k, a, b)), decay.a_log, decay.bias,
