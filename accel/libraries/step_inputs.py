@@ -49,7 +49,7 @@ def prepares_as_stock(model: PreTrainedModel, attends: bool) -> bool:
                 if not left_out and not _same(found.get(key), wanted[key]):
                     return False
             more = {key: value for key, value in found.items() if key == KEEP or key not in wanted}
-            if not all(type(value) in PLAIN for value in more.values()) or more != (added or more):
+            if not all(type(value) in PLAIN for value in more.values()) or added not in (None, more):
                 return False
             added = more
     except Exception as error:  # it wants more than a step is given

@@ -50,12 +50,9 @@ class NormedValuesSpec(SoftmaxSpec):
         options, window, now = told(layer, record)
         for v_norm, before in _value_norms(layer, calls, stored.values.transpose(1, 2)):
             plain = replace(layer, stored=stored._replace(values=before.transpose(1, 2)))
-            for found in formulas_of(plain, calls, options, now, partial(_normed_parts, stored.values, v_norm)):
-                if (ending := cls.ending(layer, calls, found)) is not None:
-                    names = tuple(layer.name(one.module) for one in found.projections)
-                    own = layer.name(layer.attention), plain_settings(layer.attention), names
-                    spec = cls(*own, layer.name(ending[0].module), stored.place, window, **found.fields)
-                    return UnderstoodAttention(spec, found.projections[0], ending[0])
+            formulas = formulas_of(plain, calls, options, now, partial(_normed_parts, stored.values, v_norm))
+            if (fit := cls.first_fit(layer, calls, formulas, window)) is not None:
+                return fit
         return None
 
     def bind(self, kernels: Kernels, layer: nn.Module, stack: bool) -> "BoundNormedValues":
@@ -114,13 +111,7 @@ class NarrowValuesSpec(SoftmaxSpec):
         if stored is None or stored.values.shape[:3] != stored.keys.shape[:3]:
             return None
         options, window, now = told(layer, record)
-        for found in formulas_of(layer, calls, options, now, _narrow_parts, _narrow):
-            if (ending := cls.ending(layer, calls, found)) is not None:
-                names = tuple(layer.name(one.module) for one in found.projections)
-                own = layer.name(layer.attention), plain_settings(layer.attention), names
-                spec = cls(*own, layer.name(ending[0].module), stored.place, window, **found.fields)
-                return UnderstoodAttention(spec, found.projections[0], ending[0])
-        return None
+        return cls.first_fit(layer, calls, formulas_of(layer, calls, options, now, _narrow_parts, _narrow), window)
 
     @classmethod
     def ending(cls, layer: LayerRecord, calls: list[Call], found: Formula) -> tuple[Call, ...] | None:

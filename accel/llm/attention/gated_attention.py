@@ -85,11 +85,8 @@ class QueryGatedSpec(SoftmaxSpec):
     @classmethod
     def ending(cls, layer: LayerRecord, calls: list[Call], found: Formula) -> tuple[Call, ...] | None:
         gate = found.gate
-        return (
-            None
-            if gate is None
-            else next(((out,) for out in gated_ends(layer, calls, found.got, gate.flatten(2))), None)
-        )
+        ends = () if gate is None else gated_ends(layer, calls, found.got, gate.flatten(2))
+        return next(((out,) for out in ends), None)
 
     def bind(self, kernels: Kernels, layer: nn.Module, stack: bool) -> "BoundQueryGatedAttention":
         return BoundQueryGatedAttention(kernels, layer, self, stack)

@@ -3,7 +3,7 @@
 Projections make queries, keys and values; one kernel norms and rotates them, stores, and attends.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -110,14 +110,25 @@ class SoftmaxSpec(AttentionSpec):
         if stored.values.shape != stored.keys.shape:
             raise NotUnderstood("keys and values of different sizes")
         options, window, now = told(layer, record)
-        for found in formulas_of(layer, calls, options, now, cls.parts):
+        fit = cls.first_fit(layer, calls, formulas_of(layer, calls, options, now, cls.parts), window)
+        if fit is None:
+            raise NotUnderstood(_reason(layer, calls))
+        return fit
+
+    @classmethod
+    def first_fit(
+        cls, layer: LayerRecord, calls: list[Call], formulas: Iterable[Formula], window: int | None
+    ) -> UnderstoodAttention | None:
+        """The first of these formulas whose result is projected as it should be."""
+        for found in formulas:
             ending = cls.ending(layer, calls, found)
             if ending is not None:
                 out, *further = ending
                 names = tuple(layer.name(call.module) for call in (*found.projections, *further))
                 own = layer.name(layer.attention), plain_settings(layer.attention), names, layer.name(out.module)
-                return UnderstoodAttention(cls(*own, stored.place, window, **found.fields), found.projections[0], out)
-        raise NotUnderstood(_reason(layer, calls))
+                spec = cls(*own, layer.cached.place, window, **found.fields)
+                return UnderstoodAttention(spec, found.projections[0], out)
+        return None
 
     @classmethod
     def parts(

@@ -11,6 +11,17 @@ from accel.llm.kv_cache.store import Store
 from accel.llm.kv_cache.store_layer import StoreLayer
 
 
+def _of_both(name: str) -> Any:
+    """The method of this name, of the layer of a store and then of the index keys."""
+
+    @steps_aside
+    def of_both(self: "IndexedStoreLayer", *args: Any, **kwargs: Any) -> None:
+        getattr(StoreLayer, name)(self, *args, **kwargs)
+        getattr(self.keys_of_index, name)(*args, **kwargs)
+
+    return of_both
+
+
 class IndexedStoreLayer(StoreLayer, DynamicIndexedLayer):
     """One layer of a Store, used as a DynamicIndexedLayer, in the place of `before`.
 
@@ -62,27 +73,6 @@ class IndexedStoreLayer(StoreLayer, DynamicIndexedLayer):
     def update_indexer(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self.keys_of_index.update_indexer(*args, **kwargs)
 
-    @steps_aside
-    def reset(self) -> None:
-        StoreLayer.reset(self)
-        self.keys_of_index.reset()
-
-    @steps_aside
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        StoreLayer.reorder_cache(self, beam_idx)
-        self.keys_of_index.reorder_cache(beam_idx)
-
-    @steps_aside
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        StoreLayer.batch_repeat_interleave(self, repeats)
-        self.keys_of_index.batch_repeat_interleave(repeats)
-
-    @steps_aside
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        StoreLayer.batch_select_indices(self, indices)
-        self.keys_of_index.batch_select_indices(indices)
-
-    @steps_aside
-    def crop(self, tokens_to_remove: int) -> None:
-        StoreLayer.crop(self, tokens_to_remove)
-        self.keys_of_index.crop(tokens_to_remove)
+    reset, reorder_cache, crop, batch_repeat_interleave, batch_select_indices = map(
+        _of_both, ("reset", "reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices")
+    )

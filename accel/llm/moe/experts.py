@@ -178,7 +178,7 @@ class ExpertsForward(FastForward):
         """
         weights = self._weights()
         arguments = (*(one.contiguous() for one in given), weights, shared, residual, scale)
-        if self.sharding is not None or weights.gating != Gating(activation):
+        if self.sharding is not None or self.formula.idle or weights.gating != Gating(activation):
             return None
         if self.kernels.mixture.supports(*arguments) is not None:
             return None

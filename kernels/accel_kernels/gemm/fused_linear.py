@@ -70,9 +70,10 @@ def supports(x, weight, bias=None, *, norm=None, **after) -> str | None:
         return reason
     if weight.shape[1] % 8 or x.shape[-1] != weight.shape[1]:
         return f"{weight.shape[1]} inputs, not a multiple of 8"
-    if any(one is not None and one.numel() != rows * n for one, n in
-           ((epilogue.addend, weight.shape[0]), (epilogue.share, 1))):  # fmt: skip
-        return "an addend or a share of another shape"
+    n = weight.shape[0]
+    sizes = (epilogue.addend, rows * n), (epilogue.share, rows), (epilogue.modulation, n)
+    if any(one is not None and one.numel() != size for one, size in sizes):
+        return "an addend, a share or a modulation of another shape"
     given = {name: getattr(epilogue, name) for name in ("residual", "addend", "share", "modulation")}
     if (reason := contiguous_reason(x=x, weight=weight, up=up, **given)) is not None:
         return reason

@@ -5,9 +5,11 @@ from importlib import import_module
 
 import pytest
 import torch
+from accel_kernels import SharedExpert
 from torch import nn
 
 import accel
+from accel.llm.moe.experts import ExpertsForward
 from accel.llm.runtime.analyze import formulas
 from support.llm.families import make, padded, prompt
 from support.llm.outputs import generate, same
@@ -86,6 +88,18 @@ def test_a_step_of_one_row_adds_everything_at_once(name, monkeypatch):
     call = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
     assert torch.equal(ours.generate(prompt(1, 7), **call), stock.generate(prompt(1, 7), **call))
     assert found == 5 * len(mixtures(stock)) * [GATED[name]] and not accel.report(ours).fallbacks
+
+
+def test_experts_that_give_what_they_are_given_are_added_by_themselves():
+    """LongCat's: they have no weights that the one operation could read."""
+    x, index, ones = torch.ones(1, 64), torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1)
+    for name in ("longcat", "qwen3-moe"):
+        fused = (vars(one).get("forward") for one in accel.optimize(make(name)).modules())
+        forward = next(one for one in fused if isinstance(one, ExpertsForward))
+        weights = forward.formula.weights(forward.module)
+        gate, up = weights.gate_up[0].chunk(2)
+        shared = SharedExpert(gate, up, weights.down[0])
+        assert (forward.with_shared((x, index, ones), shared, "silu", x, 1.0) is None) == (name == "longcat")
 
 
 @pytest.mark.parametrize("weights", [None, "int8"])

@@ -11,6 +11,7 @@ from transformers import DynamicCache, GenerationMixin, StoppingCriteriaList
 import accel
 from accel.cuda_graphs.entry import Replayed
 from accel.libraries.generation import PREPARE, predictable
+from accel.libraries.step_inputs import prepares_as_stock
 from accel.llm.generation.loop import handover
 from accel.llm.generation.loop.handover import MOST_MISSED, MOST_WAITED, Lookahead
 from accel.llm.kv_cache.cache import store_of
@@ -75,6 +76,32 @@ def test_a_model_that_prepares_its_inputs_itself(pair_of):
     assert predictable(replaced)
     replaced._update_model_kwargs_for_generation = lambda *args, **kwargs: None
     assert not predictable(replaced)
+
+
+@pytest.mark.parametrize(("more", "attends", "alike"), [
+    ({"use_cache": False}, True, False),
+    ({"another": 3}, True, True),
+    ({"logits_to_keep": 2}, True, True),
+    ({"attention_mask": None}, True, False),
+    ({"attention_mask": None}, False, True),
+])  # fmt: skip
+@pytest.mark.parametrize("start", [0, 99])
+def test_what_a_class_adds_to_the_inputs_of_a_step(more, attends, alike, start):
+    """The same at every length that its configuration could mean: of tokens as of words, of which there are 99."""
+    from support.llm.families import make
+
+    model = make("llama")
+    usual = type(model).prepare_inputs_for_generation
+
+    class Own(type(model)):
+        def prepare_inputs_for_generation(self, ids, **kwargs):
+            found = usual(self, ids, **kwargs)
+            del found["logits_to_keep"]
+            return found | (more if ids.shape[1] > start else {})
+
+    model.__class__ = Own
+    late = start and ("another" in more or "logits_to_keep" in more)
+    assert prepares_as_stock(model, attends) == (alike and not late)
 
 
 def test_an_instance_that_prepares_its_inputs_itself():
