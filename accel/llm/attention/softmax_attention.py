@@ -120,14 +120,13 @@ class SoftmaxSpec(AttentionSpec):
         cls, layer: LayerRecord, calls: list[Call], formulas: Iterable[Formula], window: int | None
     ) -> UnderstoodAttention | None:
         """The first of these formulas whose result is projected as it should be."""
+        attention, place = layer.attention, layer.cached.place
         for found in formulas:
-            ending = cls.ending(layer, calls, found)
-            if ending is not None:
+            if (ending := cls.ending(layer, calls, found)) is not None:
                 out, *further = ending
                 names = tuple(layer.name(call.module) for call in (*found.projections, *further))
-                own = layer.name(layer.attention), plain_settings(layer.attention), names, layer.name(out.module)
-                spec = cls(*own, layer.cached.place, window, **found.fields)
-                return UnderstoodAttention(spec, found.projections[0], out)
+                own = layer.name(attention), plain_settings(attention), names, layer.name(out.module)
+                return UnderstoodAttention(cls(*own, place, window, **found.fields), found.projections[0], out)
         return None
 
     @classmethod
@@ -144,21 +143,17 @@ class SoftmaxSpec(AttentionSpec):
         if got is None:
             known = layer.known.attention
             named = {layer.name(one.module): one for one in reversed(layer.calls)}  # the first call of each
-            norm = None if known.out_norm is None else named.get(known.out_norm.name)
-            out, end = named.get(known.out), norm
+            out, end = named.get(known.out), known.out_norm and named.get(known.out_norm.name)
         else:
-            behind = [one for one in layer.calls if one.parent is not layer.attention]
-            behind = [one for one in behind if not any(one.module.children())]
+            behind = (c for c in layer.calls if c.parent is not layer.attention and not any(c.module.children()))
             given = (one for one in (*calls, *behind) if one.alone and agree(got, one.input.held, slack=2.0))
             out = end = next(given, None)
             if end is not None and normlike(layer, end):
                 out = next((one for one in calls if one.alone and end.output.same(one.taken)), None)
-        if out is None:
+        norm = None if end is out else end
+        if out is None or (norm is not None and not norm.output.same(out.taken)):
             return None
-        if end is not None and end is not out:
-            if not end.output.same(out.taken):
-                return None
-            found.fields["out_norm"] = norm_spec(layer, end)
+        found.fields.update({} if norm is None else {"out_norm": norm_spec(layer, norm)})
         return (out,)
 
     def bind(self, kernels: Kernels, layer: nn.Module, stack: bool) -> "BoundSoftmaxAttention":
@@ -278,8 +273,7 @@ def _reason(layer: LayerRecord, calls: list[Call]) -> str:
         if projected:
             return "its keys are not what projection, norm and rotation give"
         return "no projection gives the values it stores, beside queries and keys in an order that is known"
-    attended = layer.attended
-    if attended is None:
+    if (attended := layer.attended) is None:
         return "its queries, scores or result are of another formula"
     options = {name: attended.options.get(name) for name in ("scaling", "softcap", "s_aux")}
     whole = plain_attention(attended.query, layer.cached.keys, layer.cached.values, None, **options)
