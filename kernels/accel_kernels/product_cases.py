@@ -38,7 +38,8 @@ def product_case(
     if share:
         given["share"] = rand(*shape[:-1], 1)
     x = rand(*shape, **(sums if wide is True else {}))
-    return (x if rows is None else rows(x), matrix(), rand(n) if bias else None), given
+    shift = rand(n, **(sums if wide == "weight" else {})) if bias else None
+    return (x if rows is None else rows(x), matrix(), shift), given
 
 
 def case_norm(kind: str | None, rand: Random, channels: int) -> Norm | None:

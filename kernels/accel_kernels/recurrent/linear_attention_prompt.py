@@ -53,7 +53,7 @@ def supports(
     if q.is_cuda and not reaches(q.device, HOPPER) and (q.dtype == torch.float32 or decay.bias.dim() == 2):
         return "float32, or decays of channels, below compute capability 9.0"  # more than its registers hold
     if q.is_cuda and decay.bias.dim() == 2 and k.shape[-1] <= 16 and q.dtype != torch.float32:
-        return "16 keys or fewer in 16 bits, with decays of channels"  # as compiled it reads where it may not (H100)
+        return "16 keys or fewer in 16 bits, with decays of channels"  # Triton 3.6 reads past the shared memory
     if sequences.limited is not None and (decay.bias.dim() == 2 or sequences.spans is None):
         return "limits up to a position, of decays of channels or without spans"
     if (needed := _shared_bytes(q.dtype, k.shape[-1], decay)) > shared_memory(q.device):

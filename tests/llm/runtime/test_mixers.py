@@ -41,7 +41,7 @@ def instead(part: str, forward):
 def test_decays_of_channels_are_understood(name, pairs, least, dtype):
     spec = first_layer(name, dtype=dtype).attention
     assert type(spec) is LinearSpec and len(spec.formula.pairs) == pairs and spec.formula.lower_bound == least
-    assert dict(spec.formula.columns)["a"].sizes == (4, 1, 16) and spec.norm.activation == "sigmoid"
+    assert dict(spec.formula.columns)["a"].sizes == (4, 1, 20) and spec.norm.activation == "sigmoid"
     assert set(spec.linears) >= {pair.name for pair in spec.formula.pairs}
     assert spec.formula.rounded == (dtype == torch.float32 or least is not None)  # of float32 it does not matter
 

@@ -39,7 +39,7 @@ LATENT_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_exp
 INDEX = {"index_topk": 6, "index_n_heads": 2, "index_head_dim": 16}
 GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "sliding_window": 5, "vocab_size_per_layer_input": VOCAB,
           "layer_types": ["sliding_attention", "full_attention"]}  # fmt: skip
-KIMI = {"layer_types": ["linear_attention", "full_attention"], "linear_head_dim": 16, "linear_num_heads": 4,
+KIMI = {"layer_types": ["linear_attention", "full_attention"], "linear_head_dim": 20, "linear_num_heads": 4,
         "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4,
         "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}  # fmt: skip
 
