@@ -9,14 +9,17 @@ from torch import nn
 
 from accel.libraries.versions import newer_than_tested
 from accel.parallel.sharded_layers import ranks_of
-from accel.planning.plan import Plan
+from accel.patching.fast_forward import FastForward
+from accel.planning.plan import Plan, Row
 from accel.planning.targets import stays_stock
 from accel.planning.whole_models import ON_CPU
+from accel.quantization.product import own_forwards
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 FALLBACK_LINES = 12
+GONE = (AttributeError, IndexError, KeyError, TypeError)  # a part of what was patched; its calls fall back
 WHOLE = "(whole model)"
 
 
@@ -54,7 +57,7 @@ class Report:
             def full(path: str, name: str = name) -> str:
                 return ".".join(filter(None, (name, path)))
 
-            sites += [(full(row.path), row.rule, row.status, row.reason) for row in plan.rows]
+            sites += [(full(row.path), row.rule, row.status, _reason(plan, row)) for row in plan.rows]
             weights += [row | {"path": full(row["path"])} for row in plan.weights]
             fallbacks += [(full(path), reason, calls) for path, reason, calls in plan.log.rows()]
             told = (getattr(getattr(patch, "value", None), "report_row", None) for patch in plan.patches)
@@ -181,3 +184,14 @@ def _alike(weights: list[dict]) -> dict[tuple[str, str], list[dict]]:
 
 def _unnumbered(path: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in path.split("."))
+
+
+def _reason(plan: Plan, row: Row) -> str:
+    """Its own; where there is none, which layers inside run their own forward now, as with adapters that came later."""
+    if row.status != "patched" or row.reason or not isinstance(plan.root, nn.Module):
+        return row.reason
+    try:
+        forward = vars(plan.root.get_submodule(row.path)).get("forward")
+        return own_forwards(forward.layers()) if isinstance(forward, FastForward) else ""
+    except GONE:
+        return ""

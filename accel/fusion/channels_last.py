@@ -14,7 +14,7 @@ from accel.in_flight import alone_if_idle
 from accel.patching.fast_forward import Kernels
 from accel.patching.rule import set_data
 from accel.patching.structure import pointwise
-from accel.quantization.product import product
+from accel.quantization.product import base, called, product
 
 
 def nhwc(x: torch.Tensor) -> torch.Tensor:
@@ -103,14 +103,18 @@ def convolve(x: torch.Tensor, conv: nn.Conv2d) -> tuple[torch.Tensor, torch.Tens
     the convolution adds it for nothing itself.
     """
     bias = None if x.is_cuda else conv.bias
+    if called(conv):
+        return conv(x), None
     y = conv._conv_forward(x, conv.weight, bias)  # as its forward does, with the padding mode the user chose
     return y, conv.bias if x.is_cuda else None
 
 
 def project(
-    rows: torch.Tensor, layer: nn.Linear | nn.Conv2d, bias: bool = True, linear: Callable = F.linear
+    rows: torch.Tensor, image: torch.Tensor, layer: nn.Module, bias: bool = True, linear: Callable = F.linear
 ) -> torch.Tensor:
-    """A linear layer, or a 1x1 convolution taken as one, over (..., C)."""
+    """A linear layer, or a 1x1 convolution taken as one, over (..., C), the rows of an image of these sizes."""
+    if called(layer) and isinstance(base(layer), nn.Conv2d):
+        return as_rows(nhwc(layer(as_image_like(rows, image))))
     if isinstance(layer, nn.Conv2d):
         return linear(rows, layer.weight.flatten(1), layer.bias if bias else None)
     return product(layer, rows, bias, linear)
@@ -123,9 +127,11 @@ def coarser_as_convolution(x: torch.Tensor) -> bool:
 
 def project_image(x: torch.Tensor, conv: nn.Conv2d, linear: Callable = F.linear) -> torch.Tensor:
     """A 1x1 convolution over a channels-last image, as a matrix product, unless stock's may be in TF32 and that not."""
+    if called(conv):
+        return conv(x)
     if not pointwise(conv) or not channels_last(x) or coarser_as_convolution(x):
         return conv.forward(x)
-    return as_image(project(as_rows(x), conv, linear=linear), *x.shape[2:])
+    return as_image(project(as_rows(x), x, conv, linear=linear), *x.shape[2:])
 
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the dimensions of a weight

@@ -247,6 +247,10 @@ class FastForward(InstanceMethod):
         """All whose work `fast` does itself, also the module; none if it only calls them."""
         return Parts()
 
+    def layers(self) -> tuple:
+        """Those inside that are called where they are of another class than matched; None for missing ones."""
+        return self.parts().answered
+
     def remember(self) -> str | None:
         """Notes the module and its parts as they are now. Returns why they may not be fused."""
         parts = self.parts()

@@ -86,11 +86,12 @@ class Parts(NamedTuple):
     """Modules and processors whose work a fused forward does without calling them; None for a missing one.
 
     fixed: those whose settings it does not read. live: those whose settings it reads at every call, as their own code
-    does, so that only their class and methods count.
+    does, so that only their class and methods count. answered: layers that it calls where they are of another class.
     """
 
     fixed: tuple = ()
     live: tuple = ()
+    answered: tuple = ()
 
 
 class PartRecord(NamedTuple):
@@ -254,7 +255,8 @@ def _does_more(own: nn.Module | None, parts: Parts) -> str | None:
     members = {id(part) for part in chain(*parts)}
     for part in chain(*parts):
         if isinstance(part, nn.Module) and part is not own:
-            reason = TRAINING_INSIDE if part.training and _trains(part, members) else tampered(part, stored=True)
+            training = part.training and all(part is not one for one in parts.answered) and _trains(part, members)
+            reason = TRAINING_INSIDE if training else tampered(part, stored=True)
             if reason is not None:
                 return reason
     return None

@@ -1,6 +1,7 @@
 """Products with a linear's weight, plain or quantized, for forwards that do its work without calling it."""
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -9,8 +10,11 @@ from accel_kernels import Norm, Quantized, QuantizedRows, dequantize, quantized_
 from accel_kernels.gemm.fused_linear import apply_norm
 from torch import nn
 
-from accel.patching.structure import plain, tampered
+from accel.libraries.adapters import BASE
+from accel.patching.structure import foreign, plain, tampered
 from accel.quantization.module import QuantizedLinear, row_tensors
+
+MULTIPLIED = (nn.Linear, nn.Conv2d, QuantizedLinear)  # by exact type
 
 
 class Rows:
@@ -43,6 +47,38 @@ def plain_linear(module: nn.Module | None) -> str | None:
     return tampered(module) if type(module) is QuantizedLinear else plain(module, nn.Linear, stored=True)
 
 
+def called(layer: nn.Module) -> bool:
+    """Whether a layer runs its own forward inside a fused one: with adapters, or a weight in a format of a library."""
+    return type(layer) not in MULTIPLIED
+
+
+def base(layer: Any) -> Any:
+    """The layer that all adapters are around."""
+    while BASE in layer._modules:
+        layer = layer._modules[BASE]
+    return layer
+
+
+def layer_reason(*layers: nn.Module | None) -> str | None:
+    """Why a fused forward can neither multiply by one of these layers nor call it; None where it can.
+
+    What is called must be of a library, so that a trial of it does nothing else.
+    """
+    for layer in layers:
+        if layer is None or not isinstance(base(layer), MULTIPLIED):
+            return plain(layer, nn.Linear, stored=True)
+        reason = next(filter(None, map(foreign, layer.modules())), None) if called(layer) else None
+        if reason or (reason := tampered(layer, stored=True)):
+            return reason
+    return None
+
+
+def own_forwards(layers: Iterable[nn.Module | None]) -> str:
+    """Which of them are called, for the report."""
+    kinds = Counter(type(layer).__name__ for layer in layers if layer is not None and called(layer))
+    return ", ".join(f"{kind} runs its own forward" for kind in sorted(kinds))
+
+
 def device_and_dtype(linear: nn.Linear) -> tuple[torch.device, torch.dtype]:
     """Where its weight is, and in what dtype it is multiplied."""
     if type(linear) is QuantizedLinear:
@@ -64,13 +100,18 @@ def deferred(linear: nn.Module, x: torch.Tensor) -> bool:
     """Whether the bias is better added by the next pass: not on a CPU, nor where rows are rounded, where it costs
     nothing.
     """
-    return x.is_cuda and rounds(linear, x) is None
+    return x.is_cuda and not called(linear) and rounds(linear, x) is None
 
 
 def product(
     linear: nn.Linear, x: torch.Tensor | Rows, bias: bool = True, multiply: Callable = F.linear
 ) -> torch.Tensor:
-    """x W^T, with bias where there is one. x: (..., K). multiply: what multiplies by a plain weight, as F.linear."""
+    """x W^T, with bias where there is one. x: (..., K). multiply: what multiplies by a plain weight, as F.linear.
+
+    A layer that is called adds its bias always; see `deferred`.
+    """
+    if called(linear):
+        return linear((x if isinstance(x, Rows) else Rows(x)).normed())
     *weight, shift = row_tensors(linear)
     return multiplied(linear, (*weight, shift if bias else None), x if isinstance(x, Rows) else Rows(x), multiply)
 

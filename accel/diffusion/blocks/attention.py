@@ -18,7 +18,7 @@ from accel.patching.guard import Parts
 from accel.patching.probe import example
 from accel.patching.rule import Context, Match, Site, Skip
 from accel.patching.structure import all_plain, foreign_processor, holds, meta_weights, no_tensor, untouched
-from accel.quantization.product import Rows, deferred, plain_linear, product
+from accel.quantization.product import Rows, called, deferred, layer_reason, product
 
 PARTS = ("spatial_norm", "norm_q", "norm_k", "norm_cross", "add_k_proj", "add_v_proj")
 # What makes it the attention of UNets and VAEs; those of other models have some of it.
@@ -41,7 +41,7 @@ class AttentionForward(FastForward):
     def parts(self) -> Parts:
         m = self.module
         out, *after = m.to_out
-        return Parts((m, m.processor, *after), (m.group_norm, m.to_q, m.to_k, m.to_v, out))
+        return Parts((m, m.processor, *after), (m.group_norm,), (m.to_q, m.to_k, m.to_v, out))
 
     def fast(
         self,
@@ -111,8 +111,8 @@ class AttentionForward(FastForward):
 
 
 def _leaves(m: Any) -> str | None:
-    reasons = map(plain_linear, (m.to_q, m.to_k, m.to_v, m.to_out[0]))
-    return next(filter(None, reasons), None) or all_plain((m.group_norm, nn.GroupNorm)) or untouched(*m.to_out)
+    reason = layer_reason(m.to_q, m.to_k, m.to_v, m.to_out[0]) or all_plain((m.group_norm, nn.GroupNorm))
+    return reason or untouched(*m.to_out)
 
 
 def match_attention(site: Site, context: Context) -> Match | Skip | None:
@@ -134,7 +134,7 @@ def match_attention(site: Site, context: Context) -> Match | Skip | None:
     if meta_weights(m):
         return Skip("weights are not loaded (meta device)")
     reason = None if len(m.to_out) else "no output projection"
-    reason = reason or plain_linear(m.to_out[0]) or _leaves(m)
+    reason = reason or _leaves(m)
     if reason is not None:
         return Skip(reason)
     own = StackedLinears(ForwardCounter())  # a probe moves no weights beside others
@@ -148,6 +148,8 @@ def match_attention(site: Site, context: Context) -> Match | Skip | None:
         return Skip(reason)
     forward.stack, forward.prompt = True, PromptProjections.shared(context)
     # Self-attention projects one input three times; every cross-attention projects the one prompt twice.
+    if any(map(called, (m.to_q, m.to_k, m.to_v))):
+        return Match(forward)
     if m.is_cross_attention:
         return Match(forward, forward.prompt.add(m.to_k, m.to_v))
     return Match(forward, (Stacked((m.to_q, m.to_k, m.to_v)),))

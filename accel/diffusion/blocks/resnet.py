@@ -19,7 +19,7 @@ from accel.patching.guard import Parts
 from accel.patching.probe import example
 from accel.patching.rule import Context, Match, Site, Skip
 from accel.patching.structure import all_plain, holds, no_tensor, pointwise, untouched
-from accel.quantization.product import plain_linear
+from accel.quantization.product import base, called, layer_reason
 
 
 class ResnetForward(FastForward):
@@ -35,13 +35,13 @@ class ResnetForward(FastForward):
 
     def parts(self) -> Parts:
         m = self.module
-        live = (m.norm1, m.conv1, m.norm2, m.conv2, m.conv_shortcut, m.time_emb_proj)
-        return Parts((m, m.nonlinearity, getattr(m, "dropout", None)), live)
+        layers = (m.conv1, m.conv2, m.conv_shortcut, m.time_emb_proj)
+        return Parts((m, m.nonlinearity, getattr(m, "dropout", None)), (m.norm1, m.norm2), layers)
 
     def fast(self, input_tensor: torch.Tensor, temb: Any = None) -> torch.Tensor:
         m, k = self.module, self.kernels
         x = nhwc(input_tensor)
-        if self.half.takes(x):
+        if self.half.takes(x) and not any(called(conv) for conv in (m.conv1, m.conv2)):
             return self._in_half(x)
         h = normalize(k, x, m.norm1, silu=True)
         h, shift = convolve(h, m.conv1)
@@ -62,13 +62,8 @@ class ResnetForward(FastForward):
 
 
 def _leaves(m: Any) -> str | None:
-    norms, convolutions = (m.norm1, m.norm2), (m.conv1, m.conv2, m.conv_shortcut)
-    reason = all_plain(
-        *((norm, nn.GroupNorm) for norm in norms),
-        *((conv, nn.Conv2d) for conv in convolutions),
-    )
-    if reason is None and m.time_emb_proj is not None:
-        reason = plain_linear(m.time_emb_proj)
+    layers = filter(None, (m.conv1, m.conv2, m.conv_shortcut, m.time_emb_proj))
+    reason = all_plain((m.norm1, nn.GroupNorm), (m.norm2, nn.GroupNorm)) or layer_reason(*layers)
     return reason or untouched(m.nonlinearity, getattr(m, "dropout", None))
 
 
@@ -82,21 +77,21 @@ def match_resnet(site: Site, context: Context) -> Match | Skip | None:
     if getattr(m, "upsample", None) is not None or getattr(m, "downsample", None) is not None:
         return Skip("resamples inside the block")
     reason = _leaves(m)
-    if reason is None and m.time_emb_proj is not None and m.time_emb_proj.out_features != m.conv1.out_channels:
+    if reason is None and m.time_emb_proj is not None and m.time_emb_proj.out_features != base(m.conv1).out_channels:
         reason = "the time embedding scales as well as shifts"
     if reason is not None:
         return Skip(reason)
     own = StackedLinears(ForwardCounter())  # a probe moves no weights beside others
     forward = ResnetForward(m, site.path, context.kernels, context.log, times=own)
-    x = example(m, 2, m.conv1.in_channels, 6, 5)
+    x = example(m, 2, base(m.conv1).in_channels, 6, 5)
     temb = None if m.time_emb_proj is None else example(m, 2, m.time_emb_proj.in_features, seed=1)
     reason = context.probe.unlike(forward, (x, temb))
     if reason is not None:
         return Skip(reason)
-    if m.conv_shortcut is not None and not pointwise(m.conv_shortcut):
+    if m.conv_shortcut is not None and not pointwise(base(m.conv_shortcut)):
         return Skip("a shortcut that is not a 1x1 convolution")
     if m.time_emb_proj is not None:
         forward.times = TimeProjections.shared(context)
-        return Match(forward, forward.times.add(m.time_emb_proj))
+        return Match(forward, () if called(m.time_emb_proj) else forward.times.add(m.time_emb_proj))
     forward.half = HalfOperands.beneath(site, context)
     return Match(forward)

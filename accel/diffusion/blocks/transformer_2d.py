@@ -24,9 +24,10 @@ from accel.patching.structure import all_plain, holds, no_tensor, plain, pointwi
 from accel.patching.user_ops import UserOp
 from accel.quantization.product import (
     Rows,
+    called,
     deferred,
+    layer_reason,
     matrix,
-    plain_linear,
     product,
     rounded_geglu,
     rounded_product,
@@ -85,11 +86,14 @@ class TransformerBlockForward(FastForward):
         m = self.module
         return Parts((m, m.norm1, m.norm2, m.norm3))
 
+    def layers(self) -> tuple:
+        return self.feed_forward_parts().answered
+
     def feed_forward_parts(self) -> Parts:
-        """Of the feed-forward, which may be called as the module it is where an adapter is on it."""
+        """Of the feed-forward, which is called as the module it is where something in it has changed."""
         ff = self.module.ff
         up, between, down, *after = ff.net
-        return Parts((ff, up, between, *after), (getattr(up, "proj", None), down))
+        return Parts((ff, up, between, *after), answered=(getattr(up, "proj", None), down))
 
     def fast(
         self,
@@ -168,7 +172,7 @@ class TransformerBlockForward(FastForward):
 
     def _feed_forward(self, stream: ResidualStream, rows: Rows) -> None:
         reason = self.feed_forward.changed(None, self.feed_forward_parts)
-        if reason is not None:  # an adapter on the feed-forward: only that part runs through its modules
+        if reason is not None:  # only that part runs through its modules
             self.log.fell_back(f"{self.path}.ff", reason)
             stream.add(self.module.ff(rows.normed()))
             return
@@ -180,6 +184,9 @@ class TransformerBlockForward(FastForward):
         up, down = net[0].proj, net[2]
         if (activations := rounds(up, rows.x)) is not None:
             h = rounded_geglu(up, activations, rows)
+        elif called(up):
+            value, gate = up(rows.normed()).chunk(2, dim=-1)
+            h = self.kernels.gated(gate, value, "gelu")
         else:
             x = rows.normed()
             h = self.kernels.linear_geglu(x, matrix(up, x.dtype), up.bias)
@@ -198,7 +205,7 @@ class TransformerStackForward(FastForward):
 
     def parts(self) -> Parts:
         m = self.module
-        return Parts((m,), (m.norm, m.proj_in, m.proj_out))
+        return Parts((m,), (m.norm,), (m.proj_in, m.proj_out))
 
     def fast(
         self,
@@ -217,7 +224,7 @@ class TransformerStackForward(FastForward):
         h = normalize(self.kernels, x, m.norm)
         fold = deferred(m.proj_in, rows := as_rows(h))
         stream = ResidualStream(
-            project(rows, m.proj_in, not fold, self.kernels.linear), m.proj_in.bias if fold else None
+            project(rows, x, m.proj_in, not fold, self.kernels.linear), m.proj_in.bias if fold else None
         )
         call: dict[str, Any] = {
             "attention_mask": _as_bias(attention_mask, x.dtype),
@@ -234,7 +241,7 @@ class TransformerStackForward(FastForward):
                 rows = block(stream.total(self.kernels), timestep=timestep, class_labels=class_labels, **call)
                 stream.settle(rows)
         fold = deferred(m.proj_out, rows := stream.total(self.kernels))
-        h = as_image_like(project(rows, m.proj_out, not fold, self.kernels.linear), x)
+        h = as_image_like(project(rows, x, m.proj_out, not fold, self.kernels.linear), x)
         out = keep_channel_stats(self.kernels.image_sum(h, x, m.proj_out.bias if fold else None))
         return image_output(out) if return_dict else (out,)
 
@@ -259,10 +266,10 @@ def _as_bias(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | No
 
 def _projections(m: Any) -> str | None:
     for layer in (m.proj_in, m.proj_out):
-        reason = plain_linear(layer) if isinstance(layer, nn.Linear) else plain(layer, nn.Conv2d, stored=True)
+        reason = layer_reason(layer)
         if reason is not None:
             return reason
-        if isinstance(layer, nn.Conv2d) and not pointwise(layer):
+        if type(layer) is nn.Conv2d and not pointwise(layer):
             return NOT_POINTWISE
     return plain(m.norm, nn.GroupNorm)
 
@@ -275,7 +282,7 @@ def match_transformer_block(site: Site, context: Context) -> Match | Skip | None
     if not hasattr(m, "only_cross_attention") or getattr(m, "pos_embed", None) is not None:
         return Skip("a transformer block of another make")
     net: Any = getattr(m.ff, "net", ())
-    if len(net) < 3 or plain_linear(getattr(net[0], "proj", None)) or plain_linear(net[2]):
+    if len(net) < 3 or layer_reason(getattr(net[0], "proj", None), net[2]):
         return Skip("a feed-forward of another make")
     if not holds(m.attn1, "to_q") or (m.attn2 is not None and not holds(m.attn2, "to_k")):
         return Skip("attentions of another make")

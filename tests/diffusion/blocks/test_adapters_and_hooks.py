@@ -10,28 +10,6 @@ from support.diffusion.outputs import close, run
 from support.everything import EVERYTHING
 
 
-def test_unmerged_lora_is_not_lost(twins):
-    peft = pytest.importorskip("peft")
-    model, twin, inputs = twins
-    plain = run(model, inputs)
-    config = peft.LoraConfig(
-        r=2, target_modules=["to_q", "to_out.0", "ff.net.0.proj", "conv1"], init_lora_weights=False
-    )
-    for unet in (model, twin):
-        torch.manual_seed(5)
-        unet.add_adapter(config)
-    close(run(model, inputs), run(twin, inputs))
-    assert float((run(model, inputs) - plain).abs().max()) > 1e-3
-    reasons = {reason for _, reason, _ in accel.report(model).fallbacks}
-    assert any("Linear where Linear is expected" in reason for reason in reasons)
-    for unet in (model, twin):
-        unet.disable_adapters()
-    close(run(model, inputs), run(twin, inputs))
-    for unet in (model, twin):
-        unet.delete_adapters("default")
-    close(run(model, inputs), run(twin, inputs))
-
-
 class Doubling(torch.nn.Module):
     """An attention processor with weights, as an IP-Adapter's is."""
 
