@@ -1,0 +1,1 @@
+"""Products with weights in the blocks of other libraries' files."""

@@ -1,0 +1,60 @@
+"""A matrix as a library stores it: rows of blocks, each of so many numbers, in bytes that stay as they came.
+
+A `BlockFormat` says what the bytes of a block mean: `unpack` in torch, which gives the library's own values bit for
+bit, and a function of the same name in `unpacking_triton`, by which kernels read them in place. To add a format, write
+both and name it in `FORMATS`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """One way to store numbers in blocks.
+
+    name: what reports call it, and what kernels are compiled for. columns: numbers of a block. bytes: of a block in
+    `data`. unpack(weight, data): data uint8 (..., bytes) of blocks in the order of the weight's rows -> their values
+    (..., columns) in `weight.compute`; what lies beside data is read from the weight.
+    """
+
+    name: str
+    columns: int
+    bytes: int
+    unpack: Callable[["BlockWeight", torch.Tensor], torch.Tensor]
+
+
+class BlockWeight(NamedTuple):
+    """A weight (N, K), K a multiple of the block's columns.
+
+    data: uint8, contiguous, N * K / columns blocks, row after row; of any shape. columns: K. format: a `BlockFormat`.
+    compute: the dtype in which the library computes a value before it rounds it to the dtype of a product: float32, or
+    float16 where its arithmetic is in that. side: tensors that lie beside the bytes, as a format's own words say.
+    """
+
+    data: torch.Tensor
+    columns: int
+    format: BlockFormat
+    compute: torch.dtype = torch.float32
+    side: tuple[Any, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        blocks = self.data.numel() // self.format.bytes
+        return blocks * self.format.columns // self.columns, self.columns
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.data.is_cuda
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + sum(one.nbytes for one in self.side if isinstance(one, torch.Tensor))
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """(N, K) in this dtype: the values in `compute`, rounded once more."""
+        blocks = self.data.reshape(-1, self.format.bytes)
+        return self.format.unpack(self, blocks).reshape(self.shape).to(dtype)
