@@ -14,7 +14,7 @@ from accel.in_flight import alone_if_idle
 from accel.patching.fast_forward import Kernels
 from accel.patching.rule import set_data
 from accel.patching.structure import pointwise
-from accel.quantization.product import base, called, product
+from accel.quantization.product import base, keeps_forward, product
 
 
 def nhwc(x: torch.Tensor) -> torch.Tensor:
@@ -96,24 +96,25 @@ def normalize(
     return y if image is x else y.unflatten(2, x.shape[2:4])
 
 
-def convolve(x: torch.Tensor, conv: nn.Conv2d) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The convolution and the bias that is still to be added.
+def convolve(x: torch.Tensor, conv: Any, deferred: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The convolution and the bias that is still to be added, None where deferred is false.
 
     On CUDA, torch adds the bias in a pass of its own over the image; the next fused op can do it for nothing. On CPU
     the convolution adds it for nothing itself.
     """
-    bias = None if x.is_cuda else conv.bias
-    if called(conv):
+    if keeps_forward(conv):
         return conv(x), None
+    deferred = deferred and x.is_cuda
+    bias = None if deferred else conv.bias
     y = conv._conv_forward(x, conv.weight, bias)  # as its forward does, with the padding mode the user chose
-    return y, conv.bias if x.is_cuda else None
+    return y, conv.bias if deferred else None
 
 
 def project(
     rows: torch.Tensor, image: torch.Tensor, layer: nn.Module, bias: bool = True, linear: Callable = F.linear
 ) -> torch.Tensor:
     """A linear layer, or a 1x1 convolution taken as one, over (..., C), the rows of an image of these sizes."""
-    if called(layer) and isinstance(base(layer), nn.Conv2d):
+    if keeps_forward(layer) and isinstance(base(layer), nn.Conv2d):
         return as_rows(nhwc(layer(as_image_like(rows, image))))
     if isinstance(layer, nn.Conv2d):
         return linear(rows, layer.weight.flatten(1), layer.bias if bias else None)
@@ -127,7 +128,7 @@ def coarser_as_convolution(x: torch.Tensor) -> bool:
 
 def project_image(x: torch.Tensor, conv: nn.Conv2d, linear: Callable = F.linear) -> torch.Tensor:
     """A 1x1 convolution over a channels-last image, as a matrix product, unless stock's may be in TF32 and that not."""
-    if called(conv):
+    if keeps_forward(conv):
         return conv(x)
     if not pointwise(conv) or not channels_last(x) or coarser_as_convolution(x):
         return conv.forward(x)

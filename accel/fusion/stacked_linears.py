@@ -19,8 +19,8 @@ from accel.patching.rule import Context, unshare
 from accel.quantization.module import row_tensors
 from accel.quantization.product import (
     Rows,
-    called,
     device_and_dtype,
+    keeps_forward,
     multiplied,
     plain_linear,
     product,
@@ -182,7 +182,7 @@ def project_together(
     rows = x if isinstance(x, Rows) else Rows(x)
     stack = stack and not (rows.x.is_cuda and torch.cuda.is_current_stream_capturing())
     kinds = {(type(layer), rounds(layer, rows.x) and layer.rounding) for layer in layers}
-    whole = None if any(map(called, layers)) or len(kinds) > 1 else stacked_tensors(layers, stack)
+    whole = None if any(map(keeps_forward, layers)) or len(kinds) > 1 else stacked_tensors(layers, stack)
     if whole is None:
         return [product(layer, rows, multiply=linear) for layer in layers]
     outputs = multiplied(layers[0], whole, rows, linear)

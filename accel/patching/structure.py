@@ -18,7 +18,9 @@ from accel.libraries.tensor_parallel import rests_without_gradients
 from accel.patching.owner import OWNER, InstanceMethod
 
 # Packages whose modules compute the same for inputs of any size, keep no state, and may be run in a trial.
-LIBRARIES = {"accel", "bitsandbytes", "diffusers", "huggingface_hub", "peft", "torch", "transformers"}
+LIBRARIES = {
+    "accel", "bitsandbytes", "diffusers", "huggingface_hub", "optimum", "peft", "torch", "torchao", "transformers",
+}  # fmt: skip
 LIBRARIES |= sys.stdlib_module_names  # whose decorators they use
 
 CALLED = ("forward", "__call__")
@@ -114,7 +116,7 @@ def overridden(part: object) -> str | None:
     attributes = getattr(part, "__dict__", {})
     for base in own_classes(type(part)):
         for name, value in vars(base).items():
-            if name in attributes and name not in ("forward", OWNER) and callable(value):
+            if name in attributes and name not in ("forward", OWNER, "extra_repr") and callable(value):
                 if not stock_method(part, attributes[name], name):
                     return name
     return None

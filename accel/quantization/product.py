@@ -47,9 +47,11 @@ def plain_linear(module: nn.Module | None) -> str | None:
     return tampered(module) if type(module) is QuantizedLinear else plain(module, nn.Linear, stored=True)
 
 
-def called(layer: nn.Module) -> bool:
+def keeps_forward(layer: nn.Module) -> bool:
     """Whether a layer runs its own forward inside a fused one: with adapters, or a weight in a format of a library."""
-    return type(layer) not in MULTIPLIED
+    if type(layer) is QuantizedLinear:
+        return False
+    return type(layer) not in MULTIPLIED or type(layer._parameters["weight"]) is not nn.Parameter
 
 
 def base(layer: Any) -> Any:
@@ -67,7 +69,7 @@ def layer_reason(*layers: nn.Module | None) -> str | None:
     for layer in layers:
         if layer is None or not isinstance(base(layer), MULTIPLIED):
             return plain(layer, nn.Linear, stored=True)
-        reason = next(filter(None, map(foreign, layer.modules())), None) if called(layer) else None
+        reason = next(filter(None, map(foreign, layer.modules())), None) if keeps_forward(layer) else None
         if reason or (reason := tampered(layer, stored=True)):
             return reason
     return None
@@ -75,7 +77,7 @@ def layer_reason(*layers: nn.Module | None) -> str | None:
 
 def own_forwards(layers: Iterable[nn.Module | None]) -> str:
     """Which of them are called, for the report."""
-    kinds = Counter(type(layer).__name__ for layer in layers if layer is not None and called(layer))
+    kinds = Counter(type(layer).__name__ for layer in layers if layer is not None and keeps_forward(layer))
     return ", ".join(f"{kind} runs its own forward" for kind in sorted(kinds))
 
 
@@ -100,7 +102,7 @@ def deferred(linear: nn.Module, x: torch.Tensor) -> bool:
     """Whether the bias is better added by the next pass: not on a CPU, nor where rows are rounded, where it costs
     nothing.
     """
-    return x.is_cuda and not called(linear) and rounds(linear, x) is None
+    return x.is_cuda and not keeps_forward(linear) and rounds(linear, x) is None
 
 
 def product(
@@ -110,7 +112,7 @@ def product(
 
     A layer that is called adds its bias always; see `deferred`.
     """
-    if called(linear):
+    if keeps_forward(linear):
         return linear((x if isinstance(x, Rows) else Rows(x)).normed())
     *weight, shift = row_tensors(linear)
     return multiplied(linear, (*weight, shift if bias else None), x if isinstance(x, Rows) else Rows(x), multiply)

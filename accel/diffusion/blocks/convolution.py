@@ -13,6 +13,7 @@ from accel.patching.guard import Parts
 from accel.patching.probe import example
 from accel.patching.rule import Context, Match, Site, Skip
 from accel.patching.structure import holds, meta_weights, no_tensor, plain, tampered, untouched
+from accel.quantization.product import base, keeps_forward
 
 LEAST_CHANNELS = 32  # of the output; a narrower one ends a model, and no norm comes after
 
@@ -66,20 +67,20 @@ class UpsampleForward(FastForward):
         n, c, h, w = hidden_states.shape
         height, width = (2 * h, 2 * w) if output_size is None else output_size
         large = n > MOST_IMAGES or n * c * height * width > MOST_ELEMENTS
-        ours = output_size is None and same_padded(self.module.conv)
+        ours = output_size is None and same_padded(base(self.module.conv))
         if large and not (ours and hidden_states.is_cuda):
             return "an image too large for torch's channels-last upsampling"
         return None
 
     def parts(self) -> Parts:
-        return Parts((self.module,), (self.module.conv,))
+        return Parts((self.module,), answered=(self.module.conv,))
 
     def fast(self, hidden_states: torch.Tensor, output_size: int | None = None) -> torch.Tensor:
         x, conv = nhwc(hidden_states), self.module.conv
-        if output_size is None and same_padded(conv):
+        if output_size is None and not keeps_forward(conv) and same_padded(conv):
             return self.kernels.upsample_convolve(x, conv.weight, conv.bias, half=self.half.takes(x))
         size = [2 * side for side in x.shape[2:]] if output_size is None else output_size
-        return conv.forward(F.interpolate(x, size=size, mode="nearest"))
+        return convolve(F.interpolate(x, size=size, mode="nearest"), conv, deferred=False)[0]
 
 
 class DownsampleForward(FastForward):
@@ -89,7 +90,7 @@ class DownsampleForward(FastForward):
         return no_tensor(hidden_states)
 
     def parts(self) -> Parts:
-        return Parts((self.module,), (self.module.conv,))
+        return Parts((self.module,), answered=(self.module.conv,))
 
     def fast(self, hidden_states: torch.Tensor) -> torch.Tensor:
         x = nhwc(hidden_states)

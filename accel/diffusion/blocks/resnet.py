@@ -19,7 +19,7 @@ from accel.patching.guard import Parts
 from accel.patching.probe import example
 from accel.patching.rule import Context, Match, Site, Skip
 from accel.patching.structure import all_plain, holds, no_tensor, pointwise, untouched
-from accel.quantization.product import base, called, layer_reason
+from accel.quantization.product import base, keeps_forward, layer_reason
 
 
 class ResnetForward(FastForward):
@@ -41,7 +41,7 @@ class ResnetForward(FastForward):
     def fast(self, input_tensor: torch.Tensor, temb: Any = None) -> torch.Tensor:
         m, k = self.module, self.kernels
         x = nhwc(input_tensor)
-        if self.half.takes(x) and not any(called(conv) for conv in (m.conv1, m.conv2)):
+        if self.half.takes(x) and not any(keeps_forward(conv) for conv in (m.conv1, m.conv2)):
             return self._in_half(x)
         h = normalize(k, x, m.norm1, silu=True)
         h, shift = convolve(h, m.conv1)
@@ -92,6 +92,6 @@ def match_resnet(site: Site, context: Context) -> Match | Skip | None:
         return Skip("a shortcut that is not a 1x1 convolution")
     if m.time_emb_proj is not None:
         forward.times = TimeProjections.shared(context)
-        return Match(forward, () if called(m.time_emb_proj) else forward.times.add(m.time_emb_proj))
+        return Match(forward, () if keeps_forward(m.time_emb_proj) else forward.times.add(m.time_emb_proj))
     forward.half = HalfOperands.beneath(site, context)
     return Match(forward)

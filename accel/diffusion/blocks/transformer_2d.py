@@ -24,8 +24,8 @@ from accel.patching.structure import all_plain, holds, no_tensor, plain, pointwi
 from accel.patching.user_ops import UserOp
 from accel.quantization.product import (
     Rows,
-    called,
     deferred,
+    keeps_forward,
     layer_reason,
     matrix,
     product,
@@ -184,7 +184,7 @@ class TransformerBlockForward(FastForward):
         up, down = net[0].proj, net[2]
         if (activations := rounds(up, rows.x)) is not None:
             h = rounded_geglu(up, activations, rows)
-        elif called(up):
+        elif keeps_forward(up):
             value, gate = up(rows.normed()).chunk(2, dim=-1)
             h = self.kernels.gated(gate, value, "gelu")
         else:

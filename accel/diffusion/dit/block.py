@@ -23,6 +23,7 @@ from accel.diffusion.dit.calls import (
     attributes_replaced,
     block_signature,
     call_signature,
+    called_layers,
     weight_forms,
     weight_of,
     weights_of,
@@ -45,7 +46,6 @@ from accel.patching.fast_forward import FastForward, as_written
 from accel.patching.guard import Parts, Snapshot
 from accel.patching.rule import Context, ForwardPatch, Match, Rule, Site, Skip, foreign_forward
 from accel.patching.structure import meta_weights, side_effects
-from accel.quantization.module import QuantizedLinear
 from accel.tolerances import BLOCK, bound
 
 LEAST_LINEARS = 4  # that a block has at least: queries, keys, values, and what becomes of them
@@ -154,7 +154,8 @@ class BlockForward(FastForward):
         known, sort, given = self._known(), block_signature(self.module), list(tensors_in((args, kwargs)))
         attributes = list(attributes_of(self.module))
         with as_written():
-            output, program = recorded(self.stock, dict(weights_of(self.module)), args, kwargs)
+            weights, layers = dict(weights_of(self.module)), called_layers(self.module)
+            output, program = recorded(self.stock, weights, layers, args, kwargs)
         if call_signature(args, kwargs) != call:
             program = "it changes its arguments"
         elif block_signature(self.module) != sort or attributes_replaced(attributes, list(attributes_of(self.module))):
@@ -272,7 +273,7 @@ def _is_block(path: str, module: nn.Module) -> bool:
         return False
     parts = list(module.modules())
     attends = any("processor" in vars(part) for part in parts)
-    linears = sum(type(part) in (nn.Linear, QuantizedLinear) for part in parts)
+    linears = sum(isinstance(part, nn.Linear) for part in parts)
     return linears >= (LEAST_WITH_ATTENTION if attends else LEAST_LINEARS) and not any(
         type(part) is nn.GroupNorm for part in parts
     )

@@ -16,6 +16,7 @@ from accel.libraries.diffusion import attention_backends
 from accel.patching.code import CalledCode, ClassCode, CodeTable
 from accel.patching.guard import BASE, settings_of
 from accel.patching.owner import PartlyCopied
+from accel.quantization.product import keeps_forward
 from accel.quantization.scheme import Scheme
 
 
@@ -49,12 +50,18 @@ def weight_forms(held: list[dict[str, torch.Tensor | None]]) -> list:
     return [None if one is None else (type(one), one.dtype, one.shape) for part in held for one in part.values()]
 
 
-def weight_of(module: nn.Module, path: str) -> torch.Tensor:
-    """The one that stands at a path now."""
+def called_layers(module: nn.Module) -> dict[str, nn.Module]:
+    """By path, the linears inside that run their own forward: of a library's format, in an adapter or out of it."""
+    parts = module.named_modules()
+    return {path: part for path, part in parts if path and isinstance(part, nn.Linear) and keeps_forward(part)}
+
+
+def weight_of(module: nn.Module, path: str) -> Any:
+    """The tensor, or the called layer, that stands at a path now."""
     place, _, key = path.removesuffix("]").partition("[")
     owner, _, name = place.rpartition(".")
     attributes = vars(module.get_submodule(owner))
-    for held in (attributes["_parameters"], attributes["_buffers"]):
+    for held in (attributes["_parameters"], attributes["_buffers"], attributes["_modules"]):
         if held.get(name) is not None:
             return held[name]
     return attributes[name][key] if key else attributes[name]

@@ -6,11 +6,14 @@ for arguments of the same shapes and the same other values. What Python decides 
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch import nn
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
 from accel.diffusion.dit.program import Program, Ref, TensorValue, TorchStep, replaced
 from accel.diffusion.dit.ranks.collectives import HiddenCollectives, functional, unwrapped
@@ -36,14 +39,43 @@ SIZED_BY_ARGUMENTS = frozenset(
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(...))
 
 
+META = torch.device("meta")
+
+
 class NotRecordable(Exception):
     """Says why a forward cannot be written down as steps."""
 
 
-class StepRecorder(TorchFunctionMode):
-    """Notes what runs inside of it. weights: by path, the tensors that are read where they lie."""
+def call_layer(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A layer that runs its own forward, as one step."""
+    return layer(x)
 
-    def __init__(self, weights: dict[str, torch.Tensor]):
+
+@contextmanager
+def seen_as_steps(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, a call of one of these layers is one call of `call_layer` for whoever watches, whatever it computes."""
+    watched = [layer for layer in layers if "forward" not in vars(layer)]
+    for layer in watched:
+        vars(layer)["forward"] = partial(_call_watched, layer)
+    try:
+        yield
+    finally:
+        for layer in watched:
+            del vars(layer)["forward"]
+
+
+def _call_watched(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    if has_torch_function_unary(x):
+        return handle_torch_function(call_layer, (x,), layer, x)
+    return type(layer).forward(layer, x)
+
+
+class StepRecorder(TorchFunctionMode):
+    """Notes what runs inside of it. weights: by path, the tensors that are read where they lie. layers: by path, those
+    that are called.
+    """
+
+    def __init__(self, weights: dict[str, torch.Tensor], layers: dict[str, nn.Module]):
         super().__init__()
         self.program, self.error = Program(), ""
         self.numbers: dict[int, int] = {}  # by id of a living tensor
@@ -51,6 +83,7 @@ class StepRecorder(TorchFunctionMode):
         self.weights = {id(tensor): path for path, tensor in weights.items()}
         self.tied = {path for path, tensor in weights.items() if self.weights[id(tensor)] != path}
         self.tied |= {self.weights[id(weights[path])] for path in self.tied}
+        self.layers = {id(layer): path for path, layer in layers.items()}
         self.held = list(weights.values())
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -128,6 +161,8 @@ class StepRecorder(TorchFunctionMode):
         def leaf(one: Any) -> Any:
             if isinstance(one, torch.Tensor):
                 return self._ref(one)
+            if id(one) in self.layers:
+                return self._layer(one)
             if isinstance(one, PLAIN) or callable(one):
                 return one
             raise NotRecordable(f"is given a {type(one).__name__}")
@@ -145,6 +180,15 @@ class StepRecorder(TorchFunctionMode):
             if path in self.tied:  # one of its places may be given another tensor
                 raise NotRecordable(f"takes a weight that stands in several places ({path})")
             number = self._add(tensor, None, ("weight", path))
+        return Ref(number)
+
+    def _layer(self, layer: nn.Module) -> Ref:
+        """It stands among the weights: another block of the same program has its own in that place."""
+        number = self.numbers.get(id(layer))
+        if number is None:
+            number = self.numbers[id(layer)] = len(self.program.values)
+            root = ("weight", self.layers[id(layer)])
+            self.program.values.append(TensorValue(number, (), (), 0, torch.uint8, META, number, root))
         return Ref(number)
 
     def _add(self, tensor: torch.Tensor, base: torch.Tensor | None, root: tuple[str, Any] | None = None) -> int:
@@ -167,18 +211,21 @@ class StepRecorder(TorchFunctionMode):
 
 
 def recorded(
-    forward: Callable, weights: dict[str, torch.Tensor], args: tuple, kwargs: dict
+    forward: Callable, weights: dict[str, torch.Tensor], layers: dict[str, nn.Module], args: tuple, kwargs: dict
 ) -> tuple[Any, Program | str]:
-    """What forward(*args, **kwargs) gives, and its program, or why there is none. weights: by path."""
+    """What forward(*args, **kwargs) gives, and its program, or why there is none.
+
+    weights, layers: as of `StepRecorder`.
+    """
     given = list(tensors_in((args, kwargs)))
-    recorder = StepRecorder(weights)
+    recorder = StepRecorder(weights, layers)
     for place, tensor in enumerate(given):
         recorder.input(tensor, place)
     counted = [tensor for tensor in (*given, *weights.values()) if not tensor.is_inference()]
     versions, drawn = [tensor._version for tensor in counted], _random_state(given)
     hidden = HiddenCollectives()
     try:
-        with recorder, hidden.looking():
+        with seen_as_steps(layers.values()), recorder, hidden.looking():
             output = forward(*args, **kwargs)
         if hidden.found:
             raise NotRecordable("ranks write into tensors of each other")

@@ -1,4 +1,4 @@
-"""Adapters on UNets, put on before or after they are optimized: what they are on runs its own forward inside the block."""
+"""Adapters on UNets, put on before or after optimize: what they are on runs its own forward inside of fused blocks."""
 
 import copy
 

@@ -15,6 +15,7 @@ from support.compatibility.diffusers_calls import inputs
 from support.compatibility.tiny_diffusers_models import build
 from support.compatibility.transformer_pair import FLUX, SD3, WAN, alike, first
 from support.diffusion.denoisers import DITS, given, transformer
+from support.diffusion.library_formats import FORMATS, quantized
 from support.diffusion.outputs import in_dtype
 
 peft = pytest.importorskip("peft")
@@ -268,3 +269,15 @@ def test_blocks_of_one_kind_share_a_plan_and_copies_make_their_own(quantized_pai
     both.call(both.ours)
     assert torch.equal(both.call(both.ours), got) and both.runs["plans"] == 2
     assert both.runs["rounded"] == 0
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("pair", [FLUX], indirect=True)
+def test_formats_of_other_libraries_are_called_inside_of_fused_blocks(format, pair):
+    plain = pair.agree()
+    pair.inputs = in_dtype(pair.inputs, torch.bfloat16)
+    pair.change(lambda model: quantized(model, format, torch.bfloat16))
+    pair.agree(fast=None)  # some set what they compute in at their first call
+    got = pair.agree()
+    assert float((got.float() - plain).abs().max()) > 0
+    assert torch.equal(pair.agree(), got)

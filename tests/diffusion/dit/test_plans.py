@@ -214,7 +214,7 @@ def test_weights_of_another_kind_of_tensor(block):
             call = block.given()
             for got, wanted in zip(block.run(block.ours, call), block.run(block.stock, call), strict=True):
                 alike(got, wanted)
-        assert "takes a weight that is a TwoTensor" in block.plan.reason
+        assert "a TwoTensor" in block.plan.reason
         block.ours.bfloat16()
     finally:
         gc.enable()
@@ -281,7 +281,7 @@ def test_what_no_plan_can_hold_is_told_and_gives_what_it_gives(name):
         weights = dict([*module.named_parameters(remove_duplicate=False), *module.named_buffers()])
         with mode():
             torch.manual_seed(0)
-            output, program = recorded(module, weights, given(module), {})
+            output, program = recorded(module, weights, {}, given(module), {})
             torch.manual_seed(0)
             wanted = stock(*given(stock))
         assert isinstance(program, str) and said in program

@@ -41,7 +41,7 @@ class Planned:
     @torch.no_grad()
     def __init__(self, module: nn.Module, *args, kernel=rowwise.reference, **kwargs):
         weights = dict(module.named_parameters()) | dict(module.named_buffers())
-        self.wanted, self.program = recorded(module.forward, weights, args, kwargs)
+        self.wanted, self.program = recorded(module.forward, weights, {}, args, kwargs)
         if isinstance(self.program, str):
             return
         self.schedule = Schedule(without_assignments(self.program))

@@ -1,0 +1,49 @@
+"""Linears quantized by other libraries, as their own calls do it."""
+
+import pytest
+from torch import nn
+
+
+def by_torchao(kind):
+    def quantize(model):
+        torchao = pytest.importorskip("torchao.quantization")
+        torchao.quantize_(model, getattr(torchao, kind)())
+
+    return quantize
+
+
+def by_quanto(weights):
+    def quantize(model):
+        quanto = pytest.importorskip("optimum.quanto")
+        quanto.quantize(model, weights=getattr(quanto, weights))
+        quanto.freeze(model)
+
+    return quantize
+
+
+def by_bitsandbytes(model):
+    """4 bits; it loads none itself where there is no GPU."""
+    kinds = pytest.importorskip("bitsandbytes").nn
+    for path, linear in list(model.named_modules()):
+        if type(linear) is nn.Linear and linear.in_features % 64 == 0:
+            sizes = linear.in_features, linear.out_features, linear.bias is not None
+            new = kinds.Linear4bit(*sizes, compute_dtype=linear.weight.dtype)
+            new.weight = kinds.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4")
+            new.bias = linear.bias
+            model.set_submodule(path, new.to("cpu"))
+
+
+FORMATS = {
+    "torchao-int8": by_torchao("Int8WeightOnlyConfig"),
+    "torchao-int8-int8": by_torchao("Int8DynamicActivationInt8WeightConfig"),
+    "quanto-int8": by_quanto("qint8"),
+    "quanto-int4": by_quanto("qint4"),
+    "bitsandbytes-nf4": by_bitsandbytes,
+}
+
+
+def quantized(model, format, dtype):
+    """The model in this dtype, its linears in this format."""
+    model = model.to(dtype)
+    FORMATS[format](model)
+    return model.requires_grad_(False).eval()
