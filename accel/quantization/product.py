@@ -1,6 +1,5 @@
 """Products with a linear's weight, plain or quantized, for forwards that do its work without calling it."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -76,9 +75,12 @@ def layer_reason(*layers: nn.Module | None) -> str | None:
 
 
 def own_forwards(layers: Iterable[nn.Module | None]) -> str:
-    """Which of them are called, for the report."""
-    kinds = Counter(type(layer).__name__ for layer in layers if layer is not None and keeps_forward(layer))
-    return ", ".join(f"{kind} runs its own forward" for kind in sorted(kinds))
+    """Which of them are called, for the report: by the package and the class of the layer, or of its weight."""
+    called = [layer for layer in layers if layer is not None and keeps_forward(layer)]
+    kinds = {type(layer._parameters["weight"] if type(layer) in MULTIPLIED else layer) for layer in called}
+    named = sorted(f"{kind.__module__.partition('.')[0]}'s {kind.__name__}" for kind in kinds)
+    told = "runs its own forward" if len(named) == 1 else "run their own forward"
+    return f"{', '.join(named)} {told}" if named else ""
 
 
 def device_and_dtype(linear: nn.Linear) -> tuple[torch.device, torch.dtype]:

@@ -17,6 +17,7 @@ from accel.llm.runtime.layer import BoundLayer
 from accel.llm.runtime.layer_spec import LayerSpec
 from accel.patching.fast_forward import FastForward, Kernels
 from accel.patching.guard import LayerGuard, changed_since
+from accel.quantization.product import base
 
 
 class LayerForward(FastForward):
@@ -59,6 +60,11 @@ class LayerForward(FastForward):
         attention = self.spec.attention.name if self.spec.attention and self.spec.runs_stock else None
         every = ((name, one) for name, one in self.module.named_modules() if name)
         return [(name, one) for name, one in every if attention is None or not _within(name, attention)]
+
+    def layers(self) -> tuple:
+        """Its linears that run their own forward."""
+        linears = map(self.module.get_submodule, self.spec.called)
+        return tuple(one for one in linears if isinstance(base(one), nn.Linear) and weights(one) is None)
 
     def stacks(self) -> list[nn.Linear]:
         """The projections of queries, keys and values whose weights one product can take: all plain, or none."""
