@@ -16,9 +16,11 @@ from torch import nn
 from accel.fusion.loop import ForwardCounter
 from accel.fusion.tensor_notes import TensorNotes
 from accel.patching.rule import Context, unshare
+from accel.quantization.adapters import low_rank, with_adapters
 from accel.quantization.module import row_tensors
 from accel.quantization.product import (
     Rows,
+    base,
     device_and_dtype,
     keeps_forward,
     multiplied,
@@ -175,18 +177,21 @@ class PromptProjections(StackedLinears):
 def project_together(
     layers: Sequence[nn.Linear], x: torch.Tensor | Rows, stack: bool = True, linear: Callable = F.linear
 ) -> Sequence[torch.Tensor]:
-    """The outputs of plain linears on x: views of one product where their weights lie in one storage.
+    """The outputs of linears on x: views of one product where their weights lie in one storage; adapters are added.
 
     stack: put them there if they do not, as after a move to another dtype or device gave each its own storage again.
     """
     rows = x if isinstance(x, Rows) else Rows(x)
     stack = stack and not (rows.x.is_cuda and torch.cuda.is_current_stream_capturing())
-    kinds = {(type(layer), rounds(layer, rows.x) and layer.rounding) for layer in layers}
-    whole = None if any(map(keeps_forward, layers)) or len(kinds) > 1 else stacked_tensors(layers, stack)
+    adapters = [low_rank(layer, rows.x.dtype) if keeps_forward(layer) else () for layer in layers]
+    bases = [base(layer) for layer in layers]
+    kinds = {(type(layer), rounds(layer, rows.x) and layer.rounding) for layer in bases}
+    together = len(kinds) == 1 and None not in adapters and not any(map(keeps_forward, bases))
+    whole = stacked_tensors(bases, stack) if together else None
     if whole is None:
         return [product(layer, rows, multiply=linear) for layer in layers]
-    outputs = multiplied(layers[0], whole, rows, linear)
-    return outputs.split([layer.out_features for layer in layers], dim=-1)
+    outputs = multiplied(bases[0], whole, rows, linear).split([layer.out_features for layer in bases], dim=-1)
+    return with_adapters(rows.normed(), outputs, adapters) if any(adapters) else outputs
 
 
 def can_stack(a: nn.Linear, b: nn.Linear) -> bool:

@@ -1,4 +1,36 @@
 """What peft leaves on a model: layers around layers, and a mark."""
 
+import copy
+from typing import Any
+
+from torch import nn
+
 BASE = "base_layer"  # what an adapter is put around; its own matrices lie beside it
 ADAPTED = "_hf_peft_config_loaded"  # of a model into which transformers has put adapters
+DOWN, UP, DROPOUT = "lora_A", "lora_B", "lora_dropout"
+VARIANT, SCALES, ACTIVE = "lora_variant", "scaling", "active_adapters"
+
+
+def low_rank_scales(layer: Any) -> dict[str, float] | None:
+    """By name, the factors of the adapters of low rank that are active; None where the layer may do anything else."""
+    parts = layer._modules
+    if any(parts.get(name) is None for name in (DOWN, UP, DROPOUT)) or not hasattr(layer, ACTIVE):
+        return None
+    if layer.merged:
+        return None if layer.disable_adapters else {}  # its next call takes them out of the weight
+    names = [] if layer.disable_adapters else [name for name in layer.active_adapters if name in parts[DOWN]]
+    if any(name in getattr(layer, VARIANT, ()) or drops(parts[DROPOUT][name]) for name in names):
+        return None
+    return {name: getattr(layer, SCALES)[name] for name in names}
+
+
+def drops(dropout: Any) -> bool:
+    """Whether it changes what it is given."""
+    return type(dropout) is not nn.Identity and (type(dropout) is not nn.Dropout or dropout.training)
+
+
+def of_adapters(layer: Any, base: Any, downs: Any, ups: Any) -> Any:
+    """A layer that computes as this one does, over other modules: its base, and A and B by the names of adapters."""
+    twin = copy.copy(layer)
+    vars(twin)["_modules"] = {**layer._modules, BASE: base, DOWN: nn.ModuleDict(downs), UP: nn.ModuleDict(ups)}
+    return twin

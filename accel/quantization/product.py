@@ -11,6 +11,7 @@ from torch import nn
 
 from accel.libraries.adapters import BASE
 from accel.patching.structure import foreign, plain, tampered
+from accel.quantization.adapters import low_rank, with_adapters
 from accel.quantization.module import QuantizedLinear, row_tensors
 
 MULTIPLIED = (nn.Linear, nn.Conv2d, QuantizedLinear)  # by exact type
@@ -76,11 +77,18 @@ def layer_reason(*layers: nn.Module | None) -> str | None:
 
 def own_forwards(layers: Iterable[nn.Module | None]) -> str:
     """Which of them are called, for the report: by the package and the class of the layer, or of its weight."""
-    called = [layer for layer in layers if layer is not None and keeps_forward(layer)]
+    called = [layer for layer in layers if layer is not None and keeps_forward(layer) and not _adapted(layer)]
     kinds = {type(layer._parameters["weight"] if type(layer) in MULTIPLIED else layer) for layer in called}
     named = sorted(f"{kind.__module__.partition('.')[0]}'s {kind.__name__}" for kind in kinds)
     told = "runs its own forward" if len(named) == 1 else "run their own forward"
     return f"{', '.join(named)} {told}" if named else ""
+
+
+def _adapted(layer: nn.Module) -> bool:
+    """Whether adapters of low rank are all that it adds to a product."""
+    inner = base(layer)
+    known = isinstance(inner, nn.Linear) and not keeps_forward(inner)
+    return known and low_rank(layer, device_and_dtype(inner)[1]) is not None
 
 
 def device_and_dtype(linear: nn.Linear) -> tuple[torch.device, torch.dtype]:
@@ -112,12 +120,17 @@ def product(
 ) -> torch.Tensor:
     """x W^T, with bias where there is one. x: (..., K). multiply: what multiplies by a plain weight, as F.linear.
 
-    A layer that is called adds its bias always; see `deferred`.
+    A layer that is called, or has adapters, adds its bias always; see `deferred`.
     """
+    rows = x if isinstance(x, Rows) else Rows(x)
     if keeps_forward(linear):
-        return linear((x if isinstance(x, Rows) else Rows(x)).normed())
+        adapters = low_rank(linear, rows.x.dtype)
+        if adapters is None:
+            return linear(rows.normed())
+        y = product(base(linear), rows, multiply=multiply)
+        return with_adapters(rows.normed(), [y], [adapters])[0] if adapters else y
     *weight, shift = row_tensors(linear)
-    return multiplied(linear, (*weight, shift if bias else None), x if isinstance(x, Rows) else Rows(x), multiply)
+    return multiplied(linear, (*weight, shift if bias else None), rows, multiply)
 
 
 def multiplied(linear: nn.Linear, tensors: Sequence[Any], rows: Rows, multiply: Callable = F.linear) -> torch.Tensor:

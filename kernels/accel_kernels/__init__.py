@@ -15,6 +15,7 @@ from accel_kernels.gemm.fused_linear import fused_linear
 from accel_kernels.gemm.hopper.hopper_gemm import hopper_gemm
 from accel_kernels.gemm.int8_linear import int8_linear
 from accel_kernels.gemm.linear_geglu import linear_geglu
+from accel_kernels.gemm.low_rank_sum import LowRank, low_rank_sum
 from accel_kernels.gemm.quantize_rows import QuantizedRows, quantize_rows
 from accel_kernels.gemm.quantized.dequantize import dequantize
 from accel_kernels.gemm.quantized.quantized_linear import quantized_linear
@@ -54,6 +55,7 @@ __all__ = [
     "FrameGroups",
     "FramePadding",
     "GatedNorm",
+    "LowRank",
     "Norm",
     "Op",
     "Quantized",
@@ -86,6 +88,7 @@ __all__ = [
     "linear_attention_prompt",
     "linear_attention_step",
     "linear_geglu",
+    "low_rank_sum",
     "mixture",
     "norm_add",
     "paged_attention",

@@ -18,7 +18,7 @@ from accel.patching.guard import Parts
 from accel.patching.probe import example
 from accel.patching.rule import Context, Match, Site, Skip
 from accel.patching.structure import all_plain, foreign_processor, holds, meta_weights, no_tensor, untouched
-from accel.quantization.product import Rows, deferred, keeps_forward, layer_reason, product
+from accel.quantization.product import Rows, base, deferred, keeps_forward, layer_reason, product
 
 PARTS = ("spatial_norm", "norm_q", "norm_k", "norm_cross", "add_k_proj", "add_v_proj")
 # What makes it the attention of UNets and VAEs; those of other models have some of it.
@@ -148,8 +148,9 @@ def match_attention(site: Site, context: Context) -> Match | Skip | None:
         return Skip(reason)
     forward.stack, forward.prompt = True, PromptProjections.shared(context)
     # Self-attention projects one input three times; every cross-attention projects the one prompt twice.
-    if any(map(keeps_forward, (m.to_q, m.to_k, m.to_v))):
+    bases = [base(one) for one in (m.to_q, m.to_k, m.to_v)]
+    if any(map(keeps_forward, bases)):
         return Match(forward)
-    if m.is_cross_attention:
-        return Match(forward, forward.prompt.add(m.to_k, m.to_v))
-    return Match(forward, (Stacked((m.to_q, m.to_k, m.to_v)),))
+    if not m.is_cross_attention:
+        return Match(forward, (Stacked(bases),))
+    return Match(forward, () if keeps_forward(m.to_k) or keeps_forward(m.to_v) else forward.prompt.add(m.to_k, m.to_v))

@@ -16,7 +16,8 @@ from accel.patching.fast_forward import Kernels
 from accel.patching.guard import as_understood
 from accel.patching.user_ops import UserOp
 from accel.quantization.activations import many_rows
-from accel.quantization.product import Rows, rounded_product
+from accel.quantization.adapters import low_rank, with_adapters
+from accel.quantization.product import Rows, base, rounded_product
 
 
 class BoundNorm:
@@ -153,10 +154,12 @@ def _product(
 
 
 class BoundLinear:
-    """One linear: `weights` to multiply with, None where the module must be called."""
+    """One linear: `weights` to multiply with, None where the module must be called. base: those under its adapters."""
 
     def __init__(self, module: nn.Module):
         self.module, self.weights = module, weights(module)
+        inner = base(module)
+        self.base = None if inner is module else weights(inner)
 
     def takes_wide(self, kernels: Kernels) -> bool:
         """Whether its product takes all of `Epilogue`, and float32 beside weights in 16 bits."""
@@ -176,10 +179,19 @@ class BoundLinear:
         if self.weights is not None:
             given: dict[str, Any] = {"activation": activation, "residual": residual, "scale": scale, **mixed}
             return part_product(kernels, self.weights, before, **given)
-        y = self.module(before.normed())
+        y = self._adapted(kernels, before)
         if activation is not None:
             y = ACTIVATIONS[activation](y)
         return y if residual is None else torch.add(residual, y, alpha=scale)
+
+    def _adapted(self, kernels: Kernels, before: NormedInput) -> torch.Tensor:
+        """What the module gives. Its adapters are read now: they may have been switched since it was bound."""
+        x = before.normed()
+        adapters = None if self.base is None or self.base.ranks is not None else low_rank(self.module, x.dtype)
+        if adapters is None or self.base is None:
+            return self.module(x)
+        y = part_product(kernels, self.base, before)
+        return with_adapters(x, [y], [adapters])[0] if adapters else y
 
 
 def stacked(linears: list[BoundLinear], stack: bool) -> Weights | None:

@@ -1,0 +1,90 @@
+"""Adapters of low rank on a linear, read as they are at each call; others run the layer's own forward."""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from accel_kernels import LowRank
+from accel_kernels.gemm.low_rank_sum import MOST_SUMS, low_rank_sum
+from torch import nn
+
+from accel.errors import reason_of
+from accel.libraries.adapters import BASE, DOWN, UP, low_rank_scales, of_adapters
+from accel.patching.structure import plain, tampered
+from accel.tolerances import LINEAR
+
+
+def low_rank(layer: Any, dtype: torch.dtype) -> tuple[LowRank, ...] | None:
+    """What adapters add to the linear `layer` is around; None where it computes anything else.
+
+    dtype: of the rows, which the adapters must have too, if they are not float32.
+    """
+    base = layer._modules.get(BASE)
+    if base is None or BASE in base._modules or not isinstance(base, nn.Linear) or tampered(base, stored=True):
+        return None
+    scales = low_rank_scales(layer)
+    if scales is None or not _adds(Form(type(layer), bool(scales), weakref.ref(layer))):
+        return None
+    found = [(layer._modules[DOWN][name], layer._modules[UP][name], float(scale)) for name, scale in scales.items()]
+    if not all(_fits(part, dtype) for *pair, _ in found for part in pair):
+        return None
+    return tuple(LowRank(down.weight, up.weight, scale) for down, up, scale in found)
+
+
+def with_adapters(
+    x: torch.Tensor, ys: Sequence[torch.Tensor], adapters: Sequence[tuple[LowRank, ...]]
+) -> Sequence[torch.Tensor]:
+    """The products ys of one x, plus what the adapters of each add. x: (..., K)."""
+    sums, x, turns = list(ys), x.contiguous(), max(map(len, adapters))
+    if turns > 1:  # rounded once, behind the last
+        sums = [y.to(own[0].down.dtype) if own else y for y, own in zip(ys, adapters, strict=True)]
+    for turn in range(turns):
+        some = [place for place, own in enumerate(adapters) if len(own) > turn]
+        for start in range(0, len(some), MOST_SUMS):
+            places = some[start : start + MOST_SUMS]
+            given = tuple(sums[place] for place in places), tuple(adapters[place][turn] for place in places)
+            for place, total in zip(places, low_rank_sum(x, *given), strict=True):
+                sums[place] = total
+    return [total.to(x.dtype) for total in sums]
+
+
+def _fits(part: Any, dtype: torch.dtype) -> bool:
+    """Whether it is a product without a bias, in this dtype or float32."""
+    held = part._parameters if plain(part, nn.Linear) is None else {}
+    weight = held.get("weight")
+    return type(weight) is nn.Parameter and weight.dtype in (dtype, torch.float32) and held["bias"] is None
+
+
+@dataclass(frozen=True)
+class Form:
+    """A class of layers, with adapters that are active or without; layer: one of them, to be tried."""
+
+    kind: type
+    active: bool
+    layer: weakref.ref = field(compare=False)
+
+
+@lru_cache(maxsize=64)
+def _adds(form: Form) -> bool:
+    """Whether a layer of this class computes y + scale * (x A^T) B^T, tried on small numbers."""
+    layer: Any = form.layer()
+    g = torch.Generator().manual_seed(0)
+
+    def linear(inputs: int, outputs: int) -> nn.Linear:
+        made = nn.Linear(inputs, outputs, bias=False, device="cpu", dtype=torch.float32).requires_grad_(False)
+        made.weight.copy_(torch.randn(outputs, inputs, generator=g))
+        return made
+
+    base, x, names = linear(5, 3), torch.randn(2, 5, generator=g), list(layer._modules[DOWN])
+    downs, ups = ({name: linear(*sizes) for name in names} for sizes in ((5, 2), (2, 3)))
+    scales = low_rank_scales(layer) or {}
+    try:
+        with torch.no_grad():
+            wanted = base(x) + sum(ups[name](downs[name](x)) * scale for name, scale in scales.items())
+            return torch.allclose(type(layer).forward(of_adapters(layer, base, downs, ups), x), wanted, atol=LINEAR)
+    except Exception as error:  # needs more than these modules: not ours
+        reason_of(error)
+        return False
