@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from accel.errors import of_a_kernel, reason_of
-from accel.libraries.cache import DynamicCache
+from accel.libraries.cache import new_cache
 from accel.libraries.generation import GRIDS, MARKS, POSITIONS
 from accel.llm.generation.calling_convention import ALL, GRID, NEW, CallingConvention, Kept
 from accel.llm.generation.decoder import DecoderForward
@@ -131,7 +131,7 @@ def _kept(forward: Any, piece: dict, changed: dict) -> tuple[Kept, ...]:
     model = forward.module
 
     def run() -> Any:
-        cache = DynamicCache(config=model.config)
+        cache = new_cache(model)
         return forward.reference(**piece, **forward.given_cache(cache))
 
     wanted, found = run().logits, []

@@ -14,7 +14,7 @@ from torch.nn.modules import module as torch_module
 
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.runner import GraphRunner
-from accel.libraries.cache import NAMES, DynamicCache, cache_argument, cache_field, with_present_names
+from accel.libraries.cache import NAMES, DynamicCache, cache_argument, cache_field, new_cache, with_present_names
 from accel.libraries.hooks import hook_of
 from accel.llm.generation.calling_convention import (
     CallingConvention,
@@ -108,10 +108,10 @@ class DecoderForward(FastForward):
         tokens = tokens_of(kwargs, self.embeddings().shape[1], self.embeddings().dtype)
         if not use_cache and (cache is None or self.partial):
             raise Unfit("no cache")
-        cache = DynamicCache(config=self.module.config) if cache is None else cache
+        cache = new_cache(self.module) if cache is None else cache
         rows, new = tokens.shape[:2]
         # Before the cache is taken over: a stock call may want it as it is.
-        start = tokens_in(cache) if type(cache) is DynamicCache else 0
+        start = tokens_in(cache)
         unknown = self.convention.unknown(kwargs, rows, start, new)
         if unknown is not None and (reason := self.why_stock(kwargs, unknown)) is not None:
             raise Unfit(reason)

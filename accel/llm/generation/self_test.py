@@ -9,7 +9,7 @@ import torch
 
 from accel.errors import reason_of
 from accel.in_flight import Here
-from accel.libraries.cache import DynamicCache
+from accel.libraries.cache import DynamicCache, new_cache, own_cache
 from accel.libraries.generation import ARGUMENTS, OUTPUTS
 from accel.llm.generation.arguments import find_arguments
 from accel.llm.generation.calling_convention import BY_MASK, IN_ORDER, CallingConvention, Unfit
@@ -84,7 +84,9 @@ def _convention(
 ) -> CallingConvention:
     errors: list[str] = []
     far: list[torch.Tensor] = []
-    ways: list[tuple[bool, Callable]] = [(True, empty), (False, empty)]
+    own = own_cache(forward.module)
+    nothing: Callable = empty if own is None else partial(empty, kind=own)
+    ways: list[tuple[bool, Callable]] = [(True, nothing), (False, nothing)]
     for mask, shown in ways:
         if not mask:
             with _warming_up(forward, lengths, mask):
@@ -237,8 +239,8 @@ def guard_of(forward: DecoderForward) -> ModelGuard:
     pieces = list(pieces_of(forward, within_positions(forward.most_positions, (PROMPT, 1))))
     with resting(forward.module):
         with reading(forward.module) as stock, _calls_noted(forward) as around:
-            whole = forward.partial or forward.keeps_state
-            cache = DynamicCache(config=forward.module.config) if whole else DynamicCache()
+            whole = forward.partial or forward.keeps_state or own_cache(forward.module) is not None
+            cache = new_cache(forward.module) if whole else DynamicCache()
             with plainly(forward):
                 for piece in pieces:
                     forward.reference(**piece, **forward.given_cache(cache))

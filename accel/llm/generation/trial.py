@@ -10,7 +10,7 @@ from torch import nn
 
 from accel.comparison import agree, relative_rms_by_token
 from accel.errors import reason_of
-from accel.libraries.cache import DynamicCache, cache_of
+from accel.libraries.cache import DynamicCache, cache_of, new_cache
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.prefill import MOST_PROMPT, bucket_for, pad_to_bucket
 from accel.llm.generation.routing import Choices, noting, repeating, routed_modules, routing_modules
@@ -232,7 +232,7 @@ def masks_steps(forward: DecoderForward) -> bool:
     found = []
     with resting(forward.module), plainly(forward):
         for mask in (None, trial_inputs(forward, PROMPT + 1)[1]):
-            given = forward.given_cache(DynamicCache(config=forward.module.config))
+            given = forward.given_cache(new_cache(forward.module))
             forward.reference(**prompt, **given)
             try:
                 found.append(forward.reference(**step | {"attention_mask": mask}, **given).logits)
@@ -244,7 +244,7 @@ def masks_steps(forward: DecoderForward) -> bool:
 
 def logits_over_pieces(forward: DecoderForward, call: Callable, pieces: Iterable[dict]) -> torch.Tensor:
     """The logits of call, stock's or the fused forward's, for pieces one after another over one new cache."""
-    given = forward.given_cache(DynamicCache(config=forward.module.config))
+    given = forward.given_cache(new_cache(forward.module))
     return torch.cat([call(**piece, **given).logits for piece in pieces], dim=1)
 
 
@@ -256,7 +256,7 @@ def stock_logits(forward: DecoderForward, lengths: tuple) -> tuple[Expected, typ
 
 def _stock_pieces(forward: DecoderForward, lengths: tuple, kinds: list[type]) -> torch.Tensor:
     """kinds: the class of each output is added there."""
-    store, found = DynamicCache(config=forward.module.config), []
+    store, found = new_cache(forward.module), []
     with plainly(forward):
         for piece in pieces_of(forward, lengths):
             output = forward.reference(**piece, **forward.given_cache(store))
@@ -280,7 +280,7 @@ def stock_alone(forward: DecoderForward, lengths: tuple) -> Expected:
     ids, mask, _ = trial_inputs(forward, short_prompt(lengths))
 
     def run() -> torch.Tensor:
-        given = forward.given_cache(DynamicCache(config=forward.module.config))
+        given = forward.given_cache(new_cache(forward.module))
         with plainly(forward):
             return forward.reference(input_ids=ids, attention_mask=mask, **given).logits[:, PADDING:]
 

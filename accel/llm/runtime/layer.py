@@ -146,6 +146,12 @@ def _put_together(
             return next((one for one in held_floats(holders) if is_plain_sum(base, branch * one, total)), None)
         return named if named is not None and is_sum(base, branch, named, total) else None
 
+    def weighed(base: torch.Tensor, branch: torch.Tensor, total: torch.Tensor, place: int) -> tuple[float, float] | None:
+        """The numbers r and s, each as of `scale`, with total = r * base + s * branch."""
+        known = (1.0, *held_floats(holders)) if layer.known is None else (layer.known.bases[place],)
+        found = ((one, scale(base if one == 1.0 else one * base, branch, total, place)) for one in known)
+        return next(((one, other) for one, other in found if other is not None), None)
+
     def before(part: Call, name: str) -> Call | None:
         """The norm before the first part, of the layer's input; None where the part is given that itself."""
         made = producer(part.input)
@@ -165,19 +171,19 @@ def _put_together(
         made = producer(y)
         return (None, y.held) if made is None or made is post else (made, made.input.held)
 
-    before_attention = after_attention = post_attention = before_mlp = post_mlp = after_mlp = None
+    before_attention = after_attention = post_attention = before_mlp = post_mlp = after_mlp = entering = None
     parallel = shared = False
-    first_scale: float | None = 1.0
-    second_scale: float | None = 1.0
+    first: tuple[float, float] | None = (1.0, 1.0)
+    second: tuple[float, float] | None = (1.0, 1.0)
     if mixer is None:
         begin, end = mlp_calls[:2]
         before_mlp, (post_mlp, last) = before(begin, "MLP"), after(end)
         after_mlp, total = ending(post_mlp)
-        second_scale = scale(x.held, last, total, 1)
+        second = weighed(x.held, last, total, 1)
     elif mlp is None:
         before_attention, (post_attention, branch) = before(mixer.first, "attention"), after(mixer.last)
         after_attention, total = ending(post_attention)
-        first_scale = scale(x.held, branch, total, 0)
+        first = weighed(x.held, branch, total, 0)
     else:
         begin, end = mlp_calls[:2]
         before_attention, (post_attention, branch) = before(mixer.first, "attention"), after(mixer.last)
@@ -189,22 +195,26 @@ def _put_together(
         parallel = shared or start.same(x)
         if parallel:
             both = branch.reshape(x.held.shape).double() + last.reshape(x.held.shape)
-            first_scale = second_scale = scale(x.held, both, total, 0)
+            first = second = None if (one := scale(x.held, both, total, 0)) is None else (1.0, one)
         else:
-            first_scale = scale(x.held, branch, start.held, 0)
-            second_scale = scale(start.held, last, total, 1)
-            if second_scale is None and before_mlp is not None:  # a norm of the sum that the sum goes on as
+            first = weighed(x.held, branch, start.held, 0)
+            if first is None and before_attention is not None:  # a norm of the input that goes on as the input
+                before_attention, entering = None, before_attention
+                first = weighed(mixer.first.input.held, branch, start.held, 0)
+            second = weighed(start.held, last, total, 1)
+            if second is None and before_mlp is not None:  # a norm of the sum that the sum goes on as
                 before_mlp, after_attention = None, before_mlp
-                second_scale = scale(begin.input.held, last, total, 1)
-    if first_scale is None:
+                second = weighed(begin.input.held, last, total, 1)
+    if first is None:
         raise NotUnderstood("what follows the attention is not the sum of it and the layer's input")
-    if second_scale is None:
+    if second is None:
         parts = "an MLP, and it stores no keys and values" if mixer is None else "attention and MLP"
         raise NotUnderstood(f"its output is not the sum of its input, {parts}")
     return LayerSpec(
         **_own(layer),
         attention=None if mixer is None else mixer.spec,
         mlp=mlp,
+        entering=norm(entering),
         before_attention=norm(before_attention),
         post_attention=norm(post_attention),
         after_attention=norm(after_attention),
@@ -214,7 +224,8 @@ def _put_together(
         tail=tail,
         parallel=parallel,
         shared=shared,
-        scales=(first_scale, second_scale),
+        scales=(first[1], second[1]),
+        bases=(first[0], second[0]),
         widths=Widths((mixer.last if mixer is not None else mlp_calls[1]).output.held.dtype, y.held.dtype),
     )
 
@@ -228,6 +239,7 @@ class BoundLayer:
         def norm(one: NormSpec | None) -> BoundNorm | None:
             return None if one is None else BoundNorm(kernels, layer, one)
 
+        self.entering = norm(spec.entering)
         self.before_attention, self.before_mlp = norm(spec.before_attention), norm(spec.before_mlp)
         self.post_attention, self.post_mlp = norm(spec.post_attention), norm(spec.post_mlp)
         self.after_attention, self.after_mlp = norm(spec.after_attention), norm(spec.after_mlp)
@@ -248,19 +260,26 @@ class BoundLayer:
         return y if self.tail is None else self.tail(kernels, y, kwargs)
 
     def _sum(self, kernels: Kernels, step: Step, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
-        spec, (first, second), middle, h = self.spec, self.spec.scales, x, None
+        spec, (first, second), h = self.spec, self.spec.scales, None
+        x = x if self.entering is None else self.entering(x)
+        middle = x
         if self.narrow is not None:
             middle = x.to(spec.widths.total)
             x = x if self.reads_wide and x.shape[:2].numel() == 1 else x.to(self.narrow)
         if self.attention is not None and self.out is not None:
             h = NormedInput(x, self.before_attention, len(self.attention.projections) + spec.shared)
             attended = NormedInput(self.attention(kernels, step, h, kwargs))
-            middle = added(kernels, self.out, attended, middle, first, self.post_attention)
+            middle = added(kernels, self.out, attended, _times(spec.bases[0], middle), first, self.post_attention)
             if self.after_attention is not None:
                 middle = self.after_attention(middle)
         if self.mlp is None:
             return middle
         if h is None or not spec.shared:
             h = NormedInput(x if spec.parallel or spec.attention is None else middle, self.before_mlp, self.mlp.times)
+        middle = _times(spec.bases[1], middle)
         y = added(kernels, self.mlp, h, middle, second, self.post_mlp, self.factor)
         return y if self.after_mlp is None else self.after_mlp(y)
+
+
+def _times(base: float, x: torch.Tensor) -> torch.Tensor:
+    return x if base == 1.0 else base * x
