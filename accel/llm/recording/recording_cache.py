@@ -1,5 +1,6 @@
 """A cache that shows what the layers of a recorded run put into it."""
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ def recording_cache(recorder: Any, model: PreTrainedModel) -> RecordingCache:
     return cache
 
 
+@lru_cache(maxsize=64)
 def _of_own(kind: type[DynamicCache]) -> type[RecordingCache]:
     """A class of caches that keep states beside their layers, which shows those too."""
 
