@@ -187,10 +187,16 @@ def trial_lengths(forward: DecoderForward) -> tuple[int, ...]:
     """Tokens of a trial's prompt and steps; fewer where the model has fewer positions. Raises NotUnderstood."""
     windows = [layer.spec.window for layer in forward.layers]
     prompt = max([PROMPT, *(window + 2 for window in windows if window is not None and window < LONGEST)])
-    lengths = within_positions(forward.most_positions, (prompt, *STEPS))
+    steps = tuple(min(step, most_new(forward)) for step in STEPS)
+    lengths = within_positions(forward.most_positions, (prompt, *steps))
     if not lengths[0]:
         raise NotUnderstood("too few positions to try it")
     return lengths
+
+
+def most_new(forward: DecoderForward) -> int:
+    """Tokens that stock can be given behind others."""
+    return 1 if forward.one_by_one else max(STEPS)
 
 
 def short_prompt(lengths: tuple[int, ...]) -> int:
@@ -214,7 +220,7 @@ def pieces_of(forward: DecoderForward, lengths: tuple, seed: int = 1) -> Iterato
     end = 0
     for length in lengths:
         start, end = end, end + length
-        shown = mask[:, :end] if forward.masks_steps or not start else None
+        shown = mask[:, :end] if (forward.masks_steps and not forward.one_by_one) or not start else None
         given = {"input_ids": ids[:, start:end], "attention_mask": shown}
         if "position_ids" in forward.names:
             given["position_ids"] = positions[:, start:end].contiguous()

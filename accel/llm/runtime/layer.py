@@ -108,7 +108,7 @@ def _put_together(
     """
     mixer = understand_pair(layer, found) if len(found) > 1 else next(iter(found), None)
     mlp, mlp_calls = understand_mlp(layer, [*tail_calls, *gated])
-    x = layer.call.input
+    x, known = layer.call.input, layer.known
     mlp_modules = [call.module for call in mlp_calls]
     holders = (layer.layer, *layer.mixers, *mlp_modules)
     within = {one for module in (*layer.mixers, *mlp_modules) for one in module.modules()}
@@ -134,7 +134,6 @@ def _put_together(
         if not base.numel() == branch.numel() == total.numel():
             return None
         base, branch = base.reshape(total.shape), branch.reshape(total.shape)
-        known = layer.known
         if known is not None and is_sum(base, branch, known.scales[place], total):
             return known.scales[place]  # of a branch that rounding hides, any number would do
         if is_plain_sum(base, branch, total):
@@ -148,8 +147,8 @@ def _put_together(
 
     def weighed(base: torch.Tensor, branch: torch.Tensor, total: torch.Tensor, place: int) -> tuple[float, float] | None:
         """The numbers r and s, each as of `scale`, with total = r * base + s * branch."""
-        known = (1.0, *held_floats(holders)) if layer.known is None else (layer.known.bases[place],)
-        found = ((one, scale(base if one == 1.0 else one * base, branch, total, place)) for one in known)
+        every = (1.0, *held_floats(holders)) if known is None else (known.bases[place],)
+        found = ((one, scale(_times(one, base), branch, total, place)) for one in every)
         return next(((one, other) for one, other in found if other is not None), None)
 
     def before(part: Call, name: str) -> Call | None:
@@ -197,11 +196,13 @@ def _put_together(
             both = branch.reshape(x.held.shape).double() + last.reshape(x.held.shape)
             first = second = None if (one := scale(x.held, both, total, 0)) is None else (1.0, one)
         else:
-            first = weighed(x.held, branch, start.held, 0)
+            # Where numbers are large, rounding may hide what a branch is added to.
+            enters, goes_on = (known is not None and known.entering, known is not None and known.after_attention)
+            first = None if enters else weighed(x.held, branch, start.held, 0)
             if first is None and before_attention is not None:  # a norm of the input that goes on as the input
                 before_attention, entering = None, before_attention
                 first = weighed(mixer.first.input.held, branch, start.held, 0)
-            second = weighed(start.held, last, total, 1)
+            second = None if goes_on else weighed(start.held, last, total, 1)
             if second is None and before_mlp is not None:  # a norm of the sum that the sum goes on as
                 before_mlp, after_attention = None, before_mlp
                 second = weighed(begin.input.held, last, total, 1)
