@@ -98,7 +98,7 @@ def cache_field(output: type) -> str:
 
 
 def own_cache(model: "PreTrainedModel") -> type[DynamicCache] | None:
-    """The class of caches that the stack of layers of a model insists on, which keeps `STATES`; None where any will do."""
+    """The class of caches, which keep `STATES`, that the stack of layers of a model insists on; None for any."""
     return _own_cache(type(model.base_model).forward)
 
 

@@ -7,7 +7,7 @@ activation; what a state gives is normed, and multiplied by a gate of the input 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accel_kernels import Decay, RowStates, Sequences, linear_attention_prompt
@@ -34,13 +34,11 @@ OPTIONS: dict[str, Any] = {"scale": 1.0, "key_eps": None}
 AT_ONCE = (1.0, 1.0)  # limits of a step in time, which then is 1, so that a head decays by its rate
 
 
-@dataclass(frozen=True)
-class LightningSpec(AttentionSpec):
-    """Of the projections the second is the gate's.
+class LightningFormula(NamedTuple):
+    """From what the first projection gives to what the norm is given.
 
-    heads, key_dim, value_dim: sizes of the state. by_head: a head's query, key and value stand together in what the
-    first gives. activation: behind that. rate: the name of a tensor of how fast each head decays. norm: of what all
-    heads give. gate: its activation, a name of GATES.
+    heads, key_dim, value_dim: sizes of the state. by_head: a head's query, key and value stand together. activation: of
+    all three. rate: the name of a tensor of how fast each head decays.
     """
 
     heads: int
@@ -49,6 +47,38 @@ class LightningSpec(AttentionSpec):
     by_head: bool
     activation: str | None
     rate: str
+
+    def parts(self, joint: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Of (rows, tokens, N), behind the activation: q and k (rows, tokens, heads, Dk), v (.., heads, 1, Dv), and a,
+        which is zero.
+        """
+        sizes = self.key_dim, self.key_dim, self.value_dim
+        if self.by_head:
+            q, k, v = joint.unflatten(-1, (self.heads, -1)).split(sizes, dim=-1)
+        else:
+            q, k, v = (t.unflatten(-1, (self.heads, -1)) for t in joint.split([self.heads * n for n in sizes], dim=-1))
+        zero = joint.new_zeros(()).expand(*v.shape[:-1], 1)
+        return {"q": q, "k": k, "v": v.unsqueeze(-2), "a": zero}
+
+    def decay(self, layer: nn.Module) -> Decay:
+        """As its rates are now."""
+        rate = _tensor(layer, self.rate).flatten().to(STATE).log()
+        return Decay(rate, torch.zeros_like(rate), limits=AT_ONCE)
+
+    def attended(self, layer: nn.Module, joint: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a state gives of whole texts, (rows, tokens, heads * Dv), and the state. joint: before the activation."""
+        parts = self.parts(joint if self.activation is None else ACTIVATIONS[self.activation](joint))
+        state = torch.zeros(joint.shape[0], self.heads, self.key_dim, self.value_dim, device=joint.device)
+        slots = torch.arange(joint.shape[0], device=joint.device)
+        given = *(parts[name] for name in "qkva"), self.decay(layer), state, Sequences(slots, 0 * slots)
+        return linear_attention_prompt.reference(*given, **OPTIONS).flatten(2), state
+
+
+@dataclass(frozen=True)
+class LightningSpec(AttentionSpec):
+    """Of the projections the second is the gate's. norm: of what all heads give. gate: its activation, a name of GATES."""
+
+    formula: LightningFormula
     norm: NormSpec
     gate: str
 
@@ -69,7 +99,7 @@ class LightningSpec(AttentionSpec):
         for first, second, norm, out, gate in _endings(layer):
             for formula in _formulas(layer, first, norm):
                 names = (layer.name(first.module), layer.name(second.module)), layer.name(out.module)
-                spec = cls(*own, *names, kept.place, None, *formula, norm_spec(layer, norm), gate)
+                spec = cls(*own, *names, kept.place, None, formula, norm_spec(layer, norm), gate)
                 if layer.known is None and not _holds_for_long(layer, spec, (first, second, norm, out)):
                     continue
                 return UnderstoodAttention(spec, first, out)
@@ -79,24 +109,7 @@ class LightningSpec(AttentionSpec):
         return BoundLightningAttention(kernels, layer, self)
 
     def cache_layout(self, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None) -> StateShape:
-        return StateShape((self.heads, self.key_dim, self.value_dim), None, dtype, device)
-
-    def parts(self, joint: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Of (rows, tokens, N), behind the activation: q and k (rows, tokens, heads, Dk), v (.., heads, 1, Dv), and a,
-        which is zero.
-        """
-        sizes = self.key_dim, self.key_dim, self.value_dim
-        if self.by_head:
-            q, k, v = joint.unflatten(-1, (self.heads, -1)).split(sizes, dim=-1)
-        else:
-            q, k, v = (t.unflatten(-1, (self.heads, -1)) for t in joint.split([self.heads * n for n in sizes], dim=-1))
-        zero = joint.new_zeros(()).expand(*v.shape[:-1], 1)
-        return {"q": q, "k": k, "v": v.unsqueeze(-2), "a": zero}
-
-    def decay(self, layer: nn.Module) -> Decay:
-        """As its rates are now."""
-        rate = _tensor(layer, self.rate).flatten().to(STATE).log()
-        return Decay(rate, torch.zeros_like(rate), limits=AT_ONCE)
+        return StateShape(self.formula[:3], None, dtype, device)
 
 
 def _tensor(layer: nn.Module, name: str) -> torch.Tensor:
@@ -125,10 +138,8 @@ def _endings(layer: LayerRecord) -> Iterator[tuple[Call, Call, Call, Call, str]]
                     yield first, second, norm, out, name
 
 
-def _formulas(
-    layer: LayerRecord, first: Call, norm: Call
-) -> Iterator[tuple[int, int, int, bool, str | None, str]]:
-    """The fields of a spec with which the state that was seen, and what the norm was given, come from a projection."""
+def _formulas(layer: LayerRecord, first: Call, norm: Call) -> Iterator[LightningFormula]:
+    """Those with which the state that was seen, and what the norm was given, come from a projection."""
     kept, core = layer.kept, norm.input.held
     assert kept is not None and kept.state is not None
     rows, heads, key_dim, value_dim = kept.state.shape
@@ -141,24 +152,11 @@ def _formulas(
     positive = [name for name in rates if bool((_tensor(layer.layer, name) > 0).all())]
     slack = 2.0 * bound(FORMULA, joint.dtype)
     for rate, by_head, activation in product(positive, (True, False), ("silu", None, *ACTIVATIONS)):
-        found = heads, key_dim, value_dim, by_head, activation, rate
-        got, state = _attended(layer.layer, found, joint)
-        same = agree(got.flatten(2), core.reshape(rows, joint.shape[1], -1), slack=2.0)
+        found = LightningFormula(heads, key_dim, value_dim, by_head, activation, rate)
+        got, state = found.attended(layer.layer, joint)
+        same = agree(got, core.reshape(rows, joint.shape[1], -1), slack=2.0)
         if same and agree(state, kept.state, slack=slack / bound(FORMULA, kept.state.dtype)):
             yield found
-
-
-def _attended(
-    layer: nn.Module, formula: tuple[int, int, int, bool, str | None, str], joint: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a state gives of whole texts, (rows, tokens, heads, Dv), and the state. joint: of the first projection."""
-    spec = LightningSpec("", (), (), "", 0, None, *formula, NormSpec("", None, ()), "")
-    heads, key_dim, value_dim, _, activation, _ = formula
-    parts = spec.parts(joint if activation is None else ACTIVATIONS[activation](joint))
-    state = torch.zeros(joint.shape[0], heads, key_dim, value_dim, device=joint.device)
-    slots = torch.arange(joint.shape[0], device=joint.device)
-    given = parts["q"], parts["k"], parts["v"], parts["a"], spec.decay(layer), state, Sequences(slots, 0 * slots)
-    return linear_attention_prompt.reference(*given, **OPTIONS), state
 
 
 def _holds_for_long(layer: LayerRecord, spec: LightningSpec, calls: tuple[Call, Call, Call, Call]) -> bool:
@@ -177,9 +175,8 @@ def _holds_for_long(layer: LayerRecord, spec: LightningSpec, calls: tuple[Call, 
 
     got = attention(*map(put, call.args), **{name: put(value) for name, value in call.kwargs.items()})
     first, second, norm, out = (one.module for one in calls)
-    formula = spec.heads, spec.key_dim, spec.value_dim, spec.by_head, spec.activation, spec.rate
-    core, _ = _attended(layer.layer, formula, first(text))
-    wanted = out(norm(core.flatten(2)) * GATES[spec.gate](second(text)))
+    core, _ = spec.formula.attended(layer.layer, first(text))
+    wanted = out(norm(core) * GATES[spec.gate](second(text)))
     return agree(wanted, got[0] if isinstance(got, tuple) else got, slack=4.0)
 
 
@@ -196,14 +193,16 @@ class BoundLightningAttention(BoundLinearAttention):
     @property
     def decay(self) -> Decay:
         """Of prompts and steps."""
-        return self.spec.decay(self.layer)
+        return self.spec.formula.decay(self.layer)
 
     decay_of_steps = decay
 
     def __call__(self, kernels: Kernels, step: Step, h: NormedInput, kwargs: dict) -> torch.Tensor:
         """See `BoundAttention`."""
         first, second = self.projections
-        parts = self.spec.parts(first(kernels, h, activation=self.spec.activation)) | {"gate": second(kernels, h)}
+        parts = self.spec.formula.parts(first(kernels, h, activation=self.spec.formula.activation)) | {
+            "gate": second(kernels, h)
+        }
         return self._attended(kernels, parts, step.states(self.spec.index))
 
     def _tokens(

@@ -85,8 +85,8 @@ def _convention(
 ) -> CallingConvention:
     errors: list[str] = []
     far: list[torch.Tensor] = []
-    own = own_cache(forward.module)
-    nothing: Callable = empty if own is None else partial(empty, kind=own)
+    insists = own_cache(forward.module)
+    nothing: Callable = empty if insists is None else partial(empty, kind=insists)
     ways: list[tuple[bool, Callable]] = [(True, nothing), (False, nothing)]
     for mask, shown in ways:
         if not mask:

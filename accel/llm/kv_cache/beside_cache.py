@@ -14,8 +14,8 @@ from accel.llm.kv_cache.state_layer import StateLayer
 
 
 class BesideStore:
-    """First base of such a class over a store. Whoever asks for its states, or how many layers it has, turns it into one
-    of its own class, with tensors of its own.
+    """First base of such a class over a store. Whoever asks for its states, or for its length, turns it into one of its
+    own class, with tensors of its own.
 
     state_layers: the layers of the store that keep states, by place. In their place a list of layers has empty ones.
     """
@@ -46,7 +46,7 @@ class BesideStore:
 
 
 @lru_cache(maxsize=64)
-def _over_store(kind: type) -> type:
+def _over_store(kind: Any) -> type:
     """This class over a store."""
 
     def put(self: BesideStore, states: list) -> None:

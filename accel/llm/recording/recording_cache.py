@@ -52,7 +52,7 @@ def recording_cache(recorder: Any, model: PreTrainedModel) -> RecordingCache:
 
 
 @lru_cache(maxsize=64)
-def _of_own(kind: type[DynamicCache]) -> type[RecordingCache]:
+def _of_own(kind: Any) -> type[RecordingCache]:
     """A class of caches that keep states beside their layers, which shows those too."""
 
     def put(self: RecordingCache, layer_idx: int, state: torch.Tensor) -> None:
