@@ -90,5 +90,6 @@ def put_back(cache: Any, twin: DynamicCache) -> None:
     cache.layers[:] = [DynamicLayer() if place in states else layer for place, layer in enumerate(twin.layers)]
     if not isinstance(cache, BesideStore):
         vars(cache).pop(STATES, None)
-        cache.__class__ = _over_store(type(cache))
+        kind: Any = type(cache)
+        cache.__class__ = _over_store(kind)
     cache.state_layers = states

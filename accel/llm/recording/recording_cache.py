@@ -45,7 +45,7 @@ class RecordingCache(DynamicCache):
 
 def recording_cache(recorder: Any, model: PreTrainedModel) -> RecordingCache:
     """An empty one, for a model that has this recorder: of the class that it insists on."""
-    own = own_cache(model)
+    own: Any = own_cache(model)
     cache = RecordingCache(config=model.config) if own is None else _of_own(own)()
     cache.recorder = recorder
     return cache

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import accel
-from accel.llm.attention.lightning_attention import LightningSpec
+from accel.llm.attention.linear.lightning_attention import LightningSpec
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.runtime.analyze import formulas
 from support.llm.families import make, padded

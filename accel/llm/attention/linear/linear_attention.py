@@ -15,8 +15,8 @@ from accel_kernels.recurrent.recurrence import RowSequences
 from torch import nn
 
 from accel.llm.attention.attention import AttentionSpec, UnderstoodAttention
-from accel.llm.attention.linear_finder import FormulaFinder, multiplies
-from accel.llm.attention.linear_formula import (
+from accel.llm.attention.linear.linear_finder import FormulaFinder, multiplies
+from accel.llm.attention.linear.linear_formula import (
     DELTA,
     UNLIMITED,
     LinearFormula,

@@ -19,7 +19,8 @@ from torch import nn
 from accel.comparison import agree
 from accel.libraries.cache import Cache
 from accel.llm.attention.attention import AttentionSpec, UnderstoodAttention
-from accel.llm.attention.linear_attention import BoundLinearAttention
+from accel.llm.attention.linear.linear_attention import BoundLinearAttention
+from accel.llm.attention.linear.linear_finder import multiplies
 from accel.llm.kv_cache.shape import STATE, StateShape
 from accel.llm.parts.norm import NormSpec, norm_spec, normlike
 from accel.llm.parts.part import BoundLinear, BoundNorm, NormedInput
@@ -29,7 +30,7 @@ from accel.patching.fast_forward import Kernels
 from accel.patching.guard import plain_settings
 from accel.tolerances import FORMULA, bound
 
-LONGEST = 1024  # tokens of a block, by which stock may go through a prompt
+LONGEST = 4096  # tokens of a block, by which stock may go through a prompt
 OPTIONS: dict[str, Any] = {"scale": 1.0, "key_eps": None}
 AT_ONCE = (1.0, 1.0)  # limits of a step in time, which then is 1, so that a head decays by its rate
 
@@ -66,7 +67,7 @@ class LightningFormula(NamedTuple):
         return Decay(rate, torch.zeros_like(rate), limits=AT_ONCE)
 
     def attended(self, layer: nn.Module, joint: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a state gives of whole texts, (rows, tokens, heads * Dv), and the state. joint: before the activation."""
+        """Of whole texts what a state gives, (rows, tokens, heads * Dv), and that. joint: before the activation."""
         parts = self.parts(joint if self.activation is None else ACTIVATIONS[self.activation](joint))
         state = torch.zeros(joint.shape[0], self.heads, self.key_dim, self.value_dim, device=joint.device)
         slots = torch.arange(joint.shape[0], device=joint.device)
@@ -76,7 +77,7 @@ class LightningFormula(NamedTuple):
 
 @dataclass(frozen=True)
 class LightningSpec(AttentionSpec):
-    """Of the projections the second is the gate's. norm: of what all heads give. gate: its activation, a name of GATES."""
+    """The second projection is the gate's. norm: of what all heads give. gate: its activation, a name of GATES."""
 
     formula: LightningFormula
     norm: NormSpec
@@ -123,12 +124,12 @@ def _tensor(layer: nn.Module, name: str) -> torch.Tensor:
 
 
 def _endings(layer: LayerRecord) -> Iterator[tuple[Call, Call, Call, Call, str]]:
-    """The calls of two projections of one input, of a norm, and of the last projection, which is given what the norm
-    gave times an activation of what the second projection gave; and its name.
+    """The calls of two projections of one input, of a norm, and of the last projection. That is given what the norm
+    gave, times an activation of what the second projection gave. And the name of the activation.
     """
     assert layer.kept is not None
     calls = [call for call in layer.inside(layer.kept.attention) if call.alone and call.made is not None]
-    linear = [call for call in calls if any(p.dim() == 2 for p in call.module.parameters())]
+    linear = [call for call in calls if multiplies(call.module)]
     for norm, second, out in product((call for call in calls if normlike(layer, call)), linear, linear):
         if not norm.output.held.shape == second.output.held.shape == out.input.held.shape:
             continue
@@ -199,10 +200,8 @@ class BoundLightningAttention(BoundLinearAttention):
 
     def __call__(self, kernels: Kernels, step: Step, h: NormedInput, kwargs: dict) -> torch.Tensor:
         """See `BoundAttention`."""
-        first, second = self.projections
-        parts = self.spec.formula.parts(first(kernels, h, activation=self.spec.formula.activation)) | {
-            "gate": second(kernels, h)
-        }
+        (first, second), formula = self.projections, self.spec.formula
+        parts = formula.parts(first(kernels, h, activation=formula.activation)) | {"gate": second(kernels, h)}
         return self._attended(kernels, parts, step.states(self.spec.index))
 
     def _tokens(
