@@ -21,6 +21,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from accel.libraries.code import comes_from
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -110,8 +112,9 @@ def _own_cache(forward: Callable) -> type[DynamicCache] | None:
 
 
 def keeps_states_beside(kind: object) -> bool:
-    """Whether it is a class of caches that keep states beside their layers."""
-    return isinstance(kind, type) and issubclass(kind, DynamicCache) and hasattr(kind, SET_STATE)
+    """Whether it is a class of the library's caches that keep states beside their layers."""
+    theirs = isinstance(kind, type) and issubclass(kind, DynamicCache) and comes_from(kind, "transformers")
+    return theirs and hasattr(kind, SET_STATE)
 
 
 def new_cache(model: "PreTrainedModel") -> DynamicCache:

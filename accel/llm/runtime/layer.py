@@ -148,10 +148,15 @@ def _put_together(
         return named if named is not None and is_sum(base, branch, named, total) else None
 
     def weighed(base: torch.Tensor, branch: torch.Tensor, total: torch.Tensor, place: int) -> Weights | None:
-        """The numbers r and s, each as of `scale`, with total = r * base + s * branch."""
-        every = (1.0, *held_floats(holders)) if known is None else (known.bases[place],)
-        found = ((one, scale(_times(one, base), branch, total, place)) for one in every)
-        return next(((one, other) for one, other in found if other is not None), None)
+        """The numbers r and s, each as of `scale`, with total = r * base + s * branch, and not without the base."""
+        if known is not None:
+            found = scale(_times(known.bases[place], base), branch, total, place)
+            return None if found is None else (known.bases[place], found)
+        for one in (1.0, *held_floats(holders)):
+            found = scale(_times(one, base), branch, total, place)
+            if found is not None and (one == 1.0 or scale(0.0 * base, branch, total, place) is None):
+                return one, found
+        return None
 
     def before(part: Call, name: str) -> Call | None:
         """The norm before the first part, of the layer's input; None where the part is given that itself."""

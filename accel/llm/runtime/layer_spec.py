@@ -24,9 +24,9 @@ class LayerSpec:
     """One decoder layer, on input x, through `entering` where there is that norm:
 
         a = post_attention(attention(before_attention(x)))       each norm left out where it is None
-        s = bases[0] * x + scales[0] * a, through after_attention       s = x where there is no attention
+        s = bases[0] * x + scales[0] * a, through after_attention    s = x where there is no attention
         m = post_mlp(mlp(before_mlp(s, or x where `parallel`)))
-        y = bases[1] * s + scales[1] * m, through after_mlp     y = s where there is no MLP; then through `tail`
+        y = bases[1] * s + scales[1] * m, through after_mlp          y = s where there is no MLP; then through `tail`
 
     shared: attention and MLP get the output of the one norm `before_attention`. widths: of a and y. returns: how many
     things the layer's forward gives back as a tuple, y first; None for y alone. around: where the rest is not known,

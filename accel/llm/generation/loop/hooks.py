@@ -157,13 +157,13 @@ def prepare_cache(hook: GenerateHook, *args: Any, **kwargs: Any) -> Any:
         ours = vars(hook.module).get("forward") is forward
         if forward.log.runs_stock_on_cpu((forward.embeddings(),), {}) or not ours:
             return result
-        cache = own = generating_cache(model_kwargs)
+        cache = theirs = generating_cache(model_kwargs)
         if cache is None and mode in ONE_BY_ONE and config.use_cache and config.prefill_chunk_size is None:
             cache = None if own_cache(hook.module) is None else new_cache(hook.module)  # as the model would
         if cache is None or config.output_attentions or config.output_hidden_states:  # such calls run stock
             return result
         store = forward.adopt(cache, given.get("max_cache_length", 0))
-        if own is None:
+        if theirs is None:
             model_kwargs[forward.cache_name] = cache
     except Unfit:  # as the calls to come will tell
         return result
