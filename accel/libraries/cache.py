@@ -9,7 +9,7 @@ import typing
 from collections.abc import Callable
 from dataclasses import fields
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers.cache_utils import (
     Cache,
@@ -21,6 +21,11 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from accel.libraries.code import comes_from
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 __all__ = [
     "Cache",
     "DynamicCache",
@@ -31,6 +36,8 @@ __all__ = [
     "LinearAttentionLayer",
 ]
 
+# Where a model's own class of caches keeps states, one a layer beside its layers, and the method that puts them there.
+STATES, SET_STATE = "linear_cache", "set_linear_cache"
 NAMES = ("cache", "past_key_values", "cache_params")  # of arguments and fields, the newest first
 SOUGHT = f"no parameter is annotated as one, or named {', '.join(NAMES[:-1])} or {NAMES[-1]}"
 
@@ -90,6 +97,30 @@ def cache_field(output: type) -> str:
     named = {one.name: one.type for one in fields(output)}
     annotated = [name for name, kind in named.items() if _is_cache(kind)]
     return next((name for name in (*annotated, *NAMES) if name in named), NAMES[0])
+
+
+def own_cache(model: "PreTrainedModel") -> type[DynamicCache] | None:
+    """The class of caches, which keep `STATES`, that the stack of layers of a model insists on; None for any."""
+    return _own_cache(type(model.base_model).forward)
+
+
+@lru_cache(maxsize=256)
+def _own_cache(forward: Callable) -> type[DynamicCache] | None:
+    given = inspect.signature(forward).parameters.get(cache_argument(forward) or "")
+    kinds = () if given is None else (given.annotation, *typing.get_args(given.annotation))
+    return next((kind for kind in kinds if keeps_states_beside(kind)), None)
+
+
+def keeps_states_beside(kind: object) -> bool:
+    """Whether it is a class of the library's caches that keep states beside their layers."""
+    theirs = isinstance(kind, type) and issubclass(kind, DynamicCache) and comes_from(kind, "transformers")
+    return theirs and hasattr(kind, SET_STATE)
+
+
+def new_cache(model: "PreTrainedModel") -> DynamicCache:
+    """An empty one, as generate() or the model itself makes it."""
+    own = own_cache(model)
+    return DynamicCache(config=model.config) if own is None else own()
 
 
 def _is_cache(annotation: object) -> bool:

@@ -4,7 +4,8 @@ from accel.llm.attention.attention import AttentionSpec, UnderstoodAttention
 from accel.llm.attention.borrowed_attention import BorrowedSpec, NarrowValuesSpec, NormedValuesSpec
 from accel.llm.attention.gated_attention import GatedSpec, QueryGatedSpec
 from accel.llm.attention.latent_attention import LatentSpec
-from accel.llm.attention.linear_attention import LinearSpec
+from accel.llm.attention.linear.lightning_attention import LightningSpec
+from accel.llm.attention.linear.linear_attention import LinearSpec
 from accel.llm.attention.selective_scan import SelectiveScanSpec
 from accel.llm.attention.short_convolution import ShortConvolutionSpec
 from accel.llm.attention.softmax_attention import SoftmaxSpec
@@ -14,6 +15,7 @@ from accel.llm.recording.record import LayerRecord, NotUnderstood, Record
 # Tried in turn.
 ATTENTION_KINDS: tuple[type[AttentionSpec], ...] = (
     LinearSpec,
+    LightningSpec,
     ShortConvolutionSpec,
     SelectiveScanSpec,
     IndexedSpec,

@@ -13,7 +13,7 @@ from torch import nn
 
 from accel.comparison import is_sum, named_factor
 from accel.llm.attention.attention import AttentionSpec, UnderstoodAttention
-from accel.llm.attention.linear_attention import LinearSpec
+from accel.llm.attention.linear.linear_attention import LinearSpec
 from accel.llm.kv_cache.shape import LayerShape
 from accel.llm.parts.norm import NormSpec
 from accel.llm.parts.part import BoundLinear, NormedInput

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from accel.errors import reason_of
-from accel.libraries.cache import DynamicCache
+from accel.libraries.cache import DynamicCache, new_cache
 from accel.llm.batching.engine import Engine
 from accel.llm.batching.limits import Limits, sets_of
 from accel.llm.batching.scheduler import StepPlan
@@ -129,7 +129,7 @@ def _fused_logits(forward: DecoderForward, tokens: torch.Tensor) -> torch.Tensor
 
 def _stock_logits(forward: DecoderForward, tokens: torch.Tensor) -> torch.Tensor:
     with plainly(forward):
-        given = forward.given_cache(DynamicCache(config=forward.module.config))
+        given = forward.given_cache(new_cache(forward.module))
         return forward.reference(input_ids=tokens, **given).logits
 
 

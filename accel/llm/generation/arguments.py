@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from accel.errors import of_a_kernel, reason_of
-from accel.libraries.cache import DynamicCache
+from accel.libraries.cache import new_cache
 from accel.libraries.generation import GRIDS, MARKS, POSITIONS
 from accel.llm.generation.calling_convention import ALL, GRID, NEW, CallingConvention, Kept
 from accel.llm.generation.decoder import DecoderForward
-from accel.llm.generation.trial import PADDING, expected, logits_over_pieces, pieces_of, plainly
+from accel.llm.generation.trial import PADDING, expected, logits_over_pieces, most_new, pieces_of, plainly
 from accel.llm.recording.inputs import within_positions
 from accel.llm.recording.recorder import example_ids, resting
 
@@ -33,7 +33,8 @@ def find_arguments(forward: DecoderForward, convention: CallingConvention) -> Ca
         convention, position_parts=parts, unused_in_steps=frozenset(names), unused_if_zero=frozenset(MARKS)
     )
 
-    pieces = list(pieces_of(forward, within_positions(forward.most_positions, PIECES), seed=2))
+    lengths = within_positions(forward.most_positions, (*PIECES[:2], min(PIECES[2], most_new(forward))))
+    pieces = list(pieces_of(forward, lengths, seed=2))
 
     def agrees(change: Callable[[dict], dict]) -> bool:
         return _agrees(forward, [change(piece) for piece in pieces])
@@ -131,7 +132,7 @@ def _kept(forward: Any, piece: dict, changed: dict) -> tuple[Kept, ...]:
     model = forward.module
 
     def run() -> Any:
-        cache = DynamicCache(config=model.config)
+        cache = new_cache(model)
         return forward.reference(**piece, **forward.given_cache(cache))
 
     wanted, found = run().logits, []

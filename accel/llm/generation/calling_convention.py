@@ -63,6 +63,11 @@ def padding_of(mask: Any, store: Store, rows: int, tokens: int, left_padded: boo
     return mask
 
 
+def shows_all(mask: Any) -> bool:
+    """Whether a mask, if there is one, hides nothing. Waits for the device."""
+    return mask is None or (type(mask) is torch.Tensor and mask.dim() == 2 and bool(mask.all()))
+
+
 class Kept(NamedTuple):
     """A tensor that a module keeps from call to call, and that no forward reads which is given positions.
 

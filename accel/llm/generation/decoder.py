@@ -14,13 +14,14 @@ from torch.nn.modules import module as torch_module
 
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.runner import GraphRunner
-from accel.libraries.cache import NAMES, DynamicCache, cache_argument, cache_field, with_present_names
+from accel.libraries.cache import NAMES, DynamicCache, cache_argument, cache_field, new_cache, with_present_names
 from accel.libraries.hooks import hook_of
 from accel.llm.generation.calling_convention import (
     CallingConvention,
     Unfit,
     own_arguments,
     padding_of,
+    shows_all,
     tokens_of,
     wanted_of,
 )
@@ -48,6 +49,7 @@ class DecoderForward(FastForward):
     convention: CallingConvention  # once the model is tried
     partial = False  # whether some layers of the stack are not among `layers`
     masks_steps = True  # whether stock takes a mask with tokens that stand behind others
+    one_by_one = False  # whether stock goes on with a text right only by single tokens, where nothing is hidden
     most_positions: int | None = None  # of the model's table, beyond which a GPU would fail for good
 
     def __init__(self, *place: Any, stack: str, layers: list[LayerForward], steps: ForwardContext) -> None:
@@ -108,10 +110,12 @@ class DecoderForward(FastForward):
         tokens = tokens_of(kwargs, self.embeddings().shape[1], self.embeddings().dtype)
         if not use_cache and (cache is None or self.partial):
             raise Unfit("no cache")
-        cache = DynamicCache(config=self.module.config) if cache is None else cache
+        cache = new_cache(self.module) if cache is None else cache
         rows, new = tokens.shape[:2]
         # Before the cache is taken over: a stock call may want it as it is.
-        start = tokens_in(cache) if type(cache) is DynamicCache else 0
+        start = tokens_in(cache)
+        if self.one_by_one and start and (new > 1 or not shows_all(given(MASK))):
+            raise Unfit("more than a token behind others, or padding, which stock masks by a cache that has lost count")
         unknown = self.convention.unknown(kwargs, rows, start, new)
         if unknown is not None and (reason := self.why_stock(kwargs, unknown)) is not None:
             raise Unfit(reason)

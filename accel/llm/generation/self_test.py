@@ -9,7 +9,7 @@ import torch
 
 from accel.errors import reason_of
 from accel.in_flight import Here
-from accel.libraries.cache import DynamicCache
+from accel.libraries.cache import DynamicCache, new_cache, own_cache
 from accel.libraries.generation import ARGUMENTS, OUTPUTS
 from accel.llm.generation.arguments import find_arguments
 from accel.llm.generation.calling_convention import BY_MASK, IN_ORDER, CallingConvention, Unfit
@@ -40,6 +40,7 @@ from accel.llm.generation.trial import (
 )
 from accel.llm.generation.trial_warmup import warming_up_trial
 from accel.llm.kv_cache.cache import INDEXED, OF_STATES, STOCK
+from accel.llm.kv_cache.shape import kv_layers
 from accel.llm.recording.inputs import within_positions
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import ROWS, resting
@@ -52,7 +53,7 @@ def find_convention(forward: DecoderForward) -> CallingConvention:
     """How the model is to be called so that the fused forward gives its logits. Raises NotUnderstood."""
     model = forward.module
     try:
-        forward.masks_steps = masks_steps(forward)
+        forward.masks_steps, forward.one_by_one = masks_steps(forward), _loses_count(forward)
         lengths = trial_lengths(forward)
         # No activation is rounded: numbers next to a half would fall to either side, and the errors of a formula drown.
         with resting(model), unrounded(model):
@@ -84,7 +85,9 @@ def _convention(
 ) -> CallingConvention:
     errors: list[str] = []
     far: list[torch.Tensor] = []
-    ways: list[tuple[bool, Callable]] = [(True, empty), (False, empty)]
+    insists = own_cache(forward.module)
+    nothing: Callable = empty if insists is None else partial(empty, kind=insists)
+    ways: list[tuple[bool, Callable]] = [(True, nothing), (False, nothing)]
     for mask, shown in ways:
         if not mask:
             with _warming_up(forward, lengths, mask):
@@ -120,6 +123,18 @@ def _convention(
     if far:
         errors.insert(0, wanted.description(min(far, key=wanted.off)))
     raise NotUnderstood(f"{DIFFERS}: {'; '.join(dict.fromkeys(errors))}")
+
+
+def _loses_count(forward: DecoderForward) -> bool:
+    """Whether the cache that stock leaves behind a prompt does not say how many tokens it holds, and keys are masked by
+    that: a cache of a model's own, where the first layer keeps a state beside it.
+    """
+    if own_cache(forward.module) is None or not kv_layers(forward.shapes()):
+        return False
+    with resting(forward.module), plainly(forward):
+        cache = new_cache(forward.module)
+        forward.reference(**next(pieces_of(forward, (PROMPT,))), **forward.given_cache(cache))
+    return cache.get_seq_length() != PROMPT
 
 
 def _own_positions(
@@ -237,8 +252,8 @@ def guard_of(forward: DecoderForward) -> ModelGuard:
     pieces = list(pieces_of(forward, within_positions(forward.most_positions, (PROMPT, 1))))
     with resting(forward.module):
         with reading(forward.module) as stock, _calls_noted(forward) as around:
-            whole = forward.partial or forward.keeps_state
-            cache = DynamicCache(config=forward.module.config) if whole else DynamicCache()
+            whole = forward.partial or forward.keeps_state or own_cache(forward.module) is not None
+            cache = new_cache(forward.module) if whole else DynamicCache()
             with plainly(forward):
                 for piece in pieces:
                     forward.reference(**piece, **forward.given_cache(cache))

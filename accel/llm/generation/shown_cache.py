@@ -85,9 +85,9 @@ class DeviceNumber(torch.Tensor):
         return tree_map_only(torch.Tensor, lambda one: one if one.is_floating_point() else cls(one), made)
 
 
-def empty(step: Step) -> DynamicCache:
-    """Says that nothing is stored."""
-    return DynamicCache()
+def empty(step: Step, kind: type[DynamicCache] = DynamicCache) -> DynamicCache:
+    """Says that nothing is stored. kind: the class that the model insists on."""
+    return kind()
 
 
 def counted(step: Step) -> DynamicCache:

@@ -10,7 +10,7 @@ from torch import nn
 
 from accel.comparison import agree, relative_rms_by_token
 from accel.errors import reason_of
-from accel.libraries.cache import DynamicCache, cache_of
+from accel.libraries.cache import DynamicCache, cache_of, new_cache
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.prefill import MOST_PROMPT, bucket_for, pad_to_bucket
 from accel.llm.generation.routing import Choices, noting, repeating, routed_modules, routing_modules
@@ -187,10 +187,16 @@ def trial_lengths(forward: DecoderForward) -> tuple[int, ...]:
     """Tokens of a trial's prompt and steps; fewer where the model has fewer positions. Raises NotUnderstood."""
     windows = [layer.spec.window for layer in forward.layers]
     prompt = max([PROMPT, *(window + 2 for window in windows if window is not None and window < LONGEST)])
-    lengths = within_positions(forward.most_positions, (prompt, *STEPS))
+    steps = tuple(min(step, most_new(forward)) for step in STEPS)
+    lengths = within_positions(forward.most_positions, (prompt, *steps))
     if not lengths[0]:
         raise NotUnderstood("too few positions to try it")
     return lengths
+
+
+def most_new(forward: DecoderForward) -> int:
+    """Tokens that stock can be given behind others."""
+    return 1 if forward.one_by_one else max(STEPS)
 
 
 def short_prompt(lengths: tuple[int, ...]) -> int:
@@ -214,7 +220,7 @@ def pieces_of(forward: DecoderForward, lengths: tuple, seed: int = 1) -> Iterato
     end = 0
     for length in lengths:
         start, end = end, end + length
-        shown = mask[:, :end] if forward.masks_steps or not start else None
+        shown = mask[:, :end] if (forward.masks_steps and not forward.one_by_one) or not start else None
         given = {"input_ids": ids[:, start:end], "attention_mask": shown}
         if "position_ids" in forward.names:
             given["position_ids"] = positions[:, start:end].contiguous()
@@ -232,7 +238,7 @@ def masks_steps(forward: DecoderForward) -> bool:
     found = []
     with resting(forward.module), plainly(forward):
         for mask in (None, trial_inputs(forward, PROMPT + 1)[1]):
-            given = forward.given_cache(DynamicCache(config=forward.module.config))
+            given = forward.given_cache(new_cache(forward.module))
             forward.reference(**prompt, **given)
             try:
                 found.append(forward.reference(**step | {"attention_mask": mask}, **given).logits)
@@ -244,7 +250,7 @@ def masks_steps(forward: DecoderForward) -> bool:
 
 def logits_over_pieces(forward: DecoderForward, call: Callable, pieces: Iterable[dict]) -> torch.Tensor:
     """The logits of call, stock's or the fused forward's, for pieces one after another over one new cache."""
-    given = forward.given_cache(DynamicCache(config=forward.module.config))
+    given = forward.given_cache(new_cache(forward.module))
     return torch.cat([call(**piece, **given).logits for piece in pieces], dim=1)
 
 
@@ -256,7 +262,7 @@ def stock_logits(forward: DecoderForward, lengths: tuple) -> tuple[Expected, typ
 
 def _stock_pieces(forward: DecoderForward, lengths: tuple, kinds: list[type]) -> torch.Tensor:
     """kinds: the class of each output is added there."""
-    store, found = DynamicCache(config=forward.module.config), []
+    store, found = new_cache(forward.module), []
     with plainly(forward):
         for piece in pieces_of(forward, lengths):
             output = forward.reference(**piece, **forward.given_cache(store))
@@ -280,7 +286,7 @@ def stock_alone(forward: DecoderForward, lengths: tuple) -> Expected:
     ids, mask, _ = trial_inputs(forward, short_prompt(lengths))
 
     def run() -> torch.Tensor:
-        given = forward.given_cache(DynamicCache(config=forward.module.config))
+        given = forward.given_cache(new_cache(forward.module))
         with plainly(forward):
             return forward.reference(input_ids=ids, attention_mask=mask, **given).logits[:, PADDING:]
 

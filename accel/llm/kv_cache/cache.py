@@ -14,6 +14,7 @@ from accel.libraries.cache import (
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
 )
+from accel.llm.kv_cache.beside_cache import in_layers, put_back
 from accel.llm.kv_cache.indexed_layer import IndexedStoreLayer
 from accel.llm.kv_cache.shape import STATE, LayerShape, StateShape, cache_layers
 from accel.llm.kv_cache.state_layer import PairLayer, StateLayer
@@ -46,6 +47,7 @@ def _store_layer(store: Store, index: int, before: Any) -> Any:
 
 def store_of(cache: Any) -> Store | None:
     """The store under a cache that is wholly ours: every layer that keeps anything in its place, all of them alike."""
+    cache = in_layers(cache)
     if type(cache) is not DynamicCache:
         return None
     store = next((layer.store for layer in cache.layers if type(layer) in OURS), None)
@@ -66,23 +68,28 @@ def adopt(cache: Any, shapes: Sequence[LayerShape], expected_tokens: int = 0) ->
     """
     store = store_of(cache)
     if store is None or store.shapes != tuple(shapes):
-        reason = _foreign(cache, shapes)
+        shown = in_layers(cache, shapes)
+        reason = _foreign(shown, shapes)
         if reason is not None:
             return reason
         store = Store(shapes, expected_tokens)
         try:
-            _fill(store, cache)
+            _fill(store, shown)
         except torch.OutOfMemoryError:
             return "no memory to take the cache over"
-        before = [*cache.layers, *(None for _ in range(cache_layers(shapes) - len(cache.layers)))]
-        cache.layers[:] = [_store_layer(store, index, layer) for index, layer in enumerate(before)]
+        before = [*shown.layers, *(None for _ in range(cache_layers(shapes) - len(shown.layers)))]
+        shown.layers[:] = [_store_layer(store, index, layer) for index, layer in enumerate(before)]
+        put_back(cache, shown)
         store.cache_ref = weakref.ref(cache)
     store.expected_tokens = expected_tokens or store.expected_tokens
     return store
 
 
-def tokens_in(cache: DynamicCache) -> int:
-    """Tokens a row in a cache; transformers knows none of a cache whose layers all keep states."""
+def tokens_in(cache: Any) -> int:
+    """Tokens a row in a cache that may be taken over; transformers knows none of one whose layers all keep states."""
+    cache = in_layers(cache)
+    if type(cache) is not DynamicCache:
+        return 0
     if any(type(layer) not in (LinearAttentionLayer, StateLayer) for layer in cache.layers):
         return cache.get_seq_length()
     return max((layer.store.lengths[layer.index] for layer in cache.layers if type(layer) is StateLayer), default=0)

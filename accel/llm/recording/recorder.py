@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from accel_kernels.attention.math_attention import math_attention
 from torch import nn
-from transformers import Conv1D, PretrainedConfig, PreTrainedModel
+from transformers import Conv1D, PreTrainedModel
 
 from accel.errors import reason_of
 from accel.in_flight import Here, alone
 from accel.libraries.attention import eager_mask, lent_attention
-from accel.libraries.cache import DynamicLayer, cache_given
+from accel.libraries.cache import cache_given
 from accel.libraries.tensor_parallel import pipeline_stage
+from accel.llm.kv_cache.cache import PAIRS
 from accel.llm.pipeline.device_hooks import StockHere, device_of, moved_to, other_hook
 from accel.llm.recording.implementation import foreign_attention, lent_configs, unpaged
 from accel.llm.recording.inputs import few, last_positions, most_configured
@@ -31,7 +32,7 @@ from accel.llm.recording.mask_tables import narrowed
 from accel.llm.recording.plain_attention import plain_attention
 from accel.llm.recording.position_table import PositionTable
 from accel.llm.recording.record import Attended, Call, KeptState, LayerRecord, NotUnderstood, Record, Stored, Value
-from accel.llm.recording.recording_cache import RecordingCache
+from accel.llm.recording.recording_cache import recording_cache
 from accel.patching.structure import foreign_hooks, placement
 from accel.quantization.experts import holds_numbers
 
@@ -169,7 +170,7 @@ def record(
     if own and known is not None:
         seen.masks += known.masks
     factor = AMPLIFIED.get(placement(model)[1], 64.0) if amplified else 1.0
-    recorder = Recorder(seen, look, scores, factor, model.config)
+    recorder = Recorder(seen, look, scores, factor, model)
     ids = example_ids(model, few(model))
     table = PositionTable(model, ids.shape[1])
     try:
@@ -207,14 +208,14 @@ class Recorder:
 
     current: LayerRecord
 
-    def __init__(self, record: Record, look: Look, scores: bool, amplified: float, config: PretrainedConfig):
+    def __init__(self, record: Record, look: Look, scores: bool, amplified: float, model: PreTrainedModel):
         self.record, self.look, self.scores, self.amplified = record, look, scores, amplified
         self.open: list[Call] = []
         self.length = 0
         self.looking = False  # whoever looks may run modules
         self.until_shown = ExitStack()
         self.lent: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what the cache gave, by its layers
-        self.cache = RecordingCache(self, config)
+        self.cache = recording_cache(self, model)
         self.thread, self.name = threading.get_ident(), f"{NAME}_{id(self):x}"
 
     @contextmanager
@@ -301,7 +302,7 @@ class Recorder:
         """Called by the cache with the inputs of a convolution, or a state. number: of several that a layer keeps."""
         if not self.open or number:
             raise NotUnderstood("a layer keeps several states, or something else does")
-        if isinstance(self.cache.layers[index], DynamicLayer):  # beside keys and values: behind all layers
+        if any(isinstance(one, PAIRS) for one in self.cache.layers[index : index + 1]):  # behind all layers
             index += len(self.cache.layers)
         kept = self.current.kept
         if kept is None:

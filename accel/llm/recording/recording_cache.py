@@ -1,20 +1,19 @@
 """A cache that shows what the layers of a recorded run put into it."""
 
+from functools import lru_cache
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from accel.libraries.cache import DynamicCache
+from accel.libraries.cache import SET_STATE, DynamicCache, own_cache
 from accel.llm.kv_cache.cache import OF_STATES, PAIRS, STOCK
 
 
 class RecordingCache(DynamicCache):
     """An ordinary cache that shows what is stored."""
 
-    def __init__(self, recorder: Any, config: PretrainedConfig):
-        super().__init__(config=config)
-        self.recorder = recorder
+    recorder: Any
 
     def get_seq_length(self, *args: Any, **kwargs: Any) -> Any:
         recorder, length = self.recorder, super().get_seq_length(*args, **kwargs)
@@ -42,6 +41,25 @@ class RecordingCache(DynamicCache):
     ) -> torch.Tensor:
         self.recorder.kept("state", recurrent_states, layer_idx, state_idx)
         return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+
+
+def recording_cache(recorder: Any, model: PreTrainedModel) -> RecordingCache:
+    """An empty one, for a model that has this recorder: of the class that it insists on."""
+    own: Any = own_cache(model)
+    cache = RecordingCache(config=model.config) if own is None else _of_own(own)()
+    cache.recorder = recorder
+    return cache
+
+
+@lru_cache(maxsize=64)
+def _of_own(kind: Any) -> type[RecordingCache]:
+    """A class of caches that keep states beside their layers, which shows those too."""
+
+    def put(self: RecordingCache, layer_idx: int, state: torch.Tensor) -> None:
+        self.recorder.kept("state", state, layer_idx, 0)
+        getattr(kind, SET_STATE)(self, layer_idx, state)
+
+    return type(RecordingCache.__name__, (RecordingCache, kind), {SET_STATE: put})
 
 
 def keeps_more(model: PreTrainedModel) -> str | None:

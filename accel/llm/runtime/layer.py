@@ -24,6 +24,8 @@ from accel.llm.runtime.mlp_formula import understand_mlp
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import plain_settings
 
+Weights = tuple[float, float]  # of what goes on, and of what is added to it
+
 
 def understand_layer(layer: LayerRecord, record: Record) -> LayerSpec:
     """The formula of a recorded layer. Raises NotUnderstood."""
@@ -108,7 +110,7 @@ def _put_together(
     """
     mixer = understand_pair(layer, found) if len(found) > 1 else next(iter(found), None)
     mlp, mlp_calls = understand_mlp(layer, [*tail_calls, *gated])
-    x = layer.call.input
+    x, known = layer.call.input, layer.known
     mlp_modules = [call.module for call in mlp_calls]
     holders = (layer.layer, *layer.mixers, *mlp_modules)
     within = {one for module in (*layer.mixers, *mlp_modules) for one in module.modules()}
@@ -134,7 +136,6 @@ def _put_together(
         if not base.numel() == branch.numel() == total.numel():
             return None
         base, branch = base.reshape(total.shape), branch.reshape(total.shape)
-        known = layer.known
         if known is not None and is_sum(base, branch, known.scales[place], total):
             return known.scales[place]  # of a branch that rounding hides, any number would do
         if is_plain_sum(base, branch, total):
@@ -145,6 +146,17 @@ def _put_together(
         if named == 1.0:  # which it is not, though it is as close as numbers of its dtype are
             return next((one for one in held_floats(holders) if is_plain_sum(base, branch * one, total)), None)
         return named if named is not None and is_sum(base, branch, named, total) else None
+
+    def weighed(base: torch.Tensor, branch: torch.Tensor, total: torch.Tensor, place: int) -> Weights | None:
+        """The numbers r and s, each as of `scale`, with total = r * base + s * branch, and not without the base."""
+        if known is not None:
+            found = scale(_times(known.bases[place], base), branch, total, place)
+            return None if found is None else (known.bases[place], found)
+        for one in (1.0, *held_floats(holders)):
+            found = scale(_times(one, base), branch, total, place)
+            if found is not None and (one == 1.0 or scale(0.0 * base, branch, total, place) is None):
+                return one, found
+        return None
 
     def before(part: Call, name: str) -> Call | None:
         """The norm before the first part, of the layer's input; None where the part is given that itself."""
@@ -165,19 +177,19 @@ def _put_together(
         made = producer(y)
         return (None, y.held) if made is None or made is post else (made, made.input.held)
 
-    before_attention = after_attention = post_attention = before_mlp = post_mlp = after_mlp = None
+    before_attention = after_attention = post_attention = before_mlp = post_mlp = after_mlp = entering = None
     parallel = shared = False
-    first_scale: float | None = 1.0
-    second_scale: float | None = 1.0
+    first: Weights | None = (1.0, 1.0)
+    second: Weights | None = (1.0, 1.0)
     if mixer is None:
         begin, end = mlp_calls[:2]
         before_mlp, (post_mlp, last) = before(begin, "MLP"), after(end)
         after_mlp, total = ending(post_mlp)
-        second_scale = scale(x.held, last, total, 1)
+        second = weighed(x.held, last, total, 1)
     elif mlp is None:
         before_attention, (post_attention, branch) = before(mixer.first, "attention"), after(mixer.last)
         after_attention, total = ending(post_attention)
-        first_scale = scale(x.held, branch, total, 0)
+        first = weighed(x.held, branch, total, 0)
     else:
         begin, end = mlp_calls[:2]
         before_attention, (post_attention, branch) = before(mixer.first, "attention"), after(mixer.last)
@@ -189,22 +201,28 @@ def _put_together(
         parallel = shared or start.same(x)
         if parallel:
             both = branch.reshape(x.held.shape).double() + last.reshape(x.held.shape)
-            first_scale = second_scale = scale(x.held, both, total, 0)
+            first = second = None if (one := scale(x.held, both, total, 0)) is None else (1.0, one)
         else:
-            first_scale = scale(x.held, branch, start.held, 0)
-            second_scale = scale(start.held, last, total, 1)
-            if second_scale is None and before_mlp is not None:  # a norm of the sum that the sum goes on as
+            # Where numbers are large, rounding may hide what a branch is added to.
+            enters, goes_on = (known is not None and known.entering, known is not None and known.after_attention)
+            first = None if enters else weighed(x.held, branch, start.held, 0)
+            if first is None and before_attention is not None:  # a norm of the input that goes on as the input
+                before_attention, entering = None, before_attention
+                first = weighed(mixer.first.input.held, branch, start.held, 0)
+            second = None if goes_on else weighed(start.held, last, total, 1)
+            if second is None and before_mlp is not None:  # a norm of the sum that the sum goes on as
                 before_mlp, after_attention = None, before_mlp
-                second_scale = scale(begin.input.held, last, total, 1)
-    if first_scale is None:
+                second = weighed(begin.input.held, last, total, 1)
+    if first is None:
         raise NotUnderstood("what follows the attention is not the sum of it and the layer's input")
-    if second_scale is None:
+    if second is None:
         parts = "an MLP, and it stores no keys and values" if mixer is None else "attention and MLP"
         raise NotUnderstood(f"its output is not the sum of its input, {parts}")
     return LayerSpec(
         **_own(layer),
         attention=None if mixer is None else mixer.spec,
         mlp=mlp,
+        entering=norm(entering),
         before_attention=norm(before_attention),
         post_attention=norm(post_attention),
         after_attention=norm(after_attention),
@@ -214,7 +232,8 @@ def _put_together(
         tail=tail,
         parallel=parallel,
         shared=shared,
-        scales=(first_scale, second_scale),
+        scales=(first[1], second[1]),
+        bases=(first[0], second[0]),
         widths=Widths((mixer.last if mixer is not None else mlp_calls[1]).output.held.dtype, y.held.dtype),
     )
 
@@ -228,6 +247,7 @@ class BoundLayer:
         def norm(one: NormSpec | None) -> BoundNorm | None:
             return None if one is None else BoundNorm(kernels, layer, one)
 
+        self.entering = norm(spec.entering)
         self.before_attention, self.before_mlp = norm(spec.before_attention), norm(spec.before_mlp)
         self.post_attention, self.post_mlp = norm(spec.post_attention), norm(spec.post_mlp)
         self.after_attention, self.after_mlp = norm(spec.after_attention), norm(spec.after_mlp)
@@ -248,19 +268,26 @@ class BoundLayer:
         return y if self.tail is None else self.tail(kernels, y, kwargs)
 
     def _sum(self, kernels: Kernels, step: Step, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
-        spec, (first, second), middle, h = self.spec, self.spec.scales, x, None
+        spec, (first, second), h = self.spec, self.spec.scales, None
+        x = x if self.entering is None else self.entering(x)
+        middle = x
         if self.narrow is not None:
             middle = x.to(spec.widths.total)
             x = x if self.reads_wide and x.shape[:2].numel() == 1 else x.to(self.narrow)
         if self.attention is not None and self.out is not None:
             h = NormedInput(x, self.before_attention, len(self.attention.projections) + spec.shared)
             attended = NormedInput(self.attention(kernels, step, h, kwargs))
-            middle = added(kernels, self.out, attended, middle, first, self.post_attention)
+            middle = added(kernels, self.out, attended, _times(spec.bases[0], middle), first, self.post_attention)
             if self.after_attention is not None:
                 middle = self.after_attention(middle)
         if self.mlp is None:
             return middle
         if h is None or not spec.shared:
             h = NormedInput(x if spec.parallel or spec.attention is None else middle, self.before_mlp, self.mlp.times)
+        middle = _times(spec.bases[1], middle)
         y = added(kernels, self.mlp, h, middle, second, self.post_mlp, self.factor)
         return y if self.after_mlp is None else self.after_mlp(y)
+
+
+def _times(base: float, x: torch.Tensor) -> torch.Tensor:
+    return x if base == 1.0 else base * x

@@ -21,12 +21,12 @@ class Behind:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """One decoder layer, on input x:
+    """One decoder layer, on input x, through `entering` where there is that norm:
 
         a = post_attention(attention(before_attention(x)))       each norm left out where it is None
-        s = x + scales[0] * a, through after_attention           s = x where there is no attention
+        s = bases[0] * x + scales[0] * a, through after_attention    s = x where there is no attention
         m = post_mlp(mlp(before_mlp(s, or x where `parallel`)))
-        y = s + scales[1] * m, through after_mlp                 y = s where there is no MLP; then through `tail`
+        y = bases[1] * s + scales[1] * m, through after_mlp          y = s where there is no MLP; then through `tail`
 
     shared: attention and MLP get the output of the one norm `before_attention`. widths: of a and y. returns: how many
     things the layer's forward gives back as a tuple, y first; None for y alone. around: where the rest is not known,
@@ -37,6 +37,7 @@ class LayerSpec:
     settings: tuple
     attention: AttentionSpec | None
     mlp: MlpSpec | None = None
+    entering: NormSpec | None = None
     before_attention: NormSpec | None = None
     post_attention: NormSpec | None = None
     after_attention: NormSpec | None = None
@@ -47,6 +48,7 @@ class LayerSpec:
     parallel: bool = False
     shared: bool = False
     scales: tuple[float, float] = (1.0, 1.0)
+    bases: tuple[float, float] = (1.0, 1.0)
     widths: Widths = field(compare=False, repr=False)  # of the dtypes of this run
     returns: int | None
     around: tuple[Behind, ...] = ()
@@ -110,7 +112,7 @@ class LayerSpec:
     @property
     def norms(self) -> list[NormSpec]:
         """All there are, those inside the attention too."""
-        around = (self.before_attention, self.post_attention, self.after_attention)
+        around = (self.entering, self.before_attention, self.post_attention, self.after_attention)
         mine = (*around, self.before_mlp, self.post_mlp, self.after_mlp, *(() if self.mlp is None else self.mlp.norms))
         inside = [] if self.attention is None else [*self.attention.norms]
         inside += [] if self.tail is None or self.tail.norm is None else [self.tail.norm]

@@ -8,7 +8,7 @@ import torch
 from accel_kernels.device import HOPPER, reaches, shared_memory
 from accel_kernels.op import make_op, random_cases
 from accel_kernels.recurrent.causal_convolution import some_rows, some_sequences
-from accel_kernels.recurrent.linear_attention_step import SPACE, gate_arguments, state_reason
+from accel_kernels.recurrent.linear_attention_step import LIGHTNING, SPACE, gate_arguments, state_reason
 from accel_kernels.recurrent.recurrence import CHUNK, chunk, gates, prepared
 from accel_kernels.sizes import cdiv
 
@@ -113,6 +113,8 @@ CASES = (
     _case("rows", 2, 70, 1, 2, 16, 16, [], stored=0, last=66, small=True),
     _case("rows-padded", 3, 80, 1, 1, 16, 16, [], stored=0, firsts=[79, 0, 70], last=77, small=True),
     _case("rows-go-on", 3, 70, 1, 1, 16, 16, [], stored=5, firsts=[5, 0, 20], small=True, **SPACE),
+    _case("lightning", 2, 70, 3, 1, 32, 32, [], stored=0, **LIGHTNING, small=True),
+    _case("minimax-01-2048", 1, 2048, 64, 1, 128, 128, [0], **LIGHTNING),
     _case("qwen3.5-9b-2048", 1, 2048, 16, 2, 128, 128, [0]),
     _case("qwen3.6-35b-8192", 1, 8192, 16, 2, 128, 128, [0]),
     _case("qwen3.6-27b-rows", 4, 500, 16, 3, 128, 128, [0, 9, 0, 64]),

@@ -137,12 +137,13 @@ def state_reason(q, k, v, a, decay, state, b) -> str | None:
     return dtype_reason(q, a, b, decay.a_log, decay.bias, state)
 
 
-def gate_arguments(rand, rows, heads, repeat, key_dim, *, channels=False, delta=True, lower_bound=None, rounded=False):
+def gate_arguments(rand, rows, heads, repeat, key_dim, *, channels=False, delta=True, lower_bound=None, rounded=False,
+                   limits=(0.0, float("inf"))):  # fmt: skip
     """a, the decay and what there is of the delta rule, of random numbers."""
     count = heads * repeat
     a = rand(*rows, heads, repeat, *([key_dim] if channels else []))
     bias = rand(count, *([key_dim] if channels else []), mean=-1.0)
-    decay = Decay(rand(count, spread=0.5), bias, lower_bound, rounded=rounded)
+    decay = Decay(rand(count, spread=0.5), bias, lower_bound, limits, rounded)
     return a, decay, {"b": rand(*rows, heads, repeat)} if delta else {}
 
 
@@ -180,6 +181,7 @@ def _case(rand, rows, heads, repeat, key_dim, value_dim, *, taps=4, fused=True, 
 
 
 SPACE = {"delta": False, "key_eps": None, "skip": True, "order": "vkq", "rounded": True}
+LIGHTNING = {"delta": False, "key_eps": None, "limits": (1.0, 1.0)}  # a head decays by a number of its own
 CASES = (
     _case("qwen", 2, 2, 2, 32, 32, norm=("silu", True), small=True),
     _case("odd", 3, 1, 3, 20, 28, norm=("silu", False), positions=[0, 1, 9], idle=(2,), small=True),
@@ -192,6 +194,8 @@ CASES = (
     _case("row", 2, 2, 2, 16, 32, norm=("silu", True), stored=7, small=True),
     _case("row-padded", 4, 1, 2, 16, 16, stored=3, firsts=[0, 2, 3, 5], small=True, **SPACE),
     _case("row-bare", 2, 1, 2, 16, 16, fused=False, stored=0, small=True),
+    _case("lightning", 2, 3, 1, 32, 32, **LIGHTNING, fused=False, stored=3, small=True),
+    _case("minimax-01", 1, 64, 1, 128, 128, **LIGHTNING, fused=False),
     _case("qwen3.5-9b-row", 1, 16, 2, 128, 128, norm=("silu", True), stored=700),
     _case("qwen3.5-9b", 1, 16, 2, 128, 128, norm=("silu", True)),
     _case("qwen3.6-27b", 8, 16, 3, 128, 128, norm=("silu", True)),

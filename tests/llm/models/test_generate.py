@@ -35,6 +35,9 @@ NEVER = (
     "have its forwarding implemented",
     "has no attribute 'batch_",
     "list index out of range",
+    "ecoding requires a cache",  # of a class of its own, which generate() does not make
+    "prefill chunking without a cache",
+    "uses cache of its own",
     "Sizes of tensors must match except in dimension 2",  # where keys and values are repeated, and states are not
     "(8) must match the size of tensor b (6)",
 )  # candidates by chunks before 5.24

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import accel
-from accel.llm.generation import arguments
+from accel.llm.generation import arguments, trial
 from accel.llm.generation.layer_forward import LayerForward
 from accel.llm.generation.layer_inputs import NOT_CAUSAL
 from accel.llm.kv_cache.cache import OURS
@@ -225,6 +225,6 @@ def test_an_error_that_says_nothing_of_what_a_model_takes_is_told(error, monkeyp
     given = {"reference": stock, "fast": fast, "experts": [], "routers": [], "given_cache": lambda cache: {}}
     given |= {"partial": False, "ranks": None}
     given["embeddings"] = lambda: torch.zeros(1)
-    monkeypatch.setattr(arguments, "DynamicCache", lambda config: None)
+    monkeypatch.setattr(trial, "new_cache", lambda model: None)
     with pytest.raises(type(error), match="no such thing"):
         arguments._agrees(SimpleNamespace(module=module, stack="layers", layers=[], **given), [{}])

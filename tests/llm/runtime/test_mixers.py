@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import accel
-from accel.llm.attention.linear_attention import LinearSpec
+from accel.llm.attention.linear.linear_attention import LinearSpec
 from accel.llm.attention.mixer_pair import PairSpec
 from accel.llm.attention.softmax_attention import SoftmaxSpec
 from accel.llm.runtime.analyze import analyze

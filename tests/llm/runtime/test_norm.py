@@ -12,7 +12,7 @@ from torch.nn.functional import silu
 import accel
 from accel.fusion.norm_kind import norm_kind, rms_norm_kinds
 from accel.fusion.norms import match_rms_norm
-from accel.llm.attention.linear_attention import LinearSpec
+from accel.llm.attention.linear.linear_attention import LinearSpec
 from accel.options import Options
 from accel.patching.rule import ForwardPatch, Rule, Site
 from accel.planning.plan import create_context

@@ -74,7 +74,6 @@ def test_an_attention_that_is_told_something_unknown_is_refused(value):
 REASONS = {
     "jetmoe": "no projection gives the values it stores, beside queries and keys in an order that is known",
     "recurrent_gemma": "it stores no keys and values",
-    "minimax": "its forward refuses the examined call: ValueError: MiniMax uses cache",
     "diffllama": "what its attention gives is changed before it is projected",
     "git": "its attention mask is made of more than positions",
 }

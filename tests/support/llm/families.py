@@ -21,6 +21,7 @@ from support.llm.miniatures.family import (
     LATENT_EXPERTS,
     LONG,
     MHA,
+    MINIMAX,
     NO_SIZES,
     ROTARY,
     SIZES,
@@ -175,8 +176,7 @@ FAMILIES = (
     Family("qwen3-moe", "qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
                                       "head_dim": 16, "norm_topk_prob": True}),
     Family("olmoe", "olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
-    Family("granite-moe", "granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2,
-                                         "residual_multiplier": 0.4}),
+    Family("granite-moe", "granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "residual_multiplier": 0.4}),
     Family("phi-moe", "phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     Family("llama4", "llama4_text", {"head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 96,
                                      "attention_chunk_size": 6, "no_rope_layers": [1, 0], "floor_scale": 9,
@@ -267,6 +267,7 @@ FAMILIES = (
                                    "block_auto_adjust_ff_dim": False, "conv_bias": True}, expected="around"),
     Family("deepseek-v32", "deepseek_v32", LATENT | LATENT_EXPERTS | INDEX | {"n_group": 2, "topk_group": 1},
            expected="around"),
+    Family("minimax", "minimax", MINIMAX, stateful=True),
     *(ALIKE if EVERYTHING else ()),
 )  # fmt: skip
 BY_NAME = {family.name: family for family in FAMILIES}

@@ -12,11 +12,12 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from accel.fusion.loop import PerThread
 from accel.libraries import generation
-from accel.libraries.cache import generating_cache
+from accel.libraries.cache import generating_cache, new_cache, own_cache
 from accel.libraries.generation import DECODING, PREPARE, UNFINISHED, GenerationMode, predictable, stock_methods
 from accel.libraries.step_inputs import prepares_as_stock
-from accel.llm.generation.calling_convention import Unfit
+from accel.llm.generation.calling_convention import Unfit, shows_all
 from accel.llm.generation.decoder import DecoderForward
+from accel.llm.generation.layer_inputs import MASK
 from accel.llm.generation.loop.agreement import agree_on_tokens, agree_to_generate, digest, refuse_clocks
 from accel.llm.generation.loop.handover import Handover, Lookahead, asks_for_tokens_alone
 from accel.llm.generation.loop.token_loop import GenerateRequest
@@ -156,13 +157,17 @@ def prepare_cache(hook: GenerateHook, *args: Any, **kwargs: Any) -> Any:
         ours = vars(hook.module).get("forward") is forward
         if forward.log.runs_stock_on_cpu((forward.embeddings(),), {}) or not ours:
             return result
-        cache = generating_cache(model_kwargs)
+        cache = theirs = generating_cache(model_kwargs)
+        if cache is None and mode in ONE_BY_ONE and config.use_cache and config.prefill_chunk_size is None:
+            cache = None if own_cache(hook.module) is None else new_cache(hook.module)  # as the model would
         if cache is None or config.output_attentions or config.output_hidden_states:  # such calls run stock
             return result
         store = forward.adopt(cache, given.get("max_cache_length", 0))
+        if theirs is None:
+            model_kwargs[forward.cache_name] = cache
     except Unfit:  # as the calls to come will tell
         return result
-    if mode in ONE_BY_ONE:
+    if mode in ONE_BY_ONE and (not forward.one_by_one or shows_all(model_kwargs.get(MASK))):
         notes.known_store = weakref.ref(store)
         if asked is not None and asked.usual and asks_for_tokens_alone(config, model_kwargs):
             kept = model_kwargs | {"use_cache": config.use_cache}

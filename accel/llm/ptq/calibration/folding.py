@@ -172,7 +172,7 @@ class _Layer:
         if norm.kind is None or norm.kind.weight is None:
             raise NotUnderstood(f"{norm.name} is no norm with a weight")
         spec = self.spec
-        around = (spec.before_attention, spec.post_attention, spec.after_attention)
+        around = (spec.entering, spec.before_attention, spec.post_attention, spec.after_attention)
         norms = (*around, spec.before_mlp, spec.post_mlp, spec.after_mlp)
         if sum(other is not None and other.name == norm.name for other in norms) > 1:
             raise NotUnderstood(f"{norm.name} stands at another place too")

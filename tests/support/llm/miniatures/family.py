@@ -43,6 +43,12 @@ KIMI = {"layer_types": ["linear_attention", "full_attention"], "linear_head_dim"
         "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4,
         "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}  # fmt: skip
 
+# Of the last layer the states hardly decay.
+MINIMAX = {"num_hidden_layers": 3, "layer_types": ["full_attention", "linear_attention", "full_attention"],
+           "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "block_size": 4,
+           "full_attn_alpha_factor": 3.5, "linear_attn_alpha_factor": 2.5, "linear_attn_beta_factor": 0.8,
+           "mlp_alpha_factor": 1.7, "mlp_beta_factor": 0.9}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Family:

@@ -15,8 +15,8 @@ from accel_kernels.recurrent.recurrence import RowSequences
 from torch import nn
 
 from accel.llm.attention.attention import AttentionSpec, UnderstoodAttention
-from accel.llm.attention.linear_finder import FormulaFinder, multiplies
-from accel.llm.attention.linear_formula import (
+from accel.llm.attention.linear.linear_finder import FormulaFinder, multiplies
+from accel.llm.attention.linear.linear_formula import (
     DELTA,
     UNLIMITED,
     LinearFormula,
@@ -113,10 +113,18 @@ class BoundLinearAttention:
         self.tensors = spec.formula.tensors(layer)
         self.multiplier = None if spec.formula.multiplier is None else layer.get_buffer(spec.formula.multiplier)
         self.zero = None if self.multiplier is None else self.multiplier.new_zeros(())
-        self.decay_of_steps = of_steps(self.tensors.decay)
         # Within the kernel of a step, where each head has a norm of its own with the gate behind it.
         of_heads = self.weight is not None and spec.norm.groups == spec.formula.heads.values
         self.inside = of_heads and not (spec.norm.first or spec.formula.wide)
+
+    @property
+    def decay(self) -> Decay:
+        """Of prompts."""
+        return self.tensors.decay
+
+    @property
+    def decay_of_steps(self) -> Decay:
+        return of_steps(self.decay)
 
     def __call__(self, kernels: Kernels, step: Step, h: NormedInput, kwargs: dict) -> torch.Tensor:
         """See `BoundAttention`."""
@@ -126,14 +134,18 @@ class BoundLinearAttention:
         if self.spec.formula.rule != DELTA:  # the library keeps values before keys
             state, other = (None if t is None else t.transpose(2, 3) for t in (states.state, states.other_state))
             states = states._replace(state=state, other_state=other)
-        parts, ragged = parts_of(self.spec.formula, joint, *seconds), states.ragged
+        return self._attended(kernels, parts_of(self.spec.formula, joint, *seconds), states)
+
+    def _attended(self, kernels: Kernels, parts: dict[str, torch.Tensor], states: RowStates) -> torch.Tensor:
+        """(rows, new, K). parts: (rows, new, ...) each."""
+        ragged = states.ragged
         if ragged is not None:
             return self._ragged(kernels, parts, states, ragged)
-        if joint.shape[1] > 1:
+        if parts["q"].shape[1] > 1:
             return self._tokens(kernels, parts, states, states.sequences())
         each = {name: part[:, 0] for name, part in parts.items()}
         # Stock takes the only token of a text for a prompt.
-        decay = self.tensors.decay if states.is_prefill else self.decay_of_steps
+        decay = self.decay if states.is_prefill else self.decay_of_steps
         return self._token(kernels, each, states, states.sequences(), decay).unsqueeze(1)
 
     def _ragged(

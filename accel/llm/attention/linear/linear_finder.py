@@ -9,7 +9,7 @@ from accel_kernels.norm.rms_norm import GATES
 from torch import nn
 
 from accel.comparison import agree
-from accel.llm.attention.linear_formula import (
+from accel.llm.attention.linear.linear_formula import (
     DELTA,
     ORDER,
     SPACE,

@@ -1,0 +1,1 @@
+"""Linear attention: kinds that keep a state of fixed size."""
