@@ -192,6 +192,6 @@ def _reason(plan: Plan, row: Row) -> str:
         return row.reason
     try:
         forward = vars(plan.root.get_submodule(row.path)).get("forward")
-        return own_forwards(forward.layers()) if isinstance(forward, FastForward) else ""
+        return own_forwards(forward.answered_layers()) if isinstance(forward, FastForward) else ""
     except GONE:
         return ""

@@ -247,7 +247,7 @@ class FastForward(InstanceMethod):
         """All whose work `fast` does itself, also the module; none if it only calls them."""
         return Parts()
 
-    def layers(self) -> tuple:
+    def answered_layers(self) -> tuple:
         """Those inside that are called where they are of another class than matched; None for missing ones."""
         return self.parts().answered
 

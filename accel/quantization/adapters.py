@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from accel_kernels import LowRank
-from accel_kernels.gemm.low_rank_sum import MOST_SUMS, low_rank_sum
+from accel_kernels.gemm.adapters.low_rank_sum import MOST_SUMS, low_rank_sum
 from torch import nn
 
 from accel.errors import reason_of
@@ -75,10 +75,10 @@ def _adds(form: Form) -> bool:
 
     def linear(inputs: int, outputs: int) -> nn.Linear:
         made = nn.Linear(inputs, outputs, bias=False, device="cpu", dtype=torch.float32).requires_grad_(False)
-        made.weight.copy_(torch.randn(outputs, inputs, generator=g))
+        made.weight.copy_(torch.randn(outputs, inputs, generator=g, device="cpu"))
         return made
 
-    base, x, names = linear(5, 3), torch.randn(2, 5, generator=g), list(layer._modules[DOWN])
+    base, x, names = linear(5, 3), torch.randn(2, 5, generator=g, device="cpu"), list(layer._modules[DOWN])
     downs, ups = ({name: linear(*sizes) for name in names} for sizes in ((5, 2), (2, 3)))
     scales = low_rank_scales(layer) or {}
     try:

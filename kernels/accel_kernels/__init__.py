@@ -10,12 +10,12 @@ from accel_kernels.attention.paged.kv import KV
 from accel_kernels.attention.paged.paged_attention import paged_attention
 from accel_kernels.elementwise.gated import gated, geglu
 from accel_kernels.elementwise.softmax import softmax
+from accel_kernels.gemm.adapters.low_rank_sum import LowRank, low_rank_sum
 from accel_kernels.gemm.fp8_linear import fp8_linear
 from accel_kernels.gemm.fused_linear import fused_linear
 from accel_kernels.gemm.hopper.hopper_gemm import hopper_gemm
 from accel_kernels.gemm.int8_linear import int8_linear
 from accel_kernels.gemm.linear_geglu import linear_geglu
-from accel_kernels.gemm.low_rank_sum import LowRank, low_rank_sum
 from accel_kernels.gemm.quantize_rows import QuantizedRows, quantize_rows
 from accel_kernels.gemm.quantized.dequantize import dequantize
 from accel_kernels.gemm.quantized.quantized_linear import quantized_linear

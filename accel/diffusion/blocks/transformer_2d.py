@@ -86,7 +86,7 @@ class TransformerBlockForward(FastForward):
         m = self.module
         return Parts((m, m.norm1, m.norm2, m.norm3))
 
-    def layers(self) -> tuple:
+    def answered_layers(self) -> tuple:
         return self.feed_forward_parts().answered
 
     def feed_forward_parts(self) -> Parts:

@@ -61,7 +61,7 @@ class LayerForward(FastForward):
         every = ((name, one) for name, one in self.module.named_modules() if name)
         return [(name, one) for name, one in every if attention is None or not _within(name, attention)]
 
-    def layers(self) -> tuple:
+    def answered_layers(self) -> tuple:
         """Its linears that run their own forward."""
         linears = map(self.module.get_submodule, self.spec.called)
         return tuple(one for one in linears if isinstance(base(one), nn.Linear) and weights(one) is None)

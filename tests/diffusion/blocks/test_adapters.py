@@ -105,7 +105,7 @@ def test_adapters_are_switched_scaled_merged_and_taken_off(family, tiny, ran):
         seen.append(wanted)
 
     change(lambda unet: put_on(unet, "lora", 1, "style"))
-    change(lambda unet: put_on(unet, "lora-around", 2, "detail"))
+    change(lambda unet: put_on(unet, "lora", 2, "detail"))
     change(lambda unet: unet.set_adapters(["style", "detail"], [0.3, 0.8]))
     change(lambda unet: unet.set_adapters(["style"], [0.9]))
     with torch.no_grad():

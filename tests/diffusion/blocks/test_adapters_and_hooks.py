@@ -41,12 +41,17 @@ SWITCHES = {
     "sliced": (lambda unet: unet.set_attention_slice(1), ""),
     "fused": (lambda unet: unet.fuse_qkv_projections(), ""),
     "freeu": (lambda unet: unet.enable_freeu(0.9, 0.2, 1.2, 1.4), ""),
-    "chunked": (lambda unet: unet.mid_block.attentions[0].transformer_blocks[0].set_chunk_feed_forward(2, 1), ""),
+    "feed-forward": (lambda unet: block_of(unet).ff.net.append(torch.nn.Tanh()), ""),
+    "chunked": (lambda unet: block_of(unet).set_chunk_feed_forward(2, 1), ""),
 }
 
 
+def block_of(unet):
+    return unet.mid_block.attentions[0].transformer_blocks[0]
+
+
 def attention_of(unet):
-    return unet.mid_block.attentions[0].transformer_blocks[0].attn1
+    return block_of(unet).attn1
 
 
 @pytest.mark.share(1)

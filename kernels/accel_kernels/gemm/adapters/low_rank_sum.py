@@ -28,8 +28,8 @@ class LowRank(NamedTuple):
 def reference(x, ys, adapters):
     """x: (..., K); ys: products (..., N) of x; adapters: a `LowRank` for each. Returns the sums, (..., N) each.
 
-    x A^T, its product with B, that times the scale, and the sum are rounded to the dtype of the adapter, as peft does
-    it, and the result to that of y.
+    x A^T, its product with B, that times the scale, and the sum are rounded to the dtype of the adapter, as peft does.
+    The result is rounded to the dtype of y.
     """
     return tuple(_exact(x.to(one.down.dtype), y, one) for y, one in zip(ys, adapters, strict=True))
 
