@@ -183,10 +183,11 @@ def project_together(
     """
     rows = x if isinstance(x, Rows) else Rows(x)
     stack = stack and not (rows.x.is_cuda and torch.cuda.is_current_stream_capturing())
-    adapters = [low_rank(layer, rows.x.dtype) if keeps_forward(layer) else () for layer in layers]
+    found = [low_rank(layer, rows.x.dtype) if keeps_forward(layer) else () for layer in layers]
+    adapters = [own for own in found if own is not None]
     bases = [base(layer) for layer in layers]
     kinds = {(type(layer), rounds(layer, rows.x) and layer.rounding) for layer in bases}
-    together = len(kinds) == 1 and None not in adapters and not any(map(keeps_forward, bases))
+    together = len(kinds) == 1 and len(adapters) == len(layers) and not any(map(keeps_forward, bases))
     whole = stacked_tensors(bases, stack) if together else None
     if whole is None:
         return [product(layer, rows, multiply=linear) for layer in layers]

@@ -23,10 +23,14 @@ def low_rank(layer: Any, dtype: torch.dtype) -> tuple[LowRank, ...] | None:
     dtype: of the rows, which the adapters must have too, if they are not float32.
     """
     base = layer._modules.get(BASE)
-    if base is None or BASE in base._modules or not isinstance(base, nn.Linear) or tampered(base, stored=True):
+    if base is None or BASE in base._modules or not isinstance(base, nn.Linear):
+        return None
+    if tampered(layer, stored=True) or tampered(base, stored=True):  # as where each row has adapters of its own
         return None
     scales = low_rank_scales(layer)
-    if scales is None or not _adds(Form(type(layer), bool(scales), weakref.ref(layer))):
+    if scales is None or any(isinstance(scale, torch.Tensor) for scale in scales.values()):  # to be swapped in place
+        return None
+    if not _adds(Form(type(layer), bool(scales), weakref.ref(layer))):
         return None
     found = [(layer._modules[DOWN][name], layer._modules[UP][name], float(scale)) for name, scale in scales.items()]
     if not all(_fits(part, dtype) for *pair, _ in found for part in pair):

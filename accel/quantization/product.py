@@ -115,9 +115,7 @@ def deferred(linear: nn.Module, x: torch.Tensor) -> bool:
     return x.is_cuda and not keeps_forward(linear) and rounds(linear, x) is None
 
 
-def product(
-    linear: nn.Linear, x: torch.Tensor | Rows, bias: bool = True, multiply: Callable = F.linear
-) -> torch.Tensor:
+def product(linear: Any, x: torch.Tensor | Rows, bias: bool = True, multiply: Callable = F.linear) -> torch.Tensor:
     """x W^T, with bias where there is one. x: (..., K). multiply: what multiplies by a plain weight, as F.linear.
 
     A layer that is called, or has adapters, adds its bias always; see `deferred`.

@@ -286,3 +286,35 @@ def test_adapters_are_switched_merged_and_taken_off(layers_ran):
     accel.restore(whole)
     assert not differences(whole, other) and type(whole) is type(before.get_base_model())
     assert all(map(torch.equal, answers(whole), answers(other)))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_rows_with_adapters_of_their_own_and_several_at_once(layers_ran):
+    """Also where weights and factors change in place, between calls."""
+    pair = [adapted("lora"), adapted("lora")]
+    for model in pair:
+        torch.manual_seed(7)
+        model.add_adapter("other", peft.LoraConfig(**LORA | {"r": 3, "target_modules": ["q_proj", "down_proj"]}))
+    ours, stock = pair
+    accel.optimize(ours)
+    seen = [answers(stock)[1]]
+
+    def change(what):
+        for model in pair:
+            what(model)
+        equal(ours, stock)
+        seen.append(answers(stock)[1])
+        assert not torch.equal(seen[-1], seen[-2])
+
+    ids = prompt().expand(3, -1).contiguous()
+    call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "adapter_names": ["default", "other", "__base__"]}
+    with torch.no_grad():
+        got, wanted = (model(**call).logits for model in pair)
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+        assert not torch.allclose(wanted[0], wanted[1]) and not torch.allclose(wanted[1], wanted[2])
+        assert torch.equal(*(model.generate(**call, max_new_tokens=5, do_sample=False) for model in pair))
+    change(lambda model: model.base_model.set_adapter(["default", "other"]))
+    change(lambda model: [p.data.mul_(1.7) for name, p in model.named_parameters() if "lora_B" in name])
+    scaled = [[one.scaling for one in model.modules() if hasattr(one, "lora_A")] for model in pair]
+    change(lambda model: [one.update(other=0.3) for one in scaled[pair.index(model)]])
+    assert layers_ran and not accel.report(ours).fallbacks
