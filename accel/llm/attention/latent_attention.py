@@ -21,7 +21,7 @@ from accel.llm.attention.softmax_attention import told
 from accel.llm.kv_cache.shape import LatentShape
 from accel.llm.parts.linear import weights
 from accel.llm.parts.norm import NormSpec, norm_spec
-from accel.llm.parts.part import BoundLinear, BoundNorm, NormedInput, part_product, stacked
+from accel.llm.parts.part import BoundLinear, BoundNorm, BoundProjections, NormedInput
 from accel.llm.parts.step import Step
 from accel.llm.recording.plain_attention import plain_attention
 from accel.llm.recording.record import Attended, Call, LayerRecord, NotUnderstood, Record
@@ -150,11 +150,8 @@ class BoundLatentAttention:
 
     def __init__(self, kernels: Kernels, layer: nn.Module, spec: LatentSpec, stack: bool):
         self.spec, self.module = spec, layer.get_submodule(spec.name)
-        self.projections = [BoundLinear(layer.get_submodule(name)) for name in spec.projections]
-        self.joint = stacked(self.projections, stack)
-        self.sizes = (
-            None if self.joint is None else [linear.weights.outputs for linear in self.projections if linear.weights]
-        )
+        # What queries are made of, the latents before their norm with the shared parts of keys, and any gate.
+        self.projections = BoundProjections(layer, spec.projections, stack)
         self.q_norm = None if spec.q_norm is None else BoundNorm(kernels, layer, spec.q_norm)
         self.q_up = None if spec.q_up is None else BoundLinear(layer.get_submodule(spec.q_up))
         norm = layer.get_submodule(spec.norm.name)
@@ -171,18 +168,10 @@ class BoundLatentAttention:
 
     def __call__(self, kernels: Kernels, step: Step, h: NormedInput, kwargs: dict) -> torch.Tensor:
         """See `BoundAttention`."""
-        q, compressed, *gate = self.projected(kernels, h)
+        q, compressed, *gate = self.projections(kernels, h)
         if self.q_up is not None:
             q = self.q_up(kernels, NormedInput(q.contiguous(), self.q_norm))
         return self.gated(self.attended(kernels, step, q, compressed, step.kvs[self.spec.index], kwargs), *gate)
-
-    def projected(self, kernels: Kernels, h: NormedInput) -> tuple[torch.Tensor, ...]:
-        """What queries are made of, the latents before their norm with the shared parts of keys, and any gate."""
-        if self.joint is None:
-            q, compressed, *gate = (linear(kernels, h) for linear in self.projections)
-        else:
-            q, compressed, *gate = part_product(kernels, self.joint, h).split(self.sizes, dim=-1)
-        return q, compressed, *gate
 
     def angles(self, step: Step, kwargs: dict) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Cosines and sines; None without a rotation."""

@@ -19,7 +19,7 @@ from accel.llm.attention.projections import projections_of, split
 from accel.llm.attention.rotary import Rotary, SmallStore, Turning, turnings
 from accel.llm.kv_cache.shape import Shape
 from accel.llm.parts.norm import HeadNorm, NormSpec, norm_spec, normlike
-from accel.llm.parts.part import BoundHeadNorm, BoundLinear, BoundNorm, NormedInput, part_product, stacked
+from accel.llm.parts.part import BoundHeadNorm, BoundNorm, BoundProjections, NormedInput
 from accel.llm.parts.step import Step
 from accel.llm.recording.mask_tables import window_of_table
 from accel.llm.recording.plain_attention import plain_attention
@@ -179,29 +179,19 @@ class BoundSoftmaxAttention:
         self.spec, self.module = spec, layer.get_submodule(spec.name)
         self.q_norm, self.k_norm = head_norm(spec.q_norm), head_norm(spec.k_norm)
         self.out_norm = None if spec.out_norm is None else BoundNorm(kernels, layer, spec.out_norm)
-        self.projections = [BoundLinear(layer.get_submodule(name)) for name in spec.projections]
-        self.joint = stacked(self.projections, stack)
-        self.sizes = (
-            None if self.joint is None else [linear.weights.outputs for linear in self.projections if linear.weights]
-        )
+        self.projections = BoundProjections(layer, spec.projections, stack)
         self.layout = (spec.layout, spec.heads, spec.groups, spec.kv_heads, spec.dim)
         self.slopes = None if spec.slopes is None else spec.slopes.to(self.device)
         self.sinks = None if spec.sinks is None else self.module._parameters[spec.sinks]
 
     def __call__(self, kernels: Kernels, step: Step, h: NormedInput, kwargs: dict) -> torch.Tensor:
         """See `BoundAttention`."""
-        y = self.attended(kernels, step, self.parts(self.projected(kernels, h)), kwargs)
+        y = self.attended(kernels, step, self.parts(self.projections(kernels, h)), kwargs)
         return y if self.out_norm is None else self.out_norm(y)
 
     def parts(self, outputs: Sequence[torch.Tensor]) -> Parts:
         """What the projections give, by heads."""
         return (*split(outputs, *self.layout), None)
-
-    def projected(self, kernels: Kernels, h: NormedInput) -> Sequence[torch.Tensor]:
-        """What the projections give, (rows, new, N) each."""
-        if self.joint is None:
-            return [linear(kernels, h) for linear in self.projections]
-        return part_product(kernels, self.joint, h).split(self.sizes, dim=-1)
 
     def attended(self, kernels: Kernels, step: Step, parts: Parts, kwargs: dict) -> torch.Tensor:
         """Of queries, keys and values, neither normed nor rotated; times sigmoid(gate)."""

@@ -67,9 +67,10 @@ class LayerForward(FastForward):
         return tuple(one for one in linears if isinstance(base(one), nn.Linear) and weights(one) is None)
 
     def stacks(self) -> list[nn.Linear]:
-        """The projections of queries, keys and values whose weights one product can take: all plain, or none."""
+        """The projections of queries, keys and values whose weights one product takes, under adapters: all or none."""
         attention = self.spec.attention
-        modules = [self.module.get_submodule(name) for name in (attention.projections if attention else ())]
+        names = attention.projections if attention else ()
+        modules = [base(self.module.get_submodule(name)) for name in names]
         linears = [module for module in modules if type(module) is nn.Linear and weights(module) is not None]
         together = len(linears) == len(modules) > 1 and all(can_stack(linears[0], linear) for linear in linears)
         return linears if together else []

@@ -1,10 +1,10 @@
 """Norms and linears as they are at the moment: fused where they are plain, called where something hangs on them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from accel_kernels import Norm, Quantized, fused_linear
+from accel_kernels import LowRank, Norm, Quantized, fused_linear
 from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.norm.norm import ACTIVATIONS
 from torch import nn
@@ -184,22 +184,54 @@ class BoundLinear:
             y = ACTIVATIONS[activation](y)
         return y if residual is None else torch.add(residual, y, alpha=scale)
 
+    def adapters(self, before: NormedInput) -> tuple[LowRank, ...] | None:
+        """Those of low rank; None where the module does more. Read now, as they may have been switched meanwhile."""
+        if self.weights is not None:
+            return ()
+        known = self.base is not None and self.base.ranks is None
+        return low_rank(self.module, before.normed().dtype) if known else None
+
     def _adapted(self, kernels: Kernels, before: NormedInput) -> torch.Tensor:
-        """What the module gives. Its adapters are read now: they may have been switched since it was bound."""
-        x = before.normed()
-        adapters = None if self.base is None or self.base.ranks is not None else low_rank(self.module, x.dtype)
+        """What the module gives."""
+        adapters = self.adapters(before)
         if adapters is None or self.base is None:
-            return self.module(x)
+            return self.module(before.normed())
         y = part_product(kernels, self.base, before)
-        return with_adapters(x, [y], [adapters])[0] if adapters else y
+        return with_adapters(before.normed(), [y], [adapters])[0] if adapters else y
 
 
-def stacked(linears: list[BoundLinear], stack: bool) -> Weights | None:
-    """The weights of all as one; None where they do not lie in one storage, and cannot or may not be put there."""
-    parts = [linear.weights for linear in linears if linear.weights is not None]
-    if len(parts) < 2 or len(parts) < len(linears) or any(part.transposed for part in parts):
-        return None
-    if not all(parts[0].fits(part) for part in parts):
+class BoundProjections(list[BoundLinear]):
+    """Linears of one input: one product where their weights lie in one storage, to whose parts adapters add."""
+
+    def __init__(self, layer: nn.Module, names: Sequence[str], stack: bool):
+        """stack: the weights may be put into one storage."""
+        super().__init__(BoundLinear(layer.get_submodule(name)) for name in names)
+        found = [one.base if one.weights is None else one.weights for one in self]
+        parts = [part for part in found if part is not None]
+        self.joint = stacked(parts, stack) if len(parts) == len(found) > 1 else None
+        self.sizes = [part.outputs for part in parts]
+        self.plain = all(one.weights is not None for one in self)
+
+    def __call__(self, kernels: Kernels, h: NormedInput) -> Sequence[torch.Tensor]:
+        """What each gives, (rows, new, N)."""
+        adapters = [] if self.joint is None or self.plain else [one.adapters(h) for one in self]
+        known = [own for own in adapters if own is not None]
+        if self.joint is None or len(known) < len(adapters):
+            return [linear(kernels, h) for linear in self]
+        products = part_product(kernels, self.joint, h).split(self.sizes, dim=-1)
+        return with_adapters(h.normed(), products, known) if any(known) else products
+
+    def side_by_side(self, kernels: Kernels, h: NormedInput) -> torch.Tensor:
+        """(rows, new, N) of all."""
+        if self.joint is not None and self.plain:
+            return part_product(kernels, self.joint, h)
+        outputs = self(kernels, h)
+        return torch.cat(list(outputs), -1) if len(outputs) > 1 else outputs[0].contiguous()
+
+
+def stacked(parts: list[Weights], stack: bool) -> Weights | None:
+    """All as one; None where they do not lie in one storage, and cannot or may not be put there."""
+    if any(part.transposed for part in parts) or not all(parts[0].fits(part) for part in parts):
         return None
     if stacked_tensors([part.module for part in parts], stack) is None:
         return None

@@ -23,7 +23,7 @@ from accel.llm.attention.linear.linear_attention import BoundLinearAttention
 from accel.llm.attention.linear.linear_finder import multiplies
 from accel.llm.kv_cache.shape import STATE, StateShape
 from accel.llm.parts.norm import NormSpec, norm_spec, normlike
-from accel.llm.parts.part import BoundLinear, BoundNorm, NormedInput
+from accel.llm.parts.part import BoundNorm, BoundProjections, NormedInput
 from accel.llm.parts.step import Step
 from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record
 from accel.patching.fast_forward import Kernels
@@ -188,7 +188,7 @@ class BoundLightningAttention(BoundLinearAttention):
 
     def __init__(self, kernels: Kernels, layer: nn.Module, spec: LightningSpec):
         self.spec, self.layer = spec, layer
-        self.projections = [BoundLinear(layer.get_submodule(name)) for name in spec.projections]
+        self.projections = BoundProjections(layer, spec.projections, stack=False)
         self.norm = BoundNorm(kernels, layer, spec.norm)
 
     @property

@@ -26,7 +26,7 @@ from accel.llm.attention.linear.linear_formula import (
     parts_of,
 )
 from accel.llm.kv_cache.shape import StateShape
-from accel.llm.parts.part import BoundLinear, NormedInput, part_product, stacked
+from accel.llm.parts.part import BoundLinear, BoundProjections, NormedInput
 from accel.llm.parts.step import Step
 from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record
 from accel.patching.fast_forward import Kernels
@@ -104,8 +104,7 @@ class BoundLinearAttention:
 
     def __init__(self, layer: nn.Module, spec: LinearSpec, stack: bool):
         self.spec = spec
-        self.projections = [BoundLinear(layer.get_submodule(name)) for name in spec.projections]
-        self.joint = stacked(self.projections, stack)
+        self.projections = BoundProjections(layer, spec.projections, stack)
         self.seconds = [BoundLinear(layer.get_submodule(pair.name)) for pair in spec.formula.pairs]
         self.weight: torch.Tensor | None = None
         if spec.norm.name:
@@ -200,14 +199,10 @@ class BoundLinearAttention:
     def projected(self, kernels: Kernels, h: NormedInput) -> torch.Tensor:
         """(rows, new, N): the outputs of all projections side by side, times multiplier and factor."""
         factor, multiplier = self.spec.factor, self.multiplier
-        only = self.projections[0]
-        if len(self.projections) == 1 and h.x.shape[:-1].numel() <= MOST_ROWS and only.takes_wide(kernels):
+        only, *others = self.projections
+        if not others and h.x.shape[:-1].numel() <= MOST_ROWS and only.takes_wide(kernels):
             return only(kernels, h, scale=factor, modulation=None if multiplier is None else multiplier.view(1, -1))
-        if self.joint is not None:
-            joint = part_product(kernels, self.joint, h)
-        else:
-            outputs = [linear(kernels, h) for linear in self.projections]
-            joint = torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0].contiguous()
+        joint = self.projections.side_by_side(kernels, h)
         if multiplier is not None and self.zero is not None:
             return torch.addcmul(self.zero, joint, multiplier, value=factor)
         return joint if factor == 1.0 else joint * factor

@@ -81,7 +81,7 @@ class BoundIndexedAttention(BoundLatentAttention):
         """See `BoundAttention`."""
         x, spec, kv = h.normed(), self.spec, step.kvs[self.spec.index]
         assert isinstance(kv, KV)
-        low, compressed, *gate = self.projected(kernels, NormedInput(x))
+        low, compressed, *gate = self.projections(kernels, NormedInput(x))
         q = low = low.contiguous()
         if self.q_up is not None and self.q_norm is not None:
             low = self.q_norm(low)
