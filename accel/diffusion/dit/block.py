@@ -272,7 +272,7 @@ def _is_block(path: str, module: nn.Module) -> bool:
         return False
     parts = list(module.modules())
     attends = any("processor" in vars(part) for part in parts)
-    linears = sum(type(part) in (nn.Linear, QuantizedLinear) for part in parts)
+    linears = sum(isinstance(part, (nn.Linear, QuantizedLinear)) for part in parts)
     return linears >= (LEAST_WITH_ATTENTION if attends else LEAST_LINEARS) and not any(
         type(part) is nn.GroupNorm for part in parts
     )

@@ -1,0 +1,102 @@
+"""GGUF: which linears are read, and whole models that hold such blocks, beside the library's own."""
+
+import copy
+
+import pytest
+import torch
+from accel_kernels.gemm.blocks.ggml import GGML
+
+import accel
+from accel.quantization.formats.ggml import read_ggml
+from support.compatibility.diffusers_calls import inputs
+from support.compatibility.tiny_diffusers_models import build
+from support.compatibility.transformer_pair import FLUX, first
+from support.diffusion.ggml import in_blocks
+from support.diffusion.outputs import close, error, in_dtype
+from support.diffusion.tiny_models import make_unet, unet_inputs
+from support.kernels.ggml import random_blocks
+
+pytest.importorskip("gguf")
+
+
+@pytest.mark.parametrize("name", GGML)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.share(4)
+def test_linears_of_diffusers(name, dtype):
+    columns = GGML[name].columns * 2
+    linear = in_blocks(torch.nn.Sequential(torch.nn.Linear(columns, 12)), name, dtype)[0]
+    x = torch.randn(3, columns, dtype=dtype)
+    held = read_ggml(linear)
+    assert held.data.data_ptr() == linear.weight.data_ptr() and type(held.data) is torch.Tensor
+    assert torch.equal(torch.nn.functional.linear(x, held.dequantized(dtype), linear.bias), linear(x))
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_K", "Q6_K"])
+def test_linears_of_transformers(name):
+    from transformers.integrations.gguf.utils import GgufLinear
+
+    format = GGML[name]
+    linear = GgufLinear(2 * format.columns, 12, format.code, bias=True)
+    linear.weight.data = random_blocks(format, 24).reshape(12, -1)
+    linear.bias.data = torch.randn(12)
+    x = torch.randn(9, linear.in_features)  # up to 8 rows are left to a kernel that only GPUs have
+    held = read_ggml(linear)
+    assert torch.equal(x @ held.dequantized(torch.float32).T + linear.bias, linear(x))
+    linear.input_permutation = torch.randperm(linear.in_features)
+    assert "order" in read_ggml(linear)
+
+
+def test_what_is_no_such_linear():
+    import gguf
+    from diffusers.quantizers.gguf.utils import GGUFParameter
+
+    assert read_ggml(torch.nn.Linear(32, 4)) is read_ggml(torch.nn.LayerNorm(4)) is None
+    linear = in_blocks(torch.nn.Sequential(torch.nn.Linear(32, 4)), "Q8_0", torch.float32)[0]
+    for data, kind, said in (
+        (torch.zeros(4, 64, dtype=torch.uint8), "BF16", "type BF16"),
+        (torch.zeros(4, 68, dtype=torch.uint8), "Q8_0", r"(4, 68) for 4 outputs of 32 inputs"),
+        (torch.zeros(34, 4, dtype=torch.uint8).T, "Q8_0", "in their place"),
+        (torch.zeros(4, 34, dtype=torch.uint8, device="meta"), "Q8_0", "not there yet"),
+    ):
+        linear._parameters["weight"] = GGUFParameter(data, quant_type=gguf.GGMLQuantizationType[kind])
+        assert said in read_ggml(linear)
+
+
+def called(make, dtype, given, **options):
+    """Outputs of a model and of the optimized one, its report, and whether it is given back as it was."""
+    stock, ours = make(dtype), make(dtype)
+    accel.optimize(ours, cpu="fuse", **options)
+    with torch.no_grad():
+        outputs = [first(model(**in_dtype(given, dtype))) for model in (stock, ours, ours)]
+    report, kept = accel.report(ours), stock.state_dict()
+    state = ours.state_dict()
+    assert all(type(state[name]) is type(one) and torch.equal(state[name], one) for name, one in kept.items())
+    accel.restore(ours)
+    with torch.no_grad():
+        assert torch.equal(first(ours(**in_dtype(given, dtype))), outputs[0])
+    return outputs, report
+
+
+@pytest.mark.parametrize(("family", "name"), [("sd15", "Q8_0"), ("sdxl", "IQ4_NL")])
+def test_unets_are_fused_around_them(family, name):
+    plain = make_unet(family, block_out_channels=(32, 64), cross_attention_dim=32)
+    given = unet_inputs(plain)
+
+    def make(dtype):
+        return in_blocks(copy.deepcopy(plain), name, dtype)
+
+    (truth, *found), report = called(make, torch.float32, given)
+    for output in found:
+        close(output, truth)
+    assert not report.fallbacks
+    assert {"attention", "resnet block", "transformer block"} <= {row[1] for row in report.sites if row[2] == "patched"}
+    (stock, *found), report = called(make, torch.bfloat16, given)
+    assert not report.fallbacks and error(found[-1], truth) <= 1.1 * error(stock, truth)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_diffusion_transformers(dtype):
+    plain = build(FLUX)
+    outputs, report = called(lambda dtype: in_blocks(copy.deepcopy(plain), "Q5_1", dtype), dtype, inputs(plain))
+    assert torch.equal(outputs[1], outputs[0]) and torch.equal(outputs[2], outputs[0])
+    assert report
