@@ -1,6 +1,7 @@
 """GGUF: which linears are read, and whole models that hold such blocks, beside the library's own."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from support.diffusion.ggml import in_blocks
 from support.diffusion.outputs import close, error, in_dtype
 from support.diffusion.tiny_models import make_unet, unet_inputs
 from support.kernels.ggml import random_blocks
+from support.llm.gguf_file import write_llama
 
 pytest.importorskip("gguf")
 
@@ -62,10 +64,10 @@ def test_what_is_no_such_linear():
         assert said in read_ggml(linear)
 
 
-def called(make, dtype, given, **options):
+def called(make, dtype, given):
     """Outputs of a model and of the optimized one, its report, and whether it is given back as it was."""
     stock, ours = make(dtype), make(dtype)
-    accel.optimize(ours, cpu="fuse", **options)
+    accel.optimize(ours, cpu="fuse")
     with torch.no_grad():
         outputs = [first(model(**in_dtype(given, dtype))) for model in (stock, ours, ours)]
     report, kept = accel.report(ours), stock.state_dict()
@@ -100,3 +102,56 @@ def test_diffusion_transformers(dtype):
     outputs, report = called(lambda dtype: in_blocks(copy.deepcopy(plain), "Q5_1", dtype), dtype, inputs(plain))
     assert torch.equal(outputs[1], outputs[0]) and torch.equal(outputs[2], outputs[0])
     assert report
+
+
+def as_stock(make):
+    """A language model, optimized, whose logits and tokens are stock's, all layers fused."""
+    ids = torch.randint(0, 128, (2, 9), generator=torch.Generator().manual_seed(3))
+    stock, ours = make(), accel.optimize(make(), cpu="fuse")
+    with torch.no_grad():
+        close(ours(ids).logits, stock(ids).logits)
+    wanted, got = (model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0) for model in (stock, ours))
+    assert torch.equal(got, wanted)
+    report = accel.report(ours)
+    assert sum(row[1:3] == ("decoder layer", "patched") for row in report.sites) == 2 and not report.fallbacks
+    return ours
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """Maker of a tiny Llama from a file in Q4_K."""
+    from transformers import LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("gguf")
+    write_llama(folder / "llama.gguf", "Q4_K")
+    return lambda: LlamaForCausalLM.from_pretrained(folder, gguf_file="llama.gguf", dtype=torch.float32).eval()
+
+
+def test_a_file_that_transformers_dequantizes_at_load(llama):
+    as_stock(llama)
+
+
+def test_a_language_model_that_keeps_its_blocks(llama, monkeypatch):
+    """As transformers has it where there is a kernel, for which its own dequantized weight stands here."""
+    from transformers.integrations.gguf import dequant, kernels, utils
+
+    def multiply(weight, x, kind, rows):
+        return x.float() @ dequant.dequantize(weight, kind).reshape(rows, -1).T
+
+    names = dict.fromkeys(("dequantize", "get_rows", "mul_mat_id"))
+    ops = SimpleNamespace(mul_mat_vec=multiply, GEMV_TYPES={12}, **names)
+    monkeypatch.setattr(kernels, "_gguf_kernel", kernels.GgufKernel(ops))
+
+    def make():
+        model = llama()
+        linears = [name for name, one in model.model.named_modules() if type(one) is torch.nn.Linear]
+        plan = {f"model.{name}.weight": GGML["Q4_K"].code for name in linears}
+        replaced = utils.replace_with_gguf_modules(model, plan, kernels._gguf_kernel, torch.float32)
+        for seed, module in enumerate(replaced.values()):
+            count = module.weight.numel() // GGML["Q4_K"].bytes
+            module.weight.data = random_blocks(GGML["Q4_K"], count, seed, 0.0005).reshape(module.weight.shape)
+        assert len(replaced) == 14
+        return model
+
+    state = as_stock(make).state_dict()
+    assert state["model.layers.1.mlp.up_proj.weight"].dtype == torch.uint8
