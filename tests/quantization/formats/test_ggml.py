@@ -8,10 +8,11 @@ import torch
 from accel_kernels.gemm.blocks.ggml import GGML
 
 import accel
+from accel.diffusion.dit.executable import Executable
 from accel.quantization.formats.ggml import read_ggml
 from support.compatibility.diffusers_calls import inputs
 from support.compatibility.tiny_diffusers_models import build
-from support.compatibility.transformer_pair import FLUX, first
+from support.compatibility.transformer_pair import FLUX, SD3, first
 from support.diffusion.ggml import in_blocks
 from support.diffusion.outputs import close, error, in_dtype
 from support.diffusion.tiny_models import make_unet, unet_inputs
@@ -97,11 +98,31 @@ def test_unets_are_fused_around_them(family, name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_diffusion_transformers(dtype):
-    plain = build(FLUX)
-    outputs, report = called(lambda dtype: in_blocks(copy.deepcopy(plain), "Q5_1", dtype), dtype, inputs(plain))
+@pytest.mark.parametrize(("kind", "name"), [(FLUX, "Q5_1"), (SD3, "Q8_0")])
+@pytest.mark.share(2)
+def test_diffusion_transformers_are_fused_around_them(kind, name, dtype, monkeypatch):
+    plain, ran, run = build(kind), [], Executable.__call__
+    monkeypatch.setattr(Executable, "__call__", lambda *args: ran.append(args) or run(*args))
+    outputs, report = called(lambda dtype: in_blocks(copy.deepcopy(plain), name, dtype), dtype, inputs(plain))
     assert torch.equal(outputs[1], outputs[0]) and torch.equal(outputs[2], outputs[0])
-    assert report
+    blocks = [row for row in report.sites if row[1:3] == ("diffusion transformer block", "patched")]
+    assert len(ran) == 2 * len(blocks) > 0 and not report.fallbacks  # compared, and run
+    assert all("GGUFLinear runs its own forward" in row[3] for row in blocks)
+
+
+def test_adapters_on_them():
+    peft, plain = pytest.importorskip("peft"), build(FLUX)
+
+    def make(dtype):
+        model = in_blocks(copy.deepcopy(plain), "Q4_0", dtype)
+        torch.manual_seed(4)
+        names = ["to_q", "to_out.0", "proj_mlp"]
+        model.add_adapter(peft.LoraConfig(r=2, target_modules=names, init_lora_weights=False))
+        return model.requires_grad_(False).eval()
+
+    outputs, report = called(make, torch.float32, inputs(plain))
+    assert torch.equal(outputs[1], outputs[0]) and torch.equal(outputs[2], outputs[0]) and not report.fallbacks
+    assert sum(row[1:3] == ("diffusion transformer block", "patched") for row in report.sites) == 2
 
 
 def as_stock(make):
