@@ -24,14 +24,14 @@ def linears_in_own_formats(module: nn.Module) -> dict[str, nn.Module]:
     return {path: one for path, one in found if places[one] == 1 and "forward" not in vars(one)}
 
 
-def own_forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def stored_linear(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """The step."""
     return module.forward(x)
 
 
 @contextmanager
 def in_one_step(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, a mode of this thread sees a call of `own_forward` of each, and nothing that it calls."""
+    """Inside, a mode of this thread sees a call of `stored_linear` of each, and nothing that it calls."""
     for module in modules:
         vars(module)["forward"] = partial(_shown, module, module.forward)
     try:
@@ -43,5 +43,5 @@ def in_one_step(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 def _shown(module: nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
     if len(args) == 1 and not kwargs and has_torch_function_unary(args[0]):
-        return handle_torch_function(own_forward, args, module, *args)
+        return handle_torch_function(stored_linear, args, module, *args)
     return forward(*args, **kwargs)

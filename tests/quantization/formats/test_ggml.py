@@ -17,7 +17,7 @@ from support.diffusion.ggml import in_blocks
 from support.diffusion.outputs import close, error, in_dtype
 from support.diffusion.tiny_models import make_unet, unet_inputs
 from support.kernels.ggml import random_blocks
-from support.llm.gguf_file import write_llama
+from support.llm.prequantized.gguf_file import write_llama
 
 pytest.importorskip("gguf")
 
