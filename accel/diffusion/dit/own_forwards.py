@@ -10,6 +10,9 @@ import torch
 from torch import nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from accel.patching.structure import tampered
+from accel.quantization.product import product
+
 
 def in_own_format(module: nn.Module) -> bool:
     """Whether it is such a linear."""
@@ -18,15 +21,16 @@ def in_own_format(module: nn.Module) -> bool:
 
 
 def linears_in_own_formats(module: nn.Module) -> dict[str, nn.Module]:
-    """By path; without those that stand in two places, of which one may be given another, or have another forward."""
+    """By path; without those that stand in two places, of which one may be given another, and those with hooks."""
     found = [(path, one) for path, one in module.named_modules(remove_duplicate=False) if in_own_format(one)]
     places = Counter(one for _, one in found)
-    return {path: one for path, one in found if places[one] == 1 and "forward" not in vars(one)}
+    plain = (pair for pair in found if "forward" not in vars(pair[1]) and tampered(pair[1]) is None)
+    return {path: one for path, one in plain if places[one] == 1}
 
 
-def stored_linear(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def stored_linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     """The step."""
-    return module.forward(x)
+    return product(module, x)
 
 
 @contextmanager
