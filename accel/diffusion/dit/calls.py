@@ -49,7 +49,7 @@ def weight_forms(held: list[dict[str, torch.Tensor | None]]) -> list:
     return [None if one is None else (type(one), one.dtype, one.shape) for part in held for one in part.values()]
 
 
-def weight_of(module: nn.Module, path: str) -> torch.Tensor | nn.Module:
+def weight_of(module: nn.Module, path: str) -> Any:
     """The one that stands at a path now, or the module there."""
     place, _, key = path.removesuffix("]").partition("[")
     owner, _, name = place.rpartition(".")
