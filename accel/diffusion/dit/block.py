@@ -28,7 +28,7 @@ from accel.diffusion.dit.calls import (
     weights_of,
 )
 from accel.diffusion.dit.executable import Executable
-from accel.diffusion.dit.own_forwards import linears_in_own_formats
+from accel.diffusion.dit.own_forwards import in_own_format, linears_in_own_formats
 from accel.diffusion.dit.products.rounded_rows import with_rounded_rows
 from accel.diffusion.dit.products.weight_stacks import UnstackPatch, WeightStacks
 from accel.diffusion.dit.program import Program
@@ -278,7 +278,7 @@ def _is_block(path: str, module: nn.Module) -> bool:
         return False
     parts = list(module.modules())
     attends = any("processor" in vars(part) for part in parts)
-    linears = sum(isinstance(part, (nn.Linear, QuantizedLinear)) for part in parts)
+    linears = sum(type(part) in (nn.Linear, QuantizedLinear) or in_own_format(part) for part in parts)
     return linears >= (LEAST_WITH_ATTENTION if attends else LEAST_LINEARS) and not any(
         type(part) is nn.GroupNorm for part in parts
     )
