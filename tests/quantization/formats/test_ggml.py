@@ -80,10 +80,8 @@ def called(make, dtype, given):
     return outputs, report
 
 
-@pytest.mark.parametrize(("family", "name"), [("sd15", "Q8_0"), ("sdxl", "IQ4_NL")])
-def test_unets_are_fused_around_them(family, name):
-    plain = make_unet(family, block_out_channels=(32, 64), cross_attention_dim=32)
-    given = unet_inputs(plain)
+def as_near_as_stock(plain, name, given):
+    """A denoiser's report: in float32 it is stock's, in bfloat16 no farther from that than stock is."""
 
     def make(dtype):
         return in_blocks(copy.deepcopy(plain), name, dtype)
@@ -92,21 +90,25 @@ def test_unets_are_fused_around_them(family, name):
     for output in found:
         close(output, truth)
     assert not report.fallbacks
-    assert {"attention", "resnet block", "transformer block"} <= {row[1] for row in report.sites if row[2] == "patched"}
     (stock, *found), report = called(make, torch.bfloat16, given)
     assert not report.fallbacks and error(found[-1], truth) <= 1.1 * error(stock, truth)
+    return report
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("family", "name"), [("sd15", "Q8_0"), ("sdxl", "IQ4_NL")])
+def test_unets_are_fused_around_them(family, name):
+    plain = make_unet(family, block_out_channels=(32, 64), cross_attention_dim=32)
+    report = as_near_as_stock(plain, name, unet_inputs(plain))
+    assert {"attention", "resnet block", "transformer block"} <= {row[1] for row in report.sites if row[2] == "patched"}
+
+
 @pytest.mark.parametrize(("kind", "name"), [(FLUX, "Q5_1"), (SD3, "Q8_0")])
-@pytest.mark.share(2)
-def test_diffusion_transformers_are_fused_around_them(kind, name, dtype, monkeypatch):
+def test_diffusion_transformers_are_fused_around_them(kind, name, monkeypatch):
     plain, ran, run = build(kind), [], Executable.__call__
     monkeypatch.setattr(Executable, "__call__", lambda *args: ran.append(args) or run(*args))
-    outputs, report = called(lambda dtype: in_blocks(copy.deepcopy(plain), name, dtype), dtype, inputs(plain))
-    assert torch.equal(outputs[1], outputs[0]) and torch.equal(outputs[2], outputs[0])
+    report = as_near_as_stock(plain, name, inputs(plain))
     blocks = [row for row in report.sites if row[1:3] == ("diffusion transformer block", "patched")]
-    assert len(ran) == 2 * len(blocks) > 0 and not report.fallbacks  # compared, and run
+    assert len(ran) == 4 * len(blocks) > 0  # compared, and run, in either dtype
     assert all(row[3].startswith("recorded at its first call") for row in blocks)
 
 
