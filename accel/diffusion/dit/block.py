@@ -28,7 +28,6 @@ from accel.diffusion.dit.calls import (
     weights_of,
 )
 from accel.diffusion.dit.executable import Executable
-from accel.diffusion.dit.own_forwards import in_own_format, linears_in_own_formats
 from accel.diffusion.dit.products.rounded_rows import with_rounded_rows
 from accel.diffusion.dit.products.weight_stacks import UnstackPatch, WeightStacks
 from accel.diffusion.dit.program import Program
@@ -47,7 +46,6 @@ from accel.patching.guard import Parts, Snapshot
 from accel.patching.rule import Context, ForwardPatch, Match, Rule, Site, Skip, foreign_forward
 from accel.patching.structure import meta_weights, side_effects
 from accel.quantization.module import QuantizedLinear
-from accel.quantization.product import own_forwards
 from accel.tolerances import BLOCK, bound
 
 LEAST_LINEARS = 4  # that a block has at least: queries, keys, values, and what becomes of them
@@ -156,8 +154,7 @@ class BlockForward(FastForward):
         known, sort, given = self._known(), block_signature(self.module), list(tensors_in((args, kwargs)))
         attributes = list(attributes_of(self.module))
         with as_written():
-            stored = linears_in_own_formats(self.module)
-            output, program = recorded(self.stock, dict(weights_of(self.module)), args, kwargs, stored)
+            output, program = recorded(self.stock, dict(weights_of(self.module)), args, kwargs)
         if call_signature(args, kwargs) != call:
             program = "it changes its arguments"
         elif block_signature(self.module) != sort or attributes_replaced(attributes, list(attributes_of(self.module))):
@@ -249,10 +246,7 @@ def match_block(site: Site, context: Context) -> Match | Skip | None:
     norms = list(_norms(site, context))
     patches = (UnstackPatch(module, forward.stacks), *(ForwardPatch(norm.module, norm) for norm in norms))
     inside = tuple((norm.path, LAYER_NORM.name) for norm in norms)
-    note = ", ".join(
-        filter(None, ("recorded at its first call", own_forwards(linears_in_own_formats(module).values())))
-    )
-    return Match(forward, patches, note=note, inside=inside)
+    return Match(forward, patches, note="recorded at its first call", inside=inside)
 
 
 def _norms(site: Site, context: Context) -> Iterator[FastForward]:
@@ -278,7 +272,7 @@ def _is_block(path: str, module: nn.Module) -> bool:
         return False
     parts = list(module.modules())
     attends = any("processor" in vars(part) for part in parts)
-    linears = sum(type(part) in (nn.Linear, QuantizedLinear) or in_own_format(part) for part in parts)
+    linears = sum(type(part) in (nn.Linear, QuantizedLinear) for part in parts)
     return linears >= (LEAST_WITH_ATTENTION if attends else LEAST_LINEARS) and not any(
         type(part) is nn.GroupNorm for part in parts
     )

@@ -49,16 +49,14 @@ def weight_forms(held: list[dict[str, torch.Tensor | None]]) -> list:
     return [None if one is None else (type(one), one.dtype, one.shape) for part in held for one in part.values()]
 
 
-def weight_of(module: nn.Module, path: str) -> Any:
-    """The one that stands at a path now, or the module there."""
+def weight_of(module: nn.Module, path: str) -> torch.Tensor:
+    """The one that stands at a path now."""
     place, _, key = path.removesuffix("]").partition("[")
     owner, _, name = place.rpartition(".")
     attributes = vars(module.get_submodule(owner))
     for held in (attributes["_parameters"], attributes["_buffers"]):
         if held.get(name) is not None:
             return held[name]
-    if name in attributes["_modules"]:
-        return attributes["_modules"][name]
     return attributes[name][key] if key else attributes[name]
 
 

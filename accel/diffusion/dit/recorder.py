@@ -10,10 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from accel.diffusion.dit.own_forwards import in_one_step
 from accel.diffusion.dit.program import Program, Ref, TensorValue, TorchStep, replaced
 from accel.diffusion.dit.ranks.collectives import HiddenCollectives, functional, unwrapped
 
@@ -43,11 +41,9 @@ class NotRecordable(Exception):
 
 
 class StepRecorder(TorchFunctionMode):
-    """Notes what runs inside of it. weights: by path, the tensors that are read where they lie. modules: by path, those
-    that run their own forward in one step.
-    """
+    """Notes what runs inside of it. weights: by path, the tensors that are read where they lie."""
 
-    def __init__(self, weights: dict[str, torch.Tensor], modules: dict[str, nn.Module]):
+    def __init__(self, weights: dict[str, torch.Tensor]):
         super().__init__()
         self.program, self.error = Program(), ""
         self.numbers: dict[int, int] = {}  # by id of a living tensor
@@ -56,7 +52,6 @@ class StepRecorder(TorchFunctionMode):
         self.tied = {path for path, tensor in weights.items() if self.weights[id(tensor)] != path}
         self.tied |= {self.weights[id(weights[path])] for path in self.tied}
         self.held = list(weights.values())
-        self.modules = {module: path for path, module in modules.items()}
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -133,8 +128,6 @@ class StepRecorder(TorchFunctionMode):
         def leaf(one: Any) -> Any:
             if isinstance(one, torch.Tensor):
                 return self._ref(one)
-            if isinstance(one, nn.Module) and one in self.modules:
-                return self._module(one)
             if isinstance(one, PLAIN) or callable(one):
                 return one
             raise NotRecordable(f"is given a {type(one).__name__}")
@@ -152,15 +145,6 @@ class StepRecorder(TorchFunctionMode):
             if path in self.tied:  # one of its places may be given another tensor
                 raise NotRecordable(f"takes a weight that stands in several places ({path})")
             number = self._add(tensor, None, ("weight", path))
-        return Ref(number)
-
-    def _module(self, module: nn.Module) -> Ref:
-        """A module in the place of a tensor."""
-        number = self.numbers.setdefault(id(module), len(self.program.values))
-        if number == len(self.program.values):
-            root = ("weight", self.modules[module])
-            value = TensorValue(number, (), (), 0, torch.uint8, torch.device("meta"), number, root)
-            self.program.values.append(value)
         return Ref(number)
 
     def _add(self, tensor: torch.Tensor, base: torch.Tensor | None, root: tuple[str, Any] | None = None) -> int:
@@ -183,25 +167,18 @@ class StepRecorder(TorchFunctionMode):
 
 
 def recorded(
-    forward: Callable,
-    weights: dict[str, torch.Tensor],
-    args: tuple,
-    kwargs: dict,
-    modules: dict[str, nn.Module] | None = None,
+    forward: Callable, weights: dict[str, torch.Tensor], args: tuple, kwargs: dict
 ) -> tuple[Any, Program | str]:
-    """What forward(*args, **kwargs) gives, and its program, or why there is none.
-
-    weights: by path. modules: by path, those whose own forwards are one step each.
-    """
+    """What forward(*args, **kwargs) gives, and its program, or why there is none. weights: by path."""
     given = list(tensors_in((args, kwargs)))
-    recorder = StepRecorder(weights, modules or {})
+    recorder = StepRecorder(weights)
     for place, tensor in enumerate(given):
         recorder.input(tensor, place)
     counted = [tensor for tensor in (*given, *weights.values()) if not tensor.is_inference()]
     versions, drawn = [tensor._version for tensor in counted], _random_state(given)
     hidden = HiddenCollectives()
     try:
-        with in_one_step(recorder.modules), recorder, hidden.looking():
+        with recorder, hidden.looking():
             output = forward(*args, **kwargs)
         if hidden.found:
             raise NotRecordable("ranks write into tensors of each other")

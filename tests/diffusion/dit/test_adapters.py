@@ -268,26 +268,3 @@ def test_blocks_of_one_kind_share_a_plan_and_copies_make_their_own(quantized_pai
     both.call(both.ours)
     assert torch.equal(both.call(both.ours), got) and both.runs["plans"] == 2
     assert both.runs["rounded"] == 0
-
-
-def test_linears_that_only_their_library_can_read_are_one_step_each(monkeypatch):
-    """bitsandbytes' of 8 bits, which round what they are given."""
-    modules, runs, run = pytest.importorskip("bitsandbytes").nn, [], Executable.__call__
-    monkeypatch.setattr(Executable, "__call__", lambda *args: runs.append(args) or run(*args))
-    stock, ours = build(FLUX), build(FLUX)
-    for model in (stock, ours):
-        for name, linear in list(model.named_modules()):
-            if type(linear) is torch.nn.Linear and "blocks" in name:
-                made = modules.Linear8bitLt(linear.in_features, linear.out_features, has_fp16_weights=False)
-                made.weight = modules.Int8Params(linear.weight.data, requires_grad=False, has_fp16_weights=False)
-                made.bias = linear.bias
-                model.set_submodule(name, made.to("cpu").eval())
-    accel.optimize(ours, cpu="fuse")
-    with torch.no_grad():
-        wanted, *found = (first(model(**inputs(model))) for model in (stock, ours, ours))
-    for got in found:
-        alike(got, wanted)
-    report = accel.report(ours)
-    notes = [row[3] for row in report.sites if row[1:3] == ("diffusion transformer block", "patched")]
-    assert len(runs) >= 2 * len(notes) > 0 and not report.fallbacks  # their first calls change them
-    assert all("Linear8bitLt runs its own forward" in note for note in notes)
