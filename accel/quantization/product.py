@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from accel_kernels import Norm, Quantized, QuantizedRows, dequantize, quantized_linear
+from accel_kernels import Norm, Quantized, QuantizedRows, block_linear, dequantize, quantized_linear
 from accel_kernels.gemm.fused_linear import apply_norm
 from torch import nn
 
 from accel.libraries.adapters import BASE
 from accel.patching.structure import foreign, plain, tampered
+from accel.quantization.formats.stored import block_product
+from accel.quantization.formats.stored_weight import stored_weight
 from accel.quantization.module import QuantizedLinear, row_tensors
 
 MULTIPLIED = (nn.Linear, nn.Conv2d, QuantizedLinear)  # by exact type
@@ -75,7 +77,8 @@ def layer_reason(*layers: nn.Module | None) -> str | None:
 
 def own_forwards(layers: Iterable[nn.Module | None]) -> str:
     """Which of them are called, for the report."""
-    kinds = Counter(type(layer).__name__ for layer in layers if layer is not None and called(layer))
+    own = (layer for layer in layers if layer is not None and called(layer) and stored_weight(layer) is None)
+    kinds = Counter(type(layer).__name__ for layer in own)
     return ", ".join(f"{kind} runs its own forward" for kind in sorted(kinds))
 
 
@@ -108,10 +111,14 @@ def product(
 ) -> torch.Tensor:
     """x W^T, with bias where there is one. x: (..., K). multiply: what multiplies by a plain weight, as F.linear.
 
-    A layer that is called adds its bias always; see `deferred`.
+    A layer that is called adds its bias always; see `deferred`. So does one whose weight is read where it lies.
     """
     if called(linear):
-        return linear((x if isinstance(x, Rows) else Rows(x)).normed())
+        h = (x if isinstance(x, Rows) else Rows(x)).normed()
+        if tampered(linear) is not None or (stored := stored_weight(linear)) is None:
+            return linear(h)
+        h = h.contiguous()
+        return block_product(block_linear, h, stored.weight, stored.dtype, lambda: h, bias=stored.bias)
     *weight, shift = row_tensors(linear)
     return multiplied(linear, (*weight, shift if bias else None), x if isinstance(x, Rows) else Rows(x), multiply)
 

@@ -185,7 +185,7 @@ class TransformerBlockForward(FastForward):
         if (activations := rounds(up, rows.x)) is not None:
             h = rounded_geglu(up, activations, rows)
         elif called(up):
-            value, gate = up(rows.normed()).chunk(2, dim=-1)
+            value, gate = product(up, rows).chunk(2, dim=-1)
             h = self.kernels.gated(gate, value, "gelu")
         else:
             x = rows.normed()

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from accel_kernels import Norm, Quantized, fused_linear
+from accel_kernels import BlockWeight, Norm, Quantized, fused_linear
 from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.norm.norm import ACTIVATIONS
 from torch import nn
@@ -16,6 +16,7 @@ from accel.patching.fast_forward import Kernels
 from accel.patching.guard import as_understood
 from accel.patching.user_ops import UserOp
 from accel.quantization.activations import many_rows
+from accel.quantization.formats.stored import block_product
 from accel.quantization.product import Rows, rounded_product
 
 
@@ -142,6 +143,11 @@ def _product(
     **given: Any,
 ) -> torch.Tensor:
     """The one place that says which rows go where: in 8 bits, to a weight as it lies, or to a plain one."""
+    if isinstance(weight, BlockWeight):
+        one_row = before.x.numel() == weight.columns  # of more rows the op would norm them in a pass of its own
+        x, norm = (before.x, before.norm) if one_row else (before.normed(), None)
+        more = {"bias": bias, "norm": norm, **given}
+        return block_product(kernels.block_linear, x, weight, weights.stored.dtype, before.normed, **more)
     if not isinstance(weight, Quantized):
         x, norm = before.given()
         return product_for(kernels, x)(x, weight, bias, norm=norm, **given)
@@ -185,7 +191,7 @@ class BoundLinear:
 def stacked(linears: list[BoundLinear], stack: bool) -> Weights | None:
     """The weights of all as one; None where they do not lie in one storage, and cannot or may not be put there."""
     parts = [linear.weights for linear in linears if linear.weights is not None]
-    if len(parts) < 2 or len(parts) < len(linears) or any(part.transposed for part in parts):
+    if len(parts) < 2 or len(parts) < len(linears) or any(part.transposed or part.in_blocks for part in parts):
         return None
     if not all(parts[0].fits(part) for part in parts):
         return None

@@ -56,8 +56,8 @@ class BlockWeight(NamedTuple):
     @property
     def kind(self) -> tuple:
         """Equal for weights that one operation can take, as gate and up."""
-        beside = [one is None if not isinstance(one, torch.Tensor) else one.dtype for one in self.side]
-        return self.format, self.compute, self.shape, beside
+        beside = (one.dtype if isinstance(one, torch.Tensor) else one for one in self.side)
+        return self.format, self.compute, self.shape, self.data.device, *beside
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """(N, K) in this dtype: the values in `compute`, rounded once more."""

@@ -1,0 +1,41 @@
+"""What a reader gives: a weight in blocks with what its module does around the product."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from accel_kernels import BlockWeight
+from accel_kernels.gemm.epilogue import Epilogue
+
+
+class StoredWeight(NamedTuple):
+    """A linear of another library. bias: (N,) or None. dtype: to which it casts its inputs, and in which it multiplies,
+    before the result is cast back; None: that of the inputs.
+    """
+
+    weight: BlockWeight
+    bias: torch.Tensor | None
+    dtype: torch.dtype | None
+
+    @property
+    def kind(self) -> tuple:
+        """Equal for linears that one operation can take."""
+        return self.weight.kind, self.dtype
+
+
+def block_product(
+    multiply: Callable, x: torch.Tensor, weight: BlockWeight, dtype: torch.dtype | None, normed: Callable, **given: Any
+) -> torch.Tensor:
+    """What the op `block_linear` gives of x, a norm and `Epilogue`, for a linear that multiplies in this dtype.
+
+    multiply: the op. normed: gives x after the norm, where the op is not to take it. given: the op's other arguments.
+    """
+    if dtype in (None, x.dtype):
+        return multiply(x, weight, **given)
+    given.pop("norm", None)
+    h = normed().to(dtype).contiguous()
+
+    def product(one: BlockWeight, shift: torch.Tensor | None) -> torch.Tensor:
+        return multiply(h, one, None if shift is None else shift.to(dtype)).to(x.dtype)
+
+    return Epilogue(**given).in_passes(weight, product)
