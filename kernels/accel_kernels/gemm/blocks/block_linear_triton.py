@@ -12,7 +12,7 @@ import triton.language as tl
 
 from accel_kernels.device import interpreted, multiprocessors, programmatic, upcast
 from accel_kernels.gemm.blocks.block_weight import BlockArguments
-from accel_kernels.gemm.blocks.unpacking_triton import UNPACKING, format_flags, unpack
+from accel_kernels.gemm.blocks.unpacking_triton import UNPACKING, format_flags, unpack_blocks
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.epilogue_triton import epilogue, store_sum
 from accel_kernels.gemm.fused_linear import apply_norm
@@ -43,7 +43,7 @@ def block_gemv_kernel(
         place = start + tl.arange(0, BLOCK_B)[None, :]
         block = row + place
         mask = (place < BLOCKS) & (row >= 0)
-        values = unpack(weight, block, mask, FORMAT, COMPUTE).to(DTYPE).to(tl.float32)
+        values = unpack_blocks(weight, block, mask, FORMAT, COMPUTE).to(DTYPE).to(tl.float32)
         k_idx = start * COLUMNS + tl.arange(0, BLOCK_K)
         x = tl.load(x_ptr + k_idx, mask=k_idx < K, other=0.0).to(tl.float32)
         if NORM == "rms":
@@ -53,7 +53,7 @@ def block_gemv_kernel(
         wide = tl.broadcast_to(x[None, :], (BLOCK_N, BLOCK_K))
         acc = tl.fma(values, wide, acc)
         if GATE:
-            values = unpack(up, block, mask, FORMAT, COMPUTE).to(DTYPE).to(tl.float32)
+            values = unpack_blocks(up, block, mask, FORMAT, COMPUTE).to(DTYPE).to(tl.float32)
             acc_u = tl.fma(values, wide, acc_u)
     y, other = tl.sum(acc, axis=1), tl.sum(acc_u, axis=1)
     if NORM == "rms":
@@ -84,12 +84,12 @@ def block_rows_kernel(
         mask = (place < BLOCKS) & (row >= 0)
         k_idx = start * COLUMNS + tl.arange(0, BLOCK_K)
         x = tl.load(x_row + k_idx[:, None], mask=(k_idx < K)[:, None], other=0.0)
-        left = unpack(weight, row + place, mask, FORMAT, COMPUTE).to(DTYPE)
+        left = unpack_blocks(weight, row + place, mask, FORMAT, COMPUTE).to(DTYPE)
         if UPCAST:
             x, left = x.to(tl.float32), left.to(tl.float32)
         acc = tl.dot(left, x, acc, input_precision="ieee")
         if GATE:
-            left = unpack(up, row + place, mask, FORMAT, COMPUTE).to(DTYPE)
+            left = unpack_blocks(up, row + place, mask, FORMAT, COMPUTE).to(DTYPE)
             if UPCAST:
                 left = left.to(tl.float32)
             acc_u = tl.dot(left, x, acc_u, input_precision="ieee")

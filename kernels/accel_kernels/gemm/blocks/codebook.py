@@ -35,7 +35,7 @@ class Codebook(NamedTuple):
         return absmax.repeat_interleave(1 << self.shift)[:pieces]
 
 
-def unpacked(weight: BlockWeight, data: torch.Tensor) -> torch.Tensor:
+def codebook_values(weight: BlockWeight, data: torch.Tensor) -> torch.Tensor:
     """The unpacker of both: (..., 16) uint8 -> (..., 32), all pieces of the weight."""
     pieces = data.reshape(-1, PIECE // 2)
     side = Codebook(*weight.side)
@@ -44,4 +44,4 @@ def unpacked(weight: BlockWeight, data: torch.Tensor) -> torch.Tensor:
     return values.reshape(*data.shape[:-1], PIECE)
 
 
-CODEBOOKS = {name: BlockFormat(name, PIECE, PIECE // 2, unpacked) for name in ("nf4", "fp4")}
+CODEBOOKS = {name: BlockFormat(name, PIECE, PIECE // 2, codebook_values) for name in ("nf4", "fp4")}

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from accel_kernels.gemm.blocks.block_weight import BlockArguments
-from accel_kernels.gemm.blocks.unpacking_triton import UNPACKING, format_flags, unpack
+from accel_kernels.gemm.blocks.unpacking_triton import UNPACKING, format_flags, unpack_blocks
 from accel_kernels.warmup import launch
 
 NUMBERS, WARPS = 4096, 4  # of a program
@@ -18,7 +18,7 @@ def dequantize_blocks_kernel(
     """Rows of one block each: where rows of the weight end is no matter."""
     block = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
     mask = block < blocks
-    values = unpack(weight, block, mask, FORMAT, COMPUTE)
+    values = unpack_blocks(weight, block, mask, FORMAT, COMPUTE)
     place = block * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     tl.store(y_ptr + place, values.to(y_ptr.dtype.element_ty), mask=mask)
 

@@ -16,7 +16,7 @@ COMPUTE = {torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @triton.jit
-def unpack(weight, block, mask, FORMAT: tl.constexpr, COMPUTE: tl.constexpr):
+def unpack_blocks(weight, block, mask, FORMAT: tl.constexpr, COMPUTE: tl.constexpr):
     """Blocks (N, B) as their values (N, B * columns) in float32, before they are rounded to the dtype of a product.
 
     weight: `BlockArguments`. block: int64, row times the blocks of a row, plus the place in it. mask: (N, B), blocks
