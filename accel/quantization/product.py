@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from accel_kernels import Norm, Quantized, QuantizedRows, block_linear, dequantize, quantized_linear
+from accel_kernels import Norm, Quantized, QuantizedRows, dequantize, quantized_linear
 from accel_kernels.gemm.fused_linear import apply_norm
 from torch import nn
 
 from accel.libraries.adapters import BASE
 from accel.patching.structure import foreign, plain, tampered
-from accel.quantization.formats.stored import block_product
 from accel.quantization.formats.stored_weight import stored_weight
 from accel.quantization.module import QuantizedLinear, row_tensors
 
@@ -117,8 +116,7 @@ def product(
         h = (x if isinstance(x, Rows) else Rows(x)).normed()
         if tampered(linear) is not None or (stored := stored_weight(linear)) is None:
             return linear(h)
-        h = h.contiguous()
-        return block_product(block_linear, h, stored.weight, stored.dtype, lambda: h, bias=stored.bias)
+        return stored(h)
     *weight, shift = row_tensors(linear)
     return multiplied(linear, (*weight, shift if bias else None), x if isinstance(x, Rows) else Rows(x), multiply)
 

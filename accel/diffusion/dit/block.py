@@ -45,6 +45,7 @@ from accel.patching.fast_forward import FastForward, as_written
 from accel.patching.guard import Parts, Snapshot
 from accel.patching.rule import Context, ForwardPatch, Match, Rule, Site, Skip, foreign_forward
 from accel.patching.structure import meta_weights, side_effects
+from accel.quantization.formats.stored_weight import as_one_call, read_stored
 from accel.quantization.module import QuantizedLinear
 from accel.tolerances import BLOCK, bound
 
@@ -153,7 +154,7 @@ class BlockForward(FastForward):
             return self.stock(*args, **kwargs)
         known, sort, given = self._known(), block_signature(self.module), list(tensors_in((args, kwargs)))
         attributes = list(attributes_of(self.module))
-        with as_written():
+        with as_written(), as_one_call(self.module):
             output, program = recorded(self.stock, dict(weights_of(self.module)), args, kwargs)
         if call_signature(args, kwargs) != call:
             program = "it changes its arguments"
@@ -272,7 +273,8 @@ def _is_block(path: str, module: nn.Module) -> bool:
         return False
     parts = list(module.modules())
     attends = any("processor" in vars(part) for part in parts)
-    linears = sum(type(part) in (nn.Linear, QuantizedLinear) for part in parts)
+    plain = (nn.Linear, QuantizedLinear)
+    linears = sum(type(part) in plain or read_stored(part) is not None for part in parts)
     return linears >= (LEAST_WITH_ATTENTION if attends else LEAST_LINEARS) and not any(
         type(part) is nn.GroupNorm for part in parts
     )

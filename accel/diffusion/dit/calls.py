@@ -16,6 +16,8 @@ from accel.libraries.diffusion import attention_backends
 from accel.patching.code import CalledCode, ClassCode, CodeTable
 from accel.patching.guard import BASE, settings_of
 from accel.patching.owner import PartlyCopied
+from accel.quantization.formats.stored import StoredWeight
+from accel.quantization.formats.stored_weight import StoredCall, read_stored
 from accel.quantization.scheme import Scheme
 
 
@@ -66,7 +68,9 @@ def block_signature(module: nn.Module) -> tuple:
     for path, part in module.named_modules():
         tensors = [*part._parameters.items(), *part._buffers.items()]
         shapes = ((name, None if t is None else (type(t), t.shape, t.dtype, t.device)) for name, t in tensors)
-        found.append((path, type(part), _settings(part), tuple(shapes)))
+        stored = read_stored(part)
+        settings = (stored.kind, StoredCall.of(part)) if isinstance(stored, StoredWeight) else _settings(part)
+        found.append((path, type(part), settings, tuple(shapes)))
         processor = vars(part).get("processor")
         if processor is not None:
             found.append((type(processor), _settings(processor)))

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from accel.diffusion.dit.program import Program, Ref, TensorValue, TorchStep, replaced
 from accel.diffusion.dit.ranks.collectives import HiddenCollectives, functional, unwrapped
+from accel.quantization.formats.stored_weight import StoredCall
 
 # Attributes and methods of a tensor that do not depend on its values.
 METADATA = frozenset(
@@ -52,6 +53,7 @@ class StepRecorder(TorchFunctionMode):
         self.tied = {path for path, tensor in weights.items() if self.weights[id(tensor)] != path}
         self.tied |= {self.weights[id(weights[path])] for path in self.tied}
         self.held = list(weights.values())
+        self.stored: torch.Tensor | None = None  # of a library's own class, read by the call at hand
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -61,6 +63,7 @@ class StepRecorder(TorchFunctionMode):
         name = name_of(func)
         if name in METADATA:
             return func(*args, **kwargs)
+        self.stored = args[1] if isinstance(func, StoredCall) else None
         try:
             given = self._refs((args, kwargs))
         except NotRecordable as error:
@@ -140,7 +143,7 @@ class StepRecorder(TorchFunctionMode):
             path = self.weights.get(id(tensor))
             if path is None:
                 raise NotRecordable("takes a tensor that is neither an argument nor a weight, nor made by torch")
-            if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and tensor is not self.stored:
                 raise NotRecordable(f"takes a weight that is a {type(tensor).__name__} ({path})")
             if path in self.tied:  # one of its places may be given another tensor
                 raise NotRecordable(f"takes a weight that stands in several places ({path})")

@@ -5,11 +5,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from accel_kernels import dequantize
+from accel_kernels import dequantize, dequantize_blocks
+from accel_kernels.gemm.blocks.block_linear import reads_blocks
 
 from accel.diffusion.dit.lowering import Operand, Pass
 from accel.diffusion.dit.program import TorchStep
 from accel.quantization.activations import QuantizedCall, RoundedCall
+from accel.quantization.formats.stored_weight import StoredCall
 
 
 @dataclass
@@ -81,7 +83,7 @@ Unit = Pass | TorchCall | Copy | GeluProduct | StackedProduct
 
 def is_product(step: TorchStep) -> bool:
     """Whether it is a linear, plain or quantized."""
-    if isinstance(step.function, QuantizedCall | RoundedCall):
+    if isinstance(step.function, QuantizedCall | RoundedCall | StoredCall):
         return True
     return step.name == "linear" and len(step.args) in (2, 3) and not step.kwargs
 
@@ -97,6 +99,12 @@ def run_product(
     rows = args[0].numel() // max(1, args[0].shape[-1])
     if isinstance(function, RoundedCall):
         y = function(*args, activation="gelu_tanh") if gelu else function(*args)
+    elif isinstance(function, StoredCall):
+        stored, x = function.read(*args[1:]), args[0]
+        if stored.dtype in (None, x.dtype) and not reads_blocks(x):
+            given = [x, dequantize_blocks(stored.weight, x.dtype), stored.bias]
+            return run_product(F.linear, given, linear, gelu, out)
+        y = F.gelu(stored(x), approximate="tanh") if gelu else stored(x)
     elif not isinstance(function, QuantizedCall):
         given = {"gelu": True} if gelu else {}
         return linear(*args, **given) if out is None else linear(*args, **given, out=out)

@@ -30,9 +30,9 @@ def read_bitsandbytes(module: Any) -> StoredWeight | str | None:
             return f"scales in blocks of {state.state2.blocksize}"
         nested = state.state2.code, state.state2.absmax, state.offset
     side = Codebook(state.code, state.absmax, (scaled // PIECE).bit_length() - 1, *nested)
-    tensors = [one for one in side if isinstance(one, torch.Tensor)]
-    wide = [one for one in tensors if one is not side.absmax or not state.nested]
-    if any(one.device != weight.device for one in tensors) or any(one.dtype != torch.float32 for one in wide):
+    tensors = {name: one for name, one in side._asdict().items() if isinstance(one, torch.Tensor)}
+    dtypes = dict.fromkeys(tensors, torch.float32) | ({"absmax": torch.uint8} if state.nested else {})
+    if any(one.device != weight.device or one.dtype != dtypes[name] for name, one in tensors.items()):
         return "scales on another device, or of another dtype"
     with torch._C.DisableTorchFunctionSubclass():  # or every use would be asked of the parameter's class
         data = weight.detach().as_subclass(torch.Tensor).view(torch.uint8)

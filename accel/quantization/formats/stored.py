@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from accel_kernels import BlockWeight
+from accel_kernels import BlockWeight, block_linear
 from accel_kernels.gemm.epilogue import Epilogue
 
 
@@ -21,6 +21,11 @@ class StoredWeight(NamedTuple):
     def kind(self) -> tuple:
         """Equal for linears that one operation can take."""
         return self.weight.kind, self.dtype
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """What the linear gives."""
+        x = x.contiguous()
+        return block_product(block_linear, x, self.weight, self.dtype, lambda: x, bias=self.bias)
 
 
 def block_product(

@@ -4,19 +4,23 @@ To add a library, write its reader and name it in READERS. A reader recognizes a
 anew, since whoever changes it need not tell: so it only looks at attributes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from types import SimpleNamespace
+from typing import Any, ClassVar
 from weakref import ref
 
 import torch
 import torch.nn.functional as F
 from accel_kernels import dequantize_blocks
 from torch import nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from accel.comparison import relative_rms
 from accel.errors import reason_of
+from accel.patching.guard import plain_value
 from accel.quantization.formats.bitsandbytes import read_bitsandbytes
 from accel.quantization.formats.stored import StoredWeight
 from accel.tolerances import PREQUANTIZED
@@ -25,7 +29,7 @@ from accel.tolerances import PREQUANTIZED
 READERS: tuple[Callable[[Any], StoredWeight | str | None], ...] = (read_bitsandbytes,)
 
 
-def read_stored(module: nn.Module) -> StoredWeight | str | None:
+def read_stored(module: Any) -> StoredWeight | str | None:
     """What the first reader gives that knows the module."""
     try:
         return next((found for read in READERS if (found := read(module)) is not None), None)
@@ -72,6 +76,63 @@ def disagreement(kind: StoredKind) -> str | None:
     bias = None if found.bias is None else found.bias.to(dtype)
     with torch.inference_mode(False), torch.no_grad():
         wanted = F.linear(x, dequantize_blocks(weight, dtype), bias)
-        given = type(module).forward(module, x)
+        given = type(module).forward(_probe(module), x)
     apart = relative_rms(given.float(), wanted.float())
     return None if apart < PREQUANTIZED else f"it computes something else than its tensors say ({apart:.0%} off)"
+
+
+def _probe(module: nn.Module) -> nn.Module:
+    """The module in another object, with a bias of its own: some cast it in place when they are called."""
+    probe = type(module).__new__(type(module))
+    vars(probe).update(vars(module))
+    held = dict(module._parameters)
+    if (bias := held.get("bias")) is not None:
+        held["bias"] = nn.Parameter(bias.detach().clone(), requires_grad=False)
+    vars(probe)["_parameters"] = held
+    return probe
+
+
+@dataclass(frozen=True)
+class StoredCall:
+    """Called with x (..., K), and the weight and the bias of a linear of another library: what it gives.
+
+    settings: numbers, texts, switches and dtypes of the linear, by name. Equal for linears that compute alike.
+    """
+
+    settings: tuple[tuple[str, Any], ...]
+    __name__: ClassVar[str] = "stored_linear"
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "StoredCall":
+        held = vars(module).items()
+        return cls(tuple((name, one) for name, one in held if plain_value(one) or isinstance(one, torch.dtype)))
+
+    def read(self, weight: torch.Tensor, bias: torch.Tensor | None) -> StoredWeight:
+        """Raises ValueError where the weight cannot be read."""
+        found = read_stored(
+            SimpleNamespace(_parameters={"weight": weight, "bias": bias}, _buffers={}, **dict(self.settings))
+        )
+        if not isinstance(found, StoredWeight):
+            raise ValueError(found or "a weight of another kind")
+        return found
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return self.read(weight, bias)(x)
+
+
+@contextmanager
+def as_one_call(root: nn.Module) -> Iterator[None]:
+    """Inside, a `TorchFunctionMode` sees each linear of another library as one call."""
+    linears = [one for one in root.modules() if "forward" not in vars(one) and stored_weight(one) is not None]
+    try:
+        for module in linears:
+            vars(module)["forward"] = partial(_one_call, StoredCall.of(module), module._parameters)
+        yield
+    finally:
+        for module in linears:
+            vars(module).pop("forward", None)
+
+
+def _one_call(call: StoredCall, held: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
+    given = x, held["weight"], held["bias"]
+    return handle_torch_function(call, (x,), *given) if has_torch_function_unary(x) else call(*given)

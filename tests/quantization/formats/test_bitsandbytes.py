@@ -5,9 +5,13 @@ import torch
 from torch import nn
 
 import accel
+from accel.diffusion.dit.block import BlockForward
 from accel.quantization.formats.stored import StoredWeight
 from accel.quantization.formats.stored_weight import read_stored, stored_weight
 from support.bits import Calls, as_elsewhere, four_bit
+from support.compatibility.diffusers_calls import inputs
+from support.compatibility.tiny_diffusers_models import build
+from support.compatibility.transformer_pair import FLUX, SD3, WAN, TransformerPair, alike, first
 from support.diffusion.outputs import close, run
 from support.everything import EVERYTHING
 from support.llm.families import layers, make, padded
@@ -17,6 +21,11 @@ from support.state import assert_same_state, snapshot
 bitsandbytes = pytest.importorskip("bitsandbytes")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KINDS = [(kind, nested) for kind in ("nf4", "fp4") for nested in (False, True)]
+
+
+@pytest.fixture
+def pair(request, monkeypatch):
+    return TransformerPair(request.param, monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +65,7 @@ def test_what_cannot_be_read_is_told(what):
     elif what == "turned":
         state.shape = torch.Size((32, 128))
     elif what == "scales":
-        state.offset = state.offset.half()
+        state.absmax = state.absmax.float()
     assert isinstance(read_stored(linear), str)
     assert stored_weight(linear) is None
 
@@ -122,7 +131,9 @@ def replaced(linear):
 
 
 def scaled(linear):
-    linear.weight.quant_state.absmax = linear.weight.quant_state.absmax * 1.5
+    state = linear.weight.quant_state
+    state = state.state2 if state.nested else state
+    state.absmax = state.absmax * 1.5
 
 
 def written(linear):
@@ -187,3 +198,47 @@ def test_a_unet(options, tiny):
     assert not accel.report(ours).fallbacks
     accel.restore(ours)
     assert torch.equal(run(ours, inputs), wanted)
+
+
+def put_in(model, **options):
+    for where, linear in list(model.named_modules()):
+        if type(linear) is nn.Linear and "blocks" in where and linear.in_features % 32 == 0:
+            model.set_submodule(where, four_bit(linear, block=32, **options))
+
+
+TRANSFORMERS = [(FLUX, {"nested": True}), (SD3, {"kind": "fp4", "dtype": torch.bfloat16}), (WAN, {})]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("pair", "options"), TRANSFORMERS, indirect=["pair"])
+def test_blocks_of_transformers_are_recorded_with_it(pair, options):
+    plain = pair.agree()
+    pair.change(lambda model: put_in(model, **options))
+    pair.agree()  # the first layer of each kind is compared
+    ran = pair.plans
+    with Calls() as calls:
+        found = first(pair.ours(**pair.inputs))
+    assert calls.count == 0 and pair.plans - ran == pair.blocks
+    assert not torch.equal(found, plain)
+    pair.change(lambda model: scaled(next(m for m in model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit))))
+    assert not torch.equal(pair.agree(), found)
+
+
+@torch.no_grad()
+def test_a_transformer_that_arrives_in_four_bits():
+    ours, stock = build(FLUX), build(FLUX)
+    put_in(ours, nested=True)
+    put_in(stock, nested=True)
+    given = inputs(ours)
+    wanted = first(stock(**given))
+    before = snapshot(ours)
+    accel.optimize(ours)
+    first(ours(**given))
+    with Calls() as calls:
+        alike(first(ours(**given)), wanted)
+    assert calls.count == 0 and not accel.report(ours).fallbacks
+    plans = next(f.plans for f in (vars(m).get("forward") for m in ours.modules()) if isinstance(f, BlockForward))
+    assert len(plans.found) == 2  # one for each kind of block
+    accel.restore(ours)
+    assert_same_state(before, snapshot(ours))
+    assert torch.equal(first(ours(**given)), wanted)
