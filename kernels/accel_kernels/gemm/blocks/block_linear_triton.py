@@ -24,13 +24,12 @@ from accel_kernels.warmup import launch
 @triton.jit
 def block_gemv_kernel(
     x_ptr, weight, up, norm, after, y_ptr, n, K: tl.constexpr, FORMAT: tl.constexpr, COLUMNS: tl.constexpr,
-    COMPUTE: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_B: tl.constexpr, PDL: tl.constexpr,
+    COMPUTE: tl.constexpr, PLAIN: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """NORM: "none", or "rms", whose factor of the whole row comes last."""
+    """NORM: "none", or "rms", whose factor of the whole row comes last. Values are not rounded to the dtype of x."""
     BLOCKS: tl.constexpr = K // COLUMNS
     BLOCK_K: tl.constexpr = BLOCK_B * COLUMNS
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(n_idx, n - 1).to(tl.int64)[:, None] * BLOCKS
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
@@ -42,8 +41,8 @@ def block_gemv_kernel(
     for start in range(0, BLOCKS, BLOCK_B):
         place = start + tl.arange(0, BLOCK_B)[None, :]
         block = row + place
-        mask = (place < BLOCKS) & (row >= 0)
-        values = unpack_blocks(weight, block, mask, FORMAT, COMPUTE).to(DTYPE).to(tl.float32)
+        mask = tl.broadcast_to(place < BLOCKS, (BLOCK_N, BLOCK_B))
+        values = unpack_blocks(weight, block, mask, FORMAT, COMPUTE, PLAIN)
         k_idx = start * COLUMNS + tl.arange(0, BLOCK_K)
         x = tl.load(x_ptr + k_idx, mask=k_idx < K, other=0.0).to(tl.float32)
         if NORM == "rms":
@@ -53,7 +52,7 @@ def block_gemv_kernel(
         wide = tl.broadcast_to(x[None, :], (BLOCK_N, BLOCK_K))
         acc = tl.fma(values, wide, acc)
         if GATE:
-            values = unpack_blocks(up, block, mask, FORMAT, COMPUTE).to(DTYPE).to(tl.float32)
+            values = unpack_blocks(up, block, mask, FORMAT, COMPUTE, PLAIN)
             acc_u = tl.fma(values, wide, acc_u)
     y, other = tl.sum(acc, axis=1), tl.sum(acc_u, axis=1)
     if NORM == "rms":
@@ -66,8 +65,8 @@ def block_gemv_kernel(
 @triton.jit(do_not_specialize=("m", "blocks_m"))
 def block_rows_kernel(
     x_ptr, weight, up, after, y_ptr, m, n, blocks_m, K: tl.constexpr, FORMAT: tl.constexpr, COLUMNS: tl.constexpr,
-    COMPUTE: tl.constexpr, GATE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_B: tl.constexpr, UPCAST: tl.constexpr,
+    COMPUTE: tl.constexpr, PLAIN: tl.constexpr, GATE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Programs that have the same rows of the weight are neighbors: memory gives them once, the L2 cache again."""
     BLOCKS: tl.constexpr = K // COLUMNS
@@ -81,15 +80,15 @@ def block_rows_kernel(
     acc_u = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for start in range(0, BLOCKS, BLOCK_B):
         place = start + tl.arange(0, BLOCK_B)[None, :]
-        mask = (place < BLOCKS) & (row >= 0)
+        mask = tl.broadcast_to(place < BLOCKS, (BLOCK_N, BLOCK_B))
         k_idx = start * COLUMNS + tl.arange(0, BLOCK_K)
         x = tl.load(x_row + k_idx[:, None], mask=(k_idx < K)[:, None], other=0.0)
-        left = unpack_blocks(weight, row + place, mask, FORMAT, COMPUTE).to(DTYPE)
+        left = unpack_blocks(weight, row + place, mask, FORMAT, COMPUTE, PLAIN).to(DTYPE)
         if UPCAST:
             x, left = x.to(tl.float32), left.to(tl.float32)
         acc = tl.dot(left, x, acc, input_precision="ieee")
         if GATE:
-            left = unpack_blocks(up, row + place, mask, FORMAT, COMPUTE).to(DTYPE)
+            left = unpack_blocks(up, row + place, mask, FORMAT, COMPUTE, PLAIN).to(DTYPE)
             if UPCAST:
                 left = left.to(tl.float32)
             acc_u = tl.dot(left, x, acc_u, input_precision="ieee")

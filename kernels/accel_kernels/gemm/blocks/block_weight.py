@@ -85,4 +85,6 @@ def block_reason(weight: BlockWeight) -> str | None:
     tensors = [weight.data, *(one for one in weight.side if isinstance(one, torch.Tensor))]
     if not all(tensor.is_contiguous() and tensor.device == weight.data.device for tensor in tensors):
         return "a weight not contiguous, or on several devices"
+    if weight.data.data_ptr() % 4:
+        return "a weight not at a multiple of 4 bytes"
     return None

@@ -13,12 +13,13 @@ NUMBERS, WARPS = 4096, 4  # of a program
 
 @triton.jit
 def dequantize_blocks_kernel(
-    weight, y_ptr, blocks, FORMAT: tl.constexpr, COLUMNS: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_N: tl.constexpr
-):
+    weight, y_ptr, blocks, FORMAT: tl.constexpr, COLUMNS: tl.constexpr, COMPUTE: tl.constexpr, PLAIN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Rows of one block each: where rows of the weight end is no matter."""
     block = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
     mask = block < blocks
-    values = unpack_blocks(weight, block, mask, FORMAT, COMPUTE)
+    values = unpack_blocks(weight, block, mask, FORMAT, COMPUTE, PLAIN)
     place = block * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     tl.store(y_ptr + place, values.to(y_ptr.dtype.element_ty), mask=mask)
 
