@@ -34,7 +34,7 @@ def any_cpu(monkeypatch):
 
 
 @pytest.mark.parametrize(("kind", "nested"), KINDS)
-@pytest.mark.parametrize("block", [64, 256, 4096])
+@pytest.mark.parametrize("block", [64, 256, 1024])
 def test_its_values_are_the_librarys_to_the_bit(kind, nested, block):
     for dtype in DTYPES:
         columns = max(192, block) if block != 256 else 768
