@@ -25,7 +25,7 @@ from accel_kernels.warmup import launch
 def block_gemv_kernel(
     x_ptr, weight, up, norm, after, y_ptr, n, K: tl.constexpr, FORMAT: tl.constexpr, COLUMNS: tl.constexpr,
     COMPUTE: tl.constexpr, PLAIN: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, ACTIVATION: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """NORM: "none", or "rms", whose factor of the whole row comes last. Values are not rounded to the dtype of x."""
     BLOCKS: tl.constexpr = K // COLUMNS
@@ -38,7 +38,7 @@ def block_gemv_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    for start in range(0, BLOCKS, BLOCK_B):
+    for start in tl.range(0, BLOCKS, BLOCK_B, num_stages=STAGES):
         place = start + tl.arange(0, BLOCK_B)[None, :]
         block = row + place
         mask = tl.broadcast_to(place < BLOCKS, (BLOCK_N, BLOCK_B))
@@ -110,7 +110,8 @@ class BlockTile(NamedTuple):
 def block_tile(rows: int, n: int, columns: int, gate: bool, wide: bool, processors: int) -> BlockTile:
     """columns: of a block. wide: of float32."""
     if rows == 1:
-        return BlockTile(1, 2 if gate else 4, max(1024, columns), 4, 1)
+        block = 4 if gate or n < 16 * processors else 8  # of more rows x is read less often
+        return BlockTile(1, block, max(1024, columns), block, 4)
     x_rows = min(128, max(16, power_of_two(rows)))
     step = max(columns, 64 if wide or x_rows > 16 or interpreted() else 256)
     if interpreted():
@@ -141,7 +142,7 @@ def block_linear(x, weight, bias=None, *, norm=None, tile=None, **after):
         before, kind = kernel_arguments(norm if inside else None)
         launch(
             block_gemv_kernel, (triton.cdiv(n, tile.rows),),
-            x, *weights, before, after.arguments, y, n, K=k, NORM=kind, **given,
+            x, *weights, before, after.arguments, y, n, K=k, NORM=kind, **given, STAGES=tile.stages,
             num_warps=tile.warps, **programmatic(x.device),
         )  # fmt: skip
         return y
