@@ -59,6 +59,11 @@ class BlockWeight(NamedTuple):
         beside = (one.dtype if isinstance(one, torch.Tensor) else one for one in self.side)
         return self.format, self.compute, self.shape, self.data.device, *beside
 
+    def first(self, rows: int) -> "BlockWeight":
+        """The first rows of it, in the same memory."""
+        size = rows * self.columns // self.format.columns * self.format.bytes
+        return self._replace(data=self.data.reshape(-1)[:size])
+
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """(N, K) in this dtype: the values in `compute`, rounded once more."""
         blocks = self.data.reshape(-1, self.format.bytes)
