@@ -102,8 +102,8 @@ def run_product(
     elif isinstance(function, StoredCall):
         stored, x = function.read(*args[1:]), args[0]
         if stored.dtype in (None, x.dtype) and not reads_blocks(x):
-            weight = dequantize_blocks(stored.weight, x.dtype)
-            return run_product(F.linear, [x, weight, stored.bias], linear, gelu, out)
+            weight, bias = dequantize_blocks(stored.weight, x.dtype), stored.bias
+            return run_product(F.linear, [x, weight, None if bias is None else bias.to(x.dtype)], linear, gelu, out)
         y = F.gelu(stored(x), approximate="tanh") if gelu else stored(x)
     elif not isinstance(function, QuantizedCall):
         given = {"gelu": True} if gelu else {}

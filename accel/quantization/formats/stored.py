@@ -35,9 +35,11 @@ def block_product(
 
     multiply: the op. normed: gives x after the norm, where the op is not to take it. given: the op's other arguments.
     """
-    exact = x.is_cuda and dtype == torch.float32 and x.numel() == weight.columns  # one row is summed in float32 anyway
-    if exact or dtype in (None, x.dtype):
+    if x.is_cuda and dtype == torch.float32 and x.numel() == weight.columns:  # one row is summed in float32 anyway
         return multiply(x, weight, **given)
+    if dtype in (None, x.dtype):
+        biases = {name: given[name] for name in ("bias", "up_bias") if given.get(name) is not None}
+        return multiply(x, weight, **given | {name: one.to(x.dtype) for name, one in biases.items()})
     given.pop("norm", None)
     h = normed().to(dtype).contiguous()
 

@@ -144,7 +144,11 @@ def another_compute(linear):
     linear.compute_dtype = torch.bfloat16
 
 
-@pytest.mark.parametrize("change", [hooked, replaced, scaled, written, another_compute])
+def another_bias(linear):
+    linear.bias.data = linear.bias.data.half() * 2
+
+
+@pytest.mark.parametrize("change", [hooked, replaced, scaled, written, another_compute, another_bias])
 def test_a_change_is_noticed(change):
     model, stock = in_four_bits(), in_four_bits()
     ids, mask = padded()
