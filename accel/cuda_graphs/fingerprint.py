@@ -2,7 +2,7 @@
 since adapters and scales are switched back and forth.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -73,7 +73,8 @@ class Fingerprint(Snapshot):
                     views.append(fields)
                     containers += (one for one in fields if isinstance(one, CONTAINERS) and len(one))
             held = (t for t in chain(module._parameters.values(), module._buffers.values()) if t is not None)
-            self._tensors += map(local, held)
+            self._tensors += (found := list(map(local, held)))
+            views += chain.from_iterable(map(_beside, found))
         classes = dict.fromkeys(chain.from_iterable(own_classes(type(one)) for one in objects.values()))
         views += [vars(base).values() for base in classes]
         super().__init__(objects.values(), [*views, *(() if watched is None else watched.views())], containers)
@@ -94,6 +95,15 @@ class Fingerprint(Snapshot):
             return sum(map(VERSION, self._tensors))
         except RuntimeError:
             return None
+
+
+def _beside(held: object, depth: int = 2) -> Iterator[Iterable]:
+    """What lies beside a weight of a library's own class, in attributes of it and of what these hold."""
+    if type(held) not in (torch.Tensor, nn.Parameter):
+        yield vars(held).values()
+        for value in vars(held).values() if depth else ():
+            if hasattr(value, "__dict__") and not isinstance(value, torch.Tensor | nn.Module | type):
+                yield from _beside(value, depth - 1)
 
 
 def _read_by_field(value: object) -> bool:

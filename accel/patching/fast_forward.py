@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from accel_kernels import (
     Op,
+    block_linear,
     causal_convolution,
     convolution_frames,
     experts,
@@ -90,6 +91,7 @@ class Kernels:
     linear: Any
     prompt: PromptAttention = field(default_factory=PromptAttention)
     paged_attention: Any = paged_attention
+    block_linear: Any = block_linear
     causal_convolution: Any = causal_convolution
     convolution_frames: Any = convolution_frames
     experts: Any = experts

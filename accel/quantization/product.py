@@ -7,11 +7,13 @@ import torch
 import torch.nn.functional as F
 from accel_kernels import Norm, Quantized, QuantizedRows, dequantize, quantized_linear
 from accel_kernels.gemm.fused_linear import apply_norm
+from accel_kernels.op import FLOATS
 from torch import nn
 
 from accel.libraries.adapters import BASE
 from accel.patching.structure import foreign, plain, tampered
 from accel.quantization.adapters import low_rank, with_adapters
+from accel.quantization.formats.stored_weight import stored_weight
 from accel.quantization.module import QuantizedLinear, row_tensors
 
 MULTIPLIED = (nn.Linear, nn.Conv2d, QuantizedLinear)  # by exact type
@@ -77,18 +79,19 @@ def layer_reason(*layers: nn.Module | None) -> str | None:
 
 def own_forwards(layers: Iterable[nn.Module | None]) -> str:
     """Which of them are called, for the report: by the package and the class of the layer, or of its weight."""
-    called = [layer for layer in layers if layer is not None and keeps_forward(layer) and not _adapted(layer)]
+    called = [layer for layer in layers if layer is not None and keeps_forward(layer) and not _understood(layer)]
     kinds = {type(layer._parameters["weight"] if type(layer) in MULTIPLIED else layer) for layer in called}
     named = sorted(f"{kind.__module__.partition('.')[0]}'s {kind.__name__}" for kind in kinds)
     told = "runs its own forward" if len(named) == 1 else "run their own forward"
     return f"{', '.join(named)} {told}" if named else ""
 
 
-def _adapted(layer: nn.Module) -> bool:
-    """Whether adapters of low rank are all that it adds to a product."""
+def _understood(layer: nn.Module) -> bool:
+    """Whether it is a product with a weight that is read as it lies, or such a one and adapters of low rank."""
     inner = base(layer)
-    known = isinstance(inner, nn.Linear) and not keeps_forward(inner)
-    return known and low_rank(layer, device_and_dtype(inner)[1]) is not None
+    if not isinstance(inner, nn.Linear) or (keeps_forward(inner) and stored_weight(inner) is None):
+        return False
+    return inner is layer or any(low_rank(layer, dtype) is not None for dtype in FLOATS)
 
 
 def device_and_dtype(linear: nn.Linear) -> tuple[torch.device, torch.dtype]:
@@ -118,14 +121,17 @@ def deferred(linear: nn.Module, x: torch.Tensor) -> bool:
 def product(linear: Any, x: torch.Tensor | Rows, bias: bool = True, multiply: Callable = F.linear) -> torch.Tensor:
     """x W^T, with bias where there is one. x: (..., K). multiply: what multiplies by a plain weight, as F.linear.
 
-    A layer that is called, or has adapters, adds its bias always; see `deferred`.
+    A layer that is called, or has adapters, adds its bias always, and one whose weight is read where it lies; see
+    `deferred`.
     """
     rows = x if isinstance(x, Rows) else Rows(x)
     if keeps_forward(linear):
-        adapters = low_rank(linear, rows.x.dtype)
-        if adapters is None:
+        inner = base(linear)
+        adapters = () if inner is linear else low_rank(linear, rows.x.dtype)
+        stored = stored_weight(inner) if adapters is not None and tampered(inner) is None else None
+        if adapters is None or (inner is linear and stored is None):
             return linear(rows.normed())
-        y = product(base(linear), rows, multiply=multiply)
+        y = product(inner, rows, multiply=multiply) if stored is None else stored(rows.normed())
         return with_adapters(rows.normed(), [y], [adapters])[0] if adapters else y
     *weight, shift = row_tensors(linear)
     return multiplied(linear, (*weight, shift if bias else None), rows, multiply)

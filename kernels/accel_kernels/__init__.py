@@ -11,6 +11,9 @@ from accel_kernels.attention.paged.paged_attention import paged_attention
 from accel_kernels.elementwise.gated import gated, geglu
 from accel_kernels.elementwise.softmax import softmax
 from accel_kernels.gemm.adapters.low_rank_sum import LowRank, low_rank_sum
+from accel_kernels.gemm.blocks.block_linear import block_linear
+from accel_kernels.gemm.blocks.block_weight import BlockWeight
+from accel_kernels.gemm.blocks.dequantize_blocks import dequantize_blocks
 from accel_kernels.gemm.fp8_linear import fp8_linear
 from accel_kernels.gemm.fused_linear import fused_linear
 from accel_kernels.gemm.hopper.hopper_gemm import hopper_gemm
@@ -49,6 +52,7 @@ OPS = tuple(one for one in list(globals().values()) if isinstance(one, Op))
 __all__ = [
     "KV",
     "OPS",
+    "BlockWeight",
     "Case",
     "Convolution",
     "Decay",
@@ -70,9 +74,11 @@ __all__ = [
     "Widening",
     "argmax",
     "attention",
+    "block_linear",
     "causal_convolution",
     "convolution_frames",
     "dequantize",
+    "dequantize_blocks",
     "experts",
     "fp8_linear",
     "fused_linear",

@@ -11,10 +11,12 @@ from accel.diffusion.dit.products.weight_stacks import WeightStacks
 from accel.diffusion.dit.program import Ref, TensorValue, refs, replaced
 from accel.diffusion.dit.ranks.exchanges import Exchange
 from accel.diffusion.dit.ranks.receive_buffers import BufferSlots, ReceiveBuffers
+from accel.diffusion.dit.recorder import call_layer
 from accel.diffusion.dit.schedule import Schedule
 from accel.diffusion.dit.units import Copy, GeluProduct, StackedProduct, TorchCall, Unit, is_product, run_product
 from accel.parallel.ranks import Ranks
 from accel.patching.fast_forward import Kernels
+from accel.quantization.product import product
 
 Slots = list[torch.Tensor | None]
 ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
@@ -146,6 +148,8 @@ class Executable:
             return partial(self._exchange, step.function, unit.place)
         if is_product(step):
             return lambda *args: run_product(step.function, list(args), self.kernels.linear)
+        if step.function is call_layer:
+            return partial(product, multiply=self.kernels.linear)
         if step.name == "scaled_dot_product_attention":
             return partial(self._attend, step.function)
         return step.function

@@ -17,6 +17,8 @@ from accel.parallel.ranks import Ranks
 from accel.parallel.sharded_layers import INPUTS, divided, local, sharding
 from accel.patching.fast_forward import Kernels
 from accel.patching.structure import tampered, trains
+from accel.quantization.formats.stored import StoredWeight
+from accel.quantization.formats.stored_weight import read_stored, stored_weight
 from accel.quantization.module import QuantizedLinear, row_tensors
 from accel.tolerances import LINEAR
 
@@ -34,32 +36,45 @@ def product_for(kernels: Kernels, x: torch.Tensor) -> Callable:
 
 
 class Weights(NamedTuple):
-    """A linear, and how its tensors are read: `operands()` gives weight (out, in), plain or `Quantized`, and bias
-    (out,) or None.
+    """A linear, and how its tensors are read: `operands()` gives weight (out, in), plain, `Quantized` or a
+    `BlockWeight`, and bias (out,) or None.
 
     No views are kept: whoever moves a model elsewhere wants the memory back. transposed: the weight is stored (in,
     out). rows: (first, count) from the weight's own first row on, more than its own where other weights lie behind it;
     None for its own. ranks: among which the inputs are divided, so that products are summed and the bias is added once.
+    in_blocks: the weight is in the format of another library; it has no rows that could lie behind others.
     """
 
     module: Any
     transposed: bool = False
     rows: tuple[int, int] | None = None
     ranks: Ranks | None = None
+    in_blocks: bool = False
 
     @property
     def quantized(self) -> bool:
-        return type(self.module) is QuantizedLinear
+        """Whether it has no plain tensor for a weight."""
+        return self.in_blocks or type(self.module) is QuantizedLinear
+
+    @property
+    def stored(self) -> StoredWeight:
+        """What it has `in_blocks`. Raises ValueError where that is not what it was."""
+        found = read_stored(self.module)
+        if not isinstance(found, StoredWeight):
+            raise ValueError(found or "its weight is of another kind")
+        return found
 
     @property
     def outputs(self) -> int:
+        if self.in_blocks:
+            return self.stored.weight.shape[0]
         weight = self.tensors()[0]
         assert weight is not None
         return weight.shape[1] if self.transposed else weight.shape[0]
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """What lies in rows of the output, and may lie behind another's."""
-        if self.quantized:
+        if type(self.module) is QuantizedLinear:
             return row_tensors(self.module)
         own = self.module._parameters  # nn.Module looks an attribute up in ten times as long, hundreds of times a step
         bias = own["bias"]
@@ -69,6 +84,8 @@ class Weights(NamedTuple):
         """Whether one operation can take both, as gate and up."""
         if self.ranks is not None or other.ranks is not None or self.quantized != other.quantized:
             return False
+        if self.in_blocks or other.in_blocks:
+            return self.in_blocks == other.in_blocks and self.stored.kind == other.stored.kind
         return not self.quantized or self._kind() == other._kind()
 
     def _kind(self) -> tuple:
@@ -77,6 +94,8 @@ class Weights(NamedTuple):
         return self.module.format, self.module.rounding, tensors
 
     def operands(self) -> tuple[Any, torch.Tensor | None]:
+        if self.in_blocks:
+            return self.stored[:2]
         *parts, bias = self.tensors()
         if self.transposed:
             parts = [part.t() for part in parts if part is not None]
@@ -91,7 +110,7 @@ def _rows(tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:
 
 
 def weights(module: nn.Module) -> Weights | None:
-    """The weights of a module that computes x W^T + b; None where it does more: an adapter, a packed weight, a hook.
+    """The weights of a module that computes x W^T + b; None where it does more: an adapter, a hook.
 
     Exact types: a LoRA layer's `.weight` is the base weight without the adapter. A subclass of nn.Linear with nothing
     else in it passes where its forward, tried on small numbers, computes the same. Of a layer that is divided among
@@ -105,6 +124,8 @@ def weights(module: nn.Module) -> Weights | None:
     ranks = None if found is None or found.dim != INPUTS else found.ranks
     if type(module) is QuantizedLinear:
         return None if module.data.is_meta else Weights(module, ranks=ranks)
+    if type(module) is not nn.Linear and found is None and stored_weight(module) is not None:
+        return Weights(module, in_blocks=True)
     parameters = vars(module)["_parameters"]
     weight, bias = parameters.get("weight"), parameters.get("bias")
     kinds = [type(one) is nn.Parameter or (found is not None and divided(one)) for one in (weight, bias)]

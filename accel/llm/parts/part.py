@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from accel_kernels import LowRank, Norm, Quantized, fused_linear
+from accel_kernels import BlockWeight, LowRank, Norm, Quantized, fused_linear
 from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.norm.norm import ACTIVATIONS
 from torch import nn
@@ -17,6 +17,7 @@ from accel.patching.guard import as_understood
 from accel.patching.user_ops import UserOp
 from accel.quantization.activations import many_rows
 from accel.quantization.adapters import low_rank, with_adapters
+from accel.quantization.formats.stored import block_product
 from accel.quantization.product import Rows, base, rounded_product
 
 
@@ -143,6 +144,11 @@ def _product(
     **given: Any,
 ) -> torch.Tensor:
     """The one place that says which rows go where: in 8 bits, to a weight as it lies, or to a plain one."""
+    if isinstance(weight, BlockWeight):
+        one_row = before.x.numel() == weight.columns  # of more rows the op would norm them in a pass of its own
+        x, norm = (before.x, before.norm) if one_row else (before.normed(), None)
+        more = {"bias": bias, "norm": norm, **given}
+        return block_product(kernels.block_linear, x, weight, weights.stored.dtype, before.normed, **more)
     if not isinstance(weight, Quantized):
         x, norm = before.given()
         return product_for(kernels, x)(x, weight, bias, norm=norm, **given)
@@ -231,7 +237,7 @@ class BoundProjections(list[BoundLinear]):
 
 def stacked(parts: list[Weights], stack: bool) -> Weights | None:
     """All as one; None where they do not lie in one storage, and cannot or may not be put there."""
-    if any(part.transposed for part in parts) or not all(parts[0].fits(part) for part in parts):
+    if any(part.transposed or part.in_blocks for part in parts) or not all(parts[0].fits(part) for part in parts):
         return None
     if stacked_tensors([part.module for part in parts], stack) is None:
         return None

@@ -174,7 +174,7 @@ class BoundMlp:
         plain = len(parts) == len(self.first)
         if plain and len(parts) == 2 and parts[0].fits(parts[1]) and spec.scale == 1.0:
             self.gate, self.up = parts
-        elif plain and spec.halves is not None and parts[0].ranks is None:
+        elif plain and spec.halves is not None and parts[0].ranks is None and not parts[0].in_blocks:
             n = parts[0].outputs // 2
             halves = [parts[0]._replace(rows=rows) for rows in ((0, n), (n, n))]
             self.gate, self.up = halves if spec.halves else reversed(halves)
@@ -205,7 +205,8 @@ class BoundMlp:
         """As the shared expert of a mixture, with this linear for its share; None where they are not plain."""
         linears = [self.gate, self.up, None if self.module is not None else self.down.weights]
         linears += [] if share is None else [share.weights]
-        given = [None if one is None or one.ranks is not None else one.operands() for one in linears]
+        plain = (one is not None and one.ranks is None and not one.in_blocks for one in linears)
+        given = [one.operands() if one is not None and fits else None for one, fits in zip(linears, plain, strict=True)]
         if self.spec.inner is not None or any(one is None or one[1] is not None for one in given):
             return None
         return SharedExpert(*(one[0] for one in given if one is not None))

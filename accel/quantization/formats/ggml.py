@@ -6,10 +6,12 @@ import torch
 from accel_kernels.gemm.blocks.block_weight import BlockWeight
 from accel_kernels.gemm.blocks.ggml import GGML
 
+from accel.quantization.formats.stored import StoredWeight
+
 FORMATS = {format.code: format for format in GGML.values()}  # by ggml's number of a type
 
 
-def read_ggml(module: Any) -> BlockWeight | str | None:
+def read_ggml(module: Any) -> StoredWeight | str | None:
     """A linear whose weight is bytes (N, bytes of a row), of a type that the weight names, or the module.
 
     diffusers' weight does, and computes in float16 before it multiplies in the module's `compute_dtype`. transformers'
@@ -34,4 +36,5 @@ def read_ggml(module: Any) -> BlockWeight | str | None:
         data = weight.detach().as_subclass(torch.Tensor).view(torch.uint8)
     if data.is_meta or not data.is_contiguous() or data.data_ptr() % 4:
         return "its bytes are not there yet, or not in their place"
-    return BlockWeight(data, columns, format, compute)
+    held = BlockWeight(data, columns, format, compute)
+    return StoredWeight(held, module._parameters.get("bias"), vars(module).get("compute_dtype"))

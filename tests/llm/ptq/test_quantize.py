@@ -277,7 +277,8 @@ def test_queries_keys_and_values_are_one_product_and_so_are_gate_and_up():
     ours, _ = quantized("llama-biases", "int4-g32-asym")
     generate(ours, *padded())
     bound = vars(next(iter(layers(ours).values())))["forward"].bound
-    assert bound.attention.joint is not None and bound.attention.joint.operands()[0].shape == (64 + 32 + 32, 64)
+    joint = bound.attention.projections.joint
+    assert joint is not None and joint.operands()[0].shape == (64 + 32 + 32, 64)
     assert bound.mlp.gate is not None and bound.mlp.up is not None
     held = layers(ours)["model.layers.0"].self_attn
     for name in ("data", "scales", "zeros", "bias"):

@@ -13,7 +13,7 @@ from accel.quantization.formats.ggml import read_ggml
 from support.compatibility.diffusers_calls import inputs
 from support.compatibility.tiny_diffusers_models import build
 from support.compatibility.transformer_pair import FLUX, SD3, first
-from support.diffusion.ggml import in_blocks
+from support.diffusion.library_formats import in_blocks
 from support.diffusion.outputs import close, error, in_dtype
 from support.diffusion.tiny_models import make_unet, unet_inputs
 from support.kernels.ggml import random_blocks
@@ -29,7 +29,7 @@ def test_linears_of_diffusers(name, dtype):
     columns = GGML[name].columns * 2
     linear = in_blocks(torch.nn.Sequential(torch.nn.Linear(columns, 12)), name, dtype)[0]
     x = torch.randn(3, columns, dtype=dtype)
-    held = read_ggml(linear)
+    held = read_ggml(linear).weight
     assert held.data.data_ptr() == linear.weight.data_ptr() and type(held.data) is torch.Tensor
     assert torch.equal(torch.nn.functional.linear(x, held.dequantized(dtype), linear.bias), linear(x))
 
@@ -43,7 +43,7 @@ def test_linears_of_transformers(name):
     linear.weight.data = random_blocks(format, 24).reshape(12, -1)
     linear.bias.data = torch.randn(12)
     x = torch.randn(9, linear.in_features)  # up to 8 rows are left to a kernel that only GPUs have
-    held = read_ggml(linear)
+    held = read_ggml(linear).weight
     assert torch.equal(x @ held.dequantized(torch.float32).T + linear.bias, linear(x))
     linear.input_permutation = torch.randperm(linear.in_features)
     assert "order" in read_ggml(linear)

@@ -1,7 +1,11 @@
-"""Linears quantized by other libraries, as their own calls do it."""
+"""Linears quantized by other libraries, as their own calls do it, or hold them after they loaded a file."""
 
 import pytest
+import torch
+from accel_kernels.gemm.blocks.ggml import GGML
 from torch import nn
+
+from support.kernels.ggml import random_blocks
 
 
 def by_torchao(kind):
@@ -47,3 +51,23 @@ def quantized(model, format, dtype):
     model = model.to(dtype)
     FORMATS[format](model)
     return model.requires_grad_(False).eval()
+
+
+def in_blocks(model, name: str, dtype: torch.dtype):
+    """Every linear of whole GGUF blocks holds random ones of this format, the rest of the model is in dtype. Returns it."""
+    import gguf
+    from diffusers.quantizers.gguf.utils import GGUFParameter, _replace_with_gguf_linear
+
+    format, packed = GGML[name], {}
+    for place, module in model.to(dtype).named_modules():
+        if type(module) is nn.Linear and module.in_features % format.columns == 0:
+            count = module.weight.numel() // format.columns
+            data = random_blocks(format, count, len(packed), 0.1 / 2 ** (format.low.bits + (format.packing != "") * 5))
+            kind = gguf.GGMLQuantizationType[name]
+            packed[f"{place}.weight"] = GGUFParameter(data.reshape(module.out_features, -1), quant_type=kind)
+    kept = dict(model.named_parameters())
+    _replace_with_gguf_linear(model, dtype, packed)
+    for place, parameter in (kept | packed).items():
+        owner, _, own = place.rpartition(".")
+        model.get_submodule(owner)._parameters[own] = parameter
+    return model

@@ -161,8 +161,6 @@ class Bitsandbytes8(PrequantizedLinear):
     @classmethod
     def recognize(cls, module: nn.Module, dtype: torch.dtype) -> "Bitsandbytes8 | str | None":
         weight, state = module._parameters.get("weight"), vars(module).get("state")
-        if weight is not None and getattr(weight, "quant_state", None) is not None:
-            return "bitsandbytes' 4 bits name entries of a table, not multiples of a scale"
         scales = None if weight is None or weight.dtype != torch.int8 else _scales(weight, state)
         if weight is None or scales is None:
             return None

@@ -12,6 +12,8 @@ from accel.llm.ptq.formats.prequantized import PrequantizedLinear, of_package
 from accel.llm.ptq.formats.saving import guard
 from accel.patching.structure import hooked, placement
 from accel.quantization.activations import FIXED, SCALE
+from accel.quantization.formats.stored import StoredWeight
+from accel.quantization.formats.stored_weight import read_stored
 from accel.quantization.module import QuantizedLinear
 from accel.quantization.patch import QuantizedModulePatch, exchange
 from accel.quantization.scheme import Scheme
@@ -40,6 +42,10 @@ class PrequantizedImport(QuantizedModulePatch):
                 self.rows.append((path, "patched", f"{scheme}, arrived as {answer.kind}{note}"))
             elif answer is not None:
                 self.rows.append((path, "skipped", answer))
+            elif isinstance(held := read_stored(module), StoredWeight):
+                self.rows.append((path, "patched", f"{held.weight.format.name}, read as it came"))
+            elif held is not None:
+                self.rows.append((path, "skipped", f"it runs its own forward: {held}"))
         self.hooks: dict = {}
 
     def repack(self) -> None:

@@ -1,8 +1,7 @@
 """A matrix as a library stores it: rows of blocks, each of so many numbers, in bytes that stay as they came.
 
 A `BlockFormat` says what the bytes of a block mean: `unpack` in torch, which gives the library's own values bit for
-bit, and a function of the same name in `unpacking_triton`, by which kernels read them in place. To add a format, write
-both and name it in `FORMATS`.
+bit, and `unpacking_triton` names a function of kernels that reads them in place. To add a format, write both.
 """
 
 from collections.abc import Callable
@@ -54,7 +53,43 @@ class BlockWeight(NamedTuple):
     def nbytes(self) -> int:
         return self.data.nbytes + sum(one.nbytes for one in self.side if isinstance(one, torch.Tensor))
 
+    @property
+    def kind(self) -> tuple:
+        """Equal for weights that one operation can take, as gate and up."""
+        beside = (one.dtype if isinstance(one, torch.Tensor) else one for one in self.side)
+        return self.format, self.compute, self.shape, self.data.device, *beside
+
+    def first(self, rows: int) -> "BlockWeight":
+        """The first rows of it, in the same memory."""
+        size = rows * self.columns // self.format.columns * self.format.bytes
+        return self._replace(data=self.data.reshape(-1)[:size])
+
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """(N, K) in this dtype: the values in `compute`, rounded once more."""
         blocks = self.data.reshape(-1, self.format.bytes)
         return self.format.unpack(self, blocks).reshape(self.shape).to(dtype)
+
+
+class BlockArguments(NamedTuple):
+    """A weight as kernels take it. None: no such weight."""
+
+    data: torch.Tensor | None = None
+    side: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, weight: BlockWeight | None) -> "BlockArguments":
+        return cls() if weight is None else cls(weight.data, weight.side)
+
+
+def block_reason(weight: BlockWeight) -> str | None:
+    """Why kernels cannot read this weight."""
+    if weight.data.numel() == 0:
+        return "empty"
+    if weight.columns % weight.format.columns:
+        return f"{weight.columns} columns, not a multiple of {weight.format.columns}"
+    tensors = [weight.data, *(one for one in weight.side if isinstance(one, torch.Tensor))]
+    if not all(tensor.is_contiguous() and tensor.device == weight.data.device for tensor in tensors):
+        return "a weight not contiguous, or on several devices"
+    if weight.data.data_ptr() % 4:
+        return "a weight not at a multiple of 4 bytes"
+    return None

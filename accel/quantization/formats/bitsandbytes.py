@@ -1,0 +1,40 @@
+"""bitsandbytes' linears of 4 bits: NF4 and FP4, their scales in float32 or in 8 bits themselves."""
+
+from typing import Any
+
+import torch
+from accel_kernels import BlockWeight
+from accel_kernels.gemm.blocks.codebook import CODEBOOKS, NESTED, PIECE, Codebook
+
+from accel.quantization.formats.stored import StoredWeight
+
+
+def read_bitsandbytes(module: Any) -> StoredWeight | str | None:
+    """A linear whose weight has a `quant_state`. It multiplies in `compute_dtype`, which its first call may choose."""
+    weight = module._parameters.get("weight")
+    state = None if weight is None else vars(weight).get("quant_state")
+    if state is None:
+        return None
+    if weight.is_meta or not module.compute_type_is_set:
+        return "it has not been called yet"
+    if weight.device.type == "cpu" and module.support_avx512bf16_for_cpu:
+        return "on this CPU bitsandbytes packs its weight in another way at a call"
+    if tuple(state.shape) != (module.out_features, module.in_features) or state.quant_type not in CODEBOOKS:
+        return f"a weight {tuple(state.shape)} in {state.quant_type}"
+    columns, scaled = state.shape[1], state.blocksize
+    if columns % scaled or scaled % PIECE or scaled & scaled - 1:  # on a CPU the library takes rows' ends otherwise
+        return f"rows of {columns} columns in blocks of {scaled}"
+    nested = (None, None, None)
+    if state.nested:
+        if state.state2.blocksize != NESTED:
+            return f"scales in blocks of {state.state2.blocksize}"
+        nested = state.state2.code, state.state2.absmax, state.offset
+    side = Codebook(state.code, state.absmax, (scaled // PIECE).bit_length() - 1, *nested)
+    tensors = {name: one for name, one in side._asdict().items() if isinstance(one, torch.Tensor)}
+    dtypes = dict.fromkeys(tensors, torch.float32) | ({"absmax": torch.uint8} if state.nested else {})
+    if any(one.device != weight.device or one.dtype != dtypes[name] for name, one in tensors.items()):
+        return "scales on another device, or of another dtype"
+    with torch._C.DisableTorchFunctionSubclass():  # or every use would be asked of the parameter's class
+        data = weight.detach().as_subclass(torch.Tensor).view(torch.uint8)
+    held = BlockWeight(data, columns, CODEBOOKS[state.quant_type], side=side)
+    return StoredWeight(held, module._parameters["bias"], module.compute_dtype)

@@ -1,0 +1,102 @@
+"""The op `fused_linear` with a weight in the blocks of a library, read as they lie.
+
+For more rows than kernels take, the weight is written out in the dtype of x and cuBLAS multiplies.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from accel_kernels.gemm.blocks.block_weight import block_reason
+from accel_kernels.gemm.blocks.dequantize_blocks import codebook_case, dequantize_blocks, ggml_case
+from accel_kernels.gemm.epilogue import Epilogue
+from accel_kernels.gemm.fused_linear import in_passes as full_in_passes
+from accel_kernels.norm import norm as norms
+from accel_kernels.norm.norm import norm_reason, norm_weights
+from accel_kernels.op import dtype_reason, make_op
+from accel_kernels.product_cases import product_case
+
+MOST_BLOCK_ROWS = 512  # of x up to which kernels read the blocks, as of `Quantized`
+MOST_WIDE_ROWS = 16  # the same of float32, which no tensor core multiplies
+
+
+def reference(x, weight, bias=None, *, norm=None, **after):
+    """x: (..., K); weight, up: `BlockWeight` (N, K); all else, and the result, as of `fused_linear`.
+
+    The weight is rounded once to the dtype of x; sums as torch does them.
+    """
+    h = x if norm is None else norms.reference(x, norm)
+    return Epilogue(bias, **after).exact(weight, lambda one, shift: F.linear(h, one.dequantized(x.dtype), shift))
+
+
+def in_passes(x, weight, bias=None, *, norm=None, up=None, **after):
+    """The same with cuBLAS's products of weights written out for this one call."""
+    wide = None if up is None else dequantize_blocks(up, x.dtype)
+    return full_in_passes(x, dequantize_blocks(weight, x.dtype), bias, norm=norm, up=wide, **after)
+
+
+def reads_blocks(x: torch.Tensor) -> bool:
+    """Whether kernels read the blocks for so many rows; else the weight is written out before the product."""
+    most = MOST_WIDE_ROWS if x.dtype == torch.float32 else MOST_BLOCK_ROWS
+    return x.numel() <= most * x.shape[-1]
+
+
+def supports(x, weight, bias=None, *, norm=None, **after) -> str | None:
+    epilogue = Epilogue(bias, **after)
+    residual = epilogue.residual
+    if x.numel() == 0:
+        return "empty"
+    if not reads_blocks(x):
+        return f"{x.numel() // x.shape[-1]} rows of {x.dtype}, more than kernels take"
+    if (reason := epilogue.refusal(weight.data)) is not None:
+        return reason
+    if epilogue.up is not None and epilogue.up.kind != weight.kind:
+        return "a gate of another shape or format"
+    if (reason := norm_reason(norm)) is not None:
+        return reason
+    if x.shape[-1] != weight.columns or not x.is_contiguous():
+        return f"x not contiguous, or not of {weight.columns} columns"
+    reason = next((reason for one in epilogue.weights(weight) if (reason := block_reason(one))), None)
+    if reason is not None:
+        return reason
+    if residual is not None and (not residual.is_contiguous() or residual.dtype != x.dtype):
+        return "residual not contiguous, or of another dtype"
+    return dtype_reason(x, bias, epilogue.up_bias, residual, *norm_weights(norm))
+
+
+def _case(name, rows, k, n, format="nf4", size=64, *, nested=False, **more):
+    def weight(full):
+        return codebook_case(full, format, size, nested)
+
+    return product_case(name, (rows, k), n, weight=weight, **more)
+
+
+def _ggml(name, rows, k, n, format, compute=torch.float32, **more):
+    return product_case(name, (rows, k), n, weight=lambda full: ggml_case(full, format, compute), **more)
+
+
+CASES = (
+    _ggml("q4_k", 1, 512, 21, "Q4_K", norm="rms", gate=True, activation="silu", small=True),
+    _ggml("q6_k-rows-5", 5, 512, 33, "Q6_K", residual=True, small=True),
+    _ggml("q8_0-half-rows-17", 17, 96, 35, "Q8_0", torch.float16, bias=True, activation="gelu_tanh", small=True),
+    _case("nf4", 1, 96, 37, size=32, small=True),
+    _case("fp4-rms", 1, 192, 21, "fp4", norm="rms", residual=True, scale=0.5, small=True),
+    _case("nf4-nested-gate-bias", 1, 1088, 13, nested=True, norm="gemma", gate=True, bias=True, activation="silu",
+          small=True),
+    _case("nf4-layer-bias", 1, 128, 19, size=128, norm="layer", bias=True, activation="gelu_tanh", small=True),
+    _case("fp4-rows-2", 2, 96, 35, "fp4", 256, bias=True, residual=True, small=True),
+    _case("nf4-rows-5-nested-gate", 5, 192, 33, nested=True, norm="rms", gate=True, activation="silu", small=True),
+    _case("nf4-rows-17", 17, 128, 35, size=128, norm="layer", bias=True, activation="gelu", small=True),
+    _case("fp4-rows-33-gate", 33, 160, 21, "fp4", 32, gate=True, activation="silu", small=True),
+    _case("nf4-rows-70-nested", 70, 192, 35, nested=True, norm="rms", residual=True, scale=0.5, small=True),
+    *(
+        _case(f"llama-{name}-{rows}", rows, k, n, nested=True, **more)
+        for rows in (1, 2, 16, 128, 512)
+        for name, k, n, more in (
+            ("q", 4096, 4096, {"norm": "rms"}),
+            ("gate-up", 4096, 14336, {"norm": "rms", "gate": True, "activation": "silu"}),
+            ("down", 14336, 4096, {"residual": True}),
+        )
+    ),
+)  # fmt: skip
+
+block_linear = make_op("block_linear", reference, supports, CASES, instead=in_passes)

@@ -1,0 +1,155 @@
+"""Rows times a weight in blocks, unpacked in registers: one row on the CUDA cores, others on the tensor cores.
+
+Serves one row in any dtype, up to 16 in float32, up to MOST_BLOCK_ROWS in 16 bits, on every card that has the dtype.
+Sizes of tiles are counted, not measured.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from accel_kernels.device import interpreted, multiprocessors, programmatic, upcast
+from accel_kernels.gemm.blocks.block_weight import BlockArguments
+from accel_kernels.gemm.blocks.unpacking_triton import UNPACKING, format_flags, unpack_blocks
+from accel_kernels.gemm.epilogue import Epilogue
+from accel_kernels.gemm.epilogue_triton import epilogue, store_sum
+from accel_kernels.gemm.fused_linear import apply_norm
+from accel_kernels.norm.norm import kernel_arguments
+from accel_kernels.sizes import power_of_two
+from accel_kernels.warmup import launch
+
+
+@triton.jit
+def block_gemv_kernel(
+    x_ptr, weight, up, norm, after, y_ptr, n, K: tl.constexpr, FORMAT: tl.constexpr, COLUMNS: tl.constexpr,
+    COMPUTE: tl.constexpr, PLAIN: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """NORM: "none", or "rms", whose factor of the whole row comes last. Values are not rounded to the dtype of x."""
+    BLOCKS: tl.constexpr = K // COLUMNS
+    BLOCK_K: tl.constexpr = BLOCK_B * COLUMNS
+    n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.minimum(n_idx, n - 1).to(tl.int64)[:, None] * BLOCKS
+    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    acc_u = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    squares = tl.zeros((BLOCK_K,), tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    for start in tl.range(0, BLOCKS, BLOCK_B, num_stages=STAGES):
+        place = start + tl.arange(0, BLOCK_B)[None, :]
+        block = row + place
+        mask = tl.broadcast_to(place < BLOCKS, (BLOCK_N, BLOCK_B))
+        values = unpack_blocks(weight, block, mask, FORMAT, COMPUTE, PLAIN)
+        k_idx = start * COLUMNS + tl.arange(0, BLOCK_K)
+        x = tl.load(x_ptr + k_idx, mask=k_idx < K, other=0.0).to(tl.float32)
+        if NORM == "rms":
+            squares += x * x
+            if norm.weight is not None:
+                x *= tl.load(norm.weight + k_idx, mask=k_idx < K, other=0.0).to(tl.float32) + norm.offset
+        wide = tl.broadcast_to(x[None, :], (BLOCK_N, BLOCK_K))
+        acc = tl.fma(values, wide, acc)
+        if GATE:
+            values = unpack_blocks(up, block, mask, FORMAT, COMPUTE, PLAIN)
+            acc_u = tl.fma(values, wide, acc_u)
+    y, other = tl.sum(acc, axis=1), tl.sum(acc_u, axis=1)
+    if NORM == "rms":
+        factor = tl.rsqrt(tl.sum(squares, axis=0) / K + norm.eps)
+        y, other = y * factor, other * factor
+    y = epilogue(y, other, n_idx, n_idx < n, None, None, after, GATE, ACTIVATION)
+    store_sum(y, n_idx, n_idx < n, after, y_ptr)
+
+
+@triton.jit(do_not_specialize=("m", "blocks_m"))
+def block_rows_kernel(
+    x_ptr, weight, up, after, y_ptr, m, n, blocks_m, K: tl.constexpr, FORMAT: tl.constexpr, COLUMNS: tl.constexpr,
+    COMPUTE: tl.constexpr, PLAIN: tl.constexpr, GATE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Programs that have the same rows of the weight are neighbors: memory gives them once, the L2 cache again."""
+    BLOCKS: tl.constexpr = K // COLUMNS
+    BLOCK_K: tl.constexpr = BLOCK_B * COLUMNS
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    n_idx = tl.program_id(0) // blocks_m * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_idx = tl.program_id(0) % blocks_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = tl.minimum(n_idx, n - 1).to(tl.int64)[:, None] * BLOCKS
+    x_row = x_ptr + tl.minimum(m_idx, m - 1).to(tl.int64)[None, :] * K
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    acc_u = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for start in range(0, BLOCKS, BLOCK_B):
+        place = start + tl.arange(0, BLOCK_B)[None, :]
+        mask = tl.broadcast_to(place < BLOCKS, (BLOCK_N, BLOCK_B))
+        k_idx = start * COLUMNS + tl.arange(0, BLOCK_K)
+        x = tl.load(x_row + k_idx[:, None], mask=(k_idx < K)[:, None], other=0.0)
+        left = unpack_blocks(weight, row + place, mask, FORMAT, COMPUTE, PLAIN).to(DTYPE)
+        if UPCAST:
+            x, left = x.to(tl.float32), left.to(tl.float32)
+        acc = tl.dot(left, x, acc, input_precision="ieee")
+        if GATE:
+            left = unpack_blocks(up, row + place, mask, FORMAT, COMPUTE, PLAIN).to(DTYPE)
+            if UPCAST:
+                left = left.to(tl.float32)
+            acc_u = tl.dot(left, x, acc_u, input_precision="ieee")
+    n_col, n_mask = n_idx[:, None], (n_idx < n)[:, None]
+    y = epilogue(acc, acc_u, n_col, n_mask, None, None, after, GATE, ACTIVATION)
+    store_sum(y, m_idx[None, :].to(tl.int64) * n + n_col, (m_idx < m)[None, :] & n_mask, after, y_ptr)
+
+
+class BlockTile(NamedTuple):
+    """Rows of x and of the weight, and its columns, to a step of a program; warps, and stages of the pipeline."""
+
+    x_rows: int
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+def block_tile(rows: int, n: int, columns: int, gate: bool, wide: bool, processors: int) -> BlockTile:
+    """columns: of a block. wide: of float32."""
+    if rows == 1:
+        block = 4 if gate or n < 16 * processors else 8  # of more rows x is read less often
+        return BlockTile(1, block, max(1024, columns), block, 4)
+    x_rows = min(128, max(16, power_of_two(rows)))
+    step = max(columns, 64 if wide or x_rows > 16 or interpreted() else 256)
+    if interpreted():
+        return BlockTile(min(64, x_rows), 32, step, 4, 2)
+    most = 8192 // step  # values of a step stay in registers
+    if x_rows == 16:
+        return BlockTile(16, 16, step, 4, 3)
+    broad = not gate and -(-rows // x_rows) * (n // 128) >= processors
+    block = min(most, 128 if broad else 64 if n >= 64 * processors or rows > 64 else 32)
+    return BlockTile(x_rows, block, step, 8 if x_rows * block * (1 + gate) > 8192 else 4, 3)
+
+
+def block_linear(x, weight, bias=None, *, norm=None, tile=None, **after):
+    """Same arguments and result as the reference. tile: a `BlockTile`."""
+    n, k = weight.shape
+    rows, after = x.numel() // k, Epilogue(bias, **after)
+    y = torch.empty((*x.shape[:-1], n), device=x.device, dtype=x.dtype)
+    gate, columns = after.up is not None, weight.format.columns
+    if tile is None:
+        tile = block_tile(rows, n, columns, gate, x.dtype == torch.float32, multiprocessors(x.device))
+    inside = rows == 1 and norm is not None and not norm.centered and norm.bias is None
+    if norm is not None and not inside:
+        x = apply_norm(x, norm)
+    weights = BlockArguments.of(weight), BlockArguments.of(after.up)
+    sizes = {"BLOCK_N": tile.rows, "BLOCK_B": tile.columns // columns}
+    given = {**format_flags(weight), **after.flags, **sizes, **UNPACKING}
+    if rows == 1:
+        before, kind = kernel_arguments(norm if inside else None)
+        launch(
+            block_gemv_kernel, (triton.cdiv(n, tile.rows),),
+            x, *weights, before, after.arguments, y, n, K=k, NORM=kind, **given, STAGES=tile.stages,
+            num_warps=tile.warps, **programmatic(x.device),
+        )  # fmt: skip
+        return y
+    blocks_m = triton.cdiv(rows, tile.x_rows)
+    launch(
+        block_rows_kernel, (blocks_m * triton.cdiv(n, tile.rows),),
+        x, *weights, after.arguments, y, rows, n, blocks_m, K=k, **given, BLOCK_M=tile.x_rows,
+        UPCAST=upcast(x.dtype), num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return y

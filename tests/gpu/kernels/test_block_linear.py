@@ -1,0 +1,27 @@
+"""Weights in the blocks of a library, unpacked by compiled kernels."""
+
+import pytest
+import torch
+from accel_kernels import dequantize_blocks
+
+from accel.quantization.formats.stored_weight import stored_weight
+from support.bits import four_bit
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", dequantize_blocks.cases, ids=lambda case: case.name)
+def test_values_are_the_references_to_the_bit(case, dtype):
+    args, _ = case.make(torch.device("cuda"), dtype)
+    assert torch.equal(dequantize_blocks.triton(*args), dequantize_blocks.reference(*args))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_values_are_the_librarys_to_the_bit(kind, nested, dtype):
+    functional = pytest.importorskip("bitsandbytes").functional
+    linear = four_bit(torch.nn.Linear(1024, 320, device="cuda", dtype=dtype), kind, nested)
+    wanted = functional.dequantize_4bit(linear.weight, linear.quant_state)
+    assert torch.equal(dequantize_blocks(stored_weight(linear).weight, dtype), wanted)
