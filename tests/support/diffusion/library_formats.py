@@ -54,7 +54,7 @@ def quantized(model, format, dtype):
 
 
 def in_blocks(model, name: str, dtype: torch.dtype):
-    """Every linear of whole GGUF blocks holds random ones of this format, the rest of the model is in dtype. Returns it."""
+    """Every linear of whole GGUF blocks holds random ones of this format, the rest is in dtype. Returns the model."""
     import gguf
     from diffusers.quantizers.gguf.utils import GGUFParameter, _replace_with_gguf_linear
 
