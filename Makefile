@@ -27,13 +27,14 @@ OLDEST_TRITON := triton==3.6.0
 WITH_OLDEST := $(VENV)/.oldest-triton
 # Ray is 79 MB and a process of its own for each of its parts: without it, make test leaves its tests out.
 WITH_RAY := $(VENV)/.ray
+WITH_FORMATS := $(VENV)/.formats
 # With a comma, at which a call in a makefile would be cut.
 SELF := .[dev,docs]
 # Compiling torch's 1000 modules takes longer than running them: done while the rest is installed.
 TORCH_BYTECODE := PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import torch._dynamo" 2>/dev/null
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-faults test-ray test-versions test-newest compatibility test-gpu docs lint format bench plots clean
+.PHONY: help demo test test-all test-faults test-formats test-ray test-versions test-newest compatibility test-gpu docs lint format bench plots clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
@@ -65,6 +66,15 @@ test-all: $(WITH_OLDEST)  ## test, with every product of families and modes, and
 
 test-faults: $(READY)  ## which of the faults in tests/faults the tests see (ARGS="kv-* --jobs 2")
 	$(BIN)/python -m tests.faults $(ARGS)
+
+# Once torchao is there, every process that imports transformers imports it too, for a second or two.
+$(WITH_FORMATS): $(READY)
+	@echo "installing torchao and optimum-quanto into $(VENV)"
+	@$(call install,--no-build-isolation --editable ".[formats]")
+	@touch $@
+
+test-formats: $(WITH_FORMATS)  ## the tests of linears in the formats of torchao and Quanto, which it installs
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/diffusion -k "formats" $(ARGS)
 
 $(WITH_RAY): $(READY)
 	@echo "installing ray into $(VENV)"

@@ -25,12 +25,16 @@ from accel.tolerances import PREQUANTIZED
 READERS: tuple[Callable[[Any], StoredWeight | str | None], ...] = (read_bitsandbytes, read_ggml)
 
 PROBED = 64  # outputs that are compared
+TIMED: frozenset[str] = frozenset()  # formats whose products are known to pay on a GPU
 
 
 def read_stored(module: Any) -> StoredWeight | str | None:
     """What the first reader gives that knows the module."""
     try:
-        return next((found for read in READERS if (found := read(module)) is not None), None)
+        found = next((found for read in READERS if (found := read(module)) is not None), None)
+        if isinstance(found, StoredWeight) and found.weight.is_cuda and found.weight.format.name not in TIMED:
+            return f"products of {found.weight.format.name} have not been timed on a GPU"
+        return found
     except (AttributeError, RuntimeError, TypeError) as error:  # of another version, or half made
         return f"its weight cannot be read: {reason_of(error)}"
 

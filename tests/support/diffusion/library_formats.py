@@ -10,7 +10,7 @@ from support.kernels.ggml import random_blocks
 
 def by_torchao(kind):
     def quantize(model):
-        torchao = pytest.importorskip("torchao.quantization")
+        torchao = pytest.importorskip("torchao.quantization", reason="needs torchao: make test-formats")
         torchao.quantize_(model, getattr(torchao, kind)())
 
     return quantize
@@ -18,7 +18,7 @@ def by_torchao(kind):
 
 def by_quanto(weights):
     def quantize(model):
-        quanto = pytest.importorskip("optimum.quanto")
+        quanto = pytest.importorskip("optimum.quanto", reason="needs optimum-quanto: make test-formats")
         quanto.quantize(model, weights=getattr(quanto, weights))
         quanto.freeze(model)
 
