@@ -29,6 +29,8 @@ from support.everything import EVERYTHING
         (("tiny", "--activations", "int8"), "needs --weights int8"),
         (("tiny", "--weights", "int8-asym", "--activations", "int8"), "needs weights='int8', not 'int8-asym'"),
         (("tiny", "--weights", "fp8", "--activations", "fp8", "--dtype", "fp16"), "give --dtype bf16"),
+        (("adapters", "sd99"), "'sd99' is no model of"),
+        (("adapters", "--ranks", "0,4"), "whole numbers from 1 on"),
         (("ready", "sd99"), "'sd99' is none of"),
         (("ready", "sd15+int8"), "'sd15+int8': behind a plus stands one of"),
         (("ready", "llama-8b+case"), "'llama-8b+case': behind a plus stands one of"),
@@ -182,3 +184,15 @@ def test_a_case_that_fails_does_not_cost_the_next_and_a_compiler_is_no_failure_o
     assert result.exit_code == 1 and "flux: failed: stock: OutOfMemoryError: CUDA out of memory" in result.output
     assert [path.name for path in tmp_path.iterdir()] == ["cpu-tiny.json"]
     assert run_command("bench", "tiny", "--device", "cpu", "--out", tmp_path).exit_code == 0
+
+
+def test_bench_adapters_writes_json(tmp_path):
+    pytest.importorskip("peft")
+    asked = ("tiny-text", "--ranks", "4", "--counts", "1,2", "--budget", "0.05")
+    result = run_command("bench", "adapters", *asked, "--device", "cpu", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    figures = json.loads((tmp_path / "cpu-adapters.json").read_text())
+    (row,) = figures["rows"]
+    assert figures["dtype"] == "float32" and list(row["variants"]) == ["plain", "1 x 4", "2 x 4"]
+    assert all(one["median_ms"] > 0 and one["error"] == 0 for one in row["variants"].values())
+    assert {"ratio", "switch_ms"} <= row["variants"]["2 x 4"].keys() and row["called"]["plain"] == []

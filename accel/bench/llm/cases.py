@@ -143,7 +143,7 @@ class Work:
         less += (1 - variant.kept) * self.traffic.cache(rows, tokens)
         moved = self.traffic.step_bytes(rows, tokens) - less
         found = speed(rows, median, variant)
-        return found | {"share_of_bandwidth": round(moved / self.bandwidth / median["step"], 4)}
+        return found | {"share_of_bandwidth": round(moved / self.bandwidth / found["ms_step"] * 1e3, 4)}
 
 
 def speed(rows: int, median: dict[str, float], variant: Variant) -> dict:

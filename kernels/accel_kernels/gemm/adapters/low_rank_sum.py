@@ -41,8 +41,8 @@ def _exact(x: torch.Tensor, y: torch.Tensor, one: LowRank) -> torch.Tensor:
 
 def in_passes(x, ys, adapters):
     """The same in two products each, the second of which adds to y."""
-    x = x.to(adapters[0].down.dtype)
-    return tuple(_added(x, y, one) for y, one in zip(ys, adapters, strict=True))
+    wide = {kind: x.to(kind) for kind in {one.down.dtype for one in adapters}}
+    return tuple(_added(wide[one.down.dtype], y, one) for y, one in zip(ys, adapters, strict=True))
 
 
 def _added(x: torch.Tensor, y: torch.Tensor, one: LowRank) -> torch.Tensor:

@@ -1,0 +1,126 @@
+"""What adapters cost: calls of a model without any, with one and with several, in turns; and what a switch costs."""
+
+import copy
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+import accel
+from accel.bench.diffusion.cases import CASES
+from accel.bench.llm.configs import CONFIGS
+from accel.bench.llm.models import build
+from accel.bench.timing import compare_times, seconds, synchronize
+from accel.comparison import relative_rms
+
+PROMPT, TOKENS = 128, 33  # of a call of a language model
+PREFIX = "adapter"
+
+
+def usual(device: torch.device) -> list[str]:
+    """Names that are measured where none is given."""
+    return ["sdxl", "flux", "llama-8b"] if device.type == "cuda" else ["tiny", "tiny-text"]
+
+
+def plain_subject(name: str, device: torch.device) -> tuple[nn.Module, Callable[[nn.Module, int], torch.Tensor]]:
+    """A model with random weights, and call number i of it or a copy. Raises KeyError for an unknown name."""
+    on_cpu = device.type != "cuda"
+    if name in CASES and CASES[name].entry == "forward":
+        case = CASES[name]
+        dtype = torch.float32 if on_cpu else case.dtype
+        inputs = case.inputs(device, dtype)
+        return case.build(device, dtype), lambda model, i: case.call(model, inputs[i % len(inputs)])
+    given = name.removesuffix("-text")
+    if given not in CONFIGS:
+        raise KeyError(name)
+    model = build(given, device, torch.float32 if on_cpu else torch.bfloat16)
+    ids = torch.arange(PROMPT, device=device)[None] % model.config.get_text_config().vocab_size
+    call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": TOKENS, "do_sample": False}
+    return model, lambda model, i: model.generate(ids, **call)
+
+
+def put_adapters_on(model: nn.Module, count: int, rank: int) -> list[str]:
+    """Puts LoRAs of random weights on every linear inside the model's blocks, all active. Returns their names."""
+    import peft
+
+    dtype = next(model.parameters()).dtype
+    linears = (path for path, module in model.named_modules() if isinstance(module, nn.Linear))
+    places = [path for path in linears if any(part.isdigit() for part in path.split("."))]
+    names = [f"{PREFIX}{number}" for number in range(count)]
+    for name in names:
+        config = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=places, init_lora_weights=False)
+        peft.inject_adapter_in_model(config, model, adapter_name=name)
+    activate(model, names)
+    for path, parameter in model.named_parameters():
+        if PREFIX in path:
+            parameter.data = parameter.data.to(dtype) * (0.5 if "lora_B" in path else 1.0)
+    model.requires_grad_(False).eval()
+    return names
+
+
+def activate(model: nn.Module, names: list[str]) -> None:
+    """Makes these adapters the active ones."""
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            module.set_adapter(names)  # type: ignore[operator]
+    model.requires_grad_(False)
+
+
+def measure_adapters(name: str, device: torch.device, ranks: list[int], counts: list[int], budget_s: float) -> dict:
+    """Milliseconds a call of each number of adapters and rank, as a share of the model without any.
+
+    error: of the first output, stock's beside accel's, relative; of tokens, the share that differs. switch_ms: what the
+    first call after a switch takes beyond others. All share the model's own weights.
+    """
+    model, call = plain_subject(name, device)
+    variants: dict[str, nn.Module] = {"plain": model}
+    names: dict[str, list[str]] = {}
+    for rank in ranks:
+        for count in counts:
+            shared = {id(one): one for one in (*model.parameters(), *model.buffers())}
+            twin = copy.deepcopy(model, shared)
+            names[f"{count} x {rank}"] = put_adapters_on(twin, count, rank)
+            variants[f"{count} x {rank}"] = twin
+    errors = {}
+    with torch.inference_mode():
+        for variant, one in variants.items():
+            wanted = call(one, 0)
+            accel.optimize(one)
+            got = call(one, 0)
+            whole = not wanted.is_floating_point()
+            apart = (wanted != got).float().mean() if whole else relative_rms(got.float(), wanted.float())
+            errors[variant] = round(float(apart), 6)
+        times = compare_times({key: partial(call, one) for key, one in variants.items()}, device, budget_s=budget_s)
+        plain = times["plain"].median_ms
+        rows = {
+            key: timing.to_dict() | {"ratio": round(timing.median_ms / plain, 4), "error": errors[key]}
+            for key, timing in times.items()
+        }
+        for key, own in names.items():
+            rows[key]["switch_ms"] = round(_switch_ms(variants[key], own, call, device, times[key].median_ms), 2)
+    return {"name": name, "variants": rows, "called": _called(variants)}
+
+
+def _switch_ms(
+    model: nn.Module, names: list[str], call: Callable[[nn.Module, int], Any], device: torch.device, usual_ms: float
+) -> float:
+    """Beyond a call: that of a factor that becomes another one, and a call."""
+    synchronize(device)
+    start = time.perf_counter()
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            module.set_scale(names[0], 0.7)  # type: ignore[operator]
+    return (time.perf_counter() - start + seconds(partial(call, model, 0), device)) * 1e3 - usual_ms
+
+
+def _called(variants: dict[str, nn.Module]) -> dict[str, list[str]]:
+    """What runs its own forward, and what fell back to stock."""
+    found = {}
+    for key, model in variants.items():
+        report = accel.report(model)
+        told = {reason for *_, status, reason in report.sites if status == "patched" and "own forward" in reason}
+        found[key] = sorted(told | {reason for _, reason, _ in report.fallbacks})
+    return found
