@@ -7,7 +7,6 @@ import typer
 from rich.console import Console
 
 from accel.commands.options import DEVICE_HELP, parse_device, quiet
-from accel.errors import reason_of
 from accel.progress import progress_bar
 
 
@@ -30,6 +29,7 @@ def bench_adapters(
     from accel.bench import results
     from accel.bench.adapters import measure_adapters, usual
     from accel.bench.machine import provenance, slug
+    from accel.errors import reason_of
 
     place = parse_device(device)
     try:
