@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from accel.bench.llm.configs import CONFIGS
 from accel.bench.llm.models import build
 from accel.bench.timing import compare_times, seconds, synchronize
 from accel.comparison import relative_rms
+from accel.libraries.adapters import DOWN, UP
 
 PROMPT, TOKENS = 128, 33  # of a call of a language model
 PREFIX = "adapter"
@@ -56,16 +57,15 @@ def put_adapters_on(model: nn.Module, count: int, rank: int) -> list[str]:
     activate(model, names)
     for path, parameter in model.named_parameters():
         if PREFIX in path:
-            parameter.data = parameter.data.to(dtype) * (0.5 if "lora_B" in path else 1.0)
+            parameter.data = parameter.data.to(dtype) * (0.5 if UP in path else 1.0)
     model.requires_grad_(False).eval()
     return names
 
 
 def activate(model: nn.Module, names: list[str]) -> None:
     """Makes these adapters the active ones."""
-    for module in model.modules():
-        if hasattr(module, "lora_A"):
-            module.set_adapter(names)  # type: ignore[operator]
+    for layer in _layers(model):
+        layer.set_adapter(names)
     model.requires_grad_(False)
 
 
@@ -110,10 +110,14 @@ def _switch_ms(
     """Beyond a call: that of a factor that becomes another one, and a call."""
     synchronize(device)
     start = time.perf_counter()
-    for module in model.modules():
-        if hasattr(module, "lora_A"):
-            module.set_scale(names[0], 0.7)  # type: ignore[operator]
+    for layer in _layers(model):
+        layer.set_scale(names[0], 0.7)
     return (time.perf_counter() - start + seconds(partial(call, model, 0), device)) * 1e3 - usual_ms
+
+
+def _layers(model: nn.Module) -> Iterator[Any]:
+    """Those that adapters of low rank are on."""
+    return (module for module in model.modules() if DOWN in module._modules)
 
 
 def _called(variants: dict[str, nn.Module]) -> dict[str, list[str]]:

@@ -24,7 +24,7 @@ from accel.llm.runtime.mlp_formula import understand_mlp
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import plain_settings
 
-Weights = tuple[float, float]  # of what goes on, and of what is added to it
+Factors = tuple[float, float]  # of what goes on, and of what is added to it
 
 
 def understand_layer(layer: LayerRecord, record: Record) -> LayerSpec:
@@ -147,7 +147,7 @@ def _put_together(
             return next((one for one in held_floats(holders) if is_plain_sum(base, branch * one, total)), None)
         return named if named is not None and is_sum(base, branch, named, total) else None
 
-    def weighed(base: torch.Tensor, branch: torch.Tensor, total: torch.Tensor, place: int) -> Weights | None:
+    def weighed(base: torch.Tensor, branch: torch.Tensor, total: torch.Tensor, place: int) -> Factors | None:
         """The numbers r and s, each as of `scale`, with total = r * base + s * branch, and not without the base."""
         if known is not None:
             found = scale(_times(known.bases[place], base), branch, total, place)
@@ -179,8 +179,8 @@ def _put_together(
 
     before_attention = after_attention = post_attention = before_mlp = post_mlp = after_mlp = entering = None
     parallel = shared = False
-    first: Weights | None = (1.0, 1.0)
-    second: Weights | None = (1.0, 1.0)
+    first: Factors | None = (1.0, 1.0)
+    second: Factors | None = (1.0, 1.0)
     if mixer is None:
         begin, end = mlp_calls[:2]
         before_mlp, (post_mlp, last) = before(begin, "MLP"), after(end)

@@ -61,17 +61,17 @@ class LightningFormula(NamedTuple):
         zero = joint.new_zeros(()).expand(*v.shape[:-1], 1)
         return {"q": q, "k": k, "v": v.unsqueeze(-2), "a": zero}
 
-    def decay(self, layer: nn.Module) -> Decay:
-        """As its rates are now."""
-        rate = _tensor(layer, self.rate).flatten().to(STATE).log()
-        return Decay(rate, torch.zeros_like(rate), limits=AT_ONCE)
+    def decay(self, layer: nn.Module, zeros: torch.Tensor) -> Decay:
+        """As its rates are now. zeros: one a head."""
+        return Decay(_tensor(layer, self.rate).flatten().to(STATE).log(), zeros, limits=AT_ONCE)
 
     def attended(self, layer: nn.Module, joint: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of whole texts what a state gives, (rows, tokens, heads * Dv), and that. joint: before the activation."""
         parts = self.parts(joint if self.activation is None else ACTIVATIONS[self.activation](joint))
         state = torch.zeros(joint.shape[0], self.heads, self.key_dim, self.value_dim, device=joint.device)
         slots = torch.arange(joint.shape[0], device=joint.device)
-        given = *(parts[name] for name in "qkva"), self.decay(layer), state, Sequences(slots, 0 * slots)
+        decay = self.decay(layer, state.new_zeros(self.heads))
+        given = *(parts[name] for name in "qkva"), decay, state, Sequences(slots, 0 * slots)
         return linear_attention_prompt.reference(*given, **OPTIONS).flatten(2), state
 
 
@@ -190,11 +190,12 @@ class BoundLightningAttention(BoundLinearAttention):
         self.spec, self.layer = spec, layer
         self.projections = BoundProjections(layer, spec.projections, stack=False)
         self.norm = BoundNorm(kernels, layer, spec.norm)
+        self.zeros = _tensor(layer, spec.formula.rate).new_zeros(spec.formula.heads, dtype=STATE)
 
     @property
     def decay(self) -> Decay:
         """Of prompts and steps."""
-        return self.spec.formula.decay(self.layer)
+        return self.spec.formula.decay(self.layer, self.zeros)
 
     decay_of_steps = decay
 

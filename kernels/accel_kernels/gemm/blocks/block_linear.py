@@ -4,13 +4,12 @@ For more rows than kernels take, the weight is written out in the dtype of x and
 """
 
 import torch
-import torch.nn.functional as F
 
 from accel_kernels.gemm.blocks.block_weight import block_reason
 from accel_kernels.gemm.blocks.dequantize_blocks import codebook_case, dequantize_blocks, ggml_case
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.fused_linear import in_passes as full_in_passes
-from accel_kernels.norm import norm as norms
+from accel_kernels.gemm.quantized.quantized_linear import quantized_linear
 from accel_kernels.norm.norm import norm_reason, norm_weights
 from accel_kernels.op import dtype_reason, make_op
 from accel_kernels.product_cases import product_case
@@ -20,12 +19,8 @@ MOST_WIDE_ROWS = 16  # the same of float32, which no tensor core multiplies
 
 
 def reference(x, weight, bias=None, *, norm=None, **after):
-    """x: (..., K); weight, up: `BlockWeight` (N, K); all else, and the result, as of `fused_linear`.
-
-    The weight is rounded once to the dtype of x; sums as torch does them.
-    """
-    h = x if norm is None else norms.reference(x, norm)
-    return Epilogue(bias, **after).exact(weight, lambda one, shift: F.linear(h, one.dequantized(x.dtype), shift))
+    """x: (..., K); weight, up: `BlockWeight` (N, K); all else, and the result, as of `quantized_linear`."""
+    return quantized_linear.reference(x, weight, bias, norm=norm, **after)
 
 
 def in_passes(x, weight, bias=None, *, norm=None, up=None, **after):
