@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from accel_kernels import Norm, fused_linear, paged_attention, quantized_linear
+from accel_kernels import Norm, paged_attention
 
 from benchmarks.kernels.shapes import FORMATS, SHAPES, Product, Sizes
 from benchmarks.kernels.stored_attention import store
@@ -35,7 +35,7 @@ class Token:
         one = self.products[name]
         given = {"norm": self.norm} if one.sizes.norm else {"residual": residual}
         given |= {"activation": one.sizes.activation} if one.sizes.gate else {}
-        return one.call(fused_linear if one.format == "bf16" else quantized_linear, x, one.sets[layer], given)
+        return one.call(one.op, x, one.sets[layer], given)
 
     def attention(self, layer: int, qkv: torch.Tensor, kvs: list, angles: torch.Tensor) -> torch.Tensor:
         heads = self.hidden // DIM
@@ -50,7 +50,7 @@ class Token:
             x = self.multiply("out", layer, inner, x)
             x = self.multiply("down", layer, self.multiply("gate-up", layer, x, x), x)
         (weight,) = self.head.sets[0]
-        return (fused_linear if self.head.format == "bf16" else quantized_linear)(x, weight)
+        return self.head.op(x, weight)
 
 
 def attend(token: Token, qkv: torch.Tensor, kvs: list, angles: torch.Tensor) -> None:
@@ -69,7 +69,7 @@ def main(
     plain = Product(sizes, "bf16", 1)
     counts = numbers(rows)[: 2 if TOY else None]
     for format in words(formats):
-        own = head and FORMATS[format] is not None
+        own = head and FORMATS.get(format) is not None
         token = Token(model, format, Product(sizes, "fp8" if format == "fp8" else "int8", 1) if own else plain)
         inputs = {count: rand(count, token.hidden) for count in counts}
         compile_ahead([partial(token.step, x) for x in inputs.values()])

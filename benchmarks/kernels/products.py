@@ -1,6 +1,7 @@
 """Products of the shapes of language models and diffusion transformers: every kernel, format and tile, beside torch.
 
-`--study` names what is multiplied: few-rows, one-row, four-bits, many-rows, crossover, eight-bits, outliers, hopper.
+`--study` names what is multiplied: few-rows, one-row, four-bits, many-rows, crossover, eight-bits, outliers, hopper,
+blocks.
 Norm, gate, residual and bias are included, weights are distinct and larger together than the cache. A way is timed only
 where its error against float32 is at most twice that of torch in the same dtype, of rows in 8 bits somewhat more, as
 sums in other orders are. `whole`: false for a part of a product. `sums`: of a model's layers, in milliseconds.
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from accel_kernels import Norm, fp8_linear, fused_linear, hopper_gemm, int8_linear, quantize_rows, quantized_linear
+from accel_kernels import Norm, fp8_linear, hopper_gemm, int8_linear, quantize_rows
 from accel_kernels.gemm import cublaslt
 from accel_kernels.gemm.fp8_linear import in_passes as fp8_in_passes
 from accel_kernels.gemm.fused_linear import in_passes as full_in_passes
@@ -20,7 +21,6 @@ from accel_kernels.gemm.int8_linear import in_passes as int8_in_passes
 from accel_kernels.gemm.int8_linear import integer_product
 from accel_kernels.gemm.linear import LinearChooser
 from accel_kernels.gemm.quantize_rows import SHARE, QuantizedRows
-from accel_kernels.gemm.quantized.quantized_linear import in_passes as quantized_in_passes
 
 from benchmarks.kernels.shapes import FP8, HOPPER, SHAPES, UNIT, Product, Sizes
 from benchmarks.kernels.timer import compile_ahead, rand, times_us
@@ -64,11 +64,10 @@ def ways(product: Product, x: torch.Tensor, given: dict, study: str) -> Iterator
     elif study == "hopper":
         yield from _of_rounded_rows(product, x, given, study)
     else:
-        full = format == "bf16"
-        yield ("torch" if full else "written out"), plain(full_in_passes if full else quantized_in_passes)
+        full, op = format == "bf16", product.op
+        yield ("torch" if full else "written out"), plain(op.instead)
         if full and not TOY:
             yield "cublaslt", plain(full_in_passes, linear=LinearChooser())
-        op = fused_linear if full else quantized_linear
         if product.call(op.supports, x, product.sets[0], given) is None or TOY:
             yield "chosen", plain(op.triton)
         if study == "crossover" and not full:
@@ -173,8 +172,7 @@ def _exact(product: Product, way: Way) -> tuple[torch.Tensor, float]:
     if isinstance(way.x, QuantizedRows):
         theirs = exact.bfloat16()
     else:
-        op = full_in_passes if product.format == "bf16" else quantized_in_passes
-        theirs = product.call(op, way.x, product.sets[0], way.given)
+        theirs = product.call(product.op.instead, way.x, product.sets[0], way.given)
     return exact, float((theirs.float() - exact).abs().max() / exact.abs().max())
 
 
@@ -197,6 +195,7 @@ PLANS = {
     "eight-bits": Plan(LLAMA, (128, 512, 2048, 8192), ("bf16", "int8", "fp8")),
     "outliers": Plan(LLAMA, (2048,), ("bf16", "int8")),
     "hopper": Plan((), (), ("bf16", "int8", "fp8")),
+    "blocks": Plan(LLAMA, (1, 2, 8, 16, 64, 128, 512, 2048), ("bf16", "nf4-nested", "Q4_K", "Q6_K", "Q8_0")),
 }
 
 

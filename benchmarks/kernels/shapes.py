@@ -1,10 +1,13 @@
 """What is multiplied: products of language models and diffusion transformers, with weights in each format."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
-from accel_kernels import Norm, fused_linear
+from accel_kernels import BlockWeight, Norm, block_linear, fused_linear, quantized_linear
+from accel_kernels.gemm.blocks.dequantize_blocks import codebook_case, ggml_case
+from accel_kernels.gemm.blocks.ggml import GGML
 from accel_kernels.gemm.quantize_rows import QuantizedRows
 from accel_kernels.gemm.quantized_weight import quantize_weight
 
@@ -16,6 +19,10 @@ UNIT = 64 if TOY else 1  # what toy sizes are smaller by
 LEAST_BYTES = 0 if TOY else 3e8  # of weights to a measurement
 FORMATS = {"bf16": None, "int8": (torch.int8, 0), "fp8": (FP8, 0)}
 FORMATS |= {"int4": (torch.int32, 32 if TOY else 128), "int4-g64": (torch.int32, 64)}
+BLOCKS: dict[str, Callable[[torch.Tensor], BlockWeight]] = {name: partial(ggml_case, name=name) for name in GGML}
+LARGEST_BLOCK = 256  # columns
+BLOCKS |= {"nf4": partial(codebook_case, name="nf4", size=64, nested=False)}
+BLOCKS |= {"nf4-nested": partial(codebook_case, name="nf4", size=64, nested=True)}
 
 
 class Sizes(NamedTuple):
@@ -83,7 +90,8 @@ class Product:
     """Weights of one product in one format: sets of one, or of one and its gate's. sets: how many."""
 
     def __init__(self, sizes: Sizes, format: str = "bf16", sets: int = 0):
-        self.sizes, self.format, self.n, self.k = sizes, format, sizes.n // UNIT, sizes.k // UNIT
+        self.sizes, self.format, self.n = sizes, format, sizes.n // UNIT
+        self.k = max(sizes.k // UNIT, LARGEST_BLOCK if format in BLOCKS else 1)
         first = [self._weight() for _ in range(1 + sizes.gate)]
         self.nbytes = sum(one.nbytes for one in first)
         sets = sets or max(2, -(-int(LEAST_BYTES) // self.nbytes))
@@ -92,10 +100,19 @@ class Product:
 
     def _weight(self):
         full = rand(self.n, self.k, spread=self.k**-0.5)
+        if self.format in BLOCKS:
+            return BLOCKS[self.format](full)
         return full if FORMATS[self.format] is None else quantize_weight(full, *FORMATS[self.format])
 
     def _copy(self, one):
+        if isinstance(one, BlockWeight):
+            return one._replace(data=one.data.clone())
         return one.clone() if isinstance(one, torch.Tensor) else one.each(torch.clone)
+
+    @property
+    def op(self) -> Callable:
+        """The op that multiplies by weights of this format."""
+        return fused_linear if self.format == "bf16" else block_linear if self.format in BLOCKS else quantized_linear
 
     def given(self, rows: int) -> dict:
         """What stands before and after the product, as arguments; the same for the same number of rows."""
