@@ -2,6 +2,7 @@
 
 import torch
 
+from accel_kernels.gemm.adapters.low_rank_term import LowRankTerm
 from accel_kernels.norm.norm import Norm
 from accel_kernels.op import Random, random_cases
 
@@ -9,13 +10,15 @@ from accel_kernels.op import Random, random_cases
 @random_cases
 def product_case(
     rand, shape, n, *, weight=None, rows=None, norm=None, bias=False, gate=False, activation=None, residual=False,
-    scale=1.0, modulation=False, wide=False, addend=False, share=False,
+    scale=1.0, modulation=False, wide=False, addend=False, share=False, low_rank=(), rank=16,
+    together=False, shared=False,
 ):  # fmt: skip
     """x of this shape times a weight (n, shape[-1]).
 
     weight, rows: what the op takes in place of a weight in full and of x. norm: "rms", "gemma" or "layer". bias, gate,
     residual, modulation, addend, share: whether there is one, the modulation for each of shape[0] parts. wide: x and
-    residual are float32, or "residual" or "weight" alone.
+    residual are float32, or "residual" or "weight" alone. low_rank: ends of parts with adapters; rank: of these.
+    together: in one launch; shared: with one A.
     """
     k = shape[-1]
     sums = {"dtype": torch.float32} if wide else {}
@@ -24,6 +27,7 @@ def product_case(
         full = rand(n, k, spread=k**-0.5, **(sums if wide == "weight" else {}))
         return full if weight is None else weight(full)
 
+    x = rand(*shape, **(sums if wide is True else {}))
     given = {"activation": activation, "scale": scale}
     if norm is not None:
         given["norm"] = case_norm(norm, rand, k)
@@ -37,7 +41,15 @@ def product_case(
         given["addend"] = rand(*shape[:-1], n)
     if share:
         given["share"] = rand(*shape[:-1], 1)
-    x = rand(*shape, **(sums if wide is True else {}))
+    if low_rank:
+        count = len(low_rank) + (gate and not shared)
+        down, up = rand(count * rank, k, spread=k**-0.5), rand(n, rank, spread=rank**-0.5)
+        gate_up = rand(n, rank, spread=rank**-0.5) if gate else None
+        given["low_rank"] = LowRankTerm(down, up, low_rank, gate_up, shared)
+        if together:
+            arrived = torch.zeros(2, dtype=torch.int32, device=x.device)
+            inner = torch.empty(count * rank, device=x.device, dtype=torch.float32)
+            given["low_rank"] = given["low_rank"]._replace(arrived=arrived, inner=inner)
     shift = rand(n, **(sums if wide == "weight" else {})) if bias else None
     return (x if rows is None else rows(x), matrix(), shift), given
 

@@ -39,6 +39,24 @@ def epilogue(y, other, n_idx, n_mask, scales_ptr, up_scales_ptr, after, GATE: tl
 
 
 @triton.jit
+def low_rank_sums(y, other, n_idx, n_mask, low, RANK: tl.constexpr, GATE: tl.constexpr):
+    """The sums of one row, plus those of adapters. low: `LowRankArguments`."""
+    r_idx = tl.arange(0, RANK)
+    place = n_idx[:, None] * RANK + r_idx[None, :]
+    part = (n_idx >= low.first).to(tl.int32) + (n_idx >= low.second).to(tl.int32)
+    up = tl.load(low.up + place, mask=n_mask[:, None], other=0.0).to(tl.float32)
+    # Past the cache of a multiprocessor: other programs of this launch may have written it.
+    at = low.inner + part[:, None] * RANK + r_idx[None, :]
+    inner = tl.load(at, mask=n_mask[:, None], other=0.0, cache_modifier=".cg").to(tl.float32)
+    y += tl.sum(up * inner, axis=1)
+    if GATE:
+        up = tl.load(low.gate_up + place, mask=n_mask[:, None], other=0.0).to(tl.float32)
+        inner = tl.load(low.inner + RANK + r_idx, cache_modifier=".cg").to(tl.float32)
+        other += tl.sum(up * inner[None, :], axis=1)
+    return y, other
+
+
+@triton.jit
 def sigmoid_share(after, m_idx, m_mask):
     """By what the sums of these rows are multiplied."""
     return 1.0 / (1.0 + tl.exp(-tl.load(after.share + m_idx, mask=m_mask, other=0.0).to(tl.float32)))

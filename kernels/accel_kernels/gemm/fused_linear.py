@@ -7,6 +7,7 @@ of a decode step it is one kernel; more rows take cuBLAS's product between fused
 import torch
 import torch.nn.functional as F
 
+from accel_kernels.gemm.adapters.low_rank_term import with_low_rank
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.linear import torch_linear
 from accel_kernels.norm import norm as norms
@@ -20,28 +21,31 @@ MOST_ROWS = 64
 FEW_ROWS = 16  # that are multiplied one by one where the weight is wider, as of routers, which are small
 
 
-def reference(x, weight, bias=None, *, norm=None, **after):
+def reference(x, weight, bias=None, *, norm=None, low_rank=None, **after):
     """x: (..., K); weight: (N, K). Returns (..., N).
 
-    norm: a Norm over K, or None. bias, after: the fields of `Epilogue`. x may be of another dtype than the weight, of
-    which the result is: one row in float32 beside 16 bits, which is rounded first, or few rows the other way round.
-    Beside weights in 16 bits the residual may be float32, which then is the dtype of the result.
+    norm: a Norm over K, or None. low_rank: a `LowRankTerm` of adapters, or None. bias, after: the fields of `Epilogue`.
+    x may be of another dtype than the weight, of which the result is: one row in float32 beside 16 bits, which is
+    rounded first, or few rows the other way round. Beside weights in 16 bits the residual may be float32, which then is
+    the dtype of the result.
     """
     x = x.to(weight.dtype)
     h = x if norm is None else norms.reference(x, norm)
-    return Epilogue(bias, **after).exact(weight, lambda one, shift: F.linear(h, one, shift))
+    product = with_low_rank(lambda one, shift: F.linear(h, one, shift), h, low_rank, after.get("up"))
+    return Epilogue(bias, **after).exact(weight, product)
 
 
-def in_passes(x, weight, bias=None, *, norm=None, linear=torch_linear, **after):
+def in_passes(x, weight, bias=None, *, norm=None, low_rank=None, linear=torch_linear, **after):
     """The same with cuBLAS's products: the residual is added inside the product where nothing stands between.
 
     linear: what multiplies, as `torch_linear`.
     """
     epilogue, x = Epilogue(bias, **after), x.to(weight.dtype)
     h = x if norm is None else apply_norm(x, norm)
+    product = with_low_rank(lambda *given: linear(h, *given), h, low_rank, epilogue.up, in_place=True)
     if epilogue._replace(bias=None).plain and (epilogue.residual is None or epilogue.residual.dtype == h.dtype):
-        return linear(h, weight, epilogue.bias, epilogue.residual)
-    return epilogue.in_passes(weight, lambda one, shift: linear(h, one, shift))
+        return product(weight, epilogue.bias, epilogue.residual)
+    return epilogue.in_passes(weight, product)
 
 
 def apply_norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:
@@ -53,7 +57,7 @@ def apply_norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     return norms.reference(x, norm)
 
 
-def supports(x, weight, bias=None, *, norm=None, **after) -> str | None:
+def supports(x, weight, bias=None, *, norm=None, low_rank=None, **after) -> str | None:
     epilogue = Epilogue(bias, **after)
     up, residual = epilogue.up, epilogue.residual
     rows = x.numel() // max(1, x.shape[-1])
@@ -82,6 +86,10 @@ def supports(x, weight, bias=None, *, norm=None, **after) -> str | None:
         return "x and weight of different dtypes"
     if residual is not None and residual.dtype not in (weight.dtype, torch.float32):
         return "residual of another dtype, and not float32"
+    if low_rank is not None and (low_rank.shared or x.dtype != weight.dtype):
+        return "adapters whose A both weights share, or of a weight of another dtype"
+    if low_rank is not None and (reason := low_rank.reason(x, weight, up)) is not None:
+        return reason
     return dtype_reason(x, weight, bias, up, epilogue.up_bias, *given.values(), *norm_weights(norm))
 
 
@@ -104,6 +112,38 @@ CASES = (
     product_case("modulated", (1, 72), 33, norm="rms", modulation=True, residual=True, scale=0.5, small=True),
     product_case("rows-3-modulated", (1, 3, 72), 33, modulation=True, small=True),
     product_case("rows-17", (17, 128), 33, bias=True, activation="relu", small=True),
+    product_case("low-rank", (1, 72), 33, norm="rms", residual=True, scale=0.5, low_rank=(33,), small=True),
+    product_case("low-rank-parts", (1, 136), 56, norm="layer", bias=True, low_rank=(24, 40, 56), small=True),
+    product_case("low-rank-together", (1, 136), 56, norm="rms", low_rank=(24, 56), together=True, small=True),
+    product_case(
+        "low-rank-gate",
+        (1, 64),
+        37,
+        norm="rms",
+        gate=True,
+        activation="silu",
+        low_rank=(37,),
+        together=True,
+        small=True,
+    ),
+    product_case("rows-5-low-rank", (5, 72), 56, norm="rms", residual=True, low_rank=(24, 40, 56), small=True),
+    product_case(
+        "rows-3-low-rank-gate", (3, 64), 37, gate=True, bias=True, activation="gelu", low_rank=(37,), small=True
+    ),
+    product_case(
+        "llama-qkv-low-rank", (1, 4096), 6144, norm="rms", low_rank=(4096, 5120, 6144), rank=64, together=True
+    ),
+    product_case(
+        "llama-gate-up-low-rank",
+        (1, 4096),
+        14336,
+        norm="rms",
+        gate=True,
+        activation="silu",
+        low_rank=(14336,),
+        together=True,
+    ),
+    product_case("llama-down-8-low-rank", (8, 14336), 4096, residual=True, low_rank=(4096,), rank=128),
     product_case("llama-qkv", (1, 4096), 6144, norm="rms"),
     product_case("llama-out", (1, 4096), 4096, residual=True),
     product_case("llama-gate-up", (1, 4096), 14336, norm="rms", gate=True, activation="silu"),

@@ -8,12 +8,14 @@ would waste.
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from accel_kernels.device import multiprocessors, programmatic, shared_memory, upcast
+from accel_kernels.gemm.adapters.low_rank_term import LowRankArguments
 from accel_kernels.gemm.epilogue import Epilogue
-from accel_kernels.gemm.epilogue_triton import epilogue, sigmoid_share, store_sum
+from accel_kernels.gemm.epilogue_triton import epilogue, low_rank_sums, sigmoid_share, store_sum
 from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.norm.norm import kernel_arguments
 from accel_kernels.sizes import cdiv, power_of_two
@@ -32,12 +34,23 @@ class Shape(NamedTuple):
 
 @triton.jit
 def gemv_kernel(
-    x_ptr, weight_ptr, up_ptr, norm, after, y_ptr, n, K: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
-    ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, weight_ptr, up_ptr, norm, after, low, y_ptr, n, K: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
+    ACTIVATION: tl.constexpr, RANK: tl.constexpr, FIRST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    """RANK: of adapters, 0 for none. FIRST: programs that multiply by their A, which are the first of the launch, so
+    that none of the others waits for one that has no place; 0 where another launch has.
+    """
     m = tl.program_id(1)
     x_ptr += m * K
     n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if FIRST > 0:
+        ahead = tl.program_id(0) < FIRST
+        n_idx -= tl.where(ahead, 0, FIRST * BLOCK_N)
+        n = tl.where(ahead, FIRST * BLOCK_N, n)
+        weight_ptr = tl.where(ahead, low.down, weight_ptr)
+        if GATE:
+            up_ptr = tl.where(ahead, low.down + RANK * K, up_ptr)
     n_mask = n_idx < n
     k_idx = tl.arange(0, BLOCK_K)
     row = tl.minimum(n_idx, n - 1).to(tl.int64)[:, None] * K
@@ -101,6 +114,26 @@ def gemv_kernel(
         other = tl.sum(acc_u, axis=1)
         if NORM == "rms":
             other *= rstd
+    if FIRST > 0:
+        if ahead:
+            tl.store(low.inner + n_idx, y)
+            if GATE:
+                tl.store(low.inner + RANK + n_idx, other)
+            tl.debug_barrier()
+            tl.atomic_add(low.arrived, 1, sem="release")
+        else:
+            while tl.atomic_add(low.arrived, 0, sem="acquire") < FIRST:
+                pass
+            tl.debug_barrier()
+        n_mask = n_idx < tl.where(ahead, 0, n)
+    if RANK > 0:
+        y, other = low_rank_sums(y, other, n_idx, n_mask, low, RANK, GATE)
+    if FIRST > 0:
+        if not ahead:  # the last one leaves both counts as they were
+            tl.debug_barrier()
+            if tl.atomic_add(low.arrived + 1, 1, sem="acq_rel") == tl.num_programs(0) - FIRST - 1:
+                tl.store(low.arrived, 0)
+                tl.store(low.arrived + 1, 0)
     y = epilogue(y, other, n_idx, n_mask, None, None, after, GATE, ACTIVATION)
     if after.share is not None:
         y *= sigmoid_share(after, m, True)
@@ -109,10 +142,11 @@ def gemv_kernel(
 
 @triton.jit(do_not_specialize=("m",))
 def skinny_kernel(
-    x_ptr, weight_ptr, up_ptr, after, y_ptr, m, n, K: tl.constexpr, GATE: tl.constexpr, ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, UPCAST: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptr, weight_ptr, up_ptr, after, low, y_ptr, m, n, K: tl.constexpr, GATE: tl.constexpr, ACTIVATION: tl.constexpr,
+    RANK: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """RANK: of adapters, 0 for none, in so many PARTS of the weight's rows."""
     n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m_idx = tl.arange(0, BLOCK_M)
     k_idx = tl.arange(0, BLOCK_K)
@@ -148,6 +182,23 @@ def skinny_kernel(
             if UPCAST:
                 u = u.to(tl.float32)
             acc_u = tl.dot(u, x, acc_u, input_precision="ieee")
+    if RANK > 0:
+        r_idx, width = tl.arange(0, RANK), RANK * (PARTS + GATE)
+        place = n_idx[:, None] * RANK + r_idx[None, :]
+        rows = low.inner + m_idx[None, :] * width + r_idx[:, None]
+        part = (n_idx >= low.first).to(tl.int32) + (n_idx >= low.second).to(tl.int32)
+        for number in tl.static_range(PARTS):
+            b = tl.load(low.up + place, mask=(n_mask & (part == number))[:, None], other=0.0)
+            inner = tl.load(rows + number * RANK, mask=m_mask[None, :], other=0.0)
+            if UPCAST:
+                b, inner = b.to(tl.float32), inner.to(tl.float32)
+            acc = tl.dot(b, inner, acc, input_precision="ieee")
+        if GATE:
+            b = tl.load(low.gate_up + place, mask=n_mask[:, None], other=0.0)
+            inner = tl.load(rows + RANK, mask=m_mask[None, :], other=0.0)
+            if UPCAST:
+                b, inner = b.to(tl.float32), inner.to(tl.float32)
+            acc_u = tl.dot(b, inner, acc_u, input_precision="ieee")
     if PDL and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     n_col, n_col_mask = n_idx[:, None], n_mask[:, None]
@@ -157,7 +208,7 @@ def skinny_kernel(
     store_sum(y, m_idx[None, :].to(tl.int64) * n + n_col, m_mask[None, :] & n_col_mask, after, y_ptr)
 
 
-def fused_linear(x, weight, bias=None, *, norm=None, shape=None, **after):
+def fused_linear(x, weight, bias=None, *, norm=None, low_rank=None, shape=None, **after):
     """Same arguments and result as the reference; up to 64 rows. shape: a Shape, else chosen by size."""
     n, k = weight.shape
     rows = x.numel() // k
@@ -165,23 +216,30 @@ def fused_linear(x, weight, bias=None, *, norm=None, shape=None, **after):
     dtype = weight.dtype if epilogue.residual is None else epilogue.residual.dtype
     y = torch.empty((*x.shape[:-1], n), device=x.device, dtype=dtype)
     up, gate = epilogue.up, epilogue.up is not None
+    rank = 0 if low_rank is None else low_rank.rank
     if rows == 1 or x.dtype != weight.dtype:
         shape = shape or gemv_shape(n, k, gate, norm is not None)
+        together = low_rank is not None and low_rank.arrived is not None
+        first = low_rank.down.shape[0] // (1 + gate) // shape.rows if together else 0
+        inner = None if together or low_rank is None else fused_linear(x, low_rank.down, norm=norm)
         before, kind = kernel_arguments(norm)
         launch(
-            gemv_kernel, (cdiv(n, shape.rows), rows), x, weight, up, before, epilogue.arguments, y, n,
-            K=k, NORM=kind, **epilogue.flags, BLOCK_N=shape.rows, BLOCK_K=shape.columns, 
-            num_warps=shape.warps, **programmatic(x.device),
+            gemv_kernel, (first + cdiv(n, shape.rows), rows), x, weight, up, before, epilogue.arguments,
+            LowRankArguments.of(low_rank, inner), y, n, K=k, NORM=kind, **epilogue.flags, RANK=rank, FIRST=first,
+            BLOCK_N=shape.rows, BLOCK_K=shape.columns, num_warps=shape.warps, **programmatic(x.device),
         )  # fmt: skip
         return y
     shape = shape or skinny_shape(rows, n, k, gate, norm is not None, x.device)
     if norm is not None:  # a pass of its own: inside, it would stand between the weights and the tensor cores
         x = apply_norm(x, norm)
+    inner = None if low_rank is None else F.linear(x, low_rank.down)
     pdl = programmatic(x.device, rows > 16 or shape.early)  # as measured
     launch(
-        skinny_kernel, (cdiv(n, shape.rows),), x, weight, up, epilogue.arguments, y, rows, n,
-        K=k, **epilogue.flags, BLOCK_M=max(16, power_of_two(rows)), BLOCK_N=shape.rows, BLOCK_K=shape.columns,
-        EARLY=shape.early, UPCAST=upcast(x.dtype), num_warps=shape.warps, num_stages=shape.stages, **pdl,
+        skinny_kernel, (cdiv(n, shape.rows),), x, weight, up, epilogue.arguments,
+        LowRankArguments.of(low_rank, inner), y, rows, n, K=k, **epilogue.flags, RANK=rank,
+        PARTS=0 if low_rank is None else len(low_rank.ends), BLOCK_M=max(16, power_of_two(rows)), BLOCK_N=shape.rows,
+        BLOCK_K=shape.columns, EARLY=shape.early, UPCAST=upcast(x.dtype), num_warps=shape.warps,
+        num_stages=shape.stages, **pdl,
     )  # fmt: skip
     return y
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from accel_kernels.device import is_hopper
+from accel_kernels.gemm.adapters.low_rank_term import LowRankTerm, with_low_rank
 from accel_kernels.gemm.epilogue import Epilogue, by_part
 from accel_kernels.gemm.fp8_linear import FP8, fp8_linear
 from accel_kernels.gemm.fused_linear import in_passes as full_in_passes
@@ -24,19 +25,22 @@ from accel_kernels.product_cases import product_case
 
 EIGHT_BITS = {torch.int8: int8_linear, FP8: fp8_linear}
 ALIGNED = 16  # bytes, of a tensor map's base and rows
+COLUMNS = 128  # of a tile, which belong to one part of stacked outputs
 
 
-def reference(x, weight, bias=None, *, rounded=False, fast=False, **after):
+def reference(x, weight, bias=None, *, low_rank=None, rounded=False, fast=False, **after):
     """x: (..., K), weight: (N, K), of one dtype of 16 bits; or QuantizedRows (..., K), Quantized (N, K), scales (N, 1).
 
-    Returns (..., N) of x.dtype. bias, after: the fields of `Epilogue`, `up` of the kind of the weight. Two arguments
+    Returns (..., N) of x.dtype. low_rank: a `LowRankTerm` beside 16 bits, `shared` with a gate, or None. bias, after:
+    the fields of `Epilogue`, `up` of the kind of the weight. Two arguments
     change only what the kernel does. rounded: it rounds to x.dtype after the product, activation, gate, scale and
     modulation too, as separate passes do. fast: float8 may be summed in the tensor cores' own, shorter accumulators;
     the kernel has no other way.
     """
     if isinstance(x, QuantizedRows):
         return EIGHT_BITS[x.data.dtype].reference(x, weight, bias, **after)
-    return Epilogue(bias, **after).exact(weight, lambda one, shift: F.linear(x, one, shift))
+    product = with_low_rank(lambda one, shift: F.linear(x, one, shift), x, low_rank, after.get("up"))
+    return Epilogue(bias, **after).exact(weight, product)
 
 
 def in_passes(x, weight, bias=None, *, rounded=False, fast=False, modulation=None, residual=None, **after):
@@ -49,7 +53,7 @@ def in_passes(x, weight, bias=None, *, rounded=False, fast=False, modulation=Non
     return by_part(other(x, weight, bias, **after), modulation, residual)
 
 
-def supports(x, weight, bias=None, *, rounded=False, fast=False, **after) -> str | None:
+def supports(x, weight, bias=None, *, low_rank=None, rounded=False, fast=False, **after) -> str | None:
     epilogue = Epilogue(bias, **after)
     if not x.is_cuda:
         return "not on a GPU: no interpreter runs this kernel"
@@ -75,6 +79,8 @@ def supports(x, weight, bias=None, *, rounded=False, fast=False, **after) -> str
         reason = exact or _scales_reason(x, list(epilogue.weights(weight)))
     else:
         reason = None if x.dtype in (torch.float16, torch.bfloat16) else f"dtype {x.dtype} is not float16 or bfloat16"
+    if reason is None and low_rank is not None:
+        reason = _adapters_reason(x, weight, epilogue.up, low_rank)
     return reason or _epilogue_reason(numbers, x.dtype, weights[0].shape[0], epilogue)
 
 
@@ -85,6 +91,16 @@ def _mapped(tensor: torch.Tensor) -> bool:
     even = all(above == n * step for (_, above), (n, step) in pairwise(sizes))
     rise = sizes[-1][1] if sizes else tensor.shape[-1]
     return even and last == 1 and not (rise * tensor.element_size() % ALIGNED or tensor.data_ptr() % ALIGNED)
+
+
+def _adapters_reason(x, weight, up, low_rank: LowRankTerm) -> str | None:
+    if isinstance(x, QuantizedRows):
+        return "adapters beside rows in 8 bits"
+    if (up is not None) != low_rank.shared:
+        return "adapters of a gate with an A of their own"
+    if any(end % COLUMNS for end in low_rank.ends[:-1]):
+        return f"parts that end at {low_rank.ends}, not at multiples of {COLUMNS}"
+    return low_rank.reason(x, weight, up)
 
 
 def _scales_reason(x: QuantizedRows, weights: list[Quantized]) -> str | None:
@@ -128,6 +144,22 @@ def _case(name, *shape, n, kind=None, **more) -> Case:
 CASES = (
     _case("tiny", 2, 5, 64, n=48, bias=True, residual=True, modulation=True, small=True),
     _case("odd-geglu", 3, 47, 72, n=136, gate=True, bias=True, activation="gelu", small=True),
+    _case("low-rank", 2, 37, 72, n=136, bias=True, residual=True, low_rank=(128, 136), rank=32, small=True),
+    _case(
+        "low-rank-geglu",
+        3,
+        47,
+        72,
+        n=136,
+        gate=True,
+        bias=True,
+        activation="gelu",
+        low_rank=(136,),
+        shared=True,
+        small=True,
+    ),
+    _case("sdxl-qkv-low-rank", 2, 1024, 1280, n=3840, low_rank=(1280, 2560, 3840)),
+    _case("flux-up-low-rank", 1, 4096, 3072, n=12288, bias=True, activation="gelu_tanh", low_rank=(12288,), rank=128),
     _case("flux-single-in", 1, 4608, 3072, n=21504, bias=True),
     _case("flux-up", 1, 4096, 3072, n=12288, bias=True, activation="gelu_tanh"),
     _case("flux-down", 1, 4096, 12288, n=3072, bias=True, modulation=True, residual=True),

@@ -9,6 +9,7 @@ side by side, so that one instruction multiplies both, and a thread holds both s
 """
 
 import torch
+import torch.nn.functional as F
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -21,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from accel_kernels.device import multiprocessors
+from accel_kernels.gemm.adapters.low_rank_term import LowRankTerm
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.epilogue_triton import tile_place
 from accel_kernels.gemm.gluon_triton import RENAMED, all_threads, column_blocks, start_load, start_store
@@ -41,11 +43,12 @@ WORKER_WARPS, WORKER_REGISTERS = gl.constexpr([4, 1]), gl.constexpr([MULTIPLY, L
 
 
 @gluon.jit
-def _load(descs, rings, ready, free, sizes, GATE: gl.constexpr):
+def _load(descs, rings, ready, free, sizes, low, GATE: gl.constexpr, RANK: gl.constexpr):
     """The warp that loads, step by step of all tiles of this program.
 
     rings: of x and of weights. ready: barriers of loads into a slot. free: that a slot has been multiplied, and each
-    warpgroup's turn. sizes: tiles along rows and columns, and K.
+    warpgroup's turn. sizes: tiles along rows and columns, and K. low: x A^T and B of adapters, which are more steps of
+    K, and where parts of the outputs end. What lies beyond B's columns a tensor map reads as zeros.
     """
     BLOCK_M: gl.constexpr = rings[0].shape[1]
     BLOCK_K: gl.constexpr = rings[0].shape[2]
@@ -70,6 +73,22 @@ def _load(descs, rings, ready, free, sizes, GATE: gl.constexpr):
             if slot == STAGES:
                 slot = gl.to_tensor(0)
                 phase = 1 - phase
+        if RANK > 0:
+            part = (n * BOX >= low[3]).to(gl.int32) + (n * BOX >= low[4]).to(gl.int32)
+            for k in range(0, RANK, BLOCK_K):
+                mbarrier.wait(free[0].index(slot), phase)
+                bar = ready.index(slot)
+                mbarrier.expect(bar, STEP_BYTES)
+                start_load(low[0], [m * BLOCK_M, part * RANK + k], bar, rings[0].index(slot))
+                if GATE:
+                    start_load(low[1], [n * BOX, k], bar, rings[1].index(2 * slot))
+                    start_load(low[2], [n * BOX, k], bar, rings[1].index(2 * slot + 1))
+                else:
+                    start_load(low[1], [n * BOX, k], bar, rings[1].index(slot))
+                slot += 1
+                if slot == STAGES:
+                    slot = gl.to_tensor(0)
+                    phase = 1 - phase
 
 
 @gluon.jit
@@ -86,7 +105,7 @@ def _whole(ring):
 
 @gluon.jit
 def _multiply(y_desc, rings, ready, free, out, after, sizes, places, GATE: gl.constexpr, ACTIVATION: gl.constexpr,
-              ROUNDED: gl.constexpr, MINE: gl.constexpr):  # fmt: skip
+              ROUNDED: gl.constexpr, RANK: gl.constexpr, MINE: gl.constexpr):  # fmt: skip
     """A warpgroup, of every other tile of this program. MINE: 0, the one with the first tile, or 1.
 
     out: each warpgroup's buffers of pieces.
@@ -101,7 +120,7 @@ def _multiply(y_desc, rings, ready, free, out, after, sizes, places, GATE: gl.co
     WRITTEN: gl.constexpr = PIECES // 2 if GATE else PIECES
     PENDING: gl.constexpr = BUFFERS - 1 if WRITTEN % BUFFERS == 0 else 0
     tiles_m, tiles_n, depth = sizes
-    programs, steps = gl.num_programs(0), gl.cdiv(depth, BLOCK_K)
+    programs, steps = gl.num_programs(0), gl.cdiv(depth, BLOCK_K) + gl.cdiv(RANK, BLOCK_K)
     at, turn = steps * MINE, gl.to_tensor(0)  # steps of the ring before this tile, and the phase of the next turn
     for tile in range(gl.program_id(0) + MINE * programs, tiles_m * tiles_n, 2 * programs):
         if tile >= programs:  # the other warpgroup's comes before, or phases of `ready` could be taken for earlier ones
@@ -110,11 +129,11 @@ def _multiply(y_desc, rings, ready, free, out, after, sizes, places, GATE: gl.co
         slot, phase, last = at % STAGES, at // STAGES & 1, at % STAGES
         at += 2 * steps
         acc = gl.zeros([BLOCK_M, BLOCK_N], SUM, MMA)
-        for k in range(0, depth, BLOCK_K):
+        for step in range(0, steps):
             mbarrier.wait(ready.index(slot), phase)
             acc = warpgroup_mma(xs.index(slot), ws.index(slot).permute((1, 0)), acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=(acc,))  # the step before this one
-            mbarrier.arrive(free[0].index(last), pred=k > 0)
+            mbarrier.arrive(free[0].index(last), pred=step > 0)
             last = slot
             slot += 1
             if slot == STAGES:
@@ -140,11 +159,12 @@ def _multiply(y_desc, rings, ready, free, out, after, sizes, places, GATE: gl.co
 
 @gluon.jit(do_not_specialize="rows eighths depth modulation_rise residual_rise share".split())
 def hopper_gemm_kernel(
-    x_desc, w_desc, u_desc, y_desc, after, rows, eighths, depth, modulation_rise, residual_rise, share,
-    GATE: gl.constexpr, ACTIVATION: gl.constexpr, ROUNDED: gl.constexpr, num_warps: gl.constexpr,
+    x_desc, w_desc, u_desc, y_desc, low, after, rows, eighths, depth, modulation_rise, residual_rise, share,
+    GATE: gl.constexpr, ACTIVATION: gl.constexpr, ROUNDED: gl.constexpr, RANK: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """eighths: of the outputs. modulation_rise, residual_rise: eighths of the numbers from row to row. So the compiler
-    sees how they are aligned. share: rows of x to a row of modulation.
+    sees how they are aligned. share: rows of x to a row of modulation. low, RANK: of adapters, see `_load`; 0 for none.
     """
     BLOCK_M: gl.constexpr = x_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
@@ -171,15 +191,17 @@ def hopper_gemm_kernel(
     # Written out: a variable would hold tensors of the constants.
     gl.warp_specialize(
         [
-            (_multiply, (y_desc, rings, ready, free, out, after, sizes, places, GATE, ACTIVATION, ROUNDED, FIRST)),
-            (_multiply, (y_desc, rings, ready, free, out, after, sizes, places, GATE, ACTIVATION, ROUNDED, SECOND)),
-            (_load, (descs, rings, ready, free, sizes, GATE)),
+            (_multiply, (y_desc, rings, ready, free, out, after, sizes, places, GATE, ACTIVATION, ROUNDED, RANK,
+                         FIRST)),
+            (_multiply, (y_desc, rings, ready, free, out, after, sizes, places, GATE, ACTIVATION, ROUNDED, RANK,
+                         SECOND)),
+            (_load, (descs, rings, ready, free, sizes, low, GATE, RANK)),
         ],
         WORKER_WARPS, WORKER_REGISTERS,
     )  # fmt: skip
 
 
-def hopper_gemm(x, weight, bias=None, *, rounded=False, fast=False, **after):
+def hopper_gemm(x, weight, bias=None, *, low_rank=None, rounded=False, fast=False, **after):
     """Same arguments and result as the reference."""
     epilogue = Epilogue(bias, **after)
     modulation, residual = epilogue.modulation, epilogue.residual
@@ -198,16 +220,28 @@ def hopper_gemm(x, weight, bias=None, *, rounded=False, fast=False, **after):
             (y.view(rows, n), HEIGHT, WIDTH.value),
         )
     ]
+    rank = 0 if low_rank is None else low_rank.rank
+    low = (*described[:3], 0, 0) if low_rank is None else _low_rank(x, low_rank, box, step)
     scales = [x.scales, *(one.scales for one in epilogue.weights(weight))] if quantized else [None]
     launch(
         hopper_gemm_kernel, (min(tiles, multiprocessors(numbers.device)),),
-        *described, _finish(epilogue, scales), rows, n // 8, depth,
+        *described, low, _finish(epilogue, scales), rows, n // 8, depth,
         1 if modulation is None else modulation.stride(0) // 8,
         1 if residual is None else _matrix(residual).stride(0) // 8,
-        1 if modulation is None else rows // len(modulation), **epilogue.flags, ROUNDED=rounded, num_warps=4,
+        1 if modulation is None else rows // len(modulation), **epilogue.flags, ROUNDED=rounded,
+        RANK=rank, num_warps=4,
         **({"enable_fp_fusion": False} if rounded else {}),  # or modulation and residual would be rounded together
     )  # fmt: skip
     return y
+
+
+def _low_rank(x: torch.Tensor, term: LowRankTerm, box: int, step: int) -> tuple:
+    """The last argument of `_load` but one: x A^T, which is computed here, is its first."""
+    inner = _matrix(F.linear(x, term.down))
+    gate_up = term.up if term.gate_up is None else term.gate_up
+    heights = (inner, HEIGHT), (term.up, box), (gate_up, box)
+    first, second = (*term.ends, *(term.ends[-1],) * 2)[:2]
+    return *(_described(one, height, step) for one, height in heights), first, second
 
 
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:

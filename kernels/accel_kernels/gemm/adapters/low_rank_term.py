@@ -1,0 +1,100 @@
+"""What adapters of low rank add to one product, in the form that kernels of products take (Hu et al., "LoRA", 2021)."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+RANKS = (16, 32, 64, 128)  # columns of B, the last of which may be zeros
+MOST_PARTS = 3
+
+
+class LowRankTerm(NamedTuple):
+    """(x A^T) B^T, added to the sums of a product before anything else follows; x: its input after the norm.
+
+    down: (P * R, K), A of each of P parts of the outputs, one after the other. up: (N, R), B. ends: rows of the weight
+    where parts end, P of them. gate_up: (N, R), B of a gate's weight, or None; its A are R more rows of `down`, or with
+    `shared` the only ones. All in the dtype of x, contiguous. R: one of RANKS. A scale is part of B.
+    arrived: int32 (2,), zeros, and inner: float32 (rows of down,), through which one launch can compute both products
+    for one row; both are back as they were behind it. No two launches at once may share them.
+    """
+
+    down: torch.Tensor
+    up: torch.Tensor
+    ends: tuple[int, ...]
+    gate_up: torch.Tensor | None = None
+    shared: bool = False
+    arrived: torch.Tensor | None = None
+    inner: torch.Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.up.shape[1]
+
+    def parts(self, y: torch.Tensor, inner: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Of a product (..., N): columns of it, of x A^T, and rows of B, a part each."""
+        starts = (0, *self.ends[:-1])
+        inners = inner.split(self.rank, dim=-1)
+        return [
+            (y[..., start:end], one, self.up[start:end])
+            for start, end, one in zip(starts, self.ends, inners, strict=False)
+        ]
+
+    def reason(self, x: torch.Tensor, weight: torch.Tensor, up: torch.Tensor | None) -> str | None:
+        """Why kernels cannot take it beside these operands."""
+        rows = len(self.ends) + (self.gate_up is not None and not self.shared)
+        given = [one for one in (self.down, self.up, self.gate_up) if one is not None]
+        if self.rank not in RANKS or len(self.ends) > MOST_PARTS or self.ends[-1:] != (weight.shape[0],):
+            return f"adapters of rank {self.rank} in {len(self.ends)} parts"
+        if self.down.shape != (rows * self.rank, weight.shape[1]) or self.up.shape[0] != weight.shape[0]:
+            return "adapters of another shape than the weight"
+        if (self.gate_up is None) != (up is None) or (up is not None and len(self.ends) > 1):
+            return "adapters of a gate, or none of it"
+        if any(not one.is_contiguous() or one.dtype != x.dtype or one.device != x.device for one in given):
+            return "adapters not contiguous, or of another dtype or device than x"
+        return None
+
+
+def with_low_rank(
+    product: Callable, h: torch.Tensor, low_rank: LowRankTerm | None, gate: object, in_place: bool = False
+) -> Callable:
+    """product(weight, bias) with what adapters add. h: x after the norm. gate: the weight whose B is `gate_up`.
+
+    in_place: the product's own result may be written to.
+    """
+    if low_rank is None:
+        return product
+    inner, term = F.linear(h, low_rank.down), low_rank
+
+    def both(weight, bias, *more):
+        y = product(weight, bias, *more)
+        parts = [(y, inner[..., -term.rank :], term.gate_up)] if weight is gate else term.parts(y, inner)
+        if not in_place:
+            return torch.cat([part + F.linear(own, up) for part, own, up in parts], -1)
+        for part, own, up in parts:
+            part.flatten(0, -2).addmm_(own.flatten(0, -2), up.t())
+        return y
+
+    return both
+
+
+class LowRankArguments(NamedTuple):
+    """A term as kernels take it."""
+
+    down: torch.Tensor | None = None
+    up: torch.Tensor | None = None
+    gate_up: torch.Tensor | None = None
+    inner: torch.Tensor | None = None
+    arrived: torch.Tensor | None = None
+    first: int = 0
+    second: int = 0
+
+    @classmethod
+    def of(cls, term: LowRankTerm | None, inner: torch.Tensor | None) -> "LowRankArguments":
+        """inner: x A^T; None where the kernel computes it."""
+        if term is None:
+            return cls()
+        first, second = (*term.ends, *(term.ends[-1],) * 2)[:2]
+        given = (term.inner, term.arrived) if inner is None else (inner, None)
+        return cls(term.down if inner is None else None, term.up, term.gate_up, *given, first, second)
