@@ -10,6 +10,7 @@ from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.host_copies import HostCopies
 from accel.fusion.float32_precision import convolutions_in_tf32, products_in_tf32
 from accel.fusion.stacked_linears import StackedLinears
+from accel.quantization.adapters import BUFFERS
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,9 @@ class LoopConstant:
     loop: int
 
     def source(self) -> tuple:
-        return self.tensor, self.tensor._version, self.joint.versions(), self.loop
+        buffers = BUFFERS.get()
+        adapters = None if buffers is None else (buffers.written, buffers.filled)
+        return self.tensor, self.tensor._version, self.joint.versions(), self.loop, adapters
 
 
 class InputBuffers:
@@ -93,6 +96,8 @@ class Entry:
     eager_calls: int = 0  # eager calls so far
     evictions: float = 0.0  # how often, of late, all graphs together went beyond the memory limit when it was captured
     last_replay: int = 0  # the number of its last replay, among all replays of its runner
+    factor: float = 1.0  # of all adapters' scales in such a call
+    written: int | None = None  # of `AdapterBuffers`, where the graph also reads adapters elsewhere
 
     def row(self, path: str, inputs: str) -> dict:
         """For the report."""
@@ -109,11 +114,11 @@ class Entry:
 
 
 class Replayed(NamedTuple):
-    """A replay launched before the call it is for. versions: of the weights that it read."""
+    """A replay launched before the call it is for. versions: of the weights and the adapters that it read."""
 
     key: tuple
     fingerprint: Fingerprint
-    versions: int
+    versions: tuple[int | None, int | None]
     outputs: object
 
     def tensors(self) -> list[torch.Tensor]:

@@ -2,11 +2,11 @@
 since adapters and scales are switched back and forth.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from itertools import chain
 from operator import attrgetter
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -39,6 +39,15 @@ class Watched(Protocol):
     def views(self) -> Iterable[Iterable]: ...
 
 
+class Buffers(Protocol):
+    """Copies of what some modules hold, that graphs read in place of it. form: another number once they are gone."""
+
+    form: int
+
+    def apart(self) -> Collection[int]:
+        """By number, the modules."""
+
+
 class Fingerprint(Snapshot):
     """Attributes of all modules by identity, contents of their containers, classes, and addresses of all weights.
 
@@ -46,10 +55,18 @@ class Fingerprint(Snapshot):
     update of a weight in place does not, and need not: a graph reads weights by address (`reachable`).
 
     ignored: attributes, as (path of the module, name). watched: in place of every field of the objects that modules
-    hold.
+    hold. buffers: follow some modules, which are left out.
     """
 
-    def __init__(self, root: nn.Module, ignored: Iterable[tuple[str, str]] = (), watched: Watched | None = None):
+    def __init__(
+        self,
+        root: Any,
+        ignored: Iterable[tuple[str, str]] = (),
+        watched: Watched | None = None,
+        buffers: Buffers | None = None,
+    ):
+        apart: Collection[int] = () if buffers is None else buffers.apart()
+        self.apart, self._buffers, self._form = len(apart), buffers, None if buffers is None else buffers.form
         skipped: dict[nn.Module, set[str]] = {}
         for path, name in ignored:
             skipped.setdefault(root.get_submodule(path), set()).add(name)
@@ -59,6 +76,8 @@ class Fingerprint(Snapshot):
         self._tensors: list[torch.Tensor] = []
         for module in root.modules():
             attributes = vars(module)
+            if id(module) in apart:
+                continue
             objects[id(module)] = module
             if module in skipped:
                 views.append(_others(attributes, skipped[module]))
@@ -82,6 +101,8 @@ class Fingerprint(Snapshot):
 
     def reachable(self) -> bool:
         """True while the weights lie where they lay: replaying a graph then reads no memory given back since."""
+        if self._buffers is not None and self._buffers.form != self._form:
+            return False
         return list(map(ADDRESS, self._tensors)) == self._addresses
 
     def alike(self, other: "Fingerprint") -> bool:
@@ -145,9 +166,11 @@ class States:
         self.number = number
         return state
 
-    def follow(self, take: Callable[[], Fingerprint]) -> None:
-        """Sees the present state anew where its weights alone have moved. For one without graphs."""
-        if self.now is not None and not self.now.reachable() and self.now.holds():
+    def follow(self, take: Callable[[], Fingerprint], apart: int) -> None:
+        """Sees the present state anew where its weights alone have moved, or other modules are left `apart`. For one
+        without graphs.
+        """
+        if self.now is not None and (self.now.apart != apart or not self.now.reachable()) and self.now.holds():
             self.known = {}
             self._enter(self.number, take())
 

@@ -17,6 +17,7 @@ from accel_kernels.warmup import warmup
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from accel.cuda_graphs.adapter_buffers import AdapterBuffers
 from accel.cuda_graphs.entry import CapturedGraph, Entry, InputBuffers, LoopConstant, Replayed, grew, key_of, switches
 from accel.cuda_graphs.fingerprint import Fingerprint, States, Watched
 from accel.cuda_graphs.host_copies import capture_with_copies
@@ -43,7 +44,8 @@ class GraphRunner:
     obstacle(module): None, or why no forward may be captured; asked again whenever the module changes. keep: also
     graphs that gain nothing. ignored, watched: see `Fingerprint`. kernel_key: of a call's leaves, equal for calls that
     launch the same kernels; all do without it. eager_calls: of a shape, before it is captured. ranks:
-    compute each call together, so each runs it once, and all capture and drop graphs in the same call.
+    compute each call together, so each runs it once, and all capture and drop graphs in the same call. adapters: of
+    the module; trusting: see `AdapterBuffers.fill`.
     """
 
     ignored: tuple[tuple[str, str], ...] = ()
@@ -51,14 +53,16 @@ class GraphRunner:
     kernel_key: Callable[[list], Hashable] | None = None
     ranks: Ranks | None = None
     eager_calls = 1
+    trusting = False
 
     def __init__(self, module: nn.Module, path: str, pool: GraphPool, log: FallbackLog, obstacle: Callable, keep: bool):
         self.module, self.path, self.pool, self.log = module, path, pool, log
         self.obstacle, self.keep = obstacle, keep
+        self.adapters = AdapterBuffers()
         self.__setstate__({})
 
     def __getstate__(self) -> dict[str, Any]:
-        names = "module path pool log obstacle keep ignored watched kernel_key ranks eager_calls"
+        names = "module path pool log obstacle keep ignored watched kernel_key ranks eager_calls trusting adapters"
         return {name: getattr(self, name) for name in names.split()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -92,8 +96,20 @@ class GraphRunner:
         variant: plain values that it depends on too. pending: what `begin` has launched with equal arguments, for which
         the current stream waits. without_graph: a cheaper way than eager without a graph, which a graph has to beat.
         """
-        if pending is not None and self._stands(pending, variant):
-            return pending.outputs
+        with self.adapters.used():
+            if pending is not None and self._stands(pending, variant):
+                return pending.outputs
+            return self._call(eager, args, kwargs, variant, constant, without_graph)
+
+    def _call(
+        self,
+        eager: Callable,
+        args: tuple,
+        kwargs: dict,
+        variant: tuple,
+        constant: LoopConstant | None,
+        without_graph: Callable | None,
+    ) -> Any:
         device = next(self.module.parameters()).device
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if constant is not None:
@@ -108,10 +124,12 @@ class GraphRunner:
                 # Replay first, look for changes while the GPU is at work; a replay of what has changed since is
                 # thrown away unread.
                 outputs = self._replay(entry, leaves, device, constant)
-                if fingerprint.holds():
+                if fingerprint.holds() and self.adapters.holds():
                     self.changes = 0
                     return outputs
-            if not fingerprint.holds():
+            if not self.adapters.holds():
+                self.adapters.read()
+            if not fingerprint.holds() or not fingerprint.reachable():
                 self._renew()
             else:
                 self.changes = 0
@@ -120,6 +138,8 @@ class GraphRunner:
                 reason = "an argument that is neither a tensor nor a plain value"
             elif reason is None:
                 entry = self._entry(key)
+                if entry is not None and entry.graph is not None and entry.written not in (None, self.adapters.written):
+                    self.pool.drop(entry)
                 if entry is None:
                     entry = self._remember(key)
                 elif entry.graph is not None:  # of a state that the module was in before
@@ -131,6 +151,7 @@ class GraphRunner:
                     if entry.graph is not None:
                         return self._replay(entry, leaves, device, constant)
         cold = reason is None and self._warm_up(eager, leaves, spec)
+        self.adapters.follow()
         if reason is not None:
             self.log.fell_back(self.path, f"no graph: {reason}")
         if without_graph is not None and (reason is not None or (entry is not None and entry.reason is not None)):
@@ -143,6 +164,9 @@ class GraphRunner:
         if entry is not None and any(grew(*pair) for pair in lists):
             entry.reason = "writes into a list that it is given, which a graph would not"
         self._settle(entry, asked, device, cold)
+        if entry is not None:
+            entry.factor = self.adapters.factor
+            entry.eager_calls *= not self.adapters.fresh
         return outputs
 
     def _settle(self, entry: Entry | None, asked: dict, device: torch.device, cold: bool) -> None:
@@ -174,8 +198,9 @@ class GraphRunner:
                 pending.key[-2:] == (switches(), variant)
                 and now is pending.fingerprint
                 and now.reachable()
-                and now.versions() == pending.versions
+                and (now.versions(), self.adapters.versions()) == pending.versions
                 and now.holds()
+                and self.adapters.holds()
             )
 
     def begin(self, args: tuple, kwargs: dict, variant: tuple = ()) -> Replayed | None:
@@ -184,12 +209,12 @@ class GraphRunner:
         key = key_of(leaves, spec, variant)
         if key is None:
             return None
-        with self.pool.lock:
+        with self.adapters.used(), self.pool.lock:
             entry, fingerprint = self._entry(key), self.fingerprint
             if entry is None or entry.graph is None or fingerprint is None or not fingerprint.reachable():
                 return None
-            versions = fingerprint.versions()
-            if versions is None:
+            versions = fingerprint.versions(), self.adapters.versions()
+            if None in versions:
                 return None
             return Replayed(key, fingerprint, versions, self._replay(entry, leaves, entry.graph.device, None))
 
@@ -212,6 +237,7 @@ class GraphRunner:
 
     def _renew(self) -> Fingerprint:
         """Takes a new fingerprint of the module, and drops graphs of states that are no longer kept."""
+        self.adapters.keep(self.module.modules())
         now, new = self.states.renew(self._taken)
         if new:
             self.changes += bool(self.entries)
@@ -222,13 +248,13 @@ class GraphRunner:
         return now
 
     def _taken(self) -> Fingerprint:
-        return Fingerprint(self.module, self.ignored, self.watched)
+        return Fingerprint(self.module, self.ignored, self.watched, self.adapters)
 
     def _follow(self) -> None:
         """Follows weights that an eager call has stacked for one product, unless a graph reads them."""
         with self.pool.lock:
             if not any(entry.graph is not None for entry in self.entries.values()):
-                self.states.follow(self._taken)
+                self.states.follow(self._taken, len(self.adapters.apart()))
 
     def _entry(self, key: tuple | None) -> Entry | None:
         """Of this call in the present state."""
@@ -282,6 +308,8 @@ class GraphRunner:
         crowded: bool,
     ) -> None:
         inputs = InputBuffers(leaves, device, constant)
+        self.adapters.asked.clear()
+        self.adapters.fill(entry.factor)
         inputs.fill(leaves, constant)
         leaves = inputs.substituted(leaves)
 
@@ -306,6 +334,7 @@ class GraphRunner:
         graph, made, copies = capture_with_copies(
             run, partial(self.pool.handle, device), partial(self._somewhere, device=device)
         )
+        entry.written = None if self.adapters.complete() else self.adapters.written
         outputs, structure = pytree.tree_flatten(made)
         entry.graph = CapturedGraph(graph, device, inputs, outputs, structure, copies)
         entry.memory_mb = memory.taken_mb(entry.graph)
@@ -329,6 +358,7 @@ class GraphRunner:
         with torch.cuda.device(device):
             stream, done = torch.cuda.current_stream(), self.pool.done[device]
             stream.wait_event(done)
+            self.adapters.fill(entry.factor, self.trusting)
             held.inputs.fill(leaves, constant)
             with nullcontext() if self.ranks is None else self.ranks.exchange():
                 held.graph.replay()

@@ -16,12 +16,14 @@ from torch import nn
 from accel.fusion.loop import ForwardCounter
 from accel.fusion.tensor_notes import TensorNotes
 from accel.patching.rule import Context, unshare
-from accel.quantization.adapters import low_rank, with_adapters
+from accel.quantization.adapters import low_rank, read_low_rank, with_adapters
 from accel.quantization.module import row_tensors
 from accel.quantization.product import (
     Rows,
+    adapted_product,
     base,
     device_and_dtype,
+    joint_term,
     keeps_forward,
     multiplied,
     plain_linear,
@@ -41,15 +43,16 @@ class Stacked:
         self.linears = linears  # the caller's list, which may still grow before the patch is applied
 
     def apply(self) -> None:
-        if len({type(linear) for linear in self.linears}) == 1:
-            for parts in zip(*map(row_tensors, self.linears), strict=True):
+        bases = list(map(base, self.linears))
+        if len({type(linear) for linear in bases}) == 1:
+            for parts in zip(*map(row_tensors, bases), strict=True):
                 stack_rows(parts)
 
     def check(self) -> None:
         """Nothing to conflict with: values and shapes are the user's own."""
 
     def undo(self) -> None:
-        for linear in self.linears:
+        for linear in map(base, self.linears):
             for tensor in row_tensors(linear):
                 if tensor is not None:
                     unshare(tensor)
@@ -139,7 +142,7 @@ class StackedLinears:
         """A sum that grows with each in-place change of a weight or bias; None where autograd does not count all
         changes.
         """
-        found = (tensor for group in self.groups for layer in group for tensor in row_tensors(layer))
+        found = (tensor for group in self.groups for layer in group for tensor in row_tensors(base(layer)))
         held = [tensor for tensor in found if tensor is not None]
         return None if any(map(torch.Tensor.is_inference, held)) else sum(tensor._version for tensor in held)
 
@@ -158,12 +161,18 @@ class StackedLinears:
 
     def _present(self, group: list[nn.Linear], x: torch.Tensor) -> list[nn.Linear]:
         here = (x.device, x.dtype)  # under offload the others may be elsewhere
-        return [m for m in group if plain_linear(m) is None and device_and_dtype(m) == here]
+        return [m for m in group if _known(m, x.dtype) and device_and_dtype(base(m)) == here]
 
     def _outputs(self, layer: nn.Linear, x: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         group = next((group for group in self.groups if any(member is layer for member in group)), [layer])
         members = self._present(group, x)
         return zip(map(id, members), project_together(members, x) if members else (), strict=True)
+
+
+def _known(layer: Any, dtype: torch.dtype) -> bool:
+    """Whether it computes a product, and what adapters of low rank add to it."""
+    inner = base(layer)
+    return plain_linear(inner) is None and (inner is layer or read_low_rank(layer, dtype) is not None)
 
 
 class TimeProjections(StackedLinears):
@@ -183,9 +192,12 @@ def project_together(
     """
     rows = x if isinstance(x, Rows) else Rows(x)
     stack = stack and not (rows.x.is_cuda and torch.cuda.is_current_stream_capturing())
+    bases = [base(layer) for layer in layers]
+    if any(map(keeps_forward, layers)) and (term := joint_term(layers, rows.x.dtype)) is not None:
+        if (whole := stacked_tensors(bases, stack)) is not None:
+            return adapted_product(rows.normed(), whole, term).split([one.out_features for one in bases], dim=-1)
     found = [low_rank(layer, rows.x.dtype) if keeps_forward(layer) else () for layer in layers]
     adapters = [own for own in found if own is not None]
-    bases = [base(layer) for layer in layers]
     kinds = {(type(layer), rounds(layer, rows.x) and layer.rounding) for layer in bases}
     together = len(kinds) == 1 and len(adapters) == len(layers) and not any(map(keeps_forward, bases))
     whole = stacked_tensors(bases, stack) if together else None
@@ -201,12 +213,13 @@ def can_stack(a: nn.Linear, b: nn.Linear) -> bool:
     def kinds(linear: nn.Linear) -> list:
         return [None if t is None else (t.dtype, t.device, t.shape[1:]) for t in row_tensors(linear)]
 
+    a, b = base(a), base(b)
     return type(a) is type(b) and device_and_dtype(a) == device_and_dtype(b) and kinds(a) == kinds(b)
 
 
 def _bytes(linear: nn.Linear) -> int:
     """Of its weight where it is multiplied, written out if it is quantized."""
-    return linear.in_features * linear.out_features * device_and_dtype(linear)[1].itemsize
+    return linear.in_features * linear.out_features * device_and_dtype(base(linear))[1].itemsize
 
 
 def stacked_tensors(layers: Sequence[nn.Linear], stack: bool) -> list[Any] | None:

@@ -1,6 +1,7 @@
 """What peft leaves on a model: layers around layers, and a mark."""
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -22,6 +23,14 @@ def low_rank_scales(layer: Any) -> dict[str, float] | None:
     if any(name in getattr(layer, VARIANT, ()) or drops(parts[DROPOUT][name]) for name in names):
         return None
     return {name: getattr(layer, SCALES)[name] for name in names}
+
+
+def own_parts(layer: nn.Module) -> Iterator[nn.Module]:
+    """The layer and the modules of its adapters, without those of its base."""
+    yield layer
+    for name, part in layer._modules.items():
+        if name != BASE and part is not None:
+            yield from part.modules()
 
 
 def drops(dropout: Any) -> bool:

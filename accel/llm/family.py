@@ -173,7 +173,8 @@ def _bind(
             runners.append(GraphRunner(model, *graphs))
             forward.prompts = Prompts(runners[-1], None if "position_ids" in forward.names else forward.most_positions)
         for runner in runners:
-            runner.ranks = forward.ranks
+            runner.ranks, runner.adapters = forward.ranks, forward.runner.adapters
+            runner.trusting = runner is forward.runner or runner is batches
             runner.ignored, runner.watched, runner.kernel_key = (
                 forward.convention.ignored_attributes,
                 forward.model_guard,

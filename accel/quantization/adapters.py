@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from accel_kernels import LowRank
 from accel_kernels.gemm.adapters.low_rank_sum import MOST_SUMS, low_rank_sum
+from accel_kernels.gemm.adapters.low_rank_term import LowRankTerm
 from torch import nn
 
 from accel.errors import reason_of
@@ -16,12 +18,31 @@ from accel.libraries.adapters import BASE, DOWN, UP, low_rank_scales, of_adapter
 from accel.patching.structure import plain, tampered
 from accel.tolerances import LINEAR
 
+# Copies of adapters that products of this context read, see `cuda_graphs/adapter_buffers.py`; None to read them as they
+# lie.
+BUFFERS: ContextVar[Any] = ContextVar("accel_adapter_buffers", default=None)
+
+
+def low_rank_term(layers: Sequence[Any], dtype: torch.dtype, gate: bool = False) -> LowRankTerm | None:
+    """What adapters add to the one product of these linears, for kernels to take with it; None where they cannot.
+
+    gate: the first of two linears is the gate of the second.
+    """
+    buffers = BUFFERS.get()
+    return None if buffers is None else buffers.term(layers, dtype, gate)
+
 
 def low_rank(layer: Any, dtype: torch.dtype) -> tuple[LowRank, ...] | None:
     """What adapters add to the linear `layer` is around; None where it computes anything else.
 
     dtype: of the rows, which the adapters must have too, if they are not float32.
     """
+    term = low_rank_term((layer,), dtype)
+    return read_low_rank(layer, dtype) if term is None else (LowRank(term.down, term.up, 1.0),)
+
+
+def read_low_rank(layer: Any, dtype: torch.dtype) -> tuple[LowRank, ...] | None:
+    """The same, as the adapters lie."""
     base = layer._modules.get(BASE)
     if base is None or BASE in base._modules or not isinstance(base, nn.Linear):
         return None

@@ -5,14 +5,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from accel_kernels import Norm, Quantized, QuantizedRows, dequantize, quantized_linear
-from accel_kernels.gemm.fused_linear import apply_norm
+from accel_kernels import Norm, Quantized, QuantizedRows, dequantize, fused_linear, hopper_gemm, quantized_linear
+from accel_kernels.gemm.adapters.low_rank_term import LowRankTerm
+from accel_kernels.gemm.fused_linear import MOST_ROWS, apply_norm
 from accel_kernels.op import FLOATS
 from torch import nn
 
 from accel.libraries.adapters import BASE
 from accel.patching.structure import foreign, plain, tampered
-from accel.quantization.adapters import low_rank, with_adapters
+from accel.quantization.adapters import low_rank, low_rank_term, with_adapters
 from accel.quantization.formats.stored_weight import stored_weight
 from accel.quantization.module import QuantizedLinear, row_tensors
 
@@ -127,6 +128,8 @@ def product(linear: Any, x: torch.Tensor | Rows, bias: bool = True, multiply: Ca
     rows = x if isinstance(x, Rows) else Rows(x)
     if keeps_forward(linear):
         inner = base(linear)
+        if (term := joint_term((linear,), rows.x.dtype)) is not None:
+            return adapted_product(rows.normed(), row_tensors(inner), term)
         adapters = () if inner is linear else low_rank(linear, rows.x.dtype)
         stored = stored_weight(inner) if adapters is not None and tampered(inner) is None else None
         if adapters is None or (inner is linear and stored is None):
@@ -135,6 +138,20 @@ def product(linear: Any, x: torch.Tensor | Rows, bias: bool = True, multiply: Ca
         return with_adapters(rows.normed(), [y], [adapters])[0] if adapters else y
     *weight, shift = row_tensors(linear)
     return multiplied(linear, (*weight, shift if bias else None), rows, multiply)
+
+
+def joint_term(layers: Sequence[Any], dtype: torch.dtype) -> LowRankTerm | None:
+    """What adapters add to the one product of linears with plain weights of this dtype; see `low_rank_term`."""
+    bases = map(base, layers)
+    plain = (type(one) is nn.Linear and plain_linear(one) is None and one.weight.dtype == dtype for one in bases)
+    return low_rank_term(layers, dtype) if all(plain) else None
+
+
+def adapted_product(x: torch.Tensor, tensors: Sequence[Any], term: LowRankTerm) -> torch.Tensor:
+    """x W^T + b, with what adapters add as more columns of both; x: (..., K). tensors: W and b."""
+    x = x.contiguous()
+    multiply = fused_linear if x.numel() <= MOST_ROWS * x.shape[-1] else hopper_gemm
+    return multiply(x, *tensors, low_rank=term)
 
 
 def multiplied(linear: nn.Linear, tensors: Sequence[Any], rows: Rows, multiply: Callable = F.linear) -> torch.Tensor:

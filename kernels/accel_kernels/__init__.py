@@ -10,6 +10,7 @@ from accel_kernels.attention.paged.kv import KV
 from accel_kernels.attention.paged.paged_attention import paged_attention
 from accel_kernels.elementwise.gated import gated, geglu
 from accel_kernels.elementwise.softmax import softmax
+from accel_kernels.gemm.adapters.copy_matrices import copy_matrices
 from accel_kernels.gemm.adapters.low_rank_sum import LowRank, low_rank_sum
 from accel_kernels.gemm.blocks.block_linear import block_linear
 from accel_kernels.gemm.blocks.block_weight import BlockWeight
@@ -77,6 +78,7 @@ __all__ = [
     "block_linear",
     "causal_convolution",
     "convolution_frames",
+    "copy_matrices",
     "dequantize",
     "dequantize_blocks",
     "experts",

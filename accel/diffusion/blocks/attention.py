@@ -153,4 +153,4 @@ def match_attention(site: Site, context: Context) -> Match | Skip | None:
         return Match(forward)
     if not m.is_cross_attention:
         return Match(forward, (Stacked(bases),))
-    return Match(forward, () if keeps_forward(m.to_k) or keeps_forward(m.to_v) else forward.prompt.add(m.to_k, m.to_v))
+    return Match(forward, forward.prompt.add(m.to_k, m.to_v))

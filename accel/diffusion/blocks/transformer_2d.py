@@ -22,9 +22,12 @@ from accel.patching.probe import example
 from accel.patching.rule import Context, Match, Site, Skip
 from accel.patching.structure import all_plain, holds, no_tensor, plain, pointwise
 from accel.patching.user_ops import UserOp
+from accel.quantization.module import row_tensors
 from accel.quantization.product import (
     Rows,
+    base,
     deferred,
+    joint_term,
     keeps_forward,
     layer_reason,
     matrix,
@@ -182,8 +185,11 @@ class TransformerBlockForward(FastForward):
     def _multiply(self, stream: ResidualStream, rows: Rows) -> None:
         net = self.module.ff.net
         up, down = net[0].proj, net[2]
+        own = not isinstance(self.kernels.linear_geglu, UserOp)
         if (activations := rounds(up, rows.x)) is not None:
             h = rounded_geglu(up, activations, rows)
+        elif keeps_forward(up) and own and (term := joint_term((up,), rows.x.dtype)) is not None:
+            h = self.kernels.linear_geglu(rows.normed().contiguous(), *row_tensors(base(up)), low_rank=term)
         elif keeps_forward(up):
             value, gate = product(up, rows, multiply=self.kernels.linear).chunk(2, dim=-1)
             h = self.kernels.gated(gate, value, "gelu")

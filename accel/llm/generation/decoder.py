@@ -12,6 +12,7 @@ from accel_kernels.attention.math_attention import math_attention
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from accel.cuda_graphs.adapter_buffers import AdapterBuffers
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.runner import GraphRunner
 from accel.libraries.cache import NAMES, DynamicCache, cache_argument, cache_field, new_cache, with_present_names
@@ -260,6 +261,8 @@ class DecoderForward(FastForward):
         store.set_padding_mask(mask)
         eager, metadata = partial(self.eager, store, start == 0), store.metadata
         arguments = (tokens, positions, metadata, keep)
+        if not start and self.adapters is not None:
+            self.adapters.filled = None  # steps of this text trust that nothing is changed unseen meanwhile
         free = tokens.is_cuda and not torch.cuda.is_current_stream_capturing()
         if start and self.runner is not None and by_graph(rows, new) and free:
             variant = () if store.padding_mask is None else ("mask",)
@@ -318,7 +321,12 @@ class DecoderForward(FastForward):
             raise Unfit(self.reason)
 
     def _fingerprint(self) -> Fingerprint:
-        return Fingerprint(self.module, self.convention.ignored_attributes, self.model_guard)
+        return Fingerprint(self.module, self.convention.ignored_attributes, self.model_guard, self.adapters)
+
+    @property
+    def adapters(self) -> AdapterBuffers | None:
+        """That graphs of steps read."""
+        return self.runner.adapters if isinstance(self.runner, GraphRunner) else None
 
     def _bind(self, stack: bool) -> str | None:
         reason = None if self.model_guard is None else self.model_guard.changed()

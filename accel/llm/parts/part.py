@@ -16,7 +16,7 @@ from accel.patching.fast_forward import Kernels
 from accel.patching.guard import as_understood
 from accel.patching.user_ops import UserOp
 from accel.quantization.activations import many_rows
-from accel.quantization.adapters import low_rank, with_adapters
+from accel.quantization.adapters import low_rank, low_rank_term, with_adapters
 from accel.quantization.formats.stored import block_product
 from accel.quantization.product import Rows, base, rounded_product
 
@@ -117,12 +117,12 @@ def part_product(
     activation: str | None = None,
     residual: torch.Tensor | None = None,
     scale: float = 1.0,
-    **mixed: torch.Tensor | None,
+    **mixed: Any,
 ) -> torch.Tensor:
     """residual + scale * activation(linear(norm(x))), or with weights `up` the gated product of both.
 
-    mixed: addend, share and modulation of `Epilogue`, of a linear that `takes_wide`. Where the inputs are divided among
-    ranks, the sum over all of them stands for the product.
+    mixed: addend, share and modulation of `Epilogue`, of a linear that `takes_wide`; low_rank: as `adapted` gives it.
+    Where the inputs are divided among ranks, the sum over all of them stands for the product.
     """
     weight, bias = weights.operands()
     if weights.ranks is not None:
@@ -159,6 +159,21 @@ def _product(
     return kernels.quantized_linear(x, weight, bias, norm=norm, **given)
 
 
+def adapted(
+    kernels: Kernels, linears: "Sequence[BoundLinear]", weights: Weights | None, x: torch.Tensor, gate: bool = False
+) -> dict[str, Any]:
+    """What adapters add to the one product of these linears by `weights`, as an argument of `part_product`; nothing
+    where that cannot take it. gate: as of `low_rank_term`.
+    """
+    own = kernels.fused_linear in (fused_linear, fused_linear.reference)  # and not a user's
+    if not own or weights is None or weights.quantized or weights.ranks is not None:
+        return {}
+    plain = weights.tensors()[0]
+    alike = plain is not None and plain.dtype == x.dtype
+    term = low_rank_term([one.module for one in linears], x.dtype, gate) if alike else None
+    return {} if term is None else {"low_rank": term}
+
+
 class BoundLinear:
     """One linear: `weights` to multiply with, None where the module must be called. base: those under its adapters."""
 
@@ -179,12 +194,16 @@ class BoundLinear:
         activation: str | None = None,
         residual: torch.Tensor | None = None,
         scale: float = 1.0,
-        **mixed: torch.Tensor | None,
+        **mixed: Any,
     ) -> torch.Tensor:
         """residual + scale * activation(linear(norm(x))). mixed: as of `part_product`."""
         if self.weights is not None:
             given: dict[str, Any] = {"activation": activation, "residual": residual, "scale": scale, **mixed}
             return part_product(kernels, self.weights, before, **given)
+        if self.base is not None and (low := adapted(kernels, [self], self.base, before.x)):
+            return part_product(
+                kernels, self.base, before, activation=activation, residual=residual, scale=scale, **low, **mixed
+            )
         y = self._adapted(kernels, before)
         if activation is not None:
             y = ACTIVATIONS[activation](y)
@@ -220,6 +239,8 @@ class BoundProjections(list[BoundLinear]):
 
     def __call__(self, kernels: Kernels, h: NormedInput) -> Sequence[torch.Tensor]:
         """What each gives, (rows, new, N)."""
+        if (products := self._adapted(kernels, h)) is not None:
+            return products.split(self.sizes, dim=-1)
         adapters = [] if self.joint is None or self.plain else [one.adapters(h) for one in self]
         known = [own for own in adapters if own is not None]
         if self.joint is None or len(known) < len(adapters):
@@ -231,8 +252,17 @@ class BoundProjections(list[BoundLinear]):
         """(rows, new, N) of all."""
         if self.joint is not None and self.plain:
             return part_product(kernels, self.joint, h)
+        if (products := self._adapted(kernels, h)) is not None:
+            return products
         outputs = self(kernels, h)
         return torch.cat(list(outputs), -1) if len(outputs) > 1 else outputs[0].contiguous()
+
+    def _adapted(self, kernels: Kernels, h: NormedInput) -> torch.Tensor | None:
+        """The one product with what adapters add; None where it cannot take them with it."""
+        if self.joint is None or self.plain:
+            return None
+        low = adapted(kernels, self, self.joint, h.x)
+        return part_product(kernels, self.joint, h, **low) if low else None
 
 
 def stacked(parts: list[Weights], stack: bool) -> Weights | None:

@@ -13,7 +13,7 @@ from accel.llm.moe.experts import ExpertsForward
 from accel.llm.parts.linear import Weights
 from accel.llm.parts.norm import NormSpec
 from accel.llm.parts.normed_router import BoundRouter, NormedRouterSpec, called_router
-from accel.llm.parts.part import BoundLinear, BoundNorm, NormedInput, part_product
+from accel.llm.parts.part import BoundLinear, BoundNorm, NormedInput, adapted, part_product
 from accel.llm.recording.record import NotUnderstood
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import as_understood
@@ -160,6 +160,7 @@ class BoundMlp:
         self.module: nn.Module | None = None  # called as it is
         self.gate: Weights | None = None
         self.up: Weights | None = None
+        self.bases: list[Weights] | None = None
         self.times = 1
         known = (as_understood(layer.get_submodule(name), settings) for name, settings in spec.settings)
         if not spec.first or not all(known):
@@ -178,6 +179,10 @@ class BoundMlp:
             n = parts[0].outputs // 2
             halves = [parts[0]._replace(rows=rows) for rows in ((0, n), (n, n))]
             self.gate, self.up = halves if spec.halves else reversed(halves)
+        bases = [linear.base if linear.weights is None else linear.weights for linear in self.first]
+        found = [one for one in bases if one is not None]
+        gated = not plain and len(found) == 2 and found[0].fits(found[1]) and spec.scale == 1.0
+        self.bases = found if gated else None  # of two linears that have adapters
         self.times = len(self.first)
 
     def __call__(
@@ -219,6 +224,8 @@ class BoundMlp:
         name = self.spec.activation
         if self.gate is not None:
             return part_product(kernels, self.gate, before, up=self.up, activation=name)
+        if self.bases is not None and (low := adapted(kernels, self.first, self.bases[0], before.x, gate=True)):
+            return part_product(kernels, self.bases[0], before, up=self.bases[1], activation=name, **low)
         if self.spec.halves is None and len(self.first) == 1:
             return self.first[0](kernels, before, activation=name)
         if self.spec.halves is None:

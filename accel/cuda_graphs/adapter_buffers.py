@@ -1,0 +1,284 @@
+"""Copies of a model's adapters at addresses that stay, in one form for all: a graph that reads them holds for any.
+
+Products ask for what adapters add, by the linears they multiply for. What is asked for first gets a buffer, where all
+adapters that are active lie side by side, with their scales in B. Before each call the buffers are filled, in a launch
+or two. A snapshot shows what was switched since. A scale for one call, as in `cross_attention_kwargs`, is a factor of
+all of them.
+"""
+
+import math
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
+
+import torch
+from accel_kernels import LowRank, copy_matrices
+from accel_kernels.gemm.adapters.copy_matrices import MatrixCopies, matrix_copies
+from accel_kernels.gemm.adapters.low_rank_term import MOST_PARTS, RANKS, LowRankTerm
+from accel_kernels.warmup import warming_up
+from torch import nn
+
+from accel.cuda_graphs.fingerprint import Fingerprint
+from accel.libraries.adapters import BASE, low_rank_scales, own_parts
+from accel.patching.owner import PartlyCopied
+from accel.quantization.adapters import BUFFERS, read_low_rank
+
+ALIGNED = 16  # bytes
+SAME = 1e-6  # relative: peft multiplies a scale in a call, and divides it again
+
+
+@dataclass(eq=False)
+class AdapterGroup:
+    """The buffers of linears whose outputs one product gives. Tensors are as of `LowRankTerm`; up: (N of all, R).
+
+    scales: as they were read, of all adapters of all linears.
+    """
+
+    layers: list[ref]
+    dtype: torch.dtype
+    ends: tuple[int, ...]
+    down: torch.Tensor
+    up: torch.Tensor
+    arrived: torch.Tensor
+    inner: torch.Tensor
+    scales: list[float]
+
+    def term(self, gate: bool) -> LowRankTerm:
+        """gate: the first of two linears is the gate of the second."""
+        beside = self.arrived, self.inner
+        if not gate:
+            return LowRankTerm(self.down, self.up, self.ends, None, False, *beside)
+        first, *_ = self.ends
+        return LowRankTerm(self.down, self.up[:first], (first,), self.up[first:], False, *beside)
+
+    def pairs(self, found: Sequence[tuple[LowRank, ...]]) -> Iterator[tuple[bool, torch.Tensor, torch.Tensor, float]]:
+        """Whether it is a B, a matrix of an adapter, where it belongs, and its factor."""
+        start, rank = 0, self.up.shape[1]
+        for part, (end, own) in enumerate(zip(self.ends, found, strict=True)):
+            first = 0
+            for down, up, scale in own:
+                behind = first + down.shape[0]
+                yield False, down.detach(), self.down[part * rank + first : part * rank + behind], 1.0
+                yield True, up.detach(), self.up[start:end, first:behind], scale
+                first = behind
+            start = end
+
+    @property
+    def present(self) -> list[Any]:
+        """The linears, None for one that is gone."""
+        return [one() for one in self.layers]
+
+
+class AdapterParts:
+    """What a fingerprint of adapters is taken of."""
+
+    def __init__(self, layers: Sequence[nn.Module]):
+        self.found = [part for layer in layers for part in own_parts(layer)]
+
+    def modules(self) -> Iterator[nn.Module]:
+        return iter(self.found)
+
+
+def adapters_of(layer: Any, dtype: torch.dtype) -> tuple[LowRank, ...] | None:
+    """Those that are active, none of a plain linear; None where buffers cannot hold them."""
+    if layer is None or BASE not in layer._modules:
+        return None if layer is None else ()
+    found = read_low_rank(layer, dtype)
+    tensors = [t for one in found or () for t in one[:2]]
+    fit = all(t.is_contiguous() and not t.data_ptr() % ALIGNED and t.device == tensors[0].device for t in tensors)
+    return found if fit else None
+
+
+class AdapterBuffers(PartlyCopied):
+    """Of one model.
+
+    form: another number once buffers that graphs may read are gone. written: grows when other adapters are read.
+    asked: linears for which products have asked, since somebody emptied it.
+    """
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        self.groups: dict[tuple[int, ...], AdapterGroup] = {}
+        self.copies: list[tuple[bool, MatrixCopies]] = []  # and whether they are of B
+        self.seen: Fingerprint | None = None
+        self.form = self.written = 0
+        self.factor = 1.0  # of all scales, in the call that runs
+        self.direct = False  # whether adapters are read where they lie, since their scales cannot be followed
+        self.fresh = False  # whether buffers were made in the call that runs, which knows no factor yet
+        self.filled: tuple | None = None  # what was written last
+        self.asked: set[int] = set()
+        self.lock = threading.RLock()
+        self.done: torch.cuda.Event | None = None  # behind what reads the buffers
+
+    def members(self) -> list[Any]:
+        """The linears with adapters, of all groups."""
+        found = dict.fromkeys(layer for group in self.groups.values() for layer in group.present)
+        return [layer for layer in found if layer is not None and BASE in layer._modules]
+
+    def apart(self) -> set[int]:
+        """By number, all modules whose state the buffers follow, so that graphs do not depend on it."""
+        return {id(part) for layer in self.members() for part in own_parts(layer)}
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Inside, products read adapters from the buffers; one thread and one stream at a time."""
+        if self.direct:
+            yield
+            return
+        alone = bool(self.groups)
+        if alone:
+            self.lock.acquire()
+        token = BUFFERS.set(self)
+        try:
+            yield
+        finally:
+            BUFFERS.reset(token)
+            if alone:
+                self._mark()
+                self.lock.release()
+
+    def term(self, layers: Sequence[Any], dtype: torch.dtype, gate: bool = False) -> LowRankTerm | None:
+        """What the adapters of these linears add to their one product; None where there are none that fit."""
+        key = tuple(map(id, layers))
+        group = self.groups.get(key)
+        if group is None or group.dtype != dtype or group.present != list(layers):
+            group = self._made(layers, dtype)
+            if group is None:
+                return None
+            with self.lock:
+                self.groups[key] = group
+                self.seen, self.fresh = None, True
+        elif not self._in_step(group):
+            return None
+        self.asked.update(key)
+        return group.term(gate)
+
+    def _made(self, layers: Sequence[Any], dtype: torch.dtype) -> AdapterGroup | None:
+        if len(layers) > MOST_PARTS or not any(BASE in layer._modules for layer in layers):
+            return None
+        found = [adapters_of(layer, dtype) for layer in layers]
+        known = [own for own in found if own is not None]
+        most = max((sum(one.down.shape[0] for one in own) for own in known), default=0)
+        rank = next((rank for rank in RANKS if rank >= most), None)
+        if len(known) < len(found) or not most or rank is None:
+            return None
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("adapters that were not seen before the capture")
+        device, sizes = next(one.down.device for own in known for one in own), [one.out_features for one in layers]
+        ends = tuple(sum(sizes[: i + 1]) for i in range(len(sizes)))
+        with torch.inference_mode(False), torch.no_grad():
+            down = torch.zeros(len(sizes) * rank, layers[0].in_features, device=device, dtype=dtype)
+            up = torch.zeros(ends[-1], rank, device=device, dtype=dtype)
+            arrived = torch.zeros(2, device=device, dtype=torch.int32)
+            inner = torch.empty(len(down), device=device, dtype=torch.float32)
+            scales = [one.scale for own in known for one in own]
+            group = AdapterGroup([ref(one) for one in layers], dtype, ends, down, up, arrived, inner, scales)
+            for is_up, source, target, scale in group.pairs(known):
+                target.copy_(source.float() * scale if is_up else source)
+        return group
+
+    def _in_step(self, group: AdapterGroup) -> bool:
+        """Whether the buffers hold the scales of this moment; in a call with a scale of its own, after a factor."""
+        now = [s for layer in group.present for s in (low_rank_scales(layer) or {}).values() if BASE in layer._modules]
+        factor = next((n / s for n, s in zip(now, group.scales, strict=False) if s), self.factor)
+        if len(now) == len(group.scales) and _alike(now, group.scales, self.factor):
+            return True
+        if len(now) == len(group.scales) and _alike(now, group.scales, factor) and not _capturing():
+            self.fill(factor)
+            return True
+        self.direct = True  # from the next call on
+        self.form += 1
+        if _capturing():
+            raise RuntimeError("adapters were switched in the call")
+        return False
+
+    def holds(self) -> bool:
+        """Whether the adapters are those that were read last."""
+        return not self.groups or (self.seen is not None and self.seen.reachable() and self.seen.holds())
+
+    def read(self) -> bool:
+        """Looks at all adapters anew. False where a buffer had to go, and graphs with it."""
+        kept: dict[tuple[int, ...], AdapterGroup] = {}
+        rows: dict[tuple, list[tuple]] = {}
+        for key, group in self.groups.items():
+            found = [adapters_of(layer, group.dtype) for layer in group.present]
+            known = [own for own in found if own is not None]
+            most = max((sum(one.down.shape[0] for one in own) for own in known), default=0)
+            if len(known) < len(found) or most > group.up.shape[1]:
+                continue
+            kept[key] = group
+            group.scales = [one.scale for own in known for one in own]
+            for is_up, source, target, scale in group.pairs(known):
+                rows.setdefault((is_up, source.dtype, target.dtype), []).append((source, target, scale))
+        gone = len(kept) < len(self.groups)
+        self.groups, self.form, self.written = kept, self.form + gone, self.written + 1
+        self.seen = Fingerprint(AdapterParts(self.members()))
+        with torch.inference_mode(False), torch.no_grad():
+            if whole := [tensor for group in kept.values() for tensor in (group.down, group.up)]:
+                self._wait()
+                torch._foreach_zero_(whole)
+            self.copies = [(key[0], matrix_copies(*zip(*found, strict=True))) for key, found in rows.items()]
+        self.filled = None
+        return not gone
+
+    def keep(self, modules: Iterable[nn.Module]) -> None:
+        """Gives up buffers of layers that are not among these."""
+        there = set(map(id, modules)) if self.groups else set()
+        kept = {key: group for key, group in self.groups.items() if there.issuperset(map(id, group.present))}
+        if len(kept) < len(self.groups):
+            self.groups, self.seen, self.form = kept, None, self.form + 1
+
+    def fill(self, factor: float = 1.0, trusting: bool = False) -> None:
+        """Writes what adapters hold now into the buffers.
+
+        factor: of all scales. trusting: not where nothing was changed in place since, as autograd counts.
+        """
+        if not self.groups or warming_up():
+            return
+        if self.seen is None:
+            self.read()
+        now, self.factor = (self.versions(), factor), factor
+        if trusting and now[0] is not None and self.filled == now:
+            return
+        self._wait()
+        with torch.no_grad():
+            for is_up, copies in self.copies:
+                copy_matrices(copies, factor if is_up else 1.0)
+        self.filled = now
+
+    def versions(self) -> int | None:
+        """As of `Fingerprint`, of the adapters."""
+        return 0 if self.seen is None else self.seen.versions()
+
+    def follow(self) -> None:
+        """Reads adapters that were switched, and fills the buffers, for a call of no factor."""
+        if not self.holds():
+            self.read()
+        self.fill()
+        self.fresh = False
+
+    def complete(self) -> bool:
+        """Whether products have asked for all adapters since `asked` was emptied."""
+        return all(id(layer) in self.asked for layer in self.members())
+
+    def _wait(self) -> None:
+        if self.done is not None:
+            torch.cuda.current_stream().wait_event(self.done)
+
+    def _mark(self) -> None:
+        if any(group.down.is_cuda for group in self.groups.values()):
+            self.done = self.done or torch.cuda.Event()
+            self.done.record()
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _alike(now: list[float], before: list[float], factor: float) -> bool:
+    return all(math.isclose(one, other * factor, rel_tol=SAME) for one, other in zip(now, before, strict=True))
