@@ -17,7 +17,7 @@ from weakref import ref
 import torch
 from accel_kernels import LowRank, copy_matrices
 from accel_kernels.gemm.adapters.copy_matrices import MatrixCopies, matrix_copies
-from accel_kernels.gemm.adapters.low_rank_term import MOST_PARTS, RANKS, LowRankTerm
+from accel_kernels.gemm.adapters.low_rank_term import COPIES, MOST_PARTS, RANKS, LowRankTerm
 from accel_kernels.warmup import warming_up
 from torch import nn
 
@@ -42,13 +42,12 @@ class AdapterGroup:
     ends: tuple[int, ...]
     down: torch.Tensor
     up: torch.Tensor
-    arrived: torch.Tensor
-    inner: torch.Tensor
+    tagged: torch.Tensor
     scales: list[float]
 
-    def term(self, gate: bool) -> LowRankTerm:
-        """gate: the first of two linears is the gate of the second."""
-        beside = self.arrived, self.inner
+    def term(self, gate: bool, step: torch.Tensor | None) -> LowRankTerm:
+        """gate: the first of two linears is the gate of the second. step: of `LowRankTerm`; None to do without."""
+        beside = step, None if step is None else self.tagged
         if not gate:
             return LowRankTerm(self.down, self.up, self.ends, None, False, *beside)
         first, *_ = self.ends
@@ -112,6 +111,8 @@ class AdapterBuffers(PartlyCopied):
         self.fresh = False  # whether buffers were made in the call that runs, which knows no factor yet
         self.filled: tuple | None = None  # what was written last
         self.asked: set[int] = set()
+        self.step: torch.Tensor | None = None  # counts calls, see `LowRankTerm`
+        self.launched: set[tuple[int, ...]] = set()  # keys for which products have asked in this step
         self.lock = threading.RLock()
         self.done: torch.cuda.Event | None = None  # behind what reads the buffers
 
@@ -156,7 +157,9 @@ class AdapterBuffers(PartlyCopied):
         elif not self._in_step(group):
             return None
         self.asked.update(key)
-        return group.term(gate)
+        again = key in self.launched  # in one step, as of a block that a model runs twice
+        self.launched.add(key)
+        return group.term(gate, None if again or self.step is None else self.step)
 
     def _made(self, layers: Sequence[Any], dtype: torch.dtype) -> AdapterGroup | None:
         if len(layers) > MOST_PARTS or not any(BASE in layer._modules for layer in layers):
@@ -174,10 +177,11 @@ class AdapterBuffers(PartlyCopied):
         with torch.inference_mode(False), torch.no_grad():
             down = torch.zeros(len(sizes) * rank, layers[0].in_features, device=device, dtype=dtype)
             up = torch.zeros(ends[-1], rank, device=device, dtype=dtype)
-            arrived = torch.zeros(2, device=device, dtype=torch.int32)
-            inner = torch.empty(len(down), device=device, dtype=torch.float32)
+            tagged = torch.zeros(COPIES, len(down), device=device, dtype=torch.int64)
+            if self.step is None or self.step.device != device:
+                self.step = torch.ones(1, device=device, dtype=torch.int32)
             scales = [one.scale for own in known for one in own]
-            group = AdapterGroup([ref(one) for one in layers], dtype, ends, down, up, arrived, inner, scales)
+            group = AdapterGroup([ref(one) for one in layers], dtype, ends, down, up, tagged, scales)
             for is_up, source, target, scale in group.pairs(known):
                 target.copy_(source.float() * scale if is_up else source)
         return group
@@ -251,6 +255,12 @@ class AdapterBuffers(PartlyCopied):
                 copy_matrices(copies, factor if is_up else 1.0)
         self.filled = now
 
+    def advance(self) -> None:
+        """Begins a step; within a capture, of each replay."""
+        self.launched.clear()
+        if self.step is not None and self.groups:
+            self.step += 1
+
     def versions(self) -> int | None:
         """As of `Fingerprint`, of the adapters."""
         return 0 if self.seen is None else self.seen.versions()
@@ -260,6 +270,7 @@ class AdapterBuffers(PartlyCopied):
         if not self.holds():
             self.read()
         self.fill()
+        self.advance()
         self.fresh = False
 
     def complete(self) -> bool:

@@ -315,6 +315,7 @@ class GraphRunner:
 
         def run() -> Any:
             args, kwargs = pytree.tree_unflatten(leaves, spec)  # anew each time: some forwards empty their lists
+            self.adapters.advance()
             return waited(eager(*args, **kwargs))
 
         timed = self.ranks is None  # else it would run more often than elsewhere

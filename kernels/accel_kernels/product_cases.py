@@ -2,7 +2,7 @@
 
 import torch
 
-from accel_kernels.gemm.adapters.low_rank_term import LowRankTerm
+from accel_kernels.gemm.adapters.low_rank_term import COPIES, LowRankTerm
 from accel_kernels.norm.norm import Norm
 from accel_kernels.op import Random, random_cases
 
@@ -47,9 +47,9 @@ def product_case(
         gate_up = rand(n, rank, spread=rank**-0.5) if gate else None
         given["low_rank"] = LowRankTerm(down, up, low_rank, gate_up, shared)
         if together:
-            arrived = torch.zeros(2, dtype=torch.int32, device=x.device)
-            inner = torch.empty(count * rank, device=x.device, dtype=torch.float32)
-            given["low_rank"] = given["low_rank"]._replace(arrived=arrived, inner=inner)
+            step = torch.ones(1, dtype=torch.int32, device=x.device)
+            tagged = torch.zeros(COPIES, count * rank, device=x.device, dtype=torch.int64)
+            given["low_rank"] = given["low_rank"]._replace(step=step, tagged=tagged)
     shift = rand(n, **(sums if wide == "weight" else {})) if bias else None
     return (x if rows is None else rows(x), matrix(), shift), given
 

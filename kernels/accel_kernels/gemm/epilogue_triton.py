@@ -39,21 +39,42 @@ def epilogue(y, other, n_idx, n_mask, scales_ptr, up_scales_ptr, after, GATE: tl
 
 
 @triton.jit
-def low_rank_sums(y, other, n_idx, n_mask, low, RANK: tl.constexpr, GATE: tl.constexpr):
-    """The sums of one row, plus those of adapters. low: `LowRankArguments`."""
+def low_rank_sums(
+    y, other, n_idx, n_mask, low, RANK: tl.constexpr, GATE: tl.constexpr, ROWS: tl.constexpr, COPIES: tl.constexpr
+):
+    """The sums of one row, plus those of adapters. low: `LowRankArguments`. ROWS: of A; COPIES: see `hand_on`."""
     r_idx = tl.arange(0, RANK)
     place = n_idx[:, None] * RANK + r_idx[None, :]
     part = (n_idx >= low.first).to(tl.int32) + (n_idx >= low.second).to(tl.int32)
     up = tl.load(low.up + place, mask=n_mask[:, None], other=0.0).to(tl.float32)
-    # Past the cache of a multiprocessor: other programs of this launch may have written it.
-    at = low.inner + part[:, None] * RANK + r_idx[None, :]
-    inner = tl.load(at, mask=n_mask[:, None], other=0.0, cache_modifier=".cg").to(tl.float32)
-    y += tl.sum(up * inner, axis=1)
+    y += tl.sum(up * _inner(low, part[:, None] * RANK + r_idx[None, :], ROWS, COPIES), axis=1)
     if GATE:
         up = tl.load(low.gate_up + place, mask=n_mask[:, None], other=0.0).to(tl.float32)
-        inner = tl.load(low.inner + RANK + r_idx, cache_modifier=".cg").to(tl.float32)
-        other += tl.sum(up * inner[None, :], axis=1)
+        other += tl.sum(up * _inner(low, RANK + r_idx[None, :], ROWS, COPIES), axis=1)
     return y, other
+
+
+@triton.jit
+def _inner(low, place, ROWS: tl.constexpr, COPIES: tl.constexpr):
+    """x A^T at these places; what other programs of this launch hand on, as soon as all of it is there."""
+    if low.tagged is None:
+        found = tl.load(low.inner + place).to(tl.float32)
+    else:
+        step = tl.load(low.step).to(tl.int64)
+        at = low.tagged + tl.program_id(0) % COPIES * ROWS + place
+        handed = tl.load(at, volatile=True)
+        while tl.max(((handed >> 32) != step).to(tl.int32).reshape(at.numel)) > 0:
+            handed = tl.load(at, volatile=True)
+        found = (handed & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
+    return found
+
+
+@triton.jit
+def hand_on(low, row, value, ROWS: tl.constexpr, COPIES: tl.constexpr):
+    """Gives a number of x A^T to other programs: value and step in 64 bits, which are written at once."""
+    step, bits = tl.load(low.step).to(tl.int64), value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    copies = tl.arange(0, COPIES)
+    tl.store(low.tagged + copies * ROWS + row, (step << 32 | bits) + tl.zeros_like(copies))
 
 
 @triton.jit

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 
 from accel_kernels.device import multiprocessors, programmatic, shared_memory, upcast
-from accel_kernels.gemm.adapters.low_rank_term import LowRankArguments
+from accel_kernels.gemm.adapters.low_rank_term import COPIES, LowRankArguments
 from accel_kernels.gemm.epilogue import Epilogue
-from accel_kernels.gemm.epilogue_triton import epilogue, low_rank_sums, sigmoid_share, store_sum
+from accel_kernels.gemm.epilogue_triton import epilogue, hand_on, low_rank_sums, sigmoid_share, store_sum
 from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.norm.norm import kernel_arguments
 from accel_kernels.sizes import cdiv, power_of_two
@@ -35,25 +35,26 @@ class Shape(NamedTuple):
 @triton.jit
 def gemv_kernel(
     x_ptr, weight_ptr, up_ptr, norm, after, low, y_ptr, n, K: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
-    ACTIVATION: tl.constexpr, RANK: tl.constexpr, FIRST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    ACTIVATION: tl.constexpr, RANK: tl.constexpr, FIRST: tl.constexpr, COPIES: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """RANK: of adapters, 0 for none. FIRST: programs that multiply by their A, which are the first of the launch, so
-    that none of the others waits for one that has no place; 0 where another launch has.
+    """RANK: of adapters, 0 for none. FIRST: programs that multiply by their A, each by one row, so that they are the
+    first to be done. They are the first of the launch, so that none of the others waits for one that has no place. 0:
+    another launch has done it.
     """
     m = tl.program_id(1)
     x_ptr += m * K
     n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     if FIRST > 0:
         ahead = tl.program_id(0) < FIRST
-        n_idx -= tl.where(ahead, 0, FIRST * BLOCK_N)
-        n = tl.where(ahead, FIRST * BLOCK_N, n)
+        n_idx = tl.where(ahead, tl.program_id(0), n_idx - FIRST * BLOCK_N)
         weight_ptr = tl.where(ahead, low.down, weight_ptr)
         if GATE:
             up_ptr = tl.where(ahead, low.down + RANK * K, up_ptr)
     n_mask = n_idx < n
     k_idx = tl.arange(0, BLOCK_K)
-    row = tl.minimum(n_idx, n - 1).to(tl.int64)[:, None] * K
+    most = tl.where(ahead, FIRST, n) if FIRST > 0 else n
+    row = tl.minimum(n_idx, most - 1).to(tl.int64)[:, None] * K
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     # The first weights before the wait: they do not depend on the kernel in front.
@@ -114,26 +115,17 @@ def gemv_kernel(
         other = tl.sum(acc_u, axis=1)
         if NORM == "rms":
             other *= rstd
+    ROWS: tl.constexpr = FIRST * (1 + GATE)
     if FIRST > 0:
         if ahead:
-            tl.store(low.inner + n_idx, y)
+            hand_on(low, tl.program_id(0), tl.max(y, axis=0), ROWS, COPIES)
             if GATE:
-                tl.store(low.inner + RANK + n_idx, other)
-            tl.debug_barrier()
-            tl.atomic_add(low.arrived, 1, sem="release")
+                hand_on(low, RANK + tl.program_id(0), tl.max(other, axis=0), ROWS, COPIES)
         else:
-            while tl.atomic_add(low.arrived, 0, sem="acquire") < FIRST:
-                pass
-            tl.debug_barrier()
+            y, other = low_rank_sums(y, other, n_idx, n_mask, low, RANK, GATE, ROWS, COPIES)
         n_mask = n_idx < tl.where(ahead, 0, n)
-    if RANK > 0:
-        y, other = low_rank_sums(y, other, n_idx, n_mask, low, RANK, GATE)
-    if FIRST > 0:
-        if not ahead:  # the last one leaves both counts as they were
-            tl.debug_barrier()
-            if tl.atomic_add(low.arrived + 1, 1, sem="acq_rel") == tl.num_programs(0) - FIRST - 1:
-                tl.store(low.arrived, 0)
-                tl.store(low.arrived + 1, 0)
+    elif RANK > 0:
+        y, other = low_rank_sums(y, other, n_idx, n_mask, low, RANK, GATE, ROWS, COPIES)
     y = epilogue(y, other, n_idx, n_mask, None, None, after, GATE, ACTIVATION)
     if after.share is not None:
         y *= sigmoid_share(after, m, True)
@@ -219,14 +211,14 @@ def fused_linear(x, weight, bias=None, *, norm=None, low_rank=None, shape=None, 
     rank = 0 if low_rank is None else low_rank.rank
     if rows == 1 or x.dtype != weight.dtype:
         shape = shape or gemv_shape(n, k, gate, norm is not None)
-        together = low_rank is not None and low_rank.arrived is not None
-        first = low_rank.down.shape[0] // (1 + gate) // shape.rows if together else 0
+        together = low_rank is not None and low_rank.tagged is not None
+        first = low_rank.down.shape[0] // (1 + gate) if together else 0
         inner = None if together or low_rank is None else fused_linear(x, low_rank.down, norm=norm)
         before, kind = kernel_arguments(norm)
         launch(
             gemv_kernel, (first + cdiv(n, shape.rows), rows), x, weight, up, before, epilogue.arguments,
             LowRankArguments.of(low_rank, inner), y, n, K=k, NORM=kind, **epilogue.flags, RANK=rank, FIRST=first,
-            BLOCK_N=shape.rows, BLOCK_K=shape.columns, num_warps=shape.warps, **programmatic(x.device),
+            COPIES=COPIES, BLOCK_N=shape.rows, BLOCK_K=shape.columns, num_warps=shape.warps, **programmatic(x.device),
         )  # fmt: skip
         return y
     shape = shape or skinny_shape(rows, n, k, gate, norm is not None, x.device)

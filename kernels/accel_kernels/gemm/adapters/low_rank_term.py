@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 RANKS = (16, 32, 64, 128)  # columns of B, the last of which may be zeros
 MOST_PARTS = 3
+COPIES = 16  # of what programs hand on, so that not all readers wait at one place in memory
 
 
 class LowRankTerm(NamedTuple):
@@ -16,8 +17,9 @@ class LowRankTerm(NamedTuple):
     down: (P * R, K), A of each of P parts of the outputs, one after the other. up: (N, R), B. ends: rows of the weight
     where parts end, P of them. gate_up: (N, R), B of a gate's weight, or None; its A are R more rows of `down`, or with
     `shared` the only ones. All in the dtype of x, contiguous. R: one of RANKS. A scale is part of B.
-    arrived: int32 (2,), zeros, and inner: float32 (rows of down,), through which one launch can compute both products
-    for one row; both are back as they were behind it. No two launches at once may share them.
+    step, tagged: int32 (1,) and int64 (COPIES, rows of down), or None. Through these one launch computes both products
+    for one row: its programs hand x A^T on, each number beside the step, by which readers know that it is there. So
+    step is to be another number for each launch that has the same `tagged`.
     """
 
     down: torch.Tensor
@@ -25,8 +27,8 @@ class LowRankTerm(NamedTuple):
     ends: tuple[int, ...]
     gate_up: torch.Tensor | None = None
     shared: bool = False
-    arrived: torch.Tensor | None = None
-    inner: torch.Tensor | None = None
+    step: torch.Tensor | None = None
+    tagged: torch.Tensor | None = None
 
     @property
     def rank(self) -> int:
@@ -86,7 +88,8 @@ class LowRankArguments(NamedTuple):
     up: torch.Tensor | None = None
     gate_up: torch.Tensor | None = None
     inner: torch.Tensor | None = None
-    arrived: torch.Tensor | None = None
+    step: torch.Tensor | None = None
+    tagged: torch.Tensor | None = None
     first: int = 0
     second: int = 0
 
@@ -96,5 +99,6 @@ class LowRankArguments(NamedTuple):
         if term is None:
             return cls()
         first, second = (*term.ends, *(term.ends[-1],) * 2)[:2]
-        given = (term.inner, term.arrived) if inner is None else (inner, None)
-        return cls(term.down if inner is None else None, term.up, term.gate_up, *given, first, second)
+        handed = (term.down, None, term.step, term.tagged) if inner is None else (None, inner, None, None)
+        down, *rest = handed
+        return cls(down, term.up, term.gate_up, *rest, first, second)

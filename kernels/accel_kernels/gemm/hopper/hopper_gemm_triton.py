@@ -157,14 +157,15 @@ def _multiply(y_desc, rings, ready, free, out, after, sizes, places, GATE: gl.co
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize="rows eighths depth modulation_rise residual_rise share".split())
+@gluon.jit(do_not_specialize="rows eighths depth modulation_rise residual_rise share first second".split())
 def hopper_gemm_kernel(
-    x_desc, w_desc, u_desc, y_desc, low, after, rows, eighths, depth, modulation_rise, residual_rise, share,
-    GATE: gl.constexpr, ACTIVATION: gl.constexpr, ROUNDED: gl.constexpr, RANK: gl.constexpr,
-    num_warps: gl.constexpr,
+    x_desc, w_desc, u_desc, y_desc, low_desc, b_desc, c_desc, after, rows, eighths, depth, modulation_rise,
+    residual_rise, share, first, second, GATE: gl.constexpr, ACTIVATION: gl.constexpr, ROUNDED: gl.constexpr,
+    RANK: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """eighths: of the outputs. modulation_rise, residual_rise: eighths of the numbers from row to row. So the compiler
-    sees how they are aligned. share: rows of x to a row of modulation. low, RANK: of adapters, see `_load`; 0 for none.
+    sees how they are aligned. share: rows of x to a row of modulation. low_desc: x A^T of adapters; b_desc, c_desc:
+    their B; first, second: where parts of the outputs end; RANK: 0 for none.
     """
     BLOCK_M: gl.constexpr = x_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
@@ -188,6 +189,7 @@ def hopper_gemm_kernel(
     sizes = gl.cdiv(rows, BLOCK_M), gl.cdiv(eighths * (16 if GATE else 8), BLOCK_N), depth
     places = rows, eighths, modulation_rise, residual_rise, share
     descs, rings, free, out = (x_desc, w_desc, u_desc), (xs, ws), (multiplied, turns), (out_first, out_second)
+    low = low_desc, b_desc, c_desc, first, second
     # Written out: a variable would hold tensors of the constants.
     gl.warp_specialize(
         [
@@ -221,14 +223,14 @@ def hopper_gemm(x, weight, bias=None, *, low_rank=None, rounded=False, fast=Fals
         )
     ]
     rank = 0 if low_rank is None else low_rank.rank
-    low = (*described[:3], 0, 0) if low_rank is None else _low_rank(x, low_rank, box, step)
+    *low, first, second = (*described[:3], 0, 0) if low_rank is None else _low_rank(x, low_rank, box, step)
     scales = [x.scales, *(one.scales for one in epilogue.weights(weight))] if quantized else [None]
     launch(
         hopper_gemm_kernel, (min(tiles, multiprocessors(numbers.device)),),
-        *described, low, _finish(epilogue, scales), rows, n // 8, depth,
+        *described, *low, _finish(epilogue, scales), rows, n // 8, depth,
         1 if modulation is None else modulation.stride(0) // 8,
         1 if residual is None else _matrix(residual).stride(0) // 8,
-        1 if modulation is None else rows // len(modulation), **epilogue.flags, ROUNDED=rounded,
+        1 if modulation is None else rows // len(modulation), first, second, **epilogue.flags, ROUNDED=rounded,
         RANK=rank, num_warps=4,
         **({"enable_fp_fusion": False} if rounded else {}),  # or modulation and residual would be rounded together
     )  # fmt: skip
@@ -236,7 +238,7 @@ def hopper_gemm(x, weight, bias=None, *, low_rank=None, rounded=False, fast=Fals
 
 
 def _low_rank(x: torch.Tensor, term: LowRankTerm, box: int, step: int) -> tuple:
-    """The last argument of `_load` but one: x A^T, which is computed here, is its first."""
+    """x A^T, which is computed here, and B of the weight and of the gate, described; where parts end."""
     inner = _matrix(F.linear(x, term.down))
     gate_up = term.up if term.gate_up is None else term.gate_up
     heights = (inner, HEIGHT), (term.up, box), (gate_up, box)
