@@ -59,6 +59,14 @@ def read_low_rank(layer: Any, dtype: torch.dtype) -> tuple[LowRank, ...] | None:
     return tuple(LowRank(down.weight, up.weight, scale) for down, up, scale in found)
 
 
+def adapts_plain(layer: Any) -> bool:
+    """Whether it is a plain linear with nothing but adapters of low rank around it."""
+    inner = layer._modules.get(BASE)
+    if inner is None or plain(inner, nn.Linear) is not None or type(inner.weight) is not nn.Parameter:
+        return False
+    return read_low_rank(layer, inner.weight.dtype) is not None
+
+
 def with_adapters(
     x: torch.Tensor, ys: Sequence[torch.Tensor], adapters: Sequence[tuple[LowRank, ...]]
 ) -> Sequence[torch.Tensor]:

@@ -147,11 +147,37 @@ def joint_term(layers: Sequence[Any], dtype: torch.dtype) -> LowRankTerm | None:
     return low_rank_term(layers, dtype) if all(plain) else None
 
 
-def adapted_product(x: torch.Tensor, tensors: Sequence[Any], term: LowRankTerm) -> torch.Tensor:
-    """x W^T + b, with what adapters add as more columns of both; x: (..., K). tensors: W and b."""
+def adapted_product(x: torch.Tensor, tensors: Sequence[Any], term: LowRankTerm, **after: Any) -> torch.Tensor:
+    """x W^T + b, with what adapters add as more columns of both; x: (..., K). tensors: W and b. after: of an op."""
     x = x.contiguous()
-    multiply = fused_linear if x.numel() <= MOST_ROWS * x.shape[-1] else hopper_gemm
-    return multiply(x, *tensors, low_rank=term)
+    few = x.numel() <= MOST_ROWS * x.shape[-1] and "out" not in after
+    return (fused_linear if few else hopper_gemm)(x, *tensors, low_rank=term, **after)
+
+
+def adapted_linears(
+    layers: Sequence[Any],
+    multiply: Callable,
+    x: torch.Tensor,
+    *tensors: Any,
+    gelu: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The outputs of linears that may have adapters of low rank, side by side.
+
+    tensors: the weight and the bias of all. multiply: as of `product`. gelu: its tanh formula, of the outputs. out:
+    where they are written and what is returned, if given.
+    """
+    into, after = {} if out is None else {"out": out}, {"activation": "gelu_tanh"} if gelu else {}
+    if (term := joint_term(layers, x.dtype)) is not None:
+        return adapted_product(x, tensors, term, **into, **after)
+    found = [low_rank(layer, x.dtype) if keeps_forward(layer) else () for layer in layers]
+    if not any(found):
+        return multiply(x, *tensors, **into, **({"gelu": True} if gelu else {}))
+    parts = multiply(x, *tensors).split([base(layer).out_features for layer in layers], dim=-1)
+    sums = with_adapters(x, parts, [own or () for own in found])
+    y = torch.cat(list(sums), -1) if len(sums) > 1 else sums[0]
+    y = F.gelu(y, approximate="tanh") if gelu else y
+    return y if out is None else out.copy_(y)
 
 
 def multiplied(linear: nn.Linear, tensors: Sequence[Any], rows: Rows, multiply: Callable = F.linear) -> torch.Tensor:

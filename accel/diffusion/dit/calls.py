@@ -12,10 +12,12 @@ from torch.utils import _pytree as pytree
 from accel.diffusion.dit.executable import Executable
 from accel.diffusion.dit.ranks.receive_buffers import ReceiveBuffers
 from accel.diffusion.dit.recorder import PLAIN, tensors_in
+from accel.libraries.adapters import own_parts
 from accel.libraries.diffusion import attention_backends
 from accel.patching.code import CalledCode, ClassCode, CodeTable
 from accel.patching.guard import BASE, settings_of
 from accel.patching.owner import PartlyCopied
+from accel.quantization.adapters import adapts_plain
 from accel.quantization.product import keeps_forward
 from accel.quantization.scheme import Scheme
 
@@ -51,9 +53,14 @@ def weight_forms(held: list[dict[str, torch.Tensor | None]]) -> list:
 
 
 def called_layers(module: nn.Module) -> dict[str, nn.Module]:
-    """By path, the linears inside that run their own forward: of a library's format, in an adapter or out of it."""
-    parts = module.named_modules()
-    return {path: part for path, part in parts if path and isinstance(part, nn.Linear) and keeps_forward(part)}
+    """By path, the linears inside that run their own forward, of a library's format, in an adapter or out of it; and
+    those with adapters of low rank.
+    """
+    return {
+        path: part
+        for path, part in module.named_modules()
+        if path and ((isinstance(part, nn.Linear) and keeps_forward(part)) or adapts_plain(part))
+    }
 
 
 def weight_of(module: nn.Module, path: str) -> Any:
@@ -70,7 +77,13 @@ def weight_of(module: nn.Module, path: str) -> Any:
 def block_signature(module: nn.Module) -> tuple:
     """All that decides what a block computes besides its weights: equal for blocks of one program."""
     found: list[tuple] = []
+    apart: set[int] = set()  # of adapters that whoever runs a plan adds as they are by then
     for path, part in module.named_modules():
+        if adapts_plain(part):
+            apart.update(map(id, own_parts(part)))
+            found.append((path, type(part)))
+        if id(part) in apart:
+            continue
         tensors = [*part._parameters.items(), *part._buffers.items()]
         shapes = ((name, None if t is None else (type(t), t.shape, t.dtype, t.device)) for name, t in tensors)
         found.append((path, type(part), _settings(part), tuple(shapes)))

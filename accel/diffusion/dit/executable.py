@@ -1,6 +1,6 @@
 """A schedule bound to a module: runs on tensors in numbered slots, and lets go of each after its last use."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -8,17 +8,19 @@ import torch
 
 from accel.diffusion.dit.lowering import Operand, Pass
 from accel.diffusion.dit.products.weight_stacks import WeightStacks
-from accel.diffusion.dit.program import Ref, TensorValue, refs, replaced
+from accel.diffusion.dit.program import Ref, TensorValue, TorchStep, refs, replaced
 from accel.diffusion.dit.ranks.exchanges import Exchange
 from accel.diffusion.dit.ranks.receive_buffers import BufferSlots, ReceiveBuffers
 from accel.diffusion.dit.recorder import call_layer
 from accel.diffusion.dit.schedule import Schedule
 from accel.diffusion.dit.units import Copy, GeluProduct, StackedProduct, TorchCall, Unit, is_product, run_product
+from accel.libraries.adapters import BASE
 from accel.parallel.ranks import Ranks
 from accel.patching.fast_forward import Kernels
-from accel.quantization.product import product
+from accel.quantization.product import adapted_linears, product
 
 Slots = list[torch.Tensor | None]
+ADAPTED = f".{BASE}.weight"  # ends the path of a weight with adapters
 ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
 
 
@@ -63,6 +65,8 @@ class Executable:
         taken = {number for unit in self.units for number in unit.takes} | kept
         self.inputs = [(number, place) for number, (kind, place) in roots if kind == "input" and number in taken]
         self.weights = [(number, path) for number, (kind, path) in roots if kind == "weight" and number in taken]
+        # Behind the values lie the layers of weights with adapters, and of those stacked with them, by these numbers.
+        self.layers = self._adapted()
         self.slots = BufferSlots.of(self.units, self.values)
         self.passes = sum(isinstance(unit, Pass) for unit in self.units)
         last: dict[int, int] = {number: at for at, unit in enumerate(self.units) for number in unit.takes | unit.makes}
@@ -83,12 +87,34 @@ class Executable:
             slots[number] = inputs[place]
         for number, path in self.weights:
             slots[number] = weight(path)
+        slots += [weight(path) for path in self.layers]
         stacks = stacks or WeightStacks()
         for run, ends in self.runs:
             run(slots, stacks)
             for number in ends:
                 slots[number] = None
         return _filled(self.result, slots)
+
+    def _adapted(self) -> list[str]:
+        """Paths of layers."""
+        found: list[str] = []
+        self.layer_of: dict[int, int] = {}
+        for unit in self.units:
+            steps = unit.steps if isinstance(unit, StackedProduct) else [getattr(unit, "step", None)]
+            products = [step for step in steps if step is not None and is_product(step)]
+            numbers = [number for step in products for number in _weights(step) if self.values[number].root is not None]
+            paths = {number: _path(self.values[number]) for number in numbers}
+            if any(path.endswith(ADAPTED) for path in paths.values()):
+                for number, path in paths.items():
+                    self.layer_of[number] = len(self.values) + len(found)
+                    found.append(path.removesuffix(ADAPTED).removesuffix(".weight"))
+        return found
+
+    def _linear(self, weights: Sequence[int], slots: Slots) -> Callable:
+        """What multiplies by these weights, as `torch_linear`."""
+        if not weights or weights[0] not in self.layer_of:
+            return self.kernels.linear
+        return partial(adapted_linears, [slots[self.layer_of[number]] for number in weights], self.kernels.linear)
 
     def _bound(self, unit: Unit) -> Callable[[Slots, WeightStacks], None]:
         """What runs a unit."""
@@ -101,6 +127,8 @@ class Executable:
         args, kwargs = _template(unit.step.args), _template(unit.step.kwargs)
         if isinstance(unit, GeluProduct):
             return partial(self._activate, unit, args)
+        if is_product(unit.step):
+            return partial(self._single, unit.step, args)
         return partial(self._call, unit.step.result, self._function(unit), args, kwargs)
 
     def _pass(self, unit: Pass, slots: Slots, stacks: WeightStacks) -> None:
@@ -121,33 +149,37 @@ class Executable:
         x, wholes = slots[linears.input], linears.wholes(slots, stacks)
         assert x is not None
         into = None if linears.output is None else self._place(linears.output, slots, x.device)
+        linear = self._linear(linears.parts[0], slots)
         if wholes is not None:
-            stacked = self._product(x, *wholes, out=into)
+            stacked = _product(linear, x, *wholes, out=into)
             columns = stacked.split(linears.widths, -1)
         else:
             places = [None] * len(linears.made) if into is None else into.split(linears.widths, -1)
             parts = [[slots[number] for number in numbers] for numbers in zip(*linears.parts, strict=True)]
-            columns = [self._product(x, *one, out=place) for one, place in zip(parts, places, strict=True)]
+            each = [self._linear((number,), slots) for number in linears.parts[0]]
+            columns = [
+                _product(linear, x, *one, out=place) for linear, one, place in zip(each, parts, places, strict=True)
+            ]
         for number, result in zip(linears.made, columns, strict=True):
             slots[number] = result
-
-    def _product(self, *given: Any, out: torch.Tensor | None) -> torch.Tensor:
-        return self.kernels.linear(*given) if out is None else self.kernels.linear(*given, out=out)
 
     def _activate(self, unit: GeluProduct, args: Callable, slots: Slots, stacks: WeightStacks) -> None:
         given = args(slots)
         out = None if unit.output.window is None else self._place(unit.output, slots, given[0].device)
-        result = run_product(unit.step.function, given, self.kernels.linear, gelu=True, out=out)
+        linear = self._linear(_weights(unit.step), slots)
+        result = run_product(unit.step.function, given, linear, gelu=True, out=out)
         if out is None:
             slots[unit.output.number] = result
+
+    def _single(self, step: TorchStep, args: Callable, slots: Slots, stacks: WeightStacks) -> None:
+        linear = self._linear(_weights(step), slots)
+        _store(step.result, run_product(step.function, list(args(slots)), linear), slots)
 
     def _function(self, unit: TorchCall) -> Callable:
         """What computes a recorded step: the step's own function, or a kernel in its place."""
         step = unit.step
         if isinstance(step.function, Exchange):
             return partial(self._exchange, step.function, unit.place)
-        if is_product(step):
-            return lambda *args: run_product(step.function, list(args), self.kernels.linear)
         if step.function is call_layer:
             return partial(product, multiply=self.kernels.linear)
         if step.name == "scaled_dot_product_attention":
@@ -187,6 +219,15 @@ class Executable:
                 whole = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=device)
             slots[output.number] = whole
         return _view(whole, output)
+
+
+def _product(linear: Callable, *given: Any, out: torch.Tensor | None) -> torch.Tensor:
+    return linear(*given) if out is None else linear(*given, out=out)
+
+
+def _weights(step: TorchStep) -> tuple[int, ...]:
+    """The number of the weight of a product, where that is a tensor in full."""
+    return (step.args[1].number,) if step.name == "linear" and isinstance(step.args[1], Ref) else ()
 
 
 def _template(tree: tuple | dict) -> Callable[[Slots], Any]:

@@ -12,11 +12,15 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
 from accel.diffusion.dit.program import Program, Ref, TensorValue, TorchStep, replaced
 from accel.diffusion.dit.ranks.collectives import HiddenCollectives, functional, unwrapped
+from accel.quantization.adapters import adapts_plain
+from accel.quantization.module import row_tensors
+from accel.quantization.product import base
 
 # Attributes and methods of a tensor that do not depend on its values.
 METADATA = frozenset(
@@ -51,12 +55,19 @@ def call_layer(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return layer(x)
 
 
+def call_adapted(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A linear with adapters of low rank, noted as the product alone: whoever runs it adds what they are by then."""
+    return type(layer).forward(layer, x)
+
+
 @contextmanager
 def seen_as_steps(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, a call of one of these layers is one call of `call_layer` for whoever watches, whatever it computes."""
+    """Inside, a call of one of these layers is one call of `call_layer` for whoever watches, whatever it computes; of
+    one with adapters of low rank on a plain linear, of `call_adapted`.
+    """
     watched = [layer for layer in layers if "forward" not in vars(layer)]
     for layer in watched:
-        vars(layer)["forward"] = partial(_call_watched, layer)
+        vars(layer)["forward"] = partial(_call_watched, call_adapted if adapts_plain(layer) else call_layer, layer)
     try:
         yield
     finally:
@@ -64,9 +75,9 @@ def seen_as_steps(layers: Iterable[nn.Module]) -> Iterator[None]:
             del vars(layer)["forward"]
 
 
-def _call_watched(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def _call_watched(step: Callable, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     if has_torch_function_unary(x):
-        return handle_torch_function(call_layer, (x,), layer, x)
+        return handle_torch_function(step, (x,), layer, x)
     return type(layer).forward(layer, x)
 
 
@@ -94,12 +105,15 @@ class StepRecorder(TorchFunctionMode):
         name = name_of(func)
         if name in METADATA:
             return func(*args, **kwargs)
+        run = partial(func, *args, **kwargs)
+        if func is call_adapted:
+            func, name, (args, kwargs) = F.linear, "linear", ((args[1], *row_tensors(base(args[0]))), {})
         try:
             given = self._refs((args, kwargs))
         except NotRecordable as error:
             self.error = f"{name}: {error}"
-            return func(*args, **kwargs)
-        result = func(*args, **kwargs)
+            return run()
+        result = run()
         try:
             self._note(func, name, given, (args, kwargs), result)
         except NotRecordable as error:

@@ -28,7 +28,7 @@ ALIGNED = 16  # bytes, of a tensor map's base and rows
 COLUMNS = 128  # of a tile, which belong to one part of stacked outputs
 
 
-def reference(x, weight, bias=None, *, low_rank=None, rounded=False, fast=False, **after):
+def reference(x, weight, bias=None, *, low_rank=None, rounded=False, fast=False, out=None, **after):
     """x: (..., K), weight: (N, K), of one dtype of 16 bits; or QuantizedRows (..., K), Quantized (N, K), scales (N, 1).
 
     Returns (..., N) of x.dtype. low_rank: a `LowRankTerm` beside 16 bits, `shared` with a gate, or None. bias, after:
@@ -40,20 +40,22 @@ def reference(x, weight, bias=None, *, low_rank=None, rounded=False, fast=False,
     if isinstance(x, QuantizedRows):
         return EIGHT_BITS[x.data.dtype].reference(x, weight, bias, **after)
     product = with_low_rank(lambda one, shift: F.linear(x, one, shift), x, low_rank, after.get("up"))
-    return Epilogue(bias, **after).exact(weight, product)
+    y = Epilogue(bias, **after).exact(weight, product)
+    return y if out is None else out.copy_(y)
 
 
-def in_passes(x, weight, bias=None, *, rounded=False, fast=False, modulation=None, residual=None, **after):
+def in_passes(x, weight, bias=None, *, rounded=False, fast=False, out=None, modulation=None, residual=None, **after):
     """The same with the library's products, and passes for what follows them."""
     if not isinstance(x, QuantizedRows):
-        return full_in_passes(x, weight, bias, modulation=modulation, residual=residual, **after)
+        y = full_in_passes(x, weight, bias, modulation=modulation, residual=residual, **after)
+        return y if out is None else out.copy_(y)
     other = EIGHT_BITS[x.data.dtype]
     if modulation is None:
         return other(x, weight, bias, residual=residual, **after)
     return by_part(other(x, weight, bias, **after), modulation, residual)
 
 
-def supports(x, weight, bias=None, *, low_rank=None, rounded=False, fast=False, **after) -> str | None:
+def supports(x, weight, bias=None, *, low_rank=None, rounded=False, fast=False, out=None, **after) -> str | None:
     epilogue = Epilogue(bias, **after)
     if not x.is_cuda:
         return "not on a GPU: no interpreter runs this kernel"
@@ -71,8 +73,8 @@ def supports(x, weight, bias=None, *, low_rank=None, rounded=False, fast=False, 
         return f"{numbers.dtype} times {weights[0].dtype}"
     if weights[0].shape[0] % 8:
         return f"{weights[0].shape[0]} outputs, not a multiple of 8"
-    for name, tensor in (("x", numbers), *(("weight", one) for one in weights)):
-        if not _mapped(tensor):
+    for name, tensor in (("x", numbers), *(("weight", one) for one in weights), ("out", out)):
+        if tensor is not None and not _mapped(tensor):
             return f"{name}: rows not evenly spaced at multiples of {ALIGNED} bytes"
     if isinstance(x, QuantizedRows):
         exact = "float8 in full sums, which `fp8_linear` has" if not fast and numbers.dtype == FP8 else None

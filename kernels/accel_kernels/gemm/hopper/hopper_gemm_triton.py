@@ -203,7 +203,7 @@ def hopper_gemm_kernel(
     )  # fmt: skip
 
 
-def hopper_gemm(x, weight, bias=None, *, low_rank=None, rounded=False, fast=False, **after):
+def hopper_gemm(x, weight, bias=None, *, low_rank=None, rounded=False, fast=False, out=None, **after):
     """Same arguments and result as the reference."""
     epilogue = Epilogue(bias, **after)
     modulation, residual = epilogue.modulation, epilogue.residual
@@ -211,7 +211,7 @@ def hopper_gemm(x, weight, bias=None, *, low_rank=None, rounded=False, fast=Fals
     numbers, *weights = (one.data if quantized else one.detach() for one in (x, *epilogue.weights(weight)))
     (n, depth), rows, step = weights[0].shape, numbers.numel() // numbers.shape[-1], STEP // numbers.element_size()
     tiles = -(-rows // HEIGHT) * -(-n * (2 if gate else 1) // COLUMNS)
-    y = torch.empty((*numbers.shape[:-1], n), device=numbers.device, dtype=x.dtype)
+    y = torch.empty((*numbers.shape[:-1], n), device=numbers.device, dtype=x.dtype) if out is None else out
     box = COLUMNS // 2 if gate else COLUMNS
     described = [
         _described(matrix, height, width)
@@ -219,7 +219,7 @@ def hopper_gemm(x, weight, bias=None, *, low_rank=None, rounded=False, fast=Fals
             (_matrix(numbers), HEIGHT, step),
             (weights[0], box, step),
             (weights[-1], box, step),
-            (y.view(rows, n), HEIGHT, WIDTH.value),
+            (_matrix(y), HEIGHT, WIDTH.value),
         )
     ]
     rank = 0 if low_rank is None else low_rank.rank
