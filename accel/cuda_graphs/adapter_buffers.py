@@ -75,7 +75,8 @@ class AdapterParts:
     """What a fingerprint of adapters is taken of."""
 
     def __init__(self, layers: Sequence[nn.Module]):
-        self.found = [part for layer in layers for part in own_parts(layer)]
+        parts = (part for layer in layers for part in own_parts(layer))
+        self.found = [one for one in parts if one._modules or one._parameters or not isinstance(one, nn.ModuleDict)]
 
     def modules(self) -> Iterator[nn.Module]:
         return iter(self.found)
@@ -221,7 +222,8 @@ class AdapterBuffers(PartlyCopied):
                 rows.setdefault((is_up, source.dtype, target.dtype), []).append((source, target, scale))
         gone = len(kept) < len(self.groups)
         self.groups, self.form, self.written = kept, self.form + gone, self.written + 1
-        self.seen = Fingerprint(AdapterParts(self.members()))
+        if gone or self.seen is None or not self.seen.reachable() or not self.seen.renewed():
+            self.seen = Fingerprint(AdapterParts(self.members()))
         with torch.inference_mode(False), torch.no_grad():
             if whole := [tensor for group in kept.values() for tensor in (group.down, group.up)]:
                 self._wait()

@@ -61,9 +61,27 @@ class Snapshot:
             reason_of(error)
             return False
 
+    def renewed(self) -> bool:
+        """Takes over numbers and words that are others now. Returns False where anything else is, or was."""
+        try:
+            now, exact = list(VALUES(self._views)), list(VALUES(self._exact))
+            alike = not any(self._empty) and list(map(type, self.objects)) == self._kinds
+        except Exception as error:  # as in `holds`
+            reason_of(error)
+            return False
+        pairs = (now, self._values), (exact, self._exact_values)
+        if not alike or any(len(new) != len(old) or not all(map(_plain, new, old)) for new, old in pairs):
+            return False
+        self._values, self._exact_values = now, exact
+        return True
+
     def _exactly(self) -> bool:
         found, before = list(VALUES(self._exact)), self._exact_values
         return len(found) == len(before) and (all(map(is_, found, before)) or all(map(_equal, found, before)))
+
+
+def _plain(value: object, before: object) -> bool:
+    return value is before or (type(value) is type(before) and type(value) in (float, int, str, bool))
 
 
 def _equal(value: object, before: object) -> bool:
