@@ -17,7 +17,7 @@ from weakref import ref
 import torch
 from accel_kernels import LowRank, copy_matrices
 from accel_kernels.gemm.adapters.copy_matrices import MatrixCopies, matrix_copies
-from accel_kernels.gemm.adapters.low_rank_term import COPIES, MOST_PARTS, RANKS, LowRankTerm
+from accel_kernels.gemm.adapters.low_rank_term import COPIES, RANKS, LowRankTerm
 from accel_kernels.warmup import warming_up
 from torch import nn
 
@@ -27,6 +27,7 @@ from accel.patching.owner import PartlyCopied
 from accel.quantization.adapters import BUFFERS, read_low_rank
 
 ALIGNED = 16  # bytes
+Kind = tuple[bool, torch.dtype, torch.dtype]  # of a copy: whether it is of B, and the dtypes of source and target
 SAME = 1e-6  # relative: peft multiplies a scale in a call, and divides it again
 
 
@@ -34,7 +35,7 @@ SAME = 1e-6  # relative: peft multiplies a scale in a call, and divides it again
 class AdapterGroup:
     """The buffers of linears whose outputs one product gives. Tensors are as of `LowRankTerm`; up: (N of all, R).
 
-    scales: as they were read, of all adapters of all linears.
+    scales, kinds: as they were read, of all adapters of all linears; kinds: of their B.
     """
 
     layers: list[ref]
@@ -44,6 +45,7 @@ class AdapterGroup:
     up: torch.Tensor
     tagged: torch.Tensor
     scales: list[float]
+    kinds: list[Kind]
 
     def term(self, gate: bool, step: torch.Tensor | None) -> LowRankTerm:
         """gate: the first of two linears is the gate of the second. step: of `LowRankTerm`; None to do without."""
@@ -64,6 +66,11 @@ class AdapterGroup:
                 yield True, up.detach(), self.up[start:end, first:behind], scale
                 first = behind
             start = end
+
+    def scales_now(self) -> list[float]:
+        """Of adapters that are active, of all linears."""
+        layers = (layer for layer in self.present if layer is not None and BASE in layer._modules)
+        return [scale for layer in layers for scale in (low_rank_scales(layer) or {}).values()]
 
     @property
     def present(self) -> list[Any]:
@@ -104,7 +111,7 @@ class AdapterBuffers(PartlyCopied):
 
     def renew(self) -> None:
         self.groups: dict[tuple[int, ...], AdapterGroup] = {}
-        self.copies: list[tuple[bool, MatrixCopies]] = []  # and whether they are of B
+        self.copies: dict[Kind, MatrixCopies] = {}
         self.seen: Fingerprint | None = None
         self.form = self.written = 0
         self.factor = 1.0  # of all scales, in the call that runs
@@ -163,7 +170,7 @@ class AdapterBuffers(PartlyCopied):
         return group.term(gate, None if again or self.step is None else self.step)
 
     def _made(self, layers: Sequence[Any], dtype: torch.dtype) -> AdapterGroup | None:
-        if len(layers) > MOST_PARTS or not any(BASE in layer._modules for layer in layers):
+        if not any(BASE in layer._modules for layer in layers):
             return None
         found = [adapters_of(layer, dtype) for layer in layers]
         known = [own for own in found if own is not None]
@@ -182,14 +189,14 @@ class AdapterBuffers(PartlyCopied):
             if self.step is None or self.step.device != device:
                 self.step = torch.ones(1, device=device, dtype=torch.int32)
             scales = [one.scale for own in known for one in own]
-            group = AdapterGroup([ref(one) for one in layers], dtype, ends, down, up, tagged, scales)
+            group = AdapterGroup([ref(one) for one in layers], dtype, ends, down, up, tagged, scales, [])
             for is_up, source, target, scale in group.pairs(known):
                 target.copy_(source.float() * scale if is_up else source)
         return group
 
     def _in_step(self, group: AdapterGroup) -> bool:
         """Whether the buffers hold the scales of this moment; in a call with a scale of its own, after a factor."""
-        now = [s for layer in group.present for s in (low_rank_scales(layer) or {}).values() if BASE in layer._modules]
+        now = group.scales_now()
         factor = next((n / s for n, s in zip(now, group.scales, strict=False) if s), self.factor)
         if len(now) == len(group.scales) and _alike(now, group.scales, self.factor):
             return True
@@ -208,8 +215,11 @@ class AdapterBuffers(PartlyCopied):
 
     def read(self) -> bool:
         """Looks at all adapters anew. False where a buffer had to go, and graphs with it."""
+        self.filled, self.written = None, self.written + 1
+        if self.seen is not None and self.seen.reachable() and self.seen.renewed() and self._scaled():
+            return True
         kept: dict[tuple[int, ...], AdapterGroup] = {}
-        rows: dict[tuple, list[tuple]] = {}
+        rows: dict[Kind, list[tuple]] = {}
         for key, group in self.groups.items():
             found = [adapters_of(layer, group.dtype) for layer in group.present]
             known = [own for own in found if own is not None]
@@ -217,20 +227,34 @@ class AdapterBuffers(PartlyCopied):
             if len(known) < len(found) or most > group.up.shape[1]:
                 continue
             kept[key] = group
-            group.scales = [one.scale for own in known for one in own]
+            group.scales, group.kinds = [one.scale for own in known for one in own], []
             for is_up, source, target, scale in group.pairs(known):
-                rows.setdefault((is_up, source.dtype, target.dtype), []).append((source, target, scale))
+                kind = is_up, source.dtype, target.dtype
+                rows.setdefault(kind, []).append((source, target, scale))
+                group.kinds += [kind] if is_up else []
         gone = len(kept) < len(self.groups)
-        self.groups, self.form, self.written = kept, self.form + gone, self.written + 1
-        if gone or self.seen is None or not self.seen.reachable() or not self.seen.renewed():
-            self.seen = Fingerprint(AdapterParts(self.members()))
+        self.groups, self.form = kept, self.form + gone
+        self.seen = Fingerprint(AdapterParts(self.members()))
         with torch.inference_mode(False), torch.no_grad():
             if whole := [tensor for group in kept.values() for tensor in (group.down, group.up)]:
                 self._wait()
                 torch._foreach_zero_(whole)
-            self.copies = [(key[0], matrix_copies(*zip(*found, strict=True))) for key, found in rows.items()]
-        self.filled = None
+            self.copies = {kind: matrix_copies(*zip(*found, strict=True)) for kind, found in rows.items()}
         return not gone
+
+    def _scaled(self) -> bool:
+        """Takes over scales of the same adapters; False where these are others."""
+        factors: dict[Kind, list[float]] = {}
+        for group in self.groups.values():
+            scales = group.scales_now()
+            if len(scales) != len(group.scales):
+                return False
+            group.scales = scales
+            for kind, scale in zip(group.kinds, scales, strict=True):
+                factors.setdefault(kind, []).append(scale)
+        for kind, found in factors.items():
+            self.copies[kind] = self.copies[kind].scaled(found)
+        return True
 
     def keep(self, modules: Iterable[nn.Module]) -> None:
         """Gives up buffers of layers that are not among these."""
@@ -253,7 +277,7 @@ class AdapterBuffers(PartlyCopied):
             return
         self._wait()
         with torch.no_grad():
-            for is_up, copies in self.copies:
+            for (is_up, *_), copies in self.copies.items():
                 copy_matrices(copies, factor if is_up else 1.0)
         self.filled = now
 

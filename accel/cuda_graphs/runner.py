@@ -117,6 +117,8 @@ class GraphRunner:
         key = key_of(leaves, spec, variant)
         with self.pool.lock:
             fingerprint = self.fingerprint
+            if not self.trusting and not self.adapters.holds():  # a replay in vain would take longer than to look
+                self.adapters.read()
             if fingerprint is None or not fingerprint.reachable():
                 fingerprint = self._renew()
             entry = self._entry(key)

@@ -62,7 +62,7 @@ class Snapshot:
             return False
 
     def renewed(self) -> bool:
-        """Takes over numbers and words that are others now. Returns False where anything else is, or was."""
+        """Takes over floats that are others now. Returns False where anything else is, or was."""
         try:
             now, exact = list(VALUES(self._views)), list(VALUES(self._exact))
             alike = not any(self._empty) and list(map(type, self.objects)) == self._kinds
@@ -81,7 +81,7 @@ class Snapshot:
 
 
 def _plain(value: object, before: object) -> bool:
-    return value is before or (type(value) is type(before) and type(value) in (float, int, str, bool))
+    return value is before or (type(value) is float and type(before) is float)
 
 
 def _equal(value: object, before: object) -> bool:

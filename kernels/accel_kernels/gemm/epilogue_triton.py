@@ -39,40 +39,56 @@ def epilogue(y, other, n_idx, n_mask, scales_ptr, up_scales_ptr, after, GATE: tl
 
 
 @triton.jit
-def low_rank_sums(
-    y, other, n_idx, n_mask, low, RANK: tl.constexpr, GATE: tl.constexpr, ROWS: tl.constexpr, COPIES: tl.constexpr
+def low_rank_operands(
+    n_idx, n_mask, low, RANK: tl.constexpr, GATE: tl.constexpr, ROWS: tl.constexpr, COPIES: tl.constexpr
 ):
-    """The sums of one row, plus those of adapters. low: `LowRankArguments`. ROWS: of A; COPIES: see `hand_on`."""
+    """What `low_rank_sums` takes, loaded ahead. low: `LowRankArguments`. ROWS: of A; COPIES: see `hand_on`.
+
+    Places of x A^T, what is there now, and B, for the weight; and for its gate, or the same again.
+    """
     r_idx = tl.arange(0, RANK)
     place = n_idx[:, None] * RANK + r_idx[None, :]
     part = (n_idx >= low.first).to(tl.int32) + (n_idx >= low.second).to(tl.int32)
-    up = tl.load(low.up + place, mask=n_mask[:, None], other=0.0).to(tl.float32)
-    y += tl.sum(up * _inner(low, part[:, None] * RANK + r_idx[None, :], ROWS, COPIES), axis=1)
+    base = low.inner
+    if low.tagged is not None:
+        base = low.tagged + tl.program_id(0) % COPIES * ROWS
+    at = base + part[:, None] * RANK + r_idx[None, :]
+    up = tl.load(low.up + place, mask=n_mask[:, None], other=0.0)
+    found = tl.load(at, volatile=True)
     if GATE:
-        up = tl.load(low.gate_up + place, mask=n_mask[:, None], other=0.0).to(tl.float32)
-        other += tl.sum(up * _inner(low, RANK + r_idx[None, :], ROWS, COPIES), axis=1)
+        gate_at = base + RANK + r_idx[None, :] + part[:, None] * 0
+        gate_up = tl.load(low.gate_up + place, mask=n_mask[:, None], other=0.0)
+        operands = (at, found, up, gate_at, tl.load(gate_at, volatile=True), gate_up)
+    else:
+        operands = (at, found, up, at, found, up)
+    return operands
+
+
+@triton.jit
+def low_rank_sums(y, other, operands, step, GATE: tl.constexpr):
+    """The sums of one row, plus those of adapters. step: of what programs of this launch hand on; None of no such."""
+    y += tl.sum(operands[2].to(tl.float32) * _arrived(operands[0], operands[1], step), axis=1)
+    if GATE:
+        other += tl.sum(operands[5].to(tl.float32) * _arrived(operands[3], operands[4], step), axis=1)
     return y, other
 
 
 @triton.jit
-def _inner(low, place, ROWS: tl.constexpr, COPIES: tl.constexpr):
-    """x A^T at these places; what other programs of this launch hand on, as soon as all of it is there."""
-    if low.tagged is None:
-        found = tl.load(low.inner + place).to(tl.float32)
+def _arrived(at, found, step):
+    """Numbers of x A^T, as soon as all of them are there."""
+    if step is None:
+        values = found.to(tl.float32)
     else:
-        step = tl.load(low.step).to(tl.int64)
-        at = low.tagged + tl.program_id(0) % COPIES * ROWS + place
-        handed = tl.load(at, volatile=True)
-        while tl.max(((handed >> 32) != step).to(tl.int32).reshape(at.numel)) > 0:
-            handed = tl.load(at, volatile=True)
-        found = (handed & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
-    return found
+        while tl.max(((found >> 32) != step).to(tl.int32).reshape(found.numel)) > 0:
+            found = tl.load(at, volatile=True)
+        values = (found & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
+    return values
 
 
 @triton.jit
-def hand_on(low, row, value, ROWS: tl.constexpr, COPIES: tl.constexpr):
+def hand_on(low, step, row, value, ROWS: tl.constexpr, COPIES: tl.constexpr):
     """Gives a number of x A^T to other programs: value and step in 64 bits, which are written at once."""
-    step, bits = tl.load(low.step).to(tl.int64), value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    bits = value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
     copies = tl.arange(0, COPIES)
     tl.store(low.tagged + copies * ROWS + row, (step << 32 | bits) + tl.zeros_like(copies))
 

@@ -15,7 +15,14 @@ import triton.language as tl
 from accel_kernels.device import multiprocessors, programmatic, shared_memory, upcast
 from accel_kernels.gemm.adapters.low_rank_term import COPIES, LowRankArguments
 from accel_kernels.gemm.epilogue import Epilogue
-from accel_kernels.gemm.epilogue_triton import epilogue, hand_on, low_rank_sums, sigmoid_share, store_sum
+from accel_kernels.gemm.epilogue_triton import (
+    epilogue,
+    hand_on,
+    low_rank_operands,
+    low_rank_sums,
+    sigmoid_share,
+    store_sum,
+)
 from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.norm.norm import kernel_arguments
 from accel_kernels.sizes import cdiv, power_of_two
@@ -67,6 +74,13 @@ def gemv_kernel(
         nw = tl.load(norm.weight + k_idx, mask=k_idx < K, other=0.0).to(tl.float32) + norm.offset
     if PDL:
         tl.extra.cuda.gdc_wait()
+    ROWS: tl.constexpr = FIRST * (1 + GATE)
+    step = None
+    if FIRST > 0:
+        step = tl.load(low.step).to(tl.int64)
+        operands = low_rank_operands(n_idx, n_mask, low, RANK, GATE, ROWS, COPIES)
+    elif RANK > 0:
+        operands = low_rank_operands(n_idx, n_mask, low, RANK, GATE, ROWS, COPIES)
     mean = 0.0
     rstd = 1.0
     if NORM == "layer":
@@ -115,17 +129,16 @@ def gemv_kernel(
         other = tl.sum(acc_u, axis=1)
         if NORM == "rms":
             other *= rstd
-    ROWS: tl.constexpr = FIRST * (1 + GATE)
     if FIRST > 0:
         if ahead:
-            hand_on(low, tl.program_id(0), tl.max(y, axis=0), ROWS, COPIES)
+            hand_on(low, step, tl.program_id(0), tl.max(y, axis=0), ROWS, COPIES)
             if GATE:
-                hand_on(low, RANK + tl.program_id(0), tl.max(other, axis=0), ROWS, COPIES)
+                hand_on(low, step, RANK + tl.program_id(0), tl.max(other, axis=0), ROWS, COPIES)
         else:
-            y, other = low_rank_sums(y, other, n_idx, n_mask, low, RANK, GATE, ROWS, COPIES)
+            y, other = low_rank_sums(y, other, operands, step, GATE)
         n_mask = n_idx < tl.where(ahead, 0, n)
     elif RANK > 0:
-        y, other = low_rank_sums(y, other, n_idx, n_mask, low, RANK, GATE, ROWS, COPIES)
+        y, other = low_rank_sums(y, other, operands, step, GATE)
     y = epilogue(y, other, n_idx, n_mask, None, None, after, GATE, ACTIVATION)
     if after.share is not None:
         y *= sigmoid_share(after, m, True)

@@ -11,12 +11,9 @@ import torch.nn.functional as F
 from accel_kernels.device import multiprocessors
 from accel_kernels.elementwise.gated import geglu, reference_geglu
 from accel_kernels.gemm.adapters.low_rank_term import LowRankTerm, with_low_rank
-from accel_kernels.gemm.hopper.hopper_gemm import hopper_gemm
+from accel_kernels.gemm.hopper.hopper_gemm import LEAST_USE, TILE, hopper_gemm
 from accel_kernels.op import Op, contiguous_reason, random_cases
 from accel_kernels.sizes import cdiv
-
-TILE = 128  # rows and columns of the result
-LEAST_USE = 0.75  # of the multiprocessors over all rounds; below, cuBLAS and a pass for GEGLU are faster (H200)
 
 
 def reference(x, weight, bias=None, low_rank=None):

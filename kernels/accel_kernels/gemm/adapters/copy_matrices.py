@@ -26,6 +26,10 @@ class MatrixCopies(NamedTuple):
     def is_cuda(self) -> bool:
         return self.factors.is_cuda
 
+    def scaled(self, factors: Sequence[float]) -> "MatrixCopies":
+        """The same with other factors."""
+        return self._replace(factors=_on(self.factors.device, factors, torch.float32))
+
 
 def matrix_copies(
     sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], factors: Sequence[float]
@@ -34,9 +38,12 @@ def matrix_copies(
     pairs = zip(sources, targets, strict=True)
     rows = [(a.data_ptr(), b.data_ptr(), a.numel(), a.shape[1], b.stride(0)) for a, b in pairs]
     device = targets[0].device
-    table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(device)
-    scales = torch.tensor(factors, dtype=torch.float32, device="cpu").to(device)
-    return MatrixCopies(tuple(sources), tuple(targets), scales, table)
+    table = _on(device, rows, torch.int64)
+    return MatrixCopies(tuple(sources), tuple(targets), _on(device, factors, torch.float32), table)
+
+
+def _on(device: torch.device, numbers: Sequence, dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=dtype, device="cpu").to(device)
 
 
 def reference(copies, factor=1.0):

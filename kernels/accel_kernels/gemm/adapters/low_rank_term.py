@@ -74,6 +74,10 @@ def with_low_rank(
         parts = [(y, inner[..., -term.rank :], term.gate_up)] if weight is gate else term.parts(y, inner)
         if not in_place:
             return torch.cat([part + F.linear(own, up) for part, own, up in parts], -1)
+        if len({up.shape for _, _, up in parts}) == 1 and len(parts) > 1:  # in one launch
+            matrices, inners = (t.view(-1, len(parts), t.shape[-1] // len(parts)).transpose(0, 1) for t in (y, inner))
+            matrices.baddbmm_(inners, term.up.view(len(parts), -1, term.rank).transpose(1, 2))
+            return y
         for part, own, up in parts:
             part.flatten(0, -2).addmm_(own.flatten(0, -2), up.t())
         return y

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
-from accel_kernels.device import is_hopper
+from accel_kernels.device import is_hopper, multiprocessors
 from accel_kernels.gemm.adapters.low_rank_term import LowRankTerm, with_low_rank
 from accel_kernels.gemm.epilogue import Epilogue, by_part
 from accel_kernels.gemm.fp8_linear import FP8, fp8_linear
@@ -22,20 +22,22 @@ from accel_kernels.gemm.quantize_rows import reference as quantize
 from accel_kernels.gemm.quantized_weight import Quantized, quantize_weight
 from accel_kernels.op import Case, dtype_reason, make_op
 from accel_kernels.product_cases import product_case
+from accel_kernels.sizes import cdiv
 
 EIGHT_BITS = {torch.int8: int8_linear, FP8: fp8_linear}
 ALIGNED = 16  # bytes, of a tensor map's base and rows
-COLUMNS = 128  # of a tile, which belong to one part of stacked outputs
+TILE = 128  # rows and columns, which belong to one part of stacked outputs
+LEAST_USE = 0.75  # of the multiprocessors over all rounds (H200)
 
 
 def reference(x, weight, bias=None, *, low_rank=None, rounded=False, fast=False, out=None, **after):
     """x: (..., K), weight: (N, K), of one dtype of 16 bits; or QuantizedRows (..., K), Quantized (N, K), scales (N, 1).
 
     Returns (..., N) of x.dtype. low_rank: a `LowRankTerm` beside 16 bits, `shared` with a gate, or None. bias, after:
-    the fields of `Epilogue`, `up` of the kind of the weight. Two arguments
-    change only what the kernel does. rounded: it rounds to x.dtype after the product, activation, gate, scale and
-    modulation too, as separate passes do. fast: float8 may be summed in the tensor cores' own, shorter accumulators;
-    the kernel has no other way.
+    the fields of `Epilogue`, `up` of the kind of the weight. out: where it is written and what is returned, if given.
+    Two arguments change only what the kernel does. rounded: it rounds to x.dtype after the product, activation, gate,
+    scale and modulation too, as separate passes do. fast: float8 may be summed in the tensor cores' own, shorter
+    accumulators; the kernel has no other way.
     """
     if isinstance(x, QuantizedRows):
         return EIGHT_BITS[x.data.dtype].reference(x, weight, bias, **after)
@@ -100,8 +102,8 @@ def _adapters_reason(x, weight, up, low_rank: LowRankTerm) -> str | None:
         return "adapters beside rows in 8 bits"
     if (up is not None) != low_rank.shared:
         return "adapters of a gate with an A of their own"
-    if any(end % COLUMNS for end in low_rank.ends[:-1]):
-        return f"parts that end at {low_rank.ends}, not at multiples of {COLUMNS}"
+    if any(end % TILE for end in low_rank.ends[:-1]):
+        return f"parts that end at {low_rank.ends}, not at multiples of {TILE}"
     return low_rank.reason(x, weight, up)
 
 
@@ -172,4 +174,14 @@ CASES = (
     _case("int8-down", 2048, 14336, n=4096, kind=torch.int8, residual=True),
 )
 
-hopper_gemm = make_op("hopper_gemm", reference, supports, CASES, instead=in_passes)
+
+def pays(x, weight, bias=None, *, low_rank=None, **after) -> bool:
+    """Beside adapters, whether tiles fill the GPU; else the library's tiles and a pass for the adapters are faster."""
+    if low_rank is None:
+        return True
+    tiles = cdiv(x.numel() // x.shape[-1], TILE) * cdiv(weight.shape[0] * (2 if low_rank.shared else 1), TILE)
+    programs = multiprocessors(x.device)
+    return tiles / (cdiv(tiles, programs) * programs) >= LEAST_USE
+
+
+hopper_gemm = make_op("hopper_gemm", reference, supports, CASES, pays=pays, instead=in_passes)
