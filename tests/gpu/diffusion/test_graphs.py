@@ -219,3 +219,42 @@ def test_what_one_size_settled_serves_the_next(pair, tiny):
         for _ in range(calls):
             close(run(model, inputs), run(twin, inputs))
     assert len(graphs(model)) == 3 and not accel.report(model).fallbacks
+
+
+def test_adapters_are_switched_without_another_capture(pair, tiny):
+    peft = pytest.importorskip("peft")
+    model, twin = pair
+    inputs = on_gpu(tiny.inputs(model))
+
+    def change(function):
+        for unet in (model, twin):
+            torch.manual_seed(3)
+            function(unet)
+            unet.requires_grad_(False).eval()
+        return run(twin, inputs)
+
+    def put(name, rank):
+        config = {"target_modules": ["to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj"], "init_lora_weights": False}
+        return lambda unet: unet.add_adapter(peft.LoraConfig(r=rank, **config), adapter_name=name)
+
+    change(put("style", 4))
+    warmed(model, inputs)
+    runner = vars(model)["forward"].runner
+    close(run(model, inputs), change(lambda unet: None))
+    captured = [entry.graph for entry in runner.entries.values()]
+    for function in (
+        put("detail", 8),
+        lambda unet: unet.set_adapters(["style", "detail"], [0.5, -1.0]),
+        lambda unet: unet.set_adapters(["style"], [2.0]),
+        lambda unet: unet.disable_adapters(),
+        lambda unet: unet.enable_adapters(),
+        lambda unet: [p.data.mul_(0.5) for name, p in unet.named_parameters() if "lora_B" in name],
+    ):
+        wanted = change(function)
+        for _ in range(2):
+            close(run(model, inputs), wanted)
+        assert [entry.graph for entry in runner.entries.values()] == captured
+    wanted = change(put("wide", 24))  # more than the buffers hold
+    for _ in range(4):
+        close(run(model, inputs), wanted)
+    assert graphs(model) and captured[0] not in [entry.graph for entry in runner.entries.values()]

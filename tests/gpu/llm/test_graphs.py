@@ -9,6 +9,7 @@ import torch
 import accel
 from support.llm.calls import unaliased
 from support.llm.changes import CHANGES
+from support.llm.edits.places import lora
 from support.llm.families import FAMILIES, make, padded, prompt
 from support.llm.gpu import decode_graphs, new_pair, on_gpu, talk
 from support.llm.outputs import generate, same
@@ -161,3 +162,44 @@ def test_restore_is_exact_and_gives_the_memory_back(name, tiny):
         gc.collect()
         held.append(torch.cuda.memory_allocated())
     assert held[1] <= held[0] + 2**16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_adapters_are_switched_without_another_capture(dtype):
+    ours, stock = new_pair("llama", dtype)
+    ids, mask = on_gpu(*padded())
+    ids, mask = ids[:1, -6:], mask[:1, -6:]
+    call = {"max_new_tokens": 5, "output_logits": True, "return_dict_in_generate": True}
+
+    def agree(change):
+        for model in (ours, stock):
+            change(model)
+            model.requires_grad_(False).eval()
+        theirs = generate(stock, ids, mask, **call)["logits.0"]
+        for _ in range(3):
+            mine = generate(ours, ids, mask, **call)["logits.0"]
+            assert float((mine - theirs).abs().max()) <= (4e-5 if dtype == torch.float32 else 4e-2) * theirs.abs().max()
+
+    def chosen(names):
+        return lambda model: [one.set_adapter(names) for one in model.modules() if "lora_A" in one._modules]
+
+    def half(model):
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.data.mul_(0.5)
+
+    agree(lora("style", r=4))
+    agree(lambda model: None)
+    runner = vars(ours)["forward"].runner
+    captured = [entry.graph for entry in runner.entries.values()]
+    assert decode_graphs(ours) and any(captured)
+    for change in (
+        lora("tone", 1, r=8),
+        chosen(["tone"]),
+        chosen(["style", "tone"]),
+        chosen([]),
+        chosen(["style"]),
+        half,
+    ):
+        agree(change)
+        assert [entry.graph for entry in runner.entries.values()] == captured

@@ -1,0 +1,52 @@
+"""Adapters of language models within the products of queries, keys and values, of gates, and of all others."""
+
+import copy
+
+import pytest
+import torch
+
+import accel
+from accel.cuda_graphs.adapter_buffers import AdapterBuffers
+from support.adapter_buffers import buffered
+from support.llm.edits.places import lora
+from support.llm.families import make
+
+pytest.importorskip("peft")
+
+JOINT = {"llama": {1, 2, 3}, "gemma2": {1, 2, 3}, "phi3": {1}}  # linears to a product
+
+
+@pytest.mark.parametrize("family", JOINT)
+def test_prompts_and_steps_take_adapters_with_their_products(family):
+    stock = make(family).requires_grad_(False)
+    ours, buffers, ids = copy.deepcopy(stock), AdapterBuffers(), torch.arange(3, 12)[None]
+    linears = [name for name, one in stock.named_modules() if type(one) is torch.nn.Linear and ".layers." in name]
+
+    def talk(model):
+        with torch.no_grad():
+            prompt = model(ids, use_cache=True)
+            return prompt.logits, model(ids[:, :1], past_key_values=prompt.past_key_values).logits
+
+    def chosen(names):
+        def change(model):
+            for layer in model.modules():
+                if "lora_A" in layer._modules:
+                    layer.set_adapter(names)
+
+        return change
+
+    def agree(change):
+        for model in (ours, stock):
+            change(model)
+            model.requires_grad_(False).eval()
+        for mine, theirs in zip(buffered(buffers, lambda: talk(ours)), talk(stock), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-5 * float(theirs.abs().max()))
+
+    agree(lora("style", r=4, target_modules=linears))
+    accel.optimize(ours, cpu="fuse")
+    agree(lambda model: None)
+    assert {len(key) for key in buffers.groups} == JOINT[family] and buffers.complete()
+    agree(lora("tone", 1, r=8, target_modules=linears))
+    for names in (["tone"], ["style", "tone"], [], ["style"]):
+        agree(chosen(names))
+    assert not buffers.form and not accel.report(ours).fallbacks
