@@ -1,15 +1,18 @@
 """A captured graph with its buffers, what is known of one input shape, and the key of a shape."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
+from accel.cuda_graphs.adapter_buffers import AdapterBuffers
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.host_copies import HostCopies
 from accel.fusion.float32_precision import convolutions_in_tf32, products_in_tf32
 from accel.fusion.stacked_linears import StackedLinears
+from accel.parallel.sequences import waited
 from accel.quantization.adapters import BUFFERS
 
 
@@ -58,6 +61,32 @@ class InputBuffers:
                 self.source = constant.source()
         if buffers:
             torch._foreach_copy_(buffers, given, non_blocking=True)  # in one launch where they are alike
+
+
+class CallToCapture(NamedTuple):
+    """A call that is to become a graph. without_graph: as of `GraphRunner`."""
+
+    eager: Callable
+    leaves: list
+    spec: pytree.TreeSpec
+    device: torch.device
+    constant: LoopConstant | None
+    without_graph: Callable | None
+
+    def on_buffers(self, adapters: AdapterBuffers, factor: float) -> tuple[InputBuffers, Callable[[], Any]]:
+        """Buffers for its inputs, filled, and what runs it on these."""
+        inputs = InputBuffers(self.leaves, self.device, self.constant)
+        adapters.asked.clear()
+        adapters.fill(factor)
+        inputs.fill(self.leaves, self.constant)
+        leaves = inputs.substituted(self.leaves)
+
+        def run() -> Any:
+            args, kwargs = pytree.tree_unflatten(leaves, self.spec)  # anew: some forwards empty their lists
+            adapters.advance()
+            return waited(self.eager(*args, **kwargs))
+
+        return inputs, run
 
 
 class CapturedGraph(NamedTuple):

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from accel.cuda_graphs.adapter_buffers import AdapterBuffers
-from accel.cuda_graphs.entry import CapturedGraph, Entry, InputBuffers, LoopConstant, Replayed, grew, key_of, switches
+from accel.cuda_graphs.entry import CallToCapture, CapturedGraph, Entry, LoopConstant, Replayed, grew, key_of, switches
 from accel.cuda_graphs.fingerprint import Fingerprint, States, Watched
 from accel.cuda_graphs.host_copies import capture_with_copies
 from accel.cuda_graphs.pays import milliseconds
@@ -102,13 +102,7 @@ class GraphRunner:
             return self._call(eager, args, kwargs, variant, constant, without_graph)
 
     def _call(
-        self,
-        eager: Callable,
-        args: tuple,
-        kwargs: dict,
-        variant: tuple,
-        constant: LoopConstant | None,
-        without_graph: Callable | None,
+        self, eager: Callable, args: tuple, kwargs: dict, variant: tuple, constant: Any, without_graph: Callable | None
     ) -> Any:
         device = next(self.module.parameters()).device
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -148,8 +142,8 @@ class GraphRunner:
                     return self._replay(entry, leaves, device, constant)
                 elif entry.reason is None and not self._somewhere(self._unsettled(entry), device):
                     wanted = None if self.keep else without_graph
-                    way = partial(self._capture_on_device, entry, eager, leaves, spec, device, constant, wanted)
-                    self._capture(entry, device, way)
+                    call = CallToCapture(eager, leaves, spec, device, constant, wanted)
+                    self._capture(entry, device, partial(self._capture_on_device, entry, call))
                     if entry.graph is not None:
                         return self._replay(entry, leaves, device, constant)
         cold = reason is None and self._warm_up(eager, leaves, spec)
@@ -298,28 +292,9 @@ class GraphRunner:
             gc.collect()
             torch.cuda.empty_cache()
 
-    def _capture_on_device(
-        self,
-        entry: Entry,
-        eager: Callable,
-        leaves: list,
-        spec: pytree.TreeSpec,
-        device: torch.device,
-        constant: LoopConstant | None,
-        without_graph: Callable | None,
-        crowded: bool,
-    ) -> None:
-        inputs = InputBuffers(leaves, device, constant)
-        self.adapters.asked.clear()
-        self.adapters.fill(entry.factor)
-        inputs.fill(leaves, constant)
-        leaves = inputs.substituted(leaves)
-
-        def run() -> Any:
-            args, kwargs = pytree.tree_unflatten(leaves, spec)  # anew each time: some forwards empty their lists
-            self.adapters.advance()
-            return waited(eager(*args, **kwargs))
-
+    def _capture_on_device(self, entry: Entry, call: CallToCapture, crowded: bool) -> None:
+        device, without_graph = call.device, call.without_graph
+        inputs, run = call.on_buffers(self.adapters, entry.factor)
         timed = self.ranks is None  # else it would run more often than elsewhere
         if timed:
             entry.eager_ms, launching = milliseconds(run, device)

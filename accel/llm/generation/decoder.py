@@ -261,8 +261,8 @@ class DecoderForward(FastForward):
         store.set_padding_mask(mask)
         eager, metadata = partial(self.eager, store, start == 0), store.metadata
         arguments = (tokens, positions, metadata, keep)
-        if not start and self.adapters is not None:
-            self.adapters.filled = None  # steps of this text trust that nothing is changed unseen meanwhile
+        if not start and self._adapters is not None:
+            self._adapters.filled = None  # steps of this text trust that nothing is changed unseen meanwhile
         free = tokens.is_cuda and not torch.cuda.is_current_stream_capturing()
         if start and self.runner is not None and by_graph(rows, new) and free:
             variant = () if store.padding_mask is None else ("mask",)
@@ -321,11 +321,10 @@ class DecoderForward(FastForward):
             raise Unfit(self.reason)
 
     def _fingerprint(self) -> Fingerprint:
-        return Fingerprint(self.module, self.convention.ignored_attributes, self.model_guard, self.adapters)
+        return Fingerprint(self.module, self.convention.ignored_attributes, self.model_guard, self._adapters)
 
     @property
-    def adapters(self) -> AdapterBuffers | None:
-        """That graphs of steps read."""
+    def _adapters(self) -> AdapterBuffers | None:
         return self.runner.adapters if isinstance(self.runner, GraphRunner) else None
 
     def _bind(self, stack: bool) -> str | None:

@@ -9,9 +9,9 @@ import accel
 from accel.cuda_graphs import adapter_buffers
 from accel.cuda_graphs.adapter_buffers import AdapterBuffers
 from accel.quantization import adapters
-from support.adapter_buffers import buffered
 from support.diffusion.denoisers import given, transformer
 from support.diffusion.outputs import close, run
+from support.objects.adapter_buffers import buffered
 
 peft = pytest.importorskip("peft")
 
@@ -106,7 +106,7 @@ def test_recorded_blocks_take_the_adapters_of_the_moment(name):
 
 
 def test_no_graph_is_made_where_scales_differ_within_a_call(tiny, monkeypatch):
-    stock = tiny.unet("sd15")
+    stock = tiny.unet("sdxl")
     put("style")(stock)
     stock.requires_grad_(False).eval()
     ours, inputs, buffers = accel.optimize(copy.deepcopy(stock)), tiny.inputs(stock), AdapterBuffers()

@@ -23,10 +23,10 @@ from support.kernels.warpgroups import Array, Gluon, Pointer, rebuilt
 OPERANDS = SimpleNamespace(primitive_bitwidth=16)
 
 
-def emulate(x, weights, bias, modulation, residual, box, stages, group, programs, at_once=True, seed=0):
+def emulate(x, weights, bias, modulation, residual, box, stages, group, programs, at_once=True, seed=0, low=None):
     """What the kernel gives in float64: with two weights relu(x W^T + b) * (x U^T + b), times 0.5 and modulation.
 
-    box: rows and columns of a tile.
+    box: rows and columns of a tile. low: x A^T of adapters, B of each weight, and where parts of the outputs end.
     """
     machine = Partitions(at_once, OPERANDS, seed)
     names = rebuilt(
@@ -39,6 +39,7 @@ def emulate(x, weights, bias, modulation, residual, box, stages, group, programs
     )  # fmt: skip
     (m, k), n, gate = x.shape, len(weights[0]), len(weights) == 2
     (height, columns), y = box, np.full((m, n), np.nan)
+    inner, ups, ends = (x, weights, (0, 0)) if low is None else low
     described = [
         MatrixDescriptor(data, shape, OPERANDS, 2)
         for data, shape in (
@@ -46,6 +47,9 @@ def emulate(x, weights, bias, modulation, residual, box, stages, group, programs
             (weights[0], (columns // len(weights), 64)),
             (weights[-1], (columns // len(weights), 64)),
             (y, (height, 64)),
+            (inner, (height, 64)),
+            (ups[0], (columns // len(weights), 64)),
+            (ups[-1], (columns // len(weights), 64)),
         )
     ]
     shift, factor, added = (None if one is None else Pointer(one.reshape(-1)) for one in (bias, modulation, residual))
@@ -56,7 +60,7 @@ def emulate(x, weights, bias, modulation, residual, box, stages, group, programs
         machine.program = program
         names["hopper_gemm_kernel"](
             *described, after, m, n // 8, k, n // 8, n // 8, 1 if modulation is None else m // len(modulation),
-            GATE=gate, ACTIVATION="relu" if gate else None, ROUNDED=False, num_warps=4,
+            *ends, GATE=gate, RANK=0 if low is None else ups[0].shape[1], ACTIVATION="relu" if gate else None, ROUNDED=False, num_warps=4,
         )  # fmt: skip
     return y
 
@@ -86,6 +90,31 @@ def test_emulated(case, at_once):
     for seed in range(2):
         found = emulate(x, weights, bias, modulation, residual, *tile, programs, at_once, seed)
         assert np.abs(found - wanted).max() < 1e-9 * np.abs(wanted).max()
+
+
+ADAPTED = {  # rows, outputs, inputs, gate, programs, rank, where parts end; and the tile as above
+    "three parts": (200, 328, 136, False, 2, 16, (128, 256), (64, 128), 3, 2),
+    "a rank of two steps": (140, 136, 72, False, 1, 128, (136, 136), (64, 128), 4, 2),
+    "gate": (200, 136, 200, True, 3, 32, (136, 136), (128, 128), 3, 2),
+}
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["loads at once", "loads late"])
+@pytest.mark.parametrize("case", ADAPTED.values(), ids=list(ADAPTED))
+def test_emulated_adapters(case, at_once):
+    m, n, k, gate, programs, rank, ends, *tile = case
+    random = np.random.default_rng(0)
+    x, bias, residual = random.normal(size=(m, k)), random.normal(size=n), random.normal(size=(m, n))
+    weights, ups = ([random.normal(size=(n, size)) for _ in range(1 + gate)] for size in (k, rank))
+    parts = np.split(np.arange(n), sorted(set(ends) - {n}))
+    inner = random.normal(size=(m, rank * len(parts)))
+    adapted = []
+    for weight, up in zip(weights, ups, strict=True):
+        added = [inner[:, i * rank : (i + 1) * rank] @ up[part].T for i, part in enumerate(parts)]
+        adapted.append(x @ weight.T + bias + np.concatenate(added, 1))
+    wanted = residual + 0.5 * (np.maximum(adapted[0], 0) * adapted[1] if gate else adapted[0])
+    found = emulate(x, weights, bias, None, residual, *tile, programs, at_once, low=(inner, ups, ends))
+    assert np.abs(found - wanted).max() < 1e-9 * np.abs(wanted).max()
 
 
 def test_the_tile_fits_into_shared_memory():

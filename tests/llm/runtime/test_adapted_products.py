@@ -7,9 +7,9 @@ import torch
 
 import accel
 from accel.cuda_graphs.adapter_buffers import AdapterBuffers
-from support.adapter_buffers import buffered
 from support.llm.edits.places import lora
 from support.llm.families import make
+from support.objects.adapter_buffers import buffered
 
 pytest.importorskip("peft")
 

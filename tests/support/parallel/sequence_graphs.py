@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 import accel
+from accel.cuda_graphs.entry import CallToCapture
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.pool import GraphPool
 from accel.cuda_graphs.rule import CAPTURED_SOON, GraphForward, obstacle
@@ -41,11 +42,11 @@ class Pretense:
         patch.setattr(GraphRunner, "_capture_on_device", lambda *args: self.capture(*args))
         patch.setattr(GraphRunner, "_replay", lambda *args: self.replay(*args))
 
-    def capture(self, runner: GraphRunner, entry: Any, eager: Any, leaves: list, spec: Any, *rest: Any) -> None:
+    def capture(self, runner: GraphRunner, entry: Any, call: CallToCapture, crowded: bool) -> None:
         self.captures.append(runner.ranks and runner.ranks.size)
         if self.fails:
             raise RuntimeError("the host reads numbers")
-        entry.graph = SimpleNamespace(device=torch.device("cpu"), eager=eager, spec=spec)
+        entry.graph = SimpleNamespace(device=torch.device("cpu"), eager=call.eager, spec=call.spec)
 
     def replay(self, runner: GraphRunner, entry: Any, leaves: list, *rest: Any) -> Any:
         self.replays += 1
