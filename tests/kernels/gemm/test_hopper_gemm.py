@@ -60,7 +60,8 @@ def emulate(x, weights, bias, modulation, residual, box, stages, group, programs
         machine.program = program
         names["hopper_gemm_kernel"](
             *described, after, m, n // 8, k, n // 8, n // 8, 1 if modulation is None else m // len(modulation),
-            *ends, GATE=gate, RANK=0 if low is None else ups[0].shape[1], ACTIVATION="relu" if gate else None, ROUNDED=False, num_warps=4,
+            *ends, GATE=gate, RANK=0 if low is None else ups[0].shape[1], ACTIVATION="relu" if gate else None,
+            ROUNDED=False, num_warps=4,
         )  # fmt: skip
     return y
 
