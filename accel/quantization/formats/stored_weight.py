@@ -64,7 +64,7 @@ def stored_weight(module: nn.Module) -> StoredWeight | None:
 
 
 class StoredForward(InstanceMethod):
-    """The forward of a linear that lacks the kernel of its own."""
+    """The forward of a linear whose own rounds its inputs, or lacks the kernel that does."""
 
     name = "forward"
     beneath = True  # it computes from the weights

@@ -6,7 +6,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from accel.errors import reason_of
-from accel.libraries.code import lacks_kernel
 from accel.llm.ptq.formats.compressed_tensors import scheme_of
 from accel.llm.ptq.formats.layouts import LAYOUTS
 from accel.llm.ptq.formats.prequantized import PrequantizedLinear, of_package
@@ -15,7 +14,7 @@ from accel.patching.rule import ForwardPatch, foreign_forward
 from accel.patching.structure import hooked, placement
 from accel.quantization.activations import FIXED, SCALE
 from accel.quantization.formats.stored import StoredWeight
-from accel.quantization.formats.stored_weight import StoredForward, read_stored
+from accel.quantization.formats.stored_weight import StoredForward, read_stored, stored_weight
 from accel.quantization.module import QuantizedLinear
 from accel.quantization.patch import QuantizedModulePatch, exchange
 from accel.quantization.scheme import Scheme
@@ -24,9 +23,9 @@ from accel.quantization.scheme import Scheme
 class PrequantizedImport(QuantizedModulePatch):
     """A patch: (arrived, quantized) linears of one model. The numbers are held once, by those that are in place.
 
-    rows: (path, status, reason) of every quantized linear that was found. forwards: of linears that cannot run their
-    own. A hook by which compressed-tensors would dequantize the whole model at its first call is taken off once there
-    is nothing left for it.
+    rows: (path, status, reason) of every quantized linear that was found. forwards: of linears whose own round their
+    inputs. A hook by which compressed-tensors would dequantize the whole model at its first call is taken off once
+    there is nothing left for it.
     """
 
     def __init__(self, root: PreTrainedModel, activations: str | None = None):
@@ -46,15 +45,21 @@ class PrequantizedImport(QuantizedModulePatch):
                 self.rows.append((path, "patched", f"{scheme}, arrived as {answer.kind}{note}"))
             elif answer is not None:
                 self.rows.append((path, "skipped", answer))
-            elif isinstance(held := read_stored(module), StoredWeight):
-                note = "" if held.step is None else "; its inputs keep their dtype, and its own kernel rounds them"
-                self.rows.append((path, "patched", f"{held.weight.format.name}, read as it came{note}"))
-                if lacks_kernel(module) and foreign_forward(module) is None:
-                    self.forwards.append(ForwardPatch(module, StoredForward(module)))
-            elif held is not None:
-                self.rows.append((path, "skipped", f"it runs its own forward: {held}"))
+            elif (held := read_stored(module)) is not None:
+                self._stored(path, module, held)
         self.guard = self.guard if self.found else None  # what is read as it lies is saved by its library
         self.hooks: dict = {}
+
+    def _stored(self, path: str, module: nn.Module, held: StoredWeight | str) -> None:
+        if isinstance(held, StoredWeight) and stored_weight(module) is None:
+            held = "it computes something else than its tensors say"
+        if isinstance(held, str):
+            self.rows.append((path, "skipped", f"it runs its own forward: {held}"))
+            return
+        note = "" if held.step is None else "; its inputs keep their dtype, and its own kernel rounds them"
+        self.rows.append((path, "patched", f"{held.weight.format.name}, read as it came{note}"))
+        if held.step is not None and foreign_forward(module) is None:
+            self.forwards.append(ForwardPatch(module, StoredForward(module)))
 
     def repack(self) -> None:
         self.there = True
