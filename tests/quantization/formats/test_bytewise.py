@@ -1,4 +1,4 @@
-"""Weights of whole bytes with scales, read where they lie: transformers' linear in float8, beside its own values."""
+"""Weights of whole bytes with scales, read where they lie: of transformers, torchao and Quanto, beside their values."""
 
 import copy
 
@@ -11,6 +11,7 @@ import accel
 from accel.quantization.formats.stored import StoredWeight
 from accel.quantization.formats.stored_weight import read_stored, stored_weight
 from support.bits import float8
+from support.diffusion.library_formats import FORMATS, READ
 from support.llm.families import layers, make, padded
 from support.llm.outputs import generate, ran_fast, same
 from support.state import assert_same_state, snapshot
@@ -88,18 +89,18 @@ def test_a_linear_of_groups_is_called():
     assert stored_weight(linear) is None
 
 
-@pytest.mark.parametrize(("dtype", "there"), [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True)])
-def test_language_models(dtype, there, request):
+@pytest.mark.parametrize("there", [False, True])
+def test_language_models(there, request):
     """Without the kernel stock cannot run them at all; with it ours are nearer to what the weights say."""
     if there:
         request.getfixturevalue("kernel")
-    model = make("llama-biases", dtype, intermediate_size=160)
+    model = make("llama-biases", torch.float32, intermediate_size=160)
     truth = copy.deepcopy(model)
     for layer, other in zip(layers(model).values(), layers(truth).values(), strict=True):
         for where, linear in list(layer.named_modules()):
             if type(linear) is nn.Linear:
                 layer.set_submodule(where, made := float8(linear, (32, 32)))
-                other.get_submodule(where).weight.data = dequantized(made, dtype)
+                other.get_submodule(where).weight.data = dequantized(made, torch.float32)
     ids, mask = padded()
     before, saved = snapshot(model), {key: one.clone() for key, one in model.state_dict().items()}
     accel.optimize(model)
@@ -116,3 +117,27 @@ def test_language_models(dtype, there, request):
     else:
         with pytest.raises(ImportError, match="kernel"):
             generate(model, ids, mask)
+
+
+@pytest.mark.parametrize("format", sorted(READ))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_formats_of_other_libraries(format, dtype):
+    FORMATS[format](layer := nn.Sequential(nn.Linear(96, 70).to(dtype)))
+    held = stored_weight(layer[0]).weight
+    assert torch.equal(held.dequantized(dtype), layer[0].weight.dequantize())
+    model, stock = (make("llama-biases", torch.float32, intermediate_size=160) for _ in range(2))
+    FORMATS[format](model.model)
+    FORMATS[format](stock.model)
+    accel.optimize(model)
+    same(generate(model, *padded()), generate(stock, *padded()))
+    ran_fast(model)
+    rows = [row[3] for row in accel.report(model).sites if row[1] == "weights"]
+    assert len(rows) == 14 and all("read as it came" in reason for reason in rows)
+    accel.restore(model)
+    same(generate(model, *padded()), generate(stock, *padded()))
+
+
+@pytest.mark.parametrize("format", ["torchao-int8-int8", "quanto-int4"])
+def test_formats_that_run_their_own_forward(format):
+    FORMATS[format](layer := nn.Sequential(nn.Linear(96, 70)))
+    assert stored_weight(layer[0]) is None
