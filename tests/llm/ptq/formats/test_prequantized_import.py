@@ -265,6 +265,18 @@ def test_what_is_not_understood_is_left_alone_and_said(reason):
     assert not held_by(model)
 
 
+def test_layers_are_fused_around_what_is_left():
+    model, _ = prequantized("gptq")
+    for module in model.modules():
+        if isinstance(module, GptqLinear):
+            module.g_idx = module.g_idx.flip(0).contiguous()
+    wanted = logits(model)
+    accel.optimize(model)
+    assert not held_by(model) and {status for status, _ in sites(model).values()} == {"skipped"}
+    assert {row[2] for row in accel.report(model).sites if row[1] == "decoder layer"} == {"patched"}
+    same(logits(model), wanted)
+
+
 def test_four_bits_that_cannot_be_read_are_left_alone():
     model = make("llama")
     weight = model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
