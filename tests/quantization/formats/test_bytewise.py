@@ -141,3 +141,18 @@ def test_formats_of_other_libraries(format, dtype):
 def test_formats_that_run_their_own_forward(format):
     FORMATS[format](layer := nn.Sequential(nn.Linear(96, 70)))
     assert stored_weight(layer[0]) is None
+
+
+def test_formats_are_kept_where_they_are_saved(tmp_path):
+    torchao = pytest.importorskip("torchao.quantization", reason="needs torchao: make test-formats")
+    from transformers import AutoModelForCausalLM, TorchAoConfig
+
+    make("llama", torch.float32).save_pretrained(tmp_path / "plain")
+    asked = {"quantization_config": TorchAoConfig(torchao.Int8WeightOnlyConfig()), "device_map": "cpu"}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32, **asked).eval()
+    wanted = generate(accel.optimize(model), *padded())
+    ran_fast(model)
+    model.save_pretrained(tmp_path / "saved")
+    again = accel.load(tmp_path / "saved", device="cpu")
+    same(generate(again, *padded()), wanted)
+    assert stored_weight(again.model.layers[0].mlp.up_proj) is not None
