@@ -109,7 +109,7 @@ def test_numbers_are_never_held_twice(kind, activations, folders):
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-biases"])
-@pytest.mark.parametrize("kind", [*KINDS, "gptq-symmetric"])
+@pytest.mark.parametrize("kind", [*KINDS, "gptq-symmetric", "gptq-8"])
 @pytest.mark.share(3)
 def test_other_layouts_are_repacked(kind, name):
     model, twin = prequantized(kind, name)
@@ -234,7 +234,7 @@ LEFT = {
     "act-order: its columns are in an order of their own": lambda module: setattr(
         module, "g_idx", module.g_idx.flip(0).contiguous()
     ),
-    "3 bits: only 4 are read": lambda module: setattr(
+    "3 bits: only 4 and 8 are read": lambda module: setattr(
         module, "qweight", torch.zeros(6, module.qweight.shape[1], dtype=torch.int32)
     ),
     "it computes something else than its tensors say (": lambda module: setattr(
@@ -244,7 +244,8 @@ LEFT = {
     "64 inputs in 2 groups, zero points (2, 11)": lambda module: setattr(
         module, "qzeros", module.qzeros[:, :-1].contiguous()
     ),
-    "384 bits: only 4 are read": lambda module: setattr(module, "qweight", module.qweight.flatten()),
+    "384 bits: only 4 and 8 are read": lambda module: setattr(module, "qweight", module.qweight.flatten()),
+    "groups of uneven sizes": lambda module: setattr(module, "g_idx", (module.g_idx + 1).clamp_max(1)),
     "its tensors cannot be read: ZeroDivisionError": lambda module: setattr(module, "scales", module.scales[:0]),
     "forward hooks": lambda module: module.register_forward_hook(lambda *given: None),
 }
