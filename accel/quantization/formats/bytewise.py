@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from accel_kernels import BlockWeight
-from accel_kernels.gemm.blocks.bytewise import FP8, INT8, PIECE, Bytewise
+from accel_kernels.gemm.blocks.bytewise import FP8, INT8, Bytewise
 from torch import nn
 
 from accel.quantization.formats.stored import StoredWeight
@@ -48,18 +48,18 @@ def read_tensor(module: Any) -> StoredWeight | str | None:
 
 
 def _held(data: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, block: Any) -> BlockWeight | str:
-    (rows, columns), (tall, wide) = data.shape, block
-    wide = columns if wide >= columns else wide
-    counts = -(-rows // tall) * -(-columns // wide)
-    if columns % PIECE or wide % PIECE or scales.numel() != counts or (zeros is not None and zeros.numel() != counts):
-        return f"rows of {columns} columns, {scales.numel()} scales of blocks {tall} x {wide}"
+    rows, columns = data.shape
     scales = scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
+    try:
+        side = Bytewise.of(scales, zeros, (rows, columns), tuple(block))
+    except ValueError as error:
+        return str(error)
+    count = -(-rows // block[0]) * side.across
+    if scales.numel() != count or not (zeros is None or (zeros.numel() == count and zeros.dtype == torch.int8)):
+        return f"{scales.numel()} scales of {count} blocks"
+    if not (scales.is_floating_point() or scales.dtype == torch.uint8):
+        return f"scales of {scales.dtype}"
     tensors = [one for one in (data, scales, zeros) if one is not None]
     if any(not one.is_contiguous() or one.device != data.device or one.is_meta for one in tensors):
         return "its tensors are not there, or not in their place"
-    if not (scales.is_floating_point() or scales.dtype == torch.uint8) or not (
-        zeros is None or zeros.dtype == torch.int8
-    ):
-        return f"scales of {scales.dtype}"
-    side = Bytewise(scales, zeros, columns // PIECE, tall, wide // PIECE)
     return BlockWeight(data.view(torch.uint8), columns, FORMATS[data.dtype], side=side)

@@ -39,7 +39,7 @@ def test_every_number_is_torchs(scales):
 
     data = torch.arange(256, dtype=torch.uint8).repeat(32, 1).T.contiguous().reshape(256, 32)
     beside = torch.rand(256, 1) if scales == "float32" else torch.arange(256, dtype=torch.uint8).reshape(256, 1)
-    held = BlockWeight(data, 32, FP8, side=Bytewise(beside, None, 1, 1, 1))
+    held = BlockWeight(data, 32, FP8, side=Bytewise.of(beside, None, (256, 32), (1, 32)))
     factor = beside if scales == "float32" else beside.view(torch.float8_e8m0fnu).float()
     wanted = data.view(torch.float8_e4m3fn).float() * factor
     for found in (held.dequantized(torch.float32), dequantize_blocks.triton(held, torch.float32)):

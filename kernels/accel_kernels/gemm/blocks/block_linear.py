@@ -70,7 +70,7 @@ def _ggml(name, rows, k, n, format, compute=torch.float32, **more):
 
 
 def _fp8(name, rows, k, n, **more):
-    return product_case(name, (rows, k), n, weight=lambda full: bytewise_case(full, 128, 4), **more)
+    return product_case(name, (rows, k), n, weight=lambda full: bytewise_case(full, 128, 128), **more)
 
 
 CASES = (

@@ -8,13 +8,16 @@ SUBNORMAL = tl.constexpr(2.0**120)  # from the bits of float8 in a float32's upp
 
 @triton.jit
 def bytewise(weight, piece, mask, FORMAT: tl.constexpr):
-    """(N, B) pieces -> (N, B * 32). float8 is converted by its bits, which every card can."""
+    """(N, B) pieces -> (N, B * 32). FORMAT: "fp8 bits" for cards without float8, which convert it by its bits."""
     side = weight.side
     place = piece[:, :, None] * 32 + tl.arange(0, 32)[None, None, :]
     held = tl.load(weight.data + place, mask=mask[:, :, None], other=0)
-    at = piece // side.pieces // side.tall * ((side.pieces + side.wide - 1) // side.wide)
-    at += piece % side.pieces // side.wide
+    number = piece.to(tl.int32)  # 64 bits divide slowly
+    row = number // side.pieces
+    at = (row >> side.tall) * side.across + (number - row * side.pieces >> side.wide)
     if FORMAT == "fp8":
+        numbers = held.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    elif FORMAT == "fp8 bits":
         bits = held.to(tl.int32)
         numbers = ((bits & 127) << 20 | (bits & 128) << 24).to(tl.float32, bitcast=True) * SUBNORMAL
         numbers = tl.where((bits & 127) == 127, float("nan"), numbers)

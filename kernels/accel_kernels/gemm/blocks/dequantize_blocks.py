@@ -46,20 +46,18 @@ def ggml_case(full: torch.Tensor, name: str, compute: torch.dtype = torch.float3
     return BlockWeight(data, k, format, compute)
 
 
-def bytewise_case(
-    full: torch.Tensor, tall: int, wide: int, *, whole: bool = False, powers: bool = False
-) -> BlockWeight:
-    """Any weight in the shape of `full`, with a scale to so many rows and pieces; whole: int8 with zeros, else float8
-    with scales of powers of two, or any.
+def bytewise_case(full: torch.Tensor, tall: int, wide: int, whole: bool = False, powers: bool = False) -> BlockWeight:
+    """Any weight in the shape of `full`, with a scale to each block of so many rows and columns. whole: int8 with
+    zeros, else float8. powers: scales are powers of two.
     """
-    n, pieces = full.shape[0], full.shape[1] // PIECE
-    scales = full[: -(-n // tall), : -(-pieces // wide)].abs().float().contiguous() / 64
+    n, k = full.shape
+    scales = full[: -(-n // tall), : -(-k // wide)].abs().float().contiguous() / 64
     zeros = (scales * 1e5).int().remainder(9).sub(4).to(torch.int8) if whole else None
     scales = scales.mul(1e4).int().remainder(5).add(115).to(torch.uint8) if powers else scales
     numbers = (full * 1e4).int().remainder(255).sub(127).to(torch.int8)
     data = numbers if whole else numbers.bitwise_and(-9).view(torch.uint8)  # of float8 none is without a value
-    side = Bytewise(scales, zeros, pieces, tall, wide)
-    return BlockWeight(data.view(torch.uint8), full.shape[1], INT8 if whole else FP8, side=side)
+    side = Bytewise.of(scales, zeros, (n, k), (tall, wide))
+    return BlockWeight(data.view(torch.uint8), k, INT8 if whole else FP8, side=side)
 
 
 @random_cases
@@ -91,9 +89,9 @@ CASES = (
         _ggml(name.lower(), 5, 512, name, (torch.float32, torch.float16)[at % 2], small=True)
         for at, name in enumerate(GGML)
     ),
-    _bytewise("fp8", 35, 416, 16, 4, small=True),
-    _bytewise("fp8-powers", 9, 96, 1, 1, powers=True, small=True),
-    _bytewise("int8", 7, 96, 1, 3, whole=True, small=True),
+    _bytewise("fp8", 35, 416, 16, 128, small=True),
+    _bytewise("fp8-powers", 9, 96, 1, 32, powers=True, small=True),
+    _bytewise("int8", 7, 96, 1, 96, whole=True, small=True),
     _bfloat16("bf16", 5, 96, small=True),
     _case("llama-gate-nf4", 14336, 4096, "nf4", nested=True),
     _case("flux-mlp-fp4", 12288, 3072, "fp4"),
