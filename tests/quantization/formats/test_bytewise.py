@@ -89,11 +89,8 @@ def test_a_linear_of_groups_is_called():
     assert stored_weight(linear) is None
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_language_models(there, request):
-    """Without the kernel stock cannot run them at all; with it ours are nearer to what the weights say."""
-    if there:
-        request.getfixturevalue("kernel")
+def in_float8():
+    """A model, and one with the same values as plain weights."""
     model = make("llama-biases", torch.float32, intermediate_size=160)
     truth = copy.deepcopy(model)
     for layer, other in zip(layers(model).values(), layers(truth).values(), strict=True):
@@ -101,6 +98,22 @@ def test_language_models(there, request):
             if type(linear) is nn.Linear:
                 layer.set_submodule(where, made := float8(linear, (32, 32)))
                 other.get_submodule(where).weight.data = dequantized(made, torch.float32)
+    return model, truth
+
+
+def test_they_are_not_quantized_again():
+    model, truth = in_float8()
+    with pytest.warns(UserWarning, match="is fp8 already"):
+        accel.optimize(model, weights="int8")
+    same(generate(model, *padded()), generate(truth, *padded()))
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_language_models(there, request):
+    """Without the kernel stock cannot run them at all; with it ours are nearer to what the weights say."""
+    if there:
+        request.getfixturevalue("kernel")
+    model, truth = in_float8()
     ids, mask = padded()
     before, saved = snapshot(model), {key: one.clone() for key, one in model.state_dict().items()}
     accel.optimize(model)
