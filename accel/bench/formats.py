@@ -17,6 +17,7 @@ from accel.bench.adapters import first_error, parts_called, plain_subject
 from accel.bench.memory import allocated_bytes
 from accel.bench.timing import compare_times
 from accel.errors import reason_of
+from accel.libraries.models import is_causal_lm
 
 Convert = Callable[[nn.Module, dict[str, nn.Linear]], None]
 
@@ -125,6 +126,8 @@ def measure_formats(name: str, device: torch.device, formats: Iterable[str], bud
     full, rows = _twin(plain), {}
     accel.optimize(full)
     for format in formats:
+        if FORMATS[format][0] == "transformers" and not is_causal_lm(plain):  # diffusers has none of it
+            continue
         try:
             stock = _twin(plain)
             before = allocated_bytes(device)
