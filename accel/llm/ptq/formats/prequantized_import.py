@@ -10,6 +10,7 @@ from accel.llm.ptq.formats.compressed_tensors import scheme_of
 from accel.llm.ptq.formats.layouts import LAYOUTS
 from accel.llm.ptq.formats.prequantized import PrequantizedLinear, of_package
 from accel.llm.ptq.formats.saving import guard
+from accel.parallel.sharded_layers import known
 from accel.patching.rule import ForwardPatch, foreign_forward
 from accel.patching.structure import hooked, placement
 from accel.quantization.activations import FIXED, SCALE
@@ -51,14 +52,17 @@ class PrequantizedImport(QuantizedModulePatch):
         self.hooks: dict = {}
 
     def _stored(self, path: str, module: nn.Module, held: StoredWeight | str) -> None:
-        if isinstance(held, StoredWeight) and stored_weight(module) is None:
-            held = "it computes something else than its tensors say"
-        if isinstance(held, str):
-            self.rows.append((path, "skipped", f"it runs its own forward: {held}"))
+        reason = held if isinstance(held, str) else foreign_forward(module)
+        if reason is None and known(module):
+            reason = "its weight is divided among ranks"
+        if reason is None and stored_weight(module) is None:
+            reason = "it computes something else than its tensors say"
+        if reason is not None or isinstance(held, str):
+            self.rows.append((path, "skipped", f"it runs its own forward: {reason}"))
             return
         note = "" if held.step is None else "; its inputs keep their dtype, and its own kernel rounds them"
         self.rows.append((path, "patched", f"{held.weight.format.name}, read as it came{note}"))
-        if held.step is not None and foreign_forward(module) is None:
+        if held.step is not None:
             self.forwards.append(ForwardPatch(module, StoredForward(module)))
 
     def repack(self) -> None:
