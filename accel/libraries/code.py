@@ -21,9 +21,11 @@ def function_tables(registry: object) -> Iterator[dict]:
 
 
 def lacks_kernel(module: object) -> bool:
-    """Whether it is transformers' linear in float8, which a kernel of the Hub multiplies, and none can be loaded."""
+    """Whether these are a linear or experts of transformers in float8, which a kernel of the Hub multiplies, and none
+    can be loaded.
+    """
     kind = type(module)
-    if kind.__name__ != "FP8Linear" or not comes_from(kind, "transformers"):
+    if kind.__name__ not in ("FP8Linear", "FP8Experts") or not comes_from(kind, "transformers"):
         return False
     return sys.modules[kind.__module__]._FINEGRAINED_FP8 is None and not _loads_kernels()
 

@@ -203,7 +203,7 @@ def match_experts(site: Site, context: Context) -> Match | Skip | None:
     """A module with two stacks of matrices that fit each other, called with tokens, choices and shares."""
     module = site.module
     if not holds_experts(module):
-        return Skip("their stacks are in a format that only their library multiplies") if _packed(module) else None
+        return Skip("their stacks are in a format of their library") if _packed(module) else None
     sharding = expert_sharding(module)
     whole = module if sharding is None else twin(module, local)
     found = find_formula(whole, context, (context.kernels.plain(), context.kernels))

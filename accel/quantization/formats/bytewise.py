@@ -20,12 +20,16 @@ def read_float8(module: Any) -> StoredWeight | str | None:
     weight, scales = (module._parameters.get(name) for name in ("weight", "weight_scale_inv"))
     if weight is None or scales is None or weight.dtype != torch.float8_e4m3fn:
         return None
-    block = vars(module).get("block_size") or weight.shape
     fixed = module._parameters.get("activation_scale")
-    held = _held(weight.detach(), scales.detach(), None, block)
+    held = float8_weight(weight, scales, vars(module).get("block_size"))
     if isinstance(held, str):
         return held
     return StoredWeight(held, module._parameters["bias"], None, DYNAMIC if fixed is None else fixed)
+
+
+def float8_weight(weight: torch.Tensor, scales: torch.Tensor, block: Any) -> BlockWeight | str:
+    """Of these tensors; block: rows and columns to a scale, None where there is one. Or why they are none."""
+    return _held(weight.detach(), scales.detach(), None, block or weight.shape)
 
 
 def read_tensor(module: Any) -> StoredWeight | str | None:

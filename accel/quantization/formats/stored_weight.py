@@ -17,7 +17,6 @@ from torch import nn
 from accel.comparison import relative_rms
 from accel.errors import reason_of
 from accel.libraries.code import lacks_kernel
-from accel.patching.owner import InstanceMethod
 from accel.quantization.formats.bitsandbytes import read_bitsandbytes
 from accel.quantization.formats.bytewise import DYNAMIC, read_float8, read_tensor
 from accel.quantization.formats.ggml import read_ggml
@@ -61,28 +60,6 @@ def stored_weight(module: nn.Module) -> StoredWeight | None:
     except Exception as error:  # whatever a forward may raise
         reason_of(error)
         return None
-
-
-class StoredForward(InstanceMethod):
-    """The forward of a linear whose own rounds its inputs, or lacks the kernel that does."""
-
-    name = "forward"
-    beneath = True  # it computes from the weights
-
-    def __init__(self, module: nn.Module):
-        self.module = module
-
-    @property
-    def owner(self) -> nn.Module:
-        return self.module
-
-    def call(self, input: torch.Tensor) -> torch.Tensor:
-        found = read_stored(self.module)
-        if not isinstance(found, StoredWeight):
-            return self.stock(input)
-        if torch.is_grad_enabled() or torch.is_autocast_enabled(input.device.type) or torch.compiler.is_compiling():
-            return F.linear(input, found.weight.dequantized(input.dtype), found.bias)
-        return found(input)
 
 
 @dataclass(frozen=True)

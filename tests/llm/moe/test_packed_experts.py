@@ -103,6 +103,21 @@ def test_they_are_called(build, monkeypatch):
     same(generate(model, *padded()), wanted)
     ran_fast(model)
     layers = [row[3] for row in accel.report(model).sites if row[1] == "decoder layer"]
-    assert len(layers) == 2 and all("only their library multiplies" in reason for reason in layers)
+    assert len(layers) == 2 and all("in a format of their library" in reason for reason in layers)
     accel.restore(model)
     same(generate(model, *padded()), wanted)
+
+
+def test_float8_runs_without_its_kernel(monkeypatch):
+    model = in_float8(monkeypatch)
+    wanted = generate(model, *padded())
+    monkeypatch.setattr(fp8, "_FINEGRAINED_FP8", None)
+    accel.optimize(model)
+    same(generate(model, *padded()), wanted)
+    ran_fast(model)
+    same(generate(copy.deepcopy(model), *padded()), wanted)
+    told = [row[3] for row in accel.report(model).sites if row[1] == "weights"]
+    assert len(told) == 10 and sum("kernel for its experts is missing" in reason for reason in told) == 2
+    accel.restore(model)
+    with pytest.raises(ImportError, match="kernel"):
+        generate(model, *padded())

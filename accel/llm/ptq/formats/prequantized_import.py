@@ -15,7 +15,8 @@ from accel.patching.rule import ForwardPatch, foreign_forward
 from accel.patching.structure import hooked, placement
 from accel.quantization.activations import FIXED, SCALE
 from accel.quantization.formats.stored import StoredWeight
-from accel.quantization.formats.stored_weight import StoredForward, read_stored, stored_weight
+from accel.quantization.formats.stored_forward import StoredExperts, StoredForward, packed_experts
+from accel.quantization.formats.stored_weight import read_stored, stored_weight
 from accel.quantization.module import QuantizedLinear
 from accel.quantization.patch import QuantizedModulePatch, exchange
 from accel.quantization.scheme import Scheme
@@ -46,6 +47,9 @@ class PrequantizedImport(QuantizedModulePatch):
                 self.rows.append((path, "patched", f"{scheme}, arrived as {answer.kind}{note}"))
             elif answer is not None:
                 self.rows.append((path, "skipped", answer))
+            elif packed_experts(module):
+                self.rows.append((path, "patched", "float8, read as it came, as the kernel for its experts is missing"))
+                self.forwards.append(ForwardPatch(module, StoredExperts(module)))
             elif (held := read_stored(module)) is not None:
                 self._stored(path, module, held)
         self.guard = self.guard if self.found else None  # what is read as it lies is saved by its library
