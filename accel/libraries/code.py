@@ -27,7 +27,7 @@ def lacks_kernel(module: object) -> bool:
     kind = type(module)
     if kind.__name__ not in ("FP8Linear", "FP8Experts") or not comes_from(kind, "transformers"):
         return False
-    return sys.modules[kind.__module__]._FINEGRAINED_FP8 is None and not _loads_kernels()
+    return getattr(sys.modules[kind.__module__], "_FINEGRAINED_FP8", None) is None and not _loads_kernels()
 
 
 @cache

@@ -18,7 +18,7 @@ OF_INPUTS = ("act_quant_kwargs", "act_quant_scale", "act_pre_scale", "activation
 def read_float8(module: Any) -> StoredWeight | str | None:
     """transformers' linear in float8, with a scale for all of a weight or for each block, such as of 128 x 128."""
     weight, scales = (module._parameters.get(name) for name in ("weight", "weight_scale_inv"))
-    if weight is None or scales is None or weight.dtype != torch.float8_e4m3fn:
+    if not isinstance(module, nn.Linear) or scales is None or weight is None or weight.dtype != torch.float8_e4m3fn:
         return None
     fixed = module._parameters.get("activation_scale")
     held = float8_weight(weight, scales, vars(module).get("block_size"))
@@ -35,7 +35,7 @@ def float8_weight(weight: torch.Tensor, scales: torch.Tensor, block: Any) -> Blo
 def read_tensor(module: Any) -> StoredWeight | str | None:
     """A linear whose weight is a tensor of torchao or Quanto around whole bytes; it multiplies in their dtype."""
     weight = module._parameters.get("weight")
-    if weight is None or type(weight) is nn.Parameter:
+    if not isinstance(module, nn.Linear) or weight is None or type(weight) is nn.Parameter:
         return None
     inside = vars(weight)
     data, scales = inside.get("qdata", inside.get("_data")), inside.get("scale", inside.get("_scale"))
