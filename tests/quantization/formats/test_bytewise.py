@@ -132,6 +132,29 @@ def test_language_models(there, request):
             generate(model, ids, mask)
 
 
+def test_a_checkpoint(tmp_path, monkeypatch):
+    """Loaded as where there is a GPU; elsewhere transformers writes its weights out."""
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+    model, truth = in_float8()
+    model.config.quantization_config = FineGrainedFP8Config(weight_block_size=(32, 32))
+    model.config.save_pretrained(tmp_path)
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with monkeypatch.context() as there:
+        there.setattr("torch.cuda.is_available", lambda: True)
+        there.setattr("torch.cuda.get_device_capability", lambda *_: (9, 0))
+        there.setattr("torch.cuda.empty_cache", lambda: None)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    for one in (accel.optimize(loaded), accel.optimize(accel.load(tmp_path, torch.float32))):
+        same(generate(one, *padded()), generate(truth, *padded()))
+        ran_fast(one)
+    loaded.save_pretrained(tmp_path / "again")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert again.keys() == tensors.keys() and all(torch.equal(again[name], one) for name, one in tensors.items())
+
+
 @pytest.mark.parametrize("format", sorted(READ))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_formats_of_other_libraries(format, dtype):
