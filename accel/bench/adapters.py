@@ -90,9 +90,7 @@ def measure_adapters(name: str, device: torch.device, ranks: list[int], counts: 
             wanted = call(one, 0)
             accel.optimize(one)
             got = call(one, 0)
-            whole = not wanted.is_floating_point()
-            apart = (wanted != got).float().mean() if whole else relative_rms(got.float(), wanted.float())
-            errors[variant] = round(float(apart), 6)
+            errors[variant] = first_error(wanted, got)
         times = compare_times({key: partial(call, one) for key, one in variants.items()}, device, budget_s=budget_s)
         plain = times["plain"].median_ms
         rows = {
@@ -101,7 +99,13 @@ def measure_adapters(name: str, device: torch.device, ranks: list[int], counts: 
         }
         for key, own in names.items():
             rows[key]["switch_ms"] = round(_switch_ms(variants[key], own, call, device, times[key].median_ms), 2)
-    return {"name": name, "variants": rows, "called": _called(variants)}
+    return {"name": name, "variants": rows, "called": {key: parts_called(one) for key, one in variants.items()}}
+
+
+def first_error(wanted: torch.Tensor, got: torch.Tensor) -> float:
+    """Of an output, relative; of tokens, the share that differs."""
+    whole = not wanted.is_floating_point()
+    return round(float((wanted != got).float().mean() if whole else relative_rms(got.float(), wanted.float())), 6)
 
 
 def _switch_ms(
@@ -120,11 +124,8 @@ def _layers(model: nn.Module) -> Iterator[Any]:
     return (module for module in model.modules() if DOWN in module._modules)
 
 
-def _called(variants: dict[str, nn.Module]) -> dict[str, list[str]]:
+def parts_called(model: nn.Module) -> list[str]:
     """What runs its own forward, and what fell back to stock."""
-    found = {}
-    for key, model in variants.items():
-        report = accel.report(model)
-        told = {reason for *_, status, reason in report.sites if status == "patched" and "own forward" in reason}
-        found[key] = sorted(told | {reason for _, reason, _ in report.fallbacks})
-    return found
+    report = accel.report(model)
+    told = {reason for *_, status, reason in report.sites if status == "patched" and "own forward" in reason}
+    return sorted(told | {reason for _, reason, _ in report.fallbacks})

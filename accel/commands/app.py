@@ -5,7 +5,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from accel.commands.bench.adapters import bench_adapters
+from accel.commands.bench.adapters import bench_adapters, bench_formats
 from accel.commands.bench.coverage import coverage
 from accel.commands.bench.images import bench
 from accel.commands.bench.language_models import bench_batch, bench_llm
@@ -70,3 +70,4 @@ app.command("bench batch")(bench_batch)
 app.command("bench scripts")(bench_scripts)
 app.command("bench ready")(bench_ready)
 app.command("bench adapters")(bench_adapters)
+app.command("bench formats")(bench_formats)

@@ -1,6 +1,8 @@
 """Whose code something is, and where the libraries keep code under names."""
 
+import sys
 from collections.abc import Iterator
+from functools import cache
 
 GRADIENTS = {"gradient_checkpointing", "_gradient_checkpointing_func"}  # settings that are read with gradients alone
 KERNEL = "kernel_layer_name"  # of a class: by which the package `kernels` finds another forward for it
@@ -16,3 +18,20 @@ def function_tables(registry: object) -> Iterator[dict]:
     for name in ("_local_mapping", "_global_mapping"):
         if isinstance(found := getattr(registry, name, None), dict):
             yield found
+
+
+def lacks_kernel(module: object) -> bool:
+    """Whether these are a linear or experts of transformers in float8, which a kernel of the Hub multiplies, and none
+    can be loaded.
+    """
+    kind = type(module)
+    if kind.__name__ not in ("FP8Linear", "FP8Experts") or not comes_from(kind, "transformers"):
+        return False
+    return getattr(sys.modules[kind.__module__], "_FINEGRAINED_FP8", None) is None and not _loads_kernels()
+
+
+@cache
+def _loads_kernels() -> bool:
+    from transformers.utils.import_utils import is_kernels_available
+
+    return is_kernels_available()

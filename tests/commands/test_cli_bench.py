@@ -31,6 +31,7 @@ from support.everything import EVERYTHING
         (("tiny", "--weights", "fp8", "--activations", "fp8", "--dtype", "fp16"), "give --dtype bf16"),
         (("adapters", "sd99"), "'sd99' is no model of"),
         (("adapters", "--ranks", "0,4"), "whole numbers from 1 on"),
+        (("formats", "--formats", "nf5"), "'nf5' is none of"),
         (("ready", "sd99"), "'sd99' is none of"),
         (("ready", "sd15+int8"), "'sd15+int8': behind a plus stands one of"),
         (("ready", "llama-8b+case"), "'llama-8b+case': behind a plus stands one of"),
@@ -196,3 +197,13 @@ def test_bench_adapters_writes_json(tmp_path):
     assert figures["dtype"] == "float32" and list(row["variants"]) == ["plain", "1 x 4", "2 x 4"]
     assert all(one["median_ms"] > 0 and one["error"] == 0 for one in row["variants"].values())
     assert {"ratio", "switch_ms"} <= row["variants"]["2 x 4"].keys() and row["called"]["plain"] == []
+
+
+def test_bench_formats_writes_json(tmp_path):
+    asked = ("tiny-text", "--formats", "fp8,Q4_K", "--budget", "0.05")
+    result = run_command("bench", "formats", *asked, "--device", "cpu", "--out", tmp_path)
+    assert result.exit_code == 1 and "tiny-text, Q4_K: " in result.output  # whose blocks are longer
+    (row,) = json.loads((tmp_path / "cpu-formats.json").read_text())["rows"]
+    found = row["formats"]["fp8"]
+    assert "kernel" in found["library"]["failed"] and found["accel"]["median_ms"] > 0 and found["called"] == []
+    assert {"of_plain", "weights_mb", "peak_mb"} <= found.keys() and "failed" in row["formats"]["Q4_K"]

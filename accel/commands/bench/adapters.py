@@ -1,13 +1,19 @@
-"""`accel bench adapters`: a model with LoRAs that are not merged beside itself without."""
+"""`accel bench adapters` and `accel bench formats`: models with LoRAs, or linears of other libraries, beside plain."""
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from accel.commands.options import DEVICE_HELP, parse_device, quiet
 from accel.progress import progress_bar
+
+if TYPE_CHECKING:
+    import torch
+    from rich.table import Table
 
 
 def bench_adapters(
@@ -24,12 +30,8 @@ def bench_adapters(
 
     Random weights, adapters on every linear of the blocks. Needs peft. Ends with 1 where one fails.
     """
-    import torch
-
     from accel.bench import results
-    from accel.bench.adapters import measure_adapters, usual
-    from accel.bench.machine import provenance, slug
-    from accel.errors import reason_of
+    from accel.bench.adapters import measure_adapters
 
     place = parse_device(device)
     try:
@@ -38,33 +40,94 @@ def bench_adapters(
             raise ValueError
     except ValueError:
         raise typer.BadParameter("give whole numbers from 1 on, with commas between them") from None
+    shown = results.new_table("", "model", "adapters x rank", "ms", "ratio", "error", "switch ms", left=2)
+    about = "adapters of low rank, not merged, beside the model without"
+    measure = partial(measure_adapters, ranks=sizes, counts=many, budget_s=budget)
+
+    def told(row: dict) -> Iterator[tuple[str, ...]]:
+        for key, one in row["variants"].items():
+            numbers = (one["median_ms"], "{:,.2f}"), (one["ratio"], "{:.3f}"), (one["error"], "{:.1e}")
+            yield key, *(results.cell(*pair) for pair in numbers), str(one.get("switch_ms", ""))
+
+    _measured("adapters", about, names, place, out, measure, told, shown)
+
+
+def bench_formats(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="of `accel bench` or `accel bench llm`; usual ones by default")
+    ] = None,
+    formats: Annotated[str, typer.Option(help="with commas between them; all whose packages are installed")] = "",
+    budget: Annotated[float, typer.Option(min=0.0, help="seconds a variant, about")] = 4.0,
+    out: Annotated[Path, typer.Option(help="folder for the JSON file")] = Path("benchmarks/results"),
+    device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
+) -> None:
+    """Time models whose linears are in formats of other libraries, by these and by accel, in turns; writes JSON.
+
+    Random weights, converted in place. Ends with 1 where a model, or a format of it, fails.
+    """
+    from accel.bench import results
+    from accel.bench.formats import FORMATS, installed_formats, measure_formats
+
+    chosen = formats.split(",") if formats else installed_formats()
+    if unknown := [one for one in chosen if one not in FORMATS]:
+        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(FORMATS)}")
+    shown = results.new_table("", "model", "format", "library ms", "accel ms", "plain ms", "error", left=2)
+    measure = partial(measure_formats, formats=chosen, budget_s=budget)
+
+    def told(row: dict) -> Iterator[tuple[str, ...]]:
+        for key, one in row["formats"].items():
+            times = (one.get(variant, {}).get("median_ms") for variant in ("library", "accel", "plain"))
+            yield key, *(results.cell(ms, "{:,.2f}") for ms in times), results.cell(one.get("error"), "{:.1e}")
+
+    about = "linears in formats of other libraries, by these and by accel, beside accel with plain weights"
+    _measured("formats", about, names, parse_device(device), out, measure, told, shown)
+
+
+def _measured(
+    case: str,
+    about: str,
+    names: list[str] | None,
+    place: "torch.device",
+    out: Path,
+    measure: "Callable[[str, torch.device], dict]",
+    told: Callable[[dict], Iterator[tuple[str, ...]]],
+    shown: "Table",
+) -> None:
+    """Each model in turn; rows of the table are told(row)."""
+    import torch
+
+    from accel.bench import results
+    from accel.bench.adapters import usual
+    from accel.bench.machine import provenance, slug
+    from accel.errors import reason_of
+
     quiet()
     console = Console()
     rows: list[dict] = []
-    about = "adapters of low rank, not merged, beside the model without"
-    result: dict = {"case": "adapters", "about": about, "rows": rows}
-    path = out / f"{slug(place)}-adapters.json"
+    result: dict = {"case": case, "about": about, "rows": rows}
+    path = out / f"{slug(place)}-{case}.json"
     chosen, usual_dtype = names or usual(place), torch.bfloat16 if place.type == "cuda" else torch.float32
     with progress_bar(console) as progress:
         task = progress.add_task("", total=len(chosen))
         for name in chosen:
             progress.update(task, description=name)
             try:
-                rows.append(measure_adapters(name, place, sizes, many, budget))
+                rows.append(measure(name, place))
             except KeyError:
                 raise typer.BadParameter(f"{name!r} is no model of `accel bench` or `accel bench llm`") from None
             except Exception as error:  # the others are still worth their time
                 rows.append({"name": name, "failed": reason_of(error)})
             results.write(result | provenance(place, usual_dtype), path)
             progress.advance(task)
-    shown = results.new_table("", "model", "adapters x rank", "ms", "ratio", "error", "switch ms", left=2)
+    failed = []
     for row in rows:
-        for key, one in row.get("variants", {}).items():
-            numbers = (one["median_ms"], "{:,.2f}"), (one["ratio"], "{:.3f}"), (one["error"], "{:.1e}")
-            shown.add_row(row["name"], key, *(results.cell(*pair) for pair in numbers), str(one.get("switch_ms", "")))
+        parts = {row["name"]: row} | {f"{row['name']}, {key}": one for key, one in row.get(case, {}).items()}
+        failed += [f"{part}: {one['failed']}" for part, one in parts.items() if "failed" in one]
+        for cells in () if "failed" in row else told(row):
+            shown.add_row(row["name"], *cells)
     console.print(shown)
     console.print(f"written to {path}")
-    if failed := [row for row in rows if "failed" in row]:
-        for row in failed:
-            console.print(f"{row['name']}: {row['failed']}", markup=False)
+    for line in failed:
+        console.print(line, markup=False)
+    if failed:
         raise typer.Exit(1)

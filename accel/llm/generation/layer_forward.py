@@ -71,7 +71,8 @@ class LayerForward(FastForward):
         attention = self.spec.attention
         names = attention.projections if attention else ()
         modules = [base(self.module.get_submodule(name)) for name in names]
-        linears = [module for module in modules if type(module) is nn.Linear and weights(module) is not None]
+        known = [(module, weights(module)) for module in modules if type(module) is nn.Linear]
+        linears = [module for module, found in known if found is not None and not found.in_blocks]
         together = len(linears) == len(modules) > 1 and all(can_stack(linears[0], linear) for linear in linears)
         return linears if together else []
 

@@ -65,6 +65,13 @@ def holds_experts(module: nn.Module) -> bool:
     return len(stacks) == 2 and len(stock_parameters(module)) == 3
 
 
+def _packed(module: nn.Module) -> bool:
+    """Whether a module has stacks of matrices that are no tensors, or in numbers of 8 bits or fewer."""
+    held = {**vars(module), **module._parameters}.values()
+    stacks = [one for one in held if len(getattr(one, "shape", ())) == 3]
+    return len(stacks) > 1 and any(getattr(one, "itemsize", 1) == 1 for one in stacks)
+
+
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     """Of all that it holds, as of stacks that are quantized now, by name; of what ranks divide, of this rank's part."""
     if isinstance(module, QuantizedExperts):
@@ -196,7 +203,7 @@ def match_experts(site: Site, context: Context) -> Match | Skip | None:
     """A module with two stacks of matrices that fit each other, called with tokens, choices and shares."""
     module = site.module
     if not holds_experts(module):
-        return None
+        return Skip("their stacks are in a format of their library") if _packed(module) else None
     sharding = expert_sharding(module)
     whole = module if sharding is None else twin(module, local)
     found = find_formula(whole, context, (context.kernels.plain(), context.kernels))

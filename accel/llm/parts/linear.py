@@ -124,10 +124,11 @@ def weights(module: nn.Module) -> Weights | None:
     ranks = None if found is None or found.dim != INPUTS else found.ranks
     if type(module) is QuantizedLinear:
         return None if module.data.is_meta else Weights(module, ranks=ranks)
-    if type(module) is not nn.Linear and found is None and stored_weight(module) is not None:
-        return Weights(module, in_blocks=True)
     parameters = vars(module)["_parameters"]
     weight, bias = parameters.get("weight"), parameters.get("bias")
+    usual = type(module) is nn.Linear and type(weight) is nn.Parameter
+    if not usual and found is None and stored_weight(module) is not None:
+        return Weights(module, in_blocks=True)
     kinds = [type(one) is nn.Parameter or (found is not None and divided(one)) for one in (weight, bias)]
     if not kinds[0] or not (bias is None or kinds[1]) or weight.dim() != 2:
         return None

@@ -36,6 +36,8 @@ def normlike(layer: LayerRecord, call: Call) -> bool:
         return False
     if holds_numbers(call.module) or not all(p.dim() == 1 for p in call.module.parameters()):
         return False
+    if any(held.dim() > 1 for held in call.module.buffers()):
+        return False
     return not torch.equal(call.output.held, call.input.held) or norm_spec(layer, call).kind is not None
 
 

@@ -91,8 +91,9 @@ def match_head(site: Site, context: Context) -> Match | None:
     head = None if named is None else named.module
     if head is None or site.module is not head or type(head) is not nn.Linear:
         return None
-    found = sharding(head)
-    known = weights(head) is not None if found is None else found.dim == OUTPUTS and found.gathers
+    found, plain = sharding(head), weights(head)
+    whole = plain is not None and not plain.in_blocks
+    known = whole if found is None else found.dim == OUTPUTS and found.gathers
     return Match(HeadForward(head, site.path, context.kernels, context.log, sharding=found)) if known else None
 
 

@@ -4,11 +4,12 @@ from typing import Any
 
 import torch
 from accel_kernels.gemm.blocks.block_weight import BlockWeight
+from accel_kernels.gemm.blocks.bytewise import BF16
 from accel_kernels.gemm.blocks.ggml import GGML
 
 from accel.quantization.formats.stored import StoredWeight
 
-FORMATS = {format.code: format for format in GGML.values()}  # by ggml's number of a type
+FORMATS = {30: BF16} | {format.code: format for format in GGML.values()}  # by ggml's number of a type
 
 
 def read_ggml(module: Any) -> StoredWeight | str | None:
@@ -36,5 +37,5 @@ def read_ggml(module: Any) -> StoredWeight | str | None:
         data = weight.detach().as_subclass(torch.Tensor).view(torch.uint8)
     if data.is_meta or not data.is_contiguous() or data.data_ptr() % 4:
         return "its bytes are not there yet, or not in their place"
-    held = BlockWeight(data, columns, format, compute)
+    held = BlockWeight(data, columns, format, torch.float32 if format is BF16 else compute)
     return StoredWeight(held, module._parameters.get("bias"), vars(module).get("compute_dtype"))

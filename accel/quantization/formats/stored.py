@@ -10,12 +10,14 @@ from accel_kernels.gemm.epilogue import Epilogue
 
 class StoredWeight(NamedTuple):
     """A linear of another library. bias: (N,) or None. dtype: to which it casts its inputs, and in which it multiplies,
-    before the result is cast back; None: that of the inputs.
+    before the result is cast back; None: that of the inputs. step: by which it divides inputs to round them to float8,
+    and what computes with this value does not; None where it does not either.
     """
 
     weight: BlockWeight
     bias: torch.Tensor | None
     dtype: torch.dtype | None
+    step: torch.Tensor | float | None = None
 
     @property
     def kind(self) -> tuple:

@@ -16,13 +16,16 @@ from torch import nn
 
 from accel.comparison import relative_rms
 from accel.errors import reason_of
+from accel.libraries.code import lacks_kernel
 from accel.quantization.formats.bitsandbytes import read_bitsandbytes
+from accel.quantization.formats.bytewise import DYNAMIC, read_float8, read_tensor
 from accel.quantization.formats.ggml import read_ggml
 from accel.quantization.formats.stored import StoredWeight
 from accel.tolerances import PREQUANTIZED
 
+Reader = Callable[[Any], StoredWeight | str | None]
 # Each gives the weight of a module, why it cannot be read, or None where the module is of another library.
-READERS: tuple[Callable[[Any], StoredWeight | str | None], ...] = (read_bitsandbytes, read_ggml)
+READERS: tuple[Reader, ...] = (read_bitsandbytes, read_ggml, read_float8, read_tensor)
 
 PROBED = 64  # outputs that are compared
 TIMED: frozenset[str] = frozenset()  # formats whose products are known to pay on a GPU
@@ -32,9 +35,10 @@ def read_stored(module: Any) -> StoredWeight | str | None:
     """What the first reader gives that knows the module."""
     try:
         found = next((found for read in READERS if (found := read(module)) is not None), None)
-        if isinstance(found, StoredWeight) and found.weight.is_cuda and found.weight.format.name not in TIMED:
-            return f"products of {found.weight.format.name} have not been timed on a GPU"
-        return found
+        weight = found.weight if isinstance(found, StoredWeight) else None
+        if weight is None or not weight.is_cuda or weight.format.name in TIMED or lacks_kernel(module):
+            return found
+        return f"products of {weight.format.name} have not been timed on a GPU"
     except (AttributeError, RuntimeError, TypeError) as error:  # of another version, or half made
         return f"its weight cannot be read: {reason_of(error)}"
 
@@ -42,15 +46,17 @@ def read_stored(module: Any) -> StoredWeight | str | None:
 def stored_weight(module: nn.Module) -> StoredWeight | None:
     """The same, if the module computes a product with that weight and nothing else; hooks are the caller's to look for.
 
-    The first module of a kind is called with small numbers, and compared.
+    The first module of a kind is called with small numbers, and compared; not where it cannot run.
     """
     found = read_stored(module)
     if not isinstance(found, StoredWeight):
         return None
-    kind = type(module)
+    if lacks_kernel(module):
+        return found
+    kind, weight = type(module), type(module._parameters["weight"])
     try:
         bias = None if found.bias is None else found.bias.dtype
-        return None if disagreement(StoredKind((kind, kind.forward, found.kind, bias), ref(module))) else found
+        return None if disagreement(StoredKind((kind, kind.forward, weight, found.kind, bias), ref(module))) else found
     except Exception as error:  # whatever a forward may raise
         reason_of(error)
         return None
@@ -72,9 +78,11 @@ def disagreement(kind: StoredKind) -> str | None:
         found = read_stored(module)
     if module is None or not isinstance(found, StoredWeight):
         return "it is gone"
-    dtype, weight = found.dtype or torch.float32, found.weight.first(PROBED)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(4, weight.columns, generator=generator, device="cpu").to(weight.data.device, dtype)
+    dtype, weight = found.dtype or torch.bfloat16, found.weight.first(PROBED)
+    x = torch.randn(4, weight.columns, generator=torch.Generator().manual_seed(0), device="cpu") * 99
+    x[:, ::16] = x[:, ::16].sign() * 448  # so that rounding to float8, whatever shares a scale, changes none
+    x = x.to(torch.float8_e4m3fn).to(weight.data.device, dtype) * (DYNAMIC if found.step is None else found.step)
+    x = x.to(dtype)
     bias = None if found.bias is None else found.bias[:PROBED].to(dtype)
     with torch.inference_mode(False), torch.no_grad():
         wanted = F.linear(x, weight.dequantized(dtype), bias)  # by no kernel: in a dry run they give nothing

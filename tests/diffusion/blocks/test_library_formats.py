@@ -1,4 +1,4 @@
-"""UNets whose linears are in formats of other libraries: these run their own forward inside of fused blocks."""
+"""UNets whose linears are in formats of other libraries: read as they lie, or run by their own forward."""
 
 import copy
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import accel
-from support.diffusion.library_formats import FORMATS, quantized
+from support.diffusion.library_formats import FORMATS, READ, quantized
 from support.diffusion.outputs import close, in_dtype, run
 
 
@@ -29,7 +29,9 @@ def test_unets(format, after, tiny):
     report = accel.report(ours)
     assert not report.fallbacks
     for rule in ("attention", "transformer block", "transformer stack", "resnet block"):
-        assert {(row[2], "own forward" in row[3]) for row in report.sites if row[1] == rule} == {("patched", True)}
+        found = {(row[2], "own forward" in row[3]) for row in report.sites if row[1] == rule}
+        convolutions = rule == "resnet block" and "quanto" in format  # of its own
+        assert found == {("patched", convolutions or format not in READ)}
     before = {name: id(tensor) for name, tensor in ours.named_parameters()}
     accel.restore(ours)
     assert torch.equal(run(ours, inputs), wanted) and before == {name: id(t) for name, t in ours.named_parameters()}

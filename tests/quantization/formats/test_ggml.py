@@ -10,6 +10,7 @@ from accel_kernels.gemm.blocks.ggml import GGML
 import accel
 from accel.diffusion.dit.executable import Executable
 from accel.quantization.formats.ggml import read_ggml
+from accel.quantization.formats.stored_weight import stored_weight
 from support.compatibility.diffusers_calls import inputs
 from support.compatibility.tiny_diffusers_models import build
 from support.compatibility.transformer_pair import FLUX, SD3, first
@@ -34,6 +35,18 @@ def test_linears_of_diffusers(name, dtype):
     assert torch.equal(torch.nn.functional.linear(x, held.dequantized(dtype), linear.bias), linear(x))
 
 
+def test_bfloat16_in_bytes():
+    import gguf
+    from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter
+
+    linear, weight = GGUFLinear(96, 12, bias=True, compute_dtype=torch.float32), torch.randn(12, 96).bfloat16()
+    kind = gguf.GGMLQuantizationType.BF16
+    linear._parameters["weight"] = GGUFParameter(weight.view(torch.uint8), quant_type=kind)
+    held = stored_weight(linear).weight
+    assert held.data.data_ptr() == linear.weight.data_ptr() and torch.equal(held.dequantized(torch.bfloat16), weight)
+    assert torch.equal(torch.nn.functional.linear(x := torch.randn(3, 96), weight.float(), linear.bias), linear(x))
+
+
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_K", "Q6_K"])
 def test_linears_of_transformers(name):
     from transformers.integrations.gguf.utils import GgufLinear
@@ -56,7 +69,7 @@ def test_what_is_no_such_linear():
     assert read_ggml(torch.nn.Linear(32, 4)) is read_ggml(torch.nn.LayerNorm(4)) is None
     linear = in_blocks(torch.nn.Sequential(torch.nn.Linear(32, 4)), "Q8_0", torch.float32)[0]
     for data, kind, said in (
-        (torch.zeros(4, 64, dtype=torch.uint8), "BF16", "type BF16"),
+        (torch.zeros(4, 34, dtype=torch.uint8), "TQ1_0", "type TQ1_0"),
         (torch.zeros(4, 68, dtype=torch.uint8), "Q8_0", r"(4, 68) for 4 outputs of 32 inputs"),
         (torch.zeros(34, 4, dtype=torch.uint8).T, "Q8_0", "in their place"),
         (torch.zeros(4, 34, dtype=torch.uint8, device="meta"), "Q8_0", "not there yet"),

@@ -40,10 +40,13 @@ def by_bitsandbytes(model):
 FORMATS = {
     "torchao-int8": by_torchao("Int8WeightOnlyConfig"),
     "torchao-int8-int8": by_torchao("Int8DynamicActivationInt8WeightConfig"),
+    "torchao-float8": by_torchao("Float8WeightOnlyConfig"),
     "quanto-int8": by_quanto("qint8"),
+    "quanto-float8": by_quanto("qfloat8"),
     "quanto-int4": by_quanto("qint4"),
     "bitsandbytes-nf4": by_bitsandbytes,
 }
+READ = {"torchao-int8", "torchao-float8", "quanto-int8", "quanto-float8"}  # where they lie
 
 
 def quantized(model, format, dtype):

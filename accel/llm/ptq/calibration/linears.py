@@ -68,7 +68,10 @@ def _refuses(module: Dense, scheme: Scheme) -> str | None:
     """Why it is not quantized, None where it is."""
     if type(module) is QuantizedLinear:
         return f"is {module.scheme} already"
-    if weights(module) is None:
+    found = weights(module)
+    if found is not None and found.in_blocks:
+        return f"is {found.stored.weight.format.name} already"
+    if found is None:
         return plain(module, nn.Linear, Conv1D) or "its weight is not loaded, or of a type of its own"
     shape = local(module.weight).shape
     outputs, inputs = reversed(shape) if holds_transposed(module) else shape

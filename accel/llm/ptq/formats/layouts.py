@@ -1,10 +1,10 @@
 """Linears as other libraries hold them: compressed-tensors, GPTQ, AWQ and bitsandbytes. What a layout leaves open,
 calling the module settles.
 
-GPTQ: `qweight` int32 (K / 8, N), the first row in the lowest bits; `qzeros` int32 (groups, N / 8), in the first version
-of the format stored minus 1; `scales` (groups, N); `g_idx` (K): the group of each row. AWQ: `qweight` int32 (K, N / 8),
-eight columns to a word in the order 0, 2, 4, 6, 1, 3, 5, 7, `qzeros` alike. bitsandbytes' Linear8bitLt: `weight` int8
-(N, K), and 127 times the scales in `SCB`.
+GPTQ: `qweight` int32 (K / 8, N), the first row in the lowest bits, of 8 bits (K / 4, N); `qzeros` int32 (groups, N / 8)
+or (groups, N / 4), in the first version of the format stored minus 1; `scales` (groups, N); `g_idx` (K): the group of
+each row. AWQ: `qweight` int32 (K, N / 8), eight columns to a word in the order 0, 2, 4, 6, 1, 3, 5, 7, `qzeros` alike.
+bitsandbytes' Linear8bitLt: `weight` int8 (N, K), and 127 times the scales in `SCB`.
 """
 
 from typing import Any
@@ -77,14 +77,15 @@ class Gptq(PrequantizedLinear):
         if not {"qweight", "qzeros", "scales", "g_idx"} <= held.keys():
             return None
         words, groups = held["qweight"], held["scales"].shape[0]
-        columns = held["g_idx"].numel()
-        if words.shape[0] * WORD != 4 * columns:
-            return f"{words.shape[0] * WORD / max(1, columns):g} bits: only 4 are read"
-        if columns % groups or held["qzeros"].shape != (groups, words.shape[1] // PER_WORD):
+        columns, order = held["g_idx"].numel(), held["g_idx"].long()
+        bits = words.shape[0] * WORD / max(1, columns)
+        if bits not in (4, 8):
+            return f"{bits:g} bits: only 4 and 8 are read"
+        if columns % groups or held["qzeros"].shape != (groups, words.shape[1] * bits // WORD):
             return f"{columns} inputs in {groups} groups, zero points {tuple(held['qzeros'].shape)}"
-        even = torch.arange(columns, device=words.device) // (columns // groups)
-        if not torch.equal(held["g_idx"].long(), even):
-            return "act-order: its columns are in an order of their own"
+        if not torch.equal(order, torch.arange(columns, device=words.device) // (columns // groups)):
+            uneven = bool((order.diff() >= 0).all())
+            return "groups of uneven sizes" if uneven else "act-order: its columns are in an order of their own"
         reason = None
         for offset in (1, 0):  # the first and the second version of the format
             found = cls(module, offset)
@@ -96,18 +97,22 @@ class Gptq(PrequantizedLinear):
     def __init__(self, module: nn.Module, offset: int):
         super().__init__(module)
         self.big, self.offset = held_tensors(module)["qweight"], offset
+        self.wide = self.big.shape[0] * 4 == held_tensors(module)["g_idx"].numel()  # of 8 bits
 
     def read(self) -> Quantized:
-        held = held_tensors(self.module)
-        zeros = (unpack(held["qzeros"]) + self.offset).t().contiguous()
+        held, numbers = held_tensors(self.module), compressed.from_bytes if self.wide else unpack
+        zeros = (numbers(held["qzeros"]).short() + self.offset).t().contiguous()
+        if zeros.numel() and zeros.max() > 127:
+            raise ValueError("a zero point of 256")
+        words = held["qweight"].detach().t().contiguous()
         return Quantized.of(
-            held["qweight"].detach().t().contiguous(),
+            compressed.from_bytes(words) if self.wide else words,
             held["scales"].detach().t().contiguous(),
-            zeros if bool(zeros.any()) else None,
+            zeros.to(torch.int8) if bool(zeros.any()) else None,
         )
 
     def back(self, quantized: Quantized) -> torch.Tensor:
-        return quantized.data.t().contiguous()
+        return (compressed.to_bytes(quantized.data) if self.wide else quantized.data).t().contiguous()
 
 
 class Awq(PrequantizedLinear):

@@ -10,10 +10,13 @@ from accel.llm.ptq.formats.compressed_tensors import scheme_of
 from accel.llm.ptq.formats.layouts import LAYOUTS
 from accel.llm.ptq.formats.prequantized import PrequantizedLinear, of_package
 from accel.llm.ptq.formats.saving import guard
+from accel.parallel.sharded_layers import known
+from accel.patching.rule import ForwardPatch, foreign_forward
 from accel.patching.structure import hooked, placement
 from accel.quantization.activations import FIXED, SCALE
 from accel.quantization.formats.stored import StoredWeight
-from accel.quantization.formats.stored_weight import read_stored
+from accel.quantization.formats.stored_forward import StoredExperts, StoredForward, packed_experts
+from accel.quantization.formats.stored_weight import read_stored, stored_weight
 from accel.quantization.module import QuantizedLinear
 from accel.quantization.patch import QuantizedModulePatch, exchange
 from accel.quantization.scheme import Scheme
@@ -22,8 +25,9 @@ from accel.quantization.scheme import Scheme
 class PrequantizedImport(QuantizedModulePatch):
     """A patch: (arrived, quantized) linears of one model. The numbers are held once, by those that are in place.
 
-    rows: (path, status, reason) of every quantized linear that was found. A hook by which compressed-tensors would
-    dequantize the whole model at its first call is taken off once there is nothing left for it.
+    rows: (path, status, reason) of every quantized linear that was found. forwards: of linears whose own round their
+    inputs. A hook by which compressed-tensors would dequantize the whole model at its first call is taken off once
+    there is nothing left for it.
     """
 
     def __init__(self, root: PreTrainedModel, activations: str | None = None):
@@ -31,6 +35,7 @@ class PrequantizedImport(QuantizedModulePatch):
         self.activations = activations
         self.found: dict[str, PrequantizedLinear] = {}
         self.rows: list[tuple[str, str, str]] = []
+        self.forwards: list[ForwardPatch] = []
         self.dtype = placement(root)[1]
         self.head = set(root.get_output_embeddings().modules())
         for path, module in root.named_modules():
@@ -42,15 +47,33 @@ class PrequantizedImport(QuantizedModulePatch):
                 self.rows.append((path, "patched", f"{scheme}, arrived as {answer.kind}{note}"))
             elif answer is not None:
                 self.rows.append((path, "skipped", answer))
-            elif isinstance(held := read_stored(module), StoredWeight):
-                self.rows.append((path, "patched", f"{held.weight.format.name}, read as it came"))
-            elif held is not None:
-                self.rows.append((path, "skipped", f"it runs its own forward: {held}"))
+            elif packed_experts(module):
+                self.rows.append((path, "patched", "float8, read as it came, as the kernel for its experts is missing"))
+                self.forwards.append(ForwardPatch(module, StoredExperts(module)))
+            elif (held := read_stored(module)) is not None:
+                self._stored(path, module, held)
+        self.guard = self.guard if self.found else None  # what is read as it lies is saved by its library
         self.hooks: dict = {}
+
+    def _stored(self, path: str, module: nn.Module, held: StoredWeight | str) -> None:
+        reason = held if isinstance(held, str) else foreign_forward(module)
+        if reason is None and known(module):
+            reason = "its weight is divided among ranks"
+        if reason is None and stored_weight(module) is None:
+            reason = "it computes something else than its tensors say"
+        if reason is not None or isinstance(held, str):
+            self.rows.append((path, "skipped", f"it runs its own forward: {reason}"))
+            return
+        note = "" if held.step is None else "; its inputs keep their dtype, and its own kernel rounds them"
+        self.rows.append((path, "patched", f"{held.weight.format.name}, read as it came{note}"))
+        if held.step is not None:
+            self.forwards.append(ForwardPatch(module, StoredForward(module)))
 
     def repack(self) -> None:
         self.there = True
-        if self.found and self.guard is not None:
+        for forward in self.forwards:
+            forward.apply()
+        if self.guard is not None:
             self.guard.apply()
         for prequantized in self.found.values():
             quantized = prequantized.read()
@@ -89,10 +112,15 @@ class PrequantizedImport(QuantizedModulePatch):
             self.undo()
             raise
 
+    def check(self) -> None:
+        super().check()
+        for forward in self.forwards:
+            forward.check()
+
     def undo(self) -> None:
         if not self.there:
             return
-        if self.found and self.guard is not None:
+        if self.guard is not None:
             self.guard.undo()
         vars(self.root)["_forward_pre_hooks"].update(self.hooks)
         exchange(self.root, [(new, prequantized.module) for prequantized, new in self.pairs])
@@ -102,6 +130,8 @@ class PrequantizedImport(QuantizedModulePatch):
             prequantized.refill(new.quantized, None if new.dtype == self.dtype else new.dtype)
             self.pairs.pop()
             new.data = new.data.new_empty(0)  # before the next: whoever still holds the layer holds no second copy
+        for forward in reversed(self.forwards):
+            forward.undo()
         self.hooks, self.there = {}, False
 
 

@@ -6,7 +6,7 @@ For more rows than kernels take, the weight is written out in the dtype of x and
 import torch
 
 from accel_kernels.gemm.blocks.block_weight import block_reason
-from accel_kernels.gemm.blocks.dequantize_blocks import codebook_case, dequantize_blocks, ggml_case
+from accel_kernels.gemm.blocks.dequantize_blocks import bytewise_case, codebook_case, dequantize_blocks, ggml_case
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.fused_linear import in_passes as full_in_passes
 from accel_kernels.gemm.quantized.quantized_linear import quantized_linear
@@ -69,7 +69,12 @@ def _ggml(name, rows, k, n, format, compute=torch.float32, **more):
     return product_case(name, (rows, k), n, weight=lambda full: ggml_case(full, format, compute), **more)
 
 
+def _fp8(name, rows, k, n, **more):
+    return product_case(name, (rows, k), n, weight=lambda full: bytewise_case(full, 128, 128), **more)
+
+
 CASES = (
+    _fp8("fp8-rms", 1, 416, 141, norm="rms", small=True),
     _ggml("q4_k", 1, 512, 21, "Q4_K", norm="rms", gate=True, activation="silu", small=True),
     _ggml("q6_k-rows-5", 5, 512, 33, "Q6_K", residual=True, small=True),
     _ggml("q8_0-half-rows-17", 17, 96, 35, "Q8_0", torch.float16, bias=True, activation="gelu_tanh", small=True),

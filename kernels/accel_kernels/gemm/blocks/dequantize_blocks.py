@@ -3,6 +3,7 @@
 import torch
 
 from accel_kernels.gemm.blocks.block_weight import BlockWeight, block_reason
+from accel_kernels.gemm.blocks.bytewise import BF16, FP8, INT8, Bytewise
 from accel_kernels.gemm.blocks.codebook import CODEBOOKS, NESTED, PIECE, Codebook
 from accel_kernels.gemm.blocks.ggml import GGML
 from accel_kernels.op import FLOATS, dtype_reason, make_op, random_cases
@@ -45,6 +46,31 @@ def ggml_case(full: torch.Tensor, name: str, compute: torch.dtype = torch.float3
     return BlockWeight(data, k, format, compute)
 
 
+def bytewise_case(full: torch.Tensor, tall: int, wide: int, whole: bool = False, powers: bool = False) -> BlockWeight:
+    """Any weight in the shape of `full`, with a scale to each block of so many rows and columns. whole: int8 with
+    zeros, else float8. powers: scales are powers of two.
+    """
+    n, k = full.shape
+    scales = full[: -(-n // tall), : -(-k // wide)].abs().float().contiguous() / 64
+    zeros = (scales * 1e5).int().remainder(9).sub(4).to(torch.int8) if whole else None
+    scales = scales.mul(1e4).int().remainder(5).add(115).to(torch.uint8) if powers else scales
+    numbers = (full * 1e4).int().remainder(255).sub(127).to(torch.int8)
+    data = numbers if whole else numbers.bitwise_and(-9).view(torch.uint8)  # of float8 none is without a value
+    side = Bytewise.of(scales, zeros, (n, k), (tall, wide))
+    return BlockWeight(data.view(torch.uint8), k, INT8 if whole else FP8, side=side)
+
+
+@random_cases
+def _bytewise(rand, n, k, *sizes, **more):
+    return (bytewise_case(rand(n, k, spread=k**-0.5), *sizes, **more), rand.dtype), {}
+
+
+@random_cases
+def _bfloat16(rand, n, k):
+    data = rand(n, k, spread=k**-0.5).bfloat16().view(torch.uint8)
+    return (BlockWeight(data, k, BF16), rand.dtype), {}
+
+
 @random_cases
 def _ggml(rand, n, k, name, compute=torch.float32):
     return (ggml_case(rand(n, k, spread=k**-0.5), name, compute), rand.dtype), {}
@@ -63,6 +89,10 @@ CASES = (
         _ggml(name.lower(), 5, 512, name, (torch.float32, torch.float16)[at % 2], small=True)
         for at, name in enumerate(GGML)
     ),
+    _bytewise("fp8", 35, 416, 16, 128, small=True),
+    _bytewise("fp8-powers", 9, 96, 1, 32, powers=True, small=True),
+    _bytewise("int8", 7, 96, 1, 96, whole=True, small=True),
+    _bfloat16("bf16", 5, 96, small=True),
     _case("llama-gate-nf4", 14336, 4096, "nf4", nested=True),
     _case("flux-mlp-fp4", 12288, 3072, "fp4"),
 )

@@ -109,7 +109,7 @@ def test_numbers_are_never_held_twice(kind, activations, folders):
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-biases"])
-@pytest.mark.parametrize("kind", [*KINDS, "gptq-symmetric"])
+@pytest.mark.parametrize("kind", [*KINDS, "gptq-symmetric", "gptq-8"])
 @pytest.mark.share(3)
 def test_other_layouts_are_repacked(kind, name):
     model, twin = prequantized(kind, name)
@@ -234,7 +234,7 @@ LEFT = {
     "act-order: its columns are in an order of their own": lambda module: setattr(
         module, "g_idx", module.g_idx.flip(0).contiguous()
     ),
-    "3 bits: only 4 are read": lambda module: setattr(
+    "3 bits: only 4 and 8 are read": lambda module: setattr(
         module, "qweight", torch.zeros(6, module.qweight.shape[1], dtype=torch.int32)
     ),
     "it computes something else than its tensors say (": lambda module: setattr(
@@ -244,7 +244,8 @@ LEFT = {
     "64 inputs in 2 groups, zero points (2, 11)": lambda module: setattr(
         module, "qzeros", module.qzeros[:, :-1].contiguous()
     ),
-    "384 bits: only 4 are read": lambda module: setattr(module, "qweight", module.qweight.flatten()),
+    "384 bits: only 4 and 8 are read": lambda module: setattr(module, "qweight", module.qweight.flatten()),
+    "groups of uneven sizes": lambda module: setattr(module, "g_idx", (module.g_idx + 1).clamp_max(1)),
     "its tensors cannot be read: ZeroDivisionError": lambda module: setattr(module, "scales", module.scales[:0]),
     "forward hooks": lambda module: module.register_forward_hook(lambda *given: None),
 }
@@ -263,6 +264,18 @@ def test_what_is_not_understood_is_left_alone_and_said(reason):
     assert status == "skipped" and reason in said
     accel.restore(model)
     assert not held_by(model)
+
+
+def test_layers_are_fused_around_what_is_left():
+    model, _ = prequantized("gptq")
+    for module in model.modules():
+        if isinstance(module, GptqLinear):
+            module.g_idx = module.g_idx.flip(0).contiguous()
+    wanted = logits(model)
+    accel.optimize(model)
+    assert not held_by(model) and {status for status, _ in sites(model).values()} == {"skipped"}
+    assert {row[2] for row in accel.report(model).sites if row[1] == "decoder layer"} == {"patched"}
+    same(logits(model), wanted)
 
 
 def test_four_bits_that_cannot_be_read_are_left_alone():

@@ -15,37 +15,38 @@ from accel.quantization.scheme import Scheme
 from support.llm.families import layers, make
 
 
-def words(rows: torch.Tensor) -> torch.Tensor:
-    """(n, m) of 0..15 as int32 (n / 8, m), the first row of eight in the lowest bits."""
-    packed = torch.zeros(rows.shape[0] // 8, rows.shape[1], dtype=torch.int64)
-    for place in range(8):
-        packed |= rows[place::8].long() << 4 * place
+def words(rows: torch.Tensor, bits: int = 4) -> torch.Tensor:
+    """(n, m) of 0..15 as int32 (n / 8, m), the first row of eight in the lowest bits; or of 0..255, four to a word."""
+    count = 32 // bits
+    packed = torch.zeros(rows.shape[0] // count, rows.shape[1], dtype=torch.int64)
+    for place in range(count):
+        packed |= rows[place::count].long() << bits * place
     return torch.where(packed >= 2**31, packed - 2**32, packed).int()
 
 
-def nibbles(packed: torch.Tensor) -> torch.Tensor:
+def nibbles(packed: torch.Tensor, bits: int = 4) -> torch.Tensor:
     """`words` taken back."""
-    found = torch.stack([(packed.long() >> 4 * place) & 15 for place in range(8)], dim=1)
+    found = torch.stack([(packed.long() >> bits * place) & (1 << bits) - 1 for place in range(32 // bits)], dim=1)
     return found.flatten(0, 1)
 
 
 class GptqLinear(nn.Module):
     """offset: what is taken off a zero point before it is stored, 1 in the first version of the format."""
 
-    def __init__(self, q, z, scales, bias, offset=1, order=None):
+    def __init__(self, q, z, scales, bias, offset=1, order=None, bits=4):
         super().__init__()
-        self.offset, columns = offset, q.shape[1]
+        self.offset, columns, self.bits = offset, q.shape[1], bits
         group = columns // scales.shape[1]
         g_idx = torch.arange(columns) // group
         g_idx = g_idx if order is None else g_idx[order]
         self.register_buffer("g_idx", g_idx.int())
-        self.register_buffer("qweight", words(q.t()))
-        self.register_buffer("qzeros", words((z - offset) & 15).t().contiguous())
+        self.register_buffer("qweight", words(q.t(), bits))
+        self.register_buffer("qzeros", words(z - offset & (1 << bits) - 1, bits).t().contiguous())
         self.register_buffer("scales", scales.t().contiguous())
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
 
     def forward(self, x):
-        numbers, zeros = nibbles(self.qweight), nibbles(self.qzeros.t()).t() + self.offset
+        numbers, zeros = nibbles(self.qweight, self.bits), nibbles(self.qzeros.t(), self.bits).t() + self.offset
         index = self.g_idx.long()
         weight = (numbers - zeros[index]).float() * self.scales[index].float()
         out = x @ weight.to(x.dtype)
@@ -93,12 +94,14 @@ def prequantized(kind: str, name: str = "llama-biases", dtype=torch.float32, **c
     return model, twin
 
 
-def four_bits(make_linear, linear, symmetric=False, **options):
-    rounded = round_to_nearest(linear.weight, Scheme("int4", 32, symmetric))
+def four_bits(make_linear, linear, symmetric=False, kind="int4", **options):
+    """kind: int8 for eight."""
+    rounded = round_to_nearest(linear.weight, Scheme(kind, 32, symmetric))
     zeros = torch.zeros_like(rounded.scales, dtype=torch.int8) if rounded.zeros is None else rounded.zeros
-    zeros = zeros.clamp_min(-7)  # the first version of GPTQ's format has no room for the least
+    above = 8 if kind == "int4" else 128
+    zeros = zeros.clamp_min(1 - above)  # the first version of GPTQ's format has no room for the least
     rounded = rounded._replace(zeros=zeros)
-    numbers, zeros = rounded.numbers().int() + 8, zeros.int() + 8
+    numbers, zeros = rounded.numbers().int() + above, zeros.int() + above
     return make_linear(numbers, zeros, rounded.scales, linear.bias, **options), rounded.dequantized(torch.float32)
 
 
@@ -117,6 +120,7 @@ MAKERS = {
     "gptq": lambda linear: four_bits(GptqLinear, linear),
     "gptq-v2": lambda linear: four_bits(GptqLinear, linear, offset=0),
     "gptq-symmetric": lambda linear: four_bits(GptqLinear, linear, symmetric=True),
+    "gptq-8": lambda linear: four_bits(GptqLinear, linear, kind="int8", bits=8),
     "awq": lambda linear: four_bits(AwqLinear, linear),
     "bitsandbytes": eight_bits,
 }

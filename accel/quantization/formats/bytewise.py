@@ -1,0 +1,69 @@
+"""Linears whose weights are numbers of 8 bits with scales: transformers' in float8, torchao's and Quanto's tensors."""
+
+from typing import Any
+
+import torch
+from accel_kernels import BlockWeight
+from accel_kernels.gemm.blocks.bytewise import FP8, INT8, Bytewise
+from torch import nn
+
+from accel.quantization.formats.stored import StoredWeight
+
+FORMATS = {torch.float8_e4m3fn: FP8, torch.int8: INT8}
+DYNAMIC = 2**-8  # the scale that numbers get whose largest is 1.75
+# What of a tensor changes inputs before they are multiplied.
+OF_INPUTS = ("act_quant_kwargs", "act_quant_scale", "act_pre_scale", "activation_quantization", "activation_qtype")
+
+
+def read_float8(module: Any) -> StoredWeight | str | None:
+    """transformers' linear in float8, with a scale for all of a weight or for each block, such as of 128 x 128."""
+    weight, scales = (module._parameters.get(name) for name in ("weight", "weight_scale_inv"))
+    if not isinstance(module, nn.Linear) or scales is None or weight is None or weight.dtype != torch.float8_e4m3fn:
+        return None
+    fixed = module._parameters.get("activation_scale")
+    held = float8_weight(weight, scales, vars(module).get("block_size"))
+    if isinstance(held, str):
+        return held
+    return StoredWeight(held, module._parameters["bias"], None, DYNAMIC if fixed is None else fixed)
+
+
+def float8_weight(weight: torch.Tensor, scales: torch.Tensor, block: Any) -> BlockWeight | str:
+    """Of these tensors; block: rows and columns to a scale, None where there is one. Or why they are none."""
+    return _held(weight.detach(), scales.detach(), None, block or weight.shape)
+
+
+def read_tensor(module: Any) -> StoredWeight | str | None:
+    """A linear whose weight is a tensor of torchao or Quanto around whole bytes; it multiplies in their dtype."""
+    weight = module._parameters.get("weight")
+    if not isinstance(module, nn.Linear) or weight is None or type(weight) is nn.Parameter:
+        return None
+    inside = vars(weight)
+    data, scales = inside.get("qdata", inside.get("_data")), inside.get("scale", inside.get("_scale"))
+    if type(data) is not torch.Tensor or type(scales) is not torch.Tensor or data.dtype not in FORMATS:
+        return None
+    if any(inside.get(name) is not None for name in OF_INPUTS):
+        return "it rounds its inputs too"
+    rows = scales if scales.dim() == 2 else scales.reshape(1, -1)
+    block = [-(-size // count) for size, count in zip(data.shape, rows.shape, strict=True)]
+    if data.shape != weight.shape or list(inside.get("block_size", block)) != block:
+        return f"scales {tuple(scales.shape)} for a weight {tuple(weight.shape)}"
+    held = _held(data, rows, inside.get("zero_point"), block)
+    return held if isinstance(held, str) else StoredWeight(held, module._parameters["bias"], weight.dtype)
+
+
+def _held(data: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, block: Any) -> BlockWeight | str:
+    rows, columns = data.shape
+    scales = scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
+    try:
+        side = Bytewise.of(scales, zeros, (rows, columns), tuple(block))
+    except ValueError as error:
+        return str(error)
+    count = -(-rows // block[0]) * side.across
+    if scales.numel() != count or not (zeros is None or (zeros.numel() == count and zeros.dtype == torch.int8)):
+        return f"{scales.numel()} scales of {count} blocks"
+    if not (scales.is_floating_point() or scales.dtype == torch.uint8):
+        return f"scales of {scales.dtype}"
+    tensors = [one for one in (data, scales, zeros) if one is not None]
+    if any(not one.is_contiguous() or one.device != data.device or one.is_meta for one in tensors):
+        return "its tensors are not there, or not in their place"
+    return BlockWeight(data.view(torch.uint8), columns, FORMATS[data.dtype], side=side)
