@@ -11,6 +11,7 @@ from accel_kernels.attention.paged.paged_attention import paged_attention
 from accel_kernels.elementwise.gated import gated, geglu
 from accel_kernels.elementwise.softmax import softmax
 from accel_kernels.gemm.adapters.copy_matrices import copy_matrices
+from accel_kernels.gemm.adapters.low_rank_inner import low_rank_inner
 from accel_kernels.gemm.adapters.low_rank_sum import LowRank, low_rank_sum
 from accel_kernels.gemm.blocks.block_linear import block_linear
 from accel_kernels.gemm.blocks.block_weight import BlockWeight
@@ -96,6 +97,7 @@ __all__ = [
     "linear_attention_prompt",
     "linear_attention_step",
     "linear_geglu",
+    "low_rank_inner",
     "low_rank_sum",
     "mixture",
     "norm_add",

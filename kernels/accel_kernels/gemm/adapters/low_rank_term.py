@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from accel_kernels.gemm.adapters.low_rank_inner import low_rank_inner
+
 RANKS = (16, 32, 64, 128)  # columns of B, the last of which may be zeros
 MOST_PARTS = 3
 COPIES = 16  # of what programs hand on, so that not all readers wait at one place in memory
@@ -67,7 +69,7 @@ def with_low_rank(
     """
     if low_rank is None:
         return product
-    inner, term = F.linear(h, low_rank.down), low_rank
+    inner, term = low_rank_inner(h, low_rank.down), low_rank
 
     def both(weight, bias, *more):
         y = product(weight, bias, *more)
