@@ -25,6 +25,7 @@ from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.libraries.adapters import BASE, low_rank_scales, own_parts
 from accel.patching.owner import PartlyCopied
 from accel.quantization.adapters import BUFFERS, read_low_rank
+from accel.quantization.product import base, device_and_dtype
 
 ALIGNED = 16  # bytes
 Kind = tuple[bool, torch.dtype, torch.dtype]  # of a copy: whether it is of B, and the dtypes of source and target
@@ -94,8 +95,11 @@ def adapters_of(layer: Any, dtype: torch.dtype) -> tuple[LowRank, ...] | None:
     if layer is None or BASE not in layer._modules:
         return None if layer is None else ()
     found = read_low_rank(layer, dtype)
-    tensors = [t for one in found or () for t in one[:2]]
-    fit = all(t.is_contiguous() and not t.data_ptr() % ALIGNED and t.device == tensors[0].device for t in tensors)
+    if not found:
+        return found
+    device, _ = device_and_dtype(base(layer))
+    tensors = (t for one in found for t in one[:2])
+    fit = all(t.device == device and t.is_contiguous() and not t.data_ptr() % ALIGNED for t in tensors)
     return found if fit else None
 
 
@@ -160,6 +164,7 @@ class AdapterBuffers(PartlyCopied):
             if group is None:
                 return None
             with self.lock:
+                self.form += key in self.groups  # of another dtype, or of layers that are gone
                 self.groups[key] = group
                 self.seen, self.fresh = None, True
         elif not self._in_step(group):
@@ -304,13 +309,12 @@ class AdapterBuffers(PartlyCopied):
         return all(id(layer) in self.asked for layer in self.members())
 
     def _wait(self) -> None:
-        if self.done is not None:
-            torch.cuda.current_stream().wait_event(self.done)
+        if self.done is not None and self.step is not None:
+            torch.cuda.current_stream(self.step.device).wait_event(self.done)
 
     def _mark(self) -> None:
-        if any(group.down.is_cuda for group in self.groups.values()):
-            self.done = self.done or torch.cuda.Event()
-            self.done.record()
+        if self.step is not None and self.step.is_cuda:
+            self.done = torch.cuda.current_stream(self.step.device).record_event(self.done)
 
 
 def _capturing() -> bool:
