@@ -1,6 +1,7 @@
 """Adapters of language models within the products of queries, keys and values, of gates, and of all others."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from support.llm.families import make
 from support.objects.adapter_buffers import buffered
 
 pytest.importorskip("peft")
+from peft.tuners.lora.model import _adapter_names_pre_forward_hook
 
 JOINT = {"llama": {1, 2, 3}, "gemma2": {1, 2, 3}, "phi3": {1}}  # linears to a product
 
@@ -50,3 +52,32 @@ def test_prompts_and_steps_take_adapters_with_their_products(family):
     for names in (["tone"], ["style", "tone"], [], ["style"]):
         agree(chosen(names))
     assert not buffers.form and not accel.report(ours).fallbacks
+
+
+def test_rows_with_adapters_of_their_own_leave_the_buffers():
+    stock = make("llama").requires_grad_(False)
+    linears = [name for name, one in stock.named_modules() if type(one) is torch.nn.Linear and ".layers." in name]
+    for number, name in enumerate(("style", "tone")):
+        lora(name, number, r=4, target_modules=linears)(stock)
+    stock.requires_grad_(False).eval()
+    ours, buffers = copy.deepcopy(stock), AdapterBuffers()
+    accel.optimize(ours, cpu="fuse")
+    ids = torch.arange(3, 21).view(2, 9)
+
+    def agree(names):
+        hooks = []
+        for model in (ours, stock):
+            for layer in (one for one in model.modules() if "lora_A" in one._modules and names):
+                hook = partial(_adapter_names_pre_forward_hook, adapter_names=names)
+                hooks.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+        with torch.no_grad():
+            mine = buffered(buffers, lambda: ours(ids, use_cache=True).logits)
+            theirs = stock(ids, use_cache=True).logits
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-5 * float(theirs.abs().max()))
+        for hook in hooks:
+            hook.remove()
+        return len(buffers.groups)
+
+    assert agree(None)
+    assert not agree(["style", "tone"]) and not agree(["tone", "__base__"])
+    assert agree(None) and buffers.form
