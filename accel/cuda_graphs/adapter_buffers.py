@@ -10,73 +10,23 @@ import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
 import torch
-from accel_kernels import LowRank, copy_matrices
+from accel_kernels import copy_matrices
 from accel_kernels.gemm.adapters.copy_matrices import MatrixCopies, matrix_copies
 from accel_kernels.gemm.adapters.low_rank_term import COPIES, RANKS, LowRankTerm
 from accel_kernels.warmup import warming_up
 from torch import nn
 
+from accel.cuda_graphs.adapter_group import AdapterGroup, Kind, adapters_of
 from accel.cuda_graphs.fingerprint import Fingerprint
-from accel.libraries.adapters import BASE, low_rank_scales, own_parts
+from accel.libraries.adapters import BASE, low_rank_scales, own_parts, row_adapters
 from accel.patching.owner import PartlyCopied
-from accel.quantization.adapters import BUFFERS, read_low_rank
-from accel.quantization.product import base, device_and_dtype
+from accel.quantization.adapters import BUFFERS
 
-ALIGNED = 16  # bytes
-Kind = tuple[bool, torch.dtype, torch.dtype]  # of a copy: whether it is of B, and the dtypes of source and target
 SAME = 1e-6  # relative: peft multiplies a scale in a call, and divides it again
-
-
-@dataclass(eq=False)
-class AdapterGroup:
-    """The buffers of linears whose outputs one product gives. Tensors are as of `LowRankTerm`; up: (N of all, R).
-
-    scales, kinds: as they were read, of all adapters of all linears; kinds: of their B.
-    """
-
-    layers: list[ref]
-    dtype: torch.dtype
-    ends: tuple[int, ...]
-    down: torch.Tensor
-    up: torch.Tensor
-    tagged: torch.Tensor
-    scales: list[float]
-    kinds: list[Kind]
-
-    def term(self, gate: bool, step: torch.Tensor | None) -> LowRankTerm:
-        """gate: the first of two linears is the gate of the second. step: of `LowRankTerm`; None to do without."""
-        beside = step, None if step is None else self.tagged
-        if not gate:
-            return LowRankTerm(self.down, self.up, self.ends, None, False, *beside)
-        first, *_ = self.ends
-        return LowRankTerm(self.down, self.up[:first], (first,), self.up[first:], False, *beside)
-
-    def pairs(self, found: Sequence[tuple[LowRank, ...]]) -> Iterator[tuple[bool, torch.Tensor, torch.Tensor, float]]:
-        """Whether it is a B, a matrix of an adapter, where it belongs, and its factor."""
-        start, rank = 0, self.up.shape[1]
-        for part, (end, own) in enumerate(zip(self.ends, found, strict=True)):
-            first = 0
-            for down, up, scale in own:
-                behind = first + down.shape[0]
-                yield False, down.detach(), self.down[part * rank + first : part * rank + behind], 1.0
-                yield True, up.detach(), self.up[start:end, first:behind], scale
-                first = behind
-            start = end
-
-    def scales_now(self) -> list[float]:
-        """Of adapters that are active, of all linears."""
-        layers = (layer for layer in self.present if layer is not None and BASE in layer._modules)
-        return [scale for layer in layers for scale in (low_rank_scales(layer) or {}).values()]
-
-    @property
-    def present(self) -> list[Any]:
-        """The linears, None for one that is gone."""
-        return [one() for one in self.layers]
 
 
 class AdapterParts:
@@ -88,19 +38,6 @@ class AdapterParts:
 
     def modules(self) -> Iterator[nn.Module]:
         return iter(self.found)
-
-
-def adapters_of(layer: Any, dtype: torch.dtype) -> tuple[LowRank, ...] | None:
-    """Those that are active, none of a plain linear; None where buffers cannot hold them."""
-    if layer is None or BASE not in layer._modules:
-        return None if layer is None else ()
-    found = read_low_rank(layer, dtype)
-    if not found:
-        return found
-    device, _ = device_and_dtype(base(layer))
-    tensors = (t for one in found for t in one[:2])
-    fit = all(t.device == device and t.is_contiguous() and not t.data_ptr() % ALIGNED for t in tensors)
-    return found if fit else None
 
 
 class AdapterBuffers(PartlyCopied):
@@ -118,6 +55,8 @@ class AdapterBuffers(PartlyCopied):
         self.copies: dict[Kind, MatrixCopies] = {}
         self.seen: Fingerprint | None = None
         self.form = self.written = 0
+        self.whole = False  # whether they hold all adapters, since rows were seen to have adapters of their own
+        self.kept: dict[tuple, torch.Tensor] = {}  # by a group's key and a number of rows
         self.factor = 1.0  # of all scales, in the call that runs
         self.direct = False  # whether adapters are read where they lie, since their scales cannot be followed
         self.fresh = False  # whether buffers were made in the call that runs, which knows no factor yet
@@ -155,9 +94,11 @@ class AdapterBuffers(PartlyCopied):
                 self._mark()
                 self.lock.release()
 
-    def term(self, layers: Sequence[Any], dtype: torch.dtype, gate: bool = False) -> LowRankTerm | None:
+    def term(self, layers: Sequence[Any], x: torch.Tensor, gate: bool = False) -> LowRankTerm | None:
         """What the adapters of these linears add to their one product; None where there are none that fit."""
-        key = tuple(map(id, layers))
+        key, dtype = tuple(map(id, layers)), x.dtype
+        if not self.whole and not self.groups and any(_by_row(layer) for layer in layers):
+            self.whole = True
         group = self.groups.get(key)
         if group is None or group.dtype != dtype or group.present != list(layers):
             group = self._made(layers, dtype)
@@ -169,21 +110,32 @@ class AdapterBuffers(PartlyCopied):
                 self.seen, self.fresh = None, True
         elif not self._in_step(group):
             return None
+        rows = None
+        if self.whole and (rows := self._rows(key, group, x)) is None:
+            return None
         self.asked.update(key)
         again = key in self.launched  # in one step, as of a block that a model runs twice
         self.launched.add(key)
-        return group.term(gate, None if again or self.step is None else self.step)
+        return group.term(gate, rows, None if again or self.step is None else self.step)
+
+    def _rows(self, key: tuple[int, ...], group: AdapterGroup, x: torch.Tensor) -> torch.Tensor | None:
+        """As of `LowRankTerm`; x: (rows, ..., K)."""
+        place = key, len(x)
+        if x.dim() > 2 and place not in self.kept and not _capturing():
+            if (found := group.kept(len(x))) is not None:
+                self.kept[place] = found
+        return self.kept.get(place) if x.dim() > 2 else None
 
     def _made(self, layers: Sequence[Any], dtype: torch.dtype) -> AdapterGroup | None:
         if not any(BASE in layer._modules for layer in layers):
             return None
-        found = [adapters_of(layer, dtype) for layer in layers]
+        found = [adapters_of(layer, dtype, self.whole) for layer in layers]
         known = [own for own in found if own is not None]
         most = max((sum(one.down.shape[0] for one in own) for own in known), default=0)
         rank = next((rank for rank in RANKS if rank >= most), None)
         if len(known) < len(found) or not most or rank is None:
             return None
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if _capturing():
             raise RuntimeError("adapters that were not seen before the capture")
         device, sizes = next(one.down.device for own in known for one in own), [one.out_features for one in layers]
         ends = tuple(sum(sizes[: i + 1]) for i in range(len(sizes)))
@@ -194,14 +146,19 @@ class AdapterBuffers(PartlyCopied):
             if self.step is None or self.step.device != device:
                 self.step = torch.ones(1, device=device, dtype=torch.int32)
             scales = [one.scale for own in known for one in own]
-            group = AdapterGroup([ref(one) for one in layers], dtype, ends, down, up, tagged, scales, [])
+            group = AdapterGroup([ref(one) for one in layers], dtype, ends, down, up, tagged, [], scales, [])
+            group.names = self._names(layers)
             for is_up, source, target, scale in group.pairs(known):
                 target.copy_(source.float() * scale if is_up else source)
         return group
 
+    def _names(self, layers: Sequence[Any]) -> list[list[str]]:
+        scales = (low_rank_scales(one, self.whole) if BASE in one._modules else None for one in layers)
+        return [list(one or ()) for one in scales]
+
     def _in_step(self, group: AdapterGroup) -> bool:
         """Whether the buffers hold the scales of this moment; in a call with a scale of its own, after a factor."""
-        now = group.scales_now()
+        now = group.scales_now(self.whole)
         factor = next((n / s for n, s in zip(now, group.scales, strict=False) if s), self.factor)
         if len(now) == len(group.scales) and _alike(now, group.scales, self.factor):
             return True
@@ -223,15 +180,20 @@ class AdapterBuffers(PartlyCopied):
         self.filled, self.written = None, self.written + 1
         if self.seen is not None and self.seen.reachable() and self.seen.renewed() and self._scaled():
             return True
+        if not self.whole and any(map(_by_row, self.members())):
+            self.whole, self.groups, self.seen = True, {}, None
+            self.form += 1
+            return False
         kept: dict[tuple[int, ...], AdapterGroup] = {}
         rows: dict[Kind, list[tuple]] = {}
         for key, group in self.groups.items():
-            found = [adapters_of(layer, group.dtype) for layer in group.present]
+            found = [adapters_of(layer, group.dtype, self.whole) for layer in group.present]
             known = [own for own in found if own is not None]
             most = max((sum(one.down.shape[0] for one in own) for own in known), default=0)
             if len(known) < len(found) or most > group.up.shape[1]:
                 continue
             kept[key] = group
+            group.names = self._names(group.present)
             group.scales, group.kinds = [one.scale for own in known for one in own], []
             for is_up, source, target, scale in group.pairs(known):
                 kind = is_up, source.dtype, target.dtype
@@ -244,14 +206,26 @@ class AdapterBuffers(PartlyCopied):
             if whole := [tensor for group in kept.values() for tensor in (group.down, group.up)]:
                 self._wait()
                 torch._foreach_zero_(whole)
+            self.kept = {
+                place: one for place, one in self.kept.items() if place[0] in kept and self._renewed(place, one)
+            }
             self.copies = {kind: matrix_copies(*zip(*found, strict=True)) for kind, found in rows.items()}
         return not gone
+
+    def _renewed(self, place: tuple, kept: torch.Tensor) -> bool:
+        """Writes which rows have which adapters now, where graphs read it. False where there are more names."""
+        found = self.groups[place[0]].kept(place[1])
+        if found is None:
+            self.form += 1
+            return False
+        kept.copy_(found)
+        return True
 
     def _scaled(self) -> bool:
         """Takes over scales of the same adapters; False where these are others."""
         factors: dict[Kind, list[float]] = {}
         for group in self.groups.values():
-            scales = group.scales_now()
+            scales = group.scales_now(self.whole)
             if len(scales) != len(group.scales):
                 return False
             group.scales = scales
@@ -315,6 +289,10 @@ class AdapterBuffers(PartlyCopied):
     def _mark(self) -> None:
         if self.step is not None and self.step.is_cuda:
             self.done = torch.cuda.current_stream(self.step.device).record_event(self.done)
+
+
+def _by_row(layer: Any) -> bool:
+    return BASE in layer._modules and row_adapters(layer) is not None
 
 
 def _capturing() -> bool:

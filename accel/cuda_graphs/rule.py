@@ -19,6 +19,7 @@ from accel.cuda_graphs.runner import GraphRunner
 from accel.fusion.channels_last import ChannelsLast, over_video
 from accel.fusion.loop import DenoisingLoop, ForwardCounter
 from accel.fusion.stacked_linears import PromptProjections
+from accel.libraries.adapters import row_adapters
 from accel.libraries.diffusion import context_parallel
 from accel.libraries.hooks import BENEATH, beneath, hook_of, hooks_of, only_divides
 from accel.libraries.tensor_parallel import by_transformers
@@ -186,7 +187,7 @@ def obstacle(root: nn.Module, stored: bool = False) -> str | None:
         inside = context_parallel(attributes.get("processor"))
         if inside is not None and inside is not config:
             return f"the attention of {where} is divided among ranks that the model does not name"
-        if module is not root and foreign_hooks(module):
+        if module is not root and foreign_hooks(module) and row_adapters(module) is None:
             return f"forward hooks on {where} would not run"
         forward = attributes.get(BENEATH) if placed else beneath(module)
         ours = isinstance(forward, FastForward) or stock_method(module, forward) or by_transformers(forward)

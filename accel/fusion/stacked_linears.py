@@ -193,10 +193,10 @@ def project_together(
     rows = x if isinstance(x, Rows) else Rows(x)
     stack = stack and not (rows.x.is_cuda and torch.cuda.is_current_stream_capturing())
     bases = [base(layer) for layer in layers]
-    if any(map(keeps_forward, layers)) and (term := joint_term(layers, rows.x.dtype)) is not None:
+    if any(map(keeps_forward, layers)) and (term := joint_term(layers, rows.x)) is not None:
         if (whole := stacked_tensors(bases, stack)) is not None:
             return adapted_product(rows.normed(), whole, term).split([one.out_features for one in bases], dim=-1)
-    found = [low_rank(layer, rows.x.dtype) if keeps_forward(layer) else () for layer in layers]
+    found = [low_rank(layer, rows.x) if keeps_forward(layer) else () for layer in layers]
     adapters = [own for own in found if own is not None]
     kinds = {(type(layer), rounds(layer, rows.x) and layer.rounding) for layer in bases}
     together = len(kinds) == 1 and len(adapters) == len(layers) and not any(map(keeps_forward, bases))

@@ -2,27 +2,46 @@
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from torch import nn
 
+from accel.libraries.code import comes_from
+
 BASE = "base_layer"  # what an adapter is put around; its own matrices lie beside it
 ADAPTED = "_hf_peft_config_loaded"  # of a model into which transformers has put adapters
 DOWN, UP, DROPOUT = "lora_A", "lora_B", "lora_dropout"
+ROWS = "adapter_names"  # as a layer is called with, one for each row; BASE_ROW: of a row without
+BASE_ROW = "__base__"
 VARIANT, SCALES, ACTIVE = "lora_variant", "scaling", "active_adapters"
 
 
-def low_rank_scales(layer: Any) -> dict[str, float] | None:
-    """By name, the factors of the adapters of low rank that are active; None where the layer may do anything else."""
+def low_rank_scales(layer: Any, whole: bool = False) -> dict[str, float] | None:
+    """By name, the factors of the adapters of low rank that are active; None where the layer may do anything else.
+
+    whole: of all that it has.
+    """
     parts = layer._modules
     if any(parts.get(name) is None for name in (DOWN, UP, DROPOUT)) or not hasattr(layer, ACTIVE):
         return None
     if layer.merged:
-        return None if layer.disable_adapters else {}  # its next call takes them out of the weight
+        return None if layer.disable_adapters or whole else {}  # its next call takes them out of the weight
     names = [] if layer.disable_adapters else [name for name in layer.active_adapters if name in parts[DOWN]]
+    names = list(parts[DOWN]._modules) if whole else names
     if any(name in getattr(layer, VARIANT, ()) or drops(parts[DROPOUT][name]) for name in names):
         return None
     return {name: getattr(layer, SCALES)[name] for name in names}
+
+
+def row_adapters(layer: nn.Module) -> list[str] | None:
+    """The adapter of each row, while peft has the layer called with such names and nothing else hangs on it."""
+    hooks = layer._forward_pre_hooks.values()
+    named = [hook for hook in hooks if isinstance(hook, partial) and set(hook.keywords) == {ROWS}]
+    if len(named) != 1 or len(hooks) > 1 or layer._forward_hooks or not comes_from(named[0].func, "peft"):
+        return None
+    names = named[0].keywords[ROWS]
+    return list(names) if isinstance(names, list | tuple) else None
 
 
 def own_parts(layer: nn.Module) -> Iterator[nn.Module]:

@@ -50,13 +50,14 @@ def foreign_hooks(module: nn.Module, own: type | tuple = ()) -> bool:
     return not all(isinstance(hook, own) or transformers_hook(hook) for hook in hooks)
 
 
-def tampered(module: nn.Module, stored: bool = False) -> str | None:
+def tampered(module: nn.Module, stored: bool = False, known_hooks: bool = False) -> str | None:
     """Why calling the module is not the same as computing from its weights: hooks, or a forward of its own.
 
     stored: weights that are stored in fewer bits, and cast around its call, are no reason; see `casting.py`.
+    known_hooks: the caller does what its hooks do.
     """
     attributes = vars(module)
-    reason = hooked(module)
+    reason = None if known_hooks else hooked(module)
     if reason is not None:
         return reason
     cast = cast_of(module) if stored else None

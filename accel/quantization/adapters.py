@@ -14,7 +14,7 @@ from accel_kernels.gemm.adapters.low_rank_term import LowRankTerm
 from torch import nn
 
 from accel.errors import reason_of
-from accel.libraries.adapters import BASE, DOWN, UP, low_rank_scales, of_adapters
+from accel.libraries.adapters import BASE, DOWN, UP, low_rank_scales, of_adapters, row_adapters
 from accel.patching.structure import plain, tampered
 from accel.tolerances import LINEAR
 
@@ -23,32 +23,35 @@ from accel.tolerances import LINEAR
 BUFFERS: ContextVar[Any] = ContextVar("accel_adapter_buffers", default=None)
 
 
-def low_rank_term(layers: Sequence[Any], dtype: torch.dtype, gate: bool = False) -> LowRankTerm | None:
-    """What adapters add to the one product of these linears, for kernels to take with it; None where they cannot.
+def low_rank_term(layers: Sequence[Any], x: torch.Tensor, gate: bool = False) -> LowRankTerm | None:
+    """What adapters add to the one product of x and these linears, for kernels to take with it; None where they cannot.
 
     gate: the first of two linears is the gate of the second.
     """
     buffers = BUFFERS.get()
-    return None if buffers is None else buffers.term(layers, dtype, gate)
+    return None if buffers is None else buffers.term(layers, x, gate)
 
 
-def low_rank(layer: Any, dtype: torch.dtype) -> tuple[LowRank, ...] | None:
-    """What adapters add to the linear `layer` is around; None where it computes anything else.
+def low_rank(layer: Any, x: torch.Tensor) -> tuple[LowRank, ...] | None:
+    """What adapters add to the linear `layer` is around, for all of the rows x; None where it computes anything else.
 
-    dtype: of the rows, which the adapters must have too, if they are not float32.
+    Adapters must have the dtype of the rows, if they are not float32.
     """
-    term = low_rank_term((layer,), dtype)
-    return read_low_rank(layer, dtype) if term is None else (LowRank(term.down, term.up, 1.0),)
+    term = low_rank_term((layer,), x)
+    if term is None:
+        return read_low_rank(layer, x.dtype)
+    return (LowRank(term.down, term.up, 1.0),) if term.rows is None else None
 
 
-def read_low_rank(layer: Any, dtype: torch.dtype) -> tuple[LowRank, ...] | None:
-    """The same, as the adapters lie."""
+def read_low_rank(layer: Any, dtype: torch.dtype, whole: bool = False) -> tuple[LowRank, ...] | None:
+    """The same for rows of this dtype, as the adapters lie. whole: all of them, also where rows have their own."""
     base = layer._modules.get(BASE)
     if base is None or BASE in base._modules or not isinstance(base, nn.Linear):
         return None
-    if tampered(layer, stored=True) or tampered(base, stored=True):  # as where each row has adapters of its own
+    named = whole and row_adapters(layer) is not None
+    if tampered(layer, stored=True, known_hooks=named) or tampered(base, stored=True):
         return None
-    scales = low_rank_scales(layer)
+    scales = low_rank_scales(layer, whole)
     if scales is None or any(isinstance(scale, torch.Tensor) for scale in scales.values()):  # to be swapped in place
         return None
     if not _adds(Form(type(layer), bool(scales), weakref.ref(layer))):

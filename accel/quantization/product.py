@@ -13,7 +13,7 @@ from torch import nn
 
 from accel.libraries.adapters import BASE
 from accel.patching.structure import foreign, plain, tampered
-from accel.quantization.adapters import low_rank, low_rank_term, with_adapters
+from accel.quantization.adapters import low_rank, low_rank_term, read_low_rank, with_adapters
 from accel.quantization.formats.stored_weight import stored_weight
 from accel.quantization.module import QuantizedLinear, row_tensors
 
@@ -92,7 +92,7 @@ def _understood(layer: nn.Module) -> bool:
     inner = base(layer)
     if not isinstance(inner, nn.Linear) or (keeps_forward(inner) and stored_weight(inner) is None):
         return False
-    return inner is layer or any(low_rank(layer, dtype) is not None for dtype in FLOATS)
+    return inner is layer or any(read_low_rank(layer, dtype) is not None for dtype in FLOATS)
 
 
 def device_and_dtype(linear: nn.Linear) -> tuple[torch.device, torch.dtype]:
@@ -128,9 +128,9 @@ def product(linear: Any, x: torch.Tensor | Rows, bias: bool = True, multiply: Ca
     rows = x if isinstance(x, Rows) else Rows(x)
     if keeps_forward(linear):
         inner = base(linear)
-        if (term := joint_term((linear,), rows.x.dtype)) is not None:
+        if (term := joint_term((linear,), rows.x)) is not None:
             return adapted_product(rows.normed(), row_tensors(inner), term)
-        adapters = () if inner is linear else low_rank(linear, rows.x.dtype)
+        adapters = () if inner is linear else low_rank(linear, rows.x)
         stored = stored_weight(inner) if adapters is not None and tampered(inner) is None else None
         if adapters is None or (inner is linear and stored is None):
             return linear(rows.normed())
@@ -140,11 +140,11 @@ def product(linear: Any, x: torch.Tensor | Rows, bias: bool = True, multiply: Ca
     return multiplied(linear, (*weight, shift if bias else None), rows, multiply)
 
 
-def joint_term(layers: Sequence[Any], dtype: torch.dtype) -> LowRankTerm | None:
-    """What adapters add to the one product of linears with plain weights of this dtype; see `low_rank_term`."""
+def joint_term(layers: Sequence[Any], x: torch.Tensor) -> LowRankTerm | None:
+    """What adapters add to the one product of x and linears with plain weights of its dtype; see `low_rank_term`."""
     bases = map(base, layers)
-    plain = (type(one) is nn.Linear and plain_linear(one) is None and one.weight.dtype == dtype for one in bases)
-    return low_rank_term(layers, dtype) if all(plain) else None
+    plain = (type(one) is nn.Linear and plain_linear(one) is None and one.weight.dtype == x.dtype for one in bases)
+    return low_rank_term(layers, x) if all(plain) else None
 
 
 def adapted_product(x: torch.Tensor, tensors: Sequence[Any], term: LowRankTerm, **after: Any) -> torch.Tensor:
@@ -168,9 +168,9 @@ def adapted_linears(
     where they are written and what is returned, if given.
     """
     into, after = {} if out is None else {"out": out}, {"activation": "gelu_tanh"} if gelu else {}
-    if (term := joint_term(layers, x.dtype)) is not None:
+    if (term := joint_term(layers, x)) is not None:
         return adapted_product(x, tensors, term, **into, **after)
-    found = [low_rank(layer, x.dtype) if keeps_forward(layer) else () for layer in layers]
+    found = [low_rank(layer, x) if keeps_forward(layer) else () for layer in layers]
     if not any(found):
         return multiply(x, *tensors, **into, **({"gelu": True} if gelu else {}))
     parts = multiply(x, *tensors).split([base(layer).out_features for layer in layers], dim=-1)

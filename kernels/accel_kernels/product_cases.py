@@ -12,13 +12,14 @@ def product_case(
     rand, shape, n, *, weight=None, rows=None, norm=None, bias=False, gate=False, activation=None, residual=False,
     scale=1.0, modulation=False, wide=False, addend=False, share=False, low_rank=(), rank=16,
     together=False, shared=False,
+    by_row=False,
 ):  # fmt: skip
     """x of this shape times a weight (n, shape[-1]).
 
     weight, rows: what the op takes in place of a weight in full and of x. norm: "rms", "gemma" or "layer". bias, gate,
     residual, modulation, addend, share: whether there is one, the modulation for each of shape[0] parts. wide: x and
     residual are float32, or "residual" or "weight" alone. low_rank: ends of parts with adapters; rank: of these.
-    together: in one launch; shared: with one A.
+    together: in one launch; shared: with one A; by_row: not for all.
     """
     k = shape[-1]
     sums = {"dtype": torch.float32} if wide else {}
@@ -46,6 +47,9 @@ def product_case(
         down, up = rand(count * rank, k, spread=k**-0.5), rand(n, rank, spread=rank**-0.5)
         gate_up = rand(n, rank, spread=rank**-0.5) if gate else None
         given["low_rank"] = LowRankTerm(down, up, low_rank, gate_up, shared)
+        if by_row:
+            kept = rand(shape[0], count * rank).gt(0).to(rand.dtype)
+            given["low_rank"] = given["low_rank"]._replace(rows=kept)
         if together:
             step = torch.ones(1, dtype=torch.int32, device=x.device)
             tagged = torch.zeros(COPIES, count * rank, device=x.device, dtype=torch.int64)

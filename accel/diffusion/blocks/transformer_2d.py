@@ -188,7 +188,7 @@ class TransformerBlockForward(FastForward):
         own = not isinstance(self.kernels.linear_geglu, UserOp)
         if (activations := rounds(up, rows.x)) is not None:
             h = rounded_geglu(up, activations, rows)
-        elif keeps_forward(up) and own and (term := joint_term((up,), rows.x.dtype)) is not None:
+        elif keeps_forward(up) and own and (term := joint_term((up,), rows.x)) is not None:
             h = self.kernels.linear_geglu(rows.normed().contiguous(), *row_tensors(base(up)), low_rank=term)
         elif keeps_forward(up):
             value, gate = product(up, rows, multiply=self.kernels.linear).chunk(2, dim=-1)

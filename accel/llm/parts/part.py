@@ -170,7 +170,7 @@ def adapted(
         return {}
     plain = weights.tensors()[0]
     alike = plain is not None and plain.dtype == x.dtype
-    term = low_rank_term([one.module for one in linears], x.dtype, gate) if alike else None
+    term = low_rank_term([one.module for one in linears], x, gate) if alike else None
     return {} if term is None else {"low_rank": term}
 
 
@@ -214,7 +214,7 @@ class BoundLinear:
         if self.weights is not None:
             return ()
         known = self.base is not None and self.base.ranks is None
-        return low_rank(self.module, before.normed().dtype) if known else None
+        return low_rank(self.module, before.normed()) if known else None
 
     def _adapted(self, kernels: Kernels, before: NormedInput) -> torch.Tensor:
         """What the module gives."""

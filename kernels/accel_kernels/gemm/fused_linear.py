@@ -126,6 +126,8 @@ CASES = (
         together=True,
         small=True,
     ),
+    product_case("low-rank-by-row", (1, 1, 72), 33, norm="rms", low_rank=(33,), by_row=True, together=True, small=True),
+    product_case("rows-6-low-rank-by-row", (3, 2, 72), 56, low_rank=(24, 56), by_row=True, small=True),
     product_case("rows-5-low-rank", (5, 72), 56, norm="rms", residual=True, low_rank=(24, 40, 56), small=True),
     product_case(
         "rows-3-low-rank-gate", (3, 64), 37, gate=True, bias=True, activation="gelu", low_rank=(37,), small=True

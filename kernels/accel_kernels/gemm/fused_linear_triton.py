@@ -8,7 +8,6 @@ would waste.
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -224,9 +223,12 @@ def fused_linear(x, weight, bias=None, *, norm=None, low_rank=None, shape=None, 
     rank = 0 if low_rank is None else low_rank.rank
     if rows == 1 or x.dtype != weight.dtype:
         shape = shape or gemv_shape(n, k, gate, norm is not None)
-        together = low_rank is not None and low_rank.tagged is not None
+        together = low_rank is not None and low_rank.tagged is not None and low_rank.rows is None
         first = low_rank.down.shape[0] // (1 + gate) if together else 0
-        inner = None if together or low_rank is None else fused_linear(x, low_rank.down, norm=norm)
+        inner = None
+        if low_rank is not None and not together:
+            inner = fused_linear(x, low_rank.down, norm=norm)
+            inner = inner if low_rank.rows is None else inner * low_rank.rows
         before, kind = kernel_arguments(norm)
         launch(
             gemv_kernel, (first + cdiv(n, shape.rows), rows), x, weight, up, before, epilogue.arguments,
@@ -237,7 +239,7 @@ def fused_linear(x, weight, bias=None, *, norm=None, low_rank=None, shape=None, 
     shape = shape or skinny_shape(rows, n, k, gate, norm is not None, x.device)
     if norm is not None:  # a pass of its own: inside, it would stand between the weights and the tensor cores
         x = apply_norm(x, norm)
-    inner = None if low_rank is None else F.linear(x, low_rank.down)
+    inner = None if low_rank is None else low_rank.inner(x)
     pdl = programmatic(x.device, rows > 16 or shape.early)  # as measured
     launch(
         skinny_kernel, (cdiv(n, shape.rows),), x, weight, up, epilogue.arguments,

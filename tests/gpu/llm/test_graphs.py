@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -203,3 +204,34 @@ def test_adapters_are_switched_without_another_capture(dtype):
     ):
         agree(change)
         assert [entry.graph for entry in runner.entries.values()] == captured
+
+
+def test_rows_have_adapters_of_their_own_in_one_graph():
+    from peft.tuners.lora.model import _adapter_names_pre_forward_hook as by_row
+
+    ours, stock = new_pair("llama")
+    for model in (ours, stock):
+        for number, name in enumerate(("style", "tone")):
+            lora(name, number, r=4)(model)
+        model.requires_grad_(False).eval()
+    ids, mask = on_gpu(*padded())
+    call = {"max_new_tokens": 5, "output_logits": True, "return_dict_in_generate": True}
+    captured = None
+    for number in range(4):
+        names = [("style", "tone", "__base__")[(row + number) % 3] for row in range(len(ids))]
+        hooks = [
+            layer.register_forward_pre_hook(
+                partial(_adapter_names_pre_forward_hook, adapter_names=names), with_kwargs=True
+            )
+            for model in (ours, stock)
+            for layer in model.modules()
+            if "lora_A" in layer._modules
+        ]
+        theirs = generate(stock, ids, mask, **call)
+        for _ in range(3 if captured is None else 1):
+            same(generate(ours, ids, mask, **call), theirs, 4e-5)
+        for hook in hooks:
+            hook.remove()
+        graphs = [entry.graph for entry in vars(ours)["forward"].runner.entries.values() if entry.graph is not None]
+        assert graphs and (captured is None or graphs == captured)
+        captured = graphs

@@ -54,7 +54,7 @@ def test_prompts_and_steps_take_adapters_with_their_products(family):
     assert not buffers.form and not accel.report(ours).fallbacks
 
 
-def test_rows_with_adapters_of_their_own_leave_the_buffers():
+def test_rows_have_adapters_of_their_own_in_the_buffers():
     stock = make("llama").requires_grad_(False)
     linears = [name for name, one in stock.named_modules() if type(one) is torch.nn.Linear and ".layers." in name]
     for number, name in enumerate(("style", "tone")):
@@ -78,6 +78,6 @@ def test_rows_with_adapters_of_their_own_leave_the_buffers():
             hook.remove()
         return len(buffers.groups)
 
-    assert agree(None)
-    assert not agree(["style", "tone"]) and not agree(["tone", "__base__"])
-    assert agree(None) and buffers.form
+    assert agree(None) and not buffers.whole
+    for names in (["style", "tone"], ["tone", "__base__"], None, ["__base__", "style"]):
+        assert agree(names) and buffers.whole and buffers.form == 1 and buffers.complete()

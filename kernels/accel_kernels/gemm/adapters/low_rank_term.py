@@ -19,6 +19,8 @@ class LowRankTerm(NamedTuple):
     down: (P * R, K), A of each of P parts of the outputs, one after the other. up: (N, R), B. ends: rows of the weight
     where parts end, P of them. gate_up: (N, R), B of a gate's weight, or None; its A are R more rows of `down`, or with
     `shared` the only ones. All in the dtype of x, contiguous. R: one of RANKS. A scale is part of B.
+    rows: (rows, P * R), by which x A^T of each row of a batch is multiplied, or None: rows that have adapters of their
+    own have zeros for the others. x is then (rows, ..., K).
     step, tagged: int32 (1,) and int64 (COPIES, rows of down), or None. Through these one launch computes both products
     for one row: its programs hand x A^T on, each number beside the step, by which readers know that it is there. So
     step is to be another number for each launch that has the same `tagged`.
@@ -29,12 +31,20 @@ class LowRankTerm(NamedTuple):
     ends: tuple[int, ...]
     gate_up: torch.Tensor | None = None
     shared: bool = False
+    rows: torch.Tensor | None = None
     step: torch.Tensor | None = None
     tagged: torch.Tensor | None = None
 
     @property
     def rank(self) -> int:
         return self.up.shape[1]
+
+    def inner(self, h: torch.Tensor) -> torch.Tensor:
+        """x A^T by itself, by row where rows have adapters of their own. h: x after the norm."""
+        found = low_rank_inner(h, self.down)
+        if self.rows is None:
+            return found
+        return (found.view(len(self.rows), -1, found.shape[-1]) * self.rows[:, None]).view(found.shape)
 
     def parts(self, y: torch.Tensor, inner: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Of a product (..., N): columns of it, of x A^T, and rows of B, a part each."""
@@ -55,6 +65,8 @@ class LowRankTerm(NamedTuple):
             return "adapters of another shape than the weight"
         if (self.gate_up is None) != (up is None) or (up is not None and len(self.ends) > 1):
             return "adapters of a gate, or none of it"
+        if self.rows is not None and (x.dim() < 3 or len(self.rows) != len(x)):
+            return f"adapters of {len(self.rows)} rows beside {tuple(x.shape)}"
         if any(not one.is_contiguous() or one.dtype != x.dtype or one.device != x.device for one in given):
             return "adapters not contiguous, or of another dtype or device than x"
         return None
@@ -69,7 +81,7 @@ def with_low_rank(
     """
     if low_rank is None:
         return product
-    inner, term = low_rank_inner(h, low_rank.down), low_rank
+    inner, term = low_rank.inner(h), low_rank
 
     def both(weight, bias, *more):
         y = product(weight, bias, *more)

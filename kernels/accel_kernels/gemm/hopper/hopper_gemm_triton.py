@@ -21,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from accel_kernels.device import multiprocessors
-from accel_kernels.gemm.adapters.low_rank_inner import low_rank_inner
 from accel_kernels.gemm.adapters.low_rank_term import LowRankTerm
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.epilogue_triton import tile_place
@@ -239,7 +238,7 @@ def hopper_gemm(x, weight, bias=None, *, low_rank=None, rounded=False, fast=Fals
 
 def _low_rank(x: torch.Tensor, term: LowRankTerm, box: int, step: int) -> tuple:
     """x A^T, which is computed here, and B of the weight and of the gate, described; where parts end."""
-    inner = _matrix(low_rank_inner(x, term.down))
+    inner = _matrix(term.inner(x))
     gate_up = term.up if term.gate_up is None else term.gate_up
     heights = (inner, HEIGHT), (term.up, box), (gate_up, box)
     first, second = (*term.ends, *(term.ends[-1],) * 2)[:2]
