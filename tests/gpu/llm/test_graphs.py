@@ -220,9 +220,7 @@ def test_rows_have_adapters_of_their_own_in_one_graph():
     for number in range(4):
         names = [("style", "tone", "__base__")[(row + number) % 3] for row in range(len(ids))]
         hooks = [
-            layer.register_forward_pre_hook(
-                partial(_adapter_names_pre_forward_hook, adapter_names=names), with_kwargs=True
-            )
+            layer.register_forward_pre_hook(partial(by_row, adapter_names=names), with_kwargs=True)
             for model in (ours, stock)
             for layer in model.modules()
             if "lora_A" in layer._modules
