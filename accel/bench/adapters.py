@@ -47,19 +47,29 @@ def put_adapters_on(model: nn.Module, count: int, rank: int) -> list[str]:
     """Puts LoRAs of random weights on every linear inside the model's blocks, all active. Returns their names."""
     import peft
 
-    dtype = next(model.parameters()).dtype
-    linears = (path for path, module in model.named_modules() if isinstance(module, nn.Linear))
-    places = [path for path in linears if any(part.isdigit() for part in path.split("."))]
+    dtype, config = next(model.parameters()).dtype, _config(model, rank)
     names = [f"{PREFIX}{number}" for number in range(count)]
     for name in names:
-        config = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=places, init_lora_weights=False)
         peft.inject_adapter_in_model(config, model, adapter_name=name)
     activate(model, names)
+    _weaken(model, dtype)
+    return names
+
+
+def _config(model: nn.Module, rank: int) -> Any:
+    import peft
+
+    linears = (path for path, module in model.named_modules() if isinstance(module, nn.Linear))
+    places = [path for path in linears if any(part.isdigit() for part in path.split("."))]
+    return peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=places, init_lora_weights=False)
+
+
+def _weaken(model: nn.Module, dtype: torch.dtype) -> None:
+    """Makes adapters of this dtype, and what they add about as large as what linears give."""
     for path, parameter in model.named_parameters():
         if PREFIX in path:
             parameter.data = parameter.data.to(dtype) * (0.5 if UP in path else 1.0)
     model.requires_grad_(False).eval()
-    return names
 
 
 def activate(model: nn.Module, names: list[str]) -> None:
@@ -69,19 +79,21 @@ def activate(model: nn.Module, names: list[str]) -> None:
     model.requires_grad_(False)
 
 
-def measure_adapters(name: str, device: torch.device, ranks: list[int], counts: list[int], budget_s: float) -> dict:
+def measure_adapters(
+    name: str, device: torch.device, ranks: list[int], counts: list[int], rows: int, budget_s: float
+) -> dict:
     """Milliseconds a call of each number of adapters and rank, as a share of the model without any.
 
     error: of the first output, stock's beside accel's, relative; of tokens, the share that differs. switch_ms: what the
-    first call after a switch takes beyond others. All share the model's own weights.
+    first call after a switch takes beyond others. rows: of a batch of a language model, each with one of as many
+    adapters as there are in a quarter of them; 0 for none. All share the model's own weights.
     """
     model, call = plain_subject(name, device)
     variants: dict[str, nn.Module] = {"plain": model}
     names: dict[str, list[str]] = {}
     for rank in ranks:
         for count in counts:
-            shared = {id(one): one for one in (*model.parameters(), *model.buffers())}
-            twin = copy.deepcopy(model, shared)
+            twin = shared_twin(model)
             names[f"{count} x {rank}"] = put_adapters_on(twin, count, rank)
             variants[f"{count} x {rank}"] = twin
     errors = {}
@@ -93,13 +105,48 @@ def measure_adapters(name: str, device: torch.device, ranks: list[int], counts: 
             errors[variant] = first_error(wanted, got)
         times = compare_times({key: partial(call, one) for key, one in variants.items()}, device, budget_s=budget_s)
         plain = times["plain"].median_ms
-        rows = {
+        found = {
             key: timing.to_dict() | {"ratio": round(timing.median_ms / plain, 4), "error": errors[key]}
             for key, timing in times.items()
         }
         for key, own in names.items():
-            rows[key]["switch_ms"] = round(_switch_ms(variants[key], own, call, device, times[key].median_ms), 2)
-    return {"name": name, "variants": rows, "called": {key: parts_called(one) for key, one in variants.items()}}
+            found[key]["switch_ms"] = round(_switch_ms(variants[key], own, call, device, times[key].median_ms), 2)
+    called = {key: parts_called(one) for key, one in variants.items()}
+    if rows and hasattr(model, "generate"):
+        variants.clear()
+        found |= _by_row(model, rows, ranks[0], device, budget_s)
+    return {"name": name, "variants": found, "called": called}
+
+
+def _by_row(model: Any, rows: int, rank: int, device: torch.device, budget_s: float) -> dict[str, dict]:
+    """A batch in which rows have adapters of their own, beside the same batch without."""
+    import peft
+
+    names, config = [f"{PREFIX}{number}" for number in range(max(1, rows // 4))], _config(model, rank)
+    wrapped = peft.get_peft_model(shared_twin(model), config, adapter_name=names[0])
+    for name in names[1:]:
+        wrapped.add_adapter(name, config)
+    _weaken(wrapped, next(model.parameters()).dtype)
+    ids = torch.arange(rows * PROMPT // 4, device=device).view(rows, -1) % model.config.get_text_config().vocab_size
+    call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": TOKENS, "do_sample": False}
+    named = {"adapter_names": [names[row % len(names)] for row in range(rows)]}
+    plain, by_row = f"{rows} rows, plain", f"{rows} rows, {len(names)} x {rank} by row"
+    with torch.inference_mode():
+        wanted = wrapped.generate(**call, **named)
+        accel.optimize(wrapped)
+        error = first_error(wanted, wrapped.generate(**call, **named))
+        runs = {plain: lambda _: model.generate(**call), by_row: lambda _: wrapped.generate(**call, **named)}
+        times = compare_times(runs, device, budget_s=budget_s)
+    ratio = round(times[by_row].median_ms / times[plain].median_ms, 4)
+    return {
+        plain: times[plain].to_dict() | {"ratio": 1.0, "error": 0.0},
+        by_row: times[by_row].to_dict() | {"ratio": ratio, "error": error},
+    }
+
+
+def shared_twin(model: nn.Module) -> Any:
+    """A copy that shares all tensors."""
+    return copy.deepcopy(model, {id(one): one for one in (*model.parameters(), *model.buffers())})
 
 
 def first_error(wanted: torch.Tensor, got: torch.Tensor) -> float:

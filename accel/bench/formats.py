@@ -1,6 +1,5 @@
 """What formats of other libraries cost: calls by the library's own path and by accel, in turns, beside plain ones."""
 
-import copy
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -13,7 +12,7 @@ from accel_kernels.gemm.blocks.ggml import GGML
 from torch import nn
 
 import accel
-from accel.bench.adapters import first_error, parts_called, plain_subject
+from accel.bench.adapters import first_error, parts_called, plain_subject, shared_twin
 from accel.bench.memory import allocated_bytes
 from accel.bench.timing import compare_times
 from accel.errors import reason_of
@@ -123,13 +122,13 @@ def measure_formats(name: str, device: torch.device, formats: Iterable[str], bud
         for path, module in plain.named_modules()
         if type(module) is nn.Linear and any(part.isdigit() for part in path.split("."))
     }
-    full, rows = _twin(plain), {}
+    full, rows = shared_twin(plain), {}
     accel.optimize(full)
     for format in formats:
         if FORMATS[format][0] == "transformers" and not is_causal_lm(plain):  # diffusers has none of it
             continue
         try:
-            stock = _twin(plain)
+            stock = shared_twin(plain)
             before = allocated_bytes(device)
             with torch.no_grad():
                 FORMATS[format][1](stock, linears)
@@ -138,7 +137,9 @@ def measure_formats(name: str, device: torch.device, formats: Iterable[str], bud
                 raise ValueError("no linear layer has a size for it")
             stock.requires_grad_(False).eval()
             held = allocated_bytes(device) - before
-            rows[format] = _compared({"library": stock, "accel": _twin(stock), "plain": full}, call, device, budget_s)
+            rows[format] = _compared(
+                {"library": stock, "accel": shared_twin(stock), "plain": full}, call, device, budget_s
+            )
             rows[format]["weights_mb"] = round(held / 2**20, 1) or None
         except Exception as error:  # the others are still worth their time
             rows[format] = {"failed": reason_of(error)}
@@ -172,8 +173,3 @@ def _compared(models: dict[str, nn.Module], call: Callable, device: torch.device
         found["speedup"] = round(times["library"].median_ms / times["accel"].median_ms, 3)
     found["of_plain"] = round(times["accel"].median_ms / times["plain"].median_ms, 3)
     return found | {"called": parts_called(models["accel"])}
-
-
-def _twin(model: nn.Module) -> nn.Module:
-    """A copy that shares all tensors."""
-    return copy.deepcopy(model, {id(one): one for one in (*model.parameters(), *model.buffers())})

@@ -22,6 +22,7 @@ def bench_adapters(
     ] = None,
     ranks: Annotated[str, typer.Option(help="ranks of the adapters, with commas between them")] = "16,64",
     counts: Annotated[str, typer.Option(help="how many are active at once, with commas between them")] = "1,3",
+    rows: Annotated[int, typer.Option(min=0, help="of a batch of texts, each with an adapter of its own; 0: none")] = 0,
     budget: Annotated[float, typer.Option(min=0.0, help="seconds a variant, about")] = 4.0,
     out: Annotated[Path, typer.Option(help="folder for the JSON file")] = Path("benchmarks/results"),
     device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
@@ -42,7 +43,7 @@ def bench_adapters(
         raise typer.BadParameter("give whole numbers from 1 on, with commas between them") from None
     shown = results.new_table("", "model", "adapters x rank", "ms", "ratio", "error", "switch ms", left=2)
     about = "adapters of low rank, not merged, beside the model without"
-    measure = partial(measure_adapters, ranks=sizes, counts=many, budget_s=budget)
+    measure = partial(measure_adapters, ranks=sizes, counts=many, rows=rows, budget_s=budget)
 
     def told(row: dict) -> Iterator[tuple[str, ...]]:
         for key, one in row["variants"].items():
