@@ -122,7 +122,9 @@ class AdapterBuffers(PartlyCopied):
         """As of `LowRankTerm`; x: (rows, ..., K)."""
         place = key, len(x)
         if x.dim() > 2 and place not in self.kept and not _capturing():
-            if (found := group.kept(len(x))) is not None:
+            with torch.inference_mode(False):
+                found = group.kept(len(x))
+            if found is not None:
                 self.kept[place] = found
         return self.kept.get(place) if x.dim() > 2 else None
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from accel.libraries.adapters import CONFIGS
 from accel.libraries.code import comes_from
 from accel.offload.hooks import beneath_offload
 from accel.parallel.sharded_layers import local
@@ -79,11 +80,16 @@ class Fingerprint(Snapshot):
             if id(module) in apart:
                 continue
             objects[id(module)] = module
-            if module in skipped:
-                views.append(_others(attributes, skipped[module]))
+            unread = {CONFIGS} & attributes.keys() if apart else set()
+            if module is root and module not in skipped:
+                views.append(View(partial(beneath_offload, module, unread)))
+            elif module in skipped or unread:
+                views.append(_others(attributes, skipped.get(module, set()) | unread))
             else:
-                views.append(View(partial(beneath_offload, module)) if module is root else attributes.values())
+                views.append(attributes.values())
             for name, value in attributes.items():
+                if name in unread:
+                    continue
                 if name not in IRRELEVANT and isinstance(value, CONTAINERS):
                     containers.append(value)
                 elif watched is None and id(value) not in objects and _read_by_field(value):

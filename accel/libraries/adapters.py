@@ -10,6 +10,7 @@ from torch import nn
 from accel.libraries.code import comes_from
 
 BASE = "base_layer"  # what an adapter is put around; its own matrices lie beside it
+CONFIGS = "peft_config"  # of a model: the settings that its adapters were made by, which no forward of it reads
 ADAPTED = "_hf_peft_config_loaded"  # of a model into which transformers has put adapters
 DOWN, UP, DROPOUT = "lora_A", "lora_B", "lora_dropout"
 ROWS = "adapter_names"  # as a layer is called with, one for each row; BASE_ROW: of a row without

@@ -1,6 +1,6 @@
 """What accelerate's model offload leaves on a pipeline, taken over: the same hooks, in the same order, other moves."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from weakref import WeakSet
 
@@ -53,12 +53,12 @@ def _placed(module: nn.Module) -> PlacedModel | None:
     return method.placed if type(method) is HookMethod and method.placed.model is module else None
 
 
-def beneath_offload(module: nn.Module) -> Iterator[Any]:
-    """The attributes of a module, such a hook and its wrapper left out.
+def beneath_offload(module: nn.Module, others: Iterable[str] = ()) -> Iterator[Any]:
+    """The attributes of a module, such a hook and its wrapper left out, and those of these names.
 
     Every call of a pipeline takes the hooks off and puts new ones on.
     """
-    left_out = (FORWARD, HOOK) if comes_to_one_place(module) else ()
+    left_out = {*others, *((FORWARD, HOOK) if comes_to_one_place(module) else ())}
     return (value for name, value in vars(module).items() if name not in left_out)
 
 
