@@ -195,7 +195,9 @@ def project_together(
     bases = [base(layer) for layer in layers]
     if any(map(keeps_forward, layers)) and (term := joint_term(layers, rows.x)) is not None:
         if (whole := stacked_tensors(bases, stack)) is not None:
-            return adapted_product(rows.normed(), whole, term).split([one.out_features for one in bases], dim=-1)
+            return adapted_product(rows.normed(), whole, term, linear).split(
+                [one.out_features for one in bases], dim=-1
+            )
     found = [low_rank(layer, rows.x) if keeps_forward(layer) else () for layer in layers]
     adapters = [own for own in found if own is not None]
     kinds = {(type(layer), rounds(layer, rows.x) and layer.rounding) for layer in bases}

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from accel_kernels import Norm, Quantized, QuantizedRows, dequantize, fused_linear, hopper_gemm, quantized_linear
 from accel_kernels.gemm.adapters.low_rank_term import LowRankTerm
 from accel_kernels.gemm.fused_linear import MOST_ROWS, apply_norm
+from accel_kernels.gemm.hopper.hopper_gemm import fills_gpu, in_passes
 from accel_kernels.op import FLOATS
 from torch import nn
 
@@ -129,7 +130,7 @@ def product(linear: Any, x: torch.Tensor | Rows, bias: bool = True, multiply: Ca
     if keeps_forward(linear):
         inner = base(linear)
         if (term := joint_term((linear,), rows.x)) is not None:
-            return adapted_product(rows.normed(), row_tensors(inner), term)
+            return adapted_product(rows.normed(), row_tensors(inner), term, multiply)
         adapters = () if inner is linear else low_rank(linear, rows.x)
         stored = stored_weight(inner) if adapters is not None and tampered(inner) is None else None
         if adapters is None or (inner is linear and stored is None):
@@ -147,11 +148,18 @@ def joint_term(layers: Sequence[Any], x: torch.Tensor) -> LowRankTerm | None:
     return low_rank_term(layers, x) if all(plain) else None
 
 
-def adapted_product(x: torch.Tensor, tensors: Sequence[Any], term: LowRankTerm, **after: Any) -> torch.Tensor:
-    """x W^T + b, with what adapters add as more columns of both; x: (..., K). tensors: W and b. after: of an op."""
-    x = x.contiguous()
-    few = x.numel() <= MOST_ROWS * x.shape[-1] and "out" not in after
-    return (fused_linear if few else hopper_gemm)(x, *tensors, low_rank=term, **after)
+def adapted_product(
+    x: torch.Tensor, tensors: Sequence[Any], term: LowRankTerm, multiply: Callable, **after: Any
+) -> torch.Tensor:
+    """x W^T + b, with what adapters add as more columns of both; x: (..., K). tensors: W and b. multiply: as of
+    `product`, where no kernel of ours takes both. after: what follows, as of `hopper_gemm`.
+    """
+    x, rows = x.contiguous(), x.numel() // x.shape[-1]
+    if rows <= MOST_ROWS and "out" not in after:
+        return fused_linear(x, *tensors, low_rank=term, **after)
+    if x.is_cuda and fills_gpu(rows, tensors[0].shape[0], x.device):
+        return hopper_gemm(x, *tensors, low_rank=term, **after)
+    return in_passes(x, *tensors, low_rank=term, linear=multiply, **after)
 
 
 def adapted_linears(
@@ -169,7 +177,7 @@ def adapted_linears(
     """
     into, after = {} if out is None else {"out": out}, {"activation": "gelu_tanh"} if gelu else {}
     if (term := joint_term(layers, x)) is not None:
-        return adapted_product(x, tensors, term, **into, **after)
+        return adapted_product(x, tensors, term, multiply, **into, **after)
     found = [low_rank(layer, x) if keeps_forward(layer) else () for layer in layers]
     if not any(found):
         return multiply(x, *tensors, **into, **({"gelu": True} if gelu else {}))

@@ -8,12 +8,10 @@ from functools import partial
 
 import torch.nn.functional as F
 
-from accel_kernels.device import multiprocessors
 from accel_kernels.elementwise.gated import geglu, reference_geglu
 from accel_kernels.gemm.adapters.low_rank_term import LowRankTerm, with_low_rank
-from accel_kernels.gemm.hopper.hopper_gemm import LEAST_USE, TILE, hopper_gemm
+from accel_kernels.gemm.hopper.hopper_gemm import fills_gpu, hopper_gemm
 from accel_kernels.op import Op, contiguous_reason, random_cases
-from accel_kernels.sizes import cdiv
 
 
 def reference(x, weight, bias=None, low_rank=None):
@@ -57,9 +55,7 @@ def supports(x, weight, bias=None, low_rank=None) -> str | None:
 
 def pays(x, weight, bias=None, low_rank=None) -> bool:
     """Whether tiles fill the GPU well enough for the one kernel to win over cuBLAS's choice of tiles."""
-    programs = multiprocessors(x.device)
-    tiles = cdiv(x.numel() // x.shape[-1], TILE) * cdiv(weight.shape[0] // 2, TILE)
-    return tiles / (cdiv(tiles, programs) * programs) >= LEAST_USE
+    return fills_gpu(x.numel() // x.shape[-1], weight.shape[0] // 2, x.device)
 
 
 @random_cases

@@ -175,13 +175,10 @@ CASES = (
 )
 
 
-def pays(x, weight, bias=None, *, low_rank=None, **after) -> bool:
-    """Beside adapters, whether tiles fill the GPU; else the library's tiles and a pass for the adapters are faster."""
-    if low_rank is None:
-        return True
-    tiles = cdiv(x.numel() // x.shape[-1], TILE) * cdiv(weight.shape[0] * (2 if low_rank.shared else 1), TILE)
-    programs = multiprocessors(x.device)
+def fills_gpu(rows: int, outputs: int, device: torch.device) -> bool:
+    """Whether tiles of a result fill the GPU: else the library's tiles, and passes, are faster."""
+    tiles, programs = cdiv(rows, TILE) * cdiv(outputs, TILE), multiprocessors(device)
     return tiles / (cdiv(tiles, programs) * programs) >= LEAST_USE
 
 
-hopper_gemm = make_op("hopper_gemm", reference, supports, CASES, pays=pays, instead=in_passes)
+hopper_gemm = make_op("hopper_gemm", reference, supports, CASES, instead=in_passes)
