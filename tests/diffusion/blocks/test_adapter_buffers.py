@@ -58,6 +58,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("family", ["sd15", "sdxl"])
+@pytest.mark.share(1)
 def test_a_switch_fills_the_same_buffers(family, tiny):
     stock = tiny.unet(family)
     ours, inputs, buffers = copy.deepcopy(stock), tiny.inputs(stock), AdapterBuffers()
