@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.device import interpreted, multiprocessors, programmatic, upcast
+from accel_kernels.device import AMPERE, interpreted, multiprocessors, programmatic, reaches, upcast
+from accel_kernels.gemm.blocks.block_gemv_mma_triton import BlockGemvTile, block_gemv_mma, block_gemv_tile, refusal
 from accel_kernels.gemm.blocks.block_weight import BlockArguments
 from accel_kernels.gemm.blocks.unpacking_triton import UNPACKING, format_flags, unpack_blocks
 from accel_kernels.gemm.epilogue import Epilogue
@@ -125,11 +126,16 @@ def block_tile(rows: int, n: int, columns: int, gate: bool, wide: bool, processo
 
 
 def block_linear(x, weight, bias=None, *, norm=None, tile=None, **after):
-    """Same arguments and result as the reference. tile: a `BlockTile`."""
+    """Same arguments and result as the reference. tile: a `BlockTile` or `BlockGemvTile`."""
     n, k = weight.shape
     rows, after = x.numel() // k, Epilogue(bias, **after)
     y = torch.empty((*x.shape[:-1], n), device=x.device, dtype=x.dtype)
     gate, columns = after.up is not None, weight.format.columns
+    if tile is None and reaches(x.device, AMPERE) and refusal(x, weight, after.up) is None:
+        tile = block_gemv_tile(n, k, gate, multiprocessors(x.device))
+    if isinstance(tile, BlockGemvTile):
+        block_gemv_mma(x, weight, norm, after, tile, y)
+        return y
     if tile is None:
         tile = block_tile(rows, n, columns, gate, x.dtype == torch.float32, multiprocessors(x.device))
     inside = rows == 1 and norm is not None and not norm.centered and norm.bias is None
