@@ -19,21 +19,22 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from accel_kernels.device import multiprocessors, programmatic
 from accel_kernels.gemm.blocks.block_weight import BlockArguments
+from accel_kernels.gemm.blocks.block_scales_triton import part_scales, shifted, span_scales
 from accel_kernels.gemm.blocks.fragments_triton import (
+    SET,
+    SPAN,
     UNIT,
-    column_of,
+    high_bits,
     pair_table,
+    parts_of,
     unit_factors,
     unit_words,
-    x_factors,
+    x_factor,
 )
-from accel_kernels.gemm.blocks.ggml_triton import ggml_format
 from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.gemm.quantized.operands.mma_operands_triton import (
     column_sums,
-    of_either,
     places,
-    scales_layout,
     squares_layout,
     words_layout,
     x_layout,
@@ -54,111 +55,54 @@ class BlockGemvTile(NamedTuple):
 
 @constexpr_function
 def sets_of(k, warps):
+    """Sets of a warp: the first of every `warps` is the first warp's, and so on."""
     return -(-k // (512 * warps))
 
 
 @gluon.jit
-def _half(ptr, row, word, share, block, blocks, step, n, K: gl.constexpr, FORMAT: gl.constexpr, SOURCE: gl.constexpr,
-          TILE: gl.constexpr, FIRST: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
-    """Words of eight rows of a block, of every warp's unit `step`; 0 where there is nothing."""
-    unit = (step // 8 * num_warps + share) * 8 + step % 8
-    inside = (unit < K // UNIT) & (block < blocks)
-    return unit_words(ptr, gl.minimum(block * TILE + FIRST + row, n - 1), unit, word, inside, K, FORMAT, SOURCE)
+def half_words(weight, up, block, blocks, turn, n, STEP: gl.constexpr, ROWS: gl.constexpr, K: gl.constexpr,
+               FORMAT: gl.constexpr, SOURCE: gl.constexpr, GATE: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
+    """Words of both halves of a block's rows, of unit STEP of every warp's set `turn`; 0 where there is nothing."""
+    H: gl.constexpr = ROWS // 2
+    share, row, word = places(num_warps, H, 8, words_layout(num_warps, H, 2))
+    span = (turn * num_warps + share) * 2
+    inside = (span + STEP // 4 < K // SPAN) & (block < blocks)
+    if GATE:
+        row = gl.minimum(block * H + row, n - 1)
+        low = unit_words(weight.data, row, span, word, inside, STEP, K, FORMAT, SOURCE)
+        return low, unit_words(up.data, row, span, word, inside, STEP, K, FORMAT, SOURCE)
+    else:
+        row = block * ROWS + row // 8 * 16 + row % 8
+        low = unit_words(weight.data, gl.minimum(row, n - 1), span, word, inside, STEP, K, FORMAT, SOURCE)
+        high = unit_words(weight.data, gl.minimum(row + 8, n - 1), span, word, inside, STEP, K, FORMAT, SOURCE)
+        return low, high
 
 
 @gluon.jit
-def _words(weight, up, row, word, share, block, blocks, step, n, K: gl.constexpr, FORMAT: gl.constexpr,
-           SOURCE: gl.constexpr, GATE: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
-    T: gl.constexpr = 8 if GATE else 16
-    low = _half(weight.data, row, word, share, block, blocks, step, n, K, FORMAT, SOURCE, T, 0, num_warps)
-    high = _half(
-        up.data, row, word, share, block, blocks, step, n, K, FORMAT, SOURCE, T, 0 if GATE else 8, num_warps
-    )
-    return low, high
+def joined(halves):
+    """Twice (S, N / 2, words) as (S, N, words), eight rows of either in turns."""
+    found = ()
+    for at in gl.static_range(len(halves[0])):
+        found = found + (_in_turns(halves[0][at], halves[1][at]),)
+    return found
 
 
 @gluon.jit
-def _joined(low, high):
-    """Twice eight rows (warps, 8, words) as the sixteen of the left factor."""
+def _in_turns(low, high):
     S: gl.constexpr = low.shape[0]
-    return gl.join(low, high).permute((0, 3, 1, 2)).reshape([S, 16, low.shape[2]])
+    H: gl.constexpr = low.shape[1]
+    W: gl.constexpr = low.shape[2]
+    w = gl.join(low.reshape([S, H // 8, 8, W]), high.reshape([S, H // 8, 8, W]))
+    return w.permute((0, 1, 4, 2, 3)).reshape([S, 2 * H, W])
 
 
 @gluon.jit
-def _scales(weight, up, at, block, blocks, set, n, K: gl.constexpr, FORMAT: gl.constexpr, SOURCE: gl.constexpr,
-            GATE: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
-    """What scales of a set are made of, as it lies in memory. at: places in the layout of the sums, or of four blocks."""
-    share, row, unit = at
-    TILE: gl.constexpr = 8 if GATE else 16
-    real = gl.minimum(block * TILE + (row % 8 if GATE else row), n - 1)
-    upper = row >= 8
-    if SOURCE == "table":
-        unit += (set * num_warps + share) * 8
-        inside = (unit < K // UNIT) & (block < blocks)
-        at = (real * (K // 32) + unit * 2) >> weight.side.shift
-        if weight.side.code2 is not None:
-            held = of_either(weight.side.absmax, up.side.absmax, at, inside, upper, GATE)
-            return held, of_either(weight.side.absmax2, up.side.absmax2, at >> 8, inside, upper, GATE)
-        else:
-            return (of_either(weight.side.absmax, up.side.absmax, at, inside, upper, GATE),)
-    else:
-        F: gl.constexpr = ggml_format(FORMAT)
-        half = (set * num_warps + share) * 2 + unit // 2
-        inside = (half < K // 256) & (block < blocks)
-        place = real * (K // 256 * (F.bytes // 4)) + half * (F.bytes // 4)
-        kind: gl.constexpr = gl.pointer_type(gl.int32)
-        w, u = weight.data.to(kind), up.data.to(kind)
-        return (
-            of_either(w, u, place, inside, upper, GATE),
-            of_either(w, u, place + F.scales // 4, inside, upper, GATE),
-            of_either(w, u, place + F.scales // 4 + 1, inside, upper, GATE),
-            of_either(w, u, place + F.scales // 4 + 2, inside, upper, GATE),
-        )
-
-
-@gluon.jit
-def _byte(words, AT: gl.constexpr):
-    """Byte AT as a float32: in the fraction of 2^23."""
-    return (((words >> (8 * AT)) & 255) | 0x4B000000).to(gl.float32, bitcast=True) - 8388608.0
-
-
-@gluon.jit
-def _half_float(words, AT: gl.constexpr):
-    return ((words >> (16 * AT)) & 0xFFFF).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
-
-
-@gluon.jit
-def _pair(a, b, MMA: gl.constexpr):
-    """(S, N, 4) of even and of odd units as (S, N, 8)."""
-    return gl.convert_layout(gl.join(a, b).reshape([a.shape[0], a.shape[1], 8]), MMA)
-
-
-@gluon.jit
-def _scaled(products, held, sums, weight, up, at, FORMAT: gl.constexpr, SOURCE: gl.constexpr, ZERO: gl.constexpr,
-            GATE: gl.constexpr, MMA: gl.constexpr):  # fmt: skip
-    """Products of raw numbers of a set's units, (S, N, 8), as those of values."""
-    _, row, unit = at
-    if SOURCE == "table":
-        if weight.side.code2 is not None:
-            scale = of_either(weight.side.code2, up.side.code2, held[0].to(gl.int32), True, row >= 8, GATE)
-            shift = gl.load(weight.side.offset)
-            if GATE:
-                shift = gl.where(row >= 8, gl.load(up.side.offset), shift)
-            return products[0] * (scale * held[1] + shift)
-        else:
-            return products[0] * held[0]
-    else:
-        later = unit % 2 == 1
-        first, second, rest = held[1], held[2], held[3]
-        s = gl.where(later, (rest & 0x0F0F0F0F) | ((first >> 2) & 0x30303030), first & 0x3F3F3F3F)
-        m = gl.where(later, ((rest >> 4) & 0x0F0F0F0F) | ((second >> 2) & 0x30303030), second & 0x3F3F3F3F)
-        d, least = _half_float(held[0], 0), _half_float(held[0], 1)
-        total = gl.zeros_like(products[0])
-        for part in gl.static_range(2):
-            scale = _pair(d * _byte(s, part), d * _byte(s, part + 2), MMA)
-            minimum = _pair(least * _byte(m, part), least * _byte(m, part + 2), MMA)
-            total += (products[part] - ZERO * sums[part]) * scale - minimum * sums[part]
-        return total
+def banks(ROWS: gl.constexpr, num_warps: gl.constexpr):
+    """Where each thread's bank begins, in the shape of `joined` words."""
+    H: gl.constexpr = ROWS // 2
+    share, row, word = places(num_warps, H, 8, words_layout(num_warps, H, 2))
+    bank = ((row % 8 * 16 + word // 2 * 4) + share * 0,)
+    return joined((bank, bank))[0]
 
 
 @gluon.jit
@@ -171,62 +115,66 @@ def block_gemv_mma_kernel(
     SETS: gl.constexpr = sets_of(K, num_warps)
     STEPS: gl.constexpr = SETS * 8
     TILE: gl.constexpr = 8 if GATE else 16
+    PARTS: gl.constexpr = parts_of(SOURCE)
+    COLUMNS: gl.constexpr = UNIT // PARTS
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     ZERO: gl.constexpr = zero_point("int4", DTYPE) - 8
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [num_warps, 1, 1], [1, 16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    HALF: gl.constexpr = words_layout(num_warps, 8, 2)
-    X: gl.constexpr = x_layout(num_warps, 8, UNIT)
+    X: gl.constexpr = x_layout(num_warps, 8, COLUMNS)
     OUT: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, num_warps], [0, 1])
     blocks = (n + TILE - 1) // TILE
     stride = gl.num_programs(0)
     begin = gl.program_id(0)
-    share, row, word = places(num_warps, 8, 8, HALF)
-    m_share, m_row, m_unit = places(num_warps, 16, 8, MMA)
-    at = m_share, m_row, m_unit
-    if SOURCE != "table":
-        at = places(num_warps, 16, 4, scales_layout(num_warps, 16))
     ring = ()
     for ahead in gl.static_range(DEPTH):
         ring = ring + (
-            _words(weight, up, row, word, share, begin + ahead // STEPS * stride, blocks, ahead % STEPS, n, K, FORMAT,
-                   SOURCE, GATE, num_warps),
+            half_words(weight, up, begin + ahead // STEPS * stride, blocks, ahead % STEPS // 8, n, ahead % 8, 16, K,
+                       FORMAT, SOURCE, GATE, num_warps),
         )  # fmt: skip
     held = ()
-    for set in gl.static_range(SETS):
-        held = held + (_scales(weight, up, at, begin, blocks, set, n, K, FORMAT, SOURCE, GATE, num_warps),)
+    for span in gl.static_range(2 * SETS):
+        held = held + (
+            span_scales(weight, up, begin, blocks, span // 2 * 2 * num_warps + span % 2, n, 16, K, FORMAT, SOURCE,
+                        GATE, 2, num_warps),
+        )  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     table = 0
     bank = 0
     if SOURCE == "table":
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
         table = pair_table(weight.side.code, DTYPE, num_warps)
-        bank = (row * 16 + word // 2 * 4).broadcast_to([1, 8, 8]) + share * 0
-        bank = _joined(bank, bank)
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-    elif PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        bank = banks(16, num_warps)
+    if PDL:
         tl.extra.cuda.gdc_wait()
-    x_share, x_unit, slot = places(num_warps, 8, UNIT, X)
+    # A thread has the sums of columns 2 t and 2 t + 1: of unit t of either span, as it has their scales.
+    _, _, m_column = places(num_warps, 16, 8, MMA)
+    x_share, x_unit, column = places(num_warps, 8, COLUMNS, X)
+    x_span, x_unit = x_unit % 2, x_unit // 2
     right = ()
     sums = ()
-    squares = gl.zeros([num_warps, 8, 4], gl.float32, gl.SliceLayout(3, squares_layout(num_warps, 8, 16)))
+    squares = gl.zeros([num_warps, 8, 4], gl.float32, gl.SliceLayout(3, squares_layout(num_warps, 8, COLUMNS // 4)))
     for set in gl.static_range(SETS):
-        place = (set * num_warps + x_share) * 512 + x_unit * UNIT + column_of(slot, SOURCE)
-        x = gl.load(x_ptr + place, mask=place < K, other=0.0)
-        if NORM == "rms":
-            wide = x.to(gl.float32)
-            squares += gl.sum((wide * wide).reshape([num_warps, 8, 4, 16]), axis=3)
-            if norm.weight is not None:
-                nw = gl.load(norm.weight + place, mask=place < K, other=0.0)
-                x = (wide * (nw.to(gl.float32) + norm.offset)).to(DTYPE)
-        factors = x_factors(x, SOURCE, RIGHT)
-        right = right + (factors,)
+        factors = ()
         own = ()
-        if SOURCE != "table":
-            own = (column_sums(factors[0], 16, MMA, LEFT), column_sums(factors[1], 16, MMA, LEFT))
+        for part in gl.static_range(PARTS):
+            place = (set * num_warps + x_share) * SET + x_span * SPAN + column
+            if SOURCE == "sixes":
+                place += x_unit // 2 * 128 + x_unit % 2 * 32 + (part // 2 * 64 + part % 2 * 16)
+            else:
+                place += x_unit * UNIT + part * COLUMNS
+            x = gl.load(x_ptr + place, mask=place < K, other=0.0)
+            if NORM == "rms":
+                wide = x.to(gl.float32)
+                squares += gl.sum((wide * wide).reshape([num_warps, 8, 4, COLUMNS // 4]), axis=3)
+                if norm.weight is not None:
+                    nw = gl.load(norm.weight + place, mask=place < K, other=0.0)
+                    x = (wide * (nw.to(gl.float32) + norm.offset)).to(DTYPE)
+            factors = factors + (x_factor(x, SOURCE, RIGHT),)
+            if shifted(SOURCE):
+                own = own + (column_sums(factors[part], 16, MMA, LEFT),)
+        right = right + (factors,)
         sums = sums + (own,)
     rate = 1.0
     if NORM == "rms":
@@ -235,20 +183,35 @@ def block_gemv_mma_kernel(
     for block in range(begin, blocks, stride):
         total = nothing
         for set in gl.static_range(SETS):
-            low, high = nothing, nothing
-            for unit in gl.static_range(8):
-                left = unit_factors(_joined(ring[0][0], ring[0][1]), table, bank, DTYPE, SOURCE, LEFT)
-                low = gl.where(m_unit == unit, mma_v2(left[0], right[set][0], nothing), low)
-                if SOURCE != "table":
-                    high = gl.where(m_unit == unit, mma_v2(left[1], right[set][1], nothing), high)
+            products = (nothing, nothing, nothing, nothing)[:PARTS]
+            high = 0
+            for step in gl.static_range(8):
+                words = joined(ring[0])
+                high = high_bits(words, high, step, SOURCE)
+                left = unit_factors(words, high, table, bank, step, DTYPE, SOURCE, LEFT)
+                for part in gl.static_range(PARTS):
+                    one = gl.where(
+                        m_column == step % 4 * 2 + step // 4, mma_v2(left[part], right[set][part], nothing), products[0]
+                    )
+                    products = products[1:] + (one,)
                 ring = ring[1:] + (
-                    _words(weight, up, row, word, share, block + (set * 8 + unit + DEPTH) // STEPS * stride, blocks,
-                           (set * 8 + unit + DEPTH) % STEPS, n, K, FORMAT, SOURCE, GATE, num_warps),
+                    half_words(weight, up, block + (set * 8 + step + DEPTH) // STEPS * stride, blocks,
+                               (set * 8 + step + DEPTH) % STEPS // 8, n, (step + DEPTH) % 8, 16, K, FORMAT, SOURCE,
+                               GATE, num_warps),
                 )  # fmt: skip
-            total += _scaled((low, high), held[0], sums[set], weight, up, at, FORMAT, SOURCE, ZERO, GATE, MMA)
-            held = held[1:] + (
-                _scales(weight, up, at, block + stride, blocks, set, n, K, FORMAT, SOURCE, GATE, num_warps),
-            )
+            even = part_scales(held[0], weight, up, 16, SOURCE, ZERO, GATE, num_warps)
+            odd = part_scales(held[1], weight, up, 16, SOURCE, ZERO, GATE, num_warps)
+            for part in gl.static_range(PARTS):
+                total += products[part] * _of_both(even[part], odd[part], MMA)
+                if shifted(SOURCE):
+                    total += sums[set][part] * _of_both(even[PARTS + part], odd[PARTS + part], MMA)
+            later = ()
+            for span in gl.static_range(2):
+                later = later + (
+                    span_scales(weight, up, block + stride, blocks, set * 2 * num_warps + span, n, 16, K, FORMAT,
+                                SOURCE, GATE, 2, num_warps),
+                )  # fmt: skip
+            held = held[2:] + later
         y = gl.sum(gl.sum(total, axis=2), axis=0) * rate
         if GATE:
             y, other = gl.split(y.reshape([2, 8]).permute((1, 0)))
@@ -258,6 +221,12 @@ def block_gemv_mma_kernel(
             y = gl.expand_dims(gl.convert_layout(y, gl.SliceLayout(1, OUT)), 1)
             other = y
         write(y, other, block * TILE, 0, weight, up, after, y_ptr, 1, n, True, GATE, ACTIVATION, OUT)
+
+
+@gluon.jit
+def _of_both(even, odd, MMA: gl.constexpr):
+    """(S, N, 4) of units of either span as (S, N, 8)."""
+    return gl.convert_layout(gl.join(even, odd).reshape([even.shape[0], even.shape[1], 8]), MMA)
 
 
 def takes(norm, dtype: torch.dtype) -> bool:
@@ -277,7 +246,7 @@ def refusal(x, weight, up) -> str | None:
         return f"{weight.format.name}, not of units of {UNIT.value} columns"
     if x.numel() != k or x.dtype == torch.float32:
         return f"{x.numel() // k} rows of {x.dtype}"
-    if k % 256 or n * k >= 1 << 31:
+    if k % (512 if weight.format.source == "sixes" else 256) or n * k >= 1 << 31:
         return f"{n} x {k} numbers"
     if weight.format.source == "table" and weight.side.shift == 0:
         return "a scale to 32 columns"

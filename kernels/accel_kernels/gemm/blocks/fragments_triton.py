@@ -1,10 +1,15 @@
 """Blocks as factors of the tensor cores, from memory straight into registers: see `mma_operands_triton`.
 
-A unit is 64 columns of a row, of which each of four threads reads eight bytes. It is one product of 64 columns, all with
-one scale (`table`), or two of 32, each with a scale and a minimum of its own (`runs`). SOURCE says which.
+A set is 512 columns of a row, two spans of four units. A unit is 64 columns, of which four threads read what they
+multiply. Columns of a unit with one scale are one product, a part. SOURCE, a name of a format's own, says how:
 
-Places in a table of 16 are looked up two at a time: shared memory has all 256 pairs, 32 times, so that each thread of a
-warp has its own bank. It is declared in PTX, since this language gives no addresses of its own shared memory.
+- "table": places in a table of 16, two to a byte, one scale to a unit;
+- "runs": 32 bytes of 4-bit numbers, the lower halves before the upper ones, with a scale and a minimum each;
+- "bytes": two blocks of 32 bytes and a scale before them;
+- "sixes": 4 bits and 2 bits of numbers with a scale to 16.
+
+Places are looked up two at a time: shared memory has all 256 pairs, 32 times, so that each thread of a warp has its own
+bank. It is declared in PTX, since this language gives no addresses of its own shared memory.
 """
 
 from triton import constexpr_function
@@ -15,10 +20,24 @@ from accel_kernels.gemm.blocks.ggml_triton import ggml_format
 from accel_kernels.gemm.quantized.operands.mma_operands_triton import places
 from accel_kernels.gemm.quantized.operands.unpacking_triton import pairs
 
-UNIT = gl.constexpr(64)
+UNIT, SPAN, SET = gl.constexpr(64), gl.constexpr(256), gl.constexpr(512)
 ADDRESS = gl.constexpr("{\n.shared .align 128 .b8 pairs[32768];\nmov.u32 $0, pairs;\n}")
 PUT = gl.constexpr("st.shared.b32 [$1], $2;\nmov.b32 $0, $1;")
 AFTER_ALL = gl.constexpr("bar.sync 0;\nmov.b32 $0, $1;")
+
+
+@constexpr_function
+def parts_of(source):
+    """Products of a unit, each of as many columns."""
+    return {"table": 1, "runs": 2, "bytes": 2, "sixes": 4}[source]
+
+
+@constexpr_function
+def part_column(source, unit, part):
+    """The first column of a unit's part in its span."""
+    if source == "sixes":
+        return unit // 2 * 128 + unit % 2 * 32 + part // 2 * 64 + part % 2 * 16
+    return unit * 64 + part * 64 // parts_of(source)
 
 
 @constexpr_function
@@ -31,6 +50,22 @@ def _look_up():
         lines.append(f"add.u32 a{byte}, a{byte}, $10;")
         lines.append(f"ld.shared.b32 p{byte}, [a{byte}];")
         lines.append(f"mov.b32 {{${2 * byte}, ${2 * byte + 1}}}, p{byte};")
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+@constexpr_function
+def _six_bits(shift, upper, bf16):
+    """PTX: four numbers less 32. $4: the word of their 4 bits, lower or upper halves; $5: that of their 2 bits."""
+    kind, base, less = ("bf16x2", "0x43434343", "0xc320c320") if bf16 else ("f16x2", "0x64646464", "0xe420e420")
+    one = "0x3f803f80" if bf16 else "0x3c003c00"
+    lines = [".reg .b32 l, h, p<2>, one, less;", f"mov.b32 one, {one};", f"mov.b32 less, {less};"]
+    lines.append("shr.u32 l, $4, 4;\nand.b32 l, l, 0x0f0f0f0f;" if upper else "and.b32 l, $4, 0x0f0f0f0f;")
+    lines.append("mov.b32 h, $5;" if shift == 0 else f"{'shl' if shift > 0 else 'shr'}.b32 h, $5, {abs(shift)};")
+    lines.append("lop3.b32 l, h, 0x30303030, l, 0xea;")
+    for pair, order in enumerate(("0x4140", "0x4342")):
+        lines.append(f"prmt.b32 p{pair}, l, {base}, {order};")
+        lines.append(f"fma.rn.{kind} p{pair}, p{pair}, one, less;")
+        lines.append(f"mov.b32 {{${2 * pair}, ${2 * pair + 1}}}, p{pair};")
     return "{\n" + "\n".join(lines) + "\n}"
 
 
@@ -50,43 +85,105 @@ def pair_table(code_ptr, DTYPE: gl.constexpr, num_warps: gl.constexpr):
 
 
 @gluon.jit
-def unit_words(ptr, row, unit, word, inside, K: gl.constexpr, FORMAT: gl.constexpr, SOURCE: gl.constexpr):
-    """Words of a unit of rows. word: 0 to 7."""
-    if SOURCE == "table":
-        place = row * (K // 8) + (unit * 8 + word)
-    else:
-        F: gl.constexpr = ggml_format(FORMAT)
-        place = row * (K // 256 * (F.bytes // 4)) + unit // 4 * (F.bytes // 4) + unit % 4 * 8 + word + F.low.first // 4
+def _load(ptr, place, inside):
     return gl.load(ptr.to(gl.pointer_type(gl.int32)) + place, mask=inside, other=0, eviction_policy="evict_first")
 
 
 @gluon.jit
-def column_of(slot, SOURCE: gl.constexpr):
-    """The column in a unit of the slot of x that is multiplied by the number in the same slot of the weight."""
+def unit_words(ptr, row, span, word, inside, STEP: gl.constexpr, K: gl.constexpr, FORMAT: gl.constexpr,
+               SOURCE: gl.constexpr):  # fmt: skip
+    """What unit STEP of a set needs of half of the rows, tensors (S, H, 8). span: the first of the set. word: 0 to 7,
+    two of each thread.
+    """
     if SOURCE == "table":
-        return slot
+        return (_load(ptr, row * (K // 8) + span * 32 + STEP * 8 + word, inside),)
+    elif SOURCE == "runs":
+        F: gl.constexpr = ggml_format(FORMAT)
+        first = (row * (K // SPAN) + span) * (F.bytes // 4)
+        return (_load(ptr, first + (STEP // 4 * (F.bytes // 4) + STEP % 4 * 8 + F.low.first // 4) + word, inside),)
+    elif SOURCE == "bytes":
+        first = (row * (K // SPAN) + span) * 68 + STEP * 17
+        second = word % 2 == 1
+        even = word - word % 2
+        return (
+            _load(ptr, first + word, inside),
+            _load(ptr, first + even + gl.where(second, 9, 2), inside),
+            _load(ptr, first + even + 10, inside & ~second),
+        )
     else:
-        return slot // 16 * 8 + slot % 16 // 8 * 32 + slot % 8
+        # Two blocks are 105 words; numbers of the second begin in the middle of one.
+        first = (row * (K // SET) + span // 2) * 105 + word // 2 + word % 2 * 4
+        ODD: gl.constexpr = STEP // 4
+        LOW: gl.constexpr = ODD * 52 + STEP % 4 * 8
+        HIGH: gl.constexpr = ODD * 52 + 32 + STEP % 4 // 2 * 8
+        found = (_load(ptr, first + LOW, inside),)
+        if ODD:
+            found = found + (_load(ptr, first + LOW + 1, inside),)
+        if STEP % 2 == 0:  # the other unit of these bits takes them from this one
+            found = found + (_load(ptr, first + HIGH, inside),)
+            if ODD:
+                found = found + (_load(ptr, first + HIGH + 1, inside),)
+        return found
 
 
 @gluon.jit
-def unit_factors(words, table, bank, DTYPE: gl.constexpr, SOURCE: gl.constexpr, LEFT: gl.constexpr):
-    """Words (S, N, 8) as left factors, (S, N, 64) or twice (S, N, 32)."""
-    S: gl.constexpr = words.shape[0]
-    N: gl.constexpr = words.shape[1]
+def _middle(low, high):
+    return gl.inline_asm_elementwise(
+        "shf.r.wrap.b32 $0, $1, $2, 16;", "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _halves(words):
+    """(S, N, 8) as the first and the second word of each thread, (S, N, 4)."""
+    return gl.split(words.reshape([words.shape[0], words.shape[1], 4, 2]))
+
+
+@gluon.jit
+def high_bits(words, before, STEP: gl.constexpr, SOURCE: gl.constexpr):
+    """What `unit_factors` of this unit and the next need besides its own words. before: of the unit before."""
+    if SOURCE != "sixes" or STEP % 2 == 1:
+        return before
+    elif STEP < 4:
+        return words[1]
+    else:
+        return _middle(words[2], words[3])
+
+
+@gluon.jit
+def unit_factors(words, high, table, bank, STEP: gl.constexpr, DTYPE: gl.constexpr, SOURCE: gl.constexpr,
+                 LEFT: gl.constexpr):  # fmt: skip
+    """Words (S, N, 8) of unit STEP as left factors, (S, N, columns), one of a part."""
+    S: gl.constexpr = words[0].shape[0]
+    N: gl.constexpr = words[0].shape[1]
     if SOURCE == "table":
         LOOK_UP: gl.constexpr = _look_up()
         f = gl.inline_asm_elementwise(
-            LOOK_UP, "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r", [words, bank, table], dtype=(gl.int16,) * 8, is_pure=True, pack=1
-        )
-        low = gl.join(gl.join(f[0], f[1]), gl.join(f[2], f[3]))
-        high = gl.join(gl.join(f[4], f[5]), gl.join(f[6], f[7]))
+            LOOK_UP, "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r", [words[0], bank, table], dtype=(gl.int16,) * 8, is_pure=True,
+            pack=1,
+        )  # fmt: skip
+        lower = gl.join(gl.join(f[0], f[1]), gl.join(f[2], f[3]))
+        upper = gl.join(gl.join(f[4], f[5]), gl.join(f[6], f[7]))
         # Thread, word, number of a register, half of the instruction's columns, instruction of the word.
-        w = gl.join(low, high).reshape([S, N, 4, 2, 2, 2, 2]).permute((0, 1, 3, 6, 5, 2, 4)).reshape([S, N, 64])
-        return (gl.convert_layout(w.to(DTYPE, bitcast=True), LEFT),)
-    else:
-        f = pairs(words, 0, 0, "int4", DTYPE, False, False, True)
+        w = gl.join(lower, upper).reshape([S, N, 4, 2, 2, 2, 2]).permute((0, 1, 3, 6, 5, 2, 4))
+        return (gl.convert_layout(w.reshape([S, N, 64]).to(DTYPE, bitcast=True), LEFT),)
+    elif SOURCE == "runs":
+        f = pairs(words[0], 0, 0, "int4", DTYPE, False, False, True)
         return _run(f[0], f[1], f[4], f[5], DTYPE, LEFT), _run(f[2], f[3], f[6], f[7], DTYPE, LEFT)
+    elif SOURCE == "bytes":
+        a, b = _halves(words[0])
+        c, d = _halves(words[1])
+        e, _ = _halves(words[2])
+        f = pairs(gl.join(_middle(a, b), _middle(b, c)).reshape([S, N, 8]), 0, 0, "int8", DTYPE, False, False, True)
+        g = pairs(gl.join(d, e).reshape([S, N, 8]), 0, 0, "int8", DTYPE, False, False, True)
+        return _run(f[0], f[1], f[2], f[3], DTYPE, LEFT), _run(g[0], g[1], g[2], g[3], DTYPE, LEFT)
+    else:
+        low = words[0]
+        if STEP >= 4:
+            low = _middle(words[0], words[1])
+        first, second = _sixes(low, high, STEP % 2, False, DTYPE, LEFT)
+        third, fourth = _sixes(low, high, STEP % 2, True, DTYPE, LEFT)
+        return first, second, third, fourth
 
 
 @gluon.jit
@@ -98,17 +195,38 @@ def _run(a, b, c, d, DTYPE: gl.constexpr, LEFT: gl.constexpr):
 
 
 @gluon.jit
-def x_factors(x, SOURCE: gl.constexpr, RIGHT: gl.constexpr):
-    """Slots (S, M, 64) of x as right factors, (S, 64, M) or twice (S, 32, M)."""
+def _sixes(low, high, ODD: gl.constexpr, UPPER: gl.constexpr, DTYPE: gl.constexpr, LEFT: gl.constexpr):
+    """The two parts of the lower or upper halves of bytes: a thread's words belong to one each."""
+    S: gl.constexpr = low.shape[0]
+    N: gl.constexpr = low.shape[1]
+    PROGRAM: gl.constexpr = _six_bits(4 - 2 * ODD - 4 * UPPER, UPPER, DTYPE == gl.bfloat16)
+    f = gl.inline_asm_elementwise(
+        PROGRAM, "=h,=h,=h,=h,r,r", [low, high], dtype=(gl.int16,) * 4, is_pure=True, pack=1
+    )
+    w = gl.join(gl.join(f[0], f[1]), gl.join(f[2], f[3])).to(DTYPE, bitcast=True)
+    first, second = gl.split(w.reshape([S, N, 4, 2, 2, 2]).permute((0, 1, 2, 4, 5, 3)))
+    return _sixteen(first, LEFT), _sixteen(second, LEFT)
+
+
+@gluon.jit
+def _sixteen(w, LEFT: gl.constexpr):
+    """Thread, number of a register, half of the columns."""
+    w = w.permute((0, 1, 4, 2, 3)).reshape([w.shape[0], w.shape[1], 16])
+    return gl.convert_layout(w, LEFT)
+
+
+@gluon.jit
+def x_factor(x, SOURCE: gl.constexpr, RIGHT: gl.constexpr):
+    """x (S, M, columns of a part) as the right factor, (S, columns, M)."""
     S: gl.constexpr = x.shape[0]
     M: gl.constexpr = x.shape[1]
+    COLUMNS: gl.constexpr = x.shape[2]
     if SOURCE == "table":
-        x = x.reshape([S, M, 4, 2, 2, 2, 2]).permute((0, 3, 4, 5, 2, 6, 1)).reshape([S, 64, M])
-        return (gl.convert_layout(x, RIGHT),)
+        x = x.reshape([S, M, 4, 2, 2, 2, 2]).permute((0, 3, 4, 5, 2, 6, 1))
+    elif SOURCE == "sixes":
+        x = x.reshape([S, M, 4, 2, 2]).permute((0, 3, 2, 4, 1))
+    elif SOURCE == "bytes" and x.dtype == gl.float16:  # `pairs` are neighbors
+        x = x.reshape([S, M, 4, 2, 2, 2]).permute((0, 3, 4, 2, 5, 1))
     else:
-        low, high = gl.split(x.reshape([S, M, 4, 2, 2, 2, 2]).permute((0, 1, 2, 4, 5, 6, 3)))
-        low, high = low.permute((0, 3, 5, 2, 4, 1)), high.permute((0, 3, 5, 2, 4, 1))
-        return (
-            gl.convert_layout(low.reshape([S, 32, M]), RIGHT),
-            gl.convert_layout(high.reshape([S, 32, M]), RIGHT),
-        )
+        x = x.reshape([S, M, 4, 2, 2, 2]).permute((0, 3, 5, 2, 4, 1))
+    return gl.convert_layout(x.reshape([S, COLUMNS, M]), RIGHT)
