@@ -1,8 +1,8 @@
 """One row times a weight in blocks of few bits, on the tensor cores, as `gemv_mma_triton` has it.
 
-The right factor's columns are eight units of x, see `fragments_triton`: a unit of the weight times all of them gives one
-useful column, its own. So a thread has sums of whole units, and few scales to multiply them by. A set is eight units in
-a row. A warp keeps its sets of x in registers for all blocks of the weight's rows.
+The right factor's columns are the eight units of a set of x, see `fragments_triton`: a unit of the weight times all of
+them gives one useful column, its own. So a thread has sums of whole units, and few scales to multiply them by. A warp
+keeps its sets of x in registers for all blocks of the weight's rows.
 
 Serves one row in 16 bits, on compute capability 9.0 and later. All else of one row takes `block_linear_triton`.
 """
@@ -18,8 +18,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from accel_kernels.device import multiprocessors, programmatic
-from accel_kernels.gemm.blocks.block_weight import BlockArguments
 from accel_kernels.gemm.blocks.block_scales_triton import part_scales, shifted, span_scales
+from accel_kernels.gemm.blocks.block_weight import BlockArguments
 from accel_kernels.gemm.blocks.fragments_triton import (
     SET,
     SPAN,
@@ -68,14 +68,14 @@ def half_words(weight, up, block, blocks, turn, n, STEP: gl.constexpr, ROWS: gl.
     span = (turn * num_warps + share) * 2
     inside = (span + STEP // 4 < K // SPAN) & (block < blocks)
     if GATE:
-        row = gl.minimum(block * H + row, n - 1)
+        row = gl.minimum(block * H + row, n - 1).to(gl.int64)
         low = unit_words(weight.data, row, span, word, inside, STEP, K, FORMAT, SOURCE)
         return low, unit_words(up.data, row, span, word, inside, STEP, K, FORMAT, SOURCE)
     else:
         row = block * ROWS + row // 8 * 16 + row % 8
-        low = unit_words(weight.data, gl.minimum(row, n - 1), span, word, inside, STEP, K, FORMAT, SOURCE)
-        high = unit_words(weight.data, gl.minimum(row + 8, n - 1), span, word, inside, STEP, K, FORMAT, SOURCE)
-        return low, high
+        low, high = gl.minimum(row, n - 1).to(gl.int64), gl.minimum(row + 8, n - 1).to(gl.int64)
+        first = unit_words(weight.data, low, span, word, inside, STEP, K, FORMAT, SOURCE)
+        return first, unit_words(weight.data, high, span, word, inside, STEP, K, FORMAT, SOURCE)
 
 
 @gluon.jit
@@ -234,18 +234,18 @@ def takes(norm, dtype: torch.dtype) -> bool:
     return not norm.centered and norm.bias is None and dtype == torch.bfloat16
 
 
-def block_gemv_tile(n: int, k: int, gate: bool, processors: int) -> BlockGemvTile:
+def block_gemv_tile(rows: int, n: int, k: int, gate: bool, processors: int) -> BlockGemvTile:
     """Counted, not measured."""
     return BlockGemvTile(16, 4, 1) if k > 4096 else BlockGemvTile(8, 4, 2)
 
 
 def refusal(x, weight, up) -> str | None:
-    """Why `block_gemv_mma` cannot take what `block_linear` supports."""
+    """Why kernels of fragments cannot take what `block_linear` supports, for their number of rows."""
     n, k = weight.shape
     if not weight.format.source:
         return f"{weight.format.name}, not of units of {UNIT.value} columns"
-    if x.numel() != k or x.dtype == torch.float32:
-        return f"{x.numel() // k} rows of {x.dtype}"
+    if x.dtype == torch.float32:
+        return f"rows of {x.dtype}"
     if k % (512 if weight.format.source == "sixes" else 256) or n * k >= 1 << 31:
         return f"{n} x {k} numbers"
     if weight.format.source == "table" and weight.side.shift == 0:
@@ -256,12 +256,9 @@ def refusal(x, weight, up) -> str | None:
 
 
 def block_gemv_mma(x, weight, norm, epilogue, tile, y):
-    """Writes what `block_linear` returns into y. Raises ValueError with `refusal`."""
+    """Writes what `block_linear` returns into y."""
     n, k = weight.shape
     up = epilogue.up
-    reason = refusal(x, weight, up)
-    if reason is not None:
-        raise ValueError(reason)
     gate = up is not None
     if norm is not None and not takes(norm, x.dtype):
         x, norm = apply_norm(x, norm), None

@@ -71,6 +71,13 @@ def _ggml(name, rows, k, n, format, compute=torch.float32, **more):
 
 CASES = (
     _ggml("q4_k", 1, 512, 21, "Q4_K", norm="rms", gate=True, activation="silu", small=True),
+    _ggml("q4_k-half-rows-9-gate", 9, 768, 37, "Q4_K", torch.float16, gate=True, activation="silu", bias=True),
+    _ggml("q8_0", 1, 768, 45, "Q8_0", norm="rms", residual=True, scale=0.5),
+    _ggml("q8_0-rows-3-gate", 3, 256, 21, "Q8_0", gate=True, activation="silu"),
+    _ggml("q6_k-gate", 1, 1024, 21, "Q6_K", norm="gemma", gate=True, activation="silu"),
+    _ggml("q6_k-rows-16", 16, 5120, 71, "Q6_K", bias=True),
+    _case("fp4-1280", 1, 1280, 37, "fp4", norm="rms", residual=True),
+    _case("nf4-rows-13-256", 13, 768, 77, size=256, nested=True, gate=True, activation="silu", bias=True),
     _ggml("q6_k-rows-5", 5, 512, 33, "Q6_K", residual=True, small=True),
     _ggml("q8_0-half-rows-17", 17, 96, 35, "Q8_0", torch.float16, bias=True, activation="gelu_tanh", small=True),
     _case("nf4", 1, 96, 37, size=32, small=True),

@@ -12,6 +12,12 @@ import triton.language as tl
 
 from accel_kernels.device import AMPERE, interpreted, multiprocessors, programmatic, reaches, upcast
 from accel_kernels.gemm.blocks.block_gemv_mma_triton import BlockGemvTile, block_gemv_mma, block_gemv_tile, refusal
+from accel_kernels.gemm.blocks.block_skinny_mma_triton import (
+    MOST_SKINNY_ROWS,
+    BlockSkinnyTile,
+    block_skinny_mma,
+    block_skinny_tile,
+)
 from accel_kernels.gemm.blocks.block_weight import BlockArguments
 from accel_kernels.gemm.blocks.unpacking_triton import UNPACKING, format_flags, unpack_blocks
 from accel_kernels.gemm.epilogue import Epilogue
@@ -126,15 +132,17 @@ def block_tile(rows: int, n: int, columns: int, gate: bool, wide: bool, processo
 
 
 def block_linear(x, weight, bias=None, *, norm=None, tile=None, **after):
-    """Same arguments and result as the reference. tile: a `BlockTile` or `BlockGemvTile`."""
+    """Same arguments and result as the reference. tile: of one of the kernels."""
     n, k = weight.shape
     rows, after = x.numel() // k, Epilogue(bias, **after)
     y = torch.empty((*x.shape[:-1], n), device=x.device, dtype=x.dtype)
     gate, columns = after.up is not None, weight.format.columns
-    if tile is None and reaches(x.device, AMPERE) and refusal(x, weight, after.up) is None:
-        tile = block_gemv_tile(n, k, gate, multiprocessors(x.device))
-    if isinstance(tile, BlockGemvTile):
-        block_gemv_mma(x, weight, norm, after, tile, y)
+    if tile is None and reaches(x.device, AMPERE) and rows <= MOST_SKINNY_ROWS and refusal(x, weight, after.up) is None:
+        choose = block_gemv_tile if rows == 1 else block_skinny_tile
+        tile = choose(rows, n, k, gate, multiprocessors(x.device))
+    if isinstance(tile, BlockGemvTile | BlockSkinnyTile):
+        run = block_gemv_mma if isinstance(tile, BlockGemvTile) else block_skinny_mma
+        run(x, weight, norm, after, tile, y)
         return y
     if tile is None:
         tile = block_tile(rows, n, columns, gate, x.dtype == torch.float32, multiprocessors(x.device))

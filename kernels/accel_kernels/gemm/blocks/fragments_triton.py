@@ -96,19 +96,18 @@ def unit_words(ptr, row, span, word, inside, STEP: gl.constexpr, K: gl.constexpr
     two of each thread.
     """
     if SOURCE == "table":
-        return (_load(ptr, row * (K // 8) + span * 32 + STEP * 8 + word, inside),)
+        return (_load(ptr, row * (K // 8) + span * 32 + word + STEP * 8, inside),)
     elif SOURCE == "runs":
         F: gl.constexpr = ggml_format(FORMAT)
-        first = (row * (K // SPAN) + span) * (F.bytes // 4)
-        return (_load(ptr, first + (STEP // 4 * (F.bytes // 4) + STEP % 4 * 8 + F.low.first // 4) + word, inside),)
+        first = (row * (K // SPAN) + span) * (F.bytes // 4) + word
+        return (_load(ptr, first + (STEP // 4 * (F.bytes // 4) + STEP % 4 * 8 + F.low.first // 4), inside),)
     elif SOURCE == "bytes":
-        first = (row * (K // SPAN) + span) * 68 + STEP * 17
-        second = word % 2 == 1
-        even = word - word % 2
+        second = word % 2
+        first = (row * (K // SPAN) + span) * 68 + (word - second)
         return (
-            _load(ptr, first + word, inside),
-            _load(ptr, first + even + gl.where(second, 9, 2), inside),
-            _load(ptr, first + even + 10, inside & ~second),
+            _load(ptr, first + second + STEP * 17, inside),
+            _load(ptr, first + second * 7 + (STEP * 17 + 2), inside),
+            _load(ptr, first + (STEP * 17 + 10), inside & (second == 0)),
         )
     else:
         # Two blocks are 105 words; numbers of the second begin in the middle of one.
@@ -200,9 +199,7 @@ def _sixes(low, high, ODD: gl.constexpr, UPPER: gl.constexpr, DTYPE: gl.constexp
     S: gl.constexpr = low.shape[0]
     N: gl.constexpr = low.shape[1]
     PROGRAM: gl.constexpr = _six_bits(4 - 2 * ODD - 4 * UPPER, UPPER, DTYPE == gl.bfloat16)
-    f = gl.inline_asm_elementwise(
-        PROGRAM, "=h,=h,=h,=h,r,r", [low, high], dtype=(gl.int16,) * 4, is_pure=True, pack=1
-    )
+    f = gl.inline_asm_elementwise(PROGRAM, "=h,=h,=h,=h,r,r", [low, high], dtype=(gl.int16,) * 4, is_pure=True, pack=1)
     w = gl.join(gl.join(f[0], f[1]), gl.join(f[2], f[3])).to(DTYPE, bitcast=True)
     first, second = gl.split(w.reshape([S, N, 4, 2, 2, 2]).permute((0, 1, 2, 4, 5, 3)))
     return _sixteen(first, LEFT), _sixteen(second, LEFT)
