@@ -188,10 +188,12 @@ def block_gemv_mma_kernel(
             for step in gl.static_range(8):
                 words = joined(ring[0])
                 high = high_bits(words, high, step, SOURCE)
-                left = unit_factors(words, high, table, bank, step, DTYPE, SOURCE, LEFT)
+                left = unit_factors(words, high, table, bank, 0, step, DTYPE, SOURCE, False)
                 for part in gl.static_range(PARTS):
                     one = gl.where(
-                        m_column == step % 4 * 2 + step // 4, mma_v2(left[part], right[set][part], nothing), products[0]
+                        m_column == step % 4 * 2 + step // 4,
+                        mma_v2(gl.convert_layout(left[part], LEFT), right[set][part], nothing),
+                        products[0],
                     )
                     products = products[1:] + (one,)
                 ring = ring[1:] + (

@@ -133,10 +133,12 @@ def block_skinny_mma_kernel(
             x = _x(x_ptr, set if step < 7 else next_set, m, (step + 1) % 8, K, BLOCK_M, SOURCE, num_warps)
             words = joined(ring[0])
             high = high_bits(words, high, step, SOURCE)
-            left = unit_factors(words, high, table, bank, step, DTYPE, SOURCE, LEFT)
+            left = unit_factors(words, high, table, bank, 0, step, DTYPE, SOURCE, False)
             for part in gl.static_range(PARTS):
                 right = x_factor(this_x[part], SOURCE, RIGHT)
-                acc += mma_v2(left[part], right, nothing) * _of_unit(scales[part], step % 4, BLOCK_M, MMA)
+                acc += mma_v2(gl.convert_layout(left[part], LEFT), right, nothing) * _of_unit(
+                    scales[part], step % 4, BLOCK_M, MMA
+                )
                 if shifted(SOURCE):
                     sums = column_sums(right, BLOCK_N, MMA, LEFT)
                     acc += sums * _of_unit(scales[PARTS + part], step % 4, BLOCK_M, MMA)

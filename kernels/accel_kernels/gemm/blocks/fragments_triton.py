@@ -18,7 +18,6 @@ from triton.experimental.gluon import language as gl
 
 from accel_kernels.gemm.blocks.ggml_triton import ggml_format
 from accel_kernels.gemm.quantized.operands.mma_operands_triton import places
-from accel_kernels.gemm.quantized.operands.unpacking_triton import pairs
 
 UNIT, SPAN, SET = gl.constexpr(64), gl.constexpr(256), gl.constexpr(512)
 ADDRESS = gl.constexpr("{\n.shared .align 128 .b8 pairs[32768];\nmov.u32 $0, pairs;\n}")
@@ -41,32 +40,70 @@ def part_column(source, unit, part):
 
 
 @constexpr_function
-def _look_up():
-    """PTX: the pairs of a word's four bytes. $8: the word, $9: the thread's bank, $10: the table."""
-    lines = [".reg .b32 a<4>, p<4>;"]
-    for byte in range(4):
-        lines.append(f"{'shl' if byte == 0 else 'shr'}.b32 a{byte}, $8, {abs(8 * byte - 7)};")
-        lines.append(f"lop3.b32 a{byte}, a{byte}, 0x7f80, $9, 0xea;")
-        lines.append(f"add.u32 a{byte}, a{byte}, $10;")
-        lines.append(f"ld.shared.b32 p{byte}, [a{byte}];")
-        lines.append(f"mov.b32 {{${2 * byte}, ${2 * byte + 1}}}, p{byte};")
+def _program(source, bf16, scaled, shift=0, upper=False):
+    """PTX that makes numbers of a word, $1 two of them in turns, and what it takes besides the word.
+
+    Then come: of "table" the thread's bank and the table; of "sixes" the word of the upper bits, which `shift` and
+    `upper` are about; where scaled the scale of each part, of "runs" after it what is added to numbers times it.
+    """
+    kind, base = ("bf16x2", "0x43434343") if bf16 else ("f16x2", "0x64646464")
+    count = {"table": 4, "runs": 4, "bytes": 2, "sixes": 2}[source]
+    word, lines = 2 * count, [f".reg .b32 p<{count}>, q<2>, l, h, w<4>, one, less;\n.reg .f32 f, g;"]
+    parts = [0] * count
+    if source == "table":
+        for byte in range(4):
+            lines.append(f"{'shl' if byte == 0 else 'shr'}.b32 l, ${word}, {abs(8 * byte - 7)};")
+            lines.append(f"lop3.b32 l, l, 0x7f80, ${word + 1}, 0xea;\nadd.u32 l, l, ${word + 2};")
+            lines.append(f"ld.shared.b32 p{byte}, [l];")
+        scales = word + 3
+    elif source == "runs":  # nibbles 0 and 4, 1 and 5 ...
+        for at in range(4):
+            lines.append(f"shr.u32 w{at}, ${word}, {4 * at};")
+            lines.append(f"lop3.b32 p{at}, w{at}, 0x000f000f, {'0x43004300' if bf16 else '0x64006400'}, 0xea;")
+        scales, parts = word + 1, [0, 1, 0, 1]
+    elif source == "bytes" and bf16:  # bytes 0 and 2, 1 and 3: (7 bits + 128.0) - (the sign's bit + 128.0)
+        lines.append(f"mov.b32 less, 0xbf80bf80;\nmov.b32 w0, ${word};\nshr.u32 w1, ${word}, 8;")
+        for at in range(2):
+            lines.append(f"lop3.b32 p{at}, w{at}, 0x007f007f, 0x43004300, 0xea;")
+            lines.append(f"lop3.b32 q{at}, w{at}, 0x00800080, 0x43004300, 0xea;")
+            lines.append(f"fma.rn.bf16x2 p{at}, q{at}, less, p{at};")
+        scales = word + 1
+    elif source == "bytes":  # 1024 + 128 + n
+        lines.append(f"mov.b32 less, 0x64806480;\nxor.b32 l, ${word}, 0x80808080;")
+        for at, order in enumerate(("0x4240", "0x4341")):
+            lines.append(f"prmt.b32 p{at}, l, 0x64646464, {order};")
+            lines.append(f"sub.rn.f16x2 p{at}, p{at}, less;")
+        scales = word + 1
+    else:
+        lines.append(f"mov.b32 one, {'0x3f803f80' if bf16 else '0x3c003c00'};")
+        lines.append(f"mov.b32 less, {'0xc320c320' if bf16 else '0xe420e420'};")
+        lines.append(f"shr.u32 l, ${word}, {4 * upper};\nand.b32 l, l, 0x0f0f0f0f;")
+        lines.append(f"{'shl' if shift > 0 else 'shr'}.b32 h, ${word + 1}, {abs(shift)};")
+        lines.append("lop3.b32 l, h, 0x30303030, l, 0xea;")
+        for at, order in enumerate(("0x4140", "0x4342")):
+            lines.append(f"prmt.b32 p{at}, l, {base}, {order};\nfma.rn.{kind} p{at}, p{at}, one, less;")
+        scales = word + 2
+    for at in range(count):
+        if scaled:
+            scale = scales + parts[at] * (2 if source == "runs" else 1)
+            if bf16:
+                lines.append(f"shl.b32 l, p{at}, 16;\nand.b32 h, p{at}, 0xffff0000;\nmov.b32 f, l;\nmov.b32 g, h;")
+            else:
+                lines.append(f"{{\n.reg .b16 a, b;\nmov.b32 {{a, b}}, p{at};\ncvt.f32.f16 f, a;\ncvt.f32.f16 g, b;\n}}")
+            for one in "fg":
+                lines.append(
+                    f"fma.rn.f32 {one}, {one}, ${scale}, ${scale + 1};"
+                    if source == "runs"
+                    else f"mul.f32 {one}, {one}, ${scale};"
+                )
+            lines.append(f"cvt.rn.{kind}.f32 p{at}, g, f;")
+        lines.append(f"mov.b32 {{${2 * at}, ${2 * at + 1}}}, p{at};")
     return "{\n" + "\n".join(lines) + "\n}"
 
 
 @constexpr_function
-def _six_bits(shift, upper, bf16):
-    """PTX: four numbers less 32. $4: the word of their 4 bits, lower or upper halves; $5: that of their 2 bits."""
-    kind, base, less = ("bf16x2", "0x43434343", "0xc320c320") if bf16 else ("f16x2", "0x64646464", "0xe420e420")
-    one = "0x3f803f80" if bf16 else "0x3c003c00"
-    lines = [".reg .b32 l, h, p<2>, one, less;", f"mov.b32 one, {one};", f"mov.b32 less, {less};"]
-    lines.append("shr.u32 l, $4, 4;\nand.b32 l, l, 0x0f0f0f0f;" if upper else "and.b32 l, $4, 0x0f0f0f0f;")
-    lines.append("mov.b32 h, $5;" if shift == 0 else f"{'shl' if shift > 0 else 'shr'}.b32 h, $5, {abs(shift)};")
-    lines.append("lop3.b32 l, h, 0x30303030, l, 0xea;")
-    for pair, order in enumerate(("0x4140", "0x4342")):
-        lines.append(f"prmt.b32 p{pair}, l, {base}, {order};")
-        lines.append(f"fma.rn.{kind} p{pair}, p{pair}, one, less;")
-        lines.append(f"mov.b32 {{${2 * pair}, ${2 * pair + 1}}}, p{pair};")
-    return "{\n" + "\n".join(lines) + "\n}"
+def _operands(results, words, floats):
+    return ",".join(["=h"] * results + ["r"] * words + ["f"] * floats)
 
 
 @gluon.jit
@@ -150,66 +187,107 @@ def high_bits(words, before, STEP: gl.constexpr, SOURCE: gl.constexpr):
 
 
 @gluon.jit
-def unit_factors(words, high, table, bank, STEP: gl.constexpr, DTYPE: gl.constexpr, SOURCE: gl.constexpr,
-                 LEFT: gl.constexpr):  # fmt: skip
-    """Words (S, N, 8) of unit STEP as left factors, (S, N, columns), one of a part."""
+def unit_factors(words, high, table, bank, scales, STEP: gl.constexpr, DTYPE: gl.constexpr, SOURCE: gl.constexpr,
+                 SCALED: gl.constexpr):  # fmt: skip
+    """Words (S, N, 8) of unit STEP as numbers (S, N, columns), one tensor of a part, in the order of a left factor.
+
+    scales: where SCALED of each thread's words, (S, N, 8), of every part, as `part_scales` has them: numbers are
+    values then, rounded to DTYPE.
+    """
     S: gl.constexpr = words[0].shape[0]
     N: gl.constexpr = words[0].shape[1]
+    BF16: gl.constexpr = DTYPE == gl.bfloat16
     if SOURCE == "table":
-        LOOK_UP: gl.constexpr = _look_up()
+        PROGRAM: gl.constexpr = _program(SOURCE, BF16, SCALED)
+        given = (words[0], bank, table)
+        if SCALED:
+            given = given + (scales[0],)
         f = gl.inline_asm_elementwise(
-            LOOK_UP, "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r", [words[0], bank, table], dtype=(gl.int16,) * 8, is_pure=True,
-            pack=1,
-        )  # fmt: skip
+            PROGRAM, _operands(8, 3, SCALED), given, dtype=(gl.int16,) * 8, is_pure=True, pack=1
+        )
         lower = gl.join(gl.join(f[0], f[1]), gl.join(f[2], f[3]))
         upper = gl.join(gl.join(f[4], f[5]), gl.join(f[6], f[7]))
         # Thread, word, number of a register, half of the instruction's columns, instruction of the word.
         w = gl.join(lower, upper).reshape([S, N, 4, 2, 2, 2, 2]).permute((0, 1, 3, 6, 5, 2, 4))
-        return (gl.convert_layout(w.reshape([S, N, 64]).to(DTYPE, bitcast=True), LEFT),)
+        return (w.reshape([S, N, 64]).to(DTYPE, bitcast=True),)
     elif SOURCE == "runs":
-        f = pairs(words[0], 0, 0, "int4", DTYPE, False, False, True)
-        return _run(f[0], f[1], f[4], f[5], DTYPE, LEFT), _run(f[2], f[3], f[6], f[7], DTYPE, LEFT)
+        PROGRAM: gl.constexpr = _program(SOURCE, BF16, SCALED)
+        given = (words[0],)
+        if SCALED:
+            given = given + (scales[0], scales[2], scales[1], scales[3])
+        f = gl.inline_asm_elementwise(
+            PROGRAM, _operands(8, 1, 4 * SCALED), given, dtype=(gl.int16,) * 8, is_pure=True, pack=1
+        )
+        return _run(f[0], f[1], f[4], f[5], DTYPE), _run(f[2], f[3], f[6], f[7], DTYPE)
     elif SOURCE == "bytes":
         a, b = _halves(words[0])
         c, d = _halves(words[1])
         e, _ = _halves(words[2])
-        f = pairs(gl.join(_middle(a, b), _middle(b, c)).reshape([S, N, 8]), 0, 0, "int8", DTYPE, False, False, True)
-        g = pairs(gl.join(d, e).reshape([S, N, 8]), 0, 0, "int8", DTYPE, False, False, True)
-        return _run(f[0], f[1], f[2], f[3], DTYPE, LEFT), _run(g[0], g[1], g[2], g[3], DTYPE, LEFT)
+        first = gl.join(_middle(a, b), _middle(b, c)).reshape([S, N, 8])
+        second = gl.join(d, e).reshape([S, N, 8])
+        if SCALED:
+            return _bytes(first, scales[0], True, DTYPE), _bytes(second, scales[1], True, DTYPE)
+        else:
+            return _bytes(first, 0, False, DTYPE), _bytes(second, 0, False, DTYPE)
     else:
         low = words[0]
         if STEP >= 4:
             low = _middle(words[0], words[1])
-        first, second = _sixes(low, high, STEP % 2, False, DTYPE, LEFT)
-        third, fourth = _sixes(low, high, STEP % 2, True, DTYPE, LEFT)
+        if SCALED:
+            one, other = _of_word(scales[0], scales[1]), _of_word(scales[2], scales[3])
+            first, second = _sixes(low, high, one, STEP % 2, False, True, DTYPE)
+            third, fourth = _sixes(low, high, other, STEP % 2, True, True, DTYPE)
+        else:
+            first, second = _sixes(low, high, 0, STEP % 2, False, False, DTYPE)
+            third, fourth = _sixes(low, high, 0, STEP % 2, True, False, DTYPE)
         return first, second, third, fourth
 
 
 @gluon.jit
-def _run(a, b, c, d, DTYPE: gl.constexpr, LEFT: gl.constexpr):
+def _run(a, b, c, d, DTYPE: gl.constexpr):
     S: gl.constexpr = a.shape[0]
     N: gl.constexpr = a.shape[1]
     w = gl.join(gl.join(a, b), gl.join(c, d)).reshape([S, N, 4, 2, 2, 2]).permute((0, 1, 3, 5, 2, 4))
-    return gl.convert_layout(w.reshape([S, N, 32]).to(DTYPE, bitcast=True), LEFT)
+    return w.reshape([S, N, 32]).to(DTYPE, bitcast=True)
 
 
 @gluon.jit
-def _sixes(low, high, ODD: gl.constexpr, UPPER: gl.constexpr, DTYPE: gl.constexpr, LEFT: gl.constexpr):
+def _bytes(words, scale, SCALED: gl.constexpr, DTYPE: gl.constexpr):
+    PROGRAM: gl.constexpr = _program("bytes", DTYPE == gl.bfloat16, SCALED)
+    given = (words,)
+    if SCALED:
+        given = given + (scale,)
+    f = gl.inline_asm_elementwise(PROGRAM, _operands(4, 1, SCALED), given, dtype=(gl.int16,) * 4, is_pure=True, pack=1)
+    return _run(f[0], f[1], f[2], f[3], DTYPE)
+
+
+@gluon.jit
+def _of_word(first, second):
+    """Of a thread's two words the first's of `first`, the second's of `second`, which have both alike."""
+    a, _ = _halves(first)
+    b, _ = _halves(second)
+    return gl.join(a, b).reshape([first.shape[0], first.shape[1], 8])
+
+
+@gluon.jit
+def _sixes(low, high, scale, ODD: gl.constexpr, UPPER: gl.constexpr, SCALED: gl.constexpr, DTYPE: gl.constexpr):
     """The two parts of the lower or upper halves of bytes: a thread's words belong to one each."""
     S: gl.constexpr = low.shape[0]
     N: gl.constexpr = low.shape[1]
-    PROGRAM: gl.constexpr = _six_bits(4 - 2 * ODD - 4 * UPPER, UPPER, DTYPE == gl.bfloat16)
-    f = gl.inline_asm_elementwise(PROGRAM, "=h,=h,=h,=h,r,r", [low, high], dtype=(gl.int16,) * 4, is_pure=True, pack=1)
+    PROGRAM: gl.constexpr = _program("sixes", DTYPE == gl.bfloat16, SCALED, 4 - 2 * ODD - 4 * UPPER, UPPER)
+    given = (low, high)
+    if SCALED:
+        given = given + (scale,)
+    f = gl.inline_asm_elementwise(PROGRAM, _operands(4, 2, SCALED), given, dtype=(gl.int16,) * 4, is_pure=True, pack=1)
     w = gl.join(gl.join(f[0], f[1]), gl.join(f[2], f[3])).to(DTYPE, bitcast=True)
     first, second = gl.split(w.reshape([S, N, 4, 2, 2, 2]).permute((0, 1, 2, 4, 5, 3)))
-    return _sixteen(first, LEFT), _sixteen(second, LEFT)
+    return _sixteen(first), _sixteen(second)
 
 
 @gluon.jit
-def _sixteen(w, LEFT: gl.constexpr):
+def _sixteen(w):
     """Thread, number of a register, half of the columns."""
-    w = w.permute((0, 1, 4, 2, 3)).reshape([w.shape[0], w.shape[1], 16])
-    return gl.convert_layout(w, LEFT)
+    return w.permute((0, 1, 4, 2, 3)).reshape([w.shape[0], w.shape[1], 16])
 
 
 @gluon.jit
@@ -222,8 +300,6 @@ def x_factor(x, SOURCE: gl.constexpr, RIGHT: gl.constexpr):
         x = x.reshape([S, M, 4, 2, 2, 2, 2]).permute((0, 3, 4, 5, 2, 6, 1))
     elif SOURCE == "sixes":
         x = x.reshape([S, M, 4, 2, 2]).permute((0, 3, 2, 4, 1))
-    elif SOURCE == "bytes" and x.dtype == gl.float16:  # `pairs` are neighbors
-        x = x.reshape([S, M, 4, 2, 2, 2]).permute((0, 3, 4, 2, 5, 1))
     else:
         x = x.reshape([S, M, 4, 2, 2, 2]).permute((0, 3, 5, 2, 4, 1))
     return gl.convert_layout(x.reshape([S, COLUMNS, M]), RIGHT)
