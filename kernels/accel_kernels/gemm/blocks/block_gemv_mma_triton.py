@@ -18,7 +18,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from accel_kernels.device import multiprocessors, programmatic
-from accel_kernels.gemm.blocks.block_scales_triton import part_scales, shifted, span_scales
+from accel_kernels.gemm.blocks.block_scales_triton import (
+    banks,
+    half_words,
+    joined,
+    part_scales,
+    shifted,
+    span_scales,
+)
 from accel_kernels.gemm.blocks.block_weight import BlockArguments
 from accel_kernels.gemm.blocks.fragments_triton import (
     SET,
@@ -28,13 +35,13 @@ from accel_kernels.gemm.blocks.fragments_triton import (
     pair_table,
     parts_of,
     unit_factors,
-    unit_words,
     x_factor,
 )
 from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.gemm.quantized.operands.mma_operands_triton import (
     column_sums,
     places,
+    scales_layout,
     squares_layout,
     words_layout,
     x_layout,
@@ -60,52 +67,6 @@ def sets_of(k, warps):
 
 
 @gluon.jit
-def half_words(weight, up, block, blocks, turn, n, STEP: gl.constexpr, ROWS: gl.constexpr, K: gl.constexpr,
-               FORMAT: gl.constexpr, SOURCE: gl.constexpr, GATE: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
-    """Words of both halves of a block's rows, of unit STEP of every warp's set `turn`; 0 where there is nothing."""
-    H: gl.constexpr = ROWS // 2
-    share, row, word = places(num_warps, H, 8, words_layout(num_warps, H, 2))
-    span = (turn * num_warps + share) * 2
-    inside = (span + STEP // 4 < K // SPAN) & (block < blocks)
-    if GATE:
-        row = gl.minimum(block * H + row, n - 1).to(gl.int64)
-        low = unit_words(weight.data, row, span, word, inside, STEP, K, FORMAT, SOURCE)
-        return low, unit_words(up.data, row, span, word, inside, STEP, K, FORMAT, SOURCE)
-    else:
-        row = block * ROWS + row // 8 * 16 + row % 8
-        low, high = gl.minimum(row, n - 1).to(gl.int64), gl.minimum(row + 8, n - 1).to(gl.int64)
-        first = unit_words(weight.data, low, span, word, inside, STEP, K, FORMAT, SOURCE)
-        return first, unit_words(weight.data, high, span, word, inside, STEP, K, FORMAT, SOURCE)
-
-
-@gluon.jit
-def joined(halves):
-    """Twice (S, N / 2, words) as (S, N, words), eight rows of either in turns."""
-    found = ()
-    for at in gl.static_range(len(halves[0])):
-        found = found + (_in_turns(halves[0][at], halves[1][at]),)
-    return found
-
-
-@gluon.jit
-def _in_turns(low, high):
-    S: gl.constexpr = low.shape[0]
-    H: gl.constexpr = low.shape[1]
-    W: gl.constexpr = low.shape[2]
-    w = gl.join(low.reshape([S, H // 8, 8, W]), high.reshape([S, H // 8, 8, W]))
-    return w.permute((0, 1, 4, 2, 3)).reshape([S, 2 * H, W])
-
-
-@gluon.jit
-def banks(ROWS: gl.constexpr, num_warps: gl.constexpr):
-    """Where each thread's bank begins, in the shape of `joined` words."""
-    H: gl.constexpr = ROWS // 2
-    share, row, word = places(num_warps, H, 8, words_layout(num_warps, H, 2))
-    bank = ((row % 8 * 16 + word // 2 * 4) + share * 0,)
-    return joined((bank, bank))[0]
-
-
-@gluon.jit
 def block_gemv_mma_kernel(
     x_ptr, weight, up, norm, after, y_ptr, n, K: gl.constexpr, FORMAT: gl.constexpr, SOURCE: gl.constexpr,
     NORM: gl.constexpr, GATE: gl.constexpr, ACTIVATION: gl.constexpr, DEPTH: gl.constexpr, PDL: gl.constexpr,
@@ -123,6 +84,8 @@ def block_gemv_mma_kernel(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     X: gl.constexpr = x_layout(num_warps, 8, COLUMNS)
+    HALF: gl.constexpr = words_layout(num_warps, 8, 2)
+    SCALES: gl.constexpr = scales_layout(num_warps, 16)
     OUT: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, num_warps], [0, 1])
     blocks = (n + TILE - 1) // TILE
     stride = gl.num_programs(0)
@@ -131,13 +94,13 @@ def block_gemv_mma_kernel(
     for ahead in gl.static_range(DEPTH):
         ring = ring + (
             half_words(weight, up, begin + ahead // STEPS * stride, blocks, ahead % STEPS // 8, n, ahead % 8, 16, K,
-                       FORMAT, SOURCE, GATE, num_warps),
+                       FORMAT, SOURCE, GATE, num_warps, HALF),
         )  # fmt: skip
     held = ()
     for span in gl.static_range(2 * SETS):
         held = held + (
             span_scales(weight, up, begin, blocks, span // 2 * 2 * num_warps + span % 2, n, 16, K, FORMAT, SOURCE,
-                        GATE, 2, num_warps),
+                        GATE, num_warps, SCALES),
         )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -145,7 +108,7 @@ def block_gemv_mma_kernel(
     bank = 0
     if SOURCE == "table":
         table = pair_table(weight.side.code, DTYPE, num_warps)
-        bank = banks(16, num_warps)
+        bank = banks(16, num_warps, HALF)
     if PDL:
         tl.extra.cuda.gdc_wait()
     # A thread has the sums of columns 2 t and 2 t + 1: of unit t of either span, as it has their scales.
@@ -199,10 +162,10 @@ def block_gemv_mma_kernel(
                 ring = ring[1:] + (
                     half_words(weight, up, block + (set * 8 + step + DEPTH) // STEPS * stride, blocks,
                                (set * 8 + step + DEPTH) % STEPS // 8, n, (step + DEPTH) % 8, 16, K, FORMAT, SOURCE,
-                               GATE, num_warps),
+                               GATE, num_warps, HALF),
                 )  # fmt: skip
-            even = part_scales(held[0], weight, up, 16, SOURCE, ZERO, GATE, num_warps)
-            odd = part_scales(held[1], weight, up, 16, SOURCE, ZERO, GATE, num_warps)
+            even = part_scales(held[0], weight, up, 16, SOURCE, ZERO, GATE, num_warps, SCALES)
+            odd = part_scales(held[1], weight, up, 16, SOURCE, ZERO, GATE, num_warps, SCALES)
             for part in gl.static_range(PARTS):
                 total += products[part] * _of_both(even[part], odd[part], MMA)
                 if shifted(SOURCE):
@@ -211,7 +174,7 @@ def block_gemv_mma_kernel(
             for span in gl.static_range(2):
                 later = later + (
                     span_scales(weight, up, block + stride, blocks, set * 2 * num_warps + span, n, 16, K, FORMAT,
-                                SOURCE, GATE, 2, num_warps),
+                                SOURCE, GATE, num_warps, SCALES),
                 )  # fmt: skip
             held = held[2:] + later
         y = gl.sum(gl.sum(total, axis=2), axis=0) * rate

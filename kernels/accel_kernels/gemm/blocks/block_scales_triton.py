@@ -8,9 +8,9 @@ from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from accel_kernels.gemm.blocks.fragments_triton import SPAN
+from accel_kernels.gemm.blocks.fragments_triton import SPAN, unit_words
 from accel_kernels.gemm.blocks.ggml_triton import ggml_format
-from accel_kernels.gemm.quantized.operands.mma_operands_triton import of_either, places, scales_layout
+from accel_kernels.gemm.quantized.operands.mma_operands_triton import of_either, places
 
 
 @constexpr_function
@@ -21,13 +21,13 @@ def shifted(source):
 
 @gluon.jit
 def span_scales(weight, up, block, blocks, span, n, ROWS: gl.constexpr, K: gl.constexpr, FORMAT: gl.constexpr,
-                SOURCE: gl.constexpr, GATE: gl.constexpr, STRIDE: gl.constexpr, num_warps: gl.constexpr):  # fmt: skip
-    """Tensors (S, ROWS, 4) as they lie in memory, of the warps' spans: span, span + STRIDE ..."""
-    share, row, unit = places(num_warps, ROWS, 4, scales_layout(num_warps, ROWS))
+                SOURCE: gl.constexpr, GATE: gl.constexpr, S: gl.constexpr, layout: gl.constexpr):  # fmt: skip
+    """Tensors (S, ROWS, 4) as they lie in memory, of spans span, span + 2 ... layout: as `scales_layout`."""
+    share, row, unit = places(S, ROWS, 4, layout)
     TILE: gl.constexpr = ROWS // 2 if GATE else ROWS
     upper = row % 16 >= 8
     real = gl.minimum(block * TILE + (row // 16 * 8 + row % 8 if GATE else row), n - 1)
-    span += share * STRIDE
+    span += share * 2
     inside = (span < K // SPAN) & (block < blocks)
     if SOURCE == "table":
         place = (real * (K // 32) + span * 8 + unit * 2) >> weight.side.shift
@@ -84,12 +84,12 @@ def _half_float(bits):
 
 @gluon.jit
 def part_scales(held, weight, up, ROWS: gl.constexpr, SOURCE: gl.constexpr, ZERO: gl.constexpr, GATE: gl.constexpr,
-                num_warps: gl.constexpr):  # fmt: skip
+                S: gl.constexpr, layout: gl.constexpr):  # fmt: skip
     """Of each thread's unit and every part: its scale, and where `shifted` by what a sum of x is multiplied.
 
     ZERO: what numbers are too large by.
     """
-    _, row, unit = places(num_warps, ROWS, 4, scales_layout(num_warps, ROWS))
+    _, row, unit = places(S, ROWS, 4, layout)
     upper = row % 16 >= 8
     if SOURCE == "table":
         if weight.side.code2 is not None:
@@ -113,3 +113,65 @@ def part_scales(held, weight, up, ROWS: gl.constexpr, SOURCE: gl.constexpr, ZERO
     else:
         d, a, b = _half_float(held[0]), held[1].to(gl.int32), held[2].to(gl.int32)
         return d * _signed_byte(a, 0), d * _signed_byte(a, 1), d * _signed_byte(b, 0), d * _signed_byte(b, 1)
+
+
+@gluon.jit
+def half_words(weight, up, block, blocks, turn, n, STEP: gl.constexpr, ROWS: gl.constexpr, K: gl.constexpr,
+               FORMAT: gl.constexpr, SOURCE: gl.constexpr, GATE: gl.constexpr, S: gl.constexpr,
+               layout: gl.constexpr):  # fmt: skip
+    """Words of both halves of a block's rows, of unit STEP of sets S * turn and on; 0 where there is nothing.
+
+    layout: of (S, ROWS / 2, 8), as `words_layout`.
+    """
+    H: gl.constexpr = ROWS // 2
+    share, row, word = places(S, H, 8, layout)
+    span = (turn * S + share) * 2
+    inside = (span + STEP // 4 < K // SPAN) & (block < blocks)
+    if GATE:
+        row = gl.minimum(block * H + row, n - 1).to(gl.int64)
+        low = unit_words(weight.data, row, span, word, inside, STEP, K, FORMAT, SOURCE)
+        return low, unit_words(up.data, row, span, word, inside, STEP, K, FORMAT, SOURCE)
+    else:
+        row = block * ROWS + row // 8 * 16 + row % 8
+        low, high = gl.minimum(row, n - 1).to(gl.int64), gl.minimum(row + 8, n - 1).to(gl.int64)
+        first = unit_words(weight.data, low, span, word, inside, STEP, K, FORMAT, SOURCE)
+        return first, unit_words(weight.data, high, span, word, inside, STEP, K, FORMAT, SOURCE)
+
+
+@gluon.jit
+def joined(halves):
+    """Twice (S, N / 2, words) as (S, N, words), eight rows of either in turns."""
+    found = ()
+    for at in gl.static_range(len(halves[0])):
+        found = found + (_in_turns(halves[0][at], halves[1][at]),)
+    return found
+
+
+@gluon.jit
+def _in_turns(low, high):
+    S: gl.constexpr = low.shape[0]
+    H: gl.constexpr = low.shape[1]
+    W: gl.constexpr = low.shape[2]
+    w = gl.join(low.reshape([S, H // 8, 8, W]), high.reshape([S, H // 8, 8, W]))
+    return w.permute((0, 1, 4, 2, 3)).reshape([S, 2 * H, W])
+
+
+@gluon.jit
+def banks(ROWS: gl.constexpr, S: gl.constexpr, layout: gl.constexpr):
+    """Where each thread's bank begins, in the shape of `joined` words."""
+    H: gl.constexpr = ROWS // 2
+    share, row, word = places(S, H, 8, layout)
+    bank = ((row % 8 * 16 + word // 2 * 4) + share * 0,)
+    return joined((bank, bank))[0]
+
+
+@constexpr_function
+def _shuffle(unit):
+    return f"shfl.sync.idx.b32 $0, $1, {unit}, 0x1c03, -1;"
+
+
+@gluon.jit
+def of_unit(values, UNIT_AT: gl.constexpr):
+    """(S, N, 4), of each thread's unit, as this unit's for all four threads."""
+    TEXT: gl.constexpr = _shuffle(UNIT_AT)
+    return gl.inline_asm_elementwise(TEXT, "=f,f", [values], dtype=gl.float32, is_pure=True, pack=1)

@@ -10,14 +10,21 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from accel_kernels.device import multiprocessors, programmatic
-from accel_kernels.gemm.blocks.block_gemv_mma_triton import banks, half_words, joined, sets_of
-from accel_kernels.gemm.blocks.block_scales_triton import part_scales, shifted, span_scales
+from accel_kernels.gemm.blocks.block_gemv_mma_triton import sets_of
+from accel_kernels.gemm.blocks.block_scales_triton import (
+    banks,
+    half_words,
+    joined,
+    of_unit,
+    part_scales,
+    shifted,
+    span_scales,
+)
 from accel_kernels.gemm.blocks.block_weight import BlockArguments
 from accel_kernels.gemm.blocks.fragments_triton import (
     SET,
@@ -31,7 +38,13 @@ from accel_kernels.gemm.blocks.fragments_triton import (
     x_factor,
 )
 from accel_kernels.gemm.fused_linear import apply_norm
-from accel_kernels.gemm.quantized.operands.mma_operands_triton import column_sums, places, x_layout
+from accel_kernels.gemm.quantized.operands.mma_operands_triton import (
+    column_sums,
+    places,
+    scales_layout,
+    words_layout,
+    x_layout,
+)
 from accel_kernels.gemm.quantized.operands.unpacking_triton import zero_point
 from accel_kernels.gemm.quantized.write_triton import write
 from accel_kernels.sizes import power_of_two
@@ -49,22 +62,14 @@ class BlockSkinnyTile(NamedTuple):
     programs: int
 
 
-@constexpr_function
-def _shuffle(unit):
-    return f"shfl.sync.idx.b32 $0, $1, {unit}, 0x1c03, -1;"
-
-
 @gluon.jit
 def _of_unit(values, UNIT_AT: gl.constexpr, M: gl.constexpr, MMA: gl.constexpr):
     """(S, N, 4), of each unit, as this unit's for every row of x, (S, N, M)."""
-    S: gl.constexpr = values.shape[0]
-    N: gl.constexpr = values.shape[1]
-    TEXT: gl.constexpr = _shuffle(UNIT_AT)
-    one = gl.inline_asm_elementwise(TEXT, "=f,f", [values], dtype=gl.float32, is_pure=True, pack=1)
+    one = of_unit(values, UNIT_AT)
     wide = gl.join(one, one)
     if M == 16:
         wide = gl.join(wide, wide).permute((0, 1, 4, 2, 3))
-    return gl.convert_layout(wide.reshape([S, N, M]), MMA)
+    return gl.convert_layout(wide.reshape([values.shape[0], values.shape[1], M]), MMA)
 
 
 @gluon.jit
@@ -95,21 +100,25 @@ def block_skinny_mma_kernel(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [num_warps, 1, 1], [1, 16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    HALF: gl.constexpr = words_layout(num_warps, BLOCK_N // 2, 2)
+    SCALES: gl.constexpr = scales_layout(num_warps, BLOCK_N)
     OUT: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, num_warps], [0, 1])
     blocks = (n + TILE - 1) // TILE
     stride = gl.num_programs(0)
     begin = gl.program_id(0)
     ring = ()
     for ahead in gl.static_range(DEPTH):
-        ring = ring + (half_words(weight, up, begin, blocks, 0, n, ahead, BLOCK_N, K, FORMAT, SOURCE, GATE, num_warps),)
-    held = span_scales(weight, up, begin, blocks, 0, n, BLOCK_N, K, FORMAT, SOURCE, GATE, 2, num_warps)
+        ring = ring + (
+            half_words(weight, up, begin, blocks, 0, n, ahead, BLOCK_N, K, FORMAT, SOURCE, GATE, num_warps, HALF),
+        )
+    held = span_scales(weight, up, begin, blocks, 0, n, BLOCK_N, K, FORMAT, SOURCE, GATE, num_warps, SCALES)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     table = 0
     bank = 0
     if SOURCE == "table":
         table = pair_table(weight.side.code, DTYPE, num_warps)
-        bank = banks(BLOCK_N, num_warps)
+        bank = banks(BLOCK_N, num_warps, HALF)
     if PDL:
         tl.extra.cuda.gdc_wait()
     x = _x(x_ptr, 0, m, 0, K, BLOCK_M, SOURCE, num_warps)
@@ -122,13 +131,13 @@ def block_skinny_mma_kernel(
         high = 0
         for step in gl.static_range(8):
             if step % 4 == 0:
-                scales = part_scales(held, weight, up, BLOCK_N, SOURCE, ZERO, GATE, num_warps)
+                scales = part_scales(held, weight, up, BLOCK_N, SOURCE, ZERO, GATE, num_warps, SCALES)
                 if step == 0:
                     held = span_scales(weight, up, block, blocks, set * num_warps * 2 + 1, n, BLOCK_N, K, FORMAT,
-                                       SOURCE, GATE, 2, num_warps)  # fmt: skip
+                                       SOURCE, GATE, num_warps, SCALES)  # fmt: skip
                 else:
                     held = span_scales(weight, up, next_block, blocks, next_set * num_warps * 2, n, BLOCK_N, K, FORMAT,
-                                       SOURCE, GATE, 2, num_warps)  # fmt: skip
+                                       SOURCE, GATE, num_warps, SCALES)  # fmt: skip
             this_x = x
             x = _x(x_ptr, set if step < 7 else next_set, m, (step + 1) % 8, K, BLOCK_M, SOURCE, num_warps)
             words = joined(ring[0])
@@ -145,7 +154,7 @@ def block_skinny_mma_kernel(
             ring = ring[1:] + (
                 half_words(weight, up, block if step + DEPTH < 8 else next_block, blocks,
                            set if step + DEPTH < 8 else next_set, n, (step + DEPTH) % 8, BLOCK_N, K, FORMAT, SOURCE,
-                           GATE, num_warps),
+                           GATE, num_warps, HALF),
             )  # fmt: skip
         if set == SETS - 1:
             y = gl.sum(acc, axis=0)

@@ -90,12 +90,8 @@ def _program(source, bf16, scaled, shift=0, upper=False):
                 lines.append(f"shl.b32 l, p{at}, 16;\nand.b32 h, p{at}, 0xffff0000;\nmov.b32 f, l;\nmov.b32 g, h;")
             else:
                 lines.append(f"{{\n.reg .b16 a, b;\nmov.b32 {{a, b}}, p{at};\ncvt.f32.f16 f, a;\ncvt.f32.f16 g, b;\n}}")
-            for one in "fg":
-                lines.append(
-                    f"fma.rn.f32 {one}, {one}, ${scale}, ${scale + 1};"
-                    if source == "runs"
-                    else f"mul.f32 {one}, {one}, ${scale};"
-                )
+            op, by = ("fma.rn", f"${scale}, ${scale + 1}") if source == "runs" else ("mul", f"${scale}")
+            lines.extend(f"{op}.f32 {one}, {one}, {by};" for one in "fg")
             lines.append(f"cvt.rn.{kind}.f32 p{at}, g, f;")
         lines.append(f"mov.b32 {{${2 * at}, ${2 * at + 1}}}, p{at};")
     return "{\n" + "\n".join(lines) + "\n}"
@@ -201,7 +197,7 @@ def unit_factors(words, high, table, bank, scales, STEP: gl.constexpr, DTYPE: gl
         PROGRAM: gl.constexpr = _program(SOURCE, BF16, SCALED)
         given = (words[0], bank, table)
         if SCALED:
-            given = given + (scales[0],)
+            given = given + (_like(scales[0], words[0]),)
         f = gl.inline_asm_elementwise(
             PROGRAM, _operands(8, 3, SCALED), given, dtype=(gl.int16,) * 8, is_pure=True, pack=1
         )
@@ -214,7 +210,8 @@ def unit_factors(words, high, table, bank, scales, STEP: gl.constexpr, DTYPE: gl
         PROGRAM: gl.constexpr = _program(SOURCE, BF16, SCALED)
         given = (words[0],)
         if SCALED:
-            given = given + (scales[0], scales[2], scales[1], scales[3])
+            given = given + (_like(scales[0], words[0]), _like(scales[2], words[0]))
+            given = given + (_like(scales[1], words[0]), _like(scales[3], words[0]))
         f = gl.inline_asm_elementwise(
             PROGRAM, _operands(8, 1, 4 * SCALED), given, dtype=(gl.int16,) * 8, is_pure=True, pack=1
         )
@@ -244,6 +241,11 @@ def unit_factors(words, high, table, bank, scales, STEP: gl.constexpr, DTYPE: gl
 
 
 @gluon.jit
+def _like(values, words):
+    return gl.convert_layout(values, words.type.layout)
+
+
+@gluon.jit
 def _run(a, b, c, d, DTYPE: gl.constexpr):
     S: gl.constexpr = a.shape[0]
     N: gl.constexpr = a.shape[1]
@@ -256,7 +258,7 @@ def _bytes(words, scale, SCALED: gl.constexpr, DTYPE: gl.constexpr):
     PROGRAM: gl.constexpr = _program("bytes", DTYPE == gl.bfloat16, SCALED)
     given = (words,)
     if SCALED:
-        given = given + (scale,)
+        given = given + (_like(scale, words),)
     f = gl.inline_asm_elementwise(PROGRAM, _operands(4, 1, SCALED), given, dtype=(gl.int16,) * 4, is_pure=True, pack=1)
     return _run(f[0], f[1], f[2], f[3], DTYPE)
 
@@ -277,7 +279,7 @@ def _sixes(low, high, scale, ODD: gl.constexpr, UPPER: gl.constexpr, SCALED: gl.
     PROGRAM: gl.constexpr = _program("sixes", DTYPE == gl.bfloat16, SCALED, 4 - 2 * ODD - 4 * UPPER, UPPER)
     given = (low, high)
     if SCALED:
-        given = given + (scale,)
+        given = given + (_like(scale, low),)
     f = gl.inline_asm_elementwise(PROGRAM, _operands(4, 2, SCALED), given, dtype=(gl.int16,) * 4, is_pure=True, pack=1)
     w = gl.join(gl.join(f[0], f[1]), gl.join(f[2], f[3])).to(DTYPE, bitcast=True)
     first, second = gl.split(w.reshape([S, N, 4, 2, 2, 2]).permute((0, 1, 2, 4, 5, 3)))
