@@ -10,81 +10,74 @@ import torch
 from accel_kernels import block_linear
 from accel_kernels.gemm.blocks.block_gemv_mma_triton import BlockGemvTile
 from accel_kernels.gemm.blocks.block_skinny_mma_triton import BlockSkinnyTile
+from accel_kernels.gemm.blocks.block_wgmma_triton import BlockWgmmaTile
 
 from benchmarks.kernels.shapes import SHAPES, Product
 from benchmarks.kernels.timer import compile_ahead, rand, times_us
 
+G, S, W = BlockGemvTile, BlockSkinnyTile, BlockWgmmaTile
 ONE = {
-    4096: [(8, 4, 2), (8, 8, 2), (4, 8, 4), (16, 4, 1), (16, 8, 1)],
-    14336: [(16, 4, 1), (8, 4, 2), (8, 8, 1), (16, 8, 1), (4, 8, 2)],
+    4096: [G(8, 4, 2), G(8, 8, 2), G(4, 8, 4), G(16, 4, 1)],
+    14336: [G(16, 4, 1), G(8, 4, 2), G(8, 8, 1), G(4, 8, 2)],
 }
-FEW = {
-    2: [(32, 8, 4, 2), (16, 8, 4, 2)],
-    8: [(32, 8, 4, 2), (32, 8, 4, 1), (16, 8, 4, 2), (32, 16, 2, 1), (16, 16, 4, 1)],
-    16: [(32, 8, 4, 1), (32, 8, 2, 2), (16, 8, 4, 2), (64, 8, 2, 1), (32, 4, 4, 2), (32, 16, 2, 1)],
+MORE = {
+    4: [S(32, 8, 4, 2)],
+    8: [S(32, 8, 4, 2), S(16, 8, 4, 2), S(32, 16, 2, 1)],
+    16: [S(32, 8, 4, 1), S(32, 8, 2, 2), S(16, 8, 4, 2), S(64, 8, 2, 1), W(16, 4, 4, 2)],
+    32: [W(32, 4, 4, 1), W(32, 4, 4, 2)],
+    64: [W(64, 4, 4, 1), W(64, 4, 4, 2)],
+    128: [W(128, 4, 4, 1), W(128, 2, 6, 1)],
+    512: [W(128, 4, 4, 1), W(256, 2, 3, 1)],
 }
 
 
-def main(out, formats, rows, quick=0):
-    begin, found = time.time(), []
-    for format in formats.split(","):
-        products = {name: Product(sizes, format) for name, sizes in SHAPES["llama-8b"].products.items()}
-        jobs = []
-        for name, product in products.items():
+def main(out, limit, *specs):
+    """specs: formats:rows."""
+    begin, found, jobs = time.time(), [], []
+    products = {}
+    for spec in specs:
+        formats, rows = spec.split(":")
+        for format in formats.split(","):
             for m in map(int, rows.split(",")):
-                torch.manual_seed(m)
-                x, given = rand(m, product.k), product.given(m)
-                tiles = [BlockGemvTile(*t) for t in ONE[product.k]] if m == 1 else [BlockSkinnyTile(*t) for t in FEW[m]]
-                for tile in tiles:
-                    jobs.append((name, product, m, x, given, tile))
-        took = compile_ahead(
-            [partial(p.call, block_linear.triton, x, p.sets[0], given, tile=t) for _, p, _, x, given, t in jobs]
-        )
-        print(format, "compiled in", took, "at", round(time.time() - begin), flush=True)
-        for name, product in products.items():
-            for m in map(int, rows.split(",")):
-                mine = [j for j in jobs if j[0] == name and j[2] == m]
-                runs, wrong = {}, {}
-                for _, p, _, x, given, tile in mine:
-                    exact, own = p.exact(x, given), p.call(block_linear.instead, x, p.sets[0], given)
-                    scale = float(exact.abs().max())
-                    try:
-                        y = p.call(block_linear.triton, x, p.sets[0], given, tile=tile)
-                        off, theirs = (float((one.float() - exact).abs().max()) / scale for one in (y, own))
-                        wrong[str(tuple(tile))] = (off, theirs)
-                        runs[str(tuple(tile))] = [
-                            partial(p.call, block_linear.triton, x, ws, given, tile=tile) for ws in p.sets
-                        ]
-                    except Exception as error:
-                        print("failed", format, name, m, tile, str(error)[:200], flush=True)
-                times = times_us(runs, lambda name, error: print("failed", name, str(error)[:100]))
-                for tile, us in times.items():
-                    off, theirs = wrong[tile]
-                    flag = "" if off <= 2 * theirs else f"  WRONG {off:.1e} {theirs:.1e}"
-                    found.append(
-                        {
-                            "format": format,
-                            "product": name,
-                            "rows": m,
-                            "tile": tile,
-                            "us": us,
-                            "error": off,
-                            "torch": theirs,
-                        }
-                    )
-                    print(
-                        f"{format:11} {name:8} {m:3} {tile:15} {us:8.2f} us {product.nbytes / us / 1e6:5.2f} TB/s{flag}",
-                        flush=True,
-                    )
-        del products, jobs
-        Path(out).write_text(json.dumps(found))
+                for name, sizes in SHAPES["llama-8b"].products.items():
+                    product = products.setdefault((format, name), None) or Product(sizes, format)
+                    products[format, name] = product
+                    torch.manual_seed(m)
+                    x, given = rand(m, product.k), product.given(m)
+                    jobs.append((format, name, m, product, x, given, ONE[product.k] if m == 1 else MORE[m]))
+    calls = [
+        partial(p.call, block_linear.triton, x, p.sets[0], given, tile=t)
+        for _, _, _, p, x, given, tiles in jobs
+        for t in tiles
+    ]
+    print(len(calls), "compiled in", compile_ahead(calls), "at", round(time.time() - begin), flush=True)
     sums = {}
-    for row in found:
-        key = (row["format"], row["rows"])
-        best = sums.setdefault(key, {})
-        best[row["product"]] = min(best.get(row["product"], 1e9), row["us"])
+    for format, name, m, p, x, given, tiles in jobs:
+        if time.time() - begin > float(limit):
+            print("no time for", format, name, m)
+            continue
+        exact, own = p.exact(x, given), p.call(block_linear.instead, x, p.sets[0], given)
+        scale = float(exact.abs().max())
+        theirs = float((own.float() - exact).abs().max()) / scale
+        runs, off = {}, {}
+        for tile in tiles:
+            key = f"{type(tile).__name__[5:9]}{tuple(tile)}"
+            try:
+                y = p.call(block_linear.triton, x, p.sets[0], given, tile=tile)
+                off[key] = float((y.float() - exact).abs().max()) / scale
+                runs[key] = [partial(p.call, block_linear.triton, x, ws, given, tile=tile) for ws in p.sets]
+            except Exception as error:
+                print("failed", format, name, m, key, str(error)[:200], flush=True)
+        times = times_us(runs, lambda name, error: print("failed", name, str(error)[:100]))
+        for key, us in times.items():
+            flag = "" if off[key] <= 2 * theirs else f"  WRONG {off[key]:.1e} {theirs:.1e}"
+            found.append({"format": format, "product": name, "rows": m, "tile": key, "us": us, "error": off[key]})
+            print(f"{format:11} {name:8} {m:3} {key:20} {us:8.2f} us {p.nbytes / us / 1e6:5.2f} TB/s{flag}", flush=True)
+        if times:
+            sums.setdefault((format, m), []).append(min(times.values()))
+        Path(out).write_text(json.dumps(found))
     for key, best in sums.items():
-        print(*key, "best of all tiles, ms:", round(32 * sum(best.values()) / 1e3, 3), flush=True)
+        print(*key, "best of all tiles, ms:", round(32 * sum(best) / 1e3, 3), len(best), flush=True)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.device import AMPERE, interpreted, multiprocessors, programmatic, reaches, upcast
+from accel_kernels.device import AMPERE, interpreted, is_hopper, multiprocessors, programmatic, reaches, upcast
 from accel_kernels.gemm.blocks.block_gemv_mma_triton import BlockGemvTile, block_gemv_mma, block_gemv_tile, refusal
 from accel_kernels.gemm.blocks.block_skinny_mma_triton import (
     MOST_SKINNY_ROWS,
@@ -19,6 +19,7 @@ from accel_kernels.gemm.blocks.block_skinny_mma_triton import (
     block_skinny_tile,
 )
 from accel_kernels.gemm.blocks.block_weight import BlockArguments
+from accel_kernels.gemm.blocks.block_wgmma_triton import BlockWgmmaTile, block_wgmma, block_wgmma_tile
 from accel_kernels.gemm.blocks.unpacking_triton import UNPACKING, format_flags, unpack_blocks
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.epilogue_triton import epilogue, store_sum
@@ -131,19 +132,36 @@ def block_tile(rows: int, n: int, columns: int, gate: bool, wide: bool, processo
     return BlockTile(x_rows, block, step, 8 if x_rows * block * (1 + gate) > 8192 else 4, 3)
 
 
+# Kernels that read blocks as factors of the tensor cores, by the kinds of their tiles.
+FRAGMENTS = (
+    (BlockGemvTile, block_gemv_mma),
+    (BlockSkinnyTile, block_skinny_mma),
+    (BlockWgmmaTile, block_wgmma),
+)
+
+
+def fragment_tile(rows: int, n: int, k: int, gate: bool, device: torch.device):
+    """Of the kernel of FRAGMENTS that serves so many rows on this device; None where none does."""
+    if not reaches(device, AMPERE):
+        return None
+    if rows > MOST_SKINNY_ROWS:
+        return block_wgmma_tile(rows, n, k, gate, multiprocessors(device)) if is_hopper(device) else None
+    choose = block_gemv_tile if rows == 1 else block_skinny_tile
+    return choose(rows, n, k, gate, multiprocessors(device))
+
+
 def block_linear(x, weight, bias=None, *, norm=None, tile=None, **after):
     """Same arguments and result as the reference. tile: of one of the kernels."""
     n, k = weight.shape
     rows, after = x.numel() // k, Epilogue(bias, **after)
     y = torch.empty((*x.shape[:-1], n), device=x.device, dtype=x.dtype)
     gate, columns = after.up is not None, weight.format.columns
-    if tile is None and reaches(x.device, AMPERE) and rows <= MOST_SKINNY_ROWS and refusal(x, weight, after.up) is None:
-        choose = block_gemv_tile if rows == 1 else block_skinny_tile
-        tile = choose(rows, n, k, gate, multiprocessors(x.device))
-    if isinstance(tile, BlockGemvTile | BlockSkinnyTile):
-        run = block_gemv_mma if isinstance(tile, BlockGemvTile) else block_skinny_mma
-        run(x, weight, norm, after, tile, y)
-        return y
+    if tile is None and refusal(x, weight, after.up) is None:
+        tile = fragment_tile(rows, n, k, gate, x.device)
+    for kind, run in FRAGMENTS:
+        if isinstance(tile, kind):
+            run(x, weight, norm, after, tile, y)
+            return y
     if tile is None:
         tile = block_tile(rows, n, columns, gate, x.dtype == torch.float32, multiprocessors(x.device))
     inside = rows == 1 and norm is not None and not norm.centered and norm.bias is None

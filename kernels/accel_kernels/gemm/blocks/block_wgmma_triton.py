@@ -1,0 +1,286 @@
+"""A weight in blocks of few bits times 17 rows and more, for Hopper, as `skinny_wgmma_triton` has it.
+
+A warp unpacks 16 rows of a unit of `fragments_triton` into values, rounded as the library rounds them, and its warpgroup
+multiplies them with a tile of x out of shared memory. x lies in the order of columns of the factor, see `place_rows`.
+A step is a set of every row of a tile. Programs share the steps of all tiles evenly. Where several programs share a
+tile, each writes its partial sums as float32, and the last one adds all of them up, in the order of columns.
+
+Serves rows in 16 bits on compute capability 9.0.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton import constexpr_function
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from accel_kernels.device import multiprocessors
+from accel_kernels.gemm.blocks.block_scales_triton import banks, half_words, joined, of_unit, part_scales, span_scales
+from accel_kernels.gemm.blocks.block_weight import BlockArguments
+from accel_kernels.gemm.blocks.fragments_triton import (
+    SET,
+    UNIT,
+    high_bits,
+    pair_table,
+    parts_of,
+    unit_factors,
+)
+from accel_kernels.gemm.fused_linear import apply_norm
+from accel_kernels.gemm.gluon_triton import all_threads, column_blocks, start_load
+from accel_kernels.gemm.quantized.operands.mma_operands_triton import steps
+from accel_kernels.gemm.quantized.operands.unpacking_triton import zero_point
+from accel_kernels.gemm.quantized.tile_store_triton import flat, flat_layout, unflat
+from accel_kernels.gemm.quantized.write_triton import write
+from accel_kernels.sizes import power_of_two
+from accel_kernels.warmup import launch
+
+BLOCK_N = 128  # rows of the weight to a tile, its gate's included: 16 of each of 8 warps
+COUNTERS = tl.constexpr(256)  # split counters that are set to zero at a time
+
+
+class BlockWgmmaTile(NamedTuple):
+    """Rows of x to a program, a power of two; units loaded ahead; stages of the ring of x; programs to a processor."""
+
+    x_rows: int
+    depth: int
+    x_stages: int
+    programs: int
+
+
+@triton.jit
+def _first(unit, part, SOURCE: tl.constexpr, SIZE: tl.constexpr):
+    """As `part_column`."""
+    if SOURCE == "sixes":
+        return unit // 2 * 128 + unit % 2 * 32 + part // 2 * 64 + part % 2 * 16
+    else:
+        return unit * 64 + part * SIZE
+
+
+@triton.jit
+def _column(place, SOURCE: tl.constexpr):
+    """The column whose number stands at this place in the order of the factor, see `unit_factors`."""
+    SIZE: tl.constexpr = 64 // parts_of(SOURCE)
+    unit, part, rest = place // 64 % 4, place % 64 // SIZE, place % SIZE
+    pair, thread, half, more = rest & 1, rest >> 1 & 3, rest >> 3 & 1, rest >> 4
+    if SOURCE == "table":
+        number = (more >> 1) * 8 + (more & 1) * 4 + half * 2 + pair
+    elif SOURCE == "sixes":
+        number = half * 2 + pair
+    else:
+        number = more * 4 + pair * 2 + half
+    return place // 256 * 256 + _first(unit, part, SOURCE, SIZE) + thread * (SIZE // 4) + number
+
+
+@triton.jit(do_not_specialize=("counters",))
+def place_rows_kernel(x_ptr, y_ptr, counters_ptr, counters, K: tl.constexpr, SOURCE: tl.constexpr, BLOCK: tl.constexpr):
+    """x in the order of the factor's columns, and zeros for programs that share tiles to count with."""
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64) * K
+    x = tl.load(x_ptr + row + _column(place, SOURCE), mask=place < K, other=0.0)
+    tl.store(y_ptr + row + place, x, mask=place < K)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        for start in range(0, counters, COUNTERS):
+            at = start + tl.arange(0, COUNTERS)
+            tl.store(counters_ptr + at, tl.zeros((COUNTERS,), tl.int32), mask=at < counters)
+
+
+@constexpr_function
+def rows_layout(words, rows, warps):
+    """(1, rows, 4 words), 8 rows of each warp or 16, which alternate by eight."""
+    more = [[0, 8, 0]] if rows == 16 * warps else []
+    lanes = [[0, 0, words], [0, 0, 2 * words], *steps(3, 1, 1, 8)]
+    return gl.DistributedLinearLayout(
+        steps(3, 2, 1, words) + more, lanes, steps(3, 1, rows // warps, rows), [], [1, rows, 4 * words]
+    )
+
+
+@gluon.jit
+def _wide(values, SCALE_AT: gl.constexpr):
+    """Scales of a unit, (1, N, 4), for each of a thread's two words."""
+    one = of_unit(values, SCALE_AT)
+    return gl.join(one, one).reshape([1, values.shape[1], 8])
+
+
+@gluon.jit
+def _whole(parts):
+    """Numbers of the parts, (1, N, columns) each, as (N, 64)."""
+    N: gl.constexpr = parts[0].shape[1]
+    if len(parts) == 1:
+        return parts[0].reshape([N, 64])
+    elif len(parts) == 2:
+        return gl.join(parts[0], parts[1]).permute((0, 1, 3, 2)).reshape([N, 64])
+    else:
+        four = gl.join(gl.join(parts[0], parts[2]), gl.join(parts[1], parts[3]))  # the last axis counts fastest
+        return four.reshape([1, N, 16, 4]).permute((0, 1, 3, 2)).reshape([N, 64])
+
+
+@gluon.jit
+def _load_x(desc, ready, ring, at, begin, end, row, SETS: gl.constexpr, STAGES: gl.constexpr):
+    """Starts the load of unit `at` of the program's steps."""
+    step, slot = begin + at // 8, at % STAGES
+    start_load(desc, [row, step % SETS * 512 + at % 8 * 64], ready.index(slot), ring.index(slot), pred=step < end)
+
+
+@gluon.jit(do_not_specialize=("m", "total", "share", "blocks_m"))
+def block_wgmma_kernel(
+    x_desc, weight, up, after, y_ptr, partial_sums_ptr, split_counters_ptr, m, n, total, share, blocks_m,
+    K: gl.constexpr, FORMAT: gl.constexpr, SOURCE: gl.constexpr, DTYPE: gl.constexpr, GATE: gl.constexpr,
+    ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr, DEPTH: gl.constexpr, X_STAGES: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """share: steps of a program; total: of all that multiply the same rows of x. blocks_m: of BLOCK_M rows."""
+    ROWS: gl.constexpr = 16 * num_warps
+    TILE: gl.constexpr = ROWS // 2 if GATE else ROWS
+    SETS: gl.constexpr = (K + SET - 1) // SET
+    ZERO: gl.constexpr = zero_point("int4", DTYPE) - 8
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_M, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    HALF: gl.constexpr = rows_layout(2, ROWS // 2, num_warps)
+    SCALES: gl.constexpr = rows_layout(1, ROWS, num_warps)
+    FLAT: gl.constexpr = flat_layout(num_warps, ROWS * BLOCK_M)
+    OUT: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, num_warps], [0, 1])
+    PIECES: gl.constexpr = (BLOCK_M + 63) // 64  # of a tile, written in turn: each goes through shared memory
+    xs = gl.allocate_shared_memory(DTYPE, [X_STAGES, BLOCK_M, UNIT], x_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], mbarrier.MBarrierLayout())
+    for early in gl.static_range(X_STAGES):
+        mbarrier.init(ready.index(early), count=1)
+    fence_async_shared()
+    all_threads()
+    tiles = (n + TILE - 1) // TILE
+    # Programs that multiply different rows of x with the same steps are neighbors: they read the weight together.
+    rank, x_block = gl.program_id(0) // blocks_m, gl.program_id(0) % blocks_m
+    x_first = x_block * BLOCK_M
+    low = rank * share
+    high_end = gl.minimum(low + share, total)
+    for early in gl.static_range(X_STAGES - 1):
+        mbarrier.expect(ready.index(early), BLOCK_M * UNIT * 2, pred=low + early // 8 < high_end)
+        _load_x(x_desc, ready, xs, early, low, high_end, x_first, SETS, X_STAGES)
+    ring = ()
+    for ahead in gl.static_range(DEPTH):
+        ring = ring + (
+            half_words(weight, up, low // SETS, tiles, low % SETS, n, ahead, ROWS, K, FORMAT, SOURCE, GATE, 1, HALF),
+        )
+    held = span_scales(weight, up, low // SETS, tiles, low % SETS * 2, n, ROWS, K, FORMAT, SOURCE, GATE, 1, SCALES)
+    table = 0
+    bank = 0
+    if SOURCE == "table":
+        table = pair_table(weight.side.code, DTYPE, num_warps)
+        bank = banks(ROWS, 1, HALF)
+    for tile in range(low // SETS, gl.cdiv(high_end, SETS)):
+        begin, end = gl.maximum(low, tile * SETS), gl.minimum(high_end, (tile + 1) * SETS)
+        acc = gl.zeros([ROWS, BLOCK_M], gl.float32, MMA)
+        for step in range(begin, end):
+            later = step + 1
+            high = 0
+            for unit in gl.static_range(8):
+                if unit % 4 == 0:
+                    scales = part_scales(held, weight, up, ROWS, SOURCE, ZERO, GATE, 1, SCALES)
+                    if unit == 0:
+                        held = span_scales(weight, up, tile, tiles, (step - tile * SETS) * 2 + 1, n, ROWS, K, FORMAT,
+                                           SOURCE, GATE, 1, SCALES)  # fmt: skip
+                    else:
+                        held = span_scales(weight, up, later // SETS, tiles, later % SETS * 2, n, ROWS, K, FORMAT,
+                                           SOURCE, GATE, 1, SCALES)  # fmt: skip
+                own = ()
+                for part in gl.static_range(len(scales)):
+                    own = own + (_wide(scales[part], unit % 4),)
+                words = joined(ring[0])
+                high = high_bits(words, high, unit, SOURCE)
+                left = gl.convert_layout(
+                    _whole(unit_factors(words, high, table, bank, own, unit, DTYPE, SOURCE, True)), LEFT
+                )
+                at = (step - low) * 8 + unit
+                mbarrier.wait(ready.index(at % X_STAGES), at // X_STAGES & 1)
+                acc = warpgroup_mma(left, xs.index(at % X_STAGES).permute((1, 0)), acc, is_async=True)
+                acc = warpgroup_mma_wait(1, deps=(acc,))
+                all_threads()  # all warps are done with the unit before this one
+                next_at = at + X_STAGES - 1
+                mbarrier.expect(ready.index(next_at % X_STAGES), BLOCK_M * UNIT * 2, pred=low + next_at // 8 < high_end)
+                _load_x(x_desc, ready, xs, next_at, low, high_end, x_first, SETS, X_STAGES)
+                next_step = step if unit + DEPTH < 8 else later
+                ring = ring[1:] + (
+                    half_words(weight, up, next_step // SETS, tiles, next_step % SETS, n, (unit + DEPTH) % 8, ROWS, K,
+                               FORMAT, SOURCE, GATE, 1, HALF),
+                )  # fmt: skip
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        done = end - begin == SETS
+        if end - begin < SETS:
+            first, last = tile * SETS // share, ((tile + 1) * SETS - 1) // share
+            # A program writes at most two such sums: of a tile that another program begins, and of one that it begins.
+            to = gl.program_id(0) * 2 + (rank == first).to(gl.int32)
+            mine = flat(acc, num_warps, FLAT)
+            place = gl.arange(0, ROWS * BLOCK_M, layout=FLAT)
+            gl.store(partial_sums_ptr + to.to(gl.int64) * (ROWS * BLOCK_M) + place, mine)
+            all_threads()
+            done = gl.atomic_add(split_counters_ptr + (tile * blocks_m + x_block), 1, sem="acq_rel") == last - first
+            if done:
+                mine = gl.zeros([ROWS * BLOCK_M], gl.float32, FLAT)
+                for sharer in range(first, last + 1):
+                    one = (sharer * blocks_m + x_block) * 2 + (sharer == first).to(gl.int32)
+                    its = partial_sums_ptr + one.to(gl.int64) * (ROWS * BLOCK_M) + place
+                    mine += gl.load(its, cache_modifier=".cg")
+                acc = unflat(mine, ROWS, BLOCK_M, num_warps, MMA)
+        if done:
+            if GATE:
+                y, other = gl.split(acc.reshape([TILE // 8, 2, 8, BLOCK_M]).permute((0, 2, 3, 1)))
+                y = column_blocks(y.reshape([TILE, BLOCK_M]), PIECES)
+                other = column_blocks(other.reshape([TILE, BLOCK_M]), PIECES)
+            else:
+                y = column_blocks(acc, PIECES)
+                other = y
+            for piece in gl.static_range(PIECES):
+                row = x_first + piece * (BLOCK_M // PIECES)
+                a, b = gl.convert_layout(y[piece], OUT), gl.convert_layout(other[piece], OUT)
+                write(a, b, tile * TILE, row, weight, up, after, y_ptr, m, n, True, GATE, ACTIVATION, OUT)
+
+
+def block_wgmma_tile(rows: int, n: int, k: int, gate: bool, processors: int) -> BlockWgmmaTile:
+    """Counted, not measured."""
+    return BlockWgmmaTile(min(128, max(16, power_of_two(rows))), 4, 4, 1)
+
+
+def place_rows(x: torch.Tensor, source: str, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (..., K) in the order in which `source` gives columns, (rows, K); and int32 zeros (counters,)."""
+    k = x.shape[-1]
+    placed = torch.empty((x.numel() // k, k), device=x.device, dtype=x.dtype)
+    zeros = torch.empty((counters,), device=x.device, dtype=torch.int32)
+    launch(
+        place_rows_kernel, (len(placed), triton.cdiv(k, 1024)), x, placed, zeros, counters, K=k, SOURCE=source,
+        BLOCK=1024, num_warps=4,
+    )  # fmt: skip
+    return placed, zeros
+
+
+def block_wgmma(x, weight, norm, epilogue, tile, y):
+    """Writes what `block_linear` returns into y."""
+    n, k = weight.shape
+    rows, up, source = x.numel() // k, epilogue.up, weight.format.source
+    gate, sets = up is not None, triton.cdiv(k, SET.value)
+    if norm is not None:
+        x = apply_norm(x, norm)
+    blocks_m = triton.cdiv(rows, tile.x_rows)
+    total = triton.cdiv(n, BLOCK_N // (1 + gate)) * sets
+    share = triton.cdiv(total, max(1, tile.programs * multiprocessors(x.device) // blocks_m))
+    programs = triton.cdiv(total, share) * blocks_m
+    parts = torch.empty(programs * 2 * BLOCK_N * tile.x_rows, device=x.device, dtype=torch.float32)
+    placed, counters = place_rows(x, source, total // sets * blocks_m)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    registers = {"maxnreg": 65536 // (256 * tile.programs)} if tile.programs > 1 else {}
+    launch(
+        block_wgmma_kernel, (programs,),
+        TensorDescriptor.from_tensor(placed, [tile.x_rows, UNIT.value], layout), BlockArguments.of(weight),
+        BlockArguments.of(up if gate else weight), epilogue.arguments, y, parts, counters, rows, n, total, share,
+        blocks_m, K=k, FORMAT=weight.format.name, SOURCE=source,
+        DTYPE=gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16, **epilogue.flags, BLOCK_M=tile.x_rows,
+        DEPTH=tile.depth, X_STAGES=tile.x_stages, num_warps=8, **registers,
+    )  # fmt: skip
