@@ -1,6 +1,6 @@
 """A weight in blocks of few bits times 17 rows and more, for Hopper, as `skinny_wgmma_triton` has it.
 
-A warp unpacks 16 rows of a unit of `fragments_triton` into values, rounded as the library rounds them, and its warpgroup
+A warp unpacks 16 rows of a unit of `fragments_triton` into values, rounded as the library rounds them. Its warpgroup
 multiplies them with a tile of x out of shared memory. x lies in the order of columns of the factor, see `place_rows`.
 A step is a set of every row of a tile. Programs share the steps of all tiles evenly. Where several programs share a
 tile, each writes its partial sums as float32, and the last one adds all of them up, in the order of columns.
