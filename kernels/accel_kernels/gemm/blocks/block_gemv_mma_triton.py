@@ -151,7 +151,7 @@ def block_gemv_mma_kernel(
             for step in gl.static_range(8):
                 words = joined(ring[0])
                 high = high_bits(words, high, step, SOURCE)
-                left = unit_factors(words, high, table, bank, 0, step, DTYPE, SOURCE, False)
+                left = unit_factors(words, high, table, bank, 0, step, DTYPE, FORMAT, SOURCE, False)
                 for part in gl.static_range(PARTS):
                     one = gl.where(
                         m_column == step % 4 * 2 + step // 4,

@@ -142,7 +142,7 @@ def block_skinny_mma_kernel(
             x = _x(x_ptr, set if step < 7 else next_set, m, (step + 1) % 8, K, BLOCK_M, SOURCE, num_warps)
             words = joined(ring[0])
             high = high_bits(words, high, step, SOURCE)
-            left = unit_factors(words, high, table, bank, 0, step, DTYPE, SOURCE, False)
+            left = unit_factors(words, high, table, bank, 0, step, DTYPE, FORMAT, SOURCE, False)
             for part in gl.static_range(PARTS):
                 right = x_factor(this_x[part], SOURCE, RIGHT)
                 acc += mma_v2(gl.convert_layout(left[part], LEFT), right, nothing) * _of_unit(

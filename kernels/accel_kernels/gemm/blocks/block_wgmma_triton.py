@@ -197,7 +197,7 @@ def block_wgmma_kernel(
                 words = joined(ring[0])
                 high = high_bits(words, high, unit, SOURCE)
                 left = gl.convert_layout(
-                    _whole(unit_factors(words, high, table, bank, own, unit, DTYPE, SOURCE, True)), LEFT
+                    _whole(unit_factors(words, high, table, bank, own, unit, DTYPE, FORMAT, SOURCE, True)), LEFT
                 )
                 at = (step - low) * 8 + unit
                 mbarrier.wait(ready.index(at % X_STAGES), at // X_STAGES & 1)

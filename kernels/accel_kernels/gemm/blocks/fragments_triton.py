@@ -4,7 +4,8 @@ A set is 512 columns of a row, two spans of four units. A unit is 64 columns, of
 multiply. Columns of a unit with one scale are one product, a part. SOURCE, a name of a format's own, says how:
 
 - "table": places in a table of 16, two to a byte, one scale to a unit;
-- "runs": 32 bytes of 4-bit numbers, the lower halves before the upper ones, with a scale and a minimum each;
+- "runs": 32 bytes of 4-bit numbers, the lower halves before the upper ones, with a scale and a minimum each, and maybe
+  a bit above;
 - "bytes": two blocks of 32 bytes and a scale before them;
 - "sixes": 4 bits and 2 bits of numbers with a scale to 16.
 
@@ -32,6 +33,12 @@ def parts_of(source):
 
 
 @constexpr_function
+def has_high(name, source):
+    """Whether numbers have a bit above those of a run."""
+    return source == "runs" and ggml_format(name).high is not None
+
+
+@constexpr_function
 def part_column(source, unit, part):
     """The first column of a unit's part in its span."""
     if source == "sixes":
@@ -56,11 +63,15 @@ def _program(source, bf16, scaled, shift=0, upper=False):
             lines.append(f"lop3.b32 l, l, 0x7f80, ${word + 1}, 0xea;\nadd.u32 l, l, ${word + 2};")
             lines.append(f"ld.shared.b32 p{byte}, [l];")
         scales = word + 3
-    elif source == "runs":  # nibbles 0 and 4, 1 and 5 ...
+    elif source == "runs":  # nibbles 0 and 4, 1 and 5 ...; the bit above them is bit `shift` of a byte, or the next
         for at in range(4):
             lines.append(f"shr.u32 w{at}, ${word}, {4 * at};")
             lines.append(f"lop3.b32 p{at}, w{at}, 0x000f000f, {'0x43004300' if bf16 else '0x64006400'}, 0xea;")
-        scales, parts = word + 1, [0, 1, 0, 1]
+            if upper:
+                away = shift + at % 2 + at // 2 * 8 - 4
+                lines.append(f"{'shr' if away > 0 else 'shl'}.b32 h, ${word + 1}, {abs(away)};")
+                lines.append(f"lop3.b32 p{at}, h, 0x00100010, p{at}, 0xea;")
+        scales, parts = word + 1 + upper, [0, 1, 0, 1]
     elif source == "bytes" and bf16:  # bytes 0 and 2, 1 and 3: (7 bits + 128.0) - (the sign's bit + 128.0)
         lines.append(f"mov.b32 less, 0xbf80bf80;\nmov.b32 w0, ${word};\nshr.u32 w1, ${word}, 8;")
         for at in range(2):
@@ -133,7 +144,10 @@ def unit_words(ptr, row, span, word, inside, STEP: gl.constexpr, K: gl.constexpr
     elif SOURCE == "runs":
         F: gl.constexpr = ggml_format(FORMAT)
         first = (row * (K // SPAN) + span) * (F.bytes // 4) + word
-        return (_load(ptr, first + (STEP // 4 * (F.bytes // 4) + STEP % 4 * 8 + F.low.first // 4), inside),)
+        found = (_load(ptr, first + (STEP // 4 * (F.bytes // 4) + STEP % 4 * 8 + F.low.first // 4), inside),)
+        if F.high is not None and STEP % 4 == 0:  # other units of the span take their bits from this one
+            found = found + (_load(ptr, first + (STEP // 4 * (F.bytes // 4) + F.high.first // 4), inside),)
+        return found
     elif SOURCE == "bytes":
         second = word % 2
         first = (row * (K // SPAN) + span) * 68 + (word - second)
@@ -174,7 +188,11 @@ def _halves(words):
 @gluon.jit
 def high_bits(words, before, STEP: gl.constexpr, SOURCE: gl.constexpr):
     """What `unit_factors` of this unit and the next need besides its own words. before: of the unit before."""
-    if SOURCE != "sixes" or STEP % 2 == 1:
+    if len(words) == 1 or SOURCE == "bytes":
+        return before
+    elif SOURCE == "runs":
+        return words[1]
+    elif STEP % 2 == 1:
         return before
     elif STEP < 4:
         return words[1]
@@ -183,8 +201,8 @@ def high_bits(words, before, STEP: gl.constexpr, SOURCE: gl.constexpr):
 
 
 @gluon.jit
-def unit_factors(words, high, table, bank, scales, STEP: gl.constexpr, DTYPE: gl.constexpr, SOURCE: gl.constexpr,
-                 SCALED: gl.constexpr):  # fmt: skip
+def unit_factors(words, high, table, bank, scales, STEP: gl.constexpr, DTYPE: gl.constexpr, FORMAT: gl.constexpr,
+                 SOURCE: gl.constexpr, SCALED: gl.constexpr):  # fmt: skip
     """Words (S, N, 8) of unit STEP as numbers (S, N, columns), one tensor of a part, in the order of a left factor.
 
     scales: where SCALED of each thread's words, (S, N, 8), of every part, as `part_scales` has them: numbers are
@@ -193,6 +211,7 @@ def unit_factors(words, high, table, bank, scales, STEP: gl.constexpr, DTYPE: gl
     S: gl.constexpr = words[0].shape[0]
     N: gl.constexpr = words[0].shape[1]
     BF16: gl.constexpr = DTYPE == gl.bfloat16
+    HIGH: gl.constexpr = has_high(FORMAT, SOURCE)
     if SOURCE == "table":
         PROGRAM: gl.constexpr = _program(SOURCE, BF16, SCALED)
         given = (words[0], bank, table)
@@ -207,13 +226,15 @@ def unit_factors(words, high, table, bank, scales, STEP: gl.constexpr, DTYPE: gl
         w = gl.join(lower, upper).reshape([S, N, 4, 2, 2, 2, 2]).permute((0, 1, 3, 6, 5, 2, 4))
         return (w.reshape([S, N, 64]).to(DTYPE, bitcast=True),)
     elif SOURCE == "runs":
-        PROGRAM: gl.constexpr = _program(SOURCE, BF16, SCALED)
+        PROGRAM: gl.constexpr = _program(SOURCE, BF16, SCALED, STEP % 4 * 2, HIGH)
         given = (words[0],)
+        if HIGH:
+            given = given + (high,)
         if SCALED:
             given = given + (_like(scales[0], words[0]), _like(scales[2], words[0]))
             given = given + (_like(scales[1], words[0]), _like(scales[3], words[0]))
         f = gl.inline_asm_elementwise(
-            PROGRAM, _operands(8, 1, 4 * SCALED), given, dtype=(gl.int16,) * 8, is_pure=True, pack=1
+            PROGRAM, _operands(8, 1 + HIGH, 4 * SCALED), given, dtype=(gl.int16,) * 8, is_pure=True, pack=1
         )
         return _run(f[0], f[1], f[4], f[5], DTYPE), _run(f[2], f[3], f[6], f[7], DTYPE)
     elif SOURCE == "bytes":

@@ -119,7 +119,9 @@ GGML = {
         _format("Q2_K", 256, 84, 10, 80, PackedBits(16, 2, 32), None, 82, 0, 16, "nibbles", 0),
         _format("Q3_K", 256, 110, 11, 108, PackedBits(32, 2, 32), PackedBits(0, 1, 32), None, 4, 16, "planes", 96),
         _format("Q4_K", 256, 144, 12, 0, PackedBits(16, 4, 32), None, 2, 0, 8, "sixes", 4, source="runs"),
-        _format("Q5_K", 256, 176, 13, 0, PackedBits(48, 4, 32), PackedBits(16, 1, 32), 2, 0, 8, "sixes", 4),
+        _format(
+            "Q5_K", 256, 176, 13, 0, PackedBits(48, 4, 32), PackedBits(16, 1, 32), 2, 0, 8, "sixes", 4, source="runs"
+        ),
         _format(
             "Q6_K",
             256,
