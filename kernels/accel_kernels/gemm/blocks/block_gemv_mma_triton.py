@@ -34,6 +34,7 @@ from accel_kernels.gemm.blocks.fragments_triton import (
     high_bits,
     pair_table,
     parts_of,
+    slot_column,
     unit_factors,
     x_factor,
 )
@@ -113,7 +114,7 @@ def block_gemv_mma_kernel(
         tl.extra.cuda.gdc_wait()
     # A thread has the sums of columns 2 t and 2 t + 1: of unit t of either span, as it has their scales.
     _, _, m_column = places(num_warps, 16, 8, MMA)
-    x_share, x_unit, column = places(num_warps, 8, COLUMNS, X)
+    x_share, x_unit, slot = places(num_warps, 8, COLUMNS, X)
     x_span, x_unit = x_unit % 2, x_unit // 2
     right = ()
     sums = ()
@@ -122,7 +123,7 @@ def block_gemv_mma_kernel(
         factors = ()
         own = ()
         for part in gl.static_range(PARTS):
-            place = (set * num_warps + x_share) * SET + x_span * SPAN + column
+            place = (set * num_warps + x_share) * SET + x_span * SPAN + slot_column(slot, SOURCE)
             if SOURCE == "sixes":
                 place += x_unit // 2 * 128 + x_unit % 2 * 32 + (part // 2 * 64 + part % 2 * 16)
             else:

@@ -50,11 +50,11 @@ def span_scales(weight, up, block, blocks, span, n, ROWS: gl.constexpr, K: gl.co
             )
         else:
             w, u = weight.data.to(gl.pointer_type(gl.int16)), up.data.to(gl.pointer_type(gl.int16))
-            if SOURCE == "bytes":
-                place = first * 136 + unit * 34
+            if SOURCE == "bytes" or SOURCE == "halves":
+                place = (first * 4 + unit) * F.bytes
                 return (
                     of_either(w, u, place, inside, upper, GATE),
-                    of_either(w, u, place + 17, inside, upper, GATE),
+                    of_either(w, u, place + F.bytes // 2, inside, upper, GATE),
                 )
             else:
                 place = first * 105
@@ -108,7 +108,7 @@ def part_scales(held, weight, up, ROWS: gl.constexpr, SOURCE: gl.constexpr, ZERO
         d, least = _half_float(held[0]), _half_float(held[0] >> 16)
         a, b = d * _byte(s, 0), d * _byte(s, 1)
         return a, b, a * -ZERO - least * _byte(m, 0), b * -ZERO - least * _byte(m, 1)
-    elif SOURCE == "bytes":
+    elif SOURCE == "bytes" or SOURCE == "halves":
         return _half_float(held[0]), _half_float(held[1])
     else:
         d, a, b = _half_float(held[0]), held[1].to(gl.int32), held[2].to(gl.int32)

@@ -34,6 +34,7 @@ from accel_kernels.gemm.blocks.fragments_triton import (
     pair_table,
     part_column,
     parts_of,
+    slot_column,
     unit_factors,
     x_factor,
 )
@@ -77,8 +78,8 @@ def _x(x_ptr, turn, m, STEP: gl.constexpr, K: gl.constexpr, BLOCK_M: gl.constexp
        num_warps: gl.constexpr):  # fmt: skip
     """x of the parts of unit STEP of every warp's set."""
     COLUMNS: gl.constexpr = UNIT // parts_of(SOURCE)
-    share, row, column = places(num_warps, BLOCK_M, COLUMNS, x_layout(num_warps, BLOCK_M, COLUMNS))
-    column += (turn * num_warps + share) * SET + STEP // 4 * SPAN
+    share, row, slot = places(num_warps, BLOCK_M, COLUMNS, x_layout(num_warps, BLOCK_M, COLUMNS))
+    column = slot_column(slot, SOURCE) + (turn * num_warps + share) * SET + STEP // 4 * SPAN
     found = ()
     for part in gl.static_range(parts_of(SOURCE)):
         place = column + part_column(SOURCE, STEP % 4, part)

@@ -78,7 +78,11 @@ def _column(place, SOURCE: tl.constexpr):
         number = half * 2 + pair
     else:
         number = more * 4 + pair * 2 + half
-    return place // 256 * 256 + _first(unit, part, SOURCE, SIZE) + thread * (SIZE // 4) + number
+    if SOURCE == "halves":
+        number = thread * 4 + more * 16 + pair * 2 + half
+    else:
+        number += thread * (SIZE // 4)
+    return place // 256 * 256 + _first(unit, part, SOURCE, SIZE) + number
 
 
 @triton.jit(do_not_specialize=("counters",))

@@ -6,6 +6,7 @@ multiply. Columns of a unit with one scale are one product, a part. SOURCE, a na
 - "table": places in a table of 16, two to a byte, one scale to a unit;
 - "runs": 32 bytes of 4-bit numbers, the lower halves before the upper ones, with a scale and a minimum each, and maybe
   a bit above;
+- "halves": two blocks of a scale and 16 bytes, of which the lower halves are before the upper ones;
 - "bytes": two blocks of 32 bytes and a scale before them;
 - "sixes": 4 bits and 2 bits of numbers with a scale to 16.
 
@@ -29,7 +30,7 @@ AFTER_ALL = gl.constexpr("bar.sync 0;\nmov.b32 $0, $1;")
 @constexpr_function
 def parts_of(source):
     """Products of a unit, each of as many columns."""
-    return {"table": 1, "runs": 2, "bytes": 2, "sixes": 4}[source]
+    return {"table": 1, "runs": 2, "halves": 2, "bytes": 2, "sixes": 4}[source]
 
 
 @constexpr_function
@@ -54,7 +55,7 @@ def _program(source, bf16, scaled, shift=0, upper=False):
     `upper` are about; where scaled the scale of each part, of "runs" after it what is added to numbers times it.
     """
     kind, base = ("bf16x2", "0x43434343") if bf16 else ("f16x2", "0x64646464")
-    count = {"table": 4, "runs": 4, "bytes": 2, "sixes": 2}[source]
+    count = {"table": 4, "runs": 4, "halves": 4, "bytes": 2, "sixes": 2}[source]
     word, lines = 2 * count, [f".reg .b32 p<{count}>, q<2>, l, h, w<4>, one, less;\n.reg .f32 f, g;"]
     parts = [0] * count
     if source == "table":
@@ -63,7 +64,10 @@ def _program(source, bf16, scaled, shift=0, upper=False):
             lines.append(f"lop3.b32 l, l, 0x7f80, ${word + 1}, 0xea;\nadd.u32 l, l, ${word + 2};")
             lines.append(f"ld.shared.b32 p{byte}, [l];")
         scales = word + 3
-    elif source == "runs":  # nibbles 0 and 4, 1 and 5 ...; the bit above them is bit `shift` of a byte, or the next
+    elif source in (
+        "runs",
+        "halves",
+    ):  # nibbles 0 and 4, 1 and 5 ...; the bit above them is bit `shift` of a byte, or the next
         for at in range(4):
             lines.append(f"shr.u32 w{at}, ${word}, {4 * at};")
             lines.append(f"lop3.b32 p{at}, w{at}, 0x000f000f, {'0x43004300' if bf16 else '0x64006400'}, 0xea;")
@@ -72,6 +76,11 @@ def _program(source, bf16, scaled, shift=0, upper=False):
                 lines.append(f"{'shr' if away > 0 else 'shl'}.b32 h, ${word + 1}, {abs(away)};")
                 lines.append(f"lop3.b32 p{at}, h, 0x00100010, p{at}, 0xea;")
         scales, parts = word + 1 + upper, [0, 1, 0, 1]
+        if source == "halves":  # less 8
+            lines.append(f"mov.b32 one, {'0x3f803f80' if bf16 else '0x3c003c00'};")
+            lines.append(f"mov.b32 less, {'0xc308c308' if bf16 else '0xe408e408'};")
+            lines.extend(f"fma.rn.{kind} p{at}, p{at}, one, less;" for at in range(4))
+            parts = [0] * 4
     elif source == "bytes" and bf16:  # bytes 0 and 2, 1 and 3: (7 bits + 128.0) - (the sign's bit + 128.0)
         lines.append(f"mov.b32 less, 0xbf80bf80;\nmov.b32 w0, ${word};\nshr.u32 w1, ${word}, 8;")
         for at in range(2):
@@ -148,6 +157,13 @@ def unit_words(ptr, row, span, word, inside, STEP: gl.constexpr, K: gl.constexpr
         if F.high is not None and STEP % 4 == 0:  # other units of the span take their bits from this one
             found = found + (_load(ptr, first + (STEP // 4 * (F.bytes // 4) + F.high.first // 4), inside),)
         return found
+    elif SOURCE == "halves":
+        second = word % 2
+        first = (row * (K // SPAN) + span) * 36 + word // 2
+        return (
+            _load(ptr, first + second + STEP * 9, inside),
+            _load(ptr, first + (STEP * 9 + 5), inside & (second == 0)),
+        )
     elif SOURCE == "bytes":
         second = word % 2
         first = (row * (K // SPAN) + span) * 68 + (word - second)
@@ -188,7 +204,7 @@ def _halves(words):
 @gluon.jit
 def high_bits(words, before, STEP: gl.constexpr, SOURCE: gl.constexpr):
     """What `unit_factors` of this unit and the next need besides its own words. before: of the unit before."""
-    if len(words) == 1 or SOURCE == "bytes":
+    if len(words) == 1 or SOURCE == "bytes" or SOURCE == "halves":
         return before
     elif SOURCE == "runs":
         return words[1]
@@ -237,6 +253,15 @@ def unit_factors(words, high, table, bank, scales, STEP: gl.constexpr, DTYPE: gl
             PROGRAM, _operands(8, 1 + HIGH, 4 * SCALED), given, dtype=(gl.int16,) * 8, is_pure=True, pack=1
         )
         return _run(f[0], f[1], f[4], f[5], DTYPE), _run(f[2], f[3], f[6], f[7], DTYPE)
+    elif SOURCE == "halves":
+        a, b = _halves(words[0])
+        other, _ = _halves(words[1])
+        if SCALED:
+            first, _ = _halves(scales[0])
+            second, _ = _halves(scales[1])
+            return _nibbles(_middle(a, b), first, True, DTYPE), _nibbles(other, second, True, DTYPE)
+        else:
+            return _nibbles(_middle(a, b), 0, False, DTYPE), _nibbles(other, 0, False, DTYPE)
     elif SOURCE == "bytes":
         a, b = _halves(words[0])
         c, d = _halves(words[1])
@@ -285,6 +310,20 @@ def _bytes(words, scale, SCALED: gl.constexpr, DTYPE: gl.constexpr):
 
 
 @gluon.jit
+def _nibbles(words, scale, SCALED: gl.constexpr, DTYPE: gl.constexpr):
+    """A word of each thread, (S, N, 4)."""
+    PROGRAM: gl.constexpr = _program("halves", DTYPE == gl.bfloat16, SCALED)
+    given = (words,)
+    if SCALED:
+        given = given + (_like(scale, words),)
+    f = gl.inline_asm_elementwise(PROGRAM, _operands(8, 1, SCALED), given, dtype=(gl.int16,) * 8, is_pure=True, pack=1)
+    lower = gl.join(gl.join(f[0], f[1]), gl.join(f[4], f[5]))
+    upper = gl.join(gl.join(f[2], f[3]), gl.join(f[6], f[7]))
+    w = gl.join(lower, upper).permute((0, 1, 5, 4, 2, 3)).reshape([words.shape[0], words.shape[1], 32])
+    return w.to(DTYPE, bitcast=True)
+
+
+@gluon.jit
 def _of_word(first, second):
     """Of a thread's two words the first's of `first`, the second's of `second`, which have both alike."""
     a, _ = _halves(first)
@@ -314,8 +353,17 @@ def _sixteen(w):
 
 
 @gluon.jit
+def slot_column(slot, SOURCE: gl.constexpr):
+    """The column of a part that a thread has in this slot, of as many as a part has columns."""
+    if SOURCE == "halves":
+        return slot // 8 * 4 + slot % 8 // 4 * 16 + slot % 4
+    else:
+        return slot
+
+
+@gluon.jit
 def x_factor(x, SOURCE: gl.constexpr, RIGHT: gl.constexpr):
-    """x (S, M, columns of a part) as the right factor, (S, columns, M)."""
+    """x (S, M, slots of a part) as the right factor, (S, columns, M)."""
     S: gl.constexpr = x.shape[0]
     M: gl.constexpr = x.shape[1]
     COLUMNS: gl.constexpr = x.shape[2]

@@ -111,7 +111,7 @@ def _format(name: str, columns: int, bytes: int, code: int, scale: int, low: Pac
 GGML = {
     format.name: format
     for format in (
-        _format("Q4_0", 32, 18, 2, 0, PackedBits(2, 4, 16), zero=8),
+        _format("Q4_0", 32, 18, 2, 0, PackedBits(2, 4, 16), zero=8, source="halves"),
         _format("Q4_1", 32, 20, 3, 0, PackedBits(4, 4, 16), minimum=2),
         _format("Q5_0", 32, 22, 6, 0, PackedBits(6, 4, 16), PackedBits(2, 1, 1), zero=16),
         _format("Q5_1", 32, 24, 7, 0, PackedBits(8, 4, 16), PackedBits(4, 1, 1), minimum=2),
