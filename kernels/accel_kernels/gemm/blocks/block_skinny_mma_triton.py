@@ -31,13 +31,13 @@ from accel_kernels.gemm.blocks.fragments_triton import (
     SPAN,
     UNIT,
     high_bits,
-    pair_table,
     part_column,
     parts_of,
     slot_column,
     unit_factors,
     x_factor,
 )
+from accel_kernels.gemm.blocks.unit_numbers_triton import pair_table
 from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.gemm.quantized.operands.mma_operands_triton import (
     column_sums,

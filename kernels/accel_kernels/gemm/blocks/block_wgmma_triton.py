@@ -31,10 +31,10 @@ from accel_kernels.gemm.blocks.fragments_triton import (
     SET,
     UNIT,
     high_bits,
-    pair_table,
     parts_of,
     unit_factors,
 )
+from accel_kernels.gemm.blocks.unit_numbers_triton import pair_table
 from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.gemm.gluon_triton import all_threads, column_blocks, start_load
 from accel_kernels.gemm.quantized.operands.mma_operands_triton import steps
