@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from accel_kernels.device import multiprocessors
+from accel_kernels.device import multiprocessors, programmatic
 from accel_kernels.gemm.blocks.block_scales_triton import banks, half_words, joined, of_unit, part_scales, span_scales
 from accel_kernels.gemm.blocks.block_weight import BlockArguments
 from accel_kernels.gemm.blocks.fragments_triton import (
@@ -41,11 +41,13 @@ from accel_kernels.gemm.quantized.operands.mma_operands_triton import steps
 from accel_kernels.gemm.quantized.operands.unpacking_triton import zero_point
 from accel_kernels.gemm.quantized.tile_store_triton import flat, flat_layout, unflat
 from accel_kernels.gemm.quantized.write_triton import write
+from accel_kernels.norm.norm import Norm, kernel_arguments
 from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
 
 BLOCK_N = 128  # rows of the weight to a tile, its gate's included: 16 of each of 8 warps
 COUNTERS = tl.constexpr(256)  # split counters that are set to zero at a time
+WIDEST = 16384  # columns that a program normalizes
 
 
 class BlockWgmmaTile(NamedTuple):
@@ -86,12 +88,28 @@ def _column(place, SOURCE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=("counters",))
-def place_rows_kernel(x_ptr, y_ptr, counters_ptr, counters, K: tl.constexpr, SOURCE: tl.constexpr, BLOCK: tl.constexpr):
-    """x in the order of the factor's columns, and zeros for programs that share tiles to count with."""
+def place_rows_kernel(
+    x_ptr, norm, y_ptr, counters_ptr, counters, K: tl.constexpr, SOURCE: tl.constexpr, NORM: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """x after its norm in the order of the factor's columns, and zeros for programs that share tiles to count with."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column, mask = _column(place, SOURCE), place < K
     row = tl.program_id(0).to(tl.int64) * K
-    x = tl.load(x_ptr + row + _column(place, SOURCE), mask=place < K, other=0.0)
-    tl.store(y_ptr + row + place, x, mask=place < K)
+    x = tl.load(x_ptr + row + column, mask=mask, other=0.0)
+    if NORM != "none":
+        x = x.to(tl.float32)
+        if NORM == "layer":
+            x = tl.where(mask, x - tl.sum(x, axis=0) / K, 0.0)
+        x *= tl.rsqrt(tl.sum(x * x, axis=0) / K + norm.eps)
+        if norm.weight is not None:
+            x *= tl.load(norm.weight + column, mask=mask, other=0.0).to(tl.float32) + norm.offset
+        if norm.bias is not None:
+            x += tl.load(norm.bias + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row + place, x.to(y_ptr.dtype.element_ty), mask=mask)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         for start in range(0, counters, COUNTERS):
             at = start + tl.arange(0, COUNTERS)
@@ -140,7 +158,7 @@ def block_wgmma_kernel(
     x_desc, weight, up, after, y_ptr, partial_sums_ptr, split_counters_ptr, m, n, total, share, blocks_m,
     K: gl.constexpr, FORMAT: gl.constexpr, SOURCE: gl.constexpr, DTYPE: gl.constexpr, GATE: gl.constexpr,
     ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr, DEPTH: gl.constexpr, X_STAGES: gl.constexpr,
-    num_warps: gl.constexpr,
+    PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """share: steps of a program; total: of all that multiply the same rows of x. blocks_m: of BLOCK_M rows."""
     ROWS: gl.constexpr = 16 * num_warps
@@ -166,9 +184,6 @@ def block_wgmma_kernel(
     x_first = x_block * BLOCK_M
     low = rank * share
     high_end = gl.minimum(low + share, total)
-    for early in gl.static_range(X_STAGES - 1):
-        mbarrier.expect(ready.index(early), BLOCK_M * UNIT * 2, pred=low + early // 8 < high_end)
-        _load_x(x_desc, ready, xs, early, low, high_end, x_first, SETS, X_STAGES)
     ring = ()
     for ahead in gl.static_range(DEPTH):
         ring = ring + (
@@ -180,6 +195,12 @@ def block_wgmma_kernel(
     if SOURCE == "table":
         table = pair_table(weight.side.code, DTYPE, num_warps)
         bank = banks(ROWS, 1, HALF)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    for early in gl.static_range(X_STAGES - 1):
+        mbarrier.expect(ready.index(early), BLOCK_M * UNIT * 2, pred=low + early // 8 < high_end)
+        _load_x(x_desc, ready, xs, early, low, high_end, x_first, SETS, X_STAGES)
     for tile in range(low // SETS, gl.cdiv(high_end, SETS)):
         begin, end = gl.maximum(low, tile * SETS), gl.minimum(high_end, (tile + 1) * SETS)
         acc = gl.zeros([ROWS, BLOCK_M], gl.float32, MMA)
@@ -253,14 +274,18 @@ def block_wgmma_tile(rows: int, n: int, k: int, gate: bool, processors: int) -> 
     return BlockWgmmaTile(min(128, max(16, power_of_two(rows))), 4, 4, 1)
 
 
-def place_rows(x: torch.Tensor, source: str, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (..., K) in the order in which `source` gives columns, (rows, K); and int32 zeros (counters,)."""
+def place_rows(x: torch.Tensor, norm: Norm | None, source: str, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (..., K) after its norm in the order in which `source` gives columns, (rows, K); int32 zeros (counters,)."""
     k = x.shape[-1]
+    if norm is not None and k > WIDEST:
+        x, norm = apply_norm(x, norm), None
     placed = torch.empty((x.numel() // k, k), device=x.device, dtype=x.dtype)
     zeros = torch.empty((counters,), device=x.device, dtype=torch.int32)
+    before, kind = kernel_arguments(norm)
+    block = 1024 if norm is None else power_of_two(k)
     launch(
-        place_rows_kernel, (len(placed), triton.cdiv(k, 1024)), x, placed, zeros, counters, K=k, SOURCE=source,
-        BLOCK=1024, num_warps=4,
+        place_rows_kernel, (len(placed), triton.cdiv(k, block)), x, before, placed, zeros, counters, K=k,
+        SOURCE=source, NORM=kind, BLOCK=block, num_warps=min(16, max(4, block // 512)), **programmatic(x.device),
     )  # fmt: skip
     return placed, zeros
 
@@ -270,14 +295,12 @@ def block_wgmma(x, weight, norm, epilogue, tile, y):
     n, k = weight.shape
     rows, up, source = x.numel() // k, epilogue.up, weight.format.source
     gate, sets = up is not None, triton.cdiv(k, SET.value)
-    if norm is not None:
-        x = apply_norm(x, norm)
     blocks_m = triton.cdiv(rows, tile.x_rows)
     total = triton.cdiv(n, BLOCK_N // (1 + gate)) * sets
     share = triton.cdiv(total, max(1, tile.programs * multiprocessors(x.device) // blocks_m))
     programs = triton.cdiv(total, share) * blocks_m
     parts = torch.empty(programs * 2 * BLOCK_N * tile.x_rows, device=x.device, dtype=torch.float32)
-    placed, counters = place_rows(x, source, total // sets * blocks_m)
+    placed, counters = place_rows(x, norm, source, total // sets * blocks_m)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     registers = {"maxnreg": 65536 // (256 * tile.programs)} if tile.programs > 1 else {}
     launch(
@@ -287,4 +310,5 @@ def block_wgmma(x, weight, norm, epilogue, tile, y):
         blocks_m, K=k, FORMAT=weight.format.name, SOURCE=source,
         DTYPE=gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16, **epilogue.flags, BLOCK_M=tile.x_rows,
         DEPTH=tile.depth, X_STAGES=tile.x_stages, num_warps=8, **registers,
+        **programmatic(x.device),
     )  # fmt: skip
