@@ -23,8 +23,8 @@ from accel_kernels.gemm.blocks.block_scales_triton import (
     half_words,
     joined,
     part_scales,
+    set_scales,
     shifted,
-    span_scales,
 )
 from accel_kernels.gemm.blocks.block_weight import BlockArguments
 from accel_kernels.gemm.blocks.fragments_triton import (
@@ -97,12 +97,7 @@ def block_gemv_mma_kernel(
             half_words(weight, up, begin + ahead // STEPS * stride, blocks, ahead % STEPS // 8, n, ahead % 8, 16, K,
                        FORMAT, SOURCE, GATE, num_warps, HALF),
         )  # fmt: skip
-    held = ()
-    for span in gl.static_range(2 * SETS):
-        held = held + (
-            span_scales(weight, up, begin, blocks, span // 2 * 2 * num_warps + span % 2, n, 16, K, FORMAT, SOURCE,
-                        GATE, num_warps, SCALES),
-        )  # fmt: skip
+    held = set_scales(weight, up, begin, blocks, 0, n, 16, K, FORMAT, SOURCE, GATE, num_warps, SCALES)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     table = 0
@@ -137,7 +132,7 @@ def block_gemv_mma_kernel(
                     x = (wide * (nw.to(gl.float32) + norm.offset)).to(DTYPE)
             factors = factors + (x_factor(x, SOURCE, RIGHT),)
             if shifted(SOURCE):
-                own = own + (column_sums(factors[part], 16, MMA, LEFT),)
+                own = own + (gl.max(column_sums(factors[part], 16, MMA, LEFT), axis=1),)  # of equal rows
         right = right + (factors,)
         sums = sums + (own,)
     rate = 1.0
@@ -167,17 +162,13 @@ def block_gemv_mma_kernel(
                 )  # fmt: skip
             even = part_scales(held[0], weight, up, 16, SOURCE, ZERO, GATE, num_warps, SCALES)
             odd = part_scales(held[1], weight, up, 16, SOURCE, ZERO, GATE, num_warps, SCALES)
+            held = set_scales(weight, up, block + (set + 1) // SETS * stride, blocks, (set + 1) % SETS, n, 16, K,
+                              FORMAT, SOURCE, GATE, num_warps, SCALES)  # fmt: skip
             for part in gl.static_range(PARTS):
                 total += products[part] * _of_both(even[part], odd[part], MMA)
                 if shifted(SOURCE):
-                    total += sums[set][part] * _of_both(even[PARTS + part], odd[PARTS + part], MMA)
-            later = ()
-            for span in gl.static_range(2):
-                later = later + (
-                    span_scales(weight, up, block + stride, blocks, set * 2 * num_warps + span, n, 16, K, FORMAT,
-                                SOURCE, GATE, num_warps, SCALES),
-                )  # fmt: skip
-            held = held[2:] + later
+                    over = gl.expand_dims(sums[set][part], 1)
+                    total += over * _of_both(even[PARTS + part], odd[PARTS + part], MMA)
         y = gl.sum(gl.sum(total, axis=2), axis=0) * rate
         if GATE:
             y, other = gl.split(y.reshape([2, 8]).permute((1, 0)))

@@ -67,6 +67,14 @@ def span_scales(weight, up, block, blocks, span, n, ROWS: gl.constexpr, K: gl.co
 
 
 @gluon.jit
+def set_scales(weight, up, block, blocks, turn, n, ROWS: gl.constexpr, K: gl.constexpr, FORMAT: gl.constexpr,
+               SOURCE: gl.constexpr, GATE: gl.constexpr, S: gl.constexpr, layout: gl.constexpr):  # fmt: skip
+    """The same of both spans of sets S * turn and on."""
+    first = span_scales(weight, up, block, blocks, turn * S * 2, n, ROWS, K, FORMAT, SOURCE, GATE, S, layout)
+    return first, span_scales(weight, up, block, blocks, turn * S * 2 + 1, n, ROWS, K, FORMAT, SOURCE, GATE, S, layout)
+
+
+@gluon.jit
 def _byte(words, AT: gl.constexpr):
     """Byte AT as a float32: in the fraction of 2^23."""
     return (((words >> (8 * AT)) & 255) | 0x4B000000).to(gl.float32, bitcast=True) - 8388608.0
