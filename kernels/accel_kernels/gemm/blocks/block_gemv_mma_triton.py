@@ -68,14 +68,31 @@ def sets_of(k, warps):
 
 
 @gluon.jit
+def _x(ptr, set, K: gl.constexpr, SOURCE: gl.constexpr, S: gl.constexpr, layout: gl.constexpr):
+    """Units of x of every warp's set, (S, 8, columns) of each part; rows 2 t and 2 t + 1 are unit t of either span."""
+    COLUMNS: gl.constexpr = UNIT // parts_of(SOURCE)
+    share, row, slot = places(S, 8, COLUMNS, layout)
+    span, unit = row % 2, row // 2
+    first = (set * S + share) * SET + span * SPAN + slot_column(slot, SOURCE)
+    found = ()
+    for part in gl.static_range(parts_of(SOURCE)):
+        if SOURCE == "sixes":
+            place = first + unit // 2 * 128 + unit % 2 * 32 + (part // 2 * 64 + part % 2 * 16)
+        else:
+            place = first + unit * UNIT + part * COLUMNS
+        found = found + (gl.load(ptr + place, mask=place < K, other=0.0),)
+    return found
+
+
+@gluon.jit
 def block_gemv_mma_kernel(
     x_ptr, weight, up, norm, after, y_ptr, n, K: gl.constexpr, FORMAT: gl.constexpr, SOURCE: gl.constexpr,
-    NORM: gl.constexpr, GATE: gl.constexpr, ACTIVATION: gl.constexpr, DEPTH: gl.constexpr, PDL: gl.constexpr,
-    num_warps: gl.constexpr,
+    NORM: gl.constexpr, GATE: gl.constexpr, WHOLE: gl.constexpr, ACTIVATION: gl.constexpr,
+    DEPTH: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """NORM: "none", or "rms", which divides the sums."""
+    """NORM: "none", or where warps have one set each "rms", which divides the sums."""
     SETS: gl.constexpr = sets_of(K, num_warps)
-    STEPS: gl.constexpr = SETS * 8
+    gl.static_assert(SETS == 1 or NORM == "none")
     TILE: gl.constexpr = 8 if GATE else 16
     PARTS: gl.constexpr = parts_of(SOURCE)
     COLUMNS: gl.constexpr = UNIT // PARTS
@@ -94,10 +111,9 @@ def block_gemv_mma_kernel(
     ring = ()
     for ahead in gl.static_range(DEPTH):
         ring = ring + (
-            half_words(weight, up, begin + ahead // STEPS * stride, blocks, ahead % STEPS // 8, n, ahead % 8, 16, K,
-                       FORMAT, SOURCE, GATE, num_warps, HALF),
-        )  # fmt: skip
-    held = set_scales(weight, up, begin, blocks, 0, n, 16, K, FORMAT, SOURCE, GATE, num_warps, SCALES)
+            half_words(weight, up, begin, blocks, 0, n, ahead, 16, K, FORMAT, SOURCE, GATE, WHOLE, num_warps, HALF),
+        )
+    held = set_scales(weight, up, begin, blocks, 0, n, 16, K, FORMAT, SOURCE, GATE, WHOLE, num_warps, SCALES)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     table = 0
@@ -107,77 +123,78 @@ def block_gemv_mma_kernel(
         bank = banks(16, num_warps, HALF)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    # A thread has the sums of columns 2 t and 2 t + 1: of unit t of either span, as it has their scales.
-    _, _, m_column = places(num_warps, 16, 8, MMA)
-    x_share, x_unit, slot = places(num_warps, 8, COLUMNS, X)
-    x_span, x_unit = x_unit % 2, x_unit // 2
-    right = ()
-    sums = ()
-    squares = gl.zeros([num_warps, 8, 4], gl.float32, gl.SliceLayout(3, squares_layout(num_warps, 8, COLUMNS // 4)))
-    for set in gl.static_range(SETS):
-        factors = ()
-        own = ()
-        for part in gl.static_range(PARTS):
-            place = (set * num_warps + x_share) * SET + x_span * SPAN + slot_column(slot, SOURCE)
-            if SOURCE == "sixes":
-                place += x_unit // 2 * 128 + x_unit % 2 * 32 + (part // 2 * 64 + part % 2 * 16)
-            else:
-                place += x_unit * UNIT + part * COLUMNS
-            x = gl.load(x_ptr + place, mask=place < K, other=0.0)
-            if NORM == "rms":
-                wide = x.to(gl.float32)
-                squares += gl.sum((wide * wide).reshape([num_warps, 8, 4, COLUMNS // 4]), axis=3)
-                if norm.weight is not None:
-                    nw = gl.load(norm.weight + place, mask=place < K, other=0.0)
-                    x = (wide * (nw.to(gl.float32) + norm.offset)).to(DTYPE)
-            factors = factors + (x_factor(x, SOURCE, RIGHT),)
-            if shifted(SOURCE):
-                own = own + (gl.max(column_sums(factors[part], 16, MMA, LEFT), axis=1),)  # of equal rows
-        right = right + (factors,)
-        sums = sums + (own,)
+    x = _x(x_ptr, 0, K, SOURCE, num_warps, X)
     rate = 1.0
     if NORM == "rms":
+        squares = gl.zeros([num_warps, 8, 4], gl.float32, gl.SliceLayout(3, squares_layout(num_warps, 8, COLUMNS // 4)))
+        normed = ()
+        if norm.weight is not None:
+            nw = _x(norm.weight, 0, K, SOURCE, num_warps, X)
+        for part in gl.static_range(PARTS):
+            wide = x[part].to(gl.float32)
+            squares += gl.sum((wide * wide).reshape([num_warps, 8, 4, COLUMNS // 4]), axis=3)
+            if norm.weight is not None:
+                normed = normed + ((wide * (nw[part].to(gl.float32) + norm.offset)).to(DTYPE),)
         rate = gl.rsqrt(gl.sum(gl.sum(gl.sum(squares, axis=2), axis=1), axis=0) / K + norm.eps)
+        if norm.weight is not None:
+            x = normed
+    right, sums = _factors(x, SOURCE, MMA, LEFT, RIGHT)
+    # A thread has the sums of columns 2 t and 2 t + 1: of unit t of either span, as it has their scales.
+    _, _, m_column = places(num_warps, 16, 8, MMA)
     nothing = gl.zeros([num_warps, 16, 8], gl.float32, MMA)
-    for block in range(begin, blocks, stride):
-        total = nothing
-        for set in gl.static_range(SETS):
-            products = (nothing, nothing, nothing, nothing)[:PARTS]
-            high = 0
-            for step in gl.static_range(8):
-                words = joined(ring[0])
-                high = high_bits(words, high, step, SOURCE)
-                left = unit_factors(words, high, table, bank, 0, step, DTYPE, FORMAT, SOURCE, False)
-                for part in gl.static_range(PARTS):
-                    one = gl.where(
-                        m_column == step % 4 * 2 + step // 4,
-                        mma_v2(gl.convert_layout(left[part], LEFT), right[set][part], nothing),
-                        products[0],
-                    )
-                    products = products[1:] + (one,)
-                ring = ring[1:] + (
-                    half_words(weight, up, block + (set * 8 + step + DEPTH) // STEPS * stride, blocks,
-                               (set * 8 + step + DEPTH) % STEPS // 8, n, (step + DEPTH) % 8, 16, K, FORMAT, SOURCE,
-                               GATE, num_warps, HALF),
-                )  # fmt: skip
-            even = part_scales(held[0], weight, up, 16, SOURCE, ZERO, GATE, num_warps, SCALES)
-            odd = part_scales(held[1], weight, up, 16, SOURCE, ZERO, GATE, num_warps, SCALES)
-            held = set_scales(weight, up, block + (set + 1) // SETS * stride, blocks, (set + 1) % SETS, n, 16, K,
-                              FORMAT, SOURCE, GATE, num_warps, SCALES)  # fmt: skip
+    total = nothing
+    mine = (blocks - begin + stride - 1) // stride
+    for turn in range(mine * SETS):
+        block, set = begin + turn // SETS * stride, turn % SETS
+        next_block, next_set = begin + (turn + 1) // SETS * stride, (turn + 1) % SETS
+        if SETS > 1:
+            right, sums = _factors(x, SOURCE, MMA, LEFT, RIGHT)
+            x = _x(x_ptr, next_set, K, SOURCE, num_warps, X)
+        products = (nothing, nothing, nothing, nothing)[:PARTS]
+        high = 0
+        for step in gl.static_range(8):
+            words = joined(ring[0])
+            high = high_bits(words, high, step, SOURCE)
+            left = unit_factors(words, high, table, bank, 0, step, DTYPE, FORMAT, SOURCE, False)
             for part in gl.static_range(PARTS):
-                total += products[part] * _of_both(even[part], odd[part], MMA)
-                if shifted(SOURCE):
-                    over = gl.expand_dims(sums[set][part], 1)
-                    total += over * _of_both(even[PARTS + part], odd[PARTS + part], MMA)
-        y = gl.sum(gl.sum(total, axis=2), axis=0) * rate
-        if GATE:
-            y, other = gl.split(y.reshape([2, 8]).permute((1, 0)))
-            y = gl.expand_dims(gl.convert_layout(y, gl.SliceLayout(1, OUT)), 1)
-            other = gl.expand_dims(gl.convert_layout(other, gl.SliceLayout(1, OUT)), 1)
-        else:
-            y = gl.expand_dims(gl.convert_layout(y, gl.SliceLayout(1, OUT)), 1)
-            other = y
-        write(y, other, block * TILE, 0, weight, up, after, y_ptr, 1, n, True, GATE, ACTIVATION, OUT)
+                own = mma_v2(gl.convert_layout(left[part], LEFT), right[part], nothing)
+                products = products[1:] + (gl.where(m_column == step % 4 * 2 + step // 4, own, products[0]),)
+            ring = ring[1:] + (
+                half_words(weight, up, block if step + DEPTH < 8 else next_block, blocks,
+                           set if step + DEPTH < 8 else next_set, n, (step + DEPTH) % 8, 16, K, FORMAT, SOURCE, GATE,
+                           WHOLE, num_warps, HALF),
+            )  # fmt: skip
+        even = part_scales(held[0], weight, up, 16, SOURCE, ZERO, GATE, num_warps, SCALES)
+        odd = part_scales(held[1], weight, up, 16, SOURCE, ZERO, GATE, num_warps, SCALES)
+        held = set_scales(weight, up, next_block, blocks, next_set, n, 16, K, FORMAT, SOURCE, GATE, WHOLE, num_warps,
+                          SCALES)  # fmt: skip
+        for part in gl.static_range(PARTS):
+            total += products[part] * _of_both(even[part], odd[part], MMA)
+            if shifted(SOURCE):
+                total += gl.expand_dims(sums[part], 1) * _of_both(even[PARTS + part], odd[PARTS + part], MMA)
+        if set == SETS - 1:
+            y = gl.sum(gl.sum(total, axis=2), axis=0) * rate
+            if GATE:
+                y, other = gl.split(y.reshape([2, 8]).permute((1, 0)))
+                y = gl.expand_dims(gl.convert_layout(y, gl.SliceLayout(1, OUT)), 1)
+                other = gl.expand_dims(gl.convert_layout(other, gl.SliceLayout(1, OUT)), 1)
+            else:
+                y = gl.expand_dims(gl.convert_layout(y, gl.SliceLayout(1, OUT)), 1)
+                other = y
+            write(y, other, block * TILE, 0, weight, up, after, y_ptr, 1, n, True, GATE, ACTIVATION, OUT)
+            total = nothing
+
+
+@gluon.jit
+def _factors(x, SOURCE: gl.constexpr, MMA: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """Right factors of a set's parts, and where they are needed the sums of their columns."""
+    right = ()
+    sums = ()
+    for part in gl.static_range(len(x)):
+        right = right + (x_factor(x[part], SOURCE, RIGHT),)
+        if shifted(SOURCE):
+            sums = sums + (gl.max(column_sums(right[part], 16, MMA, LEFT), axis=1),)  # of equal rows
+    return right, sums
 
 
 @gluon.jit
@@ -193,7 +210,7 @@ def takes(norm, dtype: torch.dtype) -> bool:
 
 def block_gemv_tile(rows: int, n: int, k: int, gate: bool, processors: int) -> BlockGemvTile:
     """Counted, not measured."""
-    return BlockGemvTile(16, 4, 1) if k > 4096 else BlockGemvTile(8, 4, 2)
+    return BlockGemvTile(8, 4, 2)
 
 
 def refusal(x, weight, up) -> str | None:
@@ -217,7 +234,7 @@ def block_gemv_mma(x, weight, norm, epilogue, tile, y):
     n, k = weight.shape
     up = epilogue.up
     gate = up is not None
-    if norm is not None and not takes(norm, x.dtype):
+    if norm is not None and not (takes(norm, x.dtype) and sets_of(k, tile.warps) == 1):
         x, norm = apply_norm(x, norm), None
     before, kind = kernel_arguments(norm)
     limit = 65536 // (32 * tile.warps * tile.programs)
@@ -226,6 +243,7 @@ def block_gemv_mma(x, weight, norm, epilogue, tile, y):
     launch(
         block_gemv_mma_kernel, (min(blocks, tile.programs * multiprocessors(x.device)),),
         x, BlockArguments.of(weight), BlockArguments.of(up if gate else weight), before, epilogue.arguments, y, n,
-        K=k, FORMAT=weight.format.name, SOURCE=weight.format.source, NORM=kind, **epilogue.flags, DEPTH=tile.depth,
+        K=k, FORMAT=weight.format.name, SOURCE=weight.format.source, NORM=kind, **epilogue.flags,
+        WHOLE=n % (8 if gate else 16) == 0, DEPTH=tile.depth,
         num_warps=tile.warps, **programmatic(x.device), **registers,
     )  # fmt: skip

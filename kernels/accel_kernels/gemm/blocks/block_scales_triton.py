@@ -20,13 +20,23 @@ def shifted(source):
 
 
 @gluon.jit
+def within(row, n, WHOLE: gl.constexpr):
+    """Rows that are there. WHOLE: whether n is a multiple of a block's rows; what blocks beyond have is masked."""
+    if WHOLE:
+        return row
+    else:
+        return gl.minimum(row, n - 1)
+
+
+@gluon.jit
 def span_scales(weight, up, block, blocks, span, n, ROWS: gl.constexpr, K: gl.constexpr, FORMAT: gl.constexpr,
-                SOURCE: gl.constexpr, GATE: gl.constexpr, S: gl.constexpr, layout: gl.constexpr):  # fmt: skip
+                SOURCE: gl.constexpr, GATE: gl.constexpr, WHOLE: gl.constexpr, S: gl.constexpr,
+                layout: gl.constexpr):  # fmt: skip
     """Tensors (S, ROWS, 4) as they lie in memory, of spans span, span + 2 ... layout: as `scales_layout`."""
     share, row, unit = places(S, ROWS, 4, layout)
     TILE: gl.constexpr = ROWS // 2 if GATE else ROWS
     upper = row % 16 >= 8
-    real = gl.minimum(block * TILE + (row // 16 * 8 + row % 8 if GATE else row), n - 1)
+    real = within(block * TILE + (row // 16 * 8 + row % 8 if GATE else row), n, WHOLE)
     span += share * 2
     inside = (span < K // SPAN) & (block < blocks)
     if SOURCE == "table":
@@ -68,10 +78,12 @@ def span_scales(weight, up, block, blocks, span, n, ROWS: gl.constexpr, K: gl.co
 
 @gluon.jit
 def set_scales(weight, up, block, blocks, turn, n, ROWS: gl.constexpr, K: gl.constexpr, FORMAT: gl.constexpr,
-               SOURCE: gl.constexpr, GATE: gl.constexpr, S: gl.constexpr, layout: gl.constexpr):  # fmt: skip
+               SOURCE: gl.constexpr, GATE: gl.constexpr, WHOLE: gl.constexpr, S: gl.constexpr,
+               layout: gl.constexpr):  # fmt: skip
     """The same of both spans of sets S * turn and on."""
-    first = span_scales(weight, up, block, blocks, turn * S * 2, n, ROWS, K, FORMAT, SOURCE, GATE, S, layout)
-    return first, span_scales(weight, up, block, blocks, turn * S * 2 + 1, n, ROWS, K, FORMAT, SOURCE, GATE, S, layout)
+    first = span_scales(weight, up, block, blocks, turn * S * 2, n, ROWS, K, FORMAT, SOURCE, GATE, WHOLE, S, layout)
+    span = turn * S * 2 + 1
+    return first, span_scales(weight, up, block, blocks, span, n, ROWS, K, FORMAT, SOURCE, GATE, WHOLE, S, layout)
 
 
 @gluon.jit
@@ -125,8 +137,8 @@ def part_scales(held, weight, up, ROWS: gl.constexpr, SOURCE: gl.constexpr, ZERO
 
 @gluon.jit
 def half_words(weight, up, block, blocks, turn, n, STEP: gl.constexpr, ROWS: gl.constexpr, K: gl.constexpr,
-               FORMAT: gl.constexpr, SOURCE: gl.constexpr, GATE: gl.constexpr, S: gl.constexpr,
-               layout: gl.constexpr):  # fmt: skip
+               FORMAT: gl.constexpr, SOURCE: gl.constexpr, GATE: gl.constexpr, WHOLE: gl.constexpr,
+               S: gl.constexpr, layout: gl.constexpr):  # fmt: skip
     """Words of both halves of a block's rows, of unit STEP of sets S * turn and on; 0 where there is nothing.
 
     layout: of (S, ROWS / 2, 8), as `words_layout`.
@@ -136,12 +148,13 @@ def half_words(weight, up, block, blocks, turn, n, STEP: gl.constexpr, ROWS: gl.
     span = (turn * S + share) * 2
     inside = (span + STEP // 4 < K // SPAN) & (block < blocks)
     if GATE:
-        row = gl.minimum(block * H + row, n - 1).to(gl.int64)
+        row = within(block * H + row, n, WHOLE).to(gl.int64)
         low = unit_words(weight.data, row, span, word, inside, STEP, K, FORMAT, SOURCE)
         return low, unit_words(up.data, row, span, word, inside, STEP, K, FORMAT, SOURCE)
     else:
         row = block * ROWS + row // 8 * 16 + row % 8
-        low, high = gl.minimum(row, n - 1).to(gl.int64), gl.minimum(row + 8, n - 1).to(gl.int64)
+        low = within(row, n, WHOLE).to(gl.int64)
+        high = low + 8 if WHOLE else within(row + 8, n, WHOLE).to(gl.int64)
         first = unit_words(weight.data, low, span, word, inside, STEP, K, FORMAT, SOURCE)
         return first, unit_words(weight.data, high, span, word, inside, STEP, K, FORMAT, SOURCE)
 

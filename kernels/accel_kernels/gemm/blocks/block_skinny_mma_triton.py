@@ -90,8 +90,8 @@ def _x(x_ptr, turn, m, STEP: gl.constexpr, K: gl.constexpr, BLOCK_M: gl.constexp
 @gluon.jit(do_not_specialize=("m",))
 def block_skinny_mma_kernel(
     x_ptr, weight, up, after, y_ptr, m, n, K: gl.constexpr, FORMAT: gl.constexpr, SOURCE: gl.constexpr,
-    GATE: gl.constexpr, ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr,
-    PDL: gl.constexpr, num_warps: gl.constexpr,
+    GATE: gl.constexpr, WHOLE: gl.constexpr, ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     SETS: gl.constexpr = sets_of(K, num_warps)
     TILE: gl.constexpr = BLOCK_N // 2 if GATE else BLOCK_N
@@ -110,9 +110,11 @@ def block_skinny_mma_kernel(
     ring = ()
     for ahead in gl.static_range(DEPTH):
         ring = ring + (
-            half_words(weight, up, begin, blocks, 0, n, ahead, BLOCK_N, K, FORMAT, SOURCE, GATE, num_warps, HALF),
+            half_words(
+                weight, up, begin, blocks, 0, n, ahead, BLOCK_N, K, FORMAT, SOURCE, GATE, WHOLE, num_warps, HALF
+            ),
         )
-    held = span_scales(weight, up, begin, blocks, 0, n, BLOCK_N, K, FORMAT, SOURCE, GATE, num_warps, SCALES)
+    held = span_scales(weight, up, begin, blocks, 0, n, BLOCK_N, K, FORMAT, SOURCE, GATE, WHOLE, num_warps, SCALES)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     table = 0
@@ -135,10 +137,10 @@ def block_skinny_mma_kernel(
                 scales = part_scales(held, weight, up, BLOCK_N, SOURCE, ZERO, GATE, num_warps, SCALES)
                 if step == 0:
                     held = span_scales(weight, up, block, blocks, set * num_warps * 2 + 1, n, BLOCK_N, K, FORMAT,
-                                       SOURCE, GATE, num_warps, SCALES)  # fmt: skip
+                                       SOURCE, GATE, WHOLE, num_warps, SCALES)  # fmt: skip
                 else:
                     held = span_scales(weight, up, next_block, blocks, next_set * num_warps * 2, n, BLOCK_N, K, FORMAT,
-                                       SOURCE, GATE, num_warps, SCALES)  # fmt: skip
+                                       SOURCE, GATE, WHOLE, num_warps, SCALES)  # fmt: skip
             this_x = x
             x = _x(x_ptr, set if step < 7 else next_set, m, (step + 1) % 8, K, BLOCK_M, SOURCE, num_warps)
             words = joined(ring[0])
@@ -155,7 +157,7 @@ def block_skinny_mma_kernel(
             ring = ring[1:] + (
                 half_words(weight, up, block if step + DEPTH < 8 else next_block, blocks,
                            set if step + DEPTH < 8 else next_set, n, (step + DEPTH) % 8, BLOCK_N, K, FORMAT, SOURCE,
-                           GATE, num_warps, HALF),
+                           GATE, WHOLE, num_warps, HALF),
             )  # fmt: skip
         if set == SETS - 1:
             y = gl.sum(acc, axis=0)
@@ -189,6 +191,6 @@ def block_skinny_mma(x, weight, norm, epilogue, tile, y):
         block_skinny_mma_kernel, (min(blocks, tile.programs * multiprocessors(x.device)),),
         x, BlockArguments.of(weight), BlockArguments.of(up if gate else weight), epilogue.arguments, y, rows, n,
         K=k, FORMAT=weight.format.name, SOURCE=weight.format.source, **epilogue.flags,
-        BLOCK_M=max(8, power_of_two(rows)), BLOCK_N=tile.rows, DEPTH=tile.depth, num_warps=tile.warps,
+        WHOLE=n % (tile.rows // (1 + gate)) == 0, BLOCK_M=max(8, power_of_two(rows)), BLOCK_N=tile.rows, DEPTH=tile.depth, num_warps=tile.warps,
         **programmatic(x.device), **registers,
     )  # fmt: skip

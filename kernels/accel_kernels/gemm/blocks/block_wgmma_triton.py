@@ -157,8 +157,8 @@ def _load_x(desc, ready, ring, at, begin, end, row, SETS: gl.constexpr, STAGES: 
 def block_wgmma_kernel(
     x_desc, weight, up, after, y_ptr, partial_sums_ptr, split_counters_ptr, m, n, total, share, blocks_m,
     K: gl.constexpr, FORMAT: gl.constexpr, SOURCE: gl.constexpr, DTYPE: gl.constexpr, GATE: gl.constexpr,
-    ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr, DEPTH: gl.constexpr, X_STAGES: gl.constexpr,
-    PDL: gl.constexpr, num_warps: gl.constexpr,
+    WHOLE: gl.constexpr, ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr, DEPTH: gl.constexpr,
+    X_STAGES: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """share: steps of a program; total: of all that multiply the same rows of x. blocks_m: of BLOCK_M rows."""
     ROWS: gl.constexpr = 16 * num_warps
@@ -187,9 +187,11 @@ def block_wgmma_kernel(
     ring = ()
     for ahead in gl.static_range(DEPTH):
         ring = ring + (
-            half_words(weight, up, low // SETS, tiles, low % SETS, n, ahead, ROWS, K, FORMAT, SOURCE, GATE, 1, HALF),
-        )
-    held = span_scales(weight, up, low // SETS, tiles, low % SETS * 2, n, ROWS, K, FORMAT, SOURCE, GATE, 1, SCALES)
+            half_words(weight, up, low // SETS, tiles, low % SETS, n, ahead, ROWS, K, FORMAT, SOURCE, GATE, WHOLE, 1,
+                       HALF),
+        )  # fmt: skip
+    held = span_scales(weight, up, low // SETS, tiles, low % SETS * 2, n, ROWS, K, FORMAT, SOURCE, GATE, WHOLE, 1,
+                       SCALES)  # fmt: skip
     table = 0
     bank = 0
     if SOURCE == "table":
@@ -212,10 +214,10 @@ def block_wgmma_kernel(
                     scales = part_scales(held, weight, up, ROWS, SOURCE, ZERO, GATE, 1, SCALES)
                     if unit == 0:
                         held = span_scales(weight, up, tile, tiles, (step - tile * SETS) * 2 + 1, n, ROWS, K, FORMAT,
-                                           SOURCE, GATE, 1, SCALES)  # fmt: skip
+                                           SOURCE, GATE, WHOLE, 1, SCALES)  # fmt: skip
                     else:
                         held = span_scales(weight, up, later // SETS, tiles, later % SETS * 2, n, ROWS, K, FORMAT,
-                                           SOURCE, GATE, 1, SCALES)  # fmt: skip
+                                           SOURCE, GATE, WHOLE, 1, SCALES)  # fmt: skip
                 own = ()
                 for part in gl.static_range(len(scales)):
                     own = own + (_wide(scales[part], unit % 4),)
@@ -235,7 +237,7 @@ def block_wgmma_kernel(
                 next_step = step if unit + DEPTH < 8 else later
                 ring = ring[1:] + (
                     half_words(weight, up, next_step // SETS, tiles, next_step % SETS, n, (unit + DEPTH) % 8, ROWS, K,
-                               FORMAT, SOURCE, GATE, 1, HALF),
+                               FORMAT, SOURCE, GATE, WHOLE, 1, HALF),
                 )  # fmt: skip
         acc = warpgroup_mma_wait(0, deps=(acc,))
         done = end - begin == SETS
@@ -308,7 +310,8 @@ def block_wgmma(x, weight, norm, epilogue, tile, y):
         TensorDescriptor.from_tensor(placed, [tile.x_rows, UNIT.value], layout), BlockArguments.of(weight),
         BlockArguments.of(up if gate else weight), epilogue.arguments, y, parts, counters, rows, n, total, share,
         blocks_m, K=k, FORMAT=weight.format.name, SOURCE=source,
-        DTYPE=gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16, **epilogue.flags, BLOCK_M=tile.x_rows,
+        DTYPE=gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16, **epilogue.flags,
+        WHOLE=n % (BLOCK_N // (1 + gate)) == 0, BLOCK_M=tile.x_rows,
         DEPTH=tile.depth, X_STAGES=tile.x_stages, num_warps=8, **registers,
         **programmatic(x.device),
     )  # fmt: skip
