@@ -20,11 +20,13 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from accel_kernels.device import multiprocessors, programmatic
 from accel_kernels.gemm.blocks.block_scales_triton import (
     banks,
+    both_sums,
     half_words,
     joined,
     part_scales,
     set_scales,
     shifted,
+    sums_layout,
 )
 from accel_kernels.gemm.blocks.block_weight import BlockArguments
 from accel_kernels.gemm.blocks.fragments_triton import (
@@ -104,7 +106,7 @@ def block_gemv_mma_kernel(
     X: gl.constexpr = x_layout(num_warps, 8, COLUMNS)
     HALF: gl.constexpr = words_layout(num_warps, 8, 2)
     SCALES: gl.constexpr = scales_layout(num_warps, 16)
-    OUT: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, num_warps], [0, 1])
+    SUMS: gl.constexpr = sums_layout(num_warps, 16, 1, GATE)
     blocks = (n + TILE - 1) // TILE
     stride = gl.num_programs(0)
     begin = gl.program_id(0)
@@ -173,15 +175,9 @@ def block_gemv_mma_kernel(
             if shifted(SOURCE):
                 total += gl.expand_dims(sums[part], 1) * _of_both(even[PARTS + part], odd[PARTS + part], MMA)
         if set == SETS - 1:
-            y = gl.sum(gl.sum(total, axis=2), axis=0) * rate
-            if GATE:
-                y, other = gl.split(y.reshape([2, 8]).permute((1, 0)))
-                y = gl.expand_dims(gl.convert_layout(y, gl.SliceLayout(1, OUT)), 1)
-                other = gl.expand_dims(gl.convert_layout(other, gl.SliceLayout(1, OUT)), 1)
-            else:
-                y = gl.expand_dims(gl.convert_layout(y, gl.SliceLayout(1, OUT)), 1)
-                other = y
-            write(y, other, block * TILE, 0, weight, up, after, y_ptr, 1, n, True, GATE, ACTIVATION, OUT)
+            y = gl.sum(gl.convert_layout(gl.sum(total, axis=2).reshape([num_warps, 16, 1]), SUMS), axis=0) * rate
+            y, other = both_sums(y, GATE)
+            write(y, other, block * TILE, 0, weight, up, after, y_ptr, 1, n, True, GATE, ACTIVATION, y.type.layout)
             total = nothing
 
 

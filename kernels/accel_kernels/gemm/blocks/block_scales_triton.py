@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from accel_kernels.gemm.blocks.fragments_triton import SPAN, unit_words
 from accel_kernels.gemm.blocks.ggml_triton import ggml_format
-from accel_kernels.gemm.quantized.operands.mma_operands_triton import of_either, places
+from accel_kernels.gemm.quantized.operands.mma_operands_triton import of_either, places, steps
 
 
 @constexpr_function
@@ -196,3 +196,31 @@ def of_unit(values, UNIT_AT: gl.constexpr):
     """(S, N, 4), of each thread's unit, as this unit's for all four threads."""
     TEXT: gl.constexpr = _shuffle(UNIT_AT)
     return gl.inline_asm_elementwise(TEXT, "=f,f", [values], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@constexpr_function
+def sums_layout(warps, rows, columns, gate):
+    """Of warps' sums (warps, rows, columns): a thread has all of some, and with a gate those of both weights."""
+    bits = [[0, 8, 0]] if gate else []
+    lanes = [basis for basis in steps(3, 1, 1, rows) if basis not in bits]
+    spread = steps(3, 2, 1, columns)
+    while len(lanes) < 5:
+        lanes.append(spread.pop() if spread else [0, 0, 0])
+    across, count = [], warps
+    while count > 1:
+        across.append(spread.pop() if spread else [0, 0, 0])
+        count //= 2
+    registers = steps(3, 0, 1, warps) + bits + lanes[5:] + spread
+    return gl.DistributedLinearLayout(registers, lanes[:5], across, [], [warps, rows, columns])
+
+
+@gluon.jit
+def both_sums(y, GATE: gl.constexpr):
+    """Sums (rows, columns) of a weight and of its gate's, which alternate by eight rows."""
+    N: gl.constexpr = y.shape[0]
+    M: gl.constexpr = y.shape[1]
+    if GATE:
+        first, second = gl.split(y.reshape([N // 16, 2, 8, M]).permute((0, 2, 3, 1)))
+        return first.reshape([N // 2, M]), second.reshape([N // 2, M])
+    else:
+        return y, y

@@ -18,12 +18,14 @@ from accel_kernels.device import multiprocessors, programmatic
 from accel_kernels.gemm.blocks.block_gemv_mma_triton import sets_of
 from accel_kernels.gemm.blocks.block_scales_triton import (
     banks,
+    both_sums,
     half_words,
     joined,
     of_unit,
     part_scales,
     shifted,
     span_scales,
+    sums_layout,
 )
 from accel_kernels.gemm.blocks.block_weight import BlockArguments
 from accel_kernels.gemm.blocks.fragments_triton import (
@@ -103,7 +105,7 @@ def block_skinny_mma_kernel(
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     HALF: gl.constexpr = words_layout(num_warps, BLOCK_N // 2, 2)
     SCALES: gl.constexpr = scales_layout(num_warps, BLOCK_N)
-    OUT: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, num_warps], [0, 1])
+    SUMS: gl.constexpr = sums_layout(num_warps, BLOCK_N, BLOCK_M, GATE)
     blocks = (n + TILE - 1) // TILE
     stride = gl.num_programs(0)
     begin = gl.program_id(0)
@@ -160,15 +162,8 @@ def block_skinny_mma_kernel(
                            GATE, WHOLE, num_warps, HALF),
             )  # fmt: skip
         if set == SETS - 1:
-            y = gl.sum(acc, axis=0)
-            if GATE:
-                y, other = gl.split(y.reshape([TILE // 8, 2, 8, BLOCK_M]).permute((0, 2, 3, 1)))
-                y = gl.convert_layout(y.reshape([TILE, BLOCK_M]), OUT)
-                other = gl.convert_layout(other.reshape([TILE, BLOCK_M]), OUT)
-            else:
-                y = gl.convert_layout(y, OUT)
-                other = y
-            write(y, other, block * TILE, 0, weight, up, after, y_ptr, m, n, True, GATE, ACTIVATION, OUT)
+            y, other = both_sums(gl.sum(gl.convert_layout(acc, SUMS), axis=0), GATE)
+            write(y, other, block * TILE, 0, weight, up, after, y_ptr, m, n, True, GATE, ACTIVATION, y.type.layout)
             acc = nothing
 
 
@@ -191,6 +186,6 @@ def block_skinny_mma(x, weight, norm, epilogue, tile, y):
         block_skinny_mma_kernel, (min(blocks, tile.programs * multiprocessors(x.device)),),
         x, BlockArguments.of(weight), BlockArguments.of(up if gate else weight), epilogue.arguments, y, rows, n,
         K=k, FORMAT=weight.format.name, SOURCE=weight.format.source, **epilogue.flags,
-        WHOLE=n % (tile.rows // (1 + gate)) == 0, BLOCK_M=max(8, power_of_two(rows)), BLOCK_N=tile.rows, DEPTH=tile.depth, num_warps=tile.warps,
-        **programmatic(x.device), **registers,
+        WHOLE=n % (tile.rows // (1 + gate)) == 0, BLOCK_M=max(8, power_of_two(rows)), BLOCK_N=tile.rows,
+        DEPTH=tile.depth, num_warps=tile.warps, **programmatic(x.device), **registers,
     )  # fmt: skip

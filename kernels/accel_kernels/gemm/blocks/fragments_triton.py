@@ -42,8 +42,8 @@ def part_column(source, unit, part):
 
 
 @gluon.jit
-def _load(ptr, place, inside):
-    return gl.load(ptr.to(gl.pointer_type(gl.int32)) + place, mask=inside, other=0, eviction_policy="evict_first")
+def _load(ptr, place, inside, EVICTION: gl.constexpr = ""):
+    return gl.load(ptr.to(gl.pointer_type(gl.int32)) + place, mask=inside, other=0, eviction_policy=EVICTION)
 
 
 @gluon.jit
@@ -53,7 +53,7 @@ def unit_words(ptr, row, span, word, inside, STEP: gl.constexpr, K: gl.constexpr
     two of each thread.
     """
     if SOURCE == "table":
-        return (_load(ptr, row * (K // 8) + span * 32 + word + STEP * 8, inside),)
+        return (_load(ptr, row * (K // 8) + span * 32 + word + STEP * 8, inside, "evict_first"),)
     elif SOURCE == "runs":
         F: gl.constexpr = ggml_format(FORMAT)
         first = (row * (K // SPAN) + span) * (F.bytes // 4) + word
@@ -70,11 +70,11 @@ def unit_words(ptr, row, span, word, inside, STEP: gl.constexpr, K: gl.constexpr
         )
     elif SOURCE == "bytes":
         second = word % 2
-        first = (row * (K // SPAN) + span) * 68 + (word - second)
+        first = (row * (K // SPAN) + span) * 68
         return (
-            _load(ptr, first + second + STEP * 17, inside),
-            _load(ptr, first + second * 7 + (STEP * 17 + 2), inside),
-            _load(ptr, first + (STEP * 17 + 10), inside & (second == 0)),
+            _load(ptr, first + word + STEP * 17, inside),
+            _load(ptr, first + (word - second) + second * 7 + (STEP * 17 + 2), inside),
+            _load(ptr, first + (word - second) + (STEP * 17 + 10), inside & (second == 0)),
         )
     else:
         # Two blocks are 105 words; numbers of the second begin in the middle of one.
