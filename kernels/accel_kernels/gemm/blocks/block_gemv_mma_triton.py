@@ -22,6 +22,7 @@ from accel_kernels.gemm.blocks.block_scales_triton import (
     banks,
     both_sums,
     half_words,
+    in_order,
     joined,
     part_scales,
     set_scales,
@@ -166,6 +167,8 @@ def block_gemv_mma_kernel(
                            set if step + DEPTH < 8 else next_set, n, (step + DEPTH) % 8, 16, K, FORMAT, SOURCE, GATE,
                            WHOLE, num_warps, HALF),
             )  # fmt: skip
+            if step % 2 == 1:
+                in_order()
         even = part_scales(held[0], weight, up, 16, SOURCE, ZERO, GATE, num_warps, SCALES)
         odd = part_scales(held[1], weight, up, 16, SOURCE, ZERO, GATE, num_warps, SCALES)
         held = set_scales(weight, up, next_block, blocks, next_set, n, 16, K, FORMAT, SOURCE, GATE, WHOLE, num_warps,

@@ -224,3 +224,11 @@ def both_sums(y, GATE: gl.constexpr):
         return first.reshape([N // 2, M]), second.reshape([N // 2, M])
     else:
         return y, y
+
+
+@gluon.jit
+def in_order():
+    """Loads before this are started before those after it: else the assembler puts them off until they are needed."""
+    gl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff;\nmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )

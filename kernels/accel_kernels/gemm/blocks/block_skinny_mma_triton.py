@@ -20,6 +20,7 @@ from accel_kernels.gemm.blocks.block_scales_triton import (
     banks,
     both_sums,
     half_words,
+    in_order,
     joined,
     of_unit,
     part_scales,
@@ -161,6 +162,8 @@ def block_skinny_mma_kernel(
                            set if step + DEPTH < 8 else next_set, n, (step + DEPTH) % 8, BLOCK_N, K, FORMAT, SOURCE,
                            GATE, WHOLE, num_warps, HALF),
             )  # fmt: skip
+            if step % 2 == 1:
+                in_order()
         if set == SETS - 1:
             y, other = both_sums(gl.sum(gl.convert_layout(acc, SUMS), axis=0), GATE)
             write(y, other, block * TILE, 0, weight, up, after, y_ptr, m, n, True, GATE, ACTIVATION, y.type.layout)
