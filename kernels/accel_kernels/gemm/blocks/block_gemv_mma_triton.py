@@ -212,22 +212,6 @@ def block_gemv_tile(rows: int, n: int, k: int, gate: bool, processors: int) -> B
     return BlockGemvTile(8, 4, 2)
 
 
-def refusal(x, weight, up) -> str | None:
-    """Why kernels of fragments cannot take what `block_linear` supports, for their number of rows."""
-    n, k = weight.shape
-    if not weight.format.source:
-        return f"{weight.format.name}, not of units of {UNIT.value} columns"
-    if x.dtype == torch.float32:
-        return f"rows of {x.dtype}"
-    if k % (512 if weight.format.source == "sixes" else 256) or n * k >= 1 << 31:
-        return f"{n} x {k} numbers"
-    if weight.format.source == "table" and weight.side.shift == 0:
-        return "a scale to 32 columns"
-    if any(t is not None and t.data_ptr() % 16 for t in (x, weight.data, up and up.data)):
-        return "x or a weight not at a multiple of 16 bytes"
-    return None
-
-
 def block_gemv_mma(x, weight, norm, epilogue, tile, y):
     """Writes what `block_linear` returns into y."""
     n, k = weight.shape

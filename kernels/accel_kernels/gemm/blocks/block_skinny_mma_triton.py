@@ -54,8 +54,6 @@ from accel_kernels.gemm.quantized.write_triton import write
 from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
 
-MOST_SKINNY_ROWS = 16
-
 
 class BlockSkinnyTile(NamedTuple):
     """Rows of the weight to a program, warps, units loaded ahead, programs to a multiprocessor."""
