@@ -25,6 +25,7 @@ from accel_kernels.gemm.blocks.block_scales_triton import (
     in_order,
     joined,
     part_scales,
+    rows_layout,
     set_scales,
     shifted,
     sums_layout,
@@ -47,6 +48,7 @@ from accel_kernels.gemm.quantized.operands.mma_operands_triton import (
     places,
     scales_layout,
     squares_layout,
+    steps,
     words_layout,
     x_layout,
 )
@@ -57,17 +59,28 @@ from accel_kernels.warmup import launch
 
 
 class BlockGemvTile(NamedTuple):
-    """Warps of a program, which share the columns; units loaded ahead; programs to a multiprocessor."""
+    """Warps of a program; units loaded ahead; programs to a multiprocessor; whether warps share columns, or rows."""
 
     warps: int
     depth: int
     programs: int
+    split: bool = True
 
 
 @constexpr_function
 def sets_of(k, warps):
     """Sets of a warp: the first of every `warps` is the first warp's, and so on."""
     return -(-k // (512 * warps))
+
+
+@constexpr_function
+def columns_layout(shares, warps, columns):
+    """(shares, 8, columns) of x, of each share's warp, or of all."""
+    if shares > 1:
+        return x_layout(shares, 8, columns)
+    one = x_layout(1, 8, columns)
+    nothing = [[0, 0, 0] for _ in steps(1, 0, 1, warps)]
+    return gl.DistributedLinearLayout(list(one.reg_bases), list(one.lane_bases), nothing, [], [1, 8, columns])
 
 
 @gluon.jit
@@ -91,22 +104,25 @@ def _x(ptr, set, K: gl.constexpr, SOURCE: gl.constexpr, S: gl.constexpr, layout:
 def block_gemv_mma_kernel(
     x_ptr, weight, up, norm, after, y_ptr, n, K: gl.constexpr, FORMAT: gl.constexpr, SOURCE: gl.constexpr,
     NORM: gl.constexpr, GATE: gl.constexpr, WHOLE: gl.constexpr, ACTIVATION: gl.constexpr,
-    DEPTH: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    S: gl.constexpr, DEPTH: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """NORM: "none", or where warps have one set each "rms", which divides the sums."""
-    SETS: gl.constexpr = sets_of(K, num_warps)
+    """S: shares of the columns, the number of warps or 1. NORM: "none", or where warps have one set each "rms", which
+    divides the sums.
+    """
+    SETS: gl.constexpr = sets_of(K, S)
     gl.static_assert(SETS == 1 or NORM == "none")
-    TILE: gl.constexpr = 8 if GATE else 16
+    ROWS: gl.constexpr = 16 * num_warps // S
+    TILE: gl.constexpr = ROWS // 2 if GATE else ROWS
     PARTS: gl.constexpr = parts_of(SOURCE)
     COLUMNS: gl.constexpr = UNIT // PARTS
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     ZERO: gl.constexpr = zero_point("int4", DTYPE) - 8
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [num_warps, 1, 1], [1, 16, 8])
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [S, num_warps // S, 1], [1, 16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    X: gl.constexpr = x_layout(num_warps, 8, COLUMNS)
-    HALF: gl.constexpr = words_layout(num_warps, 8, 2)
-    SCALES: gl.constexpr = scales_layout(num_warps, 16)
+    X: gl.constexpr = columns_layout(S, num_warps, COLUMNS)
+    HALF: gl.constexpr = words_layout(num_warps, 8, 2) if S > 1 else rows_layout(2, ROWS // 2, num_warps)
+    SCALES: gl.constexpr = scales_layout(num_warps, 16) if S > 1 else rows_layout(1, ROWS, num_warps)
     SUMS: gl.constexpr = sums_layout(num_warps, 16, 1, GATE)
     blocks = (n + TILE - 1) // TILE
     stride = gl.num_programs(0)
@@ -114,28 +130,28 @@ def block_gemv_mma_kernel(
     ring = ()
     for ahead in gl.static_range(DEPTH):
         ring = ring + (
-            half_words(weight, up, begin, blocks, 0, n, ahead, 16, K, FORMAT, SOURCE, GATE, WHOLE, num_warps, HALF),
+            half_words(weight, up, begin, blocks, 0, n, ahead, ROWS, K, FORMAT, SOURCE, GATE, WHOLE, S, HALF),
         )
-    held = set_scales(weight, up, begin, blocks, 0, n, 16, K, FORMAT, SOURCE, GATE, WHOLE, num_warps, SCALES)
+    held = set_scales(weight, up, begin, blocks, 0, n, ROWS, K, FORMAT, SOURCE, GATE, WHOLE, S, SCALES)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     table = 0
     bank = 0
     if SOURCE == "table":
         table = pair_table(weight.side.code, DTYPE, num_warps)
-        bank = banks(16, num_warps, HALF)
+        bank = banks(ROWS, S, HALF)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    x = _x(x_ptr, 0, K, SOURCE, num_warps, X)
+    x = _x(x_ptr, 0, K, SOURCE, S, X)
     rate = 1.0
     if NORM == "rms":
-        squares = gl.zeros([num_warps, 8, 4], gl.float32, gl.SliceLayout(3, squares_layout(num_warps, 8, COLUMNS // 4)))
+        squares = gl.zeros([S, 8, 4], gl.float32, gl.SliceLayout(3, squares_layout(num_warps, 8, COLUMNS // 4)))
         normed = ()
         if norm.weight is not None:
-            nw = _x(norm.weight, 0, K, SOURCE, num_warps, X)
+            nw = _x(norm.weight, 0, K, SOURCE, S, X)
         for part in gl.static_range(PARTS):
             wide = x[part].to(gl.float32)
-            squares += gl.sum((wide * wide).reshape([num_warps, 8, 4, COLUMNS // 4]), axis=3)
+            squares += gl.sum((wide * wide).reshape([S, 8, 4, COLUMNS // 4]), axis=3)
             if norm.weight is not None:
                 normed = normed + ((wide * (nw[part].to(gl.float32) + norm.offset)).to(DTYPE),)
         rate = gl.rsqrt(gl.sum(gl.sum(gl.sum(squares, axis=2), axis=1), axis=0) / K + norm.eps)
@@ -143,8 +159,8 @@ def block_gemv_mma_kernel(
             x = normed
     right, sums = _factors(x, SOURCE, MMA, LEFT, RIGHT)
     # A thread has the sums of columns 2 t and 2 t + 1: of unit t of either span, as it has their scales.
-    _, _, m_column = places(num_warps, 16, 8, MMA)
-    nothing = gl.zeros([num_warps, 16, 8], gl.float32, MMA)
+    _, _, m_column = places(S, ROWS, 8, MMA)
+    nothing = gl.zeros([S, ROWS, 8], gl.float32, MMA)
     total = nothing
     mine = (blocks - begin + stride - 1) // stride
     for turn in range(mine * SETS):
@@ -152,7 +168,7 @@ def block_gemv_mma_kernel(
         next_block, next_set = begin + (turn + 1) // SETS * stride, (turn + 1) % SETS
         if SETS > 1:
             right, sums = _factors(x, SOURCE, MMA, LEFT, RIGHT)
-            x = _x(x_ptr, next_set, K, SOURCE, num_warps, X)
+            x = _x(x_ptr, next_set, K, SOURCE, S, X)
         products = (nothing, nothing, nothing, nothing)[:PARTS]
         high = 0
         for step in gl.static_range(8):
@@ -164,21 +180,24 @@ def block_gemv_mma_kernel(
                 products = products[1:] + (gl.where(m_column == step % 4 * 2 + step // 4, own, products[0]),)
             ring = ring[1:] + (
                 half_words(weight, up, block if step + DEPTH < 8 else next_block, blocks,
-                           set if step + DEPTH < 8 else next_set, n, (step + DEPTH) % 8, 16, K, FORMAT, SOURCE, GATE,
-                           WHOLE, num_warps, HALF),
+                           set if step + DEPTH < 8 else next_set, n, (step + DEPTH) % 8, ROWS, K, FORMAT, SOURCE, GATE,
+                           WHOLE, S, HALF),
             )  # fmt: skip
             if step % 2 == 1:
                 in_order()
-        even = part_scales(held[0], weight, up, 16, SOURCE, ZERO, GATE, num_warps, SCALES)
-        odd = part_scales(held[1], weight, up, 16, SOURCE, ZERO, GATE, num_warps, SCALES)
-        held = set_scales(weight, up, next_block, blocks, next_set, n, 16, K, FORMAT, SOURCE, GATE, WHOLE, num_warps,
-                          SCALES)  # fmt: skip
+        even = part_scales(held[0], weight, up, ROWS, SOURCE, ZERO, GATE, S, SCALES)
+        odd = part_scales(held[1], weight, up, ROWS, SOURCE, ZERO, GATE, S, SCALES)
+        held = set_scales(weight, up, next_block, blocks, next_set, n, ROWS, K, FORMAT, SOURCE, GATE, WHOLE, S, SCALES)  # fmt: skip
         for part in gl.static_range(PARTS):
             total += products[part] * _of_both(even[part], odd[part], MMA)
             if shifted(SOURCE):
                 total += gl.expand_dims(sums[part], 1) * _of_both(even[PARTS + part], odd[PARTS + part], MMA)
         if set == SETS - 1:
-            y = gl.sum(gl.convert_layout(gl.sum(total, axis=2).reshape([num_warps, 16, 1]), SUMS), axis=0) * rate
+            y = gl.sum(total, axis=2)
+            if S > 1:
+                y = gl.sum(gl.convert_layout(y.reshape([S, 16, 1]), SUMS), axis=0) * rate
+            else:
+                y = y.reshape([ROWS, 1])
             y, other = both_sums(y, GATE)
             write(y, other, block * TILE, 0, weight, up, after, y_ptr, 1, n, True, GATE, ACTIVATION, y.type.layout)
             total = nothing
@@ -217,16 +236,17 @@ def block_gemv_mma(x, weight, norm, epilogue, tile, y):
     n, k = weight.shape
     up = epilogue.up
     gate = up is not None
-    if norm is not None and not (takes(norm, x.dtype) and sets_of(k, tile.warps) == 1):
+    if norm is not None and not (takes(norm, x.dtype) and tile.split and sets_of(k, tile.warps) == 1):
         x, norm = apply_norm(x, norm), None
     before, kind = kernel_arguments(norm)
     limit = 65536 // (32 * tile.warps * tile.programs)
     registers = {"maxnreg": limit} if limit < 255 else {}
-    blocks = triton.cdiv(n, 8 if gate else 16)
+    rows = 16 if tile.split else 16 * tile.warps
+    blocks = triton.cdiv(n, rows // (1 + gate))
     launch(
         block_gemv_mma_kernel, (min(blocks, tile.programs * multiprocessors(x.device)),),
         x, BlockArguments.of(weight), BlockArguments.of(up if gate else weight), before, epilogue.arguments, y, n,
         K=k, FORMAT=weight.format.name, SOURCE=weight.format.source, NORM=kind, **epilogue.flags,
-        WHOLE=n % (8 if gate else 16) == 0, DEPTH=tile.depth,
+        WHOLE=n % (rows // (1 + gate)) == 0, S=tile.warps if tile.split else 1, DEPTH=tile.depth,
         num_warps=tile.warps, **programmatic(x.device), **registers,
     )  # fmt: skip

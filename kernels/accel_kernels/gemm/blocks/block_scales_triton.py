@@ -199,6 +199,16 @@ def of_unit(values, UNIT_AT: gl.constexpr):
 
 
 @constexpr_function
+def rows_layout(words, rows, warps):
+    """(1, rows, 4 words), 8 rows of each warp or 16, which alternate by eight."""
+    more = [[0, 8, 0]] if rows == 16 * warps else []
+    lanes = [[0, 0, words], [0, 0, 2 * words], *steps(3, 1, 1, 8)]
+    return gl.DistributedLinearLayout(
+        steps(3, 2, 1, words) + more, lanes, steps(3, 1, rows // warps, rows), [], [1, rows, 4 * words]
+    )
+
+
+@constexpr_function
 def sums_layout(warps, rows, columns, gate):
     """Of warps' sums (warps, rows, columns): a thread has all of some, and with a gate those of both weights."""
     bits = [[0, 8, 0]] if gate else []

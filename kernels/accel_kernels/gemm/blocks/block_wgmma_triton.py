@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -25,7 +24,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from accel_kernels.device import multiprocessors, programmatic
-from accel_kernels.gemm.blocks.block_scales_triton import banks, half_words, joined, of_unit, part_scales, span_scales
+from accel_kernels.gemm.blocks.block_scales_triton import (
+    banks,
+    half_words,
+    joined,
+    of_unit,
+    part_scales,
+    rows_layout,
+    span_scales,
+)
 from accel_kernels.gemm.blocks.block_weight import BlockArguments
 from accel_kernels.gemm.blocks.fragments_triton import (
     SET,
@@ -37,7 +44,6 @@ from accel_kernels.gemm.blocks.fragments_triton import (
 from accel_kernels.gemm.blocks.unit_numbers_triton import pair_table
 from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.gemm.gluon_triton import all_threads, column_blocks, start_load
-from accel_kernels.gemm.quantized.operands.mma_operands_triton import steps
 from accel_kernels.gemm.quantized.operands.unpacking_triton import zero_point
 from accel_kernels.gemm.quantized.tile_store_triton import flat, flat_layout, unflat
 from accel_kernels.gemm.quantized.write_triton import write
@@ -114,16 +120,6 @@ def place_rows_kernel(
         for start in range(0, counters, COUNTERS):
             at = start + tl.arange(0, COUNTERS)
             tl.store(counters_ptr + at, tl.zeros((COUNTERS,), tl.int32), mask=at < counters)
-
-
-@constexpr_function
-def rows_layout(words, rows, warps):
-    """(1, rows, 4 words), 8 rows of each warp or 16, which alternate by eight."""
-    more = [[0, 8, 0]] if rows == 16 * warps else []
-    lanes = [[0, 0, words], [0, 0, 2 * words], *steps(3, 1, 1, 8)]
-    return gl.DistributedLinearLayout(
-        steps(3, 2, 1, words) + more, lanes, steps(3, 1, rows // warps, rows), [], [1, rows, 4 * words]
-    )
 
 
 @gluon.jit
