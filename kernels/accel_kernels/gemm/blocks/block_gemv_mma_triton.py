@@ -47,7 +47,6 @@ from accel_kernels.gemm.quantized.operands.mma_operands_triton import (
     column_sums,
     places,
     scales_layout,
-    squares_layout,
     steps,
     words_layout,
     x_layout,
@@ -106,11 +105,8 @@ def block_gemv_mma_kernel(
     NORM: gl.constexpr, GATE: gl.constexpr, WHOLE: gl.constexpr, ACTIVATION: gl.constexpr,
     S: gl.constexpr, DEPTH: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """S: shares of the columns, the number of warps or 1. NORM: "none", or where warps have one set each "rms", which
-    divides the sums.
-    """
+    """S: shares of the columns, the number of warps or 1. NORM: "none", or "rms", which divides the sums."""
     SETS: gl.constexpr = sets_of(K, S)
-    gl.static_assert(SETS == 1 or NORM == "none")
     ROWS: gl.constexpr = 16 * num_warps // S
     TILE: gl.constexpr = ROWS // 2 if GATE else ROWS
     PARTS: gl.constexpr = parts_of(SOURCE)
@@ -143,21 +139,16 @@ def block_gemv_mma_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     x = _x(x_ptr, 0, K, SOURCE, S, X)
+    nw = x
+    if NORM == "rms" and norm.weight is not None:
+        nw = _x(norm.weight, 0, K, SOURCE, S, X)
+    squares = 0.0
     rate = 1.0
     if NORM == "rms":
-        squares = gl.zeros([S, 8, 4], gl.float32, gl.SliceLayout(3, squares_layout(num_warps, 8, COLUMNS // 4)))
-        normed = ()
-        if norm.weight is not None:
-            nw = _x(norm.weight, 0, K, SOURCE, S, X)
-        for part in gl.static_range(PARTS):
-            wide = x[part].to(gl.float32)
-            squares += gl.sum((wide * wide).reshape([S, 8, 4, COLUMNS // 4]), axis=3)
-            if norm.weight is not None:
-                normed = normed + ((wide * (nw[part].to(gl.float32) + norm.offset)).to(DTYPE),)
-        rate = gl.rsqrt(gl.sum(gl.sum(gl.sum(squares, axis=2), axis=1), axis=0) / K + norm.eps)
-        if norm.weight is not None:
-            x = normed
-    right, sums = _factors(x, SOURCE, MMA, LEFT, RIGHT)
+        squares = _squares(x)
+    if NORM == "rms" and SETS == 1:
+        rate = _rate(squares, norm, K)
+    right, sums = _factors(x, nw, norm, SOURCE, NORM, MMA, LEFT, RIGHT)
     # A thread has the sums of columns 2 t and 2 t + 1: of unit t of either span, as it has their scales.
     _, _, m_column = places(S, ROWS, 8, MMA)
     nothing = gl.zeros([S, ROWS, 8], gl.float32, MMA)
@@ -167,8 +158,12 @@ def block_gemv_mma_kernel(
         block, set = begin + turn // SETS * stride, turn % SETS
         next_block, next_set = begin + (turn + 1) // SETS * stride, (turn + 1) % SETS
         if SETS > 1:
-            right, sums = _factors(x, SOURCE, MMA, LEFT, RIGHT)
+            right, sums = _factors(x, nw, norm, SOURCE, NORM, MMA, LEFT, RIGHT)
             x = _x(x_ptr, next_set, K, SOURCE, S, X)
+            if NORM == "rms":
+                squares += gl.where(turn + 1 < SETS, _squares(x), 0.0)
+                if norm.weight is not None:
+                    nw = _x(norm.weight, next_set, K, SOURCE, S, X)
         products = (nothing, nothing, nothing, nothing)[:PARTS]
         high = 0
         for step in gl.static_range(8):
@@ -187,7 +182,8 @@ def block_gemv_mma_kernel(
                 in_order()
         even = part_scales(held[0], weight, up, ROWS, SOURCE, ZERO, GATE, S, SCALES)
         odd = part_scales(held[1], weight, up, ROWS, SOURCE, ZERO, GATE, S, SCALES)
-        held = set_scales(weight, up, next_block, blocks, next_set, n, ROWS, K, FORMAT, SOURCE, GATE, WHOLE, S, SCALES)  # fmt: skip
+        held = set_scales(weight, up, next_block, blocks, next_set, n, ROWS, K, FORMAT, SOURCE, GATE, WHOLE, S,
+                          SCALES)  # fmt: skip
         for part in gl.static_range(PARTS):
             total += products[part] * _of_both(even[part], odd[part], MMA)
             if shifted(SOURCE):
@@ -195,21 +191,42 @@ def block_gemv_mma_kernel(
         if set == SETS - 1:
             y = gl.sum(total, axis=2)
             if S > 1:
-                y = gl.sum(gl.convert_layout(y.reshape([S, 16, 1]), SUMS), axis=0) * rate
+                y = gl.sum(gl.convert_layout(y.reshape([S, 16, 1]), SUMS), axis=0)
             else:
                 y = y.reshape([ROWS, 1])
+            if NORM == "rms" and SETS > 1:
+                rate = _rate(squares, norm, K)
+            y *= rate
             y, other = both_sums(y, GATE)
             write(y, other, block * TILE, 0, weight, up, after, y_ptr, 1, n, True, GATE, ACTIVATION, y.type.layout)
             total = nothing
 
 
 @gluon.jit
-def _factors(x, SOURCE: gl.constexpr, MMA: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
-    """Right factors of a set's parts, and where they are needed the sums of their columns."""
+def _squares(x):
+    """Sums of the squares of what a thread has of x."""
+    total = gl.sum(x[0].to(gl.float32) * x[0].to(gl.float32), axis=2)
+    for part in gl.static_range(1, len(x)):
+        total += gl.sum(x[part].to(gl.float32) * x[part].to(gl.float32), axis=2)
+    return total
+
+
+@gluon.jit
+def _rate(squares, norm, K: gl.constexpr):
+    return gl.rsqrt(gl.sum(gl.sum(squares, axis=1), axis=0) / K + norm.eps)
+
+
+@gluon.jit
+def _factors(x, nw, norm, SOURCE: gl.constexpr, NORM: gl.constexpr, MMA: gl.constexpr, LEFT: gl.constexpr,
+             RIGHT: gl.constexpr):  # fmt: skip
+    """Right factors of a set's parts, times the norm's weight, and where they are needed the sums of their columns."""
     right = ()
     sums = ()
     for part in gl.static_range(len(x)):
-        right = right + (x_factor(x[part], SOURCE, RIGHT),)
+        one = x[part]
+        if NORM == "rms" and norm.weight is not None:
+            one = (one.to(gl.float32) * (nw[part].to(gl.float32) + norm.offset)).to(one.dtype)
+        right = right + (x_factor(one, SOURCE, RIGHT),)
         if shifted(SOURCE):
             sums = sums + (gl.max(column_sums(right[part], 16, MMA, LEFT), axis=1),)  # of equal rows
     return right, sums
@@ -236,7 +253,7 @@ def block_gemv_mma(x, weight, norm, epilogue, tile, y):
     n, k = weight.shape
     up = epilogue.up
     gate = up is not None
-    if norm is not None and not (takes(norm, x.dtype) and tile.split and sets_of(k, tile.warps) == 1):
+    if norm is not None and not takes(norm, x.dtype):
         x, norm = apply_norm(x, norm), None
     before, kind = kernel_arguments(norm)
     limit = 65536 // (32 * tile.warps * tile.programs)
