@@ -17,9 +17,10 @@ from benchmarks.kernels.timer import compile_ahead, rand, times_us
 
 G, S, W = BlockGemvTile, BlockSkinnyTile, BlockWgmmaTile
 ONE = {
-    4096: [G(8, 4, 2), G(8, 8, 2), G(4, 4, 4), G(8, 2, 3)],
+    4096: [G(8, 4, 2), G(8, 8, 2), G(4, 4, 4)],
     14336: [G(8, 4, 2), G(8, 8, 2), G(4, 4, 4), G(16, 4, 1)],
 }
+WIDE = [G(8, 4, 2, False), G(8, 8, 2, False), G(16, 4, 1, False)]
 MORE = {
     2: [S(16, 8, 4, 2), S(32, 4, 4, 2)],
     8: [S(16, 8, 4, 2), S(32, 4, 4, 2)],
@@ -44,7 +45,7 @@ def main(out, limit, *specs):
                     products[format, name] = product
                     torch.manual_seed(m)
                     x, given = rand(m, product.k), product.given(m)
-                    jobs.append((format, name, m, product, x, given, ONE[product.k] if m == 1 else MORE[m]))
+                    jobs.append((format, name, m, product, x, given, (ONE[product.k] + WIDE * sizes.gate) if m == 1 else MORE[m]))
     calls = [
         partial(p.call, block_linear.triton, x, p.sets[0], given, tile=t)
         for _, _, _, p, x, given, tiles in jobs
