@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 from accel_kernels import block_linear
-from accel_kernels.gemm.blocks.block_gemv_mma_triton import BlockGemvTile
-from accel_kernels.gemm.blocks.block_skinny_mma_triton import BlockSkinnyTile
-from accel_kernels.gemm.blocks.block_wgmma_triton import BlockWgmmaTile
+from accel_kernels.gemm.blocks.fragments.block_gemv_mma_triton import BlockGemvTile
+from accel_kernels.gemm.blocks.fragments.block_skinny_mma_triton import BlockSkinnyTile
+from accel_kernels.gemm.blocks.fragments.block_wgmma_triton import BlockWgmmaTile
 
 from benchmarks.kernels.shapes import SHAPES, Product
 from benchmarks.kernels.timer import compile_ahead, rand, times_us
@@ -45,7 +45,17 @@ def main(out, limit, *specs):
                     products[format, name] = product
                     torch.manual_seed(m)
                     x, given = rand(m, product.k), product.given(m)
-                    jobs.append((format, name, m, product, x, given, (ONE[product.k] + WIDE * sizes.gate) if m == 1 else MORE[m]))
+                    jobs.append(
+                        (
+                            format,
+                            name,
+                            m,
+                            product,
+                            x,
+                            given,
+                            (ONE[product.k] + WIDE * sizes.gate) if m == 1 else MORE[m],
+                        )
+                    )
     calls = [
         partial(p.call, block_linear.triton, x, p.sets[0], given, tile=t)
         for _, _, _, p, x, given, tiles in jobs

@@ -10,15 +10,15 @@ import triton
 import triton.language as tl
 
 from accel_kernels.device import interpreted, multiprocessors, programmatic, upcast
-from accel_kernels.gemm.blocks.block_gemv_mma_triton import BlockGemvTile, block_gemv_mma, block_gemv_tile
 from accel_kernels.gemm.blocks.block_linear import MOST_FEW_ROWS, fragment_reason
-from accel_kernels.gemm.blocks.block_skinny_mma_triton import (
+from accel_kernels.gemm.blocks.block_weight import BlockArguments
+from accel_kernels.gemm.blocks.fragments.block_gemv_mma_triton import BlockGemvTile, block_gemv_mma, block_gemv_tile
+from accel_kernels.gemm.blocks.fragments.block_skinny_mma_triton import (
     BlockSkinnyTile,
     block_skinny_mma,
     block_skinny_tile,
 )
-from accel_kernels.gemm.blocks.block_weight import BlockArguments
-from accel_kernels.gemm.blocks.block_wgmma_triton import BlockWgmmaTile, block_wgmma, block_wgmma_tile
+from accel_kernels.gemm.blocks.fragments.block_wgmma_triton import BlockWgmmaTile, block_wgmma, block_wgmma_tile
 from accel_kernels.gemm.blocks.unpacking_triton import UNPACKING, format_flags, unpack_blocks
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.epilogue_triton import epilogue, store_sum

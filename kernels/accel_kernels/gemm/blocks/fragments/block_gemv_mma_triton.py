@@ -1,6 +1,6 @@
 """One row times a weight in blocks of few bits, on the tensor cores, as `gemv_mma_triton` has it.
 
-The right factor's columns are the eight units of a set of x, see `fragments_triton`: a unit of the weight times all of
+The right factor's columns are the eight units of a set of x, see `units_triton`: a unit of the weight times all of
 them gives one useful column, its own. So a thread has sums of whole units, and few scales to multiply them by. A warp
 keeps its sets of x in registers for all blocks of the weight's rows.
 
@@ -9,7 +9,6 @@ Serves one row in 16 bits, on compute capability 9.0 and later. All else of one 
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from triton import constexpr_function
@@ -18,31 +17,32 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from accel_kernels.device import multiprocessors, programmatic
-from accel_kernels.gemm.blocks.block_scales_triton import (
+from accel_kernels.gemm.blocks.block_weight import BlockArguments
+from accel_kernels.gemm.blocks.fragments.block_rows_triton import (
     banks,
-    both_sums,
     half_words,
-    in_order,
-    joined,
+    has_minimum,
+    joined_words,
+    loads_in_order,
     part_scales,
     rows_layout,
     set_scales,
-    shifted,
     sums_layout,
+    weight_sums,
 )
-from accel_kernels.gemm.blocks.block_weight import BlockArguments
-from accel_kernels.gemm.blocks.fragments_triton import (
+from accel_kernels.gemm.blocks.fragments.unit_numbers_triton import pair_table
+from accel_kernels.gemm.blocks.fragments.units_triton import (
     SET,
     SPAN,
     UNIT,
     high_bits,
-    parts_of,
+    part_factor,
     slot_column,
     unit_factors,
-    x_factor,
+    unit_parts,
 )
-from accel_kernels.gemm.blocks.unit_numbers_triton import pair_table
 from accel_kernels.gemm.fused_linear import apply_norm
+from accel_kernels.gemm.quantized.gemv_mma_triton import takes
 from accel_kernels.gemm.quantized.operands.mma_operands_triton import (
     column_sums,
     places,
@@ -85,12 +85,12 @@ def columns_layout(shares, warps, columns):
 @gluon.jit
 def _x(ptr, set, K: gl.constexpr, SOURCE: gl.constexpr, S: gl.constexpr, layout: gl.constexpr):
     """Units of x of every warp's set, (S, 8, columns) of each part; rows 2 t and 2 t + 1 are unit t of either span."""
-    COLUMNS: gl.constexpr = UNIT // parts_of(SOURCE)
+    COLUMNS: gl.constexpr = UNIT // unit_parts(SOURCE)
     share, row, slot = places(S, 8, COLUMNS, layout)
     span, unit = row % 2, row // 2
     first = (set * S + share) * SET + span * SPAN + slot_column(slot, SOURCE)
     found = ()
-    for part in gl.static_range(parts_of(SOURCE)):
+    for part in gl.static_range(unit_parts(SOURCE)):
         if SOURCE == "sixes":
             place = first + unit // 2 * 128 + unit % 2 * 32 + (part // 2 * 64 + part % 2 * 16)
         else:
@@ -109,7 +109,7 @@ def block_gemv_mma_kernel(
     SETS: gl.constexpr = sets_of(K, S)
     ROWS: gl.constexpr = 16 * num_warps // S
     TILE: gl.constexpr = ROWS // 2 if GATE else ROWS
-    PARTS: gl.constexpr = parts_of(SOURCE)
+    PARTS: gl.constexpr = unit_parts(SOURCE)
     COLUMNS: gl.constexpr = UNIT // PARTS
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     ZERO: gl.constexpr = zero_point("int4", DTYPE) - 8
@@ -167,7 +167,7 @@ def block_gemv_mma_kernel(
         products = (nothing, nothing, nothing, nothing)[:PARTS]
         high = 0
         for step in gl.static_range(8):
-            words = joined(ring[0])
+            words = joined_words(ring[0])
             high = high_bits(words, high, step, SOURCE)
             left = unit_factors(words, high, table, bank, 0, step, DTYPE, FORMAT, SOURCE, False)
             for part in gl.static_range(PARTS):
@@ -179,14 +179,14 @@ def block_gemv_mma_kernel(
                            WHOLE, S, HALF),
             )  # fmt: skip
             if step % 2 == 1:
-                in_order()
+                loads_in_order()
         even = part_scales(held[0], weight, up, ROWS, SOURCE, ZERO, GATE, S, SCALES)
         odd = part_scales(held[1], weight, up, ROWS, SOURCE, ZERO, GATE, S, SCALES)
         held = set_scales(weight, up, next_block, blocks, next_set, n, ROWS, K, FORMAT, SOURCE, GATE, WHOLE, S,
                           SCALES)  # fmt: skip
         for part in gl.static_range(PARTS):
             total += products[part] * _of_both(even[part], odd[part], MMA)
-            if shifted(SOURCE):
+            if has_minimum(SOURCE):
                 total += gl.expand_dims(sums[part], 1) * _of_both(even[PARTS + part], odd[PARTS + part], MMA)
         if set == SETS - 1:
             y = gl.sum(total, axis=2)
@@ -197,7 +197,7 @@ def block_gemv_mma_kernel(
             if NORM == "rms" and SETS > 1:
                 rate = _rate(squares, norm, K)
             y *= rate
-            y, other = both_sums(y, GATE)
+            y, other = weight_sums(y, GATE)
             write(y, other, block * TILE, 0, weight, up, after, y_ptr, 1, n, True, GATE, ACTIVATION, y.type.layout)
             total = nothing
 
@@ -226,8 +226,8 @@ def _factors(x, nw, norm, SOURCE: gl.constexpr, NORM: gl.constexpr, MMA: gl.cons
         one = x[part]
         if NORM == "rms" and norm.weight is not None:
             one = (one.to(gl.float32) * (nw[part].to(gl.float32) + norm.offset)).to(one.dtype)
-        right = right + (x_factor(one, SOURCE, RIGHT),)
-        if shifted(SOURCE):
+        right = right + (part_factor(one, SOURCE, RIGHT),)
+        if has_minimum(SOURCE):
             sums = sums + (gl.max(column_sums(right[part], 16, MMA, LEFT), axis=1),)  # of equal rows
     return right, sums
 
@@ -236,11 +236,6 @@ def _factors(x, nw, norm, SOURCE: gl.constexpr, NORM: gl.constexpr, MMA: gl.cons
 def _of_both(even, odd, MMA: gl.constexpr):
     """(S, N, 4) of units of either span as (S, N, 8)."""
     return gl.convert_layout(gl.join(even, odd).reshape([even.shape[0], even.shape[1], 8]), MMA)
-
-
-def takes(norm, dtype: torch.dtype) -> bool:
-    """Whether the kernel computes this norm on the way: as of `gemv_mma`."""
-    return not norm.centered and norm.bias is None and dtype == torch.bfloat16
 
 
 def block_gemv_tile(rows: int, n: int, k: int, gate: bool, processors: int) -> BlockGemvTile:

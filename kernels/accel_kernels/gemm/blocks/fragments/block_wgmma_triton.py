@@ -1,6 +1,6 @@
 """A weight in blocks of few bits times 17 rows and more, for Hopper, as `skinny_wgmma_triton` has it.
 
-A warp unpacks 16 rows of a unit of `fragments_triton` into values, rounded as the library rounds them. Its warpgroup
+A warp unpacks 16 rows of a unit of `units_triton` into values, rounded as the library rounds them. Its warpgroup
 multiplies them with a tile of x out of shared memory. x lies in the order of columns of the factor, see `place_rows`.
 A step is a set of every row of a tile. Programs share the steps of all tiles evenly. Where several programs share a
 tile, each writes its partial sums as float32, and the last one adds all of them up, in the order of columns.
@@ -24,24 +24,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from accel_kernels.device import multiprocessors, programmatic
-from accel_kernels.gemm.blocks.block_scales_triton import (
+from accel_kernels.gemm.blocks.block_weight import BlockArguments
+from accel_kernels.gemm.blocks.fragments.block_rows_triton import (
     banks,
     half_words,
-    joined,
+    joined_words,
     of_unit,
     part_scales,
     rows_layout,
     span_scales,
 )
-from accel_kernels.gemm.blocks.block_weight import BlockArguments
-from accel_kernels.gemm.blocks.fragments_triton import (
+from accel_kernels.gemm.blocks.fragments.unit_numbers_triton import pair_table
+from accel_kernels.gemm.blocks.fragments.units_triton import (
     SET,
     UNIT,
     high_bits,
-    parts_of,
     unit_factors,
+    unit_parts,
 )
-from accel_kernels.gemm.blocks.unit_numbers_triton import pair_table
 from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.gemm.gluon_triton import all_threads, column_blocks, start_load
 from accel_kernels.gemm.quantized.operands.unpacking_triton import zero_point
@@ -77,7 +77,7 @@ def _first(unit, part, SOURCE: tl.constexpr, SIZE: tl.constexpr):
 @triton.jit
 def _column(place, SOURCE: tl.constexpr):
     """The column whose number stands at this place in the order of the factor, see `unit_factors`."""
-    SIZE: tl.constexpr = 64 // parts_of(SOURCE)
+    SIZE: tl.constexpr = 64 // unit_parts(SOURCE)
     unit, part, rest = place // 64 % 4, place % 64 // SIZE, place % SIZE
     pair, thread, half, more = rest & 1, rest >> 1 & 3, rest >> 3 & 1, rest >> 4
     if SOURCE == "table":
@@ -217,7 +217,7 @@ def block_wgmma_kernel(
                 own = ()
                 for part in gl.static_range(len(scales)):
                     own = own + (_wide(scales[part], unit % 4),)
-                words = joined(ring[0])
+                words = joined_words(ring[0])
                 high = high_bits(words, high, unit, SOURCE)
                 left = gl.convert_layout(
                     _whole(unit_factors(words, high, table, bank, own, unit, DTYPE, FORMAT, SOURCE, True)), LEFT

@@ -1,6 +1,6 @@
 """Few rows times a weight in blocks of few bits, on the tensor cores, as `skinny_mma_triton` has it.
 
-Each warp takes sets of `fragments_triton`, and waits for no other warp. The four threads of a row have the scales of a
+Each warp takes sets of `units_triton`, and waits for no other warp. The four threads of a row have the scales of a
 unit each, and hand them to one another: a scale multiplies the sums of a part.
 
 Serves 2 to 16 rows in 16 bits, on compute capability 8.0 and later.
@@ -15,32 +15,32 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from accel_kernels.device import multiprocessors, programmatic
-from accel_kernels.gemm.blocks.block_gemv_mma_triton import sets_of
-from accel_kernels.gemm.blocks.block_scales_triton import (
+from accel_kernels.gemm.blocks.block_weight import BlockArguments
+from accel_kernels.gemm.blocks.fragments.block_gemv_mma_triton import sets_of
+from accel_kernels.gemm.blocks.fragments.block_rows_triton import (
     banks,
-    both_sums,
     half_words,
-    in_order,
-    joined,
+    has_minimum,
+    joined_words,
+    loads_in_order,
     of_unit,
     part_scales,
-    shifted,
     span_scales,
     sums_layout,
+    weight_sums,
 )
-from accel_kernels.gemm.blocks.block_weight import BlockArguments
-from accel_kernels.gemm.blocks.fragments_triton import (
+from accel_kernels.gemm.blocks.fragments.unit_numbers_triton import pair_table
+from accel_kernels.gemm.blocks.fragments.units_triton import (
     SET,
     SPAN,
     UNIT,
     high_bits,
     part_column,
-    parts_of,
+    part_factor,
     slot_column,
     unit_factors,
-    x_factor,
+    unit_parts,
 )
-from accel_kernels.gemm.blocks.unit_numbers_triton import pair_table
 from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.gemm.quantized.operands.mma_operands_triton import (
     column_sums,
@@ -78,11 +78,11 @@ def _of_unit(values, UNIT_AT: gl.constexpr, M: gl.constexpr, MMA: gl.constexpr):
 def _x(x_ptr, turn, m, STEP: gl.constexpr, K: gl.constexpr, BLOCK_M: gl.constexpr, SOURCE: gl.constexpr,
        num_warps: gl.constexpr):  # fmt: skip
     """x of the parts of unit STEP of every warp's set."""
-    COLUMNS: gl.constexpr = UNIT // parts_of(SOURCE)
+    COLUMNS: gl.constexpr = UNIT // unit_parts(SOURCE)
     share, row, slot = places(num_warps, BLOCK_M, COLUMNS, x_layout(num_warps, BLOCK_M, COLUMNS))
     column = slot_column(slot, SOURCE) + (turn * num_warps + share) * SET + STEP // 4 * SPAN
     found = ()
-    for part in gl.static_range(parts_of(SOURCE)):
+    for part in gl.static_range(unit_parts(SOURCE)):
         place = column + part_column(SOURCE, STEP % 4, part)
         found = found + (gl.load(x_ptr + row * K + place, mask=(row < m) & (place < K), other=0.0),)
     return found
@@ -96,7 +96,7 @@ def block_skinny_mma_kernel(
 ):  # fmt: skip
     SETS: gl.constexpr = sets_of(K, num_warps)
     TILE: gl.constexpr = BLOCK_N // 2 if GATE else BLOCK_N
-    PARTS: gl.constexpr = parts_of(SOURCE)
+    PARTS: gl.constexpr = unit_parts(SOURCE)
     DTYPE: gl.constexpr = x_ptr.dtype.element_ty
     ZERO: gl.constexpr = zero_point("int4", DTYPE) - 8
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [num_warps, 1, 1], [1, 16, 8])
@@ -144,15 +144,15 @@ def block_skinny_mma_kernel(
                                        SOURCE, GATE, WHOLE, num_warps, SCALES)  # fmt: skip
             this_x = x
             x = _x(x_ptr, set if step < 7 else next_set, m, (step + 1) % 8, K, BLOCK_M, SOURCE, num_warps)
-            words = joined(ring[0])
+            words = joined_words(ring[0])
             high = high_bits(words, high, step, SOURCE)
             left = unit_factors(words, high, table, bank, 0, step, DTYPE, FORMAT, SOURCE, False)
             for part in gl.static_range(PARTS):
-                right = x_factor(this_x[part], SOURCE, RIGHT)
+                right = part_factor(this_x[part], SOURCE, RIGHT)
                 acc += mma_v2(gl.convert_layout(left[part], LEFT), right, nothing) * _of_unit(
                     scales[part], step % 4, BLOCK_M, MMA
                 )
-                if shifted(SOURCE):
+                if has_minimum(SOURCE):
                     sums = column_sums(right, BLOCK_N, MMA, LEFT)
                     acc += sums * _of_unit(scales[PARTS + part], step % 4, BLOCK_M, MMA)
             ring = ring[1:] + (
@@ -161,9 +161,9 @@ def block_skinny_mma_kernel(
                            GATE, WHOLE, num_warps, HALF),
             )  # fmt: skip
             if step % 2 == 1:
-                in_order()
+                loads_in_order()
         if set == SETS - 1:
-            y, other = both_sums(gl.sum(gl.convert_layout(acc, SUMS), axis=0), GATE)
+            y, other = weight_sums(gl.sum(gl.convert_layout(acc, SUMS), axis=0), GATE)
             write(y, other, block * TILE, 0, weight, up, after, y_ptr, m, n, True, GATE, ACTIVATION, y.type.layout)
             acc = nothing
 

@@ -1,4 +1,4 @@
-"""Numbers of blocks out of their words, two to a register, by PTX: see `fragments_triton`.
+"""Numbers of blocks out of their words, two to a register, by PTX: see `units_triton`.
 
 Bits are put where a float of a known exponent keeps its fraction, see `unpacking_triton` of `quantized.operands`.
 Places in a table are looked up two at a time: shared memory has all 256 pairs, 32 times, so that each thread of a warp

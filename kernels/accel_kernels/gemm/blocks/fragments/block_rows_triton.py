@@ -1,4 +1,4 @@
-"""Scales of blocks for kernels whose products are of parts, see `fragments_triton`.
+"""Scales of blocks for kernels whose products are of parts, see `units_triton`.
 
 Four threads have a row. Each reads what scales of its unit of a span are made of, and makes them. Rows: of a block,
 which with a gate alternate by eight between both weights.
@@ -8,13 +8,13 @@ from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from accel_kernels.gemm.blocks.fragments_triton import SPAN, unit_words
+from accel_kernels.gemm.blocks.fragments.units_triton import SPAN, unit_words
 from accel_kernels.gemm.blocks.ggml_triton import ggml_format
 from accel_kernels.gemm.quantized.operands.mma_operands_triton import of_either, places, steps
 
 
 @constexpr_function
-def shifted(source):
+def has_minimum(source):
     """Whether sums of x are taken off, too."""
     return source == "runs"
 
@@ -105,7 +105,7 @@ def _half_float(bits):
 @gluon.jit
 def part_scales(held, weight, up, ROWS: gl.constexpr, SOURCE: gl.constexpr, ZERO: gl.constexpr, GATE: gl.constexpr,
                 S: gl.constexpr, layout: gl.constexpr):  # fmt: skip
-    """Of each thread's unit and every part: its scale, and where `shifted` by what a sum of x is multiplied.
+    """Of each thread's unit and every part: its scale, and where `has_minimum` by what a sum of x is multiplied.
 
     ZERO: what numbers are too large by.
     """
@@ -160,7 +160,7 @@ def half_words(weight, up, block, blocks, turn, n, STEP: gl.constexpr, ROWS: gl.
 
 
 @gluon.jit
-def joined(halves):
+def joined_words(halves):
     """Twice (S, N / 2, words) as (S, N, words), eight rows of either in turns."""
     found = ()
     for at in gl.static_range(len(halves[0])):
@@ -179,11 +179,11 @@ def _in_turns(low, high):
 
 @gluon.jit
 def banks(ROWS: gl.constexpr, S: gl.constexpr, layout: gl.constexpr):
-    """Where each thread's bank begins, in the shape of `joined` words."""
+    """Where each thread's bank begins, in the shape of `joined_words` words."""
     H: gl.constexpr = ROWS // 2
     share, row, word = places(S, H, 8, layout)
     bank = ((row % 8 * 16 + word // 2 * 4) + share * 0,)
-    return joined((bank, bank))[0]
+    return joined_words((bank, bank))[0]
 
 
 @constexpr_function
@@ -225,7 +225,7 @@ def sums_layout(warps, rows, columns, gate):
 
 
 @gluon.jit
-def both_sums(y, GATE: gl.constexpr):
+def weight_sums(y, GATE: gl.constexpr):
     """Sums (rows, columns) of a weight and of its gate's, which alternate by eight rows."""
     N: gl.constexpr = y.shape[0]
     M: gl.constexpr = y.shape[1]
@@ -237,7 +237,7 @@ def both_sums(y, GATE: gl.constexpr):
 
 
 @gluon.jit
-def in_order():
+def loads_in_order():
     """Loads before this are started before those after it: else the assembler puts them off until they are needed."""
     gl.inline_asm_elementwise(
         "bar.warp.sync 0xffffffff;\nmov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1

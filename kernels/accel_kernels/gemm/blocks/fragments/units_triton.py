@@ -15,14 +15,14 @@ from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from accel_kernels.gemm.blocks.fragments.unit_numbers_triton import operands, program
 from accel_kernels.gemm.blocks.ggml_triton import ggml_format
-from accel_kernels.gemm.blocks.unit_numbers_triton import operands, program
 
 UNIT, SPAN, SET = gl.constexpr(64), gl.constexpr(256), gl.constexpr(512)
 
 
 @constexpr_function
-def parts_of(source):
+def unit_parts(source):
     """Products of a unit, each of as many columns."""
     return {"table": 1, "runs": 2, "halves": 2, "bytes": 2, "sixes": 4}[source]
 
@@ -38,7 +38,7 @@ def part_column(source, unit, part):
     """The first column of a unit's part in its span."""
     if source == "sixes":
         return unit // 2 * 128 + unit % 2 * 32 + part // 2 * 64 + part % 2 * 16
-    return unit * 64 + part * 64 // parts_of(source)
+    return unit * 64 + part * 64 // unit_parts(source)
 
 
 @gluon.jit
@@ -266,7 +266,7 @@ def slot_column(slot, SOURCE: gl.constexpr):
 
 
 @gluon.jit
-def x_factor(x, SOURCE: gl.constexpr, RIGHT: gl.constexpr):
+def part_factor(x, SOURCE: gl.constexpr, RIGHT: gl.constexpr):
     """x (S, M, slots of a part) as the right factor, (S, columns, M)."""
     S: gl.constexpr = x.shape[0]
     M: gl.constexpr = x.shape[1]
