@@ -28,6 +28,7 @@ from accel_kernels.gemm.blocks.block_weight import BlockArguments
 from accel_kernels.gemm.blocks.fragments.block_rows_triton import (
     banks,
     half_words,
+    has_minimum,
     joined_words,
     of_unit,
     part_scales,
@@ -93,12 +94,15 @@ def _column(place, SOURCE: tl.constexpr):
     return place // 256 * 256 + _first(unit, part, SOURCE, SIZE) + number
 
 
-@triton.jit(do_not_specialize=("counters",))
+@triton.jit(do_not_specialize=("counters", "padded"))
 def place_rows_kernel(
-    x_ptr, norm, y_ptr, counters_ptr, counters, K: tl.constexpr, SOURCE: tl.constexpr, NORM: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, norm, y_ptr, x_sums_ptr, counters_ptr, counters, padded, K: tl.constexpr, SOURCE: tl.constexpr,
+    NORM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """x after its norm in the order of the factor's columns, and zeros for programs that share tiles to count with."""
+    """x after its norm in the order of the factor's columns, and zeros for programs that share tiles to count with.
+
+    Where wanted sums of each part, too, `padded` rows apart.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -115,7 +119,13 @@ def place_rows_kernel(
             x *= tl.load(norm.weight + column, mask=mask, other=0.0).to(tl.float32) + norm.offset
         if norm.bias is not None:
             x += tl.load(norm.bias + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + row + place, x.to(y_ptr.dtype.element_ty), mask=mask)
+    x = x.to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + row + place, x, mask=mask)
+    if x_sums_ptr is not None:
+        SIZE: tl.constexpr = 64 // unit_parts(SOURCE)
+        sums = tl.sum(x.to(tl.float32).reshape(BLOCK // SIZE, SIZE), axis=1)
+        part = tl.program_id(1) * (BLOCK // SIZE) + tl.arange(0, BLOCK // SIZE)
+        tl.store(x_sums_ptr + part * padded + tl.program_id(0), sums, mask=part < K // SIZE)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         for start in range(0, counters, COUNTERS):
             at = start + tl.arange(0, COUNTERS)
@@ -127,6 +137,32 @@ def _wide(values, SCALE_AT: gl.constexpr):
     """Scales of a unit, (1, N, 4), for each of a thread's two words."""
     one = of_unit(values, SCALE_AT)
     return gl.join(one, one).reshape([1, values.shape[1], 8])
+
+
+@gluon.jit
+def _of_rows(values, SCALE_AT: gl.constexpr, M: gl.constexpr, MMA: gl.constexpr):
+    """Scales of a unit, (1, N, 4), for each row of x, (N, M)."""
+    N: gl.constexpr = values.shape[1]
+    one = of_unit(values, SCALE_AT)
+    wide = gl.join(one, one)
+    if M >= 16:
+        wide = gl.join(wide, wide)
+    if M >= 32:
+        wide = gl.join(wide, wide)
+    wide = wide.reshape([N, 4, 2, M // 8]).permute((0, 3, 1, 2))
+    return gl.convert_layout(wide.reshape([N, M]), MMA)
+
+
+@gluon.jit
+def _x_sums(ptr, unit, first, rows, K: gl.constexpr, SOURCE: gl.constexpr, M: gl.constexpr, MMA: gl.constexpr):
+    """Sums of x of a unit's parts, (1, M) each, where they are needed."""
+    found = ()
+    if has_minimum(SOURCE):
+        row = first + gl.arange(0, M, layout=gl.SliceLayout(0, MMA))
+        for part in gl.static_range(unit_parts(SOURCE)):
+            place = (unit * unit_parts(SOURCE) + part) * rows + row
+            found = found + (gl.expand_dims(gl.load(ptr + place, mask=unit < K // UNIT, other=0.0), 0),)
+    return found
 
 
 @gluon.jit
@@ -151,7 +187,7 @@ def _load_x(desc, ready, ring, at, begin, end, row, SETS: gl.constexpr, STAGES: 
 
 @gluon.jit(do_not_specialize=("m", "total", "share", "blocks_m"))
 def block_wgmma_kernel(
-    x_desc, weight, up, after, y_ptr, partial_sums_ptr, split_counters_ptr, m, n, total, share, blocks_m,
+    x_desc, weight, up, after, y_ptr, partial_sums_ptr, split_counters_ptr, x_sums_ptr, m, n, total, share, blocks_m,
     K: gl.constexpr, FORMAT: gl.constexpr, SOURCE: gl.constexpr, DTYPE: gl.constexpr, GATE: gl.constexpr,
     WHOLE: gl.constexpr, ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr, DEPTH: gl.constexpr,
     X_STAGES: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
@@ -160,6 +196,8 @@ def block_wgmma_kernel(
     ROWS: gl.constexpr = 16 * num_warps
     TILE: gl.constexpr = ROWS // 2 if GATE else ROWS
     SETS: gl.constexpr = (K + SET - 1) // SET
+    PARTS: gl.constexpr = unit_parts(SOURCE)
+    POST_SCALE: gl.constexpr = BLOCK_M <= 32  # else products are more than numbers
     ZERO: gl.constexpr = zero_point("int4", DTYPE) - 8
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_M, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -199,9 +237,10 @@ def block_wgmma_kernel(
     for early in gl.static_range(X_STAGES - 1):
         mbarrier.expect(ready.index(early), BLOCK_M * UNIT * 2, pred=low + early // 8 < high_end)
         _load_x(x_desc, ready, xs, early, low, high_end, x_first, SETS, X_STAGES)
+    nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, MMA)
     for tile in range(low // SETS, gl.cdiv(high_end, SETS)):
         begin, end = gl.maximum(low, tile * SETS), gl.minimum(high_end, (tile + 1) * SETS)
-        acc = gl.zeros([ROWS, BLOCK_M], gl.float32, MMA)
+        acc = nothing
         for step in range(begin, end):
             later = step + 1
             high = 0
@@ -214,18 +253,35 @@ def block_wgmma_kernel(
                     else:
                         held = span_scales(weight, up, later // SETS, tiles, later % SETS * 2, n, ROWS, K, FORMAT,
                                            SOURCE, GATE, WHOLE, 1, SCALES)  # fmt: skip
-                own = ()
-                for part in gl.static_range(len(scales)):
-                    own = own + (_wide(scales[part], unit % 4),)
                 words = joined_words(ring[0])
                 high = high_bits(words, high, unit, SOURCE)
-                left = gl.convert_layout(
-                    _whole(unit_factors(words, high, table, bank, own, unit, DTYPE, FORMAT, SOURCE, True)), LEFT
-                )
                 at = (step - low) * 8 + unit
-                mbarrier.wait(ready.index(at % X_STAGES), at // X_STAGES & 1)
-                acc = warpgroup_mma(left, xs.index(at % X_STAGES).permute((1, 0)), acc, is_async=True)
-                acc = warpgroup_mma_wait(1, deps=(acc,))
+                x_now = xs.index(at % X_STAGES)
+                if POST_SCALE:
+                    sums = _x_sums(
+                        x_sums_ptr, step % SETS * 8 + unit, x_first, blocks_m * BLOCK_M, K, SOURCE, BLOCK_M, MMA
+                    )
+                    left = unit_factors(words, high, table, bank, 0, unit, DTYPE, FORMAT, SOURCE, False)
+                    mbarrier.wait(ready.index(at % X_STAGES), at // X_STAGES & 1)
+                    found = ()
+                    for part in gl.static_range(PARTS):
+                        factor = gl.convert_layout(left[part].reshape([ROWS, UNIT // PARTS]), LEFT)
+                        own = x_now.slice(part * (UNIT // PARTS), UNIT // PARTS, dim=1).permute((1, 0))
+                        found = found + (warpgroup_mma(factor, own, nothing, use_acc=False, is_async=True),)
+                    for part in gl.static_range(PARTS):
+                        products = warpgroup_mma_wait(PARTS - 1 - part, deps=(found[part],))
+                        acc += products * _of_rows(scales[part], unit % 4, BLOCK_M, MMA)
+                        if has_minimum(SOURCE):
+                            acc += sums[part] * _of_rows(scales[PARTS + part], unit % 4, BLOCK_M, MMA)
+                else:
+                    own = ()
+                    for part in gl.static_range(len(scales)):
+                        own = own + (_wide(scales[part], unit % 4),)
+                    left = unit_factors(words, high, table, bank, own, unit, DTYPE, FORMAT, SOURCE, True)
+                    mbarrier.wait(ready.index(at % X_STAGES), at // X_STAGES & 1)
+                    factor = gl.convert_layout(_whole(left), LEFT)
+                    acc = warpgroup_mma(factor, x_now.permute((1, 0)), acc, is_async=True)
+                    acc = warpgroup_mma_wait(1, deps=(acc,))
                 all_threads()  # all warps are done with the unit before this one
                 next_at = at + X_STAGES - 1
                 mbarrier.expect(ready.index(next_at % X_STAGES), BLOCK_M * UNIT * 2, pred=low + next_at // 8 < high_end)
@@ -235,7 +291,8 @@ def block_wgmma_kernel(
                     half_words(weight, up, next_step // SETS, tiles, next_step % SETS, n, (unit + DEPTH) % 8, ROWS, K,
                                FORMAT, SOURCE, GATE, WHOLE, 1, HALF),
                 )  # fmt: skip
-        acc = warpgroup_mma_wait(0, deps=(acc,))
+        if not POST_SCALE:
+            acc = warpgroup_mma_wait(0, deps=(acc,))
         done = end - begin == SETS
         if end - begin < SETS:
             first, last = tile * SETS // share, ((tile + 1) * SETS - 1) // share
@@ -272,20 +329,26 @@ def block_wgmma_tile(rows: int, n: int, k: int, gate: bool, processors: int) -> 
     return BlockWgmmaTile(min(128, max(16, power_of_two(rows))), 4, 4, 1)
 
 
-def place_rows(x: torch.Tensor, norm: Norm | None, source: str, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (..., K) after its norm in the order in which `source` gives columns, (rows, K); int32 zeros (counters,)."""
+def place_rows(
+    x: torch.Tensor, norm: Norm | None, source: str, counters: int, padded: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """x (..., K) after its norm in the order in which `source` gives columns, (rows, K); int32 zeros (counters,).
+
+    With `padded` sums of all parts of x, float32 (parts of K, padded), else None.
+    """
     k = x.shape[-1]
     if norm is not None and k > WIDEST:
         x, norm = apply_norm(x, norm), None
     placed = torch.empty((x.numel() // k, k), device=x.device, dtype=x.dtype)
     zeros = torch.empty((counters,), device=x.device, dtype=torch.int32)
+    sums = torch.empty((k // 32, padded), device=x.device, dtype=torch.float32) if padded else None
     before, kind = kernel_arguments(norm)
     block = 1024 if norm is None else power_of_two(k)
     launch(
-        place_rows_kernel, (len(placed), triton.cdiv(k, block)), x, before, placed, zeros, counters, K=k,
+        place_rows_kernel, (len(placed), triton.cdiv(k, block)), x, before, placed, sums, zeros, counters, padded, K=k,
         SOURCE=source, NORM=kind, BLOCK=block, num_warps=min(16, max(4, block // 512)), **programmatic(x.device),
     )  # fmt: skip
-    return placed, zeros
+    return placed, zeros, sums
 
 
 def block_wgmma(x, weight, norm, epilogue, tile, y):
@@ -298,13 +361,14 @@ def block_wgmma(x, weight, norm, epilogue, tile, y):
     share = triton.cdiv(total, max(1, tile.programs * multiprocessors(x.device) // blocks_m))
     programs = triton.cdiv(total, share) * blocks_m
     parts = torch.empty(programs * 2 * BLOCK_N * tile.x_rows, device=x.device, dtype=torch.float32)
-    placed, counters = place_rows(x, norm, source, total // sets * blocks_m)
+    padded = blocks_m * tile.x_rows if tile.x_rows <= 32 and has_minimum(source) else 0
+    placed, counters, sums = place_rows(x, norm, source, total // sets * blocks_m, padded)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     registers = {"maxnreg": 65536 // (256 * tile.programs)} if tile.programs > 1 else {}
     launch(
         block_wgmma_kernel, (programs,),
         TensorDescriptor.from_tensor(placed, [tile.x_rows, UNIT.value], layout), BlockArguments.of(weight),
-        BlockArguments.of(up if gate else weight), epilogue.arguments, y, parts, counters, rows, n, total, share,
+        BlockArguments.of(up if gate else weight), epilogue.arguments, y, parts, counters, sums, rows, n, total, share,
         blocks_m, K=k, FORMAT=weight.format.name, SOURCE=source,
         DTYPE=gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16, **epilogue.flags,
         WHOLE=n % (BLOCK_N // (1 + gate)) == 0, BLOCK_M=tile.x_rows,
