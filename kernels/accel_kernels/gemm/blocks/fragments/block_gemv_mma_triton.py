@@ -28,7 +28,7 @@ from accel_kernels.gemm.blocks.fragments.block_rows_triton import (
     rows_layout,
     set_scales,
     sums_layout,
-    weight_sums,
+    write_sums,
 )
 from accel_kernels.gemm.blocks.fragments.unit_numbers_triton import pair_table
 from accel_kernels.gemm.blocks.fragments.units_triton import (
@@ -52,7 +52,6 @@ from accel_kernels.gemm.quantized.operands.mma_operands_triton import (
     x_layout,
 )
 from accel_kernels.gemm.quantized.operands.unpacking_triton import zero_point
-from accel_kernels.gemm.quantized.write_triton import write
 from accel_kernels.norm.norm import kernel_arguments
 from accel_kernels.warmup import launch
 
@@ -197,8 +196,7 @@ def block_gemv_mma_kernel(
             if NORM == "rms" and SETS > 1:
                 rate = _rate(squares, norm, K)
             y *= rate
-            y, other = weight_sums(y, GATE)
-            write(y, other, block * TILE, 0, weight, up, after, y_ptr, 1, n, True, GATE, ACTIVATION, y.type.layout)
+            write_sums(y, block * TILE, weight, up, after, y_ptr, 1, n, GATE, ACTIVATION)
             total = nothing
 
 

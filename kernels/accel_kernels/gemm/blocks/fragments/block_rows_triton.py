@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from accel_kernels.gemm.blocks.fragments.units_triton import SPAN, unit_words
 from accel_kernels.gemm.blocks.ggml_triton import ggml_format
 from accel_kernels.gemm.quantized.operands.mma_operands_triton import of_either, places, steps
+from accel_kernels.gemm.quantized.write_triton import write
 
 
 @constexpr_function
@@ -225,15 +226,19 @@ def sums_layout(warps, rows, columns, gate):
 
 
 @gluon.jit
-def weight_sums(y, GATE: gl.constexpr):
-    """Sums (rows, columns) of a weight and of its gate's, which alternate by eight rows."""
+def write_sums(y, first, weight, up, after, y_ptr, m, n, GATE: gl.constexpr, ACTIVATION: gl.constexpr):
+    """Writes what follows sums (rows, columns) of a weight, which with a gate alternate by eight with its gate's.
+
+    first: the first of the weight's rows.
+    """
     N: gl.constexpr = y.shape[0]
     M: gl.constexpr = y.shape[1]
+    other = y
     if GATE:
-        first, second = gl.split(y.reshape([N // 16, 2, 8, M]).permute((0, 2, 3, 1)))
-        return first.reshape([N // 2, M]), second.reshape([N // 2, M])
-    else:
-        return y, y
+        y, other = gl.split(y.reshape([N // 16, 2, 8, M]).permute((0, 2, 3, 1)))
+        y, other = y.reshape([N // 2, M]), other.reshape([N // 2, M])
+    OUT: gl.constexpr = y.type.layout
+    write(y, other, first, 0, weight, up, after, y_ptr, m, n, True, GATE, ACTIVATION, OUT)
 
 
 @gluon.jit

@@ -27,7 +27,7 @@ from accel_kernels.gemm.blocks.fragments.block_rows_triton import (
     part_scales,
     span_scales,
     sums_layout,
-    weight_sums,
+    write_sums,
 )
 from accel_kernels.gemm.blocks.fragments.unit_numbers_triton import pair_table
 from accel_kernels.gemm.blocks.fragments.units_triton import (
@@ -50,7 +50,6 @@ from accel_kernels.gemm.quantized.operands.mma_operands_triton import (
     x_layout,
 )
 from accel_kernels.gemm.quantized.operands.unpacking_triton import zero_point
-from accel_kernels.gemm.quantized.write_triton import write
 from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
 
@@ -163,8 +162,8 @@ def block_skinny_mma_kernel(
             if step % 2 == 1:
                 loads_in_order()
         if set == SETS - 1:
-            y, other = weight_sums(gl.sum(gl.convert_layout(acc, SUMS), axis=0), GATE)
-            write(y, other, block * TILE, 0, weight, up, after, y_ptr, m, n, True, GATE, ACTIVATION, y.type.layout)
+            y = gl.sum(gl.convert_layout(acc, SUMS), axis=0)
+            write_sums(y, block * TILE, weight, up, after, y_ptr, m, n, GATE, ACTIVATION)
             acc = nothing
 
 

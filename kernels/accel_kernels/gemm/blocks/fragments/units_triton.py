@@ -42,8 +42,8 @@ def part_column(source, unit, part):
 
 
 @gluon.jit
-def _load(ptr, place, inside, EVICTION: gl.constexpr = ""):
-    return gl.load(ptr.to(gl.pointer_type(gl.int32)) + place, mask=inside, other=0, eviction_policy=EVICTION)
+def _load(ptr, place, inside):
+    return gl.load(ptr.to(gl.pointer_type(gl.int32)) + place, mask=inside, other=0)
 
 
 @gluon.jit
@@ -53,7 +53,7 @@ def unit_words(ptr, row, span, word, inside, STEP: gl.constexpr, K: gl.constexpr
     two of each thread.
     """
     if SOURCE == "table":
-        return (_load(ptr, row * (K // 8) + span * 32 + word + STEP * 8, inside, "evict_first"),)
+        return (_load(ptr, row * (K // 8) + span * 32 + word + STEP * 8, inside),)
     elif SOURCE == "runs":
         F: gl.constexpr = ggml_format(FORMAT)
         first = (row * (K // SPAN) + span) * (F.bytes // 4) + word
