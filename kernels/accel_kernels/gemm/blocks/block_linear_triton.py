@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from accel_kernels.device import interpreted, multiprocessors, programmatic, upcast
-from accel_kernels.gemm.blocks.block_linear import MOST_FEW_ROWS, fragment_reason
+from accel_kernels.gemm.blocks.block_linear import fragment_reason
 from accel_kernels.gemm.blocks.block_weight import BlockArguments
 from accel_kernels.gemm.blocks.fragments.block_gemv_mma_triton import BlockGemvTile, block_gemv_mma, block_gemv_tile
 from accel_kernels.gemm.blocks.fragments.block_skinny_mma_triton import (
@@ -18,7 +18,6 @@ from accel_kernels.gemm.blocks.fragments.block_skinny_mma_triton import (
     block_skinny_mma,
     block_skinny_tile,
 )
-from accel_kernels.gemm.blocks.fragments.block_wgmma_triton import BlockWgmmaTile, block_wgmma, block_wgmma_tile
 from accel_kernels.gemm.blocks.unpacking_triton import UNPACKING, format_flags, unpack_blocks
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.epilogue_triton import epilogue, store_sum
@@ -128,14 +127,13 @@ def block_tile(rows: int, n: int, columns: int, gate: bool, wide: bool, processo
 FRAGMENTS = (
     (BlockGemvTile, block_gemv_mma),
     (BlockSkinnyTile, block_skinny_mma),
-    (BlockWgmmaTile, block_wgmma),
 )
 
 
-def fragment_tile(rows: int, n: int, k: int, gate: bool, device: torch.device):
+def fragment_tile(rows: int, n: int, k: int, gate: bool, source: str, device: torch.device):
     """Of the kernel of FRAGMENTS that serves so many rows."""
-    choose = block_gemv_tile if rows == 1 else block_skinny_tile if rows <= MOST_FEW_ROWS else block_wgmma_tile
-    return choose(rows, n, k, gate, multiprocessors(device))
+    choose = block_gemv_tile if rows == 1 else block_skinny_tile
+    return choose(rows, n, k, gate, source, multiprocessors(device))
 
 
 def block_linear(x, weight, bias=None, *, norm=None, tile=None, **after):
@@ -145,7 +143,7 @@ def block_linear(x, weight, bias=None, *, norm=None, tile=None, **after):
     y = torch.empty((*x.shape[:-1], n), device=x.device, dtype=x.dtype)
     gate, columns = after.up is not None, weight.format.columns
     if tile is None and fragment_reason(x, weight, after.up) is None:
-        tile = fragment_tile(rows, n, k, gate, x.device)
+        tile = fragment_tile(rows, n, k, gate, weight.format.source, x.device)
     for kind, run in FRAGMENTS:
         if isinstance(tile, kind):
             run(x, weight, norm, after, tile, y)

@@ -111,7 +111,7 @@ def _format(name: str, columns: int, bytes: int, code: int, scale: int, low: Pac
 GGML = {
     format.name: format
     for format in (
-        _format("Q4_0", 32, 18, 2, 0, PackedBits(2, 4, 16), zero=8, source="halves"),
+        _format("Q4_0", 32, 18, 2, 0, PackedBits(2, 4, 16), zero=8),
         _format("Q4_1", 32, 20, 3, 0, PackedBits(4, 4, 16), minimum=2),
         _format("Q5_0", 32, 22, 6, 0, PackedBits(6, 4, 16), PackedBits(2, 1, 1), zero=16),
         _format("Q5_1", 32, 24, 7, 0, PackedBits(8, 4, 16), PackedBits(4, 1, 1), minimum=2),
@@ -119,9 +119,7 @@ GGML = {
         _format("Q2_K", 256, 84, 10, 80, PackedBits(16, 2, 32), None, 82, 0, 16, "nibbles", 0),
         _format("Q3_K", 256, 110, 11, 108, PackedBits(32, 2, 32), PackedBits(0, 1, 32), None, 4, 16, "planes", 96),
         _format("Q4_K", 256, 144, 12, 0, PackedBits(16, 4, 32), None, 2, 0, 8, "sixes", 4, source="runs"),
-        _format(
-            "Q5_K", 256, 176, 13, 0, PackedBits(48, 4, 32), PackedBits(16, 1, 32), 2, 0, 8, "sixes", 4, source="runs"
-        ),
+        _format("Q5_K", 256, 176, 13, 0, PackedBits(48, 4, 32), PackedBits(16, 1, 32), 2, 0, 8, "sixes", 4),
         _format(
             "Q6_K",
             256,

@@ -3,53 +3,37 @@
 Each warp takes sets of `units_triton`, and waits for no other warp. The four threads of a row have the scales of a
 unit each, and hand them to one another: a scale multiplies the sums of a part.
 
-Serves 2 to 16 rows in 16 bits, on compute capability 8.0 and later.
+Serves 2 to 16 rows in 16 bits.
 """
 
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from accel_kernels.device import multiprocessors, programmatic
 from accel_kernels.gemm.blocks.block_weight import BlockArguments
-from accel_kernels.gemm.blocks.fragments.block_gemv_mma_triton import sets_of
-from accel_kernels.gemm.blocks.fragments.block_rows_triton import (
-    banks,
-    half_words,
-    has_minimum,
-    joined_words,
-    loads_in_order,
-    of_unit,
-    part_scales,
-    span_scales,
-    sums_layout,
-    write_sums,
-)
-from accel_kernels.gemm.blocks.fragments.unit_numbers_triton import pair_table
+from accel_kernels.gemm.blocks.fragments.block_gemv_mma_triton import banks, half_words, joined_words, sets_of
+from accel_kernels.gemm.blocks.fragments.block_scales_triton import has_minimum, part_scales, span_scales
 from accel_kernels.gemm.blocks.fragments.units_triton import (
     SET,
     SPAN,
     UNIT,
     high_bits,
+    pair_table,
     part_column,
     part_factor,
-    slot_column,
     unit_factors,
     unit_parts,
 )
 from accel_kernels.gemm.fused_linear import apply_norm
-from accel_kernels.gemm.quantized.operands.mma_operands_triton import (
-    column_sums,
-    places,
-    scales_layout,
-    words_layout,
-    x_layout,
-)
+from accel_kernels.gemm.quantized.operands.mma_operands_triton import column_sums, places, x_layout
 from accel_kernels.gemm.quantized.operands.unpacking_triton import zero_point
+from accel_kernels.gemm.quantized.write_triton import write
 from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
 
@@ -63,14 +47,22 @@ class BlockSkinnyTile(NamedTuple):
     programs: int
 
 
+@constexpr_function
+def _shuffle(unit):
+    return f"shfl.sync.idx.b32 $0, $1, {unit}, 0x1c03, -1;"
+
+
 @gluon.jit
 def _of_unit(values, UNIT_AT: gl.constexpr, M: gl.constexpr, MMA: gl.constexpr):
     """(S, N, 4), of each unit, as this unit's for every row of x, (S, N, M)."""
-    one = of_unit(values, UNIT_AT)
+    S: gl.constexpr = values.shape[0]
+    N: gl.constexpr = values.shape[1]
+    TEXT: gl.constexpr = _shuffle(UNIT_AT)
+    one = gl.inline_asm_elementwise(TEXT, "=f,f", [values], dtype=gl.float32, is_pure=True, pack=1)
     wide = gl.join(one, one)
     if M == 16:
         wide = gl.join(wide, wide).permute((0, 1, 4, 2, 3))
-    return gl.convert_layout(wide.reshape([values.shape[0], values.shape[1], M]), MMA)
+    return gl.convert_layout(wide.reshape([S, N, M]), MMA)
 
 
 @gluon.jit
@@ -78,8 +70,8 @@ def _x(x_ptr, turn, m, STEP: gl.constexpr, K: gl.constexpr, BLOCK_M: gl.constexp
        num_warps: gl.constexpr):  # fmt: skip
     """x of the parts of unit STEP of every warp's set."""
     COLUMNS: gl.constexpr = UNIT // unit_parts(SOURCE)
-    share, row, slot = places(num_warps, BLOCK_M, COLUMNS, x_layout(num_warps, BLOCK_M, COLUMNS))
-    column = slot_column(slot, SOURCE) + (turn * num_warps + share) * SET + STEP // 4 * SPAN
+    share, row, column = places(num_warps, BLOCK_M, COLUMNS, x_layout(num_warps, BLOCK_M, COLUMNS))
+    column += (turn * num_warps + share) * SET + STEP // 4 * SPAN
     found = ()
     for part in gl.static_range(unit_parts(SOURCE)):
         place = column + part_column(SOURCE, STEP % 4, part)
@@ -90,8 +82,8 @@ def _x(x_ptr, turn, m, STEP: gl.constexpr, K: gl.constexpr, BLOCK_M: gl.constexp
 @gluon.jit(do_not_specialize=("m",))
 def block_skinny_mma_kernel(
     x_ptr, weight, up, after, y_ptr, m, n, K: gl.constexpr, FORMAT: gl.constexpr, SOURCE: gl.constexpr,
-    GATE: gl.constexpr, WHOLE: gl.constexpr, ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, DEPTH: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    GATE: gl.constexpr, ACTIVATION: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DEPTH: gl.constexpr,
+    PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     SETS: gl.constexpr = sets_of(K, num_warps)
     TILE: gl.constexpr = BLOCK_N // 2 if GATE else BLOCK_N
@@ -101,27 +93,21 @@ def block_skinny_mma_kernel(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [num_warps, 1, 1], [1, 16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    HALF: gl.constexpr = words_layout(num_warps, BLOCK_N // 2, 2)
-    SCALES: gl.constexpr = scales_layout(num_warps, BLOCK_N)
-    SUMS: gl.constexpr = sums_layout(num_warps, BLOCK_N, BLOCK_M, GATE)
+    OUT: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, num_warps], [0, 1])
     blocks = (n + TILE - 1) // TILE
     stride = gl.num_programs(0)
     begin = gl.program_id(0)
     ring = ()
     for ahead in gl.static_range(DEPTH):
-        ring = ring + (
-            half_words(
-                weight, up, begin, blocks, 0, n, ahead, BLOCK_N, K, FORMAT, SOURCE, GATE, WHOLE, num_warps, HALF
-            ),
-        )
-    held = span_scales(weight, up, begin, blocks, 0, n, BLOCK_N, K, FORMAT, SOURCE, GATE, WHOLE, num_warps, SCALES)
+        ring = ring + (half_words(weight, up, begin, blocks, 0, n, ahead, BLOCK_N, K, FORMAT, SOURCE, GATE, num_warps),)
+    held = span_scales(weight, up, begin, blocks, 0, n, BLOCK_N, K, FORMAT, SOURCE, GATE, 2, num_warps)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     table = 0
     bank = 0
     if SOURCE == "table":
         table = pair_table(weight.side.code, DTYPE, num_warps)
-        bank = banks(BLOCK_N, num_warps, HALF)
+        bank = banks(BLOCK_N, num_warps)
     if PDL:
         tl.extra.cuda.gdc_wait()
     x = _x(x_ptr, 0, m, 0, K, BLOCK_M, SOURCE, num_warps)
@@ -134,18 +120,18 @@ def block_skinny_mma_kernel(
         high = 0
         for step in gl.static_range(8):
             if step % 4 == 0:
-                scales = part_scales(held, weight, up, BLOCK_N, SOURCE, ZERO, GATE, num_warps, SCALES)
+                scales = part_scales(held, weight, up, BLOCK_N, SOURCE, ZERO, GATE, num_warps)
                 if step == 0:
                     held = span_scales(weight, up, block, blocks, set * num_warps * 2 + 1, n, BLOCK_N, K, FORMAT,
-                                       SOURCE, GATE, WHOLE, num_warps, SCALES)  # fmt: skip
+                                       SOURCE, GATE, 2, num_warps)  # fmt: skip
                 else:
                     held = span_scales(weight, up, next_block, blocks, next_set * num_warps * 2, n, BLOCK_N, K, FORMAT,
-                                       SOURCE, GATE, WHOLE, num_warps, SCALES)  # fmt: skip
+                                       SOURCE, GATE, 2, num_warps)  # fmt: skip
             this_x = x
             x = _x(x_ptr, set if step < 7 else next_set, m, (step + 1) % 8, K, BLOCK_M, SOURCE, num_warps)
             words = joined_words(ring[0])
             high = high_bits(words, high, step, SOURCE)
-            left = unit_factors(words, high, table, bank, 0, step, DTYPE, FORMAT, SOURCE, False)
+            left = unit_factors(words, high, table, bank, step, DTYPE, SOURCE)
             for part in gl.static_range(PARTS):
                 right = part_factor(this_x[part], SOURCE, RIGHT)
                 acc += mma_v2(gl.convert_layout(left[part], LEFT), right, nothing) * _of_unit(
@@ -157,19 +143,28 @@ def block_skinny_mma_kernel(
             ring = ring[1:] + (
                 half_words(weight, up, block if step + DEPTH < 8 else next_block, blocks,
                            set if step + DEPTH < 8 else next_set, n, (step + DEPTH) % 8, BLOCK_N, K, FORMAT, SOURCE,
-                           GATE, WHOLE, num_warps, HALF),
+                           GATE, num_warps),
             )  # fmt: skip
-            if step % 2 == 1:
-                loads_in_order()
         if set == SETS - 1:
-            y = gl.sum(gl.convert_layout(acc, SUMS), axis=0)
-            write_sums(y, block * TILE, weight, up, after, y_ptr, m, n, GATE, ACTIVATION)
+            y = gl.sum(acc, axis=0)
+            if GATE:
+                y, other = gl.split(y.reshape([TILE // 8, 2, 8, BLOCK_M]).permute((0, 2, 3, 1)))
+                y = gl.convert_layout(y.reshape([TILE, BLOCK_M]), OUT)
+                other = gl.convert_layout(other.reshape([TILE, BLOCK_M]), OUT)
+            else:
+                y = gl.convert_layout(y, OUT)
+                other = y
+            write(y, other, block * TILE, 0, weight, up, after, y_ptr, m, n, True, GATE, ACTIVATION, OUT)
             acc = nothing
 
 
-def block_skinny_tile(rows: int, n: int, k: int, gate: bool, processors: int) -> BlockSkinnyTile:
-    """Counted, not measured."""
-    return BlockSkinnyTile(32, 8, 4, 2)
+def block_skinny_tile(rows: int, n: int, k: int, gate: bool, source: str, processors: int) -> BlockSkinnyTile:
+    """As measured on an H200. With the table of pairs, which launchers do not count, a program has at most 48 KB of
+    shared memory: for more they would have to ask.
+    """
+    if rows <= 8:
+        return BlockSkinnyTile(16, 8, 4, 2)
+    return BlockSkinnyTile(32, 4, 4, 2) if gate or n >= 40 * processors else BlockSkinnyTile(32, 8, 4, 1)
 
 
 def block_skinny_mma(x, weight, norm, epilogue, tile, y):
@@ -186,6 +181,6 @@ def block_skinny_mma(x, weight, norm, epilogue, tile, y):
         block_skinny_mma_kernel, (min(blocks, tile.programs * multiprocessors(x.device)),),
         x, BlockArguments.of(weight), BlockArguments.of(up if gate else weight), epilogue.arguments, y, rows, n,
         K=k, FORMAT=weight.format.name, SOURCE=weight.format.source, **epilogue.flags,
-        WHOLE=n % (tile.rows // (1 + gate)) == 0, BLOCK_M=max(8, power_of_two(rows)), BLOCK_N=tile.rows,
-        DEPTH=tile.depth, num_warps=tile.warps, **programmatic(x.device), **registers,
+        BLOCK_M=max(8, power_of_two(rows)), BLOCK_N=tile.rows, DEPTH=tile.depth, num_warps=tile.warps,
+        **programmatic(x.device), **registers,
     )  # fmt: skip
