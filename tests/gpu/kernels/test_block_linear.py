@@ -4,7 +4,7 @@ import pytest
 import torch
 from accel_kernels import dequantize_blocks
 
-from accel.quantization.formats.stored_weight import stored_weight
+from accel.quantization.formats.bitsandbytes import read_bitsandbytes
 from support.bits import four_bit
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -24,4 +24,4 @@ def test_values_are_the_librarys_to_the_bit(kind, nested, dtype):
     functional = pytest.importorskip("bitsandbytes").functional
     linear = four_bit(torch.nn.Linear(1024, 320, device="cuda", dtype=dtype), kind, nested)
     wanted = functional.dequantize_4bit(linear.weight, linear.quant_state)
-    assert torch.equal(dequantize_blocks(stored_weight(linear).weight, dtype), wanted)
+    assert torch.equal(dequantize_blocks(read_bitsandbytes(linear).weight, dtype), wanted)

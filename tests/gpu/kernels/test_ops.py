@@ -21,7 +21,7 @@ CASES = [
     pytest.param(op, case, id=f"{op.name}-{case.name}") for op in OPS if op.name not in NUMBERS for case in op.cases
 ]
 # These leave float32 to torch.
-LEFT = ("attention", "int8_linear", "linear_geglu", "fused_linear", "quantized_linear")
+LEFT = ("attention", "block_linear", "int8_linear", "linear_geglu", "fused_linear", "quantized_linear")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
@@ -31,7 +31,7 @@ def test_kernel_is_as_good_as_torch(op, case, dtype, as_good_as_torch, monkeypat
     args, kwargs = case.make(torch.device("cuda"), dtype)
     reason = op.supports(*args, **kwargs)
     if reason is not None:
-        assert op.name in LEFT and dtype == torch.float32, reason
+        assert op.name in LEFT and (dtype == torch.float32 or "rows of" in reason), reason
         pytest.skip(reason)
     if sum(t.numel() for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)) > 3e8:
         pytest.skip("its float64 reference takes too much memory")

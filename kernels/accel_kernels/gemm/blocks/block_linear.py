@@ -5,6 +5,7 @@ For more rows than kernels take, the weight is written out in the dtype of x and
 
 import torch
 
+from accel_kernels.device import interpreted, is_hopper
 from accel_kernels.gemm.blocks.block_weight import block_reason
 from accel_kernels.gemm.blocks.dequantize_blocks import bytewise_case, codebook_case, dequantize_blocks, ggml_case
 from accel_kernels.gemm.epilogue import Epilogue
@@ -14,8 +15,7 @@ from accel_kernels.norm.norm import norm_reason, norm_weights
 from accel_kernels.op import dtype_reason, make_op
 from accel_kernels.product_cases import product_case
 
-MOST_BLOCK_ROWS = 512  # of x up to which kernels read the blocks, as of `Quantized`
-MOST_WIDE_ROWS = 16  # the same of float32, which no tensor core multiplies
+MOST_BLOCK_ROWS = 16  # of x, up to which reading the blocks is faster than writing the weight out, as measured
 
 
 def reference(x, weight, bias=None, *, norm=None, **after):
@@ -29,10 +29,23 @@ def in_passes(x, weight, bias=None, *, norm=None, up=None, **after):
     return full_in_passes(x, dequantize_blocks(weight, x.dtype), bias, norm=norm, up=wide, **after)
 
 
-def reads_blocks(x: torch.Tensor) -> bool:
-    """Whether kernels read the blocks for so many rows; else the weight is written out before the product."""
-    most = MOST_WIDE_ROWS if x.dtype == torch.float32 else MOST_BLOCK_ROWS
-    return x.numel() <= most * x.shape[-1]
+def fragment_reason(x, weight, up) -> str | None:
+    """Why kernels that read blocks as factors of the tensor cores are not chosen, for what `supports` does.
+
+    They ran on compute capability 9.0 alone, a row of x with up to 14,336 columns.
+    """
+    (n, k), source = weight.shape, weight.format.source
+    if not source:
+        return f"{weight.format.name}, which they do not know"
+    if x.dtype == torch.float32 or not is_hopper(x.device):
+        return f"rows of {x.dtype} on {x.device}"
+    if k % (512 if source == "sixes" else 256) or k > 1 << 14 or n * k >= 1 << 31:
+        return f"{n} x {k} numbers"
+    if source == "table" and weight.side.shift == 0:
+        return "a scale to 32 columns"
+    if any(t is not None and t.data_ptr() % 16 for t in (x, weight.data, up and up.data)):
+        return "x or a weight not at a multiple of 16 bytes"
+    return None
 
 
 def supports(x, weight, bias=None, *, norm=None, **after) -> str | None:
@@ -40,8 +53,6 @@ def supports(x, weight, bias=None, *, norm=None, **after) -> str | None:
     residual = epilogue.residual
     if x.numel() == 0:
         return "empty"
-    if not reads_blocks(x):
-        return f"{x.numel() // x.shape[-1]} rows of {x.dtype}, more than kernels take"
     if (reason := epilogue.refusal(weight.data)) is not None:
         return reason
     if epilogue.up is not None and epilogue.up.kind != weight.kind:
@@ -55,6 +66,8 @@ def supports(x, weight, bias=None, *, norm=None, **after) -> str | None:
         return reason
     if residual is not None and (not residual.is_contiguous() or residual.dtype != x.dtype):
         return "residual not contiguous, or of another dtype"
+    if (rows := x.numel() // weight.columns) > (512 if interpreted() and x.dtype != torch.float32 else MOST_BLOCK_ROWS):
+        return f"{rows} rows of {x.dtype}, more than kernels take"
     return dtype_reason(x, bias, epilogue.up_bias, residual, *norm_weights(norm))
 
 
@@ -76,6 +89,13 @@ def _fp8(name, rows, k, n, **more):
 CASES = (
     _fp8("fp8-rms", 1, 416, 141, norm="rms", small=True),
     _ggml("q4_k", 1, 512, 21, "Q4_K", norm="rms", gate=True, activation="silu", small=True),
+    _ggml("q4_k-half-rows-9-gate", 9, 768, 37, "Q4_K", torch.float16, gate=True, activation="silu", bias=True),
+    _ggml("q8_0", 1, 768, 45, "Q8_0", norm="rms", residual=True, scale=0.5),
+    _ggml("q8_0-rows-3-gate", 3, 256, 21, "Q8_0", gate=True, activation="silu"),
+    _ggml("q6_k-gate", 1, 1024, 21, "Q6_K", norm="gemma", gate=True, activation="silu"),
+    _ggml("q6_k-rows-16", 16, 5120, 71, "Q6_K", bias=True),
+    _case("fp4-1280", 1, 1280, 37, "fp4", norm="rms", residual=True),
+    _case("nf4-rows-13-256", 13, 768, 77, size=256, nested=True, gate=True, activation="silu", bias=True),
     _ggml("q6_k-rows-5", 5, 512, 33, "Q6_K", residual=True, small=True),
     _ggml("q8_0-half-rows-17", 17, 96, 35, "Q8_0", torch.float16, bias=True, activation="gelu_tanh", small=True),
     _case("nf4", 1, 96, 37, size=32, small=True),

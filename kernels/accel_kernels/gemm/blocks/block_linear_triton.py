@@ -1,7 +1,6 @@
-"""Rows times a weight in blocks, unpacked in registers: one row on the CUDA cores, others on the tensor cores.
+"""Rows times a weight in blocks: chooses the kernel, and has those of any format, which unpack blocks as they come.
 
-Serves one row in any dtype, up to 16 in float32, up to MOST_BLOCK_ROWS in 16 bits, on every card that has the dtype.
-Sizes of tiles are counted, not measured.
+Of these one row is multiplied on the CUDA cores, up to 16 on the tensor cores, in any dtype.
 """
 
 from typing import NamedTuple
@@ -11,7 +10,14 @@ import triton
 import triton.language as tl
 
 from accel_kernels.device import interpreted, multiprocessors, programmatic, upcast
+from accel_kernels.gemm.blocks.block_linear import fragment_reason
 from accel_kernels.gemm.blocks.block_weight import BlockArguments
+from accel_kernels.gemm.blocks.fragments.block_gemv_mma_triton import BlockGemvTile, block_gemv_mma, block_gemv_tile
+from accel_kernels.gemm.blocks.fragments.block_skinny_mma_triton import (
+    BlockSkinnyTile,
+    block_skinny_mma,
+    block_skinny_tile,
+)
 from accel_kernels.gemm.blocks.unpacking_triton import UNPACKING, format_flags, unpack_blocks
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.epilogue_triton import epilogue, store_sum
@@ -108,28 +114,40 @@ class BlockTile(NamedTuple):
 
 
 def block_tile(rows: int, n: int, columns: int, gate: bool, wide: bool, processors: int) -> BlockTile:
-    """columns: of a block. wide: of float32."""
+    """columns: of a block. wide: of float32. More than 16 rows come in the interpreter alone."""
     if rows == 1:
         block = 4 if gate or n < 16 * processors else 8  # of more rows x is read less often
         return BlockTile(1, block, max(1024, columns), block, 4)
-    x_rows = min(128, max(16, power_of_two(rows)))
-    step = max(columns, 64 if wide or x_rows > 16 or interpreted() else 256)
     if interpreted():
-        return BlockTile(min(64, x_rows), 32, step, 4, 2)
-    most = 8192 // step  # values of a step stay in registers
-    if x_rows == 16:
-        return BlockTile(16, 16, step, 4, 3)
-    broad = not gate and -(-rows // x_rows) * (n // 128) >= processors
-    block = min(most, 128 if broad else 64 if n >= 64 * processors or rows > 64 else 32)
-    return BlockTile(x_rows, block, step, 8 if x_rows * block * (1 + gate) > 8192 else 4, 3)
+        return BlockTile(min(64, max(16, power_of_two(rows))), 32, max(columns, 64), 4, 2)
+    return BlockTile(16, 16, max(columns, 64 if wide else 256), 4, 3)
+
+
+# Kernels that read blocks as factors of the tensor cores, by the kinds of their tiles.
+FRAGMENTS = (
+    (BlockGemvTile, block_gemv_mma),
+    (BlockSkinnyTile, block_skinny_mma),
+)
+
+
+def fragment_tile(rows: int, n: int, k: int, gate: bool, source: str, device: torch.device):
+    """Of the kernel of FRAGMENTS that serves so many rows."""
+    choose = block_gemv_tile if rows == 1 else block_skinny_tile
+    return choose(rows, n, k, gate, source, multiprocessors(device))
 
 
 def block_linear(x, weight, bias=None, *, norm=None, tile=None, **after):
-    """Same arguments and result as the reference. tile: a `BlockTile`."""
+    """Same arguments and result as the reference. tile: of one of the kernels."""
     n, k = weight.shape
     rows, after = x.numel() // k, Epilogue(bias, **after)
     y = torch.empty((*x.shape[:-1], n), device=x.device, dtype=x.dtype)
     gate, columns = after.up is not None, weight.format.columns
+    if tile is None and fragment_reason(x, weight, after.up) is None:
+        tile = fragment_tile(rows, n, k, gate, weight.format.source, x.device)
+    for kind, run in FRAGMENTS:
+        if isinstance(tile, kind):
+            run(x, weight, norm, after, tile, y)
+            return y
     if tile is None:
         tile = block_tile(rows, n, columns, gate, x.dtype == torch.float32, multiprocessors(x.device))
     inside = rows == 1 and norm is not None and not norm.centered and norm.bias is None

@@ -5,7 +5,7 @@ bit, and `unpacking_triton` names a function of kernels that reads them in place
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -17,13 +17,15 @@ class BlockFormat:
 
     name: what reports call it, and what kernels are compiled for. columns: numbers of a block. bytes: of a block in
     `data`. unpack(weight, data): data uint8 (..., bytes) of blocks in the order of the weight's rows -> their values
-    (..., columns) in `weight.compute`; what lies beside data is read from the weight.
+    (..., columns) in `weight.compute`; what lies beside data is read from the weight. source: how `fragments_triton`
+    reads it, or "" where it cannot.
     """
 
     name: str
     columns: int
     bytes: int
     unpack: Callable[["BlockWeight", torch.Tensor], torch.Tensor]
+    source: str = field(default="", kw_only=True)
 
 
 class BlockWeight(NamedTuple):

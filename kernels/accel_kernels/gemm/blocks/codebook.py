@@ -44,4 +44,4 @@ def codebook_values(weight: BlockWeight, data: torch.Tensor) -> torch.Tensor:
     return values.reshape(*data.shape[:-1], PIECE)
 
 
-CODEBOOKS = {name: BlockFormat(name, PIECE, PIECE // 2, codebook_values) for name in ("nf4", "fp4")}
+CODEBOOKS = {name: BlockFormat(name, PIECE, PIECE // 2, codebook_values, source="table") for name in ("nf4", "fp4")}
