@@ -12,6 +12,7 @@ from weakref import ref
 
 import torch
 import torch.nn.functional as F
+from accel_kernels.gemm.blocks.ggml import GGML
 from torch import nn
 
 from accel.comparison import relative_rms
@@ -28,7 +29,7 @@ Reader = Callable[[Any], StoredWeight | str | None]
 READERS: tuple[Reader, ...] = (read_bitsandbytes, read_ggml, read_float8, read_tensor)
 
 PROBED = 64  # outputs that are compared
-TIMED: frozenset[str] = frozenset()  # formats whose products are known to pay on a GPU
+TIMED = frozenset(("nf4", "fp4", *GGML))  # formats whose products are known to pay on a GPU
 
 
 def read_stored(module: Any) -> StoredWeight | str | None:
