@@ -17,7 +17,7 @@ class BlockFormat:
 
     name: what reports call it, and what kernels are compiled for. columns: numbers of a block. bytes: of a block in
     `data`. unpack(weight, data): data uint8 (..., bytes) of blocks in the order of the weight's rows -> their values
-    (..., columns) in `weight.compute`; what lies beside data is read from the weight. source: how `fragments_triton`
+    (..., columns) in `weight.compute`; what lies beside data is read from the weight. source: how `units_triton`
     reads it, or "" where it cannot.
     """
 
