@@ -7,6 +7,7 @@ import torch
 
 from accel_kernels.device import interpreted, is_hopper
 from accel_kernels.gemm.blocks.block_weight import block_reason
+from accel_kernels.gemm.blocks.bytewise import Bytewise
 from accel_kernels.gemm.blocks.dequantize_blocks import bytewise_case, codebook_case, dequantize_blocks, ggml_case
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.fused_linear import in_passes as full_in_passes
@@ -55,6 +56,8 @@ def supports(x, weight, bias=None, *, norm=None, **after) -> str | None:
         return "empty"
     if (reason := epilogue.refusal(weight.data)) is not None:
         return reason
+    if isinstance(weight.side, Bytewise) and not interpreted():
+        return "numbers of a byte: of one row Triton 3.6 makes a wrong kernel"
     if epilogue.up is not None and epilogue.up.kind != weight.kind:
         return "a gate of another shape or format"
     if (reason := norm_reason(norm)) is not None:
