@@ -242,7 +242,8 @@ class AdapterBuffers(PartlyCopied):
         there = set(map(id, modules)) if self.groups else set()
         kept = {key: group for key, group in self.groups.items() if there.issuperset(map(id, group.present))}
         if len(kept) < len(self.groups):
-            self.groups, self.seen, self.form = kept, None, self.form + 1
+            self.groups, self.copies, self.kept = kept, {}, {}  # which hold what the user has removed
+            self.seen, self.form, self.whole = None, self.form + 1, self.whole and bool(kept)
 
     def fill(self, factor: float = 1.0, trusting: bool = False) -> None:
         """Writes what adapters hold now into the buffers.
