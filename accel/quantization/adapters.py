@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from accel_kernels import LowRank
-from accel_kernels.gemm.adapters.low_rank_sum import MOST_SUMS, low_rank_sum
+from accel_kernels.gemm.adapters.low_rank import add_low_rank
 from accel_kernels.gemm.adapters.low_rank_term import LowRankTerm
 from torch import nn
 
@@ -74,17 +74,14 @@ def with_adapters(
     x: torch.Tensor, ys: Sequence[torch.Tensor], adapters: Sequence[tuple[LowRank, ...]]
 ) -> Sequence[torch.Tensor]:
     """The products ys of one x, plus what the adapters of each add. x: (..., K)."""
-    sums, x, turns = list(ys), x.contiguous(), max(map(len, adapters))
-    if turns > 1:  # rounded once, behind the last
-        sums = [y.to(own[0].down.dtype) if own else y for y, own in zip(ys, adapters, strict=True)]
-    for turn in range(turns):
-        some = [place for place, own in enumerate(adapters) if len(own) > turn]
-        for start in range(0, len(some), MOST_SUMS):
-            places = some[start : start + MOST_SUMS]
-            given = tuple(sums[place] for place in places), tuple(adapters[place][turn] for place in places)
-            for place, total in zip(places, low_rank_sum(x, *given), strict=True):
-                sums[place] = total
-    return [total.to(x.dtype) for total in sums]
+    wide = {kind: x.to(kind).contiguous() for kind in {one.down.dtype for own in adapters for one in own}}
+    sums = []
+    for y, own in zip(ys, adapters, strict=True):
+        total = y.to(own[0].down.dtype) if len(own) > 1 else y  # rounded once, behind the last
+        for one in own:
+            total = add_low_rank(wide[one.down.dtype], total, one)
+        sums.append(total.to(x.dtype))
+    return sums
 
 
 def _fits(part: Any, dtype: torch.dtype) -> bool:

@@ -11,7 +11,7 @@ from accel_kernels.attention.paged.paged_attention import paged_attention
 from accel_kernels.elementwise.gated import gated, geglu
 from accel_kernels.elementwise.softmax import softmax
 from accel_kernels.gemm.adapters.copy_matrices import copy_matrices
-from accel_kernels.gemm.adapters.low_rank_sum import LowRank, low_rank_sum
+from accel_kernels.gemm.adapters.low_rank import LowRank
 from accel_kernels.gemm.blocks.block_linear import block_linear
 from accel_kernels.gemm.blocks.block_weight import BlockWeight
 from accel_kernels.gemm.blocks.dequantize_blocks import dequantize_blocks
@@ -96,7 +96,6 @@ __all__ = [
     "linear_attention_prompt",
     "linear_attention_step",
     "linear_geglu",
-    "low_rank_sum",
     "mixture",
     "norm_add",
     "paged_attention",
