@@ -70,7 +70,7 @@ def launches(arch, small, ops=OPS):
 for arch in (90, 80, 100):
     ops, turns = OPS, []
     if arch != 90 and not everything:
-        turns = sorted(by_generation & launched_by.keys())[0 if arch == 80 else 4 :: 8]
+        turns = sorted(by_generation & launched_by.keys())[0 if arch == 80 else 3 :: 8]
         ops = list({launched_by[name].name: launched_by[name] for name in turns}.values())
     first = {launch.name: launch for launch in reversed(launches(arch, arch == 90, ops))}
     chosen = {launch.way: launch for launch in launches(arch, False)} if everything else {}
