@@ -52,42 +52,41 @@ def _load(descs, rings, ready, free, sizes, low, GATE: gl.constexpr, RANK: gl.co
     BLOCK_M: gl.constexpr = rings[0].shape[1]
     BLOCK_K: gl.constexpr = rings[0].shape[2]
     BOX: gl.constexpr = rings[1].shape[1]
-    BLOCK_N: gl.constexpr = 2 * BOX if GATE else BOX
-    STEP_BYTES: gl.constexpr = (BLOCK_M + BLOCK_N) * BLOCK_K * rings[0].dtype.primitive_bitwidth // 8
     tiles_m, tiles_n, depth = sizes
     slot, phase = gl.to_tensor(0), gl.to_tensor(1)  # the phase before the first: every slot is free
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         m, n = tile_place(tile, tiles_m, tiles_n, GROUP)
         for k in range(0, depth, BLOCK_K):
-            mbarrier.wait(free[0].index(slot), phase)
-            bar = ready.index(slot)
-            mbarrier.expect(bar, STEP_BYTES)
-            start_load(descs[0], [m * BLOCK_M, k], bar, rings[0].index(slot))
-            if GATE:
-                start_load(descs[1], [n * BOX, k], bar, rings[1].index(2 * slot))
-                start_load(descs[2], [n * BOX, k], bar, rings[1].index(2 * slot + 1))
-            else:
-                start_load(descs[1], [n * BOX, k], bar, rings[1].index(slot))
-            slot += 1
-            if slot == STAGES:
-                slot = gl.to_tensor(0)
-                phase = 1 - phase
+            slot, phase = _load_step(descs, [m * BLOCK_M, k], [n * BOX, k], slot, phase, rings, ready, free, GATE)
         if RANK > 0:
             part = (n * BOX >= low[3]).to(gl.int32) + (n * BOX >= low[4]).to(gl.int32)
             for k in range(0, RANK, BLOCK_K):
-                mbarrier.wait(free[0].index(slot), phase)
-                bar = ready.index(slot)
-                mbarrier.expect(bar, STEP_BYTES)
-                start_load(low[0], [m * BLOCK_M, part * RANK + k], bar, rings[0].index(slot))
-                if GATE:
-                    start_load(low[1], [n * BOX, k], bar, rings[1].index(2 * slot))
-                    start_load(low[2], [n * BOX, k], bar, rings[1].index(2 * slot + 1))
-                else:
-                    start_load(low[1], [n * BOX, k], bar, rings[1].index(slot))
-                slot += 1
-                if slot == STAGES:
-                    slot = gl.to_tensor(0)
-                    phase = 1 - phase
+                place = [m * BLOCK_M, part * RANK + k]
+                slot, phase = _load_step(low, place, [n * BOX, k], slot, phase, rings, ready, free, GATE)
+
+
+@gluon.jit
+def _load_step(descs, x_place, w_place, slot, phase, rings, ready, free, GATE: gl.constexpr):
+    """One step of K into a slot of the rings, once that is free. Returns the next slot and its phase."""
+    BLOCK_M: gl.constexpr = rings[0].shape[1]
+    BLOCK_K: gl.constexpr = rings[0].shape[2]
+    BOX: gl.constexpr = rings[1].shape[1]
+    BLOCK_N: gl.constexpr = 2 * BOX if GATE else BOX
+    STEP_BYTES: gl.constexpr = (BLOCK_M + BLOCK_N) * BLOCK_K * rings[0].dtype.primitive_bitwidth // 8
+    mbarrier.wait(free[0].index(slot), phase)
+    bar = ready.index(slot)
+    mbarrier.expect(bar, STEP_BYTES)
+    start_load(descs[0], x_place, bar, rings[0].index(slot))
+    if GATE:
+        start_load(descs[1], w_place, bar, rings[1].index(2 * slot))
+        start_load(descs[2], w_place, bar, rings[1].index(2 * slot + 1))
+    else:
+        start_load(descs[1], w_place, bar, rings[1].index(slot))
+    slot += 1
+    if slot == STAGES:
+        slot = gl.to_tensor(0)
+        phase = 1 - phase
+    return slot, phase
 
 
 @gluon.jit
