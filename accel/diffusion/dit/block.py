@@ -38,6 +38,7 @@ from accel.diffusion.dit.recorder import recorded, tensors_in
 from accel.diffusion.dit.schedule import Schedule
 from accel.errors import reason_of
 from accel.fusion.norms import match_layer_norm
+from accel.libraries.adapters import BASE, own_parts
 from accel.libraries.code import comes_from
 from accel.libraries.diffusion import active_backend, context_parallel
 from accel.parallel.ranks import Ranks
@@ -273,7 +274,8 @@ def _is_block(path: str, module: nn.Module) -> bool:
         return False
     parts = list(module.modules())
     attends = any("processor" in vars(part) for part in parts)
-    linears = sum(isinstance(part, nn.Linear) for part in parts)
+    adapters = {id(one) for part in parts if BASE in part._modules for one in own_parts(part)}
+    linears = sum(isinstance(part, nn.Linear) and id(part) not in adapters for part in parts)
     return linears >= (LEAST_WITH_ATTENTION if attends else LEAST_LINEARS) and not any(
         type(part) is nn.GroupNorm for part in parts
     )

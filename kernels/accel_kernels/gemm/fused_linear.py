@@ -44,7 +44,7 @@ def in_passes(x, weight, bias=None, *, norm=None, low_rank=None, linear=torch_li
     h = x if norm is None else apply_norm(x, norm)
     product = with_low_rank(lambda *given: linear(h, *given), h, low_rank, epilogue.up, in_place=True)
     if epilogue._replace(bias=None).plain and (epilogue.residual is None or epilogue.residual.dtype == h.dtype):
-        return product(weight, epilogue.bias, epilogue.residual)
+        return product(weight, epilogue.bias, *(() if epilogue.residual is None else (epilogue.residual,)))
     return epilogue.in_passes(weight, product)
 
 

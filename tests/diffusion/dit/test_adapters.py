@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import accel
+from accel.bench.adapters import put_adapters_on
 from accel.diffusion.dit.block import BlockForward
 from accel.diffusion.dit.executable import Executable
 from accel.diffusion.dit.lowering import Pass
@@ -20,6 +21,7 @@ from support.diffusion.outputs import in_dtype
 
 peft = pytest.importorskip("peft")
 
+BLOCK = "diffusion transformer block"
 TARGETS = ["to_q", "to_k", "to_out.0", "proj_mlp"]
 
 
@@ -58,6 +60,23 @@ def test_loras_are_fused_with_the_block_they_are_in(pair):
     shows(pair.agree(), before)
     pair.change(lambda m: m.unload_lora())
     torch.testing.assert_close(pair.agree(), plain, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", DITS)
+def test_linears_of_several_adapters_do_not_make_a_block(name):
+    def blocks():
+        return [site[0] for site in accel.report(accel.optimize(model)).sites if site[1] == BLOCK]
+
+    model = transformer(name)
+    plain = blocks()
+    accel.restore(model)
+    put_adapters_on(model, 3, 2)
+    stock = copy.deepcopy(model)
+    assert blocks() == plain
+    for _ in range(2):
+        alike(first(model(**given(name))), first(stock(**given(name))), 1e-5)
+    assert not accel.report(model).fallbacks
 
 
 def weights(model, seed):
