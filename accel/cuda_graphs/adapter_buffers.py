@@ -54,6 +54,7 @@ class AdapterBuffers(PartlyCopied):
         self.groups: dict[tuple[int, ...], AdapterGroup] = {}
         self.copies: dict[Kind, MatrixCopies] = {}
         self.seen: Fingerprint | None = None
+        self.first: Fingerprint | None = None  # the same of one linear alone
         self.form = self.written = 0
         self.whole = False  # whether they hold all adapters, since rows were seen to have adapters of their own
         self.kept: dict[tuple, torch.Tensor] = {}  # by a group's key and a number of rows
@@ -173,6 +174,10 @@ class AdapterBuffers(PartlyCopied):
             raise RuntimeError("adapters were switched in the call")
         return False
 
+    def seem(self) -> bool:
+        """Whether one of them is as it was read, in no time: who switches adapters does it everywhere."""
+        return not self.groups or (self.first is not None and self.first.holds())
+
     def holds(self) -> bool:
         """Whether the adapters are those that were read last."""
         return not self.groups or (self.seen is not None and self.seen.reachable() and self.seen.holds())
@@ -181,6 +186,7 @@ class AdapterBuffers(PartlyCopied):
         """Looks at all adapters anew. False where a buffer had to go, and graphs with it."""
         self.filled, self.written = None, self.written + 1
         if self.seen is not None and self.seen.reachable() and self.seen.renewed() and self._scaled():
+            self.first = _look(self.members()[:1])
             return True
         if not self.whole and any(map(_by_row, self.members())):
             self.whole, self.groups, self.seen = True, {}, None
@@ -203,7 +209,7 @@ class AdapterBuffers(PartlyCopied):
                 group.kinds += [kind] if is_up else []
         gone = len(kept) < len(self.groups)
         self.groups, self.form = kept, self.form + gone
-        self.seen = Fingerprint(AdapterParts(self.members()))
+        self.seen, self.first = _look(members := self.members()), _look(members[:1])
         with torch.inference_mode(False), torch.no_grad():
             if whole := [tensor for group in kept.values() for tensor in (group.down, group.up)]:
                 self._wait()
@@ -292,6 +298,10 @@ class AdapterBuffers(PartlyCopied):
     def _mark(self) -> None:
         if self.step is not None and self.step.is_cuda:
             self.done = torch.cuda.current_stream(self.step.device).record_event(self.done)
+
+
+def _look(layers: Sequence[nn.Module]) -> Fingerprint:
+    return Fingerprint(AdapterParts(layers), brief=True)
 
 
 def _by_row(layer: Any) -> bool:

@@ -29,6 +29,10 @@ IRRELEVANT = {
     "_load_state_dict_post_hooks",
 }
 
+# All that a forward reads of modules of torch's own that hold parameters or other modules and nothing else.
+HELD = ("_parameters", "_modules", "_forward_hooks", "_forward_pre_hooks")
+HOLDERS = (nn.Linear, nn.ModuleDict, nn.ParameterDict, nn.Identity)  # by exact type
+
 CONTAINERS = (dict, list, set, tuple)
 ADDRESS, VERSION = torch.Tensor.data_ptr, attrgetter("_version")
 MOST = 4  # states that are kept; the least recent go first
@@ -56,7 +60,8 @@ class Fingerprint(Snapshot):
     update of a weight in place does not, and need not: a graph reads weights by address (`reachable`).
 
     ignored: attributes, as (path of the module, name). watched: in place of every field of the objects that modules
-    hold. buffers: follow some modules, which are left out.
+    hold. buffers: follow some modules, which are left out. brief: of HOLDERS only what is HELD is looked at, and
+    whether another attribute was set beside it.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class Fingerprint(Snapshot):
         ignored: Iterable[tuple[str, str]] = (),
         watched: Watched | None = None,
         buffers: Buffers | None = None,
+        brief: bool = False,
     ):
         apart: Collection[int] = () if buffers is None else buffers.apart()
         self.apart, self._buffers, self._form = len(apart), buffers, None if buffers is None else buffers.form
@@ -74,12 +80,18 @@ class Fingerprint(Snapshot):
         objects: dict[int, object] = {}
         views: list[Iterable] = []
         containers: list = []
+        beside: list[dict] = []
         self._tensors: list[torch.Tensor] = []
         for module in root.modules():
             attributes = vars(module)
             if id(module) in apart:
                 continue
             objects[id(module)] = module
+            if brief and type(module) in HOLDERS:
+                beside.append(attributes)
+                containers += map(attributes.__getitem__, HELD)
+                self._tensors += (one for one in module._parameters.values() if one is not None)
+                continue
             unread = {CONFIGS} & attributes.keys() if apart else set()
             if module is root and module not in skipped:
                 views.append(View(partial(beneath_offload, module, unread)))
@@ -102,6 +114,7 @@ class Fingerprint(Snapshot):
             views += chain.from_iterable(map(_beside, found))
         classes = dict.fromkeys(chain.from_iterable(own_classes(type(one)) for one in objects.values()))
         views += [vars(base).values() for base in classes]
+        views.append(View(partial(map, len, beside)))
         super().__init__(objects.values(), [*views, *(() if watched is None else watched.views())], containers)
         self._addresses = list(map(ADDRESS, self._tensors))
 

@@ -111,7 +111,7 @@ class GraphRunner:
         key = key_of(leaves, spec, variant)
         with self.pool.lock:
             fingerprint = self.fingerprint
-            if not self.trusting and not self.adapters.holds():  # a replay in vain would take longer than to look
+            if not self.trusting and not self.adapters.seem():  # a replay in vain would take longer than to look
                 self.adapters.read()
             if fingerprint is None or not fingerprint.reachable():
                 fingerprint = self._renew()
