@@ -16,6 +16,7 @@ from weakref import ref
 import torch
 from accel_kernels import copy_matrices
 from accel_kernels.gemm.adapters.copy_matrices import MatrixCopies, matrix_copies
+from accel_kernels.gemm.adapters.low_rank_addend import part_starts
 from accel_kernels.gemm.adapters.low_rank_term import COPIES, RANKS, LowRankTerm
 from accel_kernels.warmup import warming_up
 from torch import nn
@@ -145,11 +146,12 @@ class AdapterBuffers(PartlyCopied):
         with torch.inference_mode(False), torch.no_grad():
             down = torch.zeros(len(sizes) * rank, layers[0].in_features, device=device, dtype=dtype)
             up = torch.zeros(ends[-1], rank, device=device, dtype=dtype)
+            starts = part_starts(ends, device)
             tagged = torch.zeros(COPIES, len(down), device=device, dtype=torch.int64)
             if self.step is None or self.step.device != device:
                 self.step = torch.ones(1, device=device, dtype=torch.int32)
             scales = [one.scale for own in known for one in own]
-            group = AdapterGroup([ref(one) for one in layers], dtype, ends, down, up, tagged, [], scales, [])
+            group = AdapterGroup([ref(one) for one in layers], dtype, ends, down, up, starts, tagged, [], scales, [])
             group.names = self._names(layers)
             for is_up, source, target, scale in group.pairs(known):
                 target.copy_(source.float() * scale if is_up else source)

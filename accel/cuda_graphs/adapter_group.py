@@ -29,6 +29,7 @@ class AdapterGroup:
     ends: tuple[int, ...]
     down: torch.Tensor
     up: torch.Tensor
+    starts: torch.Tensor
     tagged: torch.Tensor
     names: list[list[str]]
     scales: list[float]
@@ -36,7 +37,7 @@ class AdapterGroup:
 
     def term(self, gate: bool, rows: torch.Tensor | None, step: torch.Tensor | None) -> LowRankTerm:
         """gate: the first of two linears is the gate of the second. rows, step: of `LowRankTerm`."""
-        beside = rows, step, None if step is None else self.tagged
+        beside = rows, self.starts, step, None if step is None else self.tagged
         if not gate:
             return LowRankTerm(self.down, self.up, self.ends, None, False, *beside)
         first, *_ = self.ends

@@ -9,6 +9,7 @@ from accel_kernels import Norm, Quantized, QuantizedRows, dequantize, fused_line
 from accel_kernels.gemm.adapters.low_rank_term import LowRankTerm
 from accel_kernels.gemm.fused_linear import MOST_ROWS, apply_norm
 from accel_kernels.gemm.hopper.hopper_gemm import fills_gpu, in_passes
+from accel_kernels.gemm.linear import torch_linear
 from accel_kernels.op import FLOATS
 from torch import nn
 
@@ -159,7 +160,7 @@ def adapted_product(
         return fused_linear(x, *tensors, low_rank=term, **after)
     if x.is_cuda and fills_gpu(rows, tensors[0].shape[0], x.device):
         return hopper_gemm(x, *tensors, low_rank=term, **after)
-    return in_passes(x, *tensors, low_rank=term, linear=multiply, **after)
+    return in_passes(x, *tensors, low_rank=term, linear=torch_linear if multiply is F.linear else multiply, **after)
 
 
 def adapted_linears(

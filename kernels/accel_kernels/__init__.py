@@ -12,6 +12,7 @@ from accel_kernels.elementwise.gated import gated, geglu
 from accel_kernels.elementwise.softmax import softmax
 from accel_kernels.gemm.adapters.copy_matrices import copy_matrices
 from accel_kernels.gemm.adapters.low_rank import LowRank
+from accel_kernels.gemm.adapters.low_rank_addend import low_rank_addend
 from accel_kernels.gemm.blocks.block_linear import block_linear
 from accel_kernels.gemm.blocks.block_weight import BlockWeight
 from accel_kernels.gemm.blocks.dequantize_blocks import dequantize_blocks
@@ -96,6 +97,7 @@ __all__ = [
     "linear_attention_prompt",
     "linear_attention_step",
     "linear_geglu",
+    "low_rank_addend",
     "mixture",
     "norm_add",
     "paged_attention",

@@ -4,9 +4,12 @@ y = residual + scale * act(norm(x) W^T + b), or with a gate act(h W^T + b) * (h 
 of a decode step it is one kernel; more rows take cuBLAS's product between fused elementwise passes.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
+from accel_kernels.gemm.adapters.low_rank_addend import low_rank_addend
 from accel_kernels.gemm.adapters.low_rank_term import with_low_rank
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.linear import torch_linear
@@ -42,8 +45,13 @@ def in_passes(x, weight, bias=None, *, norm=None, low_rank=None, linear=torch_li
     """
     epilogue, x = Epilogue(bias, **after), x.to(weight.dtype)
     h = x if norm is None else apply_norm(x, norm)
-    product = with_low_rank(lambda *given: linear(h, *given), h, low_rank, epilogue.up, in_place=True)
-    if epilogue._replace(bias=None).plain and (epilogue.residual is None or epilogue.residual.dtype == h.dtype):
+    plain = epilogue._replace(bias=None).plain and (epilogue.residual is None or epilogue.residual.dtype == h.dtype)
+    if low_rank is not None and epilogue.up is None:
+        inside = low_rank_addend(h, low_rank, epilogue.bias, epilogue.residual if plain else None)
+        y = linear(h, weight, None, inside)
+        return y if plain else epilogue.in_passes(weight, lambda *_: y)
+    product = with_low_rank(partial(linear, h), h, low_rank, epilogue.up)
+    if plain:
         return product(weight, epilogue.bias, *(() if epilogue.residual is None else (epilogue.residual,)))
     return epilogue.in_passes(weight, product)
 
@@ -88,7 +96,7 @@ def supports(x, weight, bias=None, *, norm=None, low_rank=None, **after) -> str 
         return "residual of another dtype, and not float32"
     if low_rank is not None and (low_rank.shared or x.dtype != weight.dtype):
         return "adapters whose A both weights share, or of a weight of another dtype"
-    if low_rank is not None and (reason := low_rank.reason(x, weight, up)) is not None:
+    if low_rank is not None and (reason := low_rank.reason(x, weight.shape, up is not None)) is not None:
         return reason
     return dtype_reason(x, weight, bias, up, epilogue.up_bias, *given.values(), *norm_weights(norm))
 

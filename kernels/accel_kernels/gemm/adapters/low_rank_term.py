@@ -19,6 +19,7 @@ class LowRankTerm(NamedTuple):
     `shared` the only ones. All in the dtype of x, contiguous. R: one of RANKS. A scale is part of B.
     rows: (rows, P * R), by which x A^T of each row of a batch is multiplied, or None: rows that have adapters of their
     own have zeros for the others. x is then (rows, ..., K).
+    starts: int32 (P + 1,), 0 and `ends`, for kernels of any number of parts; None where there are at most MOST_PARTS.
     step, tagged: int32 (1,) and int64 (COPIES, rows of down), or None. Through these one launch computes both products
     for one row: its programs hand x A^T on, each number beside the step, by which readers know that it is there. So
     step is to be another number for each launch that has the same `tagged`.
@@ -30,6 +31,7 @@ class LowRankTerm(NamedTuple):
     gate_up: torch.Tensor | None = None
     shared: bool = False
     rows: torch.Tensor | None = None
+    starts: torch.Tensor | None = None
     step: torch.Tensor | None = None
     tagged: torch.Tensor | None = None
 
@@ -53,15 +55,15 @@ class LowRankTerm(NamedTuple):
             for start, end, one in zip(starts, self.ends, inners, strict=False)
         ]
 
-    def reason(self, x: torch.Tensor, weight: torch.Tensor, up: torch.Tensor | None) -> str | None:
-        """Why kernels cannot take it beside these operands."""
+    def reason(self, x: torch.Tensor, sizes: tuple[int, ...], gate: bool, most: int = MOST_PARTS) -> str | None:
+        """Why kernels cannot take it beside x and a weight of these sizes, in so many parts."""
         rows = len(self.ends) + (self.gate_up is not None and not self.shared)
         given = [one for one in (self.down, self.up, self.gate_up) if one is not None]
-        if self.rank not in RANKS or len(self.ends) > MOST_PARTS or self.ends[-1:] != (weight.shape[0],):
+        if self.rank not in RANKS or len(self.ends) > most or self.ends[-1:] != sizes[:1]:
             return f"adapters of rank {self.rank} in {len(self.ends)} parts"
-        if self.down.shape != (rows * self.rank, weight.shape[1]) or self.up.shape[0] != weight.shape[0]:
+        if self.down.shape != (rows * self.rank, *sizes[1:]) or self.up.shape[:1] != sizes[:1]:
             return "adapters of another shape than the weight"
-        if (self.gate_up is None) != (up is None) or (up is not None and len(self.ends) > 1):
+        if (self.gate_up is not None) != gate or (gate and len(self.ends) > 1):
             return "adapters of a gate, or none of it"
         if self.rows is not None and (x.dim() < 3 or len(self.rows) != len(x)):
             return f"adapters of {len(self.rows)} rows beside {tuple(x.shape)}"
@@ -70,29 +72,16 @@ class LowRankTerm(NamedTuple):
         return None
 
 
-def with_low_rank(
-    product: Callable, h: torch.Tensor, low_rank: LowRankTerm | None, gate: object, in_place: bool = False
-) -> Callable:
-    """product(weight, bias) with what adapters add. h: x after the norm. gate: the weight whose B is `gate_up`.
-
-    in_place: the product's own result may be written to.
-    """
+def with_low_rank(product: Callable, h: torch.Tensor, low_rank: LowRankTerm | None, gate: object) -> Callable:
+    """product(weight, bias) with what adapters add. h: x after the norm. gate: the weight whose B is `gate_up`."""
     if low_rank is None:
         return product
     inner, term = low_rank.inner(h), low_rank
 
-    def both(weight, bias, *more):
-        y = product(weight, bias, *more)
+    def both(weight, bias):
+        y = product(weight, bias)
         parts = [(y, inner[..., -term.rank :], term.gate_up)] if weight is gate else term.parts(y, inner)
-        if not in_place:
-            return torch.cat([part + F.linear(own, up) for part, own, up in parts], -1)
-        if len({up.shape for _, _, up in parts}) == 1 and len(parts) > 1:  # in one launch
-            matrices, inners = (t.view(-1, len(parts), t.shape[-1] // len(parts)).transpose(0, 1) for t in (y, inner))
-            matrices.baddbmm_(inners, term.up.view(len(parts), -1, term.rank).transpose(1, 2))
-            return y
-        for part, own, up in parts:
-            part.flatten(0, -2).addmm_(own.flatten(0, -2), up.t())
-        return y
+        return torch.cat([part + F.linear(own, up) for part, own, up in parts], -1)
 
     return both
 

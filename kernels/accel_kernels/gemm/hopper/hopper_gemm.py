@@ -104,7 +104,7 @@ def _adapters_reason(x, weight, up, low_rank: LowRankTerm) -> str | None:
         return "adapters of a gate with an A of their own"
     if any(end % TILE for end in low_rank.ends[:-1]):
         return f"parts that end at {low_rank.ends}, not at multiples of {TILE}"
-    return low_rank.reason(x, weight, up)
+    return low_rank.reason(x, weight.shape, up is not None)
 
 
 def _scales_reason(x: QuantizedRows, weights: list[Quantized]) -> str | None:
