@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from accel_kernels.gemm.adapters.low_rank_addend import low_rank_addend
-from accel_kernels.gemm.adapters.low_rank_term import with_low_rank
+from accel_kernels.gemm.adapters.low_rank_term import MOST_PARTS, with_low_rank
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.linear import torch_linear
 from accel_kernels.norm import norm as norms
@@ -47,9 +47,11 @@ def in_passes(x, weight, bias=None, *, norm=None, low_rank=None, linear=torch_li
     h = x if norm is None else apply_norm(x, norm)
     plain = epilogue._replace(bias=None).plain and (epilogue.residual is None or epilogue.residual.dtype == h.dtype)
     if low_rank is not None and epilogue.up is None:
-        inside = low_rank_addend(h, low_rank, epilogue.bias, epilogue.residual if plain else None)
-        y = linear(h, weight, None, inside)
-        return y if plain else epilogue.in_passes(weight, lambda *_: y)
+        if len(low_rank.ends) > MOST_PARTS:
+            y = linear(h, weight, None, low_rank_addend(h, low_rank, epilogue.bias))
+        else:
+            y = low_rank.add_to(linear(h, weight, epilogue.bias), h)
+        return epilogue.in_passes(weight, lambda *_: y)
     product = with_low_rank(partial(linear, h), h, low_rank, epilogue.up)
     if plain:
         return product(weight, epilogue.bias, *(() if epilogue.residual is None else (epilogue.residual,)))

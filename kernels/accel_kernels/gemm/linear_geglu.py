@@ -9,10 +9,8 @@ from functools import partial
 import torch.nn.functional as F
 
 from accel_kernels.elementwise.gated import geglu, reference_geglu
-from accel_kernels.gemm.adapters.low_rank_addend import low_rank_addend
 from accel_kernels.gemm.adapters.low_rank_term import LowRankTerm, with_low_rank
 from accel_kernels.gemm.hopper.hopper_gemm import fills_gpu, hopper_gemm
-from accel_kernels.gemm.linear import torch_linear
 from accel_kernels.op import Op, contiguous_reason, random_cases
 
 
@@ -26,9 +24,8 @@ def reference(x, weight, bias=None, low_rank=None):
 
 def instead(x, weight, bias=None, low_rank=None):
     """The same by torch's product, and one pass."""
-    if low_rank is None:
-        return geglu(F.linear(x, weight, bias))
-    return geglu(torch_linear(x, weight, None, low_rank_addend(x, low_rank, bias)))
+    y = F.linear(x, weight, bias)
+    return geglu(y if low_rank is None else low_rank.add_to(y, x))
 
 
 def kernel(x, weight, bias=None, low_rank=None):

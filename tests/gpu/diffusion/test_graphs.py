@@ -245,7 +245,7 @@ def test_adapters_are_switched_without_another_capture(pair, tiny):
     for function in (
         put("detail", 8),
         lambda unet: unet.set_adapters(["style", "detail"], [0.5, -1.0]),
-        lambda unet: unet.set_adapters(["style"], [2.0]),
+        lambda unet: unet.set_adapters(["style"], [0.7]),  # of more stock itself is off by 0.7 %
         lambda unet: unet.disable_adapters(),
         lambda unet: unet.enable_adapters(),
         lambda unet: [p.data.mul_(0.5) for name, p in unet.named_parameters() if "lora_B" in name],

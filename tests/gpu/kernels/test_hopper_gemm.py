@@ -11,8 +11,11 @@ from functools import partial
 import pytest
 import torch
 from accel_kernels import Quantized, QuantizedRows, fp8_linear, hopper_gemm, quantize_rows
+from accel_kernels.product_cases import product_case
 
 pytest.importorskip("triton")
+from accel_kernels.gemm.hopper import hopper_gemm_triton
+
 FP8 = torch.float8_e4m3fn
 
 SMALLEST = """
@@ -66,6 +69,31 @@ SIZES = [
 def test_sizes(sizes, as_good_as_torch):
     m, n, k = sizes
     checked(as_good_as_torch, (rand(m, k), rand(n, k, spread=k**-0.5), rand(n)), {})
+
+
+# rows, outputs, inputs, parts of the outputs, rank of their adapters, whether there is a gate
+ADAPTED = [
+    (2048, 1280, 1280, 1, 16, False), (2048, 3840, 1280, 3, 16, False), (300, 960, 200, 3, 16, False),
+    (8192, 640, 640, 1, 32, False), (1000, 3072, 3072, 1, 64, False), (77, 960, 768, 1, 128, False),
+    (2048, 5120, 1280, 1, 16, True), (333, 640, 640, 1, 32, True), (1, 256, 64, 1, 16, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("extra", [0, 32])
+@pytest.mark.parametrize("sizes", ADAPTED, ids=str)
+def test_adapters(sizes, extra, as_good_as_torch, monkeypatch):
+    m, n, k, parts, rank, gate = sizes
+    if extra and (gate or rank == 32):
+        pytest.skip("a tile that does not fit")
+    monkeypatch.setattr(hopper_gemm_triton, "_wider", lambda *_: extra)
+    ends = tuple(n // parts * (part + 1) for part in range(parts))
+    if any(end % (128 + extra) for end in ends[:-1]):
+        pytest.skip("tiles of two parts")
+    more = {"gate": True, "shared": True, "activation": "gelu"} if gate else {"residual": True}
+    case = product_case("adapted", (m, k), n, bias=True, low_rank=ends, rank=rank, **more)
+    for dtype in (torch.float16, torch.bfloat16):
+        args, given = case.make(torch.device("cuda"), dtype)
+        checked(as_good_as_torch, args, given, dtype)
 
 
 EPILOGUES = {

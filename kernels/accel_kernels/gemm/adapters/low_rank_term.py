@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 RANKS = (16, 32, 64, 128)  # columns of B, the last of which may be zeros
 MOST_PARTS = 3
-COPIES = 16  # of what programs hand on, so that not all readers wait at one place in memory
+COPIES = 64  # of what programs hand on, so that not all readers wait at one place in memory
 
 
 class LowRankTerm(NamedTuple):
@@ -54,6 +54,12 @@ class LowRankTerm(NamedTuple):
             (y[..., start:end], one, self.up[start:end])
             for start, end, one in zip(starts, self.ends, inners, strict=False)
         ]
+
+    def add_to(self, y: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+        """y, to which it is added in place, contiguous."""
+        for part, inner, up in self.parts(y, self.inner(h)):
+            part.flatten(0, -2).addmm_(inner.flatten(0, -2), up.t())
+        return y
 
     def reason(self, x: torch.Tensor, sizes: tuple[int, ...], gate: bool, most: int = MOST_PARTS) -> str | None:
         """Why kernels cannot take it beside x and a weight of these sizes, in so many parts."""
