@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from accel.libraries.adapters import CONFIGS
 from accel.libraries.code import comes_from
@@ -29,9 +30,9 @@ IRRELEVANT = {
     "_load_state_dict_post_hooks",
 }
 
-# All that a forward reads of modules of torch's own that hold parameters or other modules and nothing else.
-HELD = ("_parameters", "_modules", "_forward_hooks", "_forward_pre_hooks")
-HOLDERS = (nn.Linear, nn.ModuleDict, nn.ParameterDict, nn.Identity)  # by exact type
+# Modules of torch's own, by exact type, and where they hold all that a forward reads of them.
+HOLDERS = {nn.Linear: "_parameters", nn.ModuleDict: "_modules", nn.ParameterDict: "_parameters", nn.Identity: None}
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 CONTAINERS = (dict, list, set, tuple)
 ADDRESS, VERSION = torch.Tensor.data_ptr, attrgetter("_version")
@@ -60,8 +61,8 @@ class Fingerprint(Snapshot):
     update of a weight in place does not, and need not: a graph reads weights by address (`reachable`).
 
     ignored: attributes, as (path of the module, name). watched: in place of every field of the objects that modules
-    hold. buffers: follow some modules, which are left out. brief: of HOLDERS only what is HELD is looked at, and
-    whether another attribute was set beside it.
+    hold. buffers: follow some modules, which are left out. brief: of HOLDERS only what they hold is looked at,
+    whether another attribute was set beside it, and hooks where anyone has registered one since.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Fingerprint(Snapshot):
         views: list[Iterable] = []
         containers: list = []
         beside: list[dict] = []
+        self._unhooked, self._registered = (unhooked := []), RemovableHandle.next_id
         self._tensors: list[torch.Tensor] = []
         for module in root.modules():
             attributes = vars(module)
@@ -89,7 +91,8 @@ class Fingerprint(Snapshot):
             objects[id(module)] = module
             if brief and type(module) in HOLDERS:
                 beside.append(attributes)
-                containers += map(attributes.__getitem__, HELD)
+                containers += [attributes[place] for place in (HOLDERS[type(module)], *HOOKS) if attributes.get(place)]
+                unhooked += [attributes[name] for name in HOOKS if not attributes[name]]
                 self._tensors += (one for one in module._parameters.values() if one is not None)
                 continue
             unread = {CONFIGS} & attributes.keys() if apart else set()
@@ -117,6 +120,19 @@ class Fingerprint(Snapshot):
         views.append(View(partial(map, len, beside)))
         super().__init__(objects.values(), [*views, *(() if watched is None else watched.views())], containers)
         self._addresses = list(map(ADDRESS, self._tensors))
+
+    def holds(self) -> bool:
+        return not self._hooked() and super().holds()
+
+    def renewed(self) -> bool:
+        return not self._hooked() and super().renewed()
+
+    def _hooked(self) -> bool:
+        """Whether there are hooks where there were none."""
+        if self._registered != RemovableHandle.next_id and any(self._unhooked):
+            return True
+        self._registered = RemovableHandle.next_id
+        return False
 
     def reachable(self) -> bool:
         """True while the weights lie where they lay: replaying a graph then reads no memory given back since."""

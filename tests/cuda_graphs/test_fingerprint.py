@@ -47,11 +47,12 @@ CHANGES = {
 }
 
 
+@pytest.mark.parametrize("brief", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.share(1)
-def test_a_change_is_seen(change):
+def test_a_change_is_seen(change, brief):
     block = Block().eval()
-    before = Fingerprint(block)
+    before = Fingerprint(block, brief=brief)
     assert before.holds() and before.reachable()
     CHANGES[change](block)
     assert not before.holds()

@@ -73,7 +73,7 @@ def test_sizes(sizes, as_good_as_torch):
 
 # rows, outputs, inputs, parts of the outputs, rank of their adapters, whether there is a gate
 ADAPTED = [
-    (2048, 1280, 1280, 1, 16, False), (2048, 3840, 1280, 3, 16, False), (300, 960, 200, 3, 16, False),
+    (2048, 1280, 1280, 1, 16, False), (2048, 3840, 1280, 3, 16, False), (300, 1920, 200, 3, 16, False),
     (8192, 640, 640, 1, 32, False), (1000, 3072, 3072, 1, 64, False), (77, 960, 768, 1, 128, False),
     (2048, 5120, 1280, 1, 16, True), (333, 640, 640, 1, 32, True), (1, 256, 64, 1, 16, False),
 ]  # fmt: skip
