@@ -23,7 +23,7 @@ from torch import nn
 
 from accel.cuda_graphs.adapter_group import AdapterGroup, Kind, adapters_of
 from accel.cuda_graphs.fingerprint import Fingerprint
-from accel.libraries.adapters import BASE, low_rank_scales, own_parts, row_adapters
+from accel.libraries.adapters import BASE, READ, low_rank_scales, own_parts, row_adapters
 from accel.patching.owner import PartlyCopied
 from accel.quantization.adapters import BUFFERS
 
@@ -55,6 +55,7 @@ class AdapterBuffers(PartlyCopied):
         self.groups: dict[tuple[int, ...], AdapterGroup] = {}
         self.copies: dict[Kind, MatrixCopies] = {}
         self.seen: Fingerprint | None = None
+        self.hooks: list[tuple] = []
         self.first: Fingerprint | None = None  # the same of one linear alone
         self.form = self.written = 0
         self.whole = False  # whether they hold all adapters, since rows were seen to have adapters of their own
@@ -125,7 +126,7 @@ class AdapterBuffers(PartlyCopied):
         place = key, len(x)
         if x.dim() > 2 and place not in self.kept and not _capturing():
             with torch.inference_mode(False):
-                found = group.kept(len(x))
+                found = group.kept(len(x), {})
             if found is not None:
                 self.kept[place] = found
         return self.kept.get(place) if x.dim() > 2 else None
@@ -182,15 +183,29 @@ class AdapterBuffers(PartlyCopied):
 
     def holds(self) -> bool:
         """Whether the adapters are those that were read last."""
-        return not self.groups or (self.seen is not None and self.seen.reachable() and self.seen.holds())
+        return not self.groups or (
+            self.seen is not None and self.seen.reachable() and self._hooks() == self.hooks and self.seen.holds()
+        )
+
+    def _hooks(self) -> list[tuple]:
+        """What is called before each layer, by which rows get their adapters."""
+        return [tuple(layer._forward_pre_hooks.values()) for layer in self.members()]
 
     def read(self) -> bool:
         """Looks at all adapters anew. False where a buffer had to go, and graphs with it."""
         self.filled, self.written = None, self.written + 1
-        if self.seen is not None and self.seen.reachable() and self.seen.renewed() and self._scaled():
-            self.first = _look(self.members()[:1])
+        masks: dict[tuple, torch.Tensor] = {}
+        members, hooks = self.members(), self._hooks()
+        alike = self.seen is not None and self.seen.reachable() and self.seen.renewed()
+        if alike and (hooks == self.hooks or (self.whole and all(map(_hooked_by_row, members)))) and self._scaled():
+            self.first = _look(members[:1])
+            if hooks != self.hooks:
+                self.hooks = hooks
+                with torch.inference_mode(False), torch.no_grad():
+                    self._wait()
+                    self._renew_rows(masks)
             return True
-        if not self.whole and any(map(_by_row, self.members())):
+        if not self.whole and any(map(_by_row, members)):
             self.whole, self.groups, self.seen = True, {}, None
             self.form += 1
             return False
@@ -211,25 +226,26 @@ class AdapterBuffers(PartlyCopied):
                 group.kinds += [kind] if is_up else []
         gone = len(kept) < len(self.groups)
         self.groups, self.form = kept, self.form + gone
-        self.seen, self.first = _look(members := self.members()), _look(members[:1])
+        members = self.members()
+        self.seen, self.first, self.hooks = _look(members), _look(members[:1]), self._hooks()
         with torch.inference_mode(False), torch.no_grad():
             if whole := [tensor for group in kept.values() for tensor in (group.down, group.up)]:
                 self._wait()
                 torch._foreach_zero_(whole)
-            self.kept = {
-                place: one for place, one in self.kept.items() if place[0] in kept and self._renewed(place, one)
-            }
+            self._renew_rows(masks)
             self.copies = {kind: matrix_copies(*zip(*found, strict=True)) for kind, found in rows.items()}
         return not gone
 
-    def _renewed(self, place: tuple, kept: torch.Tensor) -> bool:
-        """Writes which rows have which adapters now, where graphs read it. False where there are more names."""
-        found = self.groups[place[0]].kept(place[1])
-        if found is None:
-            self.form += 1
-            return False
-        kept.copy_(found)
-        return True
+    def _renew_rows(self, masks: dict[tuple, torch.Tensor]) -> None:
+        """Writes which rows have which adapters now, where graphs read it. masks: as of `AdapterGroup.kept`."""
+        kept: dict[tuple, torch.Tensor] = {}
+        for (key, rows), before in self.kept.items():
+            found = self.groups[key].kept(rows, masks) if key in self.groups else None
+            if found is not None:
+                kept[key, rows] = before.copy_(found)
+            else:  # its linears are gone, or there are more names than rows
+                self.form += key in self.groups
+        self.kept = kept
 
     def _scaled(self) -> bool:
         """Takes over scales of the same adapters; False where these are others."""
@@ -303,7 +319,12 @@ class AdapterBuffers(PartlyCopied):
 
 
 def _look(layers: Sequence[nn.Module]) -> Fingerprint:
-    return Fingerprint(AdapterParts(layers), brief=True)
+    return Fingerprint(AdapterParts(layers), brief=READ)
+
+
+def _hooked_by_row(layer: Any) -> bool:
+    """Whether nothing else is called before it than what gives rows their adapters."""
+    return not layer._forward_pre_hooks or row_adapters(layer) is not None
 
 
 def _by_row(layer: Any) -> bool:

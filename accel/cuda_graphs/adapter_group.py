@@ -60,22 +60,31 @@ class AdapterGroup:
         layers = (layer for layer in self.present if layer is not None and BASE in layer._modules)
         return [scale for layer in layers for scale in (low_rank_scales(layer, whole) or {}).values()]
 
-    def kept(self, rows: int) -> torch.Tensor | None:
-        """(rows, P * R): ones where a row has an adapter; None where there are fewer rows than names of theirs."""
-        rank, found = self.up.shape[1], torch.zeros(rows, len(self.down), dtype=self.dtype, device="cpu")
+    def kept(self, rows: int, masks: dict[tuple, torch.Tensor]) -> torch.Tensor | None:
+        """(rows, P * R): ones where a row has an adapter; None where there are fewer rows than names of theirs.
+
+        masks: those of other groups, by all that they depend on.
+        """
+        parts: list[tuple] = []
         for part, (layer, names) in enumerate(zip(self.present, self.names, strict=True)):
             if not names or layer.disable_adapters:
                 continue
             named, active = row_adapters(layer), low_rank_scales(layer) or {}
             if named is not None and len(named) > rows:
                 return None
-            first = part * rank
-            for name in names:
-                behind = first + layer._modules[DOWN][name].out_features
-                at = [i for i, one in enumerate(named) if one == name] if named is not None else slice(None)
-                found[at, first:behind] = float(named is not None or name in active)
-                first = behind
-        return found.to(self.down.device)
+            sizes = [layer._modules[DOWN][name].out_features for name in names]
+            parts.append((part, None if named is None else tuple(named), tuple(active), tuple(names), tuple(sizes)))
+        key = rows, len(self.down), self.dtype, self.down.device, *parts
+        if key not in masks:
+            found = torch.zeros(rows, len(self.down), dtype=self.dtype, device="cpu")
+            for part, named, active, names, sizes in parts:
+                first = part * self.up.shape[1]
+                for name, size in zip(names, sizes, strict=True):
+                    at = slice(None) if named is None else [i for i, one in enumerate(named) if one == name]
+                    found[at, first : first + size] = float(named is not None or name in active)
+                    first += size
+            masks[key] = found.to(self.down.device)
+        return masks[key]
 
     @property
     def present(self) -> list[Any]:

@@ -61,8 +61,9 @@ class Fingerprint(Snapshot):
     update of a weight in place does not, and need not: a graph reads weights by address (`reachable`).
 
     ignored: attributes, as (path of the module, name). watched: in place of every field of the objects that modules
-    hold. buffers: follow some modules, which are left out. brief: of HOLDERS only what they hold is looked at,
-    whether another attribute was set beside it, and hooks where anyone has registered one since.
+    hold. buffers: follow some modules, which are left out. brief: names of the containers that are looked at;
+    of HOLDERS only what they hold, whether another attribute was set beside it, and hooks where anyone has registered
+    one since.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Fingerprint(Snapshot):
         ignored: Iterable[tuple[str, str]] = (),
         watched: Watched | None = None,
         buffers: Buffers | None = None,
-        brief: bool = False,
+        brief: Collection[str] = (),
     ):
         apart: Collection[int] = () if buffers is None else buffers.apart()
         self.apart, self._buffers, self._form = len(apart), buffers, None if buffers is None else buffers.form
@@ -105,7 +106,7 @@ class Fingerprint(Snapshot):
             for name, value in attributes.items():
                 if name in unread:
                     continue
-                if name not in IRRELEVANT and isinstance(value, CONTAINERS):
+                if isinstance(value, CONTAINERS) and (name in brief if brief else name not in IRRELEVANT):
                     containers.append(value)
                 elif watched is None and id(value) not in objects and _read_by_field(value):
                     objects[id(value)] = value

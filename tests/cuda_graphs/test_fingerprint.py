@@ -47,7 +47,9 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("brief", [False, True])
+@pytest.mark.parametrize(
+    "brief", [(), {"names", "options", "_modules", "_parameters", "_buffers"}], ids=["whole", "brief"]
+)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.share(1)
 def test_a_change_is_seen(change, brief):
