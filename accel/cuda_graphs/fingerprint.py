@@ -83,7 +83,8 @@ class Fingerprint(Snapshot):
         views: list[Iterable] = []
         containers: list = []
         beside: list[dict] = []
-        self._unhooked, self._registered = (unhooked := []), RemovableHandle.next_id
+        unhooked: list[dict] = []
+        self._unhooked, self._registered = unhooked, RemovableHandle.next_id
         self._tensors: list[torch.Tensor] = []
         for module in root.modules():
             attributes = vars(module)
