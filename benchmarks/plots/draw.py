@@ -1,9 +1,9 @@
-"""Draws speed, ablation, decode, quantized, batches and scripts.png in docs/images from results: `make plots`."""
+"""Draws speed, ablation, adapters, decode, quantized, batches and scripts.png in docs/images from results: `make plots`."""
 
 from pathlib import Path
 
 from accel.bench.scripts.plot import save_ratios
-from benchmarks.plots.images import save_ablations, save_speed
+from benchmarks.plots.images import save_ablations, save_adapters, save_speed
 from benchmarks.plots.style import results
 from benchmarks.plots.text import save_batches, save_decode, save_quantized
 from benchmarks.study import RESULTS, ROOT
@@ -16,5 +16,6 @@ def main(results_of: Path = RESULTS, out: Path = ROOT / "docs" / "images") -> No
         save_ratios(result, out / "scripts.png")
     drawn += [save_decode(results_of, out / "decode.png"), save_speed(results_of, out / "speed.png")]
     save_ablations(results_of, out / "ablation.png")
+    save_adapters(results_of, out / "adapters.png")
     if not any(drawn):
         raise SystemExit(f"no results of a GPU in {results_of}: run `make bench` on one first")

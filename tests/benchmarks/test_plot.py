@@ -55,16 +55,21 @@ def test_the_plot_of_quantized_models(tmp_path, draw):
     keys = ("weights", "method", "inputs", "bytes_of_16_bits", "change")
     quality = [{"model": "as trained", "kv_cache": None} | dict(zip(keys, way, strict=True)) for way in ways]
     quality.append(quality[0] | {"weights": None, "kv_cache": "fp8"})
+    adapted = {"plain": {"median_ms": 20.0, "ratio": 1.0}, "1 x 16": {"median_ms": 21.0, "ratio": 1.05}}
     results = {
         "quantized-llama-8b": {"parts": {"decode": decode}},
         "quantized-chain": {"rows": []},
         "peers-llama-8b": {"decode": decode[:1], "compiled": {"stock": {"ms_step": 9.0}}},
         "quality-lm": {"rows": quality, "parameters": 98e6},
+        "adapters": {
+            "rows": [{"name": "sdxl", "variants": adapted}, {"name": "lost", "failed": ""}],
+            "commit": "1234567",
+        },
     }
     for case, result in results.items():
         (tmp_path / f"nvidia-h200-{case}.json").write_text(json.dumps({"case": case} | gpu | result))
     draw()
-    assert [path.name for path in (tmp_path / "images").iterdir()] == ["quantized.png"]
+    assert {path.name for path in (tmp_path / "images").iterdir()} == {"quantized.png", "adapters.png"}
     assert (tmp_path / "images" / "quantized.png").stat().st_size > 20_000
 
 
