@@ -77,16 +77,11 @@ def grouped_up_kernel(
     if expert < 0:
         return
     first, end = places_of_tile(tile, expert, starts_ptr, ROWS)
+    given = x_ptr, weight, bias_ptr, order_ptr, h_ptr, chosen, inner, expert, first, end
     if TAIL > 0 and end - first <= TAIL:
-        up_rows(
-            x_ptr, weight, bias_ptr, order_ptr, h_ptr, chosen, inner, expert, first, end, K, UNIT, GROUPS, GATING,
-            INTERLEAVED, TRANSPOSED, TAIL, COLUMNS, DEPTH, UPCAST,
-        )  # fmt: skip
+        up_rows(*given, K, UNIT, GROUPS, GATING, INTERLEAVED, TRANSPOSED, TAIL, COLUMNS, DEPTH, UPCAST)
     else:
-        up_rows(
-            x_ptr, weight, bias_ptr, order_ptr, h_ptr, chosen, inner, expert, first, end, K, UNIT, GROUPS, GATING,
-            INTERLEAVED, TRANSPOSED, ROWS, COLUMNS, DEPTH, UPCAST,
-        )  # fmt: skip
+        up_rows(*given, K, UNIT, GROUPS, GATING, INTERLEAVED, TRANSPOSED, ROWS, COLUMNS, DEPTH, UPCAST)
 
 
 @triton.jit
@@ -119,15 +114,8 @@ def up_rows(
         gate, up = scaled(gate, weight, gate_row, GROUPS), scaled(up, weight, up_row, GROUPS)
         gate, up = shifted(gate, bias_ptr, gate_row), shifted(up, bias_ptr, up_row)
     elif PRODUCTS == 1:
-        up = tl.zeros((ROWS, COLUMNS), tl.float32)
         w_place = stack_places(w_ptr, expert, n_idx, k_idx, inner, K, TRANSPOSED)
-        for step in range(0, K, DEPTH):
-            k_mask = k_idx < K - step
-            x = loaded_tile(x_place + step, row_mask[:, None], k_mask[None, :], K, DEPTH)
-            w = loaded_tile(along_inputs(w_place, step, inner, TRANSPOSED), n_mask[None, :], k_mask[:, None], K, DEPTH)
-            if UPCAST:
-                x, w = x.to(tl.float32), w.to(tl.float32)
-            up = tl.dot(x, w, up, input_precision="ieee")
+        up = stack_product(x_place, w_place, row_mask, n_mask, k_idx, inner, K, TRANSPOSED, DEPTH, UPCAST)
         if bias_ptr is not None:
             up += tl.load(bias_ptr + expert * inner + n_idx, mask=n_mask, other=0.0).to(tl.float32)[None, :]
         gate = up
@@ -191,16 +179,11 @@ def grouped_down_kernel(
             tl.extra.cuda.gdc_wait()
         return
     first, end = places_of_tile(tile, expert, starts_ptr, ROWS)
+    given = h_ptr, weight, bias_ptr, order_ptr, y_ptr, hidden, expert, first, end
     if TAIL > 0 and end - first <= TAIL:
-        down_rows(
-            h_ptr, weight, bias_ptr, order_ptr, y_ptr, hidden, expert, first, end,
-            K, UNIT, GROUPS, TRANSPOSED, TAIL, COLUMNS, DEPTH, UPCAST, PDL,
-        )  # fmt: skip
+        down_rows(*given, K, UNIT, GROUPS, TRANSPOSED, TAIL, COLUMNS, DEPTH, UPCAST, PDL)
     else:
-        down_rows(
-            h_ptr, weight, bias_ptr, order_ptr, y_ptr, hidden, expert, first, end,
-            K, UNIT, GROUPS, TRANSPOSED, ROWS, COLUMNS, DEPTH, UPCAST, PDL,
-        )  # fmt: skip
+        down_rows(*given, K, UNIT, GROUPS, TRANSPOSED, ROWS, COLUMNS, DEPTH, UPCAST, PDL)
 
 
 @triton.jit
@@ -231,13 +214,7 @@ def down_rows(
             y = add_quantized(y, h, weight, w_row, step, K, UNIT, GROUPS, DEPTH)
         y = shifted(scaled(y, weight, w_row, GROUPS), bias_ptr, w_row)
     else:
-        for step in range(0, K, DEPTH):
-            k_mask = k_idx < K - step
-            h = loaded_tile(h_place + step, row_mask[:, None], k_mask[None, :], K, DEPTH)
-            w = loaded_tile(along_inputs(w_place, step, hidden, TRANSPOSED), n_mask[None, :], k_mask[:, None], K, DEPTH)
-            if UPCAST:
-                h, w = h.to(tl.float32), w.to(tl.float32)
-            y = tl.dot(h, w, y, input_precision="ieee")
+        y = stack_product(h_place, w_place, row_mask, n_mask, k_idx, hidden, K, TRANSPOSED, DEPTH, UPCAST)
         if bias_ptr is not None:
             y += tl.load(bias_ptr + expert * hidden + n_idx, mask=n_mask, other=0.0).to(tl.float32)[None, :]
     mask = row_mask[:, None] & n_mask[None, :]
@@ -260,6 +237,23 @@ def stack_places(w_ptr, expert, n_idx, k_idx, n, K: tl.constexpr, TRANSPOSED: tl
         return w_ptr + expert * n * K + k_idx.to(tl.int64)[:, None] * n + n_idx[None, :]
     else:
         return w_ptr + expert * n * K + n_idx.to(tl.int64)[None, :] * K + k_idx[:, None]
+
+
+@triton.jit
+def stack_product(
+    x_place, w_place, row_mask, n_mask, k_idx, n, K: tl.constexpr, TRANSPOSED: tl.constexpr, DEPTH: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Rows times outputs, of n, of an expert's matrix. Places: of the first inputs, k_idx."""
+    y = tl.zeros((row_mask.shape[0], n_mask.shape[0]), tl.float32)
+    for step in range(0, K, DEPTH):
+        k_mask = k_idx < K - step
+        x = loaded_tile(x_place + step, row_mask[:, None], k_mask[None, :], K, DEPTH)
+        w = loaded_tile(along_inputs(w_place, step, n, TRANSPOSED), n_mask[None, :], k_mask[:, None], K, DEPTH)
+        if UPCAST:
+            x, w = x.to(tl.float32), w.to(tl.float32)
+        y = tl.dot(x, w, y, input_precision="ieee")
+    return y
 
 
 @triton.jit

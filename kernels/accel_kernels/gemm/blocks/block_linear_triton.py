@@ -3,8 +3,6 @@
 Of these one row is multiplied on the CUDA cores, up to 16 on the tensor cores, in any dtype.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -12,16 +10,14 @@ import triton.language as tl
 from accel_kernels.device import interpreted, multiprocessors, programmatic, upcast
 from accel_kernels.gemm.blocks.block_linear import fragment_reason
 from accel_kernels.gemm.blocks.block_weight import BlockArguments
-from accel_kernels.gemm.blocks.fragments.block_gemv_mma_triton import BlockGemvTile, block_gemv_mma, block_gemv_tile
-from accel_kernels.gemm.blocks.fragments.block_skinny_mma_triton import (
-    BlockSkinnyTile,
-    block_skinny_mma,
-    block_skinny_tile,
-)
+from accel_kernels.gemm.blocks.fragments.block_gemv_mma_triton import block_gemv_mma, block_gemv_tile
+from accel_kernels.gemm.blocks.fragments.block_skinny_mma_triton import block_skinny_mma, block_skinny_tile
 from accel_kernels.gemm.blocks.unpacking_triton import UNPACKING, format_flags, unpack_blocks
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.epilogue_triton import epilogue, store_sum
 from accel_kernels.gemm.fused_linear import apply_norm
+from accel_kernels.gemm.quantized.gemv_mma_triton import GemvTile
+from accel_kernels.gemm.quantized.many_rows_triton import ManyRowsTile
 from accel_kernels.norm.norm import kernel_arguments
 from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
@@ -103,35 +99,18 @@ def block_rows_kernel(
     store_sum(y, m_idx[None, :].to(tl.int64) * n + n_col, (m_idx < m)[None, :] & n_mask, after, y_ptr)
 
 
-class BlockTile(NamedTuple):
-    """Rows of x and of the weight, and its columns, to a step of a program; warps, and stages of the pipeline."""
-
-    x_rows: int
-    rows: int
-    columns: int
-    warps: int
-    stages: int
-
-
-def block_tile(rows: int, n: int, columns: int, gate: bool, wide: bool, processors: int) -> BlockTile:
+def block_tile(rows: int, n: int, columns: int, gate: bool, wide: bool, processors: int) -> ManyRowsTile:
     """columns: of a block. wide: of float32. More than 16 rows come in the interpreter alone."""
     if rows == 1:
         block = 4 if gate or n < 16 * processors else 8  # of more rows x is read less often
-        return BlockTile(1, block, max(1024, columns), block, 4)
+        return ManyRowsTile(1, block, max(1024, columns), block, 4)
     if interpreted():
-        return BlockTile(min(64, max(16, power_of_two(rows))), 32, max(columns, 64), 4, 2)
-    return BlockTile(16, 16, max(columns, 64 if wide else 256), 4, 3)
+        return ManyRowsTile(min(64, max(16, power_of_two(rows))), 32, max(columns, 64), 4, 2)
+    return ManyRowsTile(16, 16, max(columns, 64 if wide else 256), 4, 3)
 
 
-# Kernels that read blocks as factors of the tensor cores, by the kinds of their tiles.
-FRAGMENTS = (
-    (BlockGemvTile, block_gemv_mma),
-    (BlockSkinnyTile, block_skinny_mma),
-)
-
-
-def fragment_tile(rows: int, n: int, k: int, gate: bool, source: str, device: torch.device):
-    """Of the kernel of FRAGMENTS that serves so many rows."""
+def fragment_tile(rows: int, n: int, k: int, gate: bool, source: str, device: torch.device) -> GemvTile:
+    """Of the kernel that reads blocks as factors of the tensor cores, for so many rows."""
     choose = block_gemv_tile if rows == 1 else block_skinny_tile
     return choose(rows, n, k, gate, source, multiprocessors(device))
 
@@ -144,10 +123,9 @@ def block_linear(x, weight, bias=None, *, norm=None, tile=None, **after):
     gate, columns = after.up is not None, weight.format.columns
     if tile is None and fragment_reason(x, weight, after.up) is None:
         tile = fragment_tile(rows, n, k, gate, weight.format.source, x.device)
-    for kind, run in FRAGMENTS:
-        if isinstance(tile, kind):
-            run(x, weight, norm, after, tile, y)
-            return y
+    if isinstance(tile, GemvTile):
+        (block_gemv_mma if rows == 1 else block_skinny_mma)(x, weight, norm, after, tile, y)
+        return y
     if tile is None:
         tile = block_tile(rows, n, columns, gate, x.dtype == torch.float32, multiprocessors(x.device))
     inside = rows == 1 and norm is not None and not norm.centered and norm.bias is None
