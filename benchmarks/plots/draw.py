@@ -1,4 +1,4 @@
-"""Draws speed, ablation, adapters, decode, quantized, batches, scripts.png in docs/images from results: `make plots`."""
+"""Draws speed, ablation, adapters, decode, quantized, batches, scripts.png in docs/images from results."""
 
 from pathlib import Path
 
