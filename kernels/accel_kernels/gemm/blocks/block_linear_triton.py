@@ -12,16 +12,13 @@ import triton.language as tl
 from accel_kernels.device import interpreted, multiprocessors, programmatic, upcast
 from accel_kernels.gemm.blocks.block_linear import fragment_reason
 from accel_kernels.gemm.blocks.block_weight import BlockArguments
-from accel_kernels.gemm.blocks.fragments.block_gemv_mma_triton import BlockGemvTile, block_gemv_mma, block_gemv_tile
-from accel_kernels.gemm.blocks.fragments.block_skinny_mma_triton import (
-    BlockSkinnyTile,
-    block_skinny_mma,
-    block_skinny_tile,
-)
+from accel_kernels.gemm.blocks.fragments.block_gemv_mma_triton import block_gemv_mma, block_gemv_tile
+from accel_kernels.gemm.blocks.fragments.block_skinny_mma_triton import block_skinny_mma, block_skinny_tile
 from accel_kernels.gemm.blocks.unpacking_triton import UNPACKING, format_flags, unpack_blocks
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.epilogue_triton import epilogue, store_sum
 from accel_kernels.gemm.fused_linear import apply_norm
+from accel_kernels.gemm.quantized.gemv_mma_triton import GemvTile
 from accel_kernels.norm.norm import kernel_arguments
 from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
@@ -123,15 +120,8 @@ def block_tile(rows: int, n: int, columns: int, gate: bool, wide: bool, processo
     return BlockTile(16, 16, max(columns, 64 if wide else 256), 4, 3)
 
 
-# Kernels that read blocks as factors of the tensor cores, by the kinds of their tiles.
-FRAGMENTS = (
-    (BlockGemvTile, block_gemv_mma),
-    (BlockSkinnyTile, block_skinny_mma),
-)
-
-
-def fragment_tile(rows: int, n: int, k: int, gate: bool, source: str, device: torch.device):
-    """Of the kernel of FRAGMENTS that serves so many rows."""
+def fragment_tile(rows: int, n: int, k: int, gate: bool, source: str, device: torch.device) -> GemvTile:
+    """Of the kernel that reads blocks as factors of the tensor cores, for so many rows."""
     choose = block_gemv_tile if rows == 1 else block_skinny_tile
     return choose(rows, n, k, gate, source, multiprocessors(device))
 
@@ -144,10 +134,9 @@ def block_linear(x, weight, bias=None, *, norm=None, tile=None, **after):
     gate, columns = after.up is not None, weight.format.columns
     if tile is None and fragment_reason(x, weight, after.up) is None:
         tile = fragment_tile(rows, n, k, gate, weight.format.source, x.device)
-    for kind, run in FRAGMENTS:
-        if isinstance(tile, kind):
-            run(x, weight, norm, after, tile, y)
-            return y
+    if isinstance(tile, GemvTile):
+        (block_gemv_mma if rows == 1 else block_skinny_mma)(x, weight, norm, after, tile, y)
+        return y
     if tile is None:
         tile = block_tile(rows, n, columns, gate, x.dtype == torch.float32, multiprocessors(x.device))
     inside = rows == 1 and norm is not None and not norm.centered and norm.bias is None

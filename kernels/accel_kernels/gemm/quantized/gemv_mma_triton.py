@@ -36,18 +36,30 @@ from accel_kernels.gemm.quantized.operands.mma_operands_triton import (
     x_layout,
 )
 from accel_kernels.gemm.quantized.operands.unpacking_triton import zero_point
-from accel_kernels.gemm.quantized.write_triton import write
+from accel_kernels.gemm.quantized.write_triton import write_row
 from accel_kernels.gemm.quantized_weight import PackedWeight
 from accel_kernels.norm.norm import kernel_arguments
 from accel_kernels.warmup import launch
 
 
 class GemvTile(NamedTuple):
-    """Warps of a program, which share the columns; spans of the weight loaded ahead; programs to a multiprocessor."""
+    """Warps of a program, which share the columns; spans or units of the weight loaded ahead; programs to a
+    multiprocessor, which take blocks of the weight in turns; rows of a block, its gate's among them.
+    """
 
     warps: int
     depth: int
     programs: int
+    rows: int = 16
+
+    def settings(self, device) -> dict:
+        """Of a launch: as many registers to a thread as so many programs leave it."""
+        limit = 65536 // (32 * self.warps * self.programs)
+        registers = {"maxnreg": limit} if limit < 255 else {}
+        return {"DEPTH": self.depth, "num_warps": self.warps, **programmatic(device), **registers}
+
+    def grid(self, n: int, gate: bool, device) -> tuple[int]:
+        return (min(triton.cdiv(n, self.rows // (1 + gate)), self.programs * multiprocessors(device)),)
 
 
 COLUMNS = gl.constexpr(128)  # of a span: 16 bytes of each of four threads
@@ -132,7 +144,6 @@ def gemv_mma_kernel(
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     HALF: gl.constexpr = words_layout(num_warps, 8, 4)
     X: gl.constexpr = x_layout(num_warps, 8, COLUMNS)
-    OUT: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, num_warps], [0, 1])
     blocks = (n + TILE - 1) // TILE
     stride = gl.num_programs(0)
     first = gl.program_id(0)
@@ -177,14 +188,7 @@ def gemv_mma_kernel(
         total = _scaled(products, s, z, sums, ZERO_POINT, weight.zeros is not None)
         s, z = _scales(weight, up, s_row, s_column, block + stride, blocks, n, K, GROUPS, GATE)
         y = gl.sum(gl.sum(total, axis=2), axis=0) * rate
-        if GATE:
-            y, other = gl.split(y.reshape([2, 8]).permute((1, 0)))
-            y = gl.expand_dims(gl.convert_layout(y, gl.SliceLayout(1, OUT)), 1)
-            other = gl.expand_dims(gl.convert_layout(other, gl.SliceLayout(1, OUT)), 1)
-        else:
-            y = gl.expand_dims(gl.convert_layout(y, gl.SliceLayout(1, OUT)), 1)
-            other = y
-        write(y, other, block * TILE, 0, weight, up, after, y_ptr, 1, n, True, GATE, ACTIVATION, OUT)
+        write_row(y, block, weight, up, after, y_ptr, n, GATE, ACTIVATION, num_warps)
 
 
 def takes(norm, dtype: torch.dtype) -> bool:
@@ -228,22 +232,22 @@ def gemv_mma(x, weight, norm, epilogue, tile, y):
     """
     n, k = weight.shape
     spans, parts = steps_of(k, tile.warps), parts_of(k, weight.scales.shape[1])
-    up = epilogue.up
-    reason = refusal(x, weight, up)
+    reason = refusal(x, weight, epilogue.up)
     if reason is None and spans * parts > 8:
         reason = f"{tile.warps} warps to {k} columns: {spans} spans of {parts} scales each, more than 8"
     if reason is not None:
         raise ValueError(reason)
-    gate = up is not None
+    launch_row(gemv_mma_kernel, PackedWeight, x, weight, norm, epilogue, tile, y, GROUPS=weight.scales.shape[1])
+
+
+def launch_row(kernel, arguments, x, weight, norm, epilogue, tile, y, **constants):
+    """Launches a kernel of one row. arguments: makes what it is given of a weight."""
     if norm is not None and not takes(norm, x.dtype):
         x, norm = apply_norm(x, norm), None
     before, kind = kernel_arguments(norm)
-    limit = 65536 // (32 * tile.warps * tile.programs)
-    registers = {"maxnreg": limit} if limit < 255 else {}
-    blocks = triton.cdiv(n, 8 if gate else 16)
+    (n, k), up = weight.shape, epilogue.up
     launch(
-        gemv_mma_kernel, (min(blocks, tile.programs * multiprocessors(x.device)),),
-        x, PackedWeight.of(weight), PackedWeight.of(up if gate else weight), before, epilogue.arguments, y, n,
-        K=k, GROUPS=weight.scales.shape[1], NORM=kind, **epilogue.flags, DEPTH=tile.depth,
-        num_warps=tile.warps, **programmatic(x.device), **registers,
+        kernel, tile.grid(n, up is not None, x.device),
+        x, arguments.of(weight), arguments.of(weight if up is None else up), before, epilogue.arguments, y, n,
+        K=k, NORM=kind, **epilogue.flags, **constants, **tile.settings(x.device),
     )  # fmt: skip

@@ -19,3 +19,20 @@ def write(y, other, first, first_x, weight, up, after, y_ptr, m, n, SCALED: gl.c
     scales, up_scales = (None, None) if SCALED else (weight.scales, up.scales)
     y = epilogue(y, other, row, row < n, scales, up_scales, after, GATE, ACTIVATION)
     store_sum(y, out.to(gl.int64) * n + row, (out < m) & (row < n), after, y_ptr)
+
+
+@gluon.jit
+def write_row(y, block, weight, up, after, y_ptr, n, GATE: gl.constexpr, ACTIVATION: gl.constexpr,
+              num_warps: gl.constexpr):  # fmt: skip
+    """One row of x times a block: scaled sums (16,) of as many rows of the weight, or of eight of it and eight of its
+    gate's.
+    """
+    OUT: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, num_warps], [0, 1])
+    if GATE:
+        y, other = gl.split(y.reshape([2, 8]).permute((1, 0)))
+        y = gl.expand_dims(gl.convert_layout(y, gl.SliceLayout(1, OUT)), 1)
+        other = gl.expand_dims(gl.convert_layout(other, gl.SliceLayout(1, OUT)), 1)
+    else:
+        y = gl.expand_dims(gl.convert_layout(y, gl.SliceLayout(1, OUT)), 1)
+        other = y
+    write(y, other, block * y.shape[0], 0, weight, up, after, y_ptr, 1, n, True, GATE, ACTIVATION, OUT)

@@ -7,16 +7,12 @@ keeps its sets of x in registers for all blocks of the weight's rows.
 Serves one row in 16 bits. All else of one row takes `block_linear_triton`.
 """
 
-from typing import NamedTuple
-
-import triton
 import triton.language as tl
 from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from accel_kernels.device import multiprocessors, programmatic
 from accel_kernels.gemm.blocks.block_weight import BlockArguments
 from accel_kernels.gemm.blocks.fragments.block_scales_triton import has_minimum, part_scales, span_scales
 from accel_kernels.gemm.blocks.fragments.units_triton import (
@@ -30,8 +26,7 @@ from accel_kernels.gemm.blocks.fragments.units_triton import (
     unit_parts,
     unit_words,
 )
-from accel_kernels.gemm.fused_linear import apply_norm
-from accel_kernels.gemm.quantized.gemv_mma_triton import takes
+from accel_kernels.gemm.quantized.gemv_mma_triton import GemvTile, launch_row
 from accel_kernels.gemm.quantized.operands.mma_operands_triton import (
     column_sums,
     places,
@@ -40,17 +35,7 @@ from accel_kernels.gemm.quantized.operands.mma_operands_triton import (
     x_layout,
 )
 from accel_kernels.gemm.quantized.operands.unpacking_triton import zero_point
-from accel_kernels.gemm.quantized.write_triton import write
-from accel_kernels.norm.norm import kernel_arguments
-from accel_kernels.warmup import launch
-
-
-class BlockGemvTile(NamedTuple):
-    """Warps of a program, which share the columns; units loaded ahead; programs to a multiprocessor."""
-
-    warps: int
-    depth: int
-    programs: int
+from accel_kernels.gemm.quantized.write_triton import write_row
 
 
 @constexpr_function
@@ -123,7 +108,6 @@ def block_gemv_mma_kernel(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     X: gl.constexpr = x_layout(num_warps, 8, COLUMNS)
-    OUT: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, num_warps], [0, 1])
     blocks = (n + TILE - 1) // TILE
     stride = gl.num_programs(0)
     begin = gl.program_id(0)
@@ -215,14 +199,7 @@ def block_gemv_mma_kernel(
                 )  # fmt: skip
             held = held[2:] + later
         y = gl.sum(gl.sum(total, axis=2), axis=0) * rate
-        if GATE:
-            y, other = gl.split(y.reshape([2, 8]).permute((1, 0)))
-            y = gl.expand_dims(gl.convert_layout(y, gl.SliceLayout(1, OUT)), 1)
-            other = gl.expand_dims(gl.convert_layout(other, gl.SliceLayout(1, OUT)), 1)
-        else:
-            y = gl.expand_dims(gl.convert_layout(y, gl.SliceLayout(1, OUT)), 1)
-            other = y
-        write(y, other, block * TILE, 0, weight, up, after, y_ptr, 1, n, True, GATE, ACTIVATION, OUT)
+        write_row(y, block, weight, up, after, y_ptr, n, GATE, ACTIVATION, num_warps)
 
 
 @gluon.jit
@@ -231,27 +208,14 @@ def _of_both(even, odd, MMA: gl.constexpr):
     return gl.convert_layout(gl.join(even, odd).reshape([even.shape[0], even.shape[1], 8]), MMA)
 
 
-def block_gemv_tile(rows: int, n: int, k: int, gate: bool, source: str, processors: int) -> BlockGemvTile:
+def block_gemv_tile(rows: int, n: int, k: int, gate: bool, source: str, processors: int) -> GemvTile:
     """As measured on an H200, with 4096 and 14,336 columns."""
     if k > 4096:
-        return BlockGemvTile(16, 4, 1) if source == "table" else BlockGemvTile(8, 8, 1)
-    return BlockGemvTile(8, 8 if source == "sixes" and not gate else 4, 2)
+        return GemvTile(16, 4, 1) if source == "table" else GemvTile(8, 8, 1)
+    return GemvTile(8, 8 if source == "sixes" and not gate else 4, 2)
 
 
 def block_gemv_mma(x, weight, norm, epilogue, tile, y):
     """Writes what `block_linear` returns into y."""
-    n, k = weight.shape
-    up = epilogue.up
-    gate = up is not None
-    if norm is not None and not takes(norm, x.dtype):
-        x, norm = apply_norm(x, norm), None
-    before, kind = kernel_arguments(norm)
-    limit = 65536 // (32 * tile.warps * tile.programs)
-    registers = {"maxnreg": limit} if limit < 255 else {}
-    blocks = triton.cdiv(n, 8 if gate else 16)
-    launch(
-        block_gemv_mma_kernel, (min(blocks, tile.programs * multiprocessors(x.device)),),
-        x, BlockArguments.of(weight), BlockArguments.of(up if gate else weight), before, epilogue.arguments, y, n,
-        K=k, FORMAT=weight.format.name, SOURCE=weight.format.source, NORM=kind, **epilogue.flags, DEPTH=tile.depth,
-        num_warps=tile.warps, **programmatic(x.device), **registers,
-    )  # fmt: skip
+    format = {"FORMAT": weight.format.name, "SOURCE": weight.format.source}
+    launch_row(block_gemv_mma_kernel, BlockArguments, x, weight, norm, epilogue, tile, y, **format)

@@ -6,16 +6,12 @@ unit each, and hand them to one another: a scale multiplies the sums of a part.
 Serves 2 to 16 rows in 16 bits.
 """
 
-from typing import NamedTuple
-
-import triton
 import triton.language as tl
 from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from accel_kernels.device import multiprocessors, programmatic
 from accel_kernels.gemm.blocks.block_weight import BlockArguments
 from accel_kernels.gemm.blocks.fragments.block_gemv_mma_triton import banks, half_words, joined_words, sets_of
 from accel_kernels.gemm.blocks.fragments.block_scales_triton import has_minimum, part_scales, span_scales
@@ -31,20 +27,12 @@ from accel_kernels.gemm.blocks.fragments.units_triton import (
     unit_parts,
 )
 from accel_kernels.gemm.fused_linear import apply_norm
+from accel_kernels.gemm.quantized.gemv_mma_triton import GemvTile
 from accel_kernels.gemm.quantized.operands.mma_operands_triton import column_sums, places, x_layout
 from accel_kernels.gemm.quantized.operands.unpacking_triton import zero_point
 from accel_kernels.gemm.quantized.write_triton import write
 from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
-
-
-class BlockSkinnyTile(NamedTuple):
-    """Rows of the weight to a program, warps, units loaded ahead, programs to a multiprocessor."""
-
-    rows: int
-    warps: int
-    depth: int
-    programs: int
 
 
 @constexpr_function
@@ -158,29 +146,24 @@ def block_skinny_mma_kernel(
             acc = nothing
 
 
-def block_skinny_tile(rows: int, n: int, k: int, gate: bool, source: str, processors: int) -> BlockSkinnyTile:
+def block_skinny_tile(rows: int, n: int, k: int, gate: bool, source: str, processors: int) -> GemvTile:
     """As measured on an H200. With the table of pairs, which launchers do not count, a program has at most 48 KB of
     shared memory: for more they would have to ask.
     """
     if rows <= 8:
-        return BlockSkinnyTile(16, 8, 4, 2)
-    return BlockSkinnyTile(32, 4, 4, 2) if gate or n >= 40 * processors else BlockSkinnyTile(32, 8, 4, 1)
+        return GemvTile(8, 4, 2)
+    return GemvTile(4, 4, 2, rows=32) if gate or n >= 40 * processors else GemvTile(8, 4, 1, rows=32)
 
 
 def block_skinny_mma(x, weight, norm, epilogue, tile, y):
     """Writes what `block_linear` returns into y."""
     n, k = weight.shape
     rows, up = x.numel() // k, epilogue.up
-    gate = up is not None
     if norm is not None:
         x = apply_norm(x, norm)
-    limit = 65536 // (32 * tile.warps * tile.programs)
-    registers = {"maxnreg": limit} if limit < 255 else {}
-    blocks = triton.cdiv(n, tile.rows // (1 + gate))
     launch(
-        block_skinny_mma_kernel, (min(blocks, tile.programs * multiprocessors(x.device)),),
-        x, BlockArguments.of(weight), BlockArguments.of(up if gate else weight), epilogue.arguments, y, rows, n,
+        block_skinny_mma_kernel, tile.grid(n, up is not None, x.device),
+        x, BlockArguments.of(weight), BlockArguments.of(weight if up is None else up), epilogue.arguments, y, rows, n,
         K=k, FORMAT=weight.format.name, SOURCE=weight.format.source, **epilogue.flags,
-        BLOCK_M=max(8, power_of_two(rows)), BLOCK_N=tile.rows, DEPTH=tile.depth, num_warps=tile.warps,
-        **programmatic(x.device), **registers,
+        BLOCK_M=max(8, power_of_two(rows)), BLOCK_N=tile.rows, **tile.settings(x.device),
     )  # fmt: skip
