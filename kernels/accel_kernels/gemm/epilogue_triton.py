@@ -39,6 +39,30 @@ def epilogue(y, other, n_idx, n_mask, scales_ptr, up_scales_ptr, after, GATE: tl
 
 
 @triton.jit
+def store_rows(y, other, row, n_idx, n_mask, m_idx, m_mask, n, weight, up, after, y_ptr, SCALED: tl.constexpr,
+               GATE: tl.constexpr, ACTIVATION: tl.constexpr):  # fmt: skip
+    """Stores what follows the sums (N, M) of rows `n_idx` of a weight and `m_idx` of x. row: n_idx, the last one for
+    what lies beyond. SCALED: the sums are; otherwise each row of the weight has one scale.
+    """
+    if not SCALED:
+        y *= tl.load(weight.scales + row).to(tl.float32)[:, None]
+        if GATE:
+            other *= tl.load(up.scales + row).to(tl.float32)[:, None]
+    n_col, n_col_mask = n_idx[:, None], n_mask[:, None]
+    y = epilogue(y, other, n_col, n_col_mask, None, None, after, GATE, ACTIVATION)
+    store_sum(y, m_idx[None, :].to(tl.int64) * n + n_col, m_mask[None, :] & n_col_mask, after, y_ptr)
+
+
+@triton.jit
+def loaded(place, mask, EVEN: tl.constexpr, POLICY: tl.constexpr = ""):
+    """What is at these places, 0 where nothing is. EVEN: there is something everywhere."""
+    if EVEN:
+        return tl.load(place, eviction_policy=POLICY)
+    else:
+        return tl.load(place, mask=mask, other=0, eviction_policy=POLICY)
+
+
+@triton.jit
 def low_rank_operands(
     n_idx, n_mask, low, RANK: tl.constexpr, GATE: tl.constexpr, ROWS: tl.constexpr, COPIES: tl.constexpr
 ):

@@ -3,8 +3,6 @@
 Of these one row is multiplied on the CUDA cores, up to 16 on the tensor cores, in any dtype.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +17,7 @@ from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.epilogue_triton import epilogue, store_sum
 from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.gemm.quantized.gemv_mma_triton import GemvTile
+from accel_kernels.gemm.quantized.many_rows_triton import ManyRowsTile
 from accel_kernels.norm.norm import kernel_arguments
 from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
@@ -100,24 +99,14 @@ def block_rows_kernel(
     store_sum(y, m_idx[None, :].to(tl.int64) * n + n_col, (m_idx < m)[None, :] & n_mask, after, y_ptr)
 
 
-class BlockTile(NamedTuple):
-    """Rows of x and of the weight, and its columns, to a step of a program; warps, and stages of the pipeline."""
-
-    x_rows: int
-    rows: int
-    columns: int
-    warps: int
-    stages: int
-
-
-def block_tile(rows: int, n: int, columns: int, gate: bool, wide: bool, processors: int) -> BlockTile:
+def block_tile(rows: int, n: int, columns: int, gate: bool, wide: bool, processors: int) -> ManyRowsTile:
     """columns: of a block. wide: of float32. More than 16 rows come in the interpreter alone."""
     if rows == 1:
         block = 4 if gate or n < 16 * processors else 8  # of more rows x is read less often
-        return BlockTile(1, block, max(1024, columns), block, 4)
+        return ManyRowsTile(1, block, max(1024, columns), block, 4)
     if interpreted():
-        return BlockTile(min(64, max(16, power_of_two(rows))), 32, max(columns, 64), 4, 2)
-    return BlockTile(16, 16, max(columns, 64 if wide else 256), 4, 3)
+        return ManyRowsTile(min(64, max(16, power_of_two(rows))), 32, max(columns, 64), 4, 2)
+    return ManyRowsTile(16, 16, max(columns, 64 if wide else 256), 4, 3)
 
 
 def fragment_tile(rows: int, n: int, k: int, gate: bool, source: str, device: torch.device) -> GemvTile:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from accel_kernels.device import interpreted, upcast
-from accel_kernels.gemm.epilogue_triton import epilogue, store_sum
+from accel_kernels.gemm.epilogue_triton import loaded, store_rows
 from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.gemm.quantized.operands.unpacking_triton import factor, per_word, unpack_mode
 from accel_kernels.gemm.quantized_weight import PackedWeight
@@ -63,31 +63,17 @@ def quantized_many_rows_kernel(
         at, word = start + k_idx, start // PER + w_idx
         inside = word < WORDS
         x_place, w_place = x_ptr + x_row[None, :] * K + at[:, None], row[:, None] * WORDS + word[None, :]
-        if EVEN:
-            x = tl.load(x_place)
-            w = tl.load(weight.words + w_place)
-        else:
-            x = tl.load(x_place, mask=(at < K)[:, None], other=0.0)
-            w = tl.load(weight.words + w_place, mask=inside[None, :], other=0)
+        x = loaded(x_place, (at < K)[:, None], EVEN)
+        w = loaded(weight.words + w_place, inside[None, :], EVEN)
         if UPCAST:
             x = x.to(tl.float32)
         left = _left(weight, row, word, inside, w, FORMAT, DTYPE, GROUPS, WORDS, PER, UNPACK_MODE, UPCAST)
         acc = tl.dot(left, x, acc, input_precision="ieee")
         if GATE:
-            if EVEN:
-                u = tl.load(up.words + w_place)
-            else:
-                u = tl.load(up.words + w_place, mask=inside[None, :], other=0)
+            u = loaded(up.words + w_place, inside[None, :], EVEN)
             left = _left(up, row, word, inside, u, FORMAT, DTYPE, GROUPS, WORDS, PER, UNPACK_MODE, UPCAST)
             acc_u = tl.dot(left, x, acc_u, input_precision="ieee")
-    y, other = acc, acc_u
-    if GROUPS == 1:
-        y *= tl.load(weight.scales + row).to(tl.float32)[:, None]
-        if GATE:
-            other *= tl.load(up.scales + row).to(tl.float32)[:, None]
-    n_col, n_col_mask = n_idx[:, None], n_mask[:, None]
-    y = epilogue(y, other, n_col, n_col_mask, None, None, after, GATE, ACTIVATION)
-    store_sum(y, m_idx[None, :].to(tl.int64) * n + n_col, m_mask[None, :] & n_col_mask, after, y_ptr)
+    store_rows(acc, acc_u, row, n_idx, n_mask, m_idx, m_mask, n, weight, up, after, y_ptr, GROUPS > 1, GATE, ACTIVATION)
 
 
 class ManyRowsTile(NamedTuple):

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from accel_kernels.device import programmatic, upcast
-from accel_kernels.gemm.epilogue_triton import epilogue, store_sum
+from accel_kernels.gemm.epilogue_triton import loaded, store_rows
 from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.gemm.quantized.operands.unpacking_triton import factor, per_word, unpack_mode
 from accel_kernels.gemm.quantized_weight import PackedWeight
@@ -69,10 +69,9 @@ def quantized_skinny_kernel(
         inside = (w_at < WORDS)[:, None, :]
         if EVEN:
             x = tl.load(x_place, mask=m_mask[None, None, :], other=0.0)
-            w = tl.load(weight.words + w_place, eviction_policy="evict_first")
         else:
             x = tl.load(x_place, mask=m_mask[None, None, :] & (at < K)[:, :, None], other=0.0)
-            w = tl.load(weight.words + w_place, mask=inside, other=0, eviction_policy="evict_first")
+        w = loaded(weight.words + w_place, inside, EVEN, "evict_first")
         group = n_row[None, :] * GROUPS + (tl.minimum(start + share * BLOCK_K, K - 1) // (K // GROUPS))[:, None]
         sums = 0.0
         if weight.zeros is not None:
@@ -81,21 +80,12 @@ def quantized_skinny_kernel(
             x = x.to(tl.float32)
         acc = _dotted(acc, w, x, weight, group, sums, FORMAT, DTYPE, GROUPED, UNPACK_MODE, UPCAST)
         if GATE:
-            if EVEN:
-                u = tl.load(up.words + w_place, eviction_policy="evict_first")
-            else:
-                u = tl.load(up.words + w_place, mask=inside, other=0, eviction_policy="evict_first")
+            u = loaded(up.words + w_place, inside, EVEN, "evict_first")
             acc_u = _dotted(acc_u, u, x, up, group, sums, FORMAT, DTYPE, GROUPED, UNPACK_MODE, UPCAST)
     if PDL:  # not before: programs that wait would take the shared memory that the pipeline needs
         tl.extra.cuda.gdc_launch_dependents()
     y, other = tl.sum(acc, axis=0), tl.sum(acc_u, axis=0)
-    if not GROUPED:
-        y *= tl.load(weight.scales + n_row).to(tl.float32)[:, None]
-        if GATE:
-            other *= tl.load(up.scales + n_row).to(tl.float32)[:, None]
-    n_col, n_col_mask = n_idx[:, None], n_mask[:, None]
-    y = epilogue(y, other, n_col, n_col_mask, None, None, after, GATE, ACTIVATION)
-    store_sum(y, m_idx[None, :].to(tl.int64) * n + n_col, m_mask[None, :] & n_col_mask, after, y_ptr)
+    store_rows(y, other, n_row, n_idx, n_mask, m_idx, m_mask, n, weight, up, after, y_ptr, GROUPED, GATE, ACTIVATION)
 
 
 def quantized_skinny(x, weight, norm, after, shape, y):
