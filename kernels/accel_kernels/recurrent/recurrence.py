@@ -27,6 +27,7 @@ class Sequences(NamedTuple):
     longest: tokens that a sequence has at most, where spans may reach over rows. Without it, those of a row.
     metadata: as of `RowStates`, by which kernels find the pools; None where they lie as they are given. layer: there.
     limited: (S,) integers, the position from which on `Decay.limits` do not hold; None where they do everywhere.
+    padded, other_state, other_window: what `RowSequences` has.
     """
 
     slots: torch.Tensor
@@ -36,22 +37,13 @@ class Sequences(NamedTuple):
     metadata: torch.Tensor | None = None
     layer: int = 0
     limited: torch.Tensor | None = None
+    padded: bool = False
+    other_state: None = None
+    other_window: None = None
 
     @property
     def number(self) -> int:
         return len(self.slots)
-
-    @property
-    def padded(self) -> bool:
-        return False
-
-    @property
-    def other_state(self) -> None:
-        return None
-
-    @property
-    def other_window(self) -> None:
-        return None
 
     def pools(self, pool: torch.Tensor, other: None) -> tuple[torch.Tensor, torch.Tensor]:
         """That which is read, and that which is written."""
@@ -82,10 +74,11 @@ class Sequences(NamedTuple):
 class RowSequences(NamedTuple):
     """Sequences that are the rows of a call, with the states of the same rows: what `RowStates.sequences` gives.
 
-    Operations take it like `Sequences`. rows: how many. The other fields are those of `RowStates`.
+    Operations take it like `Sequences`. number: of rows. spans, longest, limited: what `Sequences` has. The other
+    fields are those of `RowStates`.
     """
 
-    rows: int
+    number: int
     metadata: torch.Tensor
     layer: int
     last: torch.Tensor | None = None
@@ -93,28 +86,15 @@ class RowSequences(NamedTuple):
     firsts: torch.Tensor | None = None
     other_state: torch.Tensor | None = None
     other_window: torch.Tensor | None = None
+    spans: None = None
+    longest: None = None
+    limited: None = None
 
     def pools(self, pool: torch.Tensor, other: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """As of `Sequences`. other: the other half."""
         pair = (pool, pool if other is None else other)
         half = int(self.metadata[HALF])
         return pair[half], pair[1 - half]
-
-    @property
-    def number(self) -> int:
-        return self.rows
-
-    @property
-    def spans(self) -> None:
-        return None
-
-    @property
-    def longest(self) -> None:
-        return None
-
-    @property
-    def limited(self) -> None:
-        return None
 
     def pointers(self) -> tuple:
         """The first arguments of `sequence_of` in kernels."""
@@ -124,7 +104,7 @@ class RowSequences(NamedTuple):
         """As `Sequences.each`. The last but one is the position of the row's first token: at it states are zero."""
         stored = int(self.metadata[LENGTH])
         end = tokens if self.last is None else min(int(self.last) + 1, tokens)
-        firsts = self.firsts.tolist() if self.padded and self.firsts is not None else [0] * self.rows
+        firsts = self.firsts.tolist() if self.padded and self.firsts is not None else [0] * self.number
         for row, first in enumerate(firsts):
             begin = max(first - stored, 0)
             if begin < end:
