@@ -20,21 +20,9 @@ from accel.options import Activations, Attention, Cpu, KvCache, Layout, Options,
 from accel.parallel.ranks import world
 from accel.patching.owner import disown_inside
 from accel.patching.rule import Context
-from accel.planning import whole_models
+from accel.planning import targets, whole_models
 from accel.planning.plan import PLAN, Plan, Row, choices_file, create_context, leave, plan_of
 from accel.planning.ranks import agree_to_optimize
-from accel.planning.targets import (
-    WeakList,
-    forget_optimized,
-    is_pipeline,
-    models_in,
-    note_optimized,
-    nothing_in,
-    on_meta,
-    parts_in,
-    replaced_models,
-    why_still_optimized,
-)
 from accel.report import Report
 from accel.verification.metrics import Quality
 from accel.verification.verify import against_stock
@@ -79,7 +67,7 @@ def optimize(
     chosen = choose(options, locals(), unknown)  # all keywords by their names
     parts = _parts(obj)
     models = [part for part in parts.values() if isinstance(part, nn.Module)]
-    if models and all(map(on_meta, models)):
+    if models and all(map(targets.on_meta, models)):
         raise ValueError(f"the weights of this {type(obj).__name__} are on the meta device, without values: load them")
     for name, takes, kinds in (
         ("weights", takes_weights, "causal language models and denoisers, such as UNets"),
@@ -115,7 +103,7 @@ def optimize(
             for name in applied:
                 whole_models.decide(vars(parts[name])[PLAN])
             if chosen.step_cache is not None:
-                drawing = [part for part in parts.values() if is_pipeline(part)]
+                drawing = [part for part in parts.values() if targets.is_pipeline(part)]
                 _settle_step_cache(drawing[0] if len(drawing) == 1 else obj, chosen.step_cache, context)
             tried(*models)
         except BaseException:
@@ -128,9 +116,9 @@ def optimize(
             raise
     plans = [vars(parts[name])[PLAN] for name in applied]
     for name, plan in zip(applied, plans, strict=True):
-        plan.users = WeakList(before[name].users if before[name] is not None else ())
+        plan.users = targets.WeakList(before[name].users if before[name] is not None else ())
         plan.settle()
-    note_optimized(obj, plans)
+    targets.note_optimized(obj, plans)
     for told in (*newer_than_tested(), *(told for plan in plans for told in plan.warnings)):
         warnings.warn(f"accel.optimize: {told}", stacklevel=2)
     return obj
@@ -169,7 +157,7 @@ def quantize(
     Raises OSError where `out` cannot be written, such as on a full disk: the same call then goes on. Calls on other
     threads wait until it has ended.
     """
-    found = [part for part in models_in(model).values() if is_language_model(part)]
+    found = [part for part in targets.models_in(model).values() if is_language_model(part)]
     if len(found) != 1:
         holds = f", which holds {len(found)} of them" if found else ""
         raise TypeError(
@@ -216,10 +204,10 @@ def restore(obj: T) -> T:
     Changes nothing and raises `errors.PatchConflict` where someone replaced a forward on top of ours, `errors.InUse`
     where such a call does not end.
     """
-    before = replaced_models(obj)
+    before = targets.replaced_models(obj)
     plans, left = list(_plans(obj, bool(before)).values()), []
     for plan in filter(None, map(plan_of, before)):
-        reason = why_still_optimized(obj, plan.root, plan.users)
+        reason = targets.why_still_optimized(obj, plan.root, plan.users)
         if reason is None:
             plans.append(plan)
         else:
@@ -233,9 +221,9 @@ def restore(obj: T) -> T:
         for plan in plans:
             plan.undo()
             vars(plan.root).pop(PLAN)
-    for part in parts_in(obj).values():
+    for part in targets.parts_in(obj).values():
         disown_inside(part)
-    forget_optimized(obj)
+    targets.forget_optimized(obj)
     for told in left:
         warnings.warn(f"accel.restore: {told}", stacklevel=2)
     lost = sum(not row["reversible"] for plan in plans for row in plan.weights)
@@ -290,8 +278,8 @@ def verify(obj: object, *args: Any, seed: int = 0, **kwargs: Any) -> Quality:
     plans = _plans(obj)
     if not plans:
         raise ValueError("nothing to verify: this object is not optimized; call accel.optimize(obj) first")
-    models = list(models_in(obj).values())
-    if not (args or kwargs) and len(models) == 1 and not is_pipeline(obj):
+    models = list(targets.models_in(obj).values())
+    if not (args or kwargs) and len(models) == 1 and not targets.is_pipeline(obj):
         obj = models[0]  # of which an example call may be known
     if not callable(obj):
         raise TypeError(f"a {type(obj).__name__} is not called: verify what it holds one by one")
@@ -324,13 +312,13 @@ def _settle_step_cache(obj: object, wanted: int | str, context: Context) -> None
 
 def _parts(obj: object) -> dict[str, object]:
     """What of obj may be patched, by its path. Raises TypeError or ValueError for an object without a model."""
-    parts = parts_in(obj)
+    parts = targets.parts_in(obj)
     if not any(isinstance(part, nn.Module) for part in parts.values()):
-        raise nothing_in(obj)
+        raise targets.nothing_in(obj)
     return parts
 
 
 def _plans(obj: object, empty: bool = False) -> dict[str, Plan]:
     """Those of its parts. empty: it may hold nothing any more."""
-    plans = {name: plan_of(part) for name, part in (parts_in(obj) if empty else _parts(obj)).items()}
+    plans = {name: plan_of(part) for name, part in (targets.parts_in(obj) if empty else _parts(obj)).items()}
     return {name: plan for name, plan in plans.items() if plan is not None}

@@ -1,6 +1,5 @@
 """The fast forward of one module: runs fused where that is safe, and the stock forward where it is not."""
 
-import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -10,33 +9,9 @@ from itertools import chain
 from types import CodeType
 from typing import Any, TypeVar
 
+import accel_kernels as ops
 import torch
-from accel_kernels import (
-    Op,
-    block_linear,
-    causal_convolution,
-    convolution_frames,
-    experts,
-    fused_linear,
-    gated,
-    group_norm,
-    image_concat,
-    image_sum,
-    latent_attention,
-    layer_norm,
-    linear_attention_prompt,
-    linear_attention_step,
-    linear_geglu,
-    mixture,
-    norm_add,
-    paged_attention,
-    quantized_linear,
-    rms_norm,
-    route,
-    rowwise,
-    selective_scan,
-    upsample_convolve,
-)
+from accel_kernels import Op
 from accel_kernels.attention.backends import AttentionChooser
 from accel_kernels.attention.prefill_attention import PromptAttention
 from accel_kernels.gemm.linear import torch_linear
@@ -90,29 +65,29 @@ class Kernels:
     attention: Any
     linear: Any
     prompt: PromptAttention = field(default_factory=PromptAttention)
-    paged_attention: Any = paged_attention
-    block_linear: Any = block_linear
-    causal_convolution: Any = causal_convolution
-    convolution_frames: Any = convolution_frames
-    experts: Any = experts
-    gated: Any = gated
-    group_norm: Any = group_norm
-    image_concat: Any = image_concat
-    image_sum: Any = image_sum
-    latent_attention: Any = latent_attention
-    layer_norm: Any = layer_norm
-    linear_attention_prompt: Any = linear_attention_prompt
-    linear_attention_step: Any = linear_attention_step
-    linear_geglu: Any = linear_geglu
-    mixture: Any = mixture
-    fused_linear: Any = fused_linear
-    quantized_linear: Any = quantized_linear
-    norm_add: Any = norm_add
-    rms_norm: Any = rms_norm
-    route: Any = route
-    rowwise: Any = rowwise
-    selective_scan: Any = selective_scan
-    upsample_convolve: Any = upsample_convolve
+    paged_attention: Any = ops.paged_attention
+    block_linear: Any = ops.block_linear
+    causal_convolution: Any = ops.causal_convolution
+    convolution_frames: Any = ops.convolution_frames
+    experts: Any = ops.experts
+    gated: Any = ops.gated
+    group_norm: Any = ops.group_norm
+    image_concat: Any = ops.image_concat
+    image_sum: Any = ops.image_sum
+    latent_attention: Any = ops.latent_attention
+    layer_norm: Any = ops.layer_norm
+    linear_attention_prompt: Any = ops.linear_attention_prompt
+    linear_attention_step: Any = ops.linear_attention_step
+    linear_geglu: Any = ops.linear_geglu
+    mixture: Any = ops.mixture
+    fused_linear: Any = ops.fused_linear
+    quantized_linear: Any = ops.quantized_linear
+    norm_add: Any = ops.norm_add
+    rms_norm: Any = ops.rms_norm
+    route: Any = ops.route
+    rowwise: Any = ops.rowwise
+    selective_scan: Any = ops.selective_scan
+    upsample_convolve: Any = ops.upsample_convolve
 
     def plain(self) -> "Kernels":
         references: dict[str, Any] = {
@@ -174,11 +149,6 @@ class FastForward(InstanceMethod):
     @property
     def owner(self) -> Any:
         return self.module
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        stock = inspect.signature(type(self.module).forward)
-        return stock.replace(parameters=list(stock.parameters.values())[1:])
 
     @property
     def __code__(self) -> CodeType:
@@ -277,8 +247,7 @@ class FastForward(InstanceMethod):
 
     def mode(self) -> str | None:
         """Reasons that hold for every fused forward: changed code, training, gradients, autocast, hooks, transforms."""
-        reason = self.changed()
-        if reason is not None:
+        if (reason := self.changed()) is not None:
             return reason
         if self.module.training:
             return "training mode"

@@ -12,6 +12,7 @@ import accel
 from accel.libraries.models import is_causal_lm
 from accel.llm.generation import self_test
 from accel.llm.generation import trial_warmup as check
+from accel.llm.generation.trial import fused_layers
 from accel.llm.recording import record
 from accel.llm.stages import language_plan
 from accel.options import Options
@@ -148,7 +149,7 @@ def warmups(monkeypatch):
     @contextmanager
     def warming_up(forward, lengths, longer=()):
         runs.append(lengths)
-        with check.fused_layers(forward):
+        with fused_layers(forward):
             check._run_through(forward, lengths, longer)
         yield
 

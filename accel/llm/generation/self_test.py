@@ -11,6 +11,7 @@ from accel.errors import reason_of
 from accel.in_flight import Here
 from accel.libraries.cache import DynamicCache, new_cache, own_cache
 from accel.libraries.generation import ARGUMENTS, OUTPUTS
+from accel.llm.generation import trial
 from accel.llm.generation.arguments import find_arguments
 from accel.llm.generation.calling_convention import BY_MASK, IN_ORDER, CallingConvention, Unfit
 from accel.llm.generation.decoder import DecoderForward
@@ -19,25 +20,6 @@ from accel.llm.generation.model_guard import ModelGuard, reading, relevant
 from accel.llm.generation.routing import few_chosen, indexers, noting, repeating, routed_modules
 from accel.llm.generation.shown_cache import counted, empty, watched
 from accel.llm.generation.teacher_forcing import differing_part
-from accel.llm.generation.trial import (
-    PADDING,
-    PROMPT,
-    Expected,
-    expected,
-    fill_prompt,
-    fused_layers,
-    fused_logits,
-    logits_over_pieces,
-    masks_steps,
-    pieces_of,
-    plainly,
-    short_prompt,
-    stock_alone,
-    stock_logits,
-    trial_inputs,
-    trial_lengths,
-    written,
-)
 from accel.llm.generation.trial_warmup import warming_up_trial
 from accel.llm.kv_cache.cache import INDEXED, OF_STATES, STOCK
 from accel.llm.kv_cache.shape import kv_layers
@@ -53,14 +35,14 @@ def find_convention(forward: DecoderForward) -> CallingConvention:
     """How the model is to be called so that the fused forward gives its logits. Raises NotUnderstood."""
     model = forward.module
     try:
-        forward.masks_steps, forward.one_by_one = masks_steps(forward), _loses_count(forward)
-        lengths = trial_lengths(forward)
+        forward.masks_steps, forward.one_by_one = trial.masks_steps(forward), _loses_count(forward)
+        lengths = trial.trial_lengths(forward)
         # No activation is rounded: numbers next to a half would fall to either side, and the errors of a formula drown.
         with resting(model), unrounded(model):
             try:
                 with _warming_up(forward, lengths, mask=True):
-                    wanted, output = stock_logits(forward, lengths)
-                    alone = stock_alone(forward, lengths)
+                    wanted, output = trial.stock_logits(forward, lengths)
+                    alone = trial.stock_alone(forward, lengths)
             except NotUnderstood:
                 raise
             except Exception as error:  # the model's own, such as of attention that wants another kind of cache
@@ -81,7 +63,7 @@ def _warming_up(forward: DecoderForward, lengths: tuple, mask: bool) -> Iterator
 
 
 def _convention(
-    forward: DecoderForward, lengths: tuple, wanted: Expected, alone: Expected, output: type
+    forward: DecoderForward, lengths: tuple, wanted: trial.Expected, alone: trial.Expected, output: type
 ) -> CallingConvention:
     errors: list[str] = []
     far: list[torch.Tensor] = []
@@ -94,10 +76,10 @@ def _convention(
                 pass
         forward.convention = CallingConvention(output, mask, None, shown=shown)
         try:
-            with fused_layers(forward):
-                fused = partial(fused_logits, forward, lengths)
+            with trial.fused_layers(forward):
+                fused = partial(trial.fused_logits, forward, lengths)
                 with wanted.routed():
-                    got, prompt = fused(), lengths[0] - PADDING
+                    got, prompt = fused(), lengths[0] - trial.PADDING
                 if wanted.agrees(got):
                     apart = None if wanted.near(got) else differing_part(forward, lengths, fused)
                     if apart is None:
@@ -131,31 +113,31 @@ def _loses_count(forward: DecoderForward) -> bool:
     """
     if own_cache(forward.module) is None or not kv_layers(forward.shapes()):
         return False
-    with resting(forward.module), plainly(forward):
+    with resting(forward.module), trial.plainly(forward):
         cache = new_cache(forward.module)
-        forward.reference(**next(pieces_of(forward, (PROMPT,))), **forward.given_cache(cache))
-    return cache.get_seq_length() != PROMPT
+        forward.reference(**next(trial.pieces_of(forward, (trial.PROMPT,))), **forward.given_cache(cache))
+    return cache.get_seq_length() != trial.PROMPT
 
 
 def _own_positions(
-    forward: DecoderForward, lengths: tuple, convention: CallingConvention, wanted: Expected
+    forward: DecoderForward, lengths: tuple, convention: CallingConvention, wanted: trial.Expected
 ) -> str | None:
     """What positions the model counts for itself where it is given a mask alone."""
     for positions in (IN_ORDER, BY_MASK):
         forward.convention = replace(convention, positions=positions)
-        ids, padding, _ = trial_inputs(forward, short_prompt(lengths))
+        ids, padding, _ = trial.trial_inputs(forward, trial.short_prompt(lengths))
         try:
             with wanted.routed():
                 got = forward.fast(input_ids=ids, attention_mask=padding, use_cache=True).logits
         except Exception as error:  # a model that wants positions of every row
             reason_of(error)
             continue
-        if wanted.agrees(got[:, PADDING:]):
+        if wanted.agrees(got[:, trial.PADDING :]):
             return positions
     return None
 
 
-def _pads_prompts(forward: DecoderForward, lengths: tuple, wanted: Expected) -> bool:
+def _pads_prompts(forward: DecoderForward, lengths: tuple, wanted: trial.Expected) -> bool:
     """Whether a prompt padded on the right, and the step after it, give what they give without padding.
 
     Not with experts that stock code computes: it groups tokens on the host.
@@ -181,9 +163,9 @@ def _begun(forward: DecoderForward, lengths: tuple, fill: bool) -> tuple[torch.T
     store = forward.adopt(DynamicCache())
     prompt, step = (
         (piece["input_ids"], piece.get("position_ids"), piece["attention_mask"])
-        for piece in pieces_of(forward, (short_prompt(lengths), 1))
+        for piece in trial.pieces_of(forward, (trial.short_prompt(lengths), 1))
     )
-    first = fill_prompt(forward, store, *prompt) if fill else forward.run(store, *prompt, 1)
+    first = trial.fill_prompt(forward, store, *prompt) if fill else forward.run(store, *prompt, 1)
     return first, forward.run(store, *step, 1)
 
 
@@ -201,22 +183,22 @@ def try_partial(forward: MixedForward) -> None:
             raise NotUnderstood(f"layer {place} is not understood, and drops what its window has passed")
     if forward.biased:
         raise NotUnderstood("biases by distance, and not all layers are understood")
-    forward.masks_steps = masks_steps(forward)
-    lengths = trial_lengths(forward)
+    forward.masks_steps = trial.masks_steps(forward)
+    lengths = trial.trial_lengths(forward)
 
     def unmasked(call: Callable, rows: int = ROWS) -> torch.Tensor:
-        pieces = ({"input_ids": piece["input_ids"][:rows]} for piece in pieces_of(forward, lengths))
-        return logits_over_pieces(forward, call, pieces)
+        pieces = ({"input_ids": piece["input_ids"][:rows]} for piece in trial.pieces_of(forward, lengths))
+        return trial.logits_over_pieces(forward, call, pieces)
 
     def stock_unmasked() -> torch.Tensor:
-        with plainly(forward):
+        with trial.plainly(forward):
             return unmasked(forward.reference)
 
     def compare() -> None:
-        wanted, _ = stock_logits(forward, lengths)
-        bare = expected(forward, stock_unmasked)
-        fused = partial(fused_logits, forward, lengths)
-        with fused_layers(forward):
+        wanted, _ = trial.stock_logits(forward, lengths)
+        bare = trial.expected(forward, stock_unmasked)
+        fused = partial(trial.fused_logits, forward, lengths)
+        with trial.fused_layers(forward):
             with wanted.routed():
                 got = fused()
             with bare.routed():
@@ -249,20 +231,20 @@ def guard_of(forward: DecoderForward) -> ModelGuard:
     Where all layers are fused, modules around them are shown an empty cache and a mask made up; between stock layers
     they are shown what stock would show them.
     """
-    pieces = list(pieces_of(forward, within_positions(forward.most_positions, (PROMPT, 1))))
+    pieces = list(trial.pieces_of(forward, within_positions(forward.most_positions, (trial.PROMPT, 1))))
     with resting(forward.module):
         with reading(forward.module) as stock, _calls_noted(forward) as around:
             whole = forward.partial or forward.keeps_state or own_cache(forward.module) is not None
             cache = new_cache(forward.module) if whole else DynamicCache()
-            with plainly(forward):
+            with trial.plainly(forward):
                 for piece in pieces:
                     forward.reference(**piece, **forward.given_cache(cache))
-        with fused_layers(forward):
+        with trial.fused_layers(forward):
             forward.apart = True
             try:
                 with reading(forward.module) as fused:
                     forward.ready()
-                    written(forward, pieces)
+                    trial.written(forward, pieces)
             finally:
                 forward.apart = False
     forward.seen = None

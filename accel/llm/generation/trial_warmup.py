@@ -11,18 +11,10 @@ from accel_kernels.warmup import Warmup
 
 from accel.errors import reason_of
 from accel.libraries.cache import DynamicCache
+from accel.llm.generation import trial
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.layer_forward import LayerForward
 from accel.llm.generation.prefill import STEP
-from accel.llm.generation.trial import (
-    fill_prompt,
-    fused_layers,
-    fused_logits,
-    short_prompt,
-    trial_inputs,
-    trial_lengths,
-    written,
-)
 from accel.llm.kv_cache.shape import LayerShape
 from accel.llm.recording.recorder import resting
 from accel.quantization.activation_quantization import rounding_linears
@@ -38,7 +30,7 @@ def warm_up(forward: DecoderForward) -> None:
     """Compiles what a tried forward launches over another kind of store, or with rounded activations."""
     with (
         resting(forward.module),
-        warming_up_trial(forward, trial_lengths(forward), TILED if rounding_linears(forward.module) else ()),
+        warming_up_trial(forward, trial.trial_lengths(forward), TILED if rounding_linears(forward.module) else ()),
     ):
         forward.seen = None
 
@@ -52,7 +44,7 @@ def warming_up_trial(forward: DecoderForward, lengths: tuple, longer: tuple = ()
     kernels = Warmup()
     try:
         if forward.shapes()[0].device.type == "cuda":
-            with fused_layers(forward), kernels.launches():
+            with trial.fused_layers(forward), kernels.launches():
                 _run_through(forward, lengths, longer)
     except Exception as error:  # shows again in the trial
         reason_of(error)
@@ -67,12 +59,12 @@ def warming_up_trial(forward: DecoderForward, lengths: tuple, longer: tuple = ()
 
 def _run_through(forward: DecoderForward, lengths: tuple, longer: tuple) -> None:
     with _one_of_a_kind(forward):
-        fused_logits(forward, lengths)
-        ids, _, positions = trial_inputs(forward, max((*PADDED, *longer)) + 1)
-        short, most = short_prompt(lengths), forward.most_positions
+        trial.fused_logits(forward, lengths)
+        ids, _, positions = trial.trial_inputs(forward, max((*PADDED, *longer)) + 1)
+        short, most = trial.short_prompt(lengths), forward.most_positions
         if short < lengths[0]:  # of a trial that fills a window; this one is called without positions, too
-            padded, hidden, _ = trial_inputs(forward, short)
-            written(forward, [{"input_ids": padded, "attention_mask": hidden}])
+            padded, hidden, _ = trial.trial_inputs(forward, short)
+            trial.written(forward, [{"input_ids": padded, "attention_mask": hidden}])
         positions %= short  # a model with a table of positions may have fewer than that
         counted = positions[:1] if "position_ids" in forward.names else None
         fit = {length for length in (*PADDED, LONGER, *longer) if counted is not None or not most or length < most}
@@ -92,7 +84,7 @@ def _run_through(forward: DecoderForward, lengths: tuple, longer: tuple) -> None
                 for mask in (None, ids.new_ones(1, length)):
                     store = forward.adopt(DynamicCache())
                     given = None if counted is None else counted[:, :length]
-                    fill_prompt(forward, store, ids[:1, :length], given, mask)
+                    trial.fill_prompt(forward, store, ids[:1, :length], given, mask)
 
 
 @contextmanager
