@@ -69,8 +69,7 @@ def adopt(cache: Any, shapes: Sequence[LayerShape], expected_tokens: int = 0) ->
     store = store_of(cache)
     if store is None or store.shapes != tuple(shapes):
         shown = in_layers(cache, shapes)
-        reason = _foreign(shown, shapes)
-        if reason is not None:
+        if (reason := _foreign(shown, shapes)) is not None:
             return reason
         store = Store(shapes, expected_tokens)
         try:

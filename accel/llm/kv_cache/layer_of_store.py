@@ -25,6 +25,32 @@ def steps_aside(method: Callable) -> Callable:
     return called
 
 
+def leaving(name: str) -> Callable:
+    """A method by which a layer becomes a stock one, which then does what it says."""
+
+    def called(self: "LayerOfStore", *args: Any, **kwargs: Any) -> Any:
+        self.leave()
+        return getattr(self, name)(*args, **kwargs)
+
+    called.__name__ = name
+    return steps_aside(called)
+
+
+def left(name: str) -> Any:
+    """The same of a property, which can be assigned."""
+
+    def read(self: "LayerOfStore") -> Any:
+        self.leave()
+        return getattr(self, name)
+
+    def assign(self: "LayerOfStore", value: Any) -> None:
+        self.leave()
+        setattr(self, name, value)
+
+    read.__name__ = name
+    return property(steps_aside(read), assign)
+
+
 class LayerOfStore:
     """One layer of a Store. What the store cannot do turns it into a stock layer with the same content.
 
@@ -72,21 +98,31 @@ class LayerOfStore:
         self.leave()
         raise UnspecializeRestartAnalysis  # which starts the trace anew, and from nothing
 
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The layers of the store that are its own."""
+        return (self.index,)
+
     @steps_aside
     def reset(self) -> None:
-        self.store.empty(self.index)
+        for place in self.places:
+            self.store.empty(place)
 
     @steps_aside
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self.store.request(self.index, RowSelection("reorder", beam_idx))
+        self._request("reorder", beam_idx)
 
     @steps_aside
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.store.request(self.index, RowSelection("repeat", repeats))
+        self._request("repeat", repeats)
 
     @steps_aside
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self.store.request(self.index, RowSelection("select", indices))
+        self._request("select", indices)
+
+    def _request(self, kind: str, rows: Any) -> None:
+        for place in self.places:
+            self.store.request(place, RowSelection(kind, rows))
 
     def offload(self) -> None:
         """Stays where the kernels read it."""

@@ -4,12 +4,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
 from accel.libraries.cache import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
-from accel.llm.kv_cache.layer_of_store import LayerOfStore, steps_aside
+from accel.llm.kv_cache.layer_of_store import LayerOfStore, leaving, left, steps_aside
 from accel.llm.kv_cache.shape import StateShape, cache_layers
-from accel.llm.kv_cache.store import RowSelection
 from accel.llm.kv_cache.store_layer import StoreLayer
 
 
@@ -29,6 +26,10 @@ class StateLayer(LinearAttentionLayer, LayerOfStore):
     reset, reorder_cache = LayerOfStore.reset, LayerOfStore.reorder_cache
     offload, prefetch = LayerOfStore.offload, LayerOfStore.prefetch
     number_of_states, record_past = 1, False
+    # (rows, channels, taps) in order of time, and (rows, ...); None before the first token.
+    conv_states, recurrent_states = left("conv_states"), left("recurrent_states")
+    lazy_initialization, activate_past_recording = leaving("lazy_initialization"), leaving("activate_past_recording")
+    update_conv_state, update_recurrent_state = leaving("update_conv_state"), leaving("update_recurrent_state")
 
     @property
     def states_at(self) -> int:
@@ -62,30 +63,6 @@ class StateLayer(LinearAttentionLayer, LayerOfStore):
         assert isinstance(shape, StateShape)
         return shape
 
-    @property
-    @steps_aside
-    def conv_states(self) -> dict[int, torch.Tensor | None]:
-        """{0: (rows, channels, taps) in order of time}, {0: None} before the first token."""
-        self.leave()
-        return self.conv_states
-
-    @conv_states.setter
-    def conv_states(self, states: dict[int, torch.Tensor | None]) -> None:
-        self.leave()
-        self.conv_states = states
-
-    @property
-    @steps_aside
-    def recurrent_states(self) -> dict[int, torch.Tensor | None]:
-        """{0: (rows, ...)}, {0: None} before the first token."""
-        self.leave()
-        return self.recurrent_states
-
-    @recurrent_states.setter
-    def recurrent_states(self, states: dict[int, torch.Tensor | None]) -> None:
-        self.leave()
-        self.recurrent_states = states
-
     def _filled(self) -> LinearAttentionLayer:
         return self._with_states(LinearAttentionLayer())
 
@@ -102,26 +79,6 @@ class StateLayer(LinearAttentionLayer, LayerOfStore):
         return stock
 
     @steps_aside
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        self.leave()
-        self.lazy_initialization(*args, **kwargs)
-
-    @steps_aside
-    def update_conv_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.leave()
-        return self.update_conv_state(*args, **kwargs)
-
-    @steps_aside
-    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.leave()
-        return self.update_recurrent_state(*args, **kwargs)
-
-    @steps_aside
-    def activate_past_recording(self) -> None:
-        self.leave()
-        self.activate_past_recording()
-
-    @steps_aside
     def crop(self, tokens_to_remove: int) -> None:
         """Raises RuntimeError, as a stock layer that records no past."""
         LinearAttentionLayer().crop(tokens_to_remove)
@@ -134,12 +91,18 @@ class PairLayer(LinearAttentionAndFullAttentionLayer, StoreLayer, StateLayer):
     """
 
     __init__ = LayerOfStore.__init__
+    reset, reorder_cache = StoreLayer.reset, StoreLayer.reorder_cache
+    batch_repeat_interleave, batch_select_indices = StoreLayer.batch_repeat_interleave, StoreLayer.batch_select_indices
     offload, prefetch = LayerOfStore.offload, LayerOfStore.prefetch
     crop, activate_past_recording = StateLayer.crop, StateLayer.activate_past_recording
 
     @property
     def states_at(self) -> int:
         return self.index + cache_layers(self.store.shapes)
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        return self.index, self.states_at
 
     def stock(self) -> LinearAttentionAndFullAttentionLayer:
         return LinearAttentionAndFullAttentionLayer()
@@ -151,24 +114,3 @@ class PairLayer(LinearAttentionAndFullAttentionLayer, StoreLayer, StateLayer):
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """By keys and values, or by keyword for states."""
         (StoreLayer if args else StateLayer).lazy_initialization(self, *args, **kwargs)
-
-    @steps_aside
-    def reset(self) -> None:
-        for layer in (self.index, self.states_at):
-            self.store.empty(layer)
-
-    @steps_aside
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self._both(RowSelection("reorder", beam_idx))
-
-    @steps_aside
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._both(RowSelection("repeat", repeats))
-
-    @steps_aside
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._both(RowSelection("select", indices))
-
-    def _both(self, rows: RowSelection) -> None:
-        for layer in (self.index, self.states_at):
-            self.store.request(layer, rows)
