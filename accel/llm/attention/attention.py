@@ -16,6 +16,7 @@ from accel.llm.parts.part import BoundLinear, NormedInput
 from accel.llm.parts.step import Step
 from accel.llm.recording.record import Call, LayerRecord, Record
 from accel.patching.fast_forward import Kernels
+from accel.patching.guard import plain_settings
 
 
 class BoundAttention(Protocol):
@@ -116,6 +117,23 @@ class AttentionSpec:
     def cache_layout(self, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None) -> LayerShape:
         """What the layer's store holds for each token, or for a row."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class StateSpec(AttentionSpec):
+    """One whose layer keeps a state."""
+
+    @property
+    def keeps_state(self) -> bool:
+        return True
+
+    @classmethod
+    def understood(cls, layer: LayerRecord, first: Sequence[Call], out: Call, *formula: Any) -> "UnderstoodAttention":
+        """Of the first projections, the last one, and what the kind's own spec adds."""
+        assert layer.kept is not None
+        own = layer.name(layer.kept.attention), plain_settings(layer.kept.attention)
+        names = tuple(layer.name(call.module) for call in first), layer.name(out.module)
+        return UnderstoodAttention(cls(*own, *names, layer.kept.place, None, *formula), first[0], out)
 
 
 class UnderstoodAttention(NamedTuple):

@@ -16,7 +16,7 @@ from torch import nn
 
 from accel.comparison import agree
 from accel.libraries.cache import Cache, DynamicCache, LinearAttentionLayer
-from accel.llm.attention.attention import AttentionSpec, UnderstoodAttention
+from accel.llm.attention.attention import StateSpec, UnderstoodAttention
 from accel.llm.attention.short_convolution import BIASED, CONV_ACTIVATIONS, convolved, depthwise, taps_of, window_moved
 from accel.llm.kv_cache.shape import STATE, StateShape
 from accel.llm.parts.linear import weights
@@ -25,7 +25,7 @@ from accel.llm.parts.part import BoundLinear, BoundNorm, NormedInput, part_produ
 from accel.llm.parts.step import Step
 from accel.llm.recording.record import Call, KeptState, LayerRecord, NotUnderstood, Record
 from accel.patching.fast_forward import Kernels
-from accel.patching.guard import changed_since, plain_settings
+from accel.patching.guard import changed_since
 from accel.quantization.module import QuantizedLinear
 from accel.tolerances import FORMULA, bound
 
@@ -57,14 +57,10 @@ class ScanFormula(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SelectiveScanSpec(AttentionSpec):
+class SelectiveScanSpec(StateSpec):
     """A scan between two projections."""
 
     formula: ScanFormula
-
-    @property
-    def keeps_state(self) -> bool:
-        return True
 
     @property
     def norms(self) -> tuple[NormSpec, ...]:
@@ -85,9 +81,7 @@ class SelectiveScanSpec(AttentionSpec):
         formula, first, out = found
         if getattr(first.module, "bias", None) is not None:
             raise NotUnderstood(BIASED)
-        own = layer.name(kept.attention), plain_settings(kept.attention)
-        names = (layer.name(first.module),), layer.name(out.module)
-        return UnderstoodAttention(cls(*own, *names, kept.place, None, formula), first, out)
+        return cls.understood(layer, [first], out, formula)
 
     def bind(self, kernels: Kernels, layer: nn.Module, stack: bool) -> "BoundSelectiveScan":
         return BoundSelectiveScan(kernels, layer, self)

@@ -13,20 +13,19 @@ from accel_kernels import RowStates, Sequences, causal_convolution
 from torch import nn
 
 from accel.comparison import agree
-from accel.llm.attention.attention import AttentionSpec, UnderstoodAttention
+from accel.llm.attention.attention import StateSpec, UnderstoodAttention
 from accel.llm.kv_cache.shape import StateShape
 from accel.llm.parts.part import BoundLinear, NormedInput
 from accel.llm.parts.step import Step
 from accel.llm.recording.record import Call, KeptState, LayerRecord, NotUnderstood, Record
 from accel.patching.fast_forward import Kernels
-from accel.patching.guard import plain_settings
 
 CONV_ACTIVATIONS = (None, "silu")  # behind a convolution
 BIASED = "padding goes through the bias of its first projection"
 
 
 @dataclass(frozen=True)
-class ShortConvolutionSpec(AttentionSpec):
+class ShortConvolutionSpec(StateSpec):
     """convolution: the name of a Conv1d; activation: behind it. order: which thirds of what the projection gives are
     `before`, `after` and x.
     """
@@ -36,10 +35,6 @@ class ShortConvolutionSpec(AttentionSpec):
     taps: int
     activation: str | None
     order: tuple[int, int, int]
-
-    @property
-    def keeps_state(self) -> bool:
-        return True
 
     @classmethod
     def understand(cls, layer: LayerRecord, record: Record) -> UnderstoodAttention | None:
@@ -54,11 +49,8 @@ class ShortConvolutionSpec(AttentionSpec):
             for order, activation in _formulas(convolution, kept.inputs.transpose(1, 2), first, out):
                 if getattr(first.module, "bias", None) is not None:
                     raise NotUnderstood(BIASED)  # so that stock's convolution sees more than zeros before a text
-                own = layer.name(kept.attention), plain_settings(kept.attention)
-                names = (layer.name(first.module),), layer.name(out.module)
                 sizes = convolution.in_channels, convolution.kernel_size[0]
-                found = cls(*own, *names, kept.place, None, layer.name(convolution), *sizes, activation, order)
-                return UnderstoodAttention(found, first, out)
+                return cls.understood(layer, [first], out, layer.name(convolution), *sizes, activation, order)
         raise NotUnderstood("its convolution, or what it gives, is of another formula")
 
     def bind(self, kernels: Kernels, layer: nn.Module, stack: bool) -> "BoundShortConvolution":

@@ -18,7 +18,7 @@ from torch import nn
 
 from accel.comparison import agree
 from accel.libraries.cache import Cache
-from accel.llm.attention.attention import AttentionSpec, UnderstoodAttention
+from accel.llm.attention.attention import StateSpec, UnderstoodAttention
 from accel.llm.attention.linear.linear_attention import BoundLinearAttention
 from accel.llm.attention.linear.linear_finder import multiplies
 from accel.llm.kv_cache.shape import STATE, StateShape
@@ -27,7 +27,6 @@ from accel.llm.parts.part import BoundNorm, BoundProjections, NormedInput
 from accel.llm.parts.step import Step
 from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record
 from accel.patching.fast_forward import Kernels
-from accel.patching.guard import plain_settings
 from accel.tolerances import FORMULA, bound
 
 LONGEST = 4096  # tokens of a block, by which stock may go through a prompt
@@ -76,16 +75,12 @@ class LightningFormula(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LightningSpec(AttentionSpec):
+class LightningSpec(StateSpec):
     """The second projection is the gate's. norm: of what all heads give. gate: its activation, a name of GATES."""
 
     formula: LightningFormula
     norm: NormSpec
     gate: str
-
-    @property
-    def keeps_state(self) -> bool:
-        return True
 
     @property
     def norms(self) -> tuple[NormSpec, ...]:
@@ -96,14 +91,11 @@ class LightningSpec(AttentionSpec):
         kept = layer.kept
         if kept is None or kept.state is None or kept.inputs is not None or kept.state.dim() != 4:
             return None
-        own = layer.name(kept.attention), plain_settings(kept.attention)
         for first, second, norm, out, gate in _endings(layer):
             for formula in _formulas(layer, first, norm):
-                names = (layer.name(first.module), layer.name(second.module)), layer.name(out.module)
-                spec = cls(*own, *names, kept.place, None, formula, norm_spec(layer, norm), gate)
-                if layer.known is None and not _holds_for_long(layer, spec, (first, second, norm, out)):
-                    continue
-                return UnderstoodAttention(spec, first, out)
+                calls = first, second, norm, out
+                if layer.known is not None or _holds_for_long(layer, formula, gate, calls):
+                    return cls.understood(layer, [first, second], out, formula, norm_spec(layer, norm), gate)
         raise NotUnderstood("its state, or what it gives, is of another formula")
 
     def bind(self, kernels: Kernels, layer: nn.Module, stack: bool) -> "BoundLightningAttention":
@@ -160,7 +152,9 @@ def _formulas(layer: LayerRecord, first: Call, norm: Call) -> Iterator[Lightning
             yield found
 
 
-def _holds_for_long(layer: LayerRecord, spec: LightningSpec, calls: tuple[Call, Call, Call, Call]) -> bool:
+def _holds_for_long(
+    layer: LayerRecord, formula: LightningFormula, gate: str, calls: tuple[Call, Call, Call, Call]
+) -> bool:
     """Whether stock gives the same of a text of several blocks, of whatever number its module holds."""
     assert layer.kept is not None
     attention = layer.kept.attention
@@ -176,8 +170,8 @@ def _holds_for_long(layer: LayerRecord, spec: LightningSpec, calls: tuple[Call, 
 
     got = attention(*map(put, call.args), **{name: put(value) for name, value in call.kwargs.items()})
     first, second, norm, out = (one.module for one in calls)
-    core, _ = spec.formula.attended(layer.layer, first(text))
-    wanted = out(norm(core) * GATES[spec.gate](second(text)))
+    core, _ = formula.attended(layer.layer, first(text))
+    wanted = out(norm(core) * GATES[gate](second(text)))
     return agree(wanted, got[0] if isinstance(got, tuple) else got, slack=4.0)
 
 

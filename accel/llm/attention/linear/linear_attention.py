@@ -14,7 +14,7 @@ from accel_kernels.norm.rms_norm import Gate
 from accel_kernels.recurrent.recurrence import RowSequences
 from torch import nn
 
-from accel.llm.attention.attention import AttentionSpec, UnderstoodAttention
+from accel.llm.attention.attention import StateSpec, UnderstoodAttention
 from accel.llm.attention.linear.linear_finder import FormulaFinder, multiplies
 from accel.llm.attention.linear.linear_formula import (
     DELTA,
@@ -30,20 +30,15 @@ from accel.llm.parts.part import BoundLinear, BoundProjections, NormedInput
 from accel.llm.parts.step import Step
 from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record
 from accel.patching.fast_forward import Kernels
-from accel.patching.guard import plain_settings
 
 
 @dataclass(frozen=True)
-class LinearSpec(AttentionSpec):
+class LinearSpec(StateSpec):
     """A rule over a state, and the norm of what it gives. factor: by which all that projections give is multiplied."""
 
     formula: LinearFormula
     norm: OutputNorm
     factor: float = 1.0
-
-    @property
-    def keeps_state(self) -> bool:
-        return True
 
     @property
     def limits_prompts(self) -> bool:
@@ -78,10 +73,7 @@ class LinearSpec(AttentionSpec):
         finder = FormulaFinder(layer, kept, calls, projections, norm, out, rounded)
         for formula in finder.formulas():
             for found in finder.norms(formula):
-                own = layer.name(kept.attention), plain_settings(kept.attention)
-                names = tuple(layer.name(call.module) for call in projections)
-                spec = cls(*own, names, layer.name(out.module), kept.place, None, formula, found)
-                return UnderstoodAttention(spec, projections[0], out)
+                return cls.understood(layer, projections, out, formula, found)
         raise NotUnderstood("its state, or what it gives, is of another formula")
 
     def bind(self, kernels: Kernels, layer: nn.Module, stack: bool) -> "BoundLinearAttention":
@@ -137,8 +129,7 @@ class BoundLinearAttention:
 
     def _attended(self, kernels: Kernels, parts: dict[str, torch.Tensor], states: RowStates) -> torch.Tensor:
         """(rows, new, K). parts: (rows, new, ...) each."""
-        ragged = states.ragged
-        if ragged is not None:
+        if (ragged := states.ragged) is not None:
             return self._ragged(kernels, parts, states, ragged)
         if parts["q"].shape[1] > 1:
             return self._tokens(kernels, parts, states, states.sequences())
