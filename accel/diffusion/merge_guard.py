@@ -1,7 +1,6 @@
 """What a model with quantized linears says to those who would write its weights: to a file, or into one another."""
 
 import copy
-import inspect
 import warnings
 from typing import Any
 
@@ -29,11 +28,6 @@ class DenoiserSaveOverride(InstanceMethod):
     @property
     def owner(self) -> nn.Module:
         return self.model
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        own = inspect.signature(getattr(type(self.model), SAVE))
-        return own.replace(parameters=list(own.parameters.values())[1:])
 
     def call(self, *args: Any, **kwargs: Any) -> None:
         model = self.model

@@ -86,7 +86,7 @@ class HostSchedule(PartlyCopied):
 
 
 class SchedulerCall(InstanceMethod):
-    """Callable that stands in `vars(scheduler)[name]`, with the signature of the stock method.
+    """Callable that stands in `vars(scheduler)[name]`.
 
     A module-level class holding its scheduler: pickle and deepcopy rebind it to the copy.
     """
@@ -97,11 +97,6 @@ class SchedulerCall(InstanceMethod):
     @property
     def owner(self) -> Any:
         return self.scheduler
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        stock = inspect.signature(getattr(type(self.scheduler), self.name))
-        return stock.replace(parameters=list(stock.parameters.values())[1:])
 
 
 class SetTimesteps(SchedulerCall):
@@ -242,8 +237,7 @@ def _weighted_sum(tensors: list[torch.Tensor], weights: list[float]) -> torch.Te
 
 def match_scheduler(site: Site, context: Context) -> Match | Skip:
     """A scheduler of diffusers whose step takes a model's output, a timestep and a sample."""
-    reason = _unknown(site.module)
-    if reason is not None:
+    if (reason := _unknown(site.module)) is not None:
         return Skip(reason)
     inner = [part for part in vars(site.module).values() if is_scheduler(part) and _unknown(part) is None]
     calls = [call for part in (site.module, *inner) for call in _calls(part, context.log)]

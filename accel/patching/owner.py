@@ -10,6 +10,7 @@ copy runs the code of its class, and the patches are removed from it.
 
 import copy
 import dis
+import inspect
 import operator
 import sys
 import weakref
@@ -91,7 +92,8 @@ class Owned(ABC):
 
 
 class InstanceMethod(Owned):
-    """Callable that stands in `vars(owner)[name]`; a shallow copy of the owner that holds it runs its class's method.
+    """Callable that stands in `vars(owner)[name]`, with the signature of its class's method, which a shallow copy of
+    the owner that holds it runs.
 
     Subclasses give `call`, for calls of the owner. shared: copies keep it, and it acts for them too; such a class takes
     its owner alone.
@@ -114,6 +116,11 @@ class InstanceMethod(Owned):
             if other is not None and other is not self.owner and disown(other):
                 return getattr(other, self.name)(*args, **kwargs)
         return self.call(*args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        stock = inspect.signature(getattr(type(self.owner), self.name))
+        return stock.replace(parameters=list(stock.parameters.values())[1:])
 
     def stock(self, *args: Any, **kwargs: Any) -> Any:
         """What the owner's class does."""

@@ -1,6 +1,5 @@
 """Patched methods of one model that generate() calls: each does what its class does, and notes what we need."""
 
-import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -90,10 +89,6 @@ class MethodHook(InstanceMethod):
     @property
     def owner(self) -> PreTrainedModel:
         return self.module
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(getattr(type(self.module), self.name).__get__(self.module))
 
     def arguments(self, args: tuple, kwargs: dict) -> dict:
         return self.__signature__.bind(*args, **kwargs).arguments
