@@ -1,6 +1,5 @@
 """What adapters cost: calls of a model without any, with one and with several, in turns; and what a switch costs."""
 
-import copy
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,7 +11,7 @@ from torch import nn
 import accel
 from accel.bench.diffusion.cases import CASES
 from accel.bench.llm.configs import CONFIGS
-from accel.bench.llm.models import build
+from accel.bench.llm.models import beside, build
 from accel.bench.timing import compare_times, seconds, synchronize
 from accel.comparison import relative_rms
 from accel.libraries.adapters import DOWN, UP
@@ -60,9 +59,14 @@ def put_adapters_on(model: nn.Module, count: int, rank: int) -> list[str]:
 def _config(model: nn.Module, rank: int) -> Any:
     import peft
 
-    linears = (path for path, module in model.named_modules() if isinstance(module, nn.Linear))
-    places = [path for path in linears if any(part.isdigit() for part in path.split("."))]
+    places = list(linears_of_blocks(model))
     return peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=places, init_lora_weights=False)
+
+
+def linears_of_blocks(model: nn.Module) -> dict[str, nn.Linear]:
+    """By path those of torch's own class inside of what repeats."""
+    linears = {path: module for path, module in model.named_modules() if type(module) is nn.Linear}
+    return {path: one for path, one in linears.items() if any(part.isdigit() for part in path.split("."))}
 
 
 def _weaken(model: nn.Module, dtype: torch.dtype) -> None:
@@ -94,7 +98,7 @@ def measure_adapters(
     names: dict[str, list[str]] = {}
     for rank in ranks:
         for count in counts:
-            twin = shared_twin(model)
+            twin = beside(model)
             names[f"{count} x {rank}"] = put_adapters_on(twin, count, rank)
             variants[f"{count} x {rank}"] = twin
     errors = {}
@@ -125,7 +129,7 @@ def _by_row(model: Any, rows: int, rank: int, device: torch.device, budget_s: fl
     import peft
 
     names, config = [f"{PREFIX}{number}" for number in range(max(1, rows // 4))], _config(model, rank)
-    wrapped = peft.get_peft_model(shared_twin(model), config, adapter_name=names[0])
+    wrapped = peft.get_peft_model(beside(model), config, adapter_name=names[0])
     for name in names[1:]:
         wrapped.add_adapter(name, config)
     _weaken(wrapped, next(model.parameters()).dtype)
@@ -144,11 +148,6 @@ def _by_row(model: Any, rows: int, rank: int, device: torch.device, budget_s: fl
         plain: times[plain].to_dict() | {"ratio": 1.0, "error": 0.0},
         by_row: times[by_row].to_dict() | {"ratio": ratio, "error": error},
     }
-
-
-def shared_twin(model: nn.Module) -> Any:
-    """A copy that shares all tensors."""
-    return copy.deepcopy(model, {id(one): one for one in (*model.parameters(), *model.buffers())})
 
 
 def first_error(wanted: torch.Tensor, got: torch.Tensor) -> float:

@@ -12,7 +12,8 @@ from accel_kernels.gemm.blocks.ggml import GGML
 from torch import nn
 
 import accel
-from accel.bench.adapters import first_error, parts_called, plain_subject, shared_twin
+from accel.bench.adapters import first_error, linears_of_blocks, parts_called, plain_subject
+from accel.bench.llm.models import beside
 from accel.bench.memory import allocated_bytes
 from accel.bench.timing import compare_times
 from accel.errors import reason_of
@@ -117,18 +118,14 @@ def measure_formats(name: str, device: torch.device, formats: Iterable[str], bud
     the model's blocks are in the format, all else is shared. Raises KeyError for an unknown model.
     """
     plain, call = plain_subject(name, device)
-    linears = {
-        path: module
-        for path, module in plain.named_modules()
-        if type(module) is nn.Linear and any(part.isdigit() for part in path.split("."))
-    }
-    full, rows = shared_twin(plain), {}
+    linears, rows = linears_of_blocks(plain), {}
+    full = beside(plain)
     accel.optimize(full)
     for format in formats:
         if FORMATS[format][0] == "transformers" and not is_causal_lm(plain):  # diffusers has none of it
             continue
         try:
-            stock = shared_twin(plain)
+            stock = beside(plain)
             before = allocated_bytes(device)
             with torch.no_grad():
                 FORMATS[format][1](stock, linears)
@@ -137,9 +134,7 @@ def measure_formats(name: str, device: torch.device, formats: Iterable[str], bud
                 raise ValueError("no linear layer has a size for it")
             stock.requires_grad_(False).eval()
             held = allocated_bytes(device) - before
-            rows[format] = _compared(
-                {"library": stock, "accel": shared_twin(stock), "plain": full}, call, device, budget_s
-            )
+            rows[format] = _compared({"library": stock, "accel": beside(stock), "plain": full}, call, device, budget_s)
             rows[format]["weights_mb"] = round(held / 2**20, 1) or None
         except Exception as error:  # the others are still worth their time
             rows[format] = {"failed": reason_of(error)}

@@ -45,7 +45,7 @@ def profile(
 
 
 def _tables(model: str, result: dict) -> "Iterator[Table]":
-    from rich.table import Table
+    from accel.bench.results import new_table
 
     bound, step, spent = result["bound_ms"], result["step_ms"], sum(row["ms"] for row in result["rows"])
     on_gpu = result["machine"]["gpu"] is not None
@@ -54,10 +54,8 @@ def _tables(model: str, result: dict) -> "Iterator[Table]":
         f"{model}: {result['about']}: {step:.3f} ms, {result['token_ms']:.3f} ms a token under generate(); at "
         f"{result['copy_bandwidth_gb_s']:,.0f} GB/s its bytes take {bound:.3f} ms, {bound / step:.0%} of that"
     )
-    table = Table(title=title, title_justify="left")
-    table.add_column("part", no_wrap=True)
-    for heading in ("ms", "of all", "launches" if on_gpu else "calls", "MB read", "least ms", "of its ms"):
-        table.add_column(heading, justify="right")
+    calls = "launches" if on_gpu else "calls"
+    table = new_table(title, "part", "ms", "of all", calls, "MB read", "least ms", "of its ms")
     for row in result["rows"]:
         share = f"{row['least_ms'] / row['ms']:.0%}" if row["ms"] else "-"
         cells = (f"{row['ms']:.3f}", f"{row['ms'] / whole:.0%}", f"{row['launches']:g}", f"{row['mb']:,.1f}")
@@ -66,9 +64,7 @@ def _tables(model: str, result: dict) -> "Iterator[Table]":
         between = "gaps between" if step >= spent else "overlap"
         table.add_row(between, f"{step - spent:.3f}", f"{(step - spent) / step:.0%}", "", "", "", "")
     yield table
-    table = Table("kernel or operation", title="what ran", title_justify="left")
-    for heading in ("us a step", "launches"):
-        table.add_column(heading, justify="right")
+    table = new_table("what ran", "kernel or operation", "us a step", "launches")
     for row in result["kernels"]:
         table.add_row(row["name"], f"{row['us']:.1f}", f"{row['launches']:g}")
     yield table
