@@ -26,11 +26,10 @@ def plan_for(part: object, context: Context) -> Plan:
             return language_plan(part, own)
 
     from accel.diffusion import family, pipeline, schedulers
-    from accel.diffusion.linears import denoises
 
     if isinstance(part, nn.Module):
         own.graph_paths = family.graph_paths(part)
-        if (context.options.weights or context.options.activations) is not None and denoises(part):
+        if (context.options.weights or context.options.activations) is not None and _denoises(part):
             from accel.diffusion.stages import denoiser_plan
 
             return denoiser_plan(part, own)
@@ -48,22 +47,18 @@ def leave_stock(model: Any, context: Context) -> StageResult:
 
 def takes_weights(part: object) -> bool:
     """Whether `Options.weights` says something about part."""
-    if is_language_model(part):
-        return True
-
-    from accel.diffusion.linears import denoises
-
-    return denoises(part)
+    return is_language_model(part) or _denoises(part)
 
 
 def divides(part: object) -> bool:
     """Whether `Options.parallel` says something about part."""
-    if is_language_model(part):
-        return False
+    return not is_language_model(part) and (_denoises(part) or hasattr(part, "tiled_decode"))
 
+
+def _denoises(part: object) -> bool:
     from accel.diffusion.linears import denoises
 
-    return denoises(part) or hasattr(part, "tiled_decode")
+    return denoises(part)
 
 
 def example_of(obj: object) -> dict:
