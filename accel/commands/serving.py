@@ -158,8 +158,7 @@ class WithSettings:
         call = self._call.get()
         if isinstance(self.manager, BatchManager) and call is not None:
             given = {"max_new_tokens": config.max_new_tokens, "eos_token_id": config.eos_token_id} | call.settings
-            wrong = self.manager.request(input_ids, "", **given).error
-            if wrong is not None:
+            if (wrong := self.manager.request(input_ids, "", **given).error) is not None:
                 raise ValueError(wrong)
         elif not len(input_ids):
             raise ValueError("the prompt is empty; give at least one token")

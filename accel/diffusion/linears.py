@@ -83,8 +83,7 @@ def refuses_rounding(module: QuantizedLinear, activations: str) -> str | None:
 def _refuses(module: nn.Linear, scheme: Scheme) -> str | None:
     if type(module) is QuantizedLinear:
         return f"is {module.scheme} already"
-    reason = plain(module, nn.Linear)
-    if reason is not None:
+    if (reason := plain(module, nn.Linear)) is not None:
         return reason
     weight = module._parameters.get("weight")
     if type(weight) is not nn.Parameter or not weight.is_floating_point() or weight.is_meta:

@@ -142,8 +142,7 @@ class _Followed:
     def _method(self, kind: type, name: str) -> None:
         """What a class has under this name, and the places before it where another would be found first."""
         for base in kind.__mro__[:-1]:
-            found = self._note(base, base.__name__, vars(base), name)
-            if found is not None:
+            if (found := self._note(base, base.__name__, vars(base), name)) is not None:
                 return None if base is nn.Module else self._follow(found, kind)
 
     def _follow(self, value: object, kind: type | None = None) -> None:

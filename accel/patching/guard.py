@@ -153,8 +153,7 @@ class Guard:
         for before, after in zip(self.records, now, strict=True):
             if after.kind is not before.kind:
                 return another_class(before.kind, after.kind)
-        replaced = self.code.changed()
-        if replaced is not None:
+        if (replaced := self.code.changed()) is not None:
             return replaced
         known: set[str] | None = None
         for before, after in zip(self.records, now, strict=True):

@@ -232,8 +232,7 @@ def all_plain(*modules_and_kinds: tuple[nn.Module | None, type]) -> str | None:
     """The first reason of `plain` over (module, kind) pairs; missing modules (None) are no obstacle."""
     for module, kind in modules_and_kinds:
         if module is not None:
-            reason = plain(module, kind, stored=True)
-            if reason is not None:
+            if (reason := plain(module, kind, stored=True)) is not None:
                 return reason
     return None
 
@@ -267,14 +266,12 @@ def foreign_processor(module: nn.Module) -> str | None:
 def side_effects(module: nn.Module) -> str | None:
     """Why a user would notice a trial run of the module: their code inside it."""
     for one_of_a_kind in {type(child): child for child in module.modules()}.values():
-        reason = foreign(one_of_a_kind)
-        if reason is not None:
+        if (reason := foreign(one_of_a_kind)) is not None:
             return reason
     for child in module.modules():
         if child is not module and (vars(child)["_forward_hooks"] or vars(child)["_forward_pre_hooks"]):
             return "forward hooks inside, which examining it would call"
-        reason = foreign_processor(child)
-        if reason is not None:
+        if (reason := foreign_processor(child)) is not None:
             return reason
     return None
 

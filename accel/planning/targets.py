@@ -249,8 +249,7 @@ def why_still_optimized(obj: object, model: nn.Module, users: Iterable) -> str |
     """Why a former model of obj stays optimized. users: what it was optimized through, the last one last."""
     users, through = list(users), holders_in(obj)
     others = [user for user in users if all(user is not one for one in through) and PARTS in vars(user)]
-    using = next((user for user in others if _holds(user, model)), None)
-    if using is not None:
+    if (using := next((user for user in others if _holds(user, model)), None)) is not None:
         return f"an optimized {type(using).__name__} uses it"
     if users and all(users[-1] is not one for one in through):
         return "it was optimized again since, and not through this one"

@@ -29,8 +29,7 @@ def round_to_nearest(weight: torch.Tensor, scheme: Scheme, ranks: Ranks | None =
     Scales are in the dtype of a half-precision weight, float32 otherwise, or where one would be too small for float16.
     Raises ValueError for NaN or Inf, or for a K that does not fit the scheme.
     """
-    reason = scheme.refuses(weight.shape[-1])
-    if reason is not None:
+    if (reason := scheme.refuses(weight.shape[-1])) is not None:
         raise ValueError(reason)
     dtype = weight.dtype if weight.dtype in SCALES else torch.float32
     limits = None if ranks is None or scheme.group else _limits(weight, ranks)

@@ -63,8 +63,7 @@ class Choices(ABC):
 
         trial(): yields None after each step of measuring, and the choice at last; or learns or adopts it itself.
         """
-        choice = self.choices.get(key)
-        if choice is not None:
+        if (choice := self.choices.get(key)) is not None:
             return choice
         # Where equal calls must give equal bits, none runs by another choice than those after it.
         alike = torch.are_deterministic_algorithms_enabled()

@@ -71,8 +71,7 @@ def answers(model: "PreTrainedModel", prompts: Sequence[Sequence[int]], new: int
     sized = ContinuousBatchingConfig(**ON_CPU) if model.device.type == "cpu" else None
     asked = [list(prompt) for prompt in prompts]
     outputs = list(model.generate_batch(asked, generation_config=config, continuous_batching_config=sized).values())
-    failed = next((one for one in outputs if one.error is not None), None)
-    if failed is not None:
+    if (failed := next((one for one in outputs if one.error is not None), None)) is not None:
         raise ValueError(f"request {failed.request_id} failed: {failed.error}")
     found = [one.generated_tokens for one in outputs]
     short = next((len(one) for one in found if len(one) != new), None)

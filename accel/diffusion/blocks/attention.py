@@ -122,8 +122,7 @@ def match_attention(site: Site, context: Context) -> Match | Skip | None:
         return None
     if isinstance(m.processor, nn.Module):
         return Skip(f"the processor {type(m.processor).__name__} has weights of its own")
-    reason = foreign_processor(m)
-    if reason is not None:
+    if (reason := foreign_processor(m)) is not None:
         return Skip(reason)
     for part in PARTS:
         if getattr(m, part, None) is not None:
@@ -143,8 +142,7 @@ def match_attention(site: Site, context: Context) -> Match | Skip | None:
     x = example(m, 2, 6, width) if m.group_norm is None else example(m, 2, width, 3, 2)
     if m.group_norm is None and m.is_cross_attention:
         kwargs["encoder_hidden_states"] = example(m, 2, 5, m.to_k.in_features, seed=1)
-    reason = context.probe.unlike(forward, (x,), kwargs)
-    if reason is not None:
+    if (reason := context.probe.unlike(forward, (x,), kwargs)) is not None:
         return Skip(reason)
     forward.stack, forward.prompt = True, PromptProjections.shared(context)
     # Self-attention projects one input three times; every cross-attention projects the one prompt twice.

@@ -61,8 +61,7 @@ class UpsampleForward(FastForward):
         self.half = HalfOperands()
 
     def unfit(self, hidden_states: Any, output_size: Any = None) -> str | None:
-        reason = no_tensor(hidden_states)
-        if reason is not None:
+        if (reason := no_tensor(hidden_states)) is not None:
             return reason
         n, c, h, w = hidden_states.shape
         height, width = (2 * h, 2 * w) if output_size is None else output_size
@@ -133,8 +132,7 @@ def match_upsample_pair(site: Site, context: Context) -> Match | Skip | None:
         return None
     if plain(conv, nn.Conv2d, stored=True) is not None or not same_padded(conv) or meta_weights(m):
         return None
-    reason = untouched(upsample)
-    if reason is not None:
+    if (reason := untouched(upsample)) is not None:
         return Skip(reason)
     forward = UpsamplePairForward(m, site.path, context.kernels, context.log)
     reason = context.probe.unlike(forward, (example(m, 2, conv.in_channels, 6, 5),))

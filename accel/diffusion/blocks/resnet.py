@@ -85,8 +85,7 @@ def match_resnet(site: Site, context: Context) -> Match | Skip | None:
     forward = ResnetForward(m, site.path, context.kernels, context.log, times=own)
     x = example(m, 2, base(m.conv1).in_channels, 6, 5)
     temb = None if m.time_emb_proj is None else example(m, 2, m.time_emb_proj.in_features, seed=1)
-    reason = context.probe.unlike(forward, (x, temb))
-    if reason is not None:
+    if (reason := context.probe.unlike(forward, (x, temb))) is not None:
         return Skip(reason)
     if m.conv_shortcut is not None and not pointwise(base(m.conv_shortcut)):
         return Skip("a shortcut that is not a 1x1 convolution")

@@ -272,8 +272,7 @@ def _as_bias(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | No
 
 def _projections(m: Any) -> str | None:
     for layer in (m.proj_in, m.proj_out):
-        reason = layer_reason(layer)
-        if reason is not None:
+        if (reason := layer_reason(layer)) is not None:
             return reason
         if type(layer) is nn.Conv2d and not pointwise(layer):
             return NOT_POINTWISE
@@ -310,8 +309,7 @@ def match_transformer_stack(site: Site, context: Context) -> Match | Skip | None
         return None
     if not m.is_input_continuous:
         return Skip("input that is not a continuous image")
-    reason = _projections(m)
-    if reason is not None:
+    if (reason := _projections(m)) is not None:
         return Skip(reason)
     forward = TransformerStackForward(m, site.path, context.kernels, context.log)
     cross = getattr(m.transformer_blocks[0], "attn2", None)

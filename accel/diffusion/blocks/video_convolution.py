@@ -61,8 +61,7 @@ class VideoConvolutionForward(FastForward):
 
     def unfit(self, *args: Any, **kwargs: Any) -> str | None:
         x, second = self._given(args, kwargs)
-        reason = no_video(x, self.convolution.of(self.module))
-        if reason is not None:
+        if (reason := no_video(x, self.convolution.of(self.module))) is not None:
             return reason
         if isinstance(second, torch.Tensor):
             known = self.convolution.takes(second, x, x.shape[1])

@@ -67,8 +67,7 @@ class VideoResnetForward(FastForward):
         x, cache, place = given.pop("x"), given.pop(CACHE, None), given.pop(PLACE, [0])
         flag = given.pop(CAUSAL, None)
         given.pop("generator", None)  # for noise, and a block that adds noise has weights of its own for it
-        reason = no_video(x, self.made.convolutions[0].of(self.module.conv1))
-        if reason is not None:
+        if (reason := no_video(x, self.made.convolutions[0].of(self.module.conv1))) is not None:
             return reason
         if given:
             return f"an argument {next(iter(given))}"
@@ -173,8 +172,7 @@ def match_video_resnet(site: Site, context: Context) -> Match | Skip | None:
     made = _made(m, context)
     if isinstance(made, str):
         return Skip(made)
-    reason = untouched(*(getattr(m, name) for name in made.others))
-    if reason is not None:
+    if (reason := untouched(*(getattr(m, name) for name in made.others))) is not None:
         return Skip(reason)
     forward = VideoResnetForward(m, site.path, context.kernels, context.log, made=made)
     x = example(m, 2, made.convolutions[0].of(m.conv1).in_channels, 3, 4, 5)

@@ -36,8 +36,7 @@ class HeadLowering(Lowering):
     def _made(self, number: int) -> tuple[int, ...]:
         if self.over_rows:
             return self._operation(number) if number in self.folded else super()._input(number)
-        row = self._row(number)
-        if row is not None:
+        if (row := self._row(number)) is not None:
             return self._whole(row)
         rotary = self.groups.rotary
         half, join = rotary.halves.get(number), rotary.joins.get(number)

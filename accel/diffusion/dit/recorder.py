@@ -159,8 +159,7 @@ class StepRecorder(TorchFunctionMode):
                 if isinstance(leaf, PLAIN):
                     return leaf
                 raise NotRecordable(f"gives a {type(leaf).__name__}")
-            known = self.numbers.get(id(leaf))
-            if known is not None:
+            if (known := self.numbers.get(id(leaf))) is not None:
                 return Ref(known)
             base = sources.get(_memory(leaf))
             return Ref(self._add(leaf, base))

@@ -73,8 +73,7 @@ def gather_rows(output: Any, rows: int, ranks: Ranks) -> Any:
     Raises TypeError for an output that is not made of tensors with that many rows.
     """
     leaves, spec = pytree.tree_flatten(output)
-    reason = not_rows(leaves, rows)
-    if reason is not None:
+    if (reason := not_rows(leaves, rows)) is not None:
         raise TypeError(reason)
     return pytree.tree_unflatten([None if leaf is None else _gathered(leaf, ranks) for leaf in leaves], spec)
 

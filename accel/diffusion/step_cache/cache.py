@@ -129,8 +129,7 @@ class StepCacheForward(FastForward):
             return self.fast(inner, given, args, kwargs)
 
     def unfit(self, given: dict) -> str | None:
-        reason = self.state.arguments.unfit(given)
-        if reason is not None:
+        if (reason := self.state.arguments.unfit(given)) is not None:
             return reason
         if self.state.arguments.samples(given)[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return "part of somebody's CUDA graph"
@@ -143,8 +142,7 @@ class StepCacheForward(FastForward):
             self.blocks[path].check()
         except (KeyError, PatchConflict):
             return f"{path} has another forward"
-        reason = self.blocks[path].value.changed()
-        if reason is not None:
+        if (reason := self.blocks[path].value.changed()) is not None:
             return f"{path}: {reason}"
         attributes = vars(self.blocks[path].owner)
         if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]:

@@ -78,8 +78,7 @@ class ModelGuard:
         for config, name, value in self.fields:
             if not same(getattr(config, name, ABSENT), value):
                 return f"config.{name}"
-        replaced = self.code.changed()
-        if replaced is not None:
+        if (replaced := self.code.changed()) is not None:
             return replaced
         if foreign_experts(self.configurations) != self.experts:
             return "the implementation of experts"

@@ -28,8 +28,7 @@ def pace(model: nn.Module, log: FallbackLog) -> tuple[float, float]:
     model: patched, its forwards sharing this log, which counts none of these calls. Raises what the model raises,
     and NotUnderstood for a model whose calls somebody would notice.
     """
-    reason = model_side_effects(model)
-    if reason is not None:
+    if (reason := model_side_effects(model)) is not None:
         raise NotUnderstood(reason)
     most = min(PROMPT + WARM + MOST, most_configured(model) or PROMPT + WARM + MOST)
     ids = example_ids(model, most, seed=2)[:1]

@@ -218,8 +218,7 @@ def _in_fp32(trial: RouterTrial) -> RouterFormula | str:
         corrections = [path for path in others if path is None or path != bias] + [GIVEN] * (trial.many - 1)
         for path in corrections:
             rows = (one[: len(ROWS)] for one in (logits, index, shares))
-            routing = _routing(trial.module, trial.correction(path), *rows)
-            if routing is not None:
+            if (routing := _routing(trial.module, trial.correction(path), *rows)) is not None:
                 return RouterFormula(weight, bias, path, routing, outputs, dims)
     return "it chooses in a way of its own"
 

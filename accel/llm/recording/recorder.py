@@ -160,8 +160,7 @@ def record(
     by the functions of the earlier run.
     """
     path, layers = decoder_layers(model)
-    foreign = foreign_attention([model, *layers.modules()])
-    if foreign is not None:
+    if (foreign := foreign_attention([model, *layers.modules()])) is not None:
         raise NotUnderstood(foreign)
     kinds: dict = {}
     seen = Record([LayerRecord(layer, f"{path}.{number}", kinds) for number, layer in enumerate(layers)], own)

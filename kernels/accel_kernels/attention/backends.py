@@ -165,8 +165,7 @@ class AttentionChooser(Choices):
     def choose(self, q, k, v) -> str:
         """The backend's name for these tensors."""
         if self.preference != "auto":
-            reason = BACKENDS[self.preference].refuses(q, k, v)
-            if reason is not None:
+            if (reason := BACKENDS[self.preference].refuses(q, k, v)) is not None:
                 raise ValueError(f"attention={self.preference!r}: {reason}")
             return self.preference
         if not q.is_cuda or v.shape != k.shape:
@@ -174,8 +173,7 @@ class AttentionChooser(Choices):
         batch, heads, queries, dim = q.shape
         packed = "packed" if q.stride(2) != heads * dim else "dense"
         key = f"{batch}x{heads}x{queries}x{k.shape[2]}x{dim} {str(q.dtype)[6:]} {packed}"
-        choice = self.choices.get(key)
-        if choice is not None:
+        if (choice := self.choices.get(key)) is not None:
             return choice
         possible = [name for name in BACKENDS if name != "sdpa" and _possible(name, q, k, v)]  # it picks one of them
         otherwise = self._otherwise(key, possible)

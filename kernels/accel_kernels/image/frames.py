@@ -96,8 +96,7 @@ def supports(x, padding=NO_PADDING, norm=None, *, shift=None, silu=False, previo
     if isinstance(norm, Norm) and x.shape[1] > MOST_CHANNELS:
         return f"{x.shape[1]} channels, more than {MOST_CHANNELS}"
     if isinstance(norm, FrameGroups):
-        reason = _groups_reason(x, norm)
-        if reason is not None:
+        if (reason := _groups_reason(x, norm)) is not None:
             return reason
     return dtype_reason(x, shift, previous, *norm_weights(norm))
 

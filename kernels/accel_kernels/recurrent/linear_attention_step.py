@@ -97,8 +97,7 @@ def supports(
     q, k, v, a, decay, state, sequences, *, scale, b=None, beta_scale=1.0, key_eps=None, convolution=None, skip=None,
     norm=None, dtype=None,
 ) -> str | None:  # fmt: skip
-    reason = state_reason(q, k, v, a, decay, state, b)
-    if reason is not None:
+    if (reason := state_reason(q, k, v, a, decay, state, b)) is not None:
         return reason
     if sequences.spans is not None:
         return "spans of tokens"

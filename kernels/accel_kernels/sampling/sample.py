@@ -100,8 +100,7 @@ def _add_seen(seen: torch.Tensor, at: torch.Tensor, ids: torch.Tensor) -> None:
 
 
 def supports(logits, table, rows, *, filters, nucleus=True, logprobs=False) -> str | None:
-    reason = dtype_reason(logits, table.temperature)
-    if reason is not None:
+    if (reason := dtype_reason(logits, table.temperature)) is not None:
         return reason
     if logits.numel() == 0:
         return "empty"

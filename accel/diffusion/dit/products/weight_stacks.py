@@ -43,8 +43,7 @@ class WeightStacks:
 
     def whole(self, paths: tuple[str, ...], parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """The tensor whose rows these are, by their paths in the block; None where each is to be taken by itself."""
-        found = stacked_rows(parts)
-        if found is not None:
+        if (found := stacked_rows(parts)) is not None:
             return found
         with self.lock:
             if self.inside <= 1 and self._movable(paths, parts) and self._due(paths):
