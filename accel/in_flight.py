@@ -13,9 +13,10 @@ Only Python's threads are seen; calls cost nothing while no model is being chang
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -86,6 +87,19 @@ class Here:
 
     def __call__(self, *given: Any) -> Any:
         return self.hook(*given) if threading.get_ident() == self.thread else None
+
+
+@contextmanager
+def listening(hooks: Iterable[tuple[nn.Module, Callable]], before: bool = False) -> Iterator[None]:
+    """Inside, forward hooks of modules act on this thread. before: they come before a call, and are given keywords."""
+    with ExitStack() as undo:
+        for module, hook in hooks:
+            mine = hook if isinstance(hook, Here) else Here(hook)
+            register = module.register_forward_hook
+            if before:
+                register = partial(module.register_forward_pre_hook, with_kwargs=True)
+            undo.callback(register(mine).remove)
+        yield
 
 
 class Trial:

@@ -7,15 +7,14 @@ alike, each expert on its own, and each router by its median token.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from accel_kernels.moe.experts import MOST_TOKENS
 from torch import nn
 
-from accel.in_flight import Here
+from accel.in_flight import listening
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.routing import routed_modules
 from accel.llm.moe.experts import ExpertsForward
@@ -89,7 +88,10 @@ class RoutedLayer(ModelRecord):
     def note_choices(self, routers: list[nn.Module]) -> None:
         for args, kwargs in self.inputs:
             found: dict[nn.Module, list[tuple]] = {router: [] for router in routers}
-            with _after(routers, lambda router, given, output, found=found: found[router].append(output)):
+            hooks = (
+                (router, lambda router, given, output, found=found: found[router].append(output)) for router in routers
+            )
+            with listening(hooks):
                 self.module(*args, **kwargs)
             self.choices.append(found)
 
@@ -99,7 +101,11 @@ class RoutedLayer(ModelRecord):
         self.calls += 1
         noted = self.choices[(self.calls - 1) % len(self.choices)]
         waiting = {router: iter(outputs) for router, outputs in noted.items()}
-        with _after(waiting, lambda router, given, output: tuple(one.clone() for one in next(waiting[router]))):
+
+        def repeat(router: nn.Module, given: tuple, output: object) -> tuple:
+            return tuple(one.clone() for one in next(waiting[router]))
+
+        with listening((router, repeat) for router in waiting):
             return super().run(module, args, kwargs)
 
     @property
@@ -202,14 +208,6 @@ def _router(forward: RouterForward, x: torch.Tensor) -> RouterRecord | None:
     record.repeat(0)
     record.measure()
     return record
-
-
-@contextmanager
-def _after(modules: Iterable[nn.Module], hook: Callable) -> Iterator[None]:
-    with ExitStack() as undo:
-        for module in modules:
-            undo.callback(module.register_forward_hook(Here(hook)).remove)
-        yield
 
 
 def _worst(found: dict[str, Quality]) -> Quality:

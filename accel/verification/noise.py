@@ -1,7 +1,7 @@
 """Noise as large as rounding, added to what modules give: how far stock moves by that."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from accel.in_flight import Here
+from accel.in_flight import listening
 
 
 class Noise:
@@ -36,24 +36,20 @@ def _of_rms(size: float, value: torch.Tensor) -> torch.Tensor:
     return size * value.float().square().mean().sqrt()
 
 
-@contextmanager
-def with_noise(sizes: Iterable[tuple[nn.Module, float]]) -> Iterator[None]:
+def with_noise(sizes: Iterable[tuple[nn.Module, float]]) -> AbstractContextManager[None]:
     """Inside, what each module gives is moved by noise of this share of its root mean square."""
-    with ExitStack() as undo:
-        for module, size in sizes:
-            noise = Noise(partial(_of_rms, size))
-            undo.callback(module.register_forward_hook(Here(noise)).remove)
-        yield
+    return listening((module, Noise(partial(_of_rms, size))) for module, size in sizes)
 
 
-@contextmanager
-def with_rounding(modules: Iterable[nn.Module], size: float, dtype: torch.dtype | None = None) -> Iterator[None]:
+def with_rounding(
+    modules: Iterable[nn.Module], size: float, dtype: torch.dtype | None = None
+) -> AbstractContextManager[None]:
     """Inside, every number that a module gives is moved by so many eps of its dtype, or of this one: large channels or
     tokens do not move others. Each module has noise of its own: equal noise would add up from layer to layer, as
     rounding does not.
     """
-    with ExitStack() as undo:
-        for seed, module in enumerate(modules):
-            noise = Noise(lambda value: size * torch.finfo(dtype or value.dtype).eps * value.abs(), seed)
-            undo.callback(module.register_forward_hook(Here(noise)).remove)
-        yield
+
+    def step(value: torch.Tensor) -> torch.Tensor:
+        return size * torch.finfo(dtype or value.dtype).eps * value.abs()
+
+    return listening((module, Noise(step, seed)) for seed, module in enumerate(modules))

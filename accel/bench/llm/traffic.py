@@ -6,7 +6,6 @@ Divided by the speed at which the same card copies memory this is the least time
 import statistics
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from accel.bench.timing import seconds
+from accel.in_flight import listening
 from accel.libraries.cache import cache_of
 from accel.llm.recording.inputs import example_inputs
 from accel.llm.recording.recorder import decoder_layers
@@ -109,13 +109,13 @@ def _roles(model: "PreTrainedModel", run: Callable[[], object]) -> dict[int, str
     def note(order: dict[str, list[nn.Module]], part: str, module: nn.Module, *_: object) -> None:
         order[part].append(module)
 
-    with ExitStack() as undo:
-        for layer in decoder_layers(model)[1]:
-            orders.append(defaultdict(list))
-            for path, module in layer.named_modules():
-                if any(p is not None and p.dim() >= 2 for p in module._parameters.values()):
-                    hook = partial(note, orders[-1], path.partition(".")[0] if "." in path else "")
-                    undo.callback(module.register_forward_hook(hook).remove)
+    hooks = []
+    for layer in decoder_layers(model)[1]:
+        orders.append(defaultdict(list))
+        for path, module in layer.named_modules():
+            if any(p is not None and p.dim() >= 2 for p in module._parameters.values()):
+                hooks.append((module, partial(note, orders[-1], path.partition(".")[0] if "." in path else "")))
+    with listening(hooks):
         run()
     for order in orders:
         for number, modules in enumerate(order.values()):

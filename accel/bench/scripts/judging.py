@@ -9,6 +9,7 @@ from torch.utils import _pytree as pytree
 
 from accel.bench.results import WrongResult
 from accel.comparison import first_differences
+from accel.in_flight import listening
 from accel.planning.targets import models_in
 from accel.tolerances import LOGITS, SEEN, UNITS, bound
 from accel.verification.metrics import compare
@@ -92,8 +93,5 @@ def _logits(obj: Any) -> Iterator[list[torch.Tensor]]:
     if head is None:
         yield kept
         return
-    hook = head.register_forward_hook(lambda module, args, output: kept.append(output[:, -1].detach()))
-    try:
+    with listening([(head, lambda module, args, output: kept.append(output[:, -1].detach()))]):
         yield kept
-    finally:
-        hook.remove()

@@ -6,7 +6,7 @@ first.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel.in_flight import Here
+from accel.in_flight import Here, listening
 from accel.llm.attention.stock.indexed_attention import IndexedSpec
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.recording.record import NotUnderstood
@@ -86,20 +86,20 @@ def _stacks(module: nn.Module) -> bool:
 def noting(rows: int, modules: Iterable[nn.Module]) -> Iterator[Choices]:
     """Inside, the choices that these modules are given are noted."""
     choices = Choices(rows)
-    with _before(modules, RoutingHook(partial(_note, choices))):
+    hook = RoutingHook(partial(_note, choices))
+    with listening(((module, hook) for module in modules), before=True):
         yield choices
 
 
-@contextmanager
-def repeating(choices: Choices) -> Iterator[None]:
+def repeating(choices: Choices) -> AbstractContextManager[None]:
     """Inside, the same modules are given these choices, call by call.
 
     Rows may have more tokens than before: the choices of those stay. Raises NotUnderstood where a row has fewer, or
     there are more calls.
     """
     waiting = {module: iter(notes) for module, notes in choices.notes.items()}
-    with _before(waiting, RoutingHook(partial(_repeat, choices.rows, waiting))):
-        yield
+    hook = RoutingHook(partial(_repeat, choices.rows, waiting))
+    return listening(((module, hook) for module in waiting), before=True)
 
 
 class RoutingHook(Here):
@@ -111,14 +111,6 @@ class RoutingHook(Here):
         return type(other) is RoutingHook
 
     __hash__ = None  # type: ignore[assignment]
-
-
-@contextmanager
-def _before(modules: Iterable[nn.Module], hook: RoutingHook) -> Iterator[None]:
-    with ExitStack() as undo:
-        for module in modules:
-            undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        yield
 
 
 def _note(choices: Choices, module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -169,10 +161,6 @@ def indexers(forward: DecoderForward) -> list[nn.Module]:
     return [layer.get_submodule(name) for layer, name in named if name]
 
 
-@contextmanager
-def few_chosen(forward: DecoderForward) -> Iterator[None]:
+def few_chosen(forward: DecoderForward) -> AbstractContextManager[None]:
     """Inside, they choose few tokens, the best first, so that a short text shows what becomes of the others."""
-    with ExitStack() as undo:
-        for module in indexers(forward):
-            undo.callback(module.register_forward_hook(Here(lambda *given: given[-1][..., :CHOSEN])).remove)
-        yield
+    return listening((module, lambda *given: given[-1][..., :CHOSEN]) for module in indexers(forward))

@@ -1,14 +1,14 @@
 """Trials of a whole model before it is used: fused against stock, over a padded prompt and some steps."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
 import torch
 
 from accel.errors import reason_of
-from accel.in_flight import Here
+from accel.in_flight import listening
 from accel.libraries.cache import DynamicCache, new_cache, own_cache
 from accel.libraries.generation import ARGUMENTS, OUTPUTS
 from accel.llm.generation import trial
@@ -258,9 +258,6 @@ def _calls_noted(forward: DecoderForward) -> Iterator[set[str]]:
     whole = [layer.module for layer in forward.layers if not layer.inner]
     inside = {module for layer in whole for module in layer.modules() if module is not layer}
     found: set[str] = set()
-    with ExitStack() as undo:
-        for path, module in forward.module.named_modules():
-            if module not in inside:
-                note = Here(lambda *_, path=path: found.add(path))
-                undo.callback(module.register_forward_pre_hook(note).remove)
+    outside = ((path, module) for path, module in forward.module.named_modules() if module not in inside)
+    with listening(((module, lambda *_, path=path: found.add(path)) for path, module in outside), before=True):
         yield found

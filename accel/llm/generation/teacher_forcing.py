@@ -5,7 +5,7 @@ a model of one layer.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 from torch.linalg import vector_norm
 
 from accel.comparison import relative_rms_by_token
-from accel.in_flight import Here
+from accel.in_flight import listening
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.layer_forward import LayerForward
 from accel.llm.generation.trial import PADDING, Expected, as_good, stock_logits
@@ -91,13 +91,9 @@ def _exact(forward: DecoderForward, outputs: Outputs, wanted: Expected) -> Outpu
     found: Outputs = {module: [] for module in outputs}
     paths = {module: path for path, module in forward.module.named_modules()}
 
-    @contextmanager
-    def forced(twin: nn.Module) -> Iterator[None]:
-        with ExitStack() as undo:
-            for module, notes in outputs.items():
-                hook = Here(partial(_note_and_force, found[module], iter(notes)))
-                undo.callback(twin.get_submodule(paths[module]).register_forward_hook(hook).remove)
-            yield
+    def forced(twin: nn.Module) -> AbstractContextManager[None]:
+        hooks = {module: partial(_note_and_force, found[module], iter(notes)) for module, notes in outputs.items()}
+        return listening((twin.get_submodule(paths[module]), hook) for module, hook in hooks.items())
 
     return {} if wanted.exactly is None or wanted.exactly(forced) is None else found
 
@@ -126,9 +122,7 @@ def _following(forward: DecoderForward, outputs: Outputs) -> Iterator[list[Follo
 def _noting(forward: DecoderForward) -> Iterator[Outputs]:
     """Inside, notes what each layer gives, call by call."""
     outputs: Outputs = {layer.module: [] for layer in forward.layers}
-    with ExitStack() as undo:
-        for module, notes in outputs.items():
-            undo.callback(module.register_forward_hook(Here(partial(_note, notes))).remove)
+    with listening((module, partial(_note, notes)) for module, notes in outputs.items()):
         yield outputs
 
 

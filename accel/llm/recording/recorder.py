@@ -20,7 +20,7 @@ from torch import nn
 from transformers import Conv1D, PreTrainedModel
 
 from accel.errors import reason_of
-from accel.in_flight import Here, alone
+from accel.in_flight import Here, alone, listening
 from accel.libraries.attention import eager_mask, lent_attention
 from accel.libraries.cache import cache_given
 from accel.libraries.tensor_parallel import pipeline_stage
@@ -71,11 +71,8 @@ def _last_to_run(model: PreTrainedModel, stacks: dict[str, nn.ModuleList]) -> st
     def note(path: str, *_: object) -> None:
         order.append(path)
 
-    with ExitStack() as undo:
-        if model_side_effects(model) is None:
-            for path, layers in stacks.items():
-                for layer in layers:
-                    undo.callback(layer.register_forward_hook(Here(partial(note, path))).remove)
+    if model_side_effects(model) is None:
+        with listening((layer, partial(note, path)) for path, layers in stacks.items() for layer in layers):
             try:
                 with resting(model), unpaged(model):
                     type(model).forward(model, input_ids=example_ids(model, 1), use_cache=False)

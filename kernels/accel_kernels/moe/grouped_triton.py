@@ -77,16 +77,11 @@ def grouped_up_kernel(
     if expert < 0:
         return
     first, end = places_of_tile(tile, expert, starts_ptr, ROWS)
+    given = x_ptr, weight, bias_ptr, order_ptr, h_ptr, chosen, inner, expert, first, end
     if TAIL > 0 and end - first <= TAIL:
-        up_rows(
-            x_ptr, weight, bias_ptr, order_ptr, h_ptr, chosen, inner, expert, first, end, K, UNIT, GROUPS, GATING,
-            INTERLEAVED, TRANSPOSED, TAIL, COLUMNS, DEPTH, UPCAST,
-        )  # fmt: skip
+        up_rows(*given, K, UNIT, GROUPS, GATING, INTERLEAVED, TRANSPOSED, TAIL, COLUMNS, DEPTH, UPCAST)
     else:
-        up_rows(
-            x_ptr, weight, bias_ptr, order_ptr, h_ptr, chosen, inner, expert, first, end, K, UNIT, GROUPS, GATING,
-            INTERLEAVED, TRANSPOSED, ROWS, COLUMNS, DEPTH, UPCAST,
-        )  # fmt: skip
+        up_rows(*given, K, UNIT, GROUPS, GATING, INTERLEAVED, TRANSPOSED, ROWS, COLUMNS, DEPTH, UPCAST)
 
 
 @triton.jit
@@ -119,35 +114,19 @@ def up_rows(
         gate, up = scaled(gate, weight, gate_row, GROUPS), scaled(up, weight, up_row, GROUPS)
         gate, up = shifted(gate, bias_ptr, gate_row), shifted(up, bias_ptr, up_row)
     elif PRODUCTS == 1:
-        up = tl.zeros((ROWS, COLUMNS), tl.float32)
         w_place = stack_places(w_ptr, expert, n_idx, k_idx, inner, K, TRANSPOSED)
-        for step in range(0, K, DEPTH):
-            k_mask = k_idx < K - step
-            x = loaded_tile(x_place + step, row_mask[:, None], k_mask[None, :], K, DEPTH)
-            w = loaded_tile(along_inputs(w_place, step, inner, TRANSPOSED), n_mask[None, :], k_mask[:, None], K, DEPTH)
-            if UPCAST:
-                x, w = x.to(tl.float32), w.to(tl.float32)
-            up = tl.dot(x, w, up, input_precision="ieee")
-        if bias_ptr is not None:
-            up += tl.load(bias_ptr + expert * inner + n_idx, mask=n_mask, other=0.0).to(tl.float32)[None, :]
+        up = stack_product(
+            x_place, w_place, bias_ptr, expert, row_mask, n_idx, n_mask, k_idx, inner, K, TRANSPOSED, DEPTH, UPCAST
+        )
         gate = up
     elif INTERLEAVED:  # gates and ups in one product, told apart at the end
         wide_idx = tl.program_id(1) * 2 * COLUMNS + tl.arange(0, 2 * COLUMNS)
         wide_mask = wide_idx < 2 * inner
         w_place = stack_places(w_ptr, expert, wide_idx, k_idx, 2 * inner, K, TRANSPOSED)
-        wide = tl.zeros((ROWS, 2 * COLUMNS), tl.float32)
-        for step in range(0, K, DEPTH):
-            x = loaded_tile(x_place + step, row_mask[:, None], (k_idx < K - step)[None, :], K, DEPTH)
-            w = loaded_tile(
-                along_inputs(w_place, step, 2 * inner, TRANSPOSED), wide_mask[None, :], (k_idx < K - step)[:, None],
-                K, DEPTH,
-            )  # fmt: skip
-            if UPCAST:
-                x, w = x.to(tl.float32), w.to(tl.float32)
-            wide = tl.dot(x, w, wide, input_precision="ieee")
-        if bias_ptr is not None:
-            bias = tl.load(bias_ptr + expert * 2 * inner + wide_idx, mask=wide_mask, other=0.0)
-            wide += bias.to(tl.float32)[None, :]
+        wide = stack_product(
+            x_place, w_place, bias_ptr, expert, row_mask, wide_idx, wide_mask, k_idx, 2 * inner, K, TRANSPOSED, DEPTH,
+            UPCAST,
+        )  # fmt: skip
         gate, up = tl.split(tl.reshape(wide, (ROWS, COLUMNS, 2)))
     else:
         gate_place = stack_places(w_ptr, expert, n_idx, k_idx, 2 * inner, K, TRANSPOSED)
@@ -191,16 +170,11 @@ def grouped_down_kernel(
             tl.extra.cuda.gdc_wait()
         return
     first, end = places_of_tile(tile, expert, starts_ptr, ROWS)
+    given = h_ptr, weight, bias_ptr, order_ptr, y_ptr, hidden, expert, first, end
     if TAIL > 0 and end - first <= TAIL:
-        down_rows(
-            h_ptr, weight, bias_ptr, order_ptr, y_ptr, hidden, expert, first, end,
-            K, UNIT, GROUPS, TRANSPOSED, TAIL, COLUMNS, DEPTH, UPCAST, PDL,
-        )  # fmt: skip
+        down_rows(*given, K, UNIT, GROUPS, TRANSPOSED, TAIL, COLUMNS, DEPTH, UPCAST, PDL)
     else:
-        down_rows(
-            h_ptr, weight, bias_ptr, order_ptr, y_ptr, hidden, expert, first, end,
-            K, UNIT, GROUPS, TRANSPOSED, ROWS, COLUMNS, DEPTH, UPCAST, PDL,
-        )  # fmt: skip
+        down_rows(*given, K, UNIT, GROUPS, TRANSPOSED, ROWS, COLUMNS, DEPTH, UPCAST, PDL)
 
 
 @triton.jit
@@ -231,15 +205,9 @@ def down_rows(
             y = add_quantized(y, h, weight, w_row, step, K, UNIT, GROUPS, DEPTH)
         y = shifted(scaled(y, weight, w_row, GROUPS), bias_ptr, w_row)
     else:
-        for step in range(0, K, DEPTH):
-            k_mask = k_idx < K - step
-            h = loaded_tile(h_place + step, row_mask[:, None], k_mask[None, :], K, DEPTH)
-            w = loaded_tile(along_inputs(w_place, step, hidden, TRANSPOSED), n_mask[None, :], k_mask[:, None], K, DEPTH)
-            if UPCAST:
-                h, w = h.to(tl.float32), w.to(tl.float32)
-            y = tl.dot(h, w, y, input_precision="ieee")
-        if bias_ptr is not None:
-            y += tl.load(bias_ptr + expert * hidden + n_idx, mask=n_mask, other=0.0).to(tl.float32)[None, :]
+        y = stack_product(
+            h_place, w_place, bias_ptr, expert, row_mask, n_idx, n_mask, k_idx, hidden, K, TRANSPOSED, DEPTH, UPCAST
+        )
     mask = row_mask[:, None] & n_mask[None, :]
     tl.store(y_ptr + pair[:, None] * hidden + n_idx[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
     return first
@@ -260,6 +228,25 @@ def stack_places(w_ptr, expert, n_idx, k_idx, n, K: tl.constexpr, TRANSPOSED: tl
         return w_ptr + expert * n * K + k_idx.to(tl.int64)[:, None] * n + n_idx[None, :]
     else:
         return w_ptr + expert * n * K + n_idx.to(tl.int64)[None, :] * K + k_idx[:, None]
+
+
+@triton.jit
+def stack_product(
+    x_place, w_place, bias_ptr, expert, row_mask, n_idx, n_mask, k_idx, n, K: tl.constexpr, TRANSPOSED: tl.constexpr,
+    DEPTH: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Rows times outputs n_idx, of n, of an expert's matrix, and their bias. Places: of the first inputs, k_idx."""
+    y = tl.zeros((row_mask.shape[0], n_idx.shape[0]), tl.float32)
+    for step in range(0, K, DEPTH):
+        k_mask = k_idx < K - step
+        x = loaded_tile(x_place + step, row_mask[:, None], k_mask[None, :], K, DEPTH)
+        w = loaded_tile(along_inputs(w_place, step, n, TRANSPOSED), n_mask[None, :], k_mask[:, None], K, DEPTH)
+        if UPCAST:
+            x, w = x.to(tl.float32), w.to(tl.float32)
+        y = tl.dot(x, w, y, input_precision="ieee")
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + expert * n + n_idx, mask=n_mask, other=0.0).to(tl.float32)[None, :]
+    return y
 
 
 @triton.jit

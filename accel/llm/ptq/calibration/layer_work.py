@@ -1,7 +1,7 @@
 """One decoder layer while its weights are being quantized."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import accumulate
 from typing import TypeVar
@@ -11,6 +11,7 @@ from accel_kernels import Quantized
 from accel_kernels.row_numbers import LEAST_PEAK, MOST
 from torch import Tensor, nn
 
+from accel.in_flight import listening
 from accel.llm.ptq.calibration.folding import FoldGroup
 from accel.llm.ptq.calibration.layer_inputs import LayerCall, first
 from accel.llm.ptq.calibration.linears import put, weight_matrix
@@ -33,8 +34,9 @@ def rounded_by_tensor(x: Tensor, scale: Tensor | None = None) -> Tensor:
     return KERNELS.rounded(x, "int8-static", fixed=scale).dequantized(x.dtype)
 
 
-@contextmanager
-def rounding_inputs(modules: Iterable[nn.Module], scales: Mapping[nn.Module, Tensor] | None = None) -> Iterator[None]:
+def rounding_inputs(
+    modules: Iterable[nn.Module], scales: Mapping[nn.Module, Tensor] | None = None
+) -> AbstractContextManager[None]:
     """Inside, these linears are called with their input rounded by token; where scales are given by tensor, by a
     linear's own where it has one among them.
     """
@@ -45,10 +47,7 @@ def rounding_inputs(modules: Iterable[nn.Module], scales: Mapping[nn.Module, Ten
             by = partial(rounded_by_tensor, scale=scales.get(module))
         return tuple(map(by, args)), {name: by(value) for name, value in kwargs.items()}
 
-    with ExitStack() as undo:
-        for module in modules:
-            undo.callback(module.register_forward_pre_hook(rounded, with_kwargs=True).remove)
-        yield
+    return listening(((module, rounded) for module in modules), before=True)
 
 
 Watcher = TypeVar("Watcher", bound=Callable[[Tensor], None])
@@ -145,10 +144,8 @@ class LayerWork:
 
             return given
 
-        with ExitStack() as undo, resting(self.layer):
-            for path, listener in listeners.items():
-                module = self.linears[path]
-                undo.callback(module.register_forward_pre_hook(hook(listener), with_kwargs=True).remove)
+        hooks = ((self.linears[path], hook(listener)) for path, listener in listeners.items())
+        with listening(hooks, before=True), resting(self.layer):
             for number, call in enumerate(self.calls):  # noqa: B007, which the hooks read
                 self.layer(*call.args, **call.kwargs)
 
