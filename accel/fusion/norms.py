@@ -136,18 +136,15 @@ class RmsNormForward(FastForward):
         return self.kernels.rms_norm(x, norm.weight, norm.eps, offset=norm.offset, groups=kind.groups, gate=by)
 
 
-class NormKinds:
+class NormKinds(dict[tuple, tuple[NormKind | None, NormKind | None]]):
     """What the norms of one model compute: those of the same settings and sizes are run once for all."""
-
-    def __init__(self) -> None:
-        self.found: dict[tuple, tuple[NormKind | None, NormKind | None]] = {}
 
     def of(self, module: nn.Module) -> tuple[NormKind | None, NormKind | None]:
         """Without a gate and with one, see `rms_norm_kinds`."""
         key = plain_settings(module), tuple(parameter.shape for parameter in module.parameters())
-        if key not in self.found:
-            self.found[key] = rms_norm_kinds(module)
-        return self.found[key]
+        if key not in self:
+            self[key] = rms_norm_kinds(module)
+        return self[key]
 
 
 def match_rms_norm(site: Site, context: Context) -> Match | None:

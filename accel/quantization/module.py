@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -204,20 +204,16 @@ def without_casting(
     return moved
 
 
-@contextmanager
-def dequantizing(root: nn.Module) -> Iterator[None]:
+def dequantizing(root: nn.Module) -> AbstractContextManager[None]:
     """Inside, quantized linears multiply on this thread by torch's product with the dequantized weight, and by no
     kernel; rows are rounded by the same formula.
     """
-    with setting(root, exact_on=threading.get_ident()):
-        yield
+    return setting(root, exact_on=threading.get_ident())
 
 
-@contextmanager
-def unrounded(root: nn.Module) -> Iterator[None]:
+def unrounded(root: nn.Module) -> AbstractContextManager[None]:
     """Inside, quantized linears leave all their inputs as they are, on this thread."""
-    with setting(root, unrounded_on=threading.get_ident()):
-        yield
+    return setting(root, unrounded_on=threading.get_ident())
 
 
 @contextmanager

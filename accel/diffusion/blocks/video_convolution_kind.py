@@ -67,11 +67,8 @@ class VideoConvolution:
         )
 
 
-class VideoConvolutions:
+class VideoConvolutions(dict[tuple, VideoConvolution | None]):
     """The convolutions of one model; those with the same settings are run once for all."""
-
-    def __init__(self) -> None:
-        self.found: dict[tuple, VideoConvolution | None] = {}
 
     def of(self, module: Any) -> VideoConvolution | None:
         """None for what is no convolution known here."""
@@ -84,10 +81,10 @@ class VideoConvolutions:
         tuples = (conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.bias is None)
         more = tuple((key, value) for key, value in vars(module).items() if isinstance(value, tuple))
         key = (plain_settings(module), plain_settings(conv), tuples, more)
-        if key not in self.found:
+        if key not in self:
             own = foreign(module) is None and foreign(conv) is None
-            self.found[key] = _Trial(module, name).find() if own else None
-        return self.found[key]
+            self[key] = _Trial(module, name).find() if own else None
+        return self[key]
 
 
 def _inner(module: nn.Module) -> str | None:

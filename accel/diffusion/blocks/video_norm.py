@@ -57,11 +57,8 @@ class VideoNorm:
         return Norm(weight, bias, eps, self.centered)
 
 
-class VideoNorms:
+class VideoNorms(dict[tuple, VideoNorm | None]):
     """The norms of one model; those with the same settings and sizes are run once for all."""
-
-    def __init__(self) -> None:
-        self.found: dict[tuple, VideoNorm | None] = {}
 
     def of(self, module: nn.Module) -> VideoNorm | None:
         """None for what is no norm known here."""
@@ -69,9 +66,9 @@ class VideoNorms:
             return None
         shapes = tuple((name, parameter.shape) for name, parameter in module.named_parameters())
         key = (plain_settings(module), *map(plain_settings, module.children()), shapes)
-        if key not in self.found:
-            self.found[key] = _find(module) if foreign(module) is None else None
-        return self.found[key]
+        if key not in self:
+            self[key] = _find(module) if foreign(module) is None else None
+        return self[key]
 
 
 def _like_a_norm(module: nn.Module) -> bool:
