@@ -188,9 +188,10 @@ class ChannelsLast:
         for index, strides in self.strides.items():
             weight = self.modules[index].weight
             if weight.is_contiguous(memory_format=FORMATS[weight.dim()]):
-                set_data(weight, lambda data, strides=strides: _strided(data, strides))
+                set_data(weight, lambda data, strides=strides: copy_with_strides(data, strides))
         self.strides, self.on_gpu = {}, False
 
 
-def _strided(data: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+def copy_with_strides(data: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """A copy that lies in memory so."""
     return torch.empty_strided(data.shape, strides, dtype=data.dtype, device=data.device).copy_(data)

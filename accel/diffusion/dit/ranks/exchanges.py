@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 from accel.diffusion.dit.program import Program, Ref, TensorValue, TorchStep, refs
 from accel.diffusion.dit.ranks.collectives import Collective
 from accel.diffusion.dit.ranks.pieces import Pieces, sent_pieces
+from accel.fusion.channels_last import copy_with_strides
 from accel.parallel.ranks import Ranks
 
 COLLECTIVE = "all_to_all_single"
@@ -63,7 +64,7 @@ class Exchange(Collective):
             return [self._by_library(one) for one in tensors]
         layouts = [pieces.layout(one.stride()) for one in tensors]
         if not _together(dtype, layouts):
-            tensors = [_lying(*one) for one in zip(tensors, self.strides, strict=True)]
+            tensors = [copy_with_strides(*one) for one in zip(tensors, self.strides, strict=True)]
             layouts = self.layouts
         return [one.view(pieces.target) for one in buffer.exchange(tensors, layouts, place, waits)]
 
@@ -81,10 +82,6 @@ class Exchange(Collective):
 def _together(dtype: torch.dtype, layouts: Sequence[Layout]) -> bool:
     """Whether one launch can write tensors that lie so."""
     return alike(layouts) and not any(unwritable(dtype, one) for one in layouts)
-
-
-def _lying(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def with_exchanges(program: Program) -> Program:
