@@ -1,7 +1,7 @@
 """Runs in which a whole model is tried: stock and fused over one text, with one routing for both."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 
@@ -332,13 +332,8 @@ def fused_layers(forward: DecoderForward) -> Iterator[None]:
     """Inside, the layers have their fused forwards, and the experts and routers in them."""
     attentions = (one for layer in forward.layers for one in layer.inner)
     fused = (*forward.layers, *attentions, *forward.experts, *forward.routers)
-    patches = [ForwardPatch(one.module, one) for one in fused]
-    done = []
-    try:
-        for patch in patches:
+    with ExitStack() as undo:
+        for patch in [ForwardPatch(one.module, one) for one in fused]:
             patch.apply()
-            done.append(patch)
+            undo.callback(patch.undo)
         yield
-    finally:
-        for patch in reversed(done):
-            patch.undo()
