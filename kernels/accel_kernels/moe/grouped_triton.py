@@ -115,18 +115,27 @@ def up_rows(
         gate, up = shifted(gate, bias_ptr, gate_row), shifted(up, bias_ptr, up_row)
     elif PRODUCTS == 1:
         w_place = stack_places(w_ptr, expert, n_idx, k_idx, inner, K, TRANSPOSED)
-        up = stack_product(
-            x_place, w_place, bias_ptr, expert, row_mask, n_idx, n_mask, k_idx, inner, K, TRANSPOSED, DEPTH, UPCAST
-        )
+        up = stack_product(x_place, w_place, row_mask, n_mask, k_idx, inner, K, TRANSPOSED, DEPTH, UPCAST)
+        if bias_ptr is not None:
+            up += tl.load(bias_ptr + expert * inner + n_idx, mask=n_mask, other=0.0).to(tl.float32)[None, :]
         gate = up
     elif INTERLEAVED:  # gates and ups in one product, told apart at the end
         wide_idx = tl.program_id(1) * 2 * COLUMNS + tl.arange(0, 2 * COLUMNS)
         wide_mask = wide_idx < 2 * inner
         w_place = stack_places(w_ptr, expert, wide_idx, k_idx, 2 * inner, K, TRANSPOSED)
-        wide = stack_product(
-            x_place, w_place, bias_ptr, expert, row_mask, wide_idx, wide_mask, k_idx, 2 * inner, K, TRANSPOSED, DEPTH,
-            UPCAST,
-        )  # fmt: skip
+        wide = tl.zeros((ROWS, 2 * COLUMNS), tl.float32)
+        for step in range(0, K, DEPTH):
+            x = loaded_tile(x_place + step, row_mask[:, None], (k_idx < K - step)[None, :], K, DEPTH)
+            w = loaded_tile(
+                along_inputs(w_place, step, 2 * inner, TRANSPOSED), wide_mask[None, :], (k_idx < K - step)[:, None],
+                K, DEPTH,
+            )  # fmt: skip
+            if UPCAST:
+                x, w = x.to(tl.float32), w.to(tl.float32)
+            wide = tl.dot(x, w, wide, input_precision="ieee")
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + expert * 2 * inner + wide_idx, mask=wide_mask, other=0.0)
+            wide += bias.to(tl.float32)[None, :]
         gate, up = tl.split(tl.reshape(wide, (ROWS, COLUMNS, 2)))
     else:
         gate_place = stack_places(w_ptr, expert, n_idx, k_idx, 2 * inner, K, TRANSPOSED)
@@ -205,9 +214,9 @@ def down_rows(
             y = add_quantized(y, h, weight, w_row, step, K, UNIT, GROUPS, DEPTH)
         y = shifted(scaled(y, weight, w_row, GROUPS), bias_ptr, w_row)
     else:
-        y = stack_product(
-            h_place, w_place, bias_ptr, expert, row_mask, n_idx, n_mask, k_idx, hidden, K, TRANSPOSED, DEPTH, UPCAST
-        )
+        y = stack_product(h_place, w_place, row_mask, n_mask, k_idx, hidden, K, TRANSPOSED, DEPTH, UPCAST)
+        if bias_ptr is not None:
+            y += tl.load(bias_ptr + expert * hidden + n_idx, mask=n_mask, other=0.0).to(tl.float32)[None, :]
     mask = row_mask[:, None] & n_mask[None, :]
     tl.store(y_ptr + pair[:, None] * hidden + n_idx[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
     return first
@@ -232,11 +241,11 @@ def stack_places(w_ptr, expert, n_idx, k_idx, n, K: tl.constexpr, TRANSPOSED: tl
 
 @triton.jit
 def stack_product(
-    x_place, w_place, bias_ptr, expert, row_mask, n_idx, n_mask, k_idx, n, K: tl.constexpr, TRANSPOSED: tl.constexpr,
-    DEPTH: tl.constexpr, UPCAST: tl.constexpr,
+    x_place, w_place, row_mask, n_mask, k_idx, n, K: tl.constexpr, TRANSPOSED: tl.constexpr, DEPTH: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Rows times outputs n_idx, of n, of an expert's matrix, and their bias. Places: of the first inputs, k_idx."""
-    y = tl.zeros((row_mask.shape[0], n_idx.shape[0]), tl.float32)
+    """Rows times outputs, of n, of an expert's matrix. Places: of the first inputs, k_idx."""
+    y = tl.zeros((row_mask.shape[0], n_mask.shape[0]), tl.float32)
     for step in range(0, K, DEPTH):
         k_mask = k_idx < K - step
         x = loaded_tile(x_place + step, row_mask[:, None], k_mask[None, :], K, DEPTH)
@@ -244,8 +253,6 @@ def stack_product(
         if UPCAST:
             x, w = x.to(tl.float32), w.to(tl.float32)
         y = tl.dot(x, w, y, input_precision="ieee")
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + expert * n + n_idx, mask=n_mask, other=0.0).to(tl.float32)[None, :]
     return y
 
 
