@@ -17,16 +17,17 @@ import torch
 from accel_kernels import copy_matrices
 from accel_kernels.gemm.adapters.copy_matrices import MatrixCopies, matrix_copies
 from accel_kernels.gemm.adapters.low_rank_addend import part_starts
-from accel_kernels.gemm.adapters.low_rank_term import COPIES, RANKS, LowRankTerm
+from accel_kernels.gemm.adapters.low_rank_term import COPIES, WIDE, LowRankTerm
 from accel_kernels.warmup import warming_up
 from torch import nn
 
 from accel.cuda_graphs.adapter_group import AdapterGroup, Kind, adapters_of
 from accel.cuda_graphs.fingerprint import Fingerprint
-from accel.libraries.adapters import BASE, READ, low_rank_scales, own_parts, row_adapters
+from accel.libraries.adapters import BASE, BASE_ROW, READ, low_rank_scales, own_parts, row_adapters
 from accel.patching.owner import PartlyCopied
-from accel.quantization.adapters import BUFFERS
+from accel.quantization.adapters import BUFFERS, TOKENS
 
+TABLE, NAMES = 0, 64  # in place of a number of rows: for each name one, and of how many at least
 SAME = 1e-6  # relative: peft multiplies a scale in a call, and divides it again
 
 
@@ -59,7 +60,8 @@ class AdapterBuffers(PartlyCopied):
         self.first: Fingerprint | None = None  # the same of one linear alone
         self.form = self.written = 0
         self.whole = False  # whether they hold all adapters, since rows were seen to have adapters of their own
-        self.kept: dict[tuple, torch.Tensor] = {}  # by a group's key and a number of rows
+        self.kept: dict[tuple, torch.Tensor] = {}  # by a group's key and a number of rows, or `TABLE`
+        self.numbers = {BASE_ROW: 1}  # by the name of an adapter, its row in tables; 0 is for those that are active
         self.factor = 1.0  # of all scales, in the call that runs
         self.direct = False  # whether adapters are read where they lie, since their scales cannot be followed
         self.fresh = False  # whether buffers were made in the call that runs, which knows no factor yet
@@ -100,8 +102,8 @@ class AdapterBuffers(PartlyCopied):
     def term(self, layers: Sequence[Any], x: torch.Tensor, gate: bool = False) -> LowRankTerm | None:
         """What the adapters of these linears add to their one product; None where there are none that fit."""
         key, dtype = tuple(map(id, layers)), x.dtype
-        if not self.whole and not self.groups and any(_by_row(layer) for layer in layers):
-            self.whole = True
+        if not self.whole and (TOKENS.get() is not None or (not self.groups and any(map(_by_row, layers)))):
+            self._hold_all()
         group = self.groups.get(key)
         if group is None or group.dtype != dtype or group.present != list(layers):
             group = self._made(layers, dtype)
@@ -109,6 +111,7 @@ class AdapterBuffers(PartlyCopied):
                 return None
             with self.lock:
                 self.form += key in self.groups  # of another dtype, or of layers that are gone
+                self.kept = {place: one for place, one in self.kept.items() if place[0] != key}
                 self.groups[key] = group
                 self.seen, self.fresh = None, True
         elif not self._in_step(group):
@@ -122,14 +125,32 @@ class AdapterBuffers(PartlyCopied):
         return group.term(gate, rows, None if again or self.step is None else self.step)
 
     def _rows(self, key: tuple[int, ...], group: AdapterGroup, x: torch.Tensor) -> torch.Tensor | None:
-        """As of `LowRankTerm`; x: (rows, ..., K)."""
-        place = key, len(x)
-        if x.dim() > 2 and place not in self.kept and not _capturing():
+        """As of `LowRankTerm`; x: (rows, ..., K), or of as many tokens as have adapters of their own."""
+        index = TOKENS.get()
+        if x.dim() < 3 if index is None else x.shape[:-1].numel() != len(index):
+            return None
+        place = key, len(x) if index is None else TABLE
+        if place not in self.kept and not _capturing():
             with torch.inference_mode(False):
-                found = group.kept(len(x), {})
-            if found is not None:
-                self.kept[place] = found
-        return self.kept.get(place) if x.dim() > 2 else None
+                if (found := self._content(group, place[1], {})) is not None:
+                    self.kept[place] = found
+        kept = self.kept.get(place)
+        return kept if index is None or kept is None else kept.index_select(0, index)
+
+    def _content(self, group: AdapterGroup, rows: int, masks: dict[tuple, torch.Tensor]) -> torch.Tensor | None:
+        if rows != TABLE:
+            return group.kept(rows, masks)
+        return group.kept(max(NAMES, 1 << len(self.numbers).bit_length()), masks, [None, *self.numbers])
+
+    def number(self, name: str) -> int:
+        """Of an adapter, see `TOKENS`."""
+        if name not in self.numbers:
+            self.numbers[name], self.seen = len(self.numbers) + 1, None
+        return self.numbers[name]
+
+    def _hold_all(self) -> None:
+        self.form += bool(self.groups)
+        self.whole, self.groups, self.seen = True, {}, None
 
     def _made(self, layers: Sequence[Any], dtype: torch.dtype) -> AdapterGroup | None:
         if not any(BASE in layer._modules for layer in layers):
@@ -137,7 +158,7 @@ class AdapterBuffers(PartlyCopied):
         found = [adapters_of(layer, dtype, self.whole) for layer in layers]
         known = [own for own in found if own is not None]
         most = max((sum(one.down.shape[0] for one in own) for own in known), default=0)
-        rank = next((rank for rank in RANKS if rank >= most), None)
+        rank = next((rank for rank in WIDE if rank >= most), None)
         if len(known) < len(found) or not most or rank is None:
             return None
         if _capturing():
@@ -206,8 +227,7 @@ class AdapterBuffers(PartlyCopied):
                     self._renew_rows(masks)
             return True
         if not self.whole and any(map(_by_row, members)):
-            self.whole, self.groups, self.seen = True, {}, None
-            self.form += 1
+            self._hold_all()
             return False
         kept: dict[tuple[int, ...], AdapterGroup] = {}
         rows: dict[Kind, list[tuple]] = {}
@@ -240,8 +260,8 @@ class AdapterBuffers(PartlyCopied):
         """Writes which rows have which adapters now, where graphs read it. masks: as of `AdapterGroup.kept`."""
         kept: dict[tuple, torch.Tensor] = {}
         for (key, rows), before in self.kept.items():
-            found = self.groups[key].kept(rows, masks) if key in self.groups else None
-            if found is not None:
+            found = self._content(self.groups[key], rows, masks) if key in self.groups else None
+            if found is not None and found.shape == before.shape:
                 kept[key, rows] = before.copy_(found)
             else:  # its linears are gone, or there are more names than rows
                 self.form += key in self.groups
@@ -267,7 +287,8 @@ class AdapterBuffers(PartlyCopied):
         kept = {key: group for key, group in self.groups.items() if there.issuperset(map(id, group.present))}
         if len(kept) < len(self.groups):
             self.groups, self.copies, self.kept = kept, {}, {}  # which hold what the user has removed
-            self.seen, self.form, self.whole = None, self.form + 1, self.whole and bool(kept)
+            self.seen = self.first = None
+            self.form, self.whole = self.form + 1, self.whole and bool(kept)
 
     def fill(self, factor: float = 1.0, trusting: bool = False) -> None:
         """Writes what adapters hold now into the buffers.

@@ -1,6 +1,7 @@
 """The buffers of linears that one product multiplies for, and which adapters belong in them."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -8,9 +9,11 @@ from weakref import ref
 import torch
 from accel_kernels import LowRank
 from accel_kernels.gemm.adapters.low_rank_term import LowRankTerm
+from accel_kernels.op import FLOATS
+from torch import nn
 
-from accel.libraries.adapters import BASE, DOWN, low_rank_scales, row_adapters
-from accel.quantization.adapters import read_low_rank
+from accel.libraries.adapters import ANOTHER, BASE, BASE_ROW, DOWN, low_rank_scales, row_adapters
+from accel.quantization.adapters import BUFFERS, TOKENS, read_low_rank
 from accel.quantization.product import base, device_and_dtype
 
 ALIGNED = 16  # bytes
@@ -48,7 +51,7 @@ class AdapterGroup:
         start, rank = 0, self.up.shape[1]
         for part, (end, own) in enumerate(zip(self.ends, found, strict=True)):
             first = 0
-            for down, up, scale in own:
+            for down, up, scale, _ in own:
                 behind = first + down.shape[0]
                 yield False, down.detach(), self.down[part * rank + first : part * rank + behind], 1.0
                 yield True, up.detach(), self.up[start:end, first:behind], scale
@@ -60,28 +63,32 @@ class AdapterGroup:
         layers = (layer for layer in self.present if layer is not None and BASE in layer._modules)
         return [scale for layer in layers for scale in (low_rank_scales(layer, whole) or {}).values()]
 
-    def kept(self, rows: int, masks: dict[tuple, torch.Tensor]) -> torch.Tensor | None:
+    def kept(
+        self, rows: int, masks: dict[tuple, torch.Tensor], given: Sequence[str | None] | None = None
+    ) -> torch.Tensor | None:
         """(rows, P * R): ones where a row has an adapter; None where there are fewer rows than names of theirs.
 
-        masks: those of other groups, by all that they depend on.
+        masks: those of other groups, by all that they depend on. given: these, None for those that are active, in
+        place of the names that peft has the layers called with.
         """
         parts: list[tuple] = []
         for part, (layer, names) in enumerate(zip(self.present, self.names, strict=True)):
             if not names or layer.disable_adapters:
                 continue
-            named, active = row_adapters(layer), low_rank_scales(layer) or {}
-            if named is not None and len(named) > rows:
+            named, active = given or row_adapters(layer) or [None] * rows, low_rank_scales(layer) or {}
+            if len(named) > rows:
                 return None
             sizes = [layer._modules[DOWN][name].out_features for name in names]
-            parts.append((part, None if named is None else tuple(named), tuple(active), tuple(names), tuple(sizes)))
+            parts.append((part, tuple(named), tuple(active), tuple(names), tuple(sizes)))
         key = rows, len(self.down), self.dtype, self.down.device, *parts
         if key not in masks:
             found = torch.zeros(rows, len(self.down), dtype=self.dtype, device="cpu")
             for part, named, active, names, sizes in parts:
                 first = part * self.up.shape[1]
                 for name, size in zip(names, sizes, strict=True):
-                    at = slice(None) if named is None else [i for i, one in enumerate(named) if one == name]
-                    found[at, first : first + size] = float(named is not None or name in active)
+                    alike = (name, None) if name in active else (name,)
+                    at = [i for i, one in enumerate(named) if one in alike]
+                    found[at, first : first + size] = 1.0
                     first += size
             masks[key] = found.to(self.down.device)
         return masks[key]
@@ -103,3 +110,38 @@ def adapters_of(layer: Any, dtype: torch.dtype, whole: bool) -> tuple[LowRank, .
     tensors = (t for one in found for t in one[:2])
     fit = all(t.device == device and t.is_contiguous() and not t.data_ptr() % ALIGNED for t in tensors)
     return found if fit else None
+
+
+@contextmanager
+def each_token(model: nn.Module, index: torch.Tensor) -> Iterator[None]:
+    """Inside, tokens of a forward have their own adapters, see `TOKENS`. Raises ValueError where a linear took none."""
+    buffers, token = BUFFERS.get(), TOKENS.set(index)
+    try:
+        buffers.asked.clear()
+        yield
+    finally:
+        TOKENS.reset(token)
+    for path, layer in adapted_layers(model).items():
+        if id(layer) not in buffers.asked:
+            raise ValueError(f"{path}: with adapters it is computed for all tokens of a step alike")
+
+
+def adapted_layers(model: Any) -> dict[str, Any]:
+    """By path, linears with adapters of which each token can have its own. Raises ValueError where there are others."""
+    found, head = dict[str, Any](), model.get_output_embeddings()
+    for path, layer in model.named_modules():
+        if BASE in layer._modules or ANOTHER in layer._modules:
+            tried = (adapters_of(layer, dtype, True) for dtype in FLOATS)
+            own = next((one for one in tried if one is not None), None)
+            if own is None or layer is head or ANOTHER in layer._modules:
+                raise ValueError(f"{path}: its adapters are merged, or not alone products of low rank in a layer")
+            found |= {path: layer} if own else {}
+    return found
+
+
+def known_adapter(model: nn.Module, name: str) -> str:
+    """The name. Raises ValueError where tokens cannot have this adapter."""
+    names = sorted({one for layer in adapted_layers(model).values() for one in layer._modules[DOWN]})
+    if name != BASE_ROW and name not in names:
+        raise ValueError(f"adapter={name!r}: the model has {', '.join(map(repr, names)) or 'none'}")
+    return name

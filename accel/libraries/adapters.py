@@ -15,6 +15,7 @@ ADAPTED = "_hf_peft_config_loaded"  # of a model into which transformers has put
 DOWN, UP, DROPOUT = "lora_A", "lora_B", "lora_dropout"
 ROWS = "adapter_names"  # as a layer is called with, one for each row; BASE_ROW: of a row without
 BASE_ROW = "__base__"
+ANOTHER = "original_module"  # beside which a layer has whole copies of it, for adapters that train it
 VARIANT, SCALES, ACTIVE = "lora_variant", "scaling", "active_adapters"
 # Containers of a layer that its forward reads; its hooks before the call aside, by which rows get their adapters.
 READ = frozenset((VARIANT, SCALES, "_active_adapter", "merged_adapters", "_modules", "_parameters", "_forward_hooks"))

@@ -123,7 +123,8 @@ def _tried(model: PreTrainedModel, context: Context, layers: dict, specs: list) 
         note = f"{len(forwards)} of {len(layers)} layers fused, the others run stock between them, {note}"
     layers.update({layer.path: layer for layer in forwards})
     stacks = (layer.stacks() for layer in forwards)
-    return Match(forward, tuple(Stacked(linears) for linears in stacks if linears), (), note)
+    patches = (*(Stacked(linears) for linears in stacks if linears), *batching_hook(model, forward))
+    return Match(forward, patches, (), note)
 
 
 def _bind(

@@ -21,6 +21,8 @@ from accel.tolerances import LINEAR
 # Copies of adapters that products of this context read, see `cuda_graphs/adapter_buffers.py`; None to read them as they
 # lie.
 BUFFERS: ContextVar[Any] = ContextVar("accel_adapter_buffers", default=None)
+# The adapter of each token of the forward that runs, (tokens,) int64 numbers of `AdapterBuffers`.
+TOKENS: ContextVar[torch.Tensor | None] = ContextVar("accel_token_adapters", default=None)
 
 
 def low_rank_term(layers: Sequence[Any], x: torch.Tensor, gate: bool = False) -> LowRankTerm | None:
@@ -40,13 +42,13 @@ def low_rank(layer: Any, x: torch.Tensor) -> tuple[LowRank, ...] | None:
     term = low_rank_term((layer,), x)
     if term is None:
         return read_low_rank(layer, x.dtype)
-    return (LowRank(term.down, term.up, 1.0),) if term.rows is None else None
+    return (LowRank(term.down, term.up, 1.0, term.rows),)
 
 
 def read_low_rank(layer: Any, dtype: torch.dtype, whole: bool = False) -> tuple[LowRank, ...] | None:
     """The same for rows of this dtype, as the adapters lie. whole: all of them, also where rows have their own."""
     base = layer._modules.get(BASE)
-    if base is None or BASE in base._modules or not isinstance(base, nn.Linear):
+    if base is None or BASE in base._modules or not (isinstance(base, nn.Linear) or hasattr(base, "nf")):  # GPT-2's
         return None
     named = whole and row_adapters(layer) is not None
     if tampered(layer, stored=True, known_hooks=named) or tampered(base, stored=True):

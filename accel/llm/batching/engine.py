@@ -3,6 +3,7 @@
 import contextlib
 from collections import deque
 
+from accel.cuda_graphs.adapter_group import known_adapter
 from accel.cuda_graphs.runner import GraphRunner
 from accel.errors import reason_of
 from accel.llm.batching.limits import Limits, limits_prompts, sets_of
@@ -11,7 +12,7 @@ from accel.llm.batching.rows import RunningRows
 from accel.llm.batching.sampler import Sampler
 from accel.llm.batching.scheduler import Scheduler, StepPlan, TokensUnknown
 from accel.llm.batching.spread import MicroBatchStreams, head_device, micro_batch_count, step_runner
-from accel.llm.batching.step import LaunchedStep, head_size
+from accel.llm.batching.step import LaunchedStep, StepRunner, head_size
 from accel.llm.generation.calling_convention import Unfit
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.kv_cache.block_allocator import BlockAllocator
@@ -69,7 +70,12 @@ class Engine:
 
     def add(self, request: Request) -> list[Request]:
         """Takes a request. Returns it, and its children, where no step is needed: it cannot run, or is complete."""
-        if not self.busy:  # it may have been changed since the last step
+        if (name := request.adapter) is not None:
+            if type(self.steps) is not StepRunner or self.forward.ranks is not None:
+                return failed(request.family, f"adapter={name!r}: the model is divided among devices")
+            for one in request.family:
+                one.number = self.steps.adapters.number(name)
+        if not self.busy or self.steps.adapters.seen is None:  # it may have been changed since the last step
             self._unchecked = CHECK_EVERY
         tokens, context = len(request.prompt), self.limits.context
         if tokens > context:
@@ -84,17 +90,17 @@ class Engine:
         self.scheduler.waiting.append(request)
         return []
 
-    def cancel(self, request_id: str) -> list[Request]:
+    def cancel(self, request_id: str, reason: str = CANCELLED) -> list[Request]:
         """Ends a request in any state, and its children that do not run yet. Returns them; unknown ids are ignored."""
         running, waiting = self.rows.requests, self.scheduler.waiting
         for row, request in running.items():
             if request.id == request_id:
-                return failed(self._leave(row, keep=True).family, CANCELLED)
+                return failed(self._leave(row, keep=True).family, reason)
         for requests in (waiting, *(one.children for one in (*running.values(), *waiting))):
             for request in requests:
                 if request.id == request_id:
                     requests.remove(request)
-                    return failed(request.family, CANCELLED)
+                    return failed(request.family, reason)
         return []
 
     def step(self) -> list[Request]:
@@ -106,6 +112,7 @@ class Engine:
         if check:
             if self.forward.ranks is None and self.changed():
                 self.allocator.forget()
+                self._fail_without_adapter()
             self._unchecked = 0
         plan = self._plan()
         if plan is not None:
@@ -132,6 +139,16 @@ class Engine:
                 self._read(self.launched.popleft())
         return plan
 
+    def _fail_without_adapter(self) -> None:
+        """Requests end whose adapter is gone."""
+        asked = [*self.rows.requests.values(), *self.scheduler.waiting]
+        for name in {one.adapter for one in asked if one.adapter is not None}:
+            try:
+                known_adapter(self.forward.module, name)
+            except ValueError as error:
+                for one in asked:
+                    self._note(*self.cancel(one.id, str(error)) if one.adapter == name else ())
+
     def resumed(self) -> None:
         """A pause is over, in which the model may have been changed."""
         self.allocator.forget()
@@ -150,10 +167,15 @@ class Engine:
             return self.forward.mode() or "", False
         return unfit_reason(self.forward) or "", self.changed()
 
-    def _weights(self) -> tuple[object, int | None] | None:
+    def _weights(self) -> tuple | None:
         """Identifies the weights: their addresses, and how often they were edited as far as autograd counts."""
-        seen = self.forward.seen
-        return None if seen is None else (seen, seen.versions())
+        seen, adapters = self.forward.seen, self.steps.adapters
+        if seen is None:
+            return None
+        with adapters.used():
+            if not adapters.holds():
+                adapters.read()
+            return seen, seen.versions(), adapters.written, adapters.versions()
 
     def _launch(self, plan: StepPlan, check: bool) -> None:
         try:

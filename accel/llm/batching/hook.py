@@ -2,6 +2,7 @@
 
 import copy
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,13 +10,16 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, GenerationConfig, PreTrainedModel
 
+from accel.cuda_graphs.adapter_group import known_adapter
 from accel.cuda_graphs.runner import GraphRunner
 from accel.errors import Refused
+from accel.libraries.adapters import BASE_ROW
 from accel.libraries.batching import CACHED, INIT, logger
 from accel.llm.batching.engine import Engine, unfit_reason
 from accel.llm.batching.limits import limits_of, sets_of
 from accel.llm.batching.manager import BatchManager
 from accel.llm.batching.ranks import CALL, AllRanks, OneRank
+from accel.llm.batching.request import BY_PROMPT
 from accel.llm.batching.sampling import SamplingDefaults
 from accel.llm.batching.spread import head_device
 from accel.llm.batching.trial import refusal
@@ -27,6 +31,7 @@ from accel.parallel.agreement import require_agreement
 from accel.parallel.lockstep import Lockstep
 from accel.patching.rule import Patch
 
+NEVER = (lambda: None), None
 PLAIN = (bool, int, float, str, list, tuple, type(None))
 ENDED = "the model is no longer optimized as it was: accel.restore, optimize or verify was called; make a new manager"
 
@@ -45,7 +50,7 @@ class InitContinuousBatching(MethodHook):
         super().__init__(module, forward)
         self.runner = runner
         self.managers: weakref.WeakSet[BatchManager] = weakref.WeakSet()
-        self.tried: tuple[object, str | None] = (None, None)  # the model as it was then, and why it was refused
+        self.tried: tuple[Callable[[], object], str | None] = NEVER  # the model as it was then, and why it was refused
         self.sizes: dict[str, float] | None = None  # of the engine that was made last
         self.lockstep: Lockstep | None = None  # of ranks that share the model, from their first manager on
 
@@ -56,13 +61,13 @@ class InitContinuousBatching(MethodHook):
         self.__init__(**state)  # type: ignore[misc]
 
     def forget(self) -> None:
-        self.tried = (None, None)
+        self.tried = NEVER
 
     @torch.no_grad()
     def call(self, *args: Any, **kwargs: Any) -> ContinuousBatchingManager:
         cached = vars(self.module).get(CACHED)
         if isinstance(cached, ContinuousBatchingManager) and not isinstance(cached, BatchManager):
-            return self.stock(*args, **kwargs)
+            return self._stock_manager("the model keeps a manager of stock's", args, kwargs)
         self.module.eval()  # as stock does
         reason = self.refused() if self.forward.ranks is None else self._agreed(cached, self.arguments(args, kwargs))
         if reason is None:
@@ -74,15 +79,20 @@ class InitContinuousBatching(MethodHook):
             cached.destroy()
             delattr(self.module, CACHED)
         self.forward.log.fell_back(self.forward.path, f"generate_batch: {reason}")
+        return self._stock_manager(reason, args, kwargs)
+
+    def _stock_manager(self, reason: str | None, args: tuple, kwargs: dict) -> ContinuousBatchingManager:
+        if BY_PROMPT.get() is not None:
+            raise Refused(f"{CALL}: adapter= is not for stock's own batching, which is to run: {reason}")
         return self.stock(*args, **kwargs)
 
     def refused(self) -> str | None:
         """Why stock is to batch the model as it is now. Tried anew where the model has changed."""
         with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):  # as on the thread of steps
             reason = unfit_reason(self.forward)
-            if reason is None and self.tried[0] is not self.forward.seen:
+            if reason is None and self.tried[0]() is not self.forward.seen:
                 reason = refusal(self.forward)
-                self.tried = self.forward.seen, reason
+                self.tried = weakref.ref(self.forward.seen), reason
             return reason or self.tried[1]
 
     def _agreed(self, cached: ContinuousBatchingManager | None, given: dict[str, Any]) -> str | None:
@@ -95,7 +105,7 @@ class InitContinuousBatching(MethodHook):
         meets = lockstep is not None and lockstep.channel.whole
         told: dict[str, object] = {
             "the model": reason or "fit",
-            "a trial of it": "past" if self.tried[0] is self.forward.seen else "due",
+            "a trial of it": "past" if self.tried[0]() is self.forward.seen else "due",
             "whether they have met before": meets,
             "what computes with these ranks already": taken,
             "a manager that was kept": cached is not None,
@@ -200,6 +210,28 @@ class InitContinuousBatching(MethodHook):
             self.lockstep = None
 
 
+class GenerateBatch(MethodHook):
+    """Stands in `vars(module)["generate_batch"]`.
+
+    adapter: of peft, one for all prompts or a list, None in it for none. Raises ValueError where they cannot have it.
+    """
+
+    name = CALL
+
+    def call(self, *args: Any, adapter: str | Sequence[str | None] | None = None, **kwargs: Any) -> Any:
+        count = len(self.arguments(args, kwargs)["inputs"])
+        names = [adapter] * count if isinstance(adapter, str) else [one or BASE_ROW for one in adapter or ()]
+        if adapter is not None and len(names) != count:
+            raise ValueError(f"adapter={adapter!r}: {len(names)} for {count} prompts; give a name, or one for each")
+        for name in set(names):
+            known_adapter(self.module, name)
+        token = BY_PROMPT.set(names or None)
+        try:
+            return self.stock(*args, **kwargs)
+        finally:
+            BY_PROMPT.reset(token)
+
+
 class BatchingPatch(Patch):
     """A hook that is put in place, and whose managers end before anything of the model is undone."""
 
@@ -215,7 +247,8 @@ def batching_hook(
     """For a model whose class has the method. Not where somebody put another method on the model."""
     if INIT in vars(model) or not hasattr(type(model), INIT):
         return []
-    return [BatchingPatch(model, INIT, InitContinuousBatching(model, forward, runner))]
+    made = BatchingPatch(model, INIT, InitContinuousBatching(model, forward, runner))
+    return [made, *([] if CALL in vars(model) else [Patch(model, CALL, GenerateBatch(model, forward))])]
 
 
 def _ended(config: GenerationConfig) -> GenerationConfig:

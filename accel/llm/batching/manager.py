@@ -13,11 +13,12 @@ from typing import Any
 
 from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, GenerationConfig, PreTrainedModel
 
+from accel.cuda_graphs.adapter_group import known_adapter
 from accel.libraries.batching import CACHED, GenerationOutput, logger
 from accel.llm.batching.engine import Engine
 from accel.llm.batching.engine_thread import EngineThread
 from accel.llm.batching.ranks import OneRank, Stop
-from accel.llm.batching.request import Request, StopStrings, checked_ids, finish, token_set
+from accel.llm.batching.request import BY_PROMPT, Request, StopStrings, checked_ids, finish, token_set
 from accel.llm.batching.results import Results
 from accel.llm.batching.sampling import SamplingDefaults
 
@@ -211,6 +212,7 @@ class BatchManager(ContinuousBatchingManager):
         stop_strings: str | Iterable[str] | None = None,
         tokenizer: Any = None,
         generated: Sequence[int] = (),
+        adapter: str | None = None,
         **logit_processor_kwargs: Any,
     ) -> str | None:
         """Puts a request in line. Its id; None, with a warning, where no more are taken, and on a rank that follows.
@@ -220,14 +222,15 @@ class BatchManager(ContinuousBatchingManager):
         ends with the token that completes one of them, as the tokenizer decodes its answer; None for those of the
         generation configuration, which stock leaves out, and so does this without a tokenizer. logit_processor_kwargs:
         this request's own settings. generated: tokens that the answer begins with, drawn elsewhere with equal settings;
-        it goes on as it would have there. A request that makes no sense comes out failed. Raises ValueError for an id
-        that is under way, queue.Full where `max_queue_size` others wait for ten seconds.
+        it goes on as it would have there. adapter: peft's, by its name, "__base__" for none, None for those that are
+        active. A request that makes no sense comes out failed. Raises ValueError for an id that is under way,
+        queue.Full where `max_queue_size` others wait for ten seconds.
         """
         if not self.is_tp_driver:
             return None
         made = self.request(
             input_ids, request_id, max_new_tokens, streaming, record_timestamps, eos_token_id, stop_strings, tokenizer,
-            generated, **logit_processor_kwargs,
+            generated, adapter, **logit_processor_kwargs,
         )  # fmt: skip
         return made.id if self._thread.add(made) else None
 
@@ -242,6 +245,7 @@ class BatchManager(ContinuousBatchingManager):
         stop_strings: str | Iterable[str] | None = None,
         tokenizer: Any = None,
         generated: Sequence[int] = (),
+        adapter: str | None = None,
         **settings: Any,
     ) -> Request:
         """What `add_request` puts in line for these arguments; where they make no sense, it has failed already."""
@@ -264,10 +268,9 @@ class BatchManager(ContinuousBatchingManager):
                 raise ValueError(f"max_new_tokens={made.max_new_tokens!r}: give a number from 0 on, or None")
             if len(generated):
                 if answers > 1:
-                    raise ValueError(
-                        f"generated={generated!r}: num_return_sequences={answers} answers cannot begin alike"
-                    )
+                    raise ValueError(f"generated={generated!r}: num_return_sequences={answers} answers begin alike")
                 made.tokens = checked_ids(generated, self._vocabulary)
+            made.adapter = None if adapter is None else known_adapter(self.model, adapter)
             made.sampling = self._defaults.request(made.prompt, made.max_new_tokens, sorted(made.eos), **settings)
             if stop_strings:
                 made.stopping_criterion = StopStrings(stop_strings, tokenizer, len(made.prompt))
@@ -291,10 +294,11 @@ class BatchManager(ContinuousBatchingManager):
         eos = self.generation_config.eos_token_id
         eos = self.model.config.eos_token_id if eos is None else eos
         eos = -1 if eos is None else eos
-        common: tuple[Any, ...] = max_new_tokens, streaming, record_timestamps, eos, stop_strings, tokenizer
+        common = max_new_tokens, streaming, record_timestamps, eos, stop_strings, tokenizer
         # In the order of the inputs, by which those that sample get their seeds: no answer hangs on its company.
         ids = self._ids(len(inputs))
-        asked = [self.request(*one, *common, **logit_processor_kwargs) for one in zip(inputs, ids, strict=True)]
+        given = zip(inputs, ids, BY_PROMPT.get() or [None] * len(inputs), strict=True)
+        asked = [self.request(one, id_, *common, adapter=name, **logit_processor_kwargs) for one, id_, name in given]
         if not self.is_tp_driver:
             self._results.ask(one.id for request in asked for one in request.family)
             return ids

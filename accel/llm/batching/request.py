@@ -3,11 +3,14 @@
 import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from accel.libraries.batching import GenerationOutput, RequestStatus
 
+# The adapter of each prompt of the `generate_batch` that runs, which stock would not hand on.
+BY_PROMPT: ContextVar[list[str | None] | None] = ContextVar("accel_adapters_by_prompt", default=None)
 CUT = "cut after"  # how the error of an answer begins that ended at a limit of the engine, short of what was asked for
 
 
@@ -18,7 +21,8 @@ class Request:
     prompt: token ids. max_new_tokens: None for no bound but the room there is. eos: ids that end it, which are part of
     what it gives. sampling: how tokens are chosen, see `accel.llm.batching.sampling`. stopping_criterion: asked with
     all tokens of prompt and answer after each new one, whether that was the last. children: further answers to the same
-    prompt, until the engine has begun them. settings: from which `sampling` was made.
+    prompt, until the engine has begun them. settings: from which `sampling` was made. adapter: of peft, by its name,
+    None for those that are active; number: by which the engine knows it.
 
     tokens, logprobs, timestamps: of the answer so far; the last in seconds of `time.perf_counter`. started, ended:
     seconds as well, -1 before.
@@ -34,6 +38,8 @@ class Request:
     record_timestamps: bool = False
     children: list["Request"] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
+    adapter: str | None = None
+    number: int = 0
     status: RequestStatus = RequestStatus.PENDING
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

@@ -19,6 +19,7 @@ from accel.llm.batching.rows import RunningRows
 from accel.llm.kv_cache.block_allocator import BlockAllocator
 from accel.llm.kv_cache.shape import BLOCK
 
+ADAPTER = 2**41  # times the number of a request's adapter, added to its tokens where they are found by
 ANSWER = 2**40  # added to tokens of answers, where layers compute something else of them than of those of prompts
 LATEST = -1  # in place of a token: the last one that was drawn for its row, which the host may not know yet
 
@@ -36,7 +37,8 @@ class StepPlan:
     sequences whose last token is followed by a draw, the row it is drawn for, and which occupant of the row that is.
     copies: blocks to copy once the step is launched. opened: rows whose requests are new. micro_batch: its number.
     slots: (sequences, 2), of states that each reads and writes; None where no layer keeps any, or for nobody's.
-    prompts: (sequences,), tokens of the prompt of each that is no decode; None where that does not matter.
+    prompts: (sequences,), tokens of the prompt of each that is no decode; None where that does not matter. adapters:
+    of each, by number, or None.
     """
 
     rows: np.ndarray
@@ -52,6 +54,7 @@ class StepPlan:
     micro_batch: int = 0
     slots: np.ndarray | None = None
     prompts: np.ndarray | None = None
+    adapters: np.ndarray | None = None
 
 
 class Scheduler:
@@ -208,7 +211,9 @@ class Scheduler:
         return self._take(request, found, micro_batch)
 
     def _keys(self, request: Request, tokens: list[int]) -> list[int]:
-        """By which the tokens of a request, from the first on, are found."""
+        """By which the tokens of a request, from the first on, are found: with other adapters, keys are others."""
+        if request.number:
+            tokens = [token + ADAPTER * request.number for token in tokens]
         if not self.apart:
             return tokens
         prompt = len(request.prompt)
@@ -246,9 +251,10 @@ class Scheduler:
                 self.allocator.keep(row, start + len(part))
         opened = [row for row in dict.fromkeys(self._opened) if row in self.rows.requests]
         self._opened.clear()
+        adapters = self.rows.adapter[rows]
         return StepPlan(
             rows, lengths, query_lengths, len(decodes), tokens, np.array(sources, np.int64), takers,
-            self.rows.serial[takers], copies, opened, micro_batch, slots, prompts,
+            self.rows.serial[takers], copies, opened, micro_batch, slots, prompts, adapters if adapters.any() else None,
         )  # fmt: skip
 
     def _children(self, row: int, copies: list[tuple[int, int]]) -> Iterator[int]:

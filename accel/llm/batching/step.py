@@ -5,6 +5,7 @@ the host meanwhile.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,6 +15,8 @@ import torch
 from accel_kernels.attention.paged.ragged import Pointers, Ragged, RaggedStates
 from accel_kernels.warmup import warmup
 
+from accel.cuda_graphs.adapter_buffers import AdapterBuffers
+from accel.cuda_graphs.adapter_group import each_token
 from accel.cuda_graphs.runner import GraphRunner
 from accel.llm.batching.sampler import Sampler, errors_deferred
 from accel.llm.batching.scheduler import LATEST, StepPlan
@@ -111,6 +114,7 @@ class StepRunner:
         self.forward, self.kv_cache, self.sampler, self.rows = forward, kv_cache, sampler, rows
         self.device = self.keep_device = forward.embeddings().device
         self.runner = runner if self.device.type == "cuda" else None
+        self.adapters = self.runner.adapters if isinstance(self.runner, GraphRunner) else AdapterBuffers()
         self.last = torch.zeros(rows + 1, dtype=torch.int64, device=sampler.device)
 
     def upload(self, places: np.ndarray, values: np.ndarray) -> None:
@@ -161,11 +165,15 @@ class StepRunner:
         return tokens, positions, inputs.int64_on(self.keep_device)["keep"] if size.prefills else 0
 
     def _logits(self, inputs: "StepInputs", size: StepSize, by_graph: bool, check: bool) -> torch.Tensor:
-        metadata = self.kv_cache.tables[self.device].metadata
-        arguments = (*self._arguments(inputs, size), metadata, *inputs.int32_on(self.device))
+        metadata, adapters = self.kv_cache.tables[self.device].metadata, inputs.int64_on(self.device).get("adapters")
+        arguments = (*self._arguments(inputs, size), metadata, adapters, *inputs.int32_on(self.device))
         eager: Callable[..., torch.Tensor] = partial(self._forward, size)
-        if not by_graph or self.runner is None:
+        if (not by_graph or self.runner is None) and adapters is None:
             return eager(*arguments)
+        if not by_graph or self.runner is None:
+            with self.adapters.used():
+                self.adapters.follow()
+                return eager(*arguments)
         begun = None if check else self.runner.begin(arguments, {}, size.variant)
         outputs: Any = self.runner(eager, arguments, {}, size.variant) if begun is None else begun.outputs
         return outputs
@@ -177,6 +185,7 @@ class StepRunner:
         positions: torch.Tensor | None,
         keep: int | torch.Tensor,
         metadata: torch.Tensor,
+        adapters: torch.Tensor | None,
         *sequences: torch.Tensor,
     ) -> torch.Tensor:
         """Logits of the tokens at `keep`, (1, n, vocabulary), or of all where it is 0. sequences: `StepSize.ragged`."""
@@ -184,7 +193,8 @@ class StepRunner:
         forward.ready()
         given = {"metadata": metadata, "by_address": True, "ragged": size.ragged(sequences)}
         kvs = self.kv_cache.of_step(forward.places, tokens.shape[1], **given)
-        return forward.logits_of(Step(kvs), tokens, positions, keep)
+        with nullcontext() if adapters is None else each_token(forward.module, adapters):
+            return forward.logits_of(Step(kvs), tokens, positions, keep)
 
     def _draw(
         self, plan: StepPlan, logits: torch.Tensor, inputs: "StepInputs", tokens_of: Callable, logprobs: bool
@@ -239,6 +249,8 @@ class StepInputs:
             "draw_rows": self.draw_rows,
             "put_to": np.where(self.draw_rows == NONE, nobody, self.draw_rows),
         }
+        if plan.adapters is not None:
+            self._int64["adapters"] = _fill(plan.adapters[of_token], size.tokens, 0)
         self._int32 = {
             "starts": _fill(starts, sequences + 1, count),
             "lengths": _fill(plan.lengths, sequences, 0),
@@ -260,7 +272,7 @@ class StepInputs:
         self._there: dict[tuple, dict[str, torch.Tensor]] = {}
 
     def int64_on(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """By name: tokens, positions, what `last` is taken from for each and put to, places to keep, rows to draw."""
+        """By name: tokens, positions, what `last` is taken from for each and put to, places to keep, rows, adapters."""
         return self._on(device, self._int64, np.int64)
 
     def int32_on(self, device: torch.device) -> Iterable[torch.Tensor]:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from accel_kernels.device import multiprocessors, programmatic, shared_memory, upcast
-from accel_kernels.gemm.adapters.low_rank_term import COPIES, LowRankArguments
+from accel_kernels.gemm.adapters.low_rank_term import COPIES, LowRankArguments, by_row
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.epilogue_triton import (
     epilogue,
@@ -227,8 +227,7 @@ def fused_linear(x, weight, bias=None, *, norm=None, low_rank=None, shape=None, 
         first = low_rank.down.shape[0] // (1 + gate) if together else 0
         inner = None
         if low_rank is not None and not together:
-            inner = fused_linear(x, low_rank.down, norm=norm)
-            inner = inner if low_rank.rows is None else inner * low_rank.rows
+            inner = by_row(fused_linear(x, low_rank.down, norm=norm), low_rank.rows)
         before, kind = kernel_arguments(norm)
         few = {"maxnreg": 64} if rank and gate and shape.warps == 8 else {}  # as it takes without adapters
         launch(

@@ -7,8 +7,14 @@ import torch
 import torch.nn.functional as F
 
 RANKS = (16, 32, 64, 128)  # columns of B, the last of which may be zeros
+WIDE = (*RANKS, 256, 512, 1024)  # also those that no kernel takes, of products in passes
 MOST_PARTS = 3
 COPIES = 64  # of what programs hand on, so that not all readers wait at one place in memory
+
+
+def by_row(inner: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    """x A^T times what rows keep of it. inner: (..., R). rows: (n, R), each for an nth of the rows of x, or None."""
+    return inner if rows is None else (inner.view(len(rows), -1, inner.shape[-1]) * rows[:, None]).view(inner.shape)
 
 
 class LowRankTerm(NamedTuple):
@@ -16,9 +22,9 @@ class LowRankTerm(NamedTuple):
 
     down: (P * R, K), A of each of P parts of the outputs, one after the other. up: (N, R), B. ends: rows of the weight
     where parts end, P of them. gate_up: (N, R), B of a gate's weight, or None; its A are R more rows of `down`, or with
-    `shared` the only ones. All in the dtype of x, contiguous. R: one of RANKS. A scale is part of B.
-    rows: (rows, P * R), by which x A^T of each row of a batch is multiplied, or None: rows that have adapters of their
-    own have zeros for the others. x is then (rows, ..., K).
+    `shared` the only ones. All in the dtype of x, contiguous. R: one of WIDE. A scale is part of B.
+    rows: (n, P * R), by which x A^T is multiplied, each for an nth of the rows of x, or None: texts or tokens that have
+    adapters of their own have zeros for the others.
     starts: int32 (P + 1,), 0 and `ends`, for kernels of any number of parts; None where there are at most MOST_PARTS.
     step, tagged: int32 (1,) and int64 (COPIES, rows of down), or None. Through these one launch computes both products
     for one row: its programs hand x A^T on, each number beside the step, by which readers know that it is there. So
@@ -41,10 +47,7 @@ class LowRankTerm(NamedTuple):
 
     def inner(self, h: torch.Tensor) -> torch.Tensor:
         """x A^T by itself, by row where rows have adapters of their own. h: x after the norm."""
-        found = F.linear(h, self.down)
-        if self.rows is None:
-            return found
-        return (found.view(len(self.rows), -1, found.shape[-1]) * self.rows[:, None]).view(found.shape)
+        return by_row(F.linear(h, self.down), self.rows)
 
     def parts(self, y: torch.Tensor, inner: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Of a product (..., N): columns of it, of x A^T, and rows of B, a part each."""
@@ -71,7 +74,7 @@ class LowRankTerm(NamedTuple):
             return "adapters of another shape than the weight"
         if (self.gate_up is not None) != gate or (gate and len(self.ends) > 1):
             return "adapters of a gate, or none of it"
-        if self.rows is not None and (x.dim() < 3 or len(self.rows) != len(x)):
+        if self.rows is not None and x.shape[:-1].numel() % len(self.rows):
             return f"adapters of {len(self.rows)} rows beside {tuple(x.shape)}"
         if any(not one.is_contiguous() or one.dtype != x.dtype or one.device != x.device for one in given):
             return "adapters not contiguous, or of another dtype or device than x"

@@ -139,7 +139,7 @@ def public(names):
 
 
 # Keywords that stock or 5.17 has not, all with defaults.
-MORE = {"stop_strings", "tokenizer", "generated", "auto_switch_to_flash"}
+MORE = {"stop_strings", "tokenizer", "generated", "adapter", "auto_switch_to_flash"}
 
 
 def test_no_public_code_of_stocks_is_left(manager):
