@@ -25,6 +25,7 @@ STUDIES = {  # name: module, and a line of what it measures
     "plots": ("plots.draw", "docs/images from benchmarks/results"),
     "ablation": ("models.ablation", "what each mechanism gives, on cases of `accel bench`"),
     "random-calls": ("models.random_calls", "random calls of generate() on tiny models: every token must be stock's"),
+    "adapters-soak": ("models.adapters_soak", "random changes of adapters on tiny models: results must be stock's"),
     "drift": ("models.drift", "errors of logits after thousands of tokens, stock and accel, against float64"),
     "engine-steps": ("models.engine", "Python of one step of the batching engine"),
     "new-sizes": ("models.sizes", "first calls of new sizes, caches cold"),
