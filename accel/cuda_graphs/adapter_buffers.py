@@ -21,7 +21,7 @@ from accel_kernels.gemm.adapters.low_rank_term import COPIES, WIDE, LowRankTerm
 from accel_kernels.warmup import warming_up
 from torch import nn
 
-from accel.cuda_graphs.adapter_group import AdapterGroup, Kind, adapters_of
+from accel.cuda_graphs.adapter_group import AdapterGroup, AdapterParts, Kind, adapters_of
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.libraries.adapters import BASE, BASE_ROW, READ, low_rank_scales, own_parts, row_adapters
 from accel.patching.owner import PartlyCopied
@@ -29,17 +29,6 @@ from accel.quantization.adapters import BUFFERS, TOKENS
 
 TABLE, NAMES = 0, 64  # in place of a number of rows: for each name one, and of how many at least
 SAME = 1e-6  # relative: peft multiplies a scale in a call, and divides it again
-
-
-class AdapterParts:
-    """What a fingerprint of adapters is taken of."""
-
-    def __init__(self, layers: Sequence[nn.Module]):
-        parts = (part for layer in layers for part in own_parts(layer))
-        self.found = [one for one in parts if one._modules or one._parameters or not isinstance(one, nn.ModuleDict)]
-
-    def modules(self) -> Iterator[nn.Module]:
-        return iter(self.found)
 
 
 class AdapterBuffers(PartlyCopied):
@@ -138,9 +127,8 @@ class AdapterBuffers(PartlyCopied):
         return kept if index is None or kept is None else kept.index_select(0, index)
 
     def _content(self, group: AdapterGroup, rows: int, masks: dict[tuple, torch.Tensor]) -> torch.Tensor | None:
-        if rows != TABLE:
-            return group.kept(rows, masks)
-        return group.kept(max(NAMES, 1 << len(self.numbers).bit_length()), masks, [None, *self.numbers])
+        names = [None, *self.numbers] if rows == TABLE else None
+        return group.kept(max(NAMES, 1 << len(self.numbers).bit_length()) if names else rows, masks, names)
 
     def number(self, name: str) -> int:
         """Of an adapter, see `TOKENS`."""

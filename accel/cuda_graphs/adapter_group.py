@@ -12,12 +12,23 @@ from accel_kernels.gemm.adapters.low_rank_term import LowRankTerm
 from accel_kernels.op import FLOATS
 from torch import nn
 
-from accel.libraries.adapters import ANOTHER, BASE, BASE_ROW, DOWN, low_rank_scales, row_adapters
+from accel.libraries.adapters import ANOTHER, BASE, BASE_ROW, DOWN, low_rank_scales, own_parts, row_adapters
 from accel.quantization.adapters import BUFFERS, TOKENS, read_low_rank
 from accel.quantization.product import base, device_and_dtype
 
 ALIGNED = 16  # bytes
 Kind = tuple[bool, torch.dtype, torch.dtype]  # of a copy: whether it is of B, and the dtypes of source and target
+
+
+class AdapterParts:
+    """What a fingerprint of adapters is taken of."""
+
+    def __init__(self, layers: Sequence[nn.Module]):
+        parts = (part for layer in layers for part in own_parts(layer))
+        self.found = [one for one in parts if one._modules or one._parameters or not isinstance(one, nn.ModuleDict)]
+
+    def modules(self) -> Iterator[nn.Module]:
+        return iter(self.found)
 
 
 @dataclass(eq=False)
@@ -63,13 +74,10 @@ class AdapterGroup:
         layers = (layer for layer in self.present if layer is not None and BASE in layer._modules)
         return [scale for layer in layers for scale in (low_rank_scales(layer, whole) or {}).values()]
 
-    def kept(
-        self, rows: int, masks: dict[tuple, torch.Tensor], given: Sequence[str | None] | None = None
-    ) -> torch.Tensor | None:
+    def kept(self, rows: int, masks: dict[tuple, torch.Tensor], given: Sequence | None = None) -> torch.Tensor | None:
         """(rows, P * R): ones where a row has an adapter; None where there are fewer rows than names of theirs.
 
-        masks: those of other groups, by all that they depend on. given: these, None for those that are active, in
-        place of the names that peft has the layers called with.
+        masks: those of other groups, by all that they depend on. given: names for peft's, None for all active ones.
         """
         parts: list[tuple] = []
         for part, (layer, names) in enumerate(zip(self.present, self.names, strict=True)):
@@ -86,8 +94,7 @@ class AdapterGroup:
             for part, named, active, names, sizes in parts:
                 first = part * self.up.shape[1]
                 for name, size in zip(names, sizes, strict=True):
-                    alike = (name, None) if name in active else (name,)
-                    at = [i for i, one in enumerate(named) if one in alike]
+                    at = [i for i, one in enumerate(named) if one == name or (one is None and name in active)]
                     found[at, first : first + size] = 1.0
                     first += size
             masks[key] = found.to(self.down.device)
