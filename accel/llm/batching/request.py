@@ -10,7 +10,7 @@ from typing import Any
 from accel.libraries.batching import GenerationOutput, RequestStatus
 
 # The adapter of each prompt of the `generate_batch` that runs, which stock would not hand on.
-BY_PROMPT: ContextVar[list[str | None] | None] = ContextVar("accel_adapters_by_prompt", default=None)
+BY_PROMPT: ContextVar[Sequence[str | None] | None] = ContextVar("accel_adapters_by_prompt", default=None)
 CUT = "cut after"  # how the error of an answer begins that ended at a limit of the engine, short of what was asked for
 
 
