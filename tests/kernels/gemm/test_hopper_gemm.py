@@ -1,6 +1,7 @@
 """Products of Hopper's warp groups, and how their operands lie."""
 
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ pytest.importorskip("triton")
 from accel_kernels import Norm, Quantized, QuantizedRows, hopper_gemm, linear_geglu
 from accel_kernels.gemm import gluon_triton
 from accel_kernels.gemm.epilogue import Epilogue
-from accel_kernels.gemm.hopper import finish_triton, hopper_gemm_triton
+from accel_kernels.gemm.hopper import finish_triton, hopper_gemm_triton, load_triton
 from accel_kernels.gemm.hopper.finish_triton import FinishArguments
+from accel_kernels.gemm.hopper.hopper_gemm_triton import FUSED, WIDER
 from accel_kernels.gemm.quantized.operands import permuted_activations_triton as permute_activations
 from accel_kernels.gemm.quantized.operands import wgmma_operands_triton as warpgroup_factor
 from accel_kernels.norm.norm import reference
@@ -23,45 +25,61 @@ from support.kernels.warpgroups import Array, Gluon, Pointer, rebuilt
 OPERANDS = SimpleNamespace(primitive_bitwidth=16)
 
 
-def emulate(x, weights, bias, modulation, residual, box, stages, group, programs, at_once=True, seed=0, low=None):
-    """What the kernel gives in float64: with two weights relu(x W^T + b) * (x U^T + b), times 0.5 and modulation.
+class Low(NamedTuple):
+    """Adapters: A, each weight's B, where parts of the outputs end, and whether x A^T is computed beside the weight."""
 
-    box: rows and columns of a tile. low: x A^T of adapters, B of each weight, and where parts of the outputs end.
+    down: np.ndarray
+    ups: list[np.ndarray]
+    ends: tuple[int, int]
+    together: bool
+
+
+def emulate(
+    x, weights, bias, modulation, residual, box, stages, group, programs, at_once=True, seed=0, low=None, extra=0
+):
+    """What the kernel gives in float64: with two weights relu(x W^T + b) * (x U^T + c), times 0.5 and modulation.
+
+    box: rows and columns of a tile; extra: columns beyond.
     """
     machine = Partitions(at_once, OPERANDS, seed)
     names = rebuilt(
-        (gluon_triton, finish_triton, hopper_gemm_triton), gl=machine, tl=machine, mbarrier=machine, tma=machine,
-        start_load=machine.start_load, start_store=machine.start_store, warpgroup_mma=machine.warpgroup_mma,
-        warpgroup_mma_wait=machine.warpgroup_mma_wait, fence_async_shared=lambda: None, all_threads=lambda: None,
-        activate=lambda y, kind: Array(np.maximum(y.data, 0)), RENAMED=True, WIDTH=64, BUFFERS=2, FIRST=0, SECOND=1,
-        STAGES=stages, GROUP=group, WORKER_WARPS=[4, 1], WORKER_REGISTERS=[232, 40],
-        range=lambda *to: map(Array, range(*map(int, to))),
+        (gluon_triton, finish_triton, load_triton, hopper_gemm_triton), gl=machine, tl=machine, mbarrier=machine,
+        tma=machine, start_load=machine.start_load, start_store=machine.start_store,
+        warpgroup_mma=machine.warpgroup_mma, warpgroup_mma_wait=machine.warpgroup_mma_wait,
+        fence_async_shared=lambda: None, all_threads=lambda: None,
+        activate=lambda y, kind: Array(np.maximum(y.data, 0)), RENAMED=True, WIDTH=64, FIRST=0, SECOND=1, GROUP=group,
+        WORKER_WARPS=[4, 1], WORKER_REGISTERS=[232, 40], range=lambda *to: map(Array, range(*map(int, to))),
     )  # fmt: skip
     (m, k), n, gate = x.shape, len(weights[0]), len(weights) == 2
     (height, columns), y = box, np.full((m, n), np.nan)
-    inner, ups, ends = (x, weights, (0, 0)) if low is None else low
+    low, rank = (Low(x, weights, (0, 0), False), 0) if low is None else (low, low.ups[0].shape[1])
+    rows, width = columns // len(weights), rank if low.together else 64
     described = [
         MatrixDescriptor(data, shape, OPERANDS, 2)
         for data, shape in (
             (x, (height, 64)),
-            (weights[0], (columns // len(weights), 64)),
-            (weights[-1], (columns // len(weights), 64)),
+            (weights[0], (rows, 64)),
+            (weights[-1], (rows, 64)),
+            (weights[0], (extra, 64)),
+            (low.down, (rank, 64)),
             (y, (height, 64)),
-            (inner, (height, 64)),
-            (ups[0], (columns // len(weights), 64)),
-            (ups[-1], (columns // len(weights), 64)),
+            (y, (height, extra)),
+            (low.down if not rank or low.together else x @ low.down.T, (height, 64)),
+            (low.ups[0], (rows, width)),
+            (low.ups[-1], (rows, width)),
+            (low.ups[0], (extra, width)),
         )
     ]
     shift, factor, added = (None if one is None else Pointer(one.reshape(-1)) for one in (bias, modulation, residual))
     after = FinishArguments(shift, shift, None, None, None, factor, added, 0.5)
-    machine.programs = min(programs, -(-m // height) * -(-n * len(weights) // columns))
+    machine.programs = min(programs, -(-m // height) * -(-n * len(weights) // (columns + extra)))
     order = list(range(machine.programs))
     for program in reversed(order) if seed else order:
         machine.program = program
         names["hopper_gemm_kernel"](
             *described, after, m, n // 8, k, n // 8, n // 8, 1 if modulation is None else m // len(modulation),
-            *ends, GATE=gate, RANK=0 if low is None else ups[0].shape[1], ACTIVATION="relu" if gate else None,
-            ROUNDED=False, num_warps=4,
+            *low.ends, GATE=gate, RANK=rank, ACTIVATION="relu" if gate else None, ROUNDED=False, EXTRA=extra,
+            TOGETHER=low.together, STAGES=stages, num_warps=4,
         )  # fmt: skip
     return y
 
@@ -93,36 +111,46 @@ def test_emulated(case, at_once):
         assert np.abs(found - wanted).max() < 1e-9 * np.abs(wanted).max()
 
 
-ADAPTED = {  # rows, outputs, inputs, gate, programs, rank, where parts end; and the tile as above
-    "three parts": (200, 328, 136, False, 2, 16, (128, 256), (64, 128), 3, 2),
-    "a rank of two steps": (140, 136, 72, False, 1, 128, (136, 136), (64, 128), 4, 2),
-    "gate": (200, 136, 200, True, 3, 32, (136, 136), (128, 128), 3, 2),
+ADAPTED = {  # rows, outputs, inputs, gate, programs, rank, where parts end; columns beyond, together; and the tile
+    "three parts": (200, 328, 136, False, 2, 16, (128, 256), 0, False, (64, 128), 3, 2),
+    "a rank of two steps": (140, 136, 72, False, 1, 128, (136, 136), 0, False, (64, 128), 4, 2),
+    "gate": (200, 136, 200, True, 3, 32, (136, 136), 0, False, (128, 128), 3, 2),
+    "three parts together": (200, 328, 136, False, 2, 16, (128, 256), 0, True, (64, 128), 3, 2),
+    "gate together": (300, 136, 200, True, 1, 32, (136, 136), 0, True, (128, 128), 3, 2),
+    "wider": (200, 360, 136, False, 2, 64, (160, 320), 32, False, (64, 128), 3, 2),
+    "wider together": (330, 360, 136, False, 1, 16, (160, 320), 32, True, (64, 128), 4, 2),
 }
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["loads at once", "loads late"])
 @pytest.mark.parametrize("case", ADAPTED.values(), ids=list(ADAPTED))
 def test_emulated_adapters(case, at_once):
-    m, n, k, gate, programs, rank, ends, *tile = case
+    m, n, k, gate, programs, rank, ends, extra, together, *tile = case
     random = np.random.default_rng(0)
     x, bias, residual = random.normal(size=(m, k)), random.normal(size=n), random.normal(size=(m, n))
     weights, ups = ([random.normal(size=(n, size)) for _ in range(1 + gate)] for size in (k, rank))
     parts = np.split(np.arange(n), sorted(set(ends) - {n}))
-    inner = random.normal(size=(m, rank * len(parts)))
-    adapted = []
+    down = random.normal(size=(rank * len(parts), k))
+    inner, adapted = x @ down.T, []
     for weight, up in zip(weights, ups, strict=True):
         added = [inner[:, i * rank : (i + 1) * rank] @ up[part].T for i, part in enumerate(parts)]
         adapted.append(x @ weight.T + bias + np.concatenate(added, 1))
     wanted = residual + 0.5 * (np.maximum(adapted[0], 0) * adapted[1] if gate else adapted[0])
-    found = emulate(x, weights, bias, None, residual, *tile, programs, at_once, low=(inner, ups, ends))
+    low = Low(down, ups, ends, together)
+    found = emulate(x, weights, bias, None, residual, *tile, programs, at_once, low=low, extra=extra)
     assert np.abs(found - wanted).max() < 1e-9 * np.abs(wanted).max()
 
 
-def test_the_tile_fits_into_shared_memory():
-    kernel = hopper_gemm_triton
-    ring = kernel.STAGES.value * kernel.STEP * (kernel.HEIGHT + kernel.COLUMNS)
-    pieces = 2 * kernel.BUFFERS.value * kernel.HEIGHT * kernel.WIDTH.value * 2  # of two warpgroups
-    assert 200_000 < ring + pieces + 2048 <= 232448  # barriers, alignment, what the compiler hands to warpgroups
+@pytest.mark.parametrize("rank, extra", [(0, 0), *((rank, extra) for rank in (*FUSED, 64) for extra in (0, WIDER))])
+def test_the_tile_fits_into_shared_memory(rank, extra):
+    kernel, fused = hopper_gemm_triton, rank if rank in FUSED else 0
+    if extra and rank == FUSED[-1]:
+        assert kernel._wider(2048, 1280, (1280,), rank, torch.device("cpu")) == 0
+        return
+    ring = kernel.STAGES[rank > 0] * kernel.STEP * (kernel.HEIGHT + kernel.COLUMNS + extra + fused)
+    pieces = 2 * kernel.HEIGHT * 2 * (extra + kernel.WIDTH.value * (1 if extra else 2))  # of two warpgroups
+    ups = 2 * fused * 2 * (kernel.COLUMNS + extra)
+    assert 190_000 < ring + pieces + ups + 2048 <= 232448  # barriers, alignment, what the compiler hands to warpgroups
 
 
 def test_a_modulation_multiplies_each_part():

@@ -165,7 +165,9 @@ class Partitions(Gluon):
             self.local.stores.pop(0)()
 
     def warpgroup_mma(self, left, right, acc, is_async, use_acc=True):
+        chain = getattr(acc, "chain", object())  # of sums that one product after the other is added to
         acc = Array(acc.data.copy() if use_acc else np.zeros_like(acc.data))
+        acc.chain = chain
         self.local.products.append((acc, left, right))
         return acc
 
@@ -174,8 +176,9 @@ class Partitions(Gluon):
             acc, left, right = self.local.products.pop(0)
             acc.data += left.data @ right.data
             for later, *_ in self.local.products:  # begun from sums that were not there yet
-                later.data += left.data @ right.data
-        return deps[0]
+                if later.chain is acc.chain:
+                    later.data += left.data @ right.data
+        return deps[0] if len(deps) == 1 else deps
 
     def warp_specialize(self, partitions, warps, registers):
         assert len(warps) == len(registers) == len(partitions) - 1

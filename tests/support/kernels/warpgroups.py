@@ -14,7 +14,7 @@ import torch
 class Array:
     """A block of values as Gluon has it: operators broadcast, methods have Gluon's names."""
 
-    dtype = "dtype"
+    dtype, type = "dtype", SimpleNamespace(layout=None)
 
     def __init__(self, data):
         self.data = np.asarray(data)
