@@ -103,7 +103,7 @@ class _Probe:
         return cls(module, width, list(parameters), epsilons) if width and epsilons else None
 
     def _random(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self.generator, device="cpu")
+        return torch.randn(*shape, generator=self.generator, device="cpu", dtype=torch.float32)
 
     def groups(self) -> list[int]:
         """Numbers of groups that the module may mean: one, or what its own numbers say of count or size."""
@@ -170,7 +170,9 @@ def random_twin(
     """A copy of a module, not of what is in it, with random parameters in float32 on the CPU. shapes: if others."""
     twin, held = copy.copy(module), vars(module)["_parameters"]
     random = {
-        name: p if p is None else torch.randn(*shapes.get(name, p.shape), generator=generator, device="cpu")
+        name: p
+        if p is None
+        else torch.randn(*shapes.get(name, p.shape), generator=generator, device="cpu", dtype=torch.float32)
         for name, p in held.items()
     }
     parameters = {name: p if p is None else nn.Parameter(p, requires_grad=False) for name, p in random.items()}

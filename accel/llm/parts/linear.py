@@ -157,7 +157,7 @@ def _multiplies(module: nn.Module) -> bool:
     g = torch.Generator().manual_seed(0)
     probe = random_twin(module, g, {"weight": (3, 5), "bias": (3,)})
     vars(probe).update(in_features=5, out_features=3)
-    x = torch.randn(2, 5, generator=g, device="cpu")
+    x = torch.randn(2, 5, generator=g, device="cpu", dtype=torch.float32)
     wanted, got = F.linear(x, probe.weight, probe.bias), stock_output(probe, x)
     alike = isinstance(got, torch.Tensor) and (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
     return alike and torch.allclose(got, wanted, atol=LINEAR)

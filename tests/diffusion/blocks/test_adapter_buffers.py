@@ -57,6 +57,19 @@ CHANGES = {
 }
 
 
+def test_adapters_are_known_whatever_dtype_is_the_default(tiny):
+    unet = tiny.unet("sd15")
+    put("style")(unet)
+    unet.eval()
+    adapters._adds.cache_clear()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        layers = [one for one in unet.modules() if type(one._modules.get("base_layer")) is torch.nn.Linear]
+        assert layers and all(map(adapters.adapts_plain, layers))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("family", ["sd15", "sdxl"])
 @pytest.mark.share(1)
 def test_a_switch_fills_the_same_buffers(family, tiny):
