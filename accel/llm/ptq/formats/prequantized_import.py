@@ -78,9 +78,10 @@ class PrequantizedImport(QuantizedModulePatch):
         for prequantized in self.found.values():
             quantized = prequantized.read()
             scheme = self._scheme(prequantized, quantized)
-            new = QuantizedLinear(
-                quantized, prequantized.bias, self.dtype, scheme, input_scale=prequantized.input_scale
-            )
+            bias = prequantized.bias
+            if bias is not None and bias.dtype != self.dtype:  # others cast it in their own product
+                bias = nn.Parameter(bias.to(self.dtype), requires_grad=False)
+            new = QuantizedLinear(quantized, bias, self.dtype, scheme, input_scale=prequantized.input_scale)
             self.pairs.append((prequantized, new))
             prequantized.release()
         exchange(self.root, [(prequantized.module, new) for prequantized, new in self.pairs])
