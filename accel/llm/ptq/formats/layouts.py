@@ -86,7 +86,7 @@ class Gptq(PrequantizedLinear):
         if not torch.equal(order, torch.arange(columns, device=words.device) // (columns // groups)):
             uneven = bool((order.diff() >= 0).all())
             return "groups of uneven sizes" if uneven else "act-order: its columns are in an order of their own"
-        return closest(*(cls(module, offset) for offset in (1, 0)), dtype=dtype)  # a version of the format
+        return closest(*(cls(module, offset) for offset in (1, 0)), dtype=dtype)  # of the format's two versions
 
     def __init__(self, module: nn.Module, offset: int):
         super().__init__(module)
