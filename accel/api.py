@@ -178,8 +178,9 @@ def load(
     """The causal language model saved in this folder; quantized layers are loaded as they are stored, never whole.
 
     folder: what `model.save_pretrained` or `accel.quantize(..., out=folder)` wrote, or another one in the layout of
-    compressed-tensors, which need not be installed; of an unquantized model too. dtype: of what is not quantized,
-    "auto" for that of the file. device: None for the CPU. `accel.optimize(model)` then runs it fast.
+    compressed-tensors, which need not be installed; of an unquantized model too, and whatever else transformers loads
+    in the format it has, such as float8 by blocks. dtype: of what is not quantized, "auto" for that of the file.
+    device: None for the CPU. `accel.optimize(model)` then runs it fast.
     A folder that `accel shard --tp N` wrote is loaded by N processes that torchrun starts: each reads its own files
     alone, has what transformers' own tensor parallelism would give it, and takes the device of its number.
     Raises ValueError for files that are missing, damaged or do not fit the configuration or one another. So it does for

@@ -48,7 +48,7 @@ def import_prequantized(model: nn.Module, context: Context) -> StageResult:
         rows = [Row(path, RULE, status, reason) for path, status, reason in found.rows]
         return StageReport(rows, prequantized=bool(found.found or found.forwards))
 
-    return StageResult((found,) if found.found or found.forwards else (), report)
+    return StageResult((found,) if found.found or found.forwards or found.dequantizes else (), report)
 
 
 def round_activations(model: PreTrainedModel, context: Context) -> StageResult:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel.libraries.code import comes_from
 from accel.libraries.hooks import hook_of
 from accel.libraries.models import generates_by_itself, is_causal_lm, is_model, is_pipeline
 from accel.parallel.sharded_layers import fully_sharded
@@ -87,6 +88,9 @@ def stays_stock(model: nn.Module) -> str | None:
     """Why nothing of a model can be replaced; None where some may be."""
     if any(map(fully_sharded, model.modules())):
         return "FSDP divides its weights among processes and puts them together in each call, so nothing is fused"
+    hooks = vars(model)["_forward_pre_hooks"].values()
+    if not is_causal_lm(model) and any(comes_from(hook, "compressed_tensors") for hook in hooks):
+        return "compressed-tensors dequantizes it at its first call: call it, and optimize it again"
     return "its weights are on the meta device, without values" if on_meta(model) else None
 
 

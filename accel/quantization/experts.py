@@ -124,12 +124,14 @@ class QuantizedExperts(nn.Module):
         return f"{self.kind.__name__}, {self.scheme}"
 
 
+WORDS = (torch.int32, torch.uint8)
 OWN = ("kind", "transposed", "scheme", "formats", "shapes")  # attributes that originals do not have
 
 
 def holds_numbers(module: nn.Module) -> bool:
-    """Whether it is a linear or experts in fewer bits, whose buffers are the weight."""
-    return type(module) in (QuantizedLinear, QuantizedExperts)
+    """Whether it is a linear or experts in fewer bits, whose buffers are the weight: ours, or words as of GPTQ."""
+    words = (one for one in module._buffers.values() if one is not None and one.dtype in WORDS)
+    return type(module) in (QuantizedLinear, QuantizedExperts) or any(one.dim() == 2 for one in words)
 
 
 def stock_class(module: nn.Module) -> type[nn.Module]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import BertConfig, BertModel
 from transformers.pipelines import SUPPORTED_TASKS
 
 import accel
@@ -193,6 +194,19 @@ def test_a_model_without_weights_among_others_stays_stock():
     told = {path: reason for path, rule, _, reason in accel.report(pair).sites if rule == "model"}
     assert told == {"encoder": "its weights are on the meta device, without values"} and fast_forwards(pair["writer"])
     accel.restore(pair)
+
+
+def test_an_encoder_that_compressed_tensors_has_yet_to_dequantize_stays_stock_until_then():
+    def hook(module, args):
+        handle.remove()
+
+    hook.__module__ = "compressed_tensors.compressors"
+    model = BertModel(BertConfig(vocab_size=9, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)).eval()
+    handle = model.register_forward_pre_hook(hook)
+    for status in ("skipped", "patched"):
+        told = {row[2] for row in accel.report(accel.optimize(model)).sites}
+        assert told == {status}
+        model(torch.tensor([[0]]))
 
 
 def test_models_that_are_swapped_are_restored_too():

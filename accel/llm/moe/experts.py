@@ -68,7 +68,7 @@ def holds_experts(module: nn.Module) -> bool:
 def _packed(module: nn.Module) -> bool:
     """Whether a module has stacks of matrices that are no tensors, or in numbers of 8 bits or fewer."""
     held = {**vars(module), **module._parameters}.values()
-    stacks = [one for one in held if len(getattr(one, "shape", ())) == 3]
+    stacks = [one for one in held if not isinstance(one, type) and len(getattr(one, "shape", ())) == 3]
     return len(stacks) > 1 and any(getattr(one, "itemsize", 1) == 1 for one in stacks)
 
 

@@ -101,8 +101,7 @@ def resting(model: nn.Module) -> Iterator[None]:
 def _resting(model: nn.Module) -> Iterator[None]:
     modules = list(model.modules())
     attributes = [(vars(module), dict(vars(module))) for module in modules]
-    changing = [module for module in modules if not holds_numbers(module)]  # whose buffers are their weights
-    buffers = [(module._buffers, {n: _copied(b) for n, b in module._buffers.items()}) for module in changing]
+    buffers = [(one._buffers, {n: _copied(b, one) for n, b in one._buffers.items()}) for one in modules]
     try:
         for module in modules:
             module.training = False
@@ -114,14 +113,15 @@ def _resting(model: nn.Module) -> Iterator[None]:
             _put_back(now, before)
         for now, before in buffers:
             for buffer, held in before.values():
-                if buffer is not None and not torch.equal(buffer, held):
+                if buffer is not None and held is not None and not torch.equal(buffer, held):
                     with torch.inference_mode():
                         buffer.copy_(held)
             _put_back(now, {name: buffer for name, (buffer, _) in before.items()})
 
 
-def _copied(buffer: torch.Tensor | None) -> tuple:
-    return buffer, None if buffer is None else buffer.clone()
+def _copied(buffer: torch.Tensor | None, module: nn.Module) -> tuple:
+    """The buffer, and what it holds, unless it is a weight, which may be put into another place but is not changed."""
+    return buffer, None if buffer is None or holds_numbers(module) else buffer.clone()
 
 
 def _put_back(now: dict, before: dict) -> None:

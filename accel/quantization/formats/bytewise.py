@@ -39,8 +39,10 @@ def read_tensor(module: Any) -> StoredWeight | str | None:
         return None
     inside = vars(weight)
     data, scales = inside.get("qdata", inside.get("_data")), inside.get("scale", inside.get("_scale"))
-    if type(data) is not torch.Tensor or type(scales) is not torch.Tensor or data.dtype not in FORMATS:
+    if data is None or scales is None:
         return None
+    if type(data) is not torch.Tensor or type(scales) is not torch.Tensor or data.dtype not in FORMATS:
+        return f"its weight is a {type(weight).__name__}"
     if any(inside.get(name) is not None for name in OF_INPUTS):
         return "it rounds its inputs too"
     rows = scales if scales.dim() == 2 else scales.reshape(1, -1)

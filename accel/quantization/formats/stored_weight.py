@@ -87,17 +87,15 @@ def disagreement(kind: StoredKind) -> str | None:
     bias = None if found.bias is None else found.bias[:PROBED].to(dtype)
     with torch.inference_mode(False), torch.no_grad():
         wanted = F.linear(x, weight.dequantized(dtype), bias)  # by no kernel: in a dry run they give nothing
-        given = type(module).forward(_probe(module), x)[..., :PROBED]
+        given = type(module).forward(probe(module), x)[..., :PROBED]
     apart = relative_rms(given.float(), wanted.float())
     return None if apart < PREQUANTIZED else f"it computes something else than its tensors say ({apart:.0%} off)"
 
 
-def _probe(module: nn.Module) -> nn.Module:
+def probe(module: nn.Module) -> nn.Module:
     """The module in another object, with a bias of its own: some cast it in place when they are called."""
-    probe = type(module).__new__(type(module))
-    vars(probe).update(vars(module))
-    held = dict(module._parameters)
-    if (bias := held.get("bias")) is not None:
-        held["bias"] = nn.Parameter(bias.detach().clone(), requires_grad=False)
-    vars(probe)["_parameters"] = held
-    return probe
+    other = type(module).__new__(type(module))
+    vars(other).update(vars(module), _parameters=dict(module._parameters), _buffers=dict(module._buffers))
+    if (bias := module._parameters.get("bias")) is not None:
+        other._parameters["bias"] = nn.Parameter(bias.detach().clone(), requires_grad=False)
+    return other

@@ -14,7 +14,7 @@ from accel_kernels.gemm.quantized_weight import PER_WORD, Quantized, pack, unpac
 from torch import nn
 
 from accel.llm.ptq.formats import compressed_tensors as compressed
-from accel.llm.ptq.formats.prequantized import UNROUNDED, PrequantizedLinear, disagrees, held_tensors, of_package
+from accel.llm.ptq.formats.prequantized import UNROUNDED, PrequantizedLinear, closest, held_tensors, of_package
 from accel.patching.structure import stock_method
 from accel.quantization.activations import ROW_DTYPES, is_static, weight_dtype_of
 
@@ -86,13 +86,7 @@ class Gptq(PrequantizedLinear):
         if not torch.equal(order, torch.arange(columns, device=words.device) // (columns // groups)):
             uneven = bool((order.diff() >= 0).all())
             return "groups of uneven sizes" if uneven else "act-order: its columns are in an order of their own"
-        reason = None
-        for offset in (1, 0):  # the first and the second version of the format
-            found = cls(module, offset)
-            reason = disagrees(module, found.read(), found.bias, dtype)
-            if reason is None:
-                return found
-        return reason
+        return closest(*(cls(module, offset) for offset in (1, 0)), dtype=dtype)  # of the format's two versions
 
     def __init__(self, module: nn.Module, offset: int):
         super().__init__(module)
@@ -130,8 +124,7 @@ class Awq(PrequantizedLinear):
             return f"{words.shape[1] * WORD / max(1, outputs):g} bits: only 4 are read"
         if words.shape[0] % groups or words.shape[0] % PER_WORD or held["qzeros"].shape != (groups, words.shape[1]):
             return f"{words.shape[0]} inputs in {groups} groups, zero points {tuple(held['qzeros'].shape)}"
-        found = cls(module)
-        return disagrees(module, found.read(), found.bias, dtype) or found
+        return closest(cls(module), dtype=dtype)
 
     def __init__(self, module: nn.Module):
         super().__init__(module)
@@ -171,13 +164,12 @@ class Bitsandbytes8(PrequantizedLinear):
             return None
         if weight.dim() != 2 or weight.shape[1] % PER_WORD or scales.numel() != weight.shape[0]:
             return f"a weight {tuple(weight.shape)} with {scales.numel()} scales"
-        found = cls(module)
         before = [(one, dict(vars(one))) for one in (weight, state)]
-        reason = disagrees(module, found.read(), found.bias, dtype)
+        found = closest(cls(module), dtype=dtype)
         for one, attributes in before:  # a first call moves CB and SCB from the weight to the state
             vars(one).clear()
             vars(one).update(attributes)
-        return reason or found
+        return found
 
     def __init__(self, module: Any):
         super().__init__(module)

@@ -21,6 +21,7 @@ from accel.quantization.module import QuantizedLinear
 from accel.quantization.patch import exchange
 from accel.saved import refuse_pickles, whole
 
+BLOCKS = ("block", "tensor_group")  # strategies
 Parts = Mapping[str, torch.Tensor]  # of a quantized linear, by the last part of their names in a file
 
 
@@ -32,7 +33,7 @@ def load(folder: Path, dtype: str | torch.dtype, device: str | torch.device | No
     config, fields = read_config(folder)
     weight_files(folder)
     given = {"dtype": dtype} | ({} if device is None else {"device_map": device})
-    if fields is None or not is_compressed_tensors(fields):
+    if fields is None or not is_compressed_tensors(fields) or _of_library(fields):
         return whole(AutoModelForCausalLM, folder, config=config, **given).eval()
     linears = quantized_linears(folder)
     quantization = read_quantization(folder, fields, linears)
@@ -45,6 +46,18 @@ def load(folder: Path, dtype: str | torch.dtype, device: str | torch.device | No
 def is_compressed_tensors(fields: Mapping) -> bool:
     """Whether a `quantization_config` is of the layout that is read here."""
     return fields.get("quant_method") == compressed.METHOD
+
+
+def _of_library(fields: Mapping) -> bool:
+    """Whether the package alone reads it: scales by block, numbers of 2 or 3 bits, floats of 4."""
+    groups = fields.get("config_groups")
+    held = (
+        [one.get("weights") for one in groups.values() if isinstance(one, Mapping)]
+        if isinstance(groups, Mapping)
+        else []
+    )
+    said = [(one.get("strategy"), one.get("num_bits"), one.get("type")) for one in held if isinstance(one, Mapping)]
+    return any(way in BLOCKS or bits in (2, 3) or (bits, kind) == (4, "float") for way, bits, kind in said)
 
 
 def read_quantization(folder: Path, fields: Mapping, linears: Mapping[str, Parts]) -> QuantizationConfig:

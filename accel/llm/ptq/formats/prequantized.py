@@ -1,17 +1,20 @@
 """Quantized linears that a model arrived with: those of other libraries, known by the tensors they hold."""
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from accel_kernels import Quantized
 from torch import nn
 
 from accel.comparison import relative_rms
 from accel.errors import reason_of
 from accel.patching.rule import set_data
+from accel.quantization.formats.stored_weight import probe
 from accel.tolerances import PREQUANTIZED
 
+Reading = TypeVar("Reading", bound="PrequantizedLinear")
 PACKAGE = "compressed_tensors."
 PROBED = 64  # outputs that are compared
 UNROUNDED = "activations keep their dtype, and the original layer rounds them: give `activations` to round them too"
@@ -76,18 +79,22 @@ def of_package(function: object) -> bool:
     return getattr(function, "__globals__", {}).get("__name__", "").startswith(PACKAGE)
 
 
-def disagrees(module: nn.Module, quantized: Quantized, bias: torch.Tensor | None, dtype: torch.dtype) -> str | None:
-    """Why the module is not a product with this weight: it is called with small numbers, and compared."""
-    device = quantized.data.device
-    x = torch.randn(4, quantized.shape[1], generator=torch.Generator().manual_seed(0), device="cpu").to(device, dtype)
-    few = quantized.rows(0, PROBED)
-    wanted = x.float() @ few.dequantized(torch.float32).t()
-    if bias is not None:
-        wanted = wanted + bias[:PROBED].float()
+def closest(*readings: Reading, dtype: torch.dtype) -> Reading | str:
+    """The reading of one module that is closest to what it computes, or why none is close: a copy that shares its
+    tensors is called with small numbers. Some modules pack theirs in another way at their first call.
+    """
+    weights, module = [one.read().rows(0, PROBED) for one in readings], readings[0].module
+    device, columns = weights[0].data.device, weights[0].shape[1]
+    x = torch.randn(4, columns, generator=torch.Generator().manual_seed(0), device="cpu").to(device, dtype)
     try:
         with torch.inference_mode(False), torch.no_grad():
-            found = module.forward(x)[..., :PROBED].float()
+            found = probe(module).forward(x)[..., :PROBED].float()
     except Exception as error:  # whatever a forward may raise
         return f"calling it to compare raised {reason_of(error)}"
-    apart = relative_rms(found, wanted)
-    return None if apart < PREQUANTIZED else f"it computes something else than its tensors say ({apart:.0%} off)"
+    bias = held_tensors(module).get("bias")
+    bias = None if bias is None else bias[:PROBED].float()
+    products = (F.linear(x.float(), weight.dequantized(torch.float32), bias) for weight in weights)
+    apart, best = min((relative_rms(found, product), at) for at, product in enumerate(products))
+    if apart < PREQUANTIZED:
+        return readings[best]
+    return f"it computes something else than its tensors say ({apart:.0%} off)"

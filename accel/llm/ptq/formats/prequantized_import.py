@@ -26,8 +26,8 @@ class PrequantizedImport(QuantizedModulePatch):
     """A patch: (arrived, quantized) linears of one model. The numbers are held once, by those that are in place.
 
     rows: (path, status, reason) of every quantized linear that was found. forwards: of linears whose own round their
-    inputs. A hook by which compressed-tensors would dequantize the whole model at its first call is taken off once
-    there is nothing left for it.
+    inputs. A hook by which compressed-tensors would dequantize the whole model at its first call is taken off where
+    all is read; else it runs now, for it cannot once forwards are replaced.
     """
 
     def __init__(self, root: PreTrainedModel, activations: str | None = None):
@@ -52,8 +52,13 @@ class PrequantizedImport(QuantizedModulePatch):
                 self.forwards.append(ForwardPatch(module, StoredExperts(module)))
             elif (held := read_stored(module)) is not None:
                 self._stored(path, module, held)
+        self.hooks = {key: one for key, one in vars(root)["_forward_pre_hooks"].items() if of_package(one)}
+        unread = [reason for _, status, reason in self.rows if status == "skipped"]
+        self.dequantizes = bool(self.hooks) and (bool(unread) or not self.found)
+        if self.dequantizes:
+            self.found, reason = {}, f"its library dequantizes the whole model: {''.join(unread[:1])}"
+            self.rows = [(path, "skipped", reason) for path, *_ in self.rows]
         self.guard = self.guard if self.found else None  # what is read as it lies is saved by its library
-        self.hooks: dict = {}
 
     def _stored(self, path: str, module: nn.Module, held: StoredWeight | str) -> None:
         reason = held if isinstance(held, str) else foreign_forward(module)
@@ -71,6 +76,15 @@ class PrequantizedImport(QuantizedModulePatch):
 
     def repack(self) -> None:
         self.there = True
+        if self.dequantizes:
+            given, self.hooks, self.dequantizes = self.hooks, {}, False
+            try:
+                for hook in given.values():
+                    hook(self.root, ())
+            except Exception as error:  # of tensors that do not fit: so will the model's first call
+                self.rows = [
+                    (path, status, f"{text}, which raised {reason_of(error)}") for path, status, text in self.rows
+                ]
         for forward in self.forwards:
             forward.apply()
         if self.guard is not None:
@@ -78,14 +92,15 @@ class PrequantizedImport(QuantizedModulePatch):
         for prequantized in self.found.values():
             quantized = prequantized.read()
             scheme = self._scheme(prequantized, quantized)
-            new = QuantizedLinear(
-                quantized, prequantized.bias, self.dtype, scheme, input_scale=prequantized.input_scale
-            )
+            bias = prequantized.bias
+            if bias is not None and bias.dtype != self.dtype:  # others cast it in their own product
+                bias = nn.Parameter(bias.to(self.dtype), requires_grad=False)
+            new = QuantizedLinear(quantized, bias, self.dtype, scheme, input_scale=prequantized.input_scale)
             self.pairs.append((prequantized, new))
             prequantized.release()
         exchange(self.root, [(prequantized.module, new) for prequantized, new in self.pairs])
-        if self.found and not any(status == "skipped" for _, status, _ in self.rows):
-            self._take_hooks()
+        hooks = vars(self.root)["_forward_pre_hooks"]
+        self.hooks = {key: hook for key, hook in self.hooks.items() if hooks.pop(key, None) is not None}
 
     def _scheme(self, prequantized: PrequantizedLinear, quantized: Quantized) -> Scheme:
         """Its own, with activations rounded where they are to be and can be: not of the output head."""
@@ -95,12 +110,6 @@ class PrequantizedImport(QuantizedModulePatch):
         fixed = prequantized.input_scale is not None and FIXED.get(activations) == SCALE
         rounding = scheme.rounding(activations, fixed)
         return scheme if isinstance(rounding, str) else rounding
-
-    def _take_hooks(self) -> None:
-        hooks = vars(self.root)["_forward_pre_hooks"]
-        self.hooks = {key: hook for key, hook in hooks.items() if of_package(hook)}
-        for key in self.hooks:
-            del hooks[key]
 
     def apply(self) -> None:
         if self.there:
@@ -132,7 +141,7 @@ class PrequantizedImport(QuantizedModulePatch):
             new.data = new.data.new_empty(0)  # before the next: whoever still holds the layer holds no second copy
         for forward in reversed(self.forwards):
             forward.undo()
-        self.hooks, self.there = {}, False
+        self.there = False
 
 
 def _recognized(module: nn.Module, dtype: torch.dtype) -> PrequantizedLinear | str | None:

@@ -64,6 +64,12 @@ class SaveOverride(InstanceMethod):
             raise ValueError(
                 f"{inside[0]} is inside an adapter; save the adapter by itself, or unload it before the model is saved"
             )
+        ours = tuple(f"{path}." for path in (*held, *mixtures))
+        if ours and (other := [name for name, one in names.items() if _packed(one) and not name.startswith(ours)]):
+            raise ValueError(
+                f"{other[0]} is in the format of another library, and {ours[0]}weight in ours: no folder holds both; "
+                "after accel.restore(model) all is saved as it came"
+            )
         heads = {path for path, module in held.items() if module is model.get_output_embeddings()}
         written, schemes = _written(names, held, heads)
         written |= _stacks(written, mixtures)
@@ -105,6 +111,12 @@ def _quantized(model: PreTrainedModel, names: dict) -> tuple[dict[str, Quantized
         elif type(module) is QuantizedExperts and f"{path}.{next(iter(module.formats))}_scales" in names:
             mixtures[path] = module
     return linears, mixtures
+
+
+def _packed(tensor: torch.Tensor) -> bool:
+    """Whether it is a weight, or a part of one, in a format that a plain model has no place for."""
+    numbers = tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool
+    return numbers or (tensor.dtype == torch.int32 and tensor.dim() > 1) or hasattr(tensor, "__tensor_flatten__")
 
 
 def _stacks(written: dict[str, torch.Tensor], mixtures: dict[str, QuantizedExperts]) -> dict[str, torch.Tensor]:

@@ -309,3 +309,21 @@ def test_json_that_is_nested_deeply_is_named(file, saved):
     (folder / file).write_text('{"a":' * 100_000)
     with pytest.raises(ValueError, match=str(folder)):
         accel.load(folder)
+
+
+def test_what_its_package_alone_reads_is_loaded_by_it(saved):
+    pytest.importorskip("compressed_tensors")
+    _, folder = saved(scheme="fp8")
+    said = json.loads((folder / "config.json").read_text())
+    for group in said["quantization_config"]["config_groups"].values():
+        group["weights"] |= {"strategy": "block", "block_structure": [16, 16]}
+    (folder / "config.json").write_text(json.dumps(said))
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("weight_scale")]:
+        n, k = tensors[name.removesuffix("_scale")].shape
+        tensors[name] = torch.rand(n // 16, k // 16, generator=torch.manual_seed(n + k)) / 448
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    model, stock = accel.load(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.float8_e4m3fn
+    same(generate(accel.optimize(model), *padded()), generate(stock, *padded()))
+    ran_fast(model)

@@ -109,7 +109,7 @@ def test_numbers_are_never_held_twice(kind, activations, folders):
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-biases"])
-@pytest.mark.parametrize("kind", [*KINDS, "gptq-symmetric", "gptq-8"])
+@pytest.mark.parametrize("kind", [*KINDS, "gptq-symmetric", "gptq-8", "gptq-8-v2", "gptq-packs"])
 @pytest.mark.share(3)
 def test_other_layouts_are_repacked(kind, name):
     model, twin = prequantized(kind, name)
@@ -274,7 +274,7 @@ def test_layers_are_fused_around_what_is_left():
     wanted = logits(model)
     accel.optimize(model)
     assert not held_by(model) and {status for status, _ in sites(model).values()} == {"skipped"}
-    assert {row[2] for row in accel.report(model).sites if row[1] == "decoder layer"} == {"patched"}
+    assert {row[2:] for row in accel.report(model).sites if row[1] == "decoder layer"} == {("patched", "")}
     same(logits(model), wanted)
 
 
@@ -289,7 +289,7 @@ def test_four_bits_that_cannot_be_read_are_left_alone():
 
 
 @pytest.mark.parametrize("damage", ["scales", "shape", "bits", "order"])
-def test_compressed_tensors_that_do_not_fit_are_left_alone(damage, folders):
+def test_compressed_tensors_that_do_not_fit_are_left_to_their_library(damage, folders):
     model = compressed(folders("llama-biases", "int4-g32"))
     module = model.model.layers[0].mlp.down_proj
     if damage == "scales":
@@ -301,9 +301,28 @@ def test_compressed_tensors_that_do_not_fit_are_left_alone(damage, folders):
     else:
         module.register_buffer("weight_g_idx", torch.arange(96))
     accel.optimize(model)
-    assert model.model.layers[0].mlp.down_proj is module and len(held_by(model)) == 13
-    assert sites(model)["model.layers.0.mlp.down_proj"][0] == "skipped"
-    assert len(model._forward_pre_hooks) == 1  # there is something left to dequantize
+    assert model.model.layers[0].mlp.down_proj is module and not held_by(model)
+    status, reason = sites(model)["model.layers.0.mlp.down_proj"]
+    assert status == "skipped" and ("raised" in reason) == (damage in ("scales", "bits")) == bool(
+        model._forward_pre_hooks
+    )
+
+
+def test_compressed_tensors_of_another_layout_are_dequantized_as_by_a_first_call(folders):
+    ours, stock = compressed(folders("llama-biases", "fp8")), compressed(folders("llama-biases", "fp8"))
+    for module in (*ours.modules(), *stock.modules()):
+        if hasattr(module, "weight_scale"):
+            module.quantization_scheme.weights.strategy = "block"
+            module.quantization_scheme.weights.block_structure = [16, 16]
+            scales = torch.rand(*(size // 16 for size in module.weight.shape), generator=torch.manual_seed(1)) / 448
+            module.weight_scale = nn.Parameter(scales, requires_grad=False)
+    accel.optimize(ours)
+    ids, mask = padded()
+    same(generate(ours, ids, mask), generate(stock, ids, mask))
+    ran_fast(ours)
+    assert {status for status, _ in sites(ours).values()} == {"skipped"}
+    accel.restore(ours)
+    assert torch.equal(logits(ours)["logits"], logits(stock)["logits"])
 
 
 def test_dequantized_by_a_call_before(folders):

@@ -15,7 +15,7 @@ from accel.quantization.rounding import round_to_nearest
 from accel.quantization.scheme import Scheme
 from support.llm.families import every, make, padded, prompt
 from support.llm.outputs import generate, same
-from support.llm.prequantized.models import GptqLinear
+from support.llm.prequantized.models import GptqLinear, prequantized
 from support.llm.quantized import HEADS, held_by, logits, optimized, rounded, sites
 
 pytest.importorskip("compressed_tensors")
@@ -238,6 +238,18 @@ def test_a_folder_whose_configuration_ties_what_it_quantizes(tmp_path):
     loaded = accel.load(tmp_path)
     assert loaded.get_output_embeddings() in held_by(loaded) and loaded.config.tie_word_embeddings is False
     same(logits(loaded), logits(rounded(stock, ours)), 0)
+
+
+def test_no_folder_holds_two_formats(tmp_path):
+    model, _ = prequantized("gptq")
+    module = model.model.layers[1].mlp.up_proj
+    module.g_idx = module.g_idx.flip(0).contiguous()
+    accel.optimize(model)
+    with pytest.raises(
+        ValueError, match=r"1\.mlp\.up_proj\.qweight is in the format of another library.*accel.restore"
+    ):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_head_of_another_library():

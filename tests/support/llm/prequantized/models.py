@@ -46,11 +46,24 @@ class GptqLinear(nn.Module):
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
 
     def forward(self, x):
-        numbers, zeros = nibbles(self.qweight, self.bits), nibbles(self.qzeros.t(), self.bits).t() + self.offset
+        words = self.qweight.view(torch.int32)
+        numbers, zeros = nibbles(words, self.bits), nibbles(self.qzeros.t(), self.bits).t() + self.offset
         index = self.g_idx.long()
         weight = (numbers - zeros[index]).float() * self.scales[index].float()
         out = x @ weight.to(x.dtype)
         return out if self.bias is None else out + self.bias
+
+
+class PackingLinear(GptqLinear):
+    """As gptqmodel's for CPUs: packs its words in another way at its first call, and has its bias in half precision."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.bias = None if self.bias is None else self.bias.half()
+
+    def forward(self, x):
+        self.qweight = self.qweight.view(torch.uint8)
+        return super().forward(x)
 
 
 class AwqLinear(nn.Module):
@@ -90,7 +103,9 @@ def prequantized(kind: str, name: str = "llama-biases", dtype=torch.float32, **c
             if type(linear) is nn.Linear:
                 made, values = MAKERS[kind](linear)
                 layer.set_submodule(where, made)
-                twin.get_submodule(f"{path}.{where}").weight.data = values.to(dtype)
+                plain = twin.get_submodule(f"{path}.{where}")
+                plain.weight.data = values.to(dtype)
+                plain.bias = None if plain.bias is None else nn.Parameter(made.bias.detach().to(dtype), False)
     return model, twin
 
 
@@ -121,6 +136,8 @@ MAKERS = {
     "gptq-v2": lambda linear: four_bits(GptqLinear, linear, offset=0),
     "gptq-symmetric": lambda linear: four_bits(GptqLinear, linear, symmetric=True),
     "gptq-8": lambda linear: four_bits(GptqLinear, linear, kind="int8", bits=8),
+    "gptq-8-v2": lambda linear: four_bits(GptqLinear, linear, kind="int8", bits=8, offset=0),
+    "gptq-packs": lambda linear: four_bits(PackingLinear, linear),
     "awq": lambda linear: four_bits(AwqLinear, linear),
     "bitsandbytes": eight_bits,
 }
