@@ -28,6 +28,7 @@ from accel.parallel.sequences import sequence_ranks, uncapturable
 from accel.patching.fast_forward import FastForward, as_written
 from accel.patching.rule import Context, Match, Site, Skip
 from accel.patching.structure import foreign, foreign_hooks, foreign_processor, stock_method
+from accel.quantization.formats.stored_forward import StoredForward
 
 PROMPT = "encoder_hidden_states"
 MOST_TURNS = 64  # shapes without a graph that are remembered; the oldest is forgotten
@@ -190,7 +191,8 @@ def obstacle(root: nn.Module, stored: bool = False) -> str | None:
         if module is not root and foreign_hooks(module) and row_adapters(module) is None:
             return f"forward hooks on {where} would not run"
         forward = attributes.get(BENEATH) if placed else beneath(module)
-        ours = isinstance(forward, FastForward) or stock_method(module, forward) or by_transformers(forward)
+        ours = isinstance(forward, FastForward | StoredForward)
+        ours = ours or stock_method(module, forward) or by_transformers(forward)
         if forward is not None and not ours:
             return f"{where} has a replaced forward that may keep state"
         reason = foreign_processor(module)

@@ -229,12 +229,10 @@ def fused_linear(x, weight, bias=None, *, norm=None, low_rank=None, shape=None, 
         if low_rank is not None and not together:
             inner = by_row(fused_linear(x, low_rank.down, norm=norm), low_rank.rows)
         before, kind = kernel_arguments(norm)
-        few = {"maxnreg": 64} if rank and gate and shape.warps == 8 else {}  # as it takes without adapters
         launch(
             gemv_kernel, (first + cdiv(n, shape.rows), rows), x, weight, up, before, epilogue.arguments,
             LowRankArguments.of(low_rank, inner), y, n, K=k, NORM=kind, **epilogue.flags, RANK=rank, FIRST=first,
             COPIES=COPIES, BLOCK_N=shape.rows, BLOCK_K=shape.columns, num_warps=shape.warps, **programmatic(x.device),
-            **few,
         )  # fmt: skip
         return y
     shape = shape or skinny_shape(rows, n, k, gate, norm is not None, x.device)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import accel
+from accel.cuda_graphs.rule import obstacle
 from accel.quantization.formats.stored import StoredWeight
 from accel.quantization.formats.stored_weight import read_stored, stored_weight
 from support.bits import float8
@@ -119,6 +120,7 @@ def test_language_models(there, request):
     accel.optimize(model)
     same(generate(model, ids, mask), generate(truth, ids, mask))
     ran_fast(model)
+    assert obstacle(model) is None  # it is captured on a GPU
     rows = [row[3] for row in accel.report(model).sites if row[1] == "weights"]
     assert rows and all("read as it came; its inputs keep their dtype" in reason for reason in rows)
     same(generate(copy.deepcopy(model), ids, mask), generate(truth, ids, mask))
