@@ -89,21 +89,24 @@ def save_ablations(folder: Path, path: Path) -> bool:
     return save_panels([(draw_ablation, result) for result in found], path, 1, (9, 2.9))
 
 
-def draw_adapters(result: dict, axes) -> None:
+def draw_adapters(found: list[tuple[str, dict]], axes) -> None:
     """A bar a number of adapters and rank: the time of a call as a multiple of that without any."""
-    rows = [(row["name"], key, one) for row in result["rows"] for key, one in row.get("variants", {}).items()]
-    shown = [(f"{name}, {key}", one) for name, key, one in rows if "plain" not in key]
-    for place, (_, one) in enumerate(shown):
+    for place, (_, one) in enumerate(found):
         axes.barh(place, one["ratio"], BAR, color=COLORS["accel"])
         axes.text(
             one["ratio"] + 0.01, place, f"{one['ratio']:.2f}   {one['median_ms']:.1f} ms", va="center", fontsize=9
         )
-    as_bars(axes, [label for label, _ in shown], 1.3 * max(one["ratio"] for _, one in shown))
+    as_bars(axes, [label for label, _ in found], 1.2 * max(one["ratio"] for _, one in found))
     axes.axvline(1, color="black", linewidth=1)
-    gpu, commit = result["machine"]["gpu"], result["commit"][:8]
-    axes.set_title(f"With LoRAs that are not merged, without them 1 ({gpu}, {commit})", loc="left", fontsize=10)
+    axes.set_title("A call with LoRAs that are not merged; 1 is the same without", loc="left", fontsize=10)
 
 
 def save_adapters(folder: Path, path: Path) -> bool:
-    found = results(folder, "*-adapters.json").values()
-    return save_panels([(draw_adapters, result) for result in found], path, 1, (9, 3.2))
+    found = []
+    for result in results(folder, "*-adapters.json").values():
+        where = f"{result['machine']['gpu'].split(' ')[1]}, {result['commit'][:8]}"
+        for row in result["rows"]:
+            variants = ((key, one) for key, one in row.get("variants", {}).items() if "plain" not in key)
+            found += [(f"{row['name']}, {key} ({where})", one) for key, one in variants]
+    found.sort(key=lambda pair: pair[0])
+    return bool(found) and save_panels([(draw_adapters, found)], path, 1, (9, 0.4 * len(found) + 0.6))

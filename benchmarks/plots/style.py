@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -74,7 +75,7 @@ def grouped(axes, place: int, present: list[str], values: list[float], texts: li
 
 
 def save_panels(
-    panels: list[tuple[Callable, dict]], path: Path, columns: int, size: tuple[float, float], title: str = ""
+    panels: list[tuple[Callable, Any]], path: Path, columns: int, size: tuple[float, float], title: str = ""
 ) -> bool:
     """Draws a panel by each function of (result, axes), rows of so many; whether there was something to draw."""
     if not panels:
