@@ -54,7 +54,7 @@ def store_rows(y, other, row, n_idx, n_mask, m_idx, m_mask, n, weight, up, after
 
 
 @triton.jit
-def loaded(place, mask, EVEN: tl.constexpr, POLICY: tl.constexpr = ""):
+def loaded(place, mask, EVEN: tl.constexpr, POLICY: tl.constexpr):
     """What is at these places, 0 where nothing is. EVEN: there is something everywhere."""
     if EVEN:
         return tl.load(place, eviction_policy=POLICY)

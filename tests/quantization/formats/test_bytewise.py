@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from accel_kernels import block_linear
+from accel_kernels.gemm.blocks.bytewise import quantized_of
 from torch import nn
 
 import accel
@@ -38,6 +40,21 @@ def test_its_values_are_the_librarys_to_the_bit(options):
     assert held.data.data_ptr() == linear.weight.data_ptr() and held.format.name == "fp8"
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert torch.equal(held.dequantized(dtype), dequantized(linear, dtype))
+
+
+@pytest.mark.parametrize("options", BLOCKS)
+def test_on_a_gpu_kernels_of_our_own_float8_read_them(options):
+    held = stored_weight(float8(nn.Linear(256, 150), **options)).weight
+    ours, x = quantized_of(held), torch.randn(3, 256)
+    assert ours.data.data_ptr() == held.data.data_ptr()
+    for dtype in (torch.float32, torch.bfloat16):
+        wide = held.dequantized(dtype)
+        assert torch.equal(ours.dequantized(dtype), wide)
+        found = block_linear.instead(x.to(dtype), held, up=held, activation="silu")
+        y = F.linear(x.to(dtype), wide)
+        torch.testing.assert_close(found, F.silu(y) * y)
+    if options.get("block", 0) is not None:
+        assert quantized_of(stored_weight(float8(nn.Linear(288, 150))).weight) is None  # the last group is smaller
 
 
 @pytest.mark.parametrize("what", ["columns", "scales", "meta", "turned"])

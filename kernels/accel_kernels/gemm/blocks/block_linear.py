@@ -7,11 +7,12 @@ import torch
 
 from accel_kernels.device import interpreted, is_hopper
 from accel_kernels.gemm.blocks.block_weight import block_reason
-from accel_kernels.gemm.blocks.bytewise import Bytewise
+from accel_kernels.gemm.blocks.bytewise import Bytewise, quantized_of
 from accel_kernels.gemm.blocks.dequantize_blocks import bytewise_case, codebook_case, dequantize_blocks, ggml_case
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.fused_linear import in_passes as full_in_passes
 from accel_kernels.gemm.quantized.quantized_linear import quantized_linear
+from accel_kernels.gemm.quantized_weight import MOST_QUANTIZED_ROWS
 from accel_kernels.norm.norm import norm_reason, norm_weights
 from accel_kernels.op import dtype_reason, make_op
 from accel_kernels.product_cases import product_case
@@ -25,7 +26,13 @@ def reference(x, weight, bias=None, *, norm=None, **after):
 
 
 def in_passes(x, weight, bias=None, *, norm=None, up=None, **after):
-    """The same with cuBLAS's products of weights written out for this one call."""
+    """The same by the kernels of our own formats, where bytes are numbers of one; else with cuBLAS's products of
+    weights written out for this one call.
+    """
+    if x.dtype != torch.float32 and x.numel() <= MOST_QUANTIZED_ROWS * x.shape[-1]:
+        ours = [quantized_of(one) for one in (weight, up) if one is not None]
+        if all(one is not None for one in ours):
+            return quantized_linear(x, ours[0], bias, norm=norm, **({} if up is None else {"up": ours[1]}), **after)
     wide = None if up is None else dequantize_blocks(up, x.dtype)
     return full_in_passes(x, dequantize_blocks(weight, x.dtype), bias, norm=norm, up=wide, **after)
 

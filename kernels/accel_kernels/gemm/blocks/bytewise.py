@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from accel_kernels.gemm.blocks.block_weight import BlockFormat, BlockWeight
+from accel_kernels.gemm.quantized_weight import Quantized
 
 PIECE = 32  # numbers that a thread reads at a time
 ALL = 31  # the logarithm of more rows, or pieces, than there are
@@ -60,6 +61,29 @@ def unpack_bytewise(weight: BlockWeight, data: torch.Tensor) -> torch.Tensor:
     if side.zeros is not None:
         numbers = numbers - side.of_pieces(side.zeros, len(numbers))
     return (numbers * side.of_pieces(side.scales, len(numbers))).reshape(data.shape)
+
+
+def quantized_of(weight: BlockWeight) -> Quantized | None:
+    """The same numbers with scales by row and group of columns, written out for this one use; None where groups are not
+    of one size, or these are no numbers of 8 bits.
+    """
+    if not isinstance(weight.side, Bytewise):
+        return None
+    side, (rows, columns) = weight.side, weight.shape
+    if side.wide != ALL and columns % (PIECE << side.wide):
+        return None
+    beside: list[torch.Tensor | None] = []
+    for one in (side.scales, side.zeros):
+        if one is not None:
+            one = one.view(torch.float8_e8m0fnu).float() if one.dtype == torch.uint8 else one
+            one = one.reshape(-1, side.across)
+            tall = rows if side.tall == ALL else 1 << side.tall
+            one = (
+                one if tall == 1 else one.repeat_interleave(tall, 0, output_size=len(one) * tall)[:rows]
+            ).contiguous()
+        beside.append(one)
+    kind = torch.float8_e4m3fn if weight.format.name == "fp8" else torch.int8
+    return Quantized.of(weight.data.view(kind).view(rows, columns), *beside)
 
 
 def unpack_bfloat16(weight: BlockWeight, data: torch.Tensor) -> torch.Tensor:

@@ -63,14 +63,14 @@ def quantized_many_rows_kernel(
         at, word = start + k_idx, start // PER + w_idx
         inside = word < WORDS
         x_place, w_place = x_ptr + x_row[None, :] * K + at[:, None], row[:, None] * WORDS + word[None, :]
-        x = loaded(x_place, (at < K)[:, None], EVEN)
-        w = loaded(weight.words + w_place, inside[None, :], EVEN)
+        x = loaded(x_place, (at < K)[:, None], EVEN, "")
+        w = loaded(weight.words + w_place, inside[None, :], EVEN, "")
         if UPCAST:
             x = x.to(tl.float32)
         left = _left(weight, row, word, inside, w, FORMAT, DTYPE, GROUPS, WORDS, PER, UNPACK_MODE, UPCAST)
         acc = tl.dot(left, x, acc, input_precision="ieee")
         if GATE:
-            u = loaded(up.words + w_place, inside[None, :], EVEN)
+            u = loaded(up.words + w_place, inside[None, :], EVEN, "")
             left = _left(up, row, word, inside, u, FORMAT, DTYPE, GROUPS, WORDS, PER, UNPACK_MODE, UPCAST)
             acc_u = tl.dot(left, x, acc_u, input_precision="ieee")
     store_rows(acc, acc_u, row, n_idx, n_mask, m_idx, m_mask, n, weight, up, after, y_ptr, GROUPS > 1, GATE, ACTIVATION)

@@ -163,6 +163,9 @@ CASES = (
     _case("fp8-rows-64", 64, 128, 50, FP8, residual=True, small=True),
     _case("fp8", 1, 88, 33, FP8, norm="rms", residual=True, small=True),
     _case("fp8-gate", 1, 64, 37, FP8, gate=True, bias=True, activation="gelu", small=True),
+    _case("fp8-128-gate", 1, 512, 35, FP8, 128, norm="rms", gate=True, activation="silu", small=True),
+    _case("fp8-rows-5-128", 5, 256, 37, FP8, 128, norm="rms", residual=True, small=True),
+    _case("fp8-rows-66-128", 66, 256, 35, FP8, 128, bias=True, small=True),
     _case("fp8-rows-9", 9, 96, 35, FP8, norm="layer", gate=True, activation="silu", small=True),
     *(
         _case(f"llama-{name}-{label}-{rows}", rows, k, n, kind, group, **more)
