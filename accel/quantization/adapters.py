@@ -108,16 +108,15 @@ def _adds(form: Form) -> bool:
     layer: Any = form.layer()
     g = torch.Generator().manual_seed(0)
 
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=g, device="cpu", dtype=torch.float32)
+
     def linear(inputs: int, outputs: int) -> nn.Linear:
         made = nn.Linear(inputs, outputs, bias=False, device="cpu", dtype=torch.float32).requires_grad_(False)
-        made.weight.copy_(torch.randn(outputs, inputs, generator=g, device="cpu", dtype=torch.float32))
+        made.weight.copy_(rand(outputs, inputs))
         return made
 
-    base, x, names = (
-        linear(5, 3),
-        torch.randn(2, 5, generator=g, device="cpu", dtype=torch.float32),
-        list(layer._modules[DOWN]),
-    )
+    base, x, names = linear(5, 3), rand(2, 5), list(layer._modules[DOWN])
     downs, ups = ({name: linear(*sizes) for name in names} for sizes in ((5, 2), (2, 3)))
     scales = low_rank_scales(layer) or {}
     try:

@@ -13,17 +13,17 @@ from accel_kernels.op import contiguous_reason, dtype_reason, make_op, random_ca
 PROGRAMS = 65535  # of a launch, along the parts
 
 
-def reference(x, term, bias=None, residual=None):
-    """residual + b + (x A^T) B^T (Hu et al., "LoRA", 2021). x: (..., K); term: a `LowRankTerm` without a gate; bias:
-    (N,); residual: (..., N). Returns (..., N).
+def reference(x, term, bias=None):
+    """b + (x A^T) B^T (Hu et al., "LoRA", 2021). x: (..., K); term: a `LowRankTerm` without a gate; bias: (N,).
+
+    Returns (..., N).
     """
     parts = zip((0, *term.ends), term.ends, term.inner(x).split(term.rank, dim=-1), strict=False)
     y = torch.cat([F.linear(inner, term.up[start:end]) for start, end, inner in parts], -1)
-    y = y if bias is None else y + bias
-    return y if residual is None else residual + y
+    return y if bias is None else y + bias
 
 
-def supports(x, term, bias=None, residual=None) -> str | None:
+def supports(x, term, bias=None) -> str | None:
     n, k = len(term.up), x.shape[-1]
     if x.numel() == 0:
         return "empty"
@@ -31,21 +31,20 @@ def supports(x, term, bias=None, residual=None) -> str | None:
         return "float32, which cuBLAS adds up with less error"
     if k % 8:
         return f"{k} inputs, not a multiple of 8"
-    if (reason := term.reason(x, (n, k), False, PROGRAMS) or contiguous_reason(x=x, residual=residual)) is not None:
+    if (reason := term.reason(x, (n, k), False, PROGRAMS) or contiguous_reason(x=x)) is not None:
         return reason
-    if (bias is not None and bias.shape != (n,)) or (residual is not None and residual.shape != (*x.shape[:-1], n)):
-        return "a bias or a residual of another shape than the result"
-    return dtype_reason(x, bias, residual)
+    if bias is not None and bias.shape != (n,):
+        return f"a bias {tuple(bias.shape)} for {n} outputs"
+    return dtype_reason(x, bias)
 
 
 @random_cases
-def _case(rand, *shape, ends, rank=16, bias=True, residual=True, by_row=False):
+def _case(rand, *shape, ends, rank=16, bias=True, by_row=False):
     k, n = shape[-1], ends[-1]
     down, up = rand(len(ends) * rank, k, spread=k**-0.5), rand(n, rank, spread=rank**-0.5)
     rows = rand(shape[0], len(down)).gt(0).to(rand.dtype) if by_row else None
     term = LowRankTerm(down, up, ends, rows=rows, starts=part_starts(ends, rand.device))
-    added = rand(n) if bias else None, rand(*shape[:-1], n) if residual else None
-    return (rand(*shape), term, *added), {}
+    return (rand(*shape), term, rand(n) if bias else None), {}
 
 
 def part_starts(ends: tuple[int, ...], device: torch.device) -> torch.Tensor:
@@ -55,11 +54,11 @@ def part_starts(ends: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 CASES = (
     _case("odd", 37, 72, ends=(136,), small=True),
-    _case("by-row", 2, 9, 48, ends=(8, 40, 48), rank=32, by_row=True, bias=False, residual=False, small=True),
-    _case("many-parts", 1, 5, 40, ends=(16, 48, 64, 65, 100), residual=False, small=True),
+    _case("by-row", 2, 9, 48, ends=(8, 40, 48), rank=32, by_row=True, bias=False, small=True),
+    _case("many-parts", 1, 5, 40, ends=(16, 48, 64, 65, 100), small=True),
     _case("sdxl-out", 2, 1024, 1280, ends=(1280,)),
     _case("sdxl-down", 2, 1024, 5120, ends=(1280,), rank=64),
-    _case("sdxl-prompt", 2, 77, 2048, ends=tuple(range(640, 640 * 21, 640)), residual=False),
+    _case("sdxl-prompt", 2, 77, 2048, ends=tuple(range(640, 640 * 21, 640))),
 )
 
 low_rank_addend = make_op("low_rank_addend", reference, supports, CASES)

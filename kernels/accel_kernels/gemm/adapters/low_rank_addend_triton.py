@@ -24,7 +24,7 @@ class Shape(NamedTuple):
 
 @triton.jit
 def low_rank_addend_kernel(
-    x_ptr, down_ptr, up_ptr, starts_ptr, rows_ptr, bias_ptr, residual_ptr, y_ptr, m, n, alike, K: tl.constexpr,
+    x_ptr, down_ptr, up_ptr, starts_ptr, rows_ptr, bias_ptr, y_ptr, m, n, alike, K: tl.constexpr,
     RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """alike: rows of x to a row of rows_ptr."""
@@ -61,12 +61,10 @@ def low_rank_addend_kernel(
         if bias_ptr is not None:
             y += tl.load(bias_ptr + n_idx, mask=n_mask, other=0.0).to(tl.float32)[None, :]
         place, mask = m_idx.to(tl.int64)[:, None] * n + n_idx[None, :], m_mask[:, None] & n_mask[None, :]
-        if residual_ptr is not None:
-            y += tl.load(residual_ptr + place, mask=mask, other=0.0).to(tl.float32)
         tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def low_rank_addend(x, term, bias=None, residual=None, *, shape=None):
+def low_rank_addend(x, term, bias=None, *, shape=None):
     """Same arguments and result as the reference. shape: a Shape, else chosen by size."""
     k, n = x.shape[-1], len(term.up)
     rows = x.numel() // k
@@ -75,7 +73,7 @@ def low_rank_addend(x, term, bias=None, residual=None, *, shape=None):
     starts = part_starts(term.ends, x.device) if term.starts is None else term.starts
     launch(
         low_rank_addend_kernel, (cdiv(rows, shape.rows), len(term.ends)), x, term.down, term.up, starts, term.rows,
-        bias, residual, y, rows, n, 1 if term.rows is None else rows // len(term.rows), K=k, RANK=term.rank,
+        bias, y, rows, n, 1 if term.rows is None else rows // len(term.rows), K=k, RANK=term.rank,
         BLOCK_M=shape.rows, BLOCK_K=shape.inputs, BLOCK_N=shape.outputs, UPCAST=upcast(x.dtype),
         num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip

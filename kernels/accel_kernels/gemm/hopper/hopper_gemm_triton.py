@@ -64,28 +64,21 @@ def _step(x, weights, sums, slot, EXTRA: gl.constexpr, TOGETHER: gl.constexpr):
         beyond = warpgroup_mma(x, weights[1].index(slot).permute((1, 0)), beyond, is_async=True)
     if TOGETHER:
         inner = warpgroup_mma(x, weights[2].index(slot).permute((1, 0)), inner, is_async=True)
-    if EXTRA > 0 and TOGETHER:
-        acc, beyond, inner = warpgroup_mma_wait(3, deps=(acc, beyond, inner))
-    elif EXTRA > 0:
-        acc, beyond = warpgroup_mma_wait(2, deps=(acc, beyond))
-    elif TOGETHER:
-        acc, inner = warpgroup_mma_wait(2, deps=(acc, inner))
-    else:
-        acc = warpgroup_mma_wait(1, deps=(acc,))
-    return acc, beyond, inner
+    return _done((acc, beyond, inner), 1, EXTRA, TOGETHER)
 
 
 @gluon.jit
-def _done(sums, EXTRA: gl.constexpr, TOGETHER: gl.constexpr):
+def _done(sums, STEPS: gl.constexpr, EXTRA: gl.constexpr, TOGETHER: gl.constexpr):
+    """The sums, once products of at most so many steps are under way."""
     acc, beyond, inner = sums
     if EXTRA > 0 and TOGETHER:
-        acc, beyond, inner = warpgroup_mma_wait(0, deps=(acc, beyond, inner))
+        acc, beyond, inner = warpgroup_mma_wait(3 * STEPS, deps=(acc, beyond, inner))
     elif EXTRA > 0:
-        acc, beyond = warpgroup_mma_wait(0, deps=(acc, beyond))
+        acc, beyond = warpgroup_mma_wait(2 * STEPS, deps=(acc, beyond))
     elif TOGETHER:
-        acc, inner = warpgroup_mma_wait(0, deps=(acc, inner))
+        acc, inner = warpgroup_mma_wait(2 * STEPS, deps=(acc, inner))
     else:
-        acc = warpgroup_mma_wait(0, deps=(acc,))
+        acc = warpgroup_mma_wait(STEPS, deps=(acc,))
     return acc, beyond, inner
 
 
@@ -156,13 +149,13 @@ def _multiply(y_descs, rings, ready, free, out, after, sizes, places, GATE: gl.c
                 slot = gl.to_tensor(0)
                 phase = 1 - phase
         mbarrier.arrive(free[1].index(1 - MINE))
-        acc, beyond, inner = _done((acc, beyond, inner), EXTRA, TOGETHER)
+        acc, beyond, inner = _done((acc, beyond, inner), 0, EXTRA, TOGETHER)
         mbarrier.arrive(free[0].index(last))
         if TOGETHER:
             mbarrier.wait(ready[1].index(MINE), held)
             held = 1 - held
             acc, beyond, inner = _times_up((acc, beyond, inner), (_whole(rings[4], 2), rings[5]), MINE, xs.dtype, EXTRA)
-            acc, beyond, inner = _done((acc, beyond, inner), EXTRA, False)
+            acc, beyond, inner = _done((acc, beyond, inner), 0, EXTRA, False)
             mbarrier.arrive(free[2].index(MINE))
         m, n = tile_place(tile, tiles_m, tiles_n, GROUP)
         pieces = column_blocks(acc, PIECES)
