@@ -19,7 +19,6 @@ import diffusers
 import torch
 import transformers
 import typer
-from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, ContinuousBatchingConfig, GenerationConfig
 
@@ -27,14 +26,16 @@ import accel
 from accel.bench.llm.tiny import SPECIAL, VOCABULARY, build_tiny, randomize
 from accel.cuda_graphs.adapter_buffers import AdapterBuffers
 from accel.errors import reason_of
-from accel.libraries.adapters import BASE, DOWN
+from benchmarks.models.adapter_changes import CHANGES, adapted, names_of, unload
+from benchmarks.models.buffered_calls import buffered
 from benchmarks.models.random_calls import tipped
+from benchmarks.models.tiny_denoisers import DITS, transformer
+from benchmarks.models.tiny_denoisers import given as inputs_of
 from benchmarks.study import Study, words
 
 TOLERANCE = 1e-4  # of the largest number, in float32
 WORSE, ROUNDED = 2.5, 0.01  # in bfloat16: times stock's own distance from float32, and beside it
 CONFIG = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
-RANKS = (2, 4, 8, 16, 33, 64, 130)
 UNET = {
     "sample_size": 8, "block_out_channels": (16, 32), "layers_per_block": 1, "cross_attention_dim": 12,
     "attention_head_dim": 2, "norm_num_groups": 4, "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
@@ -45,26 +46,6 @@ XL = {
     "addition_embed_type": "text_time", "addition_time_embed_dim": 4, "projection_class_embeddings_input_dim": 34,
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
     "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
-}  # fmt: skip
-DIT = {"sample_size": 8, "patch_size": 2, "in_channels": 4, "num_layers": 2, "attention_head_dim": 8}
-DENOISERS: dict[str, tuple[str, dict]] = {
-    "sd15": ("UNet2DConditionModel", UNET),
-    "sdxl": ("UNet2DConditionModel", UNET | XL),
-    "flux": (
-        "FluxTransformer2DModel",
-        {"patch_size": 1, "in_channels": 16, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16,
-         "joint_attention_dim": 24, "pooled_projection_dim": 16, "axes_dims_rope": (4, 6, 6)},
-    ),
-    "sd3": (
-        "SD3Transformer2DModel",
-        DIT | {"joint_attention_dim": 24, "caption_projection_dim": 16, "pooled_projection_dim": 16,
-               "out_channels": 4, "pos_embed_max_size": 16},
-    ),
-    "pixart": (
-        "PixArtTransformer2DModel",
-        DIT | {"cross_attention_dim": 16, "caption_channels": 24, "out_channels": 8,
-               "use_additional_conditions": False},
-    ),
 }  # fmt: skip
 ENCODERS = {
     "clip": (
@@ -79,7 +60,8 @@ ENCODERS = {
     ),
 }  # fmt: skip
 TEXT = ("llama", "qwen3", "gemma", "gpt2", "qwen3_moe")
-MODELS = (*DENOISERS, *ENCODERS, *TEXT)
+UNETS = {"sd15": UNET, "sdxl": UNET | XL}
+MODELS = (*UNETS, *DITS, *ENCODERS, *TEXT)
 
 
 class Case(NamedTuple):
@@ -121,25 +103,17 @@ def case_of(name: str) -> Case:
         randomize(model)
         ids = torch.randint(SPECIAL, VOCABULARY, (2, 9), generator=g)
         return Case(model, lambda one: [one(ids).last_hidden_state])
-    kind, config = DENOISERS[name]
-    heads = {} if kind.startswith("UNet") else {"num_attention_heads": 2}
-    model = getattr(diffusers, kind)(**config, **heads).eval()
-    for parameter in model.parameters():  # modulations that begin as zeros would hide mistakes
-        parameter.data += 0.05 * torch.randn(parameter.shape)
-    if not heads:
-        given: dict[str, Any] = {"sample": rand(2, 4, 8, 8), "encoder_hidden_states": rand(2, 7, 12)}
+    if name in DITS:
+        model, given = transformer(name), inputs_of(name)
+    else:
+        model = diffusers.UNet2DConditionModel(**UNETS[name]).eval()
+        given = {
+            "sample": rand(2, 4, 8, 8),
+            "encoder_hidden_states": rand(2, 7, 12),
+            "timestep": torch.tensor([17, 400]),
+        }
         if name == "sdxl":
             given["added_cond_kwargs"] = {"text_embeds": rand(2, 10), "time_ids": rand(2, 6)}
-    else:
-        given = {"hidden_states": rand(2, 12, 16) if name == "flux" else rand(2, 4, 8, 6)}
-        given["encoder_hidden_states"] = rand(2, 5, 24)
-        if name == "pixart":
-            given["added_cond_kwargs"] = dict.fromkeys(("resolution", "aspect_ratio"))
-        else:
-            given["pooled_projections"] = rand(2, 16)
-    given["timestep"] = torch.tensor([0.017, 0.4] if name == "flux" else [17.0, 400.0])
-    if name == "flux":
-        given |= {"img_ids": torch.zeros(12, 3), "txt_ids": torch.zeros(5, 3)}
 
     def denoised(one: Any) -> list[torch.Tensor]:
         return [one(**in_dtype(given, one.dtype), return_dict=False)[0]]
@@ -158,112 +132,6 @@ def said(model: Any) -> list[torch.Tensor]:
     ids = torch.randint(SPECIAL, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
     prompt = model(ids, use_cache=True)
     return [prompt.logits, model(ids[:, :1], past_key_values=prompt.past_key_values, use_cache=True).logits]
-
-
-def adapted(model: nn.Module) -> list[Any]:
-    return [one for one in model.modules() if BASE in one._modules]
-
-
-def names_of(model: nn.Module) -> list[str]:
-    return sorted({name for layer in adapted(model) for name in layer._modules[DOWN]})
-
-
-def load(model: Any, draw: random.Random) -> None:
-    name = f"adapter {draw.randrange(5)}"
-    if name in names_of(model):
-        return
-    found = {path.replace(f".{BASE}", "").rpartition(".")[2] for path, one in model.named_modules() if is_base(one)}
-    kinds = sorted(found - {"lm_head"})
-    targets = kinds if draw.random() < 0.5 else draw.sample(kinds, max(1, len(kinds) // 2))
-    config = LoraConfig(
-        r=draw.choice(RANKS), lora_alpha=draw.choice((2, 16)), target_modules=targets, init_lora_weights=False,
-        use_rslora=draw.random() < 0.2, use_dora=draw.random() < 0.05, lora_dropout=draw.choice((0, 0, 0.1)),
-        fan_in_fan_out=any(type(one).__name__ == "Conv1D" for one in model.modules()),
-    )  # fmt: skip
-    inject_adapter_in_model(config, model, adapter_name=name)
-
-
-def is_base(module: nn.Module) -> bool:
-    return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
-
-
-def switch(model: Any, draw: random.Random) -> None:
-    names = names_of(model)
-    chosen = draw.sample(names, draw.randint(1, len(names))) if names else []
-    for layer in adapted(model):
-        layer.set_adapter(chosen)
-
-
-def scale(model: Any, draw: random.Random) -> None:
-    factors = {name: draw.choice((0.0, 0.3, -0.7, 1.3)) for name in names_of(model)}
-    for layer in adapted(model):
-        for name in layer._modules[DOWN]:
-            layer.set_scale(name, factors[name])
-
-
-def merge(model: Any, draw: random.Random) -> None:
-    for layer in adapted(model):
-        if layer.merged:
-            layer.unmerge()
-        else:
-            layer.merge()
-
-
-def turn(model: Any, draw: random.Random) -> None:
-    on = draw.random() < 0.6
-    for layer in adapted(model):
-        layer.enable_adapters(on)
-
-
-def train(model: Any, draw: random.Random) -> None:
-    factor, anew = draw.choice((-1.0, 0.7, 1.2)), draw.random() < 0.3
-    for path, one in model.named_parameters():
-        if "lora_" in path:
-            one.data = one.data * factor if anew else one.data.mul_(factor)
-
-
-def train_base(model: Any, draw: random.Random) -> None:
-    found = [one for path, one in model.named_parameters() if "lora_" not in path]
-    one, factor = draw.choice(found), 1 + draw.uniform(-0.1, 0.1)
-    one.data = one.data * factor if draw.random() < 0.5 else one.data.mul_(factor)
-
-
-def delete(model: Any, draw: random.Random) -> None:
-    names = names_of(model)
-    name = draw.choice(names) if names else None
-    for layer in adapted(model):
-        if name in layer._modules[DOWN]:
-            layer.delete_adapter(name)
-    getattr(model, "peft_config", {}).pop(name, None)
-
-
-def unload(model: Any, draw: random.Random) -> None:
-    for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):
-            if child is not None and BASE in child._modules:
-                parent._modules[name] = child.get_base_layer()
-    vars(model).pop("peft_config", None)
-    vars(model).pop("_hf_peft_config_loaded", None)
-
-
-def dtype(model: Any, draw: random.Random) -> None:
-    half = next(model.parameters()).dtype == torch.float32
-    model.to(torch.bfloat16 if half else torch.float32)
-    if half and "moe" in type(model).__name__.lower():  # two nearly equal experts would be told apart by rounding
-        model.to(torch.float32)
-
-
-def move(model: Any, draw: random.Random) -> None:
-    """As to another device and back: all weights lie elsewhere."""
-    model._apply(lambda one: one.clone())
-
-
-def save(model: Any, draw: random.Random) -> None:
-    """And load what was saved."""
-    model.load_state_dict({name: one.clone() for name, one in model.state_dict().items()})
-
-
-CHANGES = (load, load, load, switch, switch, scale, merge, turn, train, train_base, delete, unload, dtype, move, save)
 
 
 class Soak:
@@ -392,17 +260,3 @@ def distance(some: list[torch.Tensor], others: list[torch.Tensor] | None = None)
     """From others, or from zero, of all numbers."""
     pairs = zip(some, others or [torch.zeros(())] * len(some), strict=True)
     return float(sum((one.float() - other).square().sum() for one, other in pairs)) ** 0.5
-
-
-def buffered(buffers: AdapterBuffers, call: Callable[[], Any]) -> Any:
-    """The second of two calls, as a runner of CUDA graphs makes them."""
-    with buffers.used():
-        buffers.follow()
-        found = call()
-        if buffers.fresh:
-            buffers.follow()
-            found = call()
-        buffers.asked.clear()
-        buffers.fill(buffers.factor)
-        buffers.advance()
-        return call() if buffers.groups else found

@@ -9,8 +9,8 @@ import torch
 import typer
 
 from accel.quantization.module import QuantizedLinear
+from benchmarks.models.tiny_denoisers import given, transformer
 from benchmarks.quality import sensitive
-from support.diffusion.denoisers import given, transformer
 
 ROOT = Path(__file__).parents[2]
 FLUX = {

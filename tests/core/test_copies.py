@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 import accel
 from accel.patching.fast_forward import FastForward
-from support.diffusion.denoisers import given, transformer
+from benchmarks.models.tiny_denoisers import given, transformer
 from support.diffusion.tiny_models import make_sdxl_pipeline, make_unet, make_vae, unet_inputs
 from support.llm.families import make, prompt
 from support.patched import fast_forwards

@@ -9,9 +9,9 @@ import accel
 from accel.cuda_graphs import adapter_buffers
 from accel.cuda_graphs.adapter_buffers import AdapterBuffers
 from accel.quantization import adapters
-from support.diffusion.denoisers import given, transformer
+from benchmarks.models.buffered_calls import buffered
+from benchmarks.models.tiny_denoisers import given, transformer
 from support.diffusion.outputs import close, run
-from support.objects.adapter_buffers import buffered
 
 peft = pytest.importorskip("peft")
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import accel
 from accel.cuda_graphs.rule import graph_obstacle
-from support.diffusion.denoisers import DITS, given, transformer
+from benchmarks.models.tiny_denoisers import DITS, given, transformer
 from support.diffusion.outputs import run
 from support.diffusion.tiny_models import UNETS, make_unet, make_vae, unet_inputs
 from support.everything import EVERYTHING

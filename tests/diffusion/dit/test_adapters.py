@@ -12,10 +12,10 @@ from accel.diffusion.dit.block import BlockForward
 from accel.diffusion.dit.executable import Executable
 from accel.diffusion.dit.lowering import Pass
 from accel.quantization.activations import RowProducts
+from benchmarks.models.tiny_denoisers import DITS, given, transformer
 from support.compatibility.diffusers_calls import inputs
 from support.compatibility.tiny_diffusers_models import build
 from support.compatibility.transformer_pair import FLUX, ROUNDING, SD3, WAN, alike, first
-from support.diffusion.denoisers import DITS, given, transformer
 from support.diffusion.library_formats import FORMATS, quantized
 from support.diffusion.outputs import in_dtype
 

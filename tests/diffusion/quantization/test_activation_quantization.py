@@ -7,7 +7,7 @@ import torch
 
 import accel
 from accel.quantization.activations import RowProducts
-from support.diffusion.denoisers import transformer
+from benchmarks.models.tiny_denoisers import transformer
 from support.diffusion.oracles import EXACT, INT8, options
 from support.diffusion.outputs import close, error, in_dtype, run
 from support.llm.quantized import held_by

@@ -12,7 +12,7 @@ from accel.bench.diffusion.cases import CASES
 from accel.diffusion.linears import denoiser_linears, denoises, sensitive_linears
 from accel.fusion import stacked_linears as joint
 from accel.quantization.scheme import Scheme
-from support.diffusion.denoisers import DITS, given, transformer
+from benchmarks.models.tiny_denoisers import DITS, given, transformer
 from support.diffusion.oracles import EXACT, oracle
 from support.diffusion.outputs import close, error, in_dtype, run
 from support.diffusion.tiny_models import UNETS

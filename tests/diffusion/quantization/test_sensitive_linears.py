@@ -12,8 +12,8 @@ import accel
 from accel.diffusion.linears import MODULATES, OUTSIDE, denoiser_linears, sensitive_linears
 from accel.quantization.module import QuantizedLinear
 from accel.quantization.scheme import Scheme
+from benchmarks.models.tiny_denoisers import DITS, given, transformer
 from support.compatibility.tiny_diffusers_models import build
-from support.diffusion.denoisers import DITS, given, transformer
 from support.diffusion.outputs import run
 from support.diffusion.tiny_models import UNETS
 from support.patched import sites

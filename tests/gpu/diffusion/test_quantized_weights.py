@@ -7,8 +7,8 @@ import torch
 
 import accel
 from accel.quantization.module import unrounded
+from benchmarks.models.tiny_denoisers import DITS, given, transformer
 from support.device_memory import allocated
-from support.diffusion.denoisers import DITS, given, transformer
 from support.diffusion.drawing import shipped
 from support.diffusion.gpu import on_gpu
 from support.llm.quantized import held_by, rounded

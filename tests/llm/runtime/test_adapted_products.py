@@ -8,9 +8,9 @@ import torch
 
 import accel
 from accel.cuda_graphs.adapter_buffers import AdapterBuffers
+from benchmarks.models.buffered_calls import buffered
 from support.llm.edits.places import lora
 from support.llm.families import make
-from support.objects.adapter_buffers import buffered
 
 pytest.importorskip("peft")
 from peft.tuners.lora.model import _adapter_names_pre_forward_hook

@@ -1,8 +1,10 @@
 """Tiny transformers over latents, random, one of each make; a new one is a line in the table."""
 
+from typing import Any
+
 import torch
 
-DITS = {
+DITS: dict[str, tuple[str, dict[str, Any]]] = {
     "pixart": (
         "PixArtTransformer2DModel",
         {"cross_attention_dim": 16, "caption_channels": 24, "out_channels": 8, "use_additional_conditions": False},
@@ -31,7 +33,7 @@ DITS = {
         },
     ),
 }
-LATENTS = {
+LATENTS: dict[str, Any] = {
     "sample_size": 8,
     "patch_size": 2,
     "in_channels": 4,
@@ -41,7 +43,7 @@ LATENTS = {
 }
 
 
-def transformer(name: str, **more):
+def transformer(name: str, **more: Any) -> Any:
     """more: fields of its configuration."""
     import diffusers
 
@@ -54,11 +56,11 @@ def transformer(name: str, **more):
     return model
 
 
-def given(name: str, seed: int = 0, times: int = 1) -> dict:
+def given(name: str, seed: int = 0, times: int = 1) -> dict[str, Any]:
     """Inputs of a transformer of this name, of so many times 12 tokens to an image."""
     g = torch.Generator().manual_seed(seed)
 
-    def rand(*shape):
+    def rand(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=g)
 
     inputs = {"encoder_hidden_states": rand(2, 5, 24), "timestep": torch.tensor([17.0, 400.0])}

@@ -12,11 +12,11 @@ def buffered(buffers: AdapterBuffers, call: Callable[[], T]) -> T:
     """The second of two calls: the first one finds out the factor, and makes buffers that were not there."""
     with buffers.used():
         buffers.follow()
-        call()
+        found = call()
         if buffers.fresh:
             buffers.follow()
-            call()
+            found = call()
         buffers.asked.clear()
         buffers.fill(buffers.factor)
         buffers.advance()
-        return call()
+        return call() if buffers.groups else found
