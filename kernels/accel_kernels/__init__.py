@@ -46,6 +46,7 @@ from accel_kernels.recurrent.selective_scan import Widening, selective_scan
 from accel_kernels.rowwise.program import RowOp, RowProgram
 from accel_kernels.rowwise.rowwise import rowwise
 from accel_kernels.sampling.argmax import argmax
+from accel_kernels.sampling.ended_tokens import ended_tokens
 from accel_kernels.sampling.sample import sample
 from accel_kernels.sampling.table import SamplingTable
 
@@ -82,6 +83,7 @@ __all__ = [
     "copy_matrices",
     "dequantize",
     "dequantize_blocks",
+    "ended_tokens",
     "experts",
     "fp8_linear",
     "fused_linear",

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from accel_kernels import argmax
+from accel_kernels import argmax, ended_tokens
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
@@ -99,12 +99,13 @@ def undisturbed(forward: DecoderForward) -> bool:
 class Token(NamedTuple):
     """One token a row, being copied from the GPU.
 
-    ids: (rows, tokens so far), with it. unfinished: (rows,) int64, 1 where a row goes on, as far as the GPU knows.
+    ids: (rows, tokens so far), with it. last: (rows, 1), the token, contiguous. unfinished: (rows,) int64, 1 where a row goes on, as far as the GPU knows.
     host: (2 or 3, rows) int64 on the host once `ready`: the tokens, `unfinished`, and whether they were drawn from NaN.
     stored: the length of the store with the step that chose it. random: the generator before it was drawn.
     """
 
     ids: torch.Tensor
+    last: torch.Tensor
     unfinished: torch.Tensor
     host: torch.Tensor | None = None
     ready: torch.cuda.Event | None = None
@@ -151,20 +152,22 @@ class TokenLoop:
         self.request, self.criteria, self.streamer = request, criteria, request.streamer
         assert store.latest is not None
         self.keep, self.positions, self.start = store.latest.keep, store.latest.positions, ids.shape[1]
-        self.first = Token(ids, unfinished)
+        self.first = Token(ids, ids[:, -1:].clone(memory_format=torch.contiguous_format), unfinished)
         self.ahead: Token | None = None  # launched before the token in front of it was read
         self.stored = store.length  # of what counts
         self.random = RandomState(ids.device) if request.config.do_sample else None
         ends = any(hasattr(one, "eos_token_id") for one in criteria)
         self.pads = ends and ids.shape[0] > 1  # a single row that has ended is never continued
         self.pad = getattr(request.config, PAD_TENSOR)
-        if self.pad is not None:
-            self.pad = self.pad.to(ids.device)
+        self.pad = self.pad.to(ids.device) if self.pads and self.pad is not None else None
         self.max_length = criteria.max_length
         self.late = all(type(one) in (*BY_TOKENS, *AT_ONCE) for one in criteria)
         if forward.ranks is not None and self._state()[1] is None:
             self.late = False  # a streamer, which only one of them may have, would end it; all take equally many steps
-        self.by_tokens = [one for one in criteria if type(one) in BY_TOKENS]
+        stops = [one for one in criteria if type(one) in BY_TOKENS]
+        eos = [one.eos_token_id.to(ids.device) for one in stops if isinstance(one, transformers.EosTokenCriteria)]
+        self.eos = torch.cat(eos) if eos else None
+        self.by_tokens = [one for one in stops if not isinstance(one, transformers.EosTokenCriteria)]
         self.at_once = [one for one in criteria if type(one) in AT_ONCE]
         self.blank = torch.zeros(1, 1, dtype=torch.long, device="cpu")
         self.fused = True  # steps call the forward instead of the model
@@ -212,7 +215,7 @@ class TokenLoop:
     def _next(self, token: Token) -> Token:
         """Launches the step that takes the last token, and the choice of one more."""
         random = None if self.random is None else self.random.mark()
-        logits = self._logits(token.ids)
+        logits = self._logits(token)
         scores, wrong = logits[:, -1].to(device=token.ids.device), None
         if self.random is not None or self.request.processors:
             scores = scores.to(copy=True, dtype=torch.float32)
@@ -222,23 +225,24 @@ class TokenLoop:
             chosen = argmax(scores)
         else:
             chosen, wrong = draw(nn.functional.softmax(scores, dim=-1))
-        if self.pads:
-            chosen = chosen * token.unfinished + self.pad * (1 - token.unfinished)
-        ids, unfinished = torch.cat([token.ids, chosen[:, None]], dim=-1), token.unfinished
-        if self.late:
-            for one in self.by_tokens:
-                unfinished = unfinished & ~one(ids, None)
-        found = torch.stack((chosen, unfinished) if wrong is None else (chosen, unfinished, wrong.long()))
+        found = ended_tokens(chosen, token.unfinished, self.eos if self.late else None, self.pad)
+        last, unfinished = found[0, :, None], found[1]
+        ids = torch.cat([token.ids, last], dim=-1)
+        for one in self.by_tokens if self.late else ():
+            unfinished = unfinished & ~one(ids, None)
+            found[1] = unfinished
+        if wrong is not None:
+            found = torch.cat((found, wrong.long()[None]))
         host = found.to("cpu", non_blocking=True)  # into pinned memory
         ready = torch.cuda.current_stream().record_event() if found.is_cuda else None
-        return Token(ids, unfinished, host, ready, self.store.length, random)
+        return Token(ids, last, unfinished, host, ready, self.store.length, random)
 
-    def _logits(self, ids: torch.Tensor) -> torch.Tensor:
-        """(rows, 1, vocabulary) for the token behind ids."""
+    def _logits(self, token: Token) -> torch.Tensor:
+        """(rows, 1, vocabulary) for the token behind this one."""
+        ids = token.ids
         if self.fused:
-            tokens = ids[:, -1:].clone(memory_format=torch.contiguous_format)
             positions = None if self.positions is None else self.positions + (ids.shape[1] - self.start + 1)
-            logits = next_logits(self.forward, self.store, tokens, positions, self.keep, self.trusted > 0)
+            logits = next_logits(self.forward, self.store, token.last, positions, self.keep, self.trusted > 0)
             self.trusted = self.trusted - 1 if self.trusted else UNWATCHED
             return logits
         inputs = next_inputs(self.model, self.request.kwargs, ids, ids.shape[1] - self.prompt)

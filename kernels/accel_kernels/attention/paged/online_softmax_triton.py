@@ -12,6 +12,7 @@ from accel_kernels.attention.paged.gate_triton import times_gate
 from accel_kernels.attention.paged.kv_quantization_triton import halves, low_and_high
 
 MOST_SPLITS = tl.constexpr(split_kv.MOST_SPLITS)
+FEW_SPLITS = tl.constexpr(split_kv.FEW_SPLITS)  # put together in a quarter of the registers and loads
 IN_BASE_2 = tl.constexpr(1.4426950408889634)
 
 
@@ -187,25 +188,39 @@ def finish(
         taken = tl.atomic_add(scratch.split_counters + unit, 1, sem="acq_rel")
         if taken == active - 1:
             tl.atomic_xchg(scratch.split_counters + unit, 0)
-            s_idx = tl.arange(0, MOST_SPLITS)
-            c_idx = tl.arange(0, COMBINE)
-            for first in range(0, tl.minimum(USED, new * GROUP - m_first), COMBINE):
-                row = first + c_idx
-                m = m_first + row
-                theirs = (unit * BLOCK_M + row)[:, None] * MOST_SPLITS + s_idx[None, :]
-                there = (m < new * GROUP)[:, None] & (row < USED)[:, None] & (s_idx < active)[None, :]
-                tops = tl.load(scratch.stats + theirs * 2, mask=there, other=-float("inf"))
-                sums = tl.load(scratch.stats + theirs * 2 + 1, mask=there, other=0.0)
-                parts = tl.load(
-                    scratch.sums + theirs[:, :, None] * BLOCK_D + d_idx[None, None, :],
-                    mask=there[:, :, None],
-                    other=0.0,
-                )
-                top = tl.max(tops, axis=1)
-                weights = tl.exp2(tops - tl.where(top == -float("inf"), 0.0, top)[:, None])
-                total = tl.sum(sums * weights, axis=1)
-                y = tl.sum(parts * weights[:, :, None], axis=1) / tl.where(total == 0.0, 1.0, total)[:, None]
-                out = ((token + m // GROUP) * heads + g * GROUP + m % GROUP)[:, None] * DIM + d_idx[None, :]
-                keep = ((m < new * GROUP) & (row < USED))[:, None] & (d_idx < DIM)[None, :]
-                y = times_gate(y, gate, token + m // GROUP, g * GROUP + m % GROUP, d_idx, keep, element)
-                tl.store(o_ptr + out, y.to(element), mask=keep)
+            if active <= FEW_SPLITS:
+                _combine(o_ptr, gate, scratch, unit, active, m_first, new, token, g, heads, GROUP, DIM, USED, COMBINE,
+                         FEW_SPLITS, BLOCK_M, BLOCK_D)  # fmt: skip
+            else:
+                _combine(o_ptr, gate, scratch, unit, active, m_first, new, token, g, heads, GROUP, DIM, USED, COMBINE,
+                         MOST_SPLITS, BLOCK_M, BLOCK_D)  # fmt: skip
+
+
+@triton.jit
+def _combine(
+    o_ptr, gate, scratch, unit, active, m_first, new, token, g, heads, GROUP: tl.constexpr, DIM: tl.constexpr,
+    USED: tl.constexpr, COMBINE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Puts the shares of a tile of queries together, of which there are at most SPLITS."""
+    element: tl.constexpr = o_ptr.dtype.element_ty
+    d_idx = tl.arange(0, BLOCK_D)
+    s_idx = tl.arange(0, SPLITS)
+    c_idx = tl.arange(0, COMBINE)
+    for first in range(0, tl.minimum(USED, new * GROUP - m_first), COMBINE):
+        row = first + c_idx
+        m = m_first + row
+        theirs = (unit * BLOCK_M + row)[:, None] * MOST_SPLITS + s_idx[None, :]
+        there = (m < new * GROUP)[:, None] & (row < USED)[:, None] & (s_idx < active)[None, :]
+        tops = tl.load(scratch.stats + theirs * 2, mask=there, other=-float("inf"))
+        sums = tl.load(scratch.stats + theirs * 2 + 1, mask=there, other=0.0)
+        parts = tl.load(
+            scratch.sums + theirs[:, :, None] * BLOCK_D + d_idx[None, None, :], mask=there[:, :, None], other=0.0
+        )
+        top = tl.max(tops, axis=1)
+        weights = tl.exp2(tops - tl.where(top == -float("inf"), 0.0, top)[:, None])
+        total = tl.sum(sums * weights, axis=1)
+        y = tl.sum(parts * weights[:, :, None], axis=1) / tl.where(total == 0.0, 1.0, total)[:, None]
+        out = ((token + m // GROUP) * heads + g * GROUP + m % GROUP)[:, None] * DIM + d_idx[None, :]
+        keep = ((m < new * GROUP) & (row < USED))[:, None] & (d_idx < DIM)[None, :]
+        y = times_gate(y, gate, token + m // GROUP, g * GROUP + m % GROUP, d_idx, keep, element)
+        tl.store(o_ptr + out, y.to(element), mask=keep)

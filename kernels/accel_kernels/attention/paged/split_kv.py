@@ -8,6 +8,7 @@ from accel_kernels.device import multiprocessors
 from accel_kernels.sizes import power_of_two
 
 MOST_SPLITS, KV8_MOST_SPLITS = 32, 64
+FEW_SPLITS = 8
 # Codes of 8 bits are converted while the next ones are loaded: more programs to a multiprocessor, where their shares
 # are long enough.
 FILL, KV8_FILL = 2, 4

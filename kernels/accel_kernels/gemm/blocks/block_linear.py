@@ -17,6 +17,7 @@ from accel_kernels.norm.norm import norm_reason, norm_weights
 from accel_kernels.op import dtype_reason, make_op
 from accel_kernels.product_cases import product_case
 
+MOST_GROUPED_ROWS = 64  # of numbers of 8 bits whose columns have scales by group: 128 took four times bf16's time
 MOST_BLOCK_ROWS = 16  # of x, up to which reading the blocks is faster than writing the weight out, as measured
 
 
@@ -31,7 +32,8 @@ def in_passes(x, weight, bias=None, *, norm=None, up=None, **after):
     """
     if x.dtype != torch.float32 and x.numel() <= MOST_QUANTIZED_ROWS * x.shape[-1]:
         ours = [quantized_of(one) for one in (weight, up) if one is not None]
-        if all(one is not None for one in ours):
+        few = x.numel() <= MOST_GROUPED_ROWS * x.shape[-1]
+        if all(one is not None and (few or one.scales.shape[1] == 1) for one in ours):
             return quantized_linear(x, ours[0], bias, norm=norm, **({} if up is None else {"up": ours[1]}), **after)
     wide = None if up is None else dequantize_blocks(up, x.dtype)
     return full_in_passes(x, dequantize_blocks(weight, x.dtype), bias, norm=norm, up=wide, **after)
