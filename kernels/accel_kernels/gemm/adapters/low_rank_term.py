@@ -113,6 +113,6 @@ class LowRankArguments(NamedTuple):
         if term is None:
             return cls()
         first, second = (*term.ends, *(term.ends[-1],) * 2)[:2]
-        handed: Any = (term.down, None, term.step, term.tagged) if inner is None else (None, inner, None, None)
-        down, *rest = handed
-        return cls(down, term.up, term.gate_up, *rest, first=first, second=second)
+        if inner is None:
+            return cls(term.down, term.up, term.gate_up, None, term.step, term.tagged, first, second)
+        return cls(None, term.up, term.gate_up, inner, None, None, first, second)
