@@ -4,6 +4,7 @@ Stock converts fields where it needs them, and what that raises is told as statu
 """
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from numbers import Integral, Real
 from typing import Any
 
@@ -15,6 +16,7 @@ from accel.errors import logged
 from accel.libraries.server import checking, logger
 from accel.llm.batching.sampling import OF_SAMPLING, SETTINGS, Setting
 
+ADAPTER: ContextVar[str | None] = ContextVar("adapter", default=None)  # that this task's request names
 TOKENS = Setting(Integral, "a whole number above 0", 1, 2**31 - 1)
 ONE = Setting(Integral, "1, as one answer is given", 1, 1)
 NUMBERS = {
@@ -31,7 +33,7 @@ NUMBERS = {
     "stream": SETTINGS["do_sample"],
 }
 BIAS = Setting(Real, "a number for each token id")
-TEXTS = ("model", "prompt", "suffix", "generation_config", "instructions")
+TEXTS = ("adapter", "model", "prompt", "suffix", "generation_config", "instructions")
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -42,6 +44,7 @@ def refusing(handler: type) -> type:
         async def handle_request(self, body: dict, request_id: str) -> Any:
             try:
                 check_fields(body)
+                ADAPTER.set(body.pop("adapter", None))  # which stock would refuse
                 return await super().handle_request(body, request_id)
             except (ValueError, TypeError, TemplateError) as error:
                 logger.warning(f"request {request_id} is refused: {logged(error)}", exc_info=True)
@@ -69,8 +72,10 @@ def check_fields(body: dict[str, Any]) -> None:
         given["logit_bias"][token] = float(BIAS.checked(f"logit_bias of {token}", bias))  # stock takes no whole numbers
 
 
-def check_config(config: GenerationConfig) -> None:
-    """Raises TypeError or ValueError for values that no request can have."""
+def check_config(config: GenerationConfig, batched: bool) -> None:
+    """Raises TypeError or ValueError for values that no request can have, and an adapter where it cannot."""
+    if (adapter := ADAPTER.get()) is not None and not batched:
+        raise ValueError(f"adapter={adapter!r}: only a server with --continuous-batching gives requests their own")
     if config.max_new_tokens is not None:
         TOKENS.checked("max_new_tokens", config.max_new_tokens)
     for name in ("repetition_penalty", *(OF_SAMPLING if config.do_sample else ())):

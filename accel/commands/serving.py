@@ -18,7 +18,7 @@ from fastapi import HTTPException
 from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, GenerationConfig
 
 import accel
-from accel.commands.request_fields import refusing
+from accel.commands.request_fields import ADAPTER, refusing
 from accel.errors import reason_of
 from accel.libraries.batching import INIT, GenerationOutput, RequestStatus
 from accel.libraries.server import Batching, ModelManager, WorkerEnded, logger, served_by
@@ -180,6 +180,8 @@ class WithSettings:
     def _of(self, config: GenerationConfig) -> dict[str, Any]:
         if self.takes_settings:
             return own_settings(config)
+        if (adapter := ADAPTER.get()) is not None:
+            raise ValueError(f"adapter={adapter!r}: this model is batched by transformers, which has none by request")
         kinds = self.manager.logit_processor.supported_keys
         wanted = {name: getattr(config, name) for name in SAMPLED} if config.do_sample else {"top_k": 1}
         return {name: kinds[name](value) for name, value in wanted.items() if name in kinds and value is not None}
@@ -218,8 +220,8 @@ class Answer:
 
 def own_settings(config: GenerationConfig) -> dict[str, Any]:
     """What `BatchManager.add_request` takes for a request with this configuration, in the task that serves it."""
-    seed = SEED.get()
-    return {"generation_config": config} | ({} if seed is None else {"seed": seed})
+    own = {"seed": SEED.get(), "adapter": ADAPTER.get()}
+    return {"generation_config": config} | {name: value for name, value in own.items() if value is not None}
 
 
 def longest_request(manager: Any) -> int | None:

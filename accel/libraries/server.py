@@ -42,13 +42,13 @@ class Batching(utils.CBGenerateManager):
         self._cb = manager
 
 
-def checking(handler: type, check: Callable[[GenerationConfig], object]) -> type:
-    """A handler of requests that has each generation configuration checked that it makes."""
+def checking(handler: type, check: Callable[[GenerationConfig, bool], object]) -> type:
+    """A handler of requests that has each generation configuration checked that it makes, as is whether it batches."""
 
     class Checking(handler):  # type: ignore[misc, valid-type]
         def _build_generation_config(self, *args: Any, **kwargs: Any) -> GenerationConfig:
             config: GenerationConfig = super()._build_generation_config(*args, **kwargs)
-            check(config)
+            check(config, kwargs.get("use_cb", False))
             return config
 
     return Checking

@@ -66,7 +66,6 @@ class Kernels:
     linear: Any
     prompt: PromptAttention = field(default_factory=PromptAttention)
     paged_attention: Any = ops.paged_attention
-    block_linear: Any = ops.block_linear
     causal_convolution: Any = ops.causal_convolution
     convolution_frames: Any = ops.convolution_frames
     experts: Any = ops.experts

@@ -5,9 +5,9 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from accel_kernels import BlockWeight, Norm, block_linear, fused_linear, quantized_linear
-from accel_kernels.gemm.blocks.dequantize_blocks import codebook_case, ggml_case
-from accel_kernels.gemm.blocks.ggml import GGML
+from accel_kernels import BlockWeight, Norm, fused_linear, quantized_linear
+from accel_kernels.gemm.blocks.codebook import codebook_case
+from accel_kernels.gemm.blocks.ggml import GGML, ggml_case
 from accel_kernels.gemm.quantize_rows import QuantizedRows
 from accel_kernels.gemm.quantized_weight import quantize_weight
 
@@ -112,7 +112,7 @@ class Product:
     @property
     def op(self) -> Callable:
         """The op that multiplies by weights of this format."""
-        return fused_linear if self.format == "bf16" else block_linear if self.format in BLOCKS else quantized_linear
+        return fused_linear if self.format == "bf16" else quantized_linear
 
     def given(self, rows: int) -> dict:
         """What stands before and after the product, as arguments; the same for the same number of rows."""

@@ -13,9 +13,7 @@ from accel_kernels.elementwise.softmax import softmax
 from accel_kernels.gemm.adapters.copy_matrices import copy_matrices
 from accel_kernels.gemm.adapters.low_rank import LowRank
 from accel_kernels.gemm.adapters.low_rank_addend import low_rank_addend
-from accel_kernels.gemm.blocks.block_linear import block_linear
 from accel_kernels.gemm.blocks.block_weight import BlockWeight
-from accel_kernels.gemm.blocks.dequantize_blocks import dequantize_blocks
 from accel_kernels.gemm.fp8_linear import fp8_linear
 from accel_kernels.gemm.fused_linear import fused_linear
 from accel_kernels.gemm.hopper.hopper_gemm import hopper_gemm
@@ -77,12 +75,10 @@ __all__ = [
     "Widening",
     "argmax",
     "attention",
-    "block_linear",
     "causal_convolution",
     "convolution_frames",
     "copy_matrices",
     "dequantize",
-    "dequantize_blocks",
     "ended_tokens",
     "experts",
     "fp8_linear",

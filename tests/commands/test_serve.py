@@ -3,111 +3,19 @@
 import json
 import re
 import socket
-import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from types import SimpleNamespace
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import accel
 from support.command_line import run_command
-from support.llm.kv_cache.blocks import check_blocks
+from support.llm.batching.serving import FOLDER, complete, end, manager_of, post, serving, settled, streamed
 
+TEXTS = ["The", "It was", "Once upon a time there", "She said that", "Of all the people"]
+CLIENTS = 64
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
-
-FOLDER = str(Path(__file__).parents[2] / "examples" / "models" / "tiny-lm")
-TEXTS = ["The", "It was", "Once upon a time there", "She said that", "Of all the people"]
-CLIENTS = 64
-BLOCKS = 2  # of 256 tokens: less than the clients want at once
-
-
-@pytest.fixture(scope="module")
-def stock():
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(FOLDER).eval(), AutoTokenizer.from_pretrained(FOLDER)
-
-    def answer(text, most, ids=None, stop=None):
-        ids = tokenizer(text, return_tensors="pt").input_ids if ids is None else ids
-        with torch.no_grad():
-            out = model.generate(
-                ids, max_new_tokens=most, do_sample=False, stop_strings=stop, tokenizer=stop and tokenizer
-            )
-        return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-
-    def chat(text, most):
-        said = [{"role": "user", "content": text}]
-        ids = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=True, return_tensors="pt")
-        return answer(None, most, ids["input_ids"])
-
-    return SimpleNamespace(answer=answer, chat=chat)
-
-
-def serving(**given):
-    from transformers.cli.serve import Serve
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {"device": "cpu", "dtype": "float32", "host": "127.0.0.1", "log_level": "error", "non_blocking": True}
-    server = Serve(force_model=FOLDER, port=port, **common, **given)
-    until = time.monotonic() + 30
-    while not server.server.started and time.monotonic() < until:
-        time.sleep(0.02)
-    server.port, server.state = port, server._generation_state
-    url = f"http://127.0.0.1:{port}/v1"
-    server.client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
-    return server
-
-
-@pytest.fixture(scope="module")
-def server():
-    from accel.commands.serving import optimized_serving
-
-    with optimized_serving():
-        made = serving(continuous_batching=True, cb_num_blocks=BLOCKS)
-        yield made
-        end(made)
-
-
-def end(server):
-    server.client.close()
-    server.kill_server()
-    server.server.force_exit = server._thread.is_alive()  # it waits for connections that a failed test left open
-
-
-def manager_of(server):
-    return server.state._cb_manager._cb.manager
-
-
-def settled(server):
-    """Once nothing is under way: every page has come back."""
-    manager, until = manager_of(server), time.monotonic() + 20
-    while (manager._results.under_way() or manager.engine.busy) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not manager._results.under_way() and not manager._results._handlers
-    with manager.pause():
-        allocator = manager.engine.allocator
-        check_blocks(allocator)
-        assert allocator.free == allocator.blocks - 1
-
-
-def complete(server, text, most=8, **given):
-    given = {"temperature": 0} | given
-    return server.client.completions.create(model=FOLDER, prompt=text, max_tokens=most, **given).choices[0].text
-
-
-def streamed(server, text, most=8, **given):
-    given = {"temperature": 0} | given
-    chunks = list(server.client.completions.create(model=FOLDER, prompt=text, max_tokens=most, stream=True, **given))
-    assert chunks[-1].choices[0].finish_reason in ("length", "stop")
-    return "".join(chunk.choices[0].text or "" for chunk in chunks)
-
 
 # -- answers -----------------------------------------------------------------------------------------------------------
 
@@ -257,16 +165,6 @@ def test_what_makes_no_sense_is_refused_and_the_reason_names_it(server, stock, p
     settled(server)
 
 
-def post(server, path, body):
-    """Status and detail; body: bytes, or what is to be JSON."""
-    body = body if isinstance(body, bytes) else json.dumps(body).encode()
-    url = f"http://127.0.0.1:{server.port}/v1/{path}"
-    try:
-        return urlopen(Request(url, body, {"Content-Type": "application/json"}), timeout=20).status, ""
-    except HTTPError as error:
-        return error.code, error.read().decode()
-
-
 @pytest.mark.parametrize("call", [complete, streamed])
 def test_a_prompt_longer_than_the_model(server, stock, call):
     complete(server, "The", 1)
@@ -307,7 +205,7 @@ def test_without_continuous_batching(stock):
         try:
             assert complete(server, "The") == streamed(server, "The") == stock.answer("The", 8)
             body = {"model": FOLDER, "prompt": "The"}
-            for wrong in ({"max_tokens": -1}, {"stop": 5, "stream": True}, {"temperature": -1, "stream": True}):
+            for wrong in ({"max_tokens": -1}, {"stop": 5, "stream": True}, {"temperature": -1}, {"adapter": "x"}):
                 status, detail = post(server, "completions", body | wrong)
                 assert status == 400 and next(iter(wrong)) in detail
             assert complete(server, "The", 40, stop="e") == stock.answer("The", 40, stop="e")

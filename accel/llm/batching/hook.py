@@ -14,7 +14,7 @@ from accel.cuda_graphs.adapter_group import known_adapter
 from accel.cuda_graphs.runner import GraphRunner
 from accel.errors import Refused
 from accel.libraries.adapters import BASE_ROW
-from accel.libraries.batching import CACHED, INIT, logger
+from accel.libraries.batching import CACHED, INIT, logger, steady_tokens
 from accel.llm.batching.engine import Engine, unfit_reason
 from accel.llm.batching.limits import limits_of, sets_of
 from accel.llm.batching.manager import BatchManager
@@ -133,6 +133,7 @@ class InitContinuousBatching(MethodHook):
         workload_hints: Any = None,
     ) -> BatchManager:
         """The one that was kept, or a new one. Raises ValueError or TypeError for settings that are not understood."""
+        self._check_lengths(workload_hints)
         if cached is not None:
             logger.info("Cached continuous batching manager found: it will be re-used instead of creating a new one.")
             if generation_config is not None:
@@ -162,6 +163,19 @@ class InitContinuousBatching(MethodHook):
         )
         self.managers.add(made)
         return made
+
+    def _check_lengths(self, hints: Any) -> None:
+        """Raises ValueError where texts to come would change the rotary frequencies of one another."""
+        steady, most = (
+            steady_tokens(self.module.config),
+            limits_of(self.forward, ContinuousBatchingConfig(), hints).context,
+        )
+        if steady is None or most <= steady:
+            return
+        reason = f"texts of more than {steady} tokens change the rotary frequencies of all that are computed with them"
+        if hints is not None:
+            raise ValueError(reason)
+        logger.warning(f"{reason}, by accel as by transformers")
 
     def build(self, config: ContinuousBatchingConfig, hints: Any) -> Engine:
         """An engine of the size that these ask for; on ranks, one on each with as many blocks as the rank has room for

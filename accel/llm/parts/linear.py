@@ -95,7 +95,7 @@ class Weights(NamedTuple):
 
     def operands(self) -> tuple[Any, torch.Tensor | None]:
         if self.in_blocks:
-            return self.stored[:2]
+            return self.stored.operand, self.stored.bias
         *parts, bias = self.tensors()
         if self.transposed:
             parts = [part.t() for part in parts if part is not None]

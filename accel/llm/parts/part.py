@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from accel_kernels import BlockWeight, LowRank, Norm, Quantized, fused_linear
+from accel_kernels import LowRank, Norm, Quantized, fused_linear
 from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.norm.norm import ACTIVATIONS
 from torch import nn
@@ -17,7 +17,7 @@ from accel.patching.guard import as_understood
 from accel.patching.user_ops import UserOp
 from accel.quantization.activations import many_rows
 from accel.quantization.adapters import low_rank, low_rank_term, with_adapters
-from accel.quantization.formats.stored import block_product
+from accel.quantization.formats.stored import stored_product
 from accel.quantization.product import Rows, base, rounded_product
 
 
@@ -144,11 +144,11 @@ def _product(
     **given: Any,
 ) -> torch.Tensor:
     """The one place that says which rows go where: in 8 bits, to a weight as it lies, or to a plain one."""
-    if isinstance(weight, BlockWeight):
-        one_row = before.x.numel() == weight.columns  # of more rows the op would norm them in a pass of its own
+    if weights.in_blocks:
+        one_row = before.x.numel() == weight.shape[1]  # of more rows the op would norm them in a pass of its own
         x, norm = (before.x, before.norm) if one_row else (before.normed(), None)
         more = {"bias": bias, "norm": norm, **given}
-        return block_product(kernels.block_linear, x, weight, weights.stored.dtype, before.normed, **more)
+        return stored_product(kernels.quantized_linear, x, weight, weights.stored.dtype, before.normed, **more)
     if not isinstance(weight, Quantized):
         x, norm = before.given()
         return product_for(kernels, x)(x, weight, bias, norm=norm, **given)

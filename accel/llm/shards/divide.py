@@ -181,7 +181,7 @@ def rank_part(held: Mapping[str, torch.Tensor], division: Division | None, rank:
     if division.dim == OUTPUTS:
         by_number, by_scale = division, division
     else:
-        by_number, columns = _counted(division, stored.per_element), data.shape[1] * stored.per_element
+        by_number, columns = _counted(division, stored.columns), data.shape[1] * stored.columns
         by_scale = _counted(division, columns // scales.shape[1]) if scales.shape[1] > 1 else None
     mine = Quantized(
         taken(data, by_number, rank),

@@ -1,15 +1,15 @@
 """Linears whose weights are numbers of 8 bits with scales: transformers' in float8, torchao's and Quanto's tensors."""
 
+from math import gcd
 from typing import Any
 
 import torch
-from accel_kernels import BlockWeight
-from accel_kernels.gemm.blocks.bytewise import FP8, INT8, Bytewise
 from torch import nn
 
-from accel.quantization.formats.stored import StoredWeight
+from accel.quantization.formats.stored import ScaledBytes, StoredWeight
 
-FORMATS = {torch.float8_e4m3fn: FP8, torch.int8: INT8}
+NUMBERS = (torch.float8_e4m3fn, torch.int8)
+UNIT = 16  # columns that share a scale, or several such
 DYNAMIC = 2**-8  # the scale that numbers get whose largest is 1.75
 # What of a tensor changes inputs before they are multiplied.
 OF_INPUTS = ("act_quant_kwargs", "act_quant_scale", "act_pre_scale", "activation_quantization", "activation_qtype")
@@ -27,7 +27,7 @@ def read_float8(module: Any) -> StoredWeight | str | None:
     return StoredWeight(held, module._parameters["bias"], None, DYNAMIC if fixed is None else fixed)
 
 
-def float8_weight(weight: torch.Tensor, scales: torch.Tensor, block: Any) -> BlockWeight | str:
+def float8_weight(weight: torch.Tensor, scales: torch.Tensor, block: Any) -> ScaledBytes | str:
     """Of these tensors; block: rows and columns to a scale, None where there is one. Or why they are none."""
     return _held(weight.detach(), scales.detach(), None, block or weight.shape)
 
@@ -41,7 +41,7 @@ def read_tensor(module: Any) -> StoredWeight | str | None:
     data, scales = inside.get("qdata", inside.get("_data")), inside.get("scale", inside.get("_scale"))
     if data is None or scales is None:
         return None
-    if type(data) is not torch.Tensor or type(scales) is not torch.Tensor or data.dtype not in FORMATS:
+    if type(data) is not torch.Tensor or type(scales) is not torch.Tensor or data.dtype not in NUMBERS:
         return f"its weight is a {type(weight).__name__}"
     if any(inside.get(name) is not None for name in OF_INPUTS):
         return "it rounds its inputs too"
@@ -53,19 +53,17 @@ def read_tensor(module: Any) -> StoredWeight | str | None:
     return held if isinstance(held, str) else StoredWeight(held, module._parameters["bias"], weight.dtype)
 
 
-def _held(data: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, block: Any) -> BlockWeight | str:
-    rows, columns = data.shape
-    scales = scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
-    try:
-        side = Bytewise.of(scales, zeros, (rows, columns), tuple(block))
-    except ValueError as error:
-        return str(error)
-    count = -(-rows // block[0]) * side.across
+def _held(data: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, block: Any) -> ScaledBytes | str:
+    (rows, columns), (tall, wide) = data.shape, block
+    scales = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
+    if gcd(wide, columns) % UNIT:
+        return f"a scale to {wide} of {columns} columns"
+    count = -(-rows // tall) * -(-columns // wide)
     if scales.numel() != count or not (zeros is None or (zeros.numel() == count and zeros.dtype == torch.int8)):
         return f"{scales.numel()} scales of {count} blocks"
-    if not (scales.is_floating_point() or scales.dtype == torch.uint8):
+    if not scales.is_floating_point():
         return f"scales of {scales.dtype}"
     tensors = [one for one in (data, scales, zeros) if one is not None]
     if any(not one.is_contiguous() or one.device != data.device or one.is_meta for one in tensors):
         return "its tensors are not there, or not in their place"
-    return BlockWeight(data.view(torch.uint8), columns, FORMATS[data.dtype], side=side)
+    return ScaledBytes(data, scales, zeros, (tall, wide))

@@ -4,8 +4,7 @@ from typing import Any
 
 import torch
 from accel_kernels.gemm.blocks.block_weight import BlockWeight
-from accel_kernels.gemm.blocks.bytewise import BF16
-from accel_kernels.gemm.blocks.ggml import GGML
+from accel_kernels.gemm.blocks.ggml import BF16, GGML
 
 from accel.quantization.formats.stored import StoredWeight
 

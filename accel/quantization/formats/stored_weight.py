@@ -12,7 +12,7 @@ from weakref import ref
 
 import torch
 import torch.nn.functional as F
-from accel_kernels.gemm.blocks.ggml import GGML
+from accel_kernels import BlockWeight
 from torch import nn
 
 from accel.comparison import relative_rms
@@ -29,7 +29,6 @@ Reader = Callable[[Any], StoredWeight | str | None]
 READERS: tuple[Reader, ...] = (read_bitsandbytes, read_ggml, read_float8, read_tensor)
 
 PROBED = 64  # outputs that are compared
-TIMED = frozenset(("nf4", "fp4", *GGML))  # formats whose products are known to pay on a GPU
 
 
 def read_stored(module: Any) -> StoredWeight | str | None:
@@ -37,7 +36,8 @@ def read_stored(module: Any) -> StoredWeight | str | None:
     try:
         found = next((found for read in READERS if (found := read(module)) is not None), None)
         weight = found.weight if isinstance(found, StoredWeight) else None
-        if weight is None or not weight.is_cuda or weight.format.name in TIMED or lacks_kernel(module):
+        timed = isinstance(weight, BlockWeight) and weight.format.most_rows  # products known to pay on a GPU
+        if weight is None or not weight.is_cuda or timed or lacks_kernel(module):
             return found
         return f"products of {weight.format.name} have not been timed on a GPU"
     except (AttributeError, RuntimeError, TypeError) as error:  # of another version, or half made
@@ -80,7 +80,7 @@ def disagreement(kind: StoredKind) -> str | None:
     if module is None or not isinstance(found, StoredWeight):
         return "it is gone"
     dtype, weight = found.dtype or torch.bfloat16, found.weight.first(PROBED)
-    x = torch.randn(4, weight.columns, generator=torch.Generator().manual_seed(0), device="cpu") * 99
+    x = torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(0), device="cpu") * 99
     x[:, ::16] = x[:, ::16].sign() * 448  # so that rounding to float8, whatever shares a scale, changes none
     x = x.to(torch.float8_e4m3fn).to(weight.data.device, dtype) * (DYNAMIC if found.step is None else found.step)
     x = x.to(dtype)

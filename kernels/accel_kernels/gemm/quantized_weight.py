@@ -5,23 +5,26 @@ tensors on disk (the formats "int-quantized", "pack-quantized" and "float-quanti
 so what was saved is what kernels read. Only the zero points of 4-bit numbers, and 8-bit integers that meet activations
 in 16 bits, are packed into words there; here they are a byte each.
 
-To add a format, write its `pack` and `unpack` here: the weight is then written out before each product. Where kernels
-are to read it as it lies, `unpacking_triton` unpacks it there, and `most_rows` says for how many rows.
+A `WeightFormat` is one way to store numbers, ours or a library's (`blocks/`). To add one, write its `unpack`, and its
+`pack` if weights are rounded to it: they are then written out before each product. Where kernels are to read it as it
+lies, an `unpacking_triton` unpacks it there, and `most_rows` says for how many rows.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, NamedTuple
 
 import torch
 
-from accel_kernels.device import float8_reason
+from accel_kernels.op import dtype_reason
 
 PER_WORD = 8  # 4-bit numbers to an int32
 ZERO_POINT = 8  # what a 4-bit number is stored above itself: -8..7 as 0..15
 # Rows of x up to which a product reads the numbers as they lie. To write a weight of 8 bits out for cuBLAS, and read it
 # there, moves five times its bytes; of more rows, multiplying takes longer than that.
 MOST_QUANTIZED_ROWS = 512
+MOST_GROUPED_ROWS = 64  # of a weight with float32 scales by group, whose 128 rows took four times bf16's time
+MOST_BLOCK_ROWS = 16  # the same of a library's blocks, which take more instructions
 
 
 def pack(numbers: torch.Tensor) -> torch.Tensor:
@@ -47,28 +50,46 @@ def unchanged(numbers: torch.Tensor) -> torch.Tensor:
     return numbers
 
 
+def stored_numbers(weight: "Quantized") -> torch.Tensor:
+    """The same of a weight."""
+    return weight.data
+
+
+def packed_numbers(weight: "Quantized") -> torch.Tensor:
+    """Of 4-bit numbers in words."""
+    return unpack(weight.data)
+
+
 @dataclass(frozen=True)
 class WeightFormat:
-    """One way to store numbers.
+    """One way to store numbers, in blocks of so many columns and bytes; in formats of ours a block is an element.
 
-    name: what schemes call it, and what kernels are compiled for. dtype: of the stored elements. bits: of a number.
-    largest: the largest number. pack, unpack: numbers (N, K) to stored elements (N, ..) and back. most_rows: rows of x
-    up to which kernels read it as it lies; 0: none does. exact: a dtype that holds every number exactly.
+    name: what schemes and reports call it, and what kernels are compiled for. unpack: a weight to (N, K), its values,
+    or numbers that have scales beside them. most_rows: rows of x up to which kernels read it as it lies; 0: none does.
+    source: how kernels read it that have factors of the tensor cores in blocks, "" where they cannot.
+
+    Of formats that weights are rounded to: dtype of the elements; largest: the largest number; pack: numbers (N, K) to
+    elements (N, ..); exact: a dtype that holds every number; saved: what compressed-tensors calls their type, "" where
+    it has no layout.
     """
 
     name: str
-    dtype: torch.dtype
-    bits: int
-    largest: float
+    columns: int
+    bytes: int
+    unpack: Callable[[Any], torch.Tensor]
+    _: KW_ONLY
+    most_rows: int = MOST_BLOCK_ROWS
+    source: str = ""
+    dtype: torch.dtype = torch.uint8
+    largest: float = 0
     pack: Callable[[torch.Tensor], torch.Tensor] = unchanged
-    unpack: Callable[[torch.Tensor], torch.Tensor] = unchanged
-    most_rows: int = MOST_QUANTIZED_ROWS
     exact: torch.dtype = torch.float16
+    saved: str = ""
 
     @property
-    def per_element(self) -> int:
-        """Numbers to a stored element."""
-        return 8 * self.dtype.itemsize // self.bits
+    def bits(self) -> int:
+        """Of a number, in whole bits."""
+        return 8 * self.bytes // self.columns
 
     def range(self, symmetric: bool = True) -> tuple[float, float]:
         """Least and largest number; those of whole numbers reach one further down where 0 does not stand for 0."""
@@ -82,9 +103,14 @@ class WeightFormat:
         return steps.round().clamp(low, high).to(torch.int8)
 
 
-INT8 = WeightFormat("int8", torch.int8, 8, 127)
-INT4 = WeightFormat("int4", torch.int32, 4, 7, pack, unpack)
-FP8 = WeightFormat("fp8", torch.float8_e4m3fn, 8, 448)  # no call of torch: files of kernels are read without it
+def _format(name: str, columns: int, size: int, unpack: Callable, **more: Any) -> WeightFormat:
+    return WeightFormat(name, columns, size, unpack, most_rows=MOST_QUANTIZED_ROWS, **more)
+
+
+# No call of torch: files of kernels are read without it.
+INT8 = _format("int8", 1, 1, stored_numbers, dtype=torch.int8, largest=127, saved="int")
+INT4 = _format("int4", PER_WORD, 4, packed_numbers, dtype=torch.int32, largest=7, pack=pack, saved="int")
+FP8 = _format("fp8", 1, 1, stored_numbers, dtype=torch.float8_e4m3fn, largest=448, saved="float")
 FORMATS = {format.name: format for format in (INT8, INT4, FP8)}
 BY_DTYPE = {format.dtype: format for format in (INT8, INT4, FP8)}  # those that their elements tell apart
 
@@ -95,7 +121,7 @@ PARTS = ("data", "scales", "zeros")  # the tensors of a weight
 class Quantized(NamedTuple):
     """A weight (N, K).
 
-    data: stored elements (N, K / per_element of the format): int8, float8_e4m3fn, or int32 of eight 4-bit numbers each,
+    data: stored elements (N, K / columns of the format): int8, float8_e4m3fn, or int32 of eight 4-bit numbers each,
     the first in the lowest bits, stored plus 8. scales: (N, K / group), in the dtype of the model or float32. zeros:
     (N, K / group) int8: the numbers that stand for 0, or None where 0 does. format: how numbers lie in data.
     """
@@ -113,7 +139,7 @@ class Quantized(NamedTuple):
     @property
     def shape(self) -> tuple[int, int]:
         rows, columns = self.data.shape
-        return rows, columns * self.format.per_element
+        return rows, columns * self.format.columns
 
     @property
     def group(self) -> int:
@@ -143,11 +169,37 @@ class Quantized(NamedTuple):
 
     def reads(self, rows: int) -> bool:
         """Whether kernels read it as it lies for so many rows of x; else it is written out before the product."""
-        return rows <= self.format.most_rows
+        grouped = self.scales.shape[1] > 1 and self.scales.dtype == torch.float32
+        return rows <= (MOST_GROUPED_ROWS if grouped else self.format.most_rows)
+
+    @property
+    def kind(self) -> tuple:
+        """Equal for weights that one operation can take, as gate and up."""
+        return self.format, *((name, part.shape, part.dtype) for name, part in self.parts().items())
+
+    def reason(self) -> str | None:
+        """Why kernels cannot read this weight; float8 is the caller's to look for."""
+        quad, columns = QUAD * 8 // self.format.bits, self.shape[1]
+        if self.data.numel() == 0:
+            return "empty"
+        if not self.format.most_rows:
+            return f"no kernel reads {self.format.name}"
+        if columns % 8:
+            return f"{columns} inputs, not a multiple of 8"
+        if self.scales.shape[1] > 1 and (columns % self.scales.shape[1] or self.group % quad):
+            return f"a scale to {self.group} columns, not a multiple of {quad}"
+        for name, tensor in self.parts().items():
+            if not tensor.is_contiguous():
+                return f"{name} of the weight not contiguous"
+        if self.data.data_ptr() % 4:
+            return "a weight not at a multiple of 4 bytes"
+        if self.format == FP8 and self.zeros is not None:
+            return "float8 with zeros"
+        return dtype_reason(self.scales)
 
     def numbers(self) -> torch.Tensor:
         """(N, K) int8, or float8 as it is."""
-        return self.format.unpack(self.data)
+        return self.format.unpack(self)
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """(N, K) in this dtype, rounded once, from float32."""
@@ -170,23 +222,6 @@ class PackedWeight(NamedTuple):
     @classmethod
     def of(cls, weight: Quantized | None) -> "PackedWeight":
         return cls() if weight is None else cls(weight.data.view(torch.int32), weight.scales, weight.zeros)
-
-
-def weight_reason(weight: Quantized) -> str | None:
-    """Why kernels cannot read this weight."""
-    if not weight.format.most_rows:
-        return f"no kernel reads {weight.format.name}"
-    quad = QUAD * 8 // weight.format.bits
-    if weight.scales.shape[1] > 1 and (weight.shape[1] % weight.scales.shape[1] or weight.group % quad):
-        return f"a scale to {weight.group} columns, not a multiple of {quad}"
-    for name, tensor in weight.parts().items():
-        if not tensor.is_contiguous():
-            return f"{name} of the weight not contiguous"
-    if weight.data.data_ptr() % 4:
-        return "a weight not at a multiple of 4 bytes"
-    if weight.format == FP8 and weight.zeros is not None:
-        return "float8 with zeros"
-    return float8_reason(weight.data.device, weight.data.dtype)
 
 
 def quantize_weight(weight: torch.Tensor, dtype: torch.dtype, group: int = 0, zeros: bool = False) -> Quantized:

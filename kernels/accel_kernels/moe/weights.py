@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 import torch
 
-from accel_kernels.gemm.quantized_weight import Quantized, weight_reason
+from accel_kernels.device import float8_reason
+from accel_kernels.gemm.quantized_weight import Quantized
 from accel_kernels.norm.norm import ACTIVATIONS
 
 
@@ -136,6 +137,6 @@ def _quantized_reason(weights: ExpertWeights) -> str | None:
     for one in (up, down):
         if one.format.bits == 8 and one.scales.shape[1] > 1:
             return "8 bits by groups"
-        if (reason := weight_reason(one)) is not None:
+        if (reason := one.reason() or float8_reason(one.data.device, one.data.dtype)) is not None:
             return reason
     return None

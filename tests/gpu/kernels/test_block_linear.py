@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from accel_kernels import dequantize_blocks
+from accel_kernels import dequantize
 
 from accel.quantization.formats.bitsandbytes import read_bitsandbytes
 from support.bits import four_bit
@@ -11,10 +11,10 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", dequantize_blocks.cases, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", dequantize.cases, ids=lambda case: case.name)
 def test_values_are_the_references_to_the_bit(case, dtype):
     args, _ = case.make(torch.device("cuda"), dtype)
-    assert torch.equal(dequantize_blocks.triton(*args), dequantize_blocks.reference(*args))
+    assert torch.equal(dequantize.triton(*args), dequantize.reference(*args))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -24,4 +24,4 @@ def test_values_are_the_librarys_to_the_bit(kind, nested, dtype):
     functional = pytest.importorskip("bitsandbytes").functional
     linear = four_bit(torch.nn.Linear(1024, 320, device="cuda", dtype=dtype), kind, nested)
     wanted = functional.dequantize_4bit(linear.weight, linear.quant_state)
-    assert torch.equal(dequantize_blocks(read_bitsandbytes(linear).weight, dtype), wanted)
+    assert torch.equal(dequantize(read_bitsandbytes(linear).weight, dtype), wanted)

@@ -62,7 +62,7 @@ def test_as_transformers(name):
 
 COMPILE = """
 import torch
-from accel_kernels import BlockWeight, dequantize_blocks
+from accel_kernels import BlockWeight, dequantize
 from accel_kernels.gemm.blocks.ggml import GGML
 from support.everything import EVERYTHING
 from support.kernels.absent_gpu import GPU, absent_gpu
@@ -73,7 +73,7 @@ for arch, some in ((80, ("Q5_1",)), (90, ("Q3_K", "Q5_K")), (100, ("IQ4_XS",))):
             for compute in (torch.float32, torch.float16)[not EVERYTHING :]:
                 data = torch.empty(4, 2 * GGML[name].bytes, dtype=torch.uint8, device=GPU)
                 held = BlockWeight(data, 2 * GGML[name].columns, GGML[name], compute)
-                dequantize_blocks.triton(held, torch.float32)
+                dequantize.triton(held, torch.float32)
     assert all(launch.compiled().asm["cubin"] for launch in found)
     print(len(found))
 """

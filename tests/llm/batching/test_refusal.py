@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from transformers.generation.continuous_batching.utils import WorkloadHints
 
 import accel
+from accel.llm.batching.manager import BatchManager
 from accel.llm.batching.step import StepSize
 from accel.llm.batching.trial import _large, refusal
 from accel.llm.generation import routing, trial
@@ -139,3 +141,13 @@ def test_steps_that_are_compiled_ahead(pair_of):
     engine = engine_of(model, rows=2, context=64)
     found = [engine.steps.logits(plan).shape for plan in plans]
     assert found == [(len(plan.draw_rows), model.config.vocab_size) for plan in plans]
+
+
+@pytest.mark.parametrize("name", ["llama-rope-dynamic", "phi3-longrope"])
+def test_texts_that_change_the_frequencies_of_others_are_stocks(name, pair):
+    model, _ = pair(name)
+    for most, ours in ((8, True), (9, False)):
+        made = model.init_continuous_batching(workload_hints=WorkloadHints(4, most, 2))
+        assert isinstance(made, BatchManager) == ours
+    reason = "generate_batch: texts of more than 12 tokens change the rotary frequencies"
+    assert [why.startswith(reason) for _, why, _ in accel.report(model).fallbacks] == [True]

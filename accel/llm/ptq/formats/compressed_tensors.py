@@ -22,7 +22,6 @@ ORDER = "weight_g_idx"  # the group of each column, where a group's do not lie s
 NAMES = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", ORDER)
 WORD = 32
 BYTES = (torch.int8, torch.float8_e4m3fn)
-TYPES = {"int8": "int", "int4": "int", "fp8": "float"}  # by the name of a `WeightFormat`; others have no layout here
 
 
 def format_of(scheme: Scheme) -> str:
@@ -218,7 +217,7 @@ def _rounded(scheme: Scheme) -> dict | None:
     static = FIXED.get(scheme.activations) == SCALE
     if not static and scheme.activations not in ("int8", "fp8"):
         return None
-    kind, strategy = TYPES[scheme.weight_dtype], "tensor" if static else "token"
+    kind, strategy = scheme.format.saved, "tensor" if static else "token"
     how = {"strategy": strategy, "group_size": None, "dynamic": not static}
     return {"num_bits": 8, "type": kind, "symmetric": True} | how
 
@@ -226,7 +225,7 @@ def _rounded(scheme: Scheme) -> dict | None:
 def _group(scheme: Scheme, targets: list[str]) -> dict:
     weights = {
         "num_bits": scheme.format.bits,
-        "type": TYPES[scheme.weight_dtype],
+        "type": scheme.format.saved,
         "symmetric": scheme.symmetric,
         "strategy": "channel" if scheme.group is None else "group",
         "group_size": scheme.group,

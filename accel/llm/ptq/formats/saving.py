@@ -150,7 +150,7 @@ def _written(names: dict, held: dict[str, QuantizedLinear], heads: set[str]) -> 
     for path, module in held.items():
         data, scales, zeros, inputs, columns = (written.pop(f"{path}.{name}", None) for name in PARTS)
         quantized, reason = module.read(data, scales, zeros), None
-        if module.scheme.weight_dtype not in compressed.TYPES:
+        if not module.format.saved:
             reason = OTHER
         elif module.transposed:
             reason = TURNED

@@ -1,7 +1,7 @@
 """What adapters of low rank add to one product, in the form that kernels of products take (Hu et al., "LoRA", 2021)."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -89,7 +89,7 @@ def with_low_rank(product: Callable, h: torch.Tensor, low_rank: LowRankTerm | No
 
     def both(weight, bias):
         y = product(weight, bias)
-        parts = [(y, inner[..., -term.rank :], term.gate_up)] if weight is gate else term.parts(y, inner)
+        parts: Any = [(y, inner[..., -term.rank :], term.gate_up)] if weight is gate else term.parts(y, inner)
         return torch.cat([part + F.linear(own, up) for part, own, up in parts], -1)
 
     return both
@@ -113,6 +113,6 @@ class LowRankArguments(NamedTuple):
         if term is None:
             return cls()
         first, second = (*term.ends, *(term.ends[-1],) * 2)[:2]
-        handed = (term.down, None, term.step, term.tagged) if inner is None else (None, inner, None, None)
-        down, *rest = handed
-        return cls(down, term.up, term.gate_up, *rest, first, second)
+        if inner is None:
+            return cls(term.down, term.up, term.gate_up, None, term.step, term.tagged, first, second)
+        return cls(None, term.up, term.gate_up, inner, None, None, first, second)

@@ -1,4 +1,4 @@
-"""Rows times a weight in blocks: chooses the kernel, and has those of any format, which unpack blocks as they come.
+"""Rows times a weight in blocks: which kernel serves which, and those of any format, which unpack blocks.
 
 Of these one row is multiplied on the CUDA cores, up to 16 on the tensor cores, in any dtype.
 """
@@ -7,19 +7,16 @@ import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.device import interpreted, multiprocessors, programmatic, upcast
-from accel_kernels.gemm.blocks.block_linear import fragment_reason
+from accel_kernels.device import is_hopper, multiprocessors, programmatic, upcast
 from accel_kernels.gemm.blocks.block_weight import BlockArguments
 from accel_kernels.gemm.blocks.fragments.block_gemv_mma_triton import block_gemv_mma, block_gemv_tile
 from accel_kernels.gemm.blocks.fragments.block_skinny_mma_triton import block_skinny_mma, block_skinny_tile
 from accel_kernels.gemm.blocks.unpacking_triton import UNPACKING, format_flags, unpack_blocks
-from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.epilogue_triton import epilogue, store_sum
 from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.gemm.quantized.gemv_mma_triton import GemvTile
 from accel_kernels.gemm.quantized.many_rows_triton import ManyRowsTile
 from accel_kernels.norm.norm import kernel_arguments
-from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
 
 
@@ -64,18 +61,17 @@ def block_gemv_kernel(
     store_sum(y, n_idx, n_idx < n, after, y_ptr)
 
 
-@triton.jit(do_not_specialize=("m", "blocks_m"))
+@triton.jit(do_not_specialize=("m",))
 def block_rows_kernel(
-    x_ptr, weight, up, after, y_ptr, m, n, blocks_m, K: tl.constexpr, FORMAT: tl.constexpr, COLUMNS: tl.constexpr,
+    x_ptr, weight, up, after, y_ptr, m, n, K: tl.constexpr, FORMAT: tl.constexpr, COLUMNS: tl.constexpr,
     COMPUTE: tl.constexpr, PLAIN: tl.constexpr, GATE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Programs that have the same rows of the weight are neighbors: memory gives them once, the L2 cache again."""
     BLOCKS: tl.constexpr = K // COLUMNS
     BLOCK_K: tl.constexpr = BLOCK_B * COLUMNS
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    n_idx = tl.program_id(0) // blocks_m * BLOCK_N + tl.arange(0, BLOCK_N)
-    m_idx = tl.program_id(0) % blocks_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    n_idx = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_idx = tl.arange(0, BLOCK_M)
     row = tl.minimum(n_idx, n - 1).to(tl.int64)[:, None] * BLOCKS
     x_row = x_ptr + tl.minimum(m_idx, m - 1).to(tl.int64)[None, :] * K
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -99,53 +95,67 @@ def block_rows_kernel(
     store_sum(y, m_idx[None, :].to(tl.int64) * n + n_col, (m_idx < m)[None, :] & n_mask, after, y_ptr)
 
 
-def block_tile(rows: int, n: int, columns: int, gate: bool, wide: bool, processors: int) -> ManyRowsTile:
-    """columns: of a block. wide: of float32. More than 16 rows come in the interpreter alone."""
-    if rows == 1:
-        block = 4 if gate or n < 16 * processors else 8  # of more rows x is read less often
-        return ManyRowsTile(1, block, max(1024, columns), block, 4)
-    if interpreted():
-        return ManyRowsTile(min(64, max(16, power_of_two(rows))), 32, max(columns, 64), 4, 2)
-    return ManyRowsTile(16, 16, max(columns, 64 if wide else 256), 4, 3)
+def by_fragments(x, weight, norm, up) -> GemvTile | None:
+    """The tile of the kernels that read blocks as factors of the tensor cores; None where they are not chosen.
+
+    They ran on compute capability 9.0 alone, a row of x with up to 14,336 columns.
+    """
+    (n, k), source = weight.shape, weight.format.source
+    if not source or x.dtype == torch.float32 or not is_hopper(x.device):
+        return None
+    if k % (512 if source == "sixes" else 256) or k > 1 << 14 or n * k >= 1 << 31:
+        return None
+    if source == "table" and weight.side.shift == 0:  # a scale to 32 columns
+        return None
+    if any(t is not None and t.data_ptr() % 16 for t in (x, weight.data, up and up.data)):
+        return None
+    return fragment_tile(x.numel() // k, n, k, up is not None, source, x.device)
 
 
 def fragment_tile(rows: int, n: int, k: int, gate: bool, source: str, device: torch.device) -> GemvTile:
-    """Of the kernel that reads blocks as factors of the tensor cores, for so many rows."""
+    """Of these kernels, for so many rows."""
     choose = block_gemv_tile if rows == 1 else block_skinny_tile
     return choose(rows, n, k, gate, source, multiprocessors(device))
 
 
-def block_linear(x, weight, bias=None, *, norm=None, tile=None, **after):
-    """Same arguments and result as the reference. tile: of one of the kernels."""
+def by_blocks(x, weight, norm, up) -> ManyRowsTile:
+    """The tile of the kernels here, which take all that is left."""
+    columns, n = weight.format.columns, weight.shape[0]
+    if x.numel() == weight.columns:
+        block = 4 if up is not None or n < 16 * multiprocessors(x.device) else 8  # of more rows x is read less often
+        return ManyRowsTile(1, block, max(1024, columns), block, 4)
+    return ManyRowsTile(16, 16, max(columns, 64 if x.dtype == torch.float32 else 256), 4, 3)
+
+
+def one_or_few(x, weight, norm, epilogue, tile, y):
+    """Of fragments."""
+    run = block_gemv_mma if x.numel() == weight.columns else block_skinny_mma
+    run(x, weight, norm, epilogue, tile, y)
+
+
+def block_linear(x, weight, norm, epilogue, tile, y):
+    """Of blocks unpacked as they come: writes what `quantized_linear` returns into y."""
     n, k = weight.shape
-    rows, after = x.numel() // k, Epilogue(bias, **after)
-    y = torch.empty((*x.shape[:-1], n), device=x.device, dtype=x.dtype)
-    gate, columns = after.up is not None, weight.format.columns
-    if tile is None and fragment_reason(x, weight, after.up) is None:
-        tile = fragment_tile(rows, n, k, gate, weight.format.source, x.device)
-    if isinstance(tile, GemvTile):
-        (block_gemv_mma if rows == 1 else block_skinny_mma)(x, weight, norm, after, tile, y)
-        return y
-    if tile is None:
-        tile = block_tile(rows, n, columns, gate, x.dtype == torch.float32, multiprocessors(x.device))
+    rows = x.numel() // k
     inside = rows == 1 and norm is not None and not norm.centered and norm.bias is None
     if norm is not None and not inside:
         x = apply_norm(x, norm)
-    weights = BlockArguments.of(weight), BlockArguments.of(after.up)
-    sizes = {"BLOCK_N": tile.rows, "BLOCK_B": tile.columns // columns}
-    given = {**format_flags(weight), **after.flags, **sizes, **UNPACKING}
+    weights = BlockArguments.of(weight), BlockArguments.of(epilogue.up)
+    sizes = {"BLOCK_N": tile.rows, "BLOCK_B": tile.columns // weight.format.columns}
+    given = {**format_flags(weight), **epilogue.flags, **sizes, **UNPACKING}
     if rows == 1:
         before, kind = kernel_arguments(norm if inside else None)
         launch(
             block_gemv_kernel, (triton.cdiv(n, tile.rows),),
-            x, *weights, before, after.arguments, y, n, K=k, NORM=kind, **given, STAGES=tile.stages,
+            x, *weights, before, epilogue.arguments, y, n, K=k, NORM=kind, **given, STAGES=tile.stages,
             num_warps=tile.warps, **programmatic(x.device),
         )  # fmt: skip
-        return y
-    blocks_m = triton.cdiv(rows, tile.x_rows)
+        return
     launch(
-        block_rows_kernel, (blocks_m * triton.cdiv(n, tile.rows),),
-        x, *weights, after.arguments, y, rows, n, blocks_m, K=k, **given, BLOCK_M=tile.x_rows,
-        UPCAST=upcast(x.dtype), num_warps=tile.warps, num_stages=tile.stages,
+        block_rows_kernel, (triton.cdiv(n, tile.rows),),
+        x, *weights, epilogue.arguments, y, rows, n, K=k, **given, BLOCK_M=tile.x_rows, UPCAST=upcast(x.dtype),
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return y
+
+
+BLOCK_DISPATCH = ((GemvTile, by_fragments, one_or_few), (ManyRowsTile, by_blocks, block_linear))

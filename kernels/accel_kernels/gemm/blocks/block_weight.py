@@ -1,44 +1,27 @@
 """A matrix as a library stores it: rows of blocks, each of so many numbers, in bytes that stay as they came.
 
-A `BlockFormat` says what the bytes of a block mean: `unpack` in torch, which gives the library's own values bit for
+Its `WeightFormat` says what the bytes of a block mean: `unpack` in torch, which gives the library's own values bit for
 bit, and `unpacking_triton` names a function of kernels that reads them in place. To add a format, write both.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-
-@dataclass(frozen=True)
-class BlockFormat:
-    """One way to store numbers in blocks.
-
-    name: what reports call it, and what kernels are compiled for. columns: numbers of a block. bytes: of a block in
-    `data`. unpack(weight, data): data uint8 (..., bytes) of blocks in the order of the weight's rows -> their values
-    (..., columns) in `weight.compute`; what lies beside data is read from the weight. source: how `units_triton`
-    reads it, or "" where it cannot.
-    """
-
-    name: str
-    columns: int
-    bytes: int
-    unpack: Callable[["BlockWeight", torch.Tensor], torch.Tensor]
-    source: str = field(default="", kw_only=True)
+from accel_kernels.gemm.quantized_weight import WeightFormat
 
 
 class BlockWeight(NamedTuple):
     """A weight (N, K), K a multiple of the block's columns.
 
-    data: uint8, contiguous, N * K / columns blocks, row after row; of any shape. columns: K. format: a `BlockFormat`.
+    data: uint8, contiguous, N * K / columns blocks, row after row; of any shape. columns: K.
     compute: the dtype in which the library computes a value before it rounds it to the dtype of a product: float32, or
     float16 where its arithmetic is in that. side: tensors that lie beside the bytes, as a format's own words say.
     """
 
     data: torch.Tensor
     columns: int
-    format: BlockFormat
+    format: WeightFormat
     compute: torch.dtype = torch.float32
     side: tuple[Any, ...] = ()
 
@@ -50,6 +33,11 @@ class BlockWeight(NamedTuple):
     @property
     def is_cuda(self) -> bool:
         return self.data.is_cuda
+
+    @property
+    def blocks(self) -> torch.Tensor:
+        """(blocks, bytes)."""
+        return self.data.reshape(-1, self.format.bytes)
 
     @property
     def nbytes(self) -> int:
@@ -66,10 +54,28 @@ class BlockWeight(NamedTuple):
         size = rows * self.columns // self.format.columns * self.format.bytes
         return self._replace(data=self.data.reshape(-1)[:size])
 
+    def reads(self, rows: int) -> bool:
+        """As of `Quantized`."""
+        return rows <= self.format.most_rows
+
+    def reason(self) -> str | None:
+        """Why kernels cannot read this weight."""
+        if self.data.numel() == 0:
+            return "empty"
+        if not self.format.most_rows:
+            return f"no kernel reads {self.format.name}"
+        if self.columns % self.format.columns:
+            return f"{self.columns} columns, not a multiple of {self.format.columns}"
+        tensors = [self.data, *(one for one in self.side if isinstance(one, torch.Tensor))]
+        if not all(tensor.is_contiguous() and tensor.device == self.data.device for tensor in tensors):
+            return "a weight not contiguous, or on several devices"
+        if self.data.data_ptr() % 4:
+            return "a weight not at a multiple of 4 bytes"
+        return None
+
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """(N, K) in this dtype: the values in `compute`, rounded once more."""
-        blocks = self.data.reshape(-1, self.format.bytes)
-        return self.format.unpack(self, blocks).reshape(self.shape).to(dtype)
+        return self.format.unpack(self).reshape(self.shape).to(dtype)
 
 
 class BlockArguments(NamedTuple):
@@ -81,17 +87,3 @@ class BlockArguments(NamedTuple):
     @classmethod
     def of(cls, weight: BlockWeight | None) -> "BlockArguments":
         return cls() if weight is None else cls(weight.data, weight.side)
-
-
-def block_reason(weight: BlockWeight) -> str | None:
-    """Why kernels cannot read this weight."""
-    if weight.data.numel() == 0:
-        return "empty"
-    if weight.columns % weight.format.columns:
-        return f"{weight.columns} columns, not a multiple of {weight.format.columns}"
-    tensors = [weight.data, *(one for one in weight.side if isinstance(one, torch.Tensor))]
-    if not all(tensor.is_contiguous() and tensor.device == weight.data.device for tensor in tensors):
-        return "a weight not contiguous, or on several devices"
-    if weight.data.data_ptr() % 4:
-        return "a weight not at a multiple of 4 bytes"
-    return None

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from accel_kernels.gemm.blocks.block_weight import BlockFormat, BlockWeight
+from accel_kernels.gemm.blocks.block_weight import BlockWeight
+from accel_kernels.gemm.quantized_weight import WeightFormat
 
 PIECE = 32  # numbers that a thread reads at a time, in 16 bytes; a scale covers one or more
 NESTED = 256  # scales to one of theirs
@@ -35,13 +36,27 @@ class Codebook(NamedTuple):
         return absmax.repeat_interleave(1 << self.shift)[:pieces]
 
 
-def codebook_values(weight: BlockWeight, data: torch.Tensor) -> torch.Tensor:
-    """The unpacker of both: (..., 16) uint8 -> (..., 32), all pieces of the weight."""
-    pieces = data.reshape(-1, PIECE // 2)
+def codebook_values(weight: BlockWeight) -> torch.Tensor:
+    """The unpacker of both."""
+    pieces = weight.blocks
     side = Codebook(*weight.side)
     numbers = side.code[torch.stack([pieces >> 4, pieces & 15], 2).int()]
-    values = numbers * side.scales(len(pieces))[:, None, None]
-    return values.reshape(*data.shape[:-1], PIECE)
+    return numbers * side.scales(len(pieces))[:, None, None]
 
 
-CODEBOOKS = {name: BlockFormat(name, PIECE, PIECE // 2, codebook_values, source="table") for name in ("nf4", "fp4")}
+CODEBOOKS = {name: WeightFormat(name, PIECE, PIECE // 2, codebook_values, source="table") for name in ("nf4", "fp4")}
+
+
+def codebook_case(full: torch.Tensor, name: str, size: int = 64, nested: bool = False) -> BlockWeight:
+    """Any weight in the shape of `full`, about as large; size: numbers to a scale."""
+    device, shift = full.device, (size // PIECE).bit_length() - 1
+    data = (full * 1e4).int().bitwise_and(255).to(torch.uint8)[:, ::2].contiguous()
+    scales = -(-full.numel() // size)
+    absmax = full.flatten()[:scales].abs().float() + full.shape[1] ** -0.5
+    code = torch.linspace(-1, 1, 16, device=device)
+    if not nested:
+        return BlockWeight(data, full.shape[1], CODEBOOKS[name], side=Codebook(code, absmax, shift))
+    outer = absmax[: -(-scales // NESTED)].contiguous()
+    places, code2 = (absmax * 1e4).int().bitwise_and(255).to(torch.uint8), torch.linspace(-1, 1, 256, device=device)
+    side = Codebook(code, places, shift, code2, outer, 2 * absmax[0])
+    return BlockWeight(data, full.shape[1], CODEBOOKS[name], side=side)

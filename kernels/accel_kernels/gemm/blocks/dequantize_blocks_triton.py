@@ -25,7 +25,7 @@ def dequantize_blocks_kernel(
 
 
 def dequantize_blocks(weight, dtype):
-    """Same arguments and result as the reference."""
+    """What `dequantize` gives of a `BlockWeight`."""
     y = torch.empty(weight.shape, device=weight.data.device, dtype=dtype)
     blocks, size = y.numel() // weight.format.columns, NUMBERS // weight.format.columns
     launch(

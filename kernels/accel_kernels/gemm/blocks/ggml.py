@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from accel_kernels.gemm.blocks.block_weight import BlockFormat, BlockWeight
+from accel_kernels.gemm.blocks.block_weight import BlockWeight
+from accel_kernels.gemm.quantized_weight import WeightFormat
 
 # What a number of 4 bits stands for in IQ4_NL and IQ4_XS.
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -29,7 +30,7 @@ class PackedBits(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GgmlFormat(BlockFormat):
+class GgmlFormat(WeightFormat):
     """One of ggml's types, its number there is `code`; byte `scale` begins a float16.
 
     minimum: the byte of another, added to numbers times scale; where there are scales of scales, taken off. zero: what
@@ -49,9 +50,9 @@ class GgmlFormat(BlockFormat):
     levels: bool = False
 
 
-def unpack_ggml(weight: BlockWeight, data: torch.Tensor) -> torch.Tensor:
-    """Of all of them: (..., bytes) uint8 -> (..., columns) in the weight's `compute`, of IQ4_LEVELS in float32."""
-    format, blocks = weight.format, data.reshape(-1, data.shape[-1])
+def unpack_ggml(weight: BlockWeight) -> torch.Tensor:
+    """Of all of them, in the weight's `compute`, of IQ4_LEVELS in float32."""
+    format, blocks = weight.format, weight.blocks
     assert isinstance(format, GgmlFormat)
     if format.low.bits == 8:
         numbers = blocks[:, format.low.first :].view(torch.int8)
@@ -67,10 +68,14 @@ def unpack_ggml(weight: BlockWeight, data: torch.Tensor) -> torch.Tensor:
         scale = scale * factors
         minimum = None if minimum is None else -(minimum * least)
     if format.levels:
-        numbers = torch.tensor(IQ4_LEVELS, dtype=torch.float32, device=data.device)[numbers.long()]
+        numbers = torch.tensor(IQ4_LEVELS, dtype=torch.float32, device=blocks.device)[numbers.long()]
     values = scale[..., None] * numbers.reshape(len(blocks), format.groups, -1)
-    values = values if minimum is None else values + minimum[..., None]
-    return values.reshape(*data.shape[:-1], format.columns)
+    return values if minimum is None else values + minimum[..., None]
+
+
+def unpack_bfloat16(weight: BlockWeight) -> torch.Tensor:
+    """Of BF16, which no kernel reads: it is no smaller than what it is written out as."""
+    return weight.data.view(torch.bfloat16).to(weight.compute)
 
 
 def _half(blocks: torch.Tensor, first: int, dtype: torch.dtype) -> torch.Tensor:
@@ -139,3 +144,15 @@ GGML = {
         _format("IQ4_XS", 256, 136, 23, 0, PackedBits(8, 4, 16), None, None, 0, 8, "words", 2, True),
     )
 }
+BF16 = WeightFormat("BF16", 1, 2, unpack_bfloat16, most_rows=0)
+
+
+def ggml_case(full: torch.Tensor, name: str, compute: torch.dtype = torch.float32) -> BlockWeight:
+    """Any weight in the shape of `full`; scales of 16 bits are small, so that no value is far from 0."""
+    format, k = GGML[name], full.shape[1]
+    row = k // format.columns * format.bytes
+    data = (full.repeat(1, 2)[:, :row] * 1e4).int().bitwise_and(255).to(torch.uint8).contiguous()
+    for first in (format.scale, format.minimum):
+        if first is not None:
+            data.view(-1, format.bytes)[:, first + 1] &= 0x0F
+    return BlockWeight(data, k, format, compute)

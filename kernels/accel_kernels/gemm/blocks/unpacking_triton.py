@@ -8,9 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.device import float8_reason, interpreted
+from accel_kernels.device import interpreted
 from accel_kernels.gemm.blocks.block_weight import BlockWeight
-from accel_kernels.gemm.blocks.bytewise_triton import bfloat16_values, bytewise
 from accel_kernels.gemm.blocks.codebook_triton import codebook
 from accel_kernels.gemm.blocks.ggml_triton import unpack_ggml_blocks
 
@@ -28,21 +27,15 @@ def unpack_blocks(weight, block, mask, FORMAT: tl.constexpr, COMPUTE: tl.constex
     """
     if FORMAT == "nf4" or FORMAT == "fp4":
         return codebook(weight, block, mask, PLAIN)
-    elif FORMAT == "fp8" or FORMAT == "fp8 bits" or FORMAT == "int8":
-        return bytewise(weight, block, mask, FORMAT)
-    elif FORMAT == "BF16":
-        return bfloat16_values(weight, block, mask)
     else:
         return unpack_ggml_blocks(weight.data, block, mask, FORMAT, COMPUTE)
 
 
 def format_flags(weight: BlockWeight) -> dict[str, object]:
     """What kernels are compiled for."""
-    format = weight.format
-    by_bits = format.name == "fp8" and (interpreted() or float8_reason(weight.data.device, torch.float8_e4m3fn))
     return {
-        "FORMAT": "fp8 bits" if by_bits else format.name,
-        "COLUMNS": format.columns,
+        "FORMAT": weight.format.name,
+        "COLUMNS": weight.format.columns,
         "COMPUTE": COMPUTE[weight.compute],
         "PLAIN": interpreted(),
     }

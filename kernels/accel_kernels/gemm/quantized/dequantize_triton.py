@@ -4,6 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
+from accel_kernels.device import float8_reason
+from accel_kernels.gemm.blocks.block_weight import BlockWeight
+from accel_kernels.gemm.blocks.dequantize_blocks_triton import dequantize_blocks
 from accel_kernels.gemm.quantized.operands.unpacking_triton import factor, unpack_mode
 from accel_kernels.warmup import launch
 
@@ -40,17 +43,19 @@ def dequantize_kernel(
 
 
 def dequantize(weight, dtype):
-    """Same arguments and result as the reference."""
+    """Same arguments and result as the reference. Cards without float8 convert it by its bits."""
+    if isinstance(weight, BlockWeight):
+        return dequantize_blocks(weight, dtype)
     n, k = weight.shape
     y = torch.empty((n, k), device=weight.data.device, dtype=dtype)
     packed = weight.data.view(torch.int32)
     words, groups = packed.shape[1], weight.scales.shape[1]
-    block = BYTES // 4
+    block, bits = BYTES // 4, float8_reason(weight.data.device, weight.data.dtype) is not None
     launch(
         dequantize_kernel, (triton.cdiv(n, BLOCK_N), triton.cdiv(words, block)),
         packed, weight.scales, weight.zeros, y, n, words,
         GROUPS=groups, WORDS=words // groups, PER_WORD=k // words, FORMAT=weight.format.name,
-        EXACT=EXACT[weight.format.exact], UNPACK_MODE=unpack_mode(weight.format.exact), BLOCK_N=BLOCK_N, BLOCK_W=block,
-        num_warps=WARPS,
+        EXACT=EXACT[weight.format.exact], UNPACK_MODE="plain" if bits else unpack_mode(weight.format.exact),
+        BLOCK_N=BLOCK_N, BLOCK_W=block, num_warps=WARPS,
     )  # fmt: skip
     return y

@@ -1,16 +1,21 @@
 """The op `fused_linear` with weights in fewer bits: a decode step takes the less time the less it reads.
 
-The kernels read whole numbers and scales as they were saved, and multiply in registers; x keeps its 16 bits. For more
-rows than they take, the weight is written out in the dtype of x and cuBLAS multiplies.
+Kernels read numbers and scales as they were saved, by us or in the blocks of a library, and multiply in registers; x
+keeps its 16 bits. For more rows than they take, the weight is written out in the dtype of x and cuBLAS multiplies.
 """
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from accel_kernels.device import float8_reason
+from accel_kernels.gemm.blocks.codebook import codebook_case
+from accel_kernels.gemm.blocks.ggml import ggml_case
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.fused_linear import in_passes as full_in_passes
 from accel_kernels.gemm.quantized.dequantize import dequantize
-from accel_kernels.gemm.quantized_weight import Quantized, quantize_weight, weight_reason
+from accel_kernels.gemm.quantized_weight import Quantized, quantize_weight
 from accel_kernels.norm import norm as norms
 from accel_kernels.norm.norm import norm_reason, norm_weights
 from accel_kernels.op import dtype_reason, make_op
@@ -23,7 +28,7 @@ CPU_X_BYTES, CPU_WEIGHT_BYTES, CPU_SCALES = 32, 16, 4
 
 
 def reference(x, weight, bias=None, *, norm=None, **after):
-    """x: (..., K); weight, up: Quantized (N, K); all else, and the result, as of `fused_linear`.
+    """x: (..., K); weight, up: `Quantized` or `BlockWeight` (N, K); all else, and the result, as of `fused_linear`.
 
     The weight is rounded once to the dtype of x; sums as torch does them.
     """
@@ -46,12 +51,12 @@ def on_cpu(x, weight, bias=None, *, norm=None, **after):
     return epilogue.exact(weight, lambda one, shift: _product_of_bytes(h, one, shift))
 
 
-def _multiplies_bytes(x: torch.Tensor, weight: Quantized) -> bool:
+def _multiplies_bytes(x: torch.Tensor, weight: Any) -> bool:
     """Symmetric int8 by row; float32 and float16 are slower there, and float32 scales are read as bfloat16."""
     return (
-        x.device.type == weight.data.device.type == "cpu"
+        weight.format.name == "int8"
+        and x.device.type == weight.data.device.type == "cpu"
         and x.dtype == weight.scales.dtype == torch.bfloat16
-        and weight.format.name == "int8"
         and weight.zeros is None
         and weight.scales.shape[1] == 1
         and x.shape[-1] == weight.shape[1]
@@ -81,34 +86,30 @@ def supports(x, weight, bias=None, *, norm=None, **after) -> str | None:
     epilogue = Epilogue(bias, **after)
     up, residual = epilogue.up, epilogue.residual
     rows = x.numel() // max(1, x.shape[-1])
-    if x.numel() == 0 or weight.data.numel() == 0:
+    if x.numel() == 0:
         return "empty"
     if not weight.reads(rows):
         return f"{rows} rows, more than {weight.format.most_rows}"
-    if x.dtype == torch.float32:
+    ours = [one for one in epilogue.weights(weight) if isinstance(one, Quantized)]
+    if x.dtype == torch.float32 and ours:
         return "x of float32, which numbers of fewer bits do not pay for"
     if (reason := epilogue.refusal(weight.data)) is not None:
         return reason
-    if up is not None and not _alike(weight, up):
+    if up is not None and up.kind != weight.kind:
         return "a gate of another shape, dtype or group"
     if (reason := norm_reason(norm)) is not None:
         return reason
-    if weight.shape[1] % 8 or x.shape[-1] != weight.shape[1]:
-        return f"{weight.shape[1]} inputs, not a multiple of 8"
-    reason = next((reason for one in epilogue.weights(weight) if (reason := weight_reason(one))), None)
-    if reason is not None:
-        return reason
+    if x.shape[-1] != weight.shape[1]:
+        return f"not of {weight.shape[1]} inputs"
+    for one in epilogue.weights(weight):
+        if (reason := one.reason() or float8_reason(one.data.device, one.data.dtype)) is not None:
+            return reason
     if not x.is_contiguous() or x.data_ptr() % 8:
         return "x not contiguous, or not at a multiple of 8 bytes"
     if residual is not None and (not residual.is_contiguous() or residual.dtype != x.dtype):
         return "residual not contiguous, or of another dtype"
-    scales = [one.scales for one in epilogue.weights(weight)]
+    scales = [one.scales for one in ours]
     return dtype_reason(x, bias, epilogue.up_bias, residual, *scales, *norm_weights(norm))
-
-
-def _alike(weight: Quantized, up: Quantized) -> bool:
-    mine, other = ({name: (t.shape, t.dtype) for name, t in one.parts().items()} for one in (weight, up))
-    return mine == other and weight.format == up.format
 
 
 def _case(name, rows, k, n, kind=torch.int32, group=0, *, zeros=False, **more):
@@ -118,6 +119,19 @@ def _case(name, rows, k, n, kind=torch.int32, group=0, *, zeros=False, **more):
     return product_case(name, (rows, k), n, weight=weight, **more)
 
 
+def _codebook(name, rows, k, n, format="nf4", size=64, *, nested=False, **more):
+    return product_case(name, (rows, k), n, weight=lambda full: codebook_case(full, format, size, nested), **more)
+
+
+def _ggml(name, rows, k, n, format, compute=torch.float32, **more):
+    return product_case(name, (rows, k), n, weight=lambda full: ggml_case(full, format, compute), **more)
+
+
+LLAMA = (
+    ("qkv", 4096, 6144, {"norm": "rms"}),
+    ("gate-up", 4096, 14336, {"norm": "rms", "gate": True, "activation": "silu"}),
+    ("down", 14336, 4096, {"residual": True}),
+)
 INT8, INT4, FP8 = torch.int8, torch.int32, torch.float8_e4m3fn
 CASES = (
     _case("int8", 1, 64, 48, INT8, small=True),
@@ -171,13 +185,31 @@ CASES = (
         _case(f"llama-{name}-{label}-{rows}", rows, k, n, kind, group, **more)
         for label, kind, group in (("int8", INT8, 0), ("int4", INT4, 128), ("fp8", FP8, 0))
         for rows in (1, 2, 32, 128, 256)
-        for name, k, n, more in (
-            ("qkv", 4096, 6144, {"norm": "rms"}),
-            ("gate-up", 4096, 14336, {"norm": "rms", "gate": True, "activation": "silu"}),
-            ("down", 14336, 4096, {"residual": True}),
-        )
+        for name, k, n, more in LLAMA
     ),
     _case("llama-gate-up-int4-zeros", 1, 4096, 14336, INT4, 128, zeros=True, norm="rms", gate=True, activation="silu"),
+    _ggml("q4_k", 1, 512, 21, "Q4_K", norm="rms", gate=True, activation="silu", small=True),
+    _ggml("q4_k-half-rows-9-gate", 9, 768, 37, "Q4_K", torch.float16, gate=True, activation="silu", bias=True),
+    _ggml("q8_0", 1, 768, 45, "Q8_0", norm="rms", residual=True, scale=0.5),
+    _ggml("q8_0-rows-3-gate", 3, 256, 21, "Q8_0", gate=True, activation="silu"),
+    _ggml("q6_k-gate", 1, 1024, 21, "Q6_K", norm="gemma", gate=True, activation="silu"),
+    _ggml("q6_k-rows-16", 16, 5120, 71, "Q6_K", bias=True),
+    _codebook("fp4-1280", 1, 1280, 37, "fp4", norm="rms", residual=True),
+    _codebook("nf4-rows-13-256", 13, 768, 77, size=256, nested=True, gate=True, activation="silu", bias=True),
+    _ggml("q6_k-rows-5", 5, 512, 33, "Q6_K", residual=True, small=True),
+    _ggml("q8_0-half-rows-16", 16, 96, 35, "Q8_0", torch.float16, bias=True, activation="gelu_tanh", small=True),
+    _codebook("nf4", 1, 96, 37, size=32, small=True),
+    _codebook("fp4-rms", 1, 192, 21, "fp4", norm="rms", residual=True, scale=0.5, small=True),
+    _codebook("nf4-nested-gate-bias", 1, 1088, 13, nested=True, norm="gemma", gate=True, bias=True, activation="silu",
+          small=True),
+    _codebook("nf4-layer-bias", 1, 128, 19, size=128, norm="layer", bias=True, activation="gelu_tanh", small=True),
+    _codebook("fp4-rows-2", 2, 96, 35, "fp4", 256, bias=True, residual=True, small=True),
+    _codebook("nf4-rows-5-nested-gate", 5, 192, 33, nested=True, norm="rms", gate=True, activation="silu", small=True),
+    *(
+        _codebook(f"llama-{name}-nf4-{rows}", rows, k, n, nested=True, **more)
+        for rows in (1, 2, 16, 128, 512)
+        for name, k, n, more in LLAMA
+    ),
     _case("qwen-0.5b-qkv-int4", 1, 896, 1152, INT4, 32, norm="rms", bias=True),
 )  # fmt: skip
 

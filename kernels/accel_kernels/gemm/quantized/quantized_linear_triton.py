@@ -3,6 +3,8 @@
 import torch
 
 from accel_kernels.device import AMPERE, HOPPER, is_hopper, multiprocessors, reaches
+from accel_kernels.gemm.blocks.block_linear_triton import BLOCK_DISPATCH
+from accel_kernels.gemm.blocks.block_weight import BlockWeight
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.fused_linear import MOST_ROWS
 from accel_kernels.gemm.fused_linear_triton import Shape
@@ -22,12 +24,12 @@ SHORT = 1024  # columns of a gated product, up to which 8 rows were faster by wa
 
 
 def quantized_linear(x, weight, bias=None, *, norm=None, shape=None, **after):
-    """Same arguments and result as the reference; up to MOST_QUANTIZED_ROWS rows. shape: the tile of a kernel in
+    """Same arguments and result as the reference; up to `most_rows` rows of the format. shape: the tile of a kernel in
     DISPATCH; without one the first that takes the call runs.
     """
     y = torch.empty((*x.shape[:-1], weight.shape[0]), device=x.device, dtype=x.dtype)
     epilogue = Epilogue(bias, **after)
-    for kind, choose, run in DISPATCH:
+    for kind, choose, run in BLOCK_DISPATCH if isinstance(weight, BlockWeight) else DISPATCH:
         tile = choose(x, weight, norm, epilogue.up) if shape is None else shape if isinstance(shape, kind) else None
         if tile is not None:
             run(x, weight, norm, epilogue, tile, y)

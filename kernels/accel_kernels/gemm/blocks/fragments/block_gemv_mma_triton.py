@@ -216,6 +216,6 @@ def block_gemv_tile(rows: int, n: int, k: int, gate: bool, source: str, processo
 
 
 def block_gemv_mma(x, weight, norm, epilogue, tile, y):
-    """Writes what `block_linear` returns into y."""
+    """Writes what `quantized_linear` returns into y."""
     format = {"FORMAT": weight.format.name, "SOURCE": weight.format.source}
     launch_row(block_gemv_mma_kernel, BlockArguments, x, weight, norm, epilogue, tile, y, **format)

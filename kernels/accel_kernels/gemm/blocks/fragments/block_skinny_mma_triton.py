@@ -156,7 +156,7 @@ def block_skinny_tile(rows: int, n: int, k: int, gate: bool, source: str, proces
 
 
 def block_skinny_mma(x, weight, norm, epilogue, tile, y):
-    """Writes what `block_linear` returns into y."""
+    """Writes what `quantized_linear` returns into y."""
     n, k = weight.shape
     rows, up = x.numel() // k, epilogue.up
     if norm is not None:

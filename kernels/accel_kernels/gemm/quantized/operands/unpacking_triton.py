@@ -158,14 +158,19 @@ def per_word(format):
     return 32 // BITS[format]
 
 
+SUBNORMAL = tl.constexpr(2.0**120)  # from the bits of float8 in a float32's upper half to its value
+
+
 @triton.jit
 def _plain(words, place: tl.constexpr, FORMAT: tl.constexpr):
     if FORMAT == "int8":
         return ((words << (24 - 8 * place)) >> 24).to(tl.float32)
     elif FORMAT == "int4":
         return ((words >> (4 * place)) & 15).to(tl.float32)
-    else:
-        return ((words >> (8 * place)) & 255).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:  # by its bits, also for cards that have no float8
+        bits = words >> (8 * place)
+        value = ((bits & 127) << 20 | (bits & 128) << 24).to(tl.float32, bitcast=True) * SUBNORMAL
+        return tl.where((bits & 127) == 127, float("nan"), value)
 
 
 @triton.jit
