@@ -13,7 +13,7 @@ from accel.bench.diffusion.configs import TINY_UNET
 from accel.llm.shards.manifest import MANIFEST, read_manifest
 from support.command_line import CALL, DIGITS, TRANSFORMER_DIGITS, run_command
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[2]
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess:
@@ -116,7 +116,7 @@ def test_report_of_a_saved_model(unet_folder):
     assert json.loads(as_json.stdout)["sites"] and "down_blocks" in as_text.output
 
 
-LM = Path(__file__).parents[4] / "examples" / "models" / "tiny-lm"
+LM = Path(__file__).parents[2] / "examples" / "models" / "tiny-lm"
 
 
 def test_it_divides_a_model_and_says_how(tmp_path):

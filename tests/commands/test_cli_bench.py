@@ -138,7 +138,7 @@ def test_bench_reports_no_figure_for_a_wrong_model(tmp_path, wrong_resnets, argu
 
 
 def test_every_case_is_named_in_the_help_in_the_docs_and_where_one_is_unknown():
-    page = (Path(__file__).parents[4] / "docs" / "reference" / "command_line.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "command_line.md").read_text(encoding="utf-8")
     told = set(re.findall(r"[\w-]+", run_command("bench", "--help").output))
     unknown = set(re.findall(r"[\w-]+", run_command("bench", "sd99", "--device", "cpu").output))
     for name in CASES:

@@ -16,7 +16,7 @@ import accel
 from accel.progress import bar, progress_bar
 from support.command_line import run_command
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[2]
 TEXT_ENCODER = ROOT / "examples" / "models" / "tiny-sd-digits" / "text_encoder"
 HELPED = """
 import sys

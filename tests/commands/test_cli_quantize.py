@@ -18,7 +18,7 @@ from accel.llm.ptq.calibration.batches import windows
 from support.everything import EVERYTHING
 from support.noted import noted
 
-LM = Path(__file__).parents[4] / "examples" / "models" / "tiny-lm"
+LM = Path(__file__).parents[2] / "examples" / "models" / "tiny-lm"
 TEXT = LM / "held_out.txt"
 
 

@@ -18,7 +18,7 @@ from accel.planning.whole_models import ON_CPU
 from accel.report import Report
 from support.everything import EVERYTHING
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[2]
 STOCK = ("", ON_CPU, "skipped", "runs stock there")
 
 

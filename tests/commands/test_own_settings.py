@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatching
 pytest.importorskip("fastapi")
 from accel.commands.serving import WithSettings
 
-FOLDER = str(Path(__file__).parents[4] / "examples" / "models" / "tiny-lm")
+FOLDER = str(Path(__file__).parents[2] / "examples" / "models" / "tiny-lm")
 
 
 def pair():
