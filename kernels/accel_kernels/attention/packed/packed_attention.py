@@ -29,13 +29,13 @@ def reference(q, k, v, starts, scale, *, longest, window=None, bias=None, causal
         firsts.setdefault(end - first, []).append(first)
     for length in firsts.keys() - {0}:
         tokens = torch.tensor(firsts[length], device=q.device)[:, None] + torch.arange(length, device=q.device)
-        heads = (t[tokens].transpose(1, 2) for t in (q, k, v))
+        queries, keys, values = (t[tokens].transpose(1, 2) for t in (q, k, v))
         mask = None
         if window is not None or bias is not None or slopes is not None:
             mask = _mask(length, q, window, bias, causal, slopes)
         is_causal = causal and mask is None
         found = F.scaled_dot_product_attention(
-            *heads, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            queries, keys, values, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
         out[tokens] = found.transpose(1, 2).flatten(2)
     return out

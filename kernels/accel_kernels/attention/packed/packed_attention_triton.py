@@ -11,7 +11,7 @@ import triton.language as tl
 from accel_kernels.attention.flash_attention_triton import FP32_TILE, IN_BASE_2, LOG2E, Tile, attend
 from accel_kernels.device import multiprocessors, programmatic, shared_memory, upcast
 from accel_kernels.sizes import floor_power_of_two, power_of_two
-from accel_kernels.warmup import launch
+from accel_kernels.warmup import launch, warming_up
 
 SEARCHED = tl.constexpr(256)  # starts that a program reads at once
 
@@ -95,7 +95,7 @@ def packed_attention_kernel(
     row_max = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for i in range(edge - clear):  # from 0: the compiler loads no blocks ahead in loops from a number it does not know
+    for i in range(edge - clear):  # not from `clear` on: Triton 3.9 then loads no block ahead
         row_max, row_sum, acc, rest = attend(
             q, q_rest, k_ptr, v_ptr, k_step, v_step, (clear + i) * BLOCK_N, keys, m_idx, row_max, row_sum, acc, rest,
             scale, left, right, bias_ptr, reach, slope, DIM, BLOCK_N, False, UPCAST,
@@ -124,7 +124,7 @@ def channels_of(dim: int) -> tuple[int, int]:
     return (least, rest) if rest and least + rest < whole else (whole, 0)
 
 
-def packed_tile(q: torch.Tensor, sequences: int, longest: int, channels: int, bias: torch.Tensor | None) -> Tile:
+def packed_tile(q: torch.Tensor, channels: int, biased: bool, tokens: int, sequences: int, longest: int) -> Tile:
     """For so many channels with padding: none spills registers on Hopper, and shared memory has room for them."""
     if q.dtype == torch.float32:
         return FP32_TILE if channels <= 64 else Tile(32, 16, 4, 1)
@@ -133,12 +133,11 @@ def packed_tile(q: torch.Tensor, sequences: int, longest: int, channels: int, bi
         return Tile(queries, min(queries, 32), 8 if queries == 64 else 4, 2)
     if longest <= 64:
         return Tile(queries, queries, 4 if queries == 64 else 2, 2)
-    if bias is not None:  # of which a block lies in shared memory
+    if biased:  # of which a block lies in shared memory
         return Tile(64, 32, 4, 2)
     stages = 3 if channels <= 64 or shared_memory(q.device) > 128 * 1024 else 2
     # Larger tiles read keys less often, but have more rows behind the ends of sequences, and are fewer.
-    programs = q.shape[0] // 128 * q.shape[1]
-    large = q.shape[0] > 512 * sequences and programs >= multiprocessors(q.device)
+    large = tokens > 512 * sequences and tokens // 128 * q.shape[1] >= multiprocessors(q.device)
     return Tile(128, 64, 8, stages) if large else Tile(64, 64, 4, stages)
 
 
@@ -147,15 +146,18 @@ def packed_attention(q, k, v, starts, scale, *, longest, window=None, bias=None,
     (tokens, heads, dim), sequences = q.shape, starts.numel() - 1
     out = torch.empty((tokens, heads * dim), device=q.device, dtype=q.dtype)
     block_d, rest = channels_of(dim)
-    tile = packed_tile(q, sequences, longest, block_d + rest, bias)
+    sizes = [(tokens, sequences, longest)]
+    if warming_up():  # what other lengths take
+        sizes += [(2**20, 2**20 // most, most) for most in (16, 32, 64, 512, 1024)]
     left, right = (None, None) if window is None else (min(side, longest) for side in window)
     right = 0 if causal else right
-    launch(
-        packed_attention_kernel, (tokens // tile.queries + sequences + 1, heads),
-        q, k, v, out, starts, bias, slopes, q.stride(0), k.stride(0), v.stride(0), tokens, sequences,
-        float(scale) * LOG2E, left, right, 0 if bias is None else bias.shape[1] // 2,
-        HEADS=heads, GROUP=heads // k.shape[1], DIM=dim, Q_HEAD=q.stride(1), K_HEAD=k.stride(1), V_HEAD=v.stride(1),
-        BLOCK_M=tile.queries, BLOCK_N=tile.keys, BLOCK_D=block_d, REST=rest, UPCAST=upcast(q.dtype),
-        num_warps=tile.warps, num_stages=tile.stages, **programmatic(q.device),
-    )  # fmt: skip
+    for tile in dict.fromkeys(packed_tile(q, block_d + rest, bias is not None, *size) for size in sizes):
+        launch(
+            packed_attention_kernel, (tokens // tile.queries + sequences + 1, heads),
+            q, k, v, out, starts, bias, slopes, q.stride(0), k.stride(0), v.stride(0), tokens, sequences,
+            float(scale) * LOG2E, left, right, 0 if bias is None else bias.shape[1] // 2,
+            HEADS=heads, GROUP=heads // k.shape[1], DIM=dim, Q_HEAD=q.stride(1), K_HEAD=k.stride(1),
+            V_HEAD=v.stride(1), BLOCK_M=tile.queries, BLOCK_N=tile.keys, BLOCK_D=block_d, REST=rest,
+            UPCAST=upcast(q.dtype), num_warps=tile.warps, num_stages=tile.stages, **programmatic(q.device),
+        )  # fmt: skip
     return out
