@@ -66,6 +66,7 @@ class Kernels:
     linear: Any
     prompt: PromptAttention = field(default_factory=PromptAttention)
     paged_attention: Any = ops.paged_attention
+    packed_attention: Any = ops.packed_attention
     block_linear: Any = ops.block_linear
     causal_convolution: Any = ops.causal_convolution
     convolution_frames: Any = ops.convolution_frames
