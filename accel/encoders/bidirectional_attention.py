@@ -30,7 +30,7 @@ class BidirectionalSpec(SoftmaxSpec):
 
     @property
     def has_position_bias(self) -> bool:
-        return self.reach is not None or self.rotary is not None
+        return self.reach is not None
 
     @classmethod
     def understand(cls, layer: LayerRecord, record: Record) -> UnderstoodAttention | None:
@@ -92,7 +92,9 @@ def reach_of(visible: Callable[..., Any]) -> tuple[int, int] | None:
     if rights == {None} and not lefts:
         return None
     if len(lefts) != 1 or len(rights) != 1 or None in rights:
-        raise NotUnderstood("it attends to what is before a token alone" if rights == {0} else "no window that is known")
+        raise NotUnderstood(
+            "it attends to what is before a token alone" if rights == {0} else "no window that is known"
+        )
     left, right = lefts.pop(), rights.pop()
     assert left is not None and right is not None
     return left, right

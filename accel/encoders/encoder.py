@@ -12,10 +12,11 @@ from torch import nn
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.encoders.packing import Packing, padded, unpadded
 from accel.encoders.stack import EncoderLayerForward, EncoderStep
+from accel.errors import Unfit
 from accel.in_flight import CALL
 from accel.libraries.hooks import hook_of
 from accel.llm.parts.step import ForwardContext
-from accel.llm.recording.record import NotUnderstood, is_absent
+from accel.llm.recording.record import is_absent
 from accel.patching.fast_forward import FastForward
 from accel.patching.structure import foreign, foreign_hooks, replaced_forward
 
@@ -30,21 +31,30 @@ class EncoderForward(FastForward):
     layers is given the mask.
     """
 
-    renewed = ("seen", "reason", "lock", "near", "sees")
+    renewed = ("seen", "reason", "lock", "sees")
     root: nn.Module
     stack: str
     layers: list[EncoderLayerForward]
     steps: ForwardContext
     blind = False
     shows_mask = False
+    apart = False  # while it is tried: weights stay where they are
     seen: Fingerprint | None
 
     def renew(self) -> None:
         self.names = tuple(inspect.signature(type(self.module).forward).parameters)[1:]
         self.seen, self.reason, self.sees = None, None, True
-        attentions = [layer.spec.attention for layer in self.layers]
-        self.near = any(one is not None and one.has_position_bias for one in attentions)
         self.lock = threading.Lock()
+
+    @property
+    def windows(self) -> bool:
+        """Whether a layer attends to what is near alone."""
+        return any(layer.spec.has_position_bias for layer in self.layers)
+
+    @property
+    def rotates(self) -> bool:
+        """Whether a layer computes by where tokens stand."""
+        return any(layer.spec.keywords for layer in self.layers)
 
     def unfit(self, *args: Any, **kwargs: Any) -> str | None:
         given = {name: one for name, one in self.named(args, kwargs).items() if not is_absent(one)}
@@ -69,7 +79,7 @@ class EncoderForward(FastForward):
         with self.steps.taken(step):
             result = self.stock(**named)
         if not step.done:
-            raise NotUnderstood("not all of its layers were called")
+            raise Unfit("not all of its layers were called")
         return result
 
     def run(self, mask: torch.Tensor | None, step: EncoderStep) -> torch.Tensor:
@@ -85,9 +95,10 @@ class EncoderForward(FastForward):
         if mask is None:
             return unpadded(x)
         if mask.shape != x.shape[:2] or mask.device != x.device:
-            raise NotUnderstood("a mask of another shape, or on another device")
+            raise Unfit("a mask of another shape, or on another device")
         free = not (x.is_cuda and torch.cuda.is_current_stream_capturing())
-        return padded(x, mask.bool(), not self.sees and self._inside_root(), self.near, free)
+        hidden = not self.sees and self._inside_root()
+        return padded(x, mask.bool(), hidden, self.windows, self.windows or self.rotates, free)
 
     def ready(self) -> str | None:
         """Binds the layers to the weights where the model has changed. Returns why they no longer fit it."""
@@ -109,7 +120,7 @@ class EncoderForward(FastForward):
         for layer in self.layers:
             if foreign_hooks(layer.module):
                 return f"{layer.path} has forward hooks"
-            if (reason := layer.bind(True)) is not None:
+            if (reason := layer.bind(not self.apart)) is not None:
                 return reason
         return None
 

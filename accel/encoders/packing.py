@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from accel.llm.recording.record import NotUnderstood
+from accel.errors import Unfit
 
 SIXTEEN = 16  # steps between two powers of two, and the least step
 
@@ -45,30 +45,30 @@ def unpadded(x: torch.Tensor) -> Packing:
     return Packing(_steps(batch, length, x.device), None, length)
 
 
-def padded(x: torch.Tensor, mask: torch.Tensor, hidden: bool, near: bool, free: bool) -> Packing:
+def padded(x: torch.Tensor, mask: torch.Tensor, hidden: bool, windows: bool, places: bool, free: bool) -> Packing:
     """Of x, (B, L, C), of which the mask, (B, L) bool, shows the tokens that others attend to.
 
-    hidden: nobody sees rows of padding, where it is on the right. near: attention goes by how far apart tokens stand;
-    without, rows of padding that are given the same are the same. free: the GPU may be waited for. Raises NotUnderstood
-    for a sequence without tokens, which each attention of torch's treats in a way of its own, and for padding that is
-    not on the right where attention goes by distance.
+    hidden: nobody sees rows of padding, where it is on the right. windows: attention goes by how far apart tokens stand
+    in the packed order. places: the layers know where a token stands; without, rows of padding that are given the same
+    are the same. free: the GPU may be waited for. Raises Unfit for a sequence without tokens, which each
+    attention of torch's treats in a way of its own, and with windows for padding that is not on the right.
     """
     batch, length = mask.shape
     counts = mask.sum(1)
     if not free:
-        if near:
-            raise NotUnderstood("it attends by distance, and may not wait to see where padding is")
+        if windows:
+            raise Unfit("it attends by windows, and may not wait to see where padding is")
         return _placed(mask, counts, length - counts, batch * length, length)
     ordered = (mask[:, 1:] <= mask[:, :-1]).all()
-    alike = ordered.new_zeros(()) if near or hidden else _alike(x, mask)
+    alike = ordered.new_zeros(()) if places or hidden else _alike(x, mask)
     facts = [counts.sum(), counts.min(), counts.max(), (counts < length).sum(), ordered, alike]
     total, least, most, short, ordered, alike = torch.stack(facts).tolist()  # waits for the GPU, once a call
     if not short:
         return unpadded(x)
     if not least:
-        raise NotUnderstood("a sequence that is all padding")
-    if near and not ordered:
-        raise NotUnderstood("padding that is not on the right, and attention that goes by distance")
+        raise Unfit("a sequence that is all padding")
+    if windows and not ordered:
+        raise Unfit("padding that is not on the right, and attention by windows")
     if hidden and ordered:
         return _placed(mask, counts, torch.zeros_like(counts), total, most)._replace(unseen=~mask.view(-1, 1))
     if alike:

@@ -79,7 +79,7 @@ def _try(forward: EncoderForward) -> None:
     """Compares small calls with stock. Raises NotUnderstood where they differ."""
     model, ids = forward.module, example_ids(forward.module, few(forward.module))
     right, left = random_mask(ids), random_mask(ids, left=True)
-    calls: list[dict[str, torch.Tensor]] = [{}, {MASK: right}, *([] if forward.near else [{MASK: left}])]
+    calls: list[dict[str, torch.Tensor]] = [{}, {MASK: right}, *([] if forward.windows else [{MASK: left}])]
     if "position_ids" in forward.names:
         places = torch.arange(ids.shape[1], device=ids.device).flip(0).expand_as(ids)
         calls.append({MASK: right, "position_ids": places})
@@ -87,10 +87,9 @@ def _try(forward: EncoderForward) -> None:
         with as_written():
             wanted = [forward.stock(input_ids=ids, **call) for call in calls]
         with _applied(forward):
-            for shows_mask in (False, True):
-                forward.shows_mask = shows_mask
-                reason = next(filter(None, (_differs(forward, ids, *pair) for pair in zip(calls, wanted, strict=True))), None)
-                if reason is None:
+            for forward.shows_mask in (False, True):
+                tried = (_differs(forward, ids, *pair) for pair in zip(calls, wanted, strict=True))
+                if (reason := next(filter(None, tried), None)) is None:
                     return
     raise NotUnderstood(reason)
 
@@ -116,6 +115,7 @@ def _differs(forward: EncoderForward, ids: torch.Tensor, call: dict, wanted: Any
 def _applied(forward: EncoderForward) -> Iterator[None]:
     """Inside, the layers take part in steps. Weights stay where they are."""
     patches = [ForwardPatch(layer.module, layer) for layer in forward.layers]
+    forward.apart = True
     with ExitStack() as undo:
         for patch in patches:
             patch.apply()
@@ -123,7 +123,7 @@ def _applied(forward: EncoderForward) -> Iterator[None]:
         try:
             yield
         finally:
-            forward.seen = None
+            forward.seen, forward.apart = None, False
 
 
 def ignores_padding(root: nn.Module, model: Any) -> bool:

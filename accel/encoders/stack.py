@@ -6,10 +6,11 @@ from typing import Any
 import torch
 
 from accel.encoders.packing import Packing
+from accel.errors import Unfit
 from accel.llm.attention.position_terms import POSITIONS
 from accel.llm.generation.layer_forward import LayerForward
 from accel.llm.parts.step import Step
-from accel.llm.recording.record import NotUnderstood, form, is_absent
+from accel.llm.recording.record import form, is_absent
 
 
 class EncoderStep(Step):
@@ -33,11 +34,11 @@ class EncoderStep(Step):
         return len(self.calls) == len(self.layers)
 
     def take(self, layer: "EncoderLayerForward", x: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-        """What a layer gives to the code around it. Raises NotUnderstood where that is not the code that was seen."""
+        """What a layer gives to the code around it. Raises Unfit where that is not the code that was seen."""
         if self.done or layer is not self.layers[len(self.calls)] or (self.calls and x is not self.hidden):
-            raise NotUnderstood("something stands between its layers")
+            raise Unfit("something stands between its layers")
         if (name := layer.unknown(kwargs)) is not None:
-            raise NotUnderstood(f"its layers are told {name}")
+            raise Unfit(f"its layers are told {name}")
         self.hidden = x
         self.shape = x.shape[:2]
         self.calls.append(kwargs)

@@ -1,5 +1,7 @@
 """Attention over sequences of different lengths that stand one behind another, without padding between them."""
 
+from itertools import pairwise
+
 import torch
 
 
@@ -16,9 +18,9 @@ def packed_attention(
         raise NotImplementedError
     out = q.new_zeros(q.shape)
     ends = starts.tolist()
-    seen = [b - a for a, b in zip(ends, ends[1:], strict=False)] if keys is None else keys.tolist()
+    seen = [b - a for a, b in pairwise(ends)] if keys is None else keys.tolist()
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-    for first, end, count in zip(ends, ends[1:], seen, strict=False):
+    for (first, end), count in zip(pairwise(ends), seen, strict=False):
         if not count:
             continue
         mine, theirs, values = q[first:end], k[first : first + count], v[first : first + count]
