@@ -33,7 +33,7 @@ class BidirectionalSpec(SoftmaxSpec):
         return self.reach is not None
 
     @classmethod
-    def understand(cls, layer: LayerRecord, record: Record) -> UnderstoodAttention | None:
+    def understand(cls, layer: LayerRecord, record: Record) -> UnderstoodAttention:
         attended, calls = layer.attended, layer.inside(layer.attention)
         if attended is None:
             raise NotUnderstood("it does not attend by transformers' interface")

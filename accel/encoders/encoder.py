@@ -4,6 +4,7 @@ import inspect
 import sys
 import threading
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ class EncoderForward(FastForward):
     shows_mask = False
     apart = False  # while it is tried: weights stay where they are
     seen: Fingerprint | None
+    reason: str | None  # why it runs stock, as it is now
+    sees: bool  # whether the caller may see rows of padding
 
     def renew(self) -> None:
         self.names = tuple(inspect.signature(type(self.module).forward).parameters)[1:]
@@ -131,7 +134,7 @@ class EncoderForward(FastForward):
 
     def _inside_root(self) -> bool:
         """Whether this is part of a call of the root, by the frames of this thread."""
-        frame = sys._getframe(1)
+        frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             if frame.f_code is CALL and frame.f_locals.get("self") is self.root:
                 return True

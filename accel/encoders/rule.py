@@ -22,7 +22,7 @@ from accel.llm.parts.step import ForwardContext
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import example_ids, few, resting
 from accel.patching.fast_forward import as_written
-from accel.patching.rule import Context, ForwardPatch, Match, Rule, Site, Skip, first_of
+from accel.patching.rule import Change, Context, ForwardPatch, Match, Rule, Site, Skip, first_of
 from accel.patching.structure import meta_weights, placement, side_effects
 from accel.tolerances import LOGITS, bound
 
@@ -50,9 +50,10 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
         forward = EncoderForward(model, site.path, context.kernels, context.log, **held)
         _try(forward)
     except NotUnderstood as reason:
-        return Skip(str(reason))
+        # With strict=True a graph of the whole model, and its norms, count as nothing left out.
+        return None if context.options.strict else Skip(str(reason))
     forward.blind = root is not model and ignores_padding(root, model)
-    patches = [ForwardPatch(layer.module, layer) for layer in fused]
+    patches: list[Change] = [ForwardPatch(layer.module, layer) for layer in fused]
     patches += [Stacked(linears) for layer in fused if (linears := layer.stacks())]
     note = "packed: padding is left out" if forward.blind else "packed: rows of padding are seen, and computed"
     match = Match(forward, tuple(patches), covers=(stack,), note=note)
@@ -71,6 +72,8 @@ def _takes_text(module: nn.Module) -> bool:
     if not isinstance(module, PreTrainedModel):
         return False
     names = inspect.signature(type(module).forward).parameters
+    if getattr(module.config, "is_encoder_decoder", False):
+        return False
     lists = any(type(one) is nn.ModuleList for one in module.modules())
     return lists and "input_ids" in names and MASK in names
 
@@ -138,7 +141,7 @@ def ignores_padding(root: nn.Module, model: Any) -> bool:
     def other(module: nn.Module, args: Any, output: Any) -> Any:
         for name, one in output.items():
             if isinstance(one, torch.Tensor) and one.shape[:2] == ids.shape:
-                noise = torch.randn(one.shape, generator=generator).to(one)
+                noise = torch.randn(one.shape, generator=generator, device="cpu").to(one)
                 output[name] = torch.where(hidden[..., None], noise, one)
         return output
 
