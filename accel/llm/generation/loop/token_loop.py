@@ -98,9 +98,10 @@ def undisturbed(forward: DecoderForward) -> bool:
 class Token(NamedTuple):
     """One token a row, being copied from the GPU.
 
-    ids: (rows, tokens so far), with it. last: (rows, 1), the token, contiguous. unfinished: (rows,) int64, 1 where a row goes on, as far as the GPU knows.
-    host: (2 or 3, rows) int64 on the host once `ready`: the tokens, `unfinished`, and whether they were drawn from NaN.
-    stored: the length of the store with the step that chose it. random: the generator before it was drawn.
+    ids: (rows, tokens so far), with it. last: (rows, 1), the token, contiguous. unfinished: (rows,) int64, 1 where a
+    row goes on, as far as the GPU knows. host: (2 or 3, rows) int64 on the host once `ready`: the tokens, `unfinished`,
+    and whether they were drawn from NaN. stored: the length of the store with the step that chose it. random: the
+    generator before it was drawn.
     """
 
     ids: torch.Tensor
