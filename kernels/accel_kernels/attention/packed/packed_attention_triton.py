@@ -17,7 +17,7 @@ SEARCHED = tl.constexpr(256)  # starts that a program reads at once
 
 
 @triton.jit
-def _tile_of_sequence(tile, starts_ptr, sequences, tokens, BLOCK_M: tl.constexpr):
+def _tile_of_sequence(tile, starts_ptr, keys_ptr, sequences, tokens, BLOCK_M: tl.constexpr):
     """A tile's first token of the sequence, its first query, the sequence's length, and how many keys there are.
 
     The tiles of sequence i begin at i + starts[i] // BLOCK_M: that is room for all, and some stay empty. The tokens
@@ -34,13 +34,16 @@ def _tile_of_sequence(tile, starts_ptr, sequences, tokens, BLOCK_M: tl.constexpr
     end = tl.where(sequence < sequences, end, tokens)
     length = end - start
     m = (tile - sequence - start // BLOCK_M) * BLOCK_M
-    return start.to(tl.int64), m, length, tl.where(sequence < sequences, length, 0)
+    keys = length
+    if keys_ptr is not None:
+        keys = tl.load(keys_ptr + tl.minimum(sequence, sequences - 1))
+    return start.to(tl.int64), m, length, tl.where(sequence < sequences, keys, 0)
 
 
 @triton.jit(do_not_specialize=("tokens", "sequences", "left", "right", "reach"))
 def packed_attention_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, starts_ptr, bias_ptr, slopes_ptr, q_step, k_step, v_step, tokens, sequences, scale,
-    left, right, reach, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, Q_HEAD: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, o_ptr, starts_ptr, keys_ptr, bias_ptr, slopes_ptr, q_step, k_step, v_step, tokens, sequences,
+    scale, left, right, reach, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, Q_HEAD: tl.constexpr,
     K_HEAD: tl.constexpr, V_HEAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     REST: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -50,7 +53,9 @@ def packed_attention_kernel(
     h = tl.program_id(1)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    start, m, length, keys = _tile_of_sequence(tl.program_id(0), starts_ptr, sequences, tokens, BLOCK_M)
+    start, m, length, keys = _tile_of_sequence(
+        tl.program_id(0), starts_ptr, keys_ptr, sequences, tokens, BLOCK_M
+    )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
     if m >= length:
@@ -141,7 +146,7 @@ def packed_tile(q: torch.Tensor, channels: int, biased: bool, tokens: int, seque
     return Tile(128, 64, 8, stages) if large else Tile(64, 64, 4, stages)
 
 
-def packed_attention(q, k, v, starts, scale, *, longest, window=None, bias=None, causal=False, slopes=None):
+def packed_attention(q, k, v, starts, scale, *, longest, window=None, bias=None, causal=False, slopes=None, keys=None):
     """Same arguments and result as the reference; see `supports`."""
     (tokens, heads, dim), sequences = q.shape, starts.numel() - 1
     out = torch.empty((tokens, heads * dim), device=q.device, dtype=q.dtype)
@@ -154,7 +159,7 @@ def packed_attention(q, k, v, starts, scale, *, longest, window=None, bias=None,
     for tile in dict.fromkeys(packed_tile(q, block_d + rest, bias is not None, *size) for size in sizes):
         launch(
             packed_attention_kernel, (tokens // tile.queries + sequences + 1, heads),
-            q, k, v, out, starts, bias, slopes, q.stride(0), k.stride(0), v.stride(0), tokens, sequences,
+            q, k, v, out, starts, keys, bias, slopes, q.stride(0), k.stride(0), v.stride(0), tokens, sequences,
             float(scale) * LOG2E, left, right, 0 if bias is None else bias.shape[1] // 2,
             HEADS=heads, GROUP=heads // k.shape[1], DIM=dim, Q_HEAD=q.stride(1), K_HEAD=k.stride(1),
             V_HEAD=v.stride(1), BLOCK_M=tile.queries, BLOCK_N=tile.keys, BLOCK_D=block_d, REST=rest,
