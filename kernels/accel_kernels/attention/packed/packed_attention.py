@@ -103,8 +103,8 @@ def supports(
 def _case(
     rand, lengths, heads, kv_heads, dim, *, fill=0, idle=0, longest=None, reach=None, slopes=False, seen=None, **more
 ):  # fmt: skip
-    """fill: tokens of infinities behind the sequences. idle: sequences of no tokens at the end. reach: R of a bias. seen: keys
-    of each sequence.
+    """fill: tokens of infinities behind the sequences. idle: sequences of no tokens at the end. reach: R of a bias.
+    seen: keys of each sequence.
     """
     starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     starts += starts[-1:] * idle
