@@ -41,6 +41,10 @@ class InUse(RuntimeError):
     """
 
 
+class Unfit(Exception):
+    """Why a call runs stock, found when it was under way."""
+
+
 def fatal(error: BaseException) -> bool:
     """Whether nothing else should be tried: memory is short, the GPU failed, or the user must decide."""
     if not isinstance(error, Exception):  # KeyboardInterrupt, SystemExit

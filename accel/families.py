@@ -3,13 +3,15 @@
 Families are imported when needed, so that importing accel stays light.
 """
 
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from accel.errors import SkippedSite
+from accel.libraries.code import comes_from
 from accel.libraries.models import is_causal_lm as is_language_model
-from accel.patching.rule import Context
+from accel.patching.rule import Context, Rule
 from accel.planning.plan import Plan, Row, StageReport, StageResult
 from accel.planning.targets import is_scheduler, stays_stock
 
@@ -33,8 +35,17 @@ def plan_for(part: object, context: Context) -> Plan:
             from accel.diffusion.stages import denoiser_plan
 
             return denoiser_plan(part, own)
-        return Plan(part, family.RULES, own)
+        return Plan(part, (*encoder_rules(part), *family.RULES), own)
     return Plan(part, schedulers.RULES, own) if is_scheduler(part) else pipeline.pipeline_plan(part, own)
+
+
+def encoder_rules(part: nn.Module) -> tuple[Rule, ...]:
+    """For a model of transformers."""
+    if not comes_from(type(part), "transformers"):
+        return ()
+    from accel.encoders.rule import match_encoder
+
+    return (Rule("encoder", partial(match_encoder, root=part)),)
 
 
 def leave_stock(model: Any, context: Context) -> StageResult:

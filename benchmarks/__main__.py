@@ -15,6 +15,7 @@ STUDIES = {  # name: module, and a line of what it measures
     "chain": ("kernels.chain", "all products of a token, and attention, in one CUDA graph"),
     "kv-cache": ("kernels.stored_attention:decode", "attention of a decode step over a store in 16 and 8 bits"),
     "prompt-attention": ("kernels.stored_attention:prompts", "attention of a prompt by each way, by length"),
+    "packed-attention": ("kernels.packed_attention", "attention of sequences without padding, beside torch's ways"),
     "quality": ("quality.measure", "perplexity on held-out text by how a model is stored"),
     "quality-model": ("quality.training", "trains the model of 98 million weights that `quality` measures"),
     "key-constants": ("quality.keys", "keys in 8 bits where channels are constants"),

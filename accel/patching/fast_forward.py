@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 
 from accel.casting import cast_up
-from accel.errors import reason_of
+from accel.errors import Unfit, reason_of
 from accel.patching.arguments import Arguments
 from accel.patching.code import ClassCode, Code
 from accel.patching.fallback_log import FallbackLog
@@ -66,6 +66,7 @@ class Kernels:
     linear: Any
     prompt: PromptAttention = field(default_factory=PromptAttention)
     paged_attention: Any = ops.paged_attention
+    packed_attention: Any = ops.packed_attention
     causal_convolution: Any = ops.causal_convolution
     convolution_frames: Any = ops.convolution_frames
     experts: Any = ops.experts
@@ -176,7 +177,8 @@ class FastForward(InstanceMethod):
                         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
                         if STOCK in vars(error) or capturing:
                             raise  # who captures runs the call again without; what fails here would in stock too
-                        reason = f"the fast forward raised {reason_of(error)}"
+                        told = f"the fast forward raised {reason_of(error)}"
+                        reason = str(error) if isinstance(error, Unfit) else told
         if not self.beneath:
             self.log.fell_back(self.path, reason)
         try:

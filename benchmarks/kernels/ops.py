@@ -27,8 +27,17 @@ IN_PLACE = ("causal_convolution", "linear_attention_prompt", "linear_attention_s
 BF16 = ("rowwise", "hopper_gemm", *IN_PLACE)  # all others in float16
 STORED = ("paged_attention", "latent_attention")  # found by address: a copy of the arguments has the same store
 IN_ORDER = ("rowwise", *IN_PLACE, *STORED)  # the ops whose operands come from memory
-# In attention below, in experts, in products, and in beside-stock.
-ELSEWHERE = ("attention", "experts", "fp8_linear", "int8_linear", "quantize_rows", "route", "sample")
+# In attention below, in experts, in products, in packed-attention, and in beside-stock.
+ELSEWHERE = (
+    "attention",
+    "experts",
+    "fp8_linear",
+    "int8_linear",
+    "packed_attention",
+    "quantize_rows",
+    "route",
+    "sample",
+)
 
 ATTENTION_SHAPES = {  # batch, heads, queries, keys, head dimension
     "sd15-64-self": (2, 8, 4096, 4096, 40),

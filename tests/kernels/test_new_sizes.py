@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from accel_kernels import warmup as warmup
 from accel_kernels.attention import flash_attention_triton as attention
+from accel_kernels.attention.packed import packed_attention_triton as packed
 from accel_kernels.elementwise import gated_triton as gated
 from accel_kernels.elementwise import softmax_triton as softmax
 from accel_kernels.gemm.quantized import dequantize_triton
@@ -25,7 +26,8 @@ from accel_kernels.norm.channel_stats_triton import GROWTH
 from triton.runtime.jit import JITFunction
 
 MODULES = (
-    attention, dequantize_triton, experts_triton, gated, group_norm, image_sum, layer_norm, softmax, upsample, convolve,
+    attention, dequantize_triton, experts_triton, gated, group_norm, image_sum, layer_norm, packed, softmax, upsample,
+    convolve,
 )  # fmt: skip
 SIZES = [(2, 64, 64), (1, 96, 136), (16, 8, 8), (2, 5, 7), (3, 1, 1), (1, 256, 256), (1, 40, 72), (2, 512, 384)]
 
@@ -131,6 +133,23 @@ def test_prompts(launched):
     known = set(launched)
     for shape in ((1, 99, 77), (3, 5040, 8), (2, 64, 128)):
         cross_attention(*shape)
+    assert launched == known
+
+
+@pytest.mark.parametrize("dim", [64, 80, 256])
+def test_sequences(launched, dim):
+    """Any number of them, tokens and lengths."""
+
+    def encoder(tokens, sequences, longest):
+        qkv = torch.empty((tokens, 3, 12, dim), device="meta", dtype=torch.float16)
+        starts = torch.empty(sequences + 1, device="meta", dtype=torch.int32)
+        packed.packed_attention(*qkv.unbind(1), starts, 0.1, longest=longest)
+
+    with warmed_up():
+        encoder(77, 3, 50)
+    known = set(launched)
+    for size in ((5, 1, 5), (4100, 200, 31), (700, 1, 700), (20000, 65, 512), (32 * 729, 32, 729)):
+        encoder(*size)
     assert launched == known
 
 

@@ -5,7 +5,7 @@ from collections import deque
 
 from accel.cuda_graphs.adapter_group import known_adapter
 from accel.cuda_graphs.runner import GraphRunner
-from accel.errors import reason_of
+from accel.errors import Unfit, reason_of
 from accel.llm.batching.limits import Limits, limits_prompts, sets_of
 from accel.llm.batching.request import CUT, Request, failed, finish
 from accel.llm.batching.rows import RunningRows
@@ -13,7 +13,6 @@ from accel.llm.batching.sampler import Sampler
 from accel.llm.batching.scheduler import Scheduler, StepPlan, TokensUnknown
 from accel.llm.batching.spread import MicroBatchStreams, head_device, micro_batch_count, step_runner
 from accel.llm.batching.step import LaunchedStep, StepRunner, head_size
-from accel.llm.generation.calling_convention import Unfit
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.kv_cache.block_allocator import BlockAllocator
 from accel.llm.kv_cache.paged_kv_cache import PagedKVCache

@@ -12,7 +12,7 @@ from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, Ge
 
 from accel.cuda_graphs.adapter_group import known_adapter
 from accel.cuda_graphs.runner import GraphRunner
-from accel.errors import Refused
+from accel.errors import Refused, Unfit
 from accel.libraries.adapters import BASE_ROW
 from accel.libraries.batching import CACHED, INIT, logger, steady_tokens
 from accel.llm.batching.engine import Engine, unfit_reason
@@ -23,7 +23,6 @@ from accel.llm.batching.request import BY_PROMPT
 from accel.llm.batching.sampling import SamplingDefaults
 from accel.llm.batching.spread import head_device
 from accel.llm.batching.trial import refusal
-from accel.llm.generation.calling_convention import Unfit
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.loop.hooks import MethodHook
 from accel.llm.pipeline.stretch import StretchGraphs

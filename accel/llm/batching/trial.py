@@ -7,13 +7,12 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from accel.errors import reason_of
+from accel.errors import Unfit, reason_of
 from accel.libraries.cache import DynamicCache, new_cache
 from accel.llm.batching.engine import Engine
 from accel.llm.batching.limits import Limits, sets_of
 from accel.llm.batching.scheduler import StepPlan
 from accel.llm.batching.step import MOST_PREFILLS, head_size
-from accel.llm.generation.calling_convention import Unfit
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.mixed import MixedForward
 from accel.llm.generation.routing import Choices, noting, repeating, routed_modules, routing_modules

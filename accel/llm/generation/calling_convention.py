@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from accel.errors import Unfit
 from accel.libraries.generation import ARGUMENTS, LABELS, OUTPUTS
 from accel.llm.generation.shown_cache import empty
 from accel.llm.kv_cache.store import Store
@@ -14,10 +15,6 @@ from accel.llm.parts.step import Step
 from accel.llm.recording.record import is_absent
 
 IN_ORDER, BY_MASK = "0, 1, 2 ..", "counted by the mask"  # positions a model gives itself where it is given none
-
-
-class Unfit(Exception):
-    """Why this call runs stock."""
 
 
 def own_arguments(kwargs: dict) -> frozenset[str]:

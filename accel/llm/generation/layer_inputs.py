@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from accel_kernels import KV, RowStates
 
+from accel.errors import Unfit
 from accel.libraries.cache import Cache
 from accel.llm.attention.stock.stock_attention import StockSpec
-from accel.llm.generation.calling_convention import Unfit
 from accel.llm.generation.layer_forward import LayerForward
 from accel.llm.parts.step import Step
 from accel.llm.recording.record import Chunk, form, is_absent

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from accel.cuda_graphs.fingerprint import Fingerprint
+from accel.errors import Unfit
 from accel.libraries.cache import DynamicCache
-from accel.llm.generation.calling_convention import CallingConvention, Unfit
+from accel.llm.generation.calling_convention import CallingConvention
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.kv_cache.cache import tokens_in
 from accel.llm.kv_cache.shape import LayerShape

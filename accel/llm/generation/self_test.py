@@ -7,13 +7,13 @@ from functools import partial
 
 import torch
 
-from accel.errors import reason_of
+from accel.errors import Unfit, reason_of
 from accel.in_flight import listening
 from accel.libraries.cache import DynamicCache, new_cache, own_cache
 from accel.libraries.generation import ARGUMENTS, OUTPUTS
 from accel.llm.generation import trial
 from accel.llm.generation.arguments import find_arguments
-from accel.llm.generation.calling_convention import BY_MASK, IN_ORDER, CallingConvention, Unfit
+from accel.llm.generation.calling_convention import BY_MASK, IN_ORDER, CallingConvention
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.mixed import MixedForward
 from accel.llm.generation.model_guard import ModelGuard, reading, relevant

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from accel_kernels import KV
 
-from accel.llm.generation.calling_convention import Unfit
+from accel.errors import Unfit
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.layer_forward import LayerForward
 from accel.llm.kv_cache.store import Store

@@ -36,7 +36,7 @@ def understand_layer(layer: LayerRecord, record: Record) -> LayerSpec:
     for tail, y, calls in tails(layer):
         try:
             if layer.known is None or (tail == layer.known.tail and not layer.known.around):
-                return _put_together(layer, found, tail, y, calls)
+                return put_together(layer, found, tail, y, calls)
         except NotUnderstood as error:
             reason = str(error)
     pairs = zip(layer.mixers, found, strict=True)
@@ -61,7 +61,7 @@ def understand_around(layer: LayerRecord, reason: str) -> LayerSpec | None:
         for tail, y, calls in tails(alone):
             if layer.known is None or tail == layer.known.tail:
                 with suppress(NotUnderstood):
-                    return _put_together(alone, [attention], tail, y, calls, gated)
+                    return put_together(alone, [attention], tail, y, calls, gated)
     return None
 
 
@@ -97,7 +97,7 @@ def _behind(layer: LayerRecord, module: nn.Module, mixer: UnderstoodAttention) -
     return Behind(tuple(next((n for n, one in own.items() if one is value), "") for value in call.result[1:]))
 
 
-def _put_together(
+def put_together(
     layer: LayerRecord,
     found: list[UnderstoodAttention],
     tail: TailSpec | None,

@@ -23,6 +23,8 @@ def supports(q, k, v, scale=None) -> str | None:
         return "empty"
     if q.shape[3] > (512 if q.dtype != torch.float32 else 64):
         return f"head dimension {q.shape[3]}, too many for {q.dtype}"
+    if scale is not None and scale <= 0:
+        return "a scale that is not positive"
     if not (q.dtype == k.dtype == v.dtype):
         return "queries, keys and values of several dtypes"
     if any(t.stride(3) != 1 for t in (q, k, v)):

@@ -11,6 +11,7 @@ from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch
 
 LOG2E = 1.4426950408889634
+IN_BASE_2 = tl.constexpr(LOG2E)
 
 
 class Tile(NamedTuple):
@@ -37,37 +38,73 @@ FP32_TILE = Tile(32, 32, 4, 1)
 
 
 @triton.jit
-def _attend(
-    q, k_ptr, v_ptr, stride_ks, stride_vs, n, k_length, d_idx, d_mask, row_max, row_sum, acc, scale,
-    BLOCK_N: tl.constexpr, TAIL: tl.constexpr, UPCAST: tl.constexpr, EVEN_D: tl.constexpr,
+def _read(place, n_mask, d_mask, TAIL: tl.constexpr, EVEN: tl.constexpr, UPCAST: tl.constexpr):
+    if TAIL:
+        x = tl.load(place, mask=n_mask & d_mask, other=0.0)
+    elif EVEN:
+        x = tl.load(place)
+    else:
+        x = tl.load(place, mask=d_mask, other=0.0)
+    if UPCAST:
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def attend(
+    q, q_rest, k_ptr, v_ptr, stride_ks, stride_vs, n, k_length, at, row_max, row_sum, acc, rest, scale,
+    left, right, bias_ptr, reach, slope,
+    DIM: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys: scores, running maximum and sum, accumulated values."""
+    """One block of keys: scores, running maximum and sum, accumulated values. scale: positive, of scores in base 2.
+
+    q_rest, rest: of the channels behind those of q and acc, or q_rest is None. left, right, bias_ptr, slope: None where
+    there is no such thing, see `packed_attention`; slope in base 2. TAIL: some keys are not there or not seen.
+    """
     n_idx = n + tl.arange(0, BLOCK_N)
     n_mask = n_idx < k_length
-    k_place = k_ptr + n_idx[None, :] * stride_ks + d_idx[:, None]
-    v_place = v_ptr + n_idx[:, None] * stride_vs + d_idx[None, :]
+    d_idx = tl.arange(0, q.shape[1])
+    d_mask = d_idx < DIM
+    EVEN: tl.constexpr = q.shape[1] <= DIM
+    k_rows, v_rows = k_ptr + n_idx[None, :] * stride_ks, v_ptr + n_idx[:, None] * stride_vs
+    k = _read(k_rows + d_idx[:, None], n_mask[None, :], d_mask[:, None], TAIL, EVEN, UPCAST)
+    scores = tl.dot(q, k, input_precision="ieee")
+    if q_rest is not None:
+        r_idx = q.shape[1] + tl.arange(0, q_rest.shape[1])
+        r_mask = r_idx < DIM
+        EVEN_REST: tl.constexpr = q.shape[1] + q_rest.shape[1] == DIM
+        k = _read(k_rows + r_idx[:, None], n_mask[None, :], r_mask[:, None], TAIL, EVEN_REST, UPCAST)
+        scores = tl.dot(q_rest, k, scores, input_precision="ieee")
+    v = _read(v_rows + d_idx[None, :], n_mask[:, None], d_mask[None, :], TAIL, EVEN, UPCAST)
+    if (bias_ptr is not None) or (slope is not None):
+        scores *= scale
+        scale = 1.0
+        distance = n_idx[None, :] - at[:, None]
+        if bias_ptr is not None:
+            place = tl.minimum(tl.maximum(distance, -reach), reach) + reach
+            scores += tl.load(bias_ptr + place).to(tl.float32) * IN_BASE_2
+        if slope is not None:
+            scores -= tl.abs(distance) * slope
     if TAIL:
-        k = tl.load(k_place, mask=n_mask[None, :] & d_mask[:, None], other=0.0)
-        v = tl.load(v_place, mask=n_mask[:, None] & d_mask[None, :], other=0.0)
-    elif EVEN_D:
-        k = tl.load(k_place)
-        v = tl.load(v_place)
-    else:
-        k = tl.load(k_place, mask=d_mask[:, None], other=0.0)
-        v = tl.load(v_place, mask=d_mask[None, :], other=0.0)
-    if UPCAST:
-        k = k.to(tl.float32)
-        v = v.to(tl.float32)
-    scores = tl.dot(q, k, input_precision="ieee") * scale
+        seen = n_mask[None, :]
+        if left is not None:
+            seen &= n_idx[None, :] >= at[:, None] - left
+        if right is not None:
+            seen &= n_idx[None, :] <= at[:, None] + right
+        scores = tl.where(seen, scores, -float("inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
+    top = new_max
     if TAIL:
-        scores = tl.where(n_mask[None, :], scores, -float("inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, 1))
-    p = tl.exp2(scores - new_max[:, None])
-    shrink = tl.exp2(row_max - new_max)
+        top = tl.where(new_max == -float("inf"), 0.0, new_max)  # nothing seen yet: keep infinities apart
+    p = tl.exp2(scores * scale - top[:, None])
+    shrink = tl.exp2(row_max - top)
     row_sum = row_sum * shrink + tl.sum(p, 1)
-    acc = acc * shrink[:, None]
-    acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
-    return new_max, row_sum, acc
+    p = p.to(v.dtype)
+    acc = tl.dot(p, v, acc * shrink[:, None], input_precision="ieee")
+    if q_rest is not None:
+        v = _read(v_rows + r_idx[None, :], n_mask[:, None], r_mask[None, :], TAIL, EVEN_REST, UPCAST)
+        rest = tl.dot(p, v, rest * shrink[:, None], input_precision="ieee")
+    return new_max, row_sum, acc, rest
 
 
 @triton.jit(do_not_specialize=("q_length", "k_length"))
@@ -93,16 +130,17 @@ def attention_kernel(
     row_max = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    rest = 0.0
     whole = k_length // BLOCK_N * BLOCK_N
     for n in range(0, whole, BLOCK_N):
-        row_max, row_sum, acc = _attend(
-            q, k_ptr, v_ptr, stride_ks, stride_vs, n, k_length, d_idx, d_mask, row_max, row_sum, acc, scale,
-            BLOCK_N, False, UPCAST, HEAD_DIM == BLOCK_D,
+        row_max, row_sum, acc, rest = attend(
+            q, None, k_ptr, v_ptr, stride_ks, stride_vs, n, k_length, m_idx, row_max, row_sum, acc, rest, scale,
+            None, None, None, 0, None, HEAD_DIM, BLOCK_N, False, UPCAST,
         )  # fmt: skip
     if whole < k_length:
-        row_max, row_sum, acc = _attend(
-            q, k_ptr, v_ptr, stride_ks, stride_vs, whole, k_length, d_idx, d_mask, row_max, row_sum, acc, scale,
-            BLOCK_N, True, UPCAST, HEAD_DIM == BLOCK_D,
+        row_max, row_sum, acc, rest = attend(
+            q, None, k_ptr, v_ptr, stride_ks, stride_vs, whole, k_length, m_idx, row_max, row_sum, acc, rest, scale,
+            None, None, None, 0, None, HEAD_DIM, BLOCK_N, True, UPCAST,
         )  # fmt: skip
     acc = acc / row_sum[:, None]
     o_place = o_ptr + b * stride_ob + h * stride_oh + m_idx.to(tl.int64)[:, None] * stride_os + d_idx[None, :]

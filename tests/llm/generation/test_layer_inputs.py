@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
 import accel
-from accel.llm.generation.calling_convention import Unfit
+from accel.errors import Unfit
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.layer_inputs import NOT_CAUSAL, CheckedStep
 from accel.llm.parts.residual import Widths

@@ -23,10 +23,9 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from accel.cuda_graphs.fingerprint import Fingerprint
-from accel.errors import RanksApart
+from accel.errors import RanksApart, Unfit
 from accel.libraries.cache import generating_cache
 from accel.libraries.generation import PAD_TENSOR, PREPARE, next_inputs, predictable
-from accel.llm.generation.calling_convention import Unfit
 from accel.llm.generation.decoder import DecoderForward
 from accel.llm.generation.loop.choice import RandomState, draw, refuse_nan
 from accel.llm.generation.prefill import by_graph

@@ -7,13 +7,13 @@ flash decoding (Dao et al. 2023): the last program to finish combines them.
 import triton
 import triton.language as tl
 
+from accel_kernels.attention.flash_attention_triton import IN_BASE_2
 from accel_kernels.attention.paged import split_kv
 from accel_kernels.attention.paged.gate_triton import times_gate
 from accel_kernels.attention.paged.kv_quantization_triton import halves, low_and_high
 
 MOST_SPLITS = tl.constexpr(split_kv.MOST_SPLITS)
 FEW_SPLITS = tl.constexpr(split_kv.FEW_SPLITS)  # put together in a quarter of the registers and loads
-IN_BASE_2 = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit

@@ -1,0 +1,1 @@
+"""Text encoders: bidirectional transformers whose batches are packed, without their padding."""

@@ -1,0 +1,159 @@
+"""Which models are encoders that can be packed, and the trial that says so."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from accel_kernels.attention.math_attention import math_attention
+from torch import nn
+
+from accel.comparison import relative_rms
+from accel.cuda_graphs.rule import GraphForward, match_graph
+from accel.encoders.encoder import MASK, EncoderForward
+from accel.encoders.recording import random_mask, understand_encoder
+from accel.encoders.stack import EncoderLayerForward
+from accel.errors import reason_of
+from accel.fusion.stacked_linears import Stacked
+from accel.in_flight import listening
+from accel.llm.parts.step import ForwardContext
+from accel.llm.recording.record import NotUnderstood
+from accel.llm.recording.recorder import example_ids, few, resting
+from accel.patching.fast_forward import as_written
+from accel.patching.rule import Change, Context, ForwardPatch, Match, Rule, Site, Skip, first_of
+from accel.patching.structure import meta_weights, placement, side_effects
+from accel.tolerances import LOGITS, bound
+
+GRAPH = Rule("CUDA graph", match_graph)
+
+
+def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip | None:
+    """The innermost model of transformers around a stack of layers that text goes through in both directions."""
+    model: Any = site.module
+    if not _takes_text(model) or any(map(_takes_text, list(model.modules())[1:])):
+        return None
+    if any(parameter.is_cuda for parameter in model.parameters()):
+        return None  # its norms and a graph of it are timed there, this is not yet
+    if meta_weights(model):
+        return Skip("weights are not loaded (meta device)")
+    if (reason := side_effects(model)) is not None:
+        return Skip(reason)
+    try:
+        stack, layers, specs = understand_encoder(model)
+        steps = context.of(ForwardContext)
+        path = ".".join(filter(None, (site.path, stack)))
+        fused = [
+            EncoderLayerForward(layer, f"{path}.{n}", context.kernels, context.log, spec=spec, steps=steps)
+            for n, (layer, spec) in enumerate(zip(layers, specs, strict=True))
+        ]
+        held = {"root": root, "stack": stack, "layers": fused, "steps": steps}
+        forward = EncoderForward(model, site.path, context.kernels, context.log, **held)
+        _try(forward)
+    except NotUnderstood as reason:
+        # With strict=True a graph of the whole model, and its norms, count as nothing left out.
+        return None if context.options.strict else Skip(str(reason))
+    forward.blind = root is not model and ignores_padding(root, model)
+    patches: list[Change] = [ForwardPatch(layer.module, layer) for layer in fused]
+    patches += [Stacked(linears) for layer in fused if (linears := layer.stacks())]
+    note = "packed: padding is left out" if forward.blind else "packed: rows of padding are seen, and computed"
+    match = Match(forward, tuple(patches), covers=(stack,), note=note)
+    if site.path not in context.graph_paths:
+        return match
+    graph = first_of((GRAPH,), site, context)
+    if isinstance(graph, Match) and isinstance(graph.forward, GraphForward):
+        graph.forward.inner = forward
+        return replace(match, forward=graph.forward, note=f"{note}; {graph.note}")
+    return match
+
+
+def _takes_text(module: nn.Module) -> bool:
+    from transformers import PreTrainedModel
+
+    if not isinstance(module, PreTrainedModel):
+        return False
+    names = inspect.signature(type(module).forward).parameters
+    if getattr(module.config, "is_encoder_decoder", False):
+        return False
+    lists = any(type(one) is nn.ModuleList for one in module.modules())
+    return lists and "input_ids" in names and MASK in names
+
+
+def _try(forward: EncoderForward) -> None:
+    """Compares small calls with stock. Raises NotUnderstood where they differ."""
+    model, ids = forward.module, example_ids(forward.module, few(forward.module))
+    right, left = random_mask(ids), random_mask(ids, left=True)
+    calls: list[dict[str, torch.Tensor]] = [{}, {MASK: right}, *([] if forward.windows else [{MASK: left}])]
+    if "position_ids" in forward.names:
+        places = torch.arange(ids.shape[1], device=ids.device).flip(0).expand_as(ids)
+        calls.append({MASK: right, "position_ids": places})
+    with resting(model), math_attention():
+        with as_written():
+            wanted = [forward.stock(input_ids=ids, **call) for call in calls]
+        with _applied(forward):
+            for forward.shows_mask in (False, True):
+                tried = (_differs(forward, ids, *pair) for pair in zip(calls, wanted, strict=True))
+                if (reason := next(filter(None, tried), None)) is None:
+                    return
+    raise NotUnderstood(reason)
+
+
+def _differs(forward: EncoderForward, ids: torch.Tensor, call: dict, wanted: Any) -> str | None:
+    given = {"input_ids": ids, **call}
+    told = "" if not call else f" with {' and '.join(call)}"
+    if (reason := forward.unfit(**given)) is not None:
+        return reason
+    try:
+        got = forward.fast(**given)
+    except Exception as error:  # whatever the model's own code may raise
+        return f"the trial{told} raised {reason_of(error)}"
+    for name, one in wanted.items():
+        if isinstance(one, torch.Tensor) and one.is_floating_point():
+            off = relative_rms(got[name], one)
+            if not off <= bound(LOGITS, one.dtype):
+                return f"it computes something else{told}: {name} is off by {off:.1e}"
+    return None
+
+
+@contextmanager
+def _applied(forward: EncoderForward) -> Iterator[None]:
+    """Inside, the layers take part in steps. Weights stay where they are."""
+    patches = [ForwardPatch(layer.module, layer) for layer in forward.layers]
+    forward.apart = True
+    with ExitStack() as undo:
+        for patch in patches:
+            patch.apply()
+            undo.callback(patch.undo)
+        try:
+            yield
+        finally:
+            forward.seen, forward.apart = None, False
+
+
+def ignores_padding(root: nn.Module, model: Any) -> bool:
+    """Whether what the root gives of padded texts is the same to the bit whatever the encoder gives in rows of padding
+    behind them.
+    """
+    ids = example_ids(model, few(model))
+    mask = random_mask(ids)
+    hidden = mask.bool().logical_not().to(placement(model)[0])
+    generator = torch.Generator().manual_seed(0)
+
+    def other(module: nn.Module, args: Any, output: Any) -> Any:
+        for name, one in output.items():
+            if isinstance(one, torch.Tensor) and one.shape[:2] == ids.shape:
+                noise = torch.randn(one.shape, generator=generator, device="cpu").to(one)
+                output[name] = torch.where(hidden[..., None], noise, one)
+        return output
+
+    try:
+        with resting(root), math_attention(), as_written():
+            plain = type(root).forward(root, input_ids=ids, **{MASK: mask})
+            with listening([(model, other)]):
+                changed = [type(root).forward(root, input_ids=ids, **{MASK: mask}) for _ in range(2)]
+    except Exception as error:  # a head that takes other inputs
+        reason_of(error)
+        return False
+    tensors = {name: one for name, one in plain.items() if isinstance(one, torch.Tensor)}
+    return bool(tensors) and all(torch.equal(one, now[name]) for now in changed for name, one in tensors.items())

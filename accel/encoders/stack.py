@@ -1,0 +1,60 @@
+"""The layers of an encoder, run all at once when the model's own code calls the last of them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from accel.encoders.packing import Packing
+from accel.errors import Unfit
+from accel.llm.attention.position_terms import POSITIONS
+from accel.llm.generation.layer_forward import LayerForward
+from accel.llm.parts.step import Step
+from accel.llm.recording.record import form, is_absent
+
+
+class EncoderStep(Step):
+    """One call of an encoder. Layers note what they are given, and hand on what the first one was given.
+
+    So the layers run on packed tokens, and the code around them sees none of it. run: computes all layers, of the first
+    one's input and of each one's keywords. shape: (B, L) of the call; packing: of its tokens.
+    """
+
+    __slots__ = ("calls", "hidden", "layers", "packing", "run", "shape")
+    packing: Packing
+
+    def __init__(self, layers: "list[EncoderLayerForward]", run: Callable[["EncoderStep"], torch.Tensor]):
+        super().__init__({})
+        self.layers, self.run = layers, run
+        self.calls: list[dict[str, Any]] = []
+        self.hidden: torch.Tensor | None = None
+
+    @property
+    def done(self) -> bool:
+        return len(self.calls) == len(self.layers)
+
+    def take(self, layer: "EncoderLayerForward", x: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        """What a layer gives to the code around it. Raises Unfit where that is not the code that was seen."""
+        if self.done or layer is not self.layers[len(self.calls)] or (self.calls and x is not self.hidden):
+            raise Unfit("something stands between its layers")
+        if (name := layer.unknown(kwargs)) is not None:
+            raise Unfit(f"its layers are told {name}")
+        self.hidden = x
+        self.shape = x.shape[:2]
+        self.calls.append(kwargs)
+        return self.run(self) if self.done else x
+
+
+class EncoderLayerForward(LayerForward):
+    """One layer: of a step its own part, see `EncoderStep`; outside of one the stock forward."""
+
+    def unknown(self, kwargs: dict[str, Any]) -> str | None:
+        """A keyword that the layer was not seen with; masks are those of the step."""
+        known = {*self.spec.given, (POSITIONS, (2, False))}
+        told = ((name, one) for name, one in kwargs.items() if not is_absent(one) and "mask" not in name)
+        return next((name for name, one in told if (name, form(one)) not in known), None)
+
+    def fast(self, step: Any, *args: Any, **kwargs: Any) -> Any:
+        x = args[0] if args else kwargs.pop("hidden_states")
+        y = step.take(self, x, kwargs)
+        return y if self.spec.returns is None else (y, *(None,) * (self.spec.returns - 1))

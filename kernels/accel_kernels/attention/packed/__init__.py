@@ -1,0 +1,1 @@
+"""Attention of sequences of different lengths that lie one behind another."""

@@ -1,0 +1,207 @@
+"""Text encoders, packed: the same as stock, whatever is padding, and whoever looks at rows of padding."""
+
+import copy
+
+import pytest
+import torch
+import transformers as t
+
+import accel
+from accel.encoders.encoder import EncoderForward
+from support.state import assert_same_state, snapshot
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"intermediate_size": 48, "max_position_embeddings": 40}
+DISTIL = {"vocab_size": 64, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "max_position_embeddings": 40}
+MODERN = {"local_attention": 8, **dict.fromkeys(("pad_token_id", "bos_token_id", "cls_token_id"), 0)}
+MODERN |= dict.fromkeys(("sep_token_id", "eos_token_id"), 1)
+CONFIGS = {
+    "Bert": t.BertConfig(**SIZES),
+    "Roberta": t.RobertaConfig(**SIZES),
+    "Electra": t.ElectraConfig(**SIZES, embedding_size=16),
+    "DistilBert": t.DistilBertConfig(**DISTIL),
+    "ModernBert": t.ModernBertConfig(**SIZES, **MODERN),
+    "NomicBert": t.NomicBertConfig(**SIZES),
+}
+BATCH, LENGTH = 3, 19
+
+
+def made(family, head="Model", **fields):
+    """A tiny model with random norms and biases, and a deep copy of it that stays stock."""
+    torch.manual_seed(0)
+    config = copy.deepcopy(CONFIGS[family])
+    config.update(fields)
+    model = getattr(t, family + head)(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.4)
+    return model, copy.deepcopy(model)
+
+
+def optimized(family, head="Model", **fields):
+    model, stock = made(family, head, **fields)
+    return accel.optimize(model), stock
+
+
+def encoder_of(model):
+    held = [vars(module).get("forward") for module in model.modules()]
+    return next(one for one in (getattr(one, "inner", None) or one for one in held) if isinstance(one, EncoderForward))
+
+
+def ids_and_mask(side="right"):
+    generator = torch.Generator().manual_seed(1)
+    ids, mask = torch.randint(4, 64, (BATCH, LENGTH), generator=generator), torch.ones(BATCH, LENGTH, dtype=torch.int64)
+    if side in ("right", "left"):
+        for row, length in enumerate((LENGTH, 2, 11)):
+            mask[row, length:] = 0
+        mask = mask if side == "right" else mask.flip(1)
+    elif side == "holes":
+        mask[0, 3] = mask[2, 5:9] = 0
+    elif side == "empty":
+        mask[1] = 0
+    return {"input_ids": ids, "attention_mask": None if side is None else mask}
+
+
+def fallbacks(model):
+    return [reason for _, reason, _ in accel.report(model).fallbacks]
+
+
+@torch.no_grad()
+def assert_same(model, stock, **call):
+    got, wanted = model(**call), stock(**call)
+    if isinstance(wanted, tuple):
+        got, wanted = (dict(enumerate(one)) for one in (got, wanted))
+    assert type(got) is type(wanted) and list(got) == list(wanted)
+    for name in (name for name, one in wanted.items() if isinstance(one, torch.Tensor)):
+        torch.testing.assert_close(got[name], wanted[name], rtol=2e-5, atol=2e-5 * float(wanted[name].abs().max()))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_an_encoder_gives_what_stock_gives(family):
+    model, stock = optimized(family)
+    for side in (None, "full", "right"):
+        assert_same(model, stock, **ids_and_mask(side))
+    assert_same(model, stock, **{name: one if one is None else one[1:2] for name, one in ids_and_mask().items()})
+    assert not fallbacks(model)
+    for side in ("left", "holes"):
+        assert_same(model, stock, **ids_and_mask(side))
+    windows = encoder_of(model).windows
+    assert fallbacks(model) == ["padding that is not on the right, and attention by windows"] * windows
+    assert_same(model, stock, **ids_and_mask("empty"))
+    assert "a sequence that is all padding" in fallbacks(model)
+
+
+@pytest.mark.parametrize("family", ["Bert", "DistilBert", "ModernBert"])
+def test_padding_is_left_out_where_a_head_does_not_see_it(family, monkeypatch):
+    rows = []
+    packing = EncoderForward.packing
+
+    def counted(self, *given):
+        rows.append(packing(self, *given))
+        return rows[-1]
+
+    monkeypatch.setattr(EncoderForward, "packing", counted)
+    model, stock = optimized(family, "ForSequenceClassification")
+    rows.clear()
+    call = ids_and_mask()
+    assert_same(model, stock, **call)
+    assert [int(one.starts[-1]) for one in rows] == [int(call["attention_mask"].sum())]
+    assert_same(model.base_model, stock.base_model, **call)  # whose rows the caller sees
+    with model.base_model.register_forward_hook(lambda *given: None):
+        assert_same(model, stock, **call)
+    assert_same(model, stock, **call)
+    assert [int(one.starts[-1]) for one in rows[1:]] == [BATCH * LENGTH, BATCH * LENGTH, rows[0].starts[-1]]
+    assert not fallbacks(model)
+
+
+def test_rows_of_padding_that_are_alike_are_computed_once():
+    model, stock = optimized("Roberta")
+    call = ids_and_mask()
+    call["input_ids"] = call["input_ids"].masked_fill(call["attention_mask"] == 0, model.config.pad_token_id)
+    assert_same(model, stock, **call)
+    forward = encoder_of(model)
+    with torch.no_grad():
+        packed = forward.packing(model.embeddings(call["input_ids"]), call["attention_mask"])
+    assert int(packed.starts[-1]) == int(call["attention_mask"].sum()) + 2
+
+
+@pytest.mark.parametrize("head", ["ForTokenClassification", "ForMaskedLM", "ForQuestionAnswering"])
+def test_heads_that_show_rows_of_padding(head):
+    model, stock = optimized("Bert", head)
+    for side in ("right", "left"):
+        assert_same(model, stock, **ids_and_mask(side))
+    assert not fallbacks(model) and not encoder_of(model).blind
+
+
+def test_other_inputs():
+    model, stock = optimized("Bert")
+    call = ids_and_mask()
+    places = torch.arange(LENGTH).flip(0).expand(BATCH, -1)
+    assert_same(model, stock, **call, token_type_ids=(call["input_ids"] > 20).long(), position_ids=places)
+    assert_same(model, stock, **call, return_dict=False)
+    embeddings = stock.embeddings.word_embeddings(call["input_ids"]).detach()
+    assert_same(model, stock, inputs_embeds=embeddings, attention_mask=call["attention_mask"].bool())
+    assert not fallbacks(model)
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"output_hidden_states": True}, "output_hidden_states: its layers run stock where each is looked at"),
+        ({"output_attentions": True}, "output_attentions: its layers run stock where each is looked at"),
+        ({"attention_mask": torch.ones(BATCH, 1, LENGTH, LENGTH).tril().bool()}, "a mask that is not one of tokens"),
+        ({"encoder_hidden_states": torch.ones(BATCH, 2, 32)}, "encoder_hidden_states is given"),
+    ],
+)
+def test_calls_that_run_stock(more, reason):
+    model, stock = optimized("Bert", attn_implementation="eager")
+    call = ids_and_mask() | more
+    assert_same(model, stock, **call)
+    assert [told.startswith(reason) for told in fallbacks(model)] == [True]
+    assert_same(model, stock, **ids_and_mask())  # transformers' hooks stay behind
+    assert len(fallbacks(model)) == 1
+
+
+def test_training_gradients_and_autocast_run_stock():
+    model, stock = optimized("Bert")
+    model(**ids_and_mask())
+    model.train()
+    with torch.no_grad():
+        model(**ids_and_mask())
+    model.eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same(model, stock, **ids_and_mask())
+    assert {reason.partition(" (")[0] for reason in fallbacks(model)} == {
+        "gradients are on", "training mode", "autocast is on"
+    }  # fmt: skip
+
+
+def test_what_changes_is_followed():
+    model, stock = optimized("Bert")
+    assert_same(model, stock, **ids_and_mask())
+    other = torch.nn.Linear(32, 32).requires_grad_(False)
+    for one in (model, stock):
+        with torch.no_grad():
+            one.encoder.layer[1].intermediate.dense.weight.mul_(0.5)
+        one.encoder.layer[0].attention.self.key = copy.deepcopy(other)
+    assert_same(model, stock, **ids_and_mask())
+    seen = []
+    model.encoder.layer[1].register_forward_hook(lambda module, given, output: seen.append(output))
+    with torch.no_grad():
+        last = model(**ids_and_mask()).last_hidden_state
+    assert torch.equal(seen[0], last) and fallbacks(model) == ["encoder.layer.1 has forward hooks"]
+
+
+def test_restore_gives_the_stock_model_back():
+    model, stock = made("ModernBert", "ForMaskedLM")
+    before = snapshot(model)
+    accel.optimize(model)
+    assert_same(model, stock, **ids_and_mask())
+    assert_same(copy.deepcopy(model), stock, **ids_and_mask())
+    assert_same_state(snapshot(accel.restore(model)), before)
+
+
+def test_what_is_no_such_encoder_says_why():
+    model = t.CLIPTextModel(t.CLIPTextConfig(**SIZES)).eval()
+    rows = [row for row in accel.report(accel.optimize(model)).sites if row[1] == "encoder"]
+    assert [row[2:] for row in rows] == [("skipped", "its attention is told is_causal")]

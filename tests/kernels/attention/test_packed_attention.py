@@ -1,0 +1,49 @@
+"""Attention of packed sequences, against a formula over all pairs of tokens, and what its kernel leaves to torch."""
+
+import pytest
+import torch
+from accel_kernels import packed_attention
+
+SMALL = [case for case in packed_attention.cases if case.small]
+
+
+def dense(q, k, v, starts, scale, *, longest, window=None, bias=None, causal=False, slopes=None):
+    """Of all pairs at once, those of two sequences hidden."""
+    at = torch.arange(len(q))
+    sequence = torch.searchsorted(starts[1:].long(), at, right=True)
+    group = q.shape[1] // k.shape[1]
+    k, v = (t.nan_to_num(0, 0, 0).repeat_interleave(group, 1) for t in (k, v))
+    scores = torch.einsum("ihd,jhd->hij", q.nan_to_num(0, 0, 0), k) * scale
+    behind = at - at[:, None]
+    if bias is not None:
+        reach = bias.shape[1] // 2
+        scores = scores + bias[:, behind.clamp(-reach, reach) + reach]
+    if slopes is not None:
+        scores = scores - slopes.view(-1, 1, 1) * behind.abs()
+    seen = sequence == sequence[:, None]
+    if window is not None:
+        seen &= (behind >= -window[0]) & (behind <= window[1])
+    if causal:
+        seen &= behind <= 0
+    out = torch.einsum("hij,jhd->ihd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+    return out.flatten(1).masked_fill((at >= starts[-1])[:, None], 0.0)
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_the_reference_is_attention_inside_each_sequence(case):
+    args, more = case.make(torch.device("cpu"), torch.float64)
+    torch.testing.assert_close(packed_attention.reference(*args, **more), dense(*args, **more))
+
+
+def test_what_the_kernel_leaves_to_torch():
+    (q, k, v, starts, scale), more = SMALL[0].make(torch.device("cpu"), torch.float16)
+
+    def reason(q=q, k=k, v=v, starts=starts, scale=scale, **others):
+        return packed_attention.supports(q, k, v, starts, scale, **more | others) or ""
+
+    assert not reason()
+    assert "int32" in reason(starts=starts.long()) and "positive" in reason(scale=-1.0)
+    assert "heads" in reason(q=q[:, :3]) and "bias" in reason(bias=torch.zeros(4, 8))
+    assert "next to each other" in reason(q=torch.cat((q, q), -1)[..., ::2]) and "dtypes" in reason(v=v.float())
+    assert "window" in reason(window=(-1, 3)) and "slopes" in reason(slopes=torch.zeros(2))
+    assert "2^31" in reason(longest=2**30) and "empty" in reason(starts=starts[:1])
