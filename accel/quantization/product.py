@@ -203,7 +203,7 @@ def multiplied(linear: nn.Linear, tensors: Sequence[Any], rows: Rows, multiply: 
     if (activations := linear.rounds(rows.x)) is not None:
         return rounded_product(linear, activations, rows, weight, bias)
     x = rows.normed()
-    if weight.reads(x.numel() // max(1, x.shape[-1])):
+    if x.numel() <= weight.most_rows * x.shape[-1]:
         return quantized_linear(x.contiguous(), weight, bias)
     return multiply(x, dequantize(weight, x.dtype), bias)
 

@@ -155,7 +155,7 @@ def _product(
     if (activations := weights.module.rounds(before.x)) is not None:
         return rounded_product(weights.module, activations, before, weight, bias, **given)
     # A weight that is read as it lies has the columns of x in an order of their own, and the norm in the same pass.
-    x, norm = before.given(free=weight.reads(before.x.numel() // before.x.shape[-1]))
+    x, norm = before.given(free=before.x.numel() <= weight.most_rows * before.x.shape[-1])
     return kernels.quantized_linear(x, weight, bias, norm=norm, **given)
 
 

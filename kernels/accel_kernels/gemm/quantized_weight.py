@@ -167,10 +167,11 @@ class Quantized(NamedTuple):
         """Some rows of it, as views."""
         return self.each(lambda part: part[start:end])
 
-    def reads(self, rows: int) -> bool:
-        """Whether kernels read it as it lies for so many rows of x; else it is written out before the product."""
+    @property
+    def most_rows(self) -> int:
+        """Of x, up to which kernels read it as it lies; for more it is written out before the product."""
         grouped = self.scales.shape[1] > 1 and self.scales.dtype == torch.float32
-        return rows <= (MOST_GROUPED_ROWS if grouped else self.format.most_rows)
+        return min(MOST_GROUPED_ROWS, self.format.most_rows) if grouped else self.format.most_rows
 
     @property
     def kind(self) -> tuple:

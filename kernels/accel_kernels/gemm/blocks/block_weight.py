@@ -54,9 +54,10 @@ class BlockWeight(NamedTuple):
         size = rows * self.columns // self.format.columns * self.format.bytes
         return self._replace(data=self.data.reshape(-1)[:size])
 
-    def reads(self, rows: int) -> bool:
+    @property
+    def most_rows(self) -> int:
         """As of `Quantized`."""
-        return rows <= self.format.most_rows
+        return self.format.most_rows
 
     def reason(self) -> str | None:
         """Why kernels cannot read this weight."""

@@ -88,11 +88,11 @@ def supports(x, weight, bias=None, *, norm=None, **after) -> str | None:
     rows = x.numel() // max(1, x.shape[-1])
     if x.numel() == 0:
         return "empty"
-    if not weight.reads(rows):
-        return f"{rows} rows, more than {weight.format.most_rows}"
     ours = [one for one in epilogue.weights(weight) if isinstance(one, Quantized)]
     if x.dtype == torch.float32 and ours:
         return "x of float32, which numbers of fewer bits do not pay for"
+    if rows > weight.most_rows:
+        return f"{rows} rows, more than {weight.most_rows}"
     if (reason := epilogue.refusal(weight.data)) is not None:
         return reason
     if up is not None and up.kind != weight.kind:
