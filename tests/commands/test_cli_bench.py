@@ -187,8 +187,10 @@ def test_a_case_that_fails_does_not_cost_the_next_and_a_compiler_is_no_failure_o
     assert run_command("bench", "tiny", "--device", "cpu", "--out", tmp_path).exit_code == 0
 
 
-def test_bench_adapters_writes_json(tmp_path):
+def test_bench_adapters_writes_json(tmp_path, monkeypatch):
     pytest.importorskip("peft")
+    for name, few in (("PROMPT", 8), ("TOKENS", 3), ("CALLS", 2)):
+        monkeypatch.setattr(f"accel.bench.adapters.{name}", few)
     asked = ("tiny-text", "--ranks", "4", "--counts", "2", "--rows", "4", "--budget", "0.05")
     result = run_command("bench", "adapters", *asked, "--device", "cpu", "--out", tmp_path)
     assert result.exit_code == 0, result.output

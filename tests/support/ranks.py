@@ -125,7 +125,7 @@ class RankPool:
                 process.join()
 
 
-LIMIT = timedelta(seconds=12)
+LIMIT = timedelta(seconds=7)
 HANGS = 150.0  # seconds; the machine may be busy
 
 
