@@ -59,7 +59,7 @@ class ScaledBytes(NamedTuple):
         if columns % wide:  # the last group is smaller: groups of what divides both
             size = gcd(wide, columns)
             beside = beside.repeat_interleave(wide // size, 1)[:, : columns // size]
-        return (beside if tall == 1 else beside.repeat_interleave(tall, 0)[:rows]).contiguous()
+        return (beside if tall == 1 else beside.repeat_interleave(tall, 0))[:rows].contiguous()
 
 
 class StoredWeight(NamedTuple):

@@ -82,6 +82,7 @@ def kernel(monkeypatch):
 
 
 @pytest.mark.usefixtures("kernel")
+@pytest.mark.share(1)
 @pytest.mark.parametrize("options", [*BLOCKS, {"block": None, "fixed": 0.02}])
 def test_a_linear_that_rounds_its_inputs_is_known(options):
     class Doubled(library.FP8Linear):
