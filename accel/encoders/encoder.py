@@ -120,6 +120,8 @@ class EncoderForward(FastForward):
             return f"an accelerate hook on {moved or 'the model'}"
         if len({p.device for p in self.module.parameters()}) > 1 or any(p.is_meta for p in self.module.parameters()):
             return "weights on several devices, or not loaded"
+        if next(self.module.parameters()).is_cuda:
+            return "packed tokens have not been timed on a GPU"
         for layer in self.layers:
             if foreign_hooks(layer.module):
                 return f"{layer.path} has forward hooks"

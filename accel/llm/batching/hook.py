@@ -165,10 +165,8 @@ class InitContinuousBatching(MethodHook):
 
     def _check_lengths(self, hints: Any) -> None:
         """Raises ValueError where texts to come would change the rotary frequencies of one another."""
-        steady, most = (
-            steady_tokens(self.module.config),
-            limits_of(self.forward, ContinuousBatchingConfig(), hints).context,
-        )
+        steady = steady_tokens(self.module.config)
+        most = limits_of(self.forward, ContinuousBatchingConfig(), hints).context
         if steady is None or most <= steady:
             return
         reason = f"texts of more than {steady} tokens change the rotary frequencies of all that are computed with them"

@@ -37,9 +37,9 @@ def supports(chosen, unfinished, ends=None, pad=None) -> str | None:
 
 @random_cases
 def _case(rand, rows, ends=0, pad=False, step=1):
-    """step: of the tokens of `ends`, which lie among those that are chosen."""
+    """step: of the tokens of `ends`, which lie among those that are chosen, 0 not."""
     chosen = torch.arange(rows, device=rand.device)
-    unfinished = (torch.arange(rows, device=rand.device) % 3 > 0).long()
+    unfinished = (torch.arange(rows, device=rand.device) % 3 < 2).long()
     given = {"ends": torch.arange(1, 1 + ends * step, step, device=rand.device)} if ends else {}
     return (chosen, unfinished), given | ({"pad": torch.tensor(7, device=rand.device)} if pad else {})
 

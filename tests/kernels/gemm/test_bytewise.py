@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from accel_kernels import Quantized, dequantize
+from accel_kernels import Quantized, dequantize, quantized_linear
+from accel_kernels.gemm.quantized_weight import quantize_weight
 
 from support.kernels.compiler import in_a_process
 
@@ -35,3 +36,16 @@ def test_every_number_is_torchs():
     found, wanted = dequantize.triton(held, torch.float32), data.float() * held.scales
     assert torch.equal(found.isnan(), wanted.isnan())
     assert torch.equal(found.nan_to_num().view(torch.uint8), wanted.nan_to_num().view(torch.uint8))
+
+
+GROUPED = [(torch.float32, 32, 64), (torch.bfloat16, 32, 512), (torch.float32, 0, 512)]
+
+
+@pytest.mark.parametrize("scales, group, most", GROUPED)
+def test_how_many_rows_read_it_as_it_lies(scales, group, most):
+    """Scales in float32 by group suit only the kernel of many rows, which is slower than writing the weight out."""
+    weight = quantize_weight(torch.ones(8, 64), torch.int8, group, False)
+    weight = weight._replace(scales=weight.scales.to(scales))
+    assert weight.most_rows == most
+    reason = quantized_linear.supports(torch.ones(most + 1, 64, dtype=torch.bfloat16), weight)
+    assert reason is not None and f"more than {most}" in reason

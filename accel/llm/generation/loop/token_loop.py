@@ -165,8 +165,8 @@ class TokenLoop:
         if forward.ranks is not None and self._state()[1] is None:
             self.late = False  # a streamer, which only one of them may have, would end it; all take equally many steps
         stops = [one for one in criteria if type(one) in BY_TOKENS]
-        eos = [one.eos_token_id.to(ids.device) for one in stops if isinstance(one, transformers.EosTokenCriteria)]
-        self.eos = torch.cat(eos) if eos else None
+        eos = [one.eos_token_id.reshape(-1) for one in stops if isinstance(one, transformers.EosTokenCriteria)]
+        self.eos = torch.cat([one.to(ids) for one in eos]) if eos else None
         self.by_tokens = [one for one in stops if not isinstance(one, transformers.EosTokenCriteria)]
         self.at_once = [one for one in criteria if type(one) in AT_ONCE]
         self.blank = torch.zeros(1, 1, dtype=torch.long, device="cpu")

@@ -213,7 +213,8 @@ def decode(
         tile = tile._replace(queries=max(16, power_of_two(group)))
         kernel, kept, channels = decode_kernel, units * tile.queries * most, tile.channels
         small = packed is not None and tile.queries == 16 and channels <= 128
-        warps = WARPS if channels == 128 and tile.queries == 16 and packed is None else tile.warps
+        timed = kv.key_scales is None and q.dtype != torch.float32 and channels == 128 and tile.queries == 16
+        warps = WARPS if timed else tile.warps
         meta = {"num_warps": warps, "num_stages": tile.stages}
         inside = (gate_of(gate, gate_activation),)
         constants |= {

@@ -209,6 +209,7 @@ CASES = (
     _small("decode-valid", 3, 33, 1, 4, 2, 32, rotary=32, padding_mask=True, shuffled=True),
     _small("decode-hidden", 2, 21, 1, 4, 2, 32, padding_mask=True, hole=21),
     _small("decode-full-blocks", 2, 48, 1, 4, 2, 32, shuffled=True),
+    _small("decode-many-shares", 1, 200, 1, 2, 1, 32),
     _small("decode-window", 1, 60, 1, 4, 2, 32, window=11),
     _small("decode-window-across", 1, 57, 1, 4, 2, 32, window=11),
     _small("decode-softcap", 1, 30, 1, 2, 2, 32, softcap=5.0),

@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import EosTokenCriteria, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 import accel
 from accel.libraries.generation import predictable
@@ -31,6 +31,11 @@ CALLS = {
         "lengths": (7, 4, 5, 6), "eos_token_id": [5, 9, 11, 30], "do_sample": True, "max_new_tokens": 40,
     },
     "one row that ends": {"lengths": (6,), "eos_token_id": list(range(3, 40)), "do_sample": True},
+    "one row that ends, by numbers alone": {
+        "lengths": (6,),
+        "stopping_criteria": StoppingCriteriaList([EosTokenCriteria(torch.tensor(end)) for end in range(3, 40)]),
+        "do_sample": True,
+    },
     "min_new_tokens": {"eos_token_id": list(range(3, 70)), "min_new_tokens": 6, "do_sample": True},
     "min_length": {"eos_token_id": list(range(3, 70)), "min_length": 12},
     "drawn": {"do_sample": True},
@@ -55,7 +60,9 @@ CALLS = {
 NEW = 20  # tokens of a call
 
 
-@pytest.mark.parametrize("name", always(CALLS, "rows that end, drawn", "one row that ends", "all"))
+@pytest.mark.parametrize(
+    "name", always(CALLS, "rows that end, drawn", "one row that ends", "one row that ends, by numbers alone", "all")
+)
 def test_token_for_token(name, pair_of, ran):
     ours, stock = pair_of("llama")
     call = {key: tokenizer() if value == "tokenizer" else value for key, value in CALLS[name].items()}
