@@ -16,7 +16,7 @@ from torch import nn
 from accel.families import divides, example_of, is_language_model, plan_for, takes_weights
 from accel.in_flight import alone, others_run_stock
 from accel.libraries.versions import newer_than_tested
-from accel.options import Activations, Attention, Cpu, KvCache, Layout, Options, Parallel, choose
+from accel.options import Activations, Attention, Cpu, KvCache, Layout, Options, Padding, Parallel, choose
 from accel.parallel.ranks import world
 from accel.patching.owner import disown_inside
 from accel.patching.rule import Context
@@ -49,6 +49,7 @@ def optimize(
     kv_cache: KvCache | None = None,
     cpu: Cpu = "auto",
     parallel: Parallel | None = None,
+    padding: Padding = "stock",
     strict: bool = False,
     **unknown: NoReturn,
 ) -> T:

@@ -13,6 +13,7 @@ KvCache = Literal["int8", "fp8"]
 Activations = Literal["int8", "int8-outliers", "fp8", "int8-static", "int8-outliers-static", "fp8-static"]
 Cpu = Literal["auto", "fuse"]
 Parallel = Literal["guidance", "tiles"]
+Padding = Literal["stock", "zeros"]
 
 ATTENTION: tuple[str, ...] = get_args(Attention)
 LAYOUT: tuple[str, ...] = get_args(Layout)
@@ -76,6 +77,9 @@ class Options:
         "tiles": each rank decodes its share of the tiles of an autoencoder that has tiling on. Calls that cannot be
         divided are computed whole on every rank, as the report says. None divides nothing by itself: models that
         transformers or diffusers have divided are optimized as they are.
+    padding: of text encoders. "stock": rows of padding are computed where somebody may see them, as who calls the bare
+        encoder does. "zeros": they come back as zeros there too, for callers who leave them out by the mask. A head or
+        a pooling inside of the model that does not look at them needs neither: none are computed.
     strict: a skipped site raises ValueError, and nothing is changed.
     """
 
@@ -90,6 +94,7 @@ class Options:
     kv_cache: KvCache | None = None
     cpu: Cpu = "auto"
     parallel: Parallel | None = None
+    padding: Padding = "stock"
     strict: bool = False
 
     def __post_init__(self) -> None:
@@ -105,6 +110,7 @@ class Options:
         _one_of("kv_cache", self.kv_cache, (None, *KV_CACHE))
         _one_of("cpu", self.cpu, get_args(Cpu))
         _one_of("parallel", self.parallel, (None, *get_args(Parallel)))
+        _one_of("padding", self.padding, get_args(Padding))
         _one_of("strict", self.strict, (True, False))
         memory = self.graph_memory_gb
         if memory is not None:

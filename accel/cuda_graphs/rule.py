@@ -16,6 +16,7 @@ from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.pays import LiveTurns
 from accel.cuda_graphs.pool import GraphPool
 from accel.cuda_graphs.runner import GraphRunner
+from accel.cuda_graphs.small_calls import SmallCalls
 from accel.fusion.channels_last import ChannelsLast, over_video
 from accel.fusion.loop import DenoisingLoop, ForwardCounter
 from accel.fusion.stacked_linears import PromptProjections
@@ -55,7 +56,7 @@ class GraphForward(FastForward):
         self.turns: dict[tuple, LiveTurns] = {}
         self.prompt, self.loop = PromptProjections.shared(context), context.of(DenoisingLoop)
         self.layout = context.find(ChannelsLast)  # of the model's convolutions
-        self.passes = context.of(ForwardCounter)
+        self.passes, self.small = context.of(ForwardCounter), context.of(SmallCalls)
         self.passes.tracked = True
         self.variant: Callable[[], tuple] | None = None  # plain values that it depends on too, set by who wraps it
         self.video = bool(path) and any(map(over_video, module.modules()))
@@ -102,13 +103,17 @@ class GraphForward(FastForward):
         # A decoder's graph would keep the memory of its images while the next model is on the GPU.
         if self.video or (self.holder is not None and comes_to_one_place(self.holder)):
             return self.stock(*args, **kwargs)
+        if not self.small.takes(self.named(args, kwargs)):
+            return self.stock(*args, **kwargs)
         args, kwargs = self._timestep_as_tensor(args, kwargs)
         variant = () if self.variant is None else self.variant()
         config = context_parallel(self.module)
         self.runner.ranks = None if config is None else sequence_ranks(config)
         # Without a graph blocks of a divided model run stock, which they find out themselves.
         without_graph = None if config is None else partial(self.stock, *args, **kwargs)
-        return self.runner(self._soon, args, kwargs, variant, self._constant(args, kwargs), without_graph=without_graph)
+        constant = self._constant(args, kwargs)
+        with self.small.taken():
+            return self.runner(self._soon, args, kwargs, variant, constant, without_graph=without_graph)
 
     def _soon(self, *args: Any, **kwargs: Any) -> Any:
         if self.runner.reason is not None and self.runner.ranks is None:

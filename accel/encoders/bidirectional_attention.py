@@ -113,12 +113,17 @@ class BoundBidirectionalAttention(BoundSoftmaxAttention):
         q, k = (t if norm is None else norm(t) for t, norm in ((q, self.q_norm), (k, self.k_norm)))
         k = k if spec.key_scale == 1.0 else k * spec.key_scale
         if spec.rotary is not None:
-            source = spec.rotary.source(kwargs, self.module)
-            cos, sin = step.angles(source, spec.rotary, partial(self._angles, step, kwargs))
+            cos, sin = self.angles(step, kwargs)
             q, k = (rotated(t, cos, sin, spec.rotary.interleaved) for t in (q, k))
         return kernels.packed_attention(
             q[0], k[0], v[0], packing.starts, spec.scale, longest=packing.longest, window=spec.reach, keys=packing.keys
         )[None]
+
+    def angles(self, step: Any, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotations of the packed tokens, made once for all layers that share them."""
+        assert self.spec.rotary is not None
+        source = self.spec.rotary.source(kwargs, self.module)
+        return step.angles(source, self.spec.rotary, partial(self._angles, step, kwargs))
 
     def _angles(self, step: Any, kwargs: dict) -> tuple[torch.Tensor, ...]:
         """cos, sin of the packed tokens, (1, T, R / 2)."""

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from accel.cuda_graphs.fingerprint import Fingerprint
-from accel.encoders.packing import Packing, padded, unpadded
+from accel.cuda_graphs.runner import GraphRunner
+from accel.cuda_graphs.small_calls import SmallCalls
+from accel.encoders.packing import Packing, bucket, padded, unpadded
 from accel.encoders.stack import EncoderLayerForward, EncoderStep
 from accel.errors import Unfit
 from accel.in_flight import CALL
@@ -28,8 +30,8 @@ OUTPUTS = ("output_attentions", "output_hidden_states")
 
 class EncoderForward(FastForward):
     """An encoder and its layers. root: the model that it is part of, or itself; blind: whether what that gives does not
-    depend on rows of padding behind a text, so that none are computed in its calls. shows_mask: the code around the
-    layers is given the mask.
+    depend on rows of padding behind a text, so that none are computed in its calls. unseen: nor in others, as the user
+    says. shows_mask: the code around the layers is given the mask.
     """
 
     renewed = ("seen", "reason", "lock", "sees")
@@ -37,7 +39,9 @@ class EncoderForward(FastForward):
     stack: str
     layers: list[EncoderLayerForward]
     steps: ForwardContext
-    blind = False
+    runner: GraphRunner | None  # of the layers
+    calls: SmallCalls
+    blind = unseen = False
     shows_mask = False
     apart = False  # while it is tried: weights stay where they are
     seen: Fingerprint | None
@@ -71,6 +75,8 @@ class EncoderForward(FastForward):
             return f"{unknown} is given"
         if mask is not None and (type(mask) is not torch.Tensor or mask.dim() != 2):
             return "a mask that is not one of tokens, (batch, length)"
+        if mask is not None and mask.is_cuda and torch.cuda.is_current_stream_capturing() and not self.calls.unpadded:
+            return "a mask that cannot be looked at, as a CUDA graph is being captured"
         return self.ready()
 
     def fast(self, *args: Any, **kwargs: Any) -> Any:
@@ -88,27 +94,46 @@ class EncoderForward(FastForward):
     def run(self, mask: torch.Tensor | None, step: EncoderStep) -> torch.Tensor:
         """The hidden states behind the last layer, (B, L, C)."""
         assert step.hidden is not None
-        step.packing = self.packing(step.hidden, mask)
-        x = step.packing.pack(step.hidden)[None]
+        apart = self.runner is None or self.apart or self.calls.unpadded  # the last: in the graph of a small call
+        graph = not apart and step.hidden.is_cuda and not torch.cuda.is_current_stream_capturing()
+        packing = step.packing = self.packing(step.hidden, mask, graph)
+        x = packing.pack(step.hidden)[None]
+        if graph:
+            packing = packing.for_graph()
+        for layer, kwargs in zip(self.layers, step.calls, strict=True):
+            if layer.spec.keywords:
+                layer.bound.attention.angles(step, kwargs)
+        given = x, packing.starts, packing.keys, packing.longest, step.prepared()
+        if graph and self.runner is not None:
+            compute = partial(self._layers, step)
+            x = self.runner(compute, given, {}, without_graph=partial(compute, *given))
+        else:
+            x = self._layers(step, *given)
+        return packing.unpack(x[0], *step.shape)
+
+    def _layers(self, step: EncoderStep, x: torch.Tensor, starts: Any, keys: Any, longest: int, angles: list) -> Any:
+        """All layers, of packed tokens; a graph for each form of these."""
+        step.packing = step.packing._replace(starts=starts, keys=keys, longest=longest)
+        step.prepare(angles)
         for layer, kwargs in zip(self.layers, step.calls, strict=True):
             x = layer.bound(self.kernels, step, x, kwargs)
-        return step.packing.unpack(x[0], len(step.hidden))
+        return x
 
-    def packing(self, x: torch.Tensor, mask: torch.Tensor | None) -> Packing:
-        if mask is None:
-            return unpadded(x)
+    def packing(self, x: torch.Tensor, mask: torch.Tensor | None, graph: bool) -> Packing:
+        """Of the layers' input, (B, L, C). graph: in one of the sizes that graphs have."""
+        if mask is None or self.calls.unpadded:
+            return unpadded(x, bucket(x.shape[:2].numel()) if graph else None)
         if mask.shape != x.shape[:2] or mask.device != x.device:
             raise Unfit("a mask of another shape, or on another device")
-        free = not (x.is_cuda and torch.cuda.is_current_stream_capturing())
-        hidden = not self.sees and self._inside_root()
-        return padded(x, mask.bool(), hidden, self.windows, self.windows or self.rotates, free)
+        hidden = self.unseen or (not self.sees and self._inside_root())
+        return padded(x, mask.bool(), hidden, self.windows, self.windows or self.rotates)
 
     def ready(self) -> str | None:
         """Binds the layers to the weights where the model has changed. Returns why they no longer fit it."""
         with self.lock:
             if self.seen is None or not (self.seen.reachable() and self.seen.holds()):
                 self.reason = self._bind()
-                self.sees = not self.blind or self.watched()
+                self.sees = not self.blind or (not self.unseen and self.watched())
                 self.seen = Fingerprint(self.root)
             return self.reason
 
@@ -120,8 +145,6 @@ class EncoderForward(FastForward):
             return f"an accelerate hook on {moved or 'the model'}"
         if len({p.device for p in self.module.parameters()}) > 1 or any(p.is_meta for p in self.module.parameters()):
             return "weights on several devices, or not loaded"
-        if next(self.module.parameters()).is_cuda:
-            return "packed tokens have not been timed on a GPU"
         for layer in self.layers:
             if foreign_hooks(layer.module):
                 return f"{layer.path} has forward hooks"

@@ -3,6 +3,8 @@
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
+from accel_kernels.sizes import power_of_two
 
 from accel.errors import Unfit
 
@@ -13,14 +15,16 @@ class Packing(NamedTuple):
     """The tokens of B sequences of L tokens, without those of padding that nobody sees, one sequence behind another.
 
     In each come first the tokens that others attend to, then those of padding. starts: (sequences + 1,) int32; keys:
-    (sequences,) int32, how many come first, None for all; longest: of these lengths, or more. rows: (T,), which of the
-    B * L rows each of the T tokens is; None for all in order. places: (B * L,), which of the T each row is. unseen:
-    (B * L, 1), the rows that are not computed, in whose place there are zeros; None for none.
+    (sequences,) int32, how many come first, None for all; longest: of these lengths, or more. size: T, with tokens that
+    fill the call up. rows: (T,), which of the B * L rows each token is; None for all in order, and zeros behind them.
+    places: (B * L,), which of the T each row is. unseen: (B * L, 1), the rows that are not computed, in whose place
+    there are zeros; None for none.
     """
 
     starts: torch.Tensor
     keys: torch.Tensor | None
     longest: int
+    size: int
     rows: torch.Tensor | None = None
     places: torch.Tensor | None = None
     unseen: torch.Tensor | None = None
@@ -28,43 +32,48 @@ class Packing(NamedTuple):
     def pack(self, x: torch.Tensor) -> torch.Tensor:
         """(B, L, ...) -> (T, ...)."""
         flat = x.flatten(0, 1)
-        return flat if self.rows is None else flat[self.rows]
+        if self.rows is not None:
+            return flat[self.rows]
+        more = self.size - len(flat)
+        return F.pad(flat, (0, 0) * (flat.dim() - 1) + (0, more)) if more else flat
 
-    def unpack(self, y: torch.Tensor, batch: int) -> torch.Tensor:
-        """(T, ...) -> (batch, L, ...)."""
-        if self.places is not None:
-            y = y[self.places]
+    def unpack(self, y: torch.Tensor, batch: int, length: int) -> torch.Tensor:
+        """(T, ...) -> (batch, length, ...)."""
+        y = y[: batch * length] if self.places is None else y[self.places]
         if self.unseen is not None:
             y = y.masked_fill_(self.unseen, 0.0)
-        return y.unflatten(0, (batch, -1))
+        return y.unflatten(0, (batch, length))
+
+    def for_graph(self) -> "Packing":
+        """With as many sequences, and as long ones, as the graph that serves all up to there."""
+        more = power_of_two(len(self.starts) - 1) + 1 - len(self.starts)
+        starts = torch.cat([self.starts, self.starts[-1:].expand(more)])
+        keys = None if self.keys is None else F.pad(self.keys, (0, more))
+        return self._replace(starts=starts, keys=keys, longest=max(SIXTEEN, power_of_two(self.longest)))
 
 
-def unpadded(x: torch.Tensor) -> Packing:
-    """Of x, (B, L, C), without padding."""
+def unpadded(x: torch.Tensor, size: int | None = None) -> Packing:
+    """Of x, (B, L, C), without padding. size: of the packing, if more."""
     batch, length = x.shape[:2]
-    return Packing(_steps(batch, length, x.device), None, length)
+    return Packing(_steps(batch, length, x.device), None, length, size or batch * length)
 
 
-def padded(x: torch.Tensor, mask: torch.Tensor, hidden: bool, windows: bool, places: bool, free: bool) -> Packing:
+def padded(x: torch.Tensor, mask: torch.Tensor, hidden: bool, windows: bool, places: bool) -> Packing:
     """Of x, (B, L, C), of which the mask, (B, L) bool, shows the tokens that others attend to.
 
     hidden: nobody sees rows of padding, where it is on the right. windows: attention goes by how far apart tokens stand
     in the packed order. places: the layers know where a token stands; without, rows of padding that are given the same
-    are the same. free: the GPU may be waited for. Raises Unfit for a sequence without tokens, which each
-    attention of torch's treats in a way of its own, and with windows for padding that is not on the right.
+    are the same. Waits for the GPU. Raises Unfit for a sequence without tokens, which each attention of torch's treats
+    in a way of its own, and with windows for padding that is not on the right.
     """
     batch, length = mask.shape
     counts = mask.sum(1)
-    if not free:
-        if windows:
-            raise Unfit("it attends by windows, and may not wait to see where padding is")
-        return _placed(mask, counts, length - counts, batch * length, length)
     ordered = (mask[:, 1:] <= mask[:, :-1]).all()
     alike = ordered.new_zeros(()) if places or hidden else _alike(x, mask)
     facts = [counts.sum(), counts.min(), counts.max(), (counts < length).sum(), ordered, alike]
     total, least, most, short, ordered, alike = torch.stack(facts).tolist()  # waits for the GPU, once a call
     if not short:
-        return unpadded(x)
+        return unpadded(x, bucket(batch * length) if x.is_cuda else None)
     if not least:
         raise Unfit("a sequence that is all padding")
     if windows and not ordered:
@@ -89,7 +98,7 @@ def _placed(mask: torch.Tensor, counts: torch.Tensor, more: torch.Tensor, total:
     rows = torch.zeros(size + 1, dtype=torch.int64, device=mask.device)  # the last is for what is not computed
     rows.scatter_(0, places.masked_fill(unseen, size).flatten(), torch.arange(mask.numel(), device=mask.device))
     starts = torch.cat([ends.new_zeros(1), ends]).int()
-    return Packing(starts, counts.int(), longest, rows[:size], places.masked_fill(unseen, 0).flatten())
+    return Packing(starts, counts.int(), longest, size, rows[:size], places.masked_fill(unseen, 0).flatten())
 
 
 def bucket(tokens: int) -> int:

@@ -11,7 +11,10 @@ from accel_kernels.attention.math_attention import math_attention
 from torch import nn
 
 from accel.comparison import relative_rms
-from accel.cuda_graphs.rule import GraphForward, match_graph
+from accel.cuda_graphs.pool import GraphPool
+from accel.cuda_graphs.rule import GraphForward, graph_obstacle, match_graph
+from accel.cuda_graphs.runner import GraphRunner
+from accel.cuda_graphs.small_calls import SmallCalls
 from accel.encoders.encoder import MASK, EncoderForward
 from accel.encoders.recording import random_mask, understand_encoder
 from accel.encoders.stack import EncoderLayerForward
@@ -34,8 +37,6 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
     model: Any = site.module
     if not _takes_text(model) or any(map(_takes_text, list(model.modules())[1:])):
         return None
-    if any(parameter.is_cuda for parameter in model.parameters()):
-        return None  # its norms and a graph of it are timed there, this is not yet
     if meta_weights(model):
         return Skip("weights are not loaded (meta device)")
     if (reason := side_effects(model)) is not None:
@@ -48,13 +49,20 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
             EncoderLayerForward(layer, f"{path}.{n}", context.kernels, context.log, spec=spec, steps=steps)
             for n, (layer, spec) in enumerate(zip(layers, specs, strict=True))
         ]
-        held = {"root": root, "stack": stack, "layers": fused, "steps": steps}
+        calls, runner = context.of(SmallCalls), None
+        if (graphs := context.options.graphs) is not False:
+            pool = context.of(GraphPool)
+            runner = GraphRunner(model, site.path, pool, context.log, graph_obstacle, graphs is True)
+        held = {"root": root, "stack": stack, "layers": fused, "steps": steps, "runner": runner, "calls": calls}
         forward = EncoderForward(model, site.path, context.kernels, context.log, **held)
         _try(forward)
+        calls.packed = True
     except NotUnderstood as reason:
         # With strict=True a graph of the whole model, and its norms, count as nothing left out.
         return None if context.options.strict else Skip(str(reason))
-    forward.blind = root is not model and ignores_padding(root, model)
+    zeros = context.options.padding == "zeros"
+    forward.blind = zeros or (root is not model and ignores_padding(root, model))
+    forward.unseen = zeros
     patches: list[Change] = [ForwardPatch(layer.module, layer) for layer in fused]
     patches += [Stacked(linears) for layer in fused if (linears := layer.stacks())]
     note = "packed: padding is left out" if forward.blind else "packed: rows of padding are seen, and computed"

@@ -29,6 +29,16 @@ class EncoderStep(Step):
         self.calls: list[dict[str, Any]] = []
         self.hidden: torch.Tensor | None = None
 
+    def prepared(self) -> list[tuple[torch.Tensor, ...]]:
+        """The rotations that were made so far."""
+        return [made for _, made in self._angles.values()]
+
+    def prepare(self, angles: list[tuple[torch.Tensor, ...]]) -> None:
+        """Takes these in their place."""
+        self._angles = {
+            key: (source, made) for (key, (source, _)), made in zip(self._angles.items(), angles, strict=True)
+        }
+
     @property
     def done(self) -> bool:
         return len(self.calls) == len(self.layers)

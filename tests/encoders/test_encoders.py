@@ -121,7 +121,7 @@ def test_rows_of_padding_that_are_alike_are_computed_once():
     assert_same(model, stock, **call)
     forward = encoder_of(model)
     with torch.no_grad():
-        packed = forward.packing(model.embeddings(call["input_ids"]), call["attention_mask"])
+        packed = forward.packing(model.embeddings(call["input_ids"]), call["attention_mask"], False)
     assert int(packed.starts[-1]) == int(call["attention_mask"].sum()) + 2
 
 
@@ -205,3 +205,16 @@ def test_what_is_no_such_encoder_says_why():
     model = t.CLIPTextModel(t.CLIPTextConfig(**SIZES)).eval()
     rows = [row for row in accel.report(accel.optimize(model)).sites if row[1] == "encoder"]
     assert [row[2:] for row in rows] == [("skipped", "its attention is told is_causal")]
+
+
+def test_rows_of_padding_are_zeros_where_the_user_asks_for_that():
+    model, stock = made("Bert")
+    accel.optimize(model, padding="zeros")
+    call = ids_and_mask()
+    real = call["attention_mask"].bool()
+    with torch.no_grad():
+        got, wanted = (one(**call).last_hidden_state for one in (model, stock))
+    torch.testing.assert_close(got[real], wanted[real], rtol=2e-5, atol=2e-5 * float(wanted.abs().max()))
+    assert not got[~real].any() and not fallbacks(model)
+    with pytest.raises(ValueError, match="padding='none' is not one of 'stock', 'zeros'"):
+        accel.optimize(model, padding="none")

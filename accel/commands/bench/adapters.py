@@ -1,19 +1,14 @@
 """`accel bench adapters` and `accel bench formats`: models with LoRAs, or linears of other libraries, beside plain."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from accel.commands.options import DEVICE_HELP, parse_device, quiet
-from accel.progress import progress_bar
-
-if TYPE_CHECKING:
-    import torch
-    from rich.table import Table
+from accel.commands.bench.each_model import measure_each
+from accel.commands.options import DEVICE_HELP, parse_device
 
 
 def bench_adapters(
@@ -32,7 +27,7 @@ def bench_adapters(
     Random weights, adapters on every linear of the blocks. Needs peft. Ends with 1 where one fails.
     """
     from accel.bench import results
-    from accel.bench.adapters import measure_adapters
+    from accel.bench.adapters import measure_adapters, usual
 
     place = parse_device(device)
     try:
@@ -50,7 +45,7 @@ def bench_adapters(
             numbers = (one["median_ms"], "{:,.2f}"), (one["ratio"], "{:.3f}"), (one["error"], "{:.1e}")
             yield key, *(results.cell(*pair) for pair in numbers), str(one.get("switch_ms", ""))
 
-    _measured("adapters", about, names, place, out, measure, told, shown)
+    measure_each("adapters", about, names or usual(place), place, out, measure, told, shown)
 
 
 def bench_formats(
@@ -67,6 +62,7 @@ def bench_formats(
     Random weights, converted in place. Ends with 1 where a model, or a format of it, fails.
     """
     from accel.bench import results
+    from accel.bench.adapters import usual
     from accel.bench.formats import FORMATS, installed_formats, measure_formats
 
     chosen = formats.split(",") if formats else installed_formats()
@@ -81,54 +77,5 @@ def bench_formats(
             yield key, *(results.cell(ms, "{:,.2f}") for ms in times), results.cell(one.get("error"), "{:.1e}")
 
     about = "linears in formats of other libraries, by these and by accel, beside accel with plain weights"
-    _measured("formats", about, names, parse_device(device), out, measure, told, shown)
-
-
-def _measured(
-    case: str,
-    about: str,
-    names: list[str] | None,
-    place: "torch.device",
-    out: Path,
-    measure: "Callable[[str, torch.device], dict]",
-    told: Callable[[dict], Iterator[tuple[str, ...]]],
-    shown: "Table",
-) -> None:
-    """Each model in turn; rows of the table are told(row)."""
-    import torch
-
-    from accel.bench import results
-    from accel.bench.adapters import usual
-    from accel.bench.machine import provenance, slug
-    from accel.errors import reason_of
-
-    quiet()
-    console = Console()
-    rows: list[dict] = []
-    result: dict = {"case": case, "about": about, "rows": rows}
-    path = out / f"{slug(place)}-{case}.json"
-    chosen, usual_dtype = names or usual(place), torch.bfloat16 if place.type == "cuda" else torch.float32
-    with progress_bar(console) as progress:
-        task = progress.add_task("", total=len(chosen))
-        for name in chosen:
-            progress.update(task, description=name)
-            try:
-                rows.append(measure(name, place))
-            except KeyError:
-                raise typer.BadParameter(f"{name!r} is no model of `accel bench` or `accel bench llm`") from None
-            except Exception as error:  # the others are still worth their time
-                rows.append({"name": name, "failed": reason_of(error)})
-            results.write(result | provenance(place, usual_dtype), path)
-            progress.advance(task)
-    failed = []
-    for row in rows:
-        parts = {row["name"]: row} | {f"{row['name']}, {key}": one for key, one in row.get(case, {}).items()}
-        failed += [f"{part}: {one['failed']}" for part, one in parts.items() if "failed" in one]
-        for cells in () if "failed" in row else told(row):
-            shown.add_row(row["name"], *cells)
-    console.print(shown)
-    console.print(f"written to {path}")
-    for line in failed:
-        console.print(line, markup=False)
-    if failed:
-        raise typer.Exit(1)
+    place = parse_device(device)
+    measure_each("formats", about, names or usual(place), place, out, measure, told, shown)

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from accel_kernels import fused_linear
-from accel_kernels.gemm.fused_linear import MOST_ROWS, in_passes
+from accel_kernels import fused_linear, hopper_gemm
+from accel_kernels.gemm.fused_linear import MOST_ROWS, apply_norm, in_passes
+from accel_kernels.gemm.hopper.hopper_gemm import fills_gpu
 from accel_kernels.trials import collecting
 from torch import nn
 from transformers import Conv1D
@@ -25,14 +26,26 @@ from accel.tolerances import LINEAR
 # Rows of products, as of a step or a short prompt, whose algorithm is chosen by measuring in a CUDA graph: by so few
 # cuBLAS's first choice differs from the best the most.
 MOST_MEASURED_ROWS = 512
+# Rows from which a product with its activation in one kernel takes less than cuBLAS's and a pass (H100): of a gate,
+# which is two products, and of an activation alone.
+LEAST_ROWS = {True: 1536, False: 6144}
 
 
-def product_for(kernels: Kernels, x: torch.Tensor) -> Callable:
-    """The operation for a weight and a bias in the dtype of x, to multiply x."""
+def product_for(
+    kernels: Kernels, x: torch.Tensor, outputs: int = 0, activation: str | None = None, gate: bool = False
+) -> Callable:
+    """The operation for a weight and a bias in the dtype of x, to multiply x. outputs, activation, gate: of it."""
     rows = x.numel() // x.shape[-1]
+    if activation is not None and rows >= LEAST_ROWS[gate] and x.is_cuda and kernels.fused_linear is fused_linear:
+        if fills_gpu(rows, outputs, x.device):
+            return _at_once
     if MOST_ROWS < rows <= MOST_MEASURED_ROWS and kernels.fused_linear is fused_linear and collecting():
         return partial(in_passes, linear=kernels.linear)
     return kernels.fused_linear
+
+
+def _at_once(x: torch.Tensor, weight: torch.Tensor, bias: Any, *, norm: Any, **after: Any) -> torch.Tensor:
+    return hopper_gemm(x if norm is None else apply_norm(x, norm), weight, bias, **after)
 
 
 class Weights(NamedTuple):

@@ -10,7 +10,7 @@ from accel_kernels.norm.norm import ACTIVATIONS
 from torch import nn
 
 from accel.fusion.stacked_linears import stacked_tensors
-from accel.llm.parts.linear import Weights, product_for, weights
+from accel.llm.parts.linear import MOST_MEASURED_ROWS, Weights, product_for, weights
 from accel.llm.parts.norm import FLAT, HeadNorm, NormSpec, given, given_back
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import as_understood
@@ -35,6 +35,22 @@ class BoundNorm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.call(x) if self.norm is None else apply_norm(x.contiguous(), self.norm)
 
+    def of_sum(
+        self, kernels: Kernels, y: torch.Tensor, residual: torch.Tensor, keep: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of y + residual, where it `takes_sum`, and that sum, which may be missing unless `keep`."""
+        norm, y, residual = self.norm, y.contiguous(), residual.contiguous()
+        assert norm is not None
+        if norm.centered:
+            return kernels.layer_norm(y, norm.weight, norm.bias, norm.eps, residual=residual, keep=keep)
+        return kernels.rms_norm(y, norm.weight, norm.eps, offset=norm.offset, residual=residual)
+
+    @property
+    def takes_sum(self) -> bool:
+        """Whether it can be of a sum that is made in the same pass."""
+        norm = self.norm
+        return norm is not None and (norm.offset == 0.0 if norm.centered else norm.bias is None)
+
 
 def added(
     kernels: Kernels,
@@ -56,6 +72,43 @@ def added(
         y = part(kernels, h).view(residual.shape)
         return kernels.norm_add(y.contiguous(), post.norm, residual.contiguous(), scale=scale, factor=factor)
     return y if factor is None else y * factor
+
+
+def summed(
+    kernels: Kernels,
+    part: Callable[..., torch.Tensor],
+    h: "NormedInput",
+    residual: torch.Tensor,
+    scale: float,
+    post: BoundNorm | None,
+    norm: BoundNorm | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The sum as of `added`, and its norm where both are made in one pass."""
+    if norm is None or post is not None or scale != 1.0 or not _in_one_pass(norm, h, residual):
+        return added(kernels, part, h, residual, scale, post), None
+    normed, total = norm.of_sum(kernels, part(kernels, h).view(residual.shape), residual)
+    return total, normed
+
+
+def normed_sum(
+    kernels: Kernels,
+    part: Callable[..., torch.Tensor],
+    h: "NormedInput",
+    residual: torch.Tensor,
+    scale: float,
+    post: BoundNorm | None,
+    norm: BoundNorm,
+) -> torch.Tensor:
+    """The norm of the sum as of `added`."""
+    if post is not None or scale != 1.0 or not _in_one_pass(norm, h, residual):
+        return norm(added(kernels, part, h, residual, scale, post))
+    return norm.of_sum(kernels, part(kernels, h).view(residual.shape), residual, keep=False)[0]
+
+
+def _in_one_pass(norm: BoundNorm, h: "NormedInput", residual: torch.Tensor) -> bool:
+    """Whether rows are so many that a sum inside of the norm costs less than one inside of the product."""
+    many = residual.is_cuda and residual.numel() > MOST_MEASURED_ROWS * residual.shape[-1]
+    return many and norm.takes_sum and residual.dtype == h.x.dtype
 
 
 def users_norm(kernels: Kernels, norm: Norm) -> Callable | None:
@@ -151,7 +204,8 @@ def _product(
         return stored_product(kernels.quantized_linear, x, weight, weights.stored.dtype, before.normed, **more)
     if not isinstance(weight, Quantized):
         x, norm = before.given()
-        return product_for(kernels, x)(x, weight, bias, norm=norm, **given)
+        multiply = product_for(kernels, x, weight.shape[0], given.get("activation"), given.get("up") is not None)
+        return multiply(x, weight, bias, norm=norm, **given)
     if (activations := weights.module.rounds(before.x)) is not None:
         return rounded_product(weights.module, activations, before, weight, bias, **given)
     # A weight that is read as it lies has the columns of x in an order of their own, and the norm in the same pass.

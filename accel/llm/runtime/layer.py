@@ -13,7 +13,7 @@ from accel.llm.attention.kinds import understand_attention
 from accel.llm.attention.mixer_pair import each_alone, joined, understand_pair
 from accel.llm.attention.stock.stock_attention import stock_attentions
 from accel.llm.parts.norm import NormSpec, norm_spec, normlike
-from accel.llm.parts.part import BoundNorm, NormedInput, added
+from accel.llm.parts.part import BoundNorm, NormedInput, added, normed_sum, summed
 from accel.llm.parts.residual import Widths, narrowed_to, reads_wide, rounded
 from accel.llm.parts.step import Step
 from accel.llm.parts.tail import BoundTail, TailSpec, tails
@@ -268,7 +268,7 @@ class BoundLayer:
         return y if self.tail is None else self.tail(kernels, y, kwargs)
 
     def _sum(self, kernels: Kernels, step: Step, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
-        spec, (first, second), h = self.spec, self.spec.scales, None
+        spec, (first, second), h, normed = self.spec, self.spec.scales, None, None
         x = x if self.entering is None else self.entering(x)
         middle = x
         if self.narrow is not None:
@@ -277,16 +277,20 @@ class BoundLayer:
         if self.attention is not None and self.out is not None:
             h = NormedInput(x, self.before_attention, len(self.attention.projections) + spec.shared)
             attended = NormedInput(self.attention(kernels, step, h, kwargs))
-            middle = added(kernels, self.out, attended, _times(spec.bases[0], middle), first, self.post_attention)
+            branch = kernels, self.out, attended, _times(spec.bases[0], middle), first, self.post_attention
             if self.after_attention is not None:
-                middle = self.after_attention(middle)
+                middle = normed_sum(*branch, self.after_attention)
+            else:
+                apart = spec.parallel or spec.shared or self.mlp is None
+                middle, normed = summed(*branch, None if apart else self.before_mlp)
         if self.mlp is None:
             return middle
         if h is None or not spec.shared:
-            h = NormedInput(x if spec.parallel or spec.attention is None else middle, self.before_mlp, self.mlp.times)
+            x = x if spec.parallel or spec.attention is None else middle
+            h = NormedInput(x, self.before_mlp, self.mlp.times) if normed is None else NormedInput(normed)
         middle = _times(spec.bases[1], middle)
-        y = added(kernels, self.mlp, h, middle, second, self.post_mlp, self.factor)
-        return y if self.after_mlp is None else self.after_mlp(y)
+        last = kernels, self.mlp, h, middle, second, self.post_mlp
+        return added(*last, self.factor) if self.after_mlp is None else normed_sum(*last, self.after_mlp)
 
 
 def _times(base: float, x: torch.Tensor) -> torch.Tensor:

@@ -9,24 +9,27 @@ import torch.nn.functional as F
 from accel_kernels.op import dtype_reason, make_op, random_cases, rows_reason
 
 
-def reference(x, weight, bias, eps, *, residual=None, shift=None):
-    """x, residual: (..., C); weight, bias, shift: (C,) or None. Returns y, or (y, h) with a residual or shift."""
+def reference(x, weight, bias, eps, *, residual=None, shift=None, keep=True):
+    """x, residual: (..., C); weight, bias, shift: (C,) or None. Returns y, or (y, h) with a residual or shift.
+
+    keep: whether h is stored; (y, None) comes back otherwise.
+    """
     h = x if shift is None else x + shift
     h = h if residual is None else h + residual
     y = F.layer_norm(h, h.shape[-1:], weight, bias, eps)
-    return y if h is x else (y, h)
+    return y if h is x else (y, h if keep else None)
 
 
-def supports(x, weight, bias, eps, *, residual=None, shift=None) -> str | None:
+def supports(x, weight, bias, eps, *, residual=None, shift=None, keep=True) -> str | None:
     return rows_reason(x, residual) or dtype_reason(x, weight, bias, residual, shift)
 
 
 @random_cases
-def _case(rand, *shape, residual=True, shift=True, affine=True, mean=0.0):
+def _case(rand, *shape, residual=True, shift=True, affine=True, mean=0.0, **more):
     x = rand(*shape, mean=mean)
     weight, bias = (rand(shape[-1]), rand(shape[-1])) if affine else (None, None)
     addends = {"residual": rand(*shape) if residual else None, "shift": rand(shape[-1]) if shift else None}
-    return (x, weight, bias, 1e-5), addends
+    return (x, weight, bias, 1e-5), addends | more
 
 
 CASES = (
@@ -36,6 +39,7 @@ CASES = (
     _case("plain", 9, 320, residual=False, shift=False, small=True),
     _case("shift", 7, 96, residual=False, small=True),
     _case("residual", 6, 80, shift=False, small=True),
+    _case("post-norm", 6, 80, shift=False, keep=False, small=True),
     _case("no-affine", 4, 33, affine=False, small=True),
     _case("far-mean", 6, 96, mean=30.0, small=True),
     _case("sd15-64", 2, 4096, 320),

@@ -16,14 +16,14 @@ WIDE = 1024
 
 
 @triton.jit
-def _part(x_ptr, residual_ptr, shift_ptr, sum_ptr, has_residual, has_shift, place, mask, c_idx, c_mask):
+def _part(x_ptr, residual_ptr, shift_ptr, sum_ptr, has_residual, has_shift, keep, place, mask, c_idx, c_mask):
     """A block of columns of the sum, rounded as it is stored, if there is an addend: that is what is normalized."""
     # Masks, not branches, leave out what is missing: a branch would let one load wait for the other.
     x = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
     x += tl.load(shift_ptr + c_idx, mask=c_mask & has_shift, other=0.0).to(tl.float32)[None, :]
     x += tl.load(residual_ptr + place, mask=mask & has_residual, other=0.0).to(tl.float32)
     stored = x.to(sum_ptr.dtype.element_ty)
-    tl.store(sum_ptr + place, stored, mask=mask & (has_residual | has_shift))
+    tl.store(sum_ptr + place, stored, mask=mask & keep)
     return stored.to(tl.float32)
 
 
@@ -36,10 +36,10 @@ def _finish(y_ptr, weight_ptr, bias_ptr, y, place, mask, c_idx, c_mask):
     tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=("has_residual", "has_shift", "rows"))
+@triton.jit(do_not_specialize=("has_residual", "has_shift", "keep", "rows"))
 def layer_norm_kernel(
-    x_ptr, residual_ptr, shift_ptr, y_ptr, sum_ptr, weight_ptr, bias_ptr, has_residual, has_shift, rows, channels, eps,
-    BLOCK_C: tl.constexpr, REST_C: tl.constexpr, BLOCK_R: tl.constexpr,
+    x_ptr, residual_ptr, shift_ptr, y_ptr, sum_ptr, weight_ptr, bias_ptr, has_residual, has_shift, keep, rows,
+    channels, eps, BLOCK_C: tl.constexpr, REST_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     r_idx = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     row = r_idx.to(tl.int64)[:, None] * channels
@@ -47,7 +47,7 @@ def layer_norm_kernel(
     c_mask = c_idx >= 0  # the largest power of two: all there
     mask = (r_idx < rows)[:, None] & c_mask[None, :]
     place = row + c_idx[None, :]
-    x = _part(x_ptr, residual_ptr, shift_ptr, sum_ptr, has_residual, has_shift, place, mask, c_idx, c_mask)
+    x = _part(x_ptr, residual_ptr, shift_ptr, sum_ptr, has_residual, has_shift, keep, place, mask, c_idx, c_mask)
     total = tl.sum(x, axis=1)
     if REST_C:
         d_idx = BLOCK_C + tl.arange(0, REST_C)
@@ -55,7 +55,7 @@ def layer_norm_kernel(
         rest_mask = (r_idx < rows)[:, None] & d_mask[None, :]
         rest_place = row + d_idx[None, :]
         rest = _part(
-            x_ptr, residual_ptr, shift_ptr, sum_ptr, has_residual, has_shift, rest_place, rest_mask, d_idx, d_mask
+            x_ptr, residual_ptr, shift_ptr, sum_ptr, has_residual, has_shift, keep, rest_place, rest_mask, d_idx, d_mask
         )
         total += tl.sum(rest, axis=1)
     mean = total / channels
@@ -70,12 +70,13 @@ def layer_norm_kernel(
         _finish(y_ptr, weight_ptr, bias_ptr, rest * rstd, rest_place, rest_mask, d_idx, d_mask)
 
 
-def layer_norm(x, weight, bias, eps, *, residual=None, shift=None):
+def layer_norm(x, weight, bias, eps, *, residual=None, shift=None, keep=True):
     """Same arguments and result as the reference; x contiguous, up to 16384 channels."""
     channels = x.shape[-1]
     rows = x.numel() // channels
     y = torch.empty_like(x)
-    total = y if residual is None and shift is None else torch.empty_like(x)
+    alone = residual is None and shift is None
+    total = torch.empty_like(x) if keep and not alone else y
     # A missing addend is a flag and a pointer never used, not a kernel of its own to compile.
     addends = (x if residual is None else residual, x if shift is None else shift)
     block_c = floor_power_of_two(channels)
@@ -84,7 +85,7 @@ def layer_norm(x, weight, bias, eps, *, residual=None, shift=None):
     warps = power_of_two(cdiv(block_r * channels, WARP_ELEMENTS))
     launch(
         layer_norm_kernel, (cdiv(rows, block_r),),
-        x, *addends, y, total, weight, bias, residual is not None, shift is not None, rows, channels, eps,
-        block_c, rest_c, block_r, num_warps=warps,
+        x, *addends, y, total, weight, bias, residual is not None, shift is not None, total is not y, rows,
+        channels, eps, block_c, rest_c, block_r, num_warps=warps,
     )  # fmt: skip
-    return y if total is y else (y, total)
+    return y if alone else (y, total if keep else None)

@@ -22,7 +22,8 @@ CASES = [
 ]
 # These leave float32 to torch.
 LEFT = (
-    "attention", "int8_linear", "linear_geglu", "low_rank_addend", "fused_linear", "quantized_linear",
+    "attention", "int8_linear", "linear_geglu", "low_rank_addend", "fused_linear", "packed_attention",
+    "quantized_linear",
 )  # fmt: skip
 
 

@@ -122,15 +122,18 @@ def packed_attention_kernel(
         tl.store(o_rows + r_idx[None, :], (rest * share).to(o_ptr.dtype.element_ty), mask=rest_mask)
 
 
-def channels_of(dim: int) -> tuple[int, int]:
-    """Channels of the two parts of a head, powers of two: a second one where that takes fewer than one larger part."""
+def channels_of(dim: int, even: bool) -> tuple[int, int]:
+    """Channels of the two parts of a head, powers of two: a second one where that takes fewer than one larger part.
+
+    even: tokens lie a multiple of 16 numbers apart. Else Triton 3.6 computes the second part wrong, and reads elsewhere.
+    """
     whole, least = max(16, power_of_two(dim)), max(16, floor_power_of_two(dim))
     rest = max(16, power_of_two(dim - least)) if dim > least else 0
-    return (least, rest) if rest and least + rest < whole else (whole, 0)
+    return (least, rest) if even and rest and least + rest < whole else (whole, 0)
 
 
 def packed_tile(q: torch.Tensor, channels: int, biased: bool, tokens: int, sequences: int, longest: int) -> Tile:
-    """For so many channels with padding: none spills registers on Hopper, and shared memory has room for them."""
+    """For so many channels with padding, as measured on an H100; shared memory has room for them."""
     if q.dtype == torch.float32:
         return FP32_TILE if channels <= 64 else Tile(32, 16, 4, 1)
     queries = min(64, max(16, power_of_two(longest)))
@@ -142,15 +145,16 @@ def packed_tile(q: torch.Tensor, channels: int, biased: bool, tokens: int, seque
         return Tile(64, 32, 4, 2)
     stages = 3 if channels <= 64 or shared_memory(q.device) > 128 * 1024 else 2
     # Larger tiles read keys less often, but have more rows behind the ends of sequences, and are fewer.
-    large = tokens > 512 * sequences and tokens // 128 * q.shape[1] >= multiprocessors(q.device)
-    return Tile(128, 64, 8, stages) if large else Tile(64, 64, 4, stages)
+    if tokens > 512 * sequences and tokens // 128 * q.shape[1] >= multiprocessors(q.device):
+        return Tile(128, 64, 4 if 64 < channels < 128 else 8, stages)
+    return Tile(64, 32, 4, 2) if channels == 128 else Tile(64, 64, 4, 2 if channels <= 64 else stages)
 
 
 def packed_attention(q, k, v, starts, scale, *, longest, window=None, bias=None, causal=False, slopes=None, keys=None):
     """Same arguments and result as the reference; see `supports`."""
     (tokens, heads, dim), sequences = q.shape, starts.numel() - 1
     out = torch.empty((tokens, heads * dim), device=q.device, dtype=q.dtype)
-    block_d, rest = channels_of(dim)
+    block_d, rest = channels_of(dim, not any(t.stride(0) % 16 for t in (q, k, v)))
     sizes = [(tokens, sequences, longest)]
     if warming_up():  # what other lengths take
         sizes += [(2**20, 2**20 // most, most) for most in (16, 32, 64, 512, 1024)]

@@ -1,0 +1,67 @@
+"""Models that a command measures one after the other: progress, a file that grows, a table."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+
+from accel.commands.options import quiet
+from accel.progress import progress_bar
+
+if TYPE_CHECKING:
+    import torch
+    from rich.table import Table
+
+
+def measure_each(
+    case: str,
+    about: str,
+    names: list[str],
+    place: "torch.device",
+    out: Path,
+    measure: "Callable[[str, torch.device], dict]",
+    told: Callable[[dict], Iterator[tuple[str, ...]]],
+    shown: "Table",
+) -> None:
+    """Each model in turn, kept as JSON as it grows; rows of the table are told(row). Ends with 1 where one fails.
+
+    case: of the file's name, and where a row has its parts. Raises KeyError's kin, BadParameter, for an unknown name.
+    """
+    import torch
+
+    from accel.bench import results
+    from accel.bench.machine import provenance, slug
+    from accel.errors import reason_of
+
+    quiet()
+    console = Console()
+    rows: list[dict] = []
+    result: dict = {"case": case, "about": about, "rows": rows}
+    path = out / f"{slug(place)}-{case}.json"
+    usual_dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
+    with progress_bar(console) as progress:
+        task = progress.add_task("", total=len(names))
+        for name in names:
+            progress.update(task, description=name)
+            try:
+                rows.append(measure(name, place))
+            except KeyError:
+                raise typer.BadParameter(f"{name!r} is no model of `accel bench` or `accel bench llm`") from None
+            except Exception as error:  # the others are still worth their time
+                rows.append({"name": name, "failed": reason_of(error)})
+            results.write(result | provenance(place, usual_dtype), path)
+            progress.advance(task)
+    failed = []
+    for row in rows:
+        parts = {row["name"]: row} | {f"{row['name']}, {key}": one for key, one in row.get(case, {}).items()}
+        failed += [f"{part}: {one['failed']}" for part, one in parts.items() if "failed" in one]
+        for cells in () if "failed" in row else told(row):
+            shown.add_row(row["name"], *cells)
+    console.print(shown)
+    console.print(f"written to {path}")
+    for line in failed:
+        console.print(line, markup=False)
+    if failed:
+        raise typer.Exit(1)

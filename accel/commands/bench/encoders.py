@@ -1,0 +1,43 @@
+"""`accel bench encoders`: text encoders over many texts, by stock and by accel."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from accel.commands.bench.each_model import measure_each
+from accel.commands.options import DEVICE_HELP, parse_device
+
+
+def bench_encoders(
+    names: Annotated[list[str] | None, typer.Argument(help="such as bge-m3; all by default")] = None,
+    texts: Annotated[int, typer.Option(min=1, help="how many")] = 512,
+    batch: Annotated[int, typer.Option(min=1, help="how many at a time")] = 64,
+    compiled: Annotated[bool, typer.Option("--compile", help="torch.compile too, which takes minutes")] = False,
+    budget: Annotated[float, typer.Option(min=0.0, help="seconds a way, about")] = 4.0,
+    out: Annotated[Path, typer.Option(help="folder for the JSON file")] = Path("benchmarks/results"),
+    device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
+) -> None:
+    """Time text encoders over texts of 10 to 500 tokens, by stock and by accel, in turns; writes JSON.
+
+    Random weights; without a tokenizer. Ends with 1 where one fails.
+    """
+    from accel.bench import results
+    from accel.bench.encoders import ENCODERS, measure_encoder, usual
+
+    place = parse_device(device)
+    if unknown := [one for one in names or () if one not in ENCODERS]:
+        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(ENCODERS)}")
+    shown = results.new_table("", "model", "way", "tokens/s", "ms", "query ms", "error", left=2)
+
+    def told(row: dict) -> Iterator[tuple[str, ...]]:
+        for way, one in row["ways"].items():
+            query, error = row.get("query", {}).get(way, {}).get("median_ms"), row["errors"].get(way)
+            cells = (one["tokens_s"], "{:,}"), (one["median_ms"], "{:,.1f}"), (query, "{:.2f}"), (error, "{:.1e}")
+            yield way, *(results.cell(*pair) for pair in cells)
+
+    measure = partial(measure_encoder, count=texts, size=batch, compiled=compiled, budget_s=budget)
+    about = "text encoders over texts of different lengths, by stock and by accel"
+    measure_each("encoders", about, names or usual(place), place, out, measure, told, shown)

@@ -1,0 +1,45 @@
+"""Which calls of a model that packs its tokens become one graph."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from accel.fusion.loop import PerThread
+
+MOST_TOKENS = 1024  # beyond, kernels take longer than their launches
+TOKENS = ("input_ids", "inputs_embeds")
+MASK = "attention_mask"
+
+
+class SmallCalls(PerThread):
+    """Calls of few tokens without padding, which one graph of the whole forward serves; of others the layers alone have
+    graphs, by how many tokens are packed.
+
+    packed: whether the model packs its tokens, so that it matters. `unpadded`: this thread is in such a small call.
+    """
+
+    copied, packed = ("packed",), False
+
+    @property
+    def unpadded(self) -> bool:
+        return getattr(self._local, "unpadded", False)
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        self._local.unpadded = self.packed
+        try:
+            yield
+        finally:
+            self._local.unpadded = False
+
+    def takes(self, given: dict[str, Any]) -> bool:
+        """Whether a call with these arguments may be one graph. Waits for the GPU where there is a mask."""
+        if not self.packed:
+            return True
+        tokens = next((given[name] for name in TOKENS if isinstance(given.get(name), torch.Tensor)), None)
+        if tokens is None or tokens.shape[:2].numel() > MOST_TOKENS:
+            return False
+        mask = given.get(MASK)
+        return mask is None or (isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool(mask.all()))
