@@ -143,6 +143,8 @@ def measure_encoder(
             row["query"] = {way: one.to_dict() for way, one in found.items()}
     report = accel.report(fast)
     row["fallbacks"] = sorted({reason for _, reason, _ in report.fallbacks})
+    graphs = [one for model in (fast, zeros) for one in accel.report(model).graphs]
+    row["graphs"] = sorted({one["reason"] or one["status"] for one in graphs})
     row["sites"] = sorted({f"{rule}: {status}" for _, rule, status, _ in report.sites})
     return row
 

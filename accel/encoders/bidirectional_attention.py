@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from accel_kernels.attention.paged.paged_attention import rotated
 from torch import nn
 
 from accel.comparison import agree, factor, named_factor
@@ -14,7 +13,7 @@ from accel.libraries.attention import KNOWN_ARGUMENTS
 from accel.llm.attention.attention import UnderstoodAttention
 from accel.llm.attention.projections import projections_of, split
 from accel.llm.attention.rotary import turnings
-from accel.llm.attention.softmax_attention import BoundSoftmaxAttention, Formula, Parts, SoftmaxSpec
+from accel.llm.attention.softmax_attention import BoundSoftmaxAttention, Formula, Parts, SoftmaxSpec, normed
 from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record
 from accel.patching.fast_forward import Kernels
 
@@ -110,13 +109,18 @@ class BoundBidirectionalAttention(BoundSoftmaxAttention):
         spec, packing = self.spec, step.packing
         q, k, v, _ = parts
         assert k is not None and v is not None
-        q, k = (t if norm is None else norm(t) for t, norm in ((q, self.q_norm), (k, self.k_norm)))
+        rotary, inside = spec.rotary, spec.rotary is not None and spec.key_scale == 1.0
+        (q, q_norm), (k, k_norm) = (
+            normed(t, norm) if inside or norm is None else (norm(t), None)
+            for t, norm in ((q[0], self.q_norm), (k[0], self.k_norm))
+        )
         k = k if spec.key_scale == 1.0 else k * spec.key_scale
-        if spec.rotary is not None:
-            cos, sin = self.angles(step, kwargs)
-            q, k = (rotated(t, cos, sin, spec.rotary.interleaved) for t in (q, k))
+        if rotary is not None:
+            cos, sin = (one[0] for one in self.angles(step, kwargs))
+            given = {"interleaved": rotary.interleaved, "q_norm": q_norm, "k_norm": k_norm}
+            q, k = kernels.rotated_heads(q, k, cos, sin, **given)
         return kernels.packed_attention(
-            q[0], k[0], v[0], packing.starts, spec.scale, longest=packing.longest, window=spec.reach, keys=packing.keys
+            q, k, v[0], packing.starts, spec.scale, longest=packing.longest, window=spec.reach, keys=packing.keys
         )[None]
 
     def angles(self, step: Any, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor]:

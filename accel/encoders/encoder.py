@@ -13,7 +13,7 @@ from torch import nn
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.runner import GraphRunner
 from accel.cuda_graphs.small_calls import SmallCalls
-from accel.encoders.packing import Packing, bucket, padded, unpadded
+from accel.encoders.packing import Packing, padded, unpadded
 from accel.encoders.stack import EncoderLayerForward, EncoderStep
 from accel.errors import Unfit
 from accel.in_flight import CALL
@@ -98,8 +98,6 @@ class EncoderForward(FastForward):
         graph = not apart and step.hidden.is_cuda and not torch.cuda.is_current_stream_capturing()
         packing = step.packing = self.packing(step.hidden, mask, graph)
         x = packing.pack(step.hidden)[None]
-        if graph:
-            packing = packing.for_graph()
         for layer, kwargs in zip(self.layers, step.calls, strict=True):
             if layer.spec.keywords:
                 layer.bound.attention.angles(step, kwargs)
@@ -122,11 +120,11 @@ class EncoderForward(FastForward):
     def packing(self, x: torch.Tensor, mask: torch.Tensor | None, graph: bool) -> Packing:
         """Of the layers' input, (B, L, C). graph: in one of the sizes that graphs have."""
         if mask is None or self.calls.unpadded:
-            return unpadded(x, bucket(x.shape[:2].numel()) if graph else None)
+            return unpadded(x, graph)
         if mask.shape != x.shape[:2] or mask.device != x.device:
             raise Unfit("a mask of another shape, or on another device")
         hidden = self.unseen or (not self.sees and self._inside_root())
-        return padded(x, mask.bool(), hidden, self.windows, self.windows or self.rotates)
+        return padded(x, mask.bool(), hidden, self.windows, self.windows or self.rotates, graph)
 
     def ready(self) -> str | None:
         """Binds the layers to the weights where the model has changed. Returns why they no longer fit it."""

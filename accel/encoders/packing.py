@@ -1,5 +1,6 @@
 """Which rows of a padded batch are computed, and where they stand one behind another."""
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -44,61 +45,75 @@ class Packing(NamedTuple):
             y = y.masked_fill_(self.unseen, 0.0)
         return y.unflatten(0, (batch, length))
 
-    def for_graph(self) -> "Packing":
-        """With as many sequences, and as long ones, as the graph that serves all up to there."""
-        more = power_of_two(len(self.starts) - 1) + 1 - len(self.starts)
-        starts = torch.cat([self.starts, self.starts[-1:].expand(more)])
-        keys = None if self.keys is None else F.pad(self.keys, (0, more))
-        return self._replace(starts=starts, keys=keys, longest=max(SIXTEEN, power_of_two(self.longest)))
 
-
-def unpadded(x: torch.Tensor, size: int | None = None) -> Packing:
-    """Of x, (B, L, C), without padding. size: of the packing, if more."""
+def unpadded(x: torch.Tensor, graph: bool = False) -> Packing:
+    """Of x, (B, L, C), without padding. graph: in one of the sizes that graphs have, see `padded`."""
     batch, length = x.shape[:2]
-    return Packing(_steps(batch, length, x.device), None, length, size or batch * length)
+    tokens = batch * length
+    starts = torch.arange(batch + 1 + _idle(batch, graph), dtype=torch.int32, device=x.device).mul_(length)
+    return Packing(starts.clamp_(max=tokens), None, _longest(length, graph), bucket(tokens) if graph else tokens)
 
 
-def padded(x: torch.Tensor, mask: torch.Tensor, hidden: bool, windows: bool, places: bool) -> Packing:
+def padded(
+    x: torch.Tensor, mask: torch.Tensor, hidden: bool, windows: bool, places: bool, graph: bool = False
+) -> Packing:
     """Of x, (B, L, C), of which the mask, (B, L) bool, shows the tokens that others attend to.
 
     hidden: nobody sees rows of padding, where it is on the right. windows: attention goes by how far apart tokens stand
     in the packed order. places: the layers know where a token stands; without, rows of padding that are given the same
-    are the same. Waits for the GPU. Raises Unfit for a sequence without tokens, which each attention of torch's treats
-    in a way of its own, and with windows for padding that is not on the right.
+    are the same. graph: with as many sequences, and as long ones, as the graph that serves all up to there. Waits for
+    the GPU. Raises Unfit for a sequence without tokens, which each attention of torch's treats in a way of its own, and
+    with windows for padding that is not on the right.
     """
     batch, length = mask.shape
     counts = mask.sum(1)
+    short = counts < length
     ordered = (mask[:, 1:] <= mask[:, :-1]).all()
     alike = ordered.new_zeros(()) if places or hidden else _alike(x, mask)
-    facts = [counts.sum(), counts.min(), counts.max(), (counts < length).sum(), ordered, alike]
-    total, least, most, short, ordered, alike = torch.stack(facts).tolist()  # waits for the GPU, once a call
-    if not short:
-        return unpadded(x, bucket(batch * length) if x.is_cuda else None)
+    facts = torch.stack([counts.sum(), counts.min(), counts.max(), short.sum(), ordered, alike])
+    expected = torch.zeros_like(counts) if hidden else length - counts if places else short.long()
+    placed = partial(_placed, mask, counts, idle=_idle(batch, graph))
+    found = placed(expected)  # what is likely, while the GPU is still at work
+    total, least, most, shorter, ordered, alike = facts.tolist()  # waits for the GPU, once a call
+    if not shorter:
+        return unpadded(x, graph)
     if not least:
         raise Unfit("a sequence that is all padding")
     if windows and not ordered:
         raise Unfit("padding that is not on the right, and attention by windows")
     if hidden and ordered:
-        return _placed(mask, counts, torch.zeros_like(counts), total, most)._replace(unseen=~mask.view(-1, 1))
-    if alike:
-        return _placed(mask, counts, (counts < length).long(), total + short, min(most + 1, length))
-    return _placed(mask, counts, length - counts, batch * length, length)
+        found = found._replace(unseen=~mask.view(-1, 1))
+    elif alike:
+        total, most = total + shorter, min(most + 1, length)
+    else:
+        found, total, most = found if places and not hidden else placed(length - counts), mask.numel(), length
+    size, rows = bucket(total), found.rows
+    assert rows is not None
+    return found._replace(longest=_longest(most, graph), size=size, rows=rows[:size])
 
 
-def _placed(mask: torch.Tensor, counts: torch.Tensor, more: torch.Tensor, total: int, longest: int) -> Packing:
-    """more: (B,), how many tokens of padding are computed of each sequence: all, one for all, or none. total: tokens
-    that are computed.
+def _placed(mask: torch.Tensor, counts: torch.Tensor, more: torch.Tensor, idle: int) -> Packing:
+    """Of any size. more: (B,), how many tokens of padding are computed of each sequence: all, one for all, or none.
+    idle: sequences without tokens behind the others.
     """
-    size = bucket(total)
-    ends = (counts + more).cumsum(0)
-    first = (ends - counts - more)[:, None]
+    computed, most = counts + more, bucket(mask.numel())
+    starts = F.pad(computed, (1, idle)).cumsum(0)
+    first = starts[: len(mask), None]
     behind = torch.minimum((~mask).cumsum(1), more[:, None]) - 1
     places = torch.where(mask, first + mask.cumsum(1) - 1, first + counts[:, None] + behind)
     unseen = ~mask & (more == 0)[:, None]
-    rows = torch.zeros(size + 1, dtype=torch.int64, device=mask.device)  # the last is for what is not computed
-    rows.scatter_(0, places.masked_fill(unseen, size).flatten(), torch.arange(mask.numel(), device=mask.device))
-    starts = torch.cat([ends.new_zeros(1), ends]).int()
-    return Packing(starts, counts.int(), longest, size, rows[:size], places.masked_fill(unseen, 0).flatten())
+    rows = torch.zeros(most + 1, dtype=torch.int64, device=mask.device)  # the last is for what is not computed
+    rows.scatter_(0, places.masked_fill(unseen, most).flatten(), torch.arange(mask.numel(), device=mask.device))
+    keys = F.pad(counts, (0, idle)).int()
+    return Packing(starts.int(), keys, mask.shape[1], most, rows, places.masked_fill(unseen, 0).flatten())
+
+
+def _idle(batch: int, graph: bool) -> int:
+    return power_of_two(batch) - batch if graph else 0
+
+
+def _longest(length: int, graph: bool) -> int:
+    return max(SIXTEEN, power_of_two(length)) if graph else length
 
 
 def bucket(tokens: int) -> int:
@@ -112,7 +127,3 @@ def _alike(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     first = (~mask).byte().argmax(1)
     one = x.gather(1, first[:, None, None].expand(-1, 1, x.shape[-1]))
     return ((x == one).all(-1) | mask).all()
-
-
-def _steps(batch: int, length: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=device)

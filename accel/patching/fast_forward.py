@@ -84,6 +84,7 @@ class Kernels:
     quantized_linear: Any = ops.quantized_linear
     norm_add: Any = ops.norm_add
     rms_norm: Any = ops.rms_norm
+    rotated_heads: Any = ops.rotated_heads
     route: Any = ops.route
     rowwise: Any = ops.rowwise
     selective_scan: Any = ops.selective_scan

@@ -210,8 +210,8 @@ class BoundSoftmaxAttention:
             more["norms_after"] = True
         if spec.q_scale is not None:
             more["q_scales"] = spec.q_scale.of_step(step, spec.index, kwargs, q)
-        q, q_norm = _normed(q, self.q_norm)
-        k, k_norm = _normed(k, self.k_norm)
+        q, q_norm = normed(q, self.q_norm)
+        k, k_norm = normed(k, self.k_norm)
         if k is not None and spec.key_scale != 1.0:
             k, k_norm = (k if k_norm is None or self.k_norm is None else self.k_norm(k)) * spec.key_scale, None
         cos = sin = None
@@ -227,7 +227,7 @@ class BoundSoftmaxAttention:
         )  # fmt: skip
 
 
-def _normed(t: torch.Tensor | None, norm: BoundHeadNorm | None) -> tuple:
+def normed(t: torch.Tensor | None, norm: BoundHeadNorm | None) -> tuple:
     """(t, the norm left to the attention), or t already normed and None."""
     if t is None or norm is None or norm.fused is not None:
         return t, None if norm is None else norm.fused

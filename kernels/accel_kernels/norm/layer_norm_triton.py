@@ -7,10 +7,11 @@ import torch
 import triton
 import triton.language as tl
 
+from accel_kernels.device import programmatic
 from accel_kernels.sizes import cdiv, floor_power_of_two, power_of_two
 from accel_kernels.warmup import launch
 
-WARP_ELEMENTS = 4096  # of a row, that one warp can hold
+WARP_ELEMENTS = 1024  # of rows, about, that one warp holds
 ROWS = 4  # a program; one of rows above WIDE channels
 WIDE = 1024
 
@@ -40,7 +41,11 @@ def _finish(y_ptr, weight_ptr, bias_ptr, y, place, mask, c_idx, c_mask):
 def layer_norm_kernel(
     x_ptr, residual_ptr, shift_ptr, y_ptr, sum_ptr, weight_ptr, bias_ptr, has_residual, has_shift, keep, rows,
     channels, eps, BLOCK_C: tl.constexpr, REST_C: tl.constexpr, BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     r_idx = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     row = r_idx.to(tl.int64)[:, None] * channels
     c_idx = tl.arange(0, BLOCK_C)
@@ -86,6 +91,6 @@ def layer_norm(x, weight, bias, eps, *, residual=None, shift=None, keep=True):
     launch(
         layer_norm_kernel, (cdiv(rows, block_r),),
         x, *addends, y, total, weight, bias, residual is not None, shift is not None, total is not y, rows,
-        channels, eps, block_c, rest_c, block_r, num_warps=warps,
+        channels, eps, block_c, rest_c, block_r, num_warps=warps, **programmatic(x.device),
     )  # fmt: skip
     return y if alone else (y, total if keep else None)

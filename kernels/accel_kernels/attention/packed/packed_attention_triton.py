@@ -125,7 +125,7 @@ def packed_attention_kernel(
 def channels_of(dim: int, even: bool) -> tuple[int, int]:
     """Channels of the two parts of a head, powers of two: a second one where that takes fewer than one larger part.
 
-    even: tokens lie a multiple of 16 numbers apart. Else Triton 3.6 computes the second part wrong, and reads elsewhere.
+    even: tokens lie a multiple of 16 numbers apart. Elsewhere Triton 3.6 computes the second part wrong.
     """
     whole, least = max(16, power_of_two(dim)), max(16, floor_power_of_two(dim))
     rest = max(16, power_of_two(dim - least)) if dim > least else 0
