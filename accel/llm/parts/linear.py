@@ -27,8 +27,8 @@ from accel.tolerances import LINEAR
 # cuBLAS's first choice differs from the best the most.
 MOST_MEASURED_ROWS = 512
 # Rows from which a product with its activation in one kernel takes less than cuBLAS's and a pass (H100): of a gate,
-# which is two products, and of an activation alone.
-LEAST_ROWS = {True: 1536, False: 6144}
+# which is two products, and of an activation alone. By more inputs than so many the product takes longer than the pass.
+LEAST_ROWS, MOST_INPUTS = {True: 1536, False: 6144}, 2048
 
 
 def product_for(
@@ -36,9 +36,9 @@ def product_for(
 ) -> Callable:
     """The operation for a weight and a bias in the dtype of x, to multiply x. outputs, activation, gate: of it."""
     rows = x.numel() // x.shape[-1]
-    if activation is not None and rows >= LEAST_ROWS[gate] and x.is_cuda and kernels.fused_linear is fused_linear:
-        if fills_gpu(rows, outputs, x.device):
-            return _at_once
+    together = activation is not None and rows >= LEAST_ROWS[gate] and x.shape[-1] <= MOST_INPUTS and x.is_cuda
+    if together and kernels.fused_linear is fused_linear and fills_gpu(rows, outputs, x.device):
+        return _at_once
     if MOST_ROWS < rows <= MOST_MEASURED_ROWS and kernels.fused_linear is fused_linear and collecting():
         return partial(in_passes, linear=kernels.linear)
     return kernels.fused_linear
