@@ -9,14 +9,14 @@ multiply the numbers before they are rounded.
 import triton
 import triton.language as tl
 
-from accel_kernels.gemm.quantized.operands.unpacking_triton import e2m1, scale_of
+from accel_kernels.gemm.quantized.operands.unpacking_triton import e2m1, wide_scale
 
 
 @triton.jit
 def scaled(y, weight, row, GROUPS: tl.constexpr):
     """Sums (.., N) times the scales of these rows (N,) of the weight, where each has one."""
     if GROUPS == 1:
-        y *= scale_of(tl.load(weight.scales + row))
+        y *= wide_scale(tl.load(weight.scales + row))
     return y
 
 
@@ -80,7 +80,7 @@ def add_quantized(
         zero = tl.load(weight.zeros + group, mask=mask, other=0).to(tl.float32)
     scale = 1.0
     if GROUPS > 1:
-        scale = scale_of(tl.load(weight.scales + group, mask=mask, other=0))
+        scale = wide_scale(tl.load(weight.scales + group, mask=mask, other=0))
     if UNIT == 1:
         acc = tl.dot(x, ((w.to(tl.float32) - zero) * scale).to(x.dtype), acc, input_precision="ieee")
     else:

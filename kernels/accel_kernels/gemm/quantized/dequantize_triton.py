@@ -7,7 +7,7 @@ import triton.language as tl
 from accel_kernels.device import float8_reason
 from accel_kernels.gemm.blocks.block_weight import BlockWeight
 from accel_kernels.gemm.blocks.dequantize_blocks_triton import dequantize_blocks
-from accel_kernels.gemm.quantized.operands.unpacking_triton import factor, scale_of, unpack_mode
+from accel_kernels.gemm.quantized.operands.unpacking_triton import factor, wide_scale, unpack_mode
 from accel_kernels.gemm.quantized_weight import scale_bits
 from accel_kernels.warmup import launch
 
@@ -28,12 +28,12 @@ def dequantize_kernel(
     packed = tl.load(words_ptr + at, mask=inside, other=0)
     numbers = factor(packed[None, :, :], FORMAT, EXACT, UNPACK_MODE).reshape(BLOCK_N, BLOCK_W, PER_WORD).to(tl.float32)
     if GROUPS == 1:
-        scale = scale_of(tl.load(scales_ptr + row, mask=row < n, other=0.0))[:, None, None]
+        scale = wide_scale(tl.load(scales_ptr + row, mask=row < n, other=0.0))[:, None, None]
         if zeros_ptr is not None:
             numbers -= tl.load(zeros_ptr + row, mask=row < n, other=0).to(tl.float32)[:, None, None]
     else:
         group = row[:, None] * GROUPS + (word // WORDS)[None, :]
-        scale = scale_of(tl.load(scales_ptr + group, mask=inside, other=0.0))[:, :, None]
+        scale = wide_scale(tl.load(scales_ptr + group, mask=inside, other=0.0))[:, :, None]
         if zeros_ptr is not None:
             numbers -= tl.load(zeros_ptr + group, mask=inside, other=0).to(tl.float32)[:, :, None]
     values = (numbers * scale).to(y_ptr.dtype.element_ty).reshape(BLOCK_N, BLOCK_W * PER_WORD)

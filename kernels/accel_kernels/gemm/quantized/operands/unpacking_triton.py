@@ -5,7 +5,7 @@ before that. So bits are put where a float of a known exponent keeps its fractio
 as a bfloat16, 128 + n, and one three-input logic operation makes two of them (Kim et al. 2022, "Who Says Elephants
 Can't Run"). What was added is taken off again, of the numbers or of their sum. FORMAT: "int8", "int4", "fp8" or
 "mxfp4", a word holding four numbers or eight, the first in the lowest bits. Numbers of MXFP4 are float16's with another
-bias: they come as 2^-14 of what they are, and `scale_of` is as much larger. UNPACK_MODE: "plain", arithmetic in place
+bias: they come as 2^-14 of what they are, and `wide_scale` is as much larger. UNPACK_MODE: "plain", arithmetic in place
 of PTX, for the interpreter; "exact"; or "rough", which spends a thousandth of a sum's rounding in bfloat16 on fewer
 instructions.
 
@@ -197,7 +197,7 @@ def e2m1(words, place: tl.constexpr):
 
 
 @triton.jit
-def scale_of(scale):
+def wide_scale(scale):
     """A scale in float32; of MXFP4, whose are exponents in uint8, that of `e2m1`."""
     if scale.dtype == tl.uint8:
         return ((scale.to(tl.int32) + 14) << 23).to(tl.float32, bitcast=True)
