@@ -1,6 +1,8 @@
 """Experts that came in MXFP4 and were written out, as transformers does without its kernels: packed again, exactly."""
 
 from functools import partial
+from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from accel_kernels.gemm.quantized_weight import MX_GROUP, MXFP4, Quantized, mxfp4_weight
@@ -13,7 +15,7 @@ from accel.llm.ptq.model import Find, experts
 from accel.parallel.sharded_layers import expert_sharding
 from accel.patching.rule import set_data
 from accel.quantization.experts import ExpertStacks, QuantizedExperts
-from accel.quantization.patch import QuantizedModulePatch, exchange, held_elsewhere
+from accel.quantization.patch import QuantizedModulePatch, exchange
 from accel.quantization.scheme import Scheme
 
 SCHEME = Scheme(MXFP4.name, MX_GROUP)
@@ -32,12 +34,12 @@ class Mxfp4Experts(QuantizedModulePatch):
         super().__init__(model, True, guard(model))
         self.found, _ = experts(model, SCHEME, partial(_formula, find))
         self.rows: list[tuple[str, str, str]] = []
+        self.freed: list[tuple[list[str], dict[str, Freed]]] = []  # of each pair: names in their order, and stacks
 
     def apply(self) -> None:
         if self.there or not self.found:
             return
         self.there, self.rows = True, []
-        self.shared = held_elsewhere(self.root, [stacks.module for stacks in self.found.values()])
         try:
             with torch.inference_mode(False), torch.no_grad():
                 for path, stacks in self.found.items():
@@ -56,15 +58,12 @@ class Mxfp4Experts(QuantizedModulePatch):
             if found is None:
                 return "skipped", f"{name}: some of its numbers are not those of MXFP4"
             packed[name] = found
-        new, before = QuantizedExperts(stacks, packed, SCHEME), sum(module.get_parameter(one).nbytes for one in packed)
+        new, order = QuantizedExperts(stacks, packed, SCHEME), list(module._parameters)
         exchange(self.root, [(module, new)])
         self.pairs.append((module, new))
-        for name in packed:
-            weight = module.get_parameter(name)
-            if id(weight) not in self.shared and not weight.is_inference():
-                set_data(weight, lambda data: data.new_empty((0, *data.shape[1:])))
-        after = sum(one.nbytes for one in packed.values())
-        return "patched", f"{SCHEME}, bit for bit: {before / 1e6:,.2f} MB in {after / 1e6:,.2f}"
+        self.freed.append((order, {name: Freed.of(module._parameters.pop(name)) for name in packed}))
+        size, now = (sum(one.nbytes for one in held) / 1e6 for held in (self.freed[-1][1].values(), packed.values()))
+        return "patched", f"{SCHEME}, bit for bit: {size:,.2f} MB in {now:,.2f}"
 
     def undo(self) -> None:
         if not self.there:
@@ -73,18 +72,41 @@ class Mxfp4Experts(QuantizedModulePatch):
             self.guard.undo()
         with torch.inference_mode(False), torch.no_grad():
             while self.pairs:
-                module, new = self.pairs[-1]
-                for name in new.formats:
-                    weight, packed = module.get_parameter(name), new.stack(name)
-                    if not weight.numel():
-                        whole = new.written(name, packed, weight.dtype).to(new.dtype).contiguous()
-                        set_data(weight, lambda data, whole=whole: whole)
-                    elif (weight.device, weight.dtype) != (packed.data.device, new.dtype):
-                        set_data(weight, lambda data, to=(packed.data.device, new.dtype): data.to(*to))
+                (module, new), (order, freed) = self.pairs[-1], self.freed[-1]
+                assert isinstance(new, QuantizedExperts)
+                held = module._parameters | {name: one.back(new, name) for name, one in freed.items()}
+                module._parameters.clear()
+                module._parameters.update({name: held[name] for name in order})
                 vars(module).update(new.settings())
                 exchange(self.root, [(new, module)])
                 self.pairs.pop()
+                self.freed.pop()
         self.there = False
+
+
+class Freed(NamedTuple):
+    """A parameter that is gone, unless someone else holds it: another model over the same weights keeps it as it is."""
+
+    held: ref
+    dtype: torch.dtype
+    nbytes: int
+    requires_grad: bool
+    attributes: dict[str, Any]
+
+    @classmethod
+    def of(cls, weight: Any) -> "Freed":
+        return cls(ref(weight), weight.dtype, weight.nbytes, weight.requires_grad, vars(weight))
+
+    def back(self, module: QuantizedExperts, name: str) -> nn.Parameter:
+        """It, or another of the same bits, where the module is by now and in its dtype."""
+        packed, weight = module.stack(name), self.held()
+        if weight is None:
+            whole = module.written(name, packed, self.dtype).to(module.dtype).contiguous()
+            weight = nn.Parameter(whole, self.requires_grad)
+            vars(weight).update(self.attributes)
+        elif (weight.device, weight.dtype) != (packed.data.device, module.dtype):
+            set_data(weight, lambda data: data.to(packed.data.device, module.dtype))
+        return weight
 
 
 def _formula(find: Find, module: nn.Module) -> ExpertFormula | str:

@@ -7,7 +7,7 @@ import triton.language as tl
 from accel_kernels.device import float8_reason
 from accel_kernels.gemm.blocks.block_weight import BlockWeight
 from accel_kernels.gemm.blocks.dequantize_blocks_triton import dequantize_blocks
-from accel_kernels.gemm.quantized.operands.unpacking_triton import factor, wide_scale, unpack_mode
+from accel_kernels.gemm.quantized.operands.unpacking_triton import factor, unpack_mode, wide_scale
 from accel_kernels.gemm.quantized_weight import scale_bits
 from accel_kernels.warmup import launch
 

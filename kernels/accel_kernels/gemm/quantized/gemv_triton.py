@@ -13,7 +13,7 @@ import triton.language as tl
 from accel_kernels.device import multiprocessors, programmatic
 from accel_kernels.gemm.epilogue_triton import epilogue, store_sum
 from accel_kernels.gemm.fused_linear_triton import Shape
-from accel_kernels.gemm.quantized.operands.unpacking_triton import excess, per_word, planes, wide_scale, unpack_mode
+from accel_kernels.gemm.quantized.operands.unpacking_triton import excess, per_word, planes, unpack_mode, wide_scale
 from accel_kernels.gemm.quantized_weight import PackedWeight
 from accel_kernels.norm.norm import kernel_arguments
 from accel_kernels.sizes import power_of_two

@@ -1,11 +1,13 @@
 """Experts that came in MXFP4 and were written out: packed again, exactly, and written out by `restore`."""
 
 import copy
+from weakref import ref
 
 import pytest
 import torch
 
 import accel
+from accel.bench.llm.models import beside
 from accel.llm.moe.experts import ExpertsForward
 from accel.llm.ptq.mxfp4 import packed_exactly
 from accel.quantization.experts import QuantizedExperts
@@ -37,7 +39,7 @@ def bits(tensor):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_packed_and_given_back_bit_for_bit(dtype, tmp_path):
     model = arrived(dtype)
-    stock, own = copy.deepcopy(model), dict(model.named_parameters())
+    stock, own = copy.deepcopy(model), {name: ref(one) for name, one in model.named_parameters()}
     accel.optimize(model)
     for path, module in of_experts(model).items():
         assert type(module) is QuantizedExperts and type(vars(module)["forward"]) is ExpertsForward
@@ -45,7 +47,7 @@ def test_packed_and_given_back_bit_for_bit(dtype, tmp_path):
         for name in STACKS:
             original = stock.get_submodule(path).get_parameter(name)
             assert torch.equal(bits(module.written(name, module.stack(name), dtype)), bits(original))
-            assert not own[f"{path}.{name}"].numel()
+            assert own[f"{path}.{name}"]() is None
             assert module.stack(name).nbytes == original.numel() * 17 // 32
     if dtype == torch.float32:
         torch.testing.assert_close(model(prompt(1, 40)).logits, stock(prompt(1, 40)).logits, rtol=1e-4, atol=1e-4)
@@ -54,8 +56,10 @@ def test_packed_and_given_back_bit_for_bit(dtype, tmp_path):
     model.save_pretrained(tmp_path)
     loaded = accel.load(tmp_path, dtype=dtype)
     accel.restore(model)
+    assert [*own] == [name for name, _ in model.named_parameters()]
     for name, one in model.named_parameters():
-        assert one is own[name] and one.is_contiguous() and torch.equal(bits(one), bits(stock.get_parameter(name)))
+        assert one.is_contiguous() and one.requires_grad == stock.get_parameter(name).requires_grad
+        assert torch.equal(bits(one), bits(stock.get_parameter(name)))
         assert torch.equal(bits(one), bits(loaded.get_parameter(name)))
 
 
@@ -70,6 +74,16 @@ def test_what_is_not_exact_stays_plain():
     assert torch.equal(second[1].down_proj, stock.get_submodule(second[0]).down_proj)
     random = accel.optimize(mixture("gpt-oss"))
     assert not sites(random) and not {type(one) for one in of_experts(random).values()} & {QuantizedExperts}
+
+
+def test_another_model_over_the_same_weights_keeps_them():
+    model = arrived()
+    other = beside(model)
+    wanted = other(prompt()).logits
+    accel.optimize(model)
+    assert torch.equal(other(prompt()).logits, wanted)
+    accel.restore(model)
+    assert all(one is two for one, two in zip(model.parameters(), other.parameters(), strict=True))
 
 
 def test_changes_of_the_model_meanwhile_are_kept():
