@@ -2,6 +2,7 @@
 
 import torch
 
+from accel_kernels.gemm.blocks.affine import affine_case
 from accel_kernels.gemm.blocks.codebook import codebook_case
 from accel_kernels.gemm.blocks.ggml import GGML, ggml_case
 from accel_kernels.gemm.quantized_weight import mxfp4_weight, quantize_weight
@@ -50,6 +51,7 @@ CASES = (
     _case("llama-gate-int4", 14336, 4096, INT4, 128),
     _blocks("nf4", 5, 96, codebook_case, "nf4", 32, small=True),
     _blocks("nf4-nested", 9, 1088, codebook_case, "nf4", 64, True, small=True),
+    _blocks("int4-affine", 5, 192, affine_case, 96, small=True),
     _blocks("fp4-over-row-ends", 7, 96, codebook_case, "fp4", 256, small=True),
     *(
         _blocks(name.lower(), 5, 512, ggml_case, name, (torch.float32, torch.float16)[at % 2], small=True)
