@@ -59,16 +59,16 @@ def read_tensor(module: Any) -> StoredWeight | str | None:
 
 
 def _pairs(module: Any, weight: torch.Tensor, data: torch.Tensor, scales: torch.Tensor) -> StoredWeight | str:
-    """Of torchao's `Int4Tensor`, two numbers to a byte."""
+    """Of torchao's plain tensor of 4 bits, two numbers to a byte."""
     (rows, columns), inside = weight.shape, vars(weight)
     zeros, (tall, group) = inside.get("zero_point"), inside.get("block_size", (0, 0))
     if inside.get("activation_dtype", torch.bfloat16) != torch.bfloat16:
         return "it rounds its inputs too"
     if tall != 1 or not group or group % PIECE or columns % group or data.dtype != torch.int8:
         return f"4 bits in blocks of {tall} x {group}"
-    tensors = [data, scales, zeros]
     if type(zeros) is not torch.Tensor or not zeros.is_floating_point() or not scales.is_floating_point():
         return "4 bits with scales or zeros of a way of their own"
+    tensors = [data, scales, zeros]
     if any(tuple(one.shape) != (columns // group, rows) for one in tensors[1:]):
         return f"scales {tuple(scales.shape)} for a weight {tuple(weight.shape)}"
     if any(not one.is_contiguous() or one.device != data.device or one.is_meta for one in tensors):

@@ -1,4 +1,4 @@
-"""4-bit numbers -8 .. 7 by groups of columns, each with a scale and what is added: torchao's `Int4Tensor`."""
+"""4-bit numbers -8 .. 7 by groups of columns, each with a scale and what is added, as torchao's plain int4."""
 
 from typing import NamedTuple
 
