@@ -100,10 +100,12 @@ def quantize(model: nn.Module, context: Context) -> StageResult:
     find = partial(find_formula, context=context, kernels=(context.kernels.plain(),))
     if weights is None:
         fuses = context.options.cpu == "fuse" or next(model.parameters()).is_cuda
-        packed = Mxfp4Experts(model, find) if fuses and context.of(Analysis).reason is None else None
-        if packed is None or not packed.found:
+        if not fuses or context.of(Analysis).reason is not None:
             return StageResult()
-        return StageResult((packed,), lambda: StageReport([Row(path, RULE, *told) for path, *told in packed.rows]))
+        packed = Mxfp4Experts(model, find)
+        return StageResult(
+            (packed,), lambda: StageReport([Row(path, RULE, *told) for path, *told in packed.rows], packed.records)
+        )
     tried = context.of(Analysis).reason is not None
     found = LanguageModelQuantization(model, weights, context.options, find, tried, context.of(Analysis).routers())
 

@@ -1,6 +1,7 @@
 """Experts that came in MXFP4 and were written out, as transformers does without its kernels: packed again, exactly."""
 
 from functools import partial
+from math import inf
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -15,6 +16,7 @@ from accel.llm.ptq.model import Find, experts
 from accel.parallel.sharded_layers import expert_sharding
 from accel.patching.rule import set_data
 from accel.quantization.experts import ExpertStacks, QuantizedExperts
+from accel.quantization.model import quantization_record
 from accel.quantization.patch import QuantizedModulePatch, exchange
 from accel.quantization.scheme import Scheme
 
@@ -27,23 +29,25 @@ class Mxfp4Experts(QuantizedModulePatch):
     """A patch: (plain, packed) experts of one model. Plain weights are freed, and written again by `undo`, bit for bit.
 
     found: by path, those whose weights begin as MXFP4's do. As it is applied each is read in full, and stays plain
-    where one number is another. rows: (path, status, reason) of these.
+    where one number is another. rows: (path, status, reason) of these. records: of stacks, see `Report.weights`.
     """
 
     def __init__(self, model: PreTrainedModel, find: Find):
         super().__init__(model, True, guard(model))
         self.found, _ = experts(model, SCHEME, partial(_formula, find))
         self.rows: list[tuple[str, str, str]] = []
+        self.records: list[dict] = []
+        self.made: dict[nn.Module, QuantizedExperts] = {}
         self.freed: list[tuple[list[str], dict[str, Freed]]] = []  # of each pair: names in their order, and stacks
 
     def apply(self) -> None:
         if self.there or not self.found:
             return
-        self.there, self.rows = True, []
+        self.there, self.rows, self.records = True, [], []
         try:
             with torch.inference_mode(False), torch.no_grad():
                 for path, stacks in self.found.items():
-                    self.rows.append((path, *self._pack(stacks)))
+                    self.rows.append((path, *self._pack(path, stacks)))
             self.guard = self.guard if self.pairs else None
             if self.guard is not None:
                 self.guard.apply()
@@ -51,19 +55,23 @@ class Mxfp4Experts(QuantizedModulePatch):
             self.undo()
             raise
 
-    def _pack(self, stacks: ExpertStacks) -> tuple[str, str]:
+    def _pack(self, path: str, stacks: ExpertStacks) -> tuple[str, str]:
         module, packed = stacks.module, {}
         for name in stacks.names:
             found = packed_exactly(stacks.matrices(name))
             if found is None:
                 return "skipped", f"{name}: some of its numbers are not those of MXFP4"
             packed[name] = found
-        new, order = QuantizedExperts(stacks, packed, SCHEME), list(module._parameters)
+        fresh, order = QuantizedExperts(stacks, packed, SCHEME), list(module._parameters)
+        new = self.made.setdefault(module, fresh)  # of the first time, for other patches are bound to it
+        vars(new).update(vars(fresh))
+        for name, found in packed.items():
+            weight = module.get_parameter(name)
+            self.records.append(quantization_record(f"{path}.{name}", SCHEME, weight, found, None, inf, True))
         exchange(self.root, [(module, new)])
         self.pairs.append((module, new))
         self.freed.append((order, {name: Freed.of(module._parameters.pop(name)) for name in packed}))
-        size, now = (sum(one.nbytes for one in held) / 1e6 for held in (self.freed[-1][1].values(), packed.values()))
-        return "patched", f"{SCHEME}, bit for bit: {size:,.2f} MB in {now:,.2f}"
+        return "patched", f"{SCHEME}, bit for bit"
 
     def undo(self) -> None:
         if not self.there:
@@ -79,6 +87,7 @@ class Mxfp4Experts(QuantizedModulePatch):
                 module._parameters.update({name: held[name] for name in order})
                 vars(module).update(new.settings())
                 exchange(self.root, [(new, module)])
+                vars(new)["_buffers"] = {}
                 self.pairs.pop()
                 self.freed.pop()
         self.there = False
@@ -89,13 +98,12 @@ class Freed(NamedTuple):
 
     held: ref
     dtype: torch.dtype
-    nbytes: int
     requires_grad: bool
     attributes: dict[str, Any]
 
     @classmethod
     def of(cls, weight: Any) -> "Freed":
-        return cls(ref(weight), weight.dtype, weight.nbytes, weight.requires_grad, vars(weight))
+        return cls(ref(weight), weight.dtype, weight.requires_grad, vars(weight))
 
     def back(self, module: QuantizedExperts, name: str) -> nn.Parameter:
         """It, or another of the same bits, where the module is by now and in its dtype."""

@@ -41,6 +41,7 @@ def test_packed_and_given_back_bit_for_bit(dtype, tmp_path):
     model = arrived(dtype)
     stock, own = copy.deepcopy(model), {name: ref(one) for name, one in model.named_parameters()}
     accel.optimize(model)
+    assert accel.verify(model).passed  # which restores it meanwhile
     for path, module in of_experts(model).items():
         assert type(module) is QuantizedExperts and type(vars(module)["forward"]) is ExpertsForward
         assert sites(model)[path][0] == "patched" and "bit for bit" in sites(model)[path][1]
