@@ -12,6 +12,7 @@ from accel.llm.moe.experts import find_formula
 from accel.llm.pipeline.placement import LiftedHooks, Placement, layer_placement
 from accel.llm.ptq.formats.prequantized_import import PrequantizedImport
 from accel.llm.ptq.model import LanguageModelQuantization
+from accel.llm.ptq.mxfp4 import Mxfp4Experts
 from accel.llm.runtime.analyze import Analysis, analyze
 from accel.options import STATIC, calibrate
 from accel.parallel.agreement import all_agree
@@ -91,13 +92,20 @@ def analyze_layers(model: nn.Module, context: Context) -> StageResult:
 
 def quantize(model: nn.Module, context: Context) -> StageResult:
     """The weights the options name: before anything is bound to them. Raises ValueError for NaN or Inf in one, as it is
-    applied, and for one that strict=True forbids to leave out.
+    applied, and for one that strict=True forbids to leave out. Where they name none, what came in MXFP4 is packed again
+    for kernels.
     """
     weights = context.options.weights
-    if weights is None:
-        return StageResult()
     # A model that was not understood runs stock code over its quantized linears: that is tried.
     find = partial(find_formula, context=context, kernels=(context.kernels.plain(),))
+    if weights is None:
+        fuses = context.options.cpu == "fuse" or next(model.parameters()).is_cuda
+        if not fuses or context.of(Analysis).reason is not None:
+            return StageResult()
+        packed = Mxfp4Experts(model, find)
+        return StageResult(
+            (packed,), lambda: StageReport([Row(path, RULE, *told) for path, *told in packed.rows], packed.records)
+        )
     tried = context.of(Analysis).reason is not None
     found = LanguageModelQuantization(model, weights, context.options, find, tried, context.of(Analysis).routers())
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from accel_kernels import Norm, Quantized, QuantizedRows, fp8_linear, int8_linear, quantize_rows, quantized_linear
 from accel_kernels.gemm.fused_linear import MOST_ROWS
 from accel_kernels.gemm.quantize_rows import KnownColumns
-from accel_kernels.gemm.quantized_weight import WeightFormat
+from accel_kernels.gemm.quantized_weight import WeightFormat, scale_bits
 
 ROW_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 SCALE, COLUMNS = "input_scale", "input_columns"
@@ -76,13 +76,14 @@ REFERENCES = RowProducts(quantize_rows.reference, int8_linear.reference, fp8_lin
 def buffers_of(weight: Quantized) -> dict[str, torch.Tensor | None]:
     """The parts of a weight as modules hold them: float8 as bytes, since torch does not pickle float8."""
     data = weight.data.view(torch.uint8) if weight.data.is_floating_point() else weight.data
-    return {"data": data, "scales": weight.scales, "zeros": weight.zeros}
+    return {"data": data, "scales": scale_bits(weight), "zeros": weight.zeros}
 
 
 def from_buffers(
     format: WeightFormat, data: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None
 ) -> Quantized:
     """`buffers_of` taken back; also of some rows of them."""
+    scales = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
     return Quantized(data if data.dtype == format.dtype else data.view(format.dtype), scales, zeros, format)
 
 

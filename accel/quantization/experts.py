@@ -1,6 +1,7 @@
 """Experts of a mixture that hold their stacks of matrices in fewer bits."""
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -116,6 +117,12 @@ class QuantizedExperts(nn.Module):
         for name in self.formats:
             vars(stock)[name] = self.written(name, self.stack(name), dtype)
         return self.kind.forward(stock, *args, **kwargs)
+
+    def train(self, mode: bool = True) -> "QuantizedExperts":
+        """Warns where the weights would be trained but for a default of ours."""
+        if mode and self.scheme.exact:
+            warnings.warn("experts packed in MXFP4 are not trained; accel.restore(model) writes them out", stacklevel=2)
+        return super().train(mode)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "QuantizedExperts":
         return super()._apply(without_casting(self, fn, LIKE), recurse)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from accel_kernels.gemm.fused_linear import MOST_ROWS
-from accel_kernels.gemm.quantized_weight import FORMATS, PER_WORD, WeightFormat
+from accel_kernels.gemm.quantized_weight import FORMATS, MXFP4, PER_WORD, WeightFormat
 
 from accel.quantization.activations import FIXED, is_static, weight_dtype_of
 
@@ -42,6 +42,11 @@ class Scheme:
         if not name.endswith("-head"):
             return None
         return cls("int8") if layers.weight_dtype == "int4" else layers
+
+    @property
+    def exact(self) -> bool:
+        """Whether weights are only written so where that changes none."""
+        return self.format is MXFP4
 
     @property
     def format(self) -> WeightFormat:

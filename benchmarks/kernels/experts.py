@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from accel_kernels.gemm.quantized_weight import quantize_weight
+from accel_kernels.gemm.quantized_weight import mxfp4_weight, quantize_weight
 from accel_kernels.moe.chooser import likely_way
 from accel_kernels.moe.experts import experts
 from accel_kernels.moe.tiles import DEQUANTIZED, GEMV, TILES
@@ -33,12 +33,17 @@ MODELS = {  # experts, of which a token takes, hidden and inner channels
 }
 BYTES, FLOPS = 4.2e12, 700e12
 OFF = 0.03  # of the largest number
-NUMBERS = {"int8": (torch.int8, 0), "int4": (torch.int32, 128), "fp8": (torch.float8_e4m3fn, 0)}
+NUMBERS = {
+    "int8": partial(quantize_weight, dtype=torch.int8),
+    "int4": partial(quantize_weight, dtype=torch.int32, group=128),
+    "fp8": partial(quantize_weight, dtype=torch.float8_e4m3fn),
+    "mxfp4": mxfp4_weight,
+}
 
 
 def rounded(weights: ExpertWeights, number: str) -> tuple[ExpertWeights, ExpertWeights]:
     """The weights in fewer bits, and in bf16 what these stand for."""
-    up, down = (quantize_weight(stack.contiguous().flatten(0, 1), *NUMBERS[number]) for stack in weights[:2])
+    up, down = (NUMBERS[number](stack.contiguous().flatten(0, 1)) for stack in weights[:2])
     shapes = [stack.shape for stack in weights[:2]]
     wide = (one.dequantized(torch.bfloat16).view(shape) for one, shape in zip((up, down), shapes, strict=True))
     return weights._replace(gate_up=up, down=down), ExpertWeights(*wide, *weights[2:])

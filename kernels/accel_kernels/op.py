@@ -122,7 +122,7 @@ def dtype_reason(*tensors: torch.Tensor | None) -> str | None:
             return f"dtype {tensor.dtype} is not float16, bfloat16 or float32"
         if tensor.device != given[0].device:
             return f"tensors on {given[0].device} and {tensor.device}"
-    if given[0].is_cuda:
+    if given and given[0].is_cuda:
         least = AMPERE if any(tensor.dtype == torch.bfloat16 for tensor in given) else (7, 0)
         if capability(given[0].device) < least:
             return f"compute capability below {least[0]}.{least[1]}"

@@ -81,6 +81,7 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     "qwen3-30b-a3b": ("qwen3_moe", _sizes(2048, 6144, 48, 32, 4, 151936, **MIXTURE)),
     "mixtral-8x7b": ("mixtral", dict(max_position_embeddings=32768)),
     "gpt-oss-20b": ("gpt_oss", GPT_OSS),
+    "gpt-oss-20b-mxfp4": ("gpt_oss", GPT_OSS),  # packed again by accel.optimize
     # Latent attention and mixtures of experts: 2.7 and 3.9 billion weights to a token.
     "gpt2": ("gpt2", {}),
     # Everything at a size a CPU runs in milliseconds: for smoke tests, not for figures.

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accel_kernels.gemm.quantized_weight import mxfp4_weight
 
 from accel.bench.llm.configs import CONFIGS
 
@@ -22,6 +23,8 @@ def build(model: str, device: torch.device, dtype: torch.dtype) -> "PreTrainedMo
     """
     if model in CONFIGS:
         made = from_config(config_of(model), device, dtype)
+        if model.endswith("-mxfp4"):
+            round_to_mxfp4(made)
     elif Path(model).is_dir():
         from accel import saved
 
@@ -51,6 +54,14 @@ def from_config(config: Any, device: torch.device, dtype: torch.dtype) -> "PreTr
     with torch.random.fork_rng(devices=devices), torch.device(device):
         torch.manual_seed(SEED)
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+@torch.no_grad()
+def round_to_mxfp4(model: "PreTrainedModel") -> None:
+    """Gives transposed stacks of experts values as a file in MXFP4 has them."""
+    for stack in (one for one in model.parameters() if one.dim() == 3):
+        for matrix in stack:
+            matrix.copy_(mxfp4_weight(matrix.t()).dequantized(matrix.dtype).t())
 
 
 def endless(model: "PreTrainedModel") -> "PreTrainedModel":

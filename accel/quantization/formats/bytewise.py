@@ -1,9 +1,12 @@
-"""Linears whose weights are numbers of 8 bits with scales: transformers' in float8, torchao's and Quanto's tensors."""
+"""Linears of numbers of 8 bits with scales, or of 4: transformers' in float8, torchao's and Quanto's tensors."""
 
 from math import gcd
 from typing import Any
 
 import torch
+from accel_kernels import BlockWeight
+from accel_kernels.gemm.blocks.affine import INT4_AFFINE, Affine
+from accel_kernels.gemm.blocks.codebook import PIECE
 from torch import nn
 
 from accel.quantization.formats.stored import ScaledBytes, StoredWeight
@@ -39,18 +42,40 @@ def read_tensor(module: Any) -> StoredWeight | str | None:
         return None
     inside = vars(weight)
     data, scales = inside.get("qdata", inside.get("_data")), inside.get("scale", inside.get("_scale"))
-    if data is None or scales is None:
+    if data is None:
         return None
     if type(data) is not torch.Tensor or type(scales) is not torch.Tensor or data.dtype not in NUMBERS:
         return f"its weight is a {type(weight).__name__}"
     if any(inside.get(name) is not None for name in OF_INPUTS):
         return "it rounds its inputs too"
+    if data.shape[-1] * 2 == weight.shape[-1]:
+        return _pairs(module, weight, data, scales)
     rows = scales if scales.dim() == 2 else scales.reshape(1, -1)
     block = [-(-size // count) for size, count in zip(data.shape, rows.shape, strict=True)]
     if data.shape != weight.shape or list(inside.get("block_size", block)) != block:
         return f"scales {tuple(scales.shape)} for a weight {tuple(weight.shape)}"
     held = _held(data, rows, inside.get("zero_point"), block)
     return held if isinstance(held, str) else StoredWeight(held, module._parameters["bias"], weight.dtype)
+
+
+def _pairs(module: Any, weight: torch.Tensor, data: torch.Tensor, scales: torch.Tensor) -> StoredWeight | str:
+    """Of torchao's plain tensor of 4 bits, two numbers to a byte."""
+    (rows, columns), inside = weight.shape, vars(weight)
+    zeros, (tall, group) = inside.get("zero_point"), inside.get("block_size", (0, 0))
+    if inside.get("activation_dtype", torch.bfloat16) != torch.bfloat16:
+        return "it rounds its inputs too"
+    if tall != 1 or not group or group % PIECE or columns % group or data.dtype != torch.int8:
+        return f"4 bits in blocks of {tall} x {group}"
+    if type(zeros) is not torch.Tensor or not zeros.is_floating_point() or not scales.is_floating_point():
+        return "4 bits with scales or zeros of a way of their own"
+    tensors = [data, scales, zeros]
+    if any(tuple(one.shape) != (columns // group, rows) for one in tensors[1:]):
+        return f"scales {tuple(scales.shape)} for a weight {tuple(weight.shape)}"
+    if any(not one.is_contiguous() or one.device != data.device or one.is_meta for one in tensors):
+        return "its tensors are not there, or not in their place"
+    side = Affine(scales, zeros, rows, columns // PIECE, group // PIECE)
+    held = BlockWeight(data.view(torch.uint8), columns, INT4_AFFINE, side=side)
+    return StoredWeight(held, module._parameters["bias"], weight.dtype)
 
 
 def _held(data: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, block: Any) -> ScaledBytes | str:

@@ -1,6 +1,7 @@
 """A matrix in fewer bits: whole numbers with scales, by row or by groups of columns; and how numbers lie in memory.
 
-w[n, k] = (number[n, k] - zeros[n, g]) * scales[n, g], g = k // group. The arrangement in memory is that of compressed
+w[n, k] = (number[n, k] - zeros[n, g]) * scales[n, g], g = k // group; of MXFP4 numbers are floats of 4 bits, and scales
+powers of two. The arrangement in memory is that of compressed
 tensors on disk (the formats "int-quantized", "pack-quantized" and "float-quantized" of the package compressed-tensors),
 so what was saved is what kernels read. Only the zero points of 4-bit numbers, and 8-bit integers that meet activations
 in 16 bits, are packed into words there; here they are a byte each.
@@ -19,6 +20,8 @@ import torch
 from accel_kernels.op import dtype_reason
 
 PER_WORD = 8  # 4-bit numbers to an int32
+E2M1_SHIFT = 14  # from the exponents of MXFP4's numbers to those of float16
+MX_GROUP = 32  # numbers of MXFP4 to a scale
 ZERO_POINT = 8  # what a 4-bit number is stored above itself: -8..7 as 0..15
 # Rows of x up to which a product reads the numbers as they lie. To write a weight of 8 bits out for cuBLAS, and read it
 # there, moves five times its bytes; of more rows, multiplying takes longer than that.
@@ -43,6 +46,18 @@ def unpack(words: torch.Tensor) -> torch.Tensor:
     torch.bitwise_and(pairs, 15, out=numbers[..., 0])
     torch.bitwise_right_shift(pairs, 4, out=numbers[..., 1])
     return numbers.view(torch.int8).sub_(ZERO_POINT).flatten(1)
+
+
+def pack_e2m1(numbers: torch.Tensor) -> torch.Tensor:
+    """(N, K) of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and the same below 0 as int32 (N, K / 8); others are cut towards 0."""
+    bits = (numbers * 2.0**-E2M1_SHIFT).half().view(torch.int16)
+    return pack(((bits >> 9 & 7) | (bits >> 12 & 8)) - ZERO_POINT)
+
+
+def e2m1_numbers(weight: "Quantized") -> torch.Tensor:
+    """Float16 of the same numbers: sign, exponent and fraction where that has them, but for another bias."""
+    bits = unpack(weight.data).int() + ZERO_POINT
+    return ((bits & 7) << 9 | (bits & 8) << 12).to(torch.int16).view(torch.float16) * 2.0**E2M1_SHIFT
 
 
 def unchanged(numbers: torch.Tensor) -> torch.Tensor:
@@ -111,7 +126,9 @@ def _format(name: str, columns: int, size: int, unpack: Callable, **more: Any) -
 INT8 = _format("int8", 1, 1, stored_numbers, dtype=torch.int8, largest=127, saved="int")
 INT4 = _format("int4", PER_WORD, 4, packed_numbers, dtype=torch.int32, largest=7, pack=pack, saved="int")
 FP8 = _format("fp8", 1, 1, stored_numbers, dtype=torch.float8_e4m3fn, largest=448, saved="float")
-FORMATS = {format.name: format for format in (INT8, INT4, FP8)}
+# OCP, "Microscaling formats specification", 2023; two numbers to a byte, the first in its lower half.
+MXFP4 = _format("mxfp4", PER_WORD, 4, e2m1_numbers, dtype=torch.int32, largest=6, pack=pack_e2m1)
+FORMATS = {format.name: format for format in (INT8, INT4, FP8, MXFP4)}
 BY_DTYPE = {format.dtype: format for format in (INT8, INT4, FP8)}  # those that their elements tell apart
 
 QUAD = 16  # bytes of the weight that a thread reads at a time; a scale covers whole ones
@@ -122,7 +139,8 @@ class Quantized(NamedTuple):
     """A weight (N, K).
 
     data: stored elements (N, K / columns of the format): int8, float8_e4m3fn, or int32 of eight 4-bit numbers each,
-    the first in the lowest bits, stored plus 8. scales: (N, K / group), in the dtype of the model or float32. zeros:
+    the first in the lowest bits, stored plus 8. scales: (N, K / group), in the dtype of the model or float32; of MXFP4
+    float8_e8m0fnu. zeros:
     (N, K / group) int8: the numbers that stand for 0, or None where 0 does. format: how numbers lie in data.
     """
 
@@ -153,6 +171,11 @@ class Quantized(NamedTuple):
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts().values())
+
+    @property
+    def float_scales(self) -> torch.Tensor | None:
+        """None where scales are exponents."""
+        return None if self.scales.dtype == torch.float8_e8m0fnu else self.scales
 
     def parts(self) -> dict[str, torch.Tensor]:
         """The tensors there are, by name."""
@@ -196,7 +219,7 @@ class Quantized(NamedTuple):
             return "a weight not at a multiple of 4 bytes"
         if self.format == FP8 and self.zeros is not None:
             return "float8 with zeros"
-        return dtype_reason(self.scales)
+        return dtype_reason(self.float_scales)
 
     def numbers(self) -> torch.Tensor:
         """(N, K) int8, or float8 as it is."""
@@ -213,7 +236,8 @@ class Quantized(NamedTuple):
 class PackedWeight(NamedTuple):
     """A weight as kernels take it, its numbers as 32-bit words with scales and zeros in one argument.
 
-    words: int32 (N, K / 4), of 4-bit numbers (N, K / 8); scales, zeros: as of `Quantized`. None: no such weight.
+    words: int32 (N, K / 4), of 4-bit numbers (N, K / 8); scales, zeros: as of `Quantized`, exponents as uint8. None: no
+    such weight.
     """
 
     words: torch.Tensor | None = None
@@ -222,7 +246,24 @@ class PackedWeight(NamedTuple):
 
     @classmethod
     def of(cls, weight: Quantized | None) -> "PackedWeight":
-        return cls() if weight is None else cls(weight.data.view(torch.int32), weight.scales, weight.zeros)
+        return cls() if weight is None else cls(weight.data.view(torch.int32), scale_bits(weight), weight.zeros)
+
+
+def scale_bits(weight: Quantized) -> torch.Tensor:
+    """The scales as kernels read them."""
+    return weight.scales if weight.float_scales is not None else weight.scales.view(torch.uint8)
+
+
+def mxfp4_weight(weight: torch.Tensor) -> Quantized:
+    """weight (N, K), K a multiple of 32, in MXFP4: exactly where it came from that, or can, else cut towards 0.
+
+    The largest number of a group has the largest exponent there is: so all that another scale allows is allowed.
+    """
+    groups = weight.float().unflatten(1, (-1, MX_GROUP))
+    exponents = (torch.frexp(groups.abs().amax(2)).exponent - 3).clamp(-126, 127 - E2M1_SHIFT)
+    numbers = groups * ((127 - exponents) << 23).view(torch.float32)[..., None]
+    scales = (exponents + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
+    return Quantized(MXFP4.pack(numbers.flatten(1)), scales, None, MXFP4)
 
 
 def quantize_weight(weight: torch.Tensor, dtype: torch.dtype, group: int = 0, zeros: bool = False) -> Quantized:

@@ -65,7 +65,7 @@ class ExpertsChooser(Choices):
         stack = weights.gate_up
         stored = "rows" if weights.by_rows[0] else "columns"
         if isinstance(stack, Quantized):
-            stored = f"{str(stack.data.dtype)[6:]}x{stack.scales.shape[1]}{'' if stack.zeros is None else ' zeros'}"
+            stored = f"{stack.format.name}x{stack.scales.shape[1]}{'' if stack.zeros is None else ' zeros'}"
         kind = f"{str(x.dtype)[6:]} {stored}{' interleaved' if weights.interleaved else ''}"
         key = f"{power_of_two(tokens)}x{chosen}x{many}x{weights.inner}x{weights.hidden} {kind}"
         choice, likely = self.choices.get(key), likely_way(tokens, chosen, many, itemsize_of(x.dtype, weights))

@@ -8,7 +8,7 @@ that the host waits for, so that a CUDA graph can hold it.
 import torch
 import torch.nn.functional as F
 
-from accel_kernels.gemm.quantized_weight import Quantized, quantize_weight
+from accel_kernels.gemm.quantized_weight import Quantized, mxfp4_weight, quantize_weight
 from accel_kernels.moe.weights import ExpertWeights, Gating
 from accel_kernels.op import contiguous_reason, dtype_reason, make_op, random_cases
 
@@ -54,7 +54,7 @@ def supports(x, index, shares, weights) -> str | None:
     for tensor in (index, *stacks):
         if tensor.device != x.device:
             return f"tensors on {x.device} and {tensor.device}"
-    scales = [one.scales for one in (weights.gate_up, weights.down) if isinstance(one, Quantized)]
+    scales = [one.float_scales for one in (weights.gate_up, weights.down) if isinstance(one, Quantized)]
     return dtype_reason(x, shares, *scales, weights.gate_up_bias, weights.down_bias)
 
 
@@ -64,11 +64,12 @@ CLAMPED = Gating("silu", 1.702, 1.5, 1.0)
 @random_cases
 def _case(rand, tokens, experts, chosen, hidden, inner, gating=None, *, transposed=False, interleaved=False, bias=False,
           quantized=None):  # fmt: skip
-    """quantized: what `quantize_weight` takes besides a weight, or None."""
+    """quantized: what `quantize_weight` takes besides a weight, "mxfp4", or None."""
 
     def stack(outputs, inputs):
         if quantized is not None:
-            return quantize_weight(rand(experts * outputs, inputs, spread=inputs**-0.5), *quantized)
+            full = rand(experts * outputs, inputs, spread=inputs**-0.5)
+            return mxfp4_weight(full) if quantized == "mxfp4" else quantize_weight(full, *quantized)
         if transposed:
             return rand(experts, inputs, outputs, spread=inputs**-0.5).transpose(1, 2)
         return rand(experts, outputs, inputs, spread=inputs**-0.5)
@@ -83,6 +84,7 @@ def _case(rand, tokens, experts, chosen, hidden, inner, gating=None, *, transpos
 
 
 INT8, INT4, FP8 = {"quantized": (torch.int8,)}, {"quantized": (torch.int32, 32)}, {"quantized": (torch.float8_e4m3fn,)}
+MXFP4 = {"gating": CLAMPED, "interleaved": True, "bias": True, "quantized": "mxfp4"}
 INT8_ZEROS = {"quantized": (torch.int8, 0, True)}
 GPT_OSS = {"gating": CLAMPED, "transposed": True, "interleaved": True, "bias": True}
 UNGATED = Gating("relu2", gated=False)
@@ -110,12 +112,14 @@ CASES = (
     _case("int4-zeros", 2, 3, 2, 96, 64, CLAMPED, bias=True, small=True, quantized=(torch.int32, 32, True)),
     _case("int4-rows", 1, 3, 2, 72, 40, small=True, quantized=(torch.int32,)),
     _case("fp8", 2, 4, 2, 72, 40, small=True, **FP8),
+    _case("mxfp4", 1, 3, 1, 1056, 32, small=True, **MXFP4),
     _case("grouped-int8", 19, 4, 2, 72, 40, small=True, **INT8),
     _case("grouped-int8-zeros", 17, 3, 2, 72, 40, CLAMPED, interleaved=True, bias=True, small=True, **INT8_ZEROS),
     _case("grouped-int4", 18, 3, 2, 96, 64, small=True, **INT4),
     _case("grouped-int4-zeros", 17, 3, 1, 160, 32, CLAMPED, bias=True, small=True, quantized=(torch.int32, 32, True)),
     _case("grouped-int4-rows", 17, 3, 1, 72, 40, interleaved=True, small=True, quantized=(torch.int32,)),
     _case("grouped-fp8", 17, 4, 2, 72, 40, small=True, **FP8),
+    _case("grouped-mxfp4", 17, 3, 1, 160, 32, small=True, **MXFP4),
     _case("grouped-64", 300, 8, 2, 512, 384),
     _case("grouped-128", 1000, 8, 2, 384, 520),
     _case("grouped-64-gpt-oss", 300, 8, 2, 520, 360, **GPT_OSS),
@@ -136,6 +140,8 @@ CASES = (
     _case("qwen3-moe-32-int8", 32, 128, 8, 2048, 768, **INT8),
     _case("qwen3-moe-32-fp8", 32, 128, 8, 2048, 768, **FP8),
     _case("qwen3-moe-32-int4", 32, 128, 8, 2048, 768, quantized=(torch.int32, 128)),
+    _case("gpt-oss-20b-mxfp4", 1, 32, 4, 2880, 2880, **MXFP4),
+    _case("gpt-oss-20b-512-mxfp4", 512, 32, 4, 2880, 2880, **MXFP4),
     _case("gpt-oss-20b-64", 64, 32, 4, 2880, 2880, **GPT_OSS),
     _case("gpt-oss-20b-512", 512, 32, 4, 2880, 2880, **GPT_OSS),
 )  # fmt: skip

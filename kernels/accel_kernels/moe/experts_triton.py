@@ -10,7 +10,8 @@ import torch
 
 from accel_kernels.device import multiprocessors, programmatic, shared_memory, upcast
 from accel_kernels.gemm.quantized.dequantize import dequantize
-from accel_kernels.gemm.quantized_weight import PackedWeight, Quantized
+from accel_kernels.gemm.quantized.operands.unpacking_triton import unpack_mode
+from accel_kernels.gemm.quantized_weight import MXFP4, PackedWeight, Quantized, scale_bits
 from accel_kernels.moe.chooser import itemsize_of, likely_way
 from accel_kernels.moe.gemv_triton import expert_down_kernel, expert_up_kernel
 from accel_kernels.moe.grouped_triton import group_kernel, grouped_down_kernel, grouped_up_kernel, shared_sum_kernel
@@ -20,6 +21,7 @@ from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch, warming_up
 
 ROWS, COLUMNS, WARPS = 4, 1024, 4  # of a weight stored by rows to a program and step of the GEMV
+MX_ROWS, MX_GROUPS = 8, 32  # of one in MXFP4: two rows to a warp, a group to a lane
 OUTPUTS, ALONG = 4, 2048  # of its second product: rows, and bytes of each, to a step
 BLOCK = 8192  # weights of a transposed one, likewise
 ACROSS = (16, 32)  # neighboring outputs of it: few to fill the GPU, or 64 bytes of each input's
@@ -174,7 +176,11 @@ def _gating(weights) -> dict:
 
 def packed(stack: torch.Tensor | Quantized) -> PackedWeight:
     """A stack as kernels take it; numbers of 8 bits stay such."""
-    return PackedWeight(*stack[:3]) if isinstance(stack, Quantized) else PackedWeight(stack)
+    return (
+        PackedWeight(stack.data, scale_bits(stack), stack.zeros)
+        if isinstance(stack, Quantized)
+        else PackedWeight(stack)
+    )
 
 
 def _numbers(stack: torch.Tensor | Quantized) -> dict:
@@ -191,10 +197,17 @@ def _shape(stack: torch.Tensor | Quantized, by_rows: bool, pairs: int, columns: 
     """
     if not by_rows:
         across = columns or _across(stack.shape[1] // products, pairs, stack.device)
-        return {"BLOCK_N": across, "BLOCK_K": BLOCK // (products * across), "num_warps": WARPS}
+        return {"BLOCK_N": across, "BLOCK_K": BLOCK // (products * across), "UNPACK_MODE": None, "num_warps": WARPS}
+    if isinstance(stack, Quantized) and stack.format is MXFP4:
+        return {
+            "BLOCK_N": MX_ROWS,
+            "BLOCK_K": MX_GROUPS,
+            "UNPACK_MODE": unpack_mode(stack.data.dtype),
+            "num_warps": WARPS,
+        }
     numbers = _numbers(stack)
     words = power_of_two(numbers["K"] // numbers["UNIT"])
-    return {"BLOCK_N": ROWS, "BLOCK_K": min(COLUMNS, words), "num_warps": WARPS}
+    return {"BLOCK_N": ROWS, "BLOCK_K": min(COLUMNS, words), "UNPACK_MODE": None, "num_warps": WARPS}
 
 
 def _stages(tile: Tile, columns: int, device: torch.device) -> int:

@@ -1,7 +1,8 @@
 """Few tokens: gates and ups of every choice, then downs, summed over a token's choices; on the CUDA cores.
 
 Every choice reads its expert's weights for itself. Weights stored by rows are multiplied a few rows at a time, see also
-`rows_triton.py`. Weights stored transposed are multiplied a few columns at a time, while the next inputs are loaded.
+`rows_triton.py` and, of MXFP4, `mxfp4_triton.py`. Weights stored transposed are multiplied a few columns at a time,
+while the next inputs are loaded.
 
 On who may start early, see `grouped_triton.py`. UNIT, GROUPS: see `quantized_products_triton.py`.
 """
@@ -10,6 +11,7 @@ import triton
 import triton.language as tl
 
 from accel_kernels.moe.gating_triton import apply_gating, gate_and_up_rows
+from accel_kernels.moe.mxfp4_triton import mxfp4_sums
 from accel_kernels.moe.quantized_products_triton import quantized_dot, scaled, shifted
 from accel_kernels.moe.rows_triton import expert_of
 
@@ -18,8 +20,10 @@ from accel_kernels.moe.rows_triton import expert_of
 def expert_up_kernel(
     x_ptr, index_ptr, weight, bias_ptr, h_ptr, chosen, experts, inner,
     K: tl.constexpr, UNIT: tl.constexpr, GROUPS: tl.constexpr, GATING: tl.constexpr, INTERLEAVED: tl.constexpr,
-    TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNPACK_MODE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    """UNPACK_MODE: of MXFP4, of which BLOCK_K counts groups; None of what else there is."""
     choice = tl.program_id(1).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -67,6 +71,10 @@ def expert_up_kernel(
             if bias_ptr is not None:
                 gate += tl.load(bias_ptr + n_idx, mask=n_mask, other=0.0).to(tl.float32)
                 up += tl.load(bias_ptr + inner + n_idx, mask=n_mask, other=0.0).to(tl.float32)
+    elif UNPACK_MODE is not None:
+        gate_row, up_row = gate_and_up_rows(expert, n_idx, inner, INTERLEAVED, PRODUCTS)
+        up, gate = mxfp4_sums(x_ptr, weight, up_row, gate_row, K, PRODUCTS == 2, BLOCK_K, UNPACK_MODE)
+        gate, up = shifted(gate, bias_ptr, gate_row), shifted(up, bias_ptr, up_row)
     else:
         gate_row, up_row = gate_and_up_rows(expert, n_idx, inner, INTERLEAVED, PRODUCTS)
         gate_sum = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
@@ -120,7 +128,7 @@ def sum_across(x_ptr, place, n_mask, k_idx, outputs, PRODUCTS: tl.constexpr, K: 
 def expert_down_kernel(
     h_ptr, index_ptr, weight, bias_ptr, y_ptr, experts, hidden,
     K: tl.constexpr, UNIT: tl.constexpr, GROUPS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    UNPACK_MODE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of one choice, a weight in fewer bits, or a transposed one; y: (pairs, hidden), fp32, for `shared_sum_kernel`."""
     choice = tl.program_id(1).to(tl.int64)
@@ -134,6 +142,13 @@ def expert_down_kernel(
         y = sum_across(h_ptr, w_ptr + n_idx[None, :], n_mask, k_idx, hidden, 1, K, PDL)
         if bias_ptr is not None:
             y += tl.load(bias_ptr + expert * hidden + n_idx, mask=n_mask, other=0.0).to(tl.float32)
+    elif UNPACK_MODE is not None:
+        row = expert * hidden + tl.minimum(n_idx, hidden - 1)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        y, _ = mxfp4_sums(h_ptr, weight, row, row, K, False, BLOCK_K, UNPACK_MODE)
+        y = shifted(y, bias_ptr, row)
     else:
         row = expert * hidden + tl.minimum(n_idx, hidden - 1)
         acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)

@@ -2,18 +2,21 @@
 
 weight: a `PackedWeight` whose words are numbers of 8 bits, or int32 with eight of 4 bits each. UNIT: numbers to a word.
 GROUPS: scales to a row of the weight. Whole numbers of up to 8 bits, with zero points too, and float8 are exact in 16
-bits. Where a row has one scale, it multiplies the sum; scales of groups multiply the numbers before they are rounded.
+bits, as are those of MXFP4, whose scales are bytes. Where a row has one scale, it multiplies the sum; scales of groups
+multiply the numbers before they are rounded.
 """
 
 import triton
 import triton.language as tl
+
+from accel_kernels.gemm.quantized.operands.unpacking_triton import e2m1, wide_scale
 
 
 @triton.jit
 def scaled(y, weight, row, GROUPS: tl.constexpr):
     """Sums (.., N) times the scales of these rows (N,) of the weight, where each has one."""
     if GROUPS == 1:
-        y *= tl.load(weight.scales + row).to(tl.float32)
+        y *= wide_scale(tl.load(weight.scales + row))
     return y
 
 
@@ -77,29 +80,32 @@ def add_quantized(
         zero = tl.load(weight.zeros + group, mask=mask, other=0).to(tl.float32)
     scale = 1.0
     if GROUPS > 1:
-        scale = tl.load(weight.scales + group, mask=mask, other=0.0).to(tl.float32)
+        scale = wide_scale(tl.load(weight.scales + group, mask=mask, other=0))
     if UNIT == 1:
         acc = tl.dot(x, ((w.to(tl.float32) - zero) * scale).to(x.dtype), acc, input_precision="ieee")
     else:
         x0, x1 = tl.split(tl.reshape(x, (x.shape[0], UNITS, 2, 2, 2)))
-        acc = add_halves(acc, x0, w, zero, scale, 0)
-        acc = add_halves(acc, x1, w, zero, scale, 1)
+        MX: tl.constexpr = weight.scales.dtype.element_ty == tl.uint8
+        acc = add_halves(acc, x0, w, zero, scale, MX, 0)
+        acc = add_halves(acc, x1, w, zero, scale, MX, 1)
     return acc
 
 
 @triton.jit
-def add_halves(acc, x, w, zero, scale, place: tl.constexpr):
+def add_halves(acc, x, w, zero, scale, MX: tl.constexpr, place: tl.constexpr):
     """x: (M, units, 2, 2), the inputs at places place, place + 2, place + 4 and place + 6 of the words."""
     x0, x1 = tl.split(x)
     a, b = tl.split(x0)
     c, d = tl.split(x1)
-    acc = tl.dot(a, four_bits(w, zero, scale, place).to(a.dtype), acc, input_precision="ieee")
-    acc = tl.dot(b, four_bits(w, zero, scale, place + 4).to(b.dtype), acc, input_precision="ieee")
-    acc = tl.dot(c, four_bits(w, zero, scale, place + 2).to(c.dtype), acc, input_precision="ieee")
-    return tl.dot(d, four_bits(w, zero, scale, place + 6).to(d.dtype), acc, input_precision="ieee")
+    acc = tl.dot(a, four_bits(w, zero, scale, MX, place).to(a.dtype), acc, input_precision="ieee")
+    acc = tl.dot(b, four_bits(w, zero, scale, MX, place + 4).to(b.dtype), acc, input_precision="ieee")
+    acc = tl.dot(c, four_bits(w, zero, scale, MX, place + 2).to(c.dtype), acc, input_precision="ieee")
+    return tl.dot(d, four_bits(w, zero, scale, MX, place + 6).to(d.dtype), acc, input_precision="ieee")
 
 
 @triton.jit
-def four_bits(words, zero, scale, place: tl.constexpr):
+def four_bits(words, zero, scale, MX: tl.constexpr, place: tl.constexpr):
     """The numbers at one place of the words, scaled."""
+    if MX:
+        return e2m1(words, place) * scale
     return (((words >> (4 * place)) & 15).to(tl.float32) - 8.0 - zero) * scale

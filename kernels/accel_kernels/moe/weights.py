@@ -132,7 +132,7 @@ def _quantized_reason(weights: ExpertWeights) -> str | None:
         return "one stack of two is quantized"
     if up.shape[0] != weights.experts * weights.wide or down.shape[0] % weights.hidden:
         return f"stacks that do not fit: {up.shape} and {down.shape}, all experts in one"
-    if up.data.dtype != down.data.dtype or (up.zeros is None) != (down.zeros is None):
+    if up.format != down.format or (up.zeros is None) != (down.zeros is None):
         return "stacks of different numbers"
     for one in (up, down):
         if one.format.bits == 8 and one.scales.shape[1] > 1:

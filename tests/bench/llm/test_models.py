@@ -39,6 +39,7 @@ PUBLISHED = {
     "qwen3-30b-a3b": 30532.1,
     "mixtral-8x7b": 46702.8,
     "gpt-oss-20b": 20914.8,
+    "gpt-oss-20b-mxfp4": 20914.8,
 }
 
 

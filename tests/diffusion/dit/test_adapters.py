@@ -16,7 +16,7 @@ from benchmarks.models.tiny_denoisers import DITS, given, transformer
 from support.compatibility.diffusers_calls import inputs
 from support.compatibility.tiny_diffusers_models import build
 from support.compatibility.transformer_pair import FLUX, ROUNDING, SD3, WAN, alike, first
-from support.diffusion.library_formats import FORMATS, quantized
+from support.diffusion.library_formats import FORMATS, READ, quantized
 from support.diffusion.outputs import in_dtype
 
 peft = pytest.importorskip("peft")
@@ -294,7 +294,7 @@ def test_blocks_of_one_kind_share_a_plan_and_copies_make_their_own(quantized_pai
 @pytest.mark.parametrize("pair", [FLUX], indirect=True)
 def test_formats_of_other_libraries_are_called_inside_of_fused_blocks(format, pair, monkeypatch):
     plain = pair.agree()
-    if format == "torchao-int8":  # it rounds its products, and then scales them; read as it lies the weight is rounded
+    if format in READ:  # it rounds its products, and then scales them; read as it lies the weight is rounded
         monkeypatch.setitem(ROUNDING, FLUX, 2**-6)
     pair.inputs = in_dtype(pair.inputs, torch.bfloat16)
     pair.change(lambda model: quantized(model, format, torch.bfloat16))

@@ -43,7 +43,7 @@ def test_one_graph_for_every_routing(name):
 @pytest.mark.parametrize(
     ("name", "tile"),
     [
-        *((name, GEMV) for name in ("several", "gpt-oss", "transposed", "int8", "int4")),
+        *((name, GEMV) for name in ("several", "gpt-oss", "transposed", "int8", "int4", "mxfp4")),
         *(("several", "16"), ("int8", "16"), ("grouped-64", "64"), ("grouped-64", "128/64")),
     ],
 )
@@ -80,7 +80,7 @@ def test_every_tile_gives_the_same(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["int8", "int8-zeros", "int4-zeros", "grouped-int4-rows", "fp8"])
+@pytest.mark.parametrize("name", ["int8", "int8-zeros", "int4-zeros", "grouped-int4-rows", "mxfp4", "grouped-mxfp4"])
 def test_written_out_first_gives_the_same(name, dtype):
     args = given(name, dtype)
     wanted = experts.reference(*args)

@@ -1,11 +1,13 @@
 """Quantized weights on a GPU: memory is really saved and given back, graphs hold, results are those of the weights."""
 
 import copy
+from itertools import product
 
 import pytest
 import torch
 
 import accel
+from accel.bench.llm.models import round_to_mxfp4
 from accel.quantization.experts import QuantizedExperts
 from support.device_memory import allocated
 from support.llm.families import make, padded, prompt
@@ -186,12 +188,13 @@ def test_experts_in_graphs_of_prompts_and_steps_token_for_token(name, weights):
     assert {"1x1", "40x1", "96x1"} <= captured, accel.report(ours)
 
 
-@pytest.mark.parametrize("weights", SCHEMES)
-@pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
+@pytest.mark.parametrize(("name", "weights"), [*product(["mixtral", "gpt-oss"], SCHEMES), ("gpt-oss", None)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_each_expert_is_as_near_to_the_truth_as_stock(name, weights, dtype):
     """For tokens that are multiplied one by one, grouped, and by experts written out first."""
     stock = mixture(name, dtype, hidden_size=256, intermediate_size=512).cuda()
+    if weights is None:  # packed by default
+        round_to_mxfp4(stock)
     ours = accel.optimize(copy.deepcopy(stock), weights=weights)
     theirs, truth = rounded(stock, ours), rounded(stock, ours, torch.float32)
     path, module = next(iter(of_experts(ours).items()))
@@ -221,6 +224,26 @@ def test_a_prompt_of_rounded_experts_takes_the_way_that_was_fastest():
         own, mine = torch.stack(errors).median(0).values  # a router may choose otherwise by rounding
         assert mine <= 2 * own, f"{length} tokens"
     assert accel.report(ours).fallbacks == []
+
+
+def test_experts_that_came_in_mxfp4():
+    """Packed by default: memory falls, graphs hold, tokens are those of the plain weights, which come back."""
+    start = allocated()
+    model = mixture("gpt-oss", hidden_size=512, intermediate_size=1056, max_position_embeddings=1024).cuda()
+    round_to_mxfp4(model)
+    stock, size = copy.deepcopy(model).cpu(), allocated() - start
+    accel.optimize(model, graphs=True)
+    assert {type(one) for one in of_experts(model).values()} == {QuantizedExperts}
+    assert allocated() - start < 0.5 * size
+    theirs = copy.deepcopy(stock).cuda()
+    for rows, length in ((1, 12), (1, 300), (40, 9)):
+        for seed in range(3):  # eager, capture, replay
+            ids = prompt(rows, length, seed).cuda()
+            same(generate(model, ids, None), generate(theirs, ids, None), 4e-5)
+    assert accel.report(model).fallbacks == [] and accel.verify(model).passed
+    accel.restore(model)
+    for one, other in zip(model.parameters(), stock.parameters(), strict=True):
+        assert torch.equal(one.cpu().view(torch.int32), other.view(torch.int32))
 
 
 def test_moved_after_it_was_quantized():

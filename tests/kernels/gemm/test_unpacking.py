@@ -12,10 +12,11 @@ import torch
 pytest.importorskip("triton")
 
 import triton.language as tl
-from accel_kernels import quantized_linear
+from accel_kernels import experts, quantized_linear
 from accel_kernels.gemm.quantized import gemv_triton, skinny_triton
 from accel_kernels.gemm.quantized.operands import unpacking_triton as unpacking
-from accel_kernels.gemm.quantized_weight import unpack
+from accel_kernels.gemm.quantized_weight import E2M1_SHIFT, unpack
+from accel_kernels.moe import experts_triton
 from triton.runtime.interpreter import TensorHandle
 
 from support.everything import EVERYTHING
@@ -89,6 +90,10 @@ def run(text: str, outputs: int, *inputs: np.ndarray) -> list[np.ndarray]:
             result = args[0]
         elif kind[0] == "xor":
             result = args[0] ^ args[1]
+        elif kind[0] == "and":
+            result = args[0] & args[1]
+        elif kind[0] == "shl":
+            result = args[0] << args[1]
         elif kind[0] == "shr":
             result = args[0] >> args[1]
         elif kind[0] == "mul":
@@ -157,6 +162,15 @@ def test_planes_of_nibbles_exceed_the_numbers_by_what_is_said():
     torch.testing.assert_close(found, numbers(given, "int4"), rtol=0, atol=15 / 2**16)
 
 
+def test_planes_of_mxfp4_are_a_power_of_two_off():
+    given = words()
+    made = run(unpacking.E2M1_PLANES.value, 8, given)
+    found = torch.stack([floats(bits, torch.float32) for bits in made], 1) * 2.0**E2M1_SHIFT
+    levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    wanted = torch.cat([levels, -levels])[(unpack(torch.from_numpy(given.view(np.int32).copy())[:, None]) + 8).int()]
+    assert torch.equal(found, wanted) and torch.equal(found.signbit(), wanted.signbit())
+
+
 def interpreted(text, constraints, args, dtype, is_pure, pack):
     """tl.inline_asm_elementwise for the interpreter, which holds bf16 as its bits."""
     assert constraints.count("=") == len(dtype) and len(constraints.split(",")) == len(dtype) + len(args)
@@ -174,6 +188,7 @@ def interpreted(text, constraints, args, dtype, is_pure, pack):
 # Every second case of a format, in either dtype by turns; ACCEL_TEST_EVERYTHING=1 runs each in both.
 FORMATS = [[case for case in quantized_linear.cases if case.small and case.name.startswith(format)]
            for format in ("int8", "int4", "fp8")]  # fmt: skip
+FORMATS.append([case for case in experts.cases if case.small and "mxfp4" in case.name])
 CASES = [
     pytest.param(case, dtype, id=f"{case.name}-{dtype}")
     for cases in FORMATS
@@ -188,7 +203,7 @@ CASES = [
 @pytest.mark.share(3)
 def test_kernels_around_the_ptx_are_as_good_as_torch(case, dtype, as_good_as_torch, monkeypatch):
     monkeypatch.setattr(tl, "inline_asm_elementwise", interpreted)
-    for kernels in (gemv_triton, skinny_triton):
+    for kernels in (gemv_triton, skinny_triton, experts_triton):
         monkeypatch.setattr(kernels, "unpack_mode", lambda dtype: "rough" if dtype == torch.bfloat16 else "exact")
     args, kwargs = case.make(torch.device("cpu"), dtype)
-    as_good_as_torch(quantized_linear, args, kwargs, dtype)
+    as_good_as_torch(quantized_linear if case in quantized_linear.cases else experts, args, kwargs, dtype)

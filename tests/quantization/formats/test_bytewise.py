@@ -177,7 +177,9 @@ def test_a_checkpoint(tmp_path, monkeypatch):
 def test_formats_of_other_libraries(format, dtype):
     FORMATS[format](layer := nn.Sequential(nn.Linear(96, 70).to(dtype)))
     held = stored_weight(layer[0]).weight
-    assert torch.equal(held.dequantized(dtype), layer[0].weight.dequantize())
+    own = layer[0].weight
+    wanted = F.linear(torch.eye(96, dtype=dtype), own).t() if "int4" in format else own.dequantize()
+    assert torch.equal(held.dequantized(dtype), wanted)
     model, stock = (make("llama-biases", torch.float32, intermediate_size=160) for _ in range(2))
     FORMATS[format](model)
     FORMATS[format](stock)
@@ -194,6 +196,15 @@ def test_formats_of_other_libraries(format, dtype):
 def test_formats_that_run_their_own_forward(format):
     FORMATS[format](layer := nn.Sequential(nn.Linear(96, 70)))
     assert stored_weight(layer[0]) is None
+
+
+def test_tiles_of_torchao_are_named():
+    kinds = pytest.importorskip("torchao.quantization.quantize_.workflows", reason="needs torchao: make test-formats")
+    linear = nn.Linear(1024, 64, bias=False)
+    tiles, beside = torch.zeros(8, 8, 32, 4, dtype=torch.int32), torch.zeros(32, 64, 2, dtype=torch.bfloat16)
+    held = kinds.Int4TilePackedTo4dTensor(tiles, beside, [1, 32], linear.weight.shape)
+    linear.weight = nn.Parameter(held, requires_grad=False)
+    assert read_stored(linear) == "its weight is a Int4TilePackedTo4dTensor"
 
 
 def test_formats_are_kept_where_they_are_saved(tmp_path):

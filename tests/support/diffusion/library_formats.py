@@ -16,6 +16,29 @@ def by_torchao(kind):
     return quantize
 
 
+def torchao_int4(model):
+    """By the tensor's constructor: torchao makes it by the package mslk, and multiplies it so."""
+    kinds = pytest.importorskip("torchao.quantization.quantize_.workflows", reason="needs torchao: make test-formats")
+    for linear in [one for one in model.modules() if type(one) is nn.Linear and one.in_features % 32 == 0]:
+        groups = linear.weight.detach().unflatten(1, (-1, 32))
+        least = groups.amin(-1)
+        scale = (groups.amax(-1) - least) / 15
+        numbers = ((groups - least[..., None]) / scale[..., None]).round().clamp(0, 15).flatten(1).to(torch.int8) - 8
+        packed = numbers[:, ::2] & 15 | numbers[:, 1::2] << 4
+        beside = [one.t().contiguous() for one in (scale, least + 8 * scale)]
+        held = kinds.Int4Tensor(packed, *beside, [1, 32], linear.weight.shape)
+        linear.weight = nn.Parameter(held, requires_grad=False)
+    if not hasattr(torch.ops.mslk, "bf16i4bf16_rowwise"):
+        torch.library.define("mslk::bf16i4bf16_rowwise", "(Tensor x, Tensor w, Tensor scale, Tensor zero) -> Tensor")
+        torch.library.impl("mslk::bf16i4bf16_rowwise", "default", _int4_product)
+
+
+def _int4_product(x, data, scale, zero):
+    numbers = torch.stack([data << 4 >> 4, data >> 4], -1).flatten(1).unflatten(1, (len(scale), -1)).float()
+    weight = numbers * scale.t().float()[..., None] + zero.t().float()[..., None]
+    return x @ weight.flatten(1).to(x.dtype).t()
+
+
 def by_quanto(weights):
     def quantize(model):
         quanto = pytest.importorskip("optimum.quanto", reason="needs optimum-quanto: make test-formats")
@@ -40,13 +63,14 @@ def by_bitsandbytes(model):
 FORMATS = {
     "torchao-int8": by_torchao("Int8WeightOnlyConfig"),
     "torchao-int8-int8": by_torchao("Int8DynamicActivationInt8WeightConfig"),
+    "torchao-int4": torchao_int4,
     "torchao-float8": by_torchao("Float8WeightOnlyConfig"),
     "quanto-int8": by_quanto("qint8"),
     "quanto-float8": by_quanto("qfloat8"),
     "quanto-int4": by_quanto("qint4"),
     "bitsandbytes-nf4": by_bitsandbytes,
 }
-READ = {"torchao-int8", "torchao-float8", "quanto-int8", "quanto-float8"}  # where they lie
+READ = {"torchao-int8", "torchao-int4", "torchao-float8", "quanto-int8", "quanto-float8"}  # where they lie
 
 
 def quantized(model, format, dtype):

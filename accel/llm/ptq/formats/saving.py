@@ -127,8 +127,8 @@ def _stacks(written: dict[str, torch.Tensor], mixtures: dict[str, QuantizedExper
             parts = (written.pop(f"{path}.{name}_{part}", None) for part in WEIGHT_PARTS)
             stack = module.written(name, module.read(name, *parts), module.dtype).contiguous()
             found[f"{path}.{name}"] = stack.cpu()
-    if found:
-        _warn(STACKED, "stacks of experts", list(found))
+    if rounded := [name for name in found if not mixtures[name.rpartition(".")[0]].scheme.exact]:
+        _warn(STACKED, "stacks of experts", rounded)
     return found
 
 

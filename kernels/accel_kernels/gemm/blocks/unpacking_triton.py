@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from accel_kernels.device import interpreted
+from accel_kernels.gemm.blocks.affine_triton import affine
 from accel_kernels.gemm.blocks.block_weight import BlockWeight
 from accel_kernels.gemm.blocks.codebook_triton import codebook
 from accel_kernels.gemm.blocks.ggml_triton import unpack_ggml_blocks
@@ -27,6 +28,8 @@ def unpack_blocks(weight, block, mask, FORMAT: tl.constexpr, COMPUTE: tl.constex
     """
     if FORMAT == "nf4" or FORMAT == "fp4":
         return codebook(weight, block, mask, PLAIN)
+    elif FORMAT == "int4-affine":
+        return affine(weight, block, mask)
     else:
         return unpack_ggml_blocks(weight.data, block, mask, FORMAT, COMPUTE)
 

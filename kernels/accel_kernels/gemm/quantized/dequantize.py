@@ -2,9 +2,10 @@
 
 import torch
 
+from accel_kernels.gemm.blocks.affine import affine_case
 from accel_kernels.gemm.blocks.codebook import codebook_case
 from accel_kernels.gemm.blocks.ggml import GGML, ggml_case
-from accel_kernels.gemm.quantized_weight import quantize_weight
+from accel_kernels.gemm.quantized_weight import mxfp4_weight, quantize_weight
 from accel_kernels.op import FLOATS, dtype_reason, make_op, random_cases
 
 
@@ -24,7 +25,8 @@ def supports(weight, dtype) -> str | None:
 @random_cases
 def _case(rand, n, k, kind, group=0, zeros=False):
     weight = rand(n, k, spread=k**-0.5, mean=0.5 * k**-0.5 if zeros else 0.0)
-    return (quantize_weight(weight, kind, group, zeros), rand.dtype), {}
+    held = mxfp4_weight(weight) if kind == "mxfp4" else quantize_weight(weight, kind, group, zeros)
+    return (held, rand.dtype), {}
 
 
 @random_cases
@@ -41,6 +43,7 @@ CASES = (
     _case("int4-32", 11, 1056, INT4, 32, small=True),
     _case("int4-128-zeros", 3, 1280, INT4, 128, zeros=True, small=True),
     _case("fp8", 6, 104, FP8, small=True),
+    _case("mxfp4", 5, 96, "mxfp4", small=True),
     _case("sdxl-geglu-int8", 10240, 1280, INT8),
     _case("sdxl-qkv-int8", 3840, 1280, INT8),
     _case("sdxl-geglu-fp8", 10240, 1280, FP8),
@@ -48,6 +51,7 @@ CASES = (
     _case("llama-gate-int4", 14336, 4096, INT4, 128),
     _blocks("nf4", 5, 96, codebook_case, "nf4", 32, small=True),
     _blocks("nf4-nested", 9, 1088, codebook_case, "nf4", 64, True, small=True),
+    _blocks("int4-affine", 5, 192, affine_case, 96, small=True),
     _blocks("fp4-over-row-ends", 7, 96, codebook_case, "fp4", 256, small=True),
     *(
         _blocks(name.lower(), 5, 512, ggml_case, name, (torch.float32, torch.float16)[at % 2], small=True)

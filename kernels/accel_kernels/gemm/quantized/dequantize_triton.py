@@ -7,7 +7,8 @@ import triton.language as tl
 from accel_kernels.device import float8_reason
 from accel_kernels.gemm.blocks.block_weight import BlockWeight
 from accel_kernels.gemm.blocks.dequantize_blocks_triton import dequantize_blocks
-from accel_kernels.gemm.quantized.operands.unpacking_triton import factor, unpack_mode
+from accel_kernels.gemm.quantized.operands.unpacking_triton import factor, unpack_mode, wide_scale
+from accel_kernels.gemm.quantized_weight import scale_bits
 from accel_kernels.warmup import launch
 
 BLOCK_N, BYTES, WARPS = 8, 512, 4  # rows, and bytes of a row, of a program
@@ -27,12 +28,12 @@ def dequantize_kernel(
     packed = tl.load(words_ptr + at, mask=inside, other=0)
     numbers = factor(packed[None, :, :], FORMAT, EXACT, UNPACK_MODE).reshape(BLOCK_N, BLOCK_W, PER_WORD).to(tl.float32)
     if GROUPS == 1:
-        scale = tl.load(scales_ptr + row, mask=row < n, other=0.0).to(tl.float32)[:, None, None]
+        scale = wide_scale(tl.load(scales_ptr + row, mask=row < n, other=0.0))[:, None, None]
         if zeros_ptr is not None:
             numbers -= tl.load(zeros_ptr + row, mask=row < n, other=0).to(tl.float32)[:, None, None]
     else:
         group = row[:, None] * GROUPS + (word // WORDS)[None, :]
-        scale = tl.load(scales_ptr + group, mask=inside, other=0.0).to(tl.float32)[:, :, None]
+        scale = wide_scale(tl.load(scales_ptr + group, mask=inside, other=0.0))[:, :, None]
         if zeros_ptr is not None:
             numbers -= tl.load(zeros_ptr + group, mask=inside, other=0).to(tl.float32)[:, :, None]
     values = (numbers * scale).to(y_ptr.dtype.element_ty).reshape(BLOCK_N, BLOCK_W * PER_WORD)
@@ -53,7 +54,7 @@ def dequantize(weight, dtype):
     block, bits = BYTES // 4, float8_reason(weight.data.device, weight.data.dtype) is not None
     launch(
         dequantize_kernel, (triton.cdiv(n, BLOCK_N), triton.cdiv(words, block)),
-        packed, weight.scales, weight.zeros, y, n, words,
+        packed, scale_bits(weight), weight.zeros, y, n, words,
         GROUPS=groups, WORDS=words // groups, PER_WORD=k // words, FORMAT=weight.format.name,
         EXACT=EXACT[weight.format.exact], UNPACK_MODE="plain" if bits else unpack_mode(weight.format.exact),
         BLOCK_N=BLOCK_N, BLOCK_W=block, num_warps=WARPS,

@@ -13,7 +13,7 @@ import triton.language as tl
 from accel_kernels.device import multiprocessors, programmatic
 from accel_kernels.gemm.epilogue_triton import epilogue, store_sum
 from accel_kernels.gemm.fused_linear_triton import Shape
-from accel_kernels.gemm.quantized.operands.unpacking_triton import excess, per_word, planes, unpack_mode
+from accel_kernels.gemm.quantized.operands.unpacking_triton import excess, per_word, planes, unpack_mode, wide_scale
 from accel_kernels.gemm.quantized_weight import PackedWeight
 from accel_kernels.norm.norm import kernel_arguments
 from accel_kernels.sizes import power_of_two
@@ -34,7 +34,7 @@ def _halves(bits, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _vector(ptr, q_idx, K: tl.constexpr, DTYPE: tl.constexpr, PER: tl.constexpr):
+def vector(ptr, q_idx, K: tl.constexpr, DTYPE: tl.constexpr, PER: tl.constexpr):
     """What each place of the words of these quads is multiplied with: PER tensors (quads, 4).
 
     DTYPE: what an int64 of ptr holds four of, read two at a time; None where elements are read one by one.
@@ -76,9 +76,9 @@ def _normed(xs, mean, rstd, norm, q_idx, K: tl.constexpr, DTYPE: tl.constexpr, N
     """The norm of each place, but for the 1 / rms of RMSNorm."""
     ws, bs = xs, xs
     if norm.weight is not None:
-        ws = _vector(norm.weight, q_idx, K, DTYPE, PER)
+        ws = vector(norm.weight, q_idx, K, DTYPE, PER)
     if norm.bias is not None:
-        bs = _vector(norm.bias, q_idx, K, DTYPE, PER)
+        bs = vector(norm.bias, q_idx, K, DTYPE, PER)
     inside = (q_idx[:, None] * 4 + tl.arange(0, 4)[None, :]) * PER < K
     hs = ()
     for place in tl.static_range(PER):
@@ -122,7 +122,7 @@ def _excess_of(hs, FORMAT: tl.constexpr, UNPACK_MODE: tl.constexpr, PER: tl.cons
 
 
 @triton.jit
-def _words(weight, n_row, q_idx, inside, WORDS: tl.constexpr, EVEN: tl.constexpr):
+def quad_words(weight, n_row, q_idx, inside, WORDS: tl.constexpr, EVEN: tl.constexpr):
     """(quads, rows, 4): threads lie along the quads, so that each has the same quad of all rows, and x but once."""
     w_idx = q_idx[:, None, None] * 4 + tl.arange(0, 4)[None, None, :]
     # Compilers order threads by contiguity, and equals as they like: this says quads before rows, words before both.
@@ -146,7 +146,7 @@ def _numbers(weight, n_row, groups, inside, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _products(words, s, z, hs, over, sums, two16, FORMAT: tl.constexpr, GROUPED: tl.constexpr, ZEROS: tl.constexpr,
+def products(words, s, z, hs, over, sums, two16, FORMAT: tl.constexpr, GROUPED: tl.constexpr, ZEROS: tl.constexpr,
               UNPACK_MODE: tl.constexpr, PER: tl.constexpr):  # fmt: skip
     """(quads, rows) sums of weights times h, scaled where scales are by group."""
     numbers = planes(words, two16, FORMAT, UNPACK_MODE)
@@ -160,7 +160,7 @@ def _products(words, s, z, hs, over, sums, two16, FORMAT: tl.constexpr, GROUPED:
     if ZEROS:
         part -= z.to(tl.float32) * sums[:, None]
     if GROUPED:
-        part *= s.to(tl.float32)
+        part *= wide_scale(s)
     return part
 
 
@@ -186,13 +186,13 @@ def quantized_gemv_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     always = tl.full((1, 1, 1), 1, tl.int1)
     # The first weights before the wait: they do not depend on the kernel in front.
-    w = _words(weight, n_row, q_idx, always, WORDS, EVEN)
+    w = quad_words(weight, n_row, q_idx, always, WORDS, EVEN)
     every = tl.full((1, 1), 1, tl.int1)
     groups = tl.minimum(q_idx, QUADS - 1) // GROUP_QUADS
     s, z = _numbers(weight, n_row, groups, every, GROUPS)
     u, t, v = w, s, z
     if GATE:
-        u = _words(up, n_row, q_idx, always, WORDS, EVEN)
+        u = quad_words(up, n_row, q_idx, always, WORDS, EVEN)
         t, v = _numbers(up, n_row, groups, every, GROUPS)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -202,14 +202,14 @@ def quantized_gemv_kernel(
     if NORM == "layer":
         total = tl.zeros((BLOCK_Q,), tl.float32)
         for start in tl.static_range(0, QUADS, BLOCK_Q):
-            total += _sum(_vector(x_ptr, start + q_idx, K, DTYPE, PER), 1, PER)
+            total += _sum(vector(x_ptr, start + q_idx, K, DTYPE, PER), 1, PER)
         mean = tl.sum(total, axis=0) / K
         for start in tl.static_range(0, QUADS, BLOCK_Q):
-            squares += _distances(_vector(x_ptr, start + q_idx, K, DTYPE, PER), mean, start + q_idx, K, PER)
+            squares += _distances(vector(x_ptr, start + q_idx, K, DTYPE, PER), mean, start + q_idx, K, PER)
         rstd = tl.rsqrt(tl.sum(squares, axis=0) / K + norm.eps)
     factor = 1.0
     if WHOLE:  # a program goes through several blocks of rows with the x it has once made
-        xs = _vector(x_ptr, q_idx, K, DTYPE, PER)
+        xs = vector(x_ptr, q_idx, K, DTYPE, PER)
         if NORM == "rms":
             factor = tl.rsqrt(tl.sum(_sum(xs, 2, PER), axis=0) / K + norm.eps)
         hs = xs
@@ -222,17 +222,17 @@ def quantized_gemv_kernel(
             n_row = tl.minimum(n_idx, n - 1).to(tl.int64)
             more = tl.full((1, 1, 1), block + step, tl.int32) < n
             later = tl.minimum(n_idx + step, n - 1).to(tl.int64)
-            next_w = _words(weight, later, q_idx, more, WORDS, EVEN)
+            next_w = quad_words(weight, later, q_idx, more, WORDS, EVEN)
             some = more.reshape(1, 1)
             next_s, next_z = _numbers(weight, later, groups, some, GROUPS)
             next_u, next_t, next_v = next_w, next_s, next_z
             if GATE:
-                next_u = _words(up, later, q_idx, more, WORDS, EVEN)
+                next_u = quad_words(up, later, q_idx, more, WORDS, EVEN)
                 next_t, next_v = _numbers(up, later, groups, some, GROUPS)
-            acc = _products(w, s, z, hs, over, sums, two16, FORMAT, GROUPED, ZEROS, UNPACK_MODE, PER)
+            acc = products(w, s, z, hs, over, sums, two16, FORMAT, GROUPED, ZEROS, UNPACK_MODE, PER)
             acc_u = acc
             if GATE:
-                acc_u = _products(u, t, v, hs, over, sums, two16, FORMAT, GROUPED, ZEROS, UNPACK_MODE, PER)
+                acc_u = products(u, t, v, hs, over, sums, two16, FORMAT, GROUPED, ZEROS, UNPACK_MODE, PER)
             _write(acc, acc_u, factor, n_idx, n, weight, up, after, y_ptr, GROUPED, GATE, ACTIVATION)
             w, s, z, u, t, v = next_w, next_s, next_z, next_u, next_t, next_v
     else:
@@ -243,21 +243,21 @@ def quantized_gemv_kernel(
             next_w, next_s, next_z, next_u, next_t, next_v = w, s, z, u, t, v
             if start + BLOCK_Q < QUADS:
                 later = tl.minimum(at + BLOCK_Q, QUADS - 1) // GROUP_QUADS
-                next_w = _words(weight, n_row, at + BLOCK_Q, always, WORDS, EVEN)
+                next_w = quad_words(weight, n_row, at + BLOCK_Q, always, WORDS, EVEN)
                 next_s, next_z = _numbers(weight, n_row, later, every, GROUPS)
                 if GATE:
-                    next_u = _words(up, n_row, at + BLOCK_Q, always, WORDS, EVEN)
+                    next_u = quad_words(up, n_row, at + BLOCK_Q, always, WORDS, EVEN)
                     next_t, next_v = _numbers(up, n_row, later, every, GROUPS)
-            xs = _vector(x_ptr, at, K, DTYPE, PER)
+            xs = vector(x_ptr, at, K, DTYPE, PER)
             if NORM == "rms":  # a factor of the whole sum: known only when all of x has been seen, and needed then
                 squares += _sum(xs, 2, PER)
             hs = xs
             if NORM != "none":
                 hs = _normed(xs, mean, rstd, norm, at, K, NORM_DTYPE, NORM, PER)
             over, sums = _excess_of(hs, FORMAT, UNPACK_MODE, PER), _sum(hs, 1, PER)
-            acc += _products(w, s, z, hs, over, sums, two16, FORMAT, GROUPED, ZEROS, UNPACK_MODE, PER)
+            acc += products(w, s, z, hs, over, sums, two16, FORMAT, GROUPED, ZEROS, UNPACK_MODE, PER)
             if GATE:
-                acc_u += _products(u, t, v, hs, over, sums, two16, FORMAT, GROUPED, ZEROS, UNPACK_MODE, PER)
+                acc_u += products(u, t, v, hs, over, sums, two16, FORMAT, GROUPED, ZEROS, UNPACK_MODE, PER)
             w, s, z, u, t, v = next_w, next_s, next_z, next_u, next_t, next_v
         if NORM == "rms":
             factor = tl.rsqrt(tl.sum(squares, axis=0) / K + norm.eps)

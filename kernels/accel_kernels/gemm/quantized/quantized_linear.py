@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from accel_kernels.device import float8_reason
+from accel_kernels.gemm.blocks.affine import affine_case
 from accel_kernels.gemm.blocks.codebook import codebook_case
 from accel_kernels.gemm.blocks.ggml import ggml_case
 from accel_kernels.gemm.epilogue import Epilogue
@@ -123,6 +124,10 @@ def _codebook(name, rows, k, n, format="nf4", size=64, *, nested=False, **more):
     return product_case(name, (rows, k), n, weight=lambda full: codebook_case(full, format, size, nested), **more)
 
 
+def _affine(name, rows, k, n, **more):
+    return product_case(name, (rows, k), n, weight=lambda full: affine_case(full, 96), **more)
+
+
 def _ggml(name, rows, k, n, format, compute=torch.float32, **more):
     return product_case(name, (rows, k), n, weight=lambda full: ggml_case(full, format, compute), **more)
 
@@ -198,6 +203,8 @@ CASES = (
     _codebook("nf4-rows-13-256", 13, 768, 77, size=256, nested=True, gate=True, activation="silu", bias=True),
     _ggml("q6_k-rows-5", 5, 512, 33, "Q6_K", residual=True, small=True),
     _ggml("q8_0-half-rows-16", 16, 96, 35, "Q8_0", torch.float16, bias=True, activation="gelu_tanh", small=True),
+    _affine("int4-affine", 1, 192, 37, norm="rms", residual=True, small=True),
+    _affine("int4-affine-rows-3-gate", 3, 96, 21, gate=True, activation="silu", bias=True, small=True),
     _codebook("nf4", 1, 96, 37, size=32, small=True),
     _codebook("fp4-rms", 1, 192, 21, "fp4", norm="rms", residual=True, scale=0.5, small=True),
     _codebook("nf4-nested-gate-bias", 1, 1088, 13, nested=True, norm="gemma", gate=True, bias=True, activation="silu",

@@ -3,9 +3,11 @@
 The GPU converts integers at a quarter of the rate at which it adds, and 4-bit numbers cost a shift and a mask each
 before that. So bits are put where a float of a known exponent keeps its fraction: 0x4300 with n in its lowest bits is,
 as a bfloat16, 128 + n, and one three-input logic operation makes two of them (Kim et al. 2022, "Who Says Elephants
-Can't Run"). What was added is taken off again, of the numbers or of their sum. FORMAT: "int8", "int4" or "fp8", a word
-holding four numbers or eight, the first in the lowest bits. UNPACK_MODE: "plain", arithmetic in place of PTX, for the
-interpreter; "exact"; or "rough", which spends a thousandth of a sum's rounding in bfloat16 on fewer instructions.
+Can't Run"). What was added is taken off again, of the numbers or of their sum. FORMAT: "int8", "int4", "fp8" or
+"mxfp4", a word holding four numbers or eight, the first in the lowest bits. Numbers of MXFP4 are float16's with another
+bias: they come as 2^-14 of what they are, and `wide_scale` is as much larger. UNPACK_MODE: "plain", arithmetic in place
+of PTX, for the interpreter; "exact"; or "rough", which spends a thousandth of a sum's rounding in bfloat16 on fewer
+instructions.
 
 Pairs share a register (see `mma_operands_triton`): numbers 16 bits apart in the word, or neighbors where that takes no
 more instructions.
@@ -149,6 +151,18 @@ INT4_PLANES = tl.constexpr(
     + "\n}"
 )
 
+# Signs and the rest of two numbers, 16 bits apart, go to their places in a pair of float16.
+E2M1_PLANES = tl.constexpr(
+    "{\n.reg .b32 s, t;\n.reg .b16 l, h;\n"
+    + "".join(
+        f"shl.b32 s, $8, {12 - 4 * at};\n{'shl' if at < 3 else 'shr'}.b32 t, $8, {(9, 5, 1, 3)[at]};\n"
+        f"and.b32 t, t, 0x0e000e00;\nlop3.b32 t, s, 0x80008000, t, 0xea;\nmov.b32 {{l, h}}, t;\n"
+        f"cvt.f32.f16 ${at}, l;\ncvt.f32.f16 ${at + 4}, h;\n"
+        for at in range(4)
+    )
+    + "}"
+)
+
 FP8_PLANES = tl.constexpr("{\n.reg .b32 p0, p1;\n" + _FP8_FP16 + "\n" + re.sub(r"\bf(\d),", r"$\1,", _WIDENED) + "\n}")
 
 
@@ -167,10 +181,28 @@ def _plain(words, place: tl.constexpr, FORMAT: tl.constexpr):
         return ((words << (24 - 8 * place)) >> 24).to(tl.float32)
     elif FORMAT == "int4":
         return ((words >> (4 * place)) & 15).to(tl.float32)
+    elif FORMAT == "mxfp4":
+        return e2m1(words, place)
     else:  # by its bits, also for cards that have no float8
         bits = words >> (8 * place)
         value = ((bits & 127) << 20 | (bits & 128) << 24).to(tl.float32, bitcast=True) * SUBNORMAL
         return tl.where((bits & 127) == 127, float("nan"), value)
+
+
+@triton.jit
+def e2m1(words, place: tl.constexpr):
+    """Numbers of MXFP4 at one place of the words, float32."""
+    bits = words >> (4 * place)
+    return ((bits & 7) << 9 | (bits & 8) << 12).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def wide_scale(scale):
+    """A scale in float32; of MXFP4, whose are exponents in uint8, that of `e2m1`."""
+    if scale.dtype == tl.uint8:
+        return ((scale.to(tl.int32) + 14) << 23).to(tl.float32, bitcast=True)
+    else:
+        return scale.to(tl.float32)
 
 
 @triton.jit
@@ -188,6 +220,10 @@ def planes(words, two16, FORMAT: tl.constexpr, UNPACK_MODE: tl.constexpr):
         return tl.inline_asm_elementwise(
             INT4_PLANES, "=f,=f,=f,=f,=f,=f,=f,=f,r,r", [words, two16], dtype=(tl.float32,) * 8, is_pure=True, pack=1
         )
+    elif FORMAT == "mxfp4":
+        return tl.inline_asm_elementwise(
+            E2M1_PLANES, "=f,=f,=f,=f,=f,=f,=f,=f,r", [words], dtype=(tl.float32,) * 8, is_pure=True, pack=1
+        )
     elif FORMAT == "fp8":
         return tl.inline_asm_elementwise(
             FP8_PLANES, "=f,=f,=f,=f,r", [words], dtype=(tl.float32,) * 4, is_pure=True, pack=1
@@ -202,7 +238,7 @@ def planes(words, two16, FORMAT: tl.constexpr, UNPACK_MODE: tl.constexpr):
 @triton.jit
 def factor(words, FORMAT: tl.constexpr, DTYPE: tl.constexpr, UNPACK_MODE: tl.constexpr):
     """Words (S, N, B) of int32 as the numbers they hold, (S, N, B * PER_WORD) in DTYPE, bf16 or fp16, exactly."""
-    if UNPACK_MODE == "plain" or FORMAT == "fp8":
+    if UNPACK_MODE == "plain" or FORMAT == "fp8" or FORMAT == "mxfp4":
         wide = planes(words, 65536, FORMAT, UNPACK_MODE)
         f = ()
         for place in tl.static_range(per_word(FORMAT)):
