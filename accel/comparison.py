@@ -86,9 +86,12 @@ def factor(part: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def named_factor(found: float, dtype: torch.dtype, holders: tuple) -> float | None:
-    """`found` as a number the model holds: 1, or a float among the attributes of `holders`; None for any other."""
-    slack = bound(FORMULA, dtype)
-    return next((value for value in (1.0, *held_floats(holders)) if abs(found - value) <= slack * abs(value)), None)
+    """`found` as a number the model holds: 1, or a float among the attributes of `holders`, or that it divides by; None
+    for any other.
+    """
+    slack, held = bound(FORMULA, dtype), held_floats(holders)
+    known = (1.0, *held, *(1.0 / value for value in held if value))
+    return next((value for value in known if abs(found - value) <= slack * abs(value)), None)
 
 
 def held_floats(holders: tuple) -> list[float]:

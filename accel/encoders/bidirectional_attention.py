@@ -1,59 +1,139 @@
-"""Attention in both directions among the tokens of a call, found by comparing with a record; nothing is stored."""
+"""Attention among the tokens of a call, found by comparing with a record: both ways, in a window, or causal."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import permutations
 from typing import Any
 
 import torch
 from torch import nn
 
 from accel.comparison import agree, factor, named_factor
+from accel.encoders.packing import Packing
+from accel.encoders.position_bias import PositionBias, SeenBias
 from accel.libraries.attention import KNOWN_ARGUMENTS
+from accel.libraries.cache import Cache
 from accel.llm.attention.attention import UnderstoodAttention
-from accel.llm.attention.projections import projections_of, split
+from accel.llm.attention.projections import SEPARATE, projections_of, split
 from accel.llm.attention.rotary import turnings
 from accel.llm.attention.softmax_attention import BoundSoftmaxAttention, Formula, Parts, SoftmaxSpec, normed
-from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record
+from accel.llm.recording.plain_attention import plain_attention
+from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record, Stored
 from accel.patching.fast_forward import Kernels
 
 QUERIES = (3, 77, 5003, 200_003)  # positions of queries whose view is looked at
 MOST = 1 << 17  # how far
 
+PLAIN = {"q_scale": None, "softcap": None, "sinks": None, "slopes": None}  # scores of nothing but products
+
+Reach = tuple[int | None, int | None]
+
+
+@dataclass
+class EncoderRecord(Record):
+    """biases: what embeddings gave for each query and key, so far."""
+
+    biases: list[SeenBias] = field(default_factory=list)
+
+    def bias(self, value: object) -> str | None:
+        """The path of the embedding whose rows this is made of; None for any other."""
+        return next((one.path for one in self.biases if one.is_in(value)), None)
+
 
 @dataclass(frozen=True)
 class BidirectionalSpec(SoftmaxSpec):
-    """reach: how far a token sees to the left and to the right; None for all."""
+    """reach: how far a token sees to the left and to the right, each None for all; None where both are.
+    position_bias: of scores. own_code: it is not known by transformers' interface, but by what it gives alone.
+    """
 
-    reach: tuple[int, int] | None = None
+    reach: Reach | None = None
+    position_bias: PositionBias | None = None
+    own_code: bool = False
 
     @property
     def has_position_bias(self) -> bool:
-        return self.reach is not None
+        return self.reach is not None or self.position_bias is not None
+
+    @property
+    def causal(self) -> bool:
+        return self.reach is not None and self.reach[1] == 0
 
     @classmethod
     def understand(cls, layer: LayerRecord, record: Record) -> UnderstoodAttention:
-        attended, calls = layer.attended, layer.inside(layer.attention)
+        assert isinstance(record, EncoderRecord)
+        attended = layer.attended
         if attended is None:
-            raise NotUnderstood("it does not attend by transformers' interface")
+            return cls._of_own_code(layer, record)
+        bias, calls = None, layer.inside(layer.attention)
         for name, value in attended.options.items():
-            if name not in KNOWN_ARGUMENTS and (isinstance(value, torch.Tensor) or value not in (None, False)):
+            known = name in KNOWN_ARGUMENTS | {"is_causal"}  # the mask shows it
+            if (path := record.bias(value)) is not None:
+                bias = PositionBias(path)
+            elif not known and (isinstance(value, torch.Tensor) or value not in (None, False)):
                 raise NotUnderstood(f"its attention is told {name}")
         if attended.options.get("softcap") or attended.options.get("s_aux") is not None:
             raise NotUnderstood("its scores are capped, or go to sinks")
         functions = [function for mask, function in record.masks if mask is attended.mask]
-        if len(functions) != 1:
+        if len(functions) != 1 and not _hides_nothing(attended.mask):
             raise NotUnderstood("its attention mask is made in a way of its own")
-        fit = cls.first_fit(layer, calls, _formulas(layer, calls, reach_of(functions[0])), None)
+        fields = {"reach": reach_of(functions[0]) if functions else None, "position_bias": bias}
+        fit = cls.first_fit(layer, calls, _formulas(layer, calls, fields), None)
         if fit is None:
             raise NotUnderstood("its attention is of another formula")
         return fit
+
+    @classmethod
+    def _of_own_code(cls, layer: LayerRecord, record: EncoderRecord) -> UnderstoodAttention:
+        """Of a model that does not attend by transformers' interface."""
+        reaches = {reach_of(function) for _, function in record.masks} or {None}
+        if len(reaches) == 1:
+            fields = {"reach": reaches.pop(), "own_code": True}
+            for module in dict.fromkeys(call.parent for call in layer.calls if call.parent is not None):
+                calls = layer.inside(module)
+                for formula in _own_formulas(layer, module, calls, record, fields):
+                    if (fit := cls.first_fit(layer, calls, [formula], None)) is not None:
+                        return fit
+        raise NotUnderstood("its own code attends, by a formula that is not known")
 
     def bind(self, kernels: Kernels, layer: nn.Module, stack: bool) -> "BoundBidirectionalAttention":
         return BoundBidirectionalAttention(kernels, layer, self, stack)
 
 
-def _formulas(layer: LayerRecord, calls: list[Call], reach: tuple[int, int] | None) -> Iterator[Formula]:
+def _hides_nothing(mask: torch.Tensor | None) -> bool:
+    """Whether this is added to scores of all queries alike, and is nothing: no window, however long a text is."""
+    return mask is None or (mask.shape[-2] == 1 and not bool(mask.any()))
+
+
+def _own_formulas(
+    layer: LayerRecord, module: nn.Module, calls: list[Call], record: EncoderRecord, fields: dict
+) -> Iterator[Formula]:
+    """Of three projections of one input, what the module gives back being unknown. Sets what the layer has stored."""
+    flat = [call for call in calls if call.alone and call.made is not None and call.output.held.dim() == 3]
+    numbers = {value for value in vars(module).values() if type(value) is int}
+    given = [value for call in layer.calls if call.module is module for value in (*call.args, *call.kwargs.values())]
+    biases = [(path, value) for value in given if (path := record.bias(value)) is not None]
+    path, bias = biases[0] if biases else (None, None)
+    numbers = numbers if bias is None else {bias.shape[1]}
+    for projections in permutations(flat, 3):
+        q, k, v = (call.output.held for call in projections)
+        same = all(call.input.same(projections[0].input) for call in projections)
+        if not same or not q.shape == k.shape == v.shape:
+            continue
+        width = q.shape[-1]
+        for heads in (one for one in numbers if one > 0 and width % one == 0):
+            by_head = [t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v)]
+            layer.stored = Stored(module, record.layers.index(layer), *by_head[1:])
+            dim = width // heads
+            layout = {"layout": SEPARATE, "heads": heads, "groups": heads, "kv_heads": heads, "dim": dim}
+            none = {"q_norm": None, "k_norm": None, "key_scale": 1.0, "rotary": None, "norms_after": False}
+            for scale in (dim**-0.5, 1.0):
+                more = {"position_bias": None if path is None else PositionBias(path), "scale": scale}
+                got = plain_attention(by_head[0], by_head[1], by_head[2], bias, scaling=scale).flatten(2)
+                yield Formula(projections, layout | none | PLAIN | fields | more, got, None)
+
+
+def _formulas(layer: LayerRecord, calls: list[Call], fields: dict) -> Iterator[Formula]:
     attended = layer.attended
     assert attended is not None
     wanted, told = attended.query.transpose(1, 2), attended.options.get("scaling")
@@ -62,17 +142,18 @@ def _formulas(layer: LayerRecord, calls: list[Call], reach: tuple[int, int] | No
         for turned in turnings(layer, calls, q, k):
             holders = (layer.attention, layer.layer)
             made = turned.queries
-            before = named_factor(factor(made, wanted), q.dtype, holders) if made.shape == wanted.shape else None
+            usual = q.shape[-1] ** -0.5
+            found = factor(made, wanted) if made.shape == wanted.shape else 0.0
+            before = usual if agree(made * usual, wanted) else named_factor(found, q.dtype, holders)
             if turned.fields["norms_after"] or before is None or not agree(made * before, wanted):
                 continue
-            scale = before * (q.shape[-1] ** -0.5 if told is None else told)
-            scores = {"q_scale": None, "scale": scale, "softcap": None, "sinks": None, "slopes": None, "reach": reach}
+            scores = PLAIN | fields | {"scale": before * (usual if told is None else told)}
             yield Formula(projections, layout | turned.fields | scores, attended.output.flatten(2), None)
 
 
-def reach_of(visible: Callable[..., Any]) -> tuple[int, int] | None:
-    """How far a query sees to the left and to the right by a function (row, head, query, key) -> bool; None for all.
-    Raises NotUnderstood for any other view.
+def reach_of(visible: Callable[..., Any]) -> Reach | None:
+    """How far a query sees to the left and to the right by a function (row, head, query, key) -> bool, see
+    `BidirectionalSpec`. Raises NotUnderstood for any other view.
     """
     zero = torch.zeros((), dtype=torch.int64, device="cpu")
     found = set()
@@ -88,15 +169,10 @@ def reach_of(visible: Callable[..., Any]) -> tuple[int, int] | None:
         # Where the view ends with the keys that are looked at, it may go on.
         found.add((None if first == keys[0] else query - first, None if last == keys[-1] else last - query))
     lefts, rights = {left for left, _ in found} - {None}, {right for _, right in found}
-    if rights == {None} and not lefts:
-        return None
-    if len(lefts) != 1 or len(rights) != 1 or None in rights:
-        raise NotUnderstood(
-            "it attends to what is before a token alone" if rights == {0} else "no window that is known"
-        )
-    left, right = lefts.pop(), rights.pop()
-    assert left is not None and right is not None
-    return left, right
+    if len(lefts) > 1 or len(rights) != 1:
+        raise NotUnderstood("its attention mask is no window that is known")
+    reach = next(iter(lefts), None), rights.pop()
+    return None if reach == (None, None) else reach
 
 
 class BoundBidirectionalAttention(BoundSoftmaxAttention):
@@ -119,9 +195,19 @@ class BoundBidirectionalAttention(BoundSoftmaxAttention):
             cos, sin = (one[0] for one in self.angles(step, kwargs))
             given = {"interleaved": rotary.interleaved, "q_norm": q_norm, "k_norm": k_norm}
             q, k = kernels.rotated_heads(q, k, cos, sin, **given)
+        if (cache := next((one for one in kwargs.values() if isinstance(one, Cache)), None)) is not None:
+            cache.update(*(packing.unpack(t, *step.shape).transpose(1, 2) for t in (k, v[0])), spec.index)
         return kernels.packed_attention(
-            q, k, v[0], packing.starts, spec.scale, longest=packing.longest, window=spec.reach, keys=packing.keys
-        )[None]
+            q, k, v[0], packing.starts, spec.scale, longest=packing.longest, keys=packing.keys,
+            bias=step.bias(spec.position_bias), **self._seen(packing),
+        )[None]  # fmt: skip
+
+    def _seen(self, packing: Packing) -> dict[str, Any]:
+        """What of its sequence a token sees, as `accel_kernels.packed_attention` is told."""
+        if self.spec.reach in (None, (None, 0)) and not packing.mirrored:
+            return {"causal": self.spec.reach is not None}
+        left, right = (packing.longest if far is None else far for far in self.spec.reach or (None, None))
+        return {"window": (right, left) if packing.mirrored else (left, right)}
 
     def angles(self, step: Any, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotations of the packed tokens, made once for all layers that share them."""

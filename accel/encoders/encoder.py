@@ -4,6 +4,7 @@ import inspect
 import sys
 import threading
 from functools import partial
+from math import inf
 from types import FrameType
 from typing import Any
 
@@ -13,55 +14,67 @@ from torch import nn
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.runner import GraphRunner
 from accel.cuda_graphs.small_calls import SmallCalls
-from accel.encoders.packing import Packing, padded, unpadded
+from accel.encoders.packing import Packing, Sight, padded, unpadded
+from accel.encoders.recording import layers_in
 from accel.encoders.stack import EncoderLayerForward, EncoderStep
 from accel.errors import Unfit
 from accel.in_flight import CALL
+from accel.libraries.attention import FIELD
 from accel.libraries.hooks import hook_of
 from accel.llm.parts.step import ForwardContext
-from accel.llm.recording.record import is_absent
+from accel.llm.recording.record import NotUnderstood, is_absent
 from accel.patching.fast_forward import FastForward
 from accel.patching.structure import foreign, foreign_hooks, replaced_forward
 
 MASK = "attention_mask"
-TOKENS = {"input_ids", "inputs_embeds", "token_type_ids", "position_ids"}
-OUTPUTS = ("output_attentions", "output_hidden_states")
+TOKENS = {"input_ids", "inputs_embeds", "token_type_ids", "position_ids", "use_cache", "bbox"}
+OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
+CALLS = {*OUTPUTS, "use_cache", "return_dict"}  # of a configuration: what a call may say otherwise
 
 
 class EncoderForward(FastForward):
     """An encoder and its layers. root: the model that it is part of, or itself; blind: whether what that gives does not
     depend on rows of padding behind a text, so that none are computed in its calls. unseen: nor in others, as the user
-    says. shows_mask: the code around the layers is given the mask.
+    says. shows_mask: the code around the layers is given the mask. order: of the layers that it calls, some of them
+    several times. mirrors: see `Sight`. settings: what `told` gave when it was understood.
     """
 
-    renewed = ("seen", "reason", "lock", "sees")
+    renewed = ("seen", "reason", "lock", "sees", "biases")
     root: nn.Module
     stack: str
     layers: list[EncoderLayerForward]
+    order: list[int]
+    settings: tuple = ()
     steps: ForwardContext
     runner: GraphRunner | None  # of the layers
     calls: SmallCalls
     blind = unseen = False
+    mirrors = True
     shows_mask = False
     apart = False  # while it is tried: weights stay where they are
     seen: Fingerprint | None
     reason: str | None  # why it runs stock, as it is now
+    biases: dict[str, tuple[torch.Tensor, torch.Tensor]]  # by path, see `PositionBias.bind`
+    longest: float = inf  # of the texts that these are known for
     sees: bool  # whether the caller may see rows of padding
+
+    def told(self) -> tuple:
+        """Numbers and switches of its configuration, and the attention that it names. Saving changes other texts."""
+        named = vars(self.module.config).items()
+        return tuple((n, v) for n, v in named if n == FIELD or (n not in CALLS and isinstance(v, bool | int | float)))
 
     def renew(self) -> None:
         self.names = tuple(inspect.signature(type(self.module).forward).parameters)[1:]
-        self.seen, self.reason, self.sees = None, None, True
+        self.seen, self.reason, self.sees, self.biases = None, None, True, {}
         self.lock = threading.Lock()
 
     @property
-    def windows(self) -> bool:
-        """Whether a layer attends to what is near alone."""
-        return any(layer.spec.has_position_bias for layer in self.layers)
-
-    @property
-    def rotates(self) -> bool:
-        """Whether a layer computes by where tokens stand."""
-        return any(layer.spec.keywords for layer in self.layers)
+    def sight(self) -> Sight:
+        """By what its layers tell tokens."""
+        attentions = [layer.attention for layer in self.layers]
+        distances = any(one.has_position_bias for one in attentions)
+        places = distances or any(layer.spec.keywords for layer in self.layers)
+        return Sight(distances, places, all(one.causal for one in attentions), self.mirrors)
 
     def unfit(self, *args: Any, **kwargs: Any) -> str | None:
         given = {name: one for name, one in self.named(args, kwargs).items() if not is_absent(one)}
@@ -73,6 +86,8 @@ class EncoderForward(FastForward):
         unknown = next((name for name in given if name not in TOKENS), None)
         if unknown is not None:
             return f"{unknown} is given"
+        if mask is None and "position_ids" in given:
+            return "positions without a mask, which may be those of several texts in a row"
         if mask is not None and (type(mask) is not torch.Tensor or mask.dim() != 2):
             return "a mask that is not one of tokens, (batch, length)"
         if mask is not None and mask.is_cuda and torch.cuda.is_current_stream_capturing() and not self.calls.unpadded:
@@ -82,7 +97,7 @@ class EncoderForward(FastForward):
     def fast(self, *args: Any, **kwargs: Any) -> Any:
         named = self.named(args, kwargs)
         mask = named.get(MASK)
-        step = EncoderStep(self.layers, partial(self.run, mask))
+        step = EncoderStep([self.layers[at] for at in self.order], partial(self.run, mask), self.biases)
         if not self.shows_mask:
             named.pop(MASK, None)
         with self.steps.taken(step):
@@ -94,14 +109,17 @@ class EncoderForward(FastForward):
     def run(self, mask: torch.Tensor | None, step: EncoderStep) -> torch.Tensor:
         """The hidden states behind the last layer, (B, L, C)."""
         assert step.hidden is not None
-        apart = self.runner is None or self.apart or self.calls.unpadded  # the last: in the graph of a small call
+        if step.hidden.shape[1] > self.longest:
+            raise Unfit(f"a text of more than {self.longest} tokens, and a position bias")
+        # A cache is written outside of graphs; the last is in the graph of a small call.
+        apart = self.runner is None or self.apart or step.caches or self.calls.unpadded
         graph = not apart and step.hidden.is_cuda and not torch.cuda.is_current_stream_capturing()
-        packing = step.packing = self.packing(step.hidden, mask, graph)
+        packing = step.packing = self.packing(step.hidden, mask, graph, step.caches)
         x = packing.pack(step.hidden)[None]
-        for layer, kwargs in zip(self.layers, step.calls, strict=True):
+        for layer, kwargs in zip(step.layers, step.calls, strict=True):
             if layer.spec.keywords:
                 layer.bound.attention.angles(step, kwargs)
-        given = x, packing.starts, packing.keys, packing.longest, step.prepared()
+        given = x, packing.starts, packing.keys, packing.longest, packing.mirrored, step.prepared()
         if graph and self.runner is not None:
             compute = partial(self._layers, step)
             x = self.runner(compute, given, {}, without_graph=partial(compute, *given))
@@ -109,22 +127,26 @@ class EncoderForward(FastForward):
             x = self._layers(step, *given)
         return packing.unpack(x[0], *step.shape)
 
-    def _layers(self, step: EncoderStep, x: torch.Tensor, starts: Any, keys: Any, longest: int, angles: list) -> Any:
+    def _layers(
+        self, step: EncoderStep, x: torch.Tensor, starts: Any, keys: Any, longest: int, mirrored: bool, angles: list
+    ) -> Any:
         """All layers, of packed tokens; a graph for each form of these."""
-        step.packing = step.packing._replace(starts=starts, keys=keys, longest=longest)
+        step.packing = step.packing._replace(starts=starts, keys=keys, longest=longest, mirrored=mirrored)
         step.prepare(angles)
-        for layer, kwargs in zip(self.layers, step.calls, strict=True):
+        for layer, kwargs in zip(step.layers, step.calls, strict=True):
             x = layer.bound(self.kernels, step, x, kwargs)
         return x
 
-    def packing(self, x: torch.Tensor, mask: torch.Tensor | None, graph: bool) -> Packing:
-        """Of the layers' input, (B, L, C). graph: in one of the sizes that graphs have."""
+    def packing(self, x: torch.Tensor, mask: torch.Tensor | None, graph: bool, caches: bool = False) -> Packing:
+        """Of the layers' input, (B, L, C). graph: in one of the sizes that graphs have. caches: these are kept."""
         if mask is None or self.calls.unpadded:
             return unpadded(x, graph)
         if mask.shape != x.shape[:2] or mask.device != x.device:
             raise Unfit("a mask of another shape, or on another device")
-        hidden = self.unseen or (not self.sees and self._inside_root())
-        return padded(x, mask.bool(), hidden, self.windows, self.windows or self.rotates, graph)
+        # Whoever is given a cache may see what it holds of padding.
+        hidden = self.unseen or (not self.sees and not caches and self._inside_root())
+        sight = self.sight._replace(causal=False) if caches else self.sight
+        return padded(x, mask.bool(), hidden, sight, graph)
 
     def ready(self) -> str | None:
         """Binds the layers to the weights where the model has changed. Returns why they no longer fit it."""
@@ -136,18 +158,27 @@ class EncoderForward(FastForward):
             return self.reason
 
     def _bind(self) -> str | None:
-        if [id(one) for one in self.module.get_submodule(self.stack)] != [id(layer.module) for layer in self.layers]:
+        layers = layers_in(self.module, self.stack).values()
+        if [id(one) for one in layers] != [id(layer.module) for layer in self.layers]:
             return "its layers are not those that were optimized"
         moved = next((path for path, one in self.module.named_modules() if hook_of(one) is not None), None)
         if moved is not None:
             return f"an accelerate hook on {moved or 'the model'}"
         if len({p.device for p in self.module.parameters()}) > 1 or any(p.is_meta for p in self.module.parameters()):
             return "weights on several devices, or not loaded"
+        if self.told() != self.settings:
+            return "its configuration has changed since it was optimized"
         for layer in self.layers:
             if foreign_hooks(layer.module):
                 return f"{layer.path} has forward hooks"
             if (reason := layer.bind(not self.apart)) is not None:
                 return reason
+        biases = [layer.attention.position_bias for layer in self.layers]
+        try:
+            self.biases = {bias.path: bias.bind(self.module) for bias in biases if bias is not None}
+            self.longest = min((one.most for one in biases if one is not None and one.most is not None), default=inf)
+        except (NotUnderstood, AttributeError) as error:  # or it is gone
+            return str(error)
         return None
 
     def watched(self) -> bool:

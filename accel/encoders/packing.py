@@ -1,6 +1,5 @@
 """Which rows of a padded batch are computed, and where they stand one behind another."""
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ class Packing(NamedTuple):
     (sequences,) int32, how many come first, None for all; longest: of these lengths, or more. size: T, with tokens that
     fill the call up. rows: (T,), which of the B * L rows each token is; None for all in order, and zeros behind them.
     places: (B * L,), which of the T each row is. unseen: (B * L, 1), the rows that are not computed, in whose place
-    there are zeros; None for none.
+    there are zeros; None for none. mirrored: each sequence stands from its last token to its first.
     """
 
     starts: torch.Tensor
@@ -29,6 +28,7 @@ class Packing(NamedTuple):
     rows: torch.Tensor | None = None
     places: torch.Tensor | None = None
     unseen: torch.Tensor | None = None
+    mirrored: bool = False
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
         """(B, L, ...) -> (T, ...)."""
@@ -54,39 +54,57 @@ def unpadded(x: torch.Tensor, graph: bool = False) -> Packing:
     return Packing(starts.clamp_(max=tokens), None, _longest(length, graph), bucket(tokens) if graph else tokens)
 
 
-def padded(
-    x: torch.Tensor, mask: torch.Tensor, hidden: bool, windows: bool, places: bool, graph: bool = False
-) -> Packing:
+class Sight(NamedTuple):
+    """What layers tell tokens by. distances: how far apart they are. places: where they stand; without, rows of padding
+    that are given the same are the same. causal: none sees what is behind it, so that padding on the left sees nothing.
+    mirrored: padding on the left is as it is in stock where a sequence is turned round.
+    """
+
+    distances: bool
+    places: bool
+    causal: bool
+    mirrored: bool
+
+
+NONE, ONE, ALL = range(3)  # of the rows of padding of a sequence
+
+
+def padded(x: torch.Tensor, mask: torch.Tensor, hidden: bool, sight: Sight, graph: bool = False) -> Packing:
     """Of x, (B, L, C), of which the mask, (B, L) bool, shows the tokens that others attend to.
 
-    hidden: nobody sees rows of padding, where it is on the right. windows: attention goes by how far apart tokens stand
-    in the packed order. places: the layers know where a token stands; without, rows of padding that are given the same
-    are the same. graph: with as many sequences, and as long ones, as the graph that serves all up to there. Waits for
-    the GPU. Raises Unfit for a sequence without tokens, which each attention of torch's treats in a way of its own, and
-    with windows for padding that is not on the right.
+    hidden: nobody sees rows of padding, where it is on the right. graph: with as many sequences, and as long ones, as
+    the graph that serves all up to there. Waits for the GPU. Raises Unfit for a sequence without tokens, which each
+    attention of torch's treats in a way of its own. It does so too where layers attend by distances and padding is
+    neither on the right of all nor on the left.
     """
     batch, length = mask.shape
     counts = mask.sum(1)
     short = counts < length
-    ordered = (mask[:, 1:] <= mask[:, :-1]).all()
-    alike = ordered.new_zeros(()) if places or hidden else _alike(x, mask)
-    facts = torch.stack([counts.sum(), counts.min(), counts.max(), short.sum(), ordered, alike])
-    expected = torch.zeros_like(counts) if hidden else length - counts if places else short.long()
-    placed = partial(_placed, mask, counts, idle=_idle(batch, graph))
-    found = placed(expected)  # what is likely, while the GPU is still at work
-    total, least, most, shorter, ordered, alike = facts.tolist()  # waits for the GPU, once a call
+    before, behind = mask[:, :-1], mask[:, 1:]
+    ordered, mirrored = (behind <= before).all(), (behind >= before).all()
+    alike = ordered.new_zeros(()) if (sight.places or hidden) and not sight.causal else _alike(x, mask)
+    facts = torch.stack([counts.sum(), counts.min(), counts.max(), short.sum(), ordered, mirrored, alike])
+
+    def placed(computed: int, turned: bool = False) -> Packing:
+        more = (torch.zeros_like(counts), short.long(), length - counts)[computed]
+        return (_from_the_end if turned else _placed)(mask, counts, more, _idle(batch, graph))
+
+    likely = NONE if hidden else ALL if sight.places else ONE
+    found = placed(likely)  # while the GPU is still at work
+    total, least, most, shorter, ordered, mirrored, alike = facts.tolist()  # waits for the GPU, once a call
     if not shorter:
         return unpadded(x, graph)
     if not least:
         raise Unfit("a sequence that is all padding")
-    if windows and not ordered:
-        raise Unfit("padding that is not on the right, and attention by windows")
+    turned = bool(sight.distances and not ordered)
+    if turned and not (mirrored and sight.mirrored):
+        raise Unfit("padding on no one side, and attention by distances")
     if hidden and ordered:
         found = found._replace(unseen=~mask.view(-1, 1))
-    elif alike:
-        total, most = total + shorter, min(most + 1, length)
     else:
-        found, total, most = found if places and not hidden else placed(length - counts), mask.numel(), length
+        computed = ONE if alike and (turned or not sight.places) else ALL
+        found = found if computed == likely and not turned else placed(computed, turned)
+        total, most = (total + shorter, min(most + 1, length)) if computed == ONE else (mask.numel(), length)
     size, rows = bucket(total), found.rows
     assert rows is not None
     return found._replace(longest=_longest(most, graph), size=size, rows=rows[:size])
@@ -114,6 +132,14 @@ def _idle(batch: int, graph: bool) -> int:
 
 def _longest(length: int, graph: bool) -> int:
     return max(SIXTEEN, power_of_two(length)) if graph else length
+
+
+def _from_the_end(mask: torch.Tensor, counts: torch.Tensor, more: torch.Tensor, idle: int) -> Packing:
+    """As `_placed`, each sequence turned round, so that padding on the left comes last."""
+    found, length = _placed(mask.flip(1), counts, more, idle), mask.shape[1]
+    assert found.rows is not None and found.places is not None
+    rows, places = found.rows + length - 1 - 2 * (found.rows % length), found.places.view(mask.shape).flip(1).flatten()
+    return found._replace(rows=rows, places=places, mirrored=True)
 
 
 def bucket(tokens: int) -> int:

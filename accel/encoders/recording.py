@@ -1,14 +1,17 @@
 """What the layers of an encoder do, seen once in a small stock run."""
 
+import inspect
 import threading
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
 from accel_kernels.attention.math_attention import math_attention
 from torch import nn
 
-from accel.encoders.bidirectional_attention import BidirectionalSpec
+from accel.encoders.bidirectional_attention import BidirectionalSpec, EncoderRecord
+from accel.encoders.position_bias import learned, listening_to_biases
 from accel.errors import reason_of
 from accel.llm.recording.implementation import foreign_attention
 from accel.llm.recording.inputs import few
@@ -16,23 +19,28 @@ from accel.llm.recording.record import LayerRecord, NotUnderstood, Record, Store
 from accel.llm.recording.recorder import NAME, Recorder, decoder_layers, example_ids, resting
 from accel.llm.runtime.layer import put_together
 from accel.llm.runtime.layer_spec import LayerSpec
+from accel.patching.structure import placement
 
 
 class EncoderRecorder(Recorder):
     """Gathers keys and values that layers attend with; there is no cache that they would be stored in."""
 
-    def __init__(self, record: Record):
+    def __init__(self, record: EncoderRecord):
         self.record, self.scores, self.amplified, self.looking, self.lent = record, False, 1.0, False, {}
         self.open, self.until_shown = [], ExitStack()
         self.thread, self.name = threading.get_ident(), f"{NAME}_{id(self):x}"
-        self.specs: list[LayerSpec] = []
+        self.specs: dict[int, LayerSpec] = {}
+        self.order: list[int] = []
 
     def look(self, layer: LayerRecord, record: Record) -> None:
         found = BidirectionalSpec.understand(layer, record)
-        self.specs.append(put_together(layer, [found], None, layer.call.output, []))
+        spec, at = put_together(layer, [found], None, layer.call.output, []), record.layers.index(layer)
+        if self.specs.setdefault(at, spec) != spec:
+            raise NotUnderstood("a layer that is called several times computes something else each time")
+        self.order.append(at)
 
     def _mask(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-        # A mask that hides nothing of a short text is none, of which two kinds of layers could not be told apart.
+        # A mask that hides nothing of so few tokens would be left out, and windows could not be told from none.
         return super()._mask(*args, **kwargs | {"allow_is_bidirectional_skip": False})
 
     def _attend(self, module: nn.Module, query: Any, key: Any, value: Any, *given: Any, **options: Any) -> tuple:
@@ -40,28 +48,57 @@ class EncoderRecorder(Recorder):
         if not self._elsewhere():
             if self.current.stored is not None:
                 raise NotUnderstood("a layer attends twice")
-            self.current.stored = Stored(module, len(self.specs), key.clone(), value.clone())
+            place = self.record.layers.index(self.current)
+            self.current.stored = Stored(module, place, key.clone(), value.clone())
         return result
 
 
-def understand_encoder(model: Any) -> tuple[str, nn.ModuleList, list[LayerSpec]]:
-    """The path and the layers of an encoder, and what each computes. Raises NotUnderstood."""
-    path, layers = decoder_layers(model)
-    if (foreign := foreign_attention([model, *layers.modules()])) is not None:
+def layers_in(model: nn.Module, stack: str) -> dict[str, nn.Module]:
+    """The layers of a stack by their paths; those of its groups where it consists of such, as in ALBERT."""
+    layers = {f"{stack}.{name}": one for name, one in model.get_submodule(stack).named_children()}
+    lists = {f"{path}.{name}": one for path, layer in layers.items() for name, one in layer.named_children()}
+    inner = {f"{path}.{name}": one for path, held in lists.items() for name, one in held.named_children()}
+    groups = len(lists) == len(layers) and all(type(one) is nn.ModuleList for one in lists.values())
+    return inner if groups and len({type(one) for one in inner.values()}) == 1 else layers
+
+
+def understand_encoder(model: Any) -> tuple[str, list[LayerSpec], list[int]]:
+    """The path of the stack of an encoder, what each of its layers computes, and in which order they are called. Raises
+    NotUnderstood.
+    """
+    stack, modules = decoder_layers(model)
+    if (foreign := foreign_attention([model, *modules.modules()])) is not None:
         raise NotUnderstood(foreign)
+    if placement(model)[1] == torch.float16 and any(map(_clamps, layers_in(model, stack).values())):
+        raise NotUnderstood("in float16 its layers clamp what overflows")
     kinds: dict = {}
-    seen = Record([LayerRecord(layer, f"{path}.{number}", kinds) for number, layer in enumerate(layers)])
+    seen = EncoderRecord([LayerRecord(layer, path, kinds) for path, layer in layers_in(model, stack).items()])
     recorder = EncoderRecorder(seen)
     try:
-        with resting(model), math_attention(), recorder.attached(model), recorder.until_shown:
+        listening = listening_to_biases(model, seen.biases)
+        with resting(model), math_attention(), recorder.attached(model), recorder.until_shown, listening:
             type(model).forward(model, input_ids=example_ids(model, few(model)))
     except NotUnderstood:
         raise
     except Exception as error:  # whatever a forward may raise
         raise NotUnderstood(f"could not be examined: {reason_of(error)}") from error
-    if len(recorder.specs) < len(layers):
+    if len(recorder.specs) < len(seen.layers):
         raise NotUnderstood("not all of its layers run")
-    return path, layers, recorder.specs
+    specs = [spec for _, spec in sorted(recorder.specs.items())]
+    attentions: list[Any] = [spec.attention for spec in specs]
+    paths = {one.position_bias.path for one in attentions if one.position_bias is not None}
+    if paths:
+        biases = learned(model, paths)
+        attentions = [
+            replace(one, position_bias=one.position_bias and biases[one.position_bias.path]) for one in attentions
+        ]
+        specs = [replace(spec, attention=one) for spec, one in zip(specs, attentions, strict=True)]
+    return stack, specs, recorder.order
+
+
+def _clamps(layer: nn.Module) -> bool:
+    """Whether the code of a layer names that: no few numbers would show it."""
+    return "clamp" in inspect.unwrap(type(layer).forward).__code__.co_names
 
 
 def random_mask(ids: torch.Tensor, left: bool = False) -> torch.Tensor:

@@ -5,8 +5,11 @@ from typing import Any
 
 import torch
 
+from accel.encoders.bidirectional_attention import BidirectionalSpec
 from accel.encoders.packing import Packing
+from accel.encoders.position_bias import PositionBias
 from accel.errors import Unfit
+from accel.libraries.cache import Cache
 from accel.llm.attention.position_terms import POSITIONS
 from accel.llm.generation.layer_forward import LayerForward
 from accel.llm.parts.step import Step
@@ -17,15 +20,17 @@ class EncoderStep(Step):
     """One call of an encoder. Layers note what they are given, and hand on what the first one was given.
 
     So the layers run on packed tokens, and the code around them sees none of it. run: computes all layers, of the first
-    one's input and of each one's keywords. shape: (B, L) of the call; packing: of its tokens.
+    one's input and of each one's keywords. shape: (B, L) of the call; packing: of its tokens. biases: see
+    `EncoderForward`; tables: what `bias` has made of them.
     """
 
-    __slots__ = ("calls", "hidden", "layers", "packing", "run", "shape")
+    __slots__ = ("biases", "calls", "hidden", "layers", "packing", "run", "shape", "tables")
     packing: Packing
 
-    def __init__(self, layers: "list[EncoderLayerForward]", run: Callable[["EncoderStep"], torch.Tensor]):
+    def __init__(self, layers: "list[EncoderLayerForward]", run: Callable[["EncoderStep"], torch.Tensor], biases: dict):
         super().__init__({})
-        self.layers, self.run = layers, run
+        self.layers, self.run, self.biases = layers, run, biases
+        self.tables: dict[str, torch.Tensor] = {}
         self.calls: list[dict[str, Any]] = []
         self.hidden: torch.Tensor | None = None
 
@@ -34,14 +39,29 @@ class EncoderStep(Step):
         return [made for _, made in self._angles.values()]
 
     def prepare(self, angles: list[tuple[torch.Tensor, ...]]) -> None:
-        """Takes these in their place."""
+        """Takes these in their place, and makes tables anew: a graph has its own."""
+        self.tables = {}
         self._angles = {
             key: (source, made) for (key, (source, _)), made in zip(self._angles.items(), angles, strict=True)
         }
 
     @property
+    def caches(self) -> bool:
+        """Whether layers are given a cache."""
+        return any(isinstance(one, Cache) for one in self.calls[0].values())
+
+    @property
     def done(self) -> bool:
         return len(self.calls) == len(self.layers)
+
+    def bias(self, bias: PositionBias | None) -> torch.Tensor | None:
+        """What is added to scores, (heads, 2 R + 1), by the weights as they are."""
+        if bias is None:
+            return None
+        if bias.path not in self.tables:
+            weight, rows = self.biases[bias.path]
+            self.tables[bias.path] = weight[rows.flip(0) if self.packing.mirrored else rows].t().contiguous()
+        return self.tables[bias.path]
 
     def take(self, layer: "EncoderLayerForward", x: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         """What a layer gives to the code around it. Raises Unfit where that is not the code that was seen."""
@@ -57,6 +77,11 @@ class EncoderStep(Step):
 
 class EncoderLayerForward(LayerForward):
     """One layer: of a step its own part, see `EncoderStep`; outside of one the stock forward."""
+
+    @property
+    def attention(self) -> BidirectionalSpec:
+        assert isinstance(self.spec.attention, BidirectionalSpec)
+        return self.spec.attention
 
     def unknown(self, kwargs: dict[str, Any]) -> str | None:
         """A keyword that the layer was not seen with; masks are those of the step."""

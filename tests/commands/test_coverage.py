@@ -45,6 +45,12 @@ def test_a_name_is_a_type_or_the_beginning_of_some():
     assert "llama" in coverage.find_classes(["llama"])["LlamaForCausalLM"]  # with all other types of that class
 
 
+@pytest.mark.parametrize(("name", "outcome"), [("BertModel", "whole"), ("FNetModel", "stock")])
+def test_text_encoders(name, outcome):
+    *_, row = coverage.examine_encoder(name)
+    assert row["outcome"] == outcome and not row["fallbacks"] and bool(row["reasons"]) == (outcome == "stock")
+
+
 def test_what_cannot_be_built_is_a_row(monkeypatch):
     def refuse(kind, config):
         raise ValueError(f"no {kind.__name__}")

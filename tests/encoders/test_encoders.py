@@ -13,8 +13,16 @@ from support.state import assert_same_state, snapshot
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"intermediate_size": 48, "max_position_embeddings": 40}
 DISTIL = {"vocab_size": 64, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "max_position_embeddings": 40}
-MODERN = {"local_attention": 8, **dict.fromkeys(("pad_token_id", "bos_token_id", "cls_token_id"), 0)}
+MODERN = {"local_attention": 20, **dict.fromkeys(("pad_token_id", "bos_token_id", "cls_token_id"), 0)}
 MODERN |= dict.fromkeys(("sep_token_id", "eos_token_id"), 1)
+IDS = dict.fromkeys(("pad_token_id", "bos_token_id"), 0) | {"eos_token_id": 63}
+GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
+GEMMA = {"use_bidirectional_attention": True, "sliding_window": 5}
+GEMMA |= {"layer_types": ["sliding_attention", "full_attention"]}
+T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+T5 |= {"relative_attention_max_distance": 10, "relative_attention_num_buckets": 8}
+BART = {"vocab_size": 64, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 40}
+BART |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "ffn_dim": 48}
 CONFIGS = {
     "Bert": t.BertConfig(**SIZES),
     "Roberta": t.RobertaConfig(**SIZES),
@@ -22,6 +30,17 @@ CONFIGS = {
     "DistilBert": t.DistilBertConfig(**DISTIL),
     "ModernBert": t.ModernBertConfig(**SIZES, **MODERN),
     "NomicBert": t.NomicBertConfig(**SIZES),
+    "Albert": t.AlbertConfig(**SIZES, embedding_size=16, num_hidden_groups=2, inner_group_num=2),
+    "CLIPText": t.CLIPTextConfig(**SIZES | IDS),
+    "Esm": t.EsmConfig(**SIZES, mask_token_id=5, pad_token_id=1, token_dropout=True, position_embedding_type="rotary"),
+    "MPNet": t.MPNetConfig(**SIZES),
+    "T5Encoder": t.T5Config(**T5),
+    "UMT5Encoder": t.UMT5Config(**T5, feed_forward_proj="gated-gelu"),
+    "Bart": t.BartConfig(**BART),
+    "OPT": t.OPTConfig(**BART, num_hidden_layers=2, num_attention_heads=4, hidden_size=32, word_embed_proj_dim=32),
+    "Qwen3": t.Qwen3Config(**SIZES, **GROUPED),
+    "Mistral": t.MistralConfig(**SIZES, **GROUPED, sliding_window=6),
+    "Gemma3Text": t.Gemma3TextConfig(**SIZES, **GROUPED, **GEMMA),
 }
 BATCH, LENGTH = 3, 19
 
@@ -73,7 +92,8 @@ def assert_same(model, stock, **call):
         got, wanted = (dict(enumerate(one)) for one in (got, wanted))
     assert type(got) is type(wanted) and list(got) == list(wanted)
     for name in (name for name, one in wanted.items() if isinstance(one, torch.Tensor)):
-        torch.testing.assert_close(got[name], wanted[name], rtol=2e-5, atol=2e-5 * float(wanted[name].abs().max()))
+        atol = 2e-5 * float(wanted[name].nan_to_num().abs().max())
+        torch.testing.assert_close(got[name], wanted[name], rtol=2e-5, atol=atol, equal_nan=True)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -85,8 +105,8 @@ def test_an_encoder_gives_what_stock_gives(family):
     assert not fallbacks(model)
     for side in ("left", "holes"):
         assert_same(model, stock, **ids_and_mask(side))
-    windows = encoder_of(model).windows
-    assert fallbacks(model) == ["padding that is not on the right, and attention by windows"] * windows
+    by_distance = encoder_of(model).sight.distances
+    assert fallbacks(model) == ["padding on no one side, and attention by distances"] * by_distance
     assert_same(model, stock, **ids_and_mask("empty"))
     assert "a sequence that is all padding" in fallbacks(model)
 
@@ -202,9 +222,110 @@ def test_restore_gives_the_stock_model_back():
 
 
 def test_what_is_no_such_encoder_says_why():
-    model = t.CLIPTextModel(t.CLIPTextConfig(**SIZES)).eval()
+    config = t.DebertaV2Config(**SIZES, relative_attention=True, position_buckets=8, pos_att_type=["c2p", "p2c"])
+    model = t.DebertaV2Model(config).eval()
     rows = [row for row in accel.report(accel.optimize(model)).sites if row[1] == "encoder"]
-    assert [row[2:] for row in rows] == [("skipped", "its attention is told is_causal")]
+    assert [row[2:] for row in rows] == [("skipped", "its own code attends, by a formula that is not known")]
+
+
+def test_big_bird_is_put_back_after_it_was_looked_at():
+    """A first short text makes it attend to all for good."""
+    model = t.BigBirdModel(
+        t.BigBirdConfig(**SIZES | {"max_position_embeddings": 256}, block_size=4, num_random_blocks=1)
+    )
+    before = snapshot(model.eval())
+    accel.optimize(model)
+    ids = torch.randint(64, (1, 128), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert model(ids).last_hidden_state.shape == (1, 128, 32) and model.attention_type == "block_sparse"
+    assert_same_state(snapshot(accel.restore(model)), before)
+
+
+def test_own_code_may_have_windows_that_a_short_text_does_not_show(monkeypatch):
+    def near(scores, dim, softmax=torch.nn.functional.softmax):
+        at = torch.arange(scores.shape[-1])
+        return softmax(scores.masked_fill((at - at[:, None]).abs() > 25, -torch.inf), dim)
+
+    monkeypatch.setattr(torch.nn.functional, "softmax", near)
+    model = accel.optimize(made("MPNet")[0])
+    (row,) = [row for row in accel.report(model).sites if row[1] == "encoder"]
+    assert row[2] == "skipped" and row[3].startswith("it computes something else: last_hidden_state is off by")
+
+
+def test_decoders_keep_a_cache_where_they_are_asked_for_one():
+    model, stock = optimized("Mistral")
+    for side in ("right", "left"):
+        call = ids_and_mask(side)
+        call["input_ids"] = call["input_ids"].masked_fill(call["attention_mask"] == 0, 0)
+        with torch.no_grad():
+            got, wanted = model(**call), stock(**call)
+            for ours, theirs in zip(got.cache.layers, wanted.cache.layers, strict=True):
+                torch.testing.assert_close(ours.keys, theirs.keys, rtol=2e-5, atol=2e-4)
+                torch.testing.assert_close(ours.values, theirs.values, rtol=2e-5, atol=2e-4)
+        assert not fallbacks(model)
+        assert_same(model, stock, **call, use_cache=False)
+    with torch.no_grad():
+        more = [one(call["input_ids"][:, :1], cache=had.cache)[0] for one, had in ((model, got), (stock, wanted))]
+    torch.testing.assert_close(*more, rtol=2e-5, atol=1e-4)
+    assert fallbacks(model) == ["cache is given"]
+
+
+def test_several_texts_in_a_row_run_stock():
+    model, stock = optimized("Qwen3", use_cache=False)
+    places = torch.arange(LENGTH).remainder(7).expand(BATCH, -1)
+    assert_same(model, stock, input_ids=ids_and_mask()["input_ids"], position_ids=places)
+    assert fallbacks(model) == ["positions without a mask, which may be those of several texts in a row"]
+
+
+def test_a_configuration_that_changes_its_masks_is_followed():
+    model, stock = optimized("Qwen3", use_cache=False)
+    for one in (model, stock):
+        one.config.is_causal = False
+    assert_same(model, stock, **ids_and_mask())
+    assert fallbacks(model) == ["its configuration has changed since it was optimized"]
+
+
+def test_rows_of_padding_before_a_text_are_computed_once_where_they_see_nothing():
+    model, stock = optimized("Qwen3", use_cache=False)
+    call = ids_and_mask("left")
+    call["input_ids"] = call["input_ids"].masked_fill(call["attention_mask"] == 0, 0)
+    assert_same(model, stock, **call)
+    with torch.no_grad():
+        packed = encoder_of(model).packing(model.embed_tokens(call["input_ids"]), call["attention_mask"], False)
+    assert int(packed.starts[-1]) == int(call["attention_mask"].sum()) + 2 and packed.mirrored
+
+
+def test_an_attention_that_sees_padding_before_a_text_runs_stock_there():
+    model, stock = optimized("Qwen3", _attn_implementation="eager")
+    assert_same(model, stock, **ids_and_mask("right"))
+    assert not fallbacks(model)
+    assert_same(model, stock, **ids_and_mask("left"))
+    assert fallbacks(model) == ["padding on no one side, and attention by distances"]
+
+
+def test_a_position_bias_is_known_up_to_the_length_at_which_it_was_seen():
+    model, stock = optimized("T5Encoder", relative_attention_max_distance=2000, relative_attention_num_buckets=32)
+    ids = torch.randint(64, (1, 600), generator=torch.Generator().manual_seed(0))
+    assert_same(model, stock, input_ids=ids[:, :512])
+    assert not fallbacks(model)
+    assert_same(model, stock, input_ids=ids)
+    assert fallbacks(model) == ["a text of more than 512 tokens, and a position bias"]
+    with torch.no_grad():
+        for one in (model, stock):
+            one.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight.mul_(2.0)
+    assert_same(model, stock, input_ids=ids[:, :40])
+    assert_same(model, stock, **ids_and_mask("left"))
+    assert len(fallbacks(model)) == 1
+
+
+def test_the_encoder_of_a_sequence_to_sequence_model():
+    torch.manual_seed(0)
+    model = t.T5ForConditionalGeneration(CONFIGS["T5Encoder"]).eval()
+    stock = copy.deepcopy(model)
+    accel.optimize(model)
+    call = ids_and_mask() | {"decoder_input_ids": torch.arange(4, 8).expand(BATCH, -1)}
+    assert_same(model, stock, **call)
+    assert not fallbacks(model) and encoder_of(model).module is model.encoder
 
 
 def test_rows_of_padding_are_zeros_where_the_user_asks_for_that():

@@ -1,4 +1,6 @@
-"""Which causal language models of the installed transformers are fused: every class, tiny, in a process of its own."""
+"""Which causal language models and text encoders of the installed transformers are fused: every class, tiny, in a
+process of its own.
+"""
 
 import multiprocessing
 import os
@@ -21,10 +23,10 @@ if TYPE_CHECKING:
 
 WHOLE, PART, STOCK, WRONG, NOT_BUILT, ENDED = OUTCOMES = ("whole", "part", "stock", "wrong", "not built", "ended")
 MEANING = {
-    WHOLE: "every decoder layer is fused, and the model's own forward runs them",
+    WHOLE: "every layer is fused, and the model's own forward runs them",
     PART: "some decoder layers are fused, between others that run stock; or around attention that does",
-    STOCK: "no decoder layer is fused; norms and experts may be",
-    WRONG: "generate() gives other tokens than stock, or raises where stock does not",
+    STOCK: "no layer is fused; norms and experts may be",
+    WRONG: "it gives other tokens or hidden states than stock, or raises where stock does not",
     NOT_BUILT: "no tiny configuration of the class was found that runs",
     ENDED: "the process took too long, or died",
 }
@@ -41,14 +43,24 @@ def find_classes(names: Iterable[str]) -> dict[str, list[str]]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     found: dict[str, list[str]] = {}
-    for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+    for kind, name in (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items(), *text_encoders().items()):
         found.setdefault(name, []).append(kind)
-    types = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+    types = [kind for kinds in found.values() for kind in kinds]
     asked = {name: [name] if name in types else [one for one in types if one.startswith(name)] for name in names}
     if unknown := [name for name, fitting in asked.items() if not fitting]:
         raise KeyError(*unknown)
     wanted = {kind for fitting in asked.values() for kind in fitting}
     return {name: kinds for name, kinds in found.items() if not asked or wanted & {*kinds}}
+
+
+def text_encoders() -> dict[str, str]:
+    """By model types, the classes that transformers lists as such, and those under its heads for masked words."""
+    from transformers.models.auto import modeling_auto as listed
+
+    masked, bases = listed.MODEL_FOR_MASKED_LM_MAPPING_NAMES, listed.MODEL_MAPPING_NAMES
+    below = {kind: bases[kind] for kind, name in masked.items() if "ConditionalGeneration" not in name}
+    below = {kind: name if isinstance(name, str) else name[0] for kind, name in below.items()}
+    return below | listed.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES
 
 
 def run_coverage(
@@ -73,7 +85,7 @@ def run_coverage(
 def one_row(processes: Any, name: str, kinds: list[str], timeout: float) -> dict:
     """The row of one class, from a process of its own."""
     ours, theirs = processes.Pipe()
-    process = processes.Process(target=tell, args=(theirs, kinds), daemon=True)
+    process = processes.Process(target=tell, args=(theirs, name, kinds), daemon=True)
     process.start()
     theirs.close()
     row = {"class": name, "types": kinds, "outcome": ENDED, "stage": "starting"}
@@ -93,7 +105,7 @@ def one_row(processes: Any, name: str, kinds: list[str], timeout: float) -> dict
     return row
 
 
-def tell(connection: Connection, kinds: list[str]) -> None:
+def tell(connection: Connection, name: str, kinds: list[str]) -> None:
     """In a process of its own: sends the stages of `examine`, then its row. What the library prints is left out."""
     from transformers.utils import logging
 
@@ -101,7 +113,7 @@ def tell(connection: Connection, kinds: list[str]) -> None:
     torch.set_num_threads(1)
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         try:
-            for found in examine(kinds):
+            for found in examine_encoder(name) if name in text_encoders().values() else examine(kinds):
                 connection.send(found)
         except Exception as error:  # of whatever stage; the row tells it
             connection.send({"outcome": WRONG, "reasons": [logged(error)[:REASON]]})
@@ -148,6 +160,55 @@ def examine(kinds: list[str]) -> Iterator[dict]:
     yield row
 
 
+def examine_encoder(name: str) -> Iterator[dict]:
+    """As `examine`, of a class of text encoders."""
+    import transformers
+
+    import accel
+    from accel.bench.llm.tiny import NotBuilt, build_tiny
+
+    yield {"stage": "building"}
+    try:
+        model = build_tiny(getattr(transformers, name))
+    except (NotBuilt, ImportError) as error:
+        yield {"outcome": NOT_BUILT, "reasons": [str(error)]}
+        return
+    yield {"model_type": model.config.model_type, "stage": "running stock"}
+    stock = hidden_states_of(model)
+    yield {"stage": "optimizing"}
+    accel.optimize(model, cpu="fuse")
+    yield {"stage": "running optimized"}
+    ours, report = hidden_states_of(model), accel.report(model)
+    told = [(status, reason) for _, rule, status, reason in report.sites if rule == "encoder"]
+    told = told or [("skipped", "it has no list of layers, or attends to nothing")]
+    fused = all(status == "patched" for status, _ in told)
+    row: dict[str, Any] = {"outcome": WHOLE if fused else STOCK}
+    row["reasons"] = [] if fused else [generalized(told[0][1])]
+    row["fallbacks"] = dict(Counter(reason for _, reason, _ in report.fallbacks))
+    if differs := wrong_answer(stock, ours):
+        row |= {"outcome": WRONG, "reasons": [differs]}
+    yield row
+
+
+@torch.no_grad()
+def hidden_states_of(model: Any) -> dict[str, Any]:
+    """By call what an encoder gives for two texts, one of them padded, or in words what was raised instead."""
+    from accel.bench.llm.tiny import numbers_in, tiny_prompt
+
+    ids = tiny_prompt(model)
+    ids = torch.cat([ids, ids.roll(1, dims=1)])
+    mask = torch.ones_like(ids)
+    mask[1, 2 * PROMPT // 3 :] = 0
+    masks = {"alone": None, "padded on the right": mask, "padded on the left": mask.flip(1)}
+    found: dict[str, Any] = {}
+    for name, shown in masks.items():
+        try:
+            found[name] = numbers_in(model(ids) if shown is None else model(ids, attention_mask=shown))
+        except Exception as error:  # some take no mask
+            found[name] = logged(error)[:REASON]
+    return found
+
+
 @torch.no_grad()
 def answers_of(model: Any, ids: torch.Tensor) -> dict[str, Any]:
     """By call what the model gives, or in words what was raised instead: logits of the prompt, tokens after it, and
@@ -180,10 +241,10 @@ def wrong_answer(stock: dict[str, Any], ours: dict[str, Any]) -> str | None:
             continue
         if isinstance(got, str):
             return f"{name}: {got}"
-        if name == "logits":
+        if right.is_floating_point():
             far = ((got - right).abs().max() / right.abs().max()).item()
             if not far <= FAR:
-                return f"logits of the prompt are {far:.1e} of the largest one from stock's"
+                return f"{name}: {far:.1e} of the largest number from stock's"
         elif not torch.equal(right, got):
             return f"{name}: {right.tolist()} stock, {got.tolist()} optimized"
     return None
@@ -238,7 +299,7 @@ def coverage_tables(rows: list[dict]) -> "Iterator[Table]":
 def tables_of(rows: list[dict]) -> dict[str, tuple[tuple[str, ...], list[tuple]]]:
     """By title the headings and lines of each table."""
     found = summarized(rows)
-    classes = [(", ".join(row["types"]), row["outcome"], "; ".join(row.get("reasons", ()))[:REASON]) for row in rows]
+    classes = [(named(row), row["outcome"], "; ".join(row.get("reasons", ()))[:REASON]) for row in rows]
     reasons = [(str(len(kinds)), reason[:REASON], ", ".join(kinds)) for reason, kinds in found["reasons"].items()]
     counts = [(str(count), outcome, MEANING[outcome]) for outcome, count in found["counts"].items()]
     return {
@@ -248,19 +309,28 @@ def tables_of(rows: list[dict]) -> dict[str, tuple[tuple[str, ...], list[tuple]]
     }
 
 
+def named(row: dict) -> str:
+    """The model types of a row, with the class of an encoder, whose types are those of language models too."""
+    types = ", ".join(row["types"])
+    return f"{types} ({row['class']})" if row["class"] in text_encoders().values() else types
+
+
 def coverage_page(result: dict) -> str:
     """The result of the command as a page of Markdown, counts first."""
     versions = ", ".join(f"{name} {result['machine'][name]}" for name in ("transformers", "torch"))
-    lines = ["# Coverage", "", ABOUT.format(classes=result["classes"], versions=versions)]
+    encoders = [row["outcome"] == WHOLE for row in result["rows"] if row["class"] in text_encoders().values()]
+    told = {"classes": result["classes"], "encoders": len(encoders), "packed": sum(encoders), "versions": versions}
+    lines = ["# Coverage", "", ABOUT.format(**told)]
     for title, (headings, rows) in reversed(tables_of(result["rows"]).items()):
         lines += ["", f"## {title}", "", f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
         lines += [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
     return "\n".join(lines) + "\n"
 
 
-ABOUT = """Every class of causal language model that transformers lists ({classes}), tiny, with random weights, in fp32
-on a CPU: fused whole, in part, or stock. Each generates 8 tokens stock and optimized, from a prompt longer than its
-window, and from two of which one is padded; a class whose tokens differ is wrong.
+ABOUT = """Every class of causal language model and text encoder that transformers lists ({classes}), tiny, with random
+weights, in fp32 on a CPU: fused whole, in part, or stock. Each language model generates 8 tokens stock and optimized,
+from a prompt longer than its window, and from two of which one is padded; an encoder reads such texts, padded on either
+side. A class whose tokens or hidden states differ is wrong. {packed} of the {encoders} encoders are whole.
 
 `accel coverage --out benchmarks/results --page docs/measurements/coverage.md` writes this page, which nobody edits by
 hand. Written with {versions}."""

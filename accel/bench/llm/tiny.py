@@ -1,4 +1,4 @@
-"""A causal language model of any class of transformers at a tiny size, with random weights, on the CPU.
+"""A language model or text encoder of any class of transformers at a tiny size, with random weights, on the CPU.
 
 The configuration starts from its class's defaults. Its numbers are made small by what their names mean, its lists by
 layer keep one or two layers of each kind. Several ways to do so are tried, until the model runs.
@@ -88,10 +88,15 @@ def run_tiny(kind: "type[PreTrainedModel]", config: "PreTrainedConfig") -> "PreT
         if spread:
             randomize(model)
         with torch.no_grad():
-            logits = model(tiny_prompt(model)).logits
-        if logits.isfinite().all():
+            given = numbers_in(model(tiny_prompt(model)))
+        if given.isfinite().all():
             return model
     raise ValueError("its logits are not finite")
+
+
+def numbers_in(output: Any) -> torch.Tensor:
+    """The logits in what a model gave, or the hidden states of one that has none."""
+    return output.logits if "logits" in output else output[0]
 
 
 def tiny_prompt(model: "PreTrainedModel") -> torch.Tensor:
@@ -174,7 +179,7 @@ def shrunk(config_class: "type[PreTrainedConfig]", kind: "type[PreTrainedModel]"
             fitting = [most for pattern, most in SIZES[:-1] if re.search(pattern, name)]
             changed |= {name: fitting[0]} if fitting else {}
     if "is_decoder" in declared:
-        changed["is_decoder"] = True
+        changed["is_decoder"] = kind.can_generate()
     config = config_class(**changed)
     if getattr(config, "rope_parameters", None) == {} and getattr(config, "layer_types", None):
         rotary = {"rope_type": "default", "rope_theta": 10000.0}  # published ones say it of each kind of layer

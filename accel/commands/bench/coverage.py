@@ -1,4 +1,4 @@
-"""`accel coverage`: which causal language models of the installed transformers are fused, and why not the others."""
+"""`accel coverage`: which language models and text encoders of transformers are fused, and why not the others."""
 
 from pathlib import Path
 from typing import Annotated
@@ -19,10 +19,10 @@ def coverage(
     jobs: Annotated[int, typer.Option(min=1, help="processes at a time")] = 1,
     timeout: Annotated[float, typer.Option(min=1.0, help="seconds that a stage of one model may take")] = 60.0,
 ) -> None:
-    """Optimize every causal language model class of transformers, tiny and with random weights, on the CPU.
+    """Optimize every causal language model and text encoder class of transformers, tiny, random weights, on the CPU.
 
-    Each is fused whole, in part or stock, with the reasons, and must generate stock's tokens. Ends with 1 where one
-    does not.
+    Each is fused whole, in part or stock, with the reasons, and must give stock's tokens or hidden states. Ends with 1
+    where one does not.
     """
     import torch
 
@@ -46,7 +46,10 @@ def coverage(
 
         rows = run_coverage(classes, jobs, timeout, keep)
     console.print(*coverage_tables(rows))
-    about = {"case": "coverage", "about": "tiny models of every causal language model class of transformers"}
+    about = {
+        "case": "coverage",
+        "about": "tiny models of every causal language model and text encoder class of transformers",
+    }
     result = about | provenance(torch.device("cpu"), torch.float32) | summarized(rows) | {"rows": rows}
     if out is not None:
         console.print(f"wrote {results.write(result, out / 'coverage.json')}", highlight=False)

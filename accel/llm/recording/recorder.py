@@ -100,7 +100,8 @@ def resting(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _resting(model: nn.Module) -> Iterator[None]:
     modules = list(model.modules())
-    attributes = [(vars(module), dict(vars(module))) for module in modules]
+    held = [one for module in modules for one in (vars(module), module._modules)]  # BigBird puts others in their places
+    attributes = [(one, dict(one)) for one in held]
     buffers = [(one._buffers, {n: _copied(b, one) for n, b in one._buffers.items()}) for one in modules]
     try:
         for module in modules:

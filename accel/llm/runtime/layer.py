@@ -113,12 +113,15 @@ def put_together(
     x, known = layer.call.input, layer.known
     mlp_modules = [call.module for call in mlp_calls]
     holders = (layer.layer, *layer.mixers, *mlp_modules)
-    within = {one for module in (*layer.mixers, *mlp_modules) for one in module.modules()}
-    within |= {call.module for call in tail_calls}
-    others = set(map(id, gated))
-    norms = [
-        call for call in layer.calls if call.module not in within and (normlike(layer, call) or id(call) in others)
-    ]
+    within = {one for module in mlp_modules for one in module.modules()} | {call.module for call in tail_calls}
+    inside = {one for module in layer.mixers for one in module.modules()}
+    others, last_of_mixer = set(map(id, gated)), None if mixer is None else mixer.last
+    norms: list[Call] = []
+    for call in layer.calls:
+        if call is last_of_mixer:
+            inside = set()  # ALBERT's attention has the norm of the sum behind it
+        if call.module not in within | inside and (normlike(layer, call) or id(call) in others):
+            norms.append(call)
 
     def producer(value: Value) -> Call | None:
         """The last norm that made this."""

@@ -41,6 +41,8 @@ def understand_mlp(layer: LayerRecord, others: Sequence[Call] = ()) -> tuple[Mlp
         return several
     whole = containers[0] if containers else None
     found = _formula(layer, mine if whole is None else layer.inside(whole.module), whole)
+    if found is None and whole is not None:
+        found = _with_residual(layer, whole)
     if found is not None:
         return found
     if whole is None:
@@ -55,6 +57,17 @@ def understand_mlp(layer: LayerRecord, others: Sequence[Call] = ()) -> tuple[Mlp
     known = None if layer.known is None else layer.known.mlp
     spec = _mixture(layer, whole) if layer.known is None or (known is not None and known.around) else None
     return spec or MlpSpec(layer.name(whole.module)), (whole, whole)
+
+
+def _with_residual(layer: LayerRecord, whole: Call) -> tuple[MlpSpec, tuple[Call, ...]] | None:
+    """The MLP inside a module that adds its own input to what that gives."""
+    for call in layer.inside(whole.module):
+        found = _formula(layer, layer.inside(call.module), call) if _matrices(call.module) else None
+        if found is not None and whole.made is not None:
+            x, given, total = whole.input.held, found[1][1].output.held, whole.output.held
+            if x.shape == given.shape == total.shape and is_sum(x, given, 1.0, total):
+                return found
+    return None
 
 
 def _mixture(layer: LayerRecord, whole: Call) -> MlpSpec | None:
@@ -181,6 +194,14 @@ def _formula(layer: LayerRecord, calls: list[Call], whole: Call | None) -> tuple
                     inner=None if inner is None else norm_spec(layer, inner),
                 )
                 return spec, (first[0], down, *first[1:], *looked_at, *([] if inner is None else [inner]))
+    for up, down in permutations(products, 2) if whole is None else ():
+        y, given = up.output.held, down.input.held
+        names = [name for name, f in ACTIVATIONS.items() if y.shape == given.shape and agree(f(y), given)]
+        if len(names) == 1:  # a function, as in ESM
+            return MlpSpec(first=(layer.name(up.module),), down=layer.name(down.module), activation=names[0]), (
+                up,
+                down,
+            )
     return None
 
 

@@ -18,6 +18,9 @@ MODELS = {
     "Roberta": ("RobertaForSequenceClassification", t.RobertaConfig(**SIZES, num_labels=64)),
     "ModernBert": ("ModernBertForMaskedLM", t.ModernBertConfig(**SIZES, **PADS)),
     "NomicBert": ("NomicBertModel", t.NomicBertConfig(**SIZES)),
+    "MPNet": ("MPNetModel", t.MPNetConfig(**SIZES)),
+    "T5": ("T5EncoderModel", t.T5Config(vocab_size=500, d_model=256, d_ff=512, num_layers=3, num_heads=4)),
+    "Qwen3": ("Qwen3Model", t.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=64, use_cache=False)),
 }
 
 

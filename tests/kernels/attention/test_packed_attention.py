@@ -7,7 +7,7 @@ from accel_kernels import packed_attention
 SMALL = [case for case in packed_attention.cases if case.small]
 
 
-def dense(q, k, v, starts, scale, *, longest, window=None, bias=None, causal=False, slopes=None):
+def dense(q, k, v, starts, scale, *, longest, window=None, bias=None, causal=False, slopes=None, keys=None):
     """Of all pairs at once, those of two sequences hidden."""
     at = torch.arange(len(q))
     sequence = torch.searchsorted(starts[1:].long(), at, right=True)
@@ -25,7 +25,11 @@ def dense(q, k, v, starts, scale, *, longest, window=None, bias=None, causal=Fal
         seen &= (behind >= -window[0]) & (behind <= window[1])
     if causal:
         seen &= behind <= 0
-    out = torch.einsum("hij,jhd->ihd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+    if keys is not None:
+        ends = (starts[:-1] + keys)[sequence.clamp_max(len(keys) - 1)]
+        seen &= at < ends
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)  # of who sees none
+    out = torch.einsum("hij,jhd->ihd", weights, v)
     return out.flatten(1).masked_fill((at >= starts[-1])[:, None], 0.0)
 
 

@@ -120,7 +120,11 @@ task("image-feature-extraction", PICTURE, lambda: seeing("ViTModel", "ViT"))
 task(
     "zero-shot-image-classification",
     PICTURE,
-    lambda: reading("CLIPModel") | {"image_processor": pictures("CLIP", crop_size=16)},
+    lambda: {
+        "model": model("CLIPModel"),
+        "tokenizer": words(model_input_names=["input_ids", "attention_mask"]),  # as that of CLIP
+        "image_processor": pictures("CLIP", crop_size=16),
+    },
     **LABELS,
 )
 task(

@@ -128,6 +128,7 @@ CASES = (
     _small("one", [150], 2, 1, 64),
     _small("keys", [40, 70, 9, 100], 2, 2, 32, seen=[33, 70, 0, 1], idle=1, fill=3),
     _small("keys-window", [90, 33], 2, 1, 16, seen=[20, 33], window=(5, 7)),
+    _small("keys-behind", [70, 33, 5], 2, 1, 16, seen=[40, 33, 2], window=(0, 128), reach=4),
     _small("window", [90, 33], 2, 2, 32, window=(5, 5), fill=3, longest=128),
     _small("bias", [40, 1, 75], 3, 3, 20, reach=8),
     _small("short-causal", [16, 3, 0, 9], 4, 2, 40, causal=True, fill=20),
