@@ -78,11 +78,17 @@ class EncoderForward(FastForward):
         places = distances or any(layer.spec.keywords for layer in self.layers)
         return Sight(distances, places, all(one.causal for one in attentions), self.mirrors)
 
+    @property
+    def biased(self) -> bool:
+        """Whether a layer has a position bias."""
+        return any(layer.attention.position_bias is not None for layer in self.layers)
+
     def unfit(self, *args: Any, **kwargs: Any) -> str | None:
-        given = {name: one for name, one in self.named(args, kwargs).items() if not is_absent(one)}
+        named = self.named(args, kwargs)
+        given = {name: one for name, one in named.items() if not is_absent(one)}
         mask = given.pop(self.inputs.mask, None)
-        for name in OUTPUTS if self.deferred(mask) else OUTPUTS[:-1]:
-            if given.get(name) or (name not in kwargs and getattr(self.module.config, name, False)):
+        for name in OUTPUTS if mask is not None or self.biased else OUTPUTS[:-1]:
+            if self.asked(name, named):
                 return f"{name}: its layers run stock where each is looked at"
         known = {self.inputs.main, *self.inputs.others, *self.unread, *OUTPUTS, "return_dict"}
         unknown = next((name for name in given if name not in known), None)
@@ -101,14 +107,17 @@ class EncoderForward(FastForward):
         """Whether this is in the graph of a small call, in which no text has padding."""
         return self.calls.unpadded and self.inputs == TEXT
 
-    def deferred(self, mask: object) -> bool:
-        """Whether all layers run at once, as they do where something may be padding."""
-        return mask is not None or self.inputs == TEXT or bool(self.biases)
+    def asked(self, output: str, given: dict[str, Any]) -> bool:
+        """Whether a call, or else the configuration, asks for an output."""
+        value = given.get(output)
+        return bool(getattr(self.module.config, output, False)) if value is None else value is not False
 
     def fast(self, *args: Any, **kwargs: Any) -> Any:
         named = {name: one for name, one in self.named(args, kwargs).items() if name not in self.unread}
         mask = named.get(self.inputs.mask)
-        deferred = self.deferred(mask)
+        # All layers run at once where something may be padding, and for a graph of all, unless each is looked at.
+        whole = self.inputs == TEXT and not self.asked(HIDDEN_STATES, named)
+        deferred = mask is not None or self.biased or whole
         run = partial(self.run, mask) if deferred else None
         step = EncoderStep([self.layers[at] for at in self.order], run, self.biases)
         if not self.shows_mask:
