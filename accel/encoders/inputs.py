@@ -18,6 +18,7 @@ from accel.patching.structure import placement
 
 INTERPOLATED = "interpolate_pos_encoding"
 SHAPES = "spatial_shapes"
+WIDE = 33  # patches, more than windows have in a row
 MOST = 256  # patches of an image of an example: it runs several times, on a CPU too
 
 
@@ -94,6 +95,22 @@ def _images(model: Any) -> Iterator[dict[str, Any]]:
     size = (size, size) if isinstance(size, int) else size
     if isinstance(size, list | tuple) and len(size) == 2 and math.prod(size) <= MOST * height * width:
         yield {IMAGES.main: random(ROWS, channels, *size)}
+
+
+def wide_call(model: Any, example: dict[str, Any]) -> list[dict[str, Any]]:
+    """A call of one image of many patches side by side, which shows windows; none where the model takes no such."""
+    images = example[IMAGES.main]
+    if images.dim() != 4:
+        return []
+    height, width = images.shape[2] // 2, images.shape[3] // 3 * WIDE
+    wide = torch.randn(1, images.shape[1], height, width, generator=torch.Generator().manual_seed(1), device="cpu")
+    call = example | {IMAGES.main: wide.to(images)}
+    try:
+        type(model).forward(model, **call)
+    except Exception as error:  # images of one size
+        reason_of(error)
+        return []
+    return [call]
 
 
 def unread(model: Any, example: dict[str, Any]) -> frozenset[str]:

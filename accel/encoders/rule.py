@@ -16,7 +16,17 @@ from accel.cuda_graphs.rule import GraphForward, graph_obstacle, match_graph
 from accel.cuda_graphs.runner import GraphRunner
 from accel.cuda_graphs.small_calls import SmallCalls
 from accel.encoders.encoder import EncoderForward
-from accel.encoders.inputs import IMAGES, TEXT, Inputs, inputs_of, random_mask, small_call, tensors_of, unread
+from accel.encoders.inputs import (
+    IMAGES,
+    TEXT,
+    Inputs,
+    inputs_of,
+    random_mask,
+    small_call,
+    tensors_of,
+    unread,
+    wide_call,
+)
 from accel.encoders.position_bias import PositionBiasForward, long_text
 from accel.encoders.recording import layers_in, understand_encoder
 from accel.encoders.stack import EncoderLayerForward
@@ -105,6 +115,7 @@ def _try(forward: EncoderForward, example: dict[str, Any]) -> None:
         calls.append({TEXT.main: example_ids(model, long_text(model))[:1]})
     with resting(model), math_attention():
         with as_written():
+            calls += wide_call(model, example) if forward.inputs == IMAGES else []
             wanted = [forward.stock(**call) for call in calls]
             forward.unread = unread(model, example) if forward.inputs == IMAGES else frozenset()
         pairs = list(zip(calls, wanted, strict=True))
