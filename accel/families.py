@@ -44,8 +44,10 @@ def encoder_rules(part: nn.Module) -> tuple[Rule, ...]:
     if not comes_from(type(part), "transformers"):
         return ()
     from accel.encoders.rule import match_encoder
+    from accel.fusion.patch_embedding import match_patch_embedding
 
-    return (Rule("encoder", partial(match_encoder, root=part)),)
+    encoder = Rule("encoder", partial(match_encoder, root=part))
+    return encoder, Rule("patch embedding", match_patch_embedding)
 
 
 def leave_stock(model: Any, context: Context) -> StageResult:

@@ -11,6 +11,7 @@ from accel.fusion.loop import PerThread
 MOST_TOKENS = 1024  # beyond, kernels take longer than their launches
 TOKENS = ("input_ids", "inputs_embeds")
 MASK = "attention_mask"
+PIXELS = "pixel_attention_mask"  # of images that are packed too
 
 
 class SmallCalls(PerThread):
@@ -39,7 +40,7 @@ class SmallCalls(PerThread):
         if not self.packed:
             return True
         tokens = next((given[name] for name in TOKENS if isinstance(given.get(name), torch.Tensor)), None)
-        if tokens is None or tokens.shape[:2].numel() > MOST_TOKENS:
+        if tokens is None or given.get(PIXELS) is not None or tokens.shape[:2].numel() > MOST_TOKENS:
             return False
         mask = given.get(MASK)
         return mask is None or (isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool(mask.all()))

@@ -67,7 +67,7 @@ class BidirectionalSpec(SoftmaxSpec):
             return cls._of_own_code(layer, record)
         bias, calls = None, layer.inside(layer.attention)
         for name, value in attended.options.items():
-            known = name in KNOWN_ARGUMENTS | {"is_causal"}  # the mask shows it
+            known = name in KNOWN_ARGUMENTS | {"is_causal"} or name.startswith("output_")  # the mask shows the former
             if (path := record.bias(value)) is not None:
                 bias = PositionBias(path)
             elif not known and (isinstance(value, torch.Tensor) or value not in (None, False)):
@@ -197,6 +197,9 @@ class BoundBidirectionalAttention(BoundSoftmaxAttention):
             q, k = kernels.rotated_heads(q, k, cos, sin, **given)
         if (cache := next((one for one in kwargs.values() if isinstance(one, Cache)), None)) is not None:
             cache.update(*(packing.unpack(t, *step.shape).transpose(1, 2) for t in (k, v[0])), spec.index)
+        if step.run is None and not spec.has_position_bias and q.shape[1] == k.shape[1]:  # sequences of one length
+            q, k, v = (t.unflatten(0, step.shape).transpose(1, 2) for t in (q, k, v[0]))
+            return kernels.attention(q, k, v, spec.scale).transpose(1, 2).reshape(1, step.shape.numel(), -1)
         return kernels.packed_attention(
             q, k, v[0], packing.starts, spec.scale, longest=packing.longest, keys=packing.keys,
             bias=step.bias(spec.position_bias), **self._seen(packing),
@@ -218,5 +221,5 @@ class BoundBidirectionalAttention(BoundSoftmaxAttention):
     def _angles(self, step: Any, kwargs: dict) -> tuple[torch.Tensor, ...]:
         """cos, sin of the packed tokens, (1, T, R / 2)."""
         assert self.spec.rotary is not None
-        tables = self.spec.rotary.angles(kwargs, self.module)
+        tables = self.spec.rotary.angles(kwargs, self.module, step.shape[1])
         return tuple(step.packing.pack(one.expand(*step.shape, -1))[None] for one in tables)

@@ -14,9 +14,10 @@ from torch import nn
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.runner import GraphRunner
 from accel.cuda_graphs.small_calls import SmallCalls
+from accel.encoders.inputs import TEXT, Inputs
 from accel.encoders.packing import Packing, Sight, padded, unpadded
 from accel.encoders.recording import layers_in
-from accel.encoders.stack import EncoderLayerForward, EncoderStep
+from accel.encoders.stack import HIDDEN_STATES, EncoderLayerForward, EncoderStep
 from accel.errors import Unfit
 from accel.in_flight import CALL
 from accel.libraries.attention import FIELD
@@ -26,21 +27,21 @@ from accel.llm.recording.record import NotUnderstood, is_absent
 from accel.patching.fast_forward import FastForward
 from accel.patching.structure import foreign, foreign_hooks, replaced_forward
 
-MASK = "attention_mask"
-TOKENS = {"input_ids", "inputs_embeds", "token_type_ids", "position_ids", "use_cache", "bbox"}
-OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
+OUTPUTS = ("output_attentions", "output_router_logits", HIDDEN_STATES)
 CALLS = {*OUTPUTS, "use_cache", "return_dict"}  # of a configuration: what a call may say otherwise
 
 
 class EncoderForward(FastForward):
     """An encoder and its layers. root: the model that it is part of, or itself; blind: whether what that gives does not
     depend on rows of padding behind a text, so that none are computed in its calls. unseen: nor in others, as the user
-    says. shows_mask: the code around the layers is given the mask. order: of the layers that it calls, some of them
-    several times. mirrors: see `Sight`. settings: what `told` gave when it was understood.
+    says. shows_mask: the code around the layers is given the mask. inputs: what it is given; unread: names of what it
+    is given beside, which changes nothing. order: of the layers that it calls, some of them several times. mirrors: see
+    `Sight`. settings: what `told` gave when it was understood.
     """
 
     renewed = ("seen", "reason", "lock", "sees", "biases")
     root: nn.Module
+    inputs: Inputs
     stack: str
     layers: list[EncoderLayerForward]
     order: list[int]
@@ -51,6 +52,7 @@ class EncoderForward(FastForward):
     blind = unseen = False
     mirrors = True
     shows_mask = False
+    unread: frozenset[str] = frozenset()
     apart = False  # while it is tried: weights stay where they are
     seen: Fingerprint | None
     reason: str | None  # why it runs stock, as it is now
@@ -76,33 +78,53 @@ class EncoderForward(FastForward):
         places = distances or any(layer.spec.keywords for layer in self.layers)
         return Sight(distances, places, all(one.causal for one in attentions), self.mirrors)
 
+    @property
+    def biased(self) -> bool:
+        """Whether a layer has a position bias."""
+        return any(layer.attention.position_bias is not None for layer in self.layers)
+
     def unfit(self, *args: Any, **kwargs: Any) -> str | None:
-        given = {name: one for name, one in self.named(args, kwargs).items() if not is_absent(one)}
-        for name in OUTPUTS:
-            if given.pop(name, None) or (name not in kwargs and getattr(self.module.config, name, False)):
+        named = self.named(args, kwargs)
+        given = {name: one for name, one in named.items() if not is_absent(one)}
+        mask = given.pop(self.inputs.mask, None)
+        for name in OUTPUTS if mask is not None or self.biased else OUTPUTS[:-1]:
+            if self.asked(name, named):
                 return f"{name}: its layers run stock where each is looked at"
-        given.pop("return_dict", None)
-        mask = given.pop(MASK, None)
-        unknown = next((name for name in given if name not in TOKENS), None)
+        known = {self.inputs.main, *self.inputs.others, *self.unread, *OUTPUTS, "return_dict"}
+        unknown = next((name for name in given if name not in known), None)
         if unknown is not None:
             return f"{unknown} is given"
         if mask is None and "position_ids" in given:
             return "positions without a mask, which may be those of several texts in a row"
         if mask is not None and (type(mask) is not torch.Tensor or mask.dim() != 2):
             return "a mask that is not one of tokens, (batch, length)"
-        if mask is not None and mask.is_cuda and torch.cuda.is_current_stream_capturing() and not self.calls.unpadded:
+        if mask is not None and mask.is_cuda and torch.cuda.is_current_stream_capturing() and not self.small:
             return "a mask that cannot be looked at, as a CUDA graph is being captured"
         return self.ready()
 
+    @property
+    def small(self) -> bool:
+        """Whether this is in the graph of a small call, in which no text has padding."""
+        return self.calls.unpadded and self.inputs == TEXT
+
+    def asked(self, output: str, given: dict[str, Any]) -> bool:
+        """Whether a call, or else the configuration, asks for an output."""
+        value = given.get(output)
+        return bool(getattr(self.module.config, output, False)) if value is None else value is not False
+
     def fast(self, *args: Any, **kwargs: Any) -> Any:
-        named = self.named(args, kwargs)
-        mask = named.get(MASK)
-        step = EncoderStep([self.layers[at] for at in self.order], partial(self.run, mask), self.biases)
+        named = {name: one for name, one in self.named(args, kwargs).items() if name not in self.unread}
+        mask = named.get(self.inputs.mask)
+        # All layers run at once where something may be padding, and for a graph of all, unless each is looked at.
+        whole = self.inputs == TEXT and not self.asked(HIDDEN_STATES, named)
+        deferred = mask is not None or self.biased or whole
+        run = partial(self.run, mask) if deferred else None
+        step = EncoderStep([self.layers[at] for at in self.order], run, self.biases)
         if not self.shows_mask:
-            named.pop(MASK, None)
+            named.pop(self.inputs.mask, None)
         with self.steps.taken(step):
             result = self.stock(**named)
-        if not step.done:
+        if deferred and not step.done:
             raise Unfit("not all of its layers were called")
         return result
 
@@ -139,7 +161,7 @@ class EncoderForward(FastForward):
 
     def packing(self, x: torch.Tensor, mask: torch.Tensor | None, graph: bool, caches: bool = False) -> Packing:
         """Of the layers' input, (B, L, C). graph: in one of the sizes that graphs have. caches: these are kept."""
-        if mask is None or self.calls.unpadded:
+        if mask is None or self.small:
             return unpadded(x, graph)
         if mask.shape != x.shape[:2] or mask.device != x.device:
             raise Unfit("a mask of another shape, or on another device")

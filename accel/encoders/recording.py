@@ -14,9 +14,8 @@ from accel.encoders.bidirectional_attention import BidirectionalSpec, EncoderRec
 from accel.encoders.position_bias import learned, listening_to_biases
 from accel.errors import reason_of
 from accel.llm.recording.implementation import foreign_attention
-from accel.llm.recording.inputs import few
 from accel.llm.recording.record import LayerRecord, NotUnderstood, Record, Stored
-from accel.llm.recording.recorder import NAME, Recorder, decoder_layers, example_ids, resting
+from accel.llm.recording.recorder import NAME, Recorder, decoder_layers, resting
 from accel.llm.runtime.layer import put_together
 from accel.llm.runtime.layer_spec import LayerSpec
 from accel.patching.structure import placement
@@ -62,9 +61,9 @@ def layers_in(model: nn.Module, stack: str) -> dict[str, nn.Module]:
     return inner if groups and len({type(one) for one in inner.values()}) == 1 else layers
 
 
-def understand_encoder(model: Any) -> tuple[str, list[LayerSpec], list[int]]:
-    """The path of the stack of an encoder, what each of its layers computes, and in which order they are called. Raises
-    NotUnderstood.
+def understand_encoder(model: Any, call: dict[str, Any]) -> tuple[str, list[LayerSpec], list[int]]:
+    """The path of the stack of an encoder, what each of its layers computes in a call of the model, and in which order
+    they are called. Raises NotUnderstood.
     """
     stack, modules = decoder_layers(model)
     if (foreign := foreign_attention([model, *modules.modules()])) is not None:
@@ -77,7 +76,7 @@ def understand_encoder(model: Any) -> tuple[str, list[LayerSpec], list[int]]:
     try:
         listening = listening_to_biases(model, seen.biases)
         with resting(model), math_attention(), recorder.attached(model), recorder.until_shown, listening:
-            type(model).forward(model, input_ids=example_ids(model, few(model)))
+            type(model).forward(model, **call)
     except NotUnderstood:
         raise
     except Exception as error:  # whatever a forward may raise
@@ -99,10 +98,3 @@ def understand_encoder(model: Any) -> tuple[str, list[LayerSpec], list[int]]:
 def _clamps(layer: nn.Module) -> bool:
     """Whether the code of a layer names that: no few numbers would show it."""
     return "clamp" in inspect.unwrap(type(layer).forward).__code__.co_names
-
-
-def random_mask(ids: torch.Tensor, left: bool = False) -> torch.Tensor:
-    """(B, L) int64, like ids, without the last tokens of all rows but the first, or the first ones."""
-    shown = torch.ones_like(ids)
-    shown[1:, : ids.shape[1] // 2] = 0
-    return shown if left else shown.flip(1)

@@ -15,9 +15,20 @@ from accel.cuda_graphs.pool import GraphPool
 from accel.cuda_graphs.rule import GraphForward, graph_obstacle, match_graph
 from accel.cuda_graphs.runner import GraphRunner
 from accel.cuda_graphs.small_calls import SmallCalls
-from accel.encoders.encoder import MASK, EncoderForward
+from accel.encoders.encoder import EncoderForward
+from accel.encoders.inputs import (
+    IMAGES,
+    TEXT,
+    Inputs,
+    inputs_of,
+    random_mask,
+    small_call,
+    tensors_of,
+    unread,
+    wide_call,
+)
 from accel.encoders.position_bias import PositionBiasForward, long_text
-from accel.encoders.recording import layers_in, random_mask, understand_encoder
+from accel.encoders.recording import layers_in, understand_encoder
 from accel.encoders.stack import EncoderLayerForward
 from accel.errors import reason_of
 from accel.fusion.stacked_linears import Stacked
@@ -25,19 +36,20 @@ from accel.in_flight import listening
 from accel.libraries.cache import Cache
 from accel.llm.parts.step import ForwardContext
 from accel.llm.recording.record import NotUnderstood
-from accel.llm.recording.recorder import example_ids, few, resting
+from accel.llm.recording.recorder import example_ids, resting
 from accel.patching.fast_forward import as_written
 from accel.patching.rule import Change, Context, ForwardPatch, Match, Rule, Site, Skip, first_of
-from accel.patching.structure import meta_weights, placement, side_effects
+from accel.patching.structure import meta_weights, side_effects
 from accel.tolerances import LOGITS, bound
 
 GRAPH = Rule("CUDA graph", match_graph)
 
 
 def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip | None:
-    """The innermost model of transformers around a stack of layers that text goes through in both directions."""
+    """The innermost model of transformers around layers that text or an image goes through in both directions."""
     model: Any = site.module
-    if not _takes_text(model) or any(map(_takes_text, list(model.modules())[1:])):
+    inputs = inputs_of(model)
+    if inputs is None or any(inputs_of(one) is inputs for one in list(model.modules())[1:]):
         return None
     if getattr(model.config, "is_encoder_decoder", False) and cast(Any, root).get_encoder() is not model:
         return None  # its decoder, or no part that reads a text alone
@@ -46,33 +58,40 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
     if (reason := side_effects(model)) is not None:
         return Skip(reason)
     try:
-        stack, specs, order = understand_encoder(model)
+        example = small_call(model, inputs)
+        stack, specs, order = understand_encoder(model, example)
         steps = context.of(ForwardContext)
         before = f"{site.path}." if site.path else ""
         fused = [
             EncoderLayerForward(layer, before + path, context.kernels, context.log, spec=spec, steps=steps)
             for (path, layer), spec in zip(layers_in(model, stack).items(), specs, strict=True)
         ]
-        calls, runner = context.of(SmallCalls), None
-        if (graphs := context.options.graphs) is not False:
+        calls, runner, masked = context.of(SmallCalls), None, inputs.mask in inspect.signature(model.forward).parameters
+        if (graphs := context.options.graphs) is not False and masked:
             pool = context.of(GraphPool)
             runner = GraphRunner(model, site.path, pool, context.log, graph_obstacle, graphs is True)
-        held = {"root": root, "stack": stack, "layers": fused, "order": order, "steps": steps}
+        held = {"root": root, "inputs": inputs, "stack": stack, "layers": fused, "order": order, "steps": steps}
         held |= {"runner": runner, "calls": calls}
         forward = EncoderForward(model, site.path, context.kernels, context.log, **held)
         forward.settings = forward.told()
-        _try(forward)
-        calls.packed = True
+        _try(forward, example)
+        calls.packed = calls.packed or masked
     except NotUnderstood as reason:
         # With strict=True a graph of the whole model, and its norms, count as nothing left out.
         return None if context.options.strict else Skip(str(reason))
     zeros = context.options.padding == "zeros"
-    forward.blind = zeros or (root is not model and ignores_padding(root, model))
+    outside = root is not model and masked
+    forward.blind = zeros or (outside and ignores_padding(root, model, inputs, example))
     forward.unseen = zeros
     patches: list[Change] = [*_patches(forward)]
     patches += [Stacked(linears) for layer in fused if (linears := layer.stacks())]
     note = "packed: padding is left out" if forward.blind else "packed: rows of padding are seen, and computed"
+    note = note if masked else "without padding"
     match = Match(forward, tuple(patches), covers=(stack,), note=note)
+    if not masked and context.options.graphs is not False and site.path not in context.graph_paths:
+        inside = GraphForward(model, site.path, context)  # which is called by itself, or by what is no graph
+        inside.inner = forward
+        return replace(match, forward=inside)
     if site.path not in context.graph_paths:
         return match
     graph = first_of((GRAPH,), site, context)
@@ -82,33 +101,26 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
     return match
 
 
-def _takes_text(module: nn.Module) -> bool:
-    from transformers import PreTrainedModel
-
-    if not isinstance(module, PreTrainedModel):
-        return False
-    names = inspect.signature(type(module).forward).parameters
-    lists = any(type(one) is nn.ModuleList for one in module.modules())
-    return lists and "input_ids" in names and MASK in names
-
-
-def _try(forward: EncoderForward) -> None:
+def _try(forward: EncoderForward, example: dict[str, Any]) -> None:
     """Compares small calls with stock. Raises NotUnderstood where they differ."""
-    model, ids = forward.module, example_ids(forward.module, few(forward.module))
-    right, left = random_mask(ids), random_mask(ids, left=True)
-    calls: list[dict[str, torch.Tensor]] = [{}, {MASK: right}, {MASK: left}]
-    calls = [{"input_ids": ids, **call} for call in calls]
-    if "position_ids" in forward.names:
-        places = torch.arange(ids.shape[1], device=ids.device).flip(0).expand_as(ids)
-        calls.append({"input_ids": ids, MASK: right, "position_ids": places})
+    model, mask, main = forward.module, forward.inputs.mask, example[forward.inputs.main]
+    right, left = ({mask: random_mask(main, turned)} for turned in (False, True))
+    more: list[dict[str, Any]] = [{}, *((right, left) if mask in forward.names else ())]
+    if forward.inputs == TEXT and "position_ids" in forward.names:
+        more.append(right | {"position_ids": torch.arange(main.shape[1], device=main.device).flip(0).expand_as(main)})
+    calls = [example | one for one in more]
     if any(layer.attention.own_code for layer in forward.layers):  # which may have windows
-        calls.append({"input_ids": example_ids(model, long_text(model))[:1]})
+        if forward.inputs == IMAGES:
+            raise NotUnderstood("its own code attends")
+        calls.append({TEXT.main: example_ids(model, long_text(model))[:1]})
     with resting(model), math_attention():
         with as_written():
+            calls += wide_call(model, example) if forward.inputs == IMAGES else []
             wanted = [forward.stock(**call) for call in calls]
+            forward.unread = unread(model, example) if forward.inputs == IMAGES else frozenset()
         pairs = list(zip(calls, wanted, strict=True))
         # There rows of padding hang on the attention that the model was made with.
-        turned = [pairs.pop(2)] if forward.sight.distances else []
+        turned = [pairs.pop(2)] if mask in forward.names and forward.sight.distances else []
         with _applied(forward):
             fitting = []
             for forward.shows_mask in (False, True):
@@ -123,7 +135,7 @@ def _try(forward: EncoderForward) -> None:
 
 
 def _differs(forward: EncoderForward, call: dict, wanted: Any) -> str | None:
-    told = "".join(f" with {name}" for name in call if name != "input_ids")
+    told = "".join(f" with {name}" for name in call if name != forward.inputs.main)
     if (reason := forward.unfit(**call)) is not None:
         return reason
     try:
@@ -141,10 +153,9 @@ def _differs(forward: EncoderForward, call: dict, wanted: Any) -> str | None:
 
 def _numbers(output: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of an output, and those in its cache."""
+    yield from tensors_of(output).items()
     for name, one in output.items():
-        if isinstance(one, torch.Tensor):
-            yield name, one
-        elif isinstance(one, Cache):
+        if isinstance(one, Cache):
             held = ((f"{name} {at} {n}", t) for at, layer in enumerate(one.layers) for n, t in vars(layer).items())
             yield from ((where, t) for where, t in held if isinstance(t, torch.Tensor))
 
@@ -176,29 +187,27 @@ def _applied(forward: EncoderForward) -> Iterator[None]:
             forward.seen, forward.apart = None, False
 
 
-def ignores_padding(root: nn.Module, model: Any) -> bool:
-    """Whether what the root gives of padded texts is the same to the bit whatever the encoder gives in rows of padding
+def ignores_padding(root: nn.Module, model: Any, inputs: Inputs, example: dict[str, Any]) -> bool:
+    """Whether what the root gives of padded inputs is the same to the bit whatever the encoder gives in rows of padding
     behind them.
     """
-    ids = example_ids(model, few(model))
-    mask = random_mask(ids)
-    hidden = mask.bool().logical_not().to(placement(model)[0])
+    given = example | {inputs.mask: random_mask(example[inputs.main])}
+    hidden = given[inputs.mask].bool().logical_not()
     generator = torch.Generator().manual_seed(0)
 
     def other(module: nn.Module, args: Any, output: Any) -> Any:
         for name, one in output.items():
-            if isinstance(one, torch.Tensor) and one.shape[:2] == ids.shape:
+            if isinstance(one, torch.Tensor) and one.shape[:2] == hidden.shape:
                 noise = torch.randn(one.shape, generator=generator, device="cpu").to(one)
                 output[name] = torch.where(hidden[..., None], noise, one)
         return output
 
     try:
         with resting(root), math_attention(), as_written():
-            plain = type(root).forward(root, input_ids=ids, **{MASK: mask})
+            plain = tensors_of(type(root).forward(root, **given))
             with listening([(model, other)]):
-                changed = [type(root).forward(root, input_ids=ids, **{MASK: mask}) for _ in range(2)]
+                changed = [tensors_of(type(root).forward(root, **given)) for _ in range(2)]
     except Exception as error:  # a head that takes other inputs
         reason_of(error)
         return False
-    tensors = {name: one for name, one in plain.items() if isinstance(one, torch.Tensor)}
-    return bool(tensors) and all(torch.equal(one, now[name]) for now in changed for name, one in tensors.items())
+    return bool(plain) and all(torch.equal(one, now[name]) for now in changed for name, one in plain.items())

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from accel.encoders.bidirectional_attention import BidirectionalSpec
-from accel.encoders.packing import Packing
+from accel.encoders.packing import Packing, unpadded
 from accel.encoders.position_bias import PositionBias
 from accel.errors import Unfit
 from accel.libraries.cache import Cache
@@ -15,19 +15,24 @@ from accel.llm.generation.layer_forward import LayerForward
 from accel.llm.parts.step import Step
 from accel.llm.recording.record import form, is_absent
 
+HIDDEN_STATES = "output_hidden_states"
+
 
 class EncoderStep(Step):
     """One call of an encoder. Layers note what they are given, and hand on what the first one was given.
 
     So the layers run on packed tokens, and the code around them sees none of it. run: computes all layers, of the first
-    one's input and of each one's keywords. shape: (B, L) of the call; packing: of its tokens. biases: see
-    `EncoderForward`; tables: what `bias` has made of them.
+    one's input and of each one's keywords; None where nothing is padding: then each runs when it is called, and what it
+    gives may be looked at. shape: (B, L) of the call; packing: of its tokens. biases: see `EncoderForward`; tables:
+    what `bias` has made of them.
     """
 
     __slots__ = ("biases", "calls", "hidden", "layers", "packing", "run", "shape", "tables")
     packing: Packing
 
-    def __init__(self, layers: "list[EncoderLayerForward]", run: Callable[["EncoderStep"], torch.Tensor], biases: dict):
+    def __init__(
+        self, layers: "list[EncoderLayerForward]", run: Callable[["EncoderStep"], torch.Tensor] | None, biases: dict
+    ):
         super().__init__({})
         self.layers, self.run, self.biases = layers, run, biases
         self.tables: dict[str, torch.Tensor] = {}
@@ -65,6 +70,8 @@ class EncoderStep(Step):
 
     def take(self, layer: "EncoderLayerForward", x: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         """What a layer gives to the code around it. Raises Unfit where that is not the code that was seen."""
+        if self.run is None:
+            return self._at_once(layer, x, kwargs)
         if self.done or layer is not self.layers[len(self.calls)] or (self.calls and x is not self.hidden):
             raise Unfit("something stands between its layers")
         if (name := layer.unknown(kwargs)) is not None:
@@ -73,6 +80,15 @@ class EncoderStep(Step):
         self.shape = x.shape[:2]
         self.calls.append(kwargs)
         return self.run(self) if self.done else x
+
+    def _at_once(self, layer: "EncoderLayerForward", x: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        kwargs.pop(HIDDEN_STATES, None)  # they are what layers give
+        if (name := layer.unknown(kwargs)) is not None or x.dim() != 3:
+            raise Unfit(f"its layers are told {name}" if name else "its layers are given no rows of tokens")
+        if self.hidden is None or x.shape != self.hidden.shape:
+            self.shape, self.packing = x.shape[:2], unpadded(x)
+        self.hidden = x
+        return layer.bound(layer.kernels, self, x.flatten(0, 1)[None].contiguous(), kwargs)[0].unflatten(0, self.shape)
 
 
 class EncoderLayerForward(LayerForward):

@@ -269,7 +269,7 @@ def side_effects(module: nn.Module) -> str | None:
         if (reason := foreign(one_of_a_kind)) is not None:
             return reason
     for child in module.modules():
-        if child is not module and (vars(child)["_forward_hooks"] or vars(child)["_forward_pre_hooks"]):
+        if child is not module and foreign_hooks(child):
             return "forward hooks inside, which examining it would call"
         if (reason := foreign_processor(child)) is not None:
             return reason

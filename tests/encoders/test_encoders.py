@@ -159,6 +159,10 @@ def test_other_inputs():
     places = torch.arange(LENGTH).flip(0).expand(BATCH, -1)
     assert_same(model, stock, **call, token_type_ids=(call["input_ids"] > 20).long(), position_ids=places)
     assert_same(model, stock, **call, return_dict=False)
+    shown = {"input_ids": call["input_ids"], "output_hidden_states": True, "return_dict": False}
+    with torch.no_grad():
+        for got, wanted in zip(model(**shown)[2], stock(**shown)[2], strict=True):  # without a mask
+            torch.testing.assert_close(got, wanted, rtol=2e-5, atol=2e-4)
     embeddings = stock.embeddings.word_embeddings(call["input_ids"]).detach()
     assert_same(model, stock, inputs_embeds=embeddings, attention_mask=call["attention_mask"].bool())
     assert not fallbacks(model)

@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from accel_kernels import KV, Norm, paged_attention
 from torch import nn
 
@@ -62,10 +63,15 @@ class Rotary:
         """Whether positions are looked up in a table of the layer's."""
         return not self.given and self.maker is None
 
-    def angles(self, kwargs: dict, attention: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos, sin of one angle a pair, (1 or rows, new, R / 2)."""
-        cos, sin = self._tables(kwargs, attention)
-        return self._one_a_pair(cos), self._one_a_pair(-sin if self.backward else sin)
+    def angles(self, kwargs: dict, attention: nn.Module, tokens: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos, sin of one angle a pair, (1 or rows, new, R / 2). tokens: where there are more than angles, the first of
+        them do not turn, as the tokens before the patches of an image.
+        """
+        cos, sin = (one if one.dim() == 3 else one[None] for one in self._tables(kwargs, attention))
+        cos, sin = self._one_a_pair(cos), self._one_a_pair(-sin if self.backward else sin)
+        if 0 < (more := tokens - cos.shape[1]):
+            cos, sin = (F.pad(one, (0, 0, more, 0), value=still) for one, still in ((cos, 1.0), (sin, 0.0)))
+        return cos, sin
 
     def fits(self, kwargs: dict, attention: nn.Module) -> bool:
         """Whether the table holds each angle as often as the form says: small angles hardly differ from none."""
@@ -109,7 +115,7 @@ def rotaries(layer: LayerRecord, k: torch.Tensor, keys: torch.Tensor) -> Iterato
         yield None
     kwargs = layer.call.named
     for rotary in (one for one in rotary_candidates(layer) if one.fits(kwargs, layer.attention)):
-        cos, sin = rotary.angles(kwargs, layer.attention)
+        cos, sin = rotary.angles(kwargs, layer.attention, k.shape[1])
         if 0 < 2 * cos.shape[-1] <= k.shape[-1]:
             store = SmallStore(k)
             store(k, k, k, 1.0, cos=cos.to(k.dtype), sin=sin.to(k.dtype), interleaved=rotary.interleaved)
@@ -156,7 +162,9 @@ def _tables(value: object) -> bool:
         halves = value.is_floating_point() and value.dim() == 4 and value.shape[1] == 1 and value.shape[-1] % 2 == 0
         return halves or (value.dim() == 3 and value.is_complex())
     tables = value if isinstance(value, tuple | list) and len(value) == 2 else ()
-    return bool(tables) and all(isinstance(t, torch.Tensor) and t.dim() == 3 and t.is_floating_point() for t in tables)
+    return bool(tables) and all(
+        isinstance(t, torch.Tensor) and t.dim() in (2, 3) and t.is_floating_point() for t in tables
+    )
 
 
 @dataclass(frozen=True)
@@ -215,7 +223,7 @@ def _fields(
 def _angles(layer: LayerRecord, rotary: Rotary | None, q: torch.Tensor) -> dict[str, Any]:
     if rotary is None:
         return {}
-    cos, sin = (t.to(q.dtype) for t in rotary.angles(layer.call.named, layer.attention))
+    cos, sin = (t.to(q.dtype) for t in rotary.angles(layer.call.named, layer.attention, q.shape[1]))
     return {"cos": cos, "sin": sin, "interleaved": rotary.interleaved}
 
 

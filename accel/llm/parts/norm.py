@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
-from accel.fusion.norm_kind import NormKind, norm_kind
+from accel.fusion.norm_kind import NormKind, norm_kind, random_twin, stock_output
 from accel.llm.recording.record import Call, LayerRecord
 from accel.patching.guard import plain_settings
 from accel.quantization.experts import holds_numbers
@@ -13,11 +14,14 @@ from accel.quantization.experts import holds_numbers
 
 @dataclass(frozen=True)
 class NormSpec:
-    """name: from the layer. kind: the formula, None for a norm that must be called. settings: see `plain_settings`."""
+    """name: from the layer. kind: the formula, None for a norm that must be called. settings: see `plain_settings`.
+    gain: the parameter by which it multiplies and does no more, as a layer scale (Touvron et al. 2021); "" for a norm.
+    """
 
     name: str
     kind: NormKind | None
     settings: tuple
+    gain: str = ""
 
 
 def norm_spec(layer: LayerRecord, call: Call) -> NormSpec:
@@ -26,8 +30,19 @@ def norm_spec(layer: LayerRecord, call: Call) -> NormSpec:
     shapes = tuple(p.shape for p in call.module.parameters())
     key = (found, width, shapes)
     if key not in layer.kinds:
-        layer.kinds[key] = norm_kind(call.module, width)
-    return NormSpec(layer.name(call.module), layer.kinds[key], found)
+        layer.kinds[key] = norm_kind(call.module, width), _gain(call.module, width)
+    kind, gain = layer.kinds[key]
+    return NormSpec(layer.name(call.module), kind, found, gain)
+
+
+def _gain(module: nn.Module, width: int) -> str:
+    generator = torch.Generator().manual_seed(0)
+    twin, x = random_twin(module, generator), torch.randn(2, 3, width, generator=generator, device="cpu")
+    parameters, y = {name: one for name, one in twin._parameters.items() if one is not None}, stock_output(twin, x)
+    if len(parameters) != 1 or twin._modules or twin._buffers or not isinstance(y, torch.Tensor):
+        return ""
+    (name, weight), *_ = parameters.items()
+    return name if torch.equal(y, x * weight) else ""
 
 
 def normlike(layer: LayerRecord, call: Call) -> bool:
@@ -38,7 +53,8 @@ def normlike(layer: LayerRecord, call: Call) -> bool:
         return False
     if any(held.dim() > 1 for held in call.module.buffers()):
         return False
-    return not torch.equal(call.output.held, call.input.held) or norm_spec(layer, call).kind is not None
+    own = next(call.module.parameters(), None) is not None  # which may be ones today
+    return own or not torch.equal(call.output.held, call.input.held) or norm_spec(layer, call).kind is not None
 
 
 FLAT, HEADS, TURNED = "(rows, new, heads * D)", "(rows, new, heads, D)", "(rows, heads, new, D)"

@@ -28,6 +28,8 @@ class BoundNorm:
         module = layer.get_submodule(spec.name)
         kind = spec.kind if as_understood(module, spec.settings) else None
         self.norm: Norm | None = None if kind is None else kind.of(module)
+        plain = spec.gain and as_understood(module, spec.settings)
+        self.gain = module._parameters[spec.gain] if plain else None  # by which the operation before it multiplies
         self.call: Callable = module
         if self.norm is not None and (mine := users_norm(kernels, self.norm)) is not None:
             self.norm, self.call = None, mine
@@ -62,7 +64,12 @@ def added(
     factor: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """(residual + scale * post(part(h))) * factor."""
-    wide = residual.dtype != h.x.dtype and not (isinstance(part, BoundLinear) and part.takes_wide(kernels))
+    last, dtype = getattr(part, "down", part), h.x.dtype
+    mixes = isinstance(last, BoundLinear) and last.takes_wide(kernels)
+    if post is not None and post.gain is not None and mixes and post.gain.dtype == residual.dtype == dtype:
+        y = part(kernels, h, residual=residual, scale=scale, modulation=post.gain[None])
+        return y if factor is None else y * factor
+    wide = residual.dtype != dtype and not (last is part and mixes)
     if post is None and not wide:
         y = part(kernels, h, residual=residual, scale=scale)
     elif wide or post is None or post.norm is None or post.norm.centered or post.norm.bias is not None:

@@ -100,8 +100,9 @@ def resting(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _resting(model: nn.Module) -> Iterator[None]:
     modules = list(model.modules())
-    held = [one for module in modules for one in (vars(module), module._modules)]  # BigBird puts others in their places
-    attributes = [(one, dict(one)) for one in held]
+    # BigBird puts other modules in their places; transformers hooks what a call gives.
+    changeable: list[Any] = [one for m in modules for one in (vars(m), m._modules, m._forward_hooks)]
+    attributes = [(one, dict(one)) for one in changeable]
     buffers = [(one._buffers, {n: _copied(b, one) for n, b in one._buffers.items()}) for one in modules]
     try:
         for module in modules:

@@ -13,6 +13,8 @@ def activate(x, ACTIVATION: tl.constexpr):
         x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif ACTIVATION == "gelu_tanh":  # 0.5 (1 + tanh(z)) is sigmoid(2 z)
         x = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    elif ACTIVATION == "gelu_quick":
+        x = x / (1.0 + tl.exp(-1.702 * x))
     elif ACTIVATION == "relu":
         x = tl.maximum(x, 0.0)
     elif ACTIVATION == "relu2":

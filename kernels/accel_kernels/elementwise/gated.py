@@ -8,8 +8,12 @@ from accel_kernels.op import contiguous_reason, dtype_reason, make_op, random_ca
 
 
 def reference(gate, up, activation):
-    """gate, up: (..., I), of the same shape, rows contiguous; activation: a name of ACTIVATIONS. Returns (..., I)."""
-    return ACTIVATIONS[activation](gate) * up
+    """gate, up: (..., I), of the same shape, rows contiguous; activation: a name of ACTIVATIONS. Returns (..., I).
+
+    up: None for act(gate) alone.
+    """
+    y = ACTIVATIONS[activation](gate)
+    return y if up is None else y * up
 
 
 def supports(gate, up, activation) -> str | None:
@@ -17,10 +21,10 @@ def supports(gate, up, activation) -> str | None:
         return "empty"
     if activation not in ACTIVATIONS:
         return f"activation {activation!r}"
-    if gate.shape != up.shape or gate.dtype != up.dtype:
+    if up is not None and (gate.shape != up.shape or gate.dtype != up.dtype):
         return "gate and up of different shapes or dtypes"
     for name, tensor in (("gate", gate), ("up", up)):
-        if tensor.stride(-1) != 1 or not _evenly_spaced(tensor):
+        if tensor is not None and (tensor.stride(-1) != 1 or not _evenly_spaced(tensor)):
             return f"{name}: rows not evenly spaced"
     return dtype_reason(gate, up)
 
@@ -46,8 +50,10 @@ def supports_geglu(x) -> str | None:
 
 
 @random_cases
-def _case(rand, rows, width, activation="silu", halves=False):
+def _case(rand, rows, width, activation="silu", halves=False, alone=False):
     gate, up = rand(rows, 2 * width).chunk(2, dim=-1)
+    if alone:
+        return (gate, None, activation), {}
     return (gate, up, activation) if halves else (gate.contiguous(), up.contiguous(), activation), {}
 
 
@@ -63,6 +69,7 @@ CASES = (
     _case("odd-halves", 5, 77, "gelu_tanh", halves=True, small=True),
     _case("gelu", 2, 100, "gelu", small=True),
     _case("relu2", 2, 33, "relu2", small=True),
+    _case("alone", 3, 70, "gelu_quick", alone=True, small=True),
     _case("llama-prefill", 2048, 14336),
     _case("phi3-halves", 512, 8192, halves=True),
 )

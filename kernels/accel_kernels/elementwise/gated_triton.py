@@ -26,8 +26,9 @@ def gated_kernel(
     mask = (r_idx < rows)[:, None] & (i_idx < width)
     row = r_idx.to(tl.int64)[:, None]
     gate = tl.load(gate_ptr + row * stride_g + i_idx, mask=mask, other=0.0)
-    up = tl.load(up_ptr + row * stride_u + i_idx, mask=mask, other=0.0)
-    y = activate(gate.to(tl.float32), ACTIVATION) * up.to(tl.float32)
+    y = activate(gate.to(tl.float32), ACTIVATION)
+    if up_ptr is not None:
+        y *= tl.load(up_ptr + row * stride_u + i_idx, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + row * width + i_idx, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -46,7 +47,7 @@ def _gated(gate, up, activation, block_r, block_i):
     width = gate.shape[-1]
     rows = gate.numel() // width
     y = torch.empty(gate.shape, device=gate.device, dtype=gate.dtype)
-    strides = (gate.stride(-2) if gate.dim() > 1 else width, up.stride(-2) if up.dim() > 1 else width)
+    strides = (width if one is None or one.dim() == 1 else one.stride(-2) for one in (gate, up))
     grid = (cdiv(rows, block_r), cdiv(width, block_i))
     pdl = programmatic(gate.device, rows <= FEW)
     launch(gated_kernel, grid, gate, up, y, *strides, rows, width, activation, block_r, block_i, num_warps=WARPS, **pdl)

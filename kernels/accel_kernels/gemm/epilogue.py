@@ -8,6 +8,8 @@ import torch
 from accel_kernels.elementwise.gated import gated
 from accel_kernels.norm.norm import ACTIVATIONS
 
+SEVERAL_PASSES = ("gelu_quick", "relu2")  # that activations take which are no operation of torch's
+
 
 class EpilogueArguments(NamedTuple):
     """An epilogue as kernels take it, all but the gate's weight in one argument. With a gate two biases, or none.
@@ -89,6 +91,8 @@ class Epilogue(NamedTuple):
         y = product(weight, self.bias)
         if self.up is not None:
             y = gated(y, product(self.up, self.up_bias), self.activation)
+        elif self.activation in SEVERAL_PASSES:
+            y = gated(y, None, self.activation)
         elif self.activation is not None:
             y = ACTIVATIONS[self.activation](y)
         y = self._mixed(y)

@@ -1,0 +1,143 @@
+"""What an encoder is given: text or images, and small examples of both."""
+
+import inspect
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from accel.errors import reason_of
+from accel.fusion.patch_embedding import is_patch_embedding
+from accel.llm.recording.inputs import few
+from accel.llm.recording.record import NotUnderstood
+from accel.llm.recording.recorder import ROWS, example_ids, resting
+from accel.patching.structure import placement
+
+INTERPOLATED = "interpolate_pos_encoding"
+SHAPES = "spatial_shapes"
+WIDE = 33  # patches, more than windows have in a row
+MOST = 256  # patches of an image of an example: it runs several times, on a CPU too
+
+
+class Inputs(NamedTuple):
+    """Names of arguments. main: of what is encoded; mask: of what shows padding, (batch, length); others: of what may
+    be given beside.
+    """
+
+    main: str
+    mask: str
+    others: frozenset[str]
+
+
+BESIDE_TEXT = frozenset(("inputs_embeds", "token_type_ids", "position_ids", "use_cache", "bbox"))
+TEXT = Inputs("input_ids", "attention_mask", BESIDE_TEXT)
+IMAGES = Inputs("pixel_values", "pixel_attention_mask", frozenset(("bool_masked_pos", INTERPOLATED, SHAPES)))
+
+
+def inputs_of(module: nn.Module) -> Inputs | None:
+    """Of a model of transformers with layers, and patches of images; None for any other module."""
+    from transformers import PreTrainedModel
+
+    if not isinstance(module, PreTrainedModel):
+        return None
+    if not any(type(one) is nn.ModuleList for one in module.modules()):
+        return None
+    names = inspect.signature(type(module).forward).parameters
+    if TEXT.main in names:
+        return TEXT if TEXT.mask in names else None
+    patches = SHAPES in names or any(map(is_patch_embedding, module.modules()))
+    one = IMAGES.main in names and not getattr(module.config, "is_encoder_decoder", False)
+    return IMAGES if one and patches else None
+
+
+def small_call(model: Any, inputs: Inputs) -> dict[str, Any]:
+    """Arguments of a small call without padding. Raises NotUnderstood where none is known that the model takes."""
+    if inputs is TEXT:
+        return {TEXT.main: example_ids(model, few(model))}
+    reason = "images of another kind"
+    for call in _images(model):
+        try:
+            with resting(model):
+                type(model).forward(model, **call)
+        except Exception as error:  # images of one size, as position embeddings are for
+            reason = f"could not be examined: {reason_of(error)}"
+        else:
+            return call
+    raise NotUnderstood(reason)
+
+
+def _images(model: Any) -> Iterator[dict[str, Any]]:
+    """Of a few patches each; then of the size that the configuration says."""
+    device, dtype = placement(model)
+    generator = torch.Generator().manual_seed(0)
+    names = inspect.signature(type(model).forward).parameters
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
+
+    if SHAPES in names:
+        patches = next((one for one in model.modules() if type(one) is nn.Linear), None)
+        if patches is not None:
+            sizes = torch.tensor([[2, 3], [3, 2]], device=device)
+            shown = torch.ones(ROWS, 6, dtype=torch.int64, device=device)
+            yield {IMAGES.main: random(ROWS, 6, patches.in_features), SHAPES: sizes, IMAGES.mask: shown}
+        return
+    convolution: Any = next(filter(is_patch_embedding, model.modules()))
+    if convolution.weight.dim() != 4:
+        return
+    (height, width), channels = convolution.kernel_size, convolution.in_channels
+    interpolated = {INTERPOLATED: True} if INTERPOLATED in names else {}
+    yield {IMAGES.main: random(ROWS, channels, 2 * height, 3 * width), **interpolated}
+    size = getattr(model.config, "image_size", None)
+    size = (size, size) if isinstance(size, int) else size
+    if isinstance(size, list | tuple) and len(size) == 2 and math.prod(size) <= MOST * height * width:
+        yield {IMAGES.main: random(ROWS, channels, *size)}
+
+
+def wide_call(model: Any, example: dict[str, Any]) -> list[dict[str, Any]]:
+    """A call of one image of many patches side by side, which shows windows; none where the model takes no such."""
+    images = example[IMAGES.main]
+    if images.dim() != 4:
+        return []
+    height, width = images.shape[2] // 2, images.shape[3] // 3 * WIDE
+    wide = torch.randn(1, images.shape[1], height, width, generator=torch.Generator().manual_seed(1), device="cpu")
+    call = example | {IMAGES.main: wide.to(images)}
+    try:
+        type(model).forward(model, **call)
+    except Exception as error:  # images of one size
+        reason_of(error)
+        return []
+    return [call]
+
+
+def unread(model: Any, example: dict[str, Any]) -> frozenset[str]:
+    """Names of what processors give beside images, and the model takes and does nothing with."""
+    images = example[IMAGES.main]
+    mask = images.new_zeros(images.shape[0], *images.shape[2:], dtype=torch.int64)
+    beside = {"pixel_mask": mask, "token_type_ids": torch.ones_like(mask[..., 0])}
+    plain, found = tensors_of(type(model).forward(model, **example)), []
+    for name, one in beside.items():
+        try:
+            given = tensors_of(type(model).forward(model, **example, **{name: one}))
+        except Exception as error:  # an argument that it does not take
+            reason_of(error)
+        else:
+            found += [name] if all(torch.equal(given[key], value) for key, value in plain.items()) else []
+    return frozenset(found)
+
+
+def tensors_of(output: Any) -> dict[str, torch.Tensor]:
+    """All in an output, by their paths in it."""
+    leaves, _ = pytree.tree_flatten_with_path(output)
+    tensors = ((path, one) for path, one in leaves if isinstance(one, torch.Tensor))
+    return {".".join(str(getattr(key, "key", key)) for key in path): one for path, one in tensors}
+
+
+def random_mask(example: torch.Tensor, left: bool = False) -> torch.Tensor:
+    """(B, L) int64, for (B, L, ...), without the last tokens of all rows but the first, or the first ones."""
+    shown = torch.ones(example.shape[:2], dtype=torch.int64, device=example.device)
+    shown[1:, : example.shape[1] // 2] = 0
+    return shown if left else shown.flip(1)

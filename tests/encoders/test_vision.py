@@ -1,0 +1,184 @@
+"""Vision transformers: fused layers give what stock gives, alone, under heads, in two towers and as backbones."""
+
+import copy
+
+import pytest
+import torch
+import transformers as t
+from torch import nn
+
+import accel
+from accel.encoders.inputs import tensors_of
+from accel.fusion.patch_embedding import PatchEmbeddingForward
+from support.state import assert_same_state, snapshot
+
+DINO2 = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16, "patch_size": 4}
+VIT = DINO2 | {"intermediate_size": 48}
+TEXT = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+TEXT |= {"max_position_embeddings": 16, **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 1)}
+NAFLEX = {name: one for name, one in VIT.items() if name != "image_size"} | {"num_patches": 16}
+STAGES = {"out_features": ["stage1", "stage2"]}
+DEPTH = {"reassemble_hidden_size": 32, "reassemble_factors": [4, 2], "neck_hidden_sizes": [8, 8], "head_hidden_size": 8}
+DEPTH |= {"patch_size": 4, "fusion_hidden_size": 8}
+DEPTH["backbone_config"] = t.Dinov2Config(**DINO2, **STAGES, reshape_hidden_states=False)
+
+
+def images(batch=3, height=16, width=16):
+    return {"pixel_values": torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(1))}
+
+
+def patches(batch=3):
+    """Of three sizes."""
+    sizes = torch.tensor([[3, 4], [4, 2], [1, 2]])[:batch]
+    mask = (torch.arange(12) < sizes.prod(1, keepdim=True)).long()
+    pixels = torch.randn(batch, 12, 48, generator=torch.Generator().manual_seed(1))
+    return {"pixel_values": pixels, "spatial_shapes": sizes, "pixel_attention_mask": mask}
+
+
+def pairs(given):
+    return {"input_ids": torch.randint(2, 64, (3, 16), generator=torch.Generator().manual_seed(2)), **given}
+
+
+def towers(kind, vision):
+    return lambda: getattr(t, f"{kind}Model")(getattr(t, f"{kind}Config")(text_config=TEXT, vision_config=vision))
+
+
+# By name: a model, calls of it, and where its encoder is.
+MODELS = {
+    "vit": (lambda: t.ViTForImageClassification(t.ViTConfig(**VIT)), [images(), images(1)], "vit"),
+    "vit-sizes": (
+        lambda: t.ViTModel(t.ViTConfig(**VIT)),
+        [images(2, 20, 12) | {"interpolate_pos_encoding": True}, images() | {"output_hidden_states": True}],
+        "",
+    ),
+    "vit-masked": (
+        lambda: t.ViTForMaskedImageModeling(t.ViTConfig(**VIT, encoder_stride=4)),
+        [images() | {"bool_masked_pos": torch.arange(48).view(3, 16) % 3 == 0}],
+        "vit",
+    ),
+    "deit": (lambda: t.DeiTForImageClassificationWithTeacher(t.DeiTConfig(**VIT)), [images()], "deit"),
+    "dinov2": (lambda: t.Dinov2Model(t.Dinov2Config(**DINO2)), [images(), images(1, 16, 24)], ""),
+    "dinov2-gated": (
+        lambda: t.Dinov2WithRegistersForImageClassification(
+            t.Dinov2WithRegistersConfig(**DINO2, use_swiglu_ffn=True, drop_path_rate=0.1)
+        ),
+        [images()],
+        "dinov2_with_registers",
+    ),
+    "dinov3": (lambda: t.DINOv3ViTModel(t.DINOv3ViTConfig(**VIT)), [images(), images(1, 12, 24)], ""),
+    "dinov3-backbone": (lambda: t.DINOv3ViTBackbone(t.DINOv3ViTConfig(**VIT, **STAGES)), [images(1)], ""),
+    "depth": (lambda: t.DepthAnythingForDepthEstimation(t.DepthAnythingConfig(**DEPTH)), [images()], "backbone"),
+    "yolos": (
+        lambda: t.YolosForObjectDetection(t.YolosConfig(**VIT | {"image_size": [16, 16]}, num_detection_tokens=3)),
+        [images(), images() | {"pixel_mask": torch.ones(3, 16, 16)}],
+        "vit",
+    ),
+    "clip": (towers("CLIP", VIT), [pairs(images())], "vision_model"),
+    "siglip": (towers("Siglip", VIT), [pairs(images()), pairs(images(2))], "vision_model"),
+    "siglip2": (towers("Siglip2", NAFLEX), [pairs(patches()), pairs(patches(1))], "vision_model"),
+    "siglip2-head": (
+        lambda: t.Siglip2ForImageClassification(t.Siglip2Config(text_config=TEXT, vision_config=NAFLEX)),
+        [patches()],
+        "vision_model",
+    ),
+}
+
+
+def made(name):
+    """A model with random norms and biases, and a deep copy of it that stays stock."""
+    torch.manual_seed(0)
+    model = MODELS[name][0]().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.4)
+    return model, copy.deepcopy(model)
+
+
+@torch.no_grad()
+def assert_same(model, stock, call):
+    got, wanted = tensors_of(model(**call)), tensors_of(stock(**call))
+    assert list(got) == list(wanted) and got
+    for name, one in wanted.items():
+        torch.testing.assert_close(got[name], one, rtol=2e-5, atol=2e-5 * float(one.abs().max()))
+
+
+def fallbacks(model):
+    return [reason for _, reason, _ in accel.report(model).fallbacks]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_vision_transformer_gives_what_stock_gives(name):
+    model, stock = made(name)
+    rows = {(path, rule): status for path, rule, status, _ in accel.report(accel.optimize(model)).sites}
+    assert rows[MODELS[name][2], "encoder"] == "patched"
+    assert [rule for _, rule in rows].count("patch embedding") == ("siglip2" not in name)
+    for call in MODELS[name][1]:
+        assert_same(model, stock, call)
+    assert not fallbacks(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "reason"),
+    [
+        ("vit-sizes", images() | {"output_attentions": True}, "output_attentions: its layers run stock where each"),
+        ("vit-sizes", images() | {"attention_mask": torch.ones(3, 17).tril().long()}, "attention_mask is given"),
+        ("siglip2-head", patches() | {"output_hidden_states": True}, "output_hidden_states: its layers run stock"),
+    ],
+)
+def test_calls_that_run_stock(name, call, reason):
+    model, stock = made(name)
+    for one in (model, stock):
+        one.set_attn_implementation("eager")
+    assert_same(accel.optimize(model), stock, call)
+    assert [told.startswith(reason) for told in fallbacks(model)] == [True]
+
+
+def test_a_layer_scale_that_is_one_is_followed():
+    model, stock = made("dinov2")
+    for one in (model, stock):
+        one.encoder.layer[0].layer_scale1.lambda1.data.fill_(1.0)
+    accel.optimize(model)
+    for one in (model, stock):
+        one.encoder.layer[0].layer_scale1.lambda1.data.mul_(torch.linspace(0, 2, 32))
+    assert_same(model, stock, images())
+    assert not fallbacks(model)
+
+
+@pytest.mark.parametrize("name", ["vit-sizes", "dinov3-backbone"])
+def test_restore_and_copies(name):
+    model, stock = made(name)
+    for one in (model, stock):
+        one.config.output_hidden_states = True  # transformers' hooks collect them, once
+    before = snapshot(model)
+    accel.optimize(model)
+    again = copy.deepcopy(model)
+    assert_same(again, stock, images(1))
+    assert not fallbacks(again)
+    assert_same_state(snapshot(accel.restore(model)), before)
+    assert_same(model, stock, images(1))
+
+
+def test_what_attends_by_a_bias_of_pairs_says_why():
+    model = t.BeitModel(t.BeitConfig(**VIT, use_relative_position_bias=True)).eval()
+    rows = [row for row in accel.report(accel.optimize(model)).sites if row[1] == "encoder"]
+    assert [row[2:] for row in rows] == [("skipped", "its attention mask is made in a way of its own")]
+
+
+@pytest.mark.parametrize(
+    ("convolution", "shape"),
+    [
+        (nn.Conv2d(3, 8, (4, 2), (4, 2)), (2, 3, 13, 8)),  # with a rest at an edge
+        (nn.Conv2d(3, 8, 4, 4, bias=False).to(memory_format=torch.channels_last), (1, 3, 8, 12)),
+        (nn.Conv3d(3, 8, (2, 4, 4), (2, 4, 4)), (2, 3, 5, 8, 8)),
+        (nn.Conv3d(3, 8, (2, 4, 4), (2, 4, 4)), (7, 3, 2, 4, 4)),
+    ],
+)
+def test_a_patch_embedding_is_one_product(convolution, shape):
+    model = nn.Sequential(convolution).eval()
+    forward = PatchEmbeddingForward(
+        convolution, "", accel.patching.fast_forward.Kernels(None, nn.functional.linear), None
+    )
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(forward.fast(x), model(x), rtol=1e-5, atol=1e-5)
+        assert forward.unfit(x) is None and forward.unfit(x[0]) and forward.unfit(x.double())
