@@ -45,7 +45,9 @@ def encoder_rules(part: nn.Module) -> tuple[Rule, ...]:
         return ()
     from accel.encoders.rule import match_encoder
 
-    return (Rule("encoder", partial(match_encoder, root=part)),)
+    from accel.seq2seq.rule import match_seq2seq
+
+    return (Rule("encoder-decoder", match_seq2seq), Rule("encoder", partial(match_encoder, root=part)))
 
 
 def leave_stock(model: Any, context: Context) -> StageResult:

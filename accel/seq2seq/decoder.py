@@ -1,0 +1,232 @@
+"""The forward of an encoder-decoder model: steps of generate() in a CUDA graph, all other calls as stock."""
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from accel.cuda_graphs.runner import GraphRunner
+from accel.errors import Unfit
+from accel.libraries.attention import ATTENTION
+from accel.libraries.cache import cache_argument, cache_field, with_present_names
+from accel.libraries.seq2seq import (
+    ENCODED,
+    ENCODER_MASK,
+    MASK,
+    POSITIONS,
+    TOKENS,
+    encoded,
+    is_empty,
+    layers_of,
+    output_of,
+)
+from accel.llm.recording.record import is_absent
+from accel.patching.fast_forward import FastForward
+from accel.seq2seq.fixed_memory import CROSS, OWN, FixedMemory, Holding, Length
+
+KNOWN = {TOKENS, ENCODED, ENCODER_MASK, MASK, POSITIONS, "use_cache", "return_dict"}
+ROOMS, TIMES = 128, 4  # tokens of the decoder that there is room for, and how many times as many next
+STEP = 64  # tokens of an encoder are rounded up to a multiple of this, or of an eighth
+TAKES_MASKS = ("sdpa", "eager")  # attentions that add a mask of numbers to the scores
+
+
+class Given(NamedTuple):
+    """What a step is given. start: tokens before it, (), int64; others as the model takes them, None for none.
+
+    mask, padding: of the encoder's tokens and the decoder's, (rows, room).
+    """
+
+    tokens: torch.Tensor
+    start: torch.Tensor
+    mask: torch.Tensor | None
+    padding: torch.Tensor | None
+    positions: torch.Tensor | None
+
+
+class Seq2SeqForward(FastForward):
+    """Steps run the model's own code over a cache at fixed addresses, whose lengths are numbers on the device.
+
+    masked: the decoder reads the mask of the encoder's tokens; else it reads all of them. padded: it reads one of its
+    own. output: the class of what a call returns.
+    """
+
+    captures = False  # the encoder and the prompt are run one by one, in which lone sites must pay
+    renewed = ("cache_name", "lock", "memory", "holding", "declined", "done")
+    runner: GraphRunner | None
+    masked = False
+    padded = False
+    output: type
+    memory: FixedMemory
+    holding: Holding | None
+    declined: set[tuple]  # steps whose graph gains nothing, or is none
+    done: Any  # event behind the last use of the memory
+
+    def renew(self) -> None:
+        self.cache_name = cache_argument(type(self.module).forward) or ""
+        self.lock = threading.RLock()
+        self.memory, self.holding, self.declined, self.done = FixedMemory(), None, set(), None
+
+    def forget(self) -> None:
+        super().forget()
+        with self.lock:
+            if self.holding is not None:
+                self.holding.release()
+            self.renew()
+
+    def fast(self, *args: Any, **kwargs: Any) -> Any:
+        given = self.named(args, with_present_names(type(self.module).forward, kwargs))
+        cache = given.pop(self.cache_name, None)
+        if is_empty(cache):
+            return self.stock(*args, **kwargs)  # the first tokens of a text
+        self._check(given)
+        with self.lock:
+            layers = layers_of(cache)
+            if layers is None:
+                raise Unfit("a cache of another kind")
+            logits = self._logits(layers, given)
+        result = output_of(self.output, logits, cache, cache_field(self.output), given[ENCODED])
+        return result if given.get("return_dict") is not False else result.to_tuple()
+
+    def _check(self, given: dict[str, Any]) -> None:
+        """Raises Unfit for a call that is no step."""
+        unknown = next((name for name, one in given.items() if name not in KNOWN and not is_absent(one)), None)
+        if unknown is not None:
+            raise Unfit(f"called with {unknown}")
+        tokens, encoder = given.get(TOKENS), given.get(ENCODED)
+        if type(tokens) is not torch.Tensor or tokens.dim() != 2 or tokens.shape[1] != 1:
+            raise Unfit("more than one token of the decoder behind others")
+        if given.get("use_cache") is False or not hasattr(encoder, "last_hidden_state"):
+            raise Unfit("no cache, or nothing that an encoder gave")
+        if getattr(self.module.get_decoder().config, ATTENTION, None) not in TAKES_MASKS:
+            raise Unfit("an attention that takes other masks")
+
+    def _logits(self, layers: tuple[list, list], given: dict[str, Any]) -> torch.Tensor:
+        tokens, encoder, mask = given[TOKENS], given[ENCODED].last_hidden_state, given.get(ENCODER_MASK)
+        (rows, _), length = tokens.shape, layers[CROSS][0].get_seq_length()
+        mask = mask if self.masked else None
+        if encoder.shape[:2] != (rows, length) or layers[OWN][0].keys.shape[0] != rows:
+            raise Unfit("a cache of another number of rows, or of another text, than the encoder's")
+        if mask is not None and (type(mask) is not torch.Tensor or mask.shape != (rows, length)):
+            raise Unfit("a mask of the encoder's tokens in another form than (rows, tokens)")
+        start, padding, positions = layers[OWN][0].get_seq_length(), given.get(MASK), given.get(POSITIONS)
+        if padding is not None and (not self.padded or padding.shape != (rows, start + 1)):
+            raise Unfit("a mask of the decoder's tokens in another form than (rows, tokens)")
+        if positions is not None and positions.shape != (rows, 1):
+            raise Unfit("positions in another form than (rows, 1)")
+        rooms = room_for(start + 1), room_of(length) if self.masked else length
+        if mask is None and rooms[CROSS] != length:
+            mask = tokens.new_ones(rows, length)
+        device = self._device(tokens)
+        step = Given(
+            tokens,
+            torch.full((), start, device=device),
+            None if mask is None else _filled_up(mask, rooms[CROSS]),
+            None if padding is None else _filled_up(padding, rooms[OWN]),
+            positions,
+        )
+        holding = self._held(layers, rooms, step)
+        logits = self._run(holding, step)
+        holding.lengths[OWN] += 1
+        return logits
+
+    def _device(self, tokens: torch.Tensor) -> torch.device:
+        """Where a step runs. Raises Unfit where its tokens are elsewhere."""
+        device = next(self.module.parameters()).device
+        if tokens.device != device:
+            raise Unfit("tokens on another device than the model")
+        return device
+
+    def _held(self, layers: tuple[list, list], rooms: tuple[int, int], step: Given) -> Holding:
+        """The cache in the fixed memory. Raises Unfit where its steps are better left stock."""
+        if self._key(len(step.tokens), rooms, step) in self.declined:
+            raise Unfit("a CUDA graph of its steps gains nothing, or is none")
+        found = self.holding
+        if found is not None and found.holds(layers) and found.room(OWN) == rooms[OWN]:
+            return found
+        if found is not None:
+            found.release()
+            self.holding = None
+        forms = {(layer.keys.shape, layer.values.shape, layer.keys.dtype, layer.values.dtype) for layer in layers[OWN]}
+        forms |= {()} | {(one.keys.shape, one.values.shape, one.keys.dtype, one.values.dtype) for one in layers[CROSS]}
+        if len(forms) > 3 or any(one.keys.shape != one.values.shape for part in layers for one in part):
+            raise Unfit("keys and values of different sizes")
+        number = self.memory.number
+        self.holding = Holding(self.memory, layers, rooms)
+        if self.memory.number != number and self.runner is not None:
+            with self.runner.pool.lock:  # these graphs write where other things may be now
+                for key in [key for key in self.runner.entries if key[-1][0] != self.memory.number]:
+                    self.runner.pool.drop(self.runner.entries.pop(key))
+        return self.holding
+
+    def _key(self, rows: int, rooms: tuple[int, int], step: Given) -> tuple:
+        return rows, rooms, *(one is None for one in step[2:])
+
+    def _run(self, holding: Holding, step: Given) -> torch.Tensor:
+        rooms = holding.room(OWN), holding.room(CROSS)
+        holding.settle(OWN)
+        holding.settle(CROSS)
+        eager: Callable = partial(self.step, holding)
+        if self.runner is None or not step.tokens.is_cuda or torch.cuda.is_current_stream_capturing():
+            return eager(*step)
+        variant = self.memory.number, rooms, self.module.get_decoder().config._attn_implementation
+        logits = self.runner(eager, tuple(step), {}, variant)
+        known = (entry for key, entry in self.runner.entries.items() if key[-1] == variant)
+        if self.runner.reason is not None or any(entry.reason is not None for entry in known):
+            self.declined.add(self._key(len(step.tokens), rooms, step))
+        return logits
+
+    def step(
+        self,
+        holding: Holding,
+        tokens: torch.Tensor,
+        start: torch.Tensor,
+        mask: torch.Tensor | None,
+        padding: torch.Tensor | None,
+        positions: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The logits, (rows, 1, vocabulary), by the model's own code. Nothing it does depends on lengths in Python."""
+        holding.place.length = Length(start.reshape(1), 1, holding.room(OWN) - 1)
+        rows, dtype = holding.rows, holding.kept[OWN].dtype
+        seen = (torch.arange(holding.room(OWN), device=tokens.device) <= start).expand(rows, -1)
+        seen = seen if padding is None else seen & padding.bool()
+        # What the encoder gave is in the cache: of this the model reads the shape alone, or the trial has failed.
+        nothing = torch.full((1, 1, 1), torch.nan, dtype=dtype, device=tokens.device)
+        width = self.module.get_encoder().config.hidden_size
+        given = {
+            TOKENS: tokens,
+            ENCODED: encoded(nothing.expand(rows, holding.room(CROSS), width)),
+            MASK: _added(seen, dtype),
+            self.cache_name: holding.shown,
+            "use_cache": True,
+            "return_dict": True,
+        }
+        given |= {} if mask is None else {ENCODER_MASK: _added(mask.bool(), dtype)}
+        given |= {} if positions is None else {POSITIONS: positions}
+        return type(self.module).forward(self.module, **given).logits
+
+
+def room_for(tokens: int) -> int:
+    """Of the decoder."""
+    room = ROOMS
+    while room < tokens:
+        room *= TIMES
+    return room
+
+
+def room_of(length: int) -> int:
+    """As many tokens of an encoder or a few more."""
+    step = max(STEP, (1 << length.bit_length()) // 16)
+    return -(-length // step) * step
+
+
+def _filled_up(mask: torch.Tensor, room: int) -> torch.Tensor:
+    """(rows, room), 0 behind what is in the mask."""
+    return torch.nn.functional.pad(mask, (0, room - mask.shape[1]))
+
+
+def _added(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """(rows, tokens) as numbers that are added to scores: (rows, 1, 1, tokens)."""
+    none = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+    return none.masked_fill(~seen, torch.finfo(dtype).min)[:, None, None]

@@ -1,0 +1,252 @@
+"""Keys and values at fixed addresses, so that a CUDA graph of a step holds for every text.
+
+The decoder's own grow by a token a step; those of what the encoder gave are written once, when a text is taken over.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+
+from accel.libraries.cache import DynamicLayer
+from accel.libraries.seq2seq import pair_of
+
+OWN, CROSS = 0, 1  # parts of a cache
+Shape = tuple[int, int, int, int, int, int]  # layers, 2, rows, heads, tokens, D
+
+
+class FixedMemory:
+    """The memory of one model. number: of the allocation, which graphs hold for."""
+
+    def __init__(self) -> None:
+        self.flat: dict[int, torch.Tensor] = {}
+        self.number = 0
+
+    def fits(self, part: int, shape: Shape, like: torch.Tensor) -> bool:
+        held = self.flat.get(part)
+        size = torch.Size(shape).numel()
+        return held is not None and held.numel() >= size and (held.dtype, held.device) == (like.dtype, like.device)
+
+    def room(self, part: int, shape: Shape, like: torch.Tensor) -> torch.Tensor:
+        """At the same place as before where it is large enough; what was there is lost."""
+        if not self.fits(part, shape, like):
+            self.flat.pop(part, None)
+            self.flat[part] = like.new_zeros(torch.Size(shape).numel())
+            self.number += 1
+        return self.flat[part][: torch.Size(shape).numel()].view(shape)
+
+
+class Length:
+    """A number on the device, `at`, (1,) int64, between `least` and `most`: as the model counts the tokens before a step.
+
+    What follows from these bounds is answered without it: whether a table of positions is long enough. Other questions
+    raise ValueError.
+    """
+
+    def __init__(self, at: torch.Tensor, least: int, most: int):
+        self.at, self.least, self.most = at, least, most
+
+    def __add__(self, other: Any) -> Any:
+        if isinstance(other, int):
+            return Length(self.at + other, self.least + other, self.most + other)
+        return other + self.at if isinstance(other, torch.Tensor) else NotImplemented
+
+    __radd__ = __add__
+
+    def _order(self, other: Any) -> int:
+        if isinstance(other, int) and not self.least <= other <= self.most:
+            return 1 if self.least > other else -1
+        raise ValueError("a step asks how many tokens came before it")
+
+    def __gt__(self, other: Any) -> bool:
+        return self._order(other) > 0
+
+    def __lt__(self, other: Any) -> bool:
+        return self._order(other) < 0
+
+    __ge__, __le__ = __gt__, __lt__
+
+    def __bool__(self) -> bool:
+        return self > 0
+
+    def __eq__(self, other: object) -> bool:
+        return self._order(other) == 0
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Place:
+    """length: of what there is before a step's token, which goes behind it."""
+
+    length: Length
+
+
+class FixedLayer(DynamicLayer):
+    """What the model is shown of one layer in a step: all of its room."""
+
+    def __init__(self, kept: torch.Tensor, place: Place | None):
+        """place: None for what no step writes."""
+        super().__init__()
+        self.keys, self.values = kept
+        self.place, self.is_initialized = place, True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
+        if self.place is None:
+            raise ValueError("a step writes to the keys and values of what the encoder gave")
+        self.keys.index_copy_(2, self.place.length.at, key_states)
+        self.values.index_copy_(2, self.place.length.at, value_states)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> Any:
+        return self.keys.shape[2] if self.place is None else self.place.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.keys.shape[2], 0
+
+
+class Holding:
+    """What one caller's cache holds, in the fixed memory.
+
+    kept: by part, see `Shape`; lengths: how many tokens of it count. layers: those of the cache, which may be gone.
+    """
+
+    def __init__(self, memory: FixedMemory, layers: tuple[list[Any], list[Any]], rooms: tuple[int, int]):
+        self.kept: list[torch.Tensor] = []
+        self.lengths = [own[0].get_seq_length() for own in layers]
+        self.memory, self.number = memory, 0
+        for part, (own, length, room) in enumerate(zip(layers, self.lengths, rooms, strict=True)):
+            like = own[0].keys
+            kept = memory.room(part, (len(own), 2, *like.shape[:2], room, like.shape[3]), like)
+            kept[..., length:, :].zero_()  # numbers there count nothing, unless they are infinite
+            for into, layer in zip(kept, own, strict=True):
+                for one, held in zip(into, (layer.keys, layer.values), strict=True):
+                    one[:, :, :length].copy_(held)
+            self.kept.append(kept)
+        self.number = memory.number
+        self.layers = [[weakref.ref(HeldLayer.put_into(layer, self, part, index)) for index, layer in enumerate(own)]
+                       for part, own in enumerate(layers)]  # fmt: skip
+        self.place = Place()
+        own, cross = self.kept
+        self.shown = pair_of([FixedLayer(one, self.place) for one in own], [FixedLayer(one, None) for one in cross])
+        self.orders: list[tuple[Any, list[int]]] = [(None, []), (None, [])]
+        self.groups: torch.Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.kept[OWN].shape[2]
+
+    def room(self, part: int) -> int:
+        return self.kept[part].shape[4]
+
+    def holds(self, layers: tuple[list[Any], list[Any]]) -> bool:
+        """Whether these are the layers of a cache that are in here."""
+        mine = [[ref() for ref in own] for own in self.layers]
+        return all(
+            len(own) == len(given) and all(one is layer and type(one) is HeldLayer for one, layer in zip(own, given))
+            for own, given in zip(mine, layers, strict=True)
+        )
+
+    def read(self, part: int, index: int) -> torch.Tensor:
+        """Keys and values of a layer, (2, rows, heads, tokens, D), a view."""
+        self.settle(part)
+        return self.kept[part][index][:, :, :, : self.lengths[part]]
+
+    def release(self) -> None:
+        """Gives the cache, where there still is one, keys and values of its own."""
+        for layer in (ref() for own in self.layers for ref in own):
+            if type(layer) is HeldLayer:
+                layer.leave()
+
+    def reorder(self, part: int, index: int, order: torch.Tensor) -> None:
+        """Puts rows of a layer into another order: of all layers at once, when each has been asked."""
+        before, asked = self.orders[part]
+        if before is not order or index in asked:
+            self.settle(part)
+            asked = []
+        asked.append(index)
+        self.orders[part] = order, asked
+        if len(asked) == len(self.kept[part]):
+            self.settle(part)
+
+    def settle(self, part: int) -> None:
+        """Does what `reorder` was asked for."""
+        (order, asked), self.orders[part] = self.orders[part], (None, [])
+        if not asked or (part == CROSS and self._alike(order)):
+            return
+        kept = self.kept[part]
+        whole = part == OWN and len(asked) == len(kept)  # those of the encoder would need as much memory again
+        for some in [kept] if whole else (kept[index : index + 1] for index in asked):
+            used = some[..., : self.lengths[part], :]
+            used.copy_(used.index_select(2, order.to(used.device)))
+
+    def _alike(self, order: torch.Tensor) -> bool:
+        """Whether rows in this order are the same rows, as beams of one text are. Waits for the device."""
+        if self.groups is None:
+            same = [(one[:, 1:] == one[:, :-1]).flatten(2).all(2).all(0) for one in self.kept[CROSS]]
+            self.groups = torch.nn.functional.pad((~torch.stack(same).all(0)).cumsum(0), (1, 0))
+        return torch.equal(self.groups[order.to(self.groups.device)], self.groups)
+
+
+class HeldLayer(DynamicLayer):
+    """A layer of the caller's cache whose keys and values are in the fixed memory. Whatever changes them but a step or
+    another order of rows makes it a layer with its own again.
+    """
+
+    holding: Holding
+    part: int
+    index: int
+
+    @classmethod
+    def put_into(cls, layer: Any, *place: Any) -> Any:
+        """This layer, which is one of these from now on."""
+        del layer.keys, layer.values
+        layer.__class__ = cls
+        layer.holding, layer.part, layer.index = place
+        return layer
+
+    def leave(self) -> None:
+        """Is a layer with keys and values of its own from now on."""
+        keys, values = self.holding.read(self.part, self.index).clone()
+        self._become(keys, values)
+
+    def _become(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.__class__ = DynamicLayer
+        del self.holding, self.part, self.index
+        self.keys, self.values = keys, values
+
+    @property
+    def keys(self) -> torch.Tensor:
+        return self.holding.read(self.part, self.index)[0]
+
+    @keys.setter
+    def keys(self, keys: torch.Tensor) -> None:
+        self.leave()
+        self.keys = keys
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self.holding.read(self.part, self.index)[1]
+
+    @values.setter
+    def values(self, values: torch.Tensor) -> None:
+        self.leave()
+        self.values = values
+
+    def get_seq_length(self) -> int:
+        return self.holding.lengths[self.part]
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        if beam_idx.shape != (self.holding.rows,):
+            super().reorder_cache(beam_idx)
+        else:
+            self.holding.reorder(self.part, self.index, beam_idx)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        return _own_layer, (*self.holding.read(self.part, self.index).clone(),)
+
+
+def _own_layer(keys: torch.Tensor, values: torch.Tensor) -> DynamicLayer:
+    layer = DynamicLayer()
+    layer.lazy_initialization(keys, values)
+    layer.keys, layer.values = keys, values
+    return layer
