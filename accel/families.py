@@ -44,7 +44,6 @@ def encoder_rules(part: nn.Module) -> tuple[Rule, ...]:
     if not comes_from(type(part), "transformers"):
         return ()
     from accel.encoders.rule import match_encoder
-
     from accel.seq2seq.rule import match_seq2seq
 
     return (Rule("encoder-decoder", match_seq2seq), Rule("encoder", partial(match_encoder, root=part)))

@@ -1,7 +1,8 @@
 """The forward of an encoder-decoder model: steps of generate() in a CUDA graph, all other calls as stock."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,17 +11,19 @@ import torch
 from accel.cuda_graphs.runner import GraphRunner
 from accel.errors import Unfit
 from accel.libraries.attention import ATTENTION
-from accel.libraries.cache import cache_argument, cache_field, with_present_names
-from accel.libraries.seq2seq import (
+from accel.libraries.cache import (
     ENCODED,
     ENCODER_MASK,
     MASK,
     POSITIONS,
     TOKENS,
+    cache_argument,
+    cache_field,
     encoded,
+    filled_layers,
     is_empty,
-    layers_of,
     output_of,
+    with_present_names,
 )
 from accel.llm.recording.record import is_absent
 from accel.patching.fast_forward import FastForward
@@ -81,13 +84,29 @@ class Seq2SeqForward(FastForward):
         if is_empty(cache):
             return self.stock(*args, **kwargs)  # the first tokens of a text
         self._check(given)
-        with self.lock:
-            layers = layers_of(cache)
+        with self.lock, self._in_order(given[TOKENS].device):
+            layers = filled_layers(cache)
             if layers is None:
                 raise Unfit("a cache of another kind")
             logits = self._logits(layers, given)
         result = output_of(self.output, logits, cache, cache_field(self.output), given[ENCODED])
         return result if given.get("return_dict") is not False else result.to_tuple()
+
+    @contextmanager
+    def _in_order(self, device: torch.device) -> Iterator[None]:
+        """Threads have streams of their own: inside, the memory is as the last use of it has left it."""
+        if device.type != "cuda":
+            yield
+            return
+        if torch.cuda.is_current_stream_capturing():
+            raise Unfit("part of somebody's capture")
+        stream = torch.cuda.current_stream(device)
+        if self.done is not None:
+            stream.wait_event(self.done)
+        try:
+            yield
+        finally:
+            self.done = stream.record_event()
 
     def _check(self, given: dict[str, Any]) -> None:
         """Raises Unfit for a call that is no step."""
@@ -106,6 +125,8 @@ class Seq2SeqForward(FastForward):
         tokens, encoder, mask = given[TOKENS], given[ENCODED].last_hidden_state, given.get(ENCODER_MASK)
         (rows, _), length = tokens.shape, layers[CROSS][0].get_seq_length()
         mask = mask if self.masked else None
+        if tokens.device != layers[OWN][0].keys.device or tokens.device != next(self.module.parameters()).device:
+            raise Unfit("tokens on another device than the model, or the cache")
         if encoder.shape[:2] != (rows, length) or layers[OWN][0].keys.shape[0] != rows:
             raise Unfit("a cache of another number of rows, or of another text, than the encoder's")
         if mask is not None and (type(mask) is not torch.Tensor or mask.shape != (rows, length)):
@@ -115,13 +136,13 @@ class Seq2SeqForward(FastForward):
             raise Unfit("a mask of the decoder's tokens in another form than (rows, tokens)")
         if positions is not None and positions.shape != (rows, 1):
             raise Unfit("positions in another form than (rows, 1)")
-        rooms = room_for(start + 1), room_of(length) if self.masked else length
+        most = getattr(self.module.get_decoder().config, "max_position_embeddings", None)
+        rooms = room_for(start + 1, most), room_of(length) if self.masked else length
         if mask is None and rooms[CROSS] != length:
             mask = tokens.new_ones(rows, length)
-        device = self._device(tokens)
         step = Given(
             tokens,
-            torch.full((), start, device=device),
+            torch.full((), start, device=tokens.device),
             None if mask is None else _filled_up(mask, rooms[CROSS]),
             None if padding is None else _filled_up(padding, rooms[OWN]),
             positions,
@@ -130,13 +151,6 @@ class Seq2SeqForward(FastForward):
         logits = self._run(holding, step)
         holding.lengths[OWN] += 1
         return logits
-
-    def _device(self, tokens: torch.Tensor) -> torch.device:
-        """Where a step runs. Raises Unfit where its tokens are elsewhere."""
-        device = next(self.module.parameters()).device
-        if tokens.device != device:
-            raise Unfit("tokens on another device than the model")
-        return device
 
     def _held(self, layers: tuple[list, list], rooms: tuple[int, int], step: Given) -> Holding:
         """The cache in the fixed memory. Raises Unfit where its steps are better left stock."""
@@ -148,10 +162,16 @@ class Seq2SeqForward(FastForward):
         if found is not None:
             found.release()
             self.holding = None
-        forms = {(layer.keys.shape, layer.values.shape, layer.keys.dtype, layer.values.dtype) for layer in layers[OWN]}
-        forms |= {()} | {(one.keys.shape, one.values.shape, one.keys.dtype, one.values.dtype) for one in layers[CROSS]}
-        if len(forms) > 3 or any(one.keys.shape != one.values.shape for part in layers for one in part):
+        forms = [{(one.shape, one.dtype) for layer in part for one in (layer.keys, layer.values)} for part in layers]
+        if any(len(form) > 1 for form in forms):
             raise Unfit("keys and values of different sizes")
+        if self.runner is not None and step.tokens.is_cuda:
+            firsts = [part[0].keys for part in layers]
+            sizes = (
+                2 * len(layers[OWN]) * one[:, :, :1].nbytes * room for one, room in zip(firsts, rooms, strict=True)
+            )
+            if sum(sizes) > 2**20 * self.runner.pool.limit_mb(step.tokens.device):
+                raise Unfit("its keys and values take more than graph_memory_gb allows")
         number = self.memory.number
         self.holding = Holding(self.memory, layers, rooms)
         if self.memory.number != number and self.runner is not None:
@@ -168,9 +188,9 @@ class Seq2SeqForward(FastForward):
         holding.settle(OWN)
         holding.settle(CROSS)
         eager: Callable = partial(self.step, holding)
-        if self.runner is None or not step.tokens.is_cuda or torch.cuda.is_current_stream_capturing():
+        if self.runner is None or not step.tokens.is_cuda:
             return eager(*step)
-        variant = self.memory.number, rooms, self.module.get_decoder().config._attn_implementation
+        variant = self.memory.number, rooms, getattr(self.module.get_decoder().config, ATTENTION)
         logits = self.runner(eager, tuple(step), {}, variant)
         known = (entry for key, entry in self.runner.entries.items() if key[-1] == variant)
         if self.runner.reason is not None or any(entry.reason is not None for entry in known):
@@ -207,12 +227,12 @@ class Seq2SeqForward(FastForward):
         return type(self.module).forward(self.module, **given).logits
 
 
-def room_for(tokens: int) -> int:
-    """Of the decoder."""
+def room_for(tokens: int, most: int | None) -> int:
+    """Of the decoder. most: that it has positions for, None for any number."""
     room = ROOMS
     while room < tokens:
         room *= TIMES
-    return room
+    return min(room, most) if most is not None and tokens <= most else room
 
 
 def room_of(length: int) -> int:

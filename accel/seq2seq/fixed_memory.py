@@ -4,12 +4,12 @@ The decoder's own grow by a token a step; those of what the encoder gave are wri
 """
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from accel.libraries.cache import DynamicLayer
-from accel.libraries.seq2seq import pair_of
+from accel.libraries.cache import DynamicLayer, pair_of
 
 OWN, CROSS = 0, 1  # parts of a cache
 Shape = tuple[int, int, int, int, int, int]  # layers, 2, rows, heads, tokens, D
@@ -31,13 +31,14 @@ class FixedMemory:
         """At the same place as before where it is large enough; what was there is lost."""
         if not self.fits(part, shape, like):
             self.flat.pop(part, None)
-            self.flat[part] = like.new_zeros(torch.Size(shape).numel())
+            with torch.inference_mode(False):  # else only calls in that mode could write to it
+                self.flat[part] = torch.zeros(torch.Size(shape).numel(), dtype=like.dtype, device=like.device)
             self.number += 1
         return self.flat[part][: torch.Size(shape).numel()].view(shape)
 
 
 class Length:
-    """A number on the device, `at`, (1,) int64, between `least` and `most`: as the model counts the tokens before a step.
+    """Tokens before a step, as the model counts them: a number on the device, `at`, (1,) int64, from `least` to `most`.
 
     What follows from these bounds is answered without it: whether a table of positions is long enough. Other questions
     raise ValueError.
@@ -46,12 +47,19 @@ class Length:
     def __init__(self, at: torch.Tensor, least: int, most: int):
         self.at, self.least, self.most = at, least, most
 
-    def __add__(self, other: Any) -> Any:
-        if isinstance(other, int):
-            return Length(self.at + other, self.least + other, self.most + other)
-        return other + self.at if isinstance(other, torch.Tensor) else NotImplemented
+    def __add__(self, other: int) -> "Length":
+        return Length(self.at + other, self.least + other, self.most + other)
 
     __radd__ = __add__
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Functions of torch are given the tensor; a range that begins and ends here has a size that is known."""
+        if func is torch.arange and len(args) == 2 and all(isinstance(one, cls) for one in args):
+            first, end = args
+            return first.at + torch.arange(end.least - first.least, **(kwargs or {}))
+        tensors = (one.at[0] if isinstance(one, cls) else one for one in args)
+        return func(*tensors, **(kwargs or {}))
 
     def _order(self, other: Any) -> int:
         if isinstance(other, int) and not self.least <= other <= self.most:
@@ -113,18 +121,18 @@ class Holding:
     def __init__(self, memory: FixedMemory, layers: tuple[list[Any], list[Any]], rooms: tuple[int, int]):
         self.kept: list[torch.Tensor] = []
         self.lengths = [own[0].get_seq_length() for own in layers]
-        self.memory, self.number = memory, 0
-        for part, (own, length, room) in enumerate(zip(layers, self.lengths, rooms, strict=True)):
-            like = own[0].keys
-            kept = memory.room(part, (len(own), 2, *like.shape[:2], room, like.shape[3]), like)
+        for part, (these, length, room) in enumerate(zip(layers, self.lengths, rooms, strict=True)):
+            like = these[0].keys
+            kept = memory.room(part, (len(these), 2, *like.shape[:2], room, like.shape[3]), like)
             kept[..., length:, :].zero_()  # numbers there count nothing, unless they are infinite
-            for into, layer in zip(kept, own, strict=True):
+            for into, layer in zip(kept, these, strict=True):
                 for one, held in zip(into, (layer.keys, layer.values), strict=True):
                     one[:, :, :length].copy_(held)
             self.kept.append(kept)
-        self.number = memory.number
-        self.layers = [[weakref.ref(HeldLayer.put_into(layer, self, part, index)) for index, layer in enumerate(own)]
-                       for part, own in enumerate(layers)]  # fmt: skip
+        self.layers = [
+            [weakref.ref(HeldLayer.put_into(layer, self, part, index)) for index, layer in enumerate(these)]
+            for part, these in enumerate(layers)
+        ]
         self.place = Place()
         own, cross = self.kept
         self.shown = pair_of([FixedLayer(one, self.place) for one in own], [FixedLayer(one, None) for one in cross])
@@ -141,10 +149,7 @@ class Holding:
     def holds(self, layers: tuple[list[Any], list[Any]]) -> bool:
         """Whether these are the layers of a cache that are in here."""
         mine = [[ref() for ref in own] for own in self.layers]
-        return all(
-            len(own) == len(given) and all(one is layer and type(one) is HeldLayer for one, layer in zip(own, given))
-            for own, given in zip(mine, layers, strict=True)
-        )
+        return mine == [*layers] and all(type(layer) is HeldLayer for own in layers for layer in own)
 
     def read(self, part: int, index: int) -> torch.Tensor:
         """Keys and values of a layer, (2, rows, heads, tokens, D), a view."""

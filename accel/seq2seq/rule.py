@@ -13,8 +13,8 @@ from accel.cuda_graphs.pool import GraphPool
 from accel.cuda_graphs.rule import graph_obstacle
 from accel.cuda_graphs.runner import GraphRunner
 from accel.errors import Unfit, reason_of
-from accel.libraries.cache import cache_of
-from accel.libraries.seq2seq import ENCODED, ENCODER_MASK, MASK, TOKENS, encoded, is_seq2seq
+from accel.libraries.cache import ENCODED, ENCODER_MASK, MASK, TOKENS, cache_of, encoded
+from accel.libraries.models import is_seq2seq
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import model_side_effects, resting
 from accel.patching.fast_forward import as_written
@@ -83,7 +83,7 @@ def _try(forward: Seq2SeqForward) -> None:
             with as_written():
                 plain, hiding = (_run(forward, hidden, ids, given) for given in ({}, {ENCODER_MASK: mask}))
             forward.output = type(plain[0])
-            forward.masked = not all(torch.equal(*(one.logits for one in two)) for two in zip(plain, hiding, strict=True))
+            forward.masked = not (_same(plain, hiding) and _ignores_masks(forward, hidden, ids, plain))
             _compare(forward, hidden, ids, {}, plain)
             _compare(forward, hidden, ids, {ENCODER_MASK: mask}, hiding)
         except (NotUnderstood, Unfit):
@@ -101,6 +101,20 @@ def _try(forward: Seq2SeqForward) -> None:
                 forward.padded = False
 
 
+def _same(these: list, those: list) -> bool:
+    return all(torch.equal(one.logits, other.logits) for one, other in zip(these, those, strict=True))
+
+
+def _ignores_masks(forward: Seq2SeqForward, hidden: torch.Tensor, ids: torch.Tensor, plain: list) -> bool:
+    """Whether a mask of the encoder's tokens may be of any form, as nobody reads it."""
+    try:
+        with as_written():
+            return _same(plain, _run(forward, hidden, ids, {ENCODER_MASK: ids.new_ones(ROWS, FRAMES + 1)}))
+    except Exception as error:  # as its sizes are those of no tokens
+        reason_of(error)
+        return False
+
+
 @contextmanager
 def _alone(forward: Seq2SeqForward) -> Iterator[None]:
     """After it the forward holds nothing of what it was tried on."""
@@ -116,7 +130,8 @@ def _run(
     forward: Seq2SeqForward, hidden: torch.Tensor, ids: torch.Tensor, more: dict, waits: Waits | None = None
 ) -> list:
     """What the steps behind the first tokens return; stock's without `waits`."""
-    found, cache = [], None
+    found: list[Any] = []
+    cache = None
     for end in range(BEGUN, BEGUN + STEPS + 1):
         given = {TOKENS: ids[:, :end] if cache is None else ids[:, end - 1 : end], ENCODED: encoded(hidden), **more}
         given |= {MASK: more[MASK][:, :end]} if MASK in more else {}
