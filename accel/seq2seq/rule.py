@@ -49,7 +49,9 @@ def match_seq2seq(site: Site, context: Context) -> Match | Skip | None:
     forward.runner = GraphRunner(model, "", context.of(GraphPool), context.log, graph_obstacle, keep)
     device = placement(model)[0].type
     waits = "" if device == "cuda" else f"; CUDA graphs wait for CUDA; the model is on {device}"
-    return Match(forward, note=f"steps of the decoder in one graph; the encoder and the first tokens as stock{waits}")
+    return Match(
+        forward, covers=(), note=f"steps of the decoder in one graph; the encoder and the first tokens as stock{waits}"
+    )
 
 
 class Waits(TorchDispatchMode):
@@ -72,8 +74,8 @@ def _try(forward: Seq2SeqForward) -> None:
     words = getattr(model.get_decoder().get_input_embeddings(), "weight", None)
     if not isinstance(width, int) or words is None:
         raise NotUnderstood("its encoder's width, or its decoder's table of words, is in another place")
-    hidden = torch.randn(ROWS, FRAMES, width, generator=generator).to(device, dtype)
-    ids = torch.randint(words.shape[0], (ROWS, BEGUN + STEPS), generator=generator).to(device)
+    hidden = torch.randn(ROWS, FRAMES, width, generator=generator, device="cpu").to(device, dtype)
+    ids = torch.randint(words.shape[0], (ROWS, BEGUN + STEPS), generator=generator, device="cpu").to(device)
     mask = torch.ones(ROWS, FRAMES, dtype=torch.int64, device=device)
     mask[1, FRAMES // 2 :] = 0
     padding = torch.ones_like(ids)
