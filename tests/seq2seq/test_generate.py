@@ -197,6 +197,31 @@ def test_two_texts_at_a_time_and_a_cache_that_goes_on_in_stock(steps):
     torch.testing.assert_close(held.values, theirs[1].self_attention_cache.layers[0].values)
 
 
+@torch.no_grad()
+def test_rows_in_another_order_and_memory_in_which_anything_may_stand(steps):
+    model, stock = optimized("T5")
+    generated(model, source("T5", 14), options(20))
+    for flat in vars(model)["forward"].memory.flat.values():
+        flat.fill_(float("inf"))
+    ran, order = steps(), torch.tensor([1, 0])
+    call = {"encoder_outputs": encoded(torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(0)))}
+    changes = [
+        lambda cache: cache.reorder_cache(order),
+        lambda cache: [cache.self_attention_cache.reorder_cache(order) for _ in range(3)],
+        lambda cache: cache.cross_attention_cache.layers[1].reorder_cache(order),
+        lambda cache: [cache.self_attention_cache.layers[0].reorder_cache(order) for _ in range(3)],
+    ]
+    ours = theirs = None
+    for at, change in enumerate([*changes, lambda cache: None]):
+        new = torch.tensor([[5 + at], [9 + at]])
+        got, wanted = (one(decoder_input_ids=new, cache=held, **call) for one, held in ((model, ours), (stock, theirs)))
+        torch.testing.assert_close(got.logits, wanted.logits, rtol=1e-4, atol=1e-4)
+        ours, theirs = got.cache, wanted.cache
+        change(ours)
+        change(theirs)
+    assert ran == [2] * 4 and not fallbacks(model)
+
+
 def test_restore_gives_back_what_was_there(family):
     model, stock = made(family)
     before = snapshot(model)
