@@ -165,7 +165,7 @@ def filled_layers(cache: Any) -> tuple[list[Any], list[Any]] | None:
     if not own or len(own) != len(cross) or not all(map(cache.is_updated.get, range(len(own)))):
         return None
     first = all(part.layers[: len(own)] == found for part, found in zip(parts, (own, cross), strict=True))
-    return (own, cross) if first and all(isinstance(layer, DynamicLayer) for layer in (*own, *cross)) else None
+    return (own, cross) if first else None
 
 
 def is_empty(cache: Any) -> bool:

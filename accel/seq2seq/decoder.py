@@ -17,6 +17,7 @@ from accel.libraries.cache import (
     MASK,
     POSITIONS,
     TOKENS,
+    DynamicLayer,
     cache_argument,
     cache_field,
     encoded,
@@ -27,7 +28,7 @@ from accel.libraries.cache import (
 )
 from accel.llm.recording.record import is_absent
 from accel.patching.fast_forward import FastForward
-from accel.seq2seq.fixed_memory import CROSS, OWN, FixedMemory, Holding, Length
+from accel.seq2seq.fixed_memory import CROSS, OWN, FixedMemory, HeldLayer, Holding, Length
 
 KNOWN = {TOKENS, ENCODED, ENCODER_MASK, MASK, POSITIONS, "use_cache", "return_dict"}
 ROOMS, TIMES = 128, 4  # tokens of the decoder that there is room for, and how many times as many next
@@ -118,8 +119,6 @@ class Seq2SeqForward(FastForward):
             raise Unfit("more than one token of the decoder behind others")
         if given.get("use_cache") is False or not hasattr(encoder, "last_hidden_state"):
             raise Unfit("no cache, or nothing that an encoder gave")
-        if getattr(self.module.get_decoder().config, ATTENTION, None) not in TAKES_MASKS:
-            raise Unfit("an attention that takes other masks")
 
     def _logits(self, layers: tuple[list, list], given: dict[str, Any]) -> torch.Tensor:
         tokens, encoder, mask = given[TOKENS], given[ENCODED].last_hidden_state, given.get(ENCODER_MASK)
@@ -136,7 +135,10 @@ class Seq2SeqForward(FastForward):
             raise Unfit("a mask of the decoder's tokens in another form than (rows, tokens)")
         if positions is not None and positions.shape != (rows, 1):
             raise Unfit("positions in another form than (rows, 1)")
-        most = getattr(self.module.get_decoder().config, "max_position_embeddings", None)
+        config = self.module.get_decoder().config
+        attention, most = getattr(config, ATTENTION, None), getattr(config, "max_position_embeddings", None)
+        if attention not in TAKES_MASKS:
+            raise Unfit("an attention that takes other masks")
         rooms = room_for(start + 1, most), room_of(length) if self.masked else length
         if mask is None and rooms[CROSS] != length:
             mask = tokens.new_ones(rows, length)
@@ -148,7 +150,7 @@ class Seq2SeqForward(FastForward):
             positions,
         )
         holding = self._held(layers, rooms, step)
-        logits = self._run(holding, step)
+        logits = self._run(holding, step, attention)
         holding.lengths[OWN] += 1
         return logits
 
@@ -162,6 +164,8 @@ class Seq2SeqForward(FastForward):
         if found is not None:
             found.release()
             self.holding = None
+        if any(type(layer) not in (DynamicLayer, HeldLayer) for part in layers for layer in part):
+            raise Unfit("cache layers of another kind")
         forms = [{(one.shape, one.dtype) for layer in part for one in (layer.keys, layer.values)} for part in layers]
         if any(len(form) > 1 for form in forms):
             raise Unfit("keys and values of different sizes")
@@ -183,14 +187,14 @@ class Seq2SeqForward(FastForward):
     def _key(self, rows: int, rooms: tuple[int, int], step: Given) -> tuple:
         return rows, rooms, *(one is None for one in step[2:])
 
-    def _run(self, holding: Holding, step: Given) -> torch.Tensor:
+    def _run(self, holding: Holding, step: Given, attention: str) -> torch.Tensor:
         rooms = holding.room(OWN), holding.room(CROSS)
         holding.settle(OWN)
         holding.settle(CROSS)
         eager: Callable = partial(self.step, holding)
         if self.runner is None or not step.tokens.is_cuda:
             return eager(*step)
-        variant = self.memory.number, rooms, getattr(self.module.get_decoder().config, ATTENTION)
+        variant = self.memory.number, rooms, attention
         logits = self.runner(eager, tuple(step), {}, variant)
         known = (entry for key, entry in self.runner.entries.items() if key[-1] == variant)
         if self.runner.reason is not None or any(entry.reason is not None for entry in known):

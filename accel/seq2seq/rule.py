@@ -13,7 +13,7 @@ from accel.cuda_graphs.pool import GraphPool
 from accel.cuda_graphs.rule import graph_obstacle
 from accel.cuda_graphs.runner import GraphRunner
 from accel.errors import Unfit, reason_of
-from accel.libraries.cache import ENCODED, ENCODER_MASK, MASK, TOKENS, cache_of, encoded
+from accel.libraries.cache import ENCODED, ENCODER_MASK, MASK, TOKENS, DynamicCache, DynamicLayer, cache_of, encoded
 from accel.libraries.models import is_seq2seq
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import model_side_effects, resting
@@ -74,6 +74,8 @@ def _try(forward: Seq2SeqForward) -> None:
     words = getattr(model.get_decoder().get_input_embeddings(), "weight", None)
     if not isinstance(width, int) or words is None:
         raise NotUnderstood("its encoder's width, or its decoder's table of words, is in another place")
+    if any(type(layer) is not DynamicLayer for layer in DynamicCache(config=model.get_decoder().config).layers):
+        raise NotUnderstood("its cache keeps other things than keys and values of all tokens")  # as of a window
     hidden = torch.randn(ROWS, FRAMES, width, generator=generator, device="cpu").to(device, dtype)
     ids = torch.randint(words.shape[0], (ROWS, BEGUN + STEPS), generator=generator, device="cpu").to(device)
     mask = torch.ones(ROWS, FRAMES, dtype=torch.int64, device=device)

@@ -138,7 +138,7 @@ def test_a_step_that_is_written_down_once_serves_every_text(family, monkeypatch)
     model, stock = optimized(family)
     kept = {}
 
-    def run(self, holding, step):
+    def run(self, holding, step, attention):
         holding.settle(OWN)
         holding.settle(CROSS)
         given = [one is not None for one in step]
