@@ -1,8 +1,7 @@
 """Which encoder-decoder models have their steps run over a cache at fixed addresses, and the trial that says so."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+import copy
+from typing import Any, NamedTuple
 
 import torch
 from accel_kernels.attention.math_attention import math_attention
@@ -65,100 +64,105 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _try(forward: Seq2SeqForward) -> None:
-    """Compares small texts with stock, and finds out which masks it reads. Raises NotUnderstood where they differ."""
-    model = forward.module
-    device, dtype = placement(model)
-    generator = torch.Generator().manual_seed(0)
-    width = getattr(getattr(model.get_encoder(), "config", None), "hidden_size", None)
-    words = getattr(model.get_decoder().get_input_embeddings(), "weight", None)
-    if not isinstance(width, int) or words is None:
-        raise NotUnderstood("its encoder's width, or its decoder's table of words, is in another place")
-    if any(type(layer) is not DynamicLayer for layer in DynamicCache(config=model.get_decoder().config).layers):
-        raise NotUnderstood("its cache keeps other things than keys and values of all tokens")  # as of a window
-    hidden = torch.randn(ROWS, FRAMES, width, generator=generator, device="cpu").to(device, dtype)
-    ids = torch.randint(words.shape[0], (ROWS, BEGUN + STEPS), generator=generator, device="cpu").to(device)
-    mask = torch.ones(ROWS, FRAMES, dtype=torch.int64, device=device)
-    mask[1, FRAMES // 2 :] = 0
-    padding = torch.ones_like(ids)
-    padding[1, : BEGUN - 1] = 0
-    with resting(model), math_attention(), _alone(forward):
-        try:
-            with as_written():
-                plain, hiding = (_run(forward, hidden, ids, given) for given in ({}, {ENCODER_MASK: mask}))
-            forward.output = type(plain[0])
-            forward.masked = not (_same(plain, hiding) and _ignores_masks(forward, hidden, ids, plain))
-            _compare(forward, hidden, ids, {}, plain)
-            _compare(forward, hidden, ids, {ENCODER_MASK: mask}, hiding)
-        except (NotUnderstood, Unfit):
-            raise
-        except Exception as error:  # whatever a forward may raise
-            raise NotUnderstood(f"the trial raised {reason_of(error)}") from error
-        if MASK in forward.names:
-            forward.padded = True
-            try:
-                with as_written():
-                    wanted = _run(forward, hidden, ids, {MASK: padding})
-                _compare(forward, hidden, ids, {MASK: padding}, wanted)
-            except Exception as error:  # stock refuses it, or takes it in another way
-                reason_of(error)
-                forward.padded = False
+class Text(NamedTuple):
+    """What stock makes of a small text. more: keywords besides its tokens; begun: its cache behind the first tokens;
+    wanted: what the steps behind these return.
+    """
+
+    more: dict[str, torch.Tensor]
+    begun: Any
+    wanted: list[Any]
 
 
-def _same(these: list, those: list) -> bool:
-    return all(torch.equal(one.logits, other.logits) for one, other in zip(these, those, strict=True))
+class Trial:
+    """Compares small texts with stock, and finds out which masks the model reads. Raises NotUnderstood."""
 
+    def __init__(self, forward: Seq2SeqForward):
+        model = forward.module
+        device, dtype = placement(model)
+        generator = torch.Generator().manual_seed(0)
+        width = getattr(getattr(model.get_encoder(), "config", None), "hidden_size", None)
+        words = getattr(model.get_decoder().get_input_embeddings(), "weight", None)
+        if not isinstance(width, int) or words is None:
+            raise NotUnderstood("its encoder's width, or its decoder's table of words, is in another place")
+        if any(type(layer) is not DynamicLayer for layer in DynamicCache(config=model.get_decoder().config).layers):
+            raise NotUnderstood("its cache keeps other things than keys and values of all tokens")  # as of a window
+        self.forward = forward
+        self.hidden = torch.randn(ROWS, FRAMES, width, generator=generator, device="cpu").to(device, dtype)
+        shape = (ROWS, BEGUN + STEPS)
+        self.ids = torch.randint(words.shape[0], shape, generator=generator, device="cpu").to(device)
 
-def _ignores_masks(forward: Seq2SeqForward, hidden: torch.Tensor, ids: torch.Tensor, plain: list) -> bool:
-    """Whether a mask of the encoder's tokens may be of any form, as nobody reads it."""
-    try:
+    def run(self) -> None:
+        forward = self.forward
+        mask = self.ids.new_ones(ROWS, FRAMES)
+        mask[1, FRAMES // 2 :] = 0
+        plain, hiding = self.stock({}, 1), self.stock({ENCODER_MASK: mask}, STEPS)
+        forward.output = type(plain.wanted[0])
+        forward.masked = not (_same(plain, hiding) and self.ignores_masks(plain))
+        self.compare(plain)
+        self.compare(hiding)
+        forward.padded = MASK in forward.names and self.pads()
+
+    def call(self, more: dict, begin: int, end: int, cache: Any) -> dict[str, Any]:
+        """The keywords of a call with these tokens."""
+        given = {TOKENS: self.ids[:, begin:end], ENCODED: encoded(self.hidden), self.forward.cache_name: cache, **more}
+        padding = {MASK: more[MASK][:, :end]} if MASK in more else {}
+        return given | padding | {"use_cache": True, "return_dict": True}
+
+    def stock(self, more: dict, steps: int) -> Text:
         with as_written():
-            return _same(plain, _run(forward, hidden, ids, {ENCODER_MASK: ids.new_ones(ROWS, FRAMES + 1)}))
-    except Exception as error:  # as its sizes are those of no tokens
-        reason_of(error)
-        return False
+            cache = cache_of(self.forward.stock(**self.call(more, 0, BEGUN, None)))
+            begun = copy.deepcopy(cache)
+            places = range(BEGUN, BEGUN + steps)
+            return Text(more, begun, [self.forward.stock(**self.call(more, at, at + 1, cache)) for at in places])
+
+    def compare(self, text: Text) -> None:
+        for at, theirs in enumerate(text.wanted, BEGUN):
+            with Waits() as waits:
+                ours = self.forward.fast(**self.call(text.more, at, at + 1, text.begun))
+            if list(ours) != list(theirs):
+                raise NotUnderstood("its output has other fields")
+            off = relative_rms(ours.logits, theirs.logits)
+            if not off <= bound(LOGITS, theirs.logits.dtype):
+                raise NotUnderstood(f"a step computes something else: logits are off by {off:.1e}")
+            if waits.found is not None:
+                raise NotUnderstood(f"a step asks the device for a number ({waits.found})")
+
+    def ignores_masks(self, plain: Text) -> bool:
+        """Whether a mask of the encoder's tokens may be of any form, as nobody reads it."""
+        try:
+            return _same(plain, self.stock({ENCODER_MASK: self.ids.new_ones(ROWS, FRAMES + 1)}, 1))
+        except Exception as error:  # as its sizes are those of no tokens
+            reason_of(error)
+            return False
+
+    def pads(self) -> bool:
+        """Whether a mask of the decoder's tokens hides the first ones."""
+        padding = torch.ones_like(self.ids)
+        padding[1, : BEGUN - 1] = 0
+        self.forward.padded = True
+        try:
+            self.compare(self.stock({MASK: padding}, 1))
+        except Exception as error:  # stock refuses it, or takes it in another way
+            reason_of(error)
+            return False
+        return True
 
 
-@contextmanager
-def _alone(forward: Seq2SeqForward) -> Iterator[None]:
-    """After it the forward holds nothing of what it was tried on."""
+def _same(one: Text, other: Text) -> bool:
+    return torch.equal(one.wanted[0].logits, other.wanted[0].logits)
+
+
+def _try(forward: Seq2SeqForward) -> None:
+    """Raises NotUnderstood. After it the forward holds nothing of what it was tried on."""
     try:
-        yield
+        with resting(forward.module), math_attention():
+            Trial(forward).run()
+    except NotUnderstood:
+        raise
     except Unfit as unfit:
         raise NotUnderstood(str(unfit)) from unfit
+    except Exception as error:  # whatever a forward may raise
+        raise NotUnderstood(f"the trial raised {reason_of(error)}") from error
     finally:
         forward.renew()
-
-
-def _run(
-    forward: Seq2SeqForward, hidden: torch.Tensor, ids: torch.Tensor, more: dict, waits: Waits | None = None
-) -> list:
-    """What the steps behind the first tokens return; stock's without `waits`."""
-    found: list[Any] = []
-    cache = None
-    for end in range(BEGUN, BEGUN + STEPS + 1):
-        given = {TOKENS: ids[:, :end] if cache is None else ids[:, end - 1 : end], ENCODED: encoded(hidden), **more}
-        given |= {MASK: more[MASK][:, :end]} if MASK in more else {}
-        given |= {forward.cache_name: cache, "use_cache": True, "return_dict": True}
-        if cache is None or waits is None:
-            result = forward.stock(**given)
-        else:
-            with waits:
-                result = forward.fast(**given)
-        found += [] if cache is None else [result]
-        cache = cache_of(result)
-    return found
-
-
-def _compare(forward: Seq2SeqForward, hidden: torch.Tensor, ids: torch.Tensor, more: dict, wanted: list) -> None:
-    """Raises NotUnderstood."""
-    waits = Waits()
-    got = _run(forward, hidden, ids, more, waits)
-    for ours, theirs in zip(got, wanted, strict=True):
-        if list(ours) != list(theirs):
-            raise NotUnderstood("its output has other fields")
-        off = relative_rms(ours.logits, theirs.logits)
-        if not off <= bound(LOGITS, theirs.logits.dtype):
-            raise NotUnderstood(f"a step computes something else: logits are off by {off:.1e}")
-    if waits.found is not None:
-        raise NotUnderstood(f"a step asks the device for a number ({waits.found})")
