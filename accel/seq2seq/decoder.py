@@ -143,11 +143,11 @@ class Seq2SeqForward(FastForward):
         if mask is None and rooms[CROSS] != length:
             mask = tokens.new_ones(rows, length)
         step = Given(
-            tokens,
+            _packed(tokens),
             torch.full((), start, device=tokens.device),
             None if mask is None else _filled_up(mask, rooms[CROSS]),
             None if padding is None else _filled_up(padding, rooms[OWN]),
-            positions,
+            None if positions is None else _packed(positions),
         )
         holding = self._held(layers, rooms, step)
         logits = self._run(holding, step, attention)
@@ -176,12 +176,13 @@ class Seq2SeqForward(FastForward):
             )
             if sum(sizes) > 2**20 * self.runner.pool.limit_mb(step.tokens.device):
                 raise Unfit("its keys and values take more than graph_memory_gb allows")
-        number = self.memory.number
+        before = self.memory.addresses
         self.holding = Holding(self.memory, layers, rooms)
-        if self.memory.number != number and self.runner is not None:
-            with self.runner.pool.lock:  # these graphs write where other things may be now
-                for key in [key for key in self.runner.entries if key[-1][0] != self.memory.number]:
-                    self.runner.pool.drop(self.runner.entries.pop(key))
+        if self.runner is not None and self.memory.addresses != before:
+            with self.runner.pool.lock:  # its graphs write where other things may be now
+                for entry in self.runner.entries.values():
+                    self.runner.pool.drop(entry)
+                self.runner.entries.clear()
         return self.holding
 
     def _key(self, rows: int, rooms: tuple[int, int], step: Given) -> tuple:
@@ -194,7 +195,7 @@ class Seq2SeqForward(FastForward):
         eager: Callable = partial(self.step, holding)
         if self.runner is None or not step.tokens.is_cuda:
             return eager(*step)
-        variant = self.memory.number, rooms, attention
+        variant = *rooms, attention
         logits = self.runner(eager, tuple(step), {}, variant)
         known = (entry for key, entry in self.runner.entries.items() if key[-1] == variant)
         if self.runner.reason is not None or any(entry.reason is not None for entry in known):
@@ -243,6 +244,11 @@ def room_of(length: int) -> int:
     """As many tokens of an encoder or a few more."""
     step = max(STEP, (1 << length.bit_length()) // 16)
     return -(-length // step) * step
+
+
+def _packed(column: torch.Tensor) -> torch.Tensor:
+    """(rows, 1), with strides that do not tell of what it is a part, as graphs go by them."""
+    return column if column.stride() == (1, 1) else column.clone(memory_format=torch.contiguous_format)
 
 
 def _filled_up(mask: torch.Tensor, room: int) -> torch.Tensor:

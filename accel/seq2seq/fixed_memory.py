@@ -16,11 +16,15 @@ Shape = tuple[int, int, int, int, int, int]  # layers, 2, rows, heads, tokens, D
 
 
 class FixedMemory:
-    """The memory of one model. number: of the allocation, which graphs hold for."""
+    """The memory of one model, by parts of a cache."""
 
     def __init__(self) -> None:
         self.flat: dict[int, torch.Tensor] = {}
-        self.number = 0
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Which graphs hold for."""
+        return tuple(self.flat[part].data_ptr() for part in sorted(self.flat))
 
     def fits(self, part: int, shape: Shape, like: torch.Tensor) -> bool:
         held = self.flat.get(part)
@@ -33,7 +37,6 @@ class FixedMemory:
             self.flat.pop(part, None)
             with torch.inference_mode(False):  # else only calls in that mode could write to it
                 self.flat[part] = torch.zeros(torch.Size(shape).numel(), dtype=like.dtype, device=like.device)
-            self.number += 1
         return self.flat[part][: torch.Size(shape).numel()].view(shape)
 
 

@@ -74,7 +74,7 @@ class Text(NamedTuple):
     wanted: list[Any]
 
 
-class Trial:
+class StepTrial:
     """Compares small texts with stock, and finds out which masks the model reads. Raises NotUnderstood."""
 
     def __init__(self, forward: Seq2SeqForward):
@@ -157,7 +157,7 @@ def _try(forward: Seq2SeqForward) -> None:
     """Raises NotUnderstood. After it the forward holds nothing of what it was tried on."""
     try:
         with resting(forward.module), math_attention():
-            Trial(forward).run()
+            StepTrial(forward).run()
     except NotUnderstood:
         raise
     except Unfit as unfit:

@@ -142,7 +142,7 @@ def test_a_step_that_is_written_down_once_serves_every_text(family, monkeypatch)
         holding.settle(OWN)
         holding.settle(CROSS)
         given = [one is not None for one in step]
-        key = self.memory.number, holding.room(OWN), holding.room(CROSS), holding.rows, *given
+        key = self.memory.addresses, holding.room(OWN), holding.room(CROSS), holding.rows, *given
 
         def eager(*tensors):
             left = iter(tensors)
