@@ -1,6 +1,7 @@
 """The forward of an encoder-decoder model: steps of generate() in a CUDA graph, all other calls as stock."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -33,6 +34,7 @@ from accel.seq2seq.fixed_memory import CROSS, OWN, FixedMemory, HeldLayer, Holdi
 KNOWN = {TOKENS, ENCODED, ENCODER_MASK, MASK, POSITIONS, "use_cache", "return_dict"}
 ROOMS, TIMES = 128, 4  # tokens of the decoder that there is room for, and how many times as many next
 STEP = 64  # tokens of an encoder are rounded up to a multiple of this, or of an eighth
+RECENT = 1.0  # seconds since a step, after which a text counts as ended
 TAKES_MASKS = ("sdpa", "eager")  # attentions that add a mask of numbers to the scores
 
 
@@ -57,20 +59,22 @@ class Seq2SeqForward(FastForward):
     """
 
     captures = False  # the encoder and the prompt are run one by one, in which lone sites must pay
-    renewed = ("cache_name", "lock", "memory", "holding", "declined", "done")
+    renewed = ("cache_name", "lock", "memory", "holding", "used", "declined", "done")
     runner: GraphRunner | None
     masked = False
     padded = False
     output: type
     memory: FixedMemory
     holding: Holding | None
+    used: tuple[int, float]  # by which thread, and when
     declined: set[tuple]  # steps whose graph gains nothing, or is none
     done: Any  # event behind the last use of the memory
 
     def renew(self) -> None:
         self.cache_name = cache_argument(type(self.module).forward) or ""
         self.lock = threading.RLock()
-        self.memory, self.holding, self.declined, self.done = FixedMemory(), None, set(), None
+        self.memory, self.holding, self.used = FixedMemory(), None, (0, 0.0)
+        self.declined, self.done = set(), None
 
     def forget(self) -> None:
         super().forget()
@@ -150,6 +154,7 @@ class Seq2SeqForward(FastForward):
             None if positions is None else _packed(positions),
         )
         holding = self._held(layers, rooms, step)
+        self.used = threading.get_ident(), time.monotonic()
         logits = self._run(holding, step, attention)
         holding.lengths[OWN] += 1
         return logits
@@ -162,6 +167,9 @@ class Seq2SeqForward(FastForward):
         if found is not None and found.holds(layers) and found.room(OWN) == rooms[OWN]:
             return found
         if found is not None:
+            thread, last = self.used
+            if found.alive and thread != threading.get_ident() and time.monotonic() - last < RECENT:
+                raise Unfit("another thread's text is under way")  # or each step would move both
             found.release()
             self.holding = None
         if any(type(layer) not in (DynamicLayer, HeldLayer) for part in layers for layer in part):

@@ -159,6 +159,11 @@ class Holding:
         self.settle(part)
         return self.kept[part][index][:, :, :, : self.lengths[part]]
 
+    @property
+    def alive(self) -> bool:
+        """Whether a cache is still in here."""
+        return any(type(ref()) is HeldLayer for own in self.layers for ref in own)
+
     def release(self) -> None:
         """Gives the cache, where there still is one, keys and values of its own."""
         for layer in (ref() for own in self.layers for ref in own):

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -195,6 +196,20 @@ def test_two_texts_at_a_time_and_a_cache_that_goes_on_in_stock(steps):
         cache.crop(-1)
     assert type(held) is DynamicLayer
     torch.testing.assert_close(held.values, theirs[1].self_attention_cache.layers[0].values)
+
+
+@torch.no_grad()
+def test_a_text_of_another_thread_is_not_moved_at_every_step(steps):
+    model, stock = optimized("Bart")
+    ran, call = steps(), {"encoder_outputs": encoded(torch.randn(2, 7, 32)), "decoder_input_ids": torch.full((2, 1), 5)}
+    first = model(**call, cache=model(**call).cache).cache
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: assert_same(model, stock, source("Bart"), options())).result()
+    assert ran == [2] and fallbacks(model) == ["another thread's text is under way"]
+    del first
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: assert_same(model, stock, source("Bart"), options())).result()
+    assert ran == [2] * (1 + STEPS)
 
 
 @torch.no_grad()
