@@ -45,9 +45,10 @@ def encoder_rules(part: nn.Module) -> tuple[Rule, ...]:
         return ()
     from accel.encoders.rule import match_encoder
     from accel.fusion.patch_embedding import match_patch_embedding
+    from accel.seq2seq.rule import match_seq2seq
 
     encoder = Rule("encoder", partial(match_encoder, root=part))
-    return encoder, Rule("patch embedding", match_patch_embedding)
+    return Rule("encoder-decoder", match_seq2seq), encoder, Rule("patch embedding", match_patch_embedding)
 
 
 def leave_stock(model: Any, context: Context) -> StageResult:

@@ -1,7 +1,8 @@
 """The cache of transformers: its classes, the argument a forward takes it by, and the field of an output that holds it.
 
 transformers 5.24 renamed `past_key_values` (and `cache_params`) to `cache`. So the argument is the one annotated as a
-cache, the field the one that holds one; names are asked only where nothing is annotated.
+cache, the field the one that holds one; names are asked only where nothing is annotated. Encoder-decoder models have a
+pair of caches, and share the names of what else their forwards are given.
 """
 
 import inspect
@@ -17,9 +18,11 @@ from transformers.cache_utils import (
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
 )
+from transformers.modeling_outputs import BaseModelOutput
 
 from accel.libraries.code import comes_from
 
@@ -40,6 +43,10 @@ __all__ = [
 STATES, SET_STATE = "linear_cache", "set_linear_cache"
 NAMES = ("cache", "past_key_values", "cache_params")  # of arguments and fields, the newest first
 SOUGHT = f"no parameter is annotated as one, or named {', '.join(NAMES[:-1])} or {NAMES[-1]}"
+# Of encoder-decoder models.
+TOKENS, POSITIONS, MASK = "decoder_input_ids", "decoder_position_ids", "decoder_attention_mask"
+ENCODED, ENCODER_MASK = "encoder_outputs", "attention_mask"
+KEPT = ("hidden_states", "attentions")  # of what the encoder gave: fields that an output hands on under other names
 
 
 @lru_cache(maxsize=1024)
@@ -129,3 +136,44 @@ def _is_cache(annotation: object) -> bool:
         return any(word.rpartition(".")[2].endswith("Cache") for word in words)
     kinds = (annotation, *typing.get_args(annotation))
     return any(isinstance(kind, type) and issubclass(kind, Cache) for kind in kinds)
+
+
+def encoded(hidden: Any) -> BaseModelOutput:
+    """What an encoder gives."""
+    return BaseModelOutput(last_hidden_state=hidden)
+
+
+def pair_of(own: list[Any], cross: list[Any]) -> EncoderDecoderCache:
+    """The cache of these layers, of which the second ones are filled."""
+    caches = DynamicCache(), DynamicCache()
+    caches[0].layers, caches[1].layers = own, cross
+    pair = EncoderDecoderCache(*caches)
+    pair.is_updated = dict.fromkeys(range(len(cross)), True)
+    return pair
+
+
+def filled_layers(cache: Any) -> tuple[list[Any], list[Any]] | None:
+    """Those of a cache that hold something: of the decoder's own tokens, and of the encoder's. None for one of another
+    kind, or whose layers do not all hold both.
+    """
+    if type(cache) is not EncoderDecoderCache:
+        return None
+    parts = cache.self_attention_cache, cache.cross_attention_cache
+    if any(type(part) is not DynamicCache or part.offloading for part in parts):
+        return None
+    own, cross = ([layer for layer in part.layers if layer.is_initialized] for part in parts)
+    if not own or len(own) != len(cross) or not all(map(cache.is_updated.get, range(len(own)))):
+        return None
+    first = all(part.layers[: len(own)] == found for part, found in zip(parts, (own, cross), strict=True))
+    return (own, cross) if first else None
+
+
+def is_empty(cache: Any) -> bool:
+    """Whether a forward that is given this begins a text."""
+    return cache is None or (type(cache) is EncoderDecoderCache and cache.get_seq_length() == 0)
+
+
+def output_of(kind: type, logits: Any, cache: Any, field: str, encoder: Any) -> Any:
+    """What a step returns. field: of the cache; encoder: what the encoder gave."""
+    kept = {f"encoder_{name}": encoder.get(name) for name in KEPT}
+    return kind(logits=logits, **{field: cache}, encoder_last_hidden_state=encoder.last_hidden_state, **kept)

@@ -25,6 +25,13 @@ def is_causal_lm(obj: Any) -> bool:
         return False
 
 
+def is_seq2seq(obj: Any) -> bool:
+    """Whether obj writes a text by a decoder that looks at what an encoder gave."""
+    if not _derives(obj, "transformers", "PreTrainedModel"):
+        return False
+    return bool(getattr(obj.config, "is_encoder_decoder", False)) and obj.can_generate()
+
+
 def generates_by_itself(obj: Any) -> bool:
     """Whether obj is a causal language model whose own forward is a step of generate(): it takes a cache."""
     if not is_causal_lm(obj):

@@ -25,7 +25,7 @@ ROOMS = """
     llm.kv_cache llm.pipeline.device_hooks llm.recording llm.pipeline.placement
     llm.parts llm.moe llm.attention llm.runtime
     llm.generation llm.pipeline llm.generation.loop llm.batching
-    llm.ptq.calibration llm.ptq.algorithms llm.ptq.formats llm.ptq llm.shards llm encoders
+    llm.ptq.calibration llm.ptq.algorithms llm.ptq.formats llm.ptq llm.shards llm encoders seq2seq
     report families api
     bench demo commands replicas __main__
 """.split()

@@ -1,0 +1,265 @@
+"""Keys and values at fixed addresses, so that a CUDA graph of a step holds for every text.
+
+The decoder's own grow by a token a step; those of what the encoder gave are written once, when a text is taken over.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from accel.libraries.cache import DynamicLayer, pair_of
+
+OWN, CROSS = 0, 1  # parts of a cache
+Shape = tuple[int, int, int, int, int, int]  # layers, 2, rows, heads, tokens, D
+
+
+class FixedMemory:
+    """The memory of one model, by parts of a cache."""
+
+    def __init__(self) -> None:
+        self.flat: dict[int, torch.Tensor] = {}
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Which graphs hold for."""
+        return tuple(self.flat[part].data_ptr() for part in sorted(self.flat))
+
+    def fits(self, part: int, shape: Shape, like: torch.Tensor) -> bool:
+        held = self.flat.get(part)
+        size = torch.Size(shape).numel()
+        return held is not None and held.numel() >= size and (held.dtype, held.device) == (like.dtype, like.device)
+
+    def room(self, part: int, shape: Shape, like: torch.Tensor) -> torch.Tensor:
+        """At the same place as before where it is large enough; what was there is lost."""
+        if not self.fits(part, shape, like):
+            self.flat.pop(part, None)
+            with torch.inference_mode(False):  # else only calls in that mode could write to it
+                self.flat[part] = torch.zeros(torch.Size(shape).numel(), dtype=like.dtype, device=like.device)
+        return self.flat[part][: torch.Size(shape).numel()].view(shape)
+
+
+class Length:
+    """Tokens before a step, as the model counts them: a number on the device, `at`, (1,) int64, from `least` to `most`.
+
+    What follows from these bounds is answered without it: whether a table of positions is long enough. Other questions
+    raise ValueError.
+    """
+
+    def __init__(self, at: torch.Tensor, least: int, most: int):
+        self.at, self.least, self.most = at, least, most
+
+    def __add__(self, other: int) -> "Length":
+        return Length(self.at + other, self.least + other, self.most + other)
+
+    __radd__ = __add__
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Functions of torch are given the tensor; a range that begins and ends here has a size that is known."""
+        if func is torch.arange and len(args) == 2 and all(isinstance(one, cls) for one in args):
+            first, end = args
+            return first.at + torch.arange(end.least - first.least, **(kwargs or {}))
+        tensors = (one.at[0] if isinstance(one, cls) else one for one in args)
+        return func(*tensors, **(kwargs or {}))
+
+    def _order(self, other: Any) -> int:
+        if isinstance(other, int) and not self.least <= other <= self.most:
+            return 1 if self.least > other else -1
+        raise ValueError("a step asks how many tokens came before it")
+
+    def __gt__(self, other: Any) -> bool:
+        return self._order(other) > 0
+
+    def __lt__(self, other: Any) -> bool:
+        return self._order(other) < 0
+
+    __ge__, __le__ = __gt__, __lt__
+
+    def __bool__(self) -> bool:
+        return self > 0
+
+    def __eq__(self, other: object) -> bool:
+        return self._order(other) == 0
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Place:
+    """length: of what there is before a step's token, which goes behind it."""
+
+    length: Length
+
+
+class FixedLayer(DynamicLayer):
+    """What the model is shown of one layer in a step: all of its room."""
+
+    def __init__(self, kept: torch.Tensor, place: Place | None):
+        """place: None for what no step writes."""
+        super().__init__()
+        self.keys, self.values = kept
+        self.place, self.is_initialized = place, True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
+        if self.place is None:
+            raise ValueError("a step writes to the keys and values of what the encoder gave")
+        self.keys.index_copy_(2, self.place.length.at, key_states)
+        self.values.index_copy_(2, self.place.length.at, value_states)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> Any:
+        return self.keys.shape[2] if self.place is None else self.place.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.keys.shape[2], 0
+
+
+class Holding:
+    """What one caller's cache holds, in the fixed memory.
+
+    kept: by part, see `Shape`; lengths: how many tokens of it count. layers: those of the cache, which may be gone.
+    """
+
+    def __init__(self, memory: FixedMemory, layers: tuple[list[Any], list[Any]], rooms: tuple[int, int]):
+        self.kept: list[torch.Tensor] = []
+        self.lengths = [own[0].get_seq_length() for own in layers]
+        for part, (these, length, room) in enumerate(zip(layers, self.lengths, rooms, strict=True)):
+            like = these[0].keys
+            kept = memory.room(part, (len(these), 2, *like.shape[:2], room, like.shape[3]), like)
+            kept[..., length:, :].zero_()  # numbers there count nothing, unless they are infinite
+            for into, layer in zip(kept, these, strict=True):
+                for one, held in zip(into, (layer.keys, layer.values), strict=True):
+                    one[:, :, :length].copy_(held)
+            self.kept.append(kept)
+        self.layers = [
+            [weakref.ref(HeldLayer.put_into(layer, self, part, index)) for index, layer in enumerate(these)]
+            for part, these in enumerate(layers)
+        ]
+        self.place = Place()
+        own, cross = self.kept
+        self.shown = pair_of([FixedLayer(one, self.place) for one in own], [FixedLayer(one, None) for one in cross])
+        self.orders: list[tuple[Any, list[int]]] = [(None, []), (None, [])]
+        self.groups: torch.Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.kept[OWN].shape[2]
+
+    def room(self, part: int) -> int:
+        return self.kept[part].shape[4]
+
+    def holds(self, layers: tuple[list[Any], list[Any]]) -> bool:
+        """Whether these are the layers of a cache that are in here."""
+        mine = [[ref() for ref in own] for own in self.layers]
+        return mine == [*layers] and all(type(layer) is HeldLayer for own in layers for layer in own)
+
+    def read(self, part: int, index: int) -> torch.Tensor:
+        """Keys and values of a layer, (2, rows, heads, tokens, D), a view."""
+        self.settle(part)
+        return self.kept[part][index][:, :, :, : self.lengths[part]]
+
+    @property
+    def alive(self) -> bool:
+        """Whether a cache is still in here."""
+        return any(type(ref()) is HeldLayer for own in self.layers for ref in own)
+
+    def release(self) -> None:
+        """Gives the cache, where there still is one, keys and values of its own."""
+        for layer in (ref() for own in self.layers for ref in own):
+            if type(layer) is HeldLayer:
+                layer.leave()
+
+    def reorder(self, part: int, index: int, order: torch.Tensor) -> None:
+        """Puts rows of a layer into another order: of all layers at once, when each has been asked."""
+        before, asked = self.orders[part]
+        if before is not order or index in asked:
+            self.settle(part)
+            asked = []
+        asked.append(index)
+        self.orders[part] = order, asked
+        if len(asked) == len(self.kept[part]):
+            self.settle(part)
+
+    def settle(self, part: int) -> None:
+        """Does what `reorder` was asked for."""
+        (order, asked), self.orders[part] = self.orders[part], (None, [])
+        if not asked or (part == CROSS and self._alike(order)):
+            return
+        kept = self.kept[part]
+        whole = part == OWN and len(asked) == len(kept)  # those of the encoder would need as much memory again
+        for some in [kept] if whole else (kept[index : index + 1] for index in asked):
+            used = some[..., : self.lengths[part], :]
+            used.copy_(used.index_select(2, order.to(used.device)))
+
+    def _alike(self, order: torch.Tensor) -> bool:
+        """Whether rows in this order are the same rows, as beams of one text are. Waits for the device."""
+        if self.groups is None:
+            same = [(one[:, 1:] == one[:, :-1]).flatten(2).all(2).all(0) for one in self.kept[CROSS]]
+            self.groups = torch.nn.functional.pad((~torch.stack(same).all(0)).cumsum(0), (1, 0))
+        return torch.equal(self.groups[order.to(self.groups.device)], self.groups)
+
+
+class HeldLayer(DynamicLayer):
+    """A layer of the caller's cache whose keys and values are in the fixed memory. Whatever changes them but a step or
+    another order of rows makes it a layer with its own again.
+    """
+
+    holding: Holding
+    part: int
+    index: int
+
+    @classmethod
+    def put_into(cls, layer: Any, *place: Any) -> Any:
+        """This layer, which is one of these from now on."""
+        del layer.keys, layer.values
+        layer.__class__ = cls
+        layer.holding, layer.part, layer.index = place
+        return layer
+
+    def leave(self) -> None:
+        """Is a layer with keys and values of its own from now on."""
+        keys, values = self.holding.read(self.part, self.index).clone()
+        self._become(keys, values)
+
+    def _become(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.__class__ = DynamicLayer
+        del self.holding, self.part, self.index
+        self.keys, self.values = keys, values
+
+    @property
+    def keys(self) -> torch.Tensor:
+        return self.holding.read(self.part, self.index)[0]
+
+    @keys.setter
+    def keys(self, keys: torch.Tensor) -> None:
+        self.leave()
+        self.keys = keys
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self.holding.read(self.part, self.index)[1]
+
+    @values.setter
+    def values(self, values: torch.Tensor) -> None:
+        self.leave()
+        self.values = values
+
+    def get_seq_length(self) -> int:
+        return self.holding.lengths[self.part]
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        if beam_idx.shape != (self.holding.rows,):
+            super().reorder_cache(beam_idx)
+        else:
+            self.holding.reorder(self.part, self.index, beam_idx)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        return _own_layer, (*self.holding.read(self.part, self.index).clone(),)
+
+
+def _own_layer(keys: torch.Tensor, values: torch.Tensor) -> DynamicLayer:
+    layer = DynamicLayer()
+    layer.lazy_initialization(keys, values)
+    layer.keys, layer.values = keys, values
+    return layer

@@ -1,0 +1,168 @@
+"""Which encoder-decoder models have their steps run over a cache at fixed addresses, and the trial that says so."""
+
+import copy
+from typing import Any, NamedTuple
+
+import torch
+from accel_kernels.attention.math_attention import math_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from accel.comparison import relative_rms
+from accel.cuda_graphs.pool import GraphPool
+from accel.cuda_graphs.rule import graph_obstacle
+from accel.cuda_graphs.runner import GraphRunner
+from accel.errors import Unfit, reason_of
+from accel.libraries.cache import ENCODED, ENCODER_MASK, MASK, TOKENS, DynamicCache, DynamicLayer, cache_of, encoded
+from accel.libraries.models import is_seq2seq
+from accel.llm.recording.record import NotUnderstood
+from accel.llm.recording.recorder import model_side_effects, resting
+from accel.patching.fast_forward import as_written
+from accel.patching.rule import Context, Match, Site, Skip
+from accel.patching.structure import meta_weights, placement, side_effects
+from accel.seq2seq.decoder import Seq2SeqForward
+from accel.tolerances import LOGITS, bound
+
+ROWS, BEGUN, STEPS, FRAMES = 2, 3, 2, 12  # of a trial: tokens of the decoder before its steps, and of the encoder
+WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero"}
+
+
+def match_seq2seq(site: Site, context: Context) -> Match | Skip | None:
+    """The model that generates."""
+    model: Any = site.module
+    if site.path or not is_seq2seq(model):
+        return None
+    if context.options.graphs is False:
+        return Skip("graphs=False, and its steps gain by them alone")
+    forward = Seq2SeqForward(model, site.path, context.kernels, context.log, runner=None)
+    reason = "weights are not loaded (meta device)" if meta_weights(model) else None
+    reason = reason or side_effects(model) or model_side_effects(model)
+    try:
+        if reason is None:
+            _try(forward)
+    except NotUnderstood as error:
+        reason = str(error)
+    if reason is not None:
+        # With strict=True its encoder, and norms, count as nothing left out.
+        return None if context.options.strict else Skip(f"its steps run stock: {reason}")
+    keep = context.options.graphs is True
+    forward.runner = GraphRunner(model, "", context.of(GraphPool), context.log, graph_obstacle, keep)
+    device = placement(model)[0].type
+    waits = "" if device == "cuda" else f"; CUDA graphs wait for CUDA; the model is on {device}"
+    return Match(
+        forward, covers=(), note=f"steps of the decoder in one graph; the encoder and the first tokens as stock{waits}"
+    )
+
+
+class Waits(TorchDispatchMode):
+    """Sees what a step asks the device for, which no graph can. found: the first such operation."""
+
+    found: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func.name().partition(".")[0] in WAITS:
+            self.found = self.found or func.name()
+        return func(*args, **(kwargs or {}))
+
+
+class Text(NamedTuple):
+    """What stock makes of a small text. more: keywords besides its tokens; begun: its cache behind the first tokens;
+    wanted: what the steps behind these return.
+    """
+
+    more: dict[str, torch.Tensor]
+    begun: Any
+    wanted: list[Any]
+
+
+class StepTrial:
+    """Compares small texts with stock, and finds out which masks the model reads. Raises NotUnderstood."""
+
+    def __init__(self, forward: Seq2SeqForward):
+        model = forward.module
+        device, dtype = placement(model)
+        generator = torch.Generator().manual_seed(0)
+        width = getattr(getattr(model.get_encoder(), "config", None), "hidden_size", None)
+        words = getattr(model.get_decoder().get_input_embeddings(), "weight", None)
+        if not isinstance(width, int) or words is None:
+            raise NotUnderstood("its encoder's width, or its decoder's table of words, is in another place")
+        if any(type(layer) is not DynamicLayer for layer in DynamicCache(config=model.get_decoder().config).layers):
+            raise NotUnderstood("its cache keeps other things than keys and values of all tokens")  # as of a window
+        self.forward = forward
+        self.hidden = torch.randn(ROWS, FRAMES, width, generator=generator, device="cpu").to(device, dtype)
+        shape = (ROWS, BEGUN + STEPS)
+        self.ids = torch.randint(words.shape[0], shape, generator=generator, device="cpu").to(device)
+
+    def run(self) -> None:
+        forward = self.forward
+        mask = self.ids.new_ones(ROWS, FRAMES)
+        mask[1, FRAMES // 2 :] = 0
+        plain, hiding = self.stock({}, 1), self.stock({ENCODER_MASK: mask}, STEPS)
+        forward.output = type(plain.wanted[0])
+        forward.masked = not (_same(plain, hiding) and self.ignores_masks(plain))
+        self.compare(plain)
+        self.compare(hiding)
+        forward.padded = MASK in forward.names and self.pads()
+
+    def call(self, more: dict, begin: int, end: int, cache: Any) -> dict[str, Any]:
+        """The keywords of a call with these tokens."""
+        given = {TOKENS: self.ids[:, begin:end], ENCODED: encoded(self.hidden), self.forward.cache_name: cache, **more}
+        padding = {MASK: more[MASK][:, :end]} if MASK in more else {}
+        return given | padding | {"use_cache": True, "return_dict": True}
+
+    def stock(self, more: dict, steps: int) -> Text:
+        with as_written():
+            cache = cache_of(self.forward.stock(**self.call(more, 0, BEGUN, None)))
+            begun = copy.deepcopy(cache)
+            places = range(BEGUN, BEGUN + steps)
+            return Text(more, begun, [self.forward.stock(**self.call(more, at, at + 1, cache)) for at in places])
+
+    def compare(self, text: Text) -> None:
+        for at, theirs in enumerate(text.wanted, BEGUN):
+            with Waits() as waits:
+                ours = self.forward.fast(**self.call(text.more, at, at + 1, text.begun))
+            if list(ours) != list(theirs):
+                raise NotUnderstood("its output has other fields")
+            off = relative_rms(ours.logits, theirs.logits)
+            if not off <= bound(LOGITS, theirs.logits.dtype):
+                raise NotUnderstood(f"a step computes something else: logits are off by {off:.1e}")
+            if waits.found is not None:
+                raise NotUnderstood(f"a step asks the device for a number ({waits.found})")
+
+    def ignores_masks(self, plain: Text) -> bool:
+        """Whether a mask of the encoder's tokens may be of any form, as nobody reads it."""
+        try:
+            return _same(plain, self.stock({ENCODER_MASK: self.ids.new_ones(ROWS, FRAMES + 1)}, 1))
+        except Exception as error:  # as its sizes are those of no tokens
+            reason_of(error)
+            return False
+
+    def pads(self) -> bool:
+        """Whether a mask of the decoder's tokens hides the first ones."""
+        padding = torch.ones_like(self.ids)
+        padding[1, : BEGUN - 1] = 0
+        self.forward.padded = True
+        try:
+            self.compare(self.stock({MASK: padding}, 1))
+        except Exception as error:  # stock refuses it, or takes it in another way
+            reason_of(error)
+            return False
+        return True
+
+
+def _same(one: Text, other: Text) -> bool:
+    return torch.equal(one.wanted[0].logits, other.wanted[0].logits)
+
+
+def _try(forward: Seq2SeqForward) -> None:
+    """Raises NotUnderstood. After it the forward holds nothing of what it was tried on."""
+    try:
+        with resting(forward.module), math_attention():
+            StepTrial(forward).run()
+    except NotUnderstood:
+        raise
+    except Unfit as unfit:
+        raise NotUnderstood(str(unfit)) from unfit
+    except Exception as error:  # whatever a forward may raise
+        raise NotUnderstood(f"the trial raised {reason_of(error)}") from error
+    finally:
+        forward.renew()

@@ -1,0 +1,267 @@
+"""generate() of encoder-decoder models: the tokens of stock, by steps over the fixed memory."""
+
+import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import transformers as t
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import accel
+from accel.libraries.cache import DynamicLayer, encoded
+from accel.seq2seq.decoder import Seq2SeqForward
+from accel.seq2seq.fixed_memory import CROSS, OWN, HeldLayer
+from support.noted import noted
+from support.state import assert_same_state, snapshot
+
+WIDTH, WORDS = 32, 64
+BART = {"vocab_size": WORDS, "d_model": WIDTH, "pad_token_id": 0, "bos_token_id": 1, "decoder_start_token_id": 2}
+for side in ("encoder", "decoder"):
+    BART |= {f"{side}_layers": 2, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 48}
+TEXT = BART | {"max_position_embeddings": 200, "forced_eos_token_id": None}
+AUDIO = {"max_source_positions": 16, "max_target_positions": 64, "num_mel_bins": 8}
+AUDIO |= {"suppress_tokens": None, "begin_suppress_tokens": None}
+T5 = {"vocab_size": WORDS, "d_model": WIDTH, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+T5 |= {"decoder_start_token_id": 0}
+MAKES = {
+    "Bart": lambda: t.BartForConditionalGeneration(t.BartConfig(**TEXT)),
+    "M2M100": lambda: t.M2M100ForConditionalGeneration(t.M2M100Config(**TEXT)),
+    "T5": lambda: t.T5ForConditionalGeneration(t.T5Config(**T5)),
+    "Whisper": lambda: t.WhisperForConditionalGeneration(t.WhisperConfig(**BART, **AUDIO)),
+}
+
+
+def made(family: str) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """A model with random weights, and a deep copy of it that stays stock."""
+    torch.manual_seed(0)
+    model = MAKES[family]().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.3)
+    return model, copy.deepcopy(model)
+
+
+def source(family: str, length: int = 9, rows: int = 2, masked: bool = True, seed: int = 1) -> dict[str, torch.Tensor]:
+    """What generate() is given; the rows behind the first are half as long, if masked."""
+    generator = torch.Generator().manual_seed(seed)
+    if family == "Whisper":
+        return {"input_features": torch.randn(rows, 8, 32, generator=generator)}
+    ids = torch.randint(3, WORDS, (rows, length), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1:, length // 2 :] = 0
+    return {"input_ids": ids, "attention_mask": mask} if masked else {"input_ids": ids}
+
+
+def options(tokens: int = 10, **more: object) -> dict[str, object]:
+    """For so many tokens, which do not repeat themselves."""
+    return {"max_new_tokens": tokens, "min_new_tokens": tokens, "no_repeat_ngram_size": 2, **more}
+
+
+FAMILIES = sorted(MAKES)
+STEPS = 9  # of ten tokens, of which the first one comes with the prompt
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """The rows of each step, once a model is optimized."""
+    return lambda: noted(monkeypatch, Seq2SeqForward, "step", lambda forward, holding, tokens, *_: len(tokens))
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return request.param
+
+
+def generated(model, call, chosen):
+    torch.manual_seed(3)
+    found = model.generate(**copy.deepcopy(call), **chosen)
+    return getattr(found, "sequences", found)
+
+
+def assert_same(model, stock, call, chosen):
+    assert torch.equal(generated(model, call, chosen), generated(stock, call, chosen))
+
+
+def fallbacks(model):
+    return [reason for _, reason, _ in accel.report(model).fallbacks]
+
+
+def optimized(family):
+    model, stock = made(family)
+    return accel.optimize(model), stock
+
+
+def test_tokens_are_those_of_stock(family, steps):
+    model, stock = optimized(family)
+    ran = steps()
+    prompt = torch.tensor([[2, 5, 6], [0, 7, 9]])
+    ours = [
+        (source(family), options(), 2),
+        (source(family, masked=False), options(), 2),
+        (source(family, length=70), options(num_beams=4), 8),
+        (source(family, rows=1), options(num_beams=3), 3),
+        (source(family), options(do_sample=True, top_k=10), 2),
+        (source(family) | {"decoder_input_ids": prompt}, options(), 2),
+        (source(family) | {"decoder_input_ids": prompt, "decoder_attention_mask": (prompt > 0).long()}, options(), 2),
+        (source(family), options(return_dict_in_generate=True, output_scores=True), 2),
+    ]
+    for call, chosen, rows in ours:
+        ran.clear()
+        assert_same(model, stock, call, chosen)
+        assert ran == [rows] * STEPS, (list(call), chosen)
+    assert not fallbacks(model)
+
+
+def test_what_the_encoder_gave_may_be_handed_in_and_others_see_no_stale_text(family, steps):
+    model, stock = optimized(family)
+    ran = steps()
+    for length in (5, 66, 12):
+        call = source(family, length, seed=length)
+        with torch.no_grad():
+            given = stock.get_encoder()(**call)
+        call = {name: one for name, one in call.items() if name == "attention_mask"}
+        assert_same(model, stock, call | {"encoder_outputs": given}, options())
+    assert len(ran) == 3 * STEPS and not fallbacks(model)
+
+
+@pytest.mark.parametrize("family", ["Bart", "T5"])
+def test_more_tokens_than_there_is_room_for(family, steps):
+    model, stock = optimized(family)
+    ran = steps()
+    assert_same(model, stock, source(family), options(150))
+    assert len(ran) == 149 and not fallbacks(model)
+
+
+def test_a_step_that_is_written_down_once_serves_every_text(family, monkeypatch):
+    """As a CUDA graph does: of a step only its operations are kept, and what they are given."""
+    model, stock = optimized(family)
+    kept = {}
+
+    def run(self, holding, step, attention):
+        holding.settle(OWN)
+        holding.settle(CROSS)
+        given = [one is not None for one in step]
+        key = self.memory.addresses, holding.room(OWN), holding.room(CROSS), holding.rows, *given
+
+        def eager(*tensors):
+            left = iter(tensors)
+            return self.step(holding, *(next(left) if there else None for there in given))
+
+        tensors = [one for one in step if one is not None]
+        if key not in kept:
+            kept[key] = make_fx(eager)(*tensors)
+        return kept[key](*tensors)
+
+    monkeypatch.setattr(Seq2SeqForward, "_run", run)
+    for seed, length in enumerate((9, 30, 12)):
+        assert_same(model, stock, source(family, length, seed=seed), options(num_beams=2 - seed % 2))
+    assert len(kept) == 2 and not [path for path, _, _ in accel.report(model).fallbacks if not path]
+
+
+def test_calls_that_are_no_steps_run_stock_and_are_told(steps):
+    model, stock = optimized("Bart")
+    ran = steps()
+    assert_same(model, stock, source("Bart"), options(output_hidden_states=True, return_dict_in_generate=True))
+    assert not ran and fallbacks(model) == ["called with output_hidden_states"]
+
+
+@torch.no_grad()
+def test_two_texts_at_a_time_and_a_cache_that_goes_on_in_stock(steps):
+    model, stock = optimized("Bart")
+    ran = steps()
+    generator = torch.Generator().manual_seed(0)
+    hidden = [torch.randn(2, length, 32, generator=generator) for length in (7, 11)]
+    ids = torch.randint(3, 64, (2, 8), generator=generator)
+    ours, theirs = [None, None], [None, None]
+    for at in range(6):
+        for text in (0, 1):
+            new = ids[:, at : at + 1] if at != 4 else ids[:, at : at + 2]  # two tokens at once are no step
+            call = {"decoder_input_ids": new, "encoder_outputs": encoded(hidden[text])}
+            got, wanted = model(**call, cache=ours[text]), stock(**call, cache=theirs[text])
+            assert list(got) == list(wanted) and type(got) is type(wanted)
+            torch.testing.assert_close(got.logits, wanted.logits, rtol=1e-4, atol=1e-4)
+            ours[text], theirs[text] = got.cache, wanted.cache
+    assert len(ran) == 8
+    held = ours[1].self_attention_cache.layers[0]
+    assert type(held) is HeldLayer and type(ours[0].self_attention_cache.layers[0]) is DynamicLayer
+    for cache in (ours[1], copy.deepcopy(ours[1]), pickle.loads(pickle.dumps(ours[1]))):
+        assert type(cache) is t.EncoderDecoderCache and cache.get_seq_length() == 7
+        torch.testing.assert_close(
+            cache.self_attention_cache.layers[1].keys, theirs[1].self_attention_cache.layers[1].keys
+        )
+    for cache in (ours[1], theirs[1]):
+        cache.reorder_cache(torch.tensor([1, 0]))
+        cache.crop(-1)
+    assert type(held) is DynamicLayer
+    torch.testing.assert_close(held.values, theirs[1].self_attention_cache.layers[0].values)
+
+
+@torch.no_grad()
+def test_a_text_of_another_thread_is_not_moved_at_every_step(steps):
+    model, stock = optimized("Bart")
+    ran, call = steps(), {"encoder_outputs": encoded(torch.randn(2, 7, 32)), "decoder_input_ids": torch.full((2, 1), 5)}
+    first = model(**call, cache=model(**call).cache).cache
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: assert_same(model, stock, source("Bart"), options())).result()
+    assert ran == [2] and fallbacks(model) == ["another thread's text is under way"]
+    del first
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: assert_same(model, stock, source("Bart"), options())).result()
+    assert ran == [2] * (1 + STEPS)
+
+
+@torch.no_grad()
+def test_rows_in_another_order_and_memory_in_which_anything_may_stand(steps):
+    model, stock = optimized("T5")
+    generated(model, source("T5", 14), options(20))
+    for flat in vars(model)["forward"].memory.flat.values():
+        flat.fill_(float("inf"))
+    ran, order = steps(), torch.tensor([1, 0])
+    call = {"encoder_outputs": encoded(torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(0)))}
+    changes = [
+        lambda cache: cache.reorder_cache(order),
+        lambda cache: [cache.self_attention_cache.reorder_cache(order) for _ in range(3)],
+        lambda cache: cache.cross_attention_cache.layers[1].reorder_cache(order),
+        lambda cache: [cache.self_attention_cache.layers[0].reorder_cache(order) for _ in range(3)],
+    ]
+    ours = theirs = None
+    for at, change in enumerate([*changes, lambda cache: None]):
+        new = torch.tensor([[5 + at], [9 + at]])
+        got, wanted = (one(decoder_input_ids=new, cache=held, **call) for one, held in ((model, ours), (stock, theirs)))
+        torch.testing.assert_close(got.logits, wanted.logits, rtol=1e-4, atol=1e-4)
+        ours, theirs = got.cache, wanted.cache
+        change(ours)
+        change(theirs)
+    assert ran == [2] * 4 and not fallbacks(model)
+
+
+def test_restore_gives_back_what_was_there(family):
+    model, stock = made(family)
+    before = snapshot(model)
+    accel.optimize(model)
+    generated(model, source(family), options())
+    accel.restore(model)
+    assert_same_state(before, snapshot(model))
+    assert_same(model, stock, source(family), options())
+
+
+def test_copies_of_an_optimized_model_have_memory_of_their_own(steps):
+    model, stock = optimized("T5")
+    generated(model, source("T5"), options())
+    twin = copy.deepcopy(model)
+    ran = steps()
+    assert_same(twin, stock, source("T5"), options())
+    assert ran == [2] * STEPS and vars(twin)["forward"].memory is not vars(model)["forward"].memory
+
+
+def test_a_model_whose_steps_compute_something_else_stays_stock():
+    """LED pads what its encoder is given, by its mask."""
+    config = t.LEDConfig(**TEXT, attention_window=4, num_hidden_layers=2)
+    torch.manual_seed(0)
+    model = t.LEDForConditionalGeneration(config).eval()
+    accel.optimize(model)
+    assert "forward" not in vars(model)
+    (row,) = [row for row in accel.report(model).sites if row[1] == "encoder-decoder"]
+    assert row[2] == "skipped" and "computes something else" in row[3]
