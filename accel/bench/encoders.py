@@ -45,12 +45,12 @@ ENCODERS = {
 }
 
 
-def usual(device: torch.device) -> list[str]:
+def usual_encoders(device: torch.device) -> list[str]:
     """Names that are measured where none is given."""
     return [name for name in ENCODERS if name != "tiny"] if device.type == "cuda" else ["tiny"]
 
 
-def build(name: str, device: torch.device, dtype: torch.dtype) -> Any:
+def build_encoder(name: str, device: torch.device, dtype: torch.dtype) -> Any:
     """The model with random weights. Raises KeyError for an unknown name."""
     import transformers
 
@@ -104,7 +104,7 @@ def measure_encoder(
     an unknown name.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    stock = build(name, device, dtype)
+    stock = build_encoder(name, device, dtype)
     fast, zeros = accel.optimize(beside(stock)), accel.optimize(beside(stock), padding="zeros")
     some = texts(count, stock.config.vocab_size, LONGEST if device.type == "cuda" else 4 * SHORTEST)
     tokens = sum(map(len, some))

@@ -1,4 +1,4 @@
-"""`accel bench encoders`: text encoders over many texts, by stock and by accel."""
+"""`accel bench encoders` and `accel bench vision`: encoders of texts and images, by stock and by accel."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -25,7 +25,7 @@ def bench_encoders(
     Random weights; without a tokenizer. Ends with 1 where one fails.
     """
     from accel.bench import results
-    from accel.bench.encoders import ENCODERS, measure_encoder, usual
+    from accel.bench.encoders import ENCODERS, measure_encoder, usual_encoders
 
     place = parse_device(device)
     if unknown := [one for one in names or () if one not in ENCODERS]:
@@ -40,4 +40,39 @@ def bench_encoders(
 
     measure = partial(measure_encoder, count=texts, size=batch, compiled=compiled, budget_s=budget)
     about = "text encoders over texts of different lengths, by stock and by accel"
-    measure_each("encoders", about, names or usual(place), place, out, measure, told, shown)
+    measure_each("encoders", about, names or usual_encoders(place), place, out, measure, told, shown)
+
+
+def bench_vision(
+    names: Annotated[list[str] | None, typer.Argument(help="such as siglip-so400m; all by default")] = None,
+    batch: Annotated[str, typer.Option(help="images at a time, with commas between them")] = "1,32",
+    compiled: Annotated[bool, typer.Option("--compile", help="torch.compile too, which takes minutes")] = False,
+    budget: Annotated[float, typer.Option(min=0.0, help="seconds a way, about")] = 2.0,
+    out: Annotated[Path, typer.Option(help="folder for the JSON file")] = Path("benchmarks/results"),
+    device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
+) -> None:
+    """Time vision transformers over batches of images, by stock and by accel, in turns; writes JSON.
+
+    Random weights. Ends with 1 where one fails.
+    """
+    from accel.bench import results
+    from accel.bench.vision import VISION, measure_vision
+
+    place = parse_device(device)
+    if unknown := [one for one in names or () if one not in VISION]:
+        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(VISION)}")
+    sizes = [int(part) for part in batch.split(",") if part.strip().isdigit()]
+    if len(sizes) < len(batch.split(",")) or min(sizes) < 1:
+        raise typer.BadParameter("give whole numbers from 1 on, with commas between them")
+    shown = results.new_table("", "model", "batch", "way", "images/s", "ms", "error", left=3)
+
+    def told(row: dict) -> Iterator[tuple[str, ...]]:
+        for part in row["batches"]:
+            for way, one in part["ways"].items():
+                cells = (one["images_s"], "{:,.0f}"), (one["median_ms"], "{:,.2f}"), (part["errors"].get(way), "{:.1e}")
+                yield str(part["batch"]), way, *(results.cell(*pair) for pair in cells)
+
+    usual = [one for one in VISION if (one == "tiny-vit") != (place.type == "cuda")]
+    measure = partial(measure_vision, batches=sizes, compiled=compiled, budget_s=budget)
+    about = "vision transformers over batches of images, by stock and by accel"
+    measure_each("vision", about, names or usual, place, out, measure, told, shown)
