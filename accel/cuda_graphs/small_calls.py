@@ -40,7 +40,11 @@ class SmallCalls(PerThread):
         if not self.packed:
             return True
         tokens = next((given[name] for name in TOKENS if isinstance(given.get(name), torch.Tensor)), None)
-        if tokens is None or given.get(PIXELS) is not None or tokens.shape[:2].numel() > MOST_TOKENS:
-            return False
         mask = given.get(MASK)
+        if given.get(PIXELS) is not None or (tokens is None and mask is not None):
+            return False
+        if tokens is None:  # images, of which no patch is padding
+            return True
+        if tokens.shape[:2].numel() > MOST_TOKENS:
+            return False
         return mask is None or (isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool(mask.all()))

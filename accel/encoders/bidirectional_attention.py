@@ -68,6 +68,7 @@ class BidirectionalSpec(SoftmaxSpec):
         bias, calls = None, layer.inside(layer.attention)
         for name, value in attended.options.items():
             known = name in KNOWN_ARGUMENTS | {"is_causal"} or name.startswith("output_")  # the mask shows the former
+            known = known or cls.is_nothing(value)
             if (path := record.bias(value)) is not None:
                 bias = PositionBias(path)
             elif not known and (isinstance(value, torch.Tensor) or value not in (None, False)):
@@ -78,10 +79,20 @@ class BidirectionalSpec(SoftmaxSpec):
         if len(functions) != 1 and not _hides_nothing(attended.mask):
             raise NotUnderstood("its attention mask is made in a way of its own")
         fields = {"reach": reach_of(functions[0]) if functions else None, "position_bias": bias}
-        fit = cls.first_fit(layer, calls, _formulas(layer, calls, fields), None)
+        fit = cls.first_fit(layer, calls, cls.formulas(layer, calls, fields), None)
         if fit is None:
             raise NotUnderstood("its attention is of another formula")
         return fit
+
+    @classmethod
+    def is_nothing(cls, value: object) -> bool:
+        """Whether an attention that is told this computes the same without."""
+        return False
+
+    @classmethod
+    def formulas(cls, layer: LayerRecord, calls: list[Call], fields: dict) -> Iterator[Formula]:
+        """Those that may be of a recorded layer."""
+        return _formulas(layer, calls, fields)
 
     @classmethod
     def _of_own_code(cls, layer: LayerRecord, record: EncoderRecord) -> UnderstoodAttention:
@@ -136,19 +147,26 @@ def _own_formulas(
 def _formulas(layer: LayerRecord, calls: list[Call], fields: dict) -> Iterator[Formula]:
     attended = layer.attended
     assert attended is not None
-    wanted, told = attended.query.transpose(1, 2), attended.options.get("scaling")
     for projections, layout in projections_of(calls, layer):
         q, k, _ = split([call.output.held for call in projections], **layout)
         for turned in turnings(layer, calls, q, k):
-            holders = (layer.attention, layer.layer)
-            made = turned.queries
-            usual = q.shape[-1] ** -0.5
-            found = factor(made, wanted) if made.shape == wanted.shape else 0.0
-            before = usual if agree(made * usual, wanted) else named_factor(found, q.dtype, holders)
-            if turned.fields["norms_after"] or before is None or not agree(made * before, wanted):
-                continue
-            scores = PLAIN | fields | {"scale": before * (usual if told is None else told)}
-            yield Formula(projections, layout | turned.fields | scores, attended.output.flatten(2), None)
+            scale = None if turned.fields["norms_after"] else scale_of(layer, turned.queries)
+            if scale is not None:
+                scores = PLAIN | fields | {"scale": scale}
+                yield Formula(projections, layout | turned.fields | scores, attended.output.flatten(2), None)
+
+
+def scale_of(layer: LayerRecord, made: torch.Tensor) -> float | None:
+    """Of scores, where queries that were made, (rows, tokens, heads, D), are those that were attended with."""
+    attended = layer.attended
+    assert attended is not None
+    wanted, told, usual = attended.query.transpose(1, 2), attended.options.get("scaling"), made.shape[-1] ** -0.5
+    found = factor(made, wanted) if made.shape == wanted.shape else 0.0
+    holders = (layer.attention, layer.layer)
+    before = usual if agree(made * usual, wanted) else named_factor(found, made.dtype, holders)
+    if before is None or not agree(made * before, wanted):
+        return None
+    return before * (usual if told is None else told)
 
 
 def reach_of(visible: Callable[..., Any]) -> Reach | None:

@@ -40,6 +40,7 @@ class EncoderForward(FastForward):
     """
 
     renewed = ("seen", "reason", "lock", "sees", "biases")
+    forgotten = ("seen",)
     root: nn.Module
     inputs: Inputs
     stack: str

@@ -1,5 +1,6 @@
 """Rows of an embedding that are added to scores by how far apart two tokens are, as in T5 and MPNet."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -72,8 +73,11 @@ def long_text(model: Any) -> int:
     return min(LONG, (most_configured(model) or LONG + SPARE) - SPARE)
 
 
-def learned(model: Any, paths: set[str]) -> dict[str, PositionBias]:
-    """By paths of embeddings the biases of long texts. Raises NotUnderstood where one hangs on more than distances."""
+def learned(model: Any, paths: set[str], call: Callable | None = None) -> dict[str, PositionBias]:
+    """By paths of embeddings the biases of long texts. Raises NotUnderstood where one hangs on more than distances.
+
+    call: of the ids of one, (1, L), the keywords of a call of the model.
+    """
     longest = long_text(model)
     seen: list[SeenBias] = []
 
@@ -83,7 +87,8 @@ def learned(model: Any, paths: set[str]) -> dict[str, PositionBias]:
     with resting(model), lent_attention(LENT, attend, lambda *_, **__: None), ExitStack() as inside:
         inside.enter_context(lent_configs(model, lambda _: LENT))
         inside.enter_context(listening_to_biases(model, seen))
-        type(model).forward(model, input_ids=example_ids(model, longest)[:1])
+        ids = example_ids(model, longest)[:1]
+        type(model).forward(model, **({"input_ids": ids} if call is None else call(ids)))
     found = {one.path: one for one in seen if one.path in paths and len(one.ids) == longest}
     if found.keys() != paths:
         raise NotUnderstood("its position bias is of another kind in long texts")
