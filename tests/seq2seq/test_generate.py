@@ -164,7 +164,7 @@ def test_calls_that_are_no_steps_run_stock_and_are_told(steps):
     model, stock = optimized("Bart")
     ran = steps()
     assert_same(model, stock, source("Bart"), options(output_hidden_states=True, return_dict_in_generate=True))
-    assert not ran and fallbacks(model) == ["called with output_hidden_states"]
+    assert not ran and "called with output_hidden_states" in fallbacks(model)  # and its encoder
 
 
 @torch.no_grad()

@@ -41,7 +41,8 @@ def understand_mlp(layer: LayerRecord, others: Sequence[Call] = ()) -> tuple[Mlp
         return several
     whole = containers[0] if containers else None
     found = _formula(layer, mine if whole is None else layer.inside(whole.module), whole)
-    if found is None and whole is not None:
+    known = None if layer.known is None else layer.known.mlp
+    if found is None and whole is not None and (known is None or known.first):  # rounding may hide what is added
         found = _with_residual(layer, whole)
     if found is not None:
         return found
@@ -54,7 +55,6 @@ def understand_mlp(layer: LayerRecord, others: Sequence[Call] = ()) -> tuple[Mlp
         raise NotUnderstood("its MLP takes more than one tensor")
     if (found := _unnamed(layer, whole)) is not None:
         return found
-    known = None if layer.known is None else layer.known.mlp
     spec = _mixture(layer, whole) if layer.known is None or (known is not None and known.around) else None
     return spec or MlpSpec(layer.name(whole.module)), (whole, whole)
 

@@ -16,7 +16,7 @@ TEXT = {"vocab_size": 500, "hidden_size": 256, "num_hidden_layers": 2, "num_atte
 TEXT |= {"intermediate_size": 512, "max_position_embeddings": 64}
 NAFLEX = {name: one for name, one in VIT.items() if name != "image_size"} | {"num_patches": 49}
 MODELS = {
-    "clip": lambda: t.CLIPForImageClassification(t.CLIPConfig(text_config=TEXT, vision_config=VIT)),
+    "clip": lambda: t.CLIPVisionModel(t.CLIPVisionConfig(**VIT)),
     "dinov2": lambda: t.Dinov2Model(t.Dinov2Config(**DINO)),
     "dinov3": lambda: t.DINOv3ViTModel(t.DINOv3ViTConfig(**VIT)),
     "siglip": lambda: t.SiglipModel(t.SiglipConfig(text_config=TEXT, vision_config=VIT)),
