@@ -1,6 +1,8 @@
 """Vision transformers over batches of images: stock, torch.compile and accel, in images a second."""
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,7 +61,8 @@ def measure_vision(name: str, device: torch.device, batches: list[int], compiled
             for model in models.values():
                 for _ in range(CALLS):
                     run(model)
-            times = compare_times({way: lambda _, m=m: run(m) for way, m in models.items()}, device, budget_s=budget_s)
+            ways = {way: partial(_call, run, model) for way, model in models.items()}
+            times = compare_times(ways, device, budget_s=budget_s)
             found = {way: t.to_dict() | {"images_s": round(1e3 * batch / t.median_ms, 1)} for way, t in times.items()}
             rows.append({"batch": batch, "ways": found, "errors": errors})
     report = accel.report(fast)
@@ -70,3 +73,7 @@ def measure_vision(name: str, device: torch.device, batches: list[int], compiled
         "sites": sorted({f"{rule}: {status} {reason}"[:120] for _, rule, status, reason in report.sites}),
         "graphs": sorted({one["reason"] or one["status"] for one in report.graphs}),
     }
+
+
+def _call(run: Callable[[Any], torch.Tensor], model: Any, _: int) -> torch.Tensor:
+    return run(model)
