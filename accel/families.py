@@ -25,7 +25,7 @@ def plan_for(part: object, context: Context) -> Plan:
         if is_language_model(part):
             from accel.llm.stages import language_plan
 
-            return language_plan(part, own)
+            return language_plan(part, own, encoder_rules(part))
 
     from accel.diffusion import family, pipeline, schedulers
 

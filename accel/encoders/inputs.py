@@ -117,7 +117,7 @@ def unread(model: Any, example: dict[str, Any]) -> frozenset[str]:
     """Names of what processors give beside images, and the model takes and does nothing with."""
     images = example[IMAGES.main]
     mask = images.new_zeros(images.shape[0], *images.shape[2:], dtype=torch.int64)
-    beside = {"pixel_mask": mask, "token_type_ids": torch.ones_like(mask[..., 0])}
+    beside = {"pixel_mask": mask, "token_type_ids": torch.ones_like(mask[..., 0]), "use_cache": True}
     plain, found = tensors_of(type(model).forward(model, **example)), []
     for name, one in beside.items():
         try:

@@ -34,6 +34,7 @@ from accel.errors import reason_of
 from accel.fusion.stacked_linears import Stacked
 from accel.in_flight import listening
 from accel.libraries.cache import Cache
+from accel.libraries.models import is_causal_lm
 from accel.llm.parts.step import ForwardContext
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import example_ids, resting
@@ -49,7 +50,7 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
     """The innermost model of transformers around layers that text or an image goes through in both directions."""
     model: Any = site.module
     inputs = inputs_of(model)
-    if inputs is None or any(inputs_of(one) is inputs for one in list(model.modules())[1:]):
+    if inputs is None or (inputs is TEXT and is_causal_lm(root)) or any(inputs_of(one) is inputs for one in list(model.modules())[1:]):
         return None
     if getattr(model.config, "is_encoder_decoder", False) and cast(Any, root).get_encoder() is not model:
         return None  # its decoder, or no part that reads a text alone

@@ -17,7 +17,7 @@ from accel.llm.runtime.analyze import Analysis, analyze
 from accel.options import STATIC, calibrate
 from accel.parallel.agreement import all_agree
 from accel.parallel.sharded_layers import ranks_of
-from accel.patching.rule import Context
+from accel.patching.rule import Context, Rule
 from accel.planning.plan import Plan, Row, StageReport, StageResult
 from accel.quantization.activation_quantization import RULE as ROUNDING
 from accel.quantization.activation_quantization import Rounding, calibration_notes, rounding_linears
@@ -25,9 +25,9 @@ from accel.quantization.activations import weight_dtype_of
 from accel.quantization.model import RULE
 
 
-def language_plan(model: nn.Module, context: Context) -> Plan:
-    """The plan of a causal language model."""
-    return Plan(model, RULES, context, (place, import_prequantized, round_activations, analyze_layers, quantize), pace)
+def language_plan(model: nn.Module, context: Context, towers: tuple[Rule, ...] = ()) -> Plan:
+    """The plan of a causal language model. towers: rules for what it sees images by."""
+    return Plan(model, (*RULES, *towers), context, (place, import_prequantized, round_activations, analyze_layers, quantize), pace)
 
 
 def place(model: PreTrainedModel, context: Context) -> StageResult:
