@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accel.comparison import agree, factor, named_factor
-from accel.encoders.packing import Packing
+from accel.encoders.packing import Packing, blocks_of
 from accel.encoders.position_bias import PositionBias, SeenBias
 from accel.libraries.attention import KNOWN_ARGUMENTS
 from accel.libraries.cache import Cache
@@ -32,9 +32,12 @@ Reach = tuple[int | None, int | None]
 
 @dataclass
 class EncoderRecord(Record):
-    """biases: what embeddings gave for each query and key, so far."""
+    """biases: what embeddings gave for each query and key, so far. ends: of the parts of its tokens that the last layer
+    attended in, from 0 on.
+    """
 
     biases: list[SeenBias] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
 
     def bias(self, value: object) -> str | None:
         """The path of the embedding whose rows this is made of; None for any other."""
@@ -44,12 +47,14 @@ class EncoderRecord(Record):
 @dataclass(frozen=True)
 class BidirectionalSpec(SoftmaxSpec):
     """reach: how far a token sees to the left and to the right, each None for all; None where both are.
-    position_bias: of scores. own_code: it is not known by transformers' interface, but by what it gives alone.
+    position_bias: of scores. own_code: it is not known by transformers' interface, but by what it gives alone. starts:
+    the keyword of its layer that tells where sequences begin which lie in one row, see `packed`.
     """
 
     reach: Reach | None = None
     position_bias: PositionBias | None = None
     own_code: bool = False
+    starts: str | None = None
 
     @property
     def has_position_bias(self) -> bool:
@@ -76,9 +81,10 @@ class BidirectionalSpec(SoftmaxSpec):
         if attended.options.get("softcap") or attended.options.get("s_aux") is not None:
             raise NotUnderstood("its scores are capped, or go to sinks")
         functions = [function for mask, function in record.masks if mask is attended.mask]
-        if len(functions) != 1 and not _hides_nothing(attended.mask):
+        starts = None if functions else _starts(layer, attended.mask, record.ends)
+        if len(functions) != 1 and starts is None and not _hides_nothing(attended.mask):
             raise NotUnderstood("its attention mask is made in a way of its own")
-        fields = {"reach": reach_of(functions[0]) if functions else None, "position_bias": bias}
+        fields = {"reach": reach_of(functions[0]) if functions else None, "position_bias": bias, "starts": starts}
         fit = cls.first_fit(layer, calls, cls.formulas(layer, calls, fields), None)
         if fit is None:
             raise NotUnderstood("its attention is of another formula")
@@ -114,6 +120,21 @@ class BidirectionalSpec(SoftmaxSpec):
 def _hides_nothing(mask: torch.Tensor | None) -> bool:
     """Whether this is added to scores of all queries alike, and is nothing: no window, however long a text is."""
     return mask is None or (mask.shape[-2] == 1 and not bool(mask.any()))
+
+
+def _starts(layer: LayerRecord, mask: torch.Tensor | None, ends: list[int]) -> str | None:
+    """The keyword by which the layer knows that it attends in these parts of a row, or through this mask in parts; None
+    for one part. Raises NotUnderstood.
+    """
+    for name, value in layer.call.named.items():
+        if mask is not None and value is mask and isinstance(blocks_of(mask), torch.Tensor):
+            return name
+        if len(ends) > 2 and isinstance(value, torch.Tensor) and value.dtype in (torch.int32, torch.int64):
+            if value.dim() == 1 and value.tolist() == ends:
+                return name
+    if len(ends) > 2:
+        raise NotUnderstood("it attends in parts of its tokens that it is not told of")
+    return None
 
 
 def _own_formulas(
@@ -200,7 +221,8 @@ class BoundBidirectionalAttention(BoundSoftmaxAttention):
 
     def attended(self, kernels: Kernels, step: Any, parts: Parts, kwargs: dict) -> torch.Tensor:
         """See `BoundAttention`; one row with all tokens."""
-        spec, packing = self.spec, step.packing
+        spec = self.spec
+        packing = step.packing if spec.starts is None else step.packed(kwargs.get(spec.starts))
         q, k, v, _ = parts
         assert k is not None and v is not None
         rotary, inside = spec.rotary, spec.rotary is not None and spec.key_scale == 1.0
@@ -215,7 +237,8 @@ class BoundBidirectionalAttention(BoundSoftmaxAttention):
             q, k = kernels.rotated_heads(q, k, cos, sin, **given)
         if (cache := next((one for one in kwargs.values() if isinstance(one, Cache)), None)) is not None:
             cache.update(*(packing.unpack(t, *step.shape).transpose(1, 2) for t in (k, v[0])), spec.index)
-        if step.run is None and not spec.has_position_bias and q.shape[1] == k.shape[1]:  # sequences of one length
+        alike = step.run is None and spec.starts is None  # sequences of one length
+        if alike and not spec.has_position_bias and q.shape[1] == k.shape[1]:
             q, k, v = (t.unflatten(0, step.shape).transpose(1, 2) for t in (q, k, v[0]))
             return kernels.attention(q, k, v, spec.scale).transpose(1, 2).reshape(1, step.shape.numel(), -1)
         return kernels.packed_attention(

@@ -14,7 +14,7 @@ from torch import nn
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.runner import GraphRunner
 from accel.cuda_graphs.small_calls import SmallCalls
-from accel.encoders.inputs import TEXT, Inputs
+from accel.encoders.inputs import SHOWN, TEXT, Inputs
 from accel.encoders.packing import Packing, Sight, padded, unpadded
 from accel.encoders.recording import layers_in
 from accel.encoders.stack import HIDDEN_STATES, EncoderLayerForward, EncoderStep
@@ -97,7 +97,7 @@ class EncoderForward(FastForward):
             return f"{unknown} is given"
         if mask is None and "position_ids" in given:
             return "positions without a mask, which may be those of several texts in a row"
-        if mask is not None and (type(mask) is not torch.Tensor or mask.dim() != 2):
+        if mask is not None and (type(mask) is not torch.Tensor or mask.dim() != 2 + (self.inputs.mask == SHOWN)):
             return "a mask that is not one of tokens, (batch, length)"
         if mask is not None and mask.is_cuda and torch.cuda.is_current_stream_capturing() and not self.small:
             return "a mask that cannot be looked at, as a CUDA graph is being captured"
@@ -164,6 +164,7 @@ class EncoderForward(FastForward):
         """Of the layers' input, (B, L, C). graph: in one of the sizes that graphs have. caches: these are kept."""
         if mask is None or self.small:
             return unpadded(x, graph)
+        mask = mask.flatten(1)
         if mask.shape != x.shape[:2] or mask.device != x.device:
             raise Unfit("a mask of another shape, or on another device")
         # Whoever is given a cache may see what it holds of padding.
@@ -177,7 +178,8 @@ class EncoderForward(FastForward):
             if self.seen is None or not (self.seen.reachable() and self.seen.holds()):
                 self.reason = self._bind()
                 self.sees = not self.blind or (not self.unseen and self.watched())
-                self.seen = Fingerprint(self.root)
+                # A language model notes at each call how far images move its positions.
+                self.seen = Fingerprint(self.root if self.blind and not self.unseen else self.module)
             return self.reason
 
     def _bind(self) -> str | None:

@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -18,18 +19,25 @@ from accel.patching.structure import placement
 
 INTERPOLATED = "interpolate_pos_encoding"
 SHAPES = "spatial_shapes"
+SHOWN = "patch_attention_mask"  # (batch, height, width), of patches
+GRIDS, SIZES = "grid_thw", "image_sizes"  # of images whose patches all lie in one row: in patches, in pixels
 WIDE = 33  # patches, more than windows have in a row
 MOST = 256  # patches of an image of an example: it runs several times, on a CPU too
 
 
 class Inputs(NamedTuple):
-    """Names of arguments. main: of what is encoded; mask: of what shows padding, (batch, length); others: of what may
-    be given beside.
+    """Names of arguments. main: of what is encoded; mask: of what shows padding, (batch, length) or as `SHOWN`, "" for
+    none; others: of what may be given beside.
     """
 
     main: str
     mask: str
     others: frozenset[str]
+
+    @property
+    def in_one_row(self) -> bool:
+        """Whether patches of images of any sizes are one row of tokens."""
+        return not self.others.isdisjoint((GRIDS, SIZES))
 
 
 BESIDE_TEXT = frozenset(("inputs_embeds", "token_type_ids", "position_ids", "use_cache", "bbox"))
@@ -48,9 +56,16 @@ def inputs_of(module: nn.Module) -> Inputs | None:
     names = inspect.signature(type(module).forward).parameters
     if TEXT.main in names:
         return TEXT if TEXT.mask in names else None
-    patches = SHAPES in names or any(map(is_patch_embedding, module.modules()))
-    one = IMAGES.main in names and not getattr(module.config, "is_encoder_decoder", False)
-    return IMAGES if one and patches else None
+    sizes = next((one for one in (GRIDS, SIZES) if one in names), None)
+    patches = SHAPES in names or sizes == GRIDS or any(map(is_patch_embedding, module.modules()))
+    main = next((one for one in (IMAGES.main, "hidden_states") if one in names), None)
+    if main is None or not patches or getattr(module.config, "is_encoder_decoder", False):
+        return None
+    if sizes is not None:
+        return Inputs(main, "", frozenset((sizes,)))
+    if main != IMAGES.main:
+        return None
+    return IMAGES._replace(mask=SHOWN) if SHOWN in names else IMAGES
 
 
 def small_call(model: Any, inputs: Inputs) -> dict[str, Any]:
@@ -58,7 +73,7 @@ def small_call(model: Any, inputs: Inputs) -> dict[str, Any]:
     if inputs is TEXT:
         return {TEXT.main: example_ids(model, few(model))}
     reason = "images of another kind"
-    for call in _images(model):
+    for call in _images(model, inputs):
         try:
             with resting(model):
                 type(model).forward(model, **call)
@@ -69,7 +84,7 @@ def small_call(model: Any, inputs: Inputs) -> dict[str, Any]:
     raise NotUnderstood(reason)
 
 
-def _images(model: Any) -> Iterator[dict[str, Any]]:
+def _images(model: Any, inputs: Inputs) -> Iterator[dict[str, Any]]:
     """Of a few patches each; then of the size that the configuration says."""
     device, dtype = placement(model)
     generator = torch.Generator().manual_seed(0)
@@ -77,6 +92,13 @@ def _images(model: Any) -> Iterator[dict[str, Any]]:
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
+
+    if GRIDS in names:  # the first as wide as several windows, then frames of a video where it takes such
+        patch: Any = next(one for one in model.modules() if type(one) in (nn.Linear, nn.Conv2d, nn.Conv3d))
+        shape, grids = patch.weight.shape[1:], ([2, 4, 8], [1, 4, 16])
+        for form, other in product(((144, shape.numel()), (1, 144, *shape)), grids):
+            yield {inputs.main: random(*form), GRIDS: torch.tensor([[1, 4, 20], other], device=device)}
+        return
 
     if SHAPES in names:
         patches = next((one for one in model.modules() if type(one) is nn.Linear), None)
@@ -89,18 +111,29 @@ def _images(model: Any) -> Iterator[dict[str, Any]]:
     if convolution.weight.dim() != 4:
         return
     (height, width), channels = convolution.kernel_size, convolution.in_channels
-    interpolated = {INTERPOLATED: True} if INTERPOLATED in names else {}
-    yield {IMAGES.main: random(ROWS, channels, 2 * height, 3 * width), **interpolated}
+    more: dict[str, Any] = {INTERPOLATED: True} if INTERPOLATED in names else {}
+    if SIZES in names:
+        more[SIZES] = torch.tensor([[2 * height, 3 * width], [2 * height, width]], device=device)
+    if SHOWN in names:
+        more[SHOWN] = torch.ones(ROWS, 2, 3, dtype=torch.bool, device=device)
+    yield {IMAGES.main: random(ROWS, channels, 2 * height, 3 * width), **more}
     size = getattr(model.config, "image_size", None)
     size = (size, size) if isinstance(size, int) else size
     if isinstance(size, list | tuple) and len(size) == 2 and math.prod(size) <= MOST * height * width:
         yield {IMAGES.main: random(ROWS, channels, *size)}
 
 
-def wide_call(model: Any, example: dict[str, Any]) -> list[dict[str, Any]]:
-    """A call of one image of many patches side by side, which shows windows; none where the model takes no such."""
-    images = example[IMAGES.main]
-    if images.dim() != 4:
+def wide_call(model: Any, inputs: Inputs, example: dict[str, Any]) -> list[dict[str, Any]]:
+    """A call of one image of many patches side by side, which shows windows; none where the model takes no such. Of
+    images of which all patches lie in one row, of the first.
+    """
+    images = example[inputs.main]
+    if GRIDS in example:
+        patches = int(example[GRIDS][0].prod())
+        return [{inputs.main: images.narrow(int(images.dim() > 2), 0, patches), GRIDS: example[GRIDS][:1]}]
+    if SIZES in example:
+        return [{name: one[:1] for name, one in example.items()}]
+    if images.dim() != 4 or SHOWN in example:
         return []
     height, width = images.shape[2] // 2, images.shape[3] // 3 * WIDE
     wide = torch.randn(1, images.shape[1], height, width, generator=torch.Generator().manual_seed(1), device="cpu")
@@ -115,7 +148,7 @@ def wide_call(model: Any, example: dict[str, Any]) -> list[dict[str, Any]]:
 
 def unread(model: Any, example: dict[str, Any]) -> frozenset[str]:
     """Names of what processors give beside images, and the model takes and does nothing with."""
-    images = example[IMAGES.main]
+    images = next(iter(example.values()))
     mask = images.new_zeros(images.shape[0], *images.shape[2:], dtype=torch.int64)
     beside = {"pixel_mask": mask, "token_type_ids": torch.ones_like(mask[..., 0]), "use_cache": True}
     plain, found = tensors_of(type(model).forward(model, **example)), []
@@ -136,8 +169,15 @@ def tensors_of(output: Any) -> dict[str, torch.Tensor]:
     return {".".join(str(getattr(key, "key", key)) for key in path): one for path, one in tensors}
 
 
-def random_mask(example: torch.Tensor, left: bool = False) -> torch.Tensor:
-    """(B, L) int64, for (B, L, ...), without the last tokens of all rows but the first, or the first ones."""
-    shown = torch.ones(example.shape[:2], dtype=torch.int64, device=example.device)
-    shown[1:, : example.shape[1] // 2] = 0
+def random_mask(inputs: Inputs, example: dict[str, Any], left: bool = False) -> torch.Tensor:
+    """(B, L), for (B, L, ...), without the last tokens of all rows but the first, or the first ones. Of patches (B,
+    height, width), without the last column, or the last row.
+    """
+    like = example.get(inputs.mask, example[inputs.main])
+    if inputs.mask == SHOWN:
+        shown = torch.ones_like(like)
+        shown[1:].narrow(1 if left else 2, -1, 1).zero_()
+        return shown
+    shown = torch.ones(like.shape[:2], dtype=torch.int64, device=like.device)
+    shown[1:, : like.shape[1] // 2] = 0
     return shown if left else shown.flip(1)

@@ -1,6 +1,6 @@
 """Which rows of a padded batch are computed, and where they stand one behind another."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +52,32 @@ def unpadded(x: torch.Tensor, graph: bool = False) -> Packing:
     tokens = batch * length
     starts = torch.arange(batch + 1 + _idle(batch, graph), dtype=torch.int32, device=x.device).mul_(length)
     return Packing(starts.clamp_(max=tokens), None, _longest(length, graph), bucket(tokens) if graph else tokens)
+
+
+def packed(parts: Any, x: torch.Tensor) -> Packing:
+    """Of x, (1, T, C), one row of sequences. parts: where they begin, (sequences + 1,) int, T at the end; or a mask
+    that shows each itself alone, see `blocks_of`. Raises Unfit for anything else.
+    """
+    if isinstance(parts, torch.Tensor) and parts.dim() == 4:
+        parts = blocks_of(parts)
+    if not isinstance(parts, torch.Tensor) or parts.dim() != 1 or x.shape[0] != 1:
+        raise Unfit("nothing says where the sequences begin that lie in one row")
+    return Packing(parts.int().contiguous(), None, x.shape[1], x.shape[1])
+
+
+def blocks_of(mask: torch.Tensor) -> torch.Tensor | None:
+    """Where the blocks begin on the diagonal of a mask that is added to scores, (1, 1, T, T), and T: int64; None where
+    it is another mask. Waits for the GPU.
+    """
+    if mask.shape[:2] != (1, 1) or mask.shape[2] != mask.shape[3] or not mask.is_floating_point():
+        return None
+    seen, tokens = mask[0, 0] == 0, mask.shape[2]
+    first, places = seen.byte().argmax(1), torch.arange(tokens, device=mask.device)
+    inside = first == first[:, None]
+    known = ((seen == inside) & (seen | (mask[0, 0] <= torch.finfo(mask.dtype).min))).all()
+    begins = first == places
+    count, fits = torch.stack([begins.sum(), known]).tolist()
+    return F.pad(torch.where(begins, places, tokens).sort()[0][:count], (0, 1), value=tokens) if fits else None
 
 
 class Sight(NamedTuple):

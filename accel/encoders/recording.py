@@ -14,7 +14,7 @@ from accel.encoders.bidirectional_attention import BidirectionalSpec, EncoderRec
 from accel.encoders.position_bias import learned, listening_to_biases
 from accel.errors import reason_of
 from accel.llm.recording.implementation import foreign_attention
-from accel.llm.recording.record import LayerRecord, NotUnderstood, Record, Stored
+from accel.llm.recording.record import Attended, LayerRecord, NotUnderstood, Record, Stored, Value
 from accel.llm.recording.recorder import NAME, Recorder, decoder_layers, resting
 from accel.llm.runtime.layer import put_together
 from accel.llm.runtime.layer_spec import LayerSpec
@@ -22,7 +22,13 @@ from accel.patching.structure import placement
 
 
 class EncoderRecorder(Recorder):
-    """Gathers keys and values that layers attend with; there is no cache that they would be stored in."""
+    """Gathers keys and values that layers attend with; there is no cache that they would be stored in.
+
+    before: what the last attention was given, with all before it of this layer.
+    """
+
+    before: Attended
+    record: EncoderRecord
 
     def __init__(self, record: EncoderRecord):
         self.record, self.scores, self.amplified, self.looking, self.lent = record, False, 1.0, False, {}
@@ -30,6 +36,12 @@ class EncoderRecorder(Recorder):
         self.thread, self.name = threading.get_ident(), f"{NAME}_{id(self):x}"
         self.specs: dict[int, LayerSpec] = {}
         self.order: list[int] = []
+        self.flat = False
+
+    def value(self, tensor: torch.Tensor) -> Value:
+        """In a layer that is given tokens without rows, (tokens, channels), all are noted as those of one row."""
+        self.flat = self.flat if self.open else tensor.dim() == 2
+        return Value(tensor[None] if self.flat else tensor)
 
     def look(self, layer: LayerRecord, record: Record) -> None:
         found = BidirectionalSpec.understand(layer, record)
@@ -45,10 +57,19 @@ class EncoderRecorder(Recorder):
     def _attend(self, module: nn.Module, query: Any, key: Any, value: Any, *given: Any, **options: Any) -> tuple:
         result = super()._attend(module, query, key, value, *given, **options)
         if not self._elsewhere():
-            if self.current.stored is not None:
-                raise NotUnderstood("a layer attends twice")
-            place = self.record.layers.index(self.current)
-            self.current.stored = Stored(module, place, key.clone(), value.clone())
+            layer, now = self.current, self.current.attended
+            held, before = Stored(module, self.record.layers.index(layer), key.clone(), value.clone()), layer.stored
+            assert now is not None
+            if before is not None:  # parts of one row, each by itself
+                masked = self.before.mask is not None or now.mask is not None
+                if masked or len(query) > 1 or before.attention is not module:
+                    raise NotUnderstood("a layer attends twice")
+                keys, values = (torch.cat(pair, dim=2) for pair in zip(before[2:], held[2:], strict=True))
+                held = held._replace(keys=keys, values=values)
+                now.query = torch.cat([self.before.query, now.query], dim=2)
+                now.output = torch.cat([self.before.output, now.output], dim=1)
+            self.record.ends = [*(self.record.ends if before is not None else [0]), now.query.shape[2]]
+            layer.stored, self.before = held, now
         return result
 
 

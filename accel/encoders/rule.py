@@ -17,7 +17,6 @@ from accel.cuda_graphs.runner import GraphRunner
 from accel.cuda_graphs.small_calls import SmallCalls
 from accel.encoders.encoder import EncoderForward
 from accel.encoders.inputs import (
-    IMAGES,
     TEXT,
     Inputs,
     inputs_of,
@@ -50,7 +49,9 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
     """The innermost model of transformers around layers that text or an image goes through in both directions."""
     model: Any = site.module
     inputs = inputs_of(model)
-    if inputs is None or (inputs is TEXT and is_causal_lm(root)) or any(inputs_of(one) is inputs for one in list(model.modules())[1:]):
+    if inputs is None or (inputs is TEXT and is_causal_lm(root)):
+        return None
+    if any(inputs_of(one) == inputs for one in list(model.modules())[1:]):
         return None
     if getattr(model.config, "is_encoder_decoder", False) and cast(Any, root).get_encoder() is not model:
         return None  # its decoder, or no part that reads a text alone
@@ -89,7 +90,8 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
     note = "packed: padding is left out" if forward.blind else "packed: rows of padding are seen, and computed"
     note = note if masked else "without padding"
     match = Match(forward, tuple(patches), covers=(stack,), note=note)
-    if not masked and context.options.graphs is not False and site.path not in context.graph_paths:
+    alone = not masked and not inputs.in_one_row and site.path not in context.graph_paths
+    if alone and context.options.graphs is not False:
         inside = GraphForward(model, site.path, context)  # which is called by itself, or by what is no graph
         inside.inner = forward
         return replace(match, forward=inside)
@@ -104,21 +106,23 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
 
 def _try(forward: EncoderForward, example: dict[str, Any]) -> None:
     """Compares small calls with stock. Raises NotUnderstood where they differ."""
-    model, mask, main = forward.module, forward.inputs.mask, example[forward.inputs.main]
-    right, left = ({mask: random_mask(main, turned)} for turned in (False, True))
-    more: list[dict[str, Any]] = [{}, *((right, left) if mask in forward.names else ())]
-    if forward.inputs == TEXT and "position_ids" in forward.names:
+    model, inputs, mask, main = forward.module, forward.inputs, forward.inputs.mask, example[forward.inputs.main]
+    more: list[dict[str, Any]] = [{}]
+    if mask in forward.names:
+        right, left = ({mask: random_mask(inputs, example, turned)} for turned in (False, True))
+        more += [right, left]
+    if inputs == TEXT and "position_ids" in forward.names:
         more.append(right | {"position_ids": torch.arange(main.shape[1], device=main.device).flip(0).expand_as(main)})
     calls = [example | one for one in more]
     if any(layer.attention.own_code for layer in forward.layers):  # which may have windows
-        if forward.inputs == IMAGES:
+        if inputs != TEXT:
             raise NotUnderstood("its own code attends")
         calls.append({TEXT.main: example_ids(model, long_text(model))[:1]})
     with resting(model), math_attention():
         with as_written():
-            calls += wide_call(model, example) if forward.inputs == IMAGES else []
+            calls += wide_call(model, inputs, example) if inputs != TEXT else []
             wanted = [forward.stock(**call) for call in calls]
-            forward.unread = unread(model, example) if forward.inputs == IMAGES else frozenset()
+            forward.unread = unread(model, example) if inputs != TEXT else frozenset()
         pairs = list(zip(calls, wanted, strict=True))
         # There rows of padding hang on the attention that the model was made with.
         turned = [pairs.pop(2)] if mask in forward.names and forward.sight.distances else []
@@ -192,8 +196,8 @@ def ignores_padding(root: nn.Module, model: Any, inputs: Inputs, example: dict[s
     """Whether what the root gives of padded inputs is the same to the bit whatever the encoder gives in rows of padding
     behind them.
     """
-    given = example | {inputs.mask: random_mask(example[inputs.main])}
-    hidden = given[inputs.mask].bool().logical_not()
+    given = example | {inputs.mask: random_mask(inputs, example)}
+    hidden = given[inputs.mask].bool().logical_not().flatten(1)
     generator = torch.Generator().manual_seed(0)
 
     def other(module: nn.Module, args: Any, output: Any) -> Any:

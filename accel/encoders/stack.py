@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from accel.encoders.bidirectional_attention import BidirectionalSpec
-from accel.encoders.packing import Packing, unpadded
+from accel.encoders.packing import Packing, packed, unpadded
 from accel.encoders.position_bias import PositionBias
 from accel.errors import Unfit
 from accel.libraries.cache import Cache
@@ -24,10 +24,10 @@ class EncoderStep(Step):
     So the layers run on packed tokens, and the code around them sees none of it. run: computes all layers, of the first
     one's input and of each one's keywords; None where nothing is padding: then each runs when it is called, and what it
     gives may be looked at. shape: (B, L) of the call; packing: of its tokens. biases: see `EncoderForward`; tables:
-    what `bias` has made of them.
+    what `bias` has made of them; packings: what `packed` has.
     """
 
-    __slots__ = ("biases", "calls", "hidden", "layers", "packing", "run", "shape", "tables")
+    __slots__ = ("biases", "calls", "hidden", "layers", "packing", "packings", "run", "shape", "tables")
     packing: Packing
 
     def __init__(
@@ -36,6 +36,7 @@ class EncoderStep(Step):
         super().__init__({})
         self.layers, self.run, self.biases = layers, run, biases
         self.tables: dict[str, torch.Tensor] = {}
+        self.packings: dict[int, tuple[Any, Packing]] = {}
         self.calls: list[dict[str, Any]] = []
         self.hidden: torch.Tensor | None = None
 
@@ -68,6 +69,13 @@ class EncoderStep(Step):
             self.tables[bias.path] = weight[rows.flip(0) if self.packing.mirrored else rows].t().contiguous()
         return self.tables[bias.path]
 
+    def packed(self, told: Any) -> Packing:
+        """Of one row of sequences, by what a layer is told of them."""
+        if id(told) not in self.packings:
+            assert self.hidden is not None
+            self.packings[id(told)] = told, packed(told, self.hidden)
+        return self.packings[id(told)][1]
+
     def take(self, layer: "EncoderLayerForward", x: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         """What a layer gives to the code around it. Raises Unfit where that is not the code that was seen."""
         if self.run is None:
@@ -83,12 +91,13 @@ class EncoderStep(Step):
 
     def _at_once(self, layer: "EncoderLayerForward", x: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         kwargs.pop(HIDDEN_STATES, None)  # they are what layers give
-        if (name := layer.unknown(kwargs)) is not None or x.dim() != 3:
-            raise Unfit(f"its layers are told {name}" if name else "its layers are given no rows of tokens")
-        if self.hidden is None or x.shape != self.hidden.shape:
-            self.shape, self.packing = x.shape[:2], unpadded(x)
-        self.hidden = x
-        return layer.bound(layer.kernels, self, x.flatten(0, 1)[None].contiguous(), kwargs)[0].unflatten(0, self.shape)
+        if (name := layer.unknown(kwargs)) is not None or x.dim() not in (2, 3):
+            raise Unfit(f"its layers are told {name}" if name else "its layers are given no tokens")
+        rows = x.reshape(-1, *x.shape[-2:])  # of tokens without rows one
+        if self.hidden is None or rows.shape != self.hidden.shape:
+            self.shape, self.packing = rows.shape[:2], unpadded(rows)
+        self.hidden = rows
+        return layer.bound(layer.kernels, self, rows.flatten(0, 1)[None].contiguous(), kwargs).reshape(x.shape)
 
 
 class EncoderLayerForward(LayerForward):

@@ -27,7 +27,8 @@ from accel.quantization.model import RULE
 
 def language_plan(model: nn.Module, context: Context, towers: tuple[Rule, ...] = ()) -> Plan:
     """The plan of a causal language model. towers: rules for what it sees images by."""
-    return Plan(model, (*RULES, *towers), context, (place, import_prequantized, round_activations, analyze_layers, quantize), pace)
+    stages = place, import_prequantized, round_activations, analyze_layers, quantize
+    return Plan(model, (*RULES, *towers), context, stages, pace)
 
 
 def place(model: PreTrainedModel, context: Context) -> StageResult:

@@ -16,6 +16,7 @@ from accel.quantization.experts import holds_numbers
 class NormSpec:
     """name: from the layer. kind: the formula, None for a norm that must be called. settings: see `plain_settings`.
     gain: the parameter by which it multiplies and does no more, as a layer scale (Touvron et al. 2021); "" for a norm.
+    Where the parameter is the layer's own, name is "".
     """
 
     name: str

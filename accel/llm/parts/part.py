@@ -1,6 +1,7 @@
 """Norms and linears as they are at the moment: fused where they are plain, called where something hangs on them."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from accel.fusion.stacked_linears import stacked_tensors
 from accel.llm.parts.linear import MOST_MEASURED_ROWS, Weights, product_for, weights
 from accel.llm.parts.norm import FLAT, HeadNorm, NormSpec, given, given_back
+from accel.llm.recording.record import NotUnderstood
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import as_understood
 from accel.patching.user_ops import UserOp
@@ -28,9 +30,14 @@ class BoundNorm:
         module = layer.get_submodule(spec.name)
         kind = spec.kind if as_understood(module, spec.settings) else None
         self.norm: Norm | None = None if kind is None else kind.of(module)
-        plain = spec.gain and as_understood(module, spec.settings)
-        self.gain = module._parameters[spec.gain] if plain else None  # by which the operation before it multiplies
+        plain = spec.gain and (not spec.name or as_understood(module, spec.settings))
+        # By which the operation before it multiplies.
+        self.gain = getattr(module, spec.gain) if plain else None
         self.call: Callable = module
+        if not spec.name:
+            if self.gain is None:
+                raise NotUnderstood(f"{spec.gain} is gone")
+            self.call = partial(torch.mul, self.gain)
         if self.norm is not None and (mine := users_norm(kernels, self.norm)) is not None:
             self.norm, self.call = None, mine
 

@@ -48,9 +48,10 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     head; where there is none, as layers have several attentions that count each, the longest. Raises NotUnderstood.
     """
     try:
-        depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+        config = model.config.get_text_config()
     except ValueError as error:  # several texts
         raise NotUnderstood(f"its configuration names no one text model: {error}") from error
+    depth = getattr(config, "num_hidden_layers", getattr(config, "depth", None))
     lists = {path: module for path, module in model.named_modules() if type(module) is nn.ModuleList and len(module)}
     lengths = {len(module) for module in lists.values()}
     most = depth if depth in lengths else max(lengths, default=0)
@@ -205,6 +206,7 @@ class Recorder:
     """
 
     current: LayerRecord
+    value: Callable[[torch.Tensor], Value] = Value  # how tensors are noted
 
     def __init__(self, record: Record, look: Look, scores: bool, amplified: float, model: PreTrainedModel):
         self.record, self.look, self.scores, self.amplified = record, look, scores, amplified
@@ -260,7 +262,7 @@ class Recorder:
             self.current = next(record for record in self.record.layers if record.layer is module)
         given = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)), None)
         parent = self.open[-1].module if self.open else None
-        self.open.append(Call(module, parent, args, dict(kwargs), None if given is None else Value(given)))
+        self.open.append(Call(module, parent, args, dict(kwargs), None if given is None else self.value(given)))
 
     def _leave(self, module: nn.Module, args: tuple, kwargs: dict, result: Any) -> Any:
         if self.looking:
@@ -270,7 +272,7 @@ class Recorder:
         first = result = result * self.amplified if changed else result
         while isinstance(first, tuple | list) and first:
             first = first[0]
-        call.made, call.result = Value(first) if isinstance(first, torch.Tensor) else None, result
+        call.made, call.result = self.value(first) if isinstance(first, torch.Tensor) else None, result
         if self.open:
             self.current.calls.append(call)
         else:

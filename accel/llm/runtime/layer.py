@@ -161,6 +161,20 @@ def put_together(
                 return one, found
         return None
 
+    def gain(base: Value, branch: torch.Tensor, total: torch.Tensor) -> tuple[NormSpec | None, torch.Tensor]:
+        """The parameter of the layer's own that its code multiplies a branch by, and the product; None where it is not.
+
+        It is asked first: one that is ones today may be no more.
+        """
+        own = [(name, one) for name, one in layer.layer._parameters.items() if one is not None and one.dim() == 1]
+        fit = [
+            (name, branch * one) for name, one in own
+            if one.shape == branch.shape[-1:] and scale(base.held, branch * one, total, 0) == 1.0
+        ]  # fmt: skip
+        if len(fit) > 1:
+            raise NotUnderstood("its layer scales hold the same numbers")
+        return (NormSpec("", None, (), fit[0][0]), fit[0][1]) if fit else (None, branch)
+
     def before(part: Call, name: str) -> Call | None:
         """The norm before the first part, of the layer's input; None where the part is given that itself."""
         made = producer(part.input)
@@ -181,6 +195,7 @@ def put_together(
         return (None, y.held) if made is None or made is post else (made, made.input.held)
 
     before_attention = after_attention = post_attention = before_mlp = post_mlp = after_mlp = entering = None
+    gains: list[NormSpec | None] = [None, None]
     parallel = shared = False
     first: Factors | None = (1.0, 1.0)
     second: Factors | None = (1.0, 1.0)
@@ -207,6 +222,10 @@ def put_together(
             first = second = None if (one := scale(x.held, both, total, 0)) is None else (1.0, one)
         else:
             # Where numbers are large, rounding may hide what a branch is added to.
+            if post_attention is None:
+                gains[0], branch = gain(x, branch, start.held)
+            if post_mlp is None:
+                gains[1], last = gain(start, last, total)
             enters, goes_on = (known is not None and known.entering, known is not None and known.after_attention)
             first = None if enters else weighed(x.held, branch, start.held, 0)
             if first is None and before_attention is not None:  # a norm of the input that goes on as the input
@@ -227,10 +246,10 @@ def put_together(
         mlp=mlp,
         entering=norm(entering),
         before_attention=norm(before_attention),
-        post_attention=norm(post_attention),
+        post_attention=norm(post_attention) or gains[0],
         after_attention=norm(after_attention),
         before_mlp=norm(before_mlp),
-        post_mlp=norm(post_mlp),
+        post_mlp=norm(post_mlp) or gains[1],
         after_mlp=norm(after_mlp),
         tail=tail,
         parallel=parallel,

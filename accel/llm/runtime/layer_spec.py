@@ -116,7 +116,7 @@ class LayerSpec:
         mine = (*around, self.before_mlp, self.post_mlp, self.after_mlp, *(() if self.mlp is None else self.mlp.norms))
         inside = [] if self.attention is None else [*self.attention.norms]
         inside += [] if self.tail is None or self.tail.norm is None else [self.tail.norm]
-        return [norm for norm in (*mine, *inside) if norm is not None]
+        return [norm for norm in (*mine, *inside) if norm is not None and norm.name]
 
     @property
     def called(self) -> tuple[str, ...]:
