@@ -62,7 +62,7 @@ def packed(parts: Any, x: torch.Tensor) -> Packing:
         parts = blocks_of(parts)
     if not isinstance(parts, torch.Tensor) or parts.dim() != 1 or x.shape[0] != 1:
         raise Unfit("nothing says where the sequences begin that lie in one row")
-    return Packing(parts.int().contiguous(), None, x.shape[1], x.shape[1])
+    return Packing(parts.to(x.device, torch.int32).contiguous(), None, x.shape[1], x.shape[1])
 
 
 def blocks_of(mask: torch.Tensor) -> torch.Tensor | None:

@@ -90,8 +90,9 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
     note = "packed: padding is left out" if forward.blind else "packed: rows of padding are seen, and computed"
     note = note if masked else "without padding"
     match = Match(forward, tuple(patches), covers=(stack,), note=note)
-    alone = not masked and not inputs.in_one_row and site.path not in context.graph_paths
-    if alone and context.options.graphs is not False:
+    if inputs.in_one_row:  # of any sizes, which the code around the layers waits for the GPU to learn
+        return match
+    if not masked and context.options.graphs is not False and site.path not in context.graph_paths:
         inside = GraphForward(model, site.path, context)  # which is called by itself, or by what is no graph
         inside.inner = forward
         return replace(match, forward=inside)

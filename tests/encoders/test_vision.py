@@ -1,6 +1,7 @@
 """Vision transformers: fused layers give what stock gives, alone, under heads, in two towers and as backbones."""
 
 import copy
+import importlib
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ VIT = DINO2 | {"intermediate_size": 48}
 TEXT = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 TEXT |= {"max_position_embeddings": 16, **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 1)}
 NAFLEX = {name: one for name, one in VIT.items() if name != "image_size"} | {"num_patches": 16}
+PAIRS = {"image_size": [16, 16], "patch_size": [4, 4]}
 STAGES = {"out_features": ["stage1", "stage2"]}
 DEPTH = {"reassemble_hidden_size": 32, "reassemble_factors": [4, 2], "neck_hidden_sizes": [8, 8], "head_hidden_size": 8}
 DEPTH |= {"patch_size": 4, "fusion_hidden_size": 8}
@@ -35,12 +37,46 @@ def patches(batch=3):
     return {"pixel_values": pixels, "spatial_shapes": sizes, "pixel_attention_mask": mask}
 
 
+def grids(*sizes):
+    """Of images and videos of these frames, heights and widths in patches, all in one row."""
+    count = sum(frames * height * width for frames, height, width in sizes)
+    pixels = torch.randn(count, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(1))
+    return {"hidden_states": pixels, "grid_thw": torch.tensor(sizes)}
+
+
+def sized(*sizes):
+    """Images of these heights and widths."""
+    return images(len(sizes)) | {"image_sizes": torch.tensor(sizes)}
+
+
+def shown(batch=3):
+    """Images of which the first 3, then 2 rows and so on are shown, and as many columns less one."""
+    mask = torch.zeros(batch, 4, 4, dtype=torch.bool)
+    for at, one in enumerate(mask):
+        one[: 3 - at, : 4 - at] = True
+    return images(batch) | {"patch_attention_mask": mask}
+
+
 def pairs(given):
     return {"input_ids": torch.randint(2, 64, (3, 16), generator=torch.Generator().manual_seed(2)), **given}
 
 
 def towers(kind, vision):
     return lambda: getattr(t, f"{kind}Model")(getattr(t, f"{kind}Config")(text_config=TEXT, vision_config=vision))
+
+
+QWEN = {"depth": 3, "num_heads": 4, "patch_size": 4, "hidden_size": 32, "intermediate_size": 48}
+QWEN2_5 = QWEN | {"out_hidden_size": 24, "window_size": 16, "fullatt_block_indexes": [1]}  # windows of 4 x 4 patches
+QWEN3 = QWEN | {"out_hidden_size": 24, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+QWEN3 |= {"spatial_merge_size": 2}
+QWEN2 = {"depth": 2, "num_heads": 4, "patch_size": 4, "embed_dim": 32, "hidden_size": 24, "mlp_ratio": 2}
+SEVERAL = [grids((1, 6, 10), (2, 4, 2), (1, 2, 8)), grids((1, 4, 4)), grids((1, 2, 2), (1, 4, 6))]
+
+
+def of(folder, name, config, sizes):
+    """A class that transformers has, and does not show."""
+    kind = getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), name)
+    return lambda: kind(config(**sizes))
 
 
 # By name: a model, calls of it, and where its encoder is.
@@ -80,6 +116,39 @@ MODELS = {
         lambda: t.Siglip2ForImageClassification(t.Siglip2Config(text_config=TEXT, vision_config=NAFLEX)),
         [patches()],
         "vision_model",
+    ),
+    "qwen2-vl": (of("qwen2_vl", "Qwen2VisionTransformerPretrainedModel", t.Qwen2VLVisionConfig, QWEN2), SEVERAL, ""),
+    "qwen2.5-vl": (
+        of("qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel", t.Qwen2_5_VLVisionConfig, QWEN2_5),
+        SEVERAL,
+        "",
+    ),
+    "qwen3-vl": (
+        of("qwen3_vl", "Qwen3VLVisionModel", t.Qwen3VLVisionConfig, QWEN3),
+        [SEVERAL[0] | {"output_hidden_states": True}, *SEVERAL[1:]],
+        "",
+    ),
+    "pixtral": (
+        lambda: t.PixtralVisionModel(t.PixtralVisionConfig(**VIT)),
+        [sized((16, 12), (8, 16), (4, 4)), images(1), sized((12, 8))],
+        "",
+    ),
+    "idefics3": (
+        lambda: t.Idefics3VisionTransformer(t.Idefics3VisionConfig(**VIT)),
+        [shown(), images(), shown(1) | {"output_hidden_states": False}],
+        "",
+    ),
+    "internvl": (
+        lambda: t.InternVLVisionModel(t.InternVLVisionConfig(**VIT | PAIRS)),
+        [images(), images(1)],
+        "",
+    ),
+    "internvl-normed": (
+        lambda: t.InternVLVisionModel(
+            t.InternVLVisionConfig(**VIT | PAIRS, norm_type="rms_norm", use_qk_norm=True, use_mean_pooling=False)
+        ),
+        [images()],
+        "",
     ),
 }
 
@@ -122,6 +191,7 @@ def test_a_vision_transformer_gives_what_stock_gives(name):
     [
         ("vit-sizes", images() | {"output_attentions": True}, "output_attentions: its layers run stock where each"),
         ("vit-sizes", images() | {"attention_mask": torch.ones(3, 17).tril().long()}, "attention_mask is given"),
+        ("qwen2.5-vl", SEVERAL[0] | {"output_attentions": True}, "output_attentions: its layers run stock where each"),
         ("siglip2-head", patches() | {"output_hidden_states": True}, "output_hidden_states: its layers run stock"),
     ],
 )
@@ -133,15 +203,25 @@ def test_calls_that_run_stock(name, call, reason):
     assert [told.startswith(reason) for told in fallbacks(model)] == [True]
 
 
-def test_a_layer_scale_that_is_one_is_followed():
-    model, stock = made("dinov2")
-    for one in (model, stock):
-        one.encoder.layer[0].layer_scale1.lambda1.data.fill_(1.0)
+@pytest.mark.parametrize(("name", "scale"), [("dinov2", "layer_scale1.lambda1"), ("internvl", "lambda_1")])
+def test_a_layer_scale_that_is_one_is_followed(name, scale):
+    model, stock = made(name)
+    scales = [one.encoder.layer[0].get_parameter(scale).data for one in (model, stock)]
+    for one in scales:
+        one.fill_(1.0)
     accel.optimize(model)
-    for one in (model, stock):
-        one.encoder.layer[0].layer_scale1.lambda1.data.mul_(torch.linspace(0, 2, 32))
+    for one in scales:
+        one.mul_(torch.linspace(0, 2, 32))
     assert_same(model, stock, images())
     assert not fallbacks(model)
+
+
+def test_layer_scales_that_are_alike_cannot_be_told_apart():
+    model, _ = made("internvl")
+    for layer in model.encoder.layer:
+        layer.lambda_1.data, layer.lambda_2.data = torch.ones(32), torch.ones(32)
+    rows = [row for row in accel.report(accel.optimize(model)).sites if row[1] == "encoder"]
+    assert [row[2:] for row in rows] == [("skipped", "its layer scales hold the same numbers")]
 
 
 @pytest.mark.parametrize("name", ["vit-sizes", "dinov3-backbone"])

@@ -1,6 +1,8 @@
 """Vision transformers on a GPU: a graph for each shape of a batch, in a tower too; images of several sizes packed."""
 
 import copy
+import importlib
+import warnings
 
 import pytest
 import torch
@@ -24,8 +26,29 @@ MODELS = {
 }
 
 
+PATCHES = {"depth": 3, "num_heads": 4, "patch_size": 14, "hidden_size": 320, "intermediate_size": 512}
+PATCHES |= {"out_hidden_size": 256, "fullatt_block_indexes": [1]}
+TOWERS = {  # that see images of any sizes in one row
+    "qwen2.5-vl": ("Qwen2_5_VisionTransformerPretrainedModel", t.Qwen2_5_VLVisionConfig(**PATCHES)),
+    "qwen3-vl": ("Qwen3VLVisionModel", t.Qwen3VLVisionConfig(**PATCHES, deepstack_visual_indexes=[0, 1])),
+}
+SIZES = {1: [[1, 20, 36]], 3: [[1, 20, 36], [2, 6, 8], [1, 24, 24]], 5: [[1, 18, 22]] * 5}
+
+
+def tower(name):
+    kind, config = TOWERS[name]
+    folder = name.replace("-", "_").replace(".", "_")
+    code = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    return getattr(code, kind)(config)
+
+
 def call_of(name, batch, dtype):
     generator = torch.Generator("cuda").manual_seed(batch)
+    if name in TOWERS:
+        sizes = torch.tensor(SIZES[batch], device="cuda")
+        count = int(sizes.prod(1).sum())
+        pixels = torch.randn(count, 3 * 2 * 14 * 14, generator=generator, device="cuda")
+        return {"hidden_states": pixels.to(dtype), "grid_thw": sizes}
     if name != "siglip2":
         return {"pixel_values": torch.randn(batch, 3, 98, 98, generator=generator, device="cuda").to(dtype)}
     sizes = torch.tensor([[7, 7], [3, 5], [2, 9]], device="cuda").repeat(batch, 1)[:batch]
@@ -54,4 +77,36 @@ def test_batches_of_images(name):
         for _ in range(4):
             assert worst_rms(run(model, batch), wanted) <= 1.3 * allowed + 1e-4
     assert any(row["status"] == "graph" for row in accel.report(model).graphs)
+    assert not accel.report(model).fallbacks
+
+
+def waits(model, call):
+    """How often a call waits for the GPU."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            model(**call)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return len([one for one in seen if "synchroniz" in str(one.message)])
+
+
+@pytest.mark.parametrize("name", TOWERS)
+@torch.no_grad()
+@pytest.mark.usefixtures("exact")
+def test_images_of_several_sizes_in_one_row(name):
+    torch.manual_seed(0)
+    exact = tower(name).cuda().eval().requires_grad_(False)
+    half = copy.deepcopy(exact).bfloat16()
+    model = accel.optimize(copy.deepcopy(half))
+    for count in SIZES:
+        call = call_of(name, count, torch.bfloat16)
+        wanted = list(tensors_of(exact(**call_of(name, count, torch.float32))).values())
+        allowed = worst_rms(tensors_of(half(**call)).values(), wanted)
+        for _ in range(4):
+            assert worst_rms(tensors_of(model(**call)).values(), wanted) <= 1.3 * allowed + 1e-4
+        layers = waits(half, call) - 3 * len(half.blocks)  # of queries, keys and values in each, the others are outside
+        assert waits(model, call) <= layers
     assert not accel.report(model).fallbacks
