@@ -34,9 +34,9 @@ CALLS = {*OUTPUTS, "use_cache", "return_dict"}  # of a configuration: what a cal
 class EncoderForward(FastForward):
     """An encoder and its layers. root: the model that it is part of, or itself; blind: whether what that gives does not
     depend on rows of padding behind a text, so that none are computed in its calls. unseen: nor in others, as the user
-    says. shows_mask: the code around the layers is given the mask. inputs: what it is given; unread: names of what it
-    is given beside, which changes nothing. order: of the layers that it calls, some of them several times. mirrors: see
-    `Sight`. settings: what `told` gave when it was understood.
+    says. shows: the code around the layers is given the mask, and what each layer gives where there is none. inputs:
+    what it is given; unread: names of what it is given beside, which changes nothing. order: of the layers that it
+    calls, some of them several times. mirrors: see `Sight`. settings: what `told` gave when it was understood.
     """
 
     renewed = ("seen", "reason", "lock", "sees", "biases")
@@ -52,7 +52,7 @@ class EncoderForward(FastForward):
     calls: SmallCalls
     blind = unseen = False
     mirrors = True
-    shows_mask = False
+    shows = False
     unread: frozenset[str] = frozenset()
     apart = False  # while it is tried: weights stay where they are
     seen: Fingerprint | None
@@ -117,11 +117,12 @@ class EncoderForward(FastForward):
         named = {name: one for name, one in self.named(args, kwargs).items() if name not in self.unread}
         mask = named.get(self.inputs.mask)
         # All layers run at once where something may be padding, and for a graph of all, unless each is looked at.
-        whole = self.inputs == TEXT and not self.asked(HIDDEN_STATES, named)
+        together = self.inputs == TEXT or (self.inputs.in_one_row and not self.shows)
+        whole = together and not self.asked(HIDDEN_STATES, named)
         deferred = mask is not None or self.biased or whole
         run = partial(self.run, mask) if deferred else None
         step = EncoderStep([self.layers[at] for at in self.order], run, self.biases)
-        if not self.shows_mask:
+        if not self.shows:
             named.pop(self.inputs.mask, None)
         with self.steps.taken(step):
             result = self.stock(**named)
@@ -132,30 +133,33 @@ class EncoderForward(FastForward):
     def run(self, mask: torch.Tensor | None, step: EncoderStep) -> torch.Tensor:
         """The hidden states behind the last layer, (B, L, C)."""
         assert step.hidden is not None
-        if step.hidden.shape[1] > self.longest:
+        hidden = step.rows
+        if hidden.shape[1] > self.longest:
             raise Unfit(f"a text of more than {self.longest} tokens, and a position bias")
         # A cache is written outside of graphs; the last is in the graph of a small call.
         apart = self.runner is None or self.apart or step.caches or self.calls.unpadded
-        graph = not apart and step.hidden.is_cuda and not torch.cuda.is_current_stream_capturing()
-        packing = step.packing = self.packing(step.hidden, mask, graph, step.caches)
-        x = packing.pack(step.hidden)[None]
+        graph = not apart and hidden.is_cuda and not torch.cuda.is_current_stream_capturing()
+        packing = step.packing = self.packing(hidden, mask, graph, step.caches)
+        x = packing.pack(hidden)[None]
         for layer, kwargs in zip(step.layers, step.calls, strict=True):
             if layer.spec.keywords:
                 layer.bound.attention.angles(step, kwargs)
+            if (starts := layer.attention.starts) is not None:
+                step.packed(kwargs.get(starts), graph)
         given = x, packing.starts, packing.keys, packing.longest, packing.mirrored, step.prepared()
         if graph and self.runner is not None:
             compute = partial(self._layers, step)
             x = self.runner(compute, given, {}, without_graph=partial(compute, *given))
         else:
             x = self._layers(step, *given)
-        return packing.unpack(x[0], *step.shape)
+        return packing.unpack(x[0], *step.shape).reshape(step.hidden.shape)
 
     def _layers(
-        self, step: EncoderStep, x: torch.Tensor, starts: Any, keys: Any, longest: int, mirrored: bool, angles: list
+        self, step: EncoderStep, x: torch.Tensor, starts: Any, keys: Any, longest: int, mirrored: bool, prepared: tuple
     ) -> Any:
         """All layers, of packed tokens; a graph for each form of these."""
         step.packing = step.packing._replace(starts=starts, keys=keys, longest=longest, mirrored=mirrored)
-        step.prepare(angles)
+        step.prepare(*prepared)
         for layer, kwargs in zip(step.layers, step.calls, strict=True):
             x = layer.bound(self.kernels, step, x, kwargs)
         return x

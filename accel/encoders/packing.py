@@ -54,7 +54,7 @@ def unpadded(x: torch.Tensor, graph: bool = False) -> Packing:
     return Packing(starts.clamp_(max=tokens), None, _longest(length, graph), bucket(tokens) if graph else tokens)
 
 
-def packed(parts: Any, x: torch.Tensor) -> Packing:
+def packed(parts: Any, x: torch.Tensor, graph: bool = False) -> Packing:
     """Of x, (1, T, C), one row of sequences. parts: where they begin, (sequences + 1,) int, T at the end; or a mask
     that shows each itself alone, see `blocks_of`. Raises Unfit for anything else.
     """
@@ -62,7 +62,9 @@ def packed(parts: Any, x: torch.Tensor) -> Packing:
         parts = blocks_of(parts)
     if not isinstance(parts, torch.Tensor) or parts.dim() != 1 or x.shape[0] != 1:
         raise Unfit("nothing says where the sequences begin that lie in one row")
-    return Packing(parts.to(x.device, torch.int32).contiguous(), None, x.shape[1], x.shape[1])
+    tokens = x.shape[1]
+    starts = F.pad(parts.to(x.device, torch.int32), (0, _idle(len(parts) - 1, graph)), value=tokens)
+    return Packing(starts, None, _longest(tokens, graph), bucket(tokens) if graph else tokens)
 
 
 def blocks_of(mask: torch.Tensor) -> torch.Tensor | None:

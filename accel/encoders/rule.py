@@ -69,7 +69,7 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
             for (path, layer), spec in zip(layers_in(model, stack).items(), specs, strict=True)
         ]
         calls, runner, masked = context.of(SmallCalls), None, inputs.mask in inspect.signature(model.forward).parameters
-        if (graphs := context.options.graphs) is not False and masked:
+        if (graphs := context.options.graphs) is not False and (masked or inputs.in_one_row):
             pool = context.of(GraphPool)
             runner = GraphRunner(model, site.path, pool, context.log, graph_obstacle, graphs is True)
         held = {"root": root, "inputs": inputs, "stack": stack, "layers": fused, "order": order, "steps": steps}
@@ -129,15 +129,15 @@ def _try(forward: EncoderForward, example: dict[str, Any]) -> None:
         turned = [pairs.pop(2)] if mask in forward.names and forward.sight.distances else []
         with _applied(forward):
             fitting = []
-            for forward.shows_mask in (False, True):
+            for forward.shows in (False, True):
                 tried = (_differs(forward, *pair) for pair in pairs)
                 if (reason := next(filter(None, tried), None)) is None:
-                    fitting.append(forward.shows_mask)
+                    fitting.append(forward.shows)
                     if not any(_differs(forward, *pair) for pair in turned):
                         return
     if not fitting:
         raise NotUnderstood(reason)
-    forward.shows_mask, forward.mirrors = fitting[0], False
+    forward.shows, forward.mirrors = fitting[0], False
 
 
 def _differs(forward: EncoderForward, call: dict, wanted: Any) -> str | None:

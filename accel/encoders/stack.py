@@ -40,16 +40,24 @@ class EncoderStep(Step):
         self.calls: list[dict[str, Any]] = []
         self.hidden: torch.Tensor | None = None
 
-    def prepared(self) -> list[tuple[torch.Tensor, ...]]:
-        """The rotations that were made so far."""
-        return [made for _, made in self._angles.values()]
+    def prepared(self) -> tuple[list[tuple[torch.Tensor, ...]], list[torch.Tensor]]:
+        """The rotations that were made so far, and where sequences begin as layers were told."""
+        return [made for _, made in self._angles.values()], [one.starts for _, one in self.packings.values()]
 
-    def prepare(self, angles: list[tuple[torch.Tensor, ...]]) -> None:
+    def prepare(self, angles: list[tuple[torch.Tensor, ...]], starts: list[torch.Tensor]) -> None:
         """Takes these in their place, and makes tables anew: a graph has its own."""
         self.tables = {}
         self._angles = {
             key: (source, made) for (key, (source, _)), made in zip(self._angles.items(), angles, strict=True)
         }
+        held = zip(self.packings.items(), starts, strict=True)
+        self.packings = {key: (told, one._replace(starts=mine)) for (key, (told, one)), mine in held}
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """What its layers are given, (B, L, C); tokens without rows are one."""
+        assert self.hidden is not None
+        return self.hidden.reshape(-1, *self.hidden.shape[-2:])
 
     @property
     def caches(self) -> bool:
@@ -69,11 +77,10 @@ class EncoderStep(Step):
             self.tables[bias.path] = weight[rows.flip(0) if self.packing.mirrored else rows].t().contiguous()
         return self.tables[bias.path]
 
-    def packed(self, told: Any) -> Packing:
-        """Of one row of sequences, by what a layer is told of them."""
+    def packed(self, told: Any, graph: bool = False) -> Packing:
+        """Of one row of sequences, by what a layer is told of them. graph: as of `padded`."""
         if id(told) not in self.packings:
-            assert self.hidden is not None
-            self.packings[id(told)] = told, packed(told, self.hidden)
+            self.packings[id(told)] = told, packed(told, self.rows, graph)
         return self.packings[id(told)][1]
 
     def take(self, layer: "EncoderLayerForward", x: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -85,7 +92,7 @@ class EncoderStep(Step):
         if (name := layer.unknown(kwargs)) is not None:
             raise Unfit(f"its layers are told {name}")
         self.hidden = x
-        self.shape = x.shape[:2]
+        self.shape = self.rows.shape[:2]
         self.calls.append(kwargs)
         return self.run(self) if self.done else x
 
@@ -93,11 +100,11 @@ class EncoderStep(Step):
         kwargs.pop(HIDDEN_STATES, None)  # they are what layers give
         if (name := layer.unknown(kwargs)) is not None or x.dim() not in (2, 3):
             raise Unfit(f"its layers are told {name}" if name else "its layers are given no tokens")
-        rows = x.reshape(-1, *x.shape[-2:])  # of tokens without rows one
-        if self.hidden is None or rows.shape != self.hidden.shape:
-            self.shape, self.packing = rows.shape[:2], unpadded(rows)
-        self.hidden = rows
-        return layer.bound(layer.kernels, self, rows.flatten(0, 1)[None].contiguous(), kwargs).reshape(x.shape)
+        new = self.hidden is None or x.shape != self.hidden.shape
+        self.hidden = x
+        if new:
+            self.shape, self.packing = self.rows.shape[:2], unpadded(self.rows)
+        return layer.bound(layer.kernels, self, x.flatten(0, -2)[None].contiguous(), kwargs).reshape(x.shape)
 
 
 class EncoderLayerForward(LayerForward):
