@@ -33,10 +33,11 @@ CALLS = {*OUTPUTS, "use_cache", "return_dict"}  # of a configuration: what a cal
 
 class EncoderForward(FastForward):
     """An encoder and its layers. root: the model that it is part of, or itself; blind: whether what that gives does not
-    depend on rows of padding behind a text, so that none are computed in its calls. unseen: nor in others, as the user
-    says. shows: the code around the layers is given the mask, and what each layer gives where there is none. inputs:
-    what it is given; unread: names of what it is given beside, which changes nothing. order: of the layers that it
-    calls, some of them several times. mirrors: see `Sight`. settings: what `told` gave when it was understood.
+    depend on rows of padding behind a text, so that none are computed in its calls. unseen: nor in others, as the
+    user says. shows: the code around the layers is given the mask, and what each layer gives where there is none.
+    inputs: what it is given; unread: names of what it is given beside, which changes nothing. order: of the layers
+    that it calls, some of them several times. stops: see `EncoderStep`. mirrors: see `Sight`. settings: what `told`
+    gave when it was understood.
     """
 
     renewed = ("seen", "reason", "lock", "sees", "biases")
@@ -46,6 +47,7 @@ class EncoderForward(FastForward):
     stack: str
     layers: list[EncoderLayerForward]
     order: list[int]
+    stops: set[int]
     settings: tuple = ()
     steps: ForwardContext
     runner: GraphRunner | None  # of the layers
@@ -121,7 +123,7 @@ class EncoderForward(FastForward):
         whole = together and not self.asked(HIDDEN_STATES, named)
         deferred = mask is not None or self.biased or whole
         run = partial(self.run, mask) if deferred else None
-        step = EncoderStep([self.layers[at] for at in self.order], run, self.biases)
+        step = EncoderStep([self.layers[at] for at in self.order], run, self.biases, self.stops)
         if not self.shows:
             named.pop(self.inputs.mask, None)
         with self.steps.taken(step):
@@ -131,7 +133,7 @@ class EncoderForward(FastForward):
         return result
 
     def run(self, mask: torch.Tensor | None, step: EncoderStep) -> torch.Tensor:
-        """The hidden states behind the last layer, (B, L, C)."""
+        """The hidden states behind the last layer that was called, (B, L, C)."""
         assert step.hidden is not None
         hidden = step.rows
         if hidden.shape[1] > self.longest:
@@ -141,7 +143,7 @@ class EncoderForward(FastForward):
         graph = not apart and hidden.is_cuda and not torch.cuda.is_current_stream_capturing()
         packing = step.packing = self.packing(hidden, mask, graph, step.caches)
         x = packing.pack(hidden)[None]
-        for layer, kwargs in zip(step.layers, step.calls, strict=True):
+        for layer, kwargs in step.waiting:
             if layer.spec.keywords:
                 layer.bound.attention.angles(step, kwargs)
             if (starts := layer.attention.starts) is not None:
@@ -149,7 +151,7 @@ class EncoderForward(FastForward):
         given = x, packing.starts, packing.keys, packing.longest, packing.mirrored, step.prepared()
         if graph and self.runner is not None:
             compute = partial(self._layers, step)
-            x = self.runner(compute, given, {}, without_graph=partial(compute, *given))
+            x = self.runner(compute, given, {}, (step.begun,), without_graph=partial(compute, *given))
         else:
             x = self._layers(step, *given)
         return packing.unpack(x[0], *step.shape).reshape(step.hidden.shape)
@@ -157,10 +159,10 @@ class EncoderForward(FastForward):
     def _layers(
         self, step: EncoderStep, x: torch.Tensor, starts: Any, keys: Any, longest: int, mirrored: bool, prepared: tuple
     ) -> Any:
-        """All layers, of packed tokens; a graph for each form of these."""
+        """The layers that wait, of packed tokens; a graph for each form of these."""
         step.packing = step.packing._replace(starts=starts, keys=keys, longest=longest, mirrored=mirrored)
         step.prepare(*prepared)
-        for layer, kwargs in zip(step.layers, step.calls, strict=True):
+        for layer, kwargs in step.waiting:
             x = layer.bound(self.kernels, step, x, kwargs)
         return x
 

@@ -13,6 +13,7 @@ from torch import nn
 from accel.encoders.bidirectional_attention import BidirectionalSpec, EncoderRecord
 from accel.encoders.position_bias import learned, listening_to_biases
 from accel.errors import reason_of
+from accel.in_flight import listening
 from accel.llm.recording.implementation import foreign_attention
 from accel.llm.recording.record import Attended, LayerRecord, NotUnderstood, Record, Stored, Value
 from accel.llm.recording.recorder import NAME, Recorder, decoder_layers, resting
@@ -24,11 +25,13 @@ from accel.patching.structure import placement
 class EncoderRecorder(Recorder):
     """Gathers keys and values that layers attend with; there is no cache that they would be stored in.
 
-    before: what the last attention was given, with all before it of this layer.
+    before: what the last attention was given, with all before it of this layer. made: what the last layer gave. stops:
+    behind how many layers that is looked at.
     """
 
     before: Attended
     record: EncoderRecord
+    made: Any
 
     def __init__(self, record: EncoderRecord):
         self.record, self.scores, self.amplified, self.looking, self.lent = record, False, 1.0, False, {}
@@ -36,7 +39,13 @@ class EncoderRecorder(Recorder):
         self.thread, self.name = threading.get_ident(), f"{NAME}_{id(self):x}"
         self.specs: dict[int, LayerSpec] = {}
         self.order: list[int] = []
-        self.flat = False
+        self.stops: set[int] = set()
+        self.flat, self.made = False, None
+
+    def note(self, module: nn.Module, args: tuple, output: Any) -> None:
+        """Called with what a module outside of the layers is given."""
+        if self.made is not None and any(one is self.made for one in args):
+            self.stops.add(len(self.order))
 
     def value(self, tensor: torch.Tensor) -> Value:
         """In a layer that is given tokens without rows, (tokens, channels), all are noted as those of one row."""
@@ -49,6 +58,7 @@ class EncoderRecorder(Recorder):
         if self.specs.setdefault(at, spec) != spec:
             raise NotUnderstood("a layer that is called several times computes something else each time")
         self.order.append(at)
+        self.made = result[0] if isinstance(result := layer.call.result, tuple) else result
 
     def _mask(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         # A mask that hides nothing of so few tokens would be left out, and windows could not be told from none.
@@ -82,9 +92,9 @@ def layers_in(model: nn.Module, stack: str) -> dict[str, nn.Module]:
     return inner if groups and len({type(one) for one in inner.values()}) == 1 else layers
 
 
-def understand_encoder(model: Any, call: dict[str, Any]) -> tuple[str, list[LayerSpec], list[int]]:
+def understand_encoder(model: Any, call: dict[str, Any]) -> tuple[str, list[LayerSpec], list[int], set[int]]:
     """The path of the stack of an encoder, what each of its layers computes in a call of the model, and in which order
-    they are called. Raises NotUnderstood.
+    they are called; then behind how many of them other modules are given what they gave. Raises NotUnderstood.
     """
     stack, modules = decoder_layers(model)
     if (foreign := foreign_attention([model, *modules.modules()])) is not None:
@@ -95,8 +105,10 @@ def understand_encoder(model: Any, call: dict[str, Any]) -> tuple[str, list[Laye
     seen = EncoderRecord([LayerRecord(layer, path, kinds) for path, layer in layers_in(model, stack).items()])
     recorder = EncoderRecorder(seen)
     try:
-        listening = listening_to_biases(model, seen.biases)
-        with resting(model), math_attention(), recorder.attached(model), recorder.until_shown, listening:
+        inside = {one for layer in seen.layers for one in layer.layer.modules()}
+        others = listening((one, recorder.note) for one in model.modules() if one not in inside)
+        biases = listening_to_biases(model, seen.biases)
+        with resting(model), math_attention(), recorder.attached(model), recorder.until_shown, biases, others:
             type(model).forward(model, **call)
     except NotUnderstood:
         raise
@@ -108,12 +120,12 @@ def understand_encoder(model: Any, call: dict[str, Any]) -> tuple[str, list[Laye
     attentions: list[Any] = [spec.attention for spec in specs]
     paths = {one.position_bias.path for one in attentions if one.position_bias is not None}
     if paths:
-        biases = learned(model, paths)
+        found = learned(model, paths)
         attentions = [
-            replace(one, position_bias=one.position_bias and biases[one.position_bias.path]) for one in attentions
+            replace(one, position_bias=one.position_bias and found[one.position_bias.path]) for one in attentions
         ]
         specs = [replace(spec, attention=one) for spec, one in zip(specs, attentions, strict=True)]
-    return stack, specs, recorder.order
+    return stack, specs, recorder.order, recorder.stops
 
 
 def _clamps(layer: nn.Module) -> bool:

@@ -61,7 +61,7 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
         return Skip(reason)
     try:
         example = small_call(model, inputs)
-        stack, specs, order = understand_encoder(model, example)
+        stack, specs, order, stops = understand_encoder(model, example)
         steps = context.of(ForwardContext)
         before = f"{site.path}." if site.path else ""
         fused = [
@@ -73,7 +73,7 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
             pool = context.of(GraphPool)
             runner = GraphRunner(model, site.path, pool, context.log, graph_obstacle, graphs is True)
         held = {"root": root, "inputs": inputs, "stack": stack, "layers": fused, "order": order, "steps": steps}
-        held |= {"runner": runner, "calls": calls}
+        held |= {"runner": runner, "calls": calls, "stops": stops if inputs.in_one_row else set()}
         forward = EncoderForward(model, site.path, context.kernels, context.log, **held)
         forward.settings = forward.told()
         _try(forward, example)

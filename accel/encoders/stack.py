@@ -1,6 +1,6 @@
 """The layers of an encoder, run all at once when the model's own code calls the last of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -21,20 +21,27 @@ HIDDEN_STATES = "output_hidden_states"
 class EncoderStep(Step):
     """One call of an encoder. Layers note what they are given, and hand on what the first one was given.
 
-    So the layers run on packed tokens, and the code around them sees none of it. run: computes all layers, of the first
-    one's input and of each one's keywords; None where nothing is padding: then each runs when it is called, and what it
-    gives may be looked at. shape: (B, L) of the call; packing: of its tokens. biases: see `EncoderForward`; tables:
-    what `bias` has made of them; packings: what `packed` has.
+    So the layers run on packed tokens, and the code around them sees none of it. run: computes the layers that were
+    called since it did so last, of the first one's input and of each one's keywords: all, or those up to one of
+    `stops`, numbers of layers behind which somebody looks at what they gave. None where nothing is padding: then each
+    runs when it is called, and what it gives may be looked at. begun: layers that have been computed. shape: (B, L) of
+    the call; packing: of its tokens. biases: see `EncoderForward`; tables: what `bias` has made of them; packings: what
+    `packed` has.
     """
 
-    __slots__ = ("biases", "calls", "hidden", "layers", "packing", "packings", "run", "shape", "tables")
+    __slots__ = ("begun", "biases", "calls", "hidden", "layers", "packing", "packings", "run", "shape", "stops")
+    __slots__ += ("tables",)
     packing: Packing
 
     def __init__(
-        self, layers: "list[EncoderLayerForward]", run: Callable[["EncoderStep"], torch.Tensor] | None, biases: dict
+        self,
+        layers: "list[EncoderLayerForward]",
+        run: Callable[["EncoderStep"], torch.Tensor] | None,
+        biases: dict,
+        stops: Collection[int] = (),
     ):
         super().__init__({})
-        self.layers, self.run, self.biases = layers, run, biases
+        self.layers, self.run, self.biases, self.stops, self.begun = layers, run, biases, stops, 0
         self.tables: dict[str, torch.Tensor] = {}
         self.packings: dict[int, tuple[Any, Packing]] = {}
         self.calls: list[dict[str, Any]] = []
@@ -63,6 +70,11 @@ class EncoderStep(Step):
     def caches(self) -> bool:
         """Whether layers are given a cache."""
         return any(isinstance(one, Cache) for one in self.calls[0].values())
+
+    @property
+    def waiting(self) -> "list[tuple[EncoderLayerForward, dict[str, Any]]]":
+        """Layers that were called and not computed, with their keywords."""
+        return list(zip(self.layers, self.calls, strict=False))[self.begun :]
 
     @property
     def done(self) -> bool:
@@ -94,7 +106,10 @@ class EncoderStep(Step):
         self.hidden = x
         self.shape = self.rows.shape[:2]
         self.calls.append(kwargs)
-        return self.run(self) if self.done else x
+        if self.done or len(self.calls) in self.stops:
+            self.hidden = self.run(self)
+            self.begun = len(self.calls)
+        return self.hidden
 
     def _at_once(self, layer: "EncoderLayerForward", x: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         kwargs.pop(HIDDEN_STATES, None)  # they are what layers give
