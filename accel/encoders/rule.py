@@ -88,7 +88,7 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
     patches: list[Change] = [*_patches(forward)]
     patches += [Stacked(linears) for layer in fused if (linears := layer.stacks())]
     note = "packed: padding is left out" if forward.blind else "packed: rows of padding are seen, and computed"
-    note = note if masked else "without padding"
+    note = note if masked else "images of any sizes in one row" if inputs.in_one_row else "without padding"
     match = Match(forward, tuple(patches), covers=(stack,), note=note)
     if inputs.in_one_row:  # of any sizes, which the code around the layers waits for the GPU to learn
         return match

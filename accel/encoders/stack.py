@@ -29,8 +29,9 @@ class EncoderStep(Step):
     `packed` has.
     """
 
-    __slots__ = ("begun", "biases", "calls", "hidden", "layers", "packing", "packings", "run", "shape", "stops")
-    __slots__ += ("tables",)
+    __slots__ = (
+        "begun", "biases", "calls", "hidden", "layers", "packing", "packings", "run", "shape", "stops", "tables",
+    )  # fmt: skip
     packing: Packing
 
     def __init__(

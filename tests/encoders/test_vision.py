@@ -10,6 +10,7 @@ from torch import nn
 
 import accel
 from accel.encoders.inputs import tensors_of
+from accel.encoders.packing import blocks_of
 from accel.fusion.patch_embedding import PatchEmbeddingForward
 from support.state import assert_same_state, snapshot
 
@@ -222,6 +223,24 @@ def test_layer_scales_that_are_alike_cannot_be_told_apart():
         layer.lambda_1.data, layer.lambda_2.data = torch.ones(32), torch.ones(32)
     rows = [row for row in accel.report(accel.optimize(model)).sites if row[1] == "encoder"]
     assert [row[2:] for row in rows] == [("skipped", "its layer scales hold the same numbers")]
+
+
+def test_layers_whose_outputs_are_looked_at_end_a_stretch():
+    found = {}
+    for name in ("qwen2.5-vl", "qwen3-vl"):
+        forward = vars(accel.optimize(made(name)[0]))["forward"]
+        found[name] = forward.stops, forward.shows
+    assert found == {"qwen2.5-vl": ({3}, False), "qwen3-vl": ({1, 2, 3}, False)}
+
+
+def test_blocks_of_a_mask():
+    mask = torch.block_diag(*(torch.ones(n, n) for n in (3, 1, 4))).sub(1).mul(torch.finfo().max)[None, None]
+    assert blocks_of(mask).tolist() == [0, 3, 4, 8] and blocks_of(mask[:, :, :2, :2]).tolist() == [0, 2]
+    for at, value in (((0, 0, 0, 7), 0.0), ((0, 0, 2, 1), -1.0), ((0, 0, 4, 0), -1.0)):
+        other = mask.clone()
+        other[at] = value
+        assert blocks_of(other) is None
+    assert blocks_of(mask[0]) is None and blocks_of(mask == 0) is None
 
 
 @pytest.mark.parametrize("name", ["vit-sizes", "dinov3-backbone"])
