@@ -63,4 +63,6 @@ def match_patch_embedding(site: Site, context: Context) -> Match | None:
     """Exactly nn.Conv2d or nn.Conv3d."""
     if not is_patch_embedding(site.module) or plain(site.module, type(site.module)) is not None:
         return None
-    return Match(PatchEmbeddingForward(site.module, site.path, context.kernels, context.log))
+    forward = PatchEmbeddingForward(site.module, site.path, context.kernels, context.log)
+    forward.pays = type(site.module) is nn.Conv3d
+    return Match(forward)

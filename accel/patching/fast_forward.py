@@ -125,6 +125,7 @@ class FastForward(InstanceMethod):
     beneath: bool = False  # a fused forward around it may do its work, and counts the fallbacks of both
     code: type[Code] = ClassCode  # of its parts, that it relies on
     example_rows: tuple[int, int] = (1, 2048)  # few and many of a call, see `example`
+    pays = False  # it is known to, and not timed
 
     def __init__(self, module: nn.Module, path: str, kernels: Kernels, log: FallbackLog, **held: Any):
         """held: attributes that the subclass declares."""

@@ -39,7 +39,7 @@ class LoneSites:
     def kind_of(self, forward: Any) -> tuple | None:
         """The kind of a forward that is to be timed; None for one that stays in any case."""
         timed = isinstance(forward, FastForward) and type(forward).example is not FastForward.example
-        if not timed or self.like is None or not self._asked():
+        if not timed or forward.pays or self.like is None or not self._asked():
             return None
         tensors = (*forward.module.parameters(), *forward.module.buffers())
         held = tuple((tuple(one.shape), one.dtype, one.device) for one in tensors)

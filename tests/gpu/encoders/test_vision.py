@@ -110,5 +110,8 @@ def test_images_of_several_sizes_in_one_row(name):
         around = waits(half, call) - 3 * len(half.blocks)  # in each for queries, keys and values
         eager(**call)
         assert waits(eager, call) <= around
-    assert any(row["status"] == "graph" for row in accel.report(model).graphs)
+    report = accel.report(model)
+    rows = {(path, rule): status for path, rule, status, _ in report.sites}
+    assert rows["patch_embed.proj", "patch embedding"] == "patched"  # a Conv3d, whatever it takes
+    assert any(row["status"] == "graph" for row in report.graphs)
     assert not (accel.report(model).fallbacks or accel.report(eager).fallbacks)
