@@ -9,6 +9,7 @@ from accel.encoders.bidirectional_attention import BidirectionalSpec
 from accel.encoders.packing import Packing, packed, unpadded
 from accel.encoders.position_bias import PositionBias
 from accel.errors import Unfit
+from accel.libraries.attention import LONGEST
 from accel.libraries.cache import Cache
 from accel.llm.attention.position_terms import POSITIONS
 from accel.llm.generation.layer_forward import LayerForward
@@ -133,7 +134,7 @@ class EncoderLayerForward(LayerForward):
 
     def unknown(self, kwargs: dict[str, Any]) -> str | None:
         """A keyword that the layer was not seen with; masks are those of the step."""
-        known = {*self.spec.given, (POSITIONS, (2, False))}
+        known = {*self.spec.given, (POSITIONS, (2, False)), (LONGEST, int)}
         told = ((name, one) for name, one in kwargs.items() if not is_absent(one) and "mask" not in name)
         return next((name for name, one in told if (name, form(one)) not in known), None)
 

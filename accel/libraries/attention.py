@@ -19,6 +19,7 @@ FIELD = "_attn_implementation_internal"  # where the name is kept
 PAGED = "paged|"  # of implementations that attend through the paged cache of continuous batching, and no other
 # Arguments of an attention function that change nothing, or whose effect a recording shows.
 KNOWN_ARGUMENTS = set("scaling dropout softcap sliding_window s_aux position_ids use_cache cache_position".split())
+LONGEST = "max_seqlen"  # of packed sequences, which layers are told where their configuration names flash attention
 
 
 @contextmanager

@@ -231,6 +231,8 @@ def test_layers_whose_outputs_are_looked_at_end_a_stretch():
         forward = vars(accel.optimize(made(name)[0]))["forward"]
         found[name] = forward.stops, forward.shows
     assert found == {"qwen2.5-vl": ({3}, False), "qwen3-vl": ({1, 2, 3}, False)}
+    layer = forward.layers[0]  # as for flash attention, and as for nobody
+    assert layer.unknown({"max_seqlen": 4}) is None and layer.unknown({"other": 4}) == "other"
 
 
 def test_blocks_of_a_mask():
