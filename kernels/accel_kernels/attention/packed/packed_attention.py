@@ -144,6 +144,7 @@ CASES = (
     _case("queries", [16] * 64, 12, 12, 64),
     _case("siglip", [729] * 8, 16, 16, 72),
     _case("qwen-tower", [256, 4096, 1000], 16, 16, 80),
+    _case("qwen-windows", [64] * 70, 16, 16, 80, longest=4480),  # which the host does not know the lengths of
     _case("modernbert", MIXED, 12, 12, 64, window=(64, 64), longest=512),
     _case("t5", MIXED, 12, 12, 64, reach=128),
     _case("jina", MIXED, 12, 12, 64, slopes=True),
