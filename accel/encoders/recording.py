@@ -99,7 +99,7 @@ def understand_encoder(model: Any, call: dict[str, Any]) -> tuple[str, list[Laye
     stack, modules = decoder_layers(model)
     if (foreign := foreign_attention([model, *modules.modules()])) is not None:
         raise NotUnderstood(foreign)
-    if placement(model)[1] == torch.float16 and any(map(_clamps, layers_in(model, stack).values())):
+    if placement(model)[1] == torch.float16 and any(map(clamps, layers_in(model, stack).values())):
         raise NotUnderstood("in float16 its layers clamp what overflows")
     kinds: dict = {}
     seen = EncoderRecord([LayerRecord(layer, path, kinds) for path, layer in layers_in(model, stack).items()])
@@ -128,6 +128,6 @@ def understand_encoder(model: Any, call: dict[str, Any]) -> tuple[str, list[Laye
     return stack, specs, recorder.order, recorder.stops
 
 
-def _clamps(layer: nn.Module) -> bool:
+def clamps(layer: nn.Module) -> bool:
     """Whether the code of a layer names that: no few numbers would show it."""
     return "clamp" in inspect.unwrap(type(layer).forward).__code__.co_names

@@ -2,13 +2,14 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.runner import GraphRunner
 from accel.errors import Unfit
 from accel.libraries.attention import ATTENTION
@@ -27,9 +28,13 @@ from accel.libraries.cache import (
     output_of,
     with_present_names,
 )
-from accel.llm.recording.record import is_absent
+from accel.llm.parts.step import ForwardContext
+from accel.llm.recording.record import NotUnderstood, is_absent
 from accel.patching.fast_forward import FastForward
+from accel.patching.structure import foreign_hooks
 from accel.seq2seq.fixed_memory import CROSS, OWN, FixedMemory, HeldLayer, Holding, Length
+from accel.seq2seq.layers import DecoderLayerForward
+from accel.seq2seq.memory_attention import MemoryStep, hiding
 
 KNOWN = {TOKENS, ENCODED, ENCODER_MASK, MASK, POSITIONS, "use_cache", "return_dict"}
 ROOMS, TIMES = 128, 4  # tokens of the decoder that there is room for, and how many times as many next
@@ -55,15 +60,22 @@ class Seq2SeqForward(FastForward):
     """Steps run the model's own code over a cache at fixed addresses, whose lengths are numbers on the device.
 
     masked: the decoder reads the mask of the encoder's tokens; else it reads all of them. padded: it reads one of its
-    own. output: the class of what a call returns.
+    own. output: the class of what a call returns. layers: fused in steps; none where they are not understood. apart:
+    their weights stay where they are, as they are tried.
     """
 
     captures = False  # the encoder and the prompt are run one by one, in which lone sites must pay
-    renewed = ("cache_name", "lock", "memory", "holding", "used", "declined", "done")
+    renewed = ("cache_name", "lock", "memory", "holding", "used", "declined", "done", "seen", "reason", "biases")
     runner: GraphRunner | None
     masked = False
     padded = False
+    apart = False
     output: type
+    layers: Sequence[DecoderLayerForward] = ()
+    steps: ForwardContext
+    seen: Fingerprint | None
+    reason: str | None  # why the layers run their own code, as they are now
+    biases: dict[str, tuple[torch.Tensor, torch.Tensor]]
     memory: FixedMemory
     holding: Holding | None
     used: tuple[int, float]  # by which thread, and when
@@ -75,6 +87,7 @@ class Seq2SeqForward(FastForward):
         self.lock = threading.RLock()
         self.memory, self.holding, self.used = FixedMemory(), None, (0, 0.0)
         self.declined, self.done = set(), None
+        self.seen, self.reason, self.biases = None, None, {}
 
     def forget(self) -> None:
         super().forget()
@@ -230,14 +243,36 @@ class Seq2SeqForward(FastForward):
         given = {
             TOKENS: tokens,
             ENCODED: encoded(nothing.expand(rows, holding.room(CROSS), width)),
-            MASK: _added(seen, dtype),
+            MASK: hiding(seen, dtype),
             self.cache_name: holding.shown,
             "use_cache": True,
             "return_dict": True,
         }
-        given |= {} if mask is None else {ENCODER_MASK: _added(mask.bool(), dtype)}
+        given |= {} if mask is None else {ENCODER_MASK: hiding(mask.bool(), dtype)}
         given |= {} if positions is None else {POSITIONS: positions}
-        return type(self.module).forward(self.module, **given).logits
+        fused = self.layers and self._ready(holding.room(OWN))
+        step = MemoryStep(self.kernels, holding, start, (padding, mask), self.biases) if fused else None
+        with nullcontext() if step is None else self.steps.taken(step):
+            return type(self.module).forward(self.module, **given).logits
+
+    def _ready(self, room: int) -> bool:
+        """Whether the layers may be computed fused. Binds them to the weights where the model has changed."""
+        if self.seen is None or not (self.seen.reachable() and self.seen.holds()):
+            self.reason = self._bind()
+            self.seen = Fingerprint(self.module)
+        longest = min((one.most or room for layer in self.layers for one in layer.biases), default=room)
+        reason = self.reason if longest >= room else f"more than {longest} tokens, and a position bias"
+        if reason is not None:
+            self.log.fell_back(self.path, f"its layers run their own code: {reason}")
+        return reason is None
+
+    def _bind(self) -> str | None:
+        try:
+            self.biases = {one.path: one.bind(self.module) for layer in self.layers for one in layer.biases}
+        except (NotUnderstood, AttributeError) as error:  # or it is gone
+            return str(error)
+        hooked = (f"{one.path} has forward hooks" for one in self.layers if foreign_hooks(one.module))
+        return next(hooked, None) or next(filter(None, (one.bind(not self.apart) for one in self.layers)), None)
 
 
 def room_for(tokens: int, most: int | None) -> int:
@@ -262,9 +297,3 @@ def _packed(column: torch.Tensor) -> torch.Tensor:
 def _filled_up(mask: torch.Tensor, room: int) -> torch.Tensor:
     """(rows, room), 0 behind what is in the mask."""
     return torch.nn.functional.pad(mask, (0, room - mask.shape[1]))
-
-
-def _added(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """(rows, tokens) as numbers that are added to scores: (rows, 1, 1, tokens)."""
-    none = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-    return none.masked_fill(~seen, torch.finfo(dtype).min)[:, None, None]

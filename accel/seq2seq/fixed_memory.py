@@ -1,18 +1,32 @@
 """Keys and values at fixed addresses, so that a CUDA graph of a step holds for every text.
 
 The decoder's own grow by a token a step; those of what the encoder gave are written once, when a text is taken over.
+Tokens of a row lie one behind another, with all heads of each, as blocks of a store do.
 """
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from accel_kernels.attention.paged.kv import KV, LENGTH, PADDING_MASK, metadata_of
 
 from accel.libraries.cache import DynamicLayer, pair_of
 
 OWN, CROSS = 0, 1  # parts of a cache
 Shape = tuple[int, int, int, int, int, int]  # layers, 2, rows, heads, tokens, D
+BLOCK = 64  # tokens, of a store; a row has whole blocks
+COUNTED = 64  # numbers for each row and head that `accel_kernels.paged_attention` counts by
+
+
+class Store(NamedTuple):
+    """A part of the memory as that operation reads it, by layers. metadata: of all, tells how many tokens count but for
+    a new one; mask: (rows, tokens) bool, which may be seen.
+    """
+
+    kvs: list[KV]
+    metadata: torch.Tensor
+    mask: torch.Tensor
 
 
 class FixedMemory:
@@ -20,24 +34,57 @@ class FixedMemory:
 
     def __init__(self) -> None:
         self.flat: dict[int, torch.Tensor] = {}
+        self.stores: dict[tuple[int, Shape], Store] = {}  # graphs hold their addresses too
 
     @property
     def addresses(self) -> tuple[int, ...]:
         """Which graphs hold for."""
         return tuple(self.flat[part].data_ptr() for part in sorted(self.flat))
 
-    def fits(self, part: int, shape: Shape, like: torch.Tensor) -> bool:
+    def fits(self, part: int, size: int, like: torch.Tensor) -> bool:
         held = self.flat.get(part)
-        size = torch.Size(shape).numel()
         return held is not None and held.numel() >= size and (held.dtype, held.device) == (like.dtype, like.device)
 
     def room(self, part: int, shape: Shape, like: torch.Tensor) -> torch.Tensor:
         """At the same place as before where it is large enough; what was there is lost."""
-        if not self.fits(part, shape, like):
+        size = _blocks(shape).numel()
+        if not self.fits(part, size, like):
             self.flat.pop(part, None)
+            self.stores = {key: one for key, one in self.stores.items() if key[0] != part}
             with torch.inference_mode(False):  # else only calls in that mode could write to it
-                self.flat[part] = torch.zeros(torch.Size(shape).numel(), dtype=like.dtype, device=like.device)
-        return self.flat[part][: torch.Size(shape).numel()].view(shape)
+                self.flat[part] = torch.zeros(size, dtype=like.dtype, device=like.device)
+        return self._laid_out(part, shape).flatten(3, 4)[:, :, :, : shape[4]].transpose(3, 4)
+
+    def _laid_out(self, part: int, shape: Shape) -> torch.Tensor:
+        size = _blocks(shape)
+        return self.flat[part][: size.numel()].view(size)
+
+    def store(self, part: int, shape: Shape) -> Store:
+        """Of the room of that shape; all of its tokens count so far."""
+        found = self.stores.get((part, shape))
+        if found is None:
+            with torch.inference_mode(False):
+                found = self.stores[part, shape] = _store(self._laid_out(part, shape), shape[4])
+        return found
+
+
+def _blocks(shape: Shape) -> torch.Size:
+    """(layers, 2, rows, blocks, tokens of each, heads, D)."""
+    *outer, heads, tokens, dim = shape
+    return torch.Size((*outer, -(-tokens // BLOCK), BLOCK, heads, dim))
+
+
+def _store(memory: torch.Tensor, tokens: int) -> Store:
+    _, _, rows, columns, _, heads, _ = memory.shape
+    device = memory.device
+    table = torch.arange(rows * columns, dtype=torch.int32, device=device).view(rows, columns)
+    layers = [own.flatten(1, 2) for own in memory]
+    metadata = metadata_of(columns, [(table, *own) for own in layers], device)
+    mask = torch.ones(rows, columns * BLOCK, dtype=torch.bool, device=device)
+    metadata[LENGTH], metadata[PADDING_MASK] = tokens - 1, mask.data_ptr()
+    shared = {"split_counters": torch.zeros(rows * heads * COUNTED, dtype=torch.int32, device=device), "ordered": True}
+    kvs = [KV(*own, table, mask, metadata, index, **shared) for index, own in enumerate(layers)]
+    return Store(kvs, metadata, mask)
 
 
 class Length:
@@ -122,7 +169,7 @@ class Holding:
     """
 
     def __init__(self, memory: FixedMemory, layers: tuple[list[Any], list[Any]], rooms: tuple[int, int]):
-        self.kept: list[torch.Tensor] = []
+        self.memory, self.kept = memory, list[torch.Tensor]()
         self.lengths = [own[0].get_seq_length() for own in layers]
         for part, (these, length, room) in enumerate(zip(layers, self.lengths, rooms, strict=True)):
             like = these[0].keys
@@ -148,6 +195,10 @@ class Holding:
 
     def room(self, part: int) -> int:
         return self.kept[part].shape[4]
+
+    def store(self, part: int) -> Store:
+        """All of the part, by its layers."""
+        return self.memory.store(part, tuple(self.kept[part].shape))
 
     def holds(self, layers: tuple[list[Any], list[Any]]) -> bool:
         """Whether these are the layers of a cache that are in here."""

@@ -1,7 +1,10 @@
 """Which encoder-decoder models have their steps run over a cache at fixed addresses, and the trial that says so."""
 
 import copy
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from accel_kernels.attention.math_attention import math_attention
@@ -12,16 +15,21 @@ from accel.cuda_graphs.pool import GraphPool
 from accel.cuda_graphs.rule import graph_obstacle
 from accel.cuda_graphs.runner import GraphRunner
 from accel.errors import Unfit, reason_of
+from accel.fusion.stacked_linears import Stacked
 from accel.libraries.cache import ENCODED, ENCODER_MASK, MASK, TOKENS, DynamicCache, DynamicLayer, cache_of, encoded
 from accel.libraries.models import is_seq2seq
+from accel.llm.generation.layer_forward import LayerForward
+from accel.llm.parts.step import ForwardContext
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import model_side_effects, resting
 from accel.patching.fast_forward import as_written
-from accel.patching.rule import Context, Match, Site, Skip
+from accel.patching.rule import Change, Context, ForwardPatch, Match, Site, Skip
 from accel.patching.structure import meta_weights, placement, side_effects
 from accel.seq2seq.decoder import Seq2SeqForward
+from accel.seq2seq.layers import DecoderLayerForward, understand_decoder
 from accel.tolerances import LOGITS, bound
 
+T = TypeVar("T")
 ROWS, BEGUN, STEPS, FRAMES = 2, 3, 2, 12  # of a trial: tokens of the decoder before its steps, and of the encoder
 WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero"}
 
@@ -36,21 +44,60 @@ def match_seq2seq(site: Site, context: Context) -> Match | Skip | None:
     forward = Seq2SeqForward(model, site.path, context.kernels, context.log, runner=None)
     reason = "weights are not loaded (meta device)" if meta_weights(model) else None
     reason = reason or side_effects(model) or model_side_effects(model)
+    trial, covers = None, ()
     try:
         if reason is None:
-            _try(forward)
+            trial = _try(forward, partial(StepTrial.of, forward))
     except NotUnderstood as error:
         reason = str(error)
     if reason is not None:
         # With strict=True its encoder, and norms, count as nothing left out.
         return None if context.options.strict else Skip(f"its steps run stock: {reason}")
+    assert trial is not None
+    try:
+        covers = (_understand(forward, trial, context),)
+        layers = "fused"
+    except NotUnderstood as error:
+        layers = f"in the model's own code: {error}"
+    patches: list[Change] = [*_patches(forward)]
+    stacks = (one.stacks() for layer in forward.layers for one in (layer, layer.second))
+    patches += [Stacked(linears) for linears in stacks if linears]
     keep = context.options.graphs is True
     forward.runner = GraphRunner(model, "", context.of(GraphPool), context.log, graph_obstacle, keep)
     device = placement(model)[0].type
     waits = "" if device == "cuda" else f"; CUDA graphs wait for CUDA; the model is on {device}"
-    return Match(
-        forward, covers=(), note=f"steps of the decoder in one graph; the encoder and the first tokens as stock{waits}"
-    )
+    note = f"steps of the decoder in one graph, its layers {layers}; the encoder and the first tokens as stock{waits}"
+    return Match(forward, tuple(patches), covers=covers, note=note)
+
+
+def _understand(forward: Seq2SeqForward, trial: "StepTrial", context: Context) -> str:
+    """Has the layers fused in steps. Returns the path of their stack. Raises NotUnderstood."""
+    model = forward.module
+    stack, halves = understand_decoder(model, trial.prompt())
+    forward.steps = context.of(ForwardContext)
+    more = {"steps": forward.steps}
+    layers = []
+    for (name, layer), (first, second) in zip(model.get_submodule(stack).named_children(), halves, strict=True):
+        place = layer, f"{stack}.{name}", context.kernels, context.log
+        layers.append(DecoderLayerForward(*place, spec=first, **more))
+        layers[-1].second = LayerForward(*place, spec=second, **more)
+    forward.layers, forward.apart = layers, True
+    try:
+        with ExitStack() as undo:
+            for patch in _patches(forward):
+                patch.apply()
+                undo.callback(patch.undo)
+            _try(forward, trial.again)
+    except NotUnderstood:
+        forward.layers = ()
+        raise
+    finally:
+        forward.apart = False
+    return stack
+
+
+def _patches(forward: Seq2SeqForward) -> list[ForwardPatch]:
+    return [ForwardPatch(one.module, one) for one in forward.layers]
 
 
 class Waits(TorchDispatchMode):
@@ -92,6 +139,13 @@ class StepTrial:
         shape = (ROWS, BEGUN + STEPS)
         self.ids = torch.randint(words.shape[0], shape, generator=generator, device="cpu").to(device)
 
+    @classmethod
+    def of(cls, forward: Seq2SeqForward) -> "StepTrial":
+        """One that has been run."""
+        trial = cls(forward)
+        trial.run()
+        return trial
+
     def run(self) -> None:
         forward = self.forward
         mask = self.ids.new_ones(ROWS, FRAMES)
@@ -101,7 +155,19 @@ class StepTrial:
         forward.masked = not (_same(plain, hiding) and self.ignores_masks(plain))
         self.compare(plain)
         self.compare(hiding)
+        self.texts = [plain, hiding]
         forward.padded = MASK in forward.names and self.pads()
+
+    def again(self) -> None:
+        """Compares the same texts, by layers that are fused."""
+        for text in self.texts:
+            self.compare(text)
+            if self.forward.reason is not None:
+                raise NotUnderstood(self.forward.reason)
+
+    def prompt(self) -> dict[str, Any]:
+        """The keywords of a call that looks at all tokens at once."""
+        return {TOKENS: self.ids, ENCODED: encoded(self.hidden), "use_cache": False}
 
     def call(self, more: dict, begin: int, end: int, cache: Any) -> dict[str, Any]:
         """The keywords of a call with these tokens."""
@@ -117,9 +183,10 @@ class StepTrial:
             return Text(more, begun, [self.forward.stock(**self.call(more, at, at + 1, cache)) for at in places])
 
     def compare(self, text: Text) -> None:
+        begun = copy.deepcopy(text.begun)
         for at, theirs in enumerate(text.wanted, BEGUN):
             with Waits() as waits:
-                ours = self.forward.fast(**self.call(text.more, at, at + 1, text.begun))
+                ours = self.forward.fast(**self.call(text.more, at, at + 1, begun))
             if list(ours) != list(theirs):
                 raise NotUnderstood("its output has other fields")
             off = relative_rms(ours.logits, theirs.logits)
@@ -142,10 +209,12 @@ class StepTrial:
         padding[1, : BEGUN - 1] = 0
         self.forward.padded = True
         try:
-            self.compare(self.stock({MASK: padding}, 1))
+            padded = self.stock({MASK: padding}, 1)
+            self.compare(padded)
         except Exception as error:  # stock refuses it, or takes it in another way
             reason_of(error)
             return False
+        self.texts.append(padded)
         return True
 
 
@@ -153,11 +222,11 @@ def _same(one: Text, other: Text) -> bool:
     return torch.equal(one.wanted[0].logits, other.wanted[0].logits)
 
 
-def _try(forward: Seq2SeqForward) -> None:
-    """Raises NotUnderstood. After it the forward holds nothing of what it was tried on."""
+def _try(forward: Seq2SeqForward, run: Callable[[], T]) -> T:
+    """What it gives. Raises NotUnderstood. After it the forward holds nothing of what it was tried on."""
     try:
         with resting(forward.module), math_attention():
-            StepTrial(forward).run()
+            return run()
     except NotUnderstood:
         raise
     except Unfit as unfit:

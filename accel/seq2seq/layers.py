@@ -1,0 +1,160 @@
+"""A layer of a decoder, seen once in a small stock run: attention to its own tokens, to the encoder's, and an MLP.
+
+It is two layers as `LayerSpec` knows them, of which the first one has no MLP.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from accel_kernels.attention.math_attention import math_attention
+from torch import nn
+
+from accel.encoders.bidirectional_attention import EncoderRecord
+from accel.encoders.position_bias import PositionBias, learned, listening_to_biases
+from accel.encoders.recording import EncoderRecorder, clamps
+from accel.errors import reason_of
+from accel.libraries.cache import ENCODED, TOKENS, encoded
+from accel.llm.generation.layer_forward import LayerForward
+from accel.llm.parts.norm import normlike
+from accel.llm.recording.implementation import foreign_attention
+from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record, Value
+from accel.llm.recording.recorder import resting
+from accel.llm.runtime.layer import BoundLayer, put_together
+from accel.llm.runtime.layer_spec import LayerSpec
+from accel.patching.structure import placement
+from accel.seq2seq.fixed_memory import CROSS, OWN
+from accel.seq2seq.memory_attention import MemorySpec
+
+Halves = tuple[LayerSpec, LayerSpec]
+
+
+class DecoderLayerForward(LayerForward):
+    """Computes its layer, of which `spec` is the first half and `second` the rest, while a step is under way."""
+
+    second: LayerForward
+
+    @property
+    def biases(self) -> list[PositionBias]:
+        """Of scores."""
+        attentions: list[Any] = [self.spec.attention, self.second.spec.attention]
+        return [one.position_bias for one in attentions if one.position_bias is not None]
+
+    def bind(self, stack: bool) -> str | None:
+        reason = super().bind(stack) or self.second.layer_guard.changed(self.module)
+        if reason is None:
+            try:
+                self.second.bound = BoundLayer(self.kernels, self.module, self.second.spec, stack)
+            except (NotUnderstood, AttributeError) as error:  # or a module is gone
+                reason = str(error)
+        return reason
+
+    def fast(self, step: Any, *args: Any, **kwargs: Any) -> Any:
+        x = args[0] if args else kwargs.pop("hidden_states")
+        for half in (self.bound, self.second.bound):
+            x = half(self.kernels, step, x.contiguous(), kwargs)
+        return x if self.second.spec.returns is None else (x, *(None,) * (self.second.spec.returns - 1))
+
+
+class DecoderRecorder(EncoderRecorder):
+    """Gathers what layers do that attend twice."""
+
+    def __init__(self, record: EncoderRecord):
+        super().__init__(record)
+        self.halves: list[Halves] = []
+
+    def look(self, layer: LayerRecord, record: Record) -> None:
+        if layer is not record.layers[len(self.halves)]:
+            raise NotUnderstood("its layers are called in another order")
+        self.halves.append(_halves(layer, record))
+
+    def _attend(self, module: nn.Module, query: Any, key: Any, value: Any, *given: Any, **options: Any) -> tuple:
+        if not self._elsewhere() and (before := self.current.stored) is not None:
+            self.current.earlier.append((before, self.current.attended))
+            self.current.stored = None
+        return super()._attend(module, query, key, value, *given, **options)
+
+
+def _halves(layer: LayerRecord, record: Record) -> Halves:
+    if len(layer.earlier) != 1 or layer.stored is None:
+        raise NotUnderstood("its layers do not attend twice")
+    ((stored, attended),), reason = layer.earlier, ""
+    for middle, before, after in _middles(layer):
+        first, second = (replace(layer, ran=call, calls=calls, earlier=[]) for call, calls in (before, after))
+        first.stored, first.attended = stored, attended
+        try:
+            found = [MemorySpec.understand(one, record) for one in (first, second)]
+            for part, one in enumerate(found):
+                _check(one.spec, part)
+            return (
+                put_together(first, found[:1], None, middle, []),
+                put_together(second, found[1:], None, layer.call.output, []),
+            )
+        except NotUnderstood as error:
+            reason = str(error)
+    raise NotUnderstood(reason or "what stands between its attentions is not known")
+
+
+def _check(spec: Any, part: int) -> None:
+    """Raises NotUnderstood for an attention that computes what those of a step do not."""
+    if spec.part != part or spec.reach != ((None, 0) if part == OWN else None):
+        raise NotUnderstood("its attentions are not one to all tokens before, and one to what the encoder gave")
+    if spec.rotary is not None or spec.norms or spec.key_scale != 1.0 or (part == CROSS and spec.position_bias):
+        raise NotUnderstood("its queries or keys are changed behind the projections")
+
+
+def _middles(layer: LayerRecord) -> Iterator[tuple[Value, tuple[Call, list[Call]], tuple[Call, list[Call]]]]:
+    """What may be the sum of the first attention: the value, and call and calls inside of each half."""
+    crossing, whole = layer.attention, layer.call
+    inside = {id(one) for one in crossing.modules()}
+    at = next(n for n, call in enumerate(layer.calls) if id(call.module) in inside)
+    start = next((one.input for one in layer.calls[at:] if one.module is crossing), None)
+    given = layer.calls[at].input if start is None else start
+    norms = [n for n, one in enumerate(layer.calls[:at]) if normlike(layer, one) and one.output.same(given)]
+    for value, end in ((given, at), *((layer.calls[n].input, n) for n in norms[-1:])):
+        first = replace(whole, made=value, result=value.tensor)
+        second = replace(whole, args=(value.tensor, *whole.args[1:]), taken=value)
+        yield value, (first, layer.calls[:end]), (second, layer.calls[end:])
+
+
+def understand_decoder(model: Any, call: dict[str, Any]) -> tuple[str, list[Halves]]:
+    """The path of the stack of a decoder, and what each of its layers computes in a call of the model, which is given
+    what an encoder gave, and no cache. Raises NotUnderstood.
+    """
+    decoder = model.get_decoder()
+    stacks = [name for name, one in decoder.named_children() if type(one) is nn.ModuleList and len(one)]
+    path = next((path for path, one in model.named_modules() if one is decoder), None)
+    if len(stacks) != 1 or path is None:
+        raise NotUnderstood("its decoder has no list of layers, or several")
+    stack, modules = f"{path}.{stacks[0]}", decoder.get_submodule(stacks[0])
+    if (foreign := foreign_attention([model, *modules.modules()])) is not None:
+        raise NotUnderstood(foreign)
+    if placement(model)[1] == torch.float16 and any(map(clamps, modules)):
+        raise NotUnderstood("in float16 its layers clamp what overflows")
+    kinds: dict = {}
+    seen = EncoderRecord([LayerRecord(layer, f"{stack}.{number}", kinds) for number, layer in enumerate(modules)])
+    recorder = DecoderRecorder(seen)
+    try:
+        listening = listening_to_biases(model, seen.biases)
+        with resting(model), math_attention(), recorder.attached(model), recorder.until_shown, listening:
+            type(model).forward(model, **call)
+    except NotUnderstood:
+        raise
+    except Exception as error:  # whatever a forward may raise
+        raise NotUnderstood(f"could not be examined: {reason_of(error)}") from error
+    if len(recorder.halves) < len(modules):
+        raise NotUnderstood("not all of its layers run")
+    return stack, _with_long_texts(model, call, recorder.halves)
+
+
+def _with_long_texts(model: Any, call: dict[str, Any], halves: list[Halves]) -> list[Halves]:
+    """The same with biases as of long texts."""
+    attentions: list[Any] = [first.attention for first, _ in halves]
+    paths = {one.position_bias.path for one in attentions if one.position_bias is not None}
+    if not paths:
+        return halves
+    given = encoded(call[ENCODED].last_hidden_state[:1])
+    biases = learned(model, paths, lambda ids: call | {TOKENS: ids, ENCODED: given})
+    found = [replace(one, position_bias=one.position_bias and biases[one.position_bias.path]) for one in attentions]
+    return [(replace(first, attention=one), second) for (first, second), one in zip(halves, found, strict=True)]

@@ -1,0 +1,154 @@
+"""Attention of a step over the fixed memory: its own keys and values behind the earlier ones, or the encoder's."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accel_kernels import paged_attention
+from accel_kernels.attention.paged.kv import KV, LENGTH
+from accel_kernels.op import dtype_reason
+from torch import nn
+
+from accel.encoders.bidirectional_attention import PLAIN, BidirectionalSpec, scale_of
+from accel.encoders.position_bias import PositionBias
+from accel.llm.attention.softmax_attention import BoundSoftmaxAttention, Formula, Parts
+from accel.llm.parts.step import Step
+from accel.llm.recording.record import Call, LayerRecord
+from accel.patching.fast_forward import Kernels
+from accel.seq2seq.fixed_memory import CROSS, OWN, Holding
+
+QUERIES = "queries"  # a layout: queries alone are projected, as keys and values are there
+MOST_CHANNELS = 512  # of a head, that `paged_attention` takes
+
+
+class MemoryStep(Step):
+    """What the layers of a step share. start: tokens before it, (), int64. masks: by part of the memory (rows, room) of
+    those that count, or None for all. biases: by path, see `PositionBias.bind`.
+
+    Nothing that its operations do hangs on lengths in Python.
+    """
+
+    __slots__ = ("biases", "holding", "masks", "start", "stores", "tables")
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        holding: Holding,
+        start: torch.Tensor,
+        masks: Sequence[torch.Tensor | None],
+        biases: dict[str, tuple[torch.Tensor, torch.Tensor]],
+    ):
+        super().__init__({})
+        self.holding, self.start, self.masks, self.biases = holding, start, masks, biases
+        self.tables: dict[tuple, torch.Tensor | None] = {}
+        self.stores = [holding.store(part) if self.pages(kernels, part) else None for part in (OWN, CROSS)]
+        for part, (store, mask) in enumerate(zip(self.stores, masks, strict=True)):
+            if store is not None and part == OWN:
+                store.metadata[LENGTH : LENGTH + 1].copy_(start)
+            if store is not None and mask is not None:
+                store.mask[:, : mask.shape[1]].copy_(mask)
+
+    def pages(self, kernels: Kernels, part: int) -> bool:
+        """Whether that part is read as a store: by a kernel that no mask has to tell how much of it counts."""
+        kept = self.holding.kept[part]
+        own = kept.is_cuda and kernels.paged_attention is paged_attention  # and not a user's
+        return own and dtype_reason(kept) is None and kept.shape[-1] <= MOST_CHANNELS
+
+    def kv(self, part: int, index: int) -> KV | None:
+        """What a layer has in that part, as a store."""
+        store = self.stores[part]
+        if store is None:
+            return None
+        return store.kvs[index] if self.masks[part] is not None else store.kvs[index]._replace(padding_mask=None)
+
+    def added(self, part: int, bias: PositionBias | None) -> torch.Tensor | None:
+        """What is added to scores, (1 or rows, 1 or heads, 1, room); None for nothing. Made once for all layers."""
+        key = part, bias and bias.path
+        if key not in self.tables:
+            self.tables[key] = self._added(part, bias)
+        return self.tables[key]
+
+    def _added(self, part: int, bias: PositionBias | None) -> torch.Tensor | None:
+        kept, seen = self.holding.kept[part], self.masks[part]
+        if part == OWN:
+            places = torch.arange(kept.shape[4], device=kept.device)
+            before = (places <= self.start)[None]
+            seen = before if seen is None else before & seen.bool()
+        table = None if seen is None else hiding(seen.bool(), kept.dtype)
+        if bias is None or table is None:
+            return table
+        weight, rows = self.biases[bias.path]
+        far = len(rows) // 2
+        return weight[rows[(places - self.start + far).clamp(0, 2 * far)]].t()[:, None] + table
+
+
+def hiding(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """(rows, tokens) as numbers that are added to scores: (rows, 1, 1, tokens)."""
+    none = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+    return none.masked_fill(~seen, torch.finfo(dtype).min)[:, None, None]
+
+
+@dataclass(frozen=True)
+class MemorySpec(BidirectionalSpec):
+    """Of the tokens of the decoder; or, in the layout QUERIES, of what the encoder gave."""
+
+    @property
+    def part(self) -> int:
+        return CROSS if self.layout == QUERIES else OWN
+
+    @classmethod
+    def is_nothing(cls, value: object) -> bool:
+        floats = isinstance(value, torch.Tensor) and value.is_floating_point() and value.requires_grad is False
+        return floats and not bool(value.any())  # as T5 tells where there is no bias
+
+    @classmethod
+    def formulas(cls, layer: LayerRecord, calls: list[Call], fields: dict) -> Iterator[Formula]:
+        return chain(super().formulas(layer, calls, fields), _of_queries(layer, calls, fields))
+
+    def bind(self, kernels: Kernels, layer: nn.Module, stack: bool) -> "BoundMemoryAttention":
+        return BoundMemoryAttention(kernels, layer, self, stack)
+
+
+def _of_queries(layer: LayerRecord, calls: list[Call], fields: dict) -> Iterator[Formula]:
+    attended = layer.attended
+    assert attended is not None
+    rows, heads, tokens, dim = attended.query.shape
+    layout = {"layout": QUERIES, "heads": heads, "groups": heads, "kv_heads": heads, "dim": dim}
+    none = {"q_norm": None, "k_norm": None, "key_scale": 1.0, "rotary": None, "norms_after": False}
+    for call in calls:
+        if call.alone and call.made is not None and call.output.held.shape == (rows, tokens, heads * dim):
+            scale = scale_of(layer, call.output.held.unflatten(-1, (heads, dim)))
+            if scale is not None:
+                scores = PLAIN | fields | {"scale": scale}
+                yield Formula((call,), layout | none | scores, attended.output.flatten(2), None)
+
+
+class BoundMemoryAttention(BoundSoftmaxAttention):
+    """One attention with the tensors it reads."""
+
+    spec: MemorySpec
+
+    def parts(self, outputs: Sequence[torch.Tensor]) -> Parts:
+        if self.spec.part == OWN:
+            return super().parts(outputs)
+        return outputs[0].unflatten(-1, (-1, self.spec.dim)), None, None, None
+
+    def attended(self, kernels: Kernels, step: Any, parts: Parts, kwargs: dict) -> torch.Tensor:
+        """See `BoundAttention`."""
+        spec, (q, k, v, _) = self.spec, parts
+        kv = None if spec.position_bias is not None else step.kv(spec.part, spec.index)
+        if kv is not None:
+            return kernels.paged_attention(q, k, v, kv, spec.scale)
+        memory = step.holding.kept[spec.part][spec.index]
+        if k is not None and v is not None:
+            for kept, new in zip(memory, (k, v), strict=True):
+                kept.index_copy_(2, step.start.reshape(1), new.transpose(1, 2))
+        keys, values = memory
+        given, grouped = step.added(spec.part, spec.position_bias), keys.shape[1] != q.shape[2]
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2), keys, values, given, scale=spec.scale, enable_gqa=grouped
+        )
+        return out.transpose(1, 2).flatten(2)
