@@ -45,8 +45,10 @@ class Stacked:
     def apply(self) -> None:
         bases = list(map(base, self.linears))
         if len({type(linear) for linear in bases}) == 1:
-            for parts in zip(*map(row_tensors, bases), strict=True):
-                stack_rows(parts)
+            *parts, biases = zip(*map(row_tensors, bases), strict=True)
+            for own in parts:
+                stack_rows(own)
+            stack_rows(biases, [linear.out_features for linear in bases])
 
     def check(self) -> None:
         """Nothing to conflict with: values and shapes are the user's own."""
@@ -58,24 +60,40 @@ class Stacked:
                     unshare(tensor)
 
 
-def stacked_rows(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The tensor whose consecutive rows the parts are, or None where they do not lie one after the other."""
+def stacked_rows(parts: Sequence[torch.Tensor | None], sizes: Sequence[int] | None = None) -> torch.Tensor | None:
+    """The tensor whose consecutive rows the parts are, or None where they do not lie one after the other.
+
+    sizes: rows of each; then some may be missing, and there are zeros in their places. Waits for these on a GPU.
+    """
     first = parts[0]
+    if first is None or (sizes is None and any(part is None for part in parts)):
+        return None
     place = first.data_ptr()
-    for part in parts:
-        if part.data_ptr() != place or part.dtype != first.dtype or not part.is_contiguous():
-            return None
-        if part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            return None
-        place += part.nbytes
-    rows = sum(part.shape[0] for part in parts)
-    return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
+    row, storage = first[:1].nbytes, first.untyped_storage()
+    sizes = [part.shape[0] for part in parts if part is not None] if sizes is None else sizes
+    for part, size in zip(parts, sizes, strict=True):
+        if part is not None:
+            if part.data_ptr() != place or part.dtype != first.dtype or not part.is_contiguous():
+                return None
+            if part.untyped_storage().data_ptr() != storage.data_ptr():
+                return None
+        place += size * row
+    if place > storage.data_ptr() + storage.nbytes():
+        return None
+    whole = first.detach().as_strided((sum(sizes), *first.shape[1:]), first.stride())
+    missing = (one for part, one in zip(parts, whole.split(list(sizes)), strict=True) if part is None)
+    return None if any(bool(one.any()) for one in missing) else whole
 
 
-def stack_rows(parts: Sequence[torch.Tensor | None]) -> None:
-    """Moves the parts into one storage, in place; does nothing where one is missing, or they do not match."""
+def stack_rows(parts: Sequence[torch.Tensor | None], sizes: Sequence[int] | None = None) -> None:
+    """Moves the parts into one storage, in place; does nothing where one is missing, or they do not match.
+
+    sizes: as of `stacked_rows`.
+    """
     held = [part for part in parts if part is not None and not part.is_meta]
-    if len(held) < len(parts) or stacked_rows(held) is not None:
+    if parts[0] is None or (len(held) < len(parts) and (sizes is None or any(one.is_meta for one in held))):
+        return
+    if stacked_rows(parts, sizes) is not None:
         return
     if any(part.is_inference() for part in held):  # their place in memory cannot be changed
         return
@@ -83,10 +101,17 @@ def stack_rows(parts: Sequence[torch.Tensor | None]) -> None:
         return
     if len({(part.dtype, part.device, part.shape[1:]) for part in held}) != 1:
         return
+    sizes = [part.shape[0] for part in held] if sizes is None else list(sizes)
     with torch.inference_mode(False), torch.no_grad():
-        whole = torch.cat([part.detach() for part in held])
-        for part, rows in zip(held, whole.split([part.shape[0] for part in held]), strict=True):
-            part.data = rows
+        whole = torch.cat(
+            [
+                held[0].new_zeros(size, *held[0].shape[1:]) if part is None else part.detach()
+                for part, size in zip(parts, sizes, strict=True)
+            ]
+        )
+        for part, rows in zip(parts, whole.split(sizes), strict=True):
+            if part is not None:
+                part.data = rows
 
 
 Self = TypeVar("Self", bound="StackedLinears")
@@ -209,11 +234,12 @@ def project_together(
     return with_adapters(rows.normed(), outputs, adapters) if any(adapters) else outputs
 
 
-def can_stack(a: nn.Linear, b: nn.Linear) -> bool:
-    """Whether their weights can lie in one storage."""
+def can_stack(a: nn.Linear, b: nn.Linear, biases: bool = True) -> bool:
+    """Whether their weights can lie in one storage. biases: both must have one, or none."""
 
     def kinds(linear: nn.Linear) -> list:
-        return [None if t is None else (t.dtype, t.device, t.shape[1:]) for t in row_tensors(linear)]
+        tensors = row_tensors(linear)
+        return [None if t is None else (t.dtype, t.device, t.shape[1:]) for t in (tensors if biases else tensors[:-1])]
 
     a, b = base(a), base(b)
     return type(a) is type(b) and device_and_dtype(a) == device_and_dtype(b) and kinds(a) == kinds(b)
@@ -224,23 +250,28 @@ def _bytes(linear: nn.Linear) -> int:
     return linear.in_features * linear.out_features * device_and_dtype(base(linear))[1].itemsize
 
 
-def stacked_tensors(layers: Sequence[nn.Linear], stack: bool) -> list[Any] | None:
-    """The tensors of `row_tensors`, of all layers as one; None where they lie apart. stack: put them together first."""
+def stacked_tensors(layers: Sequence[nn.Linear], stack: bool, fill: bool = False) -> list[Any] | None:
+    """The tensors of `row_tensors`, of all layers as one; None where they lie apart. stack: put them together first.
+
+    fill: with zeros for biases that some but the first have not, see `stacked_rows`.
+    """
+    every = [*zip(*map(row_tensors, layers), strict=True)]
+    mixed = None in every[-1] and any(one is not None for one in every[-1])
+    if mixed and not (fill and every[-1][0] is not None):
+        return None
     wholes = []
-    for parts in zip(*map(row_tensors, layers), strict=True):
-        whole = None if all(part is None for part in parts) else _whole(parts, stack)
+    for parts in every:
+        sizes = [layer.out_features for layer in layers] if mixed and parts is every[-1] else None
+        whole = None if all(part is None for part in parts) else _whole(parts, stack, sizes)
         if whole is None and any(part is not None for part in parts):
             return None
         wholes.append(whole)
     return wholes
 
 
-def _whole(parts: Sequence[torch.Tensor | None], stack: bool) -> torch.Tensor | None:
-    present = [part for part in parts if part is not None]
-    if len(present) < len(parts):
-        return None
-    whole = stacked_rows(present)
+def _whole(parts: Sequence[torch.Tensor | None], stack: bool, sizes: Sequence[int] | None) -> torch.Tensor | None:
+    whole = stacked_rows(parts, sizes)
     if whole is None and stack:
-        stack_rows(present)
-        whole = stacked_rows(present)
+        stack_rows(parts, sizes)
+        whole = stacked_rows(parts, sizes)
     return whole

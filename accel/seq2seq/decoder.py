@@ -199,6 +199,7 @@ class Seq2SeqForward(FastForward):
                 raise Unfit("its keys and values take more than graph_memory_gb allows")
         before = self.memory.addresses
         self.holding = Holding(self.memory, layers, rooms)
+        self._ready(rooms[OWN])  # here, as what is bound may be looked at, which a graph cannot
         if self.runner is not None and self.memory.addresses != before:
             with self.runner.pool.lock:  # its graphs write where other things may be now
                 for entry in self.runner.entries.values():
@@ -250,13 +251,15 @@ class Seq2SeqForward(FastForward):
         }
         given |= {} if mask is None else {ENCODER_MASK: hiding(mask.bool(), dtype)}
         given |= {} if positions is None else {POSITIONS: positions}
-        fused = self.layers and self._ready(holding.room(OWN))
+        fused = self._ready(holding.room(OWN))
         step = MemoryStep(self.kernels, holding, start, (padding, mask), self.biases) if fused else None
         with nullcontext() if step is None else self.steps.taken(step):
             return type(self.module).forward(self.module, **given).logits
 
     def _ready(self, room: int) -> bool:
         """Whether the layers may be computed fused. Binds them to the weights where the model has changed."""
+        if not self.layers:
+            return False
         if self.seen is None or not (self.seen.reachable() and self.seen.holds()):
             self.reason = self._bind()
             self.seen = Fingerprint(self.module)

@@ -73,8 +73,10 @@ class LayerForward(FastForward):
         modules = [base(self.module.get_submodule(name)) for name in names]
         known = [(module, weights(module)) for module in modules if type(module) is nn.Linear]
         linears = [module for module, found in known if found is not None and not found.in_blocks]
-        together = len(linears) == len(modules) > 1 and all(can_stack(linears[0], linear) for linear in linears)
-        return linears if together else []
+        if not len(linears) == len(modules) > 1:
+            return []
+        alike = linears[0].bias is None  # else zeros stand for a missing one
+        return linears if all(can_stack(linears[0], one, biases=alike) for one in linears) else []
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in super().__getstate__().items() if name != "bound"}

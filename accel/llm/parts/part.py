@@ -337,6 +337,6 @@ def stacked(parts: list[Weights], stack: bool) -> Weights | None:
     """All as one; None where they do not lie in one storage, and cannot or may not be put there."""
     if any(part.transposed or part.in_blocks for part in parts) or not all(parts[0].fits(part) for part in parts):
         return None
-    if stacked_tensors([part.module for part in parts], stack) is None:
+    if stacked_tensors([part.module for part in parts], stack, fill=True) is None:
         return None
     return parts[0]._replace(rows=(0, sum(part.outputs for part in parts)))
