@@ -43,7 +43,7 @@ class MemoryStep(Step):
     ):
         super().__init__({})
         self.holding, self.start, self.masks, self.biases = holding, start, masks, biases
-        self.tables: dict[tuple, torch.Tensor | None] = {}
+        self.tables: dict[str, torch.Tensor] = {}
         self.stores = [holding.store(part) if self.pages(kernels, part) else None for part in (OWN, CROSS)]
         for part, (store, mask) in enumerate(zip(self.stores, masks, strict=True)):
             if store is not None and part == OWN:
@@ -64,25 +64,22 @@ class MemoryStep(Step):
             return None
         return store.kvs[index] if self.masks[part] is not None else store.kvs[index]._replace(padding_mask=None)
 
-    def added(self, part: int, bias: PositionBias | None) -> torch.Tensor | None:
-        """What is added to scores, (1 or rows, 1 or heads, 1, room); None for nothing. Made once for all layers."""
-        key = part, bias and bias.path
-        if key not in self.tables:
-            self.tables[key] = self._added(part, bias)
-        return self.tables[key]
+    def biases_of(self, bias: PositionBias) -> torch.Tensor:
+        """What a bias adds to scores, (heads, room). Made once for all layers."""
+        if (found := self.tables.get(bias.path)) is None:
+            weight, rows = self.biases[bias.path]
+            far, places = len(rows) // 2, torch.arange(self.holding.room(OWN), device=weight.device)
+            found = weight[rows[(places - self.start + far).clamp(0, 2 * far)]].t().contiguous()
+            self.tables[bias.path] = found
+        return found
 
-    def _added(self, part: int, bias: PositionBias | None) -> torch.Tensor | None:
+    def hidden(self, part: int) -> torch.Tensor | None:
+        """What hides the tokens that do not count, added to scores, (1 or rows, 1, 1, room); None for nothing."""
         kept, seen = self.holding.kept[part], self.masks[part]
         if part == OWN:
-            places = torch.arange(kept.shape[4], device=kept.device)
-            before = (places <= self.start)[None]
+            before = (torch.arange(kept.shape[4], device=kept.device) <= self.start)[None]
             seen = before if seen is None else before & seen.bool()
-        table = None if seen is None else hiding(seen.bool(), kept.dtype)
-        if bias is None or table is None:
-            return table
-        weight, rows = self.biases[bias.path]
-        far = len(rows) // 2
-        return weight[rows[(places - self.start + far).clamp(0, 2 * far)]].t()[:, None] + table
+        return None if seen is None else hiding(seen.bool(), kept.dtype)
 
 
 def hiding(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -139,15 +136,19 @@ class BoundMemoryAttention(BoundSoftmaxAttention):
     def attended(self, kernels: Kernels, step: Any, parts: Parts, kwargs: dict) -> torch.Tensor:
         """See `BoundAttention`."""
         spec, (q, k, v, _) = self.spec, parts
-        kv = None if spec.position_bias is not None else step.kv(spec.part, spec.index)
+        kv, bias = step.kv(spec.part, spec.index), None
+        if spec.position_bias is not None:
+            bias = step.biases_of(spec.position_bias)
         if kv is not None:
-            return kernels.paged_attention(q, k, v, kv, spec.scale)
+            return kernels.paged_attention(q, k, v, kv, spec.scale, **({} if bias is None else {"bias": bias}))
         memory = step.holding.kept[spec.part][spec.index]
         if k is not None and v is not None:
             for kept, new in zip(memory, (k, v), strict=True):
                 kept.index_copy_(2, step.start.reshape(1), new.transpose(1, 2))
         keys, values = memory
-        given, grouped = step.added(spec.part, spec.position_bias), keys.shape[1] != q.shape[2]
+        given = step.hidden(spec.part)
+        given = given if bias is None else bias[:, None] + given
+        grouped = keys.shape[1] != q.shape[2]
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2), keys, values, given, scale=spec.scale, enable_gqa=grouped
         )

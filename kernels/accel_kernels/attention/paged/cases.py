@@ -43,6 +43,8 @@ class Numbers(Random):
         for one in ("sinks", "slopes"):
             if given.get(one):
                 given[one] = (self.uniform(heads) - 0.5).to(self.dtype)
+        if given.get("bias"):
+            given["bias"] = self(heads, given["bias"])
         return given
 
 

@@ -59,10 +59,10 @@ class Angles(NamedTuple):
     pair: int = 0
 
 
-@triton.jit(do_not_specialize=("layer", "window", "splits", "few_splits"))
+@triton.jit(do_not_specialize=("layer", "window", "splits", "few_splits", "biases"))
 def decode_kernel(
     q, k, v, o_ptr, angles, q_norm, k_norm, scratch, sinks_ptr, slopes_ptr, metadata_ptr,
-    ragged, gate, layer, heads, kv_heads, scale, window, softcap, splits, few_splits,
+    ragged, gate, biases, layer, heads, kv_heads, scale, window, softcap, splits, few_splits,
     GROUP: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
     HAS_PADDING_MASK: tl.constexpr, LEAST: tl.constexpr, KV_DTYPE: tl.constexpr, STORE_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, COMBINE: tl.constexpr, PACKED: tl.constexpr,
@@ -113,7 +113,9 @@ def decode_kernel(
     m_mask = m_idx < GROUP
     head = g * GROUP + m_idx
     slope = None
-    if slopes_ptr is not None:
+    if biases is not None:  # of each head, at slopes_ptr
+        slope = slopes_ptr + tl.where(m_mask, head, 0) * biases
+    elif slopes_ptr is not None:
         slope = in_base_2(slopes_ptr, head, m_mask)
     row_max, row_sum = before_keys(sinks_ptr, head, m_mask, split, BLOCK_M)
     acc = tl.zeros((BLOCK_M, BLOCK_D if PACKED is None else BLOCK_D // 2), tl.float32)
@@ -191,14 +193,14 @@ def decodes_kv8(q, k, cos, kv) -> bool:
 def decode(
     q, k, v, kv, scale, out=None, kv8=None, *, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None,
     window=None, softcap=None, sinks=None, slopes=None, gate=None, gate_activation="sigmoid", norms_after=False,
-    q_scales=None, chunked=False,
+    q_scales=None, chunked=False, bias=None,
 ):  # fmt: skip
     """`paged_attention` for one new token a row, or a sequence. kv8: whether by `kv8_decode_kernel`; None: where that
     takes it.
     """
     (rows, _, heads, dim), kv_heads = q.shape, kv.keys.shape[2]
     units, group = rows * kv_heads, heads // kv_heads
-    kv8 = not chunked and decodes_kv8(q, k, cos, kv) if kv8 is None else kv8
+    kv8 = not chunked and bias is None and decodes_kv8(q, k, cos, kv) if kv8 is None else kv8
     packed = packing(kv.key_scales, kv.values, q.dtype)
     most = KV8_MOST_SPLITS if kv8 else MOST_SPLITS
     few = split_count(units, q.device, FILL, most)
@@ -216,7 +218,7 @@ def decode(
         timed = kv.key_scales is None and q.dtype != torch.float32 and channels == 128 and tile.queries == 16
         warps = WARPS if timed else tile.warps
         meta = {"num_warps": warps, "num_stages": tile.stages}
-        inside = (gate_of(gate, gate_activation),)
+        inside = gate_of(gate, gate_activation), None if bias is None else bias.shape[1]
         constants |= {
             "STORE_BLOCK": kv.block, "BLOCK_M": tile.queries, "BLOCK_N": tile.keys, "BLOCK_D": channels,
             "COMBINE": combined_rows(group, dim), "PACKED": packed, "UPCAST": upcast(q.dtype), "CHUNKED": chunked,
@@ -230,9 +232,9 @@ def decode(
     given = (None if t is None else Heads(t, t.stride(0), t.stride(2)) for t in (q, k, v))
     launch(
         kernel, (units, splits), *given, out, angles, *norms_of_heads(q_norm, k_norm, norms_after, q_scales),
-        scratch_of(units, splits, kept, channels, q.device, kv.split_counters), sinks, slopes, kv.metadata,
-        None if kv.ragged is None else kv.ragged.pointers(), *inside, kv.layer, heads, kv_heads, float(scale), window,
-        None if softcap is None else float(softcap), splits, few,
+        scratch_of(units, splits, kept, channels, q.device, kv.split_counters), sinks,
+        slopes if bias is None else bias, kv.metadata, None if kv.ragged is None else kv.ragged.pointers(), *inside,
+        kv.layer, heads, kv_heads, float(scale), window, None if softcap is None else float(softcap), splits, few,
         GROUP=group, DIM=dim, PAIRS=0 if cos is None else cos.shape[-1], INTERLEAVED=interleaved,
         HAS_PADDING_MASK=kv.padding_mask is not None, **constants, **meta, **programmatic(q.device),
     )  # fmt: skip

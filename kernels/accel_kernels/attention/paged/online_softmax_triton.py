@@ -79,6 +79,15 @@ def in_base_2(ptr, head, mask):
 
 
 @triton.jit
+def added_at(slope, place, mask):
+    """What is added to scores in base 2 at a place: slopes times it, or the numbers that stand there."""
+    if slope.dtype.is_ptr():
+        return tl.load(slope + place, mask=mask, other=0.0).to(tl.float32) * IN_BASE_2
+    else:
+        return slope * place
+
+
+@triton.jit
 def before_keys(sinks_ptr, head, m_mask, split, BLOCK_M: tl.constexpr):
     """The running maximum and sum before any key: of the sinks in the first share, if there are sinks."""
     row_max = tl.full((BLOCK_M,), -float("inf"), tl.float32)
@@ -97,7 +106,7 @@ def attention_block(
 ):  # fmt: skip
     """One block of keys into the running maximum, sum and weighted values; queries stand at positions `at`.
 
-    window, softcap, slope, padding_mask_ptr: None where there is no such thing.
+    window, softcap, slope, padding_mask_ptr: None where there is no such thing. slope: see `added_at`.
 
     Codes of 8 bits are exact in q's dtype. Their scales are no part of the products: that of a key multiplies its
     column of the scores, that of a value the weights it gets. PACKED: q is fp16, acc are the even channels and odd
@@ -115,7 +124,7 @@ def attention_block(
         products *= k_scale[None, :]
     scores = capped(products, softcap)
     if slope is not None:
-        scores += slope[:, None] * n_idx[None, :]
+        scores += added_at(slope[:, None], n_idx[None, :], n_mask[None, :])
     seen = n_mask[None, :] & (n_idx[None, :] <= at[:, None])
     if window is not None:
         seen &= n_idx[None, :] > at[:, None] - window
@@ -147,7 +156,7 @@ def add_token(query, k, v, row_max, row_sum, acc, at, scale, softcap, slope, pad
     score = tl.sum(query.to(tl.float32) * k.to(tl.float32), axis=1) * scale
     score = capped(score, softcap)
     if slope is not None:
-        score += slope * at
+        score += added_at(slope, at, True)
     if padding_mask_ptr is not None:
         score = tl.where(tl.load(padding_mask_ptr + at) != 0, score, -float("inf"))
     new_max = tl.maximum(row_max, score)

@@ -15,7 +15,7 @@ from accel_kernels.op import dtype_reason, make_op
 def reference(
     q, k, v, kv, scale, *, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None, window=None, softcap=None,
     sinks=None, slopes=None, gate=None, gate_activation="sigmoid", norms_after=False, q_scales=None,
-    chunked=False, dense=None, skipped=0,
+    chunked=False, dense=None, skipped=0, bias=None,
 ):  # fmt: skip
     """q: (rows, new, heads, D); k, v: (rows, new, kv heads, D); any strides, the last 1. Gives (rows, new, heads * D).
 
@@ -27,7 +27,8 @@ def reference(
     t sees keys above t - window; `chunked`: those of its own chunk of so many, of which the first begins behind the
     padding on the left. softcap: scores become softcap * tanh(scores / softcap) (Gemma 2). sinks:
     (heads,), a score that takes part in the softmax with no value (gpt-oss). slopes: (heads,), adds slope * key
-    position (ALiBi, Press et al. 2022; in a softmax the same as a penalty by distance). gate: like q, or one a head,
+    position (ALiBi, Press et al. 2022; in a softmax the same as a penalty by distance). bias: (heads, tokens), what is
+    added to the score of the key at each position, as T5's; of one new token a row. gate: like q, or one a head,
     (rows, new, heads, 1); what comes out is multiplied by its sigmoid (Qiu et al., "Gated Attention for Large Language
     Models", 2025), or softplus by `gate_activation`. Keys that kv.padding_mask
     forbids are not seen; a query that sees none gives zeros. dense: a PromptAttention that the calls of a model share,
@@ -38,12 +39,13 @@ def reference(
     if gate is not None:
         given = {"cos": cos, "sin": sin, "interleaved": interleaved, "q_norm": q_norm, "k_norm": k_norm,
                  "window": window, "softcap": softcap, "sinks": sinks, "slopes": slopes, "norms_after": norms_after,
-                 "q_scales": q_scales, "chunked": chunked, "skipped": skipped}  # fmt: skip
+                 "q_scales": q_scales, "chunked": chunked, "skipped": skipped, "bias": bias}  # fmt: skip
         out = reference(q, k, v, kv, scale, **given).unflatten(-1, (q.shape[2], -1))
         return (out * _gated(gate, gate_activation)).flatten(2)
     if kv.ragged is not None:
         given = {"interleaved": interleaved, "q_norm": q_norm, "k_norm": k_norm, "window": window, "softcap": softcap,
-                 "sinks": sinks, "slopes": slopes, "norms_after": norms_after, "chunked": chunked}  # fmt: skip
+                 "sinks": sinks, "slopes": slopes, "norms_after": norms_after, "chunked": chunked,
+                 "bias": bias}  # fmt: skip
         return _by_sequence(q, k, v, kv, scale, {"cos": cos, "sin": sin, "q_scales": q_scales}, given)
     if kv.last is not None:
         behind = (torch.arange(q.shape[1], device=q.device) > kv.last).view(1, -1, 1, 1)
@@ -63,12 +65,12 @@ def reference(
     if k is not None:
         kv.write(start, k, v)
     keys, values = kv.read(end, q.dtype)
-    if softcap is None and sinks is None and slopes is None:
+    if softcap is None and sinks is None and slopes is None and bias is None:
         all_seen = window is None and kv.padding_mask is None and q.shape[1] == 1
         seen = None if all_seen else seen_keys(q, end, start, kv.padding_mask, window, chunked)
         return standard_attention(q, keys, values, seen, scale)
     seen = seen_keys(q, end, start, kv.padding_mask, window, chunked)
-    return _attention(q, keys, values, seen, scale, softcap, sinks, slopes)
+    return _attention(q, keys, values, seen, scale, softcap, sinks, slopes, bias)
 
 
 def _gated(gate, activation):
@@ -114,7 +116,7 @@ def standard_attention(q, keys, values, seen, scale):
     return out.transpose(1, 2).flatten(2)
 
 
-def _attention(q, keys, values, seen, scale, softcap, sinks, slopes):
+def _attention(q, keys, values, seen, scale, softcap, sinks, slopes, bias):
     """What torch's own does not know, written out, in fp32 or fp64."""
     rows, new, heads, _ = q.shape
     groups = heads // keys.shape[2]
@@ -125,6 +127,8 @@ def _attention(q, keys, values, seen, scale, softcap, sinks, slopes):
         scores = softcap * torch.tanh(scores / softcap)
     if slopes is not None:
         scores = scores + slopes.to(wide).view(-1, 1, 1) * torch.arange(keys.shape[2], device=q.device)
+    if bias is not None:
+        scores = scores + bias[:, None, : keys.shape[2]].to(wide)
     scores = scores.masked_fill(~seen, -math.inf)
     top = scores.amax(-1, keepdim=True)
     if sinks is not None:
@@ -153,7 +157,7 @@ def rotated(t: torch.Tensor, cos, sin, interleaved: bool) -> torch.Tensor:
 def supports(
     q, k, v, kv, scale, *, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None, window=None, softcap=None,
     sinks=None, slopes=None, gate=None, gate_activation="sigmoid", norms_after=False, q_scales=None,
-    chunked=False, dense=None, skipped=0,
+    chunked=False, dense=None, skipped=0, bias=None,
 ) -> str | None:  # fmt: skip
     if q.numel() == 0:
         return "empty"
@@ -176,12 +180,16 @@ def supports(
         return f"{q.shape[2] // kv.keys.shape[2]} heads a group, more than 128, of sequences of different lengths"
     if gate is not None and (reason := _gate_reason(q, gate)) is not None:
         return reason
+    if bias is not None and (q.shape[1] != 1 or skipped or kv.ragged is not None or slopes is not None):
+        return "a bias of more than one new token a row, or beside slopes"
+    if bias is not None and (bias.dim() != 2 or bias.shape[0] != q.shape[2] or not bias.is_contiguous()):
+        return "a bias of another form than (heads, tokens)"
     if q_scales is not None and (q_scales.shape != q.shape[:2] or not q_scales.is_contiguous()):
         return "factors of queries of another form than (rows, new)"
     for norm in (q_norm, k_norm):
         if norm is not None and (norm.centered or norm.bias is not None or norm.weight is None):
             return "a query or key norm with a mean or bias, or without a weight"
-    return dtype_reason(q, k, v, cos, sin, sinks, slopes, gate, q_scales)
+    return dtype_reason(q, k, v, cos, sin, sinks, slopes, gate, q_scales, bias)
 
 
 def _gate_reason(q, gate) -> str | None:
@@ -215,6 +223,8 @@ CASES = (
     _small("decode-softcap", 1, 30, 1, 2, 2, 32, softcap=5.0),
     _small("decode-sinks", 2, 30, 1, 4, 2, 32, sinks=True),
     _small("decode-slopes", 1, 30, 1, 4, 4, 32, slopes=True),
+    _small("decode-bias", 2, 70, 1, 4, 2, 32, bias=90, padding_mask=True),
+    _small("decode-bias-odd", 1, 21, 1, 3, 3, 20, bias=22, softcap=5.0),
     _small("decode-qk-norm", 1, 30, 1, 4, 2, 32, rotary=32, qk_norm=True),
     _small("decode-first", 1, 0, 1, 4, 2, 32, rotary=32, room=200),
     _small("decode-gate", 2, 37, 1, 4, 2, 32, rotary=32, qk_norm=True, gate=True, padding_mask=True),

@@ -144,7 +144,7 @@ def paged_attention_kernel(
 def paged_attention(
     q, k, v, kv, scale, *, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None, window=None, softcap=None,
     sinks=None, slopes=None, gate=None, gate_activation="sigmoid", norms_after=False, q_scales=None,
-    chunked=False, dense=None, skipped=0,
+    chunked=False, dense=None, skipped=0, bias=None,
 ):  # fmt: skip
     """Same arguments and result as the reference; head dimension up to 512."""
     turning = {"cos": cos, "sin": sin, "interleaved": interleaved, "q_norm": q_norm, "k_norm": k_norm}
@@ -154,7 +154,7 @@ def paged_attention(
     if kv.ragged is not None:
         return ragged_attention(q, k, v, kv, scale, turning, scores)
     if q.shape[1] == 1 and not skipped:
-        return decode(q, k, v, kv, scale, **turning, **scores)
+        return decode(q, k, v, kv, scale, bias=bias, **turning, **scores)
     (rows, new, heads, dim), kv_heads = q.shape, kv.keys.shape[2]
     extras = (kv.padding_mask, softcap, sinks, slopes)
     plain = all(e is None for e in extras) and (window is None or window >= new)
