@@ -4,11 +4,12 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from accel.cuda_graphs.entry import LoopConstant
 from accel.fusion.loop import ForwardCounter
-from accel.fusion.stacked_linears import StackedLinears, project_together, stacked_rows
+from accel.fusion.stacked_linears import StackedLinears, project_together, stacked_rows, stacked_tensors
 from accel.fusion.tensor_notes import TensorNotes
 
 
@@ -85,6 +86,24 @@ def test_a_bias_on_some_alone(joint):
     x = torch.randn(2, 6)
     for layer, output in zip((bare, joint[1][0]), project_together((bare, joint[1][0]), x), strict=True):
         close(output, layer, x)
+
+
+def test_zeros_stand_for_a_bias_that_is_missing_and_nothing_else_does():
+    """As in Whisper, whose keys have none."""
+    layers = [nn.Linear(6, 4), nn.Linear(6, 3, bias=False), nn.Linear(6, 5)]
+    assert stacked_tensors(layers, True) is None and stacked_rows([layer.weight for layer in layers]) is None
+    weight, bias = stacked_tensors(layers, True, fill=True)
+    with torch.no_grad():
+        layers[2].bias.add_(1.0)
+    x = torch.randn(2, 6)
+    got = F.linear(x, weight, bias).split([4, 3, 5], dim=-1)
+    for layer, output in zip(layers, got, strict=True):
+        close(output, layer, x)
+    assert stacked_tensors([layers[1], layers[0]], True, fill=True) is None
+    every = [nn.Linear(6, 4) for _ in range(3)]
+    assert stacked_tensors(every, True) is not None
+    every[1].bias = None
+    assert stacked_tensors(every, False, fill=True) is None  # what lies there is the bias that it had
 
 
 @pytest.mark.parametrize("moved", [lambda layer: layer.double(), lambda layer: layer.to(torch.float64), copy.deepcopy])

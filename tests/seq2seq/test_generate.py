@@ -13,6 +13,7 @@ import accel
 from accel.libraries.cache import DynamicLayer, encoded
 from accel.seq2seq.decoder import Seq2SeqForward
 from accel.seq2seq.fixed_memory import CROSS, OWN, HeldLayer
+from accel.seq2seq.memory_attention import BoundMemoryAttention, MemoryStep
 from support.noted import noted
 from support.state import assert_same_state, snapshot
 
@@ -60,13 +61,19 @@ def options(tokens: int = 10, **more: object) -> dict[str, object]:
 
 
 FAMILIES = sorted(MAKES)
-STEPS = 9  # of ten tokens, of which the first one comes with the prompt
+LAYERS, STEPS = 2, 9  # of ten tokens, of which the first one comes with the prompt
 
 
 @pytest.fixture
 def steps(monkeypatch):
     """The rows of each step, once a model is optimized."""
     return lambda: noted(monkeypatch, Seq2SeqForward, "step", lambda forward, holding, tokens, *_: len(tokens))
+
+
+@pytest.fixture
+def attended(monkeypatch):
+    """For each attention that a fused layer has computed, whether it is to what the encoder gave."""
+    return noted(monkeypatch, BoundMemoryAttention, "attended", lambda bound, *_: bound.spec.part == CROSS)
 
 
 @pytest.fixture(params=FAMILIES)
@@ -93,25 +100,71 @@ def optimized(family):
     return accel.optimize(model), stock
 
 
-def test_tokens_are_those_of_stock(family, steps):
+PROMPT = torch.tensor([[2, 5, 6], [0, 7, 9]])
+
+
+def test_tokens_are_those_of_stock(family, steps, attended):
     model, stock = optimized(family)
     ran = steps()
-    prompt = torch.tensor([[2, 5, 6], [0, 7, 9]])
     ours = [
         (source(family), options(), 2),
         (source(family, masked=False), options(), 2),
         (source(family, length=70), options(num_beams=4), 8),
         (source(family, rows=1), options(num_beams=3), 3),
         (source(family), options(do_sample=True, top_k=10), 2),
-        (source(family) | {"decoder_input_ids": prompt}, options(), 2),
-        (source(family) | {"decoder_input_ids": prompt, "decoder_attention_mask": (prompt > 0).long()}, options(), 2),
+        (source(family) | {"decoder_input_ids": PROMPT}, options(), 2),
+        (source(family) | {"decoder_input_ids": PROMPT, "decoder_attention_mask": (PROMPT > 0).long()}, options(), 2),
         (source(family), options(return_dict_in_generate=True, output_scores=True), 2),
     ]
     for call, chosen, rows in ours:
         ran.clear()
+        attended.clear()
         assert_same(model, stock, call, chosen)
-        assert ran == [rows] * STEPS, (list(call), chosen)
+        assert ran == [rows] * STEPS and attended == [False, True] * LAYERS * STEPS, (list(call), chosen)
     assert not fallbacks(model)
+
+
+def test_the_memory_read_as_a_store_gives_the_same(family, monkeypatch):
+    """As on a GPU, where nothing but two numbers of a store, and masks, change from step to step."""
+    model, stock = optimized(family)
+    monkeypatch.setattr(MemoryStep, "pages", lambda *_: True)
+    read = noted(monkeypatch, MemoryStep, "kv", lambda step, part, index: (part, index))
+    padded = {"decoder_input_ids": PROMPT, "decoder_attention_mask": (PROMPT > 0).long()}
+    for call, chosen in (
+        (source(family) | padded, options()),
+        (source(family, length=70), options(num_beams=3)),
+        (source(family, masked=False), options(50)),
+    ):
+        assert_same(model, stock, call, chosen)
+    assert read == [(part, layer) for layer in range(LAYERS) for part in (OWN, CROSS)] * (2 * STEPS + 49)
+    assert not fallbacks(model)
+
+
+def test_layers_that_somebody_looks_at_run_their_own_code_and_it_is_told(steps, attended):
+    model, stock = optimized("Bart")
+    seen, ran = [], steps()
+    handle = model.model.decoder.layers[1].fc1.register_forward_hook(lambda *_: seen.append(1))
+    assert_same(model, stock, source("Bart"), options())
+    assert len(seen) == 1 + STEPS and len(ran) == STEPS  # a hook on a linear is heard
+    handle.remove()
+    handle = model.model.decoder.layers[1].register_forward_hook(lambda *_: seen.append(2))
+    attended.clear()
+    assert_same(model, stock, source("Bart"), options())
+    assert seen[-1] == 2 and not attended and "its layers run their own code" in fallbacks(model)[-1]
+    handle.remove()
+    assert_same(model, stock, source("Bart"), options())
+    assert attended == [False, True] * LAYERS * STEPS
+
+
+def test_weights_that_change_in_place_are_read(steps):
+    model, stock = optimized("Whisper")
+    generated(model, source("Whisper"), options())
+    with torch.no_grad():
+        for one in (model, stock):
+            for name, parameter in one.named_parameters():
+                if "decoder" in name:
+                    parameter.mul_(1.5)
+    assert_same(model, stock, source("Whisper"), options())
 
 
 def test_what_the_encoder_gave_may_be_handed_in_and_others_see_no_stale_text(family, steps):
