@@ -113,7 +113,7 @@ class BidirectionalSpec(SoftmaxSpec):
                         return fit
         raise NotUnderstood("its own code attends, by a formula that is not known")
 
-    def bind(self, kernels: Kernels, layer: nn.Module, stack: bool) -> "BoundBidirectionalAttention":
+    def bind(self, kernels: Kernels, layer: nn.Module, stack: bool) -> BoundSoftmaxAttention:
         return BoundBidirectionalAttention(kernels, layer, self, stack)
 
 

@@ -14,12 +14,12 @@ from accel_kernels.attention.paged.kv import KV, LENGTH, PADDING_MASK, metadata_
 from accel.libraries.cache import DynamicLayer, pair_of
 
 OWN, CROSS = 0, 1  # parts of a cache
-Shape = tuple[int, int, int, int, int, int]  # layers, 2, rows, heads, tokens, D
+Shape = tuple[int, ...]  # layers, 2, rows, heads, tokens, D
 BLOCK = 64  # tokens, of a store; a row has whole blocks
 COUNTED = 64  # numbers for each row and head that `accel_kernels.paged_attention` counts by
 
 
-class Store(NamedTuple):
+class FixedStore(NamedTuple):
     """A part of the memory as that operation reads it, by layers. metadata: of all, tells how many tokens count but for
     a new one; mask: (rows, tokens) bool, which may be seen.
     """
@@ -34,7 +34,7 @@ class FixedMemory:
 
     def __init__(self) -> None:
         self.flat: dict[int, torch.Tensor] = {}
-        self.stores: dict[tuple[int, Shape], Store] = {}  # graphs hold their addresses too
+        self.stores: dict[tuple[int, Shape], FixedStore] = {}  # graphs hold their addresses too
 
     @property
     def addresses(self) -> tuple[int, ...]:
@@ -59,7 +59,7 @@ class FixedMemory:
         size = _blocks(shape)
         return self.flat[part][: size.numel()].view(size)
 
-    def store(self, part: int, shape: Shape) -> Store:
+    def store(self, part: int, shape: Shape) -> FixedStore:
         """Of the room of that shape; all of its tokens count so far."""
         found = self.stores.get((part, shape))
         if found is None:
@@ -74,7 +74,7 @@ def _blocks(shape: Shape) -> torch.Size:
     return torch.Size((*outer, -(-tokens // BLOCK), BLOCK, heads, dim))
 
 
-def _store(memory: torch.Tensor, tokens: int) -> Store:
+def _store(memory: torch.Tensor, tokens: int) -> FixedStore:
     _, _, rows, columns, _, heads, _ = memory.shape
     device = memory.device
     table = torch.arange(rows * columns, dtype=torch.int32, device=device).view(rows, columns)
@@ -82,9 +82,12 @@ def _store(memory: torch.Tensor, tokens: int) -> Store:
     metadata = metadata_of(columns, [(table, *own) for own in layers], device)
     mask = torch.ones(rows, columns * BLOCK, dtype=torch.bool, device=device)
     metadata[LENGTH], metadata[PADDING_MASK] = tokens - 1, mask.data_ptr()
-    shared = {"split_counters": torch.zeros(rows * heads * COUNTED, dtype=torch.int32, device=device), "ordered": True}
-    kvs = [KV(*own, table, mask, metadata, index, **shared) for index, own in enumerate(layers)]
-    return Store(kvs, metadata, mask)
+    counters = torch.zeros(rows * heads * COUNTED, dtype=torch.int32, device=device)
+    kvs = [
+        KV(keys, values, table, mask, metadata, index, split_counters=counters, ordered=True)
+        for index, (keys, values) in enumerate(layers)
+    ]
+    return FixedStore(kvs, metadata, mask)
 
 
 class Length:
@@ -196,7 +199,7 @@ class Holding:
     def room(self, part: int) -> int:
         return self.kept[part].shape[4]
 
-    def store(self, part: int) -> Store:
+    def store(self, part: int) -> FixedStore:
         """All of the part, by its layers."""
         return self.memory.store(part, tuple(self.kept[part].shape))
 

@@ -119,8 +119,9 @@ def _middles(layer: LayerRecord) -> Iterator[tuple[Value, tuple[Call, list[Call]
 
 
 def understand_decoder(model: Any, call: dict[str, Any]) -> tuple[str, list[Halves]]:
-    """The path of the stack of a decoder, and what each of its layers computes in a call of the model, which is given
-    what an encoder gave, and no cache. Raises NotUnderstood.
+    """The path of the stack of a decoder, and what each of its layers computes in a call of the model.
+
+    call: keywords, among them what an encoder gave, and no cache. Raises NotUnderstood.
     """
     decoder = model.get_decoder()
     stacks = [name for name, one in decoder.named_children() if type(one) is nn.ModuleList and len(one)]

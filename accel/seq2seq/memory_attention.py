@@ -98,8 +98,7 @@ class MemorySpec(BidirectionalSpec):
 
     @classmethod
     def is_nothing(cls, value: object) -> bool:
-        floats = isinstance(value, torch.Tensor) and value.is_floating_point() and value.requires_grad is False
-        return floats and not bool(value.any())  # as T5 tells where there is no bias
+        return isinstance(value, torch.Tensor) and value.is_floating_point() and not bool(value.any())  # as in T5
 
     @classmethod
     def formulas(cls, layer: LayerRecord, calls: list[Call], fields: dict) -> Iterator[Formula]:

@@ -44,7 +44,7 @@ def match_seq2seq(site: Site, context: Context) -> Match | Skip | None:
     forward = Seq2SeqForward(model, site.path, context.kernels, context.log, runner=None)
     reason = "weights are not loaded (meta device)" if meta_weights(model) else None
     reason = reason or side_effects(model) or model_side_effects(model)
-    trial, covers = None, ()
+    trial, covers = None, tuple[str, ...]()
     try:
         if reason is None:
             trial = _try(forward, partial(StepTrial.of, forward))
@@ -75,12 +75,11 @@ def _understand(forward: Seq2SeqForward, trial: "StepTrial", context: Context) -
     model = forward.module
     stack, halves = understand_decoder(model, trial.prompt())
     forward.steps = context.of(ForwardContext)
-    more = {"steps": forward.steps}
     layers = []
     for (name, layer), (first, second) in zip(model.get_submodule(stack).named_children(), halves, strict=True):
         place = layer, f"{stack}.{name}", context.kernels, context.log
-        layers.append(DecoderLayerForward(*place, spec=first, **more))
-        layers[-1].second = LayerForward(*place, spec=second, **more)
+        layers.append(DecoderLayerForward(*place, spec=first, steps=forward.steps))
+        layers[-1].second = LayerForward(*place, spec=second, steps=forward.steps)
     forward.layers, forward.apart = layers, True
     try:
         with ExitStack() as undo:
