@@ -7,6 +7,8 @@ import torch
 import transformers as t
 
 import accel
+from accel.seq2seq.memory_attention import MemoryStep
+from support.noted import noted
 
 pytestmark = pytest.mark.usefixtures("exact")
 
@@ -14,24 +16,35 @@ TEXT = {"vocab_size": 256, "d_model": 64, "forced_eos_token_id": None}
 for side in ("encoder", "decoder"):
     TEXT |= {f"{side}_layers": 2, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 128}
 T5 = {"vocab_size": 256, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+AUDIO = TEXT | {"max_source_positions": 50, "num_mel_bins": 16, "pad_token_id": 0, "bos_token_id": 1}
+AUDIO |= {"eos_token_id": 2, "decoder_start_token_id": 3, "suppress_tokens": None, "begin_suppress_tokens": None}
 MAKES = {
     "Bart": lambda: t.BartForConditionalGeneration(t.BartConfig(**TEXT)),
     "M2M100": lambda: t.M2M100ForConditionalGeneration(t.M2M100Config(**TEXT)),
     "T5": lambda: t.T5ForConditionalGeneration(t.T5Config(**T5, decoder_start_token_id=0)),
 }
+TEXTS = [*MAKES]
+MAKES["Whisper"] = lambda: t.WhisperForConditionalGeneration(t.WhisperConfig(**AUDIO))
+
+
+def made(family, dtype=torch.float32):
+    """A model with random weights."""
+    torch.manual_seed(0)
+    model = MAKES[family]().eval().cuda()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.2)
+    return model.to(dtype)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", MAKES)
-def test_one_graph_serves_texts_of_every_length(family, implementation):
-    torch.manual_seed(0)
-    stock = MAKES[family]().eval().cuda()
+@pytest.mark.parametrize("family", TEXTS)
+def test_one_graph_serves_texts_of_every_length(family, implementation, monkeypatch):
+    stock = made(family)
     stock.set_attn_implementation(implementation)
-    with torch.no_grad():
-        for parameter in stock.parameters():
-            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.2)
     ours = accel.optimize(copy.deepcopy(stock), graphs=True)
     runner = vars(ours)["forward"].runner
+    stores = noted(monkeypatch, MemoryStep, "kv", lambda step, part, index: step.stores[part] is not None)
     for text, (rows, length, tokens, beams) in enumerate(
         [(3, 60, 40, 4), (3, 9, 40, 1), (3, 33, 100, 1), (3, 50, 20, 4), (12, 64, 20, 1), (3, 9, 40, 1)]
     ):
@@ -44,4 +57,35 @@ def test_one_graph_serves_texts_of_every_length(family, implementation):
         assert torch.equal(ours.generate(ids, **call), stock.generate(ids, **call)), text
     graphs = [entry for entry in runner.entries.values() if entry.graph is not None]
     assert len(graphs) == 2 and runner.replays > 150, accel.report(ours)  # of 3 and of 12 rows
-    assert accel.report(ours).fallbacks == []
+    assert accel.report(ours).fallbacks == [] and stores and all(stores)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", MAKES)
+def test_logits_in_bf16_are_as_close_as_those_of_stock(family):
+    """To float32, of the same tokens step by step; beside other rows, and with padding of what the encoder read."""
+    stock = made(family, torch.bfloat16)
+    exact, ours = copy.deepcopy(stock).float(), accel.optimize(copy.deepcopy(stock), graphs=True)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(5, 256, (3, 40), generator=generator).cuda()
+    if family == "Whisper":
+        call = {"input_features": torch.randn(3, 16, 100, generator=generator).cuda()}
+    else:
+        mask = (torch.arange(50) < torch.tensor([[50], [31], [7]])).long().cuda()
+        call = {"input_ids": torch.randint(5, 256, (3, 50), generator=generator).cuda(), "attention_mask": mask}
+
+    def logits(model):
+        given = {name: one.to(model.dtype) if one.is_floating_point() else one for name, one in call.items()}
+        hidden = model.get_encoder()(**given)
+        more = {"encoder_outputs": hidden} | {n: one for n, one in given.items() if n == "attention_mask"}
+        cache, found = None, []
+        for at in range(tokens.shape[1]):
+            output = model(decoder_input_ids=tokens[:, at : at + 1], cache=cache, use_cache=True, **more)
+            cache = output.cache
+            found.append(output.logits.float())
+        return torch.cat(found, 1)
+
+    wanted = logits(exact)
+    off, usual = ((logits(model) - wanted).norm() / wanted.norm() for model in (ours, stock))
+    assert off <= 1.5 * usual, (off, usual)
+    assert vars(ours)["forward"].runner.replays > 30 and accel.report(ours).fallbacks == []
