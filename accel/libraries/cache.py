@@ -168,6 +168,34 @@ def filled_layers(cache: Any) -> tuple[list[Any], list[Any]] | None:
     return (own, cross) if first else None
 
 
+def empty_pair(config: Any) -> EncoderDecoderCache:
+    """The cache of a text of such a decoder that has not begun."""
+    return EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
+
+
+def empty_layers(cache: Any) -> tuple[list[Any], list[Any]] | None:
+    """As `filled_layers`, of a cache that holds nothing yet."""
+    if type(cache) is not EncoderDecoderCache:
+        return None
+    parts = cache.self_attention_cache, cache.cross_attention_cache
+    plain = all(type(part) is DynamicCache and not part.offloading for part in parts)
+    layers = parts[0].layers, parts[1].layers
+    new = all(type(layer) is DynamicLayer and not layer.is_initialized for own in layers for layer in own)
+    return layers if plain and new and len(layers[0]) == len(layers[1]) > 0 else None
+
+
+def begin(layers: list[Any], none: Any) -> None:
+    """Has layers hold no tokens instead of nothing. none: keys, or values, of that many."""
+    for layer in layers:
+        layer.lazy_initialization(none, none)
+        layer.keys = layer.values = none
+
+
+def note_filled(cache: Any) -> None:
+    """Has a cache know that all its layers hold what the encoder gave."""
+    cache.is_updated.update(dict.fromkeys(range(len(cache.cross_attention_cache.layers)), True))
+
+
 def is_empty(cache: Any) -> bool:
     """Whether a forward that is given this begins a text."""
     return cache is None or (type(cache) is EncoderDecoderCache and cache.get_seq_length() == 0)

@@ -198,6 +198,11 @@ class LayerGuard:
             if not any(name == one or name.startswith(f"{one}.") for one in live)
         }
 
+    def join(self, other: "LayerGuard") -> None:
+        """Is one of both: `other` is of another part of the layer, whose modules are live or answered too."""
+        self.records = {name: record for name, record in self.records.items() if name in other.records}
+        self.answered |= other.answered
+
     def changed(self, layer: nn.Module) -> str | None:
         """What is another now."""
         modules = dict(layer.named_modules())

@@ -5,14 +5,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.runner import GraphRunner
 from accel.errors import Unfit
-from accel.libraries.attention import ATTENTION
 from accel.libraries.cache import (
     ENCODED,
     ENCODER_MASK,
@@ -20,11 +19,14 @@ from accel.libraries.cache import (
     POSITIONS,
     TOKENS,
     DynamicLayer,
+    begin,
     cache_argument,
     cache_field,
+    empty_layers,
     encoded,
     filled_layers,
     is_empty,
+    note_filled,
     output_of,
     with_present_names,
 )
@@ -35,33 +37,19 @@ from accel.patching.structure import foreign_hooks
 from accel.seq2seq.fixed_memory import CROSS, OWN, FixedMemory, HeldLayer, Holding, Length
 from accel.seq2seq.layers import DecoderLayerForward
 from accel.seq2seq.memory_attention import MemoryStep, hiding
+from accel.seq2seq.step_inputs import TextStep, step_behind
 
 KNOWN = {TOKENS, ENCODED, ENCODER_MASK, MASK, POSITIONS, "use_cache", "return_dict"}
-ROOMS, TIMES = 128, 4  # tokens of the decoder that there is room for, and how many times as many next
-STEP = 64  # tokens of an encoder are rounded up to a multiple of this, or of an eighth
+FIRST = 8  # tokens that a text may begin with, to be run one by one
 RECENT = 1.0  # seconds since a step, after which a text counts as ended
-TAKES_MASKS = ("sdpa", "eager")  # attentions that add a mask of numbers to the scores
-
-
-class Given(NamedTuple):
-    """What a step is given. start: tokens before it, (), int64; others as the model takes them, None for none.
-
-    mask, padding: of the encoder's tokens and the decoder's, (rows, room).
-    """
-
-    tokens: torch.Tensor
-    start: torch.Tensor
-    mask: torch.Tensor | None
-    padding: torch.Tensor | None
-    positions: torch.Tensor | None
 
 
 class Seq2SeqForward(FastForward):
     """Steps run the model's own code over a cache at fixed addresses, whose lengths are numbers on the device.
 
     masked: the decoder reads the mask of the encoder's tokens; else it reads all of them. padded: it reads one of its
-    own. output: the class of what a call returns. layers: fused in steps; none where they are not understood. apart:
-    their weights stay where they are, as they are tried.
+    own. output: the class of what a call returns. layers: fused in steps; none where they are not understood. begins:
+    a few first tokens may be so many steps too. apart: weights stay where they are, as layers are tried.
     """
 
     captures = False  # the encoder and the prompt are run one by one, in which lone sites must pay
@@ -69,6 +57,7 @@ class Seq2SeqForward(FastForward):
     runner: GraphRunner | None
     masked = False
     padded = False
+    begins = False
     apart = False
     output: type
     layers: Sequence[DecoderLayerForward] = ()
@@ -100,15 +89,63 @@ class Seq2SeqForward(FastForward):
         given = self.named(args, with_present_names(type(self.module).forward, kwargs))
         cache = given.pop(self.cache_name, None)
         if is_empty(cache):
-            return self.stock(*args, **kwargs)  # the first tokens of a text
-        self._check(given)
-        with self.lock, self._in_order(given[TOKENS].device):
-            layers = filled_layers(cache)
-            if layers is None:
-                raise Unfit("a cache of another kind")
-            logits = self._logits(layers, given)
+            logits = self._first(cache, given)
+            if logits is None:
+                return self.stock(*args, **kwargs)
+        else:
+            self._check(given)
+            with self.lock, self._in_order(given[TOKENS].device):
+                layers = filled_layers(cache)
+                if layers is None:
+                    raise Unfit("a cache of another kind")
+                logits = self._logits(layers, given)
         result = output_of(self.output, logits, cache, cache_field(self.output), given[ENCODED])
         return result if given.get("return_dict") is not False else result.to_tuple()
+
+    def _first(self, cache: Any, given: dict[str, Any]) -> torch.Tensor | None:
+        """The logits of the first tokens of a text, (rows, tokens, vocabulary), by steps; None where they are run at
+        once, by stock.
+        """
+        layers, tokens, positions = empty_layers(cache), given.get(TOKENS), given.get(POSITIONS)
+        if not self.begins or layers is None or len(layers[OWN]) != len(self.layers) or given.get(MASK) is not None:
+            return None
+        if type(tokens) is not torch.Tensor or tokens.dim() != 2 or not 0 < tokens.shape[1] <= FIRST:
+            return None
+        if positions is not None and positions.shape != tokens.shape:
+            return None
+        steps = [given | {TOKENS: tokens[:, at : at + 1]} for at in range(tokens.shape[1])]
+        if positions is not None:
+            steps = [one | {POSITIONS: positions[:, at : at + 1]} for at, one in enumerate(steps)]
+        try:
+            self._check(steps[0])
+            hidden = given[ENCODED].last_hidden_state
+            with self.lock, self._in_order(tokens.device):
+                told = [self._told(one, at, hidden.shape[1]) for at, one in enumerate(steps)]
+                if any(one.key != told[0].key for one in told) or not self._ready(told[0].rooms[OWN]):
+                    return None
+                for own, attention in zip(layers, self.layers[0].attentions, strict=True):
+                    shape = hidden.shape[0], attention.kv_heads, 0, attention.dim
+                    begin(own, hidden.new_empty(shape, dtype=next(self.module.parameters()).dtype))
+                holding = self._held(layers, told[0])
+                try:
+                    logits = self._begun(holding, hidden, told)
+                except BaseException:  # stock begins with an empty cache
+                    holding.forget()
+                    self.holding = None
+                    raise
+        except Unfit:
+            return None
+        note_filled(cache)
+        return logits
+
+    def _told(self, given: dict[str, Any], start: int, length: int) -> TextStep:
+        return step_behind(self.module, given, start, length, self.masked, self.padded)
+
+    def _begun(self, holding: Holding, hidden: torch.Tensor, told: list[TextStep]) -> torch.Tensor:
+        for layer, kept in zip(self.layers, holding.kept[CROSS], strict=True):
+            layer.remember(hidden, kept)
+        holding.lengths[CROSS] = hidden.shape[1]
+        return torch.cat([self._next(holding, one) for one in told], 1)
 
     @contextmanager
     def _in_order(self, device: torch.device) -> Iterator[None]:
@@ -138,45 +175,25 @@ class Seq2SeqForward(FastForward):
             raise Unfit("no cache, or nothing that an encoder gave")
 
     def _logits(self, layers: tuple[list, list], given: dict[str, Any]) -> torch.Tensor:
-        tokens, encoder, mask = given[TOKENS], given[ENCODED].last_hidden_state, given.get(ENCODER_MASK)
-        (rows, _), length = tokens.shape, layers[CROSS][0].get_seq_length()
-        mask = mask if self.masked else None
-        if tokens.device != layers[OWN][0].keys.device or tokens.device != next(self.module.parameters()).device:
-            raise Unfit("tokens on another device than the model, or the cache")
-        if encoder.shape[:2] != (rows, length) or layers[OWN][0].keys.shape[0] != rows:
-            raise Unfit("a cache of another number of rows, or of another text, than the encoder's")
-        if mask is not None and (type(mask) is not torch.Tensor or mask.shape != (rows, length)):
-            raise Unfit("a mask of the encoder's tokens in another form than (rows, tokens)")
-        start, padding, positions = layers[OWN][0].get_seq_length(), given.get(MASK), given.get(POSITIONS)
-        if padding is not None and (not self.padded or padding.shape != (rows, start + 1)):
-            raise Unfit("a mask of the decoder's tokens in another form than (rows, tokens)")
-        if positions is not None and positions.shape != (rows, 1):
-            raise Unfit("positions in another form than (rows, 1)")
-        config = self.module.get_decoder().config
-        attention, most = getattr(config, ATTENTION, None), getattr(config, "max_position_embeddings", None)
-        if attention not in TAKES_MASKS:
-            raise Unfit("an attention that takes other masks")
-        rooms = room_for(start + 1, most), room_of(length) if self.masked else length
-        if mask is None and rooms[CROSS] != length:
-            mask = tokens.new_ones(rows, length)
-        step = Given(
-            _packed(tokens),
-            torch.full((), start, device=tokens.device),
-            None if mask is None else _filled_up(mask, rooms[CROSS]),
-            None if padding is None else _filled_up(padding, rooms[OWN]),
-            None if positions is None else _packed(positions),
-        )
-        holding = self._held(layers, rooms, step)
+        keys, length = layers[OWN][0].keys, layers[CROSS][0].get_seq_length()
+        if given[TOKENS].device != keys.device:
+            raise Unfit("tokens on another device than the cache")
+        if given[TOKENS].shape[0] != keys.shape[0]:
+            raise Unfit("a cache of another number of rows")
+        step = self._told(given, layers[OWN][0].get_seq_length(), length)
+        return self._next(self._held(layers, step), step)
+
+    def _next(self, holding: Holding, step: TextStep) -> torch.Tensor:
         self.used = threading.get_ident(), time.monotonic()
-        logits = self._run(holding, step, attention)
+        logits = self._run(holding, step)
         holding.lengths[OWN] += 1
         return logits
 
-    def _held(self, layers: tuple[list, list], rooms: tuple[int, int], step: Given) -> Holding:
+    def _held(self, layers: tuple[list, list], step: TextStep) -> Holding:
         """The cache in the fixed memory. Raises Unfit where its steps are better left stock."""
-        if self._key(len(step.tokens), rooms, step) in self.declined:
+        if step.key in self.declined:
             raise Unfit("a CUDA graph of its steps gains nothing, or is none")
-        found = self.holding
+        found, rooms, device = self.holding, step.rooms, step.given.tokens.device
         if found is not None and found.holds(layers) and found.room(OWN) == rooms[OWN]:
             return found
         if found is not None:
@@ -190,12 +207,10 @@ class Seq2SeqForward(FastForward):
         forms = [{(one.shape, one.dtype) for layer in part for one in (layer.keys, layer.values)} for part in layers]
         if any(len(form) > 1 for form in forms):
             raise Unfit("keys and values of different sizes")
-        if self.runner is not None and step.tokens.is_cuda:
-            firsts = [part[0].keys for part in layers]
-            sizes = (
-                2 * len(layers[OWN]) * one[:, :, :1].nbytes * room for one, room in zip(firsts, rooms, strict=True)
-            )
-            if sum(sizes) > 2**20 * self.runner.pool.limit_mb(step.tokens.device):
+        if self.runner is not None and device.type == "cuda":
+            token = layers[OWN][0].keys
+            bytes_ = 2 * len(layers[OWN]) * token.shape[0] * token.shape[1] * token.shape[3] * token.element_size()
+            if bytes_ * sum(rooms) > 2**20 * self.runner.pool.limit_mb(device):
                 raise Unfit("its keys and values take more than graph_memory_gb allows")
         before = self.memory.addresses
         self.holding = Holding(self.memory, layers, rooms)
@@ -207,21 +222,17 @@ class Seq2SeqForward(FastForward):
                 self.runner.entries.clear()
         return self.holding
 
-    def _key(self, rows: int, rooms: tuple[int, int], step: Given) -> tuple:
-        return rows, rooms, *(one is None for one in step[2:])
-
-    def _run(self, holding: Holding, step: Given, attention: str) -> torch.Tensor:
-        rooms = holding.room(OWN), holding.room(CROSS)
+    def _run(self, holding: Holding, step: TextStep) -> torch.Tensor:
         holding.settle(OWN)
         holding.settle(CROSS)
         eager: Callable = partial(self.step, holding)
-        if self.runner is None or not step.tokens.is_cuda:
-            return eager(*step)
-        variant = *rooms, attention
-        logits = self.runner(eager, tuple(step), {}, variant)
+        if self.runner is None or not step.given.tokens.is_cuda:
+            return eager(*step.given)
+        variant = holding.room(OWN), holding.room(CROSS), step.attention
+        logits = self.runner(eager, tuple(step.given), {}, variant)
         known = (entry for key, entry in self.runner.entries.items() if key[-1] == variant)
         if self.runner.reason is not None or any(entry.reason is not None for entry in known):
-            self.declined.add(self._key(len(step.tokens), rooms, step))
+            self.declined.add(step.key)
         return logits
 
     def step(
@@ -276,27 +287,3 @@ class Seq2SeqForward(FastForward):
             return str(error)
         hooked = (f"{one.path} has forward hooks" for one in self.layers if foreign_hooks(one.module))
         return next(hooked, None) or next(filter(None, (one.bind(not self.apart) for one in self.layers)), None)
-
-
-def room_for(tokens: int, most: int | None) -> int:
-    """Of the decoder. most: that it has positions for, None for any number."""
-    room = ROOMS
-    while room < tokens:
-        room *= TIMES
-    return min(room, most) if most is not None and tokens <= most else room
-
-
-def room_of(length: int) -> int:
-    """As many tokens of an encoder or a few more."""
-    step = max(STEP, (1 << length.bit_length()) // 16)
-    return -(-length // step) * step
-
-
-def _packed(column: torch.Tensor) -> torch.Tensor:
-    """(rows, 1), with strides that do not tell of what it is a part, as graphs go by them."""
-    return column if column.stride() == (1, 1) else column.clone(memory_format=torch.contiguous_format)
-
-
-def _filled_up(mask: torch.Tensor, room: int) -> torch.Tensor:
-    """(rows, room), 0 behind what is in the mask."""
-    return torch.nn.functional.pad(mask, (0, room - mask.shape[1]))

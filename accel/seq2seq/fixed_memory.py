@@ -224,6 +224,11 @@ class Holding:
             if type(layer) is HeldLayer:
                 layer.leave()
 
+    def forget(self) -> None:
+        """Gives the cache back with nothing in it."""
+        self.lengths = [0, 0]
+        self.release()
+
     def reorder(self, part: int, index: int, order: torch.Tensor) -> None:
         """Puts rows of a layer into another order: of all layers at once, when each has been asked."""
         before, asked = self.orders[part]

@@ -18,6 +18,7 @@ from accel.errors import reason_of
 from accel.libraries.cache import ENCODED, TOKENS, encoded
 from accel.llm.generation.layer_forward import LayerForward
 from accel.llm.parts.norm import normlike
+from accel.llm.parts.step import ForwardContext
 from accel.llm.recording.implementation import foreign_attention
 from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record, Value
 from accel.llm.recording.recorder import resting
@@ -33,16 +34,31 @@ Halves = tuple[LayerSpec, LayerSpec]
 class DecoderLayerForward(LayerForward):
     """Computes its layer, of which `spec` is the first half and `second` the rest, while a step is under way."""
 
-    second: LayerForward
+    def __init__(self, *place: Any, halves: Halves, steps: ForwardContext) -> None:
+        super().__init__(*place, spec=halves[0], steps=steps)
+        self.second = LayerForward(*place, spec=halves[1], steps=steps)
+        self.layer_guard.join(self.second.layer_guard)
+
+    @property
+    def attentions(self) -> tuple[Any, Any]:
+        """To its own tokens, and to the encoder's."""
+        return self.spec.attention, self.second.spec.attention
 
     @property
     def biases(self) -> list[PositionBias]:
         """Of scores."""
-        attentions: list[Any] = [self.spec.attention, self.second.spec.attention]
-        return [one.position_bias for one in attentions if one.position_bias is not None]
+        return [one.position_bias for one in self.attentions if one.position_bias is not None]
+
+    def all_stacks(self) -> list[list[nn.Linear]]:
+        """See `stacks`."""
+        return [linears for linears in (self.stacks(), self.second.stacks(self.attentions[CROSS].sources)) if linears]
+
+    def remember(self, hidden: torch.Tensor, kept: torch.Tensor) -> None:
+        """See `BoundMemoryAttention`."""
+        self.second.bound.attention.remember(self.kernels, hidden, kept)
 
     def bind(self, stack: bool) -> str | None:
-        reason = super().bind(stack) or self.second.layer_guard.changed(self.module)
+        reason = super().bind(stack)
         if reason is None:
             try:
                 self.second.bound = BoundLayer(self.kernels, self.module, self.second.spec, stack)

@@ -15,6 +15,7 @@ from torch import nn
 from accel.encoders.bidirectional_attention import PLAIN, BidirectionalSpec, scale_of
 from accel.encoders.position_bias import PositionBias
 from accel.llm.attention.softmax_attention import BoundSoftmaxAttention, Formula, Parts
+from accel.llm.parts.part import BoundProjections, NormedInput
 from accel.llm.parts.step import Step
 from accel.llm.recording.record import Call, LayerRecord
 from accel.patching.fast_forward import Kernels
@@ -90,7 +91,16 @@ def hiding(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class MemorySpec(BidirectionalSpec):
-    """Of the tokens of the decoder; or, in the layout QUERIES, of what the encoder gave."""
+    """Of the tokens of the decoder; or, in the layout QUERIES, of what the encoder gave.
+
+    sources: linears of that which give values and keys; none where these are made in another way.
+    """
+
+    sources: tuple[str, ...] = ()
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        return (*self.projections, *self.sources, self.out)
 
     @property
     def part(self) -> int:
@@ -112,13 +122,19 @@ def _of_queries(layer: LayerRecord, calls: list[Call], fields: dict) -> Iterator
     attended = layer.attended
     assert attended is not None
     rows, heads, tokens, dim = attended.query.shape
-    layout = {"layout": QUERIES, "heads": heads, "groups": heads, "kv_heads": heads, "dim": dim}
+    kept = layer.cached
+    groups = kept.keys.shape[1]
+    layout = {"layout": QUERIES, "heads": heads, "groups": groups, "kv_heads": groups, "dim": dim}
+    known = [call for call in calls if call.alone and call.made is not None and call.output.held.dim() == 3]
+    flat = [one.transpose(1, 2).flatten(2) for one in (kept.values, kept.keys)]
+    found = [next((call for call in known if torch.equal(call.output.held, one)), None) for one in flat]
+    sources = tuple(layer.name(call.module) for call in found if call is not None)
     none = {"q_norm": None, "k_norm": None, "key_scale": 1.0, "rotary": None, "norms_after": False}
     for call in calls:
         if call.alone and call.made is not None and call.output.held.shape == (rows, tokens, heads * dim):
             scale = scale_of(layer, call.output.held.unflatten(-1, (heads, dim)))
             if scale is not None:
-                scores = PLAIN | fields | {"scale": scale}
+                scores = PLAIN | fields | {"scale": scale, "sources": sources if len(sources) == 2 else ()}
                 yield Formula((call,), layout | none | scores, attended.output.flatten(2), None)
 
 
@@ -126,6 +142,16 @@ class BoundMemoryAttention(BoundSoftmaxAttention):
     """One attention with the tensors it reads."""
 
     spec: MemorySpec
+
+    def __init__(self, kernels: Kernels, layer: nn.Module, spec: MemorySpec, stack: bool):
+        super().__init__(kernels, layer, spec, stack)
+        self.sources = BoundProjections(layer, spec.sources, stack)
+
+    def remember(self, kernels: Kernels, hidden: torch.Tensor, kept: torch.Tensor) -> None:
+        """Puts keys and values of what the encoder gave, (rows, tokens, C), into (2, rows, heads, room, D)."""
+        values, keys = self.sources(kernels, NormedInput(hidden))
+        for memory, made in zip(kept, (keys, values), strict=True):
+            memory[:, :, : hidden.shape[1]].copy_(made.unflatten(-1, (-1, self.spec.dim)).transpose(1, 2))
 
     def parts(self, outputs: Sequence[torch.Tensor]) -> Parts:
         if self.spec.part == OWN:

@@ -16,9 +16,18 @@ from accel.cuda_graphs.rule import graph_obstacle
 from accel.cuda_graphs.runner import GraphRunner
 from accel.errors import Unfit, reason_of
 from accel.fusion.stacked_linears import Stacked
-from accel.libraries.cache import ENCODED, ENCODER_MASK, MASK, TOKENS, DynamicCache, DynamicLayer, cache_of, encoded
+from accel.libraries.cache import (
+    ENCODED,
+    ENCODER_MASK,
+    MASK,
+    TOKENS,
+    DynamicCache,
+    DynamicLayer,
+    cache_of,
+    empty_pair,
+    encoded,
+)
 from accel.libraries.models import is_seq2seq
-from accel.llm.generation.layer_forward import LayerForward
 from accel.llm.parts.step import ForwardContext
 from accel.llm.recording.record import NotUnderstood
 from accel.llm.recording.recorder import model_side_effects, resting
@@ -26,6 +35,7 @@ from accel.patching.fast_forward import as_written
 from accel.patching.rule import Change, Context, ForwardPatch, Match, Site, Skip
 from accel.patching.structure import meta_weights, placement, side_effects
 from accel.seq2seq.decoder import Seq2SeqForward
+from accel.seq2seq.fixed_memory import CROSS
 from accel.seq2seq.layers import DecoderLayerForward, understand_decoder
 from accel.tolerances import LOGITS, bound
 
@@ -60,13 +70,13 @@ def match_seq2seq(site: Site, context: Context) -> Match | Skip | None:
     except NotUnderstood as error:
         layers = f"in the model's own code: {error}"
     patches: list[Change] = [*_patches(forward)]
-    stacks = (one.stacks() for layer in forward.layers for one in (layer, layer.second))
-    patches += [Stacked(linears) for linears in stacks if linears]
+    patches += [Stacked(linears) for layer in forward.layers for linears in layer.all_stacks()]
     keep = context.options.graphs is True
     forward.runner = GraphRunner(model, "", context.of(GraphPool), context.log, graph_obstacle, keep)
     device = placement(model)[0].type
     waits = "" if device == "cuda" else f"; CUDA graphs wait for CUDA; the model is on {device}"
-    note = f"steps of the decoder in one graph, its layers {layers}; the encoder and the first tokens as stock{waits}"
+    first = "" if forward.begins else " and the first tokens"
+    note = f"steps of the decoder in one graph, its layers {layers}; the encoder{first} as stock{waits}"
     return Match(forward, tuple(patches), covers=covers, note=note)
 
 
@@ -75,11 +85,10 @@ def _understand(forward: Seq2SeqForward, trial: "StepTrial", context: Context) -
     model = forward.module
     stack, halves = understand_decoder(model, trial.prompt())
     forward.steps = context.of(ForwardContext)
-    layers = []
-    for (name, layer), (first, second) in zip(model.get_submodule(stack).named_children(), halves, strict=True):
-        place = layer, f"{stack}.{name}", context.kernels, context.log
-        layers.append(DecoderLayerForward(*place, spec=first, steps=forward.steps))
-        layers[-1].second = LayerForward(*place, spec=second, steps=forward.steps)
+    layers = [
+        DecoderLayerForward(layer, f"{stack}.{name}", context.kernels, context.log, halves=both, steps=forward.steps)
+        for (name, layer), both in zip(model.get_submodule(stack).named_children(), halves, strict=True)
+    ]
     forward.layers, forward.apart = layers, True
     try:
         with ExitStack() as undo:
@@ -88,7 +97,7 @@ def _understand(forward: Seq2SeqForward, trial: "StepTrial", context: Context) -
                 undo.callback(patch.undo)
             _try(forward, trial.again)
     except NotUnderstood:
-        forward.layers = ()
+        forward.layers, forward.begins = (), False
         raise
     finally:
         forward.apart = False
@@ -111,11 +120,12 @@ class Waits(TorchDispatchMode):
 
 
 class Text(NamedTuple):
-    """What stock makes of a small text. more: keywords besides its tokens; begun: its cache behind the first tokens;
-    wanted: what the steps behind these return.
+    """What stock makes of a small text. more: keywords besides its tokens; first: what it returns of its first tokens;
+    begun: its cache behind these; wanted: what the steps behind these return.
     """
 
     more: dict[str, torch.Tensor]
+    first: Any
     begun: Any
     wanted: list[Any]
 
@@ -163,6 +173,19 @@ class StepTrial:
             self.compare(text)
             if self.forward.reason is not None:
                 raise NotUnderstood(self.forward.reason)
+        self.forward.begins = all(layer.attentions[CROSS].sources for layer in self.forward.layers)
+        self.forward.begins = self.forward.begins and all(map(self.begins, self.texts))
+
+    def begins(self, text: Text) -> bool:
+        """Whether the first tokens may be steps too."""
+        cache = empty_pair(self.forward.module.get_decoder().config)
+        try:
+            _agree(self.forward.fast(**self.call(text.more, 0, BEGUN, cache)), text.first)
+            self.compare(text, cache)
+        except Exception as error:  # whatever a forward may raise
+            reason_of(error)
+            return False
+        return True
 
     def prompt(self) -> dict[str, Any]:
         """The keywords of a call that looks at all tokens at once."""
@@ -176,21 +199,20 @@ class StepTrial:
 
     def stock(self, more: dict, steps: int) -> Text:
         with as_written():
-            cache = cache_of(self.forward.stock(**self.call(more, 0, BEGUN, None)))
+            first = self.forward.stock(**self.call(more, 0, BEGUN, None))
+            cache = cache_of(first)
             begun = copy.deepcopy(cache)
             places = range(BEGUN, BEGUN + steps)
-            return Text(more, begun, [self.forward.stock(**self.call(more, at, at + 1, cache)) for at in places])
+            wanted = [self.forward.stock(**self.call(more, at, at + 1, cache)) for at in places]
+        return Text(more, first, begun, wanted)
 
-    def compare(self, text: Text) -> None:
-        begun = copy.deepcopy(text.begun)
+    def compare(self, text: Text, begun: Any = None) -> None:
+        """begun: its cache, where it was made by us."""
+        begun = copy.deepcopy(text.begun) if begun is None else begun
         for at, theirs in enumerate(text.wanted, BEGUN):
             with Waits() as waits:
                 ours = self.forward.fast(**self.call(text.more, at, at + 1, begun))
-            if list(ours) != list(theirs):
-                raise NotUnderstood("its output has other fields")
-            off = relative_rms(ours.logits, theirs.logits)
-            if not off <= bound(LOGITS, theirs.logits.dtype):
-                raise NotUnderstood(f"a step computes something else: logits are off by {off:.1e}")
+            _agree(ours, theirs)
             if waits.found is not None:
                 raise NotUnderstood(f"a step asks the device for a number ({waits.found})")
 
@@ -215,6 +237,15 @@ class StepTrial:
             return False
         self.texts.append(padded)
         return True
+
+
+def _agree(ours: Any, theirs: Any) -> None:
+    """Raises NotUnderstood where outputs have other fields, or logits that differ by more than rounding."""
+    if list(ours) != list(theirs):
+        raise NotUnderstood("its output has other fields")
+    off = relative_rms(ours.logits, theirs.logits)
+    if not off <= bound(LOGITS, theirs.logits.dtype):
+        raise NotUnderstood(f"a step computes something else: logits are off by {off:.1e}")
 
 
 def _same(one: Text, other: Text) -> bool:

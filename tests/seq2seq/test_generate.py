@@ -61,7 +61,7 @@ def options(tokens: int = 10, **more: object) -> dict[str, object]:
 
 
 FAMILIES = sorted(MAKES)
-LAYERS, STEPS = 2, 9  # of ten tokens, of which the first one comes with the prompt
+LAYERS, STEPS = 2, 10  # of ten tokens, and of a prompt of one
 
 
 @pytest.fixture
@@ -101,26 +101,29 @@ def optimized(family):
 
 
 PROMPT = torch.tensor([[2, 5, 6], [0, 7, 9]])
+PADDED = {"decoder_input_ids": PROMPT, "decoder_attention_mask": (PROMPT > 0).long()}
+LONG = torch.arange(3, 27).view(2, 12)
 
 
 def test_tokens_are_those_of_stock(family, steps, attended):
     model, stock = optimized(family)
     ran = steps()
     ours = [
-        (source(family), options(), 2),
-        (source(family, masked=False), options(), 2),
-        (source(family, length=70), options(num_beams=4), 8),
-        (source(family, rows=1), options(num_beams=3), 3),
-        (source(family), options(do_sample=True, top_k=10), 2),
-        (source(family) | {"decoder_input_ids": PROMPT}, options(), 2),
-        (source(family) | {"decoder_input_ids": PROMPT, "decoder_attention_mask": (PROMPT > 0).long()}, options(), 2),
-        (source(family), options(return_dict_in_generate=True, output_scores=True), 2),
+        (source(family), options(), 2, 10),
+        (source(family, masked=False), options(), 2, 10),
+        (source(family, length=70), options(num_beams=4), 8, 10),
+        (source(family, rows=1), options(num_beams=3), 3, 10),
+        (source(family), options(do_sample=True, top_k=10), 2, 10),
+        (source(family) | {"decoder_input_ids": PROMPT}, options(), 2, 12),
+        (source(family) | {"decoder_input_ids": LONG}, options(), 2, 9),  # its prompt is run at once
+        (source(family) | PADDED, options(), 2, 9),
+        (source(family), options(return_dict_in_generate=True, output_scores=True), 2, 10),
     ]
-    for call, chosen, rows in ours:
+    for call, chosen, rows, count in ours:
         ran.clear()
         attended.clear()
         assert_same(model, stock, call, chosen)
-        assert ran == [rows] * STEPS and attended == [False, True] * LAYERS * STEPS, (list(call), chosen)
+        assert ran == [rows] * count and attended == [False, True] * LAYERS * count, (list(call), chosen)
     assert not fallbacks(model)
 
 
@@ -129,28 +132,34 @@ def test_the_memory_read_as_a_store_gives_the_same(family, monkeypatch):
     model, stock = optimized(family)
     monkeypatch.setattr(MemoryStep, "pages", lambda *_: True)
     read = noted(monkeypatch, MemoryStep, "kv", lambda step, part, index: (part, index))
-    padded = {"decoder_input_ids": PROMPT, "decoder_attention_mask": (PROMPT > 0).long()}
     for call, chosen in (
-        (source(family) | padded, options()),
+        (source(family) | PADDED, options()),
         (source(family, length=70), options(num_beams=3)),
         (source(family, masked=False), options(50)),
     ):
         assert_same(model, stock, call, chosen)
-    assert read == [(part, layer) for layer in range(LAYERS) for part in (OWN, CROSS)] * (2 * STEPS + 49)
+    assert read == [(part, layer) for layer in range(LAYERS) for part in (OWN, CROSS)] * (9 + STEPS + 50)
     assert not fallbacks(model)
 
 
 def test_layers_that_somebody_looks_at_run_their_own_code_and_it_is_told(steps, attended):
     model, stock = optimized("Bart")
     seen, ran = [], steps()
+    attended.clear()
     handle = model.model.decoder.layers[1].fc1.register_forward_hook(lambda *_: seen.append(1))
     assert_same(model, stock, source("Bart"), options())
-    assert len(seen) == 1 + STEPS and len(ran) == STEPS  # a hook on a linear is heard
+    assert len(seen) == STEPS and attended == [False, True] * LAYERS * STEPS and not fallbacks(model)
     handle.remove()
     handle = model.model.decoder.layers[1].register_forward_hook(lambda *_: seen.append(2))
     attended.clear()
+    ran.clear()
     assert_same(model, stock, source("Bart"), options())
-    assert seen[-1] == 2 and not attended and "its layers run their own code" in fallbacks(model)[-1]
+    assert (
+        len(ran) == STEPS - 1
+        and seen[-1] == 2
+        and not attended
+        and "its layers run their own code" in fallbacks(model)[-1]
+    )
     handle.remove()
     assert_same(model, stock, source("Bart"), options())
     assert attended == [False, True] * LAYERS * STEPS
@@ -184,7 +193,7 @@ def test_more_tokens_than_there_is_room_for(family, steps):
     model, stock = optimized(family)
     ran = steps()
     assert_same(model, stock, source(family), options(150))
-    assert len(ran) == 149 and not fallbacks(model)
+    assert len(ran) == 150 and not fallbacks(model)
 
 
 def test_a_step_that_is_written_down_once_serves_every_text(family, monkeypatch):
@@ -192,9 +201,10 @@ def test_a_step_that_is_written_down_once_serves_every_text(family, monkeypatch)
     model, stock = optimized(family)
     kept = {}
 
-    def run(self, holding, step, attention):
+    def run(self, holding, text):
         holding.settle(OWN)
         holding.settle(CROSS)
+        step = text.given
         given = [one is not None for one in step]
         key = self.memory.addresses, holding.room(OWN), holding.room(CROSS), holding.rows, *given
 

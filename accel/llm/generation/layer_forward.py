@@ -1,5 +1,6 @@
 """The fused forward of one decoder layer, which runs while a step of the whole model is under way."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -66,10 +67,13 @@ class LayerForward(FastForward):
         linears = map(self.module.get_submodule, self.spec.called)
         return tuple(one for one in linears if isinstance(base(one), nn.Linear) and weights(one) is None)
 
-    def stacks(self) -> list[nn.Linear]:
-        """The projections of queries, keys and values whose weights one product takes, under adapters: all or none."""
-        attention = self.spec.attention
-        names = attention.projections if attention else ()
+    def stacks(self, names: Sequence[str] | None = None) -> list[nn.Linear]:
+        """The projections of queries, keys and values whose weights one product takes, under adapters: all or none.
+
+        names: of others.
+        """
+        if names is None:
+            names = self.spec.attention.projections if self.spec.attention else ()
         modules = [base(self.module.get_submodule(name)) for name in names]
         known = [(module, weights(module)) for module in modules if type(module) is nn.Linear]
         linears = [module for module, found in known if found is not None and not found.in_blocks]

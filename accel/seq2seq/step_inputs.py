@@ -1,0 +1,99 @@
+"""What a step of the decoder is given, in the forms that a graph of it holds for."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from accel.errors import Unfit
+from accel.libraries.attention import ATTENTION
+from accel.libraries.cache import ENCODED, ENCODER_MASK, MASK, POSITIONS, TOKENS
+from accel.seq2seq.fixed_memory import CROSS, OWN
+
+ROOMS, TIMES = 128, 4  # tokens of the decoder that there is room for, and how many times as many next
+STEP = 64  # tokens of an encoder are rounded up to a multiple of this, or of an eighth
+TAKES_MASKS = ("sdpa", "eager")  # attentions that add a mask of numbers to the scores
+
+
+class Given(NamedTuple):
+    """What a step is given. start: tokens before it, (), int64; others as the model takes them, None for none.
+
+    mask, padding: of the encoder's tokens and the decoder's, (rows, room).
+    """
+
+    tokens: torch.Tensor
+    start: torch.Tensor
+    mask: torch.Tensor | None
+    padding: torch.Tensor | None
+    positions: torch.Tensor | None
+
+
+class TextStep(NamedTuple):
+    """A step of a text: what it is given, the rooms of both parts of the memory, and by which attention."""
+
+    given: Given
+    rooms: tuple[int, int]
+    attention: str
+
+    @property
+    def key(self) -> tuple:
+        """Equal for steps of one graph."""
+        return len(self.given.tokens), self.rooms, *(one is None for one in self.given[2:])
+
+
+def step_behind(model: Any, given: dict[str, Any], start: int, length: int, masked: bool, padded: bool) -> TextStep:
+    """The step that a call of one token stands for. Raises Unfit where it is none.
+
+    given: the call's keywords; start: tokens before it; length: of the encoder. masked, padded: see `Seq2SeqForward`.
+    """
+    tokens, encoder, mask = given[TOKENS], given[ENCODED].last_hidden_state, given.get(ENCODER_MASK)
+    rows, mask = tokens.shape[0], mask if masked else None
+    if tokens.device != next(model.parameters()).device:
+        raise Unfit("tokens on another device than the model")
+    if encoder.shape[:2] != (rows, length):
+        raise Unfit("a cache of another text than the encoder's, or of other rows")
+    if mask is not None and (type(mask) is not torch.Tensor or mask.shape != (rows, length)):
+        raise Unfit("a mask of the encoder's tokens in another form than (rows, tokens)")
+    padding, positions = given.get(MASK), given.get(POSITIONS)
+    if padding is not None and (not padded or padding.shape != (rows, start + 1)):
+        raise Unfit("a mask of the decoder's tokens in another form than (rows, tokens)")
+    if positions is not None and positions.shape != (rows, 1):
+        raise Unfit("positions in another form than (rows, 1)")
+    config = model.get_decoder().config
+    attention, most = getattr(config, ATTENTION, None), getattr(config, "max_position_embeddings", None)
+    if attention not in TAKES_MASKS:
+        raise Unfit("an attention that takes other masks")
+    rooms = room_for(start + 1, most), room_of(length) if masked else length
+    if mask is None and rooms[CROSS] != length:
+        mask = tokens.new_ones(rows, length)
+    step = Given(
+        _packed(tokens),
+        torch.full((), start, device=tokens.device),
+        None if mask is None else _filled_up(mask, rooms[CROSS]),
+        None if padding is None else _filled_up(padding, rooms[OWN]),
+        None if positions is None else _packed(positions),
+    )
+    return TextStep(step, rooms, attention)
+
+
+def room_for(tokens: int, most: int | None) -> int:
+    """Of the decoder. most: that it has positions for, None for any number."""
+    room = ROOMS
+    while room < tokens:
+        room *= TIMES
+    return min(room, most) if most is not None and tokens <= most else room
+
+
+def room_of(length: int) -> int:
+    """As many tokens of an encoder or a few more."""
+    step = max(STEP, (1 << length.bit_length()) // 16)
+    return -(-length // step) * step
+
+
+def _packed(column: torch.Tensor) -> torch.Tensor:
+    """(rows, 1), with strides that do not tell of what it is a part, as graphs go by them."""
+    return column if column.stride() == (1, 1) else column.clone(memory_format=torch.contiguous_format)
+
+
+def _filled_up(mask: torch.Tensor, room: int) -> torch.Tensor:
+    """(rows, room), 0 behind what is in the mask."""
+    return torch.nn.functional.pad(mask, (0, room - mask.shape[1]))
