@@ -184,7 +184,7 @@ def empty_layers(cache: Any) -> tuple[list[Any], list[Any]] | None:
     return layers if plain and new and len(layers[0]) == len(layers[1]) > 0 else None
 
 
-def begin(layers: list[Any], none: Any) -> None:
+def hold_nothing(layers: list[Any], none: Any) -> None:
     """Has layers hold no tokens instead of nothing. none: keys, or values, of that many."""
     for layer in layers:
         layer.lazy_initialization(none, none)

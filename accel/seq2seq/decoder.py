@@ -19,12 +19,12 @@ from accel.libraries.cache import (
     POSITIONS,
     TOKENS,
     DynamicLayer,
-    begin,
     cache_argument,
     cache_field,
     empty_layers,
     encoded,
     filled_layers,
+    hold_nothing,
     is_empty,
     note_filled,
     output_of,
@@ -125,7 +125,7 @@ class Seq2SeqForward(FastForward):
                     return None
                 for own, attention in zip(layers, self.layers[0].attentions, strict=True):
                     shape = hidden.shape[0], attention.kv_heads, 0, attention.dim
-                    begin(own, hidden.new_empty(shape, dtype=next(self.module.parameters()).dtype))
+                    hold_nothing(own, hidden.new_empty(shape, dtype=next(self.module.parameters()).dtype))
                 holding = self._held(layers, told[0])
                 try:
                     logits = self._begun(holding, hidden, told)
@@ -143,7 +143,7 @@ class Seq2SeqForward(FastForward):
 
     def _begun(self, holding: Holding, hidden: torch.Tensor, told: list[TextStep]) -> torch.Tensor:
         for layer, kept in zip(self.layers, holding.kept[CROSS], strict=True):
-            layer.remember(hidden, kept)
+            layer.fill_from(hidden, kept)
         holding.lengths[CROSS] = hidden.shape[1]
         return torch.cat([self._next(holding, one) for one in told], 1)
 

@@ -53,9 +53,9 @@ class DecoderLayerForward(LayerForward):
         """See `stacks`."""
         return [linears for linears in (self.stacks(), self.second.stacks(self.attentions[CROSS].sources)) if linears]
 
-    def remember(self, hidden: torch.Tensor, kept: torch.Tensor) -> None:
+    def fill_from(self, hidden: torch.Tensor, kept: torch.Tensor) -> None:
         """See `BoundMemoryAttention`."""
-        self.second.bound.attention.remember(self.kernels, hidden, kept)
+        self.second.bound.attention.fill_from(self.kernels, hidden, kept)
 
     def bind(self, stack: bool) -> str | None:
         reason = super().bind(stack)

@@ -147,7 +147,7 @@ class BoundMemoryAttention(BoundSoftmaxAttention):
         super().__init__(kernels, layer, spec, stack)
         self.sources = BoundProjections(layer, spec.sources, stack)
 
-    def remember(self, kernels: Kernels, hidden: torch.Tensor, kept: torch.Tensor) -> None:
+    def fill_from(self, kernels: Kernels, hidden: torch.Tensor, kept: torch.Tensor) -> None:
         """Puts keys and values of what the encoder gave, (rows, tokens, C), into (2, rows, heads, room, D)."""
         values, keys = self.sources(kernels, NormedInput(hidden))
         for memory, made in zip(kept, (keys, values), strict=True):
