@@ -138,7 +138,10 @@ def test_the_memory_read_as_a_store_gives_the_same(family, monkeypatch):
         (source(family, masked=False), options(50)),
     ):
         assert_same(model, stock, call, chosen)
-    assert read == [(part, layer) for layer in range(LAYERS) for part in (OWN, CROSS)] * (9 + STEPS + 50)
+    call, chosen = source(family, length=64, masked=False), options(return_dict_in_generate=True, output_logits=True)
+    for ours, theirs in zip(*(one.generate(**call, **chosen).logits for one in (model, stock)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)  # of as many tokens as there is room for
+    assert read == [(part, layer) for layer in range(LAYERS) for part in (OWN, CROSS)] * (9 + STEPS + 50 + STEPS)
     assert not fallbacks(model)
 
 
@@ -163,6 +166,21 @@ def test_layers_that_somebody_looks_at_run_their_own_code_and_it_is_told(steps, 
     handle.remove()
     assert_same(model, stock, source("Bart"), options())
     assert attended == [False, True] * LAYERS * STEPS
+
+
+def test_first_tokens_that_fail_leave_an_empty_cache(steps, monkeypatch):
+    model, stock = optimized("Bart")
+    ran, run, calls = steps(), Seq2SeqForward._run, []
+
+    def failing(*args):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("as of memory that is short")
+        return run(*args)
+
+    monkeypatch.setattr(Seq2SeqForward, "_run", failing)
+    assert_same(model, stock, source("Bart") | {"decoder_input_ids": PROMPT}, options())
+    assert len(ran) == 1 + 9 and "as of memory that is short" in fallbacks(model)[0]
 
 
 def test_weights_that_change_in_place_are_read(steps):
