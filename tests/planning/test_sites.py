@@ -59,7 +59,9 @@ def pair(fused, stock):
 
 
 def norms(model):
-    return [module for module in model.modules() if type(module) is nn.LayerNorm]
+    """Those that no fused layer of the decoder has in it."""
+    named = model.named_modules()
+    return [module for path, module in named if type(module) is nn.LayerNorm and "decoder.layers" not in path]
 
 
 def told(model):
