@@ -48,7 +48,7 @@ class Stacked:
             *parts, biases = zip(*map(row_tensors, bases), strict=True)
             for own in parts:
                 stack_rows(own)
-            stack_rows(biases, [linear.out_features for linear in bases])
+            stack_rows(biases, [weight.shape[0] for weight in parts[0] if weight is not None])  # a rank's own rows
 
     def check(self) -> None:
         """Nothing to conflict with: values and shapes are the user's own."""
@@ -261,7 +261,7 @@ def stacked_tensors(layers: Sequence[nn.Linear], stack: bool, fill: bool = False
         return None
     wholes = []
     for parts in every:
-        sizes = [layer.out_features for layer in layers] if mixed and parts is every[-1] else None
+        sizes = [weight.shape[0] for weight in every[0]] if mixed and parts is every[-1] else None
         whole = None if all(part is None for part in parts) else _whole(parts, stack, sizes)
         if whole is None and any(part is not None for part in parts):
             return None
