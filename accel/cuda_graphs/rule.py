@@ -103,7 +103,8 @@ class GraphForward(FastForward):
         # A decoder's graph would keep the memory of its images while the next model is on the GPU.
         if self.video or (self.holder is not None and comes_to_one_place(self.holder)):
             return self.stock(*args, **kwargs)
-        if CAPTURED_SOON.get() or not self.small.takes(self.named(args, kwargs)):
+        packed = self.small.packed and not self.small.takes(self.named(args, kwargs))
+        if CAPTURED_SOON.get() or packed:
             return self.stock(*args, **kwargs)
         args, kwargs = self._timestep_as_tensor(args, kwargs)
         variant = () if self.variant is None else self.variant()

@@ -259,6 +259,19 @@ class Holding:
         return torch.equal(self.groups[order.to(self.groups.device)], self.groups)
 
 
+def _in_memory(name: str, which: int) -> Any:
+    """An attribute that is read where it lies; set, the layer has its own again."""
+
+    def read(layer: "HeldLayer") -> torch.Tensor:
+        return layer.holding.read(layer.part, layer.index)[which]
+
+    def write(layer: Any, value: torch.Tensor) -> None:
+        layer.leave()
+        setattr(layer, name, value)
+
+    return property(read, write)
+
+
 class HeldLayer(DynamicLayer):
     """A layer of the caller's cache whose keys and values are in the fixed memory. Whatever changes them but a step or
     another order of rows makes it a layer with its own again.
@@ -286,23 +299,7 @@ class HeldLayer(DynamicLayer):
         del self.holding, self.part, self.index
         self.keys, self.values = keys, values
 
-    @property
-    def keys(self) -> torch.Tensor:
-        return self.holding.read(self.part, self.index)[0]
-
-    @keys.setter
-    def keys(self, keys: torch.Tensor) -> None:
-        self.leave()
-        self.keys = keys
-
-    @property
-    def values(self) -> torch.Tensor:
-        return self.holding.read(self.part, self.index)[1]
-
-    @values.setter
-    def values(self, values: torch.Tensor) -> None:
-        self.leave()
-        self.values = values
+    keys, values = _in_memory("keys", 0), _in_memory("values", 1)
 
     def get_seq_length(self) -> int:
         return self.holding.lengths[self.part]

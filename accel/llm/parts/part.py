@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accel_kernels import LowRank, Norm, Quantized, fused_linear
@@ -61,68 +61,55 @@ class BoundNorm:
         return norm is not None and (norm.offset == 0.0 if norm.centered else norm.bias is None)
 
 
-def added(
-    kernels: Kernels,
-    part: Callable[..., torch.Tensor],
-    h: "NormedInput",
-    residual: torch.Tensor,
-    scale: float,
-    post: BoundNorm | None,
-    factor: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """(residual + scale * post(part(h))) * factor."""
-    last, dtype = getattr(part, "down", part), h.x.dtype
-    mixes = isinstance(last, BoundLinear) and last.takes_wide(kernels)
-    if post is not None and post.gain is not None and mixes and post.gain.dtype == residual.dtype == dtype:
-        y = part(kernels, h, residual=residual, scale=scale, modulation=post.gain[None])
+class Branch(NamedTuple):
+    """What a part of a layer adds to a residual: scale * post(part(h)), without post where it is None."""
+
+    part: Callable[..., torch.Tensor]
+    h: "NormedInput"
+    residual: torch.Tensor
+    scale: float
+    post: BoundNorm | None
+
+    def added(self, kernels: Kernels, factor: torch.Tensor | None = None) -> torch.Tensor:
+        """(residual + it) * factor."""
+        part, h, residual, scale, post = self
+        last, dtype = getattr(part, "down", part), h.x.dtype
+        mixes = isinstance(last, BoundLinear) and last.takes_wide(kernels)
+        if post is not None and post.gain is not None and mixes and post.gain.dtype == residual.dtype == dtype:
+            y = part(kernels, h, residual=residual, scale=scale, modulation=post.gain[None])
+            return y if factor is None else y * factor
+        wide = residual.dtype != dtype and not (last is part and mixes)
+        if post is None and not wide:
+            y = part(kernels, h, residual=residual, scale=scale)
+        elif wide or post is None or post.norm is None or post.norm.centered or post.norm.bias is not None:
+            y = part(kernels, h)
+            y = torch.add(residual, y if post is None else post(y), alpha=scale)
+        else:
+            y = part(kernels, h).view(residual.shape)
+            return kernels.norm_add(y.contiguous(), post.norm, residual.contiguous(), scale=scale, factor=factor)
         return y if factor is None else y * factor
-    wide = residual.dtype != dtype and not (last is part and mixes)
-    if post is None and not wide:
-        y = part(kernels, h, residual=residual, scale=scale)
-    elif wide or post is None or post.norm is None or post.norm.centered or post.norm.bias is not None:
-        y = part(kernels, h)
-        y = torch.add(residual, y if post is None else post(y), alpha=scale)
-    else:
-        y = part(kernels, h).view(residual.shape)
-        return kernels.norm_add(y.contiguous(), post.norm, residual.contiguous(), scale=scale, factor=factor)
-    return y if factor is None else y * factor
 
+    def summed(self, kernels: Kernels, norm: BoundNorm | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The sum, and its norm where both are made in one pass."""
+        if norm is None or not self._in_one_pass(norm):
+            return self.added(kernels), None
+        normed, total = norm.of_sum(kernels, self._alone(kernels), self.residual)
+        return total, normed
 
-def summed(
-    kernels: Kernels,
-    part: Callable[..., torch.Tensor],
-    h: "NormedInput",
-    residual: torch.Tensor,
-    scale: float,
-    post: BoundNorm | None,
-    norm: BoundNorm | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The sum as of `added`, and its norm where both are made in one pass."""
-    if norm is None or post is not None or scale != 1.0 or not _in_one_pass(norm, h, residual):
-        return added(kernels, part, h, residual, scale, post), None
-    normed, total = norm.of_sum(kernels, part(kernels, h).view(residual.shape), residual)
-    return total, normed
+    def normed(self, kernels: Kernels, norm: BoundNorm) -> torch.Tensor:
+        """The norm of the sum."""
+        if not self._in_one_pass(norm):
+            return norm(self.added(kernels))
+        return norm.of_sum(kernels, self._alone(kernels), self.residual, keep=False)[0]
 
+    def _alone(self, kernels: Kernels) -> torch.Tensor:
+        return self.part(kernels, self.h).view(self.residual.shape)
 
-def normed_sum(
-    kernels: Kernels,
-    part: Callable[..., torch.Tensor],
-    h: "NormedInput",
-    residual: torch.Tensor,
-    scale: float,
-    post: BoundNorm | None,
-    norm: BoundNorm,
-) -> torch.Tensor:
-    """The norm of the sum as of `added`."""
-    if post is not None or scale != 1.0 or not _in_one_pass(norm, h, residual):
-        return norm(added(kernels, part, h, residual, scale, post))
-    return norm.of_sum(kernels, part(kernels, h).view(residual.shape), residual, keep=False)[0]
-
-
-def _in_one_pass(norm: BoundNorm, h: "NormedInput", residual: torch.Tensor) -> bool:
-    """Whether rows are so many that a sum inside of the norm costs less than one inside of the product."""
-    many = residual.is_cuda and residual.numel() > MOST_MEASURED_ROWS * residual.shape[-1]
-    return many and norm.takes_sum and residual.dtype == h.x.dtype
+    def _in_one_pass(self, norm: BoundNorm) -> bool:
+        """Whether rows are so many that a sum inside of the norm costs less than one inside of the product."""
+        x, plain = self.residual, self.post is None and self.scale == 1.0
+        many = x.is_cuda and x.numel() > MOST_MEASURED_ROWS * x.shape[-1]
+        return plain and many and norm.takes_sum and x.dtype == self.h.x.dtype
 
 
 def users_norm(kernels: Kernels, norm: Norm) -> Callable | None:

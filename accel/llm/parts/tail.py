@@ -12,7 +12,7 @@ from torch import nn
 from accel.comparison import agree, is_sum
 from accel.llm.parts.activation import activation_name
 from accel.llm.parts.norm import NormSpec, norm_spec
-from accel.llm.parts.part import BoundLinear, BoundNorm, NormedInput, added
+from accel.llm.parts.part import BoundLinear, BoundNorm, Branch, NormedInput
 from accel.llm.recording.record import Call, LayerRecord, Value
 from accel.patching.fast_forward import Kernels
 from accel.patching.guard import plain_settings
@@ -86,5 +86,5 @@ class BoundTail:
         if self.linears:
             gate, projection = self.linears
             one = gate(kernels, NormedInput(t), activation=self.spec.activation) * kwargs[self.spec.embedding]
-            return added(kernels, projection, NormedInput(one), t, 1.0, self.norm, self.factor)
+            return Branch(projection, NormedInput(one), t, 1.0, self.norm).added(kernels, self.factor)
         return t if self.factor is None else t * self.factor

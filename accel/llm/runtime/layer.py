@@ -13,7 +13,7 @@ from accel.llm.attention.kinds import understand_attention
 from accel.llm.attention.mixer_pair import each_alone, joined, understand_pair
 from accel.llm.attention.stock.stock_attention import stock_attentions
 from accel.llm.parts.norm import NormSpec, norm_spec, normlike
-from accel.llm.parts.part import BoundNorm, NormedInput, added, normed_sum, summed
+from accel.llm.parts.part import BoundNorm, Branch, NormedInput
 from accel.llm.parts.residual import Widths, narrowed_to, reads_wide, rounded
 from accel.llm.parts.step import Step
 from accel.llm.parts.tail import BoundTail, TailSpec, tails
@@ -299,20 +299,20 @@ class BoundLayer:
         if self.attention is not None and self.out is not None:
             h = NormedInput(x, self.before_attention, len(self.attention.projections) + spec.shared)
             attended = NormedInput(self.attention(kernels, step, h, kwargs))
-            branch = kernels, self.out, attended, _times(spec.bases[0], middle), first, self.post_attention
+            branch = Branch(self.out, attended, _times(spec.bases[0], middle), first, self.post_attention)
             if self.after_attention is not None:
-                middle = normed_sum(*branch, self.after_attention)
+                middle = branch.normed(kernels, self.after_attention)
             else:
                 apart = spec.parallel or spec.shared or self.mlp is None
-                middle, normed = summed(*branch, None if apart else self.before_mlp)
+                middle, normed = branch.summed(kernels, None if apart else self.before_mlp)
         if self.mlp is None:
             return middle
         if h is None or not spec.shared:
             x = x if spec.parallel or spec.attention is None else middle
             h = NormedInput(x, self.before_mlp, self.mlp.times) if normed is None else NormedInput(normed)
         middle = _times(spec.bases[1], middle)
-        last = kernels, self.mlp, h, middle, second, self.post_mlp
-        return added(*last, self.factor) if self.after_mlp is None else normed_sum(*last, self.after_mlp)
+        last = Branch(self.mlp, h, middle, second, self.post_mlp)
+        return last.added(kernels, self.factor) if self.after_mlp is None else last.normed(kernels, self.after_mlp)
 
 
 def _times(base: float, x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,67 @@
+"""Tokens one behind another in the sizes that graphs have, and which calls are one graph of the whole forward."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accel_kernels import packed_attention
+
+from accel.cuda_graphs.small_calls import MOST_TOKENS, SmallCalls
+from accel.encoders.packing import Sight, bucket, padded, unpadded
+
+X = torch.randn(3, 37, 16, generator=torch.Generator().manual_seed(0))
+LENGTHS = torch.tensor([37, 1, 20])
+MASK = torch.arange(37) < LENGTHS[:, None]
+
+
+def attended(packing):
+    """What one head gives in the packed order, and back in rows."""
+    x = packing.pack(X)[:, None]
+    y = packed_attention.reference(x, x, x, packing.starts, 0.25, longest=packing.longest, keys=packing.keys)
+    return packing.unpack(y, *X.shape[:2])
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.share(1)
+def test_padded_texts_in_the_size_of_a_graph(hidden):
+    packing = padded(X, MASK, hidden, Sight(False, True, False, True), graph=True)
+    tokens = int(LENGTHS.sum()) if hidden else X.shape[:2].numel()
+    assert (packing.size, len(packing.starts), len(packing.keys)) == (bucket(tokens), 5, 4)  # 3 rows as 4
+    assert int(packing.starts[-1]) == tokens and packing.longest == 64 and packing.rows.shape == (packing.size,)
+    wanted = F.scaled_dot_product_attention(X, X, X, MASK[:, None], scale=0.25)
+    got = attended(packing)
+    torch.testing.assert_close(got[MASK], wanted[MASK])
+    if hidden:
+        assert not got[~MASK].any()
+    else:
+        torch.testing.assert_close(got, wanted)
+
+
+def test_texts_without_padding_in_the_size_of_a_graph():
+    packing = unpadded(X, graph=True)
+    assert packing.size == bucket(111) == 112 and packing.starts.tolist() == [0, 37, 74, 111, 111]
+    assert not packing.pack(X)[111:].any()
+    torch.testing.assert_close(attended(packing), F.scaled_dot_product_attention(X, X, X, scale=0.25))
+
+
+IDS = torch.ones(2, 8, dtype=torch.int64)
+CASES = {
+    "no mask": ({"input_ids": IDS}, True),
+    "a full mask": ({"input_ids": IDS, "attention_mask": IDS}, True),
+    "padding": ({"input_ids": IDS, "attention_mask": IDS.tril()}, False),
+    "a mask of another form": ({"input_ids": IDS, "attention_mask": IDS[None, None]}, False),
+    "many tokens": ({"input_ids": IDS.new_ones(2, MOST_TOKENS)}, False),
+    "images": ({"pixel_values": X}, True),
+    "images with a mask of patches": ({"pixel_values": X, "pixel_attention_mask": IDS}, False),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.share(1)
+def test_calls_that_are_one_graph(case):
+    given, taken = CASES[case]
+    small = SmallCalls()
+    small.packed = True
+    assert small.takes(given) is taken and not small.unpadded
+    with small.taken():
+        assert small.unpadded
+    assert not small.unpadded
