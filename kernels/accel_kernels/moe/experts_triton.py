@@ -146,11 +146,13 @@ def _grouped(x, index, shares, weights, tile: Tile):
     depth, by_rows, tail = tile.depth * 2 // x.itemsize, weights.by_rows, tile.tail
     if isinstance(weights.down, Quantized):
         depth, tail = max(depth, LEAST * _numbers(weights.down)["UNIT"]), 0
-        if x.dtype == torch.float32:  # words of several numbers need steps of more bytes than the tile's
-            steps = [depth * (tile.rows * 4 + columns) for columns in (2 * tile.inner, tile.outputs)]
-            room = shared_memory(x.device) - UNSTAGED
-            stages = [min(most, 1 + max(0, room) // step) for most, step in zip(stages, steps, strict=True)]
+        if _numbers(weights.down)["UNIT"] > 1:  # steps of other bytes than the tile's
+            wide = (2 * tile.inner, tile.outputs)
+            stages = [
+                _stages_of_words(x, tile, columns, depth, most) for columns, most in zip(wide, stages, strict=True)
+            ]
     common = {"ROWS": tile.rows, "TAIL": tail, "DEPTH": depth, "UPCAST": upcast(x.dtype), **pdl}
+    common["UNPACK_MODE"] = unpack_mode(x.dtype)
     launch(
         grouped_up_kernel, grids[0], x, packed(weights.gate_up), weights.gate_up_bias, *groups, h, chosen, inner,
         **_numbers(weights.gate_up), **_gating(weights), **common,
@@ -208,6 +210,15 @@ def _shape(stack: torch.Tensor | Quantized, by_rows: bool, pairs: int, columns: 
     numbers = _numbers(stack)
     words = power_of_two(numbers["K"] // numbers["UNIT"])
     return {"BLOCK_N": ROWS, "BLOCK_K": min(COLUMNS, words), "UNPACK_MODE": None, "num_warps": WARPS}
+
+
+def _stages_of_words(x: torch.Tensor, tile: Tile, columns: int, depth: int, most: int) -> int:
+    """The same where weights are words of several numbers; of 16 bits, these are written out side by side."""
+    if x.dtype == torch.float32:
+        step, unstaged = depth * (tile.rows * 4 + columns), UNSTAGED
+    else:
+        step, unstaged = depth * (tile.rows * 2 + columns // 2), depth * columns * 2
+    return min(most, 1 + max(0, shared_memory(x.device) - unstaged) // step)
 
 
 def _stages(tile: Tile, columns: int, device: torch.device) -> int:

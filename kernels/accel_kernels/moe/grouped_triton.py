@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from accel_kernels.moe.gating_triton import apply_gating, gate_and_up_rows
-from accel_kernels.moe.quantized_products_triton import add_quantized, inputs_at, scaled, shifted
+from accel_kernels.moe.quantized_products_triton import quantized_sums, scaled, shifted
 
 
 @triton.jit(do_not_specialize=("pairs", "experts", "rows"))
@@ -65,7 +65,7 @@ def grouped_up_kernel(
     x_ptr, weight, bias_ptr, order_ptr, starts_ptr, tiles_ptr, h_ptr, chosen, inner,
     K: tl.constexpr, UNIT: tl.constexpr, GROUPS: tl.constexpr, GATING: tl.constexpr, INTERLEAVED: tl.constexpr,
     TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, TAIL: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    UPCAST: tl.constexpr, PDL: tl.constexpr,
+    UPCAST: tl.constexpr, UNPACK_MODE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """TAIL: rows of a product for so few pairs; 0 where all have ROWS. UNIT, GROUPS: as in
     `quantized_products_triton`."""
@@ -79,9 +79,9 @@ def grouped_up_kernel(
     first, end = places_of_tile(tile, expert, starts_ptr, ROWS)
     given = x_ptr, weight, bias_ptr, order_ptr, h_ptr, chosen, inner, expert, first, end
     if TAIL > 0 and end - first <= TAIL:
-        up_rows(*given, K, UNIT, GROUPS, GATING, INTERLEAVED, TRANSPOSED, TAIL, COLUMNS, DEPTH, UPCAST)
+        up_rows(*given, K, UNIT, GROUPS, GATING, INTERLEAVED, TRANSPOSED, TAIL, COLUMNS, DEPTH, UPCAST, UNPACK_MODE)
     else:
-        up_rows(*given, K, UNIT, GROUPS, GATING, INTERLEAVED, TRANSPOSED, ROWS, COLUMNS, DEPTH, UPCAST)
+        up_rows(*given, K, UNIT, GROUPS, GATING, INTERLEAVED, TRANSPOSED, ROWS, COLUMNS, DEPTH, UPCAST, UNPACK_MODE)
 
 
 @triton.jit
@@ -89,6 +89,7 @@ def up_rows(
     x_ptr, weight, bias_ptr, order_ptr, h_ptr, chosen, inner, expert, first, end,
     K: tl.constexpr, UNIT: tl.constexpr, GROUPS: tl.constexpr, GATING: tl.constexpr, INTERLEAVED: tl.constexpr,
     TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, UPCAST: tl.constexpr,
+    UNPACK_MODE: tl.constexpr,
 ):  # fmt: skip
     """Stores the inner channels of the pairs at the places from `first` on; returns `first`."""
     row_idx = first + tl.arange(0, ROWS)
@@ -104,13 +105,10 @@ def up_rows(
     if weight.scales is not None:
         gate_row, up_row = gate_and_up_rows(expert, n_idx, inner, INTERLEAVED, PRODUCTS)
         x_row = x_ptr + token.to(tl.int64) * K
-        gate = tl.zeros((ROWS, COLUMNS), tl.float32)
-        up = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for step in range(0, K, DEPTH):
-            x = inputs_at(x_row, row_mask, step, K, DEPTH, UPCAST)
-            if PRODUCTS == 2:
-                gate = add_quantized(gate, x, weight, gate_row, step, K, UNIT, GROUPS, DEPTH)
-            up = add_quantized(up, x, weight, up_row, step, K, UNIT, GROUPS, DEPTH)
+        up, gate = quantized_sums(
+            x_row, row_mask, weight, up_row, gate_row, K, UNIT, GROUPS, ROWS, COLUMNS, PRODUCTS, DEPTH, UPCAST,
+            UNPACK_MODE,
+        )  # fmt: skip
         gate, up = scaled(gate, weight, gate_row, GROUPS), scaled(up, weight, up_row, GROUPS)
         gate, up = shifted(gate, bias_ptr, gate_row), shifted(up, bias_ptr, up_row)
     elif PRODUCTS == 1:
@@ -169,7 +167,8 @@ def up_rows(
 def grouped_down_kernel(
     h_ptr, weight, bias_ptr, order_ptr, starts_ptr, tiles_ptr, y_ptr, hidden,
     K: tl.constexpr, UNIT: tl.constexpr, GROUPS: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr,
-    TAIL: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    TAIL: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, UPCAST: tl.constexpr, UNPACK_MODE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """TAIL: see `grouped_up_kernel`."""
     tile = tl.program_id(0)
@@ -181,16 +180,16 @@ def grouped_down_kernel(
     first, end = places_of_tile(tile, expert, starts_ptr, ROWS)
     given = h_ptr, weight, bias_ptr, order_ptr, y_ptr, hidden, expert, first, end
     if TAIL > 0 and end - first <= TAIL:
-        down_rows(*given, K, UNIT, GROUPS, TRANSPOSED, TAIL, COLUMNS, DEPTH, UPCAST, PDL)
+        down_rows(*given, K, UNIT, GROUPS, TRANSPOSED, TAIL, COLUMNS, DEPTH, UPCAST, UNPACK_MODE, PDL)
     else:
-        down_rows(*given, K, UNIT, GROUPS, TRANSPOSED, ROWS, COLUMNS, DEPTH, UPCAST, PDL)
+        down_rows(*given, K, UNIT, GROUPS, TRANSPOSED, ROWS, COLUMNS, DEPTH, UPCAST, UNPACK_MODE, PDL)
 
 
 @triton.jit
 def down_rows(
     h_ptr, weight, bias_ptr, order_ptr, y_ptr, hidden, expert, first, end,
     K: tl.constexpr, UNIT: tl.constexpr, GROUPS: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, UPCAST: tl.constexpr, UNPACK_MODE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Stores what the expert makes of the pairs at the places from `first` on; returns `first`."""
     row_idx = first + tl.arange(0, ROWS)
@@ -209,9 +208,9 @@ def down_rows(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if weight.scales is not None:
-        for step in range(0, K, DEPTH):
-            h = inputs_at(h_row, row_mask, step, K, DEPTH, UPCAST)
-            y = add_quantized(y, h, weight, w_row, step, K, UNIT, GROUPS, DEPTH)
+        y, _ = quantized_sums(
+            h_row, row_mask, weight, w_row, w_row, K, UNIT, GROUPS, ROWS, COLUMNS, 1, DEPTH, UPCAST, UNPACK_MODE
+        )
         y = shifted(scaled(y, weight, w_row, GROUPS), bias_ptr, w_row)
     else:
         y = stack_product(h_place, w_place, row_mask, n_mask, k_idx, hidden, K, TRANSPOSED, DEPTH, UPCAST)

@@ -6,8 +6,8 @@ GEMV = "gemv"  # in place of a tile's name: every choice by itself
 # In place of it too: experts in fewer bits are written out in the dtype of the tokens first, for a tile of plain ones.
 DEQUANTIZED = {f"written {name}": name for name in ("64", "128")}
 # Mean pairs of an expert from which on that may be faster, and from which on it is expected to be. On an H200 some 1000
-# pairs gain what writing costs (docs/measurements/batches.md).
-MAY_DEQUANTIZE, DEQUANTIZES = 512, 1024
+# pairs gain what writing costs (docs/measurements/batches.md); of MXFP4 some 200.
+MAY_DEQUANTIZE, DEQUANTIZES = 192, 1024
 
 
 class Tile(NamedTuple):
