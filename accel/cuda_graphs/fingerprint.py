@@ -60,7 +60,8 @@ class Fingerprint(Snapshot):
     A swapped adapter, processor, scale, hook, weight, class, method or field of a configuration changes one of them. An
     update of a weight in place does not, and need not: a graph reads weights by address (`reachable`).
 
-    ignored: attributes, as (path of the module, name). watched: in place of every field of the objects that modules
+    ignored: attributes, as (path of the module, name); without a name, the module and all beneath it that is nowhere
+    else. watched: in place of every field of the objects that modules
     hold. buffers: follow some modules, which are left out. brief: names of the containers that are looked at;
     of HOLDERS only what they hold, whether another attribute was set beside it, and hooks where anyone has registered
     one since.
@@ -77,6 +78,8 @@ class Fingerprint(Snapshot):
         apart: Collection[int] = () if buffers is None else buffers.apart()
         self.apart, self._buffers, self._form = len(apart), buffers, None if buffers is None else buffers.form
         skipped: dict[nn.Module, set[str]] = {}
+        parts = tuple(path for path, name in ignored if not name)
+        read = None if not parts else _read_outside(root, parts)
         for path, name in ignored:
             skipped.setdefault(root.get_submodule(path), set()).add(name)
         objects: dict[int, object] = {}
@@ -88,7 +91,7 @@ class Fingerprint(Snapshot):
         self._tensors: list[torch.Tensor] = []
         for module in root.modules():
             attributes = vars(module)
-            if id(module) in apart:
+            if id(module) in apart or (read is not None and id(module) not in read):
                 continue
             objects[id(module)] = module
             if brief and type(module) in HOLDERS:
@@ -153,6 +156,13 @@ class Fingerprint(Snapshot):
             return sum(map(VERSION, self._tensors))
         except RuntimeError:
             return None
+
+
+def _read_outside(root: nn.Module, parts: tuple[str, ...]) -> set[int]:
+    """By number, modules that are reached by another way than through these parts of the root."""
+    inside = tuple(f"{part}." for part in parts)
+    found = root.named_modules(remove_duplicate=False)
+    return {id(module) for path, module in found if path not in parts and not path.startswith(inside)}
 
 
 def _beside(held: object, depth: int = 2) -> Iterator[Iterable]:

@@ -73,6 +73,8 @@ def match_seq2seq(site: Site, context: Context) -> Match | Skip | None:
     patches += [Stacked(linears) for layer in forward.layers for linears in layer.all_stacks()]
     keep = context.options.graphs is True
     forward.runner = GraphRunner(model, "", context.of(GraphPool), context.log, graph_obstacle, keep)
+    # No step reads the encoder: what changes there is none of its business.
+    forward.runner.ignored = tuple((path, "") for path, one in model.named_modules() if one is model.get_encoder())
     device = placement(model)[0].type
     waits = "" if device == "cuda" else f"; CUDA graphs wait for CUDA; the model is on {device}"
     first = "" if forward.begins else " and the first tokens"

@@ -111,3 +111,13 @@ def test_nobody_counts_in_inference_mode():
     with torch.inference_mode():
         before = Fingerprint(Block())
     assert before.versions() is None and before.holds()
+
+
+def test_a_part_that_is_left_out_is_not_looked_at_but_for_what_is_also_elsewhere():
+    root = nn.ModuleDict({"read": nn.ModuleList([nn.Linear(2, 2)]), "other": nn.ModuleList([nn.Linear(2, 2)])})
+    root["other"].append(root["read"][0])
+    fingerprint = Fingerprint(root, [("other", "")])
+    root["other"][0].weight = nn.Parameter(torch.ones(2, 2))
+    assert fingerprint.holds() and fingerprint.reachable()
+    root["other"][1].extra = 1
+    assert not fingerprint.holds()

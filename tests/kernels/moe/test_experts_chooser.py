@@ -87,8 +87,8 @@ def test_what_is_worth_timing():
 
 def test_experts_in_fewer_bits_may_be_written_out_where_many_tokens_choose_each():
     assert possible_ways(1024, 8, 128, 1) == possible_ways(1024, 8, 128) == ["64", "32", "128", "128/64"]
-    assert possible_ways(2048, 8, 128, 1) == possible_ways(8192, 8, 128, 1) == ["128", "64", "128/64"]
-    assert possible_ways(8193, 8, 128, 1) == ["128", "64", "128/64", "written 64", "written 128"]
+    assert possible_ways(2048, 8, 128, 1) == possible_ways(3072, 8, 128, 1) == ["128", "64", "128/64"]
+    assert possible_ways(3073, 8, 128, 1) == ["128", "64", "128/64", "written 64", "written 128"]
     assert possible_ways(16385, 8, 128, 1) == ["written 128", "64", "128", "128/64", "written 64"]
     assert [likely_way(tokens, 2, 8, 1) for tokens in (1, 17, 4096, 4097)] == [GEMV, "16", "128", "written 128"]
 

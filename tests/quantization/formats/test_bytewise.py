@@ -1,6 +1,7 @@
 """Weights of whole bytes with scales, read where they lie: of transformers, torchao and Quanto, beside their values."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 import accel
 from accel.cuda_graphs.rule import obstacle
+from accel.libraries.code import lacks_kernel
 from accel.quantization.formats.stored import StoredWeight
 from accel.quantization.formats.stored_weight import read_stored, stored_weight
 from support.bits import float8
@@ -220,3 +222,9 @@ def test_formats_are_kept_where_they_are_saved(tmp_path):
     again = accel.load(tmp_path / "saved", device="cpu")
     same(generate(again, *padded()), wanted)
     assert stored_weight(again.model.layers[0].mlp.up_proj) is not None
+
+
+def test_a_linear_of_torchao_in_4_bits_lacks_a_kernel_without_the_package_that_multiplies_it():
+    kind = type("Int4Tensor", (), {"__module__": "torchao.quantization"})
+    assert lacks_kernel(SimpleNamespace(_parameters={"weight": kind()}))
+    assert not lacks_kernel(nn.Linear(2, 2))

@@ -6,6 +6,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from accel.errors import reason_of
+from accel.libraries.code import lacks_kernel
 from accel.llm.ptq.formats.compressed_tensors import scheme_of
 from accel.llm.ptq.formats.layouts import LAYOUTS
 from accel.llm.ptq.formats.prequantized import PrequantizedLinear, of_package
@@ -70,8 +71,10 @@ class PrequantizedImport(QuantizedModulePatch):
             self.rows.append((path, "skipped", f"it runs its own forward: {reason}"))
             return
         note = "" if held.step is None else "; its inputs keep their dtype, and its own kernel rounds them"
+        missing = lacks_kernel(module)
+        note = note or ("; the package that its own product needs is missing" if missing else "")
         self.rows.append((path, "patched", f"{held.weight.format.name}, read as it came{note}"))
-        if held.step is not None:
+        if held.step is not None or missing:
             self.forwards.append(ForwardPatch(module, StoredForward(module)))
 
     def repack(self) -> None:
