@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from accel_kernels import Norm, Quantized, QuantizedRows, dequantize, fused_linear, hopper_gemm, quantized_linear
-from accel_kernels.device import is_hopper
+from accel_kernels.device import Feature, has
 from accel_kernels.gemm.adapters.low_rank_term import MOST_PARTS, LowRankTerm
 from accel_kernels.gemm.fused_linear import MOST_ROWS, apply_norm
 from accel_kernels.gemm.hopper.hopper_gemm import in_passes
@@ -159,7 +159,7 @@ def adapted_product(
     x, rows = x.contiguous(), x.numel() // x.shape[-1]
     if rows <= MOST_ROWS and "out" not in after:
         return fused_linear(x, *tensors, low_rank=term, **after)
-    if x.is_cuda and is_hopper(x.device) and len(term.ends) <= MOST_PARTS:
+    if has(x.device, Feature.WARPGROUPS) and len(term.ends) <= MOST_PARTS:
         return hopper_gemm(x, *tensors, low_rank=term, **after)
     return in_passes(x, *tensors, low_rank=term, linear=torch_linear if multiply is F.linear else multiply, **after)
 

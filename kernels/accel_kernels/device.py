@@ -1,72 +1,163 @@
-"""What kernels and their launchers know of a GPU: its size, its features, and whether it is Triton's interpreter."""
+"""What kernels and their launchers know of a GPU: one `Card`, of its size and features; and whether it is interpreted.
 
+ACCEL_CARD in the environment puts another in its place: a compute capability, such as 8.9, leaves the GPU what that
+generation has; a file that `accel doctor` wrote makes choices as on the card that it is of.
+"""
+
+import json
 import os
-from functools import lru_cache
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
 
 import torch
 
-# Compute capabilities. bfloat16 is multiplied from the first on, float8_e4m3fn converted from the second on. Hopper has
-# the tensor memory accelerator and programmatic dependent launch, as later ones have, and products of warpgroups.
-AMPERE, FLOAT8, HOPPER = (8, 0), (8, 9), (9, 0)
-INTERPRETER_SMS = 4  # of the interpreter, which runs on CPU tensors; any number gives the same results
+
+class Feature(Enum):
+    """What some generations lack. Each value is what a reason calls it."""
+
+    TRITON = "what Triton compiles for"
+    BFLOAT16 = "bfloat16 products"
+    WIDE_PRODUCTS = "tensor core products of 16 columns"  # mma.sync m16n8k16, of bytes m16n8k32
+    FLOAT8 = "float8 conversions"
+    DEPENDENT_LAUNCH = "programmatic dependent launch"
+    TMA = "a tensor memory accelerator"
+    SHARED_OPERANDS = "tensor cores that read shared memory"  # wgmma or tcgen05: operands take no registers
+    WARPGROUPS = "products of warpgroups"  # wgmma
+
+
+SINCE = {
+    Feature.TRITON: (7, 0), Feature.BFLOAT16: (8, 0), Feature.WIDE_PRODUCTS: (8, 0), Feature.FLOAT8: (8, 9),
+    Feature.DEPENDENT_LAUNCH: (9, 0), Feature.TMA: (9, 0),
+}  # fmt: skip
+OF_SOME = {Feature.SHARED_OPERANDS: (9, 10, 11), Feature.WARPGROUPS: (9,)}  # by the first number of a capability
+# KB of shared memory that one program may have.
+ROOM = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
+MEASURED = ((9, 0),)  # where all tests of kernels have run: elsewhere kernels check themselves, see `self_check`
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU. compute: its capability. shared_memory: bytes of it that one program may have. memory, l2: bytes.
+
+    bandwidth, rate: bytes of memory and floating point operations of 16-bit products a second, as `accel doctor`
+    measures them; 0 where nobody did.
+    """
+
+    name: str
+    compute: tuple[int, int]
+    processors: int
+    shared_memory: int
+    memory: int = 0
+    l2: int = 0
+    bandwidth: float = 0.0
+    rate: float = 0.0
+
+    @cached_property
+    def features(self) -> frozenset[Feature]:
+        some = {feature for feature, majors in OF_SOME.items() if self.compute[0] in majors}
+        return frozenset({feature for feature, least in SINCE.items() if self.compute >= least} | some)
+
+    @property
+    def measured(self) -> bool:
+        return self.compute in MEASURED
+
+    def limited(self, compute: tuple[int, int]) -> "Card":
+        """What of this card a generation has."""
+        room = ROOM[max((one for one in ROOM if one <= compute), default=min(ROOM))] * 1024
+        return replace(self, compute=compute, shared_memory=min(self.shared_memory, room))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> "Card":
+        """From `to_dict`, or from JSON. Raises TypeError and ValueError for what is no card."""
+        return cls(**fields | {"compute": (int(fields["compute"][0]), int(fields["compute"][1]))})
+
+
+INTERPRETER = Card("Triton's interpreter", (0, 0), 4, 160 * 1024)  # on CPU tensors; any number gives the same results
+_REPLAYED: ContextVar[Card | None] = ContextVar("accel_kernels_card", default=None)
+
+
+@contextmanager
+def replayed(card: Card) -> Iterator[None]:
+    """Inside, in this context, every GPU is this card to all that chooses."""
+    token = _REPLAYED.set(card)
+    try:
+        yield
+    finally:
+        _REPLAYED.reset(token)
+
+
+def read_card(file: Path) -> Card:
+    """The card of a file that `accel doctor` wrote. Raises OSError, and ValueError where there is none in it."""
+    try:
+        return Card.of(json.loads(file.read_text())["card"])
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"{file} has no card: {error}") from None
 
 
 @lru_cache(maxsize=16)
-def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of a CUDA device."""
-    return torch.cuda.get_device_capability(device)
+def present_card(device: torch.device) -> Card:
+    """The GPU that is there, or what ACCEL_CARD makes of it."""
+    given = torch.cuda.get_device_properties(device)
+    room = given.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    compute = (given.major, given.minor)
+    found = Card(given.name, compute, given.multi_processor_count, room, given.total_memory, given.L2_cache_size)
+    wanted = os.environ.get("ACCEL_CARD")
+    if not wanted:
+        return found
+    major, dot, minor = wanted.partition(".")
+    if dot and major.isdigit() and minor.isdigit():
+        return found.limited((int(major), int(minor)))
+    return read_card(Path(wanted))
 
 
-@lru_cache(maxsize=16)
+def card(device: torch.device) -> Card:
+    """What is known of a device; of a CPU, Triton's interpreter."""
+    return INTERPRETER if device.type != "cuda" else _REPLAYED.get() or present_card(device)
+
+
 def multiprocessors(device: torch.device) -> int:
     """Streaming multiprocessors of a CUDA device."""
-    if device.type != "cuda":
-        return INTERPRETER_SMS
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return card(device).processors
 
 
-@lru_cache(maxsize=16)
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program may have."""
-    if device.type != "cuda":
-        return 160 * 1024
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return card(device).shared_memory
 
 
-def reaches(device: torch.device, least: tuple[int, int]) -> bool:
-    """Whether this is a CUDA device of this compute capability or a later one."""
-    return device.type == "cuda" and capability(device) >= least
+def has(device: torch.device, feature: Feature) -> bool:
+    """Whether this is a CUDA device with this feature."""
+    return feature in card(device).features
 
 
-def is_hopper(device: torch.device) -> bool:
-    """Whether this is a CUDA device of compute capability 9.0: no other generation has its warpgroup products."""
-    return device.type == "cuda" and capability(device) == HOPPER
+def lacks(device: torch.device, *features: Feature) -> str | None:
+    """Why a GPU takes no kernel that needs these features. None on a CPU too, whose interpreter has no generation."""
+    missing = [one for one in features if device.type == "cuda" and not has(device, one)]
+    return f"a GPU without {missing[0].value}" if missing else None
 
 
 def float8_reason(device: torch.device, *dtypes: torch.dtype) -> str | None:
     """Why a GPU cannot convert these dtypes, if float8_e4m3fn is among them."""
-    if torch.float8_e4m3fn in dtypes and device.type == "cuda" and capability(device) < FLOAT8:
-        return "float8 below compute capability 8.9"
-    return None
-
-
-def tma_reason(device: torch.device) -> str | None:
-    """Why a GPU has no tensor memory accelerator."""
-    if device.type == "cuda" and capability(device) < HOPPER:
-        return "a GPU without a tensor memory accelerator (compute capability below 9.0)"
-    return None
+    return lacks(device, Feature.FLOAT8) if torch.float8_e4m3fn in dtypes else None
 
 
 def programmatic(device: torch.device, wanted: bool = True) -> dict[str, bool]:
     """A kernel's constant PDL, and the option of a programmatic dependent launch where it is wanted and the GPU has it.
 
-    The GPU has it from compute capability 9.0 on.
-
     Such a kernel starts while the one before it still runs. It first lets the next one start (gdc_launch_dependents)
     and loads weights, which no kernel writes. Then it waits for the one before it (gdc_wait). Every program must wait
     before it ends, also one without work, or a later kernel could overtake an earlier one.
     """
-    return {"PDL": True, "launch_pdl": True} if wanted and reaches(device, HOPPER) else {"PDL": False}
+    return {"PDL": True, "launch_pdl": True} if wanted and has(device, Feature.DEPENDENT_LAUNCH) else {"PDL": False}
 
 
 def interpreted() -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from accel_kernels.device import AMPERE, capability
+from accel_kernels.device import Feature, lacks
 from accel_kernels.warmup import warming_up
 
 
@@ -123,9 +123,8 @@ def dtype_reason(*tensors: torch.Tensor | None) -> str | None:
         if tensor.device != given[0].device:
             return f"tensors on {given[0].device} and {tensor.device}"
     if given and given[0].is_cuda:
-        least = AMPERE if any(tensor.dtype == torch.bfloat16 for tensor in given) else (7, 0)
-        if capability(given[0].device) < least:
-            return f"compute capability below {least[0]}.{least[1]}"
+        bfloat16 = any(tensor.dtype == torch.bfloat16 for tensor in given)
+        return lacks(given[0].device, Feature.BFLOAT16 if bfloat16 else Feature.TRITON)
     return None
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from accel_kernels.device import FLOAT8, capability
+from accel_kernels.device import Feature, lacks
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -64,9 +64,8 @@ def _whole(module: nn.Module) -> nn.Module:
 
 def _unread(device: torch.device, scheme: Scheme) -> str | None:
     """Why no kernel reads such numbers on this device."""
-    if scheme.weight_dtype == "fp8" and device.type == "cuda" and capability(device) < FLOAT8:
-        return f"float8 below compute capability {FLOAT8[0]}.{FLOAT8[1]}: no kernel reads it"
-    return None
+    reason = lacks(device, Feature.FLOAT8) if scheme.weight_dtype == "fp8" else None
+    return reason and f"{reason}: no kernel reads it"
 
 
 def _refuses(path: str, module: nn.Module) -> str | None:

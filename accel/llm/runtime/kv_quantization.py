@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import torch
 from accel_kernels.attention.paged.kv_quantization import restored, rounded
-from accel_kernels.device import FLOAT8, capability
+from accel_kernels.device import Feature, lacks
 
 from accel.errors import Refused
 from accel.llm.attention.attention import AttentionSpec
@@ -29,12 +29,8 @@ HARMLESS = 0.01  # off by which (root mean square) a score changes its weight by
 
 def kv_dtype_for(kind: str, device: torch.device) -> torch.dtype:
     """The dtype of kv_cache=kind. Raises ValueError where the device cannot convert it."""
-    if kind == "fp8" and device.type == "cuda" and capability(device) < FLOAT8:
-        major, minor = capability(device)
-        raise Refused(
-            f"kv_cache='fp8' needs a GPU of compute capability {'.'.join(map(str, FLOAT8))} or later, this one has "
-            f"{major}.{minor}; give 'int8' or None"
-        )
+    if kind == "fp8" and (reason := lacks(device, Feature.FLOAT8)) is not None:
+        raise Refused(f"kv_cache='fp8' on {reason}, which came with compute capability 8.9; give 'int8' or None")
     return KV_DTYPES[kind]
 
 

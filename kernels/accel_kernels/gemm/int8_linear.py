@@ -9,7 +9,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from accel_kernels.device import tma_reason
+from accel_kernels.device import Feature, lacks
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.quantize_rows import SINGLE, QuantizedRows
 from accel_kernels.gemm.quantize_rows import reference as quantize
@@ -79,7 +79,7 @@ def supports(x, weight, bias=None, **after) -> str | None:
         return f"{x.data.shape[-1]} inputs, not a multiple of 16, as the tensor memory accelerator needs"
     if any(t.data_ptr() % 16 for t in (x.data, *(one.data for one in epilogue.weights(weight)))):
         return "numbers not at a multiple of 16 bytes"
-    return tma_reason(x.data.device) or _reason(x, weight, epilogue)
+    return lacks(x.data.device, Feature.WIDE_PRODUCTS) or _reason(x, weight, epilogue)
 
 
 def _reason(x: QuantizedRows, weight: Quantized, epilogue: Epilogue) -> str | None:

@@ -5,7 +5,7 @@ Gated delta rule: Yang et al. 2024, with a decay of each channel Kimi Linear 202
 
 import torch
 
-from accel_kernels.device import HOPPER, reaches, shared_memory
+from accel_kernels.device import Feature, lacks, shared_memory
 from accel_kernels.op import make_op, random_cases
 from accel_kernels.recurrent.causal_convolution import some_rows, some_sequences
 from accel_kernels.recurrent.linear_attention_step import LIGHTNING, SPACE, gate_arguments, state_reason
@@ -50,8 +50,9 @@ def reference(
 def supports(
     q, k, v, a, decay, state, sequences, *, scale, b=None, beta_scale=1.0, key_eps=None, skip=None, dtype=None,
 ) -> str | None:  # fmt: skip
-    if q.is_cuda and not reaches(q.device, HOPPER) and (q.dtype == torch.float32 or decay.bias.dim() == 2):
-        return "float32, or decays of channels, below compute capability 9.0"  # more than its registers hold
+    large = q.dtype == torch.float32 or decay.bias.dim() == 2  # operands are more than registers hold
+    if large and (reason := lacks(q.device, Feature.SHARED_OPERANDS)) is not None:
+        return f"float32, or decays of channels, on {reason}"
     if q.is_cuda and decay.bias.dim() == 2 and k.shape[-1] <= 16 and q.dtype != torch.float32:
         return "16 keys or fewer in 16 bits, with decays of channels"  # Triton 3.6 reads past the shared memory
     if sequences.limited is not None and (decay.bias.dim() == 2 or sequences.spans is None):

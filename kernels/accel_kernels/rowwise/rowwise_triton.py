@@ -9,7 +9,7 @@ import torch
 import triton
 
 from accel_kernels import row_numbers_triton
-from accel_kernels.device import HOPPER, reaches
+from accel_kernels.device import Feature, has
 from accel_kernels.rowwise import functions_triton
 from accel_kernels.rowwise.program import RowProgram, lanes, register_widths
 from accel_kernels.rowwise.source import Source
@@ -45,7 +45,7 @@ def rowwise(first, *others, program, shape, outputs=None):
     """Same arguments and result as the reference."""
     inputs = (first, *others)
     given = outputs or (None,) * len(program.results)
-    early = reaches(first.device, HOPPER)
+    early = has(first.device, Feature.DEPENDENT_LAUNCH)
     plan = plan_of(
         program,
         tuple(shape),

@@ -108,7 +108,6 @@ def test_with_the_kernels_as_on_a_gpu(pair, family, monkeypatch):
     z = latents(model, 2, 2, 2)
     wanted = decode(stock, z)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True), raising=False)
-    monkeypatch.setattr(kernels_op, "capability", lambda device: (9, 0))
     launched = noted(
         monkeypatch, kernels_op.Op, "__call__", lambda op, *args, **more: (op.name, op.supports(*args, **more))
     )

@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from accel_kernels.device import Card, replayed
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -219,9 +220,8 @@ def test_what_is_no_value_and_what_has_no_cache(tiny):
     assert not accel.report(unet).sites
 
 
-def test_a_gpu_without_8_bit_floats_is_told_what_it_has(monkeypatch):
-    monkeypatch.setattr("accel.llm.runtime.kv_quantization.capability", lambda device: (8, 0))
-    with pytest.raises(ValueError, match="'fp8' needs .* 8.9 or later, this one has 8.0; give 'int8' or None"):
+def test_a_gpu_without_8_bit_floats_is_told_what_it_lacks():
+    with replayed(Card("", (8, 0), 108, 163 * 1024)), pytest.raises(ValueError, match="8.9; give 'int8' or None"):
         kv_dtype_for("fp8", torch.device("cuda"))
     assert kv_dtype_for("int8", torch.device("cuda")) == torch.int8
 

@@ -6,21 +6,36 @@ interpreter: by a script that `in_a_process` runs.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import triton
-from accel_kernels.device import capability, multiprocessors, shared_memory
+from accel_kernels.device import ROOM, Card, replayed
 from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 GPU, NOWHERE = torch.device("cuda", 0), torch.device("meta")
-SHARED = {80: 166912, 90: 232448, 100: 232448}  # bytes that a program may have
+GB = 10**9
 compile_only = JITFunction.run
 device_of, lies_on_gpu = torch.Tensor.device.__get__, torch.Tensor.is_cuda.__get__
+
+
+def made_up(arch: int, processors: int = 132, memory: int = 0, **more) -> Card:
+    """A card of a generation, by its published sizes. arch: 90 for 9.0. memory: GB."""
+    compute = divmod(arch, 10)
+    return Card(f"sm_{arch}", compute, processors, ROOM[compute] * 1024, memory * GB, **more)
+
+
+# Of each generation, small and large, as people have them.
+CARDS = tuple(
+    made_up(arch, *sizes)
+    for arch, *sizes in (
+        (75, 30, 8), (75, 72, 24), (80, 108, 40), (86, 28, 12), (86, 82, 24), (89, 34, 8), (89, 128, 24), (90, 132, 80),
+        (100, 148, 180), (120, 36, 12), (120, 84, 16), (120, 170, 32),
+    )
+)  # fmt: skip
 
 
 class Launch(NamedTuple):
@@ -86,22 +101,16 @@ def is_argument(value) -> bool:
 
 
 @contextmanager
-def absent_gpu(arch: int, processors: int = 132) -> Iterator[list[Launch]]:
-    """Inside, tensors can be made on GPU, and launches of kernels are added to the list. arch: 90 for 9.0."""
+def absent_gpu(card: int | Card) -> Iterator[list[Launch]]:
+    """Inside, tensors can be made on GPU, and launches of kernels are added to the list. card: or a generation, 90."""
+    card = made_up(card) if isinstance(card, int) else card
     launches: list[Launch] = []
 
     def keep(kernel, *args, grid, warmup, **meta):
         assert all(map(is_argument, (*args, *meta.values()))), f"{kernel.__name__} is given what Triton cannot take"
         launches.append(Launch(kernel, grid, args, meta))
 
-    properties = SimpleNamespace(multi_processor_count=processors, shared_memory_per_block_optin=SHARED[arch])
-    for known in (capability, multiprocessors, shared_memory):
-        known.cache_clear()
-    triton.runtime.driver.set_active(_Driver(arch))
-    with (
-        mock.patch.object(torch.cuda, "get_device_capability", lambda device: divmod(arch, 10)),
-        mock.patch.object(torch.cuda, "get_device_properties", lambda device: properties),
-        mock.patch.object(JITFunction, "run", keep),
-        _Tensors(),
-    ):
+    major, minor = card.compute
+    triton.runtime.driver.set_active(_Driver(10 * major + minor))
+    with replayed(card), mock.patch.object(JITFunction, "run", keep), _Tensors():
         yield launches

@@ -23,7 +23,7 @@ from accel_kernels.attention.paged.store_triton import (
     stored_at,
 )
 from accel_kernels.attention.prefill_attention import PromptAttention
-from accel_kernels.device import is_hopper, programmatic, shared_memory, upcast
+from accel_kernels.device import Feature, has, programmatic, shared_memory, upcast
 from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch
 
@@ -40,7 +40,7 @@ def latent_tile(queries: int, channels: int, store_block: int, dtype: torch.dtyp
     if dtype == torch.float32:
         return Tile(16, min(store_block, 16), channels, 8, 1)
     room = shared_memory(device) // 1024
-    if queries > 32 and is_hopper(device):  # wgmma takes 64 rows
+    if queries > 32 and has(device, Feature.WARPGROUPS):  # wgmma takes 64 rows
         return Tile(64, min(store_block, 64), channels, 8, 2)
     if queries > 16 and room > 192:
         return Tile(16 if queries <= 32 else 32, min(store_block, 64), channels, 8, 3)

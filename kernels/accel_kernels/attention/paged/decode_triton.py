@@ -35,7 +35,7 @@ from accel_kernels.attention.paged.split_kv import (
     tile_of,
 )
 from accel_kernels.attention.paged.store_triton import padding_mask_of, seen_of_chunk, share_of, store_of
-from accel_kernels.device import AMPERE, interpreted, programmatic, reaches, upcast
+from accel_kernels.device import Feature, has, interpreted, programmatic, upcast
 from accel_kernels.sizes import power_of_two
 from accel_kernels.warmup import launch
 
@@ -183,7 +183,7 @@ def decode_kernel(
 
 def decodes_kv8(q, k, cos, kv) -> bool:
     """Whether `kv8_decode_kernel` takes a call."""
-    if kv.key_scales is None or k is None or interpreted() or not reaches(q.device, AMPERE):
+    if kv.key_scales is None or k is None or interpreted() or not has(q.device, Feature.WIDE_PRODUCTS):
         return False
     heads, dim = q.shape[2:]
     few = heads // kv.keys.shape[2] <= HEADS and (cos is None or 2 * cos.shape[-1] == dim)

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.device import is_hopper, multiprocessors, programmatic, upcast
+from accel_kernels.device import Feature, has, multiprocessors, programmatic, upcast
 from accel_kernels.gemm.blocks.block_weight import BlockArguments
 from accel_kernels.gemm.blocks.fragments.block_gemv_mma_triton import block_gemv_mma, block_gemv_tile
 from accel_kernels.gemm.blocks.fragments.block_skinny_mma_triton import block_skinny_mma, block_skinny_tile
@@ -98,10 +98,10 @@ def block_rows_kernel(
 def by_fragments(x, weight, norm, up) -> GemvTile | None:
     """The tile of the kernels that read blocks as factors of the tensor cores; None where they are not chosen.
 
-    They ran on compute capability 9.0 alone, a row of x with up to 14,336 columns.
+    They take a row of x with up to 14,336 columns.
     """
     (n, k), source = weight.shape, weight.format.source
-    if not source or x.dtype == torch.float32 or not is_hopper(x.device):
+    if not source or x.dtype == torch.float32 or not has(x.device, Feature.WIDE_PRODUCTS):
         return None
     if k % (512 if source == "sixes" else 256) or k > 1 << 14 or n * k >= 1 << 31:
         return None

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
-from accel_kernels.device import is_hopper, multiprocessors
+from accel_kernels.device import Feature, lacks, multiprocessors
 from accel_kernels.gemm.adapters.low_rank_term import LowRankTerm, with_low_rank
 from accel_kernels.gemm.epilogue import Epilogue, by_part
 from accel_kernels.gemm.fp8_linear import FP8, fp8_linear
@@ -62,8 +62,8 @@ def supports(x, weight, bias=None, *, low_rank=None, rounded=False, fast=False, 
     if not x.is_cuda:
         return "not on a GPU: no interpreter runs this kernel"
     numbers = x.data if isinstance(x, QuantizedRows) else x
-    if not is_hopper(numbers.device):
-        return "a GPU of another generation than Hopper (compute capability 9.0)"
+    if (reason := lacks(numbers.device, Feature.WARPGROUPS, Feature.TMA)) is not None:
+        return reason
     weights = [one.data if isinstance(one, Quantized) else one for one in epilogue.weights(weight)]
     if numbers.numel() == 0 or weights[0].numel() == 0:
         return "empty"

@@ -2,7 +2,7 @@
 
 import torch
 
-from accel_kernels.device import AMPERE, HOPPER, is_hopper, multiprocessors, reaches
+from accel_kernels.device import Feature, has, multiprocessors
 from accel_kernels.gemm.blocks.block_linear_triton import BLOCK_DISPATCH
 from accel_kernels.gemm.blocks.block_weight import BlockWeight
 from accel_kernels.gemm.epilogue import Epilogue
@@ -40,7 +40,7 @@ def quantized_linear(x, weight, bias=None, *, norm=None, shape=None, **after):
 def by_gemv_mma(x, weight, norm, up) -> GemvTile | None:
     """The tile for `gemv_mma`, or None where it cannot take these or is slower; as measured, H200."""
     n, k = weight.shape
-    if not reaches(x.device, HOPPER) or n * k <= SMALL or weight.group < 64:
+    if not has(x.device, Feature.WIDE_PRODUCTS) or n * k <= SMALL or weight.group < 64:
         return None
     if gemv_refusal(x, weight, up) is not None or not (norm is None or takes(norm, x.dtype)):
         return None
@@ -53,7 +53,7 @@ def by_warpgroups(x, weight, norm, up) -> WgmmaTile | None:
     """
     n, k = weight.shape
     rows, format = x.numel() // k, weight.format.name
-    if not is_hopper(x.device) or rows == 1 or refusal(x, weight, up) is not None:
+    if not has(x.device, Feature.WARPGROUPS) or rows == 1 or refusal(x, weight, up) is not None:
         return None
     if not (rows > 8 or format == "int4" or n * k > FEW_WEIGHTS or (up is not None and k <= SHORT)):
         return None
@@ -71,7 +71,7 @@ def by_registers(x, weight, norm, up) -> Tile | None:
     """The tile for `skinny_mma`, or None where it cannot take these."""
     n, k = weight.shape
     rows, format = x.numel() // k, weight.format.name
-    if not reaches(x.device, AMPERE) or rows == 1:
+    if not has(x.device, Feature.WIDE_PRODUCTS) or rows == 1:
         return None
     if weight.scales.dtype != x.dtype:  # it multiplies by their bits
         return None

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from accel_kernels.device import Card, replayed
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -234,11 +235,11 @@ def test_experts_that_are_left_are_named(reason):
     assert (sites(model)["model.layers.0.mlp.experts"][0] == "patched") == (name == "mixtral")
 
 
-def test_float8_is_for_gpus_that_read_it(monkeypatch):
+def test_float8_is_for_gpus_that_read_it():
     gpu, fp8 = torch.device("cuda"), Scheme("fp8")
-    for capability, wanted in (((8, 0), "float8 below compute capability 8.9"), ((8, 9), None), ((9, 0), None)):
-        monkeypatch.setattr(choice, "capability", lambda device, found=capability: found)
-        reason = choice._unread(gpu, fp8)
+    for compute, wanted in (((8, 0), "without float8 conversions"), ((8, 9), None), ((9, 0), None)):
+        with replayed(Card("", compute, 108, 163 * 1024)):
+            reason = choice._unread(gpu, fp8)
         assert reason is wanted is None or wanted in reason
         assert choice._unread(gpu, Scheme("int8")) is None is choice._unread(torch.device("cpu"), fp8)
 
