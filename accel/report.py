@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from accel_kernels import OPS
 from torch import nn
 
 from accel.libraries.versions import newer_than_tested
@@ -32,7 +33,8 @@ class Report:
     each stretch of layers on a device. It has the tokens of each, and pages and memory_mb of the cache made last.
     graph_memory: one dict a GPU with graphs, with what all of them take there, used_mb, and may take, limit_mb.
     optimized: False for an object that is not. rank, ranks: which of the processes this is that share a model, and how
-    many there are; the first prints the table for all, the others a line. None where the process has it for itself."""
+    many there are; the first prints the table for all, the others a line. None where the process has it for itself.
+    kernels: (operation, what) of kernels of this process that this GPU refused, or that checked themselves on it."""
 
     sites: list[tuple[str, str, str, str]]
     graphs: list[dict]
@@ -43,6 +45,7 @@ class Report:
     rank: int | None = None
     ranks: int | None = None
     graph_memory: list[dict] = field(default_factory=list)
+    kernels: list[tuple[str, str]] = field(default_factory=list)
 
     @classmethod
     def of(cls, plans: dict[str, Plan]) -> "Report":
@@ -74,7 +77,8 @@ class Report:
         pools = {id(plan.pool): plan.pool for plan in plans.values()}.values()
         memory = [row for pool in pools for row in pool.rows()]
         calls = sorted(fallbacks, key=lambda row: -row[2])
-        return cls(sites, graphs, calls, weights, bool(plans), batching, rank, size, memory)
+        kernels = [(op.name, told) for op in OPS if plans for told in op.outcomes.rows()]
+        return cls(sites, graphs, calls, weights, bool(plans), batching, rank, size, memory, kernels)
 
     def to_dict(self) -> dict:
         """Plain lists and dicts, for JSON."""
@@ -82,6 +86,7 @@ class Report:
         fallbacks = [dict(zip(("path", "reason", "calls"), row, strict=True)) for row in self.fallbacks]
         lists = {"graphs": list(self.graphs), "weights": list(self.weights), "batching": list(self.batching)}
         lists["graph_memory"] = list(self.graph_memory)
+        lists["kernels"] = [{"op": op, "outcome": told} for op, told in self.kernels]
         shared = {} if self.rank is None else {"rank": self.rank, "ranks": self.ranks}
         return {"sites": sites, "fallbacks": fallbacks} | lists | shared
 
@@ -140,6 +145,11 @@ class Report:
                 table.add_row(path or WHOLE, str(calls), reason)
             if len(self.fallbacks) > FALLBACK_LINES:
                 table.add_row(f"and {len(self.fallbacks) - FALLBACK_LINES} more in .fallbacks", "", "")
+            yield table
+        if self.kernels:
+            table = Table("kernels of", "on this GPU")
+            for row in self.kernels:
+                table.add_row(*row)
             yield table
 
     def __str__(self) -> str:

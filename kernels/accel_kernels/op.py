@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from accel_kernels.device import Feature, lacks
+from accel_kernels.self_check import KernelOutcomes, needs_check, tensors
 from accel_kernels.warmup import warming_up
 
 
@@ -71,6 +72,7 @@ class Op:
     pays:      same arguments; whether the kernel is worth it where it could run. Without it, always.
     instead:   same arguments and result; what runs on CUDA where the kernel does not. Without it, `reference`.
     on_cpu:    same arguments and result; what runs on a CPU. Without it, `reference`.
+    changes:   whether it changes what it is given in a way that it must not do twice, as states of sequences.
     """
 
     name: str
@@ -81,6 +83,11 @@ class Op:
     pays: Callable[..., bool] | None = None
     instead: Callable[..., Any] | None = None
     on_cpu: Callable[..., Any] | None = None
+    changes: bool = False
+
+    @cached_property
+    def outcomes(self) -> KernelOutcomes:
+        return KernelOutcomes(self.reference, self.changes)
 
     @cached_property
     def triton(self) -> Callable[..., Any]:
@@ -101,7 +108,16 @@ class Op:
         pays = self.pays is None or self.pays(x, *args, **kwargs)
         if self.pays is not None and warming_up():  # what another size will take
             (other if pays else self.triton)(x, *args, **kwargs)
-        return (self.triton if pays else other)(x, *args, **kwargs)
+        return self.guarded(self.triton if pays else other, x, *args, **kwargs)
+
+    def guarded(self, kernel: Callable[..., Any], x: Any, *args, **kwargs):
+        """kernel(x, *args, **kwargs), or what takes its place where the GPU refuses it or it computes something else.
+
+        kernel: `triton`, `instead`, or one of them with settings.
+        """
+        device = x.device if isinstance(x, torch.Tensor) else next(tensors(x)).device
+        run = self.outcomes.run_checked if needs_check(device) and not warming_up() else self.outcomes.run
+        return run(kernel, self.instead or self.reference, x, *args, **kwargs)
 
 
 def make_op(

@@ -16,6 +16,7 @@ import torch
 
 from accel_kernels.compiling.kernel_hash import hash_callees_first
 from accel_kernels.device import interpreted
+from accel_kernels.errors import KernelRefused, of_compiler, set_aside
 
 COMPILERS = "accel_kernels.compiling.compilers_triton"  # imported where Triton is needed
 
@@ -24,6 +25,8 @@ COMPILERS = "accel_kernels.compiling.compilers_triton"  # imported where Triton 
 # load launchers, one may get the other's, and launch with arguments taken for others. So there is one at a time.
 _LOADING = threading.RLock()
 
+
+REFUSED = "accel_refused"  # attribute of a kernel: the errors of what it was refused as, by `_way`
 
 # This context's warmup; None outside of one.
 _WARMUP: ContextVar["Warmup | None"] = ContextVar("accel_kernels_warmup", default=None)
@@ -110,11 +113,26 @@ def warmup() -> Iterator[None]:
 
 
 def _load_all(now: Warmup, threads: ThreadPoolExecutor) -> None:
-    kernels = [_ready(kernel) for kernel in {id(one): one for one in now.compiled}.values()]
+    kernels = []
     with _LOADING, torch.cuda.device(now.device):  # into whose context they are loaded
+        for kernel in {id(one): one for one in now.compiled}.values():
+            with refusals_aside():
+                kernels.append(_ready(kernel))
         list(threads.map(_build_launcher, kernels))
         for kernel in kernels:
-            kernel._init_handles()
+            with refusals_aside():
+                kernel._init_handles()
+
+
+@contextmanager
+def refusals_aside() -> Iterator[None]:
+    """Inside, a kernel that is refused is left: it is refused again where it is launched."""
+    try:
+        yield
+    except Exception as error:
+        if not of_compiler(error):
+            raise
+        set_aside(error)
 
 
 def launch(kernel, grid: tuple, *args, **meta) -> None:
@@ -122,15 +140,37 @@ def launch(kernel, grid: tuple, *args, **meta) -> None:
 
     Triton launches on the current device, wherever the tensors are: on another one's stream a kernel would not wait for
     what makes its inputs. So the first tensor among the arguments decides.
+    Raises KernelRefused where the compiler or the GPU refuses the kernel, which is not compiled again then.
     """
     hash_callees_first(kernel)
     now = _WARMUP.get()
     if now is None:
-        with _there(args), _LOADING:
-            kernel[grid](*args, **meta)
+        _take_again(kernel, args, meta)
+        try:
+            with _there(args), _LOADING:
+                kernel[grid](*args, **meta)
+        except Exception as error:
+            if not of_compiler(error):
+                raise
+            refused = vars(kernel)[REFUSED] = vars(kernel).get(REFUSED, {})
+            refused[_way(args, meta)] = found = KernelRefused(kernel.__name__, error)
+            raise found from error
     else:
         with torch.cuda.device(now.device):
             now.compiled.append(kernel.warmup(*args, grid=grid, **meta))
+
+
+def _take_again(kernel, args: tuple, meta: dict) -> None:
+    """Raises what the same kernel was refused with before."""
+    refused = vars(kernel).get(REFUSED)
+    if refused and (found := refused.get(_way(args, meta))) is not None:
+        raise found.with_traceback(None)
+
+
+def _way(args: tuple, meta: dict) -> tuple:
+    """What a kernel is compiled for, about."""
+    kinds = (getattr(one, "dtype", None) or type(one) for one in args)
+    return (*kinds, *sorted((name, str(value)) for name, value in meta.items()))
 
 
 def _there(args: tuple) -> AbstractContextManager:

@@ -112,7 +112,7 @@ BACKENDS = {
     "flash": Backend(_flash, _half_precision(256)),
     "efficient": Backend(_efficient, _refuses_cuda),
     "xformers": Backend(_xformers, _refuses_xformers),
-    "triton": Backend(lambda q, k, v, scale: attention.triton(q, k, v, scale), _refuses_triton),
+    "triton": Backend(lambda *given: attention.guarded(attention.triton, *given), _refuses_triton),
     "matmul": Backend(_matmul, _refuses_matmul),
     "sdpa": Backend(_sdpa, lambda q, k, v: None),
 }

@@ -57,7 +57,8 @@ class ExpertsChooser(Choices):
     def __call__(self, x, index, shares, weights):
         if not x.is_cuda or warming_up() or experts.supports(x, index, shares, weights) is not None:
             return experts(x, index, shares, weights)
-        return experts.triton(x, index, shares, weights, tile=self.choose(x, index, weights))
+        run = partial(experts.triton, tile=self.choose(x, index, weights))
+        return experts.guarded(run, x, index, shares, weights)
 
     def choose(self, x: torch.Tensor, index: torch.Tensor, weights: ExpertWeights) -> str:
         """The name of a tile or of DEQUANTIZED, or GEMV, for these tokens."""

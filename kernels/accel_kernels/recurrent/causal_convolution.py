@@ -135,4 +135,4 @@ CASES = (
     _case("lfm2-steps", 32, 1, 2048, 3, list(range(32)), gates=True),
 )
 
-causal_convolution = make_op("causal_convolution", reference, supports, CASES)
+causal_convolution = make_op("causal_convolution", reference, supports, CASES, changes=True)

@@ -126,4 +126,4 @@ CASES = (
     _case("mamba2-2048", 1, 2048, 1, 80, 128, 64, [0], **SPACE),
 )  # fmt: skip
 
-linear_attention_prompt = make_op("linear_attention_prompt", reference, supports, CASES)
+linear_attention_prompt = make_op("linear_attention_prompt", reference, supports, CASES, changes=True)

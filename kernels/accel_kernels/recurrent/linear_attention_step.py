@@ -206,4 +206,4 @@ CASES = (
     _case("mamba2-2.7b", 16, 1, 80, 128, 64, **SPACE),
 )  # fmt: skip
 
-linear_attention_step = make_op("linear_attention_step", reference, supports, CASES)
+linear_attention_step = make_op("linear_attention_step", reference, supports, CASES, changes=True)

@@ -121,4 +121,4 @@ CASES = (
     _case("falcon-mamba-512", 1, 512, 8192, 16, [0]),
 )
 
-selective_scan = make_op("selective_scan", reference, supports, CASES)
+selective_scan = make_op("selective_scan", reference, supports, CASES, changes=True)

@@ -164,4 +164,4 @@ CASES = (
     _case("gemma-filters-logprobs", 64, 262144, logprobs=True),
 )
 
-sample = make_op("sample", reference, supports, CASES)
+sample = make_op("sample", reference, supports, CASES, changes=True)
