@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.device import multiprocessors, upcast
+from accel_kernels.device import Feature, has, multiprocessors, upcast
 from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch
 
@@ -34,6 +34,7 @@ TILES = {
 }
 FEW_KEYS = Tile(64, 32, 4, 2)  # up to 128 keys: the prompt of a cross-attention
 WIDE_FEW_QUERIES = Tile(32, 64, 4, 2)  # dimension 512, where blocks of 64 queries would leave multiprocessors idle
+WIDE_IN_REGISTERS = Tile(16, 32, 8, 1)  # dimension 512, of which more queries spill thousands of bytes, as compiled
 FP32_TILE = Tile(32, 32, 4, 1)
 
 
@@ -169,6 +170,8 @@ def _tile(q, k_length: int, block_d: int) -> Tile:
     if q.dtype == torch.float32:
         return FP32_TILE
     if block_d == 512:
+        if not has(q.device, Feature.SHARED_OPERANDS):
+            return WIDE_IN_REGISTERS
         blocks = batch * heads * cdiv(q_length, TILES[512].queries)
         return WIDE_FEW_QUERIES if blocks < multiprocessors(q.device) else TILES[512]
     return FEW_KEYS if k_length <= 128 else TILES[block_d]

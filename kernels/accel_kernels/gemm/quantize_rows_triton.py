@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.device import programmatic
+from accel_kernels.device import programmatic, shared_memory
 from accel_kernels.gemm.quantize_rows import SHARE, KnownColumns, QuantizedRows, known_columns
 from accel_kernels.norm.norm import NormArguments, kernel_arguments
 from accel_kernels.row_numbers import LEAST, MOST, REACH
@@ -135,6 +135,8 @@ def _found(x, norm: NormArguments, threshold: float, flags: dict, meta: dict) ->
     """Those with a value above the threshold; room for all."""
     k = x.shape[-1]
     rows, at_once = x.numel() // k, 4 if flags["BLOCK_K"] <= 8192 else 2
+    if shared_memory(x.device) < 8 * flags["BLOCK_K"]:  # which 16 warps take to count columns
+        meta = meta | {"num_warps": meta["num_warps"] // 2}
     zeros = torch.zeros(16 * cdiv(k, 16) + 4, dtype=torch.int8, device=x.device)
     found = KnownColumns(
         zeros[:k],

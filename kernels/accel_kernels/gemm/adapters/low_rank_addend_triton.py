@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.device import upcast
+from accel_kernels.device import shared_memory, upcast
 from accel_kernels.gemm.adapters.low_rank_addend import part_starts
 from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch
@@ -68,7 +68,10 @@ def low_rank_addend(x, term, bias=None, *, shape=None):
     """Same arguments and result as the reference. shape: a Shape, else chosen by size."""
     k, n = x.shape[-1], len(term.up)
     rows = x.numel() // k
-    shape = shape or Shape(inputs=min(128, power_of_two(k)))
+    if shape is None:
+        inputs = min(128, power_of_two(k))
+        step = inputs * (Shape().rows + term.rank) * x.itemsize
+        shape = Shape(inputs=inputs, stages=min(Shape().stages, 1 + shared_memory(x.device) // step))
     y = torch.empty((*x.shape[:-1], n), device=x.device, dtype=x.dtype)
     starts = part_starts(term.ends, x.device) if term.starts is None else term.starts
     launch(

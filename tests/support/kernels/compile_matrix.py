@@ -1,0 +1,87 @@
+"""Every configuration of every kernel that is chosen for a card, for all cases of all operations: whether it compiles,
+how much shared memory it takes and how much it spills. To be imported as `absent_gpu` is.
+"""
+
+import contextlib
+import hashlib
+import io
+import os
+import re
+from collections.abc import Iterable
+from unittest import mock
+
+import torch
+from accel_kernels import OPS, Op
+from accel_kernels.device import Card
+from triton import knobs
+from triton.backends.nvidia.compiler import CUDABackend
+
+from support.kernels.absent_gpu import GPU, Launch, absent_gpu
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MOST_SPILLED = 2048  # bytes of a thread
+make_llir = CUDABackend.make_llir
+
+
+def configurations(card: Card, ops: Iterable[Op] = OPS, dtypes: int = 3) -> dict[tuple, Launch]:
+    """What launchers choose for it, by what is compiled. dtypes: how many a case runs in. Raises what they raise."""
+    with absent_gpu(card) as found:
+        for op in ops:
+            for number, case in enumerate(op.cases):
+                left = dtypes
+                for turn in range(3):
+                    args, more = case.make(GPU, DTYPES[(number + turn) % 3])
+                    if left and op.supports(*args, **more) is None:
+                        left -= 1
+                        op.triton(*args, **more)
+                        if op.instead is not None:
+                            op.instead(*args, **more)
+    return {launch.way: launch for launch in found}
+
+
+def sampled(ways: dict[tuple, Launch], count: int) -> list[Launch]:
+    """So many of them, others when a kernel or what it calls has changed."""
+
+    def turn(launch: Launch) -> str:
+        return hashlib.sha256(f"{launch.kernel.cache_key}{launch.way}".encode()).hexdigest()
+
+    return sorted(ways.values(), key=turn)[:count]
+
+
+class _Enough(Exception):
+    pass
+
+
+def _written_out(self, src, metadata, *_):
+    raise _Enough(metadata["shared"])
+
+
+def shared_bytes(launch: Launch) -> int:
+    """Of shared memory, compiled as far as says so. Raises what the compiler raises."""
+    with mock.patch.object(CUDABackend, "make_ptx", _written_out), mock.patch.dict(os.environ, DISABLE_LLVM_OPT="1"):
+        try:
+            return launch.compiled().metadata.shared
+        except _Enough as enough:
+            return enough.args[0]
+
+
+def assembled(launch: Launch) -> tuple[int, int]:
+    """Bytes of shared memory, and those that a thread spills. ptxas refuses instructions that the card lacks."""
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told), mock.patch.object(knobs.nvidia, "dump_ptxas_log", True):
+        compiled = launch.compiled()
+    spilled = map(int, re.findall(r"(\d+) bytes spill stores", told.getvalue()))
+    return compiled.metadata.shared, max(spilled, default=0)
+
+
+def examined(launches: Iterable[Launch], card: Card, whole: bool) -> list[tuple[str, int, int]]:
+    """Kernel, bytes of shared memory, bytes spilled (0 where not `whole`). Raises AssertionError where one does not fit."""
+    rows = []
+    for launch in launches:
+        shared, spilled = assembled(launch) if whole else (shared_bytes(launch), 0)
+        assert shared <= card.shared_memory, (launch.way, shared)
+        assert spilled <= MOST_SPILLED, (launch.way, spilled)
+        rows.append((launch.name, shared, spilled))
+    return rows
+
+
