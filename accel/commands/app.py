@@ -13,6 +13,7 @@ from accel.commands.bench.language_models import bench_batch, bench_llm
 from accel.commands.bench.ready import bench_ready
 from accel.commands.bench.scripts import bench_scripts
 from accel.commands.demo import demo
+from accel.commands.doctor import doctor
 from accel.commands.profile import profile
 from accel.commands.quantize import quantize
 from accel.commands.report import report
@@ -63,7 +64,7 @@ def about(
     """Speeds up diffusers and transformers code: accel.optimize(pipe)."""
 
 
-for command in (demo, report, verify, coverage, profile, quantize, shard, bench):
+for command in (demo, doctor, report, verify, coverage, profile, quantize, shard, bench):
     app.command()(command)
 app.command("bench llm")(bench_llm)
 app.command(context_settings=PASSED_ON)(serve)

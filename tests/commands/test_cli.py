@@ -27,7 +27,7 @@ def test_help_lists_the_commands():
     assert result.exit_code == 0
     assert all(
         command in result.output
-        for command in ("demo", "report", "verify", "bench", "bench llm", "profile", "quantize")
+        for command in ("demo", "doctor", "report", "verify", "bench", "bench llm", "profile", "quantize")
     )
 
 

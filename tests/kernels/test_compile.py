@@ -16,7 +16,7 @@ from support.everything import EVERYTHING
 from support.kernels.compiler import in_a_process
 
 EACH = """
-from support.kernels.absent_gpu import made_up
+from support.kernels.cards import made_up
 from support.kernels.compile_matrix import configurations, examined
 
 card = made_up(90)
@@ -28,7 +28,7 @@ print(len(examined((launch for name, launch in first.items() if name not in else
 MATRIX = """
 import sys
 from accel_kernels import OPS
-from support.kernels.absent_gpu import CARDS
+from support.kernels.cards import CARDS
 from support.kernels.compile_matrix import configurations, examined, sampled
 
 arch, everything = int(sys.argv[1]), sys.argv[2:] == ["all"]

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.device import interpreted, shared_memory, upcast
+from accel_kernels.device import Feature, has, interpreted, shared_memory, upcast
 from accel_kernels.recurrent.causal_convolution_triton import AT_STATE, empty_output, pools_at, sequence_of
 from accel_kernels.recurrent.gates_triton import beta_gate, decay_gate, decay_sums
 from accel_kernels.recurrent.recurrence import CHUNK
@@ -340,7 +340,7 @@ def linear_attention_prompt(
         chunk_states_kernel, (cdiv(value_dim, block_v), heads, count),
         q, k, v, out, q.stride(), k.stride(), v.stride(), state, state.stride(), skip, *where,
         key_dim, value_dim, repeat, block_k, block_v, CHUNK, channel_decay, delta, precision, pair,
-        upcast(q.dtype), num_warps=8 if block_k > 128 else block_v // 16,
+        upcast(q.dtype), num_warps=block_v // 16 if block_k <= 128 and has(q.device, Feature.SHARED_OPERANDS) else 8,
         num_stages=2 if pair and block_k <= 128 and not channel_decay and shared_memory(q.device) >= TWO_STAGES else 1,
     )  # fmt: skip
     return out

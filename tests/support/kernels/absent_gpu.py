@@ -11,31 +11,16 @@ from unittest import mock
 
 import torch
 import triton
-from accel_kernels.device import ROOM, Card, replayed
+from accel_kernels.device import Card, replayed
 from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from support.kernels.cards import made_up
+
 GPU, NOWHERE = torch.device("cuda", 0), torch.device("meta")
-GB = 10**9
 compile_only = JITFunction.run
 device_of, lies_on_gpu = torch.Tensor.device.__get__, torch.Tensor.is_cuda.__get__
-
-
-def made_up(arch: int, processors: int = 132, memory: int = 0, **more) -> Card:
-    """A card of a generation, by its published sizes. arch: 90 for 9.0. memory: GB."""
-    compute = divmod(arch, 10)
-    return Card(f"sm_{arch}", compute, processors, ROOM[compute] * 1024, memory * GB, **more)
-
-
-# Of each generation, small and large, as people have them.
-CARDS = tuple(
-    made_up(arch, *sizes)
-    for arch, *sizes in (
-        (75, 30, 8), (75, 72, 24), (80, 108, 40), (86, 28, 12), (86, 82, 24), (89, 34, 8), (89, 128, 24), (90, 132, 80),
-        (100, 148, 180), (120, 36, 12), (120, 84, 16), (120, 170, 32),
-    )
-)  # fmt: skip
 
 
 class Launch(NamedTuple):

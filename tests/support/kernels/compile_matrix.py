@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from unittest import mock
 
 import torch
+import triton
 from accel_kernels import OPS, Op
 from accel_kernels.device import Card
 from triton import knobs
@@ -75,13 +76,16 @@ def assembled(launch: Launch) -> tuple[int, int]:
 
 
 def examined(launches: Iterable[Launch], card: Card, whole: bool) -> list[tuple[str, int, int]]:
-    """Kernel, bytes of shared memory, bytes spilled (0 where not `whole`). Raises AssertionError where one does not fit."""
-    rows = []
+    """Kernel, bytes of shared memory, and of spills (0 where not `whole`). Raises AssertionError where one does not fit
+    or spills more than is usual and than on 9.0, where it was measured.
+    """
+    rows, driver = [], triton.runtime.driver.active
     for launch in launches:
         shared, spilled = assembled(launch) if whole else (shared_bytes(launch), 0)
         assert shared <= card.shared_memory, (launch.way, shared)
-        assert spilled <= MOST_SPILLED, (launch.way, spilled)
+        if spilled > MOST_SPILLED:
+            with absent_gpu(90):
+                assert spilled <= assembled(launch)[1], (launch.way, spilled)
+            triton.runtime.driver.set_active(driver)
         rows.append((launch.name, shared, spilled))
     return rows
-
-

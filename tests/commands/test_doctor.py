@@ -1,0 +1,86 @@
+"""`accel doctor`: without a GPU, and for cards of its files."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from accel_kernels import OPS, rms_norm
+from accel_kernels.device import Card, Feature, card, has, lacks, present_card, read_card, replayed
+
+from accel.bench import doctor
+from support.command_line import run_command
+from support.kernels.cards import CARDS
+
+GPU = torch.device("cuda", 0)
+
+
+def written(path, known: Card):
+    path.write_text(json.dumps({"card": known.to_dict()}))
+    return path
+
+
+def test_without_a_gpu_it_says_so(tmp_path):
+    result = run_command("doctor", "--device", "cpu", "--out", tmp_path / "here.json")
+    assert result.exit_code == 0, result.output
+    assert "no GPU: accel runs plain torch" in result.output
+    found = json.loads((tmp_path / "here.json").read_text())
+    assert found["card"] is None and found["machine"]["torch"] == torch.__version__ and not found["kernels"]
+    assert run_command("doctor", "--replay", tmp_path / "here.json").exit_code == 2  # of no card
+    assert run_command("doctor", "--replay", tmp_path / "absent.json").exit_code == 2
+
+
+def test_a_replay_says_what_the_card_lacks(tmp_path):
+    small = next(one for one in CARDS if one.compute == (12, 0))
+    out = ("--device", "cpu", "--out", tmp_path / "out.json")
+    result = run_command("doctor", "--replay", written(tmp_path / "card.json", small), *out)
+    assert result.exit_code == 0, result.output
+    assert "as on sm_120: compute capability 12.0, 36 multiprocessors, 12.0 GB, 99 KB shared" in result.output
+    assert "lacks tensor cores that read shared memory, products of warpgroups" in result.output
+
+
+@pytest.mark.parametrize("known", CARDS, ids=lambda one: f"{one.name}-{one.memory // 10**9}")
+@pytest.mark.share(1)
+def test_a_file_makes_a_card(known, tmp_path):
+    read = read_card(written(tmp_path / "card.json", known))
+    assert read == known
+    with replayed(read):
+        assert card(GPU) == known and card(torch.device("cpu")).compute == (0, 0)
+        assert (lacks(GPU, Feature.BFLOAT16) is None) == (known.compute >= (8, 0))
+        assert has(GPU, Feature.TMA) == (known.compute >= (9, 0))
+        assert has(GPU, Feature.WARPGROUPS) == (known.compute == (9, 0))
+        assert has(GPU, Feature.SHARED_OPERANDS) == (known.compute in ((9, 0), (10, 0)))
+
+
+def test_the_environment_limits_the_card(monkeypatch, tmp_path):
+    given = {"name": "H200", "major": 9, "minor": 0, "multi_processor_count": 132, "total_memory": 10**11}
+    given |= {"L2_cache_size": 1, "shared_memory_per_block_optin": 232448}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("", (), given))
+    monkeypatch.delenv("TRITON_OVERRIDE_ARCH", raising=False)
+    for wanted, compute, room in (("", (9, 0), 227), ("8.9", (8, 9), 99), ("7.5", (7, 5), 64), ("12.1", (12, 1), 99)):
+        monkeypatch.setenv("ACCEL_CARD", wanted)
+        present_card.cache_clear()
+        found = present_card(GPU)
+        assert (found.compute, found.shared_memory, found.processors) == (compute, room * 1024, 132)
+    monkeypatch.setenv("ACCEL_CARD", str(written(tmp_path / "card.json", CARDS[0])))
+    present_card.cache_clear()
+    assert present_card(GPU) == CARDS[0]
+    present_card.cache_clear()
+
+
+def test_kernels_beside_their_references(monkeypatch):
+    """In Triton's interpreter: one that agrees, one that does not, one that is refused, one that fails."""
+    monkeypatch.setattr(doctor, "race", lambda runs: [0.5] * len(runs))
+    here, case = torch.device("cpu"), doctor.cases_of(rms_norm)[0]
+    assert all(doctor.cases_of(op) for op in OPS)
+    row = doctor.examine(dataclasses.replace(rms_norm, kernel="accel_kernels.norm.rms_norm:reference"), case, here)
+    assert row["outcome"] == "agrees" and row["us"] == row["reference_us"] == 500.0
+
+    def outcome(kernel, supports=lambda *_, **__: None):
+        op = dataclasses.replace(rms_norm, supports=supports)
+        vars(op)["triton"] = kernel
+        return doctor.examine(op, case, here)["outcome"]
+
+    assert outcome(lambda x, *_, **__: (1.1 * x, x)) == "differs"
+    assert outcome(None, lambda *_, **__: "too wide") == "too wide"
+    assert outcome(lambda *_, **__: 1 / 0).startswith("failed: ZeroDivisionError")
