@@ -13,7 +13,7 @@ import torch
 from accel_kernels import Norm, QuantizedRows
 from accel_kernels.gemm.quantize_rows import KnownColumns
 from accel_kernels.norm import norm as norms
-from accel_kernels.row_numbers import LEAST, LEAST_PEAK, MOST
+from accel_kernels.rowwise.row_numbers import LEAST, LEAST_PEAK, MOST
 from torch import nn
 
 from accel.comparison import relative_rms, worst

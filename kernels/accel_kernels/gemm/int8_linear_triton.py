@@ -13,12 +13,13 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from accel_kernels.device import interpreted, multiprocessors, programmatic, shared_memory
+from accel_kernels.device import card, interpreted, multiprocessors, programmatic, shared_memory
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.epilogue_triton import epilogue, store_sum, tile_place
 from accel_kernels.gemm.hopper.hopper_gemm import hopper_gemm
 from accel_kernels.gemm.quantize_rows import QuantizedRows
 from accel_kernels.gemm.quantized_weight import PackedWeight, Quantized
+from accel_kernels.gemm.tile_model import stage_bytes, tile_cost
 from accel_kernels.sizes import cdiv
 from accel_kernels.warmup import launch
 
@@ -34,6 +35,13 @@ class Shape(NamedTuple):
     group: int = 8  # rows of tiles that walk along the columns together
 
 
+SHAPES = tuple(
+    Shape(*sizes)
+    for sizes in (
+        (64, 64, 128, 4, 4), (128, 64, 128, 4, 3), (64, 128, 128, 4, 4), (128, 128, 128, 4, 3), (128, 128, 128, 8, 4)
+    )
+)  # fmt: skip
+MOST_SUMS = 4096  # to a warp: 128 registers of a thread
 LONG = 8192  # inputs from which on loading and multiplying outweigh all that follows them
 OUTLIERS = tl.constexpr(16)  # outlier columns to a step, the least that tensor cores take
 
@@ -172,7 +180,9 @@ def by_tiles(x, weight, epilogue, shape):
     rows, gate = x.data.numel() // depth, up is not None
     y = torch.empty((*x.data.shape[:-1], n), device=x.data.device, dtype=x.dtype)
     tiles = cdiv(rows, shape.rows) * cdiv(n, shape.columns)
-    programs = multiprocessors(y.device) * max(1, shared_memory(y.device) // (stage_bytes(shape, gate) * shape.stages))
+    programs = multiprocessors(y.device) * max(
+        1, shared_memory(y.device) // (stage_bytes(shape, 1, 1, gate) * shape.stages)
+    )
     described = [
         TensorDescriptor.from_tensor(data.detach(), [height, shape.depth])
         for data, height in (
@@ -216,11 +226,6 @@ def _outliers(x: QuantizedRows) -> tuple[OutlierArguments, int]:
     return OutlierArguments(x.outliers, x.columns, x.count), 0 if x.columns is None else x.columns.numel()
 
 
-def stage_bytes(shape: Shape, gate: bool) -> int:
-    """Shared memory of one stage of the pipeline."""
-    return shape.depth * (shape.rows + shape.columns * (2 if gate else 1))
-
-
 def specialized(rows: int, n: int, depth: int, gate: bool, processors: int) -> bool:
     """Whether `hopper_gemm` is the faster one, where it can run: its tiles are large (nvidia-h200-hopper-gemm.json)."""
     tiles = -(-rows // 128) * -(-n * (2 if gate else 1) // 128)
@@ -228,19 +233,16 @@ def specialized(rows: int, n: int, depth: int, gate: bool, processors: int) -> b
 
 
 def chosen(rows: int, n: int, depth: int, gate: bool, device: torch.device) -> Shape:
-    """The tile for a product of these sizes, measured on an H200 with the shapes of Llama-3.1-8B, 128 to 8192 rows, see
-    `python -m benchmarks products --study eight-bits`.
+    """The tile for a product of these sizes, by counting, which finds what was measured on an H200 with the shapes of
+    Llama-3.1-8B, 128 to 8192 rows (`python -m benchmarks products --study eight-bits`).
     """
     if interpreted():
         return Shape(32, 32, 128, 4, 2)
-    tiles, processors = -(-rows // 128) * -(-n // 128), multiprocessors(device)
-    if 2 * tiles <= processors:
-        shape = Shape(64, 64, 128, 4, 4)
-    elif gate:
-        shape = Shape(128, 64, 128, 4, 3)
-    elif tiles <= processors:
-        shape = Shape(64, 128, 128, 4, 4)
-    else:
-        shape = Shape(128, 128, 128, 4, 3)
-    most = (shared_memory(device) - 32 * 1024) // stage_bytes(shape, gate)
-    return shape._replace(stages=max(2, min(shape.stages, most)))
+    known = card(device)
+    room = known.shared_memory - 32 * 1024
+    fitting = [
+        shape._replace(stages=max(2, min(shape.stages, room // stage_bytes(shape, 1, 1, gate))))
+        for shape in SHAPES
+        if shape.rows * shape.columns * (1 + gate) <= MOST_SUMS * shape.warps
+    ]
+    return min(fitting, key=lambda shape: tile_cost(shape, rows, n, gate, 1, 1, known.processors, known.shared_memory))

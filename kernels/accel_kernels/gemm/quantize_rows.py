@@ -13,7 +13,7 @@ from accel_kernels.norm import norm as norms
 from accel_kernels.norm.norm import norm_reason, norm_weights
 from accel_kernels.op import contiguous_reason, dtype_reason, make_op, random_cases
 from accel_kernels.product_cases import case_norm
-from accel_kernels.row_numbers import MOST, bounded, row_numbers, row_peak, row_scale
+from accel_kernels.rowwise.row_numbers import MOST, bounded, row_numbers, row_peak, row_scale
 
 # Where more than one column in so many holds an outlier, all stay in 16 bits: there the four products of a layer
 # of the Llama-3.1-8B shape take about as long either way on an H200, see `benchmarks products --study outliers`.

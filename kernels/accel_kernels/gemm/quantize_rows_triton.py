@@ -11,8 +11,8 @@ import triton.language as tl
 from accel_kernels.device import programmatic, shared_memory
 from accel_kernels.gemm.quantize_rows import SHARE, KnownColumns, QuantizedRows, known_columns
 from accel_kernels.norm.norm import NormArguments, kernel_arguments
-from accel_kernels.row_numbers import LEAST, MOST, REACH
-from accel_kernels.row_numbers_triton import SMALLEST, bounded_tile, magnitude, numbers_tile, scale_tile
+from accel_kernels.rowwise.row_numbers import LEAST, MOST, REACH
+from accel_kernels.rowwise.row_numbers_triton import SMALLEST, bounded_tile, magnitude, numbers_tile, scale_tile
 from accel_kernels.sizes import cdiv, power_of_two
 from accel_kernels.warmup import launch
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from accel_kernels.row_numbers import MOST, REACH, row_numbers, row_peak, row_scale
+from accel_kernels.rowwise.row_numbers import MOST, REACH, row_numbers, row_peak, row_scale
 
 FP8 = torch.float8_e4m3fn
 

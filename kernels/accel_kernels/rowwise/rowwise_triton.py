@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from accel_kernels import row_numbers_triton
 from accel_kernels.device import Feature, has
-from accel_kernels.rowwise import functions_triton
+from accel_kernels.rowwise import functions_triton, row_numbers_triton
 from accel_kernels.rowwise.program import RowProgram, lanes, register_widths
 from accel_kernels.rowwise.source import Source
 from accel_kernels.rowwise.tiling import (

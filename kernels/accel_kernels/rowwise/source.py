@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from accel_kernels.row_numbers import LEAST_PEAK
+from accel_kernels.rowwise.row_numbers import LEAST_PEAK
 from accel_kernels.rowwise.operations import KEEPS, NEAR, OPERATIONS, ROUNDED
 from accel_kernels.rowwise.program import (
     FULL,

@@ -108,7 +108,7 @@ def test_many_rows_by_tiles(name, size, exact, monkeypatch):
 
     (rows, n, k), dtype = size, torch.float16
     more = {"up": weight(name, n, k, dtype), "activation": "gelu"} if rows > 200 else {}
-    tile = many_rows_tile(rows, n, bool(more), 132)
+    tile = many_rows_tile(rows, n, bool(more), torch.device("cuda"))
     judge(monkeypatch, rand(rows, k, dtype=dtype), weight(name, n, k, dtype), None, more, tile)
 
 

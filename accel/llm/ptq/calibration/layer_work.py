@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 from accel_kernels import Quantized
-from accel_kernels.row_numbers import LEAST_PEAK, MOST
+from accel_kernels.rowwise.row_numbers import LEAST_PEAK, MOST
 from torch import Tensor, nn
 
 from accel.in_flight import listening

@@ -10,14 +10,16 @@ scales of another dtype than the rows', columns that do not divide.
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
-from accel_kernels.device import interpreted, upcast
+from accel_kernels.device import card, interpreted, upcast
 from accel_kernels.gemm.epilogue_triton import loaded, store_rows
 from accel_kernels.gemm.fused_linear import apply_norm
 from accel_kernels.gemm.quantized.operands.unpacking_triton import factor, per_word, unpack_mode
 from accel_kernels.gemm.quantized_weight import PackedWeight
+from accel_kernels.gemm.tile_model import tile_cost
 from accel_kernels.warmup import launch
 
 
@@ -86,14 +88,29 @@ class ManyRowsTile(NamedTuple):
     stages: int
 
 
-def many_rows_tile(rows: int, n: int, gate: bool, processors: int) -> ManyRowsTile:
-    """By counting: as many products to a byte as registers hold sums of, but a program for each multiprocessor."""
+TILES = tuple(
+    ManyRowsTile(*sizes)
+    for sizes in (
+        (128, 64, 64, 4, 4), (64, 128, 64, 4, 4), (128, 128, 64, 8, 4), (128, 128, 128, 8, 3), (128, 64, 64, 8, 4),
+        (64, 64, 64, 4, 4), (64, 64, 64, 4, 2),
+    )
+)  # fmt: skip
+
+
+def many_rows_tile(rows: int, n: int, gate: bool, device: torch.device, itemsize: int = 2) -> ManyRowsTile:
+    """The one that takes the least time by counting, of those whose sums take 64 registers of a thread at most.
+
+    itemsize: bytes of a number of x.
+    """
     if interpreted():
         return ManyRowsTile(64, 32, 64, 4, 2)
-    x_rows = 64 if 0 < rows % 128 <= 64 else 128
-    wide = 128 if not gate and -(-rows // x_rows) * (n // 128) >= processors else 64
-    sums = x_rows * wide * (2 if gate else 1)
-    return ManyRowsTile(x_rows, wide, 64, 8 if sums > 8192 else 4, 4)
+    known = card(device)
+    sizes = rows, n, gate, itemsize, 1, known.processors, known.shared_memory
+
+    def fits(tile: ManyRowsTile) -> bool:
+        return tile.x_rows * tile.rows * (1 + gate) <= 2048 * tile.warps
+
+    return min(filter(fits, TILES), key=lambda tile: tile_cost(tile, *sizes))
 
 
 def many_rows(x, weight, norm, epilogue, tile, y):

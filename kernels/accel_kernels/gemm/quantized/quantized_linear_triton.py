@@ -64,7 +64,7 @@ def by_many_rows(x, weight, norm, up) -> ManyRowsTile | None:
     """The tile for `many_rows`; None for few rows."""
     n, k = weight.shape
     rows = x.numel() // k
-    return many_rows_tile(rows, n, up is not None, multiprocessors(x.device)) if rows > MOST_ROWS else None
+    return many_rows_tile(rows, n, up is not None, x.device, x.itemsize) if rows > MOST_ROWS else None
 
 
 def by_registers(x, weight, norm, up) -> Tile | None:

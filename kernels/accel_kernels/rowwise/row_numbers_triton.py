@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from accel_kernels.row_numbers import LEAST_PEAK
+from accel_kernels.rowwise.row_numbers import LEAST_PEAK
 
 SMALLEST = tl.constexpr(LEAST_PEAK)
 
