@@ -41,7 +41,7 @@ def diagnose(device: torch.device, at: Callable[[str], object] = lambda step: No
     rows: list[dict] = []
     for op in OPS:
         at(op.name)
-        rows += [examine(op, case, device) for case in cases_of(op)]
+        rows += [examine_case(op, case, device) for case in cases_of(op)]
     return found | {"kernels": rows, "date": now()}
 
 
@@ -98,7 +98,7 @@ def cases_of(op: Op) -> list[Case]:
     return [next(case for case in op.cases if case.small), *[case for case in op.cases if not case.small][:1]]
 
 
-def examine(op: Op, case: Case, device: torch.device) -> dict[str, Any]:
+def examine_case(op: Op, case: Case, device: torch.device) -> dict[str, Any]:
     """One case: how far its kernel and its reference are apart, and microseconds of both; or why it does not run."""
     row: dict[str, Any] = {"op": op.name, "case": case.name}
     try:

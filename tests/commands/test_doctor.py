@@ -73,13 +73,13 @@ def test_kernels_beside_their_references(monkeypatch):
     monkeypatch.setattr(doctor, "race", lambda runs: [0.5] * len(runs))
     here, case = torch.device("cpu"), doctor.cases_of(rms_norm)[0]
     assert all(doctor.cases_of(op) for op in OPS)
-    row = doctor.examine(dataclasses.replace(rms_norm, kernel="accel_kernels.norm.rms_norm:reference"), case, here)
+    row = doctor.examine_case(dataclasses.replace(rms_norm, kernel="accel_kernels.norm.rms_norm:reference"), case, here)
     assert row["outcome"] == "agrees" and row["us"] == row["reference_us"] == 500.0
 
     def outcome(kernel, supports=lambda *_, **__: None):
         op = dataclasses.replace(rms_norm, supports=supports)
         vars(op)["triton"] = kernel
-        return doctor.examine(op, case, here)["outcome"]
+        return doctor.examine_case(op, case, here)["outcome"]
 
     assert outcome(lambda x, *_, **__: (1.1 * x, x)) == "differs"
     assert outcome(None, lambda *_, **__: "too wide") == "too wide"

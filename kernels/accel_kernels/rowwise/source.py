@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 
-from accel_kernels.rowwise.row_numbers import LEAST_PEAK
 from accel_kernels.rowwise.operations import KEEPS, NEAR, OPERATIONS, ROUNDED
 from accel_kernels.rowwise.program import (
     FULL,
@@ -23,6 +22,7 @@ from accel_kernels.rowwise.program import (
     register_widths,
     rounded_alone,
 )
+from accel_kernels.rowwise.row_numbers import LEAST_PEAK
 from accel_kernels.rowwise.tiling import HALVES, PAIRS, PLAIN, Access, Tiling, form_of
 from accel_kernels.sizes import cdiv
 

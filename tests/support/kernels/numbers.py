@@ -5,8 +5,8 @@ import torch
 from accel_kernels import Norm, Quantized, RowOp, RowProgram, fp8_linear, quantize_rows, route, rowwise
 from accel_kernels.accuracy import in_float64
 from accel_kernels.gemm.quantized.quantized_linear import FP8, INT4, INT8
-from accel_kernels.rowwise.row_numbers import row_numbers, row_peak, row_scale
 from accel_kernels.rowwise.program import FULL
+from accel_kernels.rowwise.row_numbers import row_numbers, row_peak, row_scale
 from accel_kernels.rowwise.rowwise import TORCH
 from accel_kernels.tolerances import FLOOR
 from torch.utils._pytree import tree_map
