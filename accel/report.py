@@ -148,8 +148,8 @@ class Report:
             yield table
         if self.kernels:
             table = Table("kernels of", "on this GPU")
-            for row in self.kernels:
-                table.add_row(*row)
+            for told in self.kernels:
+                table.add_row(*told)
             yield table
 
     def __str__(self) -> str:

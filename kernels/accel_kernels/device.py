@@ -115,6 +115,7 @@ def present_card(device: torch.device) -> Card:
         return found
     major, dot, minor = wanted.partition(".")
     if dot and major.isdigit() and minor.isdigit():
+        os.environ.setdefault("TRITON_OVERRIDE_ARCH", f"sm{major}{minor}")  # its products too are that generation's
         return found.limited((int(major), int(minor)))
     return read_card(Path(wanted))
 

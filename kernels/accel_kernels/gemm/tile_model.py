@@ -1,7 +1,7 @@
 """Which tile of a matrix product takes a card the least time, by counting, where nobody measured on that card.
 
-Programs on the busiest multiprocessor, the sums of each, what each step of a pipeline and narrow tiles cost beside them,
-and how much of its speed a multiprocessor has with too few warps. The constants are of an H200: of 42 products with
+Programs on the busiest multiprocessor, the sums of each, what steps of a pipeline and narrow tiles cost beside them, and
+how much of its speed a multiprocessor has with few warps. The constants are of an H200: of 42 products with
 measured tiles the first of the order is within 2 % of the fastest one.
 """
 
@@ -14,7 +14,7 @@ WARPS = 8  # with 255 registers to a thread that a multiprocessor has room for
 
 
 def stage_bytes(tile: Any, x_bytes: int, weight_bytes: float, gate: bool) -> int:
-    """Shared memory of one stage of a pipeline. tile: has rows of x, rows of the weight and columns, see `tile_cost`."""
+    """Shared memory of one stage of a pipeline. tile: see `tile_cost`. x_bytes, weight_bytes: of a number."""
     x_rows, rows, columns = tile[:3]
     return int(columns * (x_rows * x_bytes + rows * weight_bytes * (1 + gate)))
 
