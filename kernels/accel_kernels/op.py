@@ -130,8 +130,11 @@ def make_op(
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def dtype_reason(*tensors: torch.Tensor | None) -> str | None:
-    """Why these tensors cannot share a kernel: a dtype that is not fp16, bf16 or fp32, or several devices."""
+def dtype_reason(*tensors: torch.Tensor | None, products: bool = False) -> str | None:
+    """Why these tensors cannot share a kernel: a dtype that is not fp16, bf16 or fp32, or several devices.
+
+    products: whether it lives on tensor cores, without which Triton multiplies far slower than torch does.
+    """
     given = [t for t in tensors if t is not None]
     for tensor in given:
         if tensor.dtype not in FLOATS:
@@ -139,8 +142,8 @@ def dtype_reason(*tensors: torch.Tensor | None) -> str | None:
         if tensor.device != given[0].device:
             return f"tensors on {given[0].device} and {tensor.device}"
     if given and given[0].is_cuda:
-        bfloat16 = any(tensor.dtype == torch.bfloat16 for tensor in given)
-        return lacks(given[0].device, Feature.BFLOAT16 if bfloat16 else Feature.TRITON)
+        needed = [Feature.BFLOAT16] if any(tensor.dtype == torch.bfloat16 for tensor in given) else [Feature.TRITON]
+        return lacks(given[0].device, *needed, *([Feature.WIDE_PRODUCTS] if products else []))
     return None
 
 

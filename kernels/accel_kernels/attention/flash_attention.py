@@ -29,7 +29,7 @@ def supports(q, k, v, scale=None) -> str | None:
         return "queries, keys and values of several dtypes"
     if any(t.stride(3) != 1 for t in (q, k, v)):
         return "last dimension not contiguous"
-    return dtype_reason(q, k, v)
+    return dtype_reason(q, k, v, products=True)
 
 
 @random_cases

@@ -76,7 +76,7 @@ def supports(x, weight, bias=None, **after) -> str | None:
     if x.data.numel() == 0 or weight.data.numel() == 0:
         return "empty"
     if x.data.shape[-1] % 16:
-        return f"{x.data.shape[-1]} inputs, not a multiple of 16, as the tensor memory accelerator needs"
+        return f"{x.data.shape[-1]} inputs, not a multiple of 16"
     if any(t.data_ptr() % 16 for t in (x.data, *(one.data for one in epilogue.weights(weight)))):
         return "numbers not at a multiple of 16 bytes"
     return lacks(x.data.device, Feature.WIDE_PRODUCTS) or _reason(x, weight, epilogue)

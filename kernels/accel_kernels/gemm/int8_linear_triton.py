@@ -1,9 +1,9 @@
-"""Integer matrix product of many rows with everything that follows it; compute capability 9.0 and later.
+"""Integer matrix product of many rows with everything that follows it.
 
-Tiles come through the tensor memory accelerator; both factors lie along K, the one way in which tensor cores multiply
-bytes. Programs are persistent, and rows of tiles are grouped so that neighbors share their weights in the L2 cache.
-Outlier columns are added by a product in 16 bits, with the weight's bytes gathered by column. Where all columns are
-outliers, nothing is multiplied as integers.
+Tiles come through the tensor memory accelerator where there is one; both factors lie along K, the one way in which
+tensor cores multiply bytes. Programs are persistent, and rows of tiles are grouped so that neighbors share their weights
+in the L2 cache. Outlier columns are added by a product in 16 bits, with the weight's bytes gathered by column. Where all
+columns are outliers, nothing is multiplied as integers.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from accel_kernels.device import card, interpreted, multiprocessors, programmatic, shared_memory
+from accel_kernels.device import Feature, card, has, interpreted, multiprocessors, programmatic, shared_memory
 from accel_kernels.gemm.epilogue import Epilogue
 from accel_kernels.gemm.epilogue_triton import epilogue, store_sum, tile_place
 from accel_kernels.gemm.hopper.hopper_gemm import hopper_gemm
@@ -101,11 +101,22 @@ def _finish(y, other, weight, up, outliers, count, after, y_ptr, m_idx, n_idx, r
     store_sum(y, place, mask, after, y_ptr)
 
 
+@triton.jit
+def _tile(source, row, k, rows, depth, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr):
+    """Some rows and columns of numbers that lie by row: source is their descriptor, or without TMA a pointer."""
+    if TMA:
+        return source.load([row, k])
+    else:
+        at = k + tl.arange(0, BLOCK_K)
+        place = tl.minimum(row + tl.arange(0, ROWS), rows - 1).to(tl.int64)[:, None] * depth + at[None, :]
+        return tl.load(source + place, mask=(at < depth)[None, :], other=0)
+
+
 @triton.jit(do_not_specialize=("rows", "capacity"))
 def int8_linear_kernel(
-    x_desc, w_desc, u_desc, row_scales_ptr, weight, up, outliers, after, y_ptr, rows, n, depth, capacity,
+    x_source, w_source, u_source, row_scales_ptr, weight, up, outliers, after, y_ptr, rows, n, depth, capacity,
     GATE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, TMA: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(n, BLOCK_N)
     if PDL:
@@ -123,10 +134,11 @@ def int8_linear_kernel(
         if outliers.taken is not None:
             steps = tl.where(count == depth, 0, depth)
         for k in range(0, steps, BLOCK_K):
-            x = x_desc.load([m, k])
-            acc = tl.dot(x, w_desc.load([n_first, k]).T, acc, out_dtype=tl.int32)
+            x = _tile(x_source, m, k, rows, depth, BLOCK_M, BLOCK_K, TMA)
+            acc = tl.dot(x, _tile(w_source, n_first, k, n, depth, BLOCK_N, BLOCK_K, TMA).T, acc, out_dtype=tl.int32)
             if GATE:
-                acc_u = tl.dot(x, u_desc.load([n_first, k]).T, acc_u, out_dtype=tl.int32)
+                u = _tile(u_source, n_first, k, n, depth, BLOCK_N, BLOCK_K, TMA)
+                acc_u = tl.dot(x, u.T, acc_u, out_dtype=tl.int32)
         m_idx, n_idx = m + tl.arange(0, BLOCK_M), n_first + tl.arange(0, BLOCK_N)
         row_scale = tl.load(row_scales_ptr + m_idx, mask=m_idx < rows, other=0.0)[:, None]
         y = acc.to(tl.float32) * row_scale
@@ -180,23 +192,19 @@ def by_tiles(x, weight, epilogue, shape):
     rows, gate = x.data.numel() // depth, up is not None
     y = torch.empty((*x.data.shape[:-1], n), device=x.data.device, dtype=x.dtype)
     tiles = cdiv(rows, shape.rows) * cdiv(n, shape.columns)
-    programs = multiprocessors(y.device) * max(
-        1, shared_memory(y.device) // (stage_bytes(shape, 1, 1, gate) * shape.stages)
-    )
-    described = [
-        TensorDescriptor.from_tensor(data.detach(), [height, shape.depth])
-        for data, height in (
-            (x.data.view(rows, depth), shape.rows),
-            (weight.data, shape.columns),
-            ((up or weight).data, shape.columns),
-        )
+    held = stage_bytes(shape, 1, 1, gate) * shape.stages
+    programs = multiprocessors(y.device) * max(1, shared_memory(y.device) // held)
+    tma, numbers = has(y.device, Feature.TMA), (x.data.view(rows, depth), weight.data, (up or weight).data)
+    sources = [
+        TensorDescriptor.from_tensor(data.detach(), [height, shape.depth]) if tma else data
+        for data, height in zip(numbers, (shape.rows, shape.columns, shape.columns), strict=True)
     ]
     outliers, capacity = _outliers(x)
     launch(
         int8_linear_kernel, (min(tiles, programs),),
-        *described, x.scales, *_packed(weight, up), outliers, epilogue.arguments, y, rows, n, depth, capacity,
+        *sources, x.scales, *_packed(weight, up), outliers, epilogue.arguments, y, rows, n, depth, capacity,
         **epilogue.flags, BLOCK_M=shape.rows, BLOCK_N=shape.columns, BLOCK_K=shape.depth, GROUP=shape.group,
-        UPCAST=interpreted(), num_warps=shape.warps, num_stages=shape.stages, **programmatic(y.device),
+        TMA=tma, UPCAST=interpreted(), num_warps=shape.warps, num_stages=shape.stages, **programmatic(y.device),
     )  # fmt: skip
     return y
 
@@ -239,9 +247,9 @@ def chosen(rows: int, n: int, depth: int, gate: bool, device: torch.device) -> S
     if interpreted():
         return Shape(32, 32, 128, 4, 2)
     known = card(device)
-    room = known.shared_memory - 32 * 1024
+    room, beside = known.shared_memory - 32 * 1024, Feature.SHARED_OPERANDS not in known.features  # one in registers
     fitting = [
-        shape._replace(stages=max(2, min(shape.stages, room // stage_bytes(shape, 1, 1, gate))))
+        shape._replace(stages=max(2, min(shape.stages, beside + room // stage_bytes(shape, 1, 1, gate))))
         for shape in SHAPES
         if shape.rows * shape.columns * (1 + gate) <= MOST_SUMS * shape.warps
     ]

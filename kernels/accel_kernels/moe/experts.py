@@ -55,7 +55,8 @@ def supports(x, index, shares, weights) -> str | None:
         if tensor.device != x.device:
             return f"tensors on {x.device} and {tensor.device}"
     scales = [one.float_scales for one in (weights.gate_up, weights.down) if isinstance(one, Quantized)]
-    return dtype_reason(x, shares, *scales, weights.gate_up_bias, weights.down_bias)
+    many = len(x) > MOST_TOKENS
+    return dtype_reason(x, shares, *scales, weights.gate_up_bias, weights.down_bias, products=many)
 
 
 CLAMPED = Gating("silu", 1.702, 1.5, 1.0)

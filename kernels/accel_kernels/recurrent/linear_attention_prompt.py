@@ -50,6 +50,8 @@ def reference(
 def supports(
     q, k, v, a, decay, state, sequences, *, scale, b=None, beta_scale=1.0, key_eps=None, skip=None, dtype=None,
 ) -> str | None:  # fmt: skip
+    if (reason := lacks(q.device, Feature.WIDE_PRODUCTS)) is not None:
+        return reason
     large = q.dtype == torch.float32 or decay.bias.dim() == 2  # operands are more than registers hold
     if large and (reason := lacks(q.device, Feature.SHARED_OPERANDS)) is not None:
         return f"float32, or decays of channels, on {reason}"

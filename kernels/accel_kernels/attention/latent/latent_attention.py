@@ -87,7 +87,7 @@ def supports(
         return "sequences of different lengths in several rows, or with a padding mask"
     if norm.centered or norm.bias is not None or norm.weight is None:
         return "a norm with a mean or bias, or without a weight"
-    return dtype_reason(q, compressed, up, cos, sin, norm.weight)
+    return dtype_reason(q, compressed, up, cos, sin, norm.weight, products=q.shape[1] > 1)
 
 
 V2_LITE = {"heads": 16, "nope": 128, "values": 128, "rank": 512, "rope": 64, "interleaved": True, "block": 64}

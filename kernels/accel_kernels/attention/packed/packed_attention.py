@@ -96,7 +96,7 @@ def supports(
         return f"a bias {tuple(bias.shape)} that is not (heads, an odd number) and contiguous"
     if slopes is not None and (slopes.shape != q.shape[1:2] or not slopes.is_contiguous()):
         return "slopes that are not one for each head"
-    return dtype_reason(q, k, v, bias, slopes)
+    return dtype_reason(q, k, v, bias, slopes, products=True)
 
 
 @random_cases

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from accel_kernels.attention.paged.cases import attention_case, ragged_case
-from accel_kernels.device import float8_reason
+from accel_kernels.device import float8_reason, shared_memory
 from accel_kernels.norm import norm as norms
 from accel_kernels.op import dtype_reason, make_op
 
@@ -163,6 +163,8 @@ def supports(
         return "empty"
     if q.shape[-1] > 512:
         return f"head dimension {q.shape[-1]}, more than 512"
+    if q.is_cuda and q.shape[-1] > 128 and q.dtype == torch.float32 and shared_memory(q.device) < 88 * 1024:
+        return f"head dimension {q.shape[-1]} in float32, for which this GPU has too little shared memory"
     if v is not None and v.shape[-1] != q.shape[-1]:
         return f"values of {v.shape[-1]} channels, keys of {q.shape[-1]}"
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -189,7 +191,7 @@ def supports(
     for norm in (q_norm, k_norm):
         if norm is not None and (norm.centered or norm.bias is not None or norm.weight is None):
             return "a query or key norm with a mean or bias, or without a weight"
-    return dtype_reason(q, k, v, cos, sin, sinks, slopes, gate, q_scales, bias)
+    return dtype_reason(q, k, v, cos, sin, sinks, slopes, gate, q_scales, bias, products=q.shape[1] > 1)
 
 
 def _gate_reason(q, gate) -> str | None:

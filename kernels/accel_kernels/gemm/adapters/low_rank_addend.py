@@ -35,7 +35,7 @@ def supports(x, term, bias=None) -> str | None:
         return reason
     if bias is not None and bias.shape != (n,):
         return f"a bias {tuple(bias.shape)} for {n} outputs"
-    return dtype_reason(x, bias)
+    return dtype_reason(x, bias, products=True)
 
 
 @random_cases

@@ -110,7 +110,7 @@ def supports(x, weight, bias=None, *, norm=None, **after) -> str | None:
     if residual is not None and (not residual.is_contiguous() or residual.dtype != x.dtype):
         return "residual not contiguous, or of another dtype"
     scales = [one.scales for one in ours]
-    return dtype_reason(x, bias, epilogue.up_bias, residual, *scales, *norm_weights(norm))
+    return dtype_reason(x, bias, epilogue.up_bias, residual, *scales, *norm_weights(norm), products=rows > 16)
 
 
 def _case(name, rows, k, n, kind=torch.int32, group=0, *, zeros=False, **more):
