@@ -1,9 +1,9 @@
 """Integer matrix product of many rows with everything that follows it.
 
 Tiles come through the tensor memory accelerator where there is one; both factors lie along K, the one way in which
-tensor cores multiply bytes. Programs are persistent, and rows of tiles are grouped so that neighbors share their weights
-in the L2 cache. Outlier columns are added by a product in 16 bits, with the weight's bytes gathered by column. Where all
-columns are outliers, nothing is multiplied as integers.
+tensor cores multiply bytes. Programs are persistent, and rows of tiles are grouped so that neighbors share their
+weights in the L2 cache. Outlier columns are added by a product in 16 bits, with the weight's bytes gathered by column.
+Where all columns are outliers, nothing is multiplied as integers.
 """
 
 from typing import NamedTuple

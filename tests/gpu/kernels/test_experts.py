@@ -3,6 +3,7 @@
 import pytest
 import torch
 from accel_kernels import Quantized, autotune, fp8_linear, int8_linear, quantize_rows
+from accel_kernels.device import Feature, has
 from accel_kernels.gemm.int8_linear import in_passes, integer_product
 from accel_kernels.moe.chooser import ExpertsChooser, possible_ways
 from accel_kernels.moe.experts import CASES, experts
@@ -159,7 +160,7 @@ def test_kernel_and_passes_agree(sizes, gate, outliers):
 @pytest.mark.parametrize("gate", [False, True], ids=["plain", "gate"])
 @pytest.mark.parametrize("sizes", [(300, 4112, 9000), (2048, 1024, 4096), (4097, 80, 1288)], ids=str)
 def test_large_products_are_those_of_specialized_warps(sizes, gate, monkeypatch):
-    if torch.cuda.get_device_capability() != (9, 0):
+    if not has(torch.device("cuda"), Feature.WARPGROUPS):
         pytest.skip("for Hopper alone")
     from accel_kernels.gemm.hopper import hopper_gemm_triton as kernels
 

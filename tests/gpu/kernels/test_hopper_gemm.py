@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 from accel_kernels import Quantized, QuantizedRows, fp8_linear, hopper_gemm, quantize_rows
+from accel_kernels.device import Feature, has
 from accel_kernels.product_cases import product_case
 
 pytest.importorskip("triton")
@@ -32,8 +33,8 @@ print("right")
 
 @pytest.fixture(scope="module", autouse=True)
 def hopper():
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("for compute capability 9.0 alone")
+    if not has(torch.device("cuda"), Feature.WARPGROUPS):
+        pytest.skip("for Hopper alone")
     try:
         done = subprocess.run([sys.executable, "-c", SMALLEST], capture_output=True, text=True, timeout=90, check=False)
     except subprocess.TimeoutExpired:

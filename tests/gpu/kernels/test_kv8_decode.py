@@ -9,6 +9,7 @@ from accel_kernels import KV
 from accel_kernels.attention.paged.decode_triton import decode, decodes_kv8
 from accel_kernels.attention.paged.kv import LENGTH, PADDING_MASK, metadata_of
 from accel_kernels.attention.paged.kv_quantization import rounded
+from accel_kernels.device import Feature, has
 
 from accel.llm.attention.rotary import SmallStore
 from accel.llm.runtime.kv_quantization import KV_DTYPES
@@ -21,7 +22,7 @@ LENGTHS = (0, 1, 15, 16, 63, 64, 65, 127, 1000, 4097, 8190)
 
 def made(kind, dtype, length, group=4, dim=128):
     """A call with `length` tokens stored in each row, blocks in any order; behind them is NaN, or the largest code."""
-    if kind == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+    if kind == "fp8" and not has(torch.device("cuda"), Feature.FLOAT8):
         pytest.skip("no 8-bit floats here")
     table = torch.randperm(ROWS * COLUMNS, device="cuda").view(ROWS, COLUMNS).int()
     pairs = []

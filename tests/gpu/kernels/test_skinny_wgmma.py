@@ -3,6 +3,7 @@
 import pytest
 import torch
 from accel_kernels import Norm
+from accel_kernels.device import Feature, has
 from accel_kernels.gemm.quantized.quantized_linear import FP8, INT4, INT8, reference
 from accel_kernels.gemm.quantized_weight import quantize_weight
 
@@ -24,7 +25,7 @@ SIZES = [
 
 @pytest.fixture(autouse=True)
 def hopper():
-    if torch.cuda.get_device_capability() != (9, 0):
+    if not has(torch.device("cuda"), Feature.WARPGROUPS):
         pytest.skip("for Hopper alone")
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from accel_kernels import paged_attention
 from accel_kernels.attention.paged.kv_quantization import restored, rounded
+from accel_kernels.device import Feature, has
 from transformers import DynamicCache
 
 import accel
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("exact")
 
 @pytest.fixture(params=KV_DTYPES)
 def kind(request) -> str:
-    if request.param == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+    if request.param == "fp8" and not has(torch.device("cuda"), Feature.FLOAT8):
         pytest.skip("no 8-bit floats here")
     return request.param
 
@@ -97,7 +98,7 @@ def test_numbers_between_two_codes_are_rounded_bit_for_bit_as_the_reference(kind
 @pytest.mark.parametrize("name", ["llama-decode-8k-int8", "llama-decode-8k-fp8"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_the_decode_kernel_stores_values_between_two_codes_as_the_reference(name, dtype):
-    if "fp8" in name and torch.cuda.get_device_capability() < (8, 9):
+    if "fp8" in name and not has(torch.device("cuda"), Feature.FLOAT8):
         pytest.skip("no 8-bit floats here")
     case = next(case for case in paged_attention.cases if case.name == name)
     (q, k, v, kv, scale), kwargs = case.make(torch.device("cuda"), dtype)
@@ -112,7 +113,7 @@ def test_the_decode_kernel_stores_values_between_two_codes_as_the_reference(name
 @pytest.mark.parametrize("name", ["llama-decode-8k-int8", "llama-decode-8k-fp8", "llama-prefill-int8"])
 @pytest.mark.parametrize("size", [1e-3, 1.0])
 def test_kernels_attend_to_exactly_what_they_stored(name, size, dtype):
-    if "fp8" in name and torch.cuda.get_device_capability() < (8, 9):
+    if "fp8" in name and not has(torch.device("cuda"), Feature.FLOAT8):
         pytest.skip("no 8-bit floats here")
     case = next(case for case in paged_attention.cases if case.name == name)
     (q, k, v, kv, scale), kwargs = case.make(torch.device("cuda"), dtype)

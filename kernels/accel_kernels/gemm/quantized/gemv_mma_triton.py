@@ -11,7 +11,7 @@ A block is 16 rows: two times eight neighbors of the weight, or eight of it and 
 thread has what belongs together.
 
 Serves one row in 16 bits, bfloat16 where a norm comes first, times 4 bits in groups of 64 or more. It needs compute
-capability 9.0 and weights of more than five million numbers. All else of one row takes `gemv_triton`.
+capability 8.0 and weights of more than five million numbers. All else of one row takes `gemv_triton`.
 """
 
 from typing import NamedTuple

@@ -4,7 +4,7 @@ Each program multiplies a block of the weight's rows with a block of rows of x. 
 weight are neighbors: memory gives them once, the L2 cache again. Scales by row multiply the sums; scales by group the
 numbers, rounded once, as a weight that is written out.
 
-Serves 65 to 512 rows in 16 bits where `skinny_wgmma_triton` does not: compute capability 8.0 and others than 9.0,
+Serves 65 to 512 rows in 16 bits where `skinny_wgmma_triton` does not: GPUs without products of warpgroups,
 scales of another dtype than the rows', columns that do not divide.
 """
 
