@@ -1,7 +1,7 @@
 """Which tile of a matrix product takes a card the least time, by counting, where nobody measured on that card.
 
-Programs on the busiest multiprocessor, the sums of each, what steps of a pipeline and narrow tiles cost beside them,
-and how much of its speed a multiprocessor has with few warps. The constants are of an H200: of 42 products with
+It counts programs on the busiest multiprocessor and the sums of each. Steps of a pipeline and narrow tiles cost more;
+with few warps a multiprocessor is slower. The constants are of an H200: of 42 products with
 measured tiles the first of the order is within 2 % of the fastest one.
 """
 
