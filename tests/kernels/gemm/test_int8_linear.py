@@ -1,5 +1,7 @@
 """Products of rows in 8 bits: exact sums, every epilogue, every tile, and what is refused."""
 
+import importlib
+
 import pytest
 import torch
 from accel_kernels import Quantized, fp8_linear, int8_linear, quantize_rows
@@ -29,6 +31,16 @@ def test_what_is_not_finite_shows_in_its_row_and_no_other(value, poisoned):
     for rows in (quantize_rows.triton(x.bfloat16()), quantize_rows.reference(x.bfloat16())):
         for y in (int8_linear.triton(rows, weight), int8_linear.reference(rows, weight), in_passes(rows, weight)):
             assert y[1].isnan().all() and y[[0, 2]].isfinite().all()
+
+
+@interpreted
+@pytest.mark.parametrize("case", ["odd", "gate-bias", "threshold-gate"])
+def test_numbers_come_alike_with_and_without_a_memory_accelerator(case, monkeypatch):
+    kernels = importlib.import_module("accel_kernels.gemm.int8_linear_triton")
+    args, more = next(one for one in int8_linear.cases if one.name == case).make(torch.device("cpu"), torch.float16)
+    without = kernels.int8_linear(*args, **more)
+    monkeypatch.setattr(kernels, "has", lambda device, feature: True)
+    assert torch.equal(kernels.int8_linear(*args, **more), without)
 
 
 def test_bad_requests_are_named():
