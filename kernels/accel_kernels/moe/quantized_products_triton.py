@@ -12,14 +12,8 @@ import triton
 import triton.language as tl
 from triton import constexpr_function
 
-from accel_kernels.gemm.quantized.operands.unpacking_triton import (
-    as_operand,
-    e2m1,
-    numbers_by_place,
-    scaled_e2m1,
-    side_by_side,
-    wide_scale,
-)
+from accel_kernels.gemm.quantized.operands.factor_triton import as_operand, scaled_e2m1
+from accel_kernels.gemm.quantized.operands.unpacking_triton import e2m1, numbers_by_place, side_by_side, wide_scale
 
 
 @triton.jit
