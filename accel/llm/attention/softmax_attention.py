@@ -51,7 +51,7 @@ class SoftmaxSpec(AttentionSpec):
     groups: heads of keys in the projections; kv_heads: in the store, a multiple of it where a model repeats them, as
     Falcon does. norms_after, scale, window, softcap, slopes: as `accel_kernels.paged_attention` takes them; sinks: the
     name of that parameter. key_scale: by which keys are multiplied before they are rotated. out_norm: of what the last
-    projection is given, as in BitNet.
+    projection is given, as in BitNet. masked: the mask that its layer is given is what it attends by.
     """
 
     layout: str
@@ -70,8 +70,14 @@ class SoftmaxSpec(AttentionSpec):
     sinks: str | None
     slopes: torch.Tensor | None
     out_norm: NormSpec | None = None
+    masked: bool = False
 
     activation, bias = "sigmoid", ""  # of a gate, where there is one, see `GatedSpec`
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether it sees all keys where its layer is given no mask."""
+        return self.masked and ("is_causal", False) in self.settings
 
     @property
     def norms(self) -> tuple[NormSpec, ...]:
@@ -125,6 +131,7 @@ class SoftmaxSpec(AttentionSpec):
             if (ending := cls.ending(layer, calls, found)) is not None:
                 out, *further = ending
                 names = tuple(layer.name(call.module) for call in (*found.projections, *further))
+                found.fields["masked"] = layer.hands_on_mask
                 own = layer.name(attention), plain_settings(attention), names, layer.name(out.module)
                 return UnderstoodAttention(cls(*own, place, window, **found.fields), found.projections[0], out)
         return None
@@ -208,6 +215,8 @@ class BoundSoftmaxAttention:
             more["chunked"] = True
         if spec.norms_after:
             more["norms_after"] = True
+        if spec.masked and (mask := step.mask(spec, kwargs)) is not None:
+            more["mask"] = mask
         if spec.q_scale is not None:
             more["q_scales"] = spec.q_scale.of_step(step, spec.index, kwargs, q)
         q, q_norm = normed(q, self.q_norm)

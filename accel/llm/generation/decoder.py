@@ -15,6 +15,7 @@ from torch.nn.modules import module as torch_module
 from accel.cuda_graphs.adapter_buffers import AdapterBuffers
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.runner import GraphRunner
+from accel.libraries.attention import MASK
 from accel.libraries.cache import NAMES, DynamicCache, cache_argument, cache_field, new_cache, with_present_names
 from accel.libraries.hooks import hook_of
 from accel.llm.generation.calling_convention import (
@@ -27,7 +28,7 @@ from accel.llm.generation.calling_convention import (
     wanted_of,
 )
 from accel.llm.generation.layer_forward import LayerForward
-from accel.llm.generation.layer_inputs import MASK, NOT_CAUSAL, CheckedStep
+from accel.llm.generation.layer_inputs import NOT_CAUSAL, CheckedStep
 from accel.llm.generation.model_guard import ModelGuard
 from accel.llm.generation.prefill import Prompts, by_graph
 from accel.llm.kv_cache.cache import adopt, tokens_in
@@ -69,7 +70,7 @@ class DecoderForward(FastForward):
         self.__setstate__(vars(self))
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("names", "cache_name", "stored", "declined", "seen", "reason", "lock")
+        own = ("names", "cache_name", "stored", "declined", "masked", "seen", "reason", "lock")
         return {name: value for name, value in super().__getstate__().items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -79,6 +80,7 @@ class DecoderForward(FastForward):
         self.stored: tuple = (None, None, ())  # dtype and device, and the shapes for them
         self.seen: Fingerprint | None = None  # the model as it was when the layers were bound to its weights
         self.declined: dict[frozenset[str], str] = {}  # why calls with these arguments stay stock
+        self.masked: set[frozenset[str]] = set()  # arguments of calls whose tokens see what is behind them
         self.apart = False  # while it is tried: weights stay where they are
         self.reason: str | None = None
         self.lock = threading.Lock()
@@ -191,7 +193,8 @@ class DecoderForward(FastForward):
         store.set_padding_mask(mask)
         mine = range(len(self.places)) if self.partial else self.places  # in the store
         kvs = dict(zip(self.places, store.kvs(mine, rows * new, is_prefill=start == 0).values(), strict=True))
-        given = self.embeddings().dtype, start, mask, self.convention.unmasked_alike, checked
+        names = own_arguments(kwargs)
+        given = self.embeddings().dtype, start, mask, self.convention.unmasked_alike, checked, names in self.masked
         step = CheckedStep(kvs, cache, tokens, *given)
         try:
             with self.steps.taken(step), nullcontext() if self.ranks is None else self.ranks.forward():
@@ -199,13 +202,15 @@ class DecoderForward(FastForward):
             if checked and step.reason is None and step.ran != self.layers:
                 raise Unfit("its layers do not run one after another")
         except Unfit as unfit:
-            self.declined[own_arguments(kwargs)] = str(unfit)
+            self.declined[names] = str(unfit)
             raise
+        if step.masks:
+            self.masked.add(names)
         if step.reason is None:
             store.advance(new)
             return output
         if step.reason != NOT_CAUSAL:  # which another call of the kind may not be
-            self.declined[own_arguments(kwargs)] = step.reason
+            self.declined[names] = step.reason
         self.log.fell_back(self.path, step.reason)
         return output
 

@@ -1,25 +1,28 @@
 """Checks what stock code gives the fused layers, so that calls with unknown arguments, such as images, run fused.
 
 The model's own code makes hidden states, masks and angles of its arguments, and a layer computes of these what it does
-in a text. A fused layer does not read its mask: that must hide the future, the padding and what a window has passed,
-and nothing else.
+in a text. A mask that hides the future, the padding and what a window has passed, and nothing else, is not read. By
+another one, as of images whose tokens see each other, attend the layers that are known to do so.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from accel_kernels import KV, RowStates
 
 from accel.errors import Unfit
+from accel.libraries.attention import MASK
 from accel.libraries.cache import Cache
+from accel.llm.attention.softmax_attention import SoftmaxSpec
 from accel.llm.attention.stock.stock_attention import StockSpec
 from accel.llm.generation.layer_forward import LayerForward
 from accel.llm.parts.step import Step
 from accel.llm.recording.record import Chunk, form, is_absent
 from accel.llm.runtime.layer_spec import LayerSpec
 
-HIDDEN_STATES, MASK = "hidden_states", "attention_mask"  # as decoder layers of transformers name them
+HIDDEN_STATES = "hidden_states"  # as decoder layers of transformers name it
 NOT_CAUSAL = "its attention mask is not causal"
 PLACES = ("position_ids", "cache_position")  # of tokens: handed on also where nobody reads them
 
@@ -29,10 +32,14 @@ class CheckedStep(Step):
 
     cache: the caller's, over the store of `kvs`. dtype: of hidden states. mask: (rows, start + new), of the padding;
     None where it hides nothing. bare: layers are causal without a mask. checked: layers' inputs are compared.
+    by_mask: masks are likely to be others, which to find out waits for the device.
     reason: what the first layer was given that no text gives it; then all layers run stock. ran: those that ran fused.
+    masks: by which layers attend, by the id of what they are given.
     """
 
-    __slots__ = ("bare", "cache", "checked", "given", "mask", "ran", "reason", "seen", "start")
+    __slots__ = (
+        "bare", "by_mask", "cache", "checked", "device", "given", "masks", "padding", "ran", "reason", "seen", "start",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -44,10 +51,13 @@ class CheckedStep(Step):
         mask: torch.Tensor | None,
         bare: bool,
         checked: bool,
+        by_mask: bool = False,
     ):
         super().__init__(kvs)
-        self.cache, self.start, self.mask, self.bare, self.checked = cache, start, mask, bare, checked
-        self.given = (*tokens.shape[:2], dtype)
+        self.cache, self.start, self.padding, self.bare, self.checked = cache, start, mask, bare, checked
+        self.by_mask = by_mask
+        self.masks: dict[int, torch.Tensor] = {}
+        self.given, self.device = (*tokens.shape[:2], dtype), tokens.device
         self.reason: str | None = None
         self.ran: list[LayerForward] = []
         self.seen: dict[tuple, tuple] = {}  # masks, kept so that no other has their id, and whether they are causal
@@ -81,6 +91,8 @@ class CheckedStep(Step):
             return None
         mask, window, parts = kwargs.get(MASK), spec.attention.window, spec.attention.mixers
         key = id(mask), window, tuple(part.keeps_state for part in parts)
+        if self.by_mask and self._attends_by(spec.attention, mask):
+            return None
         if key not in self.seen:
             alone = len(parts) == 1  # else a state's own mask has another name, and no text gives one
             shown = (
@@ -88,7 +100,46 @@ class CheckedStep(Step):
                 for part in parts
             )
             self.seen[key] = mask, all(shown)
-        return None if self.seen[key][1] else NOT_CAUSAL
+        return None if self.seen[key][1] or self._attends_by(spec.attention, mask) else NOT_CAUSAL
+
+    def mask(self, spec: Any, kwargs: dict) -> torch.Tensor | None:
+        mask = kwargs.get(MASK)
+        return None if mask is None and not spec.sees_all else self.masks.get(id(mask))
+
+    def _attends_by(self, spec: Any, mask: Any) -> bool:
+        """Whether an attention is one that can attend by this mask, which is noted then."""
+        new = self.given[1]
+        if new == 1 or not isinstance(spec, SoftmaxSpec) or not (spec.masked if mask is not None else spec.sees_all):
+            return False
+        if id(mask) not in self.masks:
+            end = self.start + new
+            shown = (
+                torch.ones((), dtype=torch.bool, device=self.device).expand(1, 1, new, end)
+                if mask is None
+                else self._shown(mask)
+            )
+            if shown is None:
+                return False
+            self.masks[id(mask)] = F.pad(shown, (end - shown.shape[3], 0))
+        return True
+
+    def _shown(self, mask: Any) -> torch.Tensor | None:
+        """(rows or 1, heads or 1, new, tokens) bool of such a mask, or of one that is added to scores, which waits for
+        the device; None of another.
+        """
+        new = self.given[1]
+        if (
+            type(mask) is not torch.Tensor
+            or mask.dim() != 4
+            or mask.shape[2] != new
+            or mask.shape[3] > self.start + new
+        ):
+            return None
+        if mask.dtype is torch.bool:
+            return mask
+        shown = mask == 0
+        hides = mask.is_floating_point() and bool((shown | (mask <= torch.finfo(mask.dtype).min)).all())
+        return shown if hides else None
 
     def _of_padding(self, mask: Any) -> bool:
         """Whether a mask of a layer that keeps a state hides the padding among the new tokens, and that stands first.
@@ -96,10 +147,10 @@ class CheckedStep(Step):
         Waits for the device.
         """
         new = self.given[1]
-        if self.mask is None or new == 1:
+        if self.padding is None or new == 1:
             return mask is None
-        first = bool((self.mask.bool().int().diff() >= 0).all())
-        wanted = self.mask[:, -new:].bool()
+        first = bool((self.padding.bool().int().diff() >= 0).all())
+        wanted = self.padding[:, -new:].bool()
         return first and (bool(wanted.all()) if mask is None else torch.equal(mask.bool(), wanted))
 
     def _causal(self, mask: Any, window: int | None) -> bool:
@@ -110,27 +161,20 @@ class CheckedStep(Step):
         new = self.given[1]
         end = self.start + new
         if mask is None:
-            return self.bare and self.mask is None
-        if type(mask) is not torch.Tensor:
-            return False
-        if mask.dim() == 2:  # of an attention that is causal by itself
-            return self.bare and self.mask is not None and torch.equal(mask.bool(), self.mask.bool())
-        if mask.dim() != 4 or mask.shape[2] != new or mask.shape[3] > end:
-            return False
-        if mask.dtype is not torch.bool and not mask.is_floating_point():
-            return False
-        shown = mask if mask.dtype is torch.bool else mask == 0
-        if shown is not mask and not bool((shown | (mask <= torch.finfo(mask.dtype).min)).all()):
+            return self.bare and self.padding is None
+        if type(mask) is torch.Tensor and mask.dim() == 2:  # of an attention that is causal by itself
+            return self.bare and self.padding is not None and torch.equal(mask.bool(), self.padding.bool())
+        if (shown := self._shown(mask)) is None:
             return False
         keys = torch.arange(end, device=mask.device)
         queries = keys[self.start :, None]
         visible = (keys <= queries)[None, None]
-        real = torch.ones(1, end, dtype=torch.bool, device=mask.device) if self.mask is None else self.mask.bool()
+        real = shown.new_ones(1, end) if self.padding is None else self.padding.bool()
         visible = visible & real[:, None, None]
         if isinstance(window, Chunk):
             first = (real.cumsum(1) == 0).sum(1)[:, None, None, None]
             visible = visible & ((queries - first) // window == (keys - first) // window)
         elif window is not None:
             visible = visible & (queries - keys < window)
-        shown = torch.nn.functional.pad(shown, (end - mask.shape[3], 0))  # keys that a cache with a window has no more
+        shown = F.pad(shown, (end - mask.shape[3], 0))  # keys that a cache with a window has no more
         return not bool(((visible ^ shown) & real[:, None, self.start :, None]).any())

@@ -29,6 +29,12 @@ class Step:
         """Whether a layer that is called with these arguments runs stock."""
         return False
 
+    def mask(self, spec: Any, kwargs: dict) -> torch.Tensor | None:
+        """Which keys an attention sees, as `paged_attention` takes it, if its layer is called with these; None for
+        those that it sees in a text.
+        """
+        return None
+
     def states(self, place: int) -> RowStates:
         """What a layer of linear attention keeps."""
         found = self.kvs[place]

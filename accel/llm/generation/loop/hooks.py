@@ -12,12 +12,12 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from accel.errors import Unfit
 from accel.fusion.loop import PerThread
 from accel.libraries import generation
+from accel.libraries.attention import MASK
 from accel.libraries.cache import generating_cache, new_cache, own_cache
 from accel.libraries.generation import DECODING, PREPARE, UNFINISHED, GenerationMode, predictable, stock_methods
 from accel.libraries.step_inputs import prepares_as_stock
 from accel.llm.generation.calling_convention import shows_all
 from accel.llm.generation.decoder import DecoderForward
-from accel.llm.generation.layer_inputs import MASK
 from accel.llm.generation.loop.agreement import agree_on_tokens, agree_to_generate, digest, refuse_clocks
 from accel.llm.generation.loop.handover import Handover, Lookahead, asks_for_tokens_alone
 from accel.llm.generation.loop.token_loop import GenerateRequest

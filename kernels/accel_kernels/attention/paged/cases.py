@@ -43,6 +43,9 @@ class Numbers(Random):
         for one in ("sinks", "slopes"):
             if given.get(one):
                 given[one] = (self.uniform(heads) - 0.5).to(self.dtype)
+        if given.get("mask"):  # of so many keys
+            given["mask"] = self.uniform(rows, 1, new, given["mask"]) > 0.5
+            given["mask"][0, :, 1] = False
         if given.get("bias"):
             given["bias"] = self(heads, given["bias"])
         return given

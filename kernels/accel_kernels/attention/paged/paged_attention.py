@@ -15,7 +15,7 @@ from accel_kernels.op import dtype_reason, make_op
 def reference(
     q, k, v, kv, scale, *, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None, window=None, softcap=None,
     sinks=None, slopes=None, gate=None, gate_activation="sigmoid", norms_after=False, q_scales=None,
-    chunked=False, dense=None, skipped=0, bias=None,
+    chunked=False, dense=None, skipped=0, bias=None, mask=None,
 ):  # fmt: skip
     """q: (rows, new, heads, D); k, v: (rows, new, kv heads, D); any strides, the last 1. Gives (rows, new, heads * D).
 
@@ -30,22 +30,23 @@ def reference(
     position (ALiBi, Press et al. 2022; in a softmax the same as a penalty by distance). bias: (heads, tokens), what is
     added to the score of the key at each position, as T5's; of one new token a row. gate: like q, or one a head,
     (rows, new, heads, 1); what comes out is multiplied by its sigmoid (Qiu et al., "Gated Attention for Large Language
-    Models", 2025), or softplus by `gate_activation`. Keys that kv.padding_mask
-    forbids are not seen; a query that sees none gives zeros. dense: a PromptAttention that the calls of a model share,
-    for prompts without past. k, v: None where an earlier call with the same kv has stored the new tokens; q then has
-    those behind the first `skipped`. Where the store rounds keys and values to 8 bits, queries see the rounded ones,
-    their own token's too: what comes out does not depend on how many tokens come at once.
+    Models", 2025), or softplus by `gate_activation`. Keys that kv.padding_mask forbids are not seen; a query that sees
+    none gives zeros. mask: (rows or 1, 1, new, T + new) bool, the keys that each query sees, in place of order, window
+    and padding; not in a graph; with kv.ragged, of its only sequence. dense: a PromptAttention that the calls of a
+    model share, for prompts without past. k, v: None where an earlier call with the same kv has stored the new tokens;
+    q then has those behind the first `skipped`. Where the store rounds keys and values to 8 bits, queries see the
+    rounded ones, their own token's too: what comes out does not depend on how many tokens come at once.
     """
     if gate is not None:
         given = {"cos": cos, "sin": sin, "interleaved": interleaved, "q_norm": q_norm, "k_norm": k_norm,
                  "window": window, "softcap": softcap, "sinks": sinks, "slopes": slopes, "norms_after": norms_after,
-                 "q_scales": q_scales, "chunked": chunked, "skipped": skipped, "bias": bias}  # fmt: skip
+                 "q_scales": q_scales, "chunked": chunked, "skipped": skipped, "bias": bias, "mask": mask}  # fmt: skip
         out = reference(q, k, v, kv, scale, **given).unflatten(-1, (q.shape[2], -1))
         return (out * _gated(gate, gate_activation)).flatten(2)
     if kv.ragged is not None:
         given = {"interleaved": interleaved, "q_norm": q_norm, "k_norm": k_norm, "window": window, "softcap": softcap,
                  "sinks": sinks, "slopes": slopes, "norms_after": norms_after, "chunked": chunked,
-                 "bias": bias}  # fmt: skip
+                 "bias": bias, "mask": mask}  # fmt: skip
         return _by_sequence(q, k, v, kv, scale, {"cos": cos, "sin": sin, "q_scales": q_scales}, given)
     if kv.last is not None:
         behind = (torch.arange(q.shape[1], device=q.device) > kv.last).view(1, -1, 1, 1)
@@ -65,11 +66,19 @@ def reference(
     if k is not None:
         kv.write(start, k, v)
     keys, values = kv.read(end, q.dtype)
+    all_seen = window is None and kv.padding_mask is None and q.shape[1] == 1
+    seen = mask
+    if mask is None and not (all_seen and softcap is None and sinks is None and slopes is None and bias is None):
+        seen = seen_keys(q, end, start, kv.padding_mask, window, chunked)
+    return masked_attention(q, keys, values, seen, scale, softcap, sinks, slopes, bias)
+
+
+def masked_attention(q, keys, values, seen, scale, softcap, sinks, slopes, bias=None):
+    """q: (rows, new, heads, D); keys, values: (rows, tokens, kv heads, D). seen: as `seen_keys` gives it, None for all;
+    the rest as of the reference.
+    """
     if softcap is None and sinks is None and slopes is None and bias is None:
-        all_seen = window is None and kv.padding_mask is None and q.shape[1] == 1
-        seen = None if all_seen else seen_keys(q, end, start, kv.padding_mask, window, chunked)
         return standard_attention(q, keys, values, seen, scale)
-    seen = seen_keys(q, end, start, kv.padding_mask, window, chunked)
     return _attention(q, keys, values, seen, scale, softcap, sinks, slopes, bias)
 
 
@@ -110,6 +119,8 @@ def seen_keys(q, end, start, padding_mask, window, chunked=False):
 def standard_attention(q, keys, values, seen, scale):
     """Torch's own attention; a query that sees no key gives zeros."""
     q, keys, values = (t.transpose(1, 2) for t in (q, keys.to(q.dtype), values.to(q.dtype)))
+    if seen is not None and q.is_cuda:  # a kernel that takes both a mask and groups keeps all scores
+        keys, values = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (keys, values))
     out = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen, scale=scale, enable_gqa=True)
     if seen is not None:
         out = out.masked_fill(~seen.any(-1, keepdim=True), 0.0)
@@ -157,7 +168,7 @@ def rotated(t: torch.Tensor, cos, sin, interleaved: bool) -> torch.Tensor:
 def supports(
     q, k, v, kv, scale, *, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None, window=None, softcap=None,
     sinks=None, slopes=None, gate=None, gate_activation="sigmoid", norms_after=False, q_scales=None,
-    chunked=False, dense=None, skipped=0, bias=None,
+    chunked=False, dense=None, skipped=0, bias=None, mask=None,
 ) -> str | None:  # fmt: skip
     if q.numel() == 0:
         return "empty"
@@ -237,6 +248,10 @@ CASES = (
     _small("prefill-filled", 2, 0, 23, 4, 2, 32, rotary=32, last=18),
     _small("prefill-filled-norm", 1, 0, 20, 4, 2, 20, rotary=10, qk_norm=True, interleaved=True, last=0),
     _small("prefill-window", 1, 0, 40, 2, 2, 32, window=7),
+    _small("prefill-mask", 2, 0, 23, 4, 2, 32, rotary=32, qk_norm=True, window=7, mask=23),
+    _small("prefill-more-mask", 2, 19, 23, 4, 2, 40, softcap=5.0, gate=True, shuffled=True, mask=42),
+    _small("borrowed-prefill-mask", 2, 0, 23, 4, 2, 32, borrowed=True, mask=23),
+    _small("int8-prefill-mask", 1, 0, 23, 4, 2, 32, rotary=32, mask=23, **INT8),
     _small("prefill-softcap", 1, 0, 40, 2, 1, 64, rotary=64, window=30, softcap=50.0),
     _small("prefill-more", 1, 19, 23, 4, 2, 40, rotary=40, window=30),
     _small("prefill-more-window", 1, 19, 23, 4, 2, 32, window=5),
@@ -301,6 +316,7 @@ CASES = (
     _ragged("ragged-mixed-idle", [(9, 1), (0, 40)], 2, 1, 32, rotary=32, idle=3, fill=9, softcap=5.0),
     _ragged("ragged-many-decodes", [*[(i % 7, 1) for i in range(20)], (0, 9), (3, 12)], 4, 1, 16, rotary=16),
     _ragged("ragged-prefill", [(0, 17), (33, 30)], 14, 2, 16, rotary=16, qk_norm=True, window=20),
+    _ragged("ragged-mask", [(0, 17)], 4, 2, 32, rotary=32, mask=17),
     _ragged("ragged-none", [], 2, 1, 32, rotary=32, idle=2, fill=4),
     _ragged("ragged-all", [(9, 1), (30, 20)], 4, 4, 32, sinks=True, slopes=True, softcap=4.0),
     _ragged("ragged-gate", [(37, 1), (60, 1), (0, 23), (5, 3)], 4, 2, 32, rotary=32, qk_norm=True, gate=True, fill=2),

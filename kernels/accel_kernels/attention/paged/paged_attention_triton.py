@@ -18,6 +18,7 @@ from accel_kernels.attention.paged.online_softmax_triton import (
     in_base_2,
     load_block,
 )
+from accel_kernels.attention.paged.paged_attention import masked_attention
 from accel_kernels.attention.paged.rotary_store_triton import rotary_store
 from accel_kernels.attention.paged.split_kv import MOST_SPLITS, combined_rows, scratch_of, split_count, tile_of
 from accel_kernels.attention.paged.store_triton import padding_mask_of, seen_of_chunk, store_of
@@ -144,13 +145,19 @@ def paged_attention_kernel(
 def paged_attention(
     q, k, v, kv, scale, *, cos=None, sin=None, interleaved=False, q_norm=None, k_norm=None, window=None, softcap=None,
     sinks=None, slopes=None, gate=None, gate_activation="sigmoid", norms_after=False, q_scales=None,
-    chunked=False, dense=None, skipped=0, bias=None,
+    chunked=False, dense=None, skipped=0, bias=None, mask=None,
 ):  # fmt: skip
     """Same arguments and result as the reference; head dimension up to 512."""
     turning = {"cos": cos, "sin": sin, "interleaved": interleaved, "q_norm": q_norm, "k_norm": k_norm}
     turning |= {"norms_after": norms_after, "q_scales": q_scales}
     scores = {"window": window, "softcap": softcap, "sinks": sinks, "slopes": slopes, "gate": gate}
     scores |= {"gate_activation": gate_activation, "chunked": chunked}
+    if mask is not None:
+        q = rotary_store(q, k, v, kv, **turning)
+        if kv.ragged is not None:
+            kv = kv._replace(table=kv.table.index_select(0, kv.ragged.rows[:1]), ordered=False)
+        out = masked_attention(q, *kv.read(mask.shape[-1], q.dtype), mask, scale, softcap, sinks, slopes)
+        return apply_gate(out, gate, gate_activation)
     if kv.ragged is not None:
         return ragged_attention(q, k, v, kv, scale, turning, scores)
     if q.shape[1] == 1 and not skipped:
