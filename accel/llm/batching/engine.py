@@ -74,6 +74,8 @@ class Engine:
                 return failed(request.family, f"adapter={name!r}: the model is divided among devices")
             for one in request.family:
                 one.number = self.steps.adapters.number(name)
+        if request.given and (reason := self._place(request)) is not None:
+            return failed(request.family, reason)
         if not self.busy or self.steps.adapters.seen is None:  # it may have been changed since the last step
             self._unchecked = CHECK_EVERY
         tokens, context = len(request.prompt), self.limits.context
@@ -88,6 +90,24 @@ class Engine:
             return [self._finish(one, full=not ended) for one in request.family]
         self.scheduler.waiting.append(request)
         return []
+
+    def _place(self, request: Request) -> str | None:
+        """Counts the positions of a prompt with pictures. Returns why it cannot be read."""
+        forward = self.forward
+        if type(self.steps) is not StepRunner or forward.ranks is not None:
+            return "a prompt with pictures, and the model is divided among devices"
+        unknown = next((name for name in request.given if name not in forward.names), None)
+        if unknown is not None:
+            return f"{unknown} is given, which is no argument of the model"
+        if "position_ids" in forward.names:
+            try:
+                given = request.prompt, request.given
+                positions, shift = forward.convention.count_positions(forward.module, *given)
+            except Exception as error:  # of the model's own code, about what it was given
+                return reason_of(error)
+            for one in request.family:
+                one.positions, one.shift = positions, shift
+        return None
 
     def cancel(self, request_id: str, reason: str = CANCELLED) -> list[Request]:
         """Ends a request in any state, and its children that do not run yet. Returns them; unknown ids are ignored."""

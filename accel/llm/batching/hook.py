@@ -2,7 +2,7 @@
 
 import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from accel.llm.batching.engine import Engine, unfit_reason
 from accel.llm.batching.limits import limits_of, sets_of
 from accel.llm.batching.manager import BatchManager
 from accel.llm.batching.ranks import CALL, AllRanks, OneRank
-from accel.llm.batching.request import BY_PROMPT
+from accel.llm.batching.request import BY_PROMPT, prompt_of
 from accel.llm.batching.sampling import SamplingDefaults
 from accel.llm.batching.spread import head_device
 from accel.llm.batching.trial import refusal
@@ -82,7 +82,7 @@ class InitContinuousBatching(MethodHook):
 
     def _stock_manager(self, reason: str | None, args: tuple, kwargs: dict) -> ContinuousBatchingManager:
         if BY_PROMPT.get() is not None:
-            raise Refused(f"{CALL}: adapter= is not for stock's own batching, which is to run: {reason}")
+            raise Refused(f"{CALL}: adapter= and pictures are not for stock's own batching, which is to run: {reason}")
         return self.stock(*args, **kwargs)
 
     def refused(self) -> str | None:
@@ -224,21 +224,30 @@ class InitContinuousBatching(MethodHook):
 class GenerateBatch(MethodHook):
     """Stands in `vars(module)["generate_batch"]`.
 
-    adapter: of peft, one for all prompts or a list, None in it for none. Raises ValueError where they cannot have it.
+    A prompt may be a mapping of what generate() takes for one text with pictures, as a processor gives it. adapter: of
+    peft, one for all prompts or a list, None in it for none. Raises ValueError where they cannot have it.
     """
 
     name = CALL
 
     def call(self, *args: Any, adapter: str | Sequence[str | None] | None = None, **kwargs: Any) -> Any:
-        count = len(self.arguments(args, kwargs)["inputs"])
-        names = [adapter] * count if isinstance(adapter, str) else [one or BASE_ROW for one in adapter or ()]
+        kwargs = self.arguments(args, kwargs)
+        kwargs |= kwargs.pop("kwargs", {})
+        given = kwargs["inputs"]
+        kwargs["inputs"] = list(map(prompt_of, given)) if any(isinstance(one, Mapping) for one in given) else given
+        count = len(given)
+        names: list[str | None] = (
+            [adapter] * count if isinstance(adapter, str) else [one or BASE_ROW for one in adapter or ()]
+        )
         if adapter is not None and len(names) != count:
             raise ValueError(f"adapter={adapter!r}: {len(names)} for {count} prompts; give a name, or one for each")
-        for name in set(names):
+        for name in set(filter(None, names)):
             known_adapter(self.module, name)
+        if not names and kwargs["inputs"] is not given:
+            names = [None] * count
         token = BY_PROMPT.set(names or None)
         try:
-            return self.stock(*args, **kwargs)
+            return self.stock(**kwargs)
         finally:
             BY_PROMPT.reset(token)
 

@@ -18,7 +18,7 @@ from accel.libraries.batching import CACHED, GenerationOutput, logger
 from accel.llm.batching.engine import Engine
 from accel.llm.batching.engine_thread import EngineThread
 from accel.llm.batching.ranks import OneRank, Stop
-from accel.llm.batching.request import BY_PROMPT, Request, StopStrings, checked_ids, finish, token_set
+from accel.llm.batching.request import BY_PROMPT, Request, StopStrings, checked_ids, finish, prompt_of, token_set
 from accel.llm.batching.results import Results
 from accel.llm.batching.sampling import SamplingDefaults
 
@@ -217,7 +217,8 @@ class BatchManager(ContinuousBatchingManager):
     ) -> str | None:
         """Puts a request in line. Its id; None, with a warning, where no more are taken, and on a rank that follows.
 
-        input_ids: numbers of tokens, a list, array or tensor of one dimension. max_new_tokens, eos_token_id: those of
+        input_ids: numbers of tokens, a list, array or tensor of one dimension; or a mapping of what generate() takes
+        for one text with pictures, as a processor gives it. max_new_tokens, eos_token_id: those of
         the generation configuration where None. streaming: an output comes with every token. stop_strings: the request
         ends with the token that completes one of them, as the tokenizer decodes its answer; None for those of the
         generation configuration, which stock leaves out, and so does this without a tokenizer. logit_processor_kwargs:
@@ -263,7 +264,9 @@ class BatchManager(ContinuousBatchingManager):
         if stop_strings is None and tokenizer is not None:
             stop_strings = config.stop_strings
         try:
+            input_ids = prompt_of(input_ids)
             made.prompt = checked_ids(input_ids, self._vocabulary)
+            made.given = dict(getattr(input_ids, "given", {}))
             if made.max_new_tokens is not None and made.max_new_tokens < 0:
                 raise ValueError(f"max_new_tokens={made.max_new_tokens!r}: give a number from 0 on, or None")
             if len(generated):

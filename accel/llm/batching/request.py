@@ -2,15 +2,19 @@
 
 import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
+from accel.libraries.attention import MASK
 from accel.libraries.batching import GenerationOutput, RequestStatus
 
 # The adapter of each prompt of the `generate_batch` that runs, which stock would not hand on.
 BY_PROMPT: ContextVar[Sequence[str | None] | None] = ContextVar("accel_adapters_by_prompt", default=None)
+IDS = "input_ids"
 CUT = "cut after"  # how the error of an answer begins that ended at a limit of the engine, short of what was asked for
 
 
@@ -22,7 +26,8 @@ class Request:
     what it gives. sampling: how tokens are chosen, see `accel.llm.batching.sampling`. stopping_criterion: asked with
     all tokens of prompt and answer after each new one, whether that was the last. children: further answers to the same
     prompt, until the engine has begun them. settings: from which `sampling` was made. adapter: of peft, by its name,
-    None for those that are active; number: by which the engine knows it.
+    None for those that are active; number: by which the engine knows it. given: what a call of the model is given
+    beside the prompt, as pictures; positions: of the prompt then, shift: how far tokens behind it are from their place.
 
     tokens, logprobs, timestamps: of the answer so far; the last in seconds of `time.perf_counter`. started, ended:
     seconds as well, -1 before.
@@ -40,6 +45,9 @@ class Request:
     settings: dict[str, Any] = field(default_factory=dict)
     adapter: str | None = None
     number: int = 0
+    given: dict[str, Any] = field(default_factory=dict)
+    positions: torch.Tensor | None = None
+    shift: int = 0
     status: RequestStatus = RequestStatus.PENDING
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -103,6 +111,33 @@ def finish(request: Request, error: str | None = None) -> Request:
 def failed(requests: Iterable[Request], reason: str) -> list[Request]:
     """All of these requests, ended for this reason."""
     return [finish(one, reason) for one in requests]
+
+
+class Prompt(list[int]):
+    """Token ids, and what a call of the model is `given` beside them."""
+
+    given: Mapping[str, Any]
+
+
+def prompt_of(one: Any) -> Any:
+    """A prompt without padding, of the arguments of generate() for one text; anything else as it is. Raises ValueError
+    where there are several.
+    """
+    if not isinstance(one, Mapping):
+        return one
+    given = {name: value for name, value in one.items() if value is not None}
+    ids, shown = torch.as_tensor(given.pop(IDS)), given.pop(MASK, None)
+    if ids.dim() != 1 and ids.shape[:-1] != (1,):
+        raise ValueError(f"{IDS} of the shape {tuple(ids.shape)}: give each prompt by itself")
+    if shown is not None:
+        shown = torch.as_tensor(shown).flatten().bool()
+        row = (1, ids.shape[-1])
+        by_token = {name for name, value in given.items() if getattr(value, "shape", None) == row}
+        given |= {name: given[name][:, shown.to(given[name].device)] for name in by_token}
+        ids = ids.flatten()[shown.to(ids.device)]
+    made = Prompt(ids.flatten().tolist())
+    made.given = given
+    return made
 
 
 class StopStrings:

@@ -15,13 +15,14 @@ class RunningRows:
 
     requests: by row, in the order of their arrival. idle: rows without a request. All others are (rows,) int64. drawn,
     most: tokens of the answer that are known, and how many it may come to. stored: tokens whose keys and values are
-    there once all planned steps have run. micro_batch, adapter: the request's. serial: counts requests of the row.
+    there once all planned steps have run. micro_batch, adapter, shift: the request's. serial: counts those of the row.
     """
 
     def __init__(self, rows: int):
         self.requests: dict[int, Request] = {}
         self.idle = list(range(rows - 1, -1, -1))
-        self.drawn, self.most, self.stored, self.serial, self.micro_batch, self.adapter = np.zeros((6, rows), np.int64)
+        self.drawn, self.most, self.stored, self.serial, self.micro_batch = np.zeros((5, rows), np.int64)
+        self.adapter, self.shift = np.zeros((2, rows), np.int64)
         self._last = np.zeros(rows, np.int64)  # how many tokens are stored when the last one is drawn
         self._ids = np.zeros((rows, 16), np.int64)
         self._eos = np.full((rows, 1), NO_ID, np.int64)
@@ -34,7 +35,7 @@ class RunningRows:
         self._ids = _wider(self._ids, begun, 0)
         self._eos = _wider(self._eos, len(request.eos), NO_ID)
         self.drawn[row], self.most[row], self.stored[row], self.micro_batch[row] = begun, most, stored, micro_batch
-        self.adapter[row] = request.number
+        self.adapter[row], self.shift[row] = request.number, request.shift
         self._last[row] = len(request.prompt) + most - 1
         self._ids[row, :begun] = request.tokens
         self._eos[row] = NO_ID

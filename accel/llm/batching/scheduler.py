@@ -38,7 +38,8 @@ class StepPlan:
     copies: blocks to copy once the step is launched. opened: rows whose requests are new. micro_batch: its number.
     slots: (sequences, 2), of states that each reads and writes; None where no layer keeps any, or for nobody's.
     prompts: (sequences,), tokens of the prompt of each that is no decode; None where that does not matter. adapters:
-    of each, by number, or None.
+    of each, by number, or None. shifts: of each, how far its positions are from its places. whole: the request whose
+    prompt is read with all that is given beside it, and by which this step is one of its own.
     """
 
     rows: np.ndarray
@@ -55,6 +56,8 @@ class StepPlan:
     slots: np.ndarray | None = None
     prompts: np.ndarray | None = None
     adapters: np.ndarray | None = None
+    shifts: np.ndarray | None = None
+    whole: Request | None = None
 
 
 class Scheduler:
@@ -82,6 +85,7 @@ class Scheduler:
         self.preempted = 0
         self._opened: list[int] = []  # rows that were taken since the last plan
         self._turn = 0
+        self._was_whole = False  # the last step was of one prompt alone
         self._blocked: tuple[Request, int] | None = None  # who waits for blocks, and how many were free then
 
     @property
@@ -105,15 +109,22 @@ class Scheduler:
             for _ in range(self.micro_batches):
                 micro_batch, self._turn = self._turn, (self._turn + 1) % self.micro_batches
                 decodes = self._decodes(micro_batch, unread)
-                chunks = list(self._chunks(micro_batch, self.limits.tokens - len(decodes)))
+                begins = not (len(decodes) and self._was_whole)  # steps of the others come in between
+                chunks = list(self._chunks(micro_batch, self.limits.tokens - len(decodes), begins))
                 if len(decodes) or chunks:
-                    return self._step(micro_batch, decodes, chunks)
+                    request = self.rows.requests[chunks[0][0]] if chunks else None
+                    self._was_whole = request is not None and bool(request.given) and not chunks[0][1]
+                    if not self._was_whole:
+                        return self._step(micro_batch, decodes, chunks)
+                    plan = self._step(micro_batch, decodes[:0], chunks)
+                    plan.whole = request
+                    return plan
             if not self.prefilling or not self._make_room(unread):
                 return None
 
     def close(self, row: int, keep: bool) -> Request:
         """The request leaves its row. keep: others may find what it has stored."""
-        if keep:
+        if keep and not self.rows.requests[row].given:
             tokens = self._keys(self.rows.requests[row], self.rows.tokens(row))
             self.allocator.commit(row, tokens[: min(len(tokens) - 1, int(self.rows.stored[row]))])
         self.allocator.close(row)
@@ -158,20 +169,25 @@ class Scheduler:
             self.failed += failed(request.family, reason)
         return others
 
-    def _chunks(self, micro_batch: int, budget: int) -> Iterator[tuple[int, int, list[int]]]:
-        """Parts of prompts, until the budget or the blocks are used up: row, tokens before, tokens."""
+    def _chunks(self, micro_batch: int, budget: int, begins: bool) -> Iterator[tuple[int, int, list[int]]]:
+        """Parts of prompts, until the budget or the blocks are used up: row, tokens before, tokens. begins: the first
+        may be a prompt with pictures, which is whole, and the only one.
+        """
         prompts = self._prompts(micro_batch)
         while budget > 0 and (row := next(prompts, None)) is not None:
-            tokens, start = self.prefilling[row], int(self.rows.stored[row])
+            tokens, start, request = self.prefilling[row], int(self.rows.stored[row]), self.rows.requests[row]
+            whole = bool(request.given) and not start
+            if whole and not begins:
+                return
             reach = int(self.allocator.held[row] + self.allocator.free // len(self.allocator.sets)) * BLOCK
             ends = [end for end in self.ends[row] if end > start]
-            end = min(len(tokens), start + budget, reach, *ends[:1])
+            end = len(request.prompt) if whole else min(len(tokens), start + budget, reach, *ends[:1])
             if end <= start or not self.allocator.extend(row, end):
                 return
-            budget -= end - start
+            budget, begins = 0 if whole else budget - (end - start), False
             self.rows.stored[row] = end
-            if end // BLOCK > self.allocator.committed[row]:
-                self.allocator.commit(row, self._keys(self.rows.requests[row], tokens[:end]))
+            if end // BLOCK > self.allocator.committed[row] and not request.given:
+                self.allocator.commit(row, self._keys(request, tokens[:end]))
             if end == len(tokens):
                 del self.prefilling[row]
                 self.decoding = np.append(self.decoding, row)
@@ -198,7 +214,7 @@ class Scheduler:
             if self.allocator.free <= self._blocked[1]:
                 return None
         tokens, row = request.prompt + request.tokens, self.rows.idle[-1]
-        keys = self._keys(request, tokens)
+        keys = [] if request.given else self._keys(request, tokens)  # pictures are not looked at, nothing is shared
         found = self.allocator.open(row, keys)
         # One more block for each that runs: else they would preempt each other at once.
         wanted = (len(tokens) // BLOCK + 1 - found // BLOCK) * len(self.allocator.sets) + running
@@ -251,10 +267,11 @@ class Scheduler:
                 self.allocator.keep(row, start + len(part))
         opened = [row for row in dict.fromkeys(self._opened) if row in self.rows.requests]
         self._opened.clear()
-        adapters = self.rows.adapter[rows]
+        adapters, shifts = self.rows.adapter[rows], self.rows.shift[rows]
         return StepPlan(
             rows, lengths, query_lengths, len(decodes), tokens, np.array(sources, np.int64), takers,
             self.rows.serial[takers], copies, opened, micro_batch, slots, prompts, adapters if adapters.any() else None,
+            shifts if shifts.any() else None,
         )  # fmt: skip
 
     def _children(self, row: int, copies: list[tuple[int, int]]) -> Iterator[int]:

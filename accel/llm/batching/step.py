@@ -18,9 +18,11 @@ from accel_kernels.warmup import warmup
 from accel.cuda_graphs.adapter_buffers import AdapterBuffers
 from accel.cuda_graphs.adapter_group import each_token
 from accel.cuda_graphs.runner import GraphRunner
+from accel.llm.batching.request import Request
 from accel.llm.batching.sampler import Sampler, errors_deferred
 from accel.llm.batching.scheduler import LATEST, StepPlan
 from accel.llm.generation.decoder import DecoderForward
+from accel.llm.generation.layer_inputs import read_whole
 from accel.llm.kv_cache.paged_kv_cache import PagedKVCache
 from accel.llm.parts.step import Step
 
@@ -127,10 +129,13 @@ class StepRunner:
         """Runs a step. tokens_of: all tokens of a row, for processors that want them. check: whether a graph is
         replayed only if the model is still the one it was captured from. Raises what the forward does.
         """
-        filled = None if self.runner is None else self._filled(plan)
+        filled = None if self.runner is None or plan.whole is not None else self._filled(plan)
         size = StepSize.exact(plan) if filled is None else filled
         inputs = self._inputs(plan, size)
-        logits = self._logits(inputs, size, by_graph=filled is not None, check=check)[0]
+        if plan.whole is not None:
+            logits = self._read_whole(plan.whole, inputs, size)[0]
+        else:
+            logits = self._logits(inputs, size, by_graph=filled is not None, check=check)[0]
         return self._draw(plan, logits, inputs, tokens_of, logprobs)
 
     def _filled(self, plan: StepPlan) -> StepSize | None:
@@ -196,6 +201,18 @@ class StepRunner:
         with nullcontext() if adapters is None else each_token(forward.module, adapters):
             return forward.logits_of(Step(kvs), tokens, positions, keep)
 
+    def _read_whole(self, request: Request, inputs: "StepInputs", size: StepSize) -> torch.Tensor:
+        """Logits of the last token of a prompt, (1, 1, vocabulary), with all that is given beside it. Raises Unfit."""
+        tokens, metadata = inputs.int64_on(self.device)["tokens"][None], self.kv_cache.tables[self.device].metadata
+        given = {"metadata": metadata, "by_address": True, "ragged": size.ragged(tuple(inputs.int32_on(self.device)))}
+        kvs = self.kv_cache.of_step(self.forward.places, tokens.shape[1], **given)
+        adapters = inputs.int64_on(self.device).get("adapters")
+        with nullcontext() if adapters is None else self.adapters.used():
+            if adapters is not None:
+                self.adapters.follow()
+            with nullcontext() if adapters is None else each_token(self.forward.module, adapters):
+                return read_whole(self.forward, kvs, tokens, request.positions, request.given)
+
     def _draw(
         self, plan: StepPlan, logits: torch.Tensor, inputs: "StepInputs", tokens_of: Callable, logprobs: bool
     ) -> LaunchedStep:
@@ -238,12 +255,13 @@ class StepInputs:
 
     def __init__(self, plan: StepPlan, size: StepSize, nobody: int, states: bool = False):
         starts, count = np.concatenate([np.zeros(1, np.int64), np.cumsum(plan.query_lengths)]), len(plan.tokens)
+        before = plan.lengths if plan.shifts is None else plan.lengths + plan.shifts
         of_token = np.repeat(np.arange(len(plan.rows)), plan.query_lengths)
         sequences = size.decodes + size.prefills
         self.draw_rows = _fill(plan.draw_rows, size.draws, NONE)
         self._int64 = {
             "tokens": _fill(plan.tokens, size.tokens, 0),
-            "positions": _fill((plan.lengths - starts[:-1])[of_token] + np.arange(count), size.tokens, 0),
+            "positions": _fill((before - starts[:-1])[of_token] + np.arange(count), size.tokens, 0),
             "taken_from": _fill(np.where(plan.tokens == LATEST, plan.rows[of_token], nobody), size.tokens, nobody),
             "keep": _fill(starts[plan.sources + 1] - 1, size.draws, count - 1),
             "draw_rows": self.draw_rows,

@@ -37,8 +37,6 @@ def refusal(forward: DecoderForward) -> str | None:
         return "some of its layers run stock, and would know nothing of sequences of different lengths"
     if isinstance(forward, SpreadForward) and len({one.device.type for one in forward.stretches}) > 1:
         return "its layers are spread over devices of several kinds"
-    if forward.convention.kept_tensors:
-        return "it goes on with positions that it counted before, of one batch"
     if forward.log.runs_stock_on_cpu((forward.embeddings(),), {}):
         return "it runs stock on a CPU"
     reason = forward.mode()

@@ -8,12 +8,13 @@ import torch
 from torch import nn
 
 from accel.errors import Unfit
-from accel.libraries.generation import ARGUMENTS, LABELS, OUTPUTS
+from accel.libraries.generation import ARGUMENTS, LABELS, OUTPUTS, POSITIONS
 from accel.llm.generation.shown_cache import empty
 from accel.llm.kv_cache.store import Store
 from accel.llm.parts.step import Step
 from accel.llm.recording.record import is_absent
 
+FEW = 1 << 16  # numbers that tell of pictures, and are no picture
 IN_ORDER, BY_MASK = "0, 1, 2 ..", "counted by the mask"  # positions a model gives itself where it is given none
 
 
@@ -173,6 +174,28 @@ class CallingConvention:
             raise Unfit("a mask without position_ids")
         mask = mask.long()
         return (mask.cumsum(1) * mask - 1)[:, start:]
+
+    def count_positions(self, model: Any, ids: list[int], given: dict[str, Any]) -> tuple[torch.Tensor, int]:
+        """Positions of a prompt as generate() counts them, (1, tokens) or of several parts, on the CPU; then how far
+        those of tokens behind it are from their places. Raises Unfit where they go on in several ways.
+        """
+        tokens = torch.tensor([ids], device="cpu")
+        known = {name: one.cpu() for name, one in given.items() if type(one) is torch.Tensor and one.numel() <= FEW}
+        kept = [(model.get_submodule(one.path), one.name) for one in self.kept_tensors]
+        before = [getattr(module, name) for module, name in kept]
+        try:
+            found = getattr(model, POSITIONS)(tokens, known | {"attention_mask": torch.ones_like(tokens)})
+        finally:
+            for (module, name), value in zip(kept, before, strict=True):
+                setattr(module, name, value)
+        if found.dim() == 3 and len(found) not in self.position_parts:
+            raise Unfit("positions of another form than those of a text")
+        ends = set(found[..., -1].flatten().tolist()) - (
+            {len(ids) - 1} if found.dim() == 3 and len(found) > 3 else set()
+        )
+        if len(ends) > 1:
+            raise Unfit("a prompt that ends within a picture")
+        return found, ends.pop() + 1 - len(ids) if ends else 0
 
     def handed_on(self, model: nn.Module) -> dict[str, object]:
         """The fields of the output that hold what the model keeps."""

@@ -17,6 +17,7 @@ from accel.libraries.attention import MASK
 from accel.libraries.cache import Cache
 from accel.llm.attention.softmax_attention import SoftmaxSpec
 from accel.llm.attention.stock.stock_attention import StockSpec
+from accel.llm.generation.calling_convention import own_arguments
 from accel.llm.generation.layer_forward import LayerForward
 from accel.llm.parts.step import Step
 from accel.llm.recording.record import Chunk, form, is_absent
@@ -44,7 +45,7 @@ class CheckedStep(Step):
     def __init__(
         self,
         kvs: Mapping[int, KV | RowStates],
-        cache: Cache,
+        cache: Cache | None,
         tokens: torch.Tensor,
         dtype: torch.dtype,
         start: int,
@@ -178,3 +179,27 @@ class CheckedStep(Step):
             visible = visible & (queries - keys < window)
         shown = F.pad(shown, (end - mask.shape[3], 0))  # keys that a cache with a window has no more
         return not bool(((visible ^ shown) & real[:, None, self.start :, None]).any())
+
+
+def read_whole(
+    forward: Any, kvs: dict[int, Any], tokens: torch.Tensor, positions: torch.Tensor | None, given: dict[str, Any]
+) -> torch.Tensor:
+    """The logits of the last token of a prompt, (1, tokens), by the own code of a `DecoderForward`'s model with these
+    arguments, into empty stores. Raises Unfit where its layers are given what they do not understand.
+    """
+    forward.ready()
+    names, device, convention = own_arguments(given), tokens.device, forward.convention
+    kept = forward.embeddings().dtype, 0, None, convention.unmasked_alike, True, names in forward.masked
+    step = CheckedStep(kvs, None, tokens, *kept)
+    step.cache = convention.shown(step)
+    given = {name: one.to(device) if isinstance(one, torch.Tensor) else one for name, one in given.items()}
+    given |= {"input_ids": tokens} | forward.given_cache(step.cache)
+    given |= {} if positions is None else {"position_ids": positions.to(device)}
+    given |= {"logits_to_keep": 1} if "logits_to_keep" in forward.names else {}
+    with forward.steps.taken(step):
+        logits = type(forward.module).forward(forward.module, **given).logits
+    if step.reason is not None or step.ran != forward.layers:
+        raise Unfit(step.reason or "its layers do not run one after another")
+    if step.masks:
+        forward.masked.add(names)
+    return logits[:, -1:]
