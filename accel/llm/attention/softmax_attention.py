@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accel.comparison import agree, factor, named_factor
-from accel.libraries.attention import KNOWN_ARGUMENTS
+from accel.libraries.attention import KNOWN_ARGUMENTS, MASK
 from accel.llm.attention.attention import AttentionSpec, UnderstoodAttention
 from accel.llm.attention.position_terms import POSITIONS, GivenScale, QueryScale, given_scale, query_scale, slopes_given
 from accel.llm.attention.projections import projections_of, split
@@ -131,7 +131,8 @@ class SoftmaxSpec(AttentionSpec):
             if (ending := cls.ending(layer, calls, found)) is not None:
                 out, *further = ending
                 names = tuple(layer.name(call.module) for call in (*found.projections, *further))
-                found.fields["masked"] = layer.hands_on_mask
+                mask = None if layer.attended is None else layer.attended.mask
+                found.fields["masked"] = mask is not None and mask is layer.call.named.get(MASK)
                 own = layer.name(attention), plain_settings(attention), names, layer.name(out.module)
                 return UnderstoodAttention(cls(*own, place, window, **found.fields), found.projections[0], out)
         return None

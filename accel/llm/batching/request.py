@@ -113,7 +113,7 @@ def failed(requests: Iterable[Request], reason: str) -> list[Request]:
     return [finish(one, reason) for one in requests]
 
 
-class Prompt(list[int]):
+class PicturePrompt(list[int]):
     """Token ids, and what a call of the model is `given` beside them."""
 
     given: Mapping[str, Any]
@@ -135,7 +135,7 @@ def prompt_of(one: Any) -> Any:
         by_token = {name for name, value in given.items() if getattr(value, "shape", None) == row}
         given |= {name: given[name][:, shown.to(given[name].device)] for name in by_token}
         ids = ids.flatten()[shown.to(ids.device)]
-    made = Prompt(ids.flatten().tolist())
+    made = PicturePrompt(ids.flatten().tolist())
     made.given = given
     return made
 

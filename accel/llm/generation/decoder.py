@@ -180,22 +180,18 @@ class DecoderForward(FastForward):
         return self.declined.get(own_arguments(kwargs))
 
     def run_own_code(self, store: Store, cache: Any, tokens: torch.Tensor, kwargs: dict, checked: bool = True) -> Any:
-        """The output of the model's own forward, which sees the cache as it is, around fused layers. After `ready`.
-
-        checked: layers run stock unless they are given what a text gives them. Raises Unfit.
+        """What the own forward of the model gives, given the cache, around fused layers; after `ready`. checked:
+        layers run stock unless they are given what a text gives them. Raises Unfit.
         """
-        (rows, new), start = tokens.shape[:2], store.length
+        (rows, new), start, names = tokens.shape[:2], store.length, own_arguments(kwargs)
         mask = padding_of(kwargs.get(MASK), store, rows, start + new, self.partial and self.left_padded(new))
-        if checked and mask is not None and bool(mask.all()):
-            mask = None
+        mask = None if checked and shows_all(mask) else mask
         store.take()
         store.reserve(rows, start + new)
         store.set_padding_mask(mask)
         mine = range(len(self.places)) if self.partial else self.places  # in the store
         kvs = dict(zip(self.places, store.kvs(mine, rows * new, is_prefill=start == 0).values(), strict=True))
-        names = own_arguments(kwargs)
-        given = self.embeddings().dtype, start, mask, self.convention.unmasked_alike, checked, names in self.masked
-        step = CheckedStep(kvs, cache, tokens, *given)
+        step = CheckedStep(self, kvs, cache, tokens, start, mask, checked, names)
         try:
             with self.steps.taken(step), nullcontext() if self.ranks is None else self.ranks.forward():
                 output = self.stock(**kwargs, **{self.cache_name: cache})
@@ -204,8 +200,7 @@ class DecoderForward(FastForward):
         except Unfit as unfit:
             self.declined[names] = str(unfit)
             raise
-        if step.masks:
-            self.masked.add(names)
+        self.masked |= {names} if step.masks else set()
         if step.reason is None:
             store.advance(new)
             return output

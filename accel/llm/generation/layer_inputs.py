@@ -31,11 +31,11 @@ PLACES = ("position_ids", "cache_position")  # of tokens: handed on also where n
 class CheckedStep(Step):
     """One forward of `tokens`, (rows, new) numbers or (rows, new, C) embeddings, behind `start`, by the model's code.
 
-    cache: the caller's, over the store of `kvs`. dtype: of hidden states. mask: (rows, start + new), of the padding;
-    None where it hides nothing. bare: layers are causal without a mask. checked: layers' inputs are compared.
-    by_mask: masks are likely to be others, which to find out waits for the device.
-    reason: what the first layer was given that no text gives it; then all layers run stock. ran: those that ran fused.
-    masks: by which layers attend, by the id of what they are given.
+    forward: the `DecoderForward`. cache: the caller's, over the store of `kvs`. mask: (rows, start + new), of the
+    padding; None where it hides nothing. checked: layers' inputs are compared. names: of its own arguments, which tell
+    whether masks are likely to be causal: to find out waits for the device. bare: layers are without a mask. reason:
+    what the first layer was given that no text gives it; then all layers run stock. ran: those that ran fused. masks:
+    by which layers attend, by the id of what they are given.
     """
 
     __slots__ = (
@@ -44,19 +44,22 @@ class CheckedStep(Step):
 
     def __init__(
         self,
+        forward: Any,
         kvs: Mapping[int, KV | RowStates],
         cache: Cache | None,
         tokens: torch.Tensor,
-        dtype: torch.dtype,
         start: int,
         mask: torch.Tensor | None,
-        bare: bool,
         checked: bool,
-        by_mask: bool = False,
+        names: frozenset[str],
     ):
         super().__init__(kvs)
-        self.cache, self.start, self.padding, self.bare, self.checked = cache, start, mask, bare, checked
-        self.by_mask = by_mask
+        self.cache, self.start, self.padding, self.checked = cache, start, mask, checked
+        self.bare, self.by_mask, dtype = (
+            forward.convention.unmasked_alike,
+            names in forward.masked,
+            forward.embeddings().dtype,
+        )
         self.masks: dict[int, torch.Tensor] = {}
         self.given, self.device = (*tokens.shape[:2], dtype), tokens.device
         self.reason: str | None = None
@@ -188,10 +191,9 @@ def read_whole(
     arguments, into empty stores. Raises Unfit where its layers are given what they do not understand.
     """
     forward.ready()
-    names, device, convention = own_arguments(given), tokens.device, forward.convention
-    kept = forward.embeddings().dtype, 0, None, convention.unmasked_alike, True, names in forward.masked
-    step = CheckedStep(kvs, None, tokens, *kept)
-    step.cache = convention.shown(step)
+    names, device = own_arguments(given), tokens.device
+    step = CheckedStep(forward, kvs, None, tokens, 0, None, True, names)
+    step.cache = forward.convention.shown(step)
     given = {name: one.to(device) if isinstance(one, torch.Tensor) else one for name, one in given.items()}
     given |= {"input_ids": tokens} | forward.given_cache(step.cache)
     given |= {} if positions is None else {"position_ids": positions.to(device)}

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from accel.libraries.attention import MASK
-
 
 class NotUnderstood(Exception):
     """Why a model, or a part of it, keeps its stock forward; the message goes into the report."""
@@ -274,12 +272,6 @@ class LayerRecord:
         if found is None:
             raise NotUnderstood(NOTHING_STORED)
         return found
-
-    @property
-    def hands_on_mask(self) -> bool:
-        """Whether the mask that it is given is what it attends by."""
-        seen = self.attended
-        return seen is not None and seen.mask is not None and seen.mask is self.call.named.get(MASK)
 
     @property
     def mixes(self) -> bool:

@@ -76,7 +76,9 @@ CACHE = DynamicCache()
 
 
 def step(mask: torch.Tensor | None = None, bare: bool = True) -> CheckedStep:
-    return CheckedStep({}, CACHE, torch.zeros(2, NEW, dtype=torch.long), torch.float32, START, mask, bare, True)
+    convention, tokens = SimpleNamespace(unmasked_alike=bare), torch.zeros(2, NEW, dtype=torch.long)
+    forward = SimpleNamespace(convention=convention, masked=set(), embeddings=lambda: torch.zeros(1))
+    return CheckedStep(forward, {}, CACHE, tokens, START, mask, True, frozenset())
 
 
 def layer(given: dict | None = None, window: int | None = None) -> SimpleNamespace:
