@@ -96,7 +96,7 @@ def _images(model: Any, inputs: Inputs) -> Iterator[dict[str, Any]]:
     if GRIDS in names:  # the first as wide as several windows, then frames of a video where it takes such
         patch: Any = next(one for one in model.modules() if type(one) in (nn.Linear, nn.Conv2d, nn.Conv3d))
         shape, grids = patch.weight.shape[1:], ([2, 4, 8], [1, 4, 16])
-        for form, other in product(((144, shape.numel()), (1, 144, *shape)), grids):
+        for form, other in product(((144, shape.numel()), (144, *shape), (1, 144, *shape)), grids):
             yield {inputs.main: random(*form), GRIDS: torch.tensor([[1, 4, 20], other], device=device)}
         return
 
@@ -130,7 +130,7 @@ def wide_call(model: Any, inputs: Inputs, example: dict[str, Any]) -> list[dict[
     images = example[inputs.main]
     if GRIDS in example:
         patches = int(example[GRIDS][0].prod())
-        return [{inputs.main: images.narrow(int(images.dim() > 2), 0, patches), GRIDS: example[GRIDS][:1]}]
+        return [{inputs.main: images.narrow(int(len(images) == 1), 0, patches), GRIDS: example[GRIDS][:1]}]
     if SIZES in example:
         return [{name: one[:1] for name, one in example.items()}]
     if images.dim() != 4 or SHOWN in example:

@@ -1,4 +1,4 @@
-"""`accel bench encoders` and `accel bench vision`: encoders of texts and images, by stock and by accel."""
+"""`accel bench encoders`, `vision` and `pictures`: encoders, and prompts with pictures, by stock and by accel."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -76,3 +76,31 @@ def bench_vision(
     measure = partial(measure_vision, batches=sizes, compiled=compiled, budget_s=budget)
     about = "vision transformers over batches of images, by stock and by accel"
     measure_each("vision", about, names or usual, place, out, measure, told, shown)
+
+
+def bench_pictures(
+    names: Annotated[list[str] | None, typer.Argument(help="such as qwen3-vl-2b; qwen2.5-vl-7b by default")] = None,
+    budget: Annotated[float, typer.Option(min=0.0, help="seconds a way and kind of call, about")] = 2.0,
+    out: Annotated[Path, typer.Option(help="folder for the JSON file")] = Path("benchmarks/results"),
+    device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
+) -> None:
+    """Time prompts with pictures and tokens behind them, by stock and by accel, in turns; writes JSON.
+
+    Random weights; without a processor. Ends with 1 where one fails.
+    """
+    from accel.bench import results
+    from accel.bench.pictures import MODELS, measure_pictures
+
+    place = parse_device(device)
+    if unknown := [one for one in names or () if one not in MODELS]:
+        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(MODELS)}")
+    shown = results.new_table("", "model", "call", "stock ms", "accel ms", left=2)
+
+    def told(row: dict) -> Iterator[tuple[str, ...]]:
+        for kind, ways in row["pictures"].items():
+            yield kind, *(results.cell(ways[way]["median_ms"], "{:,.2f}") for way in ("stock", "accel"))
+
+    usual = ["qwen2.5-vl-7b" if place.type == "cuda" else "tiny-vl"]
+    about = "prompts with pictures, by stock and by accel"
+    measure = partial(measure_pictures, budget_s=budget)
+    measure_each("pictures", about, names or usual, place, out, measure, told, shown)

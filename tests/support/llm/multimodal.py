@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from support.llm.families import prompt
-from support.llm.miniatures.family import SIZES, TOKENS
+from support.llm.miniatures.family import GEMMA4, SIZES, TOKENS
 from support.llm.random_weights import randomize
 
 IMAGE, SPECIAL = 90, 80  # the token that stands for a piece of an image; from here on no text has tokens
@@ -78,6 +78,18 @@ def paligemma():
     return model, {}, {"input_ids": ids, "token_type_ids": torch.zeros_like(ids), "pixel_values": random(2, 3, 16, 16)}
 
 
+def gemma4():
+    """Its layers with windows alone let tokens of a picture see each other."""
+    text = TEXT | GEMMA4 | {"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"}
+    vision = {name: one for name, one in VISION.items() if name != "image_size"} | {"num_key_value_heads": 2}
+    vision |= {"head_dim": 16, "patch_size": 4, "pooling_kernel_size": 2, "position_embedding_size": 32}
+    special = {f"{name}_token_id": IMAGE + number for number, name in enumerate(("image", "video", "audio", "boi"))}
+    model = build("Gemma4", text_config=text, vision_config=vision, audio_config=None, **special)
+    ids, places = words(True), torch.cartesian_prod(torch.arange(4), torch.arange(4)).flip(1).repeat(2, 1, 1)
+    marks = {"mm_token_type_ids": (ids == IMAGE).int()}
+    return model, {}, {"input_ids": ids, "pixel_values": random(2, 16, 48), "image_position_ids": places} | marks
+
+
 def internvl():
     vision = VISION | {"image_size": [16, 16], "patch_size": [4, 4]}
     model = build("InternVL", text_config={"model_type": "qwen2", **TEXT}, vision_config=vision, image_token_id=IMAGE,
@@ -113,8 +125,10 @@ def lfm2():
     return model, {}, {"input_ids": words(True), "pixel_attention_mask": mask} | image
 
 
-def grown(kind: str, grid: bool = False):
-    """Of the configuration that the compatibility table makes; grid: given patches, with frames, rows and columns."""
+def grown(kind: str, grid: bool = False, marked: bool = True):
+    """Of the configuration that the compatibility table makes; grid: given patches, with frames, rows and columns, and
+    marks of tokens if marked.
+    """
     from support.compatibility.tiny_language_models import build as tiny
 
     model = tiny(kind, "image-text")
@@ -129,7 +143,7 @@ def grown(kind: str, grid: bool = False):
     ids = words(True)[:, :3]
     token = where.image_token_id if hasattr(where, "image_token_id") else where.image_token_index
     ids = torch.cat([ids, torch.full((2, pieces), token), words(False)[:, 3:]], dim=1)
-    marks = {"mm_token_type_ids": (ids == token).int()} if grid else {}
+    marks = {"mm_token_type_ids": (ids == token).int()} if grid and marked else {}
     return model, {}, {"input_ids": ids} | marks | image
 
 
@@ -141,6 +155,7 @@ MODELS: dict[str, Callable] = {
     "pixtral": pixtral,
     "mistral3": mistral3,
     "gemma3": gemma3,
+    "gemma4": gemma4,
     "paligemma": paligemma,
     "internvl": internvl,
     "smolvlm": functools.partial(idefics, "SmolVLM"),
@@ -148,6 +163,7 @@ MODELS: dict[str, Callable] = {
     "lfm2-vl": lfm2,
     "mllama": mllama,
     "glm4v": functools.partial(grown, "glm4v", grid=True),
+    "kimi-k2.5": functools.partial(grown, "kimi_k25", grid=True, marked=False),
     "paddleocr-vl": functools.partial(grown, "paddleocr_vl", grid=True),
     "aya-vision": functools.partial(grown, "aya_vision"),
     "ovis2": functools.partial(grown, "ovis2"),
