@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from accel.errors import Unfit
+from accel.fusion.host_numbers import FEW
 from accel.libraries.generation import ARGUMENTS, LABELS, OUTPUTS, POSITIONS
 from accel.llm.generation.shown_cache import empty
 from accel.llm.kv_cache.store import Store
 from accel.llm.parts.step import Step
 from accel.llm.recording.record import is_absent
 
-FEW = 1 << 16  # numbers that tell of pictures, and are no picture
 IN_ORDER, BY_MASK = "0, 1, 2 ..", "counted by the mask"  # positions a model gives itself where it is given none
 
 

@@ -28,7 +28,7 @@ from accel.llm.generation.calling_convention import (
     wanted_of,
 )
 from accel.llm.generation.layer_forward import LayerForward
-from accel.llm.generation.layer_inputs import NOT_CAUSAL, CheckedStep
+from accel.llm.generation.layer_inputs import NOT_CAUSAL, CheckedStep, under_way
 from accel.llm.generation.model_guard import ModelGuard
 from accel.llm.generation.prefill import Prompts, by_graph
 from accel.llm.kv_cache.cache import adopt, tokens_in
@@ -193,7 +193,7 @@ class DecoderForward(FastForward):
         kvs = dict(zip(self.places, store.kvs(mine, rows * new, is_prefill=start == 0).values(), strict=True))
         step = CheckedStep(self, kvs, cache, tokens, start, mask, checked, names)
         try:
-            with self.steps.taken(step), nullcontext() if self.ranks is None else self.ranks.forward():
+            with under_way(self, step, kwargs if names and new > 1 else {}):
                 output = self.stock(**kwargs, **{self.cache_name: cache})
             if checked and step.reason is None and step.ran != self.layers:
                 raise Unfit("its layers do not run one after another")

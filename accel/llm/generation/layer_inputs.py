@@ -5,7 +5,8 @@ in a text. A mask that hides the future, the padding and what a window has passe
 another one, as of images whose tokens see each other, attend the layers that are known to do so.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ import torch.nn.functional as F
 from accel_kernels import KV, RowStates
 
 from accel.errors import Unfit
+from accel.fusion.host_numbers import HostNumbers, few_on_host
 from accel.libraries.attention import MASK
 from accel.libraries.cache import Cache
+from accel.libraries.generation import ENCODED
 from accel.llm.attention.softmax_attention import SoftmaxSpec
 from accel.llm.attention.stock.stock_attention import StockSpec
 from accel.llm.generation.calling_convention import own_arguments
@@ -39,7 +42,8 @@ class CheckedStep(Step):
     """
 
     __slots__ = (
-        "bare", "by_mask", "cache", "checked", "device", "given", "masks", "padding", "ran", "reason", "seen", "start",
+        "bare", "by_mask", "cache", "checked", "device", "given", "known", "masks", "padding", "ran", "reason", "seen",
+        "start",
     )  # fmt: skip
 
     def __init__(
@@ -61,6 +65,7 @@ class CheckedStep(Step):
             forward.embeddings().dtype,
         )
         self.masks: dict[int, torch.Tensor] = {}
+        self.known: HostNumbers | None = None
         self.given, self.device = (*tokens.shape[:2], dtype), tokens.device
         self.reason: str | None = None
         self.ran: list[LayerForward] = []
@@ -68,6 +73,9 @@ class CheckedStep(Step):
 
     def runs_stock(self, layer: LayerForward, args: tuple, kwargs: dict) -> bool:
         """Raises Unfit where layers before it have computed already."""
+        if self.known is not None:
+            self.known.leave()
+            self.known = None
         if self.checked and self.reason is None:
             self.reason = self._unlike(layer.spec, args, kwargs)
             if self.reason is not None and self.ran:
@@ -184,6 +192,19 @@ class CheckedStep(Step):
         return not bool(((visible ^ shown) & real[:, None, self.start :, None]).any())
 
 
+@contextmanager
+def under_way(forward: Any, step: CheckedStep, known: HostNumbers | dict[str, Any]) -> Iterator[None]:
+    """Inside, the model's own code runs around fused layers. known: what it may read on the host up to the first one,
+    or the call's arguments, of which it may read the integers.
+    """
+    if isinstance(known, dict):  # where pictures are being encoded, to ask for integers would wait for that
+        known = HostNumbers.of_call({} if ENCODED in known else known)
+    step.known = known if known.known else None
+    ranks = nullcontext() if forward.ranks is None else forward.ranks.forward()
+    with forward.steps.taken(step), ranks, step.known or nullcontext():
+        yield
+
+
 def read_whole(
     forward: Any, kvs: dict[int, Any], tokens: torch.Tensor, positions: torch.Tensor | None, given: dict[str, Any]
 ) -> torch.Tensor:
@@ -194,11 +215,12 @@ def read_whole(
     names, device = own_arguments(given), tokens.device
     step = CheckedStep(forward, kvs, None, tokens, 0, None, True, names)
     step.cache = forward.convention.shown(step)
-    given = {name: one.to(device) if isinstance(one, torch.Tensor) else one for name, one in given.items()}
-    given |= {"input_ids": tokens} | forward.given_cache(step.cache)
+    there = {name: one.to(device) if isinstance(one, torch.Tensor) else one for name, one in given.items()}
+    known = HostNumbers((there[name], one) for name, one in given.items() if device.type == "cuda" and few_on_host(one))
+    given = there | {"input_ids": tokens} | forward.given_cache(step.cache)
     given |= {} if positions is None else {"position_ids": positions.to(device)}
     given |= {"logits_to_keep": 1} if "logits_to_keep" in forward.names else {}
-    with forward.steps.taken(step):
+    with under_way(forward, step, known):
         logits = type(forward.module).forward(forward.module, **given).logits
     if step.reason is not None or step.ran != forward.layers:
         raise Unfit(step.reason or "its layers do not run one after another")

@@ -10,11 +10,20 @@ import torch
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from accel.errors import Unfit
+from accel.fusion.host_numbers import FEW, HostNumbers
 from accel.fusion.loop import PerThread
 from accel.libraries import generation
 from accel.libraries.attention import MASK
 from accel.libraries.cache import generating_cache, new_cache, own_cache
-from accel.libraries.generation import DECODING, PREPARE, UNFINISHED, GenerationMode, predictable, stock_methods
+from accel.libraries.generation import (
+    DECODING,
+    GRIDS,
+    PREPARE,
+    UNFINISHED,
+    GenerationMode,
+    predictable,
+    stock_methods,
+)
 from accel.libraries.step_inputs import prepares_as_stock
 from accel.llm.generation.calling_convention import shows_all
 from accel.llm.generation.decoder import DecoderForward
@@ -171,6 +180,27 @@ def prepare_cache(hook: GenerateHook, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
+def count_positions(hook: GenerateHook, *args: Any, **kwargs: Any) -> Any:
+    """Counts positions of a text with pictures on the host: the model's own code reads token by token."""
+    inputs, given = hook.arguments(args, kwargs).values()
+    if not inputs.is_cuda or inputs.is_floating_point() or not any(given.get(name) is not None for name in GRIDS):
+        return hook.stock(*args, **kwargs)
+    tensors = ((name, one) for name, one in given.items() if type(one) is torch.Tensor and one.numel() <= FEW)
+    found = hook.stock(inputs.cpu(), given | {name: one.cpu() for name, one in tensors})
+    for one in hook.forward.convention.kept_tensors:
+        module = hook.module.get_submodule(one.path)
+        if isinstance(value := getattr(module, one.name), torch.Tensor):
+            setattr(module, one.name, value.to(inputs.device))
+    return found.to(inputs.device)
+
+
+def encode_pictures(hook: GenerateHook, *args: Any, **kwargs: Any) -> Any:
+    """Encodes pictures without waiting for them: how many tokens each gives is known before."""
+    given = hook.arguments(args, kwargs)["model_kwargs"]
+    with HostNumbers.of_call({name: given.get(name) for name in GRIDS}):
+        return hook.stock(*args, **kwargs)
+
+
 def note_processors(hook: GenerateHook, *args: Any, **kwargs: Any) -> Any:
     """Notes how scores are processed."""
     processors, request = hook.stock(*args, **kwargs), hook.notes.request
@@ -235,6 +265,9 @@ OF_RANKS = {
 def generate_hooks(model: PreTrainedModel, forward: DecoderForward) -> list[Patch]:
     """For each hook whose method is the class's own; those but the first where a step follows from the one before."""
     hooks: dict[str, HookFunction] = {generation.CACHE: prepare_cache}
+    hooks |= {generation.POSITIONS: count_positions} if forward.convention.kept_tensors else {}
+    if hasattr(model, generation.ENCODE) and not {*GRIDS}.isdisjoint(forward.names):
+        hooks[generation.ENCODE] = encode_pictures
     if forward.ranks is not None:
         hooks |= OF_RANKS
     own = getattr(type(model), PREPARE)

@@ -1,0 +1,85 @@
+"""Integers of a call that the host knows: what is made of a few of them is read without waiting for the GPU."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+FEW = 1 << 16  # numbers of a tensor: more would take the host longer than the wait
+READS = frozenset("item tolist __bool__ __int__ __index__ __float__ __format__".split())
+CHANGES = frozenset(f"__i{one}__" for one in "add sub mul floordiv mod and or xor lshift rshift".split()) | {
+    "__setitem__"
+}
+MAKES = frozenset(
+    "eq __eq__ ne __ne__ sum prod any all _is_all_true mul __mul__ __rmul__ floor_divide __floordiv__".split()
+)
+MAKES |= frozenset("__getitem__ unbind max min bool long int add __add__ sub __sub__ gt __gt__ unsqueeze".split())
+
+
+class HostNumbers(TorchFunctionMode):
+    """Inside, integers are made on the device as ever, and a few also on the host, where all that they are made of is
+    known there. There they are read. What is changed in place is known no more.
+
+    pairs: tensors, and equal ones on the CPU.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]):
+        super().__init__()
+        self.known = {id(one): (one, host) for one, host in pairs}  # with itself, so that no other has its id
+
+    @classmethod
+    def of_call(cls, kwargs: dict[str, Any]) -> "HostNumbers":
+        """Of the integers that a call is given, which this waits for: before it, the GPU has nothing to do."""
+        given = [one for one in kwargs.values() if type(one) is torch.Tensor and one.is_cuda and _few(one)]
+        return cls((one, one.cpu()) for one in given)
+
+    def leave(self) -> None:
+        """It is over, within its block already if nothing else was begun in that."""
+        self.known.clear()
+        if (stack := _get_current_function_mode_stack()) and stack[-1] is self:
+            super().__exit__(None, None, None)
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if not self.known or name.startswith("__get__"):
+            return func(*args, **kwargs)
+        if _changes(name, kwargs):
+            changed = {one.untyped_storage().data_ptr() for one in _tensors((args, kwargs))}
+            known = self.known.items()
+            self.known = {key: pair for key, pair in known if pair[0].untyped_storage().data_ptr() not in changed}
+        mine = bool(args) and id(args[0]) in self.known and (name in READS or name in MAKES)
+        if not mine or any(id(one) not in self.known for one in _tensors((args, kwargs))):
+            return func(*args, **kwargs)
+        host = func(*tree_map_only(torch.Tensor, self._host, args), **tree_map_only(torch.Tensor, self._host, kwargs))
+        if name in READS:
+            return host
+        made = func(*args, **kwargs)
+        pairs = zip(_tensors(made), _tensors(host), strict=True)
+        self.known |= {id(one): (one, held) for one, held in pairs if _few(one)}
+        return made
+
+    def _host(self, one: torch.Tensor) -> torch.Tensor:
+        return self.known[id(one)][1]
+
+
+def few_on_host(one: Any) -> bool:
+    """Whether these are integers on the CPU, few enough to be known."""
+    return isinstance(one, torch.Tensor) and one.device.type == "cpu" and _few(one)
+
+
+def _few(one: torch.Tensor) -> bool:
+    return not one.is_floating_point() and not one.is_complex() and one.numel() <= FEW
+
+
+def _changes(name: str, kwargs: dict) -> bool:
+    """Whether a function writes into what it is given."""
+    return name in CHANGES or "out" in kwargs or (name.endswith("_") and not name.endswith("__"))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [one for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
