@@ -72,7 +72,7 @@ class BidirectionalSpec(SoftmaxSpec):
             return cls._of_own_code(layer, record)
         bias, calls = None, layer.inside(layer.attention)
         for name, value in attended.options.items():
-            known = name in KNOWN_ARGUMENTS | {"is_causal"} or name.startswith("output_")  # the mask shows the former
+            known = name in KNOWN_ARGUMENTS | {"is_causal", "return_dict"} or name.startswith("output_")  # the mask shows the former
             known = known or cls.is_nothing(value)
             if (path := record.bias(value)) is not None:
                 bias = PositionBias(path)

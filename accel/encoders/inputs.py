@@ -1,4 +1,4 @@
-"""What an encoder is given: text or images, and small examples of both."""
+"""What an encoder is given: text, images or sound, and small examples of each."""
 
 import inspect
 import math
@@ -22,6 +22,8 @@ SHAPES = "spatial_shapes"
 SHOWN = "patch_attention_mask"  # (batch, height, width), of patches
 GRIDS, SIZES = "grid_thw", "image_sizes"  # of images whose patches all lie in one row: in patches, in pixels
 WIDE = 33  # patches, more than windows have in a row
+SOUNDS = ("input_features", "input_values")
+FRAMES = 12  # tokens of a sound of an example
 MOST = 256  # patches of an image of an example: it runs several times, on a CPU too
 
 
@@ -46,7 +48,7 @@ IMAGES = Inputs("pixel_values", "pixel_attention_mask", frozenset(("bool_masked_
 
 
 def inputs_of(module: nn.Module) -> Inputs | None:
-    """Of a model of transformers with layers, and patches of images; None for any other module."""
+    """Of a model of transformers with layers, and for images with patches; None for any other module."""
     from transformers import PreTrainedModel
 
     if not isinstance(module, PreTrainedModel):
@@ -56,6 +58,8 @@ def inputs_of(module: nn.Module) -> Inputs | None:
     names = inspect.signature(type(module).forward).parameters
     if TEXT.main in names:
         return TEXT if TEXT.mask in names else None
+    if (sound := next((one for one in SOUNDS if one in names), None)) is not None:
+        return Inputs(sound, "", frozenset())
     sizes = next((one for one in (GRIDS, SIZES) if one in names), None)
     patches = SHAPES in names or sizes == GRIDS or any(map(is_patch_embedding, module.modules()))
     main = next((one for one in (IMAGES.main, "hidden_states") if one in names), None)
@@ -72,8 +76,8 @@ def small_call(model: Any, inputs: Inputs) -> dict[str, Any]:
     """Arguments of a small call without padding. Raises NotUnderstood where none is known that the model takes."""
     if inputs is TEXT:
         return {TEXT.main: example_ids(model, few(model))}
-    reason = "images of another kind"
-    for call in _images(model, inputs):
+    reason = "inputs of another kind"
+    for call in (_sounds if inputs.main in SOUNDS else _images)(model, inputs):
         try:
             with resting(model):
                 type(model).forward(model, **call)
@@ -82,6 +86,27 @@ def small_call(model: Any, inputs: Inputs) -> dict[str, Any]:
         else:
             return call
     raise NotUnderstood(reason)
+
+
+def _sounds(model: Any, inputs: Inputs) -> Iterator[dict[str, Any]]:
+    """Of a few tokens each; then of the length that the configuration says."""
+    device, dtype = placement(model)
+    first: Any = next((one for one in model.modules() if type(one) in (nn.Linear, nn.Conv1d, nn.Conv2d)), None)
+    steps = math.prod(one.stride[0] for one in model.modules() if type(one) is nn.Conv1d)
+    longest = getattr(model.config, "max_source_positions", None)
+    shapes: list[tuple] = []
+    if isinstance(first, nn.Conv2d):
+        shapes = [(1, *(getattr(model.config, name, 0) for name in ("max_length", "num_mel_bins")))]
+    elif isinstance(first, nn.Conv1d):
+        lengths = (ROWS, (FRAMES + 2) * steps), *([(1, longest * steps)] if isinstance(longest, int) else [])
+        for rows, length in lengths:
+            sized = [(rows, first.in_channels, length), (rows, length, first.in_channels)]
+            shapes += [(rows, length)] if first.in_channels == 1 else sized
+    elif first is not None:
+        shapes = [(ROWS, FRAMES, first.in_features)]
+    for shape in shapes:
+        generator = torch.Generator().manual_seed(0)
+        yield {inputs.main: torch.randn(shape, generator=generator, device="cpu").to(device, dtype)}
 
 
 def _images(model: Any, inputs: Inputs) -> Iterator[dict[str, Any]]:
@@ -124,8 +149,8 @@ def _images(model: Any, inputs: Inputs) -> Iterator[dict[str, Any]]:
 
 
 def wide_call(model: Any, inputs: Inputs, example: dict[str, Any]) -> list[dict[str, Any]]:
-    """A call of one image of many patches side by side, which shows windows; none where the model takes no such. Of
-    images of which all patches lie in one row, of the first.
+    """A call of one image of many patches side by side, or of a long sound, which shows windows; none where the model
+    takes no such. Of images of which all patches lie in one row, of the first.
     """
     images = example[inputs.main]
     if GRIDS in example:
@@ -133,11 +158,13 @@ def wide_call(model: Any, inputs: Inputs, example: dict[str, Any]) -> list[dict[
         return [{inputs.main: images.narrow(int(len(images) == 1), 0, patches), GRIDS: example[GRIDS][:1]}]
     if SIZES in example:
         return [{name: one[:1] for name, one in example.items()}]
-    if images.dim() != 4 or SHOWN in example:
+    sound = inputs.main in SOUNDS
+    if (images.dim() != 4 and not sound) or SHOWN in example:
         return []
-    height, width = images.shape[2] // 2, images.shape[3] // 3 * WIDE
-    wide = torch.randn(1, images.shape[1], height, width, generator=torch.Generator().manual_seed(1), device="cpu")
-    call = example | {IMAGES.main: wide.to(images)}
+    height, width = images.shape[-2] // (1 if sound else 2), images.shape[-1] // 3 * WIDE
+    shape = (1, width) if images.dim() == 2 else (1, *images.shape[1:-2], height, width)
+    wide = torch.randn(shape, generator=torch.Generator().manual_seed(1), device="cpu")
+    call = example | {inputs.main: wide.to(images)}
     try:
         type(model).forward(model, **call)
     except Exception as error:  # images of one size
@@ -149,8 +176,9 @@ def wide_call(model: Any, inputs: Inputs, example: dict[str, Any]) -> list[dict[
 def unread(model: Any, example: dict[str, Any]) -> frozenset[str]:
     """Names of what processors give beside images, and the model takes and does nothing with."""
     images = next(iter(example.values()))
-    mask = images.new_zeros(images.shape[0], *images.shape[2:], dtype=torch.int64)
-    beside = {"pixel_mask": mask, "token_type_ids": torch.ones_like(mask[..., 0]), "use_cache": True}
+    mask = images.new_zeros(images.shape[0], *(images.shape[2:] or images.shape[1:]), dtype=torch.int64)
+    beside = {"pixel_mask": mask, "token_type_ids": torch.ones_like(mask[..., :1].flatten(1)), "use_cache": True}
+    beside |= {TEXT.mask: mask} if next(iter(example)) in SOUNDS else {}
     plain, found = tensors_of(type(model).forward(model, **example)), []
     for name, one in beside.items():
         try:
