@@ -71,8 +71,8 @@ def optimize(
     if models and all(map(targets.on_meta, models)):
         raise ValueError(f"the weights of this {type(obj).__name__} are on the meta device, without values: load them")
     for name, takes, kinds in (
-        ("weights", takes_weights, "causal language models and denoisers, such as UNets"),
-        ("activations", takes_weights, "causal language models and denoisers, such as UNets"),
+        ("weights", takes_weights, "causal language models, encoders, and denoisers, such as UNets"),
+        ("activations", takes_weights, "causal language models, encoders, and denoisers, such as UNets"),
         ("kv_cache", is_language_model, "causal language models"),
         ("parallel", divides, "denoisers, such as UNets, and autoencoders that decode tiles"),
     ):

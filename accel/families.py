@@ -12,7 +12,7 @@ from accel.errors import SkippedSite
 from accel.libraries.code import comes_from
 from accel.libraries.models import is_causal_lm as is_language_model
 from accel.patching.rule import Context, Rule
-from accel.planning.plan import Plan, Row, StageReport, StageResult
+from accel.planning.plan import Plan, Row, Stage, StageReport, StageResult
 from accel.planning.targets import is_scheduler, stays_stock
 
 
@@ -35,7 +35,8 @@ def plan_for(part: object, context: Context) -> Plan:
             from accel.diffusion.stages import denoiser_plan
 
             return denoiser_plan(part, own)
-        return Plan(part, (*encoder_rules(part), *family.RULES), own)
+        stages = encoder_stages(part) if (context.options.weights or context.options.activations) is not None else ()
+        return Plan(part, (*encoder_rules(part), *family.RULES), own, stages)
     return Plan(part, schedulers.RULES, own) if is_scheduler(part) else pipeline.pipeline_plan(part, own)
 
 
@@ -51,6 +52,15 @@ def encoder_rules(part: nn.Module) -> tuple[Rule, ...]:
     return Rule("encoder-decoder", match_seq2seq), encoder, Rule("patch embedding", match_patch_embedding)
 
 
+def encoder_stages(part: nn.Module) -> tuple[Stage, ...]:
+    """What comes before the rules for a model of transformers that encodes, whose weights are quantized."""
+    from accel.encoders.inputs import encoder_stacks
+    from accel.llm.stages import quantize, round_activations
+
+    stacks = encoder_stacks(part)
+    return (round_activations, partial(quantize, stacks=stacks)) if stacks else ()
+
+
 def leave_stock(model: Any, context: Context) -> StageResult:
     """The one stage of a model in which nothing can be replaced: it says why."""
     reason = stays_stock(model)
@@ -61,7 +71,7 @@ def leave_stock(model: Any, context: Context) -> StageResult:
 
 def takes_weights(part: object) -> bool:
     """Whether `Options.weights` says something about part."""
-    return is_language_model(part) or _denoises(part)
+    return is_language_model(part) or _denoises(part) or (isinstance(part, nn.Module) and bool(encoder_stages(part)))
 
 
 def divides(part: object) -> bool:

@@ -46,14 +46,14 @@ class Options:
         n-th call of a denoising loop only; give n, 2 or more, or a quality such as "35dB", up to 100: the largest n
         whose images keep that PSNR, measured when a text-to-image pipeline is optimized; where none does, every call is
         computed whole, as the report says, and as with None.
-    weights: lossy, for causal language models and denoisers. The linear layers inside the decoder layers, the blocks
+    weights: lossy, for causal language models, encoders and denoisers. The linear layers inside the layers, the blocks
         and embeddings of a UNet, or the blocks of a diffusion transformer but for those that modulate them, are stored
-        in fewer bits, rounded to nearest: "int8" and "fp8" (float8_e4m3fn) with a scale a row; for language models also
+        in fewer bits, rounded to nearest: "int8" and "fp8" (float8_e4m3fn) with a scale a row; for the former two also
         "int4" with one for 128 columns of a row, "int4-g64" and "int4-g32" for 64 and 32; "-asym" behind it lets the
         numbers cover least to largest instead of being symmetric. "-head" behind any of these, as in "int4-g64-head",
         keeps the output head of a language model in 8 bits too: as the layers, or by "int8" where these have 4. Experts
         of a mixture are stored so too, where their formula is known. None leaves them as they are.
-    activations: lossy, for causal language models and denoisers. Products of more than 64 rows, as of a prompt or of an
+    activations: lossy, for the same models. Products of more than 64 rows, as of a prompt or of an
         image, multiply 8 bits by 8 bits: each token is rounded as it comes, by a scale of its own, to "int8" or "fp8",
         whichever the weights are (fp8: not for denoisers in float16). "int8-outliers" keeps those columns of a token's
         channels in 16 bits in which any value of the call is above 6 (LLM.int8()), or all where more than one in 16 is

@@ -95,17 +95,28 @@ def pooled(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def measure_encoder(
-    name: str, device: torch.device, count: int, size: int, compiled: bool, budget_s: float, query: bool = True
+    name: str,
+    device: torch.device,
+    count: int,
+    size: int,
+    compiled: bool,
+    budget_s: float,
+    query: bool = True,
+    int8: bool = False,
 ) -> dict:
     """Real tokens a second of all texts, by each way in turns, and milliseconds of one query.
 
     Ways: stock in the given order and sorted by length, as sentence-transformers does; torch.compile of the second;
-    accel in both orders, and with `padding="zeros"`. errors: of the rows in bf16, from float32's. Raises KeyError for
-    an unknown name.
+    accel in both orders, with `padding="zeros"`, and where asked for with products in int8. errors: of the rows, from
+    float32's. similarities: of embeddings, how far the cosine of two texts is off at most. Raises KeyError for an
+    unknown name.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     stock = build_encoder(name, device, dtype)
     fast, zeros = accel.optimize(beside(stock)), accel.optimize(beside(stock), padding="zeros")
+    models = {"stock": stock, "accel": fast, "accel, zeros": zeros}
+    if int8:
+        models["accel, int8"] = accel.optimize(beside(stock), weights="int8", activations="int8")
     some = texts(count, stock.config.vocab_size, LONGEST if device.type == "cuda" else 4 * SHORTEST)
     tokens = sum(map(len, some))
     orders = {"given": batched(some, size, device), "sorted": batched(sorted(some, key=len), size, device)}
@@ -113,25 +124,21 @@ def measure_encoder(
     def through(model: nn.Module, order: str) -> Callable[[int], Any]:
         return lambda _: [pooled(model, batch) for batch in orders[order]]
 
-    ways = {
-        "stock": through(stock, "given"),
-        "stock, sorted": through(stock, "sorted"),
-        "accel": through(fast, "given"),
-        "accel, sorted": through(fast, "sorted"),
-        "accel, zeros": through(zeros, "given"),
-    }
+    ways = {way: through(model, "given") for way, model in models.items()}
+    ways |= {f"{way}, sorted": through(models[way], "sorted") for way in ("stock", "accel")}
     with torch.inference_mode():
         if compiled:
             twin = copy.deepcopy(stock)
             twin.forward = torch.compile(twin.forward, dynamic=True)
             ways["compile, sorted"] = through(twin, "sorted")
-        errors = _errors({"stock": stock, "accel": fast, "accel, zeros": zeros}, orders["given"][0])
+        errors, similarities = _errors(models, orders["given"][0])
         for way in ways.values():
             for call in range(CALLS):
                 way(call)
         synchronize(device)
         times = compare_times(ways, device, budget_s=budget_s, warmup=1)
         row: dict[str, Any] = {"name": name, "texts": count, "batch": size, "tokens": tokens, "errors": errors}
+        row["similarities"] = similarities
         row["ways"] = {
             way: one.to_dict() | {"tokens_s": round(1e3 * tokens / one.median_ms)} for way, one in times.items()
         }
@@ -143,7 +150,7 @@ def measure_encoder(
             row["query"] = {way: one.to_dict() for way, one in found.items()}
     report = accel.report(fast)
     row["fallbacks"] = sorted({reason for _, reason, _ in report.fallbacks})
-    graphs = [one for model in (fast, zeros) for one in accel.report(model).graphs]
+    graphs = [one for model in [*models.values()][1:] for one in accel.report(model).graphs]
     row["graphs"] = sorted({one["reason"] or one["status"] for one in graphs})
     row["sites"] = sorted({f"{rule}: {status}" for _, rule, status, _ in report.sites})
     return row
@@ -153,7 +160,12 @@ def _asked(model: nn.Module, query: Batch, _: int) -> torch.Tensor:
     return pooled(model, query)
 
 
-def _errors(every: dict[str, nn.Module], batch: Batch) -> dict[str, float]:
-    """Of bf16's rows from float32's, relative."""
+def _errors(every: dict[str, nn.Module], batch: Batch) -> tuple[dict[str, float], dict[str, float]]:
+    """Of rows from float32's, relative; and of the products of each two of them where they are embeddings."""
     exact = pooled(copy.deepcopy(every["stock"]).float(), batch)
-    return {way: round(relative_rms(pooled(model, batch), exact), 6) for way, model in every.items()}
+    found = {way: pooled(model, batch) for way, model in every.items()}
+    errors = {way: round(relative_rms(rows, exact), 6) for way, rows in found.items()}
+    if not torch.allclose(exact.norm(dim=-1), exact.new_ones(())):
+        return errors, {}
+    off = {way: (rows @ rows.T - exact @ exact.T).abs().max() for way, rows in found.items()}
+    return errors, {way: round(float(one), 6) for way, one in off.items()}

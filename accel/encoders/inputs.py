@@ -4,7 +4,8 @@ import inspect
 import math
 from collections.abc import Iterator
 from itertools import product
-from typing import Any, NamedTuple
+from contextlib import suppress
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -12,9 +13,11 @@ from torch.utils import _pytree as pytree
 
 from accel.errors import reason_of
 from accel.fusion.patch_embedding import is_patch_embedding
+from accel.libraries.code import comes_from
+from accel.libraries.models import is_seq2seq
 from accel.llm.recording.inputs import few
 from accel.llm.recording.record import NotUnderstood
-from accel.llm.recording.recorder import ROWS, example_ids, resting
+from accel.llm.recording.recorder import ROWS, decoder_layers, example_ids, resting
 from accel.patching.structure import placement
 
 INTERPOLATED = "interpolate_pos_encoding"
@@ -70,6 +73,28 @@ def inputs_of(module: nn.Module) -> Inputs | None:
     if main != IMAGES.main:
         return None
     return IMAGES._replace(mask=SHOWN) if SHOWN in names else IMAGES
+
+
+def encoders_in(root: nn.Module) -> dict[str, nn.Module]:
+    """The innermost models that are given something of a kind, by path."""
+    every = {path: inputs for path, one in root.named_modules() if (inputs := inputs_of(one)) is not None}
+
+    def holds_another(path: str, inputs: Inputs) -> bool:
+        before = f"{path}." if path else ""
+        return any(one != path and one.startswith(before) and found == inputs for one, found in every.items())
+
+    return {path: root.get_submodule(path) for path, inputs in every.items() if not holds_another(path, inputs)}
+
+
+def encoder_stacks(root: nn.Module) -> tuple[str, ...]:
+    """The paths of the stacks of layers of a model that encodes; none of one with a decoder, or of any other."""
+    if is_seq2seq(root) or not comes_from(type(root), "transformers"):
+        return ()
+    found = []
+    for path, model in encoders_in(root).items():
+        with suppress(NotUnderstood):
+            found.append(".".join(filter(None, (path, decoder_layers(cast(Any, model))[0]))))
+    return tuple(found)
 
 
 def small_call(model: Any, inputs: Inputs) -> dict[str, Any]:

@@ -58,7 +58,8 @@ def round_activations(model: PreTrainedModel, context: Context) -> StageResult:
     none could, nor would any be quantized.
     """
     options, found = context.options, Rounding(context.options)
-    found.find(model, set(model.get_output_embeddings().modules()))  # of few rows, but for all logits
+    head = model.get_output_embeddings()
+    found.find(model, () if head is None else set(head.modules()))  # of few rows, but for all logits
     if options.activations is not None and options.weights is None and not (found.pairs or rounding_linears(model)):
         if options.activations in STATIC:
             raise ValueError(
@@ -91,9 +92,9 @@ def analyze_layers(model: nn.Module, context: Context) -> StageResult:
     return StageResult()
 
 
-def quantize(model: nn.Module, context: Context) -> StageResult:
-    """The weights the options name: before anything is bound to them. Raises ValueError for NaN or Inf in one, as it is
-    applied, and for one that strict=True forbids to leave out. Where they name none, what came in MXFP4 is packed again
+def quantize(model: nn.Module, context: Context, stacks: tuple[str, ...] = ()) -> StageResult:
+    """The weights the options name: before anything is bound to them. stacks: see `linears`. Raises ValueError for NaN
+    or Inf in one, as it is applied, and for one that strict=True forbids to leave out. Where they name none, what came in MXFP4 is packed again
     for kernels.
     """
     weights = context.options.weights
@@ -107,8 +108,9 @@ def quantize(model: nn.Module, context: Context) -> StageResult:
         return StageResult(
             (packed,), lambda: StageReport([Row(path, RULE, *told) for path, *told in packed.rows], packed.records)
         )
-    tried = context.of(Analysis).reason is not None
-    found = LanguageModelQuantization(model, weights, context.options, find, tried, context.of(Analysis).routers())
+    tried = not stacks and context.of(Analysis).reason is not None
+    routers = context.of(Analysis).routers()
+    found = LanguageModelQuantization(model, weights, context.options, find, tried, routers, stacks)
 
     def report() -> StageReport:
         rows = [Row(path, RULE, status, reason) for path, status, reason in found.rows]

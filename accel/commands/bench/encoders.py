@@ -16,6 +16,7 @@ def bench_encoders(
     texts: Annotated[int, typer.Option(min=1, help="how many")] = 512,
     batch: Annotated[int, typer.Option(min=1, help="how many at a time")] = 64,
     compiled: Annotated[bool, typer.Option("--compile", help="torch.compile too, which takes minutes")] = False,
+    int8: Annotated[bool, typer.Option("--int8", help="products in int8 too, and what they lose")] = False,
     budget: Annotated[float, typer.Option(min=0.0, help="seconds a way, about")] = 4.0,
     out: Annotated[Path, typer.Option(help="folder for the JSON file")] = Path("benchmarks/results"),
     device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
@@ -30,15 +31,15 @@ def bench_encoders(
     place = parse_device(device)
     if unknown := [one for one in names or () if one not in ENCODERS]:
         raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(ENCODERS)}")
-    shown = results.new_table("", "model", "way", "tokens/s", "ms", "query ms", "error", left=2)
+    shown = results.new_table("", "model", "way", "tokens/s", "ms", "query ms", "error", "cosine off", left=2)
 
     def told(row: dict) -> Iterator[tuple[str, ...]]:
         for way, one in row["ways"].items():
-            query, error = row.get("query", {}).get(way, {}).get("median_ms"), row["errors"].get(way)
-            cells = (one["tokens_s"], "{:,}"), (one["median_ms"], "{:,.1f}"), (query, "{:.2f}"), (error, "{:.1e}")
-            yield way, *(results.cell(*pair) for pair in cells)
+            query, lost = row.get("query", {}).get(way, {}).get("median_ms"), (row["errors"], row["similarities"])
+            cells = (one["tokens_s"], "{:,}"), (one["median_ms"], "{:,.1f}"), (query, "{:.2f}")
+            yield way, *(results.cell(*pair) for pair in (*cells, *((one.get(way), "{:.1e}") for one in lost)))
 
-    measure = partial(measure_encoder, count=texts, size=batch, compiled=compiled, budget_s=budget)
+    measure = partial(measure_encoder, count=texts, size=batch, compiled=compiled, budget_s=budget, int8=int8)
     about = "text encoders over texts of different lengths, by stock and by accel"
     measure_each("encoders", about, names or usual_encoders(place), place, out, measure, told, shown)
 

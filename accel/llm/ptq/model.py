@@ -94,7 +94,7 @@ class LanguageModelQuantization(quantization.Quantization):
     """Of the linears and experts inside the decoder layers, and of the output head where the options name it; the model
     is then saved in the layout of compressed-tensors.
 
-    find: see `experts`. routers: paths of linears that choose experts, which keep their dtype. tried: the model is
+    find: see `experts`; stacks: see `linears`. routers: paths of linears that choose experts, which keep their dtype. tried: the model is
     called then, and left as it was where it does not run any more: some write into their weights.
     """
 
@@ -106,11 +106,12 @@ class LanguageModelQuantization(quantization.Quantization):
         find: Find,
         tried: bool = False,
         routers: frozenset[str] = frozenset(),
+        stacks: tuple[str, ...] = (),
     ):
         self.tried = model if tried else None
         self.head_scheme = Scheme.of_head(weights)
         self.heads, left = heads(model, self.head_scheme)
-        chosen, skipped = linears(model, Scheme.parse(weights))
+        chosen, skipped = linears(model, Scheme.parse(weights), stacks)
         skipped |= dict.fromkeys(routers & chosen.keys(), "it chooses experts")
         chosen = {path: module for path, module in chosen.items() if path not in routers}
         mixtures, others = experts(model, Scheme.parse(weights), find)

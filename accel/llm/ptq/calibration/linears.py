@@ -20,16 +20,19 @@ from accel.quantization.scheme import Scheme
 STACK = "a stack of matrices, as of experts: only those that accel.optimize(weights=...) can fuse are rounded"
 
 
-def linears(model: PreTrainedModel, scheme: Scheme) -> tuple[dict[str, Dense], dict[str, str]]:
+def linears(
+    model: PreTrainedModel, scheme: Scheme, stacks: tuple[str, ...] = ()
+) -> tuple[dict[str, Dense], dict[str, str]]:
     """By path: the linear layers inside the decoder layers to be quantized, and the reason why others are not.
 
-    Of a model without a stack of layers, all but the output head.
+    Of a model without a stack of layers, all but the output head. stacks: paths of the layers, where they are known.
     """
     try:
-        path, _ = decoder_layers(model)
+        paths = stacks or (decoder_layers(model)[0],)
     except NotUnderstood:
-        path = ""
-    return _chosen(base_modules(model.get_submodule(path), path, {id(model.get_output_embeddings())}), scheme)
+        paths = ("",)
+    seen = {id(model.get_output_embeddings())}
+    return _chosen((one for path in paths for one in base_modules(model.get_submodule(path), path, seen)), scheme)
 
 
 def heads(model: PreTrainedModel, scheme: Scheme | None) -> tuple[dict[str, Dense], dict[str, str]]:
