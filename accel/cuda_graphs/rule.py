@@ -49,7 +49,7 @@ class GraphForward(FastForward):
     inner: a fused forward of the whole module, which runs in the place of its own code.
     """
 
-    inner: FastForward | None = None
+    inner: Any = None
 
     def __init__(self, module: nn.Module, path: str, context: Context):
         super().__init__(module, path, context.kernels, context.log)
@@ -100,6 +100,8 @@ class GraphForward(FastForward):
         return None
 
     def fast(self, *args: Any, **kwargs: Any) -> Any:
+        if (late := None if self.inner is None else self.inner.late(args, kwargs)) is not None:
+            return late[1](self.fast(**late[0]))
         # A decoder's graph would keep the memory of its images while the next model is on the GPU.
         if self.video or (self.holder is not None and comes_to_one_place(self.holder)):
             return self.stock(*args, **kwargs)

@@ -13,7 +13,6 @@ from accel.comparison import agree, factor, named_factor
 from accel.encoders.packing import Packing, blocks_of
 from accel.encoders.position_bias import PositionBias, SeenBias
 from accel.libraries.attention import KNOWN_ARGUMENTS
-from accel.libraries.cache import Cache
 from accel.llm.attention.attention import UnderstoodAttention
 from accel.llm.attention.projections import SEPARATE, projections_of, split
 from accel.llm.attention.rotary import turnings
@@ -235,8 +234,6 @@ class BoundBidirectionalAttention(BoundSoftmaxAttention):
             cos, sin = (one[0] for one in self.angles(step, kwargs))
             given = {"interleaved": rotary.interleaved, "q_norm": q_norm, "k_norm": k_norm}
             q, k = kernels.rotated_heads(q, k, cos, sin, **given)
-        if (cache := next((one for one in kwargs.values() if isinstance(one, Cache)), None)) is not None:
-            cache.update(*(packing.unpack(t, *step.shape).transpose(1, 2) for t in (k, v[0])), spec.index)
         alike = step.run is None and spec.starts is None  # sequences of one length
         if alike and not spec.has_position_bias and q.shape[1] == k.shape[1]:
             q, k, v = (t.unflatten(0, step.shape).transpose(1, 2) for t in (q, k, v[0]))

@@ -3,6 +3,8 @@
 import inspect
 import sys
 import threading
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from math import inf
 from types import FrameType
@@ -14,17 +16,19 @@ from torch import nn
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.runner import GraphRunner
 from accel.cuda_graphs.small_calls import SmallCalls
-from accel.encoders.inputs import SHOWN, TEXT, Inputs
+from accel.encoders.inputs import SHOWN, TEXT, Inputs, pad_token
 from accel.encoders.packing import Packing, Sight, padded, unpadded
 from accel.encoders.recording import layers_in
 from accel.encoders.stack import HIDDEN_STATES, EncoderLayerForward, EncoderStep
 from accel.errors import Unfit
 from accel.in_flight import CALL
 from accel.libraries.attention import FIELD
+from accel.libraries.cache import cache_field, cache_of
 from accel.libraries.hooks import hook_of
+from accel.libraries.late_cache import LateCache
 from accel.llm.parts.step import ForwardContext
 from accel.llm.recording.record import NotUnderstood, is_absent
-from accel.patching.fast_forward import FastForward
+from accel.patching.fast_forward import FastForward, as_written
 from accel.patching.structure import foreign, foreign_hooks, replaced_forward
 
 OUTPUTS = ("output_attentions", "output_router_logits", HIDDEN_STATES)
@@ -34,7 +38,8 @@ CALLS = {*OUTPUTS, "use_cache", "return_dict"}  # of a configuration: what a cal
 class EncoderForward(FastForward):
     """An encoder and its layers. root: the model that it is part of, or itself; blind: whether what that gives does not
     depend on rows of padding behind a text, so that none are computed in its calls. unseen: nor in others, as the
-    user says. shows: the code around the layers is given the mask, and what each layer gives where there is none.
+    user says. pad: where it is blind only to padding that is this token. caches: it makes a cache where a call does not
+    say otherwise; watches: somebody has looked into one. shows: the code around the layers is given the mask, and what each layer gives where there is none.
     inputs: what it is given; unread: names of what it is given beside, which changes nothing. order: of the layers
     that it calls, some of them several times. stops: see `EncoderStep`. mirrors: see `Sight`. settings: what `told`
     gave when it was understood.
@@ -52,7 +57,8 @@ class EncoderForward(FastForward):
     steps: ForwardContext
     runner: GraphRunner | None  # of the layers
     calls: SmallCalls
-    blind = unseen = False
+    blind = unseen = caches = watches = False
+    pad: int | None = None
     mirrors = True
     shows = False
     unread: frozenset[str] = frozenset()
@@ -101,6 +107,8 @@ class EncoderForward(FastForward):
             return "positions without a mask, which may be those of several texts in a row"
         if mask is not None and (type(mask) is not torch.Tensor or mask.dim() != 2 + (self.inputs.mask == SHOWN)):
             return "a mask that is not one of tokens, (batch, length)"
+        if self.watches and self.makes_cache(named):
+            return "a cache, into which somebody looks"
         if mask is not None and mask.is_cuda and torch.cuda.is_current_stream_capturing() and not self.small:
             return "a mask that cannot be looked at, as a CUDA graph is being captured"
         return self.ready()
@@ -115,7 +123,34 @@ class EncoderForward(FastForward):
         value = given.get(output)
         return bool(getattr(self.module.config, output, False)) if value is None else value is not False
 
+    def makes_cache(self, given: dict[str, Any]) -> bool:
+        """Whether a call gives one."""
+        return self.caches and self.asked("use_cache", given)
+
+    def late(self, args: tuple, kwargs: dict) -> "tuple[dict[str, Any], Callable[[Any], Any]] | None":
+        """The keywords of a call that would make a cache, for one that makes none, and what puts a cache into what that
+        gives, to be made when it is looked at; None for another call.
+        """
+        given = self.named(args, kwargs)
+        if not self.makes_cache(given):
+            return None
+        held = {name: one.clone() if isinstance(one, torch.Tensor) else one for name, one in given.items()}
+        inference, plain = torch.is_inference_mode_enabled(), not self.asked("return_dict", given)
+
+        def make() -> Any:
+            self.watches = True
+            with torch.inference_mode(inference), torch.no_grad(), as_written():
+                return cache_of(self.stock(**held | {"return_dict": True}))
+
+        def put(result: Any) -> Any:
+            result = replace(result, **{cache_field(type(result)): LateCache(make)})
+            return result.to_tuple() if plain else result
+
+        return given | {"use_cache": False, "return_dict": True}, put
+
     def fast(self, *args: Any, **kwargs: Any) -> Any:
+        if (late := self.late(args, kwargs)) is not None:
+            return late[1](self.fast(**late[0]))
         named = {name: one for name, one in self.named(args, kwargs).items() if name not in self.unread}
         mask = named.get(self.inputs.mask)
         # All layers run at once where something may be padding, and for a graph of all, unless each is looked at.
@@ -124,6 +159,7 @@ class EncoderForward(FastForward):
         deferred = mask is not None or self.biased or whole
         run = partial(self.run, mask) if deferred else None
         step = EncoderStep([self.layers[at] for at in self.order], run, self.biases, self.stops)
+        step.ids = named.get(self.inputs.main)
         if not self.shows:
             named.pop(self.inputs.mask, None)
         with self.steps.taken(step):
@@ -138,10 +174,10 @@ class EncoderForward(FastForward):
         hidden = step.rows
         if hidden.shape[1] > self.longest:
             raise Unfit(f"a text of more than {self.longest} tokens, and a position bias")
-        # A cache is written outside of graphs; the last is in the graph of a small call.
-        apart = self.runner is None or self.apart or step.caches or self.calls.unpadded
+        # The last is in the graph of a small call.
+        apart = self.runner is None or self.apart or self.calls.unpadded
         graph = not apart and hidden.is_cuda and not torch.cuda.is_current_stream_capturing()
-        packing = step.packing = self.packing(hidden, mask, graph, step.caches)
+        packing = step.packing = self.packing(hidden, mask, graph, step.ids)
         x = packing.pack(hidden)[None]
         for layer, kwargs in step.waiting:
             if layer.spec.keywords:
@@ -166,17 +202,22 @@ class EncoderForward(FastForward):
             x = layer.bound(self.kernels, step, x, kwargs)
         return x
 
-    def packing(self, x: torch.Tensor, mask: torch.Tensor | None, graph: bool, caches: bool = False) -> Packing:
-        """Of the layers' input, (B, L, C). graph: in one of the sizes that graphs have. caches: these are kept."""
+    def packing(
+        self, x: torch.Tensor, mask: torch.Tensor | None, graph: bool, ids: torch.Tensor | None = None
+    ) -> Packing:
+        """Of the layers' input, (B, L, C), of these tokens. graph: in one of the sizes that graphs have."""
         if mask is None or self.small:
             return unpadded(x, graph)
         mask = mask.flatten(1)
         if mask.shape != x.shape[:2] or mask.device != x.device:
             raise Unfit("a mask of another shape, or on another device")
-        # Whoever is given a cache may see what it holds of padding.
-        hidden = self.unseen or (not self.sees and not caches and self._inside_root())
-        sight = self.sight._replace(causal=False) if caches else self.sight
-        return padded(x, mask.bool(), hidden, sight, graph)
+        mask, plain = mask.bool(), None
+        hidden = self.unseen or (not self.sees and self._inside_root())
+        if hidden and not self.unseen and self.pad is not None:
+            hidden = ids is not None and ids.shape == mask.shape and pad_token(self.root) == self.pad
+            words = ids != self.pad
+            plain = (mask | ~words).all() & (mask & words).any(1).all() if hidden else None
+        return padded(x, mask, hidden, self.sight, graph, plain)
 
     def ready(self) -> str | None:
         """Binds the layers to the weights where the model has changed. Returns why they no longer fit it."""

@@ -97,6 +97,11 @@ def encoder_stacks(root: nn.Module) -> tuple[str, ...]:
     return tuple(found)
 
 
+def pad_token(root: Any) -> int | None:
+    """The token that its configuration says padding is."""
+    return getattr(root.config.get_text_config(), "pad_token_id", None)
+
+
 def small_call(model: Any, inputs: Inputs) -> dict[str, Any]:
     """Arguments of a small call without padding. Raises NotUnderstood where none is known that the model takes."""
     if inputs is TEXT:

@@ -97,10 +97,17 @@ class Sight(NamedTuple):
 NONE, ONE, ALL = range(3)  # of the rows of padding of a sequence
 
 
-def padded(x: torch.Tensor, mask: torch.Tensor, hidden: bool, sight: Sight, graph: bool = False) -> Packing:
+def padded(
+    x: torch.Tensor,
+    mask: torch.Tensor,
+    hidden: bool,
+    sight: Sight,
+    graph: bool = False,
+    plain: torch.Tensor | None = None,
+) -> Packing:
     """Of x, (B, L, C), of which the mask, (B, L) bool, shows the tokens that others attend to.
 
-    hidden: nobody sees rows of padding, where it is on the right. graph: with as many sequences, and as long ones, as
+    hidden: nobody sees rows of padding, where it is on the right, and `plain`, () bool, says so too. graph: with as many sequences, and as long ones, as
     the graph that serves all up to there. Waits for the GPU. Raises Unfit for a sequence without tokens, which each
     attention of torch's treats in a way of its own. It does so too where layers attend by distances and padding is
     neither on the right of all nor on the left.
@@ -111,7 +118,8 @@ def padded(x: torch.Tensor, mask: torch.Tensor, hidden: bool, sight: Sight, grap
     before, behind = mask[:, :-1], mask[:, 1:]
     ordered, mirrored = (behind <= before).all(), (behind >= before).all()
     alike = ordered.new_zeros(()) if (sight.places or hidden) and not sight.causal else _alike(x, mask)
-    facts = torch.stack([counts.sum(), counts.min(), counts.max(), short.sum(), ordered, mirrored, alike])
+    plain = torch.ones_like(ordered) if plain is None else plain
+    facts = torch.stack([counts.sum(), counts.min(), counts.max(), short.sum(), ordered, mirrored, alike, plain])
 
     def placed(computed: int, turned: bool = False) -> Packing:
         more = (torch.zeros_like(counts), short.long(), length - counts)[computed]
@@ -119,7 +127,7 @@ def padded(x: torch.Tensor, mask: torch.Tensor, hidden: bool, sight: Sight, grap
 
     likely = NONE if hidden else ALL if sight.places else ONE
     found = placed(likely)  # while the GPU is still at work
-    total, least, most, shorter, ordered, mirrored, alike = facts.tolist()  # waits for the GPU, once a call
+    total, least, most, shorter, ordered, mirrored, alike, plain = facts.tolist()  # waits for the GPU, once a call
     if not shorter:
         return unpadded(x, graph)
     if not least:
@@ -127,7 +135,7 @@ def padded(x: torch.Tensor, mask: torch.Tensor, hidden: bool, sight: Sight, grap
     turned = bool(sight.distances and not ordered)
     if turned and not (mirrored and sight.mirrored):
         raise Unfit("padding on no one side, and attention by distances")
-    if hidden and ordered:
+    if hidden and ordered and plain:
         found = found._replace(unseen=~mask.view(-1, 1))
     else:
         computed = ONE if alike and (turned or not sight.places) else ALL

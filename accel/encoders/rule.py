@@ -20,6 +20,7 @@ from accel.encoders.inputs import (
     TEXT,
     Inputs,
     inputs_of,
+    pad_token,
     random_mask,
     small_call,
     tensors_of,
@@ -32,7 +33,7 @@ from accel.encoders.stack import EncoderLayerForward
 from accel.errors import reason_of
 from accel.fusion.stacked_linears import Stacked
 from accel.in_flight import listening
-from accel.libraries.cache import Cache
+from accel.libraries.cache import cache_of
 from accel.libraries.models import is_causal_lm
 from accel.llm.parts.step import ForwardContext
 from accel.llm.recording.record import NotUnderstood
@@ -84,6 +85,11 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
     zeros = context.options.padding == "zeros"
     outside = root is not model and masked
     forward.blind = zeros or (outside and ignores_padding(root, model, inputs, example))
+    if outside and not forward.blind and inputs == TEXT and (pad := pad_token(root)) is not None:
+        words, shown = example[TEXT.main], random_mask(inputs, example).bool()
+        words = torch.where(words == pad, (words + 1) % (int(words.max()) + 1), words).masked_fill(~shown, pad)
+        forward.blind = ignores_padding(root, model, inputs, example | {TEXT.main: words})
+        forward.pad = pad if forward.blind else None
     forward.unseen = zeros
     patches: list[Change] = [*_patches(forward)]
     patches += [Stacked(linears) for layer in fused if (linears := layer.stacks())]
@@ -123,6 +129,7 @@ def _try(forward: EncoderForward, example: dict[str, Any]) -> None:
         with as_written():
             calls += wide_call(model, inputs, example) if inputs != TEXT else []
             wanted = [forward.stock(**call) for call in calls]
+            forward.caches = cache_of(wanted[0]) is not None
             forward.unread = unread(model, example) if inputs != TEXT else frozenset()
         pairs = list(zip(calls, wanted, strict=True))
         # There rows of padding hang on the attention that the model was made with.
@@ -148,22 +155,13 @@ def _differs(forward: EncoderForward, call: dict, wanted: Any) -> str | None:
         got = forward.fast(**call)
     except Exception as error:  # whatever the model's own code may raise
         return f"the trial{told} raised {reason_of(error)}"
-    found = dict(_numbers(got))
-    for name, one in _numbers(wanted):
+    found = tensors_of(got)
+    for name, one in tensors_of(wanted).items():
         if one.is_floating_point():
             off = relative_rms(found[name], one) if name in found else float("inf")
             if not off <= bound(LOGITS, one.dtype):
                 return f"it computes something else{told}: {name} is off by {off:.1e}"
     return None
-
-
-def _numbers(output: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of an output, and those in its cache."""
-    yield from tensors_of(output).items()
-    for name, one in output.items():
-        if isinstance(one, Cache):
-            held = ((f"{name} {at} {n}", t) for at, layer in enumerate(one.layers) for n, t in vars(layer).items())
-            yield from ((where, t) for where, t in held if isinstance(t, torch.Tensor))
 
 
 def _patches(forward: EncoderForward) -> list[ForwardPatch]:

@@ -10,7 +10,6 @@ from accel.encoders.packing import Packing, packed, unpadded
 from accel.encoders.position_bias import PositionBias
 from accel.errors import Unfit
 from accel.libraries.attention import LONGEST
-from accel.libraries.cache import Cache
 from accel.llm.attention.position_terms import POSITIONS
 from accel.llm.generation.layer_forward import LayerForward
 from accel.llm.parts.step import Step
@@ -26,12 +25,12 @@ class EncoderStep(Step):
     called since it did so last, of the first one's input and of each one's keywords: all, or those up to one of
     `stops`, numbers of layers behind which somebody looks at what they gave. None where nothing is padding: then each
     runs when it is called, and what it gives may be looked at. begun: layers that have been computed. shape: (B, L) of
-    the call; packing: of its tokens. biases: see `EncoderForward`; tables: what `bias` has made of them; packings: what
+    the call; ids: of its words, where it is given these; packing: of its tokens. biases: see `EncoderForward`; tables: what `bias` has made of them; packings: what
     `packed` has.
     """
 
     __slots__ = (
-        "begun", "biases", "calls", "hidden", "layers", "packing", "packings", "run", "shape", "stops", "tables",
+        "begun", "biases", "calls", "hidden", "ids", "layers", "packing", "packings", "run", "shape", "stops", "tables",
     )  # fmt: skip
     packing: Packing
 
@@ -48,6 +47,7 @@ class EncoderStep(Step):
         self.packings: dict[int, tuple[Any, Packing]] = {}
         self.calls: list[dict[str, Any]] = []
         self.hidden: torch.Tensor | None = None
+        self.ids: torch.Tensor | None = None
 
     def prepared(self) -> tuple[list[tuple[torch.Tensor, ...]], list[torch.Tensor]]:
         """The rotations that were made so far, and where sequences begin as layers were told."""
@@ -67,11 +67,6 @@ class EncoderStep(Step):
         """What its layers are given, (B, L, C); tokens without rows are one."""
         assert self.hidden is not None
         return self.hidden.reshape(-1, *self.hidden.shape[-2:])
-
-    @property
-    def caches(self) -> bool:
-        """Whether layers are given a cache."""
-        return any(isinstance(one, Cache) for one in self.calls[0].values())
 
     @property
     def waiting(self) -> "list[tuple[EncoderLayerForward, dict[str, Any]]]":

@@ -5,9 +5,12 @@ import copy
 import pytest
 import torch
 import transformers as t
+from accel_kernels import dequantize
 
 import accel
+from accel.comparison import relative_rms
 from accel.encoders.encoder import EncoderForward
+from accel.quantization.module import QuantizedLinear
 from support.state import assert_same_state, snapshot
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -256,22 +259,56 @@ def test_own_code_may_have_windows_that_a_short_text_does_not_show(monkeypatch):
     assert row[2] == "skipped" and row[3].startswith("it computes something else: last_hidden_state is off by")
 
 
-def test_decoders_keep_a_cache_where_they_are_asked_for_one():
+def padded_ids(side, pad=0):
+    call = ids_and_mask(side)
+    return call | {"input_ids": call["input_ids"].masked_fill(call["attention_mask"] == 0, pad)}
+
+
+def test_a_decoder_makes_its_cache_when_somebody_looks_into_it():
     model, stock = optimized("Mistral")
-    for side in ("right", "left"):
-        call = ids_and_mask(side)
-        call["input_ids"] = call["input_ids"].masked_fill(call["attention_mask"] == 0, 0)
-        with torch.no_grad():
-            got, wanted = model(**call), stock(**call)
-            for ours, theirs in zip(got.cache.layers, wanted.cache.layers, strict=True):
-                torch.testing.assert_close(ours.keys, theirs.keys, rtol=2e-5, atol=2e-4)
-                torch.testing.assert_close(ours.values, theirs.values, rtol=2e-5, atol=2e-4)
-        assert not fallbacks(model)
-        assert_same(model, stock, **call, use_cache=False)
+    call = padded_ids("left")
+    assert_same(model, stock, **call, return_dict=False)
     with torch.no_grad():
+        got, wanted = model(**call), stock(**call)
+        assert not fallbacks(model) and isinstance(got.cache, t.DynamicCache)
+        call["input_ids"].zero_()
+        for ours, theirs in zip(copy.deepcopy(got.cache).layers, wanted.cache.layers, strict=True):
+            assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
+        assert type(got.cache) is t.DynamicCache
         more = [one(call["input_ids"][:, :1], cache=had.cache)[0] for one, had in ((model, got), (stock, wanted))]
-    torch.testing.assert_close(*more, rtol=2e-5, atol=1e-4)
-    assert fallbacks(model) == ["cache is given"]
+    assert torch.equal(*more) and fallbacks(model) == ["cache is given"]
+    assert_same(model, stock, **call, use_cache=False)
+    assert_same(model, stock, **call)
+    assert fallbacks(model) == ["cache is given", "a cache, into which somebody looks"]
+
+
+def test_a_decoder_with_a_class_for_its_last_word_leaves_padding_out():
+    model, stock = optimized("Qwen3", "ForSequenceClassification", pad_token_id=0)
+    forward, rows = encoder_of(model), []
+    packing = forward.packing
+    forward.packing = lambda *given: rows.append(packing(*given)) or rows[-1]
+    for side in ("right", "left"):
+        assert_same(model, stock, **padded_ids(side))
+    assert_same(model, stock, **padded_ids("right", pad=5))  # its class is that of a row of padding
+    real = int(ids_and_mask()["attention_mask"].sum())
+    assert [int(one.starts[-1]) for one in rows] == [real, real + 2, BATCH * LENGTH] and not fallbacks(model)
+
+
+def test_weights_and_activations_in_8_bits():
+    model, stock = made("ModernBert")
+    accel.optimize(model, weights="int8", activations="int8")
+    call = ids_and_mask()
+    with torch.no_grad():
+        for path, module in model.layers.named_modules():
+            if isinstance(module, QuantizedLinear):
+                stock.layers.get_submodule(path).weight.copy_(dequantize(module.quantized, torch.float32))
+        assert_same(model, stock, **call)  # of few rows
+        many = {name: one.repeat(8, 1) for name, one in call.items()}
+        lost = relative_rms(model(**many).last_hidden_state, stock(**many).last_hidden_state)
+    assert 1e-3 < lost < 0.1 and not fallbacks(model)
+    assert sum(row[1:3] == ("weights", "patched") for row in accel.report(model).sites) == 8
+    with pytest.raises(ValueError, match="holds none"):
+        accel.optimize(t.T5ForConditionalGeneration(CONFIGS["T5Encoder"]), weights="int8")
 
 
 def test_several_texts_in_a_row_run_stock():

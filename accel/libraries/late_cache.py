@@ -1,0 +1,29 @@
+"""A cache that few look into: of a model that makes one by default, and whose caller wants hidden states or a class."""
+
+from collections.abc import Callable
+from typing import Any
+
+from accel.libraries.cache import DynamicCache
+
+
+class LateCache(DynamicCache):
+    """Becomes the cache that `make` gives, of its class too, as soon as somebody looks into it."""
+
+    def __init__(self, make: Callable[[], Any]):
+        vars(self)["make"] = make
+
+    def become(self) -> None:
+        if (make := vars(self).pop("make", None)) is not None:
+            made = make()
+            self.__class__ = type(made)
+            vars(self).update(vars(made))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "make" not in vars(self):
+            raise AttributeError(name)
+        self.become()
+        return getattr(self, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.become()
+        return object.__reduce_ex__(self, protocol)
