@@ -12,6 +12,7 @@ from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.host_copies import HostCopies
 from accel.fusion.float32_precision import convolutions_in_tf32, products_in_tf32
 from accel.fusion.stacked_linears import StackedLinears
+from accel.libraries.code import comes_from
 from accel.parallel.sequences import waited
 from accel.quantization.adapters import BUFFERS
 
@@ -98,6 +99,17 @@ class CapturedGraph(NamedTuple):
     outputs: list
     spec: pytree.TreeSpec
     copies: HostCopies
+
+    @classmethod
+    def of(
+        cls, graph: torch.cuda.CUDAGraph, device: torch.device, inputs: InputBuffers, made: Any, copies: HostCopies
+    ) -> "CapturedGraph":
+        """made: what the call gave. Raises TypeError where that holds an object of transformers', such as a cache."""
+        outputs, spec = pytree.tree_flatten(made)
+        kinds = {kind for kind in map(type, outputs) if any(comes_from(one, "transformers") for one in kind.__mro__)}
+        if kinds:
+            raise TypeError(f"it gives a {kinds.pop().__name__}, which a graph does not make anew")
+        return cls(graph, device, inputs, outputs, spec, copies)
 
     @property
     def beside_mb(self) -> float:

@@ -24,7 +24,6 @@ from accel.cuda_graphs.host_copies import capture_with_copies
 from accel.cuda_graphs.pays import milliseconds
 from accel.cuda_graphs.pool import CaptureMemory, GraphPool
 from accel.errors import logged, reason_of
-from accel.libraries.code import comes_from
 from accel.parallel.ranks import Ranks
 from accel.parallel.sequences import waited
 from accel.patching.fallback_log import FallbackLog
@@ -314,10 +313,7 @@ class GraphRunner:
             run, partial(self.pool.handle, device), partial(self._somewhere, device=device)
         )
         entry.written = None if self.adapters.complete() else self.adapters.written
-        outputs, structure = pytree.tree_flatten(made)
-        if (cache := next((one for one in outputs if _theirs(one)), None)) is not None:
-            raise TypeError(f"it gives a {type(cache).__name__}, which a graph does not make anew")
-        entry.graph = CapturedGraph(graph, device, inputs, outputs, structure, copies)
+        entry.graph = CapturedGraph.of(graph, device, inputs, made, copies)
         entry.memory_mb = memory.taken_mb(entry.graph)
         # What else the GPU does at a moment must not decide for all calls to come: eager runs have been timed thrice.
         if timed:
@@ -350,8 +346,3 @@ class GraphRunner:
     def rows(self) -> list[dict]:
         """One row a shape, for the report."""
         return [entry.row(self.path, key[1]) for key, entry in self.entries.items()]
-
-
-def _theirs(output: object) -> bool:
-    """Whether it is an object of a class of transformers, such as a cache."""
-    return any(comes_from(kind, "transformers") for kind in type(output).__mro__)

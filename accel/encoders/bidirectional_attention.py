@@ -3,27 +3,30 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import permutations
 from typing import Any
 
 import torch
 from torch import nn
 
 from accel.comparison import agree, factor, named_factor
+from accel.encoders.own_code import OwnAttended
 from accel.encoders.packing import Packing, blocks_of
 from accel.encoders.position_bias import PositionBias, SeenBias
+from accel.encoders.relative import BoundRelative, Relative
 from accel.libraries.attention import KNOWN_ARGUMENTS
 from accel.llm.attention.attention import UnderstoodAttention
-from accel.llm.attention.projections import SEPARATE, projections_of, split
+from accel.llm.attention.projections import projections_of, split
 from accel.llm.attention.rotary import turnings
 from accel.llm.attention.softmax_attention import BoundSoftmaxAttention, Formula, Parts, SoftmaxSpec, normed
-from accel.llm.recording.plain_attention import plain_attention
-from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record, Stored
+from accel.llm.recording.record import Call, LayerRecord, NotUnderstood, Record
 from accel.patching.fast_forward import Kernels
 
 QUERIES = (3, 77, 5003, 200_003)  # positions of queries whose view is looked at
 MOST = 1 << 17  # how far
 
+SHOWN = {"is_causal", "return_dict"}  # the former by the mask
+OWN = "its own code attends, by a formula that is not known"
+UNTURNED = {"q_norm": None, "k_norm": None, "key_scale": 1.0, "rotary": None, "norms_after": False}
 PLAIN = {"q_scale": None, "softcap": None, "sinks": None, "slopes": None}  # scores of nothing but products
 
 Reach = tuple[int | None, int | None]
@@ -46,18 +49,23 @@ class EncoderRecord(Record):
 @dataclass(frozen=True)
 class BidirectionalSpec(SoftmaxSpec):
     """reach: how far a token sees to the left and to the right, each None for all; None where both are.
-    position_bias: of scores. own_code: it is not known by transformers' interface, but by what it gives alone. starts:
-    the keyword of its layer that tells where sequences begin which lie in one row, see `packed`.
+    position_bias, relative: of scores. own_code: it is not known by transformers' interface, but by what it gives
+    alone. starts: the keyword of its layer that tells where sequences begin which lie in one row, see `packed`.
     """
 
     reach: Reach | None = None
     position_bias: PositionBias | None = None
+    relative: Relative | None = None
     own_code: bool = False
     starts: str | None = None
 
     @property
     def has_position_bias(self) -> bool:
-        return self.reach is not None or self.position_bias is not None
+        return not self.reach is self.position_bias is self.relative is None
+
+    @property
+    def keywords(self) -> tuple[str, ...]:
+        return (*super().keywords, *(() if self.relative is None else (self.relative.keyword,)))
 
     @property
     def causal(self) -> bool:
@@ -68,11 +76,12 @@ class BidirectionalSpec(SoftmaxSpec):
         assert isinstance(record, EncoderRecord)
         attended = layer.attended
         if attended is None:
-            return cls._of_own_code(layer, record)
+            raise NotUnderstood(OWN)
+        if isinstance(attended, OwnAttended):
+            return cls._of_own_code(layer, record, attended)
         bias, calls = None, layer.inside(layer.attention)
         for name, value in attended.options.items():
-            known = name in KNOWN_ARGUMENTS | {"is_causal", "return_dict"} or name.startswith("output_")  # the mask shows the former
-            known = known or cls.is_nothing(value)
+            known = name in SHOWN | KNOWN_ARGUMENTS or name.startswith("output_") or cls.is_nothing(value)
             if (path := record.bias(value)) is not None:
                 bias = PositionBias(path)
             elif not known and (isinstance(value, torch.Tensor) or value not in (None, False)):
@@ -100,17 +109,16 @@ class BidirectionalSpec(SoftmaxSpec):
         return _formulas(layer, calls, fields)
 
     @classmethod
-    def _of_own_code(cls, layer: LayerRecord, record: EncoderRecord) -> UnderstoodAttention:
+    def _of_own_code(cls, layer: LayerRecord, record: Record, attended: OwnAttended) -> UnderstoodAttention:
         """Of a model that does not attend by transformers' interface."""
         reaches = {reach_of(function) for _, function in record.masks} or {None}
         if len(reaches) == 1:
-            fields = {"reach": reaches.pop(), "own_code": True}
-            for module in dict.fromkeys(call.parent for call in layer.calls if call.parent is not None):
-                calls = layer.inside(module)
-                for formula in _own_formulas(layer, module, calls, record, fields):
-                    if (fit := cls.first_fit(layer, calls, [formula], None)) is not None:
-                        return fit
-        raise NotUnderstood("its own code attends, by a formula that is not known")
+            bias = PositionBias(attended.bias) if attended.bias else None
+            fields = {"reach": reaches.pop(), "own_code": True, "position_bias": bias, "relative": attended.relative}
+            calls = layer.inside(layer.attention)
+            if (fit := cls.first_fit(layer, calls, cls.formulas(layer, calls, fields), None)) is not None:
+                return fit
+        raise NotUnderstood(OWN)
 
     def bind(self, kernels: Kernels, layer: nn.Module, stack: bool) -> BoundSoftmaxAttention:
         return BoundBidirectionalAttention(kernels, layer, self, stack)
@@ -136,44 +144,29 @@ def _starts(layer: LayerRecord, mask: torch.Tensor | None, ends: list[int]) -> s
     return None
 
 
-def _own_formulas(
-    layer: LayerRecord, module: nn.Module, calls: list[Call], record: EncoderRecord, fields: dict
-) -> Iterator[Formula]:
-    """Of three projections of one input, what the module gives back being unknown. Sets what the layer has stored."""
-    flat = [call for call in calls if call.alone and call.made is not None and call.output.held.dim() == 3]
-    numbers = {value for value in vars(module).values() if type(value) is int}
-    given = [value for call in layer.calls if call.module is module for value in (*call.args, *call.kwargs.values())]
-    biases = [(path, value) for value in given if (path := record.bias(value)) is not None]
-    path, bias = biases[0] if biases else (None, None)
-    numbers = numbers if bias is None else {bias.shape[1]}
-    for projections in permutations(flat, 3):
-        q, k, v = (call.output.held for call in projections)
-        same = all(call.input.same(projections[0].input) for call in projections)
-        if not same or not q.shape == k.shape == v.shape:
-            continue
-        width = q.shape[-1]
-        for heads in (one for one in numbers if one > 0 and width % one == 0):
-            by_head = [t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v)]
-            layer.stored = Stored(module, record.layers.index(layer), *by_head[1:])
-            dim = width // heads
-            layout = {"layout": SEPARATE, "heads": heads, "groups": heads, "kv_heads": heads, "dim": dim}
-            none = {"q_norm": None, "k_norm": None, "key_scale": 1.0, "rotary": None, "norms_after": False}
-            for scale in (dim**-0.5, 1.0):
-                more = {"position_bias": None if path is None else PositionBias(path), "scale": scale}
-                got = plain_attention(by_head[0], by_head[1], by_head[2], bias, scaling=scale).flatten(2)
-                yield Formula(projections, layout | none | PLAIN | fields | more, got, None)
-
-
 def _formulas(layer: LayerRecord, calls: list[Call], fields: dict) -> Iterator[Formula]:
     attended = layer.attended
     assert attended is not None
     for projections, layout in projections_of(calls, layer):
         q, k, _ = split([call.output.held for call in projections], **layout)
+        if isinstance(attended, OwnAttended) and (scale := _scaled_by(layer, attended, q, k)) is not None:
+            scores = UNTURNED | PLAIN | fields | {"scale": scale}
+            yield Formula(projections, layout | scores, attended.output.flatten(2), None)
         for turned in turnings(layer, calls, q, k):
             scale = None if turned.fields["norms_after"] else scale_of(layer, turned.queries)
             if scale is not None:
                 scores = PLAIN | fields | {"scale": scale}
                 yield Formula(projections, layout | turned.fields | scores, attended.output.flatten(2), None)
+
+
+def _scaled_by(layer: LayerRecord, attended: OwnAttended, q: torch.Tensor, k: torch.Tensor) -> float | None:
+    """By what projections are multiplied in scores; None where they are not what these are made of."""
+    pairs = [(q, attended.query.transpose(1, 2)), (k, layer.cached.keys.transpose(1, 2))]
+    if any(one.shape != wanted.shape for one, wanted in pairs):
+        return None
+    factors = [factor(*pair) for pair in pairs]
+    fits = all(agree(one * by, wanted) for by, (one, wanted) in zip(factors, pairs, strict=True))
+    return factors[0] * factors[1] * attended.options["scaling"] if fits else None
 
 
 def scale_of(layer: LayerRecord, made: torch.Tensor) -> float | None:
@@ -218,6 +211,17 @@ class BoundBidirectionalAttention(BoundSoftmaxAttention):
 
     spec: BidirectionalSpec
 
+    def __init__(self, kernels: Kernels, layer: nn.Module, spec: BidirectionalSpec, stack: bool):
+        super().__init__(kernels, layer, spec, stack)
+        self.relative = None if spec.relative is None else BoundRelative(layer, spec.relative, self.device)
+
+    def prepare(self, step: Any, kwargs: dict) -> None:
+        """Has the step hold what is made of these keywords: a graph has its own."""
+        if self.spec.rotary is not None:
+            self.angles(step, kwargs)
+        if self.relative is not None:
+            self.relative.embeddings(step, kwargs)
+
     def attended(self, kernels: Kernels, step: Any, parts: Parts, kwargs: dict) -> torch.Tensor:
         """See `BoundAttention`; one row with all tokens."""
         spec = self.spec
@@ -241,6 +245,7 @@ class BoundBidirectionalAttention(BoundSoftmaxAttention):
         return kernels.packed_attention(
             q, k, v[0], packing.starts, spec.scale, longest=packing.longest, keys=packing.keys,
             bias=step.bias(spec.position_bias), **self._seen(packing),
+            **({} if self.relative is None else self.relative(kernels, step, q, k, kwargs)),
         )[None]  # fmt: skip
 
     def _seen(self, packing: Packing) -> dict[str, Any]:

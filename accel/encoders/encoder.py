@@ -17,6 +17,7 @@ from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.runner import GraphRunner
 from accel.cuda_graphs.small_calls import SmallCalls
 from accel.encoders.inputs import SHOWN, TEXT, Inputs, pad_token
+from accel.encoders.late_cache import LateCache
 from accel.encoders.packing import Packing, Sight, padded, unpadded
 from accel.encoders.recording import layers_in
 from accel.encoders.stack import HIDDEN_STATES, EncoderLayerForward, EncoderStep
@@ -25,7 +26,6 @@ from accel.in_flight import CALL
 from accel.libraries.attention import FIELD
 from accel.libraries.cache import cache_field, cache_of
 from accel.libraries.hooks import hook_of
-from accel.libraries.late_cache import LateCache
 from accel.llm.parts.step import ForwardContext
 from accel.llm.recording.record import NotUnderstood, is_absent
 from accel.patching.fast_forward import FastForward, as_written
@@ -39,10 +39,11 @@ class EncoderForward(FastForward):
     """An encoder and its layers. root: the model that it is part of, or itself; blind: whether what that gives does not
     depend on rows of padding behind a text, so that none are computed in its calls. unseen: nor in others, as the
     user says. pad: where it is blind only to padding that is this token. caches: it makes a cache where a call does not
-    say otherwise; watches: somebody has looked into one. shows: the code around the layers is given the mask, and what each layer gives where there is none.
-    inputs: what it is given; unread: names of what it is given beside, which changes nothing. order: of the layers
-    that it calls, some of them several times. stops: see `EncoderStep`. mirrors: see `Sight`. settings: what `told`
-    gave when it was understood.
+    say otherwise; watches: somebody has looked into one. strange: rows of padding attend in a way of their own. shows:
+    the code around the layers is given the mask, and what each layer gives where there is none. inputs: what it is
+    given; unread: names of what it is given beside, which changes nothing. order: of the layers that it calls, some of
+    them several times. stops: see `EncoderStep`. mirrors: see `Sight`. settings: what `told` gave when it was
+    understood.
     """
 
     renewed = ("seen", "reason", "lock", "sees", "biases")
@@ -57,7 +58,7 @@ class EncoderForward(FastForward):
     steps: ForwardContext
     runner: GraphRunner | None  # of the layers
     calls: SmallCalls
-    blind = unseen = caches = watches = False
+    blind = unseen = caches = watches = strange = False
     pad: int | None = None
     mirrors = True
     shows = False
@@ -89,8 +90,9 @@ class EncoderForward(FastForward):
 
     @property
     def biased(self) -> bool:
-        """Whether a layer has a position bias."""
-        return any(layer.attention.position_bias is not None for layer in self.layers)
+        """Whether a layer has scores by distances."""
+        held = ((layer.attention.position_bias, layer.attention.relative) for layer in self.layers)
+        return any(one is not None for both in held for one in both)
 
     def unfit(self, *args: Any, **kwargs: Any) -> str | None:
         named = self.named(args, kwargs)
@@ -128,8 +130,8 @@ class EncoderForward(FastForward):
         return self.caches and self.asked("use_cache", given)
 
     def late(self, args: tuple, kwargs: dict) -> "tuple[dict[str, Any], Callable[[Any], Any]] | None":
-        """The keywords of a call that would make a cache, for one that makes none, and what puts a cache into what that
-        gives, to be made when it is looked at; None for another call.
+        """Of a call that gives a cache: keywords with which it gives none, and what puts a late one into its result.
+        None for another call.
         """
         given = self.named(args, kwargs)
         if not self.makes_cache(given):
@@ -143,7 +145,8 @@ class EncoderForward(FastForward):
                 return cache_of(self.stock(**held | {"return_dict": True}))
 
         def put(result: Any) -> Any:
-            result = replace(result, **{cache_field(type(result)): LateCache(make)})
+            kind: Any = type(result)
+            result = replace(result, **{cache_field(kind): LateCache(make)})
             return result.to_tuple() if plain else result
 
         return given | {"use_cache": False, "return_dict": True}, put
@@ -181,7 +184,7 @@ class EncoderForward(FastForward):
         x = packing.pack(hidden)[None]
         for layer, kwargs in step.waiting:
             if layer.spec.keywords:
-                layer.bound.attention.angles(step, kwargs)
+                layer.bound.attention.prepare(step, kwargs)
             if (starts := layer.attention.starts) is not None:
                 step.packed(kwargs.get(starts), graph)
         given = x, packing.starts, packing.keys, packing.longest, packing.mirrored, step.prepared()
@@ -217,7 +220,10 @@ class EncoderForward(FastForward):
             hidden = ids is not None and ids.shape == mask.shape and pad_token(self.root) == self.pad
             words = ids != self.pad
             plain = (mask | ~words).all() & (mask & words).any(1).all() if hidden else None
-        return padded(x, mask, hidden, self.sight, graph, plain)
+        found = padded(x, mask, hidden, self.sight, graph, plain)
+        if self.strange and not self.unseen and found.places is not None and found.unseen is None:
+            raise Unfit("rows of padding are seen, and attend in a way of their own")
+        return found
 
     def ready(self) -> str | None:
         """Binds the layers to the weights where the model has changed. Returns why they no longer fit it."""
@@ -246,9 +252,10 @@ class EncoderForward(FastForward):
             if (reason := layer.bind(not self.apart)) is not None:
                 return reason
         biases = [layer.attention.position_bias for layer in self.layers]
+        far = [*biases, *(layer.attention.relative for layer in self.layers)]
         try:
             self.biases = {bias.path: bias.bind(self.module) for bias in biases if bias is not None}
-            self.longest = min((one.most for one in biases if one is not None and one.most is not None), default=inf)
+            self.longest = min((one.most for one in far if one is not None and one.most is not None), default=inf)
         except (NotUnderstood, AttributeError) as error:  # or it is gone
             return str(error)
         return None

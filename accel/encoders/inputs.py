@@ -3,8 +3,8 @@
 import inspect
 import math
 from collections.abc import Iterator
-from itertools import product
 from contextlib import suppress
+from itertools import product
 from typing import Any, NamedTuple, cast
 
 import torch

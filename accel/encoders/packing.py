@@ -107,10 +107,10 @@ def padded(
 ) -> Packing:
     """Of x, (B, L, C), of which the mask, (B, L) bool, shows the tokens that others attend to.
 
-    hidden: nobody sees rows of padding, where it is on the right, and `plain`, () bool, says so too. graph: with as many sequences, and as long ones, as
-    the graph that serves all up to there. Waits for the GPU. Raises Unfit for a sequence without tokens, which each
-    attention of torch's treats in a way of its own. It does so too where layers attend by distances and padding is
-    neither on the right of all nor on the left.
+    hidden: nobody sees rows of padding, where it is on the right, and `plain`, () bool, says so too. graph: with as
+    many sequences, and as long ones, as the graph that serves all up to there. Waits for the GPU. Raises Unfit for a
+    sequence without tokens, which each attention of torch's treats in a way of its own. It does so too where layers
+    attend by distances and padding is neither on the right of all nor on the left.
     """
     batch, length = mask.shape
     counts = mask.sum(1)

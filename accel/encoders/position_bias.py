@@ -92,10 +92,10 @@ def learned(model: Any, paths: set[str], call: Callable | None = None) -> dict[s
     found = {one.path: one for one in seen if one.path in paths and len(one.ids) == longest}
     if found.keys() != paths:
         raise NotUnderstood("its position bias is of another kind in long texts")
-    return {path: _by_distance(path, one.ids.cpu()) for path, one in found.items()}
+    return {path: by_distance(path, one.ids.cpu()) for path, one in found.items()}
 
 
-def _by_distance(path: str, ids: torch.Tensor) -> PositionBias:
+def by_distance(path: str, ids: torch.Tensor) -> PositionBias:
     """The bias whose rows for (queries, keys) are these."""
     length = len(ids)
     line = torch.cat([ids[1:, 0].flip(0), ids[0]])  # of keys length - 1 before a query to as many behind

@@ -2,7 +2,8 @@
 
 import inspect
 import threading
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,9 @@ from accel_kernels.attention.math_attention import math_attention
 from torch import nn
 
 from accel.encoders.bidirectional_attention import BidirectionalSpec, EncoderRecord
+from accel.encoders.own_code import OwnCode
 from accel.encoders.position_bias import learned, listening_to_biases
+from accel.encoders.relative import learned_buckets
 from accel.errors import reason_of
 from accel.in_flight import listening
 from accel.llm.recording.implementation import foreign_attention
@@ -41,6 +44,7 @@ class EncoderRecorder(Recorder):
         self.order: list[int] = []
         self.stops: set[int] = set()
         self.flat, self.made = False, None
+        self.own = OwnCode(lambda: self.open[-1].module if self.open and not self.looking else None)
 
     def note(self, module: nn.Module, args: tuple, output: Any) -> None:
         """Called with what a module outside of the layers is given."""
@@ -52,7 +56,16 @@ class EncoderRecorder(Recorder):
         self.flat = self.flat if self.open else tensor.dim() == 2
         return Value(tensor[None] if self.flat else tensor)
 
+    @contextmanager
+    def attached(self, model: nn.Module) -> Iterator[None]:
+        with super().attached(model), self.own:
+            yield
+
     def look(self, layer: LayerRecord, record: Record) -> None:
+        if layer.attended is None:
+            own = self.own.attention(layer, record.layers.index(layer), self.record.biases)
+            layer.attended, layer.stored = (None, None) if own is None else own
+        self.own.forget()
         found = BidirectionalSpec.understand(layer, record)
         spec, at = put_together(layer, [found], None, layer.call.output, []), record.layers.index(layer)
         if self.specs.setdefault(at, spec) != spec:
@@ -123,6 +136,13 @@ def understand_encoder(model: Any, call: dict[str, Any]) -> tuple[str, list[Laye
         found = learned(model, paths)
         attentions = [
             replace(one, position_bias=one.position_bias and found[one.position_bias.path]) for one in attentions
+        ]
+        specs = [replace(spec, attention=one) for spec, one in zip(specs, attentions, strict=True)]
+    if any(one.relative is not None for one in attentions):
+        buckets, most = learned_buckets(model, OwnCode(lambda: model))
+        attentions = [
+            replace(one, relative=one.relative and replace(one.relative, buckets=buckets, most=most))
+            for one in attentions
         ]
         specs = [replace(spec, attention=one) for spec, one in zip(specs, attentions, strict=True)]
     return stack, specs, recorder.order, recorder.stops

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import product
 from typing import Any, cast
 
 import torch
@@ -94,6 +95,8 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
     patches: list[Change] = [*_patches(forward)]
     patches += [Stacked(linears) for layer in fused if (linears := layer.stacks())]
     note = "packed: padding is left out" if forward.blind else "packed: rows of padding are seen, and computed"
+    if forward.strange and not forward.blind:
+        note = "packed where nothing is padding, or nobody sees it: it attends in a way of its own"
     note = note if masked else "images of any sizes in one row" if inputs.in_one_row else "without padding"
     match = Match(forward, tuple(patches), covers=(stack,), note=note)
     if inputs.in_one_row:  # of any sizes, which the code around the layers waits for the GPU to learn
@@ -135,16 +138,19 @@ def _try(forward: EncoderForward, example: dict[str, Any]) -> None:
         # There rows of padding hang on the attention that the model was made with.
         turned = [pairs.pop(2)] if mask in forward.names and forward.sight.distances else []
         with _applied(forward):
-            fitting = []
-            for forward.shows in (False, True):
+            fitting: list[tuple[bool, bool]] = []
+            for forward.strange, forward.shows in product((False, True), (False, True)):
+                if forward.strange and fitting:
+                    break
+                forward.unseen = forward.strange
                 tried = (_differs(forward, *pair) for pair in pairs)
                 if (reason := next(filter(None, tried), None)) is None:
-                    fitting.append(forward.shows)
+                    fitting.append((forward.strange, forward.shows))
                     if not any(_differs(forward, *pair) for pair in turned):
                         return
     if not fitting:
         raise NotUnderstood(reason)
-    forward.shows, forward.mirrors = fitting[0], False
+    (forward.strange, forward.shows), forward.mirrors = fitting[0], False
 
 
 def _differs(forward: EncoderForward, call: dict, wanted: Any) -> str | None:
@@ -158,7 +164,11 @@ def _differs(forward: EncoderForward, call: dict, wanted: Any) -> str | None:
     found = tensors_of(got)
     for name, one in tensors_of(wanted).items():
         if one.is_floating_point():
-            off = relative_rms(found[name], one) if name in found else float("inf")
+            got = found.get(name, one.new_empty(0))
+            shown = call.get(forward.inputs.mask)
+            if forward.strange and shown is not None and one.shape[:2] == shown.shape == got.shape[:2]:
+                one, got = (t[shown.bool()] for t in (one, got))
+            off = relative_rms(got, one)
             if not off <= bound(LOGITS, one.dtype):
                 return f"it computes something else{told}: {name} is off by {off:.1e}"
     return None

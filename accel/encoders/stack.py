@@ -25,8 +25,8 @@ class EncoderStep(Step):
     called since it did so last, of the first one's input and of each one's keywords: all, or those up to one of
     `stops`, numbers of layers behind which somebody looks at what they gave. None where nothing is padding: then each
     runs when it is called, and what it gives may be looked at. begun: layers that have been computed. shape: (B, L) of
-    the call; ids: of its words, where it is given these; packing: of its tokens. biases: see `EncoderForward`; tables: what `bias` has made of them; packings: what
-    `packed` has.
+    the call; ids: of its words, where it is given these; packing: of its tokens. biases: see `EncoderForward`; tables:
+    what `bias` has made of them; packings: what `packed` has.
     """
 
     __slots__ = (

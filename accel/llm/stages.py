@@ -94,8 +94,8 @@ def analyze_layers(model: nn.Module, context: Context) -> StageResult:
 
 def quantize(model: nn.Module, context: Context, stacks: tuple[str, ...] = ()) -> StageResult:
     """The weights the options name: before anything is bound to them. stacks: see `linears`. Raises ValueError for NaN
-    or Inf in one, as it is applied, and for one that strict=True forbids to leave out. Where they name none, what came in MXFP4 is packed again
-    for kernels.
+    or Inf in one, as it is applied, and for one that strict=True forbids to leave out. Where they name none, what came
+    in MXFP4 is packed again for kernels.
     """
     weights = context.options.weights
     # A model that was not understood runs stock code over its quantized linears: that is tried.

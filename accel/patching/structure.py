@@ -278,7 +278,7 @@ def side_effects(module: nn.Module) -> str | None:
 
 def no_tensor(x: object) -> str | None:
     """Why an input is no plain tensor."""
-    return None if type(x) is torch.Tensor else f"input of type {type(x).__name__}"
+    return None if type(x) in (torch.Tensor, nn.Parameter) else f"input of type {type(x).__name__}"
 
 
 def meta_weights(module: nn.Module) -> bool:

@@ -26,7 +26,11 @@ REFUSED = [
     ),
     (make_unet, {"step_cache": "35dB"}, "for a UNet2DConditionModel give an interval"),
     (make_vae, {"step_cache": 3}, "step_cache=3: there is no UNet and no diffusion transformer in this AutoencoderKL"),
-    (make_vae, {"weights": "int8"}, "weights='int8': for causal language models, encoders, and denoisers, such as UNets; a Auto"),
+    (
+        make_vae,
+        {"weights": "int8"},
+        "for causal language models, encoders, and denoisers, such as UNets; a Auto",
+    ),
     (make_vae, {"activations": "int8"}, "and denoisers, such as UNets; a AutoencoderKL"),
     (make_unet, {"weights": "int4"}, "weights='int4': for causal language models; a UNet2DConditionModel takes 'int8'"),
     (make_unet, {"weights": "fp8-head"}, "only causal language models have an output head; a UNet2DConditionModel ta"),

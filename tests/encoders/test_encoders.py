@@ -9,94 +9,23 @@ from accel_kernels import dequantize
 
 import accel
 from accel.comparison import relative_rms
+from accel.encoders import own_code
 from accel.encoders.encoder import EncoderForward
 from accel.quantization.module import QuantizedLinear
+from support.objects.encoders import (
+    BATCH,
+    CONFIGS,
+    DEBERTA,
+    LENGTH,
+    SIZES,
+    assert_same,
+    encoder_of,
+    fallbacks,
+    ids_and_mask,
+    made,
+    optimized,
+)
 from support.state import assert_same_state, snapshot
-
-SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-SIZES |= {"intermediate_size": 48, "max_position_embeddings": 40}
-DISTIL = {"vocab_size": 64, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "max_position_embeddings": 40}
-MODERN = {"local_attention": 20, **dict.fromkeys(("pad_token_id", "bos_token_id", "cls_token_id"), 0)}
-MODERN |= dict.fromkeys(("sep_token_id", "eos_token_id"), 1)
-IDS = dict.fromkeys(("pad_token_id", "bos_token_id"), 0) | {"eos_token_id": 63}
-GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
-GEMMA = {"use_bidirectional_attention": True, "sliding_window": 5}
-GEMMA |= {"layer_types": ["sliding_attention", "full_attention"]}
-T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-T5 |= {"relative_attention_max_distance": 10, "relative_attention_num_buckets": 8}
-BART = {"vocab_size": 64, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 40}
-BART |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "ffn_dim": 48}
-CONFIGS = {
-    "Bert": t.BertConfig(**SIZES),
-    "Roberta": t.RobertaConfig(**SIZES),
-    "Electra": t.ElectraConfig(**SIZES, embedding_size=16),
-    "DistilBert": t.DistilBertConfig(**DISTIL),
-    "ModernBert": t.ModernBertConfig(**SIZES, **MODERN),
-    "NomicBert": t.NomicBertConfig(**SIZES),
-    "Albert": t.AlbertConfig(**SIZES, embedding_size=16, num_hidden_groups=2, inner_group_num=2),
-    "CLIPText": t.CLIPTextConfig(**SIZES | IDS),
-    "Esm": t.EsmConfig(**SIZES, mask_token_id=5, pad_token_id=1, token_dropout=True, position_embedding_type="rotary"),
-    "MPNet": t.MPNetConfig(**SIZES),
-    "T5Encoder": t.T5Config(**T5),
-    "UMT5Encoder": t.UMT5Config(**T5, feed_forward_proj="gated-gelu"),
-    "Bart": t.BartConfig(**BART),
-    "OPT": t.OPTConfig(**BART, num_hidden_layers=2, num_attention_heads=4, hidden_size=32, word_embed_proj_dim=32),
-    "Qwen3": t.Qwen3Config(**SIZES, **GROUPED),
-    "Mistral": t.MistralConfig(**SIZES, **GROUPED, sliding_window=6),
-    "Gemma3Text": t.Gemma3TextConfig(**SIZES, **GROUPED, **GEMMA),
-}
-BATCH, LENGTH = 3, 19
-
-
-def made(family, head="Model", **fields):
-    """A tiny model with random norms and biases, and a deep copy of it that stays stock."""
-    torch.manual_seed(0)
-    config = copy.deepcopy(CONFIGS[family])
-    config.update(fields)
-    model = getattr(t, family + head)(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.4)
-    return model, copy.deepcopy(model)
-
-
-def optimized(family, head="Model", **fields):
-    model, stock = made(family, head, **fields)
-    return accel.optimize(model), stock
-
-
-def encoder_of(model):
-    held = [vars(module).get("forward") for module in model.modules()]
-    return next(one for one in (getattr(one, "inner", None) or one for one in held) if isinstance(one, EncoderForward))
-
-
-def ids_and_mask(side="right"):
-    generator = torch.Generator().manual_seed(1)
-    ids, mask = torch.randint(4, 64, (BATCH, LENGTH), generator=generator), torch.ones(BATCH, LENGTH, dtype=torch.int64)
-    if side in ("right", "left"):
-        for row, length in enumerate((LENGTH, 2, 11)):
-            mask[row, length:] = 0
-        mask = mask if side == "right" else mask.flip(1)
-    elif side == "holes":
-        mask[0, 3] = mask[2, 5:9] = 0
-    elif side == "empty":
-        mask[1] = 0
-    return {"input_ids": ids, "attention_mask": None if side is None else mask}
-
-
-def fallbacks(model):
-    return [reason for _, reason, _ in accel.report(model).fallbacks]
-
-
-@torch.no_grad()
-def assert_same(model, stock, **call):
-    got, wanted = model(**call), stock(**call)
-    if isinstance(wanted, tuple):
-        got, wanted = (dict(enumerate(one)) for one in (got, wanted))
-    assert type(got) is type(wanted) and list(got) == list(wanted)
-    for name in (name for name, one in wanted.items() if isinstance(one, torch.Tensor)):
-        atol = 2e-5 * float(wanted[name].nan_to_num().abs().max())
-        torch.testing.assert_close(got[name], wanted[name], rtol=2e-5, atol=atol, equal_nan=True)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -229,10 +158,27 @@ def test_restore_gives_the_stock_model_back():
 
 
 def test_what_is_no_such_encoder_says_why():
-    config = t.DebertaV2Config(**SIZES, relative_attention=True, position_buckets=8, pos_att_type=["c2p", "p2c"])
+    config = t.DebertaV2Config(**SIZES, relative_attention=True, position_buckets=8, pos_att_type=["c2p"])
     model = t.DebertaV2Model(config).eval()
     rows = [row for row in accel.report(accel.optimize(model)).sites if row[1] == "encoder"]
     assert [row[2:] for row in rows] == [("skipped", "its own code attends, by a formula that is not known")]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_scores_by_content_and_distance(monkeypatch, shared):
+    config = t.DebertaV2Config(**SIZES, **DEBERTA, share_att_key=shared, pos_att_type=["p2c", "c2p"])
+    monkeypatch.setitem(CONFIGS, "DebertaV2", config)
+    model, stock = optimized("DebertaV2", "ForSequenceClassification")
+    for side in (None, "full", "right"):
+        assert_same(model, stock, **ids_and_mask(side))
+    assert_same(model, stock, input_ids=torch.arange(90)[None] % 64)
+    assert not fallbacks(model)
+    for one in (model, stock):
+        one.deberta.encoder.rel_embeddings.weight.data.mul_(0.5)
+    assert_same(model, stock, **ids_and_mask("right"))
+    assert not fallbacks(model)
+    assert_same(model, stock, **ids_and_mask("left"))
+    assert fallbacks(model) == ["rows of padding are seen, and attend in a way of their own"]
 
 
 def test_big_bird_is_put_back_after_it_was_looked_at():
@@ -249,49 +195,15 @@ def test_big_bird_is_put_back_after_it_was_looked_at():
 
 
 def test_own_code_may_have_windows_that_a_short_text_does_not_show(monkeypatch):
-    def near(scores, dim, softmax=torch.nn.functional.softmax):
+    def near(scores, dim=None, softmax=torch.nn.functional.softmax, **more):
         at = torch.arange(scores.shape[-1])
         return softmax(scores.masked_fill((at - at[:, None]).abs() > 25, -torch.inf), dim)
 
     monkeypatch.setattr(torch.nn.functional, "softmax", near)
+    monkeypatch.setattr(own_code, "SOFTMAXES", {near})
     model = accel.optimize(made("MPNet")[0])
     (row,) = [row for row in accel.report(model).sites if row[1] == "encoder"]
     assert row[2] == "skipped" and row[3].startswith("it computes something else: last_hidden_state is off by")
-
-
-def padded_ids(side, pad=0):
-    call = ids_and_mask(side)
-    return call | {"input_ids": call["input_ids"].masked_fill(call["attention_mask"] == 0, pad)}
-
-
-def test_a_decoder_makes_its_cache_when_somebody_looks_into_it():
-    model, stock = optimized("Mistral")
-    call = padded_ids("left")
-    assert_same(model, stock, **call, return_dict=False)
-    with torch.no_grad():
-        got, wanted = model(**call), stock(**call)
-        assert not fallbacks(model) and isinstance(got.cache, t.DynamicCache)
-        call["input_ids"].zero_()
-        for ours, theirs in zip(copy.deepcopy(got.cache).layers, wanted.cache.layers, strict=True):
-            assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
-        assert type(got.cache) is t.DynamicCache
-        more = [one(call["input_ids"][:, :1], cache=had.cache)[0] for one, had in ((model, got), (stock, wanted))]
-    assert torch.equal(*more) and fallbacks(model) == ["cache is given"]
-    assert_same(model, stock, **call, use_cache=False)
-    assert_same(model, stock, **call)
-    assert fallbacks(model) == ["cache is given", "a cache, into which somebody looks"]
-
-
-def test_a_decoder_with_a_class_for_its_last_word_leaves_padding_out():
-    model, stock = optimized("Qwen3", "ForSequenceClassification", pad_token_id=0)
-    forward, rows = encoder_of(model), []
-    packing = forward.packing
-    forward.packing = lambda *given: rows.append(packing(*given)) or rows[-1]
-    for side in ("right", "left"):
-        assert_same(model, stock, **padded_ids(side))
-    assert_same(model, stock, **padded_ids("right", pad=5))  # its class is that of a row of padding
-    real = int(ids_and_mask()["attention_mask"].sum())
-    assert [int(one.starts[-1]) for one in rows] == [real, real + 2, BATCH * LENGTH] and not fallbacks(model)
 
 
 def test_weights_and_activations_in_8_bits():
@@ -311,37 +223,12 @@ def test_weights_and_activations_in_8_bits():
         accel.optimize(t.T5ForConditionalGeneration(CONFIGS["T5Encoder"]), weights="int8")
 
 
-def test_several_texts_in_a_row_run_stock():
-    model, stock = optimized("Qwen3", use_cache=False)
-    places = torch.arange(LENGTH).remainder(7).expand(BATCH, -1)
-    assert_same(model, stock, input_ids=ids_and_mask()["input_ids"], position_ids=places)
-    assert fallbacks(model) == ["positions without a mask, which may be those of several texts in a row"]
-
-
 def test_a_configuration_that_changes_its_masks_is_followed():
     model, stock = optimized("Qwen3", use_cache=False)
     for one in (model, stock):
         one.config.is_causal = False
     assert_same(model, stock, **ids_and_mask())
     assert fallbacks(model) == ["its configuration has changed since it was optimized"]
-
-
-def test_rows_of_padding_before_a_text_are_computed_once_where_they_see_nothing():
-    model, stock = optimized("Qwen3", use_cache=False)
-    call = ids_and_mask("left")
-    call["input_ids"] = call["input_ids"].masked_fill(call["attention_mask"] == 0, 0)
-    assert_same(model, stock, **call)
-    with torch.no_grad():
-        packed = encoder_of(model).packing(model.embed_tokens(call["input_ids"]), call["attention_mask"], False)
-    assert int(packed.starts[-1]) == int(call["attention_mask"].sum()) + 2 and packed.mirrored
-
-
-def test_an_attention_that_sees_padding_before_a_text_runs_stock_there():
-    model, stock = optimized("Qwen3", _attn_implementation="eager")
-    assert_same(model, stock, **ids_and_mask("right"))
-    assert not fallbacks(model)
-    assert_same(model, stock, **ids_and_mask("left"))
-    assert fallbacks(model) == ["padding on no one side, and attention by distances"]
 
 
 def test_a_position_bias_is_known_up_to_the_length_at_which_it_was_seen():

@@ -1,4 +1,4 @@
-"""Encoders of images and of sound: fused layers give what stock gives, alone, under heads, in two towers and as backbones."""
+"""Encoders of images and of sound: fused layers give what stock gives, alone, under heads, in towers, as backbones."""
 
 import copy
 import importlib

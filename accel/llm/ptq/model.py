@@ -94,8 +94,8 @@ class LanguageModelQuantization(quantization.Quantization):
     """Of the linears and experts inside the decoder layers, and of the output head where the options name it; the model
     is then saved in the layout of compressed-tensors.
 
-    find: see `experts`; stacks: see `linears`. routers: paths of linears that choose experts, which keep their dtype. tried: the model is
-    called then, and left as it was where it does not run any more: some write into their weights.
+    find: see `experts`; stacks: see `linears`. routers: paths of linears that choose experts, which keep their dtype.
+    tried: the model is called then, and left as it was where it does not run any more: some write into their weights.
     """
 
     def __init__(

@@ -54,13 +54,14 @@ def _read(place, n_mask, d_mask, TAIL: tl.constexpr, EVEN: tl.constexpr, UPCAST:
 @triton.jit
 def attend(
     q, q_rest, k_ptr, v_ptr, stride_ks, stride_vs, n, k_length, at, row_max, row_sum, acc, rest, scale,
-    left, right, bias_ptr, reach, slope,
+    left, right, bias_ptr, reach, slope, places_ptr, query_rows, by_key_ptr, key_step,
     DIM: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """One block of keys: scores, running maximum and sum, accumulated values. scale: positive, of scores in base 2.
 
-    q_rest, rest: of the channels behind those of q and acc, or q_rest is None. left, right, bias_ptr, slope: None where
-    there is no such thing, see `packed_attention`; slope in base 2. TAIL: some keys are not there or not seen.
+    q_rest, rest: of the channels behind those of q and acc, or q_rest is None. left, right, bias_ptr, slope,
+    places_ptr: None where there is no such thing, see `packed_attention`; slope in base 2. query_rows: (BLOCK_M,),
+    where rows of its `by_query` begin. TAIL: some keys are not there or not seen.
     """
     n_idx = n + tl.arange(0, BLOCK_N)
     n_mask = n_idx < k_length
@@ -77,6 +78,12 @@ def attend(
         k = _read(k_rows + r_idx[:, None], n_mask[None, :], r_mask[:, None], TAIL, EVEN_REST, UPCAST)
         scores = tl.dot(q_rest, k, scores, input_precision="ieee")
     v = _read(v_rows + d_idx[None, :], n_mask[:, None], d_mask[None, :], TAIL, EVEN, UPCAST)
+    if places_ptr is not None:
+        place = tl.minimum(tl.maximum(n_idx[None, :] - at[:, None], -reach), reach) + reach
+        column = tl.load(places_ptr + place)
+        scores += tl.load(query_rows[:, None] + column).to(tl.float32)
+        key_rows = by_key_ptr + n_idx[None, :] * key_step
+        scores += tl.load(key_rows + column, mask=n_mask[None, :], other=0.0).to(tl.float32)
     if (bias_ptr is not None) or (slope is not None):
         scores *= scale
         scale = 1.0
@@ -136,12 +143,12 @@ def attention_kernel(
     for n in range(0, whole, BLOCK_N):
         row_max, row_sum, acc, rest = attend(
             q, None, k_ptr, v_ptr, stride_ks, stride_vs, n, k_length, m_idx, row_max, row_sum, acc, rest, scale,
-            None, None, None, 0, None, HEAD_DIM, BLOCK_N, False, UPCAST,
+            None, None, None, 0, None, None, None, None, 0, HEAD_DIM, BLOCK_N, False, UPCAST,
         )  # fmt: skip
     if whole < k_length:
         row_max, row_sum, acc, rest = attend(
             q, None, k_ptr, v_ptr, stride_ks, stride_vs, whole, k_length, m_idx, row_max, row_sum, acc, rest, scale,
-            None, None, None, 0, None, HEAD_DIM, BLOCK_N, True, UPCAST,
+            None, None, None, 0, None, None, None, None, 0, HEAD_DIM, BLOCK_N, True, UPCAST,
         )  # fmt: skip
     acc = acc / row_sum[:, None]
     o_place = o_ptr + b * stride_ob + h * stride_oh + m_idx.to(tl.int64)[:, None] * stride_os + d_idx[None, :]

@@ -10,7 +10,10 @@ import torch.nn.functional as F
 from accel_kernels.op import dtype_reason, make_op, random_cases
 
 
-def reference(q, k, v, starts, scale, *, longest, window=None, bias=None, causal=False, slopes=None, keys=None):
+def reference(
+    q, k, v, starts, scale, *, longest, window=None, bias=None, causal=False, slopes=None, keys=None,
+    by_query=None, by_key=None, places=None,
+):  # fmt: skip
     """q: (T, heads, D); k, v: (T, kv heads, D); any strides, the last 1. Gives (T, heads * D).
 
     starts: (sequences + 1,) int32 contiguous, rising from 0: sequence i holds the tokens from starts[i] to below
@@ -21,7 +24,8 @@ def reference(q, k, v, starts, scale, *, longest, window=None, bias=None, causal
     causal: it sees none behind itself. bias: (heads, 2 R + 1) contiguous, bias[h, clamp(j - i, -R, R) + R] is added to
     the score of query i and key j. slopes: (heads,), slope * |i - j| is taken from it (ALiBi, both ways). keys:
     (sequences,) int32 contiguous, how many tokens at the beginning of each sequence are seen, or None for all; a query
-    that sees none gives zeros.
+    that sees none gives zeros. places: (2 R + 1,) int32 contiguous; with c = places[clamp(j - i, -R, R) + R], scale *
+    (by_query[i, h, c] + by_key[j, h, c]) is added to the score; both (T, heads, columns), the last next to each other.
     The reference waits for the GPU to learn the lengths.
     """
     out = q.new_zeros(q.shape[0], q.shape[1] * q.shape[2])
@@ -37,8 +41,13 @@ def reference(q, k, v, starts, scale, *, longest, window=None, bias=None, causal
         queries = q[tokens].transpose(1, 2)
         theirs, values = (t[tokens[:, :seen]].transpose(1, 2) for t in (k, v))
         mask = None
-        if window is not None or bias is not None or slopes is not None or (causal and seen < length):
+        distances = (window, bias, slopes, places)
+        if any(one is not None for one in distances) or (causal and seen < length):
             mask = _mask(length, q, window, bias, causal, slopes)[..., :seen]
+        if places is not None:
+            mask = _relative(by_query[tokens], by_key[tokens], places, scale)[..., :seen] + (
+                0 if mask is None else mask
+            )
         is_causal = causal and mask is None
         found = F.scaled_dot_product_attention(
             queries,
@@ -69,8 +78,18 @@ def _mask(length, q, window, bias, causal, slopes):
     return added.masked_fill((distance < -left) | (distance > (0 if causal else right)), -math.inf)
 
 
+def _relative(by_query, by_key, places, scale):
+    """What is added to scores, (sequences, heads, length, length); of tables (sequences, length, heads, columns)."""
+    at, reach = torch.arange(by_query.shape[1], device=places.device), places.numel() // 2
+    columns = places[(at - at[:, None]).clamp(-reach, reach) + reach].long()
+    mine, theirs = (t.transpose(1, 2) for t in (by_query, by_key))
+    given = theirs.gather(-1, columns.t().expand(*theirs.shape[:3], -1)).transpose(-1, -2)
+    return scale * (mine.gather(-1, columns.expand(*mine.shape[:3], -1)) + given)
+
+
 def supports(
-    q, k, v, starts, scale, *, longest, window=None, bias=None, causal=False, slopes=None, keys=None
+    q, k, v, starts, scale, *, longest, window=None, bias=None, causal=False, slopes=None, keys=None,
+    by_query=None, by_key=None, places=None,
 ) -> str | None:  # fmt: skip
     if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or (q.shape[0], q.shape[2]) != (k.shape[0], k.shape[2]):
         return f"queries {tuple(q.shape)}, keys {tuple(k.shape)}, values {tuple(v.shape)}"
@@ -96,15 +115,22 @@ def supports(
         return f"a bias {tuple(bias.shape)} that is not (heads, an odd number) and contiguous"
     if slopes is not None and (slopes.shape != q.shape[1:2] or not slopes.is_contiguous()):
         return "slopes that are not one for each head"
-    return dtype_reason(q, k, v, bias, slopes, products=True)
+    if places is not None and (places.dtype != torch.int32 or places.numel() % 2 == 0 or not places.is_contiguous()):
+        return "places that are not an odd number of int32 and contiguous"
+    if places is not None and bias is not None and places.numel() != bias.shape[1]:
+        return "a bias and places that reach to different distances"
+    if places is not None and any(t.shape[:2] != q.shape[:2] or t.stride(2) != 1 for t in (by_query, by_key)):
+        return "tables of distances that are not (tokens, heads, columns)"
+    return dtype_reason(q, k, v, bias, slopes, by_query, by_key, products=True)
 
 
 @random_cases
 def _case(
-    rand, lengths, heads, kv_heads, dim, *, fill=0, idle=0, longest=None, reach=None, slopes=False, seen=None, **more
+    rand, lengths, heads, kv_heads, dim, *, fill=0, idle=0, longest=None, reach=None, slopes=False, seen=None,
+    columns=None, **more
 ):  # fmt: skip
     """fill: tokens of infinities behind the sequences. idle: sequences of no tokens at the end. reach: R of a bias.
-    seen: keys of each sequence.
+    seen: keys of each sequence. columns: of tables of distances.
     """
     starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     starts += starts[-1:] * idle
@@ -117,6 +143,9 @@ def _case(
         more["slopes"] = rand.uniform(heads)
     if seen is not None:
         more["keys"] = torch.tensor(seen + [0] * idle, device=rand.device, dtype=torch.int32)
+    if columns is not None:
+        more |= {name: rand(heads, starts[-1] + fill, columns).transpose(0, 1) for name in ("by_query", "by_key")}
+        more["places"] = torch.arange(columns - 1, device=rand.device, dtype=torch.int32)
     more["longest"] = longest or max(lengths)
     return (q, k, v, torch.tensor(starts, device=rand.device, dtype=torch.int32), dim**-0.5), more
 
@@ -136,6 +165,7 @@ CASES = (
     _small("causal", [100, 131], 2, 1, 24, causal=True, idle=1),
     _small("slopes", [20, 45, 8], 3, 1, 72, slopes=True),
     _small("causal-window", [180], 1, 1, 16, causal=True, window=(30, 9)),
+    _small("relative", [70, 3, 21], 2, 2, 16, columns=40, seen=[60, 3, 21], fill=5, idle=1),
     _small("none", [0, 0], 2, 2, 16, longest=32, fill=5),
     _small("many", [2, 0, 1] * 130, 1, 1, 16, fill=1),
     _case("bge-base", MIXED, 12, 12, 64, fill=64),
@@ -150,6 +180,7 @@ CASES = (
     _case("jina", MIXED, 12, 12, 64, slopes=True),
     _case("gemma", MIXED, 3, 1, 256, window=(256, 256), longest=512),
     _case("qwen-embedding", [1000, 7, 300], 16, 8, 128, causal=True, fill=30),
+    _case("deberta", MIXED, 12, 12, 64, columns=512),
     _case("wide", [500, 77], 4, 2, 96),
 )
 

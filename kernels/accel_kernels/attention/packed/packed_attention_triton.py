@@ -40,12 +40,12 @@ def _tile_of_sequence(tile, starts_ptr, keys_ptr, sequences, tokens, BLOCK_M: tl
     return start.to(tl.int64), m, length, tl.where(sequence < sequences, keys, 0)
 
 
-@triton.jit(do_not_specialize=("tokens", "sequences", "left", "right", "reach"))
+@triton.jit(do_not_specialize=("tokens", "sequences", "left", "right", "reach", "query_head", "key_head"))
 def packed_attention_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, starts_ptr, keys_ptr, bias_ptr, slopes_ptr, q_step, k_step, v_step, tokens, sequences,
-    scale, left, right, reach, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, Q_HEAD: tl.constexpr,
-    K_HEAD: tl.constexpr, V_HEAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    REST: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, o_ptr, starts_ptr, keys_ptr, bias_ptr, slopes_ptr, places_ptr, by_query_ptr, by_key_ptr,
+    q_step, k_step, v_step, query_step, key_step, query_head, key_head, tokens, sequences, scale, left, right, reach,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, Q_HEAD: tl.constexpr, K_HEAD: tl.constexpr,
+    V_HEAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, REST: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """REST: channels of the second part of a head, a power of two, or 0. Q_HEAD: from head to head, as q_step from
     token to token; constants, so that it is known how wide loads may be.
@@ -84,6 +84,11 @@ def packed_attention_kernel(
     slope = None
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + h).to(tl.float32) * IN_BASE_2
+    query_rows = None
+    if places_ptr is not None:
+        rows = start + tl.minimum(m_idx, length - 1)
+        query_rows = by_query_ptr + h.to(tl.int64) * query_head + rows * query_step
+        by_key_ptr += h.to(tl.int64) * key_head + start * key_step
     # Blocks from `first` to below `stop` have keys that are seen; those from `clear` to below `edge` by all queries.
     last = tl.minimum(m + BLOCK_M, length) - 1
     first = 0
@@ -103,7 +108,8 @@ def packed_attention_kernel(
     for i in range(edge - clear):  # not from `clear` on: Triton 3.9 then loads no block ahead
         row_max, row_sum, acc, rest = attend(
             q, q_rest, k_ptr, v_ptr, k_step, v_step, (clear + i) * BLOCK_N, keys, m_idx, row_max, row_sum, acc, rest,
-            scale, left, right, bias_ptr, reach, slope, DIM, BLOCK_N, False, UPCAST,
+            scale, left, right, bias_ptr, reach, slope, places_ptr, query_rows, by_key_ptr, key_step,
+            DIM, BLOCK_N, False, UPCAST,
         )  # fmt: skip
     for i in range(stop - first - (edge - clear)):
         block = first + i
@@ -113,7 +119,8 @@ def packed_attention_kernel(
             block += edge
         row_max, row_sum, acc, rest = attend(
             q, q_rest, k_ptr, v_ptr, k_step, v_step, block * BLOCK_N, keys, m_idx, row_max, row_sum, acc, rest,
-            scale, left, right, bias_ptr, reach, slope, DIM, BLOCK_N, True, UPCAST,
+            scale, left, right, bias_ptr, reach, slope, places_ptr, query_rows, by_key_ptr, key_step,
+            DIM, BLOCK_N, True, UPCAST,
         )  # fmt: skip
     share = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
     o_rows = o_ptr + ((start + m_idx) * HEADS + h)[:, None] * DIM
@@ -150,7 +157,10 @@ def packed_tile(q: torch.Tensor, channels: int, biased: bool, tokens: int, seque
     return Tile(64, 32, 4, 2) if channels == 128 else Tile(64, 64, 4, 2 if channels <= 64 else stages)
 
 
-def packed_attention(q, k, v, starts, scale, *, longest, window=None, bias=None, causal=False, slopes=None, keys=None):
+def packed_attention(
+    q, k, v, starts, scale, *, longest, window=None, bias=None, causal=False, slopes=None, keys=None,
+    by_query=None, by_key=None, places=None,
+):  # fmt: skip
     """Same arguments and result as the reference; see `supports`."""
     (tokens, heads, dim), sequences = q.shape, starts.numel() - 1
     out = torch.empty((tokens, heads * dim), device=q.device, dtype=q.dtype)
@@ -160,11 +170,13 @@ def packed_attention(q, k, v, starts, scale, *, longest, window=None, bias=None,
         sizes += [(2**20, 2**20 // most, most) for most in (16, 32, 64, 512, 1024)]
     left, right = (None, None) if window is None else (min(side, longest) for side in window)
     right = 0 if causal else right
-    for tile in dict.fromkeys(packed_tile(q, block_d + rest, bias is not None, *size) for size in sizes):
+    reach = max((one.shape[-1] // 2 for one in (bias, places) if one is not None), default=0)
+    steps = (0,) * 4 if by_query is None else (t.stride(at) for at in (0, 1) for t in (by_query, by_key))
+    for tile in dict.fromkeys(packed_tile(q, block_d + rest, reach > 0, *size) for size in sizes):
         launch(
             packed_attention_kernel, (tokens // tile.queries + sequences + 1, heads),
-            q, k, v, out, starts, keys, bias, slopes, q.stride(0), k.stride(0), v.stride(0), tokens, sequences,
-            float(scale) * LOG2E, left, right, 0 if bias is None else bias.shape[1] // 2,
+            q, k, v, out, starts, keys, bias, slopes, places, by_query, by_key, q.stride(0), k.stride(0), v.stride(0),
+            *steps, tokens, sequences, float(scale) * LOG2E, left, right, reach,
             HEADS=heads, GROUP=heads // k.shape[1], DIM=dim, Q_HEAD=q.stride(1), K_HEAD=k.stride(1),
             V_HEAD=v.stride(1), BLOCK_M=tile.queries, BLOCK_N=tile.keys, BLOCK_D=block_d, REST=rest,
             UPCAST=upcast(q.dtype), num_warps=tile.warps, num_stages=tile.stages, **programmatic(q.device),

@@ -10,16 +10,16 @@ class LateCache(DynamicCache):
     """Becomes the cache that `make` gives, of its class too, as soon as somebody looks into it."""
 
     def __init__(self, make: Callable[[], Any]):
-        vars(self)["make"] = make
+        self.__dict__["make"] = make
 
     def become(self) -> None:
-        if (make := vars(self).pop("make", None)) is not None:
+        if (make := self.__dict__.pop("make", None)) is not None:
             made = make()
             self.__class__ = type(made)
-            vars(self).update(vars(made))
+            self.__dict__.update(made.__dict__)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "make" not in vars(self):
+        if name.startswith("__") or "make" not in self.__dict__:
             raise AttributeError(name)
         self.become()
         return getattr(self, name)

@@ -1,0 +1,102 @@
+"""Attention that a model's own code computes: seen in the products and softmaxes of a recorded run."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from accel.comparison import agree, factor
+from accel.encoders.position_bias import SeenBias
+from accel.encoders.relative import Relative, seen_relative
+from accel.llm.recording.record import Attended, LayerRecord, Stored
+
+PRODUCTS = {torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.bmm, torch.Tensor.__matmul__}
+SOFTMAXES = {torch.softmax, F.softmax, torch.Tensor.softmax}
+
+
+class Product(NamedTuple):
+    """module: in whose forward it was."""
+
+    module: nn.Module
+    left: torch.Tensor
+    right: torch.Tensor
+    made: torch.Tensor
+
+
+@dataclass
+class OwnAttended(Attended):
+    """bias: the path of the embedding whose rows are added to its scores; "" for none. relative: more that is."""
+
+    bias: str = ""
+    relative: Relative | None = None
+
+
+class OwnCode(TorchFunctionMode):
+    """Sees what is multiplied. where: gives the module whose forward runs; None outside of layers."""
+
+    def __init__(self, where: Callable[[], nn.Module | None]):
+        super().__init__()
+        self.where = where
+        self.forget()
+
+    def forget(self) -> None:
+        self.products: list[Product] = []
+        self.softmaxes: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.gathered: list[tuple[torch.Tensor, torch.Tensor, Any]] = []  # made, index, the product it is of
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if (func in PRODUCTS or func in SOFTMAXES or func is torch.gather) and (module := self.where()) is not None:
+            if func in SOFTMAXES and args:
+                self.softmaxes.append((args[0], made))
+            elif func is torch.gather:
+                source, index = args[0], (kwargs or {}).get("index", args[-1])
+                of = next((one for one in self.products if one.made is source), None)
+                self.gathered += [(made, index, of)] if of is not None and index.dim() == 3 else []
+            elif len(args) == 2:
+                self.products.append(Product(module, *args, made))
+        return made
+
+    def attention(
+        self, layer: LayerRecord, index: int, biases: Sequence[SeenBias]
+    ) -> tuple[OwnAttended, Stored] | None:
+        """The one attention of what was seen since `forget`; None for none, several, or another formula.
+
+        index: of the layer. biases: see `EncoderRecord`.
+        """
+        rows = layer.call.input.held.shape[0]
+
+        def by_heads(t: torch.Tensor) -> torch.Tensor:
+            return t.unflatten(0, (rows, -1)) if t.dim() == 3 else t
+
+        def attended(made: Product, key: torch.Tensor, scale: float, **more: Any) -> tuple[OwnAttended, Stored]:
+            query, value, output = map(by_heads, (made.left, after[0].right, after[0].made))
+            found = OwnAttended(query.clone(), None, {"scaling": scale}, output.transpose(1, 2).clone(), **more)
+            return found, Stored(made.module, index, key.contiguous().clone(), value.contiguous().clone())
+
+        if len(self.softmaxes) != 1:
+            return None
+        ((scores, shares),) = self.softmaxes
+        after = [one for one in self.products if one.left.numel() == shares.numel()]
+        after = [one for one in after if torch.equal(one.left.reshape(shares.shape), shares)]
+        if len(after) != 1 or any(one.dim() not in (3, 4) or one.shape[0] % rows for one in (scores, after[0].made)):
+            return None
+        alike = [one for one in self.products if one.made.shape[-2:] == scores.shape[-2:]]
+        before = [one for one in alike if one.made.numel() == scores.numel() and one.left is not after[0].left]
+        scores = by_heads(scores)
+        for made in before:
+            plain, usual = by_heads(made.left @ made.right), made.left.shape[-1] ** -0.5
+            added = [("", plain.new_zeros(())), *((one.path, one.values.permute(2, 0, 1)) for one in biases)]
+            added = [(path, one) for path, one in added if one.shape in ((), plain.shape[1:])]
+            for scale, (path, one) in product((1.0, usual, factor(plain, scores)), added):
+                if not agree(scale * plain + one, scores):
+                    continue
+                return attended(made, by_heads(made.right.transpose(-1, -2)), scale, bias=path)
+            if (other := seen_relative(layer, by_heads(made.left), scores, self.gathered)) is not None:
+                return attended(made, other.key, other.scale, relative=other.spec)
+        return None

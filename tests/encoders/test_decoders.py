@@ -1,0 +1,72 @@
+"""Decoders without a head, or with a class for a text, packed: their padding, positions and caches."""
+
+import copy
+
+import torch
+import transformers as t
+
+from support.objects.encoders import (
+    BATCH,
+    LENGTH,
+    assert_same,
+    encoder_of,
+    fallbacks,
+    ids_and_mask,
+    optimized,
+    padded_ids,
+)
+
+
+def test_a_decoder_makes_its_cache_when_somebody_looks_into_it():
+    model, stock = optimized("Mistral")
+    call = padded_ids("left")
+    assert_same(model, stock, **call, return_dict=False)
+    with torch.no_grad():
+        got, wanted = model(**call), stock(**call)
+        assert not fallbacks(model) and isinstance(got.cache, t.DynamicCache)
+        call["input_ids"].zero_()
+        for ours, theirs in zip(copy.deepcopy(got.cache).layers, wanted.cache.layers, strict=True):
+            assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
+        assert type(got.cache) is t.DynamicCache
+        more = [one(call["input_ids"][:, :1], cache=had.cache)[0] for one, had in ((model, got), (stock, wanted))]
+    assert torch.equal(*more) and fallbacks(model) == ["cache is given"]
+    assert_same(model, stock, **call, use_cache=False)
+    assert_same(model, stock, **call)
+    assert fallbacks(model) == ["cache is given", "a cache, into which somebody looks"]
+
+
+def test_a_decoder_with_a_class_for_its_last_word_leaves_padding_out():
+    model, stock = optimized("Qwen3", "ForSequenceClassification", pad_token_id=0)
+    forward, rows = encoder_of(model), []
+    packing = forward.packing
+    forward.packing = lambda *given: rows.append(packing(*given)) or rows[-1]
+    for side in ("right", "left"):
+        assert_same(model, stock, **padded_ids(side))
+    assert_same(model, stock, **padded_ids("right", pad=5))  # its class is that of a row of padding
+    real = int(ids_and_mask()["attention_mask"].sum())
+    assert [int(one.starts[-1]) for one in rows] == [real, real + 2, BATCH * LENGTH] and not fallbacks(model)
+
+
+def test_several_texts_in_a_row_run_stock():
+    model, stock = optimized("Qwen3", use_cache=False)
+    places = torch.arange(LENGTH).remainder(7).expand(BATCH, -1)
+    assert_same(model, stock, input_ids=ids_and_mask()["input_ids"], position_ids=places)
+    assert fallbacks(model) == ["positions without a mask, which may be those of several texts in a row"]
+
+
+def test_rows_of_padding_before_a_text_are_computed_once_where_they_see_nothing():
+    model, stock = optimized("Qwen3", use_cache=False)
+    call = ids_and_mask("left")
+    call["input_ids"] = call["input_ids"].masked_fill(call["attention_mask"] == 0, 0)
+    assert_same(model, stock, **call)
+    with torch.no_grad():
+        packed = encoder_of(model).packing(model.embed_tokens(call["input_ids"]), call["attention_mask"], False)
+    assert int(packed.starts[-1]) == int(call["attention_mask"].sum()) + 2 and packed.mirrored
+
+
+def test_an_attention_that_sees_padding_before_a_text_runs_stock_there():
+    model, stock = optimized("Qwen3", _attn_implementation="eager")
+    assert_same(model, stock, **ids_and_mask("right"))
+    assert not fallbacks(model)
+    assert_same(model, stock, **ids_and_mask("left"))
+    assert fallbacks(model) == ["padding on no one side, and attention by distances"]
