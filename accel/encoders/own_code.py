@@ -15,7 +15,8 @@ from accel.encoders.position_bias import SeenBias
 from accel.encoders.relative import Relative, seen_relative
 from accel.llm.recording.record import Attended, LayerRecord, Stored
 
-PRODUCTS = {torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.bmm, torch.Tensor.__matmul__}
+PRODUCTS = {torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.bmm, torch.Tensor.__matmul__, torch.einsum}
+SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 SOFTMAXES = {torch.softmax, F.softmax, torch.Tensor.softmax}
 
 
@@ -46,11 +47,14 @@ class OwnCode(TorchFunctionMode):
 
     def forget(self) -> None:
         self.products: list[Product] = []
+        self.attended: list[tuple[nn.Module, dict[str, Any], torch.Tensor]] = []
         self.softmaxes: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.gathered: list[tuple[torch.Tensor, torch.Tensor, Any]] = []  # made, index, the product it is of
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         made = func(*args, **(kwargs or {}))
+        if func is F.scaled_dot_product_attention and (module := self.where()) is not None:
+            self.attended.append((module, dict(zip(SDPA, args, strict=False)) | (kwargs or {}), made))
         if (func in PRODUCTS or func in SOFTMAXES or func is torch.gather) and (module := self.where()) is not None:
             if func in SOFTMAXES and args:
                 self.softmaxes.append((args[0], made))
@@ -58,8 +62,8 @@ class OwnCode(TorchFunctionMode):
                 source, index = args[0], (kwargs or {}).get("index", args[-1])
                 of = next((one for one in self.products if one.made is source), None)
                 self.gathered += [(made, index, of)] if of is not None and index.dim() == 3 else []
-            elif len(args) == 2:
-                self.products.append(Product(module, *args, made))
+            elif len(args) == 2 + (func is torch.einsum) and args[-2].shape[-1] == args[-1].shape[-2]:
+                self.products.append(Product(module, args[-2], args[-1], made))
         return made
 
     def attention(
@@ -79,11 +83,21 @@ class OwnCode(TorchFunctionMode):
             found = OwnAttended(query.clone(), None, {"scaling": scale}, output.transpose(1, 2).clone(), **more)
             return found, Stored(made.module, index, key.contiguous().clone(), value.contiguous().clone())
 
-        if len(self.softmaxes) != 1:
+        if len(self.attended) == 1 and not self.softmaxes:
+            ((module, given, output),) = self.attended
+            q, k, v = (given[name] for name in SDPA[:3])
+            if q.dim() != 4 or given.get("attn_mask") is not None or given.get("is_causal"):
+                return None
+            found = OwnAttended(
+                q.clone(), None, {"scaling": given.get("scale") or q.shape[-1] ** -0.5}, output.transpose(1, 2)
+            )
+            return found, Stored(module, index, k.clone(), v.clone())
+        if len(self.softmaxes) != 1 or self.attended:
             return None
         ((scores, shares),) = self.softmaxes
         after = [one for one in self.products if one.left.numel() == shares.numel()]
         after = [one for one in after if torch.equal(one.left.reshape(shares.shape), shares)]
+        after = [one for one in after if torch.equal(one.left @ one.right, one.made)]
         if len(after) != 1 or any(one.dim() not in (3, 4) or one.shape[0] % rows for one in (scores, after[0].made)):
             return None
         alike = [one for one in self.products if one.made.shape[-2:] == scores.shape[-2:]]

@@ -138,9 +138,15 @@ def _is_cache(annotation: object) -> bool:
     return any(isinstance(kind, type) and issubclass(kind, Cache) for kind in kinds)
 
 
+class Encoded(BaseModelOutput):
+    """What an encoder gives; nothing of what some encoders give beside."""
+
+    attention_mask = router_logits = None
+
+
 def encoded(hidden: Any) -> BaseModelOutput:
     """What an encoder gives."""
-    return BaseModelOutput(last_hidden_state=hidden)
+    return Encoded(last_hidden_state=hidden)
 
 
 def pair_of(own: list[Any], cross: list[Any]) -> EncoderDecoderCache:

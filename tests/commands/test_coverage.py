@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import accel
+from accel.bench import encoder_coverage
 from accel.bench.llm import coverage, tiny
 from support.command_line import run_command
 
@@ -45,10 +46,18 @@ def test_a_name_is_a_type_or_the_beginning_of_some():
     assert "llama" in coverage.find_classes(["llama"])["LlamaForCausalLM"]  # with all other types of that class
 
 
-@pytest.mark.parametrize(("name", "outcome"), [("BertModel", "whole"), ("FNetModel", "stock")])
-def test_text_encoders(name, outcome):
-    *_, row = coverage.examine_encoder(name)
-    assert row["outcome"] == outcome and not row["fallbacks"] and bool(row["reasons"]) == (outcome == "stock")
+def test_encoders_are_of_four_kinds():
+    names = {"BertModel": "whole", "FNetModel": "stock", "T5ForConditionalGeneration": "whole", "ViTModel": "whole"}
+    names |= {"LongT5ForConditionalGeneration": "part", "Wav2Vec2Model": "whole"}
+    rows = []
+    for name, outcome in names.items():
+        row = {"class": name}
+        for found in encoder_coverage.examine_encoder(name):
+            row |= found
+        rows.append(row)
+        assert row["outcome"] == outcome and not row["fallbacks"] and bool(row["reasons"]) == (outcome != "whole")
+    share = "4 of 5 encoders that attend (80%) are fused by layers: 1 of 1 text, 1 of 2 encoder-decoder, "
+    assert encoder_coverage.share_of(rows) == share + "1 of 1 image, 1 of 1 sound"
 
 
 def test_what_cannot_be_built_is_a_row(monkeypatch):

@@ -1,10 +1,9 @@
-"""Which causal language models and text encoders of the installed transformers are fused: every class, tiny, in a
-process of its own.
+"""Which classes of the installed transformers are fused, language models, encoders and encoder-decoders: each tiny, in
+a process of its own.
 """
 
 import multiprocessing
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -14,26 +13,29 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel.bench.encoder_coverage import encoder_kinds, examine_encoder, share_of
 from accel.bench.llm.tiny import PROMPT
+from accel.bench.outcomes import (
+    ENDED,
+    MEANING,
+    NOT_BUILT,
+    OUTCOMES,
+    PART,
+    STOCK,
+    WHOLE,
+    WRONG,
+    generalized,
+    wrong_answer,
+)
 from accel.bench.results import REASON
 from accel.errors import logged
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-WHOLE, PART, STOCK, WRONG, NOT_BUILT, ENDED = OUTCOMES = ("whole", "part", "stock", "wrong", "not built", "ended")
-MEANING = {
-    WHOLE: "every layer is fused, and the model's own forward runs them",
-    PART: "some decoder layers are fused, between others that run stock; or around attention that does",
-    STOCK: "no layer is fused; norms and experts may be",
-    WRONG: "it gives other tokens or hidden states than stock, or raises where stock does not",
-    NOT_BUILT: "no tiny configuration of the class was found that runs",
-    ENDED: "the process took too long, or died",
-}
 AROUND = "attention runs stock"
 NEW = 8
-FAR = 1e-3  # of the largest logit: further from stock in float32 is no rounding
-PRELOADED = ["torch", "transformers", "accel", "accel.llm.stages", "accel.bench.llm.tiny", __name__]
+PRELOADED = ["torch", "transformers", "accel", "accel.llm.stages", "accel.bench.encoder_coverage", __name__]
 
 
 def find_classes(names: Iterable[str]) -> dict[str, list[str]]:
@@ -43,24 +45,15 @@ def find_classes(names: Iterable[str]) -> dict[str, list[str]]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     found: dict[str, list[str]] = {}
-    for kind, name in (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items(), *text_encoders().items()):
-        found.setdefault(name, []).append(kind)
+    for classes in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *encoder_kinds().values()):
+        for kind, name in classes.items():
+            found.setdefault(name, []).append(kind)
     types = [kind for kinds in found.values() for kind in kinds]
     asked = {name: [name] if name in types else [one for one in types if one.startswith(name)] for name in names}
     if unknown := [name for name, fitting in asked.items() if not fitting]:
         raise KeyError(*unknown)
     wanted = {kind for fitting in asked.values() for kind in fitting}
     return {name: kinds for name, kinds in found.items() if not asked or wanted & {*kinds}}
-
-
-def text_encoders() -> dict[str, str]:
-    """By model types, the classes that transformers lists as such, and those under its heads for masked words."""
-    from transformers.models.auto import modeling_auto as listed
-
-    masked, bases = listed.MODEL_FOR_MASKED_LM_MAPPING_NAMES, listed.MODEL_MAPPING_NAMES
-    below = {kind: bases[kind] for kind, name in masked.items() if "ConditionalGeneration" not in name}
-    below = {kind: name if isinstance(name, str) else name[0] for kind, name in below.items()}
-    return below | listed.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES
 
 
 def run_coverage(
@@ -113,7 +106,7 @@ def tell(connection: Connection, name: str, kinds: list[str]) -> None:
     torch.set_num_threads(1)
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         try:
-            for found in examine_encoder(name) if name in text_encoders().values() else examine(kinds):
+            for found in examine_encoder(name) if encodes(name) else examine(kinds):
                 connection.send(found)
         except Exception as error:  # of whatever stage; the row tells it
             connection.send({"outcome": WRONG, "reasons": [logged(error)[:REASON]]})
@@ -160,55 +153,6 @@ def examine(kinds: list[str]) -> Iterator[dict]:
     yield row
 
 
-def examine_encoder(name: str) -> Iterator[dict]:
-    """As `examine`, of a class of text encoders."""
-    import transformers
-
-    import accel
-    from accel.bench.llm.tiny import NotBuilt, build_tiny
-
-    yield {"stage": "building"}
-    try:
-        model = build_tiny(getattr(transformers, name))
-    except (NotBuilt, ImportError) as error:
-        yield {"outcome": NOT_BUILT, "reasons": [str(error)]}
-        return
-    yield {"model_type": model.config.model_type, "stage": "running stock"}
-    stock = hidden_states_of(model)
-    yield {"stage": "optimizing"}
-    accel.optimize(model, cpu="fuse")
-    yield {"stage": "running optimized"}
-    ours, report = hidden_states_of(model), accel.report(model)
-    told = [(status, reason) for _, rule, status, reason in report.sites if rule == "encoder"]
-    told = told or [("skipped", "it has no list of layers, or attends to nothing")]
-    fused = all(status == "patched" for status, _ in told)
-    row: dict[str, Any] = {"outcome": WHOLE if fused else STOCK}
-    row["reasons"] = [] if fused else [generalized(told[0][1])]
-    row["fallbacks"] = dict(Counter(reason for _, reason, _ in report.fallbacks))
-    if differs := wrong_answer(stock, ours):
-        row |= {"outcome": WRONG, "reasons": [differs]}
-    yield row
-
-
-@torch.no_grad()
-def hidden_states_of(model: Any) -> dict[str, Any]:
-    """By call what an encoder gives for two texts, one of them padded, or in words what was raised instead."""
-    from accel.bench.llm.tiny import numbers_in, tiny_prompt
-
-    ids = tiny_prompt(model)
-    ids = torch.cat([ids, ids.roll(1, dims=1)])
-    mask = torch.ones_like(ids)
-    mask[1, 2 * PROMPT // 3 :] = 0
-    masks = {"alone": None, "padded on the right": mask, "padded on the left": mask.flip(1)}
-    found: dict[str, Any] = {}
-    for name, shown in masks.items():
-        try:
-            found[name] = numbers_in(model(ids) if shown is None else model(ids, attention_mask=shown))
-        except Exception as error:  # some take no mask
-            found[name] = logged(error)[:REASON]
-    return found
-
-
 @torch.no_grad()
 def answers_of(model: Any, ids: torch.Tensor) -> dict[str, Any]:
     """By call what the model gives, or in words what was raised instead: logits of the prompt, tokens after it, and
@@ -233,23 +177,6 @@ def answers_of(model: Any, ids: torch.Tensor) -> dict[str, Any]:
     return found
 
 
-def wrong_answer(stock: dict[str, Any], ours: dict[str, Any]) -> str | None:
-    """How an optimized model's answers differ from stock's; None where they do not, or stock has none."""
-    for name, right in stock.items():
-        got = ours[name]
-        if isinstance(right, str):
-            continue
-        if isinstance(got, str):
-            return f"{name}: {got}"
-        if right.is_floating_point():
-            far = ((got - right).abs().max() / right.abs().max()).item()
-            if not far <= FAR:
-                return f"{name}: {far:.1e} of the largest number from stock's"
-        elif not torch.equal(right, got):
-            return f"{name}: {right.tolist()} stock, {got.tolist()} optimized"
-    return None
-
-
 def judged(sites: list[tuple[str, str, str, str]]) -> dict[str, Any]:
     """Outcome and reasons by the rows of a report: sites are (path, rule, status, reason)."""
     whole = [(status, reason) for path, rule, status, reason in sites if rule == "language model" and not path]
@@ -266,12 +193,6 @@ def judged(sites: list[tuple[str, str, str, str]]) -> dict[str, Any]:
     around = any(rule == "decoder layer" and AROUND in (reason or "") for _, rule, _, reason in sites)
     outcome = STOCK if not fused else PART if layers["skipped"] or around else WHOLE
     return {"outcome": outcome, "reasons": [*reasons], "patched": dict(patched)}
-
-
-def generalized(reason: str) -> str:
-    """A reason without the layer it is told of, and without measurements, so that equal ones are counted as one."""
-    named = re.sub(r"^[a-z_]\w*(\.\w+)*\.\d+(\.\w+)*: |^layer \d+ ", "", reason)
-    return re.sub(r"\d+(\.\d+)?e[+-]\d+", "#", named)
 
 
 def summarized(rows: list[dict]) -> dict[str, Any]:
@@ -312,14 +233,18 @@ def tables_of(rows: list[dict]) -> dict[str, tuple[tuple[str, ...], list[tuple]]
 def named(row: dict) -> str:
     """The model types of a row, with the class of an encoder, whose types are those of language models too."""
     types = ", ".join(row["types"])
-    return f"{types} ({row['class']})" if row["class"] in text_encoders().values() else types
+    return f"{types} ({row['class']})" if encodes(row["class"]) else types
+
+
+def encodes(name: str) -> bool:
+    """Whether a class is one of encoders or encoder-decoders."""
+    return any(name in classes.values() for classes in encoder_kinds().values())
 
 
 def coverage_page(result: dict) -> str:
     """The result of the command as a page of Markdown, counts first."""
     versions = ", ".join(f"{name} {result['machine'][name]}" for name in ("transformers", "torch"))
-    encoders = [row["outcome"] == WHOLE for row in result["rows"] if row["class"] in text_encoders().values()]
-    told = {"classes": result["classes"], "encoders": len(encoders), "packed": sum(encoders), "versions": versions}
+    told = {"classes": result["classes"], "share": share_of(result["rows"]), "versions": versions}
     lines = ["# Coverage", "", ABOUT.format(**told)]
     for title, (headings, rows) in reversed(tables_of(result["rows"]).items()):
         lines += ["", f"## {title}", "", f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
@@ -327,10 +252,10 @@ def coverage_page(result: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
-ABOUT = """Every class of causal language model and text encoder that transformers lists ({classes}), tiny, with random
+ABOUT = """Every class of language model, encoder and encoder-decoder that transformers lists ({classes}), tiny, random
 weights, in fp32 on a CPU: fused whole, in part, or stock. Each language model generates 8 tokens stock and optimized,
 from a prompt longer than its window, and from two of which one is padded; an encoder reads such texts, padded on either
-side. A class whose tokens or hidden states differ is wrong. {packed} of the {encoders} encoders are whole.
+side, or images or sound. A class whose tokens or hidden states differ is wrong. {share}.
 
 `accel coverage --out benchmarks/results --page docs/measurements/coverage.md` writes this page, which nobody edits by
 hand. Written with {versions}."""

@@ -1,4 +1,4 @@
-"""A language model or text encoder of any class of transformers at a tiny size, with random weights, on the CPU.
+"""A language model or encoder of any class of transformers at a tiny size, with random weights, on the CPU.
 
 The configuration starts from its class's defaults. Its numbers are made small by what their names mean, its lists by
 layer keep one or two layers of each kind. Several ways to do so are tried, until the model runs.
@@ -24,6 +24,7 @@ VOCABULARY = 128
 POSITIONS = 128
 WINDOW = 32  # longer than the runs from which it is seen what layers compute, as published ones are
 PROMPT = 50  # longer than a window
+STEPS = 5  # tokens of a decoder
 SPECIAL = 16  # ids below it may mean something
 WIDTHS = (16, 48, 64, 96)
 MOST_WEIGHTS = 100_000_000
@@ -88,7 +89,7 @@ def run_tiny(kind: "type[PreTrainedModel]", config: "PreTrainedConfig") -> "PreT
         if spread:
             randomize(model)
         with torch.no_grad():
-            given = numbers_in(model(tiny_prompt(model)))
+            given = numbers_in(model(**tiny_call(model)))
         if given.isfinite().all():
             return model
     raise ValueError("its logits are not finite")
@@ -103,6 +104,22 @@ def tiny_prompt(model: "PreTrainedModel") -> torch.Tensor:
     """Ids of a prompt, (1, PROMPT): none that means something special."""
     words = min(VOCABULARY, model.config.get_text_config(decoder=True).vocab_size)
     return torch.randint(min(SPECIAL, words // 2), words, (1, PROMPT), generator=torch.Generator().manual_seed(0))
+
+
+def tiny_call(model: "PreTrainedModel") -> dict[str, Any]:
+    """Keywords of a call: ids of a prompt, or images or sound; and ids of a decoder where it has one beside."""
+    from accel.encoders.inputs import inputs_of, small_call
+
+    names, call = inspect.signature(type(model).forward).parameters, {}
+    if "input_ids" not in names:
+        encoder: Any = model.get_encoder() if "decoder_input_ids" in names else model
+        if (inputs := inputs_of(encoder)) is not None:
+            call = small_call(encoder, inputs)
+    call = call or {"input_ids": tiny_prompt(model)}
+    if "decoder_input_ids" in names:
+        rows = len(next(iter(call.values())))
+        call["decoder_input_ids"] = tiny_prompt(model)[:, :STEPS].expand(rows, -1)
+    return call
 
 
 def randomize(model: nn.Module) -> None:

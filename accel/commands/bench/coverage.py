@@ -1,4 +1,4 @@
-"""`accel coverage`: which language models and text encoders of transformers are fused, and why not the others."""
+"""`accel coverage`: which language models and encoders of transformers are fused, and why not the others."""
 
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +19,7 @@ def coverage(
     jobs: Annotated[int, typer.Option(min=1, help="processes at a time")] = 1,
     timeout: Annotated[float, typer.Option(min=1.0, help="seconds that a stage of one model may take")] = 60.0,
 ) -> None:
-    """Optimize every causal language model and text encoder class of transformers, tiny, random weights, on the CPU.
+    """Optimize each language model, encoder and encoder-decoder of transformers, tiny, random weights, on the CPU.
 
     Each is fused whole, in part or stock, with the reasons, and must give stock's tokens or hidden states. Ends with 1
     where one does not.
@@ -27,6 +27,7 @@ def coverage(
     import torch
 
     from accel.bench import results
+    from accel.bench.encoder_coverage import share_of
     from accel.bench.llm.coverage import WRONG, coverage_page, coverage_tables, find_classes, run_coverage, summarized
     from accel.bench.machine import provenance
 
@@ -46,9 +47,10 @@ def coverage(
 
         rows = run_coverage(classes, jobs, timeout, keep)
     console.print(*coverage_tables(rows))
+    console.print(share_of(rows))
     about = {
         "case": "coverage",
-        "about": "tiny models of every causal language model and text encoder class of transformers",
+        "about": "tiny models of every causal language model, encoder and encoder-decoder class of transformers",
     }
     result = about | provenance(torch.device("cpu"), torch.float32) | summarized(rows) | {"rows": rows}
     if out is not None:

@@ -45,7 +45,8 @@ def packed_attention_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, starts_ptr, keys_ptr, bias_ptr, slopes_ptr, places_ptr, by_query_ptr, by_key_ptr,
     q_step, k_step, v_step, query_step, key_step, query_head, key_head, tokens, sequences, scale, left, right, reach,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, Q_HEAD: tl.constexpr, K_HEAD: tl.constexpr,
-    V_HEAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, REST: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    V_HEAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, REST: tl.constexpr,
+    UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """REST: channels of the second part of a head, a power of two, or 0. Q_HEAD: from head to head, as q_step from
     token to token; constants, so that it is known how wide loads may be.
