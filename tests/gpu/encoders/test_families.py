@@ -1,0 +1,75 @@
+"""Encoders of other families on a GPU: scores by content and distance, a decoder's class and cache, 8 bits, sound."""
+
+import copy
+
+import pytest
+import torch
+import transformers as t
+
+import accel
+from accel.bench.encoders import batched, texts
+from accel.comparison import relative_rms
+
+SIZES = {"vocab_size": 500, "hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
+SIZES |= {"intermediate_size": 512, "max_position_embeddings": 600, "num_labels": 64}
+RELATIVE = {"relative_attention": True, "position_buckets": 64, "pos_att_type": ["p2c", "c2p"], "share_att_key": True}
+RELATIVE |= {"norm_rel_ebd": "layer_norm", "position_biased_input": False}
+MODELS = {
+    "DebertaV2": t.DebertaV2Config(**SIZES, **RELATIVE),
+    "RoFormer": t.RoFormerConfig(**SIZES),
+    "Qwen3": t.Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=64, pad_token_id=1),
+}
+WAVES = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}
+
+
+def made(kind, config, **options):
+    torch.manual_seed(0)
+    stock = getattr(t, kind)(config).cuda().eval().requires_grad_(False)
+    half = copy.deepcopy(stock).bfloat16()
+    return accel.optimize(copy.deepcopy(half), **options), half, stock
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("family", MODELS)
+def test_classes_of_texts_of_any_lengths(family):
+    model, half, stock = made(f"{family}ForSequenceClassification", MODELS[family])
+    for batch in batched(texts(64, 500, 300), 16, torch.device("cuda")):
+        exact, allowed = stock(**batch).logits, half(**batch).logits
+        for _ in range(4):
+            assert relative_rms(model(**batch).logits, exact) <= 1.3 * relative_rms(allowed, exact) + 1e-4
+    assert not accel.report(model).fallbacks
+    assert [one for one in accel.report(model).graphs if one["status"] == "graph"]
+
+
+@torch.no_grad()
+def test_each_call_has_a_cache_of_its_own():
+    model, half, _ = made("Qwen3Model", MODELS["Qwen3"])
+    calls = [torch.arange(4, 44, device="cuda").view(2, 20) + at for at in range(6)]
+    outputs = [model(ids) for ids in calls]
+    for ids, output in list(zip(calls, outputs, strict=True))[::-1]:
+        assert torch.equal(output.cache.layers[1].keys, half(ids).cache.layers[1].keys)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("exact")
+def test_products_in_8_bits():
+    model, _, stock = made("BertModel", t.BertConfig(**SIZES), weights="int8", activations="int8")
+    for batch in batched(texts(64, 500, 300), 16, torch.device("cuda")):
+        shown = batch["attention_mask"].bool()
+        for _ in range(4):
+            got, exact = (one(**batch).last_hidden_state[shown] for one in (model, stock))
+            assert 1e-4 < relative_rms(got, exact) < 0.05
+    assert not accel.report(model).fallbacks
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("exact")
+def test_sound():
+    model, half, stock = made("Wav2Vec2Model", t.Wav2Vec2Config(**WAVES))
+    wave = torch.randn(2, 16000, device="cuda")
+    exact = stock(wave).last_hidden_state
+    allowed = relative_rms(half(wave.bfloat16()).last_hidden_state, exact)
+    for _ in range(4):
+        assert relative_rms(model(wave.bfloat16()).last_hidden_state, exact) <= 1.3 * allowed
+    assert not accel.report(model).fallbacks
