@@ -1,8 +1,11 @@
 """generate() of transformers: the methods that it calls, the arguments it passes, and its loop."""
 
+import copy
+import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
-from types import MappingProxyType, SimpleNamespace
+from types import FunctionType, MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,6 +25,9 @@ LOOP, DECODING, UNFINISHED = "_sample", "_optimize_model_for_decode", "_has_unfi
 # What encodes pictures before the prompt is read, and the argument by which the model is given what came out.
 ENCODE, ENCODED = "_maybe_prepare_encoder_kwargs_for_generation", "mm_encoder_outputs"
 PREPARE, UPDATE = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
+LATE_CHECK = "DeferredStopCheck"  # a class that the loop may ask whether all rows have ended; none before 5.24
+FALLBACK, SPLIT = "generate_with_fallback", "_postprocess_outputs"  # of Whisper: around generate(), and behind it
+SPEECH = "transformers.pipelines.automatic_speech_recognition"  # reads of a segment its tokens and their times alone
 PAD_TENSOR = "_pad_token_tensor"  # of a configuration: what generate() puts behind the end of a row
 
 # What says how a step follows from another, beside PREPARE. And methods as they were imported: another function that is
@@ -36,6 +42,7 @@ AS_IMPORTED = MappingProxyType(
 STEP = {"attention_mask", "position_ids", "use_cache", "logits_to_keep"}
 ARGUMENTS = {*STEP, "input_ids", "inputs_embeds", "return_dict", "tokenizer"}
 OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
+FOR_OTHER_LOOPS = ("custom_generate", "streamer", "assistant_model", "synced_gpus", "tokenizer", "trust_remote_code")
 LABELS = "labels"  # of a loss, in which padding counts like any token
 MARKS = ("token_type_ids", "mm_token_type_ids")  # one number a token: 0 for text, 1 for what is not, or for an answer
 GRIDS = ("image_grid_thw", "video_grid_thw")  # (images, 3): frames, rows and columns of each
@@ -65,6 +72,39 @@ def next_inputs(model: PreTrainedModel, kwargs: dict[str, Any], ids: torch.Tenso
     """The arguments of the step after ids, `new` tokens after the step with kwargs."""
     kwargs = model._update_model_kwargs_for_generation({}, dict(kwargs), num_new_tokens=new)
     return model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
+
+
+def merged_config(model: PreTrainedModel, given: dict[str, Any]) -> GenerationConfig:
+    """The configuration of a generate() call with these arguments, as far as it says what kind of call it is."""
+    own: Any = copy.copy(model.generation_config)
+    for source in (vars(given.get("generation_config") or own), given):
+        vars(own).update({name: one for name, one in source.items() if one is not None and hasattr(own, name)})
+    return own
+
+
+def decoding_method(model: PreTrainedModel, config: GenerationConfig) -> Callable:
+    """The method of its class that generate() would go on with."""
+    return getattr(type(model), utils.GENERATION_MODES_MAPPING[config.get_generation_mode()])
+
+
+def loop_that_asks(check: type) -> Callable | None:
+    """Stock's own loop with this class for its `LATE_CHECK`; None in a version whose loop has none."""
+    loop: Any = AS_IMPORTED[LOOP]
+    if LATE_CHECK not in loop.__code__.co_names:
+        return None
+    found = FunctionType(
+        loop.__code__, loop.__globals__ | {LATE_CHECK: check}, LOOP, loop.__defaults__, loop.__closure__
+    )
+    found.__kwdefaults__ = loop.__kwdefaults__
+    return found
+
+
+def called_by_speech_pipeline() -> bool:
+    """Whether the code that called what accel has put on a model is the library's pipeline for speech."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("accel."):
+        frame = frame.f_back
+    return frame.f_globals.get("__name__") == SPEECH
 
 
 def defers_stop_check(device: torch.device, kwargs: dict[str, Any]) -> bool:

@@ -36,6 +36,7 @@ from accel.patching.rule import Change, Context, ForwardPatch, Match, Site, Skip
 from accel.patching.structure import meta_weights, placement, side_effects
 from accel.seq2seq.decoder import Seq2SeqForward
 from accel.seq2seq.fixed_memory import CROSS
+from accel.seq2seq.generate import generate_patches
 from accel.seq2seq.layers import DecoderLayerForward, understand_decoder
 from accel.tolerances import LOGITS, bound
 
@@ -69,7 +70,7 @@ def match_seq2seq(site: Site, context: Context) -> Match | Skip | None:
         layers = "fused"
     except NotUnderstood as error:
         layers = f"in the model's own code: {error}"
-    patches: list[Change] = [*_patches(forward)]
+    patches: list[Change] = [*_patches(forward), *generate_patches(forward)]
     patches += [Stacked(linears) for layer in forward.layers for linears in layer.all_stacks()]
     keep = context.options.graphs is True
     forward.runner = GraphRunner(model, "", context.of(GraphPool), context.log, graph_obstacle, keep)

@@ -1,0 +1,178 @@
+"""generate() of encoder-decoder models: stock's loop, told a step late that it has ended; Whisper's times of words.
+
+Whisper asks for times of words by the probabilities of all attentions of all steps, each of them on the CPU. Where
+nobody else sees them, its few heads that align are computed once, over all tokens, when these are known.
+"""
+
+import threading
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList, StoppingCriteriaList, WhisperTimeStampLogitsProcessor
+
+from accel.fusion.loop import PerThread
+from accel.libraries.cache import ENCODED, MASK, encoded
+from accel.libraries.generation import (
+    AS_IMPORTED,
+    FALLBACK,
+    FOR_OTHER_LOOPS,
+    LOOP,
+    PREPARE,
+    SPLIT,
+    called_by_speech_pipeline,
+    decoding_method,
+    merged_config,
+)
+from accel.patching.fast_forward import FastForward, as_written
+from accel.patching.owner import InstanceMethod
+from accel.patching.rule import Patch
+from accel.seq2seq.late_check import LATE_LOOP, may_be_late
+from accel.seq2seq.timestamps import TimestampRule
+
+MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
+KEPT = {"sequences", "sequences_scores", "scores", "logits", "beam_indices"}  # what a call reads that returns no more
+AT_A_TIME = 2**30  # bytes of probabilities
+
+
+class Notes(threading.local):
+    """Of the call that a thread is in. plain: nobody sees more of it than tokens and their times. heads: those that
+    align tokens with sounds, as (layer, head), if their probabilities are to be computed behind the loop.
+    """
+
+    plain = False
+    heads: list[list[int]] | None = None
+
+
+class Call(PerThread):
+    def renew(self) -> None:
+        self._local = Notes()
+
+    @property
+    def notes(self) -> Notes:
+        return self._local
+
+
+class Decoding:
+    """What generate() of a model goes on with when it has prepared a call."""
+
+    def __init__(self, forward: FastForward, notes: Notes):
+        self.forward, self.notes = forward, notes
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: Any,
+        **kwargs: Any,
+    ) -> Any:
+        method = decoding_method(model, generation_config)
+        processors = LogitsProcessorList(
+            TimestampRule(one) if type(one) is WhisperTimeStampLogitsProcessor else one for one in logits_processor
+        )
+        late = method is AS_IMPORTED[LOOP] and LATE_LOOP is not None
+        if late and may_be_late(model, processors, stopping_criteria):
+            method = LATE_LOOP
+        result = method(
+            model,
+            input_ids,
+            logits_processor=processors,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            **kwargs,
+        )
+        if self.notes.heads is not None:
+            found = self._aligned(model, result.sequences[:, :-1], kwargs)
+            result.cross_attentions = ((found,) * model.config.decoder_layers,)
+        return result
+
+    def _aligned(self, model: Any, tokens: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        """Probabilities of the heads that align, (rows, heads, tokens, of the encoder), by stock's own code."""
+        heads, hidden, mask = self.notes.heads or [], kwargs[ENCODED].last_hidden_state, kwargs.get(MASK)
+        if mask is not None:
+            mask = torch.nn.functional.pad(mask, (0, tokens.shape[1] - mask.shape[1]), value=1)
+        config = model.config
+        each = config.decoder_layers * config.decoder_attention_heads * tokens.shape[1] * hidden.shape[1]
+        rows, found = max(1, AT_A_TIME // (each * hidden.element_size())), []
+        for part in (slice(at, at + rows) for at in range(0, len(tokens), rows)):
+            given = {ENCODED: encoded(hidden[part]), "use_cache": False}
+            given |= {} if mask is None else {MASK: mask[part]}
+            given = getattr(type(model), PREPARE)(model, tokens[part], **given)
+            with as_written():
+                seen = self.forward.stock(**given, output_attentions=True, return_dict=True).cross_attentions
+            found.append(torch.stack([seen[layer][:, head] for layer, head in heads], 1))
+        return torch.cat(found)
+
+
+class GenerateHook(InstanceMethod):
+    """Stands in place of one of these methods of a model."""
+
+    def __init__(self, module: Any, forward: FastForward, calls: Call, name: str):
+        self.module, self.forward, self.calls, self.name = module, forward, calls, name
+
+    @property
+    def owner(self) -> Any:
+        return self.module
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        given = self.__signature__.bind(*args, **kwargs).arguments
+        return HOOKS[self.name](self, given.get("kwargs", {}) | given, args, kwargs)
+
+
+def generate(hook: GenerateHook, given: dict[str, Any], args: tuple, kwargs: dict) -> Any:
+    """Has stock go on with `Decoding`, for a call that leaves it to stock what comes next."""
+    model, notes = hook.module, hook.calls.notes
+    config = merged_config(model, given)
+    mine = vars(model).get("forward") is hook.forward and config.get_generation_mode() in MODES
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if distributed or not mine or any(given.get(name) is not None for name in FOR_OTHER_LOOPS):
+        return hook.stock(*args, **kwargs)
+    before = notes.plain
+    segments = given.get("return_segments") and not called_by_speech_pipeline()
+    notes.plain = not (segments or config.return_dict_in_generate)
+    try:
+        return hook.stock(*args, **kwargs, custom_generate=Decoding(hook.forward, notes))
+    finally:
+        notes.plain = before
+
+
+def with_fallback(hook: GenerateHook, given: dict[str, Any], args: tuple, kwargs: dict) -> Any:
+    """Asks for no attentions if those that align are enough."""
+    config, notes = given["generation_config"], hook.calls.notes
+    heads, words = getattr(config, "alignment_heads", None), getattr(config, "return_token_timestamps", False)
+    alone = config.num_beams in (None, 1) and config.num_return_sequences in (None, 1)
+    if not (notes.plain and words and heads and alone):
+        return hook.stock(*args, **kwargs)
+    before = config.output_attentions
+    notes.heads, config.output_attentions = heads, False
+    config.alignment_heads = [[0, number] for number in range(len(heads))]
+    try:
+        return hook.stock(*args, **kwargs)
+    finally:
+        notes.heads, config.output_attentions, config.alignment_heads = None, before, heads
+
+
+def split(hook: GenerateHook, given: dict[str, Any], args: tuple, kwargs: dict) -> Any:
+    """Has only that copied to the CPU, row by row, which the call reads; scores stay where they are."""
+    outputs = given["seek_outputs"]
+    if not hook.calls.notes.plain or isinstance(outputs, torch.Tensor):
+        return hook.stock(*args, **kwargs)
+    kept = {name: value for name, value in outputs.items() if name in KEPT}
+    scores = None if "beam_indices" in kept else kept.pop("scores", None)
+    few = type(outputs)(**kept)
+    few.cross_attentions = outputs.cross_attentions  # an attribute, which is none of its items
+    sequences, rows = hook.stock(**given | {"seek_outputs": few})
+    for row, one in enumerate(rows if scores is not None else ()):
+        one["scores"] = [step[row] for step in scores]
+    return sequences, rows
+
+
+HOOKS = {"generate": generate, FALLBACK: with_fallback, SPLIT: split}
+
+
+def generate_patches(forward: FastForward) -> list[Patch]:
+    """What has generate() of its model do so."""
+    model, calls = forward.module, Call()
+    names = [name for name in HOOKS if hasattr(type(model), name) and name not in vars(model)]
+    return [Patch(model, name, GenerateHook(model, forward, calls, name)) for name in names]
