@@ -1,0 +1,192 @@
+"""Whisper's own generate(), and the pipeline around it: what stock gives, by fast steps, without a host read a step."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import transformers as t
+from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
+
+import accel
+from accel.seq2seq.decoder import Seq2SeqForward
+from accel.seq2seq.late_check import LateStopCheck
+from accel.seq2seq.timestamps import TimestampRule
+from support.noted import noted
+
+LETTERS = 64  # tokens of text; behind them those of control, and 26 times
+END, START, ENGLISH, GERMAN, TRANSLATE, TRANSCRIBE, PREVIOUS, SILENT, UNTIMED = range(LETTERS, LETTERS + 9)
+ROWS, FRAMES = 3, 50
+SIZES = {"vocab_size": UNTIMED + 27, "d_model": 64, "num_mel_bins": 8, "max_source_positions": FRAMES // 2}
+SIZES |= {"max_target_positions": 32, "median_filter_width": 3, "suppress_tokens": None, "begin_suppress_tokens": None}
+SIZES |= {"pad_token_id": END, "bos_token_id": END, "eos_token_id": END, "decoder_start_token_id": START}
+for side in ("encoder", "decoder"):
+    SIZES |= {f"{side}_layers": 2, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 96}
+SPOKEN = {
+    "lang_to_id": {"<|en|>": ENGLISH, "<|de|>": GERMAN},
+    "task_to_id": {"translate": TRANSLATE, "transcribe": TRANSCRIBE},
+    "is_multilingual": True,
+    "no_timestamps_token_id": UNTIMED,
+    "prev_sot_token_id": PREVIOUS,
+    "max_initial_timestamp_index": 10,
+    "alignment_heads": [[0, 1], [1, 0], [1, 3]],
+    "suppress_tokens": [*range(START, SILENT)],
+    "begin_suppress_tokens": [5, END],
+    "return_timestamps": False,
+    "max_length": None,
+    "max_new_tokens": 14,
+}
+
+
+def whisper():
+    """With random weights, by which texts differ and end."""
+    torch.manual_seed(0)
+    model = t.WhisperForConditionalGeneration(t.WhisperConfig(**SIZES)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm.weight" in name else 0.0, 0.3)
+            if "encoder_attn" in name:
+                parameter.mul_(2)
+        model.model.decoder.embed_positions.weight.normal_(0, 0.6)
+        model.proj_out.weight[END] *= 1.6
+    vars(model.generation_config).update(SPOKEN)
+    return model
+
+
+@pytest.fixture(scope="module")
+def models():
+    stock = whisper()
+    return accel.optimize(copy.deepcopy(stock)), stock
+
+
+def sound(rows=ROWS, frames=FRAMES):
+    return torch.randn(rows, 8, frames, generator=torch.Generator().manual_seed(1))
+
+
+def heard(frames):
+    """A mask of frames; each row is shorter than the one before."""
+    return (torch.arange(frames) < frames - 10 * torch.arange(ROWS)[:, None]).long()
+
+
+ENGLISH_TEXT = {"language": "en", "task": "transcribe"}
+TIMED = ENGLISH_TEXT | {"return_timestamps": True}
+WORDS = {"return_token_timestamps": True}
+AGAIN = TIMED | {"temperature": (0.0, 0.6, 1.0), "compression_ratio_threshold": 1.05, "logprob_threshold": -1.0}
+LONG = {"frames": 3 * FRAMES, "attention_mask": heard(3 * FRAMES)}
+BEFORE = {"prompt_ids": torch.tensor([PREVIOUS, 5, 6, 7])}
+MASKED = {"attention_mask": heard(FRAMES)}
+CALLS = {
+    "a text": ENGLISH_TEXT,
+    "the language is found": {},
+    "languages": {"language": ["en", "de", "en"], "task": "translate"},
+    "timestamps": TIMED,
+    "beams": TIMED | {"num_beams": 3},
+    "prompt": ENGLISH_TEXT | BEFORE,
+    "prompt and timestamps": TIMED | BEFORE,
+    "outputs": ENGLISH_TEXT | {"return_dict_in_generate": True, "output_scores": True, "output_logits": True},
+    "outputs of segments": TIMED | {"return_dict_in_generate": True},
+    "segments": TIMED | {"return_segments": True},
+    "sampled": TIMED | {"do_sample": True, "temperature": 1.2},
+    "words": ENGLISH_TEXT | WORDS | MASKED,
+    "words without a mask": TIMED | WORDS,
+    "words after a prompt": ENGLISH_TEXT | WORDS | BEFORE | MASKED,
+    "temperatures": AGAIN,
+    "silence": AGAIN | {"no_speech_threshold": 0.01},
+    "long": TIMED | LONG,
+    "long, words": TIMED | LONG | WORDS,
+    "long, prompt": TIMED | LONG | BEFORE | {"prompt_condition_type": "all-segments", "condition_on_prev_tokens": True},
+    "long, temperatures": AGAIN | LONG | {"condition_on_prev_tokens": True, "no_speech_threshold": 0.6},
+    "words, by stock": ENGLISH_TEXT | WORDS | MASKED | {"return_dict_in_generate": True},
+    "words of beams, by stock": ENGLISH_TEXT | WORDS | MASKED | {"num_beams": 2},
+}
+
+
+def assert_equal(ours, theirs):
+    assert type(ours) is type(theirs)
+    if isinstance(theirs, torch.Tensor):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)  # tokens to the bit
+    elif isinstance(theirs, dict):
+        assert list(ours) == list(theirs)
+        for name in theirs:
+            assert_equal(ours[name], theirs[name])
+    elif isinstance(theirs, (list, tuple)):
+        assert len(ours) == len(theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            assert_equal(one, other)
+    elif isinstance(theirs, t.EncoderDecoderCache):
+        for one, other in zip(ours.self_attention_cache.layers, theirs.self_attention_cache.layers, strict=True):
+            assert_equal(one.keys, other.keys)
+    else:
+        assert ours == theirs
+
+
+def called(model, call):
+    call = copy.deepcopy(call)
+    model.config._attn_implementation = "sdpa"  # Whisper leaves another one behind
+    torch.manual_seed(3)
+    return model.generate(sound(call.pop("rows", ROWS), call.pop("frames", FRAMES)), **call), torch.rand(1)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_gives_what_stock_gives(name, models, monkeypatch):
+    ours, stock = models
+    wanted = called(stock, CALLS[name])
+    ran = noted(monkeypatch, Seq2SeqForward, "step", lambda *_: 1)
+    late = noted(monkeypatch, LateStopCheck, "finish", lambda check: check.steps)
+    monkeypatch.setattr(WhisperTimeStampLogitsProcessor, "__call__", None)
+    vars(ours)["forward"].log.clear()
+    assert_equal(called(ours, CALLS[name]), wanted)  # and as many random numbers were drawn
+    reasons = {reason for _, reason, _ in accel.report(ours).fallbacks}
+    if name.endswith("by stock"):
+        assert reasons == {"called with output_attentions"}
+    else:
+        assert ran and not reasons and (late or "num_beams" in CALLS[name])
+
+
+def test_steps_past_the_end_are_undone(models, monkeypatch):
+    ours, stock = models
+    late = noted(monkeypatch, LateStopCheck, "finish", lambda check: check.steps)
+    call = TIMED | {"rows": 1, "max_new_tokens": 24}
+    assert_equal(called(ours, call), called(stock, call))
+    call |= {"return_timestamps": False, "return_dict_in_generate": True, "output_scores": True}
+    assert_equal(called(ours, call), called(stock, call))
+    assert 1 in late
+
+
+def test_the_rule_of_timestamps_gives_the_same_scores():
+    generator = torch.Generator().manual_seed(0)
+    config = t.GenerationConfig(eos_token_id=END)
+    vars(config).update(SPOKEN)
+    theirs = WhisperTimeStampLogitsProcessor(config, begin_index=3)
+    for length in (3, 4, 5, 12):
+        for _ in range(8):
+            ids = torch.randint(0, LETTERS, (16, length), generator=generator)
+            times = torch.randint(UNTIMED + 1, UNTIMED + 27, ids.shape, generator=generator)
+            ids = torch.where(torch.rand(ids.shape, generator=generator) < 0.4, times, ids)
+            scores = 3 * torch.randn(16, SIZES["vocab_size"], generator=generator)
+            before = scores.clone()
+            assert torch.equal(TimestampRule(theirs)(ids, scores), theirs(ids, scores)) and torch.equal(scores, before)
+
+
+@pytest.mark.parametrize("kind", [True, "word"])
+def test_the_pipeline_gives_what_stock_gives(kind, models, monkeypatch):
+    control = ["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|translate|>", "<|transcribe|>"]
+    control += ["<|startofprev|>", "<|nospeech|>", "<|notimestamps|>", *(f"<|{0.02 * n:.2f}|>" for n in range(27))]
+    words = [chr(97 + n % 26) + "Ġ" * (n % 3) + chr(97 + n // 26) for n in range(LETTERS)]
+    names = {name: number for number, name in enumerate((words + control)[: SIZES["vocab_size"]])}
+    tokenizer = t.WhisperTokenizer(vocab=names, merges=[], language="english", task="transcribe", pad_token=control[0])
+    tokenizer.add_special_tokens({"additional_special_tokens": control[:9]})
+    features = t.WhisperFeatureExtractor(feature_size=8, chunk_length=0.5, hop_length=160, n_fft=400)
+    ran = noted(monkeypatch, Seq2SeqForward, "step", lambda *_: 1)
+    ours, stock = models
+    vars(ours)["forward"].log.clear()
+    found = []
+    for model in (ours, stock):
+        model.config._attn_implementation = "sdpa"
+        pipe = t.pipeline(
+            "automatic-speech-recognition", model=model, tokenizer=tokenizer, feature_extractor=features
+        )
+        audio = np.random.default_rng(0).standard_normal(20000).astype("float32")
+        found.append(pipe(audio, chunk_length_s=0.5, batch_size=2, return_timestamps=kind, generate_kwargs=ENGLISH_TEXT))
+    assert found[0] == found[1] and found[0]["chunks"]
+    assert ran and not accel.report(ours).fallbacks
