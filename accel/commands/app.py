@@ -7,7 +7,7 @@ from typer.core import TyperGroup
 
 from accel.commands.bench.adapters import bench_adapters, bench_formats
 from accel.commands.bench.coverage import coverage
-from accel.commands.bench.encoders import bench_encoders, bench_pictures, bench_vision
+from accel.commands.bench.encoders import bench_encoders, bench_pictures, bench_speech, bench_vision
 from accel.commands.bench.images import bench
 from accel.commands.bench.language_models import bench_batch, bench_llm
 from accel.commands.bench.ready import bench_ready
@@ -76,3 +76,4 @@ app.command("bench formats")(bench_formats)
 app.command("bench encoders")(bench_encoders)
 app.command("bench vision")(bench_vision)
 app.command("bench pictures")(bench_pictures)
+app.command("bench speech")(bench_speech)

@@ -140,11 +140,15 @@ def understand_decoder(model: Any, call: dict[str, Any]) -> tuple[str, list[Halv
     call: keywords, among them what an encoder gave, and no cache. Raises NotUnderstood.
     """
     decoder = model.get_decoder()
-    stacks = [name for name, one in decoder.named_children() if type(one) is nn.ModuleList and len(one)]
-    path = next((path for path, one in model.named_modules() if one is decoder), None)
-    if len(stacks) != 1 or path is None:
+    while hasattr(decoder, "get_decoder") and decoder.get_decoder() not in (None, decoder):  # as of a part of pictures
+        decoder = decoder.get_decoder()
+    lists = [one for one in decoder.modules() if type(one) is nn.ModuleList and len(one)]
+    inner = {id(one) for other in lists for one in other.modules() if one is not other}
+    lists = [one for one in lists if id(one) not in inner]
+    stack = next((path for path, one in model.named_modules() if lists and one is lists[0]), None)
+    if len(lists) != 1 or stack is None:
         raise NotUnderstood("its decoder has no list of layers, or several")
-    stack, modules = f"{path}.{stacks[0]}", decoder.get_submodule(stacks[0])
+    modules = lists[0]
     if (foreign := foreign_attention([model, *modules.modules()])) is not None:
         raise NotUnderstood(foreign)
     if placement(model)[1] == torch.float16 and any(map(clamps, modules)):

@@ -52,6 +52,10 @@ def match_seq2seq(site: Site, context: Context) -> Match | Skip | None:
         return None
     if context.options.graphs is False:
         return Skip("graphs=False, and its steps gain by them alone")
+    options = context.options
+    stays = options.cpu != "fuse" and not (options.strict or options.lossy or torch.cuda.is_available())
+    if stays and placement(model)[0].type == "cpu":
+        return Skip("its steps run stock on a CPU")  # and a trial of a large model takes long there
     forward = Seq2SeqForward(model, site.path, context.kernels, context.log, runner=None)
     reason = "weights are not loaded (meta device)" if meta_weights(model) else None
     reason = reason or side_effects(model) or model_side_effects(model)

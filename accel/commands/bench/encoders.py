@@ -1,4 +1,4 @@
-"""`accel bench encoders`, `vision` and `pictures`: encoders, and prompts with pictures, by stock and by accel."""
+"""`accel bench encoders`, `vision`, `pictures` and `speech`, by stock and by accel."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -105,3 +105,34 @@ def bench_pictures(
     about = "prompts with pictures, by stock and by accel"
     measure = partial(measure_pictures, budget_s=budget)
     measure_each("pictures", about, names or usual, place, out, measure, told, shown)
+
+
+def bench_speech(
+    names: Annotated[list[str] | None, typer.Argument(help="large-v3, turbo; both by default")] = None,
+    clips: Annotated[int, typer.Option(min=1, help="of 30 s, in a batch")] = 64,
+    windows: Annotated[int, typer.Option(min=2, help="of 30 s, in each of 16 long recordings")] = 4,
+    budget: Annotated[float, typer.Option(min=0.0, help="seconds a way, about")] = 5.0,
+    out: Annotated[Path, typer.Option(help="folder for the JSON file")] = Path("benchmarks/results"),
+    device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
+) -> None:
+    """Time Whisper's generate(), by stock and by accel, in turns: a clip, a batch, long recordings; writes JSON.
+
+    Random weights; features are made before; every window gives as many tokens. Ends with 1 where one fails.
+    """
+    from accel.bench import results
+    from accel.bench.speech import SPEECH, measure_speech
+
+    place = parse_device(device)
+    if unknown := [one for one in names or () if one not in SPEECH]:
+        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(SPEECH)}")
+    shown = results.new_table("", "model", "call", "way", "ms", "x real time", "same tokens", left=3)
+
+    def told(row: dict) -> Iterator[tuple[str, ...]]:
+        for part in row["calls"]:
+            for way, one in part["ways"].items():
+                cells = (one["median_ms"], "{:,.1f}"), (one["real_time"], "{:,.0f}"), (part["same"], "{:.1%}")
+                yield part["call"], way, *(results.cell(*pair) for pair in cells)
+
+    usual = [one for one in SPEECH if (one == "tiny") != (place.type == "cuda")]
+    measure = partial(measure_speech, clips=clips, windows=windows, budget_s=budget)
+    measure_each("speech", "Whisper's generate(), by stock and by accel", names or usual, place, out, measure, told, shown)
