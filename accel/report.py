@@ -198,10 +198,13 @@ def _unnumbered(path: str) -> str:
 
 def _reason(plan: Plan, row: Row) -> str:
     """Its own; where there is none, which layers inside run their own forward now, as with adapters that came later."""
-    if row.status != "patched" or row.reason or not isinstance(plan.root, nn.Module):
+    if row.status != "patched" or not isinstance(plan.root, nn.Module):
         return row.reason
     try:
         forward = vars(plan.root.get_submodule(row.path)).get("forward")
+        if row.reason:
+            kept = getattr(forward, "kept_bytes", 0)
+            return f"{row.reason}; its keys and values keep {kept / 2**20:,.1f} MB" if kept else row.reason
         return own_forwards(forward.answered_layers()) if isinstance(forward, FastForward) else ""
     except GONE:
-        return ""
+        return row.reason

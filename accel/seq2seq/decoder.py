@@ -2,6 +2,7 @@
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -53,7 +54,19 @@ class Seq2SeqForward(FastForward):
     """
 
     captures = False  # the encoder and the prompt are run one by one, in which lone sites must pay
-    renewed = ("cache_name", "lock", "memory", "holding", "used", "declined", "done", "seen", "reason", "biases")
+    renewed = (
+        "cache_name",
+        "lock",
+        "memory",
+        "holding",
+        "used",
+        "declined",
+        "done",
+        "seen",
+        "reason",
+        "biases",
+        "beams",
+    )
     runner: GraphRunner | None
     masked = False
     padded = False
@@ -68,6 +81,7 @@ class Seq2SeqForward(FastForward):
     memory: FixedMemory
     holding: Holding | None
     used: tuple[int, float]  # by which thread, and when
+    beams: tuple[Callable, int]  # rows of one text, of what an encoder gave as the first says, a weak reference
     declined: set[tuple]  # steps whose graph gains nothing, or is none
     done: Any  # event behind the last use of the memory
 
@@ -77,6 +91,7 @@ class Seq2SeqForward(FastForward):
         self.memory, self.holding, self.used = FixedMemory(), None, (0, 0.0)
         self.declined, self.done = set(), None
         self.seen, self.reason, self.biases = None, None, {}
+        self.beams = (lambda: None), 1
 
     def forget(self) -> None:
         super().forget()
@@ -84,6 +99,11 @@ class Seq2SeqForward(FastForward):
             if self.holding is not None:
                 self.holding.release()
             self.renew()
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of memory that stays between calls, until `forget`."""
+        return sum(one.nbytes for one in self.memory.flat.values())
 
     def fast(self, *args: Any, **kwargs: Any) -> Any:
         given = self.named(args, with_present_names(type(self.module).forward, kwargs))
@@ -126,7 +146,7 @@ class Seq2SeqForward(FastForward):
                 for own, attention in zip(layers, self.layers[0].attentions, strict=True):
                     shape = hidden.shape[0], attention.kv_heads, 0, attention.dim
                     hold_nothing(own, hidden.new_empty(shape, dtype=next(self.module.parameters()).dtype))
-                holding = self._held(layers, told[0])
+                holding = self._held(layers, told[0], self._beams_of(hidden))
                 try:
                     logits = self._begun(holding, hidden, told)
                 except BaseException:  # stock begins with an empty cache
@@ -143,9 +163,31 @@ class Seq2SeqForward(FastForward):
 
     def _begun(self, holding: Holding, hidden: torch.Tensor, told: list[TextStep]) -> torch.Tensor:
         for layer, kept in zip(self.layers, holding.kept[CROSS], strict=True):
-            layer.fill_from(hidden, kept)
+            layer.fill_from(hidden[:: holding.beams], kept)
         holding.lengths[CROSS] = hidden.shape[1]
         return torch.cat([self._next(holding, one) for one in told], 1)
+
+    @contextmanager
+    def told_beams(self, given: dict[str, Any], config: Any) -> Iterator[None]:
+        """Inside, beams of one text share what the encoder gave. given: of generate()'s loop, with its configuration.
+
+        Those of a cache that somebody goes on with are copied in the end.
+        """
+        beams = max(config.num_beams or 1, config.num_return_sequences or 1)
+        before, hidden = self.beams, getattr(given.get(ENCODED), "last_hidden_state", None)
+        if beams == 1 or hidden is None:
+            yield
+            return
+        self.beams = weakref.ref(hidden), beams
+        try:
+            yield
+        finally:
+            self.beams = before
+            known = given.get(self.cache_name)
+            kept = config.return_dict_in_generate or getattr(known, "_is_user_defined", False)
+            with self.lock:
+                if kept and self.holding is not None and self.holding.beams > 1:
+                    self.holding.release()
 
     @contextmanager
     def _in_order(self, device: torch.device) -> Iterator[None]:
@@ -181,7 +223,15 @@ class Seq2SeqForward(FastForward):
         if given[TOKENS].shape[0] != keys.shape[0]:
             raise Unfit("a cache of another number of rows")
         step = self._told(given, layers[OWN][0].get_seq_length(), length)
-        return self._next(self._held(layers, step), step)
+        holding = self._held(layers, step, self._beams_of(given[ENCODED].last_hidden_state))
+        if holding.beams > 1 and not self._ready(step.rooms[OWN]):
+            raise Unfit("beams that share memory, and layers that run their own code")
+        return self._next(holding, step)
+
+    def _beams_of(self, hidden: torch.Tensor) -> int:
+        """Rows that are of one text, as far as generate() has told."""
+        told, beams = self.beams
+        return beams if self.layers and told() is hidden else 1
 
     def _next(self, holding: Holding, step: TextStep) -> torch.Tensor:
         self.used = threading.get_ident(), time.monotonic()
@@ -189,7 +239,7 @@ class Seq2SeqForward(FastForward):
         holding.lengths[OWN] += 1
         return logits
 
-    def _held(self, layers: tuple[list, list], step: TextStep) -> Holding:
+    def _held(self, layers: tuple[list, list], step: TextStep, beams: int) -> Holding:
         """The cache in the fixed memory. Raises Unfit where its steps are better left stock."""
         if step.key in self.declined:
             raise Unfit("a CUDA graph of its steps gains nothing, or is none")
@@ -213,8 +263,8 @@ class Seq2SeqForward(FastForward):
             if bytes_ * sum(rooms) > 2**20 * self.runner.pool.limit_mb(device):
                 raise Unfit("its keys and values take more than graph_memory_gb allows")
         before = self.memory.addresses
-        self.holding = Holding(self.memory, layers, rooms)
-        self._ready(rooms[OWN])  # here, as what is bound may be looked at, which a graph cannot
+        ready = self._ready(rooms[OWN])  # here, as what is bound may be looked at, which a graph cannot
+        self.holding = Holding(self.memory, layers, rooms, beams if ready else 1)
         if self.runner is not None and self.memory.addresses != before:
             with self.runner.pool.lock:  # its graphs write where other things may be now
                 for entry in self.runner.entries.values():
@@ -228,7 +278,7 @@ class Seq2SeqForward(FastForward):
         eager: Callable = partial(self.step, holding)
         if self.runner is None or not step.given.tokens.is_cuda:
             return eager(*step.given)
-        variant = holding.room(OWN), holding.room(CROSS), step.attention
+        variant = holding.room(OWN), holding.room(CROSS), holding.beams, step.attention
         logits = self.runner(eager, tuple(step.given), {}, variant)
         known = (entry for key, entry in self.runner.entries.items() if key[-1] == variant)
         if self.runner.reason is not None or any(entry.reason is not None for entry in known):

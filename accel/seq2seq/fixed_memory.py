@@ -34,7 +34,7 @@ class FixedMemory:
 
     def __init__(self) -> None:
         self.flat: dict[int, torch.Tensor] = {}
-        self.stores: dict[tuple[int, Shape], FixedStore] = {}  # graphs hold their addresses too
+        self.stores: dict[tuple[int, Shape, int], FixedStore] = {}  # graphs hold their addresses too
 
     @property
     def addresses(self) -> tuple[int, ...]:
@@ -59,12 +59,12 @@ class FixedMemory:
         size = _blocks(shape)
         return self.flat[part][: size.numel()].view(size)
 
-    def store(self, part: int, shape: Shape) -> FixedStore:
-        """Of the room of that shape; all of its tokens count so far."""
-        found = self.stores.get((part, shape))
+    def store(self, part: int, shape: Shape, beams: int) -> FixedStore:
+        """Of the room of that shape, each row of which so many queries read; all of its tokens count so far."""
+        found = self.stores.get((part, shape, beams))
         if found is None:
             with torch.inference_mode(False):
-                found = self.stores[part, shape] = _store(self._laid_out(part, shape), shape[4])
+                found = self.stores[part, shape, beams] = _store(self._laid_out(part, shape), shape[4], beams)
         return found
 
 
@@ -74,17 +74,18 @@ def _blocks(shape: Shape) -> torch.Size:
     return torch.Size((*outer, -(-tokens // BLOCK), BLOCK, heads, dim))
 
 
-def _store(memory: torch.Tensor, tokens: int) -> FixedStore:
+def _store(memory: torch.Tensor, tokens: int, beams: int) -> FixedStore:
     _, _, rows, columns, _, heads, _ = memory.shape
     device = memory.device
     table = torch.arange(rows * columns, dtype=torch.int32, device=device).view(rows, columns)
+    table, rows = table.repeat_interleave(beams, 0), rows * beams
     layers = [own.flatten(1, 2) for own in memory]
     metadata = metadata_of(columns, [(table, *own) for own in layers], device)
     mask = torch.ones(rows, columns * BLOCK, dtype=torch.bool, device=device)
     metadata[LENGTH], metadata[PADDING_MASK] = tokens - 1, mask.data_ptr()
     counters = torch.zeros(rows * heads * COUNTED, dtype=torch.int32, device=device)
     kvs = [
-        KV(keys, values, table, mask, metadata, index, split_counters=counters, ordered=True)
+        KV(keys, values, table, mask, metadata, index, split_counters=counters, ordered=beams == 1)
         for index, (keys, values) in enumerate(layers)
     ]
     return FixedStore(kvs, metadata, mask)
@@ -169,18 +170,22 @@ class Holding:
     """What one caller's cache holds, in the fixed memory.
 
     kept: by part, see `Shape`; lengths: how many tokens of it count. layers: those of the cache, which may be gone.
+    beams: rows of the cache that are of one text, and read one row of what the encoder gave; none changes its text.
     """
 
-    def __init__(self, memory: FixedMemory, layers: tuple[list[Any], list[Any]], rooms: tuple[int, int]):
-        self.memory, self.kept = memory, list[torch.Tensor]()
+    def __init__(
+        self, memory: FixedMemory, layers: tuple[list[Any], list[Any]], rooms: tuple[int, int], beams: int = 1
+    ):
+        self.memory, self.kept, self.beams = memory, list[torch.Tensor](), beams
         self.lengths = [own[0].get_seq_length() for own in layers]
         for part, (these, length, room) in enumerate(zip(layers, self.lengths, rooms, strict=True)):
-            like = these[0].keys
-            kept = memory.room(part, (len(these), 2, *like.shape[:2], room, like.shape[3]), like)
+            like, step = these[0].keys, beams if part == CROSS else 1
+            rows, heads, _, dim = like.shape
+            kept = memory.room(part, (len(these), 2, rows // step, heads, room, dim), like)
             kept[..., length:, :].zero_()  # numbers there count nothing, unless they are infinite
             for into, layer in zip(kept, these, strict=True):
                 for one, held in zip(into, (layer.keys, layer.values), strict=True):
-                    one[:, :, :length].copy_(held)
+                    one[:, :, :length].copy_(held[::step])
             self.kept.append(kept)
         self.layers = [
             [weakref.ref(HeldLayer.put_into(layer, self, part, index)) for index, layer in enumerate(these)]
@@ -201,7 +206,7 @@ class Holding:
 
     def store(self, part: int) -> FixedStore:
         """All of the part, by its layers."""
-        return self.memory.store(part, tuple(self.kept[part].shape))
+        return self.memory.store(part, tuple(self.kept[part].shape), self.beams if part == CROSS else 1)
 
     def holds(self, layers: tuple[list[Any], list[Any]]) -> bool:
         """Whether these are the layers of a cache that are in here."""
@@ -209,9 +214,10 @@ class Holding:
         return mine == [*layers] and all(type(layer) is HeldLayer for own in layers for layer in own)
 
     def read(self, part: int, index: int) -> torch.Tensor:
-        """Keys and values of a layer, (2, rows, heads, tokens, D), a view."""
+        """Keys and values of a layer, (2, rows, heads, tokens, D), a view but for beams that share them."""
         self.settle(part)
-        return self.kept[part][index][:, :, :, : self.lengths[part]]
+        kept = self.kept[part][index][:, :, :, : self.lengths[part]]
+        return kept if part == OWN or self.beams == 1 else kept.repeat_interleave(self.beams, 1)
 
     @property
     def alive(self) -> bool:
@@ -243,7 +249,7 @@ class Holding:
     def settle(self, part: int) -> None:
         """Does what `reorder` was asked for."""
         (order, asked), self.orders[part] = self.orders[part], (None, [])
-        if not asked or (part == CROSS and self._alike(order)):
+        if not asked or (part == CROSS and (self.beams > 1 or self._alike(order))):
             return
         kept = self.kept[part]
         whole = part == OWN and len(asked) == len(kept)  # those of the encoder would need as much memory again

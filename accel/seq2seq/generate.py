@@ -23,9 +23,10 @@ from accel.libraries.generation import (
     decoding_method,
     merged_config,
 )
-from accel.patching.fast_forward import FastForward, as_written
+from accel.patching.fast_forward import as_written
 from accel.patching.owner import InstanceMethod
 from accel.patching.rule import Patch
+from accel.seq2seq.decoder import Seq2SeqForward
 from accel.seq2seq.late_check import LATE_LOOP, may_be_late
 from accel.seq2seq.timestamps import TimestampRule
 
@@ -55,7 +56,7 @@ class Call(PerThread):
 class Decoding:
     """What generate() of a model goes on with when it has prepared a call."""
 
-    def __init__(self, forward: FastForward, notes: Notes):
+    def __init__(self, forward: Seq2SeqForward, notes: Notes):
         self.forward, self.notes = forward, notes
 
     def __call__(
@@ -74,14 +75,10 @@ class Decoding:
         late = method is AS_IMPORTED[LOOP] and LATE_LOOP is not None
         if late and may_be_late(model, processors, stopping_criteria):
             method = LATE_LOOP
-        result = method(
-            model,
-            input_ids,
-            logits_processor=processors,
-            stopping_criteria=stopping_criteria,
-            generation_config=generation_config,
-            **kwargs,
-        )
+        call = {"logits_processor": processors, "stopping_criteria": stopping_criteria}
+        call |= {"generation_config": generation_config}
+        with self.forward.told_beams(kwargs, generation_config):
+            result = method(model, input_ids, **call, **kwargs)
         if self.notes.heads is not None:
             found = self._aligned(model, result.sequences[:, :-1], kwargs)
             result.cross_attentions = ((found,) * model.config.decoder_layers,)
@@ -108,7 +105,7 @@ class Decoding:
 class GenerateHook(InstanceMethod):
     """Stands in place of one of these methods of a model."""
 
-    def __init__(self, module: Any, forward: FastForward, calls: Call, name: str):
+    def __init__(self, module: Any, forward: Seq2SeqForward, calls: Call, name: str):
         self.module, self.forward, self.calls, self.name = module, forward, calls, name
 
     @property
@@ -171,7 +168,7 @@ def split(hook: GenerateHook, given: dict[str, Any], args: tuple, kwargs: dict) 
 HOOKS = {"generate": generate, FALLBACK: with_fallback, SPLIT: split}
 
 
-def generate_patches(forward: FastForward) -> list[Patch]:
+def generate_patches(forward: Seq2SeqForward) -> list[Patch]:
     """What has generate() of its model do so."""
     model, calls = forward.module, Call()
     names = [name for name in HOOKS if hasattr(type(model), name) and name not in vars(model)]

@@ -67,5 +67,7 @@ LATE_LOOP = loop_that_asks(LateStopCheck)
 
 def may_be_late(model: Any, processors: LogitsProcessorList, criteria: StoppingCriteriaList) -> bool:
     """Whether nobody sees that one step more is made."""
-    known = all(type(one) in HARMLESS for one in processors) and all(type(one) in (*BY_TOKENS, *AT_ONCE) for one in criteria)
+    known = all(type(one) in HARMLESS for one in processors) and all(
+        type(one) in (*BY_TOKENS, *AT_ONCE) for one in criteria
+    )
     return known and not (vars(model)["_forward_hooks"] or vars(model)["_forward_pre_hooks"])

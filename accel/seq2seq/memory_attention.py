@@ -77,6 +77,8 @@ class MemoryStep(Step):
     def hidden(self, part: int) -> torch.Tensor | None:
         """What hides the tokens that do not count, added to scores, (1 or rows, 1, 1, room); None for nothing."""
         kept, seen = self.holding.kept[part], self.masks[part]
+        if part == CROSS and seen is not None:
+            seen = seen[:: self.holding.beams]
         if part == OWN:
             before = (torch.arange(kept.shape[4], device=kept.device) <= self.start)[None]
             seen = before if seen is None else before & seen.bool()
@@ -171,10 +173,11 @@ class BoundMemoryAttention(BoundSoftmaxAttention):
             for kept, new in zip(memory, (k, v), strict=True):
                 kept.index_copy_(2, step.start.reshape(1), new.transpose(1, 2))
         keys, values = memory
+        q = q.flatten(0, 1).unflatten(0, (len(keys), -1))  # beams of one text are queries of one row
         given = step.hidden(spec.part)
         given = given if bias is None else bias[:, None] + given
         grouped = keys.shape[1] != q.shape[2]
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2), keys, values, given, scale=spec.scale, enable_gqa=grouped
         )
-        return out.transpose(1, 2).flatten(2)
+        return out.transpose(1, 2).flatten(0, 1).flatten(1)[:, None]

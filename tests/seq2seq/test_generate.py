@@ -127,6 +127,24 @@ def test_tokens_are_those_of_stock(family, steps, attended):
     assert not fallbacks(model)
 
 
+def test_beams_of_a_text_share_what_the_encoder_gave_and_the_memory_is_told_and_freed(family):
+    model, stock = optimized(family)
+    returned = {"return_dict_in_generate": True, "output_scores": True}
+    for chosen in (options(num_beams=3), options(num_beams=3, **returned), options(do_sample=True, num_beams=2)):
+        assert_same(model, stock, source(family), chosen)
+    found, wanted = (one.generate(**source(family), **options(num_beams=3, **returned)) for one in (model, stock))
+    holding = vars(model)["forward"].holding
+    assert (holding.beams, holding.kept[CROSS].shape[2], holding.rows) == (3, 2, 6) and not fallbacks(model)
+    for ours, theirs in zip(
+        found.cache.cross_attention_cache.layers, wanted.cache.cross_attention_cache.layers, strict=True
+    ):
+        torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-4, atol=1e-4)
+    forward = vars(model)["forward"]
+    assert forward.kept_bytes > 0 and "MB" in accel.report(model).sites[0][3]
+    accel.restore(model)
+    assert forward.kept_bytes == 0
+
+
 def test_the_memory_read_as_a_store_gives_the_same(family, monkeypatch):
     """As on a GPU, where nothing but two numbers of a store, and masks, change from step to step."""
     model, stock = optimized(family)

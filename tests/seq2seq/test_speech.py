@@ -187,6 +187,8 @@ def test_the_pipeline_gives_what_stock_gives(kind, beams, models, monkeypatch):
         parts = {"model": model, "tokenizer": tokenizer, "feature_extractor": features}
         audio = np.random.default_rng(0).standard_normal(40000).astype("float32")
         asked = {"return_timestamps": kind, "generate_kwargs": ENGLISH_TEXT | beams}
-        found.append(t.pipeline("automatic-speech-recognition", **parts)(audio, chunk_length_s=1, batch_size=2, **asked))
+        found.append(
+            t.pipeline("automatic-speech-recognition", **parts)(audio, chunk_length_s=1, batch_size=2, **asked)
+        )
     assert found[0] == found[1] and found[0]["chunks"]
     assert ran and not accel.report(ours).fallbacks

@@ -135,4 +135,6 @@ def bench_speech(
 
     usual = [one for one in SPEECH if (one == "tiny") != (place.type == "cuda")]
     measure = partial(measure_speech, clips=clips, windows=windows, budget_s=budget)
-    measure_each("speech", "Whisper's generate(), by stock and by accel", names or usual, place, out, measure, told, shown)
+    measure_each(
+        "speech", "Whisper's generate(), by stock and by accel", names or usual, place, out, measure, told, shown
+    )
