@@ -42,7 +42,7 @@ def build_whisper(name: str, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def measure_speech(name: str, device: torch.device, clips: int, windows: int, budget_s: float) -> dict:
-    """Milliseconds of a call, and seconds of sound in one of them, by each way in turns. same: the share of equal tokens.
+    """Milliseconds of a call, and times real time, by each way in turns. same: the share of equal tokens.
 
     Raises KeyError for an unknown name.
     """

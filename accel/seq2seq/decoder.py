@@ -40,6 +40,7 @@ from accel.seq2seq.layers import DecoderLayerForward
 from accel.seq2seq.memory_attention import MemoryStep, hiding
 from accel.seq2seq.step_inputs import TextStep, step_behind
 
+MASK_BESIDE = "attention_mask"  # a field of what some encoders give
 KNOWN = {TOKENS, ENCODED, ENCODER_MASK, MASK, POSITIONS, "use_cache", "return_dict"}
 FIRST = 8  # tokens that a text may begin with, to be run one by one
 RECENT = 1.0  # seconds since a step, after which a text counts as ended
@@ -215,6 +216,8 @@ class Seq2SeqForward(FastForward):
             raise Unfit("more than one token of the decoder behind others")
         if given.get("use_cache") is False or not hasattr(encoder, "last_hidden_state"):
             raise Unfit("no cache, or nothing that an encoder gave")
+        if getattr(encoder, MASK_BESIDE, None) is not None:
+            raise Unfit("a mask beside what the encoder gave")
 
     def _logits(self, layers: tuple[list, list], given: dict[str, Any]) -> torch.Tensor:
         keys, length = layers[OWN][0].keys, layers[CROSS][0].get_seq_length()

@@ -49,7 +49,7 @@ class Call(PerThread):
         self._local = Notes()
 
     @property
-    def notes(self) -> Notes:
+    def notes(self) -> Any:
         return self._local
 
 
@@ -72,8 +72,8 @@ class Decoding:
         processors = LogitsProcessorList(
             TimestampRule(one) if type(one) is WhisperTimeStampLogitsProcessor else one for one in logits_processor
         )
-        late = method is AS_IMPORTED[LOOP] and LATE_LOOP is not None
-        if late and may_be_late(model, processors, stopping_criteria):
+        usual = method is AS_IMPORTED[LOOP]
+        if LATE_LOOP is not None and usual and may_be_late(model, processors, stopping_criteria):
             method = LATE_LOOP
         call = {"logits_processor": processors, "stopping_criteria": stopping_criteria}
         call |= {"generation_config": generation_config}
@@ -160,8 +160,9 @@ def split(hook: GenerateHook, given: dict[str, Any], args: tuple, kwargs: dict) 
     few = type(outputs)(**kept)
     few.cross_attentions = outputs.cross_attentions  # an attribute, which is none of its items
     sequences, rows = hook.stock(**given | {"seek_outputs": few})
-    for row, one in enumerate(rows if scores is not None else ()):
-        one["scores"] = [step[row] for step in scores]
+    if scores is not None:
+        for row, one in enumerate(rows):
+            one["scores"] = [step[row] for step in scores]
     return sequences, rows
 
 

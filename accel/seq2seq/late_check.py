@@ -1,4 +1,4 @@
-"""Stock's loop asks after each token whether all rows have ended, and waits for the device. Here it is told a step late.
+"""Stock's loop waits after each token to learn whether all rows have ended. Here it learns that a step late.
 
 The step that was made in vain is undone by stock's own code, which has such a check for devices of Apple.
 """

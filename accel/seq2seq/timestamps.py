@@ -7,10 +7,10 @@ NEVER = -float("inf")
 
 
 class TimestampRule(WhisperTimeStampLogitsProcessor):
-    """Scores as its class gives them. That reads the tokens of every row from the device at each step; this does not."""
+    """Scores as its class gives them. That reads every row from the device at each step; this does not."""
 
     def __init__(self, rule: WhisperTimeStampLogitsProcessor):
-        vars(self).update(vars(rule))
+        self.__dict__.update(vars(rule))
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.Tensor) -> torch.Tensor:
         first, begun = self.timestamp_begin, input_ids[:, self.begin_index :]
