@@ -1,7 +1,7 @@
 """generate() of transformers: the methods that it calls, the arguments it passes, and its loop."""
 
 import copy
-import sys
+import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerationMode, utils
+from transformers.generation.logits_process import WhisperNoSpeechDetection
 
 from accel.errors import reason_of
 from accel.libraries.cache import generating_cache
 
-__all__ = ["GenerationMode"]
+__all__ = ["GenerationMode", "WhisperNoSpeechDetection"]
 
 # Methods of a model that generate() calls; LOOP is where it goes on token by token.
 MODE_ARGUMENTS, INPUTS = "_extract_generation_mode_kwargs", "_prepare_model_inputs"
@@ -101,7 +102,7 @@ def loop_that_asks(check: type) -> Callable | None:
 
 def called_by_speech_pipeline() -> bool:
     """Whether the code that called what accel has put on a model is the library's pipeline for speech."""
-    frame = sys._getframe()
+    frame: Any = inspect.currentframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("accel."):
         frame = frame.f_back
     return frame.f_globals.get("__name__") == SPEECH

@@ -44,7 +44,9 @@ class Notes(threading.local):
     heads: list[list[int]] | None = None
 
 
-class Call(PerThread):
+class PerCall(PerThread):
+    """The notes of the call that each thread is in."""
+
     def renew(self) -> None:
         self._local = Notes()
 
@@ -102,10 +104,10 @@ class Decoding:
         return torch.cat(found)
 
 
-class GenerateHook(InstanceMethod):
+class SpeechHook(InstanceMethod):
     """Stands in place of one of these methods of a model."""
 
-    def __init__(self, module: Any, forward: Seq2SeqForward, calls: Call, name: str):
+    def __init__(self, module: Any, forward: Seq2SeqForward, calls: PerCall, name: str):
         self.module, self.forward, self.calls, self.name = module, forward, calls, name
 
     @property
@@ -117,7 +119,7 @@ class GenerateHook(InstanceMethod):
         return HOOKS[self.name](self, given.get("kwargs", {}) | given, args, kwargs)
 
 
-def generate(hook: GenerateHook, given: dict[str, Any], args: tuple, kwargs: dict) -> Any:
+def generate(hook: SpeechHook, given: dict[str, Any], args: tuple, kwargs: dict) -> Any:
     """Has stock go on with `Decoding`, for a call that leaves it to stock what comes next."""
     model, notes = hook.module, hook.calls.notes
     config = merged_config(model, given)
@@ -134,7 +136,7 @@ def generate(hook: GenerateHook, given: dict[str, Any], args: tuple, kwargs: dic
         notes.plain = before
 
 
-def with_fallback(hook: GenerateHook, given: dict[str, Any], args: tuple, kwargs: dict) -> Any:
+def with_fallback(hook: SpeechHook, given: dict[str, Any], args: tuple, kwargs: dict) -> Any:
     """Asks for no attentions if those that align are enough."""
     config, notes = given["generation_config"], hook.calls.notes
     heads, words = getattr(config, "alignment_heads", None), getattr(config, "return_token_timestamps", False)
@@ -150,7 +152,7 @@ def with_fallback(hook: GenerateHook, given: dict[str, Any], args: tuple, kwargs
         notes.heads, config.output_attentions, config.alignment_heads = None, before, heads
 
 
-def split(hook: GenerateHook, given: dict[str, Any], args: tuple, kwargs: dict) -> Any:
+def split_rows(hook: SpeechHook, given: dict[str, Any], args: tuple, kwargs: dict) -> Any:
     """Has only that copied to the CPU, row by row, which the call reads; scores stay where they are."""
     outputs = given["seek_outputs"]
     if not hook.calls.notes.plain or isinstance(outputs, torch.Tensor):
@@ -166,11 +168,11 @@ def split(hook: GenerateHook, given: dict[str, Any], args: tuple, kwargs: dict) 
     return sequences, rows
 
 
-HOOKS = {"generate": generate, FALLBACK: with_fallback, SPLIT: split}
+HOOKS = {"generate": generate, FALLBACK: with_fallback, SPLIT: split_rows}
 
 
 def generate_patches(forward: Seq2SeqForward) -> list[Patch]:
     """What has generate() of its model do so."""
-    model, calls = forward.module, Call()
+    model, calls = forward.module, PerCall()
     names = [name for name in HOOKS if hasattr(type(model), name) and name not in vars(model)]
-    return [Patch(model, name, GenerateHook(model, forward, calls, name)) for name in names]
+    return [Patch(model, name, SpeechHook(model, forward, calls, name)) for name in names]

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import LogitsProcessorList, NoRepeatNGramLogitsProcessor, StoppingCriteriaList
-from transformers.generation.logits_process import WhisperNoSpeechDetection
 
-from accel.libraries.generation import loop_that_asks
+from accel.libraries.generation import WhisperNoSpeechDetection, loop_that_asks
 from accel.llm.generation.loop.choice import PURE, RandomState
 from accel.llm.generation.loop.token_loop import AT_ONCE, BY_TOKENS
 from accel.seq2seq.timestamps import TimestampRule

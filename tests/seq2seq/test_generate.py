@@ -13,103 +13,21 @@ import accel
 from accel.libraries.cache import DynamicLayer, encoded
 from accel.seq2seq.decoder import Seq2SeqForward
 from accel.seq2seq.fixed_memory import CROSS, OWN, HeldLayer
-from accel.seq2seq.memory_attention import BoundMemoryAttention, MemoryStep
+from accel.seq2seq.memory_attention import MemoryStep
 from support.noted import noted
+from support.objects.seq2seq import (
+    LAYERS,
+    STEPS,
+    TEXT,
+    assert_same,
+    fallbacks,
+    generated,
+    made,
+    optimized,
+    options,
+    source,
+)
 from support.state import assert_same_state, snapshot
-
-WIDTH, WORDS = 32, 64
-BART = {"vocab_size": WORDS, "d_model": WIDTH, "pad_token_id": 0, "bos_token_id": 1, "decoder_start_token_id": 2}
-for side in ("encoder", "decoder"):
-    BART |= {f"{side}_layers": 2, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 48}
-TEXT = BART | {"max_position_embeddings": 200, "forced_eos_token_id": None}
-AUDIO = {"max_source_positions": 16, "max_target_positions": 64, "num_mel_bins": 8}
-AUDIO |= {"suppress_tokens": None, "begin_suppress_tokens": None}
-T5 = {"vocab_size": WORDS, "d_model": WIDTH, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-T5 |= {"decoder_start_token_id": 0}
-LIKE_BART = {  # classes, and names of their configurations
-    "BlenderbotForConditionalGeneration": "BlenderbotConfig",
-    "MBartForConditionalGeneration": "MBartConfig",
-    "MarianMTModel": "MarianConfig",
-    "PegasusForConditionalGeneration": "PegasusConfig",
-    "PLBartForConditionalGeneration": "PLBartConfig",
-}
-GATED = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}  # as of Flan-T5, UL2 and ByT5
-MAKES = {
-    "Bart": lambda: t.BartForConditionalGeneration(t.BartConfig(**TEXT)),
-    "M2M100": lambda: t.M2M100ForConditionalGeneration(t.M2M100Config(**TEXT)),
-    "T5": lambda: t.T5ForConditionalGeneration(t.T5Config(**T5)),
-    "Whisper": lambda: t.WhisperForConditionalGeneration(t.WhisperConfig(**BART, **AUDIO)),
-}
-
-
-def made(family: str) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """A model with random weights, and a deep copy of it that stays stock."""
-    torch.manual_seed(0)
-    model = MAKES[family]().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.3)
-    return model, copy.deepcopy(model)
-
-
-def source(family: str, length: int = 9, rows: int = 2, masked: bool = True, seed: int = 1) -> dict[str, torch.Tensor]:
-    """What generate() is given; the rows behind the first are half as long, if masked."""
-    generator = torch.Generator().manual_seed(seed)
-    if family == "Whisper":
-        return {"input_features": torch.randn(rows, 8, 32, generator=generator)}
-    ids = torch.randint(3, WORDS, (rows, length), generator=generator)
-    mask = torch.ones_like(ids)
-    mask[1:, length // 2 :] = 0
-    return {"input_ids": ids, "attention_mask": mask} if masked else {"input_ids": ids}
-
-
-def options(tokens: int = 10, **more: object) -> dict[str, object]:
-    """For so many tokens, which do not repeat themselves."""
-    return {"max_new_tokens": tokens, "min_new_tokens": tokens, "no_repeat_ngram_size": 2, **more}
-
-
-FAMILIES = sorted(MAKES)
-OTHERS = {name: (name, config, TEXT) for name, config in LIKE_BART.items()}
-OTHERS |= {"MT5": ("MT5ForConditionalGeneration", "MT5Config", T5 | GATED)}
-OTHERS |= {"UMT5": ("UMT5ForConditionalGeneration", "UMT5Config", T5)}
-LAYERS, STEPS = 2, 10  # of ten tokens, and of a prompt of one
-
-
-@pytest.fixture
-def steps(monkeypatch):
-    """The rows of each step, once a model is optimized."""
-    return lambda: noted(monkeypatch, Seq2SeqForward, "step", lambda forward, holding, tokens, *_: len(tokens))
-
-
-@pytest.fixture
-def attended(monkeypatch):
-    """For each attention that a fused layer has computed, whether it is to what the encoder gave."""
-    return noted(monkeypatch, BoundMemoryAttention, "attended", lambda bound, *_: bound.spec.part == CROSS)
-
-
-@pytest.fixture(params=FAMILIES)
-def family(request):
-    return request.param
-
-
-def generated(model, call, chosen):
-    torch.manual_seed(3)
-    found = model.generate(**copy.deepcopy(call), **chosen)
-    return getattr(found, "sequences", found)
-
-
-def assert_same(model, stock, call, chosen):
-    assert torch.equal(generated(model, call, chosen), generated(stock, call, chosen))
-
-
-def fallbacks(model):
-    return [reason for _, reason, _ in accel.report(model).fallbacks]
-
-
-def optimized(family):
-    model, stock = made(family)
-    return accel.optimize(model), stock
-
 
 PROMPT = torch.tensor([[2, 5, 6], [0, 7, 9]])
 PADDED = {"decoder_input_ids": PROMPT, "decoder_attention_mask": (PROMPT > 0).long()}
@@ -136,51 +54,6 @@ def test_tokens_are_those_of_stock(family, steps, attended):
         assert_same(model, stock, call, chosen)
         assert ran == [rows] * count and attended == [False, True] * LAYERS * count, (list(call), chosen)
     assert not fallbacks(model)
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_families_are_known_by_what_they_hold(name, steps, attended, monkeypatch):
-    kind, config, given = OTHERS[name]
-    monkeypatch.setitem(MAKES, name, lambda: getattr(t, kind)(getattr(t, config)(**given)))
-    model, stock = optimized(name)
-    ran = steps()
-    assert_same(model, stock, source(name), options())
-    assert len(ran) >= STEPS - 1 and True in attended and not fallbacks(model)
-
-
-def test_moonshine_whose_encoder_gives_a_mask_too(steps, monkeypatch):
-    sizes = {"vocab_size": WORDS, "hidden_size": WIDTH, "intermediate_size": 48, "decoder_start_token_id": 2}
-    for side in ("encoder", "decoder"):
-        sizes |= {f"{side}_num_hidden_layers": 2, f"{side}_num_attention_heads": 4}
-    kind = t.MoonshineForConditionalGeneration
-    monkeypatch.setitem(MAKES, "Moonshine", lambda: kind(t.MoonshineConfig(**sizes)))
-    model, stock = optimized("Moonshine")
-    ran = steps()
-    call = {"input_values": torch.randn(2, 4000, generator=torch.Generator().manual_seed(0))}
-    assert_same(model, stock, call, options())
-    assert ran == [2] * (STEPS - 1) and not fallbacks(model)
-    mask = (torch.arange(4000) < torch.tensor([[4000], [2500]])).long()
-    assert_same(model, stock, call | {"attention_mask": mask}, options())
-    assert fallbacks(model) == ["a mask beside what the encoder gave"]
-
-
-def pictures_to_text(config):
-    """As Donut and TrOCR, whose texts are written by a decoder inside of another model."""
-    sizes = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
-    encoder = t.ViTConfig(**sizes, image_size=16, patch_size=4)
-    decoder = config(**TEXT, is_decoder=True, add_cross_attention=True, is_encoder_decoder=False)
-    both = t.VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
-    return t.VisionEncoderDecoderModel(both)
-
-
-@pytest.mark.parametrize("config", [t.MBartConfig, t.TrOCRConfig])
-def test_texts_of_pictures(config, steps, attended, monkeypatch):
-    monkeypatch.setitem(MAKES, "pictures", lambda: pictures_to_text(config))
-    model, stock = optimized("pictures")
-    ran = steps()
-    call = {"pixel_values": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))}
-    assert_same(model, stock, call, options() | {"decoder_start_token_id": 2, "pad_token_id": 0, "eos_token_id": 1})
-    assert len(ran) >= STEPS - 1 and bool(attended) == (config is t.MBartConfig)  # TrOCR's attention is its own
 
 
 def test_beams_of_a_text_share_what_the_encoder_gave_and_the_memory_is_told_and_freed(family):

@@ -1,0 +1,73 @@
+"""Tiny encoder-decoder models, what their generate() is given, and comparisons with stock."""
+
+import copy
+
+import torch
+import transformers as t
+
+import accel
+
+WIDTH, WORDS = 32, 64
+BART = {"vocab_size": WORDS, "d_model": WIDTH, "pad_token_id": 0, "bos_token_id": 1, "decoder_start_token_id": 2}
+for side in ("encoder", "decoder"):
+    BART |= {f"{side}_layers": 2, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 48}
+TEXT = BART | {"max_position_embeddings": 200, "forced_eos_token_id": None}
+AUDIO = {"max_source_positions": 16, "max_target_positions": 64, "num_mel_bins": 8}
+AUDIO |= {"suppress_tokens": None, "begin_suppress_tokens": None}
+T5 = {"vocab_size": WORDS, "d_model": WIDTH, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+T5 |= {"decoder_start_token_id": 0}
+MAKES = {
+    "Bart": lambda: t.BartForConditionalGeneration(t.BartConfig(**TEXT)),
+    "M2M100": lambda: t.M2M100ForConditionalGeneration(t.M2M100Config(**TEXT)),
+    "T5": lambda: t.T5ForConditionalGeneration(t.T5Config(**T5)),
+    "Whisper": lambda: t.WhisperForConditionalGeneration(t.WhisperConfig(**BART, **AUDIO)),
+}
+
+
+def made(family: str) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """A model with random weights, and a deep copy of it that stays stock."""
+    torch.manual_seed(0)
+    model = MAKES[family]().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.3)
+    return model, copy.deepcopy(model)
+
+
+def source(family: str, length: int = 9, rows: int = 2, masked: bool = True, seed: int = 1) -> dict[str, torch.Tensor]:
+    """What generate() is given; the rows behind the first are half as long, if masked."""
+    generator = torch.Generator().manual_seed(seed)
+    if family == "Whisper":
+        return {"input_features": torch.randn(rows, 8, 32, generator=generator)}
+    ids = torch.randint(3, WORDS, (rows, length), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1:, length // 2 :] = 0
+    return {"input_ids": ids, "attention_mask": mask} if masked else {"input_ids": ids}
+
+
+def options(tokens: int = 10, **more: object) -> dict[str, object]:
+    """For so many tokens, which do not repeat themselves."""
+    return {"max_new_tokens": tokens, "min_new_tokens": tokens, "no_repeat_ngram_size": 2, **more}
+
+
+FAMILIES = sorted(MAKES)
+LAYERS, STEPS = 2, 10  # of ten tokens, and of a prompt of one
+
+
+def generated(model, call, chosen):
+    torch.manual_seed(3)
+    found = model.generate(**copy.deepcopy(call), **chosen)
+    return getattr(found, "sequences", found)
+
+
+def assert_same(model, stock, call, chosen):
+    assert torch.equal(generated(model, call, chosen), generated(stock, call, chosen))
+
+
+def fallbacks(model):
+    return [reason for _, reason, _ in accel.report(model).fallbacks]
+
+
+def optimized(family):
+    model, stock = made(family)
+    return accel.optimize(model), stock
