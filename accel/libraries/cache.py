@@ -8,7 +8,7 @@ pair of caches, and share the names of what else their forwards are given.
 import inspect
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 

@@ -54,7 +54,7 @@ def test_moonshine_whose_encoder_gives_a_mask_too(steps, monkeypatch):
     assert ran == [2] * (STEPS - 1) and not fallbacks(model)
     mask = (torch.arange(4000) < torch.tensor([[4000], [2500]])).long()
     assert_same(model, stock, call | {"attention_mask": mask}, options())
-    assert fallbacks(model) == ["a mask beside what the encoder gave"]
+    assert fallbacks(model) == ["a mask beside what the encoder gave", "attention_mask is given"]
 
 
 def pictures_to_text(config):

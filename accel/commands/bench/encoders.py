@@ -26,7 +26,7 @@ def bench_encoders(
     Random weights; without a tokenizer. Ends with 1 where one fails.
     """
     from accel.bench import results
-    from accel.bench.encoders import ENCODERS, measure_encoder, usual_encoders
+    from accel.bench.encoders.texts import ENCODERS, measure_encoder, usual_encoders
 
     place = parse_device(device)
     if unknown := [one for one in names or () if one not in ENCODERS]:
@@ -57,7 +57,7 @@ def bench_vision(
     Random weights. Ends with 1 where one fails.
     """
     from accel.bench import results
-    from accel.bench.vision import VISION, measure_vision
+    from accel.bench.encoders.vision import VISION, measure_vision
 
     place = parse_device(device)
     if unknown := [one for one in names or () if one not in VISION]:
@@ -90,7 +90,7 @@ def bench_pictures(
     Random weights; without a processor. Ends with 1 where one fails.
     """
     from accel.bench import results
-    from accel.bench.pictures import MODELS, measure_pictures
+    from accel.bench.encoders.pictures import MODELS, measure_pictures
 
     place = parse_device(device)
     if unknown := [one for one in names or () if one not in MODELS]:
@@ -120,7 +120,7 @@ def bench_speech(
     Random weights; features are made before; every window gives as many tokens. Ends with 1 where one fails.
     """
     from accel.bench import results
-    from accel.bench.speech import SPEECH, measure_speech
+    from accel.bench.encoders.speech import SPEECH, measure_speech
 
     place = parse_device(device)
     if unknown := [one for one in names or () if one not in SPEECH]:

@@ -7,7 +7,7 @@ import torch
 import transformers as t
 
 import accel
-from accel.bench.encoders import batched, texts
+from accel.bench.encoders.texts import batched, texts
 from accel.comparison import relative_rms
 
 SIZES = {"vocab_size": 500, "hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}

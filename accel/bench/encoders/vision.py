@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import accel
-from accel.bench.encoders import Encoder
+from accel.bench.encoders.texts import Encoder
 from accel.bench.llm.models import beside
 from accel.bench.timing import compare_times
 from accel.comparison import relative_rms
