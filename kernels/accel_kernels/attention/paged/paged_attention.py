@@ -33,8 +33,8 @@ def reference(
     gives zeros. mask: (rows or 1, 1, new, T + new) bool, the keys that each query sees, in place of order, window and
     padding; not in a graph; with kv.ragged, of its only sequence. dense: a PromptAttention that the calls of a model
     share, for prompts without past. k, v: None where an earlier call with the same kv has stored the new tokens; q then
-    has those behind the first `skipped`. Where the store rounds keys and values to 8 bits, queries see the rounded
-    ones, their own token's too, however many come at once.
+    has those behind the first `skipped`. Of a store in 8 bits, queries see the rounded ones, their own token's too,
+    however many come at once.
     """
     if gate is not None:
         given = {"cos": cos, "sin": sin, "interleaved": interleaved, "q_norm": q_norm, "k_norm": k_norm,
