@@ -20,21 +20,20 @@ def reference(
     """q: (rows, new, heads, D); k, v: (rows, new, kv heads, D); any strides, the last 1. Gives (rows, new, heads * D).
 
     Tokens T .. T + new - 1 are added to every row of the store, T = kv.metadata[LENGTH], which the caller moves on.
-    With kv.ragged the one row of q holds the new tokens of several sequences, see `Ragged`.
-    cos, sin: (1 or rows, new, R / 2), one angle for each pair of the first R channels. Pairs are (i, i + R/2), or with
-    `interleaved` (2 i, 2 i + 1). q_norm, k_norm: a Norm over D before the rotation; behind it with `norms_after`.
-    q_scales: (rows, new) float32, contiguous, of each token's queries. scale: of scores. window: a query at t sees keys
-    above t - window; `chunked`: those of its own chunk, the first behind the padding on the left. softcap: scores
-    become softcap * tanh(scores / softcap). sinks: (heads,), a score in the softmax with no value. slopes: (heads,),
-    adds slope * key position (ALiBi, Press et al. 2022; in a softmax the same as a penalty by distance). bias: (heads,
-    tokens), what is added to the score of the key at each position, as T5's; of one new token a row. gate: like q, or
-    one a head, (rows, new, heads, 1); what comes out is multiplied by its sigmoid (Qiu et al., "Gated Attention",
-    2025), or softplus by `gate_activation`. Keys that kv.padding_mask forbids are not seen; a query that sees none
-    gives zeros. mask: (rows or 1, 1, new, T + new) bool, the keys that each query sees, in place of order, window and
-    padding; not in a graph; with kv.ragged, of its only sequence. dense: a PromptAttention that the calls of a model
-    share, for prompts without past. k, v: None where an earlier call with the same kv has stored the new tokens; q then
-    has those behind the first `skipped`. Of a store in 8 bits, queries see the rounded ones, their own token's too,
-    however many come at once.
+    With kv.ragged the one row of q holds the new tokens of several sequences, see `Ragged`. cos, sin: (1 or rows, new,
+    R / 2), one angle for each pair of the first R channels. Pairs are (i, i + R/2), or with `interleaved` (2 i, 2 i +
+    1). q_norm, k_norm: a Norm over D before the rotation; behind it with `norms_after`. q_scales: (rows, new) float32,
+    contiguous, of each token's queries. scale: of scores. window: a query at t sees keys above t - window; `chunked`:
+    those of its own chunk, the first behind the padding on the left. softcap: scores become softcap * tanh(scores /
+    softcap). sinks: (heads,), a score in the softmax with no value. slopes: (heads,), adds slope * key position (ALiBi,
+    Press et al. 2022; in a softmax the same as a penalty by distance). bias: (heads, tokens), what is added to the
+    score of the key at each position, as T5's; of one new token a row. gate: like q, or one a head, (rows, new, heads,
+    1); what comes out is multiplied by its sigmoid (Qiu et al., "Gated Attention", 2025), or softplus by
+    `gate_activation`. Keys that kv.padding_mask forbids are not seen; a query that sees none gives zeros. mask: (rows
+    or 1, 1, new, T + new) bool, the keys that each query sees, in place of order, window and padding; not in a graph;
+    with kv.ragged, of its only sequence. dense: a PromptAttention that the calls of a model share, for prompts without
+    past. k, v: None where an earlier call with the same kv has stored the new tokens; q then has those behind the first
+    `skipped`. Of a store in 8 bits, queries see the rounded ones, their own token's too, however many come at once.
     """
     if gate is not None:
         given = {"cos": cos, "sin": sin, "interleaved": interleaved, "q_norm": q_norm, "k_norm": k_norm,
