@@ -50,6 +50,8 @@ def optimize(
     cpu: Cpu = "auto",
     parallel: Parallel | None = None,
     padding: Padding = "stock",
+    memory: int | float | str | None = None,
+    host_memory: int | float | str | None = None,
     strict: bool = False,
     **unknown: NoReturn,
 ) -> T:

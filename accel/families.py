@@ -12,6 +12,7 @@ from accel.errors import SkippedSite
 from accel.libraries.code import comes_from
 from accel.libraries.models import is_causal_lm as is_language_model
 from accel.patching.rule import Context, Rule
+from accel.planning.memory import lift_offload, place_weights
 from accel.planning.plan import Plan, Row, Stage, StageReport, StageResult
 from accel.planning.targets import is_scheduler, stays_stock
 
@@ -19,6 +20,11 @@ from accel.planning.targets import is_scheduler, stays_stock
 def plan_for(part: object, context: Context) -> Plan:
     """How a model, a scheduler or a pipeline becomes fast. context: of all that is optimized together."""
     own = context.for_model()
+    plan = _plan_for(part, own)
+    return plan.between(lift_offload, place_weights) if isinstance(part, nn.Module) else plan
+
+
+def _plan_for(part: object, own: Context) -> Plan:
     if isinstance(part, nn.Module):
         if stays_stock(part) is not None:
             return Plan(part, (), own, (leave_stock,))
@@ -31,7 +37,7 @@ def plan_for(part: object, context: Context) -> Plan:
 
     if isinstance(part, nn.Module):
         own.graph_paths = family.graph_paths(part)
-        if (context.options.weights or context.options.activations) is not None and _denoises(part):
+        if (own.options.weights or own.options.activations) is not None and _denoises(part):
             from accel.diffusion.stages import denoiser_plan
 
             return denoiser_plan(part, own)

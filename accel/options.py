@@ -27,6 +27,8 @@ ACTIVATIONS = ("int8", "int8-outliers", "fp8")
 STATIC = ("int8-static", "int8-outliers-static", "fp8-static")  # what only calibration gives, see `accel.quantize`
 METHODS = ("rtn", "gptq", "awq", "smoothquant")  # of `accel.quantize`; the first needs no calibration data
 MOST_DECIBELS = 100  # of PSNR; as far from each other are images of a loop that only rounds otherwise, in float32
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt]i?|)b", re.IGNORECASE)
 DECIBELS = re.compile(r"(\d+(?:\.\d+)?) ?dB", re.IGNORECASE)
 
 
@@ -77,6 +79,12 @@ class Options:
         "tiles": each rank decodes its share of the tiles of an autoencoder that has tiling on. Calls that cannot be
         divided are computed whole on every rank, as the report says. None divides nothing by itself: models that
         transformers or diffusers have divided are optimized as they are.
+    memory: of a GPU, that a model or a pipeline may take with all that it computes (not the driver's own, about
+        half a GB): a size such as "12GB" or "12GiB", a number of bytes, or a share such as 0.5. Models of a pipeline
+        come to the GPU for their turn; of a model that is too large some blocks stay there, the others come from the
+        CPU's memory as they are called. Results are the same. None leaves models where they are.
+    host_memory: with memory, how much of the CPU's memory may be pinned, in the same form; None for all of it. Weights
+        beyond that are copied by the CPU, which is slower.
     padding: of text encoders. "stock": rows of padding are computed where somebody may see them, as who calls the bare
         encoder does. "zeros": they come back as zeros there too, for callers who leave them out by the mask. A head or
         a pooling inside of the model that does not look at them needs neither: none are computed.
@@ -95,6 +103,8 @@ class Options:
     cpu: Cpu = "auto"
     parallel: Parallel | None = None
     padding: Padding = "stock"
+    memory: int | float | str | None = None
+    host_memory: int | float | str | None = None
     strict: bool = False
 
     def __post_init__(self) -> None:
@@ -118,6 +128,13 @@ class Options:
                 raise TypeError(f"graph_memory_gb={memory!r}: give a number of GiB or None")
             if not memory > 0:
                 raise ValueError(f"graph_memory_gb={memory!r}: give a number above 0, or graphs=False")
+        for name in ("memory", "host_memory"):
+            if getattr(self, name) is not None:
+                bytes_of(name, getattr(self, name))
+        if self.host_memory is not None and self.memory is None:
+            raise ValueError(f"host_memory={self.host_memory!r}: give memory too, of the GPU")
+        if self.memory is not None and self.parallel is not None:
+            raise ValueError(f"memory={self.memory!r}: for one process, not with parallel={self.parallel!r}")
         _step_cache(self.step_cache)
 
     @property
@@ -125,6 +142,22 @@ class Options:
         """The options chosen that change results by more than rounding, or None."""
         chosen = {name: getattr(self, name) for name in ("step_cache", "weights", "activations", "kv_cache")}
         return ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value is not None) or None
+
+
+def bytes_of(name: str, value: object, whole: int | None = None) -> int:
+    """Bytes of a size as text, an integer, or a share of the whole. Raises ValueError naming the option and its value.
+
+    whole: None while it is not known; a share is checked then, and 0 returned.
+    """
+    found = SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if found is not None and (size := int(float(found[1]) * UNITS[found[2].lower()])) > 0:
+        return size
+    if type(value) is int and value > 1:
+        return value
+    if type(value) is float and 0 < value <= 1:
+        return int(value * (whole or 0))
+    valid = "give a size such as '12GB' or '12 GiB', a number of bytes, or a share such as 0.5"
+    raise ValueError(f"{name}={value!r}: {valid}")
 
 
 def choose(options: Options | None, keywords: Mapping[str, Any], unknown: Mapping[str, object]) -> Options:

@@ -24,6 +24,7 @@ from accel.cuda_graphs.host_copies import capture_with_copies
 from accel.cuda_graphs.pays import milliseconds
 from accel.cuda_graphs.pool import CaptureMemory, GraphPool
 from accel.errors import logged, reason_of
+from accel.offload.call_hooks import whole_runs
 from accel.parallel.ranks import Ranks
 from accel.parallel.sequences import waited
 from accel.patching.fallback_log import FallbackLog
@@ -104,6 +105,7 @@ class GraphRunner:
     def _call(
         self, eager: Callable, args: tuple, kwargs: dict, variant: tuple, constant: Any, without_graph: Callable | None
     ) -> Any:
+        eager = whole_runs(self.module, eager)
         device = next(self.module.parameters()).device
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if constant is not None:

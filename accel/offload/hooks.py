@@ -8,8 +8,11 @@ import torch
 from torch import nn
 
 from accel.libraries.hooks import DETACH, ENTER, FORWARD, HOOK, METHODS, hook_of, offload_hooks
+from accel.offload.blocks import blocks_of, nbytes
+from accel.offload.budget import Budget
 from accel.offload.layout import separate
 from accel.offload.placed_model import PlacedModel
+from accel.offload.streamed_model import StreamedModel
 from accel.patching.owner import PartlyCopied
 from accel.patching.rule import Patch
 
@@ -63,12 +66,14 @@ def beneath_offload(module: nn.Module, others: Iterable[str] = ()) -> Iterator[A
 
 
 class OffloadSwitch(PartlyCopied):
-    """Callable that stands in `vars(pipe)["enable_model_cpu_offload"]`. prepare: see `PlacedModel`."""
+    """Callable that stands in `vars(pipe)["enable_model_cpu_offload"]`. prepare: see `PlacedModel`. budget: None for
+    all of the card.
+    """
 
-    copied = ("pipe", "prepare", "wrapped")
+    copied = ("pipe", "prepare", "wrapped", "budget")
 
-    def __init__(self, pipe: Any, prepare: Callable[[nn.Module, torch.device], None]):
-        self.pipe, self.prepare, self.wrapped = pipe, prepare, vars(pipe).get(SWITCH)
+    def __init__(self, pipe: Any, prepare: Callable[[nn.Module, torch.device], None], budget: Budget | None = None):
+        self.pipe, self.prepare, self.wrapped, self.budget = pipe, prepare, vars(pipe).get(SWITCH), budget
         self.renew()
 
     def renew(self) -> None:
@@ -95,15 +100,21 @@ class OffloadSwitch(PartlyCopied):
         for model, hook in offload_hooks(self.pipe, GPUS):
             placed = known.get(id(model))
             if placed is None or placed.device != hook.execution_device:
-                placed = PlacedModel(model, hook.execution_device, self.prepare)
+                placed = self._place(model, hook.execution_device)
             self.models.add(model)
             for name in METHODS:
                 vars(hook)[name] = HookMethod(hook, name, placed)
 
+    def _place(self, model: nn.Module, device: torch.device) -> PlacedModel:
+        budget = self.budget
+        if budget is None or 2 * nbytes(model) <= budget.card or hasattr(model, "decode") or not blocks_of(model):
+            return PlacedModel(model, device, self.prepare)
+        return StreamedModel(model, device, self.prepare, budget)
+
     def let_go(self) -> None:
         """The hooks move the models by themselves again."""
         for placed in self.placed():
-            placed.leave()
+            placed.let_go()
         for _, hook in offload_hooks(self.pipe, GPUS):
             let_go(hook)
         for model in self.models:
@@ -121,8 +132,8 @@ def let_go(hook: Any) -> None:
 class OffloadPatch(Patch):
     """Hooks that a pipeline has, and those that it gets when its offload is enabled, as it is again by every call."""
 
-    def __init__(self, pipe: Any, prepare: Callable[[nn.Module, torch.device], None]):
-        super().__init__(pipe, SWITCH, OffloadSwitch(pipe, prepare))
+    def __init__(self, pipe: Any, prepare: Callable[[nn.Module, torch.device], None], budget: Budget | None = None):
+        super().__init__(pipe, SWITCH, OffloadSwitch(pipe, prepare, budget))
 
     def apply(self) -> None:
         super().apply()

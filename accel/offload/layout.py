@@ -29,7 +29,8 @@ class Slot(NamedTuple):
 
 
 class Layout:
-    """The place of each tensor. What lies side by side stays so; what shares memory goes on sharing it.
+    """The place of each tensor, in the order given. What lies side by side stays so; what shares memory goes on sharing
+    it. So rows that may be one product's, as of queries, keys and values, come to lie one after the other.
 
     Raises ValueError where one memory holds elements of several dtypes.
     """
@@ -39,9 +40,10 @@ class Layout:
         self.nbytes = 0
         begin = end = 0  # begin: what to add to an address; end: the address behind the tensors so far
         last: torch.Tensor | None = None
-        for tensor in sorted(tensors, key=lambda one: (_storage(one), one.data_ptr(), -_span(one))):
+        seen = {place: i for i, place in reversed(list(enumerate(map(storage_of, tensors))))}
+        for tensor in sorted(tensors, key=lambda one: (seen[storage_of(one)], one.data_ptr(), -_span(one))):
             place, span = tensor.data_ptr(), _span(tensor)
-            together = last is not None and _storage(tensor) == _storage(last) and place <= end
+            together = last is not None and storage_of(tensor) == storage_of(last) and place <= end
             if together and last is not None and last.dtype is not tensor.dtype:
                 if place < end:
                     raise ValueError("weights of several dtypes share memory")
@@ -73,7 +75,10 @@ def views(slots: Iterable[Slot], whole: torch.Tensor) -> Iterator[tuple[Slot, to
         if slot.dtype not in typed:
             typed[slot.dtype] = whole.view(slot.dtype)
         numbers = typed[slot.dtype]
-        yield slot, numbers.as_strided(slot.shape, slot.stride, slot.start // numbers.itemsize)
+        yield (
+            slot,
+            numbers.as_strided(slot.shape, slot.stride, numbers.storage_offset() + slot.start // numbers.itemsize),
+        )
 
 
 def lay_out(slots: Iterable[Slot], whole: torch.Tensor) -> None:
@@ -111,7 +116,8 @@ def separate(model: nn.Module) -> None:
             unshare(tensor)
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage_of(tensor: torch.Tensor) -> int:
+    """The address at which the memory begins that it lies in."""
     return tensor.untyped_storage().data_ptr()
 
 

@@ -135,12 +135,15 @@ class HostBuffer:
         with torch.inference_mode(False):
             self.bytes = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self.pinned = False
+        self.pinned_bytes = 0  # from the first one
 
-    def pin(self) -> None:
-        """In place. Where the system refuses, copies are as slow as stock's."""
-        if not self.pinned:
+    def pin(self, most: int | None = None) -> None:
+        """In place. Where the system refuses, copies are as slow as stock's. most: bytes that may be pinned."""
+        nbytes = self.bytes.nbytes if most is None else min(most, self.bytes.nbytes)
+        if not self.pinned and nbytes:
             runtime: Any = torch.cuda.cudart()
-            self.pinned = int(runtime.cudaHostRegister(self.bytes.data_ptr(), self.bytes.nbytes, 0)) == 0
+            self.pinned = int(runtime.cudaHostRegister(self.bytes.data_ptr(), nbytes, 0)) == 0
+            self.pinned_bytes = nbytes * self.pinned
             if not self.pinned:  # the next launch of torch's would find the error and raise it
                 _quietly(lambda: torch.empty(1, device="cuda").fill_(1))
 

@@ -64,7 +64,7 @@ class PlacedModel(PartlyCopied):
             arena = self._mapped(layout.nbytes)
             with torch.inference_mode(False), torch.no_grad():
                 arena[: layout.nbytes].copy_(host.bytes, non_blocking=True)
-                self.sums = _sums(arena)
+                self.sums = sums(arena)
             if arena.is_cuda:
                 torch.cuda.current_stream(arena.device).synchronize()
         except (OSError, RuntimeError, ValueError, MemoryError) as error:
@@ -73,6 +73,10 @@ class PlacedModel(PartlyCopied):
         self.visits += 1
         lay_out(layout.slots, arena)
         return True
+
+    def let_go(self) -> None:
+        """Nothing moves it by this any more; it is on the CPU."""
+        self.leave()
 
     def leave(self) -> nn.Module:
         """From the GPU to the CPU, whoever has moved it there."""
@@ -93,7 +97,7 @@ class PlacedModel(PartlyCopied):
         present = set(map(id, weights_in(self.model)))
         there = [slot for slot in layout.slots if id(slot.tensor) in present and slot.lies_in(arena)]
         with torch.inference_mode(False), torch.no_grad():
-            if there and not all(map(torch.equal, self.sums, _sums(arena))):
+            if there and not all(map(torch.equal, self.sums, sums(arena))):
                 host.bytes.copy_(arena[: layout.nbytes])
         lay_out(there, host.bytes)
         if len(there) < max(len(layout.slots), len(present)):
@@ -130,7 +134,7 @@ class PlacedModel(PartlyCopied):
         return Addresses(self.device, nbytes)
 
 
-def _sums(arena: torch.Tensor) -> list[torch.Tensor]:
+def sums(arena: torch.Tensor) -> list[torch.Tensor]:
     """Of every row and every column of these bytes, modulo 2 ** 64."""
     table = arena[: arena.nbytes // (8 * ROW) * 8 * ROW].view(torch.int64).view(-1, ROW)
     return [table.sum(0), table.sum(1)]

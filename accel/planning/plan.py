@@ -204,6 +204,12 @@ class Plan(Owned):
     def owner(self) -> Any:
         return self.root
 
+    def between(self, first: Stage, last: Stage) -> "Plan":
+        """With two more stages; `last` comes when the rules have been asked."""
+        if self.pending is not None:
+            self.pending = ((first, *self.pending[0], last), self.pending[1])
+        return self
+
     def apply(self) -> None:
         """Runs the stages, or applies the same patches again later. An error undoes all patches and is raised again."""
         done = []

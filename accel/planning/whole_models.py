@@ -30,7 +30,7 @@ def decide(plan: Plan) -> None:
     Plans with lossy options, which are asked for by name, and strict ones run fused everywhere.
     """
     options = plan.options
-    if options.lossy or options.strict or not isinstance(plan.root, nn.Module):
+    if options.lossy or options.strict or options.memory is not None or not isinstance(plan.root, nn.Module):
         return
     values = (getattr(patch, "value", None) for patch in plan.patches)
     forwards = [value for value in values if isinstance(value, FastForward)]

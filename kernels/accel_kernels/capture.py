@@ -40,13 +40,19 @@ def _place(device: int) -> tuple[torch.cuda.Stream, threading.RLock]:
     torch hands out 32 streams in turns, and takes the one for captures from among them: a user's thread may be given
     the very same, and all that it launches meanwhile would become part of the graph. The driver gives one more.
     """
+    return stream_of_its_own(device), threading.RLock()
+
+
+def stream_of_its_own(device: torch.device | int) -> torch.cuda.Stream:
+    """A stream that torch gives to nobody, where the driver can be asked for one."""
     handle = ctypes.c_void_p()
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:  # another system or another maker's GPU
-        return torch.cuda.Stream(device), threading.RLock()
-    torch.cuda.current_stream(device).synchronize()  # the first call on a device makes the context that this asks for
-    code = driver.cuStreamCreate(ctypes.byref(handle), NON_BLOCKING)
+        return torch.cuda.Stream(device)
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().synchronize()  # the first call on a device makes the context that this asks for
+        code = driver.cuStreamCreate(ctypes.byref(handle), NON_BLOCKING)
     if code:
         raise RuntimeError(f"no stream to capture a CUDA graph on: the driver says error {code}")
-    return torch.cuda.ExternalStream(handle.value, device=device), threading.RLock()
+    return torch.cuda.ExternalStream(handle.value, device=device)

@@ -1,0 +1,90 @@
+"""The blocks of a model that can lie elsewhere between their calls, and what of each does."""
+
+from collections.abc import Iterator
+from itertools import chain
+
+import torch
+from torch import nn
+
+from accel.libraries.hooks import forward_slots
+from accel.offload.budget import Sizes
+from accel.offload.layout import Layout, storage_of, weights_in
+from accel.patching.fast_forward import FastForward
+
+SHARE = 16  # a block is at most this part of its model, where it consists of blocks itself
+
+
+def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules in lists that are called, by path, in the order they are registered.
+
+    Weights of modules whose work a fast forward does without calling them stay where it finds them.
+    """
+    forwards = [holder.get(name) for module in model.modules() for holder, name in forward_slots(module)]
+    forwards += [getattr(forward, "inner", None) for forward in forwards]
+    fast = [forward for forward in forwards if isinstance(forward, FastForward)]
+    read = {id(part) for forward in fast for part in chain(*forward.parts()) if part is not forward.module}
+    return dict(_blocks(model, "", read, nbytes(model) / SHARE))
+
+
+def _blocks(module: nn.Module, path: str, read: set[int], most: float) -> Iterator[tuple[str, nn.Module]]:
+    items = _is_list_of_blocks(module)
+    for name, child in module.named_children():
+        if id(child) in read:
+            continue
+        place = f"{path}.{name}" if path else name
+        inner = [] if items and nbytes(child) <= most else list(_blocks(child, place, read, most))
+        if inner or not items:
+            yield from inner
+        else:
+            yield place, child
+
+
+def _is_list_of_blocks(module: nn.Module) -> bool:
+    """Whether it holds modules of one class that consist of others."""
+    children = list(module.children()) if isinstance(module, nn.ModuleList) else []
+    return len(set(map(type, children))) == 1 and all(next(one.children(), None) is not None for one in children)
+
+
+def streamable(model: nn.Module, blocks: dict[str, nn.Module]) -> list[list[torch.Tensor]]:
+    """Of each block the weights that nobody reads but its call: matrices, in memory that is theirs alone.
+
+    Vectors stay: they are small, and a block's last operation may be fused with the norm of the next one.
+    """
+    held = [[one for one in weights_in(block) if one.dim() > 1] for block in blocks.values()]
+    owner: dict[int, set[int]] = {}
+    home = {id(one): number for number, tensors in enumerate(held) for one in tensors}
+    for one in weights_in(model):
+        owner.setdefault(storage_of(one), set()).add(home.get(id(one), -1))
+    shared = {id(one) for tensors in held for one in tensors if len(owner[storage_of(one)]) > 1}
+    twice = [id(one) for tensors in held for one in tensors]
+    shared |= {one for one in twice if twice.count(one) > 1} if len(set(twice)) < len(twice) else set()
+    return [[one for one in tensors if id(one) not in shared] for tensors in held]
+
+
+def sizes_of(model: nn.Module) -> Sizes:
+    """As `StreamedModel` would have them, of a model on any device, meta too."""
+    blocks = streamable(model, blocks_of(model)) if not _on_meta(model) else _on_paper(model)
+    moved = tuple(sum(one.nbytes for one in tensors) for tensors in blocks)
+    return Sizes(nbytes(model) - sum(moved), moved)
+
+
+def _on_paper(model: nn.Module) -> list[list[torch.Tensor]]:
+    return [[one for one in weights_in(block) if one.dim() > 1] for block in blocks_of(model).values()]
+
+
+def _on_meta(model: nn.Module) -> bool:
+    return any(one.is_meta for one in weights_in(model))
+
+
+def nbytes(model: nn.Module) -> int:
+    """Of its weights, each counted once."""
+    return sum(one.nbytes for one in weights_in(model))
+
+
+def pieces(model: nn.Module) -> list[tuple[str, Layout]]:
+    """The layout of what is in no block, of path "", and of each block's own weights. Raises ValueError as `Layout`."""
+    blocks = blocks_of(model)
+    found = dict(zip(blocks, streamable(model, blocks), strict=True))
+    own = {id(one) for tensors in found.values() for one in tensors}
+    rest = Layout([one for one in weights_in(model) if id(one) not in own])
+    return [("", rest), *((path, Layout(tensors)) for path, tensors in found.items() if tensors)]

@@ -1,0 +1,77 @@
+"""How much memory a model may take, and which of its blocks stay on the card within it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from accel.errors import Refused
+
+BUFFERS = 2  # of the ring: one is read while the other is filled
+MARGIN = 1.15  # of the memory that a call was seen to need: allocators keep more than what is asked for
+SLACK = 96 * 2**20  # bytes: the libraries' workspaces
+
+
+@dataclass(frozen=True)
+class Budget:
+    """card: bytes of the GPU that weights and all else may take together. host: bytes of RAM that may be pinned, None
+    for all.
+    """
+
+    card: int
+    host: int | None = None
+
+
+class Sizes(NamedTuple):
+    """Bytes of a model's weights. rest: what stays on the card in any case. blocks: the others, in the order called."""
+
+    rest: int
+    blocks: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        return self.rest + sum(self.blocks)
+
+    def least(self) -> int:
+        """On the card while every block streams."""
+        return self.on_card(tuple(range(len(self.blocks))))
+
+    def on_card(self, streamed: Sequence[int]) -> int:
+        """Bytes on the card while these blocks come through the ring."""
+        ring = min(BUFFERS, len(streamed)) * max((self.blocks[i] for i in streamed), default=0)
+        return self.total - self.moved(streamed) + ring
+
+    def moved(self, streamed: Sequence[int]) -> int:
+        """Bytes that come to the card in each call."""
+        return sum(self.blocks[i] for i in streamed)
+
+
+def spread(count: int, number: int) -> tuple[int, ...]:
+    """So many of 0 ... number - 1, evenly, so that each has the work of others to hide behind."""
+    return tuple((2 * i + 1) * number // (2 * count) for i in range(count))
+
+
+def choose(sizes: Sizes, room: int) -> tuple[int, ...]:
+    """The blocks that stream: as few as fit in these bytes. All of them where nothing fits."""
+    number = len(sizes.blocks)
+    fitting = (streamed for k in range(number) if sizes.on_card(streamed := spread(k, number)) <= room)
+    return next(fitting, tuple(range(number)))
+
+
+def check_fits(sizes: Sizes, budget: Budget, name: str) -> None:
+    """Raises Refused where the weights that must be on the card at once do not fit."""
+    if sizes.least() + SLACK > budget.card:
+        raise Refused(
+            f"memory={budget.card / 1e9:.2f} GB: a {name} needs {(sizes.least() + SLACK) / 1e9:.2f} GB for the weights "
+            "that are on the GPU at once, and more for a call"
+        )
+
+
+def predicted_seconds(sizes: Sizes, streamed: Sequence[int], flops: float, bus: float, rate: float) -> float:
+    """Of one call. flops: of it. bus: bytes a second from pinned memory. rate: operations a second.
+
+    Copies hide behind the blocks between them, but for the first one, which all wait for.
+    """
+    compute, copies = flops / rate, sizes.moved(streamed) / bus
+    ahead = streamed[0] / len(sizes.blocks) * compute if streamed else 0.0
+    first = max(0.0, sizes.blocks[streamed[0]] / bus - ahead) if streamed else 0.0
+    return max(compute + first, copies + compute / max(1, len(sizes.blocks)))

@@ -1,0 +1,104 @@
+"""Buffers on the card that the weights of blocks come to in turns, each to the same one at every call."""
+
+import torch
+
+NOT_IN_A_GRAPH = "weights beyond what could be pinned (host_memory) are copied by the CPU, which a graph does not"
+
+
+class Staging:
+    """Pinned memory through which blocks go that lie in memory that is not."""
+
+    def __init__(self, nbytes: int, number: int = 2):
+        with torch.inference_mode(False):
+            self.buffers = [torch.empty(nbytes, dtype=torch.uint8, device="cpu").pin_memory() for _ in range(number)]
+        self.free = [torch.cuda.Event() for _ in self.buffers]
+        self.next = 0
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """On the current stream. The CPU waits until the copy before the last has left its buffer."""
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(NOT_IN_A_GRAPH)
+        buffer, free = self.buffers[self.next][: source.nbytes], self.free[self.next]
+        self.next = (self.next + 1) % len(self.buffers)
+        free.synchronize()
+        buffer.copy_(source)
+        target.copy_(buffer, non_blocking=True)
+        free.record()
+
+
+class Ring:
+    """Block number i of those that stream has buffer i modulo their number.
+
+    sources: their bytes on the CPU, in the order of the calls. pinned: numbers of those that the GPU copies by itself;
+    others go through `Staging`. stream: for copies, None without a GPU. Any order is right; in this one the next blocks
+    are on their way while a block is computed. Copies are ordered by events, in a capture too.
+    """
+
+    def __init__(
+        self,
+        buffers: list[torch.Tensor],
+        sources: list[torch.Tensor],
+        pinned: set[int],
+        stream: torch.cuda.Stream | None,
+    ):
+        self.buffers, self.sources, self.pinned = buffers, sources, pinned
+        self.held: list[int | None] = [None] * len(buffers)  # the block whose bytes are there, or on their way
+        self.begun = False
+        self.stream = stream
+        self.ready = [] if self.stream is None else [torch.cuda.Event() for _ in buffers]
+        self.awaited = [True] * len(buffers)
+        self.staging: Staging | None = None
+        if self.stream is not None and len(pinned) < len(sources):
+            self.staging = Staging(max(source.nbytes for i, source in enumerate(sources) if i not in pinned))
+
+    def start(self) -> None:
+        """A run of the model begins: whatever is in the buffers does not count."""
+        self.begun = False
+
+    def begin(self) -> None:
+        """The first blocks are on their way, unless they are already."""
+        if not self.begun:
+            self.begun, self.held, self.awaited = True, [None] * len(self.buffers), [True] * len(self.buffers)
+            for i in range(len(self.buffers)):
+                self._fill(i)
+
+    def take(self, i: int) -> None:
+        """What the current stream is given from now on finds block i in its buffer."""
+        self.begin()
+        slot = i % len(self.buffers)
+        if self.held[slot] != i:
+            self._fill(i)
+        self._wait(slot)
+
+    def leave(self, i: int) -> None:
+        """What reads block i has been given to the current stream: its buffer may be filled with the next one."""
+        if i + len(self.buffers) < len(self.sources):
+            self._fill(i + len(self.buffers))
+
+    def end(self) -> None:
+        """The run is over: the current stream waits for copies that nobody took, since a capture must be one whole."""
+        for slot in range(len(self.buffers)):
+            self._wait(slot)
+        self.begun = False
+
+    def _wait(self, slot: int) -> None:
+        if self.stream is not None and not self.awaited[slot]:
+            torch.cuda.current_stream(self.stream.device).wait_event(self.ready[slot])
+        self.awaited[slot] = True
+
+    def _fill(self, i: int) -> None:
+        slot = i % len(self.buffers)
+        source, target = self.sources[i], self.buffers[slot][: self.sources[i].nbytes]
+        self.held[slot] = i
+        with torch.inference_mode(False), torch.no_grad():
+            if self.stream is None:
+                target.copy_(source)
+                return
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))  # which reads what was there
+            with torch.cuda.stream(self.stream):
+                if self.staging is None or i in self.pinned:
+                    target.copy_(source, non_blocking=True)
+                else:
+                    self.staging.copy(target, source)
+                self.ready[slot].record()
+        self.awaited[slot] = False

@@ -1,0 +1,325 @@
+"""One model of which a part lies on the GPU, while its other blocks come there in turns, as they are called."""
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from accel_kernels.capture import stream_of_its_own
+from torch import nn
+
+from accel.errors import Refused
+from accel.offload.blocks import pieces
+from accel.offload.budget import BUFFERS, MARGIN, SLACK, Budget, Sizes, check_fits, choose
+from accel.offload.call_hooks import hook_blocks, hook_model, unhook
+from accel.offload.layout import Layout, unmovable, weights_in
+from accel.offload.memory import HostBuffer
+from accel.offload.piece import Piece, Placement
+from accel.offload.placed_model import ROW, PlacedModel, sums
+from accel.offload.ring import Ring
+
+BESIDE = ("mask", "position", "past", "cache")  # arguments that say nothing about how much is computed
+GRAIN = 8 * ROW  # bytes of which sums are taken
+
+
+class Measured(NamedTuple):
+    """What calls were seen to need. size: elements of their inputs. nbytes: of memory beside the weights."""
+
+    size: int
+    nbytes: int
+
+
+class StreamedModel(PlacedModel):
+    """As many of its weights as the budget allows stay on the GPU; other blocks come through a `Ring`.
+
+    Outside of calls the weights of these are on the CPU, where others may read and change them. The first call of a
+    size streams every block, and tells how much memory a call needs; what is left of the budget is for blocks.
+    alone: no hook of accelerate's moves it, so it comes to the GPU at its first call and stays.
+    """
+
+    copied = (*PlacedModel.copied, "budget", "alone")
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        prepare: Callable[[nn.Module, torch.device], None],
+        budget: Budget,
+        alone: bool = False,
+    ):
+        self.budget, self.alone = budget, alone
+        super().__init__(model, device, prepare)
+        hook_model(self)
+
+    def renew(self) -> None:
+        super().renew()
+        self.pieces: list[Piece] = []
+        self.order: list[str] = []  # of blocks, by path, as they were called
+        self.streamed: tuple[int, ...] | None = None  # numbers of blocks, by `order`, as they are placed now
+        self.numbers: dict[str, tuple[int, Piece]] = {}  # of those in the ring, by path
+        self.ring: Ring | None = None
+        self.arena: torch.Tensor | None = None  # on the GPU
+        self.measured = Measured(0, 0)
+        self.measuring: tuple[int, int] | None = None  # size of the present call, bytes allocated before
+        self.seen: list[str] | None = None  # blocks called in it
+        self.due = False  # blocks are to be chosen anew
+        self.on_card = self.kept = 0  # bytes there; of these, what stays
+        self.outside = 0  # bytes of the GPU that others had when blocks were chosen
+        self.stream: torch.cuda.Stream | None = None
+        self.done: torch.cuda.Event | None = None  # the last call, on whatever stream
+        self.lock, self.caller = threading.Lock(), 0  # the thread that is in a call
+        self.size = 0  # of the call under way
+
+    # Coming and going.
+
+    def enter(self) -> bool:
+        """From the CPU to the GPU; where that cannot be, nothing is done, and False returned."""
+        self.prepare(self.model, self.device)
+        if self.alone:
+            type(self.model).to(self.model, "cpu")
+        tensors = weights_in(self.model)
+        self.reason = unmovable(tensors) if tensors else "no weights"
+        if self.reason is not None:
+            return False
+        try:
+            self._pack(tensors)
+        except (OSError, RuntimeError, ValueError, MemoryError) as error:
+            self.reason = f"{type(error).__name__}: {error}"
+            return False
+        hook_blocks(self, self.order)
+        self._place()
+        if self.caller:
+            self._begin()
+        return True
+
+    def leave(self) -> nn.Module:
+        """From the GPU to the CPU, whoever has moved it there."""
+        self.bring_back()
+        type(self.model).to(self.model, "cpu")  # what came to it on the GPU
+        return self.model
+
+    def let_go(self) -> None:
+        """Its weights are on the CPU, and nothing of ours is on it."""
+        unhook(self.model)
+        self.leave()
+
+    def _pack(self, tensors: list[torch.Tensor]) -> None:
+        """Its weights lie side by side on the CPU, each block's by themselves; what could be pinned is.
+
+        Pieces that nobody touched stay; what is new beside them, such as an adapter, is for the card.
+        """
+        present = set(map(id, tensors))
+        kept = [piece for piece in self.pieces if piece.intact(present)]
+        known = {id(slot.tensor) for piece in kept for slot in piece.layout.slots}
+        if kept and known == present:
+            return
+        left = [("", Layout([one for one in tensors if id(one) not in known]))] if kept else pieces(self.model)
+        host, at = HostBuffer(sum(layout.nbytes for _, layout in left)), 0
+        made = []
+        for path, layout in left:
+            made.append(Piece(path, layout, host, at))
+            at += layout.nbytes
+        if self.device.type == "cuda":
+            others = {id(piece.host): piece.host.pinned_bytes for piece in kept}
+            host.pin(None if self.budget.host is None else max(0, self.budget.host - sum(others.values())))
+        self.pieces = [*kept, *made]
+        self.streamed, self.measured = None, Measured(0, 0)
+        blocks = [piece.path for piece in self.pieces if piece.path]
+        self.order = list(dict.fromkeys([*(path for path in self.order if path in blocks), *blocks]))
+
+    # Which weights stay.
+
+    @property
+    def sizes(self) -> Sizes:
+        found = {piece.path: piece.nbytes for piece in self.pieces if piece.path}
+        rest = sum(piece.nbytes for piece in self.pieces if not piece.path)
+        return Sizes(rest, tuple(found[path] for path in self.order))
+
+    def room(self) -> int:
+        """Bytes for weights, beside what a call of the present size needs."""
+        return self.budget.card - self.outside - int(MARGIN * self.measured.nbytes) - SLACK
+
+    def _place(self) -> None:
+        """Chooses blocks anew where that is due, and copies those that stay."""
+        self.outside = self._allocated()
+        unknown = self.size > self.measured.size or not self.measured.size
+        if self.streamed is not None and not unknown and not self.due and self.on_card <= self.room():
+            streamed = self.streamed  # its addresses, and the graphs that know them, stay
+        elif unknown and 2 * self.sizes.total > self.budget.card - self.outside:
+            check_fits(self.sizes, self.budget, type(self.model).__name__)
+            streamed = tuple(range(len(self.order)))
+        else:
+            streamed = choose(self.sizes, self.room())
+        self.due = False
+        if self.arena is None or streamed != self.streamed:
+            self.bring_back()
+            self._bring(streamed)
+
+    def _bring(self, streamed: tuple[int, ...]) -> None:
+        if streamed != self.streamed:
+            self.addresses = None
+        self.streamed, self.on_card = streamed, self.sizes.on_card(streamed)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        arena = self.arena = self._mapped(self.on_card + GRAIN)
+        inside, at = {self.order[i] for i in streamed}, 0
+        for piece in self.pieces:
+            if piece.path not in inside:
+                with torch.inference_mode(False), torch.no_grad():
+                    arena[at : at + piece.nbytes].copy_(piece.bytes, non_blocking=True)
+                piece.placement = Placement.CARD
+                piece.put(Placement.CARD, arena[at : at + piece.nbytes])
+                piece.go(Placement.CARD, Placement.HOST)
+                at += piece.nbytes
+            else:
+                piece.placement = Placement.RING
+        self.kept = -(-at // GRAIN) * GRAIN
+        self.sums = sums(arena[: self.kept])
+        self._make_ring(streamed, arena[self.kept :])
+        if arena.is_cuda:
+            torch.cuda.current_stream(arena.device).synchronize()
+
+    def _make_ring(self, streamed: tuple[int, ...], memory: torch.Tensor) -> None:
+        self.ring, self.numbers = None, {}
+        if not streamed:
+            return
+        own = {piece.path: piece for piece in self.pieces}
+        blocks = [own[self.order[i]] for i in streamed]
+        largest, count = max(piece.nbytes for piece in blocks), min(BUFFERS, len(blocks))
+        buffers = [memory[i * largest : (i + 1) * largest] for i in range(count)]
+        if memory.is_cuda and self.stream is None:
+            self.stream = stream_of_its_own(self.device)
+        pinned = {i for i, piece in enumerate(blocks) if piece.pinned}
+        self.ring = Ring(buffers, [piece.bytes for piece in blocks], pinned, self.stream)
+        for number, piece in enumerate(blocks):
+            piece.put(Placement.CARD, buffers[number % count][: piece.nbytes])
+            self.numbers[piece.path] = number, piece
+
+    def bring_back(self) -> None:
+        """What stayed on the GPU is on the CPU again, with what was changed there; the memory is given back."""
+        if self.arena is None:
+            return
+        if self.done is not None:
+            self.done.synchronize()
+        changed = not all(map(torch.equal, self.sums, sums(self.arena[: self.kept])))
+        for piece in self.pieces:
+            piece.bring_back(changed)
+        self.arena = self.ring = None
+        self.sums = []
+        if self.mapping is not None and self.mapping() is not None:
+            self.addresses = None  # somebody keeps a view: the memory is theirs from now on
+        self.mapping = None
+
+    def _allocated(self) -> int:
+        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+
+    # Calls.
+
+    def begin_call(self, given: tuple) -> None:
+        thread = threading.get_ident()
+        if self.caller != thread:  # else a call of this thread was interrupted
+            self.lock.acquire()
+            self.caller = thread
+        try:
+            self.size = elements(given)
+            if self.arena is not None and not self._holds():
+                self.leave()  # somebody has moved or exchanged weights
+            if self.arena is not None:
+                self._place()
+                self._begin()
+            elif self.alone and not self.enter():
+                raise Refused(f"memory=: the weights cannot be streamed: {self.reason}")
+        except BaseException:
+            self._release()
+            raise
+
+    def _begin(self) -> None:
+        """The weights of blocks that stream are where their bytes will be."""
+        for piece in self.pieces:
+            if piece.placement is Placement.RING:
+                piece.go(Placement.CARD, Placement.HOST)
+        if self.done is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.done)
+        self.start_run()
+        if self.size > self.measured.size:
+            if self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self.device)
+            self.measuring, self.seen = (self.size, self._allocated()), []
+
+    def end_call(self) -> None:
+        """Also of a call that has raised."""
+        if self.caller != threading.get_ident():
+            return
+        try:
+            self.start_run()
+            if self.arena is not None and self.arena.is_cuda:
+                self.done = self.done or torch.cuda.Event()
+                self.done.record(torch.cuda.current_stream(self.device))
+            for piece in self.pieces:
+                if piece.placement is Placement.RING:
+                    piece.go(Placement.HOST)
+            if self.measuring is not None:
+                self._learn(*self.measuring)
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        self.caller, self.measuring, self.seen = 0, None, None
+        if self.lock.locked():
+            self.lock.release()
+
+    def _learn(self, size: int, before: int) -> None:
+        """From a call of a new size: what it needed, and in which order it called the blocks."""
+        peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else before
+        self.measured, self.due = Measured(size, max(self.measured.nbytes, peak - before)), True
+        called = list(dict.fromkeys(self.seen or ()))
+        order = [*called, *(path for path in self.order if path not in called)]
+        if order != self.order:
+            self.order, self.streamed = order, None
+
+    def _holds(self) -> bool:
+        """Whether the weights are those that were placed, where they were placed."""
+        known = {id(tensor) for piece in self.pieces for tensor, _ in piece.places[Placement.HOST]}
+        if known != set(map(id, weights_in(self.model))):
+            return False
+        for piece in self.pieces:
+            places = piece.places[Placement.CARD if piece.placement is Placement.CARD else Placement.HOST]
+            if any(tensor.data_ptr() != view.data_ptr() or tensor.dtype != view.dtype for tensor, view in places):
+                return False
+        return True
+
+    def start_run(self) -> None:
+        """A run of its forward begins: one of several in a call, while that is timed and captured."""
+        if self.ring is not None:
+            self.ring.start()
+
+    def end_run(self) -> None:
+        if self.ring is not None:
+            self.ring.end()
+
+    def take_block(self, path: str) -> None:
+        if self.seen is not None:
+            self.seen.append(path)
+        if self.ring is not None:
+            self.ring.begin()
+            if path in self.numbers:
+                number, piece = self.numbers[path]
+                piece.go(Placement.CARD)  # where somebody has moved a weight whose bytes were not there
+                self.ring.take(number)
+
+    def leave_block(self, path: str) -> None:
+        if self.ring is not None and path in self.numbers:
+            self.ring.leave(self.numbers[path][0])
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """(path, placement, note) for the report."""
+        return [(piece.path, piece.placement.value, f"{piece.nbytes / 1e6:,.1f} MB") for piece in self.pieces]
+
+
+def elements(given: Any) -> int:
+    """Of the tensors in the arguments of a call, but for masks, positions and caches, which grow from call to call."""
+    if isinstance(given, torch.Tensor):
+        return given.numel()
+    if type(given) is dict:
+        return sum(elements(one) for name, one in given.items() if not any(word in str(name) for word in BESIDE))
+    return sum(map(elements, given)) if type(given) in (list, tuple) else 0

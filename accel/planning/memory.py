@@ -1,0 +1,210 @@
+"""`memory=`: which models stay on the card, which come for their turn, and which stream."""
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel.errors import Refused
+from accel.fusion.channels_last import ChannelsLast
+from accel.libraries.hooks import offload_hooks
+from accel.libraries.models import is_pipeline
+from accel.libraries.offload import WHOLE, lift
+from accel.offload.blocks import blocks_of, nbytes, sizes_of
+from accel.offload.budget import Budget, check_fits
+from accel.offload.hooks import GPUS
+from accel.offload.layout import separate, weights_in
+from accel.offload.streamed_model import StreamedModel
+from accel.options import Options, bytes_of
+from accel.patching.rule import Context, set_data
+from accel.planning.plan import Row, StageReport, StageResult
+
+RULE = "memory"
+ROOM_FOR_CALLS = 0.75  # of the budget, that the weights of a whole pipeline may take where all of it stays on the card
+
+
+def card_of(models: Iterable[nn.Module]) -> torch.device:
+    """The GPU that a model is on, or the current one. Raises Refused where there is none."""
+    on = next((one.device for model in models for one in model.parameters() if one.device.type in GPUS), None)
+    if on is not None:
+        return on
+    if not torch.cuda.is_available():
+        raise Refused("memory=: a budget of a GPU's memory, and there is no CUDA GPU here")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def budget_of(options: Options, device: torch.device) -> Budget | None:
+    """What the options allow on this device; None where they do not say."""
+    if options.memory is None:
+        return None
+    whole = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    host = None if options.host_memory is None else bytes_of("host_memory", options.host_memory, ram)
+    return Budget(bytes_of("memory", options.memory, whole), host)
+
+
+class OffloadLifted:
+    """Stock's offload by parts is taken off a model. Undo puts it back."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.back: Callable[[], object] | None = None
+
+    def apply(self) -> None:
+        try:
+            self.back = lift(self.model)
+        except ValueError as error:
+            raise Refused(f"memory=: {error}") from None
+
+    def check(self) -> None:
+        """Nothing to conflict with: hooks that came later stay."""
+
+    def undo(self) -> None:
+        if self.back is not None:
+            self.back()
+        self.back = None
+
+
+class WeightsPlaced:
+    """The weights of one model lie where the budget says. Undo brings each back to where it was."""
+
+    def __init__(self, model: nn.Module, device: torch.device, budget: Budget, layout: ChannelsLast | None):
+        self.model, self.device, self.budget, self.layout = model, device, budget, layout
+        self.value: StreamedModel | None = None
+        self.before: dict[torch.Tensor, torch.device] = {}
+
+    def apply(self) -> None:
+        if not blocks_of(self.model) and nbytes(self.model) > self.budget.card:
+            raise Refused(f"memory=: a {type(self.model).__name__} has no blocks that could stream")
+        check_fits(sizes_of(self.model), self.budget, type(self.model).__name__)
+        self.before = {one: one.device for one in weights_in(self.model)}
+        _check_ram(sum(one.nbytes for one, device in self.before.items() if device.type != "cpu"))
+        self.value = StreamedModel(self.model, self.device, _as_it_is, self.budget, alone=True)
+        try:
+            if self.layout is not None and self.device.type == "cuda" and not self.layout.on_gpu:
+                self.layout.apply(coming=True)
+            if not self.value.enter():
+                raise Refused(f"memory=: the weights cannot be streamed: {self.value.reason}")
+        except BaseException:
+            self.undo()
+            raise
+
+    def check(self) -> None:
+        """Nothing to conflict with: values and shapes are the user's own."""
+
+    def undo(self) -> None:
+        if self.value is not None:
+            self.value.let_go()
+        self.value = None
+        for one in weights_in(self.model):  # first what leaves, so that RAM holds nothing twice
+            device = self.before.get(one, one.device)
+            if device != one.device:
+                set_data(one, lambda data, device=device: data.to(device))
+        separate(self.model)
+        self.before = {}
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        return [] if self.value is None else self.value.rows()
+
+
+class PipelineTurns:
+    """Models of a pipeline come to the GPU for their turn, as stock's own model offload has it. Undo brings them back,
+    with the offload that they had.
+    """
+
+    def __init__(self, pipe: Any, device: torch.device, budget: Budget):
+        self.pipe, self.device, self.budget = pipe, device, budget
+        self.before: dict[nn.Module, torch.device] = {}
+        self.lifted: list[OffloadLifted] = []
+        self.hooked = False
+
+    @property
+    def models(self) -> list[nn.Module]:
+        return [part for part in self.pipe.components.values() if isinstance(part, nn.Module)]
+
+    def apply(self) -> None:
+        self.hooked = any(offload_hooks(self.pipe, GPUS))
+        for model in self.models:
+            check_fits(sizes_of(model), self.budget, type(model).__name__)
+        _check_ram(sum(one.nbytes for model in self.models for one in weights_in(model) if one.device.type != "cpu"))
+        try:
+            for model in () if self.hooked else self.models:
+                self.lifted.append(OffloadLifted(model))
+                self.lifted[-1].apply()
+            if not self.hooked:
+                self.before = {
+                    model: next(iter(weights_in(model))).device for model in self.models if weights_in(model)
+                }
+                if sum(map(nbytes, self.models)) <= ROOM_FOR_CALLS * self.budget.card:
+                    self.pipe.to(self.device)
+                else:
+                    getattr(self.pipe, WHOLE)(device=self.device)
+        except BaseException as error:
+            self.undo()
+            if isinstance(error, ValueError | RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+                raise Refused(f"memory=: {error}") from error
+            raise
+
+    def check(self) -> None:
+        """Nothing to conflict with: hooks that came later stay."""
+
+    def undo(self) -> None:
+        if self.hooked:
+            return
+        self.pipe.remove_all_hooks()
+        for model, device in self.before.items():
+            model.to(device)
+        for lifted in reversed(self.lifted):
+            lifted.undo()
+        self.lifted, self.before = [], {}
+
+
+def lift_offload(model: nn.Module, context: Context) -> StageResult:
+    """First of a lone model's stages: what stock would bring part by part is brought by us."""
+    return StageResult(() if context.options.memory is None else (OffloadLifted(model),))
+
+
+def place_weights(model: nn.Module, context: Context) -> StageResult:
+    """Last of a lone model's stages, when it is known what runs fused."""
+    if context.options.memory is None or context.find(TakesTurns) is not None:
+        return StageResult()
+    device = card_of([model])
+    budget = budget_of(context.options, device)
+    assert budget is not None
+    placed = WeightsPlaced(model, device, budget, context.find(ChannelsLast))
+
+    def report() -> StageReport:
+        return StageReport([Row(path, RULE, "patched", f"{where}, {told}") for path, where, told in placed.rows()])
+
+    return StageResult((placed,), report)
+
+
+class TakesTurns:
+    """Marks a context of models that a pipeline brings to the GPU."""
+
+
+def _as_it_is(model: nn.Module, device: torch.device) -> None:
+    """Its layout is settled."""
+
+
+def _check_ram(more: int) -> None:
+    """Raises Refused where the CPU's memory does not hold what comes from a GPU."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if more > free:
+        raise Refused(
+            f"memory=: {more / 1e9:.1f} GB of weights go to the CPU's memory, of which {free / 1e9:.1f} are free"
+        )
+
+
+def turns(pipe: Any, context: Context) -> tuple[PipelineTurns, ...]:
+    """The patch that a pipeline's own plan begins with."""
+    if context.options.memory is None or not is_pipeline(pipe):
+        return ()
+    models = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
+    device = card_of(models)
+    budget = budget_of(context.options, device)
+    assert budget is not None
+    context.shared.maps[-1][TakesTurns] = TakesTurns()
+    return (PipelineTurns(pipe, device, budget),)
