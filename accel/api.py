@@ -21,6 +21,7 @@ from accel.parallel.ranks import world
 from accel.patching.owner import disown_inside
 from accel.patching.rule import Context
 from accel.planning import targets, whole_models
+from accel.planning.memory import note_turns
 from accel.planning.plan import PLAN, Plan, Row, choices_file, create_context, leave, plan_of
 from accel.planning.ranks import agree_to_optimize
 from accel.report import Report
@@ -93,11 +94,12 @@ def optimize(
     applied: list[str] = []
     with others_run_stock() as tried:
         try:
-            for name, plan in before.items():
+            for name, plan in reversed(before.items()):
                 if plan is not None:
                     plan.undo()
                     taken.append(name)
             context = create_context(chosen, choices_file)
+            note_turns(context, parts.values())
             for name, part in parts.items():
                 plan = plan_for(part, context)
                 plan.apply()
@@ -113,7 +115,7 @@ def optimize(
             with alone(*models, anyway=True):
                 for name in reversed(applied):
                     vars(parts[name]).pop(PLAN).undo()
-                for name in taken:
+                for name in reversed(taken):
                     before[name].apply()
                     vars(parts[name])[PLAN] = before[name]
             raise
@@ -222,7 +224,7 @@ def restore(obj: T) -> T:
     for plan in plans:
         leave(plan.patches)
     with alone(*(model for plan in plans for model in plan.models)):
-        for plan in plans:
+        for plan in reversed(plans):
             plan.undo()
             vars(plan.root).pop(PLAN)
     for part in targets.parts_in(obj).values():

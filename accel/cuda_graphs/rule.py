@@ -24,12 +24,11 @@ from accel.libraries.adapters import row_adapters
 from accel.libraries.diffusion import context_parallel
 from accel.libraries.hooks import BENEATH, beneath, hook_of, hooks_of, only_divides
 from accel.libraries.tensor_parallel import by_transformers
-from accel.offload.call_hooks import BlockHook
 from accel.offload.hooks import comes_to_one_place, moved_by_torch
 from accel.parallel.sequences import sequence_ranks, uncapturable
 from accel.patching.fast_forward import FastForward, as_written
 from accel.patching.rule import Context, Match, Site, Skip
-from accel.patching.structure import foreign, foreign_hooks, foreign_processor, stock_method
+from accel.patching.structure import CallersHook, foreign, foreign_hooks, foreign_processor, stock_method
 from accel.quantization.formats.stored_forward import StoredForward
 
 PROMPT = "encoder_hidden_states"
@@ -200,7 +199,7 @@ def obstacle(root: nn.Module, stored: bool = False) -> str | None:
         inside = context_parallel(attributes.get("processor"))
         if inside is not None and inside is not config:
             return f"the attention of {where} is divided among ranks that the model does not name"
-        if module is not root and foreign_hooks(module, own=BlockHook) and row_adapters(module) is None:
+        if module is not root and foreign_hooks(module, own=CallersHook) and row_adapters(module) is None:
             return f"forward hooks on {where} would not run"
         forward = attributes.get(BENEATH) if placed else beneath(module)
         ours = isinstance(forward, FastForward | StoredForward)

@@ -20,7 +20,7 @@ from accel.offload.hooks import SWITCH, OffloadPatch
 from accel.patching.owner import InstanceMethod, PartlyCopied, disown
 from accel.patching.probe import Probe
 from accel.patching.rule import Context, Patch
-from accel.planning.memory import turns
+from accel.planning.memory import pipeline_turns
 from accel.planning.plan import PLAN, Plan, StageResult, plan_of
 from accel.planning.targets import schedulers_in
 
@@ -114,7 +114,7 @@ def take_over_offload(pipe: object, context: Context) -> StageResult:
     """Models that hooks move to the GPU and back come to the same addresses each time."""
     if not hasattr(pipe, SWITCH):
         return StageResult()
-    first = turns(pipe, context)
+    first = pipeline_turns(pipe, context)
     return StageResult((*first, OffloadPatch(pipe, lay_out_for_gpu, first[0].budget if first else None)))
 
 

@@ -48,14 +48,16 @@ def _is_list_of_blocks(module: nn.Module) -> bool:
 def streamable(model: nn.Module, blocks: dict[str, nn.Module]) -> list[list[torch.Tensor]]:
     """Of each block the weights that nobody reads but its call: matrices, in memory that is theirs alone.
 
-    Vectors stay: they are small, and a block's last operation may be fused with the norm of the next one.
+    Vectors stay: they are small, and a block's last operation may be fused with the norm of the next one. So does the
+    first weight of all, by which libraries find out where a model is.
     """
     held = [[one for one in weights_in(block) if one.dim() > 1] for block in blocks.values()]
     owner: dict[int, set[int]] = {}
     home = {id(one): number for number, tensors in enumerate(held) for one in tensors}
     for one in weights_in(model):
         owner.setdefault(storage_of(one), set()).add(home.get(id(one), -1))
-    shared = {id(one) for tensors in held for one in tensors if len(owner[storage_of(one)]) > 1}
+    first = {id(one) for one in list(model.parameters())[:1]}
+    shared = first | {id(one) for tensors in held for one in tensors if len(owner[storage_of(one)]) > 1}
     twice = [id(one) for tensors in held for one in tensors]
     shared |= {one for one in twice if twice.count(one) > 1} if len(set(twice)) < len(twice) else set()
     return [[one for one in tensors if id(one) not in shared] for tensors in held]

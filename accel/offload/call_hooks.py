@@ -6,8 +6,10 @@ from typing import Any
 
 from torch import nn
 
+from accel.patching.structure import CallersHook
 
-class BlockHook:
+
+class BlockHook(CallersHook):
     """Stands on a block, before its call or behind it. The block is called, so what it does is part of the call."""
 
     def __init__(self, model: Any, path: str, behind: bool):

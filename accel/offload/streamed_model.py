@@ -74,6 +74,8 @@ class StreamedModel(PlacedModel):
 
     def enter(self) -> bool:
         """From the CPU to the GPU; where that cannot be, nothing is done, and False returned."""
+        if self.arena is not None:
+            return True
         self.prepare(self.model, self.device)
         if self.alone:
             type(self.model).to(self.model, "cpu")
@@ -113,7 +115,7 @@ class StreamedModel(PlacedModel):
         known = {id(slot.tensor) for piece in kept for slot in piece.layout.slots}
         if kept and known == present:
             return
-        left = [("", Layout([one for one in tensors if id(one) not in known]))] if kept else pieces(self.model)
+        left = self._laid_anew(kept, tensors) if kept else pieces(self.model)
         host, at = HostBuffer(sum(layout.nbytes for _, layout in left)), 0
         made = []
         for path, layout in left:
@@ -126,6 +128,15 @@ class StreamedModel(PlacedModel):
         self.streamed, self.measured = None, Measured(0, 0)
         blocks = [piece.path for piece in self.pieces if piece.path]
         self.order = list(dict.fromkeys([*(path for path in self.order if path in blocks), *blocks]))
+
+    def _laid_anew(self, kept: list[Piece], tensors: list[torch.Tensor]) -> list[tuple[str, Layout]]:
+        present = {id(one): one for one in tensors}
+        touched = [(piece.path, piece.layout.slots) for piece in self.pieces if piece not in kept]
+        found = [(path, [slot.tensor for slot in slots if id(slot.tensor) in present]) for path, slots in touched]
+        for piece in self.pieces:
+            for slot in piece.layout.slots:
+                present.pop(id(slot.tensor), None)
+        return [(path, Layout(held)) for path, held in (*found, ("", list(present.values()))) if held]
 
     # Which weights stay.
 

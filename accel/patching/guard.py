@@ -220,7 +220,7 @@ class LayerGuard:
                 return changed_since(f"{name or 'it'}: {another_class(before.kind, now.kind)}")
             if others:
                 return changed_since(".".join(filter(None, (name, min(others)))))
-            reason = None if name in self.answered else has_hooks(module)
+            reason = None if name in self.answered else has_hooks(module, called=not name)
             if reason is not None:
                 return f"{name or 'it'} has {reason}"
         return None

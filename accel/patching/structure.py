@@ -42,6 +42,10 @@ def transformers_hook(hook: object) -> bool:
     return comes_from(hook, "transformers")
 
 
+class CallersHook:
+    """A hook of ours on a module that is called, not computed by who holds it, so that its hooks run."""
+
+
 def foreign_hooks(module: nn.Module, own: type | tuple = ()) -> bool:
     """Whether a module has hooks other than those by which transformers collects hidden states into its outputs, and
     those of a class of our own.
@@ -69,15 +73,18 @@ def tampered(module: nn.Module, stored: bool = False, known_hooks: bool = False)
     return None if name is None else f"a replaced {name}"
 
 
-def has_hooks(module: nn.Module) -> str | None:
+def has_hooks(module: nn.Module, called: bool = False) -> str | None:
     """What a module that is not called would do besides: in training mode, by another forward, by hooks.
 
+    called: it is, so hooks of ours run.
     Hooks of transformers do not count, nor does accelerate's in whose place a fast forward stands.
     """
     if trains(module):
         return TRAINING_INSIDE
     aligned = hook_of(module) is not None and getattr(vars(module).get("forward"), "around", None) is None
-    return replaced_forward(module) or (hooked(module) if aligned or foreign_hooks(module) else None)
+    return replaced_forward(module) or (
+        hooked(module) if aligned or foreign_hooks(module, CallersHook if called else ()) else None
+    )
 
 
 def replaced_forward(module: nn.Module) -> str | None:

@@ -110,55 +110,43 @@ class WeightsPlaced:
 
 
 class PipelineTurns:
-    """Models of a pipeline come to the GPU for their turn, as stock's own model offload has it. Undo brings them back,
-    with the offload that they had.
+    """Models of a pipeline come to the GPU for their turn, as stock's own model offload has it, or stay there where all
+    fit. Undo brings them back.
     """
 
     def __init__(self, pipe: Any, device: torch.device, budget: Budget):
         self.pipe, self.device, self.budget = pipe, device, budget
-        self.before: dict[nn.Module, torch.device] = {}
-        self.lifted: list[OffloadLifted] = []
-        self.hooked = False
-
-    @property
-    def models(self) -> list[nn.Module]:
-        return [part for part in self.pipe.components.values() if isinstance(part, nn.Module)]
+        self.before: dict[nn.Module, torch.device] | None = None
 
     def apply(self) -> None:
-        self.hooked = any(offload_hooks(self.pipe, GPUS))
-        for model in self.models:
+        models = models_of(self.pipe)
+        for model in models:
             check_fits(sizes_of(model), self.budget, type(model).__name__)
-        _check_ram(sum(one.nbytes for model in self.models for one in weights_in(model) if one.device.type != "cpu"))
+        if any(offload_hooks(self.pipe, GPUS)):
+            return  # they are taken over as they are
+        self.before = {model: next(iter(weights_in(model))).device for model in models}
         try:
-            for model in () if self.hooked else self.models:
-                self.lifted.append(OffloadLifted(model))
-                self.lifted[-1].apply()
-            if not self.hooked:
-                self.before = {
-                    model: next(iter(weights_in(model))).device for model in self.models if weights_in(model)
-                }
-                if sum(map(nbytes, self.models)) <= ROOM_FOR_CALLS * self.budget.card:
-                    self.pipe.to(self.device)
-                else:
-                    getattr(self.pipe, WHOLE)(device=self.device)
-        except BaseException as error:
+            if sum(map(nbytes, models)) <= ROOM_FOR_CALLS * self.budget.card:
+                self.pipe.to(self.device)
+                return
+            _check_ram(sum(one.nbytes for model in models for one in weights_in(model) if one.device.type != "cpu"))
+            getattr(self.pipe, WHOLE)(device=self.device)
+        except (ValueError, NotImplementedError) as error:
             self.undo()
-            if isinstance(error, ValueError | RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
-                raise Refused(f"memory=: {error}") from error
+            raise Refused(f"memory=: {error}") from error
+        except BaseException:
+            self.undo()
             raise
 
     def check(self) -> None:
         """Nothing to conflict with: hooks that came later stay."""
 
     def undo(self) -> None:
-        if self.hooked:
-            return
-        self.pipe.remove_all_hooks()
-        for model, device in self.before.items():
-            model.to(device)
-        for lifted in reversed(self.lifted):
-            lifted.undo()
-        self.lifted, self.before = [], {}
+        if self.before is not None:
+            self.pipe.remove_all_hooks()
+            for model, device in self.before.items():
+                model.to(device)
+        self.before = None
 
 
 def lift_offload(model: nn.Module, context: Context) -> StageResult:
@@ -168,7 +156,8 @@ def lift_offload(model: nn.Module, context: Context) -> StageResult:
 
 def place_weights(model: nn.Module, context: Context) -> StageResult:
     """Last of a lone model's stages, when it is known what runs fused."""
-    if context.options.memory is None or context.find(TakesTurns) is not None:
+    turns = context.find(TakesTurns)
+    if context.options.memory is None or (turns is not None and id(model) in turns.models):
         return StageResult()
     device = card_of([model])
     budget = budget_of(context.options, device)
@@ -182,7 +171,27 @@ def place_weights(model: nn.Module, context: Context) -> StageResult:
 
 
 class TakesTurns:
-    """Marks a context of models that a pipeline brings to the GPU."""
+    """The models, by id, that pipelines bring to the GPU."""
+
+    def __init__(self, models: Iterable[nn.Module]):
+        self.models = set(map(id, models))
+
+
+def note_turns(context: Context, parts: Iterable[object]) -> None:
+    """Which models take turns is known before the first is planned. Raises Refused for several that do not."""
+    if context.options.memory is None:
+        return
+    parts = list(parts)
+    held = [model for part in parts if is_pipeline(part) and hasattr(part, WHOLE) for model in models_of(part)]
+    found = TakesTurns(held)
+    if len([part for part in parts if isinstance(part, nn.Module) and id(part) not in found.models]) > 1:
+        raise Refused("memory=: a budget is for one model, or for a pipeline that has enable_model_cpu_offload")
+    context.shared.maps[-1][TakesTurns] = found
+
+
+def models_of(pipe: Any) -> list[nn.Module]:
+    """Those among its components that have weights."""
+    return [part for part in pipe.components.values() if isinstance(part, nn.Module) and weights_in(part)]
 
 
 def _as_it_is(model: nn.Module, device: torch.device) -> None:
@@ -198,13 +207,11 @@ def _check_ram(more: int) -> None:
         )
 
 
-def turns(pipe: Any, context: Context) -> tuple[PipelineTurns, ...]:
+def pipeline_turns(pipe: Any, context: Context) -> tuple[PipelineTurns, ...]:
     """The patch that a pipeline's own plan begins with."""
-    if context.options.memory is None or not is_pipeline(pipe):
+    if context.options.memory is None:
         return ()
-    models = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
-    device = card_of(models)
+    device = card_of(models_of(pipe))
     budget = budget_of(context.options, device)
     assert budget is not None
-    context.shared.maps[-1][TakesTurns] = TakesTurns()
     return (PipelineTurns(pipe, device, budget),)

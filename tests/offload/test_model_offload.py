@@ -1,10 +1,8 @@
 """Weights that come to one place and go back, with a piece of the host's memory in the place of a GPU's."""
 
 import copy
-import ctypes
 import weakref
 
-import numpy as np
 import pytest
 import torch
 from accelerate import cpu_offload_with_hook
@@ -18,29 +16,7 @@ from accel.offload import hooks, placed_model
 from accel.offload.layout import separate
 from accel.offload.placed_model import PlacedModel
 from support.diffusion.outputs import close, run
-
-THERE = torch.device("cpu", 0)  # equal to no other device, and yet the CPU
-
-
-class Mapping(np.ndarray):
-    """Memory that is overwritten as soon as nobody has a view of it."""
-
-    def tensor(self):
-        with torch.inference_mode(False):
-            return torch.from_numpy(self)
-
-    def __del__(self):
-        if self.base is not None and type(self.base) is not Mapping:
-            ctypes.memset(self.ctypes.data, 0xFF, self.nbytes)
-
-
-class Addresses:
-    def __init__(self, nbytes):
-        self.nbytes, self.memory = nbytes, (ctypes.c_ubyte * nbytes)()
-        self.start = ctypes.addressof(self.memory)
-
-    def map(self):
-        return np.frombuffer(self.memory, dtype=np.uint8).view(Mapping)
+from support.emulated_card import THERE, Addresses
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,7 @@ from accel.llm.recording.implementation import foreign_experts, lent_configs, un
 from accel.patching.code import CalledCode, NamedValues
 from accel.patching.guard import another_class, changed_since, same
 from accel.patching.snapshot import View
-from accel.patching.structure import foreign_hooks, replaced_forward
+from accel.patching.structure import CallersHook, foreign_hooks, replaced_forward
 from accel.quantization.experts import stock_class
 
 CHOICES = {EXPERTS, CHOSEN}  # among functions of equal results, or of the user's
@@ -90,7 +90,7 @@ class ModelGuard:
     def _has_hooks(self, modules: dict[str, nn.Module]) -> str | None:
         """Why code of the user's would see arguments that stock does not pass. Hooks of transformers read none."""
         for path, (_, plain) in self.shown.items():
-            reason = "forward hooks" if foreign_hooks(modules[path], own=Here) else None
+            reason = "forward hooks" if foreign_hooks(modules[path], own=(Here, CallersHook)) else None
             reason = reason or (replaced_forward(modules[path]) if plain else None)
             if reason is not None:
                 return f"{path} has {reason}, which would be shown an empty cache"

@@ -1,0 +1,232 @@
+"""`memory=`: blocks that come as they are called, with a piece of the host's memory in the place of a GPU's."""
+
+import copy
+import threading
+from itertools import pairwise
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from diffusers import FluxTransformer2DModel
+from diffusers.hooks import apply_group_offloading
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import accel
+from accel.errors import Refused
+from accel.offload import budget, hooks, placed_model, streamed_model
+from accel.offload.blocks import nbytes, sizes_of
+from accel.offload.budget import Sizes, choose, predicted_seconds
+from accel.offload.call_hooks import streamed_model as streamed
+from accel.offload.placed_model import PlacedModel
+from accel.offload.ring import Ring
+from accel.options import bytes_of
+from accel.planning import memory
+from support.emulated_card import THERE, Addresses
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch):
+    """Buffers of the ring are overwritten before they are filled, so that what is read too late shows."""
+    fill = Ring._fill
+
+    def poisoned(self, i):
+        self.buffers[i % len(self.buffers)].fill_(255)
+        fill(self, i)
+
+    monkeypatch.setattr(PlacedModel, "_reserve", lambda self, nbytes: Addresses(nbytes))
+    monkeypatch.setattr(placed_model.HostBuffer, "pin", lambda self, most=None: None)
+    monkeypatch.setattr(Ring, "_fill", poisoned)
+    monkeypatch.setattr(memory, "card_of", lambda models: THERE)
+    monkeypatch.setattr(memory, "GPUS", ("cpu",))
+    monkeypatch.setattr(hooks, "GPUS", ("cpu",))
+    monkeypatch.setattr(placed_model, "ROW", 32)
+    monkeypatch.setattr(streamed_model, "GRAIN", 256)
+    for module in (budget, streamed_model):
+        monkeypatch.setattr(module, "SLACK", 0)
+
+
+def flux(layers=3):
+    sizes = {"patch_size": 1, "in_channels": 4, "attention_head_dim": 16, "num_attention_heads": 2}
+    widths = {"joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": (4, 4, 8)}
+    model = FluxTransformer2DModel(num_layers=layers, num_single_layers=6, **sizes, **widths).eval()
+    ids = {"img_ids": torch.randn(16, 3), "txt_ids": torch.zeros(8, 3), "timestep": torch.tensor([0.5])}
+    given = {"hidden_states": torch.randn(1, 16, 4), "encoder_hidden_states": torch.randn(1, 8, 32)}
+    given |= ids | {"pooled_projections": torch.randn(1, 32)}
+    return model, lambda model: model(**given).sample
+
+
+def llama():
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=6, **sizes)).eval()
+    ids = torch.randint(0, 64, (2, 9))
+    call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    return model, lambda model: model.generate(ids, **call)
+
+
+def stored(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(model, wanted):
+    assert model.state_dict().keys() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
+
+
+def within(model, share):
+    """A budget in which this share of what could stream has to."""
+    sizes = sizes_of(model)
+    return int(1.02 * sizes.total - share * sum(sizes.blocks) + 2 * max(sizes.blocks))
+
+
+@pytest.mark.parametrize("make", [flux, llama])
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@torch.no_grad()
+def test_blocks_stream_and_results_are_the_same(make, share):
+    model, call = make()
+    before, places = stored(model), [p.data_ptr() for p in model.parameters()]
+    fast = accel.optimize(copy.deepcopy(model))
+    wanted, stock = call(fast), call(copy.deepcopy(model))
+    accel.optimize(model, memory=within(model, share))
+    for _ in range(3):
+        assert torch.equal(call(model), wanted)
+        same(model, before)  # outside of calls, all can be read
+    blocks = len(sizes_of(model).blocks) if share == 1.0 else None
+    found = streamed(model)
+    assert 0 < len(found.streamed) <= len(found.order) and blocks in (None, len(found.streamed), len(found.order))
+    assert share == 1.0 or len(found.streamed) < len(found.order)
+    assert found.on_card <= found.budget.card
+    assert not accel.report(model).fallbacks
+    assert {where.split(",")[0] for _, rule, _, where in accel.report(model).sites if rule == "memory"} >= {"ring"}
+    accel.restore(model)
+    same(model, before)
+    assert torch.equal(call(model), stock) and len(places) == len(list(model.parameters()))
+    assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
+
+
+@torch.no_grad()
+def test_an_error_in_a_block_and_calls_of_another_thread_leave_it_in_order():
+    model, call = flux()
+    wanted = call(accel.optimize(copy.deepcopy(model)))
+    accel.optimize(model, memory=within(model, 1.0))
+    broken = model.single_transformer_blocks[2].register_forward_pre_hook(lambda *given: 1 / 0)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            call(model)
+    broken.remove()
+    got = []
+    threads = [threading.Thread(target=lambda: got.append(call(model))) for _ in range(3)]
+    with torch.no_grad():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert torch.equal(call(model), wanted)
+    assert len(got) == 3 and all(float((one - wanted).abs().max()) < 1e-5 for one in got)
+
+
+@pytest.mark.parametrize("change", ["data", "loaded", "moved", "cast", "adapter", "copied"])
+@torch.no_grad()
+def test_what_changes_between_calls_is_followed(change):
+    model, call = flux()
+    twin = copy.deepcopy(model)
+    accel.optimize(model, memory=within(model, 0.9))
+    call(model)
+    for one in (model, twin):
+        if change == "data":
+            one.single_transformer_blocks[0].proj_out.weight.data += 0.1
+            one.proj_out.weight.data += 0.1
+        elif change == "loaded":
+            one.load_state_dict({name: value * 1.5 for name, value in stored(one).items()})
+        elif change == "moved":
+            one.x_embedder.weight.data = one.x_embedder.weight.data.clone()
+            weight = one.transformer_blocks[1].attn.to_q.weight
+            weight.data = weight.data.clone()
+        elif change == "cast":
+            one.to(torch.bfloat16).to(torch.float32)
+        elif change == "adapter":
+            from peft import LoraConfig
+
+            torch.manual_seed(1)
+            one.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False))
+    if change == "copied":
+        model = copy.deepcopy(model)
+    for _ in range(2):
+        assert float((call(model) - call(twin)).abs().max()) < 2e-5
+    accel.restore(model)
+    same(model, stored(twin))
+
+
+@torch.no_grad()
+def test_models_of_a_pipeline_take_turns(sdxl_pipe, live):
+    twin, before = copy.deepcopy(sdxl_pipe), stored(sdxl_pipe.unet)
+    wanted = live.draw(twin)
+    accel.optimize(sdxl_pipe, memory=int(0.6 * nbytes(sdxl_pipe.unet)), layout="keep")
+    for _ in range(2):
+        assert live.rms(live.draw(sdxl_pipe), wanted) < 1e-4
+        assert streamed(sdxl_pipe.unet) is not None and streamed(sdxl_pipe.unet).arena is None
+    accel.restore(sdxl_pipe)
+    same(sdxl_pipe.unet, before)
+    assert not any(hasattr(one, "_hf_hook") for one in sdxl_pipe.unet.modules()) and not sdxl_pipe._all_hooks
+    assert not any(one._forward_hooks or one._forward_pre_hooks for one in sdxl_pipe.unet.modules())
+    assert live.rms(live.draw(sdxl_pipe), wanted) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["sequential", "groups"])
+@torch.no_grad()
+def test_stocks_own_offload_is_taken_over_and_given_back(kind):
+    model, call = flux()
+    before, wanted = stored(model), call(accel.optimize(copy.deepcopy(model)))
+    if kind == "sequential":
+        cpu_offload(model, torch.device("cpu"))
+    else:
+        apply_group_offloading(model, torch.device("cpu"), offload_type="block_level", num_blocks_per_group=1)
+    kinds = [set(vars(one)) for one in model.modules()]
+    accel.optimize(model, memory=within(model, 0.5))
+    assert torch.equal(call(model), wanted) and streamed(model).streamed
+    same(model, before)
+    accel.restore(model)
+    assert [set(vars(one)) for one in model.modules()] == kinds
+    assert float((call(model) - wanted).abs().max()) < 1e-5
+
+
+def test_sizes():
+    assert bytes_of("memory", "12GB") == 12 * 10**9 and bytes_of("memory", "1.5 GiB") == 3 * 2**29
+    assert bytes_of("memory", 0.5, 100) == 50 and bytes_of("memory", 4096) == 4096
+    model, _ = flux(1)
+    for value in ("12", "much", "-1GB", "0GB", 0, -5, 1, 1.5, 0.0, True, [], "12GBs"):
+        with pytest.raises(ValueError, match="memory=.*: give a size such as '12GB'"):
+            accel.optimize(model, memory=value)
+    with pytest.raises(ValueError, match="host_memory='1GB': give memory too"):
+        accel.optimize(model, host_memory="1GB")
+    before = stored(model)
+    with pytest.raises(Refused, match="needs .* GB for the weights that are on the GPU at once"):
+        accel.optimize(model, memory=sizes_of(model).least() - 1)
+    same(model, before)
+    assert not any(one._forward_pre_hooks or "forward" in vars(one) for one in model.modules())
+
+
+def test_as_few_blocks_stream_as_must_and_evenly():
+    sizes = Sizes(10, (4,) * 12)
+    assert choose(sizes, 58) == () and choose(sizes, 18) == choose(sizes, 3) == tuple(range(12))
+    for room in range(18, 58):
+        chosen = choose(sizes, room)
+        assert sizes.on_card(chosen) <= room
+        assert len(chosen) <= 3 or sizes.on_card(chosen) > room - 4
+        gaps = [b - a for a, b in pairwise(chosen)]
+        assert not gaps or max(gaps) - min(gaps) <= 1
+    assert predicted_seconds(sizes, (), 100, 4, 10) == 10
+    assert predicted_seconds(sizes, tuple(range(12)), 0, 4, 10) == 12
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (3, 0, 0, 4, 1), (2, 4), ()])
+def test_any_order_finds_its_bytes(order):
+    sources = [torch.full((3 + i % 2,), i, dtype=torch.uint8) for i in range(5)]
+    ring = Ring([torch.empty(4, dtype=torch.uint8) for _ in range(2)], sources, set(range(5)), None)
+    for _ in range(2):
+        ring.start()
+        for i in order:
+            ring.take(i)
+            assert torch.equal(ring.buffers[i % 2][: sources[i].nbytes], sources[i])
+            ring.leave(i)
+        ring.end()
