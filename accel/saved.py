@@ -173,3 +173,26 @@ def refuse_pickles(folder: Path) -> None:
                 f"{pickles[0]} is a pickle, which may run any code when it is read, so it is not; safetensors are "
                 "wanted: load it with from_pretrained, if you trust the file, and save it with save_pretrained"
             )
+
+
+def on_meta(folder: Path) -> dict[str, nn.Module]:
+    """The models of this folder by name, without values; of a single model, by "". Raises ValueError as `load_saved`."""
+    if (folder / INDEX).is_file():
+        said = read_json(folder / INDEX).items()
+        kinds = {name: _class(*one) for name, one in said if isinstance(one, list) and len(one) == 2 and all(one)}
+        return {name: _empty(kind, folder / name) for name, kind in kinds.items() if kind is not None}
+    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    library, names = (
+        ("diffusers", [config[CLASS]]) if CLASS in config else ("transformers", config.get("architectures"))
+    )
+    kind = next((found for name in names or [] if (found := _class(library, name)) is not None), None)
+    if kind is None:
+        raise ValueError(f"{folder} has neither a {INDEX} nor a config.json of a known model")
+    return {"": _empty(kind, folder)}
+
+
+def _empty(kind: Any, folder: Path) -> nn.Module:
+    with readable(folder), torch.device("meta"):
+        if hasattr(kind, "load_config"):
+            return kind.from_config(kind.load_config(folder)).to(torch.bfloat16)
+        return kind(kind.config_class.from_pretrained(folder)).to(torch.bfloat16)

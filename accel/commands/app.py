@@ -14,6 +14,7 @@ from accel.commands.bench.ready import bench_ready
 from accel.commands.bench.scripts import bench_scripts
 from accel.commands.demo import demo
 from accel.commands.doctor import doctor
+from accel.commands.memory import bench_memory, plan
 from accel.commands.profile import profile
 from accel.commands.quantize import quantize
 from accel.commands.report import report
@@ -64,7 +65,7 @@ def about(
     """Speeds up diffusers and transformers code: accel.optimize(pipe)."""
 
 
-for command in (demo, doctor, report, verify, coverage, profile, quantize, shard, bench):
+for command in (demo, doctor, report, plan, verify, coverage, profile, quantize, shard, bench):
     app.command()(command)
 app.command("bench llm")(bench_llm)
 app.command(context_settings=PASSED_ON)(serve)
@@ -73,6 +74,7 @@ app.command("bench scripts")(bench_scripts)
 app.command("bench ready")(bench_ready)
 app.command("bench adapters")(bench_adapters)
 app.command("bench formats")(bench_formats)
+app.command("bench memory")(bench_memory)
 app.command("bench encoders")(bench_encoders)
 app.command("bench vision")(bench_vision)
 app.command("bench pictures")(bench_pictures)

@@ -1,0 +1,125 @@
+"""What a budget of memory costs: calls of a model within several, beside the model that lies on the card as a whole."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+import accel
+from accel.bench.adapters import plain_subject
+from accel.bench.memory import device_bytes, device_peak, release
+from accel.bench.timing import synchronize
+from accel.offload.blocks import sizes_of
+from accel.offload.budget import choose, predicted_seconds
+from accel.offload.call_hooks import streamed_model
+from accel.options import bytes_of
+
+Call = Callable[[nn.Module, int], Any]
+STEPS = 4  # timed, as of a distilled model's image
+WARM = 4  # before them: the first tells what a call needs, then kernels are chosen and a graph is captured
+SAMPLE = 2**28  # bytes by which speeds are measured
+
+
+def measure_budgets(name: str, device: torch.device, budgets: list[str]) -> dict:
+    """One row: seconds of STEPS calls on the card, within each budget, and by stock's group offload.
+
+    error: of the largest element, against the optimized model on the card; 0 is equal to the bit. peak_gb: of the whole
+    device, above what it had in use before the model. Raises KeyError for an unknown name.
+    """
+    release(device)
+    before = device_bytes(device)
+    model, call = plain_subject(name, device)
+    found: dict[str, dict] = {}
+    with torch.no_grad():
+        found["stock, on the card"], _ = _timed(model, call, device, before, warm=1)
+        accel.optimize(model)
+        found["accel, on the card"], wanted = _timed(model, call, device, before)
+        for budget in budgets:
+            started = time.perf_counter()
+            accel.optimize(model, memory=budget)
+            ready = time.perf_counter() - started
+            row, got = _timed(model, call, device, before)
+            held = streamed_model(model)
+            assert held is not None
+            row |= {"ready_s": round(ready, 1), "streamed_gb": round(held.sizes.moved(held.streamed or ()) / 1e9, 2)}
+            found[f"accel, {budget}"] = row | {"error": _apart(got, wanted)}
+        accel.restore(model)
+        with _group_offload(model, device):
+            found["stock, group offload"], _ = _timed(model, call, device, before, warm=1, steps=1)
+    return {"name": name, "memory": found}
+
+
+def _timed(
+    model: nn.Module, call: Call, device: torch.device, before: int, warm: int = WARM, steps: int = STEPS
+) -> tuple[dict, torch.Tensor]:
+    for _ in range(warm):
+        call(model, 0)
+    release(device)
+    with device_peak(device) as peak:
+        started = time.perf_counter()
+        for i in range(steps):
+            result = call(model, i)
+        synchronize(device)
+        seconds = time.perf_counter() - started
+        result = call(model, 0)
+    return {"s": round(seconds / steps * STEPS, 3), "peak_gb": round((peak[0] - before) / 1e9, 2)}, result
+
+
+def _apart(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((got.float() - wanted.float()).abs().max() / wanted.float().abs().max())
+
+
+@contextmanager
+def _group_offload(model: nn.Module, device: torch.device) -> Iterator[None]:
+    from diffusers.hooks import apply_group_offloading
+
+    model.to("cpu")
+    release(device)
+    streams = device.type == "cuda"
+    apply_group_offloading(model, device, num_blocks_per_group=1, use_stream=streams, low_cpu_mem_usage=streams)
+    yield
+
+
+def speeds(device: torch.device) -> dict[str, float]:
+    """Of this card, by short runs: bytes a second from pinned memory and within its own, products a second in 16 bits."""
+    there = torch.empty(SAMPLE, dtype=torch.uint8, device=device)
+    here, twin = torch.empty(SAMPLE, dtype=torch.uint8).pin_memory(), torch.empty_like(there)
+    square = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    bus = _fastest(lambda: there.copy_(here, non_blocking=True), device)
+    copied, multiplied = (_fastest(run, device) for run in (lambda: twin.copy_(there), lambda: square @ square))
+    return {"bus": SAMPLE / bus, "memory": 2 * SAMPLE / copied, "rate": 2 * 8192**3 / multiplied}
+
+
+def _fastest(run: Callable[[], object], device: torch.device) -> float:
+    found = []
+    for _ in range(6):
+        synchronize(device)
+        started = time.perf_counter()
+        run()
+        synchronize(device)
+        found.append(time.perf_counter() - started)
+    return min(found)
+
+
+def on_paper(model: nn.Module, flops: float, memory: str, known: dict[str, float], total: int = 0) -> dict:
+    """What `memory=` would do with a model without values: blocks, bytes, seconds a call.
+
+    flops: of a call. known: as `speeds`. total: bytes of the card, for a share. What a call needs beside the weights is
+    taken for a tenth of the budget, until one is made.
+    """
+    sizes, budget = sizes_of(model), bytes_of("memory", memory, total)
+    streamed = choose(sizes, int(0.9 * budget))
+    compute = max(flops / known["rate"], sizes.total / known["memory"])
+    return {
+        "weights_gb": sizes.total / 1e9,
+        "fits": sizes.least() < 0.9 * budget,
+        "blocks": len(sizes.blocks),
+        "streamed": len(streamed),
+        "on_card_gb": sizes.on_card(streamed) / 1e9,
+        "moved_gb": sizes.moved(streamed) / 1e9,
+        "resident_s": compute,
+        "seconds": predicted_seconds(sizes, streamed, compute, known["bus"], 1.0),
+    }

@@ -1,0 +1,108 @@
+"""`accel plan` and `accel bench memory`: what a model does within a budget of a GPU's memory, told and measured."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from accel.commands.bench.each_model import measure_each
+from accel.commands.options import DEVICE_HELP, parse_device, user_errors
+
+if TYPE_CHECKING:
+    from torch import nn
+
+IMAGE_TOKENS = 4608  # of 1024 x 1024 pixels and a prompt, in a diffusion transformer whose inputs are not known
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="a folder, or a name of `accel bench` or `accel bench llm`")],
+    memory: Annotated[str, typer.Option(help="as of accel.optimize: 12GB, 12GiB")] = "12GB",
+    bus: Annotated[float, typer.Option(help="GB/s from pinned memory; measured where there is a GPU")] = 25.0,
+    tflops: Annotated[float, typer.Option(help="of products in 16 bits; measured where there is a GPU")] = 70.0,
+    bandwidth: Annotated[float, typer.Option(help="GB/s of the GPU's memory; measured where there is a GPU")] = 900.0,
+) -> None:
+    """Tell which blocks stay on the GPU within a budget, which stream, and the seconds a step. Nothing is loaded."""
+    import torch
+    from rich.table import Table
+
+    from accel.bench.streaming import on_paper, speeds
+    from accel.options import bytes_of
+
+    with user_errors("--memory", ValueError):
+        bytes_of("memory", memory)
+    known = {"bus": bus * 1e9, "rate": tflops * 1e12, "memory": bandwidth * 1e9}
+    if torch.cuda.is_available():
+        known = speeds(torch.device("cuda"))
+    table = Table("part", "weights GB", "blocks", "stream", "on the GPU GB", "moved GB a step", "s a step", "all there")
+    for name, (part, flops) in _parts(model).items():
+        row = on_paper(part, flops, memory, known)
+        numbers = (f"{row[key]:.2f}" for key in ("on_card_gb", "moved_gb", "seconds", "resident_s"))
+        counts = str(row["blocks"]), str(row["streamed"]) if row["fits"] else "does not fit"
+        table.add_row(name or type(part).__name__, f"{row['weights_gb']:.2f}", *counts, *numbers)
+    Console().print(table)
+
+
+def _parts(model: str) -> "dict[str, tuple[nn.Module, float]]":
+    """The models of this name or folder, without values, and the operations of a call of each."""
+    import torch
+
+    from accel.bench.diffusion.cases import CASES
+    from accel.bench.llm.configs import CONFIGS
+    from accel.bench.llm.models import config_of, from_config
+    from accel.saved import on_meta
+
+    meta = torch.device("meta")
+    if model in CASES:
+        case = CASES[model]
+        part = case.build(meta, case.dtype)
+        return {model: (part, _flops(part, lambda: case.call(part, case.inputs(meta, case.dtype)[0])))}
+    if model in CONFIGS:
+        part = from_config(config_of(model), meta, torch.bfloat16)
+        return {model: (part, 2.0 * sum(p.numel() for p in part.parameters()))}
+    with user_errors("MODEL"):
+        return {name: (part, _flops(part)) for name, part in on_meta(Path(model)).items()}
+
+
+def _flops(part: "nn.Module", call: Any = None) -> float:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from accel.diffusion.linears import denoises
+
+    numbers = float(sum(p.numel() for p in part.parameters()))
+    try:
+        with FlopCounterMode(display=False) as counted:
+            assert call is not None
+            call()
+        return float(counted.get_total_flops())
+    except Exception:  # whatever code for values does with none
+        return 2 * numbers * (IMAGE_TOKENS if denoises(part) else 1)
+
+
+def bench_memory(
+    names: Annotated[list[str] | None, typer.Argument(help="of `accel bench` or `accel bench llm`; flux")] = None,
+    budgets: Annotated[str, typer.Option(help="with commas between them")] = "24GB,16GB,12GB,8GB",
+    out: Annotated[Path, typer.Option(help="folder for the JSON file")] = Path("benchmarks/results"),
+    device: Annotated[str | None, typer.Option(help=DEVICE_HELP)] = None,
+) -> None:
+    """Time four calls of a model within budgets of memory, on the card as a whole, and by stock's group offload.
+
+    Random weights; writes JSON. Ends with 1 where one fails.
+    """
+    from accel.bench import results
+    from accel.bench.streaming import measure_budgets
+
+    shown = results.new_table("", "model", "", "4 calls, s", "peak GB", "moved GB a call", "ready s", "error", left=2)
+    measure = partial(measure_budgets, budgets=budgets.split(","))
+
+    def told(row: dict) -> Iterator[tuple[str, ...]]:
+        for key, one in row["memory"].items():
+            numbers = (one["s"], "{:.3f}"), (one["peak_gb"], "{:.2f}")
+            more = (one.get("streamed_gb"), "{:.2f}"), (one.get("ready_s"), "{:.1f}"), (one.get("error"), "{:.1e}")
+            yield key, *(results.cell(*pair) for pair in (*numbers, *more))
+
+    place = parse_device(device)
+    about = "calls within a budget of the GPU's memory, beside the model on it as a whole"
+    measure_each("memory", about, names or ["flux"], place, out, measure, told, shown)
