@@ -131,8 +131,6 @@ class Options:
         for name in ("memory", "host_memory"):
             if getattr(self, name) is not None:
                 bytes_of(name, getattr(self, name))
-        if self.host_memory is not None and self.memory is None:
-            raise ValueError(f"host_memory={self.host_memory!r}: give memory too, of the GPU")
         if self.memory is not None and self.parallel is not None:
             raise ValueError(f"memory={self.memory!r}: for one process, not with parallel={self.parallel!r}")
         _step_cache(self.step_cache)

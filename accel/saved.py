@@ -175,17 +175,16 @@ def refuse_pickles(folder: Path) -> None:
             )
 
 
-def on_meta(folder: Path) -> dict[str, nn.Module]:
-    """The models of this folder by name, without values; of a single model, by "". Raises ValueError as `load_saved`."""
+def without_values(folder: Path) -> dict[str, nn.Module]:
+    """Its models by name, without values; of a single one, by "". Raises ValueError as `load_saved`."""
     if (folder / INDEX).is_file():
         said = read_json(folder / INDEX).items()
         kinds = {name: _class(*one) for name, one in said if isinstance(one, list) and len(one) == 2 and all(one)}
         return {name: _empty(kind, folder / name) for name, kind in kinds.items() if kind is not None}
     config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    library, names = (
-        ("diffusers", [config[CLASS]]) if CLASS in config else ("transformers", config.get("architectures"))
-    )
-    kind = next((found for name in names or [] if (found := _class(library, name)) is not None), None)
+    library = "diffusers" if CLASS in config else "transformers"
+    names = [config[CLASS]] if CLASS in config else config.get("architectures") or []
+    kind = next((found for name in names if (found := _class(library, name)) is not None), None)
     if kind is None:
         raise ValueError(f"{folder} has neither a {INDEX} nor a config.json of a known model")
     return {"": _empty(kind, folder)}

@@ -13,7 +13,7 @@ from accel.bench.adapters import plain_subject
 from accel.bench.memory import device_bytes, device_peak, release
 from accel.bench.timing import synchronize
 from accel.offload.blocks import sizes_of
-from accel.offload.budget import choose, predicted_seconds
+from accel.offload.budget import predicted_seconds, streamed_blocks
 from accel.offload.call_hooks import streamed_model
 from accel.options import bytes_of
 
@@ -26,8 +26,8 @@ SAMPLE = 2**28  # bytes by which speeds are measured
 def measure_budgets(name: str, device: torch.device, budgets: list[str]) -> dict:
     """One row: seconds of STEPS calls on the card, within each budget, and by stock's group offload.
 
-    error: of the largest element, against the optimized model on the card; 0 is equal to the bit. peak_gb: of the whole
-    device, above what it had in use before the model. Raises KeyError for an unknown name.
+    error: of the largest element, against the optimized model on the card; 0 is equal to the bit. Peaks are of the
+    whole device, above what it had in use before the model. Raises KeyError for an unknown name.
     """
     release(device)
     before = device_bytes(device)
@@ -84,7 +84,7 @@ def _group_offload(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def speeds(device: torch.device) -> dict[str, float]:
-    """Of this card, by short runs: bytes a second from pinned memory and within its own, products a second in 16 bits."""
+    """Of this card, by short runs, a second: bytes from pinned memory, bytes within its own, operations in 16 bits."""
     there = torch.empty(SAMPLE, dtype=torch.uint8, device=device)
     here, twin = torch.empty(SAMPLE, dtype=torch.uint8).pin_memory(), torch.empty_like(there)
     square = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
@@ -111,7 +111,7 @@ def on_paper(model: nn.Module, flops: float, memory: str, known: dict[str, float
     taken for a tenth of the budget, until one is made.
     """
     sizes, budget = sizes_of(model), bytes_of("memory", memory, total)
-    streamed = choose(sizes, int(0.9 * budget))
+    streamed = streamed_blocks(sizes, int(0.9 * budget))
     compute = max(flops / known["rate"], sizes.total / known["memory"])
     return {
         "weights_gb": sizes.total / 1e9,

@@ -48,36 +48,41 @@ def plan(
 def _parts(model: str) -> "dict[str, tuple[nn.Module, float]]":
     """The models of this name or folder, without values, and the operations of a call of each."""
     import torch
+    from torch.utils._pytree import tree_map
 
     from accel.bench.diffusion.cases import CASES
     from accel.bench.llm.configs import CONFIGS
     from accel.bench.llm.models import config_of, from_config
-    from accel.saved import on_meta
+    from accel.saved import without_values
 
     meta = torch.device("meta")
     if model in CASES:
         case = CASES[model]
         part = case.build(meta, case.dtype)
-        return {model: (part, _flops(part, lambda: case.call(part, case.inputs(meta, case.dtype)[0])))}
+        given = case.inputs(torch.device("cpu"), case.dtype)[0]
+        given = tree_map(lambda one: one.to(meta) if isinstance(one, torch.Tensor) else one, given)
+        return {model: (part, _flops(part, lambda: case.call(part, given)))}
     if model in CONFIGS:
         part = from_config(config_of(model), meta, torch.bfloat16)
         return {model: (part, 2.0 * sum(p.numel() for p in part.parameters()))}
     with user_errors("MODEL"):
-        return {name: (part, _flops(part)) for name, part in on_meta(Path(model)).items()}
+        return {name: (part, _flops(part)) for name, part in without_values(Path(model)).items()}
 
 
 def _flops(part: "nn.Module", call: Any = None) -> float:
+    import torch
     from torch.utils.flop_counter import FlopCounterMode
 
     from accel.diffusion.linears import denoises
+    from accel.errors import logged
 
     numbers = float(sum(p.numel() for p in part.parameters()))
     try:
-        with FlopCounterMode(display=False) as counted:
-            assert call is not None
+        with torch.no_grad(), FlopCounterMode(display=False) as counted:
             call()
         return float(counted.get_total_flops())
-    except Exception:  # whatever code for values does with none
+    except Exception as error:  # whatever code for values does with none, or inputs that are not known
+        logged(error)
         return 2 * numbers * (IMAGE_TOKENS if denoises(part) else 1)
 
 

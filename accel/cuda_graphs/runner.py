@@ -100,12 +100,11 @@ class GraphRunner:
         with self.adapters.used():
             if pending is not None and self._stands(pending, variant):
                 return pending.outputs
-            return self._call(eager, args, kwargs, variant, constant, without_graph)
+            return self._call(whole_runs(self.module, eager), args, kwargs, variant, constant, without_graph)
 
     def _call(
         self, eager: Callable, args: tuple, kwargs: dict, variant: tuple, constant: Any, without_graph: Callable | None
     ) -> Any:
-        eager = whole_runs(self.module, eager)
         device = next(self.module.parameters()).device
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if constant is not None:

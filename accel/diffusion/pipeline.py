@@ -11,6 +11,7 @@ from torch import nn
 
 from accel.cuda_graphs.rule import GraphForward
 from accel.diffusion.schedulers import RULES, fetch_timesteps
+from accel.diffusion.tiling import decodes_within
 from accel.errors import PatchConflict
 from accel.fusion.channels_last import ChannelsLast
 from accel.fusion.loop import DenoisingLoop
@@ -20,7 +21,7 @@ from accel.offload.hooks import SWITCH, OffloadPatch
 from accel.patching.owner import InstanceMethod, PartlyCopied, disown
 from accel.patching.probe import Probe
 from accel.patching.rule import Context, Patch
-from accel.planning.memory import pipeline_turns
+from accel.planning.memory import models_of, pipeline_turns
 from accel.planning.plan import PLAN, Plan, StageResult, plan_of
 from accel.planning.targets import schedulers_in
 
@@ -114,8 +115,11 @@ def take_over_offload(pipe: object, context: Context) -> StageResult:
     """Models that hooks move to the GPU and back come to the same addresses each time."""
     if not hasattr(pipe, SWITCH):
         return StageResult()
-    first = pipeline_turns(pipe, context)
-    return StageResult((*first, OffloadPatch(pipe, lay_out_for_gpu, first[0].budget if first else None)))
+    turns = pipeline_turns(pipe, context)
+    if turns is None:
+        return StageResult((OffloadPatch(pipe, lay_out_for_gpu),))
+    tiled = decodes_within(models_of(pipe), turns.budget)
+    return StageResult((turns, OffloadPatch(pipe, lay_out_for_gpu, turns.budget), *tiled))
 
 
 def lay_out_for_gpu(model: nn.Module, device: torch.device) -> None:

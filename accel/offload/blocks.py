@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 from accel.libraries.hooks import forward_slots
-from accel.offload.budget import Sizes
+from accel.offload.budget import WeightSizes
 from accel.offload.layout import Layout, storage_of, weights_in
 from accel.patching.fast_forward import FastForward
 
 SHARE = 16  # a block is at most this part of its model, where it consists of blocks itself
 
 
-def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+def streaming_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The modules in lists that are called, by path, in the order they are registered.
 
     Weights of modules whose work a fast forward does without calling them stay where it finds them.
@@ -63,15 +63,15 @@ def streamable(model: nn.Module, blocks: dict[str, nn.Module]) -> list[list[torc
     return [[one for one in tensors if id(one) not in shared] for tensors in held]
 
 
-def sizes_of(model: nn.Module) -> Sizes:
+def sizes_of(model: nn.Module) -> WeightSizes:
     """As `StreamedModel` would have them, of a model on any device, meta too."""
-    blocks = streamable(model, blocks_of(model)) if not _on_meta(model) else _on_paper(model)
+    blocks = streamable(model, streaming_blocks(model)) if not _on_meta(model) else _on_paper(model)
     moved = tuple(sum(one.nbytes for one in tensors) for tensors in blocks)
-    return Sizes(nbytes(model) - sum(moved), moved)
+    return WeightSizes(nbytes(model) - sum(moved), moved)
 
 
 def _on_paper(model: nn.Module) -> list[list[torch.Tensor]]:
-    return [[one for one in weights_in(block) if one.dim() > 1] for block in blocks_of(model).values()]
+    return [[one for one in weights_in(block) if one.dim() > 1] for block in streaming_blocks(model).values()]
 
 
 def _on_meta(model: nn.Module) -> bool:
@@ -85,7 +85,7 @@ def nbytes(model: nn.Module) -> int:
 
 def pieces(model: nn.Module) -> list[tuple[str, Layout]]:
     """The layout of what is in no block, of path "", and of each block's own weights. Raises ValueError as `Layout`."""
-    blocks = blocks_of(model)
+    blocks = streaming_blocks(model)
     found = dict(zip(blocks, streamable(model, blocks), strict=True))
     own = {id(one) for tensors in found.values() for one in tensors}
     rest = Layout([one for one in weights_in(model) if id(one) not in own])

@@ -21,7 +21,7 @@ class Budget:
     host: int | None = None
 
 
-class Sizes(NamedTuple):
+class WeightSizes(NamedTuple):
     """Bytes of a model's weights. rest: what stays on the card in any case. blocks: the others, in the order called."""
 
     rest: int
@@ -45,19 +45,19 @@ class Sizes(NamedTuple):
         return sum(self.blocks[i] for i in streamed)
 
 
-def spread(count: int, number: int) -> tuple[int, ...]:
+def evenly(count: int, number: int) -> tuple[int, ...]:
     """So many of 0 ... number - 1, evenly, so that each has the work of others to hide behind."""
     return tuple((2 * i + 1) * number // (2 * count) for i in range(count))
 
 
-def choose(sizes: Sizes, room: int) -> tuple[int, ...]:
+def streamed_blocks(sizes: WeightSizes, room: int) -> tuple[int, ...]:
     """The blocks that stream: as few as fit in these bytes. All of them where nothing fits."""
     number = len(sizes.blocks)
-    fitting = (streamed for k in range(number) if sizes.on_card(streamed := spread(k, number)) <= room)
+    fitting = (streamed for k in range(number) if sizes.on_card(streamed := evenly(k, number)) <= room)
     return next(fitting, tuple(range(number)))
 
 
-def check_fits(sizes: Sizes, budget: Budget, name: str) -> None:
+def check_fits(sizes: WeightSizes, budget: Budget, name: str) -> None:
     """Raises Refused where the weights that must be on the card at once do not fit."""
     if sizes.least() + SLACK > budget.card:
         raise Refused(
@@ -66,7 +66,7 @@ def check_fits(sizes: Sizes, budget: Budget, name: str) -> None:
         )
 
 
-def predicted_seconds(sizes: Sizes, streamed: Sequence[int], flops: float, bus: float, rate: float) -> float:
+def predicted_seconds(sizes: WeightSizes, streamed: Sequence[int], flops: float, bus: float, rate: float) -> float:
     """Of one call. flops: of it. bus: bytes a second from pinned memory. rate: operations a second.
 
     Copies hide behind the blocks between them, but for the first one, which all wait for.

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from accel.libraries.hooks import DETACH, ENTER, FORWARD, HOOK, METHODS, hook_of, offload_hooks
-from accel.offload.blocks import blocks_of, nbytes
+from accel.offload.blocks import nbytes, streaming_blocks
 from accel.offload.budget import Budget
 from accel.offload.layout import separate
 from accel.offload.placed_model import PlacedModel
@@ -107,7 +107,12 @@ class OffloadSwitch(PartlyCopied):
 
     def _place(self, model: nn.Module, device: torch.device) -> PlacedModel:
         budget = self.budget
-        if budget is None or 2 * nbytes(model) <= budget.card or hasattr(model, "decode") or not blocks_of(model):
+        if (
+            budget is None
+            or 2 * nbytes(model) <= budget.card
+            or hasattr(model, "decode")
+            or not streaming_blocks(model)
+        ):
             return PlacedModel(model, device, self.prepare)
         return StreamedModel(model, device, self.prepare, budget)
 

@@ -9,7 +9,7 @@ from accel.offload.memory import HostBuffer
 from accel.patching.rule import set_data
 
 
-class Placement(enum.Enum):
+class WeightPlacement(enum.Enum):
     """Where weights are: on the GPU; there during their call; on the CPU."""
 
     CARD = "card"
@@ -17,15 +17,15 @@ class Placement(enum.Enum):
     HOST = "host"
 
 
-class Piece:
+class PlacedWeights:
     """Weights of one block, or of none, that lie side by side: from now on in these bytes of a buffer on the CPU."""
 
     def __init__(self, path: str, layout: Layout, host: HostBuffer, start: int):
-        self.path, self.layout, self.host, self.placement = path, layout, host, Placement.HOST
+        self.path, self.layout, self.host, self.placement = path, layout, host, WeightPlacement.HOST
         self.end, self.bytes = start + layout.nbytes, host.bytes[start : start + layout.nbytes]
-        self.places: dict[Placement, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self.places: dict[WeightPlacement, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         layout.pack(self.bytes)
-        self.put(Placement.HOST, self.bytes)
+        self.put(WeightPlacement.HOST, self.bytes)
 
     @property
     def nbytes(self) -> int:
@@ -40,12 +40,12 @@ class Piece:
         """Whether all its weights are among these, by id, and on the CPU where they were put."""
         return all(id(slot.tensor) in present and slot.lies_in(self.bytes) for slot in self.layout.slots)
 
-    def put(self, name: Placement, whole: torch.Tensor) -> None:
+    def put(self, name: WeightPlacement, whole: torch.Tensor) -> None:
         """Its place of this name, HOST or CARD, is these bytes."""
         with torch.inference_mode(False), torch.no_grad():
             self.places[name] = [(slot.tensor, view) for slot, view in views(self.layout.slots, whole)]
 
-    def go(self, name: Placement, before: Placement | None = None) -> None:
+    def go(self, name: WeightPlacement, before: WeightPlacement | None = None) -> None:
         """Its weights are views of that place. before: but for those that somebody has taken from where they were."""
         olds = self.places[name if before is None else before]
         with torch.inference_mode(False), torch.no_grad():
@@ -59,14 +59,14 @@ class Piece:
 
     def bring_back(self, changed: bool) -> None:
         """From the card to the CPU. changed: what it holds there may be something else."""
-        if changed and self.placement is Placement.CARD:
+        if changed and self.placement is WeightPlacement.CARD:
             with torch.inference_mode(False), torch.no_grad():
                 for (tensor, view), (_, host) in zip(
-                    self.places[Placement.CARD], self.places[Placement.HOST], strict=True
+                    self.places[WeightPlacement.CARD], self.places[WeightPlacement.HOST], strict=True
                 ):
                     if tensor.data_ptr() == view.data_ptr():
                         host.copy_(view)
-        if Placement.CARD in self.places:
-            self.go(Placement.HOST, Placement.CARD)
-            del self.places[Placement.CARD]
-        self.placement = Placement.HOST
+        if WeightPlacement.CARD in self.places:
+            self.go(WeightPlacement.HOST, WeightPlacement.CARD)
+            del self.places[WeightPlacement.CARD]
+        self.placement = WeightPlacement.HOST

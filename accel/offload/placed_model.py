@@ -24,7 +24,7 @@ class PlacedModel(PartlyCopied):
     weights one by one. prepare(model, device): called before the model goes to the device.
     """
 
-    copied = ("model", "device", "prepare")
+    copied: tuple[str, ...] = ("model", "device", "prepare")
 
     def __init__(self, model: nn.Module, device: torch.device, prepare: Callable[[nn.Module, torch.device], None]):
         self.model, self.device, self.prepare = model, device, prepare

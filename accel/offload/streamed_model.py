@@ -10,11 +10,11 @@ from torch import nn
 
 from accel.errors import Refused
 from accel.offload.blocks import pieces
-from accel.offload.budget import BUFFERS, MARGIN, SLACK, Budget, Sizes, check_fits, choose
+from accel.offload.budget import BUFFERS, MARGIN, SLACK, Budget, WeightSizes, check_fits, streamed_blocks
 from accel.offload.call_hooks import hook_blocks, hook_model, unhook
 from accel.offload.layout import Layout, unmovable, weights_in
 from accel.offload.memory import HostBuffer
-from accel.offload.piece import Piece, Placement
+from accel.offload.piece import PlacedWeights, WeightPlacement
 from accel.offload.placed_model import ROW, PlacedModel, sums
 from accel.offload.ring import Ring
 
@@ -37,7 +37,7 @@ class StreamedModel(PlacedModel):
     alone: no hook of accelerate's moves it, so it comes to the GPU at its first call and stays.
     """
 
-    copied = (*PlacedModel.copied, "budget", "alone")
+    copied: tuple[str, ...] = (*PlacedModel.copied, "budget", "alone")
 
     def __init__(
         self,
@@ -53,10 +53,10 @@ class StreamedModel(PlacedModel):
 
     def renew(self) -> None:
         super().renew()
-        self.pieces: list[Piece] = []
+        self.pieces: list[PlacedWeights] = []
         self.order: list[str] = []  # of blocks, by path, as they were called
         self.streamed: tuple[int, ...] | None = None  # numbers of blocks, by `order`, as they are placed now
-        self.numbers: dict[str, tuple[int, Piece]] = {}  # of those in the ring, by path
+        self.numbers: dict[str, tuple[int, PlacedWeights]] = {}  # of those in the ring, by path
         self.ring: Ring | None = None
         self.arena: torch.Tensor | None = None  # on the GPU
         self.measured = Measured(0, 0)
@@ -119,7 +119,7 @@ class StreamedModel(PlacedModel):
         host, at = HostBuffer(sum(layout.nbytes for _, layout in left)), 0
         made = []
         for path, layout in left:
-            made.append(Piece(path, layout, host, at))
+            made.append(PlacedWeights(path, layout, host, at))
             at += layout.nbytes
         if self.device.type == "cuda":
             others = {id(piece.host): piece.host.pinned_bytes for piece in kept}
@@ -129,7 +129,7 @@ class StreamedModel(PlacedModel):
         blocks = [piece.path for piece in self.pieces if piece.path]
         self.order = list(dict.fromkeys([*(path for path in self.order if path in blocks), *blocks]))
 
-    def _laid_anew(self, kept: list[Piece], tensors: list[torch.Tensor]) -> list[tuple[str, Layout]]:
+    def _laid_anew(self, kept: list[PlacedWeights], tensors: list[torch.Tensor]) -> list[tuple[str, Layout]]:
         present = {id(one): one for one in tensors}
         touched = [(piece.path, piece.layout.slots) for piece in self.pieces if piece not in kept]
         found = [(path, [slot.tensor for slot in slots if id(slot.tensor) in present]) for path, slots in touched]
@@ -141,10 +141,10 @@ class StreamedModel(PlacedModel):
     # Which weights stay.
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> WeightSizes:
         found = {piece.path: piece.nbytes for piece in self.pieces if piece.path}
         rest = sum(piece.nbytes for piece in self.pieces if not piece.path)
-        return Sizes(rest, tuple(found[path] for path in self.order))
+        return WeightSizes(rest, tuple(found[path] for path in self.order))
 
     def room(self) -> int:
         """Bytes for weights, beside what a call of the present size needs."""
@@ -160,7 +160,7 @@ class StreamedModel(PlacedModel):
             check_fits(self.sizes, self.budget, type(self.model).__name__)
             streamed = tuple(range(len(self.order)))
         else:
-            streamed = choose(self.sizes, self.room())
+            streamed = streamed_blocks(self.sizes, self.room())
         self.due = False
         if self.arena is None or streamed != self.streamed:
             self.bring_back()
@@ -178,12 +178,12 @@ class StreamedModel(PlacedModel):
             if piece.path not in inside:
                 with torch.inference_mode(False), torch.no_grad():
                     arena[at : at + piece.nbytes].copy_(piece.bytes, non_blocking=True)
-                piece.placement = Placement.CARD
-                piece.put(Placement.CARD, arena[at : at + piece.nbytes])
-                piece.go(Placement.CARD, Placement.HOST)
+                piece.placement = WeightPlacement.CARD
+                piece.put(WeightPlacement.CARD, arena[at : at + piece.nbytes])
+                piece.go(WeightPlacement.CARD, WeightPlacement.HOST)
                 at += piece.nbytes
             else:
-                piece.placement = Placement.RING
+                piece.placement = WeightPlacement.RING
         self.kept = -(-at // GRAIN) * GRAIN
         self.sums = sums(arena[: self.kept])
         self._make_ring(streamed, arena[self.kept :])
@@ -203,7 +203,7 @@ class StreamedModel(PlacedModel):
         pinned = {i for i, piece in enumerate(blocks) if piece.pinned}
         self.ring = Ring(buffers, [piece.bytes for piece in blocks], pinned, self.stream)
         for number, piece in enumerate(blocks):
-            piece.put(Placement.CARD, buffers[number % count][: piece.nbytes])
+            piece.put(WeightPlacement.CARD, buffers[number % count][: piece.nbytes])
             self.numbers[piece.path] = number, piece
 
     def bring_back(self) -> None:
@@ -247,8 +247,8 @@ class StreamedModel(PlacedModel):
     def _begin(self) -> None:
         """The weights of blocks that stream are where their bytes will be."""
         for piece in self.pieces:
-            if piece.placement is Placement.RING:
-                piece.go(Placement.CARD, Placement.HOST)
+            if piece.placement is WeightPlacement.RING:
+                piece.go(WeightPlacement.CARD, WeightPlacement.HOST)
         if self.done is not None:
             torch.cuda.current_stream(self.device).wait_event(self.done)
         self.start_run()
@@ -267,8 +267,8 @@ class StreamedModel(PlacedModel):
                 self.done = self.done or torch.cuda.Event()
                 self.done.record(torch.cuda.current_stream(self.device))
             for piece in self.pieces:
-                if piece.placement is Placement.RING:
-                    piece.go(Placement.HOST)
+                if piece.placement is WeightPlacement.RING:
+                    piece.go(WeightPlacement.HOST)
             if self.measuring is not None:
                 self._learn(*self.measuring)
         finally:
@@ -290,11 +290,13 @@ class StreamedModel(PlacedModel):
 
     def _holds(self) -> bool:
         """Whether the weights are those that were placed, where they were placed."""
-        known = {id(tensor) for piece in self.pieces for tensor, _ in piece.places[Placement.HOST]}
+        known = {id(tensor) for piece in self.pieces for tensor, _ in piece.places[WeightPlacement.HOST]}
         if known != set(map(id, weights_in(self.model))):
             return False
         for piece in self.pieces:
-            places = piece.places[Placement.CARD if piece.placement is Placement.CARD else Placement.HOST]
+            places = piece.places[
+                WeightPlacement.CARD if piece.placement is WeightPlacement.CARD else WeightPlacement.HOST
+            ]
             if any(tensor.data_ptr() != view.data_ptr() or tensor.dtype != view.dtype for tensor, view in places):
                 return False
         return True
@@ -315,7 +317,7 @@ class StreamedModel(PlacedModel):
             self.ring.begin()
             if path in self.numbers:
                 number, piece = self.numbers[path]
-                piece.go(Placement.CARD)  # where somebody has moved a weight whose bytes were not there
+                piece.go(WeightPlacement.CARD)  # where somebody has moved a weight whose bytes were not there
                 self.ring.take(number)
 
     def leave_block(self, path: str) -> None:

@@ -9,12 +9,11 @@ from torch import nn
 
 from accel.errors import Refused
 from accel.fusion.channels_last import ChannelsLast
-from accel.libraries.hooks import offload_hooks
+from accel.libraries.hooks import lift, offload_hooks
 from accel.libraries.models import is_pipeline
-from accel.libraries.offload import WHOLE, lift
-from accel.offload.blocks import blocks_of, nbytes, sizes_of
+from accel.offload.blocks import nbytes, sizes_of, streaming_blocks
 from accel.offload.budget import Budget, check_fits
-from accel.offload.hooks import GPUS
+from accel.offload.hooks import GPUS, SWITCH
 from accel.offload.layout import separate, weights_in
 from accel.offload.streamed_model import StreamedModel
 from accel.options import Options, bytes_of
@@ -76,7 +75,7 @@ class WeightsPlaced:
         self.before: dict[torch.Tensor, torch.device] = {}
 
     def apply(self) -> None:
-        if not blocks_of(self.model) and nbytes(self.model) > self.budget.card:
+        if not streaming_blocks(self.model) and nbytes(self.model) > self.budget.card:
             raise Refused(f"memory=: a {type(self.model).__name__} has no blocks that could stream")
         check_fits(sizes_of(self.model), self.budget, type(self.model).__name__)
         self.before = {one: one.device for one in weights_in(self.model)}
@@ -130,7 +129,7 @@ class PipelineTurns:
                 self.pipe.to(self.device)
                 return
             _check_ram(sum(one.nbytes for model in models for one in weights_in(model) if one.device.type != "cpu"))
-            getattr(self.pipe, WHOLE)(device=self.device)
+            getattr(self.pipe, SWITCH)(device=self.device)
         except (ValueError, NotImplementedError) as error:
             self.undo()
             raise Refused(f"memory=: {error}") from error
@@ -179,10 +178,12 @@ class TakesTurns:
 
 def note_turns(context: Context, parts: Iterable[object]) -> None:
     """Which models take turns is known before the first is planned. Raises Refused for several that do not."""
-    if context.options.memory is None:
+    options, parts = context.options, list(parts)
+    if options.memory is None:
+        if options.host_memory is not None:
+            raise ValueError(f"host_memory={options.host_memory!r}: give memory too, of the GPU")
         return
-    parts = list(parts)
-    held = [model for part in parts if is_pipeline(part) and hasattr(part, WHOLE) for model in models_of(part)]
+    held = [model for part in parts if is_pipeline(part) and hasattr(part, SWITCH) for model in models_of(part)]
     found = TakesTurns(held)
     if len([part for part in parts if isinstance(part, nn.Module) and id(part) not in found.models]) > 1:
         raise Refused("memory=: a budget is for one model, or for a pipeline that has enable_model_cpu_offload")
@@ -207,11 +208,11 @@ def _check_ram(more: int) -> None:
         )
 
 
-def pipeline_turns(pipe: Any, context: Context) -> tuple[PipelineTurns, ...]:
+def pipeline_turns(pipe: Any, context: Context) -> PipelineTurns | None:
     """The patch that a pipeline's own plan begins with."""
     if context.options.memory is None:
-        return ()
+        return None
     device = card_of(models_of(pipe))
     budget = budget_of(context.options, device)
     assert budget is not None
-    return (PipelineTurns(pipe, device, budget),)
+    return PipelineTurns(pipe, device, budget)

@@ -60,7 +60,7 @@ def test_the_keywords_are_the_fields_of_options(function):
 OTHER = {
     "attention": "sdpa", "layout": "keep", "graphs": False, "graph_memory_gb": 1.5, "step_cache": 3, "weights": "int8",
     "activations": "int8", "keep_original": False, "kv_cache": "int8", "cpu": "fuse", "parallel": "guidance",
-    "padding": "zeros",
+    "padding": "zeros", "memory": "12GB", "host_memory": 0.5,
     "strict": True,
 }  # fmt: skip
 

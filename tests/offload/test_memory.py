@@ -12,16 +12,17 @@ from diffusers.hooks import apply_group_offloading
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import accel
+from accel.diffusion.tiling import decodes_within
 from accel.errors import Refused
 from accel.offload import budget, hooks, placed_model, streamed_model
 from accel.offload.blocks import nbytes, sizes_of
-from accel.offload.budget import Sizes, choose, predicted_seconds
+from accel.offload.budget import WeightSizes, predicted_seconds, streamed_blocks
 from accel.offload.call_hooks import streamed_model as streamed
 from accel.offload.placed_model import PlacedModel
 from accel.offload.ring import Ring
 from accel.options import bytes_of
 from accel.planning import memory
-from support.emulated_card import THERE, Addresses
+from support.objects.emulated_card import THERE, Addresses
 
 
 @pytest.fixture(autouse=True)
@@ -172,6 +173,24 @@ def test_models_of_a_pipeline_take_turns(sdxl_pipe, live):
     assert live.rms(live.draw(sdxl_pipe), wanted) < 1e-4
 
 
+@torch.no_grad()
+def test_an_image_that_would_not_fit_is_decoded_in_tiles(tiny):
+    vae = tiny.vae().eval()
+    settings, z = dict(vars(vae)), torch.randn(1, 4, 40, 48)
+    wanted = vae.decode(z).sample
+    patch = decodes_within([vae, torch.nn.Linear(1, 1)], budget.Budget(10**9))[0]
+    patch.apply()
+    assert torch.equal(vae.decode(z).sample, wanted)
+    patch.value.room = 1
+    tiles, decoder = [], vae.decoder.register_forward_hook(lambda module, given, made: tiles.append(given[0].shape))
+    got = vae.decode(z, return_dict=False)[0]
+    assert got.shape == wanted.shape and len(tiles) > 1 and max(shape[-1] for shape in tiles) < 40
+    decoder.remove()
+    patch.undo()
+    assert vars(vae).keys() == settings.keys() and not vae.use_tiling
+    assert all(vars(vae)[name] is value for name, value in settings.items() if isinstance(value, int | bool))
+
+
 @pytest.mark.parametrize("kind", ["sequential", "groups"])
 @torch.no_grad()
 def test_stocks_own_offload_is_taken_over_and_given_back(kind):
@@ -207,10 +226,12 @@ def test_sizes():
 
 
 def test_as_few_blocks_stream_as_must_and_evenly():
-    sizes = Sizes(10, (4,) * 12)
-    assert choose(sizes, 58) == () and choose(sizes, 18) == choose(sizes, 3) == tuple(range(12))
+    sizes = WeightSizes(10, (4,) * 12)
+    assert streamed_blocks(sizes, 58) == () and streamed_blocks(sizes, 18) == streamed_blocks(sizes, 3) == tuple(
+        range(12)
+    )
     for room in range(18, 58):
-        chosen = choose(sizes, room)
+        chosen = streamed_blocks(sizes, room)
         assert sizes.on_card(chosen) <= room
         assert len(chosen) <= 3 or sizes.on_card(chosen) > room - 4
         gaps = [b - a for a, b in pairwise(chosen)]

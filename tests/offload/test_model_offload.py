@@ -16,7 +16,7 @@ from accel.offload import hooks, placed_model
 from accel.offload.layout import separate
 from accel.offload.placed_model import PlacedModel
 from support.diffusion.outputs import close, run
-from support.emulated_card import THERE, Addresses
+from support.objects.emulated_card import THERE, Addresses
 
 
 @pytest.fixture(autouse=True)
