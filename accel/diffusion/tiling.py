@@ -12,7 +12,7 @@ from accel.patching.rule import Patch
 
 PLANES = 8  # of the widest layers' images, in the size of the result, are there at the same time
 LATENT_SIZE, PIXEL_SIZE = "tile_latent_min_size", "tile_sample_min_size"  # of a tile, in an `AutoencoderKL`
-LEAST = 32  # latents a side of a tile
+LEAST, MULTIPLE = 32, 8  # latents a side of a tile: what overlaps, a quarter, must be whole
 
 
 class DecodeWithin(InstanceMethod):
@@ -34,6 +34,8 @@ class DecodeWithin(InstanceMethod):
         decode = type(self.vae).decode
         if self.vae.use_tiling or self._needs(z, z.shape[2:].numel()) <= self.room:
             return decode(self.vae, z, *args, **kwargs)
+        if min(z.shape[-2:]) <= MULTIPLE:
+            return decode(self.vae, z, *args, **kwargs)
         before = {name: vars(self.vae)[name] for name in (LATENT_SIZE, PIXEL_SIZE) if name in vars(self.vae)}
         self.vae.enable_tiling()
         try:
@@ -41,6 +43,7 @@ class DecodeWithin(InstanceMethod):
                 side = min(before[LATENT_SIZE], min(z.shape[-2:]) - 1)
                 while side > LEAST and self._needs(z, side * side) > self.room:
                     side //= 2
+                side = max(side // MULTIPLE, 1) * MULTIPLE
                 scale = before[PIXEL_SIZE] // before[LATENT_SIZE]
                 vars(self.vae).update({LATENT_SIZE: side, PIXEL_SIZE: side * scale})
             return decode(self.vae, z, *args, **kwargs)

@@ -107,14 +107,10 @@ class OffloadSwitch(PartlyCopied):
 
     def _place(self, model: nn.Module, device: torch.device) -> PlacedModel:
         budget = self.budget
-        if (
-            budget is None
-            or 2 * nbytes(model) <= budget.card
-            or hasattr(model, "decode")
-            or not streaming_blocks(model)
-        ):
-            return PlacedModel(model, device, self.prepare)
-        return StreamedModel(model, device, self.prepare, budget)
+        if budget is not None and 2 * nbytes(model) > budget.card and not hasattr(model, "decode"):
+            if streaming_blocks(model):
+                return StreamedModel(model, device, self.prepare, budget)
+        return PlacedModel(model, device, self.prepare)
 
     def let_go(self) -> None:
         """The hooks move the models by themselves again."""

@@ -294,9 +294,8 @@ class StreamedModel(PlacedModel):
         if known != set(map(id, weights_in(self.model))):
             return False
         for piece in self.pieces:
-            places = piece.places[
-                WeightPlacement.CARD if piece.placement is WeightPlacement.CARD else WeightPlacement.HOST
-            ]
+            stays = piece.placement is WeightPlacement.CARD
+            places = piece.places[WeightPlacement.CARD if stays else WeightPlacement.HOST]
             if any(tensor.data_ptr() != view.data_ptr() or tensor.dtype != view.dtype for tensor, view in places):
                 return False
         return True
