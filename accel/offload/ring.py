@@ -1,6 +1,9 @@
 """Buffers on the card that the weights of blocks come to in turns, each to the same one at every call."""
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from accel.errors import logged
 
 NOT_IN_A_GRAPH = "weights beyond what could be pinned (host_memory) are copied by the CPU, which a graph does not"
 
@@ -49,7 +52,10 @@ class Ring:
         self.awaited = [True] * len(buffers)
         self.staging: Staging | None = None
         if self.stream is not None and len(pinned) < len(sources):
-            self.staging = Staging(max(source.nbytes for i, source in enumerate(sources) if i not in pinned))
+            try:
+                self.staging = Staging(max(source.nbytes for i, source in enumerate(sources) if i not in pinned))
+            except RuntimeError as error:  # nothing at all can be pinned: the driver copies, and waits
+                logged(error)
 
     def start(self) -> None:
         """A run of the model begins: whatever is in the buffers does not count."""
@@ -90,7 +96,7 @@ class Ring:
         slot = i % len(self.buffers)
         source, target = self.sources[i], self.buffers[slot][: self.sources[i].nbytes]
         self.held[slot] = i
-        with torch.inference_mode(False), torch.no_grad():
+        with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():  # who notes copies notes none here
             if self.stream is None:
                 target.copy_(source)
                 return

@@ -19,6 +19,7 @@ from accel.offload.placed_model import ROW, PlacedModel, sums
 from accel.offload.ring import Ring
 
 BESIDE = ("mask", "position", "past", "cache")  # arguments that say nothing about how much is computed
+PAGE = 4096  # bytes between pieces, since pages are pinned as a whole
 GRAIN = 8 * ROW  # bytes of which sums are taken
 
 
@@ -88,7 +89,6 @@ class StreamedModel(PlacedModel):
         except (OSError, RuntimeError, ValueError, MemoryError) as error:
             self.reason = f"{type(error).__name__}: {error}"
             return False
-        hook_blocks(self, self.order)
         self._place()
         if self.caller:
             self._begin()
@@ -116,14 +116,16 @@ class StreamedModel(PlacedModel):
         if kept and known == present:
             return
         left = self._laid_anew(kept, tensors) if kept else pieces(self.model)
-        host, at = HostBuffer(sum(layout.nbytes for _, layout in left)), 0
-        made = []
+        host, at = HostBuffer(sum(layout.nbytes + PAGE for _, layout in left)), 0
+        made, ends = [], [0]
         for path, layout in left:
             made.append(PlacedWeights(path, layout, host, at))
-            at += layout.nbytes
+            ends.append(at + layout.nbytes)
+            at = ends[-1] + PAGE
         if self.device.type == "cuda":
             others = {id(piece.host): piece.host.pinned_bytes for piece in kept}
-            host.pin(None if self.budget.host is None else max(0, self.budget.host - sum(others.values())))
+            most = None if self.budget.host is None else max(0, self.budget.host - sum(others.values()))
+            host.pin(None if most is None else max(end for end in ends if end <= most))
         self.pieces = [*kept, *made]
         self.streamed, self.measured = None, Measured(0, 0)
         blocks = [piece.path for piece in self.pieces if piece.path]
@@ -187,6 +189,7 @@ class StreamedModel(PlacedModel):
         self.kept = -(-at // GRAIN) * GRAIN
         self.sums = sums(arena[: self.kept])
         self._make_ring(streamed, arena[self.kept :])
+        hook_blocks(self, self.order if streamed else ())
         if arena.is_cuda:
             torch.cuda.current_stream(arena.device).synchronize()
 
@@ -325,7 +328,11 @@ class StreamedModel(PlacedModel):
 
     def rows(self) -> list[tuple[str, str, str]]:
         """(path, placement, note) for the report."""
-        return [(piece.path, piece.placement.value, f"{piece.nbytes / 1e6:,.1f} MB") for piece in self.pieces]
+        slow = ", not pinned: copied by the CPU" if self.device.type == "cuda" else ""
+        return [
+            (piece.path, piece.placement.value, f"{piece.nbytes / 1e6:,.1f} MB{'' if piece.pinned else slow}")
+            for piece in self.pieces
+        ]
 
 
 def elements(given: Any) -> int:
