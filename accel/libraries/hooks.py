@@ -127,7 +127,7 @@ def _lift_dispatch(model: nn.Module) -> Callable[[], None] | None:
     """By accelerate: `device_map` with parts on the CPU, or sequential offload."""
     hooks = [hook_of(module) for module in model.modules()]
     moving = [hook for hook in hooks for one in getattr(hook, "hooks", (hook,)) if is_hook(one, ALIGNING)]
-    if not any(getattr(one, "offload", False) for hook in moving for one in getattr(hook, "hooks", (hook,))):
+    if not moving:  # hooks that move no weights are taken off too: a stretch of layers is not called one by one
         return None
     import accelerate
 

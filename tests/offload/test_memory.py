@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from accelerate import cpu_offload
+from accelerate import cpu_offload, dispatch_model
 from diffusers import FluxTransformer2DModel
 from diffusers.hooks import apply_group_offloading
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -193,12 +193,16 @@ def test_an_image_that_would_not_fit_is_decoded_in_tiles(tiny):
     assert all(vars(vae)[name] is value for name, value in settings.items() if isinstance(value, int | bool))
 
 
-@pytest.mark.parametrize("kind", ["sequential", "groups"])
+@pytest.mark.parametrize("kind", ["sequential", "groups", "spread"])
 @torch.no_grad()
 def test_stocks_own_offload_is_taken_over_and_given_back(kind):
-    model, call = flux()
+    model, call = llama() if kind == "spread" else flux()
     before, wanted = stored(model), call(accel.optimize(copy.deepcopy(model)))
-    if kind == "sequential":
+    if kind == "spread":
+        layers = {f"model.layers.{i}": "cpu" for i in range(6)}
+        others = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+        dispatch_model(model, others | layers, main_device="cpu", force_hooks=True)
+    elif kind == "sequential":
         cpu_offload(model, torch.device("cpu"))
     else:
         apply_group_offloading(model, torch.device("cpu"), offload_type="block_level", num_blocks_per_group=1)
