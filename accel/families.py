@@ -41,7 +41,7 @@ def _plan_for(part: object, own: Context) -> Plan:
             from accel.diffusion.stages import denoiser_plan
 
             return denoiser_plan(part, own)
-        stages = encoder_stages(part) if (context.options.weights or context.options.activations) is not None else ()
+        stages = encoder_stages(part) if (own.options.weights or own.options.activations) is not None else ()
         return Plan(part, (*encoder_rules(part), *family.RULES), own, stages)
     return Plan(part, schedulers.RULES, own) if is_scheduler(part) else pipeline.pipeline_plan(part, own)
 

@@ -28,7 +28,7 @@ def plan(
     import torch
     from rich.table import Table
 
-    from accel.bench.streaming import on_paper, speeds
+    from accel.bench.diffusion.streaming import on_paper, speeds
     from accel.options import bytes_of
 
     with user_errors("--memory", ValueError):
@@ -97,7 +97,7 @@ def bench_memory(
     Random weights; writes JSON. Ends with 1 where one fails.
     """
     from accel.bench import results
-    from accel.bench.streaming import measure_budgets
+    from accel.bench.diffusion.streaming import measure_budgets
 
     shown = results.new_table("", "model", "", "4 calls, s", "peak GB", "moved GB a call", "ready s", "error", left=2)
     measure = partial(measure_budgets, budgets=budgets.split(","))
