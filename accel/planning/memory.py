@@ -1,9 +1,9 @@
 """`memory=`: which models stay on the card, which come for their turn, and which stream."""
 
-import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
@@ -39,7 +39,7 @@ def budget_of(options: Options, device: torch.device) -> Budget | None:
     if options.memory is None:
         return None
     whole = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-    ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    ram = psutil.virtual_memory().total
     host = None if options.host_memory is None else bytes_of("host_memory", options.host_memory, ram)
     return Budget(bytes_of("memory", options.memory, whole), host)
 
@@ -201,7 +201,7 @@ def _as_it_is(model: nn.Module, device: torch.device) -> None:
 
 def _check_ram(more: int) -> None:
     """Raises Refused where the CPU's memory does not hold what comes from a GPU."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = psutil.virtual_memory().available
     if more > free:
         raise Refused(
             f"memory=: {more / 1e9:.1f} GB of weights go to the CPU's memory, of which {free / 1e9:.1f} are free"

@@ -252,13 +252,13 @@ def fused_linear(x, weight, bias=None, *, norm=None, low_rank=None, shape=None, 
 
 def gemv_shape(n: int, k: int, gate: bool, norm: bool) -> Shape:
     """As measured on an H200. With a norm all columns in one step, so that x is read once; but where a fifth of such a
-    step would lie beyond the columns, many rows take small steps, and few take more rows to a program.
+    step would lie beyond the columns, wide ones and those of many rows take small steps.
     """
-    if 1024 < k <= 4096 and 4 * power_of_two(k) >= 5 * k and not gate:
-        if norm and n >= 2048:
-            return Shape(8, 512, 4)
-        if not norm and n >= 1024 and k < 2048:
-            return Shape(4, power_of_two(k), 8)
+    if 1024 < k <= 4096 and 4 * power_of_two(k) >= 5 * k and n >= 1024 and not gate:
+        if k < 2048:
+            return Shape(8, 512, 4) if norm and n >= 3072 else Shape(4, 2048, 8)
+        if norm:
+            return Shape(4, 1024, 4)
     columns = min(4096 if norm or k > 8192 or n > 32768 else 2048, power_of_two(k))
     rows = max(1, (16384 if norm and not gate else 8192 if norm else 4096) // columns)
     while rows > 1 and n // rows < 256:

@@ -11,6 +11,7 @@ import accel
 from support.llm.multimodal import make
 from support.llm.outputs import generate, same
 
+pytestmark = pytest.mark.usefixtures("exact")
 NAMES = ("qwen2.5-vl", "qwen3-vl", "gemma3", "gemma4", "llava", "lfm2-vl")
 NEW = 12
 
