@@ -7,6 +7,8 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from accel.fusion.tensor_notes import TensorNotes
+
 FEW = 1 << 16  # numbers of a tensor: more would take the host longer than the wait
 READS = frozenset("item tolist __bool__ __int__ __index__ __float__ __format__".split())
 CHANGES = frozenset(f"__i{one}__" for one in "add sub mul floordiv mod and or xor lshift rshift".split()) | {
@@ -15,7 +17,9 @@ CHANGES = frozenset(f"__i{one}__" for one in "add sub mul floordiv mod and or xo
 MAKES = frozenset(
     "eq __eq__ ne __ne__ sum prod any all _is_all_true mul __mul__ __rmul__ floor_divide __floordiv__".split()
 )
-MAKES |= frozenset("__getitem__ unbind max min bool long int add __add__ sub __sub__ gt __gt__ unsqueeze".split())
+MAKES |= frozenset(
+    "__getitem__ unbind max min bool long int to add __add__ sub __sub__ gt __gt__ unsqueeze clone".split()
+)
 
 
 class HostNumbers(TorchFunctionMode):
@@ -30,10 +34,19 @@ class HostNumbers(TorchFunctionMode):
         self.known = {id(one): (one, host) for one, host in pairs}  # with itself, so that no other has its id
 
     @classmethod
-    def of_call(cls, kwargs: dict[str, Any]) -> "HostNumbers":
-        """Of the integers that a call is given, which this waits for: before it, the GPU has nothing to do."""
-        given = [one for one in kwargs.values() if type(one) is torch.Tensor and one.is_cuda and _few(one)]
-        return cls((one, one.cpu()) for one in given)
+    def of_call(cls, kwargs: dict[str, Any], waits: bool = True) -> "HostNumbers":
+        """Of the integers that a call is given. waits: reads them, as the GPU has nothing to do before the call; else
+        those that were noted.
+        """
+        given = [one for one in kwargs.values() if type(one) is torch.Tensor and _few(one) and elsewhere(one)]
+        pairs = ((one, one.cpu() if waits else on_host(one)) for one in given)
+        return cls((one, host) for one, host in pairs if host is not one)
+
+    def note(self) -> None:
+        """What is known stays so behind this, on the tensors themselves."""
+        for one, host in self.known.values():
+            if not one.is_inference():  # which does not count its changes
+                TensorNotes.begin(one).host = host
 
     def leave(self) -> None:
         """It is over, within its block already if nothing else was begun in that."""
@@ -55,16 +68,31 @@ class HostNumbers(TorchFunctionMode):
         mine = bool(args) and id(args[0]) in self.known and (name in READS or name in MAKES)
         if not mine or any(id(one) not in self.known for one in _tensors((args, kwargs))):
             return func(*args, **kwargs)
-        host = func(*tree_map_only(torch.Tensor, self._host, args), **tree_map_only(torch.Tensor, self._host, kwargs))
+        made = None if name in READS else func(*args, **kwargs)
+        if name == "to":  # another device, or another dtype
+            host = self._host(args[0]).to(made.dtype)
+        else:
+            given = tree_map_only(torch.Tensor, self._host, (args, kwargs))
+            host = func(*given[0], **given[1])
         if name in READS:
             return host
-        made = func(*args, **kwargs)
         pairs = zip(_tensors(made), _tensors(host), strict=True)
         self.known |= {id(one): (one, held) for one, held in pairs if _few(one)}
         return made
 
     def _host(self, one: torch.Tensor) -> torch.Tensor:
         return self.known[id(one)][1]
+
+
+def on_host(one: torch.Tensor) -> torch.Tensor:
+    """What `note` has noted of it on the host; itself, where that is nothing, or it was changed since."""
+    notes = None if one.is_inference() else TensorNotes.valid(one)
+    return one if notes is None or notes.host is None else notes.host
+
+
+def elsewhere(one: torch.Tensor) -> bool:
+    """Whether the host would wait to read it."""
+    return one.is_cuda
 
 
 def few_on_host(one: Any) -> bool:

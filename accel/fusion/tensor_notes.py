@@ -11,13 +11,14 @@ Outputs = dict[int, torch.Tensor]  # of linear layers, by their ids
 class TensorNotes:
     """Notes on one tensor. Those that describe its values are void once it is changed in place.
 
-    version: of the tensor whose values they describe; None where no note does. channel_stats: of an image, as returned
-    by the pass that wrote it. outputs: of linears with this input, each still to be taken once. taker: the thread and
-    forward that may take them. kept: outputs that stay when the tensor changes, until whoever changes it writes them
-    anew.
+    version: of the tensor whose values they describe; None where no note does. host: the same on the CPU.
+    channel_stats: of an image, as returned by the pass that wrote it. outputs: of linears with this input, each still
+    to be taken once. taker: the thread and forward that may take them. kept: outputs that stay when the tensor changes,
+    until whoever changes it writes them anew.
     """
 
     # Of the class until they are set: one is made for every image, and most hold a single note.
+    host: torch.Tensor | None = None
     channel_stats: object | None = None
     taker: tuple[int, int] | None = None
     outputs: Outputs | None = None

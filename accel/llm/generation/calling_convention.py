@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from accel.errors import Unfit
-from accel.fusion.host_numbers import FEW
+from accel.fusion.host_numbers import FEW, on_host
 from accel.libraries.generation import ARGUMENTS, LABELS, OUTPUTS, POSITIONS
 from accel.llm.generation.shown_cache import empty
 from accel.llm.kv_cache.store import Store
@@ -63,7 +63,7 @@ def padding_of(mask: Any, store: Store, rows: int, tokens: int, left_padded: boo
 
 def shows_all(mask: Any) -> bool:
     """Whether a mask, if there is one, hides nothing. Waits for the device."""
-    return mask is None or (type(mask) is torch.Tensor and mask.dim() == 2 and bool(mask.all()))
+    return mask is None or (type(mask) is torch.Tensor and mask.dim() == 2 and bool(on_host(mask).all()))
 
 
 class Kept(NamedTuple):
@@ -132,7 +132,7 @@ class CallingConvention:
         ):
             return True
         # Waits for the GPU, once a prompt.
-        return name in self.unused_if_zero and value.shape == (rows, new) and not bool(value.any())
+        return name in self.unused_if_zero and value.shape == (rows, new) and not bool(on_host(value).any())
 
     def read_mask(
         self, mask: Any, store: Store, rows: int, start: int, new: int, left_padded: bool

@@ -198,7 +198,7 @@ def under_way(forward: Any, step: CheckedStep, known: HostNumbers | dict[str, An
     or the call's arguments, of which it may read the integers.
     """
     if isinstance(known, dict):  # where pictures are being encoded, to ask for integers would wait for that
-        known = HostNumbers.of_call({} if ENCODED in known else known)
+        known = HostNumbers.of_call(known, waits=ENCODED not in known)
     step.known = known if known.known else None
     ranks = nullcontext() if forward.ranks is None else forward.ranks.forward()
     with forward.steps.taken(step), ranks, step.known or nullcontext():

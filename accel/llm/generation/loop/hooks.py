@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -195,9 +195,11 @@ def count_positions(hook: GenerateHook, *args: Any, **kwargs: Any) -> Any:
 
 
 def encode_pictures(hook: GenerateHook, *args: Any, **kwargs: Any) -> Any:
-    """Encodes pictures without waiting for them: how many tokens each gives is known before."""
-    given = hook.arguments(args, kwargs)["model_kwargs"]
-    with HostNumbers.of_call({name: given.get(name) for name in GRIDS}):
+    """Encodes pictures without waiting for them: how many tokens each gives, and which they are, is known before."""
+    ids, given = list(hook.arguments(args, kwargs).values())[:2]
+    pictures = any(isinstance(one, torch.Tensor) and one.is_floating_point() for one in given.values())
+    with HostNumbers.of_call(given | {"inputs": ids} if pictures else {}) as known:
+        known.note()
         return hook.stock(*args, **kwargs)
 
 
@@ -239,8 +241,11 @@ def unfinished(hook: GenerateHook, *args: Any, **kwargs: Any) -> Any:
 
 
 def prepare_inputs(hook: GenerateHook, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Tells the step that was begun which inputs were made for it."""
-    inputs = hook.stock(input_ids, *args, **kwargs)
+    """Tells the step that was begun which inputs were made for it, and notes what of a prompt's is known."""
+    known = HostNumbers.of_call({"ids": input_ids}, waits=False)
+    with known if known.known else nullcontext():
+        inputs = hook.stock(input_ids, *args, **kwargs)
+        known.note()
     store = store_of(generating_cache(inputs))
     if store is not None and store.pending is not None and store.pending.ids is input_ids:
         store.pending.inputs = inputs
@@ -266,7 +271,7 @@ def generate_hooks(model: PreTrainedModel, forward: DecoderForward) -> list[Patc
     """For each hook whose method is the class's own; those but the first where a step follows from the one before."""
     hooks: dict[str, HookFunction] = {generation.CACHE: prepare_cache}
     hooks |= {generation.POSITIONS: count_positions} if forward.convention.kept_tensors else {}
-    if hasattr(model, generation.ENCODE) and not {*GRIDS}.isdisjoint(forward.names):
+    if hasattr(model, generation.ENCODE) and generation.ENCODED in forward.names:
         hooks[generation.ENCODE] = encode_pictures
     if forward.ranks is not None:
         hooks |= OF_RANKS
