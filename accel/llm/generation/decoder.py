@@ -187,18 +187,20 @@ class DecoderForward(FastForward):
         mask = padding_of(kwargs.get(MASK), store, rows, start + new, self.partial and self.left_padded(new))
         mask = None if checked and shows_all(mask) else mask
         store.take()
-        store.reserve(rows, start + new)
+        stretch = None if start or self.prompts is None else self.prompts.stretch(self, store, tokens, names)
+        store.reserve(rows, start + (new if stretch is None else stretch.bucket))
         store.set_padding_mask(mask)
         mine = range(len(self.places)) if self.partial else self.places  # in the store
         kvs = dict(zip(self.places, store.kvs(mine, rows * new, is_prefill=start == 0).values(), strict=True))
-        step = CheckedStep(self, kvs, cache, tokens, start, mask, checked, names)
+        step = CheckedStep(self, kvs, cache, tokens, start, mask, checked, names, stretch)
         try:
             with under_way(self, step, kwargs if names and new > 1 else {}):
                 output = self.stock(**kwargs, **{self.cache_name: cache})
             if checked and step.reason is None and step.ran != self.layers:
                 raise Unfit("its layers do not run one after another")
         except Unfit as unfit:
-            self.declined[names] = str(unfit)
+            if stretch is None or stretch.learns:
+                self.declined[names] = str(unfit)
             raise
         self.masked |= {names} if step.masks else set()
         if step.reason is None:
@@ -263,13 +265,11 @@ class DecoderForward(FastForward):
         arguments = (tokens, positions, metadata, keep)
         if not start and self._adapters is not None:
             self._adapters.filled = None  # steps of this text trust that nothing is changed unseen meanwhile
-        free = tokens.is_cuda and not torch.cuda.is_current_stream_capturing()
-        if start and self.runner is not None and by_graph(rows, new) and free:
-            variant = () if store.padding_mask is None else ("mask",)
-            logits = self.runner(eager, arguments, {}, variant, pending=step)
+        masked = store.padding_mask is not None
+        if start and self.runner is not None and by_graph(rows, new) and Prompts.captures(tokens):
+            logits = self.runner(eager, arguments, {}, ("mask",) * masked, pending=step)
         elif prompts is not None and bucket is not None:
-            plain, masked = partial(eager, *arguments), store.padding_mask is not None
-            logits = prompts(eager, plain, tokens, positions, metadata, bucket, masked)
+            logits = prompts(eager, partial(eager, *arguments), *arguments[:3], bucket, masked)
         else:
             logits = eager(*arguments)
         store.advance(new)

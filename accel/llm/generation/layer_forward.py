@@ -118,11 +118,15 @@ class LayerForward(FastForward):
 
     def fast(self, step: Step, *args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else kwargs.pop("hidden_states")
-        y = x if self.repeats and warming_up() else self.bound(self.kernels, step, x.contiguous(), kwargs)
+        y = step.run(self, x, kwargs)
         if self.spec.returns is None:
             return y
         behind, step.behind = step.behind, None
         return (y, *(behind or (None,) * (self.spec.returns - 1)))
+
+    def computed(self, step: Step, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
+        """What it gives, (rows, new, C), in this step."""
+        return x if self.repeats and warming_up() else self.bound(self.kernels, step, x.contiguous(), kwargs)
 
     def _own_code(self, kernels: Kernels, step: Step, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
         """What the layer's own code makes of its input, around fused attention."""

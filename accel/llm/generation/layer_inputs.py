@@ -22,6 +22,7 @@ from accel.llm.attention.softmax_attention import SoftmaxSpec
 from accel.llm.attention.stock.stock_attention import StockSpec
 from accel.llm.generation.calling_convention import own_arguments
 from accel.llm.generation.layer_forward import LayerForward
+from accel.llm.generation.prefill import Stretch
 from accel.llm.parts.step import Step
 from accel.llm.recording.record import Chunk, form, is_absent
 from accel.llm.runtime.layer_spec import LayerSpec
@@ -38,12 +39,12 @@ class CheckedStep(Step):
     padding; None where it hides nothing. checked: layers' inputs are compared. names: of its own arguments, which tell
     whether masks are likely to be causal: to find out waits for the device. bare: layers are without a mask. reason:
     what the first layer was given that no text gives it; then all layers run stock. ran: those that ran fused. masks:
-    by which layers attend, by the id of what they are given.
+    by which layers attend, by the id of what they are given. stretch: runs them in graphs; None where none may.
     """
 
     __slots__ = (
         "bare", "by_mask", "cache", "checked", "device", "given", "known", "masks", "padding", "ran", "reason", "seen",
-        "start",
+        "start", "stretch",
     )  # fmt: skip
 
     def __init__(
@@ -56,8 +57,10 @@ class CheckedStep(Step):
         mask: torch.Tensor | None,
         checked: bool,
         names: frozenset[str],
+        stretch: Stretch | None = None,
     ):
         super().__init__(kvs)
+        self.stretch = stretch
         self.cache, self.start, self.padding, self.checked = cache, start, mask, checked
         self.bare, self.by_mask, dtype = (
             forward.convention.unmasked_alike,
@@ -82,6 +85,11 @@ class CheckedStep(Step):
                 raise Unfit(self.reason)
             self.ran.append(layer)
         return self.reason is not None
+
+    def run(self, layer: LayerForward, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
+        if self.masks:
+            self.stretch = None
+        return layer.computed(self, x, kwargs) if self.stretch is None else self.stretch.run(self, layer, x, kwargs)
 
     def _unlike(self, spec: LayerSpec, args: tuple, kwargs: dict) -> str | None:
         """What a layer is given that no text gives it."""
@@ -200,9 +208,13 @@ def under_way(forward: Any, step: CheckedStep, known: HostNumbers | dict[str, An
     if isinstance(known, dict):  # where pictures are being encoded, to ask for integers would wait for that
         known = HostNumbers.of_call(known, waits=ENCODED not in known)
     step.known = known if known.known else None
-    ranks = nullcontext() if forward.ranks is None else forward.ranks.forward()
-    with forward.steps.taken(step), ranks, step.known or nullcontext():
-        yield
+    ranks, stretch = nullcontext() if forward.ranks is None else forward.ranks.forward(), step.stretch
+    try:
+        with forward.steps.taken(step), ranks, step.known or nullcontext():
+            yield
+    finally:
+        if stretch is not None:
+            stretch.end(step.stretch is stretch and step.ran == forward.layers and step.reason is None)
 
 
 def read_whole(

@@ -11,10 +11,15 @@ from typing import Any
 import torch
 from accel_kernels.gemm.fused_linear import MOST_ROWS
 from accel_kernels.gemm.quantized_weight import MOST_QUANTIZED_ROWS
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.runner import GraphRunner
+from accel.errors import Unfit
+from accel.llm.generation.layer_forward import LayerForward
+from accel.llm.kv_cache.store import Store
+from accel.llm.parts.step import Step
 
 # Rows of one new token each, up to which a step is a CUDA graph. Launching a step takes Python 15 to 45 ms, longer than
 # a GPU takes for so many rows of a model of 8 billion weights. A graph keeps its logits: 131 MB, of 512 rows of 128,256
@@ -93,9 +98,10 @@ class Prompts:
         self.runner, self.most = runner, most
         # The model as it was, and how many tokens were too many for a graph to gain.
         self.missed: tuple[Fingerprint, int] | None = None
+        self.stops: dict[frozenset[str], frozenset[int] | None] = {}  # of a `Stretch`, None for none; by arguments
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"runner": self.runner, "most": self.most, "missed": None}
+        return {"runner": self.runner, "most": self.most, "missed": None, "stops": {}}
 
     def forget(self) -> None:
         self.missed = None
@@ -118,6 +124,12 @@ class Prompts:
         if bucket is None or bucket <= most:
             return bucket
         return most if new <= most else None  # no more tokens than the model may have tables for
+
+    def stretch(self, forward: Any, store: Store, tokens: torch.Tensor, names: frozenset[str]) -> "Stretch | None":
+        """Of the layers of a `DecoderForward` for a call with these arguments; None where each runs by itself."""
+        alone = not names or self.stops.get(names, ()) is None
+        bucket = None if alone else self.bucket(forward.module, tokens, keep=1)
+        return None if bucket is None else Stretch(self, forward, store, bucket, names)
 
     @staticmethod
     def captures(tokens: torch.Tensor) -> bool:
@@ -151,3 +163,98 @@ class Prompts:
             if (model := self.runner.fingerprint) is not None:
                 self.missed = model, tokens.shape[0] * bucket
         return logits
+
+
+class Stretch:
+    """Runs the layers of a prompt that the model's own code reads, as one with pictures, in graphs of those between
+    which nothing stands.
+
+    They note what they are called with, and hand on what the first one was given; the last one runs them all. layers:
+    of the model, places: in the store; bucket: the tokens that a row is filled up to. stops: how many layers have run
+    where other code looks at what they gave; None in the first call of a kind, which `learns` them. alone: whether
+    layers give nothing besides.
+    """
+
+    def __init__(self, prompts: Prompts, forward: Any, store: Store, bucket: int, names: frozenset[str]):
+        self.prompts, self.names, self.store, self.bucket = prompts, names, store, bucket
+        self.layers, self.places, self.stops = forward.layers, forward.places, prompts.stops.get(names)
+        self.found: set[int] = set()
+        self.calls: list[tuple[LayerForward, dict]] = []
+        self.ran, self.alone = 0, True
+        self.handed: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def learns(self) -> bool:
+        return self.stops is None
+
+    def end(self, ran: bool) -> None:
+        """ran: whether all layers did, by this. After others than have been seen, each layer runs by itself."""
+        if self.learns and ran:
+            self.prompts.stops[self.names] = frozenset(self.found) if self.alone else None
+        elif not (self.learns or ran):
+            self.prompts.stops[self.names] = None
+
+    def run(self, step: Step, layer: LayerForward, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
+        """What a layer gives to the code around it. Raises Unfit where that is not the code that was seen."""
+        self.ran += 1
+        if self.stops is None:
+            if self.handed and not (x is self.handed[0] and torch.equal(*self.handed)):
+                self.found.add(self.ran - 1)
+            y = layer.computed(step, x, kwargs)
+            self.handed, self.alone = (y, y.clone()), self.alone and step.behind is None
+            return y
+        if self.calls and x is not self.handed[0]:
+            raise Unfit("something stands between its layers")
+        self.handed = (x,)
+        self.calls.append((layer, kwargs))
+        if self.ran < len(self.layers) and self.ran not in self.stops:
+            return x
+        calls, self.calls = self.calls, []
+        return self._computed(step, x, calls)
+
+    def _computed(self, step: Step, x: torch.Tensor, calls: list) -> torch.Tensor:
+        new, held = x.shape[1], [{name: one for name, one in kwargs.items() if _told(name, one)} for _, kwargs in calls]
+        leaves = [one for one in tree_leaves(held) if isinstance(one, torch.Tensor)]
+        given = list({id(one): one for one in leaves}.values())
+        dims = [one.dim() - (1 if _whole(one) else 2) for one in given]
+
+        def plain() -> torch.Tensor:
+            return _run(calls, step, x)
+
+        if any(dim < 0 or one.shape[dim] not in (1, new) for one, dim in zip(given, dims, strict=True)):
+            return plain()
+        places = {id(one): place for place, one in enumerate(given)}
+        flags = tuple((name, one) for name, one in calls[0][1].items() if isinstance(one, bool | int | float | str))
+        alike = tuple(places[id(one)] for one in leaves)
+        variant = "layers", self.ran, self.store.padding_mask is not None, flags, alike
+        filled, _, last = pad_to_bucket(x, None, self.bucket)
+        padded = [
+            one if one.shape[dim] == 1 < new else _longer(one, dim, self.bucket)
+            for one, dim in zip(given, dims, strict=True)
+        ]
+
+        def eager(x: torch.Tensor, metadata: torch.Tensor, last: torch.Tensor, *padded: torch.Tensor) -> torch.Tensor:
+            named = {"is_prefill": True, "metadata": metadata, "by_address": True, "last": last}
+            step = Step(self.store.kvs(self.places, x.shape[0] * x.shape[1], **named))
+            step.written = dict.fromkeys(self.places, x.shape[1])  # before any of these layers
+            mine = tree_map_only(torch.Tensor, lambda one: padded[places[id(one)]], held)
+            return _run([(layer, kwargs | own) for (layer, kwargs), own in zip(calls, mine, strict=True)], step, x)
+
+        arguments = filled, self.store.metadata, last, *padded
+        return self.prompts.runner(eager, arguments, {}, variant, without_graph=plain)[:, :new]
+
+
+def _run(calls: list, step: Step, x: torch.Tensor) -> torch.Tensor:
+    for layer, kwargs in calls:
+        x = layer.computed(step, x, kwargs)
+    return x
+
+
+def _told(name: str, value: object) -> bool:
+    """Whether a layer may read this keyword: masks are those of the step."""
+    return isinstance(value, torch.Tensor | tuple | list) and "mask" not in name
+
+
+def _whole(one: torch.Tensor) -> bool:
+    """Whether these are numbers of tokens, (.., new), and not (.., new, C)."""
+    return not one.is_floating_point() and not one.is_complex()

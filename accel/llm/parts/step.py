@@ -29,6 +29,10 @@ class Step:
         """Whether a layer that is called with these arguments runs stock."""
         return False
 
+    def run(self, layer: Any, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
+        """What a layer gives that is called with these."""
+        return layer.computed(self, x, kwargs)
+
     def mask(self, spec: Any, kwargs: dict) -> torch.Tensor | None:
         """Which keys an attention sees, as `paged_attention` takes it, if its layer is called with these; None for
         those that it sees in a text.
