@@ -16,9 +16,10 @@ from torch import nn
 from accel.cuda_graphs.fingerprint import Fingerprint
 from accel.cuda_graphs.runner import GraphRunner
 from accel.cuda_graphs.small_calls import SmallCalls
-from accel.encoders.inputs import SHOWN, TEXT, Inputs, pad_token
+from accel.encoders.inputs import GRIDS, SHOWN, TEXT, Inputs, pad_token
 from accel.encoders.late_cache import LateCache
 from accel.encoders.packing import Packing, Sight, padded, unpadded
+from accel.encoders.picture_sizes import PictureSizes
 from accel.encoders.recording import layers_in
 from accel.encoders.stack import HIDDEN_STATES, EncoderLayerForward, EncoderStep
 from accel.errors import Unfit
@@ -43,7 +44,7 @@ class EncoderForward(FastForward):
     the code around the layers is given the mask, and what each layer gives where there is none. inputs: what it is
     given; unread: names of what it is given beside, which changes nothing. order: of the layers that it calls, some of
     them several times. stops: see `EncoderStep`. mirrors: see `Sight`. settings: what `told` gave when it was
-    understood.
+    understood. sizes: what its code makes of these alone, as keywords; None for nothing that is known.
     """
 
     renewed = ("seen", "reason", "lock", "sees", "biases")
@@ -55,6 +56,7 @@ class EncoderForward(FastForward):
     order: list[int]
     stops: set[int]
     settings: tuple = ()
+    sizes: PictureSizes | None = None
     steps: ForwardContext
     runner: GraphRunner | None  # of the layers
     calls: SmallCalls
@@ -165,8 +167,9 @@ class EncoderForward(FastForward):
         step.ids = named.get(self.inputs.main)
         if not self.shows:
             named.pop(self.inputs.mask, None)
+        told = {} if self.sizes is None else self.sizes(named[GRIDS])
         with self.steps.taken(step):
-            result = self.stock(**named)
+            result = self.stock(**named, **told)
         if deferred and not step.done:
             raise Unfit("not all of its layers were called")
         return result

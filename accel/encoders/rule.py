@@ -28,6 +28,7 @@ from accel.encoders.inputs import (
     unread,
     wide_call,
 )
+from accel.encoders.picture_sizes import picture_sizes
 from accel.encoders.position_bias import PositionBiasForward, long_text
 from accel.encoders.recording import layers_in, understand_encoder
 from accel.encoders.stack import EncoderLayerForward
@@ -78,6 +79,8 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
         held |= {"runner": runner, "calls": calls, "stops": stops if inputs.in_one_row else set()}
         forward = EncoderForward(model, site.path, context.kernels, context.log, **held)
         forward.settings = forward.told()
+        with resting(model), math_attention(), as_written():
+            forward.sizes = picture_sizes(model, example)
         _try(forward, example)
         calls.packed = calls.packed or masked
     except NotUnderstood as reason:

@@ -68,14 +68,15 @@ class HostNumbers(TorchFunctionMode):
         mine = bool(args) and id(args[0]) in self.known and (name in READS or name in MAKES)
         if not mine or any(id(one) not in self.known for one in _tensors((args, kwargs))):
             return func(*args, **kwargs)
-        made = None if name in READS else func(*args, **kwargs)
         if name == "to":  # another device, or another dtype
+            made = func(*args, **kwargs)
             host = self._host(args[0]).to(made.dtype)
         else:
             given = tree_map_only(torch.Tensor, self._host, (args, kwargs))
             host = func(*given[0], **given[1])
-        if name in READS:
-            return host
+            if name in READS:
+                return host
+            made = func(*args, **kwargs)
         pairs = zip(_tensors(made), _tensors(host), strict=True)
         self.known |= {id(one): (one, held) for one, held in pairs if _few(one)}
         return made

@@ -217,6 +217,21 @@ def test_an_encoder_gives_what_stock_gives(name):
     assert not fallbacks(model)
 
 
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl"])
+def test_what_sizes_say_is_made_once(name):
+    """On the device of the sizes, though the library makes some of it on the host."""
+    model, stock = made(name)
+    forward = vars(accel.optimize(model))["forward"]
+    taken = []
+    makers = [one._replace(maker=lambda *given, make=one.maker, **more: taken.append(make) or make(*given, **more))
+              for one in forward.sizes.made]  # fmt: skip
+    forward.sizes = copy.deepcopy(type(forward.sizes)(makers))
+    for _ in range(2):
+        for call in MODELS[name][1][:2]:
+            assert_same(model, stock, call)
+    assert len(taken) == 2 * len(makers) > 3 and not fallbacks(model)
+
+
 @pytest.mark.parametrize(
     ("name", "call", "reason"),
     [

@@ -118,7 +118,7 @@ class LayerForward(FastForward):
 
     def fast(self, step: Step, *args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else kwargs.pop("hidden_states")
-        y = step.run(self, x, kwargs)
+        y = step.of_layer(self, x, kwargs)
         if self.spec.returns is None:
             return y
         behind, step.behind = step.behind, None

@@ -86,7 +86,7 @@ class CheckedStep(Step):
             self.ran.append(layer)
         return self.reason is not None
 
-    def run(self, layer: LayerForward, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
+    def of_layer(self, layer: LayerForward, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
         if self.masks:
             self.stretch = None
         return layer.computed(self, x, kwargs) if self.stretch is None else self.stretch.run(self, layer, x, kwargs)
@@ -207,6 +207,7 @@ def under_way(forward: Any, step: CheckedStep, known: HostNumbers | dict[str, An
     """
     if isinstance(known, dict):  # where pictures are being encoded, to ask for integers would wait for that
         known = HostNumbers.of_call(known, waits=ENCODED not in known)
+    known.note()
     step.known = known if known.known else None
     ranks, stretch = nullcontext() if forward.ranks is None else forward.ranks.forward(), step.stretch
     try:

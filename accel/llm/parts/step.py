@@ -29,7 +29,7 @@ class Step:
         """Whether a layer that is called with these arguments runs stock."""
         return False
 
-    def run(self, layer: Any, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
+    def of_layer(self, layer: Any, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
         """What a layer gives that is called with these."""
         return layer.computed(self, x, kwargs)
 
