@@ -24,7 +24,7 @@ MAKES |= frozenset(
 
 class HostNumbers(TorchFunctionMode):
     """Inside, integers are made on the device as ever, and a few also on the host, where all that they are made of is
-    known there. There they are read. What is changed in place is known no more.
+    known there. There they are read, and what a mask chooses is found. What is changed in place is known no more.
 
     pairs: tensors, and equal ones on the CPU.
     """
@@ -32,6 +32,7 @@ class HostNumbers(TorchFunctionMode):
     def __init__(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]):
         super().__init__()
         self.known = {id(one): (one, host) for one, host in pairs}  # with itself, so that no other has its id
+        self.chosen: dict[int, tuple[torch.Tensor, ...]] = {}  # by masks, which are known
 
     @classmethod
     def of_call(cls, kwargs: dict[str, Any], waits: bool = True) -> "HostNumbers":
@@ -62,9 +63,12 @@ class HostNumbers(TorchFunctionMode):
         if not self.known or name.startswith("__get__"):
             return func(*args, **kwargs)
         if _changes(name, kwargs):
-            changed = {one.untyped_storage().data_ptr() for one in _tensors((args, kwargs))}
+            written = args[:1] if name == "__setitem__" else (args, kwargs)
+            changed = {one.untyped_storage().data_ptr() for one in _tensors(written)}
             known = self.known.items()
             self.known = {key: pair for key, pair in known if pair[0].untyped_storage().data_ptr() not in changed}
+        if name in ("__getitem__", "__setitem__") and id(args[0]) not in self.known:
+            return func(args[0], self._chosen(args[1]), *args[2:])
         mine = bool(args) and id(args[0]) in self.known and (name in READS or name in MAKES)
         if not mine or any(id(one) not in self.known for one in _tensors((args, kwargs))):
             return func(*args, **kwargs)
@@ -80,6 +84,20 @@ class HostNumbers(TorchFunctionMode):
         pairs = zip(_tensors(made), _tensors(host), strict=True)
         self.known |= {id(one): (one, held) for one, held in pairs if _few(one)}
         return made
+
+    def _chosen(self, index: Any) -> Any:
+        """The index, with places for masks that are known: from a mask, the device would first have to count them."""
+        parts = index if isinstance(index, tuple) else (index,)
+        masks = [one for one in parts if isinstance(one, torch.Tensor) and one.dtype is torch.bool]
+        if not masks or any(id(one) not in self.known for one in masks):
+            return index
+        for one in masks:
+            if id(one) not in self.chosen:
+                places = self._host(one).nonzero(as_tuple=True)
+                places = tuple(held.pin_memory() for held in places) if one.is_cuda else places
+                self.chosen[id(one)] = tuple(held.to(one.device, non_blocking=True) for held in places)
+        found = (self.chosen.get(id(one), (one,)) for one in parts)
+        return tuple(place for places in found for place in places)
 
     def _host(self, one: torch.Tensor) -> torch.Tensor:
         return self.known[id(one)][1]

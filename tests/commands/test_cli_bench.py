@@ -210,3 +210,15 @@ def test_bench_formats_writes_json(tmp_path):
     found = row["formats"]["fp8"]
     assert "kernel" in found["library"]["failed"] and found["accel"]["median_ms"] > 0 and found["called"] == []
     assert {"of_plain", "weights_mb", "peak_mb"} <= found.keys() and "failed" in row["formats"]["Q4_K"]
+
+
+def test_bench_pictures_writes_json(tmp_path, monkeypatch):
+    for name, few in (("NEW", 3), ("SEVERAL", 2), ("CALLS", 1)):
+        monkeypatch.setattr(f"accel.bench.pictures.{name}", few)
+    asked = ("tiny-vl", "--budget", "0.02")
+    result = run_command("bench", "pictures", *asked, "--device", "cpu", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads((tmp_path / "cpu-pictures.json").read_text())["rows"]
+    kinds = ["one picture, first token", "one picture, 3 tokens", "2 pictures, first token", "a token behind it"]
+    assert list(row["pictures"]) == kinds and not row["fallbacks"]
+    assert all(row["pictures"][kind][way]["median_ms"] > 0 for kind in kinds[:3] for way in ("stock", "accel"))

@@ -76,7 +76,7 @@ class CheckedStep(Step):
 
     def runs_stock(self, layer: LayerForward, args: tuple, kwargs: dict) -> bool:
         """Raises Unfit where layers before it have computed already."""
-        if self.known is not None:
+        if self.known is not None and (self.stretch is None or self.stretch.goes_on):
             self.known.leave()
             self.known = None
         if self.checked and self.reason is None:

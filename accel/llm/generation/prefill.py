@@ -187,6 +187,11 @@ class Stretch:
     def learns(self) -> bool:
         return self.stops is None
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether nothing is known to stand between the layers to come."""
+        return self.stops is None or self.ran >= max(self.stops, default=0)
+
     def end(self, ran: bool) -> None:
         """ran: whether all layers did, by this. After others than have been seen, each layer runs by itself."""
         if self.learns and ran:

@@ -29,6 +29,9 @@ def test_what_library_code_asks_of_pictures(there):
         torch_compilable_check(count * embeddings.shape[-1] == features.numel(), f"{count} tokens")
         with pytest.raises(ValueError, match="4 tokens"):
             torch_compilable_check(count * 7 == features.numel(), f"{count} tokens")
+        assert embeddings[ids == 9, :].shape == features.shape
+        embeddings[mask := ids == 9] = features
+        assert mask.sum().item() == 4
         known.leave()
     assert not torch.overrides._get_current_function_mode_stack()
 
