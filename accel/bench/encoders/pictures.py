@@ -10,7 +10,7 @@ from accel.bench.llm.models import SEED, beside, endless
 from accel.bench.timing import compare_times
 
 NEW, SEVERAL = 33, 16
-CALLS = 3  # of each kind before it is timed: kernels are chosen, graphs captured
+CALLS = 5  # of each kind before it is timed: kernels are chosen, graphs captured
 _TEXT = {"num_hidden_layers": 28, "head_dim": 128, "max_position_embeddings": 32768}
 _ROPE = {"rope_type": "default", "rope_theta": 1e6}
 # Published shapes, by name: kind, texts, towers, and the rows and columns of patches of a picture.

@@ -187,7 +187,7 @@ class DecoderForward(FastForward):
         mask = padding_of(kwargs.get(MASK), store, rows, start + new, self.partial and self.left_padded(new))
         mask = None if checked and shows_all(mask) else mask
         store.take()
-        stretch = None if start or self.prompts is None else self.prompts.stretch(self, store, tokens, names)
+        stretch = None if start or self.prompts is None else self.prompts.layers(self, store, tokens, names)
         store.reserve(rows, start + (new if stretch is None else stretch.bucket))
         store.set_padding_mask(mask)
         mine = range(len(self.places)) if self.partial else self.places  # in the store

@@ -22,7 +22,7 @@ from accel.llm.attention.softmax_attention import SoftmaxSpec
 from accel.llm.attention.stock.stock_attention import StockSpec
 from accel.llm.generation.calling_convention import own_arguments
 from accel.llm.generation.layer_forward import LayerForward
-from accel.llm.generation.prefill import Stretch
+from accel.llm.generation.prefill import PromptLayers
 from accel.llm.parts.step import Step
 from accel.llm.recording.record import Chunk, form, is_absent
 from accel.llm.runtime.layer_spec import LayerSpec
@@ -57,7 +57,7 @@ class CheckedStep(Step):
         mask: torch.Tensor | None,
         checked: bool,
         names: frozenset[str],
-        stretch: Stretch | None = None,
+        stretch: PromptLayers | None = None,
     ):
         super().__init__(kvs)
         self.stretch = stretch

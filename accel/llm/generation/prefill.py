@@ -98,7 +98,7 @@ class Prompts:
         self.runner, self.most = runner, most
         # The model as it was, and how many tokens were too many for a graph to gain.
         self.missed: tuple[Fingerprint, int] | None = None
-        self.stops: dict[frozenset[str], frozenset[int] | None] = {}  # of a `Stretch`, None for none; by arguments
+        self.stops: dict[frozenset[str], frozenset[int] | None] = {}  # of `PromptLayers`, None for none; by arguments
 
     def __getstate__(self) -> dict[str, Any]:
         return {"runner": self.runner, "most": self.most, "missed": None, "stops": {}}
@@ -125,11 +125,11 @@ class Prompts:
             return bucket
         return most if new <= most else None  # no more tokens than the model may have tables for
 
-    def stretch(self, forward: Any, store: Store, tokens: torch.Tensor, names: frozenset[str]) -> "Stretch | None":
+    def layers(self, forward: Any, store: Store, tokens: torch.Tensor, names: frozenset[str]) -> "PromptLayers | None":
         """Of the layers of a `DecoderForward` for a call with these arguments; None where each runs by itself."""
         alone = not names or self.stops.get(names, ()) is None
         bucket = None if alone else self.bucket(forward.module, tokens, keep=1)
-        return None if bucket is None else Stretch(self, forward, store, bucket, names)
+        return None if bucket is None else PromptLayers(self, forward, store, bucket, names)
 
     @staticmethod
     def captures(tokens: torch.Tensor) -> bool:
@@ -165,7 +165,7 @@ class Prompts:
         return logits
 
 
-class Stretch:
+class PromptLayers:
     """Runs the layers of a prompt that the model's own code reads, as one with pictures, in graphs of those between
     which nothing stands.
 

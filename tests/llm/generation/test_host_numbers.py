@@ -30,10 +30,18 @@ def test_what_library_code_asks_of_pictures(there):
         with pytest.raises(ValueError, match="4 tokens"):
             torch_compilable_check(count * 7 == features.numel(), f"{count} tokens")
         assert embeddings[ids == 9, :].shape == features.shape
-        embeddings[mask := ids == 9] = features
-        assert mask.sum().item() == 4
         known.leave()
     assert not torch.overrides._get_current_function_mode_stack()
+
+
+def test_a_mask_chooses_and_stays_known():
+    ids, x = IDS.clone(), torch.zeros(1, 6, 2)
+    with HostNumbers([(ids, IDS)]) as known:
+        mask = ids == 9
+        x[mask] = x[mask, :] + torch.arange(8.0).view(4, 2)
+        assert id(mask) in known.known and known.chosen
+    wanted = torch.zeros(1, 6, 2).masked_scatter(mask[..., None], torch.arange(8.0))
+    assert torch.equal(x, wanted)
 
 
 @pytest.mark.parametrize("change", ["__iadd__", "add_", "__setitem__", "out"])

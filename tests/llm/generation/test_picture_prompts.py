@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import accel
-from accel.llm.generation.prefill import Stretch
+from accel.llm.generation.prefill import PromptLayers
 from support.llm.filled_prefill import filled, shapes
 from support.llm.multimodal import make
 from support.llm.outputs import generate, same
@@ -43,8 +43,8 @@ def test_something_else_between_layers(monkeypatch):
     model, stock, image = pair("llava")
     call = {**image, "use_cache": True}
     logits = [one(**call).logits for one in (model, stock)]
-    stretch = Stretch.run
-    monkeypatch.setattr(Stretch, "run", lambda self, step, one, x, kwargs: stretch(self, step, one, x * 1, kwargs))
+    stretch = PromptLayers.run
+    monkeypatch.setattr(PromptLayers, "run", lambda self, step, one, x, kwargs: stretch(self, step, one, x * 1, kwargs))
     logits += [model(**call).logits for _ in range(2)]
     wanted = logits.pop(1)
     same({"logits": torch.stack(logits)}, {"logits": wanted.expand(3, *wanted.shape)})
