@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from accel.encoders.inputs import GRIDS
+from accel.errors import reason_of
 from accel.fusion.host_numbers import HostNumbers, on_host
 
 MOST = 64  # sets of sizes that are kept: a megabyte or two, of the largest pictures
@@ -93,7 +94,11 @@ def picture_sizes(tower: Any, call: dict[str, Any]) -> PictureSizes | None:
     own = FunctionType(
         forward.__code__, forward.__globals__ | changed, forward.__name__, forward.__defaults__, forward.__closure__
     )
-    own(tower, **call)
+    try:
+        own(tower, **call)
+    except Exception as error:  # code that needs what is around it
+        reason_of(error)
+        return None
     taken = [name for one in found for name in one.names]
     return PictureSizes(found) if found and len({*taken}) == len(taken) else None
 

@@ -32,7 +32,7 @@ class HostNumbers(TorchFunctionMode):
     def __init__(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]):
         super().__init__()
         self.known = {id(one): (one, host) for one, host in pairs}  # with itself, so that no other has its id
-        self.chosen: dict[int, tuple[torch.Tensor, ...]] = {}  # by masks, which are known
+        self.chosen: dict[int, tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = {}  # by masks, with these themselves
 
     @classmethod
     def of_call(cls, kwargs: dict[str, Any], waits: bool = True) -> "HostNumbers":
@@ -95,8 +95,8 @@ class HostNumbers(TorchFunctionMode):
             if id(one) not in self.chosen:
                 places = self._host(one).nonzero(as_tuple=True)
                 places = tuple(held.pin_memory() for held in places) if one.is_cuda else places
-                self.chosen[id(one)] = tuple(held.to(one.device, non_blocking=True) for held in places)
-        found = (self.chosen.get(id(one), (one,)) for one in parts)
+                self.chosen[id(one)] = one, tuple(held.to(one.device, non_blocking=True) for held in places)
+        found = (self.chosen.get(id(one), (one, (one,)))[1] for one in parts)
         return tuple(place for places in found for place in places)
 
     def _host(self, one: torch.Tensor) -> torch.Tensor:
