@@ -111,7 +111,7 @@ class BidirectionalSpec(SoftmaxSpec):
     @classmethod
     def _of_own_code(cls, layer: LayerRecord, record: Record, attended: OwnAttended) -> UnderstoodAttention:
         """Of a model that does not attend by transformers' interface."""
-        reaches = {reach_of(function) for _, function in record.masks} or {None}
+        reaches = {reach_of(function) for _, function in record.masks} or {(None, 0) if attended.causal else None}
         if len(reaches) == 1:
             bias = PositionBias(attended.bias) if attended.bias else None
             fields = {"reach": reaches.pop(), "own_code": True, "position_bias": bias, "relative": attended.relative}

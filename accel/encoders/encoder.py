@@ -239,8 +239,8 @@ class EncoderForward(FastForward):
             return self.reason
 
     def _bind(self) -> str | None:
-        layers = layers_in(self.module, self.stack).values()
-        if [id(one) for one in layers] != [id(layer.module) for layer in self.layers]:
+        known = [layer.module for layer in self.layers]
+        if [one for one in layers_in(self.module, self.stack).values() if one in known] != known:
             return "its layers are not those that were optimized"
         moved = next((path for path, one in self.module.named_modules() if hook_of(one) is not None), None)
         if moved is not None:

@@ -31,10 +31,13 @@ class Product(NamedTuple):
 
 @dataclass
 class OwnAttended(Attended):
-    """bias: the path of the embedding whose rows are added to its scores; "" for none. relative: more that is."""
+    """bias: the path of the embedding whose rows are added to its scores; "" for none. relative: more that is. causal:
+    keys behind a query have the least of all scores.
+    """
 
     bias: str = ""
     relative: Relative | None = None
+    causal: bool = False
 
 
 class OwnCode(TorchFunctionMode):
@@ -103,14 +106,18 @@ class OwnCode(TorchFunctionMode):
         alike = [one for one in self.products if one.made.shape[-2:] == scores.shape[-2:]]
         before = [one for one in alike if one.made.numel() == scores.numel() and one.left is not after[0].left]
         scores = by_heads(scores)
+        behind = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        causal = bool((scores.isneginf() | (scores == torch.finfo(scores.dtype).min)).eq(behind).all())
+        scores = scores.masked_fill(behind, 0.0) if causal else scores
         for made in before:
             plain, usual = by_heads(made.left @ made.right), made.left.shape[-1] ** -0.5
+            plain = plain.masked_fill(behind, 0.0) if causal else plain
             added = [("", plain.new_zeros(())), *((one.path, one.values.permute(2, 0, 1)) for one in biases)]
             added = [(path, one) for path, one in added if one.shape in ((), plain.shape[1:])]
             for scale, (path, one) in product((1.0, usual, factor(plain, scores)), added):
-                if not agree(scale * plain + one, scores):
+                if not agree(scale * plain + (one.masked_fill(behind, 0.0) if causal and path else one), scores):
                     continue
-                return attended(made, by_heads(made.right.transpose(-1, -2)), scale, bias=path)
+                return attended(made, by_heads(made.right.transpose(-1, -2)), scale, bias=path, causal=causal)
             if (other := seen_relative(layer, by_heads(made.left), scores, self.gathered)) is not None:
                 return attended(made, other.key, other.scale, relative=other.spec)
         return None

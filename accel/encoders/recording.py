@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 from accel.encoders.bidirectional_attention import BidirectionalSpec, EncoderRecord
 from accel.encoders.own_code import OwnCode
-from accel.encoders.position_bias import learned, listening_to_biases
+from accel.encoders.position_bias import learned, listening_to_biases, long_text
 from accel.encoders.relative import learned_buckets
 from accel.errors import reason_of
 from accel.in_flight import listening
@@ -52,9 +53,14 @@ class EncoderRecorder(Recorder):
             self.stops.add(len(self.order))
 
     def value(self, tensor: torch.Tensor) -> Value:
-        """In a layer that is given tokens without rows, (tokens, channels), all are noted as those of one row."""
+        """In a layer that is given tokens without rows, (tokens, channels), all are noted as those of one row; and those
+        of rows behind tokens, as PyTorch's own attention has them, turned.
+        """
         self.flat = self.flat if self.open else tensor.dim() == 2
-        return Value(tensor[None] if self.flat else tensor)
+        if self.flat:
+            return Value(tensor[None])
+        shape = self.open[0].input.held.shape[:2] if self.open and self.open[0].taken is not None else ()
+        return Value(tensor.transpose(0, 1) if tensor.dim() == 3 and tensor.shape[:2] == shape[::-1] != shape else tensor)
 
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
@@ -105,9 +111,10 @@ def layers_in(model: nn.Module, stack: str) -> dict[str, nn.Module]:
     return inner if groups and len({type(one) for one in inner.values()}) == 1 else layers
 
 
-def understand_encoder(model: Any, call: dict[str, Any]) -> tuple[str, list[LayerSpec], list[int], set[int]]:
-    """The path of the stack of an encoder, what each of its layers computes in a call of the model, and in which order
-    they are called; then behind how many of them other modules are given what they gave. Raises NotUnderstood.
+def understand_encoder(model: Any, call: dict[str, Any]) -> tuple[str, dict[str, LayerSpec], list[int], set[int]]:
+    """The path of the stack of an encoder, what each of its layers that run in a call of the model computes, by path,
+    and in which order they are called; then behind how many of them other modules are given what they gave. Raises
+    NotUnderstood.
     """
     stack, modules = decoder_layers(model)
     if (foreign := foreign_attention([model, *modules.modules()])) is not None:
@@ -127,9 +134,10 @@ def understand_encoder(model: Any, call: dict[str, Any]) -> tuple[str, list[Laye
         raise
     except Exception as error:  # whatever a forward may raise
         raise NotUnderstood(f"could not be examined: {reason_of(error)}") from error
-    if len(recorder.specs) < len(seen.layers):
-        raise NotUnderstood("not all of its layers run")
-    specs = [spec for _, spec in sorted(recorder.specs.items())]
+    ran = sorted(recorder.specs)
+    if not ran:
+        raise NotUnderstood("none of its layers runs")
+    specs = [recorder.specs[at] for at in ran]
     attentions: list[Any] = [spec.attention for spec in specs]
     paths = {one.position_bias.path for one in attentions if one.position_bias is not None}
     if paths:
@@ -139,13 +147,33 @@ def understand_encoder(model: Any, call: dict[str, Any]) -> tuple[str, list[Laye
         ]
         specs = [replace(spec, attention=one) for spec, one in zip(specs, attentions, strict=True)]
     if any(one.relative is not None for one in attentions):
-        buckets, most = learned_buckets(model, OwnCode(lambda: model))
+        buckets, most = learned_buckets(model, OwnCode(lambda: model), partial(_run_long, model, stack, call))
         attentions = [
             replace(one, relative=one.relative and replace(one.relative, buckets=buckets, most=most))
             for one in attentions
         ]
         specs = [replace(spec, attention=one) for spec, one in zip(specs, attentions, strict=True)]
-    return stack, specs, recorder.order, recorder.stops
+    paths = [seen.layers[at].path for at in ran]
+    return stack, dict(zip(paths, specs, strict=True)), [ran.index(at) for at in recorder.order], recorder.stops
+
+
+def _run_long(model: Any, stack: str, call: dict[str, Any]) -> None:
+    """Runs the module that holds the stack on what the call gives it, over and over, as far as a long text goes."""
+    around, given = model.get_submodule(stack.rpartition(".")[0]), []
+    hook = around.register_forward_pre_hook(lambda _, *given_now: given.append(given_now), with_kwargs=True)
+    try:
+        type(model).forward(model, **call)
+    finally:
+        hook.remove()
+    args, kwargs = given[0] if given else ((), call)
+    tokens = next(one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)).shape[1]
+
+    def long(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[1] != tokens:
+            return value
+        return value[:1, torch.arange(long_text(model), device=value.device) % tokens]
+
+    type(around).forward(around, *map(long, args), **{name: long(one) for name, one in kwargs.items()})
 
 
 def clamps(layer: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 apart they are.
 """
 
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from accel.comparison import agree, factor
-from accel.encoders.position_bias import by_distance, long_text
+from accel.encoders.position_bias import by_distance
 from accel.llm.recording.record import LayerRecord, NotUnderstood
-from accel.llm.recording.recorder import example_ids, resting
+from accel.llm.recording.recorder import resting
 from accel.patching.fast_forward import Kernels
 
 
@@ -76,14 +76,14 @@ def _source(layer: LayerRecord, right: torch.Tensor, heads: int) -> Any:
     return None
 
 
-def learned_buckets(model: Any, watched: Any) -> tuple[tuple[int, ...], int | None]:
-    """Which column there is for each distance, see `Relative`. watched: an `OwnCode` that sees all. Raises
-    NotUnderstood.
+def learned_buckets(
+    model: Any, watched: Any, run_long: Callable[[], None]
+) -> tuple[tuple[int, ...], int | None]:
+    """Which column there is for each distance, see `Relative`. watched: an `OwnCode` that sees all. run_long: runs
+    the layers on a long text. Raises NotUnderstood.
     """
-    with resting(model), ExitStack() as inside:
-        inside.enter_context(watched)
-        ids = example_ids(model, long_text(model))[:1]
-        type(model).forward(model, input_ids=ids)
+    with resting(model), watched:
+        run_long()
     tables = [index[0] for _, index, _ in watched.gathered]
     if not tables or any(not torch.equal(one, (tables[0], tables[0].t())[at % 2]) for at, one in enumerate(tables)):
         raise NotUnderstood("its distances are of another kind in long texts")

@@ -30,7 +30,7 @@ from accel.encoders.inputs import (
 )
 from accel.encoders.picture_sizes import picture_sizes
 from accel.encoders.position_bias import PositionBiasForward, long_text
-from accel.encoders.recording import layers_in, understand_encoder
+from accel.encoders.recording import understand_encoder
 from accel.encoders.stack import EncoderLayerForward
 from accel.errors import reason_of
 from accel.fusion.stacked_linears import Stacked
@@ -68,8 +68,8 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
         steps = context.of(ForwardContext)
         before = f"{site.path}." if site.path else ""
         fused = [
-            EncoderLayerForward(layer, before + path, context.kernels, context.log, spec=spec, steps=steps)
-            for (path, layer), spec in zip(layers_in(model, stack).items(), specs, strict=True)
+            EncoderLayerForward(model.get_submodule(path), before + path, context.kernels, context.log, spec=spec, steps=steps)
+            for path, spec in specs.items()
         ]
         calls, runner, masked = context.of(SmallCalls), None, inputs.mask in inspect.signature(model.forward).parameters
         if (graphs := context.options.graphs) is not False and (masked or inputs.in_one_row):
