@@ -111,7 +111,9 @@ class BidirectionalSpec(SoftmaxSpec):
     @classmethod
     def _of_own_code(cls, layer: LayerRecord, record: Record, attended: OwnAttended) -> UnderstoodAttention:
         """Of a model that does not attend by transformers' interface."""
-        reaches = {reach_of(function) for _, function in record.masks} or {(None, 0) if attended.causal else None}
+        reaches = {reach_of(function) for _, function in record.masks} or {None}
+        if attended.causal and reaches <= {None, (None, 0)}:
+            reaches = {(None, 0)}
         if len(reaches) == 1:
             bias = PositionBias(attended.bias) if attended.bias else None
             fields = {"reach": reaches.pop(), "own_code": True, "position_bias": bias, "relative": attended.relative}
@@ -187,7 +189,7 @@ def reach_of(visible: Callable[..., Any]) -> Reach | None:
     `BidirectionalSpec`. Raises NotUnderstood for any other view.
     """
     zero = torch.zeros((), dtype=torch.int64, device="cpu")
-    found = set()
+    found, whole = set(), 0
     for query in QUERIES:
         keys = torch.arange(max(0, query - MOST), query + MOST, device="cpu")
         try:
@@ -198,9 +200,11 @@ def reach_of(visible: Callable[..., Any]) -> Reach | None:
         if last - first + 1 != len(seen) or not first <= query <= last:
             raise NotUnderstood("its attention mask is no window")
         # Where the view ends with the keys that are looked at, it may go on.
+        whole = max(whole, query - first) if first == keys[0] else whole
         found.add((None if first == keys[0] else query - first, None if last == keys[-1] else last - query))
     lefts, rights = {left for left, _ in found} - {None}, {right for _, right in found}
-    if len(lefts) > 1 or len(rights) != 1:
+    # In chunks the first queries see all, which in a window of that width they would not.
+    if len(lefts) > 1 or len(rights) != 1 or min(lefts, default=MOST) < whole:
         raise NotUnderstood("its attention mask is no window that is known")
     reach = next(iter(lefts), None), rights.pop()
     return None if reach == (None, None) else reach
