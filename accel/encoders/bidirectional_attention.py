@@ -12,7 +12,8 @@ from accel.comparison import agree, factor, named_factor
 from accel.encoders.own_code import OwnAttended
 from accel.encoders.packing import Packing, blocks_of
 from accel.encoders.position_bias import PositionBias, SeenBias
-from accel.encoders.relative import BoundRelative, Relative
+from accel.encoders.query_bias import QueryBias, seen_query_bias
+from accel.encoders.relative import Relative
 from accel.libraries.attention import KNOWN_ARGUMENTS
 from accel.llm.attention.attention import UnderstoodAttention
 from accel.llm.attention.projections import projections_of, split
@@ -55,7 +56,7 @@ class BidirectionalSpec(SoftmaxSpec):
 
     reach: Reach | None = None
     position_bias: PositionBias | None = None
-    relative: Relative | None = None
+    relative: Relative | QueryBias | None = None
     own_code: bool = False
     starts: str | None = None
 
@@ -65,7 +66,7 @@ class BidirectionalSpec(SoftmaxSpec):
 
     @property
     def keywords(self) -> tuple[str, ...]:
-        return (*super().keywords, *(() if self.relative is None else (self.relative.keyword,)))
+        return (*super().keywords, *((self.relative.keyword,) if self.relative and self.relative.keyword else ()))
 
     @property
     def causal(self) -> bool:
@@ -79,11 +80,13 @@ class BidirectionalSpec(SoftmaxSpec):
             raise NotUnderstood(OWN)
         if isinstance(attended, OwnAttended):
             return cls._of_own_code(layer, record, attended)
-        bias, calls = None, layer.inside(layer.attention)
+        bias, relative, calls = None, None, layer.inside(layer.attention)
         for name, value in attended.options.items():
             known = name in SHOWN | KNOWN_ARGUMENTS or name.startswith("output_") or cls.is_nothing(value)
             if (path := record.bias(value)) is not None:
                 bias = PositionBias(path)
+            elif not known and (found := seen_query_bias(layer, attended, value, record.biases)) is not None:
+                relative = found
             elif not known and (isinstance(value, torch.Tensor) or value not in (None, False)):
                 raise NotUnderstood(f"its attention is told {name}")
         if attended.options.get("softcap") or attended.options.get("s_aux") is not None:
@@ -93,6 +96,7 @@ class BidirectionalSpec(SoftmaxSpec):
         if len(functions) != 1 and starts is None and not _hides_nothing(attended.mask):
             raise NotUnderstood("its attention mask is made in a way of its own")
         fields = {"reach": reach_of(functions[0]) if functions else None, "position_bias": bias, "starts": starts}
+        fields |= {"relative": relative}
         fit = cls.first_fit(layer, calls, cls.formulas(layer, calls, fields), None)
         if fit is None:
             raise NotUnderstood("its attention is of another formula")
@@ -217,13 +221,13 @@ class BoundBidirectionalAttention(BoundSoftmaxAttention):
 
     def __init__(self, kernels: Kernels, layer: nn.Module, spec: BidirectionalSpec, stack: bool):
         super().__init__(kernels, layer, spec, stack)
-        self.relative = None if spec.relative is None else BoundRelative(layer, spec.relative, self.device)
+        self.relative = None if spec.relative is None else spec.relative.bind(layer, self.device)
 
     def prepare(self, step: Any, kwargs: dict) -> None:
         """Has the step hold what is made of these keywords: a graph has its own."""
         if self.spec.rotary is not None:
             self.angles(step, kwargs)
-        if self.relative is not None:
+        if self.relative is not None and self.relative.spec.keyword:
             self.relative.embeddings(step, kwargs)
 
     def attended(self, kernels: Kernels, step: Any, parts: Parts, kwargs: dict) -> torch.Tensor:
@@ -246,10 +250,10 @@ class BoundBidirectionalAttention(BoundSoftmaxAttention):
         if alike and not spec.has_position_bias and q.shape[1] == k.shape[1]:
             q, k, v = (t.unflatten(0, step.shape).transpose(1, 2) for t in (q, k, v[0]))
             return kernels.attention(q, k, v, spec.scale).transpose(1, 2).reshape(1, step.shape.numel(), -1)
+        more = {} if self.relative is None else self.relative(kernels, step, q, k, kwargs)
         return kernels.packed_attention(
-            q, k, v[0], packing.starts, spec.scale, longest=packing.longest, keys=packing.keys,
-            bias=step.bias(spec.position_bias), **self._seen(packing),
-            **({} if self.relative is None else self.relative(kernels, step, q, k, kwargs)),
+            more.pop("q", q), k, v[0], packing.starts, spec.scale, longest=packing.longest, keys=packing.keys,
+            bias=step.bias(spec.position_bias), **self._seen(packing), **more,
         )[None]  # fmt: skip
 
     def _seen(self, packing: Packing) -> dict[str, Any]:

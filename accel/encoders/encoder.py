@@ -186,7 +186,7 @@ class EncoderForward(FastForward):
         packing = step.packing = self.packing(hidden, mask, graph, step.ids)
         x = packing.pack(hidden)[None]
         for layer, kwargs in step.waiting:
-            if layer.spec.keywords:
+            if layer.spec.keywords and not layer.inner:
                 layer.bound.attention.prepare(step, kwargs)
             if (starts := layer.attention.starts) is not None:
                 step.packed(kwargs.get(starts), graph)

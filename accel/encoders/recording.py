@@ -15,13 +15,12 @@ from torch import nn
 from accel.encoders.bidirectional_attention import BidirectionalSpec, EncoderRecord
 from accel.encoders.own_code import OwnCode
 from accel.encoders.position_bias import learned, listening_to_biases, long_text
-from accel.encoders.relative import learned_buckets
 from accel.errors import reason_of
 from accel.in_flight import listening
 from accel.llm.recording.implementation import foreign_attention
 from accel.llm.recording.record import Attended, LayerRecord, NotUnderstood, Record, Stored, Value
 from accel.llm.recording.recorder import NAME, Recorder, decoder_layers, resting
-from accel.llm.runtime.layer import put_together
+from accel.llm.runtime.layer import own_code_around, put_together
 from accel.llm.runtime.layer_spec import LayerSpec
 from accel.patching.structure import placement
 
@@ -30,14 +29,15 @@ class EncoderRecorder(Recorder):
     """Gathers keys and values that layers attend with; there is no cache that they would be stored in.
 
     before: what the last attention was given, with all before it of this layer. made: what the last layer gave. stops:
-    behind how many layers that is looked at.
+    behind how many layers that is looked at. masks: whether calls may have padding.
     """
 
     before: Attended
     record: EncoderRecord
     made: Any
 
-    def __init__(self, record: EncoderRecord):
+    def __init__(self, record: EncoderRecord, masks: bool):
+        self.masks = masks
         self.record, self.scores, self.amplified, self.looking, self.lent = record, False, 1.0, False, {}
         self.open, self.until_shown = [], ExitStack()
         self.thread, self.name = threading.get_ident(), f"{NAME}_{id(self):x}"
@@ -72,8 +72,14 @@ class EncoderRecorder(Recorder):
             own = self.own.attention(layer, record.layers.index(layer), self.record.biases)
             layer.attended, layer.stored = (None, None) if own is None else own
         self.own.forget()
-        found = BidirectionalSpec.understand(layer, record)
-        spec, at = put_together(layer, [found], None, layer.call.output, []), record.layers.index(layer)
+        found, at = BidirectionalSpec.understand(layer, record), record.layers.index(layer)
+        try:
+            spec = put_together(layer, [found], None, layer.call.output, [])
+        except NotUnderstood:
+            around = None if self.masks else own_code_around(layer, [found])
+            if around is None:
+                raise
+            spec = around
         if self.specs.setdefault(at, spec) != spec:
             raise NotUnderstood("a layer that is called several times computes something else each time")
         self.order.append(at)
@@ -123,7 +129,7 @@ def understand_encoder(model: Any, call: dict[str, Any]) -> tuple[str, dict[str,
         raise NotUnderstood("in float16 its layers clamp what overflows")
     kinds: dict = {}
     seen = EncoderRecord([LayerRecord(layer, path, kinds) for path, layer in layers_in(model, stack).items()])
-    recorder = EncoderRecorder(seen)
+    recorder = EncoderRecorder(seen, "input_ids" in call or any("mask" in name for name in call))
     try:
         inside = {one for layer in seen.layers for one in layer.layer.modules()}
         others = listening((one, recorder.note) for one in model.modules() if one not in inside)
@@ -147,7 +153,8 @@ def understand_encoder(model: Any, call: dict[str, Any]) -> tuple[str, dict[str,
         ]
         specs = [replace(spec, attention=one) for spec, one in zip(specs, attentions, strict=True)]
     if any(one.relative is not None for one in attentions):
-        buckets, most = learned_buckets(model, OwnCode(lambda: model), partial(_run_long, model, stack, call))
+        first = next(one.relative for one in attentions if one.relative is not None)
+        buckets, most = first.learned(model, partial(_run_long, model, stack, call))
         attentions = [
             replace(one, relative=one.relative and replace(one.relative, buckets=buckets, most=most))
             for one in attentions
@@ -160,11 +167,8 @@ def understand_encoder(model: Any, call: dict[str, Any]) -> tuple[str, dict[str,
 def _run_long(model: Any, stack: str, call: dict[str, Any]) -> None:
     """Runs the module that holds the stack on what the call gives it, over and over, as far as a long text goes."""
     around, given = model.get_submodule(stack.rpartition(".")[0]), []
-    hook = around.register_forward_pre_hook(lambda _, *given_now: given.append(given_now), with_kwargs=True)
-    try:
+    with listening([(around, lambda _, *now: given.append(now))], before=True):
         type(model).forward(model, **call)
-    finally:
-        hook.remove()
     args, kwargs = given[0] if given else ((), call)
     tokens = next(one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)).shape[1]
 

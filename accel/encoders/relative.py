@@ -29,6 +29,22 @@ class Relative:
     buckets: tuple[int, ...] = ()
     most: int | None = None
 
+    def learned(self, model: Any, run_long: Callable[[], None]) -> tuple[tuple[int, ...], int | None]:
+        """Which column there is for each distance. run_long: runs the layers on a long text. Raises NotUnderstood."""
+        from accel.encoders.own_code import OwnCode  # which knows this kind of scores
+
+        with resting(model), OwnCode(lambda: model) as watched:
+            run_long()
+        longest = max((index.shape[-1] for _, index, _ in watched.gathered), default=0)
+        tables = [index[0] for _, index, _ in watched.gathered if index.shape[-1] == longest]
+        if not tables or any(not torch.equal(one, (tables[0], tables[0].t())[at % 2]) for at, one in enumerate(tables)):
+            raise NotUnderstood("its distances are of another kind in long texts")
+        found = by_distance("", tables[0].cpu())
+        return found.buckets, found.most
+
+    def bind(self, layer: nn.Module, device: torch.device) -> "BoundRelative":
+        return BoundRelative(layer, self, device)
+
 
 @dataclass(frozen=True)
 class SeenRelative:
@@ -74,22 +90,6 @@ def _source(layer: LayerRecord, right: torch.Tensor, heads: int) -> Any:
                 if isinstance(value, torch.Tensor) and value.dim() == 2 and torch.equal(value[: len(given)], given):
                     return name, layer.name(call.module)
     return None
-
-
-def learned_buckets(
-    model: Any, watched: Any, run_long: Callable[[], None]
-) -> tuple[tuple[int, ...], int | None]:
-    """Which column there is for each distance, see `Relative`. watched: an `OwnCode` that sees all. run_long: runs
-    the layers on a long text. Raises NotUnderstood.
-    """
-    with resting(model), watched:
-        run_long()
-    longest = max((index.shape[-1] for _, index, _ in watched.gathered), default=0)
-    tables = [index[0] for _, index, _ in watched.gathered if index.shape[-1] == longest]
-    if not tables or any(not torch.equal(one, (tables[0], tables[0].t())[at % 2]) for at, one in enumerate(tables)):
-        raise NotUnderstood("its distances are of another kind in long texts")
-    found = by_distance("", tables[0].cpu())
-    return found.buckets, found.most
 
 
 class BoundRelative:

@@ -101,6 +101,7 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
     if forward.strange and not forward.blind:
         note = "packed where nothing is padding, or nobody sees it: it attends in a way of its own"
     note = note if masked else "images of any sizes in one row" if inputs.in_one_row else "without padding"
+    note += "; own code of layers runs around their attention" if any(layer.inner for layer in fused) else ""
     match = Match(forward, tuple(patches), covers=(stack,), note=note)
     if inputs.in_one_row:  # of any sizes, which the code around the layers waits for the GPU to learn
         return match
@@ -192,7 +193,8 @@ def _patches(forward: EncoderForward) -> list[ForwardPatch]:
         for path, one in found
         if one not in inside
     ]
-    return [ForwardPatch(one.module, one) for one in (*forward.layers, *unread)]
+    attentions = [one for layer in forward.layers for one in layer.inner]
+    return [ForwardPatch(one.module, one) for one in (*forward.layers, *attentions, *unread)]
 
 
 @contextmanager

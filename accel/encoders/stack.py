@@ -14,6 +14,7 @@ from accel.llm.attention.position_terms import POSITIONS
 from accel.llm.generation.layer_forward import LayerForward
 from accel.llm.parts.step import Step
 from accel.llm.recording.record import form, is_absent
+from accel.patching.fast_forward import Kernels
 
 HIDDEN_STATES = "output_hidden_states"
 
@@ -77,6 +78,12 @@ class EncoderStep(Step):
     def done(self) -> bool:
         return len(self.calls) == len(self.layers)
 
+    def taken(self, x: torch.Tensor) -> torch.Tensor:
+        return self.packing.pack(x)[None]
+
+    def given(self, y: torch.Tensor) -> torch.Tensor:
+        return self.packing.unpack(y[0], *self.shape)
+
     def bias(self, bias: PositionBias | None) -> torch.Tensor | None:
         """What is added to scores, (heads, 2 R + 1), by the weights as they are."""
         if bias is None:
@@ -126,6 +133,10 @@ class EncoderLayerForward(LayerForward):
     def attention(self) -> BidirectionalSpec:
         assert isinstance(self.spec.attention, BidirectionalSpec)
         return self.spec.attention
+
+    def _own_code(self, kernels: Kernels, step: Any, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
+        """Of rows, which convolutions must not mix."""
+        return step.taken(super()._own_code(kernels, step, step.given(x), kwargs))
 
     def unknown(self, kwargs: dict[str, Any]) -> str | None:
         """A keyword that the layer was not seen with; masks are those of the step."""

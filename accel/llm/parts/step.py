@@ -39,6 +39,14 @@ class Step:
         """
         return None
 
+    def taken(self, x: torch.Tensor) -> torch.Tensor:
+        """What the own code of a layer gives to an attention, (rows, new, C), as the step has its tokens."""
+        return x
+
+    def given(self, y: torch.Tensor) -> torch.Tensor:
+        """The other way round."""
+        return y
+
     def states(self, place: int) -> RowStates:
         """What a layer of linear attention keeps."""
         found = self.kvs[place]

@@ -39,10 +39,17 @@ def understand_layer(layer: LayerRecord, record: Record) -> LayerSpec:
                 return put_together(layer, found, tail, y, calls)
         except NotUnderstood as error:
             reason = str(error)
+    if (spec := own_code_around(layer, found)) is None:
+        raise NotUnderstood(reason)
+    return spec
+
+
+def own_code_around(layer: LayerRecord, found: list[UnderstoodAttention]) -> LayerSpec | None:
+    """The formula of a layer whose own code runs around these attentions; None where their modules do more."""
     pairs = zip(layer.mixers, found, strict=True)
     around = tuple(one for module, mixer in pairs if (one := _behind(layer, module, mixer)) is not None)
     if not found or len(around) < len(found):
-        raise NotUnderstood(reason)
+        return None
     return LayerSpec(
         **_own(layer),
         attention=joined([one.spec for one in found]) if len(found) > 1 else found[0].spec,
