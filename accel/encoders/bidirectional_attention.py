@@ -95,8 +95,8 @@ class BidirectionalSpec(SoftmaxSpec):
         starts = None if functions else _starts(layer, attended.mask, record.ends)
         if len(functions) != 1 and starts is None and not _hides_nothing(attended.mask):
             raise NotUnderstood("its attention mask is made in a way of its own")
-        fields = {"reach": reach_of(functions[0]) if functions else None, "position_bias": bias, "starts": starts}
-        fields |= {"relative": relative}
+        fields = {"position_bias": bias, "relative": relative, "starts": starts}
+        fields["reach"] = reach_of(functions[0]) if functions else None
         fit = cls.first_fit(layer, calls, cls.formulas(layer, calls, fields), None)
         if fit is None:
             raise NotUnderstood("its attention is of another formula")
@@ -208,7 +208,7 @@ def reach_of(visible: Callable[..., Any]) -> Reach | None:
         found.add((None if first == keys[0] else query - first, None if last == keys[-1] else last - query))
     lefts, rights = {left for left, _ in found} - {None}, {right for _, right in found}
     # In chunks the first queries see all, which in a window of that width they would not.
-    if len(lefts) > 1 or len(rights) != 1 or min(lefts, default=MOST) < whole:
+    if len(lefts) > 1 or len(rights) != 1 or min(filter(None, lefts), default=MOST) < whole:
         raise NotUnderstood("its attention mask is no window that is known")
     reach = next(iter(lefts), None), rights.pop()
     return None if reach == (None, None) else reach

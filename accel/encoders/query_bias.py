@@ -51,9 +51,7 @@ class QueryBias:
         return BoundQueryBias(layer, self, device)
 
 
-def seen_query_bias(
-    layer: LayerRecord, attended: Attended, bias: object, seen: Sequence[SeenBias]
-) -> QueryBias | None:
+def seen_query_bias(layer: LayerRecord, attended: Attended, bias: object, seen: Sequence[SeenBias]) -> QueryBias | None:
     """Of what is added to recorded scores, (rows, heads, L, L); None where it is something else. Takes from recorded
     queries what was added to them. Raises NotUnderstood.
     """

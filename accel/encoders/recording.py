@@ -36,7 +36,7 @@ class EncoderRecorder(Recorder):
     record: EncoderRecord
     made: Any
 
-    def __init__(self, record: EncoderRecord, masks: bool):
+    def __init__(self, record: EncoderRecord, masks: bool = True):
         self.masks = masks
         self.record, self.scores, self.amplified, self.looking, self.lent = record, False, 1.0, False, {}
         self.open, self.until_shown = [], ExitStack()
@@ -53,14 +53,15 @@ class EncoderRecorder(Recorder):
             self.stops.add(len(self.order))
 
     def value(self, tensor: torch.Tensor) -> Value:
-        """In a layer that is given tokens without rows, (tokens, channels), all are noted as those of one row; and those
-        of rows behind tokens, as PyTorch's own attention has them, turned.
+        """In a layer that is given tokens without rows, (tokens, channels), all are noted as those of one row; what is
+        (tokens, rows, channels), as PyTorch's own attention has it, is noted turned.
         """
         self.flat = self.flat if self.open else tensor.dim() == 2
         if self.flat:
             return Value(tensor[None])
         shape = self.open[0].input.held.shape[:2] if self.open and self.open[0].taken is not None else ()
-        return Value(tensor.transpose(0, 1) if tensor.dim() == 3 and tensor.shape[:2] == shape[::-1] != shape else tensor)
+        turned = tensor.dim() == 3 and tensor.shape[:2] == shape[::-1] != shape
+        return Value(tensor.transpose(0, 1) if turned else tensor)
 
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
@@ -118,8 +119,8 @@ def layers_in(model: nn.Module, stack: str) -> dict[str, nn.Module]:
 
 
 def understand_encoder(model: Any, call: dict[str, Any]) -> tuple[str, dict[str, LayerSpec], list[int], set[int]]:
-    """The path of the stack of an encoder, what each of its layers that run in a call of the model computes, by path,
-    and in which order they are called; then behind how many of them other modules are given what they gave. Raises
+    """The path of the stack of an encoder; by path what each of its layers computes that run in a call of the model, and
+    in which order they are called. Then behind how many of them other modules are given what they gave. Raises
     NotUnderstood.
     """
     stack, modules = decoder_layers(model)
@@ -160,8 +161,8 @@ def understand_encoder(model: Any, call: dict[str, Any]) -> tuple[str, dict[str,
             for one in attentions
         ]
         specs = [replace(spec, attention=one) for spec, one in zip(specs, attentions, strict=True)]
-    paths = [seen.layers[at].path for at in ran]
-    return stack, dict(zip(paths, specs, strict=True)), [ran.index(at) for at in recorder.order], recorder.stops
+    found_by_path = dict(zip((seen.layers[at].path for at in ran), specs, strict=True))
+    return stack, found_by_path, [ran.index(at) for at in recorder.order], recorder.stops
 
 
 def _run_long(model: Any, stack: str, call: dict[str, Any]) -> None:

@@ -68,7 +68,9 @@ def match_encoder(site: Site, context: Context, root: nn.Module) -> Match | Skip
         steps = context.of(ForwardContext)
         before = f"{site.path}." if site.path else ""
         fused = [
-            EncoderLayerForward(model.get_submodule(path), before + path, context.kernels, context.log, spec=spec, steps=steps)
+            EncoderLayerForward(
+                model.get_submodule(path), before + path, context.kernels, context.log, spec=spec, steps=steps
+            )
             for path, spec in specs.items()
         ]
         calls, runner, masked = context.of(SmallCalls), None, inputs.mask in inspect.signature(model.forward).parameters

@@ -78,10 +78,10 @@ class EncoderStep(Step):
     def done(self) -> bool:
         return len(self.calls) == len(self.layers)
 
-    def taken(self, x: torch.Tensor) -> torch.Tensor:
+    def to_tokens(self, x: torch.Tensor) -> torch.Tensor:
         return self.packing.pack(x)[None]
 
-    def given(self, y: torch.Tensor) -> torch.Tensor:
+    def to_rows(self, y: torch.Tensor) -> torch.Tensor:
         return self.packing.unpack(y[0], *self.shape)
 
     def bias(self, bias: PositionBias | None) -> torch.Tensor | None:
@@ -136,7 +136,7 @@ class EncoderLayerForward(LayerForward):
 
     def _own_code(self, kernels: Kernels, step: Any, x: torch.Tensor, kwargs: dict) -> torch.Tensor:
         """Of rows, which convolutions must not mix."""
-        return step.taken(super()._own_code(kernels, step, step.given(x), kwargs))
+        return step.to_tokens(super()._own_code(kernels, step, step.to_rows(x), kwargs))
 
     def unknown(self, kwargs: dict[str, Any]) -> str | None:
         """A keyword that the layer was not seen with; masks are those of the step."""

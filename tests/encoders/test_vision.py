@@ -129,6 +129,7 @@ MODELS = {
         [SEVERAL[0] | {"output_hidden_states": True}, *SEVERAL[1:]],
         "",
     ),
+    "mlcd": (lambda: t.MLCDVisionModel(t.MLCDVisionConfig(**VIT)), [images(), images(1)], ""),
     "pixtral": (
         lambda: t.PixtralVisionModel(t.PixtralVisionConfig(**VIT)),
         [sized((16, 12), (8, 16), (4, 4)), images(1), sized((12, 8))],
@@ -162,6 +163,9 @@ MELS = {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4, "encod
 MELS |= {"vocab_size": 64, "decoder_layers": 1, "max_source_positions": 20}
 
 
+NEAR = {"feature_projection_input_dim": 8, "left_max_position_embeddings": 7, "right_max_position_embeddings": 2}
+
+
 def sound(*shape, name="input_values"):
     return {name: torch.randn(*shape, generator=torch.Generator().manual_seed(1))}
 
@@ -174,6 +178,21 @@ MODELS |= {
         lambda: t.HubertModel(t.HubertConfig(**WAVES, do_stable_layer_norm=True, feat_extract_norm="layer")),
         [sound(2, 600)],
         "",
+    ),
+    "sew-d": (
+        lambda: t.SEWDModel(t.SEWDConfig(**WAVES, squeeze_factor=2, position_buckets=8, max_position_embeddings=64)),
+        [sound(2, 600), sound(1, 950)],
+        "",
+    ),
+    "wav2vec2-conformer": (
+        lambda: t.Wav2Vec2ConformerModel(t.Wav2Vec2ConformerConfig(**WAVES, conv_depthwise_kernel_size=3)),
+        [sound(2, 600), sound(1, 950)],
+        "",
+    ),
+    "wav2vec2-bert": (
+        lambda: t.Wav2Vec2BertForCTC(t.Wav2Vec2BertConfig(**SOUND, **NEAR, vocab_size=20)),
+        [sound(2, 30, 8, name="input_features"), sound(1, 9, 8, name="input_features")],
+        "wav2vec2_bert",
     ),
     "ast": (lambda: t.ASTModel(t.ASTConfig(**SPECTRA)), [sound(2, 16, 8)], ""),
     "whisper": (
@@ -262,12 +281,16 @@ def test_a_layer_scale_that_is_one_is_followed(name, scale):
     assert not fallbacks(model)
 
 
-def test_layer_scales_that_are_alike_cannot_be_told_apart():
-    model, _ = made("internvl")
-    for layer in model.encoder.layer:
+def test_own_code_runs_around_attention_where_layer_scales_cannot_be_told_apart():
+    model, stock = made("internvl")
+    for layer in (*model.encoder.layer, *stock.encoder.layer):
         layer.lambda_1.data, layer.lambda_2.data = torch.ones(32), torch.ones(32)
-    rows = [row for row in accel.report(accel.optimize(model)).sites if row[1] == "encoder"]
-    assert [row[2:] for row in rows] == [("skipped", "its layer scales hold the same numbers")]
+    (row,) = [row for row in accel.report(accel.optimize(model)).sites if row[1] == "encoder"]
+    assert row[2] == "patched" and "own code of layers runs around their attention" in row[3]
+    stock.encoder.layer[0].lambda_1.data.mul_(0.5)
+    model.encoder.layer[0].lambda_1.data.mul_(0.5)
+    assert_same(model, stock, images())
+    assert not fallbacks(model)
 
 
 def test_layers_whose_outputs_are_looked_at_end_a_stretch():

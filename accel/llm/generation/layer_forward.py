@@ -176,8 +176,8 @@ class InnerAttention(FastForward):
         if step is None or step.around is None:
             return self.stock(*args, **kwargs)
         x = next(one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)).contiguous()
-        attended = self.bound(self.kernels, step, NormedInput(step.taken(x)), step.around)
-        y = step.given(self.out(self.kernels, NormedInput(attended)))
+        attended = self.bound(self.kernels, step, NormedInput(step.to_tokens(x)), step.around)
+        y = step.to_rows(self.out(self.kernels, NormedInput(attended)))
         if self.rest is None:
             return y
         return (y, *(getattr(self.module, name) if name else None for name in self.rest))

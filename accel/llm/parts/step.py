@@ -39,11 +39,11 @@ class Step:
         """
         return None
 
-    def taken(self, x: torch.Tensor) -> torch.Tensor:
+    def to_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """What the own code of a layer gives to an attention, (rows, new, C), as the step has its tokens."""
         return x
 
-    def given(self, y: torch.Tensor) -> torch.Tensor:
+    def to_rows(self, y: torch.Tensor) -> torch.Tensor:
         """The other way round."""
         return y
 

@@ -19,6 +19,7 @@ GEMMA = {"use_bidirectional_attention": True, "sliding_window": 5}
 GEMMA |= {"layer_types": ["sliding_attention", "full_attention"]}
 T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 T5 |= {"relative_attention_max_distance": 10, "relative_attention_num_buckets": 8}
+ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
 BART = {"vocab_size": 64, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 40}
 BART |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "ffn_dim": 48}
 CONFIGS = {
@@ -39,6 +40,10 @@ CONFIGS = {
     "OPT": t.OPTConfig(**BART, num_hidden_layers=2, num_attention_heads=4, hidden_size=32, word_embed_proj_dim=32),
     "Qwen3": t.Qwen3Config(**SIZES, **GROUPED),
     "Mistral": t.MistralConfig(**SIZES, **GROUPED, sliding_window=6),
+    "MllamaText": t.MllamaTextConfig(
+        **SIZES, num_key_value_heads=2, cross_attention_layers=[1], pad_token_id=0, rope_parameters=ROTARY
+    ),
+    "ImageGPT": t.ImageGPTConfig(vocab_size=64, n_positions=40, n_embd=32, n_layer=2, n_head=4),
     "Gemma3Text": t.Gemma3TextConfig(**SIZES, **GROUPED, **GEMMA),
 }
 DEBERTA = {"relative_attention": True, "position_buckets": 8, "max_relative_positions": 16}
